@@ -1,0 +1,660 @@
+"""What the scripts share, section by section: config and flags, devices and parallelism, data, tokenizers, optimizer
+and schedule, train and eval steps, checkpoints, logging."""
+import ast
+import dataclasses
+import difflib
+import functools
+import json
+import logging
+import math
+import os
+import re
+import runpy
+import signal
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jax_transformer import DTYPES, GPT, GPTConfig, UserError
+
+# -----------------------------------------------------------------------------
+# config and flags
+
+
+def exit_on_user_error(kind, error, traceback):
+    """A sys.excepthook: a UserError becomes one line on stderr and exit code 2, everything else stays a traceback."""
+    if not issubclass(kind, UserError):
+        return sys.__excepthook__(kind, error, traceback)
+    print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
+    sys.exit(2)
+
+
+def config_block(script):
+    """The knobs of a script, {name: comment}: the assignments between its first two rulers (lines of dashes)."""
+    source = Path(script).read_text(encoding='utf-8')
+    block = re.split(r'^# -{20,}\n', source, maxsplit=2, flags=re.M)[1]
+    return {m[1]: m[2] for m in re.finditer(r'^(\w+) = .*# (.*)$', block, flags=re.M)}
+
+
+def read_flags(script, namespace, argv=None):
+    """The script's config, {name: value}, and the names that the user gave: config files (Python files of assignments)
+    and --name=value are applied in the order given. --help prints the block and exits.
+
+    namespace: the script's globals(), which hold the defaults.
+    Raises UserError for an unknown name or a value of another type; an int is a fine float."""
+    argv = sys.argv[1:] if argv is None else argv
+    comments = config_block(script)
+    config, given = {name: namespace[name] for name in comments}, {}
+    if '--help' in argv or '-h' in argv:
+        print(f'usage: python {Path(script).name} [config/file.py ...] [--name=value ...]\n')
+        for name, comment in comments.items():
+            print(f'  --{name}={config[name]!r}  # {comment}')
+        sys.exit(0)
+
+    def override(name, value, text=None):
+        if name not in config:
+            near = difflib.get_close_matches(name, config, n=3, cutoff=0.5)
+            raise UserError(f'unknown flag --{name}; ' + (f'did you mean --{" or --".join(near)}?' if near else
+                                                          f'python {Path(script).name} --help lists all flags'))
+        kind = type(namespace[name])
+        if kind is str and text is not None:
+            value = text  # what was typed: --start=123 is a prompt
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise UserError(f'--{name} takes a value of type {kind.__name__}, as in --{name}={namespace[name]!r}; got {value!r}')
+        config[name] = given[name] = value
+
+    for arg in argv:
+        if not arg.startswith('--'):
+            if not Path(arg).is_file():
+                raise UserError(f'there is no config file {arg}; flags are written --name=value')
+            try:
+                assigned = runpy.run_path(arg, init_globals=config)
+            except Exception as error:
+                raise UserError(f'config file {arg}: {type(error).__name__}: {error}') from error
+            for name, value in assigned.items():
+                ours = not name.startswith('_') and not callable(value) and not isinstance(value, types.ModuleType)
+                if ours and (name not in config or value != config[name] or type(value) is not type(config[name])):
+                    override(name, value)
+            continue
+        name, equals, text = arg[2:].partition('=')
+        if not equals:
+            raise UserError(f'flags are written --name=value; got {arg}')
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = text
+        override(name, value, text)
+    return config, given
+
+
+MODEL_FLAGS = {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias'}  # those that a checkpoint fixes
+
+
+def check_flags(config):
+    """Raises UserError for training flags that are out of range."""
+    for name in ('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size', 'block_size'):
+        if config[name] < 1:
+            raise UserError(f'{name} must be at least 1, not {config[name]}')
+    for name in ('max_iters', 'save_interval', 'warmup_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay', 'grad_clip'):
+        if not 0 <= config[name] < math.inf:
+            raise UserError(f'{name} must be at least 0, not {config[name]}')
+    for name in ('beta1', 'beta2'):
+        if not 0 <= config[name] < 1:
+            raise UserError(f'{name} must be in [0, 1), not {config[name]}')
+
+
+# -----------------------------------------------------------------------------
+# devices and parallelism
+
+# dense bfloat16 FLOP/s of one device, from the vendors' data sheets; found by substring of jax's device_kind, in order
+PEAK_FLOPS = {
+    'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'GH200': 989e12, 'B200': 2250e12, 'A100': 312e12,
+    'L40S': 362e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12, 'T4': 65e12,
+    'TPU v2': 45e12, 'TPU v3': 123e12, 'TPU v4': 275e12, 'TPU v5 lite': 197e12, 'TPU v5e': 197e12, 'TPU v5': 459e12,
+    'TPU v6': 918e12,
+}
+
+
+def device_peak_flops(device):
+    """Peak FLOP/s of a device for the MFU, or None where we do not know it."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name.lower() in device.device_kind.lower()), None)
+
+
+def check_device_availability(device='auto'):
+    """The list of jax devices that the flag `device` means: 'auto' (the best kind there is), 'cpu', 'gpu' or 'cuda',
+    'tpu'; one of them as 'cuda:1'. Raises UserError if it is not there."""
+    kind, _, index = device.partition(':')
+    if kind not in ('auto', 'cpu', 'gpu', 'cuda', 'tpu') or (index and not index.isdigit()):
+        hint = '; JAX has no MPS, use cpu' if kind == 'mps' else ''
+        raise UserError(f"device must be auto, cpu, cuda, tpu, or one of several as in cuda:0, not {device!r}{hint}")
+    try:
+        devices = jax.devices(None if kind == 'auto' else {'cuda': 'gpu'}.get(kind, kind))
+    except RuntimeError:
+        raise UserError(f'jax sees no {kind} here, only {", ".join(sorted({d.platform for d in jax.devices()}))}; for an '
+                        'NVIDIA GPU install jax[cuda13] (or jax[cuda12]), for a TPU jax[tpu]') from None
+    if index and int(index) >= len(devices):
+        raise UserError(f'there is no device {device}; there are {len(devices)} of the kind, counted from 0')
+    return [devices[int(index)]] if index else devices
+
+
+def setup_jax_environment(device='auto', dtype='auto'):
+    """Picks the devices and the compute dtype. Call before anything else touches jax.
+
+    Returns (devices, dtype, reason): bfloat16 where the hardware multiplies it fast, float32 elsewhere."""
+    if device.partition(':')[0] == 'cpu':
+        jax.config.update('jax_platforms', 'cpu')  # do not even start (and reserve the memory of) a GPU
+    devices = check_device_availability(device)
+    if dtype != 'auto':
+        if dtype not in DTYPES:
+            raise UserError(f'dtype must be auto, {", ".join(DTYPES)}, not {dtype!r}')
+        return devices, dtype, 'as asked'
+    platform = devices[0].platform
+    if platform == 'tpu':
+        return devices, 'bfloat16', 'TPUs multiply bfloat16'
+    if platform == 'gpu':
+        capability = getattr(devices[0], 'compute_capability', '0')
+        fast = float(capability) >= 8
+        return devices, 'bfloat16' if fast else 'float32', f'compute capability {capability} is {"" if fast else "not "}8.0 or more'
+    return devices, 'float32', 'the CPU default'
+
+
+@dataclasses.dataclass(frozen=True)
+class DataParallel:
+    """Replicated data parallelism over `devices`: jit on one device, pmap on several, the same step function."""
+    devices: tuple
+
+    @functools.cached_property
+    def mesh(self):
+        return Mesh(np.array(self.devices), ('data',))
+
+    @property
+    def replicated(self):
+        return NamedSharding(self.mesh, P())
+
+    def replicate(self, tree):
+        return jax.device_put(tree, self.replicated)
+
+    def abstract(self, make, *args):
+        """Shapes and placement of what replicate(make(*args)) would be, without making it."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated),
+                            jax.eval_shape(lambda: make(*args)))
+
+    def place(self, batch, shape):
+        """Host arrays of rows [R, ...] -> device arrays [*shape, ...], on several devices [n_devices, *shape, ...]:
+        device d gets the d-th contiguous share of the rows."""
+        if len(self.devices) == 1:
+            return jax.device_put(jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch), self.devices[0])
+        shape = (len(self.devices), *shape)
+        return jax.device_put(jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch), NamedSharding(self.mesh, P('data')))
+
+    def train_step(self, step):
+        return jax.jit(step, donate_argnums=0) if len(self.devices) == 1 else pmap_train_step(step, self.devices)
+
+    def eval_step(self, step):
+        if len(self.devices) == 1:
+            return jax.jit(step)
+        return jax.pmap(functools.partial(step, axis_name='data'), axis_name='data', in_axes=(None, 0), out_axes=None,
+                        devices=self.devices)
+
+
+def setup_distributed_training(devices):
+    """How training runs on these devices."""
+    return DataParallel(tuple(devices))
+
+
+def pmap_train_step(step, devices):
+    """train_step over several devices: the state is replicated (not stacked) and donated, the batch has a leading
+    device axis. `step` averages over the axis itself, so that every device makes the same update."""
+    return jax.pmap(functools.partial(step, axis_name='data'), axis_name='data', in_axes=(None, 0), out_axes=(None, None),
+                    devices=devices, donate_argnums=0)
+
+
+def split_rows(gradient_accumulation_steps, batch_size, n_devices):
+    """(micro-steps, micro-batch) of each device, for gradient_accumulation_steps * batch_size sequences per iteration
+    whatever the number of devices. Micro-steps are shared out first, then the micro-batch is cut, so that no device
+    ever holds more than batch_size sequences. Raises UserError if they do not divide."""
+    shared = math.gcd(gradient_accumulation_steps, n_devices)
+    if batch_size % (n_devices // shared):
+        total = gradient_accumulation_steps * batch_size
+        valid = [n for n in range(1, n_devices + 1) if batch_size % (n // math.gcd(gradient_accumulation_steps, n)) == 0]
+        raise UserError(f'gradient_accumulation_steps={gradient_accumulation_steps} x batch_size={batch_size} = {total} sequences '
+                        f'cannot be shared equally by {n_devices} devices; these numbers of devices can: {valid}; '
+                        f'or make batch_size a multiple of {n_devices // shared}')
+    return gradient_accumulation_steps // shared, batch_size // (n_devices // shared)
+
+
+# -----------------------------------------------------------------------------
+# data: files of tokens, nothing but uint16 or uint32 one after the other, memory-mapped
+
+
+def load_dataset(data_dir, block_size):
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them.
+
+    Returns ({'train': memmap, 'val': memmap}, vocab_size, tokenizer description). A folder without meta.json is
+    nanoGPT's: uint16 tokens of GPT-2's BPE.
+    Raises UserError for missing, short or damaged files and for token ids outside the vocabulary."""
+    data_dir = Path(os.path.relpath(data_dir))
+    prepare = data_dir / 'prepare.py'
+    remedy = f'run: python {prepare}' if prepare.exists() else f'there is no {prepare} to make it; see "Your own text" in README.md'
+    meta = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
+    if (data_dir / 'meta.json').exists():
+        try:
+            found = json.loads((data_dir / 'meta.json').read_text(encoding='utf-8'))
+            meta = {key: found[key] for key in meta}
+            if meta['dtype'] not in ('uint16', 'uint32'):
+                raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
+    elif (data_dir / 'meta.pkl').exists():
+        raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which we do not load; {remedy}, which writes meta.json')
+    splits = {}
+    for split in ('train', 'val'):
+        path, width = data_dir / f'{split}.bin', np.dtype(meta['dtype']).itemsize
+        if not path.exists():
+            raise UserError(f'there is no {path}; {remedy}')
+        size = path.stat().st_size
+        if size % width:
+            raise UserError(f'{path} has {size} bytes, not a multiple of {width} ({meta["dtype"]}): it is cut short or of another type; {remedy}')
+        if size // width <= block_size:
+            raise UserError(f'{path} has {size // width} tokens, and block_size={block_size} needs {block_size + 1}; '
+                            'use more text or a smaller --block_size')
+        splits[split] = np.memmap(path, dtype=meta['dtype'], mode='r')
+        # the first 200 MB at once, so that a wrong file is refused at the start; get_batch_jax checks all that it reads
+        check_ids(splits[split][:10**8], meta['vocab_size'], path)
+    return splits, meta['vocab_size'], meta['tokenizer']
+
+
+def check_ids(tokens, vocab_size, path):
+    if (largest := int(tokens.max())) >= vocab_size:
+        raise UserError(f'{path} has token id {largest}, outside the vocabulary of {vocab_size}; prepare the dataset again')
+
+
+DATA, DROPOUT = range(2)  # what a random draw is for: keeps the streams of one seed apart
+
+
+@functools.lru_cache(maxsize=4)
+def epoch_windows(n_tokens, block_size, seed, epoch):
+    """Where the windows of one epoch start: a random offset, then all windows of block_size behind it, shuffled."""
+    rng = np.random.default_rng([seed, DATA, epoch])
+    n_windows = count_windows(n_tokens, block_size)
+    offset = rng.integers(n_tokens - n_windows * block_size)
+    return offset + block_size * rng.permutation(n_windows)
+
+
+def count_windows(n_tokens, block_size):
+    """Windows in an epoch. One less than fit (if several do) leaves block_size or more offsets to choose from."""
+    return max(1, (n_tokens - 1) // block_size - 1)
+
+
+def get_windows(tokens, start, block_size):
+    """x and y, int32 [len(start), block_size]: the windows of `tokens` at `start`, and the same shifted by one token."""
+    window = tokens[start[:, None] + np.arange(block_size + 1)].astype(np.int32)
+    return window[:, :-1], window[:, 1:]
+
+
+def get_batch_jax(tokens, block_size, n_rows, seed, iteration):
+    """The windows of one iteration, x and y, int32 [n_rows, block_size]: rows iteration * n_rows and following of an
+    endless shuffled stream in which an epoch shows every token once. A pure function of its arguments, wherever a run
+    starts. (nanoGPT draws every window at random; one epoch's worth of those misses 1/e of the tokens.)"""
+    epoch, place = np.divmod(iteration * n_rows + np.arange(n_rows), count_windows(len(tokens), block_size))
+    start = np.empty(n_rows, np.int64)
+    for e in np.unique(epoch):
+        start[epoch == e] = epoch_windows(len(tokens), block_size, seed, int(e))[place[epoch == e]]
+    return get_windows(tokens, start, block_size)
+
+
+# -----------------------------------------------------------------------------
+# tokenizers, described by the small dict that travels in meta.json and in every checkpoint
+
+
+class CharTokenizer:
+    def __init__(self, chars):
+        self.chars, self.vocab_size = chars, len(chars)
+        self.ids = {c: i for i, c in enumerate(chars)}
+
+    def encode(self, text):
+        if unknown := sorted(set(text) - self.ids.keys()):
+            raise UserError(f'the prompt has characters that the model does not know: {" ".join(map(repr, unknown))}; '
+                            f'it knows {self.chars!r}')
+        return [self.ids[c] for c in text]
+
+    def decode(self, ids):
+        return ''.join(self.chars[i] for i in ids)
+
+
+class GPT2Tokenizer:
+    def __init__(self):
+        import tiktoken
+        try:
+            self.bpe = tiktoken.get_encoding('gpt2')
+        except Exception as error:  # the first use downloads two files
+            raise UserError(f"tiktoken cannot load GPT-2's BPE ({type(error).__name__}); without a network set TIKTOKEN_CACHE_DIR to the "
+                            'tiktoken cache of a machine that has used it (see "When it fails" in README.md)') from None
+        self.vocab_size = self.bpe.n_vocab
+
+    def encode(self, text):
+        return self.bpe.encode(text, allowed_special={'<|endoftext|>'})
+
+    def decode(self, ids):
+        return self.bpe.decode(ids)
+
+
+def load_tokenizer(description):
+    """The tokenizer that a description {'kind': 'char', 'chars': ...} or {'kind': 'gpt2'} means: it has encode(text),
+    decode(ids) and vocab_size. Raises UserError for any other."""
+    kind = description.get('kind')
+    if kind == 'char':
+        return CharTokenizer(description['chars'])
+    if kind == 'gpt2':
+        return GPT2Tokenizer()
+    raise UserError(f'unknown kind of tokenizer {kind!r}')
+
+
+# -----------------------------------------------------------------------------
+# optimizer and schedule
+
+
+def create_learning_rate_schedule(learning_rate, *, decay_lr=True, warmup_iters=0, lr_decay_iters=0, min_lr=0.0):
+    """nanoGPT's schedule, step -> learning rate: linear warm-up from learning_rate / (warmup_iters + 1), then a cosine
+    down to min_lr at lr_decay_iters, min_lr after it. decay_lr=False is learning_rate throughout."""
+    if not decay_lr:
+        return optax.constant_schedule(learning_rate)
+    if lr_decay_iters <= warmup_iters:
+        raise UserError(f'lr_decay_iters={lr_decay_iters} must be more than warmup_iters={warmup_iters}')
+    return optax.warmup_cosine_decay_schedule(learning_rate / (warmup_iters + 1), learning_rate, warmup_iters, lr_decay_iters, min_lr)
+
+
+def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1):
+    """AdamW (arXiv:1711.05101) that decays tensors of 2 or more dimensions: matrices and embeddings, but no biases and
+    norms. Clipping is not in it, see clip_gradients."""
+    return optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
+                       mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params))
+
+
+def clip_gradients(grads, max_norm):
+    """Scales grads down to a global norm of max_norm, as torch.nn.utils.clip_grad_norm_ does; max_norm 0 does not clip.
+    Returns (grads, norm before clipping)."""
+    norm = optax.tree.norm(grads)
+    if max_norm:
+        scale = jnp.minimum(1, max_norm / (norm + 1e-6))
+        grads = jax.tree.map(lambda g: g * scale, grads)
+    return grads, norm
+
+
+# -----------------------------------------------------------------------------
+# train and eval steps
+
+
+def cross_entropy(logits_BxTxV, targets_BxT):
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT)
+
+
+def make_train_step(config, seed, grad_clip, schedule):
+    """The one train_step(state, batch, axis_name=None) -> (state, metrics): jit it, or wrap it with pmap_train_step.
+
+    batch: x and y [G, B, T] and row [G, B]; G micro-steps are accumulated and averaged into one update. `row` numbers
+    the sequences of the whole run, and dropout depends on (seed, row) alone.
+    metrics: float32 scalars loss (the mean over all micro-steps and devices), grad_norm (before clipping), lr.
+    float16: the loss is scaled to keep small gradients representable; an update with an overflow is skipped and
+    the scale halved, 2000 good ones double it (as torch.amp.GradScaler). state.step counts the updates made."""
+    def loss_fn(params, micro, scale):
+        logits = GPT(config).apply({'params': params}, micro['x'], deterministic=config.dropout == 0, row_B=micro['row'],
+                                   rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)})
+        loss = cross_entropy(logits, micro['y']).mean()
+        return loss * scale, loss
+
+    def train_step(state, batch, axis_name=None):
+        scale = 1.0 if state.loss_scale is None else state.loss_scale['scale']
+
+        def micro_step(total, micro):
+            grads, loss = jax.grad(loss_fn, has_aux=True)(state.params, micro, scale)
+            return jax.tree.map(jnp.add, total, (grads, loss)), None
+
+        n_micro = len(batch['x'])
+        total = (jax.tree.map(jnp.zeros_like, state.params), jnp.float32(0))
+        total, _ = jax.lax.scan(micro_step, total, batch)
+        if axis_name:
+            total = jax.lax.pmean(total, axis_name)
+        grads, loss = total[0], total[1] / n_micro
+        grads, grad_norm = clip_gradients(jax.tree.map(lambda g: g / (n_micro * scale), grads), grad_clip)
+        metrics = {'loss': loss, 'grad_norm': grad_norm, 'lr': jnp.float32(schedule(state.step))}
+        updated = state.apply_gradients(grads=grads)
+        if state.loss_scale is not None:
+            finite = jnp.isfinite(grad_norm)
+            updated = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+            good_steps = jnp.where(finite, state.loss_scale['good_steps'] + 1, 0)
+            factor = jnp.where(finite, jnp.where(good_steps == 2000, 2.0, 1.0), 0.5)
+            updated = updated.replace(loss_scale={'scale': scale * factor, 'good_steps': good_steps % 2000})
+            metrics['loss_scale'] = scale
+        return updated, metrics
+
+    return train_step
+
+
+def make_eval_step(config):
+    """eval_step(params, batch, axis_name=None) -> sum over the batch's rows of weight * mean loss of the row."""
+    def eval_step(params, batch, axis_name=None):
+        loss_BxT = cross_entropy(GPT(config).apply({'params': params}, batch['x']), batch['y'])
+        total = (loss_BxT.mean(-1) * batch['weight']).sum()
+        return jax.lax.psum(total, axis_name) if axis_name else total
+
+    return eval_step
+
+
+def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_size, eval_iters):
+    """{'train': loss, 'val': loss}, each the mean over eval_iters * batch_size windows spread evenly over the split: the
+    same ones at every evaluation, whatever the seed or the number of devices, so that curves can be compared.
+
+    eval_step: parallel.eval_step(make_eval_step(config)), which evaluates batch_size rows per device and call."""
+    losses, n_rows = {}, eval_iters * batch_size
+    per_call = batch_size * len(parallel.devices)
+    for split, tokens in splits.items():
+        start = np.linspace(0, len(tokens) - block_size - 1, n_rows).astype(np.int64)
+        total = 0.0
+        for first in range(0, n_rows, per_call):
+            rows = np.arange(first, first + per_call)  # those past the end only fill the last call, with weight 0
+            x, y = get_windows(tokens, start[rows % n_rows], block_size)
+            total += eval_step(params, parallel.place({'x': x, 'y': y, 'weight': (rows < n_rows).astype(np.float32)}, (batch_size,)))
+        losses[split] = float(total) / n_rows
+    return losses
+
+
+# -----------------------------------------------------------------------------
+# checkpoints: out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or absent
+
+
+def open_checkpoints(out_dir, read_only=False):
+    """Orbax's manager of out_dir/ckpt: it keeps the latest checkpoint and the one with the lowest validation loss."""
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint import checkpoint_managers as policies
+    logging.getLogger('absl').setLevel(logging.ERROR)  # Orbax warns of what we ask for
+    val_loss = lambda metrics: metrics['val_loss']
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=policies.AnyPreservationPolicy([
+            policies.LatestN(1),
+            # reverse: Orbax takes the highest for the best. Saves between evaluations have no metrics; only LatestN keeps them
+            policies.BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)]),
+        best_fn=val_loss, best_mode='min', cleanup_tmp_directories=not read_only, read_only=read_only, create=not read_only)
+    return ocp.CheckpointManager(os.path.abspath(os.path.join(out_dir, 'ckpt')), options=options,
+                                 item_names=('params', 'opt_state', 'meta'))
+
+
+def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
+    """Saves the state after iter_num iterations; returns once the values are copied, writing goes on in the background.
+
+    meta: JSON metadata, see train_jax.py. val_loss: makes the checkpoint a candidate for the best.
+    Raises UserError if this save or the one before it cannot be written (a full disk)."""
+    import orbax.checkpoint as ocp
+    if iter_num in manager.all_steps():
+        return  # resumed right here
+    try:
+        saved = manager.save(iter_num, metrics=None if val_loss is None else {'val_loss': val_loss}, args=ocp.args.Composite(
+            params=ocp.args.StandardSave(state.params),
+            opt_state=ocp.args.StandardSave(optimizer_item(state)),
+            meta=ocp.args.JsonSave(meta)))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f'cannot write checkpoint {iter_num}: {error}') from error
+    if not saved:
+        raise UserError(f'{manager.directory} refuses checkpoint {iter_num}: it holds later ones, {manager.all_steps()}')
+
+
+def finish_checkpoints(manager):
+    """Waits until all that was saved is on disk. Raises UserError if it cannot be written."""
+    try:
+        manager.wait_until_finished()
+        manager.close()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f'cannot write the last checkpoint to {manager.directory}: {error}') from error
+
+
+def optimizer_item(state):
+    """All of the state but the parameters, which are an item of their own so that sampling can restore them alone."""
+    return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
+
+
+def load_meta(out_dir, which='latest'):
+    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. Raises UserError if there is none."""
+    import orbax.checkpoint as ocp
+    if which not in ('latest', 'best'):
+        raise UserError(f'checkpoint must be latest or best, not {which!r}')
+    nothing = UserError(f'there is no complete checkpoint in {os.path.join(out_dir, "ckpt")}; train one with: python train_jax.py --out_dir={out_dir}')
+    if not os.path.isdir(os.path.join(out_dir, 'ckpt')):
+        raise nothing
+    with open_checkpoints(out_dir, read_only=True) as manager:
+        step = manager.latest_step() if which == 'latest' else manager.best_step()
+        if step is None:
+            step = manager.latest_step()  # no evaluation yet
+        if step is None:
+            raise nothing
+        try:
+            meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
+            GPTConfig(**meta['model'])
+            if missing := {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys():
+                raise ValueError(f'its metadata lacks {sorted(missing)}')
+        except Exception as error:
+            raise UserError(f'{manager.directory / str(step)} is damaged or not a checkpoint of this program: '
+                            f'{type(error).__name__}: {error}') from error
+    return step, meta
+
+
+def restore_items(out_dir, step, items):
+    """Restores items {name: abstract tree} of checkpoint `step`; the leaves' shardings say where the values go."""
+    import orbax.checkpoint as ocp
+    with open_checkpoints(out_dir, read_only=True) as manager:
+        try:
+            return manager.restore(step, args=ocp.args.Composite(
+                **{name: ocp.args.StandardRestore(tree) for name, tree in items.items()}))
+        except Exception as error:
+            raise UserError(f'{manager.directory / str(step)} does not fit the model or is damaged: '
+                            f'{type(error).__name__}: {error}') from error
+
+
+def load_params(out_dir, step, params):
+    """The parameters alone of checkpoint `step`; `params` is their abstract tree. Raises UserError if it does not fit."""
+    return restore_items(out_dir, step, {'params': params})['params']
+
+
+def load_checkpoint(out_dir, step, state):
+    """The whole TrainState of checkpoint `step`; `state` is its abstract tree. Raises UserError if it does not fit."""
+    restored = restore_items(out_dir, step, {'params': state.params, 'opt_state': optimizer_item(state)})
+    return state.replace(params=restored['params'], **restored['opt_state'])
+
+
+@jax.jit
+def all_finite(tree):
+    return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+
+
+# -----------------------------------------------------------------------------
+# logging
+
+
+class MetricsLog:
+    """out_dir/metrics.jsonl, one JSON object a line. Opening it for iteration `iter_num` drops what an earlier run logged
+    from there on, and a line that was cut short: after a resume every iteration is there once."""
+
+    def __init__(self, out_dir, iter_num=0):
+        path = Path(out_dir) / 'metrics.jsonl'
+        kept = [record for record in read_metrics(out_dir) if record['iter'] < iter_num]
+        partial = path.with_suffix('.tmp')
+        partial.write_text(''.join(json.dumps(record) + '\n' for record in kept))
+        os.replace(partial, path)
+        self.file = open(path, 'a', buffering=1)  # a line is in the file as soon as it is written
+
+    def write(self, record):
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self.file.write(json.dumps(record) + '\n')
+
+
+def read_metrics(out_dir):
+    """The records of out_dir/metrics.jsonl, without a last line that a kill cut short."""
+    path, records = Path(out_dir) / 'metrics.jsonl', []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def plot_losses(out_dir):
+    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of every logged iteration, train and val of every
+    evaluation."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    records = read_metrics(out_dir)
+    figure = Figure(figsize=(7, 4.5), layout='constrained')
+    axes = FigureCanvasAgg(figure).figure.subplots()
+    for key, style in (('loss', dict(color='0.8', lw=0.8, label='train, each iteration')), ('train_loss', dict(marker='.', label='train')),
+                       ('val_loss', dict(marker='.', label='val'))):
+        points = [(r['iter'], r[key]) for r in records if r.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points), **style)
+    axes.set(xlabel='iteration', ylabel='loss (nats per token)')
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(Path(out_dir) / 'loss.tmp.png', dpi=120)
+    os.replace(Path(out_dir) / 'loss.tmp.png', Path(out_dir) / 'loss.png')
+
+
+def duration(seconds):
+    """h:mm:ss"""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f'{minutes // 60}:{minutes % 60:02}:{seconds:02}'
+
+
+def progress_bar(done, total):
+    """A tqdm bar that lives on a terminal only; its write() prints a line above it, or just prints."""
+    from tqdm import tqdm
+    return tqdm(initial=done, total=total, disable=not sys.stderr.isatty(), leave=False, unit='iter', dynamic_ncols=True)
+
+
+def start_wandb(**settings):
+    """A wandb run; given the id of an earlier one it continues that. Raises UserError if wandb is not to be had."""
+    try:
+        import wandb
+        return wandb.init(resume='allow', **settings)
+    except Exception as error:
+        raise UserError(f'wandb does not start: {error}; wandb login, or WANDB_MODE=offline, or --wandb_log=False') from error
+
+
+class StopSignal:
+    """Catches SIGTERM and SIGINT so that the loop can save and leave; a second one kills at once."""
+
+    def __init__(self):
+        self.signum = None
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self.receive)
+
+    def receive(self, signum, frame):
+        self.signum = signum
+        for caught in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(caught, signal.SIG_DFL)

@@ -1,0 +1,281 @@
+"""What jax_transformer.py promises. `python test_jax_transformer.py` runs this file, `python -m pytest` all tests."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_transformer
+from jax_transformer import (GPT, GPTConfig, Sampling, UserError, count_params, create_train_state, estimate_mfu, generate,
+                             init_cache, matmul, pick_token)
+
+TINY = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_head=2, n_embd=16)
+
+
+@functools.cache
+def random_params(config, seed=0):
+    """Parameters far from their small initial values, so that every part of the model matters to its output."""
+    params = create_train_state(jax.random.key(seed), config, optax.identity()).params
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    return tree.unflatten([x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)])
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'deterministic'))
+def apply(params, idx, config, **how):
+    return GPT(config).apply({'params': params}, idx, **how)
+
+
+def logits_of(config, idx, **how):
+    return apply(random_params(config), jnp.asarray(idx), config, **how)
+
+
+def tokens(*shape, seed=0, config=TINY):
+    return np.random.default_rng(seed).integers(config.vocab_size, size=shape)
+
+
+# -----------------------------------------------------------------------------
+# the model
+
+
+@pytest.mark.parametrize('shape, total', [((12, 12, 768), 124_439_808), ((24, 16, 1024), 354_823_168),
+                                          ((36, 20, 1280), 774_030_080), ((48, 25, 1600), 1_557_611_200)])
+def test_gpt2_sizes_have_the_published_number_of_parameters(shape, total):
+    n_layer, n_head, n_embd = shape
+    config = GPTConfig(vocab_size=50257, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+    params = jax.eval_shape(lambda: create_train_state(jax.random.key(0), config, optax.identity())).params
+    assert count_params(params, non_embedding=False) == total
+    assert count_params(params) == total - 1024 * n_embd
+
+
+def test_a_position_depends_on_itself_and_the_past_only():
+    config = TINY
+
+    def output(wpe, at):
+        params = random_params(config) | {'wpe': wpe}
+        return GPT(config).apply({'params': params}, tokens(1, 16))[0, at].sum()
+
+    for at in (0, 7, 15):
+        moved = np.abs(jax.grad(output)(random_params(config)['wpe'], at)).sum(-1) > 0
+        assert moved.tolist() == [position <= at for position in range(16)]
+
+
+def test_initial_weights_are_gpt2s():
+    config = GPTConfig(block_size=256, vocab_size=512, n_layer=8, n_head=4, n_embd=256)
+    params = create_train_state(jax.random.key(0), config, optax.identity()).params
+    block = params['h_3']
+    for weight, std in ((params['wte'], 0.02), (params['wpe'], 0.02), (block['attn']['c_attn']['kernel'], 0.02),
+                        (block['mlp']['c_fc']['kernel'], 0.02), (block['attn']['c_proj']['kernel'], 0.02 / 4),
+                        (block['mlp']['c_proj']['kernel'], 0.02 / 4)):
+        assert abs(weight.mean()) < std / 50 and weight.std() == pytest.approx(std, rel=0.02)
+    assert (block['ln_1']['scale'] == 1).all() and (block['ln_1']['bias'] == 0).all() and (block['mlp']['c_fc']['bias'] == 0).all()
+    # the first loss is that of guessing: ln(512)
+    idx = tokens(8, 256, config=config)
+    loss = optax.softmax_cross_entropy_with_integer_labels(GPT(config).apply({'params': params}, idx[:, :-1]), idx[:, 1:]).mean()
+    assert loss == pytest.approx(np.log(512), abs=0.1)
+
+
+def test_without_bias_there_is_none():
+    names = jax.tree_util.tree_leaves_with_path(random_params(GPTConfig(**TINY.__dict__ | {'bias': False})))
+    assert not [path for path, _ in names if 'bias' in jax.tree_util.keystr(path)]
+
+
+def test_head_and_embedding_are_one_parameter_and_its_gradient_is_the_sum_of_both():
+    params, idx, config = random_params(TINY), tokens(2, 8), TINY
+    loss = lambda params: jnp.sin(GPT(config).apply({'params': params}, idx)).sum()
+    grad = jax.grad(loss)(params)['wte']
+    step = jax.random.normal(jax.random.key(3), grad.shape) * 1e-3
+    difference = loss(params | {'wte': params['wte'] + step}) - loss(params | {'wte': params['wte'] - step})
+    assert difference / 2 == pytest.approx(float((grad * step).sum()), rel=2e-2)
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('bfloat16', 0.2), ('float16', 0.03)])
+def test_low_precision_computes_in_it_but_parameters_and_logits_are_float32(dtype, tolerance):
+    low = GPTConfig(**TINY.__dict__ | {'dtype': dtype})
+    assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(create_train_state(jax.random.key(0), low, optax.identity()).params))
+    exact, rounded = logits_of(TINY, tokens(2, 16)), GPT(low).apply({'params': random_params(TINY)}, tokens(2, 16))
+    assert rounded.dtype == jnp.float32
+    assert 1e-5 < np.abs(exact - rounded).max() < tolerance * np.abs(exact).max()
+
+
+def test_matmul_has_the_gradients_of_the_plain_product():
+    x, kernel = jax.random.normal(jax.random.key(0), (3, 5, 7)), jax.random.normal(jax.random.key(1), (7, 11))
+    plain = jax.grad(lambda x, k: jnp.sin(x @ k).sum(), (0, 1))(x, kernel)
+    ours = jax.grad(lambda x, k: jnp.sin(matmul(x, k)).sum(), (0, 1))(x, kernel)
+    for a, b in zip(plain, ours):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_of_a_sequence_depends_on_its_row_number_alone():
+    config = GPTConfig(**TINY.__dict__ | {'dropout': 0.5})
+    idx = tokens(4, 8)
+    run = lambda rows: logits_of(config, idx[rows], deterministic=False, row_B=jnp.asarray(rows) + 100, rngs={'dropout': jax.random.key(5)})
+    together, alone = run([0, 1, 2, 3]), run([2])
+    np.testing.assert_allclose(together[2], alone[0], atol=1e-4)
+    other = logits_of(config, idx[[2]], deterministic=False, row_B=jnp.array([7]), rngs={'dropout': jax.random.key(5)})
+    assert np.abs(alone - other).max() > 0.1
+    np.testing.assert_array_equal(logits_of(config, idx), logits_of(TINY, idx))  # off by default
+
+
+def test_dropout_zeroes_its_share_and_keeps_the_mean():
+    class Bare(jax_transformer.nn.Module):
+        @jax_transformer.nn.compact
+        def __call__(self, x):
+            return jax_transformer.dropout(self, x, 0.2, jnp.arange(len(x)))
+
+    y = Bare().apply({}, jnp.ones((50, 2000)), rngs={'dropout': jax.random.key(0)})
+    assert (y == 0).mean() == pytest.approx(0.2, abs=0.01) and y.mean() == pytest.approx(1, abs=0.01)
+    assert np.unique(y).tolist() == [0, 1.25]
+
+
+@pytest.mark.parametrize('bad, message', [(dict(n_head=3), r'n_head=3 does not divide n_embd=16.*\[1, 2, 4, 8, 16\]'),
+                                          (dict(dropout=1.0), 'dropout'), (dict(dtype='int8'), 'dtype'),
+                                          (dict(activation='relu'), 'activation'), (dict(n_layer=0), 'n_layer')])
+def test_a_config_that_makes_no_model_is_refused(bad, message):
+    with pytest.raises(UserError, match=message):
+        GPTConfig(**TINY.__dict__ | bad)
+
+
+def test_mfu_is_the_palm_formula():
+    config = GPTConfig()  # 6 * 124M + 12 * 12 * 768 * 1024 = 0.857 GFLOPs per token
+    assert estimate_mfu(124e6, config, 1e6, 989e12) == pytest.approx((6 * 124e6 + 12 * 12 * 768 * 1024) * 1e6 / 989e12)
+
+
+# -----------------------------------------------------------------------------
+# the cache
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('bfloat16', 0.05), ('float16', 0.01)])
+def test_cached_logits_equal_uncached_ones_at_every_position(dtype, tolerance):
+    config = GPTConfig(**TINY.__dict__ | {'dtype': dtype})
+    idx, params = tokens(3, 16), random_params(TINY)
+    full = GPT(config).apply({'params': params}, idx)
+    cache, steps = init_cache(config, 3, 20), []
+    for first, end in ((0, 5), (5, 6), (6, 7), (7, 11), (11, 16)):  # prefill, single tokens, several at once
+        logits, cache = GPT(config).apply({'params': params}, idx[:, first:end], cache=cache, position_BxT=jnp.arange(first, end)[None])
+        steps.append(logits)
+    np.testing.assert_allclose(np.concatenate(steps, 1), full, rtol=0, atol=tolerance * np.abs(full).max())
+
+
+# -----------------------------------------------------------------------------
+# generate
+
+
+def uncached_greedy(config, prompt, n):
+    """nanoGPT's loop: the last block_size tokens anew for each token."""
+    row = list(prompt)
+    for _ in range(n):
+        last = row[-config.block_size:]
+        idx = np.pad(last, (0, config.block_size - len(last)))[None]  # padding on the right changes nothing; one compilation
+        row.append(int(logits_of(config, idx)[0, len(last) - 1].argmax()))
+    return row
+
+
+def generated(idx, n, config=TINY, seed=0, **how):
+    return np.asarray(generate(random_params(TINY), config, idx, n, rng=jax.random.key(seed), **how))
+
+
+@pytest.mark.parametrize('length', [1, 5, 16, 23])
+def test_greedy_equals_the_uncached_loop_within_and_past_block_size(length):
+    prompt = tokens(length)
+    assert generated(prompt[None], 25, temperature=0).tolist() == [uncached_greedy(TINY, prompt, 25)]
+
+
+def test_each_of_different_prompts_gives_what_it_gives_alone():
+    lengths = [3, 1, 9, 16]
+    idx = tokens(4, 16)
+    together = generated(idx, 20, temperature=0, prompt_lengths_B=lengths)
+    for row, prompt, length in zip(together, idx, lengths):
+        assert row.tolist() == uncached_greedy(TINY, prompt[:length], 20) + [0] * (16 - length)
+
+
+def test_a_sample_depends_on_seed_and_row_and_on_nothing_else_in_the_batch():
+    idx = np.tile(tokens(4), (3, 1))
+    three, one = generated(idx, 30), generated(idx[:1], 30)
+    np.testing.assert_array_equal(three[0], one[0])
+    np.testing.assert_array_equal(three, generated(idx, 30))
+    assert len({tuple(row) for row in three.tolist()}) == 3
+    assert not np.array_equal(three, generated(idx, 30, seed=1))
+    np.testing.assert_array_equal(three[:, :14], generated(idx, 10))  # asking for more changes nothing before
+
+
+def picks(logits, n=4000, greedy=False, top_k=None, top_p=None, temperature=1.0, n_vocab=None):
+    sampling = Sampling(greedy, top_k, top_p is not None, n_vocab or len(logits), ())
+    rows = jnp.tile(jnp.asarray(logits, jnp.float32), (n, 1))
+    ids = pick_token(rows, jax.random.split(jax.random.key(0), n), sampling, temperature, top_p)
+    return np.bincount(ids, minlength=len(logits)) / n
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    p = np.array([0.1, 0.4, 0.2, 0.3])
+    np.testing.assert_allclose(picks(np.log(p)), p, atol=0.03)
+    np.testing.assert_allclose(picks(np.log(p), temperature=0.5), p**2 / (p**2).sum(), atol=0.03)
+    np.testing.assert_allclose(picks(np.log(p), top_k=2), [0, 4 / 7, 0, 3 / 7], atol=0.03)
+    np.testing.assert_allclose(picks(np.log(p), top_k=100), p, atol=0.03)  # clamped to the vocabulary
+    np.testing.assert_allclose(picks(np.log(p), top_p=0.65), [0, 4 / 7, 0, 3 / 7], atol=0.03)
+    np.testing.assert_allclose(picks(np.log(p), top_p=0.75), [0, 4 / 9, 2 / 9, 3 / 9], atol=0.03)
+    np.testing.assert_allclose(picks(np.log(p), top_p=0.01), [0, 1, 0, 0])
+    np.testing.assert_allclose(picks(np.log(p), greedy=True), [0, 1, 0, 0])
+    np.testing.assert_allclose(picks(np.log(p), n_vocab=1), [1, 0, 0, 0])
+
+
+def test_top_k_1_and_tiny_top_p_are_greedy():
+    greedy = generated(tokens(2, 4), 20, temperature=0)
+    np.testing.assert_array_equal(generated(tokens(2, 4), 20, top_k=1), greedy)
+    np.testing.assert_array_equal(generated(tokens(2, 4), 20, top_p=1e-6), greedy)
+
+
+def test_a_row_ends_with_its_first_stop_token():
+    free = generated(tokens(3, 4), 24)
+    stop = int(free[0, 10])
+    stopped = generated(tokens(3, 4), 24, stop_tokens=[stop])
+    for row, full in zip(stopped, free):
+        ends = [i for i in range(4, 28) if full[i] == stop]
+        end = ends[0] + 1 if ends else 28
+        np.testing.assert_array_equal(row[:end], full[:end])
+        assert (row[end:] == 0).all()
+
+
+def test_padding_ids_of_the_vocabulary_are_never_generated():
+    assert generated(tokens(4, 4) % 20, 40, n_vocab=20, temperature=5.0).max() < 20
+
+
+def test_no_new_tokens_returns_the_prompts():
+    np.testing.assert_array_equal(generated(tokens(2, 5), 0), tokens(2, 5))
+
+
+def test_prompts_of_one_bucket_share_one_compilation():
+    config = GPTConfig(**TINY.__dict__ | {'block_size': 64})
+    params = create_train_state(jax.random.key(0), config, optax.identity()).params
+    run = lambda length: generate(params, config, tokens(2, length), 8, rng=jax.random.key(0))
+    run(17)
+    before = jax_transformer.prefill._cache_size(), jax_transformer.decode._cache_size()
+    for length in (18, 25, 32):
+        run(length)
+    assert (jax_transformer.prefill._cache_size(), jax_transformer.decode._cache_size()) == before
+    run(33)
+    assert jax_transformer.prefill._cache_size() == before[0] + 1
+
+
+@pytest.mark.parametrize('how, message', [
+    (dict(temperature=-1), 'temperature'), (dict(temperature=float('nan')), 'temperature'), (dict(top_k=0), 'top_k'),
+    (dict(top_p=0.0), 'top_p'), (dict(top_p=1.1), 'top_p'), (dict(n_vocab=0), 'n_vocab'),
+    (dict(prompt_lengths_B=[0, 3]), 'between 1 and 4'), (dict(prompt_lengths_B=[1, 5]), 'between 1 and 4'), (dict(prompt_lengths_B=[1]), '2 lengths')])
+def test_controls_that_make_no_sense_are_refused(how, message):
+    with pytest.raises(UserError, match=message):
+        generated(tokens(2, 4), 3, **how)
+
+
+def test_prompts_that_make_no_sense_are_refused():
+    with pytest.raises(UserError, match='at least one token'):
+        generated(np.zeros((1, 0)), 3)
+    with pytest.raises(UserError, match='token id 37'):
+        generated([[3, 37]], 3)
+    with pytest.raises(UserError, match='max_new_tokens'):
+        generated([[3]], -1)
+
+
+if __name__ == '__main__':
+    raise SystemExit(pytest.main([__file__]))

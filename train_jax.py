@@ -1,0 +1,251 @@
+"""Trains a GPT on all devices it finds, from one CPU upwards.
+
+$ python train_jax.py config/train_pystdlib_char.py
+$ python train_jax.py config/train_shakespeare_char.py --batch_size=32 --device=cpu
+$ python train_jax.py --init_from=resume --out_dir=out-pystdlib-char   # goes on where that run stopped, bit for bit
+"""
+import dataclasses
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import flax
+import jax
+import jaxlib
+import numpy as np
+
+from jax_pretrained import load_pretrained
+from jax_train_utils import *
+from jax_transformer import GPTConfig, UserError, count_params, create_train_state, estimate_mfu
+
+# -----------------------------------------------------------------------------
+# The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in the order given.
+# I/O
+out_dir = 'out' # checkpoints, config.json, metrics.jsonl and loss.png go here
+overwrite = False # delete the checkpoints that a run from scratch finds in out_dir, instead of refusing to start
+eval_interval = 2000 # evaluate (and save) every so many iterations, and at the end
+log_interval = 1 # print and record every so many iterations
+eval_iters = 200 # batches per evaluation and split, the same ones every time
+eval_only = False # if True, evaluate once and leave; nothing is written
+always_save_checkpoint = True # if False, an evaluation only saves when the validation loss has improved
+save_interval = 0 # save every so many iterations as well; 0 is off
+init_from = 'scratch' # 'scratch', 'resume', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', a Hugging Face folder, a nanoGPT ckpt.pt
+# wandb logging
+wandb_log = False # log to Weights & Biases; with WANDB_MODE=offline it needs no account
+wandb_project = 'owt' # where the run goes there
+wandb_run_name = 'gpt2' # what it is called
+# data
+dataset = 'openwebtext' # the folder under data/ whose prepare.py has been run
+gradient_accumulation_steps = 5 * 8 # micro-batches per update, all devices together
+batch_size = 12 # sequences per micro-batch
+block_size = 1024 # tokens per sequence
+# model
+n_layer = 12 # transformer blocks
+n_head = 12 # attention heads
+n_embd = 768 # width
+dropout = 0.0 # on embeddings, attention and residuals; 0 for pretraining, 0.1 or more where data is scarce
+bias = False # in LayerNorm and Dense layers; GPT-2 has it, without is a bit faster
+# adamw optimizer
+learning_rate = 6e-4 # the highest, reached after warmup_iters
+max_iters = 600000 # updates in all
+weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms
+beta1 = 0.9 # decay of AdamW's mean of gradients
+beta2 = 0.95 # decay of AdamW's mean of squared gradients
+grad_clip = 1.0 # longest global norm of the gradients; 0 does not clip
+# learning rate schedule
+decay_lr = True # warm up, then follow a cosine; False is learning_rate throughout
+warmup_iters = 2000 # iterations of linear warm-up
+lr_decay_iters = 600000 # where the cosine reaches min_lr: max_iters, as a rule
+min_lr = 6e-5 # lowest learning rate: learning_rate / 10, as a rule
+# system
+seed = 1337 # of weights, batches and dropout
+device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu': all of the kind; 'cuda:1': one of them
+dtype = 'auto' # 'float32', 'bfloat16', 'float16' (with loss scaling); auto is bfloat16 where the hardware is fast at it
+compile = True # of no effect, JAX always compiles
+backend = 'nccl' # of no effect, JAX picks its own
+# -----------------------------------------------------------------------------
+sys.excepthook = exit_on_user_error
+config, given = read_flags(__file__, globals())
+
+# a resumed run keeps the flags it had, but for those that are given now
+iter_num, best_val_loss, wandb_id, resumed = 0, 1e9, None, None
+if config['init_from'] == 'resume':
+    iter_num, resumed = load_meta(config['out_dir'])
+    own = {k: v for k, v in resumed['flags'].items() if k in config and k not in ('device', 'overwrite', 'eval_only', 'out_dir')}
+    for name in MODEL_FLAGS & given.keys():
+        if given[name] != own[name]:
+            raise UserError(f"cannot resume with another architecture: {config['out_dir']} was trained with {name}={own[name]}, not {name}={given[name]}")
+    config = {**config, **own, **given}
+    best_val_loss, wandb_id = resumed['best_val_loss'], resumed['wandb_id']
+globals().update(config)
+for name, value in (('compile', compile), ('backend', backend)):
+    if name in given:
+        print(f'--{name}={value} has no effect here: JAX always compiles, and picks its own communication')
+check_flags(config)
+
+devices, dtype, reason = setup_jax_environment(device, dtype)
+config['dtype'] = dtype
+parallel = setup_distributed_training(devices)
+n_micro, micro_batch = split_rows(gradient_accumulation_steps, batch_size, len(devices))
+master = jax.process_index() == 0  # this process talks and writes logs
+print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
+
+# data
+splits, data_vocab_size, tokenizer = load_dataset(Path(__file__).parent / 'data' / dataset, block_size)
+
+# model: the flags' (scratch), or the checkpoint's; a checkpoint's block_size can be cut short, and dropout is free
+params = None
+if init_from == 'scratch':
+    # BPE vocabularies are padded to a multiple of 64 for efficiency, 50257 to 50304 as in nanoGPT
+    vocab_size = data_vocab_size if tokenizer['kind'] == 'char' else -(-data_vocab_size // 64) * 64
+    model_config = GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
+                             dropout=dropout, bias=bias, dtype=dtype)
+    print(f'initializing a new model from scratch, vocab_size {vocab_size}')
+elif init_from == 'resume':
+    model_config = dataclasses.replace(GPTConfig(**resumed['model']), dropout=dropout, dtype=dtype)
+    print(f"resuming {out_dir} at iteration {iter_num}, best val loss {best_val_loss:.4f}")
+else:
+    model_config, params = load_pretrained(init_from)
+    if block_size > model_config.block_size and 'block_size' in given:
+        raise UserError(f'block_size={block_size}, but {init_from} knows only {model_config.block_size} positions')
+    block_size = config['block_size'] = min(block_size, model_config.block_size)
+    params['wpe'] = params['wpe'][:block_size]
+    model_config = dataclasses.replace(model_config, block_size=block_size, dropout=dropout, dtype=dtype)
+    print(f'initializing from {init_from}, dropout {dropout}, block_size {block_size}')
+    # so that a resume, which reads the flags, finds the model that there is
+    config.update({name: getattr(model_config, name) for name in MODEL_FLAGS})
+if data_vocab_size > model_config.vocab_size:
+    raise UserError(f'data/{dataset} has a vocabulary of {data_vocab_size}, the model only {model_config.vocab_size}')
+
+# optimizer and state
+schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmup_iters=warmup_iters,
+                                         lr_decay_iters=lr_decay_iters, min_lr=min_lr)
+tx = create_optimizer_with_schedule(schedule, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+if init_from == 'resume':
+    state = load_checkpoint(out_dir, iter_num, parallel.abstract(create_train_state, jax.random.key(seed), model_config, tx))
+else:
+    state = create_train_state(jax.random.key(seed), model_config, tx)
+    if params is not None:
+        state = state.replace(params=params)
+    state = parallel.replicate(state)
+n_params = count_params(state.params)
+print(f'number of parameters: {n_params / 1e6:.2f}M')
+tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
+print(f'tokens per iteration will be: {tokens_per_iter:,}')
+
+train_step = parallel.train_step(make_train_step(model_config, seed, grad_clip, schedule))
+eval_step = parallel.eval_step(make_eval_step(model_config))
+peak_flops = device_peak_flops(devices[0])
+
+# out_dir: nothing is written under eval_only, and no earlier run is lost by mistake
+if not eval_only:
+    checkpoints = open_checkpoints(out_dir)
+    if init_from != 'resume' and checkpoints.all_steps():
+        if not overwrite:
+            raise UserError(f'{out_dir} holds a run at iteration {checkpoints.latest_step()}; go on with --init_from=resume, choose '
+                            'another --out_dir, or delete its checkpoints with --overwrite=True')
+        for step in checkpoints.all_steps():
+            checkpoints.delete(step)
+    if master:
+        Path(out_dir, 'config.json').write_text(json.dumps(config, indent=2) + '\n')
+        metrics_log = MetricsLog(out_dir, iter_num)
+if wandb_log and master:
+    wandb_run = start_wandb(project=wandb_project, name=wandb_run_name, id=wandb_id, config=config)
+    wandb_id = wandb_run.id
+versions = {'python': sys.version.split()[0], 'jax': jax.__version__, 'jaxlib': jaxlib.__version__, 'flax': flax.__version__}
+
+
+def make_batch(iter_num):
+    """The sequences of one iteration, on the devices: a pure function of (seed, iter_num)."""
+    n_rows = gradient_accumulation_steps * batch_size
+    x, y = get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num)
+    if (largest := max(x.max(), y.max())) >= data_vocab_size:
+        raise UserError(f'data/{dataset}/train.bin has token id {largest}, outside the vocabulary of {data_vocab_size}; prepare it again')
+    row = (iter_num * n_rows + np.arange(n_rows)).astype(np.uint32)
+    return parallel.place({'x': x, 'y': y, 'row': row}, (n_micro, micro_batch))
+
+
+def report(iter_num, metrics):
+    """Reads (and thereby waits for) the metrics of an iteration; stops the run if they are not finite."""
+    global clock, clocked, mfu
+    metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    overflow = 'loss_scale' in metrics  # float16: that update was skipped
+    if not math.isfinite(metrics['loss']) or not (math.isfinite(metrics['grad_norm']) or overflow):
+        raise UserError(f"iteration {iter_num} has loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: stopping. The checkpoints in "
+                        f'{out_dir} are from before; try a lower learning_rate, longer warmup_iters or dtype=float32')
+    clocked += 1
+    bar.update()
+    if iter_num % log_interval == 0:
+        seconds = (time.perf_counter() - clock) / clocked
+        clock, clocked = time.perf_counter(), 0
+        tokens_per_sec = tokens_per_iter / seconds
+        mfu = estimate_mfu(n_params, model_config, tokens_per_sec, peak_flops * len(devices)) if peak_flops else None
+        if master:
+            bar.write(f"iter {iter_num}: loss {metrics['loss']:.4f}, time {seconds * 1000:.2f}ms, mfu {f'{mfu:.2%}' if mfu else 'n/a'}, "
+                      f"{tokens_per_sec:,.0f} tok/s, grad norm {metrics['grad_norm']:.3f}, eta {duration((max_iters - iter_num - 1) * seconds)}")
+            metrics_log.write({'iter': iter_num, **metrics, 'time_ms': seconds * 1000, 'tokens_per_sec': tokens_per_sec, 'mfu': mfu})
+
+
+# training loop
+stop = StopSignal()
+bar = progress_bar(iter_num, max_iters)
+mfu, compiled = None, False
+pending = None  # the iteration before and its metrics, which are read once the next one is on its way
+batch = make_batch(iter_num)
+clock, clocked = time.perf_counter(), 0  # since when, and how many iterations were read since
+while True:
+    last = iter_num >= max_iters or stop.signum is not None
+    evaluate = iter_num % eval_interval == 0 or iter_num >= max_iters or eval_only
+    save = save_interval and iter_num % save_interval == 0 or last
+    if pending and (evaluate or save):
+        report(*pending)
+        pending = None
+    val_loss = None
+    if evaluate:
+        losses = estimate_loss_jax(eval_step, state.params, splits, parallel, block_size=block_size, batch_size=batch_size,
+                                   eval_iters=eval_iters)
+        val_loss = losses['val']
+        if master:
+            bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {val_loss:.4f}")
+        if not (math.isfinite(losses['train']) and math.isfinite(val_loss)):
+            raise UserError(f'the loss is not finite at iteration {iter_num}: stopping; the checkpoints in {out_dir} are from before')
+        if eval_only:
+            break
+        save = save or always_save_checkpoint or val_loss < best_val_loss
+        best_val_loss = min(best_val_loss, val_loss)
+        if master:
+            metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': val_loss})
+            plot_losses(out_dir)
+            if wandb_log:
+                wandb_run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': val_loss, 'lr': float(schedule(iter_num)), 'mfu': mfu})
+    if save and iter_num > 0:
+        if not all_finite(state.params):  # an update can spoil them after a finite loss
+            raise UserError(f'parameters are not finite after {iter_num} iterations: stopping; the checkpoints in {out_dir} are from before')
+        meta = {'model': dataclasses.asdict(model_config), 'iter_num': iter_num, 'best_val_loss': best_val_loss, 'tokenizer': tokenizer,
+                'flags': config, 'versions': versions, 'wandb_id': wandb_id}
+        save_checkpoint(checkpoints, iter_num, state, meta, val_loss)
+    if last:
+        break
+    if evaluate or save:
+        clock, clocked = time.perf_counter(), 0
+
+    started = time.perf_counter()
+    state, metrics = train_step(state, batch)
+    if not compiled:
+        compiled = True
+        bar.write(f'compiled the training step in {time.perf_counter() - started:.1f} s')
+        clock = time.perf_counter()
+    batch = make_batch(iter_num + 1)  # while the device computes
+    if pending:
+        report(*pending)
+    pending = iter_num, metrics
+    iter_num += 1
+
+bar.close()
+if not eval_only:
+    finish_checkpoints(checkpoints)
+if stop.signum is not None:
+    print(f'stopped by signal {stop.signum}' + (f', saved at iteration {iter_num}; go on with --init_from=resume --out_dir={out_dir}' if iter_num else ''))
+    sys.exit(128 + stop.signum)
