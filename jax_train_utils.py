@@ -475,7 +475,8 @@ def open_checkpoints(out_dir, read_only=False):
     """Orbax's manager of out_dir/ckpt: it keeps the latest checkpoint and the one with the lowest validation loss."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import checkpoint_managers as policies
-    logging.getLogger('absl').setLevel(logging.ERROR)  # Orbax warns of what we ask for
+    for name in ('absl', 'asyncio'):  # Orbax logs what we ask for, and what we report ourselves
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     val_loss = lambda metrics: metrics['val_loss']
     options = ocp.CheckpointManagerOptions(
         preservation_policy=policies.AnyPreservationPolicy([

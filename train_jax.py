@@ -195,57 +195,59 @@ mfu, compiled = None, False
 pending = None  # the iteration before and its metrics, which are read once the next one is on its way
 batch = make_batch(iter_num)
 clock, clocked = time.perf_counter(), 0  # since when, and how many iterations were read since
-while True:
-    last = iter_num >= max_iters or stop.signum is not None
-    evaluate = iter_num % eval_interval == 0 or iter_num >= max_iters or eval_only
-    save = save_interval and iter_num % save_interval == 0 or last
-    if pending and (evaluate or save):
-        report(*pending)
-        pending = None
-    val_loss = None
-    if evaluate:
-        losses = estimate_loss_jax(eval_step, state.params, splits, parallel, block_size=block_size, batch_size=batch_size,
-                                   eval_iters=eval_iters)
-        val_loss = losses['val']
-        if master:
-            bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {val_loss:.4f}")
-        if not (math.isfinite(losses['train']) and math.isfinite(val_loss)):
-            raise UserError(f'the loss is not finite at iteration {iter_num}: stopping; the checkpoints in {out_dir} are from before')
-        if eval_only:
+try:
+    while True:
+        last = iter_num >= max_iters or stop.signum is not None
+        evaluate = iter_num % eval_interval == 0 or iter_num >= max_iters or eval_only
+        save = save_interval and iter_num % save_interval == 0 or last
+        if pending and (evaluate or save):
+            report(*pending)
+            pending = None
+        val_loss = None
+        if evaluate:
+            losses = estimate_loss_jax(eval_step, state.params, splits, parallel, block_size=block_size, batch_size=batch_size,
+                                       eval_iters=eval_iters)
+            val_loss = losses['val']
+            if master:
+                bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {val_loss:.4f}")
+            if not (math.isfinite(losses['train']) and math.isfinite(val_loss)):
+                raise UserError(f'the loss is not finite at iteration {iter_num}: stopping; the checkpoints in {out_dir} are from before')
+            if eval_only:
+                break
+            save = save or always_save_checkpoint or val_loss < best_val_loss
+            best_val_loss = min(best_val_loss, val_loss)
+            if master:
+                metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': val_loss})
+                plot_losses(out_dir)
+                if wandb_log:
+                    wandb_run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': val_loss, 'lr': float(schedule(iter_num)), 'mfu': mfu})
+        if save and iter_num > 0:
+            if not all_finite(state.params):  # an update can spoil them after a finite loss
+                raise UserError(f'parameters are not finite after {iter_num} iterations: stopping; the checkpoints in {out_dir} are from before')
+            meta = {'model': dataclasses.asdict(model_config), 'iter_num': iter_num, 'best_val_loss': best_val_loss, 'tokenizer': tokenizer,
+                    'flags': config, 'versions': versions, 'wandb_id': wandb_id}
+            save_checkpoint(checkpoints, iter_num, state, meta, val_loss)
+        if last:
             break
-        save = save or always_save_checkpoint or val_loss < best_val_loss
-        best_val_loss = min(best_val_loss, val_loss)
-        if master:
-            metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': val_loss})
-            plot_losses(out_dir)
-            if wandb_log:
-                wandb_run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': val_loss, 'lr': float(schedule(iter_num)), 'mfu': mfu})
-    if save and iter_num > 0:
-        if not all_finite(state.params):  # an update can spoil them after a finite loss
-            raise UserError(f'parameters are not finite after {iter_num} iterations: stopping; the checkpoints in {out_dir} are from before')
-        meta = {'model': dataclasses.asdict(model_config), 'iter_num': iter_num, 'best_val_loss': best_val_loss, 'tokenizer': tokenizer,
-                'flags': config, 'versions': versions, 'wandb_id': wandb_id}
-        save_checkpoint(checkpoints, iter_num, state, meta, val_loss)
-    if last:
-        break
-    if evaluate or save:
-        clock, clocked = time.perf_counter(), 0
+        if evaluate or save:
+            clock, clocked = time.perf_counter(), 0
 
-    started = time.perf_counter()
-    state, metrics = train_step(state, batch)
-    if not compiled:
-        compiled = True
-        bar.write(f'compiled the training step in {time.perf_counter() - started:.1f} s')
-        clock = time.perf_counter()
-    batch = make_batch(iter_num + 1)  # while the device computes
-    if pending:
-        report(*pending)
-    pending = iter_num, metrics
-    iter_num += 1
+        started = time.perf_counter()
+        state, metrics = train_step(state, batch)
+        if not compiled:
+            compiled = True
+            bar.write(f'compiled the training step in {time.perf_counter() - started:.1f} s')
+            clock = time.perf_counter()
+        batch = make_batch(iter_num + 1)  # while the device computes
+        if pending:
+            report(*pending)
+        pending = iter_num, metrics
+        iter_num += 1
+finally:  # however the run ends: what has been saved gets onto the disk
+    bar.close()
+    if not eval_only:
+        finish_checkpoints(checkpoints)
 
-bar.close()
-if not eval_only:
-    finish_checkpoints(checkpoints)
 if stop.signum is not None:
     print(f'stopped by signal {stop.signum}' + (f', saved at iteration {iter_num}; go on with --init_from=resume --out_dir={out_dir}' if iter_num else ''))
     sys.exit(128 + stop.signum)

@@ -13,7 +13,8 @@ import pytest
 
 import jax_train_utils as utils
 from jax_train_utils import *
-from jax_transformer import GPTConfig, UserError, create_train_state
+from jax_pretrained import load_pretrained
+from jax_transformer import GPT, GPTConfig, UserError, create_train_state
 
 TINY = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_head=2, n_embd=16)
 
@@ -264,13 +265,18 @@ def test_decay_touches_matrices_and_embeddings_only():
 # the training step
 
 
-def make_run(n_devices=1, config=TINY, grad_clip=1.0, lr=1e-2, seed=3):
-    """(parallel, state, step) of a tiny run."""
-    schedule = create_learning_rate_schedule(lr, decay_lr=False)
-    tx = create_optimizer_with_schedule(schedule)
+@functools.cache
+def compiled_once(n_devices, config):
+    schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
+    state = create_train_state(jax.random.key(0), config, create_optimizer_with_schedule(schedule))
     parallel = setup_distributed_training(jax.devices()[:n_devices])
-    state = parallel.replicate(create_train_state(jax.random.key(0), config, tx))
-    return parallel, state, parallel.train_step(make_train_step(config, seed, grad_clip, schedule))
+    return parallel, jax.tree.map(np.asarray, state), parallel.train_step(make_train_step(config, 3, 1.0, schedule))
+
+
+def make_run(n_devices=1, config=TINY):
+    """(parallel, fresh state, step) of a tiny run."""
+    parallel, state, step = compiled_once(n_devices, config)
+    return parallel, parallel.replicate(state), step
 
 
 def rows(n_rows, i, config=TINY):
@@ -279,13 +285,18 @@ def rows(n_rows, i, config=TINY):
     return {'x': x, 'y': y, 'row': (i * n_rows + np.arange(n_rows)).astype(np.uint32)}
 
 
-def train(n_iters, n_devices=1, g=1, b=8, config=TINY, **how):
-    parallel, state, step = make_run(n_devices, config, **how)
+def train(n_iters, n_devices=1, g=1, b=8, config=TINY):
+    parallel, state, step = make_run(n_devices, config)
     log = []
     for i in range(n_iters):
         state, metrics = step(state, parallel.place(rows(g * b, i, config), split_rows(g, b, n_devices)))
         log.append({k: float(v) for k, v in metrics.items()})
     return state, log
+
+
+@jax.jit
+def mean_loss(params, x, y):
+    return cross_entropy(GPT(TINY).apply({'params': params}, x), y).mean()
 
 
 DROPOUT_ON = dataclasses.replace(TINY, dropout=0.2)
@@ -324,7 +335,7 @@ def test_the_state_is_donated():
 def test_the_loss_is_the_mean_over_all_micro_steps_and_devices():
     parallel, state, step = make_run(4)
     batch = rows(16, 0)
-    expected = cross_entropy(state.apply_fn({'params': state.params}, batch['x']), batch['y']).mean()
+    expected = mean_loss(state.params, batch['x'], batch['y'])
     _, metrics = step(state, parallel.place(batch, split_rows(8, 2, 4)))
     assert float(metrics['loss']) == pytest.approx(float(expected), rel=1e-5)
 
@@ -342,7 +353,22 @@ def test_the_logged_learning_rate_is_the_one_applied():
         assert metrics['lr'] == pytest.approx(float(schedule(i)))
 
 
-GOLDEN = Path(__file__).parent / 'golden'
+@pytest.mark.parametrize('name', ['train', 'train_no_bias'])
+def test_five_steps_of_adamw_with_clipping_are_torchs(name):
+    folder = Path(__file__).parent / 'golden' / name
+    golden = np.load(folder / 'steps.npz')
+    config, params = load_pretrained(folder / 'ckpt.pt')
+    schedule = lambda step: jnp.asarray(golden['lrs'])[step]
+    state = create_train_state(jax.random.key(0), config, create_optimizer_with_schedule(schedule)).replace(params=params)
+    step = jax.jit(make_train_step(config, 0, 1.0, schedule))
+    assert (golden['grad_norms'] > 1).any()  # clipping acts
+    for x, y, loss, grad_norm in zip(golden['x'], golden['y'], golden['losses'], golden['grad_norms']):
+        batch = {'x': x[None], 'y': y[None], 'row': np.zeros((1, len(x)), np.uint32)}
+        state, metrics = step(state, batch)
+        assert float(metrics['loss']) == pytest.approx(float(loss), abs=1e-5)
+        assert float(metrics['grad_norm']) == pytest.approx(float(grad_norm), abs=1e-5)
+    logits = GPT(config).apply({'params': state.params}, golden['x'][0])
+    np.testing.assert_allclose(logits, golden['logits_after'], atol=1e-4)
 
 
 # -----------------------------------------------------------------------------
@@ -384,7 +410,7 @@ def test_evaluation_is_the_mean_of_the_same_windows_on_any_number_of_devices(tmp
         results.append(estimate_loss_jax(parallel.eval_step(make_eval_step(DROPOUT_ON)), state.params, splits, parallel,
                                          block_size=16, batch_size=4, eval_iters=3))
     x, y = get_windows(splits['val'], np.linspace(0, 2000 - 17, 12).astype(int), 16)
-    expected = cross_entropy(state.apply_fn({'params': state.params}, x), y).mean()
+    expected = mean_loss(state.params, x, y)
     for result in results:
         assert result['val'] == pytest.approx(float(expected), rel=1e-5)
         assert result['train'] == pytest.approx(results[0]['train'], rel=1e-5) and result['train'] != result['val']

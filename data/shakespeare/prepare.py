@@ -1,0 +1,95 @@
+"""
+Prepare a text with GPT-2's BPE tokens, e.g. for finetuning.
+Tiny Shakespeare by default, or a text of your own, into a folder of its own:
+$ python data/shakespeare/prepare.py mytext.txt --out_dir data/mytext
+Saves train.bin and val.bin with the ids, and meta.json that says how to read them.
+"""
+import argparse
+import http.client
+import json
+import os
+import sys
+import tempfile
+import urllib.request
+
+import numpy as np
+
+here = os.path.dirname(os.path.abspath(__file__))
+data_url = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
+
+def fail(message):
+    print(f'error: {message}', file=sys.stderr)
+    sys.exit(2)
+
+def save(folder, files):
+    """Write the files aside, then rename them, meta.json last: an interrupted run leaves no half data set."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix='tmp-', dir=folder) as tmp:
+            for name, content in files.items():
+                with open(os.path.join(tmp, name), 'wb') as f:
+                    f.write(content)
+            if 'meta.json' in files and os.path.exists(os.path.join(folder, 'meta.json')):
+                os.remove(os.path.join(folder, 'meta.json')) # an older set's, which the new .bin files do not fit
+            for name in files:
+                os.replace(os.path.join(tmp, name), os.path.join(folder, name))
+    except OSError as e:
+        fail(f'cannot write to {folder} ({e.strerror}); free some space or choose another folder with --out_dir')
+
+def gpt2_encoding():
+    try:
+        import tiktoken
+        return tiktoken.get_encoding('gpt2')
+    except ImportError:
+        fail('tiktoken is not installed; pip install tiktoken')
+    except (OSError, ValueError) as e: # no network, or a damaged download
+        url = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/'
+        fail(f"cannot download GPT-2's BPE files ({type(e).__name__}); set TIKTOKEN_CACHE_DIR to a folder that holds "
+             f'{url}encoder.json named 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 and '
+             f'{url}vocab.bpe named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee (each the sha1 of its URL)')
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument('input', nargs='?', help='a UTF-8 text file (default: input.txt beside this script, or download it)')
+parser.add_argument('--out_dir', default=here, help="where the files go (default: this script's folder)")
+parser.error = fail # one line instead of the usage
+args = parser.parse_args()
+
+# download the tiny shakespeare dataset, unless a text is there already
+input_file_path = args.input or os.path.join(here, 'input.txt')
+if args.input is None and not os.path.exists(input_file_path):
+    try:
+        with urllib.request.urlopen(data_url, timeout=60) as response:
+            content = response.read()
+    except (OSError, http.client.HTTPException) as e:
+        fail(f'cannot download {data_url} ({e}); save it by hand as {input_file_path}, or name a text file of your own')
+    save(here, {'input.txt': content})
+
+try:
+    # newline='' because Python would turn \r\n into \n: the same bytes must give the same tokens everywhere
+    with open(input_file_path, encoding='utf-8', newline='') as f:
+        data = f.read()
+except OSError as e:
+    fail(f'cannot read {input_file_path} ({e.strerror}); name a text file that exists')
+except UnicodeDecodeError as e:
+    fail(f'{input_file_path} is not UTF-8 text ({e.reason}: {e.object[e.start]:#04x}); convert it to UTF-8 first')
+n = len(data)
+train_data = data[:int(n*0.9)]
+val_data = data[int(n*0.9):]
+
+# encode with tiktoken gpt2 bpe
+enc = gpt2_encoding()
+train_ids = np.array(enc.encode_ordinary(train_data), dtype=np.uint16)
+val_ids = np.array(enc.encode_ordinary(val_data), dtype=np.uint16)
+if min(len(train_ids), len(val_ids)) < 2: # an input and a target at the very least
+    fail(f'{input_file_path} has only {n} characters, too few for a train and a val part; give it more text')
+
+meta = {'vocab_size': enc.n_vocab, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'},
+        'train_tokens': len(train_ids), 'val_tokens': len(val_ids)}
+save(args.out_dir, {'train.bin': train_ids.tobytes(), 'val.bin': val_ids.tobytes(), 'meta.json': json.dumps(meta).encode()})
+print(f'train has {len(train_ids):,} tokens')
+print(f'val has {len(val_ids):,} tokens')
+if args.input is None:
+    print('tiny shakespeare has 301,966 and 36,059')
+
+# train has 301,966 tokens
+# val has 36,059 tokens

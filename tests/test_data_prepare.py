@@ -1,0 +1,486 @@
+"""What data/*/prepare.py guarantee. Each script runs as a user runs it, in a process of its own, without a network.
+
+GPT-2's BPE files would have to be downloaded, so a small byte-level BPE stands in for them. The scripts and their worker
+processes get it through a sitecustomize.py, which Python imports whenever it starts.
+"""
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+DATA = Path(__file__).resolve().parent.parent / 'data'
+EOT = 50256
+STANDIN = '''
+import os, time
+
+def standin():
+    import tiktoken
+    ranks = {bytes([i]): i for i in range(256)} | {b'th': 256, b'the': 257, b'er': 258}
+    class Encoding(tiktoken.Encoding):
+        def encode_ordinary(self, text):
+            time.sleep(float(os.environ.get('SECONDS_PER_DOCUMENT', 0)))
+            return super().encode_ordinary(text)
+    return Encoding('gpt2', pat_str=r'[a-z]+|[^a-z]', mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 50256})
+'''
+INSTALL = '''
+import tiktoken
+tiktoken.get_encoding = lambda name: {'gpt2': standin()}[name]
+'''
+# characters of all kinds: both newlines, a tab, a line separator, beyond ASCII, beyond 16 bits
+TEXT = 'First Citizen:\nBefore we proceed any further, hear me speak.\r\n\tAll: the weather\u2028 \u00e9\u4e16\U0001f600\n' * 40
+
+
+@pytest.fixture
+def env(tmp_path):
+    """The environment of a machine without a network and with nothing in its caches."""
+    kept = {k: v for k, v in os.environ.items() if k not in ('PYTHONPATH', 'TIKTOKEN_CACHE_DIR', 'DATA_GYM_CACHE_DIR')}
+    dead = {name: 'http://127.0.0.1:9' for name in ('http_proxy', 'https_proxy', 'HTTP_PROXY', 'HTTPS_PROXY')}
+    (tmp_path / 'empty').mkdir()
+    return kept | dead | {'NO_PROXY': '', 'no_proxy': '', 'TIKTOKEN_CACHE_DIR': str(tmp_path / 'empty'),
+                          'HF_HOME': str(tmp_path / 'hf'), 'HF_HUB_OFFLINE': '1'}
+
+
+@pytest.fixture
+def bpe_env(env, tmp_path):
+    """The same, with the stand-in for GPT-2's encoding in every Python process."""
+    pytest.importorskip('tiktoken')
+    (tmp_path / 'shim').mkdir()
+    (tmp_path / 'shim' / 'sitecustomize.py').write_text(STANDIN + INSTALL)
+    return env | {'PYTHONPATH': str(tmp_path / 'shim')}
+
+
+@pytest.fixture
+def encode():
+    pytest.importorskip('tiktoken')
+    names = {}
+    exec(STANDIN, names)
+    return names['standin']().encode_ordinary
+
+
+def command(script, *args):
+    script = script if isinstance(script, Path) else DATA / script / 'prepare.py'
+    return [sys.executable, str(script), *map(str, args)]
+
+
+def prepare(script, *args, env):
+    done = subprocess.run(command(script, *args), env=env, capture_output=True, text=True, encoding='utf-8', timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refuse(script, *args, env):
+    """Run what cannot work. Returns the one line on stderr."""
+    done = subprocess.run(command(script, *args), env=env, capture_output=True, text=True, encoding='utf-8', timeout=100)
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith('error: '), done.stderr
+    return lines[0]
+
+
+def files_in(folder):
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob('*') if p.is_file()) if folder.exists() else []
+
+
+def read(folder):
+    """train ids, val ids and meta of a finished data set, which has nothing else in its folder and whose meta agrees."""
+    assert files_in(folder) == ['meta.json', 'train.bin', 'val.bin']
+    meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
+    train, val = (np.fromfile(folder / f'{split}.bin', meta['dtype']) for split in ('train', 'val'))
+    assert set(meta) == {'vocab_size', 'dtype', 'tokenizer', 'train_tokens', 'val_tokens'}
+    assert (len(train), len(val)) == (meta['train_tokens'], meta['val_tokens'])
+    return train, val, meta
+
+
+def snapshot(folder):
+    return {name: (folder / name).read_bytes() for name in files_in(folder)}
+
+
+def text_file(tmp_path, text):
+    path = tmp_path / 'mytext.txt'
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+# character level
+
+def test_char_bins_are_what_nanogpt_writes(tmp_path, env):
+    prepare('shakespeare_char', text_file(tmp_path, TEXT), '--out_dir', tmp_path / 'out', env=env)
+    chars = sorted(list(set(TEXT)))
+    stoi = {ch: i for i, ch in enumerate(chars)}
+    n = len(TEXT)
+    for split, part in (('train', TEXT[:int(n*0.9)]), ('val', TEXT[int(n*0.9):])):
+        ids = np.array([stoi[c] for c in part], dtype=np.uint16)
+        assert (tmp_path / 'out' / f'{split}.bin').read_bytes() == ids.tobytes()
+    _, _, meta = read(tmp_path / 'out')
+    assert meta['vocab_size'] == len(chars) and meta['dtype'] == 'uint16'
+    assert meta['tokenizer'] == {'kind': 'char', 'chars': ''.join(chars)}
+
+
+def test_char_ids_decode_to_every_byte_of_the_input(tmp_path, env):
+    prepare('shakespeare_char', text_file(tmp_path, TEXT), '--out_dir', tmp_path / 'out', env=env)
+    train, val, meta = read(tmp_path / 'out')
+    assert ''.join(meta['tokenizer']['chars'][i] for i in [*train, *val]).encode() == TEXT.encode()
+
+
+@pytest.mark.parametrize('vocab_size, dtype', [(65536, 'uint16'), (65537, 'uint32')])
+def test_a_vocabulary_above_65536_takes_uint32(tmp_path, env, vocab_size, dtype):
+    text = ''.join(chr(i) for i in range(0x10000, 0x10000 + vocab_size))
+    prepare('shakespeare_char', text_file(tmp_path, text), '--out_dir', tmp_path / 'out', env=env)
+    train, val, meta = read(tmp_path / 'out')
+    assert (meta['dtype'], meta['vocab_size']) == (dtype, vocab_size)
+    assert [*train, *val] == list(range(vocab_size))
+
+
+@pytest.mark.parametrize('script', ['shakespeare_char', 'shakespeare'])
+def test_without_input_the_file_beside_the_script_is_taken_and_the_counts_to_expect_printed(tmp_path, bpe_env, script):
+    shutil.copy(DATA / script / 'prepare.py', tmp_path / 'prepare.py')
+    (tmp_path / 'input.txt').write_bytes(TEXT.encode())
+    out = prepare(tmp_path / 'prepare.py', '--out_dir', tmp_path / 'a', env=bpe_env)
+    assert {'shakespeare_char': '1,003,854 and 111,540', 'shakespeare': '301,966 and 36,059'}[script] in out
+    prepare(script, tmp_path / 'input.txt', '--out_dir', tmp_path / 'b', env=bpe_env)
+    assert snapshot(tmp_path / 'a') == snapshot(tmp_path / 'b')
+
+
+def test_a_missing_input_is_downloaded_once_and_kept_beside_the_script(tmp_path, env):
+    (tmp_path / 'script').mkdir()
+    shutil.copy(DATA / 'shakespeare_char' / 'prepare.py', tmp_path / 'script')
+    (tmp_path / 'shim').mkdir()
+    (tmp_path / 'shim' / 'sitecustomize.py').write_text(
+        'import io, urllib.request\n'
+        'def urlopen(url, timeout):\n'
+        '    assert url.endswith("/karpathy/char-rnn/master/data/tinyshakespeare/input.txt")\n'
+        f'    return io.BytesIO({TEXT.encode()!r})\n'
+        'urllib.request.urlopen = urlopen\n')
+    online = env | {'PYTHONPATH': str(tmp_path / 'shim')}
+    prepare(tmp_path / 'script' / 'prepare.py', '--out_dir', tmp_path / 'out', env=online)
+    assert snapshot(tmp_path / 'script') == {'prepare.py': (DATA / 'shakespeare_char' / 'prepare.py').read_bytes(),
+                                             'input.txt': TEXT.encode()}
+    prepare(tmp_path / 'script' / 'prepare.py', '--out_dir', tmp_path / 'again', env=env) # now offline
+    assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'again')
+
+
+# BPE
+
+def test_bpe_bins_are_what_nanogpt_writes(tmp_path, bpe_env, encode):
+    prepare('shakespeare', text_file(tmp_path, TEXT), '--out_dir', tmp_path / 'out', env=bpe_env)
+    n = len(TEXT)
+    for split, part in (('train', TEXT[:int(n*0.9)]), ('val', TEXT[int(n*0.9):])): # characters are split, not tokens
+        assert (tmp_path / 'out' / f'{split}.bin').read_bytes() == np.array(encode(part), dtype=np.uint16).tobytes()
+    _, _, meta = read(tmp_path / 'out')
+    assert (meta['vocab_size'], meta['dtype'], meta['tokenizer']) == (50257, 'uint16', {'kind': 'gpt2'})
+
+
+@pytest.mark.parametrize('script', ['shakespeare', 'openwebtext'])
+def test_without_the_bpe_files_the_error_says_where_to_put_them(tmp_path, env, script):
+    pytest.importorskip('tiktoken')
+    given = tmp_path / 'given'
+    given.mkdir()
+    (given / 'a.parquet').write_bytes(b'not looked into yet')
+    given = text_file(tmp_path, TEXT) if script == 'shakespeare' else given
+    line = refuse(script, given, '--out_dir', tmp_path / 'out', env=env)
+    import tiktoken_ext.openai_public
+    for name in ('encoder.json', 'vocab.bpe'): # tiktoken's cache calls a file by the sha1 of its URL
+        url = f'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}'
+        assert url in inspect.getsource(tiktoken_ext.openai_public)
+        assert f'{url} named {hashlib.sha1(url.encode()).hexdigest()}' in line
+    assert 'TIKTOKEN_CACHE_DIR' in line and not (tmp_path / 'out').exists()
+
+
+# a user's mistakes
+
+@pytest.mark.parametrize('script', ['shakespeare_char', 'shakespeare'])
+@pytest.mark.parametrize('content, said', [
+    (None, 'No such file'), (b'', '0 characters'), (b'0123456789', '10 characters'), (b'caf\xe9 au lait ' * 9, 'not UTF-8')])
+def test_an_unusable_input_gets_one_line_and_writes_nothing(tmp_path, bpe_env, script, content, said):
+    path = tmp_path / 'mytext.txt'
+    if content is not None:
+        path.write_bytes(content)
+    line = refuse(script, path, '--out_dir', tmp_path / 'out', env=bpe_env)
+    assert said in line and str(path) in line and not (tmp_path / 'out').exists()
+
+
+def test_eleven_characters_are_enough(tmp_path, env):
+    prepare('shakespeare_char', text_file(tmp_path, '0123456789a'), '--out_dir', tmp_path / 'out', env=env)
+    train, val, _ = read(tmp_path / 'out')
+    assert (len(train), len(val)) == (9, 2)
+
+
+@pytest.mark.parametrize('script', ['shakespeare_char', 'shakespeare'])
+def test_without_a_network_the_error_says_where_to_put_the_file(tmp_path, env, script):
+    shutil.copy(DATA / script / 'prepare.py', tmp_path / 'prepare.py')
+    before = files_in(tmp_path)
+    line = refuse(tmp_path / 'prepare.py', env=env)
+    assert 'tinyshakespeare/input.txt' in line and str(tmp_path / 'input.txt') in line
+    assert files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize('script', ['pystdlib_char', 'shakespeare_char', 'shakespeare', 'openwebtext'])
+def test_an_unknown_flag_gets_one_line(script, env):
+    assert '--outdir' in refuse(script, '--outdir=x', env=env)
+
+
+@pytest.mark.parametrize('script', ['pystdlib_char', 'shakespeare_char', 'shakespeare'])
+def test_an_out_dir_that_cannot_be_written_gets_one_line(tmp_path, bpe_env, script):
+    path = text_file(tmp_path, TEXT)
+    args = [] if script == 'pystdlib_char' else [path]
+    line = refuse(script, *args, '--out_dir', path / 'out', env=bpe_env) # below a file there is no folder
+    assert 'cannot write' in line and '--out_dir' in line
+
+
+def test_a_failed_write_leaves_no_half_data_set(tmp_path, env):
+    (tmp_path / 'out' / 'val.bin').mkdir(parents=True) # in the way of the second file
+    (tmp_path / 'out' / 'val.bin' / 'x').touch()
+    (tmp_path / 'out' / 'meta.json').write_text('{"of": "an older data set"}')
+    refuse('shakespeare_char', text_file(tmp_path, TEXT), '--out_dir', tmp_path / 'out', env=env)
+    assert files_in(tmp_path / 'out') == ['train.bin', 'val.bin/x'] # and no meta.json that vouches for them
+
+
+# the standard library
+
+def code_base(folder, files):
+    for name, content in files:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def decoded(folder):
+    train, val, meta = read(folder)
+    chars = meta['tokenizer']['chars']
+    return ''.join(chars[i] for i in train), ''.join(chars[i] for i in val)
+
+
+def parts(text):
+    """The data set's text -> {file: content}, in order."""
+    pieces = text.split('# ---- ')
+    assert pieces[0] == ''
+    return dict(piece.split('\n', 1) for piece in pieces[1:])
+
+
+@pytest.fixture(scope='module')
+def stdlib(tmp_path_factory):
+    """The default data set, made twice, and what the script said."""
+    folders = [tmp_path_factory.mktemp('stdlib') / 'out' for _ in range(2)]
+    return *folders, *[prepare('pystdlib_char', '--out_dir', folder, env=None) for folder in folders]
+
+
+def test_pystdlib_is_deterministic(stdlib):
+    a, b, said, said_again = stdlib
+    assert snapshot(a) == snapshot(b) and said == said_again
+    _, _, meta = read(a)
+    assert sys.version.split()[0] in said and f'{meta["train_tokens"]:,}' in said and f'{meta["val_tokens"]:,}' in said
+
+
+def test_pystdlib_is_megabytes_of_printable_ascii_with_a_tenth_for_val(stdlib):
+    train, val, meta = read(stdlib[0])
+    assert set(meta['tokenizer']['chars']) <= set(map(chr, range(32, 127))) | {'\n'}
+    assert meta['vocab_size'] == len(meta['tokenizer']['chars']) <= 97 and meta['dtype'] == 'uint16'
+    assert len(train) + len(val) > 2_000_000 and 0.1 <= len(val) / (len(train) + len(val)) < 0.2
+    assert max(train.max(), val.max()) < meta['vocab_size']
+
+
+def test_pystdlib_files_are_the_librarys_whole_and_on_one_side_of_the_split(stdlib):
+    train, val = (parts(text) for text in decoded(stdlib[0]))
+    assert not set(train) & set(val)
+    assert {'argparse.py', 'asyncio/base_events.py', 'json/decoder.py'} <= set(train | val)
+    assert (train | val)['json/decoder.py'] == Path(json.decoder.__file__).read_text()
+    skipped = {'site-packages', 'test', 'tests', 'idle_test', 'lib2to3', 'idlelib', 'turtledemo', 'ensurepip', 'encodings',
+               'pydoc_data', '__pycache__'}
+    assert not [name for name in train | val if skipped & set(name.split('/'))]
+
+
+def test_pystdlib_order_does_not_depend_on_the_file_system(tmp_path, env):
+    files = [(f'pkg{i % 3}/mod{i}.py', b'x = %d\n' % i * 20) for i in range(40)]
+    prepare('pystdlib_char', code_base(tmp_path / 'up', files), '--out_dir', tmp_path / 'a', env=env)
+    prepare('pystdlib_char', code_base(tmp_path / 'down', files[::-1]), '--out_dir', tmp_path / 'b', env=env)
+    assert snapshot(tmp_path / 'a') == snapshot(tmp_path / 'b')
+    train, val = decoded(tmp_path / 'a')
+    names = list(parts(train)) + list(parts(val))
+    assert names == sorted(names, key=lambda name: hashlib.sha1(name.encode()).hexdigest()) and len(names) == 40
+    n = len(train) + len(val)
+    assert len(train) <= 0.9 * n < len(train) + len(list(parts(val).values())[0]) + len('# ---- pkg0/mod00.py\n')
+
+
+def test_pystdlib_takes_only_plain_code(tmp_path, env):
+    good = [(f'good{i}.py', b'print("%d")\n' % i) for i in range(20)]
+    bad = [('tab.py', b'if x:\n\ty\n'), ('cr.py', b'a\rb\n'), ('accent.py', 'é = 1\n'.encode()), ('nul.py', b'\0\n'),
+           ('empty.py', b''), ('notes.txt', b'text\n'), ('_sysconfigdata__linux.py', b'x = 1\n'), ('test/a.py', b'a\n'),
+           ('deep/er/tests/a.py', b'a\n'), ('site-packages/a.py', b'a\n'), ('encodings/a.py', b'a\n')]
+    last = [('windows.py', b'a = 1\r\nb = 2\r\n'), ('unfinished.py', b'a = 1')]
+    prepare('pystdlib_char', code_base(tmp_path / 'code', good + bad + last), '--out_dir', tmp_path / 'out', env=env)
+    train, val = decoded(tmp_path / 'out')
+    assert parts(train + val) == {name: content.decode() for name, content in good} | {
+        'windows.py': 'a = 1\nb = 2\n', 'unfinished.py': 'a = 1\n'}
+
+
+@pytest.mark.parametrize('files', [None, [], [('only.py', b'print(1)\n')]])
+def test_pystdlib_needs_a_folder_with_enough_code(tmp_path, env, files):
+    folder = tmp_path / 'code'
+    if files is not None:
+        folder.mkdir()
+        code_base(folder, files)
+    assert str(folder) in refuse('pystdlib_char', folder, '--out_dir', tmp_path / 'out', env=env)
+    assert not (tmp_path / 'out').exists()
+
+
+# openwebtext
+
+def parquet(folder, documents, n_files=3, column='text'):
+    """A folder of parquet files with these documents, in order."""
+    pa, pq = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
+    pytest.importorskip('datasets')
+    folder.mkdir()
+    size = -(-len(documents) // n_files)
+    for i in range(n_files):
+        rows = pa.table({column: pa.array(documents[i*size:(i+1)*size], pa.string())})
+        pq.write_table(rows, folder / f'train-{i:05d}.parquet', row_group_size=700)
+    return folder
+
+
+def documents(n):
+    return [f'document {i}: ' + 'the weather there\n' * (i % 5) for i in range(n)]
+
+
+def in_train_test_split_order(folder, encode):
+    """What nanoGPT's script makes of the folder, by way of datasets' own train_test_split."""
+    datasets = pytest.importorskip('datasets')
+    dataset = datasets.load_dataset('parquet', data_files=sorted(map(str, folder.glob('*.parquet'))), split='train',
+                                    cache_dir=str(folder / 'cache'))
+    split = dataset.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    return [np.array([i for row in split[name] for i in encode(row['text']) + [EOT]], np.uint16) for name in ('train', 'test')]
+
+
+def test_openwebtext_order_equals_train_test_split(tmp_path, bpe_env, encode):
+    folder = parquet(tmp_path / 'in[1]*', documents(4001)) # 3 documents for val, and a name that is none of glob's business
+    prepare('openwebtext', folder, '--out_dir', tmp_path / 'out', env=bpe_env)
+    train, val, meta = read(tmp_path / 'out')
+    plain = folder.rename(tmp_path / 'in')
+    train_expected, val_expected = in_train_test_split_order(plain, encode)
+    assert np.array_equal(train, train_expected) and np.array_equal(val, val_expected)
+    assert np.count_nonzero(val == EOT) == 3 and np.count_nonzero(train == EOT) == 3998
+    assert (meta['vocab_size'], meta['dtype'], meta['tokenizer']) == (50257, 'uint16', {'kind': 'gpt2'})
+
+
+def test_openwebtext_end_of_text_in_a_document_is_not_the_token(tmp_path, bpe_env, encode):
+    texts = ['a<|endoftext|>b', 'c<|endoftext|>']
+    prepare('openwebtext', parquet(tmp_path / 'in', texts, 1), '--out_dir', tmp_path / 'out', env=bpe_env)
+    train, val, _ = read(tmp_path / 'out')
+    assert sorted([list(train), list(val)]) == sorted(encode(text) + [EOT] for text in texts)
+
+
+@pytest.mark.parametrize('how', ['SIGKILL', 'SIGINT'])
+def test_openwebtext_interrupted_and_continued_gives_the_same_bytes(tmp_path, bpe_env, how):
+    if not hasattr(os, 'killpg'):
+        pytest.skip('needs POSIX signals')
+    folder, out = parquet(tmp_path / 'in', documents(4500)), tmp_path / 'out'
+    prepare('openwebtext', folder, '--out_dir', tmp_path / 'whole', env=bpe_env)
+
+    slow = bpe_env | {'SECONDS_PER_DOCUMENT': '0.001'}
+    run = subprocess.Popen(command('openwebtext', folder, '--out_dir', out, '--num_proc', 1), env=slow, stdout=subprocess.DEVNULL,
+                           stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        lengths = out / 'lengths.part.bin'
+        deadline = time.monotonic() + 60
+        while not (lengths.exists() and lengths.stat().st_size):
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        if how == 'SIGKILL':
+            run.kill() # the main process alone: its workers have to notice
+        else:
+            os.killpg(run.pid, getattr(signal, how)) # Ctrl-C in a terminal reaches them all
+        _, err = run.communicate(timeout=60) # returns when the workers have ended as well, as they share stderr
+    finally:
+        try:
+            os.killpg(run.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    if how == 'SIGINT':
+        assert (run.returncode, err) == (130, '\ninterrupted; run the same command to continue\n')
+    assert files_in(out) == ['lengths.part.bin', 'source.part.json', 'tokens.part.bin']
+    done = lengths.stat().st_size // 4
+    assert 0 < done < 4500 # it was in the middle
+
+    # what a crash may leave besides: tokens whose lengths were never written, and a torn length
+    with open(out / 'tokens.part.bin', 'ab') as f:
+        f.write(b'\x07' * 1001)
+    with open(lengths, 'ab') as f:
+        f.write(b'\x07\x00')
+    said = prepare('openwebtext', folder, '--out_dir', out, env=bpe_env)
+    assert f'{done} documents' in said # it did not start over
+    assert snapshot(out) == snapshot(tmp_path / 'whole')
+
+
+def test_openwebtext_interrupted_while_writing_does_not_tokenize_again(tmp_path, bpe_env):
+    folder, out = parquet(tmp_path / 'in', documents(3000)), tmp_path / 'out'
+    (out / 'val.bin').mkdir(parents=True) # in the way of pass 2
+    (out / 'meta.json').write_text('{"of": "an older data set"}')
+    assert 'cannot write' in refuse('openwebtext', folder, '--out_dir', out, env=bpe_env)
+    assert files_in(out) == ['lengths.part.bin', 'source.part.json', 'tokens.part.bin', 'train.bin'] # no meta.json, nothing aside
+    (out / 'val.bin').rmdir()
+    said = prepare('openwebtext', folder, '--out_dir', out, env=bpe_env)
+    assert 'tokenizing' not in said
+    prepare('openwebtext', folder, '--out_dir', tmp_path / 'whole', env=bpe_env)
+    assert snapshot(out) == snapshot(tmp_path / 'whole')
+
+
+def test_openwebtext_refuses_to_continue_with_another_source(tmp_path, bpe_env):
+    folder, out = parquet(tmp_path / 'in', documents(100)), tmp_path / 'out'
+    (out / 'val.bin').mkdir(parents=True)
+    refuse('openwebtext', folder, '--out_dir', out, env=bpe_env) # leaves pass 1 behind
+    (out / 'val.bin').rmdir()
+    before = snapshot(out)
+    line = refuse('openwebtext', parquet(tmp_path / 'other', documents(200)), '--out_dir', out, env=bpe_env)
+    assert str(folder) in line and 'tokens.part.bin' in line and snapshot(out) == before
+    folder.rename(tmp_path / 'moved') # the same files elsewhere are the same source
+    prepare('openwebtext', tmp_path / 'moved', '--out_dir', out, env=bpe_env)
+    read(out)
+
+
+@pytest.mark.parametrize('n', [0, 1])
+def test_openwebtext_needs_two_documents(tmp_path, bpe_env, n):
+    line = refuse('openwebtext', parquet(tmp_path / 'in', documents(n), 1), '--out_dir', tmp_path / 'out', env=bpe_env)
+    assert f'{n} documents' in line and files_in(tmp_path / 'out') == []
+
+
+def test_openwebtext_names_the_columns_when_text_is_not_among_them(tmp_path, bpe_env):
+    folder = parquet(tmp_path / 'in', documents(5), column='content')
+    line = refuse('openwebtext', folder, '--out_dir', tmp_path / 'out', env=bpe_env)
+    assert '"text"' in line and 'content' in line and not (tmp_path / 'out').exists()
+
+
+def test_openwebtext_damaged_file_gets_one_line_and_keeps_what_is_done(tmp_path, bpe_env):
+    folder, out = parquet(tmp_path / 'in', documents(3000)), tmp_path / 'out'
+    last = folder / 'train-00002.parquet'
+    whole = last.read_bytes()
+    last.write_bytes(b'\0' * len(whole))
+    line = refuse('openwebtext', folder, '--out_dir', out, env=bpe_env)
+    assert '2,000 documents are done' in line
+    last.write_bytes(whole)
+    prepare('openwebtext', folder, '--out_dir', out, env=bpe_env)
+    prepare('openwebtext', folder, '--out_dir', tmp_path / 'fresh', env=bpe_env)
+    assert snapshot(out) == snapshot(tmp_path / 'fresh')
+
+
+def test_openwebtext_that_fails_at_once_leaves_nothing(tmp_path, bpe_env):
+    folder = parquet(tmp_path / 'in', [None, 'one', 'two'], 1) # no text at all cannot be tokenized
+    assert 'TypeError' in refuse('openwebtext', folder, '--out_dir', tmp_path / 'out', env=bpe_env)
+    assert files_in(tmp_path / 'out') == []
+
+
+@pytest.mark.parametrize('given', [None, 'nothing/here', 'empty', 'mytext.txt'])
+def test_openwebtext_without_its_documents_gets_one_line_and_writes_nothing(tmp_path, bpe_env, given):
+    pytest.importorskip('datasets')
+    text_file(tmp_path, TEXT)
+    args = [] if given is None else [tmp_path / given]
+    line = refuse('openwebtext', *args, '--out_dir', tmp_path / 'out', env=bpe_env)
+    assert 'folder' in line and 'parquet' in line and not (tmp_path / 'out').exists()

@@ -1,0 +1,418 @@
+"""Weights in and out. tests/golden/make_golden.py made the checkpoints and the logits that torch computes from them."""
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+from safetensors.numpy import load_file, save_file
+
+from jax_pretrained import load_pretrained, read_torch_checkpoint, save_pretrained
+from jax_transformer import GPT, UserError
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / 'golden'
+LOGITS = dict(np.load(GOLDEN / 'logits.npz'))
+IDX = LOGITS.pop('idx')
+HF = ('hf', 'hf_published', 'hf_sharded', 'hf_bin')
+
+
+def logits_of(config, params):
+    return np.asarray(GPT(config).apply({'params': params}, IDX))
+
+
+def refusal(load, *args):
+    """The message of the UserError, which must be one line."""
+    with pytest.raises(UserError) as error:
+        load(*args)
+    assert '\n' not in str(error.value)
+    return str(error.value)
+
+
+def copy(name, tmp_path):
+    return Path(shutil.copytree(GOLDEN / name, tmp_path / name))
+
+
+def edit_json(path, **changes):
+    """Sets keys of a JSON file; None removes the key."""
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def edit_tensors(folder, **changes):
+    path = folder / 'model.safetensors'
+    tensors = load_file(path) | changes
+    save_file({k: v for k, v in tensors.items() if v is not None}, path)
+
+
+def edit_zip(path, edit):
+    """Replaces each record of a zip file by edit(name without the folder, content)."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: edit(name.split('/', 1)[1], archive.read(name)) for name in archive.namelist()}
+    write_zip(path, records)
+
+
+def write_zip(path, records):
+    with zipfile.ZipFile(path, 'w') as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+    return path
+
+
+# -----------------------------------------------------------------------------
+# what is read is right
+
+@pytest.mark.parametrize('name', sorted(LOGITS))
+def test_every_kind_of_checkpoint_gives_the_logits_of_torch(name):
+    config, params = load_pretrained(GOLDEN / name)
+    np.testing.assert_allclose(logits_of(config, params), LOGITS[name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize('name', sorted(LOGITS))
+def test_params_have_the_tree_that_init_makes(name):
+    config, params = load_pretrained(str(GOLDEN / name))
+    kind = lambda x: (x.shape, str(x.dtype))
+    made = GPT(config).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
+    assert jax.tree.map(kind, params) == jax.tree.map(kind, made)
+
+
+def test_config_is_read():
+    config, _ = load_pretrained(GOLDEN / 'hf_bin')
+    assert (config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd) == (24, 41, 2, 2, 16)
+    assert (config.activation, config.norm_eps, config.bias, config.dropout) == ('gelu', 0.05, True, 0.0)
+    config, _ = load_pretrained(GOLDEN / 'nanogpt_no_bias')
+    assert (config.activation, config.norm_eps, config.bias, config.dropout) == ('gelu', 1e-5, False, 0.0)
+
+
+@pytest.mark.parametrize('path', ['nanogpt/ckpt.pt', 'hf/model.safetensors', 'hf_bin/pytorch_model.bin'])
+def test_the_weight_file_may_be_given_instead_of_its_folder(path):
+    _, params = load_pretrained(GOLDEN / path)
+    jax.tree.map(np.testing.assert_array_equal, params, load_pretrained((GOLDEN / path).parent)[1])
+
+
+@pytest.mark.parametrize('theirs, ours', [
+    ('gelu_new', 'gelu_tanh'), ('gelu_pytorch_tanh', 'gelu_tanh'), ('gelu', 'gelu'), (None, 'gelu_tanh')])
+def test_activations_by_their_name_in_transformers(theirs, ours, tmp_path):
+    folder = copy('hf', tmp_path)
+    edit_json(folder / 'config.json', activation_function=theirs)
+    assert load_pretrained(folder)[0].activation == ours
+
+
+def test_bfloat16_weights_are_read(tmp_path):
+    folder = copy('hf', tmp_path)
+    tensors = {name: x.astype(jnp.bfloat16) for name, x in load_file(folder / 'model.safetensors').items()}
+    save_file(tensors, folder / 'model.safetensors')
+    _, params = load_pretrained(folder)
+    assert params['wte'].dtype == np.float32
+    np.testing.assert_array_equal(params['wte'], tensors['transformer.wte.weight'].astype(np.float32))
+
+
+def test_torch_checkpoint_of_every_dtype_and_stride():
+    checkpoint, expected = read_torch_checkpoint(GOLDEN / 'tensors.pt'), np.load(GOLDEN / 'tensors.npz')
+    assert checkpoint['shape'] == (4, 6) and checkpoint['nested'] == [1, 2.5, None, ('a', True)]
+    tensors = checkpoint['tensors']
+    assert set(tensors) == set(expected) and tensors['bfloat16'].dtype == jnp.bfloat16
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(x.astype(np.float32) if name == 'bfloat16' else x, expected[name], strict=True)
+    assert np.shares_memory(tensors['transposed'], tensors['sliced'])
+
+
+# -----------------------------------------------------------------------------
+# what cannot be read is refused with one line
+
+@pytest.mark.parametrize('key, value', [
+    ('model_type', 'llama'), ('activation_function', 'relu'), ('activation_function', ['gelu']), ('n_inner', 32),
+    ('scale_attn_by_inverse_layer_idx', True), ('reorder_and_upcast_attn', True), ('scale_attn_weights', False),
+    ('tie_word_embeddings', False), ('add_cross_attention', True), ('layer_norm_epsilon', 'small'), ('n_embd', '16'),
+    ('n_head', 3), ('n_layer', 0)])
+def test_a_config_that_we_do_not_compute_is_refused_by_name(key, value, tmp_path):
+    folder = copy('hf', tmp_path)
+    edit_json(folder / 'config.json', **{key: value})
+    message = refusal(load_pretrained, folder)
+    assert {'n_embd': 'n_embd', 'n_head': 'n_head=3'}.get(key, key) in message and 'config.json' in message
+    if key == 'model_type':
+        assert "'llama'" in message and 'supported: gpt2' in message
+
+
+@pytest.mark.parametrize('key', ['model_type', 'n_positions', 'vocab_size', 'n_layer', 'n_head', 'n_embd'])
+def test_a_key_missing_from_the_config_is_named(key, tmp_path):
+    folder = copy('hf', tmp_path)
+    edit_json(folder / 'config.json', **{key: None})
+    assert key in refusal(load_pretrained, folder)
+
+
+@pytest.mark.parametrize('content', ['', '{"model_type": "gp', '[]', '3', b'\xff\xfe'])
+def test_a_config_that_is_no_json_object_is_refused(content, tmp_path):
+    folder = copy('hf', tmp_path)
+    (folder / 'config.json').write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert 'config.json' in refusal(load_pretrained, folder)
+
+
+def test_weights_without_config_are_refused(tmp_path):
+    folder = copy('hf', tmp_path)
+    (folder / 'config.json').unlink()
+    assert 'config.json' in refusal(load_pretrained, folder)
+
+
+def test_missing_and_unknown_tensors_are_named(tmp_path):
+    folder = copy('hf', tmp_path)
+    edit_tensors(folder, **{'transformer.h.0.ln_1.bias': None, 'transformer.h.1.attn.c_attn.weight': None,
+                            'score.weight': np.ones((2, 16), np.float32)})
+    message = refusal(load_pretrained, folder)
+    assert all(name in message for name in ('h.0.ln_1.bias', 'h.1.attn.c_attn.weight', 'unknown score.weight'))
+
+
+def test_a_wrong_shape_is_named_with_what_was_expected(tmp_path):
+    folder = copy('hf', tmp_path)
+    edit_tensors(folder, **{'transformer.h.1.attn.c_attn.weight': np.ones((48, 16), np.float32)})
+    message = refusal(load_pretrained, folder)
+    assert all(part in message for part in ('h.1.attn.c_attn.weight', '(16, 48)', '(48, 16)'))
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    folder = copy('hf', tmp_path)
+    edit_tensors(folder, **{'transformer.wte.weight': np.ones((41, 16), np.int8)})
+    assert 'wte.weight is int8' in refusal(load_pretrained, folder)
+
+
+def test_a_head_is_accepted_only_if_it_is_the_embedding(tmp_path):
+    folder = copy('hf', tmp_path)
+    wte = load_file(folder / 'model.safetensors')['transformer.wte.weight']
+    edit_tensors(folder, **{'lm_head.weight': wte})
+    np.testing.assert_allclose(logits_of(*load_pretrained(folder)), LOGITS['hf'], atol=1e-4, rtol=0)
+    edit_tensors(folder, **{'lm_head.weight': wte + 1})
+    assert 'lm_head.weight' in refusal(load_pretrained, folder)
+
+
+@pytest.mark.parametrize('path', [
+    'hf/model.safetensors', 'hf_sharded/model-00002-of-00003.safetensors', 'hf_sharded/model.safetensors.index.json',
+    'hf_bin/pytorch_model.bin', 'nanogpt/ckpt.pt'])
+@pytest.mark.parametrize('keep', [0, 3, 0.5, 0.999])
+def test_a_file_that_was_cut_off_is_refused(path, keep, tmp_path):
+    folder = copy(Path(path).parent, tmp_path)
+    content = (tmp_path / path).read_bytes()
+    (tmp_path / path).write_bytes(content[:keep if keep >= 1 else int(keep * len(content))])
+    assert Path(path).name in refusal(load_pretrained, folder)
+
+
+def test_a_flipped_bit_in_a_ckpt_is_refused(tmp_path):
+    path = copy('nanogpt', tmp_path) / 'ckpt.pt'
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert 'damaged' in refusal(load_pretrained, path)
+
+
+def test_a_shard_that_is_not_there_is_named(tmp_path):
+    folder = copy('hf_sharded', tmp_path)
+    (folder / 'model-00002-of-00003.safetensors').unlink()
+    assert 'names model-00002-of-00003.safetensors' in refusal(load_pretrained, folder)
+
+
+@pytest.mark.parametrize('index', ['{}', '[]', '{"weight_map": 3}', '{"weight_map": {"wte.weight": 3}}'])
+def test_an_index_without_a_map_is_refused(index, tmp_path):
+    folder = copy('hf_sharded', tmp_path)
+    (folder / 'model.safetensors.index.json').write_text(index)
+    assert 'index.json' in refusal(load_pretrained, folder)
+
+
+def test_a_path_without_weights_is_refused(tmp_path):
+    assert 'model.safetensors' in refusal(load_pretrained, tmp_path)
+    assert 'does not exist' in refusal(load_pretrained, tmp_path / 'gpt3')
+    assert 'gpt2-xl' in refusal(load_pretrained, 'gpt3')
+
+
+def test_a_torch_file_that_is_not_of_nanogpt_is_refused():
+    assert 'model_args' in refusal(load_pretrained, GOLDEN / 'tensors.pt')
+
+
+def test_no_network_is_told_in_one_line(tmp_path):
+    code = 'import jax_pretrained as p\ntry: p.load_pretrained("gpt2-medium")\nexcept p.UserError as e: print(e)'
+    env = os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path), 'JAX_PLATFORMS': 'cpu'}
+    run = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.stderr == ''
+    assert run.stdout.count('\n') == 1
+    assert all(part in run.stdout for part in ('config.json', 'model.safetensors', 'openai-community/gpt2-medium'))
+
+
+# -----------------------------------------------------------------------------
+# the restricted reader of torch.save files
+
+def opcodes(value):
+    """The part of a pickle that pushes `value`."""
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def tensor_pickle(storage=b'ctorch\nFloatStorage\n', count=6, offset=0, size=(2, 3), stride=(3, 1), inner=None):
+    """What torch.save writes for one tensor. inner: opcodes in the place of its storage."""
+    inner = inner or b'(' + opcodes('storage') + storage + opcodes('0') + opcodes('cpu') + opcodes(count) + b'tQ'
+    place = opcodes(offset) + opcodes(size) + opcodes(stride)
+    return b'\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(' + inner + place + b'\x89ccollections\nOrderedDict\n)RtR.'
+
+
+def torch_file(tmp_path, data_pkl, **records):
+    data = np.arange(6, dtype=np.float32).tobytes()
+    return write_zip(tmp_path / 'ckpt.pt', {'archive/data.pkl': data_pkl, 'archive/data/0': data} | records)
+
+
+class Call:
+    """Pickles as a call of `function`, which happens on loading."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize('protocol', [0, 2, 4])
+@pytest.mark.parametrize('function, text', [
+    (os.system, 'touch {}'), (eval, 'open({!r}, "w")'), (exec, 'open({!r}, "w")')])
+@pytest.mark.parametrize('container', ['torch', 'bare'])
+def test_a_malicious_checkpoint_is_refused_and_not_executed(protocol, function, text, container, tmp_path):
+    trace = tmp_path / 'executed'
+    evil = pickle.dumps({'model': Call(function, text.format(str(trace))), 'model_args': {}}, protocol)
+    path = torch_file(tmp_path, evil)
+    if container == 'bare':
+        path.write_bytes(evil)
+    assert 'was not loaded' in refusal(load_pretrained, path) or (container, protocol) == ('bare', 0)
+    assert not trace.exists()
+    pickle.loads(evil)  # an ordinary unpickler falls for it
+    assert trace.exists()
+
+
+@pytest.mark.parametrize('module, name', [
+    ('torch', 'load'), ('torch.serialization', 'load'), ('torch._utils', '_import_dotted_name'),
+    ('torch', 'FloatTensor'), ('collections', 'namedtuple'), ('builtins', 'getattr'), ('os', 'system'),
+    ('numpy', 'load'), ('collections', 'OrderedDict.fromkeys'), ('torch', 'Size.__class__'),
+    ('torch', '_utils._rebuild_tensor_v2'),
+    ('torch._utils', '_rebuild_tensor_v2.__func__.__globals__'), ('torch', 'FloatStorage.format'),
+    ('jax_pretrained', 'os.system'), ('jax_pretrained', 'TorchUnpickler')])
+def test_only_the_exact_names_that_tensors_need_are_known(module, name, tmp_path):
+    push = lambda text: b'\x8c' + bytes([len(text)]) + text.encode()
+    path = torch_file(tmp_path, b'\x80\x04' + push(module) + push(name) + b'\x93.')  # STACK_GLOBAL follows dots
+    assert f'{module}.{name}' in refusal(read_torch_checkpoint, path)
+    if '.' not in name:
+        path = torch_file(tmp_path, f'c{module}\n{name}\n.'.encode())
+        assert f'{module}.{name}' in refusal(read_torch_checkpoint, path)
+
+
+def test_big_endian_storages_are_read(tmp_path):
+    np.testing.assert_array_equal(read_torch_checkpoint(torch_file(tmp_path, tensor_pickle())), [[0, 1, 2], [3, 4, 5]])
+    data = np.arange(6, dtype='>f4').tobytes()
+    path = torch_file(tmp_path, tensor_pickle(), **{'archive/byteorder': 'big', 'archive/data/0': data})
+    np.testing.assert_array_equal(read_torch_checkpoint(path), [[0, 1, 2], [3, 4, 5]])
+
+
+@pytest.mark.parametrize('content', [
+    tensor_pickle(count=7),                                       # the storage is shorter than it claims
+    tensor_pickle(offset=1), tensor_pickle(stride=(4, 1)),        # the tensor reaches beyond it
+    tensor_pickle(size=(5,), stride=(2**60,)),                    # 5 * 2**62 bytes: past the end, or 0 if it overflows
+    tensor_pickle(size=(5,), stride=(-2**60,)),
+    tensor_pickle(size=(2**70,), stride=(0,)), tensor_pickle(size=(2**62, 8), stride=(0, 0)),
+    tensor_pickle(offset=-1), tensor_pickle(size=(-2, 3)), tensor_pickle(offset=5, stride=(-3, 1)),
+    tensor_pickle(stride=(1,)), tensor_pickle(size=None), tensor_pickle(size=('2', 3)), tensor_pickle(offset=0.0),
+    tensor_pickle(storage=opcodes('O')), tensor_pickle(storage=opcodes('uint32')), tensor_pickle(count='6'),
+    tensor_pickle(inner=tensor_pickle(size=(6,), stride=(1,))[2:-1], size=(), stride=()),  # a tensor as storage
+    tensor_pickle(inner=tensor_pickle(size=(2**20,), stride=(0,))[2:-1], size=(2**20,), stride=(1,)),
+    tensor_pickle(inner=opcodes(b'bytes')),
+    b'\x80\x02ctorch._utils\n_rebuild_tensor_v2\n' + opcodes((None, {'__func__': len})) + b'b.',  # sets an attribute
+    b'\x80\x02ctorch\nSize\n' + opcodes((None, {'__call__': len})) + b'b.',
+    b'', b'\x80\x02', b'garbage', b'\x80\x02(' + opcodes('storage') + b'tQ.', b'\x80\xff.'])
+def test_a_malformed_tensor_is_refused(content, tmp_path):
+    assert 'ckpt.pt' in refusal(read_torch_checkpoint, torch_file(tmp_path, content))
+
+
+def test_a_storage_that_is_not_in_the_file_is_named(tmp_path):
+    path = copy('nanogpt', tmp_path) / 'ckpt.pt'
+    edit_zip(path, lambda name, content: content[:-1] if name == 'data/3' else content)
+    assert 'storage 3' in refusal(load_pretrained, path)
+    path = write_zip(path, {'archive/data.pkl': tensor_pickle()})
+    assert 'archive/data/0' in refusal(load_pretrained, path)
+
+
+def test_other_containers_are_told_apart(tmp_path):
+    assert 'torch.save(torch.load(' in refusal(read_torch_checkpoint, GOLDEN / 'legacy.pt')
+    assert 'no data.pkl' in refusal(read_torch_checkpoint, GOLDEN / 'logits.npz')
+    assert 'not a file of torch.save' in refusal(read_torch_checkpoint, GOLDEN / 'hf' / 'model.safetensors')
+
+
+@pytest.mark.parametrize('model_args', [None, 3, {'n_layer': 2}, dict(
+    n_layer=2, n_head=2, n_embd=16, block_size=24, vocab_size='41')])
+@pytest.mark.parametrize('model', [{}, [], {3: 4}, {'transformer.wte.weight': 'text'}])
+def test_a_checkpoint_with_other_things_inside_is_refused(model, model_args, tmp_path):
+    path = torch_file(tmp_path, pickle.dumps({'model': model, 'model_args': model_args}, 2))
+    assert 'ckpt.pt' in refusal(load_pretrained, path)
+    good = dict(n_layer=2, n_head=2, n_embd=16, block_size=24, vocab_size=41)
+    path = torch_file(tmp_path, pickle.dumps({'model': model, 'model_args': good}, 2))
+    assert 'ckpt.pt' in refusal(load_pretrained, path)
+
+
+# -----------------------------------------------------------------------------
+# writing
+
+@pytest.mark.parametrize('name', ['hf', 'hf_bin', 'nanogpt'])
+def test_what_is_saved_loads_again_unchanged(name, tmp_path):
+    config, params = load_pretrained(GOLDEN / name)
+    save_pretrained(jax.tree.map(jnp.asarray, params), config, tmp_path / 'exports' / 'model')
+    config_again, params_again = load_pretrained(tmp_path / 'exports' / 'model')
+    assert config_again == config
+    jax.tree.map(np.testing.assert_array_equal, params_again, params)
+    assert os.listdir(tmp_path / 'exports') == ['model']
+
+
+def test_a_model_without_biases_is_saved_with_zeros_and_keeps_its_logits(tmp_path):
+    config, params = load_pretrained(GOLDEN / 'nanogpt_no_bias')
+    save_pretrained(params, config, tmp_path / 'model')
+    config_again, params_again = load_pretrained(tmp_path / 'model')
+    assert config_again.bias and not params_again['h_0']['mlp']['c_fc']['bias'].any()
+    np.testing.assert_array_equal(logits_of(config_again, params_again), logits_of(config, params))
+
+
+@pytest.mark.parametrize('name', ['hf', 'hf_bin'])
+def test_what_is_saved_is_what_transformers_saves(name, tmp_path):
+    config, params = load_pretrained(GOLDEN / name)
+    save_pretrained(params, config, tmp_path / 'model')
+    ours = json.loads((tmp_path / 'model' / 'config.json').read_text())
+    theirs = json.loads((GOLDEN / name / 'config.json').read_text())
+    theirs |= {'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0, 'architectures': ['GPT2LMHeadModel']}
+    assert ours == {key: theirs[key] for key in ours}
+    if name == 'hf':
+        theirs = load_file(GOLDEN / 'hf' / 'model.safetensors')
+        jax.tree.map(np.testing.assert_array_equal, load_file(tmp_path / 'model' / 'model.safetensors'), theirs)
+    with safetensors.safe_open(tmp_path / 'model' / 'model.safetensors', 'np') as f:
+        assert f.metadata() == {'format': 'pt'}
+
+
+def test_nothing_is_overwritten(tmp_path):
+    config, params = load_pretrained(GOLDEN / 'hf')
+    (tmp_path / 'notes.txt').write_text('mine')
+    assert 'not an empty folder' in refusal(save_pretrained, params, config, tmp_path)
+    assert 'not an empty folder' in refusal(save_pretrained, params, config, tmp_path / 'notes.txt')
+    assert 'cannot write' in refusal(save_pretrained, params, config, tmp_path / 'notes.txt' / 'model')
+    assert os.listdir(tmp_path) == ['notes.txt'] and (tmp_path / 'notes.txt').read_text() == 'mine'
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def disk_full(*args, **kwargs):
+        raise OSError(28, 'No space left on device')
+
+    config, params = load_pretrained(GOLDEN / 'hf')
+    monkeypatch.setattr('safetensors.numpy.save_file', disk_full)
+    assert 'No space left' in refusal(save_pretrained, params, config, tmp_path / 'model')
+    assert os.listdir(tmp_path) == []
+
+
+def test_params_of_another_model_are_not_saved(tmp_path):
+    config, _ = load_pretrained(GOLDEN / 'nanogpt_no_bias')
+    _, params = load_pretrained(GOLDEN / 'nanogpt')
+    assert 'unknown' in refusal(save_pretrained, params, config, tmp_path / 'model')
+    assert os.listdir(tmp_path) == []

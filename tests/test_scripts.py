@@ -1,0 +1,398 @@
+"""What a user sees of train_jax.py and sample_jax.py: the scripts run as they are, on small data and small models."""
+import ast
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jax_train_utils import config_block, load_meta, read_metrics
+
+ROOT = Path(__file__).parent.parent
+TEXT = 'the quick brown fox jumps over the lazy dog and runs away\n'
+MODEL = ['--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=2']
+SHORT = ['--max_iters=20', '--eval_interval=10', '--eval_iters=2', '--warmup_iters=2', '--lr_decay_iters=20', '--learning_rate=1e-2',
+         '--dropout=0.1', '--device=cpu:0']
+
+
+@pytest.fixture(scope='module')
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('data') / 'fox'
+    folder.mkdir()
+    chars = ''.join(sorted(set(TEXT)))
+    ids = np.array([chars.index(c) for c in TEXT * 40], np.uint16)
+    ids[:-400].tofile(folder / 'train.bin')
+    ids[-400:].tofile(folder / 'val.bin')
+    (folder / 'meta.json').write_text(json.dumps({'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars}}))
+    return folder
+
+
+def run(script, *args):
+    """Runs a script in this process, which saves the start of another; gives what a shell would see of it."""
+    argv, hook, handlers = sys.argv, sys.excepthook, {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    sys.argv = [script, *map(str, args)]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                try:
+                    runpy.run_path(str(ROOT / script), run_name='__main__')
+                except Exception:
+                    sys.excepthook(*sys.exc_info())  # what the interpreter does; the script has put its own there
+                    code = 1
+            except SystemExit as exit:
+                code = exit.code
+    finally:
+        sys.argv, sys.excepthook = argv, hook
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+    return subprocess.CompletedProcess(sys.argv, code, out.getvalue(), err.getvalue())
+
+
+def train(out_dir, *args):
+    return run('train_jax.py', f'--out_dir={out_dir}', *args)
+
+
+def sample(out_dir, *args):
+    return run('sample_jax.py', f'--out_dir={out_dir}', '--device=cpu:0', *args)
+
+
+def numbers(out_dir):
+    """The records of metrics.jsonl without what depends on the clock."""
+    return [{k: v for k, v in r.items() if k not in ('time_ms', 'tokens_per_sec', 'mfu')} for r in read_metrics(out_dir)]
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory, dataset):
+    """A run of 20 iterations, and what it printed."""
+    out = tmp_path_factory.mktemp('finished') / 'out'
+    result = train(out, f'--dataset={dataset}', *MODEL, *SHORT)
+    assert result.returncode == 0, result.stderr
+    return out, result
+
+
+# -----------------------------------------------------------------------------
+# flags
+
+
+@pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py'])
+def test_every_knob_is_live(script):
+    tree = ast.parse((ROOT / script).read_text())
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    used |= {node.args[0].value for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'knob'}
+    knobs = config_block(ROOT / script)
+    assert len(knobs) > 10 and not [name for name in knobs if name not in used]
+
+
+NANOGPT_TRAIN = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from wandb_log wandb_project wandb_run_name
+    dataset gradient_accumulation_steps batch_size block_size n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2
+    grad_clip decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile""".split()
+NANOGPT_SAMPLE = 'init_from out_dir start num_samples max_new_tokens temperature top_k seed device dtype compile'.split()
+
+
+def test_all_flags_of_nanogpt_are_there():
+    assert not set(NANOGPT_TRAIN) - config_block(ROOT / 'train_jax.py').keys()
+    assert not set(NANOGPT_SAMPLE) - config_block(ROOT / 'sample_jax.py').keys()
+
+
+@pytest.mark.parametrize('config', sorted(p.name for p in (ROOT / 'config').glob('*.py')))
+def test_every_config_file_is_understood(config):
+    script = 'train_jax.py'
+    result = run(script, ROOT / 'config' / config, '--nosuchflag=1')  # the last thing to be read is what fails
+    assert result.returncode == 2 and 'unknown flag --nosuchflag' in result.stderr
+
+
+def test_nanogpts_configs_are_there_by_name():
+    names = 'train_gpt2 train_shakespeare_char finetune_shakespeare eval_gpt2 eval_gpt2_medium eval_gpt2_large eval_gpt2_xl train_pystdlib_char'
+    assert not set(names.split()) - {p.stem for p in (ROOT / 'config').glob('*.py')}
+
+
+# -----------------------------------------------------------------------------
+# a run and what it leaves
+
+
+def test_log_lines_have_nanogpts_form(finished):
+    out = finished[1].stdout
+    steps = re.findall(r'^step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})$', out, flags=re.M)
+    assert [int(s[0]) for s in steps] == [0, 10, 20]
+    iters = re.findall(r'^iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d{2})ms, mfu (?:n/a|[\d.]+%), [\d,]+ tok/s, grad norm [\d.]+, eta \d+:\d\d:\d\d$', out, flags=re.M)
+    assert [int(i[0]) for i in iters] == list(range(20))
+    assert 'tokens per iteration will be: 128' in out and 'number of parameters: 0.01M' in out
+    compile_s = float(re.search(r'compiled the training step in ([\d.]+) s', out)[1])
+    assert float(iters[0][2]) / 1000 < compile_s  # compilation is not in `time`
+
+
+def test_training_learns(finished):
+    evals = [r for r in read_metrics(finished[0]) if 'val_loss' in r]
+    assert evals[0]['val_loss'] > 3 and evals[-1]['val_loss'] < 2.9
+
+
+def test_out_dir_holds_what_was_promised(finished):
+    out = finished[0]
+    assert sorted(p.name for p in out.iterdir()) == ['ckpt', 'config.json', 'loss.png', 'metrics.jsonl']
+    config = json.loads((out / 'config.json').read_text())
+    assert config['n_layer'] == 2 and config['dtype'] == 'float32' and config.keys() == config_block(ROOT / 'train_jax.py').keys()
+    records = read_metrics(out)
+    assert [r['iter'] for r in records if 'loss' in r] == list(range(20))
+    assert {'iter', 'loss', 'lr', 'grad_norm', 'time_ms', 'tokens_per_sec', 'mfu'} == [r for r in records if 'loss' in r][0].keys()
+    assert [r['iter'] for r in records if 'val_loss' in r] == [0, 10, 20]
+    step, meta = load_meta(out)
+    assert step == meta['iter_num'] == 20 and meta['best_val_loss'] == min(r['val_loss'] for r in records if 'val_loss' in r)
+    assert {'jax', 'jaxlib', 'flax', 'python'} <= meta['versions'].keys() and meta['model']['n_embd'] == 16
+
+
+def test_sampling_needs_nothing_but_out_dir(finished, tmp_path):
+    shutil.copytree(finished[0] / 'ckpt', tmp_path / 'moved' / 'ckpt')
+    result = sample(tmp_path / 'moved', '--num_samples=3', '--max_new_tokens=40', '--start=the quick')
+    samples = result.stdout.split('\n---------------\n')
+    assert result.returncode == 0, result.stderr
+    assert len(samples) == 4 and samples.pop() == ''
+    assert all(s.startswith('the quick') and len(s) == 49 and set(s) <= set(TEXT) for s in samples) and len(set(samples)) == 3
+    assert sample(tmp_path / 'moved', '--num_samples=3', '--max_new_tokens=40', '--start=the quick').stdout == result.stdout
+
+
+def test_prompts_come_from_files_too_and_temperature_0_is_greedy(finished, tmp_path):
+    (tmp_path / 'prompt.txt').write_text('lazy dog')
+    result = sample(finished[0], f'--start=FILE:{tmp_path}/prompt.txt', '--num_samples=2', '--max_new_tokens=9', '--temperature=0')
+    first, second, _ = result.stdout.split('\n---------------\n')
+    assert first == second and first.startswith('lazy dog') and len(first) == 17
+
+
+def test_sampling_takes_the_best_or_the_latest(finished):
+    iteration = lambda which: int(re.search(r'checkpoint of iteration (\d+)', sample(finished[0], '--max_new_tokens=1', f'--checkpoint={which}').stderr)[1])
+    best = min((r for r in read_metrics(finished[0]) if r.get('val_loss') and r['iter']), key=lambda r: r['val_loss'])['iter']
+    assert iteration('latest') == 20 and iteration('best') == best
+
+
+# -----------------------------------------------------------------------------
+# resume
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(finished, dataset, tmp_path):
+    first = train(tmp_path, f'--dataset={dataset}', *MODEL, *SHORT, '--max_iters=7')
+    assert first.returncode == 0, first.stderr
+    second = train(tmp_path, '--init_from=resume', '--max_iters=20', '--device=cpu:0')  # everything else it remembers
+    assert 'at iteration 7' in second.stdout, second.stderr
+    assert [r for r in numbers(tmp_path) if r['iter'] != 7 or 'loss' in r] == numbers(finished[0])
+    assert final_params(tmp_path) == final_params(finished[0])
+
+
+def final_params(out_dir):
+    """The bytes of the parameters and the optimizer's state of the latest checkpoint."""
+    import orbax.checkpoint as ocp
+    from jax_train_utils import open_checkpoints
+    step, _ = load_meta(out_dir)
+    with open_checkpoints(out_dir, read_only=True) as manager:
+        restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(), opt_state=ocp.args.StandardRestore()))
+    import jax
+    return [(jax.tree_util.keystr(path), np.asarray(x).tobytes()) for path, x in jax.tree_util.tree_leaves_with_path((restored['params'], restored['opt_state']))]
+
+
+def start(out_dir, *args):
+    env = dict(os.environ, JAX_NUM_CPU_DEVICES='1')
+    return subprocess.Popen([sys.executable, ROOT / 'train_jax.py', f'--out_dir={out_dir}', *map(str, args)], env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def wait_for_iteration(out_dir, iteration, process):
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        if any(r['iter'] >= iteration for r in read_metrics(out_dir)):
+            return
+        time.sleep(0.02)
+    assert process.poll() is not None, 'the run does not get on'
+
+
+def test_a_run_killed_at_random_moments_equals_an_uninterrupted_one(dataset, tmp_path):
+    flags = [f'--dataset={dataset}', *MODEL, *SHORT, '--max_iters=60', '--lr_decay_iters=60', '--save_interval=7', '--dropout=0.2']
+    assert train(tmp_path / 'whole', *flags).returncode == 0
+    out, random_moment = tmp_path / 'killed', random.Random(0)
+    for iteration in (9, 25, 44):
+        resume = ['--init_from=resume'] if (out / 'ckpt').exists() and any(p.name.isdigit() for p in (out / 'ckpt').iterdir()) else ['--overwrite=True']
+        process = start(out, *flags, *resume)
+        wait_for_iteration(out, iteration, process)
+        time.sleep(random_moment.random() * 0.1)
+        process.kill()
+        process.communicate()
+    assert train(out, *flags, '--init_from=resume').returncode == 0
+    assert numbers(out) == numbers(tmp_path / 'whole')
+    assert final_params(out) == final_params(tmp_path / 'whole')
+
+
+@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves(finished, dataset, tmp_path, signum):
+    process = start(tmp_path, f'--dataset={dataset}', *MODEL, *SHORT, '--max_iters=100000', '--eval_interval=100000')
+    wait_for_iteration(tmp_path, 3, process)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=60)
+    saved = int(re.search(r'saved at iteration (\d+)', out)[1])
+    assert process.returncode == 128 + signum and err == '' and load_meta(tmp_path)[0] == saved
+
+
+def test_a_run_from_scratch_does_not_overwrite_another_by_mistake(finished, dataset, tmp_path):
+    shutil.copytree(finished[0], tmp_path / 'out')
+    flags = [f'--dataset={dataset}', *MODEL, *SHORT, '--max_iters=1']
+    result = train(tmp_path / 'out', *flags)
+    assert result.returncode == 2 and 'holds a run at iteration 20' in result.stderr and '--overwrite=True' in result.stderr
+    assert numbers(tmp_path / 'out') == numbers(finished[0]) and load_meta(tmp_path / 'out')[0] == 20
+    assert train(tmp_path / 'out', *flags, '--overwrite=True').returncode == 0
+    assert load_meta(tmp_path / 'out')[0] == 1
+
+
+def test_always_save_checkpoint_false_saves_only_what_is_better(dataset, tmp_path):
+    flags = [f'--dataset={dataset}', *MODEL, *SHORT, '--always_save_checkpoint=False', '--learning_rate=0', '--min_lr=0', '--max_iters=40']
+    process = train(tmp_path, *flags)
+    assert process.returncode == 0
+    # with a learning rate of 0 the first evaluation stays the best (10 is the first that saves, 40 the end)
+    evals = [r['val_loss'] for r in read_metrics(tmp_path) if 'val_loss' in r]
+    assert len(set(evals)) == 1 and sorted(int(p.name) for p in (tmp_path / 'ckpt').iterdir()) == [40]
+
+
+def test_eval_only_writes_nothing(finished, dataset, tmp_path):
+    result = train(tmp_path / 'new', f'--dataset={dataset}', *MODEL, *SHORT, '--eval_only=True')
+    assert re.findall('^step 0: train loss', result.stdout, flags=re.M) and 'iter ' not in result.stdout.replace('per iter', '')
+    assert not (tmp_path / 'new').exists()
+    before = sorted((p, p.stat().st_mtime_ns) for p in finished[0].rglob('*'))
+    result = train(finished[0], '--init_from=resume', '--eval_only=True', '--device=cpu:0')
+    last = [r for r in read_metrics(finished[0]) if 'val_loss' in r][-1]
+    assert f"step 20: train loss {last['train_loss']:.4f}, val loss {last['val_loss']:.4f}" in result.stdout
+    assert sorted((p, p.stat().st_mtime_ns) for p in finished[0].rglob('*')) == before
+
+
+def test_eight_devices_give_the_curve_of_one_through_the_script(finished, dataset, tmp_path):
+    result = train(tmp_path, f'--dataset={dataset}', *MODEL, *SHORT, '--device=cpu')
+    assert '8 x cpu' in result.stdout, result.stderr
+    curve = lambda out: [r.get('loss') or r['val_loss'] for r in read_metrics(out)]
+    np.testing.assert_allclose(curve(tmp_path), curve(finished[0]), atol=2e-4)
+    # and what one layout saved another one takes up
+    assert train(tmp_path, '--init_from=resume', '--max_iters=22', '--device=cpu:0').returncode == 0
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_low_precision_runs_and_resumes(dataset, tmp_path, dtype):
+    flags = [f'--dataset={dataset}', *MODEL, *SHORT, f'--dtype={dtype}']
+    assert train(tmp_path / 'a', *flags).returncode == 0
+    assert train(tmp_path / 'b', *flags, '--max_iters=10').returncode == 0
+    assert train(tmp_path / 'b', '--init_from=resume', '--max_iters=20', '--device=cpu:0').returncode == 0
+    assert numbers(tmp_path / 'b') == numbers(tmp_path / 'a')
+    assert numbers(tmp_path / 'a')[-1]['val_loss'] < 2.95
+    assert sample(tmp_path / 'a', '--max_new_tokens=5').returncode == 0
+
+
+def test_wandb_offline_needs_no_account_and_a_resumed_run_continues_it(dataset, tmp_path, monkeypatch):
+    monkeypatch.setenv('WANDB_MODE', 'offline')
+    monkeypatch.setenv('WANDB_DIR', str(tmp_path))
+    monkeypatch.setenv('WANDB_SILENT', 'true')
+    flags = ['--wandb_log=True', '--wandb_project=p', '--device=cpu:0']
+    assert train(tmp_path / 'out', f'--dataset={dataset}', *MODEL, *SHORT, *flags, '--max_iters=2').returncode == 0
+    first = load_meta(tmp_path / 'out')[1]['wandb_id']
+    import wandb
+    wandb.finish()
+    assert train(tmp_path / 'out', '--init_from=resume', *flags, '--max_iters=4').returncode == 0
+    wandb.finish()
+    assert first and load_meta(tmp_path / 'out')[1]['wandb_id'] == first
+    assert len(list((tmp_path / 'wandb').glob(f'offline-run-*-{first}'))) == 2
+
+
+# -----------------------------------------------------------------------------
+# mistakes: one line on stderr, exit code 2, nothing lost
+
+
+def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(tmp_path):
+    for script in ('train_jax.py', 'sample_jax.py'):
+        result = subprocess.run([sys.executable, ROOT / script, '--sede=1'], capture_output=True, text=True)
+        assert (result.returncode, result.stderr) == (2, 'error: unknown flag --sede; did you mean --seed?\n')
+
+
+def refused(result, message):
+    assert result.returncode == 2 and re.fullmatch(f'error: .*{message}.*\n', result.stderr.split('\n', result.stderr.count('\n') - 1)[-1]), result.stderr
+    assert result.stderr.count('error') == 1 or result.stderr.count('\n') == 1
+
+
+def bad_flags(dataset):
+    return [
+        (['--dataset=nosuchdata'], 'there is no .*data/nosuchdata/train.bin'),
+        (['--dataset=openwebtext'], 'run: python data/openwebtext/prepare.py'),
+        (['--block_size=5000'], 'needs 5001'),
+        (['--n_head=3'], r'n_head=3 does not divide n_embd=16; it may be one of \[1, 2, 4, 8, 16\]'),
+        (['--device=cuda'], 'jax sees no cuda'),
+        (['--dtype=float8'], 'dtype must be'),
+        (['--device=cpu', '--batch_size=3', '--gradient_accumulation_steps=1'], 'cannot be shared equally by 8 devices'),
+        (['--batch_size=0'], 'batch_size must be at least 1'),
+        (['--learning_rate=-1'], 'learning_rate must be at least 0'),
+        (['--beta2=1.0'], r'beta2 must be in \[0, 1\)'),
+        (['--dropout=1.0'], 'dropout must be in'),
+        (['--warmup_iters=20'], 'lr_decay_iters=20 must be more than warmup_iters=20'),
+        (['--init_from=nosuchmodel'], 'nosuchmodel'),
+    ]
+
+
+@pytest.mark.parametrize('case', range(13))
+def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(dataset, tmp_path, case):
+    flags, message = bad_flags(dataset)[case]
+    if case == 1 and (ROOT / 'data' / 'openwebtext' / 'train.bin').exists():
+        pytest.skip('openwebtext has been prepared here')
+    refused(train(tmp_path / 'out', f'--dataset={dataset}', *MODEL, *SHORT, *flags), message)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_another_architecture_is_not_resumed(finished):
+    before = sorted((p, p.stat().st_mtime_ns) for p in finished[0].rglob('*'))
+    refused(train(finished[0], '--init_from=resume', '--n_layer=3'), 'with n_layer=2, not n_layer=3')
+    refused(train(finished[0], '--init_from=resume', ROOT / 'config' / 'train_shakespeare_char.py', f'--out_dir={finished[0]}'), 'cannot resume with another architecture')
+    assert sorted((p, p.stat().st_mtime_ns) for p in finished[0].rglob('*')) == before
+
+
+def test_resuming_or_sampling_nothing_is_refused(tmp_path):
+    refused(train(tmp_path / 'none', '--init_from=resume'), 'no complete checkpoint in .*none/ckpt')
+    refused(sample(tmp_path / 'none'), 'no complete checkpoint in .*none/ckpt')
+    assert not (tmp_path / 'none').exists()
+
+
+@pytest.mark.parametrize('flags, message', [
+    (['--start=Quick'], "does not know: 'Q'"), (['--start='], 'prompt is empty'), (['--start=FILE:nosuchfile.txt'], 'cannot read the prompt.*nosuchfile.txt'),
+    (['--temperature=-1'], 'temperature must be'), (['--num_samples=0'], 'num_samples must be'), (['--top_k=-1'], 'top_k'),
+    (['--max_new_tokens=-1'], 'max_new_tokens must be'), (['--checkpoint=worst'], 'latest or best')])
+def test_a_sample_that_cannot_be_is_refused(finished, flags, message):
+    refused(sample(finished[0], *flags), message)
+
+
+def test_no_new_tokens_print_the_prompt(finished):
+    assert sample(finished[0], '--max_new_tokens=0', '--start=fox', '--num_samples=1').stdout == 'fox\n---------------\n'
+
+
+def test_a_damaged_checkpoint_is_refused(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / 'out')
+    for path in (tmp_path / 'out' / 'ckpt' / '20' / 'params').rglob('*'):
+        if path.is_file() and path.stat().st_size > 500:
+            path.write_bytes(path.read_bytes()[:100])
+    refused(sample(tmp_path / 'out', '--checkpoint=latest'), 'damaged')
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(dataset, tmp_path):
+    shutil.copytree(dataset, tmp_path / 'bad')
+    np.full(500, 60, np.uint16).tofile(tmp_path / 'bad' / 'val.bin')
+    refused(train(tmp_path / 'out', *MODEL, *SHORT, f"--dataset={tmp_path / 'bad'}"), 'val.bin has token id 60, outside the vocabulary')
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoint(dataset, tmp_path):
+    result = train(tmp_path, f'--dataset={dataset}', *MODEL, *SHORT, '--decay_lr=False', '--learning_rate=1e30', '--grad_clip=0', '--save_interval=1')
+    refused(result, 'stopping')
+    steps = [int(p.name) for p in (tmp_path / 'ckpt').iterdir()]
+    assert steps and max(steps) < 20 and sample(tmp_path, '--max_new_tokens=3', '--checkpoint=latest').returncode == 0
+
+
+def test_flags_without_an_effect_say_so_once(dataset, tmp_path):
+    out = train(tmp_path, f'--dataset={dataset}', *MODEL, *SHORT, '--max_iters=1', '--compile=False').stdout
+    assert out.count('--compile=False has no effect') == 1 and 'backend' not in out.split('\n')[0].split('--')[0]
