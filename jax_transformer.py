@@ -22,7 +22,7 @@ from flax import struct
 from flax.training import train_state
 
 DTYPES = ('float32', 'bfloat16', 'float16')
-ACTIVATIONS = ('gelu', 'gelu_tanh')  # exact (erf), as in nanoGPT; the tanh approximation, as in GPT-2's published weights
+ACTIVATIONS = ('gelu', 'gelu_tanh')  # exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
 
 
 class UserError(ValueError):
@@ -276,12 +276,21 @@ def init_cache(config, batch_size, n_slots):
 
 
 class Sampling(NamedTuple):
-    """How to pick a token; a change recompiles. Temperature and top_p are passed beside it, as they need not."""
+    """How to pick a token. What is static here recompiles when it changes; the numbers in Knobs do not."""
     greedy: bool
     top_k: int | None
     top_p: bool
+    min_p: bool
+    penalize: bool
     n_vocab: int  # only ids below it are picked
     stop_tokens: tuple
+
+
+class Knobs(NamedTuple):
+    temperature: float
+    top_p: float
+    min_p: float
+    repetition_penalty: float
 
 
 class Decoding(struct.PyTreeNode):
@@ -294,12 +303,21 @@ class Decoding(struct.PyTreeNode):
     cache: Any
 
 
-def pick_token(logits_BxV, key_B, sampling, temperature, top_p):
+def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
+    """Divides positive logits of tokens that the row already has by `penalty`, multiplies negative ones (CTRL,
+    arXiv:1909.05858)."""
+    filled_BxN = jnp.arange(tokens_BxN.shape[1]) < length_B[:, None]
+    seen_BxV = jax.vmap(lambda logits, tokens, filled: jnp.zeros(logits.shape, bool).at[tokens].max(filled))(
+        logits_BxV, tokens_BxN, filled_BxN)
+    return jnp.where(seen_BxV, jnp.where(logits_BxV > 0, logits_BxV / penalty, logits_BxV * penalty), logits_BxV)
+
+
+def pick_token(logits_BxV, key_B, sampling, knobs):
     """One token id per row of float32 logits."""
     logits_BxV = logits_BxV[:, :sampling.n_vocab]
     if sampling.greedy:
         return jnp.argmax(logits_BxV, axis=-1)
-    logits_BxV /= temperature
+    logits_BxV /= knobs.temperature
     if sampling.top_k is not None:
         kth = jax.lax.top_k(logits_BxV, min(sampling.top_k, sampling.n_vocab))[0][:, -1:]
         logits_BxV = jnp.where(logits_BxV < kth, -jnp.inf, logits_BxV)
@@ -307,15 +325,20 @@ def pick_token(logits_BxV, key_B, sampling, temperature, top_p):
         sorted_BxV = jnp.sort(logits_BxV, axis=-1, descending=True)
         probs_BxV = jax.nn.softmax(sorted_BxV)
         before_BxV = jnp.cumsum(probs_BxV, axis=-1) - probs_BxV  # 0 for the first, which is therefore always kept
-        least = jnp.where(before_BxV < top_p, sorted_BxV, jnp.inf).min(-1, keepdims=True)
+        least = jnp.where(before_BxV < knobs.top_p, sorted_BxV, jnp.inf).min(-1, keepdims=True)
+        logits_BxV = jnp.where(logits_BxV < least, -jnp.inf, logits_BxV)
+    if sampling.min_p:  # keep tokens of at least min_p times the likeliest one's probability (arXiv:2407.01082)
+        least = logits_BxV.max(-1, keepdims=True) + jnp.log(knobs.min_p)
         logits_BxV = jnp.where(logits_BxV < least, -jnp.inf, logits_BxV)
     return jax.vmap(jax.random.categorical)(key_B, logits_BxV)
 
 
-def append_token(state, logits_BxV, sampling, temperature, top_p):
+def append_token(state, logits_BxV, sampling, knobs):
     """Picks each row's next token and writes it behind the row. Rows that are done stay as they are."""
+    if sampling.penalize:
+        logits_BxV = penalize_repetition(logits_BxV, state.tokens_BxN, state.length_B, knobs.repetition_penalty)
     key_B = jax.vmap(jax.random.fold_in, (0, None))(state.key_B, state.n)
-    token_B = pick_token(logits_BxV, key_B, sampling, temperature, top_p).astype(jnp.int32)
+    token_B = pick_token(logits_BxV, key_B, sampling, knobs).astype(jnp.int32)
     here_BxN = (jnp.arange(state.tokens_BxN.shape[1]) == state.length_B[:, None]) & ~state.done_B[:, None]
     stops = jnp.array(sampling.stop_tokens, jnp.int32)
     return state.replace(
@@ -325,18 +348,18 @@ def append_token(state, logits_BxV, sampling, temperature, top_p):
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'sampling', 'width', 'n_slots'), donate_argnames='state')
-def prefill(params, state, temperature, top_p, *, config, sampling, width, n_slots):
+def prefill(params, state, knobs, *, config, sampling, width, n_slots):
     """Fills a new cache of n_slots with the prompts, which end before column `width`, and generates the first token."""
     idx_BxT = state.tokens_BxN[:, :width]
     position_BxT = jnp.where(jnp.arange(width) < state.length_B[:, None], jnp.arange(width), PAD)
     logits_BxTxV, cache = GPT(config).apply(
         {'params': params}, idx_BxT, position_BxT=position_BxT, at_B=state.length_B - 1,
         cache=init_cache(config, len(idx_BxT), n_slots))
-    return append_token(state.replace(cache=cache), logits_BxTxV[:, 0], sampling, temperature, top_p)
+    return append_token(state.replace(cache=cache), logits_BxTxV[:, 0], sampling, knobs)
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'sampling'), donate_argnames='state')
-def decode(params, state, temperature, top_p, n_end, *, config, sampling):
+def decode(params, state, knobs, n_end, *, config, sampling):
     """Generates until there are n_end tokens or all rows are done: one token through the cache per step, or, where
     the state has no cache, the last block_size tokens anew, which is what nanoGPT does for every token."""
     model, width = GPT(config), config.block_size
@@ -349,9 +372,10 @@ def decode(params, state, temperature, top_p, n_end, *, config, sampling):
             state = state.replace(cache=cache)
         else:
             start_B = jnp.maximum(state.length_B - width, 0)
-            idx_BxT = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (width,)))(state.tokens_BxN, start_B)
+            window = lambda row, start: jax.lax.dynamic_slice(row, (start,), (width,))
+            idx_BxT = jax.vmap(window)(state.tokens_BxN, start_B)
             logits_BxTxV = model.apply({'params': params}, idx_BxT, at_B=state.length_B - start_B - 1)
-        return append_token(state, logits_BxTxV[:, 0], sampling, temperature, top_p)
+        return append_token(state, logits_BxTxV[:, 0], sampling, knobs)
 
     return jax.lax.while_loop(lambda state: (state.n < n_end) & ~state.done_B.all(), step, state)
 
@@ -361,15 +385,27 @@ def bucket(n):
     return max(16, 1 << (n - 1).bit_length())
 
 
-def generate(params, config, idx_BxT, max_new_tokens, *, rng, temperature=1.0, top_k=None, top_p=None, stop_tokens=(),
-             prompt_lengths_B=None, n_vocab=None):
-    """Continues each prompt by max_new_tokens tokens and returns all tokens, int32 [B, T + max_new_tokens].
+def generate(params, config, idx_BxT, max_new_tokens, **how):
+    """Continues each prompt by max_new_tokens tokens and returns all tokens, int32 [B, T + max_new_tokens]; what follows
+    a row's last token is 0. See generate_in_chunks, which takes the same arguments."""
+    for tokens_BxN, _ in generate_in_chunks(params, config, idx_BxT, max_new_tokens, **how):
+        pass
+    return tokens_BxN
+
+
+def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperature=1.0, top_k=None, top_p=None,
+                       min_p=None, repetition_penalty=None, stop_tokens=(), prompt_lengths_B=None, n_vocab=None,
+                       chunk=None):
+    """Yields (tokens [B, T + max_new_tokens], length of each row [B]), int32 numpy arrays, while the rows grow: after the first token,
+    then after every `chunk` tokens (all of them at once, if not given).
 
     idx_BxT: prompts, padded on the right to a common width; prompt_lengths_B: their lengths, T each if not given.
-        Every row continues right after its own prompt; what follows its last token is 0.
+        Every row continues right after its own prompt.
     rng: a jax.random key. Row b draws its n-th token from fold_in(fold_in(rng, b), n), whatever the other rows are.
     temperature: 0 is greedy. top_k: only the k likeliest tokens (clamped to the vocabulary). top_p: only the likeliest
-        tokens that together reach this probability, in (0, 1]. n_vocab: only ids below it, for padded vocabularies.
+        tokens that together reach this probability, in (0, 1]. min_p: only tokens at least this times as likely as the
+        likeliest, in (0, 1]. repetition_penalty: above 1 makes tokens that are already there less likely.
+        n_vocab: only ids below it, for padded vocabularies.
     stop_tokens: a row ends with the first of these that it generates.
 
     A model knows block_size positions. Up to there every token costs one position (KV cache); past it a token is
@@ -387,39 +423,51 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, temperature=1.0, t
         raise UserError(f'prompt_lengths_B must be {B} lengths between 1 and {T}, not {length_B.tolist()}')
     tokens_BxT = np.where(np.arange(T) < length_B[:, None], tokens_BxT, 0)
     if tokens_BxT.min() < 0 or tokens_BxT.max() >= config.vocab_size:
-        raise UserError(f'the prompt has token id {tokens_BxT.max()}; the model knows 0 to {config.vocab_size - 1}')
+        wrong = tokens_BxT.min() if tokens_BxT.min() < 0 else tokens_BxT.max()
+        raise UserError(f'the prompt has token id {wrong}; the model knows 0 to {config.vocab_size - 1}')
     if max_new_tokens < 0:
         raise UserError(f'max_new_tokens must be at least 0, not {max_new_tokens}')
-    if not temperature >= 0:
+    if not 0 <= temperature < float('inf'):
         raise UserError(f'temperature must be at least 0 (greedy), not {temperature}')
     if top_k is not None and top_k < 1:
         raise UserError(f'top_k must be at least 1, not {top_k}')
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UserError(f'top_p must be in (0, 1], not {top_p}')
+    for name, value in (('top_p', top_p), ('min_p', min_p)):
+        if value is not None and not 0 < value <= 1:
+            raise UserError(f'{name} must be in (0, 1], not {value}')
+    if repetition_penalty is not None and not 0 < repetition_penalty < float('inf'):
+        raise UserError(f'repetition_penalty must be above 0, not {repetition_penalty}')
     if not 0 < n_vocab <= config.vocab_size:
         raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
     if max_new_tokens == 0:
-        return jnp.asarray(tokens_BxT)
+        yield tokens_BxT, length_B
+        return
 
-    sampling = Sampling(temperature == 0, top_k, top_p is not None, n_vocab, tuple(stop_tokens))
-    temperature, top_p = np.float32(temperature), np.float32(1 if top_p is None else top_p)
+    sampling = Sampling(temperature == 0, top_k, top_p is not None, min_p is not None, repetition_penalty is not None,
+                        n_vocab, tuple(stop_tokens))
+    knobs = Knobs(*(np.float32(1 if x is None else x) for x in (temperature, top_p, min_p, repetition_penalty)))
+    how = dict(config=config, sampling=sampling)
     width = bucket(T)
     N = max(width + max_new_tokens, config.block_size)  # the sliding window needs block_size columns to slice
     state = Decoding(
         tokens_BxN=jnp.asarray(np.pad(tokens_BxT, ((0, 0), (0, N - T)))), length_B=jnp.asarray(length_B),
         done_B=jnp.zeros(B, bool), n=jnp.int32(0), cache=None,
         key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(B)))
-    longest = int(length_B.max())
-    if longest <= config.block_size:
-        # Slots for the prompts, and for all but the last new token while the longest row is within block_size. It is
-        # longer than width / 2 unless width is the smallest bucket, and the bound must not depend on it: no recompiling.
+    so_far = lambda state: (np.array(state.tokens_BxN)[:, :T + max_new_tokens], np.array(state.length_B))  # copies: donated
+    n, n_cached = 0, min(max_new_tokens, config.block_size + 1 - int(length_B.max()))  # how many the cache can give
+    if n_cached > 0:
+        # Slots for the prompts and for the new tokens until the longest row reaches block_size. Their number must not
+        # depend on its exact length, or a new length would recompile: it is longer than width / 2 in all buckets but
+        # the smallest.
         width = min(width, config.block_size)
         room = config.block_size - (0 if width <= 16 else width // 2)
-        state = prefill(params, state, temperature, top_p, config=config, sampling=sampling, width=width,
-                        n_slots=width + min(max_new_tokens, room))
-        n_cached = min(max_new_tokens, config.block_size - longest + 1)
-        state = decode(params, state, temperature, top_p, np.int32(n_cached), config=config, sampling=sampling)
-    if longest + max_new_tokens > config.block_size + 1:
-        state = decode(params, state.replace(cache=None), temperature, top_p, np.int32(max_new_tokens), config=config,
-                       sampling=sampling)
-    return state.tokens_BxN[:, :T + max_new_tokens]
+        state = prefill(params, state, knobs, width=width, n_slots=width + min(max_new_tokens, room), **how)
+        n = 1
+        yield so_far(state)
+    while n < max_new_tokens:
+        if n >= n_cached:
+            state = state.replace(cache=None)
+        n = min(max_new_tokens if n >= n_cached else n_cached, n + (chunk or max_new_tokens))
+        state = decode(params, state, knobs, np.int32(n), **how)
+        yield so_far(state)
+        if chunk and bool(state.done_B.all()):
+            return

@@ -1,7 +1,7 @@
 """Generates text from a trained model.
 
 $ python sample_jax.py --out_dir=out-pystdlib-char
-$ python sample_jax.py --init_from=gpt2-xl --start="What is the answer to life, the universe, and everything?" --num_samples=5
+$ python sample_jax.py --init_from=gpt2-xl --start="The answer to life, the universe and everything is" --num_samples=5
 """
 import dataclasses
 import sys
@@ -10,13 +10,16 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 
 from jax_pretrained import load_pretrained
-from jax_train_utils import *
+from jax_train_utils import (
+    exit_on_user_error, load_dataset, load_meta, load_params, load_tokenizer, read_flags, setup_distributed_training,
+    setup_jax_environment)
 from jax_transformer import GPTConfig, UserError, create_train_state, generate
 
 # -----------------------------------------------------------------------------
-init_from = 'resume' # 'resume' (a checkpoint in out_dir), 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', a Hugging Face folder, a nanoGPT ckpt.pt
+init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, -large, -xl), a Hugging Face folder, a nanoGPT ckpt.pt
 out_dir = 'out' # the run to sample from; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer, for a ckpt.pt, which does not
@@ -46,7 +49,8 @@ if init_from == 'resume':
     model_config = dataclasses.replace(GPTConfig(**meta['model']), dtype=dtype)
     description = meta['tokenizer']
     one = setup_distributed_training(devices[:1])
-    params = load_params(out_dir, step, one.abstract(create_train_state, jax.random.key(0), model_config, optax.identity()).params)
+    abstract = one.abstract(create_train_state, jax.random.key(0), model_config, optax.identity())
+    params = load_params(out_dir, step, abstract.params)
     print(f'{out_dir}, checkpoint of iteration {step}', file=sys.stderr)
 else:
     model_config, params = load_pretrained(init_from)
@@ -56,7 +60,8 @@ else:
     if dataset:
         description = load_dataset(Path(__file__).parent / 'data' / dataset, block_size=1)[2]
     elif model_config.vocab_size < 50257:
-        raise UserError(f"{init_from} has a vocabulary of {model_config.vocab_size}, which is not GPT-2's: name the data set that it was trained on, --dataset=...")
+        raise UserError(f"{init_from} has a vocabulary of {model_config.vocab_size}, which is not GPT-2's: name the data "
+                        'set that it was trained on, --dataset=...')
 tokenizer = load_tokenizer(description)
 if tokenizer.vocab_size > model_config.vocab_size:
     raise UserError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model only {model_config.vocab_size}')
@@ -73,8 +78,9 @@ if not prompt:
 
 # generate, all samples at once
 started = time.perf_counter()
-samples = np.asarray(generate(params, model_config, np.tile(prompt, (num_samples, 1)), max_new_tokens, rng=jax.random.key(seed),
-                              temperature=temperature, top_k=top_k or None, n_vocab=tokenizer.vocab_size))
+samples = generate(params, model_config, np.tile(prompt, (num_samples, 1)), max_new_tokens, rng=jax.random.key(seed),
+                   temperature=temperature, top_k=top_k or None, n_vocab=tokenizer.vocab_size)
+samples = np.asarray(samples)
 seconds = time.perf_counter() - started
 for sample in samples.tolist():
     print(tokenizer.decode(sample))

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import jax_transformer
-from jax_transformer import (GPT, GPTConfig, Sampling, UserError, count_params, create_train_state, estimate_mfu, generate,
-                             init_cache, matmul, pick_token)
+from jax_transformer import (GPT, GPTConfig, Knobs, Sampling, UserError, count_params, create_train_state, estimate_mfu,
+                             generate, generate_in_chunks, init_cache, matmul, penalize_repetition, pick_token)
 
 TINY = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_head=2, n_embd=16)
 
@@ -201,10 +201,10 @@ def test_a_sample_depends_on_seed_and_row_and_on_nothing_else_in_the_batch():
     np.testing.assert_array_equal(three[:, :14], generated(idx, 10))  # asking for more changes nothing before
 
 
-def picks(logits, n=4000, greedy=False, top_k=None, top_p=None, temperature=1.0, n_vocab=None):
-    sampling = Sampling(greedy, top_k, top_p is not None, n_vocab or len(logits), ())
+def picks(logits, n=4000, greedy=False, top_k=None, top_p=None, min_p=None, temperature=1.0, n_vocab=None):
+    sampling = Sampling(greedy, top_k, top_p is not None, min_p is not None, False, n_vocab or len(logits), ())
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (n, 1))
-    ids = pick_token(rows, jax.random.split(jax.random.key(0), n), sampling, temperature, top_p)
+    ids = pick_token(rows, jax.random.split(jax.random.key(0), n), sampling, Knobs(temperature, top_p, min_p, None))
     return np.bincount(ids, minlength=len(logits)) / n
 
 
@@ -217,6 +217,8 @@ def test_tokens_are_drawn_with_their_probabilities():
     np.testing.assert_allclose(picks(np.log(p), top_p=0.65), [0, 4 / 7, 0, 3 / 7], atol=0.03)
     np.testing.assert_allclose(picks(np.log(p), top_p=0.75), [0, 4 / 9, 2 / 9, 3 / 9], atol=0.03)
     np.testing.assert_allclose(picks(np.log(p), top_p=0.01), [0, 1, 0, 0])
+    np.testing.assert_allclose(picks(np.log(p), min_p=0.7), [0, 4 / 7, 0, 3 / 7], atol=0.03)
+    np.testing.assert_allclose(picks(np.log(p), min_p=1.0), [0, 1, 0, 0])
     np.testing.assert_allclose(picks(np.log(p), greedy=True), [0, 1, 0, 0])
     np.testing.assert_allclose(picks(np.log(p), n_vocab=1), [1, 0, 0, 0])
 
@@ -225,6 +227,27 @@ def test_top_k_1_and_tiny_top_p_are_greedy():
     greedy = generated(tokens(2, 4), 20, temperature=0)
     np.testing.assert_array_equal(generated(tokens(2, 4), 20, top_k=1), greedy)
     np.testing.assert_array_equal(generated(tokens(2, 4), 20, top_p=1e-6), greedy)
+
+
+def test_the_repetition_penalty_is_ctrls_and_counts_what_the_row_holds_only():
+    logits = jnp.array([[2.0, -2.0, 2.0, -2.0]])
+    penalized = penalize_repetition(logits, jnp.array([[0, 1, 0, 2, 3]]), jnp.array([3]), 4.0)
+    assert penalized.tolist() == [[0.5, -8.0, 2.0, -2.0]]
+    prompt = np.array([[1, 2, 3, 4]])
+    free, punished = (generated(prompt, 20, temperature=0, repetition_penalty=penalty)[0] for penalty in (None, 1e6))
+    assert len(set(punished.tolist())) == 24 > len(set(free.tolist()))
+
+
+@pytest.mark.parametrize('chunk', [1, 7, 100])
+def test_chunks_add_up_to_what_one_call_gives(chunk):
+    idx, lengths = tokens(2, 9), [9, 4]
+    whole = generated(idx, 20, prompt_lengths_B=lengths)
+    stream = list(generate_in_chunks(random_params(TINY), TINY, idx, 20, rng=jax.random.key(0), prompt_lengths_B=lengths, chunk=chunk))
+    np.testing.assert_array_equal(stream[-1][0], whole)
+    assert stream[-1][1].tolist() == [29, 24] and [s[1].tolist()[0] - 9 for s in stream][:2] == [1, min(8, 1 + chunk)]
+    for so_far, length in stream:
+        for row, n, full in zip(np.asarray(so_far), length, whole):
+            np.testing.assert_array_equal(row[:n], full[:n])
 
 
 def test_a_row_ends_with_its_first_stop_token():
@@ -261,7 +284,8 @@ def test_prompts_of_one_bucket_share_one_compilation():
 
 @pytest.mark.parametrize('how, message', [
     (dict(temperature=-1), 'temperature'), (dict(temperature=float('nan')), 'temperature'), (dict(top_k=0), 'top_k'),
-    (dict(top_p=0.0), 'top_p'), (dict(top_p=1.1), 'top_p'), (dict(n_vocab=0), 'n_vocab'),
+    (dict(top_p=0.0), 'top_p'), (dict(top_p=1.1), 'top_p'), (dict(min_p=0.0), 'min_p'), (dict(repetition_penalty=0.0), 'repetition_penalty'),
+    (dict(temperature=float('inf')), 'temperature'), (dict(n_vocab=0), 'n_vocab'),
     (dict(prompt_lengths_B=[0, 3]), 'between 1 and 4'), (dict(prompt_lengths_B=[1, 5]), 'between 1 and 4'), (dict(prompt_lengths_B=[1]), '2 lengths')])
 def test_controls_that_make_no_sense_are_refused(how, message):
     with pytest.raises(UserError, match=message):

@@ -17,7 +17,12 @@ import jaxlib
 import numpy as np
 
 from jax_pretrained import load_pretrained
-from jax_train_utils import *
+from jax_train_utils import (
+    MODEL_FLAGS, MetricsLog, StopSignal, all_finite, check_flags, create_learning_rate_schedule,
+    create_optimizer_with_schedule, device_peak_flops, duration, estimate_loss_jax, exit_on_user_error,
+    finish_checkpoints, get_batch_jax, load_checkpoint, load_dataset, load_meta, make_eval_step, make_train_step,
+    open_checkpoints, plot_losses, progress_bar, read_flags, save_checkpoint, setup_distributed_training,
+    setup_jax_environment, split_rows, start_wandb)
 from jax_transformer import GPTConfig, UserError, count_params, create_train_state, estimate_mfu
 
 # -----------------------------------------------------------------------------
@@ -31,7 +36,7 @@ eval_iters = 200 # batches per evaluation and split, the same ones every time
 eval_only = False # if True, evaluate once and leave; nothing is written
 always_save_checkpoint = True # if False, an evaluation only saves when the validation loss has improved
 save_interval = 0 # save every so many iterations as well; 0 is off
-init_from = 'scratch' # 'scratch', 'resume', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', a Hugging Face folder, a nanoGPT ckpt.pt
+init_from = 'scratch' # 'scratch', 'resume', 'gpt2' (-medium, -large, -xl), a Hugging Face folder, a nanoGPT ckpt.pt
 # wandb logging
 wandb_log = False # log to Weights & Biases; with WANDB_MODE=offline it needs no account
 wandb_project = 'owt' # where the run goes there
@@ -73,10 +78,12 @@ config, given = read_flags(__file__, globals())
 iter_num, best_val_loss, wandb_id, resumed = 0, 1e9, None, None
 if config['init_from'] == 'resume':
     iter_num, resumed = load_meta(config['out_dir'])
-    own = {k: v for k, v in resumed['flags'].items() if k in config and k not in ('device', 'overwrite', 'eval_only', 'out_dir')}
+    not_kept = ('device', 'overwrite', 'eval_only', 'out_dir')
+    own = {name: value for name, value in resumed['flags'].items() if name in config and name not in not_kept}
     for name in MODEL_FLAGS & given.keys():
         if given[name] != own[name]:
-            raise UserError(f"cannot resume with another architecture: {config['out_dir']} was trained with {name}={own[name]}, not {name}={given[name]}")
+            raise UserError(f"cannot resume with another architecture: {config['out_dir']} was trained with "
+                            f"{name}={own[name]}, not {name}={given[name]}")
     config = {**config, **own, **given}
     best_val_loss, wandb_id = resumed['best_val_loss'], resumed['wandb_id']
 globals().update(config)
@@ -100,8 +107,8 @@ params = None
 if init_from == 'scratch':
     # BPE vocabularies are padded to a multiple of 64 for efficiency, 50257 to 50304 as in nanoGPT
     vocab_size = data_vocab_size if tokenizer['kind'] == 'char' else -(-data_vocab_size // 64) * 64
-    model_config = GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
-                             dropout=dropout, bias=bias, dtype=dtype)
+    model_config = GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head,
+                             n_embd=n_embd, dropout=dropout, bias=bias, dtype=dtype)
     print(f'initializing a new model from scratch, vocab_size {vocab_size}')
 elif init_from == 'resume':
     model_config = dataclasses.replace(GPTConfig(**resumed['model']), dropout=dropout, dtype=dtype)
@@ -124,7 +131,8 @@ schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmu
                                          lr_decay_iters=lr_decay_iters, min_lr=min_lr)
 tx = create_optimizer_with_schedule(schedule, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
 if init_from == 'resume':
-    state = load_checkpoint(out_dir, iter_num, parallel.abstract(create_train_state, jax.random.key(seed), model_config, tx))
+    state = parallel.abstract(create_train_state, jax.random.key(seed), model_config, tx)
+    state = load_checkpoint(out_dir, iter_num, state)
 else:
     state = create_train_state(jax.random.key(seed), model_config, tx)
     if params is not None:
@@ -144,8 +152,8 @@ if not eval_only:
     checkpoints = open_checkpoints(out_dir)
     if init_from != 'resume' and checkpoints.all_steps():
         if not overwrite:
-            raise UserError(f'{out_dir} holds a run at iteration {checkpoints.latest_step()}; go on with --init_from=resume, choose '
-                            'another --out_dir, or delete its checkpoints with --overwrite=True')
+            raise UserError(f'{out_dir} holds a run at iteration {checkpoints.latest_step()}; go on with '
+                            '--init_from=resume, choose another --out_dir, or delete its checkpoints with --overwrite=True')
         for step in checkpoints.all_steps():
             checkpoints.delete(step)
     if master:
@@ -154,38 +162,66 @@ if not eval_only:
 if wandb_log and master:
     wandb_run = start_wandb(project=wandb_project, name=wandb_run_name, id=wandb_id, config=config)
     wandb_id = wandb_run.id
-versions = {'python': sys.version.split()[0], 'jax': jax.__version__, 'jaxlib': jaxlib.__version__, 'flax': flax.__version__}
+versions = {'python': sys.version.split()[0]} | {p.__name__: p.__version__ for p in (jax, jaxlib, flax)}
 
 
 def make_batch(iter_num):
     """The sequences of one iteration, on the devices: a pure function of (seed, iter_num)."""
     n_rows = gradient_accumulation_steps * batch_size
     x, y = get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num)
-    if (largest := max(x.max(), y.max())) >= data_vocab_size:
-        raise UserError(f'data/{dataset}/train.bin has token id {largest}, outside the vocabulary of {data_vocab_size}; prepare it again')
     row = (iter_num * n_rows + np.arange(n_rows)).astype(np.uint32)
     return parallel.place({'x': x, 'y': y, 'row': row}, (n_micro, micro_batch))
 
 
 def report(iter_num, metrics):
-    """Reads (and thereby waits for) the metrics of an iteration; stops the run if they are not finite."""
+    """Reads (and thereby waits for) the metrics of an iteration, and logs them; stops if they are not finite."""
     global clock, clocked, mfu
     metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-    overflow = 'loss_scale' in metrics  # float16: that update was skipped
-    if not math.isfinite(metrics['loss']) or not (math.isfinite(metrics['grad_norm']) or overflow):
-        raise UserError(f"iteration {iter_num} has loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: stopping. The checkpoints in "
+    loss, grad_norm = metrics['loss'], metrics['grad_norm']
+    skipped = 'loss_scale' in metrics  # float16: a gradient that overflows is not applied
+    if not math.isfinite(loss) or not (math.isfinite(grad_norm) or skipped):
+        raise UserError(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: stopping; the checkpoints in '
                         f'{out_dir} are from before; try a lower learning_rate, longer warmup_iters or dtype=float32')
     clocked += 1
     bar.update()
-    if iter_num % log_interval == 0:
-        seconds = (time.perf_counter() - clock) / clocked
-        clock, clocked = time.perf_counter(), 0
-        tokens_per_sec = tokens_per_iter / seconds
-        mfu = estimate_mfu(n_params, model_config, tokens_per_sec, peak_flops * len(devices)) if peak_flops else None
-        if master:
-            bar.write(f"iter {iter_num}: loss {metrics['loss']:.4f}, time {seconds * 1000:.2f}ms, mfu {f'{mfu:.2%}' if mfu else 'n/a'}, "
-                      f"{tokens_per_sec:,.0f} tok/s, grad norm {metrics['grad_norm']:.3f}, eta {duration((max_iters - iter_num - 1) * seconds)}")
-            metrics_log.write({'iter': iter_num, **metrics, 'time_ms': seconds * 1000, 'tokens_per_sec': tokens_per_sec, 'mfu': mfu})
+    if iter_num % log_interval or not master:
+        return
+    seconds = (time.perf_counter() - clock) / clocked  # per iteration, over those since the last line
+    clock, clocked = time.perf_counter(), 0
+    tokens_per_sec = tokens_per_iter / seconds
+    mfu = peak_flops and estimate_mfu(n_params, model_config, tokens_per_sec, peak_flops * len(devices))
+    eta = duration((max_iters - iter_num - 1) * seconds)
+    bar.write(f'iter {iter_num}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, mfu {f"{mfu:.2%}" if mfu else "n/a"}, '
+              f'{tokens_per_sec:,.0f} tok/s, grad norm {grad_norm:.3f}, eta {eta}')
+    metrics_log.write({'iter': iter_num, **metrics, 'time_ms': seconds * 1000, 'tokens_per_sec': tokens_per_sec,
+                       'mfu': mfu})
+
+
+def evaluate():
+    """The losses on both splits, logged."""
+    losses = estimate_loss_jax(eval_step, state.params, splits, parallel, block_size=block_size, batch_size=batch_size,
+                               eval_iters=eval_iters)
+    if master:
+        bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+    if not math.isfinite(sum(losses.values())):
+        raise UserError(f'the loss is not finite at iteration {iter_num}: stopping; the checkpoints in {out_dir} are '
+                        'from before')
+    if master and not eval_only:
+        metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': losses['val']})
+        plot_losses(out_dir)
+    if master and wandb_log:
+        wandb_run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'],
+                       'lr': float(schedule(iter_num)), 'mfu': mfu})
+    return losses['val']
+
+
+def save(val_loss):
+    if not all_finite(state.params):  # an update can spoil them after a finite loss
+        raise UserError(f'the parameters are not finite after {iter_num} iterations: stopping; the checkpoints in '
+                        f'{out_dir} are from before')
+    save_checkpoint(checkpoints, iter_num, state, val_loss=val_loss, meta={
+        'model': dataclasses.asdict(model_config), 'iter_num': iter_num, 'best_val_loss': best_val_loss,
+        'tokenizer': tokenizer, 'flags': config, 'versions': versions, 'wandb_id': wandb_id})
 
 
 # training loop
@@ -198,56 +234,39 @@ clock, clocked = time.perf_counter(), 0  # since when, and how many iterations w
 try:
     while True:
         last = iter_num >= max_iters or stop.signum is not None
-        evaluate = iter_num % eval_interval == 0 or iter_num >= max_iters or eval_only
-        save = save_interval and iter_num % save_interval == 0 or last
-        if pending and (evaluate or save):
+        eval_due = iter_num % eval_interval == 0 or iter_num >= max_iters or eval_only
+        save_due = last or (save_interval and iter_num % save_interval == 0)
+        if pending and (eval_due or save_due):
             report(*pending)
             pending = None
         val_loss = None
-        if evaluate:
-            losses = estimate_loss_jax(eval_step, state.params, splits, parallel, block_size=block_size, batch_size=batch_size,
-                                       eval_iters=eval_iters)
-            val_loss = losses['val']
-            if master:
-                bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {val_loss:.4f}")
-            if not (math.isfinite(losses['train']) and math.isfinite(val_loss)):
-                raise UserError(f'the loss is not finite at iteration {iter_num}: stopping; the checkpoints in {out_dir} are from before')
-            if eval_only:
-                break
-            save = save or always_save_checkpoint or val_loss < best_val_loss
+        if eval_due:
+            val_loss = evaluate()
+            save_due = save_due or always_save_checkpoint or val_loss < best_val_loss
             best_val_loss = min(best_val_loss, val_loss)
-            if master:
-                metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': val_loss})
-                plot_losses(out_dir)
-                if wandb_log:
-                    wandb_run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': val_loss, 'lr': float(schedule(iter_num)), 'mfu': mfu})
-        if save and iter_num > 0:
-            if not all_finite(state.params):  # an update can spoil them after a finite loss
-                raise UserError(f'parameters are not finite after {iter_num} iterations: stopping; the checkpoints in {out_dir} are from before')
-            meta = {'model': dataclasses.asdict(model_config), 'iter_num': iter_num, 'best_val_loss': best_val_loss, 'tokenizer': tokenizer,
-                    'flags': config, 'versions': versions, 'wandb_id': wandb_id}
-            save_checkpoint(checkpoints, iter_num, state, meta, val_loss)
-        if last:
+        if save_due and iter_num > 0 and not eval_only:
+            save(val_loss)
+        if last or eval_only:
             break
-        if evaluate or save:
-            clock, clocked = time.perf_counter(), 0
+        if eval_due or save_due:
+            clock, clocked = time.perf_counter(), 0  # neither is part of an iteration's time
 
         started = time.perf_counter()
-        state, metrics = train_step(state, batch)
-        if not compiled:
-            compiled = True
-            bar.write(f'compiled the training step in {time.perf_counter() - started:.1f} s')
-            clock = time.perf_counter()
-        batch = make_batch(iter_num + 1)  # while the device computes
+        state, metrics = train_step(state, batch)  # returns at once, the device works on
+        if not compiled:  # this first call returned after compiling
+            compiled, clock = True, time.perf_counter()
+            bar.write(f'compiled the training step in {clock - started:.1f} s')
+        batch = make_batch(iter_num + 1)
         if pending:
             report(*pending)
         pending = iter_num, metrics
         iter_num += 1
-finally:  # however the run ends: what has been saved gets onto the disk
+finally:  # however the run ends, what has been saved gets onto the disk
     bar.close()
     if not eval_only:
         finish_checkpoints(checkpoints)
 
 if stop.signum is not None:
-    print(f'stopped by signal {stop.signum}' + (f', saved at iteration {iter_num}; go on with --init_from=resume --out_dir={out_dir}' if iter_num else ''))
+    print(f'stopped by signal {stop.signum} at iteration {iter_num}' +
+          (f', saved; go on with --init_from=resume --out_dir={out_dir}' if iter_num and not eval_only else ''))
     sys.exit(128 + stop.signum)

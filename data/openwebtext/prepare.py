@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 
 import numpy as np # the rest is imported where it is needed: every worker process imports this file again
 
@@ -74,18 +75,28 @@ def count_done(lengths_path, tokens_path):
 def tokenize(documents, done, lengths_path, tokens_path, num_proc):
     """Pass 1: append the tokens of all documents after the first `done` ones, in the order of the source."""
     from tqdm import tqdm
-    texts = (batch['text'] for batch in documents.skip(done).iter(batch_size))
+    ahead = threading.Semaphore(4 * num_proc) # imap reads its input as fast as it can: all of it would end up in memory
+
+    def texts():
+        for batch in documents.skip(done).iter(batch_size):
+            ahead.acquire()
+            yield batch['text']
+
     # spawn, because a fork in the middle of pyarrow's and the downloader's threads can hang
     with multiprocessing.get_context('spawn').Pool(num_proc, start_worker) as pool, \
             open(lengths_path, 'ab') as lengths_file, open(tokens_path, 'ab') as tokens_file, \
             tqdm(desc='tokenizing', unit=' documents', initial=done, file=sys.stdout, mininterval=1) as bar:
-        for lengths, tokens in pool.imap(encode, texts):
-            # a document counts as done once its length is on disk, so its tokens have to be there before
-            for f, array in ((tokens_file, tokens), (lengths_file, lengths)):
-                f.write(array.tobytes())
-                f.flush()
-                os.fsync(f.fileno())
-            bar.update(len(lengths))
+        try:
+            for lengths, tokens in pool.imap(encode, texts()):
+                # a document counts as done once its length is on disk, so its tokens have to be there before
+                for f, array in ((tokens_file, tokens), (lengths_file, lengths)):
+                    f.write(array.tobytes())
+                    f.flush()
+                    os.fsync(f.fileno())
+                bar.update(len(lengths))
+                ahead.release()
+        finally:
+            ahead.release(2**30) # or the pool waits for texts() to come back
 
 def write_split(path, documents, ends, tokens_path):
     """Pass 2: copy the tokens of these documents, in this order. Returns how many tokens."""
