@@ -14,8 +14,10 @@ import re
 import runpy
 import signal
 import sys
+import time
 import types
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -368,6 +370,11 @@ class GPT2Tokenizer:
         return self.bpe.decode(ids)
 
 
+def whole_characters(text):
+    """A text whose last token may have ended within a character (decoded as U+FFFD), without what is incomplete."""
+    return text.rstrip('\ufffd')
+
+
 def load_tokenizer(description):
     """The tokenizer that a description {'kind': 'char', 'chars': ...} or {'kind': 'gpt2'} means: it has encode(text),
     decode(ids) and vocab_size. Raises UserError for any other."""
@@ -658,6 +665,30 @@ def duration(seconds):
     """h:mm:ss"""
     minutes, seconds = divmod(round(seconds), 60)
     return f'{minutes // 60}:{minutes % 60:02}:{seconds:02}'
+
+
+class Lap(NamedTuple):
+    compiling: float
+    running: float
+
+
+class Stopwatch:
+    """Tells the seconds that compiling took from the rest."""
+
+    def __init__(self):
+        self.compiling, self.start = 0.0, time.perf_counter()
+        # jax reports the duration of tracing, lowering and compiling, each apart
+        jax.monitoring.register_event_duration_secs_listener(self.count)
+
+    def count(self, event, seconds, **how):
+        if event.startswith('/jax/core/compile/'):
+            self.compiling += seconds
+
+    def lap(self):
+        """Seconds since the last lap. Wait for the device before you ask."""
+        seconds, compiling = time.perf_counter() - self.start, self.compiling
+        self.compiling, self.start = 0.0, time.perf_counter()
+        return Lap(compiling, max(0.0, seconds - compiling))
 
 
 def progress_bar(done, total):

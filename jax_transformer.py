@@ -395,13 +395,14 @@ def generate(params, config, idx_BxT, max_new_tokens, **how):
 
 def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperature=1.0, top_k=None, top_p=None,
                        min_p=None, repetition_penalty=None, stop_tokens=(), prompt_lengths_B=None, n_vocab=None,
-                       chunk=None):
+                       sample_index_B=None, chunk=None):
     """Yields (tokens [B, T + max_new_tokens], length of each row [B]), int32 numpy arrays, while the rows grow: after the first token,
     then after every `chunk` tokens (all of them at once, if not given).
 
     idx_BxT: prompts, padded on the right to a common width; prompt_lengths_B: their lengths, T each if not given.
         Every row continues right after its own prompt.
-    rng: a jax.random key. Row b draws its n-th token from fold_in(fold_in(rng, b), n), whatever the other rows are.
+    rng: a jax.random key. Row b draws its n-th token from fold_in(fold_in(rng, sample_index_B[b]), n), whatever else is
+        in the batch; sample_index_B is 0, 1, 2, ... if not given.
     temperature: 0 is greedy. top_k: only the k likeliest tokens (clamped to the vocabulary). top_p: only the likeliest
         tokens that together reach this probability, in (0, 1]. min_p: only tokens at least this times as likely as the
         likeliest, in (0, 1]. repetition_penalty: above 1 makes tokens that are already there less likely.
@@ -418,6 +419,7 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
         raise UserError(f'prompts must be [batch, tokens] with at least one token, not of shape {tokens_BxT.shape}')
     B, T = tokens_BxT.shape
     length_B = np.full(B, T, np.int32) if prompt_lengths_B is None else np.asarray(prompt_lengths_B, np.int32)
+    sample_index_B = np.arange(B) if sample_index_B is None else np.asarray(sample_index_B)
     n_vocab = config.vocab_size if n_vocab is None else n_vocab
     if length_B.shape != (B,) or length_B.min() < 1 or length_B.max() > T:
         raise UserError(f'prompt_lengths_B must be {B} lengths between 1 and {T}, not {length_B.tolist()}')
@@ -451,7 +453,7 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
     state = Decoding(
         tokens_BxN=jnp.asarray(np.pad(tokens_BxT, ((0, 0), (0, N - T)))), length_B=jnp.asarray(length_B),
         done_B=jnp.zeros(B, bool), n=jnp.int32(0), cache=None,
-        key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(B)))
+        key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, sample_index_B))
     so_far = lambda state: (np.array(state.tokens_BxN)[:, :T + max_new_tokens], np.array(state.length_B))  # copies: donated
     n, n_cached = 0, min(max_new_tokens, config.block_size + 1 - int(length_B.max()))  # how many the cache can give
     if n_cached > 0:

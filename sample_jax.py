@@ -5,7 +5,6 @@ $ python sample_jax.py --init_from=gpt2-xl --start="The answer to life, the univ
 """
 import dataclasses
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -14,9 +13,9 @@ import optax
 
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    exit_on_user_error, load_dataset, load_meta, load_params, load_tokenizer, read_flags, setup_distributed_training,
-    setup_jax_environment)
-from jax_transformer import GPTConfig, UserError, create_train_state, generate
+    Stopwatch, exit_on_user_error, load_dataset, load_meta, load_params, load_tokenizer, read_flags, setup_distributed_training,
+    setup_jax_environment, whole_characters)
+from jax_transformer import GPTConfig, UserError, create_train_state, generate_in_chunks
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, -large, -xl), a Hugging Face folder, a nanoGPT ckpt.pt
@@ -24,10 +23,17 @@ out_dir = 'out' # the run to sample from; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer, for a ckpt.pt, which does not
 start = '\n' # the prompt, or 'FILE:prompt.txt' to take it from a file; '<|endoftext|>' is a token to GPT-2's BPE
-num_samples = 10 # how many samples to draw, all in one batch
+each_line = False # each line of the FILE is a prompt of its own; all are continued at once
+num_samples = 10 # how many samples to draw of each prompt, all in one batch
 max_new_tokens = 500 # number of tokens generated in each sample
 temperature = 0.8 # below 1.0 is less random, above 1.0 more so; 0 always takes the likeliest token
 top_k = 200 # choose among the top_k likeliest tokens; 0 is all
+top_p = 1.0 # choose among the likeliest tokens that together have this probability; 1.0 is all
+min_p = 0.0 # choose among the tokens at least this times as likely as the likeliest; 0.0 is all
+repetition_penalty = 1.0 # above 1.0 makes tokens less likely that are there already
+stop = '' # end a sample before this text
+stream = False # show the text while it is made, one sample after the other
+interactive = False # ask for prompts; each goes on from the text so far, /clear forgets it, Ctrl-D leaves
 seed = 1337 # of the samples; need not be the training's
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
@@ -40,6 +46,9 @@ if 'compile' in given:
     print(f'--compile={compile} has no effect here: JAX always compiles')
 if num_samples < 1 or top_k < 0 or seed < 0:
     raise UserError(f'num_samples must be at least 1, top_k and seed at least 0; got {num_samples}, {top_k}, {seed}')
+if not 0 < top_p <= 1 or not 0 <= min_p <= 1 or not 0 < repetition_penalty < float('inf'):
+    raise UserError(f'top_p must be in (0, 1], min_p in [0, 1], repetition_penalty above 0; got {top_p}, {min_p}, '
+                    f'{repetition_penalty}')
 devices, dtype, reason = setup_jax_environment(device, dtype)
 print(f'{devices[0].device_kind}, compute in {dtype} ({reason})', file=sys.stderr)
 
@@ -66,23 +75,120 @@ tokenizer = load_tokenizer(description)
 if tokenizer.vocab_size > model_config.vocab_size:
     raise UserError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model only {model_config.vocab_size}')
 
-# prompt
+
+
+def encode(text):
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise UserError('the prompt is empty; give at least one character, as in --start="A"')
+    return ids
+
+
+def until_stop(text, prompt):
+    """The text up to the stop text, if that comes after the prompt; and whether it does."""
+    end = text.find(stop, len(prompt)) if stop else -1
+    return (text, False) if end < 0 else (text[:end], True)
+
+
+def generate_texts(prompts, sample_index, show=None):
+    """Continues the prompts (lists of token ids) together and returns their texts. show(text) is called with the first
+    one while it grows: whole characters only, and nothing that may turn out to be the beginning of the stop text."""
+    lengths = [len(prompt) for prompt in prompts]
+    idx = np.zeros((len(prompts), max(lengths)), np.int32)
+    for row, prompt in zip(idx, prompts):
+        row[:len(prompt)] = prompt
+    prompt_texts = [tokenizer.decode(prompt) for prompt in prompts]
+    chunks = generate_in_chunks(
+        params, model_config, idx, max_new_tokens, rng=jax.random.key(seed), temperature=temperature, top_k=top_k or None,
+        top_p=top_p if top_p < 1 else None, min_p=min_p or None, n_vocab=tokenizer.vocab_size,
+        repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
+        prompt_lengths_B=lengths, sample_index_B=sample_index, chunk=8 if show else 64 if stop else None)
+    clock, stages = Stopwatch(), []
+    for tokens, ends in chunks:
+        stages.append(clock.lap())  # the first chunk is the prefill with its one token
+        texts, stopped = zip(*(until_stop(tokenizer.decode(row[:end]), prompt)
+                               for row, end, prompt in zip(tokens.tolist(), ends, prompt_texts)))
+        if show:
+            sure = whole_characters(texts[0])
+            show(texts[0] if stopped[0] else sure[:len(sure) - len(stop)])
+        if all(stopped):
+            break
+    if show:
+        show(texts[0])
+    timings.append((stages, lengths, int(np.sum(ends - lengths))))
+    return texts
+
+
+def printer(shown=0):
+    """show() for generate_texts: prints what is new since the last call."""
+    def show(text):
+        nonlocal shown
+        print(text[shown:], end='', flush=True)
+        shown = max(shown, len(text))
+    return show
+
+
+def converse():
+    """A prompt loop. The text so far is the context of what follows."""
+    try:
+        import readline  # noqa: F401, line editing and the history of prompts for input()
+    except ImportError:
+        pass
+    history = ''
+    while True:
+        try:
+            line = input('> ')
+        except (EOFError, KeyboardInterrupt):
+            return print()
+        if line == '/clear':
+            history = ''
+        elif line:
+            try:
+                prompt = encode(f'{history}\n{line}' if history else line)
+                history = generate_texts([prompt], [0], printer(len(tokenizer.decode(prompt))))[0]
+            except UserError as error:
+                print(f'error: {error}', end='')
+            except KeyboardInterrupt:
+                pass
+            print()
+
+
+timings = []
+if interactive:
+    converse()
+    sys.exit()
+
 if start.startswith('FILE:'):
     try:
         start = Path(start[5:]).read_text(encoding='utf-8')
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f'cannot read the prompt: {error}') from None
-prompt = tokenizer.encode(start)
-if not prompt:
-    raise UserError('the prompt is empty; give at least one character, as in --start="A"')
+    prompts = [encode(line) for line in start.splitlines() if line] if each_line else [encode(start)]
+elif each_line:
+    raise UserError('each_line takes its prompts from a file: --start=FILE:prompts.txt')
+else:
+    prompts = [encode(start)]
+if not prompts:
+    raise UserError('the file has no prompts, only empty lines')
 
-# generate, all samples at once
-started = time.perf_counter()
-samples = generate(params, model_config, np.tile(prompt, (num_samples, 1)), max_new_tokens, rng=jax.random.key(seed),
-                   temperature=temperature, top_k=top_k or None, n_vocab=tokenizer.vocab_size)
-samples = np.asarray(samples)
-seconds = time.perf_counter() - started
-for sample in samples.tolist():
-    print(tokenizer.decode(sample))
-    print('---------------')
-print(f'{num_samples} x {max_new_tokens} tokens in {seconds:.1f} s, compilation included', file=sys.stderr)
+sample_index = list(range(num_samples)) * len(prompts)  # a sample is the same whatever other prompts there are
+prompts = [prompt for prompt in prompts for _ in range(num_samples)]
+if stream:
+    for prompt, index in zip(prompts, sample_index):
+        generate_texts([prompt], [index], printer())
+        print('\n---------------')
+else:
+    for text in generate_texts(prompts, sample_index):
+        print(text)
+        print('---------------')
+
+# what it took: compilation, the prompts, the steps of one token per sequence
+compile_s = sum(stage.compiling for stages, _, _ in timings for stage in stages)
+prefill_s = sum(stages[0].running for stages, _, _ in timings)
+decode_s = sum(stage.running for stages, _, _ in timings for stage in stages[1:])
+n_tokens, batch = sum(n for _, _, n in timings), len(timings[0][1])
+report = f'compiled in {compile_s:.1f} s, prefill {prefill_s * 1000:.1f} ms'
+if decode_s:
+    per_s = (n_tokens - len(prompts)) / decode_s
+    report += f', then {per_s:,.0f} tok/s ({per_s / batch:,.0f} per sequence) for {n_tokens:,} tokens'
+print(report, file=sys.stderr)

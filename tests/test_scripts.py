@@ -175,6 +175,37 @@ def test_sampling_takes_the_best_or_the_latest(finished):
     assert iteration('latest') == 20 and iteration('best') == best
 
 
+def test_streamed_text_is_the_text(finished):
+    flags = ['--num_samples=2', '--max_new_tokens=30', '--start=the fox']
+    assert sample(finished[0], *flags, '--stream=True').stdout == sample(finished[0], *flags).stdout
+    assert sample(finished[0], *flags, '--stream=True', '--stop=o').stdout == sample(finished[0], *flags, '--stop=o').stdout
+
+
+def test_each_line_of_a_file_is_continued_as_if_alone(finished, tmp_path):
+    (tmp_path / 'prompts.txt').write_text('the quick\nfox\n\na\n')
+    flags = ['--num_samples=2', '--max_new_tokens=12']
+    together = sample(finished[0], *flags, f'--start=FILE:{tmp_path}/prompts.txt', '--each_line=True').stdout
+    assert together == ''.join(sample(finished[0], *flags, f'--start={prompt}').stdout for prompt in ('the quick', 'fox', 'a'))
+
+
+def test_a_sample_ends_before_the_stop_text_and_the_prompt_may_hold_it(finished):
+    flags = ['--num_samples=4', '--max_new_tokens=200', '--start=the fox']
+    free, stopped = (sample(finished[0], *flags, *extra).stdout.split('\n---------------\n')[:-1] for extra in ([], ['--stop=o']))
+    assert stopped == [text[:text.find('o', 7)] if text.find('o', 7) >= 0 else text for text in free] != free
+    assert sample(finished[0], *flags, '--stop=never comes').stdout == sample(finished[0], *flags).stdout
+
+
+def test_the_prompt_loop_goes_on_from_the_text_so_far(finished, monkeypatch):
+    flags = ['--interactive=True', '--max_new_tokens=5', '--temperature=0']
+    monkeypatch.setattr('sys.stdin', io.StringIO('the\nfox\n/clear\nfox\nFox\n'))
+    first, second, _, cleared, wrong, _ = sample(finished[0], *flags).stdout.split('> ')[1:]
+    alone = lambda start: sample(finished[0], '--num_samples=1', '--max_new_tokens=5', '--temperature=0', f'--start={start}').stdout.split('\n-----')[0]
+    assert 'the' + first == alone('the') + '\n'
+    assert f'the{first}fox{second}' == alone(f'the{first}fox') + '\n'
+    assert 'fox' + cleared == alone('fox') + '\n'
+    assert wrong.startswith("error: the prompt has characters that the model does not know: 'F'")
+
+
 # -----------------------------------------------------------------------------
 # resume
 
@@ -236,7 +267,7 @@ def test_a_signal_saves_and_leaves(finished, dataset, tmp_path, signum):
     wait_for_iteration(tmp_path, 3, process)
     process.send_signal(signum)
     out, err = process.communicate(timeout=60)
-    saved = int(re.search(r'saved at iteration (\d+)', out)[1])
+    saved = int(re.search(r'at iteration (\d+), saved', out)[1])
     assert process.returncode == 128 + signum and err == '' and load_meta(tmp_path)[0] == saved
 
 

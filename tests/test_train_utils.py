@@ -214,6 +214,14 @@ def test_characters_the_vocabulary_lacks_are_named():
         load_tokenizer({'kind': 'words'})
 
 
+def test_text_that_ends_within_a_character_is_shown_up_to_it():
+    import tiktoken
+    byte_tokens = tiktoken.Encoding('bytes', pat_str='.', mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={})
+    text = 'é 10 € 😀!'
+    shown = [whole_characters(byte_tokens.decode(list(text.encode()[:n]))) for n in range(len(text.encode()) + 1)]
+    assert all(text.startswith(s) for s in shown) and shown[-1] == text and len(set(shown)) == len(text) + 1
+
+
 def test_gpt2_bpe_without_a_network_says_what_to_do(monkeypatch):
     import tiktoken
 
