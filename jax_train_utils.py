@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_transformer import DTYPES, GPT, GPTConfig, UserError
+from jax_transformer import DTYPES, GPT, GPTConfig, UserError, create_train_state
 
 # -----------------------------------------------------------------------------
 # config and flags
@@ -593,9 +593,14 @@ def restore_items(out_dir, step, items):
                             f'{type(error).__name__}: {error}') from error
 
 
-def load_params(out_dir, step, params):
-    """The parameters alone of checkpoint `step`; `params` is their abstract tree. Raises UserError if they do not fit."""
-    return restore_items(out_dir, step, {'params': params})['params']
+def load_run(out_dir, which='best', device=None):
+    """(config, params, metadata) of the best or latest checkpoint in out_dir, params on `device` (the first, if not given).
+    Nothing but the checkpoint is read. Raises UserError if there is none."""
+    step, meta = load_meta(out_dir, which)
+    config = GPTConfig(**meta['model'])
+    one = setup_distributed_training([device or jax.devices()[0]])
+    state = one.abstract(create_train_state, jax.random.key(0), config, optax.identity())
+    return config, restore_items(out_dir, step, {'params': state.params})['params'], meta
 
 
 def load_checkpoint(out_dir, step, state):
@@ -665,6 +670,17 @@ def duration(seconds):
     """h:mm:ss"""
     minutes, seconds = divmod(round(seconds), 60)
     return f'{minutes // 60}:{minutes % 60:02}:{seconds:02}'
+
+
+def measure_bandwidth(device):
+    """Bytes per second / 1e9 that the device reads from its memory: the best of ten sums over 1 GB."""
+    x = jax.device_put(jnp.ones(2**28, jnp.float32), device)
+    total, seconds = jax.jit(jnp.sum), []
+    for _ in range(11):
+        start = time.perf_counter()
+        total(x).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return x.nbytes / min(seconds) / 1e9
 
 
 class Lap(NamedTuple):

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    Stopwatch, exit_on_user_error, load_dataset, load_meta, load_params, load_tokenizer, read_flags, setup_distributed_training,
-    setup_jax_environment, whole_characters)
-from jax_transformer import GPTConfig, UserError, create_train_state, generate_in_chunks
+    Stopwatch, exit_on_user_error, load_dataset, load_run, load_tokenizer, read_flags, setup_jax_environment,
+    whole_characters)
+from jax_transformer import UserError, cast_matrices, generate_in_chunks
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, -large, -xl), a Hugging Face folder, a nanoGPT ckpt.pt
@@ -54,16 +53,11 @@ print(f'{devices[0].device_kind}, compute in {dtype} ({reason})', file=sys.stder
 
 # model and tokenizer
 if init_from == 'resume':
-    step, meta = load_meta(out_dir, checkpoint)
-    model_config = dataclasses.replace(GPTConfig(**meta['model']), dtype=dtype)
+    model_config, params, meta = load_run(out_dir, checkpoint, devices[0])
     description = meta['tokenizer']
-    one = setup_distributed_training(devices[:1])
-    abstract = one.abstract(create_train_state, jax.random.key(0), model_config, optax.identity())
-    params = load_params(out_dir, step, abstract.params)
-    print(f'{out_dir}, checkpoint of iteration {step}', file=sys.stderr)
+    print(f"{out_dir}, checkpoint of iteration {meta['iter_num']}", file=sys.stderr)
 else:
     model_config, params = load_pretrained(init_from)
-    model_config = dataclasses.replace(model_config, dtype=dtype)
     params = jax.device_put(params, devices[0])
     description = {'kind': 'gpt2'}
     if dataset:
@@ -71,6 +65,8 @@ else:
     elif model_config.vocab_size < 50257:
         raise UserError(f"{init_from} has a vocabulary of {model_config.vocab_size}, which is not GPT-2's: name the data "
                         'set that it was trained on, --dataset=...')
+model_config = dataclasses.replace(model_config, dtype=dtype)
+params = cast_matrices(params, dtype)
 tokenizer = load_tokenizer(description)
 if tokenizer.vocab_size > model_config.vocab_size:
     raise UserError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model only {model_config.vocab_size}')
