@@ -12,6 +12,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -486,11 +487,10 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
     losses, n_rows = {}, eval_iters * batch_size
     per_call = batch_size * len(parallel.devices)
     for split, tokens in splits.items():
-        start = np.linspace(0, len(tokens) - block_size - 1, n_rows).astype(np.int64)
-        total = 0.0
+        last, total = len(tokens) - block_size - 1, 0.0  # the last window's start
         for first in range(0, n_rows, per_call):
             rows = np.arange(first, first + per_call)  # those past the end only fill the last call, with weight 0
-            x, y = get_windows(tokens, start[rows % n_rows], block_size)
+            x, y = get_windows(tokens, rows % n_rows * last // max(1, n_rows - 1), block_size)
             batch = {'x': x, 'y': y, 'weight': (rows < n_rows).astype(np.float32)}
             total += eval_step(params, parallel.place(batch, (batch_size,)))
         losses[split] = float(total) / n_rows
@@ -502,11 +502,13 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
 
 
 def open_checkpoints(out_dir, read_only=False):
-    """Orbax's manager of out_dir/ckpt: it keeps the latest checkpoint and the one with the lowest validation loss."""
+    """Orbax's manager of out_dir/ckpt: it keeps the latest checkpoint and the one with the lowest validation loss.
+    Raises UserError if out_dir cannot be written."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import checkpoint_managers as policies
     for name in ('absl', 'asyncio'):  # Orbax logs what we ask for, and what we report ourselves
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.unraisablehook = hide_closed_loops
     val_loss = lambda metrics: metrics['val_loss']
     options = ocp.CheckpointManagerOptions(
         preservation_policy=policies.AnyPreservationPolicy([
@@ -515,8 +517,17 @@ def open_checkpoints(out_dir, read_only=False):
             policies.BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)]),
         best_fn=val_loss, best_mode='min',
         cleanup_tmp_directories=not read_only, read_only=read_only, create=not read_only)
-    return ocp.CheckpointManager(os.path.abspath(os.path.join(out_dir, 'ckpt')), options=options,
-                                 item_names=('params', 'opt_state', 'meta'))
+    try:
+        return ocp.CheckpointManager(os.path.abspath(os.path.join(out_dir, 'ckpt')), options=options,
+                                     item_names=('params', 'opt_state', 'meta'))
+    except OSError as error:
+        raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another --out_dir') from error
+
+
+def hide_closed_loops(unraisable):
+    """A sys.unraisablehook. After a write failed, Orbax's other writes find their event loop closed, and say so at length."""
+    if str(unraisable.exc_value) != 'Event loop is closed':
+        sys.__unraisablehook__(unraisable)
 
 
 def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
@@ -535,10 +546,16 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
                 opt_state=ocp.args.StandardSave(optimizer_item(state)),
                 meta=ocp.args.JsonSave(meta)))
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f'cannot write checkpoint {iter_num}: {error}') from error
+        raise UserError(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
     if not saved:
         raise UserError(f'{manager.directory} refuses checkpoint {iter_num}: it holds later ones, '
                         f'{manager.all_steps()}')
+
+
+def cannot_write(what, manager, error):
+    free = shutil.disk_usage(manager.directory).free / 1e6
+    return (f'cannot write {what} to {manager.directory}, where {free:,.0f} MB are free; what it holds is complete, go on '
+            f'with --init_from=resume ({str(error)[:200]})')
 
 
 def finish_checkpoints(manager):
@@ -547,7 +564,7 @@ def finish_checkpoints(manager):
         manager.wait_until_finished()
         manager.close()
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f'cannot write the last checkpoint to {manager.directory}: {error}') from error
+        raise UserError(cannot_write('the last checkpoint', manager, error)) from error
 
 
 def optimizer_item(state):

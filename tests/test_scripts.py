@@ -378,6 +378,11 @@ def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(dataset, 
     assert not (tmp_path / 'out').exists()
 
 
+def test_an_out_dir_that_cannot_be_is_refused(dataset, tmp_path):
+    (tmp_path / 'file').touch()
+    refused(train(tmp_path / 'file', f'--dataset={dataset}', *MODEL, *SHORT), 'cannot write to .*file')
+
+
 def test_another_architecture_is_not_resumed(finished):
     before = sorted((p, p.stat().st_mtime_ns) for p in finished[0].rglob('*'))
     refused(train(finished[0], '--init_from=resume', '--n_layer=3'), 'with n_layer=2, not n_layer=3')
