@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import time
-import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,10 +32,12 @@ from jax_transformer import DTYPES, GPT, GPTConfig, UserError, create_train_stat
 
 
 def exit_on_user_error(kind, error, traceback):
-    """A sys.excepthook: a UserError, or a disk that is full or write-protected, becomes one line on stderr and exit code
-    2; everything else stays a traceback."""
-    disk = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
-    if not isinstance(error, UserError) and not disk:
+    """A sys.excepthook: a UserError, or a disk or memory that does not do, becomes one line on stderr and exit code 2;
+    everything else stays a traceback."""
+    disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
+    if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]:
+        error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
+    elif not isinstance(error, UserError) and not (isinstance(error, OSError) and error.errno in disk):
         return sys.__excepthook__(kind, error, traceback)
     print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
     sys.exit(2)
@@ -84,13 +85,13 @@ def read_flags(script, namespace, argv=None):
             if not Path(arg).is_file():
                 raise UserError(f'there is no config file {arg}; flags are written --name=value')
             try:
-                assigned = runpy.run_path(arg, init_globals=config)
+                tree = ast.parse(Path(arg).read_text(encoding='utf-8'))
+                values = runpy.run_path(arg, init_globals=config)
             except Exception as error:
                 raise UserError(f'config file {arg}: {type(error).__name__}: {error}') from error
-            for name, value in assigned.items():
-                ours = not name.startswith('_') and not callable(value) and not isinstance(value, types.ModuleType)
-                if ours and (name not in config or value != config[name] or type(value) is not type(config[name])):
-                    override(name, value)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not node.id.startswith('_'):
+                    override(node.id, values[node.id])
             continue
         name, equals, text = arg[2:].partition('=')
         if not equals:
@@ -116,6 +117,10 @@ def check_flags(config):
                  'grad_clip'):
         if not 0 <= config[name] < math.inf:
             raise UserError(f'{name} must be at least 0, not {config[name]}')
+    if config['seed'] >= 2**32:
+        raise UserError(f"seed must be below 2**32, not {config['seed']}")
+    if not config['out_dir']:
+        raise UserError('out_dir is empty; name a folder')
     for name in ('beta1', 'beta2'):
         if not 0 <= config[name] < 1:
             raise UserError(f'{name} must be in [0, 1), not {config[name]}')
@@ -274,8 +279,14 @@ def load_dataset(data_dir, block_size):
         try:
             found = json.loads((data_dir / 'meta.json').read_text(encoding='utf-8'))
             meta = {key: found[key] for key in meta}
+            vocab_size, tokenizer = meta['vocab_size'], meta['tokenizer']
             if meta['dtype'] not in ('uint16', 'uint32'):
                 raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
+            if type(vocab_size) is not int or vocab_size < 1:
+                raise ValueError(f'vocab_size {vocab_size!r} is not a number of tokens')
+            if tokenizer['kind'] not in ('char', 'gpt2') or (
+                    tokenizer['kind'] == 'char' and len(tokenizer['chars']) != vocab_size):
+                raise ValueError('tokenizer is neither {"kind": "gpt2"} nor {"kind": "char", "chars": all characters}')
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
     elif (data_dir / 'meta.pkl').exists():
@@ -325,7 +336,7 @@ def get_windows(tokens, start, block_size):
 
 def get_batch_jax(tokens, block_size, n_rows, seed, iteration):
     """The windows of one iteration, x and y, int32 [n_rows, block_size]: rows iteration * n_rows and following of an
-    endless shuffled stream in which an epoch shows every token once. A pure function of its arguments, wherever a run
+    endless shuffled stream in which an epoch shows every window once. A pure function of its arguments, wherever a run
     starts. (nanoGPT draws every window at random; one epoch's worth of those misses 1/e of the tokens.)"""
     epoch, place = np.divmod(iteration * n_rows + np.arange(n_rows), count_windows(len(tokens), block_size))
     start = np.empty(n_rows, np.int64)
@@ -536,8 +547,6 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
     meta: JSON metadata, see train_jax.py. val_loss: makes the checkpoint a candidate for the best.
     Raises UserError if this save or the one before it cannot be written (a full disk)."""
     import orbax.checkpoint as ocp
-    if iter_num in manager.all_steps():
-        return  # resumed right here
     try:
         saved = manager.save(
             iter_num, metrics=None if val_loss is None else {'val_loss': val_loss},
@@ -635,6 +644,16 @@ def all_finite(tree):
 # logging
 
 
+def write_text(path, text):
+    """Writes a file that is complete or not there."""
+    partial = Path(path).with_suffix('.tmp')
+    try:
+        partial.write_text(text, encoding='utf-8')
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 class MetricsLog:
     """out_dir/metrics.jsonl, one JSON object a line. Opening it for iteration `iter_num` drops what an earlier run
     logged from there on, and a line that was cut short: after a resume every iteration is there once."""
@@ -642,14 +661,16 @@ class MetricsLog:
     def __init__(self, out_dir, iter_num=0):
         path = Path(out_dir) / 'metrics.jsonl'
         kept = [record for record in read_metrics(out_dir) if record['iter'] < iter_num]
-        partial = path.with_suffix('.tmp')
-        partial.write_text(''.join(json.dumps(record) + '\n' for record in kept))
-        os.replace(partial, path)
-        self.file = open(path, 'a', buffering=1)  # a line is in the file as soon as it is written
+        write_text(path, ''.join(json.dumps(record) + '\n' for record in kept))
+        self.path, self.file = path, open(path, 'a', buffering=1)  # a line is in the file as soon as it is written
 
     def write(self, record):
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self.file.write(json.dumps(record) + '\n')
+        try:
+            self.file.write(json.dumps(record) + '\n')
+        except OSError as error:
+            raise UserError(f'cannot write {self.path}: {error.strerror}; the checkpoints in its folder are complete, go on '
+                            'with --init_from=resume') from error
 
 
 def read_metrics(out_dir):

@@ -238,10 +238,12 @@ def create_train_state(rng, config, tx):
     """Freshly initialised float32 parameters and the state of the optax optimizer `tx` for them."""
     model = GPT(config)
     params = jax.jit(model.init)(rng, jnp.zeros((1, 1), jnp.int32))['params']
-    loss_scale = None
-    if config.dtype == 'float16':  # torch.amp.GradScaler starts at 2**16 too
-        loss_scale = {'scale': jnp.float32(2**16), 'good_steps': jnp.int32(0)}
-    return TrainState.create(apply_fn=model.apply, params=params, tx=tx, loss_scale=loss_scale)
+    return TrainState.create(apply_fn=model.apply, params=params, tx=tx, loss_scale=initial_loss_scale(config.dtype))
+
+
+def initial_loss_scale(dtype):
+    """For float16, the 2**16 that torch.amp.GradScaler starts with; None where nothing is scaled."""
+    return {'scale': jnp.float32(2**16), 'good_steps': jnp.int32(0)} if dtype == 'float16' else None
 
 
 def count_params(params, non_embedding=True):
@@ -424,19 +426,21 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
     if tokens_BxT.ndim != 2 or 0 in tokens_BxT.shape:
         raise UserError(f'prompts must be [batch, tokens] with at least one token, not of shape {tokens_BxT.shape}')
     B, T = tokens_BxT.shape
-    length_B = np.full(B, T, np.int32) if prompt_lengths_B is None else np.asarray(prompt_lengths_B, np.int32)
+    length_B = np.full(B, T) if prompt_lengths_B is None else np.asarray(prompt_lengths_B)
+    stop_tokens = tuple(int(token) for token in np.ravel(stop_tokens))
     sample_index_B = np.arange(B) if sample_index_B is None else np.asarray(sample_index_B)
     n_vocab = config.vocab_size if n_vocab is None else n_vocab
-    if length_B.shape != (B,) or length_B.min() < 1 or length_B.max() > T:
+    if length_B.shape != (B,) or length_B.dtype.kind not in 'iu' or length_B.min() < 1 or length_B.max() > T:
         raise UserError(f'prompt_lengths_B must be {B} lengths between 1 and {T}, not {length_B.tolist()}')
+    length_B, longest = length_B.astype(np.int32), int(length_B.max())
     tokens_BxT = np.where(np.arange(T) < length_B[:, None], tokens_BxT, 0)
     if tokens_BxT.min() < 0 or tokens_BxT.max() >= config.vocab_size:
         wrong = tokens_BxT.min() if tokens_BxT.min() < 0 else tokens_BxT.max()
         raise UserError(f'the prompt has token id {wrong}; the model knows 0 to {config.vocab_size - 1}')
     if max_new_tokens < 0:
         raise UserError(f'max_new_tokens must be at least 0, not {max_new_tokens}')
-    if not 0 <= temperature < float('inf'):
-        raise UserError(f'temperature must be at least 0 (greedy), not {temperature}')
+    if temperature != 0 and not 1e-6 <= temperature < float('inf'):  # less would overflow float32
+        raise UserError(f'temperature must be 0 (greedy) or at least 1e-6, not {temperature}')
     if top_k is not None and top_k < 1:
         raise UserError(f'top_k must be at least 1, not {top_k}')
     for name, value in (('top_p', top_p), ('min_p', min_p)):
@@ -451,17 +455,18 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
         return
 
     sampling = Sampling(temperature == 0, top_k, top_p is not None, min_p is not None, repetition_penalty is not None,
-                        n_vocab, tuple(stop_tokens))
+                        n_vocab, stop_tokens)
     knobs = Knobs(*(np.float32(1 if x is None else x) for x in (temperature, top_p, min_p, repetition_penalty)))
     how = dict(config=config, sampling=sampling)
-    width = bucket(T)
-    N = max(width + max_new_tokens, config.block_size)  # the sliding window needs block_size columns to slice
+    width = bucket(longest)
+    # columns: for the result and for prefill; the sliding window needs block_size to slice
+    N = max(bucket(T) + max_new_tokens, config.block_size)
     state = Decoding(
         tokens_BxN=jnp.asarray(np.pad(tokens_BxT, ((0, 0), (0, N - T)))), length_B=jnp.asarray(length_B),
         done_B=jnp.zeros(B, bool), n=jnp.int32(0), cache=None,
         key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, sample_index_B))
     so_far = lambda state: (np.array(state.tokens_BxN)[:, :T + max_new_tokens], np.array(state.length_B))  # copies: donated
-    n, n_cached = 0, min(max_new_tokens, config.block_size + 1 - int(length_B.max()))  # how many the cache can give
+    n, n_cached = 0, min(max_new_tokens, config.block_size + 1 - longest)  # how many tokens the cache can give
     if n_cached > 0:
         # Slots for the prompts and for the new tokens until the longest row reaches block_size. Their number must not
         # depend on its exact length, or a new length would recompile: it is longer than width / 2 in all buckets but

@@ -45,20 +45,21 @@ if 'compile' in given:
     print(f'--compile={compile} has no effect here: JAX always compiles')
 if num_samples < 1 or top_k < 0 or seed < 0:
     raise UserError(f'num_samples must be at least 1, top_k and seed at least 0; got {num_samples}, {top_k}, {seed}')
+if seed >= 2**32:
+    raise UserError(f'seed must be below 2**32, not {seed}')
 if not 0 < top_p <= 1 or not 0 <= min_p <= 1 or not 0 < repetition_penalty < float('inf'):
     raise UserError(f'top_p must be in (0, 1], min_p in [0, 1], repetition_penalty above 0; got {top_p}, {min_p}, '
                     f'{repetition_penalty}')
 devices, dtype, reason = setup_jax_environment(device, dtype)
-print(f'{devices[0].device_kind}, compute in {dtype} ({reason})', file=sys.stderr)
 
 # model and tokenizer
 if init_from == 'resume':
     model_config, params, meta = load_run(out_dir, checkpoint, devices[0])
     description = meta['tokenizer']
-    print(f"{out_dir}, checkpoint of iteration {meta['iter_num']}", file=sys.stderr)
+    source = f"{out_dir}, checkpoint of iteration {meta['iter_num']}"
 else:
     model_config, params = load_pretrained(init_from)
-    params = jax.device_put(params, devices[0])
+    params, source = jax.device_put(params, devices[0]), init_from
     description = {'kind': 'gpt2'}
     if dataset:
         description = load_dataset(Path(__file__).parent / 'data' / dataset, block_size=1)[2]
@@ -150,7 +151,11 @@ def converse():
 
 
 timings = []
+header = f'{source}; {devices[0].device_kind}, compute in {dtype} ({reason})'
+if hasattr(sys.stdout, 'reconfigure'):
+    sys.stdout.reconfigure(errors='replace')  # a terminal may lack characters that the model knows
 if interactive:
+    print(header, file=sys.stderr)
     converse()
     sys.exit()
 
@@ -187,4 +192,4 @@ report = f'compiled in {compile_s:.1f} s, prefill {prefill_s * 1000:.1f} ms'
 if decode_s:
     per_s = (n_tokens - len(prompts)) / decode_s
     report += f', then {per_s:,.0f} tok/s ({per_s / batch:,.0f} per sequence) for {n_tokens:,} tokens'
-print(report, file=sys.stderr)
+print(header, report, sep='\n', file=sys.stderr)

@@ -191,6 +191,13 @@ def test_each_of_different_prompts_gives_what_it_gives_alone():
         assert row.tolist() == uncached_greedy(TINY, prompt[:length], 20) + [0] * (16 - length)
 
 
+def test_padding_much_wider_than_the_prompts_changes_nothing():
+    config = GPTConfig(**TINY.__dict__ | {'block_size': 128})
+    idx = tokens(2, 64)
+    run = lambda idx, **how: generate(random_params(config), config, idx, 120, rng=jax.random.key(0), temperature=0, **how)
+    np.testing.assert_array_equal(run(idx, prompt_lengths_B=[20, 12])[0, :140], run(idx[:1, :20])[0])
+
+
 def test_a_sample_depends_on_seed_and_row_and_on_nothing_else_in_the_batch():
     idx = np.tile(tokens(4), (3, 1))
     three, one = generated(idx, 30), generated(idx[:1], 30)
@@ -286,7 +293,8 @@ def test_prompts_of_one_bucket_share_one_compilation():
     (dict(temperature=-1), 'temperature'), (dict(temperature=float('nan')), 'temperature'), (dict(top_k=0), 'top_k'),
     (dict(top_p=0.0), 'top_p'), (dict(top_p=1.1), 'top_p'), (dict(min_p=0.0), 'min_p'), (dict(repetition_penalty=0.0), 'repetition_penalty'),
     (dict(temperature=float('inf')), 'temperature'), (dict(n_vocab=0), 'n_vocab'),
-    (dict(prompt_lengths_B=[0, 3]), 'between 1 and 4'), (dict(prompt_lengths_B=[1, 5]), 'between 1 and 4'), (dict(prompt_lengths_B=[1]), '2 lengths')])
+    (dict(prompt_lengths_B=[0, 3]), 'between 1 and 4'), (dict(prompt_lengths_B=[1, 5]), 'between 1 and 4'), (dict(prompt_lengths_B=[1]), '2 lengths'), (dict(prompt_lengths_B=[1.5, 2.0]), '2 lengths'),
+    (dict(temperature=1e-40), 'temperature')])
 def test_controls_that_make_no_sense_are_refused(how, message):
     with pytest.raises(UserError, match=message):
         generated(tokens(2, 4), 3, **how)

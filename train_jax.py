@@ -22,8 +22,9 @@ from jax_train_utils import (
     create_optimizer_with_schedule, device_peak_flops, duration, estimate_loss_jax, exit_on_user_error,
     finish_checkpoints, get_batch_jax, load_checkpoint, load_dataset, load_meta, make_eval_step, make_train_step,
     open_checkpoints, plot_losses, progress_bar, read_flags, save_checkpoint, setup_distributed_training,
-    setup_jax_environment, split_rows, start_wandb)
-from jax_transformer import GPTConfig, UserError, count_params, create_train_state, estimate_mfu
+    setup_jax_environment, split_rows, start_wandb, write_text)
+from jax_transformer import (
+    GPTConfig, UserError, count_params, create_train_state, estimate_mfu, initial_loss_scale)
 
 # -----------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in the order given.
@@ -75,9 +76,9 @@ sys.excepthook = exit_on_user_error
 config, given = read_flags(__file__, globals())
 
 # a resumed run keeps the flags it had, but for those that are given now
-iter_num, best_val_loss, wandb_id, resumed = 0, 1e9, None, None
+iter_num, resumed_at, best_val_loss, wandb_id = 0, None, 1e9, None
 if config['init_from'] == 'resume':
-    iter_num, resumed = load_meta(config['out_dir'])
+    resumed_at, resumed = load_meta(config['out_dir'])
     not_kept = ('device', 'overwrite', 'eval_only', 'out_dir')
     own = {name: value for name, value in resumed['flags'].items() if name in config and name not in not_kept}
     for name in MODEL_FLAGS & given.keys():
@@ -85,7 +86,7 @@ if config['init_from'] == 'resume':
             raise UserError(f"cannot resume with another architecture: {config['out_dir']} was trained with "
                             f"{name}={own[name]}, not {name}={given[name]}")
     config = {**config, **own, **given}
-    best_val_loss, wandb_id = resumed['best_val_loss'], resumed['wandb_id']
+    iter_num, best_val_loss, wandb_id = resumed_at, resumed['best_val_loss'], resumed['wandb_id']
 globals().update(config)
 for name, value in (('compile', compile), ('backend', backend)):
     if name in given:
@@ -99,43 +100,44 @@ n_micro, micro_batch = split_rows(gradient_accumulation_steps, batch_size, len(d
 master = jax.process_index() == 0  # this process talks and writes logs
 print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
 
-# data
+# the model: a new one, the checkpoint's, or somebody else's, of which block_size may be cut short; dropout is free
+if init_from == 'resume':
+    model_config = dataclasses.replace(GPTConfig(**resumed['model']), dropout=dropout, dtype=dtype)
+    print(f'resuming {out_dir} at iteration {iter_num}, best val loss {best_val_loss:.4f}')
+elif init_from != 'scratch':
+    model_config, params = load_pretrained(init_from)
+    if block_size > model_config.block_size and 'block_size' in given:
+        raise UserError(f'block_size={block_size}, but {init_from} knows only {model_config.block_size} positions')
+    block_size = min(block_size, model_config.block_size)
+    params['wpe'] = params['wpe'][:block_size]
+    model_config = dataclasses.replace(model_config, block_size=block_size, dropout=dropout, dtype=dtype)
+    config.update({name: getattr(model_config, name) for name in MODEL_FLAGS})  # for a resume, which reads the flags
+    print(f'initializing from {init_from}, dropout {dropout}, block_size {block_size}')
 splits, data_vocab_size, tokenizer = load_dataset(Path(__file__).parent / 'data' / dataset, block_size)
-
-# model: the flags' (scratch), or the checkpoint's; a checkpoint's block_size can be cut short, and dropout is free
-params = None
 if init_from == 'scratch':
     # BPE vocabularies are padded to a multiple of 64 for efficiency, 50257 to 50304 as in nanoGPT
     vocab_size = data_vocab_size if tokenizer['kind'] == 'char' else -(-data_vocab_size // 64) * 64
     model_config = GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head,
                              n_embd=n_embd, dropout=dropout, bias=bias, dtype=dtype)
     print(f'initializing a new model from scratch, vocab_size {vocab_size}')
-elif init_from == 'resume':
-    model_config = dataclasses.replace(GPTConfig(**resumed['model']), dropout=dropout, dtype=dtype)
-    print(f"resuming {out_dir} at iteration {iter_num}, best val loss {best_val_loss:.4f}")
-else:
-    model_config, params = load_pretrained(init_from)
-    if block_size > model_config.block_size and 'block_size' in given:
-        raise UserError(f'block_size={block_size}, but {init_from} knows only {model_config.block_size} positions')
-    block_size = config['block_size'] = min(block_size, model_config.block_size)
-    params['wpe'] = params['wpe'][:block_size]
-    model_config = dataclasses.replace(model_config, block_size=block_size, dropout=dropout, dtype=dtype)
-    print(f'initializing from {init_from}, dropout {dropout}, block_size {block_size}')
-    # so that a resume, which reads the flags, finds the model that there is
-    config.update({name: getattr(model_config, name) for name in MODEL_FLAGS})
 if data_vocab_size > model_config.vocab_size:
-    raise UserError(f'data/{dataset} has a vocabulary of {data_vocab_size}, the model only {model_config.vocab_size}')
+    raise UserError(f'dataset {dataset} has a vocabulary of {data_vocab_size}, the model only {model_config.vocab_size}')
+if init_from == 'resume' and tokenizer != resumed['tokenizer']:
+    raise UserError(f'{out_dir} was trained with other tokens than those of dataset {dataset}: their ids mean something else')
 
 # optimizer and state
 schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmup_iters=warmup_iters,
                                          lr_decay_iters=lr_decay_iters, min_lr=min_lr)
 tx = create_optimizer_with_schedule(schedule, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
 if init_from == 'resume':
-    state = parallel.abstract(create_train_state, jax.random.key(seed), model_config, tx)
+    saved_config = GPTConfig(**resumed['model'])
+    state = parallel.abstract(create_train_state, jax.random.key(seed), saved_config, tx)
     state = load_checkpoint(out_dir, iter_num, state)
+    if (dtype == 'float16') != (saved_config.dtype == 'float16'):
+        state = state.replace(loss_scale=parallel.replicate(initial_loss_scale(dtype)))
 else:
     state = create_train_state(jax.random.key(seed), model_config, tx)
-    if params is not None:
+    if init_from != 'scratch':
         state = state.replace(params=params)
     state = parallel.replicate(state)
 n_params = count_params(state.params)
@@ -147,6 +149,9 @@ train_step = parallel.train_step(make_train_step(model_config, seed, grad_clip, 
 eval_step = parallel.eval_step(make_eval_step(model_config))
 peak_flops = device_peak_flops(devices[0])
 
+if wandb_log and master:
+    wandb_run = start_wandb(project=wandb_project, name=wandb_run_name, id=wandb_id, config=config)
+    wandb_id = wandb_run.id
 # out_dir: nothing is written under eval_only, and no earlier run is lost by mistake
 if not eval_only:
     checkpoints = open_checkpoints(out_dir)
@@ -157,11 +162,8 @@ if not eval_only:
         for step in checkpoints.all_steps():
             checkpoints.delete(step)
     if master:
-        Path(out_dir, 'config.json').write_text(json.dumps(config, indent=2) + '\n')
+        write_text(Path(out_dir, 'config.json'), json.dumps(config, indent=2) + '\n')
         metrics_log = MetricsLog(out_dir, iter_num)
-if wandb_log and master:
-    wandb_run = start_wandb(project=wandb_project, name=wandb_run_name, id=wandb_id, config=config)
-    wandb_id = wandb_run.id
 versions = {'python': sys.version.split()[0]} | {p.__name__: p.__version__ for p in (jax, jaxlib, flax)}
 
 
@@ -178,7 +180,7 @@ def report(iter_num, metrics):
     global clock, clocked, mfu
     metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
     loss, grad_norm = metrics['loss'], metrics['grad_norm']
-    skipped = 'loss_scale' in metrics  # float16: a gradient that overflows is not applied
+    skipped = metrics.get('loss_scale', 0) >= 1  # float16: a gradient that overflows is not applied, unless all do
     if not math.isfinite(loss) or not (math.isfinite(grad_norm) or skipped):
         raise UserError(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: stopping; the checkpoints in '
                         f'{out_dir} are from before; try a lower learning_rate, longer warmup_iters or dtype=float32')
@@ -211,7 +213,7 @@ def evaluate():
         plot_losses(out_dir)
     if master and wandb_log:
         wandb_run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'],
-                       'lr': float(schedule(iter_num)), 'mfu': mfu})
+                       'lr': float(schedule(int(state.step))), 'mfu': mfu})
     return losses['val']
 
 
@@ -242,9 +244,11 @@ try:
         val_loss = None
         if eval_due:
             val_loss = evaluate()
-            save_due = save_due or always_save_checkpoint or val_loss < best_val_loss
-            best_val_loss = min(best_val_loss, val_loss)
-        if save_due and iter_num > 0 and not eval_only:
+            last = last or stop.signum is not None
+            save_due = save_due or last or always_save_checkpoint or val_loss < best_val_loss
+            if iter_num != resumed_at:  # that checkpoint is there, and the best or not
+                best_val_loss = min(best_val_loss, val_loss)
+        if save_due and iter_num > 0 and iter_num != resumed_at and not eval_only:
             save(val_loss)
         if last or eval_only:
             break

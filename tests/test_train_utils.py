@@ -50,6 +50,7 @@ def test_flags_and_config_files_apply_in_the_order_given(script):
     assert config == {'batch_size': 32, 'learning_rate': 1.0, 'start': 'A # b', 'compile': False}
     assert given == {'batch_size': 32, 'learning_rate': 1.0, 'compile': False} and type(config['learning_rate']) is float
     assert script('CONFIG', '--batch_size=3')[0]['batch_size'] == 3
+    assert script('--batch_size=3', 'CONFIG')[1]['batch_size'] == 32
 
 
 def test_a_value_may_hold_equals_signs_and_a_prompt_may_look_like_a_number(script):
@@ -195,7 +196,11 @@ def test_a_dataset_that_cannot_be_used_is_refused(tmp_path):
     good(vocab_size=29)
     with pytest.raises(UserError, match='token id 29, outside the vocabulary of 29'):
         load_dataset(tmp_path, 8)
-    for meta, message in (('{"vocab_size":', 'damaged'), ('{}', 'damaged'), ('{"vocab_size": 5, "dtype": "int64", "tokenizer": {}}', 'int64')):
+    for meta, message in (('{"vocab_size":', 'damaged'), ('{}', 'damaged'), ('{"vocab_size": 5, "dtype": "int64", "tokenizer": {}}', 'int64'),
+                          ('{"vocab_size": 28.5, "dtype": "uint16", "tokenizer": {}}', '28.5'),
+                          ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": null}', 'damaged'),
+                          ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "word"}}', 'tokenizer is neither'),
+                          ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": "ab"}}', 'tokenizer is neither')):
         (tmp_path / 'meta.json').write_text(meta)
         with pytest.raises(UserError, match=message):
             load_dataset(tmp_path, 8)

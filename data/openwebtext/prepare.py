@@ -96,7 +96,7 @@ def tokenize(documents, done, lengths_path, tokens_path, num_proc):
                 bar.update(len(lengths))
                 ahead.release()
         finally:
-            ahead.release(2**30) # or the pool waits for texts() to come back
+            ahead.release(1000) # enough for the pool to end, which waits for texts() to come back
 
 def write_split(path, documents, ends, tokens_path):
     """Pass 2: copy the tokens of these documents, in this order. Returns how many tokens."""
