@@ -73,7 +73,6 @@ if tokenizer.vocab_size > model_config.vocab_size:
     raise UserError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model only {model_config.vocab_size}')
 
 
-
 def encode(text):
     ids = tokenizer.encode(text)
     if not ids:
