@@ -89,8 +89,9 @@ def read_flags(script, namespace, argv=None):
                 values = runpy.run_path(arg, init_globals=config)
             except Exception as error:
                 raise UserError(f'config file {arg}: {type(error).__name__}: {error}') from error
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not node.id.startswith('_'):
+            for node in ast.walk(tree):  # what the file assigns, also where that is the default
+                assigned = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in values
+                if assigned and not node.id.startswith('_'):
                     override(node.id, values[node.id])
             continue
         name, equals, text = arg[2:].partition('=')
@@ -692,7 +693,7 @@ def plot_losses(out_dir):
     records = read_metrics(out_dir)
     figure = Figure(figsize=(7, 4.5), layout='constrained')
     axes = FigureCanvasAgg(figure).figure.subplots()
-    for key, label, style in (('loss', 'train, each iteration', dict(color='0.8', lw=0.8)),
+    for key, label, style in (('loss', 'train, iterations', dict(color='0.8', lw=0.8)),
                               ('train_loss', 'train', dict(marker='.')), ('val_loss', 'val', dict(marker='.'))):
         points = [(r['iter'], r[key]) for r in records if r.get(key) is not None]
         if points:

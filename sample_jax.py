@@ -99,7 +99,8 @@ def generate_texts(prompts, sample_index, show=None):
         top_p=top_p if top_p < 1 else None, min_p=min_p or None, n_vocab=tokenizer.vocab_size,
         repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
         prompt_lengths_B=lengths, sample_index_B=sample_index, chunk=8 if show else 64 if stop else None)
-    clock, stages = Stopwatch(), []
+    stages = []
+    clock.lap()
     for tokens, ends in chunks:
         stages.append(clock.lap())  # the first chunk is the prefill with its one token
         texts, stopped = zip(*(until_stop(tokenizer.decode(row[:end]), prompt)
@@ -149,7 +150,7 @@ def converse():
             print()
 
 
-timings = []
+clock, timings = Stopwatch(), []
 header = f'{source}; {devices[0].device_kind}, compute in {dtype} ({reason})'
 if hasattr(sys.stdout, 'reconfigure'):
     sys.stdout.reconfigure(errors='replace')  # a terminal may lack characters that the model knows

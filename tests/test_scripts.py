@@ -86,7 +86,7 @@ def finished(tmp_path_factory, dataset):
 # flags
 
 
-@pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py'])
+@pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py', 'bench_jax.py'])
 def test_every_knob_is_live(script):
     tree = ast.parse((ROOT / script).read_text())
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -494,6 +494,24 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoint(d
     refused(result, 'stopping')
     steps = [int(p.name) for p in (tmp_path / 'ckpt').iterdir()]
     assert steps and max(steps) < 20 and sample(tmp_path, '--max_new_tokens=3', '--checkpoint=latest').returncode == 0
+
+
+BENCH = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=32', '--vocab_size=40', '--batch_size=2', '--repeats=2', '--device=cpu:0']
+
+
+def test_the_benchmark_ends_with_one_json_line():
+    for mode, more in (('train', ['--gradient_accumulation_steps=2']), ('decode', ['--prompt_len=4', '--max_new_tokens=8'])):
+        result = run('bench_jax.py', f'--mode={mode}', *BENCH, *more)
+        assert result.returncode == 0, result.stderr
+        report = json.loads(result.stdout.splitlines()[-1])
+        assert report['settings']['n_embd'] == 16 and report['settings']['dtype'] == 'float32' and report['environment']['jax']
+        figures = report['results']
+        n_tokens = 2 * 2 * 32 if mode == 'train' else 2  # of one iteration
+        assert figures['tokens_per_sec' if mode == 'train' else 'tokens_per_sec_decode'] == pytest.approx(n_tokens / figures['ms_per_iter'] * 1e3, rel=1e-3)
+        assert figures['compile_s'] > 0
+    assert figures['weights_gb'] * 1e9 == pytest.approx(4 * (40 * 16 + 12 * 16**2 + 13 * 16 + 2 * 16), rel=1e-3)
+    refused(run('bench_jax.py', '--mode=sleep'), "mode must be train or decode, not 'sleep'")
+    refused(run('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=100'), 'at most block_size=32')
 
 
 def test_flags_without_an_effect_say_so_once(dataset, tmp_path):
