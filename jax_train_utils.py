@@ -229,10 +229,7 @@ class DataParallel:
         return jax.jit(step, donate_argnums=0) if len(self.devices) == 1 else pmap_train_step(step, self.devices)
 
     def eval_step(self, step):
-        if len(self.devices) == 1:
-            return jax.jit(step)
-        return jax.pmap(functools.partial(step, axis_name='data'), axis_name='data', in_axes=(None, 0), out_axes=None,
-                        devices=self.devices)
+        return jax.jit(step) if len(self.devices) == 1 else pmap_step(step, self.devices)
 
 
 def setup_distributed_training(devices):
@@ -240,11 +237,16 @@ def setup_distributed_training(devices):
     return DataParallel(tuple(devices))
 
 
+def pmap_step(step, devices, donate_argnums=()):
+    """step(state, batch, axis_name) over several devices: the state and all results are replicated (not stacked), the
+    batch has a leading device axis. `step` reduces over the axis itself, so that every device has the same result."""
+    return jax.pmap(functools.partial(step, axis_name='data'), axis_name='data', in_axes=(None, 0), out_axes=None,
+                    devices=devices, donate_argnums=donate_argnums)
+
+
 def pmap_train_step(step, devices):
-    """train_step over several devices: the state is replicated (not stacked) and donated, the batch has a leading
-    device axis. `step` averages over the axis itself, so that every device makes the same update."""
-    return jax.pmap(functools.partial(step, axis_name='data'), axis_name='data', in_axes=(None, 0),
-                    out_axes=(None, None), devices=devices, donate_argnums=0)
+    """train_step over several devices, see pmap_step; the state is donated."""
+    return pmap_step(step, devices, donate_argnums=0)
 
 
 def split_rows(gradient_accumulation_steps, batch_size, n_devices):
@@ -448,7 +450,7 @@ def make_train_step(config, seed, grad_clip, schedule):
     float16: the loss is scaled to keep small gradients representable; an update with an overflow is skipped and
     the scale halved, 2000 good ones double it (as torch.amp.GradScaler). state.step counts the updates made."""
     def loss_fn(params, micro, scale):
-        logits = GPT(config).apply({'params': params}, micro['x'], deterministic=config.dropout == 0,
+        logits = GPT(config).apply({'params': params}, micro['x'], deterministic=False,
                                    row_B=micro['row'], rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)})
         loss = cross_entropy(logits, micro['y']).mean()
         return loss * scale, loss

@@ -65,12 +65,12 @@ class GPTConfig:
 INIT_STD = 0.02
 
 
-def dropout(module, x, rate, row_B):
+def dropout(module, x, rate, row_B, deterministic=False):
     """Zeroes elements of x [B, ...] with probability `rate` and scales the rest by 1 / (1 - rate).
 
     Row b draws from its own key, fold_in(key, row_B[b]): what a sequence sees does not depend on which
-    micro-batch or device it sits in, so a run gives the same curve on 1 or 8 devices."""
-    if rate == 0:
+    micro-batch or device it sits in, so a run gives the same curve on 1 or 8 devices. deterministic: x as it is."""
+    if deterministic or rate == 0:
         return x
     key_B = jax.vmap(jax.random.fold_in, (None, 0))(module.make_rng('dropout'), row_B)
     keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(key_B)
@@ -147,14 +147,11 @@ class CausalSelfAttention(nn.Module):
         visible_BxTxS = key_position_BxS[:, None, :] <= position_BxT[:, :, None]
         scores_BxHxTxS = jnp.where(visible_BxTxS[:, None], scores_BxHxTxS * K**-0.5, jnp.finfo(jnp.float32).min)
         probs_BxHxTxS = jax.nn.softmax(scores_BxHxTxS).astype(cfg.dtype)
-        if not deterministic:
-            probs_BxHxTxS = dropout(self, probs_BxHxTxS, cfg.dropout, row_B)
+        probs_BxHxTxS = dropout(self, probs_BxHxTxS, cfg.dropout, row_B, deterministic)
         y_BxTxHxK = jnp.einsum('bhts,bshk->bthk', probs_BxHxTxS, v_BxSxHxK)
 
         y_BxTxD = Dense(cfg, D, INIT_STD / (2 * cfg.n_layer)**0.5, name='c_proj')(y_BxTxHxK.reshape(B, T, D))
-        if not deterministic:
-            y_BxTxD = dropout(self, y_BxTxD, cfg.dropout, row_B)
-        return y_BxTxD, {'k': k_BxSxHxK, 'v': v_BxSxHxK}
+        return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic), {'k': k_BxSxHxK, 'v': v_BxSxHxK}
 
 
 class MLP(nn.Module):
@@ -166,7 +163,7 @@ class MLP(nn.Module):
         h_BxTxF = Dense(cfg, 4 * cfg.n_embd, name='c_fc')(x_BxTxD)
         h_BxTxF = jax.nn.gelu(h_BxTxF, approximate=cfg.activation == 'gelu_tanh')
         y_BxTxD = Dense(cfg, cfg.n_embd, INIT_STD / (2 * cfg.n_layer)**0.5, name='c_proj')(h_BxTxF)
-        return y_BxTxD if deterministic else dropout(self, y_BxTxD, cfg.dropout, row_B)
+        return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic)
 
 
 class Block(nn.Module):
@@ -210,8 +207,7 @@ class GPT(nn.Module):
         wte_VxD = self.param('wte', nn.initializers.normal(INIT_STD), (cfg.vocab_size, cfg.n_embd)).astype(cfg.dtype)
         wpe_SxD = self.param('wpe', nn.initializers.normal(INIT_STD), (cfg.block_size, cfg.n_embd)).astype(cfg.dtype)
         x_BxTxD = jnp.take(wte_VxD, idx_BxT, axis=0, mode='clip') + jnp.take(wpe_SxD, position_BxT, axis=0, mode='clip')
-        if not deterministic:
-            x_BxTxD = dropout(self, x_BxTxD, cfg.dropout, row_B)
+        x_BxTxD = dropout(self, x_BxTxD, cfg.dropout, row_B, deterministic)
         layers = {}
         for i in range(cfg.n_layer):
             name = f'h_{i}'
