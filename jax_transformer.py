@@ -125,6 +125,16 @@ class Dense(nn.Module):
         return y
 
 
+def attend(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, visible_BxTxS, drop=lambda probs: probs):
+    """softmax(q k / sqrt(K)) v over the keys that each query sees -> [B, T, H, K]; softmax in float32. `drop` is applied
+    to the probabilities [B, H, T, S]."""
+    scores_BxHxTxS = jnp.einsum('bthk,bshk->bhts', q_BxTxHxK, k_BxSxHxK, preferred_element_type=jnp.float32)
+    scores_BxHxTxS *= q_BxTxHxK.shape[-1]**-0.5
+    scores_BxHxTxS = jnp.where(visible_BxTxS[:, None], scores_BxHxTxS, jnp.finfo(jnp.float32).min)
+    probs_BxHxTxS = drop(jax.nn.softmax(scores_BxHxTxS).astype(v_BxSxHxK.dtype))
+    return jnp.einsum('bhts,bshk->bthk', probs_BxHxTxS, v_BxSxHxK)
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a query sees the keys at its own position and before."""
     config: GPTConfig
@@ -142,13 +152,9 @@ class CausalSelfAttention(nn.Module):
             key_position_BxS = cache['position']
             k_BxSxHxK = jax.lax.dynamic_update_slice(cache['k'], k_BxSxHxK, (0, cache['slot'], 0, 0))
             v_BxSxHxK = jax.lax.dynamic_update_slice(cache['v'], v_BxSxHxK, (0, cache['slot'], 0, 0))
-
-        scores_BxHxTxS = jnp.einsum('bthk,bshk->bhts', q_BxTxHxK, k_BxSxHxK, preferred_element_type=jnp.float32)
         visible_BxTxS = key_position_BxS[:, None, :] <= position_BxT[:, :, None]
-        scores_BxHxTxS = jnp.where(visible_BxTxS[:, None], scores_BxHxTxS * K**-0.5, jnp.finfo(jnp.float32).min)
-        probs_BxHxTxS = jax.nn.softmax(scores_BxHxTxS).astype(cfg.dtype)
-        probs_BxHxTxS = dropout(self, probs_BxHxTxS, cfg.dropout, row_B, deterministic)
-        y_BxTxHxK = jnp.einsum('bhts,bshk->bthk', probs_BxHxTxS, v_BxSxHxK)
+        y_BxTxHxK = attend(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, visible_BxTxS,
+                           lambda probs: dropout(self, probs, cfg.dropout, row_B, deterministic))
 
         y_BxTxD = Dense(cfg, D, INIT_STD / (2 * cfg.n_layer)**0.5, name='c_proj')(y_BxTxHxK.reshape(B, T, D))
         return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic), {'k': k_BxSxHxK, 'v': v_BxSxHxK}
