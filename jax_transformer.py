@@ -109,8 +109,44 @@ def matmul_bwd(saved, g):
 matmul.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), matmul_bwd)
 
 
+def quantize(x, dtype):
+    """x [..., n] as (values [..., n] in `dtype`, int8 or a float8; float32 scale [...]): x is about values * scale, where
+    scale maps the largest magnitude of the last axis to the largest value."""
+    largest = 127 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+    scale = jnp.maximum(jnp.abs(x).max(-1).astype(jnp.float32), 1e-30) / largest
+    x = x.astype(jnp.float32) / scale[..., None]
+    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype), scale
+
+
+def matmul_int8(x, weights_FxD, scale_F):
+    """x [..., D] times the transpose of int8 weights with a scale per row -> float32 [..., F].
+
+    On a CPU a step of decoding is bound by reading the weights, and XLA has fast int8 products: x is quantized as well, a
+    scale per vector. Elsewhere the weights are converted on their way into the product."""
+    contract_last = (((1,), (1,)), ((), ()))
+
+    def in_int8(x_RxD, weights_FxD):
+        R = len(x_RxD)
+        x_RxD, scale_R = quantize(x_RxD, jnp.int8)
+        # XLA:CPU multiplies a single row in a scalar loop, which takes 25 times as long as four rows
+        x_RxD = jnp.pad(x_RxD, ((0, max(0, 4 - R)), (0, 0)))
+        if R <= 16:  # the weights on the left need no packing; the barrier keeps XLA from swapping them back
+            y_FxR = jax.lax.dot_general(weights_FxD, x_RxD, contract_last, preferred_element_type=jnp.int32)
+            y_RxF = jax.lax.optimization_barrier(y_FxR)[:, :R].T
+        else:
+            y_RxF = jax.lax.dot_general(x_RxD, weights_FxD, contract_last, preferred_element_type=jnp.int32)
+        return y_RxF * scale_R[:, None]
+
+    def converted(x_RxD, weights_FxD):
+        return jax.lax.dot_general(x_RxD, weights_FxD.astype(x_RxD.dtype), contract_last,
+                                   preferred_element_type=jnp.float32)
+
+    y_RxF = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), weights_FxD, cpu=in_int8, default=converted)
+    return (y_RxF * scale_F).reshape(*x.shape[:-1], -1)
+
+
 class Dense(nn.Module):
-    """x [..., in] -> x @ kernel + bias [..., features], in the config's dtype."""
+    """x [..., in] -> x @ kernel + bias [..., features], in the config's dtype. See quantize_params for the int8 kernel."""
     config: GPTConfig
     features: int
     init_std: float = INIT_STD
@@ -118,8 +154,12 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x):
         dtype = self.config.dtype
-        kernel = self.param('kernel', nn.initializers.normal(self.init_std), (x.shape[-1], self.features))
-        y = matmul(x, kernel.astype(dtype))
+        if self.has_variable('params', 'kernel_int8'):
+            kernel, scale = (self.get_variable('params', name) for name in ('kernel_int8', 'kernel_scale'))
+            y = matmul_int8(x, kernel, scale).astype(dtype)
+        else:
+            kernel = self.param('kernel', nn.initializers.normal(self.init_std), (x.shape[-1], self.features))
+            y = matmul(x, kernel.astype(dtype))
         if self.config.bias:
             y += self.param('bias', nn.initializers.zeros, (self.features,)).astype(dtype)
         return y
@@ -128,10 +168,19 @@ class Dense(nn.Module):
 def attend(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, visible_BxTxS, drop=lambda probs: probs):
     """softmax(q k / sqrt(K)) v over the keys that each query sees -> [B, T, H, K]; softmax in float32. `drop` is applied
     to the probabilities [B, H, T, S]."""
-    scores_BxHxTxS = jnp.einsum('bthk,bshk->bhts', q_BxTxHxK, k_BxSxHxK, preferred_element_type=jnp.float32)
+    # Where the cache has heads first, these are batched products of what lies in memory, but for a single query, for
+    # which XLA:CPU is 4 times as fast if the heads are not batch dimensions that come first.
+    heads_first = q_BxTxHxK.shape[0] * q_BxTxHxK.shape[1] > 1
+    if heads_first:
+        q_BxHxTxK, k_BxHxSxK, v_BxHxSxK = (x.swapaxes(1, 2) for x in (q_BxTxHxK, k_BxSxHxK, v_BxSxHxK))
+        scores_BxHxTxS = jnp.einsum('bhtk,bhsk->bhts', q_BxHxTxK, k_BxHxSxK, preferred_element_type=jnp.float32)
+    else:
+        scores_BxHxTxS = jnp.einsum('bthk,bshk->bhts', q_BxTxHxK, k_BxSxHxK, preferred_element_type=jnp.float32)
     scores_BxHxTxS *= q_BxTxHxK.shape[-1]**-0.5
     scores_BxHxTxS = jnp.where(visible_BxTxS[:, None], scores_BxHxTxS, jnp.finfo(jnp.float32).min)
     probs_BxHxTxS = drop(jax.nn.softmax(scores_BxHxTxS).astype(v_BxSxHxK.dtype))
+    if heads_first:
+        return jnp.einsum('bhts,bhsk->bhtk', probs_BxHxTxS, v_BxHxSxK).swapaxes(1, 2)
     return jnp.einsum('bhts,bshk->bthk', probs_BxHxTxS, v_BxSxHxK)
 
 
@@ -148,16 +197,16 @@ class CausalSelfAttention(nn.Module):
         qkv_BxTx3D = Dense(cfg, 3 * D, name='c_attn')(x_BxTxD)
         q_BxTxHxK, k_BxSxHxK, v_BxSxHxK = (a.reshape(B, T, H, K) for a in jnp.split(qkv_BxTx3D, 3, axis=-1))
         key_position_BxS = position_BxT
-        if cache is not None:  # keys and values of this call go into the next free slots; attend to all that are filled
-            key_position_BxS = cache['position']
-            k_BxSxHxK = jax.lax.dynamic_update_slice(cache['k'], k_BxSxHxK, (0, cache['slot'], 0, 0))
-            v_BxSxHxK = jax.lax.dynamic_update_slice(cache['v'], v_BxSxHxK, (0, cache['slot'], 0, 0))
+        if cache is not None:
+            cache = write_cache(cache, {'k': k_BxSxHxK, 'v': v_BxSxHxK}, position_BxT)
+            k_BxSxHxK, v_BxSxHxK = (read_cache(cache, name, cfg.dtype) for name in ('k', 'v'))
+            key_position_BxS = jnp.arange(k_BxSxHxK.shape[1])[None]  # what a slot past the query holds, it does not see
         visible_BxTxS = key_position_BxS[:, None, :] <= position_BxT[:, :, None]
         y_BxTxHxK = attend(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, visible_BxTxS,
                            lambda probs: dropout(self, probs, cfg.dropout, row_B, deterministic))
 
         y_BxTxD = Dense(cfg, D, INIT_STD / (2 * cfg.n_layer)**0.5, name='c_proj')(y_BxTxHxK.reshape(B, T, D))
-        return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic), {'k': k_BxSxHxK, 'v': v_BxSxHxK}
+        return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic), cache
 
 
 class MLP(nn.Module):
@@ -178,11 +227,11 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD, position_BxT, *, cache=None, deterministic=True, row_B=None):
         cfg, how = self.config, dict(deterministic=deterministic, row_B=row_B)
-        y_BxTxD, kv = CausalSelfAttention(cfg, name='attn')(
+        y_BxTxD, cache = CausalSelfAttention(cfg, name='attn')(
             LayerNorm(cfg, name='ln_1')(x_BxTxD), position_BxT, cache=cache, **how)
         x_BxTxD += y_BxTxD
         x_BxTxD += MLP(cfg, name='mlp')(LayerNorm(cfg, name='ln_2')(x_BxTxD), **how)
-        return x_BxTxD, kv
+        return x_BxTxD, cache
 
 
 class GPT(nn.Module):
@@ -195,8 +244,8 @@ class GPT(nn.Module):
 
         deterministic: False turns dropout on; it needs rngs={'dropout': key}.
         row_B: the number by which dropout knows each sequence; 0, 1, 2, ... if not given.
-        position_BxT: where the tokens stand in their sequence; 0 .. T-1 if not given. PAD marks padding.
-        cache: from init_cache(). The T tokens are added to it, and (logits, cache) is returned.
+        position_BxT: where the tokens stand in their sequence; 0 .. T-1 if not given.
+        cache: from init_cache(). The T tokens go into it, and (logits, cache) is returned.
         at_B: compute logits for this one index into T of each sequence only, [B, 1, vocab_size]."""
         cfg = self.config
         B, T = idx_BxT.shape
@@ -206,26 +255,29 @@ class GPT(nn.Module):
             row_B = jnp.arange(B)
         if position_BxT is None:
             position_BxT = jnp.arange(T)[None]
-        if cache is not None:
-            positions = jnp.broadcast_to(position_BxT, (B, T)).astype(jnp.int32)
-            cache |= {'position': jax.lax.dynamic_update_slice(cache['position'], positions, (0, cache['slot']))}
 
-        wte_VxD = self.param('wte', nn.initializers.normal(INIT_STD), (cfg.vocab_size, cfg.n_embd)).astype(cfg.dtype)
-        wpe_SxD = self.param('wpe', nn.initializers.normal(INIT_STD), (cfg.block_size, cfg.n_embd)).astype(cfg.dtype)
-        x_BxTxD = jnp.take(wte_VxD, idx_BxT, axis=0, mode='clip') + jnp.take(wpe_SxD, position_BxT, axis=0, mode='clip')
+        if int8 := self.has_variable('params', 'wte_int8'):
+            wte_VxD, scale_V = (self.get_variable('params', name) for name in ('wte_int8', 'wte_scale'))
+            x_BxTxD = jnp.take(wte_VxD, idx_BxT, axis=0, mode='clip').astype(cfg.dtype)
+            x_BxTxD *= jnp.take(scale_V, idx_BxT, mode='clip')[..., None].astype(cfg.dtype)
+        else:
+            wte_VxD = self.param('wte', nn.initializers.normal(INIT_STD), (cfg.vocab_size, cfg.n_embd)).astype(cfg.dtype)
+            x_BxTxD = jnp.take(wte_VxD, idx_BxT, axis=0, mode='clip')
+        wpe_PxD = self.param('wpe', nn.initializers.normal(INIT_STD), (cfg.block_size, cfg.n_embd)).astype(cfg.dtype)
+        x_BxTxD += jnp.take(wpe_PxD, position_BxT, axis=0, mode='clip')
         x_BxTxD = dropout(self, x_BxTxD, cfg.dropout, row_B, deterministic)
         layers = {}
         for i in range(cfg.n_layer):
             name = f'h_{i}'
-            layer_cache = cache and cache[name] | {'position': cache['position'], 'slot': cache['slot']}
             x_BxTxD, layers[name] = Block(cfg, name=name)(
-                x_BxTxD, position_BxT, cache=layer_cache, deterministic=deterministic, row_B=row_B)
+                x_BxTxD, position_BxT, cache=cache and cache[name], deterministic=deterministic, row_B=row_B)
         x_BxTxD = LayerNorm(cfg, name='ln_f')(x_BxTxD)
         if at_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, at_B[:, None, None], axis=1)
         # the head is tied to the embedding; float32 out, whatever goes in
-        logits_BxTxV = jnp.einsum('btd,vd->btv', x_BxTxD, wte_VxD, preferred_element_type=jnp.float32)
-        return logits_BxTxV if cache is None else (logits_BxTxV, cache | layers | {'slot': cache['slot'] + T})
+        logits_BxTxV = matmul_int8(x_BxTxD, wte_VxD, scale_V) if int8 else jnp.einsum(
+            'btd,vd->btv', x_BxTxD, wte_VxD, preferred_element_type=jnp.float32)
+        return logits_BxTxV if cache is None else (logits_BxTxV, layers)
 
 
 # -----------------------------------------------------------------------------
@@ -270,19 +322,60 @@ def estimate_mfu(n_params, config, tokens_per_sec, peak_flops):
 def cast_matrices(params, dtype):
     """The matrices in the dtype that the model multiplies in, once and not anew in every step: the same results from
     half the memory traffic, where that is bfloat16."""
-    return jax.tree.map(lambda p: p.astype(dtype) if p.ndim >= 2 else p, params)
+    return jax.tree.map(lambda p: p.astype(dtype) if p.ndim >= 2 and p.dtype != jnp.int8 else p, params)
 
 
-PAD = 2**30  # position of a cache slot that holds no token: later than any query, hence never seen
+def quantize_params(params):
+    """The parameters with int8 matrices, one scale per output channel: kernel [in, out] becomes kernel_int8 [out, in] and
+    kernel_scale [out], wte becomes wte_int8 and wte_scale [V]. A quarter of float32's bytes; for decoding only."""
+    quantized = {}
+    for name, p in params.items():
+        if isinstance(p, dict):
+            quantized[name] = quantize_params(p)
+        elif name in ('kernel', 'wte'):
+            quantized[f'{name}_int8'], quantized[f'{name}_scale'] = quantize(p if name == 'wte' else p.T, jnp.int8)
+        else:
+            quantized[name] = p
+    return quantized
 
 
-def init_cache(config, batch_size, n_slots):
-    """An empty KV cache. Slots fill in the order of the calls; `position` says where in its sequence a slot's token
-    stands, so that prompts of different lengths can share the slots."""
-    shape = (batch_size, n_slots, config.n_head, config.n_embd // config.n_head)
-    layers = {f'h_{i}': {'k': jnp.zeros(shape, config.dtype), 'v': jnp.zeros(shape, config.dtype)}
-              for i in range(config.n_layer)}
-    return layers | {'position': jnp.full((batch_size, n_slots), PAD, jnp.int32), 'slot': jnp.int32(0)}
+CACHE_DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16, 'float16': jnp.float16, 'int8': jnp.int8,
+                'float8': jnp.float8_e4m3fn}
+
+
+def init_cache(config, batch_size, n_slots, dtype=None):
+    """An empty KV cache: the token at position p of its sequence has slot p. Prompts of different lengths, padded on the
+    right, therefore need no bookkeeping: the padding is in slots that no query sees before a token replaces it.
+
+    Heads come before slots, [B, H, S, K], as attention's products want them: with slots first XLA:CPU transposed the
+    whole cache in every step. dtype: one of CACHE_DTYPES; int8 and float8 have a scale per vector."""
+    dtype = CACHE_DTYPES[dtype or config.dtype]
+    shape = (batch_size, config.n_head, n_slots, config.n_embd // config.n_head)
+    layer = {name: jnp.zeros(shape, dtype) for name in ('k', 'v')}
+    if dtype.dtype.itemsize == 1:
+        layer |= {f'{name}_scale': jnp.zeros(shape[:-1], jnp.float32) for name in ('k', 'v')}
+    return {f'h_{i}': jax.tree.map(jnp.copy, layer) for i in range(config.n_layer)}
+
+
+def write_cache(cache, fresh, position_BxT):
+    """A layer's cache with fresh {name: [B, T, H, K]} in it. Positions past the last slot are dropped."""
+    cache = dict(cache)
+    for name, x_BxTxHxK in fresh.items():
+        new = {name: x_BxTxHxK.astype(cache[name].dtype)}
+        if f'{name}_scale' in cache:
+            new = dict(zip((name, f'{name}_scale'), quantize(x_BxTxHxK, cache[name].dtype)))
+        for key, x in new.items():
+            rows = jnp.arange(len(x))[:, None]
+            cache[key] = cache[key].at[rows, :, jnp.broadcast_to(position_BxT, x.shape[:2])].set(x, mode='drop')
+    return jax.lax.optimization_barrier(cache)  # or XLA:CPU updates in every product that reads it, each time a copy
+
+
+def read_cache(cache, name, dtype):
+    """All slots of a layer's keys or values, [B, S, H, K], in `dtype`."""
+    x_BxHxSxK = cache[name]
+    if f'{name}_scale' in cache:
+        x_BxHxSxK = x_BxHxSxK.astype(jnp.float32) * cache[f'{name}_scale'][..., None]
+    return x_BxHxSxK.astype(dtype).swapaxes(1, 2)
 
 
 class Sampling(NamedTuple):
@@ -304,13 +397,16 @@ class Knobs(NamedTuple):
 
 
 class Decoding(struct.PyTreeNode):
-    """Where a generation stands: row b of tokens_BxN holds length_B[b] tokens, and n were generated."""
+    """Where a generation stands: row b of tokens_BxN holds length_B[b] tokens, of which n_B[b] were generated."""
     tokens_BxN: jax.Array
     length_B: jax.Array
+    n_B: jax.Array
     done_B: jax.Array  # the row has met a stop token
-    n: jax.Array
     key_B: jax.Array
     cache: Any
+    draft_cache: Any = None  # of the draft model
+    drafted: Any = 0  # tokens proposed so far, of all rows that were not finished
+    accepted: Any = 0  # those of them that were right
 
 
 def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
@@ -325,8 +421,9 @@ def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
 def pick_token(logits_BxV, key_B, sampling, knobs):
     """One token id per row of float32 logits."""
     logits_BxV = logits_BxV[:, :sampling.n_vocab]
-    if sampling.greedy:
-        return jnp.argmax(logits_BxV, axis=-1)
+    if sampling.greedy:  # the first of the largest; on XLA:CPU two plain reductions are faster than argmax
+        is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
+        return jnp.where(is_max_BxV, jnp.arange(sampling.n_vocab), sampling.n_vocab - 1).min(-1)
     logits_BxV /= knobs.temperature
     if sampling.top_k is not None:
         kth = jax.lax.top_k(logits_BxV, min(sampling.top_k, sampling.n_vocab))[0][:, -1:]
@@ -343,51 +440,103 @@ def pick_token(logits_BxV, key_B, sampling, knobs):
     return jax.vmap(jax.random.categorical)(key_B, logits_BxV)
 
 
-def append_token(state, logits_BxV, sampling, knobs):
-    """Picks each row's next token and writes it behind the row. Rows that are done stay as they are."""
+def append_token(state, logits_BxV, live_B, sampling, knobs):
+    """Picks each row's next token and writes it behind the row, where the row is live. Returns (state, token_B)."""
     if sampling.penalize:
         logits_BxV = penalize_repetition(logits_BxV, state.tokens_BxN, state.length_B, knobs.repetition_penalty)
-    key_B = jax.vmap(jax.random.fold_in, (0, None))(state.key_B, state.n)
-    token_B = pick_token(logits_BxV, key_B, sampling, knobs).astype(jnp.int32)
-    here_BxN = (jnp.arange(state.tokens_BxN.shape[1]) == state.length_B[:, None]) & ~state.done_B[:, None]
+    token_B = pick_token(logits_BxV, jax.vmap(jax.random.fold_in)(state.key_B, state.n_B), sampling, knobs).astype(jnp.int32)
+    here_BxN = (jnp.arange(state.tokens_BxN.shape[1]) == state.length_B[:, None]) & live_B[:, None]
     stops = jnp.array(sampling.stop_tokens, jnp.int32)
     return state.replace(
         tokens_BxN=jnp.where(here_BxN, token_B[:, None], state.tokens_BxN),
-        length_B=state.length_B + ~state.done_B, n=state.n + 1,
-        done_B=state.done_B | (token_B[:, None] == stops).any(-1))
+        length_B=state.length_B + live_B, n_B=state.n_B + live_B,
+        done_B=state.done_B | live_B & (token_B[:, None] == stops).any(-1)), token_B
 
 
-@functools.partial(jax.jit, static_argnames=('config', 'sampling', 'width', 'n_slots'), donate_argnames='state')
-def prefill(params, state, knobs, *, config, sampling, width, n_slots):
+@functools.partial(jax.jit, static_argnames=('config', 'sampling', 'width', 'n_slots', 'cache_dtype', 'draft_config'),
+                   donate_argnames='state')
+def prefill(params, draft_params, state, knobs, *, config, sampling, width, n_slots, cache_dtype, draft_config):
     """Fills a new cache of n_slots with the prompts, which end before column `width`, and generates the first token."""
     idx_BxT = state.tokens_BxN[:, :width]
-    position_BxT = jnp.where(jnp.arange(width) < state.length_B[:, None], jnp.arange(width), PAD)
-    logits_BxTxV, cache = GPT(config).apply(
-        {'params': params}, idx_BxT, position_BxT=position_BxT, at_B=state.length_B - 1,
-        cache=init_cache(config, len(idx_BxT), n_slots))
-    return append_token(state.replace(cache=cache), logits_BxTxV[:, 0], sampling, knobs)
+    fill = lambda params, config: GPT(config).apply(
+        {'params': params}, idx_BxT, at_B=state.length_B - 1, cache=init_cache(config, len(idx_BxT), n_slots, cache_dtype))
+    logits_Bx1xV, cache = fill(params, config)
+    state = state.replace(cache=cache, draft_cache=draft_config and fill(draft_params, draft_config)[1])
+    return append_token(state, logits_Bx1xV[:, 0], ~state.done_B, sampling, knobs)[0]
 
 
-@functools.partial(jax.jit, static_argnames=('config', 'sampling'), donate_argnames='state')
-def decode(params, state, knobs, n_end, *, config, sampling):
-    """Generates until there are n_end tokens or all rows are done: one token through the cache per step, or, where
-    the state has no cache, the last block_size tokens anew, which is what nanoGPT does for every token."""
-    model, width = GPT(config), config.block_size
+NGRAM = 3  # prompt lookup goes by so many last tokens
+
+
+def look_up(tokens_N, length, n_draft):
+    """Prompt lookup (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding): drafts [n_draft] what followed
+    where the last tokens of the row (as many as possible of NGRAM) have stood before, most recently. What followed may
+    reach the end of the row: it then starts over, as a text that repeats itself does."""
+    i_N, last = jnp.arange(len(tokens_N)), length - 1
+    matches_N = i_N < last
+    matching_N = jnp.zeros(len(tokens_N), jnp.int32)
+    for n in range(NGRAM):
+        matches_N &= (i_N >= n) & (jnp.roll(tokens_N, n) == tokens_N[last - n])
+        matching_N += matches_N
+    place = jnp.argmax(jnp.where(i_N < last, matching_N * len(tokens_N) + i_N, -1))
+    return tokens_N[place + 1 + jnp.arange(n_draft) % jnp.maximum(last - place, 1)]
+
+
+def ask_draft(params, state, n_draft, config, sampling, knobs):
+    """Drafts [B, n_draft] by a smaller model, one token after the other. It draws with the random numbers that the model
+    will draw with, so both pick the same token wherever they agree. Returns (drafts, state with its cache)."""
+    model, drafts = GPT(config), []
+    # The token before the last one is fed again: where all drafts were accepted it is new to the draft's cache.
+    position_BxT = jnp.maximum(state.length_B[:, None] - jnp.array([2, 1]), 0)
+    idx_BxT, cache = jnp.take_along_axis(state.tokens_BxN, position_BxT, axis=1), state.draft_cache
+    for n in range(n_draft):
+        logits_BxTxV, cache = model.apply({'params': params}, idx_BxT, position_BxT=position_BxT, cache=cache)
+        key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_B + n)
+        drafts.append(pick_token(logits_BxTxV[:, -1], key_B, sampling, knobs).astype(jnp.int32))
+        idx_BxT, position_BxT = drafts[-1][:, None], state.length_B[:, None] + n
+    return jnp.stack(drafts, axis=1), state.replace(draft_cache=cache)
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'sampling', 'n_draft', 'draft_config'), donate_argnames='state')
+def decode(params, draft_params, state, knobs, n_end, *, config, sampling, n_draft, draft_config):
+    """Generates until every row has n_end new tokens or is done. A step feeds each row's last token through the cache;
+    where the state has no cache, the last block_size tokens anew, which is what nanoGPT does for every token.
+
+    n_draft: so many tokens are guessed and fed along (speculative decoding, arXiv:2211.17192). The model's own choice,
+    made with the same random numbers as without drafts, tells how many were right; it is kept, with one token more.
+    The result is therefore that of n_draft=0, in fewer steps."""
+    model, window = GPT(config), config.block_size
 
     def step(state):
-        if state.cache is not None:
-            idx_BxT = jnp.take_along_axis(state.tokens_BxN, state.length_B[:, None] - 1, axis=1)
-            logits_BxTxV, cache = model.apply(
-                {'params': params}, idx_BxT, position_BxT=state.length_B[:, None] - 1, cache=state.cache)
-            state = state.replace(cache=cache)
-        else:
-            start_B = jnp.maximum(state.length_B - width, 0)
-            window = lambda row, start: jax.lax.dynamic_slice(row, (start,), (width,))
-            idx_BxT = jax.vmap(window)(state.tokens_BxN, start_B)
-            logits_BxTxV = model.apply({'params': params}, idx_BxT, at_B=state.length_B - start_B - 1)
-        return append_token(state, logits_BxTxV[:, 0], sampling, knobs)
+        live_B = ~state.done_B & (state.n_B < n_end)
+        if state.cache is None:
+            start_B = jnp.maximum(state.length_B - window, 0)
+            cut = lambda row, start: jax.lax.dynamic_slice(row, (start,), (window,))
+            logits_Bx1xV = model.apply({'params': params}, jax.vmap(cut)(state.tokens_BxN, start_B),
+                                       at_B=state.length_B - start_B - 1)
+            return append_token(state, logits_Bx1xV[:, 0], live_B, sampling, knobs)[0]
 
-    return jax.lax.while_loop(lambda state: (state.n < n_end) & ~state.done_B.all(), step, state)
+        idx_BxT = jnp.take_along_axis(state.tokens_BxN, state.length_B[:, None] - 1, axis=1)
+        if n_draft:
+            if draft_config:
+                drafts_BxJ, state = ask_draft(draft_params, state, n_draft, draft_config, sampling, knobs)
+            else:
+                drafts_BxJ = jax.vmap(look_up, (0, 0, None))(state.tokens_BxN, state.length_B, n_draft)
+            idx_BxT = jnp.concatenate([idx_BxT, drafts_BxJ], axis=1)
+            usable_B = jnp.minimum(n_draft, n_end - state.n_B - 1)
+            state = state.replace(drafted=state.drafted + jnp.where(live_B, usable_B, 0).sum())
+        position_BxT = state.length_B[:, None] - 1 + jnp.arange(1 + n_draft)
+        logits_BxTxV, cache = model.apply({'params': params}, idx_BxT, position_BxT=position_BxT, cache=state.cache)
+        state = state.replace(cache=cache)
+        for t in range(1 + n_draft):
+            state, token_B = append_token(state, logits_BxTxV[:, t], live_B, sampling, knobs)
+            if t < n_draft:  # the next logits hold for a row only if its draft was what the model chose
+                live_B &= (token_B == drafts_BxJ[:, t]) & (state.n_B < n_end)
+                state = state.replace(accepted=state.accepted + live_B.sum())
+                live_B &= ~state.done_B
+        return state
+
+    return jax.lax.while_loop(lambda state: (~state.done_B & (state.n_B < n_end)).any(), step, state)
 
 
 def bucket(n):
@@ -398,16 +547,25 @@ def bucket(n):
 def generate(params, config, idx_BxT, max_new_tokens, **how):
     """Continues each prompt by max_new_tokens tokens and returns all tokens, int32 [B, T + max_new_tokens]; what follows
     a row's last token is 0. See generate_in_chunks, which takes the same arguments."""
-    for tokens_BxN, _ in generate_in_chunks(params, config, idx_BxT, max_new_tokens, **how):
+    for generated in generate_in_chunks(params, config, idx_BxT, max_new_tokens, **how):
         pass
-    return tokens_BxN
+    return generated.tokens
+
+
+class Generated(NamedTuple):
+    """What there is so far, as numpy arrays: tokens [B, N] and the length of each row [B], int32; of the tokens that were
+    drafted, the number that were right."""
+    tokens: np.ndarray
+    lengths: np.ndarray
+    drafted: int = 0
+    accepted: int = 0
 
 
 def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperature=1.0, top_k=None, top_p=None,
                        min_p=None, repetition_penalty=None, stop_tokens=(), prompt_lengths_B=None, n_vocab=None,
-                       sample_index_B=None, chunk=None):
-    """Yields (tokens [B, T + max_new_tokens], length of each row [B]), int32 numpy arrays, while the rows grow: after the first token,
-    then after every `chunk` tokens (all of them at once, if not given).
+                       sample_index_B=None, chunk=None, cache_dtype=None, n_draft=0, draft=None):
+    """Yields a Generated with tokens [B, T + max_new_tokens] while the rows grow: after the first token, then after every
+    `chunk` tokens (all of them at once, if not given).
 
     idx_BxT: prompts, padded on the right to a common width; prompt_lengths_B: their lengths, T each if not given.
         Every row continues right after its own prompt.
@@ -418,6 +576,10 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
         likeliest, in (0, 1]. repetition_penalty: above 1 makes tokens that are already there less likely.
         n_vocab: only ids below it, for padded vocabularies.
     stop_tokens: a row ends with the first of these that it generates.
+    cache_dtype: of the KV cache, one of CACHE_DTYPES; the config's dtype if not given.
+    n_draft: guess so many tokens per step and check them together: the same tokens, sooner where guesses are right.
+        draft: (params, config) of a small model with the same tokens, which guesses; without it the guess is what
+        followed the row's last tokens earlier in the row.
 
     A model knows block_size positions. Up to there every token costs one position (KV cache); past it a token is
     conditioned on the last block_size tokens, as in nanoGPT, which costs block_size positions: the learned position
@@ -452,37 +614,44 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
         raise UserError(f'repetition_penalty must be above 0, not {repetition_penalty}')
     if not 0 < n_vocab <= config.vocab_size:
         raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
+    if cache_dtype not in (None, *CACHE_DTYPES):
+        raise UserError(f'cache_dtype must be one of {", ".join(CACHE_DTYPES)}, not {cache_dtype!r}')
+    if not 0 <= n_draft <= 16:
+        raise UserError(f'n_draft must be between 0 (no speculation) and 16, not {n_draft}')
+    draft_params, draft_config = draft if draft and n_draft else (None, None)
+    if draft_config and draft_config.vocab_size != config.vocab_size:
+        raise UserError(f'the draft model has a vocabulary of {draft_config.vocab_size}, the model {config.vocab_size}')
     if max_new_tokens == 0:
-        yield tokens_BxT, length_B
+        yield Generated(tokens_BxT, length_B)
         return
 
     sampling = Sampling(temperature == 0, top_k, top_p is not None, min_p is not None, repetition_penalty is not None,
                         n_vocab, stop_tokens)
     knobs = Knobs(*(np.float32(1 if x is None else x) for x in (temperature, top_p, min_p, repetition_penalty)))
-    how = dict(config=config, sampling=sampling)
-    width = bucket(longest)
+    how = dict(config=config, sampling=sampling, draft_config=draft_config)
     # columns: for the result and for prefill; the sliding window needs block_size to slice
     N = max(bucket(T) + max_new_tokens, config.block_size)
     state = Decoding(
         tokens_BxN=jnp.asarray(np.pad(tokens_BxT, ((0, 0), (0, N - T)))), length_B=jnp.asarray(length_B),
-        done_B=jnp.zeros(B, bool), n=jnp.int32(0), cache=None,
+        n_B=jnp.zeros(B, jnp.int32), done_B=jnp.zeros(B, bool), cache=None, drafted=jnp.int32(0), accepted=jnp.int32(0),
         key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, sample_index_B))
-    so_far = lambda state: (np.array(state.tokens_BxN)[:, :T + max_new_tokens], np.array(state.length_B))  # copies: donated
+    so_far = lambda state: Generated(  # copies: the state is donated
+        np.array(state.tokens_BxN)[:, :T + max_new_tokens], np.array(state.length_B), int(state.drafted), int(state.accepted))
     n, n_cached = 0, min(max_new_tokens, config.block_size + 1 - longest)  # how many tokens the cache can give
     if n_cached > 0:
-        # Slots for the prompts and for the new tokens until the longest row reaches block_size. Their number must not
-        # depend on its exact length, or a new length would recompile: it is longer than width / 2 in all buckets but
-        # the smallest.
-        width = min(width, config.block_size)
-        room = config.block_size - (0 if width <= 16 else width // 2)
-        state = prefill(params, state, knobs, width=width, n_slots=width + min(max_new_tokens, room), **how)
+        width = min(bucket(longest), config.block_size)
+        n_slots = min(width + max_new_tokens, config.block_size)
+        if draft_config and n_slots > draft_config.block_size:
+            raise UserError(f'the draft model knows {draft_config.block_size} positions, this takes {n_slots}: use fewer '
+                            'max_new_tokens or no draft')
+        state = prefill(params, draft_params, state, knobs, width=width, n_slots=n_slots, cache_dtype=cache_dtype, **how)
         n = 1
         yield so_far(state)
     while n < max_new_tokens:
         if n >= n_cached:
-            state = state.replace(cache=None)
+            state = state.replace(cache=None, draft_cache=None)
         n = min(max_new_tokens if n >= n_cached else n_cached, n + (chunk or max_new_tokens))
-        state = decode(params, state, knobs, np.int32(n), **how)
+        state = decode(params, draft_params, state, knobs, np.int32(n), n_draft=n_draft, **how)
         yield so_far(state)
         if chunk and bool(state.done_B.all()):
             return

@@ -101,7 +101,7 @@ def generate_texts(prompts, sample_index, show=None):
         prompt_lengths_B=lengths, sample_index_B=sample_index, chunk=8 if show else 64 if stop else None)
     stages = []
     clock.lap()
-    for tokens, ends in chunks:
+    for tokens, ends, *_ in chunks:
         stages.append(clock.lap())  # the first chunk is the prefill with its one token
         texts, stopped = zip(*(until_stop(tokenizer.decode(row[:end]), prompt)
                                for row, end, prompt in zip(tokens.tolist(), ends, prompt_texts)))

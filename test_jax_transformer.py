@@ -8,8 +8,9 @@ import optax
 import pytest
 
 import jax_transformer
-from jax_transformer import (GPT, GPTConfig, Knobs, Sampling, UserError, count_params, create_train_state, estimate_mfu,
-                             generate, generate_in_chunks, init_cache, matmul, penalize_repetition, pick_token)
+from jax_transformer import (
+    GPT, GPTConfig, Knobs, Sampling, UserError, cast_matrices, count_params, create_train_state, estimate_mfu, generate,
+    generate_in_chunks, init_cache, look_up, matmul, matmul_int8, penalize_repetition, pick_token, quantize, quantize_params)
 
 TINY = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_head=2, n_embd=16)
 
@@ -159,6 +160,115 @@ def test_cached_logits_equal_uncached_ones_at_every_position(dtype, tolerance):
     np.testing.assert_allclose(np.concatenate(steps, 1), full, rtol=0, atol=tolerance * np.abs(full).max())
 
 
+@pytest.mark.parametrize('dtype, bytes_per_value, tolerance', [
+    ('float32', 4, 1e-5), ('bfloat16', 2, 0.02), ('float16', 2, 0.002), ('int8', 1, 0.03), ('float8', 1, 0.15)])
+def test_a_cache_of_any_dtype_gives_the_logits_within_its_precision_and_takes_its_bytes(dtype, bytes_per_value, tolerance):
+    idx, params = tokens(2, 16), random_params(TINY)
+    cache = init_cache(TINY, 2, 16, dtype)
+    n_values = 2 * TINY.n_layer * 2 * 16 * TINY.n_embd
+    scales = 0 if bytes_per_value > 1 else 4 * n_values // (TINY.n_embd // TINY.n_head)
+    assert sum(x.nbytes for x in jax.tree.leaves(cache)) == n_values * bytes_per_value + scales
+    steps = []
+    for first, end in ((0, 7), (7, 8), (8, 16)):
+        logits, cache = GPT(TINY).apply({'params': params}, idx[:, first:end], cache=cache, position_BxT=jnp.arange(first, end)[None])
+        steps.append(logits)
+    full = GPT(TINY).apply({'params': params}, idx)
+    error = np.abs(np.concatenate(steps, 1) - full).max() / np.abs(full).max()
+    assert tolerance / 1e4 < error + (dtype == 'float32') and error < tolerance
+
+
+def test_generation_takes_the_cache_dtype():
+    with pytest.raises(UserError, match='cache_dtype'):
+        generated(tokens(1, 4), 3, cache_dtype='int4')
+    assert generated(tokens(2, 4), 20, cache_dtype='int8').shape == (2, 24)
+
+
+# -----------------------------------------------------------------------------
+# int8 weights
+
+
+def test_quantization_rounds_to_the_nearest_of_255_steps_of_each_row():
+    x = jnp.array([[0.0, 0.5, -1.27, 0.004], [0.0, 0.0, 0.0, 0.0], [1e4, -254.0, 1.0, 0.0]])
+    values, scale = quantize(x, jnp.int8)
+    assert values.tolist() == [[0, 50, -127, 0], [0, 0, 0, 0], [127, -3, 0, 0]]
+    np.testing.assert_allclose(np.abs(values * scale[:, None] - x).max(-1) <= scale / 2 * 1.0001, True)
+
+
+@pytest.mark.parametrize('rows', [1, 3, 4, 16, 17, 40])
+def test_int8_products_equal_those_of_what_was_quantized(rows):
+    x, w = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((rows, 24), (40, 24)))
+    weights, scale = quantize(w, jnp.int8)
+    inputs, x_scale = quantize(x, jnp.int8)
+    expected = (inputs * x_scale[:, None]) @ (weights * scale[:, None]).T
+    np.testing.assert_allclose(matmul_int8(x, weights, scale), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(expected, x @ w.T, rtol=0, atol=0.03 * np.abs(x @ w.T).max())
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_int8_weights_take_a_quarter_and_give_nearly_the_same_logits(dtype):
+    config, params = GPTConfig(**TINY.__dict__ | {'dtype': dtype}), random_params(TINY)
+    int8 = cast_matrices(quantize_params(params), dtype)
+    matrices = [p for p in jax.tree.leaves(int8) if p.dtype == jnp.int8]
+    assert sum(p.size for p in matrices) == sum(p.size for p in jax.tree.leaves(params) if p.ndim == 2) - params['wpe'].size
+    full = GPT(TINY).apply({'params': params}, tokens(2, 16))
+    near = GPT(config).apply({'params': int8}, tokens(2, 16))
+    assert 1e-4 < np.abs(full - near).max() / np.abs(full).max() < 0.05
+    assert generate(int8, config, tokens(2, 4), 30, rng=jax.random.key(0), cache_dtype='float8').shape == (2, 34)
+
+
+def test_gpt2_in_int8_takes_at_most_170_mb():
+    shapes = jax.eval_shape(lambda: quantize_params(create_train_state(jax.random.key(0), GPTConfig(vocab_size=50257), optax.identity()).params))
+    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) < 130e6
+
+
+# -----------------------------------------------------------------------------
+# speculative decoding
+
+
+REPETITIVE = np.array([[5, 6, 7, 8, 9, 5, 6, 7], [1, 2, 1, 2, 1, 2, 1, 0]])
+
+
+@pytest.mark.parametrize('how', [dict(temperature=0), dict(temperature=1.0), dict(temperature=0.7, top_k=5, top_p=0.9),
+                                 dict(temperature=0, repetition_penalty=1.5), dict(temperature=0.3, stop_tokens=[3, 4])])
+@pytest.mark.parametrize('draft', [None, 'itself', 'another'])
+def test_speculative_decoding_gives_the_same_tokens(how, draft):
+    config = GPTConfig(**TINY.__dict__ | {'block_size': 48})
+    params = random_params(config)
+    small = GPTConfig(**config.__dict__ | {'n_layer': 1})
+    how |= dict(rng=jax.random.key(0), prompt_lengths_B=[8, 7])
+    plain = generate(params, config, REPETITIVE, 50, **how)  # past block_size, too
+    drafts = {None: None, 'itself': (params, config), 'another': (random_params(small), small)}[draft]
+    *_, fast = generate_in_chunks(params, config, REPETITIVE, 50, n_draft=3, draft=drafts, chunk=9, **how)
+    np.testing.assert_array_equal(fast.tokens, plain)
+    if draft == 'itself' and not how.keys() & {'repetition_penalty', 'stop_tokens'}:  # then all are right
+        assert fast.accepted == fast.drafted > 0
+
+
+def test_look_up_continues_the_latest_longest_match():
+    find = lambda text, n: ''.join(map(chr, look_up(jnp.array([ord(c) for c in text + '....']), len(text), n)))
+    assert find('abcX abcY abc', 1) == 'Y'  # the latest of equals
+    assert find('abcX bcY abc', 1) == 'X'  # the longer one before the later one
+    assert find('abcdefgh abc', 3) == 'def'
+    assert find('xyxyxy', 5) == 'xyxyx' and find('aaa', 3) == 'aaa'  # goes round what repeats
+    assert len(find('a', 2)) == 2 and len(find('ab', 2)) == 2  # nothing to find, no error
+
+
+def test_right_guesses_save_steps(monkeypatch):
+    config = GPTConfig(**TINY.__dict__ | {'block_size': 64})
+    params = random_params(config)
+    *_, fast = generate_in_chunks(params, config, tokens(1, 4), 41, rng=jax.random.key(0), temperature=0, n_draft=4, draft=(params, config))
+    assert fast.accepted == 32 and fast.drafted == 32  # 40 tokens after the first, 5 a step
+
+
+@pytest.mark.parametrize('how, message', [
+    (dict(n_draft=-1), 'n_draft'), (dict(n_draft=17), 'n_draft'),
+    (dict(n_draft=2, draft=({}, GPTConfig(**TINY.__dict__ | {'vocab_size': 7}))), 'vocabulary of 7'),
+    (dict(n_draft=2, draft=({}, GPTConfig(**TINY.__dict__ | {'block_size': 4}))), 'knows 4 positions')])
+def test_drafts_that_cannot_be_are_refused(how, message):
+    with pytest.raises(UserError, match=message):
+        generated(tokens(2, 4), 3, **how)
+
+
 # -----------------------------------------------------------------------------
 # generate
 
@@ -252,7 +362,7 @@ def test_chunks_add_up_to_what_one_call_gives(chunk):
     stream = list(generate_in_chunks(random_params(TINY), TINY, idx, 20, rng=jax.random.key(0), prompt_lengths_B=lengths, chunk=chunk))
     np.testing.assert_array_equal(stream[-1][0], whole)
     assert stream[-1][1].tolist() == [29, 24] and [s[1].tolist()[0] - 9 for s in stream][:2] == [1, min(8, 1 + chunk)]
-    for so_far, length in stream:
+    for so_far, length, *_ in stream:
         for row, n, full in zip(np.asarray(so_far), length, whole):
             np.testing.assert_array_equal(row[:n], full[:n])
 
