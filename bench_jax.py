@@ -2,20 +2,27 @@
 
 $ python bench_jax.py --mode=train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vocab_size=65
 $ python bench_jax.py --mode=decode --prompt_len=16 --max_new_tokens=128
+$ python bench_jax.py --mode=decode --out_dir=out-shakespeare-char --dataset=shakespeare_char --ablate=True
 """
+import dataclasses
+import functools
 import json
+import os
 import platform
 import sys
+import time
 
 import jax
 import jaxlib
 import numpy as np
 
 from jax_train_utils import (
-    Stopwatch, create_learning_rate_schedule, create_optimizer_with_schedule, device_peak_flops, exit_on_user_error,
-    make_train_step, measure_bandwidth, read_flags, setup_distributed_training, setup_jax_environment, split_rows)
+    Stopwatch, create_learning_rate_schedule, create_optimizer_with_schedule, cross_entropy, device_peak_flops,
+    exit_on_user_error, get_windows, load_dataset, load_run, make_train_step, measure_bandwidth, read_flags,
+    setup_distributed_training, setup_jax_environment, split_rows)
 from jax_transformer import (
-    GPTConfig, UserError, cast_matrices, count_params, create_train_state, estimate_mfu, generate_in_chunks)
+    GPT, GPTConfig, UserError, bucket, count_params, create_train_state, decoding_params, estimate_mfu, generate_in_chunks,
+    init_cache, weight_bytes)
 
 # -----------------------------------------------------------------------------
 mode = 'train' # 'train' or 'decode'
@@ -30,6 +37,12 @@ dropout = 0.0 # on embeddings, attention and residuals (train)
 bias = True # in LayerNorm and Dense layers
 prompt_len = 16 # tokens of each prompt (decode)
 max_new_tokens = 128 # generated per sequence, greedily (decode)
+quantize = '' # 'int8' weights, as in sample_jax.py, like the next two (decode)
+cache_dtype = 'auto' # of the KV cache
+n_draft = 0 # tokens to guess per step
+out_dir = '' # a run to take the weights from, instead of random ones (decode)
+dataset = '' # its folder under data/: prompts from val.bin, and what perplexity and greedy tokens are like (decode)
+ablate = False # measure again with each choice changed, one at a time, and print the table
 repeats = 20 # timed iterations (train) or calls (decode), after those that compile
 seed = 1337 # of weights and tokens
 device = 'auto' # as in train_jax.py
@@ -43,12 +56,13 @@ if mode not in ('train', 'decode'):
 for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats'):
     if config[name] < 1:
         raise UserError(f'{name} must be at least 1, not {config[name]}')
-if mode == 'decode' and (max_new_tokens < 2 or prompt_len + max_new_tokens > block_size):
+if mode == 'decode' and not out_dir and (max_new_tokens < 2 or prompt_len + max_new_tokens > block_size):
     raise UserError(f'max_new_tokens must be at least 2, and prompt_len + max_new_tokens at most block_size={block_size}')
 devices, dtype, reason = setup_jax_environment(device, dtype)
 config['dtype'] = dtype
 model_config = GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
                          dropout=dropout, bias=bias, dtype=dtype)
+decoding = dict(batch_size=batch_size, dtype=dtype, quantize=quantize, cache_dtype=cache_dtype, n_draft=n_draft)
 rng = np.random.default_rng(seed)
 clock = Stopwatch()
 
@@ -82,26 +96,114 @@ def bench_train():
             'compile_s': compile_s, 'n_params': n_params, 'peak_memory_gb': peak_memory_gb()}
 
 
-def bench_decode():
-    """Whole calls of generate: the prompts in one pass, then a token per step and sequence."""
-    params = create_train_state(jax.random.key(seed), model_config, create_optimizer_with_schedule(lambda step: 0)).params
-    params = jax.device_put(cast_matrices(params, dtype), devices[0])
-    prompts = rng.integers(vocab_size, size=(batch_size, prompt_len))
+def bench_decode(how, repeats=repeats):
+    """Whole calls of generate: the prompts in one pass, then a step for every token of the batch. how: see
+    `decoding`."""
+    config, params, weights = decode_model(how['dtype'], how['quantize'])
+    prompts = prompts_of(how['batch_size'])
     calls = []
     for _ in range(repeats + 1):
         clock.lap()
-        calls.append([clock.lap() for _ in generate_in_chunks(
-            params, model_config, prompts, max_new_tokens, rng=jax.random.key(seed), temperature=0)])
+        stages = []
+        for made in generate_in_chunks(
+                params, config, prompts, max_new_tokens, rng=jax.random.key(seed), temperature=0, n_draft=how['n_draft'],
+                cache_dtype=None if how['cache_dtype'] == 'auto' else how['cache_dtype']):
+            stages.append(clock.lap())
+        calls.append(stages)
     prefill, decode = (np.median([call[i].running for call in calls[1:]]) for i in (0, 1))
-    ms_per_iter = decode * 1e3 / (max_new_tokens - 1)
-    # what a step must read: all weights (the token table as the head) but the position table
-    gb_per_step = (sum(p.nbytes for p in jax.tree.leaves(params)) - params['wpe'].nbytes) / 1e9
-    gb_per_sec, peak = gb_per_step / ms_per_iter * 1e3, measure_bandwidth(devices[0])
-    return {'ms_per_iter': ms_per_iter, 'tokens_per_sec': batch_size * max_new_tokens / (prefill + decode),
-            'tokens_per_sec_decode': batch_size / ms_per_iter * 1e3, 'prefill_ms': prefill * 1e3,
-            'compile_s': sum(lap.compiling for lap in calls[0]), 'weights_gb': gb_per_step, 'gb_per_sec': gb_per_sec,
-            'measured_bandwidth_gb_per_sec': peak, 'share_of_bandwidth': gb_per_sec / peak,
-            'peak_memory_gb': peak_memory_gb()}
+    gb_per_step = (weights + made.cache_bytes) / 1e9
+    return {'ms_per_iter': decode * 1e3 / made.steps, 'tokens_per_sec': how['batch_size'] * max_new_tokens / (prefill + decode),
+            'tokens_per_sec_decode': how['batch_size'] * (max_new_tokens - 1) / decode, 'prefill_ms': prefill * 1e3,
+            'compile_s': sum(lap.compiling for lap in calls[0]), 'weights_mb': weights / 1e6,
+            'cache_mb': made.cache_bytes / 1e6, 'gb_per_sec': gb_per_step * made.steps / decode,
+            'accepted': made.accepted / made.drafted if made.drafted else None} | quality(how)
+
+
+@functools.lru_cache(maxsize=1)
+def trained():
+    """(config, float32 parameters) of out_dir, or of a new random model."""
+    if out_dir:
+        return load_run(out_dir, 'best', devices[0])[:2]
+    params = create_train_state(jax.random.key(seed), model_config, create_optimizer_with_schedule(lambda step: 0)).params
+    return model_config, jax.device_put(params, devices[0])
+
+
+def decode_model(dtype, quantize):
+    config, params = trained()
+    params = decoding_params(params, dtype, quantize)
+    return dataclasses.replace(config, dtype=dtype), params, weight_bytes(params)
+
+
+@functools.lru_cache(maxsize=1)
+def validation_windows():
+    """Windows [16, up to 256 tokens and one more] spread evenly over val.bin."""
+    width = min(256, trained()[0].block_size)
+    tokens = load_dataset(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'data', dataset), width)[0]['val']
+    x, y = get_windows(tokens, np.linspace(0, len(tokens) - width - 1, 16).astype(int), width)
+    return np.concatenate([x, y[:, -1:]], axis=1)
+
+
+def prompts_of(batch_size):
+    if not dataset:
+        return np.random.default_rng(seed).integers(trained()[0].vocab_size, size=(batch_size, prompt_len))
+    return np.resize(validation_windows()[:, :prompt_len], (batch_size, prompt_len))
+
+
+def quality(how):
+    """On the validation windows, through the weights and the cache as decoding reads them: the perplexity, and the share
+    of positions where the likeliest token is that of float32 weights and cache."""
+    if not dataset:
+        return {}
+    tokens = validation_windows()
+
+    def run(dtype, quantize, cache_dtype):
+        config, params, _ = decode_model(dtype, quantize)
+        cache = init_cache(config, len(tokens), tokens.shape[1] - 1, None if cache_dtype == 'auto' else cache_dtype)
+        return jax.jit(GPT(config).apply)({'params': params}, tokens[:, :-1], cache=cache)[0]
+
+    logits, exact = run(how['dtype'], how['quantize'], how['cache_dtype']), run('float32', '', 'float32')
+    return {'perplexity': float(np.exp(cross_entropy(logits, tokens[:, 1:]).mean())),
+            'agreement': float((logits.argmax(-1) == exact.argmax(-1)).mean())}
+
+
+def without_cache(n_tokens):
+    """Seconds per token of batch 1 the way nanoGPT decodes: for every token the whole text anew, in one jitted call. Texts
+    are padded to powers of two, so that few lengths compile."""
+    config, params, _ = decode_model(dtype, quantize)
+    next_token = jax.jit(lambda params, idx, n: GPT(config).apply({'params': params}, idx, at_B=n - 1)[:, 0].argmax(-1))
+    for _ in range(2):  # the first pass compiles
+        text, start = prompts_of(1)[0].tolist(), time.perf_counter()
+        for _ in range(n_tokens):
+            width = min(bucket(len(text)), config.block_size)
+            idx = np.pad(text, (0, width - len(text)))[None]
+            text.append(int(next_token(params, idx, np.array([len(text)]))[0]))
+    return (time.perf_counter() - start) / n_tokens
+
+
+def ablate_decode(base):
+    """The table: decoding as the flags have it, and with one choice changed. Returns {change: results}."""
+    few = min(repeats, 3)
+    changes = [('dtype', value) for value in ('float32', 'bfloat16')] + [('quantize', 'int8')]
+    changes += [('cache_dtype', value) for value in ('bfloat16', 'int8', 'float8')]
+    changes += [('n_draft', 4), ('batch_size', 1), ('batch_size', 8)]
+    table = {'as it is': base}
+    for name, value in changes:
+        if decoding[name] != value:
+            table[f'{name}={value}'] = bench_decode(decoding | {name: value}, few)
+    table['quantize=int8, n_draft=4'] = bench_decode(decoding | {'quantize': 'int8', 'n_draft': 4}, few)
+    uncached = without_cache(max_new_tokens)
+    table['no cache, batch_size=1'] = {'ms_per_iter': uncached * 1e3, 'tokens_per_sec': 1 / uncached}
+    with jax.disable_jit():  # every operation dispatched from Python; 2 tokens tell
+        model, params, _ = decode_model(dtype, quantize)
+        ends = [time.perf_counter() for _ in generate_in_chunks(
+            params, model, prompts_of(batch_size), 3, rng=jax.random.key(seed), temperature=0)]
+    unjitted = (ends[1] - ends[0]) / 2
+    table['no jit'] = {'ms_per_iter': unjitted * 1e3, 'tokens_per_sec': batch_size / unjitted}
+    columns = ['tokens_per_sec', 'ms_per_iter', 'gb_per_sec', 'weights_mb', 'cache_mb', 'accepted', 'perplexity', 'agreement']
+    print(f'{"":>26}' + ''.join(f'{column:>15}' for column in columns))
+    for name, r in table.items():
+        print(f'{name:>26}' + ''.join(f'{"" if r.get(column) is None else f"{r[column]:,.4g}":>15}' for column in columns))
+    return {name: {key: rounded(value) for key, value in r.items()} for name, r in table.items()}
 
 
 def peak_memory_gb():
@@ -116,11 +218,24 @@ def peak_memory_gb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == 'darwin' else 1e6)
 
 
-results = bench_train() if mode == 'train' else bench_decode()
+def rounded(value):
+    return value if value is None else float(f'{value:.6g}')
+
+
+if mode == 'train':
+    results = bench_train()
+else:
+    results = bench_decode(decoding)
+    bandwidth = measure_bandwidth(devices[0])
+    results |= {'measured_bandwidth_gb_per_sec': bandwidth, 'share_of_bandwidth': results['gb_per_sec'] / bandwidth,
+                'peak_memory_gb': peak_memory_gb()}
 environment = {'device': devices[0].device_kind, 'n_devices': len(devices), 'machine': platform.machine(),
                'python': platform.python_version(), 'jax': jax.__version__, 'jaxlib': jaxlib.__version__}
 print(f'{mode}, {len(devices)} x {devices[0].device_kind}, {dtype} ({reason}), jax {jax.__version__}')
 for name, value in results.items():
     print(f'{name:>30}  {"n/a" if value is None else f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"}')
-results = {name: value if value is None else float(f'{value:.6g}') for name, value in results.items()}
-print(json.dumps({'program': 'bench_jax', 'settings': config, 'environment': environment, 'results': results}))
+document = {'program': 'bench_jax', 'settings': config, 'environment': environment,
+            'results': {name: rounded(value) for name, value in results.items()}}
+if ablate and mode == 'decode':
+    document['ablation'] = ablate_decode(results)
+print(json.dumps(document))

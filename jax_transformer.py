@@ -339,6 +339,18 @@ def quantize_params(params):
     return quantized
 
 
+def decoding_params(params, dtype, quantize=''):
+    """The parameters as decoding wants them: matrices in `dtype`, or int8 where quantize is 'int8'."""
+    if quantize not in ('', 'int8'):
+        raise UserError(f"quantize must be int8 or '' (off), not {quantize!r}")
+    return cast_matrices(quantize_params(params) if quantize else params, dtype)
+
+
+def weight_bytes(params):
+    """Bytes of weights that a step of decoding must read: all, but for the position table, of which it looks up rows."""
+    return sum(p.nbytes for p in jax.tree.leaves(params)) - params['wpe'].nbytes
+
+
 CACHE_DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16, 'float16': jnp.float16, 'int8': jnp.int8,
                 'float8': jnp.float8_e4m3fn}
 
@@ -405,6 +417,7 @@ class Decoding(struct.PyTreeNode):
     key_B: jax.Array
     cache: Any
     draft_cache: Any = None  # of the draft model
+    steps: Any = 0  # of decode, so far
     drafted: Any = 0  # tokens proposed so far, of all rows that were not finished
     accepted: Any = 0  # those of them that were right
 
@@ -508,6 +521,7 @@ def decode(params, draft_params, state, knobs, n_end, *, config, sampling, n_dra
     model, window = GPT(config), config.block_size
 
     def step(state):
+        state = state.replace(steps=state.steps + 1)
         live_B = ~state.done_B & (state.n_B < n_end)
         if state.cache is None:
             start_B = jnp.maximum(state.length_B - window, 0)
@@ -553,10 +567,13 @@ def generate(params, config, idx_BxT, max_new_tokens, **how):
 
 
 class Generated(NamedTuple):
-    """What there is so far, as numpy arrays: tokens [B, N] and the length of each row [B], int32; of the tokens that were
-    drafted, the number that were right."""
+    """What there is so far: numpy arrays of tokens [B, N] and of the length of each row [B], int32; the steps that
+    followed the prompts, and the bytes of the cache that each of them reads; of the tokens that were drafted, how many
+    were right."""
     tokens: np.ndarray
     lengths: np.ndarray
+    steps: int = 0
+    cache_bytes: int = 0
     drafted: int = 0
     accepted: int = 0
 
@@ -619,8 +636,8 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
     if not 0 <= n_draft <= 16:
         raise UserError(f'n_draft must be between 0 (no speculation) and 16, not {n_draft}')
     draft_params, draft_config = draft if draft and n_draft else (None, None)
-    if draft_config and draft_config.vocab_size != config.vocab_size:
-        raise UserError(f'the draft model has a vocabulary of {draft_config.vocab_size}, the model {config.vocab_size}')
+    if draft_config and draft_config.vocab_size < n_vocab:
+        raise UserError(f'the draft model has a vocabulary of {draft_config.vocab_size}, the model {n_vocab}')
     if max_new_tokens == 0:
         yield Generated(tokens_BxT, length_B)
         return
@@ -633,10 +650,11 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
     N = max(bucket(T) + max_new_tokens, config.block_size)
     state = Decoding(
         tokens_BxN=jnp.asarray(np.pad(tokens_BxT, ((0, 0), (0, N - T)))), length_B=jnp.asarray(length_B),
-        n_B=jnp.zeros(B, jnp.int32), done_B=jnp.zeros(B, bool), cache=None, drafted=jnp.int32(0), accepted=jnp.int32(0),
-        key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, sample_index_B))
+        n_B=jnp.zeros(B, jnp.int32), done_B=jnp.zeros(B, bool), cache=None, steps=jnp.int32(0), drafted=jnp.int32(0),
+        accepted=jnp.int32(0), key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, sample_index_B))
     so_far = lambda state: Generated(  # copies: the state is donated
-        np.array(state.tokens_BxN)[:, :T + max_new_tokens], np.array(state.length_B), int(state.drafted), int(state.accepted))
+        np.array(state.tokens_BxN)[:, :T + max_new_tokens], np.array(state.length_B), int(state.steps),
+        sum(x.nbytes for x in jax.tree.leaves(state.cache)), int(state.drafted), int(state.accepted))
     n, n_cached = 0, min(max_new_tokens, config.block_size + 1 - longest)  # how many tokens the cache can give
     if n_cached > 0:
         width = min(bucket(longest), config.block_size)

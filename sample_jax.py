@@ -12,9 +12,9 @@ import numpy as np
 
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    Stopwatch, exit_on_user_error, load_dataset, load_run, load_tokenizer, read_flags, setup_jax_environment,
-    whole_characters)
-from jax_transformer import UserError, cast_matrices, generate_in_chunks
+    Stopwatch, exit_on_user_error, load_dataset, load_run, load_tokenizer, measure_bandwidth, read_flags,
+    setup_jax_environment, whole_characters)
+from jax_transformer import UserError, decoding_params, generate_in_chunks, weight_bytes
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, -large, -xl), a Hugging Face folder, a nanoGPT ckpt.pt
@@ -31,6 +31,10 @@ top_p = 1.0 # choose among the likeliest tokens that together have this probabil
 min_p = 0.0 # choose among the tokens at least this times as likely as the likeliest; 0.0 is all
 repetition_penalty = 1.0 # above 1.0 makes tokens less likely that are there already
 stop = '' # end a sample before this text
+quantize = '' # 'int8': weights of a quarter of float32's size, a scale per output channel; sooner done, nearly the same
+cache_dtype = 'auto' # of the KV cache: 'float32', 'bfloat16', 'float16', 'int8', 'float8'; auto is the compute dtype
+n_draft = 0 # tokens to guess and check per step: the same samples, sooner where guesses are right; 0 is off, 4 a good start
+draft = '' # who guesses: out_dir of a small model with the same tokens, or as init_from; '' looks up what came before
 stream = False # show the text while it is made, one sample after the other
 interactive = False # ask for prompts; each goes on from the text so far, /clear forgets it, Ctrl-D leaves
 seed = 1337 # of the samples; need not be the training's
@@ -67,10 +71,22 @@ else:
         raise UserError(f"{init_from} has a vocabulary of {model_config.vocab_size}, which is not GPT-2's: name the data "
                         'set that it was trained on, --dataset=...')
 model_config = dataclasses.replace(model_config, dtype=dtype)
-params = cast_matrices(params, dtype)
+params = decoding_params(params, dtype, quantize)
 tokenizer = load_tokenizer(description)
 if tokenizer.vocab_size > model_config.vocab_size:
     raise UserError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model only {model_config.vocab_size}')
+draft_model = None
+if draft:
+    if not n_draft:
+        raise UserError('draft needs to know how many tokens to guess per step: add --n_draft=4')
+    if Path(draft, 'ckpt').is_dir():
+        draft_config, draft_params, draft_meta = load_run(draft, 'best', devices[0])
+        if draft_meta['tokenizer'] != description:
+            raise UserError(f'{draft} was trained with other tokens than {source}: it cannot draft for it')
+    else:
+        draft_config, draft_params = load_pretrained(draft)
+        draft_params = jax.device_put(draft_params, devices[0])
+    draft_model = decoding_params(draft_params, dtype, quantize), dataclasses.replace(draft_config, dtype=dtype)
 
 
 def encode(text):
@@ -98,13 +114,14 @@ def generate_texts(prompts, sample_index, show=None):
         params, model_config, idx, max_new_tokens, rng=jax.random.key(seed), temperature=temperature, top_k=top_k or None,
         top_p=top_p if top_p < 1 else None, min_p=min_p or None, n_vocab=tokenizer.vocab_size,
         repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
-        prompt_lengths_B=lengths, sample_index_B=sample_index, chunk=8 if show else 64 if stop else None)
+        prompt_lengths_B=lengths, sample_index_B=sample_index, chunk=8 if show else 64 if stop else None,
+        cache_dtype=None if cache_dtype == 'auto' else cache_dtype, n_draft=n_draft, draft=draft_model)
     stages = []
     clock.lap()
-    for tokens, ends, *_ in chunks:
+    for made in chunks:
         stages.append(clock.lap())  # the first chunk is the prefill with its one token
         texts, stopped = zip(*(until_stop(tokenizer.decode(row[:end]), prompt)
-                               for row, end, prompt in zip(tokens.tolist(), ends, prompt_texts)))
+                               for row, end, prompt in zip(made.tokens.tolist(), made.lengths, prompt_texts)))
         if show:
             sure = whole_characters(texts[0])
             show(texts[0] if stopped[0] else sure[:len(sure) - len(stop)])
@@ -112,7 +129,7 @@ def generate_texts(prompts, sample_index, show=None):
             break
     if show:
         show(texts[0])
-    timings.append((stages, lengths, int(np.sum(ends - lengths))))
+    timings.append((stages, lengths, made))
     return texts
 
 
@@ -183,13 +200,20 @@ else:
         print(text)
         print('---------------')
 
-# what it took: compilation, the prompts, the steps of one token per sequence
+# what it took: compilation, the prompts, the steps that follow, each of which reads all weights and the cache
 compile_s = sum(stage.compiling for stages, _, _ in timings for stage in stages)
 prefill_s = sum(stages[0].running for stages, _, _ in timings)
 decode_s = sum(stage.running for stages, _, _ in timings for stage in stages[1:])
-n_tokens, batch = sum(n for _, _, n in timings), len(timings[0][1])
 report = f'compiled in {compile_s:.1f} s, prefill {prefill_s * 1000:.1f} ms'
 if decode_s:
+    n_tokens, batch = sum(int(np.sum(made.lengths - lengths)) for _, lengths, made in timings), len(timings[0][1])
     per_s = (n_tokens - len(prompts)) / decode_s
-    report += f', then {per_s:,.0f} tok/s ({per_s / batch:,.0f} per sequence) for {n_tokens:,} tokens'
+    gb = sum(made.steps * (weight_bytes(params) + made.cache_bytes) for _, _, made in timings) / 1e9
+    bandwidth = measure_bandwidth(devices[0])
+    report += (f', then {per_s:,.0f} tok/s ({per_s / batch:,.0f} per sequence) for {n_tokens:,} tokens\n'
+               f'weights {weight_bytes(params) / 1e6:,.4g} MB, {gb / decode_s:.1f} GB/s, which is {gb / decode_s / bandwidth:.0%} '
+               f'of the {bandwidth:.1f} GB/s that this machine reads')
+    if drafted := sum(made.drafted for _, _, made in timings):
+        accepted = sum(made.accepted for _, _, made in timings)
+        report += f'\ndrafts: {accepted:,} of {drafted:,} tokens accepted, {accepted / drafted:.0%}'
 print(header, report, sep='\n', file=sys.stderr)

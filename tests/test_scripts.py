@@ -194,6 +194,25 @@ def test_a_sample_ends_before_the_stop_text_and_the_prompt_may_hold_it(finished)
     assert sample(finished[0], *flags, '--stop=never comes').stdout == sample(finished[0], *flags).stdout
 
 
+def test_drafting_gives_the_same_samples_and_tells_how_many_guesses_were_right(finished):
+    how = ['--num_samples=2', '--max_new_tokens=6', '--start=the the ']
+    plain = sample(finished[0], *how)
+    for more in ([], [f'--draft={finished[0]}']):
+        drafted = sample(finished[0], *how, '--n_draft=3', *more)
+        assert drafted.returncode == 0 and drafted.stdout == plain.stdout
+        accepted, of, share = re.search(r'drafts: ([\d,]+) of ([\d,]+) tokens accepted, (\d+)%', drafted.stderr).groups()
+        assert int(of) > 0 and int(share) == round(100 * int(accepted) / int(of)) and (not more or accepted == of)
+
+
+def test_samples_come_from_int8_weights_and_caches_too(finished):
+    plain, small = (sample(finished[0], '--num_samples=2', '--max_new_tokens=20', *more) for more in (
+        [], ['--quantize=int8', '--cache_dtype=int8', '--dtype=float32']))
+    assert small.returncode == 0 and len(small.stdout) == len(plain.stdout)
+    megabytes = [float(re.search(r'weights ([\d.]+) MB', result.stderr)[1]) for result in (plain, small)]
+    assert megabytes[1] < 0.5 * megabytes[0]
+    assert re.search(r'[\d.]+ GB/s, which is \d+% of the [\d.]+ GB/s that this machine reads', small.stderr)
+
+
 def test_the_prompt_loop_goes_on_from_the_text_so_far(finished, monkeypatch):
     flags = ['--interactive=True', '--max_new_tokens=5', '--temperature=0']
     monkeypatch.setattr('sys.stdin', io.StringIO('the\nfox\n/clear\nfox\nFox\n'))
@@ -464,6 +483,8 @@ def test_resuming_or_sampling_nothing_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize('flags, message', [
+    (['--quantize=int4'], "quantize must be int8 or '' .off., not 'int4'"), (['--cache_dtype=int4'], 'cache_dtype must be one of'),
+    (['--n_draft=99'], 'n_draft must be between 0'), (['--draft=x'], 'add --n_draft=4'), (['--draft=nowhere', '--n_draft=2'], 'nowhere'),
     (['--start=Quick'], "does not know: 'Q'"), (['--start='], 'prompt is empty'), (['--start=FILE:nosuchfile.txt'], 'cannot read the prompt.*nosuchfile.txt'),
     (['--temperature=-1'], 'temperature must be'), (['--num_samples=0'], 'num_samples must be'), (['--top_k=-1'], 'top_k'),
     (['--max_new_tokens=-1'], 'max_new_tokens must be'), (['--checkpoint=worst'], 'latest or best')])
@@ -509,9 +530,24 @@ def test_the_benchmark_ends_with_one_json_line():
         n_tokens = 2 * 2 * 32 if mode == 'train' else 2  # of one iteration
         assert figures['tokens_per_sec' if mode == 'train' else 'tokens_per_sec_decode'] == pytest.approx(n_tokens / figures['ms_per_iter'] * 1e3, rel=1e-3)
         assert figures['compile_s'] > 0
-    assert figures['weights_gb'] * 1e9 == pytest.approx(4 * (40 * 16 + 12 * 16**2 + 13 * 16 + 2 * 16), rel=1e-3)
+    assert figures['weights_mb'] * 1e6 == pytest.approx(4 * (40 * 16 + 12 * 16**2 + 13 * 16 + 2 * 16), rel=1e-3)
+    assert figures['cache_mb'] * 1e6 == 2 * 4 * 2 * 16 * min(16 + 8, 32)
     refused(run('bench_jax.py', '--mode=sleep'), "mode must be train or decode, not 'sleep'")
     refused(run('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=100'), 'at most block_size=32')
+
+
+def test_the_decoding_ablation_measures_every_choice_and_its_quality(finished, dataset):
+    result = run('bench_jax.py', '--mode=decode', f'--out_dir={finished[0]}', f'--dataset={dataset}', '--prompt_len=4',
+                 '--max_new_tokens=6', '--batch_size=2', '--repeats=1', '--ablate=True', '--device=cpu:0')
+    assert result.returncode == 0, result.stderr
+    table = json.loads(result.stdout.splitlines()[-1])['ablation']
+    assert table.keys() == {'as it is', 'dtype=bfloat16', 'quantize=int8', 'cache_dtype=bfloat16', 'cache_dtype=int8', 'cache_dtype=float8',
+                            'n_draft=4', 'batch_size=1', 'batch_size=8', 'quantize=int8, n_draft=4', 'no cache, batch_size=1', 'no jit'}
+    plain, int8, low = table['as it is'], table['quantize=int8'], table['cache_dtype=float8']
+    assert plain['agreement'] == 1 and min(int8['agreement'], low['agreement']) > 0.5
+    assert plain['perplexity'] == pytest.approx(int8['perplexity'], rel=0.2) == pytest.approx(low['perplexity'], rel=0.2)
+    assert plain['perplexity'] != int8['perplexity'] and int8['weights_mb'] < 0.6 * plain['weights_mb'] and low['cache_mb'] < plain['cache_mb']
+    assert 0 <= table['n_draft=4']['accepted'] <= 1 and all(row['ms_per_iter'] > 0 for row in table.values())
 
 
 def test_flags_without_an_effect_say_so_once(dataset, tmp_path):
