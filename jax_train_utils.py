@@ -550,10 +550,15 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
 
     batch: x and y [G, B, T] and row [G, B]; G micro-steps are accumulated and averaged into one update. `row` numbers
     the sequences of the whole run, and dropout depends on (seed, row) alone.
-    loss_chunk: logits only ever exist for so many positions of a micro-batch at a time; 0 is all.
+    loss_chunk: logits only ever exist for so many positions of a micro-batch at a time; 0 is all. Raises UserError if it
+    does not divide the block.
     metrics: float32 scalars loss (the mean over all micro-steps and devices), grad_norm (before clipping), lr.
     float16: the loss is scaled to keep small gradients representable; an update with an overflow is skipped and
     the scale halved, 2000 good ones double it (as torch.amp.GradScaler). state.step counts the updates made."""
+    if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
+        raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
+                        f'it may be one of {[n for n in range(1, config.block_size) if config.block_size % n == 0]}')
+
     def loss_fn(params, micro, scale):
         loss = GPT(config).apply({'params': params}, micro['x'], deterministic=False, row_B=micro['row'],
                                  rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)},

@@ -407,10 +407,16 @@ def bad_flags(dataset):
         (['--warmup_iters=20'], 'lr_decay_iters=20 must be more than warmup_iters=20'),
         (['--init_from=nosuchmodel'], 'nosuchmodel'),
         (['--seed=4294967296'], 'seed must be below'),
+        (['--loss_chunk=5'], r'loss_chunk=5 does not divide block_size=16; it may be one of \[1, 2, 4, 8\]'),
+        (['--attention=flash'], 'attention must be auto, xla, chunked, cudnn'),
+        (['--attention=cudnn'], 'attention=cudnn does not work here: it is for NVIDIA GPUs'),
+        (['--remat=all'], 'remat must be one of none, dots, full'),
+        (['--optimizer=sgd'], 'optimizer must be one of adamw, muon'),
+        (['--lr_schedule=step'], 'lr_schedule must be one of cosine'),
     ]
 
 
-@pytest.mark.parametrize('case', range(14))
+@pytest.mark.parametrize('case', range(20))
 def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(dataset, tmp_path, case):
     flags, message = bad_flags(dataset)[case]
     if case == 1 and (ROOT / 'data' / 'openwebtext' / 'train.bin').exists():
