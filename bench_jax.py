@@ -1,6 +1,7 @@
 """Times training or decoding on random weights and random tokens: a table, then one JSON line.
 
-$ python bench_jax.py --mode=train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vocab_size=65
+$ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
+$ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16 --ablate=True
 $ python bench_jax.py --mode=decode --prompt_len=16 --max_new_tokens=128
 $ python bench_jax.py --mode=decode --out_dir=out-shakespeare-char --dataset=shakespeare_char --ablate=True
 """
@@ -16,9 +17,10 @@ import jax
 import jaxlib
 import numpy as np
 
+import jax_transformer
 from jax_train_utils import (
-    Stopwatch, create_learning_rate_schedule, create_optimizer_with_schedule, cross_entropy, device_peak_flops,
-    exit_on_user_error, get_windows, load_dataset, load_run, make_train_step, measure_bandwidth, read_flags,
+    Stopwatch, choose_attention, create_learning_rate_schedule, create_optimizer_with_schedule, cross_entropy,
+    device_peak_flops, exit_on_user_error, get_windows, load_dataset, load_run, make_train_step, measure_bandwidth, read_flags,
     setup_distributed_training, setup_jax_environment, split_rows)
 from jax_transformer import (
     GPT, GPTConfig, UserError, bucket, count_params, create_train_state, decoding_params, estimate_mfu, generate_in_chunks,
@@ -26,6 +28,8 @@ from jax_transformer import (
 
 # -----------------------------------------------------------------------------
 mode = 'train' # 'train' or 'decode'
+preset = '' # a model and batch by name: 'nanogpt_cpu', 'baby' (nanoGPT's two for Shakespeare) or 'gpt2'; flags override it
+ablate = False # measure again with each choice changed, one at a time, and print the table
 batch_size = 12 # sequences per micro-batch (train), or generated together (decode)
 gradient_accumulation_steps = 1 # micro-batches per update (train)
 block_size = 1024 # tokens per sequence, at most
@@ -37,19 +41,33 @@ dropout = 0.0 # on embeddings, attention and residuals (train)
 bias = True # in LayerNorm and Dense layers
 prompt_len = 16 # tokens of each prompt (decode)
 max_new_tokens = 128 # generated per sequence, greedily (decode)
+optimizer = 'adamw' # or 'muon' (train)
+attention = 'auto' # as in train_jax.py, like the next three (train)
+loss_chunk = 0 # positions whose logits exist at a time; 0 is all
+scan_layers = False # one compiled block in a loop
+remat = 'none' # 'dots', 'full'
 quantize = '' # 'int8' weights, as in sample_jax.py, like the next two (decode)
 cache_dtype = 'auto' # of the KV cache
 n_draft = 0 # tokens to guess per step
 out_dir = '' # a run to take the weights from, instead of random ones (decode)
 dataset = '' # its folder under data/: prompts from val.bin, and what perplexity and greedy tokens are like (decode)
-ablate = False # measure again with each choice changed, one at a time, and print the table
 repeats = 20 # timed iterations (train) or calls (decode), after those that compile
 seed = 1337 # of weights and tokens
 device = 'auto' # as in train_jax.py
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'
 # -----------------------------------------------------------------------------
 sys.excepthook = exit_on_user_error
+PRESETS = {
+    '': {},
+    'nanogpt_cpu': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, vocab_size=65),
+    'baby': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, vocab_size=65, dropout=0.2),
+    'gpt2': dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, vocab_size=50304),
+}
 config, given = read_flags(__file__, globals())
+globals().update(config)
+if preset not in PRESETS:
+    raise UserError(f"preset must be one of {', '.join(filter(None, PRESETS))}, not {preset!r}")
+config |= PRESETS[preset] | given
 globals().update(config)
 if mode not in ('train', 'decode'):
     raise UserError(f'mode must be train or decode, not {mode!r}')
@@ -67,33 +85,71 @@ rng = np.random.default_rng(seed)
 clock = Stopwatch()
 
 
-def bench_train():
-    """One training step after the other, data on the device beforehand, waiting for each."""
-    schedule = create_learning_rate_schedule(6e-4, decay_lr=False)
+def bench_train(repeats=repeats, loss_chunk=loss_chunk, **how):
+    """One training step after the other, data on the device beforehand, waiting for each. how: changes of the config."""
     parallel = setup_distributed_training(devices)
-    state = create_train_state(jax.random.key(seed), model_config, create_optimizer_with_schedule(schedule))
+    config = dataclasses.replace(model_config, **{'scan_layers': scan_layers, 'remat': remat} | how)
+    if 'attention' not in how:
+        config = dataclasses.replace(config, attention=choose_attention(attention, config, devices[0])[0])
+    schedule = create_learning_rate_schedule(6e-4, decay_lr=False)
+    tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
+    state = parallel.replicate(create_train_state(jax.random.key(seed), config, tx))
     n_params = count_params(state.params)
-    state = parallel.replicate(state)
-    step = parallel.train_step(make_train_step(model_config, seed, 1.0, schedule))
     n_rows = gradient_accumulation_steps * batch_size
+    rng = np.random.default_rng(seed)
     tokens = rng.integers(vocab_size, size=(n_rows, block_size + 1)).astype(np.int32)
     batch = parallel.place({'x': tokens[:, :-1], 'y': tokens[:, 1:], 'row': np.arange(n_rows, dtype=np.uint32)},
                            split_rows(gradient_accumulation_steps, batch_size, len(devices)))
     clock.lap()
+    step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk)).lower(state, batch).compile()
+    compile_s = sum(clock.lap())
     seconds = []
-    for i in range(repeats + 2):
+    for _ in range(repeats + 2):  # the first two warm up
+        clock.lap()
         state, metrics = step(state, batch)
         jax.block_until_ready((state.params, metrics))
-        lap = clock.lap()
-        if i == 0:
-            compile_s = lap.compiling
-        if i > 1:
-            seconds.append(lap.running)
+        seconds.append(clock.lap().running)
+    seconds = seconds[2:]
     tokens_per_sec = n_rows * block_size / np.median(seconds)
     peak = device_peak_flops(devices[0])
     return {'ms_per_iter': np.median(seconds) * 1e3, 'ms_per_iter_min': min(seconds) * 1e3, 'tokens_per_sec': tokens_per_sec,
-            'mfu': peak and estimate_mfu(n_params, model_config, tokens_per_sec, peak * len(devices)),
-            'compile_s': compile_s, 'n_params': n_params, 'peak_memory_gb': peak_memory_gb()}
+            'mfu': peak and estimate_mfu(n_params, config, tokens_per_sec, peak * len(devices)),
+            'compile_s': compile_s, 'n_params': n_params,
+            # what a step needs besides parameters, optimizer state and batch, as the compiler has planned it
+            'temporary_gb': step.memory_analysis().temp_size_in_bytes / 1e9, 'peak_memory_gb': peak_memory_gb()}
+
+
+def plain_matmul(x, y, flip=False, dtype=None):
+    """jax_transformer.matmul with the gradient that JAX makes of it."""
+    y = y.astype(x.dtype)
+    return (x @ (y.swapaxes(-1, -2) if flip else y)).astype(dtype or x.dtype)
+
+
+def ablate_train(base):
+    """The table: the step as the flags have it, and with each choice changed. Returns {change: results}."""
+    chosen = dataclasses.replace(model_config, attention=choose_attention(attention, model_config, devices[0])[0])
+    changes = {'attention': ('xla', 'chunked', 'cudnn'), 'scan_layers': (False, True), 'remat': ('none', 'dots', 'full'),
+               'loss_chunk': (0, max(1, block_size // 8)), 'dtype': ('float32', 'bfloat16')}
+    now = dict(attention=chosen.attention, scan_layers=scan_layers, remat=remat, loss_chunk=loss_chunk, dtype=dtype)
+    table = {'as it is': base}
+    for name, values in changes.items():
+        for value in values:
+            if value == now[name]:
+                continue
+            how = {'attention': now['attention']} | {name: value}
+            try:
+                choose_attention(how['attention'], dataclasses.replace(model_config, dtype=how.get('dtype', dtype)), devices[0])
+            except UserError:  # cuDNN's conditions
+                continue
+            table[f'{name}={value}'] = bench_train(**how)
+    ours, jax_transformer.matmul = jax_transformer.matmul, plain_matmul
+    table["JAX's matmul gradients"] = bench_train()
+    jax_transformer.matmul = ours
+    print(f'{"":>24}  {"ms/iter":>9}  {"x":>5}  {"temporary GB":>12}  {"compile s":>9}')
+    for name, r in table.items():
+        print(f'{name:>24}  {r["ms_per_iter"]:9,.1f}  {r["ms_per_iter"] / base["ms_per_iter"]:5.2f}  '
+              f'{r["temporary_gb"]:12.3f}  {r["compile_s"]:9.1f}')
+    return {name: {key: rounded(value) for key, value in r.items()} for name, r in table.items()}
 
 
 def bench_decode(how, repeats=repeats):
@@ -236,6 +292,6 @@ for name, value in results.items():
     print(f'{name:>30}  {"n/a" if value is None else f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"}')
 document = {'program': 'bench_jax', 'settings': config, 'environment': environment,
             'results': {name: rounded(value) for name, value in results.items()}}
-if ablate and mode == 'decode':
-    document['ablation'] = ablate_decode(results)
+if ablate:
+    document['ablation'] = ablate_train(results) if mode == 'train' else ablate_decode(results)
 print(json.dumps(document))

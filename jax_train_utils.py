@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_transformer import DTYPES, GPT, GPTConfig, UserError, create_train_state
+from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, UserError, create_train_state
 
 # -----------------------------------------------------------------------------
 # config and flags
@@ -115,7 +115,7 @@ def check_flags(config):
         if config[name] < 1:
             raise UserError(f'{name} must be at least 1, not {config[name]}')
     for name in ('max_iters', 'save_interval', 'warmup_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay',
-                 'grad_clip'):
+                 'grad_clip', 'loss_chunk'):
         if not 0 <= config[name] < math.inf:
             raise UserError(f'{name} must be at least 0, not {config[name]}')
     if config['seed'] >= 2**32:
@@ -170,6 +170,8 @@ def setup_jax_environment(device='auto', dtype='auto'):
     devices = check_device_availability(device)
     if devices[0].platform == 'cpu':
         keep_freed_memory()
+    else:
+        keep_compiled_programs(devices[0].platform)
     if dtype != 'auto':
         if dtype not in DTYPES:
             raise UserError(f'dtype must be auto, {", ".join(DTYPES)}, not {dtype!r}')
@@ -186,14 +188,88 @@ def setup_jax_environment(device='auto', dtype='auto'):
 
 
 def keep_freed_memory():
-    """Tells glibc to keep blocks up to 1 GB when they are freed. XLA:CPU allocates its temporaries anew in every step;
-    given back to the system each time, they come with page faults, which were 40% of the step of nanoGPT's CPU recipe
-    (32 ms with them, 19 ms without)."""
-    if sys.platform == 'linux':
-        mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *args: None)  # only glibc has it
-        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-        mallopt(M_MMAP_THRESHOLD, 2**30)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    """Tells glibc never to give memory back to the system, and the system to use huge pages for it. XLA:CPU allocates its
+    temporaries anew in every step; they would come with a page fault for every 4 kB, and these were half of the
+    time of a training step and more. Call before anything large is allocated."""
+    libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
+    if not hasattr(libc, 'mallopt'):  # only glibc has it
+        return
+    M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
+    libc.mallopt(M_ARENA_MAX, 1)  # all threads share the one heap that can grow without limit
+    libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from it too
+    libc.mallopt(M_TRIM_THRESHOLD, -1)  # and what is free at its end stays there
+    # reserve half of the memory there is, which takes none as long as nobody writes to it, to say that it be huge pages
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes, libc.madvise.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    page, MADV_HUGEPAGE = os.sysconf('SC_PAGE_SIZE'), 14  # mman.h
+    size = os.sysconf('SC_PHYS_PAGES') // 2 * page
+    if block := libc.malloc(size):
+        libc.madvise(-(-block // page) * page, size - page, MADV_HUGEPAGE)
+        libc.free(block)
+
+
+def keep_compiled_programs(platform):
+    """Keeps what XLA compiles in a folder of the user's own, so that a second run starts at once; a folder per version
+    and kind of device, because programs of others may not load. A JAX_COMPILATION_CACHE_DIR of the user's is left alone. Not for
+    the CPU, where jax 0.10 finds nothing again on AVX-512 machines (jax-ml/jax#38445)."""
+    if jax.config.jax_compilation_cache_dir is None:
+        home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+        folder = Path(home) / 'jax_transformer' / f'{platform}-jaxlib-{jax.lib.__version__}'
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what lies there is run: nobody else's business
+        except OSError:
+            return  # a home that cannot be written to: compile every time
+        jax.config.update('jax_compilation_cache_dir', str(folder))
+
+
+# Blocks of this size and longer gain from attention in chunks on a CPU, see README.md
+CHUNKED_FROM = 128
+
+
+def choose_attention(asked, config, device):
+    """(implementation, reason) for the flag --attention and training on `device`: 'auto' is cuDNN's flash attention where it
+    works, in chunks on a CPU unless the block is short, else plain XLA. Raises UserError for an unknown or impossible one."""
+    if asked not in ('auto', *ATTENTION):
+        raise UserError(f'attention must be auto, {", ".join(ATTENTION)}, not {asked!r}')
+    if asked in ('xla', 'chunked'):
+        return asked, 'as asked'
+    if asked == 'auto' and device.platform == 'cpu':
+        if config.block_size >= CHUNKED_FROM:
+            return 'chunked', "keeps the probabilities in the CPU's cache"
+        return 'xla', f'a block below {CHUNKED_FROM} fits into the cache'
+    refusal = why_not_cudnn(config, device)
+    if refusal and asked == 'cudnn':
+        raise UserError(f'attention=cudnn does not work here: {refusal}; use --attention=auto')
+    return ('xla', f'not cudnn: {refusal}') if refusal else ('cudnn', 'flash attention')
+
+
+def why_not_cudnn(config, device):
+    """Why cuDNN's attention cannot train this model on this device, or None if it can; the last condition is that a small
+    case compiles."""
+    width, capability = config.n_embd // config.n_head, float(getattr(device, 'compute_capability', None) or 0)
+    if device.platform != 'gpu' or 'cuda' not in device.client.platform_version:
+        return 'it is for NVIDIA GPUs'
+    if capability < 8:
+        return f'it needs compute capability 8.0, this is {capability}'
+    if config.dtype not in ('bfloat16', 'float16'):
+        return f'it computes in 16 bits, not in {config.dtype}'
+    if width % 8 or width > (256 if capability >= 9 else 128):
+        return f'heads of {width} are not a multiple of 8 or too wide'
+    if config.dropout:
+        return 'it has no dropout'
+    try:
+        compile_cudnn(config, device)
+    except Exception as error:  # of many kinds, and a message of many lines
+        return f'{type(error).__name__}: {" ".join(str(error).split())[:150]}'
+    return None
+
+
+def compile_cudnn(config, device):
+    """Compiles attention and its gradient for one sequence. It raises where cuDNN is missing, too old, or unwilling."""
+    x = jax.ShapeDtypeStruct((1, config.block_size, config.n_head, config.n_embd // config.n_head), config.dtype,
+                             sharding=jax.sharding.SingleDeviceSharding(device))
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation='cudnn')
+    jax.jit(jax.grad(lambda x: attend(x, x, x).astype(jnp.float32).sum())).lower(x).compile()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,22 +481,50 @@ def load_tokenizer(description):
 # optimizer and schedule
 
 
-def create_learning_rate_schedule(learning_rate, *, decay_lr=True, warmup_iters=0, lr_decay_iters=0, min_lr=0.0):
-    """nanoGPT's schedule, step -> learning rate: linear warm-up from learning_rate / (warmup_iters + 1), then a cosine
-    down to min_lr at lr_decay_iters, min_lr after it. decay_lr=False is learning_rate throughout."""
+SCHEDULES = ('cosine', 'linear', 'wsd', 'constant')
+OPTIMIZERS = ('adamw', 'muon')
+
+
+def create_learning_rate_schedule(learning_rate, *, decay_lr=True, warmup_iters=0, lr_decay_iters=0, min_lr=0.0,
+                                  lr_schedule='cosine'):
+    """step -> learning rate: linear warm-up from learning_rate / (warmup_iters + 1), then, as nanoGPT, a cosine down to min_lr
+    at lr_decay_iters, and min_lr after it. lr_schedule: 'linear' is a straight line instead; 'wsd' (warm-up, stable, decay;
+    arXiv:2404.06395) stays at learning_rate and only falls, in a line, in the last fifth; 'constant' never falls.
+    decay_lr=False is learning_rate throughout, without a warm-up. Raises UserError for what makes no schedule."""
+    if lr_schedule not in SCHEDULES:
+        raise UserError(f'lr_schedule must be one of {", ".join(SCHEDULES)}, not {lr_schedule!r}')
     if not decay_lr:
         return optax.constant_schedule(learning_rate)
-    if lr_decay_iters <= warmup_iters:
+    warm_up = optax.linear_schedule(learning_rate / (warmup_iters + 1), learning_rate, warmup_iters)
+    stable = optax.constant_schedule(learning_rate)
+    if lr_schedule == 'constant':
+        return optax.join_schedules([warm_up, stable], [warmup_iters])
+    decay_iters = lr_decay_iters - warmup_iters
+    if decay_iters <= 0:
         raise UserError(f'lr_decay_iters={lr_decay_iters} must be more than warmup_iters={warmup_iters}')
-    return optax.warmup_cosine_decay_schedule(learning_rate / (warmup_iters + 1), learning_rate, warmup_iters,
-                                              lr_decay_iters, min_lr)
+    if lr_schedule == 'cosine':
+        return optax.warmup_cosine_decay_schedule(learning_rate / (warmup_iters + 1), learning_rate, warmup_iters,
+                                                  lr_decay_iters, min_lr)
+    if lr_schedule == 'wsd':
+        decay_iters = -(-decay_iters // 5)
+    return optax.join_schedules([warm_up, stable, optax.linear_schedule(learning_rate, min_lr, decay_iters)],
+                                [warmup_iters, lr_decay_iters - decay_iters])
 
 
-def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1):
+def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
     """AdamW (arXiv:1711.05101) that decays tensors of 2 or more dimensions: matrices and embeddings, but no biases and
-    norms. Clipping is not in it, see clip_gradients."""
-    return optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
-                       mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params))
+    norms. 'muon' moves the blocks' matrices by Muon instead (https://kellerjordan.github.io/posts/muon), which makes
+    their updates orthogonal; these are scaled as in arXiv:2502.16982, so that AdamW's learning rate and decay fit them.
+    Clipping is not in it, see clip_gradients."""
+    adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
+                        mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params))
+    if optimizer == 'adamw':
+        return adamw
+    if optimizer != 'muon':
+        raise UserError(f'optimizer must be one of {", ".join(OPTIMIZERS)}, not {optimizer!r}')
+    kind = lambda path, p: 'muon' if path[-1].key == 'kernel' and p.ndim == 2 else 'adamw'
+    muon = optax.contrib.muon(schedule, weight_decay=weight_decay, consistent_rms=0.2)
+    return optax.partition({'muon': muon, 'adamw': adamw}, lambda params: jax.tree.map_with_path(kind, params))
 
 
 def clip_gradients(grads, max_norm):
@@ -441,18 +545,24 @@ def cross_entropy(logits_BxTxV, targets_BxT):
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT)
 
 
-def make_train_step(config, seed, grad_clip, schedule):
+def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
     """The one train_step(state, batch, axis_name=None) -> (state, metrics): jit it, or wrap it with pmap_train_step.
 
     batch: x and y [G, B, T] and row [G, B]; G micro-steps are accumulated and averaged into one update. `row` numbers
     the sequences of the whole run, and dropout depends on (seed, row) alone.
+    loss_chunk: logits only ever exist for so many positions of a micro-batch at a time; 0 is all. Raises UserError if it
+    does not divide the block.
     metrics: float32 scalars loss (the mean over all micro-steps and devices), grad_norm (before clipping), lr.
     float16: the loss is scaled to keep small gradients representable; an update with an overflow is skipped and
     the scale halved, 2000 good ones double it (as torch.amp.GradScaler). state.step counts the updates made."""
+    if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
+        raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
+                        f'it may be one of {[n for n in range(1, config.block_size) if config.block_size % n == 0]}')
+
     def loss_fn(params, micro, scale):
-        logits = GPT(config).apply({'params': params}, micro['x'], deterministic=False,
-                                   row_B=micro['row'], rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)})
-        loss = cross_entropy(logits, micro['y']).mean()
+        loss = GPT(config).apply({'params': params}, micro['x'], deterministic=False, row_B=micro['row'],
+                                 rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)},
+                                 targets_BxT=micro['y'], loss=cross_entropy, loss_chunk=loss_chunk).mean()
         return loss * scale, loss
 
     def train_step(state, batch, axis_name=None):
@@ -463,8 +573,11 @@ def make_train_step(config, seed, grad_clip, schedule):
             return jax.tree.map(jnp.add, total, (grads, loss)), None
 
         n_micro = len(batch['x'])
-        total = (jax.tree.map(jnp.zeros_like, state.params), jnp.float32(0))
-        total, _ = jax.lax.scan(micro_step, total, batch)
+        if n_micro == 1:  # no sum, no loop: they would pass over all gradients again
+            total = jax.grad(loss_fn, has_aux=True)(state.params, jax.tree.map(lambda x: x[0], batch), scale)
+        else:
+            total = (jax.tree.map(jnp.zeros_like, state.params), jnp.float32(0))
+            total, _ = jax.lax.scan(micro_step, total, batch)
         if axis_name:
             total = jax.lax.pmean(total, axis_name)
         grads, loss = total[0], total[1] / n_micro
@@ -483,10 +596,11 @@ def make_train_step(config, seed, grad_clip, schedule):
     return train_step
 
 
-def make_eval_step(config):
+def make_eval_step(config, loss_chunk=0):
     """eval_step(params, batch, axis_name=None) -> sum over the batch's rows of weight * mean loss of the row."""
     def eval_step(params, batch, axis_name=None):
-        loss_BxT = cross_entropy(GPT(config).apply({'params': params}, batch['x']), batch['y'])
+        loss_BxT = GPT(config).apply({'params': params}, batch['x'], targets_BxT=batch['y'], loss=cross_entropy,
+                                     loss_chunk=loss_chunk)
         total = (loss_BxT.mean(-1) * batch['weight']).sum()
         return jax.lax.psum(total, axis_name) if axis_name else total
 

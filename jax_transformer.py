@@ -20,9 +20,13 @@ import numpy as np
 from flax import linen as nn
 from flax import struct
 from flax.training import train_state
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 ACTIVATIONS = ('gelu', 'gelu_tanh')  # exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
+ATTENTION = ('xla', 'chunked', 'cudnn')  # see attend, attend_in_chunks, jax.nn.dot_product_attention
+REMAT = ('none', 'dots', 'full')  # computed anew for the gradients: nothing, all but the Dense layers, whole blocks
 
 
 class UserError(ValueError):
@@ -44,6 +48,10 @@ class GPTConfig:
     activation: str = 'gelu'  # one of ACTIVATIONS
     norm_eps: float = 1e-5
     dtype: str = 'float32'  # of activations and matmuls; parameters, softmax, logits and loss are always float32
+    # how it is computed, which changes neither parameters nor, but for rounding, results; no checkpoint remembers it
+    attention: str = 'xla'  # one of ATTENTION; a call with a cache or positions of its own is always 'xla'
+    scan_layers: bool = False  # compile one block and loop over it, instead of n_layer blocks
+    remat: str = 'none'  # one of REMAT
 
     def __post_init__(self):
         for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
@@ -54,9 +62,70 @@ class GPTConfig:
             raise UserError(f'n_head={self.n_head} does not divide n_embd={self.n_embd}; it may be one of {valid}')
         if not 0 <= self.dropout < 1:
             raise UserError(f'dropout must be in [0, 1), not {self.dropout}')
-        for name, known in (('dtype', DTYPES), ('activation', ACTIVATIONS)):
+        for name, known in (('dtype', DTYPES), ('activation', ACTIVATIONS), ('attention', ATTENTION), ('remat', REMAT)):
             if getattr(self, name) not in known:
                 raise UserError(f'{name} must be one of {", ".join(known)}, not {getattr(self, name)!r}')
+
+    def architecture(self):
+        """{name: value} of the fields that say what the model is, which GPTConfig(**...) reads."""
+        how = ('attention', 'scan_layers', 'remat')
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in how}
+
+
+# -----------------------------------------------------------------------------
+# products of matrices
+
+
+def in_rows(x):
+    """x; on a CPU, XLA is told to lay it out row by row, here and now."""
+    rows = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return jax.lax.platform_dependent(x, cpu=rows, default=lambda x: x)
+
+
+def transposed(x):
+    """x with its last two axes swapped; bfloat16 on a CPU is moved in memory too. XLA:CPU has a fast bfloat16 product (twice
+    the float32 one with AVX512_BF16, more with AMX), but only of operands that lie as [M, K] and [K, N]; others it
+    converts to float32. Elsewhere the product reads either way."""
+    x = x.swapaxes(-1, -2)
+    return in_rows(x) if x.dtype == jnp.bfloat16 else x
+
+
+def dot(x, y, dtype=None):
+    """x [..., M, K] @ y [..., K, N] in dtype (x's if not given), summed in float32."""
+    dtype = dtype or x.dtype
+    wide = lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32).astype(dtype)
+    narrow = lambda x, y: jnp.matmul(x, y, preferred_element_type=dtype)  # GPUs and TPUs sum in float32 anyway
+    return jax.lax.platform_dependent(x, y, cpu=wide, default=narrow) if x.dtype == jnp.bfloat16 else narrow(x, y)
+
+
+def dot_rows(x, y, dtype):
+    """x^T y, for x [..., R, M] and y [..., R, N]. It is x that is transposed: as the gradient of a product that is the
+    input, where JAX's own rule would take the incoming gradient, and XLA:CPU do it inside the element-wise chain that
+    made it, which cost a fifth of the training step. bfloat16 on a CPU, see transposed(): whichever is less to move."""
+    M, N = x.shape[-1], y.shape[-1]
+    if x.dtype == jnp.bfloat16 and x.size > y.size + x.size // x.shape[-2] * N:
+        return in_rows(dot(transposed(y), x, dtype)).swapaxes(-1, -2)  # in_rows: or XLA would undo the swap
+    return dot(transposed(x), y, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def matmul(x, y, flip=False, dtype=None):
+    """x @ y in x's dtype, the result in dtype (x's if not given): x [..., in] with a kernel [in, out] of any dtype, or
+    both with the same leading axes. flip: y is [..., out, in]."""
+    y = y.astype(x.dtype)
+    return dot(x, transposed(y) if flip else y, dtype)
+
+
+def matmul_bwd(flip, dtype, saved, g):
+    x, y = saved
+    g = g.astype(x.dtype)
+    dx = dot(g, y.astype(x.dtype) if flip else transposed(y.astype(x.dtype)))
+    if y.ndim == 2:
+        x, g = (a.reshape(-1, a.shape[-1]) for a in (x, g))
+    return dx, dot_rows(g, x, y.dtype) if flip else dot_rows(x, g, y.dtype)
+
+
+matmul.defvjp(lambda x, y, flip, dtype: (matmul(x, y, flip, dtype), (x, y)), matmul_bwd)
 
 
 # -----------------------------------------------------------------------------
@@ -65,16 +134,41 @@ class GPTConfig:
 INIT_STD = 0.02
 
 
-def dropout(module, x, rate, row_B, deterministic=False):
-    """Zeroes elements of x [B, ...] with probability `rate` and scales the rest by 1 / (1 - rate).
+def hashed(x):
+    """A permutation of uint32 that leaves no trace of order (lowbias32, https://nullprogram.com/blog/2018/07/31)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7feb352d)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846ca68b)
+    return x ^ (x >> 16)
 
-    Row b draws from its own key, fold_in(key, row_B[b]): what a sequence sees does not depend on which
-    micro-batch or device it sits in, so a run gives the same curve on 1 or 8 devices. deterministic: x as it is."""
+
+def drop(x, rate, key_B, number):
+    """Zeroes elements of x [B, ...] with probability `rate` and scales the rest by 1 / (1 - rate). An element is dropped or
+    not by its number (uint32, [...]) and its row's key alone, however the work is cut up: two rounds of a hash, which a
+    CPU computes 100 times as fast as jax.random.bernoulli, and which fuse with what is around them."""
+    words = jax.random.key_data(key_B).reshape(len(x), -1, *(1,) * (x.ndim - 1))
+    bits = hashed(hashed(number + words[:, 0]) ^ words[:, 1])
+    return jnp.where(bits < jnp.uint32(round((1 - rate) * 2**32)), x / (1 - rate), 0)
+
+
+def element_numbers(shape):
+    """0, 1, 2, ... in the given shape, modulo 2**32."""
+    number = jnp.uint32(0)
+    for axis, size in enumerate(shape):
+        number = number * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return number
+
+
+def dropout_keys(module, row_B):
+    """Row b draws from its own key, fold_in(key, row_B[b]): what a sequence sees does not depend on which micro-batch or
+    device it sits in, so a run gives the same curve on 1 or 8 devices."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(module.make_rng('dropout'), row_B)
+
+
+def dropout(module, x, rate, row_B, deterministic=False):
+    """drop() with a key for each row of x [B, ...], see dropout_keys(). deterministic: x as it is."""
     if deterministic or rate == 0:
         return x
-    key_B = jax.vmap(jax.random.fold_in, (None, 0))(module.make_rng('dropout'), row_B)
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(key_B)
-    return jnp.where(keep, x / (1 - rate), 0)
+    return drop(x, rate, dropout_keys(module, row_B), element_numbers(x.shape[1:]))
 
 
 class LayerNorm(nn.Module):
@@ -94,19 +188,18 @@ class LayerNorm(nn.Module):
 
 
 @jax.custom_vjp
-def matmul(x, kernel):
-    """x [..., in] @ kernel [in, out]. Its gradient for the kernel has x on the left of the product, where JAX's own has
-    the incoming gradient there: XLA:CPU would transpose that inside the element-wise chain that made it, which cost a
-    fifth of the training step."""
-    return x @ kernel
+def add_bias(x, bias):
+    """x [..., features] + bias, in x's dtype. The gradient of the bias, a sum over all tokens, is summed in float32."""
+    return x + bias.astype(x.dtype)
 
 
-def matmul_bwd(saved, g):
-    x, kernel = saved
-    return g @ kernel.T, x.reshape(-1, x.shape[-1]).T @ g.reshape(-1, g.shape[-1])
+add_bias.defvjp(lambda x, bias: (add_bias(x, bias), bias.dtype.type(0)),
+                lambda zero, g: (g, g.sum(range(g.ndim - 1), dtype=jnp.float32).astype(zero.dtype)))
 
 
-matmul.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), matmul_bwd)
+def gelu(x, approximate):
+    """GELU in float32, result in x's dtype; x is all that is kept for the gradient."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate).astype(x.dtype)
 
 
 def quantize(x, dtype):
@@ -153,16 +246,15 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        dtype = self.config.dtype
         if self.has_variable('params', 'kernel_int8'):
             kernel, scale = (self.get_variable('params', name) for name in ('kernel_int8', 'kernel_scale'))
-            y = matmul_int8(x, kernel, scale).astype(dtype)
+            y = matmul_int8(x, kernel, scale).astype(self.config.dtype)
         else:
             kernel = self.param('kernel', nn.initializers.normal(self.init_std), (x.shape[-1], self.features))
-            y = matmul(x, kernel.astype(dtype))
+            y = matmul(x, kernel)
         if self.config.bias:
-            y += self.param('bias', nn.initializers.zeros, (self.features,)).astype(dtype)
-        return y
+            y = add_bias(y, self.param('bias', nn.initializers.zeros, (self.features,)))
+        return checkpoint_name(y, 'dense')
 
 
 def attend(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, visible_BxTxS, drop=lambda probs: probs):
@@ -177,12 +269,42 @@ def attend(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, visible_BxTxS, drop=lambda probs: pr
     return jnp.einsum('bhts,bhsk->bhtk', probs_BxHxTxS, v_BxHxSxK).swapaxes(1, 2)
 
 
+def attend_in_chunks(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, drop=lambda probs, key_B, queries: probs, key_B=None, chunk=128):
+    """attend() where a query sees the keys at its own position and before. One sequence and `chunk` queries at a time, which
+    stop at the last key that they see; their probabilities stay in a CPU's cache, are nowhere kept, and are computed
+    anew for the gradient. drop(probs [1, H, chunk, end], key [1], slice of the queries) is applied to the probabilities."""
+    T, K = q_BxTxHxK.shape[1], q_BxTxHxK.shape[-1]
+
+    @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
+    def attend_chunk(first, q_HxTxK, k_HxSxK, v_HxSxK, key):
+        end = k_HxSxK.shape[1]
+        scores_HxTxS = matmul(q_HxTxK, k_HxSxK, True, jnp.float32) * K**-0.5
+        visible_TxS = jnp.arange(end) <= jnp.arange(first, end)[:, None]
+        scores_HxTxS = jnp.where(visible_TxS, scores_HxTxS, jnp.finfo(jnp.float32).min)
+        probs_HxTxS = drop(jax.nn.softmax(scores_HxTxS)[None], key, slice(first, end))[0]
+        return matmul(probs_HxTxS.astype(v_HxSxK.dtype), v_HxSxK)
+
+    def attend_row(row):
+        q_HxTxK, k_HxTxK, v_HxTxK, key = row
+        key = key if key is None else key[None]
+        sizes = [min(chunk, T - first) for first in range(0, T, chunk)]
+        # cut up and joined again, so that the gradients of a key are added by chunk, not each one padded to [T]; in float32
+        cut = lambda x: jax.lax.split(x.astype(jnp.float32), sizes, axis=1)
+        upto = lambda chunks, i: jnp.concatenate(chunks[:i + 1], axis=1).astype(v_HxTxK.dtype)
+        qs, ks, vs = jax.lax.split(q_HxTxK, sizes, axis=1), cut(k_HxTxK), cut(v_HxTxK)
+        return jnp.concatenate([attend_chunk(i * chunk, q, upto(ks, i), upto(vs, i), key) for i, q in enumerate(qs)], axis=1)
+
+    heads_first = (x.swapaxes(1, 2) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxK))
+    return jax.lax.map(attend_row, (*heads_first, key_B)).swapaxes(1, 2)
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a query sees the keys at its own position and before."""
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD, position_BxT, *, cache=None, deterministic=True, row_B=None):
+    def __call__(self, x_BxTxD, position_BxT, *, cache=None, causal=False, deterministic=True, row_B=None):
+        """causal: the positions are 0 .. T-1 and there is no cache, so that any implementation of attention will do."""
         cfg = self.config
         B, T, D = x_BxTxD.shape
         H, K = cfg.n_head, cfg.n_embd // cfg.n_head
@@ -194,9 +316,24 @@ class CausalSelfAttention(nn.Module):
             cache = write_cache(cache, {'k': k_BxSxHxK, 'v': v_BxSxHxK}, position_BxT)
             k_BxSxHxK, v_BxSxHxK = (read_cache(cache, name, cfg.dtype) for name in ('k', 'v'))
             key_position_BxS = jnp.arange(k_BxSxHxK.shape[1])[None]  # what a slot past the query holds, it does not see
-        visible_BxTxS = key_position_BxS[:, None, :] <= position_BxT[:, :, None]
-        y_BxTxHxK = attend(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, visible_BxTxS,
-                           lambda probs: dropout(self, probs, cfg.dropout, row_B, deterministic))
+        drops = cfg.dropout > 0 and not deterministic
+        key_B = dropout_keys(self, row_B) if drops else None
+
+        def drop_probs(probs_BxHxTxS, key_B=key_B, queries=slice(None)):
+            if not drops:
+                return probs_BxHxTxS
+            number = element_numbers((H, T, k_BxSxHxK.shape[1]))[:, queries, :probs_BxHxTxS.shape[-1]]
+            return drop(probs_BxHxTxS, cfg.dropout, key_B, number)
+
+        if causal and cfg.attention == 'chunked':
+            y_BxTxHxK = attend_in_chunks(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, drop_probs, key_B)
+        elif causal and cfg.attention == 'cudnn':
+            if drops:
+                raise UserError('cuDNN has no dropout in its attention: use attention=xla or chunked, or dropout=0')
+            y_BxTxHxK = jax.nn.dot_product_attention(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, is_causal=True, implementation='cudnn')
+        else:
+            visible_BxTxS = key_position_BxS[:, None, :] <= position_BxT[:, :, None]
+            y_BxTxHxK = attend(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, visible_BxTxS, drop_probs)
 
         y_BxTxD = Dense(cfg, D, INIT_STD / (2 * cfg.n_layer)**0.5, name='c_proj')(y_BxTxHxK.reshape(B, T, D))
         return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic), cache
@@ -209,7 +346,7 @@ class MLP(nn.Module):
     def __call__(self, x_BxTxD, *, deterministic=True, row_B=None):
         cfg = self.config
         h_BxTxF = Dense(cfg, 4 * cfg.n_embd, name='c_fc')(x_BxTxD)
-        h_BxTxF = jax.nn.gelu(h_BxTxF, approximate=cfg.activation == 'gelu_tanh')
+        h_BxTxF = jax.checkpoint(gelu, static_argnums=1)(h_BxTxF, cfg.activation == 'gelu_tanh')
         y_BxTxD = Dense(cfg, cfg.n_embd, INIT_STD / (2 * cfg.n_layer)**0.5, name='c_proj')(h_BxTxF)
         return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic)
 
@@ -218,13 +355,29 @@ class Block(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD, position_BxT, *, cache=None, deterministic=True, row_B=None):
+    def __call__(self, x_BxTxD, position_BxT, *, cache=None, causal=False, deterministic=True, row_B=None):
         cfg, how = self.config, dict(deterministic=deterministic, row_B=row_B)
         y_BxTxD, cache = CausalSelfAttention(cfg, name='attn')(
-            LayerNorm(cfg, name='ln_1')(x_BxTxD), position_BxT, cache=cache, **how)
+            LayerNorm(cfg, name='ln_1')(x_BxTxD), position_BxT, cache=cache, causal=causal, **how)
         x_BxTxD += y_BxTxD
         x_BxTxD += MLP(cfg, name='mlp')(LayerNorm(cfg, name='ln_2')(x_BxTxD), **how)
         return x_BxTxD, cache
+
+
+def head(x_BxTxD, wte_VxD):
+    """Logits, tied to the embedding; float32 out, whatever goes in."""
+    return matmul(x_BxTxD, wte_VxD, True, jnp.float32)
+
+
+def map_chunks(f, chunk, *xs_BxT):
+    """f(*xs), which is [B, T], computed for `chunk` of the T positions at a time; what f computes on the way is not kept
+    for its gradient. chunk divides T; 0: all at once."""
+    B, T = xs_BxT[0].shape[:2]
+    if not chunk or chunk >= T:
+        return f(*xs_BxT)
+    split = lambda x: x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
+    one = jax.checkpoint(lambda xs: f(*xs), prevent_cse=False)
+    return jax.lax.map(one, tuple(map(split, xs_BxT))).swapaxes(0, 1).reshape(B, T)
 
 
 class GPT(nn.Module):
@@ -232,20 +385,24 @@ class GPT(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, idx_BxT, *, deterministic=True, row_B=None, position_BxT=None, cache=None, at_B=None):
+    def __call__(self, idx_BxT, *, deterministic=True, row_B=None, position_BxT=None, cache=None, at_B=None,
+                 targets_BxT=None, loss=None, loss_chunk=0):
         """Logits of the token after each position.
 
         deterministic: False turns dropout on; it needs rngs={'dropout': key}.
         row_B: the number by which dropout knows each sequence; 0, 1, 2, ... if not given.
         position_BxT: where the tokens stand in their sequence; 0 .. T-1 if not given.
         cache: from init_cache(). The T tokens go into it, and (logits, cache) is returned.
-        at_B: compute logits for this one index into T of each sequence only, [B, 1, vocab_size]."""
+        at_B: compute logits for this one index into T of each sequence only, [B, 1, vocab_size].
+        targets_BxT, loss, loss_chunk: return loss(logits, targets), [B, T], instead of the logits, which only ever exist
+        for loss_chunk positions at a time (0: all)."""
         cfg = self.config
         B, T = idx_BxT.shape
         if T > cfg.block_size:
             raise ValueError(f'{T} tokens do not fit in block_size {cfg.block_size}')
         if row_B is None:
             row_B = jnp.arange(B)
+        causal = position_BxT is None and cache is None
         if position_BxT is None:
             position_BxT = jnp.arange(T)[None]
 
@@ -254,23 +411,54 @@ class GPT(nn.Module):
             x_BxTxD = jnp.take(wte_VxD, idx_BxT, axis=0, mode='clip').astype(cfg.dtype)
             x_BxTxD *= jnp.take(scale_V, idx_BxT, mode='clip')[..., None].astype(cfg.dtype)
         else:
-            wte_VxD = self.param('wte', nn.initializers.normal(INIT_STD), (cfg.vocab_size, cfg.n_embd)).astype(cfg.dtype)
-            x_BxTxD = jnp.take(wte_VxD, idx_BxT, axis=0, mode='clip')
-        wpe_PxD = self.param('wpe', nn.initializers.normal(INIT_STD), (cfg.block_size, cfg.n_embd)).astype(cfg.dtype)
-        x_BxTxD += jnp.take(wpe_PxD, position_BxT, axis=0, mode='clip')
+            wte_VxD = self.param('wte', nn.initializers.normal(INIT_STD), (cfg.vocab_size, cfg.n_embd))
+            x_BxTxD = jnp.take(wte_VxD, idx_BxT, axis=0, mode='clip').astype(cfg.dtype)
+        wpe_PxD = self.param('wpe', nn.initializers.normal(INIT_STD), (cfg.block_size, cfg.n_embd))
+        x_BxTxD += jnp.take(wpe_PxD, position_BxT, axis=0, mode='clip').astype(cfg.dtype)
         x_BxTxD = dropout(self, x_BxTxD, cfg.dropout, row_B, deterministic)
+        how = dict(causal=causal, deterministic=deterministic, row_B=row_B)
         layers = {}
-        for i in range(cfg.n_layer):
-            name = f'h_{i}'
-            x_BxTxD, layers[name] = Block(cfg, name=name)(
-                x_BxTxD, position_BxT, cache=cache and cache[name], deterministic=deterministic, row_B=row_B)
+        if cfg.scan_layers and cache is None and not self.is_initializing():
+            x_BxTxD = self.scan_blocks(x_BxTxD, position_BxT, how)
+        else:
+            for i in range(cfg.n_layer):
+                name = f'h_{i}'
+                run = lambda block, x: block(x, position_BxT, cache=cache and cache[name], **how)
+                if cfg.remat != 'none' and cache is None:
+                    run = nn.remat(run, policy=remat_policy(cfg.remat))
+                x_BxTxD, layers[name] = run(Block(cfg, name=name), x_BxTxD)
         x_BxTxD = LayerNorm(cfg, name='ln_f')(x_BxTxD)
+        if targets_BxT is not None:
+            return map_chunks(lambda x, targets: loss(head(x, wte_VxD), targets), loss_chunk, x_BxTxD, targets_BxT)
         if at_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, at_B[:, None, None], axis=1)
-        # the head is tied to the embedding; float32 out, whatever goes in
+        # as head(), but without its transpose of the table for large bfloat16 products: here may be a single token
         logits_BxTxV = matmul_int8(x_BxTxD, wte_VxD, scale_V) if int8 else jnp.einsum(
-            'btd,vd->btv', x_BxTxD, wte_VxD, preferred_element_type=jnp.float32)
+            'btd,vd->btv', x_BxTxD, wte_VxD.astype(x_BxTxD.dtype), preferred_element_type=jnp.float32)
         return logits_BxTxV if cache is None else (logits_BxTxV, layers)
+
+    def scan_blocks(self, x_BxTxD, position_BxT, how):
+        """All blocks as one loop over their parameters, which are stacked for it in every call: h_0, h_1, ... stay apart in
+        the state and on disk."""
+        cfg = self.config
+        blocks = [self.variables['params'][f'h_{i}'] for i in range(cfg.n_layer)]
+        key = self.make_rng('dropout') if self.has_rng('dropout') else None
+
+        def block(x, layer):
+            params, i = layer
+            rngs = None if key is None else {'dropout': jax.random.fold_in(key, i)}
+            return Block(cfg, parent=None).apply({'params': params}, x, position_BxT, rngs=rngs, **how)[0], None
+
+        if cfg.remat != 'none':
+            block = jax.checkpoint(block, policy=remat_policy(cfg.remat), prevent_cse=False)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+        return jax.lax.scan(block, x_BxTxD, (stacked, jnp.arange(cfg.n_layer)))[0]
+
+
+def remat_policy(remat):
+    """What is kept for the gradients."""
+    policies = jax.checkpoint_policies
+    return {'dots': policies.save_only_these_names('dense'), 'full': policies.nothing_saveable}[remat]
 
 
 # -----------------------------------------------------------------------------

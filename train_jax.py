@@ -18,7 +18,7 @@ import numpy as np
 
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    MODEL_FLAGS, MetricsLog, StopSignal, all_finite, check_flags, create_learning_rate_schedule,
+    MODEL_FLAGS, MetricsLog, StopSignal, all_finite, check_flags, choose_attention, create_learning_rate_schedule,
     create_optimizer_with_schedule, device_peak_flops, duration, estimate_loss_jax, exit_on_user_error,
     finish_checkpoints, get_batch_jax, load_checkpoint, load_dataset, load_meta, make_eval_step, make_train_step,
     open_checkpoints, plot_losses, progress_bar, read_flags, save_checkpoint, setup_distributed_training,
@@ -53,7 +53,8 @@ n_head = 12 # attention heads
 n_embd = 768 # width
 dropout = 0.0 # on embeddings, attention and residuals; 0 for pretraining, 0.1 or more where data is scarce
 bias = False # in LayerNorm and Dense layers; GPT-2 has it, without is a bit faster
-# adamw optimizer
+# optimizer
+optimizer = 'adamw' # or 'muon', for the blocks' matrices: often as good in half of the iterations
 learning_rate = 6e-4 # the highest, reached after warmup_iters
 max_iters = 600000 # updates in all
 weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms
@@ -61,14 +62,19 @@ beta1 = 0.9 # decay of AdamW's mean of gradients
 beta2 = 0.95 # decay of AdamW's mean of squared gradients
 grad_clip = 1.0 # longest global norm of the gradients; 0 does not clip
 # learning rate schedule
-decay_lr = True # warm up, then follow a cosine; False is learning_rate throughout
+decay_lr = True # warm up, then follow lr_schedule; False is learning_rate throughout
+lr_schedule = 'cosine' # 'linear', 'wsd' (falls in the last fifth only), 'constant'
 warmup_iters = 2000 # iterations of linear warm-up
-lr_decay_iters = 600000 # where the cosine reaches min_lr: max_iters, as a rule
+lr_decay_iters = 600000 # where the schedule reaches min_lr: max_iters, as a rule
 min_lr = 6e-5 # lowest learning rate: learning_rate / 10, as a rule
 # system
 seed = 1337 # of weights, batches and dropout
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu': all of the kind; 'cuda:1': one of them
 dtype = 'auto' # 'float32', 'bfloat16', 'float16' (with loss scaling); auto is bfloat16 where the hardware is fast at it
+attention = 'auto' # 'cudnn' (NVIDIA GPUs), 'chunked' (a piece at a time), 'xla' (plain); auto picks, and says why
+loss_chunk = 0 # positions whose logits exist at a time, to save memory where the vocabulary is large; 0 is all
+scan_layers = False # compile one block and loop over it: compiles faster, runs slower
+remat = 'none' # 'dots', 'full': keep less for the gradients and compute it anew, to save memory
 compile = True # of no effect, JAX always compiles
 backend = 'nccl' # of no effect, JAX picks its own
 # -----------------------------------------------------------------------------
@@ -81,6 +87,9 @@ if config['init_from'] == 'resume':
     resumed_at, resumed = load_meta(config['out_dir'])
     not_kept = ('device', 'overwrite', 'eval_only', 'out_dir')
     own = {name: value for name, value in resumed['flags'].items() if name in config and name not in not_kept}
+    if given.get('optimizer', own.get('optimizer', 'adamw')) != own.get('optimizer', 'adamw'):
+        raise UserError(f"cannot resume with another optimizer: {config['out_dir']} holds the state of "
+                        f"{own.get('optimizer', 'adamw')}")
     for name in MODEL_FLAGS & given.keys():
         if given[name] != own[name]:
             raise UserError(f"cannot resume with another architecture: {config['out_dir']} was trained with "
@@ -120,6 +129,9 @@ if init_from == 'scratch':
     model_config = GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head,
                              n_embd=n_embd, dropout=dropout, bias=bias, dtype=dtype)
     print(f'initializing a new model from scratch, vocab_size {vocab_size}')
+implementation, reason = choose_attention(attention, model_config, devices[0])
+model_config = dataclasses.replace(model_config, attention=implementation, scan_layers=scan_layers, remat=remat)
+print(f'attention: {implementation} ({reason})')
 if data_vocab_size > model_config.vocab_size:
     raise UserError(f'dataset {dataset} has a vocabulary of {data_vocab_size}, the model only {model_config.vocab_size}')
 if init_from == 'resume' and tokenizer != resumed['tokenizer']:
@@ -127,8 +139,9 @@ if init_from == 'resume' and tokenizer != resumed['tokenizer']:
 
 # optimizer and state
 schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmup_iters=warmup_iters,
-                                         lr_decay_iters=lr_decay_iters, min_lr=min_lr)
-tx = create_optimizer_with_schedule(schedule, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+                                         lr_decay_iters=lr_decay_iters, min_lr=min_lr, lr_schedule=lr_schedule)
+tx = create_optimizer_with_schedule(schedule, beta1=beta1, beta2=beta2, weight_decay=weight_decay,
+                                    optimizer=optimizer)
 if init_from == 'resume':
     saved_config = GPTConfig(**resumed['model'])
     state = parallel.abstract(create_train_state, jax.random.key(seed), saved_config, tx)
@@ -145,8 +158,8 @@ print(f'number of parameters: {n_params / 1e6:.2f}M')
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
 print(f'tokens per iteration will be: {tokens_per_iter:,}')
 
-train_step = parallel.train_step(make_train_step(model_config, seed, grad_clip, schedule))
-eval_step = parallel.eval_step(make_eval_step(model_config))
+train_step = parallel.train_step(make_train_step(model_config, seed, grad_clip, schedule, loss_chunk))
+eval_step = parallel.eval_step(make_eval_step(model_config, loss_chunk))
 peak_flops = device_peak_flops(devices[0])
 
 if wandb_log and master:
@@ -222,7 +235,7 @@ def save(val_loss):
         raise UserError(f'the parameters are not finite after {iter_num} iterations: stopping; the checkpoints in '
                         f'{out_dir} are from before')
     save_checkpoint(checkpoints, iter_num, state, val_loss=val_loss, meta={
-        'model': dataclasses.asdict(model_config), 'iter_num': iter_num, 'best_val_loss': best_val_loss,
+        'model': model_config.architecture(), 'iter_num': iter_num, 'best_val_loss': best_val_loss,
         'tokenizer': tokenizer, 'flags': config, 'versions': versions, 'wandb_id': wandb_id})
 
 

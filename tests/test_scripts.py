@@ -426,10 +426,16 @@ def bad_flags(dataset):
         (['--warmup_iters=20'], 'lr_decay_iters=20 must be more than warmup_iters=20'),
         (['--init_from=nosuchmodel'], 'nosuchmodel'),
         (['--seed=4294967296'], 'seed must be below'),
+        (['--loss_chunk=5'], r'loss_chunk=5 does not divide block_size=16; it may be one of \[1, 2, 4, 8\]'),
+        (['--attention=flash'], 'attention must be auto, xla, chunked, cudnn'),
+        (['--attention=cudnn'], 'attention=cudnn does not work here: it is for NVIDIA GPUs'),
+        (['--remat=all'], 'remat must be one of none, dots, full'),
+        (['--optimizer=sgd'], 'optimizer must be one of adamw, muon'),
+        (['--lr_schedule=step'], 'lr_schedule must be one of cosine'),
     ]
 
 
-@pytest.mark.parametrize('case', range(14))
+@pytest.mark.parametrize('case', range(20))
 def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(dataset, tmp_path, case):
     flags, message = bad_flags(dataset)[case]
     if case == 1 and (ROOT / 'data' / 'openwebtext' / 'train.bin').exists():
@@ -553,3 +559,53 @@ def test_the_decoding_ablation_measures_every_choice_and_its_quality(finished, d
 def test_flags_without_an_effect_say_so_once(dataset, tmp_path):
     out = train(tmp_path, f'--dataset={dataset}', *MODEL, *SHORT, '--max_iters=1', '--compile=False').stdout
     assert out.count('--compile=False has no effect') == 1 and 'backend' not in out.split('\n')[0].split('--')[0]
+
+
+# -----------------------------------------------------------------------------
+# how it is computed is no part of a checkpoint
+
+
+FAST = ['--scan_layers=True', '--remat=full', '--attention=chunked', '--loss_chunk=8']
+
+
+def test_a_run_goes_on_with_other_ways_to_compute_and_with_muon_bit_for_bit(dataset, tmp_path):
+    flags = [f'--dataset={dataset}', *MODEL, *SHORT, '--optimizer=muon', '--lr_schedule=wsd']
+    assert train(tmp_path / 'whole', *flags).returncode == 0
+    assert train(tmp_path / 'parts', *flags, '--max_iters=10').returncode == 0
+    shutil.copytree(tmp_path / 'parts', tmp_path / 'other')
+    assert train(tmp_path / 'parts', '--init_from=resume', '--max_iters=20').returncode == 0
+    assert numbers(tmp_path / 'parts') == numbers(tmp_path / 'whole')
+    result = train(tmp_path / 'other', '--init_from=resume', '--max_iters=20', '--dropout=0.0', *FAST)
+    assert result.returncode == 0, result.stderr
+    assert 'attention: chunked (as asked)' in result.stdout
+    assert 'attention' not in load_meta(tmp_path / 'other')[1]['model']
+    assert sample(tmp_path / 'other', '--max_new_tokens=20').returncode == 0
+    refused(train(tmp_path / 'parts', '--init_from=resume', '--optimizer=adamw'), 'cannot resume with another optimizer')
+
+
+def test_the_loop_reads_an_iteration_only_when_the_next_is_on_its_way(dataset, tmp_path, monkeypatch):
+    import jax
+
+    import jax_train_utils
+    events, compile_step, get = [], jax_train_utils.DataParallel.train_step, jax.device_get
+
+    def recording(self, step):
+        compiled = compile_step(self, step)
+        return lambda *args: (events.append('start'), compiled(*args))[1]
+
+    monkeypatch.setattr(jax_train_utils.DataParallel, 'train_step', recording)
+    monkeypatch.setattr(jax, 'device_get', lambda tree: (events.append('read'), get(tree))[1])
+    result = train(tmp_path / 'out', f'--dataset={dataset}', *MODEL, *SHORT, '--max_iters=6', '--eval_interval=100')
+    assert result.returncode == 0, result.stderr
+    assert events == ['start', 'start', 'read', 'start', 'read', 'start', 'read', 'start', 'read', 'start', 'read', 'read']
+
+
+def test_the_benchmark_takes_presets_and_changes_one_choice_at_a_time():
+    result = run('bench_jax.py', '--preset=baby', *BENCH, '--repeats=1', '--ablate=True')
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report['settings']['dropout'] == 0.2 and report['settings']['n_embd'] == 16  # the preset's, and the flag's
+    assert set(report['ablation']) == {'as it is', 'attention=chunked', 'scan_layers=True', 'remat=dots', 'remat=full',
+                                       'loss_chunk=4', 'dtype=bfloat16', "JAX's matmul gradients"}
+    assert all(r['ms_per_iter'] > 0 and r['temporary_gb'] > 0 for r in report['ablation'].values())
+    refused(run('bench_jax.py', '--preset=huge'), "preset must be one of nanogpt_cpu, baby, gpt2, not 'huge'")
