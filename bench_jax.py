@@ -1,9 +1,11 @@
-"""Times training or decoding on random weights and random tokens: a table, then one JSON line.
+"""Times training or decoding on random weights and random tokens, or computes what training sends between devices: a
+table, then one JSON line.
 
 $ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
 $ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16 --ablate=True
 $ python bench_jax.py --mode=decode --prompt_len=16 --max_new_tokens=128
 $ python bench_jax.py --mode=decode --out_dir=out-shakespeare-char --dataset=shakespeare_char --ablate=True
+$ python bench_jax.py --mode=scaling --n_devices=64 --accelerator=H100 --dtype=bfloat16
 """
 import dataclasses
 import functools
@@ -16,18 +18,19 @@ import time
 import jax
 import jaxlib
 import numpy as np
+import optax
 
 import jax_transformer
 from jax_train_utils import (
-    Stopwatch, choose_attention, create_learning_rate_schedule, create_optimizer_with_schedule, cross_entropy,
-    device_peak_flops, exit_on_user_error, get_windows, load_dataset, load_run, make_train_step, measure_bandwidth, read_flags,
-    setup_distributed_training, setup_jax_environment, split_rows)
+    PEAK_FLOPS, Stopwatch, choose_attention, create_learning_rate_schedule, create_optimizer_with_schedule, cross_entropy,
+    device_peak_flops, exit_on_user_error, get_windows, load_dataset, load_run, make_train_step, measure_bandwidth,
+    read_flags, setup_distributed_training, setup_jax_environment, split_rows)
 from jax_transformer import (
     GPT, GPTConfig, UserError, bucket, count_params, create_train_state, decoding_params, estimate_mfu, generate_in_chunks,
     init_cache, weight_bytes)
 
 # -----------------------------------------------------------------------------
-mode = 'train' # 'train' or 'decode'
+mode = 'train' # 'train', 'decode' or 'scaling'
 preset = '' # a model and batch by name: 'nanogpt_cpu', 'baby' (nanoGPT's two for Shakespeare) or 'gpt2'; flags override it
 ablate = False # measure again with each choice changed, one at a time, and print the table
 batch_size = 12 # sequences per micro-batch (train), or generated together (decode)
@@ -51,6 +54,8 @@ cache_dtype = 'auto' # of the KV cache
 n_draft = 0 # tokens to guess per step
 out_dir = '' # a run to take the weights from, instead of random ones (decode)
 dataset = '' # its folder under data/: prompts from val.bin, and what perplexity and greedy tokens are like (decode)
+n_devices = 8 # that share the training (scaling)
+accelerator = 'H100' # whose peak FLOP/s to reckon with, as PEAK_FLOPS in jax_train_utils.py names it (scaling)
 repeats = 20 # timed iterations (train) or calls (decode), after those that compile
 seed = 1337 # of weights and tokens
 device = 'auto' # as in train_jax.py
@@ -69,9 +74,11 @@ if preset not in PRESETS:
     raise UserError(f"preset must be one of {', '.join(filter(None, PRESETS))}, not {preset!r}")
 config |= PRESETS[preset] | given
 globals().update(config)
-if mode not in ('train', 'decode'):
-    raise UserError(f'mode must be train or decode, not {mode!r}')
-for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats'):
+if mode not in ('train', 'decode', 'scaling'):
+    raise UserError(f'mode must be train, decode or scaling, not {mode!r}')
+if accelerator not in PEAK_FLOPS:
+    raise UserError(f'accelerator must be one of {", ".join(PEAK_FLOPS)}, not {accelerator!r}')
+for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats', 'n_devices'):
     if config[name] < 1:
         raise UserError(f'{name} must be at least 1, not {config[name]}')
 if mode == 'decode' and not out_dir and (max_new_tokens < 2 or prompt_len + max_new_tokens > block_size):
@@ -93,7 +100,7 @@ def bench_train(repeats=repeats, loss_chunk=loss_chunk, **how):
         config = dataclasses.replace(config, attention=choose_attention(attention, config, devices[0])[0])
     schedule = create_learning_rate_schedule(6e-4, decay_lr=False)
     tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
-    state = parallel.replicate(create_train_state(jax.random.key(seed), config, tx))
+    state = parallel.create(create_train_state, jax.random.key(seed), config, tx)
     n_params = count_params(state.params)
     n_rows = gradient_accumulation_steps * batch_size
     rng = np.random.default_rng(seed)
@@ -179,7 +186,7 @@ def bench_decode(how, repeats=repeats):
 def trained():
     """(config, float32 parameters) of out_dir, or of a new random model."""
     if out_dir:
-        return load_run(out_dir, 'best', devices[0])[:2]
+        return load_run(out_dir, 'best', setup_distributed_training(devices[:1]))[:2]
     params = create_train_state(jax.random.key(seed), model_config, create_optimizer_with_schedule(lambda step: 0)).params
     return model_config, jax.device_put(params, devices[0])
 
@@ -262,6 +269,55 @@ def ablate_decode(base):
     return {name: {key: rounded(value) for key, value in r.items()} for name, r in table.items()}
 
 
+def bytes_sent(config, fsdp, tensor, data, n_micro, rows):
+    """What one device sends in one training step, {what for: bytes}, if collectives go round in rings: an all-gather or
+    reduce-scatter of M bytes among n devices sends M (n - 1) / n from each, an all-reduce twice that.
+
+    config: a GPTConfig. n_micro, rows: micro-steps, and sequences of each per share. A reduce-scatter that the compiler
+    makes an all-reduce (XLA:CPU does) sends twice the bytes."""
+    L, D, V, S, T = config.n_layer, config.n_embd, config.vocab_size, config.block_size, config.block_size
+    width = 4 if config.dtype == 'float32' else 2
+    ring = lambda n: (n - 1) / n
+    kernels, tables = 12 * L * D**2, (V + S) * D  # elements; biases and norms are too few to count
+    if fsdp == tensor == 1:  # pmap: one all-reduce of float32 gradients after all micro-steps
+        return {'gradients': 2 * 4 * (kernels + tables) * ring(data)}
+    grads = (4 * kernels + width * V * D) / tensor  # bytes of one rank's gradients, which are float32 but for the table's
+    return {name: n_micro * n for name, n in {
+        'weights': (2 * width * kernels / tensor + width * (V / tensor + S) * D) * ring(fsdp),  # kernels each way
+        'gradients': grads * ring(fsdp) + 2 * grads / fsdp * ring(data),  # to the stored parts, then over their copies
+        'c_attn': (2 * width + 4) * 3 * L * D**2 / (fsdp * tensor) * ring(tensor),  # each way, and the gradient
+        'activations': 2 * (4 * L + 2) * width * rows * T * D * ring(tensor),  # 2 a layer each way, embedding and head
+    }.items()}
+
+
+def scaling():
+    """For each layout of n_devices, the bytes that a device sends per step, and the bandwidth at which sending takes as
+    long as computing would at the accelerator's peak: a link of at least that hides behind the computation. At a
+    utilization of 40%, 40% of it will do."""
+    params = jax.eval_shape(lambda: create_train_state(jax.random.key(0), model_config, optax.identity())).params
+    tokens = gradient_accumulation_steps * batch_size * block_size / n_devices  # of a device
+    # the utilization, if that many tokens took a second, is the seconds that they take at full utilization
+    seconds = estimate_mfu(count_params(params), model_config, tokens, PEAK_FLOPS[accelerator])
+    layouts = []
+    for tensor in (1, 2, 4, 8):
+        for fsdp in dict.fromkeys((1, n_devices // tensor)):
+            data = n_devices // (tensor * fsdp)
+            if data * fsdp * tensor == n_devices and not n_head % tensor and not n_embd % fsdp:
+                n_micro, rows = split_rows(gradient_accumulation_steps, batch_size, data * fsdp)
+                sent = bytes_sent(model_config, fsdp, tensor, data, n_micro, rows)
+                gb_sent = sum(sent.values()) / 1e9
+                layouts.append({
+                    'data': data, 'fsdp': fsdp, 'tensor': tensor, 'gb_sent': gb_sent,
+                    'of': {name: n / 1e9 for name, n in sent.items()}, 'hidden_from_gb_per_sec': gb_sent / seconds,
+                    'state_gb': 12 * count_params(params, non_embedding=False) / (fsdp * tensor) / 1e9})
+    print(f'{"data":>5} {"fsdp":>5} {"tensor":>6} {"GB state":>9} {"GB sent":>9} {"hidden from GB/s":>17}   of the sent')
+    for row in layouts:
+        of = ', '.join(f'{name} {n:.3g}' for name, n in row['of'].items() if n)
+        print(f'{row["data"]:>5} {row["fsdp"]:>5} {row["tensor"]:>6} {row["state_gb"]:>9.3g} {row["gb_sent"]:>9.3g} '
+              f'{row["hidden_from_gb_per_sec"]:>17.3g}   {of}')
+    return {'ms_per_iter_at_peak': seconds * 1e3}, layouts
+
+
 def peak_memory_gb():
     """Of the first device; of the process, where that is the CPU."""
     stats = devices[0].memory_stats()
@@ -280,6 +336,8 @@ def rounded(value):
 
 if mode == 'train':
     results = bench_train()
+elif mode == 'scaling':
+    results, layouts = scaling()
 else:
     results = bench_decode(decoding)
     bandwidth = measure_bandwidth(devices[0])
@@ -287,11 +345,14 @@ else:
                 'peak_memory_gb': peak_memory_gb()}
 environment = {'device': devices[0].device_kind, 'n_devices': len(devices), 'machine': platform.machine(),
                'python': platform.python_version(), 'jax': jax.__version__, 'jaxlib': jaxlib.__version__}
-print(f'{mode}, {len(devices)} x {devices[0].device_kind}, {dtype} ({reason}), jax {jax.__version__}')
+on = f'{n_devices} x {accelerator}, computed' if mode == 'scaling' else f'{len(devices)} x {devices[0].device_kind}'
+print(f'{mode}, {on}, {dtype} ({reason}), jax {jax.__version__}')
 for name, value in results.items():
     print(f'{name:>30}  {"n/a" if value is None else f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"}')
 document = {'program': 'bench_jax', 'settings': config, 'environment': environment,
             'results': {name: rounded(value) for name, value in results.items()}}
-if ablate:
+if mode == 'scaling':
+    document['results']['layouts'] = layouts
+elif ablate:
     document['ablation'] = ablate_train(results) if mode == 'train' else ablate_decode(results)
 print(json.dumps(document))

@@ -1,6 +1,7 @@
 """What the scripts share, section by section: config and flags, devices and parallelism, data, tokenizers, optimizer
 and schedule, train and eval steps, checkpoints, logging."""
 import ast
+import contextlib
 import ctypes
 import dataclasses
 import difflib
@@ -25,7 +26,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, UserError, create_train_state
+from jax_transformer import (
+    ATTENTION, BATCH, DTYPES, GPT, GPTConfig, UserError, create_mesh, create_train_state, partition, partition_specs,
+    shard)
 
 # -----------------------------------------------------------------------------
 # config and flags
@@ -156,6 +159,8 @@ def check_device_availability(device='auto'):
     except RuntimeError:
         raise UserError(f'jax sees no {kind} here, only {jax.devices()[0].platform}; for an NVIDIA GPU install '
                         'jax[cuda13] (or jax[cuda12]), for a TPU jax[tpu]') from None
+    if index and jax.process_count() > 1:
+        raise UserError(f'device={device}, but several processes share all devices; leave out the number')
     if index and int(index) >= len(devices):
         raise UserError(f'there is no device {device}; there are {len(devices)} of the kind, counted from 0')
     return [devices[int(index)]] if index else devices
@@ -185,6 +190,47 @@ def setup_jax_environment(device='auto', dtype='auto'):
         reason = f'compute capability {capability}; from 8.0 on bfloat16 is fast'
         return devices, 'bfloat16' if fast else 'float32', reason
     return devices, 'float32', 'the CPU default'
+
+
+def join_processes(coordinator_address='', num_processes=0, process_id=-1):
+    """Makes this process one of those that train together, if there are several. Call before anything touches jax.
+
+    coordinator_address: host:port of process 0, to which the others connect, with num_processes and process_id; 'auto'
+        lets JAX find all three out (a TPU pod). Where it is empty and Slurm, Open MPI or an indexed Kubernetes job has
+        started several processes, JAX finds them out as well.
+    Raises UserError if the flags do not go together or the processes do not find each other."""
+    if num_processes or process_id >= 0:
+        if ':' not in coordinator_address or not 0 <= process_id < num_processes:
+            raise UserError('several processes need --coordinator_address=host:port of process 0, --num_processes=N '
+                            f'and --process_id=0 to N-1; got {coordinator_address!r}, {num_processes}, {process_id}')
+    elif coordinator_address not in ('', 'auto'):
+        raise UserError(f'--coordinator_address={coordinator_address} needs --num_processes and --process_id')
+    several = (int(os.environ.get('SLURM_NTASKS', 1)) > 1 and 'SLURM_STEP_NODELIST' in os.environ
+               or int(os.environ.get('OMPI_COMM_WORLD_SIZE', 1)) > 1
+               or {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys())
+    if not coordinator_address and not several:
+        return
+    where = {} if coordinator_address in ('', 'auto') else dict(
+        coordinator_address=coordinator_address, num_processes=num_processes, process_id=process_id)
+    try:
+        jax.distributed.initialize(**where, heartbeat_timeout_seconds=PEER_TIMEOUT,
+                                   shutdown_timeout_seconds=PEER_TIMEOUT)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f'the processes do not find each other: {str(error)[:300]}') from error
+
+
+PEER_TIMEOUT = 60  # seconds of silence after which a process counts as dead
+
+
+def leave_without_peers(error):
+    """Ends this process at once, with a line that says why, if `error` is what the death of another process looks like
+    from here: all that comes later (the end of a checkpoint, of jax.distributed) would wait for the dead. Else it
+    returns."""
+    lost = isinstance(error, jax.errors.JaxRuntimeError) or isinstance(error.__cause__, jax.errors.JaxRuntimeError)
+    if lost and jax.process_count() > 1 and 'RESOURCE_EXHAUSTED' not in str(error):
+        print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; start all of them '
+              f'again, with --init_from=resume ({" ".join(str(error).split())[:300]})', file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def keep_freed_memory():
@@ -226,14 +272,18 @@ def keep_compiled_programs(platform):
 CHUNKED_FROM = 128
 
 
-def choose_attention(asked, config, device):
+def choose_attention(asked, config, device, on_mesh=False):
     """(implementation, reason) for the flag --attention and training on `device`: 'auto' is cuDNN's flash attention where it
     works, in chunks on a CPU unless the block is short, else plain XLA. Raises UserError for an unknown or impossible one."""
     if asked not in ('auto', *ATTENTION):
         raise UserError(f'attention must be auto, {", ".join(ATTENTION)}, not {asked!r}')
+    if asked == 'chunked' and on_mesh:
+        raise UserError('attention=chunked goes sequence by sequence, which a mesh shares out; use --attention=auto')
     if asked in ('xla', 'chunked'):
         return asked, 'as asked'
     if asked == 'auto' and device.platform == 'cpu':
+        if on_mesh:
+            return 'xla', 'chunks go by the sequence, which a mesh shares out'
         if config.block_size >= CHUNKED_FROM:
             return 'chunked', "keeps the probabilities in the CPU's cache"
         return 'xla', f'a block below {CHUNKED_FROM} fits into the cache'
@@ -274,32 +324,76 @@ def compile_cudnn(config, device):
 
 @dataclasses.dataclass(frozen=True)
 class DataParallel:
-    """Replicated data parallelism over `devices`: jit on one device, pmap on several, the same step function."""
+    """Replicated data parallelism over `devices`: jit on one device, pmap on several, the same step function.
+
+    The rows of an iteration are cut into n_shares equal shares, in order; a process reads those of its own devices."""
     devices: tuple
+    devices_per_share = 1
 
     @functools.cached_property
     def mesh(self):
         return Mesh(np.array(self.devices), ('data',))
 
     @property
-    def replicated(self):
-        return NamedSharding(self.mesh, P())
+    def n_shares(self):
+        return len(self.devices) // self.devices_per_share
 
-    def replicate(self, tree):
-        return jax.device_put(tree, self.replicated)
+    @functools.cached_property
+    def local_shares(self):
+        here = [d.process_index == jax.process_index() for d in self.mesh.devices.flat]
+        return sorted({i // self.devices_per_share for i in range(len(here)) if here[i]})
+
+    def shardings(self, tree):
+        """Where the leaves of a tree of parameters, or of a TrainState, lie."""
+        return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), tree)
+
+    def put(self, tree):
+        """A tree of arrays of this host (the same in every process), placed where shardings() says."""
+        put = lambda x, where: jax.make_array_from_callback(np.shape(x), where, np.asarray(x).__getitem__)
+        return jax.tree.map(put, tree, self.shardings(tree))
+
+    def create(self, make, *args):
+        """make(*args) where it will lie: no device ever holds more than its part."""
+        tree = jax.eval_shape(lambda: make(*args))
+        leaves = jax.jit(lambda: jax.tree.leaves(make(*args)), out_shardings=jax.tree.leaves(self.shardings(tree)))()
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     def abstract(self, make, *args):
-        """Shapes and placement of what replicate(make(*args)) would be, without making it."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated),
-                            jax.eval_shape(lambda: make(*args)))
+        """Shapes and placement of what create(make, *args) would be, without making it."""
+        tree = jax.eval_shape(lambda: make(*args))
+        return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree,
+                            self.shardings(tree))
+
+    def local_rows(self, n_rows):
+        """Which of the n_rows rows of an iteration this process has to read, for place()."""
+        each = n_rows // self.n_shares
+        return np.concatenate([share * each + np.arange(each) for share in self.local_shares])
 
     def place(self, batch, shape):
-        """Host arrays of rows [R, ...] -> device arrays [*shape, ...], on several devices [n_devices, *shape, ...]:
-        device d gets the d-th contiguous share of the rows."""
-        n = len(self.devices)
-        where = self.devices[0] if n == 1 else NamedSharding(self.mesh, P('data'))
-        shape = shape if n == 1 else (n, *shape)
-        return jax.device_put(jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch), where)
+        """The local rows [R, ...] -> device arrays: a share is [*shape, ...], and several are stacked on a new axis."""
+        if len(self.devices) == 1:
+            return jax.device_put(jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch), self.devices[0])
+        where = NamedSharding(self.mesh, P('data'))
+
+        def put(x):
+            share = dict(zip(self.local_shares, x.reshape(-1, *shape, *x.shape[1:])))
+            return jax.make_array_from_callback((self.n_shares, *shape, *x.shape[1:]), where,
+                                                lambda index: share[index[0].start][None])
+        return jax.tree.map(put, batch)
+
+    def largest(self, number):
+        """The largest of the numbers that the processes give: an int, or a device array that comes to be one."""
+        if jax.process_count() == 1:
+            return number
+        where = NamedSharding(Mesh(np.array(self.devices), ('data',)), P('data'))
+        return largest(jax.make_array_from_callback((len(self.devices),), where, lambda index: np.array([number])))
+
+    def entered(self):
+        """A context in which what is compiled is compiled for this layout, by name of the mesh's axes."""
+        return contextlib.nullcontext()
+
+    def check(self, config):
+        """Raises UserError for a model that does not fit this layout."""
 
     def train_step(self, step):
         return jax.jit(step, donate_argnums=0) if len(self.devices) == 1 else pmap_train_step(step, self.devices)
@@ -308,9 +402,72 @@ class DataParallel:
         return jax.jit(step) if len(self.devices) == 1 else pmap_step(step, self.devices)
 
 
-def setup_distributed_training(devices):
-    """How training runs on these devices."""
-    return DataParallel(tuple(devices))
+largest = jax.jit(jnp.max)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshParallel(DataParallel):
+    """jit over a mesh: parameters and the optimizer's state are cut as jax_transformer.PARTITION says, the sequences
+    over the axes data and fsdp. XLA puts the communication in."""
+    fsdp: int = 1
+    tensor: int = 1
+
+    @property
+    def devices_per_share(self):
+        return self.tensor
+
+    @functools.cached_property
+    def mesh(self):
+        return create_mesh(self.devices, self.tensor, self.fsdp)
+
+    def shardings(self, tree):
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), partition_specs(tree, self.mesh))
+
+    def place(self, batch, shape):
+        """As DataParallel's, with the shares side by side on the last axis of shape."""
+        axis, each = len(shape) - 1, shape[-1]
+        where = NamedSharding(self.mesh, P(*[None] * axis, BATCH))
+
+        def put(x):
+            share = dict(zip(self.local_shares, x.reshape(-1, *shape, *x.shape[1:])))
+            return jax.make_array_from_callback((*shape[:-1], self.n_shares * each, *x.shape[1:]), where,
+                                                lambda index: share[(index[axis].start or 0) // each])
+        return jax.tree.map(put, batch)
+
+    def on_mesh(self, step):
+        def step_on_mesh(state, batch):
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return step(state, batch)
+        return step_on_mesh
+
+    def train_step(self, step):
+        def partitioned(state, batch):
+            state, metrics = step(state, batch)
+            return partition(state), jax.tree.map(shard, metrics)
+        return jax.jit(self.on_mesh(partitioned), donate_argnums=0)
+
+    def eval_step(self, step):
+        return jax.jit(self.on_mesh(lambda params, batch: shard(step(params, batch))))
+
+    def entered(self):
+        return jax.set_mesh(self.mesh)
+
+    def check(self, config):
+        n_devices = len(self.devices)
+        for flag, n, name in (('tensor', self.tensor, 'n_head'), ('fsdp', self.fsdp, 'n_embd')):
+            size = getattr(config, name)
+            if size % n:
+                valid = [m for m in range(1, n_devices + 1) if size % m == 0 and n_devices % m == 0]
+                raise UserError(f'{flag}={n} does not divide {name}={size}; on {n_devices} devices it may be one of '
+                                f'{valid}')
+
+
+def setup_distributed_training(devices, fsdp=1, tensor=1):
+    """How training runs on these devices: replicated, or on a mesh where fsdp or tensor is more than 1."""
+    if fsdp == tensor == 1:
+        return DataParallel(tuple(devices))
+    create_mesh(devices, tensor, fsdp)  # refuses what does not divide
+    return MeshParallel(tuple(devices), fsdp, tensor)
 
 
 def pmap_step(step, devices, donate_argnums=()):
@@ -413,12 +570,14 @@ def get_windows(tokens, start, block_size):
     return window[:, :-1], window[:, 1:]
 
 
-def get_batch_jax(tokens, block_size, n_rows, seed, iteration):
+def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
     """The windows of one iteration, x and y, int32 [n_rows, block_size]: rows iteration * n_rows and following of an
     endless shuffled stream in which an epoch shows every window once. A pure function of its arguments, wherever a run
-    starts. (nanoGPT draws every window at random; one epoch's worth of those misses 1/e of the tokens.)"""
-    epoch, place = np.divmod(iteration * n_rows + np.arange(n_rows), count_windows(len(tokens), block_size))
-    start = np.empty(n_rows, np.int64)
+    starts. (nanoGPT draws every window at random; one epoch's worth of those misses 1/e of the tokens.)
+    rows: only these of the n_rows."""
+    rows = np.arange(n_rows) if rows is None else rows
+    epoch, place = np.divmod(iteration * n_rows + rows, count_windows(len(tokens), block_size))
+    start = np.empty(len(rows), np.int64)
     for e in np.unique(epoch):
         start[epoch == e] = epoch_windows(len(tokens), block_size, seed, int(e))[place[epoch == e]]
     return get_windows(tokens, start, block_size)
@@ -542,7 +701,11 @@ def clip_gradients(grads, max_norm):
 
 
 def cross_entropy(logits_BxTxV, targets_BxT):
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT)
+    """-log softmax(logits)[target], [B, T]. It works on logits whose vocabulary is shared out over a mesh: XLA makes
+    maximum, sum and the look-up of the target (each device looks in its own range) local ones and adds up [B, T]
+    numbers; nothing of [B, T, V] moves, which a test of the compiled program shows."""
+    with jax.named_scope('cross_entropy'):
+        return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT)
 
 
 def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
@@ -570,20 +733,24 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
 
         def micro_step(total, micro):
             grads, loss = jax.grad(loss_fn, has_aux=True)(state.params, micro, scale)
-            return jax.tree.map(jnp.add, total, (grads, loss)), None
+            return jax.tree.map(jnp.add, total, (partition(grads), loss)), None
 
         n_micro = len(batch['x'])
         if n_micro == 1:  # no sum, no loop: they would pass over all gradients again
-            total = jax.grad(loss_fn, has_aux=True)(state.params, jax.tree.map(lambda x: x[0], batch), scale)
+            grads, loss = jax.grad(loss_fn, has_aux=True)(state.params, jax.tree.map(lambda x: x[0], batch), scale)
+            total = partition(grads), loss
         else:
-            total = (jax.tree.map(jnp.zeros_like, state.params), jnp.float32(0))
+            total = (partition(jax.tree.map(jnp.zeros_like, state.params)), jnp.float32(0))
             total, _ = jax.lax.scan(micro_step, total, batch)
         if axis_name:
-            total = jax.lax.pmean(total, axis_name)
+            with jax.named_scope('all_reduce'):
+                total = jax.lax.pmean(total, axis_name)
         grads, loss = total[0], total[1] / n_micro
-        grads, grad_norm = clip_gradients(jax.tree.map(lambda g: g / (n_micro * scale), grads), grad_clip)
+        with jax.named_scope('clip'):
+            grads, grad_norm = clip_gradients(jax.tree.map(lambda g: g / (n_micro * scale), grads), grad_clip)
         metrics = {'loss': loss, 'grad_norm': grad_norm, 'lr': jnp.float32(schedule(state.step))}
-        updated = state.apply_gradients(grads=grads)
+        with jax.named_scope('optimizer'):
+            updated = state.apply_gradients(grads=grads)
         if state.loss_scale is not None:
             finite = jnp.isfinite(grad_norm)
             updated = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
@@ -613,11 +780,11 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
 
     eval_step: parallel.eval_step(make_eval_step(config)), which evaluates batch_size rows per device and call."""
     losses, n_rows = {}, eval_iters * batch_size
-    per_call = batch_size * len(parallel.devices)
+    per_call = batch_size * parallel.n_shares
     for split, tokens in splits.items():
         last, total = len(tokens) - block_size - 1, 0.0  # the last window's start
         for first in range(0, n_rows, per_call):
-            rows = np.arange(first, first + per_call)  # those past the end only fill the last call, with weight 0
+            rows = first + parallel.local_rows(per_call)  # those past the end only fill the last call, with weight 0
             x, y = get_windows(tokens, rows % n_rows * last // max(1, n_rows - 1), block_size)
             batch = {'x': x, 'y': y, 'weight': (rows < n_rows).astype(np.float32)}
             total += eval_step(params, parallel.place(batch, (batch_size,)))
@@ -664,6 +831,7 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
     meta: JSON metadata, see train_jax.py. val_loss: makes the checkpoint a candidate for the best.
     Raises UserError if this save or the one before it cannot be written (a full disk)."""
     import orbax.checkpoint as ocp
+    state = jax.tree.map(everywhere, state)
     try:
         saved = manager.save(
             iter_num, metrics=None if val_loss is None else {'val_loss': val_loss},
@@ -676,6 +844,16 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
     if not saved:
         raise UserError(f'{manager.directory} refuses checkpoint {iter_num}: it holds later ones, '
                         f'{manager.all_steps()}')
+
+
+def everywhere(x):
+    """With several processes, pmap's results are arrays of this one's devices; Orbax wants them as what they are,
+    replicas on all devices."""
+    if jax.process_count() == 1 or not isinstance(x, jax.Array) or not x.is_fully_addressable:
+        return x
+    shards = [shard.data for shard in x.addressable_shards]
+    mesh = Mesh(np.array(jax.devices(shards[0].device.platform)), ('data',))
+    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, P()), shards)
 
 
 def cannot_write(what, manager, error):
@@ -736,13 +914,13 @@ def restore_items(out_dir, step, items):
                             f'{type(error).__name__}: {error}') from error
 
 
-def load_run(out_dir, which='best', device=None):
-    """(config, params, metadata) of the best or latest checkpoint in out_dir, params on `device` (the first, if not given).
-    Nothing but the checkpoint is read. Raises UserError if there is none."""
+def load_run(out_dir, which='best', parallel=None):
+    """(config, params, metadata) of the best or latest checkpoint in out_dir, params where `parallel` has them (on the
+    first device, if not given). Nothing but the checkpoint is read. Raises UserError if there is none."""
     step, meta = load_meta(out_dir, which)
     config = GPTConfig(**meta['model'])
-    one = setup_distributed_training([device or jax.devices()[0]])
-    state = one.abstract(create_train_state, jax.random.key(0), config, optax.identity())
+    parallel = parallel or setup_distributed_training(jax.devices()[:1])
+    state = parallel.abstract(create_train_state, jax.random.key(0), config, optax.identity())
     return config, restore_items(out_dir, step, {'params': state.params})['params'], meta
 
 
@@ -883,7 +1061,7 @@ class StopSignal:
     """Catches SIGTERM and SIGINT so that the loop can save and leave; a second one kills at once."""
 
     def __init__(self):
-        self.signum = None
+        self.signum = 0  # none yet
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self.receive)
 

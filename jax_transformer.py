@@ -12,6 +12,8 @@ A name that ends in _B holds one value per sequence.
 """
 import dataclasses
 import functools
+import math
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +24,7 @@ from flax import struct
 from flax.training import train_state
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 ACTIVATIONS = ('gelu', 'gelu_tanh')  # exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
@@ -73,13 +76,104 @@ class GPTConfig:
 
 
 # -----------------------------------------------------------------------------
+# how the arrays lie, where the devices are a mesh
+#
+# A mesh has the axes data, fsdp, tensor and expert. data and fsdp share out the sequences; fsdp shares out the storage
+# of the parameters as well; tensor shares out the heads, the MLP's width and the vocabulary. Nothing lies along expert
+# yet.
+
+AXES = ('data', 'fsdp', 'tensor', 'expert')
+BATCH = ('data', 'fsdp')
+
+# Where a parameter is stored, and what the optimizer keeps of it, by the end of its path; what is not here is on every
+# device. The columns of c_attn are all q, then all k, then all v: stored in equal parts they would not be the q, k and
+# v of whole heads, and q, k and v would have to move for every token. So its rows are cut, and a device fetches the
+# columns of its heads when it needs them, 3 D**2 / tensor elements: fewer than the 3 B T D / tensor of q, k and v
+# wherever there are more tokens than channels.
+PARTITION = (
+    ('wte', P('tensor', 'fsdp')),
+    ('wpe', P(None, 'fsdp')),
+    ('c_attn/kernel', P(('fsdp', 'tensor'), None)),
+    ('c_fc/kernel', P('fsdp', 'tensor')),
+    ('c_fc/bias', P('tensor')),
+    ('c_proj/kernel', P('tensor', 'fsdp')),
+)
+
+
+def create_mesh(devices, tp_size=1, fsdp=1):
+    """A mesh of `devices` with the axes AXES, of sizes what is left, fsdp, tp_size and 1; neighbours share a tensor
+    axis. Raises UserError if they do not divide."""
+    if min(tp_size, fsdp) < 1 or len(devices) % (tp_size * fsdp):
+        valid = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
+        raise UserError(f'fsdp={fsdp} x tensor={tp_size} does not divide {len(devices)} devices; the product may be '
+                        f'one of {valid}')
+    shape = (len(devices) // (fsdp * tp_size), fsdp, tp_size, 1)
+    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def current_mesh():
+    """The mesh that the caller has set (jax.set_mesh), or None. (pmap sets one too, without our axes.)"""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if mesh.axis_names == AXES else None
+
+
+def shard(x, *spec):
+    """x, lying over the current mesh as `spec` says, per dimension: the name of an axis, of several, or None
+    (whole)."""
+    return jax.lax.with_sharding_constraint(x, P(*spec)) if current_mesh() else x
+
+
+def partition_specs(tree, mesh):
+    """PARTITION for the leaves of a tree of parameters, or of a whole TrainState. The spec belongs to the last
+    dimensions; a dimension that its axes do not divide is cut by fewer of them, the last left out first."""
+    def spec_of(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator='/')
+        spec = next((spec for end, spec in PARTITION if re.search(rf'(^|/){end}$', name)), P())
+        shape = np.shape(leaf)
+        if len(spec) > len(shape):
+            return P()
+        cut = []
+        for size, axes in zip(shape[len(shape) - len(spec):], spec):
+            axes = (axes,) if isinstance(axes, str) else axes or ()
+            while size % math.prod(mesh.shape[axis] for axis in axes):
+                axes = axes[:-1]
+            cut.append(axes or None)
+        while cut and cut[-1] is None:
+            cut.pop()
+        return P(*[None] * (len(shape) - len(spec)), *cut) if cut else P()
+
+    return jax.tree_util.tree_map_with_path(spec_of, tree)
+
+
+def partition(tree):
+    """Parameters, gradients or a TrainState, lying over the current mesh as PARTITION says."""
+    mesh = current_mesh()
+    return jax.lax.with_sharding_constraint(tree, partition_specs(tree, mesh)) if mesh else tree
+
+
+# How a kernel lies while it is stored, and while it is multiplied with: tensor cuts its outputs, or its inputs.
+COLUMNS = ('fsdp', 'tensor'), (None, 'tensor')
+ROWS = ('tensor', 'fsdp'), ('tensor', None)
+
+
+def gather(param, dtype, cut=()):
+    """A stored parameter as it is computed with on a mesh; cast first, so that less has to move."""
+    if current_mesh():
+        param = param.astype(dtype)
+    with jax.named_scope('all_gather'):
+        for spec in cut:
+            param = shard(param, *spec)
+    return param
+
+
+# -----------------------------------------------------------------------------
 # products of matrices
 
 
 def in_rows(x):
     """x; on a CPU, XLA is told to lay it out row by row, here and now."""
     rows = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-    return jax.lax.platform_dependent(x, cpu=rows, default=lambda x: x)
+    return x if current_mesh() else jax.lax.platform_dependent(x, cpu=rows, default=lambda x: x)  # XLA cannot partition it
 
 
 def transposed(x):
@@ -108,24 +202,31 @@ def dot_rows(x, y, dtype):
     return dot(transposed(x), y, dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def matmul(x, y, flip=False, dtype=None):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def matmul(x, y, flip=False, dtype=None, cut=()):
     """x @ y in x's dtype, the result in dtype (x's if not given): x [..., in] with a kernel [in, out] of any dtype, or
-    both with the same leading axes. flip: y is [..., out, in]."""
-    y = y.astype(x.dtype)
+    both with the same leading axes. flip: y is [..., out, in].
+
+    cut: ROWS or COLUMNS, of a kernel on a mesh. It is gathered anew for the gradient: kept until then, the layers would
+    add up to the whole model."""
+    y = gather(y, x.dtype, cut).astype(x.dtype)
     return dot(x, transposed(y) if flip else y, dtype)
 
 
-def matmul_bwd(flip, dtype, saved, g):
-    x, y = saved
+def matmul_bwd(flip, dtype, cut, saved, g):
+    x, y_stored = saved
     g = g.astype(x.dtype)
-    dx = dot(g, y.astype(x.dtype) if flip else transposed(y.astype(x.dtype)))
+    if cut and current_mesh():
+        y_stored, g = jax.lax.optimization_barrier((y_stored, g))  # or XLA would find that it has gathered this before
+    y = gather(y_stored, x.dtype, cut).astype(x.dtype)
+    dx = dot(g, y if flip else transposed(y))
     if y.ndim == 2:
         x, g = (a.reshape(-1, a.shape[-1]) for a in (x, g))
-    return dx, dot_rows(g, x, y.dtype) if flip else dot_rows(x, g, y.dtype)
+    dy = dot_rows(g, x, y_stored.dtype) if flip else dot_rows(x, g, y_stored.dtype)
+    return dx, shard(dy, *cut[0]) if cut else dy  # each device adds up the part that it stores
 
 
-matmul.defvjp(lambda x, y, flip, dtype: (matmul(x, y, flip, dtype), (x, y)), matmul_bwd)
+matmul.defvjp(lambda x, y, flip, dtype, cut: (matmul(x, y, flip, dtype, cut), (x, y)), matmul_bwd)
 
 
 # -----------------------------------------------------------------------------
@@ -239,22 +340,43 @@ def matmul_int8(x, weights_FxD, scale_F):
 
 
 class Dense(nn.Module):
-    """x [..., in] -> x @ kernel + bias [..., features], in the config's dtype. See quantize_params for the int8 kernel."""
+    """x [..., in] -> x @ kernel + bias [..., features], in the config's dtype. Several `features` are the widths of as
+    many results, side by side in one kernel. See quantize_params for the int8 kernel."""
     config: GPTConfig
-    features: int
+    features: int | tuple
     init_std: float = INIT_STD
+    cut: tuple = COLUMNS
 
     @nn.compact
     def __call__(self, x):
+        cfg, widths = self.config, self.features if isinstance(self.features, tuple) else (self.features,)
+        n_ranks = current_mesh().shape['tensor'] if current_mesh() and self.cut == COLUMNS else 1
         if self.has_variable('params', 'kernel_int8'):
+            n_ranks = 1
             kernel, scale = (self.get_variable('params', name) for name in ('kernel_int8', 'kernel_scale'))
-            y = matmul_int8(x, kernel, scale).astype(self.config.dtype)
+            y = matmul_int8(x, kernel, scale).astype(cfg.dtype)
         else:
-            kernel = self.param('kernel', nn.initializers.normal(self.init_std), (x.shape[-1], self.features))
-            y = matmul(x, kernel)
-        if self.config.bias:
-            y = add_bias(y, self.param('bias', nn.initializers.zeros, (self.features,)))
-        return checkpoint_name(y, 'dense')
+            kernel = self.param('kernel', nn.initializers.normal(self.init_std), (x.shape[-1], sum(widths)))
+            y = matmul(x, by_rank(kernel, widths, n_ranks), False, None, self.cut)
+        if self.cut == ROWS:  # each rank has multiplied its inputs, which gives a term of the sum
+            with jax.named_scope('all_reduce'):
+                y = shard(y, BATCH, *[None] * (y.ndim - 1))
+        if cfg.bias:
+            bias = self.param('bias', nn.initializers.zeros, (sum(widths),))
+            y = add_bias(y, by_rank(bias, widths, n_ranks))
+        y = checkpoint_name(y, 'dense')
+        if not isinstance(self.features, tuple):
+            return y
+        parts = jnp.split(y.reshape(*y.shape[:-1], n_ranks, -1), np.cumsum(widths)[:-1] // n_ranks, axis=-1)
+        return [part.reshape(*y.shape[:-1], width) for part, width in zip(parts, widths)]
+
+
+def by_rank(x, widths, n_ranks):
+    """Columns in the order q q k k v v, of `widths`, to q k v q k v: equal parts have the columns of whole heads."""
+    if n_ranks == 1 or len(widths) == 1:
+        return x
+    parts = jnp.split(x, np.cumsum(widths)[:-1], axis=-1)
+    return jnp.concatenate([part.reshape(*x.shape[:-1], n_ranks, -1) for part in parts], axis=-1).reshape(x.shape)
 
 
 def attend(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, visible_BxTxS, drop=lambda probs: probs):
@@ -309,8 +431,8 @@ class CausalSelfAttention(nn.Module):
         B, T, D = x_BxTxD.shape
         H, K = cfg.n_head, cfg.n_embd // cfg.n_head
 
-        qkv_BxTx3D = Dense(cfg, 3 * D, name='c_attn')(x_BxTxD)
-        q_BxTxHxK, k_BxSxHxK, v_BxSxHxK = (a.reshape(B, T, H, K) for a in jnp.split(qkv_BxTx3D, 3, axis=-1))
+        q_BxTxHxK, k_BxSxHxK, v_BxSxHxK = (
+            a.reshape(B, T, H, K) for a in Dense(cfg, (D, D, D), name='c_attn')(x_BxTxD))
         key_position_BxS = position_BxT
         if cache is not None:
             cache = write_cache(cache, {'k': k_BxSxHxK, 'v': v_BxSxHxK}, position_BxT)
@@ -335,7 +457,7 @@ class CausalSelfAttention(nn.Module):
             visible_BxTxS = key_position_BxS[:, None, :] <= position_BxT[:, :, None]
             y_BxTxHxK = attend(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, visible_BxTxS, drop_probs)
 
-        y_BxTxD = Dense(cfg, D, INIT_STD / (2 * cfg.n_layer)**0.5, name='c_proj')(y_BxTxHxK.reshape(B, T, D))
+        y_BxTxD = Dense(cfg, D, INIT_STD / (2 * cfg.n_layer)**0.5, ROWS, name='c_proj')(y_BxTxHxK.reshape(B, T, D))
         return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic), cache
 
 
@@ -347,7 +469,7 @@ class MLP(nn.Module):
         cfg = self.config
         h_BxTxF = Dense(cfg, 4 * cfg.n_embd, name='c_fc')(x_BxTxD)
         h_BxTxF = jax.checkpoint(gelu, static_argnums=1)(h_BxTxF, cfg.activation == 'gelu_tanh')
-        y_BxTxD = Dense(cfg, cfg.n_embd, INIT_STD / (2 * cfg.n_layer)**0.5, name='c_proj')(h_BxTxF)
+        y_BxTxD = Dense(cfg, cfg.n_embd, INIT_STD / (2 * cfg.n_layer)**0.5, ROWS, name='c_proj')(h_BxTxF)
         return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic)
 
 
@@ -364,9 +486,42 @@ class Block(nn.Module):
         return x_BxTxD, cache
 
 
+def embed(table_VxD, idx_BxT):
+    """The rows of the table that idx names, [B, T, D]; an id beyond the table gives its last row.
+
+    On a mesh a device has the rows of one vocabulary range: it looks up the ids that are in it, has zeros for the
+    others, and the sum over the tensor axis is the embedding."""
+    mesh = current_mesh()
+    if mesh is None:
+        return jnp.take(table_VxD, idx_BxT, axis=0, mode='clip')
+    V, tp_size = len(table_VxD), mesh.shape['tensor']
+    batch = BATCH if len(idx_BxT) % (mesh.shape['data'] * mesh.shape['fsdp']) == 0 else None
+
+    def lookup(rows_VxD, idx_BxT):
+        x_BxTxD = lookup_range(rows_VxD, idx_BxT, jax.lax.axis_index('tensor') * len(rows_VxD))
+        with jax.named_scope('all_reduce'):
+            return jax.lax.psum(x_BxTxD, 'tensor')
+
+    return jax.shard_map(lookup, in_specs=(P('tensor'), P(batch)), out_specs=P(batch))(
+        pad_rows(table_VxD, tp_size), jnp.clip(idx_BxT, 0, V - 1))
+
+
+def pad_rows(table, n_ranges):
+    """The table with as many rows of zeros after it as make its rows divide into n_ranges."""
+    return jnp.pad(table, ((0, -len(table) % n_ranges), *[(0, 0)] * (table.ndim - 1)))
+
+
+def lookup_range(rows_VxD, idx, start):
+    """The embeddings of the ids start .. start + V - 1, whose rows these are; zeros for all others."""
+    row = idx - start
+    mine = (row >= 0) & (row < len(rows_VxD))
+    return jnp.where(mine[..., None], jnp.take(rows_VxD, row, axis=0, mode='clip'), 0)
+
+
 def head(x_BxTxD, wte_VxD):
-    """Logits, tied to the embedding; float32 out, whatever goes in."""
-    return matmul(x_BxTxD, wte_VxD, True, jnp.float32)
+    """Logits [B, T, V], tied to the embedding; float32 out, whatever goes in. On a mesh a device keeps those of its
+    vocabulary range."""
+    return shard(matmul(x_BxTxD, wte_VxD, True, jnp.float32), BATCH, None, 'tensor')
 
 
 def map_chunks(f, chunk, *xs_BxT):
@@ -378,6 +533,83 @@ def map_chunks(f, chunk, *xs_BxT):
     split = lambda x: x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
     one = jax.checkpoint(lambda xs: f(*xs), prevent_cse=False)
     return jax.lax.map(one, tuple(map(split, xs_BxT))).swapaxes(0, 1).reshape(B, T)
+
+
+class VocabParallel(nn.Module):
+    """A table [num_embeddings, embedding_dim] whose rows are shared out over tp_size ranks: rank r has the n_rows
+    ids from r * n_rows on, n_rows = ceil(num_embeddings / tp_size), with rows of zeros beyond the end of the table.
+
+    Called, a layer computes the part of its tp_rank, on whatever device it is: its parameters are that rank's rows,
+    `weight` [n_rows, embedding_dim], as load_weight_shard cuts them from the whole. sharded_forward computes the whole
+    on a mesh: its parameters are the whole, `weight` [num_embeddings, embedding_dim]. GPT uses the same functions,
+    embed and head."""
+    num_embeddings: int
+    embedding_dim: int
+    tp_size: int = 1
+    tp_rank: int = 0
+    dtype: Any = 'float32'
+
+    @property
+    def n_rows(self):
+        return -(-self.num_embeddings // self.tp_size)
+
+    def load_weight_shard(self, full):
+        """The rows of this rank of a table, or a bias, of all num_embeddings."""
+        if len(full) != self.num_embeddings:
+            raise UserError(f'a table of {len(full)} rows is not one of {self.num_embeddings}')
+        return pad_rows(jnp.asarray(full), self.tp_size)[self.tp_rank * self.n_rows:][:self.n_rows]
+
+    def table(self, n_rows):
+        return self.param('weight', nn.initializers.normal(INIT_STD), (n_rows, self.embedding_dim)).astype(self.dtype)
+
+
+class VocabParallelEmbedding(VocabParallel):
+    """The embedding of tokens [B, T] by a table of which each rank has a part, see VocabParallel."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        """This rank's term [B, T, D] of the sum that is the embedding: zeros for ids of other ranks."""
+        return lookup_range(self.table(self.n_rows), tokens, self.tp_rank * self.n_rows)
+
+    @nn.compact
+    def sharded_forward(self, tokens, mesh):
+        """The embedding [B, T, D], looked up by the devices of a mesh (create_mesh) where the rows are and summed."""
+        return on_mesh(embed, mesh)(self.table(self.num_embeddings), tokens)
+
+
+class ParallelLMHead(VocabParallel):
+    """The logits of x [B, T, D] by a table of which each rank has a part, see VocabParallel; bias: a parameter of that
+    name is added, [n_rows] or, in sharded_forward, [num_embeddings]. last_B: only the position last_B[b] of each
+    sequence, [B, 1, ...], which is all that a prefill needs."""
+    bias: bool = False
+
+    @nn.compact
+    def __call__(self, x_BxTxD, last_B=None):
+        """This rank's logits, float32 [B, T, n_rows]; those beyond the vocabulary are -inf."""
+        logits = self.logits(x_BxTxD, last_B, self.n_rows)
+        ids = self.tp_rank * self.n_rows + jnp.arange(self.n_rows)
+        return jnp.where(ids < self.num_embeddings, logits, -jnp.inf)
+
+    @nn.compact
+    def sharded_forward(self, x_BxTxD, mesh, last_B=None, gathered=False):
+        """All logits, float32 [B, T, num_embeddings]. A device of the mesh keeps those of its range; gathered: all."""
+        logits = self.logits(x_BxTxD, last_B, self.num_embeddings, on_mesh(lambda table, x: head(x, table), mesh))
+        return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P())) if gathered else logits
+
+    def logits(self, x_BxTxD, last_B, n_rows, product=lambda table, x: head(x, table)):
+        if last_B is not None:
+            x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
+        logits = product(self.table(n_rows), x_BxTxD.astype(self.dtype))
+        return logits + self.param('bias', nn.initializers.zeros, (n_rows,)) if self.bias else logits
+
+
+def on_mesh(function, mesh):
+    """function(table, ...) with the table's rows cut over the mesh, wherever the arguments lie."""
+    def on(table, *args):
+        table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, P('tensor')))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(table, *args)
+    return jax.jit(on)
 
 
 class GPT(nn.Module):
@@ -412,8 +644,10 @@ class GPT(nn.Module):
             x_BxTxD *= jnp.take(scale_V, idx_BxT, mode='clip')[..., None].astype(cfg.dtype)
         else:
             wte_VxD = self.param('wte', nn.initializers.normal(INIT_STD), (cfg.vocab_size, cfg.n_embd))
-            x_BxTxD = jnp.take(wte_VxD, idx_BxT, axis=0, mode='clip').astype(cfg.dtype)
+            wte_VxD = gather(wte_VxD, cfg.dtype, ROWS)
+            x_BxTxD = embed(wte_VxD, idx_BxT).astype(cfg.dtype)
         wpe_PxD = self.param('wpe', nn.initializers.normal(INIT_STD), (cfg.block_size, cfg.n_embd))
+        wpe_PxD = gather(wpe_PxD, cfg.dtype, ((None, 'fsdp'), (None, None)))
         x_BxTxD += jnp.take(wpe_PxD, position_BxT, axis=0, mode='clip').astype(cfg.dtype)
         x_BxTxD = dropout(self, x_BxTxD, cfg.dropout, row_B, deterministic)
         how = dict(causal=causal, deterministic=deterministic, row_B=row_B)
@@ -435,6 +669,7 @@ class GPT(nn.Module):
         # as head(), but without its transpose of the table for large bfloat16 products: here may be a single token
         logits_BxTxV = matmul_int8(x_BxTxD, wte_VxD, scale_V) if int8 else jnp.einsum(
             'btd,vd->btv', x_BxTxD, wte_VxD.astype(x_BxTxD.dtype), preferred_element_type=jnp.float32)
+        logits_BxTxV = shard(logits_BxTxV, BATCH, None, 'tensor')
         return logits_BxTxV if cache is None else (logits_BxTxV, layers)
 
     def scan_blocks(self, x_BxTxD, position_BxT, how):
@@ -473,7 +708,9 @@ def create_train_state(rng, config, tx):
     """Freshly initialised float32 parameters and the state of the optax optimizer `tx` for them."""
     model = GPT(config)
     params = jax.jit(model.init)(rng, jnp.zeros((1, 1), jnp.int32))['params']
-    return TrainState.create(apply_fn=model.apply, params=params, tx=tx, loss_scale=initial_loss_scale(config.dtype))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx, loss_scale=initial_loss_scale(config.dtype))
+    # flax's own 0 is of a weaker type than what a step returns: steps would be compiled twice
+    return state.replace(step=jnp.int32(0))
 
 
 def initial_loss_scale(dtype):
@@ -547,7 +784,9 @@ def init_cache(config, batch_size, n_slots, dtype=None):
     layer = {name: jnp.zeros(shape, dtype) for name in ('k', 'v')}
     if dtype.dtype.itemsize == 1:
         layer |= {f'{name}_scale': jnp.zeros(shape[:-1], jnp.float32) for name in ('k', 'v')}
-    return {f'h_{i}': jax.tree.map(jnp.copy, layer) for i in range(config.n_layer)}
+    # a device of a mesh keeps its own heads
+    fresh = lambda x: shard(jnp.copy(x), None, 'tensor', *[None] * (x.ndim - 2))
+    return {f'h_{i}': jax.tree.map(fresh, layer) for i in range(config.n_layer)}
 
 
 def write_cache(cache, fresh, position_BxT):
@@ -620,7 +859,8 @@ def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
 
 def pick_token(logits_BxV, key_B, sampling, knobs):
     """One token id per row of float32 logits."""
-    logits_BxV = logits_BxV[:, :sampling.n_vocab]
+    # on a mesh every device gets all of them, to choose among
+    logits_BxV = shard(logits_BxV, None, None)[:, :sampling.n_vocab]
     if sampling.greedy:  # the first of the largest; on XLA:CPU two plain reductions are faster than argmax
         is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
         return jnp.where(is_max_BxV, jnp.arange(sampling.n_vocab), sampling.n_vocab - 1).min(-1)

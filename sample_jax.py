@@ -13,7 +13,7 @@ import numpy as np
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
     Stopwatch, exit_on_user_error, load_dataset, load_run, load_tokenizer, measure_bandwidth, read_flags,
-    setup_jax_environment, whole_characters)
+    setup_distributed_training, setup_jax_environment, whole_characters)
 from jax_transformer import UserError, decoding_params, generate_in_chunks, weight_bytes
 
 # -----------------------------------------------------------------------------
@@ -40,6 +40,7 @@ interactive = False # ask for prompts; each goes on from the text so far, /clear
 seed = 1337 # of the samples; need not be the training's
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
+tensor = 1 # share out heads (and the KV cache with them), MLP width and vocabulary over this many devices
 compile = True # of no effect, JAX always compiles
 # -----------------------------------------------------------------------------
 sys.excepthook = exit_on_user_error
@@ -55,21 +56,25 @@ if not 0 < top_p <= 1 or not 0 <= min_p <= 1 or not 0 < repetition_penalty < flo
     raise UserError(f'top_p must be in (0, 1], min_p in [0, 1], repetition_penalty above 0; got {top_p}, {min_p}, '
                     f'{repetition_penalty}')
 devices, dtype, reason = setup_jax_environment(device, dtype)
+if not 1 <= tensor <= len(devices):
+    raise UserError(f'tensor={tensor}, and there are {len(devices)} devices')
+parallel = setup_distributed_training(devices[:tensor], tensor=tensor)
 
 # model and tokenizer
 if init_from == 'resume':
-    model_config, params, meta = load_run(out_dir, checkpoint, devices[0])
+    model_config, params, meta = load_run(out_dir, checkpoint, parallel)
     description = meta['tokenizer']
     source = f"{out_dir}, checkpoint of iteration {meta['iter_num']}"
 else:
     model_config, params = load_pretrained(init_from)
-    params, source = jax.device_put(params, devices[0]), init_from
+    params, source = parallel.put(params), init_from
     description = {'kind': 'gpt2'}
     if dataset:
         description = load_dataset(Path(__file__).parent / 'data' / dataset, block_size=1)[2]
     elif model_config.vocab_size < 50257:
         raise UserError(f"{init_from} has a vocabulary of {model_config.vocab_size}, which is not GPT-2's: name the data "
                         'set that it was trained on, --dataset=...')
+parallel.check(model_config)
 model_config = dataclasses.replace(model_config, dtype=dtype)
 params = decoding_params(params, dtype, quantize)
 tokenizer = load_tokenizer(description)
@@ -80,12 +85,13 @@ if draft:
     if not n_draft:
         raise UserError('draft needs to know how many tokens to guess per step: add --n_draft=4')
     if Path(draft, 'ckpt').is_dir():
-        draft_config, draft_params, draft_meta = load_run(draft, 'best', devices[0])
+        draft_config, draft_params, draft_meta = load_run(draft, 'best', parallel)
         if draft_meta['tokenizer'] != description:
             raise UserError(f'{draft} was trained with other tokens than {source}: it cannot draft for it')
     else:
         draft_config, draft_params = load_pretrained(draft)
-        draft_params = jax.device_put(draft_params, devices[0])
+        draft_params = parallel.put(draft_params)
+    parallel.check(draft_config)
     draft_model = decoding_params(draft_params, dtype, quantize), dataclasses.replace(draft_config, dtype=dtype)
 
 
@@ -118,15 +124,16 @@ def generate_texts(prompts, sample_index, show=None):
         cache_dtype=None if cache_dtype == 'auto' else cache_dtype, n_draft=n_draft, draft=draft_model)
     stages = []
     clock.lap()
-    for made in chunks:
-        stages.append(clock.lap())  # the first chunk is the prefill with its one token
-        texts, stopped = zip(*(until_stop(tokenizer.decode(row[:end]), prompt)
-                               for row, end, prompt in zip(made.tokens.tolist(), made.lengths, prompt_texts)))
-        if show:
-            sure = whole_characters(texts[0])
-            show(texts[0] if stopped[0] else sure[:len(sure) - len(stop)])
-        if all(stopped):
-            break
+    with parallel.entered():
+        for made in chunks:
+            stages.append(clock.lap())  # the first chunk is the prefill with its one token
+            texts, stopped = zip(*(until_stop(tokenizer.decode(row[:end]), prompt)
+                                   for row, end, prompt in zip(made.tokens.tolist(), made.lengths, prompt_texts)))
+            if show:
+                sure = whole_characters(texts[0])
+                show(texts[0] if stopped[0] else sure[:len(sure) - len(stop)])
+            if all(stopped):
+                break
     if show:
         show(texts[0])
     timings.append((stages, lengths, made))
@@ -168,7 +175,7 @@ def converse():
 
 
 clock, timings = Stopwatch(), []
-header = f'{source}; {devices[0].device_kind}, compute in {dtype} ({reason})'
+header = f'{source}; {tensor} x {devices[0].device_kind}, compute in {dtype} ({reason})'
 if hasattr(sys.stdout, 'reconfigure'):
     sys.stdout.reconfigure(errors='replace')  # a terminal may lack characters that the model knows
 if interactive:
@@ -209,7 +216,7 @@ if decode_s:
     n_tokens, batch = sum(int(np.sum(made.lengths - lengths)) for _, lengths, made in timings), len(timings[0][1])
     per_s = (n_tokens - len(prompts)) / decode_s
     gb = sum(made.steps * (weight_bytes(params) + made.cache_bytes) for _, _, made in timings) / 1e9
-    bandwidth = measure_bandwidth(devices[0])
+    bandwidth = measure_bandwidth(devices[0]) * tensor  # each device reads its part
     report += (f', then {per_s:,.0f} tok/s ({per_s / batch:,.0f} per sequence) for {n_tokens:,} tokens\n'
                f'weights {weight_bytes(params) / 1e6:,.4g} MB, {gb / decode_s:.1f} GB/s, which is {gb / decode_s / bandwidth:.0%} '
                f'of the {bandwidth:.1f} GB/s that this machine reads')

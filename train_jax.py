@@ -7,6 +7,7 @@ $ python train_jax.py --init_from=resume --out_dir=out-pystdlib-char   # goes on
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -20,9 +21,9 @@ from jax_pretrained import load_pretrained
 from jax_train_utils import (
     MODEL_FLAGS, MetricsLog, StopSignal, all_finite, check_flags, choose_attention, create_learning_rate_schedule,
     create_optimizer_with_schedule, device_peak_flops, duration, estimate_loss_jax, exit_on_user_error,
-    finish_checkpoints, get_batch_jax, load_checkpoint, load_dataset, load_meta, make_eval_step, make_train_step,
-    open_checkpoints, plot_losses, progress_bar, read_flags, save_checkpoint, setup_distributed_training,
-    setup_jax_environment, split_rows, start_wandb, write_text)
+    finish_checkpoints, get_batch_jax, join_processes, leave_without_peers, load_checkpoint, load_dataset, load_meta,
+    make_eval_step, make_train_step, open_checkpoints, plot_losses, progress_bar, read_flags, save_checkpoint,
+    setup_distributed_training, setup_jax_environment, split_rows, start_wandb, write_text)
 from jax_transformer import (
     GPTConfig, UserError, count_params, create_train_state, estimate_mfu, initial_loss_scale)
 
@@ -75,17 +76,29 @@ attention = 'auto' # 'cudnn' (NVIDIA GPUs), 'chunked' (a piece at a time), 'xla'
 loss_chunk = 0 # positions whose logits exist at a time, to save memory where the vocabulary is large; 0 is all
 scan_layers = False # compile one block and loop over it: compiles faster, runs slower
 remat = 'none' # 'dots', 'full': keep less for the gradients and compute it anew, to save memory
+fsdp = 1 # share out the parameters over this many devices; sequences are shared out by all that tensor leaves
+tensor = 1 # share out heads, MLP width and vocabulary over this many devices
+coordinator_address = '' # host:port of process 0 of several; 'auto' on a TPU pod; Slurm and Open MPI need neither
+num_processes = 0 # how many there are
+process_id = -1 # which one this is, from 0
+profile = False # trace some iterations after the first ones, for TensorBoard or Perfetto, into out_dir/profile
 compile = True # of no effect, JAX always compiles
 backend = 'nccl' # of no effect, JAX picks its own
 # -----------------------------------------------------------------------------
 sys.excepthook = exit_on_user_error
 config, given = read_flags(__file__, globals())
+globals().update(config)
+join_processes(coordinator_address, num_processes, process_id)
+master = jax.process_index() == 0  # this process talks and writes logs
+if not master:
+    sys.stdout = open(os.devnull, 'w')
 
 # a resumed run keeps the flags it had, but for those that are given now
 iter_num, resumed_at, best_val_loss, wandb_id = 0, None, 1e9, None
 if config['init_from'] == 'resume':
     resumed_at, resumed = load_meta(config['out_dir'])
-    not_kept = ('device', 'overwrite', 'eval_only', 'out_dir')
+    not_kept = ('device', 'overwrite', 'eval_only', 'out_dir', 'coordinator_address', 'num_processes', 'process_id',
+                'profile')
     own = {name: value for name, value in resumed['flags'].items() if name in config and name not in not_kept}
     if given.get('optimizer', own.get('optimizer', 'adamw')) != own.get('optimizer', 'adamw'):
         raise UserError(f"cannot resume with another optimizer: {config['out_dir']} holds the state of "
@@ -104,9 +117,8 @@ check_flags(config)
 
 devices, dtype, reason = setup_jax_environment(device, dtype)
 config['dtype'] = dtype
-parallel = setup_distributed_training(devices)
-n_micro, micro_batch = split_rows(gradient_accumulation_steps, batch_size, len(devices))
-master = jax.process_index() == 0  # this process talks and writes logs
+parallel = setup_distributed_training(devices, fsdp, tensor)
+n_micro, micro_batch = split_rows(gradient_accumulation_steps, batch_size, parallel.n_shares)
 print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
 
 # the model: a new one, the checkpoint's, or somebody else's, of which block_size may be cut short; dropout is free
@@ -129,11 +141,12 @@ if init_from == 'scratch':
     model_config = GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head,
                              n_embd=n_embd, dropout=dropout, bias=bias, dtype=dtype)
     print(f'initializing a new model from scratch, vocab_size {vocab_size}')
-implementation, reason = choose_attention(attention, model_config, devices[0])
+implementation, reason = choose_attention(attention, model_config, devices[0], fsdp * tensor > 1)
 model_config = dataclasses.replace(model_config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({reason})')
 if data_vocab_size > model_config.vocab_size:
     raise UserError(f'dataset {dataset} has a vocabulary of {data_vocab_size}, the model only {model_config.vocab_size}')
+parallel.check(model_config)
 if init_from == 'resume' and tokenizer != resumed['tokenizer']:
     raise UserError(f'{out_dir} was trained with other tokens than those of dataset {dataset}: their ids mean something else')
 
@@ -147,12 +160,11 @@ if init_from == 'resume':
     state = parallel.abstract(create_train_state, jax.random.key(seed), saved_config, tx)
     state = load_checkpoint(out_dir, iter_num, state)
     if (dtype == 'float16') != (saved_config.dtype == 'float16'):
-        state = state.replace(loss_scale=parallel.replicate(initial_loss_scale(dtype)))
+        state = state.replace(loss_scale=parallel.put(initial_loss_scale(dtype)))
 else:
-    state = create_train_state(jax.random.key(seed), model_config, tx)
+    state = parallel.create(create_train_state, jax.random.key(seed), model_config, tx)
     if init_from != 'scratch':
-        state = state.replace(params=params)
-    state = parallel.replicate(state)
+        state = state.replace(params=parallel.put(params))
 n_params = count_params(state.params)
 print(f'number of parameters: {n_params / 1e6:.2f}M')
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
@@ -183,8 +195,9 @@ versions = {'python': sys.version.split()[0]} | {p.__name__: p.__version__ for p
 def make_batch(iter_num):
     """The sequences of one iteration, on the devices: a pure function of (seed, iter_num)."""
     n_rows = gradient_accumulation_steps * batch_size
-    x, y = get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num)
-    row = (iter_num * n_rows + np.arange(n_rows)).astype(np.uint32)
+    rows = parallel.local_rows(n_rows)
+    x, y = get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num, rows)
+    row = (iter_num * n_rows + rows).astype(np.uint32)
     return parallel.place({'x': x, 'y': y, 'row': row}, (n_micro, micro_batch))
 
 
@@ -240,7 +253,8 @@ def save(val_loss):
 
 
 # training loop
-stop = StopSignal()
+stop, signum = StopSignal(), 0  # the signal that this process has met, and the one that all of them stop for
+first_iter = iter_num
 bar = progress_bar(iter_num, max_iters)
 mfu, compiled = None, False
 pending = None  # the iteration before and its metrics, which are read once the next one is on its way
@@ -248,7 +262,7 @@ batch = make_batch(iter_num)
 clock, clocked = time.perf_counter(), 0  # since when, and how many iterations were read since
 try:
     while True:
-        last = iter_num >= max_iters or stop.signum is not None
+        last = iter_num >= max_iters or signum
         eval_due = iter_num % eval_interval == 0 or iter_num >= max_iters or eval_only
         save_due = last or (save_interval and iter_num % save_interval == 0)
         if pending and (eval_due or save_due):
@@ -257,8 +271,7 @@ try:
         val_loss = None
         if eval_due:
             val_loss = evaluate()
-            last = last or stop.signum is not None
-            save_due = save_due or last or always_save_checkpoint or val_loss < best_val_loss
+            save_due = save_due or always_save_checkpoint or val_loss < best_val_loss
             if iter_num != resumed_at:  # that checkpoint is there, and the best or not
                 best_val_loss = min(best_val_loss, val_loss)
         if save_due and iter_num > 0 and iter_num != resumed_at and not eval_only:
@@ -268,7 +281,10 @@ try:
         if eval_due or save_due:
             clock, clocked = time.perf_counter(), 0  # neither is part of an iteration's time
 
+        if profile and master and iter_num == first_iter + 5:
+            jax.profiler.start_trace(os.path.join(out_dir, 'profile'))
         started = time.perf_counter()
+        asked = parallel.largest(stop.signum)  # all processes stop after the same iteration
         state, metrics = train_step(state, batch)  # returns at once, the device works on
         if not compiled:  # this first call returned after compiling
             compiled, clock = True, time.perf_counter()
@@ -277,13 +293,21 @@ try:
         if pending:
             report(*pending)
         pending = iter_num, metrics
+        if profile and master and iter_num == first_iter + 7:
+            jax.block_until_ready(metrics)
+            jax.profiler.stop_trace()
+            bar.write(f'traced iterations {first_iter + 5} to {iter_num} into {out_dir}/profile')
         iter_num += 1
+        signum = int(asked)
+except Exception as error:
+    leave_without_peers(error)
+    raise
 finally:  # however the run ends, what has been saved gets onto the disk
     bar.close()
     if not eval_only:
         finish_checkpoints(checkpoints)
 
-if stop.signum is not None:
-    print(f'stopped by signal {stop.signum} at iteration {iter_num}' +
+if signum:
+    print(f'stopped by signal {signum} at iteration {iter_num}' +
           (f', saved; go on with --init_from=resume --out_dir={out_dir}' if iter_num and not eval_only else ''))
-    sys.exit(128 + stop.signum)
+    sys.exit(128 + signum)

@@ -538,7 +538,7 @@ def test_the_benchmark_ends_with_one_json_line():
         assert figures['compile_s'] > 0
     assert figures['weights_mb'] * 1e6 == pytest.approx(4 * (40 * 16 + 12 * 16**2 + 13 * 16 + 2 * 16), rel=1e-3)
     assert figures['cache_mb'] * 1e6 == 2 * 4 * 2 * 16 * min(16 + 8, 32)
-    refused(run('bench_jax.py', '--mode=sleep'), "mode must be train or decode, not 'sleep'")
+    refused(run('bench_jax.py', '--mode=sleep'), "mode must be train, decode or scaling, not 'sleep'")
     refused(run('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=100'), 'at most block_size=32')
 
 

@@ -289,7 +289,7 @@ def compiled_once(n_devices, config):
 def make_run(n_devices=1, config=TINY):
     """(parallel, fresh state, step) of a tiny run."""
     parallel, state, step = compiled_once(n_devices, config)
-    return parallel, parallel.replicate(state), step
+    return parallel, parallel.put(state), step
 
 
 def rows(n_rows, i, config=TINY):
@@ -457,7 +457,7 @@ def test_a_checkpoint_holds_the_state_of_its_iteration_although_training_goes_on
     assert iteration == 6 and meta == META
     jax.tree.map(np.testing.assert_array_equal, (restored.params, optimizer_item(restored)), expected)
     jax.tree.map(np.testing.assert_array_equal, load_run(tmp_path, 'latest')[1], expected[0])
-    assert all(leaf.sharding == parallel.replicated for leaf in jax.tree.leaves(restored.params))
+    assert all(leaf.sharding == NamedSharding(parallel.mesh, P()) for leaf in jax.tree.leaves(restored.params))
 
 
 def test_the_latest_and_the_best_checkpoint_are_kept(tmp_path):
