@@ -126,7 +126,7 @@ def bench_train(repeats=repeats, loss_chunk=loss_chunk, **how):
             'temporary_gb': step.memory_analysis().temp_size_in_bytes / 1e9, 'peak_memory_gb': peak_memory_gb()}
 
 
-def plain_matmul(x, y, flip=False, dtype=None):
+def plain_matmul(x, y, flip=False, dtype=None, cut=()):
     """jax_transformer.matmul with the gradient that JAX makes of it."""
     y = y.astype(x.dtype)
     return (x @ (y.swapaxes(-1, -2) if flip else y)).astype(dtype or x.dtype)
@@ -150,8 +150,10 @@ def ablate_train(base):
                 continue
             table[f'{name}={value}'] = bench_train(**how)
     ours, jax_transformer.matmul = jax_transformer.matmul, plain_matmul
-    table["JAX's matmul gradients"] = bench_train()
-    jax_transformer.matmul = ours
+    try:
+        table["JAX's matmul gradients"] = bench_train()
+    finally:
+        jax_transformer.matmul = ours
     print(f'{"":>24}  {"ms/iter":>9}  {"x":>5}  {"temporary GB":>12}  {"compile s":>9}')
     for name, r in table.items():
         print(f'{name:>24}  {r["ms_per_iter"]:9,.1f}  {r["ms_per_iter"] / base["ms_per_iter"]:5.2f}  '

@@ -70,7 +70,7 @@ def read_flags(script, namespace, argv=None):
 
     def override(name, value, text=None):
         if name not in config:
-            near = difflib.get_close_matches(name, config, n=3, cutoff=0.5)
+            near = difflib.get_close_matches(name, config, n=3, cutoff=0.6)
             raise UserError(f'unknown flag --{name}; ' + (f'did you mean --{" or --".join(near)}?' if near else
                                                           f'python {Path(script).name} --help lists all flags'))
         kind = type(namespace[name])
