@@ -88,7 +88,6 @@ config['dtype'] = dtype
 model_config = GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
                          dropout=dropout, bias=bias, dtype=dtype)
 decoding = dict(batch_size=batch_size, dtype=dtype, quantize=quantize, cache_dtype=cache_dtype, n_draft=n_draft)
-rng = np.random.default_rng(seed)
 clock = Stopwatch()
 
 
@@ -134,10 +133,10 @@ def plain_matmul(x, y, flip=False, dtype=None, cut=()):
 
 def ablate_train(base):
     """The table: the step as the flags have it, and with each choice changed. Returns {change: results}."""
-    chosen = dataclasses.replace(model_config, attention=choose_attention(attention, model_config, devices[0])[0])
     changes = {'attention': ('xla', 'chunked', 'cudnn'), 'scan_layers': (False, True), 'remat': ('none', 'dots', 'full'),
                'loss_chunk': (0, max(1, block_size // 8)), 'dtype': ('float32', 'bfloat16')}
-    now = dict(attention=chosen.attention, scan_layers=scan_layers, remat=remat, loss_chunk=loss_chunk, dtype=dtype)
+    now = dict(attention=choose_attention(attention, model_config, devices[0])[0], scan_layers=scan_layers, remat=remat,
+               loss_chunk=loss_chunk, dtype=dtype)
     table = {'as it is': base}
     for name, values in changes.items():
         for value in values:
@@ -158,13 +157,13 @@ def ablate_train(base):
     for name, r in table.items():
         print(f'{name:>24}  {r["ms_per_iter"]:9,.1f}  {r["ms_per_iter"] / base["ms_per_iter"]:5.2f}  '
               f'{r["temporary_gb"]:12.3f}  {r["compile_s"]:9.1f}')
-    return {name: {key: rounded(value) for key, value in r.items()} for name, r in table.items()}
+    return table
 
 
 def bench_decode(how, repeats=repeats):
     """Whole calls of generate: the prompts in one pass, then a step for every token of the batch. how: see
     `decoding`."""
-    config, params, weights = decode_model(how['dtype'], how['quantize'])
+    config, params = decode_model(how['dtype'], how['quantize'])
     prompts = prompts_of(how['batch_size'])
     calls = []
     for _ in range(repeats + 1):
@@ -172,16 +171,17 @@ def bench_decode(how, repeats=repeats):
         stages = []
         for made in generate_in_chunks(
                 params, config, prompts, max_new_tokens, rng=jax.random.key(seed), temperature=0, n_draft=how['n_draft'],
-                cache_dtype=None if how['cache_dtype'] == 'auto' else how['cache_dtype']):
+                cache_dtype=how['cache_dtype']):
             stages.append(clock.lap())
         calls.append(stages)
     prefill, decode = (np.median([call[i].running for call in calls[1:]]) for i in (0, 1))
+    weights = weight_bytes(params)
     gb_per_step = (weights + made.cache_bytes) / 1e9
     return {'ms_per_iter': decode * 1e3 / made.steps, 'tokens_per_sec': how['batch_size'] * max_new_tokens / (prefill + decode),
             'tokens_per_sec_decode': how['batch_size'] * (max_new_tokens - 1) / decode, 'prefill_ms': prefill * 1e3,
             'compile_s': sum(lap.compiling for lap in calls[0]), 'weights_mb': weights / 1e6,
             'cache_mb': made.cache_bytes / 1e6, 'gb_per_sec': gb_per_step * made.steps / decode,
-            'accepted': made.accepted / made.drafted if made.drafted else None} | quality(how)
+            'accepted': made.accepted / made.drafted if made.drafted else None} | quality(config, params, how['cache_dtype'])
 
 
 @functools.lru_cache(maxsize=1)
@@ -195,8 +195,7 @@ def trained():
 
 def decode_model(dtype, quantize):
     config, params = trained()
-    params = decoding_params(params, dtype, quantize)
-    return dataclasses.replace(config, dtype=dtype), params, weight_bytes(params)
+    return dataclasses.replace(config, dtype=dtype), decoding_params(params, dtype, quantize)
 
 
 @functools.lru_cache(maxsize=1)
@@ -214,27 +213,32 @@ def prompts_of(batch_size):
     return np.resize(validation_windows()[:, :prompt_len], (batch_size, prompt_len))
 
 
-def quality(how):
-    """On the validation windows, through the weights and the cache as decoding reads them: the perplexity, and the share
-    of positions where the likeliest token is that of float32 weights and cache."""
+def window_logits(config, params, cache_dtype):
+    """Logits of the validation windows, through the weights and the cache as decoding reads them."""
+    idx = validation_windows()[:, :-1]
+    return jax.jit(GPT(config).apply)({'params': params}, idx, cache=init_cache(config, *idx.shape, cache_dtype))[0]
+
+
+@functools.lru_cache(maxsize=1)
+def exact_tokens():
+    """The likeliest token of each position of the validation windows, in float32."""
+    return window_logits(*decode_model('float32', ''), 'float32').argmax(-1)
+
+
+def quality(config, params, cache_dtype):
+    """On the validation windows: the perplexity, and the share of positions where the likeliest token is that of float32
+    weights and cache."""
     if not dataset:
         return {}
-    tokens = validation_windows()
-
-    def run(dtype, quantize, cache_dtype):
-        config, params, _ = decode_model(dtype, quantize)
-        cache = init_cache(config, len(tokens), tokens.shape[1] - 1, None if cache_dtype == 'auto' else cache_dtype)
-        return jax.jit(GPT(config).apply)({'params': params}, tokens[:, :-1], cache=cache)[0]
-
-    logits, exact = run(how['dtype'], how['quantize'], how['cache_dtype']), run('float32', '', 'float32')
-    return {'perplexity': float(np.exp(cross_entropy(logits, tokens[:, 1:]).mean())),
-            'agreement': float((logits.argmax(-1) == exact.argmax(-1)).mean())}
+    logits = window_logits(config, params, cache_dtype)
+    return {'perplexity': float(np.exp(cross_entropy(logits, validation_windows()[:, 1:]).mean())),
+            'agreement': float((logits.argmax(-1) == exact_tokens()).mean())}
 
 
 def without_cache(n_tokens):
     """Seconds per token of batch 1 the way nanoGPT decodes: for every token the whole text anew, in one jitted call. Texts
     are padded to powers of two, so that few lengths compile."""
-    config, params, _ = decode_model(dtype, quantize)
+    config, params = decode_model(dtype, quantize)
     next_token = jax.jit(lambda params, idx, n: GPT(config).apply({'params': params}, idx, at_B=n - 1)[:, 0].argmax(-1))
     for _ in range(2):  # the first pass compiles
         text, start = prompts_of(1)[0].tolist(), time.perf_counter()
@@ -259,7 +263,7 @@ def ablate_decode(base):
     uncached = without_cache(max_new_tokens)
     table['no cache, batch_size=1'] = {'ms_per_iter': uncached * 1e3, 'tokens_per_sec': 1 / uncached}
     with jax.disable_jit():  # every operation dispatched from Python; 2 tokens tell
-        model, params, _ = decode_model(dtype, quantize)
+        model, params = decode_model(dtype, quantize)
         ends = [time.perf_counter() for _ in generate_in_chunks(
             params, model, prompts_of(batch_size), 3, rng=jax.random.key(seed), temperature=0)]
     unjitted = (ends[1] - ends[0]) / 2
@@ -268,7 +272,7 @@ def ablate_decode(base):
     print(f'{"":>26}' + ''.join(f'{column:>15}' for column in columns))
     for name, r in table.items():
         print(f'{name:>26}' + ''.join(f'{"" if r.get(column) is None else f"{r[column]:,.4g}":>15}' for column in columns))
-    return {name: {key: rounded(value) for key, value in r.items()} for name, r in table.items()}
+    return table
 
 
 def bytes_sent(config, fsdp, tensor, data, n_micro, rows):
@@ -356,5 +360,6 @@ document = {'program': 'bench_jax', 'settings': config, 'environment': environme
 if mode == 'scaling':
     document['results']['layouts'] = layouts
 elif ablate:
-    document['ablation'] = ablate_train(results) if mode == 'train' else ablate_decode(results)
+    table = ablate_train(results) if mode == 'train' else ablate_decode(results)
+    document['ablation'] = {name: {key: rounded(value) for key, value in row.items()} for name, row in table.items()}
 print(json.dumps(document))

@@ -773,13 +773,14 @@ CACHE_DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16, 'float16': jnp
                 'float8': jnp.float8_e4m3fn}
 
 
-def init_cache(config, batch_size, n_slots, dtype=None):
+def init_cache(config, batch_size, n_slots, dtype='auto'):
     """An empty KV cache: the token at position p of its sequence has slot p. Prompts of different lengths, padded on the
     right, therefore need no bookkeeping: the padding is in slots that no query sees before a token replaces it.
 
     Heads come before slots, [B, H, S, K], as attention's products want them: with slots first XLA:CPU transposed the
-    whole cache in every step. dtype: one of CACHE_DTYPES; int8 and float8 have a scale per vector."""
-    dtype = CACHE_DTYPES[dtype or config.dtype]
+    whole cache in every step. dtype: one of CACHE_DTYPES, or 'auto' for the config's; int8 and float8 have a scale per
+    vector."""
+    dtype = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
     shape = (batch_size, config.n_head, n_slots, config.n_embd // config.n_head)
     layer = {name: jnp.zeros(shape, dtype) for name in ('k', 'v')}
     if dtype.dtype.itemsize == 1:
@@ -1007,7 +1008,7 @@ class Generated(NamedTuple):
 
 def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperature=1.0, top_k=None, top_p=None,
                        min_p=None, repetition_penalty=None, stop_tokens=(), prompt_lengths_B=None, n_vocab=None,
-                       sample_index_B=None, chunk=None, cache_dtype=None, n_draft=0, draft=None):
+                       sample_index_B=None, chunk=None, cache_dtype='auto', n_draft=0, draft=None):
     """Yields a Generated with tokens [B, T + max_new_tokens] while the rows grow: after the first token, then after every
     `chunk` tokens (all of them at once, if not given).
 
@@ -1020,7 +1021,7 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
         likeliest, in (0, 1]. repetition_penalty: above 1 makes tokens that are already there less likely.
         n_vocab: only ids below it, for padded vocabularies.
     stop_tokens: a row ends with the first of these that it generates.
-    cache_dtype: of the KV cache, one of CACHE_DTYPES; the config's dtype if not given.
+    cache_dtype: of the KV cache, one of CACHE_DTYPES; 'auto' is the config's dtype.
     n_draft: guess so many tokens per step and check them together: the same tokens, sooner where guesses are right.
         draft: (params, config) of a small model with the same tokens, which guesses; without it the guess is what
         followed the row's last tokens earlier in the row.
@@ -1058,7 +1059,7 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
         raise UserError(f'repetition_penalty must be above 0, not {repetition_penalty}')
     if not 0 < n_vocab <= config.vocab_size:
         raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
-    if cache_dtype not in (None, *CACHE_DTYPES):
+    if cache_dtype not in ('auto', *CACHE_DTYPES):
         raise UserError(f'cache_dtype must be one of {", ".join(CACHE_DTYPES)}, not {cache_dtype!r}')
     if not 0 <= n_draft <= 16:
         raise UserError(f'n_draft must be between 0 (no speculation) and 16, not {n_draft}')

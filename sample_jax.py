@@ -121,7 +121,7 @@ def generate_texts(prompts, sample_index, show=None):
         top_p=top_p if top_p < 1 else None, min_p=min_p or None, n_vocab=tokenizer.vocab_size,
         repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
         prompt_lengths_B=lengths, sample_index_B=sample_index, chunk=8 if show else 64 if stop else None,
-        cache_dtype=None if cache_dtype == 'auto' else cache_dtype, n_draft=n_draft, draft=draft_model)
+        cache_dtype=cache_dtype, n_draft=n_draft, draft=draft_model)
     stages = []
     clock.lap()
     with parallel.entered():

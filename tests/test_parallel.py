@@ -472,7 +472,7 @@ def test_the_kv_cache_is_sharded_over_heads_and_a_token_moves_no_weights():
     how = dict(config=config, sampling=Sampling(True, None, False, False, False, 37, ()), draft_config=None)
     knobs = Knobs(*np.ones(4, np.float32))
     with parallel.entered():
-        state = prefill(params, None, state, knobs, width=16, n_slots=16, cache_dtype=None, **how)
+        state = prefill(params, None, state, knobs, width=16, n_slots=16, cache_dtype='auto', **how)
         program = decode.lower(params, None, state, knobs, np.int32(8), n_draft=0, **how).compile().as_text()
     assert {x.addressable_shards[0].data.shape for x in jax.tree.leaves(state.cache)} == {(3, 1, 16, 16)}
     loop = [collectives(part) for part in program.split('\n\n') if part.startswith('%')]
