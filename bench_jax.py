@@ -22,11 +22,12 @@ import optax
 
 import jax_transformer
 from jax_train_utils import (
-    PEAK_FLOPS, Stopwatch, choose_attention, create_learning_rate_schedule, create_optimizer_with_schedule, cross_entropy,
-    device_peak_flops, exit_on_user_error, get_windows, load_dataset, load_run, make_train_step, measure_bandwidth,
-    read_flags, setup_distributed_training, setup_jax_environment, split_rows)
+    PEAK_FLOPS, Stopwatch, choose_attention, config_from_flags, create_learning_rate_schedule,
+    create_optimizer_with_schedule, cross_entropy, device_peak_flops, exit_on_user_error, get_windows, load_dataset,
+    load_run, make_train_step, measure_bandwidth, read_flags, setup_distributed_training, setup_jax_environment,
+    split_rows)
 from jax_transformer import (
-    GPT, GPTConfig, UserError, bucket, count_params, create_train_state, decoding_params, estimate_mfu, generate_in_chunks,
+    GPT, UserError, bucket, count_params, create_train_state, decoding_params, estimate_mfu, generate_in_chunks,
     init_cache, weight_bytes)
 
 # -----------------------------------------------------------------------------
@@ -42,6 +43,18 @@ n_head = 12 # attention heads
 n_embd = 768 # width
 dropout = 0.0 # on embeddings, attention and residuals (train)
 bias = True # in LayerNorm and Dense layers
+norm = 'layer' # 'layer' or 'rms'
+position = 'learned' # 'learned' or 'rope'
+n_kv_head = 0 # heads of keys and values; 0 is n_head
+qk_norm = '' # 'learned' normalizes queries and keys
+layer_types = 'full' # 'full' or 'window' of each layer, as in 'window,full'; a short pattern repeats
+window = 0 # keys that a query sees in 'window' layers
+mlp = 'gelu' # 'gelu' or 'swiglu'
+n_inner = 0 # width of the MLP, or of each expert; 0 is 4 * n_embd
+tied_head = True # the head is the embedding
+n_expert = 0 # MLPs per layer of which a token uses n_expert_used; 0 is one for all
+n_expert_used = 2 # experts per token
+expert_balance = 0.01 # weight of the loss that keeps the experts equally busy (train)
 prompt_len = 16 # tokens of each prompt (decode)
 max_new_tokens = 128 # generated per sequence, greedily (decode)
 optimizer = 'adamw' # or 'muon' (train)
@@ -85,8 +98,7 @@ if mode == 'decode' and not out_dir and (max_new_tokens < 2 or prompt_len + max_
     raise UserError(f'max_new_tokens must be at least 2, and prompt_len + max_new_tokens at most block_size={block_size}')
 devices, dtype, reason = setup_jax_environment(device, dtype)
 config['dtype'] = dtype
-model_config = GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
-                         dropout=dropout, bias=bias, dtype=dtype)
+model_config = config_from_flags(config, vocab_size=vocab_size, dtype=dtype)
 decoding = dict(batch_size=batch_size, dtype=dtype, quantize=quantize, cache_dtype=cache_dtype, n_draft=n_draft)
 clock = Stopwatch()
 

@@ -108,7 +108,25 @@ def read_flags(script, namespace, argv=None):
     return config, given
 
 
-MODEL_FLAGS = {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias'}  # those that a checkpoint fixes
+MODEL_FLAGS = {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'norm', 'position', 'n_kv_head', 'qk_norm',
+               'layer_types', 'window', 'mlp', 'n_inner', 'tied_head', 'n_expert', 'n_expert_used'}  # a checkpoint fixes
+
+
+def config_from_flags(flags, **more):
+    """The GPTConfig that the model's flags mean, and `more` of its fields. n_inner is the width of each expert, too."""
+    own = {name: flags[name] for name in (*MODEL_FLAGS, 'dropout') if name not in ('n_expert', 'n_expert_used')}
+    if flags['n_expert']:
+        own['moe'] = {'n_expert': flags['n_expert'], 'n_used': flags['n_expert_used'],
+                      'width': flags['n_inner'] or 4 * flags['n_embd'], 'balance': flags['expert_balance']}
+    own['layer_types'] = tuple(kind.strip() for kind in flags['layer_types'].split(','))
+    return GPTConfig(**own, **more)
+
+
+def flags_from_config(config):
+    """The model's flags as they would be for a config that came from elsewhere; what has no flag is left out."""
+    own = {name: getattr(config, name) for name in MODEL_FLAGS if name not in ('n_expert', 'n_expert_used')}
+    experts = (config.moe.n_expert, config.moe.n_used) if config.moe else (0, 2)
+    return own | {'layer_types': ','.join(config.layer_types)} | dict(zip(('n_expert', 'n_expert_used'), experts))
 
 
 def check_flags(config):
@@ -281,6 +299,8 @@ def choose_attention(asked, config, device, on_mesh=False):
         raise UserError('attention=chunked goes sequence by sequence, which a mesh shares out; use --attention=auto')
     if asked in ('xla', 'chunked'):
         return asked, 'as asked'
+    if asked == 'auto' and not config.plain_attention:
+        return 'xla', 'the others do not compute windows, shared key heads, sinks, latents'
     if asked == 'auto' and device.platform == 'cpu':
         if on_mesh:
             return 'xla', 'chunks go by the sequence, which a mesh shares out'
@@ -296,7 +316,7 @@ def choose_attention(asked, config, device, on_mesh=False):
 def why_not_cudnn(config, device):
     """Why cuDNN's attention cannot train this model on this device, or None if it can; the last condition is that a small
     case compiles."""
-    width, capability = config.n_embd // config.n_head, float(getattr(device, 'compute_capability', None) or 0)
+    width, capability = config.head_width, float(getattr(device, 'compute_capability', None) or 0)
     if device.platform != 'gpu' or 'cuda' not in device.client.platform_version:
         return 'it is for NVIDIA GPUs'
     if capability < 8:
@@ -316,7 +336,7 @@ def why_not_cudnn(config, device):
 
 def compile_cudnn(config, device):
     """Compiles attention and its gradient for one sequence. It raises where cuDNN is missing, too old, or unwilling."""
-    x = jax.ShapeDtypeStruct((1, config.block_size, config.n_head, config.n_embd // config.n_head), config.dtype,
+    x = jax.ShapeDtypeStruct((1, config.block_size, config.n_head, config.head_width), config.dtype,
                              sharding=jax.sharding.SingleDeviceSharding(device))
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation='cudnn')
     jax.jit(jax.grad(lambda x: attend(x, x, x).astype(jnp.float32).sum())).lower(x).compile()
@@ -454,7 +474,8 @@ class MeshParallel(DataParallel):
 
     def check(self, config):
         n_devices = len(self.devices)
-        for flag, n, name in (('tensor', self.tensor, 'n_head'), ('fsdp', self.fsdp, 'n_embd')):
+        tensor, fsdp = self.tensor, self.fsdp
+        for flag, n, name in (('tensor', tensor, 'n_head'), ('tensor', tensor, 'kv_heads'), ('fsdp', fsdp, 'n_embd')):
             size = getattr(config, name)
             if size % n:
                 valid = [m for m in range(1, n_devices + 1) if size % m == 0 and n_devices % m == 0]
@@ -588,6 +609,8 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
 
 
 class CharTokenizer:
+    stop_tokens, chat_template = (), None  # ids that end a text; how a chat is written as a text
+
     def __init__(self, chars):
         self.chars, self.vocab_size = chars, len(chars)
         self.ids = {c: i for i, c in enumerate(chars)}
@@ -603,6 +626,8 @@ class CharTokenizer:
 
 
 class GPT2Tokenizer:
+    stop_tokens, chat_template = (), None
+
     def __init__(self):
         import tiktoken
         try:
@@ -620,19 +645,81 @@ class GPT2Tokenizer:
         return self.bpe.decode(ids)
 
 
+class FolderTokenizer:
+    """The tokenizer of a Hugging Face folder: tokenizer.json, and what its other files say about the ends of texts and
+    about chats. Special tokens can be written in a prompt, and are not shown in what is decoded."""
+
+    def __init__(self, folder):
+        from tokenizers import Tokenizer
+        folder = Path(folder)
+        try:
+            self.tokenizer = Tokenizer.from_file(str(folder / 'tokenizer.json'))
+        except Exception as error:  # its own class is Exception
+            raise UserError(f'cannot read {folder / "tokenizer.json"} ({error}); copy or download it again') from None
+        self.vocab_size = self.tokenizer.get_vocab_size()
+        settings, ends, config = (read_json_object(folder / f'{name}.json') for name in (
+            'tokenizer_config', 'generation_config', 'config'))
+        ends = [found.get('eos_token_id') for found in (ends, config, config.get('text_config') or {})]
+        ends = next((end for end in ends if end is not None), ())
+        self.stop_tokens = tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
+        template, self.chat_template = folder / 'chat_template.jinja', settings.get('chat_template')
+        if template.exists():
+            self.chat_template = template.read_text(encoding='utf-8')
+        tokens = {name: settings.get(name) or '' for name in ('bos_token', 'eos_token')}
+        self.special = {name: token['content'] if isinstance(token, dict) else token for name, token in tokens.items()}
+
+    def encode(self, text):
+        return self.tokenizer.encode(text).ids
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids)
+
+    def encode_chat(self, messages):
+        """The ids of messages [{'role': 'user' or 'assistant', 'content': text}] and of the beginning of the answer, as
+        the folder's template writes them."""
+        import jinja2.sandbox
+
+        def raise_exception(message):
+            raise UserError(f"the model's chat template refuses: {message}")
+
+        jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
+        jinja.filters['tojson'] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
+        jinja.globals |= {'raise_exception': raise_exception, 'strftime_now': time.strftime}
+        try:
+            text = jinja.from_string(self.chat_template).render(
+                messages=messages, add_generation_prompt=True, **self.special)
+        except jinja2.TemplateError as error:
+            raise UserError(f"the model's chat template cannot be rendered: {error}") from None
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def read_json_object(path):
+    """The object in a JSON file; {} if there is no such file. Raises UserError for other content."""
+    try:
+        values = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+    except ValueError as error:
+        raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
+    if not isinstance(values, dict):
+        raise UserError(f'{path} is not a JSON object; copy or download it again')
+    return values
+
+
 def whole_characters(text):
     """A text whose last token may have ended within a character (decoded as U+FFFD), without what is incomplete."""
     return text.rstrip('\ufffd')
 
 
 def load_tokenizer(description):
-    """The tokenizer that a description {'kind': 'char', 'chars': ...} or {'kind': 'gpt2'} means: it has encode(text),
-    decode(ids) and vocab_size. Raises UserError for any other."""
+    """The tokenizer that a description {'kind': 'char', 'chars': ...}, {'kind': 'gpt2'} or {'kind': 'folder', 'path':
+    ...} means: it has encode(text), decode(ids), vocab_size, stop_tokens, chat_template. UserError for any other."""
     kind = description.get('kind')
     if kind == 'char':
         return CharTokenizer(description['chars'])
     if kind == 'gpt2':
         return GPT2Tokenizer()
+    if kind == 'folder':
+        return FolderTokenizer(description['path'])
     raise UserError(f'unknown kind of tokenizer {kind!r}')
 
 
@@ -723,10 +810,12 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
                         f'it may be one of {[n for n in range(1, config.block_size) if config.block_size % n == 0]}')
 
     def loss_fn(params, micro, scale):
-        loss = GPT(config).apply({'params': params}, micro['x'], deterministic=False, row_B=micro['row'],
-                                 rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)},
-                                 targets_BxT=micro['y'], loss=cross_entropy, loss_chunk=loss_chunk).mean()
-        return loss * scale, loss
+        loss, sown = GPT(config).apply(
+            {'params': params}, micro['x'], deterministic=False, row_B=micro['row'], mutable=['losses'],
+            rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)},
+            targets_BxT=micro['y'], loss=cross_entropy, loss_chunk=loss_chunk)
+        loss = loss.mean()
+        return (loss + sum(jax.tree.leaves(sown))) * scale, loss  # sown: what keeps experts balanced; not reported
 
     def train_step(state, batch, axis_name=None):
         scale = 1.0 if state.loss_scale is None else state.loss_scale['scale']

@@ -4,10 +4,16 @@ References:
 1) nanoGPT's model: https://github.com/karpathy/nanoGPT/blob/master/model.py
 2) GPT-2 as released by OpenAI: https://github.com/openai/gpt-2/blob/master/src/model.py
 
+GPT-2 is Block, CausalSelfAttention, MLP and GPT. What other models have instead, or besides, is in the section "what
+GPT-2 does not have": each part can be read alone, and none of them acts unless the config asks for it.
+
 Shapes are in the names, so `q_BxTxHxK` needs no comment:
     B  batch (sequences)      T  positions of this call     S  slots of the KV cache (keys)
     D  n_embd, the width      H  heads                      K  width of one head, D / H
     F  MLP width, 4 D         V  vocabulary                 N  width of the token buffer
+    G  heads of keys and values, each shared by Q = H / G of the H heads of queries (G = H in GPT-2)
+    C  width of a latent      P  tokens of a call, B T      E  experts, of which a token uses U
+    R  pairs of a token and an expert that it uses, P U     n  blocks of b rows for one expert each
 A name that ends in _B holds one value per sequence.
 """
 import dataclasses
@@ -30,6 +36,11 @@ DTYPES = ('float32', 'bfloat16', 'float16')
 ACTIVATIONS = ('gelu', 'gelu_tanh')  # exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
 ATTENTION = ('xla', 'chunked', 'cudnn')  # see attend, attend_in_chunks, jax.nn.dot_product_attention
 REMAT = ('none', 'dots', 'full')  # computed anew for the gradients: nothing, all but the Dense layers, whole blocks
+NORMS = ('layer', 'rms')
+POSITIONS = ('learned', 'rope')  # a table as GPT-2; rotation of queries and keys
+MLPS = ('gelu', 'swiglu', 'swiglu_clamped')  # as GPT-2; with a gate (arXiv:2002.05202); that of gpt-oss
+QK_NORMS = ('', 'learned', 'plain')
+LAYER_TYPES = ('full', 'window', 'chunk', 'nope')  # 'nope': full attention without rope
 
 
 class UserError(ValueError):
@@ -37,9 +48,64 @@ class UserError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rope's frequencies change for sequences longer than those of the first training, see rope_frequencies."""
+    kind: str  # 'llama3' or 'yarn'
+    factor: float  # by which the slow pairs turn slower
+    original_length: int  # of the first training
+    low: float = 1.0  # pairs that turn less often than this over the original length are slow (yarn: beta_slow)
+    high: float = 4.0  # pairs that turn more often than this stay as they are (yarn: beta_fast)
+    truncate: bool = True  # yarn: the range between the two begins and ends with a whole pair
+    amplitude: float = 1.0  # of cosine and sine
+
+    def __post_init__(self):
+        if self.kind not in ('llama3', 'yarn'):
+            raise UserError(f'the kind of rope scaling must be llama3 or yarn, not {self.kind!r}')
+
+
+@dataclasses.dataclass(frozen=True)
+class MLA:
+    """Sizes of multi-head latent attention, see LatentAttention."""
+    q_rank: int  # width that queries are compressed to; 0 is not at all
+    kv_rank: int  # width that keys and values are compressed to
+    nope_dim: int  # of a query or key head, without position
+    rope_dim: int  # of a query head, and of the one key that all heads share, with rope
+    v_dim: int  # of a value head
+
+
+@dataclasses.dataclass(frozen=True)
+class MoE:
+    """A mixture of experts in place of an MLP, see RoutedMLP."""
+    n_expert: int
+    n_used: int  # experts per token
+    width: int  # of an expert, as n_inner is of an MLP
+    shared_width: int = 0  # of an MLP that every token goes through besides; 0 is none
+    layers: tuple = (True,)  # which layers have it; a shorter pattern repeats
+    score: str = 'softmax'  # or 'sigmoid': what makes the router's logits the weights of the experts
+    normalize: bool = True  # the weights of the chosen experts add up to 1
+    scale: float = 1.0  # of the weights
+    selection_bias: bool = False  # added to the scores when experts are chosen, not to their weights
+    n_group: int = 1  # groups of experts, of which only
+    n_group_used: int = 1  # the best ones are open to a token
+    weigh_input: bool = False  # the weight multiplies an expert's input, not its output
+    balance: float = 0.0  # weight of the load-balancing loss in training
+
+    def __post_init__(self):
+        object.__setattr__(self, 'layers', tuple(bool(x) for x in self.layers))
+        if not 1 <= self.n_used <= self.n_expert:
+            raise UserError(f'a token can use 1 to {self.n_expert} of {self.n_expert} experts, not {self.n_used}')
+        if self.score not in ('softmax', 'sigmoid'):
+            raise UserError(f"the experts' score must be softmax or sigmoid, not {self.score!r}")
+        if self.n_expert % self.n_group or not 1 <= self.n_group_used <= self.n_group:
+            raise UserError(f'{self.n_expert} experts cannot be {self.n_group} equal groups of which '
+                            f'{self.n_group_used} are used')
+
+
+@dataclasses.dataclass(frozen=True)
 class GPTConfig:
     """What the model is. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
 
+    Nested groups may be given as dicts, and tuples as lists: dataclasses.asdict() and JSON give them back.
     Raises UserError for values that cannot make a model."""
     block_size: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded up to a multiple of 64 for efficiency
@@ -55,19 +121,83 @@ class GPTConfig:
     attention: str = 'xla'  # one of ATTENTION; a call with a cache or positions of its own is always 'xla'
     scan_layers: bool = False  # compile one block and loop over it, instead of n_layer blocks
     remat: str = 'none'  # one of REMAT
+    # what newer models have instead, or besides
+    tied_head: bool = True  # the head is the embedding; False: a matrix of its own
+    norm: str = 'layer'  # one of NORMS
+    position: str = 'learned'  # one of POSITIONS
+    rope_theta: float = 10000.0  # the longest wavelength of rope is nearly 2 pi rope_theta positions
+    rope_scaling: RopeScaling | None = None
+    n_kv_head: int = 0  # heads of keys and values; 0 is n_head
+    head_dim: int = 0  # 0 is n_embd / n_head
+    attention_scale: float = 0.0  # of the scores; 0 is head_dim**-0.5
+    qk_norm: str = ''  # 'learned': RMSNorm of queries and keys before rope; 'plain': without gain, where there is rope
+    sinks: bool = False  # each head has a logit to which attention may go instead of to a key (arXiv:2309.17453)
+    layer_types: tuple = ('full',)  # of LAYER_TYPES, one per layer; a shorter pattern repeats
+    window: int = 0  # keys that a query sees in 'window' layers, its own included
+    chunk: int = 0  # length of the chunks beyond which queries do not look in 'chunk' layers
+    query_growth: float = 0.0  # 'nope' layers scale the query at position p by 1 + query_growth * ln(1 + floor((p + 1)
+    query_growth_every: int = 8192  # / query_growth_every)), to keep attention sharp over long texts
+    mlp: str = 'gelu'  # one of MLPS
+    n_inner: int = 0  # MLP width; 0 is 4 n_embd
+    swiglu_limit: float = 7.0  # of 'swiglu_clamped'
+    mla: MLA | None = None
+    moe: MoE | None = None
+
+    @property
+    def kv_heads(self):
+        return self.n_kv_head or self.n_head
+
+    @property
+    def head_width(self):
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def mlp_width(self):
+        return self.n_inner or 4 * self.n_embd
+
+    def layer(self, i):
+        """(kind of attention, whether the MLP is routed) of layer i."""
+        routed = self.moe is not None and self.moe.layers[i % len(self.moe.layers)]
+        return self.layer_types[i % len(self.layer_types)], routed
 
     def __post_init__(self):
+        for name, group in (('rope_scaling', RopeScaling), ('mla', MLA), ('moe', MoE)):
+            if isinstance(getattr(self, name), dict):
+                object.__setattr__(self, name, group(**getattr(self, name)))
+        object.__setattr__(self, 'layer_types', tuple(self.layer_types))
         for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
             if getattr(self, name) < 1:
                 raise UserError(f'{name} must be at least 1, not {getattr(self, name)}')
-        if self.n_embd % self.n_head:
+        if self.n_embd % self.n_head and not self.head_dim and not self.mla:
             valid = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             raise UserError(f'n_head={self.n_head} does not divide n_embd={self.n_embd}; it may be one of {valid}')
         if not 0 <= self.dropout < 1:
             raise UserError(f'dropout must be in [0, 1), not {self.dropout}')
-        for name, known in (('dtype', DTYPES), ('activation', ACTIVATIONS), ('attention', ATTENTION), ('remat', REMAT)):
+        for name, known in (('dtype', DTYPES), ('activation', ACTIVATIONS), ('attention', ATTENTION), ('remat', REMAT),
+                            ('norm', NORMS), ('position', POSITIONS), ('mlp', MLPS), ('qk_norm', QK_NORMS)):
             if getattr(self, name) not in known:
                 raise UserError(f'{name} must be one of {", ".join(known)}, not {getattr(self, name)!r}')
+        if self.n_head % self.kv_heads:
+            valid = [h for h in range(1, self.n_head + 1) if self.n_head % h == 0]
+            raise UserError(f'n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}; one of {valid} does')
+        if self.position == 'rope' and self.head_width % 2 and not self.mla:
+            raise UserError(f'rope turns pairs: the width of a head must be even, not {self.head_width}')
+        for kind in set(self.layer_types) or {''}:
+            if kind not in LAYER_TYPES or (kind in ('window', 'chunk') and getattr(self, kind) < 1):
+                raise UserError(f'layer_types has {kind!r}; it may have {", ".join(LAYER_TYPES)}, and window or chunk '
+                                'with a size of at least 1')
+
+        if self.attention != 'xla' and not self.plain_attention:
+            raise UserError(f'attention={self.attention} does not compute windows, chunks, shared key heads, sinks or '
+                            'latent attention: use attention=xla')
+        if self.scan_layers and len(set(map(self.layer, range(self.n_layer)))) > 1:
+            raise UserError('scan_layers needs layers that are all alike; these differ in layer_types or experts')
+
+    @property
+    def plain_attention(self):
+        """Whether attention is that of GPT-2 in all layers, whatever the positions: any implementation computes it."""
+        return not (self.mla or self.sinks or self.attention_scale or self.kv_heads != self.n_head
+                    or {'window', 'chunk'} & set(self.layer_types))
 
     def architecture(self):
         """{name: value} of the fields that say what the model is, which GPTConfig(**...) reads."""
@@ -91,11 +221,11 @@ BATCH = ('data', 'fsdp')
 # columns of its heads when it needs them, 3 D**2 / tensor elements: fewer than the 3 B T D / tensor of q, k and v
 # wherever there are more tokens than channels.
 PARTITION = (
-    ('wte', P('tensor', 'fsdp')),
+    ('(wte|lm_head)', P('tensor', 'fsdp')),
     ('wpe', P(None, 'fsdp')),
     ('c_attn/kernel', P(('fsdp', 'tensor'), None)),
-    ('c_fc/kernel', P('fsdp', 'tensor')),
-    ('c_fc/bias', P('tensor')),
+    ('(c_fc|c_gate)/kernel', P('fsdp', 'tensor')),
+    ('(c_fc|c_gate)/bias', P('tensor')),
     ('c_proj/kernel', P('tensor', 'fsdp')),
 )
 
@@ -339,6 +469,27 @@ def matmul_int8(x, weights_FxD, scale_F):
     return (y_RxF * scale_F).reshape(*x.shape[:-1], -1)
 
 
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale (arXiv:1910.07467); statistics in float32."""
+    config: GPTConfig
+    eps: float | None = None  # norm_eps, if not given
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param('scale', nn.initializers.ones, x.shape[-1:])
+        return (rms_normalize(x, self.eps or self.config.norm_eps) * scale).astype(self.config.dtype)
+
+
+def rms_normalize(x, eps):
+    """x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+
+
+def norm(config, name):
+    return (RMSNorm if config.norm == 'rms' else LayerNorm)(config, name=name)
+
+
 class Dense(nn.Module):
     """x [..., in] -> x @ kernel + bias [..., features], in the config's dtype. Several `features` are the widths of as
     many results, side by side in one kernel. See quantize_params for the int8 kernel."""
@@ -379,16 +530,29 @@ def by_rank(x, widths, n_ranks):
     return jnp.concatenate([part.reshape(*x.shape[:-1], n_ranks, -1) for part in parts], axis=-1).reshape(x.shape)
 
 
-def attend(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, visible_BxTxS, drop=lambda probs: probs):
-    """softmax(q k / sqrt(K)) v over the keys that each query sees -> [B, T, H, K]; softmax in float32. `drop` is applied
-    to the probabilities [B, H, T, S]."""
+def attend(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, visible_BxTxS, drop=lambda probs: probs, scale=None, sinks_H=None):
+    """softmax(q k * scale) v over the keys that each query sees -> [B, T, H, K]; softmax in float32. `drop` is applied
+    to the probabilities. scale is K**-0.5 if not given; values may be of another width than keys.
+
+    Query head h looks at key head h // (H / G): to that one, heads that share it are so many more queries. sinks_H: one
+    more logit per head, whose share of the probability goes nowhere."""
+    B, T, H, K = q_BxTxHxK.shape
+    G, Q = k_BxSxGxK.shape[2], H // k_BxSxGxK.shape[2]
+    q_BxTQxGxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(2, 3).reshape(B, T * Q, G, K)
     # heads first: products over the last two axes, of the cache as it lies in memory
-    q_BxHxTxK, k_BxHxSxK, v_BxHxSxK = (x.swapaxes(1, 2) for x in (q_BxTxHxK, k_BxSxHxK, v_BxSxHxK))
-    scores_BxHxTxS = jnp.einsum('bhtk,bhsk->bhts', q_BxHxTxK, k_BxHxSxK, preferred_element_type=jnp.float32)
-    scores_BxHxTxS *= q_BxTxHxK.shape[-1]**-0.5
-    scores_BxHxTxS = jnp.where(visible_BxTxS[:, None], scores_BxHxTxS, jnp.finfo(jnp.float32).min)
-    probs_BxHxTxS = drop(jax.nn.softmax(scores_BxHxTxS).astype(v_BxSxHxK.dtype))
-    return jnp.einsum('bhts,bhsk->bhtk', probs_BxHxTxS, v_BxHxSxK).swapaxes(1, 2)
+    q_BxGxTQxK, k_BxGxSxK, v_BxGxSxK = (x.swapaxes(1, 2) for x in (q_BxTQxGxK, k_BxSxGxK, v_BxSxGxK))
+    scores_BxGxTQxS = jnp.einsum('bgtk,bgsk->bgts', q_BxGxTQxK, k_BxGxSxK, preferred_element_type=jnp.float32)
+    scores_BxGxTQxS *= scale or K**-0.5
+    visible_BxTQxS = jnp.repeat(visible_BxTxS, Q, axis=1)
+    scores_BxGxTQxS = jnp.where(visible_BxTQxS[:, None], scores_BxGxTQxS, jnp.finfo(jnp.float32).min)
+    if sinks_H is not None:
+        sinks_GxTQ = jnp.tile(sinks_H.reshape(G, Q), T)
+        sinks_BxGxTQx1 = jnp.broadcast_to(sinks_GxTQ[..., None], (*scores_BxGxTQxS.shape[:3], 1))
+        scores_BxGxTQxS = jnp.concatenate([scores_BxGxTQxS, sinks_BxGxTQx1], axis=-1)
+    probs_BxGxTQxS = jax.nn.softmax(scores_BxGxTQxS)[..., :k_BxSxGxK.shape[1]]
+    probs_BxGxTQxS = drop(probs_BxGxTQxS.astype(v_BxSxGxK.dtype))
+    y_BxTQxGxK = jnp.einsum('bgts,bgsk->bgtk', probs_BxGxTQxS, v_BxGxSxK).swapaxes(1, 2)
+    return y_BxTQxGxK.reshape(B, T, Q, G, -1).swapaxes(2, 3).reshape(B, T, H, -1)
 
 
 def attend_in_chunks(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, drop=lambda probs, key_B, queries: probs, key_B=None, chunk=128):
@@ -420,71 +584,368 @@ def attend_in_chunks(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, drop=lambda probs, key_B, 
     return jax.lax.map(attend_row, (*heads_first, key_B)).swapaxes(1, 2)
 
 
+def look_back(config, kind):
+    """Positions that a query sees in a layer of this kind, its own included, at most."""
+    return {'window': config.window, 'chunk': config.chunk}.get(kind, config.block_size)
+
+
+def visible(config, kind, key_position_BxS, position_BxT):
+    """Which keys a query sees [B, T, S]: those at its own position and before, in its window or chunk."""
+    key, query = key_position_BxS[:, None, :], position_BxT[:, :, None]
+    seen = key <= query
+    if kind == 'window':
+        seen &= key > query - config.window
+    if kind == 'chunk':
+        seen &= key // config.chunk == query // config.chunk
+    return seen
+
+
+def extend(config, kind, cache, fresh, position_BxT):
+    """Adds the keys and values of this call, fresh {name: [B, T, G, K]}, to a layer's cache. Returns (what the queries
+    attend to, {name: [B, S, G, K]}; the positions of that, [B, S]; the new cache)."""
+    if cache is None:
+        return fresh, position_BxT, None
+    if kind in ('window', 'chunk'):
+        return extend_ring(config, kind, cache, fresh, position_BxT)
+    cache = write_cache(cache, fresh, position_BxT)
+    keys = read_cache(cache, config.dtype)
+    return keys, jnp.arange(next(iter(keys.values())).shape[1])[None], cache  # no query sees a slot that is behind it
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a query sees the keys at its own position and before."""
     config: GPTConfig
+    kind: str = 'full'  # one of LAYER_TYPES
 
     @nn.compact
     def __call__(self, x_BxTxD, position_BxT, *, cache=None, causal=False, deterministic=True, row_B=None):
         """causal: the positions are 0 .. T-1 and there is no cache, so that any implementation of attention will do."""
         cfg = self.config
         B, T, D = x_BxTxD.shape
-        H, K = cfg.n_head, cfg.n_embd // cfg.n_head
+        H, G, K = cfg.n_head, cfg.kv_heads, cfg.head_width
 
-        q_BxTxHxK, k_BxSxHxK, v_BxSxHxK = (
-            a.reshape(B, T, H, K) for a in Dense(cfg, (D, D, D), name='c_attn')(x_BxTxD))
-        key_position_BxS = position_BxT
-        if cache is not None:
-            cache = write_cache(cache, {'k': k_BxSxHxK, 'v': v_BxSxHxK}, position_BxT)
-            k_BxSxHxK, v_BxSxHxK = (read_cache(cache, name, cfg.dtype) for name in ('k', 'v'))
-            key_position_BxS = jnp.arange(k_BxSxHxK.shape[1])[None]  # what a slot past the query holds, it does not see
+        q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = (
+            a.reshape(B, T, -1, K) for a in Dense(cfg, (H * K, G * K, G * K), name='c_attn')(x_BxTxD))
+        if cfg.qk_norm == 'learned':
+            q_BxTxHxK, k_BxTxGxK = RMSNorm(cfg, name='q_norm')(q_BxTxHxK), RMSNorm(cfg, name='k_norm')(k_BxTxGxK)
+        if cfg.position == 'rope':
+            q_BxTxHxK, k_BxTxGxK = place(cfg, self.kind, q_BxTxHxK, k_BxTxGxK, position_BxT)
+        keys, key_position_BxS, cache = extend(cfg, self.kind, cache, {'k': k_BxTxGxK, 'v': v_BxTxGxK}, position_BxT)
         drops = cfg.dropout > 0 and not deterministic
         key_B = dropout_keys(self, row_B) if drops else None
 
-        def drop_probs(probs_BxHxTxS, key_B=key_B, queries=slice(None)):
+        def drop_probs(probs_BxGxTQxS, key_B=key_B, queries=slice(None)):
             if not drops:
-                return probs_BxHxTxS
-            number = element_numbers((H, T, k_BxSxHxK.shape[1]))[:, queries, :probs_BxHxTxS.shape[-1]]
-            return drop(probs_BxHxTxS, cfg.dropout, key_B, number)
+                return probs_BxGxTQxS
+            number = element_numbers((G, T * H // G, keys['k'].shape[1]))[:, queries, :probs_BxGxTQxS.shape[-1]]
+            return drop(probs_BxGxTQxS, cfg.dropout, key_B, number)
 
         if causal and cfg.attention == 'chunked':
-            y_BxTxHxK = attend_in_chunks(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, drop_probs, key_B)
+            y_BxTxHxK = attend_in_chunks(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, drop_probs, key_B)
         elif causal and cfg.attention == 'cudnn':
             if drops:
                 raise UserError('cuDNN has no dropout in its attention: use attention=xla or chunked, or dropout=0')
-            y_BxTxHxK = jax.nn.dot_product_attention(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, is_causal=True, implementation='cudnn')
+            y_BxTxHxK = jax.nn.dot_product_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, is_causal=True, implementation='cudnn')
         else:
-            visible_BxTxS = key_position_BxS[:, None, :] <= position_BxT[:, :, None]
-            y_BxTxHxK = attend(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, visible_BxTxS, drop_probs)
+            sinks_H = self.param('sinks', nn.initializers.zeros, (H,)) if cfg.sinks else None
+            seen_BxTxS = visible(cfg, self.kind, key_position_BxS, position_BxT)
+            y_BxTxHxK = attend(q_BxTxHxK, keys['k'], keys['v'], seen_BxTxS, drop_probs, cfg.attention_scale, sinks_H)
 
-        y_BxTxD = Dense(cfg, D, INIT_STD / (2 * cfg.n_layer)**0.5, ROWS, name='c_proj')(y_BxTxHxK.reshape(B, T, D))
+        y_BxTxD = Dense(cfg, D, INIT_STD / (2 * cfg.n_layer)**0.5, ROWS, name='c_proj')(y_BxTxHxK.reshape(B, T, H * K))
         return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic), cache
+
+
+def mlp_hidden(config, dense, x):
+    """What an MLP computes before its last layer, c_proj. dense(name, x) are its layers."""
+    up = dense('c_fc', x)
+    if config.mlp == 'gelu':
+        return jax.checkpoint(gelu, static_argnums=1)(up, config.activation == 'gelu_tanh')
+    gate = dense('c_gate', x)
+    if config.mlp == 'swiglu':
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, config.swiglu_limit), jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
 class MLP(nn.Module):
     config: GPTConfig
+    width: int
 
     @nn.compact
     def __call__(self, x_BxTxD, *, deterministic=True, row_B=None):
         cfg = self.config
-        h_BxTxF = Dense(cfg, 4 * cfg.n_embd, name='c_fc')(x_BxTxD)
-        h_BxTxF = jax.checkpoint(gelu, static_argnums=1)(h_BxTxF, cfg.activation == 'gelu_tanh')
+        h_BxTxF = mlp_hidden(cfg, lambda name, x: Dense(cfg, self.width, name=name)(x), x_BxTxD)
         y_BxTxD = Dense(cfg, cfg.n_embd, INIT_STD / (2 * cfg.n_layer)**0.5, ROWS, name='c_proj')(h_BxTxF)
         return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic)
 
 
 class Block(nn.Module):
     config: GPTConfig
+    kind: str = 'full'  # one of LAYER_TYPES
+    routed: bool = False  # a mixture of experts in place of the MLP
 
     @nn.compact
     def __call__(self, x_BxTxD, position_BxT, *, cache=None, causal=False, deterministic=True, row_B=None):
         cfg, how = self.config, dict(deterministic=deterministic, row_B=row_B)
-        y_BxTxD, cache = CausalSelfAttention(cfg, name='attn')(
-            LayerNorm(cfg, name='ln_1')(x_BxTxD), position_BxT, cache=cache, causal=causal, **how)
+        attention = LatentAttention if cfg.mla else CausalSelfAttention
+        mlp = RoutedMLP(cfg, name='mlp') if self.routed else MLP(cfg, cfg.mlp_width, name='mlp')
+        y_BxTxD, cache = attention(cfg, self.kind, name='attn')(
+            norm(cfg, 'ln_1')(x_BxTxD), position_BxT, cache=cache, causal=causal, **how)
         x_BxTxD += y_BxTxD
-        x_BxTxD += MLP(cfg, name='mlp')(LayerNorm(cfg, name='ln_2')(x_BxTxD), **how)
+        x_BxTxD += mlp(norm(cfg, 'ln_2')(x_BxTxD), **how)
         return x_BxTxD, cache
 
+
+# -----------------------------------------------------------------------------
+# what GPT-2 does not have: rope, layers with a window, latent attention, experts
+
+def rope_frequencies(theta, width, scaling=None):
+    """Radians per position by which rope turns each of the width / 2 pairs, numpy.
+
+    scaling: pairs that turn often over the original length stay as they are, those that turn rarely become slower by
+    its factor, and between the two is a linear transition: over the number of turns in Llama 3, over the pairs in YaRN
+    (arXiv:2309.00071)."""
+    frequencies = theta ** (-np.arange(0, width, 2) / width)
+    if scaling is None:
+        return frequencies
+    if scaling.kind == 'llama3':
+        turns = frequencies * scaling.original_length / (2 * np.pi)
+        keep = (turns - scaling.low) / max(scaling.high - scaling.low, 1e-9)
+    else:
+        pair = lambda turns: width * np.log(scaling.original_length / (2 * np.pi * turns)) / (2 * np.log(theta))
+        first, last = pair(scaling.high), pair(scaling.low)
+        if scaling.truncate:
+            first, last = np.floor(first), np.ceil(last)
+        first, last = max(first, 0), min(last, width - 1)
+        keep = 1 - (np.arange(width // 2) - first) / max(last - first, 1e-3)
+    keep = np.clip(keep, 0, 1)
+    return frequencies * keep + frequencies / scaling.factor * (1 - keep)
+
+
+def rope(config, x_BxTxHxK, position_BxT):
+    """Turns the pairs (x_j, x_{j + K/2}) by position * frequency_j (arXiv:2104.09864), in float32."""
+    frequencies = rope_frequencies(config.rope_theta, x_BxTxHxK.shape[-1], config.rope_scaling)
+    angle_BxTx1xJ = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)
+    amplitude = config.rope_scaling.amplitude if config.rope_scaling else 1.0
+    cos, sin = amplitude * jnp.cos(angle_BxTx1xJ), amplitude * jnp.sin(angle_BxTx1xJ)
+    a, b = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BxTxHxK.dtype)
+
+
+def place(config, kind, q_BxTxHxK, k_BxTxGxK, position_BxT):
+    """Queries and keys with their positions in them; those of 'nope' layers know no position, see query_growth."""
+    if kind == 'nope':
+        growth_BxT = jnp.log1p((position_BxT + 1) // config.query_growth_every)
+        return (q_BxTxHxK * (1 + config.query_growth * growth_BxT)[..., None, None]).astype(q_BxTxHxK.dtype), k_BxTxGxK
+    q_BxTxHxK, k_BxTxGxK = (rope(config, x, position_BxT) for x in (q_BxTxHxK, k_BxTxGxK))
+    if config.qk_norm == 'plain':
+        return (rms_normalize(x, config.norm_eps).astype(x.dtype) for x in (q_BxTxHxK, k_BxTxGxK))
+    return q_BxTxHxK, k_BxTxGxK
+
+
+def extend_ring(config, kind, cache, fresh, position_BxT):
+    """extend() for a layer that looks back no further than n positions, with n slots or some more: the token at position
+    p is in slot p % S, until a later one needs that."""
+    (B, T), n = fresh[next(iter(fresh))].shape[:2], look_back(config, kind)
+    position_BxT = jnp.broadcast_to(position_BxT, (B, T))
+    slot_S = jnp.arange(cache[next(iter(fresh))].shape[2])
+    S = len(slot_S)
+    # the latest position of a slot, where the last token is at `last`; one before the beginning is none
+    held = lambda last_Bx1: (lambda p: jnp.where(p < 0, PAD, p))(last_Bx1 - (last_Bx1 - slot_S) % S)
+    last_Bx1 = jnp.where(position_BxT < PAD, position_BxT, -1).max(1, keepdims=True)
+    stays_BxT = (position_BxT < PAD) & (position_BxT > last_Bx1 - S)
+    new = write_cache(cache, fresh, jnp.where(stays_BxT, position_BxT % S, S))
+    if T - 1 + n <= S or S < n:
+        return read_cache(new, config.dtype), held(last_Bx1), new
+    # a slot that is taken now may hold what an earlier query of this call sees
+    keys = {name: jnp.concatenate([x, fresh[name]], axis=1) for name, x in read_cache(cache, config.dtype).items()}
+    return keys, jnp.concatenate([held(position_BxT[:, :1] - 1), position_BxT], axis=1), new
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads are made from one
+    narrow vector per token, the latent; one more, with rope, is a part of every head's key. The cache holds these two
+    and nothing else."""
+    config: GPTConfig
+    kind: str = 'full'
+
+    @nn.compact
+    def __call__(self, x_BxTxD, position_BxT, *, cache=None, causal=False, deterministic=True, row_B=None):
+        cfg, mla, H = self.config, self.config.mla, self.config.n_head
+        B, T, D = x_BxTxD.shape
+        drop = lambda x: dropout(self, x, cfg.dropout, row_B, deterministic)
+        c_BxTxD = x_BxTxD
+        if mla.q_rank:
+            c_BxTxD = RMSNorm(cfg, 1e-6, name='q_norm')(Dense(cfg, mla.q_rank, cut=(), name='q_a')(x_BxTxD))
+        q_BxTxHxK = Dense(cfg, H * (mla.nope_dim + mla.rope_dim), name='q_b')(c_BxTxD).reshape(B, T, H, -1)
+        qn_BxTxHxK, qr_BxTxHxK = jnp.split(q_BxTxHxK, [mla.nope_dim], axis=-1)
+        qr_BxTxHxK = rope(cfg, qr_BxTxHxK, position_BxT)
+        latent_BxTxC, kr_BxTxK = jnp.split(
+            Dense(cfg, mla.kv_rank + mla.rope_dim, cut=(), name='kv_a')(x_BxTxD), [mla.kv_rank], axis=-1)
+        latent_BxTxC = RMSNorm(cfg, 1e-6, name='kv_norm')(latent_BxTxC)
+        kr_BxTx1xK = rope(cfg, kr_BxTxK[:, :, None], position_BxT)
+        keys, key_position_BxS, cache = extend(
+            cfg, self.kind, cache, {'latent': latent_BxTxC[:, :, None], 'rope': kr_BxTx1xK}, position_BxT)
+        latent_BxSx1xC, kr_BxSx1xK = keys['latent'], keys['rope']
+
+        w_CxHxK = self.param('kv_b', nn.initializers.normal(INIT_STD), (mla.kv_rank, H * (mla.nope_dim + mla.v_dim)))
+        wk_CxHxK, wv_CxHxK = jnp.split(w_CxHxK.astype(cfg.dtype).reshape(mla.kv_rank, H, -1), [mla.nope_dim], axis=-1)
+        seen_BxTxS = visible(cfg, self.kind, key_position_BxS, position_BxT)
+        scale = cfg.attention_scale or (mla.nope_dim + mla.rope_dim)**-0.5
+        # Keys and values of all heads from the latents: S C H (nope + v) multiplications, then T S H (nope + v) and
+        # some. Or, for few queries, as if the latents were the keys and values of one head: T S H 2 C.
+        if T * (2 * mla.kv_rank - mla.nope_dim - mla.v_dim) < mla.kv_rank * (mla.nope_dim + mla.v_dim):
+            q_BxTxHxC = jnp.concatenate([jnp.einsum('bthk,chk->bthc', qn_BxTxHxK, wk_CxHxK), qr_BxTxHxK], axis=-1)
+            k_BxSx1xC = jnp.concatenate([latent_BxSx1xC, kr_BxSx1xK], axis=-1)
+            y_BxTxHxC = attend(q_BxTxHxC, k_BxSx1xC, latent_BxSx1xC, seen_BxTxS, drop, scale)
+            y_BxTxHxK = jnp.einsum('bthc,chk->bthk', y_BxTxHxC, wv_CxHxK)
+        else:
+            latent_BxSxC = latent_BxSx1xC[:, :, 0]
+            k_BxSxHxK = jnp.einsum('bsc,chk->bshk', latent_BxSxC, wk_CxHxK)
+            kr_BxSxHxK = jnp.broadcast_to(kr_BxSx1xK, (*k_BxSxHxK.shape[:3], mla.rope_dim))
+            y_BxTxHxK = attend(jnp.concatenate([qn_BxTxHxK, qr_BxTxHxK], axis=-1),
+                               jnp.concatenate([k_BxSxHxK, kr_BxSxHxK], axis=-1),
+                               jnp.einsum('bsc,chk->bshk', latent_BxSxC, wv_CxHxK), seen_BxTxS, drop, scale)
+        y_BxTxD = Dense(cfg, D, INIT_STD / (2 * cfg.n_layer)**0.5, ROWS, name='c_proj')(y_BxTxHxK.reshape(B, T, -1))
+        return drop(y_BxTxD), cache
+
+
+class Router(nn.Module):
+    """x [P, D] -> the experts of each token and their weights, [P, n_used]; in float32."""
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x_PxD):
+        cfg, moe = self.config, self.config.moe
+        P, E = len(x_PxD), moe.n_expert
+        kernel = self.param('kernel', nn.initializers.normal(INIT_STD), (x_PxD.shape[-1], E))
+        logits_PxE = x_PxD.astype(jnp.float32) @ kernel.astype(jnp.float32)
+        if cfg.bias:
+            logits_PxE += self.param('bias', nn.initializers.zeros, (E,))
+        score_PxE = jax.nn.softmax(logits_PxE) if moe.score == 'softmax' else jax.nn.sigmoid(logits_PxE)
+        rank_PxE = score_PxE
+        if moe.selection_bias:
+            rank_PxE += self.param('selection_bias', nn.initializers.zeros, (E,))
+        if moe.n_group > 1:  # a group is as good as its two best experts together
+            rank_PxGxE = rank_PxE.reshape(P, moe.n_group, -1)
+            _, best = jax.lax.top_k(jax.lax.top_k(rank_PxGxE, 2)[0].sum(-1), moe.n_group_used)
+            open_PxG = jax.nn.one_hot(best, moe.n_group, dtype=bool).any(1)
+            rank_PxE = jnp.where(open_PxG[..., None], rank_PxGxE, -jnp.inf).reshape(P, E)
+        _, expert_PxU = jax.lax.top_k(rank_PxE, moe.n_used)
+        weight_PxU = jnp.take_along_axis(score_PxE, expert_PxU, axis=-1)
+        if moe.normalize:
+            weight_PxU /= weight_PxU.sum(-1, keepdims=True) + 1e-20
+
+        # Switch's loss (arXiv:2101.03961): share of the tokens times mean score, 1 if all experts get the same of both
+        share_E = jax.nn.one_hot(expert_PxU, E).mean((0, 1))
+        mean_E = (score_PxE / score_PxE.sum(-1, keepdims=True)).mean(0)
+        self.sow('losses', 'balance', moe.balance * E * (share_E * mean_E).sum())
+        return expert_PxU, weight_PxU * moe.scale
+
+
+class ExpertDense(nn.Module):
+    """The parameters of a Dense layer of every expert: kernel [E, in, out], and bias [E, out]."""
+    config: GPTConfig
+    shape: tuple  # (in, out)
+    init_std: float = INIT_STD
+
+    @nn.compact
+    def __call__(self):
+        E, (n_in, n_out) = self.config.moe.n_expert, self.shape
+        if self.has_variable('params', 'kernel_int8'):  # see quantize_params
+            params = {name: self.get_variable('params', name) for name in ('kernel_int8', 'kernel_scale')}
+        else:
+            params = {'kernel': self.param('kernel', nn.initializers.normal(self.init_std), (E, n_in, n_out))}
+        if self.config.bias:
+            params['bias'] = self.param('bias', nn.initializers.zeros, (E, n_out))
+        return params
+
+
+class RoutedMLP(nn.Module):
+    """A mixture of experts: a router sends each token through n_used of n_expert MLPs; no token is dropped."""
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD, *, deterministic=True, row_B=None):
+        cfg, moe = self.config, self.config.moe
+        D = cfg.n_embd
+        x_PxD = x_BxTxD.reshape(-1, D)
+        expert_PxU, weight_PxU = Router(cfg, name='router')(x_PxD)
+        names = ('c_fc', 'c_proj') if cfg.mlp == 'gelu' else ('c_gate', 'c_fc', 'c_proj')
+        weights = {name: ExpertDense(cfg, (D, moe.width), name=f'experts_{name}')() for name in names[:-1]}
+        weights['c_proj'] = ExpertDense(cfg, (moe.width, D), INIT_STD / (2 * cfg.n_layer)**0.5, name='experts_c_proj')()
+
+        def expert(weights, x_bxD):
+            def dense(name, x):
+                w = weights[name]
+                if 'kernel_int8' in w:
+                    y = matmul_int8(x, w['kernel_int8'], w['kernel_scale']).astype(cfg.dtype)
+                else:
+                    y = x @ w['kernel'].astype(cfg.dtype)
+                return y + w['bias'].astype(cfg.dtype) if cfg.bias else y
+            return dense('c_proj', mlp_hidden(cfg, dense, x_bxD))
+
+        weight_PxUx1 = weight_PxU[..., None]
+        x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, D))
+        if moe.weigh_input:
+            x_PxUxD, weight_PxUx1 = (x_PxUxD * weight_PxUx1).astype(cfg.dtype), 1
+        y_PxUxD = through_experts(expert, weights, x_PxUxD.reshape(-1, D), expert_PxU.ravel(), moe.n_expert)
+        y_PxD = (y_PxUxD.reshape(x_PxUxD.shape) * weight_PxUx1).sum(1).astype(cfg.dtype)
+        y_BxTxD = y_PxD.reshape(x_BxTxD.shape)
+        if moe.shared_width:
+            y_BxTxD += MLP(cfg, moe.shared_width, name='shared')(x_BxTxD)
+        return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic)
+
+
+def through_experts(f, weights, x_RxD, expert_R, n_expert):
+    """f(weights of expert_R[r], x_RxD[r]) of every row r [R, D], each expert computing its own rows only.
+
+    Rows are sorted by expert and laid out in blocks of b rows of one expert each, the last block of an expert filled up
+    with zeros. n blocks are enough however the rows are shared out, as many as are needed are computed."""
+    R, D = x_RxD.shape
+    b = max(1, min(-(-R // n_expert), 64))  # rows; more would be more filling, fewer would read weights more often
+    n = R // b + min(n_expert, R)
+    count_E = jnp.zeros(n_expert, jnp.int32).at[expert_R].add(1)
+    end_E = jnp.cumsum(-(-count_E // b))  # blocks of this expert and those before
+    first_E = (end_E - -(-count_E // b)) * b - (jnp.cumsum(count_E) - count_E)  # first row, less the rows before
+    order_R = jnp.argsort(expert_R)
+    slot_R = jnp.zeros(R, jnp.int32).at[order_R].set(first_E[expert_R[order_R]] + jnp.arange(R))
+    expert_n = jnp.searchsorted(end_E, jnp.arange(n), side='right').clip(0, n_expert - 1)
+    x_nxbxD = jnp.zeros((n * b, D), x_RxD.dtype).at[slot_R].set(x_RxD, unique_indices=True).reshape(n, b, D)
+    return map_blocks(f, weights, x_nxbxD, expert_n, end_E[-1]).reshape(n * b, D)[slot_R]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def map_blocks(f, weights, x_nxbxD, expert_n, n_used):
+    """f(weights of expert_n[i], x[i]) of the first n_used blocks [n, b, D], zeros for the others. The gradients of the
+    weights are added up in place: JAX's own would add a zero gradient for all experts in every step of the loop."""
+    def block(i, y):
+        return y.at[i].set(f(weights_of(expert_n[i], weights), x_nxbxD[i]))
+
+    return jax.lax.fori_loop(0, n_used, block, jnp.zeros_like(x_nxbxD))
+
+
+def weights_of(e, weights):
+    return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, e, keepdims=False), weights)
+
+
+def map_blocks_bwd(f, saved, g_nxbxD):
+    weights, x_nxbxD, expert_n, n_used = saved
+
+    def block(i, grads):
+        e = expert_n[i]
+        dw, dx = jax.vjp(f, weights_of(e, weights), x_nxbxD[i])[1](g_nxbxD[i])
+        return jax.tree.map(lambda total, d: total.at[e].add(d), grads[0], dw), grads[1].at[i].set(dx)
+
+    dw, dx_nxbxD = jax.lax.fori_loop(0, n_used, block, jax.tree.map(jnp.zeros_like, (weights, x_nxbxD)))
+    return dw, dx_nxbxD, None, None
+
+
+map_blocks.defvjp(lambda f, *args: (map_blocks(f, *args), args), map_blocks_bwd)
+
+
+# -----------------------------------------------------------------------------
+# the whole
 
 def embed(table_VxD, idx_BxT):
     """The rows of the table that idx names, [B, T, D]; an id beyond the table gives its last row.
@@ -623,7 +1084,7 @@ class GPT(nn.Module):
 
         deterministic: False turns dropout on; it needs rngs={'dropout': key}.
         row_B: the number by which dropout knows each sequence; 0, 1, 2, ... if not given.
-        position_BxT: where the tokens stand in their sequence; 0 .. T-1 if not given.
+        position_BxT: where the tokens stand in their sequence; 0 .. T-1 if not given. PAD marks padding.
         cache: from init_cache(). The T tokens go into it, and (logits, cache) is returned.
         at_B: compute logits for this one index into T of each sequence only, [B, 1, vocab_size].
         targets_BxT, loss, loss_chunk: return loss(logits, targets), [B, T], instead of the logits, which only ever exist
@@ -638,17 +1099,21 @@ class GPT(nn.Module):
         if position_BxT is None:
             position_BxT = jnp.arange(T)[None]
 
-        if int8 := self.has_variable('params', 'wte_int8'):
-            wte_VxD, scale_V = (self.get_variable('params', name) for name in ('wte_int8', 'wte_scale'))
+        def table(name, n, cut=ROWS):
+            """(matrix [n, D], None), or, see quantize_params, (int8 matrix [n, D], scale [n])."""
+            if self.has_variable('params', f'{name}_int8'):
+                return tuple(self.get_variable('params', f'{name}_{part}') for part in ('int8', 'scale'))
+            return gather(self.param(name, nn.initializers.normal(INIT_STD), (n, cfg.n_embd)), cfg.dtype, cut), None
+
+        wte_VxD, scale_V = table('wte', cfg.vocab_size)
+        if scale_V is None:
+            x_BxTxD = embed(wte_VxD, idx_BxT).astype(cfg.dtype)
+        else:
             x_BxTxD = jnp.take(wte_VxD, idx_BxT, axis=0, mode='clip').astype(cfg.dtype)
             x_BxTxD *= jnp.take(scale_V, idx_BxT, mode='clip')[..., None].astype(cfg.dtype)
-        else:
-            wte_VxD = self.param('wte', nn.initializers.normal(INIT_STD), (cfg.vocab_size, cfg.n_embd))
-            wte_VxD = gather(wte_VxD, cfg.dtype, ROWS)
-            x_BxTxD = embed(wte_VxD, idx_BxT).astype(cfg.dtype)
-        wpe_PxD = self.param('wpe', nn.initializers.normal(INIT_STD), (cfg.block_size, cfg.n_embd))
-        wpe_PxD = gather(wpe_PxD, cfg.dtype, ((None, 'fsdp'), (None, None)))
-        x_BxTxD += jnp.take(wpe_PxD, position_BxT, axis=0, mode='clip').astype(cfg.dtype)
+        if cfg.position == 'learned':
+            wpe_PxD, _ = table('wpe', cfg.block_size, ((None, 'fsdp'), (None, None)))
+            x_BxTxD += jnp.take(wpe_PxD, position_BxT, axis=0, mode='clip').astype(cfg.dtype)
         x_BxTxD = dropout(self, x_BxTxD, cfg.dropout, row_B, deterministic)
         how = dict(causal=causal, deterministic=deterministic, row_B=row_B)
         layers = {}
@@ -660,15 +1125,16 @@ class GPT(nn.Module):
                 run = lambda block, x: block(x, position_BxT, cache=cache and cache[name], **how)
                 if cfg.remat != 'none' and cache is None:
                     run = nn.remat(run, policy=remat_policy(cfg.remat))
-                x_BxTxD, layers[name] = run(Block(cfg, name=name), x_BxTxD)
-        x_BxTxD = LayerNorm(cfg, name='ln_f')(x_BxTxD)
+                x_BxTxD, layers[name] = run(Block(cfg, *cfg.layer(i), name=name), x_BxTxD)
+        x_BxTxD = norm(cfg, 'ln_f')(x_BxTxD)
+        head_VxD, scale_V = (wte_VxD, scale_V) if cfg.tied_head else table('lm_head', cfg.vocab_size)
         if targets_BxT is not None:
-            return map_chunks(lambda x, targets: loss(head(x, wte_VxD), targets), loss_chunk, x_BxTxD, targets_BxT)
+            return map_chunks(lambda x, targets: loss(head(x, head_VxD), targets), loss_chunk, x_BxTxD, targets_BxT)
         if at_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, at_B[:, None, None], axis=1)
         # as head(), but without its transpose of the table for large bfloat16 products: here may be a single token
-        logits_BxTxV = matmul_int8(x_BxTxD, wte_VxD, scale_V) if int8 else jnp.einsum(
-            'btd,vd->btv', x_BxTxD, wte_VxD.astype(x_BxTxD.dtype), preferred_element_type=jnp.float32)
+        logits_BxTxV = matmul_int8(x_BxTxD, head_VxD, scale_V) if scale_V is not None else jnp.einsum(
+            'btd,vd->btv', x_BxTxD, head_VxD.astype(x_BxTxD.dtype), preferred_element_type=jnp.float32)
         logits_BxTxV = shard(logits_BxTxV, BATCH, None, 'tensor')
         return logits_BxTxV if cache is None else (logits_BxTxV, layers)
 
@@ -682,12 +1148,16 @@ class GPT(nn.Module):
         def block(x, layer):
             params, i = layer
             rngs = None if key is None else {'dropout': jax.random.fold_in(key, i)}
-            return Block(cfg, parent=None).apply({'params': params}, x, position_BxT, rngs=rngs, **how)[0], None
+            (x, _), sown = Block(cfg, *cfg.layer(0), parent=None).apply(
+                {'params': params}, x, position_BxT, rngs=rngs, mutable=['losses'], **how)
+            return x, sum(jax.tree.leaves(sown), jnp.float32(0))
 
         if cfg.remat != 'none':
             block = jax.checkpoint(block, policy=remat_policy(cfg.remat), prevent_cse=False)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
-        return jax.lax.scan(block, x_BxTxD, (stacked, jnp.arange(cfg.n_layer)))[0]
+        x_BxTxD, losses = jax.lax.scan(block, x_BxTxD, (stacked, jnp.arange(cfg.n_layer)))
+        self.sow('losses', 'balance', losses.sum())
+        return x_BxTxD
 
 
 def remat_policy(remat):
@@ -719,18 +1189,26 @@ def initial_loss_scale(dtype):
 
 
 def count_params(params, non_embedding=True):
-    """Number of parameters. As in nanoGPT, non_embedding leaves out the position table; the token table counts, as it
-    is the head as well."""
+    """Number of parameters. As in nanoGPT, non_embedding leaves out the position table; the token table counts, unless
+    the head is another matrix."""
     total = sum(x.size for x in jax.tree.leaves(params))
-    return total - params['wpe'].size if non_embedding else total
+    tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)
+    return total - sum(params[name].size for name in tables if name in params) if non_embedding else total
 
 
 def estimate_mfu(n_params, config, tokens_per_sec, peak_flops):
     """Model FLOPs utilization: the share of `peak_flops` (FLOP/s of all devices together) that the training achieves.
 
     6 FLOPs per parameter and token, forward and backward, plus attention's 12 L H K T (PaLM, arXiv:2204.02311,
-    appendix B). n_params is count_params(params)."""
-    flops_per_token = 6 * n_params + 12 * config.n_layer * config.n_embd * config.block_size
+    appendix B), T being the window where that is shorter. n_params is count_params(params); the experts that a token
+    does not use are left out."""
+    kinds, routed = zip(*map(config.layer, range(config.n_layer)))
+    if moe := config.moe:
+        matrices = 2 if config.mlp == 'gelu' else 3
+        n_params -= sum(routed) * (moe.n_expert - moe.n_used) * matrices * config.n_embd * moe.width
+    seen = sum(min(config.block_size, look_back(config, kind)) for kind in kinds)
+    width = (config.mla.nope_dim + config.mla.rope_dim + config.mla.v_dim) / 2 if config.mla else config.head_width
+    flops_per_token = 6 * n_params + 12 * config.n_head * width * seen
     return flops_per_token * tokens_per_sec / peak_flops
 
 
@@ -745,13 +1223,14 @@ def cast_matrices(params, dtype):
 
 def quantize_params(params):
     """The parameters with int8 matrices, one scale per output channel: kernel [in, out] becomes kernel_int8 [out, in] and
-    kernel_scale [out], wte becomes wte_int8 and wte_scale [V]. A quarter of float32's bytes; for decoding only."""
+    kernel_scale [out], wte becomes wte_int8 and wte_scale [V], lm_head likewise. A quarter of float32's bytes; for decoding only."""
     quantized = {}
     for name, p in params.items():
         if isinstance(p, dict):
-            quantized[name] = quantize_params(p)
-        elif name in ('kernel', 'wte'):
-            quantized[f'{name}_int8'], quantized[f'{name}_scale'] = quantize(p if name == 'wte' else p.T, jnp.int8)
+            quantized[name] = p if name == 'router' else quantize_params(p)  # that is small, and much depends on it
+        elif name in ('kernel', 'wte', 'lm_head'):
+            rows = p.swapaxes(-1, -2) if name == 'kernel' else p
+            quantized[f'{name}_int8'], quantized[f'{name}_scale'] = quantize(rows, jnp.int8)
         else:
             quantized[name] = p
     return quantized
@@ -765,56 +1244,83 @@ def decoding_params(params, dtype, quantize=''):
 
 
 def weight_bytes(params):
-    """Bytes of weights that a step of decoding must read: all, but for the position table, of which it looks up rows."""
-    return sum(p.nbytes for p in jax.tree.leaves(params)) - params['wpe'].nbytes
+    """Bytes of weights that a step of decoding must read: all, but for tables of which it looks up rows (and though it
+    does not read the experts that no token uses)."""
+    tables = ('wpe', 'wte', 'wte_int8') if {'lm_head', 'lm_head_int8'} & params.keys() else ('wpe',)
+    return sum(p.nbytes for name, part in params.items() if name not in tables for p in jax.tree.leaves(part))
 
 
 CACHE_DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16, 'float16': jnp.float16, 'int8': jnp.int8,
                 'float8': jnp.float8_e4m3fn}
+PAD = 2**30  # position of a token that is none: behind every query, and no slot is for it
 
 
-def init_cache(config, batch_size, n_slots, dtype='auto'):
+def cached(config):
+    """{name: (heads, width)} of what a layer keeps of a token."""
+    if config.mla:
+        return {'latent': (1, config.mla.kv_rank), 'rope': (1, config.mla.rope_dim)}
+    return {name: (config.kv_heads, config.head_width) for name in ('k', 'v')}
+
+
+def cache_bytes(config, n_positions, dtype='auto'):
+    """Bytes that the cache keeps of one sequence of n_positions."""
+    itemsize = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype].dtype.itemsize
+    per_token = sum(heads * (width * itemsize + 4 * (itemsize == 1)) for heads, width in cached(config).values())
+    return per_token * sum(min(n_positions, look_back(config, config.layer(i)[0])) for i in range(config.n_layer))
+
+
+def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0):
     """An empty KV cache: the token at position p of its sequence has slot p. Prompts of different lengths, padded on the
-    right, therefore need no bookkeeping: the padding is in slots that no query sees before a token replaces it.
+    right, therefore need no bookkeeping: the padding is in slots that no query sees before a token replaces it. Layers
+    that do not look back so far have fewer slots, see extend_ring; they cannot take padding that is not marked as PAD.
 
-    Heads come before slots, [B, H, S, K], as attention's products want them: with slots first XLA:CPU transposed the
+    Heads come before slots, [B, G, S, K], as attention's products want them: with slots first XLA:CPU transposed the
     whole cache in every step. dtype: one of CACHE_DTYPES, or 'auto' for the config's; int8 and float8 have a scale per
-    vector."""
+    vector. n_draft: tokens that are fed beyond a row's last one and may have to be fed anew."""
     dtype = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
-    shape = (batch_size, config.n_head, n_slots, config.n_embd // config.n_head)
-    layer = {name: jnp.zeros(shape, dtype) for name in ('k', 'v')}
-    if dtype.dtype.itemsize == 1:
-        layer |= {f'{name}_scale': jnp.zeros(shape[:-1], jnp.float32) for name in ('k', 'v')}
-    # a device of a mesh keeps its own heads
-    fresh = lambda x: shard(jnp.copy(x), None, 'tensor', *[None] * (x.ndim - 2))
-    return {f'h_{i}': jax.tree.map(fresh, layer) for i in range(config.n_layer)}
+
+    def layer(kind):
+        ring, arrays = kind in ('window', 'chunk'), {}
+        n = min(look_back(config, kind), n_slots) + n_draft if ring else n_slots
+        for name, (heads, width) in cached(config).items():
+            arrays[name] = jnp.zeros((batch_size, heads, n, width), dtype)
+            if dtype.dtype.itemsize == 1:
+                arrays[f'{name}_scale'] = jnp.zeros((batch_size, heads, n), jnp.float32)
+        heads = None if config.mla else 'tensor'  # a device of a mesh keeps its own heads; all share the latents
+        return {name: shard(x, None, heads, *[None] * (x.ndim - 2)) for name, x in arrays.items()}
+
+    return {f'h_{i}': layer(config.layer(i)[0]) for i in range(config.n_layer)}
 
 
-def write_cache(cache, fresh, position_BxT):
-    """A layer's cache with fresh {name: [B, T, H, K]} in it. Positions past the last slot are dropped."""
+def write_cache(cache, fresh, slot_BxT):
+    """A layer's cache with fresh {name: [B, T, G, K]} in these slots; slots that are not there are dropped."""
     cache = dict(cache)
-    for name, x_BxTxHxK in fresh.items():
-        slot_BxT = jnp.broadcast_to(position_BxT, x_BxTxHxK.shape[:2])
+    slots_BxT = jnp.broadcast_to(slot_BxT, next(iter(fresh.values())).shape[:2])
+    for name, x_BxTxGxK in fresh.items():
+        slot_BxT = slots_BxT
         if slot_BxT.size == 1:
             # XLA:CPU makes a slice update of the scatter of a single vector, repeats that in every product that reads the
             # cache and copies all of it each time (GPT-2 at 528 slots: 3.7 ms a step instead of 0.7). So write it twice,
             # the second time past the end, where it is dropped.
-            x_BxTxHxK = jnp.concatenate([x_BxTxHxK, x_BxTxHxK], axis=1)
+            x_BxTxGxK = jnp.concatenate([x_BxTxGxK, x_BxTxGxK], axis=1)
             slot_BxT = jnp.concatenate([slot_BxT, jnp.full_like(slot_BxT, cache[name].shape[2])], axis=1)
-        new = {name: x_BxTxHxK.astype(cache[name].dtype)}
+        new = {name: x_BxTxGxK.astype(cache[name].dtype)}
         if f'{name}_scale' in cache:
-            new = dict(zip((name, f'{name}_scale'), quantize(x_BxTxHxK, cache[name].dtype)))
+            new = dict(zip((name, f'{name}_scale'), quantize(x_BxTxGxK, cache[name].dtype)))
         rows = jnp.arange(len(slot_BxT))[:, None]
         cache |= {key: cache[key].at[rows, :, slot_BxT].set(x, mode='drop') for key, x in new.items()}
     return cache
 
 
-def read_cache(cache, name, dtype):
-    """All slots of a layer's keys or values, [B, S, H, K], in `dtype`."""
-    x_BxHxSxK = cache[name]
-    if f'{name}_scale' in cache:
-        x_BxHxSxK = x_BxHxSxK.astype(jnp.float32) * cache[f'{name}_scale'][..., None]
-    return x_BxHxSxK.astype(dtype).swapaxes(1, 2)
+def read_cache(cache, dtype):
+    """All slots of a layer's cache, {name: [B, S, G, K]}, in `dtype`."""
+    arrays = {}
+    for name in (name for name in cache if not name.endswith('_scale')):
+        x_BxGxSxK = cache[name]
+        if f'{name}_scale' in cache:
+            x_BxGxSxK = x_BxGxSxK.astype(jnp.float32) * cache[f'{name}_scale'][..., None]
+        arrays[name] = x_BxGxSxK.astype(dtype).swapaxes(1, 2)
+    return arrays
 
 
 class Sampling(NamedTuple):
@@ -894,13 +1400,15 @@ def append_token(state, logits_BxV, live_B, sampling, knobs):
         done_B=state.done_B | live_B & (token_B[:, None] == stops).any(-1)), token_B
 
 
-@functools.partial(jax.jit, static_argnames=('config', 'sampling', 'width', 'n_slots', 'cache_dtype', 'draft_config'),
-                   donate_argnames='state')
-def prefill(params, draft_params, state, knobs, *, config, sampling, width, n_slots, cache_dtype, draft_config):
+@functools.partial(jax.jit, donate_argnames='state', static_argnames=(
+    'config', 'sampling', 'width', 'n_slots', 'cache_dtype', 'n_draft', 'draft_config'))
+def prefill(params, draft_params, state, knobs, *, config, sampling, width, n_slots, cache_dtype, n_draft, draft_config):
     """Fills a new cache of n_slots with the prompts, which end before column `width`, and generates the first token."""
     idx_BxT = state.tokens_BxN[:, :width]
+    position_BxT = jnp.where(jnp.arange(width) < state.length_B[:, None], jnp.arange(width), PAD)
     fill = lambda params, config: GPT(config).apply(
-        {'params': params}, idx_BxT, at_B=state.length_B - 1, cache=init_cache(config, len(idx_BxT), n_slots, cache_dtype))
+        {'params': params}, idx_BxT, position_BxT=position_BxT, at_B=state.length_B - 1,
+        cache=init_cache(config, len(idx_BxT), n_slots, cache_dtype, n_draft))
     logits_Bx1xV, cache = fill(params, config)
     state = state.replace(cache=cache, draft_cache=draft_config and fill(draft_params, draft_config)[1])
     return append_token(state, logits_Bx1xV[:, 0], ~state.done_B, sampling, knobs)[0]
@@ -1073,9 +1581,11 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
     sampling = Sampling(temperature == 0, top_k, top_p is not None, min_p is not None, repetition_penalty is not None,
                         n_vocab, stop_tokens)
     knobs = Knobs(*(np.float32(1 if x is None else x) for x in (temperature, top_p, min_p, repetition_penalty)))
-    how = dict(config=config, sampling=sampling, draft_config=draft_config)
-    # columns: for the result and for prefill; the sliding window needs block_size to slice
-    N = max(bucket(T) + max_new_tokens, config.block_size)
+    how = dict(config=config, sampling=sampling, n_draft=n_draft, draft_config=draft_config)
+    n, n_cached = 0, min(max_new_tokens, config.block_size + 1 - longest)  # how many tokens the cache can give
+    N = bucket(T) + max_new_tokens  # columns: for the result and for prefill
+    if n_cached < max_new_tokens:
+        N = max(N, config.block_size)  # which the sliding window slices
     state = Decoding(
         tokens_BxN=jnp.asarray(np.pad(tokens_BxT, ((0, 0), (0, N - T)))), length_B=jnp.asarray(length_B),
         n_B=jnp.zeros(B, jnp.int32), done_B=jnp.zeros(B, bool), cache=None, steps=jnp.int32(0), drafted=jnp.int32(0),
@@ -1083,7 +1593,6 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
     so_far = lambda state: Generated(  # copies: the state is donated
         np.array(state.tokens_BxN)[:, :T + max_new_tokens], np.array(state.length_B), int(state.steps),
         sum(x.nbytes for x in jax.tree.leaves(state.cache)), int(state.drafted), int(state.accepted))
-    n, n_cached = 0, min(max_new_tokens, config.block_size + 1 - longest)  # how many tokens the cache can give
     if n_cached > 0:
         width = min(bucket(longest), config.block_size)
         n_slots = min(width + max_new_tokens, config.block_size)
@@ -1097,7 +1606,7 @@ def generate_in_chunks(params, config, idx_BxT, max_new_tokens, *, rng, temperat
         if n >= n_cached:
             state = state.replace(cache=None, draft_cache=None)
         n = min(max_new_tokens if n >= n_cached else n_cached, n + (chunk or max_new_tokens))
-        state = decode(params, draft_params, state, knobs, np.int32(n), n_draft=n_draft, **how)
+        state = decode(params, draft_params, state, knobs, np.int32(n), **how)
         yield so_far(state)
         if chunk and bool(state.done_B.all()):
             return

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
-from jax_pretrained import load_pretrained
+from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
     Stopwatch, exit_on_user_error, load_dataset, load_run, load_tokenizer, measure_bandwidth, read_flags,
     setup_distributed_training, setup_jax_environment, whole_characters)
-from jax_transformer import UserError, decoding_params, generate_in_chunks, weight_bytes
+from jax_transformer import UserError, cache_bytes, decoding_params, generate_in_chunks, weight_bytes
 
 # -----------------------------------------------------------------------------
-init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, -large, -xl), a Hugging Face folder, a nanoGPT ckpt.pt
+init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, ...), a Hugging Face folder or 'owner/name', a ckpt.pt
 out_dir = 'out' # the run to sample from; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer, for a ckpt.pt, which does not
@@ -36,7 +37,7 @@ cache_dtype = 'auto' # of the KV cache: 'float32', 'bfloat16', 'float16', 'int8'
 n_draft = 0 # tokens to guess and check per step: the same samples, sooner where guesses are right; 0 is off, 4 a good start
 draft = '' # who guesses: out_dir of a small model with the same tokens, or as init_from; '' looks up what came before
 stream = False # show the text while it is made, one sample after the other
-interactive = False # ask for prompts; each goes on from the text so far, /clear forgets it, Ctrl-D leaves
+interactive = False # ask for prompts, as a chat if the model has a template for it; /clear forgets, Ctrl-D leaves
 seed = 1337 # of the samples; need not be the training's
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
@@ -66,14 +67,17 @@ if init_from == 'resume':
     description = meta['tokenizer']
     source = f"{out_dir}, checkpoint of iteration {meta['iter_num']}"
 else:
-    model_config, params = load_pretrained(init_from)
-    params, source = parallel.put(params), init_from
+    source, path = init_from, local_path(init_from)
+    place = lambda name, array: jax.tree.leaves(parallel.put(unflatten_dict({name: array})))[0]
+    model_config, params = load_pretrained(path, 'float32' if quantize else dtype, place)
     description = {'kind': 'gpt2'}
     if dataset:
         description = load_dataset(Path(__file__).parent / 'data' / dataset, block_size=1)[2]
-    elif model_config.vocab_size < 50257:
-        raise UserError(f"{init_from} has a vocabulary of {model_config.vocab_size}, which is not GPT-2's: name the data "
-                        'set that it was trained on, --dataset=...')
+    elif Path(path, 'tokenizer.json').exists():
+        description = {'kind': 'folder', 'path': path}
+    elif not 50257 <= model_config.vocab_size <= 50304:
+        raise UserError(f"{init_from} has a vocabulary of {model_config.vocab_size}, which is not GPT-2's: put its "
+                        'tokenizer.json beside it, or name the data set that it was trained on, --dataset=...')
 parallel.check(model_config)
 model_config = dataclasses.replace(model_config, dtype=dtype)
 params = decoding_params(params, dtype, quantize)
@@ -120,8 +124,8 @@ def generate_texts(prompts, sample_index, show=None):
         params, model_config, idx, max_new_tokens, rng=jax.random.key(seed), temperature=temperature, top_k=top_k or None,
         top_p=top_p if top_p < 1 else None, min_p=min_p or None, n_vocab=tokenizer.vocab_size,
         repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
-        prompt_lengths_B=lengths, sample_index_B=sample_index, chunk=8 if show else 64 if stop else None,
-        cache_dtype=cache_dtype, n_draft=n_draft, draft=draft_model)
+        prompt_lengths_B=lengths, sample_index_B=sample_index, stop_tokens=tokenizer.stop_tokens,
+        chunk=8 if show else 64 if stop else None, cache_dtype=cache_dtype, n_draft=n_draft, draft=draft_model)
     stages = []
     clock.lap()
     with parallel.entered():
@@ -149,24 +153,34 @@ def printer(shown=0):
     return show
 
 
+def prompt_of(turns, line):
+    """The ids of a conversation and the line that continues it: one text, or a chat where the model has a template."""
+    if tokenizer.chat_template is None:
+        return encode('\n'.join([*(asked + answered for asked, answered in turns), line]))
+    said = [text for turn in turns for text in turn] + [line]
+    roles = ('user', 'assistant')
+    return tokenizer.encode_chat([{'role': roles[i % 2], 'content': text} for i, text in enumerate(said)])
+
+
 def converse():
-    """A prompt loop. The text so far is the context of what follows."""
+    """A prompt loop. What was said so far is the context of what follows."""
     try:
         import readline  # noqa: F401, line editing and the history of prompts for input()
     except ImportError:
         pass
-    history = ''
+    turns = []  # what was asked and what was answered
     while True:
         try:
             line = input('> ')
         except (EOFError, KeyboardInterrupt):
             return print()
         if line == '/clear':
-            history = ''
+            turns = []
         elif line:
             try:
-                prompt = encode(f'{history}\n{line}' if history else line)
-                history = generate_texts([prompt], [0], printer(len(tokenizer.decode(prompt))))[0]
+                prompt = prompt_of(turns, line)
+                before = len(tokenizer.decode(prompt))
+                turns = [*turns, (line, generate_texts([prompt], [0], printer(before))[0][before:])]
             except UserError as error:
                 print(f'error: {error}', end='')
             except KeyboardInterrupt:
@@ -223,4 +237,7 @@ if decode_s:
     if drafted := sum(made.drafted for _, _, made in timings):
         accepted = sum(made.accepted for _, _, made in timings)
         report += f'\ndrafts: {accepted:,} of {drafted:,} tokens accepted, {accepted / drafted:.0%}'
+length = min(model_config.block_size, max(max(lengths) for _, lengths, _ in timings) + max_new_tokens)
+kept = cache_bytes(model_config, length, cache_dtype)
+report += f'\nKV cache: {kept:,} bytes for a sequence of {length:,} tokens, {kept / length:,.0f} per token'
 print(header, report, sep='\n', file=sys.stderr)

@@ -19,11 +19,12 @@ import numpy as np
 
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    MODEL_FLAGS, MetricsLog, StopSignal, all_finite, check_flags, choose_attention, create_learning_rate_schedule,
-    create_optimizer_with_schedule, device_peak_flops, duration, estimate_loss_jax, exit_on_user_error,
-    finish_checkpoints, get_batch_jax, join_processes, leave_without_peers, load_checkpoint, load_dataset, load_meta,
-    make_eval_step, make_train_step, open_checkpoints, plot_losses, progress_bar, read_flags, save_checkpoint,
-    setup_distributed_training, setup_jax_environment, split_rows, start_wandb, write_text)
+    MODEL_FLAGS, MetricsLog, StopSignal, all_finite, check_flags, choose_attention, config_from_flags,
+    create_learning_rate_schedule, create_optimizer_with_schedule, device_peak_flops, duration, estimate_loss_jax,
+    exit_on_user_error, finish_checkpoints, flags_from_config, get_batch_jax, join_processes, leave_without_peers,
+    load_checkpoint, load_dataset, load_meta, make_eval_step, make_train_step, open_checkpoints, plot_losses,
+    progress_bar, read_flags, save_checkpoint, setup_distributed_training, setup_jax_environment, split_rows,
+    start_wandb, write_text)
 from jax_transformer import (
     GPTConfig, UserError, count_params, create_train_state, estimate_mfu, initial_loss_scale)
 
@@ -54,6 +55,19 @@ n_head = 12 # attention heads
 n_embd = 768 # width
 dropout = 0.0 # on embeddings, attention and residuals; 0 for pretraining, 0.1 or more where data is scarce
 bias = False # in LayerNorm and Dense layers; GPT-2 has it, without is a bit faster
+# what newer models do otherwise, one by one; config/train_llama_char.py has them together
+norm = 'layer' # 'layer', or 'rms' as in Llama
+position = 'learned' # 'learned' table, or 'rope'
+n_kv_head = 0 # heads of keys and values, shared by several of queries; 0 is n_head
+qk_norm = '' # 'learned' normalizes queries and keys, as Qwen3 does
+layer_types = 'full' # 'full', 'window' of each layer, as in 'window,window,full'; a short pattern repeats
+window = 0 # keys that a query sees in 'window' layers
+mlp = 'gelu' # 'gelu' with two matrices, or 'swiglu' with three
+n_inner = 0 # width of the MLP, or of each expert; 0 is 4 * n_embd
+tied_head = True # the head is the embedding; False is a matrix of its own
+n_expert = 0 # MLPs per layer of which a token uses n_expert_used; 0 is one for all
+n_expert_used = 2 # experts per token
+expert_balance = 0.01 # weight of the loss that keeps the experts equally busy
 # optimizer
 optimizer = 'adamw' # or 'muon', for the blocks' matrices: often as good in half of the iterations
 learning_rate = 6e-4 # the highest, reached after warmup_iters
@@ -104,9 +118,9 @@ if config['init_from'] == 'resume':
         raise UserError(f"cannot resume with another optimizer: {config['out_dir']} holds the state of "
                         f"{own.get('optimizer', 'adamw')}")
     for name in MODEL_FLAGS & given.keys():
-        if given[name] != own[name]:
+        if given[name] != own.get(name, globals()[name]):
             raise UserError(f"cannot resume with another architecture: {config['out_dir']} was trained with "
-                            f"{name}={own[name]}, not {name}={given[name]}")
+                            f"{name}={own.get(name, globals()[name])}, not {name}={given[name]}")
     config = {**config, **own, **given}
     iter_num, best_val_loss, wandb_id = resumed_at, resumed['best_val_loss'], resumed['wandb_id']
 globals().update(config)
@@ -130,16 +144,16 @@ elif init_from != 'scratch':
     if block_size > model_config.block_size and 'block_size' in given:
         raise UserError(f'block_size={block_size}, but {init_from} knows only {model_config.block_size} positions')
     block_size = min(block_size, model_config.block_size)
-    params['wpe'] = params['wpe'][:block_size]
+    if 'wpe' in params:
+        params['wpe'] = params['wpe'][:block_size]
     model_config = dataclasses.replace(model_config, block_size=block_size, dropout=dropout, dtype=dtype)
-    config.update({name: getattr(model_config, name) for name in MODEL_FLAGS})  # for a resume, which reads the flags
+    config.update(flags_from_config(model_config))  # for a resume, which reads the flags
     print(f'initializing from {init_from}, dropout {dropout}, block_size {block_size}')
 splits, data_vocab_size, tokenizer = load_dataset(Path(__file__).parent / 'data' / dataset, block_size)
 if init_from == 'scratch':
     # BPE vocabularies are padded to a multiple of 64 for efficiency, 50257 to 50304 as in nanoGPT
     vocab_size = data_vocab_size if tokenizer['kind'] == 'char' else -(-data_vocab_size // 64) * 64
-    model_config = GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head,
-                             n_embd=n_embd, dropout=dropout, bias=bias, dtype=dtype)
+    model_config = config_from_flags(config, vocab_size=vocab_size, dtype=dtype)
     print(f'initializing a new model from scratch, vocab_size {vocab_size}')
 implementation, reason = choose_attention(attention, model_config, devices[0], fsdp * tensor > 1)
 model_config = dataclasses.replace(model_config, attention=implementation, scan_layers=scan_layers, remat=remat)

@@ -17,7 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_train_utils import config_block, load_meta, read_metrics
+from jax_pretrained import load_pretrained, save_pretrained
+from jax_train_utils import (
+    MODEL_FLAGS, FolderTokenizer, config_block, config_from_flags, flags_from_config, load_meta, load_run, read_metrics)
 
 ROOT = Path(__file__).parent.parent
 TEXT = 'the quick brown fox jumps over the lazy dog and runs away\n'
@@ -90,8 +92,22 @@ def finished(tmp_path_factory, dataset):
 def test_every_knob_is_live(script):
     tree = ast.parse((ROOT / script).read_text())
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    if 'config_from_flags' in used:  # reads the model's flags, see the next test
+        used |= {*MODEL_FLAGS, 'dropout', 'expert_balance'}
     knobs = config_block(ROOT / script)
     assert len(knobs) > 10 and not [name for name in knobs if name not in used]
+
+
+def test_every_flag_of_the_model_changes_the_model():
+    flags = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, bias=True, norm='layer', position='learned', n_kv_head=0, qk_norm='', window=4,
+                 layer_types='full', mlp='gelu', n_inner=0, tied_head=True, n_expert=2, n_expert_used=1, expert_balance=0.0, dropout=0.0)
+    other = dict(n_layer=1, n_head=4, n_embd=32, block_size=8, bias=False, norm='rms', position='rope', n_kv_head=1, qk_norm='learned', window=5,
+                 layer_types='window, full', mlp='swiglu', n_inner=8, tied_head=False, n_expert=0, n_expert_used=2, expert_balance=1.0, dropout=0.1)
+    assert flags.keys() == other.keys() == MODEL_FLAGS | {'dropout', 'expert_balance'}
+    config = config_from_flags(flags, vocab_size=7)
+    assert all(config_from_flags(flags | {name: value}, vocab_size=7) != config for name, value in other.items())
+    for some in (flags, other):
+        assert flags_from_config(config_from_flags(some, vocab_size=7)).items() <= some.items() | {('n_expert_used', 2), ('layer_types', 'window,full')}
 
 
 NANOGPT_TRAIN = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from wandb_log wandb_project wandb_run_name
@@ -610,3 +626,90 @@ def test_the_benchmark_takes_presets_and_changes_one_choice_at_a_time():
                                        'loss_chunk=4', 'dtype=bfloat16', "JAX's matmul gradients"}
     assert all(r['ms_per_iter'] > 0 and r['temporary_gb'] > 0 for r in report['ablation'].values())
     refused(run('bench_jax.py', '--preset=huge'), "preset must be one of nanogpt_cpu, baby, gpt2, not 'huge'")
+
+
+# -----------------------------------------------------------------------------
+# newer models
+
+FAMILIES = ROOT / 'tests' / 'golden' / 'families'
+QWEN = ['--norm=rms', '--position=rope', '--n_kv_head=1', '--qk_norm=learned', '--mlp=swiglu', '--n_inner=24', '--tied_head=False', '--bias=False',
+        '--n_expert=4', '--n_expert_used=2']
+
+
+@pytest.fixture(scope='module')
+def qwen(tmp_path_factory, dataset):
+    """A small Qwen3-MoE that was trained for 20 iterations."""
+    out = tmp_path_factory.mktemp('qwen') / 'out'
+    result = train(out, f'--dataset={dataset}', *MODEL, *SHORT, *QWEN)
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+def test_a_model_with_experts_trains_resumes_and_samples(qwen, tmp_path):
+    losses = [r['val_loss'] for r in read_metrics(qwen) if 'val_loss' in r]
+    assert losses[-1] < losses[0] - 0.3
+    shutil.copytree(qwen, tmp_path / 'out')
+    resumed = train(tmp_path / 'out', '--init_from=resume', '--max_iters=21', '--device=cpu:0')
+    assert resumed.returncode == 0 and load_meta(tmp_path / 'out')[0] == 21, resumed.stderr
+    refused(train(tmp_path / 'out', '--init_from=resume', '--n_expert=2', '--device=cpu:0'), 'with n_expert=4, not n_expert=2')
+    sampled = sample(qwen, '--num_samples=2', '--max_new_tokens=12', '--start=the ')
+    # one of two heads of 8, keys and values, float32, 2 layers: 128 bytes a token
+    assert sampled.returncode == 0 and 'KV cache: 2,048 bytes for a sequence of 16 tokens, 128 per token' in sampled.stderr, sampled.stderr
+
+
+def test_what_was_trained_here_is_sampled_there(qwen, dataset, tmp_path):
+    config, params, _ = load_run(qwen)
+    save_pretrained(params, config, tmp_path / 'model')
+    flags = ['--num_samples=2', '--max_new_tokens=10', '--start=the ', f'--dataset={dataset}']
+    ours, again = sample(qwen, *flags), sample('none', f"--init_from={tmp_path / 'model'}", *flags)
+    assert ours.returncode == again.returncode == 0 and ours.stdout == again.stdout
+
+
+def test_a_checkpoint_of_any_family_is_trained_further(dataset, tmp_path):
+    short = ['--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=1', *SHORT, '--max_iters=2', '--dropout=0.0']
+    result = train(tmp_path / 'out', f'--dataset={dataset}', f"--init_from={FAMILIES / 'deepseek_v3_packed'}", *short)
+    assert result.returncode == 0, result.stderr
+    config, params, _ = load_run(tmp_path / 'out', 'latest')
+    before = load_pretrained(FAMILIES / 'deepseek_v3_packed')[1]
+    assert config.mla and config.moe.n_group == 4 and config.block_size == 16
+    change = np.abs(params['h_1']['mlp']['experts_c_fc']['kernel'] - before['h_1']['mlp']['experts_c_fc']['kernel']).max()
+    assert 0 < change < 0.1
+
+
+@pytest.fixture
+def speaking(tmp_path):
+    """A Llama with a tokenizer of letters."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+    folder = Path(shutil.copytree(FAMILIES / 'llama', tmp_path / 'llama'))
+    vocab = {c: i for i, c in enumerate('abcdefghijklmnopqrstuvwxyz ,.!?:ABCD')}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token=None))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(t) for t in ('<s>', '</s>', '<user>', '<model>')])
+    tokenizer.post_processor = processors.TemplateProcessing('<s> $0', special_tokens=[('<s>', tokenizer.token_to_id('<s>'))])
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    (folder / 'tokenizer_config.json').write_text(json.dumps({'bos_token': {'content': '<s>'}, 'eos_token': '</s>', 'chat_template': (
+        '{{ bos_token }}{% for m in messages %}{% if m.role == "user" %}<user>{% else %}<model>{% endif %}{{ m.content }}{% endfor %}'
+        '{% if messages|length > 3 %}{{ raise_exception("too long") }}{% endif %}{% if add_generation_prompt %}<model>{% endif %}')}))
+    (folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': [tokenizer.token_to_id('</s>')]}))
+    return folder
+
+
+def test_a_folder_with_a_tokenizer_speaks_text(speaking):
+    tokenizer = FolderTokenizer(speaking)
+    assert tokenizer.encode('<s>ab') == [36, 36, 0, 1] and tokenizer.decode([36, 0, 1, 37]) == 'ab' and tokenizer.stop_tokens == (37,)
+    result = sample('none', f'--init_from={speaking}', '--start=ab c', '--num_samples=2', '--max_new_tokens=12', '--temperature=1.5')
+    assert result.returncode == 0 and result.stdout.startswith('ab c') and len(set(result.stdout.split('\n---------------\n'))) == 3, result.stderr
+    (speaking / 'tokenizer.json').write_text('{')
+    refused(sample('none', f'--init_from={speaking}'), 'tokenizer.json')
+    (speaking / 'tokenizer.json').unlink()
+    refused(sample('none', f'--init_from={speaking}'), 'vocabulary of 44.*tokenizer.json')
+
+
+def test_a_chat_is_written_as_the_folders_template_says(speaking, monkeypatch):
+    tokenizer = FolderTokenizer(speaking)
+    chat = [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': 'c'}, {'role': 'user', 'content': 'd'}]
+    assert tokenizer.encode_chat(chat) == [36, 38, 0, 1, 39, 2, 38, 3, 39]
+    monkeypatch.setattr('sys.stdin', io.StringIO('ab\nd\nno\n/clear\nab\n'))
+    flags = ['--interactive=True', '--max_new_tokens=3', '--temperature=0', f'--init_from={speaking}']
+    answers = sample('none', *flags).stdout.replace('> ', '').splitlines()
+    assert len(answers) == 5 and 'ab' not in answers[0] and answers[0] == answers[3] and "template refuses: too long" in answers[2]
