@@ -20,15 +20,16 @@ import jaxlib
 import numpy as np
 import optax
 
+import jax_ops
 import jax_transformer
 from jax_train_utils import (
     PEAK_FLOPS, Stopwatch, choose_attention, config_from_flags, create_learning_rate_schedule,
     create_optimizer_with_schedule, cross_entropy, device_peak_flops, exit_on_user_error, get_windows, load_dataset,
     load_run, make_train_step, measure_bandwidth, read_flags, setup_distributed_training, setup_jax_environment,
     split_rows)
+from jax_ops import UserError, bucket
 from jax_transformer import (
-    GPT, UserError, bucket, count_params, create_train_state, decoding_params, estimate_mfu, generate_in_chunks,
-    init_cache, weight_bytes)
+    GPT, count_params, create_train_state, decoding_params, estimate_mfu, generate_in_chunks, init_cache, weight_bytes)
 
 # -----------------------------------------------------------------------------
 mode = 'train' # 'train', 'decode' or 'scaling'
@@ -138,7 +139,7 @@ def bench_train(repeats=repeats, loss_chunk=loss_chunk, **how):
 
 
 def plain_matmul(x, y, flip=False, dtype=None, cut=()):
-    """jax_transformer.matmul with the gradient that JAX makes of it."""
+    """jax_ops.matmul with the gradient that JAX makes of it."""
     y = y.astype(x.dtype)
     return (x @ (y.swapaxes(-1, -2) if flip else y)).astype(dtype or x.dtype)
 
@@ -160,11 +161,11 @@ def ablate_train(base):
             except UserError:  # cuDNN's conditions
                 continue
             table[f'{name}={value}'] = bench_train(**how)
-    ours, jax_transformer.matmul = jax_transformer.matmul, plain_matmul
+    ours, jax_ops.matmul, jax_transformer.matmul = jax_ops.matmul, plain_matmul, plain_matmul
     try:
         table["JAX's matmul gradients"] = bench_train()
     finally:
-        jax_transformer.matmul = ours
+        jax_ops.matmul = jax_transformer.matmul = ours
     print(f'{"":>24}  {"ms/iter":>9}  {"x":>5}  {"temporary GB":>12}  {"compile s":>9}')
     for name, r in table.items():
         print(f'{name:>24}  {r["ms_per_iter"]:9,.1f}  {r["ms_per_iter"] / base["ms_per_iter"]:5.2f}  '

@@ -28,7 +28,8 @@ import safetensors
 import safetensors.numpy
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jax_transformer import GPT, GPTConfig, MoE, UserError
+from jax_ops import UserError
+from jax_transformer import GPT, GPTConfig, MoE
 
 PUBLISHED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # openai-community/<name> on the Hugging Face hub
 WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin')

@@ -26,9 +26,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_transformer import (
-    ATTENTION, BATCH, DTYPES, GPT, GPTConfig, UserError, create_mesh, create_train_state, partition, partition_specs,
-    shard)
+from jax_ops import BATCH, UserError, create_mesh, partition, partition_specs, shard
+from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state
 
 # -----------------------------------------------------------------------------
 # config and flags
@@ -348,20 +347,20 @@ class DataParallel:
 
     The rows of an iteration are cut into n_shares equal shares, in order; a process reads those of its own devices."""
     devices: tuple
-    devices_per_share = 1
 
     @functools.cached_property
     def mesh(self):
         return Mesh(np.array(self.devices), ('data',))
 
-    @property
+    @functools.cached_property
     def n_shares(self):
-        return len(self.devices) // self.devices_per_share
+        return math.prod(n for axis, n in self.mesh.shape.items() if axis in BATCH)
 
     @functools.cached_property
     def local_shares(self):
-        here = [d.process_index == jax.process_index() for d in self.mesh.devices.flat]
-        return sorted({i // self.devices_per_share for i in range(len(here)) if here[i]})
+        shares = np.arange(self.n_shares).reshape([n if axis in BATCH else 1 for axis, n in self.mesh.shape.items()])
+        here = np.vectorize(lambda d: d.process_index == jax.process_index())(self.mesh.devices)
+        return sorted(set(np.broadcast_to(shares, self.mesh.devices.shape)[here].tolist()))
 
     def shardings(self, tree):
         """Where the leaves of a tree of parameters, or of a TrainState, lie."""
@@ -427,18 +426,15 @@ largest = jax.jit(jnp.max)
 
 @dataclasses.dataclass(frozen=True)
 class MeshParallel(DataParallel):
-    """jit over a mesh: parameters and the optimizer's state are cut as jax_transformer.PARTITION says, the sequences
-    over the axes data and fsdp. XLA puts the communication in."""
+    """jit over a mesh: parameters and the optimizer's state are cut as jax_ops.PARTITION says, the sequences over the
+    axes BATCH. XLA puts the communication in."""
     fsdp: int = 1
     tensor: int = 1
-
-    @property
-    def devices_per_share(self):
-        return self.tensor
+    expert: int = 1
 
     @functools.cached_property
     def mesh(self):
-        return create_mesh(self.devices, self.tensor, self.fsdp)
+        return create_mesh(self.devices, self.tensor, self.fsdp, self.expert)
 
     def shardings(self, tree):
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), partition_specs(tree, self.mesh))
@@ -473,22 +469,21 @@ class MeshParallel(DataParallel):
         return jax.set_mesh(self.mesh)
 
     def check(self, config):
-        n_devices = len(self.devices)
-        tensor, fsdp = self.tensor, self.fsdp
-        for flag, n, name in (('tensor', tensor, 'n_head'), ('tensor', tensor, 'kv_heads'), ('fsdp', fsdp, 'n_embd')):
-            size = getattr(config, name)
-            if size % n:
+        n_devices, n_expert = len(self.devices), config.moe.n_expert if config.moe else 1
+        for flag, name, size in (('tensor', 'n_head', config.n_head), ('tensor', 'n_kv_head', config.kv_heads),
+                                 ('fsdp', 'n_embd', config.n_embd), ('expert', 'n_expert', n_expert)):
+            if size % (n := getattr(self, flag)):
                 valid = [m for m in range(1, n_devices + 1) if size % m == 0 and n_devices % m == 0]
                 raise UserError(f'{flag}={n} does not divide {name}={size}; on {n_devices} devices it may be one of '
                                 f'{valid}')
 
 
-def setup_distributed_training(devices, fsdp=1, tensor=1):
-    """How training runs on these devices: replicated, or on a mesh where fsdp or tensor is more than 1."""
-    if fsdp == tensor == 1:
+def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1):
+    """How training runs on these devices: replicated, or on a mesh where one of the others is more than 1."""
+    if fsdp == tensor == expert == 1:
         return DataParallel(tuple(devices))
-    create_mesh(devices, tensor, fsdp)  # refuses what does not divide
-    return MeshParallel(tuple(devices), fsdp, tensor)
+    create_mesh(devices, tensor, fsdp, expert)  # refuses what does not divide
+    return MeshParallel(tuple(devices), fsdp, tensor, expert)
 
 
 def pmap_step(step, devices, donate_argnums=()):

@@ -18,19 +18,21 @@ A name that ends in _B holds one value per sequence.
 """
 import dataclasses
 import functools
-import math
-import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from flax import struct
 from flax.training import train_state
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from jax_ops import (
+    BATCH, CACHE_DTYPES, COLUMNS, INIT_STD, ROWS, Decoding, Knobs, Sampling, UserError, add_bias, append_token, attend,
+    attend_in_chunks, bucket, cast_matrices, current_mesh, drop, element_numbers, embed, gather, gelu, head, look_up,
+    map_chunks, matmul, matmul_int8, pick_token, quantize_params, read_cache, rms_normalize, rope_frequencies,
+    shard, share_experts, through_experts, write_cache)
+from jax_ops import ParallelLMHead, VocabParallelEmbedding, create_mesh  # noqa: F401, for users of this file
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 ACTIVATIONS = ('gelu', 'gelu_tanh')  # exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
@@ -41,10 +43,6 @@ POSITIONS = ('learned', 'rope')  # a table as GPT-2; rotation of queries and key
 MLPS = ('gelu', 'swiglu', 'swiglu_clamped')  # as GPT-2; with a gate (arXiv:2002.05202); that of gpt-oss
 QK_NORMS = ('', 'learned', 'plain')
 LAYER_TYPES = ('full', 'window', 'chunk', 'nope')  # 'nope': full attention without rope
-
-
-class UserError(ValueError):
-    """A mistake that the user can mend. The scripts print it as one line and exit with code 2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,188 +204,7 @@ class GPTConfig:
 
 
 # -----------------------------------------------------------------------------
-# how the arrays lie, where the devices are a mesh
-#
-# A mesh has the axes data, fsdp, tensor and expert. data and fsdp share out the sequences; fsdp shares out the storage
-# of the parameters as well; tensor shares out the heads, the MLP's width and the vocabulary. Nothing lies along expert
-# yet.
-
-AXES = ('data', 'fsdp', 'tensor', 'expert')
-BATCH = ('data', 'fsdp')
-
-# Where a parameter is stored, and what the optimizer keeps of it, by the end of its path; what is not here is on every
-# device. The columns of c_attn are all q, then all k, then all v: stored in equal parts they would not be the q, k and
-# v of whole heads, and q, k and v would have to move for every token. So its rows are cut, and a device fetches the
-# columns of its heads when it needs them, 3 D**2 / tensor elements: fewer than the 3 B T D / tensor of q, k and v
-# wherever there are more tokens than channels.
-PARTITION = (
-    ('(wte|lm_head)', P('tensor', 'fsdp')),
-    ('wpe', P(None, 'fsdp')),
-    ('c_attn/kernel', P(('fsdp', 'tensor'), None)),
-    ('(c_fc|c_gate)/kernel', P('fsdp', 'tensor')),
-    ('(c_fc|c_gate)/bias', P('tensor')),
-    ('c_proj/kernel', P('tensor', 'fsdp')),
-)
-
-
-def create_mesh(devices, tp_size=1, fsdp=1):
-    """A mesh of `devices` with the axes AXES, of sizes what is left, fsdp, tp_size and 1; neighbours share a tensor
-    axis. Raises UserError if they do not divide."""
-    if min(tp_size, fsdp) < 1 or len(devices) % (tp_size * fsdp):
-        valid = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
-        raise UserError(f'fsdp={fsdp} x tensor={tp_size} does not divide {len(devices)} devices; the product may be '
-                        f'one of {valid}')
-    shape = (len(devices) // (fsdp * tp_size), fsdp, tp_size, 1)
-    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def current_mesh():
-    """The mesh that the caller has set (jax.set_mesh), or None. (pmap sets one too, without our axes.)"""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh if mesh.axis_names == AXES else None
-
-
-def shard(x, *spec):
-    """x, lying over the current mesh as `spec` says, per dimension: the name of an axis, of several, or None
-    (whole)."""
-    return jax.lax.with_sharding_constraint(x, P(*spec)) if current_mesh() else x
-
-
-def partition_specs(tree, mesh):
-    """PARTITION for the leaves of a tree of parameters, or of a whole TrainState. The spec belongs to the last
-    dimensions; a dimension that its axes do not divide is cut by fewer of them, the last left out first."""
-    def spec_of(path, leaf):
-        name = jax.tree_util.keystr(path, simple=True, separator='/')
-        spec = next((spec for end, spec in PARTITION if re.search(rf'(^|/){end}$', name)), P())
-        shape = np.shape(leaf)
-        if len(spec) > len(shape):
-            return P()
-        cut = []
-        for size, axes in zip(shape[len(shape) - len(spec):], spec):
-            axes = (axes,) if isinstance(axes, str) else axes or ()
-            while size % math.prod(mesh.shape[axis] for axis in axes):
-                axes = axes[:-1]
-            cut.append(axes or None)
-        while cut and cut[-1] is None:
-            cut.pop()
-        return P(*[None] * (len(shape) - len(spec)), *cut) if cut else P()
-
-    return jax.tree_util.tree_map_with_path(spec_of, tree)
-
-
-def partition(tree):
-    """Parameters, gradients or a TrainState, lying over the current mesh as PARTITION says."""
-    mesh = current_mesh()
-    return jax.lax.with_sharding_constraint(tree, partition_specs(tree, mesh)) if mesh else tree
-
-
-# How a kernel lies while it is stored, and while it is multiplied with: tensor cuts its outputs, or its inputs.
-COLUMNS = ('fsdp', 'tensor'), (None, 'tensor')
-ROWS = ('tensor', 'fsdp'), ('tensor', None)
-
-
-def gather(param, dtype, cut=()):
-    """A stored parameter as it is computed with on a mesh; cast first, so that less has to move."""
-    if current_mesh():
-        param = param.astype(dtype)
-    with jax.named_scope('all_gather'):
-        for spec in cut:
-            param = shard(param, *spec)
-    return param
-
-
-# -----------------------------------------------------------------------------
-# products of matrices
-
-
-def in_rows(x):
-    """x; on a CPU, XLA is told to lay it out row by row, here and now."""
-    rows = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-    return x if current_mesh() else jax.lax.platform_dependent(x, cpu=rows, default=lambda x: x)  # XLA cannot partition it
-
-
-def transposed(x):
-    """x with its last two axes swapped; bfloat16 on a CPU is moved in memory too. XLA:CPU has a fast bfloat16 product (twice
-    the float32 one with AVX512_BF16, more with AMX), but only of operands that lie as [M, K] and [K, N]; others it
-    converts to float32. Elsewhere the product reads either way."""
-    x = x.swapaxes(-1, -2)
-    return in_rows(x) if x.dtype == jnp.bfloat16 else x
-
-
-def dot(x, y, dtype=None):
-    """x [..., M, K] @ y [..., K, N] in dtype (x's if not given), summed in float32."""
-    dtype = dtype or x.dtype
-    wide = lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32).astype(dtype)
-    narrow = lambda x, y: jnp.matmul(x, y, preferred_element_type=dtype)  # GPUs and TPUs sum in float32 anyway
-    return jax.lax.platform_dependent(x, y, cpu=wide, default=narrow) if x.dtype == jnp.bfloat16 else narrow(x, y)
-
-
-def dot_rows(x, y, dtype):
-    """x^T y, for x [..., R, M] and y [..., R, N]. It is x that is transposed: as the gradient of a product that is the
-    input, where JAX's own rule would take the incoming gradient, and XLA:CPU do it inside the element-wise chain that
-    made it, which cost a fifth of the training step. bfloat16 on a CPU, see transposed(): whichever is less to move."""
-    M, N = x.shape[-1], y.shape[-1]
-    if x.dtype == jnp.bfloat16 and x.size > y.size + x.size // x.shape[-2] * N:
-        return in_rows(dot(transposed(y), x, dtype)).swapaxes(-1, -2)  # in_rows: or XLA would undo the swap
-    return dot(transposed(x), y, dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def matmul(x, y, flip=False, dtype=None, cut=()):
-    """x @ y in x's dtype, the result in dtype (x's if not given): x [..., in] with a kernel [in, out] of any dtype, or
-    both with the same leading axes. flip: y is [..., out, in].
-
-    cut: ROWS or COLUMNS, of a kernel on a mesh. It is gathered anew for the gradient: kept until then, the layers would
-    add up to the whole model."""
-    y = gather(y, x.dtype, cut).astype(x.dtype)
-    return dot(x, transposed(y) if flip else y, dtype)
-
-
-def matmul_bwd(flip, dtype, cut, saved, g):
-    x, y_stored = saved
-    g = g.astype(x.dtype)
-    if cut and current_mesh():
-        y_stored, g = jax.lax.optimization_barrier((y_stored, g))  # or XLA would find that it has gathered this before
-    y = gather(y_stored, x.dtype, cut).astype(x.dtype)
-    dx = dot(g, y if flip else transposed(y))
-    if y.ndim == 2:
-        x, g = (a.reshape(-1, a.shape[-1]) for a in (x, g))
-    dy = dot_rows(g, x, y_stored.dtype) if flip else dot_rows(x, g, y_stored.dtype)
-    return dx, shard(dy, *cut[0]) if cut else dy  # each device adds up the part that it stores
-
-
-matmul.defvjp(lambda x, y, flip, dtype, cut: (matmul(x, y, flip, dtype, cut), (x, y)), matmul_bwd)
-
-
-# -----------------------------------------------------------------------------
 # layers
-
-INIT_STD = 0.02
-
-
-def hashed(x):
-    """A permutation of uint32 that leaves no trace of order (lowbias32, https://nullprogram.com/blog/2018/07/31)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7feb352d)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846ca68b)
-    return x ^ (x >> 16)
-
-
-def drop(x, rate, key_B, number):
-    """Zeroes elements of x [B, ...] with probability `rate` and scales the rest by 1 / (1 - rate). An element is dropped or
-    not by its number (uint32, [...]) and its row's key alone, however the work is cut up: two rounds of a hash, which a
-    CPU computes 100 times as fast as jax.random.bernoulli, and which fuse with what is around them."""
-    words = jax.random.key_data(key_B).reshape(len(x), -1, *(1,) * (x.ndim - 1))
-    bits = hashed(hashed(number + words[:, 0]) ^ words[:, 1])
-    return jnp.where(bits < jnp.uint32(round((1 - rate) * 2**32)), x / (1 - rate), 0)
-
-
-def element_numbers(shape):
-    """0, 1, 2, ... in the given shape, modulo 2**32."""
-    number = jnp.uint32(0)
-    for axis, size in enumerate(shape):
-        number = number * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return number
-
 
 def dropout_keys(module, row_B):
     """Row b draws from its own key, fold_in(key, row_B[b]): what a sequence sees does not depend on which micro-batch or
@@ -418,57 +235,6 @@ class LayerNorm(nn.Module):
         return y.astype(self.config.dtype)
 
 
-@jax.custom_vjp
-def add_bias(x, bias):
-    """x [..., features] + bias, in x's dtype. The gradient of the bias, a sum over all tokens, is summed in float32."""
-    return x + bias.astype(x.dtype)
-
-
-add_bias.defvjp(lambda x, bias: (add_bias(x, bias), bias.dtype.type(0)),
-                lambda zero, g: (g, g.sum(range(g.ndim - 1), dtype=jnp.float32).astype(zero.dtype)))
-
-
-def gelu(x, approximate):
-    """GELU in float32, result in x's dtype; x is all that is kept for the gradient."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate).astype(x.dtype)
-
-
-def quantize(x, dtype):
-    """x [..., n] as (values [..., n] in `dtype`, int8 or a float8; float32 scale [...]): x is about values * scale, where
-    scale maps the largest magnitude of the last axis to the largest value."""
-    largest = 127 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-    scale = jnp.maximum(jnp.abs(x).max(-1).astype(jnp.float32), 1e-30) / largest
-    x = x.astype(jnp.float32) / scale[..., None]
-    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype), scale
-
-
-def matmul_int8(x, weights_FxD, scale_F):
-    """x [..., D] times the transpose of int8 weights with a scale per row -> float32 [..., F].
-
-    On a CPU a step of decoding is bound by reading the weights, and XLA has fast int8 products: x is quantized as well, a
-    scale per vector. Elsewhere the weights are converted on their way into the product."""
-    contract_last = (((1,), (1,)), ((), ()))
-
-    def in_int8(x_RxD, weights_FxD):
-        R = len(x_RxD)
-        x_RxD, scale_R = quantize(x_RxD, jnp.int8)
-        # XLA:CPU multiplies a single row in a scalar loop, which takes 25 times as long as four rows
-        x_RxD = jnp.pad(x_RxD, ((0, max(0, 4 - R)), (0, 0)))
-        if R <= 16:  # the weights on the left need no packing; the barrier keeps XLA from swapping them back
-            y_FxR = jax.lax.dot_general(weights_FxD, x_RxD, contract_last, preferred_element_type=jnp.int32)
-            y_RxF = jax.lax.optimization_barrier(y_FxR)[:, :R].T
-        else:
-            y_RxF = jax.lax.dot_general(x_RxD, weights_FxD, contract_last, preferred_element_type=jnp.int32)
-        return y_RxF * scale_R[:, None]
-
-    def converted(x_RxD, weights_FxD):
-        return jax.lax.dot_general(x_RxD, weights_FxD.astype(x_RxD.dtype), contract_last,
-                                   preferred_element_type=jnp.float32)
-
-    y_RxF = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), weights_FxD, cpu=in_int8, default=converted)
-    return (y_RxF * scale_F).reshape(*x.shape[:-1], -1)
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * scale (arXiv:1910.07467); statistics in float32."""
     config: GPTConfig
@@ -478,12 +244,6 @@ class RMSNorm(nn.Module):
     def __call__(self, x):
         scale = self.param('scale', nn.initializers.ones, x.shape[-1:])
         return (rms_normalize(x, self.eps or self.config.norm_eps) * scale).astype(self.config.dtype)
-
-
-def rms_normalize(x, eps):
-    """x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
 
 
 def norm(config, name):
@@ -528,60 +288,6 @@ def by_rank(x, widths, n_ranks):
         return x
     parts = jnp.split(x, np.cumsum(widths)[:-1], axis=-1)
     return jnp.concatenate([part.reshape(*x.shape[:-1], n_ranks, -1) for part in parts], axis=-1).reshape(x.shape)
-
-
-def attend(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, visible_BxTxS, drop=lambda probs: probs, scale=None, sinks_H=None):
-    """softmax(q k * scale) v over the keys that each query sees -> [B, T, H, K]; softmax in float32. `drop` is applied
-    to the probabilities. scale is K**-0.5 if not given; values may be of another width than keys.
-
-    Query head h looks at key head h // (H / G): to that one, heads that share it are so many more queries. sinks_H: one
-    more logit per head, whose share of the probability goes nowhere."""
-    B, T, H, K = q_BxTxHxK.shape
-    G, Q = k_BxSxGxK.shape[2], H // k_BxSxGxK.shape[2]
-    q_BxTQxGxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(2, 3).reshape(B, T * Q, G, K)
-    # heads first: products over the last two axes, of the cache as it lies in memory
-    q_BxGxTQxK, k_BxGxSxK, v_BxGxSxK = (x.swapaxes(1, 2) for x in (q_BxTQxGxK, k_BxSxGxK, v_BxSxGxK))
-    scores_BxGxTQxS = jnp.einsum('bgtk,bgsk->bgts', q_BxGxTQxK, k_BxGxSxK, preferred_element_type=jnp.float32)
-    scores_BxGxTQxS *= scale or K**-0.5
-    visible_BxTQxS = jnp.repeat(visible_BxTxS, Q, axis=1)
-    scores_BxGxTQxS = jnp.where(visible_BxTQxS[:, None], scores_BxGxTQxS, jnp.finfo(jnp.float32).min)
-    if sinks_H is not None:
-        sinks_GxTQ = jnp.tile(sinks_H.reshape(G, Q), T)
-        sinks_BxGxTQx1 = jnp.broadcast_to(sinks_GxTQ[..., None], (*scores_BxGxTQxS.shape[:3], 1))
-        scores_BxGxTQxS = jnp.concatenate([scores_BxGxTQxS, sinks_BxGxTQx1], axis=-1)
-    probs_BxGxTQxS = jax.nn.softmax(scores_BxGxTQxS)[..., :k_BxSxGxK.shape[1]]
-    probs_BxGxTQxS = drop(probs_BxGxTQxS.astype(v_BxSxGxK.dtype))
-    y_BxTQxGxK = jnp.einsum('bgts,bgsk->bgtk', probs_BxGxTQxS, v_BxGxSxK).swapaxes(1, 2)
-    return y_BxTQxGxK.reshape(B, T, Q, G, -1).swapaxes(2, 3).reshape(B, T, H, -1)
-
-
-def attend_in_chunks(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, drop=lambda probs, key_B, queries: probs, key_B=None, chunk=128):
-    """attend() where a query sees the keys at its own position and before. One sequence and `chunk` queries at a time, which
-    stop at the last key that they see; their probabilities stay in a CPU's cache, are nowhere kept, and are computed
-    anew for the gradient. drop(probs [1, H, chunk, end], key [1], slice of the queries) is applied to the probabilities."""
-    T, K = q_BxTxHxK.shape[1], q_BxTxHxK.shape[-1]
-
-    @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
-    def attend_chunk(first, q_HxTxK, k_HxSxK, v_HxSxK, key):
-        end = k_HxSxK.shape[1]
-        scores_HxTxS = matmul(q_HxTxK, k_HxSxK, True, jnp.float32) * K**-0.5
-        visible_TxS = jnp.arange(end) <= jnp.arange(first, end)[:, None]
-        scores_HxTxS = jnp.where(visible_TxS, scores_HxTxS, jnp.finfo(jnp.float32).min)
-        probs_HxTxS = drop(jax.nn.softmax(scores_HxTxS)[None], key, slice(first, end))[0]
-        return matmul(probs_HxTxS.astype(v_HxSxK.dtype), v_HxSxK)
-
-    def attend_row(row):
-        q_HxTxK, k_HxTxK, v_HxTxK, key = row
-        key = key if key is None else key[None]
-        sizes = [min(chunk, T - first) for first in range(0, T, chunk)]
-        # cut up and joined again, so that the gradients of a key are added by chunk, not each one padded to [T]; in float32
-        cut = lambda x: jax.lax.split(x.astype(jnp.float32), sizes, axis=1)
-        upto = lambda chunks, i: jnp.concatenate(chunks[:i + 1], axis=1).astype(v_HxTxK.dtype)
-        qs, ks, vs = jax.lax.split(q_HxTxK, sizes, axis=1), cut(k_HxTxK), cut(v_HxTxK)
-        return jnp.concatenate([attend_chunk(i * chunk, q, upto(ks, i), upto(vs, i), key) for i, q in enumerate(qs)], axis=1)
-
-    heads_first = (x.swapaxes(1, 2) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxK))
-    return jax.lax.map(attend_row, (*heads_first, key_B)).swapaxes(1, 2)
 
 
 def look_back(config, kind):
@@ -699,29 +405,6 @@ class Block(nn.Module):
 # -----------------------------------------------------------------------------
 # what GPT-2 does not have: rope, layers with a window, latent attention, experts
 
-def rope_frequencies(theta, width, scaling=None):
-    """Radians per position by which rope turns each of the width / 2 pairs, numpy.
-
-    scaling: pairs that turn often over the original length stay as they are, those that turn rarely become slower by
-    its factor, and between the two is a linear transition: over the number of turns in Llama 3, over the pairs in YaRN
-    (arXiv:2309.00071)."""
-    frequencies = theta ** (-np.arange(0, width, 2) / width)
-    if scaling is None:
-        return frequencies
-    if scaling.kind == 'llama3':
-        turns = frequencies * scaling.original_length / (2 * np.pi)
-        keep = (turns - scaling.low) / max(scaling.high - scaling.low, 1e-9)
-    else:
-        pair = lambda turns: width * np.log(scaling.original_length / (2 * np.pi * turns)) / (2 * np.log(theta))
-        first, last = pair(scaling.high), pair(scaling.low)
-        if scaling.truncate:
-            first, last = np.floor(first), np.ceil(last)
-        first, last = max(first, 0), min(last, width - 1)
-        keep = 1 - (np.arange(width // 2) - first) / max(last - first, 1e-3)
-    keep = np.clip(keep, 0, 1)
-    return frequencies * keep + frequencies / scaling.factor * (1 - keep)
-
-
 def rope(config, x_BxTxHxK, position_BxT):
     """Turns the pairs (x_j, x_{j + K/2}) by position * frequency_j (arXiv:2104.09864), in float32."""
     frequencies = rope_frequencies(config.rope_theta, x_BxTxHxK.shape[-1], config.rope_scaling)
@@ -811,14 +494,15 @@ class LatentAttention(nn.Module):
 
 
 class Router(nn.Module):
-    """x [P, D] -> the experts of each token and their weights, [P, n_used]; in float32."""
+    """x [B, T, D] -> the experts of each token and their weights, [P, n_used]; in float32."""
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x_PxD):
+    def __call__(self, x_BxTxD):
         cfg, moe = self.config, self.config.moe
-        P, E = len(x_PxD), moe.n_expert
-        kernel = self.param('kernel', nn.initializers.normal(INIT_STD), (x_PxD.shape[-1], E))
+        (B, T, D), E = x_BxTxD.shape, moe.n_expert
+        x_PxD, P = x_BxTxD.reshape(-1, D), B * T
+        kernel = self.param('kernel', nn.initializers.normal(INIT_STD), (D, E))
         logits_PxE = x_PxD.astype(jnp.float32) @ kernel.astype(jnp.float32)
         if cfg.bias:
             logits_PxE += self.param('bias', nn.initializers.zeros, (E,))
@@ -836,10 +520,11 @@ class Router(nn.Module):
         if moe.normalize:
             weight_PxU /= weight_PxU.sum(-1, keepdims=True) + 1e-20
 
-        # Switch's loss (arXiv:2101.03961): share of the tokens times mean score, 1 if all experts get the same of both
-        share_E = jax.nn.one_hot(expert_PxU, E).mean((0, 1))
-        mean_E = (score_PxE / score_PxE.sum(-1, keepdims=True)).mean(0)
-        self.sow('losses', 'balance', moe.balance * E * (share_E * mean_E).sum())
+        # Switch's loss (arXiv:2101.03961): share of the tokens times mean score, 1 if all experts get the same of both. By
+        # sequence, as DeepSeek-V3's (arXiv:2412.19437): over the batch it would depend on how devices share that out.
+        share_BxE = jax.nn.one_hot(expert_PxU, E).reshape(B, -1, E).mean(1)
+        mean_BxE = (score_PxE / score_PxE.sum(-1, keepdims=True)).reshape(B, -1, E).mean(1)
+        self.sow('losses', 'balance', moe.balance * E * (share_BxE * mean_BxE).sum(-1).mean())
         return expert_PxU, weight_PxU * moe.scale
 
 
@@ -869,8 +554,7 @@ class RoutedMLP(nn.Module):
     def __call__(self, x_BxTxD, *, deterministic=True, row_B=None):
         cfg, moe = self.config, self.config.moe
         D = cfg.n_embd
-        x_PxD = x_BxTxD.reshape(-1, D)
-        expert_PxU, weight_PxU = Router(cfg, name='router')(x_PxD)
+        x_PxD, choice = x_BxTxD.reshape(-1, D), Router(cfg, name='router')(x_BxTxD)
         names = ('c_fc', 'c_proj') if cfg.mlp == 'gelu' else ('c_gate', 'c_fc', 'c_proj')
         weights = {name: ExpertDense(cfg, (D, moe.width), name=f'experts_{name}')() for name in names[:-1]}
         weights['c_proj'] = ExpertDense(cfg, (moe.width, D), INIT_STD / (2 * cfg.n_layer)**0.5, name='experts_c_proj')()
@@ -885,193 +569,22 @@ class RoutedMLP(nn.Module):
                 return y + w['bias'].astype(cfg.dtype) if cfg.bias else y
             return dense('c_proj', mlp_hidden(cfg, dense, x_bxD))
 
-        weight_PxUx1 = weight_PxU[..., None]
-        x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, D))
-        if moe.weigh_input:
-            x_PxUxD, weight_PxUx1 = (x_PxUxD * weight_PxUx1).astype(cfg.dtype), 1
-        y_PxUxD = through_experts(expert, weights, x_PxUxD.reshape(-1, D), expert_PxU.ravel(), moe.n_expert)
-        y_PxD = (y_PxUxD.reshape(x_PxUxD.shape) * weight_PxUx1).sum(1).astype(cfg.dtype)
-        y_BxTxD = y_PxD.reshape(x_BxTxD.shape)
+        def mix(weights, first, x_PxD, expert_PxU, weight_PxU):
+            weight_PxUx1 = weight_PxU[..., None]
+            x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, D))
+            if moe.weigh_input:
+                x_PxUxD, weight_PxUx1 = (x_PxUxD * weight_PxUx1).astype(cfg.dtype), 1
+            y_PxUxD = through_experts(expert, weights, x_PxUxD.reshape(-1, D), expert_PxU.ravel() - first)
+            return (y_PxUxD.reshape(x_PxUxD.shape) * weight_PxUx1).sum(1)
+
+        y_BxTxD = share_experts(mix, weights, x_PxD, *choice).astype(cfg.dtype).reshape(x_BxTxD.shape)
         if moe.shared_width:
             y_BxTxD += MLP(cfg, moe.shared_width, name='shared')(x_BxTxD)
         return dropout(self, y_BxTxD, cfg.dropout, row_B, deterministic)
 
 
-def through_experts(f, weights, x_RxD, expert_R, n_expert):
-    """f(weights of expert_R[r], x_RxD[r]) of every row r [R, D], each expert computing its own rows only.
-
-    Rows are sorted by expert and laid out in blocks of b rows of one expert each, the last block of an expert filled up
-    with zeros. n blocks are enough however the rows are shared out, as many as are needed are computed."""
-    R, D = x_RxD.shape
-    b = max(1, min(-(-R // n_expert), 64))  # rows; more would be more filling, fewer would read weights more often
-    n = R // b + min(n_expert, R)
-    count_E = jnp.zeros(n_expert, jnp.int32).at[expert_R].add(1)
-    end_E = jnp.cumsum(-(-count_E // b))  # blocks of this expert and those before
-    first_E = (end_E - -(-count_E // b)) * b - (jnp.cumsum(count_E) - count_E)  # first row, less the rows before
-    order_R = jnp.argsort(expert_R)
-    slot_R = jnp.zeros(R, jnp.int32).at[order_R].set(first_E[expert_R[order_R]] + jnp.arange(R))
-    expert_n = jnp.searchsorted(end_E, jnp.arange(n), side='right').clip(0, n_expert - 1)
-    x_nxbxD = jnp.zeros((n * b, D), x_RxD.dtype).at[slot_R].set(x_RxD, unique_indices=True).reshape(n, b, D)
-    return map_blocks(f, weights, x_nxbxD, expert_n, end_E[-1]).reshape(n * b, D)[slot_R]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def map_blocks(f, weights, x_nxbxD, expert_n, n_used):
-    """f(weights of expert_n[i], x[i]) of the first n_used blocks [n, b, D], zeros for the others. The gradients of the
-    weights are added up in place: JAX's own would add a zero gradient for all experts in every step of the loop."""
-    def block(i, y):
-        return y.at[i].set(f(weights_of(expert_n[i], weights), x_nxbxD[i]))
-
-    return jax.lax.fori_loop(0, n_used, block, jnp.zeros_like(x_nxbxD))
-
-
-def weights_of(e, weights):
-    return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, e, keepdims=False), weights)
-
-
-def map_blocks_bwd(f, saved, g_nxbxD):
-    weights, x_nxbxD, expert_n, n_used = saved
-
-    def block(i, grads):
-        e = expert_n[i]
-        dw, dx = jax.vjp(f, weights_of(e, weights), x_nxbxD[i])[1](g_nxbxD[i])
-        return jax.tree.map(lambda total, d: total.at[e].add(d), grads[0], dw), grads[1].at[i].set(dx)
-
-    dw, dx_nxbxD = jax.lax.fori_loop(0, n_used, block, jax.tree.map(jnp.zeros_like, (weights, x_nxbxD)))
-    return dw, dx_nxbxD, None, None
-
-
-map_blocks.defvjp(lambda f, *args: (map_blocks(f, *args), args), map_blocks_bwd)
-
-
 # -----------------------------------------------------------------------------
 # the whole
-
-def embed(table_VxD, idx_BxT):
-    """The rows of the table that idx names, [B, T, D]; an id beyond the table gives its last row.
-
-    On a mesh a device has the rows of one vocabulary range: it looks up the ids that are in it, has zeros for the
-    others, and the sum over the tensor axis is the embedding."""
-    mesh = current_mesh()
-    if mesh is None:
-        return jnp.take(table_VxD, idx_BxT, axis=0, mode='clip')
-    V, tp_size = len(table_VxD), mesh.shape['tensor']
-    batch = BATCH if len(idx_BxT) % (mesh.shape['data'] * mesh.shape['fsdp']) == 0 else None
-
-    def lookup(rows_VxD, idx_BxT):
-        x_BxTxD = lookup_range(rows_VxD, idx_BxT, jax.lax.axis_index('tensor') * len(rows_VxD))
-        with jax.named_scope('all_reduce'):
-            return jax.lax.psum(x_BxTxD, 'tensor')
-
-    return jax.shard_map(lookup, in_specs=(P('tensor'), P(batch)), out_specs=P(batch))(
-        pad_rows(table_VxD, tp_size), jnp.clip(idx_BxT, 0, V - 1))
-
-
-def pad_rows(table, n_ranges):
-    """The table with as many rows of zeros after it as make its rows divide into n_ranges."""
-    return jnp.pad(table, ((0, -len(table) % n_ranges), *[(0, 0)] * (table.ndim - 1)))
-
-
-def lookup_range(rows_VxD, idx, start):
-    """The embeddings of the ids start .. start + V - 1, whose rows these are; zeros for all others."""
-    row = idx - start
-    mine = (row >= 0) & (row < len(rows_VxD))
-    return jnp.where(mine[..., None], jnp.take(rows_VxD, row, axis=0, mode='clip'), 0)
-
-
-def head(x_BxTxD, wte_VxD):
-    """Logits [B, T, V], tied to the embedding; float32 out, whatever goes in. On a mesh a device keeps those of its
-    vocabulary range."""
-    return shard(matmul(x_BxTxD, wte_VxD, True, jnp.float32), BATCH, None, 'tensor')
-
-
-def map_chunks(f, chunk, *xs_BxT):
-    """f(*xs), which is [B, T], computed for `chunk` of the T positions at a time; what f computes on the way is not kept
-    for its gradient. chunk divides T; 0: all at once."""
-    B, T = xs_BxT[0].shape[:2]
-    if not chunk or chunk >= T:
-        return f(*xs_BxT)
-    split = lambda x: x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
-    one = jax.checkpoint(lambda xs: f(*xs), prevent_cse=False)
-    return jax.lax.map(one, tuple(map(split, xs_BxT))).swapaxes(0, 1).reshape(B, T)
-
-
-class VocabParallel(nn.Module):
-    """A table [num_embeddings, embedding_dim] whose rows are shared out over tp_size ranks: rank r has the n_rows
-    ids from r * n_rows on, n_rows = ceil(num_embeddings / tp_size), with rows of zeros beyond the end of the table.
-
-    Called, a layer computes the part of its tp_rank, on whatever device it is: its parameters are that rank's rows,
-    `weight` [n_rows, embedding_dim], as load_weight_shard cuts them from the whole. sharded_forward computes the whole
-    on a mesh: its parameters are the whole, `weight` [num_embeddings, embedding_dim]. GPT uses the same functions,
-    embed and head."""
-    num_embeddings: int
-    embedding_dim: int
-    tp_size: int = 1
-    tp_rank: int = 0
-    dtype: Any = 'float32'
-
-    @property
-    def n_rows(self):
-        return -(-self.num_embeddings // self.tp_size)
-
-    def load_weight_shard(self, full):
-        """The rows of this rank of a table, or a bias, of all num_embeddings."""
-        if len(full) != self.num_embeddings:
-            raise UserError(f'a table of {len(full)} rows is not one of {self.num_embeddings}')
-        return pad_rows(jnp.asarray(full), self.tp_size)[self.tp_rank * self.n_rows:][:self.n_rows]
-
-    def table(self, n_rows):
-        return self.param('weight', nn.initializers.normal(INIT_STD), (n_rows, self.embedding_dim)).astype(self.dtype)
-
-
-class VocabParallelEmbedding(VocabParallel):
-    """The embedding of tokens [B, T] by a table of which each rank has a part, see VocabParallel."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        """This rank's term [B, T, D] of the sum that is the embedding: zeros for ids of other ranks."""
-        return lookup_range(self.table(self.n_rows), tokens, self.tp_rank * self.n_rows)
-
-    @nn.compact
-    def sharded_forward(self, tokens, mesh):
-        """The embedding [B, T, D], looked up by the devices of a mesh (create_mesh) where the rows are and summed."""
-        return on_mesh(embed, mesh)(self.table(self.num_embeddings), tokens)
-
-
-class ParallelLMHead(VocabParallel):
-    """The logits of x [B, T, D] by a table of which each rank has a part, see VocabParallel; bias: a parameter of that
-    name is added, [n_rows] or, in sharded_forward, [num_embeddings]. last_B: only the position last_B[b] of each
-    sequence, [B, 1, ...], which is all that a prefill needs."""
-    bias: bool = False
-
-    @nn.compact
-    def __call__(self, x_BxTxD, last_B=None):
-        """This rank's logits, float32 [B, T, n_rows]; those beyond the vocabulary are -inf."""
-        logits = self.logits(x_BxTxD, last_B, self.n_rows)
-        ids = self.tp_rank * self.n_rows + jnp.arange(self.n_rows)
-        return jnp.where(ids < self.num_embeddings, logits, -jnp.inf)
-
-    @nn.compact
-    def sharded_forward(self, x_BxTxD, mesh, last_B=None, gathered=False):
-        """All logits, float32 [B, T, num_embeddings]. A device of the mesh keeps those of its range; gathered: all."""
-        logits = self.logits(x_BxTxD, last_B, self.num_embeddings, on_mesh(lambda table, x: head(x, table), mesh))
-        return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P())) if gathered else logits
-
-    def logits(self, x_BxTxD, last_B, n_rows, product=lambda table, x: head(x, table)):
-        if last_B is not None:
-            x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
-        logits = product(self.table(n_rows), x_BxTxD.astype(self.dtype))
-        return logits + self.param('bias', nn.initializers.zeros, (n_rows,)) if self.bias else logits
-
-
-def on_mesh(function, mesh):
-    """function(table, ...) with the table's rows cut over the mesh, wherever the arguments lie."""
-    def on(table, *args):
-        table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, P('tensor')))
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return function(table, *args)
-    return jax.jit(on)
-
 
 class GPT(nn.Module):
     """GPT(config).apply({'params': params}, idx_BxT) -> float32 logits [B, T, vocab_size]."""
@@ -1215,27 +728,6 @@ def estimate_mfu(n_params, config, tokens_per_sec, peak_flops):
 # -----------------------------------------------------------------------------
 # generation: prefill the KV cache with the prompts, then one compiled loop of one token per step
 
-def cast_matrices(params, dtype):
-    """The matrices in the dtype that the model multiplies in, once and not anew in every step: the same results from
-    half the memory traffic, where that is bfloat16."""
-    return jax.tree.map(lambda p: p.astype(dtype) if p.ndim >= 2 and p.dtype != jnp.int8 else p, params)
-
-
-def quantize_params(params):
-    """The parameters with int8 matrices, one scale per output channel: kernel [in, out] becomes kernel_int8 [out, in] and
-    kernel_scale [out], wte becomes wte_int8 and wte_scale [V], lm_head likewise. A quarter of float32's bytes; for decoding only."""
-    quantized = {}
-    for name, p in params.items():
-        if isinstance(p, dict):
-            quantized[name] = p if name == 'router' else quantize_params(p)  # that is small, and much depends on it
-        elif name in ('kernel', 'wte', 'lm_head'):
-            rows = p.swapaxes(-1, -2) if name == 'kernel' else p
-            quantized[f'{name}_int8'], quantized[f'{name}_scale'] = quantize(rows, jnp.int8)
-        else:
-            quantized[name] = p
-    return quantized
-
-
 def decoding_params(params, dtype, quantize=''):
     """The parameters as decoding wants them: matrices in `dtype`, or int8 where quantize is 'int8'."""
     if quantize not in ('', 'int8'):
@@ -1250,8 +742,6 @@ def weight_bytes(params):
     return sum(p.nbytes for name, part in params.items() if name not in tables for p in jax.tree.leaves(part))
 
 
-CACHE_DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16, 'float16': jnp.float16, 'int8': jnp.int8,
-                'float8': jnp.float8_e4m3fn}
 PAD = 2**30  # position of a token that is none: behind every query, and no slot is for it
 
 
@@ -1292,114 +782,6 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0):
     return {f'h_{i}': layer(config.layer(i)[0]) for i in range(config.n_layer)}
 
 
-def write_cache(cache, fresh, slot_BxT):
-    """A layer's cache with fresh {name: [B, T, G, K]} in these slots; slots that are not there are dropped."""
-    cache = dict(cache)
-    slots_BxT = jnp.broadcast_to(slot_BxT, next(iter(fresh.values())).shape[:2])
-    for name, x_BxTxGxK in fresh.items():
-        slot_BxT = slots_BxT
-        if slot_BxT.size == 1:
-            # XLA:CPU makes a slice update of the scatter of a single vector, repeats that in every product that reads the
-            # cache and copies all of it each time (GPT-2 at 528 slots: 3.7 ms a step instead of 0.7). So write it twice,
-            # the second time past the end, where it is dropped.
-            x_BxTxGxK = jnp.concatenate([x_BxTxGxK, x_BxTxGxK], axis=1)
-            slot_BxT = jnp.concatenate([slot_BxT, jnp.full_like(slot_BxT, cache[name].shape[2])], axis=1)
-        new = {name: x_BxTxGxK.astype(cache[name].dtype)}
-        if f'{name}_scale' in cache:
-            new = dict(zip((name, f'{name}_scale'), quantize(x_BxTxGxK, cache[name].dtype)))
-        rows = jnp.arange(len(slot_BxT))[:, None]
-        cache |= {key: cache[key].at[rows, :, slot_BxT].set(x, mode='drop') for key, x in new.items()}
-    return cache
-
-
-def read_cache(cache, dtype):
-    """All slots of a layer's cache, {name: [B, S, G, K]}, in `dtype`."""
-    arrays = {}
-    for name in (name for name in cache if not name.endswith('_scale')):
-        x_BxGxSxK = cache[name]
-        if f'{name}_scale' in cache:
-            x_BxGxSxK = x_BxGxSxK.astype(jnp.float32) * cache[f'{name}_scale'][..., None]
-        arrays[name] = x_BxGxSxK.astype(dtype).swapaxes(1, 2)
-    return arrays
-
-
-class Sampling(NamedTuple):
-    """How to pick a token. What is static here recompiles when it changes; the numbers in Knobs do not."""
-    greedy: bool
-    top_k: int | None
-    top_p: bool
-    min_p: bool
-    penalize: bool
-    n_vocab: int  # only ids below it are picked
-    stop_tokens: tuple
-
-
-class Knobs(NamedTuple):
-    temperature: float
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-
-
-class Decoding(struct.PyTreeNode):
-    """Where a generation stands: row b of tokens_BxN holds length_B[b] tokens, of which n_B[b] were generated."""
-    tokens_BxN: jax.Array
-    length_B: jax.Array
-    n_B: jax.Array
-    done_B: jax.Array  # the row has met a stop token
-    key_B: jax.Array
-    cache: Any
-    draft_cache: Any = None  # of the draft model
-    steps: Any = 0  # of decode, so far
-    drafted: Any = 0  # tokens proposed so far, of all rows that were not finished
-    accepted: Any = 0  # those of them that were right
-
-
-def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
-    """Divides positive logits of tokens that the row already has by `penalty`, multiplies negative ones (CTRL,
-    arXiv:1909.05858)."""
-    filled_BxN = jnp.arange(tokens_BxN.shape[1]) < length_B[:, None]
-    seen_BxV = jax.vmap(lambda logits, tokens, filled: jnp.zeros(logits.shape, bool).at[tokens].max(filled))(
-        logits_BxV, tokens_BxN, filled_BxN)
-    return jnp.where(seen_BxV, jnp.where(logits_BxV > 0, logits_BxV / penalty, logits_BxV * penalty), logits_BxV)
-
-
-def pick_token(logits_BxV, key_B, sampling, knobs):
-    """One token id per row of float32 logits."""
-    # on a mesh every device gets all of them, to choose among
-    logits_BxV = shard(logits_BxV, None, None)[:, :sampling.n_vocab]
-    if sampling.greedy:  # the first of the largest; on XLA:CPU two plain reductions are faster than argmax
-        is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
-        return jnp.where(is_max_BxV, jnp.arange(sampling.n_vocab), sampling.n_vocab - 1).min(-1)
-    logits_BxV /= knobs.temperature
-    if sampling.top_k is not None:
-        kth = jax.lax.top_k(logits_BxV, min(sampling.top_k, sampling.n_vocab))[0][:, -1:]
-        logits_BxV = jnp.where(logits_BxV < kth, -jnp.inf, logits_BxV)
-    if sampling.top_p:  # keep the likeliest tokens until their probabilities reach top_p (arXiv:1904.09751)
-        sorted_BxV = jnp.sort(logits_BxV, axis=-1, descending=True)
-        probs_BxV = jax.nn.softmax(sorted_BxV)
-        before_BxV = jnp.cumsum(probs_BxV, axis=-1) - probs_BxV  # 0 for the first, which is therefore always kept
-        least = jnp.where(before_BxV < knobs.top_p, sorted_BxV, jnp.inf).min(-1, keepdims=True)
-        logits_BxV = jnp.where(logits_BxV < least, -jnp.inf, logits_BxV)
-    if sampling.min_p:  # keep tokens of at least min_p times the likeliest one's probability (arXiv:2407.01082)
-        least = logits_BxV.max(-1, keepdims=True) + jnp.log(knobs.min_p)
-        logits_BxV = jnp.where(logits_BxV < least, -jnp.inf, logits_BxV)
-    return jax.vmap(jax.random.categorical)(key_B, logits_BxV)
-
-
-def append_token(state, logits_BxV, live_B, sampling, knobs):
-    """Picks each row's next token and writes it behind the row, where the row is live. Returns (state, token_B)."""
-    if sampling.penalize:
-        logits_BxV = penalize_repetition(logits_BxV, state.tokens_BxN, state.length_B, knobs.repetition_penalty)
-    token_B = pick_token(logits_BxV, jax.vmap(jax.random.fold_in)(state.key_B, state.n_B), sampling, knobs).astype(jnp.int32)
-    here_BxN = (jnp.arange(state.tokens_BxN.shape[1]) == state.length_B[:, None]) & live_B[:, None]
-    stops = jnp.array(sampling.stop_tokens, jnp.int32)
-    return state.replace(
-        tokens_BxN=jnp.where(here_BxN, token_B[:, None], state.tokens_BxN),
-        length_B=state.length_B + live_B, n_B=state.n_B + live_B,
-        done_B=state.done_B | live_B & (token_B[:, None] == stops).any(-1)), token_B
-
-
 @functools.partial(jax.jit, donate_argnames='state', static_argnames=(
     'config', 'sampling', 'width', 'n_slots', 'cache_dtype', 'n_draft', 'draft_config'))
 def prefill(params, draft_params, state, knobs, *, config, sampling, width, n_slots, cache_dtype, n_draft, draft_config):
@@ -1412,23 +794,6 @@ def prefill(params, draft_params, state, knobs, *, config, sampling, width, n_sl
     logits_Bx1xV, cache = fill(params, config)
     state = state.replace(cache=cache, draft_cache=draft_config and fill(draft_params, draft_config)[1])
     return append_token(state, logits_Bx1xV[:, 0], ~state.done_B, sampling, knobs)[0]
-
-
-NGRAM = 3  # prompt lookup goes by so many last tokens
-
-
-def look_up(tokens_N, length, n_draft):
-    """Prompt lookup (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding): drafts [n_draft] what followed
-    where the last tokens of the row (as many as possible of NGRAM) have stood before, most recently. What followed may
-    reach the end of the row: it then starts over, as a text that repeats itself does."""
-    i_N, last = jnp.arange(len(tokens_N)), length - 1
-    matches_N = i_N < last
-    matching_N = jnp.zeros(len(tokens_N), jnp.int32)
-    for n in range(NGRAM):
-        matches_N &= (i_N >= n) & (jnp.roll(tokens_N, n) == tokens_N[last - n])
-        matching_N += matches_N
-    place = jnp.argmax(jnp.where(i_N < last, matching_N * len(tokens_N) + i_N, -1))
-    return tokens_N[place + 1 + jnp.arange(n_draft) % jnp.maximum(last - place, 1)]
 
 
 def ask_draft(params, state, n_draft, config, sampling, knobs):
@@ -1487,11 +852,6 @@ def decode(params, draft_params, state, knobs, n_end, *, config, sampling, n_dra
         return state
 
     return jax.lax.while_loop(lambda state: (~state.done_B & (state.n_B < n_end)).any(), step, state)
-
-
-def bucket(n):
-    """The next power of two, 16 at least: prompts of one bucket share one compilation."""
-    return max(16, 1 << (n - 1).bit_length())
 
 
 def generate(params, config, idx_BxT, max_new_tokens, **how):

@@ -15,7 +15,8 @@ from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
     Stopwatch, exit_on_user_error, load_dataset, load_run, load_tokenizer, measure_bandwidth, read_flags,
     setup_distributed_training, setup_jax_environment, whole_characters)
-from jax_transformer import UserError, cache_bytes, decoding_params, generate_in_chunks, weight_bytes
+from jax_ops import UserError
+from jax_transformer import cache_bytes, decoding_params, generate_in_chunks, weight_bytes
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, ...), a Hugging Face folder or 'owner/name', a ckpt.pt
@@ -42,6 +43,7 @@ seed = 1337 # of the samples; need not be the training's
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
 tensor = 1 # share out heads (and the KV cache with them), MLP width and vocabulary over this many devices
+expert = 1 # share out the experts over this many devices
 compile = True # of no effect, JAX always compiles
 # -----------------------------------------------------------------------------
 sys.excepthook = exit_on_user_error
@@ -57,9 +59,10 @@ if not 0 < top_p <= 1 or not 0 <= min_p <= 1 or not 0 < repetition_penalty < flo
     raise UserError(f'top_p must be in (0, 1], min_p in [0, 1], repetition_penalty above 0; got {top_p}, {min_p}, '
                     f'{repetition_penalty}')
 devices, dtype, reason = setup_jax_environment(device, dtype)
-if not 1 <= tensor <= len(devices):
-    raise UserError(f'tensor={tensor}, and there are {len(devices)} devices')
-parallel = setup_distributed_training(devices[:tensor], tensor=tensor)
+n_devices = tensor * expert
+if not 1 <= n_devices <= len(devices):
+    raise UserError(f'tensor={tensor} x expert={expert}, and there are {len(devices)} devices')
+parallel = setup_distributed_training(devices[:n_devices], tensor=tensor, expert=expert)
 
 # model and tokenizer
 if init_from == 'resume':
@@ -230,7 +233,7 @@ if decode_s:
     n_tokens, batch = sum(int(np.sum(made.lengths - lengths)) for _, lengths, made in timings), len(timings[0][1])
     per_s = (n_tokens - len(prompts)) / decode_s
     gb = sum(made.steps * (weight_bytes(params) + made.cache_bytes) for _, _, made in timings) / 1e9
-    bandwidth = measure_bandwidth(devices[0]) * tensor  # each device reads its part
+    bandwidth = measure_bandwidth(devices[0]) * n_devices  # each device reads its part
     report += (f', then {per_s:,.0f} tok/s ({per_s / batch:,.0f} per sequence) for {n_tokens:,} tokens\n'
                f'weights {weight_bytes(params) / 1e6:,.4g} MB, {gb / decode_s:.1f} GB/s, which is {gb / decode_s / bandwidth:.0%} '
                f'of the {bandwidth:.1f} GB/s that this machine reads')

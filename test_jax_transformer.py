@@ -8,9 +8,11 @@ import optax
 import pytest
 
 import jax_transformer
+from jax_ops import (
+    Knobs, Sampling, UserError, cast_matrices, look_up, matmul, matmul_int8, penalize_repetition, pick_token, quantize,
+    quantize_params)
 from jax_transformer import (
-    GPT, GPTConfig, Knobs, Sampling, UserError, cast_matrices, count_params, create_train_state, estimate_mfu, generate,
-    generate_in_chunks, init_cache, look_up, matmul, matmul_int8, penalize_repetition, pick_token, quantize, quantize_params)
+    GPT, GPTConfig, count_params, create_train_state, estimate_mfu, generate, generate_in_chunks, init_cache)
 
 TINY = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_head=2, n_embd=16)
 

@@ -25,8 +25,8 @@ from jax_train_utils import (
     load_checkpoint, load_dataset, load_meta, make_eval_step, make_train_step, open_checkpoints, plot_losses,
     progress_bar, read_flags, save_checkpoint, setup_distributed_training, setup_jax_environment, split_rows,
     start_wandb, write_text)
-from jax_transformer import (
-    GPTConfig, UserError, count_params, create_train_state, estimate_mfu, initial_loss_scale)
+from jax_ops import UserError
+from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 # -----------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in the order given.
@@ -92,6 +92,7 @@ scan_layers = False # compile one block and loop over it: compiles faster
 remat = 'none' # 'dots', 'full': keep less for the gradients and compute it anew, to save memory; on a CPU only with scan_layers
 fsdp = 1 # share out the parameters over this many devices; sequences are shared out by all that tensor leaves
 tensor = 1 # share out heads, MLP width and vocabulary over this many devices
+expert = 1 # share out the experts, and sequences with them, over this many devices
 coordinator_address = '' # host:port of process 0 of several; 'auto' on a TPU pod; Slurm and Open MPI need neither
 num_processes = 0 # how many there are
 process_id = -1 # which one this is, from 0
@@ -131,7 +132,7 @@ check_flags(config)
 
 devices, dtype, reason = setup_jax_environment(device, dtype)
 config['dtype'] = dtype
-parallel = setup_distributed_training(devices, fsdp, tensor)
+parallel = setup_distributed_training(devices, fsdp, tensor, expert)
 n_micro, micro_batch = split_rows(gradient_accumulation_steps, batch_size, parallel.n_shares)
 print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
 
@@ -155,7 +156,7 @@ if init_from == 'scratch':
     vocab_size = data_vocab_size if tokenizer['kind'] == 'char' else -(-data_vocab_size // 64) * 64
     model_config = config_from_flags(config, vocab_size=vocab_size, dtype=dtype)
     print(f'initializing a new model from scratch, vocab_size {vocab_size}')
-implementation, reason = choose_attention(attention, model_config, devices[0], fsdp * tensor > 1)
+implementation, reason = choose_attention(attention, model_config, devices[0], fsdp * tensor * expert > 1)
 model_config = dataclasses.replace(model_config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({reason})')
 if data_vocab_size > model_config.vocab_size:

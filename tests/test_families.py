@@ -17,9 +17,10 @@ from safetensors.numpy import load_file, save_file
 
 from jax_pretrained import load_pretrained, param_shapes, read_config, save_pretrained
 from jax_train_utils import make_train_step, setup_distributed_training
+from jax_ops import UserError, attend, quantize_params, rope_frequencies
 from jax_transformer import (
-    GPT, MLA, GPTConfig, MoE, RopeScaling, RoutedMLP, Router, TrainState, UserError, attend, cache_bytes, estimate_mfu,
-    generate, init_cache, quantize_params, rope_frequencies)
+    GPT, MLA, GPTConfig, MoE, RopeScaling, RoutedMLP, Router, TrainState, cache_bytes, decoding_params, estimate_mfu, generate,
+    init_cache)
 
 FOLDERS = Path(__file__).parent / 'golden' / 'families'
 EXPECTED = np.load(FOLDERS / 'expected.npz')
@@ -330,7 +331,8 @@ def test_experts_may_be_mlps_of_gpt2_with_biases():
 
 def test_the_balancing_loss_is_its_weight_if_experts_are_equally_busy_and_more_if_not():
     config, params = small(mlp='swiglu', bias=False, moe=MoE(4, 1, 8, balance=0.5), n_embd=4, n_layer=1)
-    router = jax.jit(lambda kernel, x: Router(config).apply({'params': {'kernel': kernel}}, x, mutable=['losses'])[1]['losses']['balance'][0])
+    apply = lambda kernel, x: Router(config).apply({'params': {'kernel': kernel}}, x[None], mutable=['losses'])
+    router = jax.jit(lambda kernel, x: apply(kernel, x)[1]['losses']['balance'][0])
     assert router(10 * jnp.eye(4), jnp.eye(4)) == pytest.approx(0.5, rel=1e-3)
     assert router(10 * jnp.eye(4), jnp.eye(4)[jnp.zeros(4, int)]) == pytest.approx(0.5 * 4, rel=1e-2)
     grad = jax.grad(router)(jnp.eye(4), jnp.eye(4)[jnp.array([0, 0, 0, 1])])
@@ -382,16 +384,30 @@ def test_mfu_counts_the_experts_that_are_used_and_the_keys_that_are_seen():
     assert estimate_mfu(100_000, config, 1.0, 1.0) == pytest.approx(6 * used + 12 * 16 * (8 + 32))
 
 
-@pytest.mark.parametrize('name', ['qwen3', 'gpt_oss', 'deepseek_v3', 'llama4'])
-def test_a_model_shared_out_over_a_mesh_gives_the_logits_of_one_device(name):
+@pytest.mark.parametrize('name, tensor, expert', [
+    ('qwen3', 2, 1), ('qwen3_moe', 1, 2), ('gpt_oss', 2, 2), ('deepseek_v3', 2, 2), ('llama4', 2, 2)])
+def test_a_model_shared_out_over_a_mesh_gives_the_logits_of_one_device(name, tensor, expert):
     config, params = load(name)
-    parallel = setup_distributed_training(jax.devices()[:4], fsdp=2, tensor=2)
+    parallel = setup_distributed_training(jax.devices()[:2 * tensor * expert], fsdp=2, tensor=tensor, expert=expert)
     parallel.check(config)
+    placed = parallel.put(params)
     with parallel.entered():
-        placed = parallel.put(params)
         logits = jax.jit(lambda params: GPT(config).apply({'params': params}, IDX))(placed)
-    assert placed['h_0']['attn']['c_proj']['kernel'].sharding.spec == jax.P('tensor', 'fsdp')
+    assert placed['h_0']['attn']['c_proj']['kernel'].sharding.shard_shape((32, 32)) == (32 // tensor, 16)
     np.testing.assert_allclose(logits, expected(name, 'logits'), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize('quantize', ['', 'int8'])
+@pytest.mark.parametrize('name', ['qwen3_moe', 'gpt_oss'])
+def test_experts_on_several_devices_continue_a_text_as_on_one(name, quantize):
+    config, params = load(name)
+    texts = []
+    for devices, expert in ((jax.devices()[:1], 1), (jax.devices()[:4], 2)):
+        parallel = setup_distributed_training(devices, tensor=expert, expert=expert)
+        placed = decoding_params(parallel.put(params), 'float32', quantize)
+        with parallel.entered():
+            texts.append(generate(placed, config, IDX[:, :9], 12, rng=jax.random.key(0), temperature=0))
+    np.testing.assert_array_equal(*texts)
 
 
 # -----------------------------------------------------------------------------

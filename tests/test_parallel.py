@@ -21,9 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_train_utils import *
 from jax_train_utils import MeshParallel, join_processes, optimizer_item, partition_specs
+from jax_ops import BATCH, Decoding, Knobs, Sampling, UserError, shard
 from jax_transformer import (
-    BATCH, Decoding, GPTConfig, Knobs, ParallelLMHead, Sampling, UserError, VocabParallelEmbedding, create_mesh,
-    create_train_state, decode, prefill, shard)
+    GPTConfig, MoE, ParallelLMHead, VocabParallelEmbedding, create_mesh, create_train_state, decode, prefill)
 from test_scripts import ROOT, dataset, numbers, refused, run, train  # noqa: F401, dataset is a fixture
 from test_train_utils import META
 
@@ -34,8 +34,8 @@ ONE, PMAP, FSDP, TENSOR, BOTH, ALL = (1, 1, 1), (8, 1, 1), (2, 2, 1), (2, 1, 2),
 @functools.cache
 def compiled_once(layout, config):
     schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
-    n_devices, fsdp, tensor = layout
-    parallel = setup_distributed_training(jax.devices()[:n_devices], fsdp, tensor)
+    n_devices, *axes = layout
+    parallel = setup_distributed_training(jax.devices()[:n_devices], *axes)
     make = functools.partial(create_train_state, jax.random.key(0), config, create_optimizer_with_schedule(schedule))
     return parallel, make, parallel.train_step(make_train_step(config, 3, 1.0, schedule))
 
@@ -71,6 +71,17 @@ def test_every_mesh_gives_the_curve_of_one_device(layout):
     one, mesh = curve(ONE), curve(layout)
     assert one[-1, 0] < one[0, 0] - 1  # it learns
     np.testing.assert_allclose(mesh, one, atol=2e-4)
+
+
+@pytest.mark.parametrize('layout', [(8, 1, 1), (4, 1, 1, 2), (8, 2, 2, 2)])  # the last number is expert
+def test_experts_on_several_devices_learn_as_on_one(layout):
+    moe = MoE(n_expert=4, n_used=2, width=8, shared_width=8, balance=0.1)
+    config = dataclasses.replace(CONFIG, mlp='swiglu', moe=moe, dropout=0.0)
+    (_, one), (state, log) = run_layout(ONE, 5, config), run_layout(layout, 5, config)
+    np.testing.assert_allclose(log, one, atol=2e-4)
+    experts = state.params['h_0']['mlp']['experts_c_fc']['kernel']
+    held = experts.addressable_shards[0].data.size / experts.size
+    assert held == 1 / math.prod(layout[1:])  # fsdp, tensor and expert all share out what is stored
 
 
 def test_float16_scales_its_loss_on_a_mesh_as_on_one_device():

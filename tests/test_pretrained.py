@@ -16,7 +16,8 @@ import safetensors
 from safetensors.numpy import load_file, save_file
 
 from jax_pretrained import load_pretrained, read_torch_checkpoint, save_pretrained
-from jax_transformer import GPT, UserError
+from jax_ops import UserError
+from jax_transformer import GPT
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / 'golden'

@@ -12,7 +12,8 @@ import pytest
 import jax_train_utils
 from jax_train_utils import (choose_attention, create_learning_rate_schedule, create_optimizer_with_schedule, cross_entropy,
                              keep_compiled_programs, make_train_step, setup_jax_environment)
-from jax_transformer import GPT, GPTConfig, UserError, create_train_state, drop, element_numbers, matmul
+from jax_ops import UserError, drop, element_numbers, matmul
+from jax_transformer import GPT, GPTConfig, create_train_state
 
 # 160 positions are one whole chunk of attention and a part of one
 CONFIG = GPTConfig(block_size=160, vocab_size=37, n_layer=1, n_head=2, n_embd=16)

@@ -14,7 +14,8 @@ import pytest
 import jax_train_utils as utils
 from jax_train_utils import *
 from jax_pretrained import load_pretrained
-from jax_transformer import GPT, GPTConfig, UserError, create_train_state
+from jax_ops import UserError
+from jax_transformer import GPT, GPTConfig, create_train_state
 
 TINY = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_head=2, n_embd=16)
 
