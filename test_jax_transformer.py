@@ -230,10 +230,12 @@ def test_gpt2_in_int8_takes_at_most_170_mb():
 REPETITIVE = np.array([[5, 6, 7, 8, 9, 5, 6, 7], [1, 2, 1, 2, 1, 2, 1, 0]])
 
 
-@pytest.mark.parametrize('how', [dict(temperature=0), dict(temperature=1.0), dict(temperature=0.7, top_k=5, top_p=0.9),
-                                 dict(temperature=0, repetition_penalty=1.5), dict(temperature=0.3, stop_tokens=[3, 4])])
-@pytest.mark.parametrize('draft', [None, 'itself', 'another'])
-def test_speculative_decoding_gives_the_same_tokens(how, draft):
+@pytest.mark.parametrize('draft, how', [
+    (None, dict(temperature=0)), (None, dict(temperature=0, repetition_penalty=1.5)),
+    (None, dict(temperature=0.3, stop_tokens=[3, 4])), ('itself', dict(temperature=0)),
+    ('itself', dict(temperature=0.7, top_k=5, top_p=0.9)), ('another', dict(temperature=1.0)),
+    ('another', dict(temperature=0.3, stop_tokens=[3, 4]))])
+def test_speculative_decoding_gives_the_same_tokens(draft, how):
     config = GPTConfig(**TINY.__dict__ | {'block_size': 48})
     params = random_params(config)
     small = GPTConfig(**config.__dict__ | {'n_layer': 1})
@@ -242,7 +244,7 @@ def test_speculative_decoding_gives_the_same_tokens(how, draft):
     drafts = {None: None, 'itself': (params, config), 'another': (random_params(small), small)}[draft]
     *_, fast = generate_in_chunks(params, config, REPETITIVE, 50, n_draft=3, draft=drafts, chunk=9, **how)
     np.testing.assert_array_equal(fast.tokens, plain)
-    if draft == 'itself' and not how.keys() & {'repetition_penalty', 'stop_tokens'}:  # then all are right
+    if draft == 'itself':  # then all are right
         assert fast.accepted == fast.drafted > 0
 
 
