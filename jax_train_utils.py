@@ -166,16 +166,22 @@ def check_device_availability(device='auto'):
     return [devices[int(index)]] if index else devices
 
 
+def prepare_jax(device):
+    """What has to be said before jax starts its devices and threads: call it first."""
+    kind = device.partition(':')[0]
+    if kind == 'cpu':
+        jax.config.update('jax_platforms', 'cpu')  # do not even start (and reserve the memory of) a GPU
+    if kind in ('auto', 'cpu'):  # once jax has found out what auto is, it is too late
+        keep_freed_memory()
+
+
 def setup_jax_environment(device='auto', dtype='auto'):
-    """Picks the devices and the compute dtype. Call before anything else touches jax.
+    """Picks the devices and the compute dtype. Call before anything else touches jax, or prepare_jax() before that.
 
     Returns (devices, dtype, reason): bfloat16 where the hardware multiplies it fast, float32 elsewhere."""
-    if device.partition(':')[0] == 'cpu':
-        jax.config.update('jax_platforms', 'cpu')  # do not even start (and reserve the memory of) a GPU
+    prepare_jax(device)
     devices = check_device_availability(device)
-    if devices[0].platform == 'cpu':
-        keep_freed_memory()
-    else:
+    if devices[0].platform != 'cpu':
         keep_compiled_programs(devices[0].platform)
     if dtype != 'auto':
         if dtype not in DTYPES:
@@ -233,10 +239,12 @@ def leave_without_peers(error):
         os._exit(1)
 
 
+@functools.cache  # once is enough
 def keep_freed_memory():
     """Tells glibc never to give memory back to the system, and the system to use huge pages for it. XLA:CPU allocates its
     temporaries anew in every step; they would come with a page fault for every 4 kB, and these were half of the
-    time of a training step and more. Call before anything large is allocated."""
+    time of a training step and more. Call before jax starts its threads: one that has a heap of its own by then keeps to
+    it, and takes what does not fit into that (64 MiB) from the system each time."""
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if not hasattr(libc, 'mallopt'):  # only glibc has it
         return
