@@ -1,6 +1,7 @@
 """What the scripts share, section by section: config and flags, devices and parallelism, data, tokenizers, optimizer
 and schedule, train and eval steps, checkpoints, logging."""
 import ast
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -13,6 +14,7 @@ import math
 import os
 import re
 import runpy
+import select
 import shutil
 import signal
 import sys
@@ -35,8 +37,10 @@ from jax_transformer import (
 
 
 def exit_on_user_error(kind, error, traceback):
-    """A sys.excepthook: a UserError, or a disk or memory that does not do, becomes one line on stderr and exit code 2;
-    everything else stays a traceback."""
+    """A sys.excepthook: a UserError, or a disk or memory that does not do, becomes one line on stderr and exit code 2; a
+    reader of stdout that has gone away, as `head -1` does, a quiet end; everything else stays a traceback."""
+    if isinstance(error, BrokenPipeError) and drop_unread_output():
+        sys.exit(128 + signal.SIGPIPE)  # as a shell says it
     disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
     if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]:
         error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
@@ -44,6 +48,23 @@ def exit_on_user_error(kind, error, traceback):
         return sys.__excepthook__(kind, error, traceback)
     print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
     sys.exit(2)
+
+
+@atexit.register  # before the interpreter writes what is left, and complains
+def drop_unread_output():
+    """Whether stdout is a pipe that nobody reads any more. What is still to be written to it is then dropped."""
+    try:
+        print(end='', flush=True)
+        watch = select.poll()  # the write that has failed may have left nothing to flush
+        watch.register(sys.stdout, 0)  # errors only
+        if not watch.poll(0):
+            return False
+    except BrokenPipeError:
+        pass
+    except Exception:  # no poll (Windows), or stdout is no file
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def config_block(script):

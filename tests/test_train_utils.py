@@ -3,6 +3,9 @@ import dataclasses
 import functools
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -83,6 +86,42 @@ def test_help_prints_every_knob_with_its_default_and_comment(script, capsys):
     assert exit.value.code == 0
     out = capsys.readouterr().out
     assert '--batch_size=12  # sequences\n' in out and "--start='A # b'  # the prompt\n" in out and 'other' not in out
+
+
+# -----------------------------------------------------------------------------
+# the end
+
+
+PRINTS = """
+import sys
+from jax_train_utils import exit_on_user_error
+sys.excepthook = exit_on_user_error
+print('first', flush=True)
+sys.stdin.read()  # until the reader has gone
+print('second' * {times})
+{then}
+"""
+
+
+@pytest.mark.parametrize('options, times, then, code', [
+    ([], 10**5, '', 141), (['-u'], 1, '', 141), ([], 1, '', 0),  # in a buffer to the very end
+    ([], 1, 'raise ValueError("a bug")', 1)])
+def test_a_reader_that_goes_away_ends_a_script_quietly(options, times, then, code):
+    environment = {name: value for name, value in os.environ.items() if name != 'PYTHONUNBUFFERED'}
+    with subprocess.Popen([sys.executable, *options, '-c', PRINTS.format(times=times, then=then)], cwd=Path(utils.__file__).parent,
+                          env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == 'first\n'
+        process.stdout.close()
+        process.stdin.close()
+        err = process.stderr.read()
+    assert process.returncode == code
+    assert err.splitlines()[-1:] == ['ValueError: a bug'] if then else err == ''
+
+
+def test_a_broken_pipe_elsewhere_stays_a_traceback(capsys):
+    error = BrokenPipeError('of a socket')
+    exit_on_user_error(BrokenPipeError, error, None)
+    assert 'BrokenPipeError: of a socket' in capsys.readouterr().err
 
 
 # -----------------------------------------------------------------------------
