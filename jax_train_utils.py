@@ -528,17 +528,18 @@ def split_rows(gradient_accumulation_steps, batch_size, n_devices):
 # data: files of tokens, nothing but uint16 or uint32 one after the other, memory-mapped
 
 
-def load_dataset(data_dir, block_size):
-    """Opens data_dir/{train,val}.bin as prepare.py wrote them.
-
-    Returns ({'train': memmap, 'val': memmap}, vocab_size, tokenizer description). A folder without meta.json is
-    nanoGPT's: uint16 tokens of GPT-2's BPE.
-    Raises UserError for missing, short or damaged files and for token ids outside the vocabulary."""
-    data_dir = Path(os.path.relpath(data_dir))
+def remedy_for(data_dir):
+    """What to do about a data set that is not there or damaged."""
     prepare = data_dir / 'prepare.py'
-    remedy = f'run: python {prepare}'
-    if not prepare.exists():
-        remedy = f'there is no {prepare} to make it; see "Your own text" in README.md'
+    return f'run: python {prepare}' if prepare.exists() else (
+        f'there is no {prepare} to make it; see "Your own text" in README.md')
+
+
+def load_dataset_meta(data_dir):
+    """{'vocab_size', 'dtype', 'tokenizer'} of a data set, from its meta.json. A folder without one is nanoGPT's: uint16
+    tokens of GPT-2's BPE. Raises UserError for a missing data set and a damaged meta.json."""
+    data_dir = Path(os.path.relpath(data_dir))
+    remedy = remedy_for(data_dir)
     meta = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
     if (data_dir / 'meta.json').exists():
         try:
@@ -556,6 +557,18 @@ def load_dataset(data_dir, block_size):
             raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
     elif (data_dir / 'meta.pkl').exists():
         raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which we do not load; {remedy}, which writes meta.json')
+    elif not (data_dir / 'train.bin').exists():
+        raise UserError(f'there is no {data_dir / "train.bin"}; {remedy}')
+    return meta
+
+
+def load_dataset(data_dir, block_size):
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them.
+
+    Returns ({'train': memmap, 'val': memmap}, vocab_size, tokenizer description), see load_dataset_meta.
+    Raises UserError for missing, short or damaged files and for token ids outside the vocabulary."""
+    data_dir = Path(os.path.relpath(data_dir))
+    meta, remedy = load_dataset_meta(data_dir), remedy_for(data_dir)
     splits = {}
     for split in ('train', 'val'):
         path, width = data_dir / f'{split}.bin', np.dtype(meta['dtype']).itemsize

@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    Stopwatch, exit_on_user_error, load_dataset, load_run, load_tokenizer, measure_bandwidth, read_flags,
+    Stopwatch, exit_on_user_error, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, read_flags,
     setup_distributed_training, setup_jax_environment, whole_characters)
 from jax_transformer import UserError, decoding_params, generate_in_chunks, weight_bytes
 
@@ -70,7 +70,7 @@ else:
     params, source = parallel.put(params), init_from
     description = {'kind': 'gpt2'}
     if dataset:
-        description = load_dataset(Path(__file__).parent / 'data' / dataset, block_size=1)[2]
+        description = load_dataset_meta(Path(__file__).parent / 'data' / dataset)['tokenizer']
     elif model_config.vocab_size < 50257:
         raise UserError(f"{init_from} has a vocabulary of {model_config.vocab_size}, which is not GPT-2's: name the data "
                         'set that it was trained on, --dataset=...')

@@ -216,6 +216,16 @@ def test_a_folder_without_meta_json_is_nanogpts_bpe(tmp_path):
     assert load_dataset(tmp_path, 8)[1:] == (50257, {'kind': 'gpt2'})
 
 
+def test_the_tokenizer_of_a_dataset_is_found_without_its_tokens(tmp_path):
+    write_dataset(tmp_path, np.arange(30), np.arange(20))
+    for split in ('train', 'val'):
+        (tmp_path / f'{split}.bin').unlink()
+    assert load_dataset_meta(tmp_path)['tokenizer']['kind'] == 'char'
+    (tmp_path / 'meta.json').unlink()
+    with pytest.raises(UserError, match='there is no .*train.bin'):  # else it would pass for nanoGPT's
+        load_dataset_meta(tmp_path)
+
+
 def test_a_dataset_that_cannot_be_used_is_refused(tmp_path):
     good = functools.partial(write_dataset, tmp_path, np.arange(30), np.arange(20))
     with pytest.raises(UserError, match='there is no .*train.bin'):
