@@ -22,12 +22,12 @@ import optax
 
 import jax_ops
 import jax_transformer
+from jax_ops import UserError, bucket
 from jax_train_utils import (
     PEAK_FLOPS, Stopwatch, choose_attention, config_from_flags, create_learning_rate_schedule,
     create_optimizer_with_schedule, cross_entropy, device_peak_flops, exit_on_user_error, get_windows, load_dataset,
     load_run, make_train_step, measure_bandwidth, read_flags, setup_distributed_training, setup_jax_environment,
     split_rows)
-from jax_ops import UserError, bucket
 from jax_transformer import (
     GPT, count_params, create_train_state, decoding_params, estimate_mfu, generate_in_chunks, init_cache, weight_bytes)
 

@@ -1,6 +1,7 @@
 """What the scripts share, section by section: config and flags, devices and parallelism, data, tokenizers, optimizer
 and schedule, train and eval steps, checkpoints, logging."""
 import ast
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -13,6 +14,7 @@ import math
 import os
 import re
 import runpy
+import select
 import shutil
 import signal
 import sys
@@ -34,8 +36,10 @@ from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_stat
 
 
 def exit_on_user_error(kind, error, traceback):
-    """A sys.excepthook: a UserError, or a disk or memory that does not do, becomes one line on stderr and exit code 2;
-    everything else stays a traceback."""
+    """A sys.excepthook: a UserError, or a disk or memory that does not do, becomes one line on stderr and exit code 2; a
+    reader of stdout that has gone away, as `head -1` does, a quiet end; everything else stays a traceback."""
+    if isinstance(error, BrokenPipeError) and drop_unread_output():
+        sys.exit(128 + signal.SIGPIPE)  # as a shell says it
     disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
     if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]:
         error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
@@ -43,6 +47,23 @@ def exit_on_user_error(kind, error, traceback):
         return sys.__excepthook__(kind, error, traceback)
     print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
     sys.exit(2)
+
+
+@atexit.register  # before the interpreter writes what is left, and complains
+def drop_unread_output():
+    """Whether stdout is a pipe that nobody reads any more. What is still to be written to it is then dropped."""
+    try:
+        print(end='', flush=True)
+        watch = select.poll()  # the write that has failed may have left nothing to flush
+        watch.register(sys.stdout, 0)  # errors only
+        if not watch.poll(0):
+            return False
+    except BrokenPipeError:
+        pass
+    except Exception:  # no poll (Windows), or stdout is no file
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def config_block(script):
@@ -183,16 +204,22 @@ def check_device_availability(device='auto'):
     return [devices[int(index)]] if index else devices
 
 
+def prepare_jax(device):
+    """What has to be said before jax starts its devices and threads: call it first."""
+    kind = device.partition(':')[0]
+    if kind == 'cpu':
+        jax.config.update('jax_platforms', 'cpu')  # do not even start (and reserve the memory of) a GPU
+    if kind in ('auto', 'cpu'):  # once jax has found out what auto is, it is too late
+        keep_freed_memory()
+
+
 def setup_jax_environment(device='auto', dtype='auto'):
-    """Picks the devices and the compute dtype. Call before anything else touches jax.
+    """Picks the devices and the compute dtype. Call before anything else touches jax, or prepare_jax() before that.
 
     Returns (devices, dtype, reason): bfloat16 where the hardware multiplies it fast, float32 elsewhere."""
-    if device.partition(':')[0] == 'cpu':
-        jax.config.update('jax_platforms', 'cpu')  # do not even start (and reserve the memory of) a GPU
+    prepare_jax(device)
     devices = check_device_availability(device)
-    if devices[0].platform == 'cpu':
-        keep_freed_memory()
-    else:
+    if devices[0].platform != 'cpu':
         keep_compiled_programs(devices[0].platform)
     if dtype != 'auto':
         if dtype not in DTYPES:
@@ -250,10 +277,12 @@ def leave_without_peers(error):
         os._exit(1)
 
 
+@functools.cache  # once is enough
 def keep_freed_memory():
     """Tells glibc never to give memory back to the system, and the system to use huge pages for it. XLA:CPU allocates its
     temporaries anew in every step; they would come with a page fault for every 4 kB, and these were half of the
-    time of a training step and more. Call before anything large is allocated."""
+    time of a training step and more. Call before jax starts its threads: one that has a heap of its own by then keeps to
+    it, and takes what does not fit into that (64 MiB) from the system each time."""
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if not hasattr(libc, 'mallopt'):  # only glibc has it
         return
@@ -515,17 +544,18 @@ def split_rows(gradient_accumulation_steps, batch_size, n_devices):
 # data: files of tokens, nothing but uint16 or uint32 one after the other, memory-mapped
 
 
-def load_dataset(data_dir, block_size):
-    """Opens data_dir/{train,val}.bin as prepare.py wrote them.
-
-    Returns ({'train': memmap, 'val': memmap}, vocab_size, tokenizer description). A folder without meta.json is
-    nanoGPT's: uint16 tokens of GPT-2's BPE.
-    Raises UserError for missing, short or damaged files and for token ids outside the vocabulary."""
-    data_dir = Path(os.path.relpath(data_dir))
+def remedy_for(data_dir):
+    """What to do about a data set that is not there or damaged."""
     prepare = data_dir / 'prepare.py'
-    remedy = f'run: python {prepare}'
-    if not prepare.exists():
-        remedy = f'there is no {prepare} to make it; see "Your own text" in README.md'
+    return f'run: python {prepare}' if prepare.exists() else (
+        f'there is no {prepare} to make it; see "Your own text" in README.md')
+
+
+def load_dataset_meta(data_dir):
+    """{'vocab_size', 'dtype', 'tokenizer'} of a data set, from its meta.json. A folder without one is nanoGPT's: uint16
+    tokens of GPT-2's BPE. Raises UserError for a missing data set and a damaged meta.json."""
+    data_dir = Path(os.path.relpath(data_dir))
+    remedy = remedy_for(data_dir)
     meta = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
     if (data_dir / 'meta.json').exists():
         try:
@@ -543,6 +573,18 @@ def load_dataset(data_dir, block_size):
             raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
     elif (data_dir / 'meta.pkl').exists():
         raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which we do not load; {remedy}, which writes meta.json')
+    elif not (data_dir / 'train.bin').exists():
+        raise UserError(f'there is no {data_dir / "train.bin"}; {remedy}')
+    return meta
+
+
+def load_dataset(data_dir, block_size):
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them.
+
+    Returns ({'train': memmap, 'val': memmap}, vocab_size, tokenizer description), see load_dataset_meta.
+    Raises UserError for missing, short or damaged files and for token ids outside the vocabulary."""
+    data_dir = Path(os.path.relpath(data_dir))
+    meta, remedy = load_dataset_meta(data_dir), remedy_for(data_dir)
     splits = {}
     for split in ('train', 'val'):
         path, width = data_dir / f'{split}.bin', np.dtype(meta['dtype']).itemsize

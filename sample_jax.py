@@ -11,11 +11,11 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from jax_ops import UserError
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
-    Stopwatch, exit_on_user_error, load_dataset, load_run, load_tokenizer, measure_bandwidth, read_flags,
+    Stopwatch, exit_on_user_error, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, read_flags,
     setup_distributed_training, setup_jax_environment, whole_characters)
-from jax_ops import UserError
 from jax_transformer import cache_bytes, decoding_params, generate_in_chunks, weight_bytes
 
 # -----------------------------------------------------------------------------
@@ -75,7 +75,7 @@ else:
     model_config, params = load_pretrained(path, 'float32' if quantize else dtype, place)
     description = {'kind': 'gpt2'}
     if dataset:
-        description = load_dataset(Path(__file__).parent / 'data' / dataset, block_size=1)[2]
+        description = load_dataset_meta(Path(__file__).parent / 'data' / dataset)['tokenizer']
     elif Path(path, 'tokenizer.json').exists():
         description = {'kind': 'folder', 'path': path}
     elif not 50257 <= model_config.vocab_size <= 50304:

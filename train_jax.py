@@ -17,15 +17,15 @@ import jax
 import jaxlib
 import numpy as np
 
+from jax_ops import UserError
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
     MODEL_FLAGS, MetricsLog, StopSignal, all_finite, check_flags, choose_attention, config_from_flags,
     create_learning_rate_schedule, create_optimizer_with_schedule, device_peak_flops, duration, estimate_loss_jax,
     exit_on_user_error, finish_checkpoints, flags_from_config, get_batch_jax, join_processes, leave_without_peers,
     load_checkpoint, load_dataset, load_meta, make_eval_step, make_train_step, open_checkpoints, plot_losses,
-    progress_bar, read_flags, save_checkpoint, setup_distributed_training, setup_jax_environment, split_rows,
-    start_wandb, write_text)
-from jax_ops import UserError
+    prepare_jax, progress_bar, read_flags, save_checkpoint, setup_distributed_training, setup_jax_environment,
+    split_rows, start_wandb, write_text)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 # -----------------------------------------------------------------------------
@@ -103,6 +103,7 @@ backend = 'nccl' # of no effect, JAX picks its own
 sys.excepthook = exit_on_user_error
 config, given = read_flags(__file__, globals())
 globals().update(config)
+prepare_jax(device)
 join_processes(coordinator_address, num_processes, process_id)
 master = jax.process_index() == 0  # this process talks and writes logs
 if not master:

@@ -452,6 +452,21 @@ def test_openwebtext_needs_two_documents(tmp_path, bpe_env, n):
     assert f'{n} documents' in line and files_in(tmp_path / 'out') == []
 
 
+def test_openwebtext_ends_before_a_thread_left_behind_can_abort_it(tmp_path, bpe_env):
+    # what pyarrow's threads do now and then, this does always: the process dies when the interpreter is taken down
+    with open(tmp_path / 'shim' / 'sitecustomize.py', 'a') as f:
+        f.write("""
+import builtins, sys
+class Thread:
+    def __del__(self, abort=os.abort):
+        abort()
+if any(arg.endswith('prepare.py') for arg in sys.orig_argv):
+    builtins.left_behind = Thread()
+""")
+    for n, end in ((1, refuse), (50, prepare)):
+        end('openwebtext', parquet(tmp_path / str(n), documents(n), 1), '--out_dir', tmp_path / 'out', env=bpe_env)
+
+
 def test_openwebtext_names_the_columns_when_text_is_not_among_them(tmp_path, bpe_env):
     folder = parquet(tmp_path / 'in', documents(5), column='content')
     line = refuse('openwebtext', folder, '--out_dir', tmp_path / 'out', env=bpe_env)

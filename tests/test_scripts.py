@@ -389,10 +389,11 @@ def test_finetuning_starts_from_foreign_weights_and_resumes(tmp_path, source):
     refused(train(tmp_path / 'other', *flags, '--block_size=25'), 'block_size=25, but .* knows only 24 positions')
 
 
-def test_foreign_weights_are_sampled_with_the_tokenizer_of_their_dataset(dataset):
+def test_foreign_weights_are_sampled_with_the_tokenizer_of_their_dataset(dataset, tmp_path):
+    shutil.copy(dataset / 'meta.json', tmp_path)  # which is all it takes
     model = ROOT / 'tests' / 'golden' / 'nanogpt' / 'ckpt.pt'
     flags = [f'--init_from={model}', '--device=cpu:0', '--num_samples=1', '--max_new_tokens=30']
-    text = run('sample_jax.py', *flags, f'--dataset={dataset}', '--start=fox').stdout
+    text = run('sample_jax.py', *flags, f'--dataset={tmp_path}', '--start=fox').stdout
     assert text.startswith('fox') and len(text.split('\n-----')[0]) == 33 and set(text) <= set(TEXT) | {'-'}
     refused(run('sample_jax.py', *flags), 'name the data set')
 
@@ -584,15 +585,15 @@ def test_flags_without_an_effect_say_so_once(dataset, tmp_path):
 FAST = ['--scan_layers=True', '--remat=full', '--attention=chunked', '--loss_chunk=8']
 
 
-def test_a_run_goes_on_with_other_ways_to_compute_and_with_muon(dataset, tmp_path):
+def test_a_run_goes_on_with_muon_bit_for_bit_and_with_other_ways_to_compute(dataset, tmp_path):
     flags = [f'--dataset={dataset}', *MODEL, *SHORT, '--optimizer=muon', '--lr_schedule=wsd']
     assert train(tmp_path / 'whole', *flags).returncode == 0
     assert train(tmp_path / 'parts', *flags, '--max_iters=10').returncode == 0
     shutil.copytree(tmp_path / 'parts', tmp_path / 'other')
-    assert train(tmp_path / 'parts', '--init_from=resume', '--max_iters=20').returncode == 0
-    for a, b in zip(numbers(tmp_path / 'parts'), numbers(tmp_path / 'whole'), strict=True):  # up to rounding, see README.md
-        assert a == pytest.approx(b, rel=1e-4)
-    result = train(tmp_path / 'other', '--init_from=resume', '--max_iters=20', '--dropout=0.0', *FAST)
+    resume = ['--init_from=resume', '--max_iters=20', '--device=cpu:0']  # on other devices it would be equal up to rounding
+    assert train(tmp_path / 'parts', *resume).returncode == 0
+    assert numbers(tmp_path / 'parts') == numbers(tmp_path / 'whole')
+    result = train(tmp_path / 'other', *resume, '--dropout=0.0', *FAST)
     assert result.returncode == 0, result.stderr
     assert 'attention: chunked (as asked)' in result.stdout
     assert 'attention' not in load_meta(tmp_path / 'other')[1]['model']

@@ -3,6 +3,9 @@ import dataclasses
 import functools
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -84,6 +87,42 @@ def test_help_prints_every_knob_with_its_default_and_comment(script, capsys):
     assert exit.value.code == 0
     out = capsys.readouterr().out
     assert '--batch_size=12  # sequences\n' in out and "--start='A # b'  # the prompt\n" in out and 'other' not in out
+
+
+# -----------------------------------------------------------------------------
+# the end
+
+
+PRINTS = """
+import sys
+from jax_train_utils import exit_on_user_error
+sys.excepthook = exit_on_user_error
+print('first', flush=True)
+sys.stdin.read()  # until the reader has gone
+print('second' * {times})
+{then}
+"""
+
+
+@pytest.mark.parametrize('options, times, then, code', [
+    ([], 10**5, '', 141), (['-u'], 1, '', 141), ([], 1, '', 0),  # in a buffer to the very end
+    ([], 1, 'raise ValueError("a bug")', 1)])
+def test_a_reader_that_goes_away_ends_a_script_quietly(options, times, then, code):
+    environment = {name: value for name, value in os.environ.items() if name != 'PYTHONUNBUFFERED'}
+    with subprocess.Popen([sys.executable, *options, '-c', PRINTS.format(times=times, then=then)], cwd=Path(utils.__file__).parent,
+                          env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == 'first\n'
+        process.stdout.close()
+        process.stdin.close()
+        err = process.stderr.read()
+    assert process.returncode == code
+    assert err.splitlines()[-1:] == ['ValueError: a bug'] if then else err == ''
+
+
+def test_a_broken_pipe_elsewhere_stays_a_traceback(capsys):
+    error = BrokenPipeError('of a socket')
+    exit_on_user_error(BrokenPipeError, error, None)
+    assert 'BrokenPipeError: of a socket' in capsys.readouterr().err
 
 
 # -----------------------------------------------------------------------------
@@ -176,6 +215,16 @@ def test_a_folder_without_meta_json_is_nanogpts_bpe(tmp_path):
     write_dataset(tmp_path, np.arange(30), np.arange(20))
     (tmp_path / 'meta.json').unlink()
     assert load_dataset(tmp_path, 8)[1:] == (50257, {'kind': 'gpt2'})
+
+
+def test_the_tokenizer_of_a_dataset_is_found_without_its_tokens(tmp_path):
+    write_dataset(tmp_path, np.arange(30), np.arange(20))
+    for split in ('train', 'val'):
+        (tmp_path / f'{split}.bin').unlink()
+    assert load_dataset_meta(tmp_path)['tokenizer']['kind'] == 'char'
+    (tmp_path / 'meta.json').unlink()
+    with pytest.raises(UserError, match='there is no .*train.bin'):  # else it would pass for nanoGPT's
+        load_dataset_meta(tmp_path)
 
 
 def test_a_dataset_that_cannot_be_used_is_refused(tmp_path):

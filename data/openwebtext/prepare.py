@@ -5,6 +5,7 @@ $ python data/openwebtext/prepare.py path/to/parquet --out_dir data/mydocs
 Interrupted at any moment and started again, it continues where it stopped.
 """
 import argparse
+import atexit
 import glob
 import itertools
 import json
@@ -200,11 +201,19 @@ def main():
     print('the whole of openwebtext has 9,035,582,198 and 4,434,897')
 
 if __name__ == '__main__':
+    code = 0
     try:
         main()
+    except SystemExit as e:
+        code = e.code or 0
     except KeyboardInterrupt:
         print('\ninterrupted; run the same command to continue', file=sys.stderr)
-        sys.exit(130)
+        code = 130
+    # pyarrow may still read ahead, and the process aborts if one of its threads enters Python while that shuts down
+    atexit._run_exitfuncs() # multiprocessing removes its semaphores
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 # train.bin is ~17GB, val.bin ~8.5MB
 # train has ~9B tokens (9,035,582,198)
