@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_train_utils import *
 from jax_train_utils import MeshParallel, join_processes, optimizer_item, partition_specs
-from jax_ops import BATCH, Decoding, Knobs, Sampling, UserError, shard
+from jax_ops import AXES, BATCH, Decoding, Knobs, Sampling, UserError, shard
 from jax_transformer import (
     GPTConfig, MoE, ParallelLMHead, VocabParallelEmbedding, create_mesh, create_train_state, decode, prefill)
 from test_scripts import ROOT, dataset, numbers, refused, run, train  # noqa: F401, dataset is a fixture
@@ -73,7 +73,7 @@ def test_every_mesh_gives_the_curve_of_one_device(layout):
     np.testing.assert_allclose(mesh, one, atol=2e-4)
 
 
-@pytest.mark.parametrize('layout', [(8, 1, 1), (4, 1, 1, 2), (8, 2, 2, 2)])  # the last number is expert
+@pytest.mark.parametrize('layout', [(2, 1, 1), (8, 2, 2, 2)])  # the last number is expert
 def test_experts_on_several_devices_learn_as_on_one(layout):
     moe = MoE(n_expert=4, n_used=2, width=8, shared_width=8, balance=0.1)
     config = dataclasses.replace(CONFIG, mlp='swiglu', moe=moe, dropout=0.0)
@@ -129,7 +129,9 @@ def test_a_process_reads_the_rows_of_its_own_devices_only():
 
     def rows(n_rows, fsdp=1, tensor=1):
         layout = MeshParallel(tuple(devices), fsdp, tensor) if fsdp * tensor > 1 else DataParallel(tuple(devices))
-        object.__setattr__(layout, 'mesh', types.SimpleNamespace(devices=np.array(devices)))
+        shape = dict(zip(AXES, (8 // (fsdp * tensor), fsdp, tensor, 1)))
+        object.__setattr__(layout, 'mesh', types.SimpleNamespace(
+            devices=np.array(devices).reshape(*shape.values()), shape=shape))
         return layout.local_rows(n_rows).tolist()
 
     assert jax.process_index() == 0
@@ -332,10 +334,11 @@ def test_a_checkpoint_goes_on_on_any_other_layout_and_bit_for_bit_on_its_own(tmp
 
 
 @pytest.mark.parametrize('flags, message', [
-    (['--fsdp=3'], r'fsdp=3 x tensor=1 does not divide 8 devices; the product may be one of \[1, 2, 4, 8\]'),
-    (['--tensor=0'], 'fsdp=1 x tensor=0 does not divide'),
+    (['--fsdp=3'], r'fsdp=3 x tensor=1 x expert=1 does not divide 8 devices; the product may be one of \[1, 2, 4, 8\]'),
+    (['--tensor=0'], 'fsdp=1 x tensor=0 x expert=1 does not divide'),
     (['--tensor=4', '--n_head=2'], r'tensor=4 does not divide n_head=2; on 8 devices it may be one of \[1, 2\]'),
     (['--fsdp=4', '--n_embd=18', '--n_head=2'], r'fsdp=4 does not divide n_embd=18; on 8 devices it may be one of \[1, 2\]'),
+    (['--expert=2'], r'expert=2 does not divide n_expert=1; on 8 devices it may be one of \[1\]'),
     (['--fsdp=2', '--batch_size=3'], 'cannot be shared equally by 8 devices'),
     (['--fsdp=2', '--attention=chunked'], 'attention=chunked goes sequence by sequence'),
     (['--coordinator_address=localhost'], 'needs --num_processes and --process_id'),
@@ -470,7 +473,7 @@ def test_sampling_with_sharded_heads_gives_the_text_of_one_device(dataset, tmp_p
     flags = [f'--out_dir={out}', '--device=cpu', '--num_samples=2', '--max_new_tokens=30', '--start=the', '--top_k=5']
     one, two = run('sample_jax.py', *flags), run('sample_jax.py', *flags, '--tensor=2')
     assert two.returncode == 0 and '2 x cpu' in two.stderr and two.stdout == one.stdout and len(one.stdout) > 60
-    refused(run('sample_jax.py', *flags, '--tensor=9'), 'tensor=9, and there are 8 devices')
+    refused(run('sample_jax.py', *flags, '--tensor=9'), 'tensor=9 x expert=1, and there are 8 devices')
     refused(run('sample_jax.py', *flags, '--tensor=4'), 'tensor=4 does not divide n_head=2')
 
 
@@ -483,7 +486,7 @@ def test_the_kv_cache_is_sharded_over_heads_and_a_token_moves_no_weights():
     how = dict(config=config, sampling=Sampling(True, None, False, False, False, 37, ()), draft_config=None)
     knobs = Knobs(*np.ones(4, np.float32))
     with parallel.entered():
-        state = prefill(params, None, state, knobs, width=16, n_slots=16, cache_dtype='auto', **how)
+        state = prefill(params, None, state, knobs, width=16, n_slots=16, cache_dtype='auto', n_draft=0, **how)
         program = decode.lower(params, None, state, knobs, np.int32(8), n_draft=0, **how).compile().as_text()
     assert {x.addressable_shards[0].data.shape for x in jax.tree.leaves(state.cache)} == {(3, 1, 16, 16)}
     loop = [collectives(part) for part in program.split('\n\n') if part.startswith('%')]
