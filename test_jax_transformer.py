@@ -98,7 +98,7 @@ def test_head_and_embedding_are_one_parameter_and_its_gradient_is_the_sum_of_bot
 def test_low_precision_computes_in_it_but_parameters_and_logits_are_float32(dtype, tolerance):
     low = GPTConfig(**TINY.__dict__ | {'dtype': dtype})
     assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(create_train_state(jax.random.key(0), low, optax.identity()).params))
-    exact, rounded = logits_of(TINY, tokens(2, 16)), GPT(low).apply({'params': random_params(TINY)}, tokens(2, 16))
+    exact, rounded = logits_of(TINY, tokens(2, 16)), apply(random_params(TINY), tokens(2, 16), low)
     assert rounded.dtype == jnp.float32
     assert 1e-5 < np.abs(exact - rounded).max() < tolerance * np.abs(exact).max()
 
@@ -154,10 +154,10 @@ def test_mfu_is_the_palm_formula():
 def test_cached_logits_equal_uncached_ones_at_every_position(dtype, tolerance):
     config = GPTConfig(**TINY.__dict__ | {'dtype': dtype})
     idx, params = tokens(3, 16), random_params(TINY)
-    full = GPT(config).apply({'params': params}, idx)
+    full = apply(params, idx, config)
     cache, steps = init_cache(config, 3, 20), []
     for first, end in ((0, 5), (5, 6), (6, 7), (7, 11), (11, 16)):  # prefill, single tokens, several at once
-        logits, cache = GPT(config).apply({'params': params}, idx[:, first:end], cache=cache, position_BxT=jnp.arange(first, end)[None])
+        logits, cache = apply(params, idx[:, first:end], config, cache=cache, position_BxT=jnp.arange(first, end)[None])
         steps.append(logits)
     np.testing.assert_allclose(np.concatenate(steps, 1), full, rtol=0, atol=tolerance * np.abs(full).max())
 
@@ -172,9 +172,9 @@ def test_a_cache_of_any_dtype_gives_the_logits_within_its_precision_and_takes_it
     assert sum(x.nbytes for x in jax.tree.leaves(cache)) == n_values * bytes_per_value + scales
     steps = []
     for first, end in ((0, 7), (7, 8), (8, 16)):
-        logits, cache = GPT(TINY).apply({'params': params}, idx[:, first:end], cache=cache, position_BxT=jnp.arange(first, end)[None])
+        logits, cache = apply(params, idx[:, first:end], TINY, cache=cache, position_BxT=jnp.arange(first, end)[None])
         steps.append(logits)
-    full = GPT(TINY).apply({'params': params}, idx)
+    full = apply(params, idx, TINY)
     error = np.abs(np.concatenate(steps, 1) - full).max() / np.abs(full).max()
     assert tolerance / 1e4 < error + (dtype == 'float32') and error < tolerance
 
@@ -212,8 +212,8 @@ def test_int8_weights_take_a_quarter_and_give_nearly_the_same_logits(dtype):
     int8 = cast_matrices(quantize_params(params), dtype)
     matrices = [p for p in jax.tree.leaves(int8) if p.dtype == jnp.int8]
     assert sum(p.size for p in matrices) == sum(p.size for p in jax.tree.leaves(params) if p.ndim == 2) - params['wpe'].size
-    full = GPT(TINY).apply({'params': params}, tokens(2, 16))
-    near = GPT(config).apply({'params': int8}, tokens(2, 16))
+    full = apply(params, tokens(2, 16), TINY)
+    near = apply(int8, tokens(2, 16), config)
     assert 1e-4 < np.abs(full - near).max() / np.abs(full).max() < 0.05
     assert generate(int8, config, tokens(2, 4), 30, rng=jax.random.key(0), cache_dtype='float8').shape == (2, 34)
 
