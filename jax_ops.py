@@ -203,8 +203,9 @@ def matmul_int8(x, weights_FxD, scale_F):
     def in_int8(x_RxD, weights_FxD):
         R = len(x_RxD)
         x_RxD, scale_R = quantize(x_RxD, jnp.int8)
-        # XLA:CPU multiplies a single row in a scalar loop, which takes 25 times as long as four rows
-        x_RxD = jnp.pad(x_RxD, ((0, max(0, 4 - R)), (0, 0)))
+        # XLA:CPU multiplies a single row in a scalar loop, which takes 25 times as long as four rows; five take twice as
+        # long as eight
+        x_RxD = jnp.pad(x_RxD, ((0, -R % 4), (0, 0)))
         if R <= 16:  # the weights on the left need no packing; the barrier keeps XLA from swapping them back
             y_FxR = jax.lax.dot_general(weights_FxD, x_RxD, contract_last, preferred_element_type=jnp.int32)
             y_RxF = jax.lax.optimization_barrier(y_FxR)[:, :R].T

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_ops import BATCH, UserError, create_mesh, partition, partition_specs, shard
+from jax_ops import BATCH, UserError, batch_axes, create_mesh, current_mesh, partition, partition_specs, shard
 from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state
 
 # -----------------------------------------------------------------------------
@@ -794,10 +794,36 @@ def create_learning_rate_schedule(learning_rate, *, decay_lr=True, warmup_iters=
                                 [warmup_iters, lr_decay_iters - decay_iters])
 
 
+@optax.stateless
+def orthogonalize(updates, params=None):
+    """Replaces every matrix by about U V^T of its singular value decomposition U S V^T, by five steps of a quintic
+    Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon), times 0.2 sqrt(its longer side), which makes the
+    elements as large as AdamW's updates (arXiv:2502.16982).
+
+    optax.contrib.muon takes the matrices one by one. Those of the same shape in one batch take half the time on a CPU;
+    the devices of a mesh share them out, if their number divides."""
+    leaves, tree = jax.tree.flatten(updates)
+    for shape in dict.fromkeys(leaf.shape for leaf in leaves):
+        numbers = [i for i, leaf in enumerate(leaves) if leaf.shape == shape]
+        x_NxRxC = jnp.stack([leaves[i] for i in numbers]).astype(jnp.float32)
+        if current_mesh():
+            x_NxRxC = shard(x_NxRxC, batch_axes(len(numbers)), None, None)
+        tall = shape[0] > shape[1]
+        x_NxRxC = x_NxRxC.swapaxes(1, 2) if tall else x_NxRxC  # the products are of the size of the shorter side
+        x_NxRxC /= jnp.linalg.norm(x_NxRxC, axis=(1, 2), keepdims=True) + 1e-8
+        for _ in range(5):
+            gram_NxRxR = x_NxRxC @ x_NxRxC.swapaxes(1, 2)
+            x_NxRxC = 3.4445 * x_NxRxC + (-4.7750 * gram_NxRxR + 2.0315 * gram_NxRxR @ gram_NxRxR) @ x_NxRxC
+        x_NxRxC = x_NxRxC.swapaxes(1, 2) if tall else x_NxRxC
+        for i, x_RxC in zip(numbers, 0.2 * max(shape)**0.5 * x_NxRxC):
+            leaves[i] = x_RxC.astype(leaves[i].dtype)
+    return jax.tree.unflatten(tree, leaves)
+
+
 def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
     """AdamW (arXiv:1711.05101) that decays tensors of 2 or more dimensions: matrices and embeddings, but no biases and
-    norms. 'muon' moves the blocks' matrices by Muon instead (https://kellerjordan.github.io/posts/muon), which makes
-    their updates orthogonal; these are scaled as in arXiv:2502.16982, so that AdamW's learning rate and decay fit them.
+    norms. 'muon' moves the blocks' matrices by Muon instead, which makes their updates orthogonal (see orthogonalize);
+    AdamW's learning rate and decay fit them.
     Clipping is not in it, see clip_gradients."""
     adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
                         mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params))
@@ -806,7 +832,8 @@ def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_de
     if optimizer != 'muon':
         raise UserError(f'optimizer must be one of {", ".join(OPTIMIZERS)}, not {optimizer!r}')
     kind = lambda path, p: 'muon' if path[-1].key == 'kernel' and p.ndim == 2 else 'adamw'
-    muon = optax.contrib.muon(schedule, weight_decay=weight_decay, consistent_rms=0.2)
+    muon = optax.chain(optax.trace(0.95, nesterov=True), orthogonalize, optax.add_decayed_weights(weight_decay),
+                       optax.scale_by_learning_rate(schedule))
     return optax.partition({'muon': muon, 'adamw': adamw}, lambda params: jax.tree.map_with_path(kind, params))
 
 

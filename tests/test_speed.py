@@ -226,6 +226,18 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
         create_optimizer_with_schedule(lambda step: 0.1, optimizer='sgd')
 
 
+def test_muon_in_batches_takes_the_first_step_that_optax_takes_matrix_by_matrix():
+    shapes = {'a': (8, 24), 'b': (24, 8), 'c': (8, 24), 'd': (8, 8)}
+    params = {name: jax.random.normal(jax.random.key(ord(name)), shape) for name, shape in shapes.items()}
+    grads = jax.tree.map(lambda p: jnp.square(p) - 0.5, params)
+    ours = create_optimizer_with_schedule(lambda step: 0.1, optimizer='muon')
+    optaxs = optax.contrib.muon(0.1, weight_decay=0.1, consistent_rms=0.2)
+    kernels = lambda tree: {name: {'kernel': leaf} for name, leaf in tree.items()}
+    updates = ours.update(kernels(grads), ours.init(kernels(params)), kernels(params))[0]
+    expected = optaxs.update(grads, optaxs.init(params), params)[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), updates, kernels(expected))
+
+
 def test_schedules_are_what_they_are_called():
     make = functools.partial(create_learning_rate_schedule, 1.0, warmup_iters=10, lr_decay_iters=110, min_lr=0.1)
     at = (0, 5, 10, 60, 90, 100, 110, 200)
