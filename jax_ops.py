@@ -208,10 +208,10 @@ def matmul_int8(x, weights_FxD, scale_F):
         x_RxD = jnp.pad(x_RxD, ((0, -R % 4), (0, 0)))
         if R <= 16:  # the weights on the left need no packing; the barrier keeps XLA from swapping them back
             y_FxR = jax.lax.dot_general(weights_FxD, x_RxD, contract_last, preferred_element_type=jnp.int32)
-            y_RxF = jax.lax.optimization_barrier(y_FxR)[:, :R].T
+            y_RxF = jax.lax.optimization_barrier(y_FxR).T
         else:
             y_RxF = jax.lax.dot_general(x_RxD, weights_FxD, contract_last, preferred_element_type=jnp.int32)
-        return y_RxF * scale_R[:, None]
+        return y_RxF[:R] * scale_R[:, None]
 
     def converted(x_RxD, weights_FxD):
         return jax.lax.dot_general(x_RxD, weights_FxD.astype(x_RxD.dtype), contract_last,
