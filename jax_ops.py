@@ -74,9 +74,9 @@ def shard(x, *spec):
 
 
 def batch_axes(n_rows):
-    """The axes of the current mesh that share out n_rows rows: BATCH, or none if they do not divide."""
+    """The axes of the current mesh that share out n_rows rows: BATCH, or none if they do not divide or there is no mesh."""
     mesh = current_mesh()
-    return () if n_rows % math.prod(mesh.shape[axis] for axis in BATCH) else BATCH
+    return () if not mesh or n_rows % math.prod(mesh.shape[axis] for axis in BATCH) else BATCH
 
 
 def partition_specs(tree, mesh):
@@ -203,8 +203,8 @@ def matmul_int8(x, weights_FxD, scale_F):
     def in_int8(x_RxD, weights_FxD):
         R = len(x_RxD)
         x_RxD, scale_R = quantize(x_RxD, jnp.int8)
-        # XLA:CPU multiplies a single row in a scalar loop, which takes 25 times as long as four rows; five take twice as
-        # long as eight
+        # XLA:CPU multiplies a single row in a scalar loop, which takes 25 times as long as four rows; five take
+        # half as long again as eight
         x_RxD = jnp.pad(x_RxD, ((0, -R % 4), (0, 0)))
         if R <= 16:  # the weights on the left need no packing; the barrier keeps XLA from swapping them back
             y_FxR = jax.lax.dot_general(weights_FxD, x_RxD, contract_last, preferred_element_type=jnp.int32)

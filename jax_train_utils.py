@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_ops import BATCH, UserError, batch_axes, create_mesh, current_mesh, partition, partition_specs, shard
+from jax_ops import BATCH, UserError, batch_axes, create_mesh, partition, partition_specs, shard
 from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state
 
 # -----------------------------------------------------------------------------
@@ -806,8 +806,7 @@ def orthogonalize(updates, params=None):
     for shape in dict.fromkeys(leaf.shape for leaf in leaves):
         numbers = [i for i, leaf in enumerate(leaves) if leaf.shape == shape]
         x_NxRxC = jnp.stack([leaves[i] for i in numbers]).astype(jnp.float32)
-        if current_mesh():
-            x_NxRxC = shard(x_NxRxC, batch_axes(len(numbers)), None, None)
+        x_NxRxC = shard(x_NxRxC, batch_axes(len(numbers)), None, None)
         tall = shape[0] > shape[1]
         x_NxRxC = x_NxRxC.swapaxes(1, 2) if tall else x_NxRxC  # the products are of the size of the shorter side
         x_NxRxC /= jnp.linalg.norm(x_NxRxC, axis=(1, 2), keepdims=True) + 1e-8
