@@ -23,7 +23,7 @@ from jax_train_utils import (
 
 ROOT = Path(__file__).parent.parent
 TEXT = 'the quick brown fox jumps over the lazy dog and runs away\n'
-MODEL = ['--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=2']
+MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=2']
 SHORT = ['--max_iters=20', '--eval_interval=10', '--eval_iters=2', '--warmup_iters=2', '--lr_decay_iters=20', '--learning_rate=1e-2',
          '--dropout=0.1', '--device=cpu:0']
 
@@ -143,7 +143,7 @@ def test_log_lines_have_nanogpts_form(finished):
     assert [int(s[0]) for s in steps] == [0, 10, 20]
     iters = re.findall(r'^iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d{2})ms, mfu (?:n/a|[\d.]+%), [\d,]+ tok/s, grad norm [\d.]+, eta \d+:\d\d:\d\d$', out, flags=re.M)
     assert [int(i[0]) for i in iters] == list(range(20))
-    assert 'tokens per iteration will be: 128' in out and 'number of parameters: 0.01M' in out
+    assert 'tokens per iteration will be: 128' in out and 'number of parameters: 0.00M' in out
     compile_s = float(re.search(r'compiled the training step in ([\d.]+) s', out)[1])
     assert float(iters[0][2]) / 1000 < compile_s  # compilation is not in `time`
 
@@ -157,7 +157,7 @@ def test_out_dir_holds_what_was_promised(finished):
     out = finished[0]
     assert sorted(p.name for p in out.iterdir()) == ['ckpt', 'config.json', 'loss.png', 'metrics.jsonl']
     config = json.loads((out / 'config.json').read_text())
-    assert config['n_layer'] == 2 and config['dtype'] == 'float32' and config.keys() == config_block(ROOT / 'train_jax.py').keys()
+    assert config['n_layer'] == 1 and config['dtype'] == 'float32' and config.keys() == config_block(ROOT / 'train_jax.py').keys()
     records = read_metrics(out)
     assert [r['iter'] for r in records if 'loss' in r] == list(range(20))
     assert {'iter', 'loss', 'lr', 'grad_norm', 'time_ms', 'tokens_per_sec', 'mfu'} == [r for r in records if 'loss' in r][0].keys()
@@ -494,7 +494,7 @@ def test_what_a_config_file_says_overrides_a_resumed_run_even_where_it_says_the_
 
 def test_another_architecture_is_not_resumed(finished):
     before = sorted((p, p.stat().st_mtime_ns) for p in finished[0].rglob('*'))
-    refused(train(finished[0], '--init_from=resume', '--n_layer=3'), 'with n_layer=2, not n_layer=3')
+    refused(train(finished[0], '--init_from=resume', '--n_layer=3'), 'with n_layer=1, not n_layer=3')
     refused(train(finished[0], '--init_from=resume', ROOT / 'config' / 'train_shakespeare_char.py', f'--out_dir={finished[0]}'), 'cannot resume with another architecture')
     assert sorted((p, p.stat().st_mtime_ns) for p in finished[0].rglob('*')) == before
 
@@ -586,7 +586,7 @@ FAST = ['--scan_layers=True', '--remat=full', '--attention=chunked', '--loss_chu
 
 
 def test_a_run_goes_on_with_muon_bit_for_bit_and_with_other_ways_to_compute(dataset, tmp_path):
-    flags = [f'--dataset={dataset}', *MODEL, *SHORT, '--optimizer=muon', '--lr_schedule=wsd']
+    flags = [f'--dataset={dataset}', *MODEL, *SHORT, '--n_layer=2', '--optimizer=muon', '--lr_schedule=wsd']
     assert train(tmp_path / 'whole', *flags).returncode == 0
     assert train(tmp_path / 'parts', *flags, '--max_iters=10').returncode == 0
     shutil.copytree(tmp_path / 'parts', tmp_path / 'other')
@@ -654,8 +654,8 @@ def test_a_model_with_experts_trains_resumes_and_samples(qwen, tmp_path):
     assert resumed.returncode == 0 and load_meta(tmp_path / 'out')[0] == 21, resumed.stderr
     refused(train(tmp_path / 'out', '--init_from=resume', '--n_expert=2', '--device=cpu:0'), 'with n_expert=4, not n_expert=2')
     sampled = sample(qwen, '--num_samples=2', '--max_new_tokens=12', '--start=the ')
-    # one of two heads of 8, keys and values, float32, 2 layers: 128 bytes a token
-    assert sampled.returncode == 0 and 'KV cache: 2,048 bytes for a sequence of 16 tokens, 128 per token' in sampled.stderr, sampled.stderr
+    # one of two heads of 8, keys and values, float32: 64 bytes a token
+    assert sampled.returncode == 0 and 'KV cache: 1,024 bytes for a sequence of 16 tokens, 64 per token' in sampled.stderr, sampled.stderr
 
 
 def test_what_was_trained_here_is_sampled_there(qwen, dataset, tmp_path):
