@@ -178,7 +178,7 @@ def bench_decode(how, repeats=repeats):
     `decoding`."""
     config, params = decode_model(how['dtype'], how['quantize'])
     prompts = prompts_of(how['batch_size'])
-    calls = []
+    calls, bandwidths = [], []
     for _ in range(repeats + 1):
         clock.lap()
         stages = []
@@ -187,13 +187,16 @@ def bench_decode(how, repeats=repeats):
                 cache_dtype=how['cache_dtype']):
             stages.append(clock.lap())
         calls.append(stages)
-    prefill, decode = (np.median([call[i].running for call in calls[1:]]) for i in (0, 1))
+        bandwidths.append(measure_bandwidth(devices[0]))  # beside each call: on a shared machine it comes and goes
+    prefill, decode = np.median([[lap.running for lap in call] for call in calls[1:]], axis=0)
     weights = weight_bytes(params)
-    gb_per_step = (weights + made.cache_bytes) / 1e9
+    gb_read = (weights + made.cache_bytes) / 1e9 * made.steps
     return {'ms_per_iter': decode * 1e3 / made.steps, 'tokens_per_sec': how['batch_size'] * max_new_tokens / (prefill + decode),
             'tokens_per_sec_decode': how['batch_size'] * (max_new_tokens - 1) / decode, 'prefill_ms': prefill * 1e3,
             'compile_s': sum(lap.compiling for lap in calls[0]), 'weights_mb': weights / 1e6,
-            'cache_mb': made.cache_bytes / 1e6, 'gb_per_sec': gb_per_step * made.steps / decode,
+            'cache_mb': made.cache_bytes / 1e6, 'gb_per_sec': gb_read / decode,
+            'measured_bandwidth_gb_per_sec': np.median(bandwidths[1:]),
+            'share_of_bandwidth': np.median([gb_read / call[1].running / b for call, b in zip(calls[1:], bandwidths[1:])]),
             'accepted': made.accepted / made.drafted if made.drafted else None} | quality(config, params, how['cache_dtype'])
 
 
@@ -281,10 +284,10 @@ def ablate_decode(base):
             params, model, prompts_of(batch_size), 3, rng=jax.random.key(seed), temperature=0)]
     unjitted = (ends[1] - ends[0]) / 2
     table['no jit'] = {'ms_per_iter': unjitted * 1e3, 'tokens_per_sec': batch_size / unjitted}
-    columns = ['tokens_per_sec', 'ms_per_iter', 'gb_per_sec', 'weights_mb', 'cache_mb', 'accepted', 'perplexity', 'agreement']
-    print(f'{"":>26}' + ''.join(f'{column:>15}' for column in columns))
+    columns = ['tokens_per_sec', 'ms_per_iter', 'gb_per_sec', 'share_of_bandwidth', 'weights_mb', 'cache_mb', 'accepted', 'perplexity', 'agreement']
+    print(f'{"":>26}' + ''.join(f'{column:>19}' for column in columns))
     for name, r in table.items():
-        print(f'{name:>26}' + ''.join(f'{"" if r.get(column) is None else f"{r[column]:,.4g}":>15}' for column in columns))
+        print(f'{name:>26}' + ''.join(f'{"" if r.get(column) is None else f"{r[column]:,.4g}":>19}' for column in columns))
     return table
 
 
@@ -358,10 +361,7 @@ if mode == 'train':
 elif mode == 'scaling':
     results, layouts = scaling()
 else:
-    results = bench_decode(decoding)
-    bandwidth = measure_bandwidth(devices[0])
-    results |= {'measured_bandwidth_gb_per_sec': bandwidth, 'share_of_bandwidth': results['gb_per_sec'] / bandwidth,
-                'peak_memory_gb': peak_memory_gb()}
+    results = bench_decode(decoding) | {'peak_memory_gb': peak_memory_gb()}
 environment = {'device': devices[0].device_kind, 'n_devices': len(devices), 'machine': platform.machine(),
                'python': platform.python_version(), 'jax': jax.__version__, 'jaxlib': jaxlib.__version__}
 on = f'{n_devices} x {accelerator}, computed' if mode == 'scaling' else f'{len(devices)} x {devices[0].device_kind}'

@@ -200,7 +200,7 @@ def test_remat_keeps_less_and_computes_the_same(scan_layers):
         changed = dataclasses.replace(config, remat=remat)
         assert_same(loss_and_gradients(DEEP), loss_and_gradients(changed), 1e-4)
         needs.append(temporary_bytes(changed))
-    if scan_layers:  # unrolled, XLA:CPU plans no less
+    if scan_layers or jax.__version_info__ >= (0, 11):  # jaxlib 0.10 computes anew, unrolled, before it is needed
         assert needs[0] > max(needs[1:]), needs
 
 
