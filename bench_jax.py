@@ -95,8 +95,8 @@ if accelerator not in PEAK_FLOPS:
 for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats', 'n_devices'):
     if config[name] < 1:
         raise UserError(f'{name} must be at least 1, not {config[name]}')
-if mode == 'decode' and not out_dir and (max_new_tokens < 2 or prompt_len + max_new_tokens > block_size):
-    raise UserError(f'max_new_tokens must be at least 2, and prompt_len + max_new_tokens at most block_size={block_size}')
+if mode == 'decode' and max_new_tokens < 2:
+    raise UserError(f'max_new_tokens must be at least 2, not {max_new_tokens}')
 devices, dtype, reason = setup_jax_environment(device, dtype)
 config['dtype'] = dtype
 model_config = config_from_flags(config, vocab_size=vocab_size, dtype=dtype)
@@ -284,7 +284,8 @@ def ablate_decode(base):
             params, model, prompts_of(batch_size), 3, rng=jax.random.key(seed), temperature=0)]
     unjitted = (ends[1] - ends[0]) / 2
     table['no jit'] = {'ms_per_iter': unjitted * 1e3, 'tokens_per_sec': batch_size / unjitted}
-    columns = ['tokens_per_sec', 'ms_per_iter', 'gb_per_sec', 'share_of_bandwidth', 'weights_mb', 'cache_mb', 'accepted', 'perplexity', 'agreement']
+    columns = ['tokens_per_sec', 'ms_per_iter', 'gb_per_sec', 'share_of_bandwidth', 'weights_mb', 'cache_mb', 'accepted',
+               'perplexity', 'agreement']
     print(f'{"":>26}' + ''.join(f'{column:>19}' for column in columns))
     for name, r in table.items():
         print(f'{name:>26}' + ''.join(f'{"" if r.get(column) is None else f"{r[column]:,.4g}":>19}' for column in columns))
@@ -361,6 +362,8 @@ if mode == 'train':
 elif mode == 'scaling':
     results, layouts = scaling()
 else:
+    if prompt_len + max_new_tokens > (limit := trained()[0].block_size):
+        raise UserError(f'prompt_len + max_new_tokens must be at most block_size={limit}')
     results = bench_decode(decoding) | {'peak_memory_gb': peak_memory_gb()}
 environment = {'device': devices[0].device_kind, 'n_devices': len(devices), 'machine': platform.machine(),
                'python': platform.python_version(), 'jax': jax.__version__, 'jaxlib': jaxlib.__version__}

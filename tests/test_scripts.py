@@ -557,6 +557,7 @@ def test_the_benchmark_ends_with_one_json_line():
     assert figures['cache_mb'] * 1e6 == 2 * 4 * 2 * 16 * min(16 + 8, 32)
     refused(run('bench_jax.py', '--mode=sleep'), "mode must be train, decode or scaling, not 'sleep'")
     refused(run('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=100'), 'at most block_size=32')
+    refused(run('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=1'), 'max_new_tokens must be at least 2')
 
 
 def test_the_decoding_ablation_measures_every_choice_and_its_quality(finished, dataset):
