@@ -202,7 +202,7 @@ def matmul_int8(x, weights_FxD, scale_F):
 
     def times_row(weights_FxD, x_D, S):
         # XLA:CPU makes vector instructions of a sum of at most 32 terms; a longer one it cuts in two, and stores all terms
-        # for that. So there are 32 sums side by side, of S terms each
+        # for that. So there are 32 sums side by side, of S terms each: 4 bytes are stored for S bytes of weights
         weights_FxNxSxL, x_NxSxL = (a.astype(jnp.int32).reshape(*a.shape[:-1], -1, S, 32) for a in (weights_FxD, x_D))
         sums_FxNxL = jax.lax.optimization_barrier((weights_FxNxSxL * x_NxSxL).sum(2))  # or it would be one sum again
         return sums_FxNxL.sum((1, 2))
