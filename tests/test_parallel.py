@@ -298,8 +298,7 @@ def test_no_device_gets_the_logits_of_other_vocabulary_ranges():
 
 
 def test_gpt2_xl_on_eight_fsdp_devices_takes_less_than_a_sixth_of_the_memory():
-    # 12 of its 48 layers, which are all cut alike; scanned they compile sooner
-    xl = GPTConfig(vocab_size=50304, n_layer=12, n_head=25, n_embd=1600, scan_layers=True)
+    xl = GPTConfig(vocab_size=50304, n_layer=48, n_head=25, n_embd=1600, scan_layers=True)  # unrolled it compiles for a minute
     parallel, make, step = compiled_once((8, 8, 1), xl)
     where = NamedSharding(parallel.mesh, P(None, BATCH))
     batch = {'x': (1, 8, 4), 'y': (1, 8, 4), 'row': (1, 8)}
@@ -307,7 +306,7 @@ def test_gpt2_xl_on_eight_fsdp_devices_takes_less_than_a_sixth_of_the_memory():
     fast = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}  # it is not going to run
     memory = step.lower(parallel.abstract(make), batch).compile(compiler_options=fast).memory_analysis()
     replicated = 3 * 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(make).params))  # and AdamW's moments
-    assert replicated > 5e9 and memory.argument_size_in_bytes < replicated / 6
+    assert replicated > 18e9 and memory.argument_size_in_bytes < replicated / 6
 
 
 # -----------------------------------------------------------------------------
