@@ -211,7 +211,7 @@ def trained():
 
 def decode_model(dtype, quantize):
     config, params = trained()
-    return dataclasses.replace(config, dtype=dtype), decoding_params(params, dtype, quantize)
+    return dataclasses.replace(config, dtype=dtype), decoding_params(dict(params), dtype, quantize)
 
 
 @functools.lru_cache(maxsize=1)

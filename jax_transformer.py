@@ -30,8 +30,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ops import (
     BATCH, CACHE_DTYPES, COLUMNS, INIT_STD, ROWS, Decoding, Knobs, Sampling, UserError, add_bias, append_token, attend,
     attend_in_chunks, bucket, cast_matrices, current_mesh, drop, element_numbers, embed, gather, gelu, head, look_up,
-    map_chunks, matmul, matmul_int8, pick_token, quantize_params, read_cache, rms_normalize, rope_frequencies,
-    shard, share_experts, through_experts, write_cache)
+    map_chunks, matmul, matmul_int8, matmul_rows, pick_token, quantize_params, read_cache, rms_normalize, rope_frequencies,
+    rows_first, shard, share_experts, through_experts, write_cache)
 from jax_ops import ParallelLMHead, VocabParallelEmbedding, create_mesh  # noqa: F401, for users of this file
 
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -266,6 +266,8 @@ class Dense(nn.Module):
             n_ranks = 1
             kernel, scale = (self.get_variable('params', name) for name in ('kernel_int8', 'kernel_scale'))
             y = matmul_int8(x, kernel, scale).astype(cfg.dtype)
+        elif self.has_variable('params', 'kernel_rows'):  # see decoding_params
+            y = matmul_rows(x, self.get_variable('params', 'kernel_rows')).astype(cfg.dtype)
         else:
             kernel = self.param('kernel', nn.initializers.normal(self.init_std), (x.shape[-1], sum(widths)))
             y = matmul(x, by_rank(kernel, widths, n_ranks), False, None, self.cut)
@@ -646,8 +648,7 @@ class GPT(nn.Module):
         if at_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, at_B[:, None, None], axis=1)
         # as head(), but without its transpose of the table for large bfloat16 products: here may be a single token
-        logits_BxTxV = matmul_int8(x_BxTxD, head_VxD, scale_V) if scale_V is not None else jnp.einsum(
-            'btd,vd->btv', x_BxTxD, head_VxD.astype(x_BxTxD.dtype), preferred_element_type=jnp.float32)
+        logits_BxTxV = matmul_rows(x_BxTxD, head_VxD) if scale_V is None else matmul_int8(x_BxTxD, head_VxD, scale_V)
         logits_BxTxV = shard(logits_BxTxV, BATCH, None, 'tensor')
         return logits_BxTxV if cache is None else (logits_BxTxV, layers)
 
@@ -729,10 +730,22 @@ def estimate_mfu(n_params, config, tokens_per_sec, peak_flops):
 # generation: prefill the KV cache with the prompts, then one compiled loop of one token per step
 
 def decoding_params(params, dtype, quantize=''):
-    """The parameters as decoding wants them: matrices in `dtype`, or int8 where quantize is 'int8'."""
+    """The parameters as decoding wants them: matrices in `dtype`, or int8 where quantize is 'int8'; on one CPU device
+    float32 kernels become rows, see rows_first. Empties the dict `params` block by block on the way, so that memory need
+    not hold the model twice."""
     if quantize not in ('', 'int8'):
         raise UserError(f"quantize must be int8 or '' (off), not {quantize!r}")
-    return cast_matrices(quantize_params(params) if quantize else params, dtype)
+
+    def convert(part):
+        part = cast_matrices(quantize_params(part) if quantize else part, dtype)
+        devices = jnp.asarray(jax.tree.leaves(part)[0]).devices()
+        flip = dtype == 'float32' and [device.platform for device in devices] == ['cpu']
+        return rows_first(part) if flip else part
+
+    converted = {}
+    for name in list(params):
+        converted |= convert({name: params.pop(name)})
+    return converted
 
 
 def weight_bytes(params):

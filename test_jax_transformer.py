@@ -9,10 +9,10 @@ import pytest
 
 import jax_transformer
 from jax_ops import (
-    Knobs, Sampling, UserError, cast_matrices, look_up, matmul, matmul_int8, penalize_repetition, pick_token, quantize,
-    quantize_params)
+    Knobs, Sampling, UserError, cast_matrices, look_up, matmul, matmul_int8, matmul_rows, penalize_repetition, pick_token,
+    quantize, quantize_params)
 from jax_transformer import (
-    GPT, GPTConfig, count_params, create_train_state, estimate_mfu, generate, generate_in_chunks, init_cache)
+    GPT, GPTConfig, count_params, create_train_state, decoding_params, estimate_mfu, generate, generate_in_chunks, init_cache)
 
 TINY = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_head=2, n_embd=16)
 
@@ -222,6 +222,27 @@ def test_int8_weights_take_a_quarter_and_give_nearly_the_same_logits(dtype):
     near = apply(int8, tokens(2, 16), config)
     assert 1e-4 < np.abs(full - near).max() / np.abs(full).max() < 0.05
     assert generate(int8, config, tokens(2, 4), 30, rng=jax.random.key(0), cache_dtype='float8').shape == (2, 34)
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-4), ('bfloat16', 0.1)])
+def test_products_with_weights_as_rows_are_products_whatever_the_number_of_rows(dtype, tolerance):
+    w = jax.random.normal(jax.random.key(1), (1000, 96))
+    for n_rows in (1, 2, 4, 5, 16, 64, 65):
+        x = jax.random.normal(jax.random.key(0), (n_rows, 96))
+        got = jax.jit(matmul_rows)(x.astype(dtype), w)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, np.float64(x) @ np.float64(w).T, rtol=0, atol=tolerance * np.abs(got).max())
+
+
+def test_decoding_in_float32_on_a_cpu_has_kernels_as_rows_and_the_same_logits():
+    params = dict(random_params(TINY))
+    rows = decoding_params(params, 'float32')
+    assert params == {}  # the memory of one block is free before the next one is converted
+    kernel = random_params(TINY)['h_0']['mlp']['c_fc']['kernel']
+    np.testing.assert_array_equal(rows['h_0']['mlp']['c_fc']['kernel_rows'], kernel.T)
+    assert rows['h_0']['mlp']['c_fc'].keys() == {'kernel_rows', 'bias'}
+    np.testing.assert_allclose(apply(rows, tokens(2, 16), TINY), logits_of(TINY, tokens(2, 16)), rtol=0, atol=1e-5)
+    assert 'kernel' in decoding_params(dict(random_params(TINY)), 'bfloat16')['h_0']['mlp']['c_fc']
 
 
 def test_gpt2_in_int8_takes_at_most_170_mb():
