@@ -4,6 +4,7 @@ $ python sample_jax.py --out_dir=out-pystdlib-char
 $ python sample_jax.py --init_from=gpt2-xl --start="The answer to life, the universe and everything is" --num_samples=5
 """
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -65,14 +66,15 @@ if not 1 <= n_devices <= len(devices):
 parallel = setup_distributed_training(devices[:n_devices], tensor=tensor, expert=expert)
 
 # model and tokenizer
+place = lambda name, array: jax.tree.leaves(parallel.put(unflatten_dict({name: array})))[0]
+load_weights = functools.partial(load_pretrained, dtype='float32' if quantize else dtype, place=place)
 if init_from == 'resume':
     model_config, params, meta = load_run(out_dir, checkpoint, parallel)
     description = meta['tokenizer']
     source = f"{out_dir}, checkpoint of iteration {meta['iter_num']}"
 else:
     source, path = init_from, local_path(init_from)
-    place = lambda name, array: jax.tree.leaves(parallel.put(unflatten_dict({name: array})))[0]
-    model_config, params = load_pretrained(path, 'float32' if quantize else dtype, place)
+    model_config, params = load_weights(path)
     description = {'kind': 'gpt2'}
     if dataset:
         description = load_dataset_meta(Path(__file__).parent / 'data' / dataset)['tokenizer']
@@ -96,8 +98,7 @@ if draft:
         if draft_meta['tokenizer'] != description:
             raise UserError(f'{draft} was trained with other tokens than {source}: it cannot draft for it')
     else:
-        draft_config, draft_params = load_pretrained(draft)
-        draft_params = parallel.put(draft_params)
+        draft_config, draft_params = load_weights(draft)
     parallel.check(draft_config)
     draft_model = decoding_params(draft_params, dtype, quantize), dataclasses.replace(draft_config, dtype=dtype)
 

@@ -120,9 +120,10 @@ if config['init_from'] == 'resume':
         raise UserError(f"cannot resume with another optimizer: {config['out_dir']} holds the state of "
                         f"{own.get('optimizer', 'adamw')}")
     for name in MODEL_FLAGS & given.keys():
-        if given[name] != own.get(name, globals()[name]):
+        trained_with = own.get(name, globals()[name])
+        if given[name] != trained_with:
             raise UserError(f"cannot resume with another architecture: {config['out_dir']} was trained with "
-                            f"{name}={own.get(name, globals()[name])}, not {name}={given[name]}")
+                            f"{name}={trained_with}, not {name}={given[name]}")
     config = {**config, **own, **given}
     iter_num, best_val_loss, wandb_id = resumed_at, resumed['best_val_loss'], resumed['wandb_id']
 globals().update(config)
