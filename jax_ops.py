@@ -190,8 +190,9 @@ def product_of_rows(x_RxD, y_FxD, dtype=jnp.float32):
 
 
 def weights_first(x_RxD, weights_FxD, dtype=jnp.float32):
-    """product_of_rows for a few rows x on a CPU. XLA:CPU packs what is on the right, and weights on the right take half as long
-    again for eight rows. The barrier keeps it from swapping them back, and from a slow loop of the product and what follows."""
+    """product_of_rows for a few rows x on a CPU. XLA:CPU packs what is on the right: eight rows take half as long again
+    with the weights there. The barrier keeps it from swapping the two back, and from making a slow loop of the product
+    and what follows."""
     R = len(x_RxD)
     x_RxD = jnp.pad(x_RxD, ((0, -R % 4 if R > 1 else 0), (0, 0)))  # five rows take longer than eight
     return jax.lax.optimization_barrier(product_of_rows(weights_FxD, x_RxD, dtype)).T[:R]
