@@ -743,8 +743,8 @@ def decoding_params(params, dtype, quantize=''):
         return rows_first(part) if flip else part
 
     converted = {}
-    for name in list(params):
-        converted |= convert({name: params.pop(name)})
+    for name in list(params):  # waiting for each, or the old blocks would all be kept until their turn
+        converted |= jax.block_until_ready(convert({name: params.pop(name)}))
     return converted
 
 
