@@ -20,7 +20,8 @@ import pytest
 DATA = Path(__file__).resolve().parent.parent / 'data'
 EOT = 50256
 STANDIN = '''
-import os, time
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler) # which a shell's background jobs are started ignoring
 
 def standin():
     import tiktoken
@@ -386,9 +387,8 @@ def test_openwebtext_interrupted_and_continued_gives_the_same_bytes(tmp_path, bp
     prepare('openwebtext', folder, '--out_dir', tmp_path / 'whole', env=bpe_env)
 
     slow = bpe_env | {'SECONDS_PER_DOCUMENT': '0.001'}
-    heeds_ctrl_c = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) # a shell's background jobs are started ignoring it
     run = subprocess.Popen(command('openwebtext', folder, '--out_dir', out, '--num_proc', 1), env=slow, stdout=subprocess.DEVNULL,
-                           stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heeds_ctrl_c)
+                           stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         lengths = out / 'lengths.part.bin'
         deadline = time.monotonic() + 60
