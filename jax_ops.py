@@ -15,6 +15,7 @@ import numpy as np
 from flax import linen as nn
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import mesh_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -65,8 +66,10 @@ def create_mesh(devices, tp_size=1, fsdp=1, expert=1):
         valid = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
         raise UserError(f'fsdp={fsdp} x tensor={tp_size} x expert={expert} does not divide {len(devices)} devices; the '
                         f'product may be one of {valid}')
-    devices = np.array(devices).reshape(-1, fsdp, expert, tp_size).swapaxes(2, 3)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    shape = (len(devices) // (fsdp * expert * tp_size), fsdp, expert, tp_size)
+    if devices[0].platform == 'tpu':  # neighbours on the torus of links
+        devices = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(np.reshape(devices, shape).swapaxes(2, 3), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def current_mesh():
@@ -193,8 +196,10 @@ def matmul_fwd(x, y, transpose_rhs, dtype, tp):
 def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     x, y_stored = residuals
     g = g.astype(x.dtype)
-    if tp and current_mesh():  # the barrier prevents CSE with the all-gather of the forward pass
-        y_stored, g = jax.lax.optimization_barrier((y_stored, g))
+    if tp and current_mesh():
+        # The barrier prevents CSE with the forward all-gather. It leaves g out, so that this gather need not wait for g:
+        # XLA can prefetch it (docs/parallelism.md#overlap).
+        y_stored = jax.lax.optimization_barrier(y_stored)
     y = all_gather_param(y_stored, x.dtype, tp).astype(x.dtype)
     dx = matmul_f32_acc(g, y if transpose_rhs else transpose_materialized(y))
     if y.ndim == 2:
@@ -277,12 +282,30 @@ def fused_linear(x, kernel, bias, widths):
         return jnp.concatenate(parts, axis=-1).reshape(x.shape)
 
     if n_ranks > 1:
-        kernel = interleave_by_rank(kernel)
+        # the kernel is stored sharded by rows, so that interleaving is local; an all-to-all follows, once per step
+        kernel = computed_in(x.dtype, lambda kernel: shard(interleave_by_rank(kernel), *COLUMN_PARALLEL[0]), kernel)
         bias = None if bias is None else interleave_by_rank(bias)
     y = linear(x, kernel, bias, tp=COLUMN_PARALLEL)
     ends = np.cumsum(widths)[:-1] // n_ranks
     parts = jnp.split(y.reshape(*y.shape[:-1], n_ranks, -1), ends, axis=-1)
     return [part.reshape(*y.shape[:-1], width) for part, width in zip(parts, widths)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def computed_in(dtype, f, x):
+    """f(x) for a linear f that only moves elements, of x cast to dtype; the gradient stays in x's dtype."""
+    return f(x.astype(dtype)).astype(x.dtype)
+
+
+def computed_in_fwd(dtype, f, x):
+    return computed_in(dtype, f, x), x
+
+
+def computed_in_bwd(dtype, f, x, g):
+    return jax.vjp(f, x)[1](g)
+
+
+computed_in.defvjp(computed_in_fwd, computed_in_bwd)
 
 
 @jax.custom_vjp
@@ -471,7 +494,8 @@ def remat_policy(remat):
 # experts
 
 def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False):
-    """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D]: a mixture of experts.
+    """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in x's dtype: a mixture of
+    experts.
 
     weights: tree of [E, ...]. scale_input: the weight scales f's input instead of its output. On a mesh (expert
     parallelism) a device has some experts: it all-gathers the tokens over the expert axis, computes its own experts,
@@ -483,7 +507,7 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
             x_PxUxD = (x_PxUxD * scale_PxUx1).astype(x_PxD.dtype)
             scale_PxUx1 = 1
         y_RxD = grouped_experts(f, weights, x_PxUxD.reshape(-1, x_PxD.shape[1]), expert_PxU.ravel() - first_expert)
-        return (y_RxD.reshape(x_PxUxD.shape) * scale_PxUx1).sum(1)
+        return (y_RxD.reshape(x_PxUxD.shape) * scale_PxUx1).sum(1).astype(x_PxD.dtype)  # before it is sent
 
     mesh = current_mesh()
     if mesh is None:
@@ -580,8 +604,10 @@ INIT_STD = 0.02
 def embed_tokens(table_VxD, idx_BxT, dtype=None):
     """table[idx] -> [B, T, D] in dtype (default: the table's); an id beyond the table gives its last row.
 
-    On a mesh a device has the rows of one vocabulary range: it looks up the ids of its range, has zeros for the others,
-    and an all-reduce over the tensor axis gives the embedding."""
+    On a mesh a device has some columns (fsdp) of the rows of one vocabulary range (tensor). It looks up these columns
+    for all sequences of its fsdp group: zeros for ids of other ranges, an all-reduce over tensor, then an all-to-all
+    over fsdp, columns for sequences. The table itself does not move, and its gradient is a sum in the table's dtype,
+    float32: in bfloat16 a sum over the many tokens of one id stagnates."""
     if isinstance(table_VxD, Int8):
         x_BxTxD = jnp.take(table_VxD.values, idx_BxT, axis=0, mode='clip').astype(dtype)
         return x_BxTxD * jnp.take(table_VxD.scale, idx_BxT, mode='clip')[..., None].astype(dtype)
@@ -592,14 +618,17 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
     batch = batch_axes(len(idx_BxT))
 
     def lookup(rows_VxD, idx_BxT):
-        x_BxTxD = lookup_range(rows_VxD, idx_BxT, jax.lax.axis_index('tensor') * len(rows_VxD))
+        if batch:
+            idx_BxT = jax.lax.all_gather(idx_BxT, 'fsdp', tiled=True)
+        x_BxTxD = lookup_range(rows_VxD, idx_BxT, jax.lax.axis_index('tensor') * len(rows_VxD)).astype(dtype)
         with jax.named_scope('all_reduce'):
-            return jax.lax.psum(x_BxTxD, 'tensor')
+            x_BxTxD = jax.lax.psum(x_BxTxD, 'tensor')
+        return jax.lax.all_to_all(x_BxTxD, 'fsdp', split_axis=0, concat_axis=2, tiled=True) if batch else x_BxTxD
 
     padded_VxD = pad_rows(table_VxD, mesh.shape['tensor'])
     idx_BxT = jnp.clip(idx_BxT, 0, len(table_VxD) - 1)
-    x_BxTxD = jax.shard_map(lookup, in_specs=(P('tensor'), P(batch)), out_specs=P(batch))(padded_VxD, idx_BxT)
-    return x_BxTxD.astype(dtype)
+    table_spec = P('tensor', 'fsdp' if batch else None)  # a batch that is not sharded: with all columns
+    return jax.shard_map(lookup, in_specs=(table_spec, P(batch)), out_specs=P(batch))(padded_VxD, idx_BxT)
 
 
 def pad_rows(table, n_ranges):

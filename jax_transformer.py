@@ -368,18 +368,14 @@ class GPT(nn.Module):
 
     def setup(self):
         cfg = self.config
-        wte_VxD = matrix_param(self, 'wte', (cfg.vocab_size, cfg.n_embd))
-        self.wte_VxD = all_gather_param(wte_VxD, cfg.dtype, ROW_PARALLEL)
+        self.wte_VxD = matrix_param(self, 'wte', (cfg.vocab_size, cfg.n_embd))
         if cfg.position == 'learned':
             wpe = matrix_param(self, 'wpe', (cfg.block_size, cfg.n_embd))  # [positions, D]
             self.wpe = all_gather_param(wpe, cfg.dtype, ((None, 'fsdp'), (None, None)))
         self.h = [Block(cfg, *cfg.layer(i)) for i in range(cfg.n_layer)]
         self.ln_f = norm(cfg)
-        if cfg.tied_head:
-            self.lm_head_VxD = self.wte_VxD
-        else:
-            lm_head_VxD = matrix_param(self, 'lm_head', (cfg.vocab_size, cfg.n_embd))
-            self.lm_head_VxD = all_gather_param(lm_head_VxD, cfg.dtype, ROW_PARALLEL)
+        lm_head_VxD = self.wte_VxD if cfg.tied_head else matrix_param(self, 'lm_head', (cfg.vocab_size, cfg.n_embd))
+        self.lm_head_VxD = all_gather_param(lm_head_VxD, cfg.dtype, ROW_PARALLEL)
 
     def __call__(self, idx_BxT, *, position_BxT=None, deterministic=True, seq_id_B=None, logit_position_B=None):
         """Logits of the token after each position, float32 [B, T, V].
@@ -819,7 +815,7 @@ class MoELayer(nn.Module):
             return linear(h_bxF, **weights['c_proj'])
 
         y_PxD = mix_experts(expert, weights, x_PxD, expert_PxU, weight_PxU, scale_input=moe.weigh_input)
-        y_BxTxD = y_PxD.astype(cfg.dtype).reshape(x_BxTxD.shape)
+        y_BxTxD = y_PxD.reshape(x_BxTxD.shape)
         if moe.shared_width:
             y_BxTxD += MLP(cfg, moe.shared_width, name='shared')(x_BxTxD)
         return dropout(self, y_BxTxD, seq_id_B)
