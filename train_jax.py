@@ -86,7 +86,7 @@ min_lr = 6e-5 # lowest learning rate; usually learning_rate / 10
 seed = 1337 # of weights, batches and dropout
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu': all of the kind; 'cuda:1': one of them
 dtype = 'auto' # 'float32', 'bfloat16', 'float16' (with loss scaling); auto is bfloat16 where the hardware is fast at it
-attention = 'auto' # 'cudnn' (NVIDIA GPUs), 'chunked' (one block of queries at a time), 'xla' (plain); auto says why
+attention = 'auto' # 'cudnn' (NVIDIA), 'splash' (TPU), 'chunked' (a block of queries at a time), 'xla' (plain); auto says why
 loss_chunk = 0 # positions whose logits are materialized at a time, to save memory with a large vocabulary; 0 is all
 scan_layers = False # compile one block and loop over it: compiles faster
 remat = 'none' # gradient checkpointing: 'dots' saves matmul outputs, 'full' nothing; CPUs need scan_layers (jax 0.10)
@@ -152,7 +152,7 @@ if init_from == 'scratch':
         vocab_size = ceil_div(vocab_size, 64) * 64  # as nanoGPT pads GPT-2's 50257 to 50304, for efficiency
     config = config_from_flags(flags, vocab_size=vocab_size, dtype=dtype)
     print(f'initializing a new model from scratch, vocab_size {vocab_size}')
-implementation, reason = choose_attention(attention, config, devices[0], on_mesh=fsdp * tensor * expert > 1)
+implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor)
 config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({reason})')
 if data_vocab_size > config.vocab_size:
