@@ -488,17 +488,15 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
                       key_B=None, first_group=0):
     """fused_causal_attention in blocks of queries, on any backend. Values may be wider or narrower than keys.
 
-    A block of 128 queries is computed at a time, against the keys that it may attend to: on a CPU for one sequence after
-    another, so that the probabilities stay in its L2 cache, elsewhere for all at once. Probabilities are never stored,
-    but recomputed in the backward pass (docs/performance.md#chunked-attention). first_group: the number of this
+    A block of queries is computed at a time, against the keys that it may attend to: on a CPU 128 queries of one
+    sequence, so that the probabilities stay in its L2 cache, elsewhere 512 of all sequences. Probabilities are never
+    stored, but recomputed in the backward pass (docs/performance.md#chunked-attention). first_group: the number of this
     device's first key head, for the dropout masks."""
     B, T, H, K = q_BxTxHxK.shape
     G = k_BxTxGxK.shape[2]
     Q = H // G  # query heads of a group are folded into the time axis, as in dot_product_attention
-    n = 128 * max(1, T // 8192)  # at most 64 blocks, because each is compiled
     first_counter = jnp.uint32(first_group) * jnp.uint32(T * Q * T % 2**32)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0, 1))
     def attend_block(first, first_key, q_GxTQxK, k_GxSxK, v_GxSxK, key):
         end = first_key + k_GxSxK.shape[1]
         scores_GxTQxS = matmul(q_GxTQxK, k_GxSxK, transpose_rhs=True, dtype=jnp.float32) * (scale or K**-0.5)
@@ -514,8 +512,10 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
             probs_GxTQxS = hash_dropout(probs_GxTQxS[None], dropout_rate, key[None], counter_GxTQxS)[0]
         return matmul(probs_GxTQxS.astype(v_GxSxK.dtype), v_GxSxK)
 
-    def attend_sequence(sequence):
+    def attend_sequence(n, in_loop, sequence):
         q_GxTQxK, k_GxTxK, v_GxTxK, key = sequence
+        n *= max(1, T // (64 * n))  # at most 64 blocks, because each is compiled
+        attend = jax.checkpoint(attend_block, prevent_cse=not in_loop, static_argnums=(0, 1))
         sizes = [min(n, T - first) for first in range(0, T, n)]
         # split and concatenated again, in float32: the gradients of a key are then added by block, none padded to [T]
         qs = jax.lax.split(q_GxTQxK, [size * Q for size in sizes], axis=1)
@@ -528,14 +528,15 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
                 first_key = i * n // chunk * chunk
             seen = slice(first_key // n, i + 1)
             k, v = (jnp.concatenate(blocks[seen], axis=1).astype(v_GxTxK.dtype) for blocks in (ks, vs))
-            ys.append(attend_block(i * n, seen.start * n, q, k, v, key))
+            ys.append(attend(i * n, seen.start * n, q, k, v, key))
         return jnp.concatenate(ys, axis=1)
 
     q_BxTxGxQxK = q_BxTxHxK.reshape(B, T, G, Q, K)
     q_BxGxTQxK = q_BxTxGxQxK.swapaxes(1, 2).reshape(B, G, T * Q, K)
     sequences = q_BxGxTQxK, k_BxTxGxK.swapaxes(1, 2), v_BxTxGxK.swapaxes(1, 2), key_B
-    one_by_one = functools.partial(jax.lax.map, attend_sequence)
-    y_BxGxTQxK = jax.lax.platform_dependent(sequences, cpu=one_by_one, default=jax.vmap(attend_sequence))
+    one_by_one = functools.partial(jax.lax.map, functools.partial(attend_sequence, 128, True))
+    all_at_once = jax.vmap(functools.partial(attend_sequence, 512, False))
+    y_BxGxTQxK = jax.lax.platform_dependent(sequences, cpu=one_by_one, default=all_at_once)
     return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
 
 

@@ -29,7 +29,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_ops import (
-    AXES, BATCH, UserError, batch_axes, ceil_div, create_mesh, fused_causal_attention, partition_specs, shard, shard_params)
+    AXES, BATCH, UserError, batch_axes, ceil_div, create_mesh, fused_causal_attention, partition_specs, shard,
+    shard_params)
 from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state, span_limits
 
 # -----------------------------------------------------------------------------
@@ -411,7 +412,8 @@ def why_not_cudnn(config, device, tensor=1):
     """Why cuDNN's attention cannot train this model on this device, or None if it can. The last check compiles it."""
     width = config.head_width
     capability = float(getattr(device, 'compute_capability', None) or 0)
-    if device.platform != 'gpu' or 'cuda' not in device.client.platform_version:
+    version = device.platform == 'gpu' and device.client.platform_version
+    if not version or not ('cuda' in version or 'NVIDIA' in version):  # NVIDIA: compiled ahead of time
         return 'it is for NVIDIA GPUs'
     if capability < 8:
         return f'it needs compute capability 8.0, this is {capability}'

@@ -254,7 +254,7 @@ class CausalSelfAttention(nn.Module):
         kv, key_position_BxS, cache = update_kv_cache(cfg, self.layer_type, cache, new_kv, position_BxT)
 
         drop = {'dropout_rate': cfg.dropout, 'key_B': dropout_keys(self, seq_id_B)}
-        if is_causal and cfg.attention != 'xla':
+        if is_causal and cfg.attention != 'xla' and not self.is_initializing():  # flash kernels refuse its T = 1
             y_BxTxHxK = fused_causal_attention(
                 cfg.attention, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scale=cfg.attention_scale, sinks_H=sinks_H,
                 **span_limits(cfg, self.layer_type), **drop)
@@ -570,7 +570,7 @@ def init_other_models(config):
             raise UserError(f'layer_types has {layer_type!r}; it may have {", ".join(LAYER_TYPES)}, and window or '
                             'chunk with a size of at least 1')
     if config.attention in ('cudnn', 'splash') and config.mla:
-        raise UserError(f'attention={config.attention} does not compute latent attention: use attention=chunked')
+        raise UserError(f'attention={config.attention} has no latent attention: use attention=chunked')
     if config.scan_layers and len(set(map(config.layer, range(config.n_layer)))) > 1:
         raise UserError('scan_layers needs layers that are all alike; these differ in layer_types or experts')
 
@@ -722,7 +722,7 @@ class LatentAttention(nn.Module):
             q_BxTxHxK = jnp.concatenate([q_nope_BxTxHxK, q_rope_BxTxHxK], axis=-1)
             k_BxSxHxK = jnp.concatenate([k_nope_BxSxHxK, k_rope_BxSxHxK], axis=-1)
             v_BxSxHxK = jnp.einsum('bsc,chk->bshk', latent_BxSxC, wv_CxHxK)
-            if is_causal and cfg.attention != 'xla':
+            if is_causal and cfg.attention != 'xla' and not self.is_initializing():
                 options |= span_limits(cfg, self.layer_type)
                 y_BxTxHxK = fused_causal_attention(cfg.attention, q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, **options)
             else:

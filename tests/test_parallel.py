@@ -20,15 +20,15 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, prefill
 from jax_ops import (
-    AXES, BATCH, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, partition_specs, shard)
+    AXES, BATCH, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens, partition_specs, shard)
 from jax_train_utils import (
     DataParallel, MeshParallel, create_learning_rate_schedule, create_optimizer_with_schedule, estimate_loss_jax,
     finish_checkpoints, get_batch_jax, initialize_distributed, load_checkpoint, load_meta, make_eval_step,
     make_train_step, open_checkpoints, opt_state_item, read_metrics, save_checkpoint, setup_distributed_training)
 from jax_transformer import GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
-    ROOT, assert_refused, column, compiled_once, device_batch, meta_of, records_without_times, run_script, run_steps,
-    train, wait_for_iteration)
+    ROOT, assert_refused, column, compiled_once, device_batch, meta_of, random_params, records_without_times, run_script,
+    run_steps, train, wait_for_iteration)
 
 # no tensor axis divides the vocabulary
 CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)
@@ -55,6 +55,27 @@ def test_every_mesh_gives_the_curve_of_one_device(layout):
     one, mesh = curve(ONE), curve(layout)
     assert one[-1, 0] < one[0, 0] - 1  # it learns
     np.testing.assert_allclose(mesh, one, atol=2e-4)
+
+
+def test_frequent_tokens_learn_in_bfloat16_on_a_mesh_as_in_float32():
+    # a sum in bfloat16 over 2048 equal tokens would stagnate
+    config = dataclasses.replace(CONFIG, vocab_size=8, dropout=0.0, block_size=512)
+
+    def gradient(dtype):
+        mesh = create_mesh(jax.devices()[:4], 2, 2)
+        params = random_params(config)
+        idx = np.zeros((4, 512), np.int32)
+
+        @jax.jit
+        def embedding_gradient(table):
+            def total(table):
+                with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                    return embed_tokens(table, idx, dtype).astype(jnp.float32).sum()
+            return jax.grad(total)(table)
+        return embedding_gradient(params['wte'])
+
+    np.testing.assert_array_equal(gradient('bfloat16'), gradient('float32'))
+    assert gradient('bfloat16')[0, 0] == 4 * 512
 
 
 @pytest.mark.parametrize('layout', [(2,), (8, 2, 2, 2)])
@@ -298,9 +319,10 @@ def test_fsdp_gathers_each_kernel_by_itself_once_forward_and_once_backward():
     config = GPTConfig(block_size=4, vocab_size=64, n_layer=2, n_head=2, n_embd=32)
     program, state = compile_step((8, 8), config, b=2)
     found = collectives(program)
-    D, tables = 32, [64 * 32, 4 * 32]
+    D, tables = 32, [64 * 32, 4 * 32]  # of the head (and the position table): embedding gathers ids, not the table
+    ids = [8 * 2 * 4]
     kernels = [3 * D * D, D * D, 4 * D * D, 4 * D * D]
-    assert sorted(sizes_of(found, 'all-gather')) == sorted(tables + 2 * config.n_layer * kernels)
+    assert sorted(sizes_of(found, 'all-gather')) == sorted(tables + ids + 2 * config.n_layer * kernels)
     # every gradient is reduced: by a reduce-scatter, or by an all-reduce of which a device keeps its shard (on the CPU)
     n_reduced = sum(sizes_of(found, 'all-reduce', 'reduce-scatter'))
     assert n_reduced >= sum(x.size for x in jax.tree.leaves(state.params))
@@ -377,7 +399,6 @@ def test_a_checkpoint_resumes_on_any_other_layout_and_bit_for_bit_on_its_own(tmp
      r'fsdp=4 does not divide n_embd=18; on 8 devices it may be one of \[1, 2\]'),
     (['--expert=2'], r'expert=2 does not divide n_expert=1; on 8 devices it may be one of \[1\]'),
     (['--fsdp=2', '--batch_size=3'], 'cannot be shared equally by 8 devices'),
-    (['--fsdp=2', '--attention=chunked'], 'attention=chunked goes sequence by sequence'),
     (['--coordinator_address=localhost'], 'needs --num_processes and --process_id'),
     (['--num_processes=2'], 'several processes need --coordinator_address=host:port'),
     (['--num_processes=2', '--process_id=2', '--coordinator_address=localhost:1'], '--process_id=0 to N-1')])
