@@ -512,7 +512,7 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
             probs_GxTQxS = hash_dropout(probs_GxTQxS[None], dropout_rate, key[None], counter_GxTQxS)[0]
         return matmul(probs_GxTQxS.astype(v_GxSxK.dtype), v_GxSxK)
 
-    def attend_sequence(n, in_loop, sequence):
+    def attend_sequence(sequence, n, in_loop):
         q_GxTQxK, k_GxTxK, v_GxTxK, key = sequence
         n *= max(1, T // (64 * n))  # at most 64 blocks, because each is compiled
         attend = jax.checkpoint(attend_block, prevent_cse=not in_loop, static_argnums=(0, 1))
@@ -534,8 +534,8 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
     q_BxTxGxQxK = q_BxTxHxK.reshape(B, T, G, Q, K)
     q_BxGxTQxK = q_BxTxGxQxK.swapaxes(1, 2).reshape(B, G, T * Q, K)
     sequences = q_BxGxTQxK, k_BxTxGxK.swapaxes(1, 2), v_BxTxGxK.swapaxes(1, 2), key_B
-    one_by_one = functools.partial(jax.lax.map, functools.partial(attend_sequence, 128, True))
-    all_at_once = jax.vmap(functools.partial(attend_sequence, 512, False))
+    one_by_one = functools.partial(jax.lax.map, functools.partial(attend_sequence, n=128, in_loop=True))
+    all_at_once = jax.vmap(functools.partial(attend_sequence, n=512, in_loop=False))
     y_BxGxTQxK = jax.lax.platform_dependent(sequences, cpu=one_by_one, default=all_at_once)
     return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
 

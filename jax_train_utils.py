@@ -87,11 +87,11 @@ def config_block(script):
     return comments
 
 
-def read_flags(script, namespace, argv=None):
+def read_flags(script, namespace, argv=None, *, ignored=()):
     """(flags, given): all flags of the script, {name: value}, and the ones that the user gave. Config files (Python
     files of assignments) and --name=value are applied in the order given. --help prints the block and exits.
 
-    namespace: the script's globals(), which hold the defaults.
+    namespace: the script's globals(), which hold the defaults. ignored: names that are accepted without effect.
     Raises UserError for an unknown name or a value of another type; an int is accepted as a float."""
     argv = sys.argv[1:] if argv is None else argv
     comments = config_block(script)
@@ -105,6 +105,8 @@ def read_flags(script, namespace, argv=None):
 
     def override(name, value):
         if name not in flags:
+            if name in ignored:
+                return
             near = difflib.get_close_matches(name, flags, n=3, cutoff=0.6)
             hint = f'python {Path(script).name} --help lists all flags'
             if near:
