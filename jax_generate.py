@@ -595,6 +595,7 @@ def fill_caches(models, caches, tokens_BxT, first, end_B, n_slots, options, *, l
             idx_BxT = tokens_BxT[:, np.minimum(position, T - 1)]
             position_BxT = np.where(position < end_B[:, None], position, PAD).astype(np.int32)
             cache = prefill(params, cache, idx_BxT, position_BxT, config=config)
+            jax.block_until_ready(cache)  # pieces in flight would have their temporaries allocated side by side
         filled.append(cache if len(end_B) == B else select_rows(cache, row_B.ravel()))
     return filled
 
