@@ -362,8 +362,8 @@ def join_torchrun():
              num_processes=int(env['WORLD_SIZE']), process_id=int(env['RANK']),
              local_device_ids=int(env['LOCAL_RANK']) if 'LOCAL_RANK' in env else None)
     except (KeyError, ValueError) as error:
-        raise UserError(f"torchrun's variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are incomplete ({error}); set "
-                        'them all, or unset WORLD_SIZE to train in one process') from error
+        raise UserError(f"torchrun's variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are incomplete ({error}); "
+                        'set them all, or unset WORLD_SIZE to train in one process') from error
 
 
 def join(**cluster):
@@ -409,7 +409,8 @@ def check_agreement(what, values):
         different = [f'{name} is {first.get(name)} and {other.get(name)}' for name in first | other
                      if first.get(name) != other.get(name)]
         if different:
-            raise UserError(f'processes 0 and {i} have different {what}, all must have the same: {", ".join(different)}')
+            raise UserError(f'processes 0 and {i} have different {what}, all must have the same: '
+                            f'{", ".join(different)}')
 
 
 PEER_DIED = 75  # exit code, EX_TEMPFAIL of sysexits.h: start all processes again
@@ -744,7 +745,8 @@ def remedy_for(data_dir):
 
 def load_dataset_meta(data_dir):
     """{'vocab_size', 'dtype', 'tokenizer', 'max_id', 'train_tokens', 'val_tokens'} of a data set, from its meta.json,
-    the last three None if it lacks them. A folder without a meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a missing data set and a damaged meta.json."""
+    the last three None if it lacks them. A folder without a meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE.
+    Raises UserError for a missing data set and a damaged meta.json."""
     data_dir = Path(os.path.relpath(data_dir))
     remedy = remedy_for(data_dir)
     meta = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
@@ -796,8 +798,8 @@ def load_dataset(data_dir, block_size):
                             'use more text or a smaller --block_size')
         n_tokens = meta[f'{split}_tokens']
         if n_tokens not in (None, size // width):
-            raise UserError(f'{path} has {size // width} tokens, its meta.json says {n_tokens}: the file is damaged or of '
-                            f'another data set; {remedy}')
+            raise UserError(f'{path} has {size // width} tokens, its meta.json says {n_tokens}: the file is damaged or '
+                            f'of another data set; {remedy}')
         splits[split] = np.memmap(path, dtype=meta['dtype'], mode='r')
         largest = meta['max_id']
         if type(largest) is not int or n_tokens is None:  # a wrong id would train silently: read every token
@@ -1207,7 +1209,8 @@ def write_checksums(folder):
     """Writes checksums.json, {file: CRC-32}, into the one checkpoint in `folder` that is complete but for its name.
     Orbax calls it in one process, before it renames the checkpoint."""
     for step in folder.glob('*.orbax-checkpoint-tmp'):
-        files = sorted(path for path in step.glob('*/**/*') if path.is_file())  # Orbax still changes step/_CHECKPOINT...
+        # of params, opt_state, meta, metrics; Orbax has yet to change the files in `step` itself
+        files = sorted(path for path in step.glob('*/**/*') if path.is_file())
         sums = {path.relative_to(step).as_posix(): checksum(path) for path in files}
         (step / 'checksums.json').write_text(json.dumps(sums, indent=0))
 
@@ -1374,8 +1377,8 @@ def opt_state_item(state):
 
 
 def load_meta(out_dir, which='latest'):
-    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One that is damaged is named on stderr, and
-    the newest intact one is taken instead. Raises UserError if there is none."""
+    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One that is damaged is named on stderr,
+    and the newest intact one is taken instead. Raises UserError if there is none."""
     if which not in ('latest', 'best'):
         raise UserError(f'checkpoint must be latest or best, not {which!r}')
     folder = Path(out_dir, 'ckpt')
@@ -1591,7 +1594,7 @@ def start_wandb(**settings):
 
 class StopSignal:
     """Catches SIGTERM and SIGINT so that the loop can save and stop. A second one kills the process at once, but not
-    while it saves. One process ends at the first one as long as `starting`; several start together and stop together."""
+    while it saves. While `starting`, the first one ends the process: there is nothing to save yet."""
 
     def __init__(self, starting=False):
         self.starting = starting

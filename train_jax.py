@@ -42,7 +42,7 @@ eval_only = False # if True, evaluate once and stop; nothing is written
 always_save_checkpoint = True # if False, an evaluation only saves when the validation loss has improved
 save_interval = 0 # also save every this many iterations; 0 is off
 keep = 2 # keep the latest this many checkpoints, and the best
-init_from = 'scratch' # 'resume', 'auto' (resume if there is a run), 'gpt2' (-medium ...), a Hugging Face folder, a ckpt.pt
+init_from = 'scratch' # 'resume', 'auto' (resume, or scratch), 'gpt2' (-medium ...), a Hugging Face folder, a ckpt.pt
 # wandb logging
 wandb_log = False # log to Weights & Biases; with WANDB_MODE=offline it needs no account
 wandb_project = 'owt' # name of the project at wandb
@@ -109,7 +109,7 @@ flags, given = read_flags(__file__, globals())  # all knobs of the block above, 
 globals().update(flags)
 configure_process(device, deterministic)
 initialize_distributed(coordinator_address, num_processes, process_id)
-stop = StopSignal(starting=jax.process_count() == 1)
+stop = StopSignal(starting=jax.process_count() == 1)  # several processes stop together, in the loop
 master = jax.process_index() == 0  # the process that prints and writes the logs
 if not master:
     sys.stdout = open(os.devnull, 'w')
@@ -169,7 +169,8 @@ elif init_from != 'scratch':
         config = with_expert_balance(config, expert_balance)
     flags.update(flags_from_config(config))  # saved in the checkpoints, for a resume
     print(f'initializing from {init_from}, dropout {dropout}, block_size {block_size}')
-splits, data_vocab_size, tokenizer = in_all_processes(load_dataset, Path(__file__).parent / 'data' / dataset, block_size)
+data_dir = Path(__file__).parent / 'data' / dataset
+splits, data_vocab_size, tokenizer = in_all_processes(load_dataset, data_dir, block_size)
 check_agreement('data', describe_data(splits, tokenizer))
 if init_from == 'scratch':
     vocab_size = data_vocab_size
