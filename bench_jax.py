@@ -108,6 +108,8 @@ if mode == 'compile':
     if dtype == 'auto' and not topology.startswith('cpu'):
         dtype = 'bfloat16'
 devices, dtype, reason = setup_jax_environment(device, dtype)
+if mode == 'compile' and 'dtype' not in given:
+    reason = 'the default there'
 flags['dtype'] = dtype
 model_config = config_from_flags(flags, vocab_size=vocab_size, dtype=dtype)
 clock = Stopwatch()
@@ -425,7 +427,7 @@ def parse_hlo(text):
 
 
 def executed(computations, name='ENTRY', times=1):
-    """[(computation, its index there, times executed)] of the instructions of a program, through its loops and calls."""
+    """[(computation, index in it, times executed)] of the instructions of a program, through its loops and calls."""
     found = []
     for i, (_, _, operation, rest) in enumerate(computations[name]):
         found.append((name, i, times))
@@ -439,28 +441,36 @@ def executed(computations, name='ENTRY', times=1):
     return found
 
 
+def replica_group(rest, n_devices):
+    """The numbers of the devices of the first group of a collective, from its attributes."""
+    def iota(dims, permutation):
+        ids = np.arange(n_devices).reshape([int(n) for n in dims.split(',')])
+        return ids.transpose([int(n) for n in permutation.split(',')]) if permutation else ids
+
+    if mesh := re.search(r"mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}", rest):
+        sizes, dims, permutation, axes = mesh.groups()
+        # a part of an axis is written 'axis':(number of parts before it)size
+        parts = {axis: (int(first), int(size)) for axis, first, size in re.findall(r"'(\w+)':\((\d+)\)(\d+)", axes)}
+        shape = []
+        inner = []
+        for axis, size in re.findall(r"'(\w+)'=(\d+)", sizes):
+            first, part = parts.get(axis, (1, int(size)))
+            if f"'{axis}'" in axes:
+                inner.append(len(shape) + 1)
+            shape += [first, part, int(size) // (first * part)]
+        ids = (iota(dims, permutation) if dims else np.arange(n_devices)).reshape(shape)
+        ids = np.moveaxis(ids, inner, range(-len(inner), 0))
+        return ids.reshape(-1, math.prod(shape[i] for i in inner))[0]
+    if groups := re.search(r'replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', rest):
+        return iota(groups[3], groups[4]).reshape(int(groups[1]), int(groups[2]))[0]
+    listed = re.search(r'(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}', rest)
+    return np.array(listed[1].split(','), int) if listed else np.arange(n_devices)
+
+
 def group_of(rest, mesh):
-    """(axis names, devices of one group) of a collective, from its replica_groups."""
-    ids = np.arange(mesh.devices.size)
-    if named := re.search(r'replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}', rest):
-        sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        axes = list(sizes)
-        ids = ids.reshape(list(sizes.values()))
-        inner = [axes.index(axis) for axis in re.findall(r"'(\w+)'", named[2])]
-        group = ids.transpose([i for i in range(len(axes)) if i not in inner] + inner).reshape(
-            -1, math.prod(ids.shape[i] for i in inner))[0]
-    elif listed := re.search(r'replica_groups=\{\{([\d,]+)\}', rest):
-        group = np.array(listed[1].split(','), int)
-    elif iota := re.search(r'replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', rest):
-        ids = ids.reshape([int(n) for n in iota[3].split(',')])
-        if iota[4]:
-            ids = ids.transpose([int(n) for n in iota[4].split(',')])
-        group = ids.reshape(int(iota[1]), int(iota[2]))[0]
-    elif pairs := re.search(r'source_target_pairs=\{\{([\d,]+)\}', rest):
-        group = np.array(pairs[1].split(','), int)
-    else:
-        group = ids
-    places = np.stack(np.unravel_index(group, mesh.devices.shape))
+    """(axis names, devices of one group) of a collective."""
+    group = replica_group(rest, mesh.devices.size)
+    places = np.unravel_index(group, mesh.devices.shape)
     axes = [axis for axis, place in zip(mesh.axis_names, places) if len(set(place)) > 1]
     return '+'.join(axes) or '-', mesh.devices.ravel()[group]
 
@@ -559,7 +569,7 @@ def what_would_fit(devices, limit):
 
 
 def bench_compile():
-    """Compiles the training step for the devices of --topology and prints its plan. Returns ({name: value}, collectives)."""
+    """Compiles the training step for the devices of --topology and prints its plan: ({name: value}, collectives)."""
     kind = topology.partition(':')[0]
     limit, memory_speed, link_speed, host_speed = DATA_SHEETS.get(kind, (math.inf, None, None, None))
     start = time.perf_counter()
@@ -580,8 +590,8 @@ def bench_compile():
         'n_params': count_params(state.params, non_embedding=False), 'parameters_gb': shard_bytes(state.params) / 1e9,
         'optimizer_gb': shard_bytes(state.opt_state) / 1e9, 'temporary_gb': memory.temp_size_in_bytes / 1e9,
         'peak_gb': peak / 1e9, 'sent_gb': sum(row['bytes'] for row in table) / 1e9,
-        'exposed_gb': sum(row['exposed'] for row in table) / 1e9, 'memory_traffic_gb': memory_traffic(computations) / 1e9,
-        'compile_s': time.perf_counter() - start}
+        'exposed_gb': sum(row['exposed'] for row in table) / 1e9,
+        'memory_traffic_gb': memory_traffic(computations) / 1e9, 'compile_s': time.perf_counter() - start}
     print(f'attention: {chosen}')
     print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} {"MB sent":>10} {"exposed":>10}')
     for row in table:

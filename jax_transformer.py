@@ -223,7 +223,10 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
 
 def attention_mask(config, layer_type, key_position_BxS, position_BxT):
     """[B, T, S], True where a query may attend to a key: at its own position and before, within its window or chunk."""
-    return causal_mask(key_position_BxS[:, None, :], position_BxT[:, :, None], **span_limits(config, layer_type))
+    limits = span_limits(config, layer_type)
+    if not limits and key_position_BxS.shape[1] > config.block_size:
+        limits = {'window': config.block_size}
+    return causal_mask(key_position_BxS[:, None, :], position_BxT[:, :, None], **limits)
 
 
 class CausalSelfAttention(nn.Module):
@@ -282,7 +285,7 @@ def update_kv_cache(config, layer_type, cache, new_kv, position_BxT):
     queries attend to new_kv."""
     if cache is None:
         return new_kv, position_BxT, None
-    if layer_type in ('window', 'chunk'):
+    if layer_type in ('window', 'chunk') or config.position == 'rope':  # a ring of the last block_size positions
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     cache = write_cache(cache, new_kv, position_BxT)
     kv = read_cache(cache, config.dtype)
@@ -395,7 +398,7 @@ class GPT(nn.Module):
         x_BxTxD, _ = self.hidden(idx_BxT, None, None, deterministic, seq_id_B)
 
         def loss_of(x_BxTxD, targets_BxT):
-            return cross_entropy(self.logits(x_BxTxD), targets_BxT)
+            return cross_entropy(lm_logits(x_BxTxD, self.lm_head_VxD, training=True), targets_BxT)
 
         return map_sequence_chunks(loss_of, loss_chunk, x_BxTxD, targets_BxT)
 
@@ -651,8 +654,8 @@ def attention_span(config, layer_type):
 
 
 def update_ring_cache(config, layer_type, cache, new_kv, position_BxT):
-    """update_kv_cache for sliding-window layers, a ring buffer: position p is stored in slot p % S (S >= span), and
-    overwritten once it is out of the window."""
+    """update_kv_cache as a ring buffer: position p is stored in slot p % S, and overwritten once it is out of the
+    attention span. A cache of S < span slots holds the first S positions only."""
     first = next(iter(new_kv))
     B, T = new_kv[first].shape[:2]
     S = cache[first].shape[2]

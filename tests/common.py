@@ -43,7 +43,8 @@ TINY = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_head=2, n_embd=16)
 def random_params(config, seed=0):
     """Parameters far from their small initial values, so that every part of the model matters to its output.
 
-    They depend on the shapes and the seed alone: configs that differ in how the model is computed get the same ones."""
+    They depend on the shapes and the seed alone: configs that differ in execution options get the same ones."""
+    config = GPTConfig(**config.architecture())
     tree = jax.eval_shape(lambda: create_train_state(jax.random.key(0), config, optax.identity()).params)
     rng = np.random.default_rng(seed)
 

@@ -1,6 +1,7 @@
 """What train_jax.py, sample_jax.py and jax_ops.py promise on many devices and in many processes."""
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import types
 
 import jax
@@ -18,7 +20,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, prefill
+from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, new_cache, prefill
 from jax_ops import (
     AXES, BATCH, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens, partition_specs, shard)
 from jax_train_utils import (
@@ -27,8 +29,8 @@ from jax_train_utils import (
     make_train_step, open_checkpoints, opt_state_item, read_metrics, save_checkpoint, setup_distributed_training)
 from jax_transformer import GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
-    ROOT, assert_refused, column, compiled_once, device_batch, meta_of, random_params, records_without_times, run_script,
-    run_steps, train, wait_for_iteration)
+    ROOT, assert_refused, column, compiled_once, device_batch, meta_of, random_params, records_without_times,
+    run_script, run_steps, train, wait_for_iteration)
 
 # no tensor axis divides the vocabulary
 CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)
@@ -409,11 +411,30 @@ def test_a_layout_that_cannot_be_is_refused(dataset, tmp_path, flags, message):
     assert not (tmp_path / 'out').exists()
 
 
+TORCHRUN = {'RANK': '3', 'WORLD_SIZE': '4', 'LOCAL_RANK': '1', 'MASTER_ADDR': 'host', 'MASTER_PORT': '29500'}
+
+
+def test_torchruns_variables_are_understood(monkeypatch):
+    joined = []
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    initialize_distributed()
+    expected = dict(coordinator_address='host:29501', num_processes=4, process_id=3, local_device_ids=1)
+    assert expected.items() <= joined[0].items()
+    monkeypatch.delenv('MASTER_ADDR')
+    with pytest.raises(UserError, match="torchrun's variables .* are incomplete .'MASTER_ADDR'"):
+        initialize_distributed()
+    monkeypatch.setenv('WORLD_SIZE', '1')
+    initialize_distributed()
+    assert len(joined) == 1
+
+
 def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeypatch):
     joined = []
     monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given.get('process_id', 'auto')))
     for name in ('SLURM_NTASKS', 'SLURM_STEP_NODELIST', 'OMPI_COMM_WORLD_SIZE', 'KUBERNETES_SERVICE_HOST',
-                 'JOB_COMPLETION_INDEX'):
+                 'JOB_COMPLETION_INDEX', *TORCHRUN):
         monkeypatch.delenv(name, raising=False)
     initialize_distributed()
     monkeypatch.setenv('SLURM_NTASKS', '4')
@@ -439,7 +460,7 @@ FLAGS = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch
 class Processes:
     """n processes of train_jax.py that train together, one device each."""
 
-    def __init__(self, n, out_dir, *flags):
+    def __init__(self, n, out_dir, *flags, each=None):
         with socket.socket() as s:
             s.bind(('127.0.0.1', 0))
             port = s.getsockname()[1]
@@ -447,8 +468,9 @@ class Processes:
         command = [sys.executable, ROOT / 'train_jax.py', f'--out_dir={out_dir}', *flags,
                    f'--coordinator_address=127.0.0.1:{port}', f'--num_processes={n}']
         self.processes = [
-            subprocess.Popen([*command, f'--process_id={i}'], env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            subprocess.Popen([*command, f'--process_id={i}', *(each[i] if each else ())],
+                             env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE)
             for i in range(n)]
 
     def __enter__(self):
@@ -505,7 +527,7 @@ def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_fo
         processes.wait_for_iteration(25)
         processes.processes[1].kill()
         (code, _, err), _ = processes.results()
-    assert code == 1
+    assert code == 75
     assert 'error: process 0 of 2 has lost the others; start all of them again, with --init_from=resume' in err
     assert 10 <= load_meta(killed)[0] < 100
     with Processes(2, killed, '--init_from=resume', '--device=cpu') as processes:
@@ -525,10 +547,42 @@ def test_four_processes_on_a_mesh_give_the_curve_stop_together_and_one_device_re
     saved = int(re.search(r'at iteration (\d+), saved', results[0][1])[1])
     assert load_meta(tmp_path)[0] == saved
     np.testing.assert_allclose(losses_of_run(tmp_path)[:30], losses_of_one_process[:30], atol=2e-4)
-    on_one_device = ['--device=cpu:0', '--fsdp=1', '--tensor=1']
-    result = train(tmp_path, '--init_from=resume', *on_one_device, f'--max_iters={saved + 2}')
+    result = train(tmp_path, '--init_from=resume', '--device=cpu:0', f'--max_iters={saved + 2}')
     assert result.returncode == 0, result.stderr
+    assert "does not fit 1 devices: taking {'fsdp': 1, 'tensor': 1, 'expert': 1}" in result.stdout
     assert f'at iteration {saved}' in result.stdout
+    refused = train(tmp_path, '--init_from=resume', '--device=cpu:0', '--fsdp=2')
+    assert_refused(refused, 'fsdp=2 x tensor=1 x expert=1 does not divide 1 devices')
+
+
+def each_with(name, values, out_dir, *flags):
+    """Processes of which each has its own value of a flag."""
+    return Processes(len(values), out_dir, *flags, each=[[f'--{name}={value}'] for value in values])
+
+
+@pytest.mark.parametrize('name, values, message', [
+    ('batch_size', (4, 2), 'processes 0 and 1 have different flags, all must have the same: batch_size is 4 and 2'),
+    ('dataset', ('{dataset}', 'nowhere'), 'process 1: there is no .*nowhere/train.bin; '),
+    ('out_dir', ('{tmp}/a', '{tmp}/b'), 'process 1: .*/b is not the folder of process 0')])
+def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dataset, tmp_path, name, values, message):
+    values = [value.format(dataset=dataset, tmp=tmp_path) if type(value) is str else value for value in values]
+    with each_with(name, values, tmp_path, f'--dataset={dataset}', *FLAGS) as processes:
+        results = processes.results()
+    for code, _, err in results:
+        assert code == 2
+        assert re.fullmatch(f'error: {message}.*\n', err), err
+    assert not list(tmp_path.rglob('ckpt'))
+
+
+def test_a_signal_before_the_first_iteration_stops_all_processes(dataset, tmp_path):
+    endless = ['--max_iters=100000', '--eval_interval=100000']
+    with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, *endless) as processes:
+        lock = tmp_path / 'lock'  # written after joining, before the model is made and compiled
+        while not lock.exists() and processes.processes[0].poll() is None:
+            time.sleep(0.01)
+        processes.processes[1].send_signal(signal.SIGTERM)
+        results = processes.results()
+    assert [code for code, *_ in results] == [128 + signal.SIGTERM] * 2, results
 
 
 # -----------------------------------------------------------------------------
@@ -557,12 +611,15 @@ def test_the_kv_cache_is_sharded_over_heads_and_a_token_moves_no_weights():
         tokens_BxN=jnp.zeros((3, 24), jnp.int32), length_B=jnp.full(3, 4), n_generated_B=jnp.zeros(3, jnp.int32),
         done_B=jnp.zeros(3, bool), key_B=jax.random.split(jax.random.key(0), 3), cache=None)
     sampling = SamplingConfig(
-        greedy=True, top_k=None, top_p=False, min_p=False, penalize=False, n_vocab=37, stop_tokens=())
-    sampling_params = SamplingParams(*np.ones(4, np.float32))
+        greedy=True, top_k=False, top_p=False, min_p=False, penalize=False, n_vocab=37, stop_tokens=())
+    sampling_params = SamplingParams(*np.ones(5, np.float32))
     static = dict(config=config, sampling=sampling, draft_config=None, n_draft=0)
     with parallel.mesh_context():
-        state = prefill(params, None, state, sampling_params, width=16, n_slots=16, cache_dtype='auto', **static)
-        program = decode.lower(params, None, state, sampling_params, np.int32(8), **static).compile().as_text()
+        cache = prefill(params, new_cache(config, 3, 16, 'auto', 0), np.zeros((3, 16), np.int32),
+                        np.arange(16, dtype=np.int32)[None], config=config)
+        state = state.replace(cache=cache)
+        program = decode.lower(
+            params, None, state, sampling_params, np.int32(8), np.int32(16), np.int32(16), **static).compile().as_text()
     for x in jax.tree.leaves(state.cache):
         assert x.addressable_shards[0].data.shape == (3, 1, 16, 16)
     found = [found for part in program.split('\n\n') if part.startswith('%') for found in collectives(part)]
@@ -573,28 +630,50 @@ def test_profile_leaves_a_trace_with_the_names_of_blocks_and_collectives(dataset
     result = train(tmp_path, f'--dataset={dataset}', *FLAGS, '--max_iters=9', '--profile=True', '--device=cpu:0')
     assert f'traced iterations 5 to 7 into {tmp_path}/profile' in result.stdout, result.stderr
     assert list((tmp_path / 'profile').rglob('*.trace.json.gz'))
+    short = tmp_path / 'short'
+    result = train(short, f'--dataset={dataset}', *FLAGS, '--max_iters=2', '--profile=True', '--device=cpu:0')
+    assert f'traced iterations 0 to 2 into {short}/profile' in result.stdout, result.stderr
+    assert list((short / 'profile').rglob('*.trace.json.gz'))
     text = compile_step(BOTH, CONFIG)[0].as_text()
     for scope in ('h_0/attn/c_attn', 'h_0/mlp', 'all_gather', 'all_reduce', 'cross_entropy', 'clip', 'optimizer'):
         assert re.search(f'op_name="[^"]*{scope}', text), scope
 
 
-def test_the_bytes_on_paper_are_those_of_the_compiled_program():
-    model = dict(n_layer=2, n_head=8, n_embd=64, block_size=8, vocab_size=64)
-    result = run_script('bench_jax.py', '--mode=scaling', '--n_devices=8', '--batch_size=8', '--dtype=float32',
-                        '--device=cpu', *[f'--{name}={value}' for name, value in model.items()])
+PLAN = ['--mode=compile', '--n_layer=1', '--n_head=4', '--n_embd=64', '--block_size=32', '--vocab_size=64',
+        '--batch_size=8', '--gradient_accumulation_steps=4']
+
+
+def test_the_plan_of_a_run_counts_what_each_axis_sends_through_loops():
+    result = run_script('bench_jax.py', *PLAN, '--topology=cpu:1x8', '--fsdp=4')
     assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout.splitlines()[-1])
-    layouts = {(row['data'], row['fsdp'], row['tensor']): row for row in report['results']['layouts']}
-    config = GPTConfig(**model)
-    ring = 7 / 8  # share of the elements that a device of 8 receives
-    n_gathered = sum(sizes_of(collectives(compile_step((8, 8), config, 1)[0]), 'all-gather'))
-    assert layouts[1, 8, 1]['of']['weights'] * 1e9 == pytest.approx(4 * n_gathered * ring)
-    found = collectives(compile_step((8, 1, 8), config, 8)[0])
-    n_activations = sum(size for size in sizes_of(found, 'all-reduce') if size == 8 * 8 * 64)
-    assert layouts[1, 1, 8]['of']['activations'] * 1e9 == pytest.approx(4 * n_activations * 2 * ring)
-    n_params = 2 * 12 * 64**2 + 72 * 64
-    assert layouts[8, 1, 1]['of']['gradients'] * 1e9 == pytest.approx(2 * 4 * n_params * ring)
-    assert layouts[8, 1, 1]['hidden_from_gb_per_sec'] > 0
-    assert layouts[1, 8, 1]['hidden_from_gb_per_sec'] > layouts[8, 1, 1]['hidden_from_gb_per_sec']
-    unknown = run_script('bench_jax.py', '--mode=scaling', '--accelerator=abacus')
-    assert_refused(unknown, 'accelerator must be one of')
+    report = json.loads(result.stdout.splitlines()[-1])['results']
+    sent = {(row['kind'], row['axis']): row for row in report['collectives']}
+    # in each of 2 micro-steps: every kernel forward and backward, the table of the head and that of the positions once
+    gathered = 2 * (2 * 12 * 64**2 + (64 + 32) * 64)
+    assert sent['all-gather', 'fsdp']['bytes'] == pytest.approx(4 * gathered * 3 / 4, rel=0.01)
+    assert sent['all-gather', 'fsdp']['n'] == 4
+    n_params = report['n_params']
+    assert report['parameters_gb'] * 1e9 == pytest.approx(4 * n_params / 4, rel=0.03)  # biases and norms are replicated
+    assert report['optimizer_gb'] == pytest.approx(2 * report['parameters_gb'], rel=0.01)
+    assert report['peak_gb'] > report['parameters_gb'] + report['optimizer_gb']
+
+
+def test_a_plan_for_a_device_without_its_compiler_says_what_to_install():
+    for topology, package, extra in (('v5e:4x4', 'libtpu', 'tpu'), ('h100:1x8', 'jax_cuda12_plugin', 'cuda12')):
+        if importlib.util.find_spec(package) is None:
+            result = run_script('bench_jax.py', *PLAN, f'--topology={topology}')
+            assert_refused(result, f'needs its compiler: pip install "jax[{extra}]==')
+    assert_refused(run_script('bench_jax.py', *PLAN, '--topology=abacus:8'), 'topology must be like v5e:4x4')
+
+
+@pytest.mark.skipif(importlib.util.find_spec('jax_cuda12_plugin') is None, reason="the CUDA wheels are not installed")
+def test_h100s_prefetch_the_backward_gathers_of_fsdp():
+    flags = ['--mode=compile', '--topology=h100:1x8', '--fsdp=8', '--n_layer=2', '--n_embd=512', '--n_head=8',
+             '--block_size=256', '--vocab_size=512', '--batch_size=16']
+    command = [sys.executable, ROOT / 'bench_jax.py', *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | {'XLA_FLAGS': ''})
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])['results']
+    gathers = [row for row in report['collectives'] if row['kind'] == 'all-gather' and row['dtype'] == 'bf16']
+    assert gathers
+    assert sum(row['exposed'] for row in gathers) < sum(row['bytes'] for row in gathers) / 4
