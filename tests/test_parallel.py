@@ -65,16 +65,16 @@ def test_frequent_tokens_learn_in_bfloat16_on_a_mesh_as_in_float32():
 
     def gradient(dtype):
         mesh = create_mesh(jax.devices()[:4], 2, 2)
-        params = random_params(config)
-        idx = np.zeros((4, 512), np.int32)
+        table = jax.device_put(random_params(config)['wte'], NamedSharding(mesh, P('tensor', 'fsdp')))
+        idx = jax.device_put(np.zeros((4, 512), np.int32), NamedSharding(mesh, P(BATCH)))
 
         @jax.jit
-        def embedding_gradient(table):
+        def embedding_gradient(table, idx):
             def total(table):
                 with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                     return embed_tokens(table, idx, dtype).astype(jnp.float32).sum()
             return jax.grad(total)(table)
-        return embedding_gradient(params['wte'])
+        return embedding_gradient(table, idx)
 
     np.testing.assert_array_equal(gradient('bfloat16'), gradient('float32'))
     assert gradient('bfloat16')[0, 0] == 4 * 512
@@ -640,14 +640,14 @@ def test_profile_leaves_a_trace_with_the_names_of_blocks_and_collectives(dataset
 
 
 PLAN = ['--mode=compile', '--n_layer=1', '--n_head=4', '--n_embd=64', '--block_size=32', '--vocab_size=64',
-        '--batch_size=8', '--gradient_accumulation_steps=4']
+        '--batch_size=8', '--gradient_accumulation_steps=16']
 
 
 def test_the_plan_of_a_run_counts_what_each_axis_sends_through_loops():
     result = run_script('bench_jax.py', *PLAN, '--topology=cpu:1x8', '--fsdp=4')
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])['results']
-    sent = {(row['kind'], row['axis']): row for row in report['collectives']}
+    sent = {(row['kind'], row['axis']): row for row in report['collectives'] if row['dtype'] == 'f32'}
     # in each of 2 micro-steps: every kernel forward and backward, the table of the head and that of the positions once
     gathered = 2 * (2 * 12 * 64**2 + (64 + 32) * 64)
     assert sent['all-gather', 'fsdp']['bytes'] == pytest.approx(4 * gathered * 3 / 4, rel=0.01)
@@ -662,7 +662,7 @@ def test_a_plan_for_a_device_without_its_compiler_says_what_to_install():
     for topology, package, extra in (('v5e:4x4', 'libtpu', 'tpu'), ('h100:1x8', 'jax_cuda12_plugin', 'cuda12')):
         if importlib.util.find_spec(package) is None:
             result = run_script('bench_jax.py', *PLAN, f'--topology={topology}')
-            assert_refused(result, f'needs its compiler: pip install "jax[{extra}]==')
+            assert_refused(result, re.escape(f'needs its compiler: pip install "jax[{extra}]=='))
     assert_refused(run_script('bench_jax.py', *PLAN, '--topology=abacus:8'), 'topology must be like v5e:4x4')
 
 
