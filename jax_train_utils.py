@@ -860,6 +860,7 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
 class CharTokenizer:
     stop_tokens = ()  # ids that end a text
     chat_template = None  # how a chat is written as a text
+    sampling = {}  # what the model's makers sample with, {'temperature': 0.6, ...}
 
     def __init__(self, chars):
         self.chars = chars
@@ -880,6 +881,7 @@ class CharTokenizer:
 class GPT2Tokenizer:
     stop_tokens = ()
     chat_template = None
+    sampling = {}
 
     def __init__(self):
         import tiktoken
@@ -899,8 +901,8 @@ class GPT2Tokenizer:
 
 
 class HFTokenizer:
-    """The tokenizer of a Hugging Face folder: tokenizer.json, with the stop tokens and the chat template from the
-    folder's other files. A prompt may contain special tokens; decoding leaves them out."""
+    """The tokenizer of a Hugging Face folder: tokenizer.json, with the stop tokens, the chat template and the sampling
+    defaults from the folder's other files. A prompt may contain special tokens; decoding leaves them out."""
 
     def __init__(self, folder):
         from tokenizers import Tokenizer
@@ -909,22 +911,26 @@ class HFTokenizer:
             self.tokenizer = Tokenizer.from_file(str(folder / 'tokenizer.json'))
         except Exception as error:  # tokenizers raises plain Exceptions
             raise UserError(f'cannot read {folder / "tokenizer.json"} ({error}); copy or download it again') from None
-        self.vocab_size = self.tokenizer.get_vocab_size()
+        self.vocab_size = 1 + max(self.tokenizer.get_vocab().values(), default=-1)  # there may be holes in the ids
         settings = read_json_object(folder / 'tokenizer_config.json')
         generation = read_json_object(folder / 'generation_config.json')
         config = read_json_object(folder / 'config.json')
-        self.stop_tokens = ()
+        tokens = {name: settings.get(name) or '' for name in ('bos_token', 'eos_token')}
+        self.special = {name: token['content'] if isinstance(token, dict) else token for name, token in tokens.items()}
+        stop_tokens = {self.tokenizer.token_to_id(self.special['eos_token'])}
         for found in (generation, config, config.get('text_config') or {}):
             ids = found.get('eos_token_id')
-            if ids is not None:
-                self.stop_tokens = tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
-                break
+            stop_tokens |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
+        self.stop_tokens = tuple(sorted(stop_tokens - {None}))
+        names = ('temperature', 'top_k', 'top_p', 'repetition_penalty')
+        self.sampling = {name: generation[name] for name in names if isinstance(generation.get(name), (int, float))}
         self.chat_template = settings.get('chat_template')
+        if isinstance(self.chat_template, list):  # several, by name
+            templates = {each['name']: each['template'] for each in self.chat_template}
+            self.chat_template = templates.get('default', next(iter(templates.values()), None))
         template = folder / 'chat_template.jinja'
         if template.exists():
             self.chat_template = template.read_text(encoding='utf-8')
-        tokens = {name: settings.get(name) or '' for name in ('bos_token', 'eos_token')}
-        self.special = {name: token['content'] if isinstance(token, dict) else token for name, token in tokens.items()}
 
     def encode(self, text):
         return self.tokenizer.encode(text).ids
@@ -933,22 +939,36 @@ class HFTokenizer:
         return self.tokenizer.decode(ids)
 
     def encode_chat(self, messages):
-        """The ids of messages [{'role': 'user' or 'assistant', 'content': text}] and of the beginning of the answer,
-        formatted by the folder's chat template. Raises UserError if the template refuses them."""
+        """The ids of messages [{'role': 'system', 'user' or 'assistant', 'content': text}] and of the beginning of the
+        answer, formatted by the folder's chat template. Raises UserError if the template refuses them or fails."""
+        import jinja2.ext
         import jinja2.sandbox
+
+        class Generation(jinja2.ext.Extension):
+            """{% generation %} ... {% endgeneration %} marks what the assistant says; here, what is between them."""
+            tags = {'generation'}
+
+            def parse(self, parser):
+                next(parser.stream)
+                return parser.parse_statements(['name:endgeneration'], drop_needle=True)
 
         def raise_exception(message):
             raise UserError(f"the model's chat template refuses: {message}")
 
+        def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+            return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
         jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
-        jinja.filters['tojson'] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
+            trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
+        jinja.filters['tojson'] = tojson
         jinja.globals |= {'raise_exception': raise_exception, 'strftime_now': time.strftime}
         try:
             text = jinja.from_string(self.chat_template).render(
                 messages=messages, add_generation_prompt=True, **self.special)
-        except jinja2.TemplateError as error:
-            raise UserError(f"the model's chat template cannot be rendered: {error}") from None
+        except UserError:
+            raise
+        except Exception as error:  # a template is a program
+            raise UserError(f"the model's chat template cannot be rendered: {type(error).__name__}: {error}") from None
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -1536,10 +1556,10 @@ def duration(seconds):
     return f'{minutes // 60}:{minutes % 60:02}:{seconds:02}'
 
 
-def measure_bandwidth(device):
-    """Memory bandwidth of the device in GB/s, reading: the median of ten reductions over 512 MiB (larger than any
-    cache). The median, not the best: on a shared machine the sustained bandwidth is lower than the peak."""
-    x = jax.device_put(jnp.ones(2**27, jnp.float32), device)
+def measure_bandwidth(device, n_bytes=2**29):
+    """Memory bandwidth of the device in GB/s, reading: the median of ten reductions over n_bytes (512 MiB are larger
+    than any cache). The median, not the best: on a shared machine the sustained bandwidth is lower than the peak."""
+    x = jax.device_put(jnp.ones(n_bytes // 4, jnp.float32), device)
     total = jax.jit(jnp.sum)
     seconds = []
     for _ in range(11):

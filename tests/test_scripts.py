@@ -23,8 +23,8 @@ from jax_train_utils import (
     MODEL_FLAGS, HFTokenizer, config_block, config_from_flags, flags_from_config, load_meta, load_run,
     read_metrics)
 from tests.common import (
-    FAMILIES, GOLDEN, ROOT, TEXT, assert_refused, copy_folder, records_without_times, run_script, sample,
-    start_training, train, wait_for_iteration)
+    FAMILIES, GOLDEN, ROOT, TEXT, assert_refused, copy_folder, edit_json, records_without_times, refusal, run_script,
+    sample, start_training, train, wait_for_iteration)
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
          '--gradient_accumulation_steps=2']
@@ -883,3 +883,106 @@ def test_a_chat_is_written_as_the_folders_template_says(speaking, monkeypatch):
     assert 'ab' not in first  # the answer alone, without the prompt
     assert 'template refuses: too long' in refused
     assert cleared == first
+
+
+def test_a_chat_keeps_what_was_said_and_answers_again(speaking, tmp_path, monkeypatch):
+    monkeypatch.setattr('sys.stdin', io.StringIO(f'/retry\nab\n/retry\n/save {tmp_path}/chat.json\n/save /\n'))
+    result = sample('none', f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=9', '--temperature=2')
+    nothing, first, cut, second, _, saved, error, _ = succeeded(result).stdout.replace('> ', '').splitlines()
+    assert nothing == '(there is no answer yet)'
+    assert cut == '(cut at max_new_tokens=9)'
+    assert first != second
+    assert saved == f'(1 turns in {tmp_path}/chat.json)'
+    assert error.startswith('error: cannot write /: ')
+    messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
+    assert messages == [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': second}]
+
+
+def test_an_interrupted_answer_stays_in_the_conversation(speaking, tmp_path, monkeypatch):
+    calls = []
+
+    def interrupt(text):
+        calls.append(text)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return text
+
+    monkeypatch.setattr('jax_train_utils.strip_partial_utf8', interrupt)
+    monkeypatch.setattr('sys.stdin', io.StringIO(f'ab\n/save {tmp_path}/chat.json\nc\n'))
+    result = sample('none', f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=30', '--temperature=2')
+    answer, interrupted, *_ = succeeded(result).stdout.replace('> ', '').splitlines()
+    assert interrupted == '(interrupted)'
+    messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
+    assert messages == [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': answer}]
+    assert 'error' not in result.stdout
+
+
+def test_the_oldest_turns_of_a_chat_go_when_the_context_is_full(speaking, monkeypatch):
+    edit_json(speaking / 'tokenizer_config.json', chat_template='{% for m in messages %}{{ m.content }}{% endfor %}')
+    edit_json(speaking / 'config.json', max_position_embeddings=32)
+    monkeypatch.setattr('sys.stdin', io.StringIO('abcdefgh\nabcdefgh\n' + 'a' * 40 + '\n'))
+    result = sample('none', f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=12', '--temperature=2')
+    assert '(the context of 32 tokens is full: the oldest 1 turns are forgotten)' in succeeded(result).stdout
+    assert 'the prompt has 40 tokens, the context of the model 32: ' in result.stderr
+
+
+def test_prompts_can_be_questions_of_a_chat(speaking, tmp_path):
+    (tmp_path / 'questions.txt').write_text('ab\ncd\n')
+    flags = [f'--init_from={speaking}', '--chat=True', '--max_new_tokens=3', '--temperature=0', '--num_samples=1']
+    first, second = samples_of(sample('none', *flags, f'--start=FILE:{tmp_path}/questions.txt', '--each_line=True'))
+    assert first.startswith('> ab\n')
+    assert second.startswith('> cd\n')
+    streamed, = samples_of(sample('none', *flags, '--start=ab', '--stream=True'))
+    assert streamed.strip() == first
+    (speaking / 'tokenizer_config.json').unlink()
+    assert_refused(sample('none', *flags), 'has no chat template')
+    assert_refused(sample('none', *flags[:1], '--system=Be brief.'), 'has no chat template')
+
+
+def test_the_system_prompt_is_the_first_message_of_a_chat(speaking):
+    template = '{% if messages[0].role == "system" %}{{ raise_exception(messages[0].content) }}{% endif %}'
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    refused = sample('none', f'--init_from={speaking}', '--chat=True', '--start=a', '--system=be brief')
+    assert_refused(refused, 'template refuses: be brief')
+
+
+@pytest.mark.parametrize('template, text', [
+    ([{'name': 'tool', 'template': 'x'}, {'name': 'default', 'template': '{{ messages[0].content }}'}], 'ab'),
+    ('{% generation %}{{ messages[0].content }}{% endgeneration %}c', 'abc'),
+    ('{{ "a" if messages[0].content|tojson(ensure_ascii=False, indent=1)|length == 4 }}', 'a')])
+def test_chat_templates_may_be_a_list_mark_what_is_generated_and_write_json(speaking, template, text):
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    tokenizer = HFTokenizer(speaking)
+    assert tokenizer.decode(tokenizer.encode_chat([{'role': 'user', 'content': 'ab'}])) == text
+
+
+@pytest.mark.parametrize('template', ['{{ messages[0].content + 1 }}', '{% for %}', '{{ messages.nothing.at_all }}'])
+def test_a_chat_template_that_fails_says_so_in_one_line(speaking, template):
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    message = refusal(HFTokenizer(speaking).encode_chat, [{'role': 'user', 'content': 'ab'}])
+    assert 'chat template cannot be rendered: ' in message
+
+
+def test_a_model_is_sampled_as_its_generation_config_says_unless_told_otherwise(speaking):
+    flags = [f'--init_from={speaking}', '--start=ab', '--max_new_tokens=12', '--num_samples=2']
+    plain = sample('none', *flags, '--temperature=2.0', '--top_k=5')
+    edit_json(speaking / 'generation_config.json', temperature=2, top_k=3)
+    result = sample('none', *flags, '--top_k=5')
+    assert samples_of(result) == samples_of(plain)
+    assert '; temperature=2 (its generation_config.json)' in result.stderr
+    assert 'generation_config' not in plain.stderr
+
+
+def test_a_text_ends_at_every_end_token_that_the_folder_names(speaking):
+    edit_json(speaking / 'generation_config.json', eos_token_id=38)
+    edit_json(speaking / 'config.json', eos_token_id=[39, 1])
+    assert HFTokenizer(speaking).stop_tokens == (1, 37, 38, 39)
+
+
+def test_a_vocabulary_reaches_up_to_its_largest_id(speaking):
+    values = json.loads((speaking / 'tokenizer.json').read_text())
+    values['model']['vocab']['D'] = 43
+    (speaking / 'tokenizer.json').write_text(json.dumps(values))
+    tokenizer = HFTokenizer(speaking)
+    assert tokenizer.vocab_size == 44
+    assert tokenizer.encode('D')[-1:] == [43]
