@@ -72,7 +72,7 @@ def transpose_kernels(params):
     for name, p in params.items():
         if isinstance(p, dict):
             transposed[name] = p if name == 'router' else transpose_kernels(p)
-        elif name == 'kernel' and isinstance(p, jax.Array) and p.ndim == 2:
+        elif name == 'kernel' and not isinstance(p, Int8) and p.ndim == 2:
             transposed[name] = Transposed(p.T)
         else:
             transposed[name] = p

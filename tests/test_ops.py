@@ -57,7 +57,7 @@ def assert_same_loss_and_gradients(one, other, tolerance):
 # matmul
 
 
-def test_matmul_has_the_gradients_of_the_plain_product():
+def test_matmul_has_the_gradients_of_the_plain_one():
     x, kernel = jax.random.normal(jax.random.key(0), (3, 5, 7)), jax.random.normal(jax.random.key(1), (7, 11))
     plain = jax.grad(lambda x, k: jnp.sin(x @ k).sum(), (0, 1))(x, kernel)
     ours = jax.grad(lambda x, k: jnp.sin(matmul(x, k)).sum(), (0, 1))(x, kernel)
@@ -136,12 +136,12 @@ def test_int8_matmul_equals_that_of_the_quantized_operands(rows, width):
     weights, scale = quantize(w, jnp.int8)
     inputs, x_scale = quantize(x, jnp.int8)
     expected = np.float64(inputs) @ np.float64(weights).T * np.float64(x_scale)[:, None] * np.float64(scale)
-    product = jax.jit(matmul_int8)
-    got = product(x, weights, scale)
+    multiply = jax.jit(matmul_int8)
+    got = multiply(x, weights, scale)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
-    np.testing.assert_array_equal(got[:1], product(x[:1], weights, scale))  # independent of the batch size
+    np.testing.assert_array_equal(got[:1], multiply(x[:1], weights, scale))  # independent of the batch size
     np.testing.assert_allclose(expected, x @ w.T, rtol=0, atol=0.03 * np.abs(x @ w.T).max())
-    assert not product(0 * x, weights, scale).any()
+    assert not multiply(0 * x, weights, scale).any()
 
 
 # -----------------------------------------------------------------------------
@@ -174,6 +174,18 @@ def test_cudnn_attention_refuses_dropout():
 
 # -----------------------------------------------------------------------------
 # dropout
+
+
+def test_dropout_in_16_bits_scales_in_float32_and_a_tiny_rate_drops_nothing():
+    x = jnp.linspace(1, 2, 1000).astype(jnp.bfloat16).reshape(1, -1)
+    key_B = jax.random.split(jax.random.key(0), 1)
+    counter = flat_index(x.shape[1:])
+    dropped = hash_dropout(x, 0.1, key_B, counter)
+    expected = (x.astype(jnp.float32) / np.float32(0.9)).astype(jnp.bfloat16)
+    assert dropped.dtype == x.dtype
+    np.testing.assert_array_equal(dropped[dropped != 0], expected[dropped != 0])
+    assert 50 < (dropped == 0).sum() < 150
+    np.testing.assert_array_equal(hash_dropout(x, 1e-10, key_B, counter), x)
 
 
 def test_dropped_elements_have_no_pattern():

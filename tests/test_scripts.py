@@ -21,7 +21,7 @@ import jax_train_utils
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
     MODEL_FLAGS, HFTokenizer, config_block, config_from_flags, flags_from_config, load_meta, load_run,
-    open_checkpoints, read_metrics)
+    read_metrics)
 from tests.common import (
     FAMILIES, GOLDEN, ROOT, TEXT, assert_refused, copy_folder, edit_json, records_without_times, refusal, run_script,
     sample, start_training, train, wait_for_iteration)
@@ -177,7 +177,8 @@ def test_training_learns(finished):
 
 def test_out_dir_holds_what_was_promised(finished):
     out, _ = finished
-    assert sorted(path.name for path in out.iterdir()) == ['ckpt', 'config.json', 'loss.png', 'metrics.jsonl']
+    assert sorted(path.name for path in out.iterdir()) == [
+        'ckpt', 'config.json', 'lock', 'loss.png', 'metrics.jsonl']
     flags = json.loads((out / 'config.json').read_text())
     assert flags.keys() == config_block(ROOT / 'train_jax.py').keys()
     assert flags['n_layer'] == 1
@@ -308,10 +309,10 @@ def test_no_new_tokens_print_the_prompt(finished):
 def final_state(out_dir):
     """[(path, bytes)] of the parameters and the optimizer's state of the latest checkpoint."""
     step, _ = load_meta(out_dir)
-    items = ocp.args.Composite(params=ocp.args.StandardRestore(), opt_state=ocp.args.StandardRestore())
-    with open_checkpoints(out_dir, read_only=True) as manager:
-        restored = manager.restore(step, args=items)
-    leaves = jax.tree_util.tree_leaves_with_path((restored['params'], restored['opt_state']))
+    folder = (out_dir / 'ckpt' / str(step)).absolute()
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = [checkpointer.restore(folder / name) for name in ('params', 'opt_state')]
+    leaves = jax.tree_util.tree_leaves_with_path(restored)
     return [(jax.tree_util.keystr(path), np.asarray(x).tobytes()) for path, x in leaves]
 
 
@@ -325,8 +326,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(finished, flags, 
     resumed = succeeded(train(tmp_path, *RESUME, '--max_iters=20'))  # all other flags are in the checkpoint
     assert 'at iteration 7' in resumed.stdout
     evaluation_at_7 = lambda record: record['iter'] == 7 and 'val_loss' in record  # at the end of the first part
-    records = [record for record in records_without_times(tmp_path) if not evaluation_at_7(record)]
-    assert records == records_without_times(finished[0])
+    records = records_without_times(tmp_path)
+    assert len([record for record in records if evaluation_at_7(record)]) == 1
+    assert [record for record in records if not evaluation_at_7(record)] == records_without_times(finished[0])
     assert final_state(tmp_path) == final_state(finished[0])
 
 
@@ -345,6 +347,48 @@ def test_a_run_killed_at_random_moments_equals_an_uninterrupted_one(flags, tmp_p
         process.communicate()
     succeeded(train(killed, *flags, '--init_from=resume'))
     assert_same_run(killed, whole)
+
+
+def test_the_same_command_starts_a_run_and_resumes_it(finished, flags, tmp_path):
+    (tmp_path / 'ckpt').mkdir()  # left by a run that was killed before its first save: nothing to resume
+    command = [*flags, '--init_from=auto']
+    assert 'a new model from scratch' in succeeded(train(tmp_path, *command, '--max_iters=10')).stdout
+    assert 'at iteration 10' in succeeded(train(tmp_path, *command, '--max_iters=20')).stdout
+    assert final_state(tmp_path) == final_state(finished[0])
+
+
+def test_a_damaged_latest_checkpoint_stays_and_the_run_continues_from_the_one_before_it(finished, run_copy):
+    damaged = run_copy / 'ckpt' / '20' / 'opt_state' / '_METADATA'
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    result = succeeded(train(run_copy, *RESUME))
+    assert result.stderr.count('\n') == 1
+    assert 'ckpt/20 is damaged' in result.stderr and 'taking checkpoint 10 instead' in result.stderr
+    assert (run_copy / 'ckpt' / '20.damaged' / 'opt_state' / '_METADATA').stat().st_size == 100
+    assert_same_run(run_copy, finished[0])
+
+
+def test_without_an_intact_checkpoint_training_and_sampling_end_in_one_line(run_copy):
+    for path in run_copy.glob('ckpt/*/*/*'):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+    for result in (train(run_copy, *RESUME), train(run_copy, '--init_from=auto', '--device=cpu:0'), sample(run_copy)):
+        assert_refused(result, 'ckpt/20 is damaged .*there is no intact one')
+
+
+def test_a_signal_during_an_evaluation_is_obeyed_at_once(run_copy):
+    before = records_without_times(run_copy)
+    process = start_training(run_copy, *RESUME, '--max_iters=40', '--eval_iters=1000000')  # would take minutes
+    for line in process.stdout:
+        if line.startswith('tokens per iteration'):
+            break
+    time.sleep(4)
+    process.send_signal(signal.SIGTERM)
+    started = time.time()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert time.time() - started < 30
+    assert 'step 20' not in out
+    assert records_without_times(run_copy) == before
 
 
 @pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
@@ -504,7 +548,11 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
     (['--attention=cudnn'], 'attention=cudnn does not work here: it is for NVIDIA GPUs'),
     (['--remat=all'], 'remat must be one of none, dots, full'),
     (['--optimizer=sgd'], 'optimizer must be one of adamw, muon'),
-    (['--lr_schedule=step'], 'lr_schedule must be one of cosine')])
+    (['--lr_schedule=step'], 'lr_schedule must be one of cosine'),
+    (['--n_inner=-5'], 'n_inner must be at least 0, not -5'),
+    (['--n_kv_head=-2'], 'n_kv_head must be at least 0, not -2'),
+    (['--keep=0'], 'keep must be at least 1'),
+    (['--out_dir=gs://bucket/run'], 'out_dir=gs://bucket/run is a URL; name a folder')])
 def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(flags, tmp_path, bad, message):
     if bad == ['--dataset=openwebtext'] and (ROOT / 'data' / 'openwebtext' / 'train.bin').exists():
         pytest.skip('openwebtext has been prepared here')
@@ -524,6 +572,7 @@ def test_a_failing_start_does_not_overwrite_the_run_that_is_there(finished, run_
         raise RuntimeError('no API key')
     monkeypatch.setattr(wandb, 'init', no_login)
     assert_refused(train(run_copy, *flags, '--overwrite=True', '--wandb_log=True'), 'wandb does not start')
+    assert_refused(train(run_copy, *flags, '--wandb_log=True'), 'holds a run at iteration 20')  # wandb has not started
     assert records_without_times(run_copy) == records_without_times(finished[0])
     assert load_meta(run_copy)[0] == 20
 
@@ -576,11 +625,13 @@ def test_a_sample_that_cannot_be_is_refused(finished, bad, message):
     assert_refused(sample(finished[0], *bad), message)
 
 
-def test_a_damaged_checkpoint_is_refused(run_copy):
-    for path in (run_copy / 'ckpt' / '20' / 'params').rglob('*'):
-        if path.is_file() and path.stat().st_size > 500:
-            path.write_bytes(path.read_bytes()[:100])
-    assert_refused(sample(run_copy, '--checkpoint=latest'), 'damaged')
+def test_sampling_takes_the_newest_intact_checkpoint_in_place_of_a_damaged_one(run_copy):
+    damaged = run_copy / 'ckpt' / '20' / 'metrics' / 'metrics'
+    damaged.write_bytes(damaged.read_bytes()[:5])
+    for which in ('best', 'latest'):
+        result = succeeded(sample(run_copy, f'--checkpoint={which}', '--max_new_tokens=3', '--num_samples=1'))
+        assert 'ckpt/20 is damaged' in result.stderr and 'taking checkpoint 10 instead' in result.stderr
+    assert damaged.exists()  # sampling changes nothing
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(dataset, flags, tmp_path):
@@ -747,6 +798,12 @@ def test_a_model_with_experts_trains_resumes_and_samples(qwen, tmp_path):
     succeeded(train(out, *RESUME, '--max_iters=21'))
     assert load_meta(out)[0] == 21
     assert_refused(train(out, *RESUME, '--n_expert=2'), 'with n_expert=4, not n_expert=2')
+    loss = {}
+    for balance in ('0.01', '1000'):
+        other = copy_folder(qwen, tmp_path / balance)
+        succeeded(train(other, *RESUME, '--max_iters=23', f'--expert_balance={balance}'))
+        loss[balance] = records_with(other, 'loss')[-1]['loss']
+    assert loss['0.01'] != loss['1000']
     sampled = succeeded(sample(qwen, '--num_samples=2', '--max_new_tokens=12', '--start=the '))
     # keys and values of one head of width 8, float32: 64 bytes per token
     assert 'KV cache: 1,024 bytes for a sequence of 16 tokens, 64 per token' in sampled.stderr

@@ -84,7 +84,7 @@ if min(len(train_ids), len(val_ids)) < 2: # an input and a target at the very le
     fail(f'{input_file_path} has only {n} characters, too few for a train and a val part; give it more text')
 
 meta = {'vocab_size': enc.n_vocab, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'},
-        'train_tokens': len(train_ids), 'val_tokens': len(val_ids)}
+        'train_tokens': len(train_ids), 'val_tokens': len(val_ids), 'max_id': int(max(train_ids.max(), val_ids.max()))}
 save(args.out_dir, {'train.bin': train_ids.tobytes(), 'val.bin': val_ids.tobytes(), 'meta.json': json.dumps(meta).encode()})
 print(f'train has {len(train_ids):,} tokens')
 print(f'val has {len(val_ids):,} tokens')
