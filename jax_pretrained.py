@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import math
+import mmap
 import os
 import pickle
 import re
@@ -43,22 +44,37 @@ def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: arr
     place(path in the tree, array): called for each parameter before the next one is read, for example to move it to its
     devices; params holds what place returns.
     Raises UserError for files that are missing or damaged, and for models that GPT does not compute."""
-    path = local_path(path_or_name)
+    file = weight_file(local_path(path_or_name))
+    load = load_hugging_face if os.path.basename(file) in WEIGHT_FILES else load_nanogpt
+    return load(file, dtype, place)
+
+
+def load_config(path_or_name):
+    """The config of load_pretrained, without the weights of a Hugging Face folder."""
+    file = weight_file(local_path(path_or_name))
+    if os.path.basename(file) not in WEIGHT_FILES:
+        return read_nanogpt_config(read_torch_checkpoint(file), file)
+    source = os.path.join(os.path.dirname(file), 'config.json')
+    return read_config(read_json(source), source)[0]
+
+
+def weight_file(path):
+    """The file that holds or lists the weights of a folder, or the path itself. Raises UserError if there is none."""
     for file in [path] + [os.path.join(path, name) for name in (*WEIGHT_FILES, 'ckpt.pt')]:
         if os.path.isfile(file):
-            load = load_hugging_face if os.path.basename(file) in WEIGHT_FILES else load_nanogpt
-            return load(file, dtype, place)
+            return file
     if os.path.isdir(path):
         raise UserError(f'{path} holds no weights that can be read: none of {", ".join(WEIGHT_FILES)}, ckpt.pt')
     raise UserError(f'{path} does not exist; give a folder, a nanoGPT ckpt.pt, or one of {", ".join(PUBLISHED)}')
 
 
-def local_path(path_or_name):
-    """The path itself, or the local folder of the hub's model of that name, downloaded if necessary."""
+def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja')):
+    """The path itself, or the local folder of the hub's model of that name, downloaded (these files of it) if
+    necessary."""
     path = os.path.expanduser(path_or_name)
     on_hub = path_or_name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(path_or_name))
     if on_hub and not os.path.exists(path):
-        return download(path_or_name)
+        return download(path_or_name, files)
     return path
 
 
@@ -678,6 +694,11 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
         for tensor_map in tensor_maps[path]:
             array[tensor_map.dst] = tensor_map.to_parameter(tensors[tensor_map.name])
         params[path] = place(path, array)
+        del array
+        for tensor_map in tensor_maps[path]:
+            x = tensors[tensor_map.name]
+            if isinstance(x, np.memmap) and hasattr(x._mmap, 'madvise'):
+                x._mmap.madvise(mmap.MADV_DONTNEED)  # the file's pages count as this process's memory until then
     return unflatten_dict(params)
 
 
@@ -691,12 +712,9 @@ def require_keys(keys, values, source, what):
 # -----------------------------------------------------------------------------
 # Hugging Face folders
 
-def download(name):
+def download(name, files):
     """The folder of a model of the hub, from the hub's local cache if it is there, else downloaded."""
-    if name in PUBLISHED:
-        repo, files = f'openai-community/{name}', ['config.json', 'model.safetensors']
-    else:
-        repo, files = name, ['*.json', '*.safetensors', '*.jinja']
+    repo = f'openai-community/{name}' if name in PUBLISHED else name
     try:
         from huggingface_hub import snapshot_download
         logging.getLogger('huggingface_hub').setLevel(logging.ERROR)  # it would report every retry
@@ -711,21 +729,21 @@ def download(name):
             f'{repo}, Hugging Face hub, into a folder by hand and give its path instead') from None
 
 
-def load_hugging_face(weight_file, dtype, place):
+def load_hugging_face(file, dtype, place):
     """(config, params) of a model from its weights, with config.json in the same folder."""
-    source = os.path.join(os.path.dirname(weight_file), 'config.json')
+    source = os.path.join(os.path.dirname(file), 'config.json')
     hf = read_json(source)
     config, family = read_config(hf, source, dtype)
-    if weight_file.endswith('.json'):
-        tensors = read_shards(weight_file)
-    elif weight_file.endswith('.bin'):
-        tensors = read_torch_checkpoint(weight_file)
+    if file.endswith('.json'):
+        tensors = read_shards(file)
+    elif file.endswith('.bin'):
+        tensors = read_torch_checkpoint(file)
     else:
-        tensors = read_safetensors(weight_file)
+        tensors = read_safetensors(file)
     quantization = hf.get('quantization_config') or {}
-    tensors = dequantize_lazily(tensors, quantization.get('weight_block_size', [128, 128]), weight_file)
+    tensors = dequantize_lazily(tensors, quantization.get('weight_block_size', [128, 128]), file)
     tensor_maps = gpt2_tensor_maps(config) if family == 'gpt2' else llama_tensor_maps(config, LAYOUTS[family])
-    return config, params_from_tensors(tensors, config, tensor_maps, weight_file, dtype, place)
+    return config, params_from_tensors(tensors, config, tensor_maps, file, dtype, place)
 
 
 def read_json(path):
@@ -846,18 +864,22 @@ def dequantize_lazily(tensors, block, source):
 def load_nanogpt(path, dtype, place):
     """(config, params) of a ckpt.pt that nanoGPT's train.py wrote."""
     checkpoint = read_torch_checkpoint(path)
-    require_keys(['model', 'model_args'], checkpoint, path, 'a checkpoint of nanoGPT')
+    config = read_nanogpt_config(checkpoint, path)
     checkpoint.pop('optimizer', None)  # frees its memory: it is twice as large as the model
-    args = checkpoint['model_args']
-    require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
-    bias = args.get('bias') is not False  # nanoGPT's first checkpoints lack the entry; they have biases
-    config = make_config({name: args[name] for name in GPT2_SIZES} | {'bias': bias}, path)
     tensors = checkpoint['model']
     if not (isinstance(tensors, dict) and all(type(k) is str and type(x) is np.ndarray for k, x in tensors.items())):
         raise UserError(f'{path} does not hold a state dict, names with their tensors')
     tensors = {name.removeprefix('_orig_mod.'): x for name, x in tensors.items()}  # torch.compile's prefix
     tensor_maps = gpt2_tensor_maps(config, transpose=True)
     return config, params_from_tensors(tensors, config, tensor_maps, path, dtype, place)
+
+
+def read_nanogpt_config(checkpoint, path):
+    require_keys(['model', 'model_args'], checkpoint, path, 'a checkpoint of nanoGPT')
+    args = checkpoint['model_args']
+    require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
+    bias = args.get('bias') is not False  # nanoGPT's first checkpoints lack the entry; they have biases
+    return make_config({name: args[name] for name in GPT2_SIZES} | {'bias': bias}, path)
 
 
 def read_torch_checkpoint(path):

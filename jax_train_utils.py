@@ -622,6 +622,12 @@ def remedy_for(data_dir):
     return f'there is no {prepare} to make it; see "Your own text" in README.md'
 
 
+# writes the meta.json of a data set of characters from nanoGPT's meta.pkl
+CONVERT_META = """import json, pickle, sys; folder = sys.argv[1]; itos = pickle.load(open(folder + '/meta.pkl', 'rb'))['itos']; \
+chars = ''.join(itos[i] for i in range(len(itos))); tokenizer = {'kind': 'char', 'chars': chars}; \
+json.dump({'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': tokenizer}, open(folder + '/meta.json', 'w'))"""
+
+
 def load_dataset_meta(data_dir):
     """{'vocab_size', 'dtype', 'tokenizer'} of a data set, from its meta.json. A folder without one is nanoGPT's: uint16
     tokens of GPT-2's BPE. Raises UserError for a missing data set and a damaged meta.json."""
@@ -638,13 +644,16 @@ def load_dataset_meta(data_dir):
                 raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
             if type(vocab_size) is not int or vocab_size < 1:
                 raise ValueError(f'vocab_size {vocab_size!r} is not a number of tokens')
-            if tokenizer['kind'] not in ('char', 'gpt2') or (
+            if tokenizer['kind'] not in ('char', 'gpt2', 'folder') or (
                     tokenizer['kind'] == 'char' and len(tokenizer['chars']) != vocab_size):
-                raise ValueError('tokenizer is neither {"kind": "gpt2"} nor {"kind": "char", "chars": all characters}')
+                raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
+                                 '{"kind": "folder", "path": where its tokenizer.json is}')
+            meta['tokenizer'] = locate_tokenizer(tokenizer, data_dir)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
     elif (data_dir / 'meta.pkl').exists():
-        raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which we do not load; {remedy}, which writes meta.json')
+        raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which can run programs and is not loaded; if you trust '
+                        f'it, convert it once: {sys.executable} -c "{CONVERT_META}" {data_dir}')
     elif not (data_dir / 'train.bin').exists():
         raise UserError(f'there is no {data_dir / "train.bin"}; {remedy}')
     return meta
@@ -718,6 +727,10 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
 # tokenizers, described by a small dict that is stored in meta.json and in every checkpoint
 
 
+TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
+                   'generation_config.json')  # of a Hugging Face folder; all but the first may be missing
+
+
 class CharTokenizer:
     stop_tokens = ()  # ids that end a text
     chat_template = None  # how a chat is written as a text
@@ -770,47 +783,101 @@ class HFTokenizer:
             self.tokenizer = Tokenizer.from_file(str(folder / 'tokenizer.json'))
         except Exception as error:  # tokenizers raises plain Exceptions
             raise UserError(f'cannot read {folder / "tokenizer.json"} ({error}); copy or download it again') from None
-        self.vocab_size = self.tokenizer.get_vocab_size()
+        self.ids = self.tokenizer.get_vocab()
+        self.vocab_size = max(self.ids.values(), default=-1) + 1  # not their number: ids may have holes
         settings = read_json_object(folder / 'tokenizer_config.json')
-        generation = read_json_object(folder / 'generation_config.json')
+        tokens = {name: settings.get(name) or '' for name in ('bos_token', 'eos_token')}
+        self.special = {name: token['content'] if isinstance(token, dict) else token for name, token in tokens.items()}
+        self.generation = read_json_object(folder / 'generation_config.json')
         config = read_json_object(folder / 'config.json')
-        self.stop_tokens = ()
-        for found in (generation, config, config.get('text_config') or {}):
-            ids = found.get('eos_token_id')
-            if ids is not None:
-                self.stop_tokens = tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
-                break
+        stop_tokens = [self.ids.get(self.special['eos_token'])]  # the first one separates documents
+        for found in (self.generation, config, config.get('text_config') or {}):
+            stop_tokens += np.ravel(found.get('eos_token_id')).tolist()
+        self.stop_tokens = tuple(dict.fromkeys(token for token in stop_tokens if token is not None))
         self.chat_template = settings.get('chat_template')
+        if isinstance(self.chat_template, list):  # several, by name
+            templates = {entry['name']: entry['template'] for entry in self.chat_template}
+            self.chat_template = templates.get('default', self.chat_template[0]['template'])
         template = folder / 'chat_template.jinja'
         if template.exists():
             self.chat_template = template.read_text(encoding='utf-8')
-        tokens = {name: settings.get(name) or '' for name in ('bos_token', 'eos_token')}
-        self.special = {name: token['content'] if isinstance(token, dict) else token for name, token in tokens.items()}
 
     def encode(self, text):
         return self.tokenizer.encode(text).ids
 
+    def encode_document(self, text):
+        """The ids of a training text, with the first token that the model expects, if any, and the end token. The names
+        of special tokens in the text are ordinary text."""
+        if not self.stop_tokens:
+            raise UserError('the tokenizer has no end token: name one, "eos_token", in its tokenizer_config.json')
+        self.tokenizer.encode_special_tokens = True
+        ids = self.tokenizer.encode(text).ids
+        self.tokenizer.encode_special_tokens = False
+        return ids if ids[-1:] == [self.stop_tokens[0]] else [*ids, self.stop_tokens[0]]
+
     def decode(self, ids):
         return self.tokenizer.decode(ids)
 
-    def encode_chat(self, messages):
-        """The ids of messages [{'role': 'user' or 'assistant', 'content': text}] and of the beginning of the answer,
-        formatted by the folder's chat template. Raises UserError if the template refuses them."""
+    def render_chat(self, messages, *, add_generation_prompt):
+        """The text of messages [{'role': ..., 'content': text}] by the folder's chat template, followed by the
+        beginning of the next answer if add_generation_prompt. Raises UserError if the template refuses them."""
         import jinja2.sandbox
 
         def raise_exception(message):
             raise UserError(f"the model's chat template refuses: {message}")
 
+        def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+            return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+        if self.chat_template is None:
+            raise UserError('the model has no chat template: there is none beside its tokenizer.json')
+        # {% generation %} ... {% endgeneration %} only marks the answers
+        template = re.sub(r'(\{%[-+]?\s*)generation(\s*[-+]?%\})', r'\1if true\2', self.chat_template)
+        template = re.sub(r'(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})', r'\1endif\2', template)
         jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
-        jinja.filters['tojson'] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
+        jinja.filters['tojson'] = to_json
         jinja.globals |= {'raise_exception': raise_exception, 'strftime_now': time.strftime}
         try:
-            text = jinja.from_string(self.chat_template).render(
-                messages=messages, add_generation_prompt=True, **self.special)
-        except jinja2.TemplateError as error:
+            return jinja.from_string(template).render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
+        except UserError:
+            raise
+        except Exception as error:  # whatever the expressions of a template raise
             raise UserError(f"the model's chat template cannot be rendered: {error}") from None
+
+    def encode_chat(self, messages):
+        """The ids of messages [{'role': 'user' or 'assistant', 'content': text}] and of the beginning of the answer,
+        formatted by the folder's chat template. Raises UserError if the template refuses them."""
+        text = self.render_chat(messages, add_generation_prompt=True)
         return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_training_chat(self, messages):
+        """(ids, mask) of a conversation by the folder's chat template; the mask, as long as the ids, is 1 for the
+        assistant's tokens, the special token that ends each answer included.
+
+        Raises UserError if the template refuses the messages, or writes an answer differently from where it asks for
+        one."""
+        text = self.render_chat(messages, add_generation_prompt=False)
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
+        special = [id for id, token in self.tokenizer.get_added_tokens_decoder().items() if token.special]
+        mask = np.zeros(len(starts), np.uint8)
+        for i, message in enumerate(messages):
+            if message['role'] != 'assistant':
+                continue
+            before = self.render_chat(messages[:i], add_generation_prompt=True)
+            answer = message['content'].strip()
+            first = text.find(answer, len(before))
+            if not text.startswith(before) or first < 0:
+                raise UserError(f"the model's chat template does not write answer {i} where it asks for it")
+            last = first + len(answer)
+            inside = np.flatnonzero((starts < last) & (ends > len(before)))
+            mask[inside] = 1
+            after = inside[-1] + 1 if len(inside) else np.searchsorted(starts, last)
+            if after < len(mask) and encoding.ids[after] in special:
+                mask[after] = 1
+        return encoding.ids, mask
 
 
 def read_json_object(path):
@@ -840,6 +907,63 @@ def load_tokenizer(description):
     if kind == 'folder':
         return HFTokenizer(description['path'])
     raise UserError(f'unknown kind of tokenizer {kind!r}')
+
+
+def describe_tokenizer(model_path, vocab_size):
+    """The description of the tokenizer of a pretrained model: its folder's tokenizer.json, or GPT-2's if the size of
+    the vocabulary is GPT-2's; None if it is unknown."""
+    folder = model_path if os.path.isdir(model_path) else os.path.dirname(model_path)
+    if os.path.exists(os.path.join(folder, 'tokenizer.json')):
+        return {'kind': 'folder', 'path': os.path.abspath(folder)}
+    return {'kind': 'gpt2'} if 50257 <= vocab_size <= 50304 else None
+
+
+def locate_tokenizer(description, folder):
+    """The description with its path, if it has one, relative to the current folder instead of relative to `folder`."""
+    if description['kind'] != 'folder':
+        return description
+    return description | {'path': os.path.join(folder, os.path.expanduser(description['path']))}
+
+
+def same_tokens(a, b):
+    """Whether the ids of two tokenizers, given by their descriptions, mean the same tokens."""
+    kinds = {a['kind'], b['kind']}
+    if 'gpt2' not in kinds:
+        return load_tokenizer(a).ids == load_tokenizer(b).ids
+    if kinds == {'gpt2', 'folder'}:  # without loading GPT-2's BPE, which may need a network
+        ids = load_tokenizer(a if a['kind'] == 'folder' else b).ids
+        return all(ids.get(token) == id for token, id in (('the', 1169), ('\u0120the', 262), ('<|endoftext|>', 50256)))
+    return kinds == {'gpt2'}
+
+
+def check_tokens(data, dataset, model, model_name, vocab_size):
+    """The description of the tokenizer of a run that trains a pretrained model with a data set, given those of both,
+    the model's None if it is unknown. Raises UserError unless their ids mean the same tokens: the data set would train
+    the model on nonsense."""
+    if model and same_tokens(data, model):
+        return model
+    if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
+        return data
+    remedy = f'make it with: python data/shakespeare/prepare.py my.txt --tokenizer={model_name} --out_dir=data/mine'
+    if not model:
+        remedy = f'put the tokenizer.json of {model_name} beside its weights'
+    raise UserError(f'dataset {dataset} has other tokens than {model_name}, their ids mean something else; {remedy}')
+
+
+def copy_tokenizer(description, folder):
+    """Copies the files of a tokenizer of the kind 'folder' into `folder`, generation_config.json with all end tokens.
+    Raises UserError if they cannot be read."""
+    if description['kind'] != 'folder' or os.path.realpath(description['path']) == os.path.realpath(folder):
+        return
+    tokenizer = HFTokenizer(description['path'])
+    os.makedirs(folder, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if os.path.exists(os.path.join(description['path'], name)):
+            shutil.copyfile(os.path.join(description['path'], name), os.path.join(folder, name))
+        elif os.path.exists(os.path.join(folder, name)):
+            os.remove(os.path.join(folder, name))  # an earlier tokenizer's
+    generation = tokenizer.generation | {'eos_token_id': list(tokenizer.stop_tokens)}
+    write_text(os.path.join(folder, 'generation_config.json'), json.dumps(generation, indent=2) + '\n')
 
 
 # -----------------------------------------------------------------------------
@@ -1133,6 +1257,7 @@ def load_meta(out_dir, which='latest'):
             missing = {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
             if missing:
                 raise ValueError(f'its metadata lacks {sorted(missing)}')
+            meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], out_dir)
         except Exception as error:
             raise UserError(f'{manager.directory / str(step)} is damaged or not a checkpoint of this program: '
                             f'{type(error).__name__}: {error}') from error
@@ -1245,10 +1370,11 @@ def duration(seconds):
     return f'{minutes // 60}:{minutes % 60:02}:{seconds:02}'
 
 
-def measure_bandwidth(device):
-    """Memory bandwidth of the device in GB/s, reading: the median of ten reductions over 512 MiB (larger than any
-    cache). The median, not the best: on a shared machine the sustained bandwidth is lower than the peak."""
-    x = jax.device_put(jnp.ones(2**27, jnp.float32), device)
+def measure_bandwidth(device, n_bytes=2**29):
+    """Memory bandwidth of the device in GB/s, reading: the median of ten reductions over n_bytes (by default 512 MiB,
+    larger than any cache). The median, not the best: on a shared machine the sustained bandwidth is lower than the
+    peak."""
+    x = jax.device_put(jnp.ones(n_bytes // 4, jnp.float32), device)
     total = jax.jit(jnp.sum)
     seconds = []
     for _ in range(11):

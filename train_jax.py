@@ -16,16 +16,18 @@ import flax
 import jax
 import jaxlib
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jax_ops import UserError, ceil_div
-from jax_pretrained import load_pretrained
+from jax_pretrained import load_config, load_pretrained, local_path
 from jax_train_utils import (
-    MetricsLog, StopSignal, all_finite, check_flags, choose_attention, config_from_flags, configure_process,
-    create_learning_rate_schedule, create_optimizer_with_schedule, device_peak_flops, duration, estimate_loss_jax,
-    exit_if_peer_died, exit_on_user_error, finish_checkpoints, flags_from_config, get_batch_jax, initialize_distributed,
-    load_checkpoint, load_dataset, load_meta, make_eval_step, make_train_step, merge_resumed_flags, open_checkpoints,
-    plot_losses, progress_bar, read_flags, save_checkpoint, setup_distributed_training, setup_jax_environment,
-    split_batch, start_wandb, write_text)
+    MetricsLog, StopSignal, all_finite, check_flags, check_tokens, choose_attention, config_from_flags,
+    configure_process, copy_tokenizer, create_learning_rate_schedule, create_optimizer_with_schedule,
+    describe_tokenizer, device_peak_flops, duration, estimate_loss_jax, exit_if_peer_died, exit_on_user_error,
+    finish_checkpoints, flags_from_config, get_batch_jax, initialize_distributed, load_checkpoint, load_dataset,
+    load_meta, make_eval_step, make_train_step, merge_resumed_flags, open_checkpoints, plot_losses, progress_bar,
+    read_flags, same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment, split_batch,
+    start_wandb, write_text)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 # -----------------------------------------------------------------------------
@@ -131,19 +133,20 @@ parallel = setup_distributed_training(devices, fsdp, tensor, expert)
 n_micro, micro_batch = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
 print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
 
-# model: from scratch, from a checkpoint, or pretrained (block_size may be cropped, dropout overridden)
+# model: from scratch, from a checkpoint, or pretrained (block_size may be less than the model's, dropout overridden)
 if init_from == 'resume':
     config = dataclasses.replace(GPTConfig(**resumed['model']), dropout=dropout, dtype=dtype)
     print(f'resuming {out_dir} at iteration {iter_num}, best val loss {best_val_loss:.4f}')
 elif init_from != 'scratch':
-    config, params = load_pretrained(init_from)
+    path = local_path(init_from)
+    config = load_config(path)
     if block_size > config.block_size and 'block_size' in given:
         raise UserError(f'block_size={block_size}, but {init_from} knows only {config.block_size} positions')
     block_size = min(block_size, config.block_size)
-    if 'wpe' in params:
-        params['wpe'] = params['wpe'][:block_size]
-    config = dataclasses.replace(config, block_size=block_size, dropout=dropout, dtype=dtype)
-    flags.update(flags_from_config(config))  # saved in the checkpoints, for a resume
+    if config.position == 'learned':
+        config = dataclasses.replace(config, block_size=block_size)
+    config = dataclasses.replace(config, dropout=dropout, dtype=dtype)
+    flags.update(flags_from_config(config) | {'block_size': block_size})  # saved in the checkpoints, for a resume
     print(f'initializing from {init_from}, dropout {dropout}, block_size {block_size}')
 splits, data_vocab_size, tokenizer = load_dataset(Path(__file__).parent / 'data' / dataset, block_size)
 if init_from == 'scratch':
@@ -152,15 +155,22 @@ if init_from == 'scratch':
         vocab_size = ceil_div(vocab_size, 64) * 64  # as nanoGPT pads GPT-2's 50257 to 50304, for efficiency
     config = config_from_flags(flags, vocab_size=vocab_size, dtype=dtype)
     print(f'initializing a new model from scratch, vocab_size {vocab_size}')
+architecture = config.architecture()  # saved in the checkpoints: a RoPE model keeps its context
+config = dataclasses.replace(config, block_size=block_size)  # training sees sequences of this length only
 implementation, reason = choose_attention(attention, config, devices[0], on_mesh=fsdp * tensor * expert > 1)
 config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({reason})')
+parallel.validate(config)
+if init_from == 'resume':
+    if not same_tokens(tokenizer, resumed['tokenizer']):
+        raise UserError(f'{out_dir} was trained with other tokens than those of dataset {dataset}: '
+                        'their ids mean something else')
+    tokenizer = resumed['tokenizer']
+elif init_from != 'scratch':
+    tokenizer = check_tokens(tokenizer, dataset, describe_tokenizer(path, config.vocab_size), init_from,
+                             config.vocab_size)
 if data_vocab_size > config.vocab_size:
     raise UserError(f'dataset {dataset} has a vocabulary of {data_vocab_size}, the model only {config.vocab_size}')
-parallel.validate(config)
-if init_from == 'resume' and tokenizer != resumed['tokenizer']:
-    raise UserError(f'{out_dir} was trained with other tokens than those of dataset {dataset}: '
-                    'their ids mean something else')
 
 # optimizer and state
 schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmup_iters=warmup_iters,
@@ -173,10 +183,21 @@ if init_from == 'resume':
     state = load_checkpoint(out_dir, iter_num, state)
     if (dtype == 'float16') != (saved_config.dtype == 'float16'):
         state = state.replace(loss_scale=parallel.device_put(initial_loss_scale(dtype)))
-else:
+elif init_from == 'scratch':
     state = parallel.init_sharded(create_train_state, jax.random.key(seed), config, tx)
-    if init_from != 'scratch':
-        state = state.replace(params=parallel.device_put(params))
+else:
+    def place(path, array):
+        """Moves one parameter to its devices before the next one is read."""
+        if path == ('wpe',):
+            array = array[:block_size]
+        return jax.tree.leaves(parallel.device_put(unflatten_dict({path: array})))[0]
+
+    def state_without_params(*args):
+        return create_train_state(*args).replace(params=None)  # compiled, it does not compute them
+
+    _, params = load_pretrained(path, place=place)
+    state = parallel.init_sharded(state_without_params, jax.random.key(seed), config, tx).replace(params=params)
+    del params  # the training step donates the state
 n_params = count_params(state.params)
 print(f'number of parameters: {n_params / 1e6:.2f}M')
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
@@ -201,6 +222,7 @@ if not eval_only:
             checkpoints.delete(step)
     if master:
         write_text(Path(out_dir, 'config.json'), json.dumps(flags, indent=2) + '\n')
+        copy_tokenizer(tokenizer, Path(out_dir, 'tokenizer'))
         metrics_log = MetricsLog(out_dir, iter_num)
 versions = {'python': sys.version.split()[0]} | {p.__name__: p.__version__ for p in (jax, jaxlib, flax)}
 
@@ -281,8 +303,8 @@ def save(val_loss):
         raise UserError(f'the parameters are not finite after {iter_num} iterations: stopping; the checkpoints in '
                         f'{out_dir} are from before')
     save_checkpoint(checkpoints, iter_num, state, val_loss=val_loss, meta={
-        'model': config.architecture(), 'iter_num': iter_num, 'best_val_loss': best_val_loss,
-        'tokenizer': tokenizer, 'flags': flags, 'versions': versions, 'wandb_id': wandb_id})
+        'model': architecture, 'iter_num': iter_num, 'best_val_loss': best_val_loss,
+        'tokenizer': tokenizer | ({'path': 'tokenizer'} if 'path' in tokenizer else {}), 'flags': flags, 'versions': versions, 'wandb_id': wandb_id})
 
 
 # training loop
