@@ -363,10 +363,12 @@ def bench_scaling():
     seconds = estimate_mfu(count_params(params), model_config, tokens_per_device, PEAK_FLOPS[accelerator])
     layouts = []
     for tensor in (1, 2, 4, 8):
+        if n_devices % tensor or n_head % tensor:
+            continue
         for fsdp in dict.fromkeys((1, n_devices // tensor)):
-            data = n_devices // (tensor * fsdp)
-            if data * fsdp * tensor != n_devices or n_head % tensor or n_embd % fsdp:
+            if n_embd % fsdp:
                 continue
+            data = n_devices // (tensor * fsdp)
             n_micro, n_rows = split_batch(gradient_accumulation_steps, batch_size, data * fsdp)
             sent = bytes_sent(model_config, fsdp, tensor, data, n_micro, n_rows)
             gb_sent = sum(sent.values()) / 1e9

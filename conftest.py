@@ -1,14 +1,54 @@
-"""Tests run on 8 virtual CPU devices, which must be said before jax starts. Most of their time is compilation: LLVM's
-optimizations, a third of it, are left out, as nothing here is about speed; and what one test has compiled the others load."""
+"""The tests run on 8 virtual CPU devices. Most of their time is compilation: LLVM's optimizations, a third of it, are
+off, and a persistent cache keeps what one test has compiled for the others. Both must be set before jax is imported."""
 import atexit
+import ctypes
+import gc
+import json
 import os
 import shutil
 import tempfile
+from pathlib import Path
+
+import pytest
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['JAX_NUM_CPU_DEVICES'] = '8'
 os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0'
-if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:  # else this is a worker of the process that made the folder
+if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:  # workers inherit the folder of the process that started them
     os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='jax_tests_')
     os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
     atexit.register(shutil.rmtree, os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)
+
+pytest.register_assert_rewrite('tests.common')
+
+
+@pytest.fixture(autouse=True)
+def bounded_memory():
+    """Keeps a test process below 2 GB: jax holds every program that it has compiled, 4.5 GB in each of two workers.
+    Above 1 GB they are dropped; the tests that follow load what they need again from the cache on disk."""
+    yield
+    statm = Path('/proc/self/statm')  # Linux only
+    if statm.exists() and int(statm.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE') > 1e9:
+        import jax
+        jax.clear_caches()
+        gc.collect()
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, 'malloc_trim'):  # glibc returns freed memory to the system on request only
+            libc.malloc_trim(0)
+
+
+@pytest.fixture(scope='session')
+def dataset(tmp_path_factory):
+    """A folder with a data set of characters, which no test changes."""
+    import numpy as np
+
+    from tests.common import TEXT
+    folder = tmp_path_factory.mktemp('data') / 'fox'
+    folder.mkdir()
+    chars = ''.join(sorted(set(TEXT)))
+    ids = np.array([chars.index(c) for c in TEXT * 40], np.uint16)
+    ids[:-400].tofile(folder / 'train.bin')
+    ids[-400:].tofile(folder / 'val.bin')
+    meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars}}
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    return folder

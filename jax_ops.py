@@ -614,14 +614,17 @@ def lookup_range(rows_VxD, idx, start):
     return jnp.where(in_range[..., None], jnp.take(rows_VxD, row, axis=0, mode='clip'), 0)
 
 
-def lm_logits(x_BxTxD, table_VxD):
-    """x @ table.T -> float32 [B, T, V]. On a mesh each device keeps the logits of its vocabulary range."""
+def lm_logits(x_BxTxD, table_VxD, *, training=False):
+    """x @ table.T -> float32 [B, T, V]. On a mesh each device keeps the logits of its vocabulary range.
+
+    training: matmul(), whose gradients and transposed bfloat16 table pay for many tokens; decoding reads the table
+    once."""
     if isinstance(table_VxD, Int8):
         logits_BxTxV = matmul_int8(x_BxTxD, table_VxD.values, table_VxD.scale)
-    elif math.prod(x_BxTxD.shape[:-1]) <= 64:  # decoding: matmul() would transpose the table in bfloat16 on a CPU
-        logits_BxTxV = matmul_nt(x_BxTxD, table_VxD)
-    else:
+    elif training:
         logits_BxTxV = matmul(x_BxTxD, table_VxD, transpose_rhs=True, dtype=jnp.float32)
+    else:
+        logits_BxTxV = matmul_nt(x_BxTxD, table_VxD)
     return shard(logits_BxTxV, BATCH, None, 'tensor')
 
 
@@ -702,7 +705,7 @@ class ParallelLMHead(VocabParallel):
     def logits(self, x_BxTxD, last_B, n_rows, mesh=None):
         if last_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
-        multiply = lambda table, x: lm_logits(x, table)
+        multiply = lambda table, x: lm_logits(x, table, training=True)
         if mesh is not None:
             multiply = run_on_mesh(multiply, mesh)
         logits = multiply(self.table(n_rows), x_BxTxD.astype(self.dtype))

@@ -80,7 +80,7 @@ def config_block(script):
     for name, rest in re.findall(r'^(\w+) *=(.*)$', block, flags=re.M):
         _, mark, comment = rest.rpartition('# ')
         if not mark:
-            raise UserError(f'{script}: the knob {name} has no comment; write {name} = ... # what it does')
+            raise UserError(f'{Path(script).name}: the knob {name} has no comment; write {name} = ... # what it does')
         comments[name] = comment
     return comments
 
@@ -326,7 +326,7 @@ def configure_malloc():
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if not hasattr(libc, 'mallopt'):  # only glibc has it
         return
-    M_TRIM_THRESHOLD = -1  # malloc.h
+    M_TRIM_THRESHOLD = -1  # these three: malloc.h
     M_MMAP_MAX = -4
     M_ARENA_MAX = -8
     libc.mallopt(M_ARENA_MAX, 1)  # all threads use the main heap, the only one without a size limit
@@ -468,8 +468,7 @@ class DataParallel:
         return np.concatenate([i * each + np.arange(each) for i in self.local_data_shards])
 
     def shard_batch(self, batch, shape):
-        """The local sequences, numpy arrays [n, ...] -> device arrays: [*shape, ...] on one device; on several
-        [n_data_shards, *shape, ...], one shard on each device."""
+        """This process's sequences [n, ...] -> device arrays [*shape, ...], with a leading device axis if several."""
         if len(self.devices) == 1:
             return jax.device_put(jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch), self.devices[0])
         sharding = NamedSharding(self.mesh, P('data'))
@@ -481,14 +480,14 @@ class DataParallel:
         return jax.tree.map(put, batch)
 
     def max_over_processes(self, number):
-        """The maximum of an int over all processes: an int, or with several processes a device array of one."""
+        """The maximum of `number` over all processes: an int, or with several processes a device array, not awaited."""
         if jax.process_count() == 1:
             return number
         sharding = NamedSharding(Mesh(np.array(self.devices), ('data',)), P('data'))
         return global_max(jax.make_array_from_callback((len(self.devices),), sharding, lambda _: np.array([number])))
 
     def mesh_context(self):
-        """The context to compile in: sets the mesh, if there is one."""
+        """The context to run compiled functions in: on a mesh, jax.set_mesh."""
         return contextlib.nullcontext()
 
     def validate(self, config):
@@ -596,9 +595,8 @@ def pmap_train_step(step, devices):
 
 
 def split_batch(gradient_accumulation_steps, batch_size, n_devices):
-    """(micro-steps, micro-batch size) of each device: gradient_accumulation_steps * batch_size sequences per iteration
-    on any number of devices. Devices split the micro-steps first, then the micro-batch, so that no device ever holds
-    more than batch_size sequences. Raises UserError if they do not divide."""
+    """(micro-steps, micro-batch size) of each device. Devices split the micro-steps first, then the micro-batch: no
+    device ever holds more than batch_size sequences. Raises UserError if they do not divide."""
     step_shards = math.gcd(gradient_accumulation_steps, n_devices)
     batch_shards = n_devices // step_shards
     if batch_size % batch_shards:
@@ -1032,8 +1030,8 @@ def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_de
     """AdamW (arXiv:1711.05101) with weight decay for tensors of 2 or more dimensions: matrices and embeddings, but not
     biases and norms. 'muon' updates the matrices of the blocks with Muon instead (see orthogonalize), at AdamW's
     learning rate and weight decay. Clipping is separate: clip_gradients. Raises UserError for any other optimizer."""
-    adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
-                        mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params))
+    decays = functools.partial(jax.tree.map, lambda p: p.ndim >= 2)
+    adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay, mask=decays)
     if optimizer == 'adamw':
         return adamw
     if optimizer != 'muon':
@@ -1063,10 +1061,10 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
 
     batch: x and y [G, B, T], seq_id [G, B]: G micro-batches, whose gradients are averaged into one update. seq_id
     numbers the sequences of the run; dropout depends on (seed, seq_id) alone.
-    loss_chunk: logits are materialized for this many positions at a time; 0 is all.
-    metrics: float32 scalars loss (the mean over all micro-batches and devices), grad_norm (before clipping), lr, and
-    loss_scale for float16.
-    Raises UserError if loss_chunk does not divide block_size."""
+    loss_chunk: logits are materialized for this many positions at a time; 0 is all. Raises UserError if it does not
+    divide block_size.
+    metrics: float32 scalars loss (mean over micro-batches and devices), grad_norm (before clipping), lr, loss_scale
+    (float16 only)."""
     if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
         raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
                         f'it may be one of {[n for n in range(1, config.block_size) if config.block_size % n == 0]}')
@@ -1093,8 +1091,8 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
         if n_micro == 1:  # skip accumulation: it would cost another pass over the gradients
             total = gradients(state.params, jax.tree.map(lambda x: x[0], batch), scale)
         else:
-            zeros = shard_params(jax.tree.map(jnp.zeros_like, state.params)), jnp.float32(0)
-            total, _ = jax.lax.scan(micro_step, zeros, batch)
+            zeros = shard_params(jax.tree.map(jnp.zeros_like, state.params))
+            total, _ = jax.lax.scan(micro_step, (zeros, jnp.float32(0)), batch)
         if axis_name:
             with jax.named_scope('all_reduce'):
                 total = jax.lax.pmean(total, axis_name)

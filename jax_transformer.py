@@ -404,7 +404,7 @@ class GPT(nn.Module):
         x_BxTxD, _ = self.hidden(idx_BxT, None, None, deterministic, seq_id_B)
 
         def loss_of(x_BxTxD, targets_BxT):
-            return cross_entropy(self.logits(x_BxTxD), targets_BxT)
+            return cross_entropy(lm_logits(x_BxTxD, self.lm_head_VxD, training=True), targets_BxT)
 
         return map_sequence_chunks(loss_of, loss_chunk, x_BxTxD, targets_BxT)
 

@@ -257,7 +257,7 @@ class IterationLog:
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         loss = metrics['loss']
         grad_norm = metrics['grad_norm']
-        skipped = metrics.get('loss_scale', 0) >= 1  # float16 skips an update that overflows, unless all do
+        skipped = metrics.get('loss_scale', 0) >= 1  # float16: overflows are skipped, until the scale is below 1
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or skipped):
             raise UserError(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: stopping; the '
                             f'checkpoints in {out_dir} are from before; try a lower learning_rate, longer '

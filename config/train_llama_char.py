@@ -1,5 +1,5 @@
-# A character-level Llama on the Python standard library: RMSNorm, rope, shared key heads, SwiGLU. Needs no network, takes minutes
-# on two CPU cores. With --qk_norm=learned it is a Qwen3, with --n_expert=8 --n_inner=172 besides a Qwen3-MoE.
+# A character-level Llama on the Python standard library: RMSNorm, RoPE, GQA, SwiGLU. Needs no network, takes minutes
+# on two CPU cores. With --qk_norm=learned it is a Qwen3, with --n_expert=8 --n_inner=172 as well a Qwen3-MoE.
 
 out_dir = 'out-llama-char'
 eval_interval = 500

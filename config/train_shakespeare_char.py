@@ -13,7 +13,7 @@ wandb_project = 'shakespeare-char'
 wandb_run_name = 'mini-gpt'
 
 dataset = 'shakespeare_char'
-# 1 * 64 * 256 = 16,384 characters per iteration; 5000 iterations are 82M characters, 82 times the 1,003,854 of train.bin
+# 1 * 64 * 256 = 16,384 characters per iteration; 5000 iterations are 82M characters, 82 epochs of train.bin (1,003,854)
 gradient_accumulation_steps = 1
 batch_size = 64
 block_size = 256

@@ -1,4 +1,4 @@
-"""What train_jax.py and sample_jax.py promise on many devices and in many processes."""
+"""What train_jax.py, sample_jax.py and jax_ops.py promise on many devices and in many processes."""
 import dataclasses
 import functools
 import json
@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import types
 
 import jax
@@ -19,47 +18,32 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_train_utils import *
-from jax_train_utils import MeshParallel, join_processes, optimizer_item, partition_specs
-from jax_ops import AXES, BATCH, Decoding, Knobs, Sampling, UserError, shard
-from jax_transformer import (
-    GPTConfig, MoE, ParallelLMHead, VocabParallelEmbedding, create_mesh, create_train_state, decode, prefill)
-from test_scripts import ROOT, dataset, numbers, refused, run, train  # noqa: F401, dataset is a fixture
-from test_train_utils import META
+from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, prefill
+from jax_ops import (
+    AXES, BATCH, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, partition_specs, shard)
+from jax_train_utils import (
+    DataParallel, MeshParallel, create_learning_rate_schedule, create_optimizer_with_schedule, estimate_loss_jax,
+    finish_checkpoints, get_batch_jax, initialize_distributed, load_checkpoint, load_meta, make_eval_step,
+    make_train_step, open_checkpoints, opt_state_item, read_metrics, save_checkpoint, setup_distributed_training)
+from jax_transformer import GPTConfig, MoEConfig, create_train_state, cross_entropy
+from tests.common import (
+    ROOT, assert_refused, column, compiled_once, device_batch, meta_of, records_without_times, run_script, run_steps,
+    train, wait_for_iteration)
 
-CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)  # no tensor axis divides 37
-ONE, PMAP, FSDP, TENSOR, BOTH, ALL = (1, 1, 1), (8, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (8, 4, 2)  # devices, fsdp, tensor
-
-
-@functools.cache
-def compiled_once(layout, config):
-    schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
-    n_devices, *axes = layout
-    parallel = setup_distributed_training(jax.devices()[:n_devices], *axes)
-    make = functools.partial(create_train_state, jax.random.key(0), config, create_optimizer_with_schedule(schedule))
-    return parallel, make, parallel.train_step(make_train_step(config, 3, 1.0, schedule))
+# no tensor axis divides the vocabulary
+CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)
+# layouts: (devices, fsdp, tensor, expert), of which the last may be left out
+ONE, PMAP, FSDP, TENSOR, BOTH, ALL = (1,), (8,), (2, 2), (2, 1, 2), (4, 2, 2), (8, 4, 2)
 
 
-def place_rows(parallel, g, b, i, config):
-    tokens = np.random.default_rng(0).integers(8, size=4000).astype(np.uint16)  # few, so that there is something to learn
-    rows = parallel.local_rows(g * b)
-    x, y = get_batch_jax(tokens, config.block_size, g * b, 0, i, rows)
-    return parallel.place({'x': x, 'y': y, 'row': (i * g * b + rows).astype(np.uint32)}, split_rows(g, b, parallel.n_shares))
-
-
-def run_layout(layout, n_iters, config=CONFIG, state=None, first=0):
-    """The state after n_iters iterations on the layout, and [[loss, gradient norm]] of each."""
-    parallel, make, step = compiled_once(layout, config)
-    state, log = state or parallel.create(make), []
-    for i in range(first, first + n_iters):
-        state, metrics = step(state, place_rows(parallel, 2, 8, i, config))
-        log.append([float(metrics['loss']), float(metrics['grad_norm'])])
-    return state, np.array(log)
+def numbers(log):
+    """[[loss, gradient norm]] of each iteration."""
+    return np.stack([column(log, 'loss'), column(log, 'grad_norm')], axis=1)
 
 
 @functools.cache
 def curve(layout):
-    return run_layout(layout, 30)[1]
+    return numbers(run_steps(layout, 30, CONFIG)[1])
 
 
 # -----------------------------------------------------------------------------
@@ -73,45 +57,46 @@ def test_every_mesh_gives_the_curve_of_one_device(layout):
     np.testing.assert_allclose(mesh, one, atol=2e-4)
 
 
-@pytest.mark.parametrize('layout', [(2, 1, 1), (8, 2, 2, 2)])  # the last number is expert
+@pytest.mark.parametrize('layout', [(2,), (8, 2, 2, 2)])
 def test_experts_on_several_devices_learn_as_on_one(layout):
-    moe = MoE(n_expert=4, n_used=2, width=8, shared_width=8, balance=0.1)
+    moe = MoEConfig(n_expert=4, n_used=2, width=8, shared_width=8, balance=0.1)
     config = dataclasses.replace(CONFIG, mlp='swiglu', moe=moe, dropout=0.0)
-    (_, one), (state, log) = run_layout(ONE, 5, config), run_layout(layout, 5, config)
-    np.testing.assert_allclose(log, one, atol=2e-4)
+    _, one = run_steps(ONE, 5, config)
+    state, several = run_steps(layout, 5, config)
+    np.testing.assert_allclose(numbers(several), numbers(one), atol=2e-4)
     experts = state.params['h_0']['mlp']['experts_c_fc']['kernel']
-    held = experts.addressable_shards[0].data.size / experts.size
-    assert held == 1 / math.prod(layout[1:])  # fsdp, tensor and expert all share out what is stored
+    stored = experts.addressable_shards[0].data.size / experts.size
+    assert stored == 1 / math.prod(layout[1:])  # sharded over fsdp, tensor and expert
 
 
 def test_float16_scales_its_loss_on_a_mesh_as_on_one_device():
     half = dataclasses.replace(CONFIG, dtype='float16', dropout=0.0)
-    results = []
+    losses = []
     for layout in (ONE, BOTH):
-        parallel, make, step = compiled_once(layout, half)
-        state = parallel.create(make)
-        state, first = step(state, place_rows(parallel, 2, 8, 0, half))
-        scale = parallel.put({'scale': np.float32(2.0**40), 'good_steps': np.int32(7)})
-        state, overflow = step(state.replace(loss_scale=scale), place_rows(parallel, 2, 8, 1, half))
-        assert not np.isfinite(overflow['grad_norm']) and state.step == 1
+        state, (first,) = run_steps(layout, 1, half)
+        parallel = compiled_once(layout, half)[0]
+        scale = parallel.device_put({'scale': np.float32(2.0**40), 'good_steps': np.int32(7)})
+        state, (overflow,) = run_steps(layout, 1, half, state=state.replace(loss_scale=scale), first=1)
+        assert not np.isfinite(overflow['grad_norm'])
+        assert state.step == 1
         assert state.loss_scale == {'scale': 2.0**39, 'good_steps': 0}
-        results.append(float(first['loss']))
-    assert results[0] == pytest.approx(results[1], abs=2e-3)
+        losses.append(first['loss'])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
 
 
-def test_other_ways_to_compute_and_to_optimize_give_the_curve_of_one_device_too():
+def test_execution_options_and_muon_give_the_curve_of_one_device_too():
     config = dataclasses.replace(CONFIG, n_layer=2, scan_layers=True, remat='full')
     schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
-    tx, logs = create_optimizer_with_schedule(schedule, optimizer='muon'), []
-    for n_devices, fsdp, tensor in (ONE, BOTH):
-        parallel = setup_distributed_training(jax.devices()[:n_devices], fsdp, tensor)
-        state = parallel.create(create_train_state, jax.random.key(0), config, tx)
-        step, log = parallel.train_step(make_train_step(config, 3, 1.0, schedule, loss_chunk=4)), []
+    tx = create_optimizer_with_schedule(schedule, optimizer='muon')
+    losses = []
+    for n_devices, *axes in (ONE, BOTH):
+        parallel = setup_distributed_training(jax.devices()[:n_devices], *axes)
+        state = parallel.init_sharded(create_train_state, jax.random.key(0), config, tx)
+        step = parallel.train_step(make_train_step(config, 3, 1.0, schedule, loss_chunk=4))
         for i in range(4):
-            state, metrics = step(state, place_rows(parallel, 1, 8, i, config))
-            log.append(float(metrics['loss']))
-        logs.append(log)
-    np.testing.assert_allclose(logs[1], logs[0], atol=2e-4)
+            state, metrics = step(state, device_batch(parallel, 1, 8, i, config))
+            losses.append(float(metrics['loss']))
+    np.testing.assert_allclose(losses[4:], losses[:4], atol=2e-4)
 
 
 def test_evaluation_is_the_same_on_a_mesh():
@@ -119,83 +104,105 @@ def test_evaluation_is_the_same_on_a_mesh():
     losses = []
     for layout in (ONE, BOTH):
         parallel, make, _ = compiled_once(layout, CONFIG)
-        losses.append(estimate_loss_jax(parallel.eval_step(make_eval_step(CONFIG)), parallel.create(make).params, splits,
-                                        parallel, block_size=16, batch_size=4, eval_iters=3))
+        eval_step = parallel.eval_step(make_eval_step(CONFIG))
+        params = parallel.init_sharded(make).params
+        losses.append(estimate_loss_jax(
+            eval_step, params, splits, parallel, block_size=16, batch_size=4, eval_iters=3))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_process_reads_the_rows_of_its_own_devices_only():
     devices = [types.SimpleNamespace(process_index=i // 2) for i in range(8)]  # four processes with two devices each
 
-    def rows(n_rows, fsdp=1, tensor=1):
-        layout = MeshParallel(tuple(devices), fsdp, tensor) if fsdp * tensor > 1 else DataParallel(tuple(devices))
+    def rows_of_process_0(n_rows, fsdp=1, tensor=1):
+        on_a_mesh = fsdp * tensor > 1
+        layout = MeshParallel(tuple(devices), fsdp, tensor) if on_a_mesh else DataParallel(tuple(devices))
         shape = dict(zip(AXES, (8 // (fsdp * tensor), fsdp, tensor, 1)))
-        object.__setattr__(layout, 'mesh', types.SimpleNamespace(
-            devices=np.array(devices).reshape(*shape.values()), shape=shape))
+        mesh = types.SimpleNamespace(devices=np.array(devices).reshape(*shape.values()), shape=shape)
+        object.__setattr__(layout, 'mesh', mesh)
         return layout.local_rows(n_rows).tolist()
 
     assert jax.process_index() == 0
-    assert rows(16) == [0, 1, 2, 3] == rows(16, fsdp=4) == rows(16, tensor=2) == rows(8, tensor=4)
+    assert rows_of_process_0(16) == [0, 1, 2, 3]
+    assert rows_of_process_0(16, fsdp=4) == [0, 1, 2, 3]
+    assert rows_of_process_0(16, tensor=2) == [0, 1, 2, 3]
+    assert rows_of_process_0(8, tensor=4) == [0, 1, 2, 3]
     tokens = np.arange(1000, dtype=np.uint16)
-    some = get_batch_jax(tokens, 16, 12, 7, 5, np.array([3, 4, 11]))
-    np.testing.assert_array_equal(some, np.array(get_batch_jax(tokens, 16, 12, 7, 5))[:, [3, 4, 11]])
+    every_row = np.array(get_batch_jax(tokens, 16, 12, 7, 5))
+    some_rows = get_batch_jax(tokens, 16, 12, 7, 5, np.array([3, 4, 11]))
+    np.testing.assert_array_equal(some_rows, every_row[:, [3, 4, 11]])
 
 
 # -----------------------------------------------------------------------------
-# what lies where
+# what is stored where
 
 
-def test_every_matrix_and_its_optimizer_state_are_shared_out_and_stay_so():
+def test_every_matrix_and_its_optimizer_state_are_sharded_and_stay_so():
     config = dataclasses.replace(CONFIG, vocab_size=64)
     parallel, make, step = compiled_once(ALL, config)
-    state = parallel.create(make)
-    placed = [x.sharding for x in jax.tree.leaves(state)]
+    state = parallel.init_sharded(make)
+    initial = [x.sharding for x in jax.tree.leaves(state)]
     for path, x in jax.tree_util.tree_leaves_with_path((state.params, state.opt_state)):
-        n_parts = x.size / x.addressable_shards[0].data.size
-        assert n_parts == (4 if 'wpe' in str(path) else 8) or x.ndim < 2, jax.tree_util.keystr(path)
-    assert jax.tree.map(lambda x: x.sharding, state.params) == jax.tree.map(lambda x: x.sharding, state.opt_state[0].mu)
-    state, _ = step(state, place_rows(parallel, 2, 8, 0, config))
-    assert all(x.sharding.is_equivalent_to(was, x.ndim) for x, was in zip(jax.tree.leaves(state), placed))
-    state, _ = step(state, place_rows(parallel, 2, 8, 1, config))
-    assert step._cache_size() == 1  # one compilation does
+        if x.ndim >= 2:
+            n_parts = x.size / x.addressable_shards[0].data.size
+            assert n_parts == (4 if 'wpe' in str(path) else 8), jax.tree_util.keystr(path)
+    shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+    assert shardings(state.params) == shardings(state.opt_state[0].mu)
+    for i in range(2):
+        state, _ = step(state, device_batch(parallel, 2, 8, i, config))
+        for x, sharding in zip(jax.tree.leaves(state), initial, strict=True):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    assert step._cache_size() == 1  # the second step needs no second compilation
 
 
-def test_what_does_not_divide_is_cut_by_fewer_axes():
+def test_what_does_not_divide_is_sharded_over_fewer_axes():
     mesh = create_mesh(jax.devices(), 2, 4)
-    specs = lambda **shapes: partition_specs({k: np.zeros(shape) for k, shape in shapes.items()}, mesh)
-    assert specs(wte=(37, 16))['wte'] == P(None, 'fsdp') and specs(wte=(38, 18))['wte'] == P('tensor')
-    kernel = lambda shape: partition_specs({'c_attn': {'kernel': np.zeros(shape)}}, mesh)['c_attn']['kernel']
-    assert kernel((16, 48)) == P(('fsdp', 'tensor')) and kernel((12, 36)) == P('fsdp')
-    assert kernel((3, 16, 48)) == P(None, ('fsdp', 'tensor'))  # layers on a leading axis
+
+    def spec(name, shape):
+        return partition_specs({'c_attn': {'kernel': np.zeros(shape)}, 'wte': np.zeros(shape)}, mesh)[name]
+
+    assert spec('wte', (37, 16)) == P(None, 'fsdp')
+    assert spec('wte', (38, 18)) == P('tensor')
+    assert spec('c_attn', (16, 48))['kernel'] == P(('fsdp', 'tensor'))
+    assert spec('c_attn', (12, 36))['kernel'] == P('fsdp')
+    assert spec('c_attn', (3, 16, 48))['kernel'] == P(None, ('fsdp', 'tensor'))  # layers on a leading axis
 
 
-def test_no_device_ever_holds_the_whole_model():
+def test_no_device_ever_holds_the_full_model():
     config = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=128)
-    parallel = setup_distributed_training(jax.devices(), 8, 1)
+    parallel = setup_distributed_training(jax.devices(), fsdp=8)
     make = functools.partial(create_train_state, jax.random.key(0), config, optax.adamw(1e-3))
-    whole = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(jax.eval_shape(make)))
+    abstract = jax.eval_shape(make)
+    full_bytes = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(abstract))
     before = {id(x) for x in jax.live_arrays()}
-    state = parallel.create(make)
-    live = [x for x in jax.live_arrays() if id(x) not in before]
-    held = {}
-    for x in live:
-        for part in x.addressable_shards:
-            held[part.device] = held.get(part.device, 0) + part.data.nbytes
-    assert sum(x.nbytes for x in jax.tree.leaves(state)) == whole and max(held.values()) < whole / 7
-    # nor while it was made
-    leaves = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=jax.tree.leaves(parallel.shardings(jax.eval_shape(make))))
-    memory = leaves.lower().compile().memory_analysis()
-    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < whole / 4
+    state = parallel.init_sharded(make)
+    bytes_on = dict.fromkeys(jax.devices(), 0)
+    for x in jax.live_arrays():
+        if id(x) not in before:
+            for part in x.addressable_shards:
+                bytes_on[part.device] += part.data.nbytes
+    assert sum(x.nbytes for x in jax.tree.leaves(state)) == full_bytes
+    assert max(bytes_on.values()) < full_bytes / 7
+    # nor while the state was made
+    shardings = jax.tree.leaves(parallel.shardings(abstract))
+    program = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=shardings).lower().compile()
+    memory = program.memory_analysis()
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < full_bytes / 4
 
 
 # -----------------------------------------------------------------------------
 # vocabulary parallelism
 
 
+def table_bias_and_x(V, D):
+    shapes = (V, D), (V,), (4, 3, D)
+    return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+
 @pytest.mark.parametrize('tp_size', [1, 2, 4, 8])
 @pytest.mark.parametrize('V', [40, 37])
 def test_vocabulary_parallel_layers_equal_the_dense_ones_in_values_and_gradients(V, tp_size):
-    table, bias, x = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(V, 6), (V,), (4, 3, 6)]))
+    args = table_bias_and_x(V, 6)
     tokens = np.random.default_rng(0).integers(V, size=(4, 3))
     mesh = create_mesh(jax.devices(), tp_size)
     embedding = VocabParallelEmbedding(V, 6, tp_size)
@@ -206,24 +213,31 @@ def test_vocabulary_parallel_layers_equal_the_dense_ones_in_values_and_gradients
         logits = lm_head.apply({'params': {'weight': table, 'bias': bias}}, x, mesh, method='sharded_forward')
         return cross_entropy(logits, tokens)
 
-    dense = lambda table, bias, x: cross_entropy((x + table[tokens]) @ table.T + bias, tokens)
-    value = lambda f: jax.jit(lambda *args: (f(*args), jax.grad(lambda *args: jnp.sin(f(*args)).sum(), (0, 1, 2))(*args)))
-    for ours, expected in zip(*(jax.tree.leaves(value(f)(table, bias, x)) for f in (sharded, dense))):
-        np.testing.assert_allclose(ours, expected, atol=1e-5)
+    def dense(table, bias, x):
+        return cross_entropy((x + table[tokens]) @ table.T + bias, tokens)
+
+    def values_and_gradients(function):
+        total = lambda *args: jnp.sin(function(*args)).sum()
+        return jax.jit(lambda *args: (function(*args), jax.grad(total, (0, 1, 2))(*args)))(*args)
+
+    got, expected = values_and_gradients(sharded), values_and_gradients(dense)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_the_ranks_of_the_layers_each_do_their_part():
-    V, tp_size, size = 37, 4, 6
-    table, bias, x = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(V, size), (V,), (4, 3, size)]))
+def test_each_rank_of_the_layers_computes_its_vocabulary_range():
+    V, D, tp_size = 37, 6, 4
+    table, bias, x = table_bias_and_x(V, D)
     tokens = np.random.default_rng(0).integers(V, size=(4, 3))
     embeddings, logits = [], []
     for rank in range(tp_size):
-        layer = VocabParallelEmbedding(num_embeddings=V, embedding_dim=size, tp_size=tp_size, tp_rank=rank)
+        layer = VocabParallelEmbedding(num_embeddings=V, embedding_dim=D, tp_size=tp_size, tp_rank=rank)
         weight = layer.load_weight_shard(table)
-        assert weight.shape == (10, size) == layer.init(jax.random.key(0), tokens)['params']['weight'].shape
+        assert weight.shape == (10, D)
+        assert layer.init(jax.random.key(0), tokens)['params']['weight'].shape == (10, D)
         embeddings.append(layer.apply({'params': {'weight': weight}}, tokens))
-        np.testing.assert_array_equal(np.any(embeddings[-1], -1), tokens // 10 == rank)  # zeros for ids of others
-        head = ParallelLMHead(V, size, tp_size, rank, bias=True)
+        np.testing.assert_array_equal(np.any(embeddings[-1], -1), tokens // 10 == rank)  # zeros for ids of other ranks
+        head = ParallelLMHead(V, D, tp_size, rank, bias=True)
         params = {'weight': head.load_weight_shard(table), 'bias': head.load_weight_shard(bias)}
         logits.append(head.apply({'params': params}, x))
         last = head.apply({'params': params}, x, jnp.array([2, 0, 1, 2]))
@@ -232,7 +246,8 @@ def test_the_ranks_of_the_layers_each_do_their_part():
     logits = np.concatenate(logits, -1)
     np.testing.assert_allclose(logits[..., :V], x @ table.T + bias, atol=1e-5)
     assert (logits[..., V:] == -np.inf).all()
-    assert VocabParallelEmbedding(V, size, dtype='bfloat16').apply({'params': {'weight': table}}, tokens).dtype == jnp.bfloat16
+    low = VocabParallelEmbedding(V, D, dtype='bfloat16')
+    assert low.apply({'params': {'weight': table}}, tokens).dtype == jnp.bfloat16
     with pytest.raises(UserError, match='table of 36 rows is not one of 37'):
         head.load_weight_shard(table[:-1])
 
@@ -241,10 +256,13 @@ def test_logits_are_gathered_on_request_only():
     mesh = create_mesh(jax.devices(), 4)
     lm_head, x = ParallelLMHead(40, 6, 4), jnp.ones((2, 3, 6))
     params = {'params': {'weight': jax.random.normal(jax.random.key(0), (40, 6))}}
-    apply = lambda **how: jax.jit(lambda: lm_head.apply(params, x, mesh, method='sharded_forward', **how))()
-    assert apply().addressable_shards[0].data.shape[-1] == 10
-    assert apply(gathered=True).addressable_shards[0].data.shape == (2, 3, 40)
-    assert apply(last_B=jnp.array([0, 2])).shape == (2, 1, 40)
+
+    def logits(**options):
+        return jax.jit(lambda: lm_head.apply(params, x, mesh, method='sharded_forward', **options))()
+
+    assert logits().addressable_shards[0].data.shape[-1] == 10
+    assert logits(gathered=True).addressable_shards[0].data.shape == (2, 3, 40)
+    assert logits(last_B=jnp.array([0, 2])).shape == (2, 1, 40)
 
 
 # -----------------------------------------------------------------------------
@@ -252,81 +270,99 @@ def test_logits_are_gathered_on_request_only():
 
 
 def collectives(program):
-    """[(name, number of elements of each array it gives)] of all in a compiled program."""
+    """[(name, number of elements of each result)] of all collectives in a compiled program."""
     text = program if isinstance(program, str) else program.as_text()
-    found = re.findall(r'= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(', text)
-    return [(name, [math.prod(map(int, filter(None, dims.split(',')))) for dims in re.findall(r'\w\[([\d,]*)\]', shapes)])
-            for shapes, name in found]
+    names = 'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute'
+    found = []
+    for shapes, name in re.findall(rf'= (.*?) ({names})(?:-start)?\(', text):
+        dimensions = re.findall(r'\w\[([\d,]*)\]', shapes)
+        found.append((name, [math.prod(map(int, filter(None, dims.split(',')))) for dims in dimensions]))
+    return found
 
 
-def compile_step(layout, config, b=8, options=None):
-    """The compiled training step and the abstract state."""
+def sizes_of(found, *names):
+    """The numbers of elements of the collectives of these names."""
+    return [size for name, sizes in found if name in names for size in sizes]
+
+
+def compile_step(layout, config, b=8):
+    """(the compiled training step of one micro-batch of b sequences per data shard, the abstract state)."""
     parallel, make, step = compiled_once(layout, config)
-    state = parallel.abstract(make)
-    x = np.zeros((b * parallel.n_shares, config.block_size), np.int32)
-    batch = parallel.place({'x': x, 'y': x, 'row': np.zeros(len(x), np.uint32)}, (1, b))
-    return step.lower(state, batch).compile(compiler_options=options), state
+    state = parallel.abstract_state(make)
+    x = np.zeros((b * parallel.n_data_shards, config.block_size), np.int32)
+    batch = parallel.shard_batch({'x': x, 'y': x, 'seq_id': np.zeros(len(x), np.uint32)}, (1, b))
+    return step.lower(state, batch).compile(), state
 
 
 def test_fsdp_gathers_each_kernel_by_itself_once_forward_and_once_backward():
     config = GPTConfig(block_size=4, vocab_size=64, n_layer=2, n_head=2, n_embd=32)
-    compiled, state = compile_step((8, 8, 1), config, b=2)
-    found = collectives(compiled)
-    gathered = sorted(size for name, sizes in found if name == 'all-gather' for size in sizes)
+    program, state = compile_step((8, 8), config, b=2)
+    found = collectives(program)
     D, tables = 32, [64 * 32, 4 * 32]
-    assert gathered == sorted(tables + 2 * config.n_layer * [3 * D * D, D * D, 4 * D * D, 4 * D * D])
-    # every gradient is reduced, as a reduce-scatter or (on the CPU) an all-reduce of which a device keeps its part
-    reduced = sum(size for name, sizes in found if name in ('all-reduce', 'reduce-scatter') for size in sizes)
-    assert reduced >= sum(x.size for x in jax.tree.leaves(state.params))
+    kernels = [3 * D * D, D * D, 4 * D * D, 4 * D * D]
+    assert sorted(sizes_of(found, 'all-gather')) == sorted(tables + 2 * config.n_layer * kernels)
+    # every gradient is reduced: by a reduce-scatter, or by an all-reduce of which a device keeps its shard (on the CPU)
+    n_reduced = sum(sizes_of(found, 'all-reduce', 'reduce-scatter'))
+    assert n_reduced >= sum(x.size for x in jax.tree.leaves(state.params))
 
 
 def test_no_device_gets_the_logits_of_other_vocabulary_ranges():
     mesh, B, T, V, D = create_mesh(jax.devices(), 4), 4, 6, 64, 8
-    on = lambda *spec: NamedSharding(mesh, P(*spec))
 
     def loss(table, x, y):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            f = lambda table, x: cross_entropy(shard(jnp.einsum('btd,vd->btv', x, table), BATCH, None, 'tensor'), y).mean()
-            return jax.value_and_grad(f, (0, 1))(table, x)
+        logits = shard(jnp.einsum('btd,vd->btv', x, table), BATCH, None, 'tensor')
+        return cross_entropy(logits, y).mean()
 
-    shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype, where in (
-        ((V, D), jnp.float32, on('tensor')), ((B, T, D), jnp.float32, on(BATCH)), ((B, T), jnp.int32, on(BATCH)))]
-    found = collectives(jax.jit(loss).lower(*shapes).compile())
-    assert [name for name, _ in found if name == 'all-reduce'] and not [f for f in found if f[0] != 'all-reduce']
-    # at most the gradients of x and of the table's own rows; the logits of a device's sequences would be B / 2 * T * V
-    assert max(size for _, sizes in found for size in sizes) <= max(B // 2 * T * D, V // 4 * D) < B // 2 * T * V // 4
+    def loss_and_gradients(*args):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.value_and_grad(loss, (0, 1))(*args)
+
+    def argument(shape, dtype, axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(axes)))
+
+    args = (argument((V, D), jnp.float32, 'tensor'), argument((B, T, D), jnp.float32, BATCH),
+            argument((B, T), jnp.int32, BATCH))
+    found = collectives(jax.jit(loss_and_gradients).lower(*args).compile())
+    assert {name for name, _ in found} == {'all-reduce'}
+    # at most the gradients of x and of the table's own rows: less than the logits of a device's sequences
+    largest = max(sizes_of(found, 'all-reduce'))
+    assert largest <= max(B // 2 * T * D, V // 4 * D)
+    assert largest < B // 2 * T * V // 4
 
 
 def test_gpt2_xl_on_eight_fsdp_devices_takes_less_than_a_sixth_of_the_memory():
-    xl = GPTConfig(vocab_size=50304, n_layer=48, n_head=25, n_embd=1600, scan_layers=True)  # unrolled it compiles for a minute
-    parallel, make, step = compiled_once((8, 8, 1), xl)
-    where = NamedSharding(parallel.mesh, P(None, BATCH))
-    batch = {'x': (1, 8, 4), 'y': (1, 8, 4), 'row': (1, 8)}
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where) for name, shape in batch.items()}
-    fast = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}  # it is not going to run
-    memory = step.lower(parallel.abstract(make), batch).compile(compiler_options=fast).memory_analysis()
-    replicated = 3 * 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(make).params))  # and AdamW's moments
-    assert replicated > 18e9 and memory.argument_size_in_bytes < replicated / 6
+    # scan_layers: unrolled, it compiles for a minute
+    xl = GPTConfig(vocab_size=50304, n_layer=48, n_head=25, n_embd=1600, scan_layers=True)
+    parallel, make, step = compiled_once((8, 8), xl)
+    sharding = NamedSharding(parallel.mesh, P(None, BATCH))
+    tokens = jax.ShapeDtypeStruct((1, 8, 4), jnp.int32, sharding=sharding)
+    batch = {'x': tokens, 'y': tokens, 'seq_id': jax.ShapeDtypeStruct((1, 8), jnp.int32, sharding=sharding)}
+    quick = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}  # it will not run
+    program = step.lower(parallel.abstract_state(make), batch).compile(compiler_options=quick)
+    n_params = sum(math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(make).params))
+    replicated = 3 * 4 * n_params  # float32 parameters and AdamW's two moments
+    assert replicated > 18e9
+    assert program.memory_analysis().argument_size_in_bytes < replicated / 6
 
 
 # -----------------------------------------------------------------------------
-# checkpoints move
+# checkpoints move between layouts
 
 
-def test_a_checkpoint_goes_on_on_any_other_layout_and_bit_for_bit_on_its_own(tmp_path):
-    for saved_on, goes_on_on in ((ALL, (ALL, ONE, PMAP)), (PMAP, (BOTH,))):
-        state, _ = run_layout(saved_on, 8)
-        manager = open_checkpoints(tmp_path / str(saved_on))
-        save_checkpoint(manager, 8, state, META)
-        finish_checkpoints(manager)
-        saved = jax.tree.map(np.asarray, (state.params, optimizer_item(state)))
-        expected = run_layout(saved_on, 3, state=state, first=8)[1]
-        for layout in goes_on_on:
-            parallel, make, _ = compiled_once(layout, CONFIG)
-            restored = load_checkpoint(tmp_path / str(saved_on), 8, parallel.abstract(make))
-            jax.tree.map(np.testing.assert_array_equal, (restored.params, optimizer_item(restored)), saved)
-            log = run_layout(layout, 3, state=restored, first=8)[1]
-            np.testing.assert_allclose(log, expected, atol=0 if layout == saved_on else 2e-4)
+@pytest.mark.parametrize('saved_on, resumed_on', [(ALL, (ALL, ONE, PMAP)), (PMAP, (BOTH,))])
+def test_a_checkpoint_resumes_on_any_other_layout_and_bit_for_bit_on_its_own(tmp_path, saved_on, resumed_on):
+    state, _ = run_steps(saved_on, 8, CONFIG)
+    manager = open_checkpoints(tmp_path)
+    save_checkpoint(manager, 8, state, meta_of(CONFIG))
+    finish_checkpoints(manager)
+    saved = jax.tree.map(np.asarray, (state.params, opt_state_item(state)))
+    expected = numbers(run_steps(saved_on, 3, CONFIG, state=state, first=8)[1])
+    for layout in resumed_on:
+        parallel, make, _ = compiled_once(layout, CONFIG)
+        restored = load_checkpoint(tmp_path, 8, parallel.abstract_state(make))
+        jax.tree.map(np.testing.assert_array_equal, (restored.params, opt_state_item(restored)), saved)
+        log = run_steps(layout, 3, CONFIG, state=restored, first=8)[1]
+        np.testing.assert_allclose(numbers(log), expected, atol=0 if layout == saved_on else 2e-4)
 
 
 # -----------------------------------------------------------------------------
@@ -337,7 +373,8 @@ def test_a_checkpoint_goes_on_on_any_other_layout_and_bit_for_bit_on_its_own(tmp
     (['--fsdp=3'], r'fsdp=3 x tensor=1 x expert=1 does not divide 8 devices; the product may be one of \[1, 2, 4, 8\]'),
     (['--tensor=0'], 'fsdp=1 x tensor=0 x expert=1 does not divide'),
     (['--tensor=4', '--n_head=2'], r'tensor=4 does not divide n_head=2; on 8 devices it may be one of \[1, 2\]'),
-    (['--fsdp=4', '--n_embd=18', '--n_head=2'], r'fsdp=4 does not divide n_embd=18; on 8 devices it may be one of \[1, 2\]'),
+    (['--fsdp=4', '--n_embd=18', '--n_head=2'],
+     r'fsdp=4 does not divide n_embd=18; on 8 devices it may be one of \[1, 2\]'),
     (['--expert=2'], r'expert=2 does not divide n_expert=1; on 8 devices it may be one of \[1\]'),
     (['--fsdp=2', '--batch_size=3'], 'cannot be shared equally by 8 devices'),
     (['--fsdp=2', '--attention=chunked'], 'attention=chunked goes sequence by sequence'),
@@ -345,25 +382,27 @@ def test_a_checkpoint_goes_on_on_any_other_layout_and_bit_for_bit_on_its_own(tmp
     (['--num_processes=2'], 'several processes need --coordinator_address=host:port'),
     (['--num_processes=2', '--process_id=2', '--coordinator_address=localhost:1'], '--process_id=0 to N-1')])
 def test_a_layout_that_cannot_be_is_refused(dataset, tmp_path, flags, message):
-    refused(train(tmp_path / 'out', f'--dataset={dataset}', '--n_layer=1', '--n_head=4', '--n_embd=16', '--block_size=16', '--batch_size=8',
-                  '--gradient_accumulation_steps=1', *flags), message)
+    model = ['--n_layer=1', '--n_head=4', '--n_embd=16', '--block_size=16', '--batch_size=8',
+             '--gradient_accumulation_steps=1']
+    assert_refused(train(tmp_path / 'out', f'--dataset={dataset}', *model, *flags), message)
     assert not (tmp_path / 'out').exists()
 
 
 def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeypatch):
     joined = []
-    monkeypatch.setattr(jax.distributed, 'initialize', lambda **how: joined.append(how.get('process_id', 'auto')))
-    for name in ('SLURM_NTASKS', 'SLURM_STEP_NODELIST', 'OMPI_COMM_WORLD_SIZE', 'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'):
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given.get('process_id', 'auto')))
+    for name in ('SLURM_NTASKS', 'SLURM_STEP_NODELIST', 'OMPI_COMM_WORLD_SIZE', 'KUBERNETES_SERVICE_HOST',
+                 'JOB_COMPLETION_INDEX'):
         monkeypatch.delenv(name, raising=False)
-    join_processes()
+    initialize_distributed()
     monkeypatch.setenv('SLURM_NTASKS', '4')
-    join_processes()  # an allocation, but not a step of it
+    initialize_distributed()  # inside an allocation, but not started by srun
     assert joined == []
     monkeypatch.setenv('SLURM_STEP_NODELIST', 'node[1-4]')
-    join_processes()
-    join_processes('host:1234', 2, 1)
+    initialize_distributed()
+    initialize_distributed('host:1234', 2, 1)
     monkeypatch.delenv('SLURM_NTASKS')
-    join_processes('auto')
+    initialize_distributed('auto')
     assert joined == ['auto', 1, 'auto']
 
 
@@ -371,9 +410,9 @@ def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeyp
 # several processes
 
 
-FLAGS = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=2', '--dropout=0.1',
-         '--max_iters=100', '--eval_interval=100', '--eval_iters=2', '--warmup_iters=2', '--lr_decay_iters=30', '--learning_rate=1e-2',
-         '--device=cpu']
+FLAGS = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
+         '--gradient_accumulation_steps=2', '--dropout=0.1', '--max_iters=100', '--eval_interval=100',
+         '--eval_iters=2', '--warmup_iters=2', '--lr_decay_iters=30', '--learning_rate=1e-2', '--device=cpu']
 
 
 class Processes:
@@ -384,10 +423,12 @@ class Processes:
             s.bind(('127.0.0.1', 0))
             port = s.getsockname()[1]
         self.out_dir = out_dir
-        self.processes = [subprocess.Popen(
-            [sys.executable, ROOT / 'train_jax.py', f'--out_dir={out_dir}', *map(str, flags), f'--coordinator_address=127.0.0.1:{port}',
-             f'--num_processes={n}', f'--process_id={i}'], env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(n)]
+        command = [sys.executable, ROOT / 'train_jax.py', f'--out_dir={out_dir}', *flags,
+                   f'--coordinator_address=127.0.0.1:{port}', f'--num_processes={n}']
+        self.processes = [
+            subprocess.Popen([*command, f'--process_id={i}'], env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for i in range(n)]
 
     def __enter__(self):
         return self
@@ -398,69 +439,75 @@ class Processes:
             process.communicate()
 
     def wait_for_iteration(self, iteration):
-        deadline = time.time() + 120
-        while time.time() < deadline and all(p.poll() is None for p in self.processes):
-            if any(r['iter'] >= iteration for r in read_metrics(self.out_dir)):
-                return
-            time.sleep(0.02)
+        wait_for_iteration(self.out_dir, iteration, *self.processes)
 
-    def ends(self):
-        """[(exit code, stdout, stderr)] of each."""
-        results = [process.communicate(timeout=300) for process in self.processes]
-        return [(process.returncode, *result) for process, result in zip(self.processes, results)]
+    def results(self):
+        """[(exit code, stdout, stderr)] of each, when all have ended."""
+        output = [process.communicate(timeout=300) for process in self.processes]
+        return [(process.returncode, *texts) for process, texts in zip(self.processes, output)]
 
 
-def losses(out_dir):
-    return [r['loss'] for r in read_metrics(out_dir) if 'loss' in r]
+def losses_of_run(out_dir):
+    return [record['loss'] for record in read_metrics(out_dir) if 'loss' in record]
 
 
-def restored(out_dir):
-    """Parameters and the rest of the state of the latest checkpoint, on one device."""
+def restored_state(out_dir):
+    """(parameters, the rest of the state) of the latest checkpoint, on one device."""
     step, meta = load_meta(out_dir)
-    make = functools.partial(create_train_state, jax.random.key(0), GPTConfig(**meta['model']), create_optimizer_with_schedule(lambda step: 0.1))
-    state = load_checkpoint(out_dir, step, setup_distributed_training(jax.devices()[:1]).abstract(make))
-    return state.params, optimizer_item(state)
+    tx = create_optimizer_with_schedule(lambda step: 0.1)
+    parallel = setup_distributed_training(jax.devices()[:1])
+    abstract = parallel.abstract_state(create_train_state, jax.random.key(0), GPTConfig(**meta['model']), tx)
+    state = load_checkpoint(out_dir, step, abstract)
+    return state.params, opt_state_item(state)
 
 
 @pytest.fixture(scope='module')
-def one_process(dataset, tmp_path_factory):
+def losses_of_one_process(dataset, tmp_path_factory):
     out = tmp_path_factory.mktemp('one') / 'out'
     assert train(out, f'--dataset={dataset}', *FLAGS, '--device=cpu:0').returncode == 0
-    return losses(out)
+    return losses_of_run(out)
 
 
-def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_for_bit(dataset, tmp_path, one_process):
+def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_for_bit(
+        dataset, tmp_path, losses_of_one_process):
     flags = [f'--dataset={dataset}', *FLAGS, '--save_interval=10']
-    with Processes(2, tmp_path / 'whole', *flags) as processes:
-        (code, out, err), (_, out_1, _) = processes.ends()
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    with Processes(2, whole, *flags) as processes:
+        (code, out, err), (_, out_1, _) = processes.results()
     assert code == 0, err
-    assert '2 x cpu' in out and 'iter 0' in out and '2 x cpu' not in out_1 and 'iter 0' not in out_1  # process 0 talks
-    np.testing.assert_allclose(losses(tmp_path / 'whole')[:30], one_process[:30], atol=2e-4)
+    for text in ('2 x cpu', 'iter 0'):  # only process 0 prints
+        assert text in out
+        assert text not in out_1
+    np.testing.assert_allclose(losses_of_run(whole)[:30], losses_of_one_process[:30], atol=2e-4)
 
-    with Processes(2, tmp_path / 'killed', *flags) as processes:
+    with Processes(2, killed, *flags) as processes:
         processes.wait_for_iteration(25)
         processes.processes[1].kill()
-        (code, _, err), _ = processes.ends()
-    assert code == 1 and re.search(r'error: process 0 of 2 has lost the others; start all of them again, with --init_from=resume', err)
-    assert 10 <= load_meta(tmp_path / 'killed')[0] < 100
-    with Processes(2, tmp_path / 'killed', '--init_from=resume', '--device=cpu') as processes:
-        assert [code for code, *_ in processes.ends()] == [0, 0]
-    assert numbers(tmp_path / 'killed') == numbers(tmp_path / 'whole')
-    jax.tree.map(np.testing.assert_array_equal, restored(tmp_path / 'killed'), restored(tmp_path / 'whole'))
+        (code, _, err), _ = processes.results()
+    assert code == 1
+    assert 'error: process 0 of 2 has lost the others; start all of them again, with --init_from=resume' in err
+    assert 10 <= load_meta(killed)[0] < 100
+    with Processes(2, killed, '--init_from=resume', '--device=cpu') as processes:
+        assert [code for code, *_ in processes.results()] == [0, 0]
+    assert records_without_times(killed) == records_without_times(whole)
+    jax.tree.map(np.testing.assert_array_equal, restored_state(killed), restored_state(whole))
 
 
-def test_four_processes_on_a_mesh_give_the_curve_stop_together_and_one_device_goes_on(dataset, tmp_path, one_process):
-    flags = [f'--dataset={dataset}', *FLAGS, '--fsdp=2', '--tensor=2', '--max_iters=100000', '--eval_interval=100000']
-    with Processes(4, tmp_path, *flags) as processes:
+def test_four_processes_on_a_mesh_give_the_curve_stop_together_and_one_device_resumes(
+        dataset, tmp_path, losses_of_one_process):
+    endless = ['--max_iters=100000', '--eval_interval=100000']
+    with Processes(4, tmp_path, f'--dataset={dataset}', *FLAGS, '--fsdp=2', '--tensor=2', *endless) as processes:
         processes.wait_for_iteration(30)
         processes.processes[2].send_signal(signal.SIGTERM)
-        results = processes.ends()
+        results = processes.results()
     assert [code for code, *_ in results] == [128 + signal.SIGTERM] * 4, results[0][2]
     saved = int(re.search(r'at iteration (\d+), saved', results[0][1])[1])
     assert load_meta(tmp_path)[0] == saved
-    np.testing.assert_allclose(losses(tmp_path)[:30], one_process[:30], atol=2e-4)
-    result = train(tmp_path, '--init_from=resume', '--device=cpu:0', '--fsdp=1', '--tensor=1', f'--max_iters={saved + 2}')
-    assert result.returncode == 0 and f'at iteration {saved}' in result.stdout, result.stderr
+    np.testing.assert_allclose(losses_of_run(tmp_path)[:30], losses_of_one_process[:30], atol=2e-4)
+    on_one_device = ['--device=cpu:0', '--fsdp=1', '--tensor=1']
+    result = train(tmp_path, '--init_from=resume', *on_one_device, f'--max_iters={saved + 2}')
+    assert result.returncode == 0, result.stderr
+    assert f'at iteration {saved}' in result.stdout
 
 
 # -----------------------------------------------------------------------------
@@ -471,30 +518,37 @@ def test_sampling_with_sharded_heads_gives_the_text_of_one_device(dataset, tmp_p
     out = tmp_path / 'out'
     assert train(out, f'--dataset={dataset}', *FLAGS, '--max_iters=2', '--device=cpu:0').returncode == 0
     flags = [f'--out_dir={out}', '--device=cpu', '--num_samples=2', '--max_new_tokens=30', '--start=the', '--top_k=5']
-    one, two = run('sample_jax.py', *flags), run('sample_jax.py', *flags, '--tensor=2')
-    assert two.returncode == 0 and '2 x cpu' in two.stderr and two.stdout == one.stdout and len(one.stdout) > 60
-    refused(run('sample_jax.py', *flags, '--tensor=9'), 'tensor=9 x expert=1, and there are 8 devices')
-    refused(run('sample_jax.py', *flags, '--tensor=4'), 'tensor=4 does not divide n_head=2')
+    one, two = run_script('sample_jax.py', *flags), run_script('sample_jax.py', *flags, '--tensor=2')
+    assert two.returncode == 0, two.stderr
+    assert '2 x cpu' in two.stderr
+    assert len(one.stdout) > 60
+    assert two.stdout == one.stdout
+    too_many = run_script('sample_jax.py', *flags, '--tensor=9')
+    assert_refused(too_many, 'tensor=9 x expert=1, and there are 8 devices')
+    assert_refused(run_script('sample_jax.py', *flags, '--tensor=4'), 'tensor=4 does not divide n_head=2')
 
 
 def test_the_kv_cache_is_sharded_over_heads_and_a_token_moves_no_weights():
     config = dataclasses.replace(CONFIG, n_embd=64, n_layer=2)
     parallel = setup_distributed_training(jax.devices()[:4], tensor=4)
-    params = parallel.create(create_train_state, jax.random.key(0), config, optax.identity()).params
-    state = Decoding(tokens_BxN=jnp.zeros((3, 24), jnp.int32), length_B=jnp.full(3, 4), n_B=jnp.zeros(3, jnp.int32),
-                     done_B=jnp.zeros(3, bool), key_B=jax.random.split(jax.random.key(0), 3), cache=None)
-    how = dict(config=config, sampling=Sampling(True, None, False, False, False, 37, ()), draft_config=None)
-    knobs = Knobs(*np.ones(4, np.float32))
-    with parallel.entered():
-        state = prefill(params, None, state, knobs, width=16, n_slots=16, cache_dtype='auto', n_draft=0, **how)
-        program = decode.lower(params, None, state, knobs, np.int32(8), n_draft=0, **how).compile().as_text()
-    assert {x.addressable_shards[0].data.shape for x in jax.tree.leaves(state.cache)} == {(3, 1, 16, 16)}
-    loop = [collectives(part) for part in program.split('\n\n') if part.startswith('%')]
-    assert max(size for found in loop for _, sizes in found for size in sizes) == 3 * 64  # activations of one token, [B, D]
+    params = parallel.init_sharded(create_train_state, jax.random.key(0), config, optax.identity()).params
+    state = DecodeState(
+        tokens_BxN=jnp.zeros((3, 24), jnp.int32), length_B=jnp.full(3, 4), n_generated_B=jnp.zeros(3, jnp.int32),
+        done_B=jnp.zeros(3, bool), key_B=jax.random.split(jax.random.key(0), 3), cache=None)
+    sampling = SamplingConfig(
+        greedy=True, top_k=None, top_p=False, min_p=False, penalize=False, n_vocab=37, stop_tokens=())
+    sampling_params = SamplingParams(*np.ones(4, np.float32))
+    static = dict(config=config, sampling=sampling, draft_config=None, n_draft=0)
+    with parallel.mesh_context():
+        state = prefill(params, None, state, sampling_params, width=16, n_slots=16, cache_dtype='auto', **static)
+        program = decode.lower(params, None, state, sampling_params, np.int32(8), **static).compile().as_text()
+    for x in jax.tree.leaves(state.cache):
+        assert x.addressable_shards[0].data.shape == (3, 1, 16, 16)
+    found = [found for part in program.split('\n\n') if part.startswith('%') for found in collectives(part)]
+    assert max(size for _, sizes in found for size in sizes) == 3 * 64  # activations of one token, [B, D]
 
 
 def test_profile_leaves_a_trace_with_the_names_of_blocks_and_collectives(dataset, tmp_path):
-    import gzip
     result = train(tmp_path, f'--dataset={dataset}', *FLAGS, '--max_iters=9', '--profile=True', '--device=cpu:0')
     assert f'traced iterations 5 to 7 into {tmp_path}/profile' in result.stdout, result.stderr
     assert list((tmp_path / 'profile').rglob('*.trace.json.gz'))
@@ -504,17 +558,22 @@ def test_profile_leaves_a_trace_with_the_names_of_blocks_and_collectives(dataset
 
 
 def test_the_bytes_on_paper_are_those_of_the_compiled_program():
-    report = run('bench_jax.py', '--mode=scaling', '--n_devices=8', '--n_layer=2', '--n_head=8', '--n_embd=64', '--block_size=8',
-                 '--vocab_size=64', '--batch_size=8', '--dtype=float32', '--device=cpu')
-    assert report.returncode == 0, report.stderr
-    layouts = {(row['data'], row['fsdp'], row['tensor']): row for row in json.loads(report.stdout.splitlines()[-1])['results']['layouts']}
-    config = GPTConfig(block_size=8, vocab_size=64, n_layer=2, n_head=8, n_embd=64)
-    sizes = lambda found, kind: [size for name, sizes in found if name == kind for size in sizes]
-    fsdp = sum(sizes(collectives(compile_step((8, 8, 1), config, 1)[0]), 'all-gather'))
-    assert layouts[1, 8, 1]['of']['weights'] * 1e9 == pytest.approx(4 * fsdp * 7 / 8)
+    model = dict(n_layer=2, n_head=8, n_embd=64, block_size=8, vocab_size=64)
+    result = run_script('bench_jax.py', '--mode=scaling', '--n_devices=8', '--batch_size=8', '--dtype=float32',
+                        '--device=cpu', *[f'--{name}={value}' for name, value in model.items()])
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    layouts = {(row['data'], row['fsdp'], row['tensor']): row for row in report['results']['layouts']}
+    config = GPTConfig(**model)
+    ring = 7 / 8  # share of the elements that a device of 8 receives
+    n_gathered = sum(sizes_of(collectives(compile_step((8, 8), config, 1)[0]), 'all-gather'))
+    assert layouts[1, 8, 1]['of']['weights'] * 1e9 == pytest.approx(4 * n_gathered * ring)
     found = collectives(compile_step((8, 1, 8), config, 8)[0])
-    activations = [size for size in sizes(found, 'all-reduce') if size == 8 * 8 * 64]
-    assert layouts[1, 1, 8]['of']['activations'] * 1e9 == pytest.approx(4 * sum(activations) * 2 * 7 / 8)
-    assert layouts[8, 1, 1]['of']['gradients'] * 1e9 == pytest.approx(2 * 4 * (2 * 12 * 64**2 + 72 * 64) * 7 / 8)
-    assert layouts[1, 8, 1]['hidden_from_gb_per_sec'] > layouts[8, 1, 1]['hidden_from_gb_per_sec'] > 0
-    refused(run('bench_jax.py', '--mode=scaling', '--accelerator=abacus'), 'accelerator must be one of')
+    n_activations = sum(size for size in sizes_of(found, 'all-reduce') if size == 8 * 8 * 64)
+    assert layouts[1, 1, 8]['of']['activations'] * 1e9 == pytest.approx(4 * n_activations * 2 * ring)
+    n_params = 2 * 12 * 64**2 + 72 * 64
+    assert layouts[8, 1, 1]['of']['gradients'] * 1e9 == pytest.approx(2 * 4 * n_params * ring)
+    assert layouts[8, 1, 1]['hidden_from_gb_per_sec'] > 0
+    assert layouts[1, 8, 1]['hidden_from_gb_per_sec'] > layouts[8, 1, 1]['hidden_from_gb_per_sec']
+    unknown = run_script('bench_jax.py', '--mode=scaling', '--accelerator=abacus')
+    assert_refused(unknown, 'accelerator must be one of')

@@ -4,8 +4,8 @@ needs torch and transformers:
 
     python tests/golden/make_families.py
 
-Every feature is active: sequences longer than windows and chunks, positions beyond the original length of a scaled rope,
-groups of experts of which some are left out, random gains, biases and sinks.
+Every feature is active: sequences longer than windows and chunks, positions beyond the original length of a scaled
+rope, groups of experts of which some are left out, random gains, biases and sinks.
 """
 import json
 import os
@@ -179,7 +179,8 @@ def main():
             config_4 = dict(config_4, model_type='kimi_k2')
         if name == 'llama4':  # with the prefix and the neighbours that the published files have
             tensors = {('language_model.' + key): x for key, x in tensors.items()} | {
-                'vision_model.class_embedding': torch.ones(8), 'multi_modal_projector.linear_1.weight': torch.ones(8, 8)}
+                'vision_model.class_embedding': torch.ones(8),
+                'multi_modal_projector.linear_1.weight': torch.ones(8, 8)}
         if name in ('gpt_oss', 'deepseek_v3'):
             packed, values, config_4 = pack(name, tensors, config_4)
             if name == 'gpt_oss':  # the rest of the file is bfloat16

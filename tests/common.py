@@ -1,0 +1,242 @@
+"""Helpers that several test modules share: small models and their parameters, compiled training steps, the scripts run
+inside the test process, and edits of checkpoint folders. Fixtures are in conftest.py."""
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jax_ops import UserError
+from jax_train_utils import (
+    create_learning_rate_schedule, create_optimizer_with_schedule, get_batch_jax, make_train_step, read_metrics,
+    setup_distributed_training, split_batch)
+from jax_transformer import GPT, GPTConfig, create_train_state
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = ROOT / 'tests' / 'golden'
+FAMILIES = GOLDEN / 'families'
+TEXT = 'the quick brown fox jumps over the lazy dog and runs away\n'
+
+# -----------------------------------------------------------------------------
+# models
+
+TINY = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_head=2, n_embd=16)
+
+
+@functools.cache
+def random_params(config, seed=0):
+    """Parameters far from their small initial values, so that every part of the model matters to its output.
+
+    They depend on the shapes and the seed alone: configs that differ in execution options get the same ones."""
+    config = GPTConfig(**config.architecture())
+    tree = jax.eval_shape(lambda: create_train_state(jax.random.key(0), config, optax.identity()).params)
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        mean = 1 if path[-1].key == 'scale' else 0  # the gain of a norm
+        return jnp.asarray(mean + 0.3 * rng.normal(size=leaf.shape), jnp.float32)
+
+    return jax.tree.map_with_path(draw, tree)
+
+
+def random_tokens(*shape, seed=0, config=TINY):
+    return np.random.default_rng(seed).integers(config.vocab_size, size=shape)
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'deterministic'))
+def apply(config, params, idx_BxT, **options):
+    """The logits [B, T, V] of the model, compiled."""
+    return GPT(config).apply({'params': params}, idx_BxT, **options)
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def apply_with_cache(config, params, idx_BxT, cache, position_BxT):
+    """(logits [B, T, V], new KV cache), compiled."""
+    return GPT(config).apply({'params': params}, idx_BxT, cache, position_BxT=position_BxT, method='with_cache')
+
+
+def cached_logits(config, params, idx_BxT, cache, ends):
+    """(logits [B, T, V], new KV cache) of several calls; call i feeds the tokens between ends[i - 1] and ends[i]."""
+    parts = []
+    for first, end in zip((0, *ends), ends):
+        position_BxT = np.arange(first, end, dtype=np.int32)[None]
+        logits, cache = apply_with_cache(config, params, idx_BxT[:, first:end], cache, position_BxT)
+        parts.append(logits)
+    return np.concatenate(parts, axis=1), cache
+
+
+# -----------------------------------------------------------------------------
+# training
+
+
+@functools.cache
+def compiled_once(layout, config):
+    """(parallel, make, step) of training `config` on the layout (devices, fsdp, tensor, expert), of which the last may
+    be left out. make() returns the initial TrainState."""
+    n_devices, *axes = layout
+    schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
+    parallel = setup_distributed_training(jax.devices()[:n_devices], *axes)
+    make = functools.partial(create_train_state, jax.random.key(0), config, create_optimizer_with_schedule(schedule))
+    return parallel, make, parallel.train_step(make_train_step(config, 3, 1.0, schedule))
+
+
+@functools.cache
+def initial_state(layout, config):
+    """The initial TrainState as numpy arrays, made with the sharding of the layout."""
+    parallel, make, _ = compiled_once(layout, config)
+    return jax.tree.map(np.asarray, parallel.init_sharded(make))
+
+
+def fresh_run(layout, config):
+    """(parallel, a new initial state, step) of training on the layout."""
+    parallel, _, step = compiled_once(layout, config)
+    return parallel, parallel.device_put(initial_state(layout, config)), step
+
+
+def host_batch(parallel, n_rows, iteration, config):
+    """The sequences of an iteration that this process reads: numpy arrays {'x', 'y', 'seq_id'}."""
+    tokens = np.random.default_rng(0).integers(8, size=4000).astype(np.uint16)  # only 8 kinds: quick to learn
+    rows = parallel.local_rows(n_rows)
+    x, y = get_batch_jax(tokens, config.block_size, n_rows, 0, iteration, rows)
+    return {'x': x, 'y': y, 'seq_id': (iteration * n_rows + rows).astype(np.uint32)}
+
+
+def device_batch(parallel, g, b, iteration, config):
+    """The batch of an iteration of g micro-batches of b sequences on the devices of the layout."""
+    shape = split_batch(g, b, parallel.n_data_shards)
+    return parallel.shard_batch(host_batch(parallel, g * b, iteration, config), shape)
+
+
+def run_steps(layout, n_iters, config, g=2, b=8, state=None, first=0):
+    """(state after n_iters iterations of g micro-batches of b sequences, [metrics of each iteration as floats])."""
+    parallel, _, step = compiled_once(layout, config)
+    if state is None:
+        state = parallel.device_put(initial_state(layout, config))
+    log = []
+    for i in range(first, first + n_iters):
+        state, metrics = step(state, device_batch(parallel, g, b, i, config))
+        log.append({name: float(value) for name, value in metrics.items()})
+    return state, log
+
+
+def column(log, name):
+    """The values of one metric, in the order of the iterations."""
+    return [metrics[name] for metrics in log]
+
+
+def meta_of(config):
+    """Checkpoint metadata as train_jax.py writes it."""
+    return {'model': dataclasses.asdict(config), 'iter_num': 0, 'best_val_loss': 1.0, 'tokenizer': {}, 'flags': {},
+            'wandb_id': None}
+
+
+# -----------------------------------------------------------------------------
+# scripts
+
+
+def run_script(script, *args):
+    """Runs a script in this process, which saves the start of another one. Returns what a shell would see of it."""
+    argv, hook = sys.argv, sys.excepthook
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    sys.argv = [script, *map(str, args)]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                try:
+                    runpy.run_path(str(ROOT / script), run_name='__main__')
+                except Exception:
+                    sys.excepthook(*sys.exc_info())  # as the interpreter would; the script has installed its own hook
+                    code = 1
+            except SystemExit as exit:
+                code = exit.code
+    finally:
+        sys.argv, sys.excepthook = argv, hook
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    return subprocess.CompletedProcess(sys.argv, code, out.getvalue(), err.getvalue())
+
+
+def train(out_dir, *args):
+    return run_script('train_jax.py', f'--out_dir={out_dir}', *args)
+
+
+def sample(out_dir, *args):
+    return run_script('sample_jax.py', f'--out_dir={out_dir}', '--device=cpu:0', *args)
+
+
+def start_training(out_dir, *args):
+    """train_jax.py in a process of its own, on one device."""
+    return subprocess.Popen(
+        [sys.executable, ROOT / 'train_jax.py', f'--out_dir={out_dir}', *map(str, args)],
+        env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def wait_for_iteration(out_dir, iteration, *processes):
+    """Waits until metrics.jsonl has the iteration or one of the processes has ended; fails after two minutes."""
+    deadline = time.time() + 120
+    while all(process.poll() is None for process in processes):
+        if any(record['iter'] >= iteration for record in read_metrics(out_dir)):
+            return
+        assert time.time() < deadline, 'the run makes no progress'
+        time.sleep(0.02)
+
+
+def records_without_times(out_dir):
+    """The records of metrics.jsonl without what depends on the clock."""
+    clock = ('time_ms', 'tokens_per_sec', 'mfu')
+    return [{name: x for name, x in record.items() if name not in clock} for record in read_metrics(out_dir)]
+
+
+def assert_refused(result, message):
+    """The script has ended with one line on stderr, which matches the message, and with exit code 2."""
+    assert result.returncode == 2, result.stderr
+    assert re.fullmatch(f'error: .*{message}.*\n', result.stderr), result.stderr
+
+
+# -----------------------------------------------------------------------------
+# checkpoint folders
+
+
+def copy_folder(folder, tmp_path):
+    return Path(shutil.copytree(folder, tmp_path / folder.name))
+
+
+def refusal(function, *args):
+    """The message of the UserError that the call raises, which must be one line."""
+    with pytest.raises(UserError) as error:
+        function(*args)
+    assert '\n' not in str(error.value)
+    return str(error.value)
+
+
+def edit_json(path, **changes):
+    """Sets keys of a JSON file; None removes the key."""
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def read_tensors(folder):
+    return load_file(folder / 'model.safetensors')
+
+
+def edit_tensors(folder, changes):
+    """Sets tensors {name: array} of a folder's model.safetensors; None removes the tensor."""
+    tensors = read_tensors(folder) | changes
+    save_file({name: x for name, x in tensors.items() if x is not None}, folder / 'model.safetensors')

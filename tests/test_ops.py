@@ -1,0 +1,243 @@
+"""What jax_ops.py promises: each way to compute something gives the values and gradients of its plain equivalent.
+
+tests/test_parallel.py has the tests of sharding and of the vocabulary-parallel layers."""
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_ops
+from jax_ops import UserError, flat_index, hash_dropout, matmul, matmul_int8, matmul_nt, quantize
+from jax_train_utils import make_train_step
+from jax_transformer import GPT, GPTConfig, create_train_state
+from tests.common import random_params, random_tokens
+
+# 160 positions: one full chunk of attention and a shorter one
+CONFIG = GPTConfig(block_size=160, vocab_size=37, n_layer=1, n_head=2, n_embd=16)
+DEEP = GPTConfig(block_size=32, vocab_size=37, n_layer=4, n_head=2, n_embd=64)
+
+
+def compiled(config, loss_chunk=0):
+    """(the compiled loss and gradients of a batch of two sequences, its arguments)."""
+    def mean_loss(params, idx):
+        return GPT(config).apply(
+            {'params': params}, idx[:, :-1], idx[:, 1:], loss_chunk=loss_chunk, deterministic=False,
+            seq_id_B=jnp.array([5, 9]), rngs={'dropout': jax.random.key(1)}, method='loss').mean()
+
+    args = random_params(config), random_tokens(2, config.block_size + 1, config=config)
+    return jax.jit(jax.value_and_grad(mean_loss)).lower(*args).compile(), args
+
+
+@functools.cache
+def loss_and_gradients(config, loss_chunk=0):
+    step, args = compiled(config, loss_chunk)
+    return step(*args)
+
+
+def temporary_bytes(config, loss_chunk=0):
+    step, _ = compiled(config, loss_chunk)
+    return step.memory_analysis().temp_size_in_bytes
+
+
+def assert_same_loss_and_gradients(one, other, tolerance):
+    """The tolerance is relative: for the loss to its value, for a gradient to the largest of its parameter."""
+    def check(path, a, b):
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=tolerance * np.abs(a).max(), err_msg=jax.tree_util.keystr(path))
+
+    np.testing.assert_allclose(one[0], other[0], rtol=tolerance)
+    jax.tree.map_with_path(check, one[1], other[1])
+
+
+# -----------------------------------------------------------------------------
+# matmul
+
+
+def test_matmul_has_the_gradients_of_the_plain_product():
+    x, kernel = jax.random.normal(jax.random.key(0), (3, 5, 7)), jax.random.normal(jax.random.key(1), (7, 11))
+    plain = jax.grad(lambda x, k: jnp.sin(x @ k).sum(), (0, 1))(x, kernel)
+    ours = jax.grad(lambda x, k: jnp.sin(matmul(x, k)).sum(), (0, 1))(x, kernel)
+    for a, b in zip(plain, ours):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_switch_turns_on_jaxs_own_matmul_gradients(monkeypatch):
+    def program():
+        return str(jax.make_jaxpr(lambda x, y: matmul(x, y))(jnp.ones((3, 5)), jnp.ones((5, 7))))
+
+    assert 'custom_vjp' in program()
+    monkeypatch.setattr(jax_ops, 'CUSTOM_MATMUL_GRADIENTS', False)
+    assert 'custom_vjp' not in program()
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('bfloat16', 0.01)])
+@pytest.mark.parametrize('x_shape, y_shape, transpose_rhs', [
+    ((3, 5, 7), (7, 11), False),
+    ((3, 5, 7), (11, 7), True),
+    ((3, 5, 7), (3, 11, 7), True),
+    ((3, 5, 70), (3, 70, 2), False)])
+def test_matmul_has_the_values_and_gradients_of_the_plain_one_in_every_layout(
+        dtype, tolerance, x_shape, y_shape, transpose_rhs):
+    x, y = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate((x_shape, y_shape)))
+
+    def plain(x, y):
+        return jnp.sin(x @ (y.swapaxes(-1, -2) if transpose_rhs else y)).sum()
+
+    def ours(x, y):
+        return jnp.sin(matmul(x.astype(dtype), y, transpose_rhs=transpose_rhs, dtype=jnp.float32)).sum()
+
+    rounded = (a.astype(dtype).astype(jnp.float32) for a in (x, y))
+    expected = jax.value_and_grad(plain, (0, 1))(*rounded)
+    got = jax.jit(jax.value_and_grad(ours, (0, 1)))(x, y)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got)):
+        assert b.dtype == jnp.float32  # the gradient of a float32 kernel is not rounded to bfloat16
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(a).max() + tolerance)
+
+
+def test_bfloat16_matmul_and_its_weight_gradient_accumulate_in_float32():
+    x, y = jnp.ones((1, 4096), jnp.bfloat16), jnp.ones((4096, 1))
+    assert matmul(x, y, dtype=jnp.float32).item() == 4096  # in bfloat16 the sum would stop at 256
+    weight_gradient = jax.grad(lambda y: matmul(x.T, y, dtype=jnp.float32).sum())(jnp.ones((1, 1)))
+    assert weight_gradient.item() == 4096
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 2e-6), ('bfloat16', 0.01)])
+def test_matmul_with_transposed_weights_is_a_matmul_for_any_number_of_rows(dtype, tolerance):
+    w = jax.random.normal(jax.random.key(1), (1000, 96))
+    for n_rows in (1, 2, 4, 5, 16, 64, 65):
+        x = jax.random.normal(jax.random.key(0), (n_rows, 96))
+        got = jax.jit(matmul_nt)(x.astype(dtype), w)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, np.float64(x) @ np.float64(w).T, rtol=0, atol=tolerance * np.abs(got).max())
+
+
+# -----------------------------------------------------------------------------
+# int8
+
+
+def test_quantization_rounds_to_the_nearest_of_255_steps_of_each_row():
+    x = jnp.array([[0.0, 0.5, -1.27, 0.004], [0.0, 0.0, 0.0, 0.0], [1e4, -254.0, 1.0, 0.0]])
+    values, scale = quantize(x, jnp.int8)
+    assert values.tolist() == [[0, 50, -127, 0], [0, 0, 0, 0], [127, -3, 0, 0]]
+    error = np.abs(values * scale[:, None] - x).max(-1)
+    assert (error <= scale / 2 * 1.0001).all()
+
+
+@pytest.mark.parametrize('rows', [1, 3, 4, 5, 16, 17, 40])
+# one row of width 24 is padded to four rows; of 256 and 1536 it takes the matvec of 32 lanes, with 8 and 24 terms each
+@pytest.mark.parametrize('width', [24, 256, 1536])
+def test_int8_matmul_equals_that_of_the_quantized_operands(rows, width):
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, width), (40, width)))
+    weights, scale = quantize(w, jnp.int8)
+    inputs, x_scale = quantize(x, jnp.int8)
+    expected = np.float64(inputs) @ np.float64(weights).T * np.float64(x_scale)[:, None] * np.float64(scale)
+    product = jax.jit(matmul_int8)
+    got = product(x, weights, scale)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(got[:1], product(x[:1], weights, scale))  # independent of the batch size
+    np.testing.assert_allclose(expected, x @ w.T, rtol=0, atol=0.03 * np.abs(x @ w.T).max())
+    assert not product(0 * x, weights, scale).any()
+
+
+# -----------------------------------------------------------------------------
+# attention
+
+
+def test_chunked_attention_is_attention_also_with_dropout():
+    config = dataclasses.replace(CONFIG, dropout=0.2)
+    chunked = dataclasses.replace(config, attention='chunked')
+    assert_same_loss_and_gradients(loss_and_gradients(config), loss_and_gradients(chunked), 2e-4)
+    # dropout is active
+    assert abs(loss_and_gradients(config)[0] - loss_and_gradients(CONFIG)[0]) > 0.01
+
+
+@pytest.mark.parametrize('attention', ['xla', 'chunked'])
+def test_attention_in_bfloat16_is_attention(attention):
+    low = dataclasses.replace(CONFIG, dtype='bfloat16', attention=attention)
+    assert_same_loss_and_gradients(loss_and_gradients(CONFIG), loss_and_gradients(low), 0.05)
+
+
+def test_chunked_attention_never_holds_all_scores():
+    config = dataclasses.replace(CONFIG, block_size=512, n_head=8)
+    assert temporary_bytes(dataclasses.replace(config, attention='chunked')) < temporary_bytes(config) / 2
+
+
+def test_cudnn_attention_refuses_dropout():
+    with pytest.raises(UserError, match='cuDNN has no dropout'):
+        compiled(dataclasses.replace(CONFIG, attention='cudnn', dropout=0.1))
+
+
+# -----------------------------------------------------------------------------
+# dropout
+
+
+def test_dropped_elements_have_no_pattern():
+    ones, keys = jnp.ones((8, 64, 512)), jax.random.split(jax.random.key(0), 8)
+    kept = np.asarray(hash_dropout(ones, 0.2, keys, flat_index((64, 512)))) > 0
+    noise = (kept - 0.8) / 0.4  # mean 0, standard deviation 1
+    for axis in (0, 1, 2):  # the mean of n independent elements has a standard deviation of n**-0.5
+        n = kept.shape[axis]
+        assert noise.mean(axis).std() * n**0.5 == pytest.approx(1, abs=0.06)
+    for a, b in ((noise[:, :, 1:], noise[:, :, :-1]), (noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1]),
+                 (noise[:, :, 8:], noise[:, :, :-8])):
+        assert abs((a * b).mean()) < 5 / a.size**0.5  # neighbours and sequences are uncorrelated
+
+
+# -----------------------------------------------------------------------------
+# memory: the loss in chunks, scanned layers, gradient checkpointing
+
+
+def test_the_loss_in_chunks_is_the_loss_and_holds_no_logits():
+    config = dataclasses.replace(CONFIG, vocab_size=4096)
+    full, chunked = loss_and_gradients(config), loss_and_gradients(config, loss_chunk=32)
+    assert_same_loss_and_gradients(full, chunked, 1e-4)
+    logits_bytes = 4 * 2 * 160 * 4096  # float32 [B, T, V]
+    table_bytes = 4 * 4096 * 16
+    assert temporary_bytes(config) > logits_bytes
+    assert temporary_bytes(config, loss_chunk=16) - 2 * table_bytes < logits_bytes / 2
+    with pytest.raises(UserError, match='loss_chunk=33 does not divide block_size=160'):
+        make_train_step(config, 0, 1.0, lambda step: 0.1, loss_chunk=33)
+
+
+def test_scanned_layers_are_the_layers():
+    scanned = dataclasses.replace(DEEP, scan_layers=True)
+    assert_same_loss_and_gradients(loss_and_gradients(DEEP), loss_and_gradients(scanned), 1e-4)
+    assert set(random_params(scanned)) == {'wte', 'wpe', 'ln_f', 'h_0', 'h_1', 'h_2', 'h_3'}
+
+
+def test_scanned_layers_drop_and_recompute_the_same_elements():
+    scanned = dataclasses.replace(DEEP, scan_layers=True)
+    dropping = dataclasses.replace(scanned, dropout=0.3)
+    recomputing = dataclasses.replace(dropping, remat='full')
+    assert abs(loss_and_gradients(dropping)[0] - loss_and_gradients(scanned)[0]) > 0.01
+    assert_same_loss_and_gradients(loss_and_gradients(dropping), loss_and_gradients(recomputing), 1e-4)
+
+
+def test_scanned_layers_are_compiled_once_for_any_depth():
+    def n_matmuls(n_layer, *, scan_layers):
+        config = dataclasses.replace(CONFIG, n_layer=n_layer, scan_layers=scan_layers)
+        make = lambda: create_train_state(jax.random.key(0), config, optax.identity())
+        run = lambda params: GPT(config).apply({'params': params}, jnp.zeros((1, 8), jnp.int32))
+        return jax.jit(run).lower(jax.eval_shape(make).params).as_text().count('dot_general')
+
+    assert n_matmuls(2, scan_layers=True) == n_matmuls(9, scan_layers=True)
+    assert n_matmuls(2, scan_layers=True) < n_matmuls(2, scan_layers=False)
+    assert n_matmuls(2, scan_layers=False) < n_matmuls(9, scan_layers=False)
+
+
+@pytest.mark.parametrize('scan_layers', [False, True])
+def test_remat_keeps_less_and_computes_the_same(scan_layers):
+    config = dataclasses.replace(DEEP, scan_layers=scan_layers)
+    needs = {}
+    for remat in ('none', 'dots', 'full'):
+        changed = dataclasses.replace(config, remat=remat)
+        assert_same_loss_and_gradients(loss_and_gradients(DEEP), loss_and_gradients(changed), 1e-4)
+        needs[remat] = temporary_bytes(changed)
+    if scan_layers or jax.__version_info__ >= (0, 11):  # unrolled, jaxlib 0.10 recomputes long before it is needed
+        assert needs['dots'] < needs['none'], needs
+        assert needs['full'] < needs['none'], needs
