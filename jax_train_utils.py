@@ -621,9 +621,10 @@ def remedy_for(data_dir):
 
 
 # writes the meta.json of a data set of characters from nanoGPT's meta.pkl
-CONVERT_META = """import json, pickle, sys; folder = sys.argv[1]; itos = pickle.load(open(folder + '/meta.pkl', 'rb'))['itos']; \
-chars = ''.join(itos[i] for i in range(len(itos))); tokenizer = {'kind': 'char', 'chars': chars}; \
-json.dump({'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': tokenizer}, open(folder + '/meta.json', 'w'))"""
+CONVERT_META = """import json, pickle, sys; folder = sys.argv[1]; \
+itos = pickle.load(open(folder + '/meta.pkl', 'rb'))['itos']; chars = ''.join(itos[i] for i in range(len(itos))); \
+meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars}}; \
+json.dump(meta, open(folder + '/meta.json', 'w'))"""
 
 
 def load_dataset_meta(data_dir):
@@ -686,6 +687,20 @@ def load_dataset(data_dir, block_size):
     return splits, meta['vocab_size'], meta['tokenizer']
 
 
+def load_masks(data_dir, splits):
+    """{split: memmap} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
+    assistant's tokens do, else 0. {} for a data set without masks, in which all tokens count. Raises UserError for a
+    mask of another length than its tokens."""
+    masks = {}
+    for split, tokens in splits.items():
+        path = Path(os.path.relpath(data_dir)) / f'{split}_mask.bin'
+        if path.exists():
+            masks[split] = np.memmap(path, np.uint8, mode='r')
+    if masks and {split: len(tokens) for split, tokens in splits.items()} != {s: len(m) for s, m in masks.items()}:
+        raise UserError(f'the masks in {data_dir} do not belong to its tokens; {remedy_for(Path(data_dir))}')
+    return masks
+
+
 DATA, DROPOUT = range(2)  # RNG stream ids
 
 
@@ -721,6 +736,14 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
     return get_windows(tokens, start, block_size)
 
 
+def get_loss_weights(mask, block_size, n_rows, seed, iteration, rows):
+    """The weight of each target of get_batch_jax(tokens, ...), float32 [len(rows), block_size]: 0 where the mask of the
+    tokens is 0, and a mean of 1 over all n_rows sequences, so that the mean of the weighted losses is that of the
+    tokens that count, however the sequences are split into micro-batches and over devices."""
+    _, counts = get_batch_jax(mask, block_size, n_rows, seed, iteration)
+    return (counts[rows] * (counts.size / max(1, counts.sum()))).astype(np.float32)
+
+
 # -----------------------------------------------------------------------------
 # tokenizers, described by a small dict that is stored in meta.json and in every checkpoint
 
@@ -747,6 +770,14 @@ class CharTokenizer:
 
     def decode(self, ids):
         return ''.join(self.chars[i] for i in ids)
+
+
+def write_char_tokenizer(chars, folder):
+    """Writes the tokenizer.json of a vocabulary of characters: a BPE without merges."""
+    from tokenizers import Tokenizer, decoders, models
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(chars)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(os.path.join(folder, 'tokenizer.json'))
 
 
 class GPT2Tokenizer:
@@ -1059,7 +1090,8 @@ def clip_gradients(grads, max_norm):
 def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
     """The one train_step(state, batch, axis_name=None) -> (state, metrics): jit it, or wrap it with pmap_train_step.
 
-    batch: x and y [G, B, T], seq_id [G, B]: G micro-batches, whose gradients are averaged into one update. seq_id
+    batch: x and y [G, B, T], seq_id [G, B]: G micro-batches, whose gradients are averaged into one update; the loss is
+    multiplied by weight [G, B, T], if there is one. seq_id
     numbers the sequences of the run; dropout depends on (seed, seq_id) alone.
     loss_chunk: logits are materialized for this many positions at a time; 0 is all. Raises UserError if it does not
     divide block_size.
@@ -1074,6 +1106,8 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
             {'params': params}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk, deterministic=False,
             seq_id_B=micro_batch['seq_id'], rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)},
             mutable=['losses'], method='loss')
+        if 'weight' in micro_batch:
+            loss_BxT *= micro_batch['weight']
         loss = loss_BxT.mean()
         return (loss + sum(jax.tree.leaves(sown))) * scale, loss  # sown: the experts' balancing losses, not reported
 
@@ -1121,31 +1155,43 @@ def skip_overflow(state, updated, grad_norm):
 
 
 def make_eval_step(config, loss_chunk=0):
-    """eval_step(params, batch, axis_name=None) -> sum over the sequences of weight * mean loss; batch: x, y, weight."""
+    """eval_step(params, batch, axis_name=None) -> sum over the sequences of weight * mean loss, or mean weight * loss
+    if each token has a weight; batch: x, y, weight [B] or [B, T]."""
     def eval_step(params, batch, axis_name=None):
         loss_BxT = GPT(config).apply({'params': params}, batch['x'], batch['y'], loss_chunk=loss_chunk, method='loss')
-        total = (loss_BxT.mean(-1) * batch['weight']).sum()
+        if batch['weight'].ndim == 2:
+            total = (loss_BxT * batch['weight']).mean(-1).sum()
+        else:
+            total = (loss_BxT.mean(-1) * batch['weight']).sum()
         return jax.lax.psum(total, axis_name) if axis_name else total
 
     return eval_step
 
 
-def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_size, eval_iters):
+def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_size, eval_iters, masks=None):
     """{'train': loss, 'val': loss}, each the mean over eval_iters * batch_size windows spread evenly over the split:
     the same windows at every evaluation, for any seed and number of devices, so that curves can be compared.
-    eval_step: parallel.eval_step(make_eval_step(config)), which evaluates batch_size sequences per device and call."""
+    eval_step: parallel.eval_step(make_eval_step(config)), which evaluates batch_size sequences per device and call.
+    masks: see load_masks; the mean is that over the tokens that count."""
     losses = {}
     n_rows = eval_iters * batch_size
     per_call = batch_size * parallel.n_data_shards
     for split, tokens in splits.items():
         last = len(tokens) - block_size - 1  # the start of the last window
         total = 0.0
+        share = 1.0  # of the tokens, counts
+        if masks:
+            start = np.arange(n_rows) * last // max(1, n_rows - 1)
+            share = max(1e-9, get_windows(masks[split], start, block_size)[1].mean())
         for first in range(0, n_rows, per_call):
             rows = first + parallel.local_rows(per_call)  # rows past the end have weight 0 and fill up the last call
-            x, y = get_windows(tokens, rows % n_rows * last // max(1, n_rows - 1), block_size)
+            start = rows % n_rows * last // max(1, n_rows - 1)
+            x, y = get_windows(tokens, start, block_size)
             batch = {'x': x, 'y': y, 'weight': (rows < n_rows).astype(np.float32)}
+            if masks:
+                batch['weight'] = batch['weight'][:, None] * get_windows(masks[split], start, block_size)[1]
             total += eval_step(params, parallel.shard_batch(batch, (batch_size,)))
-        losses[split] = float(total) / n_rows
+        losses[split] = float(total) / n_rows / share
     return losses
 
 

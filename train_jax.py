@@ -24,10 +24,10 @@ from jax_train_utils import (
     MetricsLog, StopSignal, all_finite, check_flags, check_tokens, choose_attention, config_from_flags,
     configure_process, copy_tokenizer, create_learning_rate_schedule, create_optimizer_with_schedule,
     describe_tokenizer, device_peak_flops, duration, estimate_loss_jax, exit_if_peer_died, exit_on_user_error,
-    finish_checkpoints, flags_from_config, get_batch_jax, initialize_distributed, load_checkpoint, load_dataset,
-    load_meta, make_eval_step, make_train_step, merge_resumed_flags, open_checkpoints, plot_losses, progress_bar,
-    read_flags, same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment, split_batch,
-    start_wandb, write_text)
+    finish_checkpoints, flags_from_config, get_batch_jax, get_loss_weights, initialize_distributed, load_checkpoint,
+    load_dataset, load_masks, load_meta, make_eval_step, make_train_step, merge_resumed_flags, open_checkpoints,
+    plot_losses, progress_bar, read_flags, same_tokens, save_checkpoint, setup_distributed_training,
+    setup_jax_environment, split_batch, start_wandb, write_text)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 # -----------------------------------------------------------------------------
@@ -148,7 +148,9 @@ elif init_from != 'scratch':
     config = dataclasses.replace(config, dropout=dropout, dtype=dtype)
     flags.update(flags_from_config(config) | {'block_size': block_size})  # saved in the checkpoints, for a resume
     print(f'initializing from {init_from}, dropout {dropout}, block_size {block_size}')
-splits, data_vocab_size, tokenizer = load_dataset(Path(__file__).parent / 'data' / dataset, block_size)
+data_dir = Path(__file__).parent / 'data' / dataset
+splits, data_vocab_size, tokenizer = load_dataset(data_dir, block_size)
+masks = load_masks(data_dir, splits)
 if init_from == 'scratch':
     vocab_size = data_vocab_size
     if tokenizer['kind'] != 'char':
@@ -167,8 +169,8 @@ if init_from == 'resume':
                         'their ids mean something else')
     tokenizer = resumed['tokenizer']
 elif init_from != 'scratch':
-    tokenizer = check_tokens(tokenizer, dataset, describe_tokenizer(path, config.vocab_size), init_from,
-                             config.vocab_size)
+    known = describe_tokenizer(path, config.vocab_size)
+    tokenizer = check_tokens(tokenizer, dataset, known, init_from, config.vocab_size)
 if data_vocab_size > config.vocab_size:
     raise UserError(f'dataset {dataset} has a vocabulary of {data_vocab_size}, the model only {config.vocab_size}')
 
@@ -233,7 +235,10 @@ def make_batch(iter_num):
     rows = parallel.local_rows(n_rows)
     x, y = get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num, rows)
     seq_id = (iter_num * n_rows + rows).astype(np.uint32)
-    return parallel.shard_batch({'x': x, 'y': y, 'seq_id': seq_id}, (n_micro, micro_batch))
+    batch = {'x': x, 'y': y, 'seq_id': seq_id}
+    if masks:
+        batch['weight'] = get_loss_weights(masks['train'], block_size, n_rows, seed, iter_num, rows)
+    return parallel.shard_batch(batch, (n_micro, micro_batch))
 
 
 class IterationLog:
@@ -282,7 +287,7 @@ class IterationLog:
 def evaluate():
     """The validation loss, after logging the losses on both splits. Raises UserError if they are not finite."""
     losses = estimate_loss_jax(eval_step, state.params, splits, parallel, block_size=block_size, batch_size=batch_size,
-                               eval_iters=eval_iters)
+                               eval_iters=eval_iters, masks=masks)
     if master:
         bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
     if not math.isfinite(sum(losses.values())):
@@ -304,7 +309,8 @@ def save(val_loss):
                         f'{out_dir} are from before')
     save_checkpoint(checkpoints, iter_num, state, val_loss=val_loss, meta={
         'model': architecture, 'iter_num': iter_num, 'best_val_loss': best_val_loss,
-        'tokenizer': tokenizer | ({'path': 'tokenizer'} if 'path' in tokenizer else {}), 'flags': flags, 'versions': versions, 'wandb_id': wandb_id})
+        'tokenizer': tokenizer | ({'path': 'tokenizer'} if 'path' in tokenizer else {}), 'flags': flags,
+        'versions': versions, 'wandb_id': wandb_id})
 
 
 # training loop
