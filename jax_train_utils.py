@@ -949,7 +949,7 @@ def describe_tokenizer(model_path, vocab_size):
 
 def locate_tokenizer(description, folder):
     """The description with its path, if it has one, relative to the current folder instead of relative to `folder`."""
-    if description['kind'] != 'folder':
+    if description.get('kind') != 'folder':
         return description
     return description | {'path': os.path.join(folder, os.path.expanduser(description['path']))}
 
