@@ -459,7 +459,7 @@ def hugging_face_config(config):
     family = 'llama'
     if config.qkv_bias:
         family = 'qwen2'
-    elif config.sinks:
+    elif config.sinks and config.moe:
         family = 'gpt_oss'
     elif config.mla:
         family = 'deepseek_v3'
