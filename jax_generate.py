@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jax_ops import Int8, Transposed, UserError, quantize, shard
+from jax_ops import Int8, Transposed, UserError, ceil_div, quantize, shard
 from jax_transformer import CACHE_DTYPES, GPT, PAD, attention_span
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
@@ -77,7 +77,7 @@ def transpose_kernels(params):
     for name, p in params.items():
         if isinstance(p, dict):
             transposed[name] = p if name == 'router' else transpose_kernels(p)
-        elif name == 'kernel' and isinstance(p, jax.Array) and p.ndim == 2:
+        elif name == 'kernel' and not isinstance(p, Int8) and p.ndim == 2:
             transposed[name] = Transposed(p.T)
         else:
             transposed[name] = p
@@ -109,17 +109,14 @@ def cache_bytes(config, n_positions, dtype='auto'):
 def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0):
     """An empty KV cache, {layer: {name: [B, G, S, K]}}: the token at position p of its sequence has slot p.
 
-    Layers with a limited attention span have fewer slots, a ring (see update_ring_cache); they cannot take padding that
-    is not marked as PAD. dtype: one of CACHE_DTYPES, or 'auto' for the config's; int8 and float8 have a scale per
-    vector. n_draft: tokens per step that may be rejected and fed again. Heads come before slots, as attention's matmuls
-    read them: with slots first XLA:CPU transposed the cache in every step (31 ms instead of 8 ms,
-    docs/performance.md#kv-cache)."""
+    A layer has at most as many slots as its attention span, as a ring (see update_ring_cache): padding must be marked
+    as PAD. dtype: one of CACHE_DTYPES, or 'auto' for the config's; int8 and float8 have a scale per vector. n_draft:
+    tokens per step that may be rejected and fed again. Heads come before slots, as attention's matmuls read them: with
+    slots first XLA:CPU transposed the cache in every step (31 ms instead of 8 ms, docs/performance.md#kv-cache)."""
     dtype = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
 
     def init_layer(layer_type):
-        n = n_slots
-        if layer_type in ('window', 'chunk'):
-            n = min(attention_span(config, layer_type), n_slots) + n_draft
+        n = min(attention_span(config, layer_type), n_slots) + n_draft
         cache = {}
         for name, (heads, width) in cache_entry_shapes(config).items():
             cache[name] = jnp.zeros((batch_size, heads, n, width), dtype)
@@ -137,7 +134,7 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0):
 class SamplingConfig(NamedTuple):
     """How tokens are sampled; static: a change recompiles. The numbers in SamplingParams do not."""
     greedy: bool
-    top_k: int | None
+    top_k: bool
     top_p: bool
     min_p: bool
     penalize: bool
@@ -147,6 +144,7 @@ class SamplingConfig(NamedTuple):
 
 class SamplingParams(NamedTuple):
     temperature: float
+    top_k: int
     top_p: float
     min_p: float
     repetition_penalty: float
@@ -159,19 +157,35 @@ def sample_token(logits_BxV, key_B, sampling, sampling_params):
         is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
         return jnp.where(is_max_BxV, jnp.arange(sampling.n_vocab), sampling.n_vocab - 1).min(-1)
     logits_BxV /= sampling_params.temperature
-    if sampling.top_k is not None:
-        kth_Bx1 = jax.lax.top_k(logits_BxV, min(sampling.top_k, sampling.n_vocab))[0][:, -1:]
-        logits_BxV = jnp.where(logits_BxV < kth_Bx1, -jnp.inf, logits_BxV)
+    if sampling.top_k:
+        logits_BxV = keep_largest(logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), sampling_params.top_k)
     if sampling.top_p:  # keep the likeliest tokens until their probabilities reach top_p (arXiv:1904.09751)
-        sorted_BxV = jnp.sort(logits_BxV, axis=-1, descending=True)
-        probs_BxV = jax.nn.softmax(sorted_BxV)
-        before_BxV = jnp.cumsum(probs_BxV, axis=-1) - probs_BxV  # 0 for the first, which is therefore always kept
-        least_Bx1 = jnp.where(before_BxV < sampling_params.top_p, sorted_BxV, jnp.inf).min(-1, keepdims=True)
-        logits_BxV = jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
+        logits_BxV = keep_largest(logits_BxV, jax.nn.softmax(logits_BxV), sampling_params.top_p)
     if sampling.min_p:  # keep tokens of at least min_p times the likeliest one's probability (arXiv:2407.01082)
         least_Bx1 = logits_BxV.max(-1, keepdims=True) + jnp.log(sampling_params.min_p)
         logits_BxV = jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
     return jax.vmap(jax.random.categorical)(key_B, logits_BxV)
+
+
+def keep_largest(logits_BxV, weight_BxV, amount):
+    """The logits, with -inf below the largest threshold t for which the logits >= t weigh at least `amount` together:
+    with weights of 1, t is the amount-th largest logit.
+
+    Bisection instead of a sort (lax.top_k is a sort on XLA:CPU, docs/performance.md#sampling): floats are mapped to
+    integers in the same order, and the 32 bits of t are found one after the other."""
+    sign = jnp.uint32(1 << 31)
+    bits_BxV = jax.lax.bitcast_convert_type(logits_BxV, jnp.uint32)
+    order_BxV = jnp.where(bits_BxV >= sign, ~bits_BxV, bits_BxV | sign)
+
+    def find_bit(i, t_Bx1):
+        higher_Bx1 = t_Bx1 | (sign >> jnp.uint32(i))
+        weight_Bx1 = jnp.where(order_BxV >= higher_Bx1, weight_BxV, 0).sum(-1, keepdims=True)
+        return jnp.where(weight_Bx1 >= amount, higher_Bx1, t_Bx1)
+
+    t_Bx1 = jax.lax.fori_loop(0, 32, find_bit, jnp.zeros((len(logits_BxV), 1), jnp.uint32))
+    # all together may weigh less than `amount`: then t is 0, which is a NaN as a float, and nothing is below it
+    least_Bx1 = jax.lax.bitcast_convert_type(jnp.where(t_Bx1 >= sign, t_Bx1 ^ sign, ~t_Bx1), jnp.float32)
+    return jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
 
 
 def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
@@ -218,42 +232,43 @@ def sample_and_append(state, logits_BxV, active_B, sampling, sampling_params):
     return state, token_B
 
 
-@functools.partial(jax.jit, donate_argnames='state', static_argnames=(
-    'config', 'sampling', 'width', 'n_slots', 'cache_dtype', 'n_draft', 'draft_config'))
-def prefill(params, draft_params, state, sampling_params, *, config, sampling, width, n_slots, cache_dtype, n_draft,
-            draft_config):
-    """Writes the prompts, which end before column `width`, to a new cache of n_slots, and generates the first token."""
-    idx_BxT = state.tokens_BxN[:, :width]
-    position_BxT = jnp.where(jnp.arange(width) < state.length_B[:, None], jnp.arange(width), PAD)
-
-    def fill(params, config):
-        cache = init_cache(config, len(idx_BxT), n_slots, cache_dtype, n_draft)
-        return GPT(config).apply({'params': params}, idx_BxT, cache, position_BxT=position_BxT,
-                                 logit_position_B=state.length_B - 1, method='with_cache')
-
-    logits_Bx1xV, cache = fill(params, config)
-    draft_cache = fill(draft_params, draft_config)[1] if draft_config else None
-    state = state.replace(cache=cache, draft_cache=draft_cache)
-    return sample_and_append(state, logits_Bx1xV[:, 0], ~state.done_B, sampling, sampling_params)[0]
+@functools.partial(jax.jit, donate_argnames='cache', static_argnames='config')
+def prefill(params, cache, idx_BxT, position_BxT, *, config):
+    """The KV cache with one piece of the prompts; PAD in position_BxT marks padding."""
+    apply = functools.partial(GPT(config).apply, method='with_cache')
+    return apply({'params': params}, idx_BxT, cache, position_BxT=position_BxT)[1]
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'sampling', 'n_draft', 'draft_config'), donate_argnames='state')
-def decode(params, draft_params, state, sampling_params, n_end, *, config, sampling, n_draft, draft_config):
-    """Generates until every row has n_end new tokens or is done: one compiled loop over one of the three steps
-    below."""
-    def is_active(state):
-        return ~state.done_B & (state.n_generated_B < n_end)
+def decode(params, draft_params, state, sampling_params, n_end, max_length, n_slots, *, config, sampling, n_draft,
+           draft_config):
+    """Generates until every row has n_end new tokens, is longer than max_length, or is done: one compiled loop over one
+    of the three steps below. Ends early when a row is longer than the cache's n_slots, or when drafts are useless."""
+    def room(state):
+        """Number of tokens that each row may still get."""
+        return jnp.where(state.done_B, 0, jnp.minimum(n_end - state.n_generated_B, max_length + 1 - state.length_B))
+
+    def should_continue(state):
+        active_B = room(state) > 0
+        is_full = (active_B & (state.length_B > n_slots)).any()
+        useless = n_draft > 0 and drafts_are_useless(state.drafted, state.accepted, len(active_B))
+        return active_B.any() & ~(is_full | useless)
 
     def step(state):
         state = state.replace(steps=state.steps + 1)
         if state.cache is None:
-            return step_uncached(params, state, is_active(state), sampling_params, config, sampling)
+            return step_uncached(params, state, room(state) > 0, sampling_params, config, sampling)
         if n_draft == 0:
-            return step_cached(params, state, is_active(state), sampling_params, config, sampling)
-        return step_speculative(params, draft_params, state, is_active(state), sampling_params, n_end, config, sampling,
-                                n_draft, draft_config)
+            return step_cached(params, state, room(state) > 0, sampling_params, config, sampling)
+        return step_speculative(params, draft_params, state, room(state), sampling_params, config, sampling, n_draft,
+                                draft_config)
 
-    return jax.lax.while_loop(lambda state: is_active(state).any(), step, state)
+    return jax.lax.while_loop(should_continue, step, state)
+
+
+def drafts_are_useless(drafted, accepted, batch_size):
+    """Whether fewer than 30% of at least 64 drafts per row were accepted: a step then costs more than it saves."""
+    return (drafted >= 64 * batch_size) & (accepted < 0.3 * drafted)
 
 
 def step_uncached(params, state, active_B, sampling_params, config, sampling):
@@ -274,27 +289,27 @@ def step_cached(params, state, active_B, sampling_params, config, sampling):
     return sample_and_append(state.replace(cache=cache), logits_Bx1xV[:, 0], active_B, sampling, sampling_params)[0]
 
 
-def step_speculative(params, draft_params, state, active_B, sampling_params, n_end, config, sampling, n_draft,
-                     draft_config):
-    """Up to 1 + n_draft tokens per active row (speculative decoding, arXiv:2211.17192): drafts are fed along with the
-    last token, and accepted as long as they equal the tokens that the model samples.
+def step_speculative(params, draft_params, state, room_B, sampling_params, config, sampling, n_draft, draft_config):
+    """Up to 1 + n_draft tokens per row, at most room_B (speculative decoding, arXiv:2211.17192): drafts are fed along
+    with the last token, and accepted as long as they equal the tokens that the model samples.
 
     Draft model and model draw with the same random numbers, so the result is that of n_draft=0, in fewer steps."""
+    active_B = room_B > 0
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
     if draft_config:
         drafts_BxJ, state = draft_tokens(draft_params, state, n_draft, draft_config, sampling, sampling_params)
     else:
         drafts_BxJ = jax.vmap(prompt_lookup_draft, (0, 0, None))(state.tokens_BxN, state.length_B, n_draft)
-    usable_B = jnp.minimum(n_draft, n_end - state.n_generated_B - 1)
+    usable_B = jnp.clip(room_B - 1, 0, n_draft)
     logits_BxTxV, cache = GPT(config).apply(
         {'params': params}, jnp.concatenate([last_Bx1, drafts_BxJ], axis=1), state.cache,
         position_BxT=position_Bx1 + jnp.arange(1 + n_draft), method='with_cache')
-    state = state.replace(cache=cache, drafted=state.drafted + jnp.where(active_B, usable_B, 0).sum())
+    state = state.replace(cache=cache, drafted=state.drafted + usable_B.sum())
     for t in range(1 + n_draft):
         state, token_B = sample_and_append(state, logits_BxTxV[:, t], active_B, sampling, sampling_params)
         if t < n_draft:  # accept draft t only if it equals the sampled token; otherwise this row stops here
-            active_B &= (token_B == drafts_BxJ[:, t]) & (state.n_generated_B < n_end)
+            active_B &= (token_B == drafts_BxJ[:, t]) & (t < usable_B)
             state = state.replace(accepted=state.accepted + active_B.sum())
             active_B &= ~state.done_B
     return state
@@ -334,16 +349,91 @@ def prompt_lookup_draft(tokens_N, length, n_draft):
 
 
 def bucket_length(n):
-    """The next power of two, 16 at least: prompts of one bucket share one compilation."""
+    """The next power of two, 16 at least."""
     return max(16, 1 << (n - 1).bit_length())
+
+
+# -----------------------------------------------------------------------------
+# sizes, of which there are few, because each is compiled, and the KV cache between calls
+
+def piece_length(n_tokens, n_scores, least):
+    """Width of the pieces in which n_tokens are prefilled: 16 (unless `least` is more), 64, or 512. With long caches
+    512 is halved until attention materializes at most 2**25 scores, or to 64; n_scores is their number per token."""
+    if n_tokens <= 256:
+        return max(least, 16 if n_tokens <= 16 else 64)
+    return max(64, min(512, 1 << (2**25 // n_scores).bit_length() - 1))
+
+
+def round_up_slots(n):
+    """The first of 512, 2048, 8192, ... that is at least n."""
+    n_slots = 512
+    while n_slots < n:
+        n_slots *= 4
+    return n_slots
+
+
+def choose_slots(needed, longest, block_size):
+    """Number of slots of a KV cache that needs `needed` slots now and `longest` at the end: `longest`, unless that is
+    more than twice the next of the sizes above."""
+    n_slots, at_end = round_up_slots(needed), 64 * ceil_div(longest, 64)
+    return min(block_size, at_end if at_end <= 2 * n_slots else n_slots)
+
+
+new_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3, 4))
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'n_slots', 'dtype', 'n_draft'))
+def grow_cache(cache, *, config, n_slots, dtype, n_draft):
+    """A copy of the KV cache with n_slots slots; its positions must not have outgrown its own slots."""
+    larger = init_cache(config, len(jax.tree.leaves(cache)[0]), n_slots, dtype, n_draft)
+    return jax.tree.map(lambda y, x: jax.lax.dynamic_update_slice(y, x, [0] * x.ndim), larger, cache)
+
+
+@jax.jit
+def select_rows(cache, rows_B):
+    return jax.tree.map(lambda x: x[rows_B], cache)
+
+
+class PrefixCache:
+    """Keeps the KV cache of one text between calls of generate_stream (batches of 1), which then compute only what
+    follows the tokens that the texts have in common (a chat)."""
+
+    def __init__(self):
+        self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the cache
+        self.caches = []  # of the model and of the draft model, or none
+        self.n_slots = 0
+        self.has_wrapped = False  # whether a ring may have overwritten its first tokens
+        self.n_draft = None  # 0 once drafts have turned out to be useless
+
+    def take(self, tokens_T):
+        """(caches, their number of slots, the number of first tokens of tokens_T that they hold)."""
+        caches, self.caches = self.caches, []
+        if not caches or any(x.is_deleted() for x in jax.tree.leaves(caches)):
+            return [], 0, 0
+        n = min(len(self.tokens), len(tokens_T))
+        n_common = int(np.cumprod(self.tokens[:n] == tokens_T[:n]).sum())
+        if n_common < len(self.tokens) and self.has_wrapped:
+            n_common = 0
+        return caches, self.n_slots, n_common
+
+    def keep(self, state, n_slots, n_draft, max_cached, n_draft_slots):
+        """Takes the caches of a DecodeState; max_cached: how many tokens of a row they can hold."""
+        self.caches = [cache for cache in (state.cache, state.draft_cache) if cache is not None]
+        if any(x.is_deleted() for x in jax.tree.leaves((state, self.caches))):  # interrupted
+            self.caches = []
+            return
+        self.tokens = np.array(state.tokens_BxN)[0, :min(int(state.length_B[0]) - 1, max_cached)]
+        n_positions = min((x.shape[2] for x in jax.tree.leaves(self.caches)), default=0) - n_draft_slots
+        self.n_slots, self.n_draft, self.has_wrapped = n_slots, n_draft, len(self.tokens) > n_positions
 
 
 # -----------------------------------------------------------------------------
 # generate
 
 class GenerationResult(NamedTuple):
-    """What there is so far: numpy int32 arrays of tokens [B, N] and of the length of each row [B]; the decode steps,
-    and the bytes of KV cache that each of them reads; the number of drafts and of those accepted."""
+    """What there is so far: numpy int32 arrays of tokens [B, N] and of the length of each row [B]; the decode steps
+    after the first token, and the bytes of KV cache that the last one read; the number of drafts and of those
+    accepted."""
     tokens: np.ndarray
     lengths: np.ndarray
     steps: int = 0
@@ -368,9 +458,9 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, temperature=1.0, t
 
 def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature=1.0, top_k=None, top_p=None,
                     min_p=None, repetition_penalty=None, stop_tokens=(), prompt_lengths_B=None, n_vocab=None,
-                    sample_index_B=None, cache_dtype='auto', n_draft=0, draft=None, chunk=None):
+                    sample_index_B=None, cache_dtype='auto', n_draft=0, draft=None, chunk=None, prefix_cache=None):
     """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then after every `chunk`
-    tokens (all at once if not given).
+    tokens (all at once if not given; a function is asked for the number before each chunk).
 
     idx_BxT: prompts, right-padded; prompt_lengths_B: their lengths, T each if not given. Every row continues right
         after its own prompt.
@@ -382,11 +472,15 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
         ids below it, for padded vocabularies.
     stop_tokens: a row ends with the first of these that it generates.
     cache_dtype: of the KV cache, one of CACHE_DTYPES; 'auto' is the config's dtype.
-    n_draft: number of drafts per step: the same tokens, faster where drafts are accepted. draft: (params, config) of a
-        draft model with the same vocabulary; without it the row itself is searched, see prompt_lookup_draft.
+    n_draft: number of drafts per step: the same tokens, faster where drafts are accepted. Drafts are switched off where
+        they are not, see drafts_are_useless. draft: (params, config) of a draft model with the same vocabulary; without
+        it the row itself is searched, see prompt_lookup_draft.
+    prefix_cache: a PrefixCache, for one row that begins as the row of the last call with it.
 
-    Up to block_size positions every token costs one position (KV cache). Past it a token is conditioned on the last
-    block_size tokens, as in nanoGPT, which costs block_size positions: the learned position of every token changes.
+    The prompts are prefilled in pieces, each distinct one once, up to their last token, which decode feeds. Every token
+    costs one position. With learned positions, nanoGPT's rule holds past block_size: a token is conditioned on the last
+    block_size tokens, whose positions have all changed, and costs block_size positions. With RoPE, positions go on
+    past block_size, and every layer attends to the last block_size keys.
 
     Raises UserError for prompts or controls that make no sense."""
     draft_params, draft_config = draft if draft and n_draft else (None, None)
@@ -394,51 +488,121 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
     tokens_BxT, length_B = check_prompts(config, idx_BxT, prompt_lengths_B)
     check_controls(config, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, n_vocab, cache_dtype,
                    n_draft, draft_config)
+    if prefix_cache is not None and len(tokens_BxT) != 1:
+        raise UserError(f'a prefix cache is for one row, not {len(tokens_BxT)}')
     if max_new_tokens == 0:
         yield GenerationResult(tokens_BxT, length_B)
         return
 
-    sampling = SamplingConfig(temperature == 0, top_k, top_p is not None, min_p is not None,
-                              repetition_penalty is not None, n_vocab, tuple(int(t) for t in np.ravel(stop_tokens)))
-    controls = (temperature, top_p, min_p, repetition_penalty)
-    sampling_params = SamplingParams(*(np.float32(1 if x is None else x) for x in controls))
-    static = dict(config=config, sampling=sampling, n_draft=n_draft, draft_config=draft_config)
     B, T = tokens_BxT.shape
-    longest = int(length_B.max())
-    n_cached = min(max_new_tokens, config.block_size + 1 - longest)  # tokens that can be generated through the cache
-    N = bucket_length(T) + max_new_tokens  # columns for prefill and for the result
-    if n_cached < max_new_tokens:
-        N = max(N, config.block_size)  # the window that step_uncached slices
+    is_learned = config.position == 'learned'
+    max_cached = config.block_size if is_learned else PAD  # the longest row that the KV cache can continue
+    longest = int(length_B.max()) + max_new_tokens if prefix_cache is None else config.block_size + max_new_tokens
+    if draft_config and draft_config.position == 'learned' and draft_config.block_size < min(longest, max_cached):
+        raise UserError(f'the draft model knows {draft_config.block_size} positions, this takes '
+                        f'{min(longest, max_cached)}: use fewer max_new_tokens or no draft')
+    sampling = SamplingConfig(temperature == 0, top_k is not None, top_p is not None, min_p is not None,
+                              repetition_penalty is not None, n_vocab, tuple(int(t) for t in np.ravel(stop_tokens)))
+    sampling_params = SamplingParams(np.float32(temperature), np.int32(min(top_k or 1, n_vocab)), *(
+        np.float32(1 if x is None else x) for x in (top_p, min_p, repetition_penalty)))
     sample_index_B = np.arange(B) if sample_index_B is None else np.asarray(sample_index_B)
+    N = round_up_slots(max(longest, T, config.block_size if is_learned else 0))
     state = DecodeState(
         tokens_BxN=jnp.asarray(np.pad(tokens_BxT, ((0, 0), (0, N - T)))), length_B=jnp.asarray(length_B),
-        n_generated_B=jnp.zeros(B, jnp.int32), done_B=jnp.zeros(B, bool), cache=None, steps=jnp.int32(0),
-        drafted=jnp.int32(0), accepted=jnp.int32(0), key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, sample_index_B))
+        n_generated_B=jnp.zeros(B, jnp.int32), done_B=jnp.zeros(B, bool), cache=None, drafted=jnp.int32(0),
+        steps=jnp.int32(-1),  # the first token's step is not counted
+        accepted=jnp.int32(0), key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, sample_index_B))
 
-    def result_of(state):  # copies, because the next step donates the state
-        return GenerationResult(
-            np.array(state.tokens_BxN)[:, :T + max_new_tokens], np.array(state.length_B), int(state.steps),
-            sum(x.nbytes for x in jax.tree.leaves(state.cache)), int(state.drafted), int(state.accepted))
+    result_of = functools.partial(copy_result, n_columns=T + max_new_tokens)
 
-    n = 0  # tokens generated per row
-    if n_cached > 0:
-        width = min(bucket_length(longest), config.block_size)
-        n_slots = min(width + max_new_tokens, config.block_size)
-        if draft_config and n_slots > draft_config.block_size:
-            raise UserError(f'the draft model knows {draft_config.block_size} positions, this takes {n_slots}: use '
-                            'fewer max_new_tokens or no draft')
-        state = prefill(params, draft_params, state, sampling_params, width=width, n_slots=n_slots,
-                        cache_dtype=cache_dtype, **static)
-        n = 1
-        yield result_of(state)
-    while n < max_new_tokens:
-        if n >= n_cached:  # past block_size
-            state = state.replace(cache=None, draft_cache=None)
-        n = min(max_new_tokens if n >= n_cached else n_cached, n + (chunk or max_new_tokens))
-        state = decode(params, draft_params, state, sampling_params, np.int32(n), **static)
-        yield result_of(state)
-        if chunk and bool(state.done_B.all()):
-            return
+    # prefill: every row up to its last token, unless the row is too long for the cache
+    n_slots_of = lambda needed: choose_slots(needed, longest, config.block_size)
+    options = dict(dtype=cache_dtype, n_draft=n_draft)  # drafts have slots until the end, even if they are switched off
+    caches, n_slots, n_held = [], 0, 0
+    if prefix_cache is not None:
+        n_draft = n_draft if prefix_cache.n_draft is None else prefix_cache.n_draft
+        caches, n_slots, n_held = prefix_cache.take(tokens_BxT[0, :length_B[0] - 1])
+    models = [(params, config), (draft_params, draft_config)][:2 if draft_config and n_draft else 1]
+    is_short_B = length_B <= max_cached
+    if is_short_B.any():
+        end_B = np.where(is_short_B, length_B - 1, 0)
+        if n_slots < n_slots_of(int(end_B.max()) + 1):
+            n_slots = n_slots_of(int(end_B.max()) + 1)
+            caches = [grow_cache(cache, config=model, n_slots=n_slots, **options)
+                      for cache, (_, model) in zip(caches, models)]
+        caches = fill_caches(models, caches, tokens_BxT, n_held, end_B, n_slots, options,
+                             least=64 if prefix_cache is not None else 16)
+    state = state.replace(**dict(zip(('cache', 'draft_cache'), caches if is_short_B.any() else [])))
+
+    # decode: chunk by chunk
+    n_end = 0
+    try:
+        while n_end < max_new_tokens:
+            if n_end == 0:
+                n_end = 1
+            else:
+                n_end += chunk() if callable(chunk) else chunk or max_new_tokens
+            n_end = min(n_end, max_new_tokens)
+            while True:  # several compiled loops, where the cache grows, ends, or drafts are switched off
+                is_active_B = ~np.array(state.done_B) & (np.array(state.n_generated_B) < n_end)
+                length_B = np.array(state.length_B)[is_active_B]
+                if not len(length_B):
+                    break
+                length_B = length_B[length_B <= max_cached]
+                if not len(length_B):  # every row that is left is past block_size
+                    cache, draft_cache = state.cache, state.draft_cache
+                    state = decode(params, None, state.replace(cache=None, draft_cache=None), sampling_params,
+                                   np.int32(n_end), np.int32(PAD), np.int32(PAD), config=config, sampling=sampling,
+                                   n_draft=0, draft_config=None).replace(cache=cache, draft_cache=draft_cache)
+                    continue
+                if length_B.max() > n_slots and n_slots < config.block_size:
+                    n_slots = n_slots_of(int(length_B.max()))
+                    state = state.replace(**{
+                        name: grow_cache(getattr(state, name), config=model, n_slots=n_slots, **options)
+                        for name, (_, model) in zip(('cache', 'draft_cache'), models)})
+                if n_draft and drafts_are_useless(int(state.drafted), int(state.accepted), B):
+                    n_draft, models, state = 0, models[:1], state.replace(draft_cache=None)
+                draft_weights, draft_model = models[1] if len(models) == 2 else (None, None)
+                state = decode(params, draft_weights, state, sampling_params, np.int32(n_end), np.int32(max_cached),
+                               np.int32(n_slots if n_slots < config.block_size else PAD), config=config,
+                               sampling=sampling, n_draft=n_draft, draft_config=draft_model)
+            yield result_of(state)
+            if chunk and bool(state.done_B.all()):
+                return
+    finally:
+        if prefix_cache is not None:
+            prefix_cache.keep(state, n_slots, n_draft, max_cached, options['n_draft'])
+
+
+def copy_result(state, n_columns):
+    """The GenerationResult of a state, in copies, because the next step donates the state."""
+    return GenerationResult(
+        np.array(state.tokens_BxN)[:, :n_columns], np.array(state.length_B), int(state.steps),
+        sum(x.nbytes for x in jax.tree.leaves(state.cache)), int(state.drafted), int(state.accepted))
+
+
+def fill_caches(models, caches, tokens_BxT, first, end_B, n_slots, options, *, least):
+    """The KV caches of the models [(params, config)] with the tokens first .. end_B[b] - 1 of each row, computed once
+    for rows that are alike. caches: those with the tokens before first, or [] for new ones. least: see
+    piece_length."""
+    B, T = tokens_BxT.shape
+    rows = np.column_stack([end_B, np.where(np.arange(T) < end_B[:, None], tokens_BxT, 0)])
+    _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    if len(chosen) < B:
+        tokens_BxT, end_B = tokens_BxT[chosen], end_B[chosen]
+    n_tokens = int(end_B.max()) - first
+    filled = []
+    for i, (params, config) in enumerate(models):
+        cache = caches[i] if caches else new_cache(config, len(end_B), n_slots, *options.values())
+        width = min(config.block_size, piece_length(n_tokens, len(end_B) * config.n_head * n_slots, least))
+        for start in range(first, first + n_tokens, width):
+            position = start + np.arange(width)
+            idx_BxT = tokens_BxT[:, np.minimum(position, T - 1)]
+            position_BxT = np.where(position < end_B[:, None], position, PAD).astype(np.int32)
+            cache = prefill(params, cache, idx_BxT, position_BxT, config=config)
+            jax.block_until_ready(cache)  # pieces in flight would have their temporaries allocated side by side
+        filled.append(cache if len(end_B) == B else select_rows(cache, row_B.ravel()))
+    return filled
 
 
 def check_prompts(config, idx_BxT, prompt_lengths_B):

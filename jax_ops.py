@@ -374,7 +374,8 @@ def hash_dropout(x, rate, key_B, counter):
     flat_index(x.shape[1:]). On a CPU the hash is 100 times as fast as jax.random.bernoulli, and it fuses."""
     words = jax.random.key_data(key_B).reshape(len(x), -1, *(1,) * (x.ndim - 1))
     bits = mix_bits(mix_bits(counter + words[:, 0]) ^ words[:, 1])
-    return jnp.where(bits < jnp.uint32(round((1 - rate) * 2**32)), x / (1 - rate), 0)
+    scaled = x.astype(jnp.float32) / (1 - rate)  # bfloat16 would round 1 / (1 - rate) by up to 0.2%
+    return jnp.where(bits < jnp.uint32(min(round((1 - rate) * 2**32), 2**32 - 1)), scaled, 0).astype(x.dtype)
 
 
 def mix_bits(x):

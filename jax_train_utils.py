@@ -17,15 +17,23 @@ import runpy
 import select
 import shutil
 import signal
+import socket
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import NamedTuple
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_ops import AXES, BATCH, UserError, batch_axes, ceil_div, create_mesh, partition_specs, shard, shard_params
@@ -42,6 +50,7 @@ def exit_on_user_error(kind, error, traceback):
     if isinstance(error, BrokenPipeError) and stdout_reader_is_gone():
         discard_unread_output()
         sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
+    exit_if_peer_died(error)
     disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
     if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]:
         error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
@@ -183,7 +192,15 @@ def flags_from_config(config):
     flags['layer_types'] = ','.join(config.layer_types)
     flags['n_expert'] = config.moe.n_expert if config.moe else 0
     flags['n_expert_used'] = config.moe.n_used if config.moe else 2
+    if config.moe:
+        flags['expert_balance'] = config.moe.balance
     return flags
+
+
+def with_expert_balance(config, balance):
+    """The config with this weight of the experts' balancing loss; unchanged if it has no experts."""
+    moe = config.moe and dataclasses.replace(config.moe, balance=balance)
+    return dataclasses.replace(config, moe=moe)
 
 
 def check_flags(flags):
@@ -193,13 +210,17 @@ def check_flags(flags):
         if flags[name] < 1:
             raise UserError(f'{name} must be at least 1, not {flags[name]}')
     for name in ('max_iters', 'save_interval', 'warmup_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay',
-                 'grad_clip', 'loss_chunk'):
+                 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'):
         if not 0 <= flags[name] < math.inf:
             raise UserError(f'{name} must be at least 0, not {flags[name]}')
     if flags['seed'] >= 2**32:
         raise UserError(f"seed must be below 2**32, not {flags['seed']}")
+    if flags['keep'] < 1:
+        raise UserError(f"keep must be at least 1, not {flags['keep']}")
     if not flags['out_dir']:
         raise UserError('out_dir is empty; name a folder')
+    if '://' in flags['out_dir']:
+        raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where the bucket is mounted")
     for name in ('beta1', 'beta2'):
         if not 0 <= flags[name] < 1:
             raise UserError(f'{name} must be in [0, 1), not {flags[name]}')
@@ -238,16 +259,25 @@ def check_device_availability(device='auto'):
         return devices
     if jax.process_count() > 1:
         raise UserError(f'device={device}, but several processes share all devices; leave out the number')
+    if kind != 'cpu' and jax.config.jax_cuda_visible_devices == index:  # set by configure_process
+        return devices
     if int(index) >= len(devices):
         raise UserError(f'there is no device {device}; there are {len(devices)} of the kind, counted from 0')
     return [devices[int(index)]]
 
 
-def configure_process(device):
-    """Process settings that must precede the initialization of JAX's backends: call it first."""
-    kind = device.partition(':')[0]
+def configure_process(device, deterministic=False):
+    """Process settings that must precede the initialization of JAX's backends: call it first.
+
+    deterministic: GPUs compute the same bits in every run, at a cost; CPUs do so anyway."""
+    kind, _, index = device.partition(':')
     if kind == 'cpu':
         jax.config.update('jax_platforms', 'cpu')  # do not initialize a GPU, which would reserve its memory
+    if kind in ('cuda', 'gpu') and index:  # nor the other GPUs
+        jax.config.update('jax_cuda_visible_devices', index)
+        jax.config.update('jax_rocm_visible_devices', index)
+    if deterministic:
+        os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_deterministic_ops=true'
     if kind in ('auto', 'cpu'):  # what auto means is only known once the backends are initialized: too late
         configure_malloc()
 
@@ -255,24 +285,43 @@ def configure_process(device):
 def setup_jax_environment(device='auto', dtype='auto'):
     """Picks the devices and the compute dtype. Call it, or configure_process() and then it, before anything uses jax.
 
-    Returns (devices, dtype, reason): bfloat16 where the hardware multiplies it fast, float32 elsewhere.
+    Returns (devices, dtype, reason): bfloat16 where the hardware multiplies it fast, float32 elsewhere. With float32,
+    matmuls are computed in float32 on GPUs and TPUs too; JAX's default there is TF32 and bfloat16.
     Raises UserError for a device that is not there and for an unknown dtype."""
     configure_process(device)
     devices = check_device_availability(device)
     platform = devices[0].platform
     if platform != 'cpu':
         enable_compilation_cache(platform)
-    if dtype != 'auto':
-        if dtype not in DTYPES:
-            raise UserError(f'dtype must be auto, {", ".join(DTYPES)}, not {dtype!r}')
-        return devices, dtype, 'as asked'
-    if platform == 'tpu':
-        return devices, 'bfloat16', 'TPUs multiply bfloat16'
-    if platform == 'gpu':
-        capability = getattr(devices[0], 'compute_capability', '0')
-        dtype = 'bfloat16' if float(capability) >= 8 else 'float32'
-        return devices, dtype, f'compute capability {capability}; from 8.0 on bfloat16 is fast'
-    return devices, 'float32', 'the CPU default'
+    if dtype not in ('auto', *DTYPES):
+        raise UserError(f'dtype must be auto, {", ".join(DTYPES)}, not {dtype!r}')
+    dtype, reason = (dtype, 'as asked') if dtype != 'auto' else default_dtype(devices[0])
+    if dtype == 'float32' and platform != 'cpu':
+        jax.config.update('jax_default_matmul_precision', 'highest')
+        reason += '; matmuls in full float32, not TF32 or bfloat16'
+    return devices, dtype, reason
+
+
+def default_dtype(device):
+    """(dtype, reason): what --dtype=auto is on this device."""
+    if device.platform == 'tpu':
+        return 'bfloat16', 'TPUs multiply bfloat16'
+    if device.platform != 'gpu':
+        return 'float32', 'the CPU default'
+    capability = getattr(device, 'compute_capability', '0')
+    if not nvidia_capability(device):
+        return 'bfloat16', f'AMD GPU {capability}'
+    if nvidia_capability(device) >= 8:
+        return 'bfloat16', f'compute capability {capability}; from 8.0 on bfloat16 is fast'
+    return 'float32', f'compute capability {capability}, where bfloat16 is slow; --dtype=float16 is fast from 7.0 on'
+
+
+def nvidia_capability(device):
+    """The compute capability of an NVIDIA GPU, 8.0 for '8.0'; 0.0 for other devices (an AMD GPU has 'gfx90a')."""
+    try:
+        return float(getattr(device, 'compute_capability', None) or 0)
+    except ValueError:
+        return 0.0
 
 
 PEER_TIMEOUT = 60  # seconds of silence after which a process counts as dead
@@ -283,7 +332,7 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
 
     coordinator_address: host:port of process 0, to which the others connect, with num_processes and process_id; 'auto'
         lets JAX detect all three (a TPU pod). JAX also detects them where coordinator_address is empty and Slurm,
-        Open MPI or an indexed Kubernetes job has started several processes.
+        Open MPI or an indexed Kubernetes job has started several processes; torchrun's variables are understood too.
     Raises UserError if the flags do not go together or the processes do not find each other."""
     if num_processes or process_id >= 0:
         if ':' not in coordinator_address or not 0 <= process_id < num_processes:
@@ -291,6 +340,8 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
                             f'and --process_id=0 to N-1; got {coordinator_address!r}, {num_processes}, {process_id}')
     elif coordinator_address not in ('', 'auto'):
         raise UserError(f'--coordinator_address={coordinator_address} needs --num_processes and --process_id')
+    elif not coordinator_address and int(os.environ.get('WORLD_SIZE', 1)) > 1 and 'RANK' in os.environ:
+        return join_torchrun()
     several = (int(os.environ.get('SLURM_NTASKS', 1)) > 1 and 'SLURM_STEP_NODELIST' in os.environ
                or int(os.environ.get('OMPI_COMM_WORLD_SIZE', 1)) > 1
                or {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys())
@@ -299,6 +350,23 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     cluster = {}  # JAX detects it
     if coordinator_address not in ('', 'auto'):
         cluster = dict(coordinator_address=coordinator_address, num_processes=num_processes, process_id=process_id)
+    join(**cluster)
+
+
+def join_torchrun():
+    """Joins the processes that torchrun started, each with the one GPU that LOCAL_RANK names. MASTER_PORT is torchrun's
+    own, the coordinator listens on the next one. Raises UserError for variables that are missing or not numbers."""
+    env = os.environ
+    try:
+        join(coordinator_address=f"{env['MASTER_ADDR']}:{int(env['MASTER_PORT']) + 1}",
+             num_processes=int(env['WORLD_SIZE']), process_id=int(env['RANK']),
+             local_device_ids=int(env['LOCAL_RANK']) if 'LOCAL_RANK' in env else None)
+    except (KeyError, ValueError) as error:
+        raise UserError(f"torchrun's variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are incomplete ({error}); "
+                        'set them all, or unset WORLD_SIZE to train in one process') from error
+
+
+def join(**cluster):
     try:
         jax.distributed.initialize(**cluster, heartbeat_timeout_seconds=PEER_TIMEOUT,
                                    shutdown_timeout_seconds=PEER_TIMEOUT)
@@ -306,14 +374,58 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
         raise UserError(f'the processes do not find each other: {str(error)[:300]}') from error
 
 
+def gather_texts(text):
+    """The texts of all processes, each of at most 64 kB, in the order of the processes."""
+    if jax.process_count() == 1:
+        return [text]
+    mine = np.zeros(2**16, np.uint8)
+    encoded = text.encode()[:len(mine)]
+    mine[:len(encoded)] = list(encoded)
+    return [bytes(row).rstrip(b'\0').decode(errors='ignore') for row in multihost_utils.process_allgather(mine)]
+
+
+def in_all_processes(function, *args):
+    """function(*args), called in all processes: a UserError in one of them is raised in all, so that none waits."""
+    result = None
+    message = ''
+    try:
+        result = function(*args)
+    except UserError as error:
+        message = str(error)
+    messages = gather_texts(message)
+    if len(set(messages)) == 1:
+        messages = messages[:1]
+    else:
+        messages = [f'process {i}: {message}' for i, message in enumerate(messages) if message]
+    if messages[0]:
+        raise UserError(messages[0])
+    return result
+
+
+def check_agreement(what, values):
+    """Raises UserError in all processes if `values`, {name: JSON value}, are not the same in all of them."""
+    first, *others = [json.loads(text) for text in gather_texts(json.dumps(values))]
+    for i, other in enumerate(others, start=1):
+        different = [f'{name} is {first.get(name)} and {other.get(name)}' for name in first | other
+                     if first.get(name) != other.get(name)]
+        if different:
+            raise UserError(f'processes 0 and {i} have different {what}, all must have the same: '
+                            f'{", ".join(different)}')
+
+
+PEER_DIED = 75  # exit code, EX_TEMPFAIL of sysexits.h: start all processes again
+
+
 def exit_if_peer_died(error):
     """Ends this process at once, with one line on stderr, if `error` is caused by the death of another process: the
     usual way out (completing a checkpoint, shutting down jax.distributed) would wait for the dead process."""
-    lost = isinstance(error, jax.errors.JaxRuntimeError) or isinstance(error.__cause__, jax.errors.JaxRuntimeError)
-    if lost and jax.process_count() > 1 and 'RESOURCE_EXHAUSTED' not in str(error):
+    causes = error, error.__cause__, error.__context__
+    text = ' '.join(str(error).split())
+    lost = any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes) or 'barrier' in text
+    if lost and jax.process_count() > 1 and 'RESOURCE_EXHAUSTED' not in text:
         print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; start all of them '
-              f'again, with --init_from=resume ({" ".join(str(error).split())[:300]})', file=sys.stderr, flush=True)
-        os._exit(1)
+              f'again, with --init_from=resume ({text[:300]})', file=sys.stderr, flush=True)
+        os._exit(PEER_DIED)
 
 
 @functools.cache  # one call is enough
@@ -395,7 +507,7 @@ def choose_attention(attention, config, device, *, on_mesh=False):
 def why_not_cudnn(config, device):
     """Why cuDNN's attention cannot train this model on this device, or None if it can. The last check compiles it."""
     width = config.head_width
-    capability = float(getattr(device, 'compute_capability', None) or 0)
+    capability = nvidia_capability(device)
     if device.platform != 'gpu' or 'cuda' not in device.client.platform_version:
         return 'it is for NVIDIA GPUs'
     if capability < 8:
@@ -582,6 +694,17 @@ def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1):
     return MeshParallel(tuple(devices), fsdp, tensor, expert)
 
 
+def fit_layout(layout, given, n_devices, n_embd):
+    """The layout {'fsdp', 'tensor', 'expert'} of a resumed run on n_devices: `layout` if it fits. Otherwise the sizes
+    that are not among the flags `given` now are replaced: fsdp becomes as large as it can, the others 1."""
+    if not n_devices % max(1, math.prod(layout.values())):
+        return layout
+    fitting = {name: size if name in given else 1 for name, size in layout.items()}
+    if 'fsdp' not in given and layout['fsdp'] > 1:
+        fitting['fsdp'] = math.gcd(n_devices // math.gcd(n_devices, math.prod(fitting.values())), n_embd)
+    return fitting
+
+
 def pmap_step(step, devices, donate_argnums=()):
     """step(state, batch, axis_name) over several devices: the state and all results are replicated (not stacked), the
     batch has a leading device axis. `step` all-reduces over the axis, so that every device has the same result."""
@@ -628,15 +751,18 @@ json.dump(meta, open(folder + '/meta.json', 'w'))"""
 
 
 def load_dataset_meta(data_dir):
-    """{'vocab_size', 'dtype', 'tokenizer'} of a data set, from its meta.json. A folder without one is nanoGPT's: uint16
-    tokens of GPT-2's BPE. Raises UserError for a missing data set and a damaged meta.json."""
+    """{'vocab_size', 'dtype', 'tokenizer', 'max_id', 'train_tokens', 'val_tokens'} of a data set, from its meta.json,
+    the last three None if it lacks them. A folder without a meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE.
+    Raises UserError for a missing data set and a damaged meta.json."""
     data_dir = Path(os.path.relpath(data_dir))
     remedy = remedy_for(data_dir)
     meta = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
+    checked = {'max_id': None, 'train_tokens': None, 'val_tokens': None}  # as prepare.py has counted them
     if (data_dir / 'meta.json').exists():
         try:
             found = json.loads((data_dir / 'meta.json').read_text(encoding='utf-8'))
             meta = {key: found[key] for key in meta}
+            checked = {key: found.get(key) for key in checked}
             vocab_size = meta['vocab_size']
             tokenizer = meta['tokenizer']
             if meta['dtype'] not in ('uint16', 'uint32'):
@@ -655,11 +781,12 @@ def load_dataset_meta(data_dir):
                         f'it, convert it once: {sys.executable} -c "{CONVERT_META}" {data_dir}')
     elif not (data_dir / 'train.bin').exists():
         raise UserError(f'there is no {data_dir / "train.bin"}; {remedy}')
-    return meta
+    return meta | checked
 
 
 def load_dataset(data_dir, block_size):
-    """Opens data_dir/{train,val}.bin as prepare.py wrote them.
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them. Where meta.json holds the largest id, max_id, and the
+    numbers of tokens, only the sizes are checked; otherwise all tokens are read.
 
     Returns ({'train': memmap, 'val': memmap}, vocab_size, tokenizer description), see load_dataset_meta. Raises
     UserError for missing, short or damaged files and for token ids outside the vocabulary."""
@@ -679,9 +806,14 @@ def load_dataset(data_dir, block_size):
         if size // width <= block_size:
             raise UserError(f'{path} has {size // width} tokens, and block_size={block_size} needs {block_size + 1}; '
                             'use more text or a smaller --block_size')
+        n_tokens = meta[f'{split}_tokens']
+        if n_tokens not in (None, size // width):
+            raise UserError(f'{path} has {size // width} tokens, its meta.json says {n_tokens}: the file is damaged or '
+                            f'of another data set; {remedy}')
         splits[split] = np.memmap(path, dtype=meta['dtype'], mode='r')
-        # read every token: 10**10 (20 GB) take seconds from the page cache, and a wrong id would train silently
-        largest = max(int(splits[split][i:i + 10**7].max()) for i in range(0, size // width, 10**7))
+        largest = meta['max_id']
+        if type(largest) is not int or n_tokens is None:  # a wrong id would train silently: read every token
+            largest = max(int(splits[split][i:i + 10**7].max()) for i in range(0, size // width, 10**7))
         if largest >= meta['vocab_size']:
             raise UserError(f"{path} has token id {largest}, outside the vocabulary of {meta['vocab_size']}; {remedy}")
     return splits, meta['vocab_size'], meta['tokenizer']
@@ -699,6 +831,15 @@ def load_masks(data_dir, splits):
     if masks and {split: len(tokens) for split, tokens in splits.items()} != {s: len(m) for s, m in masks.items()}:
         raise UserError(f'the masks in {data_dir} do not belong to its tokens; {remedy_for(Path(data_dir))}')
     return masks
+
+
+def describe_data(splits, tokenizer):
+    """What tells data sets apart, quickly: {name: number}. The first and the last million tokens stand for all."""
+    values = {'the tokenizer': zlib.crc32(json.dumps(tokenizer).encode())}
+    for split, tokens in splits.items():
+        values[f'tokens in {split}.bin'] = len(tokens)
+        values[f'content of {split}.bin'] = zlib.crc32(tokens[-10**6:], zlib.crc32(tokens[:10**6]))
+    return values
 
 
 DATA, DROPOUT = range(2)  # RNG stream ids
@@ -755,6 +896,7 @@ TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jin
 class CharTokenizer:
     stop_tokens = ()  # ids that end a text
     chat_template = None  # how a chat is written as a text
+    sampling = {}  # what the model's makers sample with, {'temperature': 0.6, ...}
 
     def __init__(self, chars):
         self.chars = chars
@@ -783,6 +925,7 @@ def write_char_tokenizer(chars, folder):
 class GPT2Tokenizer:
     stop_tokens = ()
     chat_template = None
+    sampling = {}
 
     def __init__(self):
         import tiktoken
@@ -802,8 +945,8 @@ class GPT2Tokenizer:
 
 
 class HFTokenizer:
-    """The tokenizer of a Hugging Face folder: tokenizer.json, with the stop tokens and the chat template from the
-    folder's other files. A prompt may contain special tokens; decoding leaves them out."""
+    """The tokenizer of a Hugging Face folder: tokenizer.json, with the stop tokens, the chat template and the sampling
+    defaults from the folder's other files. A prompt may contain special tokens; decoding leaves them out."""
 
     def __init__(self, folder):
         from tokenizers import Tokenizer
@@ -815,18 +958,22 @@ class HFTokenizer:
         self.ids = self.tokenizer.get_vocab()
         self.vocab_size = max(self.ids.values(), default=-1) + 1  # not their number: ids may have holes
         settings = read_json_object(folder / 'tokenizer_config.json')
-        tokens = {name: settings.get(name) or '' for name in ('bos_token', 'eos_token')}
-        self.special = {name: token['content'] if isinstance(token, dict) else token for name, token in tokens.items()}
         self.generation = read_json_object(folder / 'generation_config.json')
         config = read_json_object(folder / 'config.json')
-        stop_tokens = [self.ids.get(self.special['eos_token'])]  # the first one separates documents
+        tokens = {name: settings.get(name) or '' for name in ('bos_token', 'eos_token')}
+        self.special = {name: token['content'] if isinstance(token, dict) else token for name, token in tokens.items()}
+        self.end_token = self.tokenizer.token_to_id(self.special['eos_token'])  # of a document
+        stop_tokens = {self.end_token}
         for found in (self.generation, config, config.get('text_config') or {}):
-            stop_tokens += np.ravel(found.get('eos_token_id')).tolist()
-        self.stop_tokens = tuple(dict.fromkeys(token for token in stop_tokens if token is not None))
+            ids = found.get('eos_token_id')
+            stop_tokens |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
+        self.stop_tokens = tuple(sorted(stop_tokens - {None}))
+        names = ('temperature', 'top_k', 'top_p', 'repetition_penalty')
+        self.sampling = {name: x for name in names if isinstance(x := self.generation.get(name), (int, float))}
         self.chat_template = settings.get('chat_template')
         if isinstance(self.chat_template, list):  # several, by name
-            templates = {entry['name']: entry['template'] for entry in self.chat_template}
-            self.chat_template = templates.get('default', self.chat_template[0]['template'])
+            templates = {each['name']: each['template'] for each in self.chat_template}
+            self.chat_template = templates.get('default', next(iter(templates.values()), None))
         template = folder / 'chat_template.jinja'
         if template.exists():
             self.chat_template = template.read_text(encoding='utf-8')
@@ -837,47 +984,53 @@ class HFTokenizer:
     def encode_document(self, text):
         """The ids of a training text, with the first token that the model expects, if any, and the end token. The names
         of special tokens in the text are ordinary text."""
-        if not self.stop_tokens:
+        if self.end_token is None:
             raise UserError('the tokenizer has no end token: name one, "eos_token", in its tokenizer_config.json')
         self.tokenizer.encode_special_tokens = True
         ids = self.tokenizer.encode(text).ids
         self.tokenizer.encode_special_tokens = False
-        return ids if ids[-1:] == [self.stop_tokens[0]] else [*ids, self.stop_tokens[0]]
+        return ids if ids[-1:] == [self.end_token] else [*ids, self.end_token]
 
     def decode(self, ids):
         return self.tokenizer.decode(ids)
 
     def render_chat(self, messages, *, add_generation_prompt):
-        """The text of messages [{'role': ..., 'content': text}] by the folder's chat template, followed by the
-        beginning of the next answer if add_generation_prompt. Raises UserError if the template refuses them."""
+        """The text of messages [{'role': 'system', 'user' or 'assistant', 'content': text}] by the folder's chat
+        template, followed by the beginning of the next answer if add_generation_prompt. Raises UserError if the
+        template refuses them or fails."""
+        import jinja2.ext
         import jinja2.sandbox
+
+        class Generation(jinja2.ext.Extension):
+            """{% generation %} ... {% endgeneration %} marks what the assistant says; here, what is between them."""
+            tags = {'generation'}
+
+            def parse(self, parser):
+                next(parser.stream)
+                return parser.parse_statements(['name:endgeneration'], drop_needle=True)
 
         def raise_exception(message):
             raise UserError(f"the model's chat template refuses: {message}")
 
-        def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
             return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
         if self.chat_template is None:
             raise UserError('the model has no chat template: there is none beside its tokenizer.json')
-        # {% generation %} ... {% endgeneration %} only marks the answers
-        template = re.sub(r'(\{%[-+]?\s*)generation(\s*[-+]?%\})', r'\1if true\2', self.chat_template)
-        template = re.sub(r'(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})', r'\1endif\2', template)
         jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
-        jinja.filters['tojson'] = to_json
+            trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
+        jinja.filters['tojson'] = tojson
         jinja.globals |= {'raise_exception': raise_exception, 'strftime_now': time.strftime}
         try:
-            return jinja.from_string(template).render(
+            return jinja.from_string(self.chat_template).render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
         except UserError:
             raise
-        except Exception as error:  # whatever the expressions of a template raise
-            raise UserError(f"the model's chat template cannot be rendered: {error}") from None
+        except Exception as error:  # a template is a program
+            raise UserError(f"the model's chat template cannot be rendered: {type(error).__name__}: {error}") from None
 
     def encode_chat(self, messages):
-        """The ids of messages [{'role': 'user' or 'assistant', 'content': text}] and of the beginning of the answer,
-        formatted by the folder's chat template. Raises UserError if the template refuses them."""
+        """The ids of render_chat, with the beginning of the answer."""
         text = self.render_chat(messages, add_generation_prompt=True)
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -1036,14 +1189,14 @@ def orthogonalize(updates, params=None):
     to the size of AdamW's updates (arXiv:2502.16982).
 
     Matrices of the same shape are stacked: half the time of optax.contrib.muon, which takes them one by one, on a CPU.
-    On a mesh the stack is sharded over the devices, if their number divides it.
+    On a mesh the stack is sharded over the devices, if their number divides it. A leaf [E, I, O] holds E matrices.
     Shapes here: M matrices of I rows and O columns; I is the shorter side."""
     leaves, tree = jax.tree.flatten(updates)
     for shape in dict.fromkeys(leaf.shape for leaf in leaves):
         indices = [i for i, leaf in enumerate(leaves) if leaf.shape == shape]
-        tall = shape[0] > shape[1]
-        x_MxIxO = jnp.stack([leaves[i] for i in indices]).astype(jnp.float32)
-        x_MxIxO = shard(x_MxIxO, batch_axes(len(indices)), None, None)
+        tall = shape[-2] > shape[-1]
+        x_MxIxO = jnp.stack([leaves[i] for i in indices]).astype(jnp.float32).reshape(-1, *shape[-2:])
+        x_MxIxO = shard(x_MxIxO, batch_axes(len(x_MxIxO)), None, None)
         if tall:
             x_MxIxO = x_MxIxO.swapaxes(1, 2)
         x_MxIxO /= jnp.linalg.norm(x_MxIxO, axis=(1, 2), keepdims=True) + 1e-8
@@ -1052,22 +1205,24 @@ def orthogonalize(updates, params=None):
             x_MxIxO = 3.4445 * x_MxIxO + (-4.7750 * gram_MxIxI + 2.0315 * gram_MxIxI @ gram_MxIxI) @ x_MxIxO
         if tall:
             x_MxIxO = x_MxIxO.swapaxes(1, 2)
-        for i, x in zip(indices, 0.2 * max(shape)**0.5 * x_MxIxO):
+        for i, x in zip(indices, (0.2 * max(shape[-2:])**0.5 * x_MxIxO).reshape(-1, *shape)):
             leaves[i] = x.astype(leaves[i].dtype)
     return jax.tree.unflatten(tree, leaves)
 
 
 def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
     """AdamW (arXiv:1711.05101) with weight decay for tensors of 2 or more dimensions: matrices and embeddings, but not
-    biases and norms. 'muon' updates the matrices of the blocks with Muon instead (see orthogonalize), at AdamW's
-    learning rate and weight decay. Clipping is separate: clip_gradients. Raises UserError for any other optimizer."""
-    decays = functools.partial(jax.tree.map, lambda p: p.ndim >= 2)
-    adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay, mask=decays)
+    biases (which have 2 in experts) and norms. 'muon' updates the matrices of the blocks, each expert's by itself, but
+    not the router's, with Muon instead (see orthogonalize), at AdamW's learning rate and weight decay. Clipping is
+    separate: clip_gradients. Raises UserError for any other optimizer."""
+    decays = lambda path, p: p.ndim >= 2 and path[-1].key != 'bias'
+    adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
+                        mask=lambda params: jax.tree.map_with_path(decays, params))
     if optimizer == 'adamw':
         return adamw
     if optimizer != 'muon':
         raise UserError(f'optimizer must be one of {", ".join(OPTIMIZERS)}, not {optimizer!r}')
-    kind = lambda path, p: 'muon' if path[-1].key == 'kernel' and p.ndim == 2 else 'adamw'
+    kind = lambda path, p: 'muon' if path[-1].key == 'kernel' and path[-2].key != 'router' else 'adamw'
     muon = optax.chain(optax.trace(0.95, nesterov=True), orthogonalize, optax.add_decayed_weights(weight_decay),
                        optax.scale_by_learning_rate(schedule))
     return optax.partition({'muon': muon, 'adamw': adamw}, lambda params: jax.tree.map_with_path(kind, params))
@@ -1168,12 +1323,15 @@ def make_eval_step(config, loss_chunk=0):
     return eval_step
 
 
-def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_size, eval_iters, masks=None):
+def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_size, eval_iters,
+                      masks=None, stop_signal=lambda: 0):
     """{'train': loss, 'val': loss}, each the mean over eval_iters * batch_size windows spread evenly over the split:
     the same windows at every evaluation, for any seed and number of devices, so that curves can be compared.
     eval_step: parallel.eval_step(make_eval_step(config)), which evaluates batch_size sequences per device and call.
-    masks: see load_masks; the mean is that over the tokens that count."""
+    masks: see load_masks; the mean is that over the tokens that count.
+    stop_signal(): a number, the same in all processes; None is returned as soon as it is not 0."""
     losses = {}
+    stop = 0
     n_rows = eval_iters * batch_size
     per_call = batch_size * parallel.n_data_shards
     for split, tokens in splits.items():
@@ -1184,6 +1342,9 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
             start = np.arange(n_rows) * last // max(1, n_rows - 1)
             share = max(1e-9, get_windows(masks[split], start, block_size)[1].mean())
         for first in range(0, n_rows, per_call):
+            if int(stop):  # one call late: reading it waits for the device
+                return None
+            stop = stop_signal()
             rows = first + parallel.local_rows(per_call)  # rows past the end have weight 0 and fill up the last call
             start = rows % n_rows * last // max(1, n_rows - 1)
             x, y = get_windows(tokens, start, block_size)
@@ -1199,27 +1360,142 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
 # checkpoints: out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or absent
 
 
-def open_checkpoints(out_dir, *, read_only=False):
-    """Orbax's manager of out_dir/ckpt: it keeps the latest checkpoint and the one with the lowest validation loss.
-    Raises UserError if out_dir cannot be written."""
+def open_checkpoints(out_dir, keep=2):
+    """Orbax's manager of out_dir/ckpt: it keeps the latest `keep` checkpoints and the one with the lowest validation
+    loss. Raises UserError if out_dir cannot be written."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import checkpoint_managers as policies
+    quiet_orbax()
+    val_loss = lambda metrics: metrics['val_loss']
+    folder = Path(out_dir, 'ckpt').absolute()
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=policies.AnyPreservationPolicy([
+            policies.LatestN(keep),
+            # reverse: Orbax prefers the highest. Saves between evaluations have no metrics; only LatestN keeps them
+            policies.BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)]),
+        best_fn=val_loss, best_mode='min', cleanup_tmp_directories=True, create=True,
+        async_options=ocp.options.AsyncOptions(post_finalization_callback=lambda: write_checksums(folder)))
+    try:
+        return ocp.CheckpointManager(folder, options=options, item_names=('params', 'opt_state', 'meta'))
+    except OSError as error:
+        raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another --out_dir') from error
+
+
+def quiet_orbax():
     for name in ('absl', 'asyncio'):  # Orbax's log messages; failures are reported below
         logging.getLogger(name).setLevel(logging.CRITICAL)
     sys.unraisablehook = silence_closed_event_loop
-    val_loss = lambda metrics: metrics['val_loss']
-    options = ocp.CheckpointManagerOptions(
-        preservation_policy=policies.AnyPreservationPolicy([
-            policies.LatestN(1),
-            # reverse: Orbax prefers the highest. Saves between evaluations have no metrics; only LatestN keeps them
-            policies.BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)]),
-        best_fn=val_loss, best_mode='min',
-        cleanup_tmp_directories=not read_only, read_only=read_only, create=not read_only)
+
+
+def write_checksums(folder):
+    """Writes checksums.json, {file: CRC-32}, into the one checkpoint in `folder` that is complete but for its name.
+    Orbax calls it in one process, before it renames the checkpoint."""
+    for step in folder.glob('*.orbax-checkpoint-tmp'):
+        # of params, opt_state, meta, metrics; Orbax has yet to change the files in `step` itself
+        files = sorted(path for path in step.glob('*/**/*') if path.is_file())
+        sums = {path.relative_to(step).as_posix(): checksum(path) for path in files}
+        (step / 'checksums.json').write_text(json.dumps(sums, indent=0))
+
+
+def checksum(path):
+    crc = 0
+    with open(path, 'rb') as file:
+        while block := file.read(2**24):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def find_damage(step):
+    """The first file of the checkpoint folder `step` that is not as it was written, or ''. Several processes each read
+    some of the files. A checkpoint without checksums.json is of an earlier version of this program: not checked."""
+    damaged = ''
     try:
-        return ocp.CheckpointManager(os.path.abspath(os.path.join(out_dir, 'ckpt')), options=options,
-                                     item_names=('params', 'opt_state', 'meta'))
-    except OSError as error:
-        raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another --out_dir') from error
+        sums = json.loads((step / 'checksums.json').read_text()) if (step / 'checksums.json').exists() else {}
+        for name in sorted(sums)[jax.process_index()::jax.process_count()]:
+            if not (step / name).is_file() or checksum(step / name) != sums[name]:
+                damaged = name
+                break
+    except (OSError, ValueError, AttributeError):
+        damaged = 'checksums.json'
+    return next(filter(None, gather_texts(damaged)), '')
+
+
+def checkpoint_steps(out_dir):
+    """The iterations of the complete checkpoints in out_dir, the latest first."""
+    folder = Path(out_dir, 'ckpt')
+    return sorted((int(path.name) for path in folder.iterdir() if path.name.isdigit()), reverse=True) \
+        if folder.is_dir() else []
+
+
+def lock_out_dir(out_dir, resumed_at=None):
+    """Locks out_dir for this run until the process ends, however it ends; out_dir/lock says who holds it. Several
+    processes lock it together, which shows that all of them see the same folder. Damaged checkpoints, newer than
+    `resumed_at` or with unreadable metrics, are renamed to <iteration>.damaged, out of Orbax's sight.
+    Returns the open file. Raises UserError if another run holds the lock."""
+    path = Path(out_dir, 'lock')
+    me = f'process {os.getpid()} on {socket.gethostname()} since {time.strftime("%F %T")}'
+    file = None
+
+    def lock():
+        nonlocal file
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, 'a')
+        except OSError as error:
+            raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another --out_dir') from error
+        try:
+            if fcntl:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(f'{out_dir} is in use by {path.read_text()}; choose another --out_dir') from None
+        except OSError:
+            pass  # a file system without locks
+        file.truncate(0)
+        file.write(me)
+        file.flush()
+        set_damaged_aside(Path(out_dir, 'ckpt'), resumed_at)
+
+    def see_lock(expected):
+        deadline = time.time() + 3  # what another machine has written may take a moment to be seen
+        while True:
+            found = os.listdir(path.parent) if path.parent.is_dir() else ()  # makes NFS look again
+            if path.name in found and path.read_text() == expected:
+                return
+            if time.time() > deadline:
+                raise UserError(f'{out_dir} is not the folder of process 0: it has to be on a file system that all '
+                                'processes share')
+            time.sleep(0.1)
+
+    master = jax.process_index() == 0
+    in_all_processes(lock if master else lambda: None)
+    held = gather_texts(me)[0]
+    in_all_processes((lambda: None) if master else functools.partial(see_lock, held))
+    return file
+
+
+def set_damaged_aside(folder, resumed_at):
+    for step in checkpoint_steps(folder.parent):
+        try:
+            read_val_loss(folder / str(step))
+            damaged = resumed_at is not None and step > resumed_at
+        except ValueError:
+            damaged = True
+        if damaged:
+            free = next(name for n in range(100) if not (name := folder / f'{step}.damaged{n or ""}').exists())
+            os.rename(folder / str(step), free)
+            print(f'{folder / str(step)} is damaged: renamed to {free.name}')
+
+
+def read_val_loss(step):
+    """The validation loss of the checkpoint in the folder `step`; infinity if it was not evaluated. Raises ValueError
+    if the file is damaged."""
+    path = step / 'metrics' / 'metrics'
+    if not path.exists():
+        return math.inf
+    try:
+        return float(json.loads(path.read_text())['val_loss'])
+    except (KeyError, TypeError, OSError) as error:
+        raise ValueError(f'{path} is damaged') from error
 
 
 def silence_closed_event_loop(unraisable):
@@ -1244,6 +1520,7 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
                 opt_state=ocp.args.StandardSave(opt_state_item(state)),
                 meta=ocp.args.JsonSave(meta)))
     except (OSError, ValueError, RuntimeError) as error:
+        exit_if_peer_died(error)
         raise UserError(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
     if not saved:
         raise UserError(f'{manager.directory} refuses checkpoint {iter_num}: it holds later ones, '
@@ -1272,6 +1549,7 @@ def finish_checkpoints(manager):
         manager.wait_until_finished()
         manager.close()
     except (OSError, ValueError, RuntimeError) as error:
+        exit_if_peer_died(error)
         raise UserError(cannot_write('the last checkpoint', manager, error)) from error
 
 
@@ -1281,44 +1559,66 @@ def opt_state_item(state):
 
 
 def load_meta(out_dir, which='latest'):
-    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. Raises UserError if there is none."""
-    import orbax.checkpoint as ocp
+    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One that is damaged is named on stderr,
+    and the newest intact one is taken instead. Raises UserError if there is none."""
     if which not in ('latest', 'best'):
         raise UserError(f'checkpoint must be latest or best, not {which!r}')
-    no_checkpoint = UserError(f'there is no complete checkpoint in {os.path.join(out_dir, "ckpt")}; '
-                              f'train one with: python train_jax.py --out_dir={out_dir}')
-    if not os.path.isdir(os.path.join(out_dir, 'ckpt')):
-        raise no_checkpoint
-    with open_checkpoints(out_dir, read_only=True) as manager:
-        step = manager.latest_step() if which == 'latest' else manager.best_step()
-        if step is None:
-            step = manager.latest_step()  # no checkpoint has been evaluated
-        if step is None:
-            raise no_checkpoint
+    folder = Path(out_dir, 'ckpt')
+    steps = checkpoint_steps(out_dir)
+    if not steps:
+        raise UserError(f'there is no complete checkpoint in {folder}; train one with: python train_jax.py '
+                        f'--out_dir={out_dir}')
+    if which == 'best':
+        steps.sort(key=lambda step: rank(folder / str(step)))  # stable: the latest first, if none is evaluated
+        steps[1:] = sorted(steps[1:], reverse=True)
+    problems = []
+    for step in steps:
+        problem = find_damage(folder / str(step))
         try:
-            meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
-            GPTConfig(**meta['model'])
-            missing = {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
-            if missing:
-                raise ValueError(f'its metadata lacks {sorted(missing)}')
-            meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], out_dir)
-        except Exception as error:
-            raise UserError(f'{manager.directory / str(step)} is damaged or not a checkpoint of this program: '
-                            f'{type(error).__name__}: {error}') from error
-    return step, meta
+            if not problem:
+                meta = read_meta(folder / str(step))
+        except Exception as error:  # of an earlier version, without checksums
+            problem = f'{type(error).__name__}: {" ".join(str(error).split())}'
+        if problem:
+            problems.append(f'{folder / str(step)} is damaged or not a checkpoint of this program ({problem})')
+            continue
+        if problems and jax.process_index() == 0:
+            print(f'{"; ".join(problems)}; taking checkpoint {step} instead', file=sys.stderr)
+        return step, meta
+    raise UserError(f'{"; ".join(problems)}; there is no intact one')
+
+
+def rank(step):
+    """The validation loss of the checkpoint in the folder `step`; a damaged one comes first, to be named."""
+    try:
+        return read_val_loss(step)
+    except ValueError:
+        return -math.inf
+
+
+def read_meta(step):
+    """The metadata of the checkpoint in the folder `step`. Raises an exception if it is not one of this program."""
+    meta = json.loads((step / 'meta' / 'metadata').read_text(encoding='utf-8'))
+    GPTConfig(**meta['model'])
+    missing = {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
+    if missing:
+        raise ValueError(f'its metadata lacks {sorted(missing)}')
+    meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], step.parent.parent)
+    return meta
 
 
 def restore_items(out_dir, step, items):
     """Restores items {name: abstract tree} of checkpoint `step`, sharded as the leaves of the abstract trees. Raises
     UserError if they do not fit."""
     import orbax.checkpoint as ocp
-    with open_checkpoints(out_dir, read_only=True) as manager:
-        try:
-            return manager.restore(step, args=ocp.args.Composite(
-                **{name: ocp.args.StandardRestore(tree) for name, tree in items.items()}))
-        except Exception as error:
-            raise UserError(f'{manager.directory / str(step)} does not fit the model or is damaged: '
-                            f'{type(error).__name__}: {error}') from error
+    quiet_orbax()
+    folder = Path(out_dir, 'ckpt', str(step)).absolute()
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            return {name: checkpointer.restore(folder / name, tree) for name, tree in items.items()}
+    except Exception as error:
+        exit_if_peer_died(error)
+        raise UserError(f'{folder} does not fit the model or is damaged: {type(error).__name__}: {error}') from error
 
 
 def load_run(out_dir, which='best', parallel=None):
@@ -1358,16 +1658,21 @@ def write_text(path, text):
 
 class MetricsLog:
     """out_dir/metrics.jsonl, one JSON object per line. Opening it for iteration `iter_num` drops the records of an
-    earlier run from there on, and an incomplete last line: after a resume every iteration is there once."""
+    earlier run from there on, and an incomplete last line: after a resume every iteration is there once. An evaluation
+    at iter_num is kept, and not written again."""
 
     def __init__(self, out_dir, iter_num=0):
         self.path = Path(out_dir) / 'metrics.jsonl'
-        kept = [record for record in read_metrics(out_dir) if record['iter'] < iter_num]
+        records = read_metrics(out_dir) if iter_num else []
+        kept = [r for r in records if r['iter'] < iter_num or (r['iter'] == iter_num and 'val_loss' in r)]
+        self.evaluated = kept[-1]['iter'] if kept and 'val_loss' in kept[-1] else None
         write_text(self.path, ''.join(json.dumps(record) + '\n' for record in kept))
         self.file = open(self.path, 'a', buffering=1)  # flushed after every line
 
     def write(self, record):
         """Appends a record; a float that is not finite becomes null. Raises UserError if it cannot be written."""
+        if 'val_loss' in record and record['iter'] == self.evaluated:
+            return
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
             self.file.write(json.dumps(record) + '\n')
@@ -1415,9 +1720,8 @@ def duration(seconds):
 
 
 def measure_bandwidth(device, n_bytes=2**29):
-    """Memory bandwidth of the device in GB/s, reading: the median of ten reductions over n_bytes (by default 512 MiB,
-    larger than any cache). The median, not the best: on a shared machine the sustained bandwidth is lower than the
-    peak."""
+    """Memory bandwidth of the device in GB/s, reading: the median of ten reductions over n_bytes (512 MiB are larger
+    than any cache). The median, not the best: on a shared machine the sustained bandwidth is lower than the peak."""
     x = jax.device_put(jnp.ones(n_bytes // 4, jnp.float32), device)
     total = jax.jit(jnp.sum)
     seconds = []
@@ -1472,14 +1776,22 @@ def start_wandb(**settings):
 
 
 class StopSignal:
-    """Catches SIGTERM and SIGINT so that the loop can save and stop; a second one kills the process at once."""
+    """Catches SIGTERM and SIGINT so that the loop can save and stop. A second one kills the process at once, but not
+    while it saves. While `starting`, the first one ends the process: there is nothing to save yet."""
 
-    def __init__(self):
+    def __init__(self, starting=False):
+        self.starting = starting
+        self.saving = lambda: False  # whether a save is under way
         self.signum = 0  # none yet
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self.receive)
 
     def receive(self, signum, frame):
+        if self.starting:
+            sys.exit(128 + signum)
         self.signum = signum
+        self.on_second(signal.SIG_IGN if self.saving() else signal.SIG_DFL)
+
+    def on_second(self, action):
         for caught in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(caught, signal.SIG_DFL)
+            signal.signal(caught, action)

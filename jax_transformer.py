@@ -227,10 +227,10 @@ def attention_mask(config, layer_type, key_position_BxS, position_BxT):
     key_Bx1xS = key_position_BxS[:, None, :]
     query_BxTx1 = position_BxT[:, :, None]
     mask_BxTxS = key_Bx1xS <= query_BxTx1
-    if layer_type == 'window':
-        mask_BxTxS &= key_Bx1xS > query_BxTx1 - config.window
     if layer_type == 'chunk':
         mask_BxTxS &= key_Bx1xS // config.chunk == query_BxTx1 // config.chunk
+    elif key_position_BxS.shape[1] > attention_span(config, layer_type):
+        mask_BxTxS &= key_Bx1xS > query_BxTx1 - attention_span(config, layer_type)
     return mask_BxTxS
 
 
@@ -289,7 +289,7 @@ def update_kv_cache(config, layer_type, cache, new_kv, position_BxT):
     queries attend to new_kv."""
     if cache is None:
         return new_kv, position_BxT, None
-    if layer_type in ('window', 'chunk'):
+    if layer_type in ('window', 'chunk') or config.position == 'rope':  # a ring of the last block_size positions
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     cache = write_cache(cache, new_kv, position_BxT)
     kv = read_cache(cache, config.dtype)
@@ -661,8 +661,8 @@ def attention_span(config, layer_type):
     return {'window': config.window, 'chunk': config.chunk}.get(layer_type, config.block_size)
 
 def update_ring_cache(config, layer_type, cache, new_kv, position_BxT):
-    """update_kv_cache for sliding-window layers, a ring buffer: position p is stored in slot p % S (S >= span), and
-    overwritten once it is out of the window."""
+    """update_kv_cache as a ring buffer: position p is stored in slot p % S, and overwritten once it is out of the
+    attention span. A cache of S < span slots holds the first S positions only."""
     first = next(iter(new_kv))
     B, T = new_kv[first].shape[:2]
     S = cache[first].shape[2]

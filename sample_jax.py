@@ -3,7 +3,11 @@
 $ python sample_jax.py --out_dir=out-pystdlib-char
 $ python sample_jax.py --init_from=gpt2-xl --start="The answer to life, the universe and everything is" --num_samples=5
 """
+import contextlib
 import dataclasses
+import json
+import os
+import select
 import sys
 from pathlib import Path
 
@@ -11,7 +15,8 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jax_generate import bytes_read_per_step, cache_bytes, convert_params_for_decoding, generate_stream
+from jax_generate import (
+    PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
 from jax_ops import UserError
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
@@ -25,6 +30,8 @@ checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
 start = '\n' # the prompt, or 'FILE:prompt.txt' to read it from a file; '<|endoftext|>' is a token in GPT-2's BPE
 each_line = False # each line of the FILE is a prompt of its own; all are generated in one batch
+chat = False # the prompts are questions, asked in the form of the model's chat template; prints the answers
+system = '' # system prompt of a chat
 num_samples = 10 # number of samples to draw for each prompt, all in one batch
 max_new_tokens = 500 # number of tokens generated in each sample
 temperature = 0.8 # 1.0 = no change, < 1.0 = less random, > 1.0 = more random; 0 is greedy
@@ -35,10 +42,10 @@ repetition_penalty = 1.0 # above 1.0 makes tokens that have already occurred les
 stop = '' # end a sample before this text
 quantize = '' # 'int8': weights with a scale per output channel, 4x smaller than float32; faster, logits differ slightly
 cache_dtype = 'auto' # of the KV cache: 'float32', 'bfloat16', 'float16', 'int8', 'float8'; auto is the compute dtype
-n_draft = 0 # speculative decoding: draft tokens per step; same samples, faster where drafts are accepted; try 3 or 7
+n_draft = 0 # speculative decoding: draft tokens per step, 3 or 7; pays with temperature=0, where a text repeats itself
 draft = '' # draft model with the same tokenizer: its out_dir, or as init_from; '' drafts from the text so far
 stream = False # print the text while it is generated, one sample after the other
-interactive = False # ask for prompts, as a chat if the model has a chat template; /clear forgets, Ctrl-D leaves
+interactive = False # ask for prompts, as a chat if the model has a chat template: /clear, /retry, /save FILE, Ctrl-D
 seed = 1337 # of the samples; need not be the training's
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
@@ -118,6 +125,10 @@ tokenizer = load_tokenizer(description)
 if tokenizer.vocab_size > config.vocab_size:
     raise UserError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}')
 draft_model = load_draft_model() if draft else None
+if (chat or system) and tokenizer.chat_template is None:
+    raise UserError(f'{source} has no chat template, which --chat and --system need')
+defaults = {name: value for name, value in tokenizer.sampling.items() if name not in given}
+globals().update(defaults)
 
 
 def encode(text):
@@ -131,35 +142,45 @@ def encode(text):
 # generation
 
 STREAM_CHUNK = 8  # tokens generated between two updates of a text that is shown while it grows
+SLOW_TOKEN = 0.05  # seconds: a text with slower tokens is updated after each
 STOP_CHUNK = 64  # tokens generated between two searches for the stop text
 clock = Stopwatch()
 calls = []  # (laps, prompt lengths, GenerationResult) of each call of generate_texts, for report_speed
 
 
-def generate_texts(prompts, sample_index, show=None):
-    """Continues the prompts (lists of token ids) in one batch and returns their texts.
+def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
+    """Continues the prompts (lists of token ids) in one batch. Returns (their texts, whether each was cut at
+    max_new_tokens).
 
     sample_index: number of the random stream of each sample.
-    show(text): called with the first text while it grows."""
+    show(text): called with the first text while it grows.
+    prefix_cache: see generate_stream."""
     lengths = [len(prompt) for prompt in prompts]
+    if max(lengths) > config.block_size:
+        print(f'the prompt has {max(lengths):,} tokens, the context of the model {config.block_size:,}: the text is '
+              f'continued from the last {config.block_size:,}', file=sys.stderr)
     idx = np.zeros((len(prompts), max(lengths)), np.int32)  # right-padded
     for row, prompt in zip(idx, prompts):
         row[:len(prompt)] = prompt
     prompt_texts = [tokenizer.decode(prompt) for prompt in prompts]
-    chunk = None  # all tokens in one compiled loop
-    if show:
-        chunk = STREAM_CHUNK
-    elif stop:
-        chunk = STOP_CHUNK
+    laps = []
+    n_chunk = 1
+
+    def stream_chunk():
+        nonlocal n_chunk
+        is_fast = len(laps) > 1 and laps[-1].running < SLOW_TOKEN * n_chunk
+        n_chunk = STREAM_CHUNK if is_fast else 1
+        return n_chunk
+
     results = generate_stream(
         params, config, idx, max_new_tokens, rng=jax.random.key(seed), temperature=temperature, top_k=top_k or None,
         top_p=top_p if top_p < 1 else None, min_p=min_p or None,
         repetition_penalty=repetition_penalty if repetition_penalty != 1 else None, n_vocab=tokenizer.vocab_size,
-        prompt_lengths_B=lengths, sample_index_B=sample_index, stop_tokens=tokenizer.stop_tokens, chunk=chunk,
-        cache_dtype=cache_dtype, n_draft=n_draft, draft=draft_model)
-    laps = []
+        prompt_lengths_B=lengths, sample_index_B=sample_index, stop_tokens=tokenizer.stop_tokens,
+        chunk=stream_chunk if show else STOP_CHUNK if stop else None,  # None: all tokens in one compiled loop
+        cache_dtype=cache_dtype, n_draft=n_draft, draft=draft_model, prefix_cache=prefix_cache)
     clock.lap()
-    with parallel.mesh_context():
+    with parallel.mesh_context(), contextlib.closing(results):
         for result in results:
             laps.append(clock.lap())  # the first lap is the prefill with its one token
             texts, stopped = texts_until_stop(result, prompt_texts)
@@ -170,7 +191,9 @@ def generate_texts(prompts, sample_index, show=None):
     if show:
         show(texts[0])
     calls.append((laps, lengths, result))
-    return texts
+    was_cut = [length == n_prompt + max_new_tokens and row[length - 1] not in tokenizer.stop_tokens and not has_stopped
+               for row, length, n_prompt, has_stopped in zip(result.tokens, result.lengths, lengths, stopped)]
+    return texts, was_cut
 
 
 def texts_until_stop(result, prompt_texts):
@@ -214,8 +237,7 @@ def report_speed():
         tokens_per_sec = (n_tokens - n_first) / decode_s
         weight_bytes = bytes_read_per_step(params)
         gb_read = sum(result.steps * (weight_bytes + result.cache_bytes) for _, _, result in calls) / 1e9
-        # each device reads its own shard; weights up to the largest cache are compared with memory
-        bandwidth = measure_bandwidth(devices[0], min(2**29, max(2**27, weight_bytes // n_devices))) * n_devices
+        bandwidth = measure_bandwidth(devices[0], 2**27) * n_devices  # each device reads its own shard
         report += (f', then {tokens_per_sec:,.0f} tok/s ({tokens_per_sec / batch_size:,.0f} per sequence) '
                    f'for {n_tokens:,} tokens\n'
                    f'weights {weight_bytes / 1e6:,.4g} MB, {gb_read / decode_s:.1f} GB/s, which is '
@@ -224,6 +246,8 @@ def report_speed():
         if drafted:
             accepted = sum(result.accepted for _, _, result in calls)
             report += f'\ndrafts: {accepted:,} of {drafted:,} tokens accepted, {accepted / drafted:.0%}'
+            if any(drafts_are_useless(result.drafted, result.accepted, batch_size) for _, _, result in calls):
+                report += '; too few, so they were switched off'
     longest_prompt = max(max(lengths) for _, lengths, _ in calls)
     length = min(config.block_size, longest_prompt + max_new_tokens)
     kv_bytes = cache_bytes(config, length, cache_dtype)
@@ -235,55 +259,116 @@ def report_speed():
 # interactive mode
 
 
-def encode_chat(turns, line):
-    """Token ids of a conversation and the line that continues it: a chat if the model has a template, else plain text.
+def chat_messages(turns):
+    """The messages of a conversation, for a chat template. turns: [(line, answer)]."""
+    messages = [{'role': 'system', 'content': system}] if system else []
+    for asked, answered in turns:
+        messages += [{'role': 'user', 'content': asked}, {'role': 'assistant', 'content': answered}]
+    return messages
 
-    turns: [(line, answer)] so far."""
+
+def encode_chat(turns, line):
+    """Token ids of a conversation and the line that continues it: a chat if the model has a template, else plain
+    text."""
     if tokenizer.chat_template is None:
         return encode('\n'.join([*(asked + answered for asked, answered in turns), line]))
-    messages = []
-    for asked, answered in turns:
-        messages.append({'role': 'user', 'content': asked})
-        messages.append({'role': 'assistant', 'content': answered})
-    return tokenizer.encode_chat([*messages, {'role': 'user', 'content': line}])
+    return tokenizer.encode_chat([*chat_messages(turns), {'role': 'user', 'content': line}])
 
 
-def chat():
+def encode_what_fits(turns, line):
+    """encode_chat without the oldest turns, if not all of them fit into the context with an answer. Returns (ids,
+    turns)."""
+    room = config.block_size - min(max_new_tokens, config.block_size // 2)
+    for n_dropped in range(len(turns) + 1):
+        prompt = encode_chat(turns[n_dropped:], line)
+        if len(prompt) <= room:
+            break
+    if n_dropped:
+        print(f'(the context of {config.block_size:,} tokens is full: the oldest {n_dropped} turns are forgotten)')
+    return prompt, turns[n_dropped:]
+
+
+def read_turn():
+    """What the user types; lines that are pasted together are one turn."""
+    text = input('> ')
+    while os.name == 'posix' and sys.stdin.isatty() and select.select([sys.stdin], [], [], 0.05)[0]:
+        text += '\n' + input()
+    return text
+
+
+def save_chat(turns, path):
+    """Writes the conversation as one line of JSON, {"messages": [{"role": ..., "content": ...}]}."""
+    text = json.dumps({'messages': chat_messages(turns)}, ensure_ascii=False)
+    try:
+        Path(path).write_text(f'{text}\n', encoding='utf-8')
+        print(f'({len(turns)} turns in {path})')
+    except OSError as error:
+        print(f'error: cannot write {path}: {error.strerror}')
+
+
+def run_chat():
     """Asks for lines and answers each; the conversation so far is the context of the next answer."""
     try:
         import readline  # noqa: F401, line editing and history for input()
     except ImportError:
         pass
-    turns = []
+    turns, n_answers, prefix_cache = [], 0, PrefixCache()
     while True:
         try:
-            line = input('> ')
-        except (EOFError, KeyboardInterrupt):
+            line = read_turn()
+        except EOFError:
             return print()
+        except KeyboardInterrupt:
+            print('\n(Ctrl-D leaves)')
+            continue
         if line == '/clear':
             turns = []
+        elif line.startswith('/save '):
+            save_chat(turns, line[6:].strip())
+        elif line == '/retry' and turns:
+            turns = answer(turns[:-1], turns[-1][0], n_answers, prefix_cache) or turns
+            n_answers += 1
+        elif line == '/retry':
+            print('(there is no answer yet)')
         elif line:
-            try:
-                prompt = encode_chat(turns, line)
-                n_prompt = len(tokenizer.decode(prompt))
-                text = generate_texts([prompt], [0], make_printer(n_prompt))[0]
-                turns.append((line, text[n_prompt:]))
-            except UserError as error:
-                print(f'error: {error}', end='')
-            except KeyboardInterrupt:
-                pass
-            print()
+            turns = answer(turns, line, n_answers, prefix_cache) or turns
+            n_answers += 1
+
+
+def answer(turns, line, sample_index, prefix_cache):
+    """Prints the answer to a line, which Ctrl-C ends. Returns the conversation with this turn; None if the line cannot
+    be asked."""
+    answered = ''
+
+    def show(text):
+        nonlocal answered
+        print(text[n_prompt + len(answered):], end='', flush=True)
+        answered = text[n_prompt:]
+
+    try:
+        prompt, turns = encode_what_fits(turns, line)
+        n_prompt = len(tokenizer.decode(prompt))
+        _, was_cut = generate_texts([prompt], [sample_index], show, prefix_cache)
+        print(f'\n(cut at max_new_tokens={max_new_tokens})' if was_cut[0] else '')
+    except UserError as error:
+        print(f'error: {error}')
+        return None
+    except KeyboardInterrupt:
+        print('\n(interrupted)')
+    return [*turns, (line, answered)]
 
 
 # -----------------------------------------------------------------------------
 # sample
 
 header = f'{source}; {tensor} x {devices[0].device_kind}, compute in {dtype} ({reason})'
+if defaults:
+    header += f"; {', '.join(f'{name}={value}' for name, value in defaults.items())} (its generation_config.json)"
 if hasattr(sys.stdout, 'reconfigure'):
     sys.stdout.reconfigure(errors='replace')  # a terminal may lack characters that the model knows
 if interactive:
     print(header, file=sys.stderr)
-    chat()
+    run_chat()
     sys.exit()
 
 # encode the prompts
@@ -298,17 +383,25 @@ if start.startswith('FILE:'):
         raise UserError('the file has no prompts, only empty lines')
 elif each_line:
     raise UserError('each_line takes its prompts from a file: --start=FILE:prompts.txt')
-prompts = [prompt for prompt in map(encode, lines) for _ in range(num_samples)]
+encode_prompt = (lambda line: encode_chat([], line)) if chat else encode
+prompts = [prompt for prompt in map(encode_prompt, lines) for _ in range(num_samples)]
+questions = [line for line in lines for _ in range(num_samples)]
 sample_index = list(range(num_samples)) * len(lines)  # a sample does not depend on the other prompts in the batch
+n_hidden = [len(tokenizer.decode(prompt)) if chat else 0 for prompt in prompts]  # characters that are not printed
 
 # generate and print
 if stream:
-    for prompt, index in zip(prompts, sample_index):
-        generate_texts([prompt], [index], make_printer())
+    stream_cache = PrefixCache()  # the samples of a prompt share its prefill
+    for prompt, index, question, n in zip(prompts, sample_index, questions, n_hidden):
+        if chat:
+            print(f'> {question}')
+        generate_texts([prompt], [index], make_printer(n), stream_cache)
         print('\n---------------')
 else:
-    for text in generate_texts(prompts, sample_index):
-        print(text)
+    for text, question, n in zip(generate_texts(prompts, sample_index)[0], questions, n_hidden):
+        if chat:
+            print(f'> {question}')
+        print(text[n:])
         print('---------------')
 print(header, file=sys.stderr)
 report_speed()

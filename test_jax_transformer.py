@@ -351,9 +351,9 @@ def test_a_sample_depends_on_seed_and_row_and_on_nothing_else_in_the_batch():
 def picks(logits, n_vocab=None, greedy=False, top_k=None, top_p=None, min_p=None, temperature=1.0):
     """How often each token is drawn from these logits, as a share of 4000 draws."""
     sampling = SamplingConfig(
-        greedy=greedy, top_k=top_k, top_p=top_p is not None, min_p=min_p is not None, penalize=False,
+        greedy=greedy, top_k=top_k is not None, top_p=top_p is not None, min_p=min_p is not None, penalize=False,
         n_vocab=n_vocab or len(logits), stop_tokens=())
-    params = SamplingParams(temperature=temperature, top_p=top_p, min_p=min_p, repetition_penalty=None)
+    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty=None)
     logits_BxV = jnp.tile(jnp.asarray(logits, jnp.float32), (4000, 1))
     keys = jax.random.split(jax.random.key(0), 4000)
     ids = jax.jit(sample_token, static_argnums=2)(logits_BxV, keys, sampling, params)
@@ -401,7 +401,7 @@ def test_chunks_add_up_to_what_one_call_gives(chunk):
     np.testing.assert_array_equal(stream[-1].tokens, full)
     assert stream[-1].lengths.tolist() == [29, 24]
     assert stream[0].lengths[0] == 9 + 1
-    assert stream[1].lengths[0] == 9 + min(8, 1 + chunk)  # 8 tokens fit into the cache
+    assert stream[1].lengths[0] == 9 + min(20, 1 + chunk)
     for so_far in stream:
         for row, length, full_row in zip(so_far.tokens, so_far.lengths, full):
             np.testing.assert_array_equal(row[:length], full_row[:length])
@@ -425,17 +425,20 @@ def test_no_new_tokens_returns_the_prompts():
     np.testing.assert_array_equal(generated(random_tokens(2, 5), 0), random_tokens(2, 5))
 
 
-def test_prompts_of_one_bucket_share_one_compilation():
+def test_prompts_of_all_lengths_and_other_numbers_of_tokens_compile_nothing_new():
     config = dataclasses.replace(TINY, block_size=64)
     params = init_params(config)
-    run = lambda length: generate(params, config, random_tokens(2, length), 8, rng=jax.random.key(0))
-    run(17)
+
+    def run(length, max_new_tokens, top_k):
+        generate(params, config, random_tokens(2, length), max_new_tokens, rng=jax.random.key(0), top_k=top_k)
+
+    run(18, 8, 5)
     n_prefill, n_decode = jax_generate.prefill._cache_size(), jax_generate.decode._cache_size()
-    for length in (18, 25, 32):
-        run(length)
+    for length, max_new_tokens, top_k in ((25, 8, 5), (56, 2, 9), (33, 8, 5), (20, 30, 37)):
+        run(length, max_new_tokens, top_k)
     assert jax_generate.prefill._cache_size() == n_prefill
     assert jax_generate.decode._cache_size() == n_decode
-    run(33)
+    run(4, 8, 5)  # short prompts have pieces of their own
     assert jax_generate.prefill._cache_size() == n_prefill + 1
 
 

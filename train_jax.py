@@ -5,9 +5,11 @@ $ python train_jax.py config/train_shakespeare_char.py --batch_size=32 --device=
 $ python train_jax.py --init_from=resume --out_dir=out-pystdlib-char   # resumes that run, bit for bit
 """
 import dataclasses
+import functools
 import json
 import math
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -21,13 +23,14 @@ from flax.traverse_util import unflatten_dict
 from jax_ops import UserError, ceil_div
 from jax_pretrained import load_config, load_pretrained, local_path
 from jax_train_utils import (
-    MetricsLog, StopSignal, all_finite, check_flags, check_tokens, choose_attention, config_from_flags,
-    configure_process, copy_tokenizer, create_learning_rate_schedule, create_optimizer_with_schedule,
-    describe_tokenizer, device_peak_flops, duration, estimate_loss_jax, exit_if_peer_died, exit_on_user_error,
-    finish_checkpoints, flags_from_config, get_batch_jax, get_loss_weights, initialize_distributed, load_checkpoint,
-    load_dataset, load_masks, load_meta, make_eval_step, make_train_step, merge_resumed_flags, open_checkpoints,
-    plot_losses, progress_bar, read_flags, same_tokens, save_checkpoint, setup_distributed_training,
-    setup_jax_environment, split_batch, start_wandb, write_text)
+    MetricsLog, StopSignal, all_finite, check_agreement, check_flags, check_tokens, checkpoint_steps,
+    choose_attention, config_from_flags, configure_process, copy_tokenizer, create_learning_rate_schedule,
+    create_optimizer_with_schedule, describe_data, describe_tokenizer, device_peak_flops, duration, estimate_loss_jax,
+    exit_if_peer_died, exit_on_user_error, finish_checkpoints, fit_layout, flags_from_config, get_batch_jax,
+    get_loss_weights, in_all_processes, initialize_distributed, load_checkpoint, load_dataset, load_masks, load_meta,
+    lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags, open_checkpoints, plot_losses, progress_bar,
+    read_flags, same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment, split_batch,
+    start_wandb, with_expert_balance, write_text)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 # -----------------------------------------------------------------------------
@@ -41,7 +44,8 @@ eval_iters = 200 # batches per evaluation and split, the same batches every time
 eval_only = False # if True, evaluate once and stop; nothing is written
 always_save_checkpoint = True # if False, an evaluation only saves when the validation loss has improved
 save_interval = 0 # also save every this many iterations; 0 is off
-init_from = 'scratch' # 'scratch', 'resume', 'gpt2' (-medium, -large, -xl), a Hugging Face folder, a nanoGPT ckpt.pt
+keep = 2 # keep the latest this many checkpoints, and the best
+init_from = 'scratch' # 'resume', 'auto' (resume, or scratch), 'gpt2' (-medium ...), a Hugging Face folder, a ckpt.pt
 # wandb logging
 wandb_log = False # log to Weights & Biases; with WANDB_MODE=offline it needs no account
 wandb_project = 'owt' # name of the project at wandb
@@ -98,6 +102,7 @@ expert = 1 # shard the experts, and the batch with them, over this many devices
 coordinator_address = '' # host:port of process 0 of several; 'auto' on a TPU pod; Slurm and Open MPI need neither
 num_processes = 0 # number of processes that train together
 process_id = -1 # number of this process, from 0
+deterministic = False # GPUs give the same bits in every run, which makes them slower; CPUs do so anyway
 profile = False # trace a few iterations after the first ones into out_dir/profile, for TensorBoard or Perfetto
 compile = True # has no effect: JAX always compiles
 backend = 'nccl' # has no effect: JAX picks its own
@@ -105,8 +110,9 @@ backend = 'nccl' # has no effect: JAX picks its own
 sys.excepthook = exit_on_user_error
 flags, given = read_flags(__file__, globals())  # all knobs of the block above, and those that the user gave
 globals().update(flags)
-configure_process(device)
+configure_process(device, deterministic)
 initialize_distributed(coordinator_address, num_processes, process_id)
+stop = StopSignal(starting=jax.process_count() == 1)  # several processes stop together, in the loop
 master = jax.process_index() == 0  # the process that prints and writes the logs
 if not master:
     sys.stdout = open(os.devnull, 'w')
@@ -115,6 +121,13 @@ iter_num = 0
 best_val_loss = 1e9
 resumed_at = None
 wandb_id = None
+check_flags(flags)
+own = ('process_id', 'out_dir', 'dataset')  # each process may have its own, if the content is the same
+check_agreement('flags', {name: value for name, value in flags.items() if name not in own} | {
+    'the list of given flags': sorted(given.keys() - own)})
+if init_from == 'auto':
+    init_from = flags['init_from'] = given['init_from'] = 'resume' if checkpoint_steps(out_dir) else 'scratch'
+check_agreement('out_dir', {'init_from': init_from, 'checkpoints': checkpoint_steps(out_dir)})
 if init_from == 'resume':  # a resumed run keeps its flags, except for those given now
     resumed_at, resumed = load_meta(out_dir)
     flags = merge_resumed_flags(flags, given, resumed['flags'])
@@ -127,8 +140,14 @@ for name, value in (('compile', compile), ('backend', backend)):
         print(f'--{name}={value} has no effect here: JAX always compiles, and picks its own communication')
 check_flags(flags)
 
-devices, dtype, reason = setup_jax_environment(device, dtype)
-flags['dtype'] = dtype
+devices, dtype, reason = in_all_processes(setup_jax_environment, device, dtype)
+if init_from == 'resume':
+    layout = dict(fsdp=fsdp, tensor=tensor, expert=expert)
+    fitting = fit_layout(layout, given, len(devices), resumed['model']['n_embd'])
+    if fitting != layout:
+        print(f'{layout} of the resumed run does not fit {len(devices)} devices: taking {fitting}')
+        flags.update(fitting)
+        globals().update(fitting)
 parallel = setup_distributed_training(devices, fsdp, tensor, expert)
 n_micro, micro_batch = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
 print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
@@ -136,21 +155,28 @@ print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})
 # model: from scratch, from a checkpoint, or pretrained (block_size may be less than the model's, dropout overridden)
 if init_from == 'resume':
     config = dataclasses.replace(GPTConfig(**resumed['model']), dropout=dropout, dtype=dtype)
+    if 'expert_balance' in given:
+        config = with_expert_balance(config, expert_balance)
+    if config.dtype != resumed['model']['dtype']:
+        print(f"this run has computed in {resumed['model']['dtype']} so far, and goes on in {dtype}")
     print(f'resuming {out_dir} at iteration {iter_num}, best val loss {best_val_loss:.4f}')
 elif init_from != 'scratch':
     path = local_path(init_from)
-    config = load_config(path)
+    config = in_all_processes(load_config, path)
     if block_size > config.block_size and 'block_size' in given:
         raise UserError(f'block_size={block_size}, but {init_from} knows only {config.block_size} positions')
     block_size = min(block_size, config.block_size)
     if config.position == 'learned':
         config = dataclasses.replace(config, block_size=block_size)
     config = dataclasses.replace(config, dropout=dropout, dtype=dtype)
+    if 'expert_balance' in given:
+        config = with_expert_balance(config, expert_balance)
     flags.update(flags_from_config(config) | {'block_size': block_size})  # saved in the checkpoints, for a resume
     print(f'initializing from {init_from}, dropout {dropout}, block_size {block_size}')
 data_dir = Path(__file__).parent / 'data' / dataset
-splits, data_vocab_size, tokenizer = load_dataset(data_dir, block_size)
-masks = load_masks(data_dir, splits)
+splits, data_vocab_size, tokenizer = in_all_processes(load_dataset, data_dir, block_size)
+masks = in_all_processes(load_masks, data_dir, splits)
+check_agreement('data', describe_data(splits | {f'{split}_mask': mask for split, mask in masks.items()}, tokenizer))
 if init_from == 'scratch':
     vocab_size = data_vocab_size
     if tokenizer['kind'] != 'char':
@@ -159,6 +185,10 @@ if init_from == 'scratch':
     print(f'initializing a new model from scratch, vocab_size {vocab_size}')
 architecture = config.architecture()  # saved in the checkpoints: a RoPE model keeps its context
 config = dataclasses.replace(config, block_size=block_size)  # training sees sequences of this length only
+if deterministic and devices[0].platform == 'gpu':
+    if attention == 'cudnn':
+        raise UserError('attention=cudnn is not deterministic; use --attention=auto, or --deterministic=False')
+    attention = 'xla'
 implementation, reason = choose_attention(attention, config, devices[0], on_mesh=fsdp * tensor * expert > 1)
 config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({reason})')
@@ -179,6 +209,17 @@ schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmu
                                          lr_decay_iters=lr_decay_iters, min_lr=min_lr, lr_schedule=lr_schedule)
 tx = create_optimizer_with_schedule(schedule, beta1=beta1, beta2=beta2, weight_decay=weight_decay,
                                     optimizer=optimizer)
+train_step = parallel.train_step(make_train_step(config, seed, grad_clip, schedule, loss_chunk))
+eval_step = parallel.eval_step(make_eval_step(config, loss_chunk))
+
+# out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake
+if not eval_only:
+    earlier = checkpoint_steps(out_dir) if init_from != 'resume' else ()
+    if earlier and not overwrite:
+        raise UserError(f'{out_dir} holds a run at iteration {earlier[0]}; continue it with --init_from=resume, choose '
+                        'another --out_dir, or delete its checkpoints with --overwrite=True')
+    lock = lock_out_dir(out_dir, resumed_at)
+
 if init_from == 'resume':
     saved_config = GPTConfig(**resumed['model'])
     state = parallel.abstract_state(create_train_state, jax.random.key(seed), saved_config, tx)
@@ -197,7 +238,7 @@ else:
     def state_without_params(*args):
         return create_train_state(*args).replace(params=None)  # compiled, it does not compute them
 
-    _, params = load_pretrained(path, place=place)
+    _, params = in_all_processes(functools.partial(load_pretrained, path, place=place))
     state = parallel.init_sharded(state_without_params, jax.random.key(seed), config, tx).replace(params=params)
     del params  # the training step donates the state
 n_params = count_params(state.params)
@@ -205,25 +246,18 @@ print(f'number of parameters: {n_params / 1e6:.2f}M')
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
 print(f'tokens per iteration will be: {tokens_per_iter:,}')
 
-train_step = parallel.train_step(make_train_step(config, seed, grad_clip, schedule, loss_chunk))
-eval_step = parallel.eval_step(make_eval_step(config, loss_chunk))
 peak_flops = device_peak_flops(devices[0])
 
-if wandb_log and master:
+if wandb_log and master:  # after all that can be refused
     wandb_run = start_wandb(project=wandb_project, name=wandb_run_name, id=wandb_id, config=flags)
     wandb_id = wandb_run.id
-# out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake
 if not eval_only:
-    checkpoints = open_checkpoints(out_dir)
-    if init_from != 'resume' and checkpoints.all_steps():
-        if not overwrite:
-            raise UserError(f'{out_dir} holds a run at iteration {checkpoints.latest_step()}; continue it with '
-                            '--init_from=resume, choose another --out_dir, or delete its checkpoints with '
-                            '--overwrite=True')
-        for step in checkpoints.all_steps():
-            checkpoints.delete(step)
+    checkpoints = open_checkpoints(out_dir, keep)
+    for step in earlier:
+        checkpoints.delete(step)
+    stop.saving = checkpoints.is_saving_in_progress
     if master:
-        write_text(Path(out_dir, 'config.json'), json.dumps(flags, indent=2) + '\n')
+        write_text(Path(out_dir, 'config.json'), json.dumps(flags | {'dtype': dtype}, indent=2) + '\n')
         copy_tokenizer(tokenizer, Path(out_dir, 'tokenizer'))
         metrics_log = MetricsLog(out_dir, iter_num)
 versions = {'python': sys.version.split()[0]} | {p.__name__: p.__version__ for p in (jax, jaxlib, flax)}
@@ -234,6 +268,8 @@ def make_batch(iter_num):
     n_rows = gradient_accumulation_steps * batch_size
     rows = parallel.local_rows(n_rows)
     x, y = get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num, rows)
+    if max(x.max(), y.max()) >= data_vocab_size:
+        raise UserError(f'dataset {dataset} has a token id outside its vocabulary of {data_vocab_size}')
     seq_id = (iter_num * n_rows + rows).astype(np.uint32)
     batch = {'x': x, 'y': y, 'seq_id': seq_id}
     if masks:
@@ -285,9 +321,13 @@ class IterationLog:
 
 
 def evaluate():
-    """The validation loss, after logging the losses on both splits. Raises UserError if they are not finite."""
+    """The validation loss, after logging the losses on both splits; None if a signal ends the evaluation. Raises
+    UserError if the losses are not finite."""
     losses = estimate_loss_jax(eval_step, state.params, splits, parallel, block_size=block_size, batch_size=batch_size,
-                               eval_iters=eval_iters, masks=masks)
+                               eval_iters=eval_iters, masks=masks,
+                               stop_signal=lambda: parallel.max_over_processes(stop.signum))
+    if losses is None:
+        return None
     if master:
         bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
     if not math.isfinite(sum(losses.values())):
@@ -298,7 +338,7 @@ def evaluate():
         plot_losses(out_dir)
     if master and wandb_log:
         wandb_run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'],
-                       'lr': float(schedule(int(state.step))), 'mfu': log.mfu})
+                       'lr': float(schedule(int(state.step))), 'mfu': log.mfu and 100 * log.mfu})  # percent
     return losses['val']
 
 
@@ -313,35 +353,52 @@ def save(val_loss):
         'versions': versions, 'wandb_id': wandb_id})
 
 
+def stop_profile():
+    global tracing
+    jax.block_until_ready(state.params)
+    jax.profiler.stop_trace()
+    tracing = False
+    bar.write(f'traced iterations {profile_at} to {iter_num} into {out_dir}/profile')
+
+
 # training loop
 first_iter = iter_num
 bar = progress_bar(iter_num, max_iters)
 log = IterationLog()
-stop = StopSignal()
-stop_signal = 0  # the signal that all processes stop for; 0 is none
+stop.starting = False
+stop_signal = int(parallel.max_over_processes(stop.signum))  # the signal that all processes stop for; 0 is none
+profile_at = min(first_iter + 5, max(first_iter, max_iters - 3))  # three iterations, after the first ones if possible
+tracing = False
 batch = make_batch(iter_num)
 try:
     while True:
-        finished = iter_num >= max_iters or stop_signal
-        eval_due = iter_num % eval_interval == 0 or iter_num >= max_iters or eval_only
-        save_due = finished or (save_interval and iter_num % save_interval == 0)
-        if eval_due or save_due:
-            log.flush()
+        eval_due = not stop_signal and (iter_num % eval_interval == 0 or iter_num >= max_iters or eval_only)
+        save_due = save_interval and iter_num % save_interval == 0
         val_loss = None
         if eval_due:
+            log.flush()
             val_loss = evaluate()
-            save_due = save_due or always_save_checkpoint or val_loss < best_val_loss
-            if iter_num != resumed_at:  # the checkpoint of resumed_at has been compared already
-                best_val_loss = min(best_val_loss, val_loss)
-        if save_due and iter_num > 0 and iter_num != resumed_at and not eval_only:
+            if val_loss is None:
+                stop_signal = int(parallel.max_over_processes(stop.signum))
+            else:
+                save_due = save_due or always_save_checkpoint or val_loss < best_val_loss
+                if iter_num != resumed_at:  # the checkpoint of resumed_at has been compared already
+                    best_val_loss = min(best_val_loss, val_loss)
+        finished = iter_num >= max_iters or stop_signal
+        if finished:
+            stop.on_second(signal.SIG_IGN)  # a second signal does not spoil the last save
+        if finished or save_due:
+            log.flush()
+        if (finished or save_due) and iter_num > 0 and iter_num != resumed_at and not eval_only:
             save(val_loss)
         if finished or eval_only:
             break
         if eval_due or save_due:
             log.restart_clock()  # evaluating and saving do not count as an iteration's time
 
-        if profile and master and iter_num == first_iter + 5:
+        if profile and master and iter_num == profile_at:
             jax.profiler.start_trace(os.path.join(out_dir, 'profile'))
+            tracing = True
         started = time.perf_counter()
         stop_requested = parallel.max_over_processes(stop.signum)  # all processes stop after the same iteration
         # forward, backward, gradient accumulation, clipping and the update are one compiled function: make_train_step
@@ -352,21 +409,21 @@ try:
         batch = make_batch(iter_num + 1)
         log.flush()  # metrics of the previous iteration: fetched after the next step is dispatched
         log.pending = iter_num, metrics
-        if profile and master and iter_num == first_iter + 7:
-            jax.block_until_ready(metrics)
-            jax.profiler.stop_trace()
-            bar.write(f'traced iterations {first_iter + 5} to {iter_num} into {out_dir}/profile')
+        if tracing and iter_num == profile_at + 2:
+            stop_profile()
         iter_num += 1
         stop_signal = int(stop_requested)
 except Exception as error:
     exit_if_peer_died(error)
     raise
 finally:  # however the run ends, the checkpoints saved so far are completed on disk
+    if tracing:
+        stop_profile()
     bar.close()
     if not eval_only:
         finish_checkpoints(checkpoints)
 
 if stop_signal:
-    saved = f', saved; go on with --init_from=resume --out_dir={out_dir}' if iter_num and not eval_only else ''
+    saved = f', saved; continue with --init_from=resume --out_dir={out_dir}' if iter_num and not eval_only else ''
     print(f'stopped by signal {stop_signal} at iteration {iter_num}{saved}')
     sys.exit(128 + stop_signal)

@@ -103,7 +103,8 @@ def read(folder):
     assert files_in(folder) == ['meta.json', 'train.bin', 'val.bin']
     meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
     train, val = (np.fromfile(folder / f'{split}.bin', meta['dtype']) for split in ('train', 'val'))
-    assert set(meta) == {'vocab_size', 'dtype', 'tokenizer', 'train_tokens', 'val_tokens'}
+    assert set(meta) == {'vocab_size', 'dtype', 'tokenizer', 'train_tokens', 'val_tokens', 'max_id'}
+    assert meta['max_id'] >= max(train.max(), val.max())
     assert (len(train), len(val)) == (meta['train_tokens'], meta['val_tokens'])
     return train, val, meta
 

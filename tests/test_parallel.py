@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import types
 
 import jax
@@ -18,7 +19,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, prefill
+from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, new_cache, prefill
 from jax_ops import (
     AXES, BATCH, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, partition_specs, shard)
 from jax_train_utils import (
@@ -388,11 +389,30 @@ def test_a_layout_that_cannot_be_is_refused(dataset, tmp_path, flags, message):
     assert not (tmp_path / 'out').exists()
 
 
+TORCHRUN = {'RANK': '3', 'WORLD_SIZE': '4', 'LOCAL_RANK': '1', 'MASTER_ADDR': 'host', 'MASTER_PORT': '29500'}
+
+
+def test_torchruns_variables_are_understood(monkeypatch):
+    joined = []
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    initialize_distributed()
+    expected = dict(coordinator_address='host:29501', num_processes=4, process_id=3, local_device_ids=1)
+    assert expected.items() <= joined[0].items()
+    monkeypatch.delenv('MASTER_ADDR')
+    with pytest.raises(UserError, match="torchrun's variables .* are incomplete .'MASTER_ADDR'"):
+        initialize_distributed()
+    monkeypatch.setenv('WORLD_SIZE', '1')
+    initialize_distributed()
+    assert len(joined) == 1
+
+
 def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeypatch):
     joined = []
     monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given.get('process_id', 'auto')))
     for name in ('SLURM_NTASKS', 'SLURM_STEP_NODELIST', 'OMPI_COMM_WORLD_SIZE', 'KUBERNETES_SERVICE_HOST',
-                 'JOB_COMPLETION_INDEX'):
+                 'JOB_COMPLETION_INDEX', *TORCHRUN):
         monkeypatch.delenv(name, raising=False)
     initialize_distributed()
     monkeypatch.setenv('SLURM_NTASKS', '4')
@@ -418,7 +438,7 @@ FLAGS = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch
 class Processes:
     """n processes of train_jax.py that train together, one device each."""
 
-    def __init__(self, n, out_dir, *flags):
+    def __init__(self, n, out_dir, *flags, each=None):
         with socket.socket() as s:
             s.bind(('127.0.0.1', 0))
             port = s.getsockname()[1]
@@ -426,8 +446,9 @@ class Processes:
         command = [sys.executable, ROOT / 'train_jax.py', f'--out_dir={out_dir}', *flags,
                    f'--coordinator_address=127.0.0.1:{port}', f'--num_processes={n}']
         self.processes = [
-            subprocess.Popen([*command, f'--process_id={i}'], env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            subprocess.Popen([*command, f'--process_id={i}', *(each[i] if each else ())],
+                             env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE)
             for i in range(n)]
 
     def __enter__(self):
@@ -484,7 +505,7 @@ def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_fo
         processes.wait_for_iteration(25)
         processes.processes[1].kill()
         (code, _, err), _ = processes.results()
-    assert code == 1
+    assert code == 75
     assert 'error: process 0 of 2 has lost the others; start all of them again, with --init_from=resume' in err
     assert 10 <= load_meta(killed)[0] < 100
     with Processes(2, killed, '--init_from=resume', '--device=cpu') as processes:
@@ -504,10 +525,42 @@ def test_four_processes_on_a_mesh_give_the_curve_stop_together_and_one_device_re
     saved = int(re.search(r'at iteration (\d+), saved', results[0][1])[1])
     assert load_meta(tmp_path)[0] == saved
     np.testing.assert_allclose(losses_of_run(tmp_path)[:30], losses_of_one_process[:30], atol=2e-4)
-    on_one_device = ['--device=cpu:0', '--fsdp=1', '--tensor=1']
-    result = train(tmp_path, '--init_from=resume', *on_one_device, f'--max_iters={saved + 2}')
+    result = train(tmp_path, '--init_from=resume', '--device=cpu:0', f'--max_iters={saved + 2}')
     assert result.returncode == 0, result.stderr
+    assert "does not fit 1 devices: taking {'fsdp': 1, 'tensor': 1, 'expert': 1}" in result.stdout
     assert f'at iteration {saved}' in result.stdout
+    refused = train(tmp_path, '--init_from=resume', '--device=cpu:0', '--fsdp=2')
+    assert_refused(refused, 'fsdp=2 x tensor=1 x expert=1 does not divide 1 devices')
+
+
+def each_with(name, values, out_dir, *flags):
+    """Processes of which each has its own value of a flag."""
+    return Processes(len(values), out_dir, *flags, each=[[f'--{name}={value}'] for value in values])
+
+
+@pytest.mark.parametrize('name, values, message', [
+    ('batch_size', (4, 2), 'processes 0 and 1 have different flags, all must have the same: batch_size is 4 and 2'),
+    ('dataset', ('{dataset}', 'nowhere'), 'process 1: there is no .*nowhere/train.bin; '),
+    ('out_dir', ('{tmp}/a', '{tmp}/b'), 'process 1: .*/b is not the folder of process 0')])
+def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dataset, tmp_path, name, values, message):
+    values = [value.format(dataset=dataset, tmp=tmp_path) if type(value) is str else value for value in values]
+    with each_with(name, values, tmp_path, f'--dataset={dataset}', *FLAGS) as processes:
+        results = processes.results()
+    for code, _, err in results:
+        assert code == 2
+        assert re.fullmatch(f'error: {message}.*\n', err), err
+    assert not list(tmp_path.rglob('ckpt'))
+
+
+def test_a_signal_before_the_first_iteration_stops_all_processes(dataset, tmp_path):
+    endless = ['--max_iters=100000', '--eval_interval=100000']
+    with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, *endless) as processes:
+        lock = tmp_path / 'lock'  # written after joining, before the model is made and compiled
+        while not lock.exists() and processes.processes[0].poll() is None:
+            time.sleep(0.01)
+        processes.processes[1].send_signal(signal.SIGTERM)
+        results = processes.results()
+    assert [code for code, *_ in results] == [128 + signal.SIGTERM] * 2, results
 
 
 # -----------------------------------------------------------------------------
@@ -536,12 +589,15 @@ def test_the_kv_cache_is_sharded_over_heads_and_a_token_moves_no_weights():
         tokens_BxN=jnp.zeros((3, 24), jnp.int32), length_B=jnp.full(3, 4), n_generated_B=jnp.zeros(3, jnp.int32),
         done_B=jnp.zeros(3, bool), key_B=jax.random.split(jax.random.key(0), 3), cache=None)
     sampling = SamplingConfig(
-        greedy=True, top_k=None, top_p=False, min_p=False, penalize=False, n_vocab=37, stop_tokens=())
-    sampling_params = SamplingParams(*np.ones(4, np.float32))
+        greedy=True, top_k=False, top_p=False, min_p=False, penalize=False, n_vocab=37, stop_tokens=())
+    sampling_params = SamplingParams(*np.ones(5, np.float32))
     static = dict(config=config, sampling=sampling, draft_config=None, n_draft=0)
     with parallel.mesh_context():
-        state = prefill(params, None, state, sampling_params, width=16, n_slots=16, cache_dtype='auto', **static)
-        program = decode.lower(params, None, state, sampling_params, np.int32(8), **static).compile().as_text()
+        cache = prefill(params, new_cache(config, 3, 16, 'auto', 0), np.zeros((3, 16), np.int32),
+                        np.arange(16, dtype=np.int32)[None], config=config)
+        state = state.replace(cache=cache)
+        program = decode.lower(
+            params, None, state, sampling_params, np.int32(8), np.int32(16), np.int32(16), **static).compile().as_text()
     for x in jax.tree.leaves(state.cache):
         assert x.addressable_shards[0].data.shape == (3, 1, 16, 16)
     found = [found for part in program.split('\n\n') if part.startswith('%') for found in collectives(part)]
@@ -552,6 +608,10 @@ def test_profile_leaves_a_trace_with_the_names_of_blocks_and_collectives(dataset
     result = train(tmp_path, f'--dataset={dataset}', *FLAGS, '--max_iters=9', '--profile=True', '--device=cpu:0')
     assert f'traced iterations 5 to 7 into {tmp_path}/profile' in result.stdout, result.stderr
     assert list((tmp_path / 'profile').rglob('*.trace.json.gz'))
+    short = tmp_path / 'short'
+    result = train(short, f'--dataset={dataset}', *FLAGS, '--max_iters=2', '--profile=True', '--device=cpu:0')
+    assert f'traced iterations 0 to 2 into {short}/profile' in result.stdout, result.stderr
+    assert list((short / 'profile').rglob('*.trace.json.gz'))
     text = compile_step(BOTH, CONFIG)[0].as_text()
     for scope in ('h_0/attn/c_attn', 'h_0/mlp', 'all_gather', 'all_reduce', 'cross_entropy', 'clip', 'optimizer'):
         assert re.search(f'op_name="[^"]*{scope}', text), scope

@@ -22,10 +22,10 @@ from jax_ops import UserError
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
     MODEL_FLAGS, HFTokenizer, config_block, config_from_flags, flags_from_config, load_meta, load_run,
-    open_checkpoints, read_metrics)
+    read_metrics)
 from tests.common import (
-    FAMILIES, GOLDEN, ROOT, TEXT, assert_refused, copy_folder, edit_json, records_without_times, run_script, sample,
-    start_training, train, wait_for_iteration)
+    FAMILIES, GOLDEN, ROOT, TEXT, assert_refused, copy_folder, edit_json, records_without_times, refusal, run_script,
+    sample, start_training, train, wait_for_iteration)
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
          '--gradient_accumulation_steps=2']
@@ -309,10 +309,10 @@ def test_no_new_tokens_print_the_prompt(finished):
 def final_state(out_dir):
     """[(path, bytes)] of the parameters and the optimizer's state of the latest checkpoint."""
     step, _ = load_meta(out_dir)
-    items = ocp.args.Composite(params=ocp.args.StandardRestore(), opt_state=ocp.args.StandardRestore())
-    with open_checkpoints(out_dir, read_only=True) as manager:
-        restored = manager.restore(step, args=items)
-    leaves = jax.tree_util.tree_leaves_with_path((restored['params'], restored['opt_state']))
+    folder = (out_dir / 'ckpt' / str(step)).absolute()
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = [checkpointer.restore(folder / name) for name in ('params', 'opt_state')]
+    leaves = jax.tree_util.tree_leaves_with_path(restored)
     return [(jax.tree_util.keystr(path), np.asarray(x).tobytes()) for path, x in leaves]
 
 
@@ -326,8 +326,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(finished, flags, 
     resumed = succeeded(train(tmp_path, *RESUME, '--max_iters=20'))  # all other flags are in the checkpoint
     assert 'at iteration 7' in resumed.stdout
     evaluation_at_7 = lambda record: record['iter'] == 7 and 'val_loss' in record  # at the end of the first part
-    records = [record for record in records_without_times(tmp_path) if not evaluation_at_7(record)]
-    assert records == records_without_times(finished[0])
+    records = records_without_times(tmp_path)
+    assert len([record for record in records if evaluation_at_7(record)]) == 1
+    assert [record for record in records if not evaluation_at_7(record)] == records_without_times(finished[0])
     assert final_state(tmp_path) == final_state(finished[0])
 
 
@@ -346,6 +347,48 @@ def test_a_run_killed_at_random_moments_equals_an_uninterrupted_one(flags, tmp_p
         process.communicate()
     succeeded(train(killed, *flags, '--init_from=resume'))
     assert_same_run(killed, whole)
+
+
+def test_the_same_command_starts_a_run_and_resumes_it(finished, flags, tmp_path):
+    (tmp_path / 'ckpt').mkdir()  # left by a run that was killed before its first save: nothing to resume
+    command = [*flags, '--init_from=auto']
+    assert 'a new model from scratch' in succeeded(train(tmp_path, *command, '--max_iters=10')).stdout
+    assert 'at iteration 10' in succeeded(train(tmp_path, *command, '--max_iters=20')).stdout
+    assert final_state(tmp_path) == final_state(finished[0])
+
+
+def test_a_damaged_latest_checkpoint_stays_and_the_run_continues_from_the_one_before_it(finished, run_copy):
+    damaged = run_copy / 'ckpt' / '20' / 'opt_state' / '_METADATA'
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    result = succeeded(train(run_copy, *RESUME))
+    assert result.stderr.count('\n') == 1
+    assert 'ckpt/20 is damaged' in result.stderr and 'taking checkpoint 10 instead' in result.stderr
+    assert (run_copy / 'ckpt' / '20.damaged' / 'opt_state' / '_METADATA').stat().st_size == 100
+    assert_same_run(run_copy, finished[0])
+
+
+def test_without_an_intact_checkpoint_training_and_sampling_end_in_one_line(run_copy):
+    for path in run_copy.glob('ckpt/*/*/*'):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+    for result in (train(run_copy, *RESUME), train(run_copy, '--init_from=auto', '--device=cpu:0'), sample(run_copy)):
+        assert_refused(result, 'ckpt/20 is damaged .*there is no intact one')
+
+
+def test_a_signal_during_an_evaluation_is_obeyed_at_once(run_copy):
+    before = records_without_times(run_copy)
+    process = start_training(run_copy, *RESUME, '--max_iters=40', '--eval_iters=1000000')  # would take minutes
+    for line in process.stdout:
+        if line.startswith('tokens per iteration'):
+            break
+    time.sleep(4)
+    process.send_signal(signal.SIGTERM)
+    started = time.time()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert time.time() - started < 30
+    assert 'step 20' not in out
+    assert records_without_times(run_copy) == before
 
 
 @pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
@@ -374,7 +417,7 @@ def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path)
     flags = [*flags, '--always_save_checkpoint=False']
     succeeded(train(constant, *flags, '--learning_rate=0', '--min_lr=0', '--max_iters=40'))
     assert len({record['val_loss'] for record in records_with(constant, 'val_loss')}) == 1
-    assert saved_iterations(constant) == [40]
+    assert saved_iterations(constant) == [10, 40]
     process = start_training(better, *flags, '--max_iters=100000', '--lr_decay_iters=100000', '--warmup_iters=100')
     wait_for_iteration(better, 25, process)
     process.kill()
@@ -505,7 +548,11 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
     (['--attention=cudnn'], 'attention=cudnn does not work here: it is for NVIDIA GPUs'),
     (['--remat=all'], 'remat must be one of none, dots, full'),
     (['--optimizer=sgd'], 'optimizer must be one of adamw, muon'),
-    (['--lr_schedule=step'], 'lr_schedule must be one of cosine')])
+    (['--lr_schedule=step'], 'lr_schedule must be one of cosine'),
+    (['--n_inner=-5'], 'n_inner must be at least 0, not -5'),
+    (['--n_kv_head=-2'], 'n_kv_head must be at least 0, not -2'),
+    (['--keep=0'], 'keep must be at least 1'),
+    (['--out_dir=gs://bucket/run'], 'out_dir=gs://bucket/run is a URL; name a folder')])
 def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(flags, tmp_path, bad, message):
     if bad == ['--dataset=openwebtext'] and (ROOT / 'data' / 'openwebtext' / 'train.bin').exists():
         pytest.skip('openwebtext has been prepared here')
@@ -525,6 +572,7 @@ def test_a_failing_start_does_not_overwrite_the_run_that_is_there(finished, run_
         raise RuntimeError('no API key')
     monkeypatch.setattr(wandb, 'init', no_login)
     assert_refused(train(run_copy, *flags, '--overwrite=True', '--wandb_log=True'), 'wandb does not start')
+    assert_refused(train(run_copy, *flags, '--wandb_log=True'), 'holds a run at iteration 20')  # wandb has not started
     assert records_without_times(run_copy) == records_without_times(finished[0])
     assert load_meta(run_copy)[0] == 20
 
@@ -748,6 +796,12 @@ def test_a_model_with_experts_trains_resumes_and_samples(qwen, tmp_path):
     succeeded(train(out, *RESUME, '--max_iters=21'))
     assert load_meta(out)[0] == 21
     assert_refused(train(out, *RESUME, '--n_expert=2'), 'with n_expert=4, not n_expert=2')
+    loss = {}
+    for balance in ('0.01', '1000'):
+        other = copy_folder(qwen, tmp_path / balance)
+        succeeded(train(other, *RESUME, '--max_iters=23', f'--expert_balance={balance}'))
+        loss[balance] = records_with(other, 'loss')[-1]['loss']
+    assert loss['0.01'] != loss['1000']
     sampled = succeeded(sample(qwen, '--num_samples=2', '--max_new_tokens=12', '--start=the '))
     # keys and values of one head of width 8, float32: 64 bytes per token
     assert 'KV cache: 1,024 bytes for a sequence of 16 tokens, 64 per token' in sampled.stderr
@@ -844,6 +898,109 @@ def test_a_chat_is_written_as_the_folders_template_says(speaking, monkeypatch):
     assert cleared == first
 
 
+def test_a_chat_keeps_what_was_said_and_answers_again(speaking, tmp_path, monkeypatch):
+    monkeypatch.setattr('sys.stdin', io.StringIO(f'/retry\nab\n/retry\n/save {tmp_path}/chat.json\n/save /\n'))
+    result = sample('none', f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=9', '--temperature=2')
+    nothing, first, cut, second, _, saved, error, _ = succeeded(result).stdout.replace('> ', '').splitlines()
+    assert nothing == '(there is no answer yet)'
+    assert cut == '(cut at max_new_tokens=9)'
+    assert first != second
+    assert saved == f'(1 turns in {tmp_path}/chat.json)'
+    assert error.startswith('error: cannot write /: ')
+    messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
+    assert messages == [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': second}]
+
+
+def test_an_interrupted_answer_stays_in_the_conversation(speaking, tmp_path, monkeypatch):
+    calls = []
+
+    def interrupt(text):
+        calls.append(text)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return text
+
+    monkeypatch.setattr('jax_train_utils.strip_partial_utf8', interrupt)
+    monkeypatch.setattr('sys.stdin', io.StringIO(f'ab\n/save {tmp_path}/chat.json\nc\n'))
+    result = sample('none', f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=30', '--temperature=2')
+    answer, interrupted, *_ = succeeded(result).stdout.replace('> ', '').splitlines()
+    assert interrupted == '(interrupted)'
+    messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
+    assert messages == [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': answer}]
+    assert 'error' not in result.stdout
+
+
+def test_the_oldest_turns_of_a_chat_go_when_the_context_is_full(speaking, monkeypatch):
+    edit_json(speaking / 'tokenizer_config.json', chat_template='{% for m in messages %}{{ m.content }}{% endfor %}')
+    edit_json(speaking / 'config.json', max_position_embeddings=32)
+    monkeypatch.setattr('sys.stdin', io.StringIO('abcdefgh\nabcdefgh\n' + 'a' * 40 + '\n'))
+    result = sample('none', f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=12', '--temperature=2')
+    assert '(the context of 32 tokens is full: the oldest 1 turns are forgotten)' in succeeded(result).stdout
+    assert 'the prompt has 40 tokens, the context of the model 32: ' in result.stderr
+
+
+def test_prompts_can_be_questions_of_a_chat(speaking, tmp_path):
+    (tmp_path / 'questions.txt').write_text('ab\ncd\n')
+    flags = [f'--init_from={speaking}', '--chat=True', '--max_new_tokens=3', '--temperature=0', '--num_samples=1']
+    first, second = samples_of(sample('none', *flags, f'--start=FILE:{tmp_path}/questions.txt', '--each_line=True'))
+    assert first.startswith('> ab\n')
+    assert second.startswith('> cd\n')
+    streamed, = samples_of(sample('none', *flags, '--start=ab', '--stream=True'))
+    assert streamed.strip() == first
+    (speaking / 'tokenizer_config.json').unlink()
+    assert_refused(sample('none', *flags), 'has no chat template')
+    assert_refused(sample('none', *flags[:1], '--system=Be brief.'), 'has no chat template')
+
+
+def test_the_system_prompt_is_the_first_message_of_a_chat(speaking):
+    template = '{% if messages[0].role == "system" %}{{ raise_exception(messages[0].content) }}{% endif %}'
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    refused = sample('none', f'--init_from={speaking}', '--chat=True', '--start=a', '--system=be brief')
+    assert_refused(refused, 'template refuses: be brief')
+
+
+@pytest.mark.parametrize('template, text', [
+    ([{'name': 'tool', 'template': 'x'}, {'name': 'default', 'template': '{{ messages[0].content }}'}], 'ab'),
+    ('{% generation %}{{ messages[0].content }}{% endgeneration %}c', 'abc'),
+    ('{{ "a" if messages[0].content|tojson(ensure_ascii=False, indent=1)|length == 4 }}', 'a')])
+def test_chat_templates_may_be_a_list_mark_what_is_generated_and_write_json(speaking, template, text):
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    tokenizer = HFTokenizer(speaking)
+    assert tokenizer.decode(tokenizer.encode_chat([{'role': 'user', 'content': 'ab'}])) == text
+
+
+@pytest.mark.parametrize('template', ['{{ messages[0].content + 1 }}', '{% for %}', '{{ messages.nothing.at_all }}'])
+def test_a_chat_template_that_fails_says_so_in_one_line(speaking, template):
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    message = refusal(HFTokenizer(speaking).encode_chat, [{'role': 'user', 'content': 'ab'}])
+    assert 'chat template cannot be rendered: ' in message
+
+
+def test_a_model_is_sampled_as_its_generation_config_says_unless_told_otherwise(speaking):
+    flags = [f'--init_from={speaking}', '--start=ab', '--max_new_tokens=12', '--num_samples=2']
+    plain = sample('none', *flags, '--temperature=2.0', '--top_k=5')
+    edit_json(speaking / 'generation_config.json', temperature=2, top_k=3)
+    result = sample('none', *flags, '--top_k=5')
+    assert samples_of(result) == samples_of(plain)
+    assert '; temperature=2 (its generation_config.json)' in result.stderr
+    assert 'generation_config' not in plain.stderr
+
+
+def test_a_text_ends_at_every_end_token_that_the_folder_names(speaking):
+    edit_json(speaking / 'generation_config.json', eos_token_id=38)
+    edit_json(speaking / 'config.json', eos_token_id=[39, 1])
+    assert HFTokenizer(speaking).stop_tokens == (1, 37, 38, 39)
+
+
+def test_a_vocabulary_reaches_up_to_its_largest_id(speaking):
+    values = json.loads((speaking / 'tokenizer.json').read_text())
+    values['model']['vocab']['D'] = 43
+    (speaking / 'tokenizer.json').write_text(json.dumps(values))
+    tokenizer = HFTokenizer(speaking)
+    assert tokenizer.vocab_size == 44
+    assert tokenizer.encode('D')[-1:] == [43]
+
+
 TUNE = ['--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=1', *SHORT, '--max_iters=2']
 
 
@@ -931,30 +1088,6 @@ def test_a_conversation_that_cannot_be_used_is_named(chatting, line, message, tm
     result = prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', f'--out_dir={tmp_path / "data"}')
     assert_refused(result, message)
     assert not (tmp_path / 'data').exists()
-
-
-@pytest.mark.parametrize('template, text', [
-    ('{{ messages[0].content|tojson(ensure_ascii=False) }}', '"a"'), ('{{ messages[0].content + 1 }}', None)])
-def test_a_template_may_use_jinja_in_full_and_its_errors_are_one_line(speaking, template, text):
-    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
-    tokenizer = HFTokenizer(speaking)
-    messages = [{'role': 'user', 'content': 'a'}]
-    if text:
-        assert tokenizer.render_chat(messages, add_generation_prompt=True) == text
-    else:
-        with pytest.raises(UserError, match='cannot be rendered'):
-            tokenizer.render_chat(messages, add_generation_prompt=True)
-
-
-def test_every_end_token_stops_and_ids_may_have_holes(speaking):
-    edit_json(speaking / 'generation_config.json', eos_token_id=[38, 5])
-    edit_json(speaking / 'config.json', eos_token_id=6)
-    tokens = json.loads((speaking / 'tokenizer.json').read_text())
-    tokens['model']['vocab'] = {'a': 0, 'b': 33}
-    tokenizer = HFTokenizer(speaking)
-    assert set(tokenizer.stop_tokens) == {37, 38, 5, 6}
-    (speaking / 'tokenizer.json').write_text(json.dumps(tokens | {'added_tokens': [], 'post_processor': None}))
-    assert HFTokenizer(speaking).vocab_size == 34
 
 
 def test_int8_weights_are_quantized_while_they_are_loaded(speaking, monkeypatch):

@@ -7,6 +7,7 @@ import os
 import pickle
 import platform
 import runpy
+import signal
 import subprocess
 import sys
 import types
@@ -23,15 +24,17 @@ import jax_train_utils
 from jax_ops import UserError
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    DataParallel, MetricsLog, check_device_availability, choose_attention, clip_gradients, count_windows,
-    create_learning_rate_schedule, create_optimizer_with_schedule, device_peak_flops, enable_compilation_cache,
-    estimate_loss_jax, exit_on_user_error, finish_checkpoints, get_batch_jax, get_loss_weights, get_windows,
-    load_checkpoint, load_dataset, load_dataset_meta, load_meta, load_run, load_tokenizer, make_eval_step,
-    make_train_step, open_checkpoints, opt_state_item, plot_losses, read_flags, read_metrics, save_checkpoint,
-    setup_jax_environment, split_batch, strip_partial_utf8)
-from jax_transformer import GPT, create_train_state, cross_entropy
+    DataParallel, MetricsLog, StopSignal, check_agreement, check_device_availability, checkpoint_steps,
+    choose_attention, clip_gradients, configure_process, count_windows, create_learning_rate_schedule,
+    create_optimizer_with_schedule, default_dtype, device_peak_flops, enable_compilation_cache, estimate_loss_jax,
+    exit_on_user_error, finish_checkpoints, fit_layout, get_batch_jax, get_loss_weights, get_windows,
+    in_all_processes, load_checkpoint, load_dataset, load_dataset_meta, load_meta, load_run, load_tokenizer,
+    lock_out_dir, make_eval_step, make_train_step, open_checkpoints, opt_state_item, plot_losses, read_flags,
+    read_metrics, save_checkpoint, setup_jax_environment, split_batch, strip_partial_utf8)
+from jax_transformer import GPT, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
-    GOLDEN, ROOT, TINY, apply, column, compiled_once, device_batch, fresh_run, host_batch, meta_of, run_steps)
+    GOLDEN, ROOT, TINY, apply, column, compiled_once, device_batch, edit_json, fresh_run, host_batch, meta_of, refusal,
+    run_steps)
 
 # -----------------------------------------------------------------------------
 # flags
@@ -291,7 +294,7 @@ def test_freed_memory_is_reused_without_page_faults():
 
 
 @pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py', 'bench_jax.py'])
-def test_memory_and_platform_are_settled_before_jax_starts(script, monkeypatch):
+def test_memory_and_platform_are_settled_before_jax_starts(script, monkeypatch, handlers):
     events = []
 
     def record(owner, name):
@@ -315,6 +318,80 @@ def test_memory_and_platform_are_settled_before_jax_starts(script, monkeypatch):
         sys.excepthook = hook
     assert events[:2] == ['update', 'configure_malloc']
     assert 'devices' in events
+
+
+@pytest.mark.parametrize('platform, capability, dtype, reason', [
+    ('tpu', None, 'bfloat16', 'TPUs'), ('cpu', None, 'float32', 'CPU'), ('gpu', '9.0', 'bfloat16', '9.0'),
+    ('gpu', '7.5', 'float32', '--dtype=float16'), ('gpu', 'gfx90a', 'bfloat16', 'AMD GPU gfx90a')])
+def test_the_default_dtype_of_a_device(platform, capability, dtype, reason):
+    found, why = default_dtype(types.SimpleNamespace(platform=platform, compute_capability=capability))
+    assert found == dtype
+    assert reason in why
+
+
+def test_float32_means_float32_on_accelerators_and_costs_cpus_nothing(monkeypatch):
+    settings = {}
+    monkeypatch.setattr(jax.config, 'update', lambda name, value: settings.update({name: value}))
+    monkeypatch.setattr(jax_train_utils, 'enable_compilation_cache', lambda platform: None)
+    for platform, dtype in (('gpu', 'bfloat16'), ('cpu', 'float32')):
+        device = types.SimpleNamespace(platform=platform)
+        monkeypatch.setattr(jax_train_utils, 'check_device_availability', lambda _: [device])
+        setup_jax_environment('auto', dtype)
+        assert 'jax_default_matmul_precision' not in settings
+    device = types.SimpleNamespace(platform='gpu')
+    assert 'full float32' in setup_jax_environment('auto', 'float32')[2]
+    assert settings['jax_default_matmul_precision'] == 'highest'
+
+
+def test_one_of_several_gpus_is_the_only_one_that_is_touched(monkeypatch):
+    settings = {}
+    monkeypatch.setattr(jax.config, 'update', lambda name, value: settings.update({name: value}))
+    configure_process('cuda:1')
+    assert settings == {'jax_cuda_visible_devices': '1', 'jax_rocm_visible_devices': '1'}
+
+
+def test_deterministic_sets_xlas_flag_before_jax_starts(monkeypatch):
+    monkeypatch.setenv('XLA_FLAGS', '--xla_dump_to=x')
+    configure_process('cuda', deterministic=True)
+    assert os.environ['XLA_FLAGS'].split() == ['--xla_dump_to=x', '--xla_gpu_deterministic_ops=true']
+
+
+@pytest.mark.parametrize('layout, given, n_devices, expected', [
+    ((4, 2, 1), (), 8, (4, 2, 1)), ((4, 2, 1), (), 16, (4, 2, 1)),  # fits
+    ((4, 2, 1), (), 1, (1, 1, 1)), ((4, 2, 1), (), 2, (2, 1, 1)), ((1, 2, 1), (), 1, (1, 1, 1)),
+    ((4, 2, 1), ('tensor',), 4, (2, 2, 1)), ((4, 2, 1), ('fsdp',), 4, (4, 1, 1)),
+    ((4, 2, 1), ('fsdp', 'tensor'), 4, (4, 2, 1)), ((1, 1, 3), ('expert',), 4, (1, 1, 3))])  # left to be refused
+def test_a_resumed_layout_that_does_not_fit_the_machine_becomes_one_that_does(layout, given, n_devices, expected):
+    names = ('fsdp', 'tensor', 'expert')
+    assert fit_layout(dict(zip(names, layout)), given, n_devices, 48) == dict(zip(names, expected))
+
+
+# -----------------------------------------------------------------------------
+# agreement of several processes, with the texts of another one made up
+
+
+@pytest.fixture
+def other_says(monkeypatch):
+    return lambda text: monkeypatch.setattr(jax_train_utils, 'gather_texts', lambda mine: [text, mine])
+
+
+def test_processes_that_differ_are_named_with_what_differs(other_says):
+    other_says('{"batch_size": 4, "seed": 1}')
+    check_agreement('flags', {'batch_size': 4, 'seed': 1})
+    said = refusal(check_agreement, 'flags', {'batch_size': 8, 'seed': 1})
+    assert said == 'processes 0 and 1 have different flags, all must have the same: batch_size is 4 and 8'
+
+
+def test_a_mistake_of_one_process_is_reported_by_all(other_says):
+    def refuse():
+        raise UserError('no data')
+
+    other_says('')
+    assert in_all_processes(max, 3, 5) == 5
+    assert refusal(in_all_processes, refuse) == 'process 1: no data'
+    other_says('no data')
+    assert refusal(in_all_processes, refuse) == 'no data'
+    assert refusal(in_all_processes, max, 3, 5) == 'process 0: no data'
 
 
 def test_compiled_programs_are_kept_for_accelerators_in_a_folder_of_the_users_own(tmp_path, monkeypatch):
@@ -430,6 +507,19 @@ def test_a_dataset_that_cannot_be_used_is_refused(tmp_path):
     (tmp_path / 'meta.pkl').touch()
     with pytest.raises(UserError, match='pickle'):
         load_dataset(tmp_path, 8)
+
+
+def test_a_dataset_that_prepare_has_counted_is_not_read_at_the_start(tmp_path):
+    write_dataset(tmp_path, np.arange(30), np.arange(20), vocab_size=25)
+    counted = dict(train_tokens=30, val_tokens=20, max_id=24)  # a lie: ids go to 29
+    edit_json(tmp_path / 'meta.json', **counted)
+    assert len(load_dataset(tmp_path, 8)[0]['train']) == 30
+    edit_json(tmp_path / 'meta.json', max_id=25)
+    assert 'has token id 25, outside the vocabulary of 25' in refusal(load_dataset, tmp_path, 8)
+    edit_json(tmp_path / 'meta.json', max_id=None)
+    assert 'has token id 29, outside' in refusal(load_dataset, tmp_path, 8)
+    edit_json(tmp_path / 'meta.json', **counted | {'train_tokens': 31})
+    assert 'train.bin has 30 tokens, its meta.json says 31' in refusal(load_dataset, tmp_path, 8)
 
 
 @pytest.mark.parametrize('meta, message', [
@@ -560,28 +650,33 @@ def test_clipping_is_torchs():
         np.testing.assert_array_equal(clip_gradients(grads, max_norm)[0]['a'], grads['a'])
 
 
-def test_decay_touches_matrices_and_embeddings_only():
+EXPERTS = dataclasses.replace(TINY, n_layer=1, bias=True, moe=MoEConfig(n_expert=4, n_used=2, width=8))
+
+
+@pytest.mark.parametrize('config', [TINY, EXPERTS])
+def test_decay_touches_matrices_and_embeddings_only(config):
     tx = create_optimizer_with_schedule(lambda step: 0.1, weight_decay=0.5)
-    state = create_train_state(jax.random.key(0), TINY, tx)
+    state = create_train_state(jax.random.key(0), config, tx)
     state = state.replace(params=jax.tree.map(jnp.ones_like, state.params))
     after = state.apply_gradients(grads=jax.tree.map(jnp.zeros_like, state.params)).params
     for path, p in jax.tree_util.tree_leaves_with_path(after):
-        expected = 0.95 if p.ndim >= 2 else 1.0
+        expected = 0.95 if path[-1].key in ('kernel', 'wte', 'wpe', 'embedding') else 1.0
         np.testing.assert_allclose(p, expected, rtol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
+@pytest.mark.parametrize('config', [dataclasses.replace(TINY, n_layer=1), EXPERTS])
+def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(config):
     def updates(optimizer):
         tx = create_optimizer_with_schedule(lambda step: 0.1, weight_decay=0.0, optimizer=optimizer)
-        state = create_train_state(jax.random.key(0), dataclasses.replace(TINY, n_layer=1), tx)
+        state = create_train_state(jax.random.key(0), config, tx)
         grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), state.params)
         return jax.tree.map(jnp.subtract, state.apply_gradients(grads=grads).params, state.params)
 
     muon, adamw = updates('muon'), updates('adamw')
     for (path, update), by_adamw in zip(jax.tree_util.tree_leaves_with_path(muon), jax.tree.leaves(adamw)):
-        if path[-1].key == 'kernel':
-            spectrum = np.linalg.svd(update, compute_uv=False)
-            assert spectrum.min() > 0.5 * spectrum.max()  # nearly orthogonal
+        if path[-1].key == 'kernel' and path[-2].key != 'router':
+            spectrum = np.linalg.svd(update, compute_uv=False)  # of each expert
+            assert (spectrum.min(-1) > 0.5 * spectrum.max(-1)).all()  # nearly orthogonal
             rms = jnp.sqrt(jnp.square(update).mean())
             assert rms == pytest.approx(0.1 * 0.2, rel=0.3)  # a fifth of Adam's first step
         else:
@@ -752,6 +847,20 @@ def test_evaluation_is_the_mean_of_the_same_windows_on_any_number_of_devices(tmp
         assert result['train'] != result['val']
 
 
+def test_an_evaluation_ends_when_a_signal_comes():
+    parallel, state, _ = fresh_run((1,), DROPOUT_ON)
+    splits = {'train': np.arange(3000) % 37}
+    calls = []
+
+    def eval_step(params, batch):
+        calls.append(len(calls))
+        return 0.0
+
+    evaluate = functools.partial(estimate_loss_jax, eval_step, None, splits, parallel, block_size=16, batch_size=4)
+    assert evaluate(eval_iters=1000, stop_signal=lambda: 15 if len(calls) >= 3 else 0) is None
+    assert len(calls) <= 5
+
+
 # -----------------------------------------------------------------------------
 # checkpoints
 
@@ -786,12 +895,13 @@ def tiny_state():
     return fresh_run((1,), TINY)[1]
 
 
-def test_the_latest_and_the_best_checkpoint_are_kept(tmp_path, tiny_state):
-    manager = open_checkpoints(tmp_path)
+@pytest.mark.parametrize('keep, kept', [(1, [3, 8]), (3, [3, 6, 7, 8])])
+def test_the_latest_checkpoints_and_the_best_one_are_kept(tmp_path, tiny_state, keep, kept):
+    manager = open_checkpoints(tmp_path, keep)
     for i, val_loss in enumerate([3.0, 2.0, 1.0, None, 1.5, None, 1.2, 1.3], start=1):
         save_checkpoint(manager, i, tiny_state, meta_of(TINY), val_loss)
     finish_checkpoints(manager)
-    assert sorted(int(path.name) for path in (tmp_path / 'ckpt').iterdir()) == [3, 8]
+    assert sorted(int(path.name) for path in (tmp_path / 'ckpt').iterdir()) == kept
     assert load_meta(tmp_path, 'best')[0] == 3
     assert load_meta(tmp_path, 'latest')[0] == 8
 
@@ -809,6 +919,77 @@ def test_an_incomplete_checkpoint_does_not_count(tmp_path, tiny_state):
     finish_checkpoints(manager)
     (tmp_path / 'ckpt' / '9.orbax-checkpoint-tmp').mkdir()
     assert load_meta(tmp_path)[0] == 4
+
+
+@pytest.fixture
+def three_checkpoints(tmp_path, tiny_state):
+    manager = open_checkpoints(tmp_path, keep=3)
+    for i in (1, 2, 3):
+        save_checkpoint(manager, i, tiny_state, meta_of(TINY), val_loss=1.0 / i)
+    finish_checkpoints(manager)
+    return tmp_path
+
+
+def damage(path, how):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content if how == 'flip a bit' else content[:len(content) // 2])
+
+
+@pytest.mark.parametrize('which', ['latest', 'best'])
+@pytest.mark.parametrize('how', ['flip a bit', 'cut in half'])
+def test_damage_to_any_file_of_a_checkpoint_is_named_and_the_newest_intact_one_is_taken(
+        three_checkpoints, capsys, which, how):
+    folder = three_checkpoints / 'ckpt' / '3'
+    for path in [path for path in folder.glob('*/**/*') if path.is_file()]:
+        content = path.read_bytes()
+        damage(path, how)
+        assert load_meta(three_checkpoints, which)[0] == 2
+        said = capsys.readouterr().err
+        assert 'ckpt/3 is damaged' in said and path.name in said and 'taking checkpoint 2 instead' in said
+        assert said.count('\n') == 1
+        path.write_bytes(content)
+    assert load_meta(three_checkpoints, which)[0] == 3
+    assert capsys.readouterr().err == ''
+    damage(folder / 'checksums.json', how)
+    assert load_meta(three_checkpoints, which)[0] == 2
+
+
+def test_without_an_intact_checkpoint_one_line_says_so(three_checkpoints):
+    for path in three_checkpoints.glob('ckpt/*/params/_METADATA'):
+        damage(path, 'flip a bit')
+    said = refusal(load_meta, three_checkpoints)
+    assert all(f'ckpt/{i} is damaged' in said for i in (1, 2, 3)) and 'there is no intact one' in said
+
+
+def test_damaged_checkpoints_are_renamed_so_that_training_can_save_again(three_checkpoints, tiny_state):
+    damage(three_checkpoints / 'ckpt' / '3' / 'params' / '_METADATA', 'flip a bit')
+    damage(three_checkpoints / 'ckpt' / '1' / 'metrics' / 'metrics', 'cut in half')  # Orbax cannot read it
+    step, _ = load_meta(three_checkpoints)
+    lock_out_dir(three_checkpoints, step)
+    names = sorted(path.name for path in (three_checkpoints / 'ckpt').iterdir())
+    assert names == ['1.damaged', '2', '3.damaged']
+    manager = open_checkpoints(three_checkpoints, keep=1)
+    save_checkpoint(manager, 3, tiny_state, meta_of(TINY), val_loss=0.1)
+    finish_checkpoints(manager)
+    assert checkpoint_steps(three_checkpoints) == [3]
+    assert load_meta(three_checkpoints)[0] == 3
+
+
+def test_a_checkpoint_of_an_earlier_version_without_checksums_is_read(three_checkpoints):
+    (three_checkpoints / 'ckpt' / '3' / 'checksums.json').unlink()
+    assert load_meta(three_checkpoints)[0] == 3
+
+
+def test_out_dir_is_locked_by_one_process_until_that_ends(tmp_path):
+    hold = f'import jax_train_utils, time; lock = jax_train_utils.lock_out_dir({str(tmp_path)!r}); ' \
+           'print("held", flush=True); time.sleep(60)'
+    holder = subprocess.Popen([sys.executable, '-c', hold], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == 'held\n'
+    assert f'is in use by process {holder.pid} on ' in refusal(lock_out_dir, tmp_path)
+    holder.kill()
+    holder.communicate()
+    lock_out_dir(tmp_path).close()
 
 
 def test_a_folder_without_a_usable_checkpoint_is_refused(tmp_path, tiny_state):
@@ -866,3 +1047,44 @@ def test_the_loss_curves_become_a_picture(tmp_path):
     log.write({'iter': 5, 'train_loss': 1.0, 'val_loss': 2.0})
     plot_losses(tmp_path)
     assert (tmp_path / 'loss.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+
+
+def test_an_evaluation_at_the_iteration_of_a_resume_is_kept_and_not_written_again(tmp_path):
+    log = MetricsLog(tmp_path)
+    evaluation = {'iter': 2, 'train_loss': 1.0, 'val_loss': 2.0}
+    for record in ({'iter': 1, 'loss': 1.5}, evaluation, {'iter': 2, 'loss': 1.4}):
+        log.write(record)
+    log = MetricsLog(tmp_path, 2)
+    for record in (evaluation, {'iter': 2, 'loss': 1.4}, {'iter': 3, 'loss': 1.3}):
+        log.write(record)
+    assert [record['iter'] for record in read_metrics(tmp_path)] == [1, 2, 2, 3]
+    assert [record.get('val_loss') for record in read_metrics(tmp_path)] == [None, 2.0, None, None]
+
+
+# -----------------------------------------------------------------------------
+# signals
+
+
+@pytest.fixture
+def handlers():
+    """Restores the handlers of SIGTERM and SIGINT."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def test_a_second_signal_kills_the_process_but_not_while_it_saves(handlers):
+    for saving, second in ((False, signal.SIG_DFL), (True, signal.SIG_IGN)):
+        stop = StopSignal()
+        stop.saving = lambda: saving
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signum == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) == second
+
+
+def test_a_signal_while_a_run_starts_ends_it(handlers):
+    StopSignal(starting=True)
+    with pytest.raises(SystemExit) as exit:
+        signal.raise_signal(signal.SIGTERM)
+    assert exit.value.code == 128 + signal.SIGTERM

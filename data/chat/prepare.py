@@ -2,8 +2,8 @@
 Prepare conversations for finetuning a chat model: JSON lines, each with "messages" of "role" and "content".
 They are written by the chat template of the model, and only the assistant's tokens count in the loss:
 $ python data/chat/prepare.py mychats.jsonl --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mychats
-Without a file, example.jsonl beside this script. Saves train.bin and val.bin with the ids, train_mask.bin and val_mask.bin
-with a byte for each of them, meta.json that says how to read them, and a copy of the tokenizer.
+Without a file, example.jsonl beside this script. Saves train.bin and val.bin with the ids, train_mask.bin and
+val_mask.bin with a byte for each of them, meta.json that says how to read them, and a copy of the tokenizer.
 """
 import argparse
 import json
@@ -91,6 +91,7 @@ for split, part in (('train', chats[:n_train]), ('val', chats[n_train:])):
     files |= {f'{split}.bin': ids.tobytes(), f'{split}_mask.bin': mask.tobytes()}
     counts[f'{split}_tokens'] = len(ids)
     print(f"{split} has {len(part):,} conversations, {len(ids):,} tokens, {mask.sum():,} of them the assistant's")
-meta = {'vocab_size': enc.vocab_size, 'dtype': dtype.name, 'tokenizer': {'kind': 'folder', 'path': 'tokenizer'}, **counts}
+meta = {'vocab_size': enc.vocab_size, 'dtype': dtype.name, 'tokenizer': {'kind': 'folder', 'path': 'tokenizer'}, **counts,
+        'max_id': max(max(ids) for ids, _ in chats)}
 copy_tokenizer(tokenizer, os.path.join(args.out_dir, 'tokenizer'))
 save(args.out_dir, files | {'meta.json': json.dumps(meta).encode()})

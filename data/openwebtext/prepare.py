@@ -190,7 +190,8 @@ def main():
         for path in (train_path, val_path):
             os.replace(path + '.tmp', path)
         write_json(meta_path, {'vocab_size': enc.n_vocab, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'},
-                               'train_tokens': train_tokens, 'val_tokens': val_tokens})
+                               'train_tokens': train_tokens, 'val_tokens': val_tokens,
+                               'max_id': enc.eot_token}) # which ends every document
     except OSError as e:
         fail(f'cannot write to {args.out_dir} ({e.strerror}); free some space and run the same command to continue')
     finally:

@@ -84,7 +84,7 @@ stoi = {ch: i for i, ch in enumerate(chars)}
 train_ids = np.array([stoi[c] for c in train_data], dtype=np.uint16)
 val_ids = np.array([stoi[c] for c in val_data], dtype=np.uint16)
 meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars},
-        'train_tokens': len(train_ids), 'val_tokens': len(val_ids)}
+        'train_tokens': len(train_ids), 'val_tokens': len(val_ids), 'max_id': int(max(train_ids.max(), val_ids.max()))}
 save(args.out_dir, {'train.bin': train_ids.tobytes(), 'val.bin': val_ids.tobytes(), 'meta.json': json.dumps(meta).encode()})
 print(f'train has {len(train_ids):,} tokens')
 print(f'val has {len(val_ids):,} tokens')

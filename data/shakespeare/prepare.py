@@ -111,7 +111,7 @@ if min(len(train_ids), len(val_ids)) < 2: # an input and a target at the very le
 
 dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 meta = {'vocab_size': vocab_size, 'dtype': dtype.name, 'tokenizer': tokenizer,
-        'train_tokens': len(train_ids), 'val_tokens': len(val_ids)}
+        'train_tokens': len(train_ids), 'val_tokens': len(val_ids), 'max_id': max(*train_ids, *val_ids)}
 save(args.out_dir, {'train.bin': np.array(train_ids, dtype).tobytes(), 'val.bin': np.array(val_ids, dtype).tobytes(),
                     'meta.json': json.dumps(meta).encode()})
 print(f'train has {len(train_ids):,} tokens')

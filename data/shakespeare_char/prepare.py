@@ -79,7 +79,7 @@ ids = table[np.frombuffer(data.encode('utf-32-le'), '<u4')]
 train_ids, val_ids = ids[:int(n*0.9)], ids[int(n*0.9):]
 
 meta = {'vocab_size': vocab_size, 'dtype': np.dtype(dtype).name, 'tokenizer': {'kind': 'char', 'chars': chars},
-        'train_tokens': len(train_ids), 'val_tokens': len(val_ids)}
+        'train_tokens': len(train_ids), 'val_tokens': len(val_ids), 'max_id': int(max(train_ids.max(), val_ids.max()))}
 save(args.out_dir, {'train.bin': train_ids.tobytes(), 'val.bin': val_ids.tobytes(),
                     'meta.json': json.dumps(meta, ensure_ascii=False).encode()})
 print(f'train has {len(train_ids):,} tokens')

@@ -1,0 +1,234 @@
+"""Generation beyond the short text of test_jax_transformer.py: prompts in pieces, caches that grow, wrap and are kept
+between calls, texts longer than block_size, sampling without a sort."""
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_generate
+from jax_generate import PAD, PrefixCache, generate, generate_stream, keep_largest
+from jax_ops import UserError
+from jax_pretrained import load_pretrained
+from tests.common import FAMILIES, TINY, apply, random_params, random_tokens
+
+EXPECTED = np.load(FAMILIES / 'expected.npz')
+ROPE = dataclasses.replace(TINY, position='rope', norm='rms', bias=False)
+RNG = jax.random.key(0)
+
+
+def last_result(config, idx, n, **options):
+    """The last GenerationResult of random parameters, greedily if nothing else is said."""
+    *_, result = generate_stream(random_params(config), config, idx, n, **dict(rng=RNG, temperature=0) | options)
+    return result
+
+
+def greedy_loop(config, params, prompt, n, block_size):
+    """The prompt and n more tokens, each the likeliest after the full text, which is read without a cache."""
+    row = list(prompt)
+    for _ in range(n):
+        idx = np.pad(row, (0, block_size - len(row)))[None]  # one compilation
+        row.append(int(apply(config, params, idx)[0, len(row) - 1].argmax()))
+    return row
+
+
+@pytest.fixture
+def prefilled(monkeypatch):
+    """The positions [B, T] of each piece that is prefilled from now on, without padding."""
+    pieces, prefill = [], jax_generate.prefill
+
+    def record(params, cache, idx_BxT, position_BxT, *, config):
+        pieces.append([row[row < PAD].tolist() for row in position_BxT])
+        return prefill(params, cache, idx_BxT, position_BxT, config=config)
+
+    monkeypatch.setattr(jax_generate, 'prefill', record)
+    return pieces
+
+
+# -----------------------------------------------------------------------------
+# prefill
+
+
+@pytest.mark.parametrize('name', ['gpt_oss', 'llama4', 'deepseek_v3'])  # windows, chunks, latent attention
+def test_prompts_in_pieces_give_the_greedy_tokens_of_transformers(name, monkeypatch):
+    config, params = load_pretrained(FAMILIES / name)
+    monkeypatch.setattr(jax_generate, 'piece_length', lambda *args: 8)
+    tokens = generate(params, config, EXPECTED[f'{name}/greedy'][:, :29], 12, rng=RNG, temperature=0)
+    np.testing.assert_array_equal(tokens, EXPECTED[f'{name}/greedy'])
+
+
+@pytest.mark.parametrize('options', [dict(), dict(cache_dtype='int8'), dict(n_draft=3)])
+def test_pieces_of_any_width_give_the_same_text(options, monkeypatch):
+    config = dataclasses.replace(ROPE, block_size=64, layer_types=('window', 'full'), window=5)
+    idx, lengths = random_tokens(3, 40), [40, 17, 1]
+    expected = last_result(config, idx, 12, prompt_lengths_B=lengths, **options).tokens
+    for width in (4, 16):
+        monkeypatch.setattr(jax_generate, 'piece_length', lambda *args: width)
+        tokens = last_result(config, idx, 12, prompt_lengths_B=lengths, **options).tokens
+        np.testing.assert_array_equal(tokens, expected)
+
+
+def test_a_piece_is_at_most_512_wide_and_narrower_with_long_caches():
+    width = jax_generate.piece_length
+    assert [width(n, 9 * 512, 16) for n in (1, 16, 17, 256, 257, 5000)] == [16, 16, 64, 64, 512, 512]
+    assert width(5000, 9 * 8192, 16) == 256
+    assert width(5000, 64 * 131072, 16) == 64
+    assert width(5, 9 * 512, 64) == 64
+
+
+def test_a_prompt_of_several_samples_is_prefilled_once(prefilled):
+    idx = np.repeat(random_tokens(2, 9), 3, axis=0)
+    result = last_result(TINY, idx, 5, temperature=1.0)
+    assert [len(piece) for piece in prefilled] == [2]
+    for b in (0, 5):
+        alone = last_result(TINY, idx[b:b + 1], 5, temperature=1.0, sample_index_B=[b])
+        np.testing.assert_array_equal(result.tokens[b], alone.tokens[0])
+
+
+# -----------------------------------------------------------------------------
+# the cache grows
+
+
+def test_a_cache_grows_by_four_unless_all_fits_into_twice_its_size():
+    slots = jax_generate.choose_slots
+    assert slots(20, 520, 8192) == 576  # a multiple of 64
+    assert slots(20, 8020, 8192) == 512
+    assert slots(513, 8020, 8192) == 2048
+    assert slots(2049, 8020, 8192) == 8064
+    assert slots(20, 8020, 1000) == 1000
+
+
+@pytest.mark.parametrize('options', [dict(), dict(n_draft=3), dict(cache_dtype='int8')])
+@pytest.mark.parametrize('config', [TINY, dataclasses.replace(ROPE, layer_types=('window', 'full'), window=20)])
+def test_a_cache_that_grows_gives_the_same_text(config, options, monkeypatch):
+    config = dataclasses.replace(config, block_size=48)
+    idx, lengths = random_tokens(2, 8), [8, 3]
+    expected = last_result(config, idx, 38, prompt_lengths_B=lengths, **options)
+    monkeypatch.setattr(jax_generate, 'choose_slots', lambda needed, *args: 12 if needed <= 12 else 48)
+    grown = last_result(config, idx, 38, prompt_lengths_B=lengths, **options)
+    np.testing.assert_array_equal(grown.tokens, expected.tokens)
+    assert grown.cache_bytes == expected.cache_bytes
+    assert last_result(config, idx, 4, prompt_lengths_B=lengths, **options).cache_bytes < expected.cache_bytes
+
+
+# -----------------------------------------------------------------------------
+# past block_size
+
+
+@pytest.mark.parametrize('options', [dict(), dict(n_draft=3), dict(n_draft=2, draft='itself')])
+@pytest.mark.parametrize('change', [
+    dict(), dict(n_kv_head=1), dict(mla=dict(q_rank=0, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=6))])
+def test_past_block_size_rope_attends_to_the_last_block_size_keys(change, options):
+    config = dataclasses.replace(ROPE, **change)
+    params = random_params(config)
+    windowed = dataclasses.replace(config, block_size=64, layer_types=('window',), window=16)
+    if options.get('draft'):
+        options = options | dict(draft=(params, config))
+    idx, lengths = random_tokens(3, 23), [3, 16, 23]
+    result = last_result(config, idx, 30, prompt_lengths_B=lengths, **options)
+    for row, prompt, length in zip(result.tokens, idx, lengths):
+        assert row[:length + 30].tolist() == greedy_loop(windowed, params, prompt[:length], 30, 64)
+    assert result.cache_bytes < 2 * last_result(config, idx[:1, :3], 9).cache_bytes * 3
+
+
+def test_past_block_size_every_rope_token_takes_one_step_of_the_cache():
+    assert last_result(ROPE, random_tokens(1, 12), 40).steps == 39
+
+
+def test_a_long_row_does_not_slow_down_the_short_ones_beside_it():
+    lengths = [3, 16]
+    result = last_result(TINY, random_tokens(2, 16), 10, prompt_lengths_B=lengths)
+    assert result.steps == 9 + 9  # the short row through the cache, and the long one without it
+    assert last_result(TINY, random_tokens(2, 16), 10, prompt_lengths_B=[3, 6]).steps == 9
+
+
+# -----------------------------------------------------------------------------
+# the cache is kept
+
+
+@pytest.mark.parametrize('change, options', [
+    (dict(), dict()),
+    (dict(position='learned'), dict()),
+    (dict(layer_types=('window', 'full'), window=40), dict(cache_dtype='int8')),
+    (dict(), dict(n_draft=3))])
+def test_a_text_that_continues_another_computes_only_what_is_new(change, options, prefilled):
+    config = dataclasses.replace(ROPE, block_size=100, **change)
+    prefix_cache = PrefixCache()
+    text, n_known = random_tokens(1, 20), 0
+    for _ in range(3):
+        prefilled.clear()
+        result = last_result(config, text, 6, prefix_cache=prefix_cache, **options)
+        positions = [p for piece in prefilled for p in piece[0]]
+        assert positions == list(range(n_known, text.shape[1] - 1))
+        np.testing.assert_array_equal(result.tokens, last_result(config, text, 6, **options).tokens)
+        n_known = result.lengths[0] - 1  # the last token has been sampled, but not read
+        text = np.concatenate([result.tokens, random_tokens(1, 7, seed=1)], axis=1)
+
+
+@pytest.mark.parametrize('window', [40, 5])
+def test_a_text_that_leaves_the_kept_one_in_the_middle_is_computed_right(window, prefilled):
+    config = dataclasses.replace(ROPE, block_size=64, layer_types=('window', 'full'), window=window)
+    prefix_cache = PrefixCache()
+    text = random_tokens(1, 30)
+    last_result(config, text, 6, prefix_cache=prefix_cache)
+    other = text.copy()
+    other[0, 20:] = (other[0, 20:] + 1) % 37
+    prefilled.clear()
+    result = last_result(config, other, 6, prefix_cache=prefix_cache)
+    assert prefilled[0][0][0] == (20 if window == 40 else 0)  # the ring of a small window has lost its past
+    np.testing.assert_array_equal(result.tokens, last_result(config, other, 6).tokens)
+
+
+def test_an_interrupted_text_leaves_a_cache_that_can_be_used(prefilled):
+    config = dataclasses.replace(ROPE, block_size=64)
+    prefix_cache = PrefixCache()
+    stream = generate_stream(random_params(config), config, random_tokens(1, 20), 30, rng=RNG, temperature=0, chunk=4,
+                             prefix_cache=prefix_cache)
+    next(stream)
+    result = next(stream)
+    stream.close()
+    prefilled.clear()
+    text = np.concatenate([result.tokens[:, :25], [[7, 8, 9]]], axis=1)
+    continued = last_result(config, text, 6, prefix_cache=prefix_cache)
+    assert prefilled == [[[24, 25, 26]]]
+    np.testing.assert_array_equal(continued.tokens, last_result(config, text, 6).tokens)
+    with pytest.raises(UserError, match='one row, not 2'):
+        last_result(config, random_tokens(2, 4), 3, prefix_cache=prefix_cache)
+
+
+# -----------------------------------------------------------------------------
+# drafts and sampling
+
+
+def test_drafts_that_are_not_accepted_are_switched_off():
+    config = dataclasses.replace(ROPE, block_size=512)
+    small = dataclasses.replace(config, n_layer=1)
+    plain = last_result(config, random_tokens(1, 4), 150)
+    fast = last_result(config, random_tokens(1, 4), 150, n_draft=4, draft=(random_params(small, seed=1), small))
+    np.testing.assert_array_equal(fast.tokens, plain.tokens)
+    assert 64 <= fast.drafted < 64 + 4
+    assert fast.accepted < 0.3 * fast.drafted
+
+
+@pytest.mark.parametrize('kind', ['random', 'ties', 'half -inf', 'zeros of both signs'])
+def test_the_largest_logits_are_kept_as_a_sort_would(kind):
+    rng = np.random.default_rng(0)
+    x = np.float32(3 * rng.normal(size=(6, 200)))
+    if kind == 'ties':
+        x = np.round(x)
+    if kind == 'half -inf':
+        x[:, 1:][rng.random((6, 199)) < 0.5] = -np.inf
+    if kind == 'zeros of both signs':
+        x = np.zeros_like(x) * rng.choice([-1, 1], size=x.shape).astype(np.float32)
+    keep = jax.jit(keep_largest)
+    ordered = -np.sort(-x, axis=-1)
+    for k in (1, 2, 40, 199, 200, 5000):
+        kth = ordered[:, min(k, 200) - 1:][:, :1]
+        kept = keep(x, jnp.ones(x.shape, jnp.int32), np.int32(k))
+        np.testing.assert_array_equal(kept, np.where(x < kth, -np.inf, x))
+    for p in (1e-6, 0.1, 0.5, 0.9):
+        probs = np.array(jax.nn.softmax(ordered))
+        least = np.where(np.cumsum(probs, -1) - probs < p, ordered, np.inf).min(-1, keepdims=True)
+        np.testing.assert_array_equal(keep(x, jax.nn.softmax(x), np.float32(p)), np.where(x < least, -np.inf, x))
+    np.testing.assert_array_equal(keep(x, jax.nn.softmax(x), np.float32(1.5)), x)
