@@ -52,10 +52,15 @@ def quantize_params(params):
         if isinstance(p, dict):
             quantized[name] = p if name == 'router' else quantize_params(p)
         elif name in ('kernel', 'wte', 'lm_head'):
-            quantized[name] = Int8(*quantize(p.swapaxes(-1, -2) if name == 'kernel' else p, jnp.int8))
+            quantized[name] = quantize_matrix(p, transpose=name == 'kernel')
         else:
             quantized[name] = p
     return quantized
+
+
+@functools.partial(jax.jit, static_argnames='transpose')  # one pass: no temporaries as large as the matrix
+def quantize_matrix(p, transpose):
+    return Int8(*quantize(p.swapaxes(-1, -2) if transpose else p, jnp.int8))
 
 
 def cast_matrices(params, dtype):

@@ -70,6 +70,7 @@ class GPTConfig:
     n_kv_head: int = 0  # key and value heads (GQA); 0 is n_head
     head_dim: int = 0  # 0 is n_embd / n_head
     attention_scale: float = 0.0  # of the scores; 0 is head_dim**-0.5
+    qkv_bias: bool = False  # a bias of q, k and v even if the other layers have none
     qk_norm: str = ''  # 'learned': RMSNorm of q and k before RoPE; 'plain': without gain, in layers that have RoPE
     sinks: bool = False  # a learned attention-sink logit per head (arXiv:2309.17453)
     layer_types: tuple = ('full',)  # of LAYER_TYPES, one per layer; a shorter pattern repeats
@@ -249,7 +250,8 @@ class CausalSelfAttention(nn.Module):
         if is_causal:
             position_BxT = jnp.arange(T)[None]
 
-        q, k, v = Dense(cfg, (H * K, G * K, G * K), name='c_attn')(x_BxTxD)
+        qkv_cfg = dataclasses.replace(cfg, bias=cfg.bias or cfg.qkv_bias)
+        q, k, v = Dense(qkv_cfg, (H * K, G * K, G * K), name='c_attn')(x_BxTxD)
         q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = q.reshape(B, T, H, K), k.reshape(B, T, G, K), v.reshape(B, T, G, K)
         if cfg.qk_norm == 'learned':
             q_BxTxHxK = RMSNorm(cfg, name='q_norm')(q_BxTxHxK)
@@ -490,16 +492,15 @@ def estimate_mfu(n_params, config, tokens_per_sec, peak_flops):
         n_params -= sum(is_moe for _, is_moe in layers) * (moe.n_expert - moe.n_used) * expert_size
     spans = sum(min(config.block_size, attention_span(config, layer_type)) for layer_type, _ in layers)
     width = config.head_width
-    if config.mla:
-        width = (config.mla.nope_dim + config.mla.rope_dim + config.mla.v_dim) / 2
+    if mla := config.mla:
+        width = (mla.nope_dim + mla.rope_dim + mla.v_dim) / 2
     flops_per_token = 6 * n_params + 12 * config.n_head * width * spans
     return flops_per_token * tokens_per_sec / peak_flops
 
 
 # -----------------------------------------------------------------------------
 # other models (skip on first reading): each part can be read alone, and acts only if the config asks for it.
-# More letters: Q query heads per key head, C width of a latent, P tokens of a call (B T), E experts, U experts per
-# token
+# More letters: Q query heads per key head, C width of a latent, P tokens of a call (B T), E experts, U used per token
 NORMS = ('layer', 'rms')
 POSITIONS = ('learned', 'rope')
 MLPS = ('gelu', 'swiglu', 'swiglu_clamped')  # GPT-2; gated (arXiv:2002.05202); gated and clamped (gpt-oss)
@@ -643,8 +644,7 @@ def apply_rope(config, x_BxTxHxK, position_BxT):
 
 
 def apply_positions(config, layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT):
-    """Applies RoPE to q and k, and the norm without gain where the config has it. 'nope' layers scale q only
-    (query_growth, an attention temperature)."""
+    """RoPE of q and k, then the norm without gain if the config has it; 'nope' layers only scale q by query_growth."""
     if layer_type == 'nope':
         growth_BxT = jnp.log1p((position_BxT + 1) // config.query_growth_every)
         scale_BxTx1x1 = (1 + config.query_growth * growth_BxT)[..., None, None]
