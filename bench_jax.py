@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ops
 from jax_generate import bucket_length, bytes_read_per_step, convert_params_for_decoding, generate_stream, init_cache
-from jax_ops import BATCH, UserError
+from jax_ops import BATCH, UserError, ceil_div
 from jax_train_utils import (
     Stopwatch, choose_attention, config_block, config_from_flags, create_learning_rate_schedule,
     create_optimizer_with_schedule, device_peak_flops, exit_on_user_error, get_windows, load_dataset, load_run,
@@ -426,18 +426,26 @@ def parse_hlo(text):
     return computations
 
 
+def trip_count(computations, rest):
+    """How often a loop is executed, from its attributes or its condition."""
+    if known := re.search(r'known_trip_count\D*(\d+)', rest):
+        return int(known[1])
+    condition = computations[re.search(r'condition=%?([\w.\-]+)', rest)[1]]
+    limits = [int(found[0]) for *_, operation, rest in condition
+              if operation == 'constant' and (found := re.match(r'\d+', rest))]
+    limit = max(limits, default=1)
+    return ceil_div(limit, 2) if 'windowed_dot_general' in rest else limit  # these do two steps at a time
+
+
 def executed(computations, name='ENTRY', times=1):
     """[(computation, index in it, times executed)] of the instructions of a program, through its loops and calls."""
     found = []
     for i, (_, _, operation, rest) in enumerate(computations[name]):
         found.append((name, i, times))
-        called = re.search(r'(?:body|to_apply|calls)=%?([\w.\-]+)', rest)
-        if operation == 'while':
-            trips = re.search(r'known_trip_count\D*(\d+)', rest)
-            found += executed(computations, called[1], times * int(trips[1]) if trips else times)
-        elif operation in ('call', 'async-start') or operation == 'fusion' and any(
-                inner[2].removesuffix('-start') in COLLECTIVES for inner in computations[called[1]]):
-            found += executed(computations, called[1], times)
+        if operation in ('while', 'call', 'async-start'):
+            called = re.search(r'(?:body|to_apply|calls)=%?([\w.\-]+)', rest)[1]
+            n = trip_count(computations, rest) if operation == 'while' else 1
+            found += executed(computations, called, times * n)
     return found
 
 
@@ -475,38 +483,52 @@ def group_of(rest, mesh):
     return '+'.join(axes) or '-', mesh.devices.ravel()[group]
 
 
-def bytes_sent_by(kind, result_bytes, n):
-    """Bytes that a device sends in a ring of n for a collective with this result."""
-    factor = {'all-gather': (n - 1) / n, 'all-reduce': 2 * (n - 1) / n, 'reduce-scatter': n - 1,
-              'all-to-all': (n - 1) / n}.get(kind, 1)
-    return result_bytes * factor
-
-
-def collectives_of(computations, mesh):
-    """[{kind, axis, n, dtype, count, bytes, exposed, hosts}] of a compiled step: what each device sends per step, and
-    how much of it has no computation between its start and its end in XLA's schedule."""
-    table = {}
+def collectives_in(computations):
+    """[(kind, shapes of the result, attributes, times executed, exposed)] of the collectives of a compiled step. Exposed:
+    XLA's schedule has no computation between the start and the end."""
+    found = []
+    fused = {}  # a TPU's asynchronous collective is in several fusions, which share its channel
     for name, i, times in executed(computations):
         result, shapes, operation, rest = computations[name][i]
         kind = operation.removesuffix('-start')
-        if kind not in COLLECTIVES:
-            continue
-        exposed = True
-        if operation.endswith('-start'):
-            if kind != 'all-reduce':  # (operands, results, ...)
-                arrays = re.findall(r'\w+\[[\d,]*\]', shapes)
-                arrays = [array for array in arrays if kind != 'collective-permute' or not array.endswith('[]')]
-                shapes = ' '.join(arrays[len(arrays) // 2:])
-            later = computations[name][i + 1:]
-            end = next(j for j, other in enumerate(later) if re.match(rf'%?{re.escape(result)}\b', other[3]))
-            exposed = not any(other[2] in ('fusion', 'custom-call', 'dot', 'while', 'call') for other in later[:end])
+        if kind in COLLECTIVES:
+            end = i
+            if operation != kind:
+                users = enumerate(computations[name][i + 1:], i + 1)
+                end = next(j for j, (*_, operands) in users if re.match(rf'%?{re.escape(result)}\b', operands))
+                if kind != 'all-reduce':  # (operands, results, ...)
+                    arrays = [array for array in re.findall(r'\w+\[[\d,]*\]', shapes)
+                              if kind != 'collective-permute' or not array.endswith('[]')]
+                    shapes = ' '.join(arrays[len(arrays) // 2:])
+            found.append((kind, shapes, rest, times, name, i, end))
+        elif operation == 'fusion':
+            called = re.search(r'calls=%?([\w.\-]+)', rest)[1]
+            for _, shapes, kind, rest in computations[called]:
+                if kind in COLLECTIVES:
+                    kind = 'reduce-scatter' if 'all-reduce-scatter' in called else kind
+                    channel = re.search(r'channel_id=(\d+)|$', rest)[1]
+                    first = fused.get((name, channel), (0, 0, 0, 0, name, i))[5]
+                    fused[name, channel] = (kind, shapes, rest, times, name, first, i)
+    computing = ('fusion', 'custom-call', 'dot', 'convolution', 'while', 'call')
+    return [(kind, shapes, rest, times, not any(other[2] in computing for other in computations[name][i + 1:end]))
+            for kind, shapes, rest, times, name, i, end in found + list(fused.values())]
+
+
+def collective_table(computations, mesh):
+    """[{kind, axis, n, dtype, count, bytes, exposed, hosts}]: what a device sends per step, in rings, by kind, axes and
+    dtype; how many bytes of it are exposed; whether a group spans hosts."""
+    table = {}
+    for kind, shapes, rest, times, exposed in collectives_in(computations):
         axis, group = group_of(rest, mesh)
-        kind = 'reduce-scatter' if kind == 'all-reduce' and 'all-reduce-scatter' in name else kind
+        n = len(group)
+        size = bytes_of(shapes)
+        if kind == 'reduce-scatter' and 'dimensions=' in rest:  # not in the all-reduce that a TPU's fusion wraps
+            size *= n
+        sent = times * size * {'all-reduce': 2 * (n - 1) / n, 'collective-permute': 1}.get(kind, (n - 1) / n)
         dtypes = '+'.join(sorted(set(re.findall(r'(\w+)\[', shapes))))
-        sent = times * bytes_sent_by(kind, bytes_of(shapes), len(group))
-        hosts = len({device.process_index for device in group}) > 1
         row = table.setdefault((kind, axis, dtypes), dict(
-            kind=kind, axis=axis, n=len(group), dtype=dtypes, count=0, bytes=0, exposed=0, hosts=hosts))
+            kind=kind, axis=axis, n=n, dtype=dtypes, count=0, bytes=0, exposed=0,
+            hosts=len({device.process_index for device in group}) > 1))
         row['count'] += times * len(re.findall(r'\w+\[', shapes))
         row['bytes'] += sent
         row['exposed'] += sent * exposed
@@ -582,7 +604,7 @@ def bench_compile():
         print(f'does not fit: {used[0] if used else " ".join(str(error).split())[:200]}')
         return {'fits': False, 'would_fit': what_would_fit(plan_devices, limit)}, []
     computations = parse_hlo(program.as_text())
-    table = collectives_of(computations, parallel.mesh)
+    table = collective_table(computations, parallel.mesh)
     memory = program.memory_analysis()
     peak = peak_of(program)
     tokens = gradient_accumulation_steps * batch_size * block_size / len(plan_devices)

@@ -156,11 +156,20 @@ def matmul_f32_acc(x, y, dtype=None):
     """x [..., M, K] @ y [..., K, N] in dtype (default: x's), accumulated in float32."""
     dtype = dtype or x.dtype
     # GPUs and TPUs accumulate in float32 in either case; XLA:CPU does only where the result is float32
-    through_f32 = lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32).astype(dtype)
+    multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    through_f32 = lambda x, y: two_rows(multiply, x, y).astype(dtype)
     direct = lambda x, y: jnp.matmul(x, y, preferred_element_type=dtype)
     if x.dtype != jnp.bfloat16:
         return direct(x, y)
     return jax.lax.platform_dependent(x, y, cpu=through_f32, default=direct)
+
+
+def two_rows(multiply, x, y):
+    """multiply(x, y). A single row x [..., 1, K] is multiplied twice: of a bfloat16 matrix that one row is multiplied
+    by, XLA:CPU makes a float32 copy, and keeps those of all weights throughout the decode loop."""
+    if x.size > x.shape[-1]:
+        return multiply(x, y)
+    return multiply(jnp.concatenate([x, x], axis=-2), y)[..., :1, :]
 
 
 def weight_grad(x, g, dtype):
@@ -218,8 +227,10 @@ def matmul_nt(x, w_OxI):
     XLA:CPU repacks the right operand, so for few rows weights go on the left (docs/performance.md#matmul)."""
     x_RxI = x.reshape(-1, x.shape[-1])
     w_OxI = w_OxI.astype(x.dtype)
-    few = len(x_RxI) <= 64 and x.dtype == jnp.float32  # 64 rows take 15% less time with weights left, 256 as long
-    y_RxO = jax.lax.platform_dependent(x_RxI, w_OxI, cpu=nt_weights_left if few else nt, default=nt)
+    on_cpu = functools.partial(two_rows, nt)
+    if len(x_RxI) <= 64 and x.dtype == jnp.float32:  # 64 rows take 15% less time with weights left, 256 as long
+        on_cpu = nt_weights_left
+    y_RxO = jax.lax.platform_dependent(x_RxI, w_OxI, cpu=on_cpu, default=nt)
     return y_RxO.reshape(*x.shape[:-1], -1)
 
 

@@ -8,28 +8,27 @@ A family of models is two things: a function from its config.json to the fields 
 from our parameters to its tensors on disk, {parameter path: [TensorMap]}. Loading and saving use the same table.
 """
 import dataclasses
-import functools
 import io
 import json
 import logging
 import math
+import mmap
 import os
 import pickle
 import re
 import shutil
 import sys
 import zipfile
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-import safetensors.numpy
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_ops import UserError, ceil_div
-from jax_transformer import GPT, GPTConfig, MoEConfig
+from jax_transformer import DTYPES, GPT, GPTConfig
 
 PUBLISHED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # openai-community/<name> on the Hugging Face hub
 WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin')
@@ -43,70 +42,149 @@ def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: arr
     place(path in the tree, array): called for each parameter before the next one is read, for example to move it to its
     devices; params holds what place returns.
     Raises UserError for files that are missing or damaged, and for models that GPT does not compute."""
-    path = local_path(path_or_name)
+    file = weight_file(local_path(path_or_name))
+    load = load_hugging_face if os.path.basename(file) in WEIGHT_FILES else load_nanogpt
+    return load(file, dtype, place)
+
+
+def load_config(path_or_name):
+    """The config of load_pretrained, without the weights of a Hugging Face folder."""
+    file = weight_file(local_path(path_or_name))
+    if os.path.basename(file) not in WEIGHT_FILES:
+        return read_nanogpt_config(read_torch_checkpoint(file), file)
+    source = os.path.join(os.path.dirname(file), 'config.json')
+    return read_config(read_json(source), source)[0]
+
+
+def weight_file(path):
+    """The file that holds or lists the weights of a folder, or the path itself. Raises UserError if there is none."""
     for file in [path] + [os.path.join(path, name) for name in (*WEIGHT_FILES, 'ckpt.pt')]:
         if os.path.isfile(file):
-            load = load_hugging_face if os.path.basename(file) in WEIGHT_FILES else load_nanogpt
-            return load(file, dtype, place)
+            return file
     if os.path.isdir(path):
         raise UserError(f'{path} holds no weights that can be read: none of {", ".join(WEIGHT_FILES)}, ckpt.pt')
     raise UserError(f'{path} does not exist; give a folder, a nanoGPT ckpt.pt, or one of {", ".join(PUBLISHED)}')
 
 
-def local_path(path_or_name):
-    """The path itself, or the local folder of the hub's model of that name, downloaded if necessary."""
+def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja')):
+    """The path itself, or the local folder of the hub's model of that name, downloaded (these files of it) if
+    necessary."""
     path = os.path.expanduser(path_or_name)
     on_hub = path_or_name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(path_or_name))
     if on_hub and not os.path.exists(path):
-        return download(path_or_name)
+        return download(path_or_name, files)
     return path
 
 
-def save_pretrained(params, config, folder):
-    """Writes params as a Hugging Face folder: config.json and model.safetensors (float32).
+def save_pretrained(params, config, folder, *, dtype='float32', tokenizer=None, shard_bytes=5 * 10**9):
+    """Writes params as a Hugging Face folder: config.json, the weights as safetensors, and the tokenizer's files.
 
-    The folder is for the model of transformers that computes what GPT(config) does: GPT-2, Llama, Qwen3 or Qwen3-MoE.
-    A GPT-2 without biases is saved with biases of zero, which gives the same logits. The folder must not exist or be
-    empty; it appears when it is complete. Raises UserError if it cannot be written or params are not those of
-    GPT(config)."""
+    The folder is for the model of transformers that computes what GPT(config) does, one of FAMILIES (DeepSeek-V3 for
+    Kimi K2). A GPT-2 without biases is saved with biases of zero, which gives the same logits.
+    dtype: of the file, one of DTYPES. tokenizer: folder of a tokenizer.json and what belongs to it, to be copied.
+    shard_bytes: weights that need more are split into several files with an index.
+    The folder must not exist or be empty; it appears when it is complete. Raises UserError if it cannot be written or
+    params are not those of GPT(config)."""
+    if dtype not in DTYPES:
+        raise UserError(f'dtype must be one of {", ".join(DTYPES)}, not {dtype!r}')
     family, hf_config = hugging_face_config(config)
     if family == 'gpt2':
         tensor_maps = gpt2_tensor_maps(config, prefix='transformer.')
     else:
         tensor_maps = llama_tensor_maps(config, LAYOUTS[family])
-    arrays = {path: np.asarray(x) for path, x in flatten_dict(params).items()}
+    arrays = flatten_dict(params)
     shapes = {'/'.join(path): shape for path, shape in param_shapes(config).items()}
     check_tensors({'/'.join(path): x for path, x in arrays.items()}, shapes, 'params')
 
-    tensors = {}
+    sources = {}  # what each tensor on disk is made of: [(parameter path, TensorMap)]
+    for path, group in tensor_maps.items():
+        for tensor_map in group:
+            sources.setdefault(tensor_map.name, []).append((path, tensor_map))
+    shapes = {name: parts[0][1].shape for name, parts in sources.items()}
     if family == 'gpt2' and not config.bias:
         with_bias = gpt2_tensor_maps(dataclasses.replace(config, bias=True), prefix='transformer.')
         for (tensor_map,) in with_bias.values():
-            tensors[tensor_map.name] = np.zeros(tensor_map.shape, np.float32)
-    for path, array in arrays.items():
-        for tensor_map in tensor_maps[path]:
-            tensors[tensor_map.name] = np.ascontiguousarray(tensor_map.to_tensor(array), np.float32)
-    write_folder(os.path.abspath(os.path.expanduser(folder)), hf_config, tensors)
+            shapes.setdefault(tensor_map.name, tensor_map.shape)
+            sources.setdefault(tensor_map.name, [])
+
+    def make_tensor(name):
+        tensor = np.zeros(shapes[name], dtype)
+        for path, tensor_map in sources[name]:
+            tensor_map.fill(tensor, np.asarray(arrays[path]))
+        return tensor
+
+    hf_config['dtype'] = dtype
+    write_folder(os.path.abspath(os.path.expanduser(folder)), hf_config, shapes, make_tensor, dtype, tokenizer,
+                 shard_bytes)
 
 
-def write_folder(folder, hf_config, tensors):
-    """Writes config.json and model.safetensors into a new folder, which appears when it is complete."""
+def write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard_bytes):
+    """Writes a new folder, which appears when it is complete. make_tensor(name): called when a tensor is written."""
     unfinished = f'{folder}.tmp-{os.getpid()}'
-    config_file = os.path.join(unfinished, 'config.json')
-    weight_file = os.path.join(unfinished, 'model.safetensors')
     try:
         if os.path.exists(folder) and not (os.path.isdir(folder) and not os.listdir(folder)):
             raise UserError(f'{folder} exists and is not an empty folder; remove it or choose another')
         os.makedirs(unfinished)
-        with open(config_file, 'w', encoding='utf-8') as f:
-            json.dump(hf_config, f, indent=2)
-        safetensors.numpy.save_file(tensors, weight_file, metadata={'format': 'pt'})
-        shutil.copymode(config_file, weight_file)  # safetensors makes it unreadable for others
+        if tokenizer:
+            for file in ('config.json', 'generation_config.json'):
+                path = os.path.join(tokenizer, file)
+                ids = read_json(path) if os.path.exists(path) else {}
+                hf_config |= {key: ids[key] for key in SPECIAL_TOKENS if ids.get(key) is not None}
+            for file in os.listdir(tokenizer):
+                if file.endswith(('.json', '.jinja', '.model')) and file != 'config.json' and 'safetensors' not in file:
+                    shutil.copyfile(os.path.join(tokenizer, file), os.path.join(unfinished, file))
+        write_json(os.path.join(unfinished, 'config.json'), hf_config)
+        shards, size = [[]], 0
+        itemsize = jnp.dtype(dtype).itemsize
+        for name in sorted(shapes):
+            n_bytes = math.prod(shapes[name]) * itemsize
+            if shards[-1] and size + n_bytes > shard_bytes:
+                shards.append([])
+                size = 0
+            shards[-1].append(name)
+            size += n_bytes
+        weight_map = {}
+        for i, names in enumerate(shards):
+            file = 'model.safetensors'
+            if len(shards) > 1:
+                file = f'model-{i + 1:05}-of-{len(shards):05}.safetensors'
+            some_shapes = {name: shapes[name] for name in names}
+            write_safetensors(os.path.join(unfinished, file), some_shapes, make_tensor, dtype)
+            weight_map |= dict.fromkeys(names, file)
+        if len(shards) > 1:
+            total = sum(math.prod(shape) * itemsize for shape in shapes.values())
+            write_json(os.path.join(unfinished, 'model.safetensors.index.json'),
+                       {'metadata': {'total_size': total}, 'weight_map': weight_map})
+        if os.path.isdir(folder):
+            os.rmdir(folder)  # empty; Windows replaces no folder
         os.replace(unfinished, folder)
-    except (OSError, safetensors.SafetensorError) as error:
+    except OSError as error:
         raise UserError(f'cannot write {folder}: {error}') from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+SPECIAL_TOKENS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+
+
+def write_json(path, values):
+    with open(path, 'w', encoding='utf-8') as f:
+        json.dump(values, f, indent=2)
+
+
+def write_safetensors(path, shapes, make_tensor, dtype):
+    """A safetensors file of the tensors make_tensor(name), each made when it is written: memory holds one at a time."""
+    code = next(code for code, name in SAFETENSORS_DTYPES.items() if name == dtype)
+    header, end = {'__metadata__': {'format': 'pt'}}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * jnp.dtype(dtype).itemsize
+        header[name] = {'dtype': code, 'shape': shape, 'data_offsets': [start, end]}
+    text = json.dumps(header).encode()
+    text += b' ' * (-len(text) % 8)
+    with open(path, 'wb') as f:
+        f.write(len(text).to_bytes(8, 'little') + text)
+        for name in shapes:
+            f.write(make_tensor(name).view(np.uint8).data if shapes[name] else make_tensor(name).tobytes())
 
 
 # -----------------------------------------------------------------------------
@@ -220,11 +298,36 @@ def llama_config(hf, *, eps=1e-6, theta=10000.0, attention_bias=False):
 
 def qwen3_config(hf):
     values = llama_config(hf) | {'qk_norm': 'learned', 'head_dim': hf.get('head_dim', 128)}
-    if hf.get('use_sliding_window', False):
-        first = hf.get('max_window_layers', 28)
-        default = ['sliding_attention' if i >= first else 'full_attention' for i in range(values['n_layer'])]
-        values |= {'window': hf.get('sliding_window'), 'layer_types': layer_types(hf, default)}
-    return values
+    return values | window_config(hf)
+
+
+def window_config(hf):
+    """Qwen's window and layer_types."""
+    if not hf.get('use_sliding_window', False):
+        return {}
+    first = hf.get('max_window_layers', 28)
+    n_layer = hf.get('num_hidden_layers')
+    default = ['sliding_attention' if i >= first else 'full_attention' for i in range(n_layer)]
+    return {'window': hf.get('sliding_window'), 'layer_types': layer_types(hf, default)}
+
+
+def qwen2_config(hf):
+    return llama_config(hf) | {'qkv_bias': True} | window_config(hf)
+
+
+def mistral_config(hf):
+    window = hf.values.get('sliding_window', 4096)
+    return llama_config(hf) | ({'window': hf.get('sliding_window', 4096), 'layer_types': ('window',)} if window else {})
+
+
+def smollm3_config(hf):
+    """A Llama in which every fourth layer has no RoPE."""
+    hf.require_value(use_sliding_window=False)
+    n_layer = hf.get('num_hidden_layers')
+    uses_rope = hf.get('no_rope_layers', [])  # in spite of its name, 1 for each layer with RoPE and 0 without
+    if not uses_rope:
+        uses_rope = [(i + 1) % hf.get('no_rope_layer_interval', 4) != 0 for i in range(n_layer)]
+    return llama_config(hf, theta=2000000.0) | {'layer_types': tuple('full' if x else 'nope' for x in uses_rope)}
 
 
 def layer_types(hf, default):
@@ -312,8 +415,10 @@ def llama4_config(hf):
     return values
 
 
-FAMILIES = {'gpt2': gpt2_config, 'llama': llama_config, 'qwen3': qwen3_config, 'qwen3_moe': qwen3_moe_config,
-            'gpt_oss': gpt_oss_config, 'deepseek_v3': deepseek_config, 'kimi_k2': deepseek_config,
+FAMILIES = {'gpt2': gpt2_config, 'llama': llama_config, 'mistral': mistral_config, 'qwen2': qwen2_config,
+            'smollm3': smollm3_config, 'qwen3': qwen3_config,
+            'qwen3_moe': qwen3_moe_config, 'gpt_oss': gpt_oss_config, 'deepseek_v3': deepseek_config,
+            'kimi_k2': deepseek_config,
             'llama4_text': llama4_config, 'llama4': llama4_config}  # by model_type
 
 
@@ -350,12 +455,54 @@ def hugging_face_config(config):
     """(family, config.json) of the model of transformers that computes what GPT(config) does, or UserError."""
     if config == GPTConfig(**{name: getattr(config, name) for name in GPT2_FIELDS}):
         return 'gpt2', hugging_face_gpt2_config(config)
+    layer_types = {config.layer(i)[0] for i in range(config.n_layer)}
     family = 'llama'
-    if config.qk_norm:
-        family = 'qwen3'
-    if config.moe:
+    if config.qkv_bias:
+        family = 'qwen2'
+    elif config.sinks and config.moe:
+        family = 'gpt_oss'
+    elif config.mla:
+        family = 'deepseek_v3'
+    elif config.moe and config.moe.weigh_input:
+        family = 'llama4_text'
+    elif config.moe:
         family = 'qwen3_moe'
-    return family, hugging_face_llama_config(config, family)
+    elif config.qk_norm:
+        family = 'qwen3'
+    elif layer_types == {'window'}:
+        family = 'mistral'
+    elif layer_types == {'full', 'nope'}:
+        family = 'smollm3'
+    hf = hugging_face_llama_config(config, family)
+    # what it means to load_pretrained is what it means to transformers
+    again = read_config(hf, 'the config to be saved')[0]
+    fields = [field.name for field in dataclasses.fields(GPTConfig) if field.name not in NOT_IN_CONFIG_JSON]
+    wrong = [f'{name}={value!r}' for name in fields if (value := resolved(config, name)) != resolved(again, name)]
+    if wrong:
+        raise UserError(f'transformers has no {family} with {", ".join(wrong)}, so this model cannot be saved for it')
+    return family, hf
+
+
+# fields that do not change the logits
+NOT_IN_CONFIG_JSON = ('dropout', 'dtype', 'attention', 'scan_layers', 'remat', 'activation', 'window', 'chunk',
+                      'query_growth', 'query_growth_every')
+
+
+def resolved(config, name):
+    """What a field of a config means: 0 and patterns stand for values."""
+    if name == 'layer_types':
+        growth = config.query_growth and (config.query_growth, config.query_growth_every)
+        sizes = {'window': config.window, 'chunk': config.chunk, 'nope': growth}
+        return tuple((layer_type, sizes.get(layer_type)) for layer_type, _ in map(config.layer, range(config.n_layer)))
+    if name == 'moe' and config.moe:
+        layers = tuple(config.layer(i)[1] for i in range(config.n_layer))
+        return dataclasses.replace(config.moe, layers=layers, balance=0.0)
+    if name == 'attention_scale' and config.mla:
+        return round(config.attention_scale or (config.mla.nope_dim + config.mla.rope_dim)**-0.5, 9)
+    if config.mla and name in ('head_dim', 'n_kv_head') or config.mlp != 'swiglu_clamped' and name == 'swiglu_limit':
+        return 0
+    meaning = {'head_dim': 'head_width', 'n_kv_head': 'kv_heads', 'n_inner': 'mlp_width'}
+    return getattr(config, meaning.get(name, name))
 
 
 def hugging_face_gpt2_config(config):
@@ -369,40 +516,60 @@ def hugging_face_gpt2_config(config):
         'bos_token_id': end_of_text, 'eos_token_id': end_of_text, **GPT2_FIXED}
 
 
+ARCHITECTURES = {'llama': 'Llama', 'mistral': 'Mistral', 'qwen2': 'Qwen2', 'smollm3': 'SmolLM3', 'qwen3': 'Qwen3',
+                 'qwen3_moe': 'Qwen3Moe', 'gpt_oss': 'GptOss', 'deepseek_v3': 'DeepseekV3', 'llama4_text': 'Llama4'}
+
+
 def hugging_face_llama_config(config, family):
-    """The config.json of a 'llama', 'qwen3' or 'qwen3_moe'."""
-    moe = config.moe
+    """The config.json of one of ARCHITECTURES."""
+    moe, mla = config.moe, config.mla
     layers = [config.layer(i) for i in range(config.n_layer)]  # (layer_type, is_moe)
-    needed = {'norm': 'rms', 'position': 'rope', 'mlp': 'swiglu', 'bias': False, 'sinks': False, 'mla': None,
-              'attention_scale': 0.0, 'qk_norm': '' if family == 'llama' else 'learned'}
-    wrong = [f'{name}={getattr(config, name)!r}' for name, value in needed.items() if getattr(config, name) != value]
-    supported_layer_types = {'full', 'window'} if family == 'qwen3' else {'full'}
-    if any(layer_type not in supported_layer_types for layer_type, _ in layers):
-        wrong.append(f'layer_types={config.layer_types}')
-    if moe and moe != MoEConfig(moe.n_expert, moe.n_used, moe.width, layers=moe.layers, normalize=moe.normalize,
-                                balance=moe.balance):
-        wrong.append(f'moe={moe}')
-    if wrong:
-        raise UserError(f'transformers has no GPT-2, Llama or Qwen3 with {", ".join(wrong)}, so this model cannot be '
-                        'saved for it')
-    architectures = {'llama': 'LlamaForCausalLM', 'qwen3': 'Qwen3ForCausalLM', 'qwen3_moe': 'Qwen3MoeForCausalLM'}
-    hf = {'architectures': [architectures[family]], 'model_type': family, 'dtype': 'float32',
+    names = {'window': 'sliding_attention', 'chunk': 'chunked_attention'}
+    types = [names.get(layer_type, 'full_attention') for layer_type, _ in layers]
+    hf = {'architectures': [f'{ARCHITECTURES[family]}ForCausalLM'], 'model_type': family,
           'vocab_size': config.vocab_size, 'tie_word_embeddings': config.tied_head,
           'hidden_size': config.n_embd, 'num_hidden_layers': config.n_layer,
           'num_attention_heads': config.n_head, 'num_key_value_heads': config.kv_heads, 'head_dim': config.head_width,
           'intermediate_size': config.mlp_width, 'max_position_embeddings': config.block_size,
           'rms_norm_eps': config.norm_eps, 'rope_parameters': hugging_face_rope(config), 'hidden_act': 'silu',
-          'attention_bias': False, 'attention_dropout': config.dropout, 'bos_token_id': None, 'eos_token_id': None,
-          'pad_token_id': None}
-    if family == 'qwen3':
-        names = {'full': 'full_attention', 'window': 'sliding_attention'}
-        types = [names[layer_type] for layer_type, _ in layers]
+          'attention_bias': family == 'gpt_oss', 'attention_dropout': config.dropout,
+          'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None}
+    if family in ('qwen2', 'qwen3'):
         hf |= {'layer_types': types, 'use_sliding_window': 'sliding_attention' in types,
                'sliding_window': config.window or None, 'max_window_layers': config.n_layer}
+    if family == 'mistral':
+        hf |= {'sliding_window': config.window}
+    if family == 'smollm3':
+        hf |= {'no_rope_layers': [int(layer_type != 'nope') for layer_type, _ in layers], 'use_sliding_window': False,
+               'layer_types': types}
+    if moe:
+        hf |= {'num_experts_per_tok': moe.n_used, 'moe_intermediate_size': moe.width, 'norm_topk_prob': moe.normalize}
+        is_moe = [i for i, (_, is_moe) in enumerate(layers) if is_moe]
     if family == 'qwen3_moe':
-        hf |= {'num_experts': moe.n_expert, 'num_experts_per_tok': moe.n_used, 'moe_intermediate_size': moe.width,
-               'norm_topk_prob': moe.normalize, 'decoder_sparse_step': 1,
-               'mlp_only_layers': [i for i, (_, is_moe) in enumerate(layers) if not is_moe]}
+        hf |= {'num_experts': moe.n_expert, 'decoder_sparse_step': 1,
+               'mlp_only_layers': [i for i in range(config.n_layer) if i not in is_moe]}
+    if family == 'gpt_oss':
+        hf |= {'num_local_experts': moe.n_expert, 'intermediate_size': moe.width, 'sliding_window': config.window,
+               'swiglu_limit': config.swiglu_limit, 'layer_types': types}
+    if family == 'llama4_text':
+        hf |= {'num_local_experts': moe.n_expert, 'intermediate_size': moe.width,
+               'intermediate_size_mlp': config.mlp_width, 'attention_chunk_size': config.chunk, 'layer_types': types,
+               'no_rope_layers': [int(layer_type != 'nope') for layer_type, _ in layers], 'moe_layers': is_moe,
+               'use_qk_norm': config.qk_norm == 'plain', 'attn_temperature_tuning': config.query_growth > 0,
+               'attn_scale': config.query_growth or 0.1, 'floor_scale': config.query_growth_every}
+    if family == 'deepseek_v3':
+        shared = moe.shared_width // moe.width if moe else 0
+        hf |= {'q_lora_rank': mla.q_rank or None, 'kv_lora_rank': mla.kv_rank, 'qk_nope_head_dim': mla.nope_dim,
+               'qk_rope_head_dim': mla.rope_dim, 'v_head_dim': mla.v_dim, 'head_dim': mla.rope_dim,
+               'rope_interleave': True}
+        if moe:
+            hf |= {'n_routed_experts': moe.n_expert, 'n_shared_experts': shared, 'n_group': moe.n_group,
+                   'topk_group': moe.n_group_used, 'routed_scaling_factor': moe.scale, 'scoring_func': 'sigmoid',
+                   'topk_method': 'noaux_tc', 'first_k_dense_replace': min(is_moe, default=config.n_layer)}
+        if config.rope_scaling and config.attention_scale:  # the scale is mscale**2 / sqrt(width), see deepseek_config
+            mscale = (config.attention_scale * (mla.nope_dim + mla.rope_dim)**0.5)**0.5
+            factor = config.rope_scaling.factor
+            hf['rope_parameters']['mscale_all_dim'] = round((mscale - 1) / (yarn_mscale(factor) - 1), 9)
     return hf
 
 
@@ -425,28 +592,24 @@ def hugging_face_rope(config):
 # -----------------------------------------------------------------------------
 # parameters <-> tensors on disk
 
-def identity(x):
-    return x
-
-
 class TensorMap(NamedTuple):
-    """Where a tensor on disk belongs: parameter[dst] = reorder(tensor[src]), then transposed if `transpose`."""
+    """Where a tensor on disk belongs: parameter[dst] = tensor[src][rows], transposed if `transpose`."""
     name: str  # of the tensor on disk
     shape: tuple  # of the tensor on disk
     transpose: bool = False  # [out, in] on disk, [in, out] in the parameter
-    reorder: Callable = identity  # puts rows on disk into our order; identity in every family that can be saved
+    rows: Any = ...  # the rows on disk in our order; ... is the same order
     dst: Any = ...  # index of the part of the parameter that the tensor fills
     src: Any = ...  # index of the part of the tensor that is used
 
     def to_parameter(self, tensor):
         """What the tensor on disk puts into parameter[dst]."""
-        x = self.reorder(tensor[self.src])
+        x = tensor[self.src][self.rows]
         return x.T if self.transpose else x
 
-    def to_tensor(self, parameter):
-        """The tensor on disk, where all of it is used (src is ...) and nothing is reordered."""
+    def fill(self, tensor, parameter):
+        """Puts what parameter[dst] holds into the tensor on disk: the inverse of to_parameter."""
         x = parameter[self.dst]
-        return x.T if self.transpose else x
+        tensor[self.src][self.rows] = x.T if self.transpose else x
 
 
 def param_shapes(config):
@@ -488,20 +651,21 @@ class Layout(NamedTuple):
 LLAMA4 = Layout(mlp='feed_forward', router='router', shared='shared_expert', experts='concatenated',
                 interleaved_rope=True)
 LAYOUTS = {
-    'llama': Layout(), 'qwen3': Layout(), 'qwen3_moe': Layout(),
+    **dict.fromkeys(('llama', 'mistral', 'qwen2', 'smollm3', 'qwen3', 'qwen3_moe'), Layout()),
     'gpt_oss': Layout(router='router', experts='interleaved'),
     'deepseek_v3': Layout(interleaved_rope=True), 'kimi_k2': Layout(interleaved_rope=True),
     'llama4_text': LLAMA4, 'llama4': LLAMA4._replace(prefix='language_model.')}
 
 
-def deinterleave_rope(x, head_width, rope_width):
-    """A matrix [heads * head_width, in] with the last rope_width rows of each head in the order of apply_rope().
+def deinterleave_rope(n_rows, head_width, rope_width):
+    """The numbers of the rows of a matrix [heads * head_width, in], the last rope_width of each head in the order of
+    apply_rope().
 
     On disk RoPE rotates rows (2j, 2j + 1). apply_rope() expects the first rows of all pairs, then the second ones."""
-    heads = x.reshape(-1, head_width, x.shape[-1])
+    heads = np.arange(n_rows).reshape(-1, head_width)
     nope = heads[:, :head_width - rope_width]
     rope = heads[:, head_width - rope_width:]
-    return np.concatenate([nope, rope[:, 0::2], rope[:, 1::2]], axis=1).reshape(x.shape)
+    return np.concatenate([nope, rope[:, 0::2], rope[:, 1::2]], axis=1).reshape(-1)
 
 
 def llama_tensor_maps(config, layout):
@@ -531,9 +695,9 @@ def stored_as_is(path, name, *shape):
     return {path: [TensorMap(name, shape)]}
 
 
-def linear(path, name, n_in, n_out, *, bias, reorder=identity):
+def linear(path, name, n_in, n_out, *, bias, rows=...):
     """A linear layer, [n_out, n_in] on disk."""
-    kernel = TensorMap(f'{name}.weight', (n_out, n_in), transpose=True, reorder=reorder)
+    kernel = TensorMap(f'{name}.weight', (n_out, n_in), transpose=True, rows=rows)
     tensor_maps = {(*path, 'kernel'): [kernel]}
     if bias:
         tensor_maps[*path, 'bias'] = [TensorMap(f'{name}.bias', (n_out,))]
@@ -554,14 +718,14 @@ def gqa_tensor_maps(config, layout, path, name):
     kernels, biases = [], []
     for theirs, first, n in (('q', 0, H), ('k', H, G), ('v', H + G, G)):
         columns = slice(first * K, (first + n) * K)
-        reorder = identity
+        rows = ...
         if layout.interleaved_rope and theirs in 'qk':
-            reorder = functools.partial(deinterleave_rope, head_width=K, rope_width=K)
-        kernels.append(TensorMap(f'{name}.{theirs}_proj.weight', (n * K, D), transpose=True, reorder=reorder,
+            rows = deinterleave_rope(n * K, K, K)
+        kernels.append(TensorMap(f'{name}.{theirs}_proj.weight', (n * K, D), transpose=True, rows=rows,
                                  dst=(slice(None), columns)))
         biases.append(TensorMap(f'{name}.{theirs}_proj.bias', (n * K,), dst=columns))
     tensor_maps = {(*path, 'c_attn', 'kernel'): kernels}
-    if config.bias:
+    if config.bias or config.qkv_bias:
         tensor_maps[*path, 'c_attn', 'bias'] = biases
     tensor_maps |= linear((*path, 'c_proj'), f'{name}.o_proj', H * K, D, bias=config.bias)
     if config.qk_norm == 'learned':
@@ -577,19 +741,19 @@ def mla_tensor_maps(config, layout, path, name):
     mla, D, H = config.mla, config.n_embd, config.n_head
     head_width = mla.nope_dim + mla.rope_dim
     kv_a_width = mla.kv_rank + mla.rope_dim  # the latent and the shared key with RoPE
-    reorder_q = reorder_kv_a = identity
+    q_rows = kv_a_rows = ...
     if layout.interleaved_rope:
-        reorder_q = functools.partial(deinterleave_rope, head_width=head_width, rope_width=mla.rope_dim)
-        reorder_kv_a = functools.partial(deinterleave_rope, head_width=kv_a_width, rope_width=mla.rope_dim)
+        q_rows = deinterleave_rope(H * head_width, head_width, mla.rope_dim)
+        kv_a_rows = deinterleave_rope(kv_a_width, kv_a_width, mla.rope_dim)
     if mla.q_rank:
         tensor_maps = linear((*path, 'q_a'), f'{name}.q_a_proj', D, mla.q_rank, bias=config.bias)
         tensor_maps |= stored_as_is((*path, 'q_norm', 'scale'), f'{name}.q_a_layernorm.weight', mla.q_rank)
         tensor_maps |= linear((*path, 'q_b'), f'{name}.q_b_proj', mla.q_rank, H * head_width, bias=config.bias,
-                              reorder=reorder_q)
+                              rows=q_rows)
     else:
-        tensor_maps = linear((*path, 'q_b'), f'{name}.q_proj', D, H * head_width, bias=config.bias, reorder=reorder_q)
+        tensor_maps = linear((*path, 'q_b'), f'{name}.q_proj', D, H * head_width, bias=config.bias, rows=q_rows)
     tensor_maps |= linear((*path, 'kv_a'), f'{name}.kv_a_proj_with_mqa', D, kv_a_width, bias=config.bias,
-                          reorder=reorder_kv_a)
+                          rows=kv_a_rows)
     tensor_maps |= stored_as_is((*path, 'kv_norm', 'scale'), f'{name}.kv_a_layernorm.weight', mla.kv_rank)
     kv_b_shape = H * (mla.nope_dim + mla.v_dim), mla.kv_rank
     tensor_maps[*path, 'kv_b'] = [TensorMap(f'{name}.kv_b_proj.weight', kv_b_shape, transpose=True)]
@@ -678,6 +842,11 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
         for tensor_map in tensor_maps[path]:
             array[tensor_map.dst] = tensor_map.to_parameter(tensors[tensor_map.name])
         params[path] = place(path, array)
+        del array
+        for tensor_map in tensor_maps[path]:
+            x = tensors[tensor_map.name]
+            if isinstance(x, np.memmap) and hasattr(x._mmap, 'madvise'):
+                x._mmap.madvise(mmap.MADV_DONTNEED)  # the file's pages count as this process's memory until then
     return unflatten_dict(params)
 
 
@@ -691,12 +860,9 @@ def require_keys(keys, values, source, what):
 # -----------------------------------------------------------------------------
 # Hugging Face folders
 
-def download(name):
+def download(name, files):
     """The folder of a model of the hub, from the hub's local cache if it is there, else downloaded."""
-    if name in PUBLISHED:
-        repo, files = f'openai-community/{name}', ['config.json', 'model.safetensors']
-    else:
-        repo, files = name, ['*.json', '*.safetensors', '*.jinja']
+    repo = f'openai-community/{name}' if name in PUBLISHED else name
     try:
         from huggingface_hub import snapshot_download
         logging.getLogger('huggingface_hub').setLevel(logging.ERROR)  # it would report every retry
@@ -711,21 +877,21 @@ def download(name):
             f'{repo}, Hugging Face hub, into a folder by hand and give its path instead') from None
 
 
-def load_hugging_face(weight_file, dtype, place):
+def load_hugging_face(file, dtype, place):
     """(config, params) of a model from its weights, with config.json in the same folder."""
-    source = os.path.join(os.path.dirname(weight_file), 'config.json')
+    source = os.path.join(os.path.dirname(file), 'config.json')
     hf = read_json(source)
     config, family = read_config(hf, source, dtype)
-    if weight_file.endswith('.json'):
-        tensors = read_shards(weight_file)
-    elif weight_file.endswith('.bin'):
-        tensors = read_torch_checkpoint(weight_file)
+    if file.endswith('.json'):
+        tensors = read_shards(file)
+    elif file.endswith('.bin'):
+        tensors = read_torch_checkpoint(file)
     else:
-        tensors = read_safetensors(weight_file)
+        tensors = read_safetensors(file)
     quantization = hf.get('quantization_config') or {}
-    tensors = dequantize_lazily(tensors, quantization.get('weight_block_size', [128, 128]), weight_file)
+    tensors = dequantize_lazily(tensors, quantization.get('weight_block_size', [128, 128]), file)
     tensor_maps = gpt2_tensor_maps(config) if family == 'gpt2' else llama_tensor_maps(config, LAYOUTS[family])
-    return config, params_from_tensors(tensors, config, tensor_maps, weight_file, dtype, place)
+    return config, params_from_tensors(tensors, config, tensor_maps, file, dtype, place)
 
 
 def read_json(path):
@@ -846,18 +1012,22 @@ def dequantize_lazily(tensors, block, source):
 def load_nanogpt(path, dtype, place):
     """(config, params) of a ckpt.pt that nanoGPT's train.py wrote."""
     checkpoint = read_torch_checkpoint(path)
-    require_keys(['model', 'model_args'], checkpoint, path, 'a checkpoint of nanoGPT')
+    config = read_nanogpt_config(checkpoint, path)
     checkpoint.pop('optimizer', None)  # frees its memory: it is twice as large as the model
-    args = checkpoint['model_args']
-    require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
-    bias = args.get('bias') is not False  # nanoGPT's first checkpoints lack the entry; they have biases
-    config = make_config({name: args[name] for name in GPT2_SIZES} | {'bias': bias}, path)
     tensors = checkpoint['model']
     if not (isinstance(tensors, dict) and all(type(k) is str and type(x) is np.ndarray for k, x in tensors.items())):
         raise UserError(f'{path} does not hold a state dict, names with their tensors')
     tensors = {name.removeprefix('_orig_mod.'): x for name, x in tensors.items()}  # torch.compile's prefix
     tensor_maps = gpt2_tensor_maps(config, transpose=True)
     return config, params_from_tensors(tensors, config, tensor_maps, path, dtype, place)
+
+
+def read_nanogpt_config(checkpoint, path):
+    require_keys(['model', 'model_args'], checkpoint, path, 'a checkpoint of nanoGPT')
+    args = checkpoint['model_args']
+    require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
+    bias = args.get('bias') is not False  # nanoGPT's first checkpoints lack the entry; they have biases
+    return make_config({name: args[name] for name in GPT2_SIZES} | {'bias': bias}, path)
 
 
 def read_torch_checkpoint(path):

@@ -784,6 +784,13 @@ def remedy_for(data_dir):
     return f'there is no {prepare} to make it; see "Your own text" in README.md'
 
 
+# writes the meta.json of a data set of characters from nanoGPT's meta.pkl
+CONVERT_META = """import json, pickle, sys; folder = sys.argv[1]; \
+itos = pickle.load(open(folder + '/meta.pkl', 'rb'))['itos']; chars = ''.join(itos[i] for i in range(len(itos))); \
+meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars}}; \
+json.dump(meta, open(folder + '/meta.json', 'w'))"""
+
+
 def load_dataset_meta(data_dir):
     """{'vocab_size', 'dtype', 'tokenizer', 'max_id', 'train_tokens', 'val_tokens'} of a data set, from its meta.json,
     the last three None if it lacks them. A folder without a meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE.
@@ -803,13 +810,16 @@ def load_dataset_meta(data_dir):
                 raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
             if type(vocab_size) is not int or vocab_size < 1:
                 raise ValueError(f'vocab_size {vocab_size!r} is not a number of tokens')
-            if tokenizer['kind'] not in ('char', 'gpt2') or (
+            if tokenizer['kind'] not in ('char', 'gpt2', 'folder') or (
                     tokenizer['kind'] == 'char' and len(tokenizer['chars']) != vocab_size):
-                raise ValueError('tokenizer is neither {"kind": "gpt2"} nor {"kind": "char", "chars": all characters}')
+                raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
+                                 '{"kind": "folder", "path": where its tokenizer.json is}')
+            meta['tokenizer'] = locate_tokenizer(tokenizer, data_dir)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
     elif (data_dir / 'meta.pkl').exists():
-        raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which we do not load; {remedy}, which writes meta.json')
+        raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which can run programs and is not loaded; if you trust '
+                        f'it, convert it once: {sys.executable} -c "{CONVERT_META}" {data_dir}')
     elif not (data_dir / 'train.bin').exists():
         raise UserError(f'there is no {data_dir / "train.bin"}; {remedy}')
     return meta | checked
@@ -848,6 +858,20 @@ def load_dataset(data_dir, block_size):
         if largest >= meta['vocab_size']:
             raise UserError(f"{path} has token id {largest}, outside the vocabulary of {meta['vocab_size']}; {remedy}")
     return splits, meta['vocab_size'], meta['tokenizer']
+
+
+def load_masks(data_dir, splits):
+    """{split: memmap} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
+    assistant's tokens do, else 0. {} for a data set without masks, in which all tokens count. Raises UserError for a
+    mask of another length than its tokens."""
+    masks = {}
+    for split, tokens in splits.items():
+        path = Path(os.path.relpath(data_dir)) / f'{split}_mask.bin'
+        if path.exists():
+            masks[split] = np.memmap(path, np.uint8, mode='r')
+    if masks and {split: len(tokens) for split, tokens in splits.items()} != {s: len(m) for s, m in masks.items()}:
+        raise UserError(f'the masks in {data_dir} do not belong to its tokens; {remedy_for(Path(data_dir))}')
+    return masks
 
 
 def describe_data(splits, tokenizer):
@@ -894,8 +918,20 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
     return get_windows(tokens, start, block_size)
 
 
+def get_loss_weights(mask, block_size, n_rows, seed, iteration, rows):
+    """The weight of each target of get_batch_jax(tokens, ...), float32 [len(rows), block_size]: 0 where the mask of the
+    tokens is 0, and a mean of 1 over all n_rows sequences, so that the mean of the weighted losses is that of the
+    tokens that count, however the sequences are split into micro-batches and over devices."""
+    _, counts = get_batch_jax(mask, block_size, n_rows, seed, iteration)
+    return (counts[rows] * (counts.size / max(1, counts.sum()))).astype(np.float32)
+
+
 # -----------------------------------------------------------------------------
 # tokenizers, described by a small dict that is stored in meta.json and in every checkpoint
+
+
+TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
+                   'generation_config.json')  # of a Hugging Face folder; all but the first may be missing
 
 
 class CharTokenizer:
@@ -917,6 +953,14 @@ class CharTokenizer:
 
     def decode(self, ids):
         return ''.join(self.chars[i] for i in ids)
+
+
+def write_char_tokenizer(chars, folder):
+    """Writes the tokenizer.json of a vocabulary of characters: a BPE without merges."""
+    from tokenizers import Tokenizer, decoders, models
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(chars)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(os.path.join(folder, 'tokenizer.json'))
 
 
 class GPT2Tokenizer:
@@ -952,19 +996,21 @@ class HFTokenizer:
             self.tokenizer = Tokenizer.from_file(str(folder / 'tokenizer.json'))
         except Exception as error:  # tokenizers raises plain Exceptions
             raise UserError(f'cannot read {folder / "tokenizer.json"} ({error}); copy or download it again') from None
-        self.vocab_size = 1 + max(self.tokenizer.get_vocab().values(), default=-1)  # there may be holes in the ids
+        self.ids = self.tokenizer.get_vocab()
+        self.vocab_size = max(self.ids.values(), default=-1) + 1  # not their number: ids may have holes
         settings = read_json_object(folder / 'tokenizer_config.json')
-        generation = read_json_object(folder / 'generation_config.json')
+        self.generation = read_json_object(folder / 'generation_config.json')
         config = read_json_object(folder / 'config.json')
         tokens = {name: settings.get(name) or '' for name in ('bos_token', 'eos_token')}
         self.special = {name: token['content'] if isinstance(token, dict) else token for name, token in tokens.items()}
-        stop_tokens = {self.tokenizer.token_to_id(self.special['eos_token'])}
-        for found in (generation, config, config.get('text_config') or {}):
+        self.end_token = self.tokenizer.token_to_id(self.special['eos_token'])  # of a document
+        stop_tokens = {self.end_token}
+        for found in (self.generation, config, config.get('text_config') or {}):
             ids = found.get('eos_token_id')
             stop_tokens |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
         self.stop_tokens = tuple(sorted(stop_tokens - {None}))
         names = ('temperature', 'top_k', 'top_p', 'repetition_penalty')
-        self.sampling = {name: generation[name] for name in names if isinstance(generation.get(name), (int, float))}
+        self.sampling = {name: x for name in names if isinstance(x := self.generation.get(name), (int, float))}
         self.chat_template = settings.get('chat_template')
         if isinstance(self.chat_template, list):  # several, by name
             templates = {each['name']: each['template'] for each in self.chat_template}
@@ -976,12 +1022,23 @@ class HFTokenizer:
     def encode(self, text):
         return self.tokenizer.encode(text).ids
 
+    def encode_document(self, text):
+        """The ids of a training text, with the first token that the model expects, if any, and the end token. The names
+        of special tokens in the text are ordinary text."""
+        if self.end_token is None:
+            raise UserError('the tokenizer has no end token: name one, "eos_token", in its tokenizer_config.json')
+        self.tokenizer.encode_special_tokens = True
+        ids = self.tokenizer.encode(text).ids
+        self.tokenizer.encode_special_tokens = False
+        return ids if ids[-1:] == [self.end_token] else [*ids, self.end_token]
+
     def decode(self, ids):
         return self.tokenizer.decode(ids)
 
-    def encode_chat(self, messages):
-        """The ids of messages [{'role': 'system', 'user' or 'assistant', 'content': text}] and of the beginning of the
-        answer, formatted by the folder's chat template. Raises UserError if the template refuses them or fails."""
+    def render_chat(self, messages, *, add_generation_prompt):
+        """The text of messages [{'role': 'system', 'user' or 'assistant', 'content': text}] by the folder's chat
+        template, followed by the beginning of the next answer if add_generation_prompt. Raises UserError if the
+        template refuses them or fails."""
         import jinja2.ext
         import jinja2.sandbox
 
@@ -999,18 +1056,51 @@ class HFTokenizer:
         def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
             return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
+        if self.chat_template is None:
+            raise UserError('the model has no chat template: there is none beside its tokenizer.json')
         jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
         jinja.filters['tojson'] = tojson
         jinja.globals |= {'raise_exception': raise_exception, 'strftime_now': time.strftime}
         try:
-            text = jinja.from_string(self.chat_template).render(
-                messages=messages, add_generation_prompt=True, **self.special)
+            return jinja.from_string(self.chat_template).render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
         except UserError:
             raise
         except Exception as error:  # a template is a program
             raise UserError(f"the model's chat template cannot be rendered: {type(error).__name__}: {error}") from None
+
+    def encode_chat(self, messages):
+        """The ids of render_chat, with the beginning of the answer."""
+        text = self.render_chat(messages, add_generation_prompt=True)
         return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_training_chat(self, messages):
+        """(ids, mask) of a conversation by the folder's chat template; the mask, as long as the ids, is 1 for the
+        assistant's tokens, the special token that ends each answer included.
+
+        Raises UserError if the template refuses the messages, or writes an answer differently from where it asks for
+        one."""
+        text = self.render_chat(messages, add_generation_prompt=False)
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
+        special = [id for id, token in self.tokenizer.get_added_tokens_decoder().items() if token.special]
+        mask = np.zeros(len(starts), np.uint8)
+        for i, message in enumerate(messages):
+            if message['role'] != 'assistant':
+                continue
+            before = self.render_chat(messages[:i], add_generation_prompt=True)
+            answer = message['content'].strip()
+            first = text.find(answer, len(before))
+            if not text.startswith(before) or first < 0:
+                raise UserError(f"the model's chat template does not write answer {i} where it asks for it")
+            last = first + len(answer)
+            inside = np.flatnonzero((starts < last) & (ends > len(before)))
+            mask[inside] = 1
+            after = inside[-1] + 1 if len(inside) else np.searchsorted(starts, last)
+            if after < len(mask) and encoding.ids[after] in special:
+                mask[after] = 1
+        return encoding.ids, mask
 
 
 def read_json_object(path):
@@ -1040,6 +1130,63 @@ def load_tokenizer(description):
     if kind == 'folder':
         return HFTokenizer(description['path'])
     raise UserError(f'unknown kind of tokenizer {kind!r}')
+
+
+def describe_tokenizer(model_path, vocab_size):
+    """The description of the tokenizer of a pretrained model: its folder's tokenizer.json, or GPT-2's if the size of
+    the vocabulary is GPT-2's; None if it is unknown."""
+    folder = model_path if os.path.isdir(model_path) else os.path.dirname(model_path)
+    if os.path.exists(os.path.join(folder, 'tokenizer.json')):
+        return {'kind': 'folder', 'path': os.path.abspath(folder)}
+    return {'kind': 'gpt2'} if 50257 <= vocab_size <= 50304 else None
+
+
+def locate_tokenizer(description, folder):
+    """The description with its path, if it has one, relative to the current folder instead of relative to `folder`."""
+    if description.get('kind') != 'folder':
+        return description
+    return description | {'path': os.path.join(folder, os.path.expanduser(description['path']))}
+
+
+def same_tokens(a, b):
+    """Whether the ids of two tokenizers, given by their descriptions, mean the same tokens."""
+    kinds = {a['kind'], b['kind']}
+    if 'gpt2' not in kinds:
+        return load_tokenizer(a).ids == load_tokenizer(b).ids
+    if kinds == {'gpt2', 'folder'}:  # without loading GPT-2's BPE, which may need a network
+        ids = load_tokenizer(a if a['kind'] == 'folder' else b).ids
+        return all(ids.get(token) == id for token, id in (('the', 1169), ('\u0120the', 262), ('<|endoftext|>', 50256)))
+    return kinds == {'gpt2'}
+
+
+def check_tokens(data, dataset, model, model_name, vocab_size):
+    """The description of the tokenizer of a run that trains a pretrained model with a data set, given those of both,
+    the model's None if it is unknown. Raises UserError unless their ids mean the same tokens: the data set would train
+    the model on nonsense."""
+    if model and same_tokens(data, model):
+        return model
+    if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
+        return data
+    remedy = f'make it with: python data/shakespeare/prepare.py my.txt --tokenizer={model_name} --out_dir=data/mine'
+    if not model:
+        remedy = f'put the tokenizer.json of {model_name} beside its weights'
+    raise UserError(f'dataset {dataset} has other tokens than {model_name}, their ids mean something else; {remedy}')
+
+
+def copy_tokenizer(description, folder):
+    """Copies the files of a tokenizer of the kind 'folder' into `folder`, generation_config.json with all end tokens.
+    Raises UserError if they cannot be read."""
+    if description['kind'] != 'folder' or os.path.realpath(description['path']) == os.path.realpath(folder):
+        return
+    tokenizer = HFTokenizer(description['path'])
+    os.makedirs(folder, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if os.path.exists(os.path.join(description['path'], name)):
+            shutil.copyfile(os.path.join(description['path'], name), os.path.join(folder, name))
+        elif os.path.exists(os.path.join(folder, name)):
+            os.remove(os.path.join(folder, name))  # an earlier tokenizer's
+    generation = tokenizer.generation | {'eos_token_id': list(tokenizer.stop_tokens)}
+    write_text(os.path.join(folder, 'generation_config.json'), json.dumps(generation, indent=2) + '\n')
 
 
 # -----------------------------------------------------------------------------
@@ -1139,7 +1286,8 @@ def clip_gradients(grads, max_norm):
 def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
     """The one train_step(state, batch, axis_name=None) -> (state, metrics): jit it, or wrap it with pmap_train_step.
 
-    batch: x and y [G, B, T], seq_id [G, B]: G micro-batches, whose gradients are averaged into one update. seq_id
+    batch: x and y [G, B, T], seq_id [G, B]: G micro-batches, whose gradients are averaged into one update; the loss is
+    multiplied by weight [G, B, T], if there is one. seq_id
     numbers the sequences of the run; dropout depends on (seed, seq_id) alone.
     loss_chunk: logits are materialized for this many positions at a time; 0 is all. Raises UserError if it does not
     divide block_size.
@@ -1154,6 +1302,8 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
             {'params': params}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk, deterministic=False,
             seq_id_B=micro_batch['seq_id'], rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)},
             mutable=['losses'], method='loss')
+        if 'weight' in micro_batch:
+            loss_BxT *= micro_batch['weight']
         loss = loss_BxT.mean()
         return (loss + sum(jax.tree.leaves(sown))) * scale, loss  # sown: the experts' balancing losses, not reported
 
@@ -1201,20 +1351,25 @@ def skip_overflow(state, updated, grad_norm):
 
 
 def make_eval_step(config, loss_chunk=0):
-    """eval_step(params, batch, axis_name=None) -> sum over the sequences of weight * mean loss; batch: x, y, weight."""
+    """eval_step(params, batch, axis_name=None) -> sum over the sequences of weight * mean loss, or mean weight * loss
+    if each token has a weight; batch: x, y, weight [B] or [B, T]."""
     def eval_step(params, batch, axis_name=None):
         loss_BxT = GPT(config).apply({'params': params}, batch['x'], batch['y'], loss_chunk=loss_chunk, method='loss')
-        total = (loss_BxT.mean(-1) * batch['weight']).sum()
+        if batch['weight'].ndim == 2:
+            total = (loss_BxT * batch['weight']).mean(-1).sum()
+        else:
+            total = (loss_BxT.mean(-1) * batch['weight']).sum()
         return jax.lax.psum(total, axis_name) if axis_name else total
 
     return eval_step
 
 
 def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_size, eval_iters,
-                      stop_signal=lambda: 0):
+                      masks=None, stop_signal=lambda: 0):
     """{'train': loss, 'val': loss}, each the mean over eval_iters * batch_size windows spread evenly over the split:
     the same windows at every evaluation, for any seed and number of devices, so that curves can be compared.
     eval_step: parallel.eval_step(make_eval_step(config)), which evaluates batch_size sequences per device and call.
+    masks: see load_masks; the mean is that over the tokens that count.
     stop_signal(): a number, the same in all processes; None is returned as soon as it is not 0."""
     losses = {}
     stop = 0
@@ -1223,15 +1378,22 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
     for split, tokens in splits.items():
         last = len(tokens) - block_size - 1  # the start of the last window
         total = 0.0
+        share = 1.0  # of the tokens, counts
+        if masks:
+            start = np.arange(n_rows) * last // max(1, n_rows - 1)
+            share = max(1e-9, get_windows(masks[split], start, block_size)[1].mean())
         for first in range(0, n_rows, per_call):
             if int(stop):  # one call late: reading it waits for the device
                 return None
             stop = stop_signal()
             rows = first + parallel.local_rows(per_call)  # rows past the end have weight 0 and fill up the last call
-            x, y = get_windows(tokens, rows % n_rows * last // max(1, n_rows - 1), block_size)
+            start = rows % n_rows * last // max(1, n_rows - 1)
+            x, y = get_windows(tokens, start, block_size)
             batch = {'x': x, 'y': y, 'weight': (rows < n_rows).astype(np.float32)}
+            if masks:
+                batch['weight'] = batch['weight'][:, None] * get_windows(masks[split], start, block_size)[1]
             total += eval_step(params, parallel.shard_batch(batch, (batch_size,)))
-        losses[split] = float(total) / n_rows
+        losses[split] = float(total) / n_rows / share
     return losses
 
 
@@ -1482,6 +1644,7 @@ def read_meta(step):
     missing = {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
     if missing:
         raise ValueError(f'its metadata lacks {sorted(missing)}')
+    meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], step.parent.parent)
     return meta
 
 

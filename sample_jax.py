@@ -20,8 +20,8 @@ from jax_generate import (
 from jax_ops import UserError
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
-    Stopwatch, exit_on_user_error, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, read_flags,
-    setup_distributed_training, setup_jax_environment, strip_partial_utf8)
+    Stopwatch, describe_tokenizer, exit_on_user_error, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth,
+    read_flags, same_tokens, setup_distributed_training, setup_jax_environment, strip_partial_utf8)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, ...), a Hugging Face folder or 'owner/name', a ckpt.pt
@@ -76,8 +76,12 @@ parallel = setup_distributed_training(devices[:n_devices], tensor=tensor, expert
 
 
 def place(path, array):
-    """Moves one parameter to its devices, sharded, before the next one is read."""
-    return jax.tree.leaves(parallel.device_put(unflatten_dict({path: array})))[0]
+    """Moves one parameter to its devices, sharded and as decoding reads it, before the next one is read: no memory ever
+    holds the model in float32 that is to be int8."""
+    value = convert_params_for_decoding(parallel.device_put(unflatten_dict({path: array})), dtype, quantize)
+    for name in path:
+        value = value[name]
+    return value
 
 
 def load_weights(path_or_name):
@@ -90,17 +94,18 @@ def load_draft_model():
         raise UserError('draft needs to know how many tokens to guess per step: add --n_draft=4')
     if Path(draft, 'ckpt').is_dir():
         draft_config, draft_params, draft_meta = load_run(draft, 'best', parallel)
-        if draft_meta['tokenizer'] != description:
+        if not same_tokens(draft_meta['tokenizer'], description):
             raise UserError(f'{draft} was trained with other tokens than {source}: it cannot draft for it')
+        draft_params = convert_params_for_decoding(draft_params, dtype, quantize)
     else:
         draft_config, draft_params = load_weights(draft)
     parallel.validate(draft_config)
-    draft_params = convert_params_for_decoding(draft_params, dtype, quantize)
     return draft_params, dataclasses.replace(draft_config, dtype=dtype)
 
 
 if init_from == 'resume':
     config, params, meta = load_run(out_dir, checkpoint, parallel)
+    params = convert_params_for_decoding(params, dtype, quantize)
     description = meta['tokenizer']
     source = f"{out_dir}, checkpoint of iteration {meta['iter_num']}"
 else:
@@ -109,16 +114,13 @@ else:
     source = init_from
     if dataset:
         description = load_dataset_meta(Path(__file__).parent / 'data' / dataset)['tokenizer']
-    elif Path(path, 'tokenizer.json').exists():
-        description = {'kind': 'folder', 'path': path}
-    elif 50257 <= config.vocab_size <= 50304:
-        description = {'kind': 'gpt2'}
     else:
+        description = describe_tokenizer(path, config.vocab_size)
+    if description is None:
         raise UserError(f"{init_from} has a vocabulary of {config.vocab_size}, which is not GPT-2's: put its "
                         'tokenizer.json beside it, or name the data set that it was trained on, --dataset=...')
 parallel.validate(config)
 config = dataclasses.replace(config, dtype=dtype)
-params = convert_params_for_decoding(params, dtype, quantize)
 tokenizer = load_tokenizer(description)
 if tokenizer.vocab_size > config.vocab_size:
     raise UserError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}')
@@ -180,7 +182,7 @@ def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
     clock.lap()
     with parallel.mesh_context(), contextlib.closing(results):
         for result in results:
-            laps.append(clock.lap())  # the first lap is the prefill with its one token
+            laps.append(clock.lap())  # the first lap is the prefill and the first decode step
             texts, stopped = texts_until_stop(result, prompt_texts)
             if show:
                 show(texts[0] if stopped[0] else settled_part(texts[0]))
@@ -231,7 +233,7 @@ def report_speed():
     if decode_s:
         batch_size = len(calls[0][1])
         n_tokens = sum(int(np.sum(result.lengths - lengths)) for _, lengths, result in calls)
-        n_first = sum(len(lengths) for _, lengths, _ in calls)  # tokens that come from the prefill
+        n_first = sum(len(lengths) for _, lengths, _ in calls)  # tokens made in the first lap
         tokens_per_sec = (n_tokens - n_first) / decode_s
         weight_bytes = bytes_read_per_step(params)
         gb_read = sum(result.steps * (weight_bytes + result.cache_bytes) for _, _, result in calls) / 1e9
@@ -367,7 +369,7 @@ if hasattr(sys.stdout, 'reconfigure'):
 if interactive:
     print(header, file=sys.stderr)
     run_chat()
-    sys.exit()
+    sys.exit(0)
 
 # encode the prompts
 lines = [start]

@@ -5,6 +5,7 @@ $ python train_jax.py config/train_shakespeare_char.py --batch_size=32 --device=
 $ python train_jax.py --init_from=resume --out_dir=out-pystdlib-char   # resumes that run, bit for bit
 """
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -17,17 +18,19 @@ import flax
 import jax
 import jaxlib
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jax_ops import UserError, ceil_div
-from jax_pretrained import load_pretrained
+from jax_pretrained import load_config, load_pretrained, local_path
 from jax_train_utils import (
-    MetricsLog, StopSignal, all_finite, check_agreement, check_flags, checkpoint_steps, choose_attention,
-    config_from_flags, configure_process, create_learning_rate_schedule, create_optimizer_with_schedule, describe_data,
-    device_peak_flops, duration, estimate_loss_jax, exit_if_peer_died, exit_on_user_error, finish_checkpoints,
-    fit_layout, flags_from_config, get_batch_jax, in_all_processes, initialize_distributed, load_checkpoint,
-    load_dataset, load_meta, lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags, open_checkpoints,
-    plot_losses, progress_bar, read_flags, save_checkpoint, setup_distributed_training, setup_jax_environment,
-    split_batch, start_wandb, with_expert_balance, write_text)
+    MetricsLog, StopSignal, all_finite, check_agreement, check_flags, check_tokens, checkpoint_steps,
+    choose_attention, config_from_flags, configure_process, copy_tokenizer, create_learning_rate_schedule,
+    create_optimizer_with_schedule, describe_data, describe_tokenizer, device_peak_flops, duration, estimate_loss_jax,
+    exit_if_peer_died, exit_on_user_error, finish_checkpoints, fit_layout, flags_from_config, get_batch_jax,
+    get_loss_weights, in_all_processes, initialize_distributed, load_checkpoint, load_dataset, load_masks, load_meta,
+    lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags, open_checkpoints, plot_losses, progress_bar,
+    read_flags, same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment, split_batch,
+    start_wandb, with_expert_balance, write_text)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 # -----------------------------------------------------------------------------
@@ -105,7 +108,7 @@ compile = True # has no effect: JAX always compiles
 backend = 'nccl' # has no effect: JAX picks its own
 # -----------------------------------------------------------------------------
 sys.excepthook = exit_on_user_error
-flags, given = read_flags(__file__, globals())  # all knobs of the block above, and those that the user gave
+flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
 globals().update(flags)
 configure_process(device, deterministic)
 initialize_distributed(coordinator_address, num_processes, process_id)
@@ -149,7 +152,7 @@ parallel = setup_distributed_training(devices, fsdp, tensor, expert)
 n_micro, micro_batch = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
 print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
 
-# model: from scratch, from a checkpoint, or pretrained (block_size may be cropped, dropout overridden)
+# model: from scratch, from a checkpoint, or pretrained (block_size may be less than the model's, dropout overridden)
 if init_from == 'resume':
     config = dataclasses.replace(GPTConfig(**resumed['model']), dropout=dropout, dtype=dtype)
     if 'expert_balance' in given:
@@ -158,26 +161,30 @@ if init_from == 'resume':
         print(f"this run has computed in {resumed['model']['dtype']} so far, and goes on in {dtype}")
     print(f'resuming {out_dir} at iteration {iter_num}, best val loss {best_val_loss:.4f}')
 elif init_from != 'scratch':
-    config, params = in_all_processes(load_pretrained, init_from)
+    path = local_path(init_from)
+    config = in_all_processes(load_config, path)
     if block_size > config.block_size and 'block_size' in given:
         raise UserError(f'block_size={block_size}, but {init_from} knows only {config.block_size} positions')
     block_size = min(block_size, config.block_size)
-    if 'wpe' in params:
-        params['wpe'] = params['wpe'][:block_size]
-    config = dataclasses.replace(config, block_size=block_size, dropout=dropout, dtype=dtype)
+    if config.position == 'learned':
+        config = dataclasses.replace(config, block_size=block_size)
+    config = dataclasses.replace(config, dropout=dropout, dtype=dtype)
     if 'expert_balance' in given:
         config = with_expert_balance(config, expert_balance)
-    flags.update(flags_from_config(config))  # saved in the checkpoints, for a resume
+    flags.update(flags_from_config(config) | {'block_size': block_size})  # saved in the checkpoints, for a resume
     print(f'initializing from {init_from}, dropout {dropout}, block_size {block_size}')
 data_dir = Path(__file__).parent / 'data' / dataset
 splits, data_vocab_size, tokenizer = in_all_processes(load_dataset, data_dir, block_size)
-check_agreement('data', describe_data(splits, tokenizer))
+masks = in_all_processes(load_masks, data_dir, splits)
+check_agreement('data', describe_data(splits | {f'{split}_mask': mask for split, mask in masks.items()}, tokenizer))
 if init_from == 'scratch':
     vocab_size = data_vocab_size
     if tokenizer['kind'] != 'char':
         vocab_size = ceil_div(vocab_size, 64) * 64  # as nanoGPT pads GPT-2's 50257 to 50304, for efficiency
     config = config_from_flags(flags, vocab_size=vocab_size, dtype=dtype)
     print(f'initializing a new model from scratch, vocab_size {vocab_size}')
+architecture = config.architecture()  # saved in the checkpoints: a RoPE model keeps its context
+config = dataclasses.replace(config, block_size=block_size)  # training sees sequences of this length only
 if deterministic and devices[0].platform == 'gpu':
     if attention == 'cudnn':
         raise UserError('attention=cudnn is not deterministic; use --attention=auto, or --deterministic=False')
@@ -185,12 +192,17 @@ if deterministic and devices[0].platform == 'gpu':
 implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor)
 config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({reason})')
+parallel.validate(config)
+if init_from == 'resume':
+    if not same_tokens(tokenizer, resumed['tokenizer']):
+        raise UserError(f'{out_dir} was trained with other tokens than those of dataset {dataset}: '
+                        'their ids mean something else')
+    tokenizer = resumed['tokenizer']
+elif init_from != 'scratch':
+    known = describe_tokenizer(path, config.vocab_size)
+    tokenizer = check_tokens(tokenizer, dataset, known, init_from, config.vocab_size)
 if data_vocab_size > config.vocab_size:
     raise UserError(f'dataset {dataset} has a vocabulary of {data_vocab_size}, the model only {config.vocab_size}')
-parallel.validate(config)
-if init_from == 'resume' and tokenizer != resumed['tokenizer']:
-    raise UserError(f'{out_dir} was trained with other tokens than those of dataset {dataset}: '
-                    'their ids mean something else')
 
 # optimizer and state
 schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmup_iters=warmup_iters,
@@ -214,10 +226,21 @@ if init_from == 'resume':
     state = load_checkpoint(out_dir, iter_num, state)
     if (dtype == 'float16') != (saved_config.dtype == 'float16'):
         state = state.replace(loss_scale=parallel.device_put(initial_loss_scale(dtype)))
-else:
+elif init_from == 'scratch':
     state = parallel.init_sharded(create_train_state, jax.random.key(seed), config, tx)
-    if init_from != 'scratch':
-        state = state.replace(params=parallel.device_put(params))
+else:
+    def place(path, array):
+        """Moves one parameter to its devices before the next one is read."""
+        if path == ('wpe',):
+            array = array[:block_size]
+        return jax.tree.leaves(parallel.device_put(unflatten_dict({path: array})))[0]
+
+    def state_without_params(*args):
+        return create_train_state(*args).replace(params=None)  # compiled, it does not compute them
+
+    _, params = in_all_processes(functools.partial(load_pretrained, path, place=place))
+    state = parallel.init_sharded(state_without_params, jax.random.key(seed), config, tx).replace(params=params)
+    del params  # the training step donates the state
 n_params = count_params(state.params)
 print(f'number of parameters: {n_params / 1e6:.2f}M')
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
@@ -235,6 +258,7 @@ if not eval_only:
     stop.saving = checkpoints.is_saving_in_progress
     if master:
         write_text(Path(out_dir, 'config.json'), json.dumps(flags | {'dtype': dtype}, indent=2) + '\n')
+        copy_tokenizer(tokenizer, Path(out_dir, 'tokenizer'))
         metrics_log = MetricsLog(out_dir, iter_num)
 versions = {'python': sys.version.split()[0]} | {p.__name__: p.__version__ for p in (jax, jaxlib, flax)}
 
@@ -247,7 +271,10 @@ def make_batch(iter_num):
     if max(x.max(), y.max()) >= data_vocab_size:
         raise UserError(f'dataset {dataset} has a token id outside its vocabulary of {data_vocab_size}')
     seq_id = (iter_num * n_rows + rows).astype(np.uint32)
-    return parallel.shard_batch({'x': x, 'y': y, 'seq_id': seq_id}, (n_micro, micro_batch))
+    batch = {'x': x, 'y': y, 'seq_id': seq_id}
+    if masks:
+        batch['weight'] = get_loss_weights(masks['train'], block_size, n_rows, seed, iter_num, rows)
+    return parallel.shard_batch(batch, (n_micro, micro_batch))
 
 
 class IterationLog:
@@ -297,7 +324,8 @@ def evaluate():
     """The validation loss, after logging the losses on both splits; None if a signal ends the evaluation. Raises
     UserError if the losses are not finite."""
     losses = estimate_loss_jax(eval_step, state.params, splits, parallel, block_size=block_size, batch_size=batch_size,
-                               eval_iters=eval_iters, stop_signal=lambda: parallel.max_over_processes(stop.signum))
+                               eval_iters=eval_iters, masks=masks,
+                               stop_signal=lambda: parallel.max_over_processes(stop.signum))
     if losses is None:
         return None
     if master:
@@ -320,8 +348,9 @@ def save(val_loss):
         raise UserError(f'the parameters are not finite after {iter_num} iterations: stopping; the checkpoints in '
                         f'{out_dir} are from before')
     save_checkpoint(checkpoints, iter_num, state, val_loss=val_loss, meta={
-        'model': config.architecture(), 'iter_num': iter_num, 'best_val_loss': best_val_loss,
-        'tokenizer': tokenizer, 'flags': flags, 'versions': versions, 'wandb_id': wandb_id})
+        'model': architecture, 'iter_num': iter_num, 'best_val_loss': best_val_loss,
+        'tokenizer': tokenizer | ({'path': 'tokenizer'} if 'path' in tokenizer else {}), 'flags': flags,
+        'versions': versions, 'wandb_id': wandb_id})
 
 
 def stop_profile():

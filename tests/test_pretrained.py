@@ -402,7 +402,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, 'No space left on device')
 
     config, params = load_pretrained(GOLDEN / 'hf')
-    monkeypatch.setattr('safetensors.numpy.save_file', disk_full)
+    monkeypatch.setattr('jax_pretrained.write_safetensors', disk_full)
     assert 'No space left' in refusal(save_pretrained, params, config, tmp_path / 'model')
     assert os.listdir(tmp_path) == []
 

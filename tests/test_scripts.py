@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jax_train_utils
+from jax_ops import UserError
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
     MODEL_FLAGS, HFTokenizer, config_block, config_from_flags, flags_from_config, load_meta, load_run,
@@ -177,7 +178,8 @@ def test_training_learns(finished):
 
 def test_out_dir_holds_what_was_promised(finished):
     out, _ = finished
-    assert sorted(path.name for path in out.iterdir()) == ['ckpt', 'config.json', 'loss.png', 'metrics.jsonl']
+    assert sorted(path.name for path in out.iterdir()) == [
+        'ckpt', 'config.json', 'lock', 'loss.png', 'metrics.jsonl']
     flags = json.loads((out / 'config.json').read_text())
     assert flags.keys() == config_block(ROOT / 'train_jax.py').keys()
     assert flags['n_layer'] == 1
@@ -416,7 +418,7 @@ def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path)
     flags = [*flags, '--always_save_checkpoint=False']
     succeeded(train(constant, *flags, '--learning_rate=0', '--min_lr=0', '--max_iters=40'))
     assert len({record['val_loss'] for record in records_with(constant, 'val_loss')}) == 1
-    assert saved_iterations(constant) == [10, 40]
+    assert saved_iterations(constant) == [40]
     process = start_training(better, *flags, '--max_iters=100000', '--lr_decay_iters=100000', '--warmup_iters=100')
     wait_for_iteration(better, 25, process)
     process.kill()
@@ -624,11 +626,13 @@ def test_a_sample_that_cannot_be_is_refused(finished, bad, message):
     assert_refused(sample(finished[0], *bad), message)
 
 
-def test_a_damaged_checkpoint_is_refused(run_copy):
-    for path in (run_copy / 'ckpt' / '20' / 'params').rglob('*'):
-        if path.is_file() and path.stat().st_size > 500:
-            path.write_bytes(path.read_bytes()[:100])
-    assert_refused(sample(run_copy, '--checkpoint=latest'), 'damaged')
+def test_sampling_takes_the_newest_intact_checkpoint_in_place_of_a_damaged_one(run_copy):
+    damaged = run_copy / 'ckpt' / '20' / 'metrics' / 'metrics'
+    damaged.write_bytes(damaged.read_bytes()[:5])
+    for which in ('best', 'latest'):
+        result = succeeded(sample(run_copy, f'--checkpoint={which}', '--max_new_tokens=3', '--num_samples=1'))
+        assert 'ckpt/20 is damaged' in result.stderr and 'taking checkpoint 10 instead' in result.stderr
+    assert damaged.exists()  # sampling changes nothing
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(dataset, flags, tmp_path):
@@ -814,15 +818,30 @@ def test_an_exported_model_gives_the_same_samples(qwen, dataset, tmp_path):
     assert samples_of(exported) == samples_of(sample(qwen, *flags))
 
 
+def test_export_writes_a_folder_that_needs_nothing_else(qwen, tmp_path):
+    flags = ['--num_samples=2', '--max_new_tokens=10', '--start=the ']
+    succeeded(run_script('export_jax.py', f'--out_dir={qwen}', f'--folder={tmp_path / "model"}'))
+    exported = sample('none', f'--init_from={tmp_path / "model"}', *flags)
+    assert samples_of(exported) == samples_of(sample(qwen, *flags))
+    assert_refused(run_script('export_jax.py', f'--out_dir={qwen}', f'--folder={tmp_path}'), 'not an empty folder')
+    assert_refused(run_script('export_jax.py', f'--out_dir={qwen}'), 'name the new folder')
+
+
 def test_a_checkpoint_of_any_family_is_trained_further(dataset, tmp_path):
     source = FAMILIES / 'deepseek_v3_packed'
+    assert_refused(train(tmp_path / 'out', f'--dataset={dataset}', f'--init_from={source}', '--device=cpu:0'),
+                   'has other tokens than')
+    dataset = copy_folder(dataset, tmp_path)  # with characters that never occur, as many as the model has tokens
+    chars = json.loads((dataset / 'meta.json').read_text())['tokenizer']['chars']
+    chars += ''.join(chr(ord('A') + i) for i in range(44 - len(chars)))
+    edit_json(dataset / 'meta.json', vocab_size=44, tokenizer={'kind': 'char', 'chars': chars})
     flags = ['--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=1', *SHORT, '--max_iters=2',
              '--dropout=0.0']
     succeeded(train(tmp_path / 'out', f'--dataset={dataset}', f'--init_from={source}', *flags))
     config, params, _ = load_run(tmp_path / 'out', 'latest')
     assert config.mla
     assert config.moe.n_group == 4
-    assert config.block_size == 16
+    assert config.block_size == 64  # RoPE keeps the model's context
     kernel_of = lambda params: params['h_1']['mlp']['experts_c_fc']['kernel']
     change = np.abs(kernel_of(params) - kernel_of(load_pretrained(source)[1])).max()
     assert change > 0
@@ -930,7 +949,7 @@ def test_prompts_can_be_questions_of_a_chat(speaking, tmp_path):
     assert first.startswith('> ab\n')
     assert second.startswith('> cd\n')
     streamed, = samples_of(sample('none', *flags, '--start=ab', '--stream=True'))
-    assert streamed.strip() == first
+    assert streamed.strip() == first.strip()
     (speaking / 'tokenizer_config.json').unlink()
     assert_refused(sample('none', *flags), 'has no chat template')
     assert_refused(sample('none', *flags[:1], '--system=Be brief.'), 'has no chat template')
@@ -983,3 +1002,109 @@ def test_a_vocabulary_reaches_up_to_its_largest_id(speaking):
     tokenizer = HFTokenizer(speaking)
     assert tokenizer.vocab_size == 44
     assert tokenizer.encode('D')[-1:] == [43]
+
+
+TUNE = ['--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=1', *SHORT, '--max_iters=2']
+
+
+def prepare(script, *args):
+    command = [sys.executable, str(ROOT / 'data' / script / 'prepare.py'), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture
+def tuned(speaking, tmp_path):
+    """(folder of a data set with the tokens of the model `speaking`, out_dir of a run that trained it further)."""
+    for name in ('a', 'b'):
+        (tmp_path / f'{name}.txt').write_text(f'{name} hello, again and again. <s> ' * 20)
+    succeeded(prepare('shakespeare', tmp_path / 'a.txt', tmp_path / 'b.txt', f'--tokenizer={speaking}', '--out_dir',
+                      tmp_path / 'data'))
+    succeeded(train(tmp_path / 'out', f'--dataset={tmp_path / "data"}', f'--init_from={speaking}', *TUNE))
+    return tmp_path / 'data', tmp_path / 'out'
+
+
+def test_a_run_with_a_tokenizer_of_its_own_needs_nothing_but_its_folder(tuned, speaking, tmp_path):
+    data, out = tuned
+    tokens = np.fromfile(data / 'train.bin', np.uint16).tolist()
+    assert tokens[0] == 36  # what begins a text of this model
+    assert tokens.count(37) == 2 and tokens[-1] == 37  # each document ends
+    assert 38 not in tokens[1:]
+    moved = tmp_path / 'moved'
+    data.rename(tmp_path / 'data_elsewhere')
+    out.rename(moved)
+    speaking.rename(tmp_path / 'model_elsewhere')
+    assert load_meta(moved)[1]['model']['block_size'] == 64  # the model's context, not the training's
+    assert samples_of(sample(moved, '--start=ab c', '--num_samples=1', '--max_new_tokens=20'))[0].startswith('ab c')
+    succeeded(train(moved, *RESUME, f'--dataset={tmp_path / "data_elsewhere"}', '--max_iters=3'))
+    succeeded(run_script('export_jax.py', f'--out_dir={moved}', f'--folder={tmp_path / "model"}'))
+    assert HFTokenizer(tmp_path / 'model').chat_template == CHAT_TEMPLATE
+    config = json.loads((tmp_path / 'model' / 'config.json').read_text())
+    assert config['eos_token_id'] == [37]
+    assert config['max_position_embeddings'] == 64
+
+
+def test_data_of_other_tokens_than_the_models_is_refused(tuned, speaking, dataset, tmp_path):
+    flags = [f'--init_from={speaking}', *TUNE]
+    assert_refused(train(tmp_path / 'new', f'--dataset={dataset}', *flags), 'has other tokens than .*--tokenizer=')
+    tokenizer = tuned[0] / 'tokenizer' / 'tokenizer.json'
+    tokenizer.write_text(tokenizer.read_text().replace('"a":0,', '"a":1,').replace('"b":1,', '"b":0,')
+                         .replace('"a": 0,', '"a": 1,').replace('"b": 1,', '"b": 0,'))
+    assert_refused(train(tmp_path / 'new', f'--dataset={tuned[0]}', *flags), 'has other tokens than')
+    assert_refused(train(tuned[1], *RESUME), 'was trained with other tokens')
+    assert not (tmp_path / 'new').exists()
+
+
+CONVERSATION = {'messages': [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': 'c'},
+                             {'role': 'user', 'content': 'd'}, {'role': 'assistant', 'content': ' ef '}]}
+
+
+@pytest.fixture
+def chatting(speaking):
+    template = ('{% for m in messages %}{% if m.role == "user" %}<user>{{ m.content }}{% else %}<model>'
+                '{% generation %}{{ m.content|trim }}</s>{% endgeneration %}{% endif %}{% endfor %}'
+                '{% if add_generation_prompt %}<model>{% endif %}')
+    edit_json(speaking / 'tokenizer_config.json', chat_template=[{'name': 'default', 'template': template}])
+    return speaking
+
+
+def test_only_the_assistants_tokens_count(chatting, tmp_path):
+    (tmp_path / 'chats.jsonl').write_text((json.dumps(CONVERSATION) + '\n') * 10)
+    data = tmp_path / 'data'
+    succeeded(prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', f'--out_dir={data}'))
+    assert np.fromfile(data / 'val.bin', np.uint16).tolist() == [38, 0, 1, 39, 2, 37, 38, 3, 39, 4, 5, 37]
+    assert np.fromfile(data / 'val_mask.bin', np.uint8).tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
+    flags = [f'--init_from={chatting}', f'--dataset={data}', *TUNE, '--block_size=8', '--dropout=0.0',
+             '--decay_lr=False', '--max_iters=30']
+    succeeded(train(tmp_path / 'out', *flags))
+    losses = [record['val_loss'] for record in read_metrics(tmp_path / 'out') if 'val_loss' in record]
+    assert losses[-1] < 0.3 < losses[0]  # what the user says, at random for the model, would stay above it
+    (data / 'val_mask.bin').write_bytes(b'1')
+    assert_refused(train(tmp_path / 'other', *flags), 'masks .* do not belong to its tokens')
+
+
+@pytest.mark.parametrize('line, message', [
+    ('{', 'line 2: is not JSON'), ('[]', 'line 2: has no "messages"'),
+    ('{"messages": [{"content": "a"}]}', 'line 2: has messages that are not'),
+    ('{"messages": [{"role": "user", "content": "a"}]}', 'line 2: has no message with the role "assistant"')])
+def test_a_conversation_that_cannot_be_used_is_named(chatting, line, message, tmp_path):
+    (tmp_path / 'chats.jsonl').write_text(json.dumps(CONVERSATION) + '\n' + line + '\n')
+    result = prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', f'--out_dir={tmp_path / "data"}')
+    assert_refused(result, message)
+    assert not (tmp_path / 'data').exists()
+
+
+def test_int8_weights_are_quantized_while_they_are_loaded(speaking, monkeypatch):
+    import jax_pretrained
+    load, kinds = jax_pretrained.load_pretrained, []
+
+    def watched(path, dtype, place):
+        def watched_place(path, array):
+            value = place(path, array)
+            kinds.append((path[-1], type(value).__name__))
+            return value
+        return load(path, dtype, watched_place)
+
+    monkeypatch.setattr(jax_pretrained, 'load_pretrained', watched)
+    succeeded(sample('none', f'--init_from={speaking}', '--quantize=int8', '--start=ab', '--num_samples=1',
+                     '--max_new_tokens=2'))
+    assert {kind for name, kind in kinds if name in ('kernel', 'wte', 'lm_head')} == {'Int8'}

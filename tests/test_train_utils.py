@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import pickle
 import platform
 import runpy
 import signal
@@ -26,11 +27,11 @@ from jax_train_utils import (
     DataParallel, MetricsLog, StopSignal, check_agreement, check_device_availability, checkpoint_steps,
     choose_attention, clip_gradients, configure_process, count_windows, create_learning_rate_schedule,
     create_optimizer_with_schedule, default_dtype, device_peak_flops, enable_compilation_cache, estimate_loss_jax,
-    exit_on_user_error, finish_checkpoints, fit_layout, get_batch_jax, get_windows, in_all_processes, load_checkpoint,
-    load_dataset, load_dataset_meta, load_meta, load_run, load_tokenizer, lock_out_dir, make_eval_step,
-    make_train_step, open_checkpoints, opt_state_item, plot_losses, read_flags, read_metrics, save_checkpoint,
-    setup_jax_environment, split_batch, strip_partial_utf8)
-from jax_transformer import GPTConfig, MoEConfig, create_train_state, cross_entropy
+    exit_on_user_error, finish_checkpoints, fit_layout, get_batch_jax, get_loss_weights, get_windows,
+    in_all_processes, load_checkpoint, load_dataset, load_dataset_meta, load_meta, load_run, load_tokenizer,
+    lock_out_dir, make_eval_step, make_train_step, open_checkpoints, opt_state_item, plot_losses, read_flags,
+    read_metrics, save_checkpoint, setup_jax_environment, split_batch, strip_partial_utf8)
+from jax_transformer import GPT, GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
     GOLDEN, ROOT, TINY, apply, column, compiled_once, device_batch, edit_json, fresh_run, host_batch, meta_of, refusal,
     run_steps)
@@ -558,13 +559,51 @@ def test_a_dataset_that_prepare_has_counted_is_not_read_at_the_start(tmp_path):
     ('{"vocab_size": 5, "dtype": "int64", "tokenizer": {}}', 'int64'),
     ('{"vocab_size": 28.5, "dtype": "uint16", "tokenizer": {}}', '28.5'),
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": null}', 'damaged'),
-    ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "word"}}', 'tokenizer is neither'),
-    ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": "ab"}}', 'tokenizer is neither')])
+    ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "word"}}', 'tokenizer is none of'),
+    ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": "ab"}}', 'tokenizer is none of')])
 def test_a_dataset_with_a_damaged_meta_json_is_refused(tmp_path, meta, message):
     write_dataset(tmp_path, np.arange(30), np.arange(20))
     (tmp_path / 'meta.json').write_text(meta)
     with pytest.raises(UserError, match=message):
         load_dataset(tmp_path, 8)
+
+
+def test_a_meta_pkl_is_converted_by_the_command_that_the_message_gives(tmp_path):
+    write_dataset(tmp_path, np.arange(3), np.arange(3))
+    (tmp_path / 'meta.json').unlink()
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3, 'itos': {0: '\n', 1: "'", 2: 'b'}, 'stoi': {}}))
+    with pytest.raises(UserError) as error:
+        load_dataset_meta(tmp_path)
+    command = ' '.join(str(error.value).split()).partition('convert it once: ')[2]
+    subprocess.run(command, shell=True, check=True)
+    assert load_dataset_meta(tmp_path)['tokenizer'] == {'kind': 'char', 'chars': "\n'b"}
+
+
+def test_the_loss_of_masked_tokens_counts_the_others_only_however_the_batch_is_split():
+    mask = np.random.default_rng(0).integers(2, size=500).astype(np.uint8)
+    weights = get_loss_weights(mask, 16, 8, 0, 3, np.arange(8))
+    targets = get_batch_jax(mask, 16, 8, 0, 3)[1]
+    assert (weights[targets == 0] == 0).all()
+    np.testing.assert_allclose(weights.mean(), 1, rtol=1e-6)
+    np.testing.assert_array_equal(get_loss_weights(mask, 16, 8, 0, 3, np.arange(2, 5)), weights[2:5])
+    # a step with weights has the gradient of the mean over the tokens that count
+    config = dataclasses.replace(TINY, n_layer=1)
+    schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
+    step = make_train_step(config, 0, 0.0, schedule)
+    state = create_train_state(jax.random.key(0), config, optax.sgd(1.0))
+    tokens = np.random.default_rng(1).integers(37, size=500)
+    x, y = get_batch_jax(tokens, 16, 8, 0, 3)
+    by_micro_batch = lambda a: a.reshape(2, 4, *a.shape[1:])
+    batch = {'x': x, 'y': y, 'seq_id': np.arange(8, dtype=np.uint32), 'weight': weights}
+    after, metrics = jax.jit(step)(state, jax.tree.map(by_micro_batch, batch))
+
+    def mean_loss(params):
+        return (cross_entropy(GPT(config).apply({'params': params}, x), y) * targets).sum() / targets.sum()
+
+    loss, grads = jax.jit(jax.value_and_grad(mean_loss))(state.params)
+    np.testing.assert_allclose(metrics['loss'], loss, rtol=1e-5)
+    check = lambda before, after, grad: np.testing.assert_allclose(before - after, grad, atol=1e-6)
+    jax.tree.map(check, state.params, after.params, grads)
 
 
 def test_characters_the_vocabulary_lacks_are_named():

@@ -56,6 +56,15 @@ FAMILIES = {  # name: (config class, settings beyond SIZES)
         num_hidden_layers=4, interleave_moe_layer_step=2, attention_chunk_size=8, floor_scale=8,
         rope_parameters=dict(rope_type='llama3', rope_theta=5e5, factor=16.0, low_freq_factor=1.0,
                              high_freq_factor=1.0, original_max_position_embeddings=16))),
+    'mistral': ('Mistral', dict(
+        num_key_value_heads=2, intermediate_size=48, sliding_window=5, rope_parameters=dict(
+            rope_type='default', rope_theta=1e6))),
+    'qwen2': ('Qwen2', dict(
+        num_key_value_heads=2, intermediate_size=48, num_hidden_layers=3, tie_word_embeddings=True,
+        use_sliding_window=True, sliding_window=5, max_window_layers=1, rope_parameters=YARN | dict(rope_theta=1e6))),
+    'smollm3': ('SmolLM3', dict(
+        num_key_value_heads=2, intermediate_size=48, no_rope_layer_interval=2, num_hidden_layers=3,
+        tie_word_embeddings=True, rope_parameters=dict(rope_type='default', rope_theta=2e6))),
 }
 
 

@@ -1,0 +1,45 @@
+"""Saves a trained model as a Hugging Face folder, which transformers, vLLM or llama.cpp's converter can read.
+
+$ python export_jax.py --out_dir=out-mine --folder=my-model --dtype=bfloat16
+$ python export_jax.py --init_from=nanogpt/out/ckpt.pt --folder=my-model
+"""
+import sys
+import tempfile
+
+from jax_ops import UserError
+from jax_pretrained import load_pretrained, local_path, save_pretrained
+from jax_train_utils import (
+    describe_tokenizer, exit_on_user_error, load_run, read_flags, setup_jax_environment, write_char_tokenizer)
+
+# -----------------------------------------------------------------------------
+init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt
+out_dir = 'out' # the run to export
+checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
+folder = '' # the new folder
+dtype = 'float32' # of the weights in the folder: 'float32', 'bfloat16', 'float16'
+shard_gb = 5.0 # weights that need more are split into several files
+# -----------------------------------------------------------------------------
+sys.excepthook = exit_on_user_error
+flags, _ = read_flags(__file__, globals())
+globals().update(flags)
+if not folder:
+    raise UserError('name the new folder: --folder=my-model')
+if shard_gb <= 0:
+    raise UserError(f'shard_gb must be more than 0, not {shard_gb}')
+setup_jax_environment('cpu')
+if init_from == 'resume':
+    config, params, meta = load_run(out_dir, checkpoint)
+    tokenizer = meta['tokenizer']
+else:
+    path = local_path(init_from)
+    config, params = load_pretrained(path)
+    tokenizer = describe_tokenizer(path, config.vocab_size) or {}
+with tempfile.TemporaryDirectory() as made:
+    if tokenizer.get('kind') == 'char':
+        write_char_tokenizer(tokenizer['chars'], made)
+        tokenizer = {'path': made}
+    elif 'path' not in tokenizer:
+        print("without a tokenizer.json: it is GPT-2's, or unknown")
+    save_pretrained(params, config, folder, dtype=dtype, tokenizer=tokenizer.get('path'),
+                    shard_bytes=int(shard_gb * 1e9))
+print(f'saved {folder}')
