@@ -484,34 +484,36 @@ def group_of(rest, mesh):
 
 
 def collectives_in(computations):
-    """[(kind, shapes of the result, attributes, times executed, exposed)] of the collectives of a compiled step. Exposed:
-    XLA's schedule has no computation between the start and the end."""
+    """[(kind, shapes of the result, attributes, times executed, exposed)] of the collectives of a compiled step.
+    Exposed: XLA's schedule has no computation between the start and the end."""
     found = []
-    fused = {}  # a TPU's asynchronous collective is in several fusions, which share its channel
+    fused = {}  # a TPU's asynchronous collective is fused with others: a start, computations beside it, an end
+    computing = ('fusion', 'custom-call', 'dot', 'convolution', 'while', 'call')
     for name, i, times in executed(computations):
         result, shapes, operation, rest = computations[name][i]
         kind = operation.removesuffix('-start')
         if kind in COLLECTIVES:
-            end = i
+            exposed = True
             if operation != kind:
-                users = enumerate(computations[name][i + 1:], i + 1)
-                end = next(j for j, (*_, operands) in users if re.match(rf'%?{re.escape(result)}\b', operands))
+                later = computations[name][i + 1:]
+                uses = rf'%?{re.escape(result)}\b'
+                end = next(j for j, (*_, operands) in enumerate(later) if re.match(uses, operands))
+                exposed = not any(other in computing for _, _, other, _ in later[:end])
                 if kind != 'all-reduce':  # (operands, results, ...)
                     arrays = [array for array in re.findall(r'\w+\[[\d,]*\]', shapes)
                               if kind != 'collective-permute' or not array.endswith('[]')]
                     shapes = ' '.join(arrays[len(arrays) // 2:])
-            found.append((kind, shapes, rest, times, name, i, end))
+            found.append((kind, shapes, rest, times, exposed))
         elif operation == 'fusion':
             called = re.search(r'calls=%?([\w.\-]+)', rest)[1]
             for _, shapes, kind, rest in computations[called]:
                 if kind in COLLECTIVES:
                     kind = 'reduce-scatter' if 'all-reduce-scatter' in called else kind
                     channel = re.search(r'channel_id=(\d+)|$', rest)[1]
-                    first = fused.get((name, channel), (0, 0, 0, 0, name, i))[5]
-                    fused[name, channel] = (kind, shapes, rest, times, name, first, i)
-    computing = ('fusion', 'custom-call', 'dot', 'convolution', 'while', 'call')
-    return [(kind, shapes, rest, times, not any(other[2] in computing for other in computations[name][i + 1:end]))
-            for kind, shapes, rest, times, name, i, end in found + list(fused.values())]
+                    fused.setdefault(channel, []).append((kind, shapes, rest, times))
+    for pieces in fused.values():
+        found.append((*pieces[0], len(pieces) <= 2))
+    return found
 
 
 def collective_table(computations, mesh):
