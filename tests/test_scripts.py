@@ -18,7 +18,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jax_train_utils
-from jax_ops import UserError
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
     MODEL_FLAGS, HFTokenizer, config_block, config_from_flags, flags_from_config, load_meta, load_run,
