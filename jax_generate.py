@@ -374,8 +374,8 @@ def round_up_slots(n):
 
 def choose_slots(needed, longest, block_size):
     """Number of slots of a KV cache that needs `needed` slots now and `longest` at the end: `longest`, unless that is
-    more than twice the next of the sizes above."""
-    n_slots, at_end = round_up_slots(needed), 64 * ceil_div(longest, 64)
+    more than twice the next of the sizes above. At most block_size."""
+    n_slots, at_end = round_up_slots(needed), 64 * ceil_div(min(longest, block_size), 64)
     return min(block_size, at_end if at_end <= 2 * n_slots else n_slots)
 
 

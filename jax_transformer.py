@@ -102,7 +102,6 @@ class GPTConfig:
         return self.layer_types[i % len(self.layer_types)], is_moe
 
     def __post_init__(self):
-        init_other_models(self)
         for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
             if getattr(self, name) < 1:
                 raise UserError(f'{name} must be at least 1, not {getattr(self, name)}')
@@ -114,6 +113,7 @@ class GPTConfig:
         for name, known in (('dtype', DTYPES), ('activation', ACTIVATIONS), ('attention', ATTENTION), ('remat', REMAT)):
             if getattr(self, name) not in known:
                 raise UserError(f'{name} must be one of {", ".join(known)}, not {getattr(self, name)!r}')
+        init_other_models(self)
 
     def architecture(self):
         """{name: value} of the fields that say what the model is: GPTConfig(**config.architecture())."""

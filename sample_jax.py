@@ -369,7 +369,7 @@ if hasattr(sys.stdout, 'reconfigure'):
 if interactive:
     print(header, file=sys.stderr)
     run_chat()
-    sys.exit()
+    sys.exit(0)
 
 # encode the prompts
 lines = [start]

@@ -165,7 +165,7 @@ def run_script(script, *args):
                     sys.excepthook(*sys.exc_info())  # as the interpreter would; the script has installed its own hook
                     code = 1
             except SystemExit as exit:
-                code = exit.code
+                code = exit.code or 0
     finally:
         sys.argv, sys.excepthook = argv, hook
         for signum, handler in handlers.items():

@@ -58,7 +58,7 @@ def test_prompts_in_pieces_give_the_greedy_tokens_of_transformers(name, monkeypa
     np.testing.assert_array_equal(tokens, EXPECTED[f'{name}/greedy'])
 
 
-@pytest.mark.parametrize('options', [dict(), dict(cache_dtype='int8'), dict(n_draft=3)])
+@pytest.mark.parametrize('options', [dict(cache_dtype='int8'), dict(n_draft=3)])
 def test_pieces_of_any_width_give_the_same_text(options, monkeypatch):
     config = dataclasses.replace(ROPE, block_size=64, layer_types=('window', 'full'), window=5)
     idx, lengths = random_tokens(3, 40), [40, 17, 1]
@@ -96,11 +96,12 @@ def test_a_cache_grows_by_four_unless_all_fits_into_twice_its_size():
     assert slots(20, 8020, 8192) == 512
     assert slots(513, 8020, 8192) == 2048
     assert slots(2049, 8020, 8192) == 8064
-    assert slots(20, 8020, 1000) == 1000
+    assert slots(20, 8020, 1000) == 1000  # no position needs more slots than block_size
 
 
-@pytest.mark.parametrize('options', [dict(), dict(n_draft=3), dict(cache_dtype='int8')])
-@pytest.mark.parametrize('config', [TINY, dataclasses.replace(ROPE, layer_types=('window', 'full'), window=20)])
+@pytest.mark.parametrize('config, options', [
+    (TINY, dict(n_draft=3)),
+    (dataclasses.replace(ROPE, layer_types=('window', 'full'), window=20), dict(cache_dtype='int8'))])
 def test_a_cache_that_grows_gives_the_same_text(config, options, monkeypatch):
     config = dataclasses.replace(config, block_size=48)
     idx, lengths = random_tokens(2, 8), [8, 3]
@@ -116,9 +117,11 @@ def test_a_cache_that_grows_gives_the_same_text(config, options, monkeypatch):
 # past block_size
 
 
-@pytest.mark.parametrize('options', [dict(), dict(n_draft=3), dict(n_draft=2, draft='itself')])
-@pytest.mark.parametrize('change', [
-    dict(), dict(n_kv_head=1), dict(mla=dict(q_rank=0, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=6))])
+@pytest.mark.parametrize('change, options', [
+    (dict(), dict()),
+    (dict(n_kv_head=1), dict(n_draft=3)),
+    (dict(), dict(n_draft=2, draft='itself')),
+    (dict(mla=dict(q_rank=0, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=6)), dict())])
 def test_past_block_size_rope_attends_to_the_last_block_size_keys(change, options):
     config = dataclasses.replace(ROPE, **change)
     params = random_params(config)
@@ -129,7 +132,6 @@ def test_past_block_size_rope_attends_to_the_last_block_size_keys(change, option
     result = last_result(config, idx, 30, prompt_lengths_B=lengths, **options)
     for row, prompt, length in zip(result.tokens, idx, lengths):
         assert row[:length + 30].tolist() == greedy_loop(windowed, params, prompt[:length], 30, 64)
-    assert result.cache_bytes < 2 * last_result(config, idx[:1, :3], 9).cache_bytes * 3
 
 
 def test_past_block_size_every_rope_token_takes_one_step_of_the_cache():

@@ -57,7 +57,7 @@ def assert_same_loss_and_gradients(one, other, tolerance):
 # matmul
 
 
-def test_matmul_has_the_gradients_of_the_plain_product():
+def test_matmul_has_the_gradients_of_the_plain_one():
     x, kernel = jax.random.normal(jax.random.key(0), (3, 5, 7)), jax.random.normal(jax.random.key(1), (7, 11))
     plain = jax.grad(lambda x, k: jnp.sin(x @ k).sum(), (0, 1))(x, kernel)
     ours = jax.grad(lambda x, k: jnp.sin(matmul(x, k)).sum(), (0, 1))(x, kernel)
@@ -136,12 +136,12 @@ def test_int8_matmul_equals_that_of_the_quantized_operands(rows, width):
     weights, scale = quantize(w, jnp.int8)
     inputs, x_scale = quantize(x, jnp.int8)
     expected = np.float64(inputs) @ np.float64(weights).T * np.float64(x_scale)[:, None] * np.float64(scale)
-    product = jax.jit(matmul_int8)
-    got = product(x, weights, scale)
+    multiply = jax.jit(matmul_int8)
+    got = multiply(x, weights, scale)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
-    np.testing.assert_array_equal(got[:1], product(x[:1], weights, scale))  # independent of the batch size
+    np.testing.assert_array_equal(got[:1], multiply(x[:1], weights, scale))  # independent of the batch size
     np.testing.assert_allclose(expected, x @ w.T, rtol=0, atol=0.03 * np.abs(x @ w.T).max())
-    assert not product(0 * x, weights, scale).any()
+    assert not multiply(0 * x, weights, scale).any()
 
 
 # -----------------------------------------------------------------------------
