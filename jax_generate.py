@@ -1,7 +1,8 @@
 """How the model speaks: cached generation with prefill, decode, sampling, speculative decoding and streaming.
 
-`generate` is all that most users need; `generate_stream` yields while the texts grow. The KV cache's slot of a token is
-its position (see jax_transformer.py), so prompts of different lengths and rejected drafts need no bookkeeping.
+`generate` is all that most users need; `generate_stream` yields while the texts grow. The slot of a token in the KV
+cache follows from its position (see jax_transformer.py): prompts of different lengths and rejected drafts need no
+bookkeeping.
 
 Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J the number of drafts.
 """
@@ -45,8 +46,8 @@ def convert_params_for_decoding(params, dtype, quantize=''):
 
 
 def quantize_params(params):
-    """The parameters with Int8 matrices (kernel, wte, lm_head), one scale per output: a quarter of float32's bytes. The
-    router stays in float: it is tiny, and routing is sensitive."""
+    """The parameters with Int8 matrices (kernel, wte, lm_head), one scale per output: a quarter of float32's bytes.
+    wpe, kv_b and the router stay in float: small, and routing is sensitive."""
     quantized = {}
     for name, p in params.items():
         if isinstance(p, dict):
@@ -168,11 +169,11 @@ def sample_token(logits_BxV, key_B, sampling, sampling_params):
 
 
 def keep_largest(logits_BxV, weight_BxV, amount):
-    """The logits, with -inf below the largest threshold t for which the logits >= t weigh at least `amount` together:
-    with weights of 1, t is the amount-th largest logit.
+    """The logits, with -inf for all but the largest ones: as few as weigh at least `amount` together, and those equal
+    to the smallest of them. weight_BxV: 1 for top-k (amount is k), the probabilities for top-p.
 
-    Bisection instead of a sort (lax.top_k is a sort on XLA:CPU, docs/performance.md#sampling): floats are mapped to
-    integers in the same order, and the 32 bits of t are found one after the other."""
+    The threshold t is found bit by bit, because a sort (which lax.top_k is on XLA:CPU, docs/performance.md#sampling) is
+    slower: floats are mapped to uint32 in the same order, and a bit of t is set if the logits >= t weigh enough."""
     sign = jnp.uint32(1 << 31)
     bits_BxV = jax.lax.bitcast_convert_type(logits_BxV, jnp.uint32)
     order_BxV = jnp.where(bits_BxV >= sign, ~bits_BxV, bits_BxV | sign)
@@ -183,7 +184,7 @@ def keep_largest(logits_BxV, weight_BxV, amount):
         return jnp.where(weight_Bx1 >= amount, higher_Bx1, t_Bx1)
 
     t_Bx1 = jax.lax.fori_loop(0, 32, find_bit, jnp.zeros((len(logits_BxV), 1), jnp.uint32))
-    # all together may weigh less than `amount`: then t is 0, which is a NaN as a float, and nothing is below it
+    # if all together weigh less than `amount` (rounding), t stays 0, whose float is NaN: no logit is below NaN
     least_Bx1 = jax.lax.bitcast_convert_type(jnp.where(t_Bx1 >= sign, t_Bx1 ^ sign, ~t_Bx1), jnp.float32)
     return jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
 
@@ -354,11 +355,12 @@ def bucket_length(n):
 
 
 # -----------------------------------------------------------------------------
-# sizes, of which there are few, because each is compiled, and the KV cache between calls
+# sizes: few different ones, because each is compiled; KV caches that grow and that are kept between calls
 
 def piece_length(n_tokens, n_scores, least):
     """Width of the pieces in which n_tokens are prefilled: 16 (unless `least` is more), 64, or 512. With long caches
-    512 is halved until attention materializes at most 2**25 scores, or to 64; n_scores is their number per token."""
+    512 is halved until attention materializes at most 2**25 scores, or to 64. n_scores: attention scores per prompt
+    token, rows * heads * slots."""
     if n_tokens <= 256:
         return max(least, 16 if n_tokens <= 16 else 64)
     return max(64, min(512, 1 << (2**25 // n_scores).bit_length() - 1))
@@ -373,8 +375,8 @@ def round_up_slots(n):
 
 
 def choose_slots(needed, longest, block_size):
-    """Number of slots of a KV cache that needs `needed` slots now and `longest` at the end: `longest`, unless that is
-    more than twice the next of the sizes above. At most block_size."""
+    """Slots of a KV cache that needs `needed` now and `longest` at the end: all of them at once if that is at most twice
+    round_up_slots(needed), else round_up_slots(needed), and it grows later. Never more than block_size."""
     n_slots, at_end = round_up_slots(needed), 64 * ceil_div(min(longest, block_size), 64)
     return min(block_size, at_end if at_end <= 2 * n_slots else n_slots)
 
@@ -477,10 +479,10 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
         it the row itself is searched, see prompt_lookup_draft.
     prefix_cache: a PrefixCache, for one row that begins as the row of the last call with it.
 
-    The prompts are prefilled in pieces, each distinct one once, up to their last token, which decode feeds. Every token
-    costs one position. With learned positions, nanoGPT's rule holds past block_size: a token is conditioned on the last
-    block_size tokens, whose positions have all changed, and costs block_size positions. With RoPE, positions go on
-    past block_size, and every layer attends to the last block_size keys.
+    The prompts are prefilled in pieces, equal prompts once, up to their last token, which the first decode step feeds.
+    A token costs one position of computation. With learned positions, nanoGPT's rule holds past block_size: a token is
+    conditioned on the last block_size tokens, whose positions have all changed, and costs block_size positions. With
+    RoPE, positions go on past block_size, and every layer attends to the last block_size keys.
 
     Raises UserError for prompts or controls that make no sense."""
     draft_params, draft_config = draft if draft and n_draft else (None, None)

@@ -54,7 +54,7 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = True  # in Dense layers and LayerNorms, as GPT-2. False: a bit better and faster
     # numerics
-    activation: str = 'gelu'  # one of ACTIVATIONS
+    activation: str = 'gelu'  # of an MLP without gate (mlp='gelu'), one of ACTIVATIONS
     norm_eps: float = 1e-5
     dtype: str = 'float32'  # of activations and matmuls; parameters, softmax, logits and loss are always float32
     # execution: same parameters, same results up to rounding; not stored in checkpoints
@@ -78,7 +78,7 @@ class GPTConfig:
     chunk: int = 0  # 'chunk' layers attend within chunks of this many positions
     query_growth: float = 0.0  # attention temperature of 'nope' layers (Llama 4): the query at position p is scaled by
     query_growth_every: int = 8192  # 1 + query_growth * ln(1 + floor((p + 1) / query_growth_every))
-    mlp: str = 'gelu'  # one of MLPS
+    mlp: str = 'gelu'  # one of MLPS; 'gelu' is the MLP without gate, whose function is `activation`
     n_inner: int = 0  # MLP width; 0 is 4 n_embd
     swiglu_limit: float = 7.0  # of 'swiglu_clamped'
     mla: 'MLAConfig | None' = None
@@ -154,8 +154,8 @@ def matrix_param(module, name, shape, init_std=INIT_STD):
 
 
 class Dense(nn.Module):
-    """x [..., I] @ kernel + bias -> [..., features] in the config's dtype. A tuple of features fuses several
-    projections into one kernel and returns a list (c_attn: q, k, v)."""
+    """x [..., I] @ kernel + bias -> [..., features] in the config's dtype. A tuple of features stores several
+    projections side by side in one kernel and returns a list (c_attn: q, k, v)."""
     config: GPTConfig
     features: int | tuple
     init_std: float = INIT_STD
@@ -273,8 +273,8 @@ class CausalSelfAttention(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# KV cache: the token at position p of its sequence has slot p. Right-padded prompts of different lengths need no
-# bookkeeping: padding sits in slots that are overwritten before any query can attend to them.
+# KV cache: the token at position p has slot p, or slot p % S in a ring buffer (windows, chunks, RoPE), which is the
+# same until the ring is full. Right-padded prompts of different lengths need no bookkeeping: PAD is never written.
 
 CACHE_DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16, 'float16': jnp.float16, 'int8': jnp.int8,
                 'float8': jnp.float8_e4m3fn}
@@ -697,10 +697,10 @@ class LatentAttention(nn.Module):
         B, T, D = x_BxTxD.shape
         if position_BxT is None:
             position_BxT = jnp.arange(T)[None]
-        c_BxTxD = x_BxTxD
+        q_in = x_BxTxD
         if mla.q_rank:
-            c_BxTxD = RMSNorm(cfg, 1e-6, name='q_norm')(Dense(cfg, mla.q_rank, tp=(), name='q_a')(x_BxTxD))
-        q_BxTxHxK = Dense(cfg, H * (mla.nope_dim + mla.rope_dim), name='q_b')(c_BxTxD).reshape(B, T, H, -1)
+            q_in = RMSNorm(cfg, 1e-6, name='q_norm')(Dense(cfg, mla.q_rank, tp=(), name='q_a')(x_BxTxD))
+        q_BxTxHxK = Dense(cfg, H * (mla.nope_dim + mla.rope_dim), name='q_b')(q_in).reshape(B, T, H, -1)
         q_nope_BxTxHxK, q_rope_BxTxHxK = jnp.split(q_BxTxHxK, [mla.nope_dim], axis=-1)
         q_rope_BxTxHxK = apply_rope(cfg, q_rope_BxTxHxK, position_BxT)
         kv_a = Dense(cfg, mla.kv_rank + mla.rope_dim, tp=(), name='kv_a')(x_BxTxD)
@@ -710,13 +710,13 @@ class LatentAttention(nn.Module):
         new_kv = {'latent': latent_BxTxC[:, :, None], 'rope': k_rope_BxTx1xK}
         kv, key_position_BxS, cache = update_kv_cache(cfg, self.layer_type, cache, new_kv, position_BxT)
 
-        w_CxHxK = self.param('kv_b', nn.initializers.normal(INIT_STD), (mla.kv_rank, H * (mla.nope_dim + mla.v_dim)))
-        wk_CxHxK, wv_CxHxK = jnp.split(w_CxHxK.astype(cfg.dtype).reshape(mla.kv_rank, H, -1), [mla.nope_dim], axis=-1)
+        kv_b = self.param('kv_b', nn.initializers.normal(INIT_STD), (mla.kv_rank, H * (mla.nope_dim + mla.v_dim)))
+        wk_CxHxK, wv_CxHxK = jnp.split(kv_b.astype(cfg.dtype).reshape(mla.kv_rank, H, -1), [mla.nope_dim], axis=-1)
         mask_BxTxS = attention_mask(cfg, self.layer_type, key_position_BxS, position_BxT)
         options = {'scale': cfg.attention_scale or (mla.nope_dim + mla.rope_dim)**-0.5, 'dropout_rate': cfg.dropout,
                    'key_B': dropout_keys(self, seq_id_B)}
-        # Decode uses the absorbed form: fold kv_b into q and into the output, attend in latent space, cost T S H 2C.
-        # Prefill projects K and V from the latents, S C H (nope + v), then attends, T S H (nope + v).
+        # Two forms of the same result; the one with fewer multiplications is taken. Absorbed (decode): kv_b is folded
+        # into q and the output, T S H 2C. Projected (prefill): K and V from latents, (S C + T S) H (nope + v).
         if T * (2 * mla.kv_rank - mla.nope_dim - mla.v_dim) < mla.kv_rank * (mla.nope_dim + mla.v_dim):
             q_latent_BxTxHxC = jnp.einsum('bthk,chk->bthc', q_nope_BxTxHxK, wk_CxHxK)
             q_BxTxHxC = jnp.concatenate([q_latent_BxTxHxC, q_rope_BxTxHxK], axis=-1)

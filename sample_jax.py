@@ -182,7 +182,7 @@ def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
     clock.lap()
     with parallel.mesh_context(), contextlib.closing(results):
         for result in results:
-            laps.append(clock.lap())  # the first lap is the prefill with its one token
+            laps.append(clock.lap())  # the first lap is the prefill and the first decode step
             texts, stopped = texts_until_stop(result, prompt_texts)
             if show:
                 show(texts[0] if stopped[0] else settled_part(texts[0]))
@@ -233,7 +233,7 @@ def report_speed():
     if decode_s:
         batch_size = len(calls[0][1])
         n_tokens = sum(int(np.sum(result.lengths - lengths)) for _, lengths, result in calls)
-        n_first = sum(len(lengths) for _, lengths, _ in calls)  # tokens that come from the prefill
+        n_first = sum(len(lengths) for _, lengths, _ in calls)  # tokens made in the first lap
         tokens_per_sec = (n_tokens - n_first) / decode_s
         weight_bytes = bytes_read_per_step(params)
         gb_read = sum(result.steps * (weight_bytes + result.cache_bytes) for _, _, result in calls) / 1e9

@@ -108,7 +108,7 @@ compile = True # has no effect: JAX always compiles
 backend = 'nccl' # has no effect: JAX picks its own
 # -----------------------------------------------------------------------------
 sys.excepthook = exit_on_user_error
-flags, given = read_flags(__file__, globals())  # all knobs of the block above, and those that the user gave
+flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
 globals().update(flags)
 configure_process(device, deterministic)
 initialize_distributed(coordinator_address, num_processes, process_id)
