@@ -1,36 +1,43 @@
-"""Times training or decoding with random weights and random tokens, or computes the communication of sharded training.
-Prints a table, then one JSON line.
+"""Times training or decoding with random weights and random tokens, or compiles training for devices that are not here
+and says what it needs. Prints a table, then one JSON line.
 
 $ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
 $ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16 --ablate=True
 $ python bench_jax.py --mode=decode --prompt_len=16 --max_new_tokens=128
 $ python bench_jax.py --mode=decode --out_dir=out-shakespeare-char --dataset=shakespeare_char --ablate=True
-$ python bench_jax.py --mode=scaling --n_devices=64 --accelerator=H100 --dtype=bfloat16
+$ python bench_jax.py config/train_gpt2.py --mode=compile --topology=h100:1x8 --fsdp=8
 """
+import ctypes
 import dataclasses
 import functools
+import importlib.util
 import json
+import math
 import os
 import platform
+import re
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jaxlib
 import numpy as np
-import optax
+from jax._src import xla_bridge
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ops
 from jax_generate import bucket_length, bytes_read_per_step, convert_params_for_decoding, generate_stream, init_cache
-from jax_ops import UserError
+from jax_ops import BATCH, UserError, ceil_div
 from jax_train_utils import (
-    PEAK_FLOPS, Stopwatch, choose_attention, config_from_flags, create_learning_rate_schedule,
+    Stopwatch, choose_attention, config_block, config_from_flags, create_learning_rate_schedule,
     create_optimizer_with_schedule, device_peak_flops, exit_on_user_error, get_windows, load_dataset, load_run,
     make_train_step, measure_bandwidth, read_flags, setup_distributed_training, setup_jax_environment, split_batch)
 from jax_transformer import GPT, count_params, create_train_state, cross_entropy, estimate_mfu
 
 # -----------------------------------------------------------------------------
-mode = 'train' # 'train', 'decode' or 'scaling'
+mode = 'train' # 'train', 'decode' or 'compile' (training for devices that are not here)
 preset = '' # a model and batch size: 'nanogpt_cpu', 'baby' (nanoGPT's two for Shakespeare) or 'gpt2'; flags override it
 ablate = False # measure again with each choice changed, one at a time, and print the table
 batch_size = 12 # sequences per micro-batch (train), or generated together (decode)
@@ -66,8 +73,10 @@ cache_dtype = 'auto' # of the KV cache
 n_draft = 0 # draft tokens per step
 out_dir = '' # a run whose weights to use instead of random ones (decode)
 dataset = '' # its folder under data/: takes prompts from val.bin, and measures perplexity and agreement there (decode)
-n_devices = 8 # number of devices that train together (scaling)
-accelerator = 'H100' # whose peak FLOP/s to assume, a name in PEAK_FLOPS of jax_train_utils.py (scaling)
+topology = 'h100:1x8' # devices to compile for: hosts x GPUs, or a TPU slice as in 'v5e:4x4' (compile)
+fsdp = 1 # as in train_jax.py, like the next two (compile)
+tensor = 1 # heads, MLP width and vocabulary over this many devices
+expert = 1 # experts over this many devices
 repeats = 20 # timed iterations (train) or calls (decode), not counting those that compile
 seed = 1337 # of weights and tokens
 device = 'auto' # as in train_jax.py
@@ -80,22 +89,27 @@ PRESETS = {
     'baby': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, vocab_size=65, dropout=0.2),
     'gpt2': dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, vocab_size=50304),
 }
-flags, given = read_flags(__file__, globals())  # all knobs of the block above, and those that the user gave
+# all knobs of the block above, and those that the user gave; train_jax.py's config files may be used as they are
+flags, given = read_flags(__file__, globals(), ignored=config_block(Path(__file__).with_name('train_jax.py')))
 preset = flags['preset']
 if preset not in PRESETS:
     raise UserError(f"preset must be one of {', '.join(filter(None, PRESETS))}, not {preset!r}")
 flags |= PRESETS[preset] | given
 globals().update(flags)
-if mode not in ('train', 'decode', 'scaling'):
-    raise UserError(f'mode must be train, decode or scaling, not {mode!r}')
-if accelerator not in PEAK_FLOPS:
-    raise UserError(f'accelerator must be one of {", ".join(PEAK_FLOPS)}, not {accelerator!r}')
-for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats', 'n_devices'):
+if mode not in ('train', 'decode', 'compile'):
+    raise UserError(f'mode must be train, decode or compile, not {mode!r}')
+for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats'):
     if flags[name] < 1:
         raise UserError(f'{name} must be at least 1, not {flags[name]}')
 if mode == 'decode' and max_new_tokens < 2:
     raise UserError(f'max_new_tokens must be at least 2, not {max_new_tokens}')
+if mode == 'compile':
+    device = 'cpu'
+    if dtype == 'auto' and not topology.startswith('cpu'):
+        dtype = 'bfloat16'
 devices, dtype, reason = setup_jax_environment(device, dtype)
+if mode == 'compile' and 'dtype' not in given:
+    reason = 'the default there'
 flags['dtype'] = dtype
 model_config = config_from_flags(flags, vocab_size=vocab_size, dtype=dtype)
 clock = Stopwatch()
@@ -321,68 +335,303 @@ def heading(name):
 
 
 # -----------------------------------------------------------------------------
-# communication of sharded training, computed
+# the training step compiled for devices that are not here: what it needs, what it sends, never a measurement
+
+# Data sheets, per device: usable memory in bytes; bytes/s to memory, to devices of the host (NVLink, or all links of a
+# TPU) and to other hosts
+DATA_SHEETS = {'h100': (84.9e9, 3350e9, 450e9, 50e9), 'v5e': (15.75 * 2**30, 819e9, 200e9, 200e9)}
+# Target of XLA's CUDA compiler
+H100 = '''gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+    shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+    block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000
+    l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
+    cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"'''
+COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
+DTYPE_BYTES = {'pred': 1, 's8': 1, 'u8': 1, 'bf16': 2, 'f16': 2, 's16': 2, 'u16': 2, 'f32': 4, 's32': 4, 'u32': 4,
+               's64': 8, 'u64': 8, 'f64': 8}
 
 
-def bytes_sent(config, fsdp, tensor, data, n_micro, n_rows):
-    """{what for: bytes} that one device sends in one training step of a GPT-2, with ring collectives: an all-gather or
-    reduce-scatter of M bytes among n devices sends M (n - 1) / n from each, an all-reduce twice that.
+def topology_devices(topology):
+    """Devices to compile for: 'v5e:4x4' (a slice of TPUs), 'h100:2x8' (hosts x GPUs) or 'cpu:1x8' (the CPU devices of
+    this process). Raises UserError if the compiler is not installed."""
+    kind, _, shape = topology.partition(':')
+    if kind not in ('v5e', 'h100', 'cpu') or not all(size.isdigit() for size in shape.split('x')):
+        raise UserError(f'topology must be like v5e:4x4 (a TPU slice) or h100:2x8 (hosts x GPUs), not {topology!r}')
+    if kind == 'cpu':
+        return tuple(jax.devices('cpu')[:math.prod(map(int, shape.split('x')))])
+    package, extra = {'v5e': ('libtpu', 'tpu'), 'h100': ('jax_cuda12_plugin', 'cuda12')}[kind]
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f'compiling for {kind} needs its compiler: pip install "jax[{extra}]=={jax.__version__}"')
+    if kind == 'v5e':
+        os.environ.update(TPU_SKIP_MDS_QUERY='1', TPU_WORKER_HOSTNAMES='localhost', ALLOW_MULTIPLE_LIBTPU_LOAD='1',
+                          TPU_ACCELERATOR_TYPE='v5litepod-16')
+        options = dict(platform='tpu', topology_name=topology)
+    else:
+        nvidia = Path(importlib.util.find_spec('nvidia').submodule_search_locations[0])
+        os.environ.update(CUDA_VISIBLE_DEVICES='-1', JAX_SKIP_CUDA_CONSTRAINTS_CHECK='1')
+        os.environ['PATH'] = f'{nvidia}/cuda_nvcc/bin:{os.environ["PATH"]}'
+        os.environ['XLA_FLAGS'] = (f'--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={nvidia}/cuda_nvcc '
+                                   + os.environ.get('XLA_FLAGS', ''))
+        for library in nvidia.glob('nvjitlink/lib/libnvJitLink.so*'):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        canonical = xla_bridge.canonicalize_platform  # jax-ml/jax#23971: without a GPU, 'gpu' means nothing to it
+        xla_bridge.canonicalize_platform = lambda name: 'cuda' if name == 'gpu' else canonical(name)
+        options = dict(platform='cuda', topology_name='', target_config=H100, topology=f'1x{shape}')
+    try:
+        return tuple(topologies.get_topology_desc(**options).devices)
+    except Exception as error:  # of many types
+        raise UserError(f'{topology}: {" ".join(str(error).split())[:200]}') from error
 
-    n_micro, n_rows: micro-steps, and sequences of each per data shard. Where the compiler replaces a reduce-scatter by
-    an all-reduce (XLA:CPU does), it sends twice the bytes."""
-    L, D, V, S, T = config.n_layer, config.n_embd, config.vocab_size, config.block_size, config.block_size
-    width = 4 if config.dtype == 'float32' else 2  # bytes of a number in the compute dtype
-    kernels, tables = 12 * L * D**2, (V + S) * D  # elements; biases and norms are negligible
 
-    def ring(n):
-        return (n - 1) / n
-
-    if fsdp == tensor == 1:  # pmap: one all-reduce of float32 gradients after all micro-steps
-        return {'gradients': 2 * 4 * (kernels + tables) * ring(data)}
-    grads = (4 * kernels + width * V * D) / tensor  # bytes of one rank's gradients: float32, the embedding's in `width`
-    sent_per_micro_step = {
-        # kernels are all-gathered forward and backward, tables once
-        'weights': (2 * width * kernels / tensor + width * (V / tensor + S) * D) * ring(fsdp),
-        # reduce-scatter to the stored shards, then all-reduce over their replicas
-        'gradients': grads * ring(fsdp) + 2 * grads / fsdp * ring(data),
-        # all-gathered over tensor forward and backward, and its float32 gradient
-        'c_attn': (2 * width + 4) * 3 * L * D**2 / (fsdp * tensor) * ring(tensor),
-        # all-reduces: 2 per layer forward and 2 backward, 1 each for embedding and head
-        'activations': 2 * (4 * L + 2) * width * n_rows * T * D * ring(tensor),
-    }
-    return {name: n_micro * n for name, n in sent_per_micro_step.items()}
+def compile_train_step(devices, fsdp=fsdp, loss_chunk=loss_chunk, **changes):
+    """(parallel, config, abstract state, the compiled step) of the training step that train_jax.py runs."""
+    parallel = setup_distributed_training(devices, fsdp, tensor, expert)
+    config = dataclasses.replace(model_config, **{'scan_layers': scan_layers, 'remat': remat} | changes)
+    implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor)
+    config = dataclasses.replace(config, attention=implementation)
+    parallel.validate(config)
+    schedule = create_learning_rate_schedule(6e-4, warmup_iters=2000, lr_decay_iters=600000)
+    tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
+    state = parallel.abstract_state(create_train_state, jax.random.key(seed), config, tx)
+    n_micro, b = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
+    shape, spec = (n_micro, b * parallel.n_data_shards), P(None, BATCH)
+    if fsdp * tensor * expert == 1:
+        shape, spec = ((len(devices), n_micro, b), P('data')) if len(devices) > 1 else ((n_micro, b), P())
+    sharding = NamedSharding(parallel.mesh, spec)
+    tokens = jax.ShapeDtypeStruct((*shape, block_size), np.int32, sharding=sharding)
+    batch = {'x': tokens, 'y': tokens, 'seq_id': jax.ShapeDtypeStruct(shape, np.uint32, sharding=sharding)}
+    step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk))
+    program = step.lower(state, batch).compile()
+    return parallel, f'{implementation} ({reason})', state, program
 
 
-def bench_scaling():
-    """For each layout of n_devices, the bytes that a device sends per step, and the link bandwidth at which
-    communication fully overlaps compute at the accelerator's peak FLOP/s. At 40% utilization, 40% of that bandwidth is
-    enough."""
-    params = jax.eval_shape(lambda: create_train_state(jax.random.key(0), model_config, optax.identity())).params
-    tokens_per_device = gradient_accumulation_steps * batch_size * block_size / n_devices
-    # the utilization if that many tokens took one second, which is also the seconds they take at full utilization
-    seconds = estimate_mfu(count_params(params), model_config, tokens_per_device, PEAK_FLOPS[accelerator])
-    layouts = []
-    for tensor in (1, 2, 4, 8):
-        if n_devices % tensor or n_head % tensor:
-            continue
-        for fsdp in dict.fromkeys((1, n_devices // tensor)):
-            if n_embd % fsdp:
-                continue
-            data = n_devices // (tensor * fsdp)
-            n_micro, n_rows = split_batch(gradient_accumulation_steps, batch_size, data * fsdp)
-            sent = bytes_sent(model_config, fsdp, tensor, data, n_micro, n_rows)
-            gb_sent = sum(sent.values()) / 1e9
-            layouts.append({
-                'data': data, 'fsdp': fsdp, 'tensor': tensor, 'gb_sent': gb_sent,
-                'of': {name: n / 1e9 for name, n in sent.items()}, 'hidden_from_gb_per_sec': gb_sent / seconds,
-                'state_gb': 12 * count_params(params, non_embedding=False) / (fsdp * tensor) / 1e9})
-    print(f'{"data":>5} {"fsdp":>5} {"tensor":>6} {"GB state":>9} {"GB sent":>9} {"overlaps at GB/s":>17}   '
-          'breakdown of GB sent')
-    for layout in layouts:
-        breakdown = ', '.join(f'{name} {n:.3g}' for name, n in layout['of'].items() if n)
-        print(f'{layout["data"]:>5} {layout["fsdp"]:>5} {layout["tensor"]:>6} {layout["state_gb"]:>9.3g} '
-              f'{layout["gb_sent"]:>9.3g} {layout["hidden_from_gb_per_sec"]:>17.3g}   {breakdown}')
-    return {'ms_per_iter_at_peak': seconds * 1e3}, layouts
+def bytes_of(shapes):
+    """Bytes of all arrays in a piece of HLO text, as in '(f32[8,2], bf16[])'."""
+    arrays = re.findall(r'(\w+)\[([\d,]*)\]', shapes)
+    return sum(DTYPE_BYTES.get(dtype, 0) * math.prod(map(int, filter(None, dims.split(',')))) for dtype, dims in arrays)
+
+
+def parse_hlo(text):
+    """{computation: [(name, shapes of the result, operation, rest of the line)]}; 'ENTRY' is the main one."""
+    computations = {}
+    for line in text.splitlines():
+        if header := re.match(r'(ENTRY )?%?([\w.\-]+) .*\{$', line):
+            instructions = computations[header[2]] = []
+            if header[1]:
+                computations['ENTRY'] = instructions
+        elif found := re.match(r'\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)', line):
+            instructions.append(found.groups())
+    return computations
+
+
+def trip_count(computations, rest):
+    """How often a loop is executed, from its attributes or its condition."""
+    if known := re.search(r'known_trip_count\D*(\d+)', rest):
+        return int(known[1])
+    condition = computations[re.search(r'condition=%?([\w.\-]+)', rest)[1]]
+    limits = [int(found[0]) for *_, operation, rest in condition
+              if operation == 'constant' and (found := re.match(r'\d+', rest))]
+    limit = max(limits, default=1)
+    return ceil_div(limit, 2) if 'windowed_dot_general' in rest else limit  # these do two steps at a time
+
+
+def executed(computations, name='ENTRY', times=1):
+    """[(computation, index in it, times executed)] of the instructions of a program, through its loops and calls."""
+    found = []
+    for i, (_, _, operation, rest) in enumerate(computations[name]):
+        found.append((name, i, times))
+        if operation in ('while', 'call', 'async-start'):
+            called = re.search(r'(?:body|to_apply|calls)=%?([\w.\-]+)', rest)[1]
+            n = trip_count(computations, rest) if operation == 'while' else 1
+            found += executed(computations, called, times * n)
+    return found
+
+
+def replica_group(rest, n_devices):
+    """The numbers of the devices of the first group of a collective, from its attributes."""
+    def iota(dims, permutation):
+        ids = np.arange(n_devices).reshape([int(n) for n in dims.split(',')])
+        return ids.transpose([int(n) for n in permutation.split(',')]) if permutation else ids
+
+    if mesh := re.search(r"mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}", rest):
+        sizes, dims, permutation, axes = mesh.groups()
+        # a part of an axis is written 'axis':(number of parts before it)size
+        parts = {axis: (int(first), int(size)) for axis, first, size in re.findall(r"'(\w+)':\((\d+)\)(\d+)", axes)}
+        shape = []
+        inner = []
+        for axis, size in re.findall(r"'(\w+)'=(\d+)", sizes):
+            first, part = parts.get(axis, (1, int(size)))
+            if f"'{axis}'" in axes:
+                inner.append(len(shape) + 1)
+            shape += [first, part, int(size) // (first * part)]
+        ids = (iota(dims, permutation) if dims else np.arange(n_devices)).reshape(shape)
+        ids = np.moveaxis(ids, inner, range(-len(inner), 0))
+        return ids.reshape(-1, math.prod(shape[i] for i in inner))[0]
+    if groups := re.search(r'replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', rest):
+        return iota(groups[3], groups[4]).reshape(int(groups[1]), int(groups[2]))[0]
+    listed = re.search(r'(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}', rest)
+    return np.array(listed[1].split(','), int) if listed else np.arange(n_devices)
+
+
+def group_of(rest, mesh):
+    """(axis names, devices of one group) of a collective."""
+    group = replica_group(rest, mesh.devices.size)
+    places = np.unravel_index(group, mesh.devices.shape)
+    axes = [axis for axis, place in zip(mesh.axis_names, places) if len(set(place)) > 1]
+    return '+'.join(axes) or '-', mesh.devices.ravel()[group]
+
+
+def collectives_in(computations):
+    """[(kind, shapes of the result, attributes, times executed, exposed)] of the collectives of a compiled step.
+    Exposed: XLA's schedule has no computation between the start and the end."""
+    found = []
+    fused = {}  # a TPU's asynchronous collective is in several fusions, which share its channel
+    for name, i, times in executed(computations):
+        result, shapes, operation, rest = computations[name][i]
+        kind = operation.removesuffix('-start')
+        if kind in COLLECTIVES:
+            end = i
+            if operation != kind:
+                users = enumerate(computations[name][i + 1:], i + 1)
+                end = next(j for j, (*_, operands) in users if re.match(rf'%?{re.escape(result)}\b', operands))
+                if kind != 'all-reduce':  # (operands, results, ...)
+                    arrays = [array for array in re.findall(r'\w+\[[\d,]*\]', shapes)
+                              if kind != 'collective-permute' or not array.endswith('[]')]
+                    shapes = ' '.join(arrays[len(arrays) // 2:])
+            found.append((kind, shapes, rest, times, name, i, end))
+        elif operation == 'fusion':
+            called = re.search(r'calls=%?([\w.\-]+)', rest)[1]
+            for _, shapes, kind, rest in computations[called]:
+                if kind in COLLECTIVES:
+                    kind = 'reduce-scatter' if 'all-reduce-scatter' in called else kind
+                    channel = re.search(r'channel_id=(\d+)|$', rest)[1]
+                    first = fused.get((name, channel), (0, 0, 0, 0, name, i))[5]
+                    fused[name, channel] = (kind, shapes, rest, times, name, first, i)
+    computing = ('fusion', 'custom-call', 'dot', 'convolution', 'while', 'call')
+    return [(kind, shapes, rest, times, not any(other[2] in computing for other in computations[name][i + 1:end]))
+            for kind, shapes, rest, times, name, i, end in found + list(fused.values())]
+
+
+def collective_table(computations, mesh):
+    """[{kind, axis, n, dtype, count, bytes, exposed, hosts}]: what a device sends per step, in rings, by kind, axes and
+    dtype; how many bytes of it are exposed; whether a group spans hosts."""
+    table = {}
+    for kind, shapes, rest, times, exposed in collectives_in(computations):
+        axis, group = group_of(rest, mesh)
+        n = len(group)
+        size = bytes_of(shapes)
+        if kind == 'reduce-scatter' and 'dimensions=' in rest:  # not in the all-reduce that a TPU's fusion wraps
+            size *= n
+        sent = times * size * {'all-reduce': 2 * (n - 1) / n, 'collective-permute': 1}.get(kind, (n - 1) / n)
+        dtypes = '+'.join(sorted(set(re.findall(r'(\w+)\[', shapes))))
+        row = table.setdefault((kind, axis, dtypes), dict(
+            kind=kind, axis=axis, n=n, dtype=dtypes, count=0, bytes=0, exposed=0,
+            hosts=len({device.process_index for device in group}) > 1))
+        row['count'] += times * len(re.findall(r'\w+\[', shapes))
+        row['bytes'] += sent
+        row['exposed'] += sent * exposed
+    return sorted(table.values(), key=lambda row: -row['bytes'])
+
+
+def memory_traffic(computations):
+    """Bytes that the operations of a step read and write, each operand and result once, as if there were no cache."""
+    free = ('parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'call', 'after-all', 'copy-done')
+    total = 0
+    sizes = {}
+    for name, i, times in executed(computations):
+        if name not in sizes:
+            sizes[name] = {result: bytes_of(shapes) for result, shapes, _, _ in computations[name]}
+        result, _, operation, rest = computations[name][i]
+        if operation not in free and not operation.endswith('-done'):
+            operands = re.findall(r'%([\w.\-]+)', rest.split(')')[0])
+            total += times * (sizes[name][result] + sum(sizes[name].get(operand, 0) for operand in operands))
+    return total
+
+
+def shard_bytes(tree):
+    """Bytes of one device's shards of a tree of ShapeDtypeStructs."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+               if hasattr(x, 'shape') and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def peak_of(program):
+    memory = program.memory_analysis()
+    unaliased = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return max(memory.peak_memory_in_bytes, unaliased + memory.temp_size_in_bytes)
+
+
+def peak_with(devices, **changes):
+    """The peak memory of the step with these changes, in bytes; the compiler's message if it does not fit, or cannot
+    be compiled."""
+    try:
+        return peak_of(compile_train_step(devices, **changes)[3])
+    except Exception as error:
+        message = ' '.join(str(error).split())
+        return re.sub(r'.*?(Used [\d.]+\w+ of [\d.]+\w+).*', r'\1', message)[:120]
+
+
+def what_would_fit(devices, limit):
+    """Prints which of a few changes makes the step fit into `limit` bytes; stops at the first that does."""
+    chunk = max(1, block_size // 8)
+    tries = [dict(loss_chunk=chunk), dict(remat='full', scan_layers=True), dict(
+        remat='full', scan_layers=True, loss_chunk=chunk)]
+    if fsdp == 1 and tensor == expert == 1 and len(devices) > 1:
+        tries.append(dict(fsdp=len(devices), remat='full', scan_layers=True, loss_chunk=chunk))
+    for changes in tries:
+        named = ' '.join(f'--{name}={value}' for name, value in changes.items())
+        peak = peak_with(devices, **changes)
+        fits = not isinstance(peak, str) and peak <= limit
+        amount = peak if isinstance(peak, str) else f'peak {peak / 1e9:.2f} GB'
+        print(f'with {named}: {amount}, {"fits" if fits else "does not fit"}')
+        if fits:
+            return named
+    return None
+
+
+def bench_compile():
+    """Compiles the training step for the devices of --topology and prints its plan: ({name: value}, collectives)."""
+    kind = topology.partition(':')[0]
+    limit, memory_speed, link_speed, host_speed = DATA_SHEETS.get(kind, (math.inf, None, None, None))
+    start = time.perf_counter()
+    try:
+        parallel, chosen, state, program = compile_train_step(plan_devices)
+    except jax.errors.JaxRuntimeError as error:
+        if 'RESOURCE_EXHAUSTED' not in str(error):
+            raise
+        used = re.search(r'Used [\d.]+\w+ of [\d.]+\w+', str(error))
+        print(f'does not fit: {used[0] if used else " ".join(str(error).split())[:200]}')
+        return {'fits': False, 'would_fit': what_would_fit(plan_devices, limit)}, []
+    computations = parse_hlo(program.as_text())
+    table = collective_table(computations, parallel.mesh)
+    memory = program.memory_analysis()
+    peak = peak_of(program)
+    tokens = gradient_accumulation_steps * batch_size * block_size / len(plan_devices)
+    results = {
+        'n_params': count_params(state.params, non_embedding=False), 'parameters_gb': shard_bytes(state.params) / 1e9,
+        'optimizer_gb': shard_bytes(state.opt_state) / 1e9, 'temporary_gb': memory.temp_size_in_bytes / 1e9,
+        'peak_gb': peak / 1e9, 'sent_gb': sum(row['bytes'] for row in table) / 1e9,
+        'exposed_gb': sum(row['exposed'] for row in table) / 1e9,
+        'memory_traffic_gb': memory_traffic(computations) / 1e9, 'compile_s': time.perf_counter() - start}
+    print(f'attention: {chosen}')
+    print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} {"MB sent":>10} {"exposed":>10}')
+    for row in table:
+        print(f'{row["kind"]:>20} {row["axis"]:>14} {row["n"]:>8} {row["dtype"]:>10} {row["count"]:>7} '
+              f'{row["bytes"] / 1e6:>10,.2f} {row["exposed"] / 1e6:>10,.2f}')
+    if memory_speed:
+        peak_flops = device_peak_flops(plan_devices[0])
+        compute = estimate_mfu(count_params(state.params), model_config, tokens, peak_flops)
+        links = sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
+        traffic = results['memory_traffic_gb'] * 1e9 / memory_speed
+        results |= {'compute_bound_ms': compute * 1e3, 'memory_bound_ms': traffic * 1e3, 'link_bound_ms': links * 1e3,
+                    'best_bound_ms': max(compute, links) * 1e3,
+                    'worst_bound_ms': (max(compute, traffic) + links) * 1e3}
+        print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {"fits" if peak <= limit else "does not fit"}')
+        results['fits'] = peak <= limit
+        if not results['fits']:
+            results['would_fit'] = what_would_fit(plan_devices, limit)
+    return results, table
 
 
 # -----------------------------------------------------------------------------
@@ -403,27 +652,31 @@ def peak_memory_gb():
 
 def rounded(results):
     """The results with numbers of 6 digits."""
-    return {name: value if value is None else float(f'{value:.6g}') for name, value in results.items()}
+    return {name: float(f'{value:.6g}') if type(value) is not bool and isinstance(value, (int, float)) else value
+            for name, value in results.items()}
 
 
 def formatted(value):
     if value is None:
         return 'n/a'
+    if isinstance(value, (bool, str)):
+        return str(value)
     return f'{value:,.4g}' if value < 1e4 else f'{value:,.0f}'
 
 
 if mode == 'train':
     results = bench_train()
-elif mode == 'scaling':
-    results, layouts = bench_scaling()
+elif mode == 'compile':
+    plan_devices = topology_devices(topology)
+    results, table = bench_compile()
 else:
     limit = load_model()[0].block_size
     if prompt_len + max_new_tokens > limit:
         raise UserError(f'prompt_len + max_new_tokens must be at most block_size={limit}')
     results = bench_decode(decode_settings) | {'peak_memory_gb': peak_memory_gb()}
 hardware = f'{len(devices)} x {devices[0].device_kind}'
-if mode == 'scaling':
-    hardware = f'{n_devices} x {accelerator}, computed'
+if mode == 'compile':
+    hardware = f'{len(plan_devices)} x {plan_devices[0].device_kind}, compiled, not run'
 print(f'{mode}, {hardware}, {dtype} ({reason}), jax {jax.__version__}')
 for name, value in results.items():
     print(f'{name:>30}  {formatted(value)}')
@@ -431,8 +684,8 @@ for name, value in results.items():
 environment = {'device': devices[0].device_kind, 'n_devices': len(devices), 'machine': platform.machine(),
                'python': platform.python_version(), 'jax': jax.__version__, 'jaxlib': jaxlib.__version__}
 document = {'program': 'bench_jax', 'settings': flags, 'environment': environment, 'results': rounded(results)}
-if mode == 'scaling':
-    document['results']['layouts'] = layouts
+if mode == 'compile':
+    document['results']['collectives'] = table
 elif ablate:
     table = ablate_train(results) if mode == 'train' else ablate_decode(results)
     document['ablation'] = {name: rounded(row) for name, row in table.items()}

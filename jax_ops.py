@@ -4,6 +4,7 @@ first line, which is the plain equivalent. The measurements behind the choices a
 Sections: sharding, matrix multiplication, dropout, attention and cache kernels, experts, vocabulary, stand-alone
 layers. Letters of the shapes are jax_transformer.py's; in addition I and O are input and output features, R is rows
 (tokens)."""
+import dataclasses
 import functools
 import math
 import re
@@ -15,6 +16,7 @@ import numpy as np
 from flax import linen as nn
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import mesh_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -65,8 +67,10 @@ def create_mesh(devices, tp_size=1, fsdp=1, expert=1):
         valid = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
         raise UserError(f'fsdp={fsdp} x tensor={tp_size} x expert={expert} does not divide {len(devices)} devices; the '
                         f'product may be one of {valid}')
-    devices = np.array(devices).reshape(-1, fsdp, expert, tp_size).swapaxes(2, 3)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    shape = (len(devices) // (fsdp * expert * tp_size), fsdp, expert, tp_size)
+    if devices[0].platform == 'tpu':  # neighbours on the torus of links
+        devices = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(np.reshape(devices, shape).swapaxes(2, 3), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def current_mesh():
@@ -202,8 +206,9 @@ def matmul_fwd(x, y, transpose_rhs, dtype, tp):
 def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     x, y_stored = residuals
     g = g.astype(x.dtype)
-    if tp and current_mesh():  # the barrier prevents CSE with the all-gather of the forward pass
-        y_stored, g = jax.lax.optimization_barrier((y_stored, g))
+    if tp and current_mesh():
+        # prevents CSE with the forward all-gather. g stays outside: XLA can then prefetch the weights before g is known
+        y_stored = jax.lax.optimization_barrier(y_stored)
     y = all_gather_param(y_stored, x.dtype, tp).astype(x.dtype)
     dx = matmul_f32_acc(g, y if transpose_rhs else transpose_materialized(y))
     if y.ndim == 2:
@@ -288,12 +293,30 @@ def fused_linear(x, kernel, bias, widths):
         return jnp.concatenate(parts, axis=-1).reshape(x.shape)
 
     if n_ranks > 1:
-        kernel = interleave_by_rank(kernel)
+        # the kernel is stored sharded by rows, so that interleaving is local; an all-to-all follows, once per step
+        kernel = computed_in(x.dtype, lambda kernel: shard(interleave_by_rank(kernel), *COLUMN_PARALLEL[0]), kernel)
         bias = None if bias is None else interleave_by_rank(bias)
     y = linear(x, kernel, bias, tp=COLUMN_PARALLEL)
     ends = np.cumsum(widths)[:-1] // n_ranks
     parts = jnp.split(y.reshape(*y.shape[:-1], n_ranks, -1), ends, axis=-1)
     return [part.reshape(*y.shape[:-1], width) for part, width in zip(parts, widths)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def computed_in(dtype, f, x):
+    """f(x) for a linear f that only moves elements, of x cast to dtype; the gradient stays in x's dtype."""
+    return f(x.astype(dtype)).astype(x.dtype)
+
+
+def computed_in_fwd(dtype, f, x):
+    return computed_in(dtype, f, x), x
+
+
+def computed_in_bwd(dtype, f, x, g):
+    return jax.vjp(f, x)[1](g)
+
+
+computed_in.defvjp(computed_in_fwd, computed_in_bwd)
 
 
 @jax.custom_vjp
@@ -396,51 +419,137 @@ def flat_index(shape):
 # -----------------------------------------------------------------------------
 # attention and cache kernels
 
-def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, *, dropout_rate=0.0, key_B=None):
-    """dot_product_attention of jax_transformer.py with a causal mask of positions 0 .. T-1 -> [B, T, H, K].
+def causal_mask(key_position, position, *, window=0, chunk=0):
+    """True where a query may attend to a key: at its own position and before; with `window` among the last `window`
+    positions only, with `chunk` within its chunk of that many positions."""
+    mask = key_position <= position
+    if window:
+        mask &= key_position > position - window
+    if chunk:
+        mask &= key_position // chunk == position // chunk
+    return mask
 
-    implementation: 'chunked' or 'cudnn'. key_B: dropout keys, one per sequence; None is no dropout. Raises UserError
-    for cuDNN with dropout."""
-    if implementation == 'chunked':
-        return chunked_attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, dropout_rate=dropout_rate, key_B=key_B)
-    if key_B is not None:
-        raise UserError('cuDNN has no dropout in its attention: use attention=xla or chunked, or dropout=0')
-    return jax.nn.dot_product_attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, is_causal=True, implementation='cudnn')
+
+def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, chunk=0,
+                           sinks_H=None, dropout_rate=0.0, key_B=None):
+    """dot_product_attention of jax_transformer.py with the causal_mask of positions 0 .. T-1 -> [B, T, H, K].
+
+    implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs). On a mesh each device computes
+    its heads of its sequences. Raises UserError for what the kernels of cuDNN and TPUs do not compute."""
+    options = {'scale': scale or q_BxTxHxK.shape[-1]**-0.5, 'window': window, 'chunk': chunk}
+
+    def attend(first_group, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B):
+        qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
+        if implementation == 'chunked':
+            return chunked_attention(*qkv, sinks_H=sinks_H, dropout_rate=dropout_rate, key_B=key_B,
+                                     first_group=first_group, **options)
+        if key_B is not None:
+            raise UserError(f'{implementation} attention has no dropout: use attention=chunked, or dropout=0')
+        if implementation == 'splash':
+            return splash_attention(*qkv, sinks_H=sinks_H, **options)
+        if sinks_H is not None:
+            raise UserError('cudnn attention has no sinks: use attention=chunked')
+        return cudnn_attention(*qkv, **options)
+
+    mesh = current_mesh()
+    if mesh is None:
+        return attend(0, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B)
+
+    def attend_local(*args):
+        return attend(jax.lax.axis_index('tensor') * args[1].shape[2], *args)
+
+    batch = batch_axes(len(q_BxTxHxK))
+    heads = P(batch, None, 'tensor')
+    attend_sharded = jax.shard_map(attend_local, in_specs=(heads, heads, heads, P('tensor'), P(batch)), out_specs=heads,
+                                   check_vma=False)
+    return attend_sharded(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B)
 
 
-def chunked_attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, *, dropout_rate=0.0, key_B=None, chunk=128):
-    """Causal attention of positions 0 .. T-1: softmax(q k^T / sqrt(K)) v -> [B, T, H, K].
+def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=0):
+    """fused_causal_attention by cuDNN's flash attention. `chunk` divides T or is at least T."""
+    B, T = q_BxTxHxK.shape[:2]
+    qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
+    if chunk and chunk < T:  # chunks attend like sequences of their own
+        qkv = [x.reshape(B * T // chunk, chunk, *x.shape[2:]) for x in qkv]
+    y = jax.nn.dot_product_attention(*qkv, scale=scale, is_causal=True, implementation='cudnn',
+                                     local_window_size=(window - 1, 0) if window else None)
+    return y.reshape(q_BxTxHxK.shape)
 
-    One sequence and `chunk` queries are computed at a time, against the keys up to the last query. Their probabilities
-    stay in a CPU's L2 cache, are never stored, and are recomputed in the backward pass
-    (docs/performance.md#chunked-attention). key_B: dropout keys, one per sequence; None is no dropout."""
-    T, H, K = q_BxTxHxK.shape[1:]
 
-    @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
-    def attend_chunk(first, q_HxTxK, k_HxSxK, v_HxSxK, key):
-        end = k_HxSxK.shape[1]
-        scores_HxTxS = matmul(q_HxTxK, k_HxSxK, transpose_rhs=True, dtype=jnp.float32) * K**-0.5
-        mask_TxS = jnp.arange(end) <= jnp.arange(first, end)[:, None]
-        scores_HxTxS = jnp.where(mask_TxS, scores_HxTxS, jnp.finfo(jnp.float32).min)
-        probs_HxTxS = jax.nn.softmax(scores_HxTxS)
+def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=0, sinks_H=None, interpret=False):
+    """fused_causal_attention by the splash attention kernel for TPUs that JAX ships. Blocks of 512 positions, as
+    MaxText has them, where they divide T; else 128."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    T, H = q_BxTxHxK.shape[1:3]
+    mask = masks.CausalMask((T, T))
+    if window:
+        mask = masks.LocalMask((T, T), (window - 1, 0), 0)
+    if chunk and chunk < T:
+        mask = masks.ChunkedCausalMask((T, T), chunk)
+    block = 512 if T % 512 == 0 else 128
+    names = [field.name for field in dataclasses.fields(kernel.BlockSizes) if field.name.startswith('block_')]
+    attend = kernel.make_splash_mha(masks.MultiHeadMask([mask] * H), head_shards=1, q_seq_shards=1, interpret=interpret,
+                                    block_sizes=kernel.BlockSizes(**dict.fromkeys(names, block)))
+    scaled = (q_BxTxHxK * scale).astype(q_BxTxHxK.dtype)
+    q, k, v = (x.swapaxes(1, 2) for x in (scaled, k_BxTxGxK, v_BxTxGxK))
+    return jax.vmap(lambda q, k, v: attend(q, k, v, sinks=sinks_H))(q, k, v).swapaxes(1, 2)
+
+
+def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, chunk=0, sinks_H=None, dropout_rate=0.0,
+                      key_B=None, first_group=0):
+    """fused_causal_attention in blocks of queries, on any backend. Values may be wider or narrower than keys.
+
+    A block of queries is computed at a time, against the keys that it may attend to: on a CPU 128 queries of one
+    sequence, so that the probabilities stay in its L2 cache, elsewhere 512 of all sequences. Probabilities are never
+    stored, but recomputed in the backward pass (docs/performance.md#chunked-attention). first_group: the number of this
+    device's first key head, for the dropout masks."""
+    B, T, H, K = q_BxTxHxK.shape
+    G = k_BxTxGxK.shape[2]
+    Q = H // G  # query heads of a group are folded into the time axis, as in dot_product_attention
+    first_counter = jnp.uint32(first_group) * jnp.uint32(T * Q * T % 2**32)
+
+    def attend_block(first, first_key, q_GxTQxK, k_GxSxK, v_GxSxK, key):
+        end = first_key + k_GxSxK.shape[1]
+        scores_GxTQxS = matmul(q_GxTQxK, k_GxSxK, transpose_rhs=True, dtype=jnp.float32) * (scale or K**-0.5)
+        position_TQx1 = jnp.repeat(jnp.arange(first, end), Q)[:, None]
+        mask_TQxS = causal_mask(jnp.arange(first_key, end), position_TQx1, window=window, chunk=chunk)
+        scores_GxTQxS = jnp.where(mask_TQxS, scores_GxTQxS, jnp.finfo(jnp.float32).min)
+        if sinks_H is not None:
+            sinks_GxTQx1 = jnp.tile(sinks_H.reshape(G, Q), end - first)[..., None]
+            scores_GxTQxS = jnp.concatenate([scores_GxTQxS, sinks_GxTQx1], axis=-1)
+        probs_GxTQxS = jax.nn.softmax(scores_GxTQxS)[..., :end - first_key]
         if key is not None:
-            counter_HxTxS = flat_index((H, T, T))[:, first:end, :end]
-            probs_HxTxS = hash_dropout(probs_HxTxS[None], dropout_rate, key[None], counter_HxTxS)[0]
-        return matmul(probs_HxTxS.astype(v_HxSxK.dtype), v_HxSxK)
+            counter_GxTQxS = first_counter + flat_index((G, T * Q, T))[:, first * Q:end * Q, first_key:end]
+            probs_GxTQxS = hash_dropout(probs_GxTQxS[None], dropout_rate, key[None], counter_GxTQxS)[0]
+        return matmul(probs_GxTQxS.astype(v_GxSxK.dtype), v_GxSxK)
 
-    def attend_sequence(sequence):
-        q_HxTxK, k_HxTxK, v_HxTxK, key = sequence
-        sizes = [min(chunk, T - first) for first in range(0, T, chunk)]
-        # split and concatenated again, in float32: the gradients of a key are then added by chunk, none padded to [T]
-        qs = jax.lax.split(q_HxTxK, sizes, axis=1)
-        ks = jax.lax.split(k_HxTxK.astype(jnp.float32), sizes, axis=1)
-        vs = jax.lax.split(v_HxTxK.astype(jnp.float32), sizes, axis=1)
-        up_to = lambda chunks, i: jnp.concatenate(chunks[:i + 1], axis=1).astype(v_HxTxK.dtype)
-        ys = [attend_chunk(i * chunk, q, up_to(ks, i), up_to(vs, i), key) for i, q in enumerate(qs)]
+    def attend_sequence(sequence, n, in_loop):
+        q_GxTQxK, k_GxTxK, v_GxTxK, key = sequence
+        n *= max(1, T // (64 * n))  # at most 64 blocks, because each is compiled
+        attend = jax.checkpoint(attend_block, prevent_cse=not in_loop, static_argnums=(0, 1))
+        sizes = [min(n, T - first) for first in range(0, T, n)]
+        # split and concatenated again, in float32: the gradients of a key are then added by block, none padded to [T]
+        qs = jax.lax.split(q_GxTQxK, [size * Q for size in sizes], axis=1)
+        ks = jax.lax.split(k_GxTxK.astype(jnp.float32), sizes, axis=1)
+        vs = jax.lax.split(v_GxTxK.astype(jnp.float32), sizes, axis=1)
+        ys = []
+        for i, q in enumerate(qs):
+            first_key = max(0, i * n + 1 - window) if window else 0  # of the first query
+            if chunk:
+                first_key = i * n // chunk * chunk
+            seen = slice(first_key // n, i + 1)
+            k, v = (jnp.concatenate(blocks[seen], axis=1).astype(v_GxTxK.dtype) for blocks in (ks, vs))
+            ys.append(attend(i * n, seen.start * n, q, k, v, key))
         return jnp.concatenate(ys, axis=1)
 
-    heads_first = (x.swapaxes(1, 2) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxK))
-    return jax.lax.map(attend_sequence, (*heads_first, key_B)).swapaxes(1, 2)
+    q_BxTxGxQxK = q_BxTxHxK.reshape(B, T, G, Q, K)
+    q_BxGxTQxK = q_BxTxGxQxK.swapaxes(1, 2).reshape(B, G, T * Q, K)
+    sequences = q_BxGxTQxK, k_BxTxGxK.swapaxes(1, 2), v_BxTxGxK.swapaxes(1, 2), key_B
+    one_by_one = functools.partial(jax.lax.map, functools.partial(attend_sequence, n=128, in_loop=True))
+    all_at_once = jax.vmap(functools.partial(attend_sequence, n=512, in_loop=False))
+    y_BxGxTQxK = jax.lax.platform_dependent(sequences, cpu=one_by_one, default=all_at_once)
+    return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
 
 
 def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
@@ -483,7 +592,8 @@ def remat_policy(remat):
 # experts
 
 def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False):
-    """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D]: a mixture of experts.
+    """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in x's dtype: a mixture of
+    experts.
 
     weights: tree of [E, ...]. scale_input: the weight scales f's input instead of its output. On a mesh (expert
     parallelism) a device has some experts: it all-gathers the tokens over the expert axis, computes its own experts,
@@ -495,7 +605,7 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
             x_PxUxD = (x_PxUxD * scale_PxUx1).astype(x_PxD.dtype)
             scale_PxUx1 = 1
         y_RxD = grouped_experts(f, weights, x_PxUxD.reshape(-1, x_PxD.shape[1]), expert_PxU.ravel() - first_expert)
-        return (y_RxD.reshape(x_PxUxD.shape) * scale_PxUx1).sum(1)
+        return (y_RxD.reshape(x_PxUxD.shape) * scale_PxUx1).sum(1).astype(x_PxD.dtype)  # before it is sent
 
     mesh = current_mesh()
     if mesh is None:
@@ -592,8 +702,10 @@ INIT_STD = 0.02
 def embed_tokens(table_VxD, idx_BxT, dtype=None):
     """table[idx] -> [B, T, D] in dtype (default: the table's); an id beyond the table gives its last row.
 
-    On a mesh a device has the rows of one vocabulary range: it looks up the ids of its range, has zeros for the others,
-    and an all-reduce over the tensor axis gives the embedding."""
+    On a mesh a device has some columns (fsdp) of the rows of one vocabulary range (tensor). It looks up these columns
+    for all sequences of its fsdp group: zeros for ids of other ranges, an all-reduce over tensor, then an all-to-all
+    over fsdp, columns for sequences. The table itself does not move, and its gradient is a sum in the table's dtype,
+    float32: in bfloat16 a sum over the many tokens of one id stagnates."""
     if isinstance(table_VxD, Int8):
         x_BxTxD = jnp.take(table_VxD.values, idx_BxT, axis=0, mode='clip').astype(dtype)
         return x_BxTxD * jnp.take(table_VxD.scale, idx_BxT, mode='clip')[..., None].astype(dtype)
@@ -604,14 +716,17 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
     batch = batch_axes(len(idx_BxT))
 
     def lookup(rows_VxD, idx_BxT):
-        x_BxTxD = lookup_range(rows_VxD, idx_BxT, jax.lax.axis_index('tensor') * len(rows_VxD))
+        if batch:
+            idx_BxT = jax.lax.all_gather(idx_BxT, 'fsdp', tiled=True)
+        x_BxTxD = lookup_range(rows_VxD, idx_BxT, jax.lax.axis_index('tensor') * len(rows_VxD)).astype(dtype)
         with jax.named_scope('all_reduce'):
-            return jax.lax.psum(x_BxTxD, 'tensor')
+            x_BxTxD = jax.lax.psum(x_BxTxD, 'tensor')
+        return jax.lax.all_to_all(x_BxTxD, 'fsdp', split_axis=0, concat_axis=2, tiled=True) if batch else x_BxTxD
 
     padded_VxD = pad_rows(table_VxD, mesh.shape['tensor'])
     idx_BxT = jnp.clip(idx_BxT, 0, len(table_VxD) - 1)
-    x_BxTxD = jax.shard_map(lookup, in_specs=(P('tensor'), P(batch)), out_specs=P(batch))(padded_VxD, idx_BxT)
-    return x_BxTxD.astype(dtype)
+    table_spec = P('tensor', 'fsdp' if batch else None)  # a batch that is not sharded: with all columns
+    return jax.shard_map(lookup, in_specs=(table_spec, P(batch)), out_specs=P(batch))(padded_VxD, idx_BxT)
 
 
 def pad_rows(table, n_ranges):

@@ -36,8 +36,10 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_ops import AXES, BATCH, UserError, batch_axes, ceil_div, create_mesh, partition_specs, shard, shard_params
-from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state, supports_fused_attention
+from jax_ops import (
+    AXES, BATCH, UserError, batch_axes, ceil_div, create_mesh, fused_causal_attention, partition_specs, shard,
+    shard_params)
+from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state, span_limits
 
 # -----------------------------------------------------------------------------
 # config and flags
@@ -94,11 +96,11 @@ def config_block(script):
     return comments
 
 
-def read_flags(script, namespace, argv=None):
+def read_flags(script, namespace, argv=None, *, ignored=()):
     """(flags, given): all flags of the script, {name: value}, and the ones that the user gave. Config files (Python
     files of assignments) and --name=value are applied in the order given. --help prints the block and exits.
 
-    namespace: the script's globals(), which hold the defaults.
+    namespace: the script's globals(), which hold the defaults. ignored: names that are accepted without effect.
     Raises UserError for an unknown name or a value of another type; an int is accepted as a float."""
     argv = sys.argv[1:] if argv is None else argv
     comments = config_block(script)
@@ -112,6 +114,8 @@ def read_flags(script, namespace, argv=None):
 
     def override(name, value):
         if name not in flags:
+            if name in ignored:
+                return
             near = difflib.get_close_matches(name, flags, n=3, cutoff=0.6)
             hint = f'python {Path(script).name} --help lists all flags'
             if near:
@@ -473,42 +477,57 @@ def enable_compilation_cache(platform):
         jax.config.update('jax_compilation_cache_dir', str(folder))
 
 
-# Blocks of this size and longer gain from chunked attention on a CPU, see docs/performance.md
-CHUNKED_FROM = 128
+# Blocks of this size and longer take chunked attention: on a CPU because it is faster (docs/performance.md), on GPUs
+# and TPUs without flash attention because the scores would take most of the memory (docs/parallelism.md#attention)
+CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
 
 
-def choose_attention(attention, config, device, *, on_mesh=False):
-    """(implementation, reason) for the flag --attention and training on `device`. 'auto' is cuDNN's flash attention
-    where it works, chunked attention on a CPU for blocks of CHUNKED_FROM tokens and longer, otherwise plain XLA.
-    Raises UserError for an unknown or impossible one."""
+def choose_attention(attention, config, device, *, tensor=1):
+    """(implementation, reason) for the flag --attention and training on `device`, one of `tensor` that share the heads.
+
+    'auto' is the device's flash attention (cuDNN or splash) where it computes this model, otherwise chunked attention
+    for blocks of CHUNKED_FROM tokens and longer, otherwise plain XLA. Raises UserError for an unknown or impossible
+    one."""
     if attention not in ('auto', *ATTENTION):
         raise UserError(f'attention must be auto, {", ".join(ATTENTION)}, not {attention!r}')
-    if attention == 'chunked' and on_mesh:
-        raise UserError('attention=chunked goes sequence by sequence, which a mesh splits over devices; '
-                        'use --attention=auto')
     if attention in ('xla', 'chunked'):
         return attention, 'as asked'
-    if attention == 'auto' and not supports_fused_attention(config):
-        return 'xla', 'the others do not compute windows, shared key heads, sinks, latents'
-    if attention == 'auto' and device.platform == 'cpu':
-        if on_mesh:
-            return 'xla', 'chunks go by the sequence, which a mesh shares out'
-        if config.block_size >= CHUNKED_FROM:
-            return 'chunked', "keeps the probabilities in the CPU's cache"
-        return 'xla', f'a block below {CHUNKED_FROM} fits into the cache'
-    refusal = why_not_cudnn(config, device)
-    if not refusal:
-        return 'cudnn', 'flash attention'
-    if attention == 'cudnn':
-        raise UserError(f'attention=cudnn does not work here: {refusal}; use --attention=auto')
-    return 'xla', f'not cudnn: {refusal}'
+    refusals = {'cudnn': why_not_cudnn, 'splash': why_not_splash}
+    if attention != 'auto':
+        refusal = refusals[attention](config, device, tensor)
+        if refusal:
+            raise UserError(f'attention={attention} does not work here: {refusal}; use --attention=auto')
+        return attention, 'as asked'
+    why_not = ''
+    flash = {'gpu': 'cudnn', 'tpu': 'splash'}.get(device.platform)
+    if flash:
+        refusal = refusals[flash](config, device, tensor)
+        if not refusal:
+            return flash, 'flash attention'
+        why_not = f'; not {flash}: {refusal}'
+    least = CHUNKED_FROM.get(device.platform, 128)
+    if config.block_size < least:
+        return 'xla', f'a block below {least} has small scores{why_not}'
+    if device.platform == 'cpu':
+        return 'chunked', "keeps the probabilities in the CPU's cache"
+    return 'chunked', f'never stores the scores{why_not}'
 
 
-def why_not_cudnn(config, device):
+def why_not_flash(config):
+    """Why neither cuDNN nor splash attention can train this model, or None."""
+    if config.mla:
+        return 'latent attention has keys and values of different widths'
+    if config.dropout:
+        return 'it has no dropout'
+    return None
+
+
+def why_not_cudnn(config, device, tensor=1):
     """Why cuDNN's attention cannot train this model on this device, or None if it can. The last check compiles it."""
     width = config.head_width
     capability = nvidia_capability(device)
-    if device.platform != 'gpu' or 'cuda' not in device.client.platform_version:
+    version = device.platform == 'gpu' and device.client.platform_version
+    if not version or not ('cuda' in version or 'NVIDIA' in version):  # NVIDIA: compiled ahead of time
         return 'it is for NVIDIA GPUs'
     if capability < 8:
         return f'it needs compute capability 8.0, this is {capability}'
@@ -516,21 +535,43 @@ def why_not_cudnn(config, device):
         return f'it computes in 16 bits, not in {config.dtype}'
     if width % 8 or width > (256 if capability >= 9 else 128):
         return f'heads of {width} are not a multiple of 8 or too wide'
-    if config.dropout:
-        return 'it has no dropout'
+    if config.sinks:
+        return 'it has no sinks'
+    if 'chunk' in config.layer_types and config.chunk < config.block_size and config.block_size % config.chunk:
+        return f'chunks of {config.chunk} do not divide block_size={config.block_size}'
+    if reason := why_not_flash(config):
+        return reason
     try:
-        compile_cudnn(config, device)
+        for layer_type in sorted(set(config.layer_types)):
+            compile_cudnn(config, device, layer_type, tensor)
     except Exception as error:  # of many types, with messages of many lines
         return f'{type(error).__name__}: {" ".join(str(error).split())[:150]}'
     return None
 
 
-def compile_cudnn(config, device):
-    """Compiles attention and its gradient for one sequence. Raises if cuDNN is missing, too old, or refuses."""
-    x = jax.ShapeDtypeStruct((1, config.block_size, config.n_head, config.head_width), config.dtype,
-                             sharding=jax.sharding.SingleDeviceSharding(device))
-    attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation='cudnn')
-    jax.jit(jax.grad(lambda x: attention(x, x, x).astype(jnp.float32).sum())).lower(x).compile()
+def compile_cudnn(config, device, layer_type='full', tensor=1):
+    """Compiles a layer's attention and its gradient for one sequence and one device's heads. Raises if cuDNN is
+    missing, too old, or refuses."""
+    here = jax.sharding.SingleDeviceSharding(device)
+    q, k = (jax.ShapeDtypeStruct((1, config.block_size, n // tensor, config.head_width), config.dtype, sharding=here)
+            for n in (config.n_head, config.kv_heads))
+
+    def total(q, k, v):
+        y = fused_causal_attention('cudnn', q, k, v, scale=config.attention_scale, **span_limits(config, layer_type))
+        return y.astype(jnp.float32).sum()
+
+    jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()
+
+
+def why_not_splash(config, device, tensor=1):
+    """Why TPUs' splash attention cannot train this model on this device, or None if it can."""
+    if device.platform != 'tpu':
+        return 'it is for TPUs'
+    if config.head_width not in (64, 128):
+        return f'heads are {config.head_width} wide, not 64 or 128'
+    if config.block_size % 128:
+        return f'128 does not divide block_size={config.block_size}'
+    return why_not_flash(config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,14 +26,14 @@ from flax import linen as nn
 from flax.training import train_state
 
 from jax_ops import (
-    COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, Transposed, UserError, all_gather_param, embed_tokens, flat_index,
-    fused_causal_attention, fused_linear, hash_dropout, linear, lm_logits, map_sequence_chunks, mix_experts, quantize,
-    remat_policy, scan_layers, scatter_to_slots)
+    COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, Transposed, UserError, all_gather_param, causal_mask, embed_tokens,
+    flat_index, fused_causal_attention, fused_linear, hash_dropout, linear, lm_logits, map_sequence_chunks, mix_experts,
+    quantize, remat_policy, scan_layers, scatter_to_slots)
 from jax_ops import ParallelLMHead, VocabParallelEmbedding, create_mesh  # noqa: F401, for users of this file
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 ACTIVATIONS = ('gelu', 'gelu_tanh')  # exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
-ATTENTION = ('xla', 'chunked', 'cudnn')  # dot_product_attention below; fused_causal_attention in jax_ops.py
+ATTENTION = ('xla', 'chunked', 'cudnn', 'splash')  # dot_product_attention below; fused_causal_attention in jax_ops.py
 REMAT = ('none', 'dots', 'full')  # recomputed in the backward pass: nothing; all but matmul outputs; whole blocks
 
 
@@ -223,14 +223,10 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
 
 def attention_mask(config, layer_type, key_position_BxS, position_BxT):
     """[B, T, S], True where a query may attend to a key: at its own position and before, within its window or chunk."""
-    key_Bx1xS = key_position_BxS[:, None, :]
-    query_BxTx1 = position_BxT[:, :, None]
-    mask_BxTxS = key_Bx1xS <= query_BxTx1
-    if layer_type == 'chunk':
-        mask_BxTxS &= key_Bx1xS // config.chunk == query_BxTx1 // config.chunk
-    elif key_position_BxS.shape[1] > attention_span(config, layer_type):
-        mask_BxTxS &= key_Bx1xS > query_BxTx1 - attention_span(config, layer_type)
-    return mask_BxTxS
+    limits = span_limits(config, layer_type)
+    if not limits and key_position_BxS.shape[1] > config.block_size:
+        limits = {'window': config.block_size}
+    return causal_mask(key_position_BxS[:, None, :], position_BxT[:, :, None], **limits)
 
 
 class CausalSelfAttention(nn.Module):
@@ -262,8 +258,10 @@ class CausalSelfAttention(nn.Module):
         kv, key_position_BxS, cache = update_kv_cache(cfg, self.layer_type, cache, new_kv, position_BxT)
 
         drop = {'dropout_rate': cfg.dropout, 'key_B': dropout_keys(self, seq_id_B)}
-        if is_causal and cfg.attention != 'xla':
-            y_BxTxHxK = fused_causal_attention(cfg.attention, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, **drop)
+        if is_causal and cfg.attention != 'xla' and not self.is_initializing():  # flash kernels refuse its T = 1
+            y_BxTxHxK = fused_causal_attention(
+                cfg.attention, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scale=cfg.attention_scale, sinks_H=sinks_H,
+                **span_limits(cfg, self.layer_type), **drop)
         else:
             mask_BxTxS = attention_mask(cfg, self.layer_type, key_position_BxS, position_BxT)
             y_BxTxHxK = dot_product_attention(q_BxTxHxK, kv['k'], kv['v'], mask_BxTxS, scale=cfg.attention_scale,
@@ -369,18 +367,14 @@ class GPT(nn.Module):
 
     def setup(self):
         cfg = self.config
-        wte_VxD = matrix_param(self, 'wte', (cfg.vocab_size, cfg.n_embd))
-        self.wte_VxD = all_gather_param(wte_VxD, cfg.dtype, ROW_PARALLEL)
+        self.wte_VxD = matrix_param(self, 'wte', (cfg.vocab_size, cfg.n_embd))
         if cfg.position == 'learned':
             wpe = matrix_param(self, 'wpe', (cfg.block_size, cfg.n_embd))  # [positions, D]
             self.wpe = all_gather_param(wpe, cfg.dtype, ((None, 'fsdp'), (None, None)))
         self.h = [Block(cfg, *cfg.layer(i)) for i in range(cfg.n_layer)]
         self.ln_f = norm(cfg)
-        if cfg.tied_head:
-            self.lm_head_VxD = self.wte_VxD
-        else:
-            lm_head_VxD = matrix_param(self, 'lm_head', (cfg.vocab_size, cfg.n_embd))
-            self.lm_head_VxD = all_gather_param(lm_head_VxD, cfg.dtype, ROW_PARALLEL)
+        lm_head_VxD = self.wte_VxD if cfg.tied_head else matrix_param(self, 'lm_head', (cfg.vocab_size, cfg.n_embd))
+        self.lm_head_VxD = all_gather_param(lm_head_VxD, cfg.dtype, ROW_PARALLEL)
 
     def __call__(self, idx_BxT, *, position_BxT=None, deterministic=True, seq_id_B=None, logit_position_B=None):
         """Logits of the token after each position, float32 [B, T, V].
@@ -578,17 +572,10 @@ def init_other_models(config):
         if layer_type not in LAYER_TYPES or (sized and getattr(config, layer_type) < 1):
             raise UserError(f'layer_types has {layer_type!r}; it may have {", ".join(LAYER_TYPES)}, and window or '
                             'chunk with a size of at least 1')
-    if config.attention != 'xla' and not supports_fused_attention(config):
-        raise UserError(f'attention={config.attention} does not compute windows, chunks, shared key heads, sinks or '
-                        'latent attention: use attention=xla')
+    if config.attention in ('cudnn', 'splash') and config.mla:
+        raise UserError(f'attention={config.attention} has no latent attention: use attention=chunked')
     if config.scan_layers and len(set(map(config.layer, range(config.n_layer)))) > 1:
         raise UserError('scan_layers needs layers that are all alike; these differ in layer_types or experts')
-
-
-def supports_fused_attention(config):
-    """Whether all layers have GPT-2's attention, which the fused kernels compute."""
-    return not (config.mla or config.sinks or config.attention_scale or config.kv_heads != config.n_head
-                or {'window', 'chunk'} & set(config.layer_types))
 
 
 class RMSNorm(nn.Module):
@@ -655,9 +642,15 @@ def apply_positions(config, layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT):
 
 
 # --- layers with a limited attention span
+def span_limits(config, layer_type):
+    """The options of causal_mask that limit a layer's attention: {'window': n}, {'chunk': n} or {}."""
+    return {layer_type: getattr(config, layer_type)} if layer_type in ('window', 'chunk') else {}
+
+
 def attention_span(config, layer_type):
     """Number of positions that a query attends to at most, its own included."""
-    return {'window': config.window, 'chunk': config.chunk}.get(layer_type, config.block_size)
+    return span_limits(config, layer_type).get(layer_type, config.block_size)
+
 
 def update_ring_cache(config, layer_type, cache, new_kv, position_BxT):
     """update_kv_cache as a ring buffer: position p is stored in slot p % S, and overwritten once it is out of the
@@ -695,7 +688,8 @@ class LatentAttention(nn.Module):
         """As CausalSelfAttention's; the cache holds {'latent': [B, 1, S, C], 'rope': [B, 1, S, rope_dim]}."""
         cfg, mla, H = self.config, self.config.mla, self.config.n_head
         B, T, D = x_BxTxD.shape
-        if position_BxT is None:
+        is_causal = position_BxT is None
+        if is_causal:
             position_BxT = jnp.arange(T)[None]
         q_in = x_BxTxD
         if mla.q_rank:
@@ -730,7 +724,11 @@ class LatentAttention(nn.Module):
             q_BxTxHxK = jnp.concatenate([q_nope_BxTxHxK, q_rope_BxTxHxK], axis=-1)
             k_BxSxHxK = jnp.concatenate([k_nope_BxSxHxK, k_rope_BxSxHxK], axis=-1)
             v_BxSxHxK = jnp.einsum('bsc,chk->bshk', latent_BxSxC, wv_CxHxK)
-            y_BxTxHxK = dot_product_attention(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, mask_BxTxS, **options)
+            if is_causal and cfg.attention != 'xla' and not self.is_initializing():
+                options |= span_limits(cfg, self.layer_type)
+                y_BxTxHxK = fused_causal_attention(cfg.attention, q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, **options)
+            else:
+                y_BxTxHxK = dot_product_attention(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, mask_BxTxS, **options)
         return dropout(self, residual_dense(cfg)(y_BxTxHxK.reshape(B, T, -1)), seq_id_B), cache
 
 
@@ -818,7 +816,7 @@ class MoELayer(nn.Module):
             return linear(h_bxF, **weights['c_proj'])
 
         y_PxD = mix_experts(expert, weights, x_PxD, expert_PxU, weight_PxU, scale_input=moe.weigh_input)
-        y_BxTxD = y_PxD.astype(cfg.dtype).reshape(x_BxTxD.shape)
+        y_BxTxD = y_PxD.reshape(x_BxTxD.shape)
         if moe.shared_width:
             y_BxTxD += MLP(cfg, moe.shared_width, name='shared')(x_BxTxD)
         return dropout(self, y_BxTxD, seq_id_B)

@@ -92,7 +92,7 @@ min_lr = 6e-5 # lowest learning rate; usually learning_rate / 10
 seed = 1337 # of weights, batches and dropout
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu': all of the kind; 'cuda:1': one of them
 dtype = 'auto' # 'float32', 'bfloat16', 'float16' (with loss scaling); auto is bfloat16 where the hardware is fast at it
-attention = 'auto' # 'cudnn' (NVIDIA GPUs), 'chunked' (one block of queries at a time), 'xla' (plain); auto says why
+attention = 'auto' # 'cudnn' (NVIDIA), 'splash' (TPU), 'chunked' (some queries at a time), 'xla' (plain); auto says why
 loss_chunk = 0 # positions whose logits are materialized at a time, to save memory with a large vocabulary; 0 is all
 scan_layers = False # compile one block and loop over it: compiles faster
 remat = 'none' # gradient checkpointing: 'dots' saves matmul outputs, 'full' nothing; CPUs need scan_layers (jax 0.10)
@@ -189,7 +189,7 @@ if deterministic and devices[0].platform == 'gpu':
     if attention == 'cudnn':
         raise UserError('attention=cudnn is not deterministic; use --attention=auto, or --deterministic=False')
     attention = 'xla'
-implementation, reason = choose_attention(attention, config, devices[0], on_mesh=fsdp * tensor * expert > 1)
+implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor)
 config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({reason})')
 parallel.validate(config)

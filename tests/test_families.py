@@ -437,7 +437,7 @@ def test_the_training_loss_pushes_experts_into_balance_but_reports_cross_entropy
     (dict(moe=dict(n_expert=4, n_used=1, width=8, score='tanh')), 'softmax or sigmoid'),
     (dict(moe=dict(n_expert=4, n_used=1, width=8, n_group=3)), '3 equal groups'),
     (dict(rope_scaling=dict(kind='ntk', factor=2.0, original_length=8)), 'llama3 or yarn'),
-    (dict(attention='chunked', sinks=True), 'attention=chunked does not compute'),
+    (dict(attention='cudnn', mla=dict(q_rank=0, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=4)), 'no latent attention'),
     (dict(scan_layers=True, layer_types=('window', 'full'), window=3), 'all alike')])
 def test_a_config_that_makes_no_model_is_refused(bad, message):
     with pytest.raises(UserError, match=message):

@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ops
-from jax_ops import UserError, flat_index, hash_dropout, linear, matmul, matmul_int8, matmul_nt, quantize
+from jax_ops import (
+    BATCH, UserError, causal_mask, chunked_attention, create_mesh, flat_index, fused_causal_attention, hash_dropout,
+    linear, matmul, matmul_int8, matmul_nt, quantize, splash_attention)
 from jax_train_utils import make_train_step
-from jax_transformer import GPT, GPTConfig, create_train_state
+from jax_transformer import GPT, GPTConfig, MLAConfig, create_train_state, dot_product_attention
 from tests.common import random_params, random_tokens
 
 # 160 positions: one full chunk of attention and a shorter one
@@ -167,9 +170,67 @@ def test_chunked_attention_never_holds_all_scores():
     assert temporary_bytes(dataclasses.replace(config, attention='chunked')) < temporary_bytes(config) / 2
 
 
-def test_cudnn_attention_refuses_dropout():
-    with pytest.raises(UserError, match='cuDNN has no dropout'):
-        compiled(dataclasses.replace(CONFIG, attention='cudnn', dropout=0.1))
+FAMILIES = {
+    'GQA with a scale of its own': dict(n_kv_head=2, attention_scale=0.3),
+    'a window': dict(layer_types=('window',), window=40, n_kv_head=1),
+    'a window across blocks, sinks': dict(layer_types=('window',), window=129, sinks=True, n_kv_head=2),
+    'chunks': dict(layer_types=('chunk',), chunk=48, n_kv_head=2),
+    'latent attention': dict(position='rope', mla=MLAConfig(q_rank=0, kv_rank=32, nope_dim=8, rope_dim=4, v_dim=6))}
+
+
+@pytest.mark.parametrize('dropout', [0.0, 0.2])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_chunked_attention_is_attention_in_every_family(family, dropout):
+    config = dataclasses.replace(CONFIG, n_head=4, dropout=dropout, **FAMILIES[family])
+    chunked = dataclasses.replace(config, attention='chunked')
+    assert_same_loss_and_gradients(loss_and_gradients(config), loss_and_gradients(chunked), 2e-5)
+
+
+def attention_arguments(B, T, H, G, K):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (B, T, H, K), (B, T, G, K), (B, T, G, K)
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)] + [jax.random.normal(keys[3], (H,))]
+
+
+@pytest.mark.parametrize('spans', [dict(window=40), dict(chunk=64), {}])
+def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and_gradients(spans):
+    *qkv, sinks_H = attention_arguments(B=1, T=256, H=4, G=2, K=64)
+    position = jnp.arange(256)[None]
+    mask = causal_mask(position[:, None], position[:, :, None], **spans)
+    plain = functools.partial(dot_product_attention, mask_BxTxS=mask, scale=0.1)
+    splash = functools.partial(splash_attention, scale=0.1, interpret=True, **spans)
+    chunked = functools.partial(chunked_attention, scale=0.1, **spans)
+
+    def values_and_gradients(attention, **options):
+        total = lambda q, k, v: jnp.sin(attention(q, k, v, **options)).sum()
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(total, (0, 1, 2)))(*qkv))
+
+    expected = values_and_gradients(plain, sinks_H=sinks_H)
+    for got in (values_and_gradients(splash, sinks_H=sinks_H), values_and_gradients(chunked, sinks_H=sinks_H)):
+        for a, b in zip(got, expected):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
+
+
+def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
+    q, k, v, _ = attention_arguments(B=4, T=160, H=4, G=2, K=8)
+    options = dict(dropout_rate=0.3, key_B=jax.random.split(jax.random.key(1), 4))
+    attention = functools.partial(fused_causal_attention, 'chunked', **options)
+    mesh = create_mesh(jax.devices()[:4], tp_size=2, fsdp=2)
+    heads = NamedSharding(mesh, P(BATCH, None, 'tensor'))
+
+    def on_mesh(q, k, v):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return attention(q, k, v)
+
+    sharded = jax.jit(on_mesh)(*jax.device_put((q, k, v), heads))
+    np.testing.assert_allclose(sharded, jax.jit(attention)(q, k, v), atol=1e-5)
+    assert sharded.sharding.is_equivalent_to(heads, 4)  # no device computed the heads or sequences of others
+
+
+@pytest.mark.parametrize('attention', ['cudnn', 'splash'])
+def test_flash_attention_refuses_dropout(attention):
+    with pytest.raises(UserError, match=f'{attention} attention has no dropout'):
+        compiled(dataclasses.replace(CONFIG, attention=attention, dropout=0.1))
 
 
 # -----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What train_jax.py, sample_jax.py and jax_ops.py promise on many devices and in many processes."""
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -21,15 +22,15 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, new_cache, prefill
 from jax_ops import (
-    AXES, BATCH, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, partition_specs, shard)
+    AXES, BATCH, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens, partition_specs, shard)
 from jax_train_utils import (
     DataParallel, MeshParallel, create_learning_rate_schedule, create_optimizer_with_schedule, estimate_loss_jax,
     finish_checkpoints, get_batch_jax, initialize_distributed, load_checkpoint, load_meta, make_eval_step,
     make_train_step, open_checkpoints, opt_state_item, read_metrics, save_checkpoint, setup_distributed_training)
 from jax_transformer import GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
-    ROOT, assert_refused, column, compiled_once, device_batch, meta_of, records_without_times, run_script, run_steps,
-    train, wait_for_iteration)
+    ROOT, assert_refused, column, compiled_once, device_batch, meta_of, random_params, records_without_times,
+    run_script, run_steps, train, wait_for_iteration)
 
 # no tensor axis divides the vocabulary
 CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)
@@ -56,6 +57,27 @@ def test_every_mesh_gives_the_curve_of_one_device(layout):
     one, mesh = curve(ONE), curve(layout)
     assert one[-1, 0] < one[0, 0] - 1  # it learns
     np.testing.assert_allclose(mesh, one, atol=2e-4)
+
+
+def test_frequent_tokens_learn_in_bfloat16_on_a_mesh_as_in_float32():
+    # a sum in bfloat16 over 2048 equal tokens would stagnate
+    config = dataclasses.replace(CONFIG, vocab_size=8, dropout=0.0, block_size=512)
+
+    def gradient(dtype):
+        mesh = create_mesh(jax.devices()[:4], 2, 2)
+        table = jax.device_put(random_params(config)['wte'], NamedSharding(mesh, P('tensor', 'fsdp')))
+        idx = jax.device_put(np.zeros((4, 512), np.int32), NamedSharding(mesh, P(BATCH)))
+
+        @jax.jit
+        def embedding_gradient(table, idx):
+            def total(table):
+                with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                    return embed_tokens(table, idx, dtype).astype(jnp.float32).sum()
+            return jax.grad(total)(table)
+        return embedding_gradient(table, idx)
+
+    np.testing.assert_array_equal(gradient('bfloat16'), gradient('float32'))
+    assert gradient('bfloat16')[0, 0] == 4 * 512
 
 
 @pytest.mark.parametrize('layout', [(2,), (8, 2, 2, 2)])
@@ -299,9 +321,10 @@ def test_fsdp_gathers_each_kernel_by_itself_once_forward_and_once_backward():
     config = GPTConfig(block_size=4, vocab_size=64, n_layer=2, n_head=2, n_embd=32)
     program, state = compile_step((8, 8), config, b=2)
     found = collectives(program)
-    D, tables = 32, [64 * 32, 4 * 32]
+    D, tables = 32, [64 * 32, 4 * 32]  # of the head (and the position table): embedding gathers ids, not the table
+    ids = [8 * 2 * 4]
     kernels = [3 * D * D, D * D, 4 * D * D, 4 * D * D]
-    assert sorted(sizes_of(found, 'all-gather')) == sorted(tables + 2 * config.n_layer * kernels)
+    assert sorted(sizes_of(found, 'all-gather')) == sorted(tables + ids + 2 * config.n_layer * kernels)
     # every gradient is reduced: by a reduce-scatter, or by an all-reduce of which a device keeps its shard (on the CPU)
     n_reduced = sum(sizes_of(found, 'all-reduce', 'reduce-scatter'))
     assert n_reduced >= sum(x.size for x in jax.tree.leaves(state.params))
@@ -378,7 +401,6 @@ def test_a_checkpoint_resumes_on_any_other_layout_and_bit_for_bit_on_its_own(tmp
      r'fsdp=4 does not divide n_embd=18; on 8 devices it may be one of \[1, 2\]'),
     (['--expert=2'], r'expert=2 does not divide n_expert=1; on 8 devices it may be one of \[1\]'),
     (['--fsdp=2', '--batch_size=3'], 'cannot be shared equally by 8 devices'),
-    (['--fsdp=2', '--attention=chunked'], 'attention=chunked goes sequence by sequence'),
     (['--coordinator_address=localhost'], 'needs --num_processes and --process_id'),
     (['--num_processes=2'], 'several processes need --coordinator_address=host:port'),
     (['--num_processes=2', '--process_id=2', '--coordinator_address=localhost:1'], '--process_id=0 to N-1')])
@@ -617,23 +639,41 @@ def test_profile_leaves_a_trace_with_the_names_of_blocks_and_collectives(dataset
         assert re.search(f'op_name="[^"]*{scope}', text), scope
 
 
-def test_the_bytes_on_paper_are_those_of_the_compiled_program():
-    model = dict(n_layer=2, n_head=8, n_embd=64, block_size=8, vocab_size=64)
-    result = run_script('bench_jax.py', '--mode=scaling', '--n_devices=8', '--batch_size=8', '--dtype=float32',
-                        '--device=cpu', *[f'--{name}={value}' for name, value in model.items()])
+PLAN = ['--mode=compile', '--n_layer=1', '--n_head=4', '--n_embd=64', '--block_size=32', '--vocab_size=64',
+        '--batch_size=8', '--gradient_accumulation_steps=16']
+
+
+def test_the_plan_of_a_run_counts_what_each_axis_sends_through_loops():
+    result = run_script('bench_jax.py', *PLAN, '--topology=cpu:1x8', '--fsdp=4')
     assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout.splitlines()[-1])
-    layouts = {(row['data'], row['fsdp'], row['tensor']): row for row in report['results']['layouts']}
-    config = GPTConfig(**model)
-    ring = 7 / 8  # share of the elements that a device of 8 receives
-    n_gathered = sum(sizes_of(collectives(compile_step((8, 8), config, 1)[0]), 'all-gather'))
-    assert layouts[1, 8, 1]['of']['weights'] * 1e9 == pytest.approx(4 * n_gathered * ring)
-    found = collectives(compile_step((8, 1, 8), config, 8)[0])
-    n_activations = sum(size for size in sizes_of(found, 'all-reduce') if size == 8 * 8 * 64)
-    assert layouts[1, 1, 8]['of']['activations'] * 1e9 == pytest.approx(4 * n_activations * 2 * ring)
-    n_params = 2 * 12 * 64**2 + 72 * 64
-    assert layouts[8, 1, 1]['of']['gradients'] * 1e9 == pytest.approx(2 * 4 * n_params * ring)
-    assert layouts[8, 1, 1]['hidden_from_gb_per_sec'] > 0
-    assert layouts[1, 8, 1]['hidden_from_gb_per_sec'] > layouts[8, 1, 1]['hidden_from_gb_per_sec']
-    unknown = run_script('bench_jax.py', '--mode=scaling', '--accelerator=abacus')
-    assert_refused(unknown, 'accelerator must be one of')
+    report = json.loads(result.stdout.splitlines()[-1])['results']
+    sent = {(row['kind'], row['axis']): row for row in report['collectives'] if row['dtype'] == 'f32'}
+    # in each of 2 micro-steps: every kernel forward and backward, the table of the head and that of the positions once
+    gathered = 2 * (2 * 12 * 64**2 + (64 + 32) * 64)
+    assert sent['all-gather', 'fsdp']['bytes'] == pytest.approx(4 * gathered * 3 / 4, rel=0.01)
+    assert sent['all-gather', 'fsdp']['n'] == 4
+    n_params = report['n_params']
+    assert report['parameters_gb'] * 1e9 == pytest.approx(4 * n_params / 4, rel=0.03)  # biases and norms are replicated
+    assert report['optimizer_gb'] == pytest.approx(2 * report['parameters_gb'], rel=0.01)
+    assert report['peak_gb'] > report['parameters_gb'] + report['optimizer_gb']
+
+
+def test_a_plan_for_a_device_without_its_compiler_says_what_to_install():
+    for topology, package, extra in (('v5e:4x4', 'libtpu', 'tpu'), ('h100:1x8', 'jax_cuda12_plugin', 'cuda12')):
+        if importlib.util.find_spec(package) is None:
+            result = run_script('bench_jax.py', *PLAN, f'--topology={topology}')
+            assert_refused(result, re.escape(f'needs its compiler: pip install "jax[{extra}]=='))
+    assert_refused(run_script('bench_jax.py', *PLAN, '--topology=abacus:8'), 'topology must be like v5e:4x4')
+
+
+@pytest.mark.skipif(importlib.util.find_spec('jax_cuda12_plugin') is None, reason="the CUDA wheels are not installed")
+def test_h100s_prefetch_the_backward_gathers_of_fsdp():
+    flags = ['--mode=compile', '--topology=h100:1x8', '--fsdp=8', '--n_layer=2', '--n_embd=512', '--n_head=8',
+             '--block_size=256', '--vocab_size=512', '--batch_size=16']
+    command = [sys.executable, ROOT / 'bench_jax.py', *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | {'XLA_FLAGS': ''})
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])['results']
+    gathers = [row for row in report['collectives'] if row['kind'] == 'all-gather' and row['dtype'] == 'bf16']
+    assert gathers
+    assert sum(row['exposed'] for row in gathers) < sum(row['bytes'] for row in gathers) / 4

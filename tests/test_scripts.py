@@ -544,7 +544,7 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
     (['--init_from=nosuchmodel'], 'nosuchmodel'),
     (['--seed=4294967296'], 'seed must be below'),
     (['--loss_chunk=5'], r'loss_chunk=5 does not divide block_size=16; it may be one of \[1, 2, 4, 8\]'),
-    (['--attention=flash'], 'attention must be auto, xla, chunked, cudnn'),
+    (['--attention=flash'], 'attention must be auto, xla, chunked, cudnn, splash'),
     (['--attention=cudnn'], 'attention=cudnn does not work here: it is for NVIDIA GPUs'),
     (['--remat=all'], 'remat must be one of none, dots, full'),
     (['--optimizer=sgd'], 'optimizer must be one of adamw, muon'),
@@ -732,7 +732,7 @@ def test_the_decoding_benchmark_ends_with_one_json_line():
 
 def test_a_benchmark_that_cannot_be_is_refused():
     sleep = run_script('bench_jax.py', '--mode=sleep')
-    assert_refused(sleep, "mode must be train, decode or scaling, not 'sleep'")
+    assert_refused(sleep, "mode must be train, decode or compile, not 'sleep'")
     too_many = run_script('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=100')
     assert_refused(too_many, 'at most block_size=32')
     too_few = run_script('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=1')

@@ -31,7 +31,7 @@ from jax_train_utils import (
     in_all_processes, load_checkpoint, load_dataset, load_dataset_meta, load_meta, load_run, load_tokenizer,
     lock_out_dir, make_eval_step, make_train_step, open_checkpoints, opt_state_item, plot_losses, read_flags,
     read_metrics, save_checkpoint, setup_jax_environment, split_batch, strip_partial_utf8)
-from jax_transformer import GPT, MoEConfig, create_train_state, cross_entropy
+from jax_transformer import GPT, GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
     GOLDEN, ROOT, TINY, apply, column, compiled_once, device_batch, edit_json, fresh_run, host_batch, meta_of, refusal,
     run_steps)
@@ -225,7 +225,7 @@ def test_auto_picks_attention_and_says_why(monkeypatch):
     assert choose_attention('auto', LONG, cpu)[0] == 'chunked'
     assert choose_attention('auto', dataclasses.replace(LONG, block_size=64), cpu)[0] == 'xla'
     assert choose_attention('xla', LONG, cpu) == ('xla', 'as asked')
-    monkeypatch.setattr(jax_train_utils, 'compile_cudnn', lambda config, device: None)
+    monkeypatch.setattr(jax_train_utils, 'compile_cudnn', lambda *args: None)
     assert choose_attention('auto', LONG_BF16, gpu()) == ('cudnn', 'flash attention')
     with pytest.raises(UserError, match='attention must be auto'):
         choose_attention('flash', LONG, cpu)
@@ -234,27 +234,58 @@ def test_auto_picks_attention_and_says_why(monkeypatch):
 @pytest.mark.parametrize('changes, device, why', [
     ({}, gpu(compute_capability='7.5'), '8.0'),
     ({}, gpu(client=types.SimpleNamespace(platform_version='rocm')), 'NVIDIA'),
-    ({}, types.SimpleNamespace(platform='tpu', client=None), 'NVIDIA'),
     (dict(dtype='float32'), gpu(), 'float32'),
     (dict(dropout=0.1), gpu(), 'dropout'),
+    (dict(sinks=True), gpu(), 'sinks'),
+    (dict(layer_types=('chunk',), chunk=48), gpu(), 'chunks of 48 do not divide'),
     (dict(n_embd=24), gpu(), 'heads of 12'),
     (dict(n_embd=2 * 256), gpu(compute_capability='8.9'), 'heads of 256')])
 def test_what_cudnn_cannot_do_falls_back_to_xla_and_is_refused_where_cudnn_was_asked_for(
         monkeypatch, changes, device, why):
-    monkeypatch.setattr(jax_train_utils, 'compile_cudnn', lambda config, device: None)
+    monkeypatch.setattr(jax_train_utils, 'compile_cudnn', lambda *args: None)
     config = dataclasses.replace(LONG_BF16, **changes)
     picked, reason = choose_attention('auto', config, device)
     assert picked == 'xla'
     assert why in reason
+    assert choose_attention('auto', dataclasses.replace(config, block_size=2048), device)[0] == 'chunked'
     with pytest.raises(UserError, match=why):
         choose_attention('cudnn', config, device)
+
+
+@pytest.mark.parametrize('changes', [{}, dict(n_head=4, n_kv_head=2, attention_scale=0.3), dict(
+    layer_types=('window', 'full', 'nope', 'chunk'), window=8, chunk=80)])
+def test_cudnn_takes_shared_key_heads_windows_and_chunks_and_is_compiled_with_them(monkeypatch, changes):
+    compiled = []
+    monkeypatch.setattr(jax_train_utils, 'fused_causal_attention', lambda implementation, q, k, v, **options: (
+        compiled.append((q.shape[2], k.shape[2], options['scale'], options.get('window'), options.get('chunk'))) or q))
+    config = dataclasses.replace(LONG_BF16, **changes)
+    device = jax.devices()[0]
+    for layer_type in config.layer_types:
+        jax_train_utils.compile_cudnn(config, device, layer_type, tensor=2)
+    assert {heads[:3] for heads in compiled} == {(config.n_head // 2, config.kv_heads // 2, config.attention_scale)}
+    assert {spans[3:] for spans in compiled} == {
+        {'window': (8, None), 'chunk': (None, 80)}.get(layer_type, (None, None)) for layer_type in config.layer_types}
+
+
+def test_a_tpu_takes_splash_attention_for_heads_of_64_and_128():
+    tpu = types.SimpleNamespace(platform='tpu')
+    config = GPTConfig(block_size=2048, vocab_size=64, n_layer=1, n_head=4, n_kv_head=2, n_embd=256, dtype='bfloat16',
+                       layer_types=('window',), window=100, sinks=True)
+    assert choose_attention('auto', config, tpu) == ('splash', 'flash attention')
+    refused = (dict(head_dim=32), '32 wide'), (dict(dropout=0.1), 'dropout'), (dict(block_size=2049), '128')
+    for changes, why in refused:
+        picked, reason = choose_attention('auto', dataclasses.replace(config, **changes), tpu)
+        assert picked == 'chunked'
+        assert why in reason
+    with pytest.raises(UserError, match='splash does not work here: it is for TPUs'):
+        choose_attention('splash', config, jax.devices()[0])
 
 
 def test_auto_falls_back_where_cudnn_does_not_compile():
     # there is no such device here, so compiling fails, as with a cuDNN that is too old
     picked, reason = choose_attention('auto', LONG_BF16, gpu())
     assert picked == 'xla'
-    assert reason.startswith('not cudnn: ')
+    assert '; not cudnn: ' in reason
     assert '\n' not in reason
 
 
