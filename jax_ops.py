@@ -1,5 +1,5 @@
-"""How the model is computed and sharded, never what it computes: a reader of the model may stop at each docstring's
-first line, which is the plain equivalent. The measurements behind the choices are in docs/performance.md.
+"""How the model is computed and sharded, never what it computes: the docstring of each operation opens with its plain
+equivalent, where a reader of the model may stop. The measurements behind the choices are in docs/performance.md.
 
 Sections: sharding, matrix multiplication, dropout, attention and cache kernels, experts, vocabulary, stand-alone
 layers. Letters of the shapes are jax_transformer.py's; in addition I and O are input and output features, R is rows
@@ -173,10 +173,13 @@ def two_rows(multiply, x, y):
 
 
 def weight_grad(x, g, dtype):
-    """x.T @ g for x [..., R, I] and g [..., R, O]. Transposes the activation x; JAX's rule transposes the cotangent g,
-    which XLA:CPU fuses into its element-wise producer (20% slower training step)."""
-    moved_with_gT = g.size + x.shape[-1] * g.shape[-1] * (x.size // (x.shape[-2] * x.shape[-1]))  # g and the result
-    if x.dtype == jnp.bfloat16 and x.size > moved_with_gT:
+    """x.T @ g for x [..., R, I] and g [..., R, O].
+
+    Transposes the activation x. JAX's rule transposes the cotangent g, which XLA:CPU fuses into its element-wise
+    producer (20% slower training step). In bfloat16 a transpose is a copy: if g and the result together are smaller
+    than x, (g.T @ x).T is computed instead."""
+    result_size = math.prod(x.shape[:-2]) * x.shape[-1] * g.shape[-1]
+    if x.dtype == jnp.bfloat16 and x.size > g.size + result_size:
         return as_row_major(matmul_f32_acc(transpose_materialized(g), x, dtype)).swapaxes(-1, -2)
     return matmul_f32_acc(transpose_materialized(x), g, dtype)
 
@@ -225,11 +228,12 @@ matmul_vjp.defvjp(matmul_fwd, matmul_bwd)
 def matmul_nt(x, w_OxI):
     """x [..., I] @ w.T -> float32 [..., O]: the matmul of decoding, where weights [O, I] are read once per step.
 
-    XLA:CPU repacks the right operand, so for few rows weights go on the left (docs/performance.md#matmul)."""
+    XLA:CPU repacks the right operand, so for few rows weights go on the left
+    (docs/performance.md#weights-on-the-left)."""
     x_RxI = x.reshape(-1, x.shape[-1])
     w_OxI = w_OxI.astype(x.dtype)
     on_cpu = functools.partial(two_rows, nt)
-    if len(x_RxI) <= 64 and x.dtype == jnp.float32:  # 64 rows take 15% less time with weights left, 256 as long
+    if len(x_RxI) <= 64 and x.dtype == jnp.float32:  # 64 rows take 15% less time, 256 rows the same time on either side
         on_cpu = nt_weights_left
     y_RxO = jax.lax.platform_dependent(x_RxI, w_OxI, cpu=on_cpu, default=nt)
     return y_RxO.reshape(*x.shape[:-1], -1)
@@ -394,8 +398,9 @@ def int8_matvec(w_OxI, x_I):
 def hash_dropout(x, rate, key_B, counter):
     """jnp.where(bernoulli(1 - rate), x / (1 - rate), 0) for x [B, ...], from a counter-based hash.
 
-    The mask is a hash of (row key, counter), so tiling and sharding do not change it; counter is uint32 [...], usually
-    flat_index(x.shape[1:]). On a CPU the hash is 100 times as fast as jax.random.bernoulli, and it fuses."""
+    The mask is a hash of (the sequence's key, counter), so tiling and sharding do not change it; counter numbers the
+    elements, uint32 [...], usually flat_index(x.shape[1:]). On a CPU the hash is 100 times as fast as
+    jax.random.bernoulli, and it fuses."""
     words = jax.random.key_data(key_B).reshape(len(x), -1, *(1,) * (x.ndim - 1))
     bits = mix_bits(mix_bits(counter + words[:, 0]) ^ words[:, 1])
     scaled = x.astype(jnp.float32) / (1 - rate)  # bfloat16 would round 1 / (1 - rate) by up to 0.2%
@@ -635,8 +640,8 @@ def grouped_experts(f, weights, x_RxD, expert_R):
     matmul.
 
     Rows are sorted by expert and padded to blocks of b rows of one expert each. Example with b = 2, experts of the rows
-    [1, 0, 1, 1]: sorted rows 1 | 0 2 3, blocks [1, -] [0, 2] [3, -], experts of the blocks [0, 1, 1]. n bounds the
-    number of blocks; only those in use are computed."""
+    [1, 0, 1, 1]: sorted rows 1 | 0 2 3, blocks [1, -] [0, 2] [3, -], experts of the blocks [0, 1, 1]. The
+    arrays have n blocks, the most that R rows can need; only those in use are computed."""
     E = len(jax.tree.leaves(weights)[0])
     R, D = x_RxD.shape
     expert_R = jnp.where((expert_R >= 0) & (expert_R < E), expert_R, E)  # rows of no expert are sorted to the end
@@ -745,8 +750,8 @@ def lookup_range(rows_VxD, idx, start):
 def lm_logits(x_BxTxD, table_VxD, *, training=False):
     """x @ table.T -> float32 [B, T, V]. On a mesh each device keeps the logits of its vocabulary range.
 
-    training: matmul(), whose gradients and transposed bfloat16 table pay for many tokens; decoding reads the table
-    once."""
+    training: use matmul(), whose own gradients and transposed bfloat16 table pay for many tokens; without it the table
+    is read in place, which suits decoding."""
     if isinstance(table_VxD, Int8):
         logits_BxTxV = matmul_int8(x_BxTxD, table_VxD.values, table_VxD.scale)
     elif training:

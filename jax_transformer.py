@@ -212,8 +212,7 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
     mask_Bx1xTQxS = jnp.repeat(mask_BxTxS, Q, axis=1)[:, None]
     scores_BxGxTQxS = jnp.where(mask_Bx1xTQxS, scores_BxGxTQxS, jnp.finfo(jnp.float32).min)
     if sinks_H is not None:
-        sinks_GxTQx1 = jnp.tile(sinks_H.reshape(G, Q), T)[..., None]
-        sinks_BxGxTQx1 = jnp.broadcast_to(sinks_GxTQx1, (*scores_BxGxTQxS.shape[:3], 1))
+        sinks_BxGxTQx1 = jnp.broadcast_to(jnp.tile(sinks_H.reshape(G, Q), T)[..., None], (B, G, T * Q, 1))
         scores_BxGxTQxS = jnp.concatenate([scores_BxGxTQxS, sinks_BxGxTQx1], axis=-1)
     probs_BxGxTQxS = jax.nn.softmax(scores_BxGxTQxS)[..., :k_BxSxGxK.shape[1]].astype(v_BxSxGxK.dtype)
     if key_B is not None:

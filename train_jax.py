@@ -103,7 +103,7 @@ coordinator_address = '' # host:port of process 0 of several; 'auto' on a TPU po
 num_processes = 0 # number of processes that train together
 process_id = -1 # number of this process, from 0
 deterministic = False # GPUs give the same bits in every run, which makes them slower; CPUs do so anyway
-profile = False # trace a few iterations after the first ones into out_dir/profile, for TensorBoard or Perfetto
+profile = False # trace three iterations after the first ones into out_dir/profile, for TensorBoard or Perfetto
 compile = True # has no effect: JAX always compiles
 backend = 'nccl' # has no effect: JAX picks its own
 # -----------------------------------------------------------------------------
@@ -189,9 +189,9 @@ if deterministic and devices[0].platform == 'gpu':
     if attention == 'cudnn':
         raise UserError('attention=cudnn is not deterministic; use --attention=auto, or --deterministic=False')
     attention = 'xla'
-implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor)
+implementation, attention_reason = choose_attention(attention, config, devices[0], tensor=tensor)
 config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
-print(f'attention: {implementation} ({reason})')
+print(f'attention: {implementation} ({attention_reason})')
 parallel.validate(config)
 if init_from == 'resume':
     if not same_tokens(tokenizer, resumed['tokenizer']):

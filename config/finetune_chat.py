@@ -1,4 +1,4 @@
-# finetunes a chat model on conversations: python data/chat/prepare.py mychats.jsonl --tokenizer=MODEL --out_dir data/chat
+# finetunes a chat model on conversations; first: python data/chat/prepare.py mychats.jsonl --tokenizer=MODEL
 # python train_jax.py config/finetune_chat.py --init_from=MODEL
 out_dir = 'out-chat'
 dataset = 'chat'

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jax_ops
 from jax_ops import (
     BATCH, UserError, causal_mask, chunked_attention, create_mesh, flat_index, fused_causal_attention, hash_dropout,
-    matmul, matmul_int8, matmul_nt, quantize, splash_attention)
+    linear, matmul, matmul_int8, matmul_nt, quantize, splash_attention)
 from jax_train_utils import make_train_step
 from jax_transformer import GPT, GPTConfig, MLAConfig, create_train_state, dot_product_attention
 from tests.common import random_params, random_tokens
@@ -314,3 +314,19 @@ def test_remat_keeps_less_and_computes_the_same(scan_layers):
     if scan_layers or jax.__version_info__ >= (0, 11):  # unrolled, jaxlib 0.10 recomputes long before it is needed
         assert needs['dots'] < needs['none'], needs
         assert needs['full'] < needs['none'], needs
+
+
+def test_a_loop_over_one_bfloat16_row_keeps_no_float32_copy_of_its_weights():
+    weights = [jax.ShapeDtypeStruct((256, 256), jnp.bfloat16) for _ in range(8)]
+
+    def loop(weights, x, n):
+        def body(i, x):
+            for w in weights:
+                x = jnp.tanh(linear(x, w))
+            return jnp.tanh(matmul_nt(x, weights[0]).astype(x.dtype))
+
+        return jax.lax.fori_loop(0, n, body, x)
+
+    x = jax.ShapeDtypeStruct((1, 1, 256), jnp.bfloat16)
+    compiled = jax.jit(loop).lower(weights, x, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 256 * 256

@@ -46,8 +46,8 @@ def read_messages(line):
         raise UserError(f'is not JSON ({e})')
     except (KeyError, TypeError):
         raise UserError('has no "messages"')
-    if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and isinstance(m.get('role'), str) and isinstance(m.get('content'), str) for m in messages):
+    is_text = lambda m: isinstance(m, dict) and isinstance(m.get('role'), str) and isinstance(m.get('content'), str)
+    if not isinstance(messages, list) or not all(map(is_text, messages)):
         raise UserError('has messages that are not a list of {"role": ..., "content": text}')
     if not any(m['role'] == 'assistant' for m in messages):
         raise UserError('has no message with the role "assistant", so there is nothing to learn')
@@ -91,7 +91,7 @@ for split, part in (('train', chats[:n_train]), ('val', chats[n_train:])):
     files |= {f'{split}.bin': ids.tobytes(), f'{split}_mask.bin': mask.tobytes()}
     counts[f'{split}_tokens'] = len(ids)
     print(f"{split} has {len(part):,} conversations, {len(ids):,} tokens, {mask.sum():,} of them the assistant's")
-meta = {'vocab_size': enc.vocab_size, 'dtype': dtype.name, 'tokenizer': {'kind': 'folder', 'path': 'tokenizer'}, **counts,
-        'max_id': max(max(ids) for ids, _ in chats)}
+meta = {'vocab_size': enc.vocab_size, 'dtype': dtype.name, 'tokenizer': {'kind': 'folder', 'path': 'tokenizer'},
+        **counts, 'max_id': max(max(ids) for ids, _ in chats)}
 copy_tokenizer(tokenizer, os.path.join(args.out_dir, 'tokenizer'))
 save(args.out_dir, files | {'meta.json': json.dumps(meta).encode()})

@@ -59,7 +59,8 @@ def load_documents(files):
     if files is None:
         documents = datasets.load_dataset(hub_name, split='train', streaming=True)
     else:
-        documents = datasets.load_dataset('parquet', data_files=[glob.escape(f) for f in files], split='train', streaming=True,
+        data_files = [glob.escape(f) for f in files]
+        documents = datasets.load_dataset('parquet', data_files=data_files, split='train', streaming=True,
                                           batch_size=batch_size) # its default stumbles over files without rows
     if 'text' not in (documents.column_names or ['text']):
         raise ValueError(f'there is no column "text", only {", ".join(documents.column_names)}')
@@ -107,7 +108,8 @@ def write_split(path, documents, ends, tokens_path):
     with open(path, 'wb') as f:
         for i in tqdm(range(0, len(documents), 10_000), desc=f'writing {os.path.basename(path)}', file=sys.stdout):
             batch = documents[i:i+10_000]
-            f.write(np.concatenate([tokens[a:b] for a, b in zip(starts[batch].tolist(), ends[batch].tolist())]).tobytes())
+            parts = [tokens[a:b] for a, b in zip(starts[batch].tolist(), ends[batch].tolist())]
+            f.write(np.concatenate(parts).tobytes())
     return os.path.getsize(path) // 2
 
 def write_json(path, content):
@@ -147,8 +149,8 @@ def main():
         with open(source_path, encoding='utf-8') as f:
             state = json.load(f)
         if state['source'] != source:
-            fail(f'{args.out_dir} has the unfinished work on another source ({state["input"]}, as it was then); finish that '
-                 f'one first, choose another --out_dir, or delete {", ".join(scratch)} there to start over')
+            fail(f'{args.out_dir} has the unfinished work on another source ({state["input"]}, as it was then); finish '
+                 f'that one first, choose another --out_dir, or delete {", ".join(scratch)} there to start over')
         done = count_done(lengths_path, tokens_path)
     if done == 0 or done != state['documents']:
         try:
@@ -182,7 +184,8 @@ def main():
         print(f'note: {hub_name} has {n:,} documents now, no longer {n_hub:,}; the counts will differ')
 
     # pass 2: write aside, then rename, meta.json last: without it there is no data set
-    train_path, val_path, meta_path = finals = [os.path.join(args.out_dir, f) for f in ('train.bin', 'val.bin', 'meta.json')]
+    finals = [os.path.join(args.out_dir, f) for f in ('train.bin', 'val.bin', 'meta.json')]
+    train_path, val_path, meta_path = finals
     try:
         val_tokens = write_split(val_path + '.tmp', order[:n_val], ends, tokens_path)
         train_tokens = write_split(train_path + '.tmp', order[n_val:], ends, tokens_path)

@@ -17,8 +17,8 @@ import numpy as np
 
 here = os.path.dirname(os.path.abspath(__file__))
 # not the library itself: installed packages, tests, applications, generated tables
-skip = {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test', 'idlelib', 'lib2to3', 'turtledemo',
-        'ensurepip', 'encodings', 'pydoc_data'}
+skip = {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test', 'idlelib', 'lib2to3',
+        'turtledemo', 'ensurepip', 'encodings', 'pydoc_data'}
 allowed = bytes(range(32, 127)) + b'\n' # printable ASCII, so the vocabulary stays small
 
 def fail(message):
@@ -64,7 +64,7 @@ for folder, subfolders, names in os.walk(root):
             if code and path.isascii() and path.isprintable() and not code.translate(None, allowed):
                 files[path] = f'# ---- {path}\n{code.decode()}' + '\n' * (not code.endswith(b'\n'))
 
-# shuffled, so that train and val are alike, but by the hash of the name: whatever order the disk has, this one is the same
+# shuffled, so that train and val are alike, but by the hash of the name: the same order on every disk
 order = sorted(files, key=lambda path: hashlib.sha1(path.encode()).digest())
 n = sum(len(text) for text in files.values())
 train_data, val_data = '', ''
@@ -74,7 +74,8 @@ for path in order: # val is the last tenth, by whole files
     else:
         val_data += files[path]
 if not train_data:
-    fail(f'{root} has too few Python files of printable ASCII ({len(files)}) for train and val; name a folder with more')
+    fail(f'{root} has too few Python files of printable ASCII ({len(files)}) for train and val; name a folder with '
+         'more')
 chars = ''.join(sorted(set(train_data + val_data)))
 print(f'{len(files)} files of {root}, Python {platform.python_version()}')
 print(f'length of dataset in characters: {n:,}')
@@ -85,6 +86,7 @@ train_ids = np.array([stoi[c] for c in train_data], dtype=np.uint16)
 val_ids = np.array([stoi[c] for c in val_data], dtype=np.uint16)
 meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars},
         'train_tokens': len(train_ids), 'val_tokens': len(val_ids), 'max_id': int(max(train_ids.max(), val_ids.max()))}
-save(args.out_dir, {'train.bin': train_ids.tobytes(), 'val.bin': val_ids.tobytes(), 'meta.json': json.dumps(meta).encode()})
+save(args.out_dir, {'train.bin': train_ids.tobytes(), 'val.bin': val_ids.tobytes(),
+                    'meta.json': json.dumps(meta).encode()})
 print(f'train has {len(train_ids):,} tokens')
 print(f'val has {len(val_ids):,} tokens')

@@ -52,7 +52,7 @@ def gpt2_encoding():
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument('input', nargs='*', help='UTF-8 text files (default: input.txt beside this script, or download it)')
 parser.add_argument('--out_dir', default=here, help="where the files go (default: this script's folder)")
-parser.add_argument('--tokenizer', help="a Hugging Face folder or owner/name whose tokenizer.json to use, not GPT-2's BPE")
+parser.add_argument('--tokenizer', help="a Hugging Face folder or owner/name, for its tokens instead of GPT-2's")
 parser.error = fail # one line instead of the usage
 args = parser.parse_args()
 
@@ -63,7 +63,8 @@ if not args.input and not os.path.exists(input_file_paths[0]):
         with urllib.request.urlopen(data_url, timeout=60) as response:
             content = response.read()
     except (OSError, http.client.HTTPException) as e:
-        fail(f'cannot download {data_url} ({e}); save it by hand as {input_file_paths[0]}, or name a text file of your own')
+        fail(f'cannot download {data_url} ({e}); save it by hand as {input_file_paths[0]}, or name a text file of your '
+             'own')
     save(here, {'input.txt': content})
 
 texts = []
@@ -93,7 +94,8 @@ if args.tokenizer:
     try:
         tokenizer = {'kind': 'folder', 'path': local_path(args.tokenizer, TOKENIZER_FILES)}
         enc = load_tokenizer(tokenizer)
-        train_ids, val_ids = ([i for text in part for i in enc.encode_document(text)] for part in (train_texts, val_texts))
+        train_ids = [i for text in train_texts for i in enc.encode_document(text)]
+        val_ids = [i for text in val_texts for i in enc.encode_document(text)]
         copy_tokenizer(tokenizer, os.path.join(args.out_dir, 'tokenizer'))
     except UserError as e:
         fail(str(e))
@@ -107,7 +109,8 @@ else: # encode with tiktoken gpt2 bpe
             ids.extend([enc.eot_token] * (len(ids) > 0)) # between two documents
             ids.extend(enc.encode_ordinary(text))
 if min(len(train_ids), len(val_ids)) < 2: # an input and a target at the very least
-    fail(f'{", ".join(input_file_paths)} has only {n} characters, too few for a train and a val part; give it more text')
+    fail(f'{", ".join(input_file_paths)} has only {n} characters, too few for a train and a val part; give it more '
+         'text')
 
 dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 meta = {'vocab_size': vocab_size, 'dtype': dtype.name, 'tokenizer': tokenizer,

@@ -37,7 +37,7 @@ def save(folder, files):
         fail(f'cannot write to {folder} ({e.strerror}); free some space or choose another folder with --out_dir')
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument('input', nargs='?', help='a UTF-8 text file (default: input.txt beside this script, or download it)')
+parser.add_argument('input', nargs='?', help='a UTF-8 text file (default: input.txt beside this script, or a download)')
 parser.add_argument('--out_dir', default=here, help="where the files go (default: this script's folder)")
 parser.error = fail # one line instead of the usage
 args = parser.parse_args()
