@@ -210,8 +210,9 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     x, y_stored = residuals
     g = g.astype(x.dtype)
     if tp and current_mesh():
-        # The barrier prevents CSE with the forward all-gather, and moving this one out of a loop of micro-steps. It ties
-        # the weights to x, not to g, so that XLA can prefetch them before g is known (docs/parallelism.md#overlap).
+        # The barrier prevents CSE with the forward all-gather, and moving this one out of a loop of micro-steps. It
+        # ties the weights to x, not to g, so that XLA can prefetch them before g is known
+        # (docs/parallelism.md#overlap).
         y_stored, x = jax.lax.optimization_barrier((y_stored, x))
     y = all_gather_param(y_stored, x.dtype, tp).astype(x.dtype)
     dx = matmul_f32_acc(g, y if transpose_rhs else transpose_materialized(y))
