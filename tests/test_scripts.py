@@ -115,12 +115,13 @@ def test_every_flag_of_the_model_changes_the_model():
 
 @pytest.mark.parametrize('flags', [
     dict(n_layer=2, n_head=2, n_embd=16, block_size=16, bias=True, norm='layer', position='learned', n_kv_head=0,
-         qk_norm='', window=4, layer_types='full', mlp='gelu', n_inner=0, tied_head=True, n_expert=2, n_expert_used=1),
+         qk_norm='', window=4, layer_types='full', mlp='gelu', n_inner=0, tied_head=True, n_expert=2, n_expert_used=1,
+         expert_balance=0.5),
     dict(n_layer=1, n_head=4, n_embd=32, block_size=8, bias=False, norm='rms', position='rope', n_kv_head=1,
          qk_norm='learned', window=5, layer_types='window,full', mlp='swiglu', n_inner=8, tied_head=False, n_expert=0,
          n_expert_used=2)])
 def test_flags_become_a_config_and_the_config_the_same_flags(flags):
-    config = config_from_flags(flags | dict(expert_balance=0.0, dropout=0.0), vocab_size=7)
+    config = config_from_flags(dict(expert_balance=0.0, dropout=0.0) | flags, vocab_size=7)
     assert flags_from_config(config) == flags
 
 
@@ -283,18 +284,20 @@ def test_samples_come_from_int8_weights_and_caches_too(finished):
 
 
 def test_the_prompt_loop_continues_the_text_so_far(finished, monkeypatch):
-    arguments = [finished[0], '--max_new_tokens=5', '--temperature=0']
+    arguments = [finished[0], '--max_new_tokens=3', '--temperature=0']
     monkeypatch.setattr('sys.stdin', io.StringIO('the\nfox\n/clear\nfox\nFox\n'))
     answers = succeeded(sample(*arguments, '--interactive=True')).stdout.split('> ')[1:]
     first, second, _, cleared, wrong, _ = answers
 
-    def alone(start):
-        text, = samples_of(sample(*arguments, '--num_samples=1', f'--start={start}'))
-        return text + '\n'
+    def answer_to(prompt):
+        text, = samples_of(sample(*arguments, '--num_samples=1', f'--start={prompt}'))
+        return text.removeprefix(prompt)
 
-    assert f'the{first}' == alone('the')
-    assert f'the{first}fox{second}' == alone(f'the{first}fox')
-    assert f'fox{cleared}' == alone('fox')
+    cut = '\n(cut at max_new_tokens=3)\n'
+    assert first == answer_to('the') + cut
+    text_so_far = 'the' + answer_to('the') + '\nfox'
+    assert second == answer_to(text_so_far) + cut
+    assert cleared == answer_to('fox') + cut
     assert wrong.startswith("error: the prompt has characters that the model does not know: 'F'")
 
 
