@@ -28,7 +28,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ops
-from jax_generate import bucket_length, bytes_read_per_step, convert_params_for_decoding, generate_stream, init_cache
+from jax_generate import bytes_read_per_step, convert_params_for_decoding, generate_stream, init_cache
 from jax_ops import BATCH, UserError, ceil_div
 from jax_train_utils import (
     Stopwatch, choose_attention, config_block, config_from_flags, create_learning_rate_schedule,
@@ -275,6 +275,11 @@ def measure_quality(config, params, cache_dtype):
     logits = window_logits(config, params, cache_dtype)
     return {'perplexity': float(np.exp(cross_entropy(logits, validation_windows()[:, 1:]).mean())),
             'agreement': float((logits.argmax(-1) == float32_tokens()).mean())}
+
+
+def bucket_length(n):
+    """The next power of two, 16 at least."""
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def seconds_without_cache(n_tokens):

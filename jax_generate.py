@@ -349,11 +349,6 @@ def prompt_lookup_draft(tokens_N, length, n_draft):
     return tokens_N[best + 1 + jnp.arange(n_draft) % jnp.maximum(last - best, 1)]
 
 
-def bucket_length(n):
-    """The next power of two, 16 at least."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
 # -----------------------------------------------------------------------------
 # sizes: few different ones, because each is compiled; KV caches that grow and that are kept between calls
 
@@ -482,7 +477,7 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
     The prompts are prefilled in pieces, equal prompts once, up to their last token, which the first decode step feeds.
     A token costs one position of computation. With learned positions, nanoGPT's rule holds past block_size: a token is
     conditioned on the last block_size tokens, whose positions have all changed, and costs block_size positions. With
-    RoPE, positions go on past block_size, and every layer attends to the last block_size keys.
+    RoPE, positions continue past block_size, and every layer attends to the last block_size keys.
 
     Raises UserError for prompts or controls that make no sense."""
     draft_params, draft_config = draft if draft and n_draft else (None, None)

@@ -229,7 +229,7 @@ matmul_vjp.defvjp(matmul_fwd, matmul_bwd)
 def matmul_nt(x, w_OxI):
     """x [..., I] @ w.T -> float32 [..., O]: the matmul of decoding, where weights [O, I] are read once per step.
 
-    XLA:CPU repacks the right operand, so for few rows weights go on the left
+    XLA:CPU repacks the right operand, so for few rows the weights are the left one
     (docs/performance.md#weights-on-the-left)."""
     x_RxI = x.reshape(-1, x.shape[-1])
     w_OxI = w_OxI.astype(x.dtype)

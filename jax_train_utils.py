@@ -875,7 +875,8 @@ def load_masks(data_dir, splits):
 
 
 def describe_data(splits, tokenizer):
-    """What tells data sets apart, quickly: {name: number}. The first and the last million tokens stand for all."""
+    """A fingerprint of the data, {name: number}, from the tokenizer, the sizes, the first and the last million
+    tokens."""
     values = {'the tokenizer': zlib.crc32(json.dumps(tokenizer).encode())}
     for split, tokens in splits.items():
         values[f'tokens in {split}.bin'] = len(tokens)
