@@ -372,7 +372,7 @@ def round_up_slots(n):
 def choose_slots(needed, longest, block_size):
     """Slots of a KV cache that needs `needed` now and `longest` at the end: all of them at once if that is at most
     twice round_up_slots(needed), else round_up_slots(needed), and it grows later. Never more than block_size."""
-    n_slots, at_end = round_up_slots(needed), 64 * ceil_div(min(longest, block_size), 64)
+    n_slots, at_end = round_up_slots(needed), 32 * ceil_div(min(longest, block_size), 32)
     return min(block_size, at_end if at_end <= 2 * n_slots else n_slots)
 
 
