@@ -8,6 +8,8 @@ import dataclasses
 import difflib
 import errno
 import functools
+import importlib.metadata
+import importlib.util
 import json
 import logging
 import math
@@ -282,8 +284,16 @@ def configure_process(device, deterministic=False):
         jax.config.update('jax_rocm_visible_devices', index)
     if deterministic:
         os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_deterministic_ops=true'
-    if kind in ('auto', 'cpu'):  # what auto means is only known once the backends are initialized: too late
+    if kind == 'cpu' or kind == 'auto' and not finds_accelerator():
         configure_malloc()
+
+
+def finds_accelerator(dev=Path('/dev')):
+    """Whether --device=auto probably means a GPU or TPU: a plugin of JAX for one is installed, and Linux has such a
+    device. JAX itself knows only once its backends are initialized, too late for configure_malloc."""
+    plugins = importlib.metadata.entry_points(group='jax_plugins') or importlib.util.find_spec('libtpu')
+    devices = [name for pattern in ('nvidia[0-9]*', 'kfd', 'accel[0-9]*', 'vfio/[0-9]*') for name in dev.glob(pattern)]
+    return jax.config.jax_platforms != 'cpu' and bool(plugins and devices)
 
 
 def setup_jax_environment(device='auto', dtype='auto'):
@@ -371,6 +381,7 @@ def join_torchrun():
 
 
 def join(**cluster):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the wait for the others, up to 5 minutes
     try:
         jax.distributed.initialize(**cluster, heartbeat_timeout_seconds=PEER_TIMEOUT,
                                    shutdown_timeout_seconds=PEER_TIMEOUT)
@@ -1418,6 +1429,7 @@ def open_checkpoints(out_dir, keep=2):
         best_fn=val_loss, best_mode='min', cleanup_tmp_directories=True, create=True,
         async_options=ocp.options.AsyncOptions(post_finalization_callback=lambda: write_checksums(folder)))
     try:
+        folder.mkdir(parents=True, exist_ok=True)  # Orbax would take a file in its place
         return ocp.CheckpointManager(folder, options=options, item_names=('params', 'opt_state', 'meta'))
     except OSError as error:
         raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another --out_dir') from error
@@ -1447,13 +1459,18 @@ def checksum(path):
     return crc
 
 
-def find_damage(step):
-    """The first file of the checkpoint folder `step` that is not as it was written, or ''. Several processes each read
-    some of the files. A checkpoint without checksums.json is of an earlier version of this program: not checked."""
+ITEMS = 'params', 'opt_state', 'meta', 'metrics'  # the folders of a checkpoint
+
+
+def find_damage(step, items=ITEMS):
+    """The first file among these items of the checkpoint folder `step` that is not as it was written, or ''. Several
+    processes each read some of the files. A checkpoint without checksums.json is of an earlier version of this program:
+    not checked."""
     damaged = ''
     try:
         sums = json.loads((step / 'checksums.json').read_text()) if (step / 'checksums.json').exists() else {}
-        for name in sorted(sums)[jax.process_index()::jax.process_count()]:
+        names = sorted(name for name in sums if name.split('/')[0] in items)
+        for name in names[jax.process_index()::jax.process_count()]:
             if not (step / name).is_file() or checksum(step / name) != sums[name]:
                 damaged = name
                 break
@@ -1600,9 +1617,9 @@ def opt_state_item(state):
     return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
 
 
-def load_meta(out_dir, which='latest'):
-    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One that is damaged is named on stderr,
-    and the newest intact one is taken instead. Raises UserError if there is none."""
+def load_meta(out_dir, which='latest', items=ITEMS):
+    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One of which one of these items is damaged
+    is named on stderr, and the newest intact one is taken instead. Raises UserError if there is none."""
     if which not in ('latest', 'best'):
         raise UserError(f'checkpoint must be latest or best, not {which!r}')
     folder = Path(out_dir, 'ckpt')
@@ -1615,7 +1632,7 @@ def load_meta(out_dir, which='latest'):
         steps[1:] = sorted(steps[1:], reverse=True)
     problems = []
     for step in steps:
-        problem = find_damage(folder / str(step))
+        problem = find_damage(folder / str(step), items)
         try:
             if not problem:
                 meta = read_meta(folder / str(step))
@@ -1665,8 +1682,9 @@ def restore_items(out_dir, step, items):
 
 def load_run(out_dir, which='best', parallel=None):
     """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
-    default, on the first device). Reads nothing but the checkpoint. Raises UserError if there is none."""
-    step, meta = load_meta(out_dir, which)
+    default, on the first device). Reads nothing but the checkpoint, and of that not the optimizer's state, which is
+    twice as large as the parameters. Raises UserError if there is none."""
+    step, meta = load_meta(out_dir, which, ('params', 'meta', 'metrics'))
     config = GPTConfig(**meta['model'])
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
     state = parallel.abstract_state(create_train_state, jax.random.key(0), config, optax.identity())

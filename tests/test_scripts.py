@@ -520,6 +520,44 @@ def test_wandb_offline_needs_no_account_and_a_resumed_run_continues_it(flags, tm
     assert len(list((tmp_path / 'wandb').glob(f'offline-run-*-{wandb_id}'))) == 2
 
 
+class FakeWandb:
+    """Takes the place of the module wandb; keeps what is logged."""
+
+    def __init__(self, monkeypatch):
+        self.started = 0
+        self.logged = []
+        self.log = self.logged.append
+        self.id = 'some-id'
+        monkeypatch.setitem(sys.modules, 'wandb', self)
+
+    def init(self, **settings):
+        self.started += 1
+        return self
+
+
+def test_wandb_gets_nanogpts_values_with_mfu_in_percent(flags, tmp_path, monkeypatch):
+    wandb = FakeWandb(monkeypatch)
+    monkeypatch.setattr(jax_train_utils, 'device_peak_flops', lambda device: 1e12)
+    succeeded(train(tmp_path, *flags, '--wandb_log=True'))
+    assert [set(record) for record in wandb.logged] == [{'iter', 'train/loss', 'val/loss', 'lr', 'mfu'}] * 3
+    assert [record['iter'] for record in wandb.logged] == [0, 10, 20]
+    mfu = {record['iter']: record['mfu'] for record in records_with(tmp_path, 'mfu')}
+    assert wandb.logged[0]['mfu'] is None
+    assert [record['mfu'] for record in wandb.logged[1:]] == [100 * mfu[9], 100 * mfu[19]]
+    assert 0 < mfu[19] < 1
+
+
+def test_a_start_that_is_refused_starts_no_wandb_run(finished, flags, tmp_path, monkeypatch):
+    wandb = FakeWandb(monkeypatch)
+    (tmp_path / 'ckpt').touch()  # a file in the place of the folder
+    for out, more, message in (
+            (tmp_path, [], 'cannot write to'), (tmp_path, ['--n_head=3'], 'n_head'), (finished[0], [], 'holds a run'),
+            (tmp_path, ['--attention=cudnn'], 'does not work here'), (tmp_path, ['--optimizer=sgd'], 'optimizer'),
+            (tmp_path, ['--init_from=resume'], 'no complete checkpoint'), (tmp_path, ['--loss_chunk=5'], 'loss_chunk')):
+        assert_refused(train(out, *flags, '--wandb_log=True', *more), message)
+    assert wandb.started == 0
+
+
 # -----------------------------------------------------------------------------
 # mistakes: one line on stderr, exit code 2, nothing lost
 
@@ -635,6 +673,19 @@ def test_sampling_takes_the_newest_intact_checkpoint_in_place_of_a_damaged_one(r
         result = succeeded(sample(run_copy, f'--checkpoint={which}', '--max_new_tokens=3', '--num_samples=1'))
         assert 'ckpt/20 is damaged' in result.stderr and 'taking checkpoint 10 instead' in result.stderr
     assert damaged.exists()  # sampling changes nothing
+
+
+def test_sampling_checks_only_what_it_reads(run_copy, monkeypatch):
+    read = []
+    monkeypatch.setattr(jax_train_utils, 'checksum', lambda path, real=jax_train_utils.checksum: (
+        read.append(path), real(path))[1])
+    for path in run_copy.glob('ckpt/*/opt_state/**/*'):
+        if path.is_file():
+            path.write_bytes(b'damaged')
+    result = succeeded(sample(run_copy, '--max_new_tokens=3', '--num_samples=1'))
+    assert 'damaged' not in result.stderr
+    assert {path.relative_to(run_copy / 'ckpt').parts[1] for path in read} == {'params', 'meta', 'metrics'}
+    assert_refused(train(run_copy, *RESUME), 'ckpt/20 is damaged .*there is no intact one')
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(dataset, flags, tmp_path):

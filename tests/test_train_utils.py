@@ -1,6 +1,8 @@
 """What jax_train_utils.py promises on one device and replicated over several; tests/test_parallel.py has the meshes."""
 import dataclasses
 import functools
+import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -27,7 +29,7 @@ from jax_train_utils import (
     DataParallel, MetricsLog, StopSignal, check_agreement, check_device_availability, checkpoint_steps,
     choose_attention, clip_gradients, configure_process, count_windows, create_learning_rate_schedule,
     create_optimizer_with_schedule, default_dtype, device_peak_flops, enable_compilation_cache, estimate_loss_jax,
-    exit_on_user_error, finish_checkpoints, fit_layout, get_batch_jax, get_loss_weights, get_windows,
+    exit_on_user_error, finds_accelerator, finish_checkpoints, fit_layout, get_batch_jax, get_loss_weights, get_windows,
     in_all_processes, load_checkpoint, load_dataset, load_dataset_meta, load_meta, load_run, load_tokenizer,
     lock_out_dir, make_eval_step, make_train_step, open_checkpoints, opt_state_item, plot_losses, read_flags,
     read_metrics, save_checkpoint, setup_jax_environment, split_batch, strip_partial_utf8)
@@ -349,6 +351,53 @@ def test_memory_and_platform_are_settled_before_jax_starts(script, monkeypatch, 
         sys.excepthook = hook
     assert events[:2] == ['update', 'configure_malloc']
     assert 'devices' in events
+
+
+def test_memory_is_kept_only_where_the_cpu_computes(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax_train_utils, 'configure_malloc', lambda: calls.append(1))
+    monkeypatch.setattr(jax_train_utils.jax, 'config', type('Config', (), {
+        'jax_platforms': None, 'update': lambda self, *args: None})())
+    for device, accelerator, expected in (('cpu', True, 1), ('auto', False, 1), ('auto', True, 0), ('cuda', True, 0)):
+        calls.clear()
+        monkeypatch.setattr(jax_train_utils, 'finds_accelerator', lambda found=accelerator: found)
+        configure_process(device)
+        assert len(calls) == expected, device
+    monkeypatch.undo()
+
+    plugins = []
+    monkeypatch.setattr(importlib.metadata, 'entry_points', lambda group: plugins)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr(jax_train_utils.jax, 'config', type('Config', (), {'jax_platforms': None})())
+    assert not jax_train_utils.finds_accelerator(tmp_path)
+    (tmp_path / 'nvidia0').touch()
+    assert not jax_train_utils.finds_accelerator(tmp_path)  # JAX is installed for the CPU
+    plugins.append('xla_cuda13')
+    assert jax_train_utils.finds_accelerator(tmp_path)
+    (tmp_path / 'nvidia0').unlink()
+    assert not jax_train_utils.finds_accelerator(tmp_path)
+
+
+def test_memory_is_kept_only_where_the_cpu_computes(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax_train_utils, 'configure_malloc', lambda: calls.append(1))
+    monkeypatch.setattr(jax, 'config', types.SimpleNamespace(jax_platforms=None, update=lambda *args: None))
+    for device, accelerator, expected in (('cpu', True, 1), ('auto', False, 1), ('auto', True, 0), ('cuda', True, 0)):
+        calls.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(jax_train_utils, 'finds_accelerator', lambda: accelerator)
+            configure_process(device)
+        assert len(calls) == expected, device
+    plugins = []
+    monkeypatch.setattr(importlib.metadata, 'entry_points', lambda group: plugins)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    assert not finds_accelerator(tmp_path)
+    (tmp_path / 'nvidia0').touch()
+    assert not finds_accelerator(tmp_path)  # JAX is installed for the CPU
+    plugins.append('xla_cuda13')
+    assert finds_accelerator(tmp_path)
+    jax.config.jax_platforms = 'cpu'
+    assert not finds_accelerator(tmp_path)
 
 
 @pytest.mark.parametrize('platform, capability, dtype, reason', [
