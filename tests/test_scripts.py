@@ -3,6 +3,7 @@ models."""
 import ast
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -463,6 +464,13 @@ def test_low_precision_runs_and_resumes(flags, tmp_path, dtype):
     succeeded(sample(whole, '--max_new_tokens=5'))
 
 
+def test_the_dtype_auto_is_chosen_by_each_machine(finished, run_copy, monkeypatch):
+    assert load_meta(finished[0])[1]['flags']['dtype'] == 'auto'  # a resumed run takes its flags from here
+    monkeypatch.setattr(jax_train_utils, 'default_dtype', lambda device: ('bfloat16', 'another machine'))
+    resumed = succeeded(train(run_copy, *RESUME, '--max_iters=21'))
+    assert 'has computed in float32 so far, and goes on in bfloat16' in resumed.stdout
+
+
 def test_a_resume_may_change_the_dtype(run_copy):
     for dtype, end in (('float16', 22), ('bfloat16', 24)):
         succeeded(train(run_copy, *RESUME, f'--dtype={dtype}', f'--max_iters={end}'))
@@ -688,11 +696,35 @@ def test_sampling_checks_only_what_it_reads(run_copy, monkeypatch):
     assert_refused(train(run_copy, *RESUME), 'ckpt/20 is damaged .*there is no intact one')
 
 
+def test_a_checkpoint_whose_folders_cannot_be_made_ends_the_run_at_once(flags, tmp_path):
+    # made in the background, Orbax's threads would wait for them for 5 minutes
+    program = f"""import os, runpy, sys
+real = os.mkdir
+def mkdir(path, *args, **options):
+    if 'opt_state' in os.fspath(path):
+        raise OSError(30, 'Read-only file system', path)
+    return real(path, *args, **options)
+os.mkdir = mkdir
+runpy.run_path({str(ROOT / 'train_jax.py')!r}, run_name='__main__')"""
+    result = subprocess.run([sys.executable, '-c', program, f'--out_dir={tmp_path}', *flags], capture_output=True,
+                            text=True, timeout=100, cwd=ROOT, env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'))
+    assert_refused(result, 'cannot write .*Read-only file system')
+
+
 def test_token_ids_outside_the_vocabulary_are_refused(dataset, flags, tmp_path):
     data = copy_folder(dataset, tmp_path)
     np.full(500, 60, np.uint16).tofile(data / 'val.bin')
     result = train(tmp_path / 'out', *flags, f'--dataset={data}')
     assert_refused(result, 'val.bin has token id 60, outside the vocabulary')
+
+
+def test_a_token_id_that_meta_json_denies_is_found_when_it_is_drawn(dataset, flags, tmp_path):
+    data = copy_folder(dataset, tmp_path)
+    sizes = {split: (data / f'{split}.bin').stat().st_size // 2 for split in ('train', 'val')}
+    edit_json(data / 'meta.json', max_id=20, train_tokens=sizes['train'], val_tokens=sizes['val'])
+    np.full(sizes['train'], 60, np.uint16).tofile(data / 'train.bin')
+    result = train(tmp_path / 'out', *flags, f'--dataset={data}')
+    assert_refused(result, 'has a token id outside its vocabulary of 28')
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoint(flags, tmp_path):
@@ -1046,6 +1078,15 @@ def test_a_text_ends_at_every_end_token_that_the_folder_names(speaking):
     edit_json(speaking / 'generation_config.json', eos_token_id=38)
     edit_json(speaking / 'config.json', eos_token_id=[39, 1])
     assert HFTokenizer(speaking).stop_tokens == (1, 37, 38, 39)
+
+
+@pytest.mark.parametrize('name, settings', [
+    ('config.json', {'eos_token_id': [[1]]}), ('generation_config.json', {'eos_token_id': [1, 'x']}),
+    ('tokenizer_config.json', {'eos_token': {'id': 1}}), ('tokenizer_config.json', {'eos_token': [1]}),
+    ('tokenizer_config.json', {'chat_template': [3]})])
+def test_settings_of_a_tokenizer_that_are_malformed_are_refused(speaking, name, settings):
+    edit_json(speaking / name, **settings)
+    assert "the tokenizer's settings in" in refusal(HFTokenizer, speaking)
 
 
 def test_a_vocabulary_reaches_up_to_its_largest_id(speaking):
