@@ -348,13 +348,11 @@ def prompt_lookup_draft(tokens_N, length, n_draft):
 # -----------------------------------------------------------------------------
 # sizes: few different ones, because each is compiled; KV caches that grow and that are kept between calls
 
-def piece_length(n_tokens, n_scores, least):
-    """Width of the pieces in which n_tokens are prefilled: 16 (unless `least` is more), 64, or 512. With long caches
-    512 is halved until attention materializes at most 2**25 scores, or to 64. n_scores: attention scores per prompt
-    token, rows * heads * slots."""
+def piece_length(n_tokens, least):
+    """Width of the pieces in which n_tokens are prefilled: 16 (unless `least` is more), 64, or 512."""
     if n_tokens <= 256:
         return max(least, 16 if n_tokens <= 16 else 64)
-    return max(64, min(512, 1 << (2**25 // n_scores).bit_length() - 1))
+    return 512
 
 
 def round_up_slots(n):
@@ -520,7 +518,7 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
             n_slots = choose_slots(end_B.max() + 1, longest, config.block_size)
             caches = grow_caches(caches, configs=configs, batch_size=len(chosen), n_slots=n_slots, **cache_options)
         least = 16 if prefix_cache is None else 64
-        caches = tuple(prefill_pieces(*model, tokens_BxT[chosen], n_held, end_B[chosen], n_slots, least)
+        caches = tuple(prefill_pieces(*model, tokens_BxT[chosen], n_held, end_B[chosen], least)
                        for model in zip(weights, configs, caches))
         state = state.replace(caches=caches if len(chosen) == B else select_rows(caches, row_B))
 
@@ -566,14 +564,13 @@ def unique_prompts(tokens_BxT, end_B):
     return chosen[order], np.argsort(order)[row_B.ravel()]
 
 
-def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, n_slots, least):
+def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, least):
     """The KV cache with the tokens first .. end_B[b] - 1 of each row. least: see piece_length."""
-    B, T = tokens_BxT.shape
     n_tokens = int(end_B.max()) - first
-    width = min(config.block_size, piece_length(n_tokens, B * config.n_head * n_slots, least))
+    width = min(config.block_size, piece_length(n_tokens, least))
     for start in range(first, first + n_tokens, width):
         position = start + np.arange(width)
-        idx_BxT = tokens_BxT[:, np.minimum(position, T - 1)]
+        idx_BxT = tokens_BxT[:, np.minimum(position, tokens_BxT.shape[1] - 1)]
         position_BxT = np.where(position < end_B[:, None], position, PAD).astype(np.int32)
         cache = prefill(params, cache, idx_BxT, position_BxT, config=config)
         jax.block_until_ready(cache)  # pieces in flight would have their temporaries allocated side by side
