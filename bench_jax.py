@@ -20,21 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-import jax
-import jaxlib
-import numpy as np
-from jax._src import xla_bridge
-from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec as P
-
-import jax_ops
-from jax_generate import bytes_read_per_step, convert_params_for_decoding, generate_stream, init_cache
-from jax_ops import BATCH, UserError, ceil_div
-from jax_train_utils import (
-    Stopwatch, choose_attention, config_block, config_from_flags, create_learning_rate_schedule,
-    create_optimizer_with_schedule, device_peak_flops, exit_on_user_error, get_windows, load_dataset, load_run,
-    make_train_step, measure_bandwidth, read_flags, setup_distributed_training, setup_jax_environment, split_batch)
-from jax_transformer import GPT, count_params, create_train_state, cross_entropy, estimate_mfu
+from jax_flags import UserError, config_block, exit_on_user_error, read_flags
 
 # -----------------------------------------------------------------------------
 mode = 'train' # 'train', 'decode' or 'compile' (training for devices that are not here)
@@ -107,6 +93,24 @@ if mode == 'compile':
     device = 'cpu'
     if dtype == 'auto' and not topology.startswith('cpu'):
         dtype = 'bfloat16'
+
+# jax is imported after the flags, so that --help and a wrong flag are answered at once
+import jax
+import jaxlib
+import numpy as np
+from jax._src import xla_bridge
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jax_ops
+from jax_generate import bytes_read_per_step, convert_params_for_decoding, generate_stream, init_cache
+from jax_ops import BATCH, ceil_div
+from jax_train_utils import (
+    Stopwatch, choose_attention, config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule,
+    device_peak_flops, get_windows, load_dataset, load_run, make_train_step, measure_bandwidth,
+    setup_distributed_training, setup_jax_environment, split_batch)
+from jax_transformer import GPT, count_params, create_train_state, cross_entropy, estimate_mfu
+
 devices, dtype, reason = setup_jax_environment(device, dtype)
 if mode == 'compile' and 'dtype' not in given:
     reason = 'the default there'

@@ -20,9 +20,7 @@ from jax.experimental import mesh_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-
-class UserError(ValueError):
-    """A mistake that the user can correct. The scripts print it as one line and exit with code 2."""
+from jax_flags import UserError
 
 
 def ceil_div(a, b):

@@ -11,17 +11,7 @@ import select
 import sys
 from pathlib import Path
 
-import jax
-import numpy as np
-from flax.traverse_util import unflatten_dict
-
-from jax_generate import (
-    PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
-from jax_ops import UserError
-from jax_pretrained import load_pretrained, local_path
-from jax_train_utils import (
-    Stopwatch, describe_tokenizer, exit_on_user_error, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth,
-    read_flags, same_tokens, setup_distributed_training, setup_jax_environment, strip_partial_utf8)
+from jax_flags import UserError, exit_on_user_error, read_flags
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, ...), a Hugging Face folder or 'owner/name', a ckpt.pt
@@ -65,6 +55,19 @@ if seed >= 2**32:
 if not 0 < top_p <= 1 or not 0 <= min_p <= 1 or not 0 < repetition_penalty < float('inf'):
     raise UserError(f'top_p must be in (0, 1], min_p in [0, 1], repetition_penalty above 0; got {top_p}, {min_p}, '
                     f'{repetition_penalty}')
+
+# jax is imported after the flags, so that --help and a wrong flag are answered at once
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from jax_generate import (
+    PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
+from jax_pretrained import load_pretrained, local_path
+from jax_train_utils import (
+    Stopwatch, describe_tokenizer, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, same_tokens,
+    setup_distributed_training, setup_jax_environment, strip_partial_utf8)
+
 devices, dtype, reason = setup_jax_environment(device, dtype)
 n_devices = tensor * expert
 if not 1 <= n_devices <= len(devices):

@@ -14,24 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-import flax
-import jax
-import jaxlib
-import numpy as np
-from flax.traverse_util import unflatten_dict
-
-from jax_ops import UserError, ceil_div
-from jax_pretrained import load_config, load_pretrained, local_path
-from jax_train_utils import (
-    MetricsLog, StopSignal, all_finite, check_agreement, check_flags, check_tokens, checkpoint_steps,
-    choose_attention, config_from_flags, configure_process, copy_tokenizer, create_learning_rate_schedule,
-    create_optimizer_with_schedule, describe_data, describe_tokenizer, device_peak_flops, duration, estimate_loss_jax,
-    exit_if_peer_died, exit_on_user_error, finish_checkpoints, fit_layout, flags_from_config, get_batch_jax,
-    get_loss_weights, in_all_processes, initialize_distributed, load_checkpoint, load_dataset, load_masks, load_meta,
-    lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags, open_checkpoints, plot_losses, progress_bar,
-    read_flags, same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment, split_batch,
-    start_wandb, with_expert_balance, write_text)
-from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
+from jax_flags import UserError, check_flags, exit_if_peer_died, exit_on_user_error, read_flags
 
 # -----------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in the order given.
@@ -110,6 +93,27 @@ backend = 'nccl' # has no effect: JAX picks its own
 sys.excepthook = exit_on_user_error
 flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
 globals().update(flags)
+check_flags(flags)
+
+# jax is imported after the flags, so that --help and a wrong flag are answered at once
+import flax
+import jax
+import jaxlib
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from jax_ops import ceil_div
+from jax_pretrained import load_config, load_pretrained, local_path
+from jax_train_utils import (
+    MetricsLog, StopSignal, all_finite, check_agreement, check_tokens, checkpoint_steps, choose_attention,
+    config_from_flags, configure_process, copy_tokenizer, create_learning_rate_schedule, create_optimizer_with_schedule,
+    describe_data, describe_tokenizer, device_peak_flops, duration, estimate_loss_jax, finish_checkpoints, fit_layout,
+    flags_from_config, get_batch_jax, get_loss_weights, in_all_processes, initialize_distributed, load_checkpoint,
+    load_dataset, load_masks, load_meta, lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags,
+    open_checkpoints, plot_losses, progress_bar, same_tokens, save_checkpoint, setup_distributed_training,
+    setup_jax_environment, split_batch, start_wandb, with_expert_balance, write_text)
+from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
+
 configure_process(device, deterministic)
 initialize_distributed(coordinator_address, num_processes, process_id)
 stop = StopSignal(starting=jax.process_count() == 1)  # several processes stop together, in the loop
@@ -121,7 +125,6 @@ iter_num = 0
 best_val_loss = 1e9
 resumed_at = None
 wandb_id = None
-check_flags(flags)
 own = ('process_id', 'out_dir', 'dataset')  # each process may have its own, if the content is the same
 check_agreement('flags', {name: value for name, value in flags.items() if name not in own} | {
     'the list of given flags': sorted(given.keys() - own)})

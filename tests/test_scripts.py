@@ -18,10 +18,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jax_train_utils
+from jax_flags import config_block
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
-    MODEL_FLAGS, HFTokenizer, config_block, config_from_flags, flags_from_config, load_meta, load_run,
-    read_metrics)
+    MODEL_FLAGS, HFTokenizer, config_from_flags, flags_from_config, load_meta, load_run, read_metrics)
 from tests.common import (
     FAMILIES, GOLDEN, ROOT, TEXT, assert_refused, copy_folder, edit_json, records_without_times, refusal, run_script,
     sample, start_training, train, wait_for_iteration)
@@ -95,6 +95,36 @@ def test_every_knob_is_live(script):
     knobs = config_block(ROOT / script)
     assert len(knobs) > 10
     assert not knobs.keys() - used
+
+
+SCRIPTS = ('train_jax.py', 'sample_jax.py', 'export_jax.py', 'bench_jax.py')
+NO_JAX = """
+import runpy, sys
+sys.modules['jax'] = sys.modules['numpy'] = None  # to import them is an ImportError
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+@pytest.mark.parametrize('arg, code, out, err', [
+    ('--help', 0, 'usage: python {script} .*--device=|usage: python {script} .*--folder=', ''),
+    ('--seeed=1', 2, '', 'error: unknown flag --seeed')])
+def test_help_and_a_wrong_flag_are_answered_without_jax(script, arg, code, out, err):
+    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert re.match(out.format(script=script), done.stdout, re.S)
+    assert re.match(f'{err}.*\n' if err else '$', done.stderr)
+
+
+@pytest.mark.parametrize('script, arg, message', [
+    ('train_jax.py', '--batch_size=0', 'batch_size must be at least 1'),
+    ('sample_jax.py', '--top_p=2', 'top_p must be in'),
+    ('export_jax.py', '--shard_gb=1.0', 'name the new folder'),
+    ('bench_jax.py', '--mode=fly', 'mode must be train')])
+def test_a_value_out_of_range_is_refused_without_jax(script, arg, message):
+    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True)
+    assert_refused(done, message)
 
 
 def test_every_flag_of_the_model_changes_the_model():

@@ -21,15 +21,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_train_utils
-from jax_ops import UserError
+from jax_flags import UserError, exit_on_user_error, read_flags
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
     DataParallel, MetricsLog, StopSignal, check_agreement, check_device_availability, checkpoint_steps,
     choose_attention, clip_gradients, configure_process, count_windows, create_learning_rate_schedule,
     create_optimizer_with_schedule, default_dtype, device_peak_flops, enable_compilation_cache, estimate_loss_jax,
-    exit_on_user_error, finish_checkpoints, fit_layout, get_batch_jax, get_loss_weights, get_windows,
+    finish_checkpoints, fit_layout, get_batch_jax, get_loss_weights, get_windows,
     in_all_processes, load_checkpoint, load_dataset, load_dataset_meta, load_meta, load_run, load_tokenizer,
-    lock_out_dir, make_eval_step, make_train_step, open_checkpoints, opt_state_item, plot_losses, read_flags,
+    lock_out_dir, make_eval_step, make_train_step, open_checkpoints, opt_state_item, plot_losses,
     read_metrics, save_checkpoint, setup_jax_environment, split_batch, strip_partial_utf8)
 from jax_transformer import GPT, GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
@@ -131,7 +131,7 @@ def test_help_prints_every_knob_with_its_default_and_comment(read, capsys):
 
 PRINTS = """
 import sys
-from jax_train_utils import exit_on_user_error
+from jax_flags import exit_on_user_error
 sys.excepthook = exit_on_user_error
 print('first', flush=True)
 sys.stdin.read()  # until the reader has gone
