@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -154,8 +155,7 @@ def setup_jax_environment(device='auto', dtype='auto'):
     configure_process(device)
     devices = check_device_availability(device)
     platform = devices[0].platform
-    if platform != 'cpu':
-        enable_compilation_cache(platform)
+    enable_compilation_cache(platform)
     if dtype not in ('auto', *DTYPES):
         raise UserError(f'dtype must be auto, {", ".join(DTYPES)}, not {dtype!r}')
     dtype, reason = (dtype, 'as asked') if dtype != 'auto' else default_dtype(devices[0])
@@ -308,17 +308,36 @@ def configure_malloc():
 
 def enable_compilation_cache(platform):
     """Keeps compiled programs in a folder that only this user can read, so that a second run starts at once. Each
-    version of jaxlib and each platform has its own folder, because programs of others may not load. The environment's
-    JAX_COMPILATION_CACHE_DIR takes precedence. Not for CPUs: jax 0.10 never finds an entry on AVX-512 machines
-    (jax-ml/jax#38445)."""
-    if jax.config.jax_compilation_cache_dir is None:
-        home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-        folder = Path(home) / 'jax_transformer' / f'{platform}-jaxlib-{jax.lib.__version__}'
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs in it are executed: keep others out
-        except OSError:
-            return  # the home folder is read-only: compile in every run
-        jax.config.update('jax_compilation_cache_dir', str(folder))
+    version of jaxlib, each platform and each kind of CPU has its own folder, because programs of others may not load.
+    The environment's JAX_COMPILATION_CACHE_DIR takes precedence."""
+    if jax.config.jax_compilation_cache_dir is not None or (platform == 'cpu' and not can_cache_on_cpu()):
+        return
+    name = cpu_name() if platform == 'cpu' else platform
+    home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    folder = Path(home) / 'jax_transformer' / f'{name}-jaxlib-{jax.lib.__version__}'
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs in it are executed: keep others out
+    except OSError:
+        return  # the home folder is read-only: compile in every run
+    jax.config.update('jax_compilation_cache_dir', str(folder))
+    if platform == 'cpu':  # many small programs, which take 2 s to compile and 0.2 s to load
+        jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+
+
+def can_cache_on_cpu():
+    """Whether compiled programs of this CPU load again: not for certain before jaxlib 0.10.2, which prints two lines
+    about SIGILL for each program loaded where there is AVX-512 (jax-ml/jax#38445), nor tested elsewhere than on Linux,
+    nor for several processes, of which only the first writes."""
+    version = tuple(int(part) for part in jax.lib.__version__.split('.')[:3])
+    return version >= (0, 10, 2) and sys.platform == 'linux' and jax.process_count() == 1
+
+
+def cpu_name():
+    """'cpu-' and a hash of what XLA compiles for: the CPU's model and instruction sets, and the number of threads."""
+    fields = {line for line in Path('/proc/cpuinfo').read_text().splitlines()
+              if re.match('(vendor_id|model name|flags|CPU implementer|CPU part|Features)\\b', line)}
+    threads = os.environ.get('NPROC'), len(os.sched_getaffinity(0))  # XLA:CPU reads both
+    return f'cpu-{zlib.crc32(repr((sorted(fields), threads)).encode()):08x}'
 
 
 # Blocks of this size and longer take chunked attention: on a CPU because it is faster (docs/performance.md), on GPUs

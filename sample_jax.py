@@ -9,6 +9,7 @@ import json
 import os
 import select
 import sys
+import time
 from pathlib import Path
 
 from jax_flags import UserError, exit_on_user_error, read_flags
@@ -43,6 +44,7 @@ tensor = 1 # shard heads (with their KV cache), MLP width and vocabulary over th
 expert = 1 # shard the experts over this many devices
 compile = True # has no effect: JAX always compiles
 # -----------------------------------------------------------------------------
+started = time.perf_counter()
 sys.excepthook = exit_on_user_error
 flags, given = read_flags(__file__, globals())  # all knobs of the block above, and those that the user gave
 globals().update(flags)
@@ -69,6 +71,8 @@ from jax_train_utils import (
     setup_distributed_training, setup_jax_environment, strip_partial_utf8)
 
 devices, dtype, reason = setup_jax_environment(device, dtype)
+clock = Stopwatch()
+imports_s = clock.start - started
 n_devices = tensor * expert
 if not 1 <= n_devices <= len(devices):
     raise UserError(f'tensor={tensor} x expert={expert}, and there are {len(devices)} devices')
@@ -147,7 +151,7 @@ def encode(text):
 STREAM_CHUNK = 8  # tokens generated between two updates of a text that is shown while it grows
 SLOW_TOKEN = 0.05  # seconds: a text with slower tokens is updated after each
 STOP_CHUNK = 64  # tokens generated between two searches for the stop text
-clock = Stopwatch()
+loading = clock.lap()
 calls = []  # (laps, prompt lengths, GenerationResult) of each call of generate_texts, for report_speed
 
 
@@ -232,7 +236,10 @@ def report_speed():
     compile_s = sum(lap.compiling for laps, _, _ in calls for lap in laps)
     prefill_s = sum(laps[0].running for laps, _, _ in calls)
     decode_s = sum(lap.running for laps, _, _ in calls for lap in laps[1:])
-    report = f'compiled in {compile_s:.1f} s, prefill {prefill_s * 1000:.1f} ms'
+    first = calls[0][0][0]
+    report = (f'first token: imports {imports_s:.2f} s, weights {loading.running:.2f} s, '
+              f'compiling {loading.compiling + first.compiling:.2f} s, running {first.running:.2f} s\n'
+              f'compiled in {compile_s:.1f} s, prefill {prefill_s * 1000:.1f} ms')
     if decode_s:
         batch_size = len(calls[0][1])
         n_tokens = sum(int(np.sum(result.lengths - lengths)) for _, lengths, result in calls)

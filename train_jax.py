@@ -90,6 +90,7 @@ profile = False # trace three iterations after the first ones into out_dir/profi
 compile = True # has no effect: JAX always compiles
 backend = 'nccl' # has no effect: JAX picks its own
 # -----------------------------------------------------------------------------
+started = time.perf_counter()
 sys.excepthook = exit_on_user_error
 flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
 globals().update(flags)
@@ -105,7 +106,7 @@ from flax.traverse_util import unflatten_dict
 from jax_ops import ceil_div
 from jax_pretrained import load_config, load_pretrained, local_path
 from jax_train_utils import (
-    MetricsLog, StopSignal, all_finite, check_agreement, check_tokens, checkpoint_steps, choose_attention,
+    MetricsLog, Stopwatch, StopSignal, all_finite, check_agreement, check_tokens, checkpoint_steps, choose_attention,
     config_from_flags, configure_process, copy_tokenizer, create_learning_rate_schedule, create_optimizer_with_schedule,
     describe_data, describe_tokenizer, device_peak_flops, duration, estimate_loss_jax, finish_checkpoints, fit_layout,
     flags_from_config, get_batch_jax, get_loss_weights, in_all_processes, initialize_distributed, load_checkpoint,
@@ -115,6 +116,8 @@ from jax_train_utils import (
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 configure_process(device, deterministic)
+clock = Stopwatch()
+imports_s = clock.start - started
 initialize_distributed(coordinator_address, num_processes, process_id)
 stop = StopSignal(starting=jax.process_count() == 1)  # several processes stop together, in the loop
 master = jax.process_index() == 0  # the process that prints and writes the logs
@@ -306,6 +309,10 @@ class IterationLog:
             raise UserError(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: stopping; the '
                             f'checkpoints in {out_dir} are from before; try a lower learning_rate, longer '
                             'warmup_iters or dtype=float32')
+        if iter_num == first_iter:
+            lap = clock.lap()
+            bar.write(f'first iteration: imports {imports_s:.2f} s, compiling {lap.compiling:.2f} s, '
+                      f'running {lap.running:.2f} s')
         self.n_timed += 1
         bar.update()
         if iter_num % log_interval or not master:

@@ -198,6 +198,9 @@ def test_log_lines_have_nanogpts_form(finished):
     compile_s = float(re.search(r'compiled the training step in ([\d.]+) s', out)[1])
     _, first_ms = iters[0]
     assert float(first_ms) / 1000 < compile_s  # `time` does not include the compilation
+    started = re.findall(r'^first iteration: imports ([\d.]+) s, compiling ([\d.]+) s, running [\d.]+ s$', out, re.M)
+    assert len(started) == 1
+    assert float(started[0][1]) >= compile_s - 0.1  # the evaluation is compiled in addition
 
 
 def test_training_learns(finished):
@@ -763,9 +766,29 @@ def test_the_decoding_benchmark_ends_with_one_json_line():
     assert figures['cache_mb'] * 1e6 == 2 * 4 * 2 * 16 * 32  # slots: at most block_size
 
 
+def test_the_start_of_a_script_is_timed_cold_and_warm_in_parts(finished):
+    command = f'sample_jax.py --out_dir={finished[0]} --device=cpu:0'
+    report = report_of(run_script('bench_jax.py', '--mode=startup', f'--command={command}', '--repeats=1',
+                                  f'--peer={sys.executable} -c pass'))
+    seconds = report['results']
+    parts = {'imports', 'weights', 'compiling', 'running'}
+    assert seconds.keys() == {f'{when}_{part}' for when in ('cold', 'warm') for part in parts | {'first'}} | {
+        'peer_total'}
+    for when in ('cold', 'warm'):
+        assert sum(seconds[f'{when}_{part}'] for part in parts) < seconds[f'{when}_first'] + 0.1
+    assert seconds['warm_compiling'] < seconds['cold_compiling']
+    assert 0 < seconds['peer_total'] < seconds['warm_first']
+
+
+def test_a_start_that_fails_is_refused_with_what_the_script_said(tmp_path):
+    result = run_script('bench_jax.py', '--mode=startup', f'--command=sample_jax.py --out_dir={tmp_path}')
+    assert_refused(result, 'sample_jax.py --out_dir=.* failed: error: .*checkpoint')
+
+
 def test_a_benchmark_that_cannot_be_is_refused():
+    assert_refused(run_script('bench_jax.py', '--mode=startup', '--command=ls'), 'command must start with sample_jax')
     sleep = run_script('bench_jax.py', '--mode=sleep')
-    assert_refused(sleep, "mode must be train, decode or compile, not 'sleep'")
+    assert_refused(sleep, "mode must be train, decode, startup or compile, not 'sleep'")
     too_many = run_script('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=100')
     assert_refused(too_many, 'at most block_size=32')
     too_few = run_script('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=1')
