@@ -26,7 +26,7 @@ MAX_DRAFT = 16
 
 def convert_params_for_decoding(params, dtype, quantize=''):
     """The parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is 'int8'. On one CPU device
-    float32 kernels become Transposed.
+    float32 and bfloat16 kernels become Transposed.
 
     Removes each block from the dict `params` as it is converted, so that memory need not hold the model twice. Raises
     UserError for an unknown quantize."""
@@ -39,7 +39,7 @@ def convert_params_for_decoding(params, dtype, quantize=''):
         if quantize:
             part = quantize_params(part)
         part = cast_matrices(part, dtype)
-        if dtype == 'float32' and [device.platform for device in devices] == ['cpu']:
+        if dtype in ('float32', 'bfloat16') and [device.platform for device in devices] == ['cpu']:
             part = transpose_kernels(part)
         converted |= jax.block_until_ready(part)  # so that the old buffers are freed before the next conversion
     return converted
