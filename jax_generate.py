@@ -36,6 +36,8 @@ def convert_params_for_decoding(params, dtype, quantize=''):
     for name in list(params):
         part = {name: params.pop(name)}
         devices = jnp.asarray(jax.tree.leaves(part)[0]).devices()
+        if len(devices) == 1:  # without a mesh of one device, see commit
+            part = jax.tree.map(lambda x: jnp.asarray(x).addressable_data(0), part)
         if quantize:
             part = quantize_params(part)
         part = cast_matrices(part, dtype)
@@ -376,6 +378,13 @@ def choose_slots(needed, longest, block_size):
     return min(block_size, at_end if at_end <= 2 * n_slots else n_slots)
 
 
+def commit(tree, params):
+    """The tree on the one device of params, committed to it, as results are: decode and prefill are then not compiled
+    a second time for their own results. On several devices the tree as it is."""
+    devices = jnp.asarray(jax.tree.leaves(params)[0]).devices()
+    return jax.device_put(tree, *devices) if len(devices) == 1 else tree
+
+
 new_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3, 4))
 
 
@@ -510,6 +519,7 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
         steps=jnp.int32(-1),  # the first token's step is not counted
         accepted=jnp.int32(0), key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, sample_index_B))
 
+    state = commit(state, params)
     result_of = functools.partial(copy_result, n_columns=T + max_new_tokens)
 
     # prefill: every row up to its last token, unless the row is too long for the cache
@@ -590,7 +600,7 @@ def fill_caches(models, caches, tokens_BxT, first, end_B, n_slots, options, *, l
     n_tokens = int(end_B.max()) - first
     filled = []
     for i, (params, config) in enumerate(models):
-        cache = caches[i] if caches else new_cache(config, len(end_B), n_slots, *options.values())
+        cache = caches[i] if caches else commit(new_cache(config, len(end_B), n_slots, *options.values()), params)
         width = min(config.block_size, piece_length(n_tokens, len(end_B) * config.n_head * n_slots, least))
         for start in range(first, first + n_tokens, width):
             position = start + np.arange(width)
