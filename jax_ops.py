@@ -595,6 +595,47 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
     return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
 
 
+def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, sinks_H=None):
+    """dot_product_attention of jax_transformer.py, for a piece of a long prompt; without dropout and gradients.
+
+    Blocks of n = 512 keys with a running softmax (arXiv:2205.14135): scores take [B, G, TQ, n], not [B, G, TQ, S], and
+    blocks before the first and after the last key that the mask allows are skipped."""
+    B, T, H, K = q_BxTxHxK.shape
+    S, G = k_BxSxGxK.shape[1:3]
+    Q = H // G  # query heads of a group are folded into the time axis, as in dot_product_attention
+    n = min(512, S)
+    q_BxGxTQxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(1, 2).reshape(B, G, T * Q, K)
+
+    def attend_block(i, carry):
+        max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK = carry
+        start = jnp.minimum(i * n, S - n)  # the last block overlaps the one before
+        k_BxGxnxK, v_BxGxnxK = (jax.lax.dynamic_slice_in_dim(x, start, n, axis=1).swapaxes(1, 2)
+                                for x in (k_BxSxGxK, v_BxSxGxK))
+        mask_BxTxn = jax.lax.dynamic_slice_in_dim(mask_BxTxS, start, n, axis=2) & (start + jnp.arange(n) >= i * n)
+        scores_BxGxTQxn = jnp.einsum('bgtk,bgsk->bgts', q_BxGxTQxK, k_BxGxnxK, preferred_element_type=jnp.float32)
+        scores_BxGxTQxn = jnp.where(jnp.repeat(mask_BxTxn, Q, axis=1)[:, None], scores_BxGxTQxn * (scale or K**-0.5),
+                                    jnp.finfo(jnp.float32).min)
+        new_max_BxGxTQx1 = jnp.maximum(max_BxGxTQx1, scores_BxGxTQxn.max(-1, keepdims=True))
+        exp_BxGxTQxn = jnp.exp(scores_BxGxTQxn - new_max_BxGxTQx1)
+        decay_BxGxTQx1 = jnp.exp(max_BxGxTQx1 - new_max_BxGxTQx1)
+        y_BxGxTQxK = y_BxGxTQxK * decay_BxGxTQx1 + jnp.einsum(
+            'bgts,bgsk->bgtk', exp_BxGxTQxn.astype(v_BxGxnxK.dtype), v_BxGxnxK, preferred_element_type=jnp.float32)
+        return new_max_BxGxTQx1, sum_BxGxTQx1 * decay_BxGxTQx1 + exp_BxGxTQxn.sum(-1, keepdims=True), y_BxGxTQxK
+
+    block_S = jnp.arange(S) // n
+    is_used_S = mask_BxTxS.any((0, 1))
+    first, end = jnp.where(is_used_S, block_S, S).min(), jnp.where(is_used_S, block_S + 1, 0).max()
+    max_BxGxTQx1 = jnp.full((B, G, T * Q, 1), jnp.finfo(jnp.float32).min)
+    sum_BxGxTQx1 = jnp.zeros((B, G, T * Q, 1))
+    if sinks_H is not None:  # one more logit, whose value is 0
+        max_BxGxTQx1 = jnp.maximum(max_BxGxTQx1, jnp.tile(sinks_H.reshape(G, Q), T)[..., None])
+        sum_BxGxTQx1 += 1
+    y_BxGxTQxK = jnp.zeros((B, G, T * Q, v_BxSxGxK.shape[-1]))
+    _, sum_BxGxTQx1, y_BxGxTQxK = jax.lax.fori_loop(first, end, attend_block, (max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK))
+    y_BxGxTQxK = (y_BxGxTQxK / sum_BxGxTQx1).astype(v_BxSxGxK.dtype)
+    return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
+
+
 def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
     """cache.at[b, :, slot].set(x): out-of-range slots are ignored. Both arrays may have a last axis K in addition.
 

@@ -26,9 +26,9 @@ from flax import linen as nn
 from flax.training import train_state
 
 from jax_ops import (
-    COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, Transposed, UserError, all_gather_param, causal_mask, embed_tokens,
-    flat_index, fused_causal_attention, fused_linear, hash_dropout, linear, lm_logits, map_sequence_chunks, mix_experts,
-    quantize, remat_policy, scan_layers, scatter_to_slots)
+    COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, Transposed, UserError, all_gather_param, blockwise_attention,
+    causal_mask, embed_tokens, flat_index, fused_causal_attention, fused_linear, hash_dropout, linear, lm_logits,
+    map_sequence_chunks, mix_experts, quantize, remat_policy, scan_layers, scatter_to_slots)
 from jax_ops import ParallelLMHead, VocabParallelEmbedding, create_mesh  # noqa: F401, for users of this file
 
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -202,8 +202,10 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
     folded into the time axis. sinks_H: one more logit per head, whose probability goes nowhere. key_B: dropout keys of
     the sequences, None is no dropout. Values may be wider or narrower than keys."""
     B, T, H, K = q_BxTxHxK.shape
-    G = k_BxSxGxK.shape[2]
+    S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
+    if T < S and T * S >= 2**18:  # a piece of a long prompt with its KV cache: neither dropout nor gradients
+        return blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scale=scale, sinks_H=sinks_H)
     q_BxTQxGxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(2, 3).reshape(B, T * Q, G, K)
     # heads first, as the KV cache is stored
     q_BxGxTQxK, k_BxGxSxK, v_BxGxSxK = (x.swapaxes(1, 2) for x in (q_BxTQxGxK, k_BxSxGxK, v_BxSxGxK))
@@ -214,7 +216,7 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
     if sinks_H is not None:
         sinks_BxGxTQx1 = jnp.broadcast_to(jnp.tile(sinks_H.reshape(G, Q), T)[..., None], (B, G, T * Q, 1))
         scores_BxGxTQxS = jnp.concatenate([scores_BxGxTQxS, sinks_BxGxTQx1], axis=-1)
-    probs_BxGxTQxS = jax.nn.softmax(scores_BxGxTQxS)[..., :k_BxSxGxK.shape[1]].astype(v_BxSxGxK.dtype)
+    probs_BxGxTQxS = jax.nn.softmax(scores_BxGxTQxS)[..., :S].astype(v_BxSxGxK.dtype)
     if key_B is not None:
         probs_BxGxTQxS = hash_dropout(probs_BxGxTQxS, dropout_rate, key_B, flat_index(probs_BxGxTQxS.shape[1:]))
     y_BxTQxGxK = jnp.einsum('bgts,bgsk->bgtk', probs_BxGxTQxS, v_BxGxSxK).swapaxes(1, 2)

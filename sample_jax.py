@@ -156,8 +156,7 @@ calls = []  # (laps, prompt lengths, GenerationResult) of each call of generate_
 
 
 def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
-    """Continues the prompts (lists of token ids) in one batch. Returns (their texts, whether each was cut at
-    max_new_tokens).
+    """Continues the prompts (lists of token ids) in one batch. Returns (their texts, whether each met the stop text).
 
     sample_index: number of the random stream of each sample.
     show(text): called with the first text while it grows.
@@ -171,13 +170,10 @@ def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
         row[:len(prompt)] = prompt
     prompt_texts = [tokenizer.decode(prompt) for prompt in prompts]
     laps = []
-    n_chunk = 1
 
-    def stream_chunk():
-        nonlocal n_chunk
-        is_fast = len(laps) > 1 and laps[-1].running < SLOW_TOKEN * n_chunk
-        n_chunk = STREAM_CHUNK if is_fast else 1
-        return n_chunk
+    def stream_chunk():  # token by token, until one was fast
+        fastest = min((lap.running for lap in laps[1:]), default=SLOW_TOKEN)
+        return STREAM_CHUNK if fastest < SLOW_TOKEN else 1
 
     results = generate_stream(
         params, config, idx, max_new_tokens, rng=jax.random.key(seed), temperature=temperature, top_k=top_k or None,
@@ -198,9 +194,7 @@ def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
     if show:
         show(texts[0])
     calls.append((laps, lengths, result))
-    was_cut = [length == n_prompt + max_new_tokens and row[length - 1] not in tokenizer.stop_tokens and not has_stopped
-               for row, length, n_prompt, has_stopped in zip(result.tokens, result.lengths, lengths, stopped)]
-    return texts, was_cut
+    return texts, stopped
 
 
 def texts_until_stop(result, prompt_texts):
@@ -358,8 +352,11 @@ def answer(turns, line, sample_index, prefix_cache):
     try:
         prompt, turns = encode_what_fits(turns, line)
         n_prompt = len(tokenizer.decode(prompt))
-        _, was_cut = generate_texts([prompt], [sample_index], show, prefix_cache)
-        print(f'\n(cut at max_new_tokens={max_new_tokens})' if was_cut[0] else '')
+        _, [has_stopped] = generate_texts([prompt], [sample_index], show, prefix_cache)
+        *_, result = calls[-1]
+        is_full = result.lengths[0] == len(prompt) + max_new_tokens
+        was_cut = is_full and not has_stopped and result.tokens[0, -1] not in tokenizer.stop_tokens
+        print(f'\n(cut at max_new_tokens={max_new_tokens})' if was_cut else '')
     except UserError as error:
         print(f'error: {error}')
         return None

@@ -71,12 +71,25 @@ def test_pieces_of_any_width_give_the_same_text(options, monkeypatch):
         np.testing.assert_array_equal(tokens, expected)
 
 
-def test_a_piece_is_at_most_512_wide_and_narrower_with_long_caches():
+def test_a_long_prompt_never_has_all_its_scores_in_memory_and_gives_the_same_text(monkeypatch):
+    config = dataclasses.replace(ROPE, block_size=4096, n_layer=1)
+    params = random_params(config)
+    idx, lengths = random_tokens(2, 1500), [1500, 700]
+    options = dict(prompt_lengths_B=lengths, rng=RNG, temperature=0)
+    in_blocks = generate(params, config, idx, 6, **options)
+    monkeypatch.setattr(jax_generate, 'piece_length', lambda *args: 64)  # too short for blocks of keys
+    np.testing.assert_array_equal(in_blocks, generate(params, config, idx, 6, **options))
+
+    cache = jax.eval_shape(lambda: jax_generate.init_cache(config, 1, 4096))
+    piece = jnp.zeros((1, 512), jnp.int32)
+    memory = jax_generate.prefill.lower(params, cache, piece, piece, config=config).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.7 * config.n_head * 512 * 4096 * 4  # bytes of all scores of a piece
+
+
+def test_a_piece_is_16_64_or_512_tokens_wide():
     width = jax_generate.piece_length
-    assert [width(n, 9 * 512, 16) for n in (1, 16, 17, 256, 257, 5000)] == [16, 16, 64, 64, 512, 512]
-    assert width(5000, 9 * 8192, 16) == 256
-    assert width(5000, 64 * 131072, 16) == 64
-    assert width(5, 9 * 512, 64) == 64
+    assert [width(n, least=16) for n in (1, 16, 17, 256, 257, 5000)] == [16, 16, 64, 64, 512, 512]
+    assert width(5, least=64) == 64
 
 
 def test_a_prompt_of_several_samples_is_prefilled_once(prefilled):
@@ -94,10 +107,10 @@ def test_a_prompt_of_several_samples_is_prefilled_once(prefilled):
 
 def test_a_cache_grows_by_four_unless_all_fits_into_twice_its_size():
     slots = jax_generate.choose_slots
-    assert slots(20, 520, 8192) == 576  # a multiple of 64
+    assert slots(20, 520, 8192) == 544  # a multiple of 32
     assert slots(20, 8020, 8192) == 512
     assert slots(513, 8020, 8192) == 2048
-    assert slots(2049, 8020, 8192) == 8064
+    assert slots(2049, 8020, 8192) == 8032
     assert slots(20, 8020, 1000) == 1000  # no position needs more slots than block_size
 
 

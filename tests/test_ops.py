@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ops
 from jax_ops import (
-    BATCH, Transposed, UserError, bfloat16_lane_terms, causal_mask, chunked_attention, create_mesh, flat_index,
-    fused_causal_attention, hash_dropout, linear, matmul, matmul_int8, matmul_nt, quantize, splash_attention)
+    BATCH, Transposed, UserError, bfloat16_lane_terms, blockwise_attention, causal_mask, chunked_attention, create_mesh,
+    flat_index, fused_causal_attention, hash_dropout, linear, matmul, matmul_int8, matmul_nt, quantize, splash_attention)
 from jax_train_utils import make_train_step
 from jax_transformer import GPT, GPTConfig, MLAConfig, create_train_state, dot_product_attention
 from tests.common import random_params, random_tokens
@@ -209,6 +209,19 @@ def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and
     for got in (values_and_gradients(splash, sinks_H=sinks_H), values_and_gradients(chunked, sinks_H=sinks_H)):
         for a, b in zip(got, expected):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize('first, window, sinks, v_dim', [(700, 0, False, 8), (1290, 0, True, 8), (900, 100, False, 12)])
+def test_blockwise_attention_is_dot_product_attention(first, window, sinks, v_dim):
+    rng = np.random.default_rng(0)
+    q, k, v, sinks_H = (jnp.asarray(rng.normal(size=size), jnp.float32)
+                        for size in ((2, 8, 6, 8), (2, 1300, 3, 8), (2, 1300, 3, v_dim), 6))
+    mask = causal_mask(jnp.arange(1300), first + jnp.arange(8)[:, None], window=window)
+    mask = jnp.stack([mask, jnp.roll(mask, -200, axis=1)])  # rows of different lengths
+    options = dict(scale=0.3, sinks_H=sinks_H if sinks else None)
+    np.testing.assert_allclose(blockwise_attention(q, k, v, mask, **options),
+                               dot_product_attention(q, k, v, mask, **options), atol=1e-6)
+
 
 
 def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():

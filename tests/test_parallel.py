@@ -20,7 +20,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, new_cache, prefill
+from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, init_cache, prefill
 from jax_ops import (
     AXES, BATCH, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens, partition_specs, shard)
 from jax_train_utils import (
@@ -609,18 +609,17 @@ def test_the_kv_cache_is_sharded_over_heads_and_a_token_moves_no_weights():
     params = parallel.init_sharded(create_train_state, jax.random.key(0), config, optax.identity()).params
     state = DecodeState(
         tokens_BxN=jnp.zeros((3, 24), jnp.int32), length_B=jnp.full(3, 4), n_generated_B=jnp.zeros(3, jnp.int32),
-        done_B=jnp.zeros(3, bool), key_B=jax.random.split(jax.random.key(0), 3), cache=None)
-    sampling = SamplingConfig(
-        greedy=True, top_k=False, top_p=False, min_p=False, penalize=False, n_vocab=37, stop_tokens=())
-    sampling_params = SamplingParams(*np.ones(5, np.float32))
-    static = dict(config=config, sampling=sampling, draft_config=None, n_draft=0)
+        done_B=jnp.zeros(3, bool), key_B=jax.random.split(jax.random.key(0), 3))
+    sampling = SamplingConfig(n_vocab=37, stop_tokens=())
+    sampling_params = SamplingParams(temperature=None, top_k=None, top_p=None, min_p=None, repetition_penalty=None)
+    static = dict(configs=(config,), sampling=sampling, n_draft=0, use_cache=True)
     with parallel.mesh_context():
-        cache = prefill(params, new_cache(config, 3, 16, 'auto', 0), np.zeros((3, 16), np.int32),
-                        np.arange(16, dtype=np.int32)[None], config=config)
-        state = state.replace(cache=cache)
+        cache = prefill(params, jax.jit(init_cache, static_argnums=(0, 1, 2))(config, 3, 16),
+                        np.zeros((3, 16), np.int32), np.arange(16, dtype=np.int32)[None], config=config)
+        state = state.replace(caches=(cache,))
         program = decode.lower(
-            params, None, state, sampling_params, np.int32(8), np.int32(16), np.int32(16), **static).compile().as_text()
-    for x in jax.tree.leaves(state.cache):
+            (params,), state, sampling_params, np.int32(8), np.int32(16), np.int32(16), **static).compile().as_text()
+    for x in jax.tree.leaves(state.caches):
         assert x.addressable_shards[0].data.shape == (3, 1, 16, 16)
     found = [found for part in program.split('\n\n') if part.startswith('%') for found in collectives(part)]
     assert max(size for _, sizes in found for size in sizes) == 3 * 64  # activations of one token, [B, D]
