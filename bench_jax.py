@@ -1,5 +1,5 @@
-"""Times training or decoding with random weights and random tokens, or the start of a script, or compiles training for devices that are not here
-and says what it needs. Prints a table, then one JSON line.
+"""Times training or decoding with random weights and random tokens, or the start of a script, or compiles training for
+devices that are not here and says what it needs. Prints a table, then one JSON line.
 
 $ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
 $ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16 --ablate=True
