@@ -26,7 +26,7 @@ MAX_DRAFT = 16
 
 def convert_params_for_decoding(params, dtype, quantize=''):
     """The parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is 'int8'. On one CPU device
-    float32 kernels become Transposed.
+    float32 and bfloat16 kernels become Transposed.
 
     Removes each block from the dict `params` as it is converted, so that memory need not hold the model twice. Raises
     UserError for an unknown quantize."""
@@ -36,10 +36,12 @@ def convert_params_for_decoding(params, dtype, quantize=''):
     for name in list(params):
         part = {name: params.pop(name)}
         devices = jnp.asarray(jax.tree.leaves(part)[0]).devices()
+        if len(devices) == 1:  # without a mesh of one device, see commit
+            part = jax.tree.map(lambda x: jnp.asarray(x).addressable_data(0), part)
         if quantize:
             part = quantize_params(part)
         part = cast_matrices(part, dtype)
-        if dtype == 'float32' and [device.platform for device in devices] == ['cpu']:
+        if dtype in ('float32', 'bfloat16') and [device.platform for device in devices] == ['cpu']:
             part = transpose_kernels(part)
         converted |= jax.block_until_ready(part)  # so that the old buffers are freed before the next conversion
     return converted
@@ -370,6 +372,13 @@ def choose_slots(needed, longest, block_size):
     return min(block_size, at_end if at_end <= 2 * n_slots else n_slots)
 
 
+def commit(tree, params):
+    """The tree on the one device of params, committed to it, as results are: decode and prefill are then not compiled
+    a second time for their own results. On several devices the tree as it is."""
+    devices = jnp.asarray(jax.tree.leaves(params)[0]).devices()
+    return jax.device_put(tree, *devices) if len(devices) == 1 else tree
+
+
 @functools.partial(jax.jit, static_argnames=('configs', 'batch_size', 'n_slots', 'dtype', 'n_draft'))
 def grow_caches(caches, *, configs, batch_size, n_slots, dtype, n_draft):
     """Copies of the KV caches with n_slots slots, one for each config, or new caches for (). Their positions must not
@@ -496,11 +505,12 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
     sampling_params = jax.tree.map(np.float32, controls)
     sample_index_B = np.arange(B) if sample_index_B is None else np.asarray(sample_index_B)
     N = round_up_slots(max(longest, T, config.block_size if is_learned else 0))
-    state = DecodeState(
+    state = commit(DecodeState(
         tokens_BxN=jnp.asarray(np.pad(tokens_BxT, ((0, 0), (0, N - T)))), length_B=jnp.asarray(length_B),
         n_generated_B=jnp.zeros(B, jnp.int32), done_B=jnp.zeros(B, bool),
         key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, sample_index_B),
-        steps=jnp.int32(-1), drafted=jnp.int32(0), accepted=jnp.int32(0))  # the first token's step is not counted
+        steps=jnp.int32(-1),  # the first token's step is not counted
+        drafted=jnp.int32(0), accepted=jnp.int32(0)), params)
 
     weights, configs = ((params, draft[0]), (config, draft[1])) if draft else ((params,), (config,))
     caches, n_slots, n_held = (), 0, 0
@@ -516,7 +526,8 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
         chosen, row_B = unique_prompts(tokens_BxT, end_B)
         if n_slots < min(end_B.max() + 1, config.block_size):
             n_slots = choose_slots(end_B.max() + 1, longest, config.block_size)
-            caches = grow_caches(caches, configs=configs, batch_size=len(chosen), n_slots=n_slots, **cache_options)
+            caches = commit(grow_caches(caches, configs=configs, batch_size=len(chosen), n_slots=n_slots,
+                                        **cache_options), params)
         least = 16 if prefix_cache is None else 64
         caches = tuple(prefill_pieces(*model, tokens_BxT[chosen], n_held, end_B[chosen], least)
                        for model in zip(weights, configs, caches))

@@ -9,19 +9,10 @@ import json
 import os
 import select
 import sys
+import time
 from pathlib import Path
 
-import jax
-import numpy as np
-from flax.traverse_util import unflatten_dict
-
-from jax_generate import (
-    PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
-from jax_ops import UserError
-from jax_pretrained import load_pretrained, local_path
-from jax_train_utils import (
-    Stopwatch, describe_tokenizer, exit_on_user_error, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth,
-    read_flags, same_tokens, setup_distributed_training, setup_jax_environment, strip_partial_utf8)
+from jax_flags import UserError, exit_on_user_error, read_flags
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, ...), a Hugging Face folder or 'owner/name', a ckpt.pt
@@ -53,6 +44,7 @@ tensor = 1 # shard heads (with their KV cache), MLP width and vocabulary over th
 expert = 1 # shard the experts over this many devices
 compile = True # has no effect: JAX always compiles
 # -----------------------------------------------------------------------------
+started = time.perf_counter()
 sys.excepthook = exit_on_user_error
 flags, given = read_flags(__file__, globals())  # all knobs of the block above, and those that the user gave
 globals().update(flags)
@@ -65,7 +57,22 @@ if seed >= 2**32:
 if not 0 < top_p <= 1 or not 0 <= min_p <= 1 or not 0 < repetition_penalty < float('inf'):
     raise UserError(f'top_p must be in (0, 1], min_p in [0, 1], repetition_penalty above 0; got {top_p}, {min_p}, '
                     f'{repetition_penalty}')
+
+# jax is imported after the flags, so that --help and a wrong flag are answered at once
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from jax_generate import (
+    PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
+from jax_pretrained import load_pretrained, local_path
+from jax_train_utils import (
+    Stopwatch, describe_tokenizer, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, same_tokens,
+    setup_distributed_training, setup_jax_environment, strip_partial_utf8)
+
 devices, dtype, reason = setup_jax_environment(device, dtype)
+clock = Stopwatch()
+imports_s = clock.start - started
 n_devices = tensor * expert
 if not 1 <= n_devices <= len(devices):
     raise UserError(f'tensor={tensor} x expert={expert}, and there are {len(devices)} devices')
@@ -144,7 +151,7 @@ def encode(text):
 STREAM_CHUNK = 8  # tokens generated between two updates of a text that is shown while it grows
 SLOW_TOKEN = 0.05  # seconds: a text with slower tokens is updated after each
 STOP_CHUNK = 64  # tokens generated between two searches for the stop text
-clock = Stopwatch()
+loading = clock.lap()
 calls = []  # (laps, prompt lengths, GenerationResult) of each call of generate_texts, for report_speed
 
 
@@ -223,7 +230,10 @@ def report_speed():
     compile_s = sum(lap.compiling for laps, _, _ in calls for lap in laps)
     prefill_s = sum(laps[0].running for laps, _, _ in calls)
     decode_s = sum(lap.running for laps, _, _ in calls for lap in laps[1:])
-    report = f'compiled in {compile_s:.1f} s, prefill {prefill_s * 1000:.1f} ms'
+    first = calls[0][0][0]
+    report = (f'first token: imports {imports_s:.2f} s, weights {loading.running:.2f} s, '
+              f'compiling {loading.compiling + first.compiling:.2f} s, running {first.running:.2f} s\n'
+              f'compiled in {compile_s:.1f} s, prefill {prefill_s * 1000:.1f} ms')
     if decode_s:
         batch_size = len(calls[0][1])
         n_tokens = sum(int(np.sum(result.lengths - lengths)) for _, lengths, result in calls)

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import jax_generate
-from jax_generate import PAD, PrefixCache, generate, generate_stream, keep_largest
+from jax_generate import (
+    PAD, PrefixCache, convert_params_for_decoding, decode, generate, generate_stream, keep_largest, prefill)
 from jax_ops import UserError
 from jax_pretrained import load_pretrained
+from jax_train_utils import setup_distributed_training
 from tests.common import FAMILIES, TINY, apply, random_params, random_tokens
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
@@ -247,3 +249,16 @@ def test_the_largest_logits_are_kept_as_a_sort_would(kind):
         least = np.where(np.cumsum(probs, -1) - probs < p, ordered, np.inf).min(-1, keepdims=True)
         np.testing.assert_array_equal(keep(x, jax.nn.softmax(x), np.float32(p)), np.where(x < least, -np.inf, x))
     np.testing.assert_array_equal(keep(x, jax.nn.softmax(x), np.float32(1.5)), x)
+
+
+@pytest.mark.parametrize('n_prompt', [1, 4, 40])
+def test_decode_and_prefill_are_compiled_once_for_weights_that_a_script_has_placed(n_prompt):
+    config = dataclasses.replace(TINY, block_size=128)
+    params = setup_distributed_training(jax.devices()[:1]).device_put(random_params(config))
+    params = convert_params_for_decoding(dict(params), 'float32')
+    for compiled in (decode, prefill):
+        compiled.clear_cache()
+    results = generate_stream(params, config, random_tokens(1, n_prompt), 9, rng=jax.random.key(0), chunk=3)
+    assert len(list(results)) == 4
+    assert decode._cache_size() == 1
+    assert prefill._cache_size() == (n_prompt > 1)

@@ -19,10 +19,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jax_train_utils
+from jax_flags import config_block
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
-    MODEL_FLAGS, HFTokenizer, config_block, config_from_flags, flags_from_config, load_meta, load_run,
-    read_metrics)
+    MODEL_FLAGS, HFTokenizer, config_from_flags, flags_from_config, load_meta, load_run, read_metrics)
 from tests.common import (
     FAMILIES, GOLDEN, ROOT, TEXT, assert_refused, copy_folder, edit_json, records_without_times, refusal, run_script,
     sample, start_training, train, wait_for_iteration)
@@ -98,6 +98,36 @@ def test_every_knob_is_live(script):
     assert not knobs.keys() - used
 
 
+SCRIPTS = ('train_jax.py', 'sample_jax.py', 'export_jax.py', 'bench_jax.py')
+NO_JAX = """
+import runpy, sys
+sys.modules['jax'] = sys.modules['numpy'] = None  # to import them is an ImportError
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+@pytest.mark.parametrize('arg, code, out, err', [
+    ('--help', 0, 'usage: python {script} .*--device=|usage: python {script} .*--folder=', ''),
+    ('--seeed=1', 2, '', 'error: unknown flag --seeed')])
+def test_help_and_a_wrong_flag_are_answered_without_jax(script, arg, code, out, err):
+    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert re.match(out.format(script=script), done.stdout, re.S)
+    assert re.match(f'{err}.*\n' if err else '$', done.stderr)
+
+
+@pytest.mark.parametrize('script, arg, message', [
+    ('train_jax.py', '--batch_size=0', 'batch_size must be at least 1'),
+    ('sample_jax.py', '--top_p=2', 'top_p must be in'),
+    ('export_jax.py', '--shard_gb=1.0', 'name the new folder'),
+    ('bench_jax.py', '--mode=fly', 'mode must be train')])
+def test_a_value_out_of_range_is_refused_without_jax(script, arg, message):
+    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True)
+    assert_refused(done, message)
+
+
 def test_every_flag_of_the_model_changes_the_model():
     flags = dict(
         n_layer=2, n_head=2, n_embd=16, block_size=16, bias=True, norm='layer', position='learned', n_kv_head=0,
@@ -169,6 +199,9 @@ def test_log_lines_have_nanogpts_form(finished):
     compile_s = float(re.search(r'compiled the training step in ([\d.]+) s', out)[1])
     _, first_ms = iters[0]
     assert float(first_ms) / 1000 < compile_s  # `time` does not include the compilation
+    started = re.findall(r'^first iteration: imports ([\d.]+) s, compiling ([\d.]+) s, running [\d.]+ s$', out, re.M)
+    assert len(started) == 1
+    assert float(started[0][1]) >= compile_s - 0.1  # the evaluation is compiled in addition
 
 
 def test_training_learns(finished):
@@ -816,9 +849,29 @@ def test_the_decoding_benchmark_ends_with_one_json_line():
     assert figures['cache_mb'] * 1e6 == 2 * 4 * 2 * 16 * 32  # slots: at most block_size
 
 
+def test_the_start_of_a_script_is_timed_cold_and_warm_in_parts(finished):
+    command = f'sample_jax.py --out_dir={finished[0]} --device=cpu:0'
+    report = report_of(run_script('bench_jax.py', '--mode=startup', f'--command={command}', '--repeats=1',
+                                  f'--peer={sys.executable} -c pass'))
+    seconds = report['results']
+    parts = {'imports', 'weights', 'compiling', 'running'}
+    assert seconds.keys() == {f'{when}_{part}' for when in ('cold', 'warm') for part in parts | {'first'}} | {
+        'peer_total'}
+    for when in ('cold', 'warm'):
+        assert sum(seconds[f'{when}_{part}'] for part in parts) < seconds[f'{when}_first'] + 0.1
+    assert seconds['warm_compiling'] < seconds['cold_compiling']
+    assert 0 < seconds['peer_total'] < seconds['warm_first']
+
+
+def test_a_start_that_fails_is_refused_with_what_the_script_said(tmp_path):
+    result = run_script('bench_jax.py', '--mode=startup', f'--command=sample_jax.py --out_dir={tmp_path}')
+    assert_refused(result, 'sample_jax.py --out_dir=.* failed: error: .*checkpoint')
+
+
 def test_a_benchmark_that_cannot_be_is_refused():
+    assert_refused(run_script('bench_jax.py', '--mode=startup', '--command=ls'), 'command must start with sample_jax')
     sleep = run_script('bench_jax.py', '--mode=sleep')
-    assert_refused(sleep, "mode must be train, decode or compile, not 'sleep'")
+    assert_refused(sleep, "mode must be train, decode, startup or compile, not 'sleep'")
     too_many = run_script('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=100')
     assert_refused(too_many, 'at most block_size=32')
     too_few = run_script('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=1')

@@ -28,16 +28,16 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_train_utils
-from jax_ops import UserError
+from jax_flags import UserError, exit_on_user_error, read_flags
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    DataParallel, MetricsLog, StopSignal, check_agreement, check_device_availability, checkpoint_steps,
-    choose_attention, clip_gradients, configure_process, count_windows, create_learning_rate_schedule,
-    create_optimizer_with_schedule, default_dtype, describe_data, device_peak_flops, enable_compilation_cache,
-    estimate_loss_jax, exit_on_user_error, finds_accelerator, finish_checkpoints, fit_layout, get_batch_jax,
+    DataParallel, MetricsLog, StopSignal, can_cache_on_cpu, check_agreement, check_device_availability,
+    checkpoint_steps, choose_attention, clip_gradients, configure_process, count_windows, cpu_name,
+    create_learning_rate_schedule, create_optimizer_with_schedule, default_dtype, describe_data, device_peak_flops,
+    enable_compilation_cache, estimate_loss_jax, finds_accelerator, finish_checkpoints, fit_layout, get_batch_jax,
     get_loss_weights, get_windows, in_all_processes, load_checkpoint, load_dataset, load_dataset_meta, load_meta,
     load_run, load_tokenizer, lock_out_dir, make_eval_step, make_train_step, open_checkpoints, opt_state_item,
-    plot_losses, read_flags, read_metrics, save_checkpoint, setup_jax_environment, split_batch, strip_partial_utf8)
+    plot_losses, read_metrics, save_checkpoint, setup_jax_environment, split_batch, strip_partial_utf8)
 from jax_transformer import GPT, GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
     GOLDEN, ROOT, TINY, apply, column, compiled_once, device_batch, edit_json, fresh_run, host_batch, meta_of, refusal,
@@ -141,7 +141,7 @@ def test_help_prints_every_knob_with_its_default_and_comment(read, capsys):
 
 PRINTS = """
 import sys
-from jax_train_utils import exit_on_user_error
+from jax_flags import exit_on_user_error
 sys.excepthook = exit_on_user_error
 print('first', flush=True)
 sys.stdin.read()  # until the reader has gone
@@ -364,31 +364,6 @@ def test_memory_and_platform_are_settled_before_jax_starts(script, monkeypatch, 
 def test_memory_is_kept_only_where_the_cpu_computes(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(jax_train_utils, 'configure_malloc', lambda: calls.append(1))
-    monkeypatch.setattr(jax_train_utils.jax, 'config', type('Config', (), {
-        'jax_platforms': None, 'update': lambda self, *args: None})())
-    for device, accelerator, expected in (('cpu', True, 1), ('auto', False, 1), ('auto', True, 0), ('cuda', True, 0)):
-        calls.clear()
-        monkeypatch.setattr(jax_train_utils, 'finds_accelerator', lambda found=accelerator: found)
-        configure_process(device)
-        assert len(calls) == expected, device
-    monkeypatch.undo()
-
-    plugins = []
-    monkeypatch.setattr(importlib.metadata, 'entry_points', lambda group: plugins)
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    monkeypatch.setattr(jax_train_utils.jax, 'config', type('Config', (), {'jax_platforms': None})())
-    assert not jax_train_utils.finds_accelerator(tmp_path)
-    (tmp_path / 'nvidia0').touch()
-    assert not jax_train_utils.finds_accelerator(tmp_path)  # JAX is installed for the CPU
-    plugins.append('xla_cuda13')
-    assert jax_train_utils.finds_accelerator(tmp_path)
-    (tmp_path / 'nvidia0').unlink()
-    assert not jax_train_utils.finds_accelerator(tmp_path)
-
-
-def test_memory_is_kept_only_where_the_cpu_computes(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(jax_train_utils, 'configure_malloc', lambda: calls.append(1))
     monkeypatch.setattr(jax, 'config', types.SimpleNamespace(jax_platforms=None, update=lambda *args: None))
     for device, accelerator, expected in (('cpu', True, 1), ('auto', False, 1), ('auto', True, 0), ('cuda', True, 0)):
         calls.clear()
@@ -482,23 +457,95 @@ def test_a_mistake_of_one_process_is_reported_by_all(other_says):
     assert refusal(in_all_processes, max, 3, 5) == 'process 0: no data'
 
 
-def test_compiled_programs_are_kept_for_accelerators_in_a_folder_of_the_users_own(tmp_path, monkeypatch):
+@pytest.fixture
+def cache_dir_unset():
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update('jax_compilation_cache_dir', None)
+    yield
+    jax.config.update('jax_compilation_cache_dir', before[0])
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', before[1])
+
+
+def test_compiled_programs_are_kept_in_a_folder_of_the_users_own(tmp_path, monkeypatch, cache_dir_unset):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    before = jax.config.jax_compilation_cache_dir
-    try:
-        jax.config.update('jax_compilation_cache_dir', None)
-        setup_jax_environment('cpu')
-        assert jax.config.jax_compilation_cache_dir is None
-        enable_compilation_cache('gpu')
-        folder, = (tmp_path / 'jax_transformer').iterdir()
-        assert jax.config.jax_compilation_cache_dir == str(folder)
-        assert folder.name == f'gpu-jaxlib-{jax.lib.__version__}'
-        assert folder.stat().st_mode & 0o077 == 0
-        jax.config.update('jax_compilation_cache_dir', '/elsewhere')
-        enable_compilation_cache('gpu')
-        assert jax.config.jax_compilation_cache_dir == '/elsewhere'
-    finally:
-        jax.config.update('jax_compilation_cache_dir', before)
+    enable_compilation_cache('gpu')
+    folder, = (tmp_path / 'jax_transformer').iterdir()
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    assert folder.name == f'gpu-jaxlib-{jax.lib.__version__}'
+    assert folder.stat().st_mode & 0o077 == 0
+    jax.config.update('jax_compilation_cache_dir', '/elsewhere')
+    enable_compilation_cache('gpu')
+    assert jax.config.jax_compilation_cache_dir == '/elsewhere'
+
+
+@pytest.mark.parametrize('version, system, n_processes, kept', [
+    ('0.10.2', 'linux', 1, True), ('0.12.0.dev20260801', 'linux', 1, True), ('0.10.1', 'linux', 1, False),
+    ('0.10.2', 'darwin', 1, False), ('0.10.2', 'linux', 2, False)])
+def test_cpus_keep_programs_only_where_they_are_known_to_load(version, system, n_processes, kept, tmp_path, monkeypatch,
+                                                              cache_dir_unset):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    monkeypatch.setattr(jax.lib, '__version__', version)
+    monkeypatch.setattr(sys, 'platform', system)
+    monkeypatch.setattr(jax, 'process_count', lambda: n_processes)
+    enable_compilation_cache('cpu')
+    assert bool(jax.config.jax_compilation_cache_dir) == kept
+    assert (tmp_path / 'jax_transformer').exists() == kept
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc/cpuinfo')
+def test_programs_of_another_number_of_threads_have_another_folder(monkeypatch):
+    names = {cpu_name(), cpu_name()}
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(97))
+    names.add(cpu_name())
+    monkeypatch.setenv('NPROC', '3')
+    names.add(cpu_name())
+    assert len(names) == 3
+
+
+MODEL_STEP = """
+import collections, jax, numpy as np
+from jax_train_utils import setup_jax_environment
+setup_jax_environment('cpu')
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: events.update([name.rpartition('/')[2]]))
+x = np.random.default_rng(0).normal(size=(300, 70)).astype(np.float32)
+y = jax.jit(lambda x: jax.nn.softmax(jax.nn.gelu(x @ x.T)) @ x)(x)
+print(events['cache_hits'], events['cache_misses'], np.asarray(y).tobytes().hex())
+"""
+
+
+@pytest.mark.skipif(not can_cache_on_cpu(), reason='CPUs keep no programs here')
+def test_a_second_process_loads_what_the_first_has_compiled_and_computes_the_same_bits(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if 'CACHE' not in name and name != 'XLA_FLAGS'}
+    environment |= {'XDG_CACHE_HOME': str(tmp_path), 'JAX_NUM_CPU_DEVICES': '1'}
+
+    def start(**more):
+        return subprocess.Popen([sys.executable, '-c', MODEL_STEP], cwd=ROOT, env=environment | more, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def end(process):
+        """(cache hits, cache misses, the result, stderr)"""
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        hits, misses, result = out.split()
+        return int(hits), int(misses), result, err
+
+    off, cold, side_by_side = map(end, [start(JAX_ENABLE_COMPILATION_CACHE='0'), start(), start()])
+    assert off[:2] == (0, 0)
+    assert cold[0] + cold[1] == side_by_side[0] + side_by_side[1] > 0
+    files = sorted(path for path in tmp_path.rglob('*-cache'))
+    kept = [path.read_bytes() for path in files]
+    warm = end(start())
+    assert warm[0] == len(files) == cold[0] + cold[1]
+    assert warm[1] == 0
+    assert [path.read_bytes() for path in files] == kept
+    files[0].write_bytes(kept[0][:len(kept[0]) // 2])  # a process was killed while it wrote
+    files[-1].write_bytes(kept[-1][:100] + bytes([kept[-1][100] ^ 1]) + kept[-1][101:])
+    damaged = end(start())
+    assert damaged[0] == len(files) - len({files[0], files[-1]})
+    assert {process[2] for process in (off, cold, side_by_side, warm, damaged)} == {off[2]}
+    assert off[3] == warm[3] == ''
+    assert 'Error reading persistent compilation cache' in damaged[3]
 
 
 # -----------------------------------------------------------------------------
