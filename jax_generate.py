@@ -6,6 +6,7 @@ bookkeeping.
 
 Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J the number of drafts.
 """
+import collections
 import functools
 from typing import Any, NamedTuple
 
@@ -134,19 +135,9 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0):
 # -----------------------------------------------------------------------------
 # sampling
 
-class SamplingConfig(NamedTuple):
-    """Static: a change recompiles."""
-    n_vocab: int  # only ids below it are sampled
-    stop_tokens: tuple
-
-
-class SamplingParams(NamedTuple):
-    """None is off (for the temperature: greedy). Other values may change without compiling."""
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-    repetition_penalty: Any
+SamplingConfig = collections.namedtuple('SamplingConfig', 'n_vocab stop_tokens')  # static; only ids < n_vocab
+# None is off (for the temperature: greedy); another number does not recompile
+SamplingParams = collections.namedtuple('SamplingParams', 'temperature top_k top_p min_p repetition_penalty')
 
 
 def sample_token(logits_BxV, key_B, sampling, sampling_params):
@@ -241,8 +232,7 @@ def prefill(params, cache, idx_BxT, position_BxT, *, config):
 def decode(weights, state, sampling_params, n_end, max_length, n_slots, *, configs, sampling, n_draft, use_cache):
     """Generates until every row has n_end new tokens, is longer than max_length, or is done: one compiled loop over one
     of the three steps below. Ends early when a row is longer than the cache's n_slots, or when drafts are useless.
-
-    weights, configs: those of the model, and of the draft model if there is one."""
+    weights, configs: of the model, and of the draft model if there is one."""
     def room(state):
         """Number of tokens that each row may still get."""
         return jnp.where(state.done_B, 0, jnp.minimum(n_end - state.n_generated_B, max_length + 1 - state.length_B))
@@ -434,14 +424,12 @@ class PrefixCache:
 # generate
 
 class GenerationResult(NamedTuple):
-    """What there is so far: numpy int32 arrays of tokens [B, N] and of the length of each row [B]; the decode steps
-    after the first token, and the bytes of KV cache that the last one read; the number of drafts and of those
-    accepted."""
-    tokens: np.ndarray
-    lengths: np.ndarray
-    steps: int = 0
-    cache_bytes: int = 0
-    drafted: int = 0
+    """What there is so far."""
+    tokens: np.ndarray  # int32 [B, N]
+    lengths: np.ndarray  # of each row, int32 [B]
+    steps: int = 0  # of decode after the first token
+    cache_bytes: int = 0  # that the last step read
+    drafted: int = 0  # number of drafts, and of those accepted
     accepted: int = 0
 
 

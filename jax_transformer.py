@@ -102,18 +102,7 @@ class GPTConfig:
         return self.layer_types[i % len(self.layer_types)], is_moe
 
     def __post_init__(self):
-        for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
-            if getattr(self, name) < 1:
-                raise UserError(f'{name} must be at least 1, not {getattr(self, name)}')
-        if self.n_embd % self.n_head and not self.head_dim and not self.mla:
-            valid = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
-            raise UserError(f'n_head={self.n_head} does not divide n_embd={self.n_embd}; it may be one of {valid}')
-        if not 0 <= self.dropout < 1:
-            raise UserError(f'dropout must be in [0, 1), not {self.dropout}')
-        for name, known in (('dtype', DTYPES), ('activation', ACTIVATIONS), ('attention', ATTENTION), ('remat', REMAT)):
-            if getattr(self, name) not in known:
-                raise UserError(f'{name} must be one of {", ".join(known)}, not {getattr(self, name)!r}')
-        init_other_models(self)
+        init_config(self)
 
     def architecture(self):
         """{name: value} of the fields that say what the model is: GPTConfig(**config.architecture())."""
@@ -553,17 +542,27 @@ class MoEConfig:
                             f'{self.n_group_used} are used')
 
 
-def init_other_models(config):
-    """Makes the groups of a GPTConfig from dicts. Raises UserError for fields that do not go together."""
+def init_config(config):
+    """Makes the groups of a GPTConfig from dicts. Raises UserError for values out of range or that do not go together.
+    """
     for name, group in (('rope_scaling', RopeScaling), ('mla', MLAConfig), ('moe', MoEConfig)):
         if isinstance(getattr(config, name), dict):
             object.__setattr__(config, name, group(**getattr(config, name)))
     object.__setattr__(config, 'layer_types', tuple(config.layer_types))
-    if config.rope_scaling and config.rope_scaling.kind not in ('llama3', 'yarn'):
-        raise UserError(f'the kind of rope scaling must be llama3 or yarn, not {config.rope_scaling.kind!r}')
-    for name, known in (('norm', NORMS), ('position', POSITIONS), ('mlp', MLPS), ('qk_norm', QK_NORMS)):
+    for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
+        if getattr(config, name) < 1:
+            raise UserError(f'{name} must be at least 1, not {getattr(config, name)}')
+    if config.n_embd % config.n_head and not config.head_dim and not config.mla:
+        valid = [h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0]
+        raise UserError(f'n_head={config.n_head} does not divide n_embd={config.n_embd}; it may be one of {valid}')
+    if not 0 <= config.dropout < 1:
+        raise UserError(f'dropout must be in [0, 1), not {config.dropout}')
+    for name, known in (('dtype', DTYPES), ('activation', ACTIVATIONS), ('attention', ATTENTION), ('remat', REMAT),
+                        ('norm', NORMS), ('position', POSITIONS), ('mlp', MLPS), ('qk_norm', QK_NORMS)):
         if getattr(config, name) not in known:
             raise UserError(f'{name} must be one of {", ".join(known)}, not {getattr(config, name)!r}')
+    if config.rope_scaling and config.rope_scaling.kind not in ('llama3', 'yarn'):
+        raise UserError(f'the kind of rope scaling must be llama3 or yarn, not {config.rope_scaling.kind!r}')
     if config.n_head % config.kv_heads:
         valid = [h for h in range(1, config.n_head + 1) if config.n_head % h == 0]
         raise UserError(f'n_kv_head={config.n_kv_head} does not divide n_head={config.n_head}; one of {valid} does')

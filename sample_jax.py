@@ -5,6 +5,7 @@ $ python sample_jax.py --init_from=gpt2-xl --start="The answer to life, the univ
 """
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import select
@@ -170,17 +171,12 @@ def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
         row[:len(prompt)] = prompt
     prompt_texts = [tokenizer.decode(prompt) for prompt in prompts]
     laps = []
-
-    def stream_chunk():  # token by token, until one was fast
-        fastest = min((lap.running for lap in laps[1:]), default=SLOW_TOKEN)
-        return STREAM_CHUNK if fastest < SLOW_TOKEN else 1
-
     results = generate_stream(
         params, config, idx, max_new_tokens, rng=jax.random.key(seed), temperature=temperature, top_k=top_k or None,
         top_p=top_p if top_p < 1 else None, min_p=min_p or None,
         repetition_penalty=repetition_penalty if repetition_penalty != 1 else None, n_vocab=tokenizer.vocab_size,
         prompt_lengths_B=lengths, sample_index_B=sample_index, stop_tokens=tokenizer.stop_tokens,
-        chunk=stream_chunk if show else STOP_CHUNK if stop else None,  # None: all tokens in one compiled loop
+        chunk=functools.partial(stream_chunk, laps) if show else STOP_CHUNK if stop else None,  # None: all
         cache_dtype=cache_dtype, n_draft=n_draft, draft=draft_model, prefix_cache=prefix_cache)
     clock.lap()
     with parallel.mesh_context(), contextlib.closing(results):
@@ -206,6 +202,12 @@ def texts_until_stop(result, prompt_texts):
         texts.append(text if end < 0 else text[:end])
         stopped.append(end >= 0)
     return texts, stopped
+
+
+def stream_chunk(laps):
+    """Number of tokens to generate before the text is shown again: 1, until one took less than SLOW_TOKEN."""
+    fastest = min((lap.running for lap in laps[1:]), default=SLOW_TOKEN)
+    return STREAM_CHUNK if fastest < SLOW_TOKEN else 1
 
 
 def settled_part(text):
