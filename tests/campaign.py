@@ -544,14 +544,17 @@ def snapshot(folder):
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob('*') if path.is_file()}
 
 
-def input_section(work, n_inputs, seed=1, chosen=''):
+def input_section(work, n_inputs, seed=1, chosen='', minutes=1e9):
     """chosen: 'i,j,...' runs these inputs only."""
+    deadline = time.monotonic() + 60 * minutes
     inputs = Inputs(work)
     kinds = ['flags_of_training', 'flags_of_sampling', 'command_lines', 'config_files', 'datasets', 'checkpoints',
              'foreign_models', 'prompts']
     codes = collections.defaultdict(collections.Counter)
     log = open(work / 'inputs.log', 'w', buffering=1)
     for i in map(int, chosen.split(',')) if chosen else range(n_inputs):
+        if time.monotonic() > deadline:
+            break
         rng.seed(f'{seed} {i}')  # each input can be made again alone
         kind = kinds[i % len(kinds)]
         folder = work / 'input' / f'{i}'
@@ -783,6 +786,7 @@ def main():
     parser.add_argument('--layout', default='', help="'1 device', '8 virtual devices' or '2 processes'; all if empty")
     parser.add_argument('--kills', type=int, default=100)
     parser.add_argument('--inputs', type=int, default=1000)
+    parser.add_argument('--minutes', type=float, default=1e9, help='of a section of bad inputs, at most')
     parser.add_argument('--chosen', default='', help='numbers of inputs, separated by commas: these only')
     parser.add_argument('--pages', type=int, default=1, help='pages of 4 kB between two sizes of a full disk')
     parser.add_argument('--iters', type=int, default=20000)
@@ -793,7 +797,8 @@ def main():
     for name in flags.sections.split(','):
         section, size = sections[name]
         started = time.monotonic()
-        options = {'kill': dict(only=flags.layout), 'input': dict(seed=flags.seed, chosen=flags.chosen)}.get(name, {})
+        options = {'kill': dict(only=flags.layout), 'input': dict(
+            seed=flags.seed, chosen=flags.chosen, minutes=flags.minutes)}.get(name, {})
         section(Path(flags.out).resolve() / name, size, **options)
         print(f'{name}: {time.monotonic() - started:.0f} s', flush=True)
     print(f'\nseed {flags.seed}, {time.strftime("%F")}, jax {jax.__version__}, {len(failures)} failures\n')
