@@ -66,6 +66,8 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
         if type(value) is not type(default):
             raise UserError(f'--{name} takes a value of type {type(default).__name__}, as in --{name}={default!r}; '
                             f'got {value!r}')
+        if type(value) is int and abs(value) >= 2**31 and name != 'seed':
+            raise UserError(f'--{name} must be below 2**31')
         flags[name] = given[name] = value
 
     for arg in argv:
@@ -87,7 +89,7 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
             raise UserError(f'flags are written --name=value; got {arg}')
         try:
             value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # all that literal_eval documents
             value = text
         if isinstance(namespace.get(name), str):
             value = text  # as typed: --start=123 is a prompt
@@ -135,7 +137,7 @@ def exit_on_user_error(kind, error, traceback):
         error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
     elif not isinstance(error, UserError) and not (isinstance(error, OSError) and error.errno in disk):
         return sys.__excepthook__(kind, error, traceback)
-    print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
+    print(f'error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
     sys.exit(2)
 
 

@@ -908,7 +908,7 @@ def read_json(path):
             return json.load(f)
     except OSError as error:
         raise UserError(f'cannot read {path}: {error.strerror}') from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
 
 

@@ -1,12 +1,16 @@
 """What the scripts share, section by section: the model's flags, devices and parallelism, data, tokenizers, optimizer
 and schedule, train and eval steps, checkpoints, logging."""
+import array
 import contextlib
 import ctypes
 import dataclasses
 import functools
+import importlib.metadata
+import importlib.util
 import json
 import logging
 import math
+import operator
 import os
 import re
 import shutil
@@ -142,8 +146,16 @@ def configure_process(device, deterministic=False):
         jax.config.update('jax_rocm_visible_devices', index)
     if deterministic:
         os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_deterministic_ops=true'
-    if kind in ('auto', 'cpu'):  # what auto means is only known once the backends are initialized: too late
+    if kind == 'cpu' or kind == 'auto' and not finds_accelerator():
         configure_malloc()
+
+
+def finds_accelerator(dev=Path('/dev')):
+    """Whether --device=auto probably means a GPU or TPU: a plugin of JAX for one is installed, and Linux has such a
+    device. JAX itself knows only once its backends are initialized, too late for configure_malloc."""
+    plugins = importlib.metadata.entry_points(group='jax_plugins') or importlib.util.find_spec('libtpu')
+    devices = [name for pattern in ('nvidia[0-9]*', 'kfd', 'accel[0-9]*', 'vfio/[0-9]*') for name in dev.glob(pattern)]
+    return jax.config.jax_platforms != 'cpu' and bool(plugins and devices)
 
 
 def setup_jax_environment(device='auto', dtype='auto'):
@@ -230,6 +242,7 @@ def join_torchrun():
 
 
 def join(**cluster):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the wait for the others, up to 5 minutes
     try:
         jax.distributed.initialize(**cluster, heartbeat_timeout_seconds=PEER_TIMEOUT,
                                    shutdown_timeout_seconds=PEER_TIMEOUT)
@@ -678,7 +691,7 @@ def load_dataset_meta(data_dir):
                 raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
                                  '{"kind": "folder", "path": where its tokenizer.json is}')
             meta['tokenizer'] = locate_tokenizer(tokenizer, data_dir)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
     elif (data_dir / 'meta.pkl').exists():
         raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which can run programs and is not loaded; if you trust '
@@ -862,6 +875,13 @@ class HFTokenizer:
             raise UserError(f'cannot read {folder / "tokenizer.json"} ({error}); copy or download it again') from None
         self.ids = self.tokenizer.get_vocab()
         self.vocab_size = max(self.ids.values(), default=-1) + 1  # not their number: ids may have holes
+        try:
+            self.read_settings(folder)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise UserError(f"the tokenizer's settings in {folder} are malformed ({type(error).__name__}: {error}); "
+                            'copy or download them again') from None
+
+    def read_settings(self, folder):
         settings = read_json_object(folder / 'tokenizer_config.json')
         self.generation = read_json_object(folder / 'generation_config.json')
         config = read_json_object(folder / 'config.json')
@@ -872,7 +892,7 @@ class HFTokenizer:
         for found in (self.generation, config, config.get('text_config') or {}):
             ids = found.get('eos_token_id')
             stop_tokens |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
-        self.stop_tokens = tuple(sorted(stop_tokens - {None}))
+        self.stop_tokens = tuple(sorted(map(operator.index, stop_tokens - {None})))
         names = ('temperature', 'top_k', 'top_p', 'repetition_penalty')
         self.sampling = {name: x for name in names if isinstance(x := self.generation.get(name), (int, float))}
         self.chat_template = settings.get('chat_template')
@@ -971,7 +991,7 @@ def read_json_object(path):
     """The object in a JSON file; {} if there is no such file. Raises UserError for other content."""
     try:
         values = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
     if not isinstance(values, dict):
         raise UserError(f'{path} is not a JSON object; copy or download it again')
@@ -1279,8 +1299,12 @@ def open_checkpoints(out_dir, keep=2):
             # reverse: Orbax prefers the highest. Saves between evaluations have no metrics; only LatestN keeps them
             policies.BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)]),
         best_fn=val_loss, best_mode='min', cleanup_tmp_directories=True, create=True,
-        async_options=ocp.options.AsyncOptions(post_finalization_callback=lambda: write_checksums(folder)))
+        async_options=ocp.options.AsyncOptions(
+            timeout_secs=10**6,  # 20 minutes by default: too little for slow disks, and for a clock that is set
+            create_directories_asynchronously=False,  # else threads wait 5 minutes for one that cannot be made
+            post_finalization_callback=lambda: write_checksums(folder)))
     try:
+        folder.mkdir(parents=True, exist_ok=True)  # Orbax would take a file in its place
         return ocp.CheckpointManager(folder, options=options, item_names=('params', 'opt_state', 'meta'))
     except OSError as error:
         raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another --out_dir') from error
@@ -1310,17 +1334,22 @@ def checksum(path):
     return crc
 
 
-def find_damage(step):
-    """The first file of the checkpoint folder `step` that is not as it was written, or ''. Several processes each read
-    some of the files. A checkpoint without checksums.json is of an earlier version of this program: not checked."""
+ITEMS = 'params', 'opt_state', 'meta', 'metrics'  # the folders of a checkpoint
+
+
+def find_damage(step, items=ITEMS):
+    """The first file among these items of the checkpoint folder `step` that is not as it was written, or ''. Several
+    processes each read some of the files. A checkpoint without checksums.json is of an earlier version of this program:
+    not checked."""
     damaged = ''
     try:
         sums = json.loads((step / 'checksums.json').read_text()) if (step / 'checksums.json').exists() else {}
-        for name in sorted(sums)[jax.process_index()::jax.process_count()]:
+        names = sorted(name for name in sums if name.split('/')[0] not in set(ITEMS) - set(items))
+        for name in names[jax.process_index()::jax.process_count()]:
             if not (step / name).is_file() or checksum(step / name) != sums[name]:
                 damaged = name
                 break
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         damaged = 'checksums.json'
     return next(filter(None, gather_texts(damaged)), '')
 
@@ -1399,7 +1428,7 @@ def read_val_loss(step):
         return math.inf
     try:
         return float(json.loads(path.read_text())['val_loss'])
-    except (KeyError, TypeError, OSError) as error:
+    except (KeyError, TypeError, OSError, RecursionError) as error:
         raise ValueError(f'{path} is damaged') from error
 
 
@@ -1463,9 +1492,9 @@ def opt_state_item(state):
     return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
 
 
-def load_meta(out_dir, which='latest'):
-    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One that is damaged is named on stderr,
-    and the newest intact one is taken instead. Raises UserError if there is none."""
+def load_meta(out_dir, which='latest', items=ITEMS):
+    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One of which one of these items is damaged
+    is named on stderr, and the newest intact one is taken instead. Raises UserError if there is none."""
     if which not in ('latest', 'best'):
         raise UserError(f'checkpoint must be latest or best, not {which!r}')
     folder = Path(out_dir, 'ckpt')
@@ -1478,7 +1507,7 @@ def load_meta(out_dir, which='latest'):
         steps[1:] = sorted(steps[1:], reverse=True)
     problems = []
     for step in steps:
-        problem = find_damage(folder / str(step))
+        problem = find_damage(folder / str(step), items)
         try:
             if not problem:
                 meta = read_meta(folder / str(step))
@@ -1528,8 +1557,9 @@ def restore_items(out_dir, step, items):
 
 def load_run(out_dir, which='best', parallel=None):
     """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
-    default, on the first device). Reads nothing but the checkpoint. Raises UserError if there is none."""
-    step, meta = load_meta(out_dir, which)
+    default, on the first device). Reads nothing but the checkpoint, and of that not the optimizer's state, which is
+    twice as large as the parameters. Raises UserError if there is none."""
+    step, meta = load_meta(out_dir, which, ('params', 'meta', 'metrics'))
     config = GPTConfig(**meta['model'])
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
     state = parallel.abstract_state(create_train_state, jax.random.key(0), config, optax.identity())
@@ -1578,6 +1608,9 @@ class MetricsLog:
         """Appends a record; a float that is not finite becomes null. Raises UserError if it cannot be written."""
         if 'val_loss' in record and record['iter'] == self.evaluated:
             return
+        if not os.fstat(self.file.fileno()).st_nlink:  # deleted under the running process
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, 'a', buffering=1)
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
             self.file.write(json.dumps(record) + '\n')
@@ -1586,33 +1619,47 @@ class MetricsLog:
                             'continue with --init_from=resume') from error
 
 
-def read_metrics(out_dir):
-    """The records of out_dir/metrics.jsonl, without an incomplete last line, as a killed run may leave it."""
+def iterate_metrics(out_dir):
+    """Yields the records of out_dir/metrics.jsonl up to an incomplete or damaged line, as a killed run may leave it."""
     path = Path(out_dir) / 'metrics.jsonl'
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    if not path.exists():
+        return
+    with open(path, encoding='utf-8', errors='replace') as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                return
+            if not isinstance(record, dict) or type(record.get('iter')) is not int:
+                return
+            yield record
+
+
+def read_metrics(out_dir):
+    return list(iterate_metrics(out_dir))
 
 
 def plot_losses(out_dir):
-    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of every logged iteration, train and val of every
-    evaluation."""
+    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of the logged iterations, of at most 5,000 of them,
+    and train and val of every evaluation. Holds 16 bytes per record, so that a long run does not take more and more
+    memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    records = read_metrics(out_dir)
+    curves = {key: array.array('d') for key in ('loss', 'train_loss', 'val_loss')}
+    for record in iterate_metrics(out_dir):
+        for key, points in curves.items():
+            if isinstance(record.get(key), (int, float)):
+                points.extend((record['iter'], record[key]))
     figure = Figure(figsize=(7, 4.5), layout='constrained')
     axes = FigureCanvasAgg(figure).figure.subplots()
     for key, label, style in (('loss', 'train, iterations', dict(color='0.8', lw=0.8)),
                               ('train_loss', 'train', dict(marker='.')), ('val_loss', 'val', dict(marker='.'))):
-        points = [(r['iter'], r[key]) for r in records if r.get(key) is not None]
-        if points:
-            axes.plot(*zip(*points), label=label, **style)
+        points = np.asarray(curves[key]).reshape(-1, 2)
+        if len(points):
+            axes.plot(*points[::ceil_div(len(points), 5000)].T, label=label, **style)
     axes.set(xlabel='iteration', ylabel='loss (nats per token)')
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(Path(out_dir) / 'loss.tmp.png', dpi=120)
     os.replace(Path(out_dir) / 'loss.tmp.png', Path(out_dir) / 'loss.png')

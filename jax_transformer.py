@@ -59,7 +59,7 @@ class GPTConfig:
     dtype: str = 'float32'  # of activations and matmuls; parameters, softmax, logits and loss are always float32
     # execution: same parameters, same results up to rounding; not stored in checkpoints
     attention: str = 'xla'  # one of ATTENTION; a call with a KV cache always uses 'xla'
-    scan_layers: bool = False  # compile one block and loop over the layers
+    scan_layers: bool = False  # compile one block and loop over the layers; dropout draws other masks
     remat: str = 'none'  # one of REMAT
     # other models, see the last section
     tied_head: bool = True  # False: lm_head is a matrix of its own

@@ -77,7 +77,7 @@ device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu': all of the k
 dtype = 'auto' # 'float32', 'bfloat16', 'float16' (with loss scaling); auto is bfloat16 where the hardware is fast at it
 attention = 'auto' # 'cudnn' (NVIDIA), 'splash' (TPU), 'chunked' (some queries at a time), 'xla' (plain); auto says why
 loss_chunk = 0 # positions whose logits are materialized at a time, to save memory with a large vocabulary; 0 is all
-scan_layers = False # compile one block and loop over it: compiles faster
+scan_layers = False # compile one block and loop over it: compiles faster; dropout draws other masks
 remat = 'none' # gradient checkpointing: 'dots' saves matmul outputs, 'full' nothing; CPUs need scan_layers (jax 0.10)
 fsdp = 1 # shard parameters and optimizer state over this many devices (ZeRO-3)
 tensor = 1 # shard heads, MLP width and vocabulary over this many devices (tensor parallelism)
@@ -254,11 +254,12 @@ print(f'tokens per iteration will be: {tokens_per_iter:,}')
 
 peak_flops = device_peak_flops(devices[0])
 
-if wandb_log and master:  # after all that can be refused
+if not eval_only:
+    checkpoints = open_checkpoints(out_dir, keep)
+if wandb_log and master:  # after all that can be refused, before an earlier run is deleted
     wandb_run = start_wandb(project=wandb_project, name=wandb_run_name, id=wandb_id, config=flags)
     wandb_id = wandb_run.id
 if not eval_only:
-    checkpoints = open_checkpoints(out_dir, keep)
     for step in earlier:
         checkpoints.delete(step)
     stop.saving = checkpoints.is_saving_in_progress

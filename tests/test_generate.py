@@ -72,7 +72,7 @@ def test_pieces_of_any_width_give_the_same_text(options, monkeypatch):
 
 
 def test_a_long_prompt_never_has_all_its_scores_in_memory_and_gives_the_same_text(monkeypatch):
-    config = dataclasses.replace(ROPE, block_size=4096, n_layer=1)
+    config = dataclasses.replace(ROPE, block_size=4096)
     params = random_params(config)
     idx, lengths = random_tokens(2, 1500), [1500, 700]
     options = dict(prompt_lengths_B=lengths, rng=RNG, temperature=0)

@@ -460,18 +460,18 @@ FLAGS = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch
 class Processes:
     """n processes of train_jax.py that train together, one device each."""
 
-    def __init__(self, n, out_dir, *flags, each=None):
+    def __init__(self, n, out_dir, *flags, each=None, n_started=None):
         with socket.socket() as s:
             s.bind(('127.0.0.1', 0))
-            port = s.getsockname()[1]
+            self.port = s.getsockname()[1]
         self.out_dir = out_dir
         command = [sys.executable, ROOT / 'train_jax.py', f'--out_dir={out_dir}', *flags,
-                   f'--coordinator_address=127.0.0.1:{port}', f'--num_processes={n}']
+                   f'--coordinator_address=127.0.0.1:{self.port}', f'--num_processes={n}']
         self.processes = [
             subprocess.Popen([*command, f'--process_id={i}', *(each[i] if each else ())],
                              env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE)
-            for i in range(n)]
+            for i in range(n_started or n)]
 
     def __enter__(self):
         return self
@@ -572,6 +572,20 @@ def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dat
         assert code == 2
         assert re.fullmatch(f'error: {message}.*\n', err), err
     assert not list(tmp_path.rglob('ckpt'))
+
+
+@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_process_waits_for_the_others_ends_it(dataset, tmp_path, signum):
+    with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, n_started=1) as processes:
+        waiting, = processes.processes
+        deadline = time.time() + 60
+        with socket.socket() as s:
+            while s.connect_ex(('127.0.0.1', processes.port)):  # until process 0 listens
+                assert waiting.poll() is None and time.time() < deadline
+                time.sleep(0.05)
+        waiting.send_signal(signum)
+        assert waiting.wait(timeout=20) == -signum  # 128 + signum for a shell
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_signal_before_the_first_iteration_stops_all_processes(dataset, tmp_path):

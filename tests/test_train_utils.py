@@ -1,16 +1,23 @@
 """What jax_train_utils.py promises on one device and replicated over several; tests/test_parallel.py has the meshes."""
 import dataclasses
 import functools
+import importlib.metadata
+import importlib.util
+import itertools
 import json
 import math
 import os
 import pickle
 import platform
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import time
+import tracemalloc
 import types
+import warnings
 from pathlib import Path
 
 import jax
@@ -26,11 +33,11 @@ from jax_pretrained import load_pretrained
 from jax_train_utils import (
     DataParallel, MetricsLog, StopSignal, can_cache_on_cpu, check_agreement, check_device_availability,
     checkpoint_steps, choose_attention, clip_gradients, configure_process, count_windows, cpu_name,
-    create_learning_rate_schedule, create_optimizer_with_schedule, default_dtype, device_peak_flops,
-    enable_compilation_cache, estimate_loss_jax, finish_checkpoints, fit_layout, get_batch_jax, get_loss_weights,
-    get_windows, in_all_processes, load_checkpoint, load_dataset, load_dataset_meta, load_meta, load_run,
-    load_tokenizer, lock_out_dir, make_eval_step, make_train_step, open_checkpoints, opt_state_item, plot_losses,
-    read_metrics, save_checkpoint, setup_jax_environment, split_batch, strip_partial_utf8)
+    create_learning_rate_schedule, create_optimizer_with_schedule, default_dtype, describe_data, device_peak_flops,
+    enable_compilation_cache, estimate_loss_jax, finds_accelerator, finish_checkpoints, fit_layout, get_batch_jax,
+    get_loss_weights, get_windows, in_all_processes, load_checkpoint, load_dataset, load_dataset_meta, load_meta,
+    load_run, load_tokenizer, lock_out_dir, make_eval_step, make_train_step, open_checkpoints, opt_state_item,
+    plot_losses, read_metrics, save_checkpoint, setup_jax_environment, split_batch, strip_partial_utf8)
 from jax_transformer import GPT, GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
     GOLDEN, ROOT, TINY, apply, column, compiled_once, device_batch, edit_json, fresh_run, host_batch, meta_of, refusal,
@@ -87,6 +94,9 @@ def test_a_value_may_hold_equals_signs_and_a_prompt_may_look_like_a_number(read)
     ('--batch_size', '--name=value'),
     ('--batch_size=1.5', '--batch_size takes a value of type int'),
     ('--compile=1', 'type bool'),
+    ('--batch_size={[]}', 'type int'),
+    ('--batch_size=99999999999', '--batch_size must be below 2..31'),
+    ('--batch_size=' + '(' * 1000, 'type int'),
     ('--learning_rate=fast', 'type float'),
     ('--other=4', 'unknown flag'),
     ('nosuchfile.py', 'no config file nosuchfile.py')])
@@ -349,6 +359,53 @@ def test_memory_and_platform_are_settled_before_jax_starts(script, monkeypatch, 
         sys.excepthook = hook
     assert events[:2] == ['update', 'configure_malloc']
     assert 'devices' in events
+
+
+def test_memory_is_kept_only_where_the_cpu_computes(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax_train_utils, 'configure_malloc', lambda: calls.append(1))
+    monkeypatch.setattr(jax_train_utils.jax, 'config', type('Config', (), {
+        'jax_platforms': None, 'update': lambda self, *args: None})())
+    for device, accelerator, expected in (('cpu', True, 1), ('auto', False, 1), ('auto', True, 0), ('cuda', True, 0)):
+        calls.clear()
+        monkeypatch.setattr(jax_train_utils, 'finds_accelerator', lambda found=accelerator: found)
+        configure_process(device)
+        assert len(calls) == expected, device
+    monkeypatch.undo()
+
+    plugins = []
+    monkeypatch.setattr(importlib.metadata, 'entry_points', lambda group: plugins)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr(jax_train_utils.jax, 'config', type('Config', (), {'jax_platforms': None})())
+    assert not jax_train_utils.finds_accelerator(tmp_path)
+    (tmp_path / 'nvidia0').touch()
+    assert not jax_train_utils.finds_accelerator(tmp_path)  # JAX is installed for the CPU
+    plugins.append('xla_cuda13')
+    assert jax_train_utils.finds_accelerator(tmp_path)
+    (tmp_path / 'nvidia0').unlink()
+    assert not jax_train_utils.finds_accelerator(tmp_path)
+
+
+def test_memory_is_kept_only_where_the_cpu_computes(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax_train_utils, 'configure_malloc', lambda: calls.append(1))
+    monkeypatch.setattr(jax, 'config', types.SimpleNamespace(jax_platforms=None, update=lambda *args: None))
+    for device, accelerator, expected in (('cpu', True, 1), ('auto', False, 1), ('auto', True, 0), ('cuda', True, 0)):
+        calls.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(jax_train_utils, 'finds_accelerator', lambda: accelerator)
+            configure_process(device)
+        assert len(calls) == expected, device
+    plugins = []
+    monkeypatch.setattr(importlib.metadata, 'entry_points', lambda group: plugins)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    assert not finds_accelerator(tmp_path)
+    (tmp_path / 'nvidia0').touch()
+    assert not finds_accelerator(tmp_path)  # JAX is installed for the CPU
+    plugins.append('xla_cuda13')
+    assert finds_accelerator(tmp_path)
+    jax.config.jax_platforms = 'cpu'
+    assert not finds_accelerator(tmp_path)
 
 
 @pytest.mark.parametrize('platform, capability, dtype, reason', [
@@ -625,8 +682,19 @@ def test_a_dataset_that_prepare_has_counted_is_not_read_at_the_start(tmp_path):
     assert 'train.bin has 30 tokens, its meta.json says 31' in refusal(load_dataset, tmp_path, 8)
 
 
+def test_the_fingerprint_of_data_tells_one_token_and_the_tokenizer():
+    splits = {'train': np.arange(50, dtype=np.uint16), 'val': np.arange(9, dtype=np.uint16)}
+    one = describe_data(splits, {'kind': 'gpt2'})
+    assert one == describe_data(splits, {'kind': 'gpt2'})
+    other = describe_data(splits | {'val': splits['val'] ^ np.uint16(1)}, {'kind': 'char'})
+    assert {name for name in one if one[name] != other[name]} == {'content of val.bin', 'the tokenizer'}
+    shorter = describe_data(splits | {'train': splits['train'][:-1]}, {'kind': 'gpt2'})
+    assert {name for name in one if one[name] != shorter[name]} == {'tokens in train.bin', 'content of train.bin'}
+
+
 @pytest.mark.parametrize('meta, message', [
     ('{"vocab_size":', 'damaged'),
+    ('[' * 100000, 'damaged'),
     ('{}', 'damaged'),
     ('{"vocab_size": 5, "dtype": "int64", "tokenizer": {}}', 'int64'),
     ('{"vocab_size": 28.5, "dtype": "uint16", "tokenizer": {}}', '28.5'),
@@ -1126,6 +1194,17 @@ def test_a_disk_that_is_full_is_reported_in_one_line_and_the_old_checkpoint_stay
     assert load_meta(tmp_path)[0] == 1
 
 
+def test_a_clock_that_is_set_during_a_save_does_not_spoil_it(tmp_path, tiny_state, monkeypatch):
+    hours = itertools.count()
+    real = time.time
+    manager = open_checkpoints(tmp_path)
+    monkeypatch.setattr(time, 'time', lambda: real() + 3600 * next(hours))
+    save_checkpoint(manager, 1, tiny_state, meta_of(TINY))
+    finish_checkpoints(manager)
+    assert checkpoint_steps(tmp_path) == [1]
+    assert next(hours) > 2
+
+
 # -----------------------------------------------------------------------------
 # logs
 
@@ -1141,6 +1220,37 @@ def test_reopened_metrics_hold_each_iteration_once(tmp_path):
     log.write({'iter': 3, 'loss': 3.5})
     assert [record['iter'] for record in read_metrics(tmp_path)] == [0, 1, 2, 3]
     assert read_metrics(tmp_path)[-1]['loss'] == 3.5
+
+
+def test_the_picture_of_a_long_run_takes_little_memory(tmp_path):
+    n = 20000
+    with open(tmp_path / 'metrics.jsonl', 'w') as file:
+        for i in range(n):
+            file.write(json.dumps({'iter': i, 'loss': 4.0, 'lr': 1e-3, 'grad_norm': 1.0, 'time_ms': 1.0}) + '\n')
+    plot_losses(tmp_path)  # imports matplotlib and loads its fonts
+    tracemalloc.start()
+    plot_losses(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5e6, peak  # the records themselves take 8 MB
+
+
+def test_a_deleted_out_dir_is_made_again_for_the_metrics(tmp_path):
+    (tmp_path / 'out').mkdir()
+    log = MetricsLog(tmp_path / 'out')
+    log.write({'iter': 0})
+    shutil.rmtree(tmp_path / 'out')
+    log.write({'iter': 1})
+    log.write({'iter': 2})
+    assert read_metrics(tmp_path / 'out') == [{'iter': 1}, {'iter': 2}]
+    with warnings.catch_warnings(action='error'):
+        plot_losses(tmp_path / 'out')  # of nothing
+
+
+@pytest.mark.parametrize('line', [b'3', b'[]', b'{"loss": 2}', b'{"iter": "x"}', b'\xff', b'[' * 100000])
+def test_metrics_end_at_a_damaged_line(tmp_path, line):
+    (tmp_path / 'metrics.jsonl').write_bytes(b'{"iter": 0}\n' + line + b'\n{"iter": 2}\n')
+    assert read_metrics(tmp_path) == [{'iter': 0}]
 
 
 def test_the_loss_curves_become_a_picture(tmp_path):
