@@ -417,10 +417,11 @@ class GPT(nn.Module):
 
         if cfg.remat != 'none' and cache is None:
             run = nn.remat(run, policy=remat_policy(cfg.remat))
+        elif cache is not None:
+            run = nn.jit(run)  # traced and lowered once for all layers of a kind
         new_cache = {}
         for i, block in enumerate(self.h):
-            layer_cache = None if cache is None else cache[f'h_{i}']
-            x_BxTxD, new_cache[f'h_{i}'] = run(block, x_BxTxD, layer_cache)
+            x_BxTxD, new_cache[f'h_{i}'] = run(block, x_BxTxD, cache and cache[f'h_{i}'])
         return self.ln_f(x_BxTxD), new_cache
 
     def logits(self, x_BxTxD, logit_position_B=None):

@@ -39,8 +39,9 @@ import orbax.checkpoint
 import tokenizers
 import tqdm
 
+from jax_flags import config_block
 from jax_train_utils import (
-    checkpoint_steps, checksum, config_block, create_optimizer_with_schedule, load_checkpoint, load_meta, read_metrics,
+    checkpoint_steps, checksum, create_optimizer_with_schedule, load_checkpoint, load_meta, read_metrics,
     setup_distributed_training)
 from jax_transformer import GPTConfig, create_train_state
 from tests.common import GOLDEN, TEXT, records_without_times

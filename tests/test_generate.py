@@ -9,7 +9,7 @@ import pytest
 
 import jax_generate
 from jax_generate import (
-    PAD, PrefixCache, convert_params_for_decoding, decode, generate, generate_stream, keep_largest, prefill)
+    PAD, PrefixCache, convert_params_for_decoding, decode, generate, generate_stream, init_cache, keep_largest, prefill)
 from jax_ops import UserError
 from jax_pretrained import load_pretrained
 from jax_train_utils import setup_distributed_training
@@ -262,3 +262,15 @@ def test_decode_and_prefill_are_compiled_once_for_weights_that_a_script_has_plac
     assert len(list(results)) == 4
     assert decode._cache_size() == 1
     assert prefill._cache_size() == (n_prompt > 1)
+
+
+@pytest.mark.parametrize('layer_types, kinds', [(('full',), 1), (('full', 'window'), 2)])
+def test_a_step_with_a_cache_is_traced_once_for_all_layers_of_a_kind(layer_types, kinds):
+    def n_matmuls(n_layer):
+        config = dataclasses.replace(ROPE, n_layer=n_layer, layer_types=layer_types, window=8)
+        cache = init_cache(config, 1, 16)
+        lowered = prefill.lower(random_params(config), cache, random_tokens(1, 4), jnp.arange(4)[None], config=config)
+        return lowered.as_text().count('dot_general')
+
+    matmuls_of_a_layer = 6  # the last layer needs only one of them in a prefill, and is a program of its own
+    assert n_matmuls(4) == n_matmuls(8) == kinds * matmuls_of_a_layer + 1
