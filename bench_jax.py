@@ -74,7 +74,8 @@ n_draft = 0 # draft tokens per step
 out_dir = '' # a run whose weights to use instead of random ones (decode)
 dataset = '' # its folder under data/: takes prompts from val.bin, and measures perplexity and agreement there (decode)
 topology = 'h100:1x8' # devices to compile for: hosts x GPUs, or a TPU slice as in 'v5e:4x4' (compile)
-fsdp = 1 # as in train_jax.py, like the next two (compile)
+fsdp = 1 # as in train_jax.py, like the next three (compile)
+zero = 0 # optimizer state (1), gradients (2) sharded over all replicas
 tensor = 1 # heads, MLP width and vocabulary over this many devices
 expert = 1 # experts over this many devices
 repeats = 20 # timed iterations (train) or calls (decode), not counting those that compile
@@ -392,7 +393,7 @@ def topology_devices(topology):
 
 def compile_train_step(devices, fsdp=fsdp, loss_chunk=loss_chunk, **changes):
     """(parallel, config, abstract state, the compiled step) of the training step that train_jax.py runs."""
-    parallel = setup_distributed_training(devices, fsdp, tensor, expert)
+    parallel = setup_distributed_training(devices, fsdp, tensor, expert, zero)
     config = dataclasses.replace(model_config, **{'scan_layers': scan_layers, 'remat': remat} | changes)
     implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor)
     config = dataclasses.replace(config, attention=implementation)
@@ -402,12 +403,12 @@ def compile_train_step(devices, fsdp=fsdp, loss_chunk=loss_chunk, **changes):
     state = parallel.abstract_state(create_train_state, jax.random.key(seed), config, tx)
     n_micro, b = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
     shape, spec = (n_micro, b * parallel.n_data_shards), P(None, BATCH)
-    if fsdp * tensor * expert == 1:
+    if not hasattr(parallel, 'fsdp'):
         shape, spec = ((len(devices), n_micro, b), P('data')) if len(devices) > 1 else ((n_micro, b), P())
     sharding = NamedSharding(parallel.mesh, spec)
     tokens = jax.ShapeDtypeStruct((*shape, block_size), np.int32, sharding=sharding)
     batch = {'x': tokens, 'y': tokens, 'seq_id': jax.ShapeDtypeStruct(shape, np.uint32, sharding=sharding)}
-    step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk))
+    step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk, zero))
     program = step.lower(state, batch).compile()
     return parallel, f'{implementation} ({reason})', state, program
 

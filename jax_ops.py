@@ -74,9 +74,10 @@ def create_mesh(devices, tp_size=1, fsdp=1, expert=1):
 
 
 def current_mesh():
-    """The mesh set by the caller (jax.set_mesh), or None. pmap sets a mesh too, without our axes."""
+    """The mesh set by the caller (jax.set_mesh), or None, also inside shard_map, where code is that of one device. pmap
+    sets a mesh too, without our axes."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh if mesh.axis_names == AXES else None
+    return mesh if mesh.axis_names == AXES and AxisType.Manual not in mesh.axis_types else None
 
 
 def shard(x, *spec):
@@ -91,9 +92,10 @@ def batch_axes(n_rows):
     return () if not mesh or n_rows % math.prod(mesh.shape[axis] for axis in BATCH) else BATCH
 
 
-def partition_specs(tree, mesh):
+def partition_specs(tree, mesh, *, over_data=False):
     """PARTITION_RULES applied to the leaves of a parameter tree or TrainState. A rule describes the last dimensions of
-    a leaf; where a dimension is not divisible, mesh axes are dropped from the right until it is."""
+    a leaf; where a dimension is not divisible, mesh axes are dropped from the right until it is. over_data: what is
+    sharded over fsdp is sharded over data in addition."""
     def spec_of(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
         rule = next((spec for end, spec in PARTITION_RULES if re.search(rf'(^|/){end}$', name)), P())
@@ -104,6 +106,8 @@ def partition_specs(tree, mesh):
         spec = [None] * n_leading
         for size, axes in zip(shape[n_leading:], rule):
             axes = (axes,) if isinstance(axes, str) else axes or ()
+            if over_data and 'fsdp' in axes:
+                axes = (*axes, 'data')  # last: a part of what the device holds without it
             while size % math.prod(mesh.shape[axis] for axis in axes):
                 axes = axes[:-1]
             spec.append(axes or None)
@@ -114,10 +118,12 @@ def partition_specs(tree, mesh):
     return jax.tree_util.tree_map_with_path(spec_of, tree)
 
 
-def shard_params(tree):
-    """The same parameters, gradients or TrainState; on a mesh, sharded by PARTITION_RULES."""
+def shard_params(tree, *, over_data=False):
+    """The same parameters, gradients or optimizer state; on a mesh, sharded as partition_specs says."""
     mesh = current_mesh()
-    return jax.lax.with_sharding_constraint(tree, partition_specs(tree, mesh)) if mesh else tree
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, partition_specs(tree, mesh, over_data=over_data))
 
 
 def all_gather_param(param, dtype, tp=()):

@@ -37,8 +37,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_ops import (
-    AXES, BATCH, UserError, batch_axes, ceil_div, create_mesh, fused_causal_attention, partition_specs, shard,
-    shard_params)
+    AXES, BATCH, UserError, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention, partition_specs,
+    shard, shard_params)
 from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state, span_limits
 
 # -----------------------------------------------------------------------------
@@ -663,6 +663,7 @@ class MeshParallel(DataParallel):
     fsdp: int = 1
     tensor: int = 1
     expert: int = 1
+    zero: int = 0  # 1 shards the optimizer state over data in addition, see make_train_step
 
     @functools.cached_property
     def mesh(self):
@@ -682,7 +683,10 @@ class MeshParallel(DataParallel):
         return local
 
     def shardings(self, tree):
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), partition_specs(tree, self.mesh))
+        specs = partition_specs(tree, self.mesh)
+        if self.zero and hasattr(tree, 'opt_state'):
+            specs = specs.replace(opt_state=partition_specs(tree.opt_state, self.mesh, over_data=True))
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def shard_batch(self, batch, shape):
         """As DataParallel's, with the shards side by side on the last axis of `shape`."""
@@ -705,7 +709,7 @@ class MeshParallel(DataParallel):
     def train_step(self, step):
         def sharded_step(state, batch):
             state, metrics = step(state, batch)
-            return shard_params(state), jax.tree.map(shard, metrics)
+            return jax.lax.with_sharding_constraint(state, self.shardings(state)), jax.tree.map(shard, metrics)
         return jax.jit(self.on_mesh(sharded_step), donate_argnums=0)
 
     def eval_step(self, step):
@@ -726,13 +730,17 @@ class MeshParallel(DataParallel):
                                 f'{valid}')
 
 
-def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1):
-    """How training runs on these devices: replicated, or on a mesh if fsdp, tensor or expert is more than 1. Raises
-    UserError if their product does not divide the number of devices."""
-    if fsdp == tensor == expert == 1:
+def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, zero=0):
+    """How training runs on these devices: replicated, or on a mesh if fsdp, tensor or expert is more than 1, or zero
+    more than 0. Raises UserError if their product does not divide the number of devices."""
+    if zero not in (0, 1, 2):
+        raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is --fsdp')
+    if zero == 1 and not fsdp == tensor == expert == 1:
+        raise UserError('zero=1 goes without fsdp, tensor and expert; with them use --zero=2')
+    if fsdp == tensor == expert == 1 and not zero:
         return DataParallel(tuple(devices))
     create_mesh(devices, tensor, fsdp, expert)  # raises
-    return MeshParallel(tuple(devices), fsdp, tensor, expert)
+    return MeshParallel(tuple(devices), fsdp, tensor, expert, zero)
 
 
 def fit_layout(layout, given, n_devices, n_embd):
@@ -1284,7 +1292,7 @@ def clip_gradients(grads, max_norm):
 # train and eval steps
 
 
-def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
+def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
     """The one train_step(state, batch, axis_name=None) -> (state, metrics): jit it, or wrap it with pmap_train_step.
 
     batch: x and y [G, B, T], seq_id [G, B]: G micro-batches, whose gradients are averaged into one update; the loss is
@@ -1292,6 +1300,8 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
     numbers the sequences of the run; dropout depends on (seed, seq_id) alone.
     loss_chunk: logits are materialized for this many positions at a time; 0 is all. Raises UserError if it does not
     divide block_size.
+    zero: on a mesh, 1 (ZeRO-1, arXiv:1910.02054) reduce-scatters the gradients over data; each device updates its shard
+    of the parameters, which are all-gathered again. 2 (ZeRO-2) reduce-scatters after each micro-batch already.
     metrics: float32 scalars loss (mean over micro-batches and devices), grad_norm (before clipping), lr, loss_scale
     (float16 only)."""
     if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
@@ -1310,24 +1320,32 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
 
     def gradients(params, micro_batch, scale):
         grads, loss = jax.grad(loss_fn, has_aux=True)(params, micro_batch, scale)
-        return shard_params(grads), loss
+        return shard_params(grads, over_data=zero > 1), loss
+
+    def sum_gradients(params, batch, scale):
+        """(gradients, loss), each the sum over the micro-batches."""
+        def micro_step(total, micro_batch):
+            return jax.tree.map(jnp.add, total, gradients(params, micro_batch, scale)), None
+
+        if len(batch['x']) == 1:  # skip accumulation: it would cost another pass over the gradients
+            return gradients(params, jax.tree.map(lambda x: x[0], batch), scale)
+        zeros = shard_params(jax.tree.map(jnp.zeros_like, params), over_data=zero > 1)
+        return jax.lax.scan(micro_step, (zeros, jnp.float32(0)), batch)[0]
 
     def train_step(state, batch, axis_name=None):
         scale = 1.0 if state.loss_scale is None else state.loss_scale['scale']
-
-        def micro_step(total, micro_batch):
-            return jax.tree.map(jnp.add, total, gradients(state.params, micro_batch, scale)), None
-
         n_micro = len(batch['x'])
-        if n_micro == 1:  # skip accumulation: it would cost another pass over the gradients
-            total = gradients(state.params, jax.tree.map(lambda x: x[0], batch), scale)
+        if zero == 1:
+            total = reduce_over_data(sum_gradients)(state.params, batch, scale)
         else:
-            zeros = shard_params(jax.tree.map(jnp.zeros_like, state.params))
-            total, _ = jax.lax.scan(micro_step, (zeros, jnp.float32(0)), batch)
+            total = sum_gradients(state.params, batch, scale)
         if axis_name:
             with jax.named_scope('all_reduce'):
                 total = jax.lax.pmean(total, axis_name)
         grads, loss = total
+        if zero:
+            grads, params = shard_params((grads, state.params), over_data=True)
+            state = state.replace(params=params)
         with jax.named_scope('clip'):
             grads, grad_norm = clip_gradients(jax.tree.map(lambda g: g / (n_micro * scale), grads), grad_clip)
         metrics = {'loss': loss / n_micro, 'grad_norm': grad_norm, 'lr': jnp.float32(schedule(state.step))}
@@ -1339,6 +1357,28 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
         return updated, metrics
 
     return train_step
+
+
+def reduce_over_data(sum_gradients):
+    """sum_gradients(params, batch, scale) of the sequences of all devices, on a mesh whose only axis is data: each
+    device computes it for its own sequences; then the gradients are reduce-scattered, once."""
+    def reduced(params, batch, scale):
+        specs = partition_specs(params, current_mesh(), over_data=True)
+
+        def mean_shard(spec, grad):
+            dims = [dim for dim, axes in enumerate(spec) if 'data' in (axes or ())]
+            if not dims:
+                return jax.lax.pmean(grad, 'data')
+            return jax.lax.psum_scatter(grad, 'data', scatter_dimension=dims[0], tiled=True) / jax.lax.axis_size('data')
+
+        def of_own_sequences(params, batch, scale):
+            grads, loss = sum_gradients(params, batch, scale)
+            with jax.named_scope('reduce_scatter'):
+                return jax.tree.map(mean_shard, specs, grads), jax.lax.pmean(loss, 'data')
+
+        return jax.shard_map(of_own_sequences, in_specs=(P(), P(None, 'data'), P()), out_specs=(specs, P()),
+                             check_vma=False)(params, batch, scale)
+    return reduced
 
 
 def skip_overflow(state, updated, grad_norm):

@@ -97,6 +97,7 @@ loss_chunk = 0 # positions whose logits are materialized at a time, to save memo
 scan_layers = False # compile one block and loop over it: compiles faster
 remat = 'none' # gradient checkpointing: 'dots' saves matmul outputs, 'full' nothing; CPUs need scan_layers (jax 0.10)
 fsdp = 1 # shard parameters and optimizer state over this many devices (ZeRO-3)
+zero = 0 # shard over all replicas: 1 the optimizer state (ZeRO-1), 2 the gradients in addition (ZeRO-2)
 tensor = 1 # shard heads, MLP width and vocabulary over this many devices (tensor parallelism)
 expert = 1 # shard the experts, and the batch with them, over this many devices
 coordinator_address = '' # host:port of process 0 of several; 'auto' on a TPU pod; Slurm and Open MPI need neither
@@ -148,7 +149,7 @@ if init_from == 'resume':
         print(f'{layout} of the resumed run does not fit {len(devices)} devices: taking {fitting}')
         flags.update(fitting)
         globals().update(fitting)
-parallel = setup_distributed_training(devices, fsdp, tensor, expert)
+parallel = setup_distributed_training(devices, fsdp, tensor, expert, zero)
 n_micro, micro_batch = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
 print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
 
@@ -209,7 +210,7 @@ schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmu
                                          lr_decay_iters=lr_decay_iters, min_lr=min_lr, lr_schedule=lr_schedule)
 tx = create_optimizer_with_schedule(schedule, beta1=beta1, beta2=beta2, weight_decay=weight_decay,
                                     optimizer=optimizer)
-train_step = parallel.train_step(make_train_step(config, seed, grad_clip, schedule, loss_chunk))
+train_step = parallel.train_step(make_train_step(config, seed, grad_clip, schedule, loss_chunk, zero))
 eval_step = parallel.eval_step(make_eval_step(config, loss_chunk))
 
 # out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake

@@ -34,8 +34,9 @@ from tests.common import (
 
 # no tensor axis divides the vocabulary
 CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)
-# layouts: (devices, fsdp, tensor, expert), of which the last may be left out
+# layouts: (devices, fsdp, tensor, expert, zero), of which the last may be left out
 ONE, PMAP, FSDP, TENSOR, BOTH, ALL = (1,), (8,), (2, 2), (2, 1, 2), (4, 2, 2), (8, 4, 2)
+ZERO_1, ZERO_2, ZERO_2_ON_MESH = (8, 1, 1, 1, 1), (8, 1, 1, 1, 2), (8, 2, 2, 1, 2)
 
 
 def numbers(log):
@@ -52,7 +53,7 @@ def curve(layout):
 # the same run on every layout
 
 
-@pytest.mark.parametrize('layout', [FSDP, TENSOR, BOTH, ALL])
+@pytest.mark.parametrize('layout', [FSDP, TENSOR, BOTH, ALL, ZERO_1, ZERO_2, ZERO_2_ON_MESH])
 def test_every_mesh_gives_the_curve_of_one_device(layout):
     one, mesh = curve(ONE), curve(layout)
     assert one[-1, 0] < one[0, 0] - 1  # it learns
@@ -176,6 +177,28 @@ def test_every_matrix_and_its_optimizer_state_are_sharded_and_stay_so():
         for x, sharding in zip(jax.tree.leaves(state), initial, strict=True):
             assert x.sharding.is_equivalent_to(sharding, x.ndim)
     assert step._cache_size() == 1  # the second step needs no second compilation
+
+
+@pytest.mark.parametrize('layout, n_copies', [(ZERO_1, 8), (ZERO_2, 8), (ZERO_2_ON_MESH, 2)])
+def test_zero_shards_the_optimizer_state_over_the_replicas_of_a_parameter(layout, n_copies):
+    config = dataclasses.replace(CONFIG, vocab_size=64)
+    parallel, make, step = compiled_once(layout, config)
+    state, _ = step(parallel.init_sharded(make), device_batch(parallel, 2, 8, 0, config))
+    n_stored = lambda x: x.addressable_shards[0].data.size
+    for name in ('c_attn', 'c_proj'):
+        param, mean = (tree['h_0']['attn'][name]['kernel'] for tree in (state.params, state.opt_state[0].mu))
+        assert n_stored(param) == param.size * n_copies // 8
+        assert n_stored(mean) == mean.size // 8
+
+
+def test_zero_1_reduces_gradients_once_per_step_not_per_micro_batch():
+    parallel, make, step = compiled_once(ZERO_1, CONFIG)
+    batch = jax.tree.map(lambda *x: jnp.concatenate(x), *[device_batch(parallel, 1, 8, i, CONFIG) for i in range(3)])
+    text = step.lower(parallel.abstract_state(make), batch).compile().as_text()
+    loops = [part for part in text.split('\n\n') if not part.startswith('ENTRY')]
+    assert not [found for part in loops for found in collectives(part) if max(found[1]) >= 16]
+    n_params = sum(x.size for x in jax.tree.leaves(parallel.abstract_state(make).params))
+    assert sum(sizes_of(collectives(text), 'all-reduce', 'reduce-scatter')) <= n_params + 100
 
 
 def test_what_does_not_divide_is_sharded_over_fewer_axes():
@@ -373,7 +396,8 @@ def test_gpt2_xl_on_eight_fsdp_devices_takes_less_than_a_sixth_of_the_memory():
 # checkpoints move between layouts
 
 
-@pytest.mark.parametrize('saved_on, resumed_on', [(ALL, (ALL, ONE, PMAP)), (PMAP, (BOTH,))])
+@pytest.mark.parametrize('saved_on, resumed_on', [
+    (ALL, (ALL, ONE, PMAP)), (PMAP, (BOTH, ZERO_1)), (ZERO_1, (ZERO_1, ALL)), (ZERO_2, (ZERO_2, PMAP))])
 def test_a_checkpoint_resumes_on_any_other_layout_and_bit_for_bit_on_its_own(tmp_path, saved_on, resumed_on):
     state, _ = run_steps(saved_on, 8, CONFIG)
     manager = open_checkpoints(tmp_path)
@@ -400,6 +424,8 @@ def test_a_checkpoint_resumes_on_any_other_layout_and_bit_for_bit_on_its_own(tmp
     (['--fsdp=4', '--n_embd=18', '--n_head=2'],
      r'fsdp=4 does not divide n_embd=18; on 8 devices it may be one of \[1, 2\]'),
     (['--expert=2'], r'expert=2 does not divide n_expert=1; on 8 devices it may be one of \[1\]'),
+    (['--zero=1', '--tensor=2'], 'zero=1 goes without fsdp, tensor and expert; with them use --zero=2'),
+    (['--zero=3'], r'zero must be 0, 1 .ZeRO-1. or 2 .ZeRO-2., not 3; ZeRO-3 is --fsdp'),
     (['--fsdp=2', '--batch_size=3'], 'cannot be shared equally by 8 devices'),
     (['--coordinator_address=localhost'], 'needs --num_processes and --process_id'),
     (['--num_processes=2'], 'several processes need --coordinator_address=host:port'),
