@@ -85,6 +85,19 @@ def shard(x, *spec):
     return jax.lax.with_sharding_constraint(x, P(*spec)) if current_mesh() else x
 
 
+def shard_positions(x):
+    """x [B, T, ...]; on a mesh, its positions are sharded over tensor, as between blocks, where norms and sums need one
+    position at a time (sequence parallelism, arXiv:2205.05198)."""
+    mesh = current_mesh()
+    axis = 'tensor' if mesh and x.shape[1] % mesh.shape['tensor'] == 0 else None
+    return shard(x, BATCH, axis, *[None] * (x.ndim - 2))
+
+
+def gather_positions(x):
+    """x [B, T, ...] of shard_positions; on a mesh, its positions are all-gathered over tensor."""
+    return shard(shard_positions(x), BATCH, *[None] * (x.ndim - 1))  # both: XLA would gather x before a cast
+
+
 def batch_axes(n_rows):
     """The axes of the current mesh over which n_rows rows are sharded: BATCH, or () if they do not divide or there is
     no mesh."""
@@ -215,6 +228,8 @@ def matmul_fwd(x, y, transpose_rhs, dtype, tp):
 def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     x, y_stored = residuals
     g = g.astype(x.dtype)
+    if tp == ROW_PARALLEL:
+        g = gather_positions(g)
     if tp and current_mesh():
         # The barrier prevents CSE with the forward all-gather, and moving this one out of a loop of micro-steps. It
         # ties the weights to x, not to g, so that XLA can prefetch them before g is known
@@ -276,6 +291,8 @@ class Transposed(struct.PyTreeNode):
 
 def linear(x, kernel, bias=None, *, tp=()):
     """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8 or Transposed."""
+    if tp == COLUMN_PARALLEL:
+        x = gather_positions(x)
     if isinstance(kernel, Int8):
         y = matmul_int8(x, kernel.values, kernel.scale).astype(x.dtype)
     elif isinstance(kernel, Transposed):
@@ -283,8 +300,8 @@ def linear(x, kernel, bias=None, *, tp=()):
     else:
         y = matmul(x, kernel, tp=tp)
     if tp == ROW_PARALLEL:  # each rank holds a partial sum
-        with jax.named_scope('all_reduce'):
-            y = shard(y, BATCH, *[None] * (y.ndim - 1))
+        with jax.named_scope('reduce_scatter'):
+            y = shard_positions(y)
     if bias is not None:
         y = add_bias(y, bias)
     return checkpoint_name(y, 'dense')
@@ -759,6 +776,7 @@ def lm_logits(x_BxTxD, table_VxD, *, training=False):
 
     training: use matmul(), whose own gradients and transposed bfloat16 table pay for many tokens; without it the table
     is read in place, which suits decoding."""
+    x_BxTxD = gather_positions(x_BxTxD)
     if isinstance(table_VxD, Int8):
         logits_BxTxV = matmul_int8(x_BxTxD, table_VxD.values, table_VxD.scale)
     elif training:

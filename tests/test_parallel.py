@@ -22,7 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, new_cache, prefill
 from jax_ops import (
-    AXES, BATCH, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens, partition_specs, shard)
+    AXES, BATCH, ROW_PARALLEL, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens, linear,
+    partition_specs, shard)
 from jax_train_utils import (
     DataParallel, MeshParallel, create_learning_rate_schedule, create_optimizer_with_schedule, estimate_loss_jax,
     finish_checkpoints, get_batch_jax, initialize_distributed, load_checkpoint, load_meta, make_eval_step,
@@ -351,6 +352,18 @@ def test_fsdp_gathers_each_kernel_by_itself_once_forward_and_once_backward():
     # every gradient is reduced: by a reduce-scatter, or by an all-reduce of which a device keeps its shard (on the CPU)
     n_reduced = sum(sizes_of(found, 'all-reduce', 'reduce-scatter'))
     assert n_reduced >= sum(x.size for x in jax.tree.leaves(state.params))
+
+
+def test_between_blocks_a_device_of_a_tensor_group_has_its_part_of_the_positions():
+    mesh = create_mesh(jax.devices(), 4)
+
+    def layer(x, kernel):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return linear(x, kernel, tp=ROW_PARALLEL)
+
+    for T, n_sharded in ((8, 2), (1, 1), (6, 6)):  # 8 / 4; what does not divide is replicated
+        y = jax.jit(layer)(jnp.ones((2, T, 16)), jnp.ones((16, 12)))
+        assert y.addressable_shards[0].data.shape == (1, n_sharded, 12)
 
 
 def test_no_device_gets_the_logits_of_other_vocabulary_ranges():
