@@ -74,10 +74,11 @@ n_draft = 0 # draft tokens per step
 out_dir = '' # a run whose weights to use instead of random ones (decode)
 dataset = '' # its folder under data/: takes prompts from val.bin, and measures perplexity and agreement there (decode)
 topology = 'h100:1x8' # devices to compile for: hosts x GPUs, or a TPU slice as in 'v5e:4x4' (compile)
-fsdp = 1 # as in train_jax.py, like the next three (compile)
+fsdp = 1 # as in train_jax.py, like the next four (compile)
 zero = 0 # optimizer state (1), gradients (2) sharded over all replicas
 tensor = 1 # heads, MLP width and vocabulary over this many devices
 expert = 1 # experts over this many devices
+context = 1 # each sequence over this many devices
 repeats = 20 # timed iterations (train) or calls (decode), not counting those that compile
 seed = 1337 # of weights and tokens
 device = 'auto' # as in train_jax.py
@@ -393,21 +394,22 @@ def topology_devices(topology):
 
 def compile_train_step(devices, fsdp=fsdp, loss_chunk=loss_chunk, **changes):
     """(parallel, config, abstract state, the compiled step) of the training step that train_jax.py runs."""
-    parallel = setup_distributed_training(devices, fsdp, tensor, expert, zero)
+    parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
     config = dataclasses.replace(model_config, **{'scan_layers': scan_layers, 'remat': remat} | changes)
-    implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor)
+    implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context)
     config = dataclasses.replace(config, attention=implementation)
     parallel.validate(config)
     schedule = create_learning_rate_schedule(6e-4, warmup_iters=2000, lr_decay_iters=600000)
     tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
     state = parallel.abstract_state(create_train_state, jax.random.key(seed), config, tx)
     n_micro, b = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
-    shape, spec = (n_micro, b * parallel.n_data_shards), P(None, BATCH)
-    if not hasattr(parallel, 'fsdp'):
-        shape, spec = ((len(devices), n_micro, b), P('data')) if len(devices) > 1 else ((n_micro, b), P())
-    sharding = NamedSharding(parallel.mesh, spec)
-    tokens = jax.ShapeDtypeStruct((*shape, block_size), np.int32, sharding=sharding)
-    batch = {'x': tokens, 'y': tokens, 'seq_id': jax.ShapeDtypeStruct(shape, np.uint32, sharding=sharding)}
+    shape, spec = (n_micro, b * parallel.n_data_shards), (None, BATCH, 'context')
+    if not hasattr(parallel, 'fsdp'):  # replicas
+        shape, spec = ((len(devices), n_micro, b), ('data',)) if len(devices) > 1 else ((n_micro, b), ())
+    place = lambda shape, dtype: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(parallel.mesh, P(*spec[:len(shape)])))
+    tokens = place((*shape, block_size), np.int32)
+    batch = {'x': tokens, 'y': tokens, 'seq_id': place(shape, np.uint32)}
     step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk, zero))
     program = step.lower(state, batch).compile()
     return parallel, f'{implementation} ({reason})', state, program
@@ -585,7 +587,7 @@ def what_would_fit(devices, limit):
     chunk = max(1, block_size // 8)
     tries = [dict(loss_chunk=chunk), dict(remat='full', scan_layers=True), dict(
         remat='full', scan_layers=True, loss_chunk=chunk)]
-    if fsdp == 1 and tensor == expert == 1 and len(devices) > 1:
+    if fsdp == tensor == expert == context == 1 and len(devices) > 1:
         tries.append(dict(fsdp=len(devices), remat='full', scan_layers=True, loss_chunk=chunk))
     for changes in tries:
         named = ' '.join(f'--{name}={value}' for name, value in changes.items())

@@ -482,8 +482,9 @@ def enable_compilation_cache(platform):
 CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
 
 
-def choose_attention(attention, config, device, *, tensor=1):
-    """(implementation, reason) for the flag --attention and training on `device`, one of `tensor` that share the heads.
+def choose_attention(attention, config, device, *, tensor=1, context=1):
+    """(implementation, reason) for the flag --attention and training on `device`, one of `tensor` that share the heads
+    and `context` that share a sequence.
 
     'auto' is the device's flash attention (cuDNN or splash) where it computes this model, otherwise chunked attention
     for blocks of CHUNKED_FROM tokens and longer, otherwise plain XLA. Raises UserError for an unknown or impossible
@@ -493,6 +494,9 @@ def choose_attention(attention, config, device, *, tensor=1):
     if attention in ('xla', 'chunked'):
         return attention, 'as asked'
     refusals = {'cudnn': why_not_cudnn, 'splash': why_not_splash}
+    if context > 1:
+        refusals['cudnn'] = lambda *_: 'it does not shard a sequence'
+        refusals['splash'] = functools.partial(why_not_splash, context=context)
     if attention != 'auto':
         refusal = refusals[attention](config, device, tensor)
         if refusal:
@@ -506,7 +510,7 @@ def choose_attention(attention, config, device, *, tensor=1):
             return flash, 'flash attention'
         why_not = f'; not {flash}: {refusal}'
     least = CHUNKED_FROM.get(device.platform, 128)
-    if config.block_size < least:
+    if config.block_size < least and context == 1:
         return 'xla', f'a block below {least} has small scores{why_not}'
     if device.platform == 'cpu':
         return 'chunked', "keeps the probabilities in the CPU's cache"
@@ -563,14 +567,14 @@ def compile_cudnn(config, device, layer_type='full', tensor=1):
     jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()
 
 
-def why_not_splash(config, device, tensor=1):
+def why_not_splash(config, device, tensor=1, context=1):
     """Why TPUs' splash attention cannot train this model on this device, or None if it can."""
     if device.platform != 'tpu':
         return 'it is for TPUs'
     if config.head_width not in (64, 128):
         return f'heads are {config.head_width} wide, not 64 or 128'
-    if config.block_size % 128:
-        return f'128 does not divide block_size={config.block_size}'
+    if config.block_size % (128 * context):
+        return f'{128 * context} does not divide block_size={config.block_size}'
     return why_not_flash(config)
 
 
@@ -663,11 +667,12 @@ class MeshParallel(DataParallel):
     fsdp: int = 1
     tensor: int = 1
     expert: int = 1
-    zero: int = 0  # 1 shards the optimizer state over data in addition, see make_train_step
+    context: int = 1
+    zero: int = 0  # 1 shards the optimizer state over the replicas of the parameters in addition, see make_train_step
 
     @functools.cached_property
     def mesh(self):
-        return create_mesh(self.devices, self.tensor, self.fsdp, self.expert)
+        return create_mesh(self.devices, self.tensor, self.fsdp, self.expert, self.context)
 
     @functools.cached_property
     def n_data_shards(self):
@@ -675,29 +680,30 @@ class MeshParallel(DataParallel):
 
     @functools.cached_property
     def local_data_shards(self):
-        devices = np.moveaxis(self.mesh.devices, AXES.index('tensor'), -1)
+        devices = np.moveaxis(self.mesh.devices, [AXES.index('tensor'), AXES.index('context')], [-2, -1])
         local = []
-        for i, tensor_group in enumerate(devices.reshape(self.n_data_shards, -1)):  # its devices load the same shard
-            if any(device.process_index == jax.process_index() for device in tensor_group):
+        for i, group in enumerate(devices.reshape(self.n_data_shards, -1)):  # its devices have the same sequences
+            if any(device.process_index == jax.process_index() for device in group):
                 local.append(i)
         return local
 
     def shardings(self, tree):
         specs = partition_specs(tree, self.mesh)
         if self.zero and hasattr(tree, 'opt_state'):
-            specs = specs.replace(opt_state=partition_specs(tree.opt_state, self.mesh, over_data=True))
+            specs = specs.replace(opt_state=partition_specs(tree.opt_state, self.mesh, over_replicas=True))
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def shard_batch(self, batch, shape):
-        """As DataParallel's, with the shards side by side on the last axis of `shape`."""
+        """As DataParallel's, with the shards side by side on the last axis of `shape`, and positions over context."""
         axis = len(shape) - 1
         each = shape[-1]
-        sharding = NamedSharding(self.mesh, P(*[None] * axis, BATCH))
 
         def put(x):
             local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
-            return jax.make_array_from_callback((*shape[:-1], self.n_data_shards * each, *x.shape[1:]), sharding,
-                                                lambda index: local[(index[axis].start or 0) // each])
+            sharding = NamedSharding(self.mesh, P(*[None] * axis, BATCH, *['context'] * (x.ndim - 1)))
+            part = lambda index: local[(index[axis].start or 0) // each][..., *index[axis + 1:]]
+            return jax.make_array_from_callback(
+                (*shape[:-1], self.n_data_shards * each, *x.shape[1:]), sharding, part)
         return jax.tree.map(put, batch)
 
     def on_mesh(self, step):
@@ -728,24 +734,29 @@ class MeshParallel(DataParallel):
                 valid = [m for m in range(1, n_devices + 1) if size % m == 0 and n_devices % m == 0]
                 raise UserError(f'{flag}={n} does not divide {name}={size}; on {n_devices} devices it may be one of '
                                 f'{valid}')
+        if config.block_size % self.context**2:
+            raise UserError(f'context={self.context}: its square must divide block_size={config.block_size}')
+        if self.context > 1 and config.attention not in ('chunked', 'splash'):
+            raise UserError(f'attention={config.attention} does not shard a sequence: use attention=auto with context')
 
 
-def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, zero=0):
-    """How training runs on these devices: replicated, or on a mesh if fsdp, tensor or expert is more than 1, or zero
-    more than 0. Raises UserError if their product does not divide the number of devices."""
+def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
+    """How training runs on these devices: replicated, or on a mesh if fsdp, tensor, expert or context is more than 1, or
+    zero more than 0. Raises UserError if their product does not divide the number of devices."""
     if zero not in (0, 1, 2):
         raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is --fsdp')
-    if zero == 1 and not fsdp == tensor == expert == 1:
-        raise UserError('zero=1 goes without fsdp, tensor and expert; with them use --zero=2')
-    if fsdp == tensor == expert == 1 and not zero:
+    is_replicated = fsdp == tensor == expert == context == 1
+    if zero == 1 and not is_replicated:
+        raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use --zero=2')
+    if is_replicated and not zero:
         return DataParallel(tuple(devices))
-    create_mesh(devices, tensor, fsdp, expert)  # raises
-    return MeshParallel(tuple(devices), fsdp, tensor, expert, zero)
+    create_mesh(devices, tensor, fsdp, expert, context)  # raises
+    return MeshParallel(tuple(devices), fsdp, tensor, expert, context, zero)
 
 
 def fit_layout(layout, given, n_devices, n_embd):
-    """The layout {'fsdp', 'tensor', 'expert'} of a resumed run on n_devices: `layout` if it fits. Otherwise the sizes
-    that are not among the flags `given` now are replaced: fsdp becomes as large as it can, the others 1."""
+    """The layout {'fsdp', 'tensor', 'expert', 'context'} of a resumed run on n_devices: `layout` if it fits. Otherwise
+    the sizes that are not among the flags `given` now are replaced: fsdp becomes as large as it can, the others 1."""
     if not n_devices % max(1, math.prod(layout.values())):
         return layout
     fitting = {name: size if name in given else 1 for name, size in layout.items()}
@@ -1320,7 +1331,7 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
 
     def gradients(params, micro_batch, scale):
         grads, loss = jax.grad(loss_fn, has_aux=True)(params, micro_batch, scale)
-        return shard_params(grads, over_data=zero > 1), loss
+        return shard_params(grads, over_replicas=zero > 1), loss
 
     def sum_gradients(params, batch, scale):
         """(gradients, loss), each the sum over the micro-batches."""
@@ -1329,14 +1340,14 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
 
         if len(batch['x']) == 1:  # skip accumulation: it would cost another pass over the gradients
             return gradients(params, jax.tree.map(lambda x: x[0], batch), scale)
-        zeros = shard_params(jax.tree.map(jnp.zeros_like, params), over_data=zero > 1)
+        zeros = shard_params(jax.tree.map(jnp.zeros_like, params), over_replicas=zero > 1)
         return jax.lax.scan(micro_step, (zeros, jnp.float32(0)), batch)[0]
 
     def train_step(state, batch, axis_name=None):
         scale = 1.0 if state.loss_scale is None else state.loss_scale['scale']
         n_micro = len(batch['x'])
         if zero == 1:
-            total = reduce_over_data(sum_gradients)(state.params, batch, scale)
+            total = reduce_over_replicas(sum_gradients)(state.params, batch, scale)
         else:
             total = sum_gradients(state.params, batch, scale)
         if axis_name:
@@ -1344,7 +1355,7 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
                 total = jax.lax.pmean(total, axis_name)
         grads, loss = total
         if zero:
-            grads, params = shard_params((grads, state.params), over_data=True)
+            grads, params = shard_params((grads, state.params), over_replicas=True)
             state = state.replace(params=params)
         with jax.named_scope('clip'):
             grads, grad_norm = clip_gradients(jax.tree.map(lambda g: g / (n_micro * scale), grads), grad_clip)
@@ -1359,11 +1370,11 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
     return train_step
 
 
-def reduce_over_data(sum_gradients):
+def reduce_over_replicas(sum_gradients):
     """sum_gradients(params, batch, scale) of the sequences of all devices, on a mesh whose only axis is data: each
     device computes it for its own sequences; then the gradients are reduce-scattered, once."""
     def reduced(params, batch, scale):
-        specs = partition_specs(params, current_mesh(), over_data=True)
+        specs = partition_specs(params, current_mesh(), over_replicas=True)
 
         def mean_shard(spec, grad):
             dims = [dim for dim, axes in enumerate(spec) if 'data' in (axes or ())]

@@ -100,6 +100,7 @@ fsdp = 1 # shard parameters and optimizer state over this many devices (ZeRO-3)
 zero = 0 # shard over all replicas: 1 the optimizer state (ZeRO-1), 2 the gradients in addition (ZeRO-2)
 tensor = 1 # shard heads, MLP width and vocabulary over this many devices (tensor parallelism)
 expert = 1 # shard the experts, and the batch with them, over this many devices
+context = 1 # shard each sequence over this many devices (context parallelism), for a long block_size
 coordinator_address = '' # host:port of process 0 of several; 'auto' on a TPU pod; Slurm and Open MPI need neither
 num_processes = 0 # number of processes that train together
 process_id = -1 # number of this process, from 0
@@ -143,13 +144,13 @@ check_flags(flags)
 
 devices, dtype, reason = in_all_processes(setup_jax_environment, device, dtype)
 if init_from == 'resume':
-    layout = dict(fsdp=fsdp, tensor=tensor, expert=expert)
+    layout = dict(fsdp=fsdp, tensor=tensor, expert=expert, context=context)
     fitting = fit_layout(layout, given, len(devices), resumed['model']['n_embd'])
     if fitting != layout:
         print(f'{layout} of the resumed run does not fit {len(devices)} devices: taking {fitting}')
         flags.update(fitting)
         globals().update(fitting)
-parallel = setup_distributed_training(devices, fsdp, tensor, expert, zero)
+parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
 n_micro, micro_batch = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
 print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
 
@@ -190,7 +191,7 @@ if deterministic and devices[0].platform == 'gpu':
     if attention == 'cudnn':
         raise UserError('attention=cudnn is not deterministic; use --attention=auto, or --deterministic=False')
     attention = 'xla'
-implementation, attention_reason = choose_attention(attention, config, devices[0], tensor=tensor)
+implementation, attention_reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context)
 config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({attention_reason})')
 parallel.validate(config)

@@ -35,9 +35,9 @@ from tests.common import (
 
 # no tensor axis divides the vocabulary
 CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)
-# layouts: (devices, fsdp, tensor, expert, zero), of which the last may be left out
+# layouts: (devices, fsdp, tensor, expert, context, zero), of which the last may be left out
 ONE, PMAP, FSDP, TENSOR, BOTH, ALL = (1,), (8,), (2, 2), (2, 1, 2), (4, 2, 2), (8, 4, 2)
-ZERO_1, ZERO_2, ZERO_2_ON_MESH = (8, 1, 1, 1, 1), (8, 1, 1, 1, 2), (8, 2, 2, 1, 2)
+ZERO_1, ZERO_2, ZERO_2_ON_MESH = (8, 1, 1, 1, 1, 1), (8, 1, 1, 1, 1, 2), (8, 2, 2, 1, 1, 2)
 
 
 def numbers(log):
@@ -80,6 +80,38 @@ def test_frequent_tokens_learn_in_bfloat16_on_a_mesh_as_in_float32():
 
     np.testing.assert_array_equal(gradient('bfloat16'), gradient('float32'))
     assert gradient('bfloat16')[0, 0] == 4 * 512
+
+
+CONTEXT = dataclasses.replace(CONFIG, block_size=64, attention='chunked')
+FEATURES = {
+    'GPT-2': {}, 'remat': dict(n_layer=2, scan_layers=True, remat='full'),
+    'window': dict(position='rope', n_kv_head=2, layer_types=('window',), window=20, sinks=True),
+    'chunk': dict(position='rope', n_kv_head=2, layer_types=('chunk',), chunk=24, norm='rms', mlp='swiglu'),
+    'latent': dict(position='rope', mla=dict(q_rank=8, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=12)),
+    'experts': dict(moe=MoEConfig(n_expert=4, n_used=2, width=8))}
+
+
+@pytest.mark.parametrize('features, layout', [
+    ('GPT-2', (8, 1, 1, 1, 8)), ('GPT-2', (8, 2, 1, 1, 2)), ('GPT-2', (8, 1, 1, 1, 2, 2)), ('remat', (8, 1, 2, 1, 4)),
+    ('window', (8, 1, 2, 1, 4)), ('chunk', (4, 1, 1, 1, 4)), ('latent', (4, 1, 2, 1, 2)), ('experts', (8, 1, 2, 2, 2))])
+def test_a_sequence_sharded_over_devices_learns_as_on_one(features, layout):
+    config = dataclasses.replace(CONTEXT, **FEATURES[features])
+    one, several = (run_steps(on, 6, config, g=1)[1] for on in (ONE, layout))
+    np.testing.assert_allclose(numbers(several), numbers(one), atol=2e-4)
+
+
+def test_positions_of_a_sequence_are_loaded_and_evaluated_where_they_are_computed():
+    parallel, make, _ = compiled_once((4, 1, 1, 1, 4), CONTEXT)
+    x = device_batch(parallel, 1, 8, 0, CONTEXT)['x']
+    assert {part.data.shape for part in x.addressable_shards} == {(1, 8, 16)}
+    splits = {'train': np.arange(3000) % 37, 'val': np.arange(2000) % 31}
+    losses = []
+    for layout in (ONE, (4, 1, 1, 1, 4)):
+        parallel, make, _ = compiled_once(layout, CONTEXT)
+        eval_step = parallel.eval_step(make_eval_step(CONTEXT, loss_chunk=16))
+        losses.append(estimate_loss_jax(
+            eval_step, parallel.init_sharded(make).params, splits, parallel, block_size=64, batch_size=4, eval_iters=2))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize('layout', [(2,), (8, 2, 2, 2)])
@@ -142,7 +174,7 @@ def test_a_process_reads_the_rows_of_its_own_devices_only():
     def rows_of_process_0(n_rows, fsdp=1, tensor=1):
         on_a_mesh = fsdp * tensor > 1
         layout = MeshParallel(tuple(devices), fsdp, tensor) if on_a_mesh else DataParallel(tuple(devices))
-        shape = dict(zip(AXES, (8 // (fsdp * tensor), fsdp, tensor, 1)))
+        shape = dict(zip(AXES, (8 // (fsdp * tensor), fsdp, tensor, 1, 1)))
         mesh = types.SimpleNamespace(devices=np.array(devices).reshape(*shape.values()), shape=shape)
         object.__setattr__(layout, 'mesh', mesh)
         return layout.local_rows(n_rows).tolist()
@@ -431,13 +463,15 @@ def test_a_checkpoint_resumes_on_any_other_layout_and_bit_for_bit_on_its_own(tmp
 
 
 @pytest.mark.parametrize('flags, message', [
-    (['--fsdp=3'], r'fsdp=3 x tensor=1 x expert=1 does not divide 8 devices; the product may be one of \[1, 2, 4, 8\]'),
+    (['--fsdp=3'], r'fsdp=3 x tensor=1 x expert=1 x context=1 does not divide 8 devices; the product may be one of \[1, 2, 4, 8\]'),
     (['--tensor=0'], 'fsdp=1 x tensor=0 x expert=1 does not divide'),
     (['--tensor=4', '--n_head=2'], r'tensor=4 does not divide n_head=2; on 8 devices it may be one of \[1, 2\]'),
     (['--fsdp=4', '--n_embd=18', '--n_head=2'],
      r'fsdp=4 does not divide n_embd=18; on 8 devices it may be one of \[1, 2\]'),
     (['--expert=2'], r'expert=2 does not divide n_expert=1; on 8 devices it may be one of \[1\]'),
-    (['--zero=1', '--tensor=2'], 'zero=1 goes without fsdp, tensor and expert; with them use --zero=2'),
+    (['--zero=1', '--tensor=2'], 'zero=1 goes without fsdp, tensor, expert and context; with them use --zero=2'),
+    (['--context=8'], 'context=8: its square must divide block_size=16'),
+    (['--context=4', '--attention=xla'], 'attention=xla does not shard a sequence'),
     (['--zero=3'], r'zero must be 0, 1 .ZeRO-1. or 2 .ZeRO-2., not 3; ZeRO-3 is --fsdp'),
     (['--fsdp=2', '--batch_size=3'], 'cannot be shared equally by 8 devices'),
     (['--coordinator_address=localhost'], 'needs --num_processes and --process_id'),
@@ -588,10 +622,10 @@ def test_four_processes_on_a_mesh_give_the_curve_stop_together_and_one_device_re
     np.testing.assert_allclose(losses_of_run(tmp_path)[:30], losses_of_one_process[:30], atol=2e-4)
     result = train(tmp_path, '--init_from=resume', '--device=cpu:0', f'--max_iters={saved + 2}')
     assert result.returncode == 0, result.stderr
-    assert "does not fit 1 devices: taking {'fsdp': 1, 'tensor': 1, 'expert': 1}" in result.stdout
+    assert "does not fit 1 devices: taking {'fsdp': 1, 'tensor': 1, 'expert': 1, 'context': 1}" in result.stdout
     assert f'at iteration {saved}' in result.stdout
     refused = train(tmp_path, '--init_from=resume', '--device=cpu:0', '--fsdp=2')
-    assert_refused(refused, 'fsdp=2 x tensor=1 x expert=1 does not divide 1 devices')
+    assert_refused(refused, 'fsdp=2 x tensor=1 x expert=1 x context=1 does not divide 1 devices')
 
 
 def each_with(name, values, out_dir, *flags):
