@@ -6,6 +6,7 @@ $ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16
 $ python bench_jax.py --mode=decode --prompt_len=16 --max_new_tokens=128
 $ python bench_jax.py --mode=decode --out_dir=out-shakespeare-char --dataset=shakespeare_char --ablate=True
 $ python bench_jax.py config/train_gpt2.py --mode=compile --topology=h100:1x8 --fsdp=8
+$ python bench_jax.py --mode=compile --plan=decode --topology=v5e:2x4 --tensor=4 --quantize=int8 --batch_size=32
 """
 import ctypes
 import dataclasses
@@ -28,7 +29,9 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ops
-from jax_generate import bytes_read_per_step, convert_params_for_decoding, generate_stream, init_cache
+from jax_generate import (
+    DecodeState, SamplingConfig, SamplingParams, bytes_read_per_step, cast_matrices, convert_params_for_decoding,
+    generate_stream, init_cache, quantize_params, step_cached)
 from jax_ops import BATCH, UserError, ceil_div
 from jax_train_utils import (
     Stopwatch, choose_attention, config_block, config_from_flags, create_learning_rate_schedule,
@@ -37,7 +40,7 @@ from jax_train_utils import (
 from jax_transformer import GPT, count_params, create_train_state, cross_entropy, estimate_mfu
 
 # -----------------------------------------------------------------------------
-mode = 'train' # 'train', 'decode' or 'compile' (training for devices that are not here)
+mode = 'train' # 'train', 'decode' or 'compile' (a step for devices that are not here)
 preset = '' # a model and batch size: 'nanogpt_cpu', 'baby' (nanoGPT's two for Shakespeare) or 'gpt2'; flags override it
 ablate = False # measure again with each choice changed, one at a time, and print the table
 batch_size = 12 # sequences per micro-batch (train), or generated together (decode)
@@ -73,6 +76,7 @@ cache_dtype = 'auto' # of the KV cache
 n_draft = 0 # draft tokens per step
 out_dir = '' # a run whose weights to use instead of random ones (decode)
 dataset = '' # its folder under data/: takes prompts from val.bin, and measures perplexity and agreement there (decode)
+plan = 'train' # the step to compile: 'train' or 'decode' (compile)
 topology = 'h100:1x8' # devices to compile for: hosts x GPUs, or a TPU slice as in 'v5e:4x4' (compile)
 fsdp = 1 # as in train_jax.py, like the next four (compile)
 zero = 0 # optimizer state (1), gradients (2) sharded over all replicas
@@ -103,6 +107,8 @@ if mode not in ('train', 'decode', 'compile'):
 for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats'):
     if flags[name] < 1:
         raise UserError(f'{name} must be at least 1, not {flags[name]}')
+if plan not in ('train', 'decode'):
+    raise UserError(f'plan must be train or decode, not {plan!r}')
 if mode == 'decode' and max_new_tokens < 2:
     raise UserError(f'max_new_tokens must be at least 2, not {max_new_tokens}')
 if mode == 'compile':
@@ -600,6 +606,71 @@ def what_would_fit(devices, limit):
     return None
 
 
+def compile_decode_step(devices):
+    """(mesh, abstract parameters, abstract KV cache, the compiled step) of one token for each of batch_size sequences, on
+    tensor x expert of the devices, as sample_jax.py decodes."""
+    parallel = setup_distributed_training(devices[:tensor * expert], tensor=tensor, expert=expert)
+    parallel.validate(model_config)
+    on_mesh = getattr(parallel, 'on_mesh', lambda step: step)
+
+    def placed(shapes, spec):
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(parallel.mesh, spec))
+        return jax.tree.map(place, shapes)
+
+    tx = create_optimizer_with_schedule(lambda step: 0)
+    params = parallel.abstract_state(create_train_state, jax.random.key(seed), model_config, tx).params
+    convert = jax.jit(lambda params: cast_matrices(quantize_params(params) if quantize else params, dtype))
+    shardings = convert.lower(params).compile().output_shardings
+    params = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                          jax.eval_shape(convert, params), shardings)
+    n_slots = min(block_size, 32 * ceil_div(prompt_len + max_new_tokens, 32))
+    make_cache = functools.partial(init_cache, model_config, batch_size, n_slots, cache_dtype)
+    cache = placed(jax.eval_shape(make_cache), P(None, 'tensor') if tensor > 1 and not model_config.mla else P())
+    make_state = lambda: DecodeState(
+        tokens_BxN=np.zeros((batch_size, n_slots), np.int32), length_B=np.zeros(batch_size, np.int32),
+        n_generated_B=np.zeros(batch_size, np.int32), done_B=np.zeros(batch_size, bool),
+        key_B=jax.random.split(jax.random.key(seed), batch_size), cache=None)
+    state = placed(jax.eval_shape(make_state), P()).replace(cache=cache)
+    sampling = SamplingConfig(greedy=True, top_k=False, top_p=False, min_p=False, penalize=False, n_vocab=vocab_size,
+                              stop_tokens=())
+
+    def step(params, state):
+        return step_cached(params, state, ~state.done_B, SamplingParams(*[1] * 5), model_config, sampling)
+
+    return parallel.mesh, params, cache, jax.jit(on_mesh(step), donate_argnums=1).lower(params, state).compile()
+
+
+def bench_compile_decode():
+    """bench_compile of a decode step."""
+    limit, memory_speed, link_speed, host_speed = DATA_SHEETS.get(
+        topology.partition(':')[0], (math.inf, None, None, None))
+    start = time.perf_counter()
+    mesh, params, cache, program = compile_decode_step(plan_devices)
+    table = collective_table(parse_hlo(program.as_text()), mesh)
+    peak = peak_of(program)
+    tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)  # of which a step reads a row per sequence
+    read = shard_bytes({name: part for name, part in params.items() if name not in tables}) + shard_bytes(cache)
+    results = {
+        'parameters_gb': shard_bytes(params) / 1e9, 'cache_gb': shard_bytes(cache) / 1e9,
+        'temporary_gb': program.memory_analysis().temp_size_in_bytes / 1e9, 'peak_gb': peak / 1e9,
+        'sent_mb': sum(row['bytes'] for row in table) / 1e6, 'read_gb': read / 1e9,
+        'compile_s': time.perf_counter() - start}
+    print_collectives(table)
+    if memory_speed:
+        links = sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
+        results |= {'memory_bound_ms': read / memory_speed * 1e3, 'link_bound_ms': links * 1e3,
+                    'tokens_per_sec_at_most': batch_size / max(read / memory_speed, links), 'fits': peak <= limit}
+        print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {"fits" if peak <= limit else "does not fit"}')
+    return results, table
+
+
+def print_collectives(table):
+    print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} {"MB sent":>10} {"exposed":>10}')
+    for row in table:
+        print(f'{row["kind"]:>20} {row["axis"]:>14} {row["n"]:>8} {row["dtype"]:>10} {row["count"]:>7} '
+              f'{row["bytes"] / 1e6:>10,.2f} {row["exposed"] / 1e6:>10,.2f}')
+
+
 def bench_compile():
     """Compiles the training step for the devices of --topology and prints its plan: ({name: value}, collectives)."""
     kind = topology.partition(':')[0]
@@ -625,10 +696,7 @@ def bench_compile():
         'exposed_gb': sum(row['exposed'] for row in table) / 1e9,
         'memory_traffic_gb': memory_traffic(computations) / 1e9, 'compile_s': time.perf_counter() - start}
     print(f'attention: {chosen}')
-    print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} {"MB sent":>10} {"exposed":>10}')
-    for row in table:
-        print(f'{row["kind"]:>20} {row["axis"]:>14} {row["n"]:>8} {row["dtype"]:>10} {row["count"]:>7} '
-              f'{row["bytes"] / 1e6:>10,.2f} {row["exposed"] / 1e6:>10,.2f}')
+    print_collectives(table)
     if memory_speed:
         peak_flops = device_peak_flops(plan_devices[0])
         compute = estimate_mfu(count_params(state.params), model_config, tokens, peak_flops)
@@ -678,7 +746,7 @@ if mode == 'train':
     results = bench_train()
 elif mode == 'compile':
     plan_devices = topology_devices(topology)
-    results, table = bench_compile()
+    results, table = bench_compile_decode() if plan == 'decode' else bench_compile()
 else:
     limit = load_model()[0].block_size
     if prompt_len + max_new_tokens > limit:
@@ -686,7 +754,8 @@ else:
     results = bench_decode(decode_settings) | {'peak_memory_gb': peak_memory_gb()}
 hardware = f'{len(devices)} x {devices[0].device_kind}'
 if mode == 'compile':
-    hardware = f'{len(plan_devices)} x {plan_devices[0].device_kind}, compiled, not run'
+    n_planned = tensor * expert if plan == 'decode' else len(plan_devices)
+    hardware = f'{n_planned} x {plan_devices[0].device_kind}, compiled, not run'
 print(f'{mode}, {hardware}, {dtype} ({reason}), jax {jax.__version__}')
 for name, value in results.items():
     print(f'{name:>30}  {formatted(value)}')

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import errno
 import functools
+import importlib.util
 import json
 import logging
 import math
@@ -337,7 +338,10 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     coordinator_address: host:port of process 0, to which the others connect, with num_processes and process_id; 'auto'
         lets JAX detect all three (a TPU pod). JAX also detects them where coordinator_address is empty and Slurm,
         Open MPI or an indexed Kubernetes job has started several processes; torchrun's variables are understood too.
+    num_processes=1 starts alone, also where the environment speaks of several (a Kubernetes job of one pod).
     Raises UserError if the flags do not go together or the processes do not find each other."""
+    if num_processes == 1 and not coordinator_address and process_id < 1:
+        return
     if num_processes or process_id >= 0:
         if ':' not in coordinator_address or not 0 <= process_id < num_processes:
             raise UserError('several processes need --coordinator_address=host:port of process 0, --num_processes=N '
@@ -346,11 +350,14 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
         raise UserError(f'--coordinator_address={coordinator_address} needs --num_processes and --process_id')
     elif not coordinator_address and int(os.environ.get('WORLD_SIZE', 1)) > 1 and 'RANK' in os.environ:
         return join_torchrun()
+    in_pod = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys()
     several = (int(os.environ.get('SLURM_NTASKS', 1)) > 1 and 'SLURM_STEP_NODELIST' in os.environ
-               or int(os.environ.get('OMPI_COMM_WORLD_SIZE', 1)) > 1
-               or {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys())
+               or int(os.environ.get('OMPI_COMM_WORLD_SIZE', 1)) > 1 or in_pod)
     if not coordinator_address and not several:
         return
+    if in_pod and coordinator_address in ('', 'auto') and importlib.util.find_spec('kubernetes') is None:
+        raise UserError('JAX finds the pods of a Kubernetes job with the package kubernetes: pip install "jax[k8s]"; for '
+                        'a job of one pod add --num_processes=1')
     cluster = {}  # JAX detects it
     if coordinator_address not in ('', 'auto'):
         cluster = dict(coordinator_address=coordinator_address, num_processes=num_processes, process_id=process_id)

@@ -61,6 +61,19 @@ def test_every_mesh_gives_the_curve_of_one_device(layout):
     np.testing.assert_allclose(mesh, one, atol=2e-4)
 
 
+def test_a_mesh_with_data_alone_gives_the_curve_of_pmap():
+    parallel = MeshParallel(tuple(jax.devices()))
+    schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
+    tx = create_optimizer_with_schedule(schedule)
+    state = parallel.init_sharded(create_train_state, jax.random.key(0), CONFIG, tx)
+    step = parallel.train_step(make_train_step(CONFIG, 3, 1.0, schedule))
+    log = []
+    for i in range(30):
+        state, metrics = step(state, device_batch(parallel, 2, 8, i, CONFIG))
+        log.append(jax.tree.map(float, metrics))
+    np.testing.assert_allclose(numbers(log), curve(PMAP), atol=2e-4)
+
+
 def test_frequent_tokens_learn_in_bfloat16_on_a_mesh_as_in_float32():
     # a sum in bfloat16 over 2048 equal tokens would stagnate
     config = dataclasses.replace(CONFIG, vocab_size=8, dropout=0.0, block_size=512)
@@ -521,6 +534,22 @@ def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeyp
     assert joined == ['auto', 1, 'auto']
 
 
+def test_a_kubernetes_job_of_one_pod_needs_no_package_and_one_of_several_names_it(monkeypatch):
+    joined = []
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
+    for name, value in {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '0'}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    initialize_distributed(num_processes=1)
+    with pytest.raises(UserError, match=r'pip install "jax.k8s."; for a job of one pod add --num_processes=1'):
+        initialize_distributed()
+    assert not joined
+    initialize_distributed('host:1234', 2, 1)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name)
+    initialize_distributed()
+    assert len(joined) == 2
+
+
 # -----------------------------------------------------------------------------
 # several processes
 
@@ -531,14 +560,14 @@ FLAGS = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch
 
 
 class Processes:
-    """n processes of train_jax.py that train together, one device each."""
+    """n processes of train_jax.py, or another script, that work together, one device each."""
 
-    def __init__(self, n, out_dir, *flags, each=None):
+    def __init__(self, n, out_dir, *flags, each=None, script='train_jax.py'):
         with socket.socket() as s:
             s.bind(('127.0.0.1', 0))
             port = s.getsockname()[1]
         self.out_dir = out_dir
-        command = [sys.executable, ROOT / 'train_jax.py', f'--out_dir={out_dir}', *flags,
+        command = [sys.executable, ROOT / script, f'--out_dir={out_dir}', *flags,
                    f'--coordinator_address=127.0.0.1:{port}', f'--num_processes={n}']
         self.processes = [
             subprocess.Popen([*command, f'--process_id={i}', *(each[i] if each else ())],
@@ -732,6 +761,24 @@ def test_the_plan_of_a_run_counts_what_each_axis_sends_through_loops():
     assert report['parameters_gb'] * 1e9 == 4 * (matrices / 4 + replicated)
     assert report['optimizer_gb'] == pytest.approx(2 * report['parameters_gb'], rel=0.01)
     assert report['peak_gb'] > report['parameters_gb'] + report['optimizer_gb']
+
+
+def test_the_plan_of_a_decode_step_counts_weights_cache_and_collectives():
+    flags = ['--plan=decode', '--topology=cpu:1x8', '--tensor=4', '--batch_size=3', '--prompt_len=8', '--max_new_tokens=8']
+    reports = []
+    for more in ([], ['--quantize=int8', '--cache_dtype=int8']):
+        result = run_script('bench_jax.py', *PLAN, *flags, *more)
+        assert result.returncode == 0, result.stderr
+        assert '4 x cpu, compiled, not run' in result.stdout
+        reports.append(json.loads(result.stdout.splitlines()[-1])['results'])
+    full, quantized = reports
+    assert full['cache_gb'] * 1e9 == pytest.approx(2 * 3 * 32 * 64 * 4 / 4)  # k and v, 32 slots, float32, a quarter
+    assert quantized['cache_gb'] * 1e9 == pytest.approx(2 * 3 * 32 * (64 + 4 * 4) / 4)  # and a scale per vector
+    assert quantized['parameters_gb'] < full['parameters_gb'] / 2
+    moved = sum(row['bytes'] for row in full['collectives'])
+    assert full['sent_mb'] * 1e6 == pytest.approx(moved)
+    assert 0 < moved < 4 * 20 * 3 * 64  # activations of a token, no weights
+    assert_refused(run_script('bench_jax.py', *PLAN, '--plan=prefill'), 'plan must be train or decode')
 
 
 def test_a_plan_for_a_device_without_its_compiler_says_what_to_install():
