@@ -37,7 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_flags import UserError, exit_if_peer_died
 from jax_ops import (
-    AXES, BATCH, batch_axes, ceil_div, create_mesh, fused_causal_attention, partition_specs, shard,
+    AXES, BATCH, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention, partition_specs, shard,
     shard_params)
 from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state, span_limits
 
@@ -209,7 +209,10 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     coordinator_address: host:port of process 0, to which the others connect, with num_processes and process_id; 'auto'
         lets JAX detect all three (a TPU pod). JAX also detects them where coordinator_address is empty and Slurm,
         Open MPI or an indexed Kubernetes job has started several processes; torchrun's variables are understood too.
+    num_processes=1 starts alone, also where the environment speaks of several (a Kubernetes job of one pod).
     Raises UserError if the flags do not go together or the processes do not find each other."""
+    if num_processes == 1 and not coordinator_address and process_id < 1:
+        return
     if num_processes or process_id >= 0:
         if ':' not in coordinator_address or not 0 <= process_id < num_processes:
             raise UserError('several processes need --coordinator_address=host:port of process 0, --num_processes=N '
@@ -218,11 +221,14 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
         raise UserError(f'--coordinator_address={coordinator_address} needs --num_processes and --process_id')
     elif not coordinator_address and int(os.environ.get('WORLD_SIZE', 1)) > 1 and 'RANK' in os.environ:
         return join_torchrun()
+    in_pod = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys()
     several = (int(os.environ.get('SLURM_NTASKS', 1)) > 1 and 'SLURM_STEP_NODELIST' in os.environ
-               or int(os.environ.get('OMPI_COMM_WORLD_SIZE', 1)) > 1
-               or {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys())
+               or int(os.environ.get('OMPI_COMM_WORLD_SIZE', 1)) > 1 or in_pod)
     if not coordinator_address and not several:
         return
+    if in_pod and coordinator_address in ('', 'auto') and importlib.util.find_spec('kubernetes') is None:
+        raise UserError('JAX finds the pods of a Kubernetes job with the package kubernetes: pip install "jax[k8s]"; '
+                        'for a job of one pod add --num_processes=1')
     cluster = {}  # JAX detects it
     if coordinator_address not in ('', 'auto'):
         cluster = dict(coordinator_address=coordinator_address, num_processes=num_processes, process_id=process_id)
@@ -359,8 +365,9 @@ def cpu_name():
 CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
 
 
-def choose_attention(attention, config, device, *, tensor=1):
-    """(implementation, reason) for the flag --attention and training on `device`, one of `tensor` that share the heads.
+def choose_attention(attention, config, device, *, tensor=1, context=1):
+    """(implementation, reason) for the flag --attention and training on `device`, one of `tensor` that share the heads
+    and `context` that share a sequence.
 
     'auto' is the device's flash attention (cuDNN or splash) where it computes this model, otherwise chunked attention
     for blocks of CHUNKED_FROM tokens and longer, otherwise plain XLA. Raises UserError for an unknown or impossible
@@ -370,6 +377,9 @@ def choose_attention(attention, config, device, *, tensor=1):
     if attention in ('xla', 'chunked'):
         return attention, 'as asked'
     refusals = {'cudnn': why_not_cudnn, 'splash': why_not_splash}
+    if context > 1:
+        refusals['cudnn'] = lambda *_: 'it does not shard a sequence'
+        refusals['splash'] = functools.partial(why_not_splash, context=context)
     if attention != 'auto':
         refusal = refusals[attention](config, device, tensor)
         if refusal:
@@ -383,7 +393,7 @@ def choose_attention(attention, config, device, *, tensor=1):
             return flash, 'flash attention'
         why_not = f'; not {flash}: {refusal}'
     least = CHUNKED_FROM.get(device.platform, 128)
-    if config.block_size < least:
+    if config.block_size < least and context == 1:
         return 'xla', f'a block below {least} has small scores{why_not}'
     if device.platform == 'cpu':
         return 'chunked', "keeps the probabilities in the CPU's cache"
@@ -440,14 +450,14 @@ def compile_cudnn(config, device, layer_type='full', tensor=1):
     jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()
 
 
-def why_not_splash(config, device, tensor=1):
+def why_not_splash(config, device, tensor=1, context=1):
     """Why TPUs' splash attention cannot train this model on this device, or None if it can."""
     if device.platform != 'tpu':
         return 'it is for TPUs'
     if config.head_width not in (64, 128):
         return f'heads are {config.head_width} wide, not 64 or 128'
-    if config.block_size % 128:
-        return f'128 does not divide block_size={config.block_size}'
+    if config.block_size % (128 * context):
+        return f'{128 * context} does not divide block_size={config.block_size}'
     return why_not_flash(config)
 
 
@@ -540,10 +550,12 @@ class MeshParallel(DataParallel):
     fsdp: int = 1
     tensor: int = 1
     expert: int = 1
+    context: int = 1
+    zero: int = 0  # 1 shards the optimizer state over the replicas of the parameters in addition, see make_train_step
 
     @functools.cached_property
     def mesh(self):
-        return create_mesh(self.devices, self.tensor, self.fsdp, self.expert)
+        return create_mesh(self.devices, self.tensor, self.fsdp, self.expert, self.context)
 
     @functools.cached_property
     def n_data_shards(self):
@@ -551,26 +563,30 @@ class MeshParallel(DataParallel):
 
     @functools.cached_property
     def local_data_shards(self):
-        devices = np.moveaxis(self.mesh.devices, AXES.index('tensor'), -1)
+        devices = np.moveaxis(self.mesh.devices, [AXES.index('tensor'), AXES.index('context')], [-2, -1])
         local = []
-        for i, tensor_group in enumerate(devices.reshape(self.n_data_shards, -1)):  # its devices load the same shard
-            if any(device.process_index == jax.process_index() for device in tensor_group):
+        for i, group in enumerate(devices.reshape(self.n_data_shards, -1)):  # its devices have the same sequences
+            if any(device.process_index == jax.process_index() for device in group):
                 local.append(i)
         return local
 
     def shardings(self, tree):
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), partition_specs(tree, self.mesh))
+        specs = partition_specs(tree, self.mesh)
+        if self.zero and hasattr(tree, 'opt_state'):
+            specs = specs.replace(opt_state=partition_specs(tree.opt_state, self.mesh, over_replicas=True))
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def shard_batch(self, batch, shape):
-        """As DataParallel's, with the shards side by side on the last axis of `shape`."""
+        """As DataParallel's, with the shards side by side on the last axis of `shape`, and positions over context."""
         axis = len(shape) - 1
         each = shape[-1]
-        sharding = NamedSharding(self.mesh, P(*[None] * axis, BATCH))
 
         def put(x):
             local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
-            return jax.make_array_from_callback((*shape[:-1], self.n_data_shards * each, *x.shape[1:]), sharding,
-                                                lambda index: local[(index[axis].start or 0) // each])
+            sharding = NamedSharding(self.mesh, P(*[None] * axis, BATCH, *['context'] * (x.ndim - 1)))
+            part = lambda index: local[(index[axis].start or 0) // each][..., *index[axis + 1:]]
+            return jax.make_array_from_callback(
+                (*shape[:-1], self.n_data_shards * each, *x.shape[1:]), sharding, part)
         return jax.tree.map(put, batch)
 
     def on_mesh(self, step):
@@ -582,7 +598,7 @@ class MeshParallel(DataParallel):
     def train_step(self, step):
         def sharded_step(state, batch):
             state, metrics = step(state, batch)
-            return shard_params(state), jax.tree.map(shard, metrics)
+            return jax.lax.with_sharding_constraint(state, self.shardings(state)), jax.tree.map(shard, metrics)
         return jax.jit(self.on_mesh(sharded_step), donate_argnums=0)
 
     def eval_step(self, step):
@@ -601,20 +617,29 @@ class MeshParallel(DataParallel):
                 valid = [m for m in range(1, n_devices + 1) if size % m == 0 and n_devices % m == 0]
                 raise UserError(f'{flag}={n} does not divide {name}={size}; on {n_devices} devices it may be one of '
                                 f'{valid}')
+        if config.block_size % self.context**2:
+            raise UserError(f'context={self.context}: its square must divide block_size={config.block_size}')
+        if self.context > 1 and config.attention not in ('chunked', 'splash'):
+            raise UserError(f'attention={config.attention} does not shard a sequence: use attention=auto with context')
 
 
-def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1):
-    """How training runs on these devices: replicated, or on a mesh if fsdp, tensor or expert is more than 1. Raises
-    UserError if their product does not divide the number of devices."""
-    if fsdp == tensor == expert == 1:
+def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
+    """How training runs on these devices: replicated, or on a mesh if fsdp, tensor, expert or context is more than 1,
+    or zero more than 0. Raises UserError if their product does not divide the number of devices."""
+    if zero not in (0, 1, 2):
+        raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is --fsdp')
+    is_replicated = fsdp == tensor == expert == context == 1
+    if zero == 1 and not is_replicated:
+        raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use --zero=2')
+    if is_replicated and not zero:
         return DataParallel(tuple(devices))
-    create_mesh(devices, tensor, fsdp, expert)  # raises
-    return MeshParallel(tuple(devices), fsdp, tensor, expert)
+    create_mesh(devices, tensor, fsdp, expert, context)  # raises
+    return MeshParallel(tuple(devices), fsdp, tensor, expert, context, zero)
 
 
 def fit_layout(layout, given, n_devices, n_embd):
-    """The layout {'fsdp', 'tensor', 'expert'} of a resumed run on n_devices: `layout` if it fits. Otherwise the sizes
-    that are not among the flags `given` now are replaced: fsdp becomes as large as it can, the others 1."""
+    """The layout {'fsdp', 'tensor', 'expert', 'context'} of a resumed run on n_devices: `layout` if it fits. Otherwise
+    the sizes that are not among the flags `given` now are replaced: fsdp becomes as large as it can, the others 1."""
     if not n_devices % max(1, math.prod(layout.values())):
         return layout
     fitting = {name: size if name in given else 1 for name, size in layout.items()}
@@ -697,17 +722,56 @@ def load_dataset_meta(data_dir):
     elif (data_dir / 'meta.pkl').exists():
         raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which can run programs and is not loaded; if you trust '
                         f'it, convert it once: {sys.executable} -c "{CONVERT_META}" {data_dir}')
-    elif not (data_dir / 'train.bin').exists():
+    elif not token_files(data_dir, 'train'):
         raise UserError(f'there is no {data_dir / "train.bin"}; {remedy}')
     return meta | checked
 
 
-def load_dataset(data_dir, block_size):
-    """Opens data_dir/{train,val}.bin as prepare.py wrote them. Where meta.json holds the largest id, max_id, and the
-    numbers of tokens, only the sizes are checked; otherwise all tokens are read.
+def token_files(data_dir, name):
+    """[data_dir/name.bin], or name_000.bin, name_001.bin, ... in order; [] if there are none. Raises UserError if one
+    of these is missing, or both forms are there."""
+    one = data_dir / f'{name}.bin'
+    several = sorted(data_dir.glob(f'{name}_[0-9]*.bin'), key=lambda path: int(path.stem[len(name) + 1:]))
+    numbers = [int(path.stem[len(name) + 1:]) for path in several]
+    if numbers != list(range(len(numbers))):
+        raise UserError(f'{data_dir} has the files {name}_*.bin of the numbers {numbers}, not 0 to {len(numbers) - 1}')
+    if several and one.exists():
+        raise UserError(f'{data_dir} has both {one.name} and {several[0].name}: remove one of these forms')
+    return several or ([one] if one.exists() else [])
 
-    Returns ({'train': memmap, 'val': memmap}, vocab_size, tokenizer description), see load_dataset_meta. Raises
-    UserError for missing, short or damaged files and for token ids outside the vocabulary."""
+
+class TokenFiles:
+    """Several files of tokens, memory-mapped and read as one array: len(tokens), tokens[slice], tokens[indices]."""
+
+    def __init__(self, paths, dtype):
+        self.files = [np.memmap(path, dtype, mode='r') for path in paths if path.stat().st_size]
+        self.ends = np.cumsum([len(file) for file in self.files])
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            index = np.arange(*index.indices(len(self)))
+        tokens = np.empty(index.shape, self.files[0].dtype)
+        file_of = np.searchsorted(self.ends, index, side='right')
+        for i in np.unique(file_of):
+            here = file_of == i
+            tokens[here] = self.files[i][index[here] - (self.ends[i] - len(self.files[i]))]
+        return tokens
+
+
+def open_tokens(paths, dtype):
+    return np.memmap(paths[0], dtype, mode='r') if len(paths) == 1 else TokenFiles(paths, dtype)
+
+
+def load_dataset(data_dir, block_size):
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them; each may be several files, see token_files. Where
+    meta.json holds the largest id, max_id, and the numbers of tokens, only the sizes are checked; otherwise all tokens
+    are read, each process its share.
+
+    Returns ({'train': memmap or TokenFiles, 'val': the same}, vocab_size, tokenizer description), see
+    load_dataset_meta. Raises UserError for missing, short or damaged files and for token ids outside the vocabulary."""
     data_dir = Path(os.path.relpath(data_dir))
     meta = load_dataset_meta(data_dir)
     remedy = remedy_for(data_dir)
@@ -715,12 +779,14 @@ def load_dataset(data_dir, block_size):
     splits = {}
     for split in ('train', 'val'):
         path = data_dir / f'{split}.bin'
-        if not path.exists():
+        paths = token_files(data_dir, split)
+        if not paths:
             raise UserError(f'there is no {path}; {remedy}')
-        size = path.stat().st_size
-        if size % width:
-            raise UserError(f'{path} has {size} bytes, not a multiple of {width} ({meta["dtype"]}): it is cut short or '
-                            f'of another type; {remedy}')
+        for file in paths:
+            if file.stat().st_size % width:
+                raise UserError(f'{file} has {file.stat().st_size} bytes, not a multiple of {width} ({meta["dtype"]}): '
+                                f'it is cut short or of another type; {remedy}')
+        size = sum(file.stat().st_size for file in paths)
         if size // width <= block_size:
             raise UserError(f'{path} has {size // width} tokens, and block_size={block_size} needs {block_size + 1}; '
                             'use more text or a smaller --block_size')
@@ -728,24 +794,25 @@ def load_dataset(data_dir, block_size):
         if n_tokens not in (None, size // width):
             raise UserError(f'{path} has {size // width} tokens, its meta.json says {n_tokens}: the file is damaged or '
                             f'of another data set; {remedy}')
-        splits[split] = np.memmap(path, dtype=meta['dtype'], mode='r')
+        splits[split] = open_tokens(paths, meta['dtype'])
         largest = meta['max_id']
         if type(largest) is not int or n_tokens is None:  # a wrong id would train silently: read every token
-            largest = max(int(splits[split][i:i + 10**7].max()) for i in range(0, size // width, 10**7))
+            starts = range(0, size // width, 10**7)[jax.process_index()::jax.process_count()]
+            largest = max((int(splits[split][i:i + 10**7].max()) for i in starts), default=0)
         if largest >= meta['vocab_size']:
             raise UserError(f"{path} has token id {largest}, outside the vocabulary of {meta['vocab_size']}; {remedy}")
     return splits, meta['vocab_size'], meta['tokenizer']
 
 
 def load_masks(data_dir, splits):
-    """{split: memmap} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
+    """{split: tokens} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
     assistant's tokens do, else 0. {} for a data set without masks, in which all tokens count. Raises UserError for a
     mask of another length than its tokens."""
     masks = {}
     for split, tokens in splits.items():
-        path = Path(os.path.relpath(data_dir)) / f'{split}_mask.bin'
-        if path.exists():
-            masks[split] = np.memmap(path, np.uint8, mode='r')
+        paths = token_files(Path(os.path.relpath(data_dir)), f'{split}_mask')
+        if paths:
+            masks[split] = open_tokens(paths, np.uint8)
     if masks and {split: len(tokens) for split, tokens in splits.items()} != {s: len(m) for s, m in masks.items()}:
         raise UserError(f'the masks in {data_dir} do not belong to its tokens; {remedy_for(Path(data_dir))}')
     return masks
@@ -764,13 +831,46 @@ def describe_data(splits, tokenizer):
 DATA, DROPOUT = range(2)  # RNG stream ids
 
 
-@functools.lru_cache(maxsize=4)
-def epoch_windows(n_tokens, block_size, seed, epoch):
-    """The start of each window of an epoch: a random offset, then contiguous windows of block_size tokens, shuffled."""
-    rng = np.random.default_rng([seed, DATA, epoch])
+SHUFFLED_IN_MEMORY = 2**24  # windows; an epoch of more is shuffled by a function of the index, without memory
+
+
+def epoch_windows(n_tokens, block_size, seed, epoch, index):
+    """The starts of the windows numbered `index` of an epoch: a random offset, then contiguous windows of block_size
+    tokens, shuffled."""
     n_windows = count_windows(n_tokens, block_size)
+    rng = np.random.default_rng([seed, DATA, epoch])
     offset = rng.integers(n_tokens - n_windows * block_size)
-    return offset + block_size * rng.permutation(n_windows)
+    if n_windows <= SHUFFLED_IN_MEMORY:
+        return offset + block_size * shuffled_windows(n_tokens, block_size, seed, epoch)[index]
+    return offset + block_size * permute_index(index, n_windows, rng.integers(2**32, size=6, dtype=np.uint64))
+
+
+@functools.lru_cache(maxsize=4)
+def shuffled_windows(n_tokens, block_size, seed, epoch):
+    n_windows = count_windows(n_tokens, block_size)
+    rng = np.random.default_rng([seed, DATA, epoch])
+    rng.integers(n_tokens - n_windows * block_size)  # the offset, which is drawn first
+    return rng.permutation(n_windows)
+
+
+def permute_index(index, n, keys):
+    """The places of the indices in a permutation of range(n) that `keys`, uint64 of 32 bits, choose: a Feistel network
+    over the next power of four, applied again to what is not below n (cycle walking; Black and Rogaway 2002,
+    doi:10.1007/3-540-45760-7_9)."""
+    half = np.uint64(ceil_div(int(n - 1).bit_length(), 2))
+    low = np.uint64((1 << int(half)) - 1)
+    x = np.asarray(index, np.uint64).copy()
+    outside = np.ones(x.shape, bool)
+    while outside.any():
+        left, right = x[outside] >> half, x[outside] & low
+        for key in keys:
+            mixed = (right ^ key) * np.uint64(0x9e3779b97f4a7c15)  # modulo 2**64
+            mixed ^= mixed >> np.uint64(29)
+            mixed *= np.uint64(0xbf58476d1ce4e5b9)
+            left, right = right, left ^ (mixed >> np.uint64(32) & low)
+        x[outside] = left << half | right
+        outside = x >= n
+    return x.astype(np.int64)
 
 
 def count_windows(n_tokens, block_size):
@@ -792,7 +892,7 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
     epoch, index = np.divmod(iteration * n_rows + rows, count_windows(len(tokens), block_size))
     start = np.empty(len(rows), np.int64)
     for e in np.unique(epoch):
-        start[epoch == e] = epoch_windows(len(tokens), block_size, seed, int(e))[index[epoch == e]]
+        start[epoch == e] = epoch_windows(len(tokens), block_size, seed, int(e), index[epoch == e])
     return get_windows(tokens, start, block_size)
 
 
@@ -1168,7 +1268,7 @@ def clip_gradients(grads, max_norm):
 # train and eval steps
 
 
-def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
+def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
     """The one train_step(state, batch, axis_name=None) -> (state, metrics): jit it, or wrap it with pmap_train_step.
 
     batch: x and y [G, B, T], seq_id [G, B]: G micro-batches, whose gradients are averaged into one update; the loss is
@@ -1176,6 +1276,8 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
     numbers the sequences of the run; dropout depends on (seed, seq_id) alone.
     loss_chunk: logits are materialized for this many positions at a time; 0 is all. Raises UserError if it does not
     divide block_size.
+    zero: on a mesh, 1 (ZeRO-1, arXiv:1910.02054) reduce-scatters the gradients over data; each device updates its shard
+    of the parameters, which are all-gathered again. 2 (ZeRO-2) reduce-scatters after each micro-batch already.
     metrics: float32 scalars loss (mean over micro-batches and devices), grad_norm (before clipping), lr, loss_scale
     (float16 only)."""
     if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
@@ -1194,24 +1296,32 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
 
     def gradients(params, micro_batch, scale):
         grads, loss = jax.grad(loss_fn, has_aux=True)(params, micro_batch, scale)
-        return shard_params(grads), loss
+        return shard_params(grads, over_replicas=zero > 1), loss
+
+    def sum_gradients(params, batch, scale):
+        """(gradients, loss), each the sum over the micro-batches."""
+        def micro_step(total, micro_batch):
+            return jax.tree.map(jnp.add, total, gradients(params, micro_batch, scale)), None
+
+        if len(batch['x']) == 1:  # skip accumulation: it would cost another pass over the gradients
+            return gradients(params, jax.tree.map(lambda x: x[0], batch), scale)
+        zeros = shard_params(jax.tree.map(jnp.zeros_like, params), over_replicas=zero > 1)
+        return jax.lax.scan(micro_step, (zeros, jnp.float32(0)), batch)[0]
 
     def train_step(state, batch, axis_name=None):
         scale = 1.0 if state.loss_scale is None else state.loss_scale['scale']
-
-        def micro_step(total, micro_batch):
-            return jax.tree.map(jnp.add, total, gradients(state.params, micro_batch, scale)), None
-
         n_micro = len(batch['x'])
-        if n_micro == 1:  # skip accumulation: it would cost another pass over the gradients
-            total = gradients(state.params, jax.tree.map(lambda x: x[0], batch), scale)
+        if zero == 1:
+            total = reduce_over_replicas(sum_gradients)(state.params, batch, scale)
         else:
-            zeros = shard_params(jax.tree.map(jnp.zeros_like, state.params))
-            total, _ = jax.lax.scan(micro_step, (zeros, jnp.float32(0)), batch)
+            total = sum_gradients(state.params, batch, scale)
         if axis_name:
             with jax.named_scope('all_reduce'):
                 total = jax.lax.pmean(total, axis_name)
         grads, loss = total
+        if zero:
+            grads, params = shard_params((grads, state.params), over_replicas=True)
+            state = state.replace(params=params)
         with jax.named_scope('clip'):
             grads, grad_norm = clip_gradients(jax.tree.map(lambda g: g / (n_micro * scale), grads), grad_clip)
         metrics = {'loss': loss / n_micro, 'grad_norm': grad_norm, 'lr': jnp.float32(schedule(state.step))}
@@ -1223,6 +1333,28 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
         return updated, metrics
 
     return train_step
+
+
+def reduce_over_replicas(sum_gradients):
+    """sum_gradients(params, batch, scale) of the sequences of all devices, on a mesh whose only axis is data: each
+    device computes it for its own sequences; then the gradients are reduce-scattered, once."""
+    def reduced(params, batch, scale):
+        specs = partition_specs(params, current_mesh(), over_replicas=True)
+
+        def mean_shard(spec, grad):
+            dims = [dim for dim, axes in enumerate(spec) if 'data' in (axes or ())]
+            if not dims:
+                return jax.lax.pmean(grad, 'data')
+            return jax.lax.psum_scatter(grad, 'data', scatter_dimension=dims[0], tiled=True) / jax.lax.axis_size('data')
+
+        def of_own_sequences(params, batch, scale):
+            grads, loss = sum_gradients(params, batch, scale)
+            with jax.named_scope('reduce_scatter'):
+                return jax.tree.map(mean_shard, specs, grads), jax.lax.pmean(loss, 'data')
+
+        return jax.shard_map(of_own_sequences, in_specs=(P(), P(None, 'data'), P()), out_specs=(specs, P()),
+                             check_vma=False)(params, batch, scale)
+    return reduced
 
 
 def skip_overflow(state, updated, grad_norm):

@@ -80,8 +80,10 @@ loss_chunk = 0 # positions whose logits are materialized at a time, to save memo
 scan_layers = False # compile one block and loop over it: compiles faster; dropout draws other masks
 remat = 'none' # gradient checkpointing: 'dots' saves matmul outputs, 'full' nothing; CPUs need scan_layers (jax 0.10)
 fsdp = 1 # shard parameters and optimizer state over this many devices (ZeRO-3)
+zero = 0 # shard over all replicas: 1 the optimizer state (ZeRO-1), 2 the gradients in addition (ZeRO-2)
 tensor = 1 # shard heads, MLP width and vocabulary over this many devices (tensor parallelism)
 expert = 1 # shard the experts, and the batch with them, over this many devices
+context = 1 # shard each sequence over this many devices (context parallelism), for a long block_size
 coordinator_address = '' # host:port of process 0 of several; 'auto' on a TPU pod; Slurm and Open MPI need neither
 num_processes = 0 # number of processes that train together
 process_id = -1 # number of this process, from 0
@@ -148,13 +150,13 @@ check_flags(flags)
 
 devices, dtype, reason = in_all_processes(setup_jax_environment, device, dtype)
 if init_from == 'resume':
-    layout = dict(fsdp=fsdp, tensor=tensor, expert=expert)
+    layout = dict(fsdp=fsdp, tensor=tensor, expert=expert, context=context)
     fitting = fit_layout(layout, given, len(devices), resumed['model']['n_embd'])
     if fitting != layout:
         print(f'{layout} of the resumed run does not fit {len(devices)} devices: taking {fitting}')
         flags.update(fitting)
         globals().update(fitting)
-parallel = setup_distributed_training(devices, fsdp, tensor, expert)
+parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
 n_micro, micro_batch = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
 print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
 
@@ -195,7 +197,7 @@ if deterministic and devices[0].platform == 'gpu':
     if attention == 'cudnn':
         raise UserError('attention=cudnn is not deterministic; use --attention=auto, or --deterministic=False')
     attention = 'xla'
-implementation, attention_reason = choose_attention(attention, config, devices[0], tensor=tensor)
+implementation, attention_reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context)
 config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({attention_reason})')
 parallel.validate(config)
@@ -215,7 +217,7 @@ schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmu
                                          lr_decay_iters=lr_decay_iters, min_lr=min_lr, lr_schedule=lr_schedule)
 tx = create_optimizer_with_schedule(schedule, beta1=beta1, beta2=beta2, weight_decay=weight_decay,
                                     optimizer=optimizer)
-train_step = parallel.train_step(make_train_step(config, seed, grad_clip, schedule, loss_chunk))
+train_step = parallel.train_step(make_train_step(config, seed, grad_clip, schedule, loss_chunk, zero))
 eval_step = parallel.eval_step(make_eval_step(config, loss_chunk))
 
 # out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake

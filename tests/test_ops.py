@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ops
 from jax_ops import (
-    BATCH, Transposed, UserError, bfloat16_lane_terms, blockwise_attention, causal_mask, chunked_attention, create_mesh,
-    flat_index, fused_causal_attention, hash_dropout, linear, matmul, matmul_int8, matmul_nt, quantize,
-    splash_attention)
+    BATCH, Transposed, UserError, bfloat16_lane_terms, blockwise_attention, causal_mask, chunked_attention,
+    create_mesh, flat_index, fused_causal_attention, hash_dropout, linear, matmul, matmul_int8, matmul_nt, quantize,
+    splash_attention, splash_kernel)
 from jax_train_utils import make_train_step
 from jax_transformer import GPT, GPTConfig, MLAConfig, create_train_state, dot_product_attention
 from tests.common import random_params, random_tokens
@@ -239,6 +239,30 @@ def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
     sharded = jax.jit(on_mesh)(*jax.device_put((q, k, v), heads))
     np.testing.assert_allclose(sharded, jax.jit(attention)(q, k, v), atol=1e-5)
     assert sharded.sharding.is_equivalent_to(heads, 4)  # no device computed the heads or sequences of others
+
+
+@pytest.mark.parametrize('limits', [{}, {'window': 200}, {'chunk': 256}])
+def test_splash_attention_computes_the_queries_of_one_of_several_devices(limits):
+    C, T, H, K = 2, 512, 2, 64
+    kernel = splash_kernel(T, H, **limits, context=C, interpret=True)
+    specs = kernel.manual_sharding_spec(NamedSharding(Mesh(jax.devices()[:C], 'context'), P(None, 'context')))
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, T, H, K)), jnp.float32) for _ in range(3))
+
+    def gradients(attend, weight):
+        return jax.grad(lambda *qkv: (attend(*qkv) * weight).sum(), (0, 1, 2))
+
+    for rank in range(C):
+        # the rank-th piece of each part of the sequence
+        own = np.arange(T).reshape(C, C, -1)[:, rank].ravel()
+        local = jax.tree.map(lambda x, spec: jnp.split(x, C, list(spec).index('context'))[rank] if any(spec) else x,
+                             kernel, specs)
+        weight = jnp.zeros(q.shape).at[:, own].set(jnp.cos(jnp.arange(T // C * H * K)).reshape(1, -1, H, K))
+        splash = lambda q, k, v: splash_attention(q[:, own], k, v, scale=0.1, kernel=local)
+        chunked = lambda q, k, v: chunked_attention(q, k, v, scale=0.1, **limits)
+        np.testing.assert_allclose(splash(q, k, v), chunked(q, k, v)[:, own], atol=1e-5)
+        for got, expected in zip(gradients(splash, weight[:, own])(q, k, v), gradients(chunked, weight)(q, k, v)):
+            np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize('attention', ['cudnn', 'splash'])
