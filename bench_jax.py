@@ -87,7 +87,7 @@ PRESETS = {
     'baby': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, vocab_size=65, dropout=0.2),
     'gpt2': dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, vocab_size=50304),
 }
-# all knobs of the block above, and those that the user gave; train_jax.py's config files may be used as they are
+# all flags of the block above, and those that the user gave; train_jax.py's config files may be used as they are
 flags, given = read_flags(__file__, globals(), ignored=config_block(Path(__file__).with_name('train_jax.py')))
 preset = flags['preset']
 if preset not in PRESETS:

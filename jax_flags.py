@@ -22,15 +22,15 @@ class UserError(ValueError):
 # flags
 
 def config_block(script):
-    """The knobs of a script, {name: comment}: the assignments between its first two rulers (lines of dashes). Raises
-    UserError for a knob without a trailing comment, because --help prints the comments."""
+    """The flags of a script, {name: comment}: the assignments between its first two rulers (lines of dashes). Raises
+    UserError for a flag without a trailing comment, because --help prints the comments."""
     source = Path(script).read_text(encoding='utf-8')
     block = re.split(r'^# -{20,}\n', source, maxsplit=2, flags=re.M)[1]
     comments = {}
     for name, rest in re.findall(r'^(\w+) *=(.*)$', block, flags=re.M):
         _, mark, comment = rest.rpartition('# ')
         if not mark:
-            raise UserError(f'{Path(script).name}: the knob {name} has no comment; write {name} = ... # what it does')
+            raise UserError(f'{Path(script).name}: the flag {name} has no comment; write {name} = ... # what it does')
         comments[name] = comment
     return comments
 

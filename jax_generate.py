@@ -280,7 +280,8 @@ def step_cached(params, state, active_B, sampling_params, config, sampling):
 
 def step_speculative(weights, state, room_B, sampling_params, configs, sampling, n_draft):
     """Up to 1 + n_draft tokens per row, at most room_B (speculative decoding, arXiv:2211.17192): drafts are fed along
-    with the last token, and accepted as long as they equal the tokens that the model samples.
+    with the last token, and accepted as long as they equal the tokens that the model samples, instead of at random by
+    the paper's min(1, p/q).
 
     Draft model and model draw with the same random numbers, so the result is that of n_draft=0, in fewer steps."""
     active_B = room_B > 0

@@ -1238,8 +1238,8 @@ def orthogonalize(updates, params=None):
 
 def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
     """AdamW (arXiv:1711.05101) with weight decay for tensors of 2 or more dimensions: matrices and embeddings, but not
-    biases (which have 2 in experts) and norms. 'muon' updates the matrices of the blocks, each expert's by itself, but
-    not the router's, with Muon instead (see orthogonalize), at AdamW's learning rate and weight decay. Clipping is
+    biases (which have 2 in experts) and norms. 'muon' updates every `kernel` of the blocks except the router's, each
+    expert's by itself, with Muon instead (see orthogonalize), at AdamW's learning rate and weight decay. Clipping is
     separate: clip_gradients. Raises UserError for any other optimizer."""
     decays = lambda path, p: p.ndim >= 2 and path[-1].key != 'bias'
     adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
@@ -1271,9 +1271,9 @@ def clip_gradients(grads, max_norm):
 def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
     """The one train_step(state, batch, axis_name=None) -> (state, metrics): jit it, or wrap it with pmap_train_step.
 
-    batch: x and y [G, B, T], seq_id [G, B]: G micro-batches, whose gradients are averaged into one update; the loss is
-    multiplied by weight [G, B, T], if there is one. seq_id
-    numbers the sequences of the run; dropout depends on (seed, seq_id) alone.
+    batch: x and y [M, B, T], seq_id [M, B]: M micro-batches, whose gradients are averaged into one update; weight
+    [M, B, T], if given, multiplies the loss. seq_id numbers the sequences of the run; dropout depends on (seed, seq_id)
+    alone.
     loss_chunk: logits are materialized for this many positions at a time; 0 is all. Raises UserError if it does not
     divide block_size.
     zero: on a mesh, 1 (ZeRO-1, arXiv:1910.02054) reduce-scatters the gradients over data; each device updates its shard

@@ -215,7 +215,7 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
 def attention_mask(config, layer_type, key_position_BxS, position_BxT):
     """[B, T, S], True where a query may attend to a key: at its own position and before, within its window or chunk."""
     limits = span_limits(config, layer_type)
-    if not limits and key_position_BxS.shape[1] > config.block_size:
+    if not limits and key_position_BxS.shape[1] > config.block_size:  # a ring and the keys that overwrite it
         limits = {'window': config.block_size}
     return causal_mask(key_position_BxS[:, None, :], position_BxT[:, :, None], **limits)
 
@@ -232,8 +232,8 @@ class CausalSelfAttention(nn.Module):
         cfg = self.config
         B, T, D = x_BxTxD.shape
         H, G, K = cfg.n_head, cfg.kv_heads, cfg.head_width
-        is_causal = position_BxT is None
-        if is_causal:
+        is_default = position_BxT is None
+        if is_default:
             position_BxT = jnp.arange(T)[None]
 
         qkv_cfg = dataclasses.replace(cfg, bias=cfg.bias or cfg.qkv_bias)
@@ -249,7 +249,7 @@ class CausalSelfAttention(nn.Module):
         kv, key_position_BxS, cache = update_kv_cache(cfg, self.layer_type, cache, new_kv, position_BxT)
 
         drop = {'dropout_rate': cfg.dropout, 'key_B': dropout_keys(self, seq_id_B)}
-        if is_causal and cfg.attention != 'xla' and not self.is_initializing():  # flash kernels refuse its T = 1
+        if is_default and cfg.attention != 'xla' and not self.is_initializing():  # init has T = 1, which kernels refuse
             y_BxTxHxK = fused_causal_attention(
                 cfg.attention, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scale=cfg.attention_scale, sinks_H=sinks_H,
                 **span_limits(cfg, self.layer_type), **drop)
@@ -277,7 +277,7 @@ def update_kv_cache(config, layer_type, cache, new_kv, position_BxT):
     queries attend to new_kv."""
     if cache is None:
         return new_kv, position_BxT, None
-    if layer_type in ('window', 'chunk') or config.position == 'rope':  # a ring of the last block_size positions
+    if layer_type in ('window', 'chunk') or config.position == 'rope':  # a ring of the layer's attention span
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     cache = write_cache(cache, new_kv, position_BxT)
     kv = read_cache(cache, config.dtype)
@@ -690,8 +690,8 @@ class LatentAttention(nn.Module):
         """As CausalSelfAttention's; the cache holds {'latent': [B, 1, S, C], 'rope': [B, 1, S, rope_dim]}."""
         cfg, mla, H = self.config, self.config.mla, self.config.n_head
         B, T, D = x_BxTxD.shape
-        is_causal = position_BxT is None
-        if is_causal:
+        is_default = position_BxT is None
+        if is_default:
             position_BxT = jnp.arange(T)[None]
         q_in = x_BxTxD
         if mla.q_rank:
@@ -726,7 +726,7 @@ class LatentAttention(nn.Module):
             q_BxTxHxK = jnp.concatenate([q_nope_BxTxHxK, q_rope_BxTxHxK], axis=-1)
             k_BxSxHxK = jnp.concatenate([k_nope_BxSxHxK, k_rope_BxSxHxK], axis=-1)
             v_BxSxHxK = jnp.einsum('bsc,chk->bshk', latent_BxSxC, wv_CxHxK)
-            if is_causal and cfg.attention != 'xla' and not self.is_initializing():
+            if is_default and cfg.attention != 'xla' and not self.is_initializing():
                 options |= span_limits(cfg, self.layer_type)
                 y_BxTxHxK = fused_causal_attention(cfg.attention, q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, **options)
             else:

@@ -47,7 +47,7 @@ compile = True # has no effect: JAX always compiles
 # -----------------------------------------------------------------------------
 started = time.perf_counter()
 sys.excepthook = exit_on_user_error
-flags, given = read_flags(__file__, globals())  # all knobs of the block above, and those that the user gave
+flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
 globals().update(flags)
 if 'compile' in given:
     print(f'--compile={compile} has no effect here: JAX always compiles')
