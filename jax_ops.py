@@ -268,8 +268,24 @@ class Transposed(struct.PyTreeNode):
     values: jax.Array
 
 
+class LowRank(struct.PyTreeNode):
+    """A frozen matrix [I, O] and its update in training: base + scale * a @ b (LoRA, arXiv:2106.09685), with base an
+    array or Int8, a [I, r], b [r, O] and a scalar scale."""
+    base: Any
+    a: jax.Array
+    b: jax.Array
+    scale: jax.Array
+
+
+def low_rank_update(x, kernel):
+    """What the update of a LowRank kernel adds to x @ kernel.base, in x's dtype."""
+    return matmul(matmul(x, kernel.a), kernel.b) * kernel.scale.astype(x.dtype)
+
+
 def linear(x, kernel, bias=None, *, tp=()):
-    """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8 or Transposed."""
+    """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8, Transposed or LowRank."""
+    if isinstance(kernel, LowRank):
+        return linear(x, kernel.base, bias, tp=tp) + low_rank_update(x, kernel)
     if isinstance(kernel, Int8):
         y = matmul_int8(x, kernel.values, kernel.scale).astype(x.dtype)
     elif isinstance(kernel, Transposed):
@@ -290,6 +306,9 @@ def fused_linear(x, kernel, bias, widths):
 
     With tensor parallelism the fused columns [q | k | v] are reordered to [q0 k0 v0 | q1 k1 v1 | ...], so that an equal
     split over ranks keeps heads whole."""
+    if isinstance(kernel, LowRank):
+        updates = jnp.split(low_rank_update(x, kernel), np.cumsum(widths)[:-1], axis=-1)
+        return [y + update for y, update in zip(fused_linear(x, kernel.base, bias, widths), updates)]
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh and not isinstance(kernel, Int8) else 1
 
@@ -353,6 +372,7 @@ def quantize(x, dtype, largest=None):
     return (jnp.round(x) if is_integer else x).astype(dtype), scale
 
 
+@jax.custom_vjp
 def matmul_int8(x, w_OxI, scale_O):
     """x [..., I] @ (w * scale).T -> float32 [..., O], for int8 weights with one scale per row.
 
@@ -375,6 +395,19 @@ def matmul_int8(x, w_OxI, scale_O):
 
     y_RxO = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), w_OxI, cpu=in_integers, default=converted)
     return (y_RxO * scale_O).reshape(*x.shape[:-1], -1)
+
+
+def matmul_int8_fwd(x, w_OxI, scale_O):
+    return matmul_int8(x, w_OxI, scale_O), (x.dtype.type(0), w_OxI, scale_O)
+
+
+def matmul_int8_bwd(residuals, g):
+    """The gradient of x; the weights are frozen."""
+    zero, w_OxI, scale_O = residuals
+    return matmul_f32_acc((g * scale_O).astype(zero.dtype), w_OxI.astype(zero.dtype)), None, None
+
+
+matmul_int8.defvjp(matmul_int8_fwd, matmul_int8_bwd)
 
 
 def int16_levels(n):

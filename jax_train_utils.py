@@ -33,12 +33,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from jax_generate import quantize_params
 from jax_ops import (
-    AXES, BATCH, UserError, batch_axes, ceil_div, create_mesh, fused_causal_attention, partition_specs, shard,
+    AXES, BATCH, LowRank, UserError, batch_axes, ceil_div, create_mesh, fused_causal_attention, partition_specs, shard,
     shard_params)
+from jax_pretrained import load_pretrained, local_path
 from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state, span_limits
 
 # -----------------------------------------------------------------------------
@@ -173,7 +176,8 @@ def merge_resumed_flags(flags, given, saved):
     optimizer = saved.get('optimizer', 'adamw')
     if given.get('optimizer', optimizer) != optimizer:
         raise UserError(f"cannot resume with another optimizer: {flags['out_dir']} holds the state of {optimizer}")
-    for name in MODEL_FLAGS & given.keys() & saved.keys():
+    saved = {'lora_rank': 0} | saved
+    for name in (MODEL_FLAGS | {'lora_rank', 'lora_alpha', 'quantize'}) & given.keys() & saved.keys():
         if given[name] != saved[name]:
             raise UserError(f"cannot resume with another architecture: {flags['out_dir']} was trained with "
                             f"{name}={saved[name]}, not {name}={given[name]}")
@@ -214,7 +218,7 @@ def check_flags(flags):
         if flags[name] < 1:
             raise UserError(f'{name} must be at least 1, not {flags[name]}')
     for name in ('max_iters', 'save_interval', 'warmup_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay',
-                 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'):
+                 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'):
         if not 0 <= flags[name] < math.inf:
             raise UserError(f'{name} must be at least 0, not {flags[name]}')
     if flags['seed'] >= 2**32:
@@ -228,6 +232,13 @@ def check_flags(flags):
     for name in ('beta1', 'beta2'):
         if not 0 <= flags[name] < 1:
             raise UserError(f'{name} must be in [0, 1), not {flags[name]}')
+    if flags['quantize'] not in ('', 'int8') or flags['quantize'] and not flags['lora_rank']:
+        raise UserError("quantize must be '' or, for the frozen weights of LoRA (with lora_rank), int8, not "
+                        f"{flags['quantize']!r}")
+    if flags['lora_rank'] and not 0 < flags['lora_alpha'] < math.inf:
+        raise UserError(f"lora_alpha must be above 0, not {flags['lora_alpha']}")
+    if flags['lora_rank'] and flags['init_from'] == 'scratch':
+        raise UserError('LoRA trains updates of a pretrained model: name it with --init_from')
 
 
 # -----------------------------------------------------------------------------
@@ -1281,6 +1292,92 @@ def clip_gradients(grads, max_norm):
 
 
 # -----------------------------------------------------------------------------
+# pretrained weights to train, and LoRA (arXiv:2106.09685): low-rank updates of frozen weights
+
+
+def load_weights(source, config, parallel, change=lambda path, array: array):
+    """(parameters of a pretrained model, sharded as `parallel` says; a checksum of them).
+
+    change(path in the tree, array): what becomes of each float32 parameter before it is moved to its devices, and
+    before the next one is read. Of a position table, the first block_size rows are taken."""
+    crc = 0
+
+    def place(path, array):
+        nonlocal crc
+        crc = zlib.crc32(np.ascontiguousarray(array), crc)
+        if path == ('wpe',):
+            array = array[:config.block_size]
+        return flatten_dict(parallel.device_put(unflatten_dict({path: change(path, array)})))[path]
+
+    return load_pretrained(local_path(source), place=place)[1], crc
+
+
+def quantized(path, array):
+    """A parameter in int8 if it is a matrix that int8 models have in int8, for load_weights."""
+    return flatten_dict(quantize_params(unflatten_dict({path: array})))[path]
+
+
+def create_lora_state(rng, config, tx, rank):
+    """TrainState whose params are the updates {'a': [I, rank], 'b': [rank, O]} of every kernel [I, O] of attention and
+    MLPs, not of experts: a is random, b zero. Its `frozen` is to become {'weights': the model's parameters, 'scale': of
+    the updates}. Call it compiled, where the model's own initial parameters are not computed."""
+    state = create_train_state(rng, config, optax.identity())
+    updates = {}
+    for i, (path, kernel) in enumerate(flatten_dict(state.params).items()):
+        if path[-1] == 'kernel' and path[-2] != 'router' and kernel.ndim == 2:
+            a = jax.random.normal(jax.random.fold_in(rng, i), (len(kernel), rank)) * len(kernel)**-0.5
+            updates[path] = {'a': a, 'b': jnp.zeros((rank, kernel.shape[1]))}
+    updates = unflatten_dict(updates)
+    return state.replace(params=updates, tx=tx, opt_state=tx.init(updates))
+
+
+def model_params(state, params=None):
+    """The parameters of the model of a TrainState, or with these trained ones: a LowRank for each kernel that LoRA
+    trains."""
+    params = state.params if params is None else params
+    if state.frozen is None:
+        return params
+
+    def join(weights, updates):
+        if updates.keys() == {'a', 'b'}:
+            return LowRank(weights, **updates, scale=state.frozen['scale'])
+        return {name: join(part, updates[name]) if name in updates else part for name, part in weights.items()}
+
+    return join(state.frozen['weights'], params)
+
+
+def load_frozen(lora, config, parallel):
+    """({'weights', 'scale'}, checksum) for TrainState.frozen, from what a checkpoint says of LoRA. Raises UserError if the base has changed."""
+    weights, crc = load_weights(lora['base'], config, parallel, *[quantized] if lora['quantize'] else [])
+    check_base(lora, crc)
+    return {'weights': weights, 'scale': parallel.device_put(np.float32(lora['alpha'] / lora['rank']))}, crc
+
+
+def load_merged(lora, config, parallel, updates):
+    """The parameters of a LoRA run with its updates added to the weights, in float32. Raises UserError if the base has
+    changed."""
+    updates = flatten_dict(updates)
+
+    def merge(path, array):
+        if lora['quantize'] and hasattr(value := quantized(path, array), 'scale'):
+            array = np.asarray(value.values, np.float32) * np.asarray(value.scale)[..., None]
+            array = array.swapaxes(-1, -2) if path[-1] == 'kernel' else array
+        if (*path, 'a') in updates:
+            a, b = (np.asarray(updates[*path, name]) for name in 'ab')
+            array = array + lora['alpha'] / lora['rank'] * (a @ b)
+        return np.asarray(array, np.float32)
+
+    params, crc = load_weights(lora['base'], config, parallel, merge)
+    check_base(lora, crc)
+    return params
+
+
+def check_base(lora, crc):
+    if lora['checksum'] not in (None, crc):
+        raise UserError(f"{lora['base']} has other weights than those that LoRA was trained with; put these back")
+
+
+# -----------------------------------------------------------------------------
 # train and eval steps
 
 
@@ -1298,9 +1395,9 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
         raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
                         f'it may be one of {[n for n in range(1, config.block_size) if config.block_size % n == 0]}')
 
-    def loss_fn(params, micro_batch, scale):
+    def loss_fn(params, state, micro_batch, scale):
         loss_BxT, sown = GPT(config).apply(
-            {'params': params}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk, deterministic=False,
+            {'params': model_params(state, params)}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk, deterministic=False,
             seq_id_B=micro_batch['seq_id'], rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)},
             mutable=['losses'], method='loss')
         if 'weight' in micro_batch:
@@ -1308,19 +1405,19 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
         loss = loss_BxT.mean()
         return (loss + sum(jax.tree.leaves(sown))) * scale, loss  # sown: the experts' balancing losses, not reported
 
-    def gradients(params, micro_batch, scale):
-        grads, loss = jax.grad(loss_fn, has_aux=True)(params, micro_batch, scale)
+    def gradients(state, micro_batch, scale):
+        grads, loss = jax.grad(loss_fn, has_aux=True)(state.params, state, micro_batch, scale)
         return shard_params(grads), loss
 
     def train_step(state, batch, axis_name=None):
         scale = 1.0 if state.loss_scale is None else state.loss_scale['scale']
 
         def micro_step(total, micro_batch):
-            return jax.tree.map(jnp.add, total, gradients(state.params, micro_batch, scale)), None
+            return jax.tree.map(jnp.add, total, gradients(state, micro_batch, scale)), None
 
         n_micro = len(batch['x'])
         if n_micro == 1:  # skip accumulation: it would cost another pass over the gradients
-            total = gradients(state.params, jax.tree.map(lambda x: x[0], batch), scale)
+            total = gradients(state, jax.tree.map(lambda x: x[0], batch), scale)
         else:
             zeros = shard_params(jax.tree.map(jnp.zeros_like, state.params))
             total, _ = jax.lax.scan(micro_step, (zeros, jnp.float32(0)), batch)
@@ -1665,10 +1762,15 @@ def restore_items(out_dir, step, items):
 
 def load_run(out_dir, which='best', parallel=None):
     """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
-    default, on the first device). Reads nothing but the checkpoint. Raises UserError if there is none."""
+    default, on the first device). Reads nothing but the checkpoint, and the model that LoRA has trained updates of.
+    Raises UserError if there is none."""
     step, meta = load_meta(out_dir, which)
     config = GPTConfig(**meta['model'])
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
+    if lora := meta.get('lora'):
+        state = parallel.abstract_state(create_lora_state, jax.random.key(0), config, optax.identity(), lora['rank'])
+        updates = restore_items(out_dir, step, {'params': state.params})['params']
+        return config, load_merged(lora, config, parallel, updates), meta
     state = parallel.abstract_state(create_train_state, jax.random.key(0), config, optax.identity())
     return config, restore_items(out_dir, step, {'params': state.params})['params'], meta
 
