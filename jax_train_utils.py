@@ -1347,7 +1347,8 @@ def model_params(state, params=None):
 
 
 def load_frozen(lora, config, parallel):
-    """({'weights', 'scale'}, checksum) for TrainState.frozen, from what a checkpoint says of LoRA. Raises UserError if the base has changed."""
+    """({'weights', 'scale'}, checksum) for TrainState.frozen, from what a checkpoint says of LoRA. Raises UserError if
+    the base has changed."""
     weights, crc = load_weights(lora['base'], config, parallel, *[quantized] if lora['quantize'] else [])
     check_base(lora, crc)
     return {'weights': weights, 'scale': parallel.device_put(np.float32(lora['alpha'] / lora['rank']))}, crc
@@ -1397,9 +1398,9 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
 
     def loss_fn(params, state, micro_batch, scale):
         loss_BxT, sown = GPT(config).apply(
-            {'params': model_params(state, params)}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk, deterministic=False,
-            seq_id_B=micro_batch['seq_id'], rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)},
-            mutable=['losses'], method='loss')
+            {'params': model_params(state, params)}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk,
+            deterministic=False, seq_id_B=micro_batch['seq_id'], mutable=['losses'], method='loss',
+            rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)})
         if 'weight' in micro_batch:
             loss_BxT *= micro_batch['weight']
         loss = loss_BxT.mean()

@@ -27,8 +27,8 @@ from flax.training import train_state
 
 from jax_ops import (
     COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, LowRank, Transposed, UserError, all_gather_param, causal_mask,
-    embed_tokens, flat_index, fused_causal_attention, fused_linear, hash_dropout, linear, lm_logits, map_sequence_chunks,
-    mix_experts, quantize, remat_policy, scan_layers, scatter_to_slots)
+    embed_tokens, flat_index, fused_causal_attention, fused_linear, hash_dropout, linear, lm_logits,
+    map_sequence_chunks, mix_experts, quantize, remat_policy, scan_layers, scatter_to_slots)
 from jax_ops import ParallelLMHead, VocabParallelEmbedding, create_mesh  # noqa: F401, for users of this file
 
 DTYPES = ('float32', 'bfloat16', 'float16')

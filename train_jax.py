@@ -73,7 +73,7 @@ n_expert = 0 # MLPs per layer of which a token uses n_expert_used (mixture of ex
 n_expert_used = 2 # experts per token
 expert_balance = 0.01 # weight of the loss that keeps the experts equally busy
 # LoRA, for a pretrained model
-lora_rank = 0 # freeze the weights and train updates of this rank of attention's and MLPs' matrices; 0 trains all weights
+lora_rank = 0 # freeze the weights, train updates of this rank of the matrices of attention and MLPs; 0 trains all
 lora_alpha = 16.0 # an update counts lora_alpha / lora_rank times
 quantize = '' # 'int8': the frozen weights, in a quarter of the memory
 # optimizer
@@ -336,8 +336,8 @@ class IterationLog:
 def evaluate():
     """The validation loss, after logging the losses on both splits; None if a signal ends the evaluation. Raises
     UserError if the losses are not finite."""
-    losses = estimate_loss_jax(eval_step, model_params(state), splits, parallel, block_size=block_size, batch_size=batch_size,
-                               eval_iters=eval_iters, masks=masks,
+    losses = estimate_loss_jax(eval_step, model_params(state), splits, parallel, block_size=block_size,
+                               batch_size=batch_size, eval_iters=eval_iters, masks=masks,
                                stop_signal=lambda: parallel.max_over_processes(stop.signum))
     if losses is None:
         return None
