@@ -1,11 +1,13 @@
-"""Times training or decoding with random weights and random tokens, or compiles training for devices that are not here
-and says what it needs. Prints a table, then one JSON line.
+"""Times training or decoding with random weights and random tokens, or the start of a script, or compiles training for
+devices that are not here and says what it needs. Prints a table, then one JSON line.
 
 $ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
 $ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16 --ablate=True
 $ python bench_jax.py --mode=decode --prompt_len=16 --max_new_tokens=128
 $ python bench_jax.py --mode=decode --out_dir=out-shakespeare-char --dataset=shakespeare_char --ablate=True
+$ python bench_jax.py --mode=startup --command="sample_jax.py --init_from=my/folder --device=cpu" --repeats=5
 $ python bench_jax.py config/train_gpt2.py --mode=compile --topology=h100:1x8 --fsdp=8
+$ python bench_jax.py --mode=compile --plan=decode --topology=v5e:2x4 --tensor=4 --quantize=int8 --batch_size=32
 """
 import ctypes
 import dataclasses
@@ -16,29 +18,19 @@ import math
 import os
 import platform
 import re
+import shlex
+import shutil
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-import jax
-import jaxlib
-import numpy as np
-from jax._src import xla_bridge
-from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec as P
-
-import jax_ops
-from jax_generate import bytes_read_per_step, convert_params_for_decoding, generate_stream, init_cache
-from jax_ops import BATCH, UserError, ceil_div
-from jax_pretrained import load_pretrained, local_path
-from jax_train_utils import (
-    Stopwatch, choose_attention, config_block, config_from_flags, create_learning_rate_schedule,
-    create_optimizer_with_schedule, device_peak_flops, exit_on_user_error, get_windows, load_dataset, load_run,
-    make_train_step, measure_bandwidth, read_flags, setup_distributed_training, setup_jax_environment, split_batch)
-from jax_transformer import GPT, count_params, create_train_state, cross_entropy, estimate_mfu
+from jax_flags import UserError, config_block, exit_on_user_error, read_flags
 
 # -----------------------------------------------------------------------------
-mode = 'train' # 'train', 'decode' or 'compile' (training for devices that are not here)
+mode = 'train' # 'train', 'decode', 'startup' (of a script) or 'compile' (a step for devices that are not here)
 preset = '' # a model and batch size: 'nanogpt_cpu', 'baby' (nanoGPT's two for Shakespeare) or 'gpt2'; flags override it
 ablate = False # measure again with each choice changed, one at a time, and print the table
 batch_size = 12 # sequences per micro-batch (train), or generated together (decode)
@@ -74,11 +66,16 @@ cache_dtype = 'auto' # of the KV cache
 n_draft = 0 # draft tokens per step
 out_dir = '' # a run, a Hugging Face folder or a ckpt.pt, whose weights to use instead of random ones (decode)
 dataset = '' # its folder under data/: takes prompts from val.bin, and measures perplexity and agreement there (decode)
+plan = 'train' # the step to compile: 'train' or 'decode' (compile)
 topology = 'h100:1x8' # devices to compile for: hosts x GPUs, or a TPU slice as in 'v5e:4x4' (compile)
-fsdp = 1 # as in train_jax.py, like the next two (compile)
+fsdp = 1 # as in train_jax.py, like the next four (compile)
+zero = 0 # optimizer state (1), gradients (2) sharded over all replicas
 tensor = 1 # heads, MLP width and vocabulary over this many devices
 expert = 1 # experts over this many devices
-repeats = 20 # timed iterations (train) or calls (decode), not counting those that compile
+context = 1 # each sequence over this many devices
+command = 'sample_jax.py' # with its flags: timed until its first token or iteration (startup)
+peer = '' # another program's command, timed in alternation until it ends (startup)
+repeats = 20 # timed iterations (train), calls (decode), not counting those that compile, or starts (startup)
 seed = 1337 # of weights and tokens
 device = 'auto' # as in train_jax.py
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'
@@ -97,17 +94,43 @@ if preset not in PRESETS:
     raise UserError(f"preset must be one of {', '.join(filter(None, PRESETS))}, not {preset!r}")
 flags |= PRESETS[preset] | given
 globals().update(flags)
-if mode not in ('train', 'decode', 'compile'):
-    raise UserError(f'mode must be train, decode or compile, not {mode!r}')
+if mode not in ('train', 'decode', 'startup', 'compile'):
+    raise UserError(f'mode must be train, decode, startup or compile, not {mode!r}')
 for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats'):
     if flags[name] < 1:
         raise UserError(f'{name} must be at least 1, not {flags[name]}')
+if plan not in ('train', 'decode'):
+    raise UserError(f'plan must be train or decode, not {plan!r}')
 if mode == 'decode' and max_new_tokens < 2:
     raise UserError(f'max_new_tokens must be at least 2, not {max_new_tokens}')
+if mode == 'startup' and command.split()[:1] not in (['sample_jax.py'], ['train_jax.py']):
+    raise UserError(f'command must start with sample_jax.py or train_jax.py, not {command!r}')
+if mode in ('startup', 'compile'):
+    device = 'cpu'  # this process needs no other
 if mode == 'compile':
-    device = 'cpu'
     if dtype == 'auto' and not topology.startswith('cpu'):
         dtype = 'bfloat16'
+
+# jax is imported after the flags, so that --help and a wrong flag are answered at once
+import jax
+import jaxlib
+import numpy as np
+from jax._src import xla_bridge
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jax_ops
+from jax_generate import (
+    DecodeState, SamplingConfig, SamplingParams, bytes_read_per_step, cast_matrices, convert_params_for_decoding,
+    generate_stream, init_cache, quantize_params, step_cached)
+from jax_ops import BATCH, ceil_div
+from jax_pretrained import load_pretrained, local_path
+from jax_train_utils import (
+    Stopwatch, choose_attention, config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule,
+    device_peak_flops, get_windows, load_dataset, load_run, make_train_step, measure_bandwidth,
+    setup_distributed_training, setup_jax_environment, split_batch)
+from jax_transformer import GPT, count_params, create_train_state, cross_entropy, estimate_mfu
+
 devices, dtype, reason = setup_jax_environment(device, dtype)
 if mode == 'compile' and 'dtype' not in given:
     reason = 'the default there'
@@ -402,22 +425,23 @@ def topology_devices(topology):
 
 def compile_train_step(devices, fsdp=fsdp, loss_chunk=loss_chunk, **changes):
     """(parallel, config, abstract state, the compiled step) of the training step that train_jax.py runs."""
-    parallel = setup_distributed_training(devices, fsdp, tensor, expert)
+    parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
     config = dataclasses.replace(model_config, **{'scan_layers': scan_layers, 'remat': remat} | changes)
-    implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor)
+    implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context)
     config = dataclasses.replace(config, attention=implementation)
     parallel.validate(config)
     schedule = create_learning_rate_schedule(6e-4, warmup_iters=2000, lr_decay_iters=600000)
     tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
     state = parallel.abstract_state(create_train_state, jax.random.key(seed), config, tx)
     n_micro, b = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
-    shape, spec = (n_micro, b * parallel.n_data_shards), P(None, BATCH)
-    if fsdp * tensor * expert == 1:
-        shape, spec = ((len(devices), n_micro, b), P('data')) if len(devices) > 1 else ((n_micro, b), P())
-    sharding = NamedSharding(parallel.mesh, spec)
-    tokens = jax.ShapeDtypeStruct((*shape, block_size), np.int32, sharding=sharding)
-    batch = {'x': tokens, 'y': tokens, 'seq_id': jax.ShapeDtypeStruct(shape, np.uint32, sharding=sharding)}
-    step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk))
+    shape, spec = (n_micro, b * parallel.n_data_shards), (None, BATCH, 'context')
+    if not hasattr(parallel, 'fsdp'):  # replicas
+        shape, spec = ((len(devices), n_micro, b), ('data',)) if len(devices) > 1 else ((n_micro, b), ())
+    place = lambda shape, dtype: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(parallel.mesh, P(*spec[:len(shape)])))
+    tokens = place((*shape, block_size), np.int32)
+    batch = {'x': tokens, 'y': tokens, 'seq_id': place(shape, np.uint32)}
+    step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk, zero))
     program = step.lower(state, batch).compile()
     return parallel, f'{implementation} ({reason})', state, program
 
@@ -594,7 +618,7 @@ def what_would_fit(devices, limit):
     chunk = max(1, block_size // 8)
     tries = [dict(loss_chunk=chunk), dict(remat='full', scan_layers=True), dict(
         remat='full', scan_layers=True, loss_chunk=chunk)]
-    if fsdp == 1 and tensor == expert == 1 and len(devices) > 1:
+    if fsdp == tensor == expert == context == 1 and len(devices) > 1:
         tries.append(dict(fsdp=len(devices), remat='full', scan_layers=True, loss_chunk=chunk))
     for changes in tries:
         named = ' '.join(f'--{name}={value}' for name, value in changes.items())
@@ -605,6 +629,73 @@ def what_would_fit(devices, limit):
         if fits:
             return named
     return None
+
+
+def compile_decode_step(devices):
+    """(mesh, abstract parameters, abstract KV cache, the compiled step) of one token for each of batch_size sequences,
+    on tensor x expert of the devices, as sample_jax.py decodes."""
+    parallel = setup_distributed_training(devices[:tensor * expert], tensor=tensor, expert=expert)
+    parallel.validate(model_config)
+    on_mesh = getattr(parallel, 'on_mesh', lambda step: step)
+
+    def placed(shapes, spec):
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(parallel.mesh, spec))
+        return jax.tree.map(place, shapes)
+
+    tx = create_optimizer_with_schedule(lambda step: 0)
+    params = parallel.abstract_state(create_train_state, jax.random.key(seed), model_config, tx).params
+    convert = jax.jit(lambda params: cast_matrices(quantize_params(params) if quantize else params, dtype))
+    shardings = convert.lower(params).compile().output_shardings
+    params = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                          jax.eval_shape(convert, params), shardings)
+    n_slots = min(block_size, 32 * ceil_div(prompt_len + max_new_tokens, 32))
+    make_cache = functools.partial(init_cache, model_config, batch_size, n_slots, cache_dtype)
+    cache = placed(jax.eval_shape(make_cache), P(None, 'tensor') if tensor > 1 and not model_config.mla else P())
+
+    def make_state():
+        return DecodeState(
+            tokens_BxN=np.zeros((batch_size, n_slots), np.int32), length_B=np.zeros(batch_size, np.int32),
+            n_generated_B=np.zeros(batch_size, np.int32), done_B=np.zeros(batch_size, bool),
+            key_B=jax.random.split(jax.random.key(seed), batch_size))
+
+    state = placed(jax.eval_shape(make_state), P()).replace(caches=(cache,))
+    sampling, greedy = SamplingConfig(vocab_size, stop_tokens=()), SamplingParams(*[None] * 5)
+
+    def step(params, state):
+        return step_cached(params, state, ~state.done_B, greedy, model_config, sampling)
+
+    return parallel.mesh, params, cache, jax.jit(on_mesh(step), donate_argnums=1).lower(params, state).compile()
+
+
+def bench_compile_decode():
+    """bench_compile of a decode step."""
+    limit, memory_speed, link_speed, host_speed = DATA_SHEETS.get(
+        topology.partition(':')[0], (math.inf, None, None, None))
+    start = time.perf_counter()
+    mesh, params, cache, program = compile_decode_step(plan_devices)
+    table = collective_table(parse_hlo(program.as_text()), mesh)
+    peak = peak_of(program)
+    tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)  # of which a step reads a row per sequence
+    read = shard_bytes({name: part for name, part in params.items() if name not in tables}) + shard_bytes(cache)
+    results = {
+        'parameters_gb': shard_bytes(params) / 1e9, 'cache_gb': shard_bytes(cache) / 1e9,
+        'temporary_gb': program.memory_analysis().temp_size_in_bytes / 1e9, 'peak_gb': peak / 1e9,
+        'sent_mb': sum(row['bytes'] for row in table) / 1e6, 'read_gb': read / 1e9,
+        'compile_s': time.perf_counter() - start}
+    print_collectives(table)
+    if memory_speed:
+        links = sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
+        results |= {'memory_bound_ms': read / memory_speed * 1e3, 'link_bound_ms': links * 1e3,
+                    'tokens_per_sec_at_most': batch_size / max(read / memory_speed, links), 'fits': peak <= limit}
+        print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {"fits" if peak <= limit else "does not fit"}')
+    return results, table
+
+
+def print_collectives(table):
+    print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} {"MB sent":>10} {"exposed":>10}')
+    for row in table:
+        print(f'{row["kind"]:>20} {row["axis"]:>14} {row["n"]:>8} {row["dtype"]:>10} {row["count"]:>7} '
+              f'{row["bytes"] / 1e6:>10,.2f} {row["exposed"] / 1e6:>10,.2f}')
 
 
 def bench_compile():
@@ -632,10 +723,7 @@ def bench_compile():
         'exposed_gb': sum(row['exposed'] for row in table) / 1e9,
         'memory_traffic_gb': memory_traffic(computations) / 1e9, 'compile_s': time.perf_counter() - start}
     print(f'attention: {chosen}')
-    print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} {"MB sent":>10} {"exposed":>10}')
-    for row in table:
-        print(f'{row["kind"]:>20} {row["axis"]:>14} {row["n"]:>8} {row["dtype"]:>10} {row["count"]:>7} '
-              f'{row["bytes"] / 1e6:>10,.2f} {row["exposed"] / 1e6:>10,.2f}')
+    print_collectives(table)
     if memory_speed:
         peak_flops = device_peak_flops(plan_devices[0])
         compute = estimate_mfu(count_params(state.params), model_config, tokens, peak_flops)
@@ -649,6 +737,62 @@ def bench_compile():
         if not results['fits']:
             results['would_fit'] = what_would_fit(plan_devices, limit)
     return results, table
+
+
+# -----------------------------------------------------------------------------
+# start-up
+
+
+def seconds_to_first_output(folder):
+    """{name: seconds} of one start of `command`, until sample_jax.py's first token or train_jax.py's first iteration
+    is on its stdout: 'first' as seen from here, and the parts that the script reports. folder: the compilation cache;
+    the run's out_dir is made there as well. Raises UserError if the script fails."""
+    script, *args = shlex.split(command)
+    is_sample = script == 'sample_jax.py'
+    args += ['--stream=True', '--num_samples=1', '--max_new_tokens=1'] if is_sample else [f'--out_dir={folder}/run']
+    environment = os.environ | {'JAX_COMPILATION_CACHE_DIR': folder, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+    here = Path(__file__).parent
+    start = time.perf_counter()
+    with open(Path(folder, 'stderr'), 'w+') as errors, subprocess.Popen(
+            [sys.executable, '-u', here / script, *args], env=environment, text=True, stdout=subprocess.PIPE,
+            stderr=errors) as process:
+        report = process.stdout.read(1) if is_sample else ''
+        for line in () if is_sample else process.stdout:
+            if line.startswith('first iteration: '):
+                report = line
+                break
+        results = {'first': time.perf_counter() - start}
+        if is_sample:
+            process.wait()
+        process.kill()
+        errors.seek(0)
+        said = errors.read()
+    parts = re.search('first (?:token|iteration): (.*)', said if is_sample else report)
+    if not report or not parts:
+        raise UserError(f'{command} failed: {said[-500:]}')
+    return results | {name: float(seconds) for name, seconds in re.findall(r'(\w+) ([\d.]+) s', parts[1])}
+
+
+def bench_startup():
+    """{name: seconds}, medians of `repeats` starts of `command`: cold, with an empty compilation cache, then warm; and
+    of `peer`, in alternation."""
+    seconds = {}
+
+    def add(when, row):
+        for name, value in row.items():
+            seconds.setdefault(f'{when}_{name}', []).append(value)
+
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            for when in ('cold', 'warm'):
+                add(when, seconds_to_first_output(folder))
+                shutil.rmtree(Path(folder, 'run'), ignore_errors=True)
+        if peer:
+            start = time.perf_counter()
+            if subprocess.run(shlex.split(peer), stdout=subprocess.DEVNULL).returncode:
+                raise UserError(f'{peer} failed')
+            add('peer', {'total': time.perf_counter() - start})
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 # -----------------------------------------------------------------------------
@@ -683,9 +827,11 @@ def formatted(value):
 
 if mode == 'train':
     results = bench_train()
+elif mode == 'startup':
+    results = bench_startup()
 elif mode == 'compile':
     plan_devices = topology_devices(topology)
-    results, table = bench_compile()
+    results, table = bench_compile_decode() if plan == 'decode' else bench_compile()
 else:
     limit = load_model()[0].block_size
     if prompt_len + max_new_tokens > limit:
@@ -693,7 +839,8 @@ else:
     results = bench_decode(decode_settings) | {'peak_memory_gb': peak_memory_gb()}
 hardware = f'{len(devices)} x {devices[0].device_kind}'
 if mode == 'compile':
-    hardware = f'{len(plan_devices)} x {plan_devices[0].device_kind}, compiled, not run'
+    n_planned = tensor * expert if plan == 'decode' else len(plan_devices)
+    hardware = f'{n_planned} x {plan_devices[0].device_kind}, compiled, not run'
 print(f'{mode}, {hardware}, {dtype} ({reason}), jax {jax.__version__}')
 for name, value in results.items():
     print(f'{name:>30}  {formatted(value)}')

@@ -20,9 +20,7 @@ from jax.experimental import mesh_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-
-class UserError(ValueError):
-    """A mistake that the user can correct. The scripts print it as one line and exit with code 2."""
+from jax_flags import UserError
 
 
 def ceil_div(a, b):
@@ -33,10 +31,10 @@ def ceil_div(a, b):
 # -----------------------------------------------------------------------------
 # sharding
 #
-# The batch is sharded over data, fsdp and expert; parameters and optimizer state over fsdp (ZeRO-3); heads, MLP width
-# and vocabulary over tensor; experts over expert and tensor.
+# The batch is sharded over data, fsdp and expert, its positions over context; parameters and optimizer state over fsdp
+# (ZeRO-3); heads, MLP width and vocabulary over tensor; experts over expert and tensor.
 
-AXES = ('data', 'fsdp', 'tensor', 'expert')
+AXES = ('data', 'fsdp', 'tensor', 'expert', 'context')
 BATCH = ('data', 'fsdp', 'expert')
 EXPERTS = ('expert', 'tensor')
 
@@ -60,28 +58,51 @@ COLUMN_PARALLEL = ('fsdp', 'tensor'), (None, 'tensor')
 ROW_PARALLEL = ('tensor', 'fsdp'), ('tensor', None)
 
 
-def create_mesh(devices, tp_size=1, fsdp=1, expert=1):
-    """Mesh of `devices` with the axes AXES, of sizes (the rest, fsdp, tp_size, expert); ranks of a tensor group, which
-    communicate most, are neighbours. Raises UserError if the sizes do not divide the number of devices."""
-    if min(tp_size, fsdp, expert) < 1 or len(devices) % (tp_size * fsdp * expert):
+def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
+    """Mesh of `devices` with the axes AXES, of sizes (the rest, fsdp, tp_size, expert, context); ranks of a tensor
+    group, which communicate most, are neighbours. Raises UserError if the sizes do not divide the number of devices."""
+    if min(tp_size, fsdp, expert, context) < 1 or len(devices) % (tp_size * fsdp * expert * context):
         valid = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
-        raise UserError(f'fsdp={fsdp} x tensor={tp_size} x expert={expert} does not divide {len(devices)} devices; the '
-                        f'product may be one of {valid}')
-    shape = (len(devices) // (fsdp * expert * tp_size), fsdp, expert, tp_size)
+        raise UserError(f'fsdp={fsdp} x tensor={tp_size} x expert={expert} x context={context} does not divide '
+                        f'{len(devices)} devices; the product may be one of {valid}')
+    shape = (len(devices) // (fsdp * expert * context * tp_size), fsdp, expert, context, tp_size)
     if devices[0].platform == 'tpu':  # neighbours on the torus of links
         devices = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(np.reshape(devices, shape).swapaxes(2, 3), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    devices = np.moveaxis(np.reshape(devices, shape), -1, AXES.index('tensor'))
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def current_mesh():
-    """The mesh set by the caller (jax.set_mesh), or None. pmap sets a mesh too, without our axes."""
+    """The mesh set by the caller (jax.set_mesh), or None, also inside shard_map, where code is that of one device. pmap
+    sets a mesh too, without our axes."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh if mesh.axis_names == AXES else None
+    return mesh if mesh.axis_names == AXES and AxisType.Manual not in mesh.axis_types else None
 
 
 def shard(x, *spec):
     """x; on a mesh, sharded by `spec`: per dimension the name of an axis, a tuple of names, or None (replicated)."""
     return jax.lax.with_sharding_constraint(x, P(*spec)) if current_mesh() else x
+
+
+def position_axes(n_positions, *axes):
+    """Those of `axes` over which n_positions are sharded on the current mesh: the last ones are dropped until they
+    divide."""
+    mesh = current_mesh()
+    while axes and (mesh is None or n_positions % math.prod(mesh.shape[axis] for axis in axes)):
+        axes = axes[:-1]
+    return axes
+
+
+def shard_positions(x):
+    """x [B, T, ...]; on a mesh, its positions are sharded over context and tensor, as between blocks, where norms and
+    sums need one position at a time (sequence parallelism, arXiv:2205.05198)."""
+    return shard(x, BATCH, position_axes(x.shape[1], 'context', 'tensor'), *[None] * (x.ndim - 2))
+
+
+def gather_positions(x):
+    """x [B, T, ...] of shard_positions; on a mesh, its positions are all-gathered over tensor."""
+    x = shard_positions(x)  # or XLA would gather it before a cast
+    return shard(x, BATCH, position_axes(x.shape[1], 'context'), *[None] * (x.ndim - 2))
 
 
 def batch_axes(n_rows):
@@ -91,9 +112,10 @@ def batch_axes(n_rows):
     return () if not mesh or n_rows % math.prod(mesh.shape[axis] for axis in BATCH) else BATCH
 
 
-def partition_specs(tree, mesh):
+def partition_specs(tree, mesh, *, over_replicas=False):
     """PARTITION_RULES applied to the leaves of a parameter tree or TrainState. A rule describes the last dimensions of
-    a leaf; where a dimension is not divisible, mesh axes are dropped from the right until it is."""
+    a leaf; where a dimension is not divisible, mesh axes are dropped from the right until it is. over_replicas: what is
+    sharded over fsdp is sharded over data and context in addition."""
     def spec_of(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
         rule = next((spec for end, spec in PARTITION_RULES if re.search(rf'(^|/){end}$', name)), P())
@@ -104,6 +126,8 @@ def partition_specs(tree, mesh):
         spec = [None] * n_leading
         for size, axes in zip(shape[n_leading:], rule):
             axes = (axes,) if isinstance(axes, str) else axes or ()
+            if over_replicas and 'fsdp' in axes:
+                axes = (*axes, 'data', 'context')  # last: a part of what the device holds without them
             while size % math.prod(mesh.shape[axis] for axis in axes):
                 axes = axes[:-1]
             spec.append(axes or None)
@@ -114,10 +138,12 @@ def partition_specs(tree, mesh):
     return jax.tree_util.tree_map_with_path(spec_of, tree)
 
 
-def shard_params(tree):
-    """The same parameters, gradients or TrainState; on a mesh, sharded by PARTITION_RULES."""
+def shard_params(tree, *, over_replicas=False):
+    """The same parameters, gradients or optimizer state; on a mesh, sharded as partition_specs says."""
     mesh = current_mesh()
-    return jax.lax.with_sharding_constraint(tree, partition_specs(tree, mesh)) if mesh else tree
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, partition_specs(tree, mesh, over_replicas=over_replicas))
 
 
 def all_gather_param(param, dtype, tp=()):
@@ -209,6 +235,8 @@ def matmul_fwd(x, y, transpose_rhs, dtype, tp):
 def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     x, y_stored = residuals
     g = g.astype(x.dtype)
+    if tp == ROW_PARALLEL:
+        g = gather_positions(g)
     if tp and current_mesh():
         # The barrier prevents CSE with the forward all-gather, and moving this one out of a loop of micro-steps. It
         # ties the weights to x, not to g, so that XLA can prefetch them before g is known
@@ -230,12 +258,18 @@ def matmul_nt(x, w_OxI):
     """x [..., I] @ w.T -> float32 [..., O]: the matmul of decoding, where weights [O, I] are read once per step.
 
     XLA:CPU repacks the right operand, so for few rows the weights are the left one
-    (docs/performance.md#weights-on-the-left)."""
+    (docs/performance.md#weights-on-the-left). In bfloat16 one row has a loop of its own, and for many rows the weights
+    are transposed in memory first, see transpose_materialized."""
     x_RxI = x.reshape(-1, x.shape[-1])
     w_OxI = w_OxI.astype(x.dtype)
+    R, I = x_RxI.shape
     on_cpu = functools.partial(two_rows, nt)
-    if len(x_RxI) <= 64 and x.dtype == jnp.float32:  # 64 rows take 15% less time, 256 rows the same time on either side
+    if R <= 64 and x.dtype == jnp.float32:  # 64 rows take 15% less time, 256 rows the same time on either side
         on_cpu = nt_weights_left
+    elif R == 1 and x.dtype == jnp.bfloat16 and bfloat16_lane_terms(I) and not current_mesh():
+        on_cpu = nt_bfloat16_row
+    elif R > 64 and x.dtype == jnp.bfloat16:
+        on_cpu = lambda x, w: jnp.matmul(x, transpose_materialized(w), preferred_element_type=jnp.float32)
     y_RxO = jax.lax.platform_dependent(x_RxI, w_OxI, cpu=on_cpu, default=nt)
     return y_RxO.reshape(*x.shape[:-1], -1)
 
@@ -253,6 +287,37 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
     return jax.lax.optimization_barrier(nt(w_OxI, x_RxI, dtype)).T[:R]
 
 
+def bfloat16_lane_terms(n):
+    """How many terms each of nt_bfloat16_row's sums has, for rows of n elements; None if n is not a multiple of 128."""
+    return max((terms for terms in range(4, 17) if n % (32 * terms) == 0), default=None)
+
+
+def nt_bfloat16_row(x_1xI, w_OxI):
+    """x @ w.T -> float32 [1, O] of bfloat16 arrays, one row of x: reads weights at twice the rate of the matmul of two
+    rows (docs/performance.md#bfloat16).
+
+    The loop is shaped for XLA:CPU: 32 sums side by side fill vector registers; at most 16 terms each, or LLVM does not
+    unroll them; two halves of the rows in one reduction, because a reduction of one operand is compiled as a library
+    call, which is slower, and because two streams are prefetched faster than one; a matmul with ones adds up the 32."""
+    O, I = w_OxI.shape
+    n_pairs, terms = O // 2, bfloat16_lane_terms(I)
+    n_blocks = I // (32 * terms)
+
+    def multiply(x_I, w_OxI):
+        halves = w_OxI[:2 * n_pairs].astype(jnp.float32).reshape(2, n_pairs, n_blocks, terms, 32)
+        products = [half * x_I.reshape(n_blocks, terms, 32) for half in halves]
+        sums = jax.lax.reduce(products, [np.float32(0)] * 2, lambda a, b: [a[0] + b[0], a[1] + b[1]], (2,))
+        sums = [half.reshape(n_pairs, n_blocks * 32) for half in jax.lax.optimization_barrier(sums)]
+        sums = [nt_weights_left(jnp.ones((1, n_blocks * 32)), half) for half in sums]
+        odd_row = nt(x_I[None], w_OxI[2 * n_pairs:].astype(jnp.float32))
+        return jnp.concatenate([*sums, odd_row], axis=1)
+
+    # the condition is a fusion barrier: otherwise XLA computes x again per weight row
+    nans = lambda x_I, w_OxI: jnp.full((1, O), jnp.nan)
+    x_I = x_1xI[0].astype(jnp.float32)
+    return jax.lax.cond(jnp.isnan(x_I[0]), nans, multiply, x_I, w_OxI)
+
+
 # Kernels of decoding (see convert_params_for_decoding in jax_generate.py) are values of their own, which linear() takes
 # in place of an array [I, O]. All hold one row per output.
 
@@ -264,7 +329,8 @@ class Int8(struct.PyTreeNode):
 
 
 class Transposed(struct.PyTreeNode):
-    """A matrix [I, O] stored as values [O, I]: a CPU reads float32 weights 7 to 15% faster so, for one row."""
+    """A matrix [I, O] stored as values [O, I], which a CPU reads faster for one row: float32 by 7 to 15%, bfloat16
+    twice as fast (nt_bfloat16_row)."""
     values: jax.Array
 
 
@@ -286,6 +352,8 @@ def linear(x, kernel, bias=None, *, tp=()):
     """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8, Transposed or LowRank."""
     if isinstance(kernel, LowRank):
         return linear(x, kernel.base, bias, tp=tp) + low_rank_update(x, kernel)
+    if tp == COLUMN_PARALLEL:
+        x = gather_positions(x)
     if isinstance(kernel, Int8):
         y = matmul_int8(x, kernel.values, kernel.scale).astype(x.dtype)
     elif isinstance(kernel, Transposed):
@@ -293,8 +361,8 @@ def linear(x, kernel, bias=None, *, tp=()):
     else:
         y = matmul(x, kernel, tp=tp)
     if tp == ROW_PARALLEL:  # each rank holds a partial sum
-        with jax.named_scope('all_reduce'):
-            y = shard(y, BATCH, *[None] * (y.ndim - 1))
+        with jax.named_scope('reduce_scatter'):
+            y = shard_positions(y)
     if bias is not None:
         y = add_bias(y, bias)
     return checkpoint_name(y, 'dense')
@@ -508,15 +576,58 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, s
     mesh = current_mesh()
     if mesh is None:
         return attend(0, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B)
+    T, H = q_BxTxHxK.shape[1:3]
+    C = mesh.shape['context']
+    kernel, kernel_spec = None, None
+    if C > 1 and implementation == 'splash':
+        kernel = splash_kernel(T, H // mesh.shape['tensor'], window, chunk, C)
+        kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, 'context')))
 
-    def attend_local(*args):
-        return attend(jax.lax.axis_index('tensor') * args[1].shape[2], *args)
+    def attend_local(kernel, *args):
+        q_BxTxHxK, k_BxTxGxK, *_ = args
+        first_group = jax.lax.axis_index('tensor') * k_BxTxGxK.shape[2]
+        if C == 1:
+            return attend(first_group, *args)
+        if implementation == 'cudnn':
+            raise UserError('cudnn attention does not shard a sequence: use attention=chunked with context')
+        return context_attention(kernel, first_group, *args, dropout_rate=dropout_rate, **options)
 
     batch = batch_axes(len(q_BxTxHxK))
-    heads = P(batch, None, 'tensor')
-    attend_sharded = jax.shard_map(attend_local, in_specs=(heads, heads, heads, P('tensor'), P(batch)), out_specs=heads,
-                                   check_vma=False)
-    return attend_sharded(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B)
+    heads = P(batch, 'context', 'tensor')
+    specs = (kernel_spec, heads, heads, heads, P('tensor'), P(batch))
+    attend_sharded = jax.shard_map(attend_local, in_specs=specs, out_specs=heads, check_vma=False)
+    return attend_sharded(kernel, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B)
+
+
+def context_attention(kernel, first_group, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, *, window, chunk, scale,
+                      dropout_rate):
+    """fused_causal_attention on one of C devices, each with T consecutive positions of a sequence, inside shard_map.
+    kernel: of splash_kernel; None is chunked attention.
+
+    Keys and values are all-gathered. The queries are exchanged so that every device has the same work: of each of the C
+    parts of the sequence, device i computes the i-th of C pieces, which attends to the parts up to its own. That is
+    (C + 1) / 2C of all scores, where causal attention needs 1/2."""
+    C = jax.lax.axis_size('context')
+    T = q_BxTxHxK.shape[1]
+    n = T // C
+    exchange = functools.partial(jax.lax.all_to_all, axis_name='context', split_axis=1, concat_axis=1, tiled=True)
+    with jax.named_scope('all_to_all'):
+        q_BxTxHxK = exchange(q_BxTxHxK)
+    with jax.named_scope('all_gather'):
+        k_BxSxGxK, v_BxSxGxK = (jax.lax.all_gather(x, 'context', axis=1, tiled=True) for x in (k_BxTxGxK, v_BxTxGxK))
+    if kernel:
+        return exchange(splash_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scale=scale, sinks_H=sinks_H, kernel=kernel))
+    ys = []
+    for part in range(C):
+        first_key = max(0, part * T + 1 - window) if window else 0  # of the part's first query
+        if chunk:
+            first_key = part * T // chunk * chunk
+        seen = slice(first_key, (part + 1) * T)
+        ys.append(chunked_attention(
+            q_BxTxHxK[:, part * n:(part + 1) * n], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scale=scale, window=window,
+            chunk=chunk, sinks_H=sinks_H, dropout_rate=dropout_rate, key_B=key_B, first_group=first_group,
+            piece=(part * T + jax.lax.axis_index('context') * n, first_key, C * T)))
+    return exchange(jnp.concatenate(ys, axis=1))
 
 
 def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=0):
@@ -530,51 +641,70 @@ def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=0
     return y.reshape(q_BxTxHxK.shape)
 
 
-def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=0, sinks_H=None, interpret=False):
-    """fused_causal_attention by the splash attention kernel for TPUs that JAX ships. Blocks of 512 positions, as
-    MaxText has them, where they divide T; else 128."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=0, sinks_H=None, interpret=False,
+                     kernel=None):
+    """fused_causal_attention by the splash attention kernel for TPUs that JAX ships. kernel: of splash_kernel, if it
+    is not that of window and chunk."""
     T, H = q_BxTxHxK.shape[1:3]
-    mask = masks.CausalMask((T, T))
-    if window:
-        mask = masks.LocalMask((T, T), (window - 1, 0), 0)
-    if chunk and chunk < T:
-        mask = masks.ChunkedCausalMask((T, T), chunk)
-    block = 512 if T % 512 == 0 else 128
-    names = [field.name for field in dataclasses.fields(kernel.BlockSizes) if field.name.startswith('block_')]
-    attend = kernel.make_splash_mha(masks.MultiHeadMask([mask] * H), head_shards=1, q_seq_shards=1, interpret=interpret,
-                                    block_sizes=kernel.BlockSizes(**dict.fromkeys(names, block)))
+    attend = kernel or splash_kernel(T, H, window, chunk, interpret=interpret)
     scaled = (q_BxTxHxK * scale).astype(q_BxTxHxK.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (scaled, k_BxTxGxK, v_BxTxGxK))
     return jax.vmap(lambda q, k, v: attend(q, k, v, sinks=sinks_H))(q, k, v).swapaxes(1, 2)
 
 
+@functools.lru_cache(maxsize=8)  # its tables are computed on the CPU, a minute for T = 131,072
+def splash_kernel(T, H, window=0, chunk=0, context=1, *, interpret=False):
+    """The splash attention kernel for H heads of T positions, of which `context` devices compute the queries as
+    context_attention says. Blocks of 512 positions, as MaxText has them, where they divide a device's queries; else
+    128."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    mask = masks.CausalMask((T, T))
+    if window:
+        mask = masks.LocalMask((T, T), (window - 1, 0), 0)
+    if chunk and chunk < T:
+        mask = masks.ChunkedCausalMask((T, T), chunk)
+    positions = np.arange(T, dtype=np.int32).reshape(context, context, -1)  # [part, piece, position]
+    mask.q_sequence = np.ascontiguousarray(positions.swapaxes(0, 1)).ravel()
+    block = 512 if T // context % 512 == 0 else 128
+    names = [field.name for field in dataclasses.fields(kernel.BlockSizes) if field.name.startswith('block_')]
+    with jax.ensure_compile_time_eval():
+        return kernel.make_splash_mha(
+            masks.MultiHeadMask([mask] * H), head_shards=1, q_seq_shards=context, interpret=interpret,
+            block_sizes=kernel.BlockSizes(**dict.fromkeys(names, block)))
+
+
 def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, chunk=0, sinks_H=None, dropout_rate=0.0,
-                      key_B=None, first_group=0):
+                      key_B=None, first_group=0, piece=None):
     """fused_causal_attention in blocks of queries, on any backend. Values may be wider or narrower than keys.
 
     A block of queries is computed at a time, against the keys that it may attend to: on a CPU 128 queries of one
     sequence, so that the probabilities stay in its L2 cache, elsewhere 512 of all sequences. Probabilities are never
     stored, but recomputed in the backward pass (docs/performance.md#chunked-attention). first_group: the number of this
-    device's first key head, for the dropout masks."""
+    device's first key head, for the dropout masks. piece: (position of the first query, of the first key, length of the
+    sequence), if these are not all positions of a sequence; the first may be traced."""
     B, T, H, K = q_BxTxHxK.shape
+    n_positions = piece[2] if piece else T
     G = k_BxTxGxK.shape[2]
     Q = H // G  # query heads of a group are folded into the time axis, as in dot_product_attention
-    first_counter = jnp.uint32(first_group) * jnp.uint32(T * Q * T % 2**32)
+    first_counter = jnp.uint32(first_group) * jnp.uint32(n_positions * Q * n_positions % 2**32)
 
     def attend_block(first, first_key, q_GxTQxK, k_GxSxK, v_GxSxK, key):
-        end = first_key + k_GxSxK.shape[1]
+        n, end = q_GxTQxK.shape[1] // Q, first_key + k_GxSxK.shape[1]
         scores_GxTQxS = matmul(q_GxTQxK, k_GxSxK, transpose_rhs=True, dtype=jnp.float32) * (scale or K**-0.5)
-        position_TQx1 = jnp.repeat(jnp.arange(first, end), Q)[:, None]
+        position_TQx1 = jnp.repeat(first + jnp.arange(n), Q)[:, None]
         mask_TQxS = causal_mask(jnp.arange(first_key, end), position_TQx1, window=window, chunk=chunk)
         scores_GxTQxS = jnp.where(mask_TQxS, scores_GxTQxS, jnp.finfo(jnp.float32).min)
         if sinks_H is not None:
-            sinks_GxTQx1 = jnp.tile(sinks_H.reshape(G, Q), end - first)[..., None]
+            sinks_GxTQx1 = jnp.tile(sinks_H.reshape(G, Q), n)[..., None]
             scores_GxTQxS = jnp.concatenate([scores_GxTQxS, sinks_GxTQx1], axis=-1)
         probs_GxTQxS = jax.nn.softmax(scores_GxTQxS)[..., :end - first_key]
         if key is not None:
-            counter_GxTQxS = first_counter + flat_index((G, T * Q, T))[:, first * Q:end * Q, first_key:end]
+            g, tq, s = (jax.lax.broadcasted_iota(jnp.uint32, scores_GxTQxS.shape[:2] + (end - first_key,), axis)
+                        for axis in range(3))
+            tq += jnp.uint32(first * Q)
+            counter_GxTQxS = first_counter + (g * jnp.uint32(n_positions * Q) + tq) * jnp.uint32(n_positions) + (
+                s + jnp.uint32(first_key))
             probs_GxTQxS = hash_dropout(probs_GxTQxS[None], dropout_rate, key[None], counter_GxTQxS)[0]
         return matmul(probs_GxTQxS.astype(v_GxSxK.dtype), v_GxSxK)
 
@@ -597,12 +727,69 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
             ys.append(attend(i * n, seen.start * n, q, k, v, key))
         return jnp.concatenate(ys, axis=1)
 
+    def attend_piece(sequence):
+        q_GxTQxK, k_GxSxK, v_GxSxK, key = sequence
+        n = math.gcd(T, 128)
+        k_GxSxK, v_GxSxK = k_GxSxK.astype(jnp.float32), v_GxSxK.astype(jnp.float32)  # so that gradients are added in it
+        attend = jax.checkpoint(attend_block, prevent_cse=False, static_argnums=1)
+
+        def attend_next(block):
+            k, v = k_GxSxK.astype(v_BxTxGxK.dtype), v_GxSxK.astype(v_BxTxGxK.dtype)
+            return attend(piece[0] + block[0] * n, piece[1], block[1], k, v, key)
+
+        blocks = q_GxTQxK.reshape(G, T // n, n * Q, K).swapaxes(0, 1)
+        return jax.lax.map(attend_next, (jnp.arange(T // n), blocks)).swapaxes(0, 1).reshape(G, T * Q, -1)
+
     q_BxTxGxQxK = q_BxTxHxK.reshape(B, T, G, Q, K)
     q_BxGxTQxK = q_BxTxGxQxK.swapaxes(1, 2).reshape(B, G, T * Q, K)
     sequences = q_BxGxTQxK, k_BxTxGxK.swapaxes(1, 2), v_BxTxGxK.swapaxes(1, 2), key_B
     one_by_one = functools.partial(jax.lax.map, functools.partial(attend_sequence, n=128, in_loop=True))
     all_at_once = jax.vmap(functools.partial(attend_sequence, n=512, in_loop=False))
-    y_BxGxTQxK = jax.lax.platform_dependent(sequences, cpu=one_by_one, default=all_at_once)
+    if piece:
+        y_BxGxTQxK = jax.lax.map(attend_piece, sequences)
+    else:
+        y_BxGxTQxK = jax.lax.platform_dependent(sequences, cpu=one_by_one, default=all_at_once)
+    return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
+
+
+def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, sinks_H=None):
+    """dot_product_attention of jax_transformer.py, for a piece of a long prompt; without dropout and gradients.
+
+    Blocks of n = 512 keys with a running softmax (arXiv:2205.14135): scores take [B, G, TQ, n], not [B, G, TQ, S], and
+    blocks before the first and after the last key that the mask allows are skipped."""
+    B, T, H, K = q_BxTxHxK.shape
+    S, G = k_BxSxGxK.shape[1:3]
+    Q = H // G  # query heads of a group are folded into the time axis, as in dot_product_attention
+    n = min(512, S)
+    q_BxGxTQxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(1, 2).reshape(B, G, T * Q, K)
+
+    def attend_block(i, carry):
+        max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK = carry
+        start = jnp.minimum(i * n, S - n)  # the last block overlaps the one before
+        k_BxGxnxK, v_BxGxnxK = (jax.lax.dynamic_slice_in_dim(x, start, n, axis=1).swapaxes(1, 2)
+                                for x in (k_BxSxGxK, v_BxSxGxK))
+        mask_BxTxn = jax.lax.dynamic_slice_in_dim(mask_BxTxS, start, n, axis=2) & (start + jnp.arange(n) >= i * n)
+        scores_BxGxTQxn = jnp.einsum('bgtk,bgsk->bgts', q_BxGxTQxK, k_BxGxnxK, preferred_element_type=jnp.float32)
+        scores_BxGxTQxn = jnp.where(jnp.repeat(mask_BxTxn, Q, axis=1)[:, None], scores_BxGxTQxn * (scale or K**-0.5),
+                                    jnp.finfo(jnp.float32).min)
+        new_max_BxGxTQx1 = jnp.maximum(max_BxGxTQx1, scores_BxGxTQxn.max(-1, keepdims=True))
+        exp_BxGxTQxn = jnp.exp(scores_BxGxTQxn - new_max_BxGxTQx1)
+        decay_BxGxTQx1 = jnp.exp(max_BxGxTQx1 - new_max_BxGxTQx1)
+        y_BxGxTQxK = y_BxGxTQxK * decay_BxGxTQx1 + jnp.einsum(
+            'bgts,bgsk->bgtk', exp_BxGxTQxn.astype(v_BxGxnxK.dtype), v_BxGxnxK, preferred_element_type=jnp.float32)
+        return new_max_BxGxTQx1, sum_BxGxTQx1 * decay_BxGxTQx1 + exp_BxGxTQxn.sum(-1, keepdims=True), y_BxGxTQxK
+
+    block_S = jnp.arange(S) // n
+    is_used_S = mask_BxTxS.any((0, 1))
+    first, end = jnp.where(is_used_S, block_S, S).min(), jnp.where(is_used_S, block_S + 1, 0).max()
+    max_BxGxTQx1 = jnp.full((B, G, T * Q, 1), jnp.finfo(jnp.float32).min)
+    sum_BxGxTQx1 = jnp.zeros((B, G, T * Q, 1))
+    if sinks_H is not None:  # one more logit, whose value is 0
+        max_BxGxTQx1 = jnp.maximum(max_BxGxTQx1, jnp.tile(sinks_H.reshape(G, Q), T)[..., None])
+        sum_BxGxTQx1 += 1
+    y_BxGxTQxK = jnp.zeros((B, G, T * Q, v_BxSxGxK.shape[-1]))
+    _, sum_BxGxTQx1, y_BxGxTQxK = jax.lax.fori_loop(first, end, attend_block, (max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK))
+    y_BxGxTQxK = (y_BxGxTQxK / sum_BxGxTQx1).astype(v_BxSxGxK.dtype)
     return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
 
 
@@ -768,6 +955,7 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
     if mesh is None:
         return jnp.take(table_VxD, idx_BxT, axis=0, mode='clip').astype(dtype)
     batch = batch_axes(len(idx_BxT))
+    tokens = P(batch, position_axes(idx_BxT.shape[1], 'context'))
 
     def lookup(rows_VxD, idx_BxT):
         if batch:
@@ -780,7 +968,7 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
     padded_VxD = pad_rows(table_VxD, mesh.shape['tensor'])
     idx_BxT = jnp.clip(idx_BxT, 0, len(table_VxD) - 1)
     table_spec = P('tensor', 'fsdp' if batch else None)  # a batch that is not sharded: with all columns
-    return jax.shard_map(lookup, in_specs=(table_spec, P(batch)), out_specs=P(batch))(padded_VxD, idx_BxT)
+    return jax.shard_map(lookup, in_specs=(table_spec, tokens), out_specs=tokens)(padded_VxD, idx_BxT)
 
 
 def pad_rows(table, n_ranges):
@@ -800,24 +988,33 @@ def lm_logits(x_BxTxD, table_VxD, *, training=False):
 
     training: use matmul(), whose own gradients and transposed bfloat16 table pay for many tokens; without it the table
     is read in place, which suits decoding."""
+    x_BxTxD = gather_positions(x_BxTxD)
     if isinstance(table_VxD, Int8):
         logits_BxTxV = matmul_int8(x_BxTxD, table_VxD.values, table_VxD.scale)
     elif training:
         logits_BxTxV = matmul(x_BxTxD, table_VxD, transpose_rhs=True, dtype=jnp.float32)
     else:
         logits_BxTxV = matmul_nt(x_BxTxD, table_VxD)
-    return shard(logits_BxTxV, BATCH, None, 'tensor')
+    return shard(logits_BxTxV, BATCH, position_axes(logits_BxTxV.shape[1], 'context'), 'tensor')
 
 
 def map_sequence_chunks(f, chunk, *xs_BxT):
     """f(*xs) -> [B, T], computed for `chunk` of the T positions at a time and recomputed in the backward pass, so that
-    f's intermediate values exist for one chunk only. chunk divides T; 0 is all positions at once."""
+    f's intermediate values exist for one chunk only. chunk divides T; 0 is all positions at once. On a mesh a chunk has
+    as many positions of each context rank."""
     B, T = xs_BxT[0].shape[:2]
     if not chunk or chunk >= T:
         return f(*xs_BxT)
-    chunks = [x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1) for x in xs_BxT]
+    mesh = current_mesh()
+    C = mesh.shape['context'] if mesh and chunk % mesh.shape['context'] == 0 else 1
+
+    def split(x):
+        x = gather_positions(x).reshape(B, C, T // chunk, chunk // C, *x.shape[2:])
+        return jnp.moveaxis(x, 2, 0).reshape(T // chunk, B, chunk, *x.shape[4:])
+
     f_recomputed = jax.checkpoint(lambda xs: f(*xs), prevent_cse=False)
-    return jax.lax.map(f_recomputed, tuple(chunks)).swapaxes(0, 1).reshape(B, T)
+    y = jax.lax.map(f_recomputed, tuple(map(split, xs_BxT))).reshape(T // chunk, B, C, chunk // C)
+    return jnp.moveaxis(y, 0, 2).reshape(B, T)
 
 
 # -----------------------------------------------------------------------------

@@ -1,20 +1,19 @@
-"""What the scripts share, section by section: config and flags, devices and parallelism, data, tokenizers, optimizer
+"""What the scripts share, section by section: the model's flags, devices and parallelism, data, tokenizers, optimizer
 and schedule, train and eval steps, checkpoints, logging."""
-import ast
-import atexit
+import array
 import contextlib
 import ctypes
 import dataclasses
-import difflib
-import errno
 import functools
+import gc
+import importlib.metadata
+import importlib.util
 import json
 import logging
 import math
+import operator
 import os
 import re
-import runpy
-import select
 import shutil
 import signal
 import socket
@@ -37,127 +36,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from jax_flags import UserError, exit_if_peer_died
 from jax_generate import quantize_params
 from jax_ops import (
-    AXES, BATCH, LowRank, UserError, batch_axes, ceil_div, create_mesh, fused_causal_attention, partition_specs, shard,
+    AXES, BATCH, LowRank, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention, partition_specs, shard,
     shard_params)
 from jax_pretrained import load_pretrained, local_path
 from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state, span_limits
 
 # -----------------------------------------------------------------------------
-# config and flags
-
-
-def exit_on_user_error(kind, error, traceback):
-    """A sys.excepthook: a UserError, a disk error or a lack of memory becomes one line on stderr and exit code 2.
-    If the reader of stdout has closed it, as `head -1` does, the script ends quietly. All other exceptions print a
-    traceback."""
-    if isinstance(error, BrokenPipeError) and stdout_reader_is_gone():
-        discard_unread_output()
-        sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
-    exit_if_peer_died(error)
-    disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
-    if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]:
-        error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
-    elif not isinstance(error, UserError) and not (isinstance(error, OSError) and error.errno in disk):
-        return sys.__excepthook__(kind, error, traceback)
-    print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
-    sys.exit(2)
-
-
-def stdout_reader_is_gone():
-    """Whether stdout is a pipe whose reader has closed it."""
-    try:
-        print(end='', flush=True)
-        poll = select.poll()  # after a failed write there may be nothing left to flush
-        poll.register(sys.stdout, 0)  # errors only
-        return bool(poll.poll(0))
-    except BrokenPipeError:
-        return True
-    except Exception:  # no poll (Windows), or stdout is not a file
-        return False
-
-
-@atexit.register  # runs before the interpreter flushes stdout, which would fail and print a message
-def discard_unread_output():
-    """Redirects stdout to os.devnull if its reader is gone."""
-    if stdout_reader_is_gone():
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def config_block(script):
-    """The knobs of a script, {name: comment}: the assignments between its first two rulers (lines of dashes). Raises
-    UserError for a knob without a trailing comment, because --help prints the comments."""
-    source = Path(script).read_text(encoding='utf-8')
-    block = re.split(r'^# -{20,}\n', source, maxsplit=2, flags=re.M)[1]
-    comments = {}
-    for name, rest in re.findall(r'^(\w+) *=(.*)$', block, flags=re.M):
-        _, mark, comment = rest.rpartition('# ')
-        if not mark:
-            raise UserError(f'{Path(script).name}: the knob {name} has no comment; write {name} = ... # what it does')
-        comments[name] = comment
-    return comments
-
-
-def read_flags(script, namespace, argv=None, *, ignored=()):
-    """(flags, given): all flags of the script, {name: value}, and the ones that the user gave. Config files (Python
-    files of assignments) and --name=value are applied in the order given. --help prints the block and exits.
-
-    namespace: the script's globals(), which hold the defaults. ignored: names that are accepted without effect.
-    Raises UserError for an unknown name or a value of another type; an int is accepted as a float."""
-    argv = sys.argv[1:] if argv is None else argv
-    comments = config_block(script)
-    flags = {name: namespace[name] for name in comments}
-    given = {}
-    if '--help' in argv or '-h' in argv:
-        print(f'usage: python {Path(script).name} [config/file.py ...] [--name=value ...]\n')
-        for name, comment in comments.items():
-            print(f'  --{name}={flags[name]!r}  # {comment}')
-        sys.exit(0)
-
-    def override(name, value):
-        if name not in flags:
-            if name in ignored:
-                return
-            near = difflib.get_close_matches(name, flags, n=3, cutoff=0.6)
-            hint = f'python {Path(script).name} --help lists all flags'
-            if near:
-                hint = f'did you mean --{" or --".join(near)}?'
-            raise UserError(f'unknown flag --{name}; {hint}')
-        default = namespace[name]
-        if type(default) is float and type(value) is int:
-            value = float(value)
-        if type(value) is not type(default):
-            raise UserError(f'--{name} takes a value of type {type(default).__name__}, as in --{name}={default!r}; '
-                            f'got {value!r}')
-        flags[name] = given[name] = value
-
-    for arg in argv:
-        if not arg.startswith('--'):
-            if not Path(arg).is_file():
-                raise UserError(f'there is no config file {arg}; flags are written --name=value')
-            try:
-                tree = ast.parse(Path(arg).read_text(encoding='utf-8'))
-                values = runpy.run_path(arg, init_globals=flags)
-            except Exception as error:
-                raise UserError(f'config file {arg}: {type(error).__name__}: {error}') from error
-            for node in ast.walk(tree):  # all that the file assigns: a default that is assigned counts as given
-                assigned = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in values
-                if assigned and not node.id.startswith('_'):
-                    override(node.id, values[node.id])
-            continue
-        name, equals, text = arg[2:].partition('=')
-        if not equals:
-            raise UserError(f'flags are written --name=value; got {arg}')
-        try:
-            value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            value = text
-        if isinstance(namespace.get(name), str):
-            value = text  # as typed: --start=123 is a prompt
-        override(name, value)
-    return flags, given
-
+# the model's flags
 
 # the flags that a checkpoint fixes
 MODEL_FLAGS = {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'norm', 'position', 'n_kv_head', 'qk_norm',
@@ -209,36 +97,6 @@ def with_expert_balance(config, balance):
     """The config with this weight of the experts' balancing loss; unchanged if it has no experts."""
     moe = config.moe and dataclasses.replace(config.moe, balance=balance)
     return dataclasses.replace(config, moe=moe)
-
-
-def check_flags(flags):
-    """Raises UserError for training flags that are out of range."""
-    for name in ('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
-                 'block_size'):
-        if flags[name] < 1:
-            raise UserError(f'{name} must be at least 1, not {flags[name]}')
-    for name in ('max_iters', 'save_interval', 'warmup_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay',
-                 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'):
-        if not 0 <= flags[name] < math.inf:
-            raise UserError(f'{name} must be at least 0, not {flags[name]}')
-    if flags['seed'] >= 2**32:
-        raise UserError(f"seed must be below 2**32, not {flags['seed']}")
-    if flags['keep'] < 1:
-        raise UserError(f"keep must be at least 1, not {flags['keep']}")
-    if not flags['out_dir']:
-        raise UserError('out_dir is empty; name a folder')
-    if '://' in flags['out_dir']:
-        raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where the bucket is mounted")
-    for name in ('beta1', 'beta2'):
-        if not 0 <= flags[name] < 1:
-            raise UserError(f'{name} must be in [0, 1), not {flags[name]}')
-    if flags['quantize'] not in ('', 'int8') or flags['quantize'] and not flags['lora_rank']:
-        raise UserError("quantize must be '' or, for the frozen weights of LoRA (with lora_rank), int8, not "
-                        f"{flags['quantize']!r}")
-    if flags['lora_rank'] and not 0 < flags['lora_alpha'] < math.inf:
-        raise UserError(f"lora_alpha must be above 0, not {flags['lora_alpha']}")
-    if flags['lora_rank'] and flags['init_from'] == 'scratch':
-        raise UserError('LoRA trains updates of a pretrained model: name it with --init_from')
 
 
 # -----------------------------------------------------------------------------
@@ -293,8 +151,16 @@ def configure_process(device, deterministic=False):
         jax.config.update('jax_rocm_visible_devices', index)
     if deterministic:
         os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_deterministic_ops=true'
-    if kind in ('auto', 'cpu'):  # what auto means is only known once the backends are initialized: too late
+    if kind == 'cpu' or kind == 'auto' and not finds_accelerator():
         configure_malloc()
+
+
+def finds_accelerator(dev=Path('/dev')):
+    """Whether --device=auto probably means a GPU or TPU: a plugin of JAX for one is installed, and Linux has such a
+    device. JAX itself knows only once its backends are initialized, too late for configure_malloc."""
+    plugins = importlib.metadata.entry_points(group='jax_plugins') or importlib.util.find_spec('libtpu')
+    devices = [name for pattern in ('nvidia[0-9]*', 'kfd', 'accel[0-9]*', 'vfio/[0-9]*') for name in dev.glob(pattern)]
+    return jax.config.jax_platforms != 'cpu' and bool(plugins and devices)
 
 
 def setup_jax_environment(device='auto', dtype='auto'):
@@ -306,8 +172,7 @@ def setup_jax_environment(device='auto', dtype='auto'):
     configure_process(device)
     devices = check_device_availability(device)
     platform = devices[0].platform
-    if platform != 'cpu':
-        enable_compilation_cache(platform)
+    enable_compilation_cache(platform)
     if dtype not in ('auto', *DTYPES):
         raise UserError(f'dtype must be auto, {", ".join(DTYPES)}, not {dtype!r}')
     dtype, reason = (dtype, 'as asked') if dtype != 'auto' else default_dtype(devices[0])
@@ -348,7 +213,10 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     coordinator_address: host:port of process 0, to which the others connect, with num_processes and process_id; 'auto'
         lets JAX detect all three (a TPU pod). JAX also detects them where coordinator_address is empty and Slurm,
         Open MPI or an indexed Kubernetes job has started several processes; torchrun's variables are understood too.
+    num_processes=1 starts alone, also where the environment speaks of several (a Kubernetes job of one pod).
     Raises UserError if the flags do not go together or the processes do not find each other."""
+    if num_processes == 1 and not coordinator_address and process_id < 1:
+        return
     if num_processes or process_id >= 0:
         if ':' not in coordinator_address or not 0 <= process_id < num_processes:
             raise UserError('several processes need --coordinator_address=host:port of process 0, --num_processes=N '
@@ -357,11 +225,14 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
         raise UserError(f'--coordinator_address={coordinator_address} needs --num_processes and --process_id')
     elif not coordinator_address and int(os.environ.get('WORLD_SIZE', 1)) > 1 and 'RANK' in os.environ:
         return join_torchrun()
+    in_pod = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys()
     several = (int(os.environ.get('SLURM_NTASKS', 1)) > 1 and 'SLURM_STEP_NODELIST' in os.environ
-               or int(os.environ.get('OMPI_COMM_WORLD_SIZE', 1)) > 1
-               or {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys())
+               or int(os.environ.get('OMPI_COMM_WORLD_SIZE', 1)) > 1 or in_pod)
     if not coordinator_address and not several:
         return
+    if in_pod and coordinator_address in ('', 'auto') and importlib.util.find_spec('kubernetes') is None:
+        raise UserError('JAX finds the pods of a Kubernetes job with the package kubernetes: pip install "jax[k8s]"; '
+                        'for a job of one pod add --num_processes=1')
     cluster = {}  # JAX detects it
     if coordinator_address not in ('', 'auto'):
         cluster = dict(coordinator_address=coordinator_address, num_processes=num_processes, process_id=process_id)
@@ -382,6 +253,7 @@ def join_torchrun():
 
 
 def join(**cluster):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the wait for the others, up to 5 minutes
     try:
         jax.distributed.initialize(**cluster, heartbeat_timeout_seconds=PEER_TIMEOUT,
                                    shutdown_timeout_seconds=PEER_TIMEOUT)
@@ -428,21 +300,6 @@ def check_agreement(what, values):
                             f'{", ".join(different)}')
 
 
-PEER_DIED = 75  # exit code, EX_TEMPFAIL of sysexits.h: start all processes again
-
-
-def exit_if_peer_died(error):
-    """Ends this process at once, with one line on stderr, if `error` is caused by the death of another process: the
-    usual way out (completing a checkpoint, shutting down jax.distributed) would wait for the dead process."""
-    causes = error, error.__cause__, error.__context__
-    text = ' '.join(str(error).split())
-    lost = any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes) or 'barrier' in text
-    if lost and jax.process_count() > 1 and 'RESOURCE_EXHAUSTED' not in text:
-        print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; start all of them '
-              f'again, with --init_from=resume ({text[:300]})', file=sys.stderr, flush=True)
-        os._exit(PEER_DIED)
-
-
 @functools.cache  # one call is enough
 def configure_malloc():
     """Tells glibc never to return memory to the system, and Linux to use huge pages for it. XLA:CPU allocates its
@@ -475,17 +332,36 @@ def configure_malloc():
 
 def enable_compilation_cache(platform):
     """Keeps compiled programs in a folder that only this user can read, so that a second run starts at once. Each
-    version of jaxlib and each platform has its own folder, because programs of others may not load. The environment's
-    JAX_COMPILATION_CACHE_DIR takes precedence. Not for CPUs: jax 0.10 never finds an entry on AVX-512 machines
-    (jax-ml/jax#38445)."""
-    if jax.config.jax_compilation_cache_dir is None:
-        home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-        folder = Path(home) / 'jax_transformer' / f'{platform}-jaxlib-{jax.lib.__version__}'
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs in it are executed: keep others out
-        except OSError:
-            return  # the home folder is read-only: compile in every run
-        jax.config.update('jax_compilation_cache_dir', str(folder))
+    version of jaxlib, each platform and each kind of CPU has its own folder, because programs of others may not load.
+    The environment's JAX_COMPILATION_CACHE_DIR takes precedence."""
+    if jax.config.jax_compilation_cache_dir is not None or (platform == 'cpu' and not can_cache_on_cpu()):
+        return
+    name = cpu_name() if platform == 'cpu' else platform
+    home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    folder = Path(home) / 'jax_transformer' / f'{name}-jaxlib-{jax.lib.__version__}'
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs in it are executed: keep others out
+    except OSError:
+        return  # the home folder is read-only: compile in every run
+    jax.config.update('jax_compilation_cache_dir', str(folder))
+    if platform == 'cpu':  # many small programs, which take 2 s to compile and 0.2 s to load
+        jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+
+
+def can_cache_on_cpu():
+    """Whether compiled programs of this CPU load again: not for certain before jaxlib 0.10.2, which prints two lines
+    about SIGILL for each program loaded where there is AVX-512 (jax-ml/jax#38445), nor tested elsewhere than on Linux,
+    nor for several processes, of which only the first writes."""
+    version = tuple(int(part) for part in jax.lib.__version__.split('.')[:3])
+    return version >= (0, 10, 2) and sys.platform == 'linux' and jax.process_count() == 1
+
+
+def cpu_name():
+    """'cpu-' and a hash of what XLA compiles for: the CPU's model and instruction sets, and the number of threads."""
+    fields = {line for line in Path('/proc/cpuinfo').read_text().splitlines()
+              if re.match('(vendor_id|model name|flags|CPU implementer|CPU part|Features)\\b', line)}
+    threads = os.environ.get('NPROC'), len(os.sched_getaffinity(0))  # XLA:CPU reads both
+    return f'cpu-{zlib.crc32(repr((sorted(fields), threads)).encode()):08x}'
 
 
 # Blocks of this size and longer take chunked attention: on a CPU because it is faster (docs/performance.md), on GPUs
@@ -493,8 +369,9 @@ def enable_compilation_cache(platform):
 CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
 
 
-def choose_attention(attention, config, device, *, tensor=1):
-    """(implementation, reason) for the flag --attention and training on `device`, one of `tensor` that share the heads.
+def choose_attention(attention, config, device, *, tensor=1, context=1):
+    """(implementation, reason) for the flag --attention and training on `device`, one of `tensor` that share the heads
+    and `context` that share a sequence.
 
     'auto' is the device's flash attention (cuDNN or splash) where it computes this model, otherwise chunked attention
     for blocks of CHUNKED_FROM tokens and longer, otherwise plain XLA. Raises UserError for an unknown or impossible
@@ -504,6 +381,9 @@ def choose_attention(attention, config, device, *, tensor=1):
     if attention in ('xla', 'chunked'):
         return attention, 'as asked'
     refusals = {'cudnn': why_not_cudnn, 'splash': why_not_splash}
+    if context > 1:
+        refusals['cudnn'] = lambda *_: 'it does not shard a sequence'
+        refusals['splash'] = functools.partial(why_not_splash, context=context)
     if attention != 'auto':
         refusal = refusals[attention](config, device, tensor)
         if refusal:
@@ -517,7 +397,7 @@ def choose_attention(attention, config, device, *, tensor=1):
             return flash, 'flash attention'
         why_not = f'; not {flash}: {refusal}'
     least = CHUNKED_FROM.get(device.platform, 128)
-    if config.block_size < least:
+    if config.block_size < least and context == 1:
         return 'xla', f'a block below {least} has small scores{why_not}'
     if device.platform == 'cpu':
         return 'chunked', "keeps the probabilities in the CPU's cache"
@@ -574,14 +454,14 @@ def compile_cudnn(config, device, layer_type='full', tensor=1):
     jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()
 
 
-def why_not_splash(config, device, tensor=1):
+def why_not_splash(config, device, tensor=1, context=1):
     """Why TPUs' splash attention cannot train this model on this device, or None if it can."""
     if device.platform != 'tpu':
         return 'it is for TPUs'
     if config.head_width not in (64, 128):
         return f'heads are {config.head_width} wide, not 64 or 128'
-    if config.block_size % 128:
-        return f'128 does not divide block_size={config.block_size}'
+    if config.block_size % (128 * context):
+        return f'{128 * context} does not divide block_size={config.block_size}'
     return why_not_flash(config)
 
 
@@ -674,10 +554,12 @@ class MeshParallel(DataParallel):
     fsdp: int = 1
     tensor: int = 1
     expert: int = 1
+    context: int = 1
+    zero: int = 0  # 1 shards the optimizer state over the replicas of the parameters in addition, see make_train_step
 
     @functools.cached_property
     def mesh(self):
-        return create_mesh(self.devices, self.tensor, self.fsdp, self.expert)
+        return create_mesh(self.devices, self.tensor, self.fsdp, self.expert, self.context)
 
     @functools.cached_property
     def n_data_shards(self):
@@ -685,26 +567,30 @@ class MeshParallel(DataParallel):
 
     @functools.cached_property
     def local_data_shards(self):
-        devices = np.moveaxis(self.mesh.devices, AXES.index('tensor'), -1)
+        devices = np.moveaxis(self.mesh.devices, [AXES.index('tensor'), AXES.index('context')], [-2, -1])
         local = []
-        for i, tensor_group in enumerate(devices.reshape(self.n_data_shards, -1)):  # its devices load the same shard
-            if any(device.process_index == jax.process_index() for device in tensor_group):
+        for i, group in enumerate(devices.reshape(self.n_data_shards, -1)):  # its devices have the same sequences
+            if any(device.process_index == jax.process_index() for device in group):
                 local.append(i)
         return local
 
     def shardings(self, tree):
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), partition_specs(tree, self.mesh))
+        specs = partition_specs(tree, self.mesh)
+        if self.zero and hasattr(tree, 'opt_state'):
+            specs = specs.replace(opt_state=partition_specs(tree.opt_state, self.mesh, over_replicas=True))
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def shard_batch(self, batch, shape):
-        """As DataParallel's, with the shards side by side on the last axis of `shape`."""
+        """As DataParallel's, with the shards side by side on the last axis of `shape`, and positions over context."""
         axis = len(shape) - 1
         each = shape[-1]
-        sharding = NamedSharding(self.mesh, P(*[None] * axis, BATCH))
 
         def put(x):
             local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
-            return jax.make_array_from_callback((*shape[:-1], self.n_data_shards * each, *x.shape[1:]), sharding,
-                                                lambda index: local[(index[axis].start or 0) // each])
+            sharding = NamedSharding(self.mesh, P(*[None] * axis, BATCH, *['context'] * (x.ndim - 1)))
+            part = lambda index: local[(index[axis].start or 0) // each][..., *index[axis + 1:]]
+            return jax.make_array_from_callback(
+                (*shape[:-1], self.n_data_shards * each, *x.shape[1:]), sharding, part)
         return jax.tree.map(put, batch)
 
     def on_mesh(self, step):
@@ -716,7 +602,7 @@ class MeshParallel(DataParallel):
     def train_step(self, step):
         def sharded_step(state, batch):
             state, metrics = step(state, batch)
-            return shard_params(state), jax.tree.map(shard, metrics)
+            return jax.lax.with_sharding_constraint(state, self.shardings(state)), jax.tree.map(shard, metrics)
         return jax.jit(self.on_mesh(sharded_step), donate_argnums=0)
 
     def eval_step(self, step):
@@ -735,20 +621,29 @@ class MeshParallel(DataParallel):
                 valid = [m for m in range(1, n_devices + 1) if size % m == 0 and n_devices % m == 0]
                 raise UserError(f'{flag}={n} does not divide {name}={size}; on {n_devices} devices it may be one of '
                                 f'{valid}')
+        if config.block_size % self.context**2:
+            raise UserError(f'context={self.context}: its square must divide block_size={config.block_size}')
+        if self.context > 1 and config.attention not in ('chunked', 'splash'):
+            raise UserError(f'attention={config.attention} does not shard a sequence: use attention=auto with context')
 
 
-def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1):
-    """How training runs on these devices: replicated, or on a mesh if fsdp, tensor or expert is more than 1. Raises
-    UserError if their product does not divide the number of devices."""
-    if fsdp == tensor == expert == 1:
+def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
+    """How training runs on these devices: replicated, or on a mesh if fsdp, tensor, expert or context is more than 1,
+    or zero more than 0. Raises UserError if their product does not divide the number of devices."""
+    if zero not in (0, 1, 2):
+        raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is --fsdp')
+    is_replicated = fsdp == tensor == expert == context == 1
+    if zero == 1 and not is_replicated:
+        raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use --zero=2')
+    if is_replicated and not zero:
         return DataParallel(tuple(devices))
-    create_mesh(devices, tensor, fsdp, expert)  # raises
-    return MeshParallel(tuple(devices), fsdp, tensor, expert)
+    create_mesh(devices, tensor, fsdp, expert, context)  # raises
+    return MeshParallel(tuple(devices), fsdp, tensor, expert, context, zero)
 
 
 def fit_layout(layout, given, n_devices, n_embd):
-    """The layout {'fsdp', 'tensor', 'expert'} of a resumed run on n_devices: `layout` if it fits. Otherwise the sizes
-    that are not among the flags `given` now are replaced: fsdp becomes as large as it can, the others 1."""
+    """The layout {'fsdp', 'tensor', 'expert', 'context'} of a resumed run on n_devices: `layout` if it fits. Otherwise
+    the sizes that are not among the flags `given` now are replaced: fsdp becomes as large as it can, the others 1."""
     if not n_devices % max(1, math.prod(layout.values())):
         return layout
     fitting = {name: size if name in given else 1 for name, size in layout.items()}
@@ -826,22 +721,61 @@ def load_dataset_meta(data_dir):
                 raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
                                  '{"kind": "folder", "path": where its tokenizer.json is}')
             meta['tokenizer'] = locate_tokenizer(tokenizer, data_dir)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
     elif (data_dir / 'meta.pkl').exists():
         raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which can run programs and is not loaded; if you trust '
                         f'it, convert it once: {sys.executable} -c "{CONVERT_META}" {data_dir}')
-    elif not (data_dir / 'train.bin').exists():
+    elif not token_files(data_dir, 'train'):
         raise UserError(f'there is no {data_dir / "train.bin"}; {remedy}')
     return meta | checked
 
 
-def load_dataset(data_dir, block_size):
-    """Opens data_dir/{train,val}.bin as prepare.py wrote them. Where meta.json holds the largest id, max_id, and the
-    numbers of tokens, only the sizes are checked; otherwise all tokens are read.
+def token_files(data_dir, name):
+    """[data_dir/name.bin], or name_000.bin, name_001.bin, ... in order; [] if there are none. Raises UserError if one
+    of these is missing, or both forms are there."""
+    one = data_dir / f'{name}.bin'
+    several = sorted(data_dir.glob(f'{name}_[0-9]*.bin'), key=lambda path: int(path.stem[len(name) + 1:]))
+    numbers = [int(path.stem[len(name) + 1:]) for path in several]
+    if numbers != list(range(len(numbers))):
+        raise UserError(f'{data_dir} has the files {name}_*.bin of the numbers {numbers}, not 0 to {len(numbers) - 1}')
+    if several and one.exists():
+        raise UserError(f'{data_dir} has both {one.name} and {several[0].name}: remove one of these forms')
+    return several or ([one] if one.exists() else [])
 
-    Returns ({'train': memmap, 'val': memmap}, vocab_size, tokenizer description), see load_dataset_meta. Raises
-    UserError for missing, short or damaged files and for token ids outside the vocabulary."""
+
+class TokenFiles:
+    """Several files of tokens, memory-mapped and read as one array: len(tokens), tokens[slice], tokens[indices]."""
+
+    def __init__(self, paths, dtype):
+        self.files = [np.memmap(path, dtype, mode='r') for path in paths if path.stat().st_size]
+        self.ends = np.cumsum([len(file) for file in self.files])
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            index = np.arange(*index.indices(len(self)))
+        tokens = np.empty(index.shape, self.files[0].dtype)
+        file_of = np.searchsorted(self.ends, index, side='right')
+        for i in np.unique(file_of):
+            here = file_of == i
+            tokens[here] = self.files[i][index[here] - (self.ends[i] - len(self.files[i]))]
+        return tokens
+
+
+def open_tokens(paths, dtype):
+    return np.memmap(paths[0], dtype, mode='r') if len(paths) == 1 else TokenFiles(paths, dtype)
+
+
+def load_dataset(data_dir, block_size):
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them; each may be several files, see token_files. Where
+    meta.json holds the largest id, max_id, and the numbers of tokens, only the sizes are checked; otherwise all tokens
+    are read, each process its share.
+
+    Returns ({'train': memmap or TokenFiles, 'val': the same}, vocab_size, tokenizer description), see
+    load_dataset_meta. Raises UserError for missing, short or damaged files and for token ids outside the vocabulary."""
     data_dir = Path(os.path.relpath(data_dir))
     meta = load_dataset_meta(data_dir)
     remedy = remedy_for(data_dir)
@@ -849,12 +783,14 @@ def load_dataset(data_dir, block_size):
     splits = {}
     for split in ('train', 'val'):
         path = data_dir / f'{split}.bin'
-        if not path.exists():
+        paths = token_files(data_dir, split)
+        if not paths:
             raise UserError(f'there is no {path}; {remedy}')
-        size = path.stat().st_size
-        if size % width:
-            raise UserError(f'{path} has {size} bytes, not a multiple of {width} ({meta["dtype"]}): it is cut short or '
-                            f'of another type; {remedy}')
+        for file in paths:
+            if file.stat().st_size % width:
+                raise UserError(f'{file} has {file.stat().st_size} bytes, not a multiple of {width} ({meta["dtype"]}): '
+                                f'it is cut short or of another type; {remedy}')
+        size = sum(file.stat().st_size for file in paths)
         if size // width <= block_size:
             raise UserError(f'{path} has {size // width} tokens, and block_size={block_size} needs {block_size + 1}; '
                             'use more text or a smaller --block_size')
@@ -862,24 +798,25 @@ def load_dataset(data_dir, block_size):
         if n_tokens not in (None, size // width):
             raise UserError(f'{path} has {size // width} tokens, its meta.json says {n_tokens}: the file is damaged or '
                             f'of another data set; {remedy}')
-        splits[split] = np.memmap(path, dtype=meta['dtype'], mode='r')
+        splits[split] = open_tokens(paths, meta['dtype'])
         largest = meta['max_id']
         if type(largest) is not int or n_tokens is None:  # a wrong id would train silently: read every token
-            largest = max(int(splits[split][i:i + 10**7].max()) for i in range(0, size // width, 10**7))
+            starts = range(0, size // width, 10**7)[jax.process_index()::jax.process_count()]
+            largest = max((int(splits[split][i:i + 10**7].max()) for i in starts), default=0)
         if largest >= meta['vocab_size']:
             raise UserError(f"{path} has token id {largest}, outside the vocabulary of {meta['vocab_size']}; {remedy}")
     return splits, meta['vocab_size'], meta['tokenizer']
 
 
 def load_masks(data_dir, splits):
-    """{split: memmap} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
+    """{split: tokens} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
     assistant's tokens do, else 0. {} for a data set without masks, in which all tokens count. Raises UserError for a
     mask of another length than its tokens."""
     masks = {}
     for split, tokens in splits.items():
-        path = Path(os.path.relpath(data_dir)) / f'{split}_mask.bin'
-        if path.exists():
-            masks[split] = np.memmap(path, np.uint8, mode='r')
+        paths = token_files(Path(os.path.relpath(data_dir)), f'{split}_mask')
+        if paths:
+            masks[split] = open_tokens(paths, np.uint8)
     if masks and {split: len(tokens) for split, tokens in splits.items()} != {s: len(m) for s, m in masks.items()}:
         raise UserError(f'the masks in {data_dir} do not belong to its tokens; {remedy_for(Path(data_dir))}')
     return masks
@@ -898,13 +835,46 @@ def describe_data(splits, tokenizer):
 DATA, DROPOUT = range(2)  # RNG stream ids
 
 
-@functools.lru_cache(maxsize=4)
-def epoch_windows(n_tokens, block_size, seed, epoch):
-    """The start of each window of an epoch: a random offset, then contiguous windows of block_size tokens, shuffled."""
-    rng = np.random.default_rng([seed, DATA, epoch])
+SHUFFLED_IN_MEMORY = 2**24  # windows; an epoch of more is shuffled by a function of the index, without memory
+
+
+def epoch_windows(n_tokens, block_size, seed, epoch, index):
+    """The starts of the windows numbered `index` of an epoch: a random offset, then contiguous windows of block_size
+    tokens, shuffled."""
     n_windows = count_windows(n_tokens, block_size)
+    rng = np.random.default_rng([seed, DATA, epoch])
     offset = rng.integers(n_tokens - n_windows * block_size)
-    return offset + block_size * rng.permutation(n_windows)
+    if n_windows <= SHUFFLED_IN_MEMORY:
+        return offset + block_size * shuffled_windows(n_tokens, block_size, seed, epoch)[index]
+    return offset + block_size * permute_index(index, n_windows, rng.integers(2**32, size=6, dtype=np.uint64))
+
+
+@functools.lru_cache(maxsize=4)
+def shuffled_windows(n_tokens, block_size, seed, epoch):
+    n_windows = count_windows(n_tokens, block_size)
+    rng = np.random.default_rng([seed, DATA, epoch])
+    rng.integers(n_tokens - n_windows * block_size)  # the offset, which is drawn first
+    return rng.permutation(n_windows)
+
+
+def permute_index(index, n, keys):
+    """The places of the indices in a permutation of range(n) that `keys`, uint64 of 32 bits, choose: a Feistel network
+    over the next power of four, applied again to what is not below n (cycle walking; Black and Rogaway 2002,
+    doi:10.1007/3-540-45760-7_9)."""
+    half = np.uint64(ceil_div(int(n - 1).bit_length(), 2))
+    low = np.uint64((1 << int(half)) - 1)
+    x = np.asarray(index, np.uint64).copy()
+    outside = np.ones(x.shape, bool)
+    while outside.any():
+        left, right = x[outside] >> half, x[outside] & low
+        for key in keys:
+            mixed = (right ^ key) * np.uint64(0x9e3779b97f4a7c15)  # modulo 2**64
+            mixed ^= mixed >> np.uint64(29)
+            mixed *= np.uint64(0xbf58476d1ce4e5b9)
+            left, right = right, left ^ (mixed >> np.uint64(32) & low)
+        x[outside] = left << half | right
+        outside = x >= n
+    return x.astype(np.int64)
 
 
 def count_windows(n_tokens, block_size):
@@ -926,7 +896,7 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
     epoch, index = np.divmod(iteration * n_rows + rows, count_windows(len(tokens), block_size))
     start = np.empty(len(rows), np.int64)
     for e in np.unique(epoch):
-        start[epoch == e] = epoch_windows(len(tokens), block_size, seed, int(e))[index[epoch == e]]
+        start[epoch == e] = epoch_windows(len(tokens), block_size, seed, int(e), index[epoch == e])
     return get_windows(tokens, start, block_size)
 
 
@@ -1010,6 +980,13 @@ class HFTokenizer:
             raise UserError(f'cannot read {folder / "tokenizer.json"} ({error}); copy or download it again') from None
         self.ids = self.tokenizer.get_vocab()
         self.vocab_size = max(self.ids.values(), default=-1) + 1  # not their number: ids may have holes
+        try:
+            self.read_settings(folder)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise UserError(f"the tokenizer's settings in {folder} are malformed ({type(error).__name__}: {error}); "
+                            'copy or download them again') from None
+
+    def read_settings(self, folder):
         settings = read_json_object(folder / 'tokenizer_config.json')
         self.generation = read_json_object(folder / 'generation_config.json')
         config = read_json_object(folder / 'config.json')
@@ -1020,7 +997,7 @@ class HFTokenizer:
         for found in (self.generation, config, config.get('text_config') or {}):
             ids = found.get('eos_token_id')
             stop_tokens |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
-        self.stop_tokens = tuple(sorted(stop_tokens - {None}))
+        self.stop_tokens = tuple(sorted(map(operator.index, stop_tokens - {None})))
         names = ('temperature', 'top_k', 'top_p', 'repetition_penalty')
         self.sampling = {name: x for name in names if isinstance(x := self.generation.get(name), (int, float))}
         self.chat_template = settings.get('chat_template')
@@ -1119,7 +1096,7 @@ def read_json_object(path):
     """The object in a JSON file; {} if there is no such file. Raises UserError for other content."""
     try:
         values = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
     if not isinstance(values, dict):
         raise UserError(f'{path} is not a JSON object; copy or download it again')
@@ -1331,19 +1308,18 @@ def create_lora_state(rng, config, tx, rank):
     return state.replace(params=updates, tx=tx, opt_state=tx.init(updates))
 
 
-def model_params(state, params=None):
-    """The parameters of the model of a TrainState, or with these trained ones: a LowRank for each kernel that LoRA
+def model_params(params, frozen):
+    """The parameters of the model, given those of a TrainState and its `frozen`: a LowRank for each kernel that LoRA
     trains."""
-    params = state.params if params is None else params
-    if state.frozen is None:
+    if frozen is None:
         return params
 
     def join(weights, updates):
         if updates.keys() == {'a', 'b'}:
-            return LowRank(weights, **updates, scale=state.frozen['scale'])
+            return LowRank(weights, **updates, scale=frozen['scale'])
         return {name: join(part, updates[name]) if name in updates else part for name, part in weights.items()}
 
-    return join(state.frozen['weights'], params)
+    return join(frozen['weights'], params)
 
 
 def load_frozen(lora, config, parallel):
@@ -1382,7 +1358,7 @@ def check_base(lora, crc):
 # train and eval steps
 
 
-def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
+def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
     """The one train_step(state, batch, axis_name=None) -> (state, metrics): jit it, or wrap it with pmap_train_step.
 
     batch: x and y [G, B, T], seq_id [G, B]: G micro-batches, whose gradients are averaged into one update; the loss is
@@ -1390,15 +1366,17 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
     numbers the sequences of the run; dropout depends on (seed, seq_id) alone.
     loss_chunk: logits are materialized for this many positions at a time; 0 is all. Raises UserError if it does not
     divide block_size.
+    zero: on a mesh, 1 (ZeRO-1, arXiv:1910.02054) reduce-scatters the gradients over data; each device updates its shard
+    of the parameters, which are all-gathered again. 2 (ZeRO-2) reduce-scatters after each micro-batch already.
     metrics: float32 scalars loss (mean over micro-batches and devices), grad_norm (before clipping), lr, loss_scale
     (float16 only)."""
     if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
         raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
                         f'it may be one of {[n for n in range(1, config.block_size) if config.block_size % n == 0]}')
 
-    def loss_fn(params, state, micro_batch, scale):
+    def loss_fn(params, frozen, micro_batch, scale):
         loss_BxT, sown = GPT(config).apply(
-            {'params': model_params(state, params)}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk,
+            {'params': model_params(params, frozen)}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk,
             deterministic=False, seq_id_B=micro_batch['seq_id'], mutable=['losses'], method='loss',
             rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)})
         if 'weight' in micro_batch:
@@ -1406,26 +1384,34 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
         loss = loss_BxT.mean()
         return (loss + sum(jax.tree.leaves(sown))) * scale, loss  # sown: the experts' balancing losses, not reported
 
-    def gradients(state, micro_batch, scale):
-        grads, loss = jax.grad(loss_fn, has_aux=True)(state.params, state, micro_batch, scale)
-        return shard_params(grads), loss
+    def gradients(params, frozen, micro_batch, scale):
+        grads, loss = jax.grad(loss_fn, has_aux=True)(params, frozen, micro_batch, scale)
+        return shard_params(grads, over_replicas=zero > 1), loss
+
+    def sum_gradients(params, batch, scale, frozen=None):
+        """(gradients, loss), each the sum over the micro-batches."""
+        def micro_step(total, micro_batch):
+            return jax.tree.map(jnp.add, total, gradients(params, frozen, micro_batch, scale)), None
+
+        if len(batch['x']) == 1:  # skip accumulation: it would cost another pass over the gradients
+            return gradients(params, frozen, jax.tree.map(lambda x: x[0], batch), scale)
+        zeros = shard_params(jax.tree.map(jnp.zeros_like, params), over_replicas=zero > 1)
+        return jax.lax.scan(micro_step, (zeros, jnp.float32(0)), batch)[0]
 
     def train_step(state, batch, axis_name=None):
         scale = 1.0 if state.loss_scale is None else state.loss_scale['scale']
-
-        def micro_step(total, micro_batch):
-            return jax.tree.map(jnp.add, total, gradients(state, micro_batch, scale)), None
-
         n_micro = len(batch['x'])
-        if n_micro == 1:  # skip accumulation: it would cost another pass over the gradients
-            total = gradients(state, jax.tree.map(lambda x: x[0], batch), scale)
+        if zero == 1:
+            total = reduce_over_replicas(sum_gradients)(state.params, batch, scale)
         else:
-            zeros = shard_params(jax.tree.map(jnp.zeros_like, state.params))
-            total, _ = jax.lax.scan(micro_step, (zeros, jnp.float32(0)), batch)
+            total = sum_gradients(state.params, batch, scale, state.frozen)
         if axis_name:
             with jax.named_scope('all_reduce'):
                 total = jax.lax.pmean(total, axis_name)
         grads, loss = total
+        if zero:
+            grads, params = shard_params((grads, state.params), over_replicas=True)
+            state = state.replace(params=params)
         with jax.named_scope('clip'):
             grads, grad_norm = clip_gradients(jax.tree.map(lambda g: g / (n_micro * scale), grads), grad_clip)
         metrics = {'loss': loss / n_micro, 'grad_norm': grad_norm, 'lr': jnp.float32(schedule(state.step))}
@@ -1437,6 +1423,28 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0):
         return updated, metrics
 
     return train_step
+
+
+def reduce_over_replicas(sum_gradients):
+    """sum_gradients(params, batch, scale) of the sequences of all devices, on a mesh whose only axis is data: each
+    device computes it for its own sequences; then the gradients are reduce-scattered, once."""
+    def reduced(params, batch, scale):
+        specs = partition_specs(params, current_mesh(), over_replicas=True)
+
+        def mean_shard(spec, grad):
+            dims = [dim for dim, axes in enumerate(spec) if 'data' in (axes or ())]
+            if not dims:
+                return jax.lax.pmean(grad, 'data')
+            return jax.lax.psum_scatter(grad, 'data', scatter_dimension=dims[0], tiled=True) / jax.lax.axis_size('data')
+
+        def of_own_sequences(params, batch, scale):
+            grads, loss = sum_gradients(params, batch, scale)
+            with jax.named_scope('reduce_scatter'):
+                return jax.tree.map(mean_shard, specs, grads), jax.lax.pmean(loss, 'data')
+
+        return jax.shard_map(of_own_sequences, in_specs=(P(), P(None, 'data'), P()), out_specs=(specs, P()),
+                             check_vma=False)(params, batch, scale)
+    return reduced
 
 
 def skip_overflow(state, updated, grad_norm):
@@ -1514,8 +1522,12 @@ def open_checkpoints(out_dir, keep=2):
             # reverse: Orbax prefers the highest. Saves between evaluations have no metrics; only LatestN keeps them
             policies.BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)]),
         best_fn=val_loss, best_mode='min', cleanup_tmp_directories=True, create=True,
-        async_options=ocp.options.AsyncOptions(post_finalization_callback=lambda: write_checksums(folder)))
+        async_options=ocp.options.AsyncOptions(
+            timeout_secs=10**6,  # 20 minutes by default: too little for slow disks, and for a clock that is set
+            create_directories_asynchronously=False,  # else threads wait 5 minutes for one that cannot be made
+            post_finalization_callback=lambda: write_checksums(folder)))
     try:
+        folder.mkdir(parents=True, exist_ok=True)  # Orbax would take a file in its place
         return ocp.CheckpointManager(folder, options=options, item_names=('params', 'opt_state', 'meta'))
     except OSError as error:
         raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another --out_dir') from error
@@ -1545,17 +1557,22 @@ def checksum(path):
     return crc
 
 
-def find_damage(step):
-    """The first file of the checkpoint folder `step` that is not as it was written, or ''. Several processes each read
-    some of the files. A checkpoint without checksums.json is of an earlier version of this program: not checked."""
+ITEMS = 'params', 'opt_state', 'meta', 'metrics'  # the folders of a checkpoint
+
+
+def find_damage(step, items=ITEMS):
+    """The first file among these items of the checkpoint folder `step` that is not as it was written, or ''. Several
+    processes each read some of the files. A checkpoint without checksums.json is of an earlier version of this program:
+    not checked."""
     damaged = ''
     try:
         sums = json.loads((step / 'checksums.json').read_text()) if (step / 'checksums.json').exists() else {}
-        for name in sorted(sums)[jax.process_index()::jax.process_count()]:
+        names = sorted(name for name in sums if name.split('/')[0] not in set(ITEMS) - set(items))
+        for name in names[jax.process_index()::jax.process_count()]:
             if not (step / name).is_file() or checksum(step / name) != sums[name]:
                 damaged = name
                 break
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         damaged = 'checksums.json'
     return next(filter(None, gather_texts(damaged)), '')
 
@@ -1634,7 +1651,7 @@ def read_val_loss(step):
         return math.inf
     try:
         return float(json.loads(path.read_text())['val_loss'])
-    except (KeyError, TypeError, OSError) as error:
+    except (KeyError, TypeError, OSError, RecursionError) as error:
         raise ValueError(f'{path} is damaged') from error
 
 
@@ -1698,9 +1715,9 @@ def opt_state_item(state):
     return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
 
 
-def load_meta(out_dir, which='latest'):
-    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One that is damaged is named on stderr,
-    and the newest intact one is taken instead. Raises UserError if there is none."""
+def load_meta(out_dir, which='latest', items=ITEMS):
+    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One of which one of these items is damaged
+    is named on stderr, and the newest intact one is taken instead. Raises UserError if there is none."""
     if which not in ('latest', 'best'):
         raise UserError(f'checkpoint must be latest or best, not {which!r}')
     folder = Path(out_dir, 'ckpt')
@@ -1713,7 +1730,7 @@ def load_meta(out_dir, which='latest'):
         steps[1:] = sorted(steps[1:], reverse=True)
     problems = []
     for step in steps:
-        problem = find_damage(folder / str(step))
+        problem = find_damage(folder / str(step), items)
         try:
             if not problem:
                 meta = read_meta(folder / str(step))
@@ -1763,9 +1780,9 @@ def restore_items(out_dir, step, items):
 
 def load_run(out_dir, which='best', parallel=None):
     """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
-    default, on the first device). Reads nothing but the checkpoint, and the model that LoRA has trained updates of.
-    Raises UserError if there is none."""
-    step, meta = load_meta(out_dir, which)
+    default, on the first device). Reads nothing but the checkpoint without the optimizer's state, and the model that
+    LoRA has trained updates of. Raises UserError if there is none."""
+    step, meta = load_meta(out_dir, which, ('params', 'meta', 'metrics'))
     config = GPTConfig(**meta['model'])
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
     if lora := meta.get('lora'):
@@ -1818,6 +1835,9 @@ class MetricsLog:
         """Appends a record; a float that is not finite becomes null. Raises UserError if it cannot be written."""
         if 'val_loss' in record and record['iter'] == self.evaluated:
             return
+        if not os.fstat(self.file.fileno()).st_nlink:  # deleted under the running process
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, 'a', buffering=1)
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
             self.file.write(json.dumps(record) + '\n')
@@ -1826,33 +1846,48 @@ class MetricsLog:
                             'continue with --init_from=resume') from error
 
 
-def read_metrics(out_dir):
-    """The records of out_dir/metrics.jsonl, without an incomplete last line, as a killed run may leave it."""
+def iterate_metrics(out_dir):
+    """Yields the records of out_dir/metrics.jsonl up to an incomplete or damaged line, as a killed run may leave it."""
     path = Path(out_dir) / 'metrics.jsonl'
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    if not path.exists():
+        return
+    with open(path, encoding='utf-8', errors='replace') as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                return
+            if not isinstance(record, dict) or type(record.get('iter')) is not int:
+                return
+            yield record
+
+
+def read_metrics(out_dir):
+    return list(iterate_metrics(out_dir))
 
 
 def plot_losses(out_dir):
-    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of every logged iteration, train and val of every
-    evaluation."""
+    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of the logged iterations, of at most 5,000 of them,
+    and train and val of every evaluation. Holds 16 bytes per record, so that a long run does not take more and more
+    memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    records = read_metrics(out_dir)
+    gc.collect()  # the last figure: it is full of reference cycles, and 1.4 MB of memory would not be used again
+    curves = {key: array.array('d') for key in ('loss', 'train_loss', 'val_loss')}
+    for record in iterate_metrics(out_dir):
+        for key, points in curves.items():
+            if isinstance(record.get(key), (int, float)):
+                points.extend((record['iter'], record[key]))
     figure = Figure(figsize=(7, 4.5), layout='constrained')
     axes = FigureCanvasAgg(figure).figure.subplots()
     for key, label, style in (('loss', 'train, iterations', dict(color='0.8', lw=0.8)),
                               ('train_loss', 'train', dict(marker='.')), ('val_loss', 'val', dict(marker='.'))):
-        points = [(r['iter'], r[key]) for r in records if r.get(key) is not None]
-        if points:
-            axes.plot(*zip(*points), label=label, **style)
+        points = np.asarray(curves[key]).reshape(-1, 2)
+        if len(points):
+            axes.plot(*points[::ceil_div(len(points), 5000)].T, label=label, **style)
     axes.set(xlabel='iteration', ylabel='loss (nats per token)')
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(Path(out_dir) / 'loss.tmp.png', dpi=120)
     os.replace(Path(out_dir) / 'loss.tmp.png', Path(out_dir) / 'loss.png')

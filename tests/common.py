@@ -88,13 +88,14 @@ def cached_logits(config, params, idx_BxT, cache, ends):
 
 @functools.cache
 def compiled_once(layout, config):
-    """(parallel, make, step) of training `config` on the layout (devices, fsdp, tensor, expert), of which the last may
-    be left out. make() returns the initial TrainState."""
+    """(parallel, make, step) of training `config` on the layout (devices, fsdp, tensor, expert, context,
+    zero), of which the last may be left out. make() returns the initial TrainState."""
     n_devices, *axes = layout
     schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
     parallel = setup_distributed_training(jax.devices()[:n_devices], *axes)
     make = functools.partial(create_train_state, jax.random.key(0), config, create_optimizer_with_schedule(schedule))
-    return parallel, make, parallel.train_step(make_train_step(config, 3, 1.0, schedule))
+    zero = getattr(parallel, 'zero', 0)
+    return parallel, make, parallel.train_step(make_train_step(config, 3, 1.0, schedule, zero=zero))
 
 
 @functools.cache

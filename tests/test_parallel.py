@@ -20,9 +20,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, new_cache, prefill
+from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, init_cache, prefill
 from jax_ops import (
-    AXES, BATCH, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens, partition_specs, shard)
+    AXES, BATCH, ROW_PARALLEL, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens, linear,
+    partition_specs, shard)
 from jax_train_utils import (
     DataParallel, MeshParallel, create_learning_rate_schedule, create_optimizer_with_schedule, estimate_loss_jax,
     finish_checkpoints, get_batch_jax, initialize_distributed, load_checkpoint, load_meta, make_eval_step,
@@ -34,8 +35,9 @@ from tests.common import (
 
 # no tensor axis divides the vocabulary
 CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)
-# layouts: (devices, fsdp, tensor, expert), of which the last may be left out
+# layouts: (devices, fsdp, tensor, expert, context, zero), of which the last may be left out
 ONE, PMAP, FSDP, TENSOR, BOTH, ALL = (1,), (8,), (2, 2), (2, 1, 2), (4, 2, 2), (8, 4, 2)
+ZERO_1, ZERO_2, ZERO_2_ON_MESH = (8, 1, 1, 1, 1, 1), (8, 1, 1, 1, 1, 2), (8, 2, 2, 1, 1, 2)
 
 
 def numbers(log):
@@ -52,11 +54,24 @@ def curve(layout):
 # the same run on every layout
 
 
-@pytest.mark.parametrize('layout', [FSDP, TENSOR, BOTH, ALL])
+@pytest.mark.parametrize('layout', [FSDP, TENSOR, BOTH, ALL, ZERO_1, ZERO_2, ZERO_2_ON_MESH])
 def test_every_mesh_gives_the_curve_of_one_device(layout):
     one, mesh = curve(ONE), curve(layout)
     assert one[-1, 0] < one[0, 0] - 1  # it learns
     np.testing.assert_allclose(mesh, one, atol=2e-4)
+
+
+def test_a_mesh_with_data_alone_gives_the_curve_of_pmap():
+    parallel = MeshParallel(tuple(jax.devices()))
+    schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
+    tx = create_optimizer_with_schedule(schedule)
+    state = parallel.init_sharded(create_train_state, jax.random.key(0), CONFIG, tx)
+    step = parallel.train_step(make_train_step(CONFIG, 3, 1.0, schedule))
+    log = []
+    for i in range(30):
+        state, metrics = step(state, device_batch(parallel, 2, 8, i, CONFIG))
+        log.append(jax.tree.map(float, metrics))
+    np.testing.assert_allclose(numbers(log), curve(PMAP), atol=2e-4)
 
 
 def test_frequent_tokens_learn_in_bfloat16_on_a_mesh_as_in_float32():
@@ -78,6 +93,38 @@ def test_frequent_tokens_learn_in_bfloat16_on_a_mesh_as_in_float32():
 
     np.testing.assert_array_equal(gradient('bfloat16'), gradient('float32'))
     assert gradient('bfloat16')[0, 0] == 4 * 512
+
+
+CONTEXT = dataclasses.replace(CONFIG, block_size=64, attention='chunked')
+FEATURES = {
+    'GPT-2': {}, 'remat': dict(n_layer=2, scan_layers=True, remat='full'),
+    'window': dict(position='rope', n_kv_head=2, layer_types=('window',), window=20, sinks=True),
+    'chunk': dict(position='rope', n_kv_head=2, layer_types=('chunk',), chunk=24, norm='rms', mlp='swiglu'),
+    'latent': dict(position='rope', mla=dict(q_rank=8, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=12)),
+    'experts': dict(moe=MoEConfig(n_expert=4, n_used=2, width=8))}
+
+
+@pytest.mark.parametrize('features, layout', [
+    ('GPT-2', (8, 1, 1, 1, 8)), ('GPT-2', (8, 2, 1, 1, 2)), ('GPT-2', (8, 1, 1, 1, 2, 2)), ('remat', (8, 1, 2, 1, 4)),
+    ('window', (8, 1, 2, 1, 4)), ('chunk', (4, 1, 1, 1, 4)), ('latent', (4, 1, 2, 1, 2)), ('experts', (8, 1, 2, 2, 2))])
+def test_a_sequence_sharded_over_devices_learns_as_on_one(features, layout):
+    config = dataclasses.replace(CONTEXT, **FEATURES[features])
+    one, several = (run_steps(on, 6, config, g=1)[1] for on in (ONE, layout))
+    np.testing.assert_allclose(numbers(several), numbers(one), atol=2e-4)
+
+
+def test_positions_of_a_sequence_are_loaded_and_evaluated_where_they_are_computed():
+    parallel, make, _ = compiled_once((4, 1, 1, 1, 4), CONTEXT)
+    x = device_batch(parallel, 1, 8, 0, CONTEXT)['x']
+    assert {part.data.shape for part in x.addressable_shards} == {(1, 8, 16)}
+    splits = {'train': np.arange(3000) % 37, 'val': np.arange(2000) % 31}
+    losses = []
+    for layout in (ONE, (4, 1, 1, 1, 4)):
+        parallel, make, _ = compiled_once(layout, CONTEXT)
+        eval_step = parallel.eval_step(make_eval_step(CONTEXT, loss_chunk=16))
+        losses.append(estimate_loss_jax(
+            eval_step, parallel.init_sharded(make).params, splits, parallel, block_size=64, batch_size=4, eval_iters=2))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize('layout', [(2,), (8, 2, 2, 2)])
@@ -140,7 +187,7 @@ def test_a_process_reads_the_rows_of_its_own_devices_only():
     def rows_of_process_0(n_rows, fsdp=1, tensor=1):
         on_a_mesh = fsdp * tensor > 1
         layout = MeshParallel(tuple(devices), fsdp, tensor) if on_a_mesh else DataParallel(tuple(devices))
-        shape = dict(zip(AXES, (8 // (fsdp * tensor), fsdp, tensor, 1)))
+        shape = dict(zip(AXES, (8 // (fsdp * tensor), fsdp, tensor, 1, 1)))
         mesh = types.SimpleNamespace(devices=np.array(devices).reshape(*shape.values()), shape=shape)
         object.__setattr__(layout, 'mesh', mesh)
         return layout.local_rows(n_rows).tolist()
@@ -176,6 +223,28 @@ def test_every_matrix_and_its_optimizer_state_are_sharded_and_stay_so():
         for x, sharding in zip(jax.tree.leaves(state), initial, strict=True):
             assert x.sharding.is_equivalent_to(sharding, x.ndim)
     assert step._cache_size() == 1  # the second step needs no second compilation
+
+
+@pytest.mark.parametrize('layout, n_copies', [(ZERO_1, 8), (ZERO_2, 8), (ZERO_2_ON_MESH, 2)])
+def test_zero_shards_the_optimizer_state_over_the_replicas_of_a_parameter(layout, n_copies):
+    config = dataclasses.replace(CONFIG, vocab_size=64)
+    parallel, make, step = compiled_once(layout, config)
+    state, _ = step(parallel.init_sharded(make), device_batch(parallel, 2, 8, 0, config))
+    n_stored = lambda x: x.addressable_shards[0].data.size
+    for name in ('c_attn', 'c_proj'):
+        param, mean = (tree['h_0']['attn'][name]['kernel'] for tree in (state.params, state.opt_state[0].mu))
+        assert n_stored(param) == param.size * n_copies // 8
+        assert n_stored(mean) == mean.size // 8
+
+
+def test_zero_1_reduces_gradients_once_per_step_not_per_micro_batch():
+    parallel, make, step = compiled_once(ZERO_1, CONFIG)
+    batch = jax.tree.map(lambda *x: jnp.concatenate(x), *[device_batch(parallel, 1, 8, i, CONFIG) for i in range(3)])
+    text = step.lower(parallel.abstract_state(make), batch).compile().as_text()
+    loops = [part for part in text.split('\n\n') if not part.startswith('ENTRY')]
+    assert not [found for part in loops for found in collectives(part) if max(found[1]) >= 16]
+    n_params = sum(x.size for x in jax.tree.leaves(parallel.abstract_state(make).params))
+    assert sum(sizes_of(collectives(text), 'all-reduce', 'reduce-scatter')) <= n_params + 100
 
 
 def test_what_does_not_divide_is_sharded_over_fewer_axes():
@@ -330,6 +399,18 @@ def test_fsdp_gathers_each_kernel_by_itself_once_forward_and_once_backward():
     assert n_reduced >= sum(x.size for x in jax.tree.leaves(state.params))
 
 
+def test_between_blocks_a_device_of_a_tensor_group_has_its_part_of_the_positions():
+    mesh = create_mesh(jax.devices(), 4)
+
+    def layer(x, kernel):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return linear(x, kernel, tp=ROW_PARALLEL)
+
+    for T, n_sharded in ((8, 2), (1, 1), (6, 6)):  # 8 / 4; what does not divide is replicated
+        y = jax.jit(layer)(jnp.ones((2, T, 16)), jnp.ones((16, 12)))
+        assert y.addressable_shards[0].data.shape == (1, n_sharded, 12)
+
+
 def test_no_device_gets_the_logits_of_other_vocabulary_ranges():
     mesh, B, T, V, D = create_mesh(jax.devices(), 4), 4, 6, 64, 8
 
@@ -373,7 +454,8 @@ def test_gpt2_xl_on_eight_fsdp_devices_takes_less_than_a_sixth_of_the_memory():
 # checkpoints move between layouts
 
 
-@pytest.mark.parametrize('saved_on, resumed_on', [(ALL, (ALL, ONE, PMAP)), (PMAP, (BOTH,))])
+@pytest.mark.parametrize('saved_on, resumed_on', [
+    (ALL, (ALL, ONE, PMAP)), (PMAP, (BOTH, ZERO_1)), (ZERO_1, (ZERO_1, ALL)), (ZERO_2, (ZERO_2, PMAP))])
 def test_a_checkpoint_resumes_on_any_other_layout_and_bit_for_bit_on_its_own(tmp_path, saved_on, resumed_on):
     state, _ = run_steps(saved_on, 8, CONFIG)
     manager = open_checkpoints(tmp_path)
@@ -394,12 +476,17 @@ def test_a_checkpoint_resumes_on_any_other_layout_and_bit_for_bit_on_its_own(tmp
 
 
 @pytest.mark.parametrize('flags, message', [
-    (['--fsdp=3'], r'fsdp=3 x tensor=1 x expert=1 does not divide 8 devices; the product may be one of \[1, 2, 4, 8\]'),
-    (['--tensor=0'], 'fsdp=1 x tensor=0 x expert=1 does not divide'),
+    (['--fsdp=3'], r'fsdp=3 x tensor=1 x expert=1 x context=1 does not divide 8 devices; '
+                   r'the product may be one of \[1, 2, 4, 8\]'),
+    (['--tensor=0'], 'fsdp=1 x tensor=0 x expert=1 x context=1 does not divide'),
     (['--tensor=4', '--n_head=2'], r'tensor=4 does not divide n_head=2; on 8 devices it may be one of \[1, 2\]'),
     (['--fsdp=4', '--n_embd=18', '--n_head=2'],
      r'fsdp=4 does not divide n_embd=18; on 8 devices it may be one of \[1, 2\]'),
     (['--expert=2'], r'expert=2 does not divide n_expert=1; on 8 devices it may be one of \[1\]'),
+    (['--zero=1', '--tensor=2'], 'zero=1 goes without fsdp, tensor, expert and context; with them use --zero=2'),
+    (['--context=8'], 'context=8: its square must divide block_size=16'),
+    (['--context=4', '--attention=xla'], 'attention=xla does not shard a sequence'),
+    (['--zero=3'], r'zero must be 0, 1 .ZeRO-1. or 2 .ZeRO-2., not 3; ZeRO-3 is --fsdp'),
     (['--fsdp=2', '--batch_size=3'], 'cannot be shared equally by 8 devices'),
     (['--coordinator_address=localhost'], 'needs --num_processes and --process_id'),
     (['--num_processes=2'], 'several processes need --coordinator_address=host:port'),
@@ -448,6 +535,22 @@ def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeyp
     assert joined == ['auto', 1, 'auto']
 
 
+def test_a_kubernetes_job_of_one_pod_needs_no_package_and_one_of_several_names_it(monkeypatch):
+    joined = []
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
+    for name, value in {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '0'}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    initialize_distributed(num_processes=1)
+    with pytest.raises(UserError, match=r'pip install "jax.k8s."; for a job of one pod add --num_processes=1'):
+        initialize_distributed()
+    assert not joined
+    initialize_distributed('host:1234', 2, 1)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name)
+    initialize_distributed()
+    assert len(joined) == 2
+
+
 # -----------------------------------------------------------------------------
 # several processes
 
@@ -458,20 +561,20 @@ FLAGS = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch
 
 
 class Processes:
-    """n processes of train_jax.py that train together, one device each."""
+    """n processes of train_jax.py, or another script, that work together, one device each."""
 
-    def __init__(self, n, out_dir, *flags, each=None):
+    def __init__(self, n, out_dir, *flags, each=None, script='train_jax.py', n_started=None):
         with socket.socket() as s:
             s.bind(('127.0.0.1', 0))
-            port = s.getsockname()[1]
+            self.port = s.getsockname()[1]
         self.out_dir = out_dir
-        command = [sys.executable, ROOT / 'train_jax.py', f'--out_dir={out_dir}', *flags,
-                   f'--coordinator_address=127.0.0.1:{port}', f'--num_processes={n}']
+        command = [sys.executable, ROOT / script, f'--out_dir={out_dir}', *flags,
+                   f'--coordinator_address=127.0.0.1:{self.port}', f'--num_processes={n}']
         self.processes = [
             subprocess.Popen([*command, f'--process_id={i}', *(each[i] if each else ())],
                              env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE)
-            for i in range(n)]
+            for i in range(n_started or n)]
 
     def __enter__(self):
         return self
@@ -549,10 +652,10 @@ def test_four_processes_on_a_mesh_give_the_curve_stop_together_and_one_device_re
     np.testing.assert_allclose(losses_of_run(tmp_path)[:30], losses_of_one_process[:30], atol=2e-4)
     result = train(tmp_path, '--init_from=resume', '--device=cpu:0', f'--max_iters={saved + 2}')
     assert result.returncode == 0, result.stderr
-    assert "does not fit 1 devices: taking {'fsdp': 1, 'tensor': 1, 'expert': 1}" in result.stdout
+    assert "does not fit 1 devices: taking {'fsdp': 1, 'tensor': 1, 'expert': 1, 'context': 1}" in result.stdout
     assert f'at iteration {saved}' in result.stdout
     refused = train(tmp_path, '--init_from=resume', '--device=cpu:0', '--fsdp=2')
-    assert_refused(refused, 'fsdp=2 x tensor=1 x expert=1 does not divide 1 devices')
+    assert_refused(refused, 'fsdp=2 x tensor=1 x expert=1 x context=1 does not divide 1 devices')
 
 
 def each_with(name, values, out_dir, *flags):
@@ -572,6 +675,20 @@ def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dat
         assert code == 2
         assert re.fullmatch(f'error: {message}.*\n', err), err
     assert not list(tmp_path.rglob('ckpt'))
+
+
+@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_process_waits_for_the_others_ends_it(dataset, tmp_path, signum):
+    with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, n_started=1) as processes:
+        waiting, = processes.processes
+        deadline = time.time() + 60
+        with socket.socket() as s:
+            while s.connect_ex(('127.0.0.1', processes.port)):  # until process 0 listens
+                assert waiting.poll() is None and time.time() < deadline
+                time.sleep(0.05)
+        waiting.send_signal(signum)
+        assert waiting.wait(timeout=20) == -signum  # 128 + signum for a shell
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_signal_before_the_first_iteration_stops_all_processes(dataset, tmp_path):
@@ -609,18 +726,17 @@ def test_the_kv_cache_is_sharded_over_heads_and_a_token_moves_no_weights():
     params = parallel.init_sharded(create_train_state, jax.random.key(0), config, optax.identity()).params
     state = DecodeState(
         tokens_BxN=jnp.zeros((3, 24), jnp.int32), length_B=jnp.full(3, 4), n_generated_B=jnp.zeros(3, jnp.int32),
-        done_B=jnp.zeros(3, bool), key_B=jax.random.split(jax.random.key(0), 3), cache=None)
-    sampling = SamplingConfig(
-        greedy=True, top_k=False, top_p=False, min_p=False, penalize=False, n_vocab=37, stop_tokens=())
-    sampling_params = SamplingParams(*np.ones(5, np.float32))
-    static = dict(config=config, sampling=sampling, draft_config=None, n_draft=0)
+        done_B=jnp.zeros(3, bool), key_B=jax.random.split(jax.random.key(0), 3))
+    sampling = SamplingConfig(n_vocab=37, stop_tokens=())
+    sampling_params = SamplingParams(temperature=None, top_k=None, top_p=None, min_p=None, repetition_penalty=None)
+    static = dict(configs=(config,), sampling=sampling, n_draft=0, use_cache=True)
     with parallel.mesh_context():
-        cache = prefill(params, new_cache(config, 3, 16, 'auto', 0), np.zeros((3, 16), np.int32),
-                        np.arange(16, dtype=np.int32)[None], config=config)
-        state = state.replace(cache=cache)
+        cache = prefill(params, jax.jit(init_cache, static_argnums=(0, 1, 2))(config, 3, 16),
+                        np.zeros((3, 16), np.int32), np.arange(16, dtype=np.int32)[None], config=config)
+        state = state.replace(caches=(cache,))
         program = decode.lower(
-            params, None, state, sampling_params, np.int32(8), np.int32(16), np.int32(16), **static).compile().as_text()
-    for x in jax.tree.leaves(state.cache):
+            (params,), state, sampling_params, np.int32(8), np.int32(16), np.int32(16), **static).compile().as_text()
+    for x in jax.tree.leaves(state.caches):
         assert x.addressable_shards[0].data.shape == (3, 1, 16, 16)
     found = [found for part in program.split('\n\n') if part.startswith('%') for found in collectives(part)]
     assert max(size for _, sizes in found for size in sizes) == 3 * 64  # activations of one token, [B, D]
@@ -659,6 +775,25 @@ def test_the_plan_of_a_run_counts_what_each_axis_sends_through_loops():
     assert report['parameters_gb'] * 1e9 == 4 * (matrices / 4 + replicated)
     assert report['optimizer_gb'] == pytest.approx(2 * report['parameters_gb'], rel=0.01)
     assert report['peak_gb'] > report['parameters_gb'] + report['optimizer_gb']
+
+
+def test_the_plan_of_a_decode_step_counts_weights_cache_and_collectives():
+    flags = ['--plan=decode', '--topology=cpu:1x8', '--tensor=4', '--batch_size=3', '--prompt_len=8',
+             '--max_new_tokens=8']
+    reports = []
+    for more in ([], ['--quantize=int8', '--cache_dtype=int8']):
+        result = run_script('bench_jax.py', *PLAN, *flags, *more)
+        assert result.returncode == 0, result.stderr
+        assert '4 x cpu, compiled, not run' in result.stdout
+        reports.append(json.loads(result.stdout.splitlines()[-1])['results'])
+    full, quantized = reports
+    assert full['cache_gb'] * 1e9 == pytest.approx(2 * 3 * 32 * 64 * 4 / 4)  # k and v, 32 slots, float32, a quarter
+    assert quantized['cache_gb'] * 1e9 == pytest.approx(2 * 3 * 32 * (64 + 4 * 4) / 4)  # and a scale per vector
+    assert quantized['parameters_gb'] < full['parameters_gb'] / 2
+    moved = sum(row['bytes'] for row in full['collectives'])
+    assert full['sent_mb'] * 1e6 == pytest.approx(moved)
+    assert 0 < moved < 4 * 20 * 3 * 64  # activations of a token, no weights
+    assert_refused(run_script('bench_jax.py', *PLAN, '--plan=prefill'), 'plan must be train or decode')
 
 
 def test_a_plan_for_a_device_without_its_compiler_says_what_to_install():
