@@ -39,8 +39,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_flags import UserError, exit_if_peer_died
 from jax_generate import quantize_params
 from jax_ops import (
-    AXES, BATCH, LowRank, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention, partition_specs, shard,
-    shard_params)
+    AXES, BATCH, LowRank, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention, partition_specs,
+    shard, shard_params)
 from jax_pretrained import load_pretrained, local_path
 from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state, span_limits
 
