@@ -64,7 +64,7 @@ remat = 'none' # gradient checkpointing: 'dots', 'full'
 quantize = '' # 'int8' weights, as in sample_jax.py, like the next two (decode)
 cache_dtype = 'auto' # of the KV cache
 n_draft = 0 # draft tokens per step
-out_dir = '' # a run whose weights to use instead of random ones (decode)
+out_dir = '' # a run, a Hugging Face folder or a ckpt.pt, whose weights to use instead of random ones (decode)
 dataset = '' # its folder under data/: takes prompts from val.bin, and measures perplexity and agreement there (decode)
 plan = 'train' # the step to compile: 'train' or 'decode' (compile)
 topology = 'h100:1x8' # devices to compile for: hosts x GPUs, or a TPU slice as in 'v5e:4x4' (compile)
@@ -124,6 +124,7 @@ from jax_generate import (
     DecodeState, SamplingConfig, SamplingParams, bytes_read_per_step, cast_matrices, convert_params_for_decoding,
     generate_stream, init_cache, quantize_params, step_cached)
 from jax_ops import BATCH, ceil_div
+from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
     Stopwatch, choose_attention, config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule,
     device_peak_flops, get_windows, load_dataset, load_run, make_train_step, measure_bandwidth,
@@ -246,6 +247,8 @@ def bench_decode(settings, repeats=repeats):
 @functools.lru_cache(maxsize=1)
 def load_model():
     """(config, float32 parameters) of out_dir, or of a new random model."""
+    if out_dir and not Path(out_dir, 'ckpt').is_dir():
+        return load_pretrained(local_path(out_dir), place=lambda path, array: jax.device_put(array, devices[0]))
     if out_dir:
         return load_run(out_dir, 'best', setup_distributed_training(devices[:1]))[:2]
     tx = create_optimizer_with_schedule(lambda step: 0)
@@ -276,18 +279,26 @@ def make_prompts(batch_size):
     return np.resize(validation_windows()[:, :prompt_len], (batch_size, prompt_len))
 
 
-def window_logits(config, params, cache_dtype):
-    """Logits [16, T, V] of the validation windows, with the weights and the KV cache of decoding."""
-    idx = validation_windows()[:, :-1]
-    cache = init_cache(config, *idx.shape, cache_dtype)
-    forward = jax.jit(functools.partial(GPT(config).apply, method='with_cache'))
-    return forward({'params': params}, idx, cache)[0]
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def decode_windows(config, params, cache_dtype):
+    """(loss, most likely token) of each position of the validation windows, [T, 16] each, token by token as decoding
+    computes them."""
+    windows = validation_windows()
+
+    def step(cache, inputs):
+        x_B, y_B, position = inputs
+        logits, cache = GPT(config).apply({'params': params}, x_B[:, None], cache, position_BxT=position[None, None],
+                                          method='with_cache')
+        return cache, (cross_entropy(logits[:, 0], y_B), logits[:, 0].argmax(-1))
+
+    inputs = windows[:, :-1].T, windows[:, 1:].T, np.arange(windows.shape[1] - 1)
+    return jax.lax.scan(step, init_cache(config, *windows[:, 1:].shape, cache_dtype), inputs)[1]
 
 
 @functools.lru_cache(maxsize=1)
 def float32_tokens():
     """The most likely token at each position of the validation windows, with float32 weights and cache."""
-    return window_logits(*load_model_for_decoding('float32', ''), 'float32').argmax(-1)
+    return decode_windows(*load_model_for_decoding('float32', ''), 'float32')[1]
 
 
 def measure_quality(config, params, cache_dtype):
@@ -295,9 +306,8 @@ def measure_quality(config, params, cache_dtype):
     weights and cache."""
     if not dataset:
         return {}
-    logits = window_logits(config, params, cache_dtype)
-    return {'perplexity': float(np.exp(cross_entropy(logits, validation_windows()[:, 1:]).mean())),
-            'agreement': float((logits.argmax(-1) == float32_tokens()).mean())}
+    loss, tokens = decode_windows(config, params, cache_dtype)
+    return {'perplexity': float(np.exp(loss.mean())), 'agreement': float((tokens == float32_tokens()).mean())}
 
 
 def bucket_length(n):

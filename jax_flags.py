@@ -104,7 +104,7 @@ def check_flags(flags):
         if flags[name] < 1:
             raise UserError(f'{name} must be at least 1, not {flags[name]}')
     for name in ('max_iters', 'save_interval', 'warmup_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay',
-                 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'):
+                 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'):
         if not 0 <= flags[name] < math.inf:
             raise UserError(f'{name} must be at least 0, not {flags[name]}')
     if flags['seed'] >= 2**32:
@@ -118,6 +118,15 @@ def check_flags(flags):
     for name in ('beta1', 'beta2'):
         if not 0 <= flags[name] < 1:
             raise UserError(f'{name} must be in [0, 1), not {flags[name]}')
+    if flags['quantize'] not in ('', 'int8') or flags['quantize'] and not flags['lora_rank']:
+        raise UserError("quantize must be '' or, for the frozen weights of LoRA (with lora_rank), int8, not "
+                        f"{flags['quantize']!r}")
+    if flags['lora_rank'] and not 0 < flags['lora_alpha'] < math.inf:
+        raise UserError(f"lora_alpha must be above 0, not {flags['lora_alpha']}")
+    if flags['lora_rank'] and flags['zero']:
+        raise UserError('zero shards what is trained, and the updates of LoRA are small: leave zero at 0')
+    if flags['lora_rank'] and flags['init_from'] == 'scratch':
+        raise UserError('LoRA trains updates of a pretrained model: name it with --init_from')
 
 
 # -----------------------------------------------------------------------------

@@ -334,8 +334,24 @@ class Transposed(struct.PyTreeNode):
     values: jax.Array
 
 
+class LowRank(struct.PyTreeNode):
+    """A frozen matrix [I, O] and its update in training: base + scale * a @ b (LoRA, arXiv:2106.09685), with base an
+    array or Int8, a [I, r], b [r, O] and a scalar scale."""
+    base: Any
+    a: jax.Array
+    b: jax.Array
+    scale: jax.Array
+
+
+def low_rank_update(x, kernel):
+    """What the update of a LowRank kernel adds to x @ kernel.base, in x's dtype."""
+    return matmul(matmul(x, kernel.a), kernel.b) * kernel.scale.astype(x.dtype)
+
+
 def linear(x, kernel, bias=None, *, tp=()):
-    """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8 or Transposed."""
+    """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8, Transposed or LowRank."""
+    if isinstance(kernel, LowRank):
+        return linear(x, kernel.base, bias, tp=tp) + low_rank_update(x, kernel)
     if tp == COLUMN_PARALLEL:
         x = gather_positions(x)
     if isinstance(kernel, Int8):
@@ -358,6 +374,9 @@ def fused_linear(x, kernel, bias, widths):
 
     With tensor parallelism the fused columns [q | k | v] are reordered to [q0 k0 v0 | q1 k1 v1 | ...], so that an equal
     split over ranks keeps heads whole."""
+    if isinstance(kernel, LowRank):
+        updates = jnp.split(low_rank_update(x, kernel), np.cumsum(widths)[:-1], axis=-1)
+        return [y + update for y, update in zip(fused_linear(x, kernel.base, bias, widths), updates)]
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh and not isinstance(kernel, Int8) else 1
 
@@ -411,39 +430,68 @@ def add_bias_bwd(zero, g):
 add_bias.defvjp(add_bias_fwd, add_bias_bwd)
 
 
-def quantize(x, dtype):
-    """x [..., n] -> (values [..., n] in dtype, int8 or a float8; float32 scale [...]), x being about values * scale:
-    the scale maps the largest magnitude of the last axis to the largest value."""
-    largest = 127 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+def quantize(x, dtype, largest=None):
+    """x [..., n] -> (values [..., n] in dtype, an integer or a float8; float32 scale [...]), x being about values *
+    scale: the scale maps the largest magnitude of the last axis to `largest`, by default 127 or the largest float8."""
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    largest = largest or (127 if is_integer else float(jnp.finfo(dtype).max))
     scale = jnp.maximum(jnp.abs(x).max(-1).astype(jnp.float32), 1e-30) / largest
     x = x.astype(jnp.float32) / scale[..., None]
-    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype), scale
+    return (jnp.round(x) if is_integer else x).astype(dtype), scale
 
 
+@jax.custom_vjp
 def matmul_int8(x, w_OxI, scale_O):
     """x [..., I] @ (w * scale).T -> float32 [..., O], for int8 weights with one scale per row.
 
-    On a CPU decoding is bound by reading the weights, and XLA:CPU has fast int8 matmuls, so x is quantized as well,
-    with one scale per row. Elsewhere the weights are converted as the matmul reads them."""
-    def in_int8(x_RxI, w_OxI):
-        R = len(x_RxI)
-        x_RxI, scale_R = quantize(x_RxI, jnp.int8)
-        if R == 1 and int8_lane_terms(x_RxI.shape[1]):
-            # the condition, false for zeros, is a fusion barrier: otherwise XLA quantizes x again per weight row (5x
-            # slower)
-            zeros = lambda w_OxI, x_I: jnp.zeros(len(w_OxI), jnp.int32)
-            y_O = jax.lax.cond(scale_R[0] > 1e-32, int8_matvec, zeros, w_OxI, x_RxI[0])
-            return y_O[None] * scale_R[:, None]
-        # XLA:CPU multiplies a single int8 row in a scalar loop, 25 times as long as four rows
-        x_RxI = jnp.pad(x_RxI, ((0, -R % 4), (0, 0)))
-        multiply = nt_weights_left if R <= 16 else nt
-        return multiply(x_RxI, w_OxI, jnp.int32)[:R] * scale_R[:, None]
+    On a CPU decoding is bound by reading the weights, and XLA:CPU has fast integer matmuls, so up to 32 rows of x are
+    quantized as well, each with one scale: to int16, because in int8 a few large activations would cost the others
+    their precision (docs/performance.md#what-int8-costs). More rows, and other devices, convert the weights instead."""
+    def in_integers(x_RxI, w_OxI):
+        R, I = x_RxI.shape
+        # a condition, false for zeros, is a barrier: XLA:CPU moves nothing across it
+        zeros = lambda x_RxI, w_OxI: jnp.zeros((R, len(w_OxI)), jnp.float32)
+        if R > 32:  # without it, the weights of all layers would be converted ahead of the decode loop
+            return jax.lax.cond(x_RxI.any(), converted, zeros, x_RxI, w_OxI)
+        x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(I))
+        multiply = int8_matvec if R == 1 and int8_lane_terms(I) else int8_matmul
+        # without it, x would be quantized again for each row of w (5 times as slow)
+        return jax.lax.cond((scale_R > 1e-32).any(), multiply, zeros, x_RxI, w_OxI) * scale_R[:, None]
 
     def converted(x_RxI, w_OxI):
         return nt(x_RxI, w_OxI.astype(x_RxI.dtype))
 
-    y_RxO = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), w_OxI, cpu=in_int8, default=converted)
+    y_RxO = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), w_OxI, cpu=in_integers, default=converted)
     return (y_RxO * scale_O).reshape(*x.shape[:-1], -1)
+
+
+def matmul_int8_fwd(x, w_OxI, scale_O):
+    return matmul_int8(x, w_OxI, scale_O), (x.dtype.type(0), w_OxI, scale_O)
+
+
+def matmul_int8_bwd(residuals, g):
+    """The gradient of x; the weights are frozen."""
+    zero, w_OxI, scale_O = residuals
+    return matmul_f32_acc((g * scale_O).astype(zero.dtype), w_OxI.astype(zero.dtype)), None, None
+
+
+matmul_int8.defvjp(matmul_int8_fwd, matmul_int8_bwd)
+
+
+def int16_levels(n):
+    """The largest magnitude to which n activations are quantized: a sum of n matmul terms fits into int32, and a level
+    is 256 a + b with a and b in int8. 22,016 for 768 activations."""
+    return min(127 * 256 + 127, (2**31 - 1) // (127 * n))
+
+
+def int8_matmul(x_RxI, w_OxI):
+    """x @ w.T of int16 x and int8 weights, exact, then in float32. XLA:CPU's fast matmul is int8 x int8: x = 256 high +
+    low, which are twice as many rows."""
+    high_RxI = (x_RxI + 128) >> 8
+    low_RxI = x_RxI - 256 * high_RxI
+    y_2RxO = nt_weights_left(jnp.concatenate([high_RxI, low_RxI]).astype(jnp.int8), w_OxI, jnp.int32)
+    high_RxO, low_RxO = jnp.split(y_2RxO, 2)
+    return (256 * high_RxO + low_RxO).astype(jnp.float32)
 
 
 def int8_lane_terms(n):
@@ -451,14 +499,13 @@ def int8_lane_terms(n):
     return max((terms for terms in range(8, 33) if n % (32 * terms) == 0), default=None)
 
 
-def int8_matvec(w_OxI, x_I):
-    """w @ x of int8 arrays, in int32. XLA:CPU vectorizes a sum of at most 32 terms and stores all terms of a longer
-    one, so there are 32 sums side by side (docs/performance.md#int8). The barrier keeps them from being merged
-    again."""
-    terms = int8_lane_terms(len(x_I))
-    split = lambda a: a.astype(jnp.int32).reshape(*a.shape[:-1], -1, terms, 32)
-    partial_sums = jax.lax.optimization_barrier((split(w_OxI) * split(x_I)).sum(2))
-    return partial_sums.sum((1, 2))
+def int8_matvec(x_1xI, w_OxI):
+    """int8_matmul for one row. XLA:CPU vectorizes a sum of at most 32 terms and stores all terms of a longer one, so
+    there are 32 sums side by side (docs/performance.md#int8). The barrier keeps them from being merged again."""
+    terms = int8_lane_terms(x_1xI.shape[1])
+    split = lambda a: a.astype(jnp.int32).reshape(len(a), -1, terms, 32)
+    partial_sums = jax.lax.optimization_barrier((split(w_OxI) * split(x_1xI)).sum(2))
+    return partial_sums.sum((1, 2))[None].astype(jnp.float32)
 
 
 # -----------------------------------------------------------------------------

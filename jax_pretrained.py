@@ -320,6 +320,11 @@ def mistral_config(hf):
     return llama_config(hf) | ({'window': hf.get('sliding_window', 4096), 'layer_types': ('window',)} if window else {})
 
 
+def phi3_config(hf):
+    window = hf.get('sliding_window', 0)
+    return llama_config(hf, eps=1e-5) | ({'window': window, 'layer_types': ('window',)} if window else {})
+
+
 def smollm3_config(hf):
     """A Llama in which every fourth layer has no RoPE."""
     hf.require_value(use_sliding_window=False)
@@ -416,8 +421,8 @@ def llama4_config(hf):
 
 
 FAMILIES = {'gpt2': gpt2_config, 'llama': llama_config, 'mistral': mistral_config, 'qwen2': qwen2_config,
-            'smollm3': smollm3_config, 'qwen3': qwen3_config,
-            'qwen3_moe': qwen3_moe_config, 'gpt_oss': gpt_oss_config, 'deepseek_v3': deepseek_config,
+            'phi3': phi3_config, 'smollm3': smollm3_config, 'qwen3': qwen3_config, 'qwen3_moe': qwen3_moe_config,
+            'gpt_oss': gpt_oss_config, 'deepseek_v3': deepseek_config,
             'kimi_k2': deepseek_config,
             'llama4_text': llama4_config, 'llama4': llama4_config}  # by model_type
 
@@ -653,6 +658,7 @@ class Layout(NamedTuple):
     shared: str = 'shared_experts'  # name of the MLP that every token uses in addition to its experts
     experts: str = 'separate'  # a tensor for each expert, or one for all, in which the columns of gate and up are
     #                            'interleaved' (gate, up, gate, up, ...) or 'concatenated' (all of gate, all of up)
+    fused: bool = False  # one tensor for q, k and v, and one for gate and up
     interleaved_rope: bool = False  # RoPE rotates channels (2j, 2j + 1); apply_rope() rotates (j, j + width / 2)
 
 
@@ -660,7 +666,7 @@ LLAMA4 = Layout(mlp='feed_forward', router='router', shared='shared_expert', exp
                 interleaved_rope=True)
 LAYOUTS = {
     **dict.fromkeys(('llama', 'mistral', 'qwen2', 'smollm3', 'qwen3', 'qwen3_moe'), Layout()),
-    'gpt_oss': Layout(router='router', experts='interleaved'),
+    'phi3': Layout(fused=True), 'gpt_oss': Layout(router='router', experts='interleaved'),
     'deepseek_v3': Layout(interleaved_rope=True), 'kimi_k2': Layout(interleaved_rope=True),
     'llama4_text': LLAMA4, 'llama4': LLAMA4._replace(prefix='language_model.')}
 
@@ -694,7 +700,7 @@ def llama_tensor_maps(config, layout):
         if is_moe:
             tensor_maps |= moe_tensor_maps(config, layout, (h, 'mlp'), f'{name}.{layout.mlp}')
         else:
-            tensor_maps |= mlp_tensor_maps(config, (h, 'mlp'), f'{name}.{layout.mlp}', config.mlp_width)
+            tensor_maps |= mlp_tensor_maps(config, (h, 'mlp'), f'{name}.{layout.mlp}', config.mlp_width, layout.fused)
     return tensor_maps
 
 
@@ -712,9 +718,14 @@ def linear(path, name, n_in, n_out, *, bias, rows=...):
     return tensor_maps
 
 
-def mlp_tensor_maps(config, path, name, width):
+def mlp_tensor_maps(config, path, name, width, fused=False):
     """A gated MLP."""
     D = config.n_embd
+    if fused:
+        both = TensorMap(f'{name}.gate_up_proj.weight', (2 * width, D), transpose=True)
+        return {(*path, 'c_gate', 'kernel'): [both._replace(src=slice(0, width))],
+                (*path, 'c_fc', 'kernel'): [both._replace(src=slice(width, None))],
+                **linear((*path, 'c_proj'), f'{name}.down_proj', width, D, bias=False)}
     return (linear((*path, 'c_gate'), f'{name}.gate_proj', D, width, bias=config.bias)
             | linear((*path, 'c_fc'), f'{name}.up_proj', D, width, bias=config.bias)
             | linear((*path, 'c_proj'), f'{name}.down_proj', width, D, bias=config.bias))
@@ -732,6 +743,8 @@ def gqa_tensor_maps(config, layout, path, name):
         kernels.append(TensorMap(f'{name}.{theirs}_proj.weight', (n * K, D), transpose=True, rows=rows,
                                  dst=(slice(None), columns)))
         biases.append(TensorMap(f'{name}.{theirs}_proj.bias', (n * K,), dst=columns))
+    if layout.fused:
+        kernels = [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
     tensor_maps = {(*path, 'c_attn', 'kernel'): kernels}
     if config.bias or config.qkv_bias:
         tensor_maps[*path, 'c_attn', 'bias'] = biases

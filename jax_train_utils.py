@@ -32,13 +32,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_flags import UserError, exit_if_peer_died
+from jax_generate import quantize_params
 from jax_ops import (
-    AXES, BATCH, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention, partition_specs, shard,
-    shard_params)
+    AXES, BATCH, LowRank, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention, partition_specs,
+    shard, shard_params)
+from jax_pretrained import load_pretrained, local_path
 from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state, span_limits
 
 # -----------------------------------------------------------------------------
@@ -61,7 +64,8 @@ def merge_resumed_flags(flags, given, saved):
     optimizer = saved.get('optimizer', 'adamw')
     if given.get('optimizer', optimizer) != optimizer:
         raise UserError(f"cannot resume with another optimizer: {flags['out_dir']} holds the state of {optimizer}")
-    for name in MODEL_FLAGS & given.keys() & saved.keys():
+    saved = {'lora_rank': 0} | saved
+    for name in (MODEL_FLAGS | {'lora_rank', 'lora_alpha', 'quantize'}) & given.keys() & saved.keys():
         if given[name] != saved[name]:
             raise UserError(f"cannot resume with another architecture: {flags['out_dir']} was trained with "
                             f"{name}={saved[name]}, not {name}={given[name]}")
@@ -1265,6 +1269,92 @@ def clip_gradients(grads, max_norm):
 
 
 # -----------------------------------------------------------------------------
+# pretrained weights to train, and LoRA (arXiv:2106.09685): low-rank updates of frozen weights
+
+
+def load_weights(source, config, parallel, change=lambda path, array: array):
+    """(parameters of a pretrained model, sharded as `parallel` says; a checksum of them).
+
+    change(path in the tree, array): what becomes of each float32 parameter before it is moved to its devices, and
+    before the next one is read. Of a position table, the first block_size rows are taken."""
+    crc = 0
+
+    def place(path, array):
+        nonlocal crc
+        crc = zlib.crc32(np.ascontiguousarray(array), crc)
+        if path == ('wpe',):
+            array = array[:config.block_size]
+        return flatten_dict(parallel.device_put(unflatten_dict({path: change(path, array)})))[path]
+
+    return load_pretrained(local_path(source), place=place)[1], crc
+
+
+def quantized(path, array):
+    """A parameter in int8 if it is a matrix that int8 models have in int8, for load_weights."""
+    return flatten_dict(quantize_params(unflatten_dict({path: array})))[path]
+
+
+def create_lora_state(rng, config, tx, rank):
+    """TrainState whose params are the updates {'a': [I, rank], 'b': [rank, O]} of every kernel [I, O] of attention and
+    MLPs, not of experts: a is random, b zero. Its `frozen` is to become {'weights': the model's parameters, 'scale': of
+    the updates}. Call it compiled, where the model's own initial parameters are not computed."""
+    state = create_train_state(rng, config, optax.identity())
+    updates = {}
+    for i, (path, kernel) in enumerate(flatten_dict(state.params).items()):
+        if path[-1] == 'kernel' and path[-2] != 'router' and kernel.ndim == 2:
+            a = jax.random.normal(jax.random.fold_in(rng, i), (len(kernel), rank)) * len(kernel)**-0.5
+            updates[path] = {'a': a, 'b': jnp.zeros((rank, kernel.shape[1]))}
+    updates = unflatten_dict(updates)
+    return state.replace(params=updates, tx=tx, opt_state=tx.init(updates))
+
+
+def model_params(params, frozen):
+    """The parameters of the model, given those of a TrainState and its `frozen`: a LowRank for each kernel that LoRA
+    trains."""
+    if frozen is None:
+        return params
+
+    def join(weights, updates):
+        if updates.keys() == {'a', 'b'}:
+            return LowRank(weights, **updates, scale=frozen['scale'])
+        return {name: join(part, updates[name]) if name in updates else part for name, part in weights.items()}
+
+    return join(frozen['weights'], params)
+
+
+def load_frozen(lora, config, parallel):
+    """({'weights', 'scale'}, checksum) for TrainState.frozen, from what a checkpoint says of LoRA. Raises UserError if
+    the base has changed."""
+    weights, crc = load_weights(lora['base'], config, parallel, *[quantized] if lora['quantize'] else [])
+    check_base(lora, crc)
+    return {'weights': weights, 'scale': parallel.device_put(np.float32(lora['alpha'] / lora['rank']))}, crc
+
+
+def load_merged(lora, config, parallel, updates):
+    """The parameters of a LoRA run with its updates added to the weights, in float32. Raises UserError if the base has
+    changed."""
+    updates = flatten_dict(updates)
+
+    def merge(path, array):
+        if lora['quantize'] and hasattr(value := quantized(path, array), 'scale'):
+            array = np.asarray(value.values, np.float32) * np.asarray(value.scale)[..., None]
+            array = array.swapaxes(-1, -2) if path[-1] == 'kernel' else array
+        if (*path, 'a') in updates:
+            a, b = (np.asarray(updates[*path, name]) for name in 'ab')
+            array = array + lora['alpha'] / lora['rank'] * (a @ b)
+        return np.asarray(array, np.float32)
+
+    params, crc = load_weights(lora['base'], config, parallel, merge)
+    check_base(lora, crc)
+    return params
+
+
+def check_base(lora, crc):
+    if lora['checksum'] not in (None, crc):
+        raise UserError(f"{lora['base']} has other weights than those that LoRA was trained with; put these back")
+
+
+# -----------------------------------------------------------------------------
 # train and eval steps
 
 
@@ -1284,27 +1374,27 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
         raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
                         f'it may be one of {[n for n in range(1, config.block_size) if config.block_size % n == 0]}')
 
-    def loss_fn(params, micro_batch, scale):
+    def loss_fn(params, frozen, micro_batch, scale):
         loss_BxT, sown = GPT(config).apply(
-            {'params': params}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk, deterministic=False,
-            seq_id_B=micro_batch['seq_id'], rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)},
-            mutable=['losses'], method='loss')
+            {'params': model_params(params, frozen)}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk,
+            deterministic=False, seq_id_B=micro_batch['seq_id'], mutable=['losses'], method='loss',
+            rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)})
         if 'weight' in micro_batch:
             loss_BxT *= micro_batch['weight']
         loss = loss_BxT.mean()
         return (loss + sum(jax.tree.leaves(sown))) * scale, loss  # sown: the experts' balancing losses, not reported
 
-    def gradients(params, micro_batch, scale):
-        grads, loss = jax.grad(loss_fn, has_aux=True)(params, micro_batch, scale)
+    def gradients(params, frozen, micro_batch, scale):
+        grads, loss = jax.grad(loss_fn, has_aux=True)(params, frozen, micro_batch, scale)
         return shard_params(grads, over_replicas=zero > 1), loss
 
-    def sum_gradients(params, batch, scale):
+    def sum_gradients(params, batch, scale, frozen=None):
         """(gradients, loss), each the sum over the micro-batches."""
         def micro_step(total, micro_batch):
-            return jax.tree.map(jnp.add, total, gradients(params, micro_batch, scale)), None
+            return jax.tree.map(jnp.add, total, gradients(params, frozen, micro_batch, scale)), None
 
         if len(batch['x']) == 1:  # skip accumulation: it would cost another pass over the gradients
-            return gradients(params, jax.tree.map(lambda x: x[0], batch), scale)
+            return gradients(params, frozen, jax.tree.map(lambda x: x[0], batch), scale)
         zeros = shard_params(jax.tree.map(jnp.zeros_like, params), over_replicas=zero > 1)
         return jax.lax.scan(micro_step, (zeros, jnp.float32(0)), batch)[0]
 
@@ -1314,7 +1404,7 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
         if zero == 1:
             total = reduce_over_replicas(sum_gradients)(state.params, batch, scale)
         else:
-            total = sum_gradients(state.params, batch, scale)
+            total = sum_gradients(state.params, batch, scale, state.frozen)
         if axis_name:
             with jax.named_scope('all_reduce'):
                 total = jax.lax.pmean(total, axis_name)
@@ -1690,10 +1780,15 @@ def restore_items(out_dir, step, items):
 
 def load_run(out_dir, which='best', parallel=None):
     """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
-    default, on the first device). The optimizer's state is not read. Raises UserError if there is none."""
+    default, on the first device). Reads nothing but the checkpoint without the optimizer's state, and the model that
+    LoRA has trained updates of. Raises UserError if there is none."""
     step, meta = load_meta(out_dir, which, ('params', 'meta', 'metrics'))
     config = GPTConfig(**meta['model'])
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
+    if lora := meta.get('lora'):
+        state = parallel.abstract_state(create_lora_state, jax.random.key(0), config, optax.identity(), lora['rank'])
+        updates = restore_items(out_dir, step, {'params': state.params})['params']
+        return config, load_merged(lora, config, parallel, updates), meta
     state = parallel.abstract_state(create_train_state, jax.random.key(0), config, optax.identity())
     return config, restore_items(out_dir, step, {'params': state.params})['params'], meta
 

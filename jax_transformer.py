@@ -26,9 +26,9 @@ from flax import linen as nn
 from flax.training import train_state
 
 from jax_ops import (
-    COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, Transposed, UserError, all_gather_param, blockwise_attention,
-    causal_mask, embed_tokens, flat_index, fused_causal_attention, fused_linear, hash_dropout, linear, lm_logits,
-    map_sequence_chunks, mix_experts, quantize, remat_policy, scan_layers, scatter_to_slots)
+    COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, LowRank, Transposed, UserError, all_gather_param,
+    blockwise_attention, causal_mask, embed_tokens, flat_index, fused_causal_attention, fused_linear, hash_dropout,
+    linear, lm_logits, map_sequence_chunks, mix_experts, quantize, remat_policy, scan_layers, scatter_to_slots)
 from jax_ops import ParallelLMHead, VocabParallelEmbedding, create_mesh  # noqa: F401, for users of this file
 
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -134,10 +134,10 @@ def norm(config, name=None):
 
 
 def matrix_param(module, name, shape, init_std=INIT_STD):
-    """A float32 parameter of a module; in decoding, the Int8 or Transposed value that was put in its place."""
+    """A float32 parameter of a module; in decoding and LoRA, the value of jax_ops.py that was put in its place."""
     if module.has_variable('params', name):
         value = module.get_variable('params', name)
-        if isinstance(value, (Int8, Transposed)):
+        if isinstance(value, (Int8, Transposed, LowRank)):
             return value
     return module.param(name, nn.initializers.normal(init_std), shape)
 
@@ -442,6 +442,7 @@ def cross_entropy(logits_BxTxV, targets_BxT):
 class TrainState(train_state.TrainState):
     """flax's TrainState (step, params, opt_state, tx) and the loss scale that float16 needs."""
     loss_scale: Any = None  # {'scale': float32, 'good_steps': int32}; None where nothing is scaled
+    frozen: Any = None  # the weights to which LoRA adds, see create_lora_state in jax_train_utils.py
 
 
 def create_train_state(rng, config, tx):

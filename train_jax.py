@@ -5,7 +5,6 @@ $ python train_jax.py config/train_shakespeare_char.py --batch_size=32 --device=
 $ python train_jax.py --init_from=resume --out_dir=out-pystdlib-char   # resumes that run, bit for bit
 """
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -57,6 +56,10 @@ tied_head = True # the head is the token embedding (weight tying); False is a ma
 n_expert = 0 # MLPs per layer of which a token uses n_expert_used (mixture of experts); 0 is one MLP for all
 n_expert_used = 2 # experts per token
 expert_balance = 0.01 # weight of the loss that keeps the experts equally busy
+# LoRA, for a pretrained model
+lora_rank = 0 # freeze the weights, train updates of this rank of the matrices of attention and MLPs; 0 trains all
+lora_alpha = 16.0 # an update counts lora_alpha / lora_rank times
+quantize = '' # 'int8': the frozen weights, in a quarter of the memory
 # optimizer
 optimizer = 'adamw' # or 'muon', for the blocks' matrices: often as good in half of the iterations
 learning_rate = 6e-4 # the highest, reached after warmup_iters
@@ -103,18 +106,18 @@ import flax
 import jax
 import jaxlib
 import numpy as np
-from flax.traverse_util import unflatten_dict
 
 from jax_ops import ceil_div
-from jax_pretrained import load_config, load_pretrained, local_path
+from jax_pretrained import load_config, local_path
 from jax_train_utils import (
-    MetricsLog, Stopwatch, StopSignal, all_finite, check_agreement, check_tokens, checkpoint_steps, choose_attention,
-    config_from_flags, configure_process, copy_tokenizer, create_learning_rate_schedule, create_optimizer_with_schedule,
-    describe_data, describe_tokenizer, device_peak_flops, duration, estimate_loss_jax, finish_checkpoints, fit_layout,
-    flags_from_config, get_batch_jax, get_loss_weights, in_all_processes, initialize_distributed, load_checkpoint,
-    load_dataset, load_masks, load_meta, lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags,
-    open_checkpoints, plot_losses, progress_bar, same_tokens, save_checkpoint, setup_distributed_training,
-    setup_jax_environment, split_batch, start_wandb, with_expert_balance, write_text)
+    MetricsLog, StopSignal, Stopwatch, all_finite, check_agreement, check_tokens, checkpoint_steps, choose_attention,
+    config_from_flags, configure_process, copy_tokenizer, create_learning_rate_schedule, create_lora_state,
+    create_optimizer_with_schedule, describe_data, describe_tokenizer, device_peak_flops, duration, estimate_loss_jax,
+    finish_checkpoints, fit_layout, flags_from_config, get_batch_jax, get_loss_weights, in_all_processes,
+    initialize_distributed, load_checkpoint, load_dataset, load_frozen, load_masks, load_meta, load_weights,
+    lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags, model_params, open_checkpoints, plot_losses,
+    progress_bar, same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment, split_batch,
+    start_wandb, with_expert_balance, write_text)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 configure_process(device, deterministic)
@@ -212,6 +215,15 @@ elif init_from != 'scratch':
 if data_vocab_size > config.vocab_size:
     raise UserError(f'dataset {dataset} has a vocabulary of {data_vocab_size}, the model only {config.vocab_size}')
 
+lora = None  # saved in the checkpoints, which hold the updates alone
+if init_from == 'resume':
+    lora = resumed.get('lora')
+elif lora_rank:
+    base = os.path.abspath(path) if os.path.exists(init_from) else init_from
+    lora = {'base': base, 'rank': lora_rank, 'alpha': lora_alpha, 'quantize': quantize, 'checksum': None}
+if quantize and config.moe:
+    raise UserError('quantize=int8 does not train models with experts; use --quantize=')
+
 # optimizer and state
 schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmup_iters=warmup_iters,
                                          lr_decay_iters=lr_decay_iters, min_lr=min_lr, lr_schedule=lr_schedule)
@@ -230,26 +242,28 @@ if not eval_only:
 
 if init_from == 'resume':
     saved_config = GPTConfig(**resumed['model'])
-    state = parallel.abstract_state(create_train_state, jax.random.key(seed), saved_config, tx)
+    create, *rank = (create_lora_state, lora_rank) if lora else (create_train_state,)
+    state = parallel.abstract_state(create, jax.random.key(seed), saved_config, tx, *rank)
     state = load_checkpoint(out_dir, iter_num, state)
     if (dtype == 'float16') != (saved_config.dtype == 'float16'):
         state = state.replace(loss_scale=parallel.device_put(initial_loss_scale(dtype)))
 elif init_from == 'scratch':
     state = parallel.init_sharded(create_train_state, jax.random.key(seed), config, tx)
+elif lora:
+    state = parallel.init_sharded(create_lora_state, jax.random.key(seed), config, tx, lora_rank)
 else:
-    def place(path, array):
-        """Moves one parameter to its devices before the next one is read."""
-        if path == ('wpe',):
-            array = array[:block_size]
-        return jax.tree.leaves(parallel.device_put(unflatten_dict({path: array})))[0]
-
     def state_without_params(*args):
         return create_train_state(*args).replace(params=None)  # compiled, it does not compute them
 
-    _, params = in_all_processes(functools.partial(load_pretrained, path, place=place))
+    params, _ = in_all_processes(load_weights, path, config, parallel)
     state = parallel.init_sharded(state_without_params, jax.random.key(seed), config, tx).replace(params=params)
     del params  # the training step donates the state
-n_params = count_params(state.params)
+if lora:
+    frozen, lora['checksum'] = in_all_processes(load_frozen, lora, config, parallel)
+    state = state.replace(frozen=frozen)
+    del frozen
+    print(f'LoRA trains {count_params(state.params) / 1e6:.2f}M parameters of updates')
+n_params = count_params(model_params(state.params, state.frozen))
 print(f'number of parameters: {n_params / 1e6:.2f}M')
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
 print(f'tokens per iteration will be: {tokens_per_iter:,}')
@@ -336,7 +350,8 @@ class IterationLog:
 def evaluate():
     """The validation loss, after logging the losses on both splits; None if a signal ends the evaluation. Raises
     UserError if the losses are not finite."""
-    losses = estimate_loss_jax(eval_step, state.params, splits, parallel, block_size=block_size, batch_size=batch_size,
+    params = model_params(state.params, state.frozen)
+    losses = estimate_loss_jax(eval_step, params, splits, parallel, block_size=block_size, batch_size=batch_size,
                                eval_iters=eval_iters, masks=masks,
                                stop_signal=lambda: parallel.max_over_processes(stop.signum))
     if losses is None:
@@ -363,7 +378,7 @@ def save(val_loss):
     save_checkpoint(checkpoints, iter_num, state, val_loss=val_loss, meta={
         'model': architecture, 'iter_num': iter_num, 'best_val_loss': best_val_loss,
         'tokenizer': tokenizer | ({'path': 'tokenizer'} if 'path' in tokenizer else {}), 'flags': flags,
-        'versions': versions, 'wandb_id': wandb_id})
+        'versions': versions, 'wandb_id': wandb_id, 'lora': lora})
 
 
 def stop_profile():

@@ -19,13 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_ops import UserError
 from jax_train_utils import (
-    create_learning_rate_schedule, create_optimizer_with_schedule, get_batch_jax, make_train_step, read_metrics,
-    setup_distributed_training, split_batch)
+    create_learning_rate_schedule, create_optimizer_with_schedule, get_batch_jax, load_meta, make_train_step,
+    read_metrics, setup_distributed_training, split_batch)
 from jax_transformer import GPT, GPTConfig, create_train_state
 
 ROOT = Path(__file__).parent.parent
@@ -174,6 +175,14 @@ def run_script(script, *args):
     return subprocess.CompletedProcess(sys.argv, code, out.getvalue(), err.getvalue())
 
 
+RESUME = ['--init_from=resume', '--device=cpu:0']
+
+
+def succeeded(result):
+    assert result.returncode == 0, result.stderr
+    return result
+
+
 def train(out_dir, *args):
     return run_script('train_jax.py', f'--out_dir={out_dir}', *args)
 
@@ -203,6 +212,21 @@ def records_without_times(out_dir):
     """The records of metrics.jsonl without what depends on the clock."""
     clock = ('time_ms', 'tokens_per_sec', 'mfu')
     return [{name: x for name, x in record.items() if name not in clock} for record in read_metrics(out_dir)]
+
+
+def final_state(out_dir):
+    """[(path, bytes)] of the parameters and the optimizer's state of the latest checkpoint."""
+    step, _ = load_meta(out_dir)
+    folder = (out_dir / 'ckpt' / str(step)).absolute()
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = [checkpointer.restore(folder / name) for name in ('params', 'opt_state')]
+    leaves = jax.tree_util.tree_leaves_with_path(restored)
+    return [(jax.tree_util.keystr(path), np.asarray(x).tobytes()) for path, x in leaves]
+
+
+def assert_same_run(one, other):
+    assert records_without_times(one) == records_without_times(other)
+    assert final_state(one) == final_state(other)
 
 
 def assert_refused(result, message):

@@ -488,7 +488,7 @@ def test_experts_on_several_devices_continue_a_text_as_on_one(name, quantize, te
 # writing
 
 
-@pytest.mark.parametrize('name', [name for name in BASIC if name != 'kimi_k2'])
+@pytest.mark.parametrize('name', [name for name in BASIC if name not in ('kimi_k2', 'phi3')])
 def test_what_is_saved_is_what_transformers_saves(name, tmp_path):
     config, params = load(name)
     folder = tmp_path / 'model'

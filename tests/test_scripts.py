@@ -15,7 +15,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import jax_train_utils
@@ -24,20 +23,14 @@ from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
     MODEL_FLAGS, HFTokenizer, config_from_flags, flags_from_config, load_meta, load_run, read_metrics)
 from tests.common import (
-    FAMILIES, GOLDEN, ROOT, TEXT, assert_refused, copy_folder, edit_json, records_without_times, refusal, run_script,
-    sample, start_training, train, wait_for_iteration)
+    FAMILIES, GOLDEN, RESUME, ROOT, TEXT, assert_refused, assert_same_run, copy_folder, edit_json, final_state,
+    records_without_times, refusal, run_script, sample, start_training, succeeded, train, wait_for_iteration)
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
          '--gradient_accumulation_steps=2']
 SHORT = ['--max_iters=20', '--eval_interval=10', '--eval_iters=2', '--warmup_iters=2', '--lr_decay_iters=20',
          '--learning_rate=1e-2', '--dropout=0.1', '--device=cpu:0']
-RESUME = ['--init_from=resume', '--device=cpu:0']
 END = '\n---------------\n'  # after each sample
-
-
-def succeeded(result):
-    assert result.returncode == 0, result.stderr
-    return result
 
 
 @pytest.fixture(scope='module')
@@ -341,21 +334,6 @@ def test_no_new_tokens_print_the_prompt(finished):
 
 # -----------------------------------------------------------------------------
 # resume
-
-
-def final_state(out_dir):
-    """[(path, bytes)] of the parameters and the optimizer's state of the latest checkpoint."""
-    step, _ = load_meta(out_dir)
-    folder = (out_dir / 'ckpt' / str(step)).absolute()
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = [checkpointer.restore(folder / name) for name in ('params', 'opt_state')]
-    leaves = jax.tree_util.tree_leaves_with_path(restored)
-    return [(jax.tree_util.keystr(path), np.asarray(x).tobytes()) for path, x in leaves]
-
-
-def assert_same_run(one, other):
-    assert records_without_times(one) == records_without_times(other)
-    assert final_state(one) == final_state(other)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(finished, flags, tmp_path):

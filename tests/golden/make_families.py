@@ -65,6 +65,9 @@ FAMILIES = {  # name: (config class, settings beyond SIZES)
     'smollm3': ('SmolLM3', dict(
         num_key_value_heads=2, intermediate_size=48, no_rope_layer_interval=2, num_hidden_layers=3,
         tie_word_embeddings=True, rope_parameters=dict(rope_type='default', rope_theta=2e6))),
+    'phi3': ('Phi3', dict(
+        num_key_value_heads=2, intermediate_size=48, sliding_window=5, rope_parameters=dict(
+            rope_type='default', rope_theta=1e4))),
 }
 
 

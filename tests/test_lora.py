@@ -1,0 +1,156 @@
+"""LoRA: low-rank updates of frozen weights, through the scripts and on meshes."""
+import json
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from jax_ops import Int8
+from jax_pretrained import load_pretrained
+from jax_train_utils import (
+    create_lora_state, load_frozen, load_run, make_train_step, model_params, setup_distributed_training)
+from tests.common import (
+    FAMILIES, RESUME, apply, assert_refused, assert_same_run, copy_folder, device_batch, edit_tensors, read_tensors,
+    records_without_times, run_script, sample, succeeded, train)
+
+FLAGS = ['--lora_rank=4', '--lora_alpha=8', '--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=16',
+         '--eval_iters=2', '--eval_interval=2', '--max_iters=4', '--learning_rate=1e-2', '--decay_lr=False',
+         '--device=cpu:0', '--dtype=float32']
+
+
+@pytest.fixture(scope='module')
+def base(tmp_path_factory):
+    """The folder of a small Llama."""
+    return copy_folder(FAMILIES / 'llama', tmp_path_factory.mktemp('base'))
+
+
+@pytest.fixture(scope='module')
+def data(base, tmp_path_factory):
+    """A data set with as many characters as the model has tokens."""
+    folder = tmp_path_factory.mktemp('data')
+    n = json.loads((base / 'config.json').read_text())['vocab_size']
+    tokens = np.random.default_rng(0).integers(8, size=600).astype(np.uint16)
+    tokens.tofile(folder / 'train.bin')
+    tokens.tofile(folder / 'val.bin')
+    tokenizer = {'kind': 'char', 'chars': ''.join(map(chr, range(48, 48 + n)))}
+    (folder / 'meta.json').write_text(json.dumps({'vocab_size': n, 'dtype': 'uint16', 'tokenizer': tokenizer}))
+    return folder
+
+
+@pytest.fixture(scope='module', params=['', 'int8'])
+def run(request, base, data, tmp_path_factory):
+    """(the flags of a run, its out_dir)."""
+    out = tmp_path_factory.mktemp('lora') / 'out'
+    flags = [f'--dataset={data}', f'--init_from={base}', *FLAGS, f'--quantize={request.param}']
+    succeeded(train(out, *flags))
+    return flags, out
+
+
+def losses(out):
+    return [record['val_loss'] for record in records_without_times(out) if 'val_loss' in record]
+
+
+def test_a_lora_run_starts_at_the_loss_of_its_base_and_learns(run, base, data, tmp_path):
+    flags, out = run
+    full = [flag for flag in flags if 'lora' not in flag and 'quantize' not in flag]
+    evaluated = succeeded(train(tmp_path, *full, '--eval_only=True')).stdout
+    tolerance = 0.02 if '--quantize=int8' in flags else 5e-5
+    assert float(evaluated.rpartition('val loss ')[2].split()[0]) == pytest.approx(losses(out)[0], abs=tolerance)
+    assert losses(out)[-1] < losses(out)[0] - 0.05
+
+
+def saved(out, item):
+    """What the last checkpoint of a run holds as 'params' or 'opt_state'."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore((out / 'ckpt' / '4' / item).absolute())
+
+
+def test_a_checkpoint_holds_the_updates_and_their_optimizer_state_alone(run, base):
+    _, out = run
+    updates = saved(out, 'params')
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
+    assert {path[-1].key for path in paths} == {'a', 'b'}
+    assert len(paths) == 2 * 2 * 5  # a and b of two layers' c_attn, c_proj, c_gate, c_fc, c_proj
+    n_updates = sum(x.size for x in jax.tree.leaves(updates))
+    n_state = sum(np.size(x) for x in jax.tree.leaves(saved(out, 'opt_state')))
+    assert 2 * n_updates < n_state < 2 * n_updates + 10  # AdamW's moments, and counters
+
+
+def test_a_resumed_lora_run_equals_an_uninterrupted_one_bit_for_bit(run, tmp_path):
+    flags, out = run
+    succeeded(train(tmp_path, *flags, '--max_iters=2'))
+    succeeded(train(tmp_path, *RESUME, '--max_iters=4'))
+    assert_same_run(tmp_path, out)
+    assert_refused(train(tmp_path, *RESUME, '--lora_rank=8'), 'trained with lora_rank=4, not lora_rank=8')
+
+
+def test_what_is_sampled_and_exported_is_the_base_with_its_updates_added(run, base, tmp_path):
+    flags, out = run
+    config, merged, meta = load_run(out, 'latest')
+    parallel = setup_distributed_training(jax.devices()[:1])
+    frozen, _ = load_frozen(meta['lora'], config, parallel)
+    assert isinstance(frozen['weights']['h_0']['attn']['c_attn']['kernel'], Int8) == ('--quantize=int8' in flags)
+    params = model_params(saved(out, 'params'), frozen)
+    idx = np.random.default_rng(1).integers(config.vocab_size, size=(3, 20))
+    logits = apply(config, merged, idx)
+    np.testing.assert_allclose(apply(config, params, idx), logits, rtol=0, atol=1e-4 * np.abs(logits).max())
+    assert np.abs(apply(config, load_pretrained(base)[1], idx) - logits).max() > 0.1  # the updates matter
+    succeeded(run_script('export_jax.py', f'--out_dir={out}', '--checkpoint=latest', f'--folder={tmp_path / "model"}'))
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(tmp_path / 'model')[1], merged)
+    succeeded(sample(out, '--start=0', '--max_new_tokens=5', '--num_samples=1', '--quantize=int8'))
+
+
+def test_training_leaves_the_base_as_it_is(base):
+    config = load_pretrained(base)[0]
+    state, step = lora_run(base, config, 1)
+    before = jax.tree.map(np.array, state.frozen)
+    updates = jax.tree.map(np.array, state.params)
+    state, _ = step(state, device_batch(setup_distributed_training(jax.devices()[:1]), 2, 4, 0, config))
+    jax.tree.map(np.testing.assert_array_equal, state.frozen, before)
+    changed = jax.tree.map(lambda old, new: bool((old != new).any()), updates, state.params)
+    assert changed['h_0']['attn']['c_attn']['kernel'] == {'a': False, 'b': True}  # a has no gradient while b is zero
+
+
+def lora_run(base, config, *layout, quantize=''):
+    """(state, compiled training step) of LoRA on the layout (devices, fsdp, tensor)."""
+    parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
+    tx = optax.adam(1e-2)
+    lora = {'base': str(base), 'rank': 4, 'alpha': 8.0, 'quantize': quantize, 'checksum': None}
+    state = parallel.init_sharded(create_lora_state, jax.random.key(0), config, tx, 4)
+    state = state.replace(frozen=load_frozen(lora, config, parallel)[0])
+    return state, parallel.train_step(make_train_step(config, 3, 1.0, lambda step: 1e-2))
+
+
+@pytest.mark.parametrize('quantize', ['', 'int8'])
+def test_pmap_and_meshes_give_the_curve_of_one_device(base, quantize):
+    config = load_pretrained(base)[0]
+    curves = []
+    for layout in ((1,), (2,), (2, 2), (4, 2, 2)):
+        state, step = lora_run(base, config, *layout, quantize=quantize)
+        parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
+        curve = []
+        for i in range(3):
+            state, metrics = step(state, device_batch(parallel, 2, 4, i, config))
+            curve.append(float(metrics['loss']))
+        curves.append(curve)
+    np.testing.assert_allclose(curves[1:], [curves[0]] * 3, rtol=2e-5 if not quantize else 1e-3)
+    assert curves[0][-1] < curves[0][0]
+
+
+def test_a_base_that_has_changed_or_gone_is_named_in_one_line(run, data, base, tmp_path):
+    changed = copy_folder(base, tmp_path)
+    out = tmp_path / 'out'
+    succeeded(train(out, f'--dataset={data}', f'--init_from={changed}', *FLAGS, '--max_iters=2'))
+    edit_tensors(changed, {'model.norm.weight': 2 * read_tensors(changed)['model.norm.weight']})
+    for result in (sample(out, '--start=0'), train(out, *RESUME, '--max_iters=3')):
+        assert_refused(result, 'has other weights than those that LoRA was trained with')
+    changed.rename(tmp_path / 'elsewhere')
+    assert_refused(sample(out, '--start=0'), f'{changed} does not exist')
+
+
+def test_lora_needs_a_pretrained_model_and_int8_needs_lora(data, base, tmp_path):
+    assert_refused(train(tmp_path, f'--dataset={data}', *FLAGS), 'LoRA trains updates of a pretrained model')
+    flags = [f'--dataset={data}', f'--init_from={base}', '--quantize=int8']
+    assert_refused(train(tmp_path, *flags), 'quantize must be')
