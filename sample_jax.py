@@ -20,8 +20,9 @@ from jax_generate import (
 from jax_ops import UserError
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
-    Stopwatch, describe_tokenizer, exit_on_user_error, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth,
-    read_flags, same_tokens, setup_distributed_training, setup_jax_environment, strip_partial_utf8)
+    Stopwatch, configure_process, describe_tokenizer, exit_on_user_error, initialize_distributed, load_dataset_meta,
+    load_run, load_tokenizer, measure_bandwidth, read_flags, same_tokens, setup_distributed_training,
+    setup_jax_environment, strip_partial_utf8)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, ...), a Hugging Face folder or 'owner/name', a ckpt.pt
@@ -51,6 +52,9 @@ device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
 tensor = 1 # shard heads (with their KV cache), MLP width and vocabulary over this many devices (tensor parallelism)
 expert = 1 # shard the experts over this many devices
+coordinator_address = '' # host:port of process 0 of several that sample together, as in train_jax.py
+num_processes = 0 # number of processes
+process_id = -1 # number of this process, from 0
 compile = True # has no effect: JAX always compiles
 # -----------------------------------------------------------------------------
 sys.excepthook = exit_on_user_error
@@ -65,8 +69,14 @@ if seed >= 2**32:
 if not 0 < top_p <= 1 or not 0 <= min_p <= 1 or not 0 < repetition_penalty < float('inf'):
     raise UserError(f'top_p must be in (0, 1], min_p in [0, 1], repetition_penalty above 0; got {top_p}, {min_p}, '
                     f'{repetition_penalty}')
+configure_process(device)
+initialize_distributed(coordinator_address, num_processes, process_id)
+if jax.process_index() > 0:  # process 0 prints
+    sys.stdout = sys.stderr = open(os.devnull, 'w')
 devices, dtype, reason = setup_jax_environment(device, dtype)
 n_devices = tensor * expert
+if jax.process_count() > 1 and n_devices != len(devices):
+    raise UserError(f'{jax.process_count()} processes have {len(devices)} devices: tensor x expert must be as many')
 if not 1 <= n_devices <= len(devices):
     raise UserError(f'tensor={tensor} x expert={expert}, and there are {len(devices)} devices')
 parallel = setup_distributed_training(devices[:n_devices], tensor=tensor, expert=expert)
