@@ -1,10 +1,11 @@
-"""Times training or decoding with random weights and random tokens, or compiles training for devices that are not here
-and says what it needs. Prints a table, then one JSON line.
+"""Times training or decoding with random weights and random tokens, or the start of a script, or compiles training for
+devices that are not here and says what it needs. Prints a table, then one JSON line.
 
 $ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
 $ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16 --ablate=True
 $ python bench_jax.py --mode=decode --prompt_len=16 --max_new_tokens=128
 $ python bench_jax.py --mode=decode --out_dir=out-shakespeare-char --dataset=shakespeare_char --ablate=True
+$ python bench_jax.py --mode=startup --command="sample_jax.py --init_from=my/folder --device=cpu" --repeats=5
 $ python bench_jax.py config/train_gpt2.py --mode=compile --topology=h100:1x8 --fsdp=8
 $ python bench_jax.py --mode=compile --plan=decode --topology=v5e:2x4 --tensor=4 --quantize=int8 --batch_size=32
 """
@@ -17,30 +18,19 @@ import math
 import os
 import platform
 import re
+import shlex
+import shutil
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-import jax
-import jaxlib
-import numpy as np
-from jax._src import xla_bridge
-from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec as P
-
-import jax_ops
-from jax_generate import (
-    DecodeState, SamplingConfig, SamplingParams, bytes_read_per_step, cast_matrices, convert_params_for_decoding,
-    generate_stream, init_cache, quantize_params, step_cached)
-from jax_ops import BATCH, UserError, ceil_div
-from jax_train_utils import (
-    Stopwatch, choose_attention, config_block, config_from_flags, create_learning_rate_schedule,
-    create_optimizer_with_schedule, device_peak_flops, exit_on_user_error, get_windows, load_dataset, load_run,
-    make_train_step, measure_bandwidth, read_flags, setup_distributed_training, setup_jax_environment, split_batch)
-from jax_transformer import GPT, count_params, create_train_state, cross_entropy, estimate_mfu
+from jax_flags import UserError, config_block, exit_on_user_error, read_flags
 
 # -----------------------------------------------------------------------------
-mode = 'train' # 'train', 'decode' or 'compile' (a step for devices that are not here)
+mode = 'train' # 'train', 'decode', 'startup' (of a script) or 'compile' (a step for devices that are not here)
 preset = '' # a model and batch size: 'nanogpt_cpu', 'baby' (nanoGPT's two for Shakespeare) or 'gpt2'; flags override it
 ablate = False # measure again with each choice changed, one at a time, and print the table
 batch_size = 12 # sequences per micro-batch (train), or generated together (decode)
@@ -83,7 +73,9 @@ zero = 0 # optimizer state (1), gradients (2) sharded over all replicas
 tensor = 1 # heads, MLP width and vocabulary over this many devices
 expert = 1 # experts over this many devices
 context = 1 # each sequence over this many devices
-repeats = 20 # timed iterations (train) or calls (decode), not counting those that compile
+command = 'sample_jax.py' # with its flags: timed until its first token or iteration (startup)
+peer = '' # another program's command, timed in alternation until it ends (startup)
+repeats = 20 # timed iterations (train), calls (decode), not counting those that compile, or starts (startup)
 seed = 1337 # of weights and tokens
 device = 'auto' # as in train_jax.py
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'
@@ -102,8 +94,8 @@ if preset not in PRESETS:
     raise UserError(f"preset must be one of {', '.join(filter(None, PRESETS))}, not {preset!r}")
 flags |= PRESETS[preset] | given
 globals().update(flags)
-if mode not in ('train', 'decode', 'compile'):
-    raise UserError(f'mode must be train, decode or compile, not {mode!r}')
+if mode not in ('train', 'decode', 'startup', 'compile'):
+    raise UserError(f'mode must be train, decode, startup or compile, not {mode!r}')
 for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats'):
     if flags[name] < 1:
         raise UserError(f'{name} must be at least 1, not {flags[name]}')
@@ -111,10 +103,33 @@ if plan not in ('train', 'decode'):
     raise UserError(f'plan must be train or decode, not {plan!r}')
 if mode == 'decode' and max_new_tokens < 2:
     raise UserError(f'max_new_tokens must be at least 2, not {max_new_tokens}')
+if mode == 'startup' and command.split()[:1] not in (['sample_jax.py'], ['train_jax.py']):
+    raise UserError(f'command must start with sample_jax.py or train_jax.py, not {command!r}')
+if mode in ('startup', 'compile'):
+    device = 'cpu'  # this process needs no other
 if mode == 'compile':
-    device = 'cpu'
     if dtype == 'auto' and not topology.startswith('cpu'):
         dtype = 'bfloat16'
+
+# jax is imported after the flags, so that --help and a wrong flag are answered at once
+import jax
+import jaxlib
+import numpy as np
+from jax._src import xla_bridge
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jax_ops
+from jax_generate import (
+    DecodeState, SamplingConfig, SamplingParams, bytes_read_per_step, cast_matrices, convert_params_for_decoding,
+    generate_stream, init_cache, quantize_params, step_cached)
+from jax_ops import BATCH, ceil_div
+from jax_train_utils import (
+    Stopwatch, choose_attention, config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule,
+    device_peak_flops, get_windows, load_dataset, load_run, make_train_step, measure_bandwidth,
+    setup_distributed_training, setup_jax_environment, split_batch)
+from jax_transformer import GPT, count_params, create_train_state, cross_entropy, estimate_mfu
+
 devices, dtype, reason = setup_jax_environment(device, dtype)
 if mode == 'compile' and 'dtype' not in given:
     reason = 'the default there'
@@ -713,6 +728,62 @@ def bench_compile():
 
 
 # -----------------------------------------------------------------------------
+# start-up
+
+
+def seconds_to_first_output(folder):
+    """{name: seconds} of one start of `command`, until sample_jax.py's first token or train_jax.py's first iteration
+    is on its stdout: 'first' as seen from here, and the parts that the script reports. folder: the compilation cache;
+    the run's out_dir is made there as well. Raises UserError if the script fails."""
+    script, *args = shlex.split(command)
+    is_sample = script == 'sample_jax.py'
+    args += ['--stream=True', '--num_samples=1', '--max_new_tokens=1'] if is_sample else [f'--out_dir={folder}/run']
+    environment = os.environ | {'JAX_COMPILATION_CACHE_DIR': folder, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+    here = Path(__file__).parent
+    start = time.perf_counter()
+    with open(Path(folder, 'stderr'), 'w+') as errors, subprocess.Popen(
+            [sys.executable, '-u', here / script, *args], env=environment, text=True, stdout=subprocess.PIPE,
+            stderr=errors) as process:
+        report = process.stdout.read(1) if is_sample else ''
+        for line in () if is_sample else process.stdout:
+            if line.startswith('first iteration: '):
+                report = line
+                break
+        results = {'first': time.perf_counter() - start}
+        if is_sample:
+            process.wait()
+        process.kill()
+        errors.seek(0)
+        said = errors.read()
+    parts = re.search('first (?:token|iteration): (.*)', said if is_sample else report)
+    if not report or not parts:
+        raise UserError(f'{command} failed: {said[-500:]}')
+    return results | {name: float(seconds) for name, seconds in re.findall(r'(\w+) ([\d.]+) s', parts[1])}
+
+
+def bench_startup():
+    """{name: seconds}, medians of `repeats` starts of `command`: cold, with an empty compilation cache, then warm; and
+    of `peer`, in alternation."""
+    seconds = {}
+
+    def add(when, row):
+        for name, value in row.items():
+            seconds.setdefault(f'{when}_{name}', []).append(value)
+
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            for when in ('cold', 'warm'):
+                add(when, seconds_to_first_output(folder))
+                shutil.rmtree(Path(folder, 'run'), ignore_errors=True)
+        if peer:
+            start = time.perf_counter()
+            if subprocess.run(shlex.split(peer), stdout=subprocess.DEVNULL).returncode:
+                raise UserError(f'{peer} failed')
+            add('peer', {'total': time.perf_counter() - start})
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+# -----------------------------------------------------------------------------
 # run and report
 
 
@@ -744,6 +815,8 @@ def formatted(value):
 
 if mode == 'train':
     results = bench_train()
+elif mode == 'startup':
+    results = bench_startup()
 elif mode == 'compile':
     plan_devices = topology_devices(topology)
     results, table = bench_compile_decode() if plan == 'decode' else bench_compile()

@@ -6,10 +6,7 @@ $ python export_jax.py --init_from=nanogpt/out/ckpt.pt --folder=my-model
 import sys
 import tempfile
 
-from jax_ops import UserError
-from jax_pretrained import load_pretrained, local_path, save_pretrained
-from jax_train_utils import (
-    describe_tokenizer, exit_on_user_error, load_run, read_flags, setup_jax_environment, write_char_tokenizer)
+from jax_flags import UserError, exit_on_user_error, read_flags
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt
@@ -26,6 +23,11 @@ if not folder:
     raise UserError('name the new folder: --folder=my-model')
 if shard_gb <= 0:
     raise UserError(f'shard_gb must be more than 0, not {shard_gb}')
+
+# jax is imported after the flags, so that --help and a wrong flag are answered at once
+from jax_pretrained import load_pretrained, local_path, save_pretrained
+from jax_train_utils import describe_tokenizer, load_run, setup_jax_environment, write_char_tokenizer
+
 setup_jax_environment('cpu')
 if init_from == 'resume':
     config, params, meta = load_run(out_dir, checkpoint)

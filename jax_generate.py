@@ -6,6 +6,7 @@ bookkeeping.
 
 Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J the number of drafts.
 """
+import collections
 import functools
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ MAX_DRAFT = 16
 
 def convert_params_for_decoding(params, dtype, quantize=''):
     """The parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is 'int8'. On one CPU device
-    float32 kernels become Transposed.
+    float32 and bfloat16 kernels become Transposed.
 
     Removes each block from the dict `params` as it is converted, so that memory need not hold the model twice. Raises
     UserError for an unknown quantize."""
@@ -36,10 +37,12 @@ def convert_params_for_decoding(params, dtype, quantize=''):
     for name in list(params):
         part = {name: params.pop(name)}
         devices = jnp.asarray(jax.tree.leaves(part)[0]).devices()
+        if len(devices) == 1:  # without a mesh of one device, see commit
+            part = jax.tree.map(lambda x: jnp.asarray(x).addressable_data(0), part)
         if quantize:
             part = quantize_params(part)
         part = cast_matrices(part, dtype)
-        if dtype == 'float32' and [device.platform for device in devices] == ['cpu']:
+        if dtype in ('float32', 'bfloat16') and [device.platform for device in devices] == ['cpu']:
             part = transpose_kernels(part)
         converted |= jax.block_until_ready(part)  # so that the old buffers are freed before the next conversion
     return converted
@@ -132,37 +135,23 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0):
 # -----------------------------------------------------------------------------
 # sampling
 
-class SamplingConfig(NamedTuple):
-    """How tokens are sampled; static: a change recompiles. The numbers in SamplingParams do not."""
-    greedy: bool
-    top_k: bool
-    top_p: bool
-    min_p: bool
-    penalize: bool
-    n_vocab: int  # only ids below it are sampled
-    stop_tokens: tuple
-
-
-class SamplingParams(NamedTuple):
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
+SamplingConfig = collections.namedtuple('SamplingConfig', 'n_vocab stop_tokens')  # static; only ids < n_vocab
+# None is off (for the temperature: greedy); another number does not recompile
+SamplingParams = collections.namedtuple('SamplingParams', 'temperature top_k top_p min_p repetition_penalty')
 
 
 def sample_token(logits_BxV, key_B, sampling, sampling_params):
     """One token id per row of float32 logits, [B]."""
     logits_BxV = shard(logits_BxV, None, None)[:, :sampling.n_vocab]  # all-gathered over the vocabulary
-    if sampling.greedy:  # argmax; on XLA:CPU two plain reductions are faster
+    if sampling_params.temperature is None:  # argmax; on XLA:CPU two plain reductions are faster
         is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
         return jnp.where(is_max_BxV, jnp.arange(sampling.n_vocab), sampling.n_vocab - 1).min(-1)
     logits_BxV /= sampling_params.temperature
-    if sampling.top_k:
+    if sampling_params.top_k is not None:
         logits_BxV = keep_largest(logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), sampling_params.top_k)
-    if sampling.top_p:  # keep the likeliest tokens until their probabilities reach top_p (arXiv:1904.09751)
+    if sampling_params.top_p is not None:  # keep the likeliest until their probabilities reach top_p (arXiv:1904.09751)
         logits_BxV = keep_largest(logits_BxV, jax.nn.softmax(logits_BxV), sampling_params.top_p)
-    if sampling.min_p:  # keep tokens of at least min_p times the likeliest one's probability (arXiv:2407.01082)
+    if sampling_params.min_p is not None:  # min_p times the likeliest one's, or more (arXiv:2407.01082)
         least_Bx1 = logits_BxV.max(-1, keepdims=True) + jnp.log(sampling_params.min_p)
         logits_BxV = jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
     return jax.vmap(jax.random.categorical)(key_B, logits_BxV)
@@ -211,8 +200,7 @@ class DecodeState(struct.PyTreeNode):
     n_generated_B: jax.Array
     done_B: jax.Array  # the row has met a stop token
     key_B: jax.Array
-    cache: Any
-    draft_cache: Any = None  # of the draft model
+    caches: tuple = ()  # KV caches of the model and of the draft model, if any
     steps: Any = 0  # of decode so far
     drafted: Any = 0  # drafts proposed so far, of all active rows
     accepted: Any = 0  # drafts accepted so far
@@ -220,8 +208,8 @@ class DecodeState(struct.PyTreeNode):
 
 def sample_and_append(state, logits_BxV, active_B, sampling, sampling_params):
     """Samples each row's next token and appends it to the active rows. Returns (state, token_B)."""
-    if sampling.penalize:
-        penalty = sampling_params.repetition_penalty
+    penalty = sampling_params.repetition_penalty
+    if penalty is not None:
         logits_BxV = penalize_repetition(logits_BxV, state.tokens_BxN, state.length_B, penalty)
     key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B)
     token_B = sample_token(logits_BxV, key_B, sampling, sampling_params).astype(jnp.int32)
@@ -240,11 +228,11 @@ def prefill(params, cache, idx_BxT, position_BxT, *, config):
     return apply({'params': params}, idx_BxT, cache, position_BxT=position_BxT)[1]
 
 
-@functools.partial(jax.jit, static_argnames=('config', 'sampling', 'n_draft', 'draft_config'), donate_argnames='state')
-def decode(params, draft_params, state, sampling_params, n_end, max_length, n_slots, *, config, sampling, n_draft,
-           draft_config):
+@functools.partial(jax.jit, static_argnames=('configs', 'sampling', 'n_draft', 'use_cache'), donate_argnames='state')
+def decode(weights, state, sampling_params, n_end, max_length, n_slots, *, configs, sampling, n_draft, use_cache):
     """Generates until every row has n_end new tokens, is longer than max_length, or is done: one compiled loop over one
-    of the three steps below. Ends early when a row is longer than the cache's n_slots, or when drafts are useless."""
+    of the three steps below. Ends early when a row is longer than the cache's n_slots, or when drafts are useless.
+    weights, configs: of the model, and of the draft model if there is one."""
     def room(state):
         """Number of tokens that each row may still get."""
         return jnp.where(state.done_B, 0, jnp.minimum(n_end - state.n_generated_B, max_length + 1 - state.length_B))
@@ -257,12 +245,11 @@ def decode(params, draft_params, state, sampling_params, n_end, max_length, n_sl
 
     def step(state):
         state = state.replace(steps=state.steps + 1)
-        if state.cache is None:
-            return step_uncached(params, state, room(state) > 0, sampling_params, config, sampling)
+        if not use_cache:
+            return step_uncached(weights[0], state, room(state) > 0, sampling_params, configs[0], sampling)
         if n_draft == 0:
-            return step_cached(params, state, room(state) > 0, sampling_params, config, sampling)
-        return step_speculative(params, draft_params, state, room(state), sampling_params, config, sampling, n_draft,
-                                draft_config)
+            return step_cached(weights[0], state, room(state) > 0, sampling_params, configs[0], sampling)
+        return step_speculative(weights, state, room(state), sampling_params, configs, sampling, n_draft)
 
     return jax.lax.while_loop(should_continue, step, state)
 
@@ -286,11 +273,12 @@ def step_cached(params, state, active_B, sampling_params, config, sampling):
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
     logits_Bx1xV, cache = GPT(config).apply(
-        {'params': params}, last_Bx1, state.cache, position_BxT=position_Bx1, method='with_cache')
-    return sample_and_append(state.replace(cache=cache), logits_Bx1xV[:, 0], active_B, sampling, sampling_params)[0]
+        {'params': params}, last_Bx1, state.caches[0], position_BxT=position_Bx1, method='with_cache')
+    state = state.replace(caches=(cache, *state.caches[1:]))
+    return sample_and_append(state, logits_Bx1xV[:, 0], active_B, sampling, sampling_params)[0]
 
 
-def step_speculative(params, draft_params, state, room_B, sampling_params, config, sampling, n_draft, draft_config):
+def step_speculative(weights, state, room_B, sampling_params, configs, sampling, n_draft):
     """Up to 1 + n_draft tokens per row, at most room_B (speculative decoding, arXiv:2211.17192): drafts are fed along
     with the last token, and accepted as long as they equal the tokens that the model samples.
 
@@ -298,15 +286,15 @@ def step_speculative(params, draft_params, state, room_B, sampling_params, confi
     active_B = room_B > 0
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
-    if draft_config:
-        drafts_BxJ, state = draft_tokens(draft_params, state, n_draft, draft_config, sampling, sampling_params)
+    if len(configs) == 2:
+        drafts_BxJ, state = draft_tokens(weights[1], state, n_draft, configs[1], sampling, sampling_params)
     else:
         drafts_BxJ = jax.vmap(prompt_lookup_draft, (0, 0, None))(state.tokens_BxN, state.length_B, n_draft)
     usable_B = jnp.clip(room_B - 1, 0, n_draft)
-    logits_BxTxV, cache = GPT(config).apply(
-        {'params': params}, jnp.concatenate([last_Bx1, drafts_BxJ], axis=1), state.cache,
+    logits_BxTxV, cache = GPT(configs[0]).apply(
+        {'params': weights[0]}, jnp.concatenate([last_Bx1, drafts_BxJ], axis=1), state.caches[0],
         position_BxT=position_Bx1 + jnp.arange(1 + n_draft), method='with_cache')
-    state = state.replace(cache=cache, drafted=state.drafted + usable_B.sum())
+    state = state.replace(caches=(cache, *state.caches[1:]), drafted=state.drafted + usable_B.sum())
     for t in range(1 + n_draft):
         state, token_B = sample_and_append(state, logits_BxTxV[:, t], active_B, sampling, sampling_params)
         if t < n_draft:  # accept draft t only if it equals the sampled token; otherwise this row stops here
@@ -320,7 +308,7 @@ def draft_tokens(params, state, n_draft, config, sampling, sampling_params):
     """Drafts [B, n_draft] by a smaller model, token by token, and the state with its cache. The draft model draws with
     the random numbers that the model will draw with, so both sample the same token wherever they agree."""
     drafts = []
-    cache = state.draft_cache
+    cache = state.caches[1]
     # re-feed the second-to-last token: if every draft was accepted, the draft model has not cached it yet
     position_BxT = jnp.maximum(state.length_B[:, None] - jnp.array([2, 1]), 0)
     idx_BxT = jnp.take_along_axis(state.tokens_BxN, position_BxT, axis=1)
@@ -331,7 +319,7 @@ def draft_tokens(params, state, n_draft, config, sampling, sampling_params):
         drafts.append(sample_token(logits_BxTxV[:, -1], key_B, sampling, sampling_params).astype(jnp.int32))
         idx_BxT = drafts[-1][:, None]
         position_BxT = state.length_B[:, None] + n
-    return jnp.stack(drafts, axis=1), state.replace(draft_cache=cache)
+    return jnp.stack(drafts, axis=1), state.replace(caches=(state.caches[0], cache))
 
 
 def prompt_lookup_draft(tokens_N, length, n_draft):
@@ -352,13 +340,11 @@ def prompt_lookup_draft(tokens_N, length, n_draft):
 # -----------------------------------------------------------------------------
 # sizes: few different ones, because each is compiled; KV caches that grow and that are kept between calls
 
-def piece_length(n_tokens, n_scores, least):
-    """Width of the pieces in which n_tokens are prefilled: 16 (unless `least` is more), 64, or 512. With long caches
-    512 is halved until attention materializes at most 2**25 scores, or to 64. n_scores: attention scores per prompt
-    token, rows * heads * slots."""
+def piece_length(n_tokens, least):
+    """Width of the pieces in which n_tokens are prefilled: 16 (unless `least` is more), 64, or 512."""
     if n_tokens <= 256:
         return max(least, 16 if n_tokens <= 16 else 64)
-    return max(64, min(512, 1 << (2**25 // n_scores).bit_length() - 1))
+    return 512
 
 
 def round_up_slots(n):
@@ -376,14 +362,21 @@ def choose_slots(needed, longest, block_size):
     return min(block_size, at_end if at_end <= 2 * n_slots else n_slots)
 
 
-new_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3, 4))
+def commit(tree, params):
+    """The tree on the one device of params, committed to it, as results are: decode and prefill are then not compiled
+    a second time for their own results. On several devices the tree as it is."""
+    devices = jnp.asarray(jax.tree.leaves(params)[0]).devices()
+    return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
 
-@functools.partial(jax.jit, static_argnames=('config', 'n_slots', 'dtype', 'n_draft'))
-def grow_cache(cache, *, config, n_slots, dtype, n_draft):
-    """A copy of the KV cache with n_slots slots; its positions must not have outgrown its own slots."""
-    larger = init_cache(config, len(jax.tree.leaves(cache)[0]), n_slots, dtype, n_draft)
-    return jax.tree.map(lambda y, x: jax.lax.dynamic_update_slice(y, x, [0] * x.ndim), larger, cache)
+@functools.partial(jax.jit, static_argnames=('configs', 'batch_size', 'n_slots', 'dtype', 'n_draft'))
+def grow_caches(caches, *, configs, batch_size, n_slots, dtype, n_draft):
+    """Copies of the KV caches with n_slots slots, one for each config, or new caches for (). Their positions must not
+    have outgrown the slots that they have."""
+    larger = tuple(init_cache(config, batch_size, n_slots, dtype, n_draft) for config in configs)
+    if not caches:
+        return larger
+    return jax.tree.map(lambda y, x: jax.lax.dynamic_update_slice(y, x, [0] * x.ndim), larger, caches)
 
 
 @jax.jit
@@ -396,46 +389,47 @@ class PrefixCache:
     follows the tokens that the texts have in common (a chat)."""
 
     def __init__(self):
-        self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the cache
-        self.caches = []  # of the model and of the draft model, or none
+        self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the caches
+        self.caches = ()  # of the model and of the draft model, or none
         self.n_slots = 0
         self.has_wrapped = False  # whether a ring may have overwritten its first tokens
-        self.n_draft = None  # 0 once drafts have turned out to be useless
+        self.drafts_are_useless = False
 
-    def take(self, tokens_T):
-        """(caches, their number of slots, the number of first tokens of tokens_T that they hold)."""
-        caches, self.caches = self.caches, []
+    def take(self, tokens_T, n_draft):
+        """(caches, their number of slots, the number of first tokens of tokens_T that they hold, n_draft or 0)."""
+        caches, self.caches = self.caches, ()
+        n_draft = 0 if self.drafts_are_useless else n_draft
         if not caches or any(x.is_deleted() for x in jax.tree.leaves(caches)):
-            return [], 0, 0
+            return (), 0, 0, n_draft
         n = min(len(self.tokens), len(tokens_T))
         n_common = int(np.cumprod(self.tokens[:n] == tokens_T[:n]).sum())
         if n_common < len(self.tokens) and self.has_wrapped:
             n_common = 0
-        return caches, self.n_slots, n_common
+        return caches, self.n_slots, n_common, n_draft
 
-    def keep(self, state, n_slots, n_draft, max_cached, n_draft_slots):
-        """Takes the caches of a DecodeState; max_cached: how many tokens of a row they can hold."""
-        self.caches = [cache for cache in (state.cache, state.draft_cache) if cache is not None]
-        if any(x.is_deleted() for x in jax.tree.leaves((state, self.caches))):  # interrupted
-            self.caches = []
+    def keep(self, state, n_slots, n_draft, max_cached):
+        """Takes the caches of a DecodeState, of n_slots slots and n_draft more for drafts; max_cached: the most tokens
+        of a row that they can hold."""
+        self.caches = ()
+        if any(x.is_deleted() for x in jax.tree.leaves(state)):  # interrupted
             return
+        self.caches, self.n_slots = state.caches, n_slots
         self.tokens = np.array(state.tokens_BxN)[0, :min(int(state.length_B[0]) - 1, max_cached)]
-        n_positions = min((x.shape[2] for x in jax.tree.leaves(self.caches)), default=0) - n_draft_slots
-        self.n_slots, self.n_draft, self.has_wrapped = n_slots, n_draft, len(self.tokens) > n_positions
+        n_positions = min((x.shape[2] for x in jax.tree.leaves(self.caches)), default=0) - n_draft
+        self.has_wrapped = len(self.tokens) > n_positions
+        self.drafts_are_useless |= bool(drafts_are_useless(int(state.drafted), int(state.accepted), 1))
 
 
 # -----------------------------------------------------------------------------
 # generate
 
 class GenerationResult(NamedTuple):
-    """What there is so far: numpy int32 arrays of tokens [B, N] and of the length of each row [B]; the decode steps
-    after the first token, and the bytes of KV cache that the last one read; the number of drafts and of those
-    accepted."""
-    tokens: np.ndarray
-    lengths: np.ndarray
-    steps: int = 0
-    cache_bytes: int = 0
-    drafted: int = 0
+    """What there is so far."""
+    tokens: np.ndarray  # int32 [B, N]
+    lengths: np.ndarray  # of each row, int32 [B]
+    steps: int = 0  # of decode after the first token
+    cache_bytes: int = 0  # that the last step read
+    drafted: int = 0  # number of drafts, and of those accepted
     accepted: int = 0
 
 
@@ -443,7 +437,28 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, temperature=1.0, t
              repetition_penalty=None, stop_tokens=(), prompt_lengths_B=None, n_vocab=None, sample_index_B=None,
              cache_dtype='auto', n_draft=0, draft=None):
     """Continues each prompt by max_new_tokens tokens. Returns all tokens, int32 [B, T + max_new_tokens], 0 after a
-    row's last token. The arguments and errors are those of generate_stream."""
+    row's last token.
+
+    idx_BxT: prompts, right-padded; prompt_lengths_B: their lengths, T each if not given. Every row continues right
+        after its own prompt.
+    rng: a jax.random key. Row b draws its n-th token from fold_in(fold_in(rng, sample_index_B[b]), n), independent of
+        the rest of the batch; sample_index_B is 0, 1, 2, ... if not given.
+    temperature: 0 is greedy. top_k: only the k likeliest tokens (clamped to the vocabulary). top_p: only the likeliest
+        tokens that together reach this probability, in (0, 1]. min_p: only tokens at least this times as likely as the
+        likeliest, in (0, 1]. repetition_penalty: above 1 makes tokens that are already there less likely. n_vocab: only
+        ids below it, for padded vocabularies.
+    stop_tokens: a row ends with the first of these that it generates.
+    cache_dtype: of the KV cache, one of CACHE_DTYPES; 'auto' is the config's dtype.
+    n_draft: number of drafts per step: the same tokens, faster where drafts are accepted. Drafts are switched off where
+        they are not, see drafts_are_useless. draft: (params, config) of a draft model with the same vocabulary; without
+        it the row itself is searched, see prompt_lookup_draft.
+
+    The prompts are prefilled in pieces, equal prompts once, up to their last token, which the first decode step feeds.
+    A token costs one position of computation. With learned positions, nanoGPT's rule holds past block_size: a token is
+    conditioned on the last block_size tokens, whose positions have all changed, and costs block_size positions. With
+    RoPE, positions continue past block_size, and every layer attends to the last block_size keys.
+
+    Raises UserError for prompts or controls that make no sense."""
     for result in generate_stream(
             params, config, idx_BxT, max_new_tokens, rng=rng, temperature=temperature, top_k=top_k, top_p=top_p,
             min_p=min_p, repetition_penalty=repetition_penalty, stop_tokens=stop_tokens,
@@ -459,147 +474,113 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
     """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then after every `chunk`
     tokens (all at once if not given; a function is asked for the number before each chunk).
 
-    idx_BxT: prompts, right-padded; prompt_lengths_B: their lengths, T each if not given. Every row continues right
-        after its own prompt.
-    rng: a jax.random key. Row b draws its n-th token from fold_in(fold_in(rng, sample_index_B[b]), n), independent of
-        the rest of the batch; sample_index_B is 0, 1, 2, ... if not given.
-    temperature: 0 is greedy. top_k: only the k likeliest tokens (clamped to the vocabulary). top_p: only the likeliest
-        tokens that together reach this probability, in (0, 1]. min_p: only tokens at least this times as likely as the
-        likeliest, in (0, 1]. repetition_penalty: above 1 makes tokens that are already there less likely. n_vocab: only
-        ids below it, for padded vocabularies.
-    stop_tokens: a row ends with the first of these that it generates.
-    cache_dtype: of the KV cache, one of CACHE_DTYPES; 'auto' is the config's dtype.
-    n_draft: number of drafts per step: the same tokens, faster where drafts are accepted. Drafts are switched off where
-        they are not, see drafts_are_useless. draft: (params, config) of a draft model with the same vocabulary; without
-        it the row itself is searched, see prompt_lookup_draft.
-    prefix_cache: a PrefixCache, for one row that begins as the row of the last call with it.
-
-    The prompts are prefilled in pieces, equal prompts once, up to their last token, which the first decode step feeds.
-    A token costs one position of computation. With learned positions, nanoGPT's rule holds past block_size: a token is
-    conditioned on the last block_size tokens, whose positions have all changed, and costs block_size positions. With
-    RoPE, positions continue past block_size, and every layer attends to the last block_size keys.
-
-    Raises UserError for prompts or controls that make no sense."""
-    draft_params, draft_config = draft if draft and n_draft else (None, None)
+    prefix_cache: a PrefixCache, for one row that begins as the row of the last call with it. The other arguments and
+    the errors are those of generate."""
     n_vocab = config.vocab_size if n_vocab is None else n_vocab
     tokens_BxT, length_B = check_prompts(config, idx_BxT, prompt_lengths_B)
-    check_controls(config, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, n_vocab, cache_dtype,
-                   n_draft, draft_config)
-    if prefix_cache is not None and len(tokens_BxT) != 1:
-        raise UserError(f'a prefix cache is for one row, not {len(tokens_BxT)}')
-    if max_new_tokens == 0:
-        yield GenerationResult(tokens_BxT, length_B)
-        return
-
     B, T = tokens_BxT.shape
     is_learned = config.position == 'learned'
     max_cached = config.block_size if is_learned else PAD  # the longest row that the KV cache can continue
     longest = int(length_B.max()) + max_new_tokens if prefix_cache is None else config.block_size + max_new_tokens
-    if draft_config and draft_config.position == 'learned' and draft_config.block_size < min(longest, max_cached):
-        raise UserError(f'the draft model knows {draft_config.block_size} positions, this takes '
-                        f'{min(longest, max_cached)}: use fewer max_new_tokens or no draft')
-    sampling = SamplingConfig(temperature == 0, top_k is not None, top_p is not None, min_p is not None,
-                              repetition_penalty is not None, n_vocab, tuple(int(t) for t in np.ravel(stop_tokens)))
-    sampling_params = SamplingParams(np.float32(temperature), np.int32(min(top_k or 1, n_vocab)), *(
-        np.float32(1 if x is None else x) for x in (top_p, min_p, repetition_penalty)))
+    check_controls(config, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, n_vocab, cache_dtype,
+                   n_draft, draft, n_cached=min(longest, max_cached), n_rows_kept=prefix_cache and B)
+    if max_new_tokens == 0:
+        yield GenerationResult(tokens_BxT, length_B)
+        return
+
+    sampling = SamplingConfig(n_vocab, tuple(int(t) for t in np.ravel(stop_tokens)))
+    controls = SamplingParams(temperature or None, top_k and min(top_k, n_vocab), top_p, min_p, repetition_penalty)
+    sampling_params = jax.tree.map(np.float32, controls)
     sample_index_B = np.arange(B) if sample_index_B is None else np.asarray(sample_index_B)
     N = round_up_slots(max(longest, T, config.block_size if is_learned else 0))
-    state = DecodeState(
+    state = commit(DecodeState(
         tokens_BxN=jnp.asarray(np.pad(tokens_BxT, ((0, 0), (0, N - T)))), length_B=jnp.asarray(length_B),
-        n_generated_B=jnp.zeros(B, jnp.int32), done_B=jnp.zeros(B, bool), cache=None, drafted=jnp.int32(0),
+        n_generated_B=jnp.zeros(B, jnp.int32), done_B=jnp.zeros(B, bool),
+        key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, sample_index_B),
         steps=jnp.int32(-1),  # the first token's step is not counted
-        accepted=jnp.int32(0), key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, sample_index_B))
+        drafted=jnp.int32(0), accepted=jnp.int32(0)), params)
 
-    result_of = functools.partial(copy_result, n_columns=T + max_new_tokens)
+    weights, configs = ((params, draft[0]), (config, draft[1])) if draft else ((params,), (config,))
+    caches, n_slots, n_held = (), 0, 0
+    cache_options = dict(dtype=cache_dtype, n_draft=n_draft)  # drafts keep their slots if they are switched off
+    if prefix_cache is not None:
+        caches, n_slots, n_held, n_draft = prefix_cache.take(tokens_BxT[0, :length_B[0] - 1], n_draft)
+    if n_draft == 0:
+        weights, configs = weights[:1], configs[:1]
 
     # prefill: every row up to its last token, unless the row is too long for the cache
-    n_slots_of = lambda needed: choose_slots(needed, longest, config.block_size)
-    options = dict(dtype=cache_dtype, n_draft=n_draft)  # drafts have slots until the end, even if they are switched off
-    caches, n_slots, n_held = [], 0, 0
-    if prefix_cache is not None:
-        n_draft = n_draft if prefix_cache.n_draft is None else prefix_cache.n_draft
-        caches, n_slots, n_held = prefix_cache.take(tokens_BxT[0, :length_B[0] - 1])
-    models = [(params, config), (draft_params, draft_config)][:2 if draft_config and n_draft else 1]
-    is_short_B = length_B <= max_cached
-    if is_short_B.any():
-        end_B = np.where(is_short_B, length_B - 1, 0)
-        if n_slots < n_slots_of(int(end_B.max()) + 1):
-            n_slots = n_slots_of(int(end_B.max()) + 1)
-            caches = [grow_cache(cache, config=model, n_slots=n_slots, **options)
-                      for cache, (_, model) in zip(caches, models)]
-        caches = fill_caches(models, caches, tokens_BxT, n_held, end_B, n_slots, options,
-                             least=64 if prefix_cache is not None else 16)
-    state = state.replace(**dict(zip(('cache', 'draft_cache'), caches if is_short_B.any() else [])))
+    end_B = np.where(length_B <= max_cached, length_B - 1, 0)
+    if (length_B <= max_cached).any():
+        chosen, row_B = unique_prompts(tokens_BxT, end_B)
+        if n_slots < min(end_B.max() + 1, config.block_size):
+            n_slots = choose_slots(end_B.max() + 1, longest, config.block_size)
+            caches = commit(grow_caches(caches, configs=configs, batch_size=len(chosen), n_slots=n_slots,
+                                        **cache_options), params)
+        least = 16 if prefix_cache is None else 64
+        caches = tuple(prefill_pieces(*model, tokens_BxT[chosen], n_held, end_B[chosen], least)
+                       for model in zip(weights, configs, caches))
+        state = state.replace(caches=caches if len(chosen) == B else select_rows(caches, row_B))
 
-    # decode: chunk by chunk
-    n_end = 0
+    # decode: chunk by chunk, each in several compiled loops if the cache grows, ends, or drafts turn out useless
+    n_end = 1
     try:
-        while n_end < max_new_tokens:
-            if n_end == 0:
-                n_end = 1
-            else:
-                n_end += chunk() if callable(chunk) else chunk or max_new_tokens
-            n_end = min(n_end, max_new_tokens)
-            while True:  # several compiled loops, where the cache grows, ends, or drafts are switched off
-                is_active_B = ~np.array(state.done_B) & (np.array(state.n_generated_B) < n_end)
-                length_B = np.array(state.length_B)[is_active_B]
-                if not len(length_B):
-                    break
-                length_B = length_B[length_B <= max_cached]
-                if not len(length_B):  # every row that is left is past block_size
-                    cache, draft_cache = state.cache, state.draft_cache
-                    state = decode(params, None, state.replace(cache=None, draft_cache=None), sampling_params,
-                                   np.int32(n_end), np.int32(PAD), np.int32(PAD), config=config, sampling=sampling,
-                                   n_draft=0, draft_config=None).replace(cache=cache, draft_cache=draft_cache)
-                    continue
-                if length_B.max() > n_slots and n_slots < config.block_size:
-                    n_slots = n_slots_of(int(length_B.max()))
-                    state = state.replace(**{
-                        name: grow_cache(getattr(state, name), config=model, n_slots=n_slots, **options)
-                        for name, (_, model) in zip(('cache', 'draft_cache'), models)})
+        while True:
+            while len(length_B := active_lengths(state, n_end)):
+                cached_B = length_B[length_B <= max_cached]  # the other rows wait until none is left here
+                use_cache = len(cached_B) > 0
+                if use_cache and n_slots < min(cached_B.max(), config.block_size):
+                    n_slots = choose_slots(cached_B.max(), longest, config.block_size)
+                    state = state.replace(caches=grow_caches(
+                        state.caches, configs=configs, batch_size=B, n_slots=n_slots, **cache_options))
                 if n_draft and drafts_are_useless(int(state.drafted), int(state.accepted), B):
-                    n_draft, models, state = 0, models[:1], state.replace(draft_cache=None)
-                draft_weights, draft_model = models[1] if len(models) == 2 else (None, None)
-                state = decode(params, draft_weights, state, sampling_params, np.int32(n_end), np.int32(max_cached),
-                               np.int32(n_slots if n_slots < config.block_size else PAD), config=config,
-                               sampling=sampling, n_draft=n_draft, draft_config=draft_model)
-            yield result_of(state)
-            if chunk and bool(state.done_B.all()):
+                    n_draft, weights, configs = 0, weights[:1], configs[:1]
+                    state = state.replace(caches=state.caches[:1])
+                state = decode(
+                    weights, state, sampling_params, np.int32(n_end), np.int32(max_cached if use_cache else PAD),
+                    np.int32(n_slots if use_cache and n_slots < config.block_size else PAD), configs=configs,
+                    sampling=sampling, n_draft=n_draft if use_cache else 0, use_cache=use_cache)
+            yield copy_result(state, T + max_new_tokens)
+            if n_end == max_new_tokens or chunk and bool(state.done_B.all()):
                 return
+            n_new = chunk() if callable(chunk) else chunk or max_new_tokens
+            n_end = min(n_end + n_new, max_new_tokens)
     finally:
         if prefix_cache is not None:
-            prefix_cache.keep(state, n_slots, n_draft, max_cached, options['n_draft'])
+            prefix_cache.keep(state, n_slots, cache_options['n_draft'], max_cached)
+
+
+def active_lengths(state, n_end):
+    """Lengths of the rows that are neither done nor have n_end new tokens."""
+    return np.array(state.length_B)[~np.array(state.done_B) & (np.array(state.n_generated_B) < n_end)]
+
+
+def unique_prompts(tokens_BxT, end_B):
+    """(indices of rows that differ in their first end_B[b] tokens, for each row the number of its like among them)."""
+    is_used_BxT = np.arange(tokens_BxT.shape[1]) < end_B[:, None]
+    rows = np.column_stack([end_B, np.where(is_used_BxT, tokens_BxT, 0)])
+    _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(chosen)  # as in tokens_BxT, so that a batch without repetitions stays as it is
+    return chosen[order], np.argsort(order)[row_B.ravel()]
+
+
+def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, least):
+    """The KV cache with the tokens first .. end_B[b] - 1 of each row. least: see piece_length."""
+    n_tokens = int(end_B.max()) - first
+    width = min(config.block_size, piece_length(n_tokens, least))
+    for start in range(first, first + n_tokens, width):
+        position = start + np.arange(width)
+        idx_BxT = tokens_BxT[:, np.minimum(position, tokens_BxT.shape[1] - 1)]
+        position_BxT = np.where(position < end_B[:, None], position, PAD).astype(np.int32)
+        cache = prefill(params, cache, idx_BxT, position_BxT, config=config)
+        jax.block_until_ready(cache)  # pieces in flight would have their temporaries allocated side by side
+    return cache
 
 
 def copy_result(state, n_columns):
     """The GenerationResult of a state, in copies, because the next step donates the state."""
     return GenerationResult(
         np.array(state.tokens_BxN)[:, :n_columns], np.array(state.length_B), int(state.steps),
-        sum(x.nbytes for x in jax.tree.leaves(state.cache)), int(state.drafted), int(state.accepted))
-
-
-def fill_caches(models, caches, tokens_BxT, first, end_B, n_slots, options, *, least):
-    """The KV caches of the models [(params, config)] with the tokens first .. end_B[b] - 1 of each row, computed once
-    for rows that are alike. caches: those with the tokens before first, or [] for new ones. least: see
-    piece_length."""
-    B, T = tokens_BxT.shape
-    rows = np.column_stack([end_B, np.where(np.arange(T) < end_B[:, None], tokens_BxT, 0)])
-    _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    if len(chosen) < B:
-        tokens_BxT, end_B = tokens_BxT[chosen], end_B[chosen]
-    n_tokens = int(end_B.max()) - first
-    filled = []
-    for i, (params, config) in enumerate(models):
-        cache = caches[i] if caches else new_cache(config, len(end_B), n_slots, *options.values())
-        width = min(config.block_size, piece_length(n_tokens, len(end_B) * config.n_head * n_slots, least))
-        for start in range(first, first + n_tokens, width):
-            position = start + np.arange(width)
-            idx_BxT = tokens_BxT[:, np.minimum(position, T - 1)]
-            position_BxT = np.where(position < end_B[:, None], position, PAD).astype(np.int32)
-            cache = prefill(params, cache, idx_BxT, position_BxT, config=config)
-            jax.block_until_ready(cache)  # pieces in flight would have their temporaries allocated side by side
-        filled.append(cache if len(end_B) == B else select_rows(cache, row_B.ravel()))
-    return filled
+        sum(x.nbytes for x in jax.tree.leaves(state.caches[:1])), int(state.drafted), int(state.accepted))
 
 
 def check_prompts(config, idx_BxT, prompt_lengths_B):
@@ -619,7 +600,7 @@ def check_prompts(config, idx_BxT, prompt_lengths_B):
 
 
 def check_controls(config, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, n_vocab, cache_dtype,
-                   n_draft, draft_config):
+                   n_draft, draft, *, n_cached, n_rows_kept):
     """Raises UserError for arguments of generate_stream that make no sense."""
     if max_new_tokens < 0:
         raise UserError(f'max_new_tokens must be at least 0, not {max_new_tokens}')
@@ -638,5 +619,11 @@ def check_controls(config, max_new_tokens, temperature, top_k, top_p, min_p, rep
         raise UserError(f'cache_dtype must be one of {", ".join(CACHE_DTYPES)}, not {cache_dtype!r}')
     if not 0 <= n_draft <= MAX_DRAFT:
         raise UserError(f'n_draft must be between 0 (no speculation) and {MAX_DRAFT}, not {n_draft}')
+    draft_config = draft[1] if draft and n_draft else None
     if draft_config and draft_config.vocab_size < n_vocab:
         raise UserError(f'the draft model has a vocabulary of {draft_config.vocab_size}, the model {n_vocab}')
+    if draft_config and draft_config.position == 'learned' and draft_config.block_size < n_cached:
+        raise UserError(f'the draft model knows {draft_config.block_size} positions, this takes {n_cached}: use fewer '
+                        'max_new_tokens or no draft')
+    if n_rows_kept not in (None, 1):
+        raise UserError(f'a prefix cache is for one row, not {n_rows_kept}')

@@ -20,9 +20,7 @@ from jax.experimental import mesh_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-
-class UserError(ValueError):
-    """A mistake that the user can correct. The scripts print it as one line and exit with code 2."""
+from jax_flags import UserError
 
 
 def ceil_div(a, b):
@@ -260,12 +258,18 @@ def matmul_nt(x, w_OxI):
     """x [..., I] @ w.T -> float32 [..., O]: the matmul of decoding, where weights [O, I] are read once per step.
 
     XLA:CPU repacks the right operand, so for few rows the weights are the left one
-    (docs/performance.md#weights-on-the-left)."""
+    (docs/performance.md#weights-on-the-left). In bfloat16 one row has a loop of its own, and for many rows the weights
+    are transposed in memory first, see transpose_materialized."""
     x_RxI = x.reshape(-1, x.shape[-1])
     w_OxI = w_OxI.astype(x.dtype)
+    R, I = x_RxI.shape
     on_cpu = functools.partial(two_rows, nt)
-    if len(x_RxI) <= 64 and x.dtype == jnp.float32:  # 64 rows take 15% less time, 256 rows the same time on either side
+    if R <= 64 and x.dtype == jnp.float32:  # 64 rows take 15% less time, 256 rows the same time on either side
         on_cpu = nt_weights_left
+    elif R == 1 and x.dtype == jnp.bfloat16 and bfloat16_lane_terms(I) and not current_mesh():
+        on_cpu = nt_bfloat16_row
+    elif R > 64 and x.dtype == jnp.bfloat16:
+        on_cpu = lambda x, w: jnp.matmul(x, transpose_materialized(w), preferred_element_type=jnp.float32)
     y_RxO = jax.lax.platform_dependent(x_RxI, w_OxI, cpu=on_cpu, default=nt)
     return y_RxO.reshape(*x.shape[:-1], -1)
 
@@ -283,6 +287,37 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
     return jax.lax.optimization_barrier(nt(w_OxI, x_RxI, dtype)).T[:R]
 
 
+def bfloat16_lane_terms(n):
+    """How many terms each of nt_bfloat16_row's sums has, for rows of n elements; None if n is not a multiple of 128."""
+    return max((terms for terms in range(4, 17) if n % (32 * terms) == 0), default=None)
+
+
+def nt_bfloat16_row(x_1xI, w_OxI):
+    """x @ w.T -> float32 [1, O] of bfloat16 arrays, one row of x: reads weights at twice the rate of the matmul of two
+    rows (docs/performance.md#bfloat16).
+
+    The loop is shaped for XLA:CPU: 32 sums side by side fill vector registers; at most 16 terms each, or LLVM does not
+    unroll them; two halves of the rows in one reduction, because a reduction of one operand is compiled as a library
+    call, which is slower, and because two streams are prefetched faster than one; a matmul with ones adds up the 32."""
+    O, I = w_OxI.shape
+    n_pairs, terms = O // 2, bfloat16_lane_terms(I)
+    n_blocks = I // (32 * terms)
+
+    def multiply(x_I, w_OxI):
+        halves = w_OxI[:2 * n_pairs].astype(jnp.float32).reshape(2, n_pairs, n_blocks, terms, 32)
+        products = [half * x_I.reshape(n_blocks, terms, 32) for half in halves]
+        sums = jax.lax.reduce(products, [np.float32(0)] * 2, lambda a, b: [a[0] + b[0], a[1] + b[1]], (2,))
+        sums = [half.reshape(n_pairs, n_blocks * 32) for half in jax.lax.optimization_barrier(sums)]
+        sums = [nt_weights_left(jnp.ones((1, n_blocks * 32)), half) for half in sums]
+        odd_row = nt(x_I[None], w_OxI[2 * n_pairs:].astype(jnp.float32))
+        return jnp.concatenate([*sums, odd_row], axis=1)
+
+    # the condition is a fusion barrier: otherwise XLA computes x again per weight row
+    nans = lambda x_I, w_OxI: jnp.full((1, O), jnp.nan)
+    x_I = x_1xI[0].astype(jnp.float32)
+    return jax.lax.cond(jnp.isnan(x_I[0]), nans, multiply, x_I, w_OxI)
+
+
 # Kernels of decoding (see convert_params_for_decoding in jax_generate.py) are values of their own, which linear() takes
 # in place of an array [I, O]. All hold one row per output.
 
@@ -294,7 +329,8 @@ class Int8(struct.PyTreeNode):
 
 
 class Transposed(struct.PyTreeNode):
-    """A matrix [I, O] stored as values [O, I]: a CPU reads float32 weights 7 to 15% faster so, for one row."""
+    """A matrix [I, O] stored as values [O, I], which a CPU reads faster for one row: float32 by 7 to 15%, bfloat16
+    twice as fast (nt_bfloat16_row)."""
     values: jax.Array
 
 
@@ -666,6 +702,47 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
         y_BxGxTQxK = jax.lax.map(attend_piece, sequences)
     else:
         y_BxGxTQxK = jax.lax.platform_dependent(sequences, cpu=one_by_one, default=all_at_once)
+    return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
+
+
+def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, sinks_H=None):
+    """dot_product_attention of jax_transformer.py, for a piece of a long prompt; without dropout and gradients.
+
+    Blocks of n = 512 keys with a running softmax (arXiv:2205.14135): scores take [B, G, TQ, n], not [B, G, TQ, S], and
+    blocks before the first and after the last key that the mask allows are skipped."""
+    B, T, H, K = q_BxTxHxK.shape
+    S, G = k_BxSxGxK.shape[1:3]
+    Q = H // G  # query heads of a group are folded into the time axis, as in dot_product_attention
+    n = min(512, S)
+    q_BxGxTQxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(1, 2).reshape(B, G, T * Q, K)
+
+    def attend_block(i, carry):
+        max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK = carry
+        start = jnp.minimum(i * n, S - n)  # the last block overlaps the one before
+        k_BxGxnxK, v_BxGxnxK = (jax.lax.dynamic_slice_in_dim(x, start, n, axis=1).swapaxes(1, 2)
+                                for x in (k_BxSxGxK, v_BxSxGxK))
+        mask_BxTxn = jax.lax.dynamic_slice_in_dim(mask_BxTxS, start, n, axis=2) & (start + jnp.arange(n) >= i * n)
+        scores_BxGxTQxn = jnp.einsum('bgtk,bgsk->bgts', q_BxGxTQxK, k_BxGxnxK, preferred_element_type=jnp.float32)
+        scores_BxGxTQxn = jnp.where(jnp.repeat(mask_BxTxn, Q, axis=1)[:, None], scores_BxGxTQxn * (scale or K**-0.5),
+                                    jnp.finfo(jnp.float32).min)
+        new_max_BxGxTQx1 = jnp.maximum(max_BxGxTQx1, scores_BxGxTQxn.max(-1, keepdims=True))
+        exp_BxGxTQxn = jnp.exp(scores_BxGxTQxn - new_max_BxGxTQx1)
+        decay_BxGxTQx1 = jnp.exp(max_BxGxTQx1 - new_max_BxGxTQx1)
+        y_BxGxTQxK = y_BxGxTQxK * decay_BxGxTQx1 + jnp.einsum(
+            'bgts,bgsk->bgtk', exp_BxGxTQxn.astype(v_BxGxnxK.dtype), v_BxGxnxK, preferred_element_type=jnp.float32)
+        return new_max_BxGxTQx1, sum_BxGxTQx1 * decay_BxGxTQx1 + exp_BxGxTQxn.sum(-1, keepdims=True), y_BxGxTQxK
+
+    block_S = jnp.arange(S) // n
+    is_used_S = mask_BxTxS.any((0, 1))
+    first, end = jnp.where(is_used_S, block_S, S).min(), jnp.where(is_used_S, block_S + 1, 0).max()
+    max_BxGxTQx1 = jnp.full((B, G, T * Q, 1), jnp.finfo(jnp.float32).min)
+    sum_BxGxTQx1 = jnp.zeros((B, G, T * Q, 1))
+    if sinks_H is not None:  # one more logit, whose value is 0
+        max_BxGxTQx1 = jnp.maximum(max_BxGxTQx1, jnp.tile(sinks_H.reshape(G, Q), T)[..., None])
+        sum_BxGxTQx1 += 1
+    y_BxGxTQxK = jnp.zeros((B, G, T * Q, v_BxSxGxK.shape[-1]))
+    _, sum_BxGxTQx1, y_BxGxTQxK = jax.lax.fori_loop(first, end, attend_block, (max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK))
+    y_BxGxTQxK = (y_BxGxTQxK / sum_BxGxTQx1).astype(v_BxSxGxK.dtype)
     return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
 
 

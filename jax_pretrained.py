@@ -613,11 +613,19 @@ class TensorMap(NamedTuple):
 
 
 def param_shapes(config):
-    """{path: shape} of every parameter of GPT(config)."""
-    def init():
-        return GPT(config).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
+    """{path: shape} of every parameter of GPT(config). Traces as many layers as there are before their kinds repeat."""
+    period = min(config.n_layer, math.lcm(len(config.layer_types), len(config.moe.layers) if config.moe else 1))
 
-    return {path: x.shape for path, x in flatten_dict(jax.eval_shape(init)).items()}
+    def init():
+        model = GPT(dataclasses.replace(config, n_layer=period))
+        return model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
+
+    shapes = {}
+    for (first, *rest), x in flatten_dict(jax.eval_shape(init)).items():
+        layers = range(int(first[2:]), config.n_layer, period) if first.startswith('h_') else ()
+        for name in [f'h_{i}' for i in layers] or [first]:
+            shapes[name, *rest] = x.shape
+    return shapes
 
 
 def gpt2_tensor_maps(config, *, transpose=False, prefix=''):
@@ -900,7 +908,7 @@ def read_json(path):
             return json.load(f)
     except OSError as error:
         raise UserError(f'cannot read {path}: {error.strerror}') from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
 
 

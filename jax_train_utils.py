@@ -1,21 +1,19 @@
-"""What the scripts share, section by section: config and flags, devices and parallelism, data, tokenizers, optimizer
+"""What the scripts share, section by section: the model's flags, devices and parallelism, data, tokenizers, optimizer
 and schedule, train and eval steps, checkpoints, logging."""
-import ast
-import atexit
+import array
 import contextlib
 import ctypes
 import dataclasses
-import difflib
-import errno
 import functools
+import gc
+import importlib.metadata
 import importlib.util
 import json
 import logging
 import math
+import operator
 import os
 import re
-import runpy
-import select
 import shutil
 import signal
 import socket
@@ -37,125 +35,14 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from jax_flags import UserError, exit_if_peer_died
 from jax_ops import (
-    AXES, BATCH, UserError, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention, partition_specs,
-    shard, shard_params)
+    AXES, BATCH, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention, partition_specs, shard,
+    shard_params)
 from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state, span_limits
 
 # -----------------------------------------------------------------------------
-# config and flags
-
-
-def exit_on_user_error(kind, error, traceback):
-    """A sys.excepthook: a UserError, a disk error or a lack of memory becomes one line on stderr and exit code 2.
-    If the reader of stdout has closed it, as `head -1` does, the script ends quietly. All other exceptions print a
-    traceback."""
-    if isinstance(error, BrokenPipeError) and stdout_reader_is_gone():
-        discard_unread_output()
-        sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
-    exit_if_peer_died(error)
-    disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
-    if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]:
-        error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
-    elif not isinstance(error, UserError) and not (isinstance(error, OSError) and error.errno in disk):
-        return sys.__excepthook__(kind, error, traceback)
-    print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
-    sys.exit(2)
-
-
-def stdout_reader_is_gone():
-    """Whether stdout is a pipe whose reader has closed it."""
-    try:
-        print(end='', flush=True)
-        poll = select.poll()  # after a failed write there may be nothing left to flush
-        poll.register(sys.stdout, 0)  # errors only
-        return bool(poll.poll(0))
-    except BrokenPipeError:
-        return True
-    except Exception:  # no poll (Windows), or stdout is not a file
-        return False
-
-
-@atexit.register  # runs before the interpreter flushes stdout, which would fail and print a message
-def discard_unread_output():
-    """Redirects stdout to os.devnull if its reader is gone."""
-    if stdout_reader_is_gone():
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def config_block(script):
-    """The knobs of a script, {name: comment}: the assignments between its first two rulers (lines of dashes). Raises
-    UserError for a knob without a trailing comment, because --help prints the comments."""
-    source = Path(script).read_text(encoding='utf-8')
-    block = re.split(r'^# -{20,}\n', source, maxsplit=2, flags=re.M)[1]
-    comments = {}
-    for name, rest in re.findall(r'^(\w+) *=(.*)$', block, flags=re.M):
-        _, mark, comment = rest.rpartition('# ')
-        if not mark:
-            raise UserError(f'{Path(script).name}: the knob {name} has no comment; write {name} = ... # what it does')
-        comments[name] = comment
-    return comments
-
-
-def read_flags(script, namespace, argv=None, *, ignored=()):
-    """(flags, given): all flags of the script, {name: value}, and the ones that the user gave. Config files (Python
-    files of assignments) and --name=value are applied in the order given. --help prints the block and exits.
-
-    namespace: the script's globals(), which hold the defaults. ignored: names that are accepted without effect.
-    Raises UserError for an unknown name or a value of another type; an int is accepted as a float."""
-    argv = sys.argv[1:] if argv is None else argv
-    comments = config_block(script)
-    flags = {name: namespace[name] for name in comments}
-    given = {}
-    if '--help' in argv or '-h' in argv:
-        print(f'usage: python {Path(script).name} [config/file.py ...] [--name=value ...]\n')
-        for name, comment in comments.items():
-            print(f'  --{name}={flags[name]!r}  # {comment}')
-        sys.exit(0)
-
-    def override(name, value):
-        if name not in flags:
-            if name in ignored:
-                return
-            near = difflib.get_close_matches(name, flags, n=3, cutoff=0.6)
-            hint = f'python {Path(script).name} --help lists all flags'
-            if near:
-                hint = f'did you mean --{" or --".join(near)}?'
-            raise UserError(f'unknown flag --{name}; {hint}')
-        default = namespace[name]
-        if type(default) is float and type(value) is int:
-            value = float(value)
-        if type(value) is not type(default):
-            raise UserError(f'--{name} takes a value of type {type(default).__name__}, as in --{name}={default!r}; '
-                            f'got {value!r}')
-        flags[name] = given[name] = value
-
-    for arg in argv:
-        if not arg.startswith('--'):
-            if not Path(arg).is_file():
-                raise UserError(f'there is no config file {arg}; flags are written --name=value')
-            try:
-                tree = ast.parse(Path(arg).read_text(encoding='utf-8'))
-                values = runpy.run_path(arg, init_globals=flags)
-            except Exception as error:
-                raise UserError(f'config file {arg}: {type(error).__name__}: {error}') from error
-            for node in ast.walk(tree):  # all that the file assigns: a default that is assigned counts as given
-                assigned = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in values
-                if assigned and not node.id.startswith('_'):
-                    override(node.id, values[node.id])
-            continue
-        name, equals, text = arg[2:].partition('=')
-        if not equals:
-            raise UserError(f'flags are written --name=value; got {arg}')
-        try:
-            value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            value = text
-        if isinstance(namespace.get(name), str):
-            value = text  # as typed: --start=123 is a prompt
-        override(name, value)
-    return flags, given
-
+# the model's flags
 
 # the flags that a checkpoint fixes
 MODEL_FLAGS = {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'norm', 'position', 'n_kv_head', 'qk_norm',
@@ -206,29 +93,6 @@ def with_expert_balance(config, balance):
     """The config with this weight of the experts' balancing loss; unchanged if it has no experts."""
     moe = config.moe and dataclasses.replace(config.moe, balance=balance)
     return dataclasses.replace(config, moe=moe)
-
-
-def check_flags(flags):
-    """Raises UserError for training flags that are out of range."""
-    for name in ('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
-                 'block_size'):
-        if flags[name] < 1:
-            raise UserError(f'{name} must be at least 1, not {flags[name]}')
-    for name in ('max_iters', 'save_interval', 'warmup_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay',
-                 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'):
-        if not 0 <= flags[name] < math.inf:
-            raise UserError(f'{name} must be at least 0, not {flags[name]}')
-    if flags['seed'] >= 2**32:
-        raise UserError(f"seed must be below 2**32, not {flags['seed']}")
-    if flags['keep'] < 1:
-        raise UserError(f"keep must be at least 1, not {flags['keep']}")
-    if not flags['out_dir']:
-        raise UserError('out_dir is empty; name a folder')
-    if '://' in flags['out_dir']:
-        raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where the bucket is mounted")
-    for name in ('beta1', 'beta2'):
-        if not 0 <= flags[name] < 1:
-            raise UserError(f'{name} must be in [0, 1), not {flags[name]}')
 
 
 # -----------------------------------------------------------------------------
@@ -283,8 +147,16 @@ def configure_process(device, deterministic=False):
         jax.config.update('jax_rocm_visible_devices', index)
     if deterministic:
         os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_deterministic_ops=true'
-    if kind in ('auto', 'cpu'):  # what auto means is only known once the backends are initialized: too late
+    if kind == 'cpu' or kind == 'auto' and not finds_accelerator():
         configure_malloc()
+
+
+def finds_accelerator(dev=Path('/dev')):
+    """Whether --device=auto probably means a GPU or TPU: a plugin of JAX for one is installed, and Linux has such a
+    device. JAX itself knows only once its backends are initialized, too late for configure_malloc."""
+    plugins = importlib.metadata.entry_points(group='jax_plugins') or importlib.util.find_spec('libtpu')
+    devices = [name for pattern in ('nvidia[0-9]*', 'kfd', 'accel[0-9]*', 'vfio/[0-9]*') for name in dev.glob(pattern)]
+    return jax.config.jax_platforms != 'cpu' and bool(plugins and devices)
 
 
 def setup_jax_environment(device='auto', dtype='auto'):
@@ -296,8 +168,7 @@ def setup_jax_environment(device='auto', dtype='auto'):
     configure_process(device)
     devices = check_device_availability(device)
     platform = devices[0].platform
-    if platform != 'cpu':
-        enable_compilation_cache(platform)
+    enable_compilation_cache(platform)
     if dtype not in ('auto', *DTYPES):
         raise UserError(f'dtype must be auto, {", ".join(DTYPES)}, not {dtype!r}')
     dtype, reason = (dtype, 'as asked') if dtype != 'auto' else default_dtype(devices[0])
@@ -378,6 +249,7 @@ def join_torchrun():
 
 
 def join(**cluster):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the wait for the others, up to 5 minutes
     try:
         jax.distributed.initialize(**cluster, heartbeat_timeout_seconds=PEER_TIMEOUT,
                                    shutdown_timeout_seconds=PEER_TIMEOUT)
@@ -424,21 +296,6 @@ def check_agreement(what, values):
                             f'{", ".join(different)}')
 
 
-PEER_DIED = 75  # exit code, EX_TEMPFAIL of sysexits.h: start all processes again
-
-
-def exit_if_peer_died(error):
-    """Ends this process at once, with one line on stderr, if `error` is caused by the death of another process: the
-    usual way out (completing a checkpoint, shutting down jax.distributed) would wait for the dead process."""
-    causes = error, error.__cause__, error.__context__
-    text = ' '.join(str(error).split())
-    lost = any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes) or 'barrier' in text
-    if lost and jax.process_count() > 1 and 'RESOURCE_EXHAUSTED' not in text:
-        print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; start all of them '
-              f'again, with --init_from=resume ({text[:300]})', file=sys.stderr, flush=True)
-        os._exit(PEER_DIED)
-
-
 @functools.cache  # one call is enough
 def configure_malloc():
     """Tells glibc never to return memory to the system, and Linux to use huge pages for it. XLA:CPU allocates its
@@ -471,17 +328,36 @@ def configure_malloc():
 
 def enable_compilation_cache(platform):
     """Keeps compiled programs in a folder that only this user can read, so that a second run starts at once. Each
-    version of jaxlib and each platform has its own folder, because programs of others may not load. The environment's
-    JAX_COMPILATION_CACHE_DIR takes precedence. Not for CPUs: jax 0.10 never finds an entry on AVX-512 machines
-    (jax-ml/jax#38445)."""
-    if jax.config.jax_compilation_cache_dir is None:
-        home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-        folder = Path(home) / 'jax_transformer' / f'{platform}-jaxlib-{jax.lib.__version__}'
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs in it are executed: keep others out
-        except OSError:
-            return  # the home folder is read-only: compile in every run
-        jax.config.update('jax_compilation_cache_dir', str(folder))
+    version of jaxlib, each platform and each kind of CPU has its own folder, because programs of others may not load.
+    The environment's JAX_COMPILATION_CACHE_DIR takes precedence."""
+    if jax.config.jax_compilation_cache_dir is not None or (platform == 'cpu' and not can_cache_on_cpu()):
+        return
+    name = cpu_name() if platform == 'cpu' else platform
+    home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    folder = Path(home) / 'jax_transformer' / f'{name}-jaxlib-{jax.lib.__version__}'
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs in it are executed: keep others out
+    except OSError:
+        return  # the home folder is read-only: compile in every run
+    jax.config.update('jax_compilation_cache_dir', str(folder))
+    if platform == 'cpu':  # many small programs, which take 2 s to compile and 0.2 s to load
+        jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+
+
+def can_cache_on_cpu():
+    """Whether compiled programs of this CPU load again: not for certain before jaxlib 0.10.2, which prints two lines
+    about SIGILL for each program loaded where there is AVX-512 (jax-ml/jax#38445), nor tested elsewhere than on Linux,
+    nor for several processes, of which only the first writes."""
+    version = tuple(int(part) for part in jax.lib.__version__.split('.')[:3])
+    return version >= (0, 10, 2) and sys.platform == 'linux' and jax.process_count() == 1
+
+
+def cpu_name():
+    """'cpu-' and a hash of what XLA compiles for: the CPU's model and instruction sets, and the number of threads."""
+    fields = {line for line in Path('/proc/cpuinfo').read_text().splitlines()
+              if re.match('(vendor_id|model name|flags|CPU implementer|CPU part|Features)\\b', line)}
+    threads = os.environ.get('NPROC'), len(os.sched_getaffinity(0))  # XLA:CPU reads both
+    return f'cpu-{zlib.crc32(repr((sorted(fields), threads)).encode()):08x}'
 
 
 # Blocks of this size and longer take chunked attention: on a CPU because it is faster (docs/performance.md), on GPUs
@@ -841,7 +717,7 @@ def load_dataset_meta(data_dir):
                 raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
                                  '{"kind": "folder", "path": where its tokenizer.json is}')
             meta['tokenizer'] = locate_tokenizer(tokenizer, data_dir)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
     elif (data_dir / 'meta.pkl').exists():
         raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which can run programs and is not loaded; if you trust '
@@ -1100,6 +976,13 @@ class HFTokenizer:
             raise UserError(f'cannot read {folder / "tokenizer.json"} ({error}); copy or download it again') from None
         self.ids = self.tokenizer.get_vocab()
         self.vocab_size = max(self.ids.values(), default=-1) + 1  # not their number: ids may have holes
+        try:
+            self.read_settings(folder)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise UserError(f"the tokenizer's settings in {folder} are malformed ({type(error).__name__}: {error}); "
+                            'copy or download them again') from None
+
+    def read_settings(self, folder):
         settings = read_json_object(folder / 'tokenizer_config.json')
         self.generation = read_json_object(folder / 'generation_config.json')
         config = read_json_object(folder / 'config.json')
@@ -1110,7 +993,7 @@ class HFTokenizer:
         for found in (self.generation, config, config.get('text_config') or {}):
             ids = found.get('eos_token_id')
             stop_tokens |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
-        self.stop_tokens = tuple(sorted(stop_tokens - {None}))
+        self.stop_tokens = tuple(sorted(map(operator.index, stop_tokens - {None})))
         names = ('temperature', 'top_k', 'top_p', 'repetition_penalty')
         self.sampling = {name: x for name in names if isinstance(x := self.generation.get(name), (int, float))}
         self.chat_template = settings.get('chat_template')
@@ -1209,7 +1092,7 @@ def read_json_object(path):
     """The object in a JSON file; {} if there is no such file. Raises UserError for other content."""
     try:
         values = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
     if not isinstance(values, dict):
         raise UserError(f'{path} is not a JSON object; copy or download it again')
@@ -1549,8 +1432,12 @@ def open_checkpoints(out_dir, keep=2):
             # reverse: Orbax prefers the highest. Saves between evaluations have no metrics; only LatestN keeps them
             policies.BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)]),
         best_fn=val_loss, best_mode='min', cleanup_tmp_directories=True, create=True,
-        async_options=ocp.options.AsyncOptions(post_finalization_callback=lambda: write_checksums(folder)))
+        async_options=ocp.options.AsyncOptions(
+            timeout_secs=10**6,  # 20 minutes by default: too little for slow disks, and for a clock that is set
+            create_directories_asynchronously=False,  # else threads wait 5 minutes for one that cannot be made
+            post_finalization_callback=lambda: write_checksums(folder)))
     try:
+        folder.mkdir(parents=True, exist_ok=True)  # Orbax would take a file in its place
         return ocp.CheckpointManager(folder, options=options, item_names=('params', 'opt_state', 'meta'))
     except OSError as error:
         raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another --out_dir') from error
@@ -1580,17 +1467,22 @@ def checksum(path):
     return crc
 
 
-def find_damage(step):
-    """The first file of the checkpoint folder `step` that is not as it was written, or ''. Several processes each read
-    some of the files. A checkpoint without checksums.json is of an earlier version of this program: not checked."""
+ITEMS = 'params', 'opt_state', 'meta', 'metrics'  # the folders of a checkpoint
+
+
+def find_damage(step, items=ITEMS):
+    """The first file among these items of the checkpoint folder `step` that is not as it was written, or ''. Several
+    processes each read some of the files. A checkpoint without checksums.json is of an earlier version of this program:
+    not checked."""
     damaged = ''
     try:
         sums = json.loads((step / 'checksums.json').read_text()) if (step / 'checksums.json').exists() else {}
-        for name in sorted(sums)[jax.process_index()::jax.process_count()]:
+        names = sorted(name for name in sums if name.split('/')[0] not in set(ITEMS) - set(items))
+        for name in names[jax.process_index()::jax.process_count()]:
             if not (step / name).is_file() or checksum(step / name) != sums[name]:
                 damaged = name
                 break
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         damaged = 'checksums.json'
     return next(filter(None, gather_texts(damaged)), '')
 
@@ -1669,7 +1561,7 @@ def read_val_loss(step):
         return math.inf
     try:
         return float(json.loads(path.read_text())['val_loss'])
-    except (KeyError, TypeError, OSError) as error:
+    except (KeyError, TypeError, OSError, RecursionError) as error:
         raise ValueError(f'{path} is damaged') from error
 
 
@@ -1733,9 +1625,9 @@ def opt_state_item(state):
     return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
 
 
-def load_meta(out_dir, which='latest'):
-    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One that is damaged is named on stderr,
-    and the newest intact one is taken instead. Raises UserError if there is none."""
+def load_meta(out_dir, which='latest', items=ITEMS):
+    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One of which one of these items is damaged
+    is named on stderr, and the newest intact one is taken instead. Raises UserError if there is none."""
     if which not in ('latest', 'best'):
         raise UserError(f'checkpoint must be latest or best, not {which!r}')
     folder = Path(out_dir, 'ckpt')
@@ -1748,7 +1640,7 @@ def load_meta(out_dir, which='latest'):
         steps[1:] = sorted(steps[1:], reverse=True)
     problems = []
     for step in steps:
-        problem = find_damage(folder / str(step))
+        problem = find_damage(folder / str(step), items)
         try:
             if not problem:
                 meta = read_meta(folder / str(step))
@@ -1798,8 +1690,8 @@ def restore_items(out_dir, step, items):
 
 def load_run(out_dir, which='best', parallel=None):
     """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
-    default, on the first device). Reads nothing but the checkpoint. Raises UserError if there is none."""
-    step, meta = load_meta(out_dir, which)
+    default, on the first device). The optimizer's state is not read. Raises UserError if there is none."""
+    step, meta = load_meta(out_dir, which, ('params', 'meta', 'metrics'))
     config = GPTConfig(**meta['model'])
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
     state = parallel.abstract_state(create_train_state, jax.random.key(0), config, optax.identity())
@@ -1848,6 +1740,9 @@ class MetricsLog:
         """Appends a record; a float that is not finite becomes null. Raises UserError if it cannot be written."""
         if 'val_loss' in record and record['iter'] == self.evaluated:
             return
+        if not os.fstat(self.file.fileno()).st_nlink:  # deleted under the running process
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, 'a', buffering=1)
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
             self.file.write(json.dumps(record) + '\n')
@@ -1856,33 +1751,48 @@ class MetricsLog:
                             'continue with --init_from=resume') from error
 
 
-def read_metrics(out_dir):
-    """The records of out_dir/metrics.jsonl, without an incomplete last line, as a killed run may leave it."""
+def iterate_metrics(out_dir):
+    """Yields the records of out_dir/metrics.jsonl up to an incomplete or damaged line, as a killed run may leave it."""
     path = Path(out_dir) / 'metrics.jsonl'
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    if not path.exists():
+        return
+    with open(path, encoding='utf-8', errors='replace') as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                return
+            if not isinstance(record, dict) or type(record.get('iter')) is not int:
+                return
+            yield record
+
+
+def read_metrics(out_dir):
+    return list(iterate_metrics(out_dir))
 
 
 def plot_losses(out_dir):
-    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of every logged iteration, train and val of every
-    evaluation."""
+    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of the logged iterations, of at most 5,000 of them,
+    and train and val of every evaluation. Holds 16 bytes per record, so that a long run does not take more and more
+    memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    records = read_metrics(out_dir)
+    gc.collect()  # the last figure: it is full of reference cycles, and 1.4 MB of memory would not be used again
+    curves = {key: array.array('d') for key in ('loss', 'train_loss', 'val_loss')}
+    for record in iterate_metrics(out_dir):
+        for key, points in curves.items():
+            if isinstance(record.get(key), (int, float)):
+                points.extend((record['iter'], record[key]))
     figure = Figure(figsize=(7, 4.5), layout='constrained')
     axes = FigureCanvasAgg(figure).figure.subplots()
     for key, label, style in (('loss', 'train, iterations', dict(color='0.8', lw=0.8)),
                               ('train_loss', 'train', dict(marker='.')), ('val_loss', 'val', dict(marker='.'))):
-        points = [(r['iter'], r[key]) for r in records if r.get(key) is not None]
-        if points:
-            axes.plot(*zip(*points), label=label, **style)
+        points = np.asarray(curves[key]).reshape(-1, 2)
+        if len(points):
+            axes.plot(*points[::ceil_div(len(points), 5000)].T, label=label, **style)
     axes.set(xlabel='iteration', ylabel='loss (nats per token)')
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(Path(out_dir) / 'loss.tmp.png', dpi=120)
     os.replace(Path(out_dir) / 'loss.tmp.png', Path(out_dir) / 'loss.png')

@@ -26,9 +26,9 @@ from flax import linen as nn
 from flax.training import train_state
 
 from jax_ops import (
-    COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, Transposed, UserError, all_gather_param, causal_mask, embed_tokens,
-    flat_index, fused_causal_attention, fused_linear, hash_dropout, linear, lm_logits, map_sequence_chunks, mix_experts,
-    quantize, remat_policy, scan_layers, scatter_to_slots)
+    COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, Transposed, UserError, all_gather_param, blockwise_attention,
+    causal_mask, embed_tokens, flat_index, fused_causal_attention, fused_linear, hash_dropout, linear, lm_logits,
+    map_sequence_chunks, mix_experts, quantize, remat_policy, scan_layers, scatter_to_slots)
 from jax_ops import ParallelLMHead, VocabParallelEmbedding, create_mesh  # noqa: F401, for users of this file
 
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -59,7 +59,7 @@ class GPTConfig:
     dtype: str = 'float32'  # of activations and matmuls; parameters, softmax, logits and loss are always float32
     # execution: same parameters, same results up to rounding; not stored in checkpoints
     attention: str = 'xla'  # one of ATTENTION; a call with a KV cache always uses 'xla'
-    scan_layers: bool = False  # compile one block and loop over the layers
+    scan_layers: bool = False  # compile one block and loop over the layers; dropout draws other masks
     remat: str = 'none'  # one of REMAT
     # other models, see the last section
     tied_head: bool = True  # False: lm_head is a matrix of its own
@@ -102,18 +102,7 @@ class GPTConfig:
         return self.layer_types[i % len(self.layer_types)], is_moe
 
     def __post_init__(self):
-        for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
-            if getattr(self, name) < 1:
-                raise UserError(f'{name} must be at least 1, not {getattr(self, name)}')
-        if self.n_embd % self.n_head and not self.head_dim and not self.mla:
-            valid = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
-            raise UserError(f'n_head={self.n_head} does not divide n_embd={self.n_embd}; it may be one of {valid}')
-        if not 0 <= self.dropout < 1:
-            raise UserError(f'dropout must be in [0, 1), not {self.dropout}')
-        for name, known in (('dtype', DTYPES), ('activation', ACTIVATIONS), ('attention', ATTENTION), ('remat', REMAT)):
-            if getattr(self, name) not in known:
-                raise UserError(f'{name} must be one of {", ".join(known)}, not {getattr(self, name)!r}')
-        init_other_models(self)
+        init_config(self)
 
     def architecture(self):
         """{name: value} of the fields that say what the model is: GPTConfig(**config.architecture())."""
@@ -202,8 +191,10 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
     folded into the time axis. sinks_H: one more logit per head, whose probability goes nowhere. key_B: dropout keys of
     the sequences, None is no dropout. Values may be wider or narrower than keys."""
     B, T, H, K = q_BxTxHxK.shape
-    G = k_BxSxGxK.shape[2]
+    S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
+    if T < S and T * S >= 2**18:  # a piece of a long prompt with its KV cache: neither dropout nor gradients
+        return blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scale=scale, sinks_H=sinks_H)
     q_BxTQxGxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(2, 3).reshape(B, T * Q, G, K)
     # heads first, as the KV cache is stored
     q_BxGxTQxK, k_BxGxSxK, v_BxGxSxK = (x.swapaxes(1, 2) for x in (q_BxTQxGxK, k_BxSxGxK, v_BxSxGxK))
@@ -214,7 +205,7 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
     if sinks_H is not None:
         sinks_BxGxTQx1 = jnp.broadcast_to(jnp.tile(sinks_H.reshape(G, Q), T)[..., None], (B, G, T * Q, 1))
         scores_BxGxTQxS = jnp.concatenate([scores_BxGxTQxS, sinks_BxGxTQx1], axis=-1)
-    probs_BxGxTQxS = jax.nn.softmax(scores_BxGxTQxS)[..., :k_BxSxGxK.shape[1]].astype(v_BxSxGxK.dtype)
+    probs_BxGxTQxS = jax.nn.softmax(scores_BxGxTQxS)[..., :S].astype(v_BxSxGxK.dtype)
     if key_B is not None:
         probs_BxGxTQxS = hash_dropout(probs_BxGxTQxS, dropout_rate, key_B, flat_index(probs_BxGxTQxS.shape[1:]))
     y_BxTQxGxK = jnp.einsum('bgts,bgsk->bgtk', probs_BxGxTQxS, v_BxGxSxK).swapaxes(1, 2)
@@ -426,10 +417,11 @@ class GPT(nn.Module):
 
         if cfg.remat != 'none' and cache is None:
             run = nn.remat(run, policy=remat_policy(cfg.remat))
+        elif cache is not None:
+            run = nn.jit(run)  # traced and lowered once for all layers of a kind
         new_cache = {}
         for i, block in enumerate(self.h):
-            layer_cache = None if cache is None else cache[f'h_{i}']
-            x_BxTxD, new_cache[f'h_{i}'] = run(block, x_BxTxD, layer_cache)
+            x_BxTxD, new_cache[f'h_{i}'] = run(block, x_BxTxD, cache and cache[f'h_{i}'])
         return self.ln_f(x_BxTxD), new_cache
 
     def logits(self, x_BxTxD, logit_position_B=None):
@@ -551,17 +543,27 @@ class MoEConfig:
                             f'{self.n_group_used} are used')
 
 
-def init_other_models(config):
-    """Makes the groups of a GPTConfig from dicts. Raises UserError for fields that do not go together."""
+def init_config(config):
+    """Makes the groups of a GPTConfig from dicts. Raises UserError for values out of range or that do not go together.
+    """
     for name, group in (('rope_scaling', RopeScaling), ('mla', MLAConfig), ('moe', MoEConfig)):
         if isinstance(getattr(config, name), dict):
             object.__setattr__(config, name, group(**getattr(config, name)))
     object.__setattr__(config, 'layer_types', tuple(config.layer_types))
-    if config.rope_scaling and config.rope_scaling.kind not in ('llama3', 'yarn'):
-        raise UserError(f'the kind of rope scaling must be llama3 or yarn, not {config.rope_scaling.kind!r}')
-    for name, known in (('norm', NORMS), ('position', POSITIONS), ('mlp', MLPS), ('qk_norm', QK_NORMS)):
+    for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
+        if getattr(config, name) < 1:
+            raise UserError(f'{name} must be at least 1, not {getattr(config, name)}')
+    if config.n_embd % config.n_head and not config.head_dim and not config.mla:
+        valid = [h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0]
+        raise UserError(f'n_head={config.n_head} does not divide n_embd={config.n_embd}; it may be one of {valid}')
+    if not 0 <= config.dropout < 1:
+        raise UserError(f'dropout must be in [0, 1), not {config.dropout}')
+    for name, known in (('dtype', DTYPES), ('activation', ACTIVATIONS), ('attention', ATTENTION), ('remat', REMAT),
+                        ('norm', NORMS), ('position', POSITIONS), ('mlp', MLPS), ('qk_norm', QK_NORMS)):
         if getattr(config, name) not in known:
             raise UserError(f'{name} must be one of {", ".join(known)}, not {getattr(config, name)!r}')
+    if config.rope_scaling and config.rope_scaling.kind not in ('llama3', 'yarn'):
+        raise UserError(f'the kind of rope scaling must be llama3 or yarn, not {config.rope_scaling.kind!r}')
     if config.n_head % config.kv_heads:
         valid = [h for h in range(1, config.n_head + 1) if config.n_head % h == 0]
         raise UserError(f'n_kv_head={config.n_kv_head} does not divide n_head={config.n_head}; one of {valid} does')

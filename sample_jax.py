@@ -5,24 +5,15 @@ $ python sample_jax.py --init_from=gpt2-xl --start="The answer to life, the univ
 """
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import select
 import sys
+import time
 from pathlib import Path
 
-import jax
-import numpy as np
-from flax.traverse_util import unflatten_dict
-
-from jax_generate import (
-    PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
-from jax_ops import UserError
-from jax_pretrained import load_pretrained, local_path
-from jax_train_utils import (
-    Stopwatch, configure_process, describe_tokenizer, exit_on_user_error, initialize_distributed, load_dataset_meta,
-    load_run, load_tokenizer, measure_bandwidth, read_flags, same_tokens, setup_distributed_training,
-    setup_jax_environment, strip_partial_utf8)
+from jax_flags import UserError, exit_on_user_error, read_flags
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, ...), a Hugging Face folder or 'owner/name', a ckpt.pt
@@ -57,6 +48,7 @@ num_processes = 0 # number of processes
 process_id = -1 # number of this process, from 0
 compile = True # has no effect: JAX always compiles
 # -----------------------------------------------------------------------------
+started = time.perf_counter()
 sys.excepthook = exit_on_user_error
 flags, given = read_flags(__file__, globals())  # all knobs of the block above, and those that the user gave
 globals().update(flags)
@@ -69,11 +61,27 @@ if seed >= 2**32:
 if not 0 < top_p <= 1 or not 0 <= min_p <= 1 or not 0 < repetition_penalty < float('inf'):
     raise UserError(f'top_p must be in (0, 1], min_p in [0, 1], repetition_penalty above 0; got {top_p}, {min_p}, '
                     f'{repetition_penalty}')
+
+# jax is imported after the flags, so that --help and a wrong flag are answered at once
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from jax_generate import (
+    PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
+from jax_pretrained import load_pretrained, local_path
+from jax_train_utils import (
+    Stopwatch, configure_process, describe_tokenizer, initialize_distributed, load_dataset_meta, load_run,
+    load_tokenizer, measure_bandwidth, same_tokens, setup_distributed_training, setup_jax_environment,
+    strip_partial_utf8)
+
 configure_process(device)
 initialize_distributed(coordinator_address, num_processes, process_id)
 if jax.process_index() > 0:  # process 0 prints
     sys.stdout = sys.stderr = open(os.devnull, 'w')
 devices, dtype, reason = setup_jax_environment(device, dtype)
+clock = Stopwatch()
+imports_s = clock.start - started
 n_devices = tensor * expert
 if jax.process_count() > 1 and n_devices != len(devices):
     raise UserError(f'{jax.process_count()} processes have {len(devices)} devices: tensor x expert must be as many')
@@ -154,13 +162,12 @@ def encode(text):
 STREAM_CHUNK = 8  # tokens generated between two updates of a text that is shown while it grows
 SLOW_TOKEN = 0.05  # seconds: a text with slower tokens is updated after each
 STOP_CHUNK = 64  # tokens generated between two searches for the stop text
-clock = Stopwatch()
+loading = clock.lap()
 calls = []  # (laps, prompt lengths, GenerationResult) of each call of generate_texts, for report_speed
 
 
 def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
-    """Continues the prompts (lists of token ids) in one batch. Returns (their texts, whether each was cut at
-    max_new_tokens).
+    """Continues the prompts (lists of token ids) in one batch. Returns (their texts, whether each met the stop text).
 
     sample_index: number of the random stream of each sample.
     show(text): called with the first text while it grows.
@@ -174,20 +181,12 @@ def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
         row[:len(prompt)] = prompt
     prompt_texts = [tokenizer.decode(prompt) for prompt in prompts]
     laps = []
-    n_chunk = 1
-
-    def stream_chunk():
-        nonlocal n_chunk
-        is_fast = len(laps) > 1 and laps[-1].running < SLOW_TOKEN * n_chunk
-        n_chunk = STREAM_CHUNK if is_fast else 1
-        return n_chunk
-
     results = generate_stream(
         params, config, idx, max_new_tokens, rng=jax.random.key(seed), temperature=temperature, top_k=top_k or None,
         top_p=top_p if top_p < 1 else None, min_p=min_p or None,
         repetition_penalty=repetition_penalty if repetition_penalty != 1 else None, n_vocab=tokenizer.vocab_size,
         prompt_lengths_B=lengths, sample_index_B=sample_index, stop_tokens=tokenizer.stop_tokens,
-        chunk=stream_chunk if show else STOP_CHUNK if stop else None,  # None: all tokens in one compiled loop
+        chunk=functools.partial(stream_chunk, laps) if show else STOP_CHUNK if stop else None,  # None: all
         cache_dtype=cache_dtype, n_draft=n_draft, draft=draft_model, prefix_cache=prefix_cache)
     clock.lap()
     with parallel.mesh_context(), contextlib.closing(results):
@@ -201,9 +200,7 @@ def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
     if show:
         show(texts[0])
     calls.append((laps, lengths, result))
-    was_cut = [length == n_prompt + max_new_tokens and row[length - 1] not in tokenizer.stop_tokens and not has_stopped
-               for row, length, n_prompt, has_stopped in zip(result.tokens, result.lengths, lengths, stopped)]
-    return texts, was_cut
+    return texts, stopped
 
 
 def texts_until_stop(result, prompt_texts):
@@ -215,6 +212,12 @@ def texts_until_stop(result, prompt_texts):
         texts.append(text if end < 0 else text[:end])
         stopped.append(end >= 0)
     return texts, stopped
+
+
+def stream_chunk(laps):
+    """Number of tokens to generate before the text is shown again: 1, until one took less than SLOW_TOKEN."""
+    fastest = min((lap.running for lap in laps[1:]), default=SLOW_TOKEN)
+    return STREAM_CHUNK if fastest < SLOW_TOKEN else 1
 
 
 def settled_part(text):
@@ -239,7 +242,10 @@ def report_speed():
     compile_s = sum(lap.compiling for laps, _, _ in calls for lap in laps)
     prefill_s = sum(laps[0].running for laps, _, _ in calls)
     decode_s = sum(lap.running for laps, _, _ in calls for lap in laps[1:])
-    report = f'compiled in {compile_s:.1f} s, prefill {prefill_s * 1000:.1f} ms'
+    first = calls[0][0][0]
+    report = (f'first token: imports {imports_s:.2f} s, weights {loading.running:.2f} s, '
+              f'compiling {loading.compiling + first.compiling:.2f} s, running {first.running:.2f} s\n'
+              f'compiled in {compile_s:.1f} s, prefill {prefill_s * 1000:.1f} ms')
     if decode_s:
         batch_size = len(calls[0][1])
         n_tokens = sum(int(np.sum(result.lengths - lengths)) for _, lengths, result in calls)
@@ -358,8 +364,11 @@ def answer(turns, line, sample_index, prefix_cache):
     try:
         prompt, turns = encode_what_fits(turns, line)
         n_prompt = len(tokenizer.decode(prompt))
-        _, was_cut = generate_texts([prompt], [sample_index], show, prefix_cache)
-        print(f'\n(cut at max_new_tokens={max_new_tokens})' if was_cut[0] else '')
+        _, [has_stopped] = generate_texts([prompt], [sample_index], show, prefix_cache)
+        *_, result = calls[-1]
+        is_full = result.lengths[0] == len(prompt) + max_new_tokens
+        was_cut = is_full and not has_stopped and result.tokens[0, -1] not in tokenizer.stop_tokens
+        print(f'\n(cut at max_new_tokens={max_new_tokens})' if was_cut else '')
     except UserError as error:
         print(f'error: {error}')
         return None

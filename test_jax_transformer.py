@@ -211,7 +211,7 @@ def test_int8_weights_take_a_quarter_and_give_nearly_the_same_logits(dtype):
     assert tokens.shape == (2, 34)
 
 
-def test_decoding_in_float32_on_a_cpu_has_transposed_kernels_and_the_same_logits():
+def test_decoding_on_a_cpu_has_transposed_kernels_and_the_same_logits():
     params = dict(random_params(TINY))
     converted = convert_params_for_decoding(params, 'float32')
     assert params == {}  # the memory of one block is free before the next one is converted
@@ -222,8 +222,8 @@ def test_decoding_in_float32_on_a_cpu_has_transposed_kernels_and_the_same_logits
     idx = random_tokens(2, 16)
     expected = apply(TINY, random_params(TINY), idx)
     np.testing.assert_allclose(apply(TINY, converted, idx), expected, rtol=0, atol=1e-5)
-    low = convert_params_for_decoding(dict(random_params(TINY)), 'bfloat16')
-    assert low['h_0']['mlp']['c_fc']['kernel'].shape == kernel.shape
+    low = convert_params_for_decoding(dict(random_params(TINY)), 'bfloat16')['h_0']['mlp']['c_fc']['kernel']
+    np.testing.assert_array_equal(low.values, kernel.T.astype(jnp.bfloat16))
 
 
 def test_gpt2_in_int8_takes_less_than_130_mb():
@@ -349,11 +349,9 @@ def test_a_sample_depends_on_seed_and_row_and_on_nothing_else_in_the_batch():
     np.testing.assert_array_equal(three[:, :14], generated(idx, 10))  # max_new_tokens does not change earlier tokens
 
 
-def picks(logits, n_vocab=None, greedy=False, top_k=None, top_p=None, min_p=None, temperature=1.0):
+def picks(logits, n_vocab=None, top_k=None, top_p=None, min_p=None, temperature=1.0):
     """How often each token is drawn from these logits, as a share of 4000 draws."""
-    sampling = SamplingConfig(
-        greedy=greedy, top_k=top_k is not None, top_p=top_p is not None, min_p=min_p is not None, penalize=False,
-        n_vocab=n_vocab or len(logits), stop_tokens=())
+    sampling = SamplingConfig(n_vocab or len(logits), stop_tokens=())
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty=None)
     logits_BxV = jnp.tile(jnp.asarray(logits, jnp.float32), (4000, 1))
     keys = jax.random.split(jax.random.key(0), 4000)
@@ -372,7 +370,7 @@ def test_tokens_are_drawn_with_their_probabilities():
     np.testing.assert_allclose(picks(np.log(p), top_p=0.01), [0, 1, 0, 0])
     np.testing.assert_allclose(picks(np.log(p), min_p=0.7), [0, 4 / 7, 0, 3 / 7], atol=0.03)
     np.testing.assert_allclose(picks(np.log(p), min_p=1.0), [0, 1, 0, 0])
-    np.testing.assert_allclose(picks(np.log(p), greedy=True), [0, 1, 0, 0])
+    np.testing.assert_allclose(picks(np.log(p), temperature=None), [0, 1, 0, 0])
     np.testing.assert_allclose(picks(np.log(p), n_vocab=1), [1, 0, 0, 0])
 
 
@@ -426,20 +424,20 @@ def test_no_new_tokens_returns_the_prompts():
     np.testing.assert_array_equal(generated(random_tokens(2, 5), 0), random_tokens(2, 5))
 
 
-def test_prompts_of_all_lengths_and_other_numbers_of_tokens_compile_nothing_new():
+def test_other_lengths_and_numbers_of_tokens_compile_nothing_new_unless_they_need_32_slots_more():
     config = dataclasses.replace(TINY, block_size=64)
     params = init_params(config)
 
     def run(length, max_new_tokens, top_k):
         generate(params, config, random_tokens(2, length), max_new_tokens, rng=jax.random.key(0), top_k=top_k)
 
-    run(18, 8, 5)
+    run(30, 8, 5)
     n_prefill, n_decode = jax_generate.prefill._cache_size(), jax_generate.decode._cache_size()
-    for length, max_new_tokens, top_k in ((25, 8, 5), (56, 2, 9), (33, 8, 5), (20, 30, 37)):
+    for length, max_new_tokens, top_k in ((27, 8, 5), (56, 2, 9), (33, 8, 5), (20, 30, 37)):
         run(length, max_new_tokens, top_k)
     assert jax_generate.prefill._cache_size() == n_prefill
     assert jax_generate.decode._cache_size() == n_decode
-    run(4, 8, 5)  # short prompts have pieces of their own
+    run(4, 40, 5)  # short prompts have pieces of their own
     assert jax_generate.prefill._cache_size() == n_prefill + 1
 
 

@@ -14,24 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-import flax
-import jax
-import jaxlib
-import numpy as np
-from flax.traverse_util import unflatten_dict
-
-from jax_ops import UserError, ceil_div
-from jax_pretrained import load_config, load_pretrained, local_path
-from jax_train_utils import (
-    MetricsLog, StopSignal, all_finite, check_agreement, check_flags, check_tokens, checkpoint_steps,
-    choose_attention, config_from_flags, configure_process, copy_tokenizer, create_learning_rate_schedule,
-    create_optimizer_with_schedule, describe_data, describe_tokenizer, device_peak_flops, duration, estimate_loss_jax,
-    exit_if_peer_died, exit_on_user_error, finish_checkpoints, fit_layout, flags_from_config, get_batch_jax,
-    get_loss_weights, in_all_processes, initialize_distributed, load_checkpoint, load_dataset, load_masks, load_meta,
-    lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags, open_checkpoints, plot_losses, progress_bar,
-    read_flags, same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment, split_batch,
-    start_wandb, with_expert_balance, write_text)
-from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
+from jax_flags import UserError, check_flags, exit_if_peer_died, exit_on_user_error, read_flags
 
 # -----------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in the order given.
@@ -94,7 +77,7 @@ device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu': all of the k
 dtype = 'auto' # 'float32', 'bfloat16', 'float16' (with loss scaling); auto is bfloat16 where the hardware is fast at it
 attention = 'auto' # 'cudnn' (NVIDIA), 'splash' (TPU), 'chunked' (some queries at a time), 'xla' (plain); auto says why
 loss_chunk = 0 # positions whose logits are materialized at a time, to save memory with a large vocabulary; 0 is all
-scan_layers = False # compile one block and loop over it: compiles faster
+scan_layers = False # compile one block and loop over it: compiles faster; dropout draws other masks
 remat = 'none' # gradient checkpointing: 'dots' saves matmul outputs, 'full' nothing; CPUs need scan_layers (jax 0.10)
 fsdp = 1 # shard parameters and optimizer state over this many devices (ZeRO-3)
 zero = 0 # shard over all replicas: 1 the optimizer state (ZeRO-1), 2 the gradients in addition (ZeRO-2)
@@ -109,10 +92,34 @@ profile = False # trace three iterations after the first ones into out_dir/profi
 compile = True # has no effect: JAX always compiles
 backend = 'nccl' # has no effect: JAX picks its own
 # -----------------------------------------------------------------------------
+started = time.perf_counter()
 sys.excepthook = exit_on_user_error
 flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
 globals().update(flags)
+check_flags(flags)
+
+# jax is imported after the flags, so that --help and a wrong flag are answered at once
+import flax
+import jax
+import jaxlib
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from jax_ops import ceil_div
+from jax_pretrained import load_config, load_pretrained, local_path
+from jax_train_utils import (
+    MetricsLog, Stopwatch, StopSignal, all_finite, check_agreement, check_tokens, checkpoint_steps, choose_attention,
+    config_from_flags, configure_process, copy_tokenizer, create_learning_rate_schedule, create_optimizer_with_schedule,
+    describe_data, describe_tokenizer, device_peak_flops, duration, estimate_loss_jax, finish_checkpoints, fit_layout,
+    flags_from_config, get_batch_jax, get_loss_weights, in_all_processes, initialize_distributed, load_checkpoint,
+    load_dataset, load_masks, load_meta, lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags,
+    open_checkpoints, plot_losses, progress_bar, same_tokens, save_checkpoint, setup_distributed_training,
+    setup_jax_environment, split_batch, start_wandb, with_expert_balance, write_text)
+from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
+
 configure_process(device, deterministic)
+clock = Stopwatch()
+imports_s = clock.start - started
 initialize_distributed(coordinator_address, num_processes, process_id)
 stop = StopSignal(starting=jax.process_count() == 1)  # several processes stop together, in the loop
 master = jax.process_index() == 0  # the process that prints and writes the logs
@@ -123,7 +130,6 @@ iter_num = 0
 best_val_loss = 1e9
 resumed_at = None
 wandb_id = None
-check_flags(flags)
 own = ('process_id', 'out_dir', 'dataset')  # each process may have its own, if the content is the same
 check_agreement('flags', {name: value for name, value in flags.items() if name not in own} | {
     'the list of given flags': sorted(given.keys() - own)})
@@ -250,11 +256,12 @@ print(f'tokens per iteration will be: {tokens_per_iter:,}')
 
 peak_flops = device_peak_flops(devices[0])
 
-if wandb_log and master:  # after all that can be refused
+if not eval_only:
+    checkpoints = open_checkpoints(out_dir, keep)
+if wandb_log and master:  # after all that can be refused, before an earlier run is deleted
     wandb_run = start_wandb(project=wandb_project, name=wandb_run_name, id=wandb_id, config=flags)
     wandb_id = wandb_run.id
 if not eval_only:
-    checkpoints = open_checkpoints(out_dir, keep)
     for step in earlier:
         checkpoints.delete(step)
     stop.saving = checkpoints.is_saving_in_progress
@@ -305,6 +312,10 @@ class IterationLog:
             raise UserError(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: stopping; the '
                             f'checkpoints in {out_dir} are from before; try a lower learning_rate, longer '
                             'warmup_iters or dtype=float32')
+        if iter_num == first_iter:
+            lap = clock.lap()
+            bar.write(f'first iteration: imports {imports_s:.2f} s, compiling {lap.compiling:.2f} s, '
+                      f'running {lap.running:.2f} s')
         self.n_timed += 1
         bar.update()
         if iter_num % log_interval or not master:

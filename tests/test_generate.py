@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import jax_generate
-from jax_generate import PAD, PrefixCache, generate, generate_stream, keep_largest
+from jax_generate import (
+    PAD, PrefixCache, convert_params_for_decoding, decode, generate, generate_stream, init_cache, keep_largest, prefill)
 from jax_ops import UserError
 from jax_pretrained import load_pretrained
+from jax_train_utils import setup_distributed_training
 from tests.common import FAMILIES, TINY, apply, random_params, random_tokens
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
@@ -69,12 +71,25 @@ def test_pieces_of_any_width_give_the_same_text(options, monkeypatch):
         np.testing.assert_array_equal(tokens, expected)
 
 
-def test_a_piece_is_at_most_512_wide_and_narrower_with_long_caches():
+def test_a_long_prompt_never_has_all_its_scores_in_memory_and_gives_the_same_text(monkeypatch):
+    config = dataclasses.replace(ROPE, block_size=4096)
+    params = random_params(config)
+    idx, lengths = random_tokens(2, 1500), [1500, 700]
+    options = dict(prompt_lengths_B=lengths, rng=RNG, temperature=0)
+    in_blocks = generate(params, config, idx, 6, **options)
+    monkeypatch.setattr(jax_generate, 'piece_length', lambda *args: 64)  # too short for blocks of keys
+    np.testing.assert_array_equal(in_blocks, generate(params, config, idx, 6, **options))
+
+    cache = jax.eval_shape(lambda: jax_generate.init_cache(config, 1, 4096))
+    piece = jnp.zeros((1, 512), jnp.int32)
+    memory = jax_generate.prefill.lower(params, cache, piece, piece, config=config).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.7 * config.n_head * 512 * 4096 * 4  # bytes of all scores of a piece
+
+
+def test_a_piece_is_16_64_or_512_tokens_wide():
     width = jax_generate.piece_length
-    assert [width(n, 9 * 512, 16) for n in (1, 16, 17, 256, 257, 5000)] == [16, 16, 64, 64, 512, 512]
-    assert width(5000, 9 * 8192, 16) == 256
-    assert width(5000, 64 * 131072, 16) == 64
-    assert width(5, 9 * 512, 64) == 64
+    assert [width(n, least=16) for n in (1, 16, 17, 256, 257, 5000)] == [16, 16, 64, 64, 512, 512]
+    assert width(5, least=64) == 64
 
 
 def test_a_prompt_of_several_samples_is_prefilled_once(prefilled):
@@ -92,10 +107,10 @@ def test_a_prompt_of_several_samples_is_prefilled_once(prefilled):
 
 def test_a_cache_grows_by_four_unless_all_fits_into_twice_its_size():
     slots = jax_generate.choose_slots
-    assert slots(20, 520, 8192) == 576  # a multiple of 64
+    assert slots(20, 520, 8192) == 544  # a multiple of 32
     assert slots(20, 8020, 8192) == 512
     assert slots(513, 8020, 8192) == 2048
-    assert slots(2049, 8020, 8192) == 8064
+    assert slots(2049, 8020, 8192) == 8032
     assert slots(20, 8020, 1000) == 1000  # no position needs more slots than block_size
 
 
@@ -234,3 +249,28 @@ def test_the_largest_logits_are_kept_as_a_sort_would(kind):
         least = np.where(np.cumsum(probs, -1) - probs < p, ordered, np.inf).min(-1, keepdims=True)
         np.testing.assert_array_equal(keep(x, jax.nn.softmax(x), np.float32(p)), np.where(x < least, -np.inf, x))
     np.testing.assert_array_equal(keep(x, jax.nn.softmax(x), np.float32(1.5)), x)
+
+
+@pytest.mark.parametrize('n_prompt', [1, 4, 40])
+def test_decode_and_prefill_are_compiled_once_for_weights_that_a_script_has_placed(n_prompt):
+    config = dataclasses.replace(TINY, block_size=128)
+    params = setup_distributed_training(jax.devices()[:1]).device_put(random_params(config))
+    params = convert_params_for_decoding(dict(params), 'float32')
+    for compiled in (decode, prefill):
+        compiled.clear_cache()
+    results = generate_stream(params, config, random_tokens(1, n_prompt), 9, rng=jax.random.key(0), chunk=3)
+    assert len(list(results)) == 4
+    assert decode._cache_size() == 1
+    assert prefill._cache_size() == (n_prompt > 1)
+
+
+@pytest.mark.parametrize('layer_types, kinds', [(('full',), 1), (('full', 'window'), 2)])
+def test_a_step_with_a_cache_is_traced_once_for_all_layers_of_a_kind(layer_types, kinds):
+    def n_matmuls(n_layer):
+        config = dataclasses.replace(ROPE, n_layer=n_layer, layer_types=layer_types, window=8)
+        cache = init_cache(config, 1, 16)
+        lowered = prefill.lower(random_params(config), cache, random_tokens(1, 4), jnp.arange(4)[None], config=config)
+        return lowered.as_text().count('dot_general')
+
+    matmuls_of_a_layer = 6  # the last layer needs only one of them in a prefill, and is a program of its own
+    assert n_matmuls(4) == n_matmuls(8) == kinds * matmuls_of_a_layer + 1

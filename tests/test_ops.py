@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ops
 from jax_ops import (
-    BATCH, UserError, causal_mask, chunked_attention, create_mesh, flat_index, fused_causal_attention, hash_dropout,
-    linear, matmul, matmul_int8, matmul_nt, quantize, splash_attention, splash_kernel)
+    BATCH, Transposed, UserError, bfloat16_lane_terms, blockwise_attention, causal_mask, chunked_attention, create_mesh,
+    flat_index, fused_causal_attention, hash_dropout, linear, matmul, matmul_int8, matmul_nt, quantize,
+    splash_attention, splash_kernel)
 from jax_train_utils import make_train_step
 from jax_transformer import GPT, GPTConfig, MLAConfig, create_train_state, dot_product_attention
 from tests.common import random_params, random_tokens
@@ -211,6 +212,19 @@ def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize('first, window, sinks, v_dim', [(700, 0, False, 8), (1290, 0, True, 8), (900, 100, False, 12)])
+def test_blockwise_attention_is_dot_product_attention(first, window, sinks, v_dim):
+    rng = np.random.default_rng(0)
+    q, k, v, sinks_H = (jnp.asarray(rng.normal(size=size), jnp.float32)
+                        for size in ((2, 8, 6, 8), (2, 1300, 3, 8), (2, 1300, 3, v_dim), 6))
+    mask = causal_mask(jnp.arange(1300), first + jnp.arange(8)[:, None], window=window)
+    mask = jnp.stack([mask, jnp.roll(mask, -200, axis=1)])  # rows of different lengths
+    options = dict(scale=0.3, sinks_H=sinks_H if sinks else None)
+    np.testing.assert_allclose(blockwise_attention(q, k, v, mask, **options),
+                               dot_product_attention(q, k, v, mask, **options), atol=1e-6)
+
+
+
 def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
     q, k, v, _ = attention_arguments(B=4, T=160, H=4, G=2, K=8)
     options = dict(dropout_rate=0.3, key_B=jax.random.split(jax.random.key(1), 4))
@@ -340,6 +354,25 @@ def test_remat_keeps_less_and_computes_the_same(scan_layers):
         assert needs['full'] < needs['none'], needs
 
 
+@pytest.mark.parametrize('n_out, n_in', [(96, 128), (31, 192), (1, 512), (40, 576), (16, 3072)])
+def test_one_bfloat16_row_is_multiplied_without_rounding_products_or_sums(n_out, n_in):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=(n, n_in)), jnp.bfloat16) for n in (1, n_out))
+    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    assert bfloat16_lane_terms(n_in)
+    np.testing.assert_allclose(jax.jit(matmul_nt)(x, w), expected, rtol=0, atol=1e-4)
+    for position in (0, n_in - 1):
+        assert jnp.isnan(jax.jit(matmul_nt)(x.at[0, position].set(jnp.nan), w)).all()
+
+
+@pytest.mark.parametrize('n_rows', [1, 2, 65])
+def test_bfloat16_rows_of_any_number_and_width_are_multiplied(n_rows):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=(n, 144)), jnp.bfloat16) for n in (n_rows, 40))
+    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    np.testing.assert_allclose(jax.jit(matmul_nt)(x, w), expected, rtol=0, atol=1e-4)
+
+
 def test_a_loop_over_one_bfloat16_row_keeps_no_float32_copy_of_its_weights():
     weights = [jax.ShapeDtypeStruct((256, 256), jnp.bfloat16) for _ in range(8)]
 
@@ -347,6 +380,7 @@ def test_a_loop_over_one_bfloat16_row_keeps_no_float32_copy_of_its_weights():
         def body(i, x):
             for w in weights:
                 x = jnp.tanh(linear(x, w))
+                x = jnp.tanh(linear(x, Transposed(w)))
             return jnp.tanh(matmul_nt(x, weights[0]).astype(x.dtype))
 
         return jax.lax.fori_loop(0, n, body, x)

@@ -20,7 +20,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, new_cache, prefill
+from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, init_cache, prefill
 from jax_ops import (
     AXES, BATCH, ROW_PARALLEL, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens, linear,
     partition_specs, shard)
@@ -562,18 +562,18 @@ FLAGS = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch
 class Processes:
     """n processes of train_jax.py, or another script, that work together, one device each."""
 
-    def __init__(self, n, out_dir, *flags, each=None, script='train_jax.py'):
+    def __init__(self, n, out_dir, *flags, each=None, n_started=None, script='train_jax.py'):
         with socket.socket() as s:
             s.bind(('127.0.0.1', 0))
-            port = s.getsockname()[1]
+            self.port = s.getsockname()[1]
         self.out_dir = out_dir
         command = [sys.executable, ROOT / script, f'--out_dir={out_dir}', *flags,
-                   f'--coordinator_address=127.0.0.1:{port}', f'--num_processes={n}']
+                   f'--coordinator_address=127.0.0.1:{self.port}', f'--num_processes={n}']
         self.processes = [
             subprocess.Popen([*command, f'--process_id={i}', *(each[i] if each else ())],
                              env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE)
-            for i in range(n)]
+            for i in range(n_started or n)]
 
     def __enter__(self):
         return self
@@ -691,6 +691,20 @@ def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dat
     assert not list(tmp_path.rglob('ckpt'))
 
 
+@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_process_waits_for_the_others_ends_it(dataset, tmp_path, signum):
+    with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, n_started=1) as processes:
+        waiting, = processes.processes
+        deadline = time.time() + 60
+        with socket.socket() as s:
+            while s.connect_ex(('127.0.0.1', processes.port)):  # until process 0 listens
+                assert waiting.poll() is None and time.time() < deadline
+                time.sleep(0.05)
+        waiting.send_signal(signum)
+        assert waiting.wait(timeout=20) == -signum  # 128 + signum for a shell
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_signal_before_the_first_iteration_stops_all_processes(dataset, tmp_path):
     endless = ['--max_iters=100000', '--eval_interval=100000']
     with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, *endless) as processes:
@@ -726,18 +740,17 @@ def test_the_kv_cache_is_sharded_over_heads_and_a_token_moves_no_weights():
     params = parallel.init_sharded(create_train_state, jax.random.key(0), config, optax.identity()).params
     state = DecodeState(
         tokens_BxN=jnp.zeros((3, 24), jnp.int32), length_B=jnp.full(3, 4), n_generated_B=jnp.zeros(3, jnp.int32),
-        done_B=jnp.zeros(3, bool), key_B=jax.random.split(jax.random.key(0), 3), cache=None)
-    sampling = SamplingConfig(
-        greedy=True, top_k=False, top_p=False, min_p=False, penalize=False, n_vocab=37, stop_tokens=())
-    sampling_params = SamplingParams(*np.ones(5, np.float32))
-    static = dict(config=config, sampling=sampling, draft_config=None, n_draft=0)
+        done_B=jnp.zeros(3, bool), key_B=jax.random.split(jax.random.key(0), 3))
+    sampling = SamplingConfig(n_vocab=37, stop_tokens=())
+    sampling_params = SamplingParams(temperature=None, top_k=None, top_p=None, min_p=None, repetition_penalty=None)
+    static = dict(configs=(config,), sampling=sampling, n_draft=0, use_cache=True)
     with parallel.mesh_context():
-        cache = prefill(params, new_cache(config, 3, 16, 'auto', 0), np.zeros((3, 16), np.int32),
-                        np.arange(16, dtype=np.int32)[None], config=config)
-        state = state.replace(cache=cache)
+        cache = prefill(params, jax.jit(init_cache, static_argnums=(0, 1, 2))(config, 3, 16),
+                        np.zeros((3, 16), np.int32), np.arange(16, dtype=np.int32)[None], config=config)
+        state = state.replace(caches=(cache,))
         program = decode.lower(
-            params, None, state, sampling_params, np.int32(8), np.int32(16), np.int32(16), **static).compile().as_text()
-    for x in jax.tree.leaves(state.cache):
+            (params,), state, sampling_params, np.int32(8), np.int32(16), np.int32(16), **static).compile().as_text()
+    for x in jax.tree.leaves(state.caches):
         assert x.addressable_shards[0].data.shape == (3, 1, 16, 16)
     found = [found for part in program.split('\n\n') if part.startswith('%') for found in collectives(part)]
     assert max(size for _, sizes in found for size in sizes) == 3 * 64  # activations of one token, [B, D]

@@ -3,6 +3,7 @@ models."""
 import ast
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -18,10 +19,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jax_train_utils
+from jax_flags import config_block
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
-    MODEL_FLAGS, HFTokenizer, config_block, config_from_flags, flags_from_config, load_meta, load_run,
-    read_metrics)
+    MODEL_FLAGS, HFTokenizer, config_from_flags, flags_from_config, load_meta, load_run, read_metrics)
 from tests.common import (
     FAMILIES, GOLDEN, ROOT, TEXT, assert_refused, copy_folder, edit_json, records_without_times, refusal, run_script,
     sample, start_training, train, wait_for_iteration)
@@ -97,6 +98,36 @@ def test_every_knob_is_live(script):
     assert not knobs.keys() - used
 
 
+SCRIPTS = ('train_jax.py', 'sample_jax.py', 'export_jax.py', 'bench_jax.py')
+NO_JAX = """
+import runpy, sys
+sys.modules['jax'] = sys.modules['numpy'] = None  # to import them is an ImportError
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+@pytest.mark.parametrize('arg, code, out, err', [
+    ('--help', 0, 'usage: python {script} .*--device=|usage: python {script} .*--folder=', ''),
+    ('--seeed=1', 2, '', 'error: unknown flag --seeed')])
+def test_help_and_a_wrong_flag_are_answered_without_jax(script, arg, code, out, err):
+    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert re.match(out.format(script=script), done.stdout, re.S)
+    assert re.match(f'{err}.*\n' if err else '$', done.stderr)
+
+
+@pytest.mark.parametrize('script, arg, message', [
+    ('train_jax.py', '--batch_size=0', 'batch_size must be at least 1'),
+    ('sample_jax.py', '--top_p=2', 'top_p must be in'),
+    ('export_jax.py', '--shard_gb=1.0', 'name the new folder'),
+    ('bench_jax.py', '--mode=fly', 'mode must be train')])
+def test_a_value_out_of_range_is_refused_without_jax(script, arg, message):
+    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True)
+    assert_refused(done, message)
+
+
 def test_every_flag_of_the_model_changes_the_model():
     flags = dict(
         n_layer=2, n_head=2, n_embd=16, block_size=16, bias=True, norm='layer', position='learned', n_kv_head=0,
@@ -168,6 +199,9 @@ def test_log_lines_have_nanogpts_form(finished):
     compile_s = float(re.search(r'compiled the training step in ([\d.]+) s', out)[1])
     _, first_ms = iters[0]
     assert float(first_ms) / 1000 < compile_s  # `time` does not include the compilation
+    started = re.findall(r'^first iteration: imports ([\d.]+) s, compiling ([\d.]+) s, running [\d.]+ s$', out, re.M)
+    assert len(started) == 1
+    assert float(started[0][1]) >= compile_s - 0.1  # the evaluation is compiled in addition
 
 
 def test_training_learns(finished):
@@ -463,6 +497,13 @@ def test_low_precision_runs_and_resumes(flags, tmp_path, dtype):
     succeeded(sample(whole, '--max_new_tokens=5'))
 
 
+def test_the_dtype_auto_is_chosen_by_each_machine(finished, run_copy, monkeypatch):
+    assert load_meta(finished[0])[1]['flags']['dtype'] == 'auto'  # a resumed run takes its flags from here
+    monkeypatch.setattr(jax_train_utils, 'default_dtype', lambda device: ('bfloat16', 'another machine'))
+    resumed = succeeded(train(run_copy, *RESUME, '--max_iters=21'))
+    assert 'has computed in float32 so far, and goes on in bfloat16' in resumed.stdout
+
+
 def test_a_resume_may_change_the_dtype(run_copy):
     for dtype, end in (('float16', 22), ('bfloat16', 24)):
         succeeded(train(run_copy, *RESUME, f'--dtype={dtype}', f'--max_iters={end}'))
@@ -518,6 +559,44 @@ def test_wandb_offline_needs_no_account_and_a_resumed_run_continues_it(flags, tm
     wandb.finish()
     assert load_meta(out)[1]['wandb_id'] == wandb_id
     assert len(list((tmp_path / 'wandb').glob(f'offline-run-*-{wandb_id}'))) == 2
+
+
+class FakeWandb:
+    """Takes the place of the module wandb; keeps what is logged."""
+
+    def __init__(self, monkeypatch):
+        self.started = 0
+        self.logged = []
+        self.log = self.logged.append
+        self.id = 'some-id'
+        monkeypatch.setitem(sys.modules, 'wandb', self)
+
+    def init(self, **settings):
+        self.started += 1
+        return self
+
+
+def test_wandb_gets_nanogpts_values_with_mfu_in_percent(flags, tmp_path, monkeypatch):
+    wandb = FakeWandb(monkeypatch)
+    monkeypatch.setattr(jax_train_utils, 'device_peak_flops', lambda device: 1e12)
+    succeeded(train(tmp_path, *flags, '--wandb_log=True'))
+    assert [set(record) for record in wandb.logged] == [{'iter', 'train/loss', 'val/loss', 'lr', 'mfu'}] * 3
+    assert [record['iter'] for record in wandb.logged] == [0, 10, 20]
+    mfu = {record['iter']: record['mfu'] for record in records_with(tmp_path, 'mfu')}
+    assert wandb.logged[0]['mfu'] is None
+    assert [record['mfu'] for record in wandb.logged[1:]] == [100 * mfu[9], 100 * mfu[19]]
+    assert 0 < mfu[19] < 1
+
+
+def test_a_start_that_is_refused_starts_no_wandb_run(finished, flags, tmp_path, monkeypatch):
+    wandb = FakeWandb(monkeypatch)
+    (tmp_path / 'ckpt').touch()  # a file in the place of the folder
+    for out, more, message in (
+            (tmp_path, [], 'cannot write to'), (tmp_path, ['--n_head=3'], 'n_head'), (finished[0], [], 'holds a run'),
+            (tmp_path, ['--attention=cudnn'], 'does not work here'), (tmp_path, ['--optimizer=sgd'], 'optimizer'),
+            (tmp_path, ['--init_from=resume'], 'no complete checkpoint'), (tmp_path, ['--loss_chunk=5'], 'loss_chunk')):
+        assert_refused(train(out, *flags, '--wandb_log=True', *more), message)
+    assert wandb.started == 0
 
 
 # -----------------------------------------------------------------------------
@@ -637,11 +716,48 @@ def test_sampling_takes_the_newest_intact_checkpoint_in_place_of_a_damaged_one(r
     assert damaged.exists()  # sampling changes nothing
 
 
+def test_sampling_checks_only_what_it_reads(run_copy, monkeypatch):
+    read = []
+    monkeypatch.setattr(jax_train_utils, 'checksum', lambda path, real=jax_train_utils.checksum: (
+        read.append(path), real(path))[1])
+    for path in run_copy.glob('ckpt/*/opt_state/**/*'):
+        if path.is_file():
+            path.write_bytes(b'damaged')
+    result = succeeded(sample(run_copy, '--max_new_tokens=3', '--num_samples=1'))
+    assert 'damaged' not in result.stderr
+    assert {path.relative_to(run_copy / 'ckpt').parts[1] for path in read} == {'params', 'meta', 'metrics'}
+    assert_refused(train(run_copy, *RESUME), 'ckpt/20 is damaged .*there is no intact one')
+
+
+def test_a_checkpoint_whose_folders_cannot_be_made_ends_the_run_at_once(flags, tmp_path):
+    # made in the background, Orbax's threads would wait for them for 5 minutes
+    program = f"""import os, runpy, sys
+real = os.mkdir
+def mkdir(path, *args, **options):
+    if 'opt_state' in os.fspath(path):
+        raise OSError(30, 'Read-only file system', path)
+    return real(path, *args, **options)
+os.mkdir = mkdir
+runpy.run_path({str(ROOT / 'train_jax.py')!r}, run_name='__main__')"""
+    result = subprocess.run([sys.executable, '-c', program, f'--out_dir={tmp_path}', *flags], capture_output=True,
+                            text=True, timeout=100, cwd=ROOT, env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'))
+    assert_refused(result, 'cannot write .*Read-only file system')
+
+
 def test_token_ids_outside_the_vocabulary_are_refused(dataset, flags, tmp_path):
     data = copy_folder(dataset, tmp_path)
     np.full(500, 60, np.uint16).tofile(data / 'val.bin')
     result = train(tmp_path / 'out', *flags, f'--dataset={data}')
     assert_refused(result, 'val.bin has token id 60, outside the vocabulary')
+
+
+def test_a_token_id_that_meta_json_denies_is_found_when_it_is_drawn(dataset, flags, tmp_path):
+    data = copy_folder(dataset, tmp_path)
+    sizes = {split: (data / f'{split}.bin').stat().st_size // 2 for split in ('train', 'val')}
+    edit_json(data / 'meta.json', max_id=20, train_tokens=sizes['train'], val_tokens=sizes['val'])
+    np.full(sizes['train'], 60, np.uint16).tofile(data / 'train.bin')
+    result = train(tmp_path / 'out', *flags, f'--dataset={data}')
+    assert_refused(result, 'has a token id outside its vocabulary of 28')
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoint(flags, tmp_path):
@@ -733,9 +849,29 @@ def test_the_decoding_benchmark_ends_with_one_json_line():
     assert figures['cache_mb'] * 1e6 == 2 * 4 * 2 * 16 * 32  # slots: at most block_size
 
 
+def test_the_start_of_a_script_is_timed_cold_and_warm_in_parts(finished):
+    command = f'sample_jax.py --out_dir={finished[0]} --device=cpu:0'
+    report = report_of(run_script('bench_jax.py', '--mode=startup', f'--command={command}', '--repeats=1',
+                                  f'--peer={sys.executable} -c pass'))
+    seconds = report['results']
+    parts = {'imports', 'weights', 'compiling', 'running'}
+    assert seconds.keys() == {f'{when}_{part}' for when in ('cold', 'warm') for part in parts | {'first'}} | {
+        'peer_total'}
+    for when in ('cold', 'warm'):
+        assert sum(seconds[f'{when}_{part}'] for part in parts) < seconds[f'{when}_first'] + 0.1
+    assert seconds['warm_compiling'] < seconds['cold_compiling']
+    assert 0 < seconds['peer_total'] < seconds['warm_first']
+
+
+def test_a_start_that_fails_is_refused_with_what_the_script_said(tmp_path):
+    result = run_script('bench_jax.py', '--mode=startup', f'--command=sample_jax.py --out_dir={tmp_path}')
+    assert_refused(result, 'sample_jax.py --out_dir=.* failed: error: .*checkpoint')
+
+
 def test_a_benchmark_that_cannot_be_is_refused():
+    assert_refused(run_script('bench_jax.py', '--mode=startup', '--command=ls'), 'command must start with sample_jax')
     sleep = run_script('bench_jax.py', '--mode=sleep')
-    assert_refused(sleep, "mode must be train, decode or compile, not 'sleep'")
+    assert_refused(sleep, "mode must be train, decode, startup or compile, not 'sleep'")
     too_many = run_script('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=100')
     assert_refused(too_many, 'at most block_size=32')
     too_few = run_script('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=1')
@@ -995,6 +1131,15 @@ def test_a_text_ends_at_every_end_token_that_the_folder_names(speaking):
     edit_json(speaking / 'generation_config.json', eos_token_id=38)
     edit_json(speaking / 'config.json', eos_token_id=[39, 1])
     assert HFTokenizer(speaking).stop_tokens == (1, 37, 38, 39)
+
+
+@pytest.mark.parametrize('name, settings', [
+    ('config.json', {'eos_token_id': [[1]]}), ('generation_config.json', {'eos_token_id': [1, 'x']}),
+    ('tokenizer_config.json', {'eos_token': {'id': 1}}), ('tokenizer_config.json', {'eos_token': [1]}),
+    ('tokenizer_config.json', {'chat_template': [3]})])
+def test_settings_of_a_tokenizer_that_are_malformed_are_refused(speaking, name, settings):
+    edit_json(speaking / name, **settings)
+    assert "the tokenizer's settings in" in refusal(HFTokenizer, speaking)
 
 
 def test_a_vocabulary_reaches_up_to_its_largest_id(speaking):

@@ -9,7 +9,8 @@ import jax_transformer
 from tests.common import ROOT
 
 # a module imports only those of lower levels; the scripts are above all of them
-LEVELS = {'jax_ops': 0, 'jax_transformer': 1, 'jax_generate': 2, 'jax_pretrained': 3, 'jax_train_utils': 3}
+LEVELS = {'jax_flags': 0, 'jax_ops': 1, 'jax_transformer': 2, 'jax_generate': 3, 'jax_pretrained': 4,
+          'jax_train_utils': 4}
 SCRIPTS = ('train_jax', 'sample_jax', 'export_jax', 'bench_jax')
 
 

@@ -1,16 +1,23 @@
 """What jax_train_utils.py promises on one device and replicated over several; tests/test_parallel.py has the meshes."""
 import dataclasses
 import functools
+import importlib.metadata
+import importlib.util
+import itertools
 import json
 import math
 import os
 import pickle
 import platform
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import time
+import tracemalloc
 import types
+import warnings
 from pathlib import Path
 
 import jax
@@ -21,17 +28,17 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_train_utils
-from jax_ops import UserError
+from jax_flags import UserError, exit_on_user_error, read_flags
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    DataParallel, MetricsLog, StopSignal, check_agreement, check_device_availability, checkpoint_steps,
-    choose_attention, clip_gradients, configure_process, count_windows, create_learning_rate_schedule,
-    create_optimizer_with_schedule, default_dtype, describe_data, device_peak_flops, enable_compilation_cache,
-    epoch_windows, estimate_loss_jax, exit_on_user_error, finish_checkpoints, fit_layout, get_batch_jax,
-    get_loss_weights, get_windows, in_all_processes, load_checkpoint, load_dataset, load_dataset_meta, load_masks,
-    load_meta, load_run, load_tokenizer, lock_out_dir, make_eval_step, make_train_step, open_checkpoints,
-    opt_state_item, permute_index, plot_losses, read_flags, read_metrics, save_checkpoint, setup_jax_environment,
-    split_batch, strip_partial_utf8)
+    DataParallel, MetricsLog, StopSignal, can_cache_on_cpu, check_agreement, check_device_availability,
+    checkpoint_steps, choose_attention, clip_gradients, configure_process, count_windows, cpu_name,
+    create_learning_rate_schedule, create_optimizer_with_schedule, default_dtype, describe_data, device_peak_flops,
+    enable_compilation_cache, epoch_windows, estimate_loss_jax, finds_accelerator, finish_checkpoints, fit_layout,
+    get_batch_jax, get_loss_weights, get_windows, in_all_processes, load_checkpoint, load_dataset, load_dataset_meta,
+    load_masks, load_meta, load_run, load_tokenizer, lock_out_dir, make_eval_step, make_train_step, open_checkpoints,
+    opt_state_item, permute_index, plot_losses, read_metrics, save_checkpoint, setup_jax_environment, split_batch,
+    strip_partial_utf8)
 from jax_transformer import GPT, GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
     GOLDEN, ROOT, TINY, apply, column, compiled_once, device_batch, edit_json, fresh_run, host_batch, meta_of, refusal,
@@ -88,6 +95,9 @@ def test_a_value_may_hold_equals_signs_and_a_prompt_may_look_like_a_number(read)
     ('--batch_size', '--name=value'),
     ('--batch_size=1.5', '--batch_size takes a value of type int'),
     ('--compile=1', 'type bool'),
+    ('--batch_size={[]}', 'type int'),
+    ('--batch_size=99999999999', '--batch_size must be below 2..31'),
+    ('--batch_size=' + '(' * 1000, 'type int'),
     ('--learning_rate=fast', 'type float'),
     ('--other=4', 'unknown flag'),
     ('nosuchfile.py', 'no config file nosuchfile.py')])
@@ -132,7 +142,7 @@ def test_help_prints_every_knob_with_its_default_and_comment(read, capsys):
 
 PRINTS = """
 import sys
-from jax_train_utils import exit_on_user_error
+from jax_flags import exit_on_user_error
 sys.excepthook = exit_on_user_error
 print('first', flush=True)
 sys.stdin.read()  # until the reader has gone
@@ -352,6 +362,28 @@ def test_memory_and_platform_are_settled_before_jax_starts(script, monkeypatch, 
     assert 'devices' in events
 
 
+def test_memory_is_kept_only_where_the_cpu_computes(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax_train_utils, 'configure_malloc', lambda: calls.append(1))
+    monkeypatch.setattr(jax, 'config', types.SimpleNamespace(jax_platforms=None, update=lambda *args: None))
+    for device, accelerator, expected in (('cpu', True, 1), ('auto', False, 1), ('auto', True, 0), ('cuda', True, 0)):
+        calls.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(jax_train_utils, 'finds_accelerator', lambda: accelerator)
+            configure_process(device)
+        assert len(calls) == expected, device
+    plugins = []
+    monkeypatch.setattr(importlib.metadata, 'entry_points', lambda group: plugins)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    assert not finds_accelerator(tmp_path)
+    (tmp_path / 'nvidia0').touch()
+    assert not finds_accelerator(tmp_path)  # JAX is installed for the CPU
+    plugins.append('xla_cuda13')
+    assert finds_accelerator(tmp_path)
+    jax.config.jax_platforms = 'cpu'
+    assert not finds_accelerator(tmp_path)
+
+
 @pytest.mark.parametrize('platform, capability, dtype, reason', [
     ('tpu', None, 'bfloat16', 'TPUs'), ('cpu', None, 'float32', 'CPU'), ('gpu', '9.0', 'bfloat16', '9.0'),
     ('gpu', '7.5', 'float32', '--dtype=float16'), ('gpu', 'gfx90a', 'bfloat16', 'AMD GPU gfx90a')])
@@ -426,23 +458,95 @@ def test_a_mistake_of_one_process_is_reported_by_all(other_says):
     assert refusal(in_all_processes, max, 3, 5) == 'process 0: no data'
 
 
-def test_compiled_programs_are_kept_for_accelerators_in_a_folder_of_the_users_own(tmp_path, monkeypatch):
+@pytest.fixture
+def cache_dir_unset():
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update('jax_compilation_cache_dir', None)
+    yield
+    jax.config.update('jax_compilation_cache_dir', before[0])
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', before[1])
+
+
+def test_compiled_programs_are_kept_in_a_folder_of_the_users_own(tmp_path, monkeypatch, cache_dir_unset):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    before = jax.config.jax_compilation_cache_dir
-    try:
-        jax.config.update('jax_compilation_cache_dir', None)
-        setup_jax_environment('cpu')
-        assert jax.config.jax_compilation_cache_dir is None
-        enable_compilation_cache('gpu')
-        folder, = (tmp_path / 'jax_transformer').iterdir()
-        assert jax.config.jax_compilation_cache_dir == str(folder)
-        assert folder.name == f'gpu-jaxlib-{jax.lib.__version__}'
-        assert folder.stat().st_mode & 0o077 == 0
-        jax.config.update('jax_compilation_cache_dir', '/elsewhere')
-        enable_compilation_cache('gpu')
-        assert jax.config.jax_compilation_cache_dir == '/elsewhere'
-    finally:
-        jax.config.update('jax_compilation_cache_dir', before)
+    enable_compilation_cache('gpu')
+    folder, = (tmp_path / 'jax_transformer').iterdir()
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    assert folder.name == f'gpu-jaxlib-{jax.lib.__version__}'
+    assert folder.stat().st_mode & 0o077 == 0
+    jax.config.update('jax_compilation_cache_dir', '/elsewhere')
+    enable_compilation_cache('gpu')
+    assert jax.config.jax_compilation_cache_dir == '/elsewhere'
+
+
+@pytest.mark.parametrize('version, system, n_processes, kept', [
+    ('0.10.2', 'linux', 1, True), ('0.12.0.dev20260801', 'linux', 1, True), ('0.10.1', 'linux', 1, False),
+    ('0.10.2', 'darwin', 1, False), ('0.10.2', 'linux', 2, False)])
+def test_cpus_keep_programs_only_where_they_are_known_to_load(version, system, n_processes, kept, tmp_path, monkeypatch,
+                                                              cache_dir_unset):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    monkeypatch.setattr(jax.lib, '__version__', version)
+    monkeypatch.setattr(sys, 'platform', system)
+    monkeypatch.setattr(jax, 'process_count', lambda: n_processes)
+    enable_compilation_cache('cpu')
+    assert bool(jax.config.jax_compilation_cache_dir) == kept
+    assert (tmp_path / 'jax_transformer').exists() == kept
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc/cpuinfo')
+def test_programs_of_another_number_of_threads_have_another_folder(monkeypatch):
+    names = {cpu_name(), cpu_name()}
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(97))
+    names.add(cpu_name())
+    monkeypatch.setenv('NPROC', '3')
+    names.add(cpu_name())
+    assert len(names) == 3
+
+
+MODEL_STEP = """
+import collections, jax, numpy as np
+from jax_train_utils import setup_jax_environment
+setup_jax_environment('cpu')
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: events.update([name.rpartition('/')[2]]))
+x = np.random.default_rng(0).normal(size=(300, 70)).astype(np.float32)
+y = jax.jit(lambda x: jax.nn.softmax(jax.nn.gelu(x @ x.T)) @ x)(x)
+print(events['cache_hits'], events['cache_misses'], np.asarray(y).tobytes().hex())
+"""
+
+
+@pytest.mark.skipif(not can_cache_on_cpu(), reason='CPUs keep no programs here')
+def test_a_second_process_loads_what_the_first_has_compiled_and_computes_the_same_bits(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if 'CACHE' not in name and name != 'XLA_FLAGS'}
+    environment |= {'XDG_CACHE_HOME': str(tmp_path), 'JAX_NUM_CPU_DEVICES': '1'}
+
+    def start(**more):
+        return subprocess.Popen([sys.executable, '-c', MODEL_STEP], cwd=ROOT, env=environment | more, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def end(process):
+        """(cache hits, cache misses, the result, stderr)"""
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        hits, misses, result = out.split()
+        return int(hits), int(misses), result, err
+
+    off, cold, side_by_side = map(end, [start(JAX_ENABLE_COMPILATION_CACHE='0'), start(), start()])
+    assert off[:2] == (0, 0)
+    assert cold[0] + cold[1] == side_by_side[0] + side_by_side[1] > 0
+    files = sorted(path for path in tmp_path.rglob('*-cache'))
+    kept = [path.read_bytes() for path in files]
+    warm = end(start())
+    assert warm[0] == len(files) == cold[0] + cold[1]
+    assert warm[1] == 0
+    assert [path.read_bytes() for path in files] == kept
+    files[0].write_bytes(kept[0][:len(kept[0]) // 2])  # a process was killed while it wrote
+    files[-1].write_bytes(kept[-1][:100] + bytes([kept[-1][100] ^ 1]) + kept[-1][101:])
+    damaged = end(start())
+    assert damaged[0] == len(files) - len({files[0], files[-1]})
+    assert {process[2] for process in (off, cold, side_by_side, warm, damaged)} == {off[2]}
+    assert off[3] == warm[3] == ''
+    assert 'Error reading persistent compilation cache' in damaged[3]
 
 
 # -----------------------------------------------------------------------------
@@ -603,8 +707,19 @@ def test_a_dataset_that_prepare_has_counted_is_not_read_at_the_start(tmp_path):
     assert 'train.bin has 30 tokens, its meta.json says 31' in refusal(load_dataset, tmp_path, 8)
 
 
+def test_the_fingerprint_of_data_tells_one_token_and_the_tokenizer():
+    splits = {'train': np.arange(50, dtype=np.uint16), 'val': np.arange(9, dtype=np.uint16)}
+    one = describe_data(splits, {'kind': 'gpt2'})
+    assert one == describe_data(splits, {'kind': 'gpt2'})
+    other = describe_data(splits | {'val': splits['val'] ^ np.uint16(1)}, {'kind': 'char'})
+    assert {name for name in one if one[name] != other[name]} == {'content of val.bin', 'the tokenizer'}
+    shorter = describe_data(splits | {'train': splits['train'][:-1]}, {'kind': 'gpt2'})
+    assert {name for name in one if one[name] != shorter[name]} == {'tokens in train.bin', 'content of train.bin'}
+
+
 @pytest.mark.parametrize('meta, message', [
     ('{"vocab_size":', 'damaged'),
+    ('[' * 100000, 'damaged'),
     ('{}', 'damaged'),
     ('{"vocab_size": 5, "dtype": "int64", "tokenizer": {}}', 'int64'),
     ('{"vocab_size": 28.5, "dtype": "uint16", "tokenizer": {}}', '28.5'),
@@ -1104,6 +1219,17 @@ def test_a_disk_that_is_full_is_reported_in_one_line_and_the_old_checkpoint_stay
     assert load_meta(tmp_path)[0] == 1
 
 
+def test_a_clock_that_is_set_during_a_save_does_not_spoil_it(tmp_path, tiny_state, monkeypatch):
+    hours = itertools.count()
+    real = time.time
+    manager = open_checkpoints(tmp_path)
+    monkeypatch.setattr(time, 'time', lambda: real() + 3600 * next(hours))
+    save_checkpoint(manager, 1, tiny_state, meta_of(TINY))
+    finish_checkpoints(manager)
+    assert checkpoint_steps(tmp_path) == [1]
+    assert next(hours) > 2
+
+
 # -----------------------------------------------------------------------------
 # logs
 
@@ -1119,6 +1245,37 @@ def test_reopened_metrics_hold_each_iteration_once(tmp_path):
     log.write({'iter': 3, 'loss': 3.5})
     assert [record['iter'] for record in read_metrics(tmp_path)] == [0, 1, 2, 3]
     assert read_metrics(tmp_path)[-1]['loss'] == 3.5
+
+
+def test_the_picture_of_a_long_run_takes_little_memory(tmp_path):
+    n = 20000
+    with open(tmp_path / 'metrics.jsonl', 'w') as file:
+        for i in range(n):
+            file.write(json.dumps({'iter': i, 'loss': 4.0, 'lr': 1e-3, 'grad_norm': 1.0, 'time_ms': 1.0}) + '\n')
+    plot_losses(tmp_path)  # imports matplotlib and loads its fonts
+    tracemalloc.start()
+    plot_losses(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5e6, peak  # the records themselves take 8 MB
+
+
+def test_a_deleted_out_dir_is_made_again_for_the_metrics(tmp_path):
+    (tmp_path / 'out').mkdir()
+    log = MetricsLog(tmp_path / 'out')
+    log.write({'iter': 0})
+    shutil.rmtree(tmp_path / 'out')
+    log.write({'iter': 1})
+    log.write({'iter': 2})
+    assert read_metrics(tmp_path / 'out') == [{'iter': 1}, {'iter': 2}]
+    with warnings.catch_warnings(action='error'):
+        plot_losses(tmp_path / 'out')  # of nothing
+
+
+@pytest.mark.parametrize('line', [b'3', b'[]', b'{"loss": 2}', b'{"iter": "x"}', b'\xff', b'[' * 100000])
+def test_metrics_end_at_a_damaged_line(tmp_path, line):
+    (tmp_path / 'metrics.jsonl').write_bytes(b'{"iter": 0}\n' + line + b'\n{"iter": 2}\n')
+    assert read_metrics(tmp_path) == [{'iter': 0}]
 
 
 def test_the_loss_curves_become_a_picture(tmp_path):

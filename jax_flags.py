@@ -1,0 +1,177 @@
+"""The flags of the scripts, and how a script ends. This file imports no jax, so that --help and a wrong flag are
+answered at once: importing jax takes a second."""
+import ast
+import atexit
+import difflib
+import errno
+import math
+import os
+import re
+import runpy
+import select
+import signal
+import sys
+from pathlib import Path
+
+
+class UserError(ValueError):
+    """A mistake that the user can correct. The scripts print it as one line and exit with code 2."""
+
+
+# -----------------------------------------------------------------------------
+# flags
+
+def config_block(script):
+    """The knobs of a script, {name: comment}: the assignments between its first two rulers (lines of dashes). Raises
+    UserError for a knob without a trailing comment, because --help prints the comments."""
+    source = Path(script).read_text(encoding='utf-8')
+    block = re.split(r'^# -{20,}\n', source, maxsplit=2, flags=re.M)[1]
+    comments = {}
+    for name, rest in re.findall(r'^(\w+) *=(.*)$', block, flags=re.M):
+        _, mark, comment = rest.rpartition('# ')
+        if not mark:
+            raise UserError(f'{Path(script).name}: the knob {name} has no comment; write {name} = ... # what it does')
+        comments[name] = comment
+    return comments
+
+
+def read_flags(script, namespace, argv=None, *, ignored=()):
+    """(flags, given): all flags of the script, {name: value}, and the ones that the user gave. Config files (Python
+    files of assignments) and --name=value are applied in the order given. --help prints the block and exits.
+
+    namespace: the script's globals(), which hold the defaults. ignored: names that are accepted without effect.
+    Raises UserError for an unknown name or a value of another type; an int is accepted as a float."""
+    argv = sys.argv[1:] if argv is None else argv
+    comments = config_block(script)
+    flags = {name: namespace[name] for name in comments}
+    given = {}
+    if '--help' in argv or '-h' in argv:
+        print(f'usage: python {Path(script).name} [config/file.py ...] [--name=value ...]\n')
+        for name, comment in comments.items():
+            print(f'  --{name}={flags[name]!r}  # {comment}')
+        sys.exit(0)
+
+    def override(name, value):
+        if name not in flags:
+            if name in ignored:
+                return
+            near = difflib.get_close_matches(name, flags, n=3, cutoff=0.6)
+            hint = f'python {Path(script).name} --help lists all flags'
+            if near:
+                hint = f'did you mean --{" or --".join(near)}?'
+            raise UserError(f'unknown flag --{name}; {hint}')
+        default = namespace[name]
+        if type(default) is float and type(value) is int:
+            value = float(value)
+        if type(value) is not type(default):
+            raise UserError(f'--{name} takes a value of type {type(default).__name__}, as in --{name}={default!r}; '
+                            f'got {value!r}')
+        if type(value) is int and abs(value) >= 2**31 and name != 'seed':
+            raise UserError(f'--{name} must be below 2**31')
+        flags[name] = given[name] = value
+
+    for arg in argv:
+        if not arg.startswith('--'):
+            if not Path(arg).is_file():
+                raise UserError(f'there is no config file {arg}; flags are written --name=value')
+            try:
+                tree = ast.parse(Path(arg).read_text(encoding='utf-8'))
+                values = runpy.run_path(arg, init_globals=flags)
+            except Exception as error:
+                raise UserError(f'config file {arg}: {type(error).__name__}: {error}') from error
+            for node in ast.walk(tree):  # all that the file assigns: a default that is assigned counts as given
+                assigned = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in values
+                if assigned and not node.id.startswith('_'):
+                    override(node.id, values[node.id])
+            continue
+        name, equals, text = arg[2:].partition('=')
+        if not equals:
+            raise UserError(f'flags are written --name=value; got {arg}')
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # all that literal_eval documents
+            value = text
+        if isinstance(namespace.get(name), str):
+            value = text  # as typed: --start=123 is a prompt
+        override(name, value)
+    return flags, given
+
+
+def check_flags(flags):
+    """Raises UserError for training flags that are out of range."""
+    for name in ('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
+                 'block_size'):
+        if flags[name] < 1:
+            raise UserError(f'{name} must be at least 1, not {flags[name]}')
+    for name in ('max_iters', 'save_interval', 'warmup_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay',
+                 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'):
+        if not 0 <= flags[name] < math.inf:
+            raise UserError(f'{name} must be at least 0, not {flags[name]}')
+    if flags['seed'] >= 2**32:
+        raise UserError(f"seed must be below 2**32, not {flags['seed']}")
+    if flags['keep'] < 1:
+        raise UserError(f"keep must be at least 1, not {flags['keep']}")
+    if not flags['out_dir']:
+        raise UserError('out_dir is empty; name a folder')
+    if '://' in flags['out_dir']:
+        raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where the bucket is mounted")
+    for name in ('beta1', 'beta2'):
+        if not 0 <= flags[name] < 1:
+            raise UserError(f'{name} must be in [0, 1), not {flags[name]}')
+
+
+# -----------------------------------------------------------------------------
+# how a script ends
+
+
+def exit_on_user_error(kind, error, traceback):
+    """A sys.excepthook: a UserError, a disk error or a lack of memory becomes one line on stderr and exit code 2.
+    If the reader of stdout has closed it, as `head -1` does, the script ends quietly. All other exceptions print a
+    traceback."""
+    if isinstance(error, BrokenPipeError) and stdout_reader_is_gone():
+        discard_unread_output()
+        sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
+    exit_if_peer_died(error)
+    disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
+    if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]:
+        error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
+    elif not isinstance(error, UserError) and not (isinstance(error, OSError) and error.errno in disk):
+        return sys.__excepthook__(kind, error, traceback)
+    print(f'error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def stdout_reader_is_gone():
+    """Whether stdout is a pipe whose reader has closed it."""
+    try:
+        print(end='', flush=True)
+        poll = select.poll()  # after a failed write there may be nothing left to flush
+        poll.register(sys.stdout, 0)  # errors only
+        return bool(poll.poll(0))
+    except BrokenPipeError:
+        return True
+    except Exception:  # no poll (Windows), or stdout is not a file
+        return False
+
+
+@atexit.register  # runs before the interpreter flushes stdout, which would fail and print a message
+def discard_unread_output():
+    """Redirects stdout to os.devnull if its reader is gone."""
+    if stdout_reader_is_gone():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+PEER_DIED = 75  # exit code, EX_TEMPFAIL of sysexits.h: start all processes again
+
+
+def exit_if_peer_died(error):
+    """Ends this process at once, with one line on stderr, if `error` is caused by the death of another process: the
+    usual way out (completing a checkpoint, shutting down jax.distributed) would wait for the dead process."""
+    jax = sys.modules.get('jax')  # None: the script has not come that far
+    causes = error, error.__cause__, error.__context__
+    text = ' '.join(str(error).split())
+    lost = any(type(cause).__name__ == 'JaxRuntimeError' for cause in causes) or 'barrier' in text
+    if lost and jax and jax.process_count() > 1 and 'RESOURCE_EXHAUSTED' not in text:
+        print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; start all of them '
+              f'again, with --init_from=resume ({text[:300]})', file=sys.stderr, flush=True)
+        os._exit(PEER_DIED)
