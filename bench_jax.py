@@ -622,8 +622,8 @@ def what_would_fit(devices, limit):
 
 
 def compile_decode_step(devices):
-    """(mesh, abstract parameters, abstract KV cache, the compiled step) of one token for each of batch_size sequences, on
-    tensor x expert of the devices, as sample_jax.py decodes."""
+    """(mesh, abstract parameters, abstract KV cache, the compiled step) of one token for each of batch_size sequences,
+    on tensor x expert of the devices, as sample_jax.py decodes."""
     parallel = setup_distributed_training(devices[:tensor * expert], tensor=tensor, expert=expert)
     parallel.validate(model_config)
     on_mesh = getattr(parallel, 'on_mesh', lambda step: step)
@@ -641,16 +641,18 @@ def compile_decode_step(devices):
     n_slots = min(block_size, 32 * ceil_div(prompt_len + max_new_tokens, 32))
     make_cache = functools.partial(init_cache, model_config, batch_size, n_slots, cache_dtype)
     cache = placed(jax.eval_shape(make_cache), P(None, 'tensor') if tensor > 1 and not model_config.mla else P())
-    make_state = lambda: DecodeState(
-        tokens_BxN=np.zeros((batch_size, n_slots), np.int32), length_B=np.zeros(batch_size, np.int32),
-        n_generated_B=np.zeros(batch_size, np.int32), done_B=np.zeros(batch_size, bool),
-        key_B=jax.random.split(jax.random.key(seed), batch_size), cache=None)
-    state = placed(jax.eval_shape(make_state), P()).replace(cache=cache)
-    sampling = SamplingConfig(greedy=True, top_k=False, top_p=False, min_p=False, penalize=False, n_vocab=vocab_size,
-                              stop_tokens=())
+
+    def make_state():
+        return DecodeState(
+            tokens_BxN=np.zeros((batch_size, n_slots), np.int32), length_B=np.zeros(batch_size, np.int32),
+            n_generated_B=np.zeros(batch_size, np.int32), done_B=np.zeros(batch_size, bool),
+            key_B=jax.random.split(jax.random.key(seed), batch_size))
+
+    state = placed(jax.eval_shape(make_state), P()).replace(caches=(cache,))
+    sampling, greedy = SamplingConfig(vocab_size, stop_tokens=()), SamplingParams(*[None] * 5)
 
     def step(params, state):
-        return step_cached(params, state, ~state.done_B, SamplingParams(*[1] * 5), model_config, sampling)
+        return step_cached(params, state, ~state.done_B, greedy, model_config, sampling)
 
     return parallel.mesh, params, cache, jax.jit(on_mesh(step), donate_argnums=1).lower(params, state).compile()
 

@@ -227,8 +227,8 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     if not coordinator_address and not several:
         return
     if in_pod and coordinator_address in ('', 'auto') and importlib.util.find_spec('kubernetes') is None:
-        raise UserError('JAX finds the pods of a Kubernetes job with the package kubernetes: pip install "jax[k8s]"; for '
-                        'a job of one pod add --num_processes=1')
+        raise UserError('JAX finds the pods of a Kubernetes job with the package kubernetes: pip install "jax[k8s]"; '
+                        'for a job of one pod add --num_processes=1')
     cluster = {}  # JAX detects it
     if coordinator_address not in ('', 'auto'):
         cluster = dict(coordinator_address=coordinator_address, num_processes=num_processes, process_id=process_id)
@@ -624,8 +624,8 @@ class MeshParallel(DataParallel):
 
 
 def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
-    """How training runs on these devices: replicated, or on a mesh if fsdp, tensor, expert or context is more than 1, or
-    zero more than 0. Raises UserError if their product does not divide the number of devices."""
+    """How training runs on these devices: replicated, or on a mesh if fsdp, tensor, expert or context is more than 1,
+    or zero more than 0. Raises UserError if their product does not divide the number of devices."""
     if zero not in (0, 1, 2):
         raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is --fsdp')
     is_replicated = fsdp == tensor == expert == context == 1
@@ -728,8 +728,8 @@ def load_dataset_meta(data_dir):
 
 
 def token_files(data_dir, name):
-    """[data_dir/name.bin], or name_000.bin, name_001.bin, ... in order; [] if there are none. Raises UserError if one of
-    these is missing, or both forms are there."""
+    """[data_dir/name.bin], or name_000.bin, name_001.bin, ... in order; [] if there are none. Raises UserError if one
+    of these is missing, or both forms are there."""
     one = data_dir / f'{name}.bin'
     several = sorted(data_dir.glob(f'{name}_[0-9]*.bin'), key=lambda path: int(path.stem[len(name) + 1:]))
     numbers = [int(path.stem[len(name) + 1:]) for path in several]
@@ -766,12 +766,12 @@ def open_tokens(paths, dtype):
 
 
 def load_dataset(data_dir, block_size):
-    """Opens data_dir/{train,val}.bin as prepare.py wrote them; each may be several files, see token_files. Where meta.json
-    holds the largest id, max_id, and the numbers of tokens, only the sizes are checked; otherwise all tokens are read,
-    each process its share.
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them; each may be several files, see token_files. Where
+    meta.json holds the largest id, max_id, and the numbers of tokens, only the sizes are checked; otherwise all tokens
+    are read, each process its share.
 
-    Returns ({'train': memmap or TokenFiles, 'val': the same}, vocab_size, tokenizer description), see load_dataset_meta. Raises
-    UserError for missing, short or damaged files and for token ids outside the vocabulary."""
+    Returns ({'train': memmap or TokenFiles, 'val': the same}, vocab_size, tokenizer description), see
+    load_dataset_meta. Raises UserError for missing, short or damaged files and for token ids outside the vocabulary."""
     data_dir = Path(os.path.relpath(data_dir))
     meta = load_dataset_meta(data_dir)
     remedy = remedy_for(data_dir)

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ops
 from jax_ops import (
-    BATCH, Transposed, UserError, bfloat16_lane_terms, blockwise_attention, causal_mask, chunked_attention, create_mesh,
-    flat_index, fused_causal_attention, hash_dropout, linear, matmul, matmul_int8, matmul_nt, quantize,
+    BATCH, Transposed, UserError, bfloat16_lane_terms, blockwise_attention, causal_mask, chunked_attention,
+    create_mesh, flat_index, fused_causal_attention, hash_dropout, linear, matmul, matmul_int8, matmul_nt, quantize,
     splash_attention, splash_kernel)
 from jax_train_utils import make_train_step
 from jax_transformer import GPT, GPTConfig, MLAConfig, create_train_state, dot_product_attention

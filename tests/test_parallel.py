@@ -476,8 +476,9 @@ def test_a_checkpoint_resumes_on_any_other_layout_and_bit_for_bit_on_its_own(tmp
 
 
 @pytest.mark.parametrize('flags, message', [
-    (['--fsdp=3'], r'fsdp=3 x tensor=1 x expert=1 x context=1 does not divide 8 devices; the product may be one of \[1, 2, 4, 8\]'),
-    (['--tensor=0'], 'fsdp=1 x tensor=0 x expert=1 does not divide'),
+    (['--fsdp=3'], r'fsdp=3 x tensor=1 x expert=1 x context=1 does not divide 8 devices; '
+                   r'the product may be one of \[1, 2, 4, 8\]'),
+    (['--tensor=0'], 'fsdp=1 x tensor=0 x expert=1 x context=1 does not divide'),
     (['--tensor=4', '--n_head=2'], r'tensor=4 does not divide n_head=2; on 8 devices it may be one of \[1, 2\]'),
     (['--fsdp=4', '--n_embd=18', '--n_head=2'],
      r'fsdp=4 does not divide n_embd=18; on 8 devices it may be one of \[1, 2\]'),
@@ -562,7 +563,7 @@ FLAGS = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch
 class Processes:
     """n processes of train_jax.py, or another script, that work together, one device each."""
 
-    def __init__(self, n, out_dir, *flags, each=None, n_started=None, script='train_jax.py'):
+    def __init__(self, n, out_dir, *flags, each=None, script='train_jax.py', n_started=None):
         with socket.socket() as s:
             s.bind(('127.0.0.1', 0))
             self.port = s.getsockname()[1]
@@ -792,7 +793,8 @@ def test_the_plan_of_a_run_counts_what_each_axis_sends_through_loops():
 
 
 def test_the_plan_of_a_decode_step_counts_weights_cache_and_collectives():
-    flags = ['--plan=decode', '--topology=cpu:1x8', '--tensor=4', '--batch_size=3', '--prompt_len=8', '--max_new_tokens=8']
+    flags = ['--plan=decode', '--topology=cpu:1x8', '--tensor=4', '--batch_size=3', '--prompt_len=8',
+             '--max_new_tokens=8']
     reports = []
     for more in ([], ['--quantize=int8', '--cache_dtype=int8']):
         result = run_script('bench_jax.py', *PLAN, *flags, *more)
