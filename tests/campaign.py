@@ -164,9 +164,10 @@ def result_of(folder):
 
 
 def damaged_checkpoints(out_dir):
-    """The complete checkpoints of which a file is not as it was written."""
+    """Those of the latest two checkpoints of which a file is not as it was written. (An older one may have been killed
+    while it was being deleted.)"""
     damaged = []
-    for step in checkpoint_steps(out_dir):
+    for step in checkpoint_steps(out_dir)[:2]:
         folder = out_dir / 'ckpt' / str(step)
         try:
             sums = json.loads((folder / 'checksums.json').read_text())
@@ -177,8 +178,12 @@ def damaged_checkpoints(out_dir):
     return damaged
 
 
-def is_saving(out_dir):
-    return any((out_dir / 'ckpt').glob('*tmp*'))
+def is_saving(out_dir, started_at):
+    """Whether a checkpoint is being written by a run that has started at this time; a killed one leaves its folder."""
+    try:
+        return any(path.stat().st_mtime > started_at for path in (out_dir / 'ckpt').glob('*tmp*'))
+    except OSError:  # renamed meanwhile
+        return False
 
 
 def write_dataset(folder):
@@ -228,7 +233,9 @@ def kill_at_random(out_dir, runs):
     while all(run.poll() is None for run in runs):
         if len(runs) > 1 and not has_joined(out_dir, started_at):
             started = time.monotonic()
-        saving = is_saving(out_dir)
+            time.sleep(0.01)
+            continue
+        saving = is_saving(out_dir, started_at)
         newest = max([newest, *checkpoint_steps(out_dir)])
         n_saves -= saving and not was_saving
         was_saving = saving
@@ -238,7 +245,7 @@ def kill_at_random(out_dir, runs):
     if during_save:
         time.sleep(delay)
     victim = rng.choice(runs)
-    saving = is_saving(out_dir)
+    saving = is_saving(out_dir, started_at)
     if any(run.poll() is not None for run in runs):
         return None, False, newest
     victim.kill()
@@ -291,7 +298,7 @@ def kill_layout(folder, name, n_kills, n_processes, devices, args):
             damaged = damaged_checkpoints(current / 'out')
             n_damaged += len(damaged)
             if damaged:
-                failed(f'{name}: checkpoints {damaged} are damaged after a kill')
+                failed(f'{name}: checkpoints {damaged} of {steps} are damaged after a kill')
             continue
         for run in runs:
             finish(run, name)
