@@ -43,9 +43,6 @@ device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
 tensor = 1 # shard heads (with their KV cache), MLP width and vocabulary over this many devices (tensor parallelism)
 expert = 1 # shard the experts over this many devices
-coordinator_address = '' # host:port of process 0 of several that sample together, as in train_jax.py
-num_processes = 0 # number of processes
-process_id = -1 # number of this process, from 0
 compile = True # has no effect: JAX always compiles
 # -----------------------------------------------------------------------------
 started = time.perf_counter()
@@ -71,20 +68,13 @@ from jax_generate import (
     PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
-    Stopwatch, configure_process, describe_tokenizer, initialize_distributed, load_dataset_meta, load_run,
-    load_tokenizer, measure_bandwidth, same_tokens, setup_distributed_training, setup_jax_environment,
-    strip_partial_utf8)
+    Stopwatch, describe_tokenizer, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, same_tokens,
+    setup_distributed_training, setup_jax_environment, strip_partial_utf8)
 
-configure_process(device)
-initialize_distributed(coordinator_address, num_processes, process_id)
-if jax.process_index() > 0:  # process 0 prints
-    sys.stdout = sys.stderr = open(os.devnull, 'w')
 devices, dtype, reason = setup_jax_environment(device, dtype)
 clock = Stopwatch()
 imports_s = clock.start - started
 n_devices = tensor * expert
-if jax.process_count() > 1 and n_devices != len(devices):
-    raise UserError(f'{jax.process_count()} processes have {len(devices)} devices: tensor x expert must be as many')
 if not 1 <= n_devices <= len(devices):
     raise UserError(f'tensor={tensor} x expert={expert}, and there are {len(devices)} devices')
 parallel = setup_distributed_training(devices[:n_devices], tensor=tensor, expert=expert)

@@ -658,21 +658,6 @@ def test_four_processes_on_a_mesh_give_the_curve_stop_together_and_one_device_re
     assert_refused(refused, 'fsdp=2 x tensor=1 x expert=1 x context=1 does not divide 1 devices')
 
 
-def test_two_processes_sample_the_text_of_one_and_process_0_prints_it(dataset, tmp_path):
-    out = tmp_path / 'out'
-    assert train(out, f'--dataset={dataset}', *FLAGS, '--max_iters=2', '--device=cpu:0').returncode == 0
-    flags = ['--device=cpu', '--num_samples=2', '--max_new_tokens=20', '--start=the', '--top_k=5']
-    one = run_script('sample_jax.py', f'--out_dir={out}', *flags)
-    with Processes(2, out, *flags, '--tensor=2', script='sample_jax.py') as processes:
-        (code, text, err), (code_1, text_1, _) = processes.results()
-    assert (code, code_1) == (0, 0), err
-    assert text == one.stdout
-    assert text_1 == ''
-    with Processes(2, out, *flags, script='sample_jax.py') as processes:
-        for code, _, err in processes.results():
-            assert code == 2
-
-
 def each_with(name, values, out_dir, *flags):
     """Processes of which each has its own value of a flag."""
     return Processes(len(values), out_dir, *flags, each=[[f'--{name}={value}'] for value in values])
