@@ -1780,8 +1780,7 @@ def restore_items(out_dir, step, items):
 
 def load_run(out_dir, which='best', parallel=None):
     """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
-    default, on the first device). Reads nothing but the checkpoint without the optimizer's state, and the model that
-    LoRA has trained updates of. Raises UserError if there is none."""
+    default, on the first device; LoRA's updates merged). Raises UserError if there is none."""
     step, meta = load_meta(out_dir, which, ('params', 'meta', 'metrics'))
     config = GPTConfig(**meta['model'])
     parallel = parallel or setup_distributed_training(jax.devices()[:1])

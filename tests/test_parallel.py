@@ -407,7 +407,8 @@ def test_between_blocks_a_device_of_a_tensor_group_has_its_part_of_the_positions
             return linear(x, kernel, tp=ROW_PARALLEL)
 
     for T, n_sharded in ((8, 2), (1, 1), (6, 6)):  # 8 / 4; what does not divide is replicated
-        y = jax.jit(layer)(jnp.ones((2, T, 16)), jnp.ones((16, 12)))
+        x, kernel = jax.device_put((jnp.ones((2, T, 16)), jnp.ones((16, 12))), NamedSharding(mesh, P()))
+        y = jax.jit(layer)(x, kernel)
         assert y.addressable_shards[0].data.shape == (1, n_sharded, 12)
 
 
