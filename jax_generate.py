@@ -224,8 +224,7 @@ def sample_and_append(state, logits_BxV, active_B, sampling, sampling_params):
 @functools.partial(jax.jit, donate_argnames='cache', static_argnames='config')
 def prefill(params, cache, idx_BxT, position_BxT, *, config):
     """The KV cache with one piece of the prompts; PAD in position_BxT marks padding."""
-    apply = functools.partial(GPT(config).apply, method='with_cache')
-    return apply({'params': params}, idx_BxT, cache, position_BxT=position_BxT)[1]
+    return GPT(config).apply({'params': params}, idx_BxT, cache, position_BxT=position_BxT, method='with_cache')[1]
 
 
 @functools.partial(jax.jit, static_argnames=('configs', 'sampling', 'n_draft', 'use_cache'), donate_argnames='state')
@@ -375,9 +374,8 @@ def grow_caches(caches, *, configs, batch_size, n_slots, dtype, n_draft):
     """Copies of the KV caches with n_slots slots, one for each config, or new caches for (). Their positions must not
     have outgrown the slots that they have."""
     larger = tuple(init_cache(config, batch_size, n_slots, dtype, n_draft) for config in configs)
-    if not caches:
-        return larger
-    return jax.tree.map(lambda y, x: jax.lax.dynamic_update_slice(y, x, [0] * x.ndim), larger, caches)
+    copy = lambda y, x: jax.lax.dynamic_update_slice(y, x, [0] * x.ndim)
+    return jax.tree.map(copy, larger, caches) if caches else larger
 
 
 @jax.jit
@@ -557,8 +555,7 @@ def active_lengths(state, n_end):
 
 def unique_prompts(tokens_BxT, end_B):
     """(indices of rows that differ in their first end_B[b] tokens, for each row the number of its like among them)."""
-    is_used_BxT = np.arange(tokens_BxT.shape[1]) < end_B[:, None]
-    rows = np.column_stack([end_B, np.where(is_used_BxT, tokens_BxT, 0)])
+    rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(chosen)  # as in tokens_BxT, so that a batch without repetitions stays as it is
     return chosen[order], np.argsort(order)[row_B.ravel()]

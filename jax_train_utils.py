@@ -1784,12 +1784,10 @@ def load_run(out_dir, which='best', parallel=None):
     step, meta = load_meta(out_dir, which, ('params', 'meta', 'metrics'))
     config = GPTConfig(**meta['model'])
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
-    if lora := meta.get('lora'):
-        state = parallel.abstract_state(create_lora_state, jax.random.key(0), config, optax.identity(), lora['rank'])
-        updates = restore_items(out_dir, step, {'params': state.params})['params']
-        return config, load_merged(lora, config, parallel, updates), meta
-    state = parallel.abstract_state(create_train_state, jax.random.key(0), config, optax.identity())
-    return config, restore_items(out_dir, step, {'params': state.params})['params'], meta
+    create, *rank = (create_lora_state, meta['lora']['rank']) if 'lora' in meta else (create_train_state,)
+    state = parallel.abstract_state(create, jax.random.key(0), config, optax.identity(), *rank)
+    params = restore_items(out_dir, step, {'params': state.params})['params']
+    return config, load_merged(meta['lora'], config, parallel, params) if 'lora' in meta else params, meta
 
 
 def load_checkpoint(out_dir, step, state):
