@@ -117,10 +117,10 @@ def test_a_config_file_that_is_wrong_is_refused(read, tmp_path, text, message):
         read('CONFIG')
 
 
-def test_a_knob_without_a_comment_is_refused(tmp_path):
+def test_a_flag_without_a_comment_is_refused(tmp_path):
     script = tmp_path / 'script.py'
     script.write_text(SCRIPT.replace(' # sequences', ''))
-    with pytest.raises(UserError, match='the knob batch_size has no comment'):
+    with pytest.raises(UserError, match='the flag batch_size has no comment'):
         read_flags(script, {}, [])
 
 
