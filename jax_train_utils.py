@@ -1782,12 +1782,12 @@ def load_run(out_dir, which='best', parallel=None):
     """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
     default, on the first device; LoRA's updates merged). Raises UserError if there is none."""
     step, meta = load_meta(out_dir, which, ('params', 'meta', 'metrics'))
-    config = GPTConfig(**meta['model'])
+    config, lora = GPTConfig(**meta['model']), meta.get('lora')
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
-    create, *rank = (create_lora_state, meta['lora']['rank']) if 'lora' in meta else (create_train_state,)
+    create, *rank = (create_lora_state, lora['rank']) if lora else (create_train_state,)
     state = parallel.abstract_state(create, jax.random.key(0), config, optax.identity(), *rank)
     params = restore_items(out_dir, step, {'params': state.params})['params']
-    return config, load_merged(meta['lora'], config, parallel, params) if 'lora' in meta else params, meta
+    return config, load_merged(lora, config, parallel, params) if lora else params, meta
 
 
 def load_checkpoint(out_dir, step, state):
