@@ -105,8 +105,8 @@ FEATURES = {
 
 
 @pytest.mark.parametrize('features, layout', [
-    ('GPT-2', (8, 1, 1, 1, 8)), ('GPT-2', (8, 2, 1, 1, 2)), ('GPT-2', (8, 1, 1, 1, 2, 2)), ('remat', (8, 1, 2, 1, 4)),
-    ('window', (8, 1, 2, 1, 4)), ('chunk', (4, 1, 1, 1, 4)), ('latent', (4, 1, 2, 1, 2)), ('experts', (8, 1, 2, 2, 2))])
+    ('GPT-2', (8, 1, 1, 1, 8)), ('remat', (8, 1, 2, 1, 4)), ('window', (8, 2, 1, 1, 2)), ('chunk', (4, 1, 1, 1, 4)),
+    ('latent', (8, 1, 1, 1, 2, 2)), ('experts', (8, 1, 2, 2, 2))])
 def test_a_sequence_sharded_over_devices_learns_as_on_one(features, layout):
     config = dataclasses.replace(CONTEXT, **FEATURES[features])
     one, several = (run_steps(on, 6, config, g=1)[1] for on in (ONE, layout))
@@ -437,18 +437,14 @@ def test_no_device_gets_the_logits_of_other_vocabulary_ranges():
 
 
 def test_gpt2_xl_on_eight_fsdp_devices_takes_less_than_a_sixth_of_the_memory():
-    # scan_layers: unrolled, it compiles for a minute
-    xl = GPTConfig(vocab_size=50304, n_layer=48, n_head=25, n_embd=1600, scan_layers=True)
-    parallel, make, step = compiled_once((8, 8), xl)
-    sharding = NamedSharding(parallel.mesh, P(None, BATCH))
-    tokens = jax.ShapeDtypeStruct((1, 8, 4), jnp.int32, sharding=sharding)
-    batch = {'x': tokens, 'y': tokens, 'seq_id': jax.ShapeDtypeStruct((1, 8), jnp.int32, sharding=sharding)}
-    quick = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}  # it will not run
-    program = step.lower(parallel.abstract_state(make), batch).compile(compiler_options=quick)
+    xl = GPTConfig(vocab_size=50304, n_layer=48, n_head=25, n_embd=1600)
+    parallel, make, _ = compiled_once((8, 8), xl)
     n_params = sum(math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(make).params))
     replicated = 3 * 4 * n_params  # float32 parameters and AdamW's two moments
     assert replicated > 18e9
-    assert program.memory_analysis().argument_size_in_bytes < replicated / 6
+    state = jax.tree.leaves(parallel.abstract_state(make))
+    stored = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in state)
+    assert n_params < stored < replicated / 6
 
 
 # -----------------------------------------------------------------------------
