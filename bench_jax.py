@@ -121,8 +121,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ops
 from jax_generate import (
-    DecodeState, SamplingConfig, SamplingParams, bytes_read_per_step, cast_matrices, convert_params_for_decoding,
-    generate_stream, init_cache, quantize_params, step_cached)
+    DecodeState, SamplingConfig, SamplingParams, bytes_read_per_step, cast_matrices, choose_slots,
+    convert_params_for_decoding, generate_stream, init_cache, params_read_per_step, quantize_params, step_cached)
 from jax_ops import BATCH, ceil_div
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
@@ -648,7 +648,7 @@ def compile_decode_step(devices):
     shardings = convert.lower(params).compile().output_shardings
     params = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                           jax.eval_shape(convert, params), shardings)
-    n_slots = min(block_size, 32 * ceil_div(prompt_len + max_new_tokens, 32))
+    n_slots = choose_slots(prompt_len + max_new_tokens, prompt_len + max_new_tokens, block_size)
     make_cache = functools.partial(init_cache, model_config, batch_size, n_slots, cache_dtype)
     cache = placed(jax.eval_shape(make_cache), P(None, 'tensor') if tensor > 1 and not model_config.mla else P())
 
@@ -669,14 +669,12 @@ def compile_decode_step(devices):
 
 def bench_compile_decode():
     """bench_compile of a decode step."""
-    limit, memory_speed, link_speed, host_speed = DATA_SHEETS.get(
-        topology.partition(':')[0], (math.inf, None, None, None))
+    limit, memory_speed, *_ = data_sheet()
     start = time.perf_counter()
     mesh, params, cache, program = compile_decode_step(plan_devices)
     table = collective_table(parse_hlo(program.as_text()), mesh)
     peak = peak_of(program)
-    tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)  # of which a step reads a row per sequence
-    read = shard_bytes({name: part for name, part in params.items() if name not in tables}) + shard_bytes(cache)
+    read = shard_bytes(params_read_per_step(params)) + shard_bytes(cache)
     results = {
         'parameters_gb': shard_bytes(params) / 1e9, 'cache_gb': shard_bytes(cache) / 1e9,
         'temporary_gb': program.memory_analysis().temp_size_in_bytes / 1e9, 'peak_gb': peak / 1e9,
@@ -684,11 +682,28 @@ def bench_compile_decode():
         'compile_s': time.perf_counter() - start}
     print_collectives(table)
     if memory_speed:
-        links = sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
+        links = link_seconds(table)
         results |= {'memory_bound_ms': read / memory_speed * 1e3, 'link_bound_ms': links * 1e3,
-                    'tokens_per_sec_at_most': batch_size / max(read / memory_speed, links), 'fits': peak <= limit}
-        print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {"fits" if peak <= limit else "does not fit"}')
+                    'tokens_per_sec_at_most': batch_size / max(read / memory_speed, links),
+                    'fits': print_peak(peak, limit)}
     return results, table
+
+
+def data_sheet():
+    """The row of DATA_SHEETS of --topology; no limit and no speeds for CPUs."""
+    return DATA_SHEETS.get(topology.partition(':')[0], (math.inf, None, None, None))
+
+
+def link_seconds(table):
+    """Seconds that the links take for what a device sends."""
+    _, _, link_speed, host_speed = data_sheet()
+    return sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
+
+
+def print_peak(peak, limit):
+    """Prints the peak memory beside the device's, and returns whether it fits."""
+    print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {"fits" if peak <= limit else "does not fit"}')
+    return peak <= limit
 
 
 def print_collectives(table):
@@ -700,8 +715,7 @@ def print_collectives(table):
 
 def bench_compile():
     """Compiles the training step for the devices of --topology and prints its plan: ({name: value}, collectives)."""
-    kind = topology.partition(':')[0]
-    limit, memory_speed, link_speed, host_speed = DATA_SHEETS.get(kind, (math.inf, None, None, None))
+    limit, memory_speed, *_ = data_sheet()
     start = time.perf_counter()
     try:
         parallel, chosen, state, program = compile_train_step(plan_devices)
@@ -727,13 +741,12 @@ def bench_compile():
     if memory_speed:
         peak_flops = device_peak_flops(plan_devices[0])
         compute = estimate_mfu(count_params(state.params), model_config, tokens, peak_flops)
-        links = sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
+        links = link_seconds(table)
         traffic = results['memory_traffic_gb'] * 1e9 / memory_speed
         results |= {'compute_bound_ms': compute * 1e3, 'memory_bound_ms': traffic * 1e3, 'link_bound_ms': links * 1e3,
                     'best_bound_ms': max(compute, links) * 1e3,
                     'worst_bound_ms': (max(compute, traffic) + links) * 1e3}
-        print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {"fits" if peak <= limit else "does not fit"}')
-        results['fits'] = peak <= limit
+        results['fits'] = print_peak(peak, limit)
         if not results['fits']:
             results['would_fit'] = what_would_fit(plan_devices, limit)
     return results, table

@@ -3,7 +3,6 @@ off, and a persistent cache keeps what one test has compiled for the others. Bot
 import atexit
 import ctypes
 import gc
-import json
 import os
 import shutil
 import tempfile
@@ -40,15 +39,5 @@ def bounded_memory():
 @pytest.fixture(scope='session')
 def dataset(tmp_path_factory):
     """A folder with a data set of characters, which no test changes."""
-    import numpy as np
-
-    from tests.common import TEXT
-    folder = tmp_path_factory.mktemp('data') / 'fox'
-    folder.mkdir()
-    chars = ''.join(sorted(set(TEXT)))
-    ids = np.array([chars.index(c) for c in TEXT * 40], np.uint16)
-    ids[:-400].tofile(folder / 'train.bin')
-    ids[-400:].tofile(folder / 'val.bin')
-    meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars}}
-    (folder / 'meta.json').write_text(json.dumps(meta))
-    return folder
+    from tests.common import write_dataset
+    return write_dataset(tmp_path_factory.mktemp('data') / 'fox')

@@ -88,10 +88,15 @@ def transpose_kernels(params):
     return transposed
 
 
-def bytes_read_per_step(params):
-    """Bytes of weights read per decode step: everything except embedding lookups. Overcounts inactive experts."""
+def params_read_per_step(params):
+    """The parameters that a decode step reads: all but the tables, of which it reads a row per sequence. Overcounts
+    inactive experts."""
     tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)
-    return sum(x.nbytes for name, part in params.items() if name not in tables for x in jax.tree.leaves(part))
+    return {name: part for name, part in params.items() if name not in tables}
+
+
+def bytes_read_per_step(params):
+    return sum(x.nbytes for x in jax.tree.leaves(params_read_per_step(params)))
 
 
 def cache_entry_shapes(config):
@@ -507,14 +512,20 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
     if n_draft == 0:
         weights, configs = weights[:1], configs[:1]
 
+    def grow(caches, needed, batch_size):
+        """The caches with at least `needed` slots, copies if these have fewer, new ones if there are none."""
+        nonlocal n_slots
+        if n_slots >= min(needed, config.block_size):
+            return caches
+        n_slots = choose_slots(needed, longest, config.block_size)
+        return commit(grow_caches(caches, configs=configs, batch_size=batch_size, n_slots=n_slots, **cache_options),
+                      params)
+
     # prefill: every row up to its last token, unless the row is too long for the cache
     end_B = np.where(length_B <= max_cached, length_B - 1, 0)
     if (length_B <= max_cached).any():
         chosen, row_B = unique_prompts(tokens_BxT, end_B)
-        if n_slots < min(end_B.max() + 1, config.block_size):
-            n_slots = choose_slots(end_B.max() + 1, longest, config.block_size)
-            caches = commit(grow_caches(caches, configs=configs, batch_size=len(chosen), n_slots=n_slots,
-                                        **cache_options), params)
+        caches = grow(caches, end_B.max() + 1, len(chosen))
         least = 16 if prefix_cache is None else 64
         caches = tuple(prefill_pieces(*model, tokens_BxT[chosen], n_held, end_B[chosen], least)
                        for model in zip(weights, configs, caches))
@@ -527,10 +538,8 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
             while len(length_B := active_lengths(state, n_end)):
                 cached_B = length_B[length_B <= max_cached]  # the other rows wait until none is left here
                 use_cache = len(cached_B) > 0
-                if use_cache and n_slots < min(cached_B.max(), config.block_size):
-                    n_slots = choose_slots(cached_B.max(), longest, config.block_size)
-                    state = state.replace(caches=grow_caches(
-                        state.caches, configs=configs, batch_size=B, n_slots=n_slots, **cache_options))
+                if use_cache:
+                    state = state.replace(caches=grow(state.caches, cached_B.max(), B))
                 if n_draft and drafts_are_useless(int(state.drafted), int(state.accepted), B):
                     n_draft, weights, configs = 0, weights[:1], configs[:1]
                     state = state.replace(caches=state.caches[:1])

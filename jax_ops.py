@@ -287,9 +287,14 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
     return jax.lax.optimization_barrier(nt(w_OxI, x_RxI, dtype)).T[:R]
 
 
-def bfloat16_lane_terms(n):
-    """How many terms each of nt_bfloat16_row's sums has, for rows of n elements; None if n is not a multiple of 128."""
-    return max((terms for terms in range(4, 17) if n % (32 * terms) == 0), default=None)
+def lane_terms(n, least, most):
+    """How many terms, from `least` to `most`, each of 32 sums side by side has per block, for rows of n elements that
+    are split into such blocks; None if none fits."""
+    return max((terms for terms in range(least, most + 1) if n % (32 * terms) == 0), default=None)
+
+
+bfloat16_lane_terms = functools.partial(lane_terms, least=4, most=16)  # of nt_bfloat16_row
+int8_lane_terms = functools.partial(lane_terms, least=8, most=32)  # of int8_matvec
 
 
 def nt_bfloat16_row(x_1xI, w_OxI):
@@ -494,11 +499,6 @@ def int8_matmul(x_RxI, w_OxI):
     return (256 * high_RxO + low_RxO).astype(jnp.float32)
 
 
-def int8_lane_terms(n):
-    """How many terms each of int8_matvec's 32 sums has per block, for vectors of n elements; None if no block fits."""
-    return max((terms for terms in range(8, 33) if n % (32 * terms) == 0), default=None)
-
-
 def int8_matvec(x_1xI, w_OxI):
     """int8_matmul for one row. XLA:CPU vectorizes a sum of at most 32 terms and stores all terms of a longer one, so
     there are 32 sums side by side (docs/performance.md#int8). The barrier keeps them from being merged again."""
@@ -550,6 +550,13 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
     if chunk:
         mask &= key_position // chunk == position // chunk
     return mask
+
+
+def first_key_of(position, window, chunk):
+    """The first position to which causal_mask lets a query at this position attend."""
+    if chunk:
+        return position // chunk * chunk
+    return max(0, position + 1 - window) if window else 0
 
 
 def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, chunk=0,
@@ -619,9 +626,7 @@ def context_attention(kernel, first_group, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sink
         return exchange(splash_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scale=scale, sinks_H=sinks_H, kernel=kernel))
     ys = []
     for part in range(C):
-        first_key = max(0, part * T + 1 - window) if window else 0  # of the part's first query
-        if chunk:
-            first_key = part * T // chunk * chunk
+        first_key = first_key_of(part * T, window, chunk)
         seen = slice(first_key, (part + 1) * T)
         ys.append(chunked_attention(
             q_BxTxHxK[:, part * n:(part + 1) * n], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scale=scale, window=window,
@@ -719,10 +724,7 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
         vs = jax.lax.split(v_GxTxK.astype(jnp.float32), sizes, axis=1)
         ys = []
         for i, q in enumerate(qs):
-            first_key = max(0, i * n + 1 - window) if window else 0  # of the first query
-            if chunk:
-                first_key = i * n // chunk * chunk
-            seen = slice(first_key // n, i + 1)
+            seen = slice(first_key_of(i * n, window, chunk) // n, i + 1)
             k, v = (jnp.concatenate(blocks[seen], axis=1).astype(v_GxTxK.dtype) for blocks in (ks, vs))
             ys.append(attend(i * n, seen.start * n, q, k, v, key))
         return jnp.concatenate(ys, axis=1)

@@ -842,19 +842,20 @@ def epoch_windows(n_tokens, block_size, seed, epoch, index):
     """The starts of the windows numbered `index` of an epoch: a random offset, then contiguous windows of block_size
     tokens, shuffled."""
     n_windows = count_windows(n_tokens, block_size)
+    if n_windows <= SHUFFLED_IN_MEMORY:
+        return shuffled_windows(n_tokens, block_size, seed, epoch)[index]
     rng = np.random.default_rng([seed, DATA, epoch])
     offset = rng.integers(n_tokens - n_windows * block_size)
-    if n_windows <= SHUFFLED_IN_MEMORY:
-        return offset + block_size * shuffled_windows(n_tokens, block_size, seed, epoch)[index]
     return offset + block_size * permute_index(index, n_windows, rng.integers(2**32, size=6, dtype=np.uint64))
 
 
 @functools.lru_cache(maxsize=4)
 def shuffled_windows(n_tokens, block_size, seed, epoch):
+    """epoch_windows of all indices."""
     n_windows = count_windows(n_tokens, block_size)
     rng = np.random.default_rng([seed, DATA, epoch])
-    rng.integers(n_tokens - n_windows * block_size)  # the offset, which is drawn first
-    return rng.permutation(n_windows)
+    offset = rng.integers(n_tokens - n_windows * block_size)
+    return offset + block_size * rng.permutation(n_windows)
 
 
 def permute_index(index, n, keys):

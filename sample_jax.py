@@ -62,7 +62,7 @@ if not 0 < top_p <= 1 or not 0 <= min_p <= 1 or not 0 < repetition_penalty < flo
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import jax
 import numpy as np
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_generate import (
     PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
@@ -86,10 +86,8 @@ parallel = setup_distributed_training(devices[:n_devices], tensor=tensor, expert
 def place(path, array):
     """Moves one parameter to its devices, sharded and as decoding reads it, before the next one is read: no memory ever
     holds the model in float32 that is to be int8."""
-    value = convert_params_for_decoding(parallel.device_put(unflatten_dict({path: array})), dtype, quantize)
-    for name in path:
-        value = value[name]
-    return value
+    part = parallel.device_put(unflatten_dict({path: array}))
+    return flatten_dict(convert_params_for_decoding(part, dtype, quantize))[path]
 
 
 def load_weights(path_or_name):

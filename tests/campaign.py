@@ -44,7 +44,7 @@ from jax_train_utils import (
     checkpoint_steps, checksum, create_optimizer_with_schedule, load_checkpoint, load_meta, read_metrics,
     setup_distributed_training)
 from jax_transformer import GPTConfig, create_train_state
-from tests.common import GOLDEN, TEXT, records_without_times
+from tests.common import GOLDEN, records_without_times, write_dataset
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--device=cpu',
          '--gradient_accumulation_steps=2', '--dropout=0.1', '--learning_rate=1e-2', '--warmup_iters=2']
@@ -184,17 +184,6 @@ def is_saving(out_dir, started_at):
         return any(path.stat().st_mtime > started_at for path in (out_dir / 'ckpt').glob('*tmp*'))
     except OSError:  # renamed meanwhile
         return False
-
-
-def write_dataset(folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    chars = ''.join(sorted(set(TEXT)))
-    ids = np.array([chars.index(c) for c in TEXT * 40], np.uint16)
-    ids[:-400].tofile(folder / 'train.bin')
-    ids[-400:].tofile(folder / 'val.bin')
-    meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars}}
-    (folder / 'meta.json').write_text(json.dumps(meta))
-    return folder
 
 
 # -----------------------------------------------------------------------------

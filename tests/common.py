@@ -34,6 +34,19 @@ GOLDEN = ROOT / 'tests' / 'golden'
 FAMILIES = GOLDEN / 'families'
 TEXT = 'the quick brown fox jumps over the lazy dog and runs away\n'
 
+
+def write_dataset(folder):
+    """Makes a data set of characters in the folder, and returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chars = ''.join(sorted(set(TEXT)))
+    ids = np.array([chars.index(c) for c in TEXT * 40], np.uint16)
+    ids[:-400].tofile(folder / 'train.bin')
+    ids[-400:].tofile(folder / 'val.bin')
+    meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars}}
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    return folder
+
+
 # -----------------------------------------------------------------------------
 # models
 
