@@ -717,6 +717,27 @@ def test_sampling_with_sharded_heads_gives_the_text_of_one_device(dataset, tmp_p
     assert_refused(run_script('sample_jax.py', *flags, '--tensor=4'), 'tensor=4 does not divide n_head=2')
 
 
+def test_two_processes_sample_the_text_of_one_and_process_0_prints_it(dataset, tmp_path):
+    out = tmp_path / 'out'
+    assert train(out, f'--dataset={dataset}', *FLAGS, '--max_iters=2', '--device=cpu:0').returncode == 0
+    flags = ['--num_samples=2', '--max_new_tokens=12', '--start=the', '--top_k=5', '--stream=True']
+    one = run_script('sample_jax.py', f'--out_dir={out}', '--device=cpu:0', *flags)
+    assert len(one.stdout) > 40
+    with Processes(2, out, '--device=cpu', *flags, '--tensor=2', script='sample_jax.py') as processes:
+        results = processes.results()
+    assert [code for code, *_ in results] == [0, 0], results
+    texts = [re.sub(r'\[Gloo\].*\n', '', text) for _, text, _ in results]  # which XLA:CPU prints
+    assert texts == [one.stdout, '']
+    assert [f'{out}, checkpoint of iteration 2; 2 x cpu' in err for *_, err in results] == [True, False]
+    for different, message in ((['--seed=1', '--seed=2'], 'different flags, .*seed is 1 and 2'),
+                               ([], 'tensor=1 x expert=1 must be 2, all devices of the 2 processes')):
+        with Processes(2, out, '--device=cpu', *flags, script='sample_jax.py',
+                       each=[[flag] for flag in different] or None) as processes:
+            for code, _, err in processes.results():
+                assert code == 2
+                assert re.fullmatch(f'error: .*{message}.*\n', err), err
+
+
 def test_the_kv_cache_is_sharded_over_heads_and_a_token_moves_no_weights():
     config = dataclasses.replace(CONFIG, n_embd=64, n_layer=2)
     parallel = setup_distributed_training(jax.devices()[:4], tensor=4)
