@@ -116,7 +116,8 @@ FEATURES = {
 
 @pytest.mark.parametrize('features, layout', [
     ('GPT-2', (8, 1, 1, 1, 8)), ('bfloat16', (2, 1, 1, 1, 2)), ('remat', (8, 1, 2, 1, 4)),
-    ('window', (8, 2, 1, 1, 2)), ('chunk', (4, 1, 1, 1, 4)), ('latent', (8, 1, 1, 1, 2, 2)), ('experts', (8, 1, 2, 2, 2))])
+    ('window', (8, 2, 1, 1, 2)), ('chunk', (4, 1, 1, 1, 4)), ('latent', (8, 1, 1, 1, 2, 2)),
+    ('experts', (8, 1, 2, 2, 2))])
 def test_a_sequence_sharded_over_devices_learns_as_on_one(features, layout):
     config = dataclasses.replace(CONTEXT, **FEATURES[features])
     one, several = (numbers(run_steps(on, 6, config, g=1)[1]) for on in (ONE, layout))
