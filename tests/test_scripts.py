@@ -479,7 +479,7 @@ def test_the_dtype_auto_is_chosen_by_each_machine(finished, run_copy, monkeypatc
     assert load_meta(finished[0])[1]['flags']['dtype'] == 'auto'  # a resumed run takes its flags from here
     monkeypatch.setattr(jax_train_utils, 'default_dtype', lambda device: ('bfloat16', 'another machine'))
     resumed = succeeded(train(run_copy, *RESUME, '--max_iters=21'))
-    assert 'has computed in float32 so far, and goes on in bfloat16' in resumed.stdout
+    assert 'has computed in float32 so far, and continues in bfloat16' in resumed.stdout
 
 
 def test_a_resume_may_change_the_dtype(run_copy):
