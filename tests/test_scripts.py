@@ -846,6 +846,17 @@ def test_a_start_that_fails_is_refused_with_what_the_script_said(tmp_path):
     assert_refused(result, 'sample_jax.py --out_dir=.* failed: error: .*checkpoint')
 
 
+def test_alternated_programs_are_compared_round_by_round(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax_train_utils, 'measure_bandwidth', lambda device: 10.0)
+    count = f"import pathlib; path = pathlib.Path({str(tmp_path / 'runs')!r}); path.open('a').write('x'); "
+    report = "import json; print(json.dumps({'results': {'tokens_per_sec': len(path.read_text())}}))"
+    program = f'{sys.executable} -c "{count}{report}"'  # the n-th run of either reports n tokens per second
+    table = succeeded(run_script('peers/alternate.py', '--rounds=2', f'ours={program}', f'peer={program}')).stdout
+    assert '| ours | 2.0 (1.0 to 3.0) | 0.62 (0.50 to 0.75) |' in table  # 1 / 2 and 3 / 4
+    assert '| peer | 3.0 (2.0 to 4.0) | 1.00 (1.00 to 1.00) |' in table
+    assert_refused(run_script('peers/alternate.py', f'broken={sys.executable} -c 1/0'), 'ZeroDivisionError')
+
+
 def test_a_benchmark_that_cannot_be_is_refused():
     assert_refused(run_script('bench_jax.py', '--mode=startup', '--command=ls'), 'command must start with sample_jax')
     sleep = run_script('bench_jax.py', '--mode=sleep')
