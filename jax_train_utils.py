@@ -1023,7 +1023,11 @@ class HFTokenizer:
         return ids if ids[-1:] == [self.end_token] else [*ids, self.end_token]
 
     def decode(self, ids):
-        return self.tokenizer.decode(ids)
+        if '<|channel|>' not in self.ids:
+            return self.tokenizer.decode(ids)
+        # gpt-oss separates its channels by special tokens: they stay, see final_answer
+        ids = [id for id in ids if id not in self.stop_tokens]
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def render_chat(self, messages, *, add_generation_prompt):
         """The text of messages [{'role': 'system', 'user' or 'assistant', 'content': text}] by the folder's chat
@@ -1102,6 +1106,15 @@ def read_json_object(path):
     if not isinstance(values, dict):
         raise UserError(f'{path} is not a JSON object; copy or download it again')
     return values
+
+
+def final_answer(text):
+    """What of an answer belongs to the conversation. gpt-oss writes <|channel|>analysis<|message|>...<|end|> first,
+    which its template takes for an error in a message. (<think>...</think> is for the other models' templates to drop.)
+    """
+    if '<|channel|>' not in text:
+        return text
+    return text.partition('<|channel|>final<|message|>')[2].partition('<|end|>')[0]
 
 
 def strip_partial_utf8(text):

@@ -68,7 +68,7 @@ from jax_generate import (
     PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
-    Stopwatch, describe_tokenizer, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, same_tokens,
+    Stopwatch, describe_tokenizer, final_answer, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, same_tokens,
     setup_distributed_training, setup_jax_environment, strip_partial_utf8)
 
 devices, dtype, reason = setup_jax_environment(device, dtype)
@@ -362,7 +362,7 @@ def answer(turns, line, sample_index, prefix_cache):
         return None
     except KeyboardInterrupt:
         print('\n(interrupted)')
-    return [*turns, (line, answered)]
+    return [*turns, (line, final_answer(answered))]
 
 
 # -----------------------------------------------------------------------------

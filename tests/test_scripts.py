@@ -19,6 +19,7 @@ import pytest
 
 import jax_train_utils
 from jax_flags import config_block
+from jax_generate import GenerationResult
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
     MODEL_FLAGS, HFTokenizer, config_from_flags, flags_from_config, load_meta, load_run, read_metrics)
@@ -1047,6 +1048,30 @@ def test_an_interrupted_answer_stays_in_the_conversation(speaking, tmp_path, mon
     messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
     assert messages == [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': answer}]
     assert 'error' not in result.stdout
+
+
+def test_only_the_final_channel_of_an_answer_stays_in_the_conversation(speaking, tmp_path, monkeypatch):
+    channels = '<|channel|>', '<|message|>', '<|start|>', '<|end|>'
+    tokenizer = HFTokenizer(speaking).tokenizer
+    tokenizer.add_special_tokens(list(channels))
+    tokenizer.save(str(speaking / 'tokenizer.json'))
+    answers = ['<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>so</s>',
+               '<|channel|>analysis<|message|>cut']
+    prompts = []
+
+    def generate_stream(params, config, idx, *args, prompt_lengths_B, **options):
+        prompts.append(idx[0].tolist())
+        row = prompts[-1] + tokenizer.encode(answers[len(prompts) - 1], add_special_tokens=False).ids
+        yield GenerationResult(np.array([row]), np.array([len(row)]))
+
+    monkeypatch.setattr('jax_generate.generate_stream', generate_stream)
+    monkeypatch.setattr('sys.stdin', io.StringIO(f'ab\nd\n/save {tmp_path}/chat.json\n'))
+    shown = succeeded(sample('none', f'--init_from={speaking}', '--interactive=True')).stdout
+    assert answers[0].removesuffix('</s>') in shown
+    said = '<s><user>ab<model>so<user>d<model>'
+    assert prompts[1] == tokenizer.encode(said, add_special_tokens=False).ids
+    messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
+    assert [message['content'] for message in messages] == ['ab', 'so', 'd', '']
 
 
 def test_the_oldest_turns_of_a_chat_go_when_the_context_is_full(speaking, monkeypatch):
