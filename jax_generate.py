@@ -504,13 +504,11 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
         steps=jnp.int32(-1),  # the first token's step is not counted
         drafted=jnp.int32(0), accepted=jnp.int32(0)), params)
 
-    weights, configs = ((params, draft[0]), (config, draft[1])) if draft else ((params,), (config,))
     caches, n_slots, n_held = (), 0, 0
     cache_options = dict(dtype=cache_dtype, n_draft=n_draft)  # drafts keep their slots if they are switched off
     if prefix_cache is not None:
         caches, n_slots, n_held, n_draft = prefix_cache.take(tokens_BxT[0, :length_B[0] - 1], n_draft)
-    if n_draft == 0:
-        weights, configs = weights[:1], configs[:1]
+    weights, configs = ((params, draft[0]), (config, draft[1])) if draft and n_draft else ((params,), (config,))
 
     def grow(caches, needed, batch_size):
         """The caches with at least `needed` slots, copies if these have fewer, new ones if there are none."""
