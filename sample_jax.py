@@ -68,8 +68,8 @@ from jax_generate import (
     PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
-    Stopwatch, describe_tokenizer, final_answer, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, same_tokens,
-    setup_distributed_training, setup_jax_environment, strip_partial_utf8)
+    Stopwatch, describe_tokenizer, final_answer, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth,
+    same_tokens, setup_distributed_training, setup_jax_environment, strip_partial_utf8)
 
 devices, dtype, reason = setup_jax_environment(device, dtype)
 clock = Stopwatch()

@@ -488,7 +488,8 @@ def test_mfu_counts_the_experts_that_are_used_and_the_keys_that_are_seen():
 
 
 @pytest.mark.parametrize('name, tensor, expert', [
-    ('qwen3', 2, 1), ('olmo2', 2, 1), ('gemma3', 2, 1), ('qwen3_moe', 1, 2), ('gpt_oss', 2, 2), ('deepseek_v3', 2, 2), ('llama4', 2, 2)])
+    ('qwen3', 2, 1), ('olmo2', 2, 1), ('gemma3', 2, 1), ('qwen3_moe', 1, 2), ('gpt_oss', 2, 2), ('deepseek_v3', 2, 2),
+    ('llama4', 2, 2)])
 def test_a_model_sharded_over_a_mesh_gives_the_logits_of_one_device(name, tensor, expert):
     config, params = load(name)
     devices = jax.devices()[:2 * tensor * expert]
