@@ -113,7 +113,7 @@ def check_flags(flags):
         raise UserError(f"keep must be at least 1, not {flags['keep']}")
     if not flags['out_dir']:
         raise UserError('out_dir is empty; name a folder')
-    if '://' in flags['out_dir']:
+    if is_url(flags['out_dir']):
         raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where the bucket is mounted")
     for name in ('beta1', 'beta2'):
         if not 0 <= flags[name] < 1:
@@ -127,6 +127,11 @@ def check_flags(flags):
         raise UserError('zero shards what is trained, and the updates of LoRA are small: leave zero at 0')
     if flags['lora_rank'] and flags['init_from'] == 'scratch':
         raise UserError('LoRA trains updates of a pretrained model: name it with --init_from')
+
+
+def is_url(path):
+    """Whether a path is a URL such as gs://bucket/run: a scheme of one letter is a drive of Windows."""
+    return bool(re.match('[A-Za-z][A-Za-z0-9+.-]+://', path))
 
 
 # -----------------------------------------------------------------------------

@@ -259,6 +259,7 @@ def kill_layout(folder, name, n_kills, n_processes, devices, args):
     expected = result_of(reference)
     n_killed = n_saving = n_lost = n_damaged = n_runs = n_different = 0
     codes = collections.Counter()  # of processes that lost another one
+    victims = collections.Counter()  # numbers of the killed processes
     slowest = 0.0
     current = None
     while n_killed < n_kills or current:
@@ -272,6 +273,7 @@ def kill_layout(folder, name, n_kills, n_processes, devices, args):
         if victim:
             n_killed += 1
             n_saving += saving
+            victims[runs.index(victim)] += 1
             killed_at = time.monotonic()
             for run in runs:
                 run.wait(120)
@@ -297,7 +299,9 @@ def kill_layout(folder, name, n_kills, n_processes, devices, args):
         shutil.rmtree(current)
         current = None
     others = ', '.join(f'{n} x {code}' for code, n in sorted(codes.items()))
-    add_row(f'SIGKILL, {name}', f'{n_killed} kills in {n_runs} runs, {n_saving} while a checkpoint was being written',
+    which = ', '.join(f'{n} of process {i}' for i, n in sorted(victims.items())) + ', ' if n_processes > 1 else ''
+    add_row(f'SIGKILL, {name}',
+            f'{n_killed} kills in {n_runs} runs, {which}{n_saving} while a checkpoint was being written',
             f'{n_lost} checkpoints lost, {n_damaged} damaged; {n_runs - n_different} of {n_runs} runs ended with the '
             f'bits of the uninterrupted one' + (f'; the other process ended with {others}, after at most '
                                                 f'{slowest:.0f} s' if codes else ''))

@@ -21,7 +21,7 @@ import jax_train_utils
 from jax_flags import config_block
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
-    MODEL_FLAGS, HFTokenizer, config_from_flags, flags_from_config, load_meta, load_run, read_metrics)
+    MODEL_FLAGS, HFTokenizer, checkpoint_steps, config_from_flags, flags_from_config, load_meta, load_run, read_metrics)
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, ROOT, TEXT, assert_refused, assert_same_run, copy_folder, edit_json, final_state,
     records_without_times, refusal, run_script, sample, start_training, succeeded, train, wait_for_iteration)
@@ -729,13 +729,15 @@ def test_token_ids_outside_the_vocabulary_are_refused(dataset, flags, tmp_path):
     assert_refused(result, 'val.bin has token id 60, outside the vocabulary')
 
 
-def test_a_token_id_that_meta_json_denies_is_found_when_it_is_drawn(dataset, flags, tmp_path):
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_a_token_id_that_meta_json_denies_is_found_when_it_is_drawn(dataset, flags, tmp_path, split):
     data = copy_folder(dataset, tmp_path)
     sizes = {split: (data / f'{split}.bin').stat().st_size // 2 for split in ('train', 'val')}
     edit_json(data / 'meta.json', max_id=20, train_tokens=sizes['train'], val_tokens=sizes['val'])
-    np.full(sizes['train'], 60, np.uint16).tofile(data / 'train.bin')
-    result = train(tmp_path / 'out', *flags, f'--dataset={data}')
-    assert_refused(result, 'has a token id outside its vocabulary of 28')
+    np.full(sizes[split], 60, np.uint16).tofile(data / f'{split}.bin')
+    result = train(tmp_path / 'out', *flags, f'--dataset={data}', '--eval_interval=1')
+    assert_refused(result, f'the {split} tokens have an id outside the vocabulary of 28')
+    assert not checkpoint_steps(tmp_path / 'out')
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoint(flags, tmp_path):

@@ -28,7 +28,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_train_utils
-from jax_flags import UserError, exit_on_user_error, read_flags
+from jax_flags import UserError, exit_on_user_error, is_url, read_flags
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
     DataParallel, MetricsLog, StopSignal, can_cache_on_cpu, check_agreement, check_device_availability,
@@ -104,6 +104,13 @@ def test_a_value_may_hold_equals_signs_and_a_prompt_may_look_like_a_number(read)
 def test_a_flag_that_is_wrong_is_refused_by_name(read, arg, message):
     with pytest.raises(UserError, match=message):
         read(arg)
+
+
+@pytest.mark.parametrize('path, expected', [
+    ('gs://bucket/run', True), ('s3://bucket', True), ('file:///run', True), ('C:\\run', False), ('C:/run', False),
+    ('d://run', False), ('D:', False), ('out', False), ('/run/a://b', False), ('a/gs://b', False)])
+def test_a_drive_of_windows_is_no_url(path, expected):
+    assert is_url(path) == expected
 
 
 @pytest.mark.parametrize('text, message', [
@@ -705,6 +712,15 @@ def test_a_dataset_that_prepare_has_counted_is_not_read_at_the_start(tmp_path):
     assert 'has token id 29, outside' in refusal(load_dataset, tmp_path, 8)
     edit_json(tmp_path / 'meta.json', **counted | {'train_tokens': 31})
     assert 'train.bin has 30 tokens, its meta.json says 31' in refusal(load_dataset, tmp_path, 8)
+
+
+def test_a_dataset_on_another_drive_than_the_current_folder_is_read(tmp_path, monkeypatch):
+    def relpath(path):
+        raise ValueError("path is on mount 'D:', start on mount 'C:'")  # as on Windows
+    monkeypatch.setattr(os.path, 'relpath', relpath)
+    write_dataset(tmp_path, np.arange(30), np.arange(20), vocab_size=30)
+    splits, *_ = load_dataset(tmp_path, 8)
+    assert len(splits['train']) == 30 and load_masks(tmp_path, splits) == {}
 
 
 def test_the_fingerprint_of_data_tells_one_token_and_the_tokenizer():
