@@ -146,7 +146,8 @@ def exit_on_user_error(kind, error, traceback):
         discard_unread_output()
         sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
     exit_if_peer_died(error)
-    disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
+    disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR,
+            errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, getattr(errno, 'ESTALE', None))  # of NFS
     if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]:
         error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
     elif not isinstance(error, UserError) and not (isinstance(error, OSError) and error.errno in disk):
@@ -184,7 +185,9 @@ def exit_if_peer_died(error):
     jax = sys.modules.get('jax')  # None: the script has not come that far
     causes = error, error.__cause__, error.__context__
     text = ' '.join(str(error).split())
-    lost = any(type(cause).__name__ == 'JaxRuntimeError' for cause in causes) or 'barrier' in text
+    status = 'ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN'  # JAX raises ValueErrors for these too
+    lost = any(type(cause).__name__ == 'JaxRuntimeError' or re.match(f'({status}): ', str(cause)) for cause in causes)
+    lost = lost or 'barrier' in text
     if lost and jax and jax.process_count() > 1 and 'RESOURCE_EXHAUSTED' not in text:
         print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; start all of them '
               f'again, with --init_from=resume ({text[:300]})', file=sys.stderr, flush=True)

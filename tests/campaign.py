@@ -39,6 +39,7 @@ import orbax.checkpoint
 import tokenizers
 import tqdm
 
+import jax_train_utils
 from jax_flags import config_block
 from jax_train_utils import (
     checkpoint_steps, checksum, create_optimizer_with_schedule, load_checkpoint, load_meta, read_metrics,
@@ -724,6 +725,7 @@ def other_disks(work, dataset, expected):
             failed(f'{what} deleted under a running process: exit code {code}: {run.says()}')
         add_row(f'{what} deleted under a running process', 1, f'exit code {code}: {run.err.strip()[:120]}')
         shutil.rmtree(folder)
+    slow_disk(work, args, expected)
     folder = work / 'clock'
     finish(train(folder, *args, '--max_iters=6', prepare=jumping_clock), 'a clock that jumps')
     finish(train(folder, *args, '--max_iters=12', prepare=jumping_clock), 'a clock that jumps, resumed')
@@ -732,6 +734,38 @@ def other_disks(work, dataset, expected):
     if not same:
         failed('a clock that jumps changes the result')
     add_row('time.time() jumps by up to a day, both ways', 2, 'the same bits' if same else 'FAILED')
+
+
+def slow_saves():
+    """Each save takes 30 s longer, in the thread that writes it."""
+    write = jax_train_utils.write_checksums
+
+    def write_slowly(folder):
+        time.sleep(30)
+        write(folder)
+    jax_train_utils.write_checksums = write_slowly
+
+
+def slow_disk(work, args, expected):
+    """A run whose saves take 30 s, two SIGTERMs during the second one, and a resume."""
+    folder = work / 'slow'
+    started_at = time.time()
+    run = train(folder, *args, '--save_interval=1', prepare=slow_saves)
+    while run.poll() is None and not (checkpoint_steps(folder / 'out') and is_saving(folder / 'out', started_at)):
+        time.sleep(0.01)
+    for _ in range(2):
+        run.kill(signal.SIGTERM)
+        time.sleep(1)
+    code = run.wait(200)
+    n_saved = len(checkpoint_steps(folder / 'out'))
+    good = code == 143 and n_saved == 2 and not damaged_checkpoints(folder / 'out')
+    if not good:
+        failed(f'a slow disk: exit code {code}, {n_saved} checkpoints: {run.says()}')
+    finish(train(folder, *args), 'a slow disk, resumed')
+    if result_of(folder) != expected:
+        good = failed('after a slow disk: not the bits of the uninterrupted run')
+    add_row('saves that take 30 s; two SIGTERMs during one; resumed', 1,
+            'exit code 143 after the save, which is whole; the bits of the uninterrupted run' if good else 'FAILED')
 
 
 def wait_for_save(run, out_dir):

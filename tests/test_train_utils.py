@@ -28,7 +28,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_train_utils
-from jax_flags import UserError, exit_on_user_error, is_url, read_flags
+from jax_flags import UserError, exit_if_peer_died, exit_on_user_error, is_url, read_flags
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
     DataParallel, MetricsLog, StopSignal, can_cache_on_cpu, check_agreement, check_device_availability,
@@ -183,6 +183,22 @@ def test_a_broken_pipe_elsewhere_stays_a_traceback(capsys):
     error = BrokenPipeError('of a socket')
     exit_on_user_error(BrokenPipeError, error, None)
     assert 'BrokenPipeError: of a socket' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('error, lost', [
+    (jax.errors.JaxRuntimeError('INTERNAL: the other side has closed the connection'), True),
+    (ValueError('UNKNOWN: Gloo all-reduce failed: Connection closed by peer'), True),
+    (RuntimeError('the barrier of the save was not reached'), True),
+    (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory'), False), (ValueError('a bug'), False)])
+def test_what_the_death_of_another_process_raises_ends_this_one_with_75(monkeypatch, capsys, error, lost):
+    codes = []
+    monkeypatch.setattr(os, '_exit', codes.append)
+    exit_if_peer_died(error)
+    assert codes == []  # there are no others
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    exit_if_peer_died(error)
+    assert codes == [75] * lost
+    assert ('error: process 0 of 2 has lost the others' in capsys.readouterr().err) == lost
 
 
 # -----------------------------------------------------------------------------
