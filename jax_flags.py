@@ -11,6 +11,7 @@ import runpy
 import select
 import signal
 import sys
+import time
 from pathlib import Path
 
 
@@ -151,8 +152,10 @@ def exit_on_user_error(kind, error, traceback):
     if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]:
         error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
     elif not isinstance(error, UserError) and not (isinstance(error, OSError) and error.errno in disk):
-        return sys.__excepthook__(kind, error, traceback)
+        sys.__excepthook__(kind, error, traceback)
+        return exit_before_others(1)
     print(f'error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
+    exit_before_others(2)
     sys.exit(2)
 
 
@@ -174,6 +177,17 @@ def discard_unread_output():
     """Redirects stdout to os.devnull if its reader is gone."""
     if stdout_reader_is_gone():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def exit_before_others(code):
+    """Ends this process with this exit code, if it is one of several: the usual way out waits for the others, which may
+    not have failed, and after 60 s JAX aborts them all (134). Those that have failed too have 3 s to say so: with
+    process 0 ends JAX's coordination service, and then JAX aborts the others."""
+    jax = sys.modules.get('jax')
+    if jax and jax.distributed.is_initialized() and jax.process_count() > 1:
+        sys.stdout.flush()
+        time.sleep(3 if jax.process_index() == 0 else 0.5)
+        os._exit(code)
 
 
 PEER_DIED = 75  # exit code, EX_TEMPFAIL of sysexits.h: start all processes again

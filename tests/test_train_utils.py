@@ -1,4 +1,5 @@
 """What jax_train_utils.py promises on one device and replicated over several; tests/test_parallel.py has the meshes."""
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -199,6 +200,20 @@ def test_what_the_death_of_another_process_raises_ends_this_one_with_75(monkeypa
     exit_if_peer_died(error)
     assert codes == [75] * lost
     assert ('error: process 0 of 2 has lost the others' in capsys.readouterr().err) == lost
+
+
+@pytest.mark.parametrize('process, seconds', [(0, 3), (1, 0.5)])
+@pytest.mark.parametrize('error, code', [(UserError('a mistake'), 2), (ValueError('a bug'), 1)])
+def test_one_of_several_processes_that_fails_does_not_wait_for_the_others(monkeypatch, error, code, process, seconds):
+    ends = []
+    monkeypatch.setattr(jax.distributed, 'is_initialized', lambda: True)
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(jax, 'process_index', lambda: process)
+    monkeypatch.setattr(time, 'sleep', ends.append)
+    monkeypatch.setattr(os, '_exit', lambda code: ends.append(f'exit code {code}'))
+    with contextlib.suppress(SystemExit):  # os._exit would not have returned
+        exit_on_user_error(type(error), error, None)
+    assert ends == [seconds, f'exit code {code}']
 
 
 # -----------------------------------------------------------------------------
