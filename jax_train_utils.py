@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -1881,29 +1880,39 @@ def read_metrics(out_dir):
     return list(iterate_metrics(out_dir))
 
 
+@functools.cache
+def loss_figure():
+    """(figure, {key of metrics.jsonl: line}) without points, the same in every call: matplotlib's figures are full of
+    reference cycles, so a new one for every evaluation would keep 1.4 MB each until a full garbage collection."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    figure = FigureCanvasAgg(Figure(figsize=(7, 4.5))).figure
+    axes = figure.add_axes((0.09, 0.11, 0.89, 0.86))
+    axes.set(xlabel='iteration', ylabel='loss (nats per token)')
+    axes.grid(alpha=0.3)
+    lines = {'loss': axes.plot([], [], label='train, iterations', color='0.8', lw=0.8)[0],
+             'train_loss': axes.plot([], [], label='train', marker='.')[0],
+             'val_loss': axes.plot([], [], label='val', marker='.')[0]}
+    return figure, lines
+
+
 def plot_losses(out_dir):
     """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of the logged iterations, of at most 5,000 of them,
     and train and val of every evaluation. Holds 16 bytes per record, so that a long run does not take more and more
     memory."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    gc.collect()  # the last figure: it is full of reference cycles, and 1.4 MB of memory would not be used again
-    curves = {key: array.array('d') for key in ('loss', 'train_loss', 'val_loss')}
+    figure, lines = loss_figure()
+    curves = {key: array.array('d') for key in lines}
     for record in iterate_metrics(out_dir):
         for key, points in curves.items():
             if isinstance(record.get(key), (int, float)):
                 points.extend((record['iter'], record[key]))
-    figure = Figure(figsize=(7, 4.5), layout='constrained')
-    axes = FigureCanvasAgg(figure).figure.subplots()
-    for key, label, style in (('loss', 'train, iterations', dict(color='0.8', lw=0.8)),
-                              ('train_loss', 'train', dict(marker='.')), ('val_loss', 'val', dict(marker='.'))):
+    for key, line in lines.items():
         points = np.asarray(curves[key]).reshape(-1, 2)
-        if len(points):
-            axes.plot(*points[::ceil_div(len(points), 5000)].T, label=label, **style)
-    axes.set(xlabel='iteration', ylabel='loss (nats per token)')
-    if axes.lines:
-        axes.legend()
-    axes.grid(alpha=0.3)
+        line.set_data(points[::ceil_div(max(len(points), 1), 5000)].T)
+    axes, = figure.axes
+    axes.relim()
+    axes.autoscale_view()
+    axes.legend(handles=[line for line in lines.values() if len(line.get_xdata())])
     figure.savefig(Path(out_dir) / 'loss.tmp.png', dpi=120)
     os.replace(Path(out_dir) / 'loss.tmp.png', Path(out_dir) / 'loss.png')
 

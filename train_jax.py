@@ -169,7 +169,7 @@ if init_from == 'resume':
     if 'expert_balance' in given:
         config = with_expert_balance(config, expert_balance)
     if config.dtype != resumed['model']['dtype']:
-        print(f"this run has computed in {resumed['model']['dtype']} so far, and goes on in {dtype}")
+        print(f"this run has computed in {resumed['model']['dtype']} so far, and continues in {dtype}")
     print(f'resuming {out_dir} at iteration {iter_num}, best val loss {best_val_loss:.4f}')
 elif init_from != 'scratch':
     path = local_path(init_from)

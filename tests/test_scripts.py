@@ -498,7 +498,7 @@ def test_the_dtype_auto_is_chosen_by_each_machine(finished, run_copy, monkeypatc
     assert load_meta(finished[0])[1]['flags']['dtype'] == 'auto'  # a resumed run takes its flags from here
     monkeypatch.setattr(jax_train_utils, 'default_dtype', lambda device: ('bfloat16', 'another machine'))
     resumed = succeeded(train(run_copy, *RESUME, '--max_iters=21'))
-    assert 'has computed in float32 so far, and goes on in bfloat16' in resumed.stdout
+    assert 'has computed in float32 so far, and continues in bfloat16' in resumed.stdout
 
 
 def test_a_resume_may_change_the_dtype(run_copy):
@@ -866,6 +866,17 @@ def test_the_start_of_a_script_is_timed_cold_and_warm_in_parts(finished):
 def test_a_start_that_fails_is_refused_with_what_the_script_said(tmp_path):
     result = run_script('bench_jax.py', '--mode=startup', f'--command=sample_jax.py --out_dir={tmp_path}')
     assert_refused(result, 'sample_jax.py --out_dir=.* failed: error: .*checkpoint')
+
+
+def test_alternated_programs_are_compared_round_by_round(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax_train_utils, 'measure_bandwidth', lambda device: 10.0)
+    count = f"import pathlib; path = pathlib.Path({str(tmp_path / 'runs')!r}); path.open('a').write('x'); "
+    report = "import json; print(json.dumps({'results': {'tokens_per_sec': len(path.read_text())}}))"
+    program = f'{sys.executable} -c "{count}{report}"'  # the n-th run of either reports n tokens per second
+    table = succeeded(run_script('peers/alternate.py', '--rounds=2', f'ours={program}', f'peer={program}')).stdout
+    assert '| ours | 2.0 (1.0 to 3.0) | 0.62 (0.50 to 0.75) |' in table  # 1 / 2 and 3 / 4
+    assert '| peer | 3.0 (2.0 to 4.0) | 1.00 (1.00 to 1.00) |' in table
+    assert_refused(run_script('peers/alternate.py', f'broken={sys.executable} -c 1/0'), 'ZeroDivisionError')
 
 
 def test_a_benchmark_that_cannot_be_is_refused():

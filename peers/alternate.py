@@ -1,0 +1,74 @@
+"""Runs several programs in alternation and compares their throughput: the script behind the ratios in
+docs/performance.md. The machine should do nothing else.
+
+$ python peers/alternate.py --rounds=3 \\
+    "int8=python bench_jax.py --mode=decode --vocab_size=50257 --batch_size=1 --quantize=int8" \\
+    "Hugging Face=torch-venv/bin/python peers/torch_generate.py --dtype=bfloat16 --batch_size=1"
+
+Each argument is a name and a command, run in the current folder, whose last line on stdout is a JSON object with
+results.tokens_per_sec. Prints a line per run, with the load average and the memory bandwidth (GB/s, reading) measured
+right before; then a table in Markdown with medians and spread. Ratios are to the last program of the same round.
+"""
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from jax_flags import UserError, exit_on_user_error
+
+
+def tokens_per_sec(command):
+    """What the command reports. Raises UserError if it reports nothing."""
+    run = subprocess.run(shlex.split(command), capture_output=True, text=True)
+    try:
+        return json.loads(run.stdout.splitlines()[-1])['results']['tokens_per_sec']
+    except (IndexError, KeyError, TypeError, ValueError):
+        last_line = (run.stderr.strip() or 'nothing').splitlines()[-1]
+        raise UserError(f'{command} reported no tokens_per_sec; '
+                        f'exit code {run.returncode}, last line: {last_line}') from None
+
+
+def spread(values, digits):
+    """'median (least to most)'"""
+    low, middle, high = (f'{x:,.{digits}f}' for x in (min(values), statistics.median(values), max(values)))
+    return f'{middle} ({low} to {high})'
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--rounds', type=int, default=3)
+    parser.add_argument('programs', nargs='+', metavar='name=command')
+    args = parser.parse_args()
+    if not all('=' in program for program in args.programs):
+        raise UserError('each program must be name=command')
+    programs = dict(program.split('=', 1) for program in args.programs)
+
+    import jax
+    jax.config.update('jax_platforms', 'cpu')  # leaves a GPU's memory to the programs
+
+    from jax_train_utils import measure_bandwidth
+
+    figures = {name: [] for name in programs}
+    for i in range(args.rounds):
+        for name, command in programs.items():
+            load = os.getloadavg()[0]
+            bandwidth = measure_bandwidth(jax.devices()[0])
+            figures[name].append(tokens_per_sec(command))
+            print(f'round {i + 1}  load {load:.1f}  {bandwidth:.1f} GB/s  {name}: {figures[name][-1]:,.1f} tok/s',
+                  flush=True)
+    reference = figures[list(programs)[-1]]
+    print('\n| | tok/s, median (spread) | ratio, median (spread) |\n|---|---|---|')
+    for name, values in figures.items():
+        digits = 0 if statistics.median(values) >= 100 else 1
+        ratios = [value / other for value, other in zip(values, reference)]
+        print(f'| {name} | {spread(values, digits)} | {spread(ratios, 2)} |')
+
+
+if __name__ == '__main__':
+    sys.excepthook = exit_on_user_error
+    main()
