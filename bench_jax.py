@@ -555,13 +555,14 @@ def collectives_in(computations):
     return found
 
 
-def collective_table(computations, mesh):
-    """[{kind, axis, n, dtype, count, bytes, exposed, hosts}]: what a device sends per step, in rings, by kind, axes and
-    dtype; how many bytes of it are exposed; whether a group spans hosts."""
+def collective_table(computations, mesh, n_steps=1):
+    """[{kind, axis, n, dtype, count, bytes, exposed, hosts}]: what a device sends per step of a program of n_steps, in
+    rings, by kind, axes and dtype; how many bytes of it are exposed; whether a group spans hosts."""
     table = {}
     for kind, shapes, rest, times, exposed in collectives_in(computations):
         axis, group = group_of(rest, mesh)
         n = len(group)
+        times /= n_steps
         size = bytes_of(shapes)
         if kind == 'reduce-scatter' and 'dimensions=' in rest:  # not in the all-reduce that a TPU's fusion wraps
             size *= n
@@ -631,9 +632,9 @@ def what_would_fit(devices, limit):
     return None
 
 
-def compile_decode_step(devices):
-    """(mesh, abstract parameters, abstract KV cache, the compiled step) of one token for each of batch_size sequences,
-    on tensor x expert of the devices, as sample_jax.py decodes."""
+def compile_decode(devices):
+    """(mesh, abstract parameters, abstract KV cache, the compiled loop) of max_new_tokens tokens for each of batch_size
+    sequences, on tensor x expert of the devices, as sample_jax.py decodes."""
     parallel = setup_distributed_training(devices[:tensor * expert], tensor=tensor, expert=expert)
     parallel.validate(model_config)
     on_mesh = getattr(parallel, 'on_mesh', lambda step: step)
@@ -661,18 +662,19 @@ def compile_decode_step(devices):
     state = placed(jax.eval_shape(make_state), P()).replace(caches=(cache,))
     sampling, greedy = SamplingConfig(vocab_size, stop_tokens=()), SamplingParams(*[None] * 5)
 
-    def step(params, state):
-        return step_cached(params, state, ~state.done_B, greedy, model_config, sampling)
+    def decode(params, state):
+        step = lambda _, state: step_cached(params, state, ~state.done_B, greedy, model_config, sampling)
+        return jax.lax.fori_loop(0, max_new_tokens, step, state)
 
-    return parallel.mesh, params, cache, jax.jit(on_mesh(step), donate_argnums=1).lower(params, state).compile()
+    return parallel.mesh, params, cache, jax.jit(on_mesh(decode), donate_argnums=1).lower(params, state).compile()
 
 
 def bench_compile_decode():
-    """bench_compile of a decode step."""
+    """bench_compile of decoding: bytes and times are those of a step, the mean of max_new_tokens."""
     limit, memory_speed, *_ = data_sheet()
     start = time.perf_counter()
-    mesh, params, cache, program = compile_decode_step(plan_devices)
-    table = collective_table(parse_hlo(program.as_text()), mesh)
+    mesh, params, cache, program = compile_decode(plan_devices)
+    table = collective_table(parse_hlo(program.as_text()), mesh, max_new_tokens)
     peak = peak_of(program)
     read = shard_bytes(params_read_per_step(params)) + shard_bytes(cache)
     results = {
@@ -709,7 +711,7 @@ def print_peak(peak, limit):
 def print_collectives(table):
     print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} {"MB sent":>10} {"exposed":>10}')
     for row in table:
-        print(f'{row["kind"]:>20} {row["axis"]:>14} {row["n"]:>8} {row["dtype"]:>10} {row["count"]:>7} '
+        print(f'{row["kind"]:>20} {row["axis"]:>14} {row["n"]:>8} {row["dtype"]:>10} {row["count"]:>7.4g} '
               f'{row["bytes"] / 1e6:>10,.2f} {row["exposed"] / 1e6:>10,.2f}')
 
 
@@ -717,14 +719,7 @@ def bench_compile():
     """Compiles the training step for the devices of --topology and prints its plan: ({name: value}, collectives)."""
     limit, memory_speed, *_ = data_sheet()
     start = time.perf_counter()
-    try:
-        parallel, chosen, state, program = compile_train_step(plan_devices)
-    except jax.errors.JaxRuntimeError as error:
-        if 'RESOURCE_EXHAUSTED' not in str(error):
-            raise
-        used = re.search(r'Used [\d.]+\w+ of [\d.]+\w+', str(error))
-        print(f'does not fit: {used[0] if used else " ".join(str(error).split())[:200]}')
-        return {'fits': False, 'would_fit': what_would_fit(plan_devices, limit)}, []
+    parallel, chosen, state, program = compile_train_step(plan_devices)
     computations = parse_hlo(program.as_text())
     table = collective_table(computations, parallel.mesh)
     memory = program.memory_analysis()
@@ -844,7 +839,16 @@ elif mode == 'startup':
     results = bench_startup()
 elif mode == 'compile':
     plan_devices = topology_devices(topology)
-    results, table = bench_compile_decode() if plan == 'decode' else bench_compile()
+    try:
+        results, table = bench_compile_decode() if plan == 'decode' else bench_compile()
+    except jax.errors.JaxRuntimeError as error:
+        if 'RESOURCE_EXHAUSTED' not in str(error):
+            raise
+        used = re.search(r'Used [\d.]+\w+ of [\d.]+\w+', str(error))
+        print(f'does not fit: {used[0] if used else " ".join(str(error).split())[:200]}')
+        results, table = {'fits': False}, []
+        if plan == 'train':
+            results['would_fit'] = what_would_fit(plan_devices, data_sheet()[0])
 else:
     limit = load_model()[0].block_size
     if prompt_len + max_new_tokens > limit:

@@ -43,6 +43,9 @@ device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
 tensor = 1 # shard heads (with their KV cache), MLP width and vocabulary over this many devices (tensor parallelism)
 expert = 1 # shard the experts over this many devices
+coordinator_address = '' # host:port of process 0 of several that sample together, as in train_jax.py
+num_processes = 0 # number of processes that sample together, on tensor x expert devices
+process_id = -1 # number of this process, from 0
 compile = True # has no effect: JAX always compiles
 # -----------------------------------------------------------------------------
 started = time.perf_counter()
@@ -68,15 +71,28 @@ from jax_generate import (
     PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
-    Stopwatch, describe_tokenizer, final_answer, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth,
-    same_tokens, setup_distributed_training, setup_jax_environment, strip_partial_utf8)
+    Stopwatch, check_agreement, configure_process, describe_tokenizer, final_answer, initialize_distributed,
+    load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, same_tokens, setup_distributed_training,
+    setup_jax_environment, strip_partial_utf8)
 
+configure_process(device)
+initialize_distributed(coordinator_address, num_processes, process_id)
+master = jax.process_index() == 0  # the process that prints; all run the same program
+if not master:
+    sys.stdout = open(os.devnull, 'w')
+notes = sys.stderr if master else sys.stdout
+check_agreement('flags', flags | {'process_id': 'its own'})
 devices, dtype, reason = setup_jax_environment(device, dtype)
 clock = Stopwatch()
 imports_s = clock.start - started
 n_devices = tensor * expert
 if not 1 <= n_devices <= len(devices):
     raise UserError(f'tensor={tensor} x expert={expert}, and there are {len(devices)} devices')
+if jax.process_count() > 1 and n_devices < len(devices):
+    raise UserError(f'tensor={tensor} x expert={expert} must be {len(devices)}, all devices of the '
+                    f'{jax.process_count()} processes')
+if jax.process_count() > 1 and interactive:
+    raise UserError('interactive takes one process')
 parallel = setup_distributed_training(devices[:n_devices], tensor=tensor, expert=expert)
 
 # -----------------------------------------------------------------------------
@@ -163,7 +179,7 @@ def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
     lengths = [len(prompt) for prompt in prompts]
     if max(lengths) > config.block_size:
         print(f'the prompt has {max(lengths):,} tokens, the context of the model {config.block_size:,}: the text is '
-              f'continued from the last {config.block_size:,}', file=sys.stderr)
+              f'continued from the last {config.block_size:,}', file=notes)
     idx = np.zeros((len(prompts), max(lengths)), np.int32)  # right-padded
     for row, prompt in zip(idx, prompts):
         row[:len(prompt)] = prompt
@@ -203,9 +219,10 @@ def texts_until_stop(result, prompt_texts):
 
 
 def stream_chunk(laps):
-    """Number of tokens to generate before the text is shown again: 1, until one took less than SLOW_TOKEN."""
+    """Number of tokens to generate before the text is shown again: 1, until one took less than SLOW_TOKEN. Several
+    processes, whose clocks differ, generate STREAM_CHUNK."""
     fastest = min((lap.running for lap in laps[1:]), default=SLOW_TOKEN)
-    return STREAM_CHUNK if fastest < SLOW_TOKEN else 1
+    return STREAM_CHUNK if fastest < SLOW_TOKEN or jax.process_count() > 1 else 1
 
 
 def settled_part(text):
@@ -256,7 +273,7 @@ def report_speed():
     length = min(config.block_size, longest_prompt + max_new_tokens)
     kv_bytes = cache_bytes(config, length, cache_dtype)
     report += f'\nKV cache: {kv_bytes:,} bytes for a sequence of {length:,} tokens, {kv_bytes / length:,.0f} per token'
-    print(report, file=sys.stderr)
+    print(report, file=notes)
 
 
 # -----------------------------------------------------------------------------
@@ -374,7 +391,7 @@ if defaults:
 if hasattr(sys.stdout, 'reconfigure'):
     sys.stdout.reconfigure(errors='replace')  # a terminal may lack characters that the model knows
 if interactive:
-    print(header, file=sys.stderr)
+    print(header, file=notes)
     run_chat()
     sys.exit(0)
 
@@ -410,5 +427,6 @@ else:
             print(f'> {question}')
         print(text[n:])
         print('---------------')
-print(header, file=sys.stderr)
-report_speed()
+print(header, file=notes)
+if master:
+    report_speed()

@@ -46,19 +46,29 @@ def numbers(log):
 
 
 @functools.cache
-def curve(layout):
-    return numbers(run_steps(layout, 30, CONFIG)[1])
+def curve(layout, dtype='float32'):
+    return numbers(run_steps(layout, 30, dataclasses.replace(CONFIG, dtype=dtype))[1])
+
+
+# of [loss, gradient norm] between layouts, in 30 iterations; seen in bfloat16: 2.2e-4 and 1.7e-3
+BOUNDS = {'float32': [2e-4, 2e-4], 'bfloat16': [1e-3, 5e-3]}
+
+
+def assert_same_curve(mesh, one, dtype='float32'):
+    assert (abs(mesh - one) <= BOUNDS[dtype]).all(), abs(mesh - one).max(0)
 
 
 # -----------------------------------------------------------------------------
 # the same run on every layout
 
 
-@pytest.mark.parametrize('layout', [FSDP, TENSOR, BOTH, ALL, ZERO_1, ZERO_2, ZERO_2_ON_MESH])
-def test_every_mesh_gives_the_curve_of_one_device(layout):
-    one, mesh = curve(ONE), curve(layout)
+@pytest.mark.parametrize('dtype, layout', [
+    *[('float32', layout) for layout in (FSDP, TENSOR, BOTH, ALL, ZERO_1, ZERO_2, ZERO_2_ON_MESH)],
+    *[('bfloat16', layout) for layout in (TENSOR, ZERO_1, ZERO_2)]])
+def test_every_mesh_gives_the_curve_of_one_device(dtype, layout):
+    one, mesh = curve(ONE, dtype), curve(layout, dtype)
     assert one[-1, 0] < one[0, 0] - 1  # it learns
-    np.testing.assert_allclose(mesh, one, atol=2e-4)
+    assert_same_curve(mesh, one, dtype)
 
 
 def test_a_mesh_with_data_alone_gives_the_curve_of_pmap():
@@ -71,7 +81,7 @@ def test_a_mesh_with_data_alone_gives_the_curve_of_pmap():
     for i in range(30):
         state, metrics = step(state, device_batch(parallel, 2, 8, i, CONFIG))
         log.append(jax.tree.map(float, metrics))
-    np.testing.assert_allclose(numbers(log), curve(PMAP), atol=2e-4)
+    assert_same_curve(numbers(log), curve(PMAP))
 
 
 def test_frequent_tokens_learn_in_bfloat16_on_a_mesh_as_in_float32():
@@ -97,7 +107,7 @@ def test_frequent_tokens_learn_in_bfloat16_on_a_mesh_as_in_float32():
 
 CONTEXT = dataclasses.replace(CONFIG, block_size=64, attention='chunked')
 FEATURES = {
-    'GPT-2': {}, 'remat': dict(n_layer=2, scan_layers=True, remat='full'),
+    'GPT-2': {}, 'bfloat16': dict(dtype='bfloat16'), 'remat': dict(n_layer=2, scan_layers=True, remat='full'),
     'window': dict(position='rope', n_kv_head=2, layer_types=('window',), window=20, sinks=True),
     'chunk': dict(position='rope', n_kv_head=2, layer_types=('chunk',), chunk=24, norm='rms', mlp='swiglu'),
     'latent': dict(position='rope', mla=dict(q_rank=8, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=12)),
@@ -105,12 +115,13 @@ FEATURES = {
 
 
 @pytest.mark.parametrize('features, layout', [
-    ('GPT-2', (8, 1, 1, 1, 8)), ('remat', (8, 1, 2, 1, 4)), ('window', (8, 2, 1, 1, 2)), ('chunk', (4, 1, 1, 1, 4)),
-    ('latent', (8, 1, 1, 1, 2, 2)), ('experts', (8, 1, 2, 2, 2))])
+    ('GPT-2', (8, 1, 1, 1, 8)), ('bfloat16', (2, 1, 1, 1, 2)), ('remat', (8, 1, 2, 1, 4)),
+    ('window', (8, 2, 1, 1, 2)), ('chunk', (4, 1, 1, 1, 4)), ('latent', (8, 1, 1, 1, 2, 2)),
+    ('experts', (8, 1, 2, 2, 2))])
 def test_a_sequence_sharded_over_devices_learns_as_on_one(features, layout):
     config = dataclasses.replace(CONTEXT, **FEATURES[features])
-    one, several = (run_steps(on, 6, config, g=1)[1] for on in (ONE, layout))
-    np.testing.assert_allclose(numbers(several), numbers(one), atol=2e-4)
+    one, several = (numbers(run_steps(on, 6, config, g=1)[1]) for on in (ONE, layout))
+    assert_same_curve(several, one, config.dtype)
 
 
 def test_positions_of_a_sequence_are_loaded_and_evaluated_where_they_are_computed():
@@ -717,6 +728,27 @@ def test_sampling_with_sharded_heads_gives_the_text_of_one_device(dataset, tmp_p
     too_many = run_script('sample_jax.py', *flags, '--tensor=9')
     assert_refused(too_many, 'tensor=9 x expert=1, and there are 8 devices')
     assert_refused(run_script('sample_jax.py', *flags, '--tensor=4'), 'tensor=4 does not divide n_head=2')
+
+
+def test_two_processes_sample_the_text_of_one_and_process_0_prints_it(dataset, tmp_path):
+    out = tmp_path / 'out'
+    assert train(out, f'--dataset={dataset}', *FLAGS, '--max_iters=2', '--device=cpu:0').returncode == 0
+    flags = ['--num_samples=2', '--max_new_tokens=12', '--start=the', '--top_k=5', '--stream=True']
+    one = run_script('sample_jax.py', f'--out_dir={out}', '--device=cpu:0', *flags)
+    assert len(one.stdout) > 40
+    with Processes(2, out, '--device=cpu', *flags, '--tensor=2', script='sample_jax.py') as processes:
+        results = processes.results()
+    assert [code for code, *_ in results] == [0, 0], results
+    texts = [re.sub(r'\[Gloo\].*\n', '', text) for _, text, _ in results]  # which XLA:CPU prints
+    assert texts == [one.stdout, '']
+    assert [f'{out}, checkpoint of iteration 2; 2 x cpu' in err for *_, err in results] == [True, False]
+    for different, message in ((['--seed=1', '--seed=2'], 'different flags, .*seed is 1 and 2'),
+                               ([], 'tensor=1 x expert=1 must be 2, all devices of the 2 processes')):
+        with Processes(2, out, '--device=cpu', *flags, script='sample_jax.py',
+                       each=[[flag] for flag in different] or None) as processes:
+            for code, _, err in processes.results():
+                assert code == 2
+                assert re.fullmatch(f'error: .*{message}.*\n', err), err
 
 
 def test_the_kv_cache_is_sharded_over_heads_and_a_token_moves_no_weights():
