@@ -174,8 +174,7 @@ def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
     """Continues the prompts (lists of token ids) in one batch. Returns (their texts, whether each met the stop text).
 
     sample_index: number of the random stream of each sample.
-    show(text): called with the first text while it grows.
-    prefix_cache: see generate_stream."""
+    show(text): called with the first text while it grows. prefix_cache: see generate_stream."""
     lengths = [len(prompt) for prompt in prompts]
     if max(lengths) > config.block_size:
         print(f'the prompt has {max(lengths):,} tokens, the context of the model {config.block_size:,}: the text is '
