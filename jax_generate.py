@@ -622,8 +622,9 @@ def check_controls(config, max_new_tokens, temperature, top_k, top_p, min_p, rep
         raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
     if cache_dtype not in ('auto', *CACHE_DTYPES):
         raise UserError(f'cache_dtype must be one of {", ".join(CACHE_DTYPES)}, not {cache_dtype!r}')
-    if not 0 <= n_draft <= MAX_DRAFT:
-        raise UserError(f'n_draft must be between 0 (no speculation) and {MAX_DRAFT}, not {n_draft}')
+    most = min(MAX_DRAFT, config.block_size - 1)
+    if not 0 <= n_draft <= most:
+        raise UserError(f'n_draft must be between 0 (no speculation) and {most}, not {n_draft}')
     draft_config = draft[1] if draft and n_draft else None
     if draft_config and draft_config.vocab_size < n_vocab:
         raise UserError(f'the draft model has a vocabulary of {draft_config.vocab_size}, the model {n_vocab}')

@@ -842,8 +842,8 @@ def describe_data(splits, tokenizer):
 def check_ids(x, y, vocab_size, split):
     """Raises UserError if windows of a split hold an id that is not below vocab_size: load_dataset trusts meta.json."""
     if max(x.view(np.uint32).max(), y.view(np.uint32).max()) >= vocab_size:
-        raise UserError(f'the {split} tokens have an id outside the vocabulary of {vocab_size}, which meta.json denies: '
-                        'they have been changed; run the prepare.py of the data set again')
+        raise UserError(f'the {split} tokens have an id outside the vocabulary of {vocab_size}, which meta.json '
+                        'denies: they have been changed; run the prepare.py of the data set again')
 
 
 DATA, DROPOUT = range(2)  # RNG stream ids

@@ -811,9 +811,9 @@ def long_section(work, n_iters):
     if growth > 0.01:
         failed(f'memory grows by {growth:.1%} without what TensorStore leaks: {memory} kB')
     add_row(f'one run of {n_iters:,} iterations, {n_iters // 100} saves', 1,
-            f'resident memory, medians of the second, sixth and last tenth: {", ".join(f"{x / 1e3:.1f}" for x in memory)}'
-            f' MB, from the second to the third {growth:+.2%} without the {leaked / 1e3:.1f} MB that TensorStore leaks; '
-            f'open files (median) {files[0]} and {files[1]}; metrics.jsonl {"complete" if complete else "NOT complete"}')
+            f'median memory in the second, sixth and last tenth {", ".join(f"{x / 1e3:.1f}" for x in memory)}'
+            f' MB: from the sixth to the last {growth:+.2%} without the {leaked / 1e3:.1f} MB that TensorStore leaks; '
+            f'open files {files[0]} and {files[1]}; metrics.jsonl {"complete" if complete else "NOT complete"}')
 
 
 def main():

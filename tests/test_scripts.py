@@ -691,7 +691,7 @@ def test_resuming_or_sampling_nothing_is_refused(tmp_path):
 @pytest.mark.parametrize('bad, message', [
     (['--quantize=int4'], "quantize must be int8 or '' .off., not 'int4'"),
     (['--cache_dtype=int4'], 'cache_dtype must be one of'),
-    (['--n_draft=99'], 'n_draft must be between 0'),
+    (['--n_draft=16'], r'n_draft must be between 0 \(no speculation\) and 15, not 16'),
     (['--draft=x'], 'add --n_draft=4'),
     (['--draft=nowhere', '--n_draft=2'], 'nowhere'),
     (['--start=Quick'], "does not know: 'Q'"),
