@@ -11,6 +11,7 @@ import runpy
 import select
 import signal
 import sys
+import time
 from pathlib import Path
 
 
@@ -113,7 +114,7 @@ def check_flags(flags):
         raise UserError(f"keep must be at least 1, not {flags['keep']}")
     if not flags['out_dir']:
         raise UserError('out_dir is empty; name a folder')
-    if '://' in flags['out_dir']:
+    if is_url(flags['out_dir']):
         raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where the bucket is mounted")
     for name in ('beta1', 'beta2'):
         if not 0 <= flags[name] < 1:
@@ -129,6 +130,11 @@ def check_flags(flags):
         raise UserError('LoRA trains updates of a pretrained model: name it with --init_from')
 
 
+def is_url(path):
+    """Whether a path is a URL such as gs://bucket/run: a scheme of one letter is a drive of Windows."""
+    return bool(re.match('[A-Za-z][A-Za-z0-9+.-]+://', path))
+
+
 # -----------------------------------------------------------------------------
 # how a script ends
 
@@ -141,12 +147,15 @@ def exit_on_user_error(kind, error, traceback):
         discard_unread_output()
         sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
     exit_if_peer_died(error)
-    disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
+    disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR,
+            errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, getattr(errno, 'ESTALE', None))  # of NFS
     if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]:
         error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
     elif not isinstance(error, UserError) and not (isinstance(error, OSError) and error.errno in disk):
-        return sys.__excepthook__(kind, error, traceback)
+        sys.__excepthook__(kind, error, traceback)
+        return exit_before_others(1)
     print(f'error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
+    exit_before_others(2)
     sys.exit(2)
 
 
@@ -170,6 +179,17 @@ def discard_unread_output():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def exit_before_others(code):
+    """Ends this process with this exit code, if it is one of several: the usual way out waits for the others, which may
+    not have failed, and after 60 s JAX aborts them all (134). Those that have failed too have 3 s to say so: with
+    process 0 ends JAX's coordination service, and then JAX aborts the others."""
+    jax = sys.modules.get('jax')
+    if jax and jax.distributed.is_initialized() and jax.process_count() > 1:
+        sys.stdout.flush()
+        time.sleep(3 if jax.process_index() == 0 else 0.5)
+        os._exit(code)
+
+
 PEER_DIED = 75  # exit code, EX_TEMPFAIL of sysexits.h: start all processes again
 
 
@@ -179,7 +199,9 @@ def exit_if_peer_died(error):
     jax = sys.modules.get('jax')  # None: the script has not come that far
     causes = error, error.__cause__, error.__context__
     text = ' '.join(str(error).split())
-    lost = any(type(cause).__name__ == 'JaxRuntimeError' for cause in causes) or 'barrier' in text
+    status = 'ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN'  # JAX raises ValueErrors for these too
+    lost = any(type(cause).__name__ == 'JaxRuntimeError' or re.match(f'({status}): ', str(cause)) for cause in causes)
+    lost = lost or 'barrier' in text
     if lost and jax and jax.process_count() > 1 and 'RESOURCE_EXHAUSTED' not in text:
         print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; start all of them '
               f'again, with --init_from=resume ({text[:300]})', file=sys.stderr, flush=True)

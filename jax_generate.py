@@ -504,13 +504,11 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
         steps=jnp.int32(-1),  # the first token's step is not counted
         drafted=jnp.int32(0), accepted=jnp.int32(0)), params)
 
-    weights, configs = ((params, draft[0]), (config, draft[1])) if draft else ((params,), (config,))
     caches, n_slots, n_held = (), 0, 0
     cache_options = dict(dtype=cache_dtype, n_draft=n_draft)  # drafts keep their slots if they are switched off
     if prefix_cache is not None:
         caches, n_slots, n_held, n_draft = prefix_cache.take(tokens_BxT[0, :length_B[0] - 1], n_draft)
-    if n_draft == 0:
-        weights, configs = weights[:1], configs[:1]
+    weights, configs = ((params, draft[0]), (config, draft[1])) if draft and n_draft else ((params,), (config,))
 
     def grow(caches, needed, batch_size):
         """The caches with at least `needed` slots, copies if these have fewer, new ones if there are none."""
@@ -624,8 +622,9 @@ def check_controls(config, max_new_tokens, temperature, top_k, top_p, min_p, rep
         raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
     if cache_dtype not in ('auto', *CACHE_DTYPES):
         raise UserError(f'cache_dtype must be one of {", ".join(CACHE_DTYPES)}, not {cache_dtype!r}')
-    if not 0 <= n_draft <= MAX_DRAFT:
-        raise UserError(f'n_draft must be between 0 (no speculation) and {MAX_DRAFT}, not {n_draft}')
+    most = min(MAX_DRAFT, config.block_size - 1)
+    if not 0 <= n_draft <= most:
+        raise UserError(f'n_draft must be between 0 (no speculation) and {most}, not {n_draft}')
     draft_config = draft[1] if draft and n_draft else None
     if draft_config and draft_config.vocab_size < n_vocab:
         raise UserError(f'the draft model has a vocabulary of {draft_config.vocab_size}, the model {n_vocab}')

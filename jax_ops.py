@@ -814,18 +814,26 @@ def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
 # -----------------------------------------------------------------------------
 # layers in a loop, gradient checkpointing
 
-def scan_layers(f, layers, x, *, key=None, remat='none'):
-    """for i, params in enumerate(layers): x, loss[i] = f(params, x, fold_in(key, i)), compiled as one loop over
-    parameters that are stacked in every call. Returns (x, sum of the losses). remat: see remat_policy."""
+def scan_blocks(gpt, x_BxTxD, position_BxT, seq_id_B):
+    """for block in gpt.h: x = block(x, ...), compiled as one loop over parameters that are stacked in every call; the
+    state and checkpoints keep h_0, h_1, ..."""
+    cfg = gpt.config
+    block = gpt.h[0].clone(parent=None)
+    layers = [gpt.variables['params'][f'h_{i}'] for i in range(cfg.n_layer)]
+    key = gpt.make_rng('dropout') if gpt.has_rng('dropout') else None
+
     def body(x, layer):
         params, i = layer
-        return f(params, x, None if key is None else jax.random.fold_in(key, i))
+        rngs = None if key is None else {'dropout': jax.random.fold_in(key, i)}
+        (x, _), sown = block.apply({'params': params}, x, position_BxT, None, seq_id_B, rngs=rngs, mutable=['losses'])
+        return x, sum(jax.tree.leaves(sown), jnp.float32(0))
 
-    if remat != 'none':
-        body = jax.checkpoint(body, policy=remat_policy(remat), prevent_cse=False)
+    if cfg.remat != 'none':
+        body = jax.checkpoint(body, policy=remat_policy(cfg.remat), prevent_cse=False)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    x, losses = jax.lax.scan(body, x, (stacked, jnp.arange(len(layers))))
-    return x, losses.sum()
+    x_BxTxD, losses = jax.lax.scan(body, x_BxTxD, (stacked, jnp.arange(cfg.n_layer)))
+    gpt.sow('losses', 'balance', losses.sum())
+    return x_BxTxD
 
 
 def remat_policy(remat):

@@ -28,7 +28,7 @@ import safetensors
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_ops import UserError, ceil_div
-from jax_transformer import DTYPES, GPT, GPTConfig
+from jax_transformer import DTYPES, GPT, ROPE_SCALINGS, GPTConfig
 
 PUBLISHED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # openai-community/<name> on the Hugging Face hub
 WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin')
@@ -254,12 +254,14 @@ def rope_config(hf, theta):
     kind = values.get('rope_type') or values.get('type') or 'default'
     if kind == 'default':
         return {'rope_theta': theta}
-    if kind not in ('llama3', 'yarn'):
-        raise UserError(f'{hf.source}: rope scaling {kind!r} is not supported; supported: llama3, yarn')
+    if kind not in ROPE_SCALINGS:
+        raise UserError(f'{hf.source}: rope scaling {kind!r} is not supported; supported: {", ".join(ROPE_SCALINGS)}')
     max_length = hf.get('max_position_embeddings')
     original_length = rope.get('original_max_position_embeddings', max_length)
     factor = rope.get('factor', max_length / original_length)
     scaling = {'kind': kind, 'factor': factor, 'original_length': original_length}
+    if kind == 'linear':
+        return {'rope_theta': theta, 'rope_scaling': scaling}
     if kind == 'llama3':
         scaling['low'] = rope.get('low_freq_factor', kind=float)
         scaling['high'] = rope.get('high_freq_factor', kind=float)
@@ -333,6 +335,34 @@ def smollm3_config(hf):
     if not uses_rope:
         uses_rope = [(i + 1) % hf.get('no_rope_layer_interval', 4) != 0 for i in range(n_layer)]
     return llama_config(hf, theta=2000000.0) | {'layer_types': tuple('full' if x else 'nope' for x in uses_rope)}
+
+
+def olmo2_config(hf):
+    return llama_config(hf, eps=1e-5) | {'block_norms': 'post', 'qk_norm': 'all_heads'}
+
+
+GEMMA3_DEFAULTS = {
+    'vocab_size': 262208, 'hidden_size': 2304, 'intermediate_size': 9216, 'num_hidden_layers': 26,
+    'num_attention_heads': 8, 'num_key_value_heads': 4, 'head_dim': 256, 'max_position_embeddings': 131072,
+    'tie_word_embeddings': True}  # of what the published files leave out
+
+
+def gemma3_config(hf):
+    hf.require_value(hidden_activation='gelu_pytorch_tanh', final_logit_softcapping=None, attn_logit_softcapping=None,
+                     use_bidirectional_attention=False)
+    ropes = hf.values.get('rope_parameters') or {}  # of transformers 5, by layer type
+    given = {key: value for key, value in hf.values.items() if value is not None}
+    hf = HFConfig(GEMMA3_DEFAULTS | given | {'rope_parameters': ropes.get('full_attention')}, hf.source)
+    local = HFConfig(ropes.get('sliding_attention', {}), hf.source)
+    local.require_value(rope_type='default')
+    pattern = hf.get('sliding_window_pattern', 6)
+    n_layer = hf.get('num_hidden_layers')
+    default = ['sliding_attention' if (i + 1) % pattern else 'full_attention' for i in range(n_layer)]
+    return llama_config(hf, theta=1000000.0) | {
+        'embed_scale': hf.get('hidden_size')**0.5, 'block_norms': 'both', 'qk_norm': 'learned',
+        'attention_scale': hf.get('query_pre_attn_scalar', 256)**-0.5, 'mlp': 'geglu', 'activation': 'gelu_tanh',
+        'window': hf.get('sliding_window', 4096), 'layer_types': layer_types(hf, default),
+        'window_rope_theta': local.get('rope_theta', hf.get('rope_local_base_freq', 10000.0))}
 
 
 def layer_types(hf, default):
@@ -422,9 +452,9 @@ def llama4_config(hf):
 
 FAMILIES = {'gpt2': gpt2_config, 'llama': llama_config, 'mistral': mistral_config, 'qwen2': qwen2_config,
             'phi3': phi3_config, 'smollm3': smollm3_config, 'qwen3': qwen3_config, 'qwen3_moe': qwen3_moe_config,
-            'gpt_oss': gpt_oss_config, 'deepseek_v3': deepseek_config,
-            'kimi_k2': deepseek_config,
-            'llama4_text': llama4_config, 'llama4': llama4_config}  # by model_type
+            'olmo2': olmo2_config, 'gemma3_text': gemma3_config, 'gemma3': gemma3_config, 'gpt_oss': gpt_oss_config,
+            'deepseek_v3': deepseek_config, 'kimi_k2': deepseek_config, 'llama4_text': llama4_config,
+            'llama4': llama4_config}  # by model_type
 
 
 def read_config(hf, source, dtype='float32'):
@@ -472,6 +502,10 @@ def hugging_face_config(config):
         family = 'llama4_text'
     elif config.moe:
         family = 'qwen3_moe'
+    elif config.block_norms == 'post':
+        family = 'olmo2'
+    elif config.block_norms == 'both':
+        family = 'gemma3_text'
     elif config.qk_norm:
         family = 'qwen3'
     elif layer_types == {'window'}:
@@ -489,8 +523,8 @@ def hugging_face_config(config):
 
 
 # fields that do not change the logits
-NOT_IN_CONFIG_JSON = ('dropout', 'dtype', 'attention', 'scan_layers', 'remat', 'activation', 'window', 'chunk',
-                      'query_growth', 'query_growth_every')
+NOT_IN_CONFIG_JSON = ('dropout', 'dtype', 'attention', 'scan_layers', 'remat', 'window', 'chunk', 'query_growth',
+                      'query_growth_every')
 
 
 def resolved(config, name):
@@ -502,10 +536,13 @@ def resolved(config, name):
     if name == 'moe' and config.moe:
         layers = tuple(config.layer(i)[1] for i in range(config.n_layer))
         return dataclasses.replace(config.moe, layers=layers, balance=0.0)
-    if name == 'attention_scale' and config.mla:
-        return round(config.attention_scale or (config.mla.nope_dim + config.mla.rope_dim)**-0.5, 9)
+    if name == 'attention_scale':
+        width = config.mla.nope_dim + config.mla.rope_dim if config.mla else config.head_width
+        return round(config.attention_scale or width**-0.5, 9)
     if config.mla and name in ('head_dim', 'n_kv_head') or config.mlp != 'swiglu_clamped' and name == 'swiglu_limit':
         return 0
+    if name == 'activation' and config.mlp not in ('gelu', 'geglu'):
+        return ''
     meaning = {'head_dim': 'head_width', 'n_kv_head': 'kv_heads', 'n_inner': 'mlp_width'}
     return getattr(config, meaning.get(name, name))
 
@@ -522,7 +559,8 @@ def hugging_face_gpt2_config(config):
 
 
 ARCHITECTURES = {'llama': 'Llama', 'mistral': 'Mistral', 'qwen2': 'Qwen2', 'smollm3': 'SmolLM3', 'qwen3': 'Qwen3',
-                 'qwen3_moe': 'Qwen3Moe', 'gpt_oss': 'GptOss', 'deepseek_v3': 'DeepseekV3', 'llama4_text': 'Llama4'}
+                 'qwen3_moe': 'Qwen3Moe', 'olmo2': 'Olmo2', 'gemma3_text': 'Gemma3', 'gpt_oss': 'GptOss',
+                 'deepseek_v3': 'DeepseekV3', 'llama4_text': 'Llama4'}
 
 
 def hugging_face_llama_config(config, family):
@@ -547,6 +585,12 @@ def hugging_face_llama_config(config, family):
     if family == 'smollm3':
         hf |= {'no_rope_layers': [int(layer_type != 'nope') for layer_type, _ in layers], 'use_sliding_window': False,
                'layer_types': types}
+    if family == 'gemma3_text':
+        ropes = {'full_attention': hf['rope_parameters'],
+                 'sliding_attention': {'rope_type': 'default', 'rope_theta': config.window_rope_theta}}
+        scale = config.attention_scale or config.head_width**-0.5
+        hf |= {'hidden_act': None, 'hidden_activation': 'gelu_pytorch_tanh', 'query_pre_attn_scalar': round(scale**-2),
+               'sliding_window': config.window, 'layer_types': types, 'rope_parameters': ropes}
     if moe:
         hf |= {'num_experts_per_tok': moe.n_used, 'moe_intermediate_size': moe.width, 'norm_topk_prob': moe.normalize}
         is_moe = [i for i, (_, is_moe) in enumerate(layers) if is_moe]
@@ -584,6 +628,8 @@ def hugging_face_rope(config):
     if not scaling:
         return {'rope_type': 'default', 'rope_theta': config.rope_theta}
     rope = {'rope_type': scaling.kind, 'rope_theta': config.rope_theta, 'factor': scaling.factor}
+    if scaling.kind == 'linear':
+        return rope
     if scaling.kind == 'llama3':
         rope |= {'low_freq_factor': scaling.low, 'high_freq_factor': scaling.high,
                  'original_max_position_embeddings': scaling.original_length}
@@ -598,22 +644,27 @@ def hugging_face_rope(config):
 # parameters <-> tensors on disk
 
 class TensorMap(NamedTuple):
-    """Where a tensor on disk belongs: parameter[dst] = tensor[src][rows], transposed if `transpose`."""
+    """Where a tensor on disk belongs: parameter[dst] = tensor[src][rows] + offset, transposed if `transpose`."""
     name: str  # of the tensor on disk
     shape: tuple  # of the tensor on disk
     transpose: bool = False  # [out, in] on disk, [in, out] in the parameter
     rows: Any = ...  # the rows on disk in our order; ... is the same order
     dst: Any = ...  # index of the part of the parameter that the tensor fills
     src: Any = ...  # index of the part of the tensor that is used
+    offset: float = 0.0  # added in float32
 
     def to_parameter(self, tensor):
         """What the tensor on disk puts into parameter[dst]."""
         x = tensor[self.src][self.rows]
+        if self.offset:
+            x = x.astype(np.float32) + self.offset
         return x.T if self.transpose else x
 
     def fill(self, tensor, parameter):
         """Puts what parameter[dst] holds into the tensor on disk: the inverse of to_parameter."""
         x = parameter[self.dst]
+        if self.offset:
+            x = x - self.offset
         tensor[self.src][self.rows] = x.T if self.transpose else x
 
 
@@ -660,15 +711,25 @@ class Layout(NamedTuple):
     #                            'interleaved' (gate, up, gate, up, ...) or 'concatenated' (all of gate, all of up)
     fused: bool = False  # one tensor for q, k and v, and one for gate and up
     interleaved_rope: bool = False  # RoPE rotates channels (2j, 2j + 1); apply_rope() rotates (j, j + width / 2)
+    norm_offset: float = 0.0  # the gain of a norm is the tensor on disk + norm_offset
 
 
 LLAMA4 = Layout(mlp='feed_forward', router='router', shared='shared_expert', experts='concatenated',
                 interleaved_rope=True)
 LAYOUTS = {
-    **dict.fromkeys(('llama', 'mistral', 'qwen2', 'smollm3', 'qwen3', 'qwen3_moe'), Layout()),
+    **dict.fromkeys(('llama', 'mistral', 'qwen2', 'smollm3', 'qwen3', 'qwen3_moe', 'olmo2'), Layout()),
+    'gemma3_text': Layout(norm_offset=1.0), 'gemma3': Layout(prefix='language_model.', norm_offset=1.0),
     'phi3': Layout(fused=True), 'gpt_oss': Layout(router='router', experts='interleaved'),
     'deepseek_v3': Layout(interleaved_rope=True), 'kimi_k2': Layout(interleaved_rope=True),
     'llama4_text': LLAMA4, 'llama4': LLAMA4._replace(prefix='language_model.')}
+
+
+# the names on disk of the norms of a block, by GPTConfig.block_norms
+BLOCK_NORM_NAMES = {
+    'pre': {'ln_1': 'input_layernorm', 'ln_2': 'post_attention_layernorm'},
+    'post': {'ln_1_post': 'post_attention_layernorm', 'ln_2_post': 'post_feedforward_layernorm'},
+    'both': {'ln_1': 'input_layernorm', 'ln_1_post': 'post_attention_layernorm', 'ln_2': 'pre_feedforward_layernorm',
+             'ln_2_post': 'post_feedforward_layernorm'}}
 
 
 def deinterleave_rope(n_rows, head_width, rope_width):
@@ -692,8 +753,8 @@ def llama_tensor_maps(config, layout):
     tensor_maps |= stored_as_is(('ln_f', 'scale'), f'{model}.norm.weight', D)
     for i in range(config.n_layer):
         h, name = f'h_{i}', f'{model}.layers.{i}'
-        tensor_maps |= stored_as_is((h, 'ln_1', 'scale'), f'{name}.input_layernorm.weight', D)
-        tensor_maps |= stored_as_is((h, 'ln_2', 'scale'), f'{name}.post_attention_layernorm.weight', D)
+        for ours, theirs in BLOCK_NORM_NAMES[config.block_norms].items():
+            tensor_maps |= stored_as_is((h, ours, 'scale'), f'{name}.{theirs}.weight', D)
         attention_tensor_maps = mla_tensor_maps if config.mla else gqa_tensor_maps
         tensor_maps |= attention_tensor_maps(config, layout, (h, 'attn'), f'{name}.self_attn')
         _, is_moe = config.layer(i)
@@ -701,6 +762,9 @@ def llama_tensor_maps(config, layout):
             tensor_maps |= moe_tensor_maps(config, layout, (h, 'mlp'), f'{name}.{layout.mlp}')
         else:
             tensor_maps |= mlp_tensor_maps(config, (h, 'mlp'), f'{name}.{layout.mlp}', config.mlp_width, layout.fused)
+    for path, (first, *_) in tensor_maps.items():
+        if path[-1] == 'scale':
+            tensor_maps[path] = [first._replace(offset=layout.norm_offset)]
     return tensor_maps
 
 
@@ -749,9 +813,10 @@ def gqa_tensor_maps(config, layout, path, name):
     if config.bias or config.qkv_bias:
         tensor_maps[*path, 'c_attn', 'bias'] = biases
     tensor_maps |= linear((*path, 'c_proj'), f'{name}.o_proj', H * K, D, bias=config.bias)
-    if config.qk_norm == 'learned':
-        tensor_maps |= stored_as_is((*path, 'q_norm', 'scale'), f'{name}.q_norm.weight', K)
-        tensor_maps |= stored_as_is((*path, 'k_norm', 'scale'), f'{name}.k_norm.weight', K)
+    if config.qk_norm in ('learned', 'all_heads'):
+        q_width, k_width = (H * K, G * K) if config.qk_norm == 'all_heads' else (K, K)
+        tensor_maps |= stored_as_is((*path, 'q_norm', 'scale'), f'{name}.q_norm.weight', q_width)
+        tensor_maps |= stored_as_is((*path, 'k_norm', 'scale'), f'{name}.k_norm.weight', k_width)
     if config.sinks:
         tensor_maps |= stored_as_is((*path, 'sinks'), f'{name}.sinks', H)
     return tensor_maps
@@ -834,7 +899,7 @@ def first_names(names):
 
 
 IGNORED = (r'(^|\.)h\.\d+\.attn\.(masked_)?bias$',  # causal masks
-           r'rotary_emb\.inv_freq$', r'^(vision_model|multi_modal_projector)\.')
+           r'rotary_emb\.inv_freq$', r'^(vision_model|vision_tower|multi_modal_projector)\.')
 
 
 def is_needed(name, config):

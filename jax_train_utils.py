@@ -681,6 +681,14 @@ def split_batch(gradient_accumulation_steps, batch_size, n_devices):
 # data: files of tokens, contiguous uint16 or uint32 without a header, memory-mapped
 
 
+def relative_path(path):
+    """The path from the current folder, short in messages; unchanged if it is on another drive (Windows)."""
+    try:
+        return Path(os.path.relpath(path))
+    except ValueError:
+        return Path(path)
+
+
 def remedy_for(data_dir):
     """What to do about a data set that is missing or damaged."""
     prepare = data_dir / 'prepare.py'
@@ -700,7 +708,7 @@ def load_dataset_meta(data_dir):
     """{'vocab_size', 'dtype', 'tokenizer', 'max_id', 'train_tokens', 'val_tokens'} of a data set, from its meta.json,
     the last three None if it lacks them. A folder without a meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE.
     Raises UserError for a missing data set and a damaged meta.json."""
-    data_dir = Path(os.path.relpath(data_dir))
+    data_dir = relative_path(data_dir)
     remedy = remedy_for(data_dir)
     meta = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
     checked = {'max_id': None, 'train_tokens': None, 'val_tokens': None}  # as prepare.py has counted them
@@ -775,7 +783,7 @@ def load_dataset(data_dir, block_size):
 
     Returns ({'train': memmap or TokenFiles, 'val': the same}, vocab_size, tokenizer description), see
     load_dataset_meta. Raises UserError for missing, short or damaged files and for token ids outside the vocabulary."""
-    data_dir = Path(os.path.relpath(data_dir))
+    data_dir = relative_path(data_dir)
     meta = load_dataset_meta(data_dir)
     remedy = remedy_for(data_dir)
     width = np.dtype(meta['dtype']).itemsize
@@ -813,7 +821,7 @@ def load_masks(data_dir, splits):
     mask of another length than its tokens."""
     masks = {}
     for split, tokens in splits.items():
-        paths = token_files(Path(os.path.relpath(data_dir)), f'{split}_mask')
+        paths = token_files(relative_path(data_dir), f'{split}_mask')
         if paths:
             masks[split] = open_tokens(paths, np.uint8)
     if masks and {split: len(tokens) for split, tokens in splits.items()} != {s: len(m) for s, m in masks.items()}:
@@ -829,6 +837,13 @@ def describe_data(splits, tokenizer):
         values[f'tokens in {split}.bin'] = len(tokens)
         values[f'content of {split}.bin'] = zlib.crc32(tokens[-10**6:], zlib.crc32(tokens[:10**6]))
     return values
+
+
+def check_ids(x, y, vocab_size, split):
+    """Raises UserError if windows of a split hold an id that is not below vocab_size: load_dataset trusts meta.json."""
+    if max(x.view(np.uint32).max(), y.view(np.uint32).max()) >= vocab_size:
+        raise UserError(f'the {split} tokens have an id outside the vocabulary of {vocab_size}, which meta.json '
+                        'denies: they have been changed; run the prepare.py of the data set again')
 
 
 DATA, DROPOUT = range(2)  # RNG stream ids
@@ -1022,7 +1037,11 @@ class HFTokenizer:
         return ids if ids[-1:] == [self.end_token] else [*ids, self.end_token]
 
     def decode(self, ids):
-        return self.tokenizer.decode(ids)
+        if '<|channel|>' not in self.ids:
+            return self.tokenizer.decode(ids)
+        # gpt-oss separates its channels by special tokens: they stay, see final_answer
+        ids = [id for id in ids if id not in self.stop_tokens]
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def render_chat(self, messages, *, add_generation_prompt):
         """The text of messages [{'role': 'system', 'user' or 'assistant', 'content': text}] by the folder's chat
@@ -1101,6 +1120,15 @@ def read_json_object(path):
     if not isinstance(values, dict):
         raise UserError(f'{path} is not a JSON object; copy or download it again')
     return values
+
+
+def final_answer(text):
+    """What of an answer belongs to the conversation. gpt-oss writes <|channel|>analysis<|message|>...<|end|> first,
+    which its template takes for an error in a message. (<think>...</think> is for the other models' templates to drop.)
+    """
+    if '<|channel|>' not in text:
+        return text
+    return text.partition('<|channel|>final<|message|>')[2].partition('<|end|>')[0]
 
 
 def strip_partial_utf8(text):
@@ -1472,11 +1500,12 @@ def make_eval_step(config, loss_chunk=0):
 
 
 def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_size, eval_iters,
-                      masks=None, stop_signal=lambda: 0):
+                      masks=None, vocab_size=2**32, stop_signal=lambda: 0):
     """{'train': loss, 'val': loss}, each the mean over eval_iters * batch_size windows spread evenly over the split:
     the same windows at every evaluation, for any seed and number of devices, so that curves can be compared.
     eval_step: parallel.eval_step(make_eval_step(config)), which evaluates batch_size sequences per device and call.
     masks: see load_masks; the mean is that over the tokens that count.
+    vocab_size: of the data set. Raises UserError for a token id that is not below it.
     stop_signal(): a number, the same in all processes; None is returned as soon as it is not 0."""
     losses = {}
     stop = 0
@@ -1496,6 +1525,7 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
             rows = first + parallel.local_rows(per_call)  # rows past the end have weight 0 and fill up the last call
             start = rows % n_rows * last // max(1, n_rows - 1)
             x, y = get_windows(tokens, start, block_size)
+            check_ids(x, y, vocab_size, split)
             batch = {'x': x, 'y': y, 'weight': (rows < n_rows).astype(np.float32)}
             if masks:
                 batch['weight'] = batch['weight'][:, None] * get_windows(masks[split], start, block_size)[1]

@@ -28,7 +28,7 @@ from flax.training import train_state
 from jax_ops import (
     COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, LowRank, Transposed, UserError, all_gather_param,
     blockwise_attention, causal_mask, embed_tokens, flat_index, fused_causal_attention, fused_linear, hash_dropout,
-    linear, lm_logits, map_sequence_chunks, mix_experts, quantize, remat_policy, scan_layers, scatter_to_slots)
+    linear, lm_logits, map_sequence_chunks, mix_experts, quantize, remat_policy, scan_blocks, scatter_to_slots)
 from jax_ops import ParallelLMHead, VocabParallelEmbedding, create_mesh  # noqa: F401, for users of this file
 
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -54,7 +54,7 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = True  # in Dense layers and LayerNorms, as GPT-2. False: a bit better and faster
     # numerics
-    activation: str = 'gelu'  # of an MLP without gate (mlp='gelu'), one of ACTIVATIONS
+    activation: str = 'gelu'  # of mlp='gelu' and 'geglu', one of ACTIVATIONS
     norm_eps: float = 1e-5
     dtype: str = 'float32'  # of activations and matmuls; parameters, softmax, logits and loss are always float32
     # execution: same parameters, same results up to rounding; not stored in checkpoints
@@ -63,15 +63,18 @@ class GPTConfig:
     remat: str = 'none'  # one of REMAT
     # other models, see the last section
     tied_head: bool = True  # False: lm_head is a matrix of its own
+    embed_scale: float = 1.0  # of the token embeddings
     norm: str = 'layer'  # one of NORMS
+    block_norms: str = 'pre'  # which norms a block has, one of BLOCK_NORMS
     position: str = 'learned'  # one of POSITIONS
     rope_theta: float = 10000.0  # RoPE base
     rope_scaling: 'RopeScaling | None' = None
+    window_rope_theta: float = 0.0  # RoPE base of 'window' layers, which then have no rope_scaling; 0 is as the others
     n_kv_head: int = 0  # key and value heads (GQA); 0 is n_head
     head_dim: int = 0  # 0 is n_embd / n_head
     attention_scale: float = 0.0  # of the scores; 0 is head_dim**-0.5
     qkv_bias: bool = False  # a bias of q, k and v even if the other layers have none
-    qk_norm: str = ''  # 'learned': RMSNorm of q and k before RoPE; 'plain': without gain, in layers that have RoPE
+    qk_norm: str = ''  # RMSNorm of queries and keys, one of QK_NORMS
     sinks: bool = False  # a learned attention-sink logit per head (arXiv:2309.17453)
     layer_types: tuple = ('full',)  # of LAYER_TYPES, one per layer; a shorter pattern repeats
     window: int = 0  # sliding-window size of 'window' layers, current token included
@@ -130,15 +133,16 @@ class LayerNorm(nn.Module):
 
 
 def norm(config, name=None):
+    if name in BLOCK_NORMS['both'] and name not in BLOCK_NORMS[config.block_norms]:  # GPT-2 has no ln_1_post, ln_2_post
+        return lambda x: x
     return (RMSNorm if config.norm == 'rms' else LayerNorm)(config, name=name)
 
 
 def matrix_param(module, name, shape, init_std=INIT_STD):
     """A float32 parameter of a module; in decoding and LoRA, the value of jax_ops.py that was put in its place."""
-    if module.has_variable('params', name):
-        value = module.get_variable('params', name)
-        if isinstance(value, (Int8, Transposed, LowRank)):
-            return value
+    value = module.get_variable('params', name)
+    if isinstance(value, (Int8, Transposed, LowRank)):
+        return value
     return module.param(name, nn.initializers.normal(init_std), shape)
 
 
@@ -161,8 +165,7 @@ class Dense(nn.Module):
 
 
 def residual_dense(config, name='c_proj'):
-    """The Dense layer whose output joins the residual stream: GPT-2 scales its initial values by 1 / sqrt(2
-    n_layer)."""
+    """The Dense layer that writes to the residual stream; initial values scaled by 1 / sqrt(2 n_layer), as GPT-2's."""
     return Dense(config, config.n_embd, INIT_STD / (2 * config.n_layer)**0.5, ROW_PARALLEL, name=name)
 
 
@@ -238,10 +241,11 @@ class CausalSelfAttention(nn.Module):
 
         qkv_cfg = dataclasses.replace(cfg, bias=cfg.bias or cfg.qkv_bias)
         q, k, v = Dense(qkv_cfg, (H * K, G * K, G * K), name='c_attn')(x_BxTxD)
+        if cfg.qk_norm == 'all_heads':
+            q, k = RMSNorm(cfg, name='q_norm')(q), RMSNorm(cfg, name='k_norm')(k)
         q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = q.reshape(B, T, H, K), k.reshape(B, T, G, K), v.reshape(B, T, G, K)
         if cfg.qk_norm == 'learned':
-            q_BxTxHxK = RMSNorm(cfg, name='q_norm')(q_BxTxHxK)
-            k_BxTxGxK = RMSNorm(cfg, name='k_norm')(k_BxTxGxK)
+            q_BxTxHxK, k_BxTxGxK = RMSNorm(cfg, name='q_norm')(q_BxTxHxK), RMSNorm(cfg, name='k_norm')(k_BxTxGxK)
         if cfg.position == 'rope':
             q_BxTxHxK, k_BxTxGxK = apply_positions(cfg, self.layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT)
         sinks_H = self.param('sinks', nn.initializers.zeros, (H,)) if cfg.sinks else None
@@ -346,8 +350,8 @@ class Block(nn.Module):
         mlp = MoELayer(cfg, name='mlp') if self.is_moe else MLP(cfg, cfg.mlp_width, name='mlp')
         h_BxTxD = norm(cfg, 'ln_1')(x_BxTxD)
         y_BxTxD, cache = attention(cfg, self.layer_type, name='attn')(h_BxTxD, position_BxT, cache, seq_id_B)
-        x_BxTxD += y_BxTxD
-        x_BxTxD += mlp(norm(cfg, 'ln_2')(x_BxTxD), seq_id_B)
+        x_BxTxD += norm(cfg, 'ln_1_post')(y_BxTxD)
+        x_BxTxD += norm(cfg, 'ln_2_post')(mlp(norm(cfg, 'ln_2')(x_BxTxD), seq_id_B))
         return x_BxTxD, cache
 
 
@@ -376,11 +380,9 @@ class GPT(nn.Module):
         x_BxTxD, _ = self.hidden(idx_BxT, position_BxT, None, deterministic, seq_id_B)
         return self.logits(x_BxTxD, logit_position_B)
 
-    def with_cache(self, idx_BxT, cache, *, position_BxT=None, logit_position_B=None):
+    def with_cache(self, idx_BxT, cache, *, position_BxT, logit_position_B=None):
         """(logits as in __call__, cache): the T tokens are written to the KV cache (see init_cache in jax_generate.py),
         and attend to it. PAD in position_BxT marks padding."""
-        if position_BxT is None:
-            position_BxT = jnp.arange(idx_BxT.shape[1])[None]
         x_BxTxD, cache = self.hidden(idx_BxT, position_BxT, cache, deterministic=True)
         return self.logits(x_BxTxD, logit_position_B), cache
 
@@ -404,7 +406,7 @@ class GPT(nn.Module):
             seq_id_B = None
         elif seq_id_B is None:
             seq_id_B = jnp.arange(B)
-        x_BxTxD = embed_tokens(self.wte_VxD, idx_BxT, cfg.dtype)
+        x_BxTxD = embed_tokens(self.wte_VxD, idx_BxT, cfg.dtype) * jnp.asarray(cfg.embed_scale, cfg.dtype)
         if cfg.position == 'learned':
             position_ids = jnp.arange(T)[None] if position_BxT is None else position_BxT
             x_BxTxD += jnp.take(self.wpe, position_ids, axis=0, mode='clip').astype(cfg.dtype)
@@ -488,16 +490,19 @@ def estimate_mfu(n_params, config, tokens_per_sec, peak_flops):
 # other models (skip on first reading): each part can be read alone, and acts only if the config asks for it.
 # More letters: Q query heads per key head, C width of a latent, P tokens of a call (B T), E experts, U used per token
 NORMS = ('layer', 'rms')
+BLOCK_NORMS = {  # of the inputs of attention and MLP (GPT-2), of their outputs (OLMo 2), or of both (Gemma 3)
+    'pre': ('ln_1', 'ln_2'), 'post': ('ln_1_post', 'ln_2_post'), 'both': ('ln_1', 'ln_1_post', 'ln_2', 'ln_2_post')}
 POSITIONS = ('learned', 'rope')
-MLPS = ('gelu', 'swiglu', 'swiglu_clamped')  # GPT-2; gated (arXiv:2002.05202); gated and clamped (gpt-oss)
-QK_NORMS = ('', 'learned', 'plain')
+MLPS = ('gelu', 'swiglu', 'swiglu_clamped', 'geglu')  # GPT-2; gated (arXiv:2002.05202), clamped (gpt-oss), by GELU
+QK_NORMS = ('', 'learned', 'all_heads', 'plain')  # of each head, of all together; without gain, in layers with RoPE
+ROPE_SCALINGS = ('linear', 'llama3', 'yarn')
 LAYER_TYPES = ('full', 'window', 'chunk', 'nope')  # attention to all keys; a sliding window; a chunk; all, without RoPE
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
     """How RoPE's frequencies change for sequences longer than those of pretraining, see rope_inv_freq."""
-    kind: str  # 'llama3' or 'yarn'
+    kind: str  # one of ROPE_SCALINGS
     factor: float  # context extension factor
     original_length: int  # of pretraining
     low: float = 1.0  # low_freq_factor (yarn: beta_slow): pairs with fewer rotations are slowed down by the factor
@@ -560,11 +565,12 @@ def init_config(config):
     if not 0 <= config.dropout < 1:
         raise UserError(f'dropout must be in [0, 1), not {config.dropout}')
     for name, known in (('dtype', DTYPES), ('activation', ACTIVATIONS), ('attention', ATTENTION), ('remat', REMAT),
-                        ('norm', NORMS), ('position', POSITIONS), ('mlp', MLPS), ('qk_norm', QK_NORMS)):
+                        ('norm', NORMS), ('block_norms', BLOCK_NORMS), ('position', POSITIONS), ('mlp', MLPS),
+                        ('qk_norm', QK_NORMS)):
         if getattr(config, name) not in known:
             raise UserError(f'{name} must be one of {", ".join(known)}, not {getattr(config, name)!r}')
-    if config.rope_scaling and config.rope_scaling.kind not in ('llama3', 'yarn'):
-        raise UserError(f'the kind of rope scaling must be llama3 or yarn, not {config.rope_scaling.kind!r}')
+    if config.rope_scaling and config.rope_scaling.kind not in ROPE_SCALINGS:
+        raise UserError(f'rope scaling must be one of {", ".join(ROPE_SCALINGS)}, not {config.rope_scaling.kind!r}')
     if config.n_head % config.kv_heads:
         valid = [h for h in range(1, config.n_head + 1) if config.n_head % h == 0]
         raise UserError(f'n_kv_head={config.n_kv_head} does not divide n_head={config.n_head}; one of {valid} does')
@@ -602,12 +608,14 @@ def rms_normalize(x, eps):
 def rope_inv_freq(theta, width, scaling=None):
     """Radians per position by which RoPE rotates each of the width / 2 pairs, numpy.
 
-    scaling: pairs with many rotations over the original length keep their frequency, pairs with few are slowed down by
-    the factor, with a linear transition between: over the number of rotations in Llama 3, over the pairs in YaRN
-    (arXiv:2309.00071)."""
+    scaling: 'linear' slows all pairs down by the factor (arXiv:2306.15595). Otherwise pairs with many rotations over
+    the original length keep their frequency and pairs with few are slowed down, with a linear transition between: over
+    the number of rotations in Llama 3, over the pairs in YaRN (arXiv:2309.00071)."""
     frequencies = theta ** (-np.arange(0, width, 2) / width)
     if scaling is None:
         return frequencies
+    if scaling.kind == 'linear':
+        return frequencies / scaling.factor
     if scaling.kind == 'llama3':
         rotations = frequencies * scaling.original_length / (2 * np.pi)
         keep = (rotations - scaling.low) / max(scaling.high - scaling.low, 1e-9)
@@ -638,6 +646,8 @@ def apply_positions(config, layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT):
         growth_BxT = jnp.log1p((position_BxT + 1) // config.query_growth_every)
         scale_BxTx1x1 = (1 + config.query_growth * growth_BxT)[..., None, None]
         return (q_BxTxHxK * scale_BxTx1x1).astype(q_BxTxHxK.dtype), k_BxTxGxK
+    if layer_type == 'window' and config.window_rope_theta:
+        config = dataclasses.replace(config, rope_theta=config.window_rope_theta, rope_scaling=None)
     qk = [apply_rope(config, x, position_BxT) for x in (q_BxTxHxK, k_BxTxGxK)]
     if config.qk_norm == 'plain':
         qk = [rms_normalize(x, config.norm_eps).astype(x.dtype) for x in qk]
@@ -737,9 +747,11 @@ class LatentAttention(nn.Module):
 
 # --- gated MLPs
 def gated_activation(config, gate, up):
-    """SwiGLU (arXiv:2002.05202), or gpt-oss's clamped variant, of the outputs of c_gate and c_fc."""
+    """SwiGLU or GEGLU (arXiv:2002.05202), or gpt-oss's clamped variant, of the outputs of c_gate and c_fc."""
     if config.mlp == 'swiglu':
         return jax.nn.silu(gate) * up
+    if config.mlp == 'geglu':
+        return gelu(gate, config.activation == 'gelu_tanh') * up
     gate = jnp.minimum(gate, config.swiglu_limit)
     up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
@@ -823,24 +835,6 @@ class MoELayer(nn.Module):
         if moe.shared_width:
             y_BxTxD += MLP(cfg, moe.shared_width, name='shared')(x_BxTxD)
         return dropout(self, y_BxTxD, seq_id_B)
-
-
-# --- execution options
-def scan_blocks(gpt, x_BxTxD, position_BxT, seq_id_B):
-    """All blocks as one loop over their parameters, [B, T, D]; the state and checkpoints keep h_0, h_1, ..."""
-    cfg = gpt.config
-
-    def run(params, x, key):
-        block = Block(cfg, *cfg.layer(0), parent=None)
-        rngs = None if key is None else {'dropout': key}
-        (x, _), sown = block.apply({'params': params}, x, position_BxT, None, seq_id_B, rngs=rngs, mutable=['losses'])
-        return x, sum(jax.tree.leaves(sown), jnp.float32(0))
-
-    blocks = [gpt.variables['params'][f'h_{i}'] for i in range(cfg.n_layer)]
-    key = gpt.make_rng('dropout') if gpt.has_rng('dropout') else None
-    x_BxTxD, balance_loss = scan_layers(run, blocks, x_BxTxD, key=key, remat=cfg.remat)
-    gpt.sow('losses', 'balance', balance_loss)
-    return x_BxTxD
 
 
 def __getattr__(name):

@@ -71,9 +71,9 @@ from jax_generate import (
     PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
-    Stopwatch, check_agreement, configure_process, describe_tokenizer, initialize_distributed, load_dataset_meta,
-    load_run, load_tokenizer, measure_bandwidth, same_tokens, setup_distributed_training, setup_jax_environment,
-    strip_partial_utf8)
+    Stopwatch, check_agreement, configure_process, describe_tokenizer, final_answer, initialize_distributed,
+    load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, same_tokens, setup_distributed_training,
+    setup_jax_environment, strip_partial_utf8)
 
 configure_process(device)
 initialize_distributed(coordinator_address, num_processes, process_id)
@@ -174,8 +174,7 @@ def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
     """Continues the prompts (lists of token ids) in one batch. Returns (their texts, whether each met the stop text).
 
     sample_index: number of the random stream of each sample.
-    show(text): called with the first text while it grows.
-    prefix_cache: see generate_stream."""
+    show(text): called with the first text while it grows. prefix_cache: see generate_stream."""
     lengths = [len(prompt) for prompt in prompts]
     if max(lengths) > config.block_size:
         print(f'the prompt has {max(lengths):,} tokens, the context of the model {config.block_size:,}: the text is '
@@ -379,7 +378,7 @@ def answer(turns, line, sample_index, prefix_cache):
         return None
     except KeyboardInterrupt:
         print('\n(interrupted)')
-    return [*turns, (line, answered)]
+    return [*turns, (line, final_answer(answered))]
 
 
 # -----------------------------------------------------------------------------

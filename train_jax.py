@@ -50,7 +50,7 @@ n_kv_head = 0 # heads of keys and values (GQA if fewer than n_head); 0 is n_head
 qk_norm = '' # 'learned' normalizes queries and keys, as Qwen3 does
 layer_types = 'full' # 'full' or 'window' attention of each layer, as in 'window,window,full'; a short pattern repeats
 window = 0 # sliding-window size of the 'window' layers, the current token included
-mlp = 'gelu' # 'gelu' with two matrices, or 'swiglu' with three
+mlp = 'gelu' # 'gelu' with two matrices, or 'swiglu' or 'geglu' with three
 n_inner = 0 # width of the MLP, or of each expert; 0 is 4 * n_embd
 tied_head = True # the head is the token embedding (weight tying); False is a matrix of its own
 n_expert = 0 # MLPs per layer of which a token uses n_expert_used (mixture of experts); 0 is one MLP for all
@@ -110,14 +110,14 @@ import numpy as np
 from jax_ops import ceil_div
 from jax_pretrained import load_config, local_path
 from jax_train_utils import (
-    MetricsLog, StopSignal, Stopwatch, all_finite, check_agreement, check_tokens, checkpoint_steps, choose_attention,
-    config_from_flags, configure_process, copy_tokenizer, create_learning_rate_schedule, create_lora_state,
-    create_optimizer_with_schedule, describe_data, describe_tokenizer, device_peak_flops, duration, estimate_loss_jax,
-    finish_checkpoints, fit_layout, flags_from_config, get_batch_jax, get_loss_weights, in_all_processes,
-    initialize_distributed, load_checkpoint, load_dataset, load_frozen, load_masks, load_meta, load_weights,
-    lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags, model_params, open_checkpoints, plot_losses,
-    progress_bar, same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment, split_batch,
-    start_wandb, with_expert_balance, write_text)
+    MetricsLog, StopSignal, Stopwatch, all_finite, check_agreement, check_ids, check_tokens, checkpoint_steps,
+    choose_attention, config_from_flags, configure_process, copy_tokenizer, create_learning_rate_schedule,
+    create_lora_state, create_optimizer_with_schedule, describe_data, describe_tokenizer, device_peak_flops, duration,
+    estimate_loss_jax, finish_checkpoints, fit_layout, flags_from_config, get_batch_jax, get_loss_weights,
+    in_all_processes, initialize_distributed, load_checkpoint, load_dataset, load_frozen, load_masks, load_meta,
+    load_weights, lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags, model_params, open_checkpoints,
+    plot_losses, progress_bar, same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment,
+    split_batch, start_wandb, with_expert_balance, write_text)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 configure_process(device, deterministic)
@@ -291,8 +291,7 @@ def make_batch(iter_num):
     n_rows = gradient_accumulation_steps * batch_size
     rows = parallel.local_rows(n_rows)
     x, y = get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num, rows)
-    if max(x.max(), y.max()) >= data_vocab_size:
-        raise UserError(f'dataset {dataset} has a token id outside its vocabulary of {data_vocab_size}')
+    check_ids(x, y, data_vocab_size, 'train')
     seq_id = (iter_num * n_rows + rows).astype(np.uint32)
     batch = {'x': x, 'y': y, 'seq_id': seq_id}
     if masks:
@@ -352,7 +351,7 @@ def evaluate():
     UserError if the losses are not finite."""
     params = model_params(state.params, state.frozen)
     losses = estimate_loss_jax(eval_step, params, splits, parallel, block_size=block_size, batch_size=batch_size,
-                               eval_iters=eval_iters, masks=masks,
+                               eval_iters=eval_iters, masks=masks, vocab_size=data_vocab_size,
                                stop_signal=lambda: parallel.max_over_processes(stop.signum))
     if losses is None:
         return None

@@ -125,6 +125,15 @@ DEEPSEEK = dict(
 KIMI = DEEPSEEK | dict(
     model_type='kimi_k2', num_attention_heads=64, n_routed_experts=384, vocab_size=163840, first_k_dense_replace=1,
     n_group=1, topk_group=1, routed_scaling_factor=2.827, num_key_value_heads=64)
+OLMO2 = dict(
+    model_type='olmo2', vocab_size=100352, max_position_embeddings=4096, rope_theta=500000, rms_norm_eps=1e-6)
+GEMMA3 = dict(
+    model_type='gemma3_text', vocab_size=262144, hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
+    num_attention_heads=4, num_key_value_heads=1, head_dim=256, max_position_embeddings=32768, sliding_window=512,
+    rope_theta=1000000, rope_local_base_freq=10000, sliding_window_pattern=6, query_pre_attn_scalar=256)
+GEMMA3_4B = dict(model_type='gemma3', vision_config={}, text_config=dict(  # the rest is Gemma3TextConfig's defaults
+    model_type='gemma3_text', hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, sliding_window=1024,
+    rope_scaling=dict(factor=8.0, rope_type='linear')))
 LLAMA4 = dict(
     model_type='llama4_text', hidden_size=5120, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8,
     head_dim=128, intermediate_size=8192, intermediate_size_mlp=16384, vocab_size=202048, num_experts_per_tok=1,
@@ -156,6 +165,9 @@ PUBLISHED = {
     'Qwen3-32B': (dense(QWEN3, 64, 5120, 64, 25600), 32_762_123_264),
     'Qwen3-30B-A3B': (sized(QWEN3_MOE, 48, 2048, 32, moe_intermediate_size=768), 30_532_122_624),
     'Qwen3-235B-A22B': (sized(QWEN3_MOE, 94, 4096, 64, moe_intermediate_size=1536), 235_093_634_560),
+    'OLMo-2-7B': (dense(OLMO2, 32, 4096, 32, 11008), 7_298_617_344),
+    'Gemma-3-1B': (GEMMA3, 999_885_952),
+    'Gemma-3-4B': (GEMMA3_4B, 3_880_263_168),  # without the vision tower
     'gpt-oss-20b': (GPT_OSS | dict(num_hidden_layers=24, num_local_experts=32), 20_914_757_184),
     'gpt-oss-120b': (GPT_OSS | dict(num_hidden_layers=36, num_local_experts=128), 116_829_156_672),
     'DeepSeek-V3': (DEEPSEEK, 671_026_404_352),
@@ -194,6 +206,11 @@ def test_published_configs_are_read_in_full():
 
     qwen3, _ = read_config(PUBLISHED['Qwen3-0.6B'][0], 'Qwen3')
     assert qwen3.layer_types == ('full',)
+
+    gemma3, _ = read_config(GEMMA3_4B, 'Gemma-3-4B')
+    assert [gemma3.layer(i)[0] for i in range(7)] == ['window'] * 5 + ['full', 'window']
+    assert (gemma3.rope_theta, gemma3.window_rope_theta, gemma3.rope_scaling.factor) == (1e6, 1e4, 8.0)
+    assert gemma3.attention_scale == 256**-0.5
 
 
 # -----------------------------------------------------------------------------
@@ -268,7 +285,7 @@ def test_a_layer_sees_its_window_or_chunk(layer_type, sees):
         assert (change_T > 1e-6).tolist() == [sees(query, key) for query in range(10)], key
 
 
-@pytest.mark.parametrize('name', ['gpt_oss', 'llama4', 'deepseek_v3'])
+@pytest.mark.parametrize('name', ['gpt_oss', 'llama4', 'deepseek_v3', 'gemma3'])
 def test_cached_logits_equal_uncached_ones_for_any_split_into_calls(name):
     config, params = load(name)
     logits, _ = cached_logits(config, params, IDX, init_cache(config, 2, 40), (29, 30, 31, 40))
@@ -311,6 +328,20 @@ def test_int8_weights_and_caches_keep_the_logits_of_every_family_within_a_few_pe
     rms_error = np.sqrt(((logits[:, 36:] - exact)**2).mean())
     assert rms_error > 1e-4
     assert rms_error < 0.1 * exact.std()
+
+
+@pytest.mark.parametrize('name', ['olmo2', 'gemma3'])
+def test_int8_weights_keep_the_logits_of_other_norms_within_a_few_percent(name):
+    config, params = load(name)
+    logits = apply(config, quantize_params(params), IDX)
+    rms_error = np.sqrt(((logits - expected(name, 'logits'))**2).mean())
+    assert 1e-4 < rms_error < 0.1 * logits.std()
+
+
+def test_layers_in_a_loop_compute_what_unrolled_ones_do():
+    config, params = load('olmo2')
+    logits = apply(dataclasses.replace(config, scan_layers=True), params, IDX)
+    np.testing.assert_allclose(logits, expected('olmo2', 'logits'), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize('name, n_values', [
@@ -426,6 +457,7 @@ def test_the_training_loss_pushes_experts_into_balance_but_reports_cross_entropy
 @pytest.mark.parametrize('bad, message', [
     (dict(n_kv_head=3), r'n_kv_head=3 does not divide n_head=4; one of \[1, 2, 4\] does'),
     (dict(norm='batch'), 'norm must be one of layer, rms'),
+    (dict(block_norms='none'), 'block_norms must be one of pre, post, both'),
     (dict(position='alibi'), 'position must be'),
     (dict(mlp='relu'), 'mlp must be'),
     (dict(layer_types=('window',)), "'window'"),
@@ -436,7 +468,7 @@ def test_the_training_loss_pushes_experts_into_balance_but_reports_cross_entropy
     (dict(moe=dict(n_expert=4, n_used=5, width=8)), '1 to 4 of 4'),
     (dict(moe=dict(n_expert=4, n_used=1, width=8, score='tanh')), 'softmax or sigmoid'),
     (dict(moe=dict(n_expert=4, n_used=1, width=8, n_group=3)), '3 equal groups'),
-    (dict(rope_scaling=dict(kind='ntk', factor=2.0, original_length=8)), 'llama3 or yarn'),
+    (dict(rope_scaling=dict(kind='ntk', factor=2.0, original_length=8)), 'linear, llama3, yarn'),
     (dict(attention='cudnn', mla=dict(q_rank=0, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=4)), 'no latent attention'),
     (dict(scan_layers=True, layer_types=('window', 'full'), window=3), 'all alike')])
 def test_a_config_that_makes_no_model_is_refused(bad, message):
@@ -456,7 +488,8 @@ def test_mfu_counts_the_experts_that_are_used_and_the_keys_that_are_seen():
 
 
 @pytest.mark.parametrize('name, tensor, expert', [
-    ('qwen3', 2, 1), ('qwen3_moe', 1, 2), ('gpt_oss', 2, 2), ('deepseek_v3', 2, 2), ('llama4', 2, 2)])
+    ('qwen3', 2, 1), ('olmo2', 2, 1), ('gemma3', 2, 1), ('qwen3_moe', 1, 2), ('gpt_oss', 2, 2), ('deepseek_v3', 2, 2),
+    ('llama4', 2, 2)])
 def test_a_model_sharded_over_a_mesh_gives_the_logits_of_one_device(name, tensor, expert):
     config, params = load(name)
     devices = jax.devices()[:2 * tensor * expert]
@@ -500,7 +533,8 @@ def test_what_is_saved_is_what_transformers_saves(name, tmp_path):
               'num_local_experts', 'mlp_only_layers', 'architectures', 'model_type', 'norm_topk_prob',
               'max_position_embeddings', 'rms_norm_eps', 'sliding_window', 'no_rope_layers', 'moe_layers',
               'n_routed_experts', 'n_shared_experts', 'q_lora_rank', 'first_k_dense_replace', 'attention_bias',
-              'swiglu_limit', 'attn_scale', 'floor_scale', 'use_qk_norm'} & ours.keys() & theirs.keys()
+              'swiglu_limit', 'attn_scale', 'floor_scale', 'use_qk_norm', 'query_pre_attn_scalar',
+              'hidden_activation'} & ours.keys() & theirs.keys()
     assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
     config_again, params_again = load_pretrained(folder)
     assert config_again == config
@@ -564,6 +598,18 @@ def test_files_and_parameters_may_be_in_16_bits(dtype, tmp_path):
         np.testing.assert_array_equal(a.astype(dtype).astype(b.dtype), b)
 
     jax.tree.map(check, exact, low)
+
+
+def test_of_a_gemma3_that_sees_the_text_part_is_loaded(tmp_path):
+    folder = copy_folder(FAMILIES / 'gemma3', tmp_path)
+    text_config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps({'model_type': 'gemma3', 'text_config': text_config}))
+    tensors = read_tensors(folder)
+    seeing = {f'language_model.{name}': x for name, x in tensors.items()}
+    edit_tensors(folder, dict.fromkeys(tensors) | seeing | {'vision_tower.weight': np.ones(3, np.float32)})
+    config, params = load_pretrained(folder)
+    assert config == load('gemma3')[0]
+    jax.tree.map(np.testing.assert_array_equal, params, load('gemma3')[1])
 
 
 def split_into_three_files(folder):
@@ -673,6 +719,8 @@ def test_a_key_missing_from_the_config_is_named(name, key, tmp_path):
     ('deepseek_v3', 'topk_method', 'greedy', 'topk_method'),
     ('deepseek_v3', 'scoring_func', 'softmax', 'scoring_func'),
     ('deepseek_v3', 'n_group', 3, '3 equal groups'),
+    ('gemma3', 'final_logit_softcapping', 30.0, 'final_logit_softcapping'),
+    ('gemma3', 'rope_parameters', {'sliding_attention': {'rope_type': 'linear', 'factor': 2.0}}, 'rope_type'),
     ('llama4', 'hidden_size', '32', 'hidden_size')])
 def test_a_config_that_we_do_not_compute_is_refused_by_name(name, key, value, named, tmp_path):
     folder = copy_folder(FAMILIES / name, tmp_path)

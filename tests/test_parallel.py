@@ -677,8 +677,10 @@ def each_with(name, values, out_dir, *flags):
     ('out_dir', ('{tmp}/a', '{tmp}/b'), 'process 1: .*/b is not the folder of process 0')])
 def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dataset, tmp_path, name, values, message):
     values = [value.format(dataset=dataset, tmp=tmp_path) if type(value) is str else value for value in values]
+    started = time.time()
     with each_with(name, values, tmp_path, f'--dataset={dataset}', *FLAGS) as processes:
         results = processes.results()
+    assert time.time() - started < 60  # importing and joining included; a process that waits for another one takes 60 s
     for code, _, err in results:
         assert code == 2
         assert re.fullmatch(f'error: {message}.*\n', err), err

@@ -19,9 +19,11 @@ import pytest
 
 import jax_train_utils
 from jax_flags import config_block
+from jax_generate import GenerationResult
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
-    MODEL_FLAGS, HFTokenizer, config_from_flags, flags_from_config, load_meta, load_run, read_metrics)
+    MODEL_FLAGS, HFTokenizer, checkpoint_steps, config_from_flags, find_damage, flags_from_config, load_meta,
+    load_run, read_metrics)
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, ROOT, TEXT, assert_refused, assert_same_run, copy_folder, edit_json, final_state,
     records_without_times, refusal, run_script, sample, start_training, succeeded, train, wait_for_iteration)
@@ -417,6 +419,24 @@ def test_a_signal_saves_and_exits(flags, tmp_path, signum):
     assert load_meta(tmp_path)[0] == int(re.search(r'at iteration (\d+), saved', out)[1])
 
 
+def test_signals_during_a_slow_save_neither_spoil_it_nor_are_lost(flags, tmp_path, monkeypatch):
+    write = jax_train_utils.write_checksums
+
+    def write_slowly(folder):  # Orbax calls it in a thread of its own, the save's last step but one
+        if not checkpoint_steps(tmp_path):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.5)
+        write(folder)
+    monkeypatch.setattr(jax_train_utils, 'write_checksums', write_slowly)
+    result = train(tmp_path, *flags, '--max_iters=100000', '--eval_interval=100000', '--save_interval=3',
+                   '--keep=100')
+    assert result.returncode == 128 + signal.SIGTERM, result.stderr
+    steps = checkpoint_steps(tmp_path)
+    assert f'at iteration {steps[0]}, saved' in result.stdout
+    assert steps[-1] == 3 and not any(find_damage(tmp_path / 'ckpt' / str(step)) for step in steps)
+
+
 def test_a_run_from_scratch_does_not_overwrite_another_by_mistake(finished, run_copy, flags):
     flags = [*flags, '--max_iters=1']
     assert_refused(train(run_copy, *flags), 'holds a run at iteration 20.*--overwrite=True')
@@ -612,6 +632,7 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
     (['--n_inner=-5'], 'n_inner must be at least 0, not -5'),
     (['--n_kv_head=-2'], 'n_kv_head must be at least 0, not -2'),
     (['--keep=0'], 'keep must be at least 1'),
+    (['--out_dir=' + 'x' * 300], 'File name too long'),
     (['--out_dir=gs://bucket/run'], 'out_dir=gs://bucket/run is a URL; name a folder')])
 def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(flags, tmp_path, bad, message):
     if bad == ['--dataset=openwebtext'] and (ROOT / 'data' / 'openwebtext' / 'train.bin').exists():
@@ -670,7 +691,7 @@ def test_resuming_or_sampling_nothing_is_refused(tmp_path):
 @pytest.mark.parametrize('bad, message', [
     (['--quantize=int4'], "quantize must be int8 or '' .off., not 'int4'"),
     (['--cache_dtype=int4'], 'cache_dtype must be one of'),
-    (['--n_draft=99'], 'n_draft must be between 0'),
+    (['--n_draft=16'], r'n_draft must be between 0 \(no speculation\) and 15, not 16'),
     (['--draft=x'], 'add --n_draft=4'),
     (['--draft=nowhere', '--n_draft=2'], 'nowhere'),
     (['--start=Quick'], "does not know: 'Q'"),
@@ -729,13 +750,15 @@ def test_token_ids_outside_the_vocabulary_are_refused(dataset, flags, tmp_path):
     assert_refused(result, 'val.bin has token id 60, outside the vocabulary')
 
 
-def test_a_token_id_that_meta_json_denies_is_found_when_it_is_drawn(dataset, flags, tmp_path):
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_a_token_id_that_meta_json_denies_is_found_when_it_is_drawn(dataset, flags, tmp_path, split):
     data = copy_folder(dataset, tmp_path)
     sizes = {split: (data / f'{split}.bin').stat().st_size // 2 for split in ('train', 'val')}
     edit_json(data / 'meta.json', max_id=20, train_tokens=sizes['train'], val_tokens=sizes['val'])
-    np.full(sizes['train'], 60, np.uint16).tofile(data / 'train.bin')
-    result = train(tmp_path / 'out', *flags, f'--dataset={data}')
-    assert_refused(result, 'has a token id outside its vocabulary of 28')
+    np.full(sizes[split], 60, np.uint16).tofile(data / f'{split}.bin')
+    result = train(tmp_path / 'out', *flags, f'--dataset={data}', '--eval_interval=1')
+    assert_refused(result, f'the {split} tokens have an id outside the vocabulary of 28')
+    assert not checkpoint_steps(tmp_path / 'out')
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoint(flags, tmp_path):
@@ -1058,6 +1081,30 @@ def test_an_interrupted_answer_stays_in_the_conversation(speaking, tmp_path, mon
     messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
     assert messages == [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': answer}]
     assert 'error' not in result.stdout
+
+
+def test_only_the_final_channel_of_an_answer_stays_in_the_conversation(speaking, tmp_path, monkeypatch):
+    channels = '<|channel|>', '<|message|>', '<|start|>', '<|end|>'
+    tokenizer = HFTokenizer(speaking).tokenizer
+    tokenizer.add_special_tokens(list(channels))
+    tokenizer.save(str(speaking / 'tokenizer.json'))
+    answers = ['<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>so</s>',
+               '<|channel|>analysis<|message|>cut']
+    prompts = []
+
+    def generate_stream(params, config, idx, *args, prompt_lengths_B, **options):
+        prompts.append(idx[0].tolist())
+        row = prompts[-1] + tokenizer.encode(answers[len(prompts) - 1], add_special_tokens=False).ids
+        yield GenerationResult(np.array([row]), np.array([len(row)]))
+
+    monkeypatch.setattr('jax_generate.generate_stream', generate_stream)
+    monkeypatch.setattr('sys.stdin', io.StringIO(f'ab\nd\n/save {tmp_path}/chat.json\n'))
+    shown = succeeded(sample('none', f'--init_from={speaking}', '--interactive=True')).stdout
+    assert answers[0].removesuffix('</s>') in shown
+    said = '<s><user>ab<model>so<user>d<model>'
+    assert prompts[1] == tokenizer.encode(said, add_special_tokens=False).ids
+    messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
+    assert [message['content'] for message in messages] == ['ab', 'so', 'd', '']
 
 
 def test_the_oldest_turns_of_a_chat_go_when_the_context_is_full(speaking, monkeypatch):

@@ -1,4 +1,5 @@
 """What jax_train_utils.py promises on one device and replicated over several; tests/test_parallel.py has the meshes."""
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -28,7 +29,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_train_utils
-from jax_flags import UserError, exit_on_user_error, read_flags
+from jax_flags import UserError, exit_if_peer_died, exit_on_user_error, is_url, read_flags
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
     DataParallel, MetricsLog, StopSignal, can_cache_on_cpu, check_agreement, check_device_availability,
@@ -106,6 +107,13 @@ def test_a_flag_that_is_wrong_is_refused_by_name(read, arg, message):
         read(arg)
 
 
+@pytest.mark.parametrize('path, expected', [
+    ('gs://bucket/run', True), ('s3://bucket', True), ('file:///run', True), ('C:\\run', False), ('C:/run', False),
+    ('d://run', False), ('D:', False), ('out', False), ('/run/a://b', False), ('a/gs://b', False)])
+def test_a_drive_of_windows_is_no_url(path, expected):
+    assert is_url(path) == expected
+
+
 @pytest.mark.parametrize('text, message', [
     ('batch_sise = 3', 'unknown flag --batch_sise'),
     ('batch_size = ', 'SyntaxError'),
@@ -176,6 +184,36 @@ def test_a_broken_pipe_elsewhere_stays_a_traceback(capsys):
     error = BrokenPipeError('of a socket')
     exit_on_user_error(BrokenPipeError, error, None)
     assert 'BrokenPipeError: of a socket' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('error, lost', [
+    (jax.errors.JaxRuntimeError('INTERNAL: the other side has closed the connection'), True),
+    (ValueError('UNKNOWN: Gloo all-reduce failed: Connection closed by peer'), True),
+    (RuntimeError('the barrier of the save was not reached'), True),
+    (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory'), False), (ValueError('a bug'), False)])
+def test_what_the_death_of_another_process_raises_ends_this_one_with_75(monkeypatch, capsys, error, lost):
+    codes = []
+    monkeypatch.setattr(os, '_exit', codes.append)
+    exit_if_peer_died(error)
+    assert codes == []  # there are no others
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    exit_if_peer_died(error)
+    assert codes == [75] * lost
+    assert ('error: process 0 of 2 has lost the others' in capsys.readouterr().err) == lost
+
+
+@pytest.mark.parametrize('process, seconds', [(0, 3), (1, 0.5)])
+@pytest.mark.parametrize('error, code', [(UserError('a mistake'), 2), (ValueError('a bug'), 1)])
+def test_one_of_several_processes_that_fails_does_not_wait_for_the_others(monkeypatch, error, code, process, seconds):
+    ends = []
+    monkeypatch.setattr(jax.distributed, 'is_initialized', lambda: True)
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(jax, 'process_index', lambda: process)
+    monkeypatch.setattr(time, 'sleep', ends.append)
+    monkeypatch.setattr(os, '_exit', lambda code: ends.append(f'exit code {code}'))
+    with contextlib.suppress(SystemExit):  # os._exit would not have returned
+        exit_on_user_error(type(error), error, None)
+    assert ends == [seconds, f'exit code {code}']
 
 
 # -----------------------------------------------------------------------------
@@ -705,6 +743,15 @@ def test_a_dataset_that_prepare_has_counted_is_not_read_at_the_start(tmp_path):
     assert 'has token id 29, outside' in refusal(load_dataset, tmp_path, 8)
     edit_json(tmp_path / 'meta.json', **counted | {'train_tokens': 31})
     assert 'train.bin has 30 tokens, its meta.json says 31' in refusal(load_dataset, tmp_path, 8)
+
+
+def test_a_dataset_on_another_drive_than_the_current_folder_is_read(tmp_path, monkeypatch):
+    def relpath(path):
+        raise ValueError("path is on mount 'D:', start on mount 'C:'")  # as on Windows
+    monkeypatch.setattr(os.path, 'relpath', relpath)
+    write_dataset(tmp_path, np.arange(30), np.arange(20), vocab_size=30)
+    splits, *_ = load_dataset(tmp_path, 8)
+    assert len(splits['train']) == 30 and load_masks(tmp_path, splits) == {}
 
 
 def test_the_fingerprint_of_data_tells_one_token_and_the_tokenizer():

@@ -68,6 +68,13 @@ FAMILIES = {  # name: (config class, settings beyond SIZES)
     'phi3': ('Phi3', dict(
         num_key_value_heads=2, intermediate_size=48, sliding_window=5, rope_parameters=dict(
             rope_type='default', rope_theta=1e4))),
+    'olmo2': ('Olmo2', dict(
+        num_key_value_heads=2, intermediate_size=48, rope_parameters=dict(rope_type='default', rope_theta=5e5))),
+    'gemma3': ('Gemma3Text', dict(
+        num_key_value_heads=2, head_dim=12, intermediate_size=48, num_hidden_layers=3, query_pre_attn_scalar=16,
+        sliding_window=5, sliding_window_pattern=3, rope_parameters=dict(
+            full_attention=dict(rope_type='linear', rope_theta=1e6, factor=8.0),
+            sliding_attention=dict(rope_type='default', rope_theta=1e4)))),
 }
 
 
@@ -75,13 +82,16 @@ FAMILIES = {  # name: (config class, settings beyond SIZES)
 def randomize(model, seed):
     """Random weights, gains, biases, sinks: one that is lost, transposed or misplaced shows in the logits."""
     generator = torch.Generator().manual_seed(seed)
+    is_gemma = 'Gemma' in type(model).__name__
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
-        if 'inv_freq' in name:
+        if 'inv_freq' in name or 'embed_scale' in name:
             continue
-        gain = 1.0 if 'norm' in name else 0.0
-        wide = 'embed_tokens' in name or 'bias' in name or 'norm' in name or 'sinks' in name or 'router' in name
+        gain = 1.0 if 'norm' in name and not is_gemma else 0.0  # Gemma's gain is 1 + p
+        wide = re.search('bias|norm|sinks|router' if is_gemma else 'embed_tokens|bias|norm|sinks|router', name)
         std = 0.5 if wide else 0.7 * p.shape[-1]**-0.5 * 1.4
         p.copy_(gain + std * torch.randn(p.shape, generator=generator))
+        if is_gemma and 'norm' in name:
+            p.copy_(torch.round(256 * p) / 256)  # so that 1 + p is exact
     return model.float().eval()
 
 
@@ -96,6 +106,10 @@ def published(config):
     """config.json as the published files have it (transformers 4), from what transformers 5 writes."""
     config = dict(config)
     rope = dict(config.pop('rope_parameters'))
+    if config['model_type'] == 'gemma3_text':
+        config['rope_local_base_freq'] = rope['sliding_attention']['rope_theta']
+        del config['layer_types']
+        rope = dict(rope['full_attention'])
     config['rope_theta'] = rope.pop('rope_theta')
     config['torch_dtype'] = config.pop('dtype', 'float32')
     config['rope_scaling'] = None if rope['rope_type'] == 'default' else rope
