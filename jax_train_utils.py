@@ -1745,7 +1745,7 @@ def opt_state_item(state):
     return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
 
 
-def load_meta(out_dir, which='latest', items=ITEMS):
+def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One of which one of these items is damaged
     is named on stderr, and the newest intact one is taken instead. Raises UserError if there is none."""
     if which not in ('latest', 'best'):
@@ -1811,7 +1811,7 @@ def restore_items(out_dir, step, items):
 def load_run(out_dir, which='best', parallel=None):
     """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
     default, on the first device; LoRA's updates merged). Raises UserError if there is none."""
-    step, meta = load_meta(out_dir, which, ('params', 'meta', 'metrics'))
+    step, meta = choose_checkpoint(out_dir, which, ('params', 'meta', 'metrics'))
     config, lora = GPTConfig(**meta['model']), meta.get('lora')
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
     create, *rank = (create_lora_state, lora['rank']) if lora else (create_train_state,)

@@ -111,10 +111,10 @@ from jax_ops import ceil_div
 from jax_pretrained import load_config, local_path
 from jax_train_utils import (
     MetricsLog, StopSignal, Stopwatch, all_finite, check_agreement, check_ids, check_tokens, checkpoint_steps,
-    choose_attention, config_from_flags, configure_process, copy_tokenizer, create_learning_rate_schedule,
-    create_lora_state, create_optimizer_with_schedule, describe_data, describe_tokenizer, device_peak_flops, duration,
-    estimate_loss_jax, finish_checkpoints, fit_layout, flags_from_config, get_batch_jax, get_loss_weights,
-    in_all_processes, initialize_distributed, load_checkpoint, load_dataset, load_frozen, load_masks, load_meta,
+    choose_attention, choose_checkpoint, config_from_flags, configure_process, copy_tokenizer,
+    create_learning_rate_schedule, create_lora_state, create_optimizer_with_schedule, describe_data, describe_tokenizer,
+    device_peak_flops, duration, estimate_loss_jax, finish_checkpoints, fit_layout, flags_from_config, get_batch_jax,
+    get_loss_weights, in_all_processes, initialize_distributed, load_checkpoint, load_dataset, load_frozen, load_masks,
     load_weights, lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags, model_params, open_checkpoints,
     plot_losses, progress_bar, same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment,
     split_batch, start_wandb, with_expert_balance, write_text)
@@ -140,7 +140,7 @@ if init_from == 'auto':
     init_from = flags['init_from'] = given['init_from'] = 'resume' if checkpoint_steps(out_dir) else 'scratch'
 check_agreement('out_dir', {'init_from': init_from, 'checkpoints': checkpoint_steps(out_dir)})
 if init_from == 'resume':  # a resumed run keeps its flags, except for those given now
-    resumed_at, resumed = load_meta(out_dir)
+    resumed_at, resumed = choose_checkpoint(out_dir)
     flags = merge_resumed_flags(flags, given, resumed['flags'])
     globals().update(flags)
     iter_num = resumed_at

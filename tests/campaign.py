@@ -42,7 +42,7 @@ import tqdm
 import jax_train_utils
 from jax_flags import config_block
 from jax_train_utils import (
-    checkpoint_steps, checksum, create_optimizer_with_schedule, load_checkpoint, load_meta, read_metrics,
+    checkpoint_steps, checksum, choose_checkpoint, create_optimizer_with_schedule, load_checkpoint, read_metrics,
     setup_distributed_training)
 from jax_transformer import GPTConfig, create_train_state
 from tests.common import GOLDEN, records_without_times, write_dataset
@@ -147,7 +147,7 @@ def finish(run, what):
 
 def write_state_hash(out_dir, path):
     """Writes the SHA-256 of parameters and optimizer state of the latest checkpoint to a file."""
-    step, meta = load_meta(out_dir)
+    step, meta = choose_checkpoint(out_dir)
     parallel = setup_distributed_training(jax.devices()[:1])
     tx = create_optimizer_with_schedule(lambda step: 0.1)
     abstract = parallel.abstract_state(create_train_state, jax.random.key(0), GPTConfig(**meta['model']), tx)

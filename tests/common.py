@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 
 from jax_ops import UserError
 from jax_train_utils import (
-    create_learning_rate_schedule, create_optimizer_with_schedule, get_batch_jax, load_meta, make_train_step,
+    choose_checkpoint, create_learning_rate_schedule, create_optimizer_with_schedule, get_batch_jax, make_train_step,
     read_metrics, setup_distributed_training, split_batch)
 from jax_transformer import GPT, GPTConfig, create_train_state
 
@@ -229,7 +229,7 @@ def records_without_times(out_dir):
 
 def final_state(out_dir):
     """[(path, bytes)] of the parameters and the optimizer's state of the latest checkpoint."""
-    step, _ = load_meta(out_dir)
+    step, _ = choose_checkpoint(out_dir)
     folder = (out_dir / 'ckpt' / str(step)).absolute()
     with ocp.StandardCheckpointer() as checkpointer:
         restored = [checkpointer.restore(folder / name) for name in ('params', 'opt_state')]

@@ -25,8 +25,8 @@ from jax_ops import (
     AXES, BATCH, ROW_PARALLEL, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens, linear,
     partition_specs, shard)
 from jax_train_utils import (
-    DataParallel, MeshParallel, create_learning_rate_schedule, create_optimizer_with_schedule, estimate_loss_jax,
-    finish_checkpoints, get_batch_jax, initialize_distributed, load_checkpoint, load_meta, make_eval_step,
+    DataParallel, MeshParallel, choose_checkpoint, create_learning_rate_schedule, create_optimizer_with_schedule,
+    estimate_loss_jax, finish_checkpoints, get_batch_jax, initialize_distributed, load_checkpoint, make_eval_step,
     make_train_step, open_checkpoints, opt_state_item, read_metrics, save_checkpoint, setup_distributed_training)
 from jax_transformer import GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
@@ -607,7 +607,7 @@ def losses_of_run(out_dir):
 
 def restored_state(out_dir):
     """(parameters, the rest of the state) of the latest checkpoint, on one device."""
-    step, meta = load_meta(out_dir)
+    step, meta = choose_checkpoint(out_dir)
     tx = create_optimizer_with_schedule(lambda step: 0.1)
     parallel = setup_distributed_training(jax.devices()[:1])
     abstract = parallel.abstract_state(create_train_state, jax.random.key(0), GPTConfig(**meta['model']), tx)
@@ -640,7 +640,7 @@ def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_fo
         (code, _, err), _ = processes.results()
     assert code == 75
     assert 'error: process 0 of 2 has lost the others; start all of them again, with --init_from=resume' in err
-    assert 10 <= load_meta(killed)[0] < 100
+    assert 10 <= choose_checkpoint(killed)[0] < 100
     with Processes(2, killed, '--init_from=resume', '--device=cpu') as processes:
         assert [code for code, *_ in processes.results()] == [0, 0]
     assert records_without_times(killed) == records_without_times(whole)
@@ -656,7 +656,7 @@ def test_four_processes_on_a_mesh_give_the_curve_stop_together_and_one_device_re
         results = processes.results()
     assert [code for code, *_ in results] == [128 + signal.SIGTERM] * 4, results[0][2]
     saved = int(re.search(r'at iteration (\d+), saved', results[0][1])[1])
-    assert load_meta(tmp_path)[0] == saved
+    assert choose_checkpoint(tmp_path)[0] == saved
     np.testing.assert_allclose(losses_of_run(tmp_path)[:30], losses_of_one_process[:30], atol=2e-4)
     result = train(tmp_path, '--init_from=resume', '--device=cpu:0', f'--max_iters={saved + 2}')
     assert result.returncode == 0, result.stderr

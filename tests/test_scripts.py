@@ -22,7 +22,7 @@ from jax_flags import config_block
 from jax_generate import GenerationResult
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
-    MODEL_FLAGS, HFTokenizer, checkpoint_steps, config_from_flags, find_damage, flags_from_config, load_meta,
+    MODEL_FLAGS, HFTokenizer, checkpoint_steps, choose_checkpoint, config_from_flags, find_damage, flags_from_config,
     load_run, read_metrics)
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, ROOT, TEXT, assert_refused, assert_same_run, copy_folder, edit_json, final_state,
@@ -217,7 +217,7 @@ def test_out_dir_holds_what_was_promised(finished):
     assert [record['iter'] for record in iterations] == list(range(20))
     assert [record['iter'] for record in evaluations] == [0, 10, 20]
     assert iterations[0].keys() == {'iter', 'loss', 'lr', 'grad_norm', 'time_ms', 'tokens_per_sec', 'mfu'}
-    step, meta = load_meta(out)
+    step, meta = choose_checkpoint(out)
     assert step == 20
     assert meta['iter_num'] == 20
     assert meta['best_val_loss'] == min(record['val_loss'] for record in evaluations)
@@ -416,7 +416,7 @@ def test_a_signal_saves_and_exits(flags, tmp_path, signum):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
     assert err == ''
-    assert load_meta(tmp_path)[0] == int(re.search(r'at iteration (\d+), saved', out)[1])
+    assert choose_checkpoint(tmp_path)[0] == int(re.search(r'at iteration (\d+), saved', out)[1])
 
 
 def test_signals_during_a_slow_save_neither_spoil_it_nor_are_lost(flags, tmp_path, monkeypatch):
@@ -441,9 +441,9 @@ def test_a_run_from_scratch_does_not_overwrite_another_by_mistake(finished, run_
     flags = [*flags, '--max_iters=1']
     assert_refused(train(run_copy, *flags), 'holds a run at iteration 20.*--overwrite=True')
     assert records_without_times(run_copy) == records_without_times(finished[0])
-    assert load_meta(run_copy)[0] == 20
+    assert choose_checkpoint(run_copy)[0] == 20
     succeeded(train(run_copy, *flags, '--overwrite=True'))
-    assert load_meta(run_copy)[0] == 1
+    assert choose_checkpoint(run_copy)[0] == 1
 
 
 def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path):
@@ -457,7 +457,7 @@ def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path)
     wait_for_iteration(better, 25, process)
     process.kill()
     process.communicate()
-    assert load_meta(better)[0] >= 10  # saved while the validation loss was falling
+    assert choose_checkpoint(better)[0] >= 10  # saved while the validation loss was falling
 
 
 def test_eval_only_writes_nothing(finished, flags, tmp_path):
@@ -496,7 +496,7 @@ def test_low_precision_runs_and_resumes(flags, tmp_path, dtype):
 
 
 def test_the_dtype_auto_is_chosen_by_each_machine(finished, run_copy, monkeypatch):
-    assert load_meta(finished[0])[1]['flags']['dtype'] == 'auto'  # a resumed run takes its flags from here
+    assert choose_checkpoint(finished[0])[1]['flags']['dtype'] == 'auto'  # a resumed run takes its flags from here
     monkeypatch.setattr(jax_train_utils, 'default_dtype', lambda device: ('bfloat16', 'another machine'))
     resumed = succeeded(train(run_copy, *RESUME, '--max_iters=21'))
     assert 'has computed in float32 so far, and continues in bfloat16' in resumed.stdout
@@ -523,7 +523,7 @@ def test_finetuning_starts_from_foreign_weights_and_resumes(tmp_path, source, ac
              '--batch_size=2', *SHORT, '--max_iters=3', '--learning_rate=1e-4', '--min_lr=1e-5']
     assert 'block_size 24' in succeeded(train(out, *flags)).stdout
     succeeded(train(out, *RESUME, '--max_iters=5'))
-    _, meta = load_meta(out)
+    _, meta = choose_checkpoint(out)
     assert meta['iter_num'] == 5
     assert meta['model']['block_size'] == 24
     assert meta['model']['activation'] == activation
@@ -551,11 +551,11 @@ def test_wandb_offline_needs_no_account_and_a_resumed_run_continues_it(flags, tm
     out = tmp_path / 'out'
     succeeded(train(out, *flags, *log, '--max_iters=2'))
     wandb.finish()
-    wandb_id = load_meta(out)[1]['wandb_id']
+    wandb_id = choose_checkpoint(out)[1]['wandb_id']
     assert wandb_id
     succeeded(train(out, *RESUME, *log, '--max_iters=4'))
     wandb.finish()
-    assert load_meta(out)[1]['wandb_id'] == wandb_id
+    assert choose_checkpoint(out)[1]['wandb_id'] == wandb_id
     assert len(list((tmp_path / 'wandb').glob(f'offline-run-*-{wandb_id}'))) == 2
 
 
@@ -655,7 +655,7 @@ def test_a_failing_start_does_not_overwrite_the_run_that_is_there(finished, run_
     assert_refused(train(run_copy, *flags, '--overwrite=True', '--wandb_log=True'), 'wandb does not start')
     assert_refused(train(run_copy, *flags, '--wandb_log=True'), 'holds a run at iteration 20')  # wandb has not started
     assert records_without_times(run_copy) == records_without_times(finished[0])
-    assert load_meta(run_copy)[0] == 20
+    assert choose_checkpoint(run_copy)[0] == 20
 
 
 def test_other_tokens_are_not_resumed(finished, dataset, tmp_path):
@@ -791,7 +791,7 @@ def test_a_run_with_muon_resumes_bit_for_bit_and_with_other_execution_options(fl
     assert records_without_times(parts) == records_without_times(whole)
     result = succeeded(train(other, *RESUME, '--max_iters=20', '--dropout=0.0', *FAST))
     assert 'attention: chunked (as asked)' in result.stdout
-    assert 'attention' not in load_meta(other)[1]['model']
+    assert 'attention' not in choose_checkpoint(other)[1]['model']
     succeeded(sample(other, '--max_new_tokens=20'))
     result = train(parts, '--init_from=resume', '--optimizer=adamw')
     assert_refused(result, 'cannot resume with another optimizer')
@@ -947,7 +947,7 @@ def test_a_model_with_experts_trains_resumes_and_samples(qwen, tmp_path):
     assert losses[-1] < losses[0] - 0.3
     out = copy_folder(qwen, tmp_path)
     succeeded(train(out, *RESUME, '--max_iters=21'))
-    assert load_meta(out)[0] == 21
+    assert choose_checkpoint(out)[0] == 21
     assert_refused(train(out, *RESUME, '--n_expert=2'), 'with n_expert=4, not n_expert=2')
     loss = {}
     for balance in ('0.01', '1000'):
@@ -1216,7 +1216,7 @@ def test_a_run_with_a_tokenizer_of_its_own_needs_nothing_but_its_folder(tuned, s
     data.rename(tmp_path / 'data_elsewhere')
     out.rename(moved)
     speaking.rename(tmp_path / 'model_elsewhere')
-    assert load_meta(moved)[1]['model']['block_size'] == 64  # the model's context, not the training's
+    assert choose_checkpoint(moved)[1]['model']['block_size'] == 64  # the model's context, not the training's
     assert samples_of(sample(moved, '--start=ab c', '--num_samples=1', '--max_new_tokens=20'))[0].startswith('ab c')
     succeeded(train(moved, *RESUME, f'--dataset={tmp_path / "data_elsewhere"}', '--max_iters=3'))
     succeeded(run_script('export_jax.py', f'--out_dir={moved}', f'--folder={tmp_path / "model"}'))

@@ -33,11 +33,11 @@ from jax_flags import UserError, exit_if_peer_died, exit_on_user_error, is_url, 
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
     DataParallel, MetricsLog, StopSignal, can_cache_on_cpu, check_agreement, check_device_availability,
-    checkpoint_steps, choose_attention, clip_gradients, configure_process, count_windows, cpu_name,
+    checkpoint_steps, choose_attention, choose_checkpoint, clip_gradients, configure_process, count_windows, cpu_name,
     create_learning_rate_schedule, create_optimizer_with_schedule, default_dtype, describe_data, device_peak_flops,
     enable_compilation_cache, epoch_windows, estimate_loss_jax, finds_accelerator, finish_checkpoints, fit_layout,
     get_batch_jax, get_loss_weights, get_windows, in_all_processes, load_checkpoint, load_dataset, load_dataset_meta,
-    load_masks, load_meta, load_run, load_tokenizer, lock_out_dir, make_eval_step, make_train_step, open_checkpoints,
+    load_masks, load_run, load_tokenizer, lock_out_dir, make_eval_step, make_train_step, open_checkpoints,
     opt_state_item, permute_index, plot_losses, read_metrics, save_checkpoint, setup_jax_environment, split_batch,
     strip_partial_utf8)
 from jax_transformer import GPT, GPTConfig, MoEConfig, create_train_state, cross_entropy
@@ -1121,7 +1121,7 @@ def test_a_checkpoint_holds_the_state_of_its_iteration_while_training_continues_
             save_checkpoint(manager, i, state, meta, val_loss=1.0 / i)
         state, _ = step(state, device_batch(parallel, 1, 8, i, config))  # donates the state that is being written
     finish_checkpoints(manager)
-    iteration, meta_again = load_meta(tmp_path)
+    iteration, meta_again = choose_checkpoint(tmp_path)
     assert iteration == 6
     assert meta_again == json.loads(json.dumps(meta))
     tx = create_optimizer_with_schedule(lambda step: 0.1)
@@ -1145,15 +1145,15 @@ def test_the_latest_checkpoints_and_the_best_one_are_kept(tmp_path, tiny_state, 
         save_checkpoint(manager, i, tiny_state, meta_of(TINY), val_loss)
     finish_checkpoints(manager)
     assert sorted(int(path.name) for path in (tmp_path / 'ckpt').iterdir()) == kept
-    assert load_meta(tmp_path, 'best')[0] == 3
-    assert load_meta(tmp_path, 'latest')[0] == 8
+    assert choose_checkpoint(tmp_path, 'best')[0] == 3
+    assert choose_checkpoint(tmp_path, 'latest')[0] == 8
 
 
 def test_without_an_evaluation_the_latest_is_the_best(tmp_path, tiny_state):
     manager = open_checkpoints(tmp_path)
     save_checkpoint(manager, 4, tiny_state, meta_of(TINY))
     finish_checkpoints(manager)
-    assert load_meta(tmp_path, 'best')[0] == 4
+    assert choose_checkpoint(tmp_path, 'best')[0] == 4
 
 
 def test_an_incomplete_checkpoint_does_not_count(tmp_path, tiny_state):
@@ -1161,7 +1161,7 @@ def test_an_incomplete_checkpoint_does_not_count(tmp_path, tiny_state):
     save_checkpoint(manager, 4, tiny_state, meta_of(TINY))
     finish_checkpoints(manager)
     (tmp_path / 'ckpt' / '9.orbax-checkpoint-tmp').mkdir()
-    assert load_meta(tmp_path)[0] == 4
+    assert choose_checkpoint(tmp_path)[0] == 4
 
 
 @pytest.fixture
@@ -1187,28 +1187,28 @@ def test_damage_to_any_file_of_a_checkpoint_is_named_and_the_newest_intact_one_i
     for path in [path for path in folder.glob('*/**/*') if path.is_file()]:
         content = path.read_bytes()
         damage(path, how)
-        assert load_meta(three_checkpoints, which)[0] == 2
+        assert choose_checkpoint(three_checkpoints, which)[0] == 2
         said = capsys.readouterr().err
         assert 'ckpt/3 is damaged' in said and path.name in said and 'taking checkpoint 2 instead' in said
         assert said.count('\n') == 1
         path.write_bytes(content)
-    assert load_meta(three_checkpoints, which)[0] == 3
+    assert choose_checkpoint(three_checkpoints, which)[0] == 3
     assert capsys.readouterr().err == ''
     damage(folder / 'checksums.json', how)
-    assert load_meta(three_checkpoints, which)[0] == 2
+    assert choose_checkpoint(three_checkpoints, which)[0] == 2
 
 
 def test_without_an_intact_checkpoint_one_line_says_so(three_checkpoints):
     for path in three_checkpoints.glob('ckpt/*/params/_METADATA'):
         damage(path, 'flip a bit')
-    said = refusal(load_meta, three_checkpoints)
+    said = refusal(choose_checkpoint, three_checkpoints)
     assert all(f'ckpt/{i} is damaged' in said for i in (1, 2, 3)) and 'there is no intact one' in said
 
 
 def test_damaged_checkpoints_are_renamed_so_that_training_can_save_again(three_checkpoints, tiny_state):
     damage(three_checkpoints / 'ckpt' / '3' / 'params' / '_METADATA', 'flip a bit')
     damage(three_checkpoints / 'ckpt' / '1' / 'metrics' / 'metrics', 'cut in half')  # Orbax cannot read it
-    step, _ = load_meta(three_checkpoints)
+    step, _ = choose_checkpoint(three_checkpoints)
     lock_out_dir(three_checkpoints, step)
     names = sorted(path.name for path in (three_checkpoints / 'ckpt').iterdir())
     assert names == ['1.damaged', '2', '3.damaged']
@@ -1216,12 +1216,12 @@ def test_damaged_checkpoints_are_renamed_so_that_training_can_save_again(three_c
     save_checkpoint(manager, 3, tiny_state, meta_of(TINY), val_loss=0.1)
     finish_checkpoints(manager)
     assert checkpoint_steps(three_checkpoints) == [3]
-    assert load_meta(three_checkpoints)[0] == 3
+    assert choose_checkpoint(three_checkpoints)[0] == 3
 
 
 def test_a_checkpoint_of_an_earlier_version_without_checksums_is_read(three_checkpoints):
     (three_checkpoints / 'ckpt' / '3' / 'checksums.json').unlink()
-    assert load_meta(three_checkpoints)[0] == 3
+    assert choose_checkpoint(three_checkpoints)[0] == 3
 
 
 def test_out_dir_is_locked_by_one_process_until_that_ends(tmp_path):
@@ -1237,16 +1237,16 @@ def test_out_dir_is_locked_by_one_process_until_that_ends(tmp_path):
 
 def test_a_folder_without_a_usable_checkpoint_is_refused(tmp_path, tiny_state):
     with pytest.raises(UserError, match='no complete checkpoint in .*train one with: python train_jax.py'):
-        load_meta(tmp_path)
+        choose_checkpoint(tmp_path)
     assert not list(tmp_path.iterdir())  # the check itself creates no files
     (tmp_path / 'ckpt').mkdir()
     with pytest.raises(UserError, match='no complete checkpoint'):
-        load_meta(tmp_path)
+        choose_checkpoint(tmp_path)
     manager = open_checkpoints(tmp_path)
     save_checkpoint(manager, 1, tiny_state, {'some': 'thing'})
     finish_checkpoints(manager)
     with pytest.raises(UserError, match='damaged or not a checkpoint of this program'):
-        load_meta(tmp_path)
+        choose_checkpoint(tmp_path)
     with pytest.raises(UserError, match='does not fit'):
         load_checkpoint(tmp_path, 1, fresh_run((1,), dataclasses.replace(TINY, n_embd=32))[1])
 
@@ -1263,7 +1263,7 @@ def test_a_disk_that_is_full_is_reported_in_one_line_and_the_old_checkpoint_stay
     with pytest.raises(UserError, match='cannot write checkpoint 2 to .* MB are free.*No space left') as error:
         save_checkpoint(manager, 2, tiny_state, meta_of(TINY))
     assert '\n' not in str(error.value)
-    assert load_meta(tmp_path)[0] == 1
+    assert choose_checkpoint(tmp_path)[0] == 1
 
 
 def test_a_clock_that_is_set_during_a_save_does_not_spoil_it(tmp_path, tiny_state, monkeypatch):
