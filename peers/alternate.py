@@ -11,6 +11,7 @@ right before; then a table in Markdown with medians and spread. Ratios are to th
 """
 import argparse
 import json
+import math
 import os
 import shlex
 import statistics
@@ -33,9 +34,11 @@ def tokens_per_sec(command):
                         f'exit code {run.returncode}, last line: {last_line}') from None
 
 
-def spread(values, digits):
-    """'median (least to most)'"""
-    low, middle, high = (f'{x:,.{digits}f}' for x in (min(values), statistics.median(values), max(values)))
+def spread(values):
+    """'median (least to most)', with three digits of the median."""
+    median = statistics.median(values)
+    digits = max(0, 2 - math.floor(math.log10(median)))
+    low, middle, high = (f'{x:,.{digits}f}' for x in (min(values), median, max(values)))
     return f'{middle} ({low} to {high})'
 
 
@@ -59,14 +62,13 @@ def main():
             load = os.getloadavg()[0]
             bandwidth = measure_bandwidth(jax.devices()[0])
             figures[name].append(tokens_per_sec(command))
-            print(f'round {i + 1}  load {load:.1f}  {bandwidth:.1f} GB/s  {name}: {figures[name][-1]:,.1f} tok/s',
+            print(f'round {i + 1}  load {load:.1f}  {bandwidth:.1f} GB/s  {name}: {figures[name][-1]:,.4g} tok/s',
                   flush=True)
     reference = figures[list(programs)[-1]]
     print('\n| | tok/s, median (spread) | ratio, median (spread) |\n|---|---|---|')
     for name, values in figures.items():
-        digits = 0 if statistics.median(values) >= 100 else 1
         ratios = [value / other for value, other in zip(values, reference)]
-        print(f'| {name} | {spread(values, digits)} | {spread(ratios, 2)} |')
+        print(f'| {name} | {spread(values)} | {spread(ratios)} |')
 
 
 if __name__ == '__main__':

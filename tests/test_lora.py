@@ -126,7 +126,7 @@ def lora_run(base, config, *layout, quantize=''):
 def test_pmap_and_meshes_give_the_curve_of_one_device(base):
     config = load_pretrained(base)[0]
     curves = []
-    for layout in ((1,), (2,), (2, 2), (4, 2, 2)):
+    for layout in ((1,), (2,), (4, 2, 2)):
         state, step = lora_run(base, config, *layout)
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         curve = []
@@ -134,7 +134,7 @@ def test_pmap_and_meshes_give_the_curve_of_one_device(base):
             state, metrics = step(state, device_batch(parallel, 2, 4, i, config))
             curve.append(float(metrics['loss']))
         curves.append(curve)
-    np.testing.assert_allclose(curves[1:], [curves[0]] * 3, rtol=2e-5)
+    np.testing.assert_allclose(curves[1:], [curves[0]] * 2, rtol=2e-5)
     assert curves[0][-1] < curves[0][0]
 
 

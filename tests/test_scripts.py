@@ -354,7 +354,7 @@ def test_a_run_killed_at_random_moments_equals_an_uninterrupted_one(flags, tmp_p
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
     succeeded(train(whole, *flags))
     rng = random.Random(0)
-    for iteration in (9, 25, 44):
+    for iteration in (9, 44):
         has_checkpoint = (killed / 'ckpt').exists() and saved_iterations(killed)
         start_or_resume = '--init_from=resume' if has_checkpoint else '--overwrite=True'
         process = start_training(killed, *flags, start_or_resume)
@@ -875,8 +875,8 @@ def test_alternated_programs_are_compared_round_by_round(tmp_path, monkeypatch):
     report = "import json; print(json.dumps({'results': {'tokens_per_sec': len(path.read_text())}}))"
     program = f'{sys.executable} -c "{count}{report}"'  # the n-th run of either reports n tokens per second
     table = succeeded(run_script('peers/alternate.py', '--rounds=2', f'ours={program}', f'peer={program}')).stdout
-    assert '| ours | 2.0 (1.0 to 3.0) | 0.62 (0.50 to 0.75) |' in table  # 1 / 2 and 3 / 4
-    assert '| peer | 3.0 (2.0 to 4.0) | 1.00 (1.00 to 1.00) |' in table
+    assert '| ours | 2.00 (1.00 to 3.00) | 0.625 (0.500 to 0.750) |' in table  # 1 / 2 and 3 / 4
+    assert '| peer | 3.00 (2.00 to 4.00) | 1.00 (1.00 to 1.00) |' in table
     assert_refused(run_script('peers/alternate.py', f'broken={sys.executable} -c 1/0'), 'ZeroDivisionError')
 
 
@@ -892,10 +892,11 @@ def test_a_benchmark_that_cannot_be_is_refused():
                    "preset must be one of nanogpt_cpu, baby, gpt2, not 'huge'")
 
 
-def test_the_decoding_ablation_measures_every_choice_and_its_quality(finished, dataset):
+def test_the_decoding_ablation_measures_every_choice_and_its_quality(finished, dataset, monkeypatch):
+    monkeypatch.setattr(jax_train_utils, 'measure_bandwidth', lambda device: 10.0)
     result = run_script(
         'bench_jax.py', '--mode=decode', f'--out_dir={finished[0]}', f'--dataset={dataset}', '--prompt_len=4',
-        '--max_new_tokens=6', '--batch_size=2', '--repeats=1', '--ablate=True', '--device=cpu:0')
+        '--max_new_tokens=4', '--batch_size=2', '--repeats=1', '--ablate=True', '--device=cpu:0')
     table = report_of(result)['ablation']
     assert table.keys() == {
         'as it is', 'dtype=bfloat16', 'quantize=int8', 'cache_dtype=bfloat16', 'cache_dtype=int8',
