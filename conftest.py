@@ -39,5 +39,5 @@ def bounded_memory():
 @pytest.fixture(scope='session')
 def dataset(tmp_path_factory):
     """A folder with a data set of characters, which no test changes."""
-    from tests.common import write_dataset
-    return write_dataset(tmp_path_factory.mktemp('data') / 'fox')
+    from tests.common import write_text_dataset
+    return write_text_dataset(tmp_path_factory.mktemp('data') / 'fox')

@@ -96,6 +96,7 @@ def params_read_per_step(params):
 
 
 def bytes_read_per_step(params):
+    """Bytes of params_read_per_step."""
     return sum(x.nbytes for x in jax.tree.leaves(params_read_per_step(params)))
 
 

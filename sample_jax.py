@@ -80,7 +80,6 @@ initialize_distributed(coordinator_address, num_processes, process_id)
 master = jax.process_index() == 0  # the process that prints; all run the same program
 if not master:
     sys.stdout = open(os.devnull, 'w')
-notes = sys.stderr if master else sys.stdout
 check_agreement('flags', flags | {'process_id': 'its own'})
 devices, dtype, reason = setup_jax_environment(device, dtype)
 clock = Stopwatch()
@@ -176,9 +175,9 @@ def generate_texts(prompts, sample_index, show=None, prefix_cache=None):
     sample_index: number of the random stream of each sample.
     show(text): called with the first text while it grows. prefix_cache: see generate_stream."""
     lengths = [len(prompt) for prompt in prompts]
-    if max(lengths) > config.block_size:
+    if max(lengths) > config.block_size and master:
         print(f'the prompt has {max(lengths):,} tokens, the context of the model {config.block_size:,}: the text is '
-              f'continued from the last {config.block_size:,}', file=notes)
+              f'continued from the last {config.block_size:,}', file=sys.stderr)
     idx = np.zeros((len(prompts), max(lengths)), np.int32)  # right-padded
     for row, prompt in zip(idx, prompts):
         row[:len(prompt)] = prompt
@@ -272,7 +271,7 @@ def report_speed():
     length = min(config.block_size, longest_prompt + max_new_tokens)
     kv_bytes = cache_bytes(config, length, cache_dtype)
     report += f'\nKV cache: {kv_bytes:,} bytes for a sequence of {length:,} tokens, {kv_bytes / length:,.0f} per token'
-    print(report, file=notes)
+    print(report, file=sys.stderr)
 
 
 # -----------------------------------------------------------------------------
@@ -390,7 +389,7 @@ if defaults:
 if hasattr(sys.stdout, 'reconfigure'):
     sys.stdout.reconfigure(errors='replace')  # a terminal may lack characters that the model knows
 if interactive:
-    print(header, file=notes)
+    print(header, file=sys.stderr)
     run_chat()
     sys.exit(0)
 
@@ -426,6 +425,6 @@ else:
             print(f'> {question}')
         print(text[n:])
         print('---------------')
-print(header, file=notes)
 if master:
+    print(header, file=sys.stderr)
     report_speed()

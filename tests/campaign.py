@@ -45,7 +45,7 @@ from jax_train_utils import (
     checkpoint_steps, checksum, choose_checkpoint, create_optimizer_with_schedule, load_checkpoint, read_metrics,
     setup_distributed_training)
 from jax_transformer import GPTConfig, create_train_state
-from tests.common import GOLDEN, records_without_times, write_dataset
+from tests.common import GOLDEN, records_without_times, write_text_dataset
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--device=cpu',
          '--gradient_accumulation_steps=2', '--dropout=0.1', '--learning_rate=1e-2', '--warmup_iters=2']
@@ -243,7 +243,7 @@ def kill_at_random(out_dir, runs):
 
 
 def kill_section(work, n_kills, only=''):
-    dataset = write_dataset(work / 'data' / 'fox')
+    dataset = write_text_dataset(work / 'data' / 'fox')
     layouts = (('1 device', 1, 1), ('8 virtual devices', 1, 8), ('2 processes', 2, 1))
     for i, (name, n_processes, devices) in enumerate(layouts):
         n = n_kills // len(layouts) + (i < n_kills % len(layouts))
@@ -414,7 +414,7 @@ class Inputs:
     """Makes bad inputs. Each method prepares a folder and returns (script, arguments, folders that must not change)."""
 
     def __init__(self, work):
-        self.dataset = write_dataset(work / 'data' / 'fox')
+        self.dataset = write_text_dataset(work / 'data' / 'fox')
         self.finished = work / 'finished'
         if not self.finished.exists():
             finish(train(self.finished, f'--dataset={self.dataset}', *SHORT_RUN), 'the run to sample from')
@@ -632,7 +632,7 @@ def check_refusal(run, what, message=''):
 
 def disk_section(work, step):
     """step: pages of 4 kB between two sizes of a full disk; 0 leaves that out."""
-    dataset = write_dataset(work / 'data' / 'fox')
+    dataset = write_text_dataset(work / 'data' / 'fox')
     args = [f'--dataset={dataset}', *SHORT_RUN, '--init_from=auto']
     reference = work / 'reference'
     shutil.rmtree(reference, ignore_errors=True)
@@ -781,7 +781,7 @@ TENSORSTORE_LEAK = 55  # kB per save of this model, with TensorStore 0.1.86: doc
 
 
 def long_section(work, n_iters):
-    dataset = write_dataset(work / 'data' / 'fox')
+    dataset = write_text_dataset(work / 'data' / 'fox')
     folder = work / 'long'
     shutil.rmtree(folder, ignore_errors=True)
     run = train(folder, f'--dataset={dataset}', *MODEL, f'--max_iters={n_iters}', f'--lr_decay_iters={n_iters}',

@@ -35,15 +35,21 @@ FAMILIES = GOLDEN / 'families'
 TEXT = 'the quick brown fox jumps over the lazy dog and runs away\n'
 
 
-def write_dataset(folder):
-    """Makes a data set of characters in the folder, and returns the folder."""
+def write_dataset(folder, train, val, vocab_size=37, dtype='uint16', chars=None):
+    """Makes a data set of the token ids `train` and `val`, whose vocabulary is `chars` or any vocab_size characters."""
     folder.mkdir(parents=True, exist_ok=True)
-    chars = ''.join(sorted(set(TEXT)))
-    ids = np.array([chars.index(c) for c in TEXT * 40], np.uint16)
-    ids[:-400].tofile(folder / 'train.bin')
-    ids[-400:].tofile(folder / 'val.bin')
-    meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars}}
+    np.asarray(train, dtype).tofile(folder / 'train.bin')
+    np.asarray(val, dtype).tofile(folder / 'val.bin')
+    chars = chars or ''.join(chr(48 + i) for i in range(vocab_size))
+    meta = {'vocab_size': len(chars), 'dtype': dtype, 'tokenizer': {'kind': 'char', 'chars': chars}}
     (folder / 'meta.json').write_text(json.dumps(meta))
+
+
+def write_text_dataset(folder):
+    """Makes a data set of TEXT, and returns the folder."""
+    chars = ''.join(sorted(set(TEXT)))
+    ids = [chars.index(c) for c in TEXT * 40]
+    write_dataset(folder, ids[:-400], ids[-400:], chars=chars)
     return folder
 
 

@@ -123,18 +123,19 @@ def lora_run(base, config, *layout, quantize=''):
     return state, parallel.train_step(make_train_step(config, 3, 1.0, lambda step: 1e-2))
 
 
-def test_pmap_and_meshes_give_the_curve_of_one_device(base):
+@pytest.mark.parametrize('quantize', ['', pytest.param('int8', marks=pytest.mark.slow)])
+def test_pmap_and_meshes_give_the_curve_of_one_device(base, quantize):
     config = load_pretrained(base)[0]
     curves = []
     for layout in ((1,), (2,), (4, 2, 2)):
-        state, step = lora_run(base, config, *layout)
+        state, step = lora_run(base, config, *layout, quantize=quantize)
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         curve = []
         for i in range(3):
             state, metrics = step(state, device_batch(parallel, 2, 4, i, config))
             curve.append(float(metrics['loss']))
         curves.append(curve)
-    np.testing.assert_allclose(curves[1:], [curves[0]] * 2, rtol=2e-5)
+    np.testing.assert_allclose(curves[1:], [curves[0]] * 2, rtol=2e-5 if not quantize else 1e-3)
     assert curves[0][-1] < curves[0][0]
 
 

@@ -64,7 +64,8 @@ def assert_same_curve(mesh, one, dtype='float32'):
 
 @pytest.mark.parametrize('dtype, layout', [
     *[('float32', layout) for layout in (FSDP, TENSOR, ALL, ZERO_1, ZERO_2, ZERO_2_ON_MESH)],
-    *[('bfloat16', layout) for layout in (TENSOR, ZERO_1, ZERO_2)]])
+    *[('bfloat16', layout) for layout in (TENSOR, ZERO_1, ZERO_2)],
+    pytest.param('float32', BOTH, marks=pytest.mark.slow)])
 def test_every_mesh_gives_the_curve_of_one_device(dtype, layout):
     one, mesh = curve(ONE, dtype), curve(layout, dtype)
     assert one[-1, 0] < one[0, 0] - 1  # it learns
@@ -107,7 +108,7 @@ def test_frequent_tokens_learn_in_bfloat16_on_a_mesh_as_in_float32():
 
 CONTEXT = dataclasses.replace(CONFIG, block_size=64, attention='chunked')
 FEATURES = {
-    'bfloat16': dict(dtype='bfloat16'), 'remat': dict(scan_layers=True, remat='full'),
+    'GPT-2': {}, 'bfloat16': dict(dtype='bfloat16'), 'remat': dict(n_layer=2, scan_layers=True, remat='full'),
     'window': dict(position='rope', n_kv_head=2, layer_types=('window',), window=20, sinks=True),
     'chunk': dict(position='rope', n_kv_head=2, layer_types=('chunk',), chunk=24, norm='rms', mlp='swiglu'),
     'latent': dict(position='rope', mla=dict(q_rank=8, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=12)),
@@ -117,6 +118,7 @@ FEATURES = {
 @pytest.mark.parametrize('features, layout', [
     ('bfloat16', (2, 1, 1, 1, 2)), ('window', (8, 2, 1, 1, 2)), ('latent', (8, 1, 1, 1, 2, 2)),
     ('experts', (8, 1, 2, 2, 2)),
+    pytest.param('GPT-2', (8, 1, 1, 1, 8), marks=pytest.mark.slow),
     pytest.param('remat', (8, 1, 2, 1, 4), marks=pytest.mark.slow),
     pytest.param('chunk', (4, 1, 1, 1, 4), marks=pytest.mark.slow)])
 def test_a_sequence_sharded_over_devices_learns_as_on_one(features, layout):
@@ -139,7 +141,7 @@ def test_positions_of_a_sequence_are_loaded_and_evaluated_where_they_are_compute
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize('layout', [(8, 2, 2, 2)])
+@pytest.mark.parametrize('layout', [(8, 2, 2, 2), pytest.param((2,), marks=pytest.mark.slow)])
 def test_experts_on_several_devices_learn_as_on_one(layout):
     moe = MoEConfig(n_expert=4, n_used=2, width=8, shared_width=8, balance=0.1)
     config = dataclasses.replace(CONFIG, mlp='swiglu', moe=moe, dropout=0.0)

@@ -43,7 +43,7 @@ from jax_train_utils import (
 from jax_transformer import GPT, GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
     GOLDEN, ROOT, TINY, apply, column, compiled_once, device_batch, edit_json, fresh_run, host_batch, meta_of, refusal,
-    run_steps)
+    run_steps, write_dataset)
 
 # -----------------------------------------------------------------------------
 # flags
@@ -591,14 +591,6 @@ def test_a_second_process_loads_what_the_first_has_compiled_and_computes_the_sam
 # data
 
 
-def write_dataset(folder, train, val, vocab_size=37, dtype='uint16'):
-    np.asarray(train, dtype).tofile(folder / 'train.bin')
-    np.asarray(val, dtype).tofile(folder / 'val.bin')
-    tokenizer = {'kind': 'char', 'chars': ''.join(chr(48 + i) for i in range(vocab_size))}
-    meta = {'vocab_size': vocab_size, 'dtype': dtype, 'tokenizer': tokenizer}
-    (folder / 'meta.json').write_text(json.dumps(meta))
-
-
 def test_targets_are_the_next_tokens_and_batches_a_function_of_seed_and_iteration():
     tokens = np.arange(1000, dtype=np.uint16)
     x, y = get_batch_jax(tokens, 16, 12, 1337, 5)
@@ -962,7 +954,7 @@ def test_micro_steps_make_the_update_of_the_big_batch():
             np.testing.assert_allclose(got, expected, atol=2e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize('n_devices', [8])
+@pytest.mark.parametrize('n_devices', [8, pytest.param(2, marks=pytest.mark.slow)])
 def test_several_devices_give_the_curve_of_one(n_devices):
     one, several = (run_steps((n,), 30, DROPOUT_ON)[1] for n in (1, n_devices))
     np.testing.assert_allclose(column(several, 'loss'), column(one, 'loss'), atol=2e-4)
