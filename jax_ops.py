@@ -631,7 +631,7 @@ def context_attention(kernel, first_group, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sink
         ys.append(chunked_attention(
             q_BxTxHxK[:, part * n:(part + 1) * n], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scale=scale, window=window,
             chunk=chunk, sinks_H=sinks_H, dropout_rate=dropout_rate, key_B=key_B, first_group=first_group,
-            piece=(part * T + jax.lax.axis_index('context') * n, first_key, C * T)))
+            first=part * T + jax.lax.axis_index('context') * n, first_key=first_key, n_positions=C * T))
     return exchange(jnp.concatenate(ys, axis=1))
 
 
@@ -679,17 +679,20 @@ def splash_kernel(T, H, window=0, chunk=0, context=1, *, interpret=False):
             block_sizes=kernel.BlockSizes(**dict.fromkeys(names, block)))
 
 
+@functools.partial(jax.jit, static_argnames=('scale', 'window', 'chunk', 'dropout_rate', 'first_key', 'n_positions'))
 def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, chunk=0, sinks_H=None, dropout_rate=0.0,
-                      key_B=None, first_group=0, piece=None):
+                      key_B=None, first_group=0, first=0, first_key=0, n_positions=None):
     """fused_causal_attention in blocks of queries, on any backend. Values may be wider or narrower than keys.
 
     A block of queries is computed at a time, against the keys that it may attend to: on a CPU 128 queries of one
     sequence, so that the probabilities stay in its L2 cache, elsewhere 512 of all sequences. Probabilities are never
     stored, but recomputed in the backward pass (docs/performance.md#chunked-attention). first_group: the number of this
-    device's first key head, for the dropout masks. piece: (position of the first query, of the first key, length of the
-    sequence), if these are not all positions of a sequence; the first may be traced."""
+    device's first key head, for the dropout masks. n_positions: length of the sequence, if these are not all of its
+    positions; first and first_key are then the positions of the first query and the first key. jit makes JAX trace this
+    once for all layers of a kind."""
     B, T, H, K = q_BxTxHxK.shape
-    n_positions = piece[2] if piece else T
+    in_pieces = n_positions is not None
+    n_positions = n_positions or T
     G = k_BxTxGxK.shape[2]
     Q = H // G  # query heads of a group are folded into the time axis, as in dot_product_attention
     first_counter = jnp.uint32(first_group) * jnp.uint32(n_positions * Q * n_positions % 2**32)
@@ -737,7 +740,7 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
 
         def attend_next(block):
             k, v = k_GxSxK.astype(v_BxTxGxK.dtype), v_GxSxK.astype(v_BxTxGxK.dtype)
-            return attend(piece[0] + block[0] * n, piece[1], block[1], k, v, key)
+            return attend(first + block[0] * n, first_key, block[1], k, v, key)
 
         blocks = q_GxTQxK.reshape(G, T // n, n * Q, K).swapaxes(0, 1)
         return jax.lax.map(attend_next, (jnp.arange(T // n), blocks)).swapaxes(0, 1).reshape(G, T * Q, -1)
@@ -747,7 +750,7 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
     sequences = q_BxGxTQxK, k_BxTxGxK.swapaxes(1, 2), v_BxTxGxK.swapaxes(1, 2), key_B
     one_by_one = functools.partial(jax.lax.map, functools.partial(attend_sequence, n=128, in_loop=True))
     all_at_once = jax.vmap(functools.partial(attend_sequence, n=512, in_loop=False))
-    if piece:
+    if in_pieces:
         y_BxGxTQxK = jax.lax.map(attend_piece, sequences)
     else:
         y_BxGxTQxK = jax.lax.platform_dependent(sequences, cpu=one_by_one, default=all_at_once)

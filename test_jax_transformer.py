@@ -239,12 +239,12 @@ REPETITIVE = np.array([[5, 6, 7, 8, 9, 5, 6, 7], [1, 2, 1, 2, 1, 2, 1, 0]])
 
 
 @pytest.mark.parametrize('draft, options', [
-    pytest.param(None, dict(temperature=0), marks=pytest.mark.slow),
+    (None, dict(temperature=0)),
     (None, dict(temperature=0, repetition_penalty=1.5)),
     (None, dict(temperature=0.3, stop_tokens=[3, 4])),
     ('itself', dict(temperature=0)),
     ('itself', dict(temperature=0.7, top_k=5, top_p=0.9)),
-    pytest.param('another', dict(temperature=1.0), marks=pytest.mark.slow),
+    ('another', dict(temperature=1.0)),
     ('another', dict(temperature=0.3, stop_tokens=[3, 4]))])
 def test_speculative_decoding_gives_the_same_tokens(draft, options):
     config = dataclasses.replace(TINY, block_size=48)

@@ -504,7 +504,7 @@ def test_a_model_sharded_over_a_mesh_gives_the_logits_of_one_device(name, tensor
 
 
 @pytest.mark.parametrize('name, quantize, tensor, expert', [
-    ('gpt_oss', 'int8', 2, 2), pytest.param('qwen3_moe', '', 1, 2, marks=pytest.mark.slow)])
+    ('gpt_oss', 'int8', 2, 2), ('qwen3_moe', '', 1, 2)])
 def test_experts_on_several_devices_continue_a_text_as_on_one(name, quantize, tensor, expert):
     config, params = load(name)
 

@@ -123,7 +123,7 @@ def lora_run(base, config, *layout, quantize=''):
     return state, parallel.train_step(make_train_step(config, 3, 1.0, lambda step: 1e-2))
 
 
-@pytest.mark.parametrize('quantize', ['', pytest.param('int8', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('quantize', ['', 'int8'])
 def test_pmap_and_meshes_give_the_curve_of_one_device(base, quantize):
     config = load_pretrained(base)[0]
     curves = []

@@ -63,9 +63,8 @@ def assert_same_curve(mesh, one, dtype='float32'):
 
 
 @pytest.mark.parametrize('dtype, layout', [
-    *[('float32', layout) for layout in (FSDP, TENSOR, ALL, ZERO_1, ZERO_2, ZERO_2_ON_MESH)],
-    *[('bfloat16', layout) for layout in (TENSOR, ZERO_1, ZERO_2)],
-    pytest.param('float32', BOTH, marks=pytest.mark.slow)])
+    *[('float32', layout) for layout in (FSDP, TENSOR, BOTH, ALL, ZERO_1, ZERO_2, ZERO_2_ON_MESH)],
+    *[('bfloat16', layout) for layout in (TENSOR, ZERO_1, ZERO_2)]])
 def test_every_mesh_gives_the_curve_of_one_device(dtype, layout):
     one, mesh = curve(ONE, dtype), curve(layout, dtype)
     assert one[-1, 0] < one[0, 0] - 1  # it learns
@@ -117,10 +116,7 @@ FEATURES = {
 
 @pytest.mark.parametrize('features, layout', [
     ('bfloat16', (2, 1, 1, 1, 2)), ('window', (8, 2, 1, 1, 2)), ('latent', (8, 1, 1, 1, 2, 2)),
-    ('experts', (8, 1, 2, 2, 2)),
-    pytest.param('GPT-2', (8, 1, 1, 1, 8), marks=pytest.mark.slow),
-    pytest.param('remat', (8, 1, 2, 1, 4), marks=pytest.mark.slow),
-    pytest.param('chunk', (4, 1, 1, 1, 4), marks=pytest.mark.slow)])
+    ('experts', (8, 1, 2, 2, 2)), ('GPT-2', (8, 1, 1, 1, 8)), ('remat', (8, 1, 2, 1, 4)), ('chunk', (4, 1, 1, 1, 4))])
 def test_a_sequence_sharded_over_devices_learns_as_on_one(features, layout):
     config = dataclasses.replace(CONTEXT, **FEATURES[features])
     one, several = (numbers(run_steps(on, 6, config, g=1)[1]) for on in (ONE, layout))
@@ -141,7 +137,7 @@ def test_positions_of_a_sequence_are_loaded_and_evaluated_where_they_are_compute
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize('layout', [(8, 2, 2, 2), pytest.param((2,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize('layout', [(8, 2, 2, 2), (2,)])
 def test_experts_on_several_devices_learn_as_on_one(layout):
     moe = MoEConfig(n_expert=4, n_used=2, width=8, shared_width=8, balance=0.1)
     config = dataclasses.replace(CONFIG, mlp='swiglu', moe=moe, dropout=0.0)
@@ -168,7 +164,6 @@ def test_float16_scales_its_loss_on_a_mesh_as_on_one_device():
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)
 
 
-@pytest.mark.slow
 def test_execution_options_and_muon_give_the_curve_of_one_device_too():
     config = dataclasses.replace(CONFIG, n_layer=2, scan_layers=True, remat='full')
     schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
@@ -720,7 +715,6 @@ def test_a_signal_before_the_first_iteration_stops_all_processes(dataset, tmp_pa
 # sampling, tracing, scaling
 
 
-@pytest.mark.slow
 def test_sampling_with_sharded_heads_gives_the_text_of_one_device(dataset, tmp_path):
     out = tmp_path / 'out'
     assert train(out, f'--dataset={dataset}', *FLAGS, '--max_iters=2', '--device=cpu:0').returncode == 0
@@ -775,7 +769,6 @@ def test_the_kv_cache_is_sharded_over_heads_and_a_token_moves_no_weights():
     assert max(size for _, sizes in found for size in sizes) == 3 * 64  # activations of one token, [B, D]
 
 
-@pytest.mark.slow
 def test_profile_leaves_a_trace_with_the_names_of_blocks_and_collectives(dataset, tmp_path):
     result = train(tmp_path, f'--dataset={dataset}', *FLAGS, '--max_iters=9', '--profile=True', '--device=cpu:0')
     assert f'traced iterations 5 to 7 into {tmp_path}/profile' in result.stdout, result.stderr

@@ -483,7 +483,7 @@ def test_eight_devices_give_the_curve_of_one_through_the_script(finished, flags,
     succeeded(train(tmp_path, *RESUME, '--max_iters=22'))  # one device resumes what eight have saved
 
 
-@pytest.mark.parametrize('dtype', ['float16', pytest.param('bfloat16', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('dtype', ['float16', 'bfloat16'])
 def test_low_precision_runs_and_resumes(flags, tmp_path, dtype):
     flags = [*flags, f'--dtype={dtype}']
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
@@ -892,7 +892,6 @@ def test_a_benchmark_that_cannot_be_is_refused():
                    "preset must be one of nanogpt_cpu, baby, gpt2, not 'huge'")
 
 
-@pytest.mark.slow
 def test_the_decoding_ablation_measures_every_choice_and_its_quality(finished, dataset, monkeypatch):
     monkeypatch.setattr(jax_train_utils, 'measure_bandwidth', lambda device: 10.0)
     result = run_script(
@@ -916,7 +915,6 @@ def test_the_decoding_ablation_measures_every_choice_and_its_quality(finished, d
     assert 0 <= table['n_draft=4']['accepted'] <= 1
 
 
-@pytest.mark.slow
 def test_the_benchmark_takes_presets_and_changes_one_choice_at_a_time():
     report = report_of(run_script('bench_jax.py', '--preset=baby', *BENCH, '--repeats=1', '--ablate=True'))
     assert report['settings']['dropout'] == 0.2  # from the preset

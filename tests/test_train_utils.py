@@ -954,7 +954,7 @@ def test_micro_steps_make_the_update_of_the_big_batch():
             np.testing.assert_allclose(got, expected, atol=2e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize('n_devices', [8, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('n_devices', [2, 8])
 def test_several_devices_give_the_curve_of_one(n_devices):
     one, several = (run_steps((n,), 30, DROPOUT_ON)[1] for n in (1, n_devices))
     np.testing.assert_allclose(column(several, 'loss'), column(one, 'loss'), atol=2e-4)
