@@ -206,6 +206,28 @@ def test_chunked_attention_is_attention_in_every_family(family, dropout):
     assert_same_loss_and_gradients(loss_and_gradients(config), loss_and_gradients(chunked), 2e-5)
 
 
+def test_attention_in_chunks_is_traced_once_for_all_layers_of_a_kind(monkeypatch):
+    traced = []
+
+    def counted_mask(*args, **limits):
+        traced.append(args)
+        return causal_mask(*args, **limits)
+
+    monkeypatch.setattr(jax_ops, 'causal_mask', counted_mask)
+
+    def n_traced(config):
+        traced.clear()
+        params = jax.eval_shape(lambda: random_params(config))
+        jax.eval_shape(jax.grad(lambda params, idx: GPT(config).apply({'params': params}, idx).sum()), params,
+                       jax.ShapeDtypeStruct((1, config.block_size), jnp.int32))
+        return len(traced)
+
+    config = dataclasses.replace(CONFIG, block_size=131, attention='chunked')  # a length that no other test has
+    assert n_traced(config) > 0
+    assert n_traced(dataclasses.replace(config, n_layer=3)) == 0
+    assert n_traced(dataclasses.replace(config, layer_types=('window',), window=9)) > 0
+
+
 def attention_arguments(B, T, H, G, K):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (B, T, H, K), (B, T, G, K), (B, T, G, K)
