@@ -854,7 +854,8 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
 
     weights: tree of [E, ...]. scale_input: the weight scales f's input instead of its output. On a mesh (expert
     parallelism) a device has some experts: it all-gathers the tokens over the expert axis, computes its own experts,
-    and reduce-scatters the sums back."""
+    and reduce-scatters the sums back. With at least 4 U ranks it sends each token to the ranks of its experts only
+    (exchange_tokens)."""
     def mix(weights, first_expert, x_PxD, expert_PxU, weight_PxU):
         x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, x_PxD.shape[1]))
         scale_PxUx1 = weight_PxU[..., None]
@@ -867,23 +868,96 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
     mesh = current_mesh()
     if mesh is None:
         return mix(weights, 0, x_PxD, expert_PxU, weight_PxU)
-    E = len(jax.tree.leaves(weights)[0])
-    axes = EXPERTS if E % (mesh.shape['expert'] * mesh.shape['tensor']) == 0 else ('expert',)
+    E, n_ranks = len(jax.tree.leaves(weights)[0]), mesh.shape['expert']
+    axes = EXPERTS if E % (n_ranks * mesh.shape['tensor']) == 0 else ('expert',)
     batch = batch_axes(len(x_PxD))
 
-    def mix_local(weights, *tokens):
-        if batch:
-            with jax.named_scope('all_gather'):
-                tokens = [jax.lax.all_gather(x, 'expert', tiled=True) for x in tokens]
+    def mix_own(weights, *tokens):
+        """The part of this device's experts, summed over tensor; over expert, too, if tokens are replicated there."""
         first_expert = jax.lax.axis_index(axes) * len(jax.tree.leaves(weights)[0])
         y_PxD = mix(weights, first_expert, *tokens)
         with jax.named_scope('reduce_scatter'):
-            y_PxD = jax.lax.psum(y_PxD, [axis for axis in axes if axis != 'expert' or not batch])
+            return jax.lax.psum(y_PxD, [axis for axis in axes if axis != 'expert' or not batch])
+
+    def mix_local(weights, *tokens):
+        n_tokens, U = tokens[1].shape
+        C = max(64, ceil_div(2 * n_tokens * U, n_ranks))  # twice the rows of balanced routing; few rows vary more
+        if batch and 2 * C <= n_tokens:  # at most half of what the all-gather sends
+            return exchange_tokens(mix_own, E // n_ranks, C, weights, *tokens)
+        if batch:
+            with jax.named_scope('all_gather'):
+                tokens = [jax.lax.all_gather(x, 'expert', tiled=True) for x in tokens]
+        y_PxD = mix_own(weights, *tokens)
+        with jax.named_scope('reduce_scatter'):
             return jax.lax.psum_scatter(y_PxD, 'expert', tiled=True) if batch else y_PxD
 
     in_specs = (P(axes), P(batch), P(batch), P(batch))
     mix_sharded = jax.shard_map(mix_local, in_specs=in_specs, out_specs=P(batch), check_vma=False)
     return mix_sharded(weights, x_PxD, expert_PxU, weight_PxU)
+
+
+def exchange_tokens(mix, experts_per_rank, C, weights, x_PxD, expert_PxU, weight_PxU):
+    """reduce_scatter(mix(weights, *all_gather(tokens))) over the expert axis, inside shard_map, where mix computes the
+    experts of its rank and ignores the others; each token is sent only to the ranks of its experts, once to each.
+
+    A round is an all-to-all of C rows for each of M ranks, unused ones with expert -1, mix, and an all-to-all of the
+    results. There are as many rounds as the largest number of rows from one rank to another needs, so no token is
+    dropped; with balanced routing one is enough. (ragged_all_to_all needs no C, but XLA:CPU cannot run it.)"""
+    P, U = expert_PxU.shape
+    M = jax.lax.axis_size('expert')
+    rank_PxU = expert_PxU // experts_per_rank
+    is_repeat_PxU = jnp.tril(rank_PxU[:, :, None] == rank_PxU[:, None], -1).any(2)  # an earlier expert has this rank
+    rank_R = jnp.where(is_repeat_PxU, M, rank_PxU).ravel()
+    is_sent_RxM = jax.nn.one_hot(rank_R, M, dtype=jnp.int32)
+    slot_R = (jnp.cumsum(is_sent_RxM, 0) * is_sent_RxM).sum(1) - 1  # among the rows for this rank; -1 is not sent
+    n_rounds = ceil_div(jax.lax.pmax(is_sent_RxM.sum(0).max(), EXPERTS), C)
+
+    def all_to_all(x_RxD):
+        with jax.named_scope('all_to_all'):
+            return jax.lax.all_to_all(x_RxD, 'expert', split_axis=0, concat_axis=0, tiled=True)
+
+    def exchange(i, args, routing):
+        weights, x_PxD, weight_PxU = args
+        expert_PxU, rank_R, slot_R = routing
+        row_R = jnp.where(slot_R // C == i, rank_R * C + slot_R % C, M * C + jnp.arange(P * U))  # or out of range
+
+        def send(token_Px, unused):
+            rows = jnp.full((M * C, token_Px.shape[1]), unused, token_Px.dtype)
+            rows = rows.at[row_R].set(jnp.repeat(token_Px, U, axis=0), mode='drop', unique_indices=True)
+            return all_to_all(rows)
+
+        y_RxD = all_to_all(mix(weights, send(x_PxD, 0), send(expert_PxU, -1), send(weight_PxU, 0)))
+        y_RxD = y_RxD.at[row_R].get(mode='fill', fill_value=0, unique_indices=True)
+        return y_RxD.reshape(P, U, -1).sum(1, dtype=jnp.float32)
+
+    y_PxD = sum_rounds(exchange, n_rounds, (weights, x_PxD, weight_PxU), (expert_PxU, rank_R, slot_R))
+    return y_PxD.astype(x_PxD.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sum_rounds(f, n, args, constants):
+    """sum(f(i, args, constants) for i in range(n)), where n is traced, and 1 as a rule: only the first call saves what
+    its backward pass needs, the others are recomputed."""
+    return jax.lax.fori_loop(1, n, lambda i, y: y + f(i, args, constants), f(0, args, constants))
+
+
+def sum_rounds_fwd(f, n, args, constants):
+    y, vjp = jax.vjp(lambda args: f(0, args, constants), args)
+    y = jax.lax.fori_loop(1, n, lambda i, y: y + f(i, args, constants), y)
+    return y, (vjp, n, args, constants)
+
+
+def sum_rounds_bwd(f, residuals, g):
+    vjp, n, args, constants = residuals
+
+    def add_round(i, grads):
+        _, vjp = jax.vjp(lambda args: f(i, args, constants), args)
+        return jax.tree.map(jnp.add, grads, vjp(g)[0])
+
+    return None, jax.lax.fori_loop(1, n, add_round, vjp(g)[0]), None
+
+
+sum_rounds.defvjp(sum_rounds_fwd, sum_rounds_bwd)
 
 
 def grouped_experts(f, weights, x_RxD, expert_R):

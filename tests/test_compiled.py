@@ -74,6 +74,27 @@ def test_h100s_return_the_results_of_experts_in_bfloat16():
     assert sent(report, kind='reduce-scatter', axis='expert', dtype='f32') < tokens / 2
 
 
+def sends_tokens_to_their_experts_only(topology):
+    report = plan(topology, '--expert=16', '--n_expert=64', '--n_inner=128', '--batch_size=32')
+    rows_of_tokens = 16 * 2 * (2 * T) * 2 // 16  # 2 sequences per device, 2 experts per token, twice the balanced share
+    exchange = 2 * rows_of_tokens * D * 15 / 16  # bytes in bfloat16
+    assert sent(report, kind='all-to-all', axis='expert', dtype='bf16') == 4 * exchange
+    all_gather = 2 * 15 * 2 * T * D
+    assert exchange == all_gather / 4
+    assert sent(report, kind='all-gather', axis='expert', dtype='bf16') < all_gather / 8
+    assert sent(report, kind='reduce-scatter', axis='expert', dtype='bf16') < all_gather / 8
+
+
+@on_h100
+def test_h100s_send_tokens_to_their_experts_only():
+    sends_tokens_to_their_experts_only('h100:2x8')
+
+
+@on_v5e
+def test_v5es_send_tokens_to_their_experts_only():
+    sends_tokens_to_their_experts_only('v5e:4x4')
+
+
 @on_h100
 def test_zero_1_sends_as_much_as_replicas_on_h100s_and_stores_an_eighth_of_the_optimizer_state():
     replicas, zero_1 = plan('h100:1x8', *ACCUMULATED), plan('h100:1x8', *ACCUMULATED, '--zero=1')

@@ -22,8 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, init_cache, prefill
 from jax_ops import (
-    AXES, BATCH, ROW_PARALLEL, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens, linear,
-    partition_specs, shard)
+    AXES, BATCH, EXPERTS, ROW_PARALLEL, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens,
+    linear, mix_experts, partition_specs, shard)
 from jax_train_utils import (
     DataParallel, MeshParallel, choose_checkpoint, create_learning_rate_schedule, create_optimizer_with_schedule,
     estimate_loss_jax, finish_checkpoints, get_batch_jax, initialize_distributed, load_checkpoint, make_eval_step,
@@ -137,16 +137,55 @@ def test_positions_of_a_sequence_are_loaded_and_evaluated_where_they_are_compute
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize('layout', [(8, 2, 2, 2), (2,)])
+@pytest.mark.parametrize('layout', [(8, 2, 2, 2), (2,), (8, 1, 1, 8)])  # the last one by exchange_tokens
 def test_experts_on_several_devices_learn_as_on_one(layout):
-    moe = MoEConfig(n_expert=4, n_used=2, width=8, shared_width=8, balance=0.1)
-    config = dataclasses.replace(CONFIG, mlp='swiglu', moe=moe, dropout=0.0)
+    moe = MoEConfig(n_expert=8, n_used=2, width=8, shared_width=8, balance=0.1)
+    config = dataclasses.replace(CONFIG, mlp='swiglu', moe=moe, dropout=0.0, block_size=128)
     _, one = run_steps(ONE, 5, config)
     state, several = run_steps(layout, 5, config)
     np.testing.assert_allclose(numbers(several), numbers(one), atol=2e-4)
     experts = state.params['h_0']['mlp']['experts_c_fc']['kernel']
     stored = experts.addressable_shards[0].data.size / experts.size
     assert stored == 1 / math.prod(layout[1:])  # sharded over fsdp, tensor and expert
+
+
+@pytest.mark.parametrize('n_used, tensor', [(1, 1), (2, 1), (1, 2)])
+def test_tokens_sent_to_their_experts_give_the_values_and_gradients_of_one_device_for_every_routing(n_used, tensor):
+    E, D, F, M, C, n_tokens = 16, 8, 12, 8 // tensor, 64, 8 // tensor * 128
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    weights, x, weight = {'up': draw(E, D, F), 'down': draw(E, F, D)}, draw(n_tokens, D), draw(n_tokens, n_used)
+    balanced = rng.random((n_tokens, E)).argsort()[:, :n_used].astype(np.int32)
+    to_one_rank = np.tile(np.arange(n_used, dtype=np.int32), (n_tokens, 1))  # in two rounds of C rows
+    some_to_one_rank = np.where(np.arange(n_tokens)[:, None] < 128, to_one_rank, balanced)  # those of one device
+    mesh = create_mesh(jax.devices(), tensor, expert=M)
+
+    def expert_mlp(w, x):
+        return jnp.tanh(x @ w['up']) @ w['down']
+
+    def total(weights, x, weight, expert):
+        y = mix_experts(expert_mlp, weights, x, expert, weight)
+        return jnp.sin(y).sum(), y
+
+    gradients_and_values = jax.grad(total, (0, 1, 2), has_aux=True)
+
+    def on_mesh(*args):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return gradients_and_values(*args)
+
+    def arguments(expert):
+        tokens = jax.device_put((x, weight, expert), NamedSharding(mesh, P(BATCH)))
+        return jax.device_put(weights, NamedSharding(mesh, P(EXPERTS))), *tokens
+
+    program = jax.jit(on_mesh).lower(*arguments(balanced)).compile()
+    for expert in balanced, to_one_rank, some_to_one_rank:
+        got, expected = program(*arguments(expert)), jax.jit(gradients_and_values)(weights, x, weight, expert)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+    first_round = next(part for part in program.as_text().split('\n\n') if part.startswith('ENTRY'))
+    found = collectives(first_round)
+    assert sum(sizes_of(found, 'all-to-all')) == 4 * M * C * D + 3 * M * C * n_used  # there and back, with gradients
+    assert not sizes_of(found, 'all-gather', 'reduce-scatter')
 
 
 def test_float16_scales_its_loss_on_a_mesh_as_on_one_device():
