@@ -258,8 +258,7 @@ def matmul_nt(x, w_OxI):
     """x [..., I] @ w.T -> float32 [..., O]: the matmul of decoding, where weights [O, I] are read once per step.
 
     XLA:CPU repacks the right operand, so for few rows the weights are the left one
-    (docs/performance.md#weights-on-the-left). In bfloat16 one row has a loop of its own, and for many rows the weights
-    are transposed in memory first, see transpose_materialized."""
+    (docs/performance.md#weights-on-the-left). In bfloat16 one row has a loop of its own."""
     x_RxI = x.reshape(-1, x.shape[-1])
     w_OxI = w_OxI.astype(x.dtype)
     R, I = x_RxI.shape
@@ -268,8 +267,6 @@ def matmul_nt(x, w_OxI):
         on_cpu = nt_weights_left
     elif R == 1 and x.dtype == jnp.bfloat16 and bfloat16_lane_terms(I) and not current_mesh():
         on_cpu = nt_bfloat16_row
-    elif R > 64 and x.dtype == jnp.bfloat16:
-        on_cpu = lambda x, w: jnp.matmul(x, transpose_materialized(w), preferred_element_type=jnp.float32)
     y_RxO = jax.lax.platform_dependent(x_RxI, w_OxI, cpu=on_cpu, default=nt)
     return y_RxO.reshape(*x.shape[:-1], -1)
 
@@ -760,12 +757,20 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
 def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, sinks_H=None):
     """dot_product_attention of jax_transformer.py, for a piece of a long prompt; without dropout and gradients.
 
-    Blocks of n = 512 keys with a running softmax (arXiv:2205.14135): scores take [B, G, TQ, n], not [B, G, TQ, S], and
-    blocks before the first and after the last key that the mask allows are skipped."""
+    256 queries at a time, and blocks of n = 256 keys with a running softmax (arXiv:2205.14135): scores take [B, G, TQ,
+    n], not [B, G, TQ, S], and blocks before the first and after the last key that the mask allows are skipped."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
+    if T > 256 and T % 256 == 0:
+        def attend(queries):
+            q_Bx256xHxK, mask_Bx256xS = queries
+            return blockwise_attention(q_Bx256xHxK, k_BxSxGxK, v_BxSxGxK, mask_Bx256xS, scale=scale, sinks_H=sinks_H)
+
+        split = lambda x: x.reshape(B, T // 256, 256, *x.shape[2:]).swapaxes(0, 1)
+        y_nxBx256xHxK = jax.lax.map(attend, (split(q_BxTxHxK), split(mask_BxTxS)))
+        return y_nxBx256xHxK.swapaxes(0, 1).reshape(B, T, H, -1)
     Q = H // G  # query heads of a group are folded into the time axis, as in dot_product_attention
-    n = min(512, S)
+    n = min(256, S)
     q_BxGxTQxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(1, 2).reshape(B, G, T * Q, K)
 
     def attend_block(i, carry):
@@ -774,14 +779,14 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
         k_BxGxnxK, v_BxGxnxK = (jax.lax.dynamic_slice_in_dim(x, start, n, axis=1).swapaxes(1, 2)
                                 for x in (k_BxSxGxK, v_BxSxGxK))
         mask_BxTxn = jax.lax.dynamic_slice_in_dim(mask_BxTxS, start, n, axis=2) & (start + jnp.arange(n) >= i * n)
-        scores_BxGxTQxn = jnp.einsum('bgtk,bgsk->bgts', q_BxGxTQxK, k_BxGxnxK, preferred_element_type=jnp.float32)
+        scores_BxGxTQxn = matmul(q_BxGxTQxK, k_BxGxnxK, transpose_rhs=True, dtype=jnp.float32)
         scores_BxGxTQxn = jnp.where(jnp.repeat(mask_BxTxn, Q, axis=1)[:, None], scores_BxGxTQxn * (scale or K**-0.5),
                                     jnp.finfo(jnp.float32).min)
         new_max_BxGxTQx1 = jnp.maximum(max_BxGxTQx1, scores_BxGxTQxn.max(-1, keepdims=True))
         exp_BxGxTQxn = jnp.exp(scores_BxGxTQxn - new_max_BxGxTQx1)
         decay_BxGxTQx1 = jnp.exp(max_BxGxTQx1 - new_max_BxGxTQx1)
-        y_BxGxTQxK = y_BxGxTQxK * decay_BxGxTQx1 + jnp.einsum(
-            'bgts,bgsk->bgtk', exp_BxGxTQxn.astype(v_BxGxnxK.dtype), v_BxGxnxK, preferred_element_type=jnp.float32)
+        y_BxGxTQxK = y_BxGxTQxK * decay_BxGxTQx1 + matmul(
+            exp_BxGxTQxn.astype(v_BxGxnxK.dtype), v_BxGxnxK, dtype=jnp.float32)
         return new_max_BxGxTQx1, sum_BxGxTQx1 * decay_BxGxTQx1 + exp_BxGxTQxn.sum(-1, keepdims=True), y_BxGxTQxK
 
     block_S = jnp.arange(S) // n
