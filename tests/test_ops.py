@@ -253,12 +253,13 @@ def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize('first, window, sinks, v_dim', [(700, 0, False, 8), (1290, 0, True, 8), (900, 100, False, 12)])
-def test_blockwise_attention_is_dot_product_attention(first, window, sinks, v_dim):
+@pytest.mark.parametrize('T, first, window, sinks, v_dim', [
+    (8, 700, 0, False, 8), (8, 1290, 0, True, 8), (8, 900, 100, False, 12), (512, 700, 300, True, 8)])
+def test_blockwise_attention_is_dot_product_attention(T, first, window, sinks, v_dim):
     rng = np.random.default_rng(0)
     q, k, v, sinks_H = (jnp.asarray(rng.normal(size=size), jnp.float32)
-                        for size in ((2, 8, 6, 8), (2, 1300, 3, 8), (2, 1300, 3, v_dim), 6))
-    mask = causal_mask(jnp.arange(1300), first + jnp.arange(8)[:, None], window=window)
+                        for size in ((2, T, 6, 8), (2, 1300, 3, 8), (2, 1300, 3, v_dim), 6))
+    mask = causal_mask(jnp.arange(1300), first + jnp.arange(T)[:, None], window=window)
     mask = jnp.stack([mask, jnp.roll(mask, -200, axis=1)])  # rows of different lengths
     options = dict(scale=0.3, sinks_H=sinks_H if sinks else None)
     np.testing.assert_allclose(blockwise_attention(q, k, v, mask, **options),
