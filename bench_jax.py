@@ -122,7 +122,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jax_ops
 from jax_generate import (
     DecodeState, SamplingConfig, SamplingParams, bytes_read_per_step, cast_matrices, choose_slots,
-    convert_params_for_decoding, generate_stream, init_cache, params_read_per_step, quantize_params, step_cached)
+    convert_params_for_decoding, generate_stream, init_cache, order_columns_by_rank, params_read_per_step,
+    quantize_params, step_cached)
 from jax_ops import BATCH, ceil_div
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
@@ -648,10 +649,16 @@ def compile_decode(devices):
 
     tx = create_optimizer_with_schedule(lambda step: 0)
     params = parallel.abstract_state(create_train_state, jax.random.key(seed), model_config, tx).params
-    convert = jax.jit(lambda params: cast_matrices(quantize_params(params) if quantize else params, dtype))
-    shardings = convert.lower(params).compile().output_shardings
-    params = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-                          jax.eval_shape(convert, params), shardings)
+
+    @jax.jit
+    def convert(params):
+        params = cast_matrices(quantize_params(params) if quantize else params, dtype)
+        return order_columns_by_rank(params, model_config)
+
+    with parallel.mesh_context():
+        shardings = convert.lower(params).compile().output_shardings
+        params = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                              jax.eval_shape(convert, params), shardings)
     n_slots = choose_slots(prompt_len + max_new_tokens, prompt_len + max_new_tokens, block_size)
     make_cache = functools.partial(init_cache, model_config, batch_size, n_slots, cache_dtype)
     cache = placed(jax.eval_shape(make_cache), P(None, 'tensor') if tensor > 1 and not model_config.mla else P())

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jax_ops import Int8, Transposed, UserError, ceil_div, quantize, shard
+from jax_ops import Int8, Transposed, UserError, ceil_div, current_mesh, order_by_rank, quantize, shard
 from jax_transformer import CACHE_DTYPES, GPT, PAD, attention_span
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
@@ -62,9 +62,11 @@ def quantize_params(params):
     return quantized
 
 
-@functools.partial(jax.jit, static_argnames='transpose')  # one pass: no temporaries as large as the matrix
+@functools.partial(jax.jit, static_argnames='transpose')
 def quantize_matrix(p, transpose):
-    return Int8(*quantize(p.swapaxes(-1, -2) if transpose else p, jnp.int8))
+    p = p.swapaxes(-1, -2) if transpose else p
+    magnitude = jnp.maximum(p.max(-1), -p.min(-1))  # for abs(p).max(-1) XLA:CPU stores abs(p)
+    return Int8(*quantize(p, jnp.int8, magnitude=magnitude))
 
 
 def cast_matrices(params, dtype):
@@ -86,6 +88,29 @@ def transpose_kernels(params):
         else:
             transposed[name] = p
     return transposed
+
+
+def order_columns_by_rank(params, config):
+    """The parameters of convert_params_for_decoding with c_attn's columns in the order of the current mesh's tensor
+    ranks (order_by_rank), each with its own: no decode step moves them. Replaces one layer after the other in place."""
+    mesh = current_mesh()
+    if mesh is None or mesh.shape['tensor'] == 1 or config.mla:
+        return params
+    widths = tuple(n * config.head_width for n in (config.n_head, config.kv_heads, config.kv_heads))
+    for i in range(config.n_layer):
+        c_attn = params[f'h_{i}']['attn']['c_attn']
+        c_attn['kernel'] = order_kernel(c_attn['kernel'], widths, mesh.shape['tensor'])
+    return params
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def order_kernel(kernel, widths, n_ranks):
+    """An array [I, O] or Int8 with its columns in the order of n_ranks, as Transposed or Int8."""
+    order = lambda x_IxO: order_by_rank(x_IxO, widths, n_ranks)
+    if isinstance(kernel, Int8):
+        values, scale = order(kernel.values.T).T, order(kernel.scale)
+        return Int8(shard(values, 'tensor', None), shard(scale, 'tensor'), n_ranks)
+    return Transposed(shard(order(kernel).T, 'tensor', None), n_ranks)
 
 
 def params_read_per_step(params):

@@ -321,19 +321,22 @@ def nt_bfloat16_row(x_1xI, w_OxI):
 
 
 # Kernels of decoding (see convert_params_for_decoding in jax_generate.py) are values of their own, which linear() takes
-# in place of an array [I, O]. All hold one row per output.
+# in place of an array [I, O]. All hold one row per output. n_ranks: the outputs of a fused kernel are in the order of
+# this many tensor ranks, see order_by_rank.
 
 class Int8(struct.PyTreeNode):
     """A matrix [I, O] quantized to int8 with one scale per output: values [..., O, I] and float32 scale [..., O]. As an
     embedding table [V, D] it has one scale per token."""
     values: jax.Array
     scale: jax.Array
+    n_ranks: int = struct.field(pytree_node=False, default=1)
 
 
 class Transposed(struct.PyTreeNode):
     """A matrix [I, O] stored as values [O, I], which a CPU reads faster for one row: float32 by 7 to 15%, bfloat16
     twice as fast (nt_bfloat16_row)."""
     values: jax.Array
+    n_ranks: int = struct.field(pytree_node=False, default=1)
 
 
 class LowRank(struct.PyTreeNode):
@@ -357,7 +360,7 @@ def linear(x, kernel, bias=None, *, tp=()):
     if tp == COLUMN_PARALLEL:
         x = gather_positions(x)
     if isinstance(kernel, Int8):
-        y = matmul_int8(x, kernel.values, kernel.scale).astype(x.dtype)
+        y = matmul_int8(x, kernel.values, kernel.scale, tp).astype(x.dtype)
     elif isinstance(kernel, Transposed):
         y = matmul_nt(x, kernel.values).astype(x.dtype)
     else:
@@ -374,27 +377,32 @@ def fused_linear(x, kernel, bias, widths):
     """jnp.split(linear(x, kernel, bias), ...): several projections fused into one kernel [I, sum(widths)] (c_attn: q,
     k, v).
 
-    With tensor parallelism the fused columns [q | k | v] are reordered to [q0 k0 v0 | q1 k1 v1 | ...], so that an equal
-    split over ranks keeps heads whole."""
+    With tensor parallelism the fused columns are brought into the order of ranks (order_by_rank), unless Int8 or
+    Transposed are stored in that order."""
     if isinstance(kernel, LowRank):
         updates = jnp.split(low_rank_update(x, kernel), np.cumsum(widths)[:-1], axis=-1)
         return [y + update for y, update in zip(fused_linear(x, kernel.base, bias, widths), updates)]
     mesh = current_mesh()
-    n_ranks = mesh.shape['tensor'] if mesh and not isinstance(kernel, Int8) else 1
-
-    def interleave_by_rank(x):
-        parts = jnp.split(x, np.cumsum(widths)[:-1], axis=-1)
-        parts = [part.reshape(*x.shape[:-1], n_ranks, -1) for part in parts]
-        return jnp.concatenate(parts, axis=-1).reshape(x.shape)
-
-    if n_ranks > 1:
-        # the kernel is stored sharded by rows, so that interleaving is local; an all-to-all follows, once per step
-        kernel = computed_in(x.dtype, lambda kernel: shard(interleave_by_rank(kernel), *COLUMN_PARALLEL[0]), kernel)
-        bias = None if bias is None else interleave_by_rank(bias)
+    if isinstance(kernel, (Int8, Transposed)):
+        n_ranks = kernel.n_ranks
+    else:
+        n_ranks = mesh.shape['tensor'] if mesh else 1
+        if n_ranks > 1:  # stored sharded by rows, so that the order is local; an all-to-all follows, once per step
+            order = lambda kernel: shard(order_by_rank(kernel, widths, n_ranks), *COLUMN_PARALLEL[0])
+            kernel = computed_in(x.dtype, order, kernel)
+    bias = None if bias is None else order_by_rank(bias, widths, n_ranks)
     y = linear(x, kernel, bias, tp=COLUMN_PARALLEL)
     ends = np.cumsum(widths)[:-1] // n_ranks
     parts = jnp.split(y.reshape(*y.shape[:-1], n_ranks, -1), ends, axis=-1)
     return [part.reshape(*y.shape[:-1], width) for part, width in zip(parts, widths)]
+
+
+def order_by_rank(x, widths, n_ranks):
+    """x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...], so that an equal split over
+    n_ranks keeps heads whole."""
+    parts = jnp.split(x, np.cumsum(widths)[:-1], axis=-1)
+    parts = [part.reshape(*x.shape[:-1], n_ranks, -1) for part in parts]
+    return jnp.concatenate(parts, axis=-1).reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -432,19 +440,21 @@ def add_bias_bwd(zero, g):
 add_bias.defvjp(add_bias_fwd, add_bias_bwd)
 
 
-def quantize(x, dtype, largest=None):
+def quantize(x, dtype, largest=None, magnitude=None):
     """x [..., n] -> (values [..., n] in dtype, an integer or a float8; float32 scale [...]), x being about values *
-    scale: the scale maps the largest magnitude of the last axis to `largest`, by default 127 or the largest float8."""
+    scale: the scale maps the largest magnitude of the last axis to `largest`, by default 127 or the largest float8.
+    magnitude: that largest magnitude [...], if it is known."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     largest = largest or (127 if is_integer else float(jnp.finfo(dtype).max))
-    scale = jnp.maximum(jnp.abs(x).max(-1).astype(jnp.float32), 1e-30) / largest
+    magnitude = jnp.abs(x).max(-1) if magnitude is None else magnitude
+    scale = jnp.maximum(magnitude.astype(jnp.float32), 1e-30) / largest
     x = x.astype(jnp.float32) / scale[..., None]
     return (jnp.round(x) if is_integer else x).astype(dtype), scale
 
 
-@jax.custom_vjp
-def matmul_int8(x, w_OxI, scale_O):
-    """x [..., I] @ (w * scale).T -> float32 [..., O], for int8 weights with one scale per row.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def matmul_int8(x, w_OxI, scale_O, tp=()):
+    """x [..., I] @ (w * scale).T -> float32 [..., O], for int8 weights with one scale per row; tp as in linear().
 
     On a CPU decoding is bound by reading the weights, and XLA:CPU has fast integer matmuls, so up to 32 rows of x are
     quantized as well, each with one scale: to int16, because in int8 a few large activations would cost the others
@@ -463,21 +473,37 @@ def matmul_int8(x, w_OxI, scale_O):
     def converted(x_RxI, w_OxI):
         return nt(x_RxI, w_OxI.astype(x_RxI.dtype))
 
-    y_RxO = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), w_OxI, cpu=in_integers, default=converted)
+    on_cpu = functools.partial(on_tensor_ranks, in_integers, tp=tp)
+    y_RxO = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), w_OxI, cpu=on_cpu, default=converted)
     return (y_RxO * scale_O).reshape(*x.shape[:-1], -1)
 
 
-def matmul_int8_fwd(x, w_OxI, scale_O):
-    return matmul_int8(x, w_OxI, scale_O), (x.dtype.type(0), w_OxI, scale_O)
+def matmul_int8_fwd(x, w_OxI, scale_O, tp):
+    return matmul_int8(x, w_OxI, scale_O, tp), (x.dtype.type(0), w_OxI, scale_O)
 
 
-def matmul_int8_bwd(residuals, g):
+def matmul_int8_bwd(tp, residuals, g):
     """The gradient of x; the weights are frozen."""
     zero, w_OxI, scale_O = residuals
     return matmul_f32_acc((g * scale_O).astype(zero.dtype), w_OxI.astype(zero.dtype)), None, None
 
 
 matmul_int8.defvjp(matmul_int8_fwd, matmul_int8_bwd)
+
+
+def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
+    """multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies with its shard of w. XLA's partitioner would
+    gather w where int8_matvec splits its rows."""
+    mesh = current_mesh()
+    n_ranks = mesh.shape['tensor'] if mesh else 1
+    if n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0:
+        specs = {'in_specs': (P(), P('tensor')), 'out_specs': P(None, 'tensor')}
+        return jax.shard_map(multiply, **specs, axis_names={'tensor'}, check_vma=False)(x_RxI, w_OxI)
+    if n_ranks > 1 and tp == ROW_PARALLEL and x_RxI.shape[1] % n_ranks == 0:
+        partial_sum = lambda x_RxI, w_OxI: jax.lax.psum(multiply(x_RxI, w_OxI), 'tensor')
+        specs = {'in_specs': (P(None, 'tensor'), P(None, 'tensor')), 'out_specs': P()}
+        return jax.shard_map(partial_sum, **specs, axis_names={'tensor'}, check_vma=False)(x_RxI, w_OxI)
+    return multiply(x_RxI, w_OxI)
 
 
 def int16_levels(n):
@@ -1048,6 +1074,8 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
     dtype = dtype or table_VxD.dtype
     mesh = current_mesh()
     if mesh is None:
+        if table_VxD.dtype == jnp.bfloat16:  # or XLA:CPU would make a float32 copy of the table ahead of a decode loop
+            table_VxD, idx_BxT = jax.lax.optimization_barrier((table_VxD, idx_BxT))
         return jnp.take(table_VxD, idx_BxT, axis=0, mode='clip').astype(dtype)
     batch = batch_axes(len(idx_BxT))
     tokens = P(batch, position_axes(idx_BxT.shape[1], 'context'))
@@ -1085,7 +1113,7 @@ def lm_logits(x_BxTxD, table_VxD, *, training=False):
     is read in place, which suits decoding."""
     x_BxTxD = gather_positions(x_BxTxD)
     if isinstance(table_VxD, Int8):
-        logits_BxTxV = matmul_int8(x_BxTxD, table_VxD.values, table_VxD.scale)
+        logits_BxTxV = matmul_int8(x_BxTxD, table_VxD.values, table_VxD.scale, COLUMN_PARALLEL)
     elif training:
         logits_BxTxV = matmul(x_BxTxD, table_VxD, transpose_rhs=True, dtype=jnp.float32)
     else:

@@ -923,8 +923,9 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
     if tied is not None and not np.array_equal(tied, tensors[embedding]):
         raise UserError(f'{source}: {head} differs from {embedding}, to which the config says that it is tied')
     params = {}
-    for path, shape in param_shapes(config).items():
-        array = np.empty(shape, dtype if len(shape) >= 2 else np.float32)
+    # the largest first: what its copies take is free again for the other parameters
+    for path, shape in sorted(param_shapes(config).items(), key=lambda item: -math.prod(item[1])):
+        array = aligned_empty(shape, dtype if len(shape) >= 2 else np.float32)
         for tensor_map in tensor_maps[path]:
             array[tensor_map.dst] = tensor_map.to_parameter(tensors[tensor_map.name])
         params[path] = place(path, array)
@@ -934,6 +935,14 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
             if isinstance(x, np.memmap) and hasattr(x._mmap, 'madvise'):
                 x._mmap.madvise(mmap.MADV_DONTNEED)  # the file's pages count as this process's memory until then
     return unflatten_dict(params)
+
+
+def aligned_empty(shape, dtype):
+    """np.empty at a multiple of 64 bytes: a CPU device takes such an array over, and copies others."""
+    n_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+    buffer = np.empty(n_bytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start:start + n_bytes].view(dtype).reshape(shape)
 
 
 def require_keys(keys, values, source, what):

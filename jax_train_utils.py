@@ -329,6 +329,13 @@ def configure_malloc():
         libc.free(block)
 
 
+def trim_malloc():
+    """Returns freed memory to the system, which after configure_malloc glibc does only when told to."""
+    libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
+    if hasattr(libc, 'malloc_trim'):
+        libc.malloc_trim(0)
+
+
 def enable_compilation_cache(platform):
     """Keeps compiled programs in a folder that only this user can read, so that a second run starts at once. Each
     version of jaxlib, each platform and each kind of CPU has its own folder, because programs of others may not load.

@@ -68,12 +68,13 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_generate import (
-    PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream)
+    PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream,
+    order_columns_by_rank)
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
     Stopwatch, check_agreement, configure_process, describe_tokenizer, final_answer, initialize_distributed,
     load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, same_tokens, setup_distributed_training,
-    setup_jax_environment, strip_partial_utf8)
+    setup_jax_environment, strip_partial_utf8, trim_malloc)
 
 configure_process(device)
 initialize_distributed(coordinator_address, num_processes, process_id)
@@ -120,8 +121,14 @@ def load_draft_model():
         draft_params = convert_params_for_decoding(draft_params, dtype, quantize)
     else:
         draft_config, draft_params = load_weights(draft)
-    parallel.validate(draft_config)
-    return draft_params, dataclasses.replace(draft_config, dtype=dtype)
+    return ready_for_mesh(draft_params, draft_config), dataclasses.replace(draft_config, dtype=dtype)
+
+
+def ready_for_mesh(params, config):
+    """The parameters for decoding on the mesh. Raises UserError for a model that the mesh cannot split."""
+    parallel.validate(config)
+    with parallel.mesh_context():
+        return order_columns_by_rank(params, config)
 
 
 if init_from == 'resume':
@@ -140,7 +147,7 @@ else:
     if description is None:
         raise UserError(f"{init_from} has a vocabulary of {config.vocab_size}, which is not GPT-2's: put its "
                         'tokenizer.json beside it, or name the data set that it was trained on, --dataset=...')
-parallel.validate(config)
+params = ready_for_mesh(params, config)
 config = dataclasses.replace(config, dtype=dtype)
 tokenizer = load_tokenizer(description)
 if tokenizer.vocab_size > config.vocab_size:
@@ -256,6 +263,8 @@ def report_speed():
         tokens_per_sec = (n_tokens - n_first) / decode_s
         weight_bytes = bytes_read_per_step(params)
         gb_read = sum(result.steps * (weight_bytes + result.cache_bytes) for _, _, result in calls) / 1e9
+        params.clear()  # this is the end of the script: the bandwidth is measured in the memory of the weights
+        trim_malloc()
         bandwidth = measure_bandwidth(devices[0], 2**27) * n_devices  # each device reads its own shard
         report += (f', then {tokens_per_sec:,.0f} tok/s ({tokens_per_sec / batch_size:,.0f} per sequence) '
                    f'for {n_tokens:,} tokens\n'

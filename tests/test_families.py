@@ -15,7 +15,8 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import save_file
 
-from jax_generate import cache_bytes, convert_params_for_decoding, generate, init_cache, quantize_params
+from jax_generate import (
+    cache_bytes, convert_params_for_decoding, generate, init_cache, order_columns_by_rank, quantize_params)
 from jax_ops import UserError
 from jax_pretrained import load_pretrained, param_shapes, read_config, save_pretrained
 from jax_train_utils import make_train_step, setup_distributed_training
@@ -513,7 +514,7 @@ def test_experts_on_several_devices_continue_a_text_as_on_one(name, quantize, te
         parallel = setup_distributed_training(devices, tensor=tensor, expert=expert)
         converted = convert_params_for_decoding(parallel.device_put(params), 'float32', quantize)
         with parallel.mesh_context():
-            return greedy(converted, config, IDX[:, :9])
+            return greedy(order_columns_by_rank(converted, config), config, IDX[:, :9])
 
     np.testing.assert_array_equal(continuation(tensor, expert), continuation(tensor=1, expert=1))
 
@@ -658,6 +659,18 @@ def test_the_host_holds_no_more_than_the_parameters_and_one_tensor(tmp_path):
     sizes = [int(np.prod(shape)) for shape in shapes.values()]
     assert peak >= 2 * sum(sizes)  # all in bfloat16,
     assert peak < 2 * sum(sizes) + 4 * max(sizes) + 500_000  # one in float32, and Python's own objects
+
+
+def test_parameters_are_loaded_the_largest_first_and_a_cpu_device_takes_them_over_without_a_copy():
+    sizes = []
+
+    def place(path, array):
+        sizes.append(array.size)
+        assert jax.device_put(array, jax.devices()[0]).unsafe_buffer_pointer() == array.ctypes.data
+        return array
+
+    load_pretrained(FAMILIES / 'llama', place=place)
+    assert sizes == sorted(sizes, reverse=True)
 
 
 # -----------------------------------------------------------------------------

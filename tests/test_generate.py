@@ -10,7 +10,7 @@ import pytest
 import jax_generate
 from jax_generate import (
     PAD, PrefixCache, convert_params_for_decoding, decode, generate, generate_stream, init_cache, keep_largest, prefill)
-from jax_ops import UserError
+from jax_ops import UserError, embed_tokens
 from jax_pretrained import load_pretrained
 from jax_train_utils import setup_distributed_training
 from tests.common import FAMILIES, TINY, apply, random_params, random_tokens
@@ -262,6 +262,19 @@ def test_decode_and_prefill_are_compiled_once_for_weights_that_a_script_has_plac
     assert len(list(results)) == 4
     assert decode._cache_size() == 1
     assert prefill._cache_size() == (n_prompt > 1)
+
+
+def test_on_a_cpu_a_bfloat16_decode_loop_makes_no_float32_copy_of_the_embedding():
+    table = jnp.asarray(random_tokens(4096, 128), jnp.bfloat16)
+
+    @jax.jit
+    def loop(table, idx):
+        return jax.lax.fori_loop(0, 9, lambda _, idx: embed_tokens(table, idx).sum(-1).astype(jnp.int32) % 4096, idx)
+
+    memory = loop.lower(table, jnp.zeros((1, 1), jnp.int32)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < table.nbytes / 2
+    gradient = jax.grad(lambda table: embed_tokens(table, np.array([[3, 5, 3]])).astype(jnp.float32).sum())(table)
+    assert gradient[:6, 0].tolist() == [0, 0, 0, 2, 0, 1]
 
 
 @pytest.mark.parametrize('layer_types, kinds', [(('full',), 1), (('full', 'window'), 2)])

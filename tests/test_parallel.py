@@ -20,7 +20,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_generate import DecodeState, SamplingConfig, SamplingParams, decode, init_cache, prefill
+from jax_generate import (
+    DecodeState, SamplingConfig, SamplingParams, convert_params_for_decoding, decode, init_cache, order_columns_by_rank,
+    prefill)
 from jax_ops import (
     AXES, BATCH, EXPERTS, ROW_PARALLEL, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens,
     linear, mix_experts, partition_specs, shard)
@@ -786,26 +788,34 @@ def test_two_processes_sample_the_text_of_one_and_process_0_prints_it(dataset, t
             assert re.fullmatch('error: .*tensor=1 x expert=1 must be 2, all devices of the 2 processes.*\n', err), err
 
 
-def test_the_kv_cache_is_sharded_over_heads_and_a_token_moves_no_weights():
-    config = dataclasses.replace(CONFIG, n_embd=64, n_layer=2)
+def test_several_processes_do_not_chat(monkeypatch):
+    monkeypatch.setattr('jax.process_count', lambda: 2)
+    monkeypatch.setattr('jax_train_utils.check_agreement', lambda *args: None)  # which would wait for the other process
+    result = run_script('sample_jax.py', '--interactive=True', '--device=cpu', '--tensor=8')
+    assert_refused(result, 'interactive takes one process')
+
+
+@pytest.mark.parametrize('quantize, B, D', [('', 3, 64), ('int8', 1, 256)])
+def test_the_kv_cache_is_sharded_over_heads_and_decoding_moves_no_weights(quantize, B, D):
+    config = dataclasses.replace(CONFIG, n_embd=D, n_layer=2)
     parallel = setup_distributed_training(jax.devices()[:4], tensor=4)
     params = parallel.init_sharded(create_train_state, jax.random.key(0), config, optax.identity()).params
     state = DecodeState(
-        tokens_BxN=jnp.zeros((3, 24), jnp.int32), length_B=jnp.full(3, 4), n_generated_B=jnp.zeros(3, jnp.int32),
-        done_B=jnp.zeros(3, bool), key_B=jax.random.split(jax.random.key(0), 3))
+        tokens_BxN=jnp.zeros((B, 24), jnp.int32), length_B=jnp.full(B, 4), n_generated_B=jnp.zeros(B, jnp.int32),
+        done_B=jnp.zeros(B, bool), key_B=jax.random.split(jax.random.key(0), B))
     sampling = SamplingConfig(n_vocab=37, stop_tokens=())
     sampling_params = SamplingParams(temperature=None, top_k=None, top_p=None, min_p=None, repetition_penalty=None)
     static = dict(configs=(config,), sampling=sampling, n_draft=0, use_cache=True)
     with parallel.mesh_context():
-        cache = prefill(params, jax.jit(init_cache, static_argnums=(0, 1, 2))(config, 3, 16),
-                        np.zeros((3, 16), np.int32), np.arange(16, dtype=np.int32)[None], config=config)
+        params = order_columns_by_rank(convert_params_for_decoding(params, 'float32', quantize), config)
+        cache = prefill(params, jax.jit(init_cache, static_argnums=(0, 1, 2))(config, B, 16),
+                        np.zeros((B, 16), np.int32), np.arange(16, dtype=np.int32)[None], config=config)
         state = state.replace(caches=(cache,))
         program = decode.lower(
             (params,), state, sampling_params, np.int32(8), np.int32(16), np.int32(16), **static).compile().as_text()
     for x in jax.tree.leaves(state.caches):
-        assert x.addressable_shards[0].data.shape == (3, 1, 16, 16)
-    found = [found for part in program.split('\n\n') if part.startswith('%') for found in collectives(part)]
-    assert max(size for _, sizes in found for size in sizes) == 3 * 64  # activations of one token, [B, D]
+        assert x.addressable_shards[0].data.shape == (B, 1, 16, D // 4)
+    assert max(sum(sizes) for _, sizes in collectives(program)) == B * D  # activations of one token
 
 
 def test_profile_leaves_a_trace_with_the_names_of_blocks_and_collectives(dataset, tmp_path):

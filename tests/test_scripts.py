@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import jax
@@ -1277,18 +1278,26 @@ def test_a_conversation_that_cannot_be_used_is_named(chatting, line, message, tm
     assert not (tmp_path / 'data').exists()
 
 
-def test_int8_weights_are_quantized_while_they_are_loaded(speaking, monkeypatch):
+def test_int8_weights_are_quantized_while_they_are_loaded_and_freed_before_the_bandwidth_is_measured(
+        speaking, monkeypatch):
     import jax_pretrained
-    load, kinds = jax_pretrained.load_pretrained, []
+    load, kinds, weights, held = jax_pretrained.load_pretrained, [], [], []
 
     def watched(path, dtype, place):
         def watched_place(path, array):
             value = place(path, array)
             kinds.append((path[-1], type(value).__name__))
+            weights.extend(map(weakref.ref, jax.tree.leaves(value)))
             return value
         return load(path, dtype, watched_place)
 
+    def bandwidth(*args):
+        held.append(sum(weight() is not None for weight in weights))
+        return 1.0
+
     monkeypatch.setattr(jax_pretrained, 'load_pretrained', watched)
+    monkeypatch.setattr('jax_train_utils.measure_bandwidth', bandwidth)
     succeeded(sample('none', f'--init_from={speaking}', '--quantize=int8', '--start=ab', '--num_samples=1',
                      '--max_new_tokens=2'))
     assert {kind for name, kind in kinds if name in ('kernel', 'wte', 'lm_head')} == {'Int8'}
+    assert len(weights) > 20 and held == [0]
