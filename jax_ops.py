@@ -771,7 +771,10 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
     q_BxTxGxQxK = q_BxTxHxK.reshape(B, T, G, Q, K)
     q_BxGxTQxK = q_BxTxGxQxK.swapaxes(1, 2).reshape(B, G, T * Q, K)
     sequences = q_BxGxTQxK, k_BxTxGxK.swapaxes(1, 2), v_BxTxGxK.swapaxes(1, 2), key_B
-    one_by_one = functools.partial(jax.lax.map, functools.partial(attend_sequence, n=128, in_loop=True))
+    # checkpointed again, so that the loop does not stack the keys of each block (the baby GPT's attention: 0.71 of the
+    # time in bfloat16)
+    attend_one = jax.checkpoint(functools.partial(attend_sequence, n=128, in_loop=True), prevent_cse=False)
+    one_by_one = functools.partial(jax.lax.map, attend_one)
     all_at_once = jax.vmap(functools.partial(attend_sequence, n=512, in_loop=False))
     if in_pieces:
         y_BxGxTQxK = jax.lax.map(attend_piece, sequences)
