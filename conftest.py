@@ -2,7 +2,6 @@
 fusion emitters as well where it can do without them (8 minutes instead of 13), and a persistent cache keeps what one
 test has compiled for the others. All must be set before jax is imported."""
 import atexit
-import ctypes
 import gc
 import os
 import shutil
@@ -33,11 +32,11 @@ def bounded_memory():
     statm = Path('/proc/self/statm')  # Linux only
     if statm.exists() and int(statm.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE') > 1.2e9:
         import jax
+
+        from jax_train_utils import trim_malloc
         jax.clear_caches()
         gc.collect()
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, 'malloc_trim'):  # glibc returns freed memory to the system on request only
-            libc.malloc_trim(0)
+        trim_malloc()
 
 
 @pytest.fixture(scope='session')

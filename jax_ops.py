@@ -440,13 +440,12 @@ def add_bias_bwd(zero, g):
 add_bias.defvjp(add_bias_fwd, add_bias_bwd)
 
 
-def quantize(x, dtype, largest=None, magnitude=None):
+def quantize(x, dtype, largest=None):
     """x [..., n] -> (values [..., n] in dtype, an integer or a float8; float32 scale [...]), x being about values *
-    scale: the scale maps the largest magnitude of the last axis to `largest`, by default 127 or the largest float8.
-    magnitude: that largest magnitude [...], if it is known."""
+    scale: the scale maps the largest magnitude of the last axis to `largest`, by default 127 or the largest float8."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     largest = largest or (127 if is_integer else float(jnp.finfo(dtype).max))
-    magnitude = jnp.abs(x).max(-1) if magnitude is None else magnitude
+    magnitude = jnp.maximum(x.max(-1), -x.min(-1))  # for abs(x).max(-1) XLA:CPU stores abs(x)
     scale = jnp.maximum(magnitude.astype(jnp.float32), 1e-30) / largest
     x = x.astype(jnp.float32) / scale[..., None]
     return (jnp.round(x) if is_integer else x).astype(dtype), scale
@@ -937,7 +936,7 @@ def exchange_tokens(mix, experts_per_rank, C, weights, x_PxD, expert_PxU, weight
     A round is an all-to-all of C rows for each of M ranks, unused ones with expert -1, mix, and an all-to-all of the
     results. There are as many rounds as the largest number of rows from one rank to another needs, so no token is
     dropped; with balanced routing one is enough. (ragged_all_to_all needs no C, but XLA:CPU cannot run it.)"""
-    P, U = expert_PxU.shape
+    n_tokens, U = expert_PxU.shape
     M = jax.lax.axis_size('expert')
     rank_PxU = expert_PxU // experts_per_rank
     is_repeat_PxU = jnp.tril(rank_PxU[:, :, None] == rank_PxU[:, None], -1).any(2)  # an earlier expert has this rank
@@ -953,7 +952,7 @@ def exchange_tokens(mix, experts_per_rank, C, weights, x_PxD, expert_PxU, weight
     def exchange(i, args, routing):
         weights, x_PxD, weight_PxU = args
         expert_PxU, rank_R, slot_R = routing
-        row_R = jnp.where(slot_R // C == i, rank_R * C + slot_R % C, M * C + jnp.arange(P * U))  # or out of range
+        row_R = jnp.where(slot_R // C == i, rank_R * C + slot_R % C, M * C + jnp.arange(len(slot_R)))  # or out of range
 
         def send(token_Px, unused):
             rows = jnp.full((M * C, token_Px.shape[1]), unused, token_Px.dtype)
@@ -962,7 +961,7 @@ def exchange_tokens(mix, experts_per_rank, C, weights, x_PxD, expert_PxU, weight
 
         y_RxD = all_to_all(mix(weights, send(x_PxD, 0), send(expert_PxU, -1), send(weight_PxU, 0)))
         y_RxD = y_RxD.at[row_R].get(mode='fill', fill_value=0, unique_indices=True)
-        return y_RxD.reshape(P, U, -1).sum(1, dtype=jnp.float32)
+        return y_RxD.reshape(n_tokens, U, -1).sum(1, dtype=jnp.float32)
 
     y_PxD = sum_rounds(exchange, n_rounds, (weights, x_PxD, weight_PxU), (expert_PxU, rank_R, slot_R))
     return y_PxD.astype(x_PxD.dtype)
