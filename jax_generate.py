@@ -36,7 +36,7 @@ def convert_params_for_decoding(params, dtype, quantize=''):
     converted = {}
     for name in list(params):
         part = {name: params.pop(name)}
-        devices = jnp.asarray(jax.tree.leaves(part)[0]).devices()
+        devices = devices_of(part)
         if len(devices) == 1:  # without a mesh of one device, see commit
             part = jax.tree.map(lambda x: jnp.asarray(x).addressable_data(0), part)
         if quantize:
@@ -46,6 +46,11 @@ def convert_params_for_decoding(params, dtype, quantize=''):
             part = transpose_kernels(part)
         converted |= jax.block_until_ready(part)  # so that the old buffers are freed before the next conversion
     return converted
+
+
+def devices_of(tree):
+    """The set of devices that hold the first leaf of a tree."""
+    return jnp.asarray(jax.tree.leaves(tree)[0]).devices()
 
 
 def quantize_params(params):
@@ -139,20 +144,23 @@ def cache_bytes(config, n_positions, dtype='auto'):
     return per_token * sum(min(n_positions, attention_span(config, layer_type)) for layer_type in layer_types)
 
 
-def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0):
+def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=False):
     """An empty KV cache, {layer: {name: [B, G, S, K]}}: the token at position p of its sequence has slot p.
 
     A layer has at most as many slots as its attention span, as a ring (see update_ring_cache): padding must be marked
     as PAD. dtype: one of CACHE_DTYPES, or 'auto' for the config's; int8 and float8 have a scale per vector. n_draft:
-    tokens per step that may be rejected and fed again. Heads come before slots, as attention's matmuls read them: with
-    slots first XLA:CPU transposed the cache in every step (31 ms instead of 8 ms, docs/performance.md#kv-cache)."""
+    tokens per step that may be rejected and fed again. as_bits: store bfloat16 and float8 as unsigned integers, for
+    CPUs: XLA:CPU of jaxlib 0.10 would convert the full cache to float32 and back in each step. Heads come before slots,
+    as attention's matmuls read them: with slots first XLA:CPU transposed the cache in every step (31 ms instead of 8
+    ms). See docs/performance.md#kv-cache."""
     dtype = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
+    stored = {'bfloat16': jnp.uint16, 'float8_e4m3fn': jnp.uint8}.get(dtype.dtype.name, dtype) if as_bits else dtype
 
     def init_layer(layer_type):
         n = min(attention_span(config, layer_type), n_slots) + n_draft
         cache = {}
         for name, (heads, width) in cache_entry_shapes(config).items():
-            cache[name] = jnp.zeros((batch_size, heads, n, width), dtype)
+            cache[name] = jnp.zeros((batch_size, heads, n, width), stored)
             if dtype.dtype.itemsize == 1:
                 cache[f'{name}_scale'] = jnp.zeros((batch_size, heads, n), jnp.float32)
         heads_axis = None if config.mla else 'tensor'  # on a mesh a device keeps its own heads; latents are replicated
@@ -394,15 +402,15 @@ def choose_slots(needed, longest, block_size):
 def commit(tree, params):
     """The tree on the one device of params, committed to it, as results are: decode and prefill are then not compiled
     a second time for their own results. On several devices the tree as it is."""
-    devices = jnp.asarray(jax.tree.leaves(params)[0]).devices()
+    devices = devices_of(params)
     return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
 
-@functools.partial(jax.jit, static_argnames=('configs', 'batch_size', 'n_slots', 'dtype', 'n_draft'))
-def grow_caches(caches, *, configs, batch_size, n_slots, dtype, n_draft):
+@functools.partial(jax.jit, static_argnames=('configs', 'batch_size', 'n_slots', 'dtype', 'n_draft', 'as_bits'))
+def grow_caches(caches, *, configs, batch_size, n_slots, dtype, n_draft, as_bits):
     """Copies of the KV caches with n_slots slots, one for each config, or new caches for (). Their positions must not
     have outgrown the slots that they have."""
-    larger = tuple(init_cache(config, batch_size, n_slots, dtype, n_draft) for config in configs)
+    larger = tuple(init_cache(config, batch_size, n_slots, dtype, n_draft, as_bits=as_bits) for config in configs)
     copy = lambda y, x: jax.lax.dynamic_update_slice(y, x, [0] * x.ndim)
     return jax.tree.map(copy, larger, caches) if caches else larger
 
@@ -529,7 +537,8 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
         drafted=jnp.int32(0), accepted=jnp.int32(0)), params)
 
     caches, n_slots, n_held = (), 0, 0
-    cache_options = dict(dtype=cache_dtype, n_draft=n_draft)  # drafts keep their slots if they are switched off
+    cache_options = dict(dtype=cache_dtype, n_draft=n_draft,  # drafts keep their slots if they are switched off
+                         as_bits=all(device.platform == 'cpu' for device in devices_of(params)))
     if prefix_cache is not None:
         caches, n_slots, n_held, n_draft = prefix_cache.take(tokens_BxT[0, :length_B[0] - 1], n_draft)
     weights, configs = ((params, draft[0]), (config, draft[1])) if draft and n_draft else ((params,), (config,))

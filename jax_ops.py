@@ -831,13 +831,20 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
     return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
 
 
+def held_dtype(cache):
+    """cache.dtype; of an array that holds floats as their bits, their dtype: uint16 is bfloat16, uint8 is float8."""
+    return {'uint16': jnp.bfloat16, 'uint8': jnp.float8_e4m3fn}.get(cache.dtype.name, cache.dtype)
+
+
 def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
-    """cache.at[b, :, slot].set(x): out-of-range slots are ignored. Both arrays may have a last axis K in addition.
+    """cache.at[b, :, slot].set(x), cast to the dtype that the cache holds; out-of-range slots are ignored. Both arrays
+    may have a last axis K in addition.
 
     Each head is indexed, too: otherwise XLA:TPU stores the cache with heads next to K, and copies all of it before and
     after a loop of decoding. XLA:CPU lowers a one-slot scatter to an update that is fused again into every reader and
     copies the cache each step (3.7 ms a step instead of 0.7 ms). Writing the vector twice, once out of range, keeps it
     a scatter."""
+    x_BxTxG = jax.lax.bitcast_convert_type(x_BxTxG.astype(held_dtype(cache_BxGxS)), cache_BxGxS.dtype)
     if slot_BxT.size == 1:
         x_BxTxG = jnp.concatenate([x_BxTxG, x_BxTxG], axis=1)
         out_of_range = jnp.full_like(slot_BxT, cache_BxGxS.shape[2])

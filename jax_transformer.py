@@ -28,7 +28,8 @@ from flax.training import train_state
 from jax_ops import (
     COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, LowRank, Transposed, UserError, all_gather_param,
     blockwise_attention, causal_mask, embed_tokens, flat_index, fused_causal_attention, fused_linear, hash_dropout,
-    linear, lm_logits, map_sequence_chunks, mix_experts, quantize, remat_policy, scan_blocks, scatter_to_slots)
+    held_dtype, linear, lm_logits, map_sequence_chunks, mix_experts, quantize, remat_policy, scan_blocks,
+    scatter_to_slots)
 from jax_ops import ParallelLMHead, VocabParallelEmbedding, create_mesh  # noqa: F401, for users of this file
 
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -296,9 +297,9 @@ def write_cache(cache, new_kv, slot_BxT):
     for name, x_BxTxGxK in new_kv.items():
         slots = jnp.broadcast_to(slot_BxT, x_BxTxGxK.shape[:2])
         if f'{name}_scale' in cache:
-            x_BxTxGxK, scale_BxTxG = quantize(x_BxTxGxK, cache[name].dtype)
+            x_BxTxGxK, scale_BxTxG = quantize(x_BxTxGxK, held_dtype(cache[name]))
             new_cache[f'{name}_scale'] = scatter_to_slots(cache[f'{name}_scale'], scale_BxTxG, slots)
-        new_cache[name] = scatter_to_slots(cache[name], x_BxTxGxK.astype(cache[name].dtype), slots)
+        new_cache[name] = scatter_to_slots(cache[name], x_BxTxGxK, slots)
     return new_cache
 
 
@@ -308,6 +309,7 @@ def read_cache(cache, dtype):
     for name, x_BxGxSxK in cache.items():
         if name.endswith('_scale'):
             continue
+        x_BxGxSxK = jax.lax.bitcast_convert_type(x_BxGxSxK, held_dtype(x_BxGxSxK))
         if f'{name}_scale' in cache:
             x_BxGxSxK = x_BxGxSxK.astype(jnp.float32) * cache[f'{name}_scale'][..., None]
         kv[name] = x_BxGxSxK.astype(dtype).swapaxes(1, 2)

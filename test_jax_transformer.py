@@ -12,8 +12,8 @@ from flax import linen as nn
 import jax_generate
 import jax_transformer
 from jax_generate import (
-    SamplingConfig, SamplingParams, cast_matrices, convert_params_for_decoding, generate, generate_stream, init_cache,
-    penalize_repetition, prompt_lookup_draft, quantize_params, sample_token)
+    PrefixCache, SamplingConfig, SamplingParams, cast_matrices, convert_params_for_decoding, generate, generate_stream,
+    init_cache, penalize_repetition, prompt_lookup_draft, quantize_params, sample_token)
 from jax_ops import Transposed, UserError
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu
 from tests.common import TINY, apply, cached_logits, random_params, random_tokens
@@ -183,6 +183,25 @@ def test_a_cache_of_any_dtype_gives_the_logits_within_its_precision_and_takes_it
     assert error < tolerance
     if dtype != 'float32':
         assert error > tolerance / 1e4  # the cache does have that precision
+
+
+@pytest.mark.parametrize('dtype, stored_as', [('bfloat16', 'uint16'), ('float8', 'uint8')])
+def test_a_cache_stored_as_bits_gives_the_same_logits_bit_for_bit(dtype, stored_as):
+    config, idx, params = dataclasses.replace(TINY, dtype='bfloat16'), random_tokens(2, 16), random_params(TINY)
+    as_floats, as_bits = (init_cache(config, 2, 16, dtype, as_bits=as_bits) for as_bits in (False, True))
+    assert as_bits['h_0']['k'].dtype == stored_as
+    ends = (7, 8, 16)
+    logits, cache = cached_logits(config, params, idx, as_bits, ends)
+    np.testing.assert_array_equal(logits, cached_logits(config, params, idx, as_floats, ends)[0])
+    assert cache['h_0']['v'].dtype == stored_as
+
+
+def test_generation_on_a_cpu_stores_a_bfloat16_cache_as_bits():
+    cache = PrefixCache()
+    config = dataclasses.replace(TINY, dtype='bfloat16')
+    list(generate_stream(random_params(TINY), config, random_tokens(1, 4), 2, rng=jax.random.key(0),
+                         prefix_cache=cache))
+    assert {x.dtype.name for x in jax.tree.leaves(cache.caches)} == {'uint16'}
 
 
 def test_generation_takes_the_cache_dtype():
