@@ -23,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from jax_flags import UserError, exit_on_user_error
 
 
-def tokens_per_sec(command):
-    """What the command reports. Raises UserError if it reports nothing."""
+def tokens_per_sec(command, metric):
+    """What the command reports as `metric`, or else as tokens_per_sec. Raises UserError if it reports neither."""
     run = subprocess.run(shlex.split(command), capture_output=True, text=True)
     try:
-        return json.loads(run.stdout.splitlines()[-1])['results']['tokens_per_sec']
+        results = json.loads(run.stdout.splitlines()[-1])['results']
+        return results[metric] if metric in results else results['tokens_per_sec']
     except (IndexError, KeyError, TypeError, ValueError):
         last_line = (run.stderr.strip() or 'nothing').splitlines()[-1]
         raise UserError(f'{command} reported no tokens_per_sec; '
@@ -45,6 +46,8 @@ def spread(values):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--rounds', type=int, default=3)
+    parser.add_argument('--metric', default='tokens_per_sec', help='the result to compare, as tokens_per_sec_decode '
+                        '(without the prompt); a program that does not report it is compared by tokens_per_sec')
     parser.add_argument('programs', nargs='+', metavar='name=command')
     args = parser.parse_args()
     if not all('=' in program for program in args.programs):
@@ -61,7 +64,7 @@ def main():
         for name, command in programs.items():
             load = os.getloadavg()[0]
             bandwidth = measure_bandwidth(jax.devices()[0])
-            figures[name].append(tokens_per_sec(command))
+            figures[name].append(tokens_per_sec(command, args.metric))
             print(f'round {i + 1}  load {load:.1f}  {bandwidth:.1f} GB/s  {name}: {figures[name][-1]:,.4g} tok/s',
                   flush=True)
     reference = figures[list(programs)[-1]]

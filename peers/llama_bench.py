@@ -16,13 +16,14 @@ parser.add_argument('--program', default='llama-bench')
 parser.add_argument('--model', required=True, help='a GGUF file')
 parser.add_argument('--prompt_len', type=int, default=0, help='time a prompt of this length instead of decoding')
 parser.add_argument('--max_new_tokens', type=int, default=128)
+parser.add_argument('--n_cached', type=int, default=0, help='tokens in the KV cache before the first new one')
 parser.add_argument('--threads', type=int, default=os.cpu_count())
 parser.add_argument('--repeats', type=int, default=3)
 args = parser.parse_args()
 
 n_decoded = 0 if args.prompt_len else args.max_new_tokens
-command = [args.program, '-m', args.model, '-p', args.prompt_len, '-n', n_decoded, '-t', args.threads,
-           '-r', args.repeats, '-o', 'json']
+command = [args.program, '-m', args.model, '-p', args.prompt_len, '-n', n_decoded, '-d', args.n_cached,
+           '-t', args.threads, '-r', args.repeats, '-o', 'json']
 run = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, text=True, check=True)
 record = json.loads(run.stdout)[0]
 print(json.dumps({'program': 'llama_bench', 'settings': vars(args), 'results': {'tokens_per_sec': record['avg_ts']},

@@ -878,6 +878,10 @@ def test_alternated_programs_are_compared_round_by_round(tmp_path, monkeypatch):
     table = succeeded(run_script('peers/alternate.py', '--rounds=2', f'ours={program}', f'peer={program}')).stdout
     assert '| ours | 2.00 (1.00 to 3.00) | 0.625 (0.500 to 0.750) |' in table  # 1 / 2 and 3 / 4
     assert '| peer | 3.00 (2.00 to 4.00) | 1.00 (1.00 to 1.00) |' in table
+    decodes = program.replace("'tokens_per_sec'", "'tokens_per_sec': 0, 'tokens_per_sec_decode'")
+    table = succeeded(run_script('peers/alternate.py', '--rounds=1', '--metric=tokens_per_sec_decode',
+                                 f'ours={decodes}', f'peer={program}')).stdout  # runs 5 and 6
+    assert '| ours | 5.00 (5.00 to 5.00) | 0.833 (0.833 to 0.833) |' in table
     assert_refused(run_script('peers/alternate.py', f'broken={sys.executable} -c 1/0'), 'ZeroDivisionError')
 
 
