@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jax_ops import Int8, Transposed, UserError, ceil_div, current_mesh, order_by_rank, quantize, shard
+from jax_ops import STORED_AS, Int8, Transposed, UserError, ceil_div, current_mesh, order_by_rank, quantize, shard
 from jax_transformer import CACHE_DTYPES, GPT, PAD, attention_span
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
@@ -154,7 +154,7 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
     as attention's matmuls read them: with slots first XLA:CPU transposed the cache in every step (31 ms instead of 8
     ms). See docs/performance.md#kv-cache."""
     dtype = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
-    stored = {'bfloat16': jnp.uint16, 'float8_e4m3fn': jnp.uint8}.get(dtype.dtype.name, dtype) if as_bits else dtype
+    stored = STORED_AS.get(dtype.dtype.name, dtype) if as_bits else dtype
 
     def init_layer(layer_type):
         n = min(attention_span(config, layer_type), n_slots) + n_draft

@@ -18,6 +18,8 @@ parser.add_argument('--device', default='cpu')
 parser.add_argument('--batch_size', type=int, default=1)
 parser.add_argument('--prompt_len', type=int, default=16)
 parser.add_argument('--max_new_tokens', type=int, default=128)
+parser.add_argument('--top_k', type=int, default=0, help="0: greedy; else drawn from so many, at sample_jax.py's "
+                    'default temperature of 0.8')
 parser.add_argument('--repeats', type=int, default=3)
 args = parser.parse_args()
 
@@ -29,11 +31,12 @@ else:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config()).to(dtype)
 model = model.to(args.device).eval()
 prompt = torch.randint(model.config.vocab_size, (args.batch_size, args.prompt_len), device=args.device)
+sampling = {'do_sample': True, 'temperature': 0.8, 'top_k': args.top_k} if args.top_k else {'do_sample': False}
 seconds = []
 for _ in range(args.repeats + 1):  # the first one warms up
     start = time.perf_counter()
-    ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, use_cache=True,
-                         min_new_tokens=args.max_new_tokens, max_new_tokens=args.max_new_tokens, pad_token_id=0)
+    ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=True, pad_token_id=0, **sampling,
+                         min_new_tokens=args.max_new_tokens, max_new_tokens=args.max_new_tokens)
     ids.cpu()  # waits for the device
     seconds.append(time.perf_counter() - start)
 assert ids.shape == (args.batch_size, args.prompt_len + args.max_new_tokens)

@@ -266,6 +266,15 @@ def test_blockwise_attention_is_dot_product_attention(T, first, window, sinks, v
                                dot_product_attention(q, k, v, mask, **options), atol=1e-6)
 
 
+def test_blockwise_attention_never_reads_blocks_of_keys_that_the_mask_forbids():
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, n, 2, 8)) for i, n in enumerate((4, 1024, 1024)))
+    mask = jnp.zeros((1, 4, 1024), bool).at[..., :10].set(True).at[..., 1000:].set(True)  # blocks 0 and 3 of 256 keys
+    expected = dot_product_attention(q, k, v, mask)
+    forbidden = slice(256, 768)
+    k, v = (x.at[:, forbidden].set(jnp.nan) for x in (k, v))
+    np.testing.assert_allclose(blockwise_attention(q, k, v, mask), expected, atol=1e-6)
+
+
 
 def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
     q, k, v, _ = attention_arguments(B=4, T=160, H=4, G=2, K=8)
