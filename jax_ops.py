@@ -802,9 +802,9 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
     n = min(512 if S > 2048 else 256, S)
     q_BxGxTQxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(1, 2).reshape(B, G, T * Q, K)
 
-    def attend_block(used, carry):
+    def attend_block(j, carry):
         max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK = carry
-        i = block_n[used]
+        i = block_n[j]
         start = jnp.minimum(i * n, S - n)  # the last block overlaps the one before
         k_BxGxnxK, v_BxGxnxK = (jax.lax.dynamic_slice_in_dim(x, start, n, axis=1).swapaxes(1, 2)
                                 for x in (k_BxSxGxK, v_BxSxGxK))
@@ -819,7 +819,7 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
             exp_BxGxTQxn.astype(v_BxGxnxK.dtype), v_BxGxnxK, dtype=jnp.float32)
         return new_max_BxGxTQx1, sum_BxGxTQx1 * decay_BxGxTQx1 + exp_BxGxTQxn.sum(-1, keepdims=True), y_BxGxTQxK
 
-    is_used_n = jnp.zeros(ceil_div(S, n), bool).at[jnp.arange(S) // n].max(mask_BxTxS.any((0, 1)))
+    is_used_n = jnp.pad(mask_BxTxS.any((0, 1)), (0, -S % n)).reshape(-1, n).any(1)
     block_n = jnp.argsort(~is_used_n)  # those in use first
     max_BxGxTQx1 = jnp.full((B, G, T * Q, 1), jnp.finfo(jnp.float32).min)
     sum_BxGxTQx1 = jnp.zeros((B, G, T * Q, 1))

@@ -1,4 +1,4 @@
-"""Decoding throughput of Hugging Face's generate(): GPT-2 with random weights, greedy, with its KV cache. The peer of
+"""Decoding throughput of Hugging Face's generate(): GPT-2 with random weights, with its KV cache. The peer of
 `bench_jax.py --mode=decode`; needs torch and transformers. The last line on stdout is a JSON object.
 
 $ python peers/torch_generate.py --dtype=bfloat16 --batch_size=1
@@ -18,8 +18,8 @@ parser.add_argument('--device', default='cpu')
 parser.add_argument('--batch_size', type=int, default=1)
 parser.add_argument('--prompt_len', type=int, default=16)
 parser.add_argument('--max_new_tokens', type=int, default=128)
-parser.add_argument('--top_k', type=int, default=0, help="0: greedy; else drawn from so many, at sample_jax.py's "
-                    'default temperature of 0.8')
+parser.add_argument('--top_k', type=int, default=0, help='0: greedy; else draw from the top_k most likely tokens at '
+                    "temperature 0.8, sample_jax.py's default")
 parser.add_argument('--repeats', type=int, default=3)
 args = parser.parse_args()
 

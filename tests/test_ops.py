@@ -275,7 +275,6 @@ def test_blockwise_attention_never_reads_blocks_of_keys_that_the_mask_forbids():
     np.testing.assert_allclose(blockwise_attention(q, k, v, mask), expected, atol=1e-6)
 
 
-
 def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
     q, k, v, _ = attention_arguments(B=4, T=160, H=4, G=2, K=8)
     options = dict(dropout_rate=0.3, key_B=jax.random.split(jax.random.key(1), 4))
