@@ -20,6 +20,7 @@ from jax_transformer import CACHE_DTYPES, GPT, PAD, attention_span
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
 MAX_DRAFT = 16
+PIECE = 512  # prompts are prefilled in pieces of at most this many tokens
 
 
 # -----------------------------------------------------------------------------
@@ -135,20 +136,29 @@ def cache_entry_shapes(config):
     return {name: (config.kv_heads, config.head_width) for name in ('k', 'v')}
 
 
+def count_slots(config, layer_type, n_slots):
+    """Number of slots of a layer's KV cache: n_slots, at most its attention span. A ring (see update_ring_cache) of
+    2,048 slots or more has PIECE more: a piece of a prompt then overwrites no key to which its first tokens attend, for
+    which the ring would be copied."""
+    span = attention_span(config, layer_type)
+    is_ring = layer_type in ('window', 'chunk') or config.position == 'rope'
+    return span + PIECE if is_ring and n_slots >= span >= 2048 else min(span, n_slots)
+
+
 def cache_bytes(config, n_positions, dtype='auto'):
     """Bytes of the KV cache for one sequence of n_positions."""
     itemsize = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype].dtype.itemsize
     scale_bytes = 4 if itemsize == 1 else 0
     per_token = sum(heads * (width * itemsize + scale_bytes) for heads, width in cache_entry_shapes(config).values())
     layer_types = [config.layer(i)[0] for i in range(config.n_layer)]
-    return per_token * sum(min(n_positions, attention_span(config, layer_type)) for layer_type in layer_types)
+    return per_token * sum(count_slots(config, layer_type, n_positions) for layer_type in layer_types)
 
 
 def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=False):
     """An empty KV cache, {layer: {name: [B, G, S, K]}}: the token at position p of its sequence has slot p.
 
-    A layer has at most as many slots as its attention span, as a ring (see update_ring_cache): padding must be marked
-    as PAD. dtype: one of CACHE_DTYPES, or 'auto' for the config's; int8 and float8 have a scale per vector. n_draft:
+    A layer has as many slots as count_slots says, as a ring if it has a limited span: padding must be marked as PAD.
+    dtype: one of CACHE_DTYPES, or 'auto' for the config's; int8 and float8 have a scale per vector. n_draft:
     tokens per step that may be rejected and fed again. as_bits: store bfloat16 and float8 as unsigned integers, for
     CPUs: XLA:CPU of jaxlib 0.10 would convert the full cache to float32 and back in each step. Heads come before slots,
     as attention's matmuls read them: with slots first XLA:CPU transposed the cache in every step (31 ms instead of 8
@@ -157,7 +167,7 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
     stored = STORED_AS.get(dtype.dtype.name, dtype) if as_bits else dtype
 
     def init_layer(layer_type):
-        n = min(attention_span(config, layer_type), n_slots) + n_draft
+        n = count_slots(config, layer_type, n_slots) + n_draft
         cache = {}
         for name, (heads, width) in cache_entry_shapes(config).items():
             cache[name] = jnp.zeros((batch_size, heads, n, width), stored)
@@ -378,10 +388,10 @@ def prompt_lookup_draft(tokens_N, length, n_draft):
 # sizes: few different ones, because each is compiled; KV caches that grow and that are kept between calls
 
 def piece_length(n_tokens, least):
-    """Width of the pieces in which n_tokens are prefilled: 16 (unless `least` is more), 64, or 512."""
+    """Width of the pieces in which n_tokens are prefilled: 16 (unless `least` is more), 64, or PIECE."""
     if n_tokens <= 256:
         return max(least, 16 if n_tokens <= 16 else 64)
-    return 512
+    return PIECE
 
 
 def round_up_slots(n):

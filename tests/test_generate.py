@@ -13,6 +13,7 @@ from jax_generate import (
 from jax_ops import UserError, embed_tokens
 from jax_pretrained import load_pretrained
 from jax_train_utils import setup_distributed_training
+from jax_transformer import update_ring_cache
 from tests.common import FAMILIES, TINY, apply, random_params, random_tokens
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
@@ -84,6 +85,27 @@ def test_a_long_prompt_never_has_all_its_scores_in_memory_and_gives_the_same_tex
     piece = jnp.zeros((1, 512), jnp.int32)
     memory = jax_generate.prefill.lower(params, cache, piece, piece, config=config).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.7 * config.n_head * 512 * 4096 * 4  # bytes of all scores of a piece
+
+
+def test_a_prompt_longer_than_a_large_ring_is_prefilled_without_a_copy_of_the_ring(monkeypatch):
+    config = dataclasses.replace(ROPE, block_size=2048, n_layer=3, layer_types=('full', 'window', 'chunk'), window=32,
+                                 chunk=2048)
+    slots = [jax_generate.count_slots(config, layer_type, 2048) for layer_type in config.layer_types]
+    assert slots == [2048 + 512, 32, 2048 + 512]
+    assert jax_generate.count_slots(config, 'full', 2047) == 2047  # not yet a ring
+
+    cache = jax_generate.init_cache(config, 1, 2048)
+    new_kv = {name: jnp.zeros((1, 512, heads, width))
+              for name, (heads, width) in jax_generate.cache_entry_shapes(config).items()}
+    copies_ring = ['concatenate[dimension=1]' in str(jax.make_jaxpr(update_ring_cache, static_argnums=(0, 1))(
+        config, layer_type, cache[f'h_{i}'], new_kv, jnp.arange(512)[None]))
+        for i, layer_type in enumerate(config.layer_types)]
+    assert copies_ring == [False, True, False]
+
+    idx, lengths = random_tokens(2, 2700), [2700, 2100]
+    in_large_pieces = last_result(config, idx, 6, prompt_lengths_B=lengths).tokens
+    monkeypatch.setattr(jax_generate, 'piece_length', lambda *args: 64)
+    np.testing.assert_array_equal(in_large_pieces, last_result(config, idx, 6, prompt_lengths_B=lengths).tokens)
 
 
 def test_a_piece_is_16_64_or_512_tokens_wide():
