@@ -354,19 +354,26 @@ def step_speculative(weights, state, room_B, sampling_params, configs, sampling,
 def draft_tokens(params, state, n_draft, config, sampling, sampling_params):
     """Drafts [B, n_draft] by a smaller model, token by token, and the state with its cache. The draft model draws with
     the random numbers that the model will draw with, so both sample the same token wherever they agree."""
-    drafts = []
-    cache = state.caches[1]
-    # re-feed the second-to-last token: if every draft was accepted, the draft model has not cached it yet
-    position_BxT = jnp.maximum(state.length_B[:, None] - jnp.array([2, 1]), 0)
-    idx_BxT = jnp.take_along_axis(state.tokens_BxN, position_BxT, axis=1)
-    for n in range(n_draft):
+    def draft(n, idx_BxT, position_BxT, cache):
+        """Draft n, the token after the given ones."""
         logits_BxTxV, cache = GPT(config).apply(
             {'params': params}, idx_BxT, cache, position_BxT=position_BxT, method='with_cache')
         key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B + n)
-        drafts.append(sample_token(logits_BxTxV[:, -1], key_B, sampling, sampling_params).astype(jnp.int32))
-        idx_BxT = drafts[-1][:, None]
-        position_BxT = state.length_B[:, None] + n
-    return jnp.stack(drafts, axis=1), state.replace(caches=(state.caches[0], cache))
+        return sample_token(logits_BxTxV[:, -1], key_B, sampling, sampling_params).astype(jnp.int32), cache
+
+    def step(n, carry):
+        drafts_BxJ, cache = carry
+        last_Bx1 = jax.lax.dynamic_slice_in_dim(drafts_BxJ, n - 1, 1, axis=1)
+        token_B, cache = draft(n, last_Bx1, state.length_B[:, None] + n - 1, cache)
+        return drafts_BxJ.at[:, n].set(token_B), cache
+
+    # re-feed the second-to-last token: if every draft was accepted, the draft model has not cached it yet
+    position_BxT = jnp.maximum(state.length_B[:, None] - jnp.array([2, 1]), 0)
+    token_B, cache = draft(0, jnp.take_along_axis(state.tokens_BxN, position_BxT, axis=1), position_BxT,
+                           state.caches[1])
+    drafts_BxJ = jnp.repeat(token_B[:, None], n_draft, axis=1)
+    drafts_BxJ, cache = jax.lax.fori_loop(1, n_draft, step, (drafts_BxJ, cache))
+    return drafts_BxJ, state.replace(caches=(state.caches[0], cache))
 
 
 def prompt_lookup_draft(tokens_N, length, n_draft):

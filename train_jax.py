@@ -300,7 +300,8 @@ def make_batch(iter_num):
 
 
 class IterationLog:
-    """Logs the iterations, each after the next step is dispatched, because fetching metrics waits for the device."""
+    """Logs the iterations, on accelerators each after the next step is dispatched, because fetching metrics waits for
+    the device."""
 
     def __init__(self):
         self.pending = None  # (iter_num, metrics) of the latest iteration, until they are fetched
@@ -391,12 +392,12 @@ def stop_profile():
 # training loop
 first_iter = iter_num
 bar = progress_bar(iter_num, max_iters)
-log = IterationLog()
 stop.starting = False
 stop_signal = int(parallel.max_over_processes(stop.signum))  # the signal that all processes stop for; 0 is none
 profile_at = min(first_iter + 5, max(first_iter, max_iters - 3))  # three iterations, after the first ones if possible
 tracing = False
 batch = make_batch(iter_num)
+log = IterationLog()
 try:
     while True:
         eval_due = not stop_signal and (iter_num % eval_interval == 0 or iter_num >= max_iters or eval_only)
@@ -426,16 +427,19 @@ try:
         if profile and master and iter_num == profile_at:
             jax.profiler.start_trace(os.path.join(out_dir, 'profile'))
             tracing = True
-        started = time.perf_counter()
         stop_requested = parallel.max_over_processes(stop.signum)  # all processes stop after the same iteration
         # forward, backward, gradient accumulation, clipping and the update are one compiled function: make_train_step
-        state, metrics = train_step(state, batch)  # async dispatch
+        compiling = clock.compiling
+        state, metrics = train_step(state, batch)  # async dispatch, but on CPUs (see configure_process)
         if iter_num == first_iter:  # this call has compiled it
-            log.restart_clock()
-            bar.write(f'compiled the training step in {log.start - started:.1f} s')
+            compiling = clock.compiling - compiling
+            log.start += compiling  # does not count as the iteration's time
+            bar.write(f'compiled the training step in {compiling:.1f} s')
         batch = make_batch(iter_num + 1)
         log.flush()  # metrics of the previous iteration: fetched after the next step is dispatched
         log.pending = iter_num, metrics
+        if devices[0].platform == 'cpu':
+            log.flush()
         if tracing and iter_num == profile_at + 2:
             stop_profile()
         iter_num += 1

@@ -250,6 +250,22 @@ def test_drafts_that_are_not_accepted_are_switched_off():
     assert fast.accepted < 0.3 * fast.drafted
 
 
+def test_the_draft_model_is_compiled_for_one_and_two_tokens_however_many_drafts_a_step_has(monkeypatch):
+    traced = []
+
+    class Recorded(jax_generate.GPT):
+        def with_cache(self, idx_BxT, *args, **options):
+            traced.append((self.config.n_layer, idx_BxT.shape[1]))
+            return super().with_cache(idx_BxT, *args, **options)
+
+    monkeypatch.setattr(jax_generate, 'GPT', Recorded)
+    config = dataclasses.replace(ROPE, n_embd=24)  # of no other test: nothing is compiled yet
+    small = dataclasses.replace(config, n_layer=1)
+    last_result(config, random_tokens(1, 1), 8, n_draft=7, draft=(random_params(small), small))
+    assert set(traced) == {(1, 1), (1, 2), (config.n_layer, 1 + 7)}
+    assert traced.count((1, 1)) == traced.count((1, 2))  # not once per draft
+
+
 @pytest.mark.parametrize('kind', ['random', 'ties', 'half -inf', 'zeros of both signs'])
 def test_the_largest_logits_are_kept_as_a_sort_would(kind):
     rng = np.random.default_rng(0)

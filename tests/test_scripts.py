@@ -197,6 +197,8 @@ def test_log_lines_have_nanogpts_form(finished):
     assert float(first_ms) / 1000 < compile_s  # `time` does not include the compilation
     started = re.findall(r'^first iteration: imports ([\d.]+) s, compiling ([\d.]+) s, running [\d.]+ s$', out, re.M)
     assert len(started) == 1
+    ms = sorted(float(time_ms) for _, time_ms in iters)
+    assert ms[0] > ms[len(ms) // 2] / 10  # also of the iteration before an evaluation, which ends the timed interval
     assert float(started[0][1]) >= compile_s - 0.1  # the evaluation is compiled in addition
 
 

@@ -400,6 +400,21 @@ def test_memory_and_platform_are_settled_before_jax_starts(script, monkeypatch, 
     assert 'devices' in events
 
 
+def test_a_computation_on_a_cpu_is_done_when_its_call_returns():
+    program = '''
+from jax_train_utils import configure_process
+configure_process('cpu')
+import jax, jax.numpy as jnp
+slow = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda i, x: x @ x * 1e-3, x))
+x = jnp.ones((500, 500))
+jax.block_until_ready(slow(x))
+assert slow(x).is_ready()  # so are its temporaries freed
+'''
+    env = os.environ | {'JAX_NUM_CPU_DEVICES': '1'}
+    result = subprocess.run([sys.executable, '-c', program], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_memory_is_kept_only_where_the_cpu_computes(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(jax_train_utils, 'configure_malloc', lambda: calls.append(1))
@@ -449,6 +464,7 @@ def test_one_of_several_gpus_is_the_only_one_that_is_touched(monkeypatch):
     settings = {}
     monkeypatch.setattr(jax.config, 'update', lambda name, value: settings.update({name: value}))
     configure_process('cuda:1')
+    del settings['jax_cpu_enable_async_dispatch']
     assert settings == {'jax_cuda_visible_devices': '1', 'jax_rocm_visible_devices': '1'}
 
 
