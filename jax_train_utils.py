@@ -148,14 +148,18 @@ def configure_process(device, deterministic=False):
     if kind in ('cuda', 'gpu') and index:  # nor the other GPUs
         jax.config.update('jax_cuda_visible_devices', index)
         jax.config.update('jax_rocm_visible_devices', index)
-    # On a CPU a call then returns when it is done and its temporaries are freed. With asynchronous dispatch the next
-    # call often allocates its own before that: 3.8 to 9.1 GB for GPT-2 124M, instead of 3.8
-    # (docs/performance.md#malloc).
-    jax.config.update('jax_cpu_enable_async_dispatch', False)
     if deterministic:
         os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_deterministic_ops=true'
     if kind == 'cpu' or kind == 'auto' and not finds_accelerator():
         configure_malloc()
+    jax.config.update('jax_cpu_enable_async_dispatch', False)  # see is_synchronous
+
+
+def is_synchronous(device):
+    """Whether a computation on the device is done, and its temporaries are freed, when its call returns. With
+    asynchronous dispatch on a CPU, the next call often allocates its own before that: 3.8 to 9.1 GB for GPT-2 124M,
+    instead of 3.8 (docs/performance.md#malloc)."""
+    return device.platform == 'cpu'
 
 
 def finds_accelerator(dev=Path('/dev')):

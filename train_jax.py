@@ -114,10 +114,10 @@ from jax_train_utils import (
     choose_attention, choose_checkpoint, config_from_flags, configure_process, copy_tokenizer,
     create_learning_rate_schedule, create_lora_state, create_optimizer_with_schedule, describe_data, describe_tokenizer,
     device_peak_flops, duration, estimate_loss_jax, finish_checkpoints, fit_layout, flags_from_config, get_batch_jax,
-    get_loss_weights, in_all_processes, initialize_distributed, load_checkpoint, load_dataset, load_frozen, load_masks,
-    load_weights, lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags, model_params, open_checkpoints,
-    plot_losses, progress_bar, same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment,
-    split_batch, start_wandb, with_expert_balance, write_text)
+    get_loss_weights, in_all_processes, initialize_distributed, is_synchronous, load_checkpoint, load_dataset,
+    load_frozen, load_masks, load_weights, lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags,
+    model_params, open_checkpoints, plot_losses, progress_bar, same_tokens, save_checkpoint, setup_distributed_training,
+    setup_jax_environment, split_batch, start_wandb, with_expert_balance, write_text)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 configure_process(device, deterministic)
@@ -430,7 +430,7 @@ try:
         stop_requested = parallel.max_over_processes(stop.signum)  # all processes stop after the same iteration
         # forward, backward, gradient accumulation, clipping and the update are one compiled function: make_train_step
         compiling = clock.compiling
-        state, metrics = train_step(state, batch)  # async dispatch, but on CPUs (see configure_process)
+        state, metrics = train_step(state, batch)  # dispatched only, unless is_synchronous
         if iter_num == first_iter:  # this call has compiled it
             compiling = clock.compiling - compiling
             log.start += compiling  # does not count as the iteration's time
@@ -438,7 +438,7 @@ try:
         batch = make_batch(iter_num + 1)
         log.flush()  # metrics of the previous iteration: fetched after the next step is dispatched
         log.pending = iter_num, metrics
-        if devices[0].platform == 'cpu':
+        if is_synchronous(devices[0]):
             log.flush()
         if tracing and iter_num == profile_at + 2:
             stop_profile()

@@ -800,7 +800,11 @@ def test_a_run_with_muon_resumes_bit_for_bit_and_with_other_execution_options(fl
     assert_refused(result, 'cannot resume with another optimizer')
 
 
-def test_the_loop_reads_an_iteration_only_when_the_next_is_on_its_way(flags, tmp_path, monkeypatch):
+@pytest.mark.parametrize('is_synchronous, expected', [
+    (False, ['start', *['start', 'read'] * 5, 'read']), (True, ['start', 'read'] * 6)])
+def test_the_loop_reads_an_iteration_only_when_the_next_is_on_its_way(is_synchronous, expected, flags, tmp_path,
+                                                                      monkeypatch):
+    monkeypatch.setattr(jax_train_utils, 'is_synchronous', lambda device: is_synchronous)
     events, compile_step, device_get = [], jax_train_utils.DataParallel.train_step, jax.device_get
 
     def recording_train_step(self, step):
@@ -818,7 +822,7 @@ def test_the_loop_reads_an_iteration_only_when_the_next_is_on_its_way(flags, tmp
     monkeypatch.setattr(jax_train_utils.DataParallel, 'train_step', recording_train_step)
     monkeypatch.setattr(jax, 'device_get', recording_get)
     succeeded(train(tmp_path / 'out', *flags, '--max_iters=6', '--eval_interval=100'))
-    assert events == ['start', *['start', 'read'] * 5, 'read']
+    assert events == expected
 
 
 # -----------------------------------------------------------------------------
