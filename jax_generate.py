@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 
 from jax_ops import STORED_AS, Int8, Transposed, UserError, ceil_div, current_mesh, order_by_rank, quantize, shard
-from jax_transformer import CACHE_DTYPES, GPT, PAD, attention_span
+from jax_transformer import CACHE_DTYPES, GPT, PAD, attention_span, has_ring_cache
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
 MAX_DRAFT = 16
@@ -141,8 +141,9 @@ def count_slots(config, layer_type, n_slots):
     2,048 slots or more has PIECE more: a piece of a prompt then overwrites no key to which its first tokens attend, for
     which the ring would be copied."""
     span = attention_span(config, layer_type)
-    is_ring = layer_type in ('window', 'chunk') or config.position == 'rope'
-    return span + PIECE if is_ring and n_slots >= span >= 2048 else min(span, n_slots)
+    if has_ring_cache(config, layer_type) and n_slots >= span >= 2048:
+        return span + PIECE
+    return min(span, n_slots)
 
 
 def cache_bytes(config, n_positions, dtype='auto'):
@@ -157,7 +158,7 @@ def cache_bytes(config, n_positions, dtype='auto'):
 def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=False):
     """An empty KV cache, {layer: {name: [B, G, S, K]}}: the token at position p of its sequence has slot p.
 
-    A layer has as many slots as count_slots says, as a ring if it has a limited span: padding must be marked as PAD.
+    A layer has as many slots as count_slots says, as a ring where has_ring_cache: padding must be marked as PAD.
     dtype: one of CACHE_DTYPES, or 'auto' for the config's; int8 and float8 have a scale per vector. n_draft:
     tokens per step that may be rejected and fed again. as_bits: store bfloat16 and float8 as unsigned integers, for
     CPUs: XLA:CPU of jaxlib 0.10 would convert the full cache to float32 and back in each step. Heads come before slots,
@@ -355,25 +356,23 @@ def draft_tokens(params, state, n_draft, config, sampling, sampling_params):
     """Drafts [B, n_draft] by a smaller model, token by token, and the state with its cache. The draft model draws with
     the random numbers that the model will draw with, so both sample the same token wherever they agree."""
     def draft(n, idx_BxT, position_BxT, cache):
-        """Draft n, the token after the given ones."""
+        """(draft n, the token after the given ones [B]; the cache)."""
         logits_BxTxV, cache = GPT(config).apply(
             {'params': params}, idx_BxT, cache, position_BxT=position_BxT, method='with_cache')
         key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B + n)
         return sample_token(logits_BxTxV[:, -1], key_B, sampling, sampling_params).astype(jnp.int32), cache
 
-    def step(n, carry):
-        drafts_BxJ, cache = carry
-        last_Bx1 = jax.lax.dynamic_slice_in_dim(drafts_BxJ, n - 1, 1, axis=1)
-        token_B, cache = draft(n, last_Bx1, state.length_B[:, None] + n - 1, cache)
-        return drafts_BxJ.at[:, n].set(token_B), cache
+    def step(carry, n):
+        token_B, cache = carry
+        carry = draft(n, token_B[:, None], state.length_B[:, None] + n - 1, cache)
+        return carry, carry[0]
 
     # re-feed the second-to-last token: if every draft was accepted, the draft model has not cached it yet
     position_BxT = jnp.maximum(state.length_B[:, None] - jnp.array([2, 1]), 0)
-    token_B, cache = draft(0, jnp.take_along_axis(state.tokens_BxN, position_BxT, axis=1), position_BxT,
-                           state.caches[1])
-    drafts_BxJ = jnp.repeat(token_B[:, None], n_draft, axis=1)
-    drafts_BxJ, cache = jax.lax.fori_loop(1, n_draft, step, (drafts_BxJ, cache))
-    return drafts_BxJ, state.replace(caches=(state.caches[0], cache))
+    idx_BxT = jnp.take_along_axis(state.tokens_BxN, position_BxT, axis=1)
+    first_B, cache = draft(0, idx_BxT, position_BxT, state.caches[1])
+    (_, cache), later_JxB = jax.lax.scan(step, (first_B, cache), jnp.arange(1, n_draft))
+    return jnp.concatenate([first_B[None], later_JxB]).T, state.replace(caches=(state.caches[0], cache))
 
 
 def prompt_lookup_draft(tokens_N, length, n_draft):

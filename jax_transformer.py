@@ -282,7 +282,7 @@ def update_kv_cache(config, layer_type, cache, new_kv, position_BxT):
     queries attend to new_kv."""
     if cache is None:
         return new_kv, position_BxT, None
-    if layer_type in ('window', 'chunk') or config.position == 'rope':  # a ring of the layer's attention span
+    if has_ring_cache(config, layer_type):
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     cache = write_cache(cache, new_kv, position_BxT)
     kv = read_cache(cache, config.dtype)
@@ -552,8 +552,7 @@ class MoEConfig:
 
 
 def init_config(config):
-    """Makes the groups of a GPTConfig from dicts. Raises UserError for values out of range or that do not go together.
-    """
+    """Makes the groups of a GPTConfig from dicts. Raises UserError for values out of range or in conflict."""
     for name, group in (('rope_scaling', RopeScaling), ('mla', MLAConfig), ('moe', MoEConfig)):
         if isinstance(getattr(config, name), dict):
             object.__setattr__(config, name, group(**getattr(config, name)))
@@ -665,6 +664,11 @@ def span_limits(config, layer_type):
 def attention_span(config, layer_type):
     """Number of positions that a query attends to at most, its own included."""
     return span_limits(config, layer_type).get(layer_type, config.block_size)
+
+
+def has_ring_cache(config, layer_type):
+    """Whether a layer's KV cache is a ring of its attention span: positions may exceed it, so keys are overwritten."""
+    return bool(span_limits(config, layer_type)) or config.position == 'rope'
 
 
 def update_ring_cache(config, layer_type, cache, new_kv, position_BxT):

@@ -464,8 +464,8 @@ def test_one_of_several_gpus_is_the_only_one_that_is_touched(monkeypatch):
     settings = {}
     monkeypatch.setattr(jax.config, 'update', lambda name, value: settings.update({name: value}))
     configure_process('cuda:1')
-    del settings['jax_cpu_enable_async_dispatch']
-    assert settings == {'jax_cuda_visible_devices': '1', 'jax_rocm_visible_devices': '1'}
+    assert settings == {'jax_cuda_visible_devices': '1', 'jax_rocm_visible_devices': '1',
+                        'jax_cpu_enable_async_dispatch': False}
 
 
 def test_deterministic_sets_xlas_flag_before_jax_starts(monkeypatch):
