@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 
 from jax_ops import STORED_AS, Int8, Transposed, UserError, ceil_div, current_mesh, order_by_rank, quantize, shard
-from jax_transformer import CACHE_DTYPES, GPT, PAD, attention_span, has_ring_cache
+from jax_transformer import CACHE_DTYPES, GPT, PAD, Block, attention_span, has_ring_cache
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
 MAX_DRAFT = 16
@@ -269,10 +269,30 @@ def sample_and_append(state, logits_BxV, active_B, sampling, sampling_params):
     return state, token_B
 
 
-@functools.partial(jax.jit, donate_argnames='cache', static_argnames='config')
 def prefill(params, cache, idx_BxT, position_BxT, *, config):
-    """The KV cache with one piece of the prompts; PAD in position_BxT marks padding."""
-    return GPT(config).apply({'params': params}, idx_BxT, cache, position_BxT=position_BxT, method='with_cache')[1]
+    """The KV cache with one piece of the prompts, layer by layer; PAD in position_BxT marks padding.
+
+    Each layer is a call of its own, because XLA then compiles one layer of each kind instead of all of them."""
+    tables = {name: p for name, p in params.items() if not name.startswith('h_')}
+    x_BxTxD = commit(embed_prompts(tables, idx_BxT, position_BxT, config=config), params)
+    new_cache = {}
+    for i in range(config.n_layer):
+        name = f'h_{i}'
+        x_BxTxD, new_cache[name] = prefill_layer(params[name], cache[name], x_BxTxD, position_BxT, config=config,
+                                                 layer=config.layer(i), is_last=i == config.n_layer - 1)
+    return new_cache
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def embed_prompts(tables, idx_BxT, position_BxT, *, config):
+    return GPT(config).apply({'params': tables}, idx_BxT, position_BxT, method='embed')
+
+
+@functools.partial(jax.jit, donate_argnames='cache', static_argnames=('config', 'layer', 'is_last'))
+def prefill_layer(params, cache, x_BxTxD, position_BxT, *, config, layer, is_last):
+    """(input of the next layer [B, T, D], the layer's cache); the last layer is computed as far as its cache needs."""
+    x_BxTxD, cache = Block(config, *layer).apply({'params': params}, x_BxTxD, position_BxT, cache)
+    return None if is_last else x_BxTxD, cache
 
 
 @functools.partial(jax.jit, static_argnames=('configs', 'sampling', 'n_draft', 'use_cache'), donate_argnames='state')

@@ -380,13 +380,15 @@ class GPT(nn.Module):
         rngs={'dropout': key}. seq_id_B: the ids of the sequences, by which dropout draws; 0, 1, 2, ... if not given.
         logit_position_B: logits of this one index into T of each sequence only, [B, 1, V]."""
         x_BxTxD, _ = self.hidden(idx_BxT, position_BxT, None, deterministic, seq_id_B)
-        return self.logits(x_BxTxD, logit_position_B)
+        if logit_position_B is not None:
+            x_BxTxD = jnp.take_along_axis(x_BxTxD, logit_position_B[:, None, None], axis=1)
+        return lm_logits(x_BxTxD, self.lm_head_VxD)
 
-    def with_cache(self, idx_BxT, cache, *, position_BxT, logit_position_B=None):
+    def with_cache(self, idx_BxT, cache, *, position_BxT):
         """(logits as in __call__, cache): the T tokens are written to the KV cache (see init_cache in jax_generate.py),
         and attend to it. PAD in position_BxT marks padding."""
         x_BxTxD, cache = self.hidden(idx_BxT, position_BxT, cache, deterministic=True)
-        return self.logits(x_BxTxD, logit_position_B), cache
+        return lm_logits(x_BxTxD, self.lm_head_VxD), cache
 
     def loss(self, idx_BxT, targets_BxT, *, loss_chunk=0, deterministic=True, seq_id_B=None):
         """Cross-entropy of each target, float32 [B, T]. loss_chunk: logits are materialized for this many positions at
@@ -398,40 +400,38 @@ class GPT(nn.Module):
 
         return map_sequence_chunks(loss_of, loss_chunk, x_BxTxD, targets_BxT)
 
+    def embed(self, idx_BxT, position_BxT, seq_id_B=None):
+        """The input of the first block, [B, T, D]."""
+        cfg = self.config
+        x_BxTxD = embed_tokens(self.wte_VxD, idx_BxT, cfg.dtype) * jnp.asarray(cfg.embed_scale, cfg.dtype)
+        if cfg.position == 'learned':
+            position_ids = jnp.arange(idx_BxT.shape[1])[None] if position_BxT is None else position_BxT
+            x_BxTxD += jnp.take(self.wpe, position_ids, axis=0, mode='clip').astype(cfg.dtype)
+        return dropout(self, x_BxTxD, seq_id_B)
+
     def hidden(self, idx_BxT, position_BxT, cache, deterministic, seq_id_B=None):
         """(activations after the last norm [B, T, D], the new cache)."""
         cfg = self.config
-        B, T = idx_BxT.shape
-        if T > cfg.block_size:
-            raise ValueError(f'{T} tokens do not fit in block_size {cfg.block_size}')
+        if idx_BxT.shape[1] > cfg.block_size:
+            raise ValueError(f'{idx_BxT.shape[1]} tokens do not fit in block_size {cfg.block_size}')
         if deterministic:
             seq_id_B = None
         elif seq_id_B is None:
-            seq_id_B = jnp.arange(B)
-        x_BxTxD = embed_tokens(self.wte_VxD, idx_BxT, cfg.dtype) * jnp.asarray(cfg.embed_scale, cfg.dtype)
-        if cfg.position == 'learned':
-            position_ids = jnp.arange(T)[None] if position_BxT is None else position_BxT
-            x_BxTxD += jnp.take(self.wpe, position_ids, axis=0, mode='clip').astype(cfg.dtype)
-        x_BxTxD = dropout(self, x_BxTxD, seq_id_B)
+            seq_id_B = jnp.arange(len(idx_BxT))
+        x_BxTxD = self.embed(idx_BxT, position_BxT, seq_id_B)
         if cfg.scan_layers and cache is None and not self.is_initializing():
             return self.ln_f(scan_blocks(self, x_BxTxD, position_BxT, seq_id_B)), None
 
-        def run(block, x_BxTxD, layer_cache):
-            return block(x_BxTxD, position_BxT, layer_cache, seq_id_B)
-
+        run = Block.__call__
         if cfg.remat != 'none' and cache is None:
             run = nn.remat(run, policy=remat_policy(cfg.remat))
         elif cache is not None:
             run = nn.jit(run)  # traced and lowered once for all layers of a kind
         new_cache = {}
         for i, block in enumerate(self.h):
-            x_BxTxD, new_cache[f'h_{i}'] = run(block, x_BxTxD, cache and cache[f'h_{i}'])
+            x_BxTxD, new_cache[f'h_{i}'] = run(block, x_BxTxD, position_BxT, cache and cache[f'h_{i}'], seq_id_B)
         return self.ln_f(x_BxTxD), new_cache
 
-    def logits(self, x_BxTxD, logit_position_B=None):
-        if logit_position_B is not None:
-            x_BxTxD = jnp.take_along_axis(x_BxTxD, logit_position_B[:, None, None], axis=1)
-        return lm_logits(x_BxTxD, self.lm_head_VxD)
 
 def cross_entropy(logits_BxTxV, targets_BxT):
     """-log softmax(logits)[target], [B, T]. Vocabulary-sharded logits stay sharded: XLA reduces maximum, sum and target

@@ -451,13 +451,13 @@ def test_other_lengths_and_numbers_of_tokens_compile_nothing_new_unless_they_nee
         generate(params, config, random_tokens(2, length), max_new_tokens, rng=jax.random.key(0), top_k=top_k)
 
     run(30, 8, 5)
-    n_prefill, n_decode = jax_generate.prefill._cache_size(), jax_generate.decode._cache_size()
+    n_prefill, n_decode = jax_generate.prefill_layer._cache_size(), jax_generate.decode._cache_size()
     for length, max_new_tokens, top_k in ((27, 8, 5), (56, 2, 9), (33, 8, 5), (20, 30, 37)):
         run(length, max_new_tokens, top_k)
-    assert jax_generate.prefill._cache_size() == n_prefill
+    assert jax_generate.prefill_layer._cache_size() == n_prefill
     assert jax_generate.decode._cache_size() == n_decode
     run(4, 40, 5)  # short prompts have pieces of their own
-    assert jax_generate.prefill._cache_size() == n_prefill + 1
+    assert jax_generate.prefill_layer._cache_size() == n_prefill + 2  # the last layer is a program of its own
 
 
 @pytest.mark.parametrize('options, message', [

@@ -9,12 +9,13 @@ import pytest
 
 import jax_generate
 from jax_generate import (
-    PAD, PrefixCache, convert_params_for_decoding, decode, generate, generate_stream, init_cache, keep_largest, prefill)
+    PAD, PrefixCache, convert_params_for_decoding, decode, generate, generate_stream, init_cache, keep_largest,
+    prefill_layer)
 from jax_ops import UserError, embed_tokens
 from jax_pretrained import load_pretrained
 from jax_train_utils import setup_distributed_training
 from jax_transformer import update_ring_cache
-from tests.common import FAMILIES, TINY, apply, random_params, random_tokens
+from tests.common import FAMILIES, TINY, apply, apply_with_cache, random_params, random_tokens
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
 ROPE = dataclasses.replace(TINY, position='rope', norm='rms', bias=False)
@@ -82,8 +83,9 @@ def test_a_long_prompt_never_has_all_its_scores_in_memory_and_gives_the_same_tex
     np.testing.assert_array_equal(in_blocks, generate(params, config, idx, 6, **options))
 
     cache = jax.eval_shape(lambda: jax_generate.init_cache(config, 1, 4096))
-    piece = jnp.zeros((1, 512), jnp.int32)
-    memory = jax_generate.prefill.lower(params, cache, piece, piece, config=config).compile().memory_analysis()
+    memory = prefill_layer.lower(
+        params['h_0'], cache['h_0'], jnp.zeros((1, 512, config.n_embd)), jnp.zeros((1, 512), jnp.int32), config=config,
+        layer=config.layer(0), is_last=False).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.7 * config.n_head * 512 * 4096 * 4  # bytes of all scores of a piece
 
 
@@ -294,12 +296,12 @@ def test_decode_and_prefill_are_compiled_once_for_weights_that_a_script_has_plac
     config = dataclasses.replace(TINY, block_size=128)
     params = setup_distributed_training(jax.devices()[:1]).device_put(random_params(config))
     params = convert_params_for_decoding(dict(params), 'float32')
-    for compiled in (decode, prefill):
+    for compiled in (decode, prefill_layer):
         compiled.clear_cache()
     results = generate_stream(params, config, random_tokens(1, n_prompt), 9, rng=jax.random.key(0), chunk=3)
     assert len(list(results)) == 4
     assert decode._cache_size() == 1
-    assert prefill._cache_size() == (n_prompt > 1)
+    assert prefill_layer._cache_size() == 2 * (n_prompt > 1)  # the last layer is a program of its own
 
 
 def test_on_a_cpu_a_bfloat16_decode_loop_makes_no_float32_copy_of_the_embedding():
@@ -319,9 +321,28 @@ def test_on_a_cpu_a_bfloat16_decode_loop_makes_no_float32_copy_of_the_embedding(
 def test_a_step_with_a_cache_is_traced_once_for_all_layers_of_a_kind(layer_types, kinds):
     def n_matmuls(n_layer):
         config = dataclasses.replace(ROPE, n_layer=n_layer, layer_types=layer_types, window=8)
-        cache = init_cache(config, 1, 16)
-        lowered = prefill.lower(random_params(config), cache, random_tokens(1, 4), jnp.arange(4)[None], config=config)
+        lowered = jax.jit(apply_with_cache, static_argnums=0).lower(
+            config, random_params(config), random_tokens(1, 4), init_cache(config, 1, 16), jnp.arange(4)[None])
         return lowered.as_text().count('dot_general')
 
-    matmuls_of_a_layer = 6  # the last layer needs only one of them in a prefill, and is a program of its own
-    assert n_matmuls(4) == n_matmuls(8) == kinds * matmuls_of_a_layer + 1
+    matmuls_of_a_layer = 6
+    assert n_matmuls(4) == n_matmuls(8) == kinds * matmuls_of_a_layer + 1  # and the head
+
+
+@pytest.mark.parametrize('layer_types, kinds', [(('full',), 1), (('full', 'window'), 2)])
+def test_prefill_compiles_one_layer_of_each_kind_and_the_last_layer(layer_types, kinds):
+    for n_layer in (4, 8):
+        config = dataclasses.replace(ROPE, n_layer=n_layer, layer_types=layer_types, window=8)
+        prefill_layer.clear_cache()
+        generate(random_params(config), config, random_tokens(1, 4), 1, rng=RNG)
+        assert prefill_layer._cache_size() == kinds + 1
+
+
+def test_the_last_layer_is_prefilled_as_far_as_its_cache_needs():
+    def n_matmuls(*, is_last):
+        lowered = prefill_layer.lower(
+            random_params(ROPE)['h_0'], init_cache(ROPE, 1, 16)['h_0'], jnp.zeros((1, 4, ROPE.n_embd)),
+            jnp.arange(4)[None], config=ROPE, layer=ROPE.layer(0), is_last=is_last)
+        return lowered.compile().as_text().count(' dot(')
+
+    assert (n_matmuls(is_last=False), n_matmuls(is_last=True)) == (6, 1)
