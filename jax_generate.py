@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jax_ops import STORED_AS, Int8, Transposed, UserError, ceil_div, current_mesh, order_by_rank, quantize, shard
+from jax_ops import (
+    STORED_AS, Int8, Transposed, UserError, as_uint8, ceil_div, cpu_multiplies_uint8, current_mesh, order_by_rank,
+    quantize, shard)
 from jax_transformer import CACHE_DTYPES, GPT, PAD, Block, attention_span, has_ring_cache
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
@@ -40,10 +42,11 @@ def convert_params_for_decoding(params, dtype, quantize=''):
         devices = devices_of(part)
         if len(devices) == 1:  # without a mesh of one device, see commit
             part = jax.tree.map(lambda x: jnp.asarray(x).addressable_data(0), part)
+        on_cpu = all(device.platform == 'cpu' for device in devices)
         if quantize:
-            part = quantize_params(part)
+            part = quantize_params(part, jnp.uint8 if on_cpu and cpu_multiplies_uint8() else jnp.int8)
         part = cast_matrices(part, dtype)
-        if dtype in ('float32', 'bfloat16') and [device.platform for device in devices] == ['cpu']:
+        if dtype in ('float32', 'bfloat16') and on_cpu and len(devices) == 1:
             part = transpose_kernels(part)
         converted |= jax.block_until_ready(part)  # so that the old buffers are freed before the next conversion
     return converted
@@ -54,23 +57,24 @@ def devices_of(tree):
     return jnp.asarray(jax.tree.leaves(tree)[0]).devices()
 
 
-def quantize_params(params):
+def quantize_params(params, stored_as=jnp.int8):
     """The parameters with Int8 matrices (kernel, wte, lm_head), one scale per output: a quarter of float32's bytes.
-    wpe, kv_b and the router stay in float: small, and routing is sensitive."""
+    wpe, kv_b and the router stay in float: small, and routing is sensitive. stored_as: see Int8."""
     quantized = {}
     for name, p in params.items():
         if isinstance(p, dict):
-            quantized[name] = p if name == 'router' else quantize_params(p)
+            quantized[name] = p if name == 'router' else quantize_params(p, stored_as)
         elif name in ('kernel', 'wte', 'lm_head'):
-            quantized[name] = quantize_matrix(p, transpose=name == 'kernel')
+            quantized[name] = quantize_matrix(p, transpose=name == 'kernel', stored_as=stored_as)
         else:
             quantized[name] = p
     return quantized
 
 
-@functools.partial(jax.jit, static_argnames='transpose')  # one pass: no temporaries as large as the matrix
-def quantize_matrix(p, transpose):
-    return Int8(*quantize(p.swapaxes(-1, -2) if transpose else p, jnp.int8))
+@functools.partial(jax.jit, static_argnames=('transpose', 'stored_as'))  # one pass: no temporaries as large as p
+def quantize_matrix(p, *, transpose, stored_as):
+    values, scale = quantize(p.swapaxes(-1, -2) if transpose else p, jnp.int8)
+    return Int8(values if stored_as == jnp.int8 else as_uint8(values), scale)
 
 
 def cast_matrices(params, dtype):

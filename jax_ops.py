@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
@@ -18,7 +19,10 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
 from jax_flags import UserError
 
@@ -273,6 +277,8 @@ def matmul_nt(x, w_OxI):
 
 def nt(x_RxI, w_OxI, dtype=jnp.float32):
     """x @ w.T, accumulated in dtype."""
+    if x_RxI.dtype == jnp.uint8:
+        return nt_uint8.bind(x_RxI, w_OxI)
     return jax.lax.dot_general(x_RxI, w_OxI, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
@@ -282,6 +288,36 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
     n_padding = -R % 4 if R > 1 else 0  # five rows take longer than eight
     x_RxI = jnp.pad(x_RxI, ((0, n_padding), (0, 0)))
     return jax.lax.optimization_barrier(nt(w_OxI, x_RxI, dtype)).T[:R]
+
+
+# x @ w.T of uint8 x and int8 w -> int32. CPUs have instructions for this pair (VNNI), which XLA:CPU uses: int8 by int8
+# takes 1.4 to 2.6 times as long. JAX's own lowering converts operands of two dtypes to int32, so this one is ours.
+nt_uint8 = jax.extend.core.Primitive('nt_uint8')
+
+
+@nt_uint8.def_abstract_eval
+def nt_uint8_shape(x_RxI, w_OxI):
+    return jax.core.ShapedArray((x_RxI.shape[0], w_OxI.shape[0]), jnp.dtype(jnp.int32))
+
+
+def lower_nt_uint8(context, x_RxI, w_OxI):
+    y_RxO = ir.RankedTensorType.get(context.avals_out[0].shape, ir.IntegerType.get_signless(32))
+    return [stablehlo.dot_general(y_RxO, x_RxI, w_OxI, stablehlo.DotDimensionNumbers.get([], [], [1], [1]))]
+
+
+mlir.register_lowering(nt_uint8, lower_nt_uint8, platform='cpu')
+
+
+@functools.cache
+def cpu_multiplies_uint8():
+    """Whether XLA has nt_uint8's matmul for this CPU: where it has none, it refuses to compile."""
+    shapes = (jax.ShapeDtypeStruct((64, 64), jnp.uint8), jax.ShapeDtypeStruct((2, 64), jnp.int8))
+    try:
+        with jax.default_device(jax.local_devices(backend='cpu')[0]):
+            jax.jit(nt_uint8.bind).lower(*shapes).compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def lane_terms(n, least, most):
@@ -326,7 +362,7 @@ def nt_bfloat16_row(x_1xI, w_OxI):
 
 class Int8(struct.PyTreeNode):
     """A matrix [I, O] quantized to int8 with one scale per output: values [..., O, I] and float32 scale [..., O]. As an
-    embedding table [V, D] it has one scale per token."""
+    embedding table [V, D] it has one scale per token. For CPUs, values may be stored as uint8, see as_uint8."""
     values: jax.Array
     scale: jax.Array
     n_ranks: int = struct.field(pytree_node=False, default=1)
@@ -451,9 +487,19 @@ def quantize(x, dtype, largest=None):
     return (jnp.round(x) if is_integer else x).astype(dtype), scale
 
 
+def as_uint8(x):
+    """int8 x as uint8 x + 128: another highest bit."""
+    return jax.lax.bitcast_convert_type(x ^ -128, jnp.uint8)
+
+
+def as_int8(values):
+    """The values of an Int8, which may be stored by as_uint8, in int8."""
+    return jax.lax.bitcast_convert_type(values ^ 128, jnp.int8) if values.dtype == jnp.uint8 else values
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def matmul_int8(x, w_OxI, scale_O, tp=()):
-    """x [..., I] @ (w * scale).T -> float32 [..., O], for int8 weights with one scale per row; tp as in linear().
+    """x [..., I] @ (w * scale).T -> float32 [..., O], for the values and scales of an Int8; tp as in linear().
 
     On a CPU decoding is bound by reading the weights, and XLA:CPU has fast integer matmuls, so up to 32 rows of x are
     quantized as well, each with one scale: to int16, because in int8 a few large activations would cost the others
@@ -465,12 +511,11 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
         if R > 32:  # without it, the weights of all layers would be converted ahead of the decode loop
             return jax.lax.cond(x_RxI.any(), converted, zeros, x_RxI, w_OxI)
         x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(I))
-        multiply = int8_matvec if R == 1 and int8_lane_terms(I) else int8_matmul
         # without it, x would be quantized again for each row of w (5 times as slow)
-        return jax.lax.cond((scale_R > 1e-32).any(), multiply, zeros, x_RxI, w_OxI) * scale_R[:, None]
+        return jax.lax.cond((scale_R > 1e-32).any(), multiply_integers, zeros, x_RxI, w_OxI) * scale_R[:, None]
 
     def converted(x_RxI, w_OxI):
-        return nt(x_RxI, w_OxI.astype(x_RxI.dtype))
+        return nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))
 
     on_cpu = functools.partial(on_tensor_ranks, in_integers, tp=tp)
     y_RxO = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), w_OxI, cpu=on_cpu, default=converted)
@@ -484,7 +529,7 @@ def matmul_int8_fwd(x, w_OxI, scale_O, tp):
 def matmul_int8_bwd(tp, residuals, g):
     """The gradient of x; the weights are frozen."""
     zero, w_OxI, scale_O = residuals
-    return matmul_f32_acc((g * scale_O).astype(zero.dtype), w_OxI.astype(zero.dtype)), None, None
+    return matmul_f32_acc((g * scale_O).astype(zero.dtype), as_int8(w_OxI).astype(zero.dtype)), None, None
 
 
 matmul_int8.defvjp(matmul_int8_fwd, matmul_int8_bwd)
@@ -511,14 +556,23 @@ def int16_levels(n):
     return min(127 * 256 + 127, (2**31 - 1) // (127 * n))
 
 
+def multiply_integers(x_RxI, w_OxI):
+    """x @ w.T of int16 x and the values of an Int8, exact, then in float32."""
+    multiply = int8_matvec if len(x_RxI) == 1 and int8_lane_terms(x_RxI.shape[1]) else int8_matmul
+    y_RxO = multiply(x_RxI, w_OxI)
+    if w_OxI.dtype == jnp.uint8:  # values + 128: int32 wraps around, and the difference is exact
+        y_RxO -= 128 * x_RxI.sum(1, keepdims=True, dtype=jnp.int32)
+    return y_RxO.astype(jnp.float32)
+
+
 def int8_matmul(x_RxI, w_OxI):
-    """x @ w.T of int16 x and int8 weights, exact, then in float32. XLA:CPU's fast matmul is int8 x int8: x = 256 high +
-    low, which are twice as many rows."""
+    """x @ w.T -> int32 of int16 x and int8 or uint8 weights. XLA:CPU's fast matmuls take x in int8: x = 256 high + low,
+    which are twice as many rows."""
     high_RxI = (x_RxI + 128) >> 8
     low_RxI = x_RxI - 256 * high_RxI
     y_2RxO = nt_weights_left(jnp.concatenate([high_RxI, low_RxI]).astype(jnp.int8), w_OxI, jnp.int32)
     high_RxO, low_RxO = jnp.split(y_2RxO, 2)
-    return (256 * high_RxO + low_RxO).astype(jnp.float32)
+    return 256 * high_RxO + low_RxO
 
 
 def int8_matvec(x_1xI, w_OxI):
@@ -527,7 +581,7 @@ def int8_matvec(x_1xI, w_OxI):
     terms = int8_lane_terms(x_1xI.shape[1])
     split = lambda a: a.astype(jnp.int32).reshape(len(a), -1, terms, 32)
     partial_sums = jax.lax.optimization_barrier((split(w_OxI) * split(x_1xI)).sum(2))
-    return partial_sums.sum((1, 2))[None].astype(jnp.float32)
+    return partial_sums.sum((1, 2))[None]
 
 
 # -----------------------------------------------------------------------------
@@ -1083,7 +1137,7 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
     over fsdp, columns for sequences. The table itself does not move, and its gradient is a sum in the table's dtype,
     float32: in bfloat16 a sum over the many tokens of one id stagnates."""
     if isinstance(table_VxD, Int8):
-        x_BxTxD = jnp.take(table_VxD.values, idx_BxT, axis=0, mode='clip').astype(dtype)
+        x_BxTxD = as_int8(jnp.take(table_VxD.values, idx_BxT, axis=0, mode='clip')).astype(dtype)
         return x_BxTxD * jnp.take(table_VxD.scale, idx_BxT, mode='clip')[..., None].astype(dtype)
     dtype = dtype or table_VxD.dtype
     mesh = current_mesh()

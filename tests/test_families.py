@@ -311,15 +311,16 @@ def test_rejected_drafts_leave_a_windowed_cache_intact(name):
     np.testing.assert_array_equal(greedy(params, config, tokens[:, :29], n_draft=3), tokens)
 
 
+@pytest.mark.parametrize('stored_as', ['int8', 'uint8'])
 @pytest.mark.parametrize('name', ['qwen3_moe', 'gpt_oss', 'deepseek_v3'])
-def test_int8_weights_and_caches_keep_the_logits_of_every_family_within_a_few_percent(name):
+def test_int8_weights_and_caches_keep_the_logits_of_every_family_within_a_few_percent(name, stored_as):
     config, params = load(name)
-    quantized = quantize_params(params)
+    quantized = quantize_params(params, jnp.dtype(stored_as))
     mlp = quantized['h_1']['mlp']
     assert mlp['router']['kernel'].dtype == jnp.float32
-    assert quantized['lm_head'].values.dtype == jnp.int8
+    assert quantized['lm_head'].values.dtype == stored_as
     experts = mlp['experts_c_proj']['kernel'].values
-    assert experts.dtype == jnp.int8
+    assert experts.dtype == stored_as
     assert experts.shape[1:] == (config.n_embd, config.moe.width)  # [out, in]
     cache = init_cache(config, 2, 40, 'int8')
     assert bytes_in(cache) == 2 * cache_bytes(config, 40, 'int8')

@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ops
+from jax_generate import convert_params_for_decoding
 from jax_ops import (
-    BATCH, Transposed, UserError, bfloat16_lane_terms, blockwise_attention, causal_mask, chunked_attention,
-    create_mesh, flat_index, fused_causal_attention, hash_dropout, int16_levels, linear, matmul, matmul_int8,
-    matmul_nt, quantize, splash_attention, splash_kernel)
+    BATCH, Transposed, UserError, as_int8, as_uint8, bfloat16_lane_terms, blockwise_attention, causal_mask,
+    chunked_attention, cpu_multiplies_uint8, create_mesh, flat_index, fused_causal_attention, hash_dropout,
+    int16_levels, linear, matmul, matmul_int8, matmul_nt, quantize, splash_attention, splash_kernel)
 from jax_train_utils import make_train_step
 from jax_transformer import GPT, GPTConfig, MLAConfig, create_train_state, dot_product_attention
 from tests.common import random_params, random_tokens
@@ -139,13 +140,19 @@ def operands(rows, width):
     return x, *quantize(w, jnp.int8)
 
 
+def stored(weights, dtype):
+    return as_uint8(weights) if dtype == 'uint8' else weights
+
+
 # one row of width 24 is padded to four rows; of 256 and 1536 it takes the matvec of 32 lanes, with 8 and 24 terms each
+@pytest.mark.parametrize('stored_as', ['int8', 'uint8'])
 @pytest.mark.parametrize('width', [24, 256, 1536])
 @pytest.mark.parametrize('rows', [1, 3, 4, 5, 16, 17, 32])
-def test_int8_matmul_equals_that_of_the_quantized_operands(rows, width):
+def test_int8_matmul_equals_that_of_the_quantized_operands(rows, width, stored_as):
     x, weights, scale = operands(rows, width)
     inputs, x_scale = quantize(x, jnp.int16, int16_levels(width))
     expected = np.float64(inputs) @ np.float64(weights).T * np.float64(x_scale)[:, None] * np.float64(scale)
+    weights = stored(weights, stored_as)
     multiply = jax.jit(matmul_int8)
     got = multiply(x, weights, scale)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
@@ -153,18 +160,38 @@ def test_int8_matmul_equals_that_of_the_quantized_operands(rows, width):
     assert not multiply(0 * x, weights, scale).any()
 
 
-def test_sums_of_int16_activations_and_int8_weights_do_not_overflow():
-    x, w = np.full((2, 3072), -3.0, np.float32), np.full((40, 3072), -127, np.int8)
+@pytest.mark.parametrize('stored_as', ['int8', 'uint8'])
+@pytest.mark.parametrize('weight', [-127, 127])
+def test_sums_of_int16_activations_and_int8_weights_do_not_overflow(weight, stored_as):
+    x, w = np.full((2, 3072), -3.0, np.float32), stored(np.full((40, 3072), weight, np.int8), stored_as)
     for rows in (1, 2):
-        np.testing.assert_allclose(matmul_int8(x[:rows], w, np.ones(40, np.float32)), 3 * 127 * 3072, rtol=1e-6)
+        np.testing.assert_allclose(matmul_int8(x[:rows], w, np.ones(40, np.float32)), -3 * weight * 3072, rtol=1e-6)
 
 
+@pytest.mark.parametrize('stored_as', ['int8', 'uint8'])
 @pytest.mark.parametrize('rows', [1, 4, 33])
-def test_int8_weights_are_all_that_an_int8_matmul_rounds_visibly(rows):
+def test_int8_weights_are_all_that_an_int8_matmul_rounds_visibly(rows, stored_as):
     x, weights, scale = operands(rows, 768)
     exact = np.float64(x) @ (np.float64(weights) * np.float64(scale)[:, None]).T
-    got = jax.jit(matmul_int8)(x, weights, scale)
+    got = jax.jit(matmul_int8)(x, stored(weights, stored_as), scale)
     np.testing.assert_allclose(got, exact, rtol=0, atol=1e-3 * np.abs(exact).max())  # in int8, x would give 3e-2
+
+
+def test_uint8_is_int8_plus_128():
+    x = np.arange(-128, 128).astype(np.int8)
+    assert as_uint8(x).tolist() == [*range(256)]
+    assert as_int8(as_uint8(x)).tolist() == x.tolist()
+
+
+def test_where_xla_has_no_matmul_of_uint8_by_int8_weights_stay_int8(monkeypatch):
+    def refuse(*operands):
+        raise jax.errors.JaxRuntimeError('INTERNAL: no such matmul')
+
+    monkeypatch.setattr(jax_ops.nt_uint8, 'bind', refuse)
+    cpu_multiplies_uint8.cache_clear()
+    params = {'wte': np.ones((40, 64), np.float32)}
+    assert convert_params_for_decoding(params, 'float32', 'int8')['wte'].values.dtype == jnp.int8
+    cpu_multiplies_uint8.cache_clear()
 
 
 # -----------------------------------------------------------------------------
