@@ -501,14 +501,16 @@ def as_int8(values):
 def matmul_int8(x, w_OxI, scale_O, tp=()):
     """x [..., I] @ (w * scale).T -> float32 [..., O], for the values and scales of an Int8; tp as in linear().
 
-    On a CPU decoding is bound by reading the weights, and XLA:CPU has fast integer matmuls, so up to 32 rows of x are
-    quantized as well, each with one scale: to int16, because in int8 a few large activations would cost the others
-    their precision (docs/performance.md#what-int8-costs). More rows, and other devices, convert the weights instead."""
+    On a CPU decoding is bound by reading the weights, and XLA:CPU has fast integer matmuls, so up to 64 rows of x (32
+    where values are int8) are quantized as well, each with one scale: to int16, because in int8 a few large activations
+    would cost the others their precision (docs/performance.md#what-int8-costs). More rows, and other devices, convert
+    the weights instead."""
     def in_integers(x_RxI, w_OxI):
         R, I = x_RxI.shape
         # a condition, false for zeros, is a barrier: XLA:CPU moves nothing across it
         zeros = lambda x_RxI, w_OxI: jnp.zeros((R, len(w_OxI)), jnp.float32)
-        if R > 32:  # without it, the weights of all layers would be converted ahead of the decode loop
+        if R > (64 if w_OxI.dtype == jnp.uint8 else 32):
+            # without it, the weights of all layers would be converted ahead of the decode loop
             return jax.lax.cond(x_RxI.any(), converted, zeros, x_RxI, w_OxI)
         x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(I))
         # without it, x would be quantized again for each row of w (5 times as slow)

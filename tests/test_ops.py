@@ -169,7 +169,7 @@ def test_sums_of_int16_activations_and_int8_weights_do_not_overflow(weight, stor
 
 
 @pytest.mark.parametrize('stored_as', ['int8', 'uint8'])
-@pytest.mark.parametrize('rows', [1, 4, 33])
+@pytest.mark.parametrize('rows', [1, 4, 33, 65])
 def test_int8_weights_are_all_that_an_int8_matmul_rounds_visibly(rows, stored_as):
     x, weights, scale = operands(rows, 768)
     exact = np.float64(x) @ (np.float64(weights) * np.float64(scale)[:, None]).T
@@ -467,8 +467,12 @@ def test_a_loop_over_one_bfloat16_row_keeps_no_float32_copy_of_its_weights():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * 256 * 256
 
 
-def test_a_loop_over_many_rows_keeps_no_float32_copy_of_its_int8_weights():
-    weights = [quantize(jnp.ones((256, 256)), jnp.int8) for _ in range(4)]
+@pytest.mark.parametrize('rows, stored_as', [(40, 'int8'), (72, 'uint8')])
+def test_a_loop_over_many_rows_keeps_no_float32_copy_of_its_int8_weights(rows, stored_as):
+    weights = []
+    for _ in range(4):
+        values, scale = quantize(jnp.ones((256, 256)), jnp.int8)
+        weights.append((stored(values, stored_as), scale))
 
     @jax.jit
     def decode(x, weights):
@@ -478,5 +482,5 @@ def test_a_loop_over_many_rows_keeps_no_float32_copy_of_its_int8_weights():
             return x
         return jax.lax.fori_loop(0, 10, step, x)
 
-    compiled = decode.lower(jnp.ones((40, 256)), weights).compile()
+    compiled = decode.lower(jnp.ones((rows, 256)), weights).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * 4 * 256 * 256
