@@ -928,12 +928,12 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
         array = aligned_empty(shape, dtype if len(shape) >= 2 else np.float32)
         for tensor_map in tensor_maps[path]:
             array[tensor_map.dst] = tensor_map.to_parameter(tensors[tensor_map.name])
-        params[path] = place(path, array)
-        del array
         for tensor_map in tensor_maps[path]:
             x = tensors[tensor_map.name]
             if isinstance(x, np.memmap) and hasattr(x._mmap, 'madvise'):
                 x._mmap.madvise(mmap.MADV_DONTNEED)  # the file's pages count as this process's memory until then
+        params[path] = place(path, array)
+        del array
     return unflatten_dict(params)
 
 
