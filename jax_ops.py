@@ -510,10 +510,10 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
         # a condition, false for zeros, is a barrier: XLA:CPU moves nothing across it
         zeros = lambda x_RxI, w_OxI: jnp.zeros((R, len(w_OxI)), jnp.float32)
         if R > (64 if w_OxI.dtype == jnp.uint8 else 32):
-            # without it, the weights of all layers would be converted ahead of the decode loop
+            # without the condition, the weights of all layers would be converted ahead of the decode loop
             return jax.lax.cond(x_RxI.any(), converted, zeros, x_RxI, w_OxI)
         x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(I))
-        # without it, x would be quantized again for each row of w (5 times as slow)
+        # without the condition, x would be quantized again for each row of w (5 times as slow)
         return jax.lax.cond((scale_R > 1e-32).any(), multiply_integers, zeros, x_RxI, w_OxI) * scale_R[:, None]
 
     def converted(x_RxI, w_OxI):

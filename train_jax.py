@@ -429,12 +429,12 @@ try:
             tracing = True
         stop_requested = parallel.max_over_processes(stop.signum)  # all processes stop after the same iteration
         # forward, backward, gradient accumulation, clipping and the update are one compiled function: make_train_step
-        compiling = clock.compiling
+        compiled_before = clock.compiling
         state, metrics = train_step(state, batch)  # dispatched only, unless is_synchronous
         if iter_num == first_iter:  # this call has compiled it
-            compiling = clock.compiling - compiling
-            log.start += compiling  # does not count as the iteration's time
-            bar.write(f'compiled the training step in {compiling:.1f} s')
+            compile_s = clock.compiling - compiled_before
+            log.start += compile_s  # does not count as the iteration's time
+            bar.write(f'compiled the training step in {compile_s:.1f} s')
         batch = make_batch(iter_num + 1)
         log.flush()  # metrics of the previous iteration: fetched after the next step is dispatched
         log.pending = iter_num, metrics

@@ -25,7 +25,7 @@ from jax_transformer import (
     estimate_mfu, rope_inv_freq)
 from tests.common import (
     FAMILIES, apply, apply_with_cache, cached_logits, copy_folder, edit_json, edit_tensors, random_params, read_tensors,
-    refusal)
+    refusal, skip_without_matmul_of)
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
 IDX = EXPECTED['idx']
@@ -314,6 +314,7 @@ def test_rejected_drafts_leave_a_windowed_cache_intact(name):
 @pytest.mark.parametrize('stored_as', ['int8', 'uint8'])
 @pytest.mark.parametrize('name', ['qwen3_moe', 'gpt_oss', 'deepseek_v3'])
 def test_int8_weights_and_caches_keep_the_logits_of_every_family_within_a_few_percent(name, stored_as):
+    skip_without_matmul_of(stored_as)
     config, params = load(name)
     quantized = quantize_params(params, jnp.dtype(stored_as))
     mlp = quantized['h_1']['mlp']

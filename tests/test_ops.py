@@ -19,7 +19,7 @@ from jax_ops import (
     int16_levels, linear, matmul, matmul_int8, matmul_nt, quantize, splash_attention, splash_kernel)
 from jax_train_utils import make_train_step
 from jax_transformer import GPT, GPTConfig, MLAConfig, create_train_state, dot_product_attention
-from tests.common import random_params, random_tokens
+from tests.common import random_params, random_tokens, skip_without_matmul_of
 
 # 160 positions: one full chunk of attention and a shorter one
 CONFIG = GPTConfig(block_size=160, vocab_size=37, n_layer=1, n_head=2, n_embd=16)
@@ -141,6 +141,7 @@ def operands(rows, width):
 
 
 def stored(weights, dtype):
+    skip_without_matmul_of(dtype)
     return as_uint8(weights) if dtype == 'uint8' else weights
 
 

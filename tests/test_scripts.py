@@ -802,8 +802,8 @@ def test_a_run_with_muon_resumes_bit_for_bit_and_with_other_execution_options(fl
 
 @pytest.mark.parametrize('is_synchronous, expected', [
     (False, ['start', *['start', 'read'] * 5, 'read']), (True, ['start', 'read'] * 6)])
-def test_the_loop_reads_an_iteration_only_when_the_next_is_on_its_way(is_synchronous, expected, flags, tmp_path,
-                                                                      monkeypatch):
+def test_the_loop_reads_an_iteration_when_the_next_is_on_its_way_or_at_once_where_calls_are_synchronous(
+        is_synchronous, expected, flags, tmp_path, monkeypatch):
     monkeypatch.setattr(jax_train_utils, 'is_synchronous', lambda device: is_synchronous)
     events, compile_step, device_get = [], jax_train_utils.DataParallel.train_step, jax.device_get
 
