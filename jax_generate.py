@@ -65,7 +65,8 @@ def quantize_params(params, stored_as=jnp.int8):
         if isinstance(p, dict):
             quantized[name] = p if name == 'router' else quantize_params(p, stored_as)
         elif name in ('kernel', 'wte', 'lm_head'):
-            quantized[name] = quantize_matrix(p, transpose=name == 'kernel', stored_as=stored_as)
+            values, transpose = (p.values, False) if isinstance(p, Transposed) else (p, name == 'kernel')
+            quantized[name] = quantize_matrix(values, transpose=transpose, stored_as=stored_as)
         else:
             quantized[name] = p
     return quantized
@@ -91,7 +92,7 @@ def transpose_kernels(params):
     for name, p in params.items():
         if isinstance(p, dict):
             transposed[name] = p if name == 'router' else transpose_kernels(p)
-        elif name == 'kernel' and not isinstance(p, Int8) and p.ndim == 2:
+        elif name == 'kernel' and not isinstance(p, (Int8, Transposed)) and p.ndim == 2:
             transposed[name] = Transposed(p.T)
         else:
             transposed[name] = p

@@ -37,14 +37,18 @@ WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_mo
 def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: array):
     """(config, params) of a Hugging Face folder or hub name, or of nanoGPT's ckpt.pt (or the folder that holds it).
 
-    params is the tree of GPT(config).init as numpy arrays: matrices in `dtype` (one of DTYPES), vectors in float32,
-    kernels [in, out]. config.dropout is 0 and config.dtype is `dtype`.
+    params is the tree of GPT(config).init as numpy arrays: matrices in `dtype`, vectors in float32, kernels [in, out].
+    config.dropout is 0 and config.dtype is `dtype`.
+    dtype: one of DTYPES; or 'stored', each matrix in the one of DTYPES that the file holds, if it does, else in float32,
+    and config.dtype is 'float32'.
     place(path in the tree, array): called for each parameter before the next one is read, for example to move it to its
-    devices; params holds what place returns.
+    devices; params holds what place returns. A kernel that is [out, in] on disk stays so in memory: its transpose, not
+    the array itself, is C-contiguous.
     Raises UserError for files that are missing or damaged, and for models that GPT does not compute."""
     file = weight_file(local_path(path_or_name))
     load = load_hugging_face if os.path.basename(file) in WEIGHT_FILES else load_nanogpt
-    return load(file, dtype, place)
+    config, params = load(file, dtype, place)
+    return dataclasses.replace(config, dtype='float32' if dtype == 'stored' else dtype), params
 
 
 def load_config(path_or_name):
@@ -457,7 +461,7 @@ FAMILIES = {'gpt2': gpt2_config, 'llama': llama_config, 'mistral': mistral_confi
             'llama4': llama4_config}  # by model_type
 
 
-def read_config(hf, source, dtype='float32'):
+def read_config(hf, source):
     """(GPTConfig, family) for the content of a config.json, as published or as written by transformers 5."""
     require_keys(['model_type'], hf, source, 'the config of a Hugging Face model')
     family = hf['model_type']
@@ -469,7 +473,7 @@ def read_config(hf, source, dtype='float32'):
     if method not in (None, 'mxfp4', 'fp8'):
         raise UserError(f'{source}: quantization {method!r} is not supported; supported: mxfp4, fp8')
     values = FAMILIES[family](HFConfig({'model_type': family} | hf, source))
-    return make_config(values | {'dtype': dtype}, source), family
+    return make_config(values, source), family
 
 
 def make_config(values, source):
@@ -925,7 +929,13 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
     params = {}
     # the largest first: what its copies take is free again for the other parameters
     for path, shape in sorted(param_shapes(config).items(), key=lambda item: -math.prod(item[1])):
-        array = aligned_empty(shape, dtype if len(shape) >= 2 else np.float32)
+        matrix_dtype = dtype
+        if dtype == 'stored':
+            matrix_dtype = common_dtype(tensors[tensor_map.name] for tensor_map in tensor_maps[path])
+        # [out, in] on disk: the same in memory, because a copy that transposes takes longer
+        is_transposed = len(shape) == 2 and all(tensor_map.transpose for tensor_map in tensor_maps[path])
+        array = aligned_empty(shape[::-1] if is_transposed else shape, matrix_dtype if len(shape) >= 2 else np.float32)
+        array = array.T if is_transposed else array
         for tensor_map in tensor_maps[path]:
             array[tensor_map.dst] = tensor_map.to_parameter(tensors[tensor_map.name])
         for tensor_map in tensor_maps[path]:
@@ -935,6 +945,12 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
         params[path] = place(path, array)
         del array
     return unflatten_dict(params)
+
+
+def common_dtype(arrays):
+    """The one of DTYPES that all arrays have, or 'float32'."""
+    names = {x.dtype.name for x in arrays}
+    return names.pop() if len(names) == 1 and names <= set(DTYPES) else 'float32'
 
 
 def aligned_empty(shape, dtype):
@@ -976,7 +992,7 @@ def load_hugging_face(file, dtype, place):
     """(config, params) of a model from its weights, with config.json in the same folder."""
     source = os.path.join(os.path.dirname(file), 'config.json')
     hf = read_json(source)
-    config, family = read_config(hf, source, dtype)
+    config, family = read_config(hf, source)
     if file.endswith('.json'):
         tensors = read_shards(file)
     elif file.endswith('.bin'):

@@ -69,7 +69,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_generate import (
     PrefixCache, bytes_read_per_step, cache_bytes, convert_params_for_decoding, drafts_are_useless, generate_stream,
-    order_columns_by_rank)
+    order_columns_by_rank, transpose_kernels)
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
     Stopwatch, check_agreement, configure_process, describe_tokenizer, final_answer, initialize_distributed,
@@ -102,12 +102,15 @@ parallel = setup_distributed_training(devices[:n_devices], tensor=tensor, expert
 def place(path, array):
     """Moves one parameter to its devices, sharded and as decoding reads it, before the next one is read: no memory ever
     holds the model in float32 that is to be int8."""
-    part = parallel.device_put(unflatten_dict({path: array}))
+    part = unflatten_dict({path: array})
+    if n_devices == 1 and devices[0].platform == 'cpu':
+        part = transpose_kernels(part)  # of an array that is stored [out, in]: a view
+    part = parallel.device_put(part)
     return flatten_dict(convert_params_for_decoding(part, dtype, quantize))[path]
 
 
 def load_weights(path_or_name):
-    return load_pretrained(path_or_name, 'float32' if quantize else dtype, place)
+    return load_pretrained(path_or_name, 'stored' if quantize else dtype, place)
 
 
 def load_draft_model():

@@ -13,7 +13,7 @@ import jax_generate
 import jax_transformer
 from jax_generate import (
     PrefixCache, SamplingConfig, SamplingParams, cast_matrices, convert_params_for_decoding, generate, generate_stream,
-    init_cache, penalize_repetition, prompt_lookup_draft, quantize_params, sample_token)
+    init_cache, penalize_repetition, prompt_lookup_draft, quantize_params, sample_token, transpose_kernels)
 from jax_ops import Transposed, UserError
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu
 from tests.common import TINY, apply, cached_logits, random_params, random_tokens
@@ -243,6 +243,14 @@ def test_decoding_on_a_cpu_has_transposed_kernels_and_the_same_logits():
     np.testing.assert_allclose(apply(TINY, converted, idx), expected, rtol=0, atol=1e-5)
     low = convert_params_for_decoding(dict(random_params(TINY)), 'bfloat16')['h_0']['mlp']['c_fc']['kernel']
     np.testing.assert_array_equal(low.values, kernel.T.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize('dtype, quantize', [('float32', ''), ('bfloat16', ''), ('float32', 'int8')])
+def test_kernels_that_are_transposed_before_conversion_are_converted_to_the_same_bits(dtype, quantize):
+    params = random_params(TINY)
+    converted = convert_params_for_decoding(dict(params), dtype, quantize)
+    again = convert_params_for_decoding(transpose_kernels(params), dtype, quantize)
+    jax.tree.map(np.testing.assert_array_equal, again, converted)
 
 
 def test_gpt2_in_int8_takes_less_than_130_mb():

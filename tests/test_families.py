@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
 from jax_generate import (
@@ -603,6 +603,23 @@ def test_files_and_parameters_may_be_in_16_bits(dtype, tmp_path):
     jax.tree.map(check, exact, low)
 
 
+def test_a_matrix_may_be_loaded_in_the_dtype_that_the_file_holds(tmp_path):
+    folder = copy_folder(FAMILIES / 'llama', tmp_path)
+    tensors = {name: x.astype('bfloat16') for name, x in read_tensors(folder).items()}
+    layer = 'model.layers.0.'
+    for name in ('self_attn.q_proj', 'mlp.gate_proj'):  # q, k and v are one matrix, in two dtypes now
+        tensors[f'{layer}{name}.weight'] = tensors[f'{layer}{name}.weight'].astype('float32')
+    tensors[f'{layer}mlp.up_proj.weight'] = tensors[f'{layer}mlp.up_proj.weight'].astype('float64')
+    edit_tensors(folder, tensors)
+    config, params = load_pretrained(folder, 'stored')
+    assert config.dtype == 'float32'
+    in_float32 = {'c_attn', 'c_gate', 'c_fc'}
+    dtypes = {path[-2]: x.dtype for path, x in flatten_dict(params['h_0']).items() if path[-1] == 'kernel'}
+    assert dtypes == {name: 'float32' if name in in_float32 else 'bfloat16' for name in dtypes}
+    assert params['wte'].dtype == 'bfloat16' and params['ln_f']['scale'].dtype == 'float32'
+    jax.tree.map(np.testing.assert_array_equal, params, load_pretrained(folder)[1])
+
+
 def test_of_a_gemma3_that_sees_the_text_part_is_loaded(tmp_path):
     folder = copy_folder(FAMILIES / 'gemma3', tmp_path)
     text_config = json.loads((folder / 'config.json').read_text())
@@ -667,7 +684,8 @@ def test_parameters_are_loaded_the_largest_first_and_a_cpu_device_takes_them_ove
 
     def place(path, array):
         sizes.append(array.size)
-        assert jax.device_put(array, jax.devices()[0]).unsafe_buffer_pointer() == array.ctypes.data
+        as_on_disk = array.T if path[-1] == 'kernel' else array  # [out, in]
+        assert jax.device_put(as_on_disk, jax.devices()[0]).unsafe_buffer_pointer() == array.ctypes.data
         return array
 
     load_pretrained(FAMILIES / 'llama', place=place)

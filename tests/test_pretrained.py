@@ -65,6 +65,13 @@ def test_config_is_read():
     assert (config.activation, config.norm_eps, config.bias, config.dropout) == ('gelu', 1e-5, False, 0.0)
 
 
+@pytest.mark.parametrize('name', ['hf', 'nanogpt'])
+def test_the_config_has_the_dtype_that_was_asked_for(name):
+    config, params = load_pretrained(GOLDEN / name, 'bfloat16')
+    assert config.dtype == 'bfloat16'
+    assert params['wte'].dtype == 'bfloat16'
+
+
 @pytest.mark.parametrize('path', ['nanogpt/ckpt.pt', 'hf/model.safetensors', 'hf_bin/pytorch_model.bin'])
 def test_the_weight_file_may_be_given_instead_of_its_folder(path):
     _, params = load_pretrained(GOLDEN / path)
