@@ -39,8 +39,8 @@ def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: arr
 
     params is the tree of GPT(config).init as numpy arrays: matrices in `dtype`, vectors in float32, kernels [in, out].
     config.dropout is 0 and config.dtype is `dtype`.
-    dtype: one of DTYPES; or 'stored', each matrix in the one of DTYPES that the file holds, if it does, else in float32,
-    and config.dtype is 'float32'.
+    dtype: one of DTYPES; or 'stored': each matrix in the file's dtype, if that is one of DTYPES, else in float32, and
+    config.dtype is 'float32'.
     place(path in the tree, array): called for each parameter before the next one is read, for example to move it to its
     devices; params holds what place returns. A kernel that is [out, in] on disk stays so in memory: its transpose, not
     the array itself, is C-contiguous.

@@ -104,7 +104,7 @@ def place(path, array):
     holds the model in float32 that is to be int8."""
     part = unflatten_dict({path: array})
     if n_devices == 1 and devices[0].platform == 'cpu':
-        part = transpose_kernels(part)  # of an array that is stored [out, in]: a view
+        part = transpose_kernels(part)  # views: the device takes over kernels that the file stores [out, in]
     part = parallel.device_put(part)
     return flatten_dict(convert_params_for_decoding(part, dtype, quantize))[path]
 
