@@ -44,7 +44,10 @@ def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: arr
     place(path in the tree, array): called for each parameter before the next one is read, for example to move it to its
     devices; params holds what place returns. A kernel that is [out, in] on disk stays so in memory: its transpose, not
     the array itself, is C-contiguous.
-    Raises UserError for files that are missing or damaged, and for models that GPT does not compute."""
+    Raises UserError for files that are missing or damaged, for models that GPT does not compute, and for an unknown
+    dtype."""
+    if dtype not in (*DTYPES, 'stored'):
+        raise UserError(f'dtype must be one of {", ".join(DTYPES)}, stored, not {dtype!r}')
     file = weight_file(local_path(path_or_name))
     load = load_hugging_face if os.path.basename(file) in WEIGHT_FILES else load_nanogpt
     config, params = load(file, dtype, place)
@@ -929,19 +932,17 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
     params = {}
     # the largest first: what its copies take is free again for the other parameters
     for path, shape in sorted(param_shapes(config).items(), key=lambda item: -math.prod(item[1])):
-        matrix_dtype = dtype
-        if dtype == 'stored':
-            matrix_dtype = common_dtype(tensors[tensor_map.name] for tensor_map in tensor_maps[path])
+        parts = [(tensor_map, tensors[tensor_map.name]) for tensor_map in tensor_maps[path]]
+        matrix_dtype = common_dtype(tensor for _, tensor in parts) if dtype == 'stored' else dtype
         # [out, in] on disk: the same in memory, because a copy that transposes takes longer
-        is_transposed = len(shape) == 2 and all(tensor_map.transpose for tensor_map in tensor_maps[path])
+        is_transposed = len(shape) == 2 and all(tensor_map.transpose for tensor_map, _ in parts)
         array = aligned_empty(shape[::-1] if is_transposed else shape, matrix_dtype if len(shape) >= 2 else np.float32)
         array = array.T if is_transposed else array
-        for tensor_map in tensor_maps[path]:
-            array[tensor_map.dst] = tensor_map.to_parameter(tensors[tensor_map.name])
-        for tensor_map in tensor_maps[path]:
-            x = tensors[tensor_map.name]
-            if isinstance(x, np.memmap) and hasattr(x._mmap, 'madvise'):
-                x._mmap.madvise(mmap.MADV_DONTNEED)  # the file's pages count as this process's memory until then
+        for tensor_map, tensor in parts:
+            array[tensor_map.dst] = tensor_map.to_parameter(tensor)
+        for _, tensor in parts:
+            if isinstance(tensor, np.memmap) and hasattr(tensor._mmap, 'madvise'):
+                tensor._mmap.madvise(mmap.MADV_DONTNEED)  # the file's pages count as this process's memory until then
         params[path] = place(path, array)
         del array
     return unflatten_dict(params)

@@ -72,6 +72,12 @@ def test_the_config_has_the_dtype_that_was_asked_for(name):
     assert params['wte'].dtype == 'bfloat16'
 
 
+@pytest.mark.parametrize('name', ['hf', 'nanogpt'])
+def test_an_unknown_dtype_is_refused(name):
+    assert refusal(load_pretrained, GOLDEN / name, 'int4') == (
+        "dtype must be one of float32, bfloat16, float16, stored, not 'int4'")
+
+
 @pytest.mark.parametrize('path', ['nanogpt/ckpt.pt', 'hf/model.safetensors', 'hf_bin/pytorch_model.bin'])
 def test_the_weight_file_may_be_given_instead_of_its_folder(path):
     _, params = load_pretrained(GOLDEN / path)
