@@ -583,6 +583,7 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
     if prefix_cache is not None:
         caches, n_slots, n_held, n_draft = prefix_cache.take(tokens_BxT[0, :length_B[0] - 1], n_draft)
     weights, configs = ((params, draft[0]), (config, draft[1])) if draft and n_draft else ((params,), (config,))
+    caches = caches[:len(configs)]  # without the draft model's, if drafts have turned out useless
 
     def grow(caches, needed, batch_size):
         """The caches with at least `needed` slots, copies if these have fewer, new ones if there are none."""

@@ -238,6 +238,23 @@ def test_an_interrupted_text_leaves_a_cache_that_can_be_used(prefilled):
         last_result(config, random_tokens(2, 4), 3, prefix_cache=prefix_cache)
 
 
+def test_a_text_goes_on_after_its_drafts_turned_useless_in_the_last_step_of_the_one_before():
+    config = dataclasses.replace(ROPE, block_size=2048)
+    draft = random_params(config, seed=1), config
+    text = random_tokens(1, 20)
+    free = last_result(config, text, 5).tokens[0, 20:]
+    assert free[4] not in free[:4]
+    prefix_cache = PrefixCache()
+    options = dict(n_draft=16, draft=draft, prefix_cache=prefix_cache)
+    result = last_result(config, text, 100, stop_tokens=free[4:], **options)
+    assert (result.drafted, result.accepted) == (64, 0)
+    assert result.lengths == 25
+    longer = random_tokens(1, 600)
+    longer[0, :25] = result.tokens[0, :25]  # 600 tokens need a larger cache
+    continued = last_result(config, longer, 6, **options)
+    np.testing.assert_array_equal(continued.tokens, last_result(config, longer, 6).tokens)
+
+
 # -----------------------------------------------------------------------------
 # drafts and sampling
 
