@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import select
 import sys
 import time
@@ -37,7 +38,7 @@ cache_dtype = 'auto' # of the KV cache: 'float32', 'bfloat16', 'float16', 'int8'
 n_draft = 0 # speculative decoding: draft tokens per step, 3 or 7; pays with temperature=0, where a text repeats itself
 draft = '' # draft model with the same tokenizer: its out_dir, or as init_from; '' drafts from the text so far
 stream = False # print the text while it is generated, one sample after the other
-interactive = False # ask for prompts, as a chat if the model has a chat template: /clear, /retry, /save FILE, Ctrl-D
+interactive = False # ask for prompts, as a chat if the model has a chat template: /help lists its commands
 seed = 1337 # of the samples; need not be the training's
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
@@ -237,7 +238,7 @@ def settled_part(text):
     """The text without what later tokens may still change: an incomplete character at its end, and the last characters,
     which may be the beginning of the stop text."""
     text = strip_partial_utf8(text)
-    return text[:len(text) - len(stop)]
+    return text[:max(0, len(text) - len(stop))]
 
 
 def make_printer(n_shown=0):
@@ -289,6 +290,8 @@ def report_speed():
 # -----------------------------------------------------------------------------
 # interactive mode
 
+COMMANDS = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctrl-D leaves'
+
 
 def chat_messages(turns):
     """The messages of a conversation, for a chat template. turns: [(line, answer)]."""
@@ -315,7 +318,8 @@ def encode_what_fits(turns, line):
         if len(prompt) <= room:
             break
     if n_dropped:
-        print(f'(the context of {config.block_size:,} tokens is full: the oldest {n_dropped} turns are forgotten)')
+        forgotten = 'turn is' if n_dropped == 1 else f'{n_dropped} turns are'
+        print(f'(the context of {config.block_size:,} tokens is full: the oldest {forgotten} forgotten)')
     return prompt, turns[n_dropped:]
 
 
@@ -332,7 +336,7 @@ def save_chat(turns, path):
     text = json.dumps({'messages': chat_messages(turns)}, ensure_ascii=False)
     try:
         Path(path).write_text(f'{text}\n', encoding='utf-8')
-        print(f'({len(turns)} turns in {path})')
+        print(f"({len(turns)} turn{'s' if len(turns) != 1 else ''} in {path})")
     except OSError as error:
         print(f'error: cannot write {path}: {error.strerror}')
 
@@ -352,8 +356,14 @@ def run_chat():
         except KeyboardInterrupt:
             print('\n(Ctrl-D leaves)')
             continue
-        if line == '/clear':
+        if line in ('/exit', '/quit'):
+            return
+        if line == '/help':
+            print(f'({COMMANDS})')
+        elif line == '/clear':
             turns = []
+        elif line == '/save':
+            print('(/save needs the name of a file)')
         elif line.startswith('/save '):
             save_chat(turns, line[6:].strip())
         elif line == '/retry' and turns:
@@ -361,6 +371,8 @@ def run_chat():
             n_answers += 1
         elif line == '/retry':
             print('(there is no answer yet)')
+        elif re.fullmatch(r'/\w+( .*)?', line):
+            print(f'(there is no command {line}; {COMMANDS})')
         elif line:
             turns = answer(turns, line, n_answers, prefix_cache) or turns
             n_answers += 1
@@ -384,11 +396,12 @@ def answer(turns, line, sample_index, prefix_cache):
         is_full = result.lengths[0] == len(prompt) + max_new_tokens
         was_cut = is_full and not has_stopped and result.tokens[0, -1] not in tokenizer.stop_tokens
         print(f'\n(cut at max_new_tokens={max_new_tokens})' if was_cut else '')
-    except UserError as error:
-        print(f'error: {error}')
-        return None
     except KeyboardInterrupt:
         print('\n(interrupted)')
+    except Exception as error:  # whatever it is, the conversation goes on
+        name = '' if isinstance(error, UserError) else f'{type(error).__name__}: '
+        print(f'error: {name}{error}')
+        return None
     return [*turns, (line, final_answer(answered))]
 
 
@@ -401,7 +414,7 @@ if defaults:
 if hasattr(sys.stdout, 'reconfigure'):
     sys.stdout.reconfigure(errors='replace')  # a terminal may lack characters that the model knows
 if interactive:
-    print(header, file=sys.stderr)
+    print(f'{header}\n{COMMANDS}', file=sys.stderr)
     run_chat()
     sys.exit(0)
 
@@ -418,6 +431,10 @@ if start.startswith('FILE:'):
 elif each_line:
     raise UserError('each_line takes its prompts from a file: --start=FILE:prompts.txt')
 encode_prompt = (lambda line: encode_chat([], line)) if chat else encode
+if temperature == 0 and num_samples > 1:
+    if master:
+        print(f'at temperature=0 the {num_samples} samples of a prompt are equal: one is made', file=sys.stderr)
+    num_samples = 1
 prompts = [prompt for prompt in map(encode_prompt, lines) for _ in range(num_samples)]
 questions = [line for line in lines for _ in range(num_samples)]
 sample_index = list(range(num_samples)) * len(lines)  # a sample does not depend on the other prompts in the batch

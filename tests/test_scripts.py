@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 
+import jax_generate
 import jax_train_utils
 from jax_flags import config_block
 from jax_generate import GenerationResult
@@ -247,11 +248,11 @@ def test_sampling_needs_nothing_but_out_dir(finished, tmp_path):
 
 def test_prompts_come_from_files_too_and_temperature_0_is_greedy(finished, tmp_path):
     (tmp_path / 'prompt.txt').write_text('lazy dog')
-    first, second = samples_of(sample(
-        finished[0], f'--start=FILE:{tmp_path}/prompt.txt', '--num_samples=2', '--max_new_tokens=9', '--temperature=0'))
-    assert first == second
-    assert first.startswith('lazy dog')
-    assert len(first) == 17
+    result = sample(finished[0], f'--start=FILE:{tmp_path}/prompt.txt', '--max_new_tokens=9', '--temperature=0')
+    text, = samples_of(result)
+    assert 'at temperature=0 the 10 samples of a prompt are equal: one is made\n' in result.stderr
+    assert text.startswith('lazy dog')
+    assert len(text) == 17
 
 
 def test_sampling_takes_the_best_or_the_latest(finished):
@@ -270,6 +271,13 @@ def test_sampling_takes_the_best_or_the_latest(finished):
 def test_streamed_text_is_the_text(finished, stop):
     arguments = [finished[0], '--num_samples=2', '--max_new_tokens=30', '--start=the fox', *stop]
     assert samples_of(sample(*arguments, '--stream=True')) == samples_of(sample(*arguments))
+
+
+def test_streaming_shows_nothing_of_a_stop_text_that_is_longer_than_the_text_so_far(finished):
+    arguments = [finished[0], '--num_samples=1', '--max_new_tokens=30', '--start=a', '--temperature=0']
+    text, = samples_of(sample(*arguments))
+    arguments.append(f'--stop={text[1:20]}')
+    assert samples_of(sample(*arguments, '--stream=True')) == samples_of(sample(*arguments)) == ['a']
 
 
 def test_each_line_of_a_file_is_continued_as_if_alone(finished, tmp_path):
@@ -1070,10 +1078,38 @@ def test_a_chat_keeps_what_was_said_and_answers_again(speaking, tmp_path, monkey
     assert nothing == '(there is no answer yet)'
     assert cut == '(cut at max_new_tokens=9)'
     assert first != second
-    assert saved == f'(1 turns in {tmp_path}/chat.json)'
+    assert saved == f'(1 turn in {tmp_path}/chat.json)'
     assert error.startswith('error: cannot write /: ')
     messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
     assert messages == [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': second}]
+
+
+@pytest.mark.parametrize('leave', ['/exit', '/quit'])
+def test_the_commands_of_a_chat_are_never_questions_to_the_model(leave, speaking, monkeypatch):
+    monkeypatch.setattr('jax_generate.generate_stream', None)  # an answer would fail
+    monkeypatch.setattr('sys.stdin', io.StringIO(f'/help\n/save\n/hlep me\n/clear\n{leave}\nab\n'))
+    result = succeeded(sample('none', f'--init_from={speaking}', '--interactive=True'))
+    commands = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctrl-D leaves'
+    assert result.stderr.splitlines()[-1] == commands
+    assert result.stdout.split('> ')[1:] == [
+        f'({commands})\n', '(/save needs the name of a file)\n', f'(there is no command /hlep me; {commands})\n', '', '']
+
+
+def test_an_answer_that_fails_does_not_end_the_chat(speaking, tmp_path, monkeypatch):
+    generate_stream, calls = jax_generate.generate_stream, []
+
+    def fail_once(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            raise ValueError('out of something')
+        return generate_stream(*args, **options)
+
+    monkeypatch.setattr('jax_generate.generate_stream', fail_once)
+    monkeypatch.setattr('sys.stdin', io.StringIO(f'ab\nc\nd\n/save {tmp_path}/chat.json\n'))
+    result = succeeded(sample('none', f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=3'))
+    assert '> error: ValueError: out of something\n> ' in result.stdout
+    messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
+    assert [message['content'] for message in messages[::2]] == ['ab', 'd']
 
 
 def test_an_interrupted_answer_stays_in_the_conversation(speaking, tmp_path, monkeypatch):
@@ -1124,7 +1160,7 @@ def test_the_oldest_turns_of_a_chat_go_when_the_context_is_full(speaking, monkey
     edit_json(speaking / 'config.json', max_position_embeddings=32)
     monkeypatch.setattr('sys.stdin', io.StringIO('abcdefgh\nabcdefgh\n' + 'a' * 40 + '\n'))
     result = sample('none', f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=12', '--temperature=2')
-    assert '(the context of 32 tokens is full: the oldest 1 turns are forgotten)' in succeeded(result).stdout
+    assert '(the context of 32 tokens is full: the oldest turn is forgotten)' in succeeded(result).stdout
     assert 'the prompt has 40 tokens, the context of the model 32: ' in result.stderr
 
 
