@@ -1092,7 +1092,8 @@ def test_the_commands_of_a_chat_are_never_questions_to_the_model(leave, speaking
     commands = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctrl-D leaves'
     assert result.stderr.splitlines()[-1] == commands
     assert result.stdout.split('> ')[1:] == [
-        f'({commands})\n', '(/save needs the name of a file)\n', f'(there is no command /hlep me; {commands})\n', '', '']
+        f'({commands})\n', '(/save needs the name of a file)\n', f'(there is no command /hlep me; {commands})\n', '',
+        '']
 
 
 def test_an_answer_that_fails_does_not_end_the_chat(speaking, tmp_path, monkeypatch):
