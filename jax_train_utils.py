@@ -933,9 +933,27 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
 def get_loss_weights(mask, block_size, n_rows, seed, iteration, rows):
     """The weight of each target of get_batch_jax(tokens, ...), float32 [len(rows), block_size]: 0 where the mask of the
     tokens is 0, and a mean of 1 over all n_rows sequences, so that the mean of the weighted losses is that of the
-    tokens that count, however the sequences are split into micro-batches and over devices."""
+    tokens that count, however the sequences are split into micro-batches and over devices. None if no token of the
+    iteration counts."""
     _, counts = get_batch_jax(mask, block_size, n_rows, seed, iteration)
-    return (counts[rows] * (counts.size / max(1, counts.sum()))).astype(np.float32)
+    if not counts.any():
+        return None
+    return (counts[rows] * (counts.size / counts.sum())).astype(np.float32)
+
+
+def evaluated_windows(tokens, block_size, n_rows):
+    """The starts of the n_rows windows of a split that every evaluation reads, spread evenly over the split."""
+    last = len(tokens) - block_size - 1  # the start of the last window
+    return np.arange(n_rows) * last // max(1, n_rows - 1)
+
+
+def counted_share(mask, block_size, n_rows, split):
+    """The share of the tokens of evaluated_windows that count in the loss. Raises UserError if none does."""
+    share = get_windows(mask, evaluated_windows(mask, block_size, n_rows), block_size)[1].mean()
+    if not share:
+        raise UserError(f'none of the {n_rows} {split} windows of an evaluation has a token that counts, such as an '
+                        "assistant's: use more eval_iters or a larger block_size")
+    return share
 
 
 # -----------------------------------------------------------------------------
@@ -1519,7 +1537,7 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
     """{'train': loss, 'val': loss}, each the mean over eval_iters * batch_size windows spread evenly over the split:
     the same windows at every evaluation, for any seed and number of devices, so that curves can be compared.
     eval_step: parallel.eval_step(make_eval_step(config)), which evaluates batch_size sequences per device and call.
-    masks: see load_masks; the mean is that over the tokens that count.
+    masks: see load_masks; the mean is that over the tokens that count. Raises UserError if there is none.
     vocab_size: of the data set. Raises UserError for a token id that is not below it.
     stop_signal(): a number, the same in all processes; None is returned as soon as it is not 0."""
     losses = {}
@@ -1527,18 +1545,15 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
     n_rows = eval_iters * batch_size
     per_call = batch_size * parallel.n_data_shards
     for split, tokens in splits.items():
-        last = len(tokens) - block_size - 1  # the start of the last window
+        windows = evaluated_windows(tokens, block_size, n_rows)
         total = 0.0
-        share = 1.0  # of the tokens, counts
-        if masks:
-            start = np.arange(n_rows) * last // max(1, n_rows - 1)
-            share = max(1e-9, get_windows(masks[split], start, block_size)[1].mean())
+        share = counted_share(masks[split], block_size, n_rows, split) if masks else 1.0
         for first in range(0, n_rows, per_call):
             if int(stop):  # one call late: reading it waits for the device
                 return None
             stop = stop_signal()
             rows = first + parallel.local_rows(per_call)  # rows past the end have weight 0 and fill up the last call
-            start = rows % n_rows * last // max(1, n_rows - 1)
+            start = windows[rows % n_rows]
             x, y = get_windows(tokens, start, block_size)
             check_ids(x, y, vocab_size, split)
             batch = {'x': x, 'y': y, 'weight': (rows < n_rows).astype(np.float32)}

@@ -111,7 +111,7 @@ from jax_ops import ceil_div
 from jax_pretrained import load_config, local_path
 from jax_train_utils import (
     MetricsLog, StopSignal, Stopwatch, all_finite, check_agreement, check_ids, check_tokens, checkpoint_steps,
-    choose_attention, choose_checkpoint, config_from_flags, configure_process, copy_tokenizer,
+    choose_attention, choose_checkpoint, config_from_flags, configure_process, copy_tokenizer, counted_share,
     create_learning_rate_schedule, create_lora_state, create_optimizer_with_schedule, describe_data, describe_tokenizer,
     device_peak_flops, duration, estimate_loss_jax, finish_checkpoints, fit_layout, flags_from_config, get_batch_jax,
     get_loss_weights, in_all_processes, initialize_distributed, is_synchronous, load_checkpoint, load_dataset,
@@ -187,6 +187,8 @@ elif init_from != 'scratch':
 data_dir = Path(__file__).parent / 'data' / dataset
 splits, data_vocab_size, tokenizer = in_all_processes(load_dataset, data_dir, block_size)
 masks = in_all_processes(load_masks, data_dir, splits)
+for split, mask in masks.items():
+    counted_share(mask, block_size, eval_iters * batch_size, split)  # before anything is written or compiled
 check_agreement('data', describe_data(splits | {f'{split}_mask': mask for split, mask in masks.items()}, tokenizer))
 if init_from == 'scratch':
     vocab_size = data_vocab_size
@@ -287,7 +289,7 @@ versions = {'python': sys.version.split()[0]} | {p.__name__: p.__version__ for p
 
 
 def make_batch(iter_num):
-    """The sequences of one iteration, on the devices: a pure function of (seed, iter_num)."""
+    """The sequences of one iteration, on the devices: a pure function of (seed, iter_num). None if no token counts."""
     n_rows = gradient_accumulation_steps * batch_size
     rows = parallel.local_rows(n_rows)
     x, y = get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num, rows)
@@ -296,6 +298,8 @@ def make_batch(iter_num):
     batch = {'x': x, 'y': y, 'seq_id': seq_id}
     if masks:
         batch['weight'] = get_loss_weights(masks['train'], block_size, n_rows, seed, iter_num, rows)
+        if batch['weight'] is None:
+            return None
     return parallel.shard_batch(batch, (n_micro, micro_batch))
 
 
@@ -305,6 +309,7 @@ class IterationLog:
 
     def __init__(self):
         self.pending = None  # (iter_num, metrics) of the latest iteration, until they are fetched
+        self.first = True  # no iteration fetched yet
         self.mfu = None
         self.restart_clock()
 
@@ -318,6 +323,12 @@ class IterationLog:
             return
         iter_num, metrics = self.pending
         self.pending = None
+        if metrics is None:
+            bar.update()
+            bar.write(f'iter {iter_num}: skipped, none of its tokens counts in the loss')
+            if master:
+                metrics_log.write({'iter': iter_num, 'loss': None, 'grad_norm': None, 'lr': None})
+            return
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         loss = metrics['loss']
         grad_norm = metrics['grad_norm']
@@ -326,7 +337,8 @@ class IterationLog:
             raise UserError(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: stopping; the '
                             f'checkpoints in {out_dir} are from before; try a lower learning_rate, longer '
                             'warmup_iters or dtype=float32')
-        if iter_num == first_iter:
+        if self.first:
+            self.first = False
             lap = clock.lap()
             bar.write(f'first iteration: imports {imports_s:.2f} s, compiling {lap.compiling:.2f} s, '
                       f'running {lap.running:.2f} s')
@@ -396,6 +408,7 @@ stop.starting = False
 stop_signal = int(parallel.max_over_processes(stop.signum))  # the signal that all processes stop for; 0 is none
 profile_at = min(first_iter + 5, max(first_iter, max_iters - 3))  # three iterations, after the first ones if possible
 tracing = False
+compile_s = None  # seconds, known after the first training step
 batch = make_batch(iter_num)
 log = IterationLog()
 try:
@@ -430,8 +443,10 @@ try:
         stop_requested = parallel.max_over_processes(stop.signum)  # all processes stop after the same iteration
         # forward, backward, gradient accumulation, clipping and the update are one compiled function: make_train_step
         compiled_before = clock.compiling
-        state, metrics = train_step(state, batch)  # dispatched only, unless is_synchronous
-        if iter_num == first_iter:  # this call has compiled it
+        metrics = None
+        if batch is not None:
+            state, metrics = train_step(state, batch)  # dispatched only, unless is_synchronous
+        if metrics and compile_s is None:  # this call has compiled it
             compile_s = clock.compiling - compiled_before
             log.start += compile_s  # does not count as the iteration's time
             bar.write(f'compiled the training step in {compile_s:.1f} s')

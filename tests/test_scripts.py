@@ -28,7 +28,8 @@ from jax_train_utils import (
     load_run, read_metrics)
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, ROOT, TEXT, assert_refused, assert_same_run, copy_folder, edit_json, final_state,
-    records_without_times, refusal, run_script, sample, start_training, succeeded, train, wait_for_iteration)
+    records_without_times, refusal, run_script, sample, start_training, succeeded, train, wait_for_iteration,
+    write_dataset)
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
          '--gradient_accumulation_steps=2']
@@ -1312,6 +1313,40 @@ def test_only_the_assistants_tokens_count(chatting, tmp_path):
     assert losses[-1] < 0.3 < losses[0]  # what the user says, at random for the model, would stay above it
     (data / 'val_mask.bin').write_bytes(b'1')
     assert_refused(train(tmp_path / 'other', *flags), 'masks .* do not belong to its tokens')
+
+
+def masked_data(folder, train_mask, val_mask):
+    """The flags of a run whose iterations are one window of 16 tokens, on data in which the tokens of the masks count."""
+    rng = np.random.default_rng(0)
+    write_dataset(folder, rng.integers(8, size=len(train_mask)), rng.integers(8, size=len(val_mask)))
+    for split, mask in (('train', train_mask), ('val', val_mask)):
+        np.asarray(mask, np.uint8).tofile(folder / f'{split}_mask.bin')
+    return [f'--dataset={folder}', *MODEL, *SHORT, '--block_size=16', '--batch_size=1',
+            '--gradient_accumulation_steps=1', '--eval_iters=8']
+
+
+def test_an_iteration_without_a_token_that_counts_is_skipped_and_resume_stays_exact(tmp_path):
+    train_mask = np.arange(16 * 20) % 64 < 8
+    flags = [*masked_data(tmp_path / 'data', train_mask, train_mask), '--eval_interval=6']
+    out = succeeded(train(tmp_path / 'a', *flags, '--max_iters=12')).stdout
+    skipped = [record for record in records_with(tmp_path / 'a', 'loss') if record['loss'] is None]
+    assert 2 <= len(skipped) <= 10
+    assert [int(i) for i in re.findall(r'iter (\d+): skipped, none of its tokens counts', out)] == [
+        record['iter'] for record in skipped]
+    assert all(record['loss'] > 0 for record in records_with(tmp_path / 'a', 'loss') if record not in skipped)
+    state = dict(final_state(tmp_path / 'a'))
+    step, = (np.frombuffer(value, np.int32) for path, value in state.items() if path.endswith("['step']"))
+    assert step == 12 - len(skipped)  # no update, no step of the schedule
+    succeeded(train(tmp_path / 'b', *flags, '--max_iters=5'))
+    succeeded(train(tmp_path / 'b', *RESUME, '--max_iters=12'))
+    assert final_state(tmp_path / 'b') == final_state(tmp_path / 'a')
+
+
+def test_evaluations_without_a_token_that_counts_are_refused_before_anything_is_written(tmp_path):
+    flags = masked_data(tmp_path / 'data', np.ones(400), np.arange(400) == 20)
+    assert_refused(train(tmp_path / 'out', *flags), 'none of the 8 val windows .*: use more eval_iters or a larger block')
+    assert not (tmp_path / 'out').exists()
+    succeeded(train(tmp_path / 'out', *flags, '--eval_iters=40', '--max_iters=1'))
 
 
 @pytest.mark.parametrize('line, message', [
