@@ -1046,7 +1046,7 @@ class HFTokenizer:
             ids = found.get('eos_token_id')
             stop_tokens |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
         self.stop_tokens = tuple(sorted(map(operator.index, stop_tokens - {None})))
-        names = ('temperature', 'top_k', 'top_p', 'repetition_penalty')
+        names = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
         self.sampling = {name: x for name in names if isinstance(x := self.generation.get(name), (int, float))}
         self.chat_template = settings.get('chat_template')
         if isinstance(self.chat_template, list):  # several, by name

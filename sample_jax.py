@@ -422,10 +422,10 @@ if interactive:
 lines = [start]
 if start.startswith('FILE:'):
     try:
-        text = Path(start[5:]).read_text(encoding='utf-8')
+        text = Path(start[5:]).read_text(encoding='utf-8-sig')
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f'cannot read the prompt: {error}') from None
-    lines = [line for line in text.splitlines() if line] if each_line else [text]
+    lines = [line for line in text.split('\n') if line] if each_line else [text]
     if not lines:
         raise UserError('the file has no prompts, only empty lines')
 elif each_line:

@@ -1172,6 +1172,9 @@ def test_prompts_can_be_questions_of_a_chat(speaking, tmp_path):
     first, second = samples_of(sample('none', *flags, f'--start=FILE:{tmp_path}/questions.txt', '--each_line=True'))
     assert first.startswith('> ab\n')
     assert second.startswith('> cd\n')
+    (tmp_path / 'marked.txt').write_text('ab\u2028c\n', encoding='utf-8-sig')
+    kept, = samples_of(sample('none', *flags, f'--start=FILE:{tmp_path}/marked.txt', '--each_line=True'))
+    assert kept.startswith('> ab\u2028c\n')
     streamed, = samples_of(sample('none', *flags, '--start=ab', '--stream=True'))
     assert streamed.strip() == first.strip()
     (speaking / 'tokenizer_config.json').unlink()
@@ -1206,7 +1209,12 @@ def test_a_chat_template_that_fails_says_so_in_one_line(speaking, template):
 def test_a_model_is_sampled_as_its_generation_config_says_unless_told_otherwise(speaking):
     flags = [f'--init_from={speaking}', '--start=ab', '--max_new_tokens=12', '--num_samples=2']
     plain = sample('none', *flags, '--temperature=2.0', '--top_k=5')
-    edit_json(speaking / 'generation_config.json', temperature=2, top_k=3)
+    edit_json(speaking / 'generation_config.json', min_p=0.5)
+    by_min_p = sample('none', *flags, '--temperature=2.0', '--top_k=5')
+    assert samples_of(by_min_p) == samples_of(sample('none', *flags, '--temperature=2.0', '--top_k=5', '--min_p=0.5'))
+    assert samples_of(by_min_p) != samples_of(plain)
+    assert '; min_p=0.5 (its generation_config.json)' in by_min_p.stderr
+    edit_json(speaking / 'generation_config.json', temperature=2, top_k=3, min_p=None)
     result = sample('none', *flags, '--top_k=5')
     assert samples_of(result) == samples_of(plain)
     assert '; temperature=2 (its generation_config.json)' in result.stderr
@@ -1313,6 +1321,16 @@ def test_only_the_assistants_tokens_count(chatting, tmp_path):
     assert losses[-1] < 0.3 < losses[0]  # what the user says, at random for the model, would stay above it
     (data / 'val_mask.bin').write_bytes(b'1')
     assert_refused(train(tmp_path / 'other', *flags), 'masks .* do not belong to its tokens')
+
+
+def test_conversations_are_split_at_newlines_only_and_may_begin_with_a_byte_order_mark(chatting, tmp_path):
+    lines = [json.dumps({'messages': [{'role': 'user', 'content': 'a\u2028b\u2029\x85'},
+                                      {'role': 'assistant', 'content': 'c'}]}, ensure_ascii=False)] * 4
+    for name, text in (('plain', '\n'.join(lines)), ('windows', '\ufeff' + '\r\n'.join(lines))):
+        (tmp_path / f'{name}.jsonl').write_bytes(text.encode())
+        succeeded(prepare('chat', tmp_path / f'{name}.jsonl', f'--tokenizer={chatting}',
+                          f'--out_dir={tmp_path / name}'))
+        assert np.fromfile(tmp_path / name / 'train.bin', np.uint16).tolist() == [38, 0, 1, 39, 2, 37] * 3
 
 
 def masked_data(folder, train_mask, val_mask):

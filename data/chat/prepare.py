@@ -61,8 +61,8 @@ parser.error = fail # one line instead of the usage
 args = parser.parse_args()
 
 try:
-    with open(args.input, encoding='utf-8') as f:
-        lines = f.read().splitlines()
+    with open(args.input, encoding='utf-8-sig') as f:
+        lines = f.read().split('\n') # splitlines() would cut strings, too: JSON may have U+2028 in them
 except OSError as e:
     fail(f'cannot read {args.input} ({e.strerror}); name a file of JSON lines')
 except UnicodeDecodeError as e:
