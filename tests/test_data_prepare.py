@@ -79,6 +79,16 @@ def run_to_the_end(script, *args, env):
         command(script, *args), env=env, capture_output=True, text=True, encoding='utf-8', timeout=100)
 
 
+def copied(script, folder):
+    """The script, where its folder has no data: in a copy of the repository as far as the script needs it."""
+    copy = folder / 'data' / script / 'prepare.py'
+    copy.parent.mkdir(parents=True)
+    shutil.copy(DATA / script / 'prepare.py', copy)
+    shutil.copy(DATA / 'common.py', folder / 'data')
+    shutil.copy(DATA.parent / 'jax_flags.py', folder)
+    return copy
+
+
 def prepare(script, *args, env):
     done = run_to_the_end(script, *args, env=env)
     assert done.returncode == 0, done.stderr
@@ -142,6 +152,13 @@ def test_char_ids_decode_to_every_byte_of_the_input(tmp_path, env):
     assert ''.join(meta['tokenizer']['chars'][i] for i in [*train, *val]).encode() == TEXT.encode()
 
 
+@pytest.mark.parametrize('script', ['shakespeare_char', 'shakespeare'])
+def test_a_byte_order_mark_is_no_character_of_the_text(tmp_path, bpe_env, script):
+    prepare(script, text_file(tmp_path, '\ufeff' + TEXT), '--out_dir', tmp_path / 'a', env=bpe_env)
+    prepare(script, text_file(tmp_path, TEXT), '--out_dir', tmp_path / 'b', env=bpe_env)
+    assert snapshot(tmp_path / 'a') == snapshot(tmp_path / 'b')
+
+
 @pytest.mark.parametrize('vocab_size, dtype', [(65536, 'uint16'), (65537, 'uint32')])
 def test_a_vocabulary_above_65536_takes_uint32(tmp_path, env, vocab_size, dtype):
     text = ''.join(chr(i) for i in range(0x10000, 0x10000 + vocab_size))
@@ -153,17 +170,16 @@ def test_a_vocabulary_above_65536_takes_uint32(tmp_path, env, vocab_size, dtype)
 
 @pytest.mark.parametrize('script', ['shakespeare_char', 'shakespeare'])
 def test_without_input_the_file_beside_the_script_is_taken_and_the_counts_to_expect_printed(tmp_path, bpe_env, script):
-    shutil.copy(DATA / script / 'prepare.py', tmp_path / 'prepare.py')
-    (tmp_path / 'input.txt').write_bytes(TEXT.encode())
-    out = prepare(tmp_path / 'prepare.py', '--out_dir', tmp_path / 'a', env=bpe_env)
+    copy = copied(script, tmp_path)
+    copy.with_name('input.txt').write_bytes(TEXT.encode())
+    out = prepare(copy, '--out_dir', tmp_path / 'a', env=bpe_env)
     assert {'shakespeare_char': '1,003,854 and 111,540', 'shakespeare': '301,966 and 36,059'}[script] in out
-    prepare(script, tmp_path / 'input.txt', '--out_dir', tmp_path / 'b', env=bpe_env)
+    prepare(script, text_file(tmp_path, TEXT), '--out_dir', tmp_path / 'b', env=bpe_env)
     assert snapshot(tmp_path / 'a') == snapshot(tmp_path / 'b')
 
 
 def test_a_missing_input_is_downloaded_once_and_kept_beside_the_script(tmp_path, env):
-    (tmp_path / 'script').mkdir()
-    shutil.copy(DATA / 'shakespeare_char' / 'prepare.py', tmp_path / 'script')
+    copy = copied('shakespeare_char', tmp_path)
     (tmp_path / 'shim').mkdir()
     (tmp_path / 'shim' / 'sitecustomize.py').write_text(
         'import io, urllib.request\n'
@@ -172,10 +188,9 @@ def test_a_missing_input_is_downloaded_once_and_kept_beside_the_script(tmp_path,
         f'    return io.BytesIO({TEXT.encode()!r})\n'
         'urllib.request.urlopen = urlopen\n')
     online = env | {'PYTHONPATH': str(tmp_path / 'shim')}
-    prepare(tmp_path / 'script' / 'prepare.py', '--out_dir', tmp_path / 'out', env=online)
-    assert snapshot(tmp_path / 'script') == {'prepare.py': (DATA / 'shakespeare_char' / 'prepare.py').read_bytes(),
-                                             'input.txt': TEXT.encode()}
-    prepare(tmp_path / 'script' / 'prepare.py', '--out_dir', tmp_path / 'again', env=env) # offline now
+    prepare(copy, '--out_dir', tmp_path / 'out', env=online)
+    assert snapshot(copy.parent) == {'prepare.py': copy.read_bytes(), 'input.txt': TEXT.encode()}
+    prepare(copy, '--out_dir', tmp_path / 'again', env=env) # offline now
     assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'again')
 
 
@@ -235,12 +250,27 @@ def test_eleven_characters_are_enough(tmp_path, env):
 
 @pytest.mark.parametrize('script', ['shakespeare_char', 'shakespeare'])
 def test_without_a_network_the_error_says_where_to_put_the_file(tmp_path, env, script):
-    shutil.copy(DATA / script / 'prepare.py', tmp_path / 'prepare.py')
-    before = files_in(tmp_path)
-    line = refuse(tmp_path / 'prepare.py', env=env)
+    copy = copied(script, tmp_path)
+    line = refuse(copy, env=env)
     assert 'tinyshakespeare/input.txt' in line
-    assert str(tmp_path / 'input.txt') in line
-    assert files_in(tmp_path) == before
+    assert str(copy.with_name('input.txt')) in line
+    assert files_in(copy.parent) == ['prepare.py']
+
+
+@pytest.mark.parametrize('script', ['pystdlib_char', 'shakespeare_char', 'shakespeare', 'openwebtext'])
+def test_a_closed_stdout_ends_a_script_quietly_with_its_data_set(tmp_path, bpe_env, script):
+    inputs = {'pystdlib_char': lambda: code_base(tmp_path / 'in', [(f'{i}.py', b'x = 1\n') for i in range(20)]),
+              'openwebtext': lambda: parquet(tmp_path / 'in', documents(50))}
+    given = inputs.get(script, lambda: text_file(tmp_path, TEXT))()
+    reader, writer = os.pipe()
+    os.close(reader) # as head has done after its last line
+    try:
+        done = subprocess.run(command(script, given, '--out_dir', tmp_path / 'out'), stdout=writer,
+                              stderr=subprocess.PIPE, text=True, timeout=100, cwd=tmp_path, env=bpe_env)
+    finally:
+        os.close(writer)
+    assert done.stderr == ''
+    read(tmp_path / 'out')
 
 
 @pytest.mark.parametrize('script', ['pystdlib_char', 'shakespeare_char', 'shakespeare', 'openwebtext'])
@@ -451,8 +481,8 @@ def test_openwebtext_interrupted_and_continued_gives_the_same_bytes(tmp_path, bp
         f.write(b'\x07' * 1001)
     with open(lengths, 'ab') as f:
         f.write(b'\x07\x00')
-    said = prepare('openwebtext', folder, '--out_dir', out, env=bpe_env)
-    assert f'{done} documents' in said # it did not start over
+    again = run_to_the_end('openwebtext', folder, '--out_dir', out, env=bpe_env)
+    assert (again.returncode, again.stderr) == (0, f'continuing after {done:,} documents\n') # it did not start over
     assert snapshot(out) == snapshot(tmp_path / 'whole')
 
 
@@ -464,8 +494,7 @@ def test_openwebtext_interrupted_while_writing_does_not_tokenize_again(tmp_path,
     # pass 1 and one file of pass 2; no meta.json
     assert files_in(out) == ['lengths.part.bin', 'source.part.json', 'tokens.part.bin', 'train.bin']
     (out / 'val.bin').rmdir()
-    said = prepare('openwebtext', folder, '--out_dir', out, env=bpe_env)
-    assert 'tokenizing' not in said
+    prepare('openwebtext', folder, '--out_dir', out, env=bpe_env | {'SECONDS_PER_DOCUMENT': '100'})
     prepare('openwebtext', folder, '--out_dir', tmp_path / 'whole', env=bpe_env)
     assert snapshot(out) == snapshot(tmp_path / 'whole')
 

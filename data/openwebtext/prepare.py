@@ -4,7 +4,6 @@ The documents are streamed from the Hugging Face hub, or from a folder of parque
 $ python data/openwebtext/prepare.py path/to/parquet --out_dir data/mydocs
 Interrupted at any moment and started again, it continues where it stopped.
 """
-import argparse
 import atexit
 import glob
 import itertools
@@ -16,29 +15,16 @@ import signal
 import sys
 import threading
 
-import numpy as np # the rest is imported where it is needed: every worker process imports this file again
+import numpy as np  # the rest is imported where it is needed: every worker process imports this file again
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from common import UserError, create_parser, fail, gpt2_encoding
 
 here = os.path.dirname(os.path.abspath(__file__))
 hub_name, n_hub = 'Skylion007/openwebtext', 8_013_769 # the documents it has
 batch_size = 1000 # documents that a worker takes at a time
 # pass 1 leaves its work in these files until the data set is there; without the first, the others are void
 scratch = ('source.part.json', 'lengths.part.bin', 'tokens.part.bin')
-
-def fail(message):
-    print(f'error: {" ".join(message.split())}', file=sys.stderr)
-    sys.exit(2)
-
-def gpt2_encoding():
-    try:
-        import tiktoken
-        return tiktoken.get_encoding('gpt2')
-    except ImportError:
-        fail('tiktoken is not installed; pip install tiktoken')
-    except (OSError, ValueError) as e: # no network, or a damaged download
-        url = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/'
-        fail(f"cannot download GPT-2's BPE files ({type(e).__name__}); set TIKTOKEN_CACHE_DIR to a folder that holds "
-             f'{url}encoder.json named 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 and '
-             f'{url}vocab.bpe named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee (each the sha1 of its URL)')
 
 def start_worker():
     signal.signal(signal.SIGINT, signal.SIG_IGN) # Ctrl-C is the main process's business
@@ -87,7 +73,7 @@ def tokenize(documents, done, lengths_path, tokens_path, num_proc):
     # spawn, because a fork in the middle of pyarrow's and the downloader's threads can hang
     with multiprocessing.get_context('spawn').Pool(num_proc, start_worker) as pool, \
             open(lengths_path, 'ab') as lengths_file, open(tokens_path, 'ab') as tokens_file, \
-            tqdm(desc='tokenizing', unit=' documents', initial=done, file=sys.stdout, mininterval=1) as bar:
+            tqdm(desc='tokenizing', unit=' documents', initial=done, mininterval=1, disable=None) as bar:
         try:
             for lengths, tokens in pool.imap(encode, texts()):
                 # a document counts as done once its length is on disk, so its tokens have to be there before
@@ -106,7 +92,7 @@ def write_split(path, documents, ends, tokens_path):
     tokens = np.asarray(np.memmap(tokens_path, np.uint16, mode='r'))
     starts = np.concatenate([[0], ends[:-1]])
     with open(path, 'wb') as f:
-        for i in tqdm(range(0, len(documents), 10_000), desc=f'writing {os.path.basename(path)}', file=sys.stdout):
+        for i in tqdm(range(0, len(documents), 10_000), desc=f'writing {os.path.basename(path)}', disable=None):
             batch = documents[i:i+10_000]
             parts = [tokens[a:b] for a, b in zip(starts[batch].tolist(), ends[batch].tolist())]
             f.write(np.concatenate(parts).tobytes())
@@ -123,11 +109,9 @@ def remove(paths):
             os.remove(path)
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = create_parser(__doc__, here)
     parser.add_argument('input', nargs='?', help=f'a folder of parquet files (default: {hub_name} from the hub)')
-    parser.add_argument('--out_dir', default=here, help="where the files go (default: this script's folder)")
     parser.add_argument('--num_proc', type=int, default=os.cpu_count(), help='worker processes (default: one per core)')
-    parser.error = fail # one line instead of the usage
     args = parser.parse_args()
     if args.num_proc < 1:
         fail(f'--num_proc must be at least 1, not {args.num_proc}')
@@ -160,9 +144,13 @@ def main():
                 for path in (lengths_path, tokens_path):
                     open(path, 'wb').close()
                 write_json(source_path, state)
+            if done:
+                print(f'continuing after {done:,} documents', file=sys.stderr)
             tokenize(documents, done, lengths_path, tokens_path, args.num_proc)
             state['documents'] = count_done(lengths_path, tokens_path)
             write_json(source_path, state)
+        except UserError:
+            raise
         except Exception as e: # whatever a network, a disk or a damaged file raises through the libraries
             done = count_done(lengths_path, tokens_path) if all(os.path.exists(path) for path in parts) else 0
             if done == 0:
@@ -207,7 +195,11 @@ def main():
 if __name__ == '__main__':
     code = 0
     try:
-        main()
+        try:
+            main()
+        except Exception as e:
+            code = 1 # unless the hook ends this with another one
+            sys.excepthook(type(e), e, e.__traceback__)
     except SystemExit as e:
         code = e.code or 0
     except KeyboardInterrupt:
