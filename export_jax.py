@@ -12,6 +12,7 @@ from jax_flags import UserError, exit_on_user_error, read_flags
 init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt
 out_dir = 'out' # the run to export
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
+base = '' # of a LoRA run: where the pretrained model is now, if it has moved
 folder = '' # the new folder
 dtype = 'float32' # of the weights in the folder: 'float32', 'bfloat16', 'float16'
 shard_gb = 5.0 # weights that need more are split into several files
@@ -30,7 +31,7 @@ from jax_train_utils import describe_tokenizer, load_run, setup_jax_environment,
 
 setup_jax_environment('cpu')
 if init_from == 'resume':
-    config, params, meta = load_run(out_dir, checkpoint)
+    config, params, meta = load_run(out_dir, checkpoint, base=base)
     tokenizer = meta['tokenizer']
 else:
     path = local_path(init_from)

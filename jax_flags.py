@@ -126,6 +126,8 @@ def check_flags(flags):
         raise UserError(f"lora_alpha must be above 0, not {flags['lora_alpha']}")
     if flags['lora_rank'] and flags['zero']:
         raise UserError('zero shards what is trained, and the updates of LoRA are small: leave zero at 0')
+    if flags['lora_rank'] and flags['optimizer'] == 'muon':
+        raise UserError('muon is for whole matrices, and LoRA trains updates of them: leave optimizer at adamw')
     if flags['lora_rank'] and flags['init_from'] == 'scratch':
         raise UserError('LoRA trains updates of a pretrained model: name it with --init_from')
 

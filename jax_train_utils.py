@@ -38,10 +38,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_flags import UserError, exit_if_peer_died
 from jax_generate import quantize_params
 from jax_ops import (
-    AXES, BATCH, LowRank, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention, partition_specs,
-    shard, shard_params)
+    AXES, BATCH, Int8, LowRank, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention,
+    partition_specs, shard, shard_params)
 from jax_pretrained import load_pretrained, local_path
-from jax_transformer import ATTENTION, DTYPES, GPT, GPTConfig, create_train_state, span_limits
+from jax_transformer import (
+    ATTENTION, DTYPES, GPT, GPTConfig, count_params, create_train_state, span_limits)
 
 # -----------------------------------------------------------------------------
 # the model's flags
@@ -51,7 +52,7 @@ MODEL_FLAGS = {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'norm', 'pos
                'layer_types', 'window', 'mlp', 'n_inner', 'tied_head', 'n_expert', 'n_expert_used'}
 # the flags that a resumed run does not take from its checkpoint
 NOT_RESUMED = ('device', 'overwrite', 'eval_only', 'out_dir', 'coordinator_address', 'num_processes', 'process_id',
-               'profile')
+               'profile', 'base')
 
 
 def merge_resumed_flags(flags, given, saved):
@@ -1333,7 +1334,11 @@ def clip_gradients(grads, max_norm):
 # pretrained weights to train, and LoRA (arXiv:2106.09685): low-rank updates of frozen weights
 
 
-def load_weights(source, config, parallel, change=lambda path, array: array):
+def unchanged(path, array):
+    return array
+
+
+def load_weights(source, config, parallel, change=unchanged):
     """(parameters of a pretrained model, sharded as `parallel` says; a checksum of them).
 
     change(path in the tree, array): what becomes of each float32 parameter before it is moved to its devices, and
@@ -1383,11 +1388,16 @@ def model_params(params, frozen):
     return join(frozen['weights'], params)
 
 
+def count_frozen(frozen):
+    """Number of parameters of the model that LoRA updates, as count_params; scales of int8 do not count."""
+    is_int8 = lambda x: isinstance(x, Int8)
+    return count_params(jax.tree.map(lambda x: x.values if is_int8(x) else x, frozen['weights'], is_leaf=is_int8))
+
+
 def load_frozen(lora, config, parallel):
     """({'weights', 'scale'}, checksum) for TrainState.frozen, from what a checkpoint says of LoRA. Raises UserError if
     the base has changed."""
-    weights, crc = load_weights(lora['base'], config, parallel, *[quantized] if lora['quantize'] else [])
-    check_base(lora, crc)
+    weights, crc = load_base(lora, config, parallel, quantized if lora['quantize'] else unchanged)
     return {'weights': weights, 'scale': parallel.device_put(np.float32(lora['alpha'] / lora['rank']))}, crc
 
 
@@ -1405,14 +1415,33 @@ def load_merged(lora, config, parallel, updates):
             array = array + lora['alpha'] / lora['rank'] * (a @ b)
         return np.asarray(array, np.float32)
 
-    params, crc = load_weights(lora['base'], config, parallel, merge)
-    check_base(lora, crc)
-    return params
+    return load_base(lora, config, parallel, merge)[0]
 
 
-def check_base(lora, crc):
+def load_base(lora, config, parallel, change=unchanged):
+    """load_weights of the model that LoRA updates. Raises UserError if it has moved or changed."""
+    if os.path.isabs(lora['base']) and not os.path.exists(lora['base']):
+        raise UserError(f"{lora['base']}, the model that LoRA has updated, does not exist; name its new place with "
+                        '--base=FOLDER')
+    params, crc = load_weights(lora['base'], config, parallel, change)
     if lora['checksum'] not in (None, crc):
-        raise UserError(f"{lora['base']} has other weights than those that LoRA was trained with; put these back")
+        raise UserError(f"{lora['base']} has other weights than those that LoRA was trained with; put these back, or "
+                        'name where they are with --base=FOLDER')
+    return params, crc
+
+
+def move_base(lora, base):
+    """What a checkpoint says of LoRA, with the place where its base is now; '' is the same place. Raises UserError
+    for a run without LoRA."""
+    if base and not lora:
+        raise UserError('base is for a LoRA run that is resumed, sampled or exported; a new run takes init_from')
+    return lora | {'base': full_path(base)} if base else lora
+
+
+def full_path(source):
+    """The absolute path of a model's folder or file, which a checkpoint can remember; a hub's name as it is."""
+    on_disk = os.path.expanduser(source)
+    return os.path.abspath(on_disk) if os.path.exists(on_disk) else source
 
 
 # -----------------------------------------------------------------------------
@@ -1838,11 +1867,12 @@ def restore_items(out_dir, step, items):
         raise UserError(f'{folder} does not fit the model or is damaged: {type(error).__name__}: {error}') from error
 
 
-def load_run(out_dir, which='best', parallel=None):
+def load_run(out_dir, which='best', parallel=None, base=''):
     """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
-    default, on the first device; LoRA's updates merged). Raises UserError if there is none."""
+    default, on the first device; LoRA's updates merged, with those weights in `base`, if it has moved). Raises
+    UserError if there is none."""
     step, meta = choose_checkpoint(out_dir, which, ('params', 'meta', 'metrics'))
-    config, lora = GPTConfig(**meta['model']), meta.get('lora')
+    config, lora = GPTConfig(**meta['model']), move_base(meta.get('lora'), base)
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
     create, *rank = (create_lora_state, lora['rank']) if lora else (create_train_state,)
     state = parallel.abstract_state(create, jax.random.key(0), config, optax.identity(), *rank)

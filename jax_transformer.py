@@ -470,21 +470,21 @@ def count_params(params, non_embedding=True):
     return sum(x.size for x in jax.tree.leaves(counted))
 
 
-def estimate_mfu(n_params, config, tokens_per_sec, peak_flops):
+def estimate_mfu(n_params, config, tokens_per_sec, peak_flops, n_frozen=0):
     """Model FLOPs utilization: the share of `peak_flops` (FLOP/s of all devices together) that the training achieves.
-
-    6 FLOPs per parameter and token, forward and backward, plus attention's 12 L H K T (PaLM, arXiv:2204.02311,
-    appendix B), T being the layer's attention span. n_params: count_params(params), of which unused experts do not
-    count."""
+    6 FLOPs per trained parameter and token, forward and backward, 4 per parameter of n_frozen, which have no gradient,
+    and attention's 12 L H K T (PaLM, arXiv:2204.02311, appendix B), T being the layer's attention span. n_params, of
+    the trained parameters, and n_frozen are count_params(params); experts that a token does not use do not count."""
     layers = [config.layer(i) for i in range(config.n_layer)]
     if moe := config.moe:
         expert_size = (2 if config.mlp == 'gelu' else 3) * config.n_embd * moe.width
-        n_params -= sum(is_moe for _, is_moe in layers) * (moe.n_expert - moe.n_used) * expert_size
+        unused = sum(is_moe for _, is_moe in layers) * (moe.n_expert - moe.n_used) * expert_size
+        n_params, n_frozen = (n_params, n_frozen - unused) if n_frozen else (n_params - unused, 0)
     spans = sum(min(config.block_size, attention_span(config, layer_type)) for layer_type, _ in layers)
     width = config.head_width
     if mla := config.mla:
         width = (mla.nope_dim + mla.rope_dim + mla.v_dim) / 2
-    flops_per_token = 6 * n_params + 12 * config.n_head * width * spans
+    flops_per_token = 6 * n_params + 4 * n_frozen + 12 * config.n_head * width * spans
     return flops_per_token * tokens_per_sec / peak_flops
 
 

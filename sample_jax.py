@@ -20,6 +20,7 @@ from jax_flags import UserError, exit_on_user_error, read_flags
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, ...), a Hugging Face folder or 'owner/name', a ckpt.pt
 out_dir = 'out' # the run to sample from; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
+base = '' # of a LoRA run: where the pretrained model is now, if it has moved
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
 start = '\n' # the prompt, or 'FILE:prompt.txt' to read it from a file; '<|endoftext|>' is a token in GPT-2's BPE
 each_line = False # each line of the FILE is a prompt of its own; all are generated in one batch
@@ -136,7 +137,7 @@ def ready_for_mesh(params, config):
 
 
 if init_from == 'resume':
-    config, params, meta = load_run(out_dir, checkpoint, parallel)
+    config, params, meta = load_run(out_dir, checkpoint, parallel, base)
     params = convert_params_for_decoding(params, dtype, quantize)
     description = meta['tokenizer']
     source = f"{out_dir}, checkpoint of iteration {meta['iter_num']}"

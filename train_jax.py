@@ -59,6 +59,7 @@ expert_balance = 0.01 # weight of the loss that keeps the experts equally busy
 # LoRA, for a pretrained model
 lora_rank = 0 # freeze the weights, train updates of this rank of the matrices of attention and MLPs; 0 trains all
 lora_alpha = 16.0 # an update counts lora_alpha / lora_rank times
+base = '' # where the pretrained model of a LoRA run that is resumed is now, if it has moved
 quantize = '' # 'int8': the frozen weights, in a quarter of the memory
 # optimizer
 optimizer = 'adamw' # or 'muon', for the blocks' matrices: often as good in half of the iterations
@@ -111,13 +112,14 @@ from jax_ops import ceil_div
 from jax_pretrained import load_config, local_path
 from jax_train_utils import (
     MetricsLog, StopSignal, Stopwatch, all_finite, check_agreement, check_ids, check_tokens, checkpoint_steps,
-    choose_attention, choose_checkpoint, config_from_flags, configure_process, copy_tokenizer, counted_share,
-    create_learning_rate_schedule, create_lora_state, create_optimizer_with_schedule, describe_data, describe_tokenizer,
-    device_peak_flops, duration, estimate_loss_jax, finish_checkpoints, fit_layout, flags_from_config, get_batch_jax,
-    get_loss_weights, in_all_processes, initialize_distributed, is_synchronous, load_checkpoint, load_dataset,
-    load_frozen, load_masks, load_weights, lock_out_dir, make_eval_step, make_train_step, merge_resumed_flags,
-    model_params, open_checkpoints, plot_losses, progress_bar, same_tokens, save_checkpoint, setup_distributed_training,
-    setup_jax_environment, split_batch, start_wandb, with_expert_balance, write_text)
+    choose_attention, choose_checkpoint, config_from_flags, configure_process, copy_tokenizer, count_frozen,
+    counted_share, create_learning_rate_schedule, create_lora_state, create_optimizer_with_schedule, describe_data,
+    describe_tokenizer, device_peak_flops, duration, estimate_loss_jax, finish_checkpoints, fit_layout,
+    flags_from_config, full_path, get_batch_jax, get_loss_weights, in_all_processes, initialize_distributed,
+    is_synchronous, load_checkpoint, load_dataset, load_frozen, load_masks, load_weights, lock_out_dir, make_eval_step,
+    make_train_step, merge_resumed_flags, model_params, move_base, open_checkpoints, plot_losses, progress_bar,
+    same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment, split_batch, start_wandb,
+    with_expert_balance, write_text)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 configure_process(device, deterministic)
@@ -220,9 +222,10 @@ if data_vocab_size > config.vocab_size:
 lora = None  # saved in the checkpoints, which hold the updates alone
 if init_from == 'resume':
     lora = resumed.get('lora')
-elif lora_rank:
-    base = os.path.abspath(path) if os.path.exists(init_from) else init_from
-    lora = {'base': base, 'rank': lora_rank, 'alpha': lora_alpha, 'quantize': quantize, 'checksum': None}
+elif lora_rank and not base:
+    lora = {'base': full_path(init_from), 'rank': lora_rank, 'alpha': lora_alpha, 'quantize': quantize,
+            'checksum': None}
+lora = move_base(lora, base)
 if quantize and config.moe:
     raise UserError('quantize=int8 does not train models with experts; use --quantize=')
 
@@ -264,9 +267,10 @@ if lora:
     frozen, lora['checksum'] = in_all_processes(load_frozen, lora, config, parallel)
     state = state.replace(frozen=frozen)
     del frozen
-    print(f'LoRA trains {count_params(state.params) / 1e6:.2f}M parameters of updates')
-n_params = count_params(model_params(state.params, state.frozen))
-print(f'number of parameters: {n_params / 1e6:.2f}M')
+n_params = count_params(state.params)
+n_frozen = count_frozen(state.frozen) if lora else 0
+of_updates = f" of LoRA's updates, of {n_frozen / 1e6:.2f}M frozen ones" if lora else ''
+print(f'number of parameters: {n_params / 1e6:.2f}M{of_updates}')
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
 print(f'tokens per iteration will be: {tokens_per_iter:,}')
 
@@ -350,7 +354,7 @@ class IterationLog:
         self.restart_clock()
         tokens_per_sec = tokens_per_iter / seconds
         if peak_flops:
-            self.mfu = estimate_mfu(n_params, config, tokens_per_sec, peak_flops * len(devices))
+            self.mfu = estimate_mfu(n_params, config, tokens_per_sec, peak_flops * len(devices), n_frozen)
         mfu = f'{self.mfu:.2%}' if self.mfu else 'n/a'
         eta = duration((max_iters - iter_num - 1) * seconds)
         bar.write(f'iter {iter_num}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, mfu {mfu}, '

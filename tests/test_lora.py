@@ -10,7 +10,9 @@ import pytest
 from jax_ops import Int8
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    create_lora_state, load_frozen, load_run, make_train_step, model_params, setup_distributed_training)
+    choose_checkpoint, count_frozen, create_lora_state, load_frozen, load_run, make_train_step, model_params,
+    setup_distributed_training)
+from jax_transformer import count_params, estimate_mfu
 from tests.common import (
     FAMILIES, RESUME, apply, assert_refused, assert_same_run, copy_folder, device_batch, edit_tensors, read_tensors,
     records_without_times, run_script, sample, succeeded, train)
@@ -102,6 +104,20 @@ def test_what_is_sampled_and_exported_is_the_base_with_its_updates_added(run, ba
     succeeded(sample(out, '--start=0', '--max_new_tokens=5', '--num_samples=1', '--quantize=int8'))
 
 
+@pytest.mark.parametrize('quantize', ['', 'int8'])
+def test_the_frozen_weights_are_counted_apart_and_their_gradients_not_as_flops(base, quantize):
+    config, params = load_pretrained(base)
+    state, step = lora_run(base, config, 1, quantize=quantize)
+    n_updates, n_frozen = count_params(state.params), count_frozen(state.frozen)
+    assert n_frozen == count_params(params)
+    batch = device_batch(setup_distributed_training(jax.devices()[:1]), 1, 4, 0, config)
+    n_tokens = batch['x'].size
+    flops = step.lower(state, batch).compile().cost_analysis()['flops'] / n_tokens
+    counted = estimate_mfu(n_updates, config, 1.0, 1.0, n_frozen)
+    assert counted == 6 * n_updates + 4 * n_frozen + estimate_mfu(0, config, 1.0, 1.0)
+    assert flops == pytest.approx(counted, rel=0.12)  # XLA counts elementwise operations too; 6 per weight are 25% more
+
+
 def test_training_leaves_the_base_as_it_is(base):
     config = load_pretrained(base)[0]
     state, step = lora_run(base, config, 1)
@@ -147,10 +163,42 @@ def test_a_base_that_has_changed_or_gone_is_named_in_one_line(run, data, base, t
     for result in (sample(out, '--start=0'), train(out, *RESUME, '--max_iters=3')):
         assert_refused(result, 'has other weights than those that LoRA was trained with')
     changed.rename(tmp_path / 'elsewhere')
-    assert_refused(sample(out, '--start=0'), f'{changed} does not exist')
+    assert_refused(sample(out, '--start=0'), f'{changed}, .*does not exist; .*--base=FOLDER')
+
+
+def test_a_base_that_has_moved_is_named_with_base_and_remembered_from_then_on(run, data, base, tmp_path):
+    flags, out = run
+    here = copy_folder(base, tmp_path)
+    flags = [flag for flag in flags if 'init_from' not in flag]
+    succeeded(train(tmp_path / 'out', *flags, f'--init_from={here}', '--max_iters=2'))
+    prompt = ['--start=0', '--num_samples=1', '--max_new_tokens=20']
+    text = succeeded(sample(tmp_path / 'out', *prompt)).stdout
+    there = here.rename(tmp_path / 'elsewhere')
+    assert_refused(train(tmp_path / 'out', *RESUME), f'{here}, .*does not exist; .*--base=FOLDER')
+    other = copy_folder(base, there)
+    edit_tensors(other, {'model.norm.weight': 2 * read_tensors(other)['model.norm.weight']})
+    assert_refused(train(tmp_path / 'out', *RESUME, f'--base={other}'), 'has other weights')
+    moved = f'--base={there}'
+    assert succeeded(sample(tmp_path / 'out', *prompt, moved)).stdout == text
+    succeeded(run_script('export_jax.py', f'--out_dir={tmp_path / "out"}', f'--folder={tmp_path / "model"}', moved))
+    succeeded(train(tmp_path / 'out', *RESUME, '--max_iters=4', moved))
+    assert_same_run(tmp_path / 'out', out)
+    assert choose_checkpoint(tmp_path / 'out')[1]['lora']['base'] == str(there)
+    succeeded(sample(tmp_path / 'out', *prompt))
+
+
+def test_base_is_refused_where_there_is_no_lora_run_to_continue(base, data, tmp_path):
+    flags = [f'--dataset={data}', f'--init_from={base}', *FLAGS, f'--base={base}']
+    for given in (flags, [*flags, '--lora_rank=0']):
+        assert_refused(train(tmp_path, *given), 'base is for a LoRA run that is resumed')
 
 
 def test_lora_needs_a_pretrained_model_and_int8_needs_lora(data, base, tmp_path):
     assert_refused(train(tmp_path, f'--dataset={data}', *FLAGS), 'LoRA trains updates of a pretrained model')
     flags = [f'--dataset={data}', f'--init_from={base}', '--quantize=int8']
     assert_refused(train(tmp_path, *flags), 'quantize must be')
+
+
+def test_lora_with_muon_is_refused(data, base, tmp_path):
+    flags = [f'--dataset={data}', f'--init_from={base}', *FLAGS]
+    assert_refused(train(tmp_path, *flags, '--optimizer=muon'), 'leave optimizer at adamw')

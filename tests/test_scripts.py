@@ -1334,7 +1334,7 @@ def test_conversations_are_split_at_newlines_only_and_may_begin_with_a_byte_orde
 
 
 def masked_data(folder, train_mask, val_mask):
-    """The flags of a run whose iterations are one window of 16 tokens, on data in which the tokens of the masks count."""
+    """The flags of a run whose iterations are one window of 16 tokens, of which those count that the masks say."""
     rng = np.random.default_rng(0)
     write_dataset(folder, rng.integers(8, size=len(train_mask)), rng.integers(8, size=len(val_mask)))
     for split, mask in (('train', train_mask), ('val', val_mask)):
@@ -1362,7 +1362,7 @@ def test_an_iteration_without_a_token_that_counts_is_skipped_and_resume_stays_ex
 
 def test_evaluations_without_a_token_that_counts_are_refused_before_anything_is_written(tmp_path):
     flags = masked_data(tmp_path / 'data', np.ones(400), np.arange(400) == 20)
-    assert_refused(train(tmp_path / 'out', *flags), 'none of the 8 val windows .*: use more eval_iters or a larger block')
+    assert_refused(train(tmp_path / 'out', *flags), 'none of the 8 val windows .*: use more eval_iters or a larger')
     assert not (tmp_path / 'out').exists()
     succeeded(train(tmp_path / 'out', *flags, '--eval_iters=40', '--max_iters=1'))
 
