@@ -27,7 +27,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jax_flags import UserError, config_block, exit_on_user_error, read_flags
+from jax_flags import UserError, config_block, read_flags, start_script
 
 # -----------------------------------------------------------------------------
 mode = 'train' # 'train', 'decode', 'startup' (of a script) or 'compile' (a step for devices that are not here)
@@ -80,7 +80,7 @@ seed = 1337 # of weights and tokens
 device = 'auto' # as in train_jax.py
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'
 # -----------------------------------------------------------------------------
-sys.excepthook = exit_on_user_error
+start_script()
 PRESETS = {
     '': {},
     'nanogpt_cpu': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, vocab_size=65),
@@ -774,7 +774,7 @@ def seconds_to_first_output(folder):
     here = Path(__file__).parent
     start = time.perf_counter()
     with open(Path(folder, 'stderr'), 'w+') as errors, subprocess.Popen(
-            [sys.executable, '-u', here / script, *args], env=environment, text=True, stdout=subprocess.PIPE,
+            [sys.executable, here / script, *args], env=environment, text=True, stdout=subprocess.PIPE,
             stderr=errors) as process:
         report = process.stdout.read(1) if is_sample else ''
         for line in () if is_sample else process.stdout:

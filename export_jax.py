@@ -3,10 +3,9 @@
 $ python export_jax.py --out_dir=out-mine --folder=my-model --dtype=bfloat16
 $ python export_jax.py --init_from=nanogpt/out/ckpt.pt --folder=my-model
 """
-import sys
 import tempfile
 
-from jax_flags import UserError, exit_on_user_error, read_flags
+from jax_flags import UserError, read_flags, start_script
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt
@@ -17,7 +16,7 @@ folder = '' # the new folder
 dtype = 'float32' # of the weights in the folder: 'float32', 'bfloat16', 'float16'
 shard_gb = 5.0 # weights that need more are split into several files
 # -----------------------------------------------------------------------------
-sys.excepthook = exit_on_user_error
+start_script()
 flags, _ = read_flags(__file__, globals())
 globals().update(flags)
 if not folder:

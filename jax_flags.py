@@ -138,7 +138,15 @@ def is_url(path):
 
 
 # -----------------------------------------------------------------------------
-# how a script ends
+# how a script starts and ends
+
+
+def start_script():
+    """Called first by every script: from here on its errors end it as exit_on_user_error says, and a line is written
+    when it is printed, into a pipe or a file as on a terminal."""
+    sys.excepthook = exit_on_user_error
+    if hasattr(sys.stdout, 'reconfigure'):  # not a StringIO
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def exit_on_user_error(kind, error, traceback):

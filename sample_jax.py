@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, exit_on_user_error, read_flags
+from jax_flags import UserError, read_flags, start_script
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, ...), a Hugging Face folder or 'owner/name', a ckpt.pt
@@ -51,7 +51,7 @@ process_id = -1 # number of this process, from 0
 compile = True # has no effect: JAX always compiles
 # -----------------------------------------------------------------------------
 started = time.perf_counter()
-sys.excepthook = exit_on_user_error
+start_script()
 flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
 globals().update(flags)
 if 'compile' in given:

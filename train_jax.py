@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, check_flags, exit_if_peer_died, exit_on_user_error, read_flags
+from jax_flags import UserError, check_flags, exit_if_peer_died, read_flags, start_script
 
 # -----------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in the order given.
@@ -97,7 +97,7 @@ compile = True # has no effect: JAX always compiles
 backend = 'nccl' # has no effect: JAX picks its own
 # -----------------------------------------------------------------------------
 started = time.perf_counter()
-sys.excepthook = exit_on_user_error
+start_script()
 flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
 globals().update(flags)
 check_flags(flags)

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from jax_flags import UserError, exit_on_user_error
+from jax_flags import UserError, start_script
 
 
 def tokens_per_sec(command, metric):
@@ -75,5 +75,5 @@ def main():
 
 
 if __name__ == '__main__':
-    sys.excepthook = exit_on_user_error
+    start_script()
     main()

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -223,14 +224,43 @@ def start_training(out_dir, *args):
         env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+def wait_for(what, condition, *processes, seconds=120):
+    """Waits until condition() is true or one of the processes has ended; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition() and all(process.poll() is None for process in processes):
+        assert time.monotonic() < deadline, f'waited {seconds} s for {what}'
+        time.sleep(0.01)
+
+
 def wait_for_iteration(out_dir, iteration, *processes):
-    """Waits until metrics.jsonl has the iteration or one of the processes has ended; fails after two minutes."""
-    deadline = time.time() + 120
-    while all(process.poll() is None for process in processes):
-        if any(record['iter'] >= iteration for record in read_metrics(out_dir)):
-            return
-        assert time.time() < deadline, 'the run makes no progress'
-        time.sleep(0.02)
+    def is_logged():
+        return any(record['iter'] >= iteration for record in read_metrics(out_dir))
+
+    wait_for(f'iteration {iteration} in {out_dir}', is_logged, *processes)
+
+
+def next_line(stream, process, start='', seconds=120):
+    """The next line of this pipe of the process that begins so; fails if there is none after so many seconds."""
+    timer = threading.Timer(seconds, process.kill)  # ends the pipe
+    timer.start()
+    try:
+        for line in iter(stream.readline, ''):
+            if line.startswith(start):
+                return line
+    finally:
+        timer.cancel()
+    pytest.fail(f'no line that begins with {start!r} before the end of {process.args}, which is killed after '
+                f'{seconds} s')
+
+
+def output_of(process, seconds=300):
+    """(stdout, stderr) of a process when it has ended; fails if it has not after so many seconds."""
+    try:
+        return process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate(timeout=20)
+        pytest.fail(f'waited {seconds} s for the end of {process.args}; stdout: {out}\nstderr: {err}')
 
 
 def records_without_times(out_dir):

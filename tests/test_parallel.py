@@ -32,8 +32,8 @@ from jax_train_utils import (
     make_train_step, open_checkpoints, opt_state_item, read_metrics, save_checkpoint, setup_distributed_training)
 from jax_transformer import GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
-    ROOT, assert_refused, column, compiled_once, device_batch, meta_of, random_params, records_without_times,
-    run_script, run_steps, train, wait_for_iteration)
+    ROOT, assert_refused, column, compiled_once, device_batch, meta_of, output_of, random_params,
+    records_without_times, run_script, run_steps, train, wait_for, wait_for_iteration)
 
 # no tensor axis divides the vocabulary
 CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)
@@ -631,14 +631,14 @@ class Processes:
     def __exit__(self, *error):
         for process in self.processes:
             process.kill()
-            process.communicate()
+            output_of(process)
 
     def wait_for_iteration(self, iteration):
         wait_for_iteration(self.out_dir, iteration, *self.processes)
 
     def results(self):
         """[(exit code, stdout, stderr)] of each, when all have ended."""
-        output = [process.communicate(timeout=300) for process in self.processes]
+        output = [output_of(process) for process in self.processes]
         return [(process.returncode, *texts) for process, texts in zip(self.processes, output)]
 
 
@@ -732,11 +732,9 @@ def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dat
 def test_a_signal_while_a_process_waits_for_the_others_ends_it(dataset, tmp_path, signum):
     with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, n_started=1) as processes:
         waiting, = processes.processes
-        deadline = time.time() + 60
         with socket.socket() as s:
-            while s.connect_ex(('127.0.0.1', processes.port)):  # until process 0 listens
-                assert waiting.poll() is None and time.time() < deadline
-                time.sleep(0.05)
+            wait_for('process 0 to listen', lambda: s.connect_ex(('127.0.0.1', processes.port)) == 0, waiting)
+        assert waiting.poll() is None
         waiting.send_signal(signum)
         assert waiting.wait(timeout=20) == -signum  # 128 + signum for a shell
     assert not list(tmp_path.iterdir())
@@ -746,8 +744,7 @@ def test_a_signal_before_the_first_iteration_stops_all_processes(dataset, tmp_pa
     endless = ['--max_iters=100000', '--eval_interval=100000']
     with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, *endless) as processes:
         lock = tmp_path / 'lock'  # written after joining, before the model is made and compiled
-        while not lock.exists() and processes.processes[0].poll() is None:
-            time.sleep(0.01)
+        wait_for(lock, lock.exists, processes.processes[0])
         processes.processes[1].send_signal(signal.SIGTERM)
         results = processes.results()
     assert [code for code, *_ in results] == [128 + signal.SIGTERM] * 2, results

@@ -28,8 +28,8 @@ from jax_train_utils import (
     load_run, read_metrics)
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, ROOT, TEXT, assert_refused, assert_same_run, copy_folder, edit_json, final_state,
-    records_without_times, refusal, run_script, sample, start_training, succeeded, train, wait_for_iteration,
-    write_dataset)
+    next_line, output_of, records_without_times, refusal, run_script, sample, start_training, succeeded, train,
+    wait_for_iteration, write_dataset)
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
          '--gradient_accumulation_steps=2']
@@ -110,7 +110,8 @@ runpy.run_path(sys.argv[0], run_name='__main__')
     ('--help', 0, 'usage: python {script} .*--device=|usage: python {script} .*--folder=', ''),
     ('--seeed=1', 2, '', 'error: unknown flag --seeed')])
 def test_help_and_a_wrong_flag_are_answered_without_jax(script, arg, code, out, err):
-    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True,
+                          timeout=100)
     assert done.returncode == code, done.stderr
     assert re.match(out.format(script=script), done.stdout, re.S)
     assert re.match(f'{err}.*\n' if err else '$', done.stderr)
@@ -122,7 +123,8 @@ def test_help_and_a_wrong_flag_are_answered_without_jax(script, arg, code, out, 
     ('export_jax.py', '--shard_gb=1.0', 'name the new folder'),
     ('bench_jax.py', '--mode=fly', 'mode must be train')])
 def test_a_value_out_of_range_is_refused_without_jax(script, arg, message):
-    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True,
+                          timeout=100)
     assert_refused(done, message)
 
 
@@ -373,7 +375,7 @@ def test_a_run_killed_at_random_moments_equals_an_uninterrupted_one(flags, tmp_p
         wait_for_iteration(killed, iteration, process)
         time.sleep(rng.random() * 0.1)
         process.kill()
-        process.communicate()
+        output_of(process)
     succeeded(train(killed, *flags, '--init_from=resume'))
     assert_same_run(killed, whole)
 
@@ -407,13 +409,11 @@ def test_without_an_intact_checkpoint_training_and_sampling_end_in_one_line(run_
 def test_a_signal_during_an_evaluation_is_obeyed_at_once(run_copy):
     before = records_without_times(run_copy)
     process = start_training(run_copy, *RESUME, '--max_iters=40', '--eval_iters=1000000')  # would take minutes
-    for line in process.stdout:
-        if line.startswith('tokens per iteration'):
-            break
+    next_line(process.stdout, process, 'tokens per iteration')
     time.sleep(4)
     process.send_signal(signal.SIGTERM)
     started = time.time()
-    out, err = process.communicate(timeout=60)
+    out, err = output_of(process, seconds=60)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert time.time() - started < 30
     assert 'step 20' not in out
@@ -425,7 +425,7 @@ def test_a_signal_saves_and_exits(flags, tmp_path, signum):
     process = start_training(tmp_path, *flags, '--max_iters=100000', '--eval_interval=100000')
     wait_for_iteration(tmp_path, 3, process)
     process.send_signal(signum)
-    out, err = process.communicate(timeout=60)
+    out, err = output_of(process, seconds=60)
     assert process.returncode == 128 + signum
     assert err == ''
     assert choose_checkpoint(tmp_path)[0] == int(re.search(r'at iteration (\d+), saved', out)[1])
@@ -468,7 +468,7 @@ def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path)
     process = start_training(better, *flags, '--max_iters=100000', '--lr_decay_iters=100000', '--warmup_iters=100')
     wait_for_iteration(better, 25, process)
     process.kill()
-    process.communicate()
+    output_of(process)
     assert choose_checkpoint(better)[0] >= 10  # saved while the validation loss was falling
 
 
@@ -615,7 +615,7 @@ def test_a_start_that_is_refused_starts_no_wandb_run(finished, flags, tmp_path, 
 
 @pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py'])
 def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
-    result = subprocess.run([sys.executable, ROOT / script, '--sede=1'], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, ROOT / script, '--sede=1'], capture_output=True, text=True, timeout=100)
     assert result.returncode == 2
     assert result.stderr == 'error: unknown flag --sede; did you mean --seed?\n'
 

@@ -17,7 +17,7 @@ SCRIPTS = ('train_jax', 'sample_jax', 'export_jax', 'bench_jax')
 def source_files():
     """All Python files of the repository: those that git tracks, and new ones that it does not ignore."""
     command = ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard', '*.py']
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     if done.returncode:
         pytest.skip('not a git checkout')
     paths = [ROOT / name for name in sorted(set(done.stdout.split('\0'))) if name]

@@ -42,8 +42,8 @@ from jax_train_utils import (
     strip_partial_utf8)
 from jax_transformer import GPT, GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
-    GOLDEN, ROOT, TINY, apply, column, compiled_once, device_batch, edit_json, fresh_run, host_batch, meta_of, refusal,
-    run_steps, write_dataset)
+    GOLDEN, ROOT, TINY, apply, column, compiled_once, device_batch, edit_json, fresh_run, host_batch, meta_of,
+    next_line, output_of, refusal, run_steps, write_dataset)
 
 # -----------------------------------------------------------------------------
 # flags
@@ -150,26 +150,28 @@ def test_help_prints_every_knob_with_its_default_and_comment(read, capsys):
 
 PRINTS = """
 import sys
-from jax_flags import exit_on_user_error
-sys.excepthook = exit_on_user_error
-print('first', flush=True)
+from jax_flags import start_script
+start_script()
+print('first')  # is read before the script goes on: no line stays in a buffer
 sys.stdin.read()  # until the reader has gone
-print('second' * {times})
+print('second' * {times}, end={end!r})
 {then}
 """
 
 
-@pytest.mark.parametrize('options, times, then, code', [
-    ([], 10**5, '', 141),
-    (['-u'], 1, '', 141),
-    ([], 1, '', 0),  # the text stays in the buffer until the interpreter exits
-    ([], 1, 'raise ValueError("a bug")', 1)])
-def test_a_reader_that_goes_away_ends_a_script_quietly(options, times, then, code):
+@pytest.mark.parametrize('options, times, end, then, code', [
+    ([], 10**5, '\n', '', 141),
+    (['-u'], 1, '\n', '', 141),
+    ([], 1, '\n', '', 141),
+    ([], 1, '', '', 0),  # text without a newline stays in the buffer until the interpreter exits
+    ([], 1, '', 'raise ValueError("a bug")', 1)])
+def test_a_reader_that_goes_away_ends_a_script_quietly(options, times, end, then, code):
     environment = {name: value for name, value in os.environ.items() if name != 'PYTHONUNBUFFERED'}
+    program = PRINTS.format(times=times, end=end, then=then)
     with subprocess.Popen(
-            [sys.executable, *options, '-c', PRINTS.format(times=times, then=then)], cwd=ROOT, env=environment,
+            [sys.executable, *options, '-c', program], cwd=ROOT, env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == 'first\n'
+        assert next_line(process.stdout, process) == 'first\n'
         process.stdout.close()
         process.stdin.close()
         err = process.stderr.read()
@@ -366,7 +368,7 @@ def test_freed_memory_is_reused_without_page_faults():
     faults = {}
     for how in ('ours', 'plain'):
         done = subprocess.run([sys.executable, '-c', STEPS, how], cwd=ROOT, check=True, capture_output=True,
-                              env=environment | {'JAX_NUM_CPU_DEVICES': '1'})
+                              timeout=300, env=environment | {'JAX_NUM_CPU_DEVICES': '1'})
         faults[how] = int(done.stdout)
     pages_written = 20 * 2**26 // os.sysconf('SC_PAGE_SIZE')  # by the 20 steps that count
     assert faults['ours'] < pages_written / 4, faults
@@ -411,7 +413,8 @@ jax.block_until_ready(slow(x))
 assert slow(x).is_ready()  # so are its temporaries freed
 '''
     env = os.environ | {'JAX_NUM_CPU_DEVICES': '1'}
-    result = subprocess.run([sys.executable, '-c', program], cwd=ROOT, env=env, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, '-c', program], cwd=ROOT, env=env, capture_output=True, text=True,
+                            timeout=100)
     assert result.returncode == 0, result.stderr
 
 
@@ -580,7 +583,7 @@ def test_a_second_process_loads_what_the_first_has_compiled_and_computes_the_sam
 
     def end(process):
         """(cache hits, cache misses, the result, stderr)"""
-        out, err = process.communicate()
+        out, err = output_of(process)
         assert process.returncode == 0, err
         hits, misses, result = out.split()
         return int(hits), int(misses), result, err
@@ -795,7 +798,7 @@ def test_a_meta_pkl_is_converted_by_the_command_that_the_message_gives(tmp_path)
     with pytest.raises(UserError) as error:
         load_dataset_meta(tmp_path)
     command = ' '.join(str(error.value).split()).partition('convert it once: ')[2]
-    subprocess.run(command, shell=True, check=True)
+    subprocess.run(command, shell=True, check=True, timeout=100)
     assert load_dataset_meta(tmp_path)['tokenizer'] == {'kind': 'char', 'chars': "\n'b"}
 
 
@@ -1236,10 +1239,10 @@ def test_out_dir_is_locked_by_one_process_until_that_ends(tmp_path):
     hold = f'import jax_train_utils, time; lock = jax_train_utils.lock_out_dir({str(tmp_path)!r}); ' \
            'print("held", flush=True); time.sleep(60)'
     holder = subprocess.Popen([sys.executable, '-c', hold], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == 'held\n'
+    assert next_line(holder.stdout, holder) == 'held\n'
     assert f'is in use by process {holder.pid} on ' in refusal(lock_out_dir, tmp_path)
     holder.kill()
-    holder.communicate()
+    output_of(holder)
     lock_out_dir(tmp_path).close()
 
 
