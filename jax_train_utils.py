@@ -1006,7 +1006,7 @@ class GPT2Tokenizer:
         except Exception as error:  # the first use downloads two files
             raise UserError(f"tiktoken cannot load GPT-2's BPE ({type(error).__name__}); without a network set "
                             'TIKTOKEN_CACHE_DIR to the tiktoken cache of a machine that has used it '
-                            '(see "When it fails" in README.md)') from None
+                            '(see "Troubleshooting" in README.md)') from None
         self.vocab_size = self.bpe.n_vocab
 
     def encode(self, text):

@@ -1,0 +1,80 @@
+"""What the documents and messages say of each other exists: files, sections, snippets of Python."""
+import ast
+import re
+
+import pytest
+
+from tests.common import ROOT, succeeded, train
+from tests.test_source import source_files
+
+DOCUMENTS = sorted({*ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('data/*/*.md')})
+TINY = ['--device=cpu:0', '--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
+        '--gradient_accumulation_steps=1', '--max_iters=1', '--eval_iters=1', '--warmup_iters=0']
+
+
+def split_code(text):
+    """The text of a document without its fenced blocks, and these: [(info string, code)]."""
+    fence = re.compile(r'^ *```(\w*)\n(.*?)^ *```$', re.DOTALL | re.MULTILINE)
+    return fence.sub('', text), fence.findall(text)
+
+
+def titles(document):
+    prose, _ = split_code(document.read_text(encoding='utf-8'))
+    return re.findall(r'^#+ (.+)$', prose, re.MULTILINE)
+
+
+def anchors(document):
+    """The anchors that GitHub gives to the sections of a document."""
+    return {re.sub(r'[^\w\- ]', '', title.lower()).replace(' ', '-') for title in titles(document)}
+
+
+def assert_link_leads_somewhere(link, document):
+    """link: a relative path, an anchor, or both, as they stand in `document`."""
+    path, _, anchor = link.partition('#')
+    target = (document.parent / path).resolve() if path else document
+    assert target.exists(), f'{document.name}: {link}'
+    if anchor:
+        assert anchor in anchors(target), f'{document.name}: {link}'
+
+
+@pytest.mark.parametrize('document', DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_document_leads_to_a_file_and_a_section(document):
+    prose, _ = split_code(document.read_text(encoding='utf-8'))
+    links = re.findall(r'\]\(([^)\s]+)\)', prose)
+    for link in links:
+        if not re.match(r'[a-z]+:', link):
+            assert_link_leads_somewhere(link, document)
+
+
+def test_every_section_that_the_code_names_exists():
+    for path in source_files():
+        if path.name == 'test_docs.py':
+            continue
+        text = path.read_text(encoding='utf-8')
+        for link in re.findall(r'(?:docs/)?\w+\.md(?:#[\w-]+)?', text):
+            if (ROOT / link.partition('#')[0]).exists() or '#' in link:
+                assert_link_leads_somewhere(link, ROOT / 'README.md')
+        strings = [node.value for node in ast.walk(ast.parse(text))
+                   if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        for title, document in re.findall(r'"([^"\n]+)" in ((?:docs/)?\w+\.md)', '\n'.join(strings)):
+            assert any(found.startswith(title) for found in titles(ROOT / document)), f'{path.name}: {title!r}'
+
+
+@pytest.fixture(scope='module')
+def folder_with_a_run(tmp_path_factory, dataset):
+    """A folder that holds out-mine, as README's commands would leave it."""
+    folder = tmp_path_factory.mktemp('docs')
+    succeeded(train(folder / 'out-mine', f'--dataset={dataset}', *TINY))
+    return folder
+
+
+SNIPPETS = [pytest.param(code, id=f'{path.stem}-{number}') for path in DOCUMENTS for number, (info, code) in
+            enumerate(split_code(path.read_text(encoding='utf-8'))[1]) if info == 'python']
+
+
+@pytest.mark.parametrize('code', SNIPPETS)
+def test_every_snippet_of_python_runs_or_says_that_it_is_not_run(code, folder_with_a_run, monkeypatch):
+    if re.match(r'# .*\bnot run$', code.partition('\n')[0]):
+        return
+    monkeypatch.chdir(folder_with_a_run)
+    exec(compile(code, 'snippet', 'exec'), {'__name__': 'snippet'})
