@@ -3,6 +3,7 @@
 $ python export_jax.py --out_dir=out-mine --folder=my-model --dtype=bfloat16
 $ python export_jax.py --init_from=nanogpt/out/ckpt.pt --folder=my-model
 """
+import os
 import tempfile
 
 from jax_flags import UserError, read_flags, start_script
@@ -25,16 +26,19 @@ if shard_gb <= 0:
     raise UserError(f'shard_gb must be more than 0, not {shard_gb}')
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
-from jax_pretrained import load_pretrained, local_path, save_pretrained
+from jax_pretrained import find_config_json, kept_config_json, load_pretrained, local_path, save_pretrained
 from jax_train_utils import describe_tokenizer, load_run, setup_jax_environment, write_char_tokenizer
 
 setup_jax_environment('cpu')
 if init_from == 'resume':
     config, params, meta = load_run(out_dir, checkpoint, base=base)
     tokenizer = meta['tokenizer']
+    kept = kept_config_json(out_dir)
+    config_json = kept if os.path.exists(kept) else None
 else:
     path = local_path(init_from)
     config, params = load_pretrained(path)
+    config_json = find_config_json(path)
     tokenizer = describe_tokenizer(path, config.vocab_size) or {}
 with tempfile.TemporaryDirectory() as made:
     if tokenizer.get('kind') == 'char':
@@ -42,6 +46,6 @@ with tempfile.TemporaryDirectory() as made:
         tokenizer = {'path': made}
     elif 'path' not in tokenizer:
         print("without a tokenizer.json: it is GPT-2's, or unknown")
-    save_pretrained(params, config, folder, dtype=dtype, tokenizer=tokenizer.get('path'),
+    save_pretrained(params, config, folder, config_json=config_json, dtype=dtype, tokenizer=tokenizer.get('path'),
                     shard_bytes=int(shard_gb * 1e9))
 print(f'saved {folder}')

@@ -4,6 +4,7 @@ import ast
 import atexit
 import difflib
 import errno
+import json
 import math
 import os
 import re
@@ -17,6 +18,21 @@ from pathlib import Path
 
 class UserError(ValueError):
     """A mistake that the user can correct. The scripts print it as one line and exit with code 2."""
+
+
+def read_json(path, *, optional=False):
+    """The object in a JSON file. optional: {} if there is no such file. Raises UserError if it cannot be read."""
+    if optional and not os.path.exists(path):
+        return {}
+    try:
+        values = json.loads(Path(path).read_text(encoding='utf-8'))
+    except OSError as error:
+        raise UserError(f'cannot read {path}: {error.strerror}') from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
+    if not isinstance(values, dict):
+        raise UserError(f'{path} is not a JSON object; copy or download it again')
+    return values
 
 
 # -----------------------------------------------------------------------------

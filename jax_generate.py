@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jax_flags import UserError
 from jax_ops import (
-    STORED_AS, Int8, Transposed, UserError, as_uint8, ceil_div, cpu_multiplies_uint8, current_mesh, order_by_rank,
-    quantize, shard)
+    STORED_AS, Int8, Transposed, as_uint8, ceil_div, cpu_multiplies_uint8, current_mesh, order_by_rank, quantize,
+    shard)
 from jax_transformer import CACHE_DTYPES, GPT, PAD, Block, attention_span, has_ring_cache
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for

@@ -5,7 +5,8 @@ References:
 2) nanoGPT's model: https://github.com/karpathy/nanoGPT/blob/master/model.py
 
 A family of models is two things: a function from its config.json to the fields of GPTConfig (FAMILIES), and a table
-from our parameters to its tensors on disk, {parameter path: [TensorMap]}. Loading and saving use the same table.
+from our parameters to its tensors on disk, {parameter path: [TensorMap]} (LAYOUTS). Loading and saving use the same
+table, and the config.json that was read is written back.
 """
 import dataclasses
 import io
@@ -27,11 +28,8 @@ import numpy as np
 import safetensors
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jax_ops import UserError, ceil_div
+from jax_flags import UserError, read_json
 from jax_transformer import DTYPES, GPT, ROPE_SCALINGS, GPTConfig
-
-PUBLISHED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # openai-community/<name> on the Hugging Face hub
-WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin')
 
 
 def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: array):
@@ -56,49 +54,52 @@ def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: arr
 
 def load_config(path_or_name):
     """The config of load_pretrained, without the weights of a Hugging Face folder."""
-    file = weight_file(local_path(path_or_name))
-    if os.path.basename(file) not in WEIGHT_FILES:
+    path = local_path(path_or_name)
+    source = find_config_json(path)
+    if source is None:
+        file = weight_file(path)
         return read_nanogpt_config(read_torch_checkpoint(file), file)
-    source = os.path.join(os.path.dirname(file), 'config.json')
     return read_config(read_json(source), source)[0]
 
 
-def weight_file(path):
-    """The file that holds or lists the weights of a folder, or the path itself. Raises UserError if there is none."""
-    for file in [path] + [os.path.join(path, name) for name in (*WEIGHT_FILES, 'ckpt.pt')]:
-        if os.path.isfile(file):
-            return file
-    if os.path.isdir(path):
-        raise UserError(f'{path} holds no weights that can be read: none of {", ".join(WEIGHT_FILES)}, ckpt.pt')
-    raise UserError(f'{path} does not exist; give a folder, a nanoGPT ckpt.pt, or one of {", ".join(PUBLISHED)}')
+def find_config_json(path):
+    """The path of the config.json of a Hugging Face folder, or of one of its files; None for nanoGPT's ckpt.pt."""
+    file = weight_file(path)
+    return os.path.join(os.path.dirname(file), 'config.json') if os.path.basename(file) in WEIGHT_FILES else None
 
 
-def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja')):
-    """The path itself, or the local folder of the hub's model of that name, downloaded (these files of it) if
-    necessary."""
-    path = os.path.expanduser(path_or_name)
-    on_hub = path_or_name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(path_or_name))
-    if on_hub and not os.path.exists(path):
-        return download(path_or_name, files)
-    return path
+def kept_config_json(out_dir):
+    """The path in a run's out_dir of the config.json of the Hugging Face model that it trains further."""
+    return os.path.join(out_dir, 'tokenizer', 'config.json')
 
 
-def save_pretrained(params, config, folder, *, dtype='float32', tokenizer=None, shard_bytes=5 * 10**9):
+def keep_config_json(source, out_dir):
+    """Copies a config.json to kept_config_json(out_dir). None: a run without one, which removes an earlier run's."""
+    kept = kept_config_json(out_dir)
+    if source:
+        os.makedirs(os.path.dirname(kept), exist_ok=True)
+        shutil.copyfile(source, kept)
+    elif os.path.exists(kept):
+        os.remove(kept)
+
+
+def save_pretrained(params, config, folder, *, config_json=None, dtype='float32', tokenizer=None,
+                    shard_bytes=5 * 10**9):
     """Writes params as a Hugging Face folder: config.json, the weights as safetensors, and the tokenizer's files.
 
-    The folder is for the model of transformers that computes what GPT(config) does, one of FAMILIES (DeepSeek-V3 for
-    Kimi K2). A GPT-2 without biases is saved with biases of zero, which gives the same logits.
+    The folder is for the model of transformers that computes what GPT(config) does. A GPT-2 without biases is saved
+    with biases of zero, which gives the same logits.
+    config_json: path of that of the model that params come from, to be written back with all its keys; where it is
+    None, a config.json is derived from `config`, which is possible for the models that flags of train_jax.py make.
     dtype: of the file, one of DTYPES. tokenizer: folder of a tokenizer.json and what belongs to it, to be copied.
     shard_bytes: weights that need more are split into several files with an index.
-    The folder must not exist or be empty; it appears when it is complete. Raises UserError if it cannot be written or
-    params are not those of GPT(config)."""
+    The folder must not exist or be empty; it appears when it is complete. Raises UserError if it cannot be written,
+    params are not those of GPT(config), or config_json is missing or that of another model."""
     if dtype not in DTYPES:
         raise UserError(f'dtype must be one of {", ".join(DTYPES)}, not {dtype!r}')
-    family, hf_config = hugging_face_config(config)
-    if family == 'gpt2':
-        tensor_maps = gpt2_tensor_maps(config, prefix='transformer.')
-    else:
-        tensor_maps = llama_tensor_maps(config, LAYOUTS[family])
+    hf_config = read_config_json_of(config, config_json) if config_json else derive_config_json(config)
+    family = hf_config['model_type']
+    tensor_maps = family_tensor_maps(config, family, prefix='transformer.')
     arrays = flatten_dict(params)
     shapes = {'/'.join(path): shape for path, shape in param_shapes(config).items()}
     check_tensors({'/'.join(path): x for path, x in arrays.items()}, shapes, 'params')
@@ -121,6 +122,9 @@ def save_pretrained(params, config, folder, *, dtype='float32', tokenizer=None, 
         return tensor
 
     hf_config['dtype'] = dtype
+    for file in ('config.json', 'generation_config.json') if tokenizer else ():
+        ids = read_json(os.path.join(tokenizer, file), optional=True)
+        hf_config |= {key: ids[key] for key in SPECIAL_TOKENS if ids.get(key) is not None}
     write_folder(os.path.abspath(os.path.expanduser(folder)), hf_config, shapes, make_tensor, dtype, tokenizer,
                  shard_bytes)
 
@@ -133,35 +137,11 @@ def write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard
             raise UserError(f'{folder} exists and is not an empty folder; remove it or choose another')
         os.makedirs(unfinished)
         if tokenizer:
-            for file in ('config.json', 'generation_config.json'):
-                path = os.path.join(tokenizer, file)
-                ids = read_json(path) if os.path.exists(path) else {}
-                hf_config |= {key: ids[key] for key in SPECIAL_TOKENS if ids.get(key) is not None}
             for file in os.listdir(tokenizer):
                 if file.endswith(('.json', '.jinja', '.model')) and file != 'config.json' and 'safetensors' not in file:
                     shutil.copyfile(os.path.join(tokenizer, file), os.path.join(unfinished, file))
         write_json(os.path.join(unfinished, 'config.json'), hf_config)
-        shards, size = [[]], 0
-        itemsize = jnp.dtype(dtype).itemsize
-        for name in sorted(shapes):
-            n_bytes = math.prod(shapes[name]) * itemsize
-            if shards[-1] and size + n_bytes > shard_bytes:
-                shards.append([])
-                size = 0
-            shards[-1].append(name)
-            size += n_bytes
-        weight_map = {}
-        for i, names in enumerate(shards):
-            file = 'model.safetensors'
-            if len(shards) > 1:
-                file = f'model-{i + 1:05}-of-{len(shards):05}.safetensors'
-            some_shapes = {name: shapes[name] for name in names}
-            write_safetensors(os.path.join(unfinished, file), some_shapes, make_tensor, dtype)
-            weight_map |= dict.fromkeys(names, file)
-        if len(shards) > 1:
-            total = sum(math.prod(shape) * itemsize for shape in shapes.values())
-            write_json(os.path.join(unfinished, 'model.safetensors.index.json'),
-                       {'metadata': {'total_size': total}, 'weight_map': weight_map})
+        write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
         if os.path.isdir(folder):
             os.rmdir(folder)  # empty; Windows replaces no folder
         os.replace(unfinished, folder)
@@ -172,26 +152,6 @@ def write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard
 
 
 SPECIAL_TOKENS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
-
-
-def write_json(path, values):
-    with open(path, 'w', encoding='utf-8') as f:
-        json.dump(values, f, indent=2)
-
-
-def write_safetensors(path, shapes, make_tensor, dtype):
-    """A safetensors file of the tensors make_tensor(name), each made when it is written: memory holds one at a time."""
-    code = next(code for code, name in SAFETENSORS_DTYPES.items() if name == dtype)
-    header, end = {'__metadata__': {'format': 'pt'}}, 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * jnp.dtype(dtype).itemsize
-        header[name] = {'dtype': code, 'shape': shape, 'data_offsets': [start, end]}
-    text = json.dumps(header).encode()
-    text += b' ' * (-len(text) % 8)
-    with open(path, 'wb') as f:
-        f.write(len(text).to_bytes(8, 'little') + text)
-        for name in shapes:
-            f.write(make_tensor(name).view(np.uint8).data if shapes[name] else make_tensor(name).tobytes())
 
 
 # -----------------------------------------------------------------------------
@@ -493,68 +453,74 @@ def make_config(values, source):
 # -----------------------------------------------------------------------------
 # GPTConfig -> config.json
 
-def hugging_face_config(config):
-    """(family, config.json) of the model of transformers that computes what GPT(config) does, or UserError."""
+# what is saved for a model that transformers has under another name or as a part: (model_type, architecture)
+SAVED_AS = {'gemma3': ('gemma3_text', 'Gemma3ForCausalLM'), 'llama4': ('llama4_text', 'Llama4ForCausalLM'),
+            'kimi_k2': ('deepseek_v3', 'DeepseekV3ForCausalLM')}
+# keys of a config.json that do not hold for what is saved: the packed format, code beside the file, the older dtype
+NOT_SAVED = ('quantization_config', 'auto_map', 'torch_dtype')
+
+
+def read_config_json_of(config, path):
+    """The config.json at `path`, of the model that GPT(config) was loaded from, with the changes that saving needs."""
+    hf = read_json(path)
+    read_config(hf, path)
+    family = hf['model_type']
+    if 'text_config' in hf:
+        ids = {key: hf[key] for key in SPECIAL_TOKENS if key in hf}
+        hf = {'model_type': family} | ids | hf['text_config']
+    if family in SAVED_AS:
+        hf['model_type'], architecture = SAVED_AS[family]
+        hf['architectures'] = [architecture]
+    hf = {key: value for key, value in hf.items() if key not in NOT_SAVED}
+    for key in {'n_positions', 'n_ctx'} & hf.keys():  # GPT-2's, of which a run may have kept the first positions only
+        hf[key] = config.block_size
+    if wrong := differences(config, hf, path):
+        raise UserError(f'{path} is not that of the model to be saved, which has {", ".join(wrong)}')
+    return hf
+
+
+def derive_config_json(config):
+    """The config.json of the model of transformers that computes what GPT(config) does, for models that flags make."""
     if config == GPTConfig(**{name: getattr(config, name) for name in GPT2_FIELDS}):
-        return 'gpt2', hugging_face_gpt2_config(config)
-    layer_types = {config.layer(i)[0] for i in range(config.n_layer)}
-    family = 'llama'
-    if config.qkv_bias:
-        family = 'qwen2'
-    elif config.sinks and config.moe:
-        family = 'gpt_oss'
-    elif config.mla:
-        family = 'deepseek_v3'
-    elif config.moe and config.moe.weigh_input:
-        family = 'llama4_text'
-    elif config.moe:
-        family = 'qwen3_moe'
-    elif config.block_norms == 'post':
-        family = 'olmo2'
-    elif config.block_norms == 'both':
-        family = 'gemma3_text'
+        return derive_gpt2_config_json(config)
+    layers = [config.layer(i) for i in range(config.n_layer)]  # (layer_type, is_moe)
+    types = {layer_type for layer_type, _ in layers}
+    family, name = 'llama', 'Llama'
+    if config.moe:
+        family, name = 'qwen3_moe', 'Qwen3Moe'
     elif config.qk_norm:
-        family = 'qwen3'
-    elif layer_types == {'window'}:
-        family = 'mistral'
-    elif layer_types == {'full', 'nope'}:
-        family = 'smollm3'
-    hf = hugging_face_llama_config(config, family)
-    # what it means to load_pretrained is what it means to transformers
-    again = read_config(hf, 'the config to be saved')[0]
-    fields = [field.name for field in dataclasses.fields(GPTConfig) if field.name not in NOT_IN_CONFIG_JSON]
-    wrong = [f'{name}={value!r}' for name in fields if (value := resolved(config, name)) != resolved(again, name)]
-    if wrong:
-        raise UserError(f'transformers has no {family} with {", ".join(wrong)}, so this model cannot be saved for it')
-    return family, hf
+        family, name = 'qwen3', 'Qwen3'
+    elif types == {'window'}:
+        family, name = 'mistral', 'Mistral'
+    elif types == {'full', 'nope'}:
+        family, name = 'smollm3', 'SmolLM3'
+    hf = {'architectures': [f'{name}ForCausalLM'], 'model_type': family,
+          'vocab_size': config.vocab_size, 'tie_word_embeddings': config.tied_head,
+          'hidden_size': config.n_embd, 'num_hidden_layers': config.n_layer,
+          'num_attention_heads': config.n_head, 'num_key_value_heads': config.kv_heads, 'head_dim': config.head_width,
+          'intermediate_size': config.mlp_width, 'max_position_embeddings': config.block_size,
+          'rms_norm_eps': config.norm_eps, 'rope_parameters': derive_rope(config), 'hidden_act': 'silu',
+          'attention_bias': False, 'attention_dropout': config.dropout,
+          'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None}
+    if family in ('mistral', 'qwen3'):
+        hf |= {'sliding_window': config.window or None}
+    if family == 'qwen3':
+        names = {'window': 'sliding_attention'}
+        hf |= {'layer_types': [names.get(layer_type, 'full_attention') for layer_type, _ in layers],
+               'use_sliding_window': 'window' in types, 'max_window_layers': config.n_layer}
+    if family == 'smollm3':
+        hf |= {'no_rope_layers': [int(layer_type != 'nope') for layer_type, _ in layers], 'use_sliding_window': False}
+    if family == 'qwen3_moe':
+        hf |= {'num_experts': config.moe.n_expert, 'num_experts_per_tok': config.moe.n_used,
+               'moe_intermediate_size': config.moe.width, 'norm_topk_prob': config.moe.normalize,
+               'decoder_sparse_step': 1, 'mlp_only_layers': [i for i, (_, is_moe) in enumerate(layers) if not is_moe]}
+    if wrong := differences(config, hf, 'the derived config.json'):
+        raise UserError(f'no config.json can be derived for a model with {", ".join(wrong)}; copy that of the model '
+                        f'that it was trained from to {kept_config_json("out_dir")}, where the export reads it')
+    return hf
 
 
-# fields that do not change the logits
-NOT_IN_CONFIG_JSON = ('dropout', 'dtype', 'attention', 'scan_layers', 'remat', 'window', 'chunk', 'query_growth',
-                      'query_growth_every')
-
-
-def resolved(config, name):
-    """What a field of a config means: 0 and patterns stand for values."""
-    if name == 'layer_types':
-        growth = config.query_growth and (config.query_growth, config.query_growth_every)
-        sizes = {'window': config.window, 'chunk': config.chunk, 'nope': growth}
-        return tuple((layer_type, sizes.get(layer_type)) for layer_type, _ in map(config.layer, range(config.n_layer)))
-    if name == 'moe' and config.moe:
-        layers = tuple(config.layer(i)[1] for i in range(config.n_layer))
-        return dataclasses.replace(config.moe, layers=layers, balance=0.0)
-    if name == 'attention_scale':
-        width = config.mla.nope_dim + config.mla.rope_dim if config.mla else config.head_width
-        return round(config.attention_scale or width**-0.5, 9)
-    if config.mla and name in ('head_dim', 'n_kv_head') or config.mlp != 'swiglu_clamped' and name == 'swiglu_limit':
-        return 0
-    if name == 'activation' and config.mlp not in ('gelu', 'geglu'):
-        return ''
-    meaning = {'head_dim': 'head_width', 'n_kv_head': 'kv_heads', 'n_inner': 'mlp_width'}
-    return getattr(config, meaning.get(name, name))
-
-
-def hugging_face_gpt2_config(config):
+def derive_gpt2_config_json(config):
     end_of_text = 50256 if config.vocab_size > 50256 else None  # GPT-2's token; other vocabularies have none at that id
     return {
         'architectures': ['GPT2LMHeadModel'], 'model_type': 'gpt2', 'dtype': 'float32', 'vocab_size': config.vocab_size,
@@ -565,86 +531,37 @@ def hugging_face_gpt2_config(config):
         'bos_token_id': end_of_text, 'eos_token_id': end_of_text, **GPT2_FIXED}
 
 
-ARCHITECTURES = {'llama': 'Llama', 'mistral': 'Mistral', 'qwen2': 'Qwen2', 'smollm3': 'SmolLM3', 'qwen3': 'Qwen3',
-                 'qwen3_moe': 'Qwen3Moe', 'olmo2': 'Olmo2', 'gemma3_text': 'Gemma3', 'gpt_oss': 'GptOss',
-                 'deepseek_v3': 'DeepseekV3', 'llama4_text': 'Llama4'}
+# config.json's name: ours, of what the kinds of rope scaling need in addition to their factor
+ROPE_KEYS = {'linear': {}, 'llama3': {'low_freq_factor': 'low', 'high_freq_factor': 'high'},
+             'yarn': {'beta_slow': 'low', 'beta_fast': 'high', 'truncate': 'truncate', 'attention_factor': 'amplitude'}}
 
 
-def hugging_face_llama_config(config, family):
-    """The config.json of one of ARCHITECTURES."""
-    moe, mla = config.moe, config.mla
-    layers = [config.layer(i) for i in range(config.n_layer)]  # (layer_type, is_moe)
-    names = {'window': 'sliding_attention', 'chunk': 'chunked_attention'}
-    types = [names.get(layer_type, 'full_attention') for layer_type, _ in layers]
-    hf = {'architectures': [f'{ARCHITECTURES[family]}ForCausalLM'], 'model_type': family,
-          'vocab_size': config.vocab_size, 'tie_word_embeddings': config.tied_head,
-          'hidden_size': config.n_embd, 'num_hidden_layers': config.n_layer,
-          'num_attention_heads': config.n_head, 'num_key_value_heads': config.kv_heads, 'head_dim': config.head_width,
-          'intermediate_size': config.mlp_width, 'max_position_embeddings': config.block_size,
-          'rms_norm_eps': config.norm_eps, 'rope_parameters': hugging_face_rope(config), 'hidden_act': 'silu',
-          'attention_bias': family == 'gpt_oss', 'attention_dropout': config.dropout,
-          'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None}
-    if family in ('qwen2', 'qwen3'):
-        hf |= {'layer_types': types, 'use_sliding_window': 'sliding_attention' in types,
-               'sliding_window': config.window or None, 'max_window_layers': config.n_layer}
-    if family == 'mistral':
-        hf |= {'sliding_window': config.window}
-    if family == 'smollm3':
-        hf |= {'no_rope_layers': [int(layer_type != 'nope') for layer_type, _ in layers], 'use_sliding_window': False,
-               'layer_types': types}
-    if family == 'gemma3_text':
-        ropes = {'full_attention': hf['rope_parameters'],
-                 'sliding_attention': {'rope_type': 'default', 'rope_theta': config.window_rope_theta}}
-        scale = config.attention_scale or config.head_width**-0.5
-        hf |= {'hidden_act': None, 'hidden_activation': 'gelu_pytorch_tanh', 'query_pre_attn_scalar': round(scale**-2),
-               'sliding_window': config.window, 'layer_types': types, 'rope_parameters': ropes}
-    if moe:
-        hf |= {'num_experts_per_tok': moe.n_used, 'moe_intermediate_size': moe.width, 'norm_topk_prob': moe.normalize}
-        is_moe = [i for i, (_, is_moe) in enumerate(layers) if is_moe]
-    if family == 'qwen3_moe':
-        hf |= {'num_experts': moe.n_expert, 'decoder_sparse_step': 1,
-               'mlp_only_layers': [i for i in range(config.n_layer) if i not in is_moe]}
-    if family == 'gpt_oss':
-        hf |= {'num_local_experts': moe.n_expert, 'intermediate_size': moe.width, 'sliding_window': config.window,
-               'swiglu_limit': config.swiglu_limit, 'layer_types': types}
-    if family == 'llama4_text':
-        hf |= {'num_local_experts': moe.n_expert, 'intermediate_size': moe.width,
-               'intermediate_size_mlp': config.mlp_width, 'attention_chunk_size': config.chunk, 'layer_types': types,
-               'no_rope_layers': [int(layer_type != 'nope') for layer_type, _ in layers], 'moe_layers': is_moe,
-               'use_qk_norm': config.qk_norm == 'plain', 'attn_temperature_tuning': config.query_growth > 0,
-               'attn_scale': config.query_growth or 0.1, 'floor_scale': config.query_growth_every}
-    if family == 'deepseek_v3':
-        shared = moe.shared_width // moe.width if moe else 0
-        hf |= {'q_lora_rank': mla.q_rank or None, 'kv_lora_rank': mla.kv_rank, 'qk_nope_head_dim': mla.nope_dim,
-               'qk_rope_head_dim': mla.rope_dim, 'v_head_dim': mla.v_dim, 'head_dim': mla.rope_dim,
-               'rope_interleave': True}
-        if moe:
-            hf |= {'n_routed_experts': moe.n_expert, 'n_shared_experts': shared, 'n_group': moe.n_group,
-                   'topk_group': moe.n_group_used, 'routed_scaling_factor': moe.scale, 'scoring_func': 'sigmoid',
-                   'topk_method': 'noaux_tc', 'first_k_dense_replace': min(is_moe, default=config.n_layer)}
-        if config.rope_scaling and config.attention_scale:  # the scale is mscale**2 / sqrt(width), see deepseek_config
-            mscale = (config.attention_scale * (mla.nope_dim + mla.rope_dim)**0.5)**0.5
-            factor = config.rope_scaling.factor
-            hf['rope_parameters']['mscale_all_dim'] = round((mscale - 1) / (yarn_mscale(factor) - 1), 9)
-    return hf
-
-
-def hugging_face_rope(config):
+def derive_rope(config):
     """The rope_parameters of a config.json."""
     scaling = config.rope_scaling
     if not scaling:
         return {'rope_type': 'default', 'rope_theta': config.rope_theta}
-    rope = {'rope_type': scaling.kind, 'rope_theta': config.rope_theta, 'factor': scaling.factor}
-    if scaling.kind == 'linear':
-        return rope
-    if scaling.kind == 'llama3':
-        rope |= {'low_freq_factor': scaling.low, 'high_freq_factor': scaling.high,
-                 'original_max_position_embeddings': scaling.original_length}
-    else:
-        rope |= {'beta_slow': scaling.low, 'beta_fast': scaling.high,
-                 'original_max_position_embeddings': scaling.original_length,
-                 'truncate': scaling.truncate, 'attention_factor': scaling.amplitude}
-    return rope
+    return {'rope_type': scaling.kind, 'rope_theta': config.rope_theta, 'factor': scaling.factor,
+            'original_max_position_embeddings': scaling.original_length,
+            **{theirs: getattr(scaling, ours) for theirs, ours in ROPE_KEYS[scaling.kind].items()}}
+
+
+def differences(config, hf, source):
+    """['name=value'] of the fields of config that mean another model than the config.json `hf` does."""
+    ours, theirs = meaning(config), meaning(read_config(hf, source)[0])
+    return [f'{name}={getattr(config, name)!r}' for name, value in ours.items() if value != theirs[name]]
+
+
+def meaning(config):
+    """{field: value} of a config, with what zeros and patterns stand for, and without what leaves the logits alone."""
+    layers = [config.layer(i) for i in range(config.n_layer)]
+    values = config.architecture() | {
+        'head_dim': config.head_width, 'n_kv_head': config.kv_heads, 'n_inner': config.mlp_width,
+        'layer_types': [layer_type for layer_type, _ in layers]}
+    if config.moe:
+        values['moe'] |= {'layers': [is_moe for _, is_moe in layers], 'balance': 0.0}
+    values |= {'dropout': 0.0, 'dtype': '', 'window': config.window if 'window' in config.layer_types else 0}
+    return values
 
 
 # -----------------------------------------------------------------------------
@@ -723,8 +640,7 @@ class Layout(NamedTuple):
 
 LLAMA4 = Layout(mlp='feed_forward', router='router', shared='shared_expert', experts='concatenated',
                 interleaved_rope=True)
-LAYOUTS = {
-    **dict.fromkeys(('llama', 'mistral', 'qwen2', 'smollm3', 'qwen3', 'qwen3_moe', 'olmo2'), Layout()),
+LAYOUTS = {  # by model_type; the others have Layout()
     'gemma3_text': Layout(norm_offset=1.0), 'gemma3': Layout(prefix='language_model.', norm_offset=1.0),
     'phi3': Layout(fused=True), 'gpt_oss': Layout(router='router', experts='interleaved'),
     'deepseek_v3': Layout(interleaved_rope=True), 'kimi_k2': Layout(interleaved_rope=True),
@@ -775,12 +691,19 @@ def llama_tensor_maps(config, layout):
     return tensor_maps
 
 
+def family_tensor_maps(config, family, prefix=''):
+    """{path: [TensorMap]} of a Hugging Face model. prefix: of GPT-2's names."""
+    if family == 'gpt2':
+        return gpt2_tensor_maps(config, prefix=prefix)
+    return llama_tensor_maps(config, LAYOUTS.get(family, Layout()))
+
+
 def stored_as_is(path, name, *shape):
     """A parameter that has the same shape on disk."""
     return {path: [TensorMap(name, shape)]}
 
 
-def linear(path, name, n_in, n_out, *, bias, rows=...):
+def linear_maps(path, name, n_in, n_out, *, bias, rows=...):
     """A linear layer, [n_out, n_in] on disk."""
     kernel = TensorMap(f'{name}.weight', (n_out, n_in), transpose=True, rows=rows)
     tensor_maps = {(*path, 'kernel'): [kernel]}
@@ -796,10 +719,10 @@ def mlp_tensor_maps(config, path, name, width, fused=False):
         both = TensorMap(f'{name}.gate_up_proj.weight', (2 * width, D), transpose=True)
         return {(*path, 'c_gate', 'kernel'): [both._replace(src=slice(0, width))],
                 (*path, 'c_fc', 'kernel'): [both._replace(src=slice(width, None))],
-                **linear((*path, 'c_proj'), f'{name}.down_proj', width, D, bias=False)}
-    return (linear((*path, 'c_gate'), f'{name}.gate_proj', D, width, bias=config.bias)
-            | linear((*path, 'c_fc'), f'{name}.up_proj', D, width, bias=config.bias)
-            | linear((*path, 'c_proj'), f'{name}.down_proj', width, D, bias=config.bias))
+                **linear_maps((*path, 'c_proj'), f'{name}.down_proj', width, D, bias=False)}
+    return (linear_maps((*path, 'c_gate'), f'{name}.gate_proj', D, width, bias=config.bias)
+            | linear_maps((*path, 'c_fc'), f'{name}.up_proj', D, width, bias=config.bias)
+            | linear_maps((*path, 'c_proj'), f'{name}.down_proj', width, D, bias=config.bias))
 
 
 def gqa_tensor_maps(config, layout, path, name):
@@ -819,7 +742,7 @@ def gqa_tensor_maps(config, layout, path, name):
     tensor_maps = {(*path, 'c_attn', 'kernel'): kernels}
     if config.bias or config.qkv_bias:
         tensor_maps[*path, 'c_attn', 'bias'] = biases
-    tensor_maps |= linear((*path, 'c_proj'), f'{name}.o_proj', H * K, D, bias=config.bias)
+    tensor_maps |= linear_maps((*path, 'c_proj'), f'{name}.o_proj', H * K, D, bias=config.bias)
     if config.qk_norm in ('learned', 'all_heads'):
         q_width, k_width = (H * K, G * K) if config.qk_norm == 'all_heads' else (K, K)
         tensor_maps |= stored_as_is((*path, 'q_norm', 'scale'), f'{name}.q_norm.weight', q_width)
@@ -839,24 +762,24 @@ def mla_tensor_maps(config, layout, path, name):
         q_rows = deinterleave_rope(H * head_width, head_width, mla.rope_dim)
         kv_a_rows = deinterleave_rope(kv_a_width, kv_a_width, mla.rope_dim)
     if mla.q_rank:
-        tensor_maps = linear((*path, 'q_a'), f'{name}.q_a_proj', D, mla.q_rank, bias=config.bias)
+        tensor_maps = linear_maps((*path, 'q_a'), f'{name}.q_a_proj', D, mla.q_rank, bias=config.bias)
         tensor_maps |= stored_as_is((*path, 'q_norm', 'scale'), f'{name}.q_a_layernorm.weight', mla.q_rank)
-        tensor_maps |= linear((*path, 'q_b'), f'{name}.q_b_proj', mla.q_rank, H * head_width, bias=config.bias,
+        tensor_maps |= linear_maps((*path, 'q_b'), f'{name}.q_b_proj', mla.q_rank, H * head_width, bias=config.bias,
                               rows=q_rows)
     else:
-        tensor_maps = linear((*path, 'q_b'), f'{name}.q_proj', D, H * head_width, bias=config.bias, rows=q_rows)
-    tensor_maps |= linear((*path, 'kv_a'), f'{name}.kv_a_proj_with_mqa', D, kv_a_width, bias=config.bias,
+        tensor_maps = linear_maps((*path, 'q_b'), f'{name}.q_proj', D, H * head_width, bias=config.bias, rows=q_rows)
+    tensor_maps |= linear_maps((*path, 'kv_a'), f'{name}.kv_a_proj_with_mqa', D, kv_a_width, bias=config.bias,
                           rows=kv_a_rows)
     tensor_maps |= stored_as_is((*path, 'kv_norm', 'scale'), f'{name}.kv_a_layernorm.weight', mla.kv_rank)
     kv_b_shape = H * (mla.nope_dim + mla.v_dim), mla.kv_rank
     tensor_maps[*path, 'kv_b'] = [TensorMap(f'{name}.kv_b_proj.weight', kv_b_shape, transpose=True)]
-    return tensor_maps | linear((*path, 'c_proj'), f'{name}.o_proj', H * mla.v_dim, D, bias=config.bias)
+    return tensor_maps | linear_maps((*path, 'c_proj'), f'{name}.o_proj', H * mla.v_dim, D, bias=config.bias)
 
 
 def moe_tensor_maps(config, layout, path, name):
     """A mixture of experts. Each expert is read separately: its tensor may be dequantized on the way."""
     D, E, F = config.n_embd, config.moe.n_expert, config.moe.width
-    tensor_maps = linear((*path, 'router'), f'{name}.{layout.router}', D, E, bias=config.bias)
+    tensor_maps = linear_maps((*path, 'router'), f'{name}.{layout.router}', D, E, bias=config.bias)
     if config.moe.selection_bias:
         tensor_maps |= stored_as_is((*path, 'router', 'selection_bias'),
                                     f'{name}.{layout.router}.e_score_correction_bias', E)
@@ -930,7 +853,7 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
     if tied is not None and not np.array_equal(tied, tensors[embedding]):
         raise UserError(f'{source}: {head} differs from {embedding}, to which the config says that it is tied')
     params = {}
-    # the largest first: what its copies take is free again for the other parameters
+    # largest first, so that its temporary copies do not add to the rest
     for path, shape in sorted(param_shapes(config).items(), key=lambda item: -math.prod(item[1])):
         parts = [(tensor_map, tensors[tensor_map.name]) for tensor_map in tensor_maps[path]]
         matrix_dtype = common_dtype(tensor for _, tensor in parts) if dtype == 'stored' else dtype
@@ -962,15 +885,57 @@ def aligned_empty(shape, dtype):
     return buffer[start:start + n_bytes].view(dtype).reshape(shape)
 
 
-def require_keys(keys, values, source, what):
-    """Raises UserError unless `values` is a dict with all `keys`."""
-    missing = [key for key in keys if key not in values] if isinstance(values, dict) else ['keys']
-    if missing:
-        raise UserError(f'{source} lacks {", ".join(missing)}, so it is not {what}')
+# -----------------------------------------------------------------------------
+# Hugging Face folders and nanoGPT
+
+def load_hugging_face(file, dtype, place):
+    """(config, params) of a model from its weights, with config.json in the same folder."""
+    source = os.path.join(os.path.dirname(file), 'config.json')
+    hf = read_json(source)
+    config, family = read_config(hf, source)
+    tensors = read_tensors(file)
+    quantization = hf.get('quantization_config') or {}
+    tensors = dequantize_lazily(tensors, quantization.get('weight_block_size', [128, 128]), file)
+    return config, params_from_tensors(tensors, config, family_tensor_maps(config, family), file, dtype, place)
+
+
+def load_nanogpt(path, dtype, place):
+    """(config, params) of a ckpt.pt that nanoGPT's train.py wrote."""
+    checkpoint = read_torch_checkpoint(path)
+    config = read_nanogpt_config(checkpoint, path)
+    checkpoint.pop('optimizer', None)  # frees its memory: it is twice as large as the model
+    tensors = checkpoint['model']
+    if not (isinstance(tensors, dict) and all(type(k) is str and type(x) is np.ndarray for k, x in tensors.items())):
+        raise UserError(f'{path} does not hold a state dict, names with their tensors')
+    tensors = {name.removeprefix('_orig_mod.'): x for name, x in tensors.items()}  # torch.compile's prefix
+    tensor_maps = gpt2_tensor_maps(config, transpose=True)
+    return config, params_from_tensors(tensors, config, tensor_maps, path, dtype, place)
+
+
+def read_nanogpt_config(checkpoint, path):
+    require_keys(['model', 'model_args'], checkpoint, path, 'a checkpoint of nanoGPT')
+    args = checkpoint['model_args']
+    require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
+    bias = args.get('bias') is not False  # nanoGPT's first checkpoints lack the entry; they have biases
+    return make_config({name: args[name] for name in GPT2_SIZES} | {'bias': bias}, path)
 
 
 # -----------------------------------------------------------------------------
-# Hugging Face folders
+# From here on, files and their formats. Nothing below knows models, or uses what is above.
+
+PUBLISHED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # openai-community/<name> on the Hugging Face hub
+WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin')  # of a Hugging Face folder
+
+
+def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja')):
+    """The path itself, or the local folder of the hub's model of that name, downloaded (these files of it) if
+    necessary."""
+    path = os.path.expanduser(path_or_name)
+    on_hub = path_or_name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(path_or_name))
+    if on_hub and not os.path.exists(path):
+        return download(path_or_name, files)
+    return path
+
 
 def download(name, files):
     """The folder of a model of the hub, from the hub's local cache if it is there, else downloaded."""
@@ -989,32 +954,32 @@ def download(name, files):
             f'{repo}, Hugging Face hub, into a folder by hand and give its path instead') from None
 
 
-def load_hugging_face(file, dtype, place):
-    """(config, params) of a model from its weights, with config.json in the same folder."""
-    source = os.path.join(os.path.dirname(file), 'config.json')
-    hf = read_json(source)
-    config, family = read_config(hf, source)
+def weight_file(path):
+    """The file that holds or lists the weights of a folder, or the path itself. Raises UserError if there is none."""
+    for file in [path] + [os.path.join(path, name) for name in (*WEIGHT_FILES, 'ckpt.pt')]:
+        if os.path.isfile(file):
+            return file
+    if os.path.isdir(path):
+        raise UserError(f'{path} holds no weights that can be read: none of {", ".join(WEIGHT_FILES)}, ckpt.pt')
+    raise UserError(f'{path} does not exist; give a folder, a nanoGPT ckpt.pt, or one of {", ".join(PUBLISHED)}')
+
+
+def read_tensors(file):
+    """{name: array} of one of WEIGHT_FILES."""
     if file.endswith('.json'):
-        tensors = read_shards(file)
-    elif file.endswith('.bin'):
-        tensors = read_torch_checkpoint(file)
-    else:
-        tensors = read_safetensors(file)
-    quantization = hf.get('quantization_config') or {}
-    tensors = dequantize_lazily(tensors, quantization.get('weight_block_size', [128, 128]), file)
-    tensor_maps = gpt2_tensor_maps(config) if family == 'gpt2' else llama_tensor_maps(config, LAYOUTS[family])
-    return config, params_from_tensors(tensors, config, tensor_maps, file, dtype, place)
+        return read_shards(file)
+    return read_torch_checkpoint(file) if file.endswith('.bin') else read_safetensors(file)
 
 
-def read_json(path):
-    try:
-        with open(path, encoding='utf-8') as f:
-            return json.load(f)
-    except OSError as error:
-        raise UserError(f'cannot read {path}: {error.strerror}') from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
+def require_keys(keys, values, source, what):
+    """Raises UserError unless `values` is a dict with all `keys`."""
+    missing = [key for key in keys if key not in values] if isinstance(values, dict) else ['keys']
+    if missing:
+        raise UserError(f'{source} lacks {", ".join(missing)}, so it is not {what}')
 
+
+# -----------------------------------------------------------------------------
+# safetensors
 
 SAFETENSORS_DTYPES = {
     'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16', 'F8_E4M3': 'float8_e4m3fn',
@@ -1055,6 +1020,55 @@ def read_shards(index_file):
         tensors |= read_safetensors(path)
     return tensors
 
+
+def write_shards(folder, shapes, make_tensor, dtype, shard_bytes):
+    """Writes the tensors make_tensor(name) as model.safetensors, or as several files of at most shard_bytes with an
+    index; shard_bytes is exceeded by a tensor that is larger. shapes: {name: shape}."""
+    shards, size = [[]], 0
+    itemsize = jnp.dtype(dtype).itemsize
+    for name in sorted(shapes):
+        n_bytes = math.prod(shapes[name]) * itemsize
+        if shards[-1] and size + n_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += n_bytes
+    weight_map = {}
+    for i, names in enumerate(shards):
+        file = 'model.safetensors'
+        if len(shards) > 1:
+            file = f'model-{i + 1:05}-of-{len(shards):05}.safetensors'
+        some_shapes = {name: shapes[name] for name in names}
+        write_safetensors(os.path.join(folder, file), some_shapes, make_tensor, dtype)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(math.prod(shape) * itemsize for shape in shapes.values())
+        write_json(os.path.join(folder, 'model.safetensors.index.json'),
+                   {'metadata': {'total_size': total}, 'weight_map': weight_map})
+
+
+def write_safetensors(path, shapes, make_tensor, dtype):
+    """A safetensors file of the tensors make_tensor(name), each made when it is written: memory holds one at a time."""
+    code = next(code for code, name in SAFETENSORS_DTYPES.items() if name == dtype)
+    header, end = {'__metadata__': {'format': 'pt'}}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * jnp.dtype(dtype).itemsize
+        header[name] = {'dtype': code, 'shape': shape, 'data_offsets': [start, end]}
+    text = json.dumps(header).encode()
+    text += b' ' * (-len(text) % 8)
+    with open(path, 'wb') as f:
+        f.write(len(text).to_bytes(8, 'little') + text)
+        for name in shapes:
+            f.write(make_tensor(name).view(np.uint8).data if shapes[name] else make_tensor(name).tobytes())
+
+
+def write_json(path, values):
+    with open(path, 'w', encoding='utf-8') as f:
+        json.dump(values, f, indent=2)
+
+
+# -----------------------------------------------------------------------------
+# packed weights
 
 class MXFP4(NamedTuple):
     """Experts [E, in, out] as gpt-oss packs them: 4 bits a number, and 32 numbers along `in` share an exponent.
@@ -1111,7 +1125,7 @@ def dequantize_lazily(tensors, block, source):
         weight_name = name.removesuffix('_scale_inv')
         if name.endswith('.weight_scale_inv') and weight_name in tensors:
             scale, weight = result.pop(name), tensors[weight_name]
-            if scale.shape != tuple(ceil_div(n, size) for n, size in zip(weight.shape, block)):
+            if scale.shape != tuple(-(-n // size) for n, size in zip(weight.shape, block)):
                 raise UserError(f'{source}: {name} {scale.shape} does not fit {weight_name} {weight.shape} in blocks '
                                 f'of {block}')
             result[weight_name] = ScaledBlocks(weight, scale, tuple(block))
@@ -1119,28 +1133,7 @@ def dequantize_lazily(tensors, block, source):
 
 
 # -----------------------------------------------------------------------------
-# nanoGPT, and files of torch.save
-
-def load_nanogpt(path, dtype, place):
-    """(config, params) of a ckpt.pt that nanoGPT's train.py wrote."""
-    checkpoint = read_torch_checkpoint(path)
-    config = read_nanogpt_config(checkpoint, path)
-    checkpoint.pop('optimizer', None)  # frees its memory: it is twice as large as the model
-    tensors = checkpoint['model']
-    if not (isinstance(tensors, dict) and all(type(k) is str and type(x) is np.ndarray for k, x in tensors.items())):
-        raise UserError(f'{path} does not hold a state dict, names with their tensors')
-    tensors = {name.removeprefix('_orig_mod.'): x for name, x in tensors.items()}  # torch.compile's prefix
-    tensor_maps = gpt2_tensor_maps(config, transpose=True)
-    return config, params_from_tensors(tensors, config, tensor_maps, path, dtype, place)
-
-
-def read_nanogpt_config(checkpoint, path):
-    require_keys(['model', 'model_args'], checkpoint, path, 'a checkpoint of nanoGPT')
-    args = checkpoint['model_args']
-    require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
-    bias = args.get('bias') is not False  # nanoGPT's first checkpoints lack the entry; they have biases
-    return make_config({name: args[name] for name in GPT2_SIZES} | {'bias': bias}, path)
-
+# files of torch.save
 
 def read_torch_checkpoint(path):
     """What torch.save wrote to `path`, with numpy arrays in place of tensors. Runs nothing that the file asks for.

@@ -35,7 +35,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_flags import UserError, exit_if_peer_died
+from jax_flags import UserError, exit_if_peer_died, read_json
 from jax_generate import quantize_params
 from jax_ops import (
     AXES, BATCH, Int8, LowRank, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention,
@@ -1036,9 +1036,9 @@ class HFTokenizer:
                             'copy or download them again') from None
 
     def read_settings(self, folder):
-        settings = read_json_object(folder / 'tokenizer_config.json')
-        self.generation = read_json_object(folder / 'generation_config.json')
-        config = read_json_object(folder / 'config.json')
+        settings = read_json(folder / 'tokenizer_config.json', optional=True)
+        self.generation = read_json(folder / 'generation_config.json', optional=True)
+        config = read_json(folder / 'config.json', optional=True)
         tokens = {name: settings.get(name) or '' for name in ('bos_token', 'eos_token')}
         self.special = {name: token['content'] if isinstance(token, dict) else token for name, token in tokens.items()}
         self.end_token = self.tokenizer.token_to_id(self.special['eos_token'])  # of a document
@@ -1143,17 +1143,6 @@ class HFTokenizer:
             if after < len(mask) and encoding.ids[after] in special:
                 mask[after] = 1
         return encoding.ids, mask
-
-
-def read_json_object(path):
-    """The object in a JSON file; {} if there is no such file. Raises UserError for other content."""
-    try:
-        values = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
-    except (ValueError, RecursionError) as error:
-        raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
-    if not isinstance(values, dict):
-        raise UserError(f'{path} is not a JSON object; copy or download it again')
-    return values
 
 
 def final_answer(text):

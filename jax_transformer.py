@@ -25,11 +25,11 @@ import optax
 from flax import linen as nn
 from flax.training import train_state
 
+from jax_flags import UserError
 from jax_ops import (
-    COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, LowRank, Transposed, UserError, all_gather_param,
-    blockwise_attention, causal_mask, embed_tokens, flat_index, fused_causal_attention, fused_linear, hash_dropout,
-    held_dtype, linear, lm_logits, map_sequence_chunks, mix_experts, quantize, remat_policy, scan_blocks,
-    scatter_to_slots)
+    COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, LowRank, Transposed, all_gather_param, blockwise_attention,
+    causal_mask, embed_tokens, flat_index, fused_causal_attention, fused_linear, hash_dropout, held_dtype, linear,
+    lm_logits, map_sequence_chunks, mix_experts, quantize, remat_policy, scan_blocks, scatter_to_slots)
 from jax_ops import ParallelLMHead, VocabParallelEmbedding, create_mesh  # noqa: F401, for users of this file
 
 DTYPES = ('float32', 'bfloat16', 'float16')

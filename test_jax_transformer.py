@@ -14,7 +14,8 @@ import jax_transformer
 from jax_generate import (
     PrefixCache, SamplingConfig, SamplingParams, cast_matrices, convert_params_for_decoding, generate, generate_stream,
     init_cache, penalize_repetition, prompt_lookup_draft, quantize_params, sample_token, transpose_kernels)
-from jax_ops import Transposed, UserError
+from jax_flags import UserError
+from jax_ops import Transposed
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu
 from tests.common import TINY, apply, cached_logits, random_params, random_tokens
 

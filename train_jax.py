@@ -109,7 +109,7 @@ import jaxlib
 import numpy as np
 
 from jax_ops import ceil_div
-from jax_pretrained import load_config, local_path
+from jax_pretrained import find_config_json, keep_config_json, load_config, local_path
 from jax_train_utils import (
     MetricsLog, StopSignal, Stopwatch, all_finite, check_agreement, check_ids, check_tokens, checkpoint_steps,
     choose_attention, choose_checkpoint, config_from_flags, configure_process, copy_tokenizer, count_frozen,
@@ -288,6 +288,8 @@ if not eval_only:
     if master:
         write_text(Path(out_dir, 'config.json'), json.dumps(flags | {'dtype': dtype}, indent=2) + '\n')
         copy_tokenizer(tokenizer, Path(out_dir, 'tokenizer'))
+        if init_from != 'resume':
+            keep_config_json(None if init_from == 'scratch' else find_config_json(path), out_dir)
         metrics_log = MetricsLog(out_dir, iter_num)
 versions = {'python': sys.version.split()[0]} | {p.__name__: p.__version__ for p in (jax, jaxlib, flax)}
 

@@ -24,7 +24,8 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jax_ops import UserError, cpu_multiplies_uint8
+from jax_flags import UserError
+from jax_ops import cpu_multiplies_uint8
 from jax_train_utils import (
     choose_checkpoint, create_learning_rate_schedule, create_optimizer_with_schedule, get_batch_jax, make_train_step,
     read_metrics, setup_distributed_training, split_batch)

@@ -15,9 +15,9 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
+from jax_flags import UserError
 from jax_generate import (
     cache_bytes, convert_params_for_decoding, generate, init_cache, order_columns_by_rank, quantize_params)
-from jax_ops import UserError
 from jax_pretrained import load_pretrained, param_shapes, read_config, save_pretrained
 from jax_train_utils import make_train_step, setup_distributed_training
 from jax_transformer import (
@@ -524,33 +524,75 @@ def test_experts_on_several_devices_continue_a_text_as_on_one(name, quantize, te
 # writing
 
 
-@pytest.mark.parametrize('name', [name for name in BASIC if name not in ('kimi_k2', 'phi3')])
+@pytest.mark.parametrize('name', BASIC)
 def test_what_is_saved_is_what_transformers_saves(name, tmp_path):
     config, params = load(name)
     folder = tmp_path / 'model'
-    save_pretrained(params, config, folder)
+    save_pretrained(params, config, folder, config_json=FAMILIES / name / 'config.json')
     jax.tree.map(np.testing.assert_array_equal, read_tensors(folder), read_tensors(FAMILIES / name))
     ours, theirs = (json.loads((path / 'config.json').read_text()) for path in (folder, FAMILIES / name))
-    ours.setdefault('num_local_experts', ours.get('num_experts'))
-    shared = {'hidden_size', 'num_key_value_heads', 'intermediate_size', 'tie_word_embeddings', 'layer_types',
-              'num_local_experts', 'mlp_only_layers', 'architectures', 'model_type', 'norm_topk_prob',
-              'max_position_embeddings', 'rms_norm_eps', 'sliding_window', 'no_rope_layers', 'moe_layers',
-              'n_routed_experts', 'n_shared_experts', 'q_lora_rank', 'first_k_dense_replace', 'attention_bias',
-              'swiglu_limit', 'attn_scale', 'floor_scale', 'use_qk_norm', 'query_pre_attn_scalar',
-              'hidden_activation'} & ours.keys() & theirs.keys()
-    assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
+    assert ours == theirs
     config_again, params_again = load_pretrained(folder)
     assert config_again == config
     jax.tree.map(np.testing.assert_array_equal, params_again, params)
 
 
-def test_a_packed_model_of_another_name_is_saved_unpacked(tmp_path):
-    for name in ('kimi_k2', 'gpt_oss_packed', 'llama4_published'):
-        config, params = load(name)
-        save_pretrained(params, config, tmp_path / name)
-        config_again, params_again = load_pretrained(tmp_path / name)
-        assert config_again == config
-        jax.tree.map(np.testing.assert_array_equal, params_again, params)
+@pytest.mark.parametrize('name', ['llama', 'mistral', 'smollm3', 'qwen3', 'qwen3_moe'])
+def test_a_config_json_is_derived_for_the_models_that_flags_make(name, tmp_path):
+    config, params = load(name)
+    folder = tmp_path / 'model'
+    save_pretrained(params, config, folder)
+    jax.tree.map(np.testing.assert_array_equal, read_tensors(folder), read_tensors(FAMILIES / name))
+    ours, theirs = (json.loads((path / 'config.json').read_text()) for path in (folder, FAMILIES / name))
+    theirs['num_experts'] = theirs.get('num_local_experts')  # in files of transformers 4
+    of_shapes = {'max_window_layers', 'rope_parameters'}  # may be written in several ways
+    shared = ours.keys() & theirs.keys() - of_shapes
+    assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
+    assert load_pretrained(folder)[0] == config
+
+
+@pytest.mark.parametrize('name', ['kimi_k2/config_published.json', 'gpt_oss_packed/config.json',
+                                  'llama4_published/config.json'])
+def test_a_packed_model_or_one_of_another_name_is_saved_unpacked(name, tmp_path):
+    name, file = name.split('/')
+    config, params = load(name)
+    save_pretrained(params, config, tmp_path / 'model', config_json=FAMILIES / name / file)
+    config_again, params_again = load_pretrained(tmp_path / 'model')
+    assert config_again == config
+    jax.tree.map(np.testing.assert_array_equal, params_again, params)
+    written = json.loads((tmp_path / 'model' / 'config.json').read_text())
+    assert written['model_type'] == {'kimi_k2': 'deepseek_v3', 'llama4_published': 'llama4_text'}.get(name, 'gpt_oss')
+    assert written['architectures'][0].endswith('ForCausalLM')
+    assert 'quantization_config' not in written
+
+
+def test_a_config_json_comes_back_with_the_keys_that_we_do_not_know(tmp_path):
+    folder = copy_folder(FAMILIES / 'gemma3', tmp_path)
+    edit_json(folder / 'config.json', new_in_2030={'a': [1, None]}, auto_map={'AutoModel': 'code.Model'})
+    values = json.loads((folder / 'config.json').read_text())
+    config, params = load_pretrained(folder)
+    save_pretrained(params, config, tmp_path / 'model', config_json=folder / 'config.json', dtype='bfloat16')
+    del values['auto_map']  # names a file of code, which is not copied
+    assert json.loads((tmp_path / 'model' / 'config.json').read_text()) == values | {'dtype': 'bfloat16'}
+
+
+def test_a_config_json_of_another_model_is_not_saved(tmp_path):
+    config, params = load('llama')
+    for name, field in (('qwen3', 'qk_norm'), ('llama', 'rope_theta')):
+        config = dataclasses.replace(config, rope_theta=1e4)
+        save = functools.partial(save_pretrained, config_json=FAMILIES / name / 'config.json')
+        message = refusal(save, params, config, tmp_path / 'model')
+        assert 'config.json is not that of the model to be saved' in message
+        assert f'{field}=' in message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('name', ['qwen2', 'olmo2', 'gemma3', 'gpt_oss', 'deepseek_v3', 'llama4'])
+def test_of_a_model_that_flags_do_not_make_the_config_json_is_asked_for(name, tmp_path):
+    config, params = load(name)
+    message = refusal(save_pretrained, params, config, tmp_path / 'model')
+    assert 'no config.json can be derived' in message
+    assert 'copy that of the model that it was trained from to' in message
 
 
 @pytest.mark.parametrize('changes', [

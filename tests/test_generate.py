@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import jax_generate
+from jax_flags import UserError
 from jax_generate import (
     PAD, PrefixCache, convert_params_for_decoding, decode, generate, generate_stream, init_cache, keep_largest,
     prefill_layer)
-from jax_ops import UserError, embed_tokens
+from jax_ops import embed_tokens
 from jax_pretrained import load_pretrained
 from jax_train_utils import setup_distributed_training
 from jax_transformer import update_ring_cache

@@ -12,11 +12,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ops
+from jax_flags import UserError
 from jax_generate import convert_params_for_decoding
 from jax_ops import (
-    BATCH, Transposed, UserError, as_int8, as_uint8, bfloat16_lane_terms, blockwise_attention, causal_mask,
-    chunked_attention, cpu_multiplies_uint8, create_mesh, flat_index, fused_causal_attention, hash_dropout,
-    int16_levels, linear, matmul, matmul_int8, matmul_nt, quantize, splash_attention, splash_kernel)
+    BATCH, Transposed, as_int8, as_uint8, bfloat16_lane_terms, blockwise_attention, causal_mask, chunked_attention,
+    cpu_multiplies_uint8, create_mesh, flat_index, fused_causal_attention, hash_dropout, int16_levels, linear, matmul,
+    matmul_int8, matmul_nt, quantize, splash_attention, splash_kernel)
 from jax_train_utils import make_train_step
 from jax_transformer import GPT, GPTConfig, MLAConfig, create_train_state, dot_product_attention
 from tests.common import random_params, random_tokens, skip_without_matmul_of

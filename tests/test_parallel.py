@@ -20,12 +20,13 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from jax_flags import UserError
 from jax_generate import (
     DecodeState, SamplingConfig, SamplingParams, convert_params_for_decoding, decode, init_cache, order_columns_by_rank,
     prefill)
 from jax_ops import (
-    AXES, BATCH, EXPERTS, ROW_PARALLEL, ParallelLMHead, UserError, VocabParallelEmbedding, create_mesh, embed_tokens,
-    linear, mix_experts, partition_specs, shard)
+    AXES, BATCH, EXPERTS, ROW_PARALLEL, ParallelLMHead, VocabParallelEmbedding, create_mesh, embed_tokens, linear,
+    mix_experts, partition_specs, shard)
 from jax_train_utils import (
     DataParallel, MeshParallel, choose_checkpoint, create_learning_rate_schedule, create_optimizer_with_schedule,
     estimate_loss_jax, finish_checkpoints, get_batch_jax, initialize_distributed, load_checkpoint, make_eval_step,

@@ -1,5 +1,6 @@
 """Reading and writing GPT-2's weights. tests/golden/make_golden.py made the checkpoints, and the logits that torch
 computes from them."""
+import dataclasses
 import json
 import os
 import pickle
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 import safetensors
 
-from jax_pretrained import load_pretrained, read_torch_checkpoint, save_pretrained
+from jax_pretrained import (
+    keep_config_json, kept_config_json, load_pretrained, read_torch_checkpoint, save_pretrained)
 from jax_transformer import GPT
 from tests.common import GOLDEN, ROOT, apply, copy_folder, edit_json, edit_tensors, read_tensors, refusal
 
@@ -398,6 +400,27 @@ def test_what_is_saved_is_what_transformers_saves(name, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, tensors, read_tensors(GOLDEN / 'hf'))
     with safetensors.safe_open(tmp_path / 'model' / 'model.safetensors', 'np') as f:
         assert f.metadata() == {'format': 'pt'}
+
+
+def test_of_a_gpt2_with_fewer_positions_the_config_json_comes_back_with_their_number(tmp_path):
+    folder = copy_folder(GOLDEN / 'hf', tmp_path)
+    edit_json(folder / 'config.json', n_ctx=24, task_specific_params={'text-generation': {'max_length': 50}})
+    config, params = load_pretrained(folder)
+    config = dataclasses.replace(config, block_size=20, dropout=0.1)
+    params['wpe'] = params['wpe'][:20]
+    save_pretrained(params, config, tmp_path / 'model', config_json=folder / 'config.json')
+    theirs = json.loads((folder / 'config.json').read_text()) | {'n_positions': 20, 'n_ctx': 20}
+    assert json.loads((tmp_path / 'model' / 'config.json').read_text()) == theirs
+    assert load_pretrained(tmp_path / 'model')[1]['wpe'].shape == (20, 16)
+
+
+def test_a_run_without_a_config_json_removes_that_of_an_earlier_run(tmp_path):
+    for _ in range(2):
+        keep_config_json(GOLDEN / 'hf' / 'config.json', tmp_path)
+        assert Path(kept_config_json(tmp_path)).read_text() == (GOLDEN / 'hf' / 'config.json').read_text()
+        keep_config_json(None, tmp_path)
+        assert not os.path.exists(kept_config_json(tmp_path))
+        keep_config_json(None, tmp_path)
 
 
 def test_nothing_is_overwritten(tmp_path):

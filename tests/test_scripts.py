@@ -1017,6 +1017,17 @@ def test_a_checkpoint_of_any_family_is_trained_further(dataset, tmp_path):
     change = np.abs(kernel_of(params) - kernel_of(load_pretrained(source)[1])).max()
     assert change > 0
     assert change < 0.1
+    (tmp_path / 'out').rename(tmp_path / 'moved')
+    export = ['export_jax.py', f'--out_dir={tmp_path / "moved"}', '--checkpoint=latest', '--dtype=bfloat16']
+    succeeded(run_script(*export, f'--folder={tmp_path / "model"}'))
+    ours, theirs = (json.loads((folder / 'config.json').read_text()) for folder in (tmp_path / 'model', source))
+    assert theirs.pop('quantization_config')
+    assert theirs.pop('torch_dtype')
+    assert ours == theirs | {'dtype': 'bfloat16'}
+    assert load_pretrained(tmp_path / 'model')[0] == load_pretrained(source)[0]
+    kept = tmp_path / 'moved' / 'tokenizer' / 'config.json'
+    kept.unlink()  # as in a run of an earlier version
+    assert_refused(run_script(*export, f'--folder={tmp_path / "other"}'), 'no config.json can be derived .*tokenizer')
 
 
 CHAT_TEMPLATE = (
