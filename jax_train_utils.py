@@ -1600,6 +1600,7 @@ def open_checkpoints(out_dir, keep=2):
             # reverse: Orbax prefers the highest. Saves between evaluations have no metrics; only LatestN keeps them
             policies.BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)]),
         best_fn=val_loss, best_mode='min', cleanup_tmp_directories=True, create=True,
+        atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.ATOMIC_RENAME),
         async_options=ocp.options.AsyncOptions(
             timeout_secs=10**6,  # 20 minutes by default: too little for slow disks, and for a clock that is set
             create_directories_asynchronously=False,  # else threads wait 5 minutes for one that cannot be made
@@ -1617,10 +1618,17 @@ def quiet_orbax():
     sys.unraisablehook = silence_closed_event_loop
 
 
+UNFINISHED = '*.orbax-checkpoint-tmp'  # the checkpoint that Orbax is writing, in ATOMIC_RENAME
+
+
 def write_checksums(folder):
     """Writes checksums.json, {file: CRC-32}, into the one checkpoint in `folder` that is complete but for its name.
-    Orbax calls it in one process, before it renames the checkpoint."""
-    for step in folder.glob('*.orbax-checkpoint-tmp'):
+    Orbax calls it in one process, before it renames the checkpoint, and gives the checkpoint up if this fails. Raises
+    RuntimeError if there is none."""
+    steps = list(folder.glob(UNFINISHED))
+    if not steps:
+        raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another version of Orbax?')
+    for step in steps:
         # of params, opt_state, meta, metrics; Orbax has yet to change the files in `step` itself
         files = sorted(path for path in step.glob('*/**/*') if path.is_file())
         sums = {path.relative_to(step).as_posix(): checksum(path) for path in files}
@@ -1640,8 +1648,7 @@ ITEMS = 'params', 'opt_state', 'meta', 'metrics'  # the folders of a checkpoint
 
 def find_damage(step, items=ITEMS):
     """The first file among these items of the checkpoint folder `step` that is not as it was written, or ''. Several
-    processes each read some of the files. A checkpoint without checksums.json is of an earlier version of this program:
-    not checked."""
+    processes each read some of the files. A checkpoint without checksums.json is not checked: see read_meta."""
     damaged = ''
     try:
         sums = json.loads((step / 'checksums.json').read_text()) if (step / 'checksums.json').exists() else {}
@@ -1753,7 +1760,7 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
             args=ocp.args.Composite(
                 params=ocp.args.StandardSave(state.params),
                 opt_state=ocp.args.StandardSave(opt_state_item(state)),
-                meta=ocp.args.JsonSave(meta)))
+                meta=ocp.args.JsonSave(meta | {'checksums': True})))
     except (OSError, ValueError, RuntimeError) as error:
         exit_if_peer_died(error)
         raise UserError(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
@@ -1838,6 +1845,8 @@ def read_meta(step):
     missing = {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
     if missing:
         raise ValueError(f'its metadata lacks {sorted(missing)}')
+    if meta.pop('checksums', False) and not (step / 'checksums.json').exists():  # earlier versions wrote none
+        raise ValueError('its checksums.json is missing')
     meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], step.parent.parent)
     return meta
 

@@ -1231,8 +1231,25 @@ def test_damaged_checkpoints_are_renamed_so_that_training_can_save_again(three_c
 
 
 def test_a_checkpoint_of_an_earlier_version_without_checksums_is_read(three_checkpoints):
-    (three_checkpoints / 'ckpt' / '3' / 'checksums.json').unlink()
+    latest = three_checkpoints / 'ckpt' / '3'
+    (latest / 'checksums.json').unlink()
+    edit_json(latest / 'meta' / 'metadata', checksums=None)
     assert choose_checkpoint(three_checkpoints)[0] == 3
+
+
+def test_a_checkpoint_that_has_lost_its_checksums_is_damaged(three_checkpoints, capsys):
+    (three_checkpoints / 'ckpt' / '3' / 'checksums.json').unlink()
+    assert choose_checkpoint(three_checkpoints)[0] == 2
+    assert 'checksums.json is missing' in capsys.readouterr().err
+
+
+def test_a_save_without_checksums_fails_and_leaves_no_checkpoint(tmp_path, tiny_state, monkeypatch):
+    monkeypatch.setattr(jax_train_utils, 'UNFINISHED', '*.another-name')  # of what Orbax has yet to complete
+    manager = open_checkpoints(tmp_path)
+    with pytest.raises(UserError, match='cannot write .*checksums.json'):
+        save_checkpoint(manager, 4, tiny_state, meta_of(TINY))
+        finish_checkpoints(manager)
+    assert checkpoint_steps(tmp_path) == []
 
 
 def test_out_dir_is_locked_by_one_process_until_that_ends(tmp_path):
