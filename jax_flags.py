@@ -56,6 +56,9 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
     """(flags, given): all flags of the script, {name: value}, and the ones that the user gave. Config files (Python
     files of assignments) and --name=value are applied in the order given. --help prints the block and exits.
 
+    A config file gives the flags that it assigns at its top level, also those whose value stays the default, and all
+    others whose value it changes, with `from base import *` or exec(open('base.py').read()).
+
     namespace: the script's globals(), which hold the defaults. ignored: names that are accepted without effect.
     Raises UserError for an unknown name or a value of another type; an int is accepted as a float."""
     argv = sys.argv[1:] if argv is None else argv
@@ -96,10 +99,10 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
                 values = runpy.run_path(arg, init_globals=flags)
             except Exception as error:
                 raise UserError(f'config file {arg}: {type(error).__name__}: {error}') from error
-            for node in ast.walk(tree):  # all that the file assigns: a default that is assigned counts as given
-                assigned = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in values
-                if assigned and not node.id.startswith('_'):
-                    override(node.id, values[node.id])
+            assigned = [name for name in assigned_names(tree) if name in values and not name.startswith('_')]
+            changed = [name for name, before in flags.items() if repr(values.get(name, before)) != repr(before)]
+            for name in [*assigned, *changed]:
+                override(name, values[name])
             continue
         name, equals, text = arg[2:].partition('=')
         if not equals:
@@ -112,6 +115,18 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
             value = text  # as typed: --start=123 is a prompt
         override(name, value)
     return flags, given
+
+
+def assigned_names(tree):
+    """The names that the syntax tree of a module assigns, not counting those of its functions, classes and
+    comprehensions."""
+    scopes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
+              ast.GeneratorExp)
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif not isinstance(node, scopes):
+            yield from assigned_names(node)
 
 
 def check_flags(flags):

@@ -1,4 +1,4 @@
-"""What the scripts data/*/prepare.py share. Importing this file makes their errors one line, with exit code 2."""
+"""What the scripts data/*/prepare.py share. Importing this file calls start_script."""
 import argparse
 import http.client
 import json
@@ -10,9 +10,9 @@ import urllib.request
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from jax_flags import UserError, exit_on_user_error
+from jax_flags import UserError, start_script
 
-sys.excepthook = exit_on_user_error
+start_script()
 SHAKESPEARE = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 
 

@@ -125,6 +125,40 @@ def test_a_config_file_that_is_wrong_is_refused(read, tmp_path, text, message):
         read('CONFIG')
 
 
+BASE = 'import math\nbatch_size = 7\nhelper = 3\n'
+
+
+@pytest.mark.parametrize('text, expected', [
+    ('from base_of_configs import *', {'batch_size': 7}),  # its helper is no mistake of this file
+    ('exec(open(PATH).read())\nlearning_rate = 1e-3', {'batch_size': 7, 'learning_rate': 1e-3}),
+    ('globals().update(batch_size=7)', {'batch_size': 7}),
+    ('def choose():\n    global batch_size\n    batch_size = 7\nchoose()', {'batch_size': 7}),
+    ('from base_of_configs import *\nbatch_size = 12', {'batch_size': 12}),  # the default, on purpose
+    ('batch_size += 1', {'batch_size': 13}),
+    ('(batch_size, start), compile = (1, "a"), False', {'batch_size': 1, 'start': 'a', 'compile': False}),
+    ('if True:\n    with open(PATH):\n        try:\n            batch_size = 12\n        finally:\n            pass',
+     {'batch_size': 12}),
+    ('for batch_size in (3, 12): pass', {'batch_size': 12}),
+    ('del batch_size', {})])
+def test_a_config_file_gives_what_it_assigns_and_what_it_changes(read, tmp_path, monkeypatch, text, expected):
+    (tmp_path / 'base_of_configs.py').write_text(BASE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, 'base_of_configs', raising=False)
+    (tmp_path / 'config.py').write_text(text.replace('PATH', repr(str(tmp_path / 'base_of_configs.py'))))
+    assert read('CONFIG')[1] == expected
+
+
+@pytest.mark.parametrize('text', [
+    'def scaled(x):\n    learning_rate = x * 2\n    return learning_rate\nscaled(3)',
+    'class Sizes:\n    batch_size = 3',
+    '_ = [batch_size for batch_size in range(3)], {start: 1 for start in "ab"}, {start for start in "ab"}',
+    '_ = list(batch_size for batch_size in range(3))',
+    '_ = (lambda: [learning_rate for learning_rate in range(3)])()'])
+def test_a_local_variable_named_like_a_flag_gives_nothing(read, tmp_path, text):
+    (tmp_path / 'config.py').write_text(text)
+    assert read('--batch_size=3', 'CONFIG')[1] == {'batch_size': 3}
+
+
 def test_a_flag_without_a_comment_is_refused(tmp_path):
     script = tmp_path / 'script.py'
     script.write_text(SCRIPT.replace(' # sequences', ''))
