@@ -1267,7 +1267,7 @@ def test_damaged_checkpoints_are_renamed_so_that_training_can_save_again(three_c
 def test_a_checkpoint_of_an_earlier_version_without_checksums_is_read(three_checkpoints):
     latest = three_checkpoints / 'ckpt' / '3'
     (latest / 'checksums.json').unlink()
-    edit_json(latest / 'meta' / 'metadata', checksums=None)
+    edit_json(latest / 'meta' / 'metadata', checksums=None, wandb_id='none')
     assert choose_checkpoint(three_checkpoints)[0] == 3
 
 
