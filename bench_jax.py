@@ -1,11 +1,10 @@
-"""Times training or decoding with random weights and random tokens, or the start of a script, or compiles training for
-devices that are not here and says what it needs. Prints a table, then one JSON line.
+"""Times training or decoding with random weights and random tokens, or compiles a step for devices that are not here
+and says what it needs. Prints a table, then one JSON line.
 
 $ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
 $ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16 --ablate=True
 $ python bench_jax.py --mode=decode --prompt_len=16 --max_new_tokens=128
 $ python bench_jax.py --mode=decode --out_dir=out-shakespeare-char --dataset=shakespeare_char --ablate=True
-$ python bench_jax.py --mode=startup --command="sample_jax.py --init_from=my/folder --device=cpu" --repeats=5
 $ python bench_jax.py config/train_gpt2.py --mode=compile --topology=h100:1x8 --fsdp=8
 $ python bench_jax.py --mode=compile --plan=decode --topology=v5e:2x4 --tensor=4 --quantize=int8 --batch_size=32
 """
@@ -18,19 +17,14 @@ import math
 import os
 import platform
 import re
-import shlex
-import shutil
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from jax_flags import UserError, config_block, read_flags, start_script
 
 # -----------------------------------------------------------------------------
-mode = 'train' # 'train', 'decode', 'startup' (of a script) or 'compile' (a step for devices that are not here)
+mode = 'train' # 'train', 'decode' or 'compile' (a step for devices that are not here)
 preset = '' # a model and batch size: 'nanogpt_cpu', 'baby' (nanoGPT's two for Shakespeare) or 'gpt2'; flags override it
 ablate = False # measure again with each choice changed, one at a time, and print the table
 batch_size = 12 # sequences per micro-batch (train), or generated together (decode)
@@ -73,9 +67,7 @@ zero = 0 # optimizer state (1), gradients (2) sharded over all replicas
 tensor = 1 # heads, MLP width and vocabulary over this many devices
 expert = 1 # experts over this many devices
 context = 1 # each sequence over this many devices
-command = 'sample_jax.py' # with its flags: timed until its first token or iteration (startup)
-peer = '' # another program's command, timed in alternation until it ends (startup)
-repeats = 20 # timed iterations (train), calls (decode), not counting those that compile, or starts (startup)
+repeats = 20 # timed iterations (train) or calls (decode), not counting those that compile
 seed = 1337 # of weights and tokens
 device = 'auto' # as in train_jax.py
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'
@@ -87,15 +79,15 @@ PRESETS = {
     'baby': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, vocab_size=65, dropout=0.2),
     'gpt2': dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, vocab_size=50304),
 }
-# all flags of the block above, and those that the user gave; train_jax.py's config files may be used as they are
-flags, given = read_flags(__file__, globals(), ignored=config_block(Path(__file__).with_name('train_jax.py')))
+TRAIN_FLAGS = config_block(Path(__file__).with_name('train_jax.py'))  # its config files may be used as they are
+flags, given = read_flags(__file__, globals(), ignored=TRAIN_FLAGS)  # all flags of the block above, the user's
 preset = flags['preset']
 if preset not in PRESETS:
     raise UserError(f"preset must be one of {', '.join(filter(None, PRESETS))}, not {preset!r}")
 flags |= PRESETS[preset] | given
 globals().update(flags)
-if mode not in ('train', 'decode', 'startup', 'compile'):
-    raise UserError(f'mode must be train, decode, startup or compile, not {mode!r}')
+if mode not in ('train', 'decode', 'compile'):
+    raise UserError(f'mode must be train, decode or compile, not {mode!r}')
 for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats'):
     if flags[name] < 1:
         raise UserError(f'{name} must be at least 1, not {flags[name]}')
@@ -103,11 +95,8 @@ if plan not in ('train', 'decode'):
     raise UserError(f'plan must be train or decode, not {plan!r}')
 if mode == 'decode' and max_new_tokens < 2:
     raise UserError(f'max_new_tokens must be at least 2, not {max_new_tokens}')
-if mode == 'startup' and command.split()[:1] not in (['sample_jax.py'], ['train_jax.py']):
-    raise UserError(f'command must start with sample_jax.py or train_jax.py, not {command!r}')
-if mode in ('startup', 'compile'):
-    device = 'cpu'  # this process needs no other
 if mode == 'compile':
+    device = 'cpu'  # this process needs no other
     if dtype == 'auto' and not topology.startswith('cpu'):
         dtype = 'bfloat16'
 
@@ -115,7 +104,6 @@ if mode == 'compile':
 import jax
 import jaxlib
 import numpy as np
-from jax._src import xla_bridge
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -124,7 +112,7 @@ from jax_generate import (
     DecodeState, SamplingConfig, SamplingParams, bytes_read_per_step, cast_matrices, choose_slots,
     convert_params_for_decoding, generate_stream, init_cache, order_columns_by_rank, params_read_per_step,
     quantize_params, step_cached)
-from jax_ops import BATCH, ceil_div
+from jax_ops import BATCH
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
     Stopwatch, choose_attention, config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule,
@@ -185,7 +173,7 @@ def ablate_train(baseline):
     choices = {'attention': ('xla', 'chunked', 'cudnn'), 'scan_layers': (False, True),
                'remat': ('none', 'dots', 'full'), 'loss_chunk': (0, max(1, block_size // 8)),
                'dtype': ('float32', 'bfloat16')}
-    table = {'as it is': baseline}
+    table = {'baseline': baseline}
     for name, values in choices.items():
         for value in values:
             if value == chosen[name]:
@@ -204,7 +192,7 @@ def ablate_train(baseline):
         jax_ops.CUSTOM_MATMUL_GRADIENTS = True
     print(f'{"":>24}  {"ms/iter":>9}  {"x":>5}  {"temporary GB":>12}  {"compile s":>9}')
     for name, r in table.items():
-        print(f'{heading(name):>24}  {r["ms_per_iter"]:9,.1f}  {r["ms_per_iter"] / baseline["ms_per_iter"]:5.2f}  '
+        print(f'{name:>24}  {r["ms_per_iter"]:9,.1f}  {r["ms_per_iter"] / baseline["ms_per_iter"]:5.2f}  '
               f'{r["temporary_gb"]:12.3f}  {r["compile_s"]:9.1f}')
     return table
 
@@ -311,70 +299,27 @@ def measure_quality(config, params, cache_dtype):
     return {'perplexity': float(np.exp(loss.mean())), 'agreement': float((tokens == float32_tokens()).mean())}
 
 
-def bucket_length(n):
-    """The next power of two, 16 at least."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
-def seconds_without_cache(n_tokens):
-    """Seconds per token of batch 1 the way nanoGPT decodes: every token recomputes the full text in one jitted call.
-    Texts are padded to powers of two, so that few lengths are compiled."""
-    config, params = load_model_for_decoding(dtype, quantize)
-
-    @jax.jit
-    def next_token(params, idx, length):
-        return GPT(config).apply({'params': params}, idx, logit_position_B=length - 1)[:, 0].argmax(-1)
-
-    for _ in range(2):  # the first pass compiles
-        text = make_prompts(1)[0].tolist()
-        start = time.perf_counter()
-        for _ in range(n_tokens):
-            width = min(bucket_length(len(text)), config.block_size)
-            idx = np.pad(text, (0, width - len(text)))[None]
-            text.append(int(next_token(params, idx, np.array([len(text)]))[0]))
-    return (time.perf_counter() - start) / n_tokens
-
-
-def seconds_without_jit():
-    """Seconds per step with every operation dispatched from Python: the mean of 2 steps."""
-    with jax.disable_jit():
-        config, params = load_model_for_decoding(dtype, quantize)
-        prompts = make_prompts(batch_size)
-        ends = [time.perf_counter() for _ in generate_stream(
-            params, config, prompts, 3, rng=jax.random.key(seed), temperature=0)]
-    return (ends[1] - ends[0]) / 2
-
-
 def ablate_decode(baseline):
     """Times decoding with one choice changed at a time, and prints the table. Returns {change: results}."""
     few = min(repeats, 3)
     choices = [('dtype', 'float32'), ('dtype', 'bfloat16'), ('quantize', 'int8'), ('cache_dtype', 'bfloat16'),
                ('cache_dtype', 'int8'), ('cache_dtype', 'float8'), ('n_draft', 4), ('batch_size', 1), ('batch_size', 8)]
-    table = {'as it is': baseline}
+    table = {'baseline': baseline}
     for name, value in choices:
         if value != decode_settings[name]:
             table[f'{name}={value}'] = bench_decode(decode_settings | {name: value}, few)
     table['quantize=int8, n_draft=4'] = bench_decode(decode_settings | {'quantize': 'int8', 'n_draft': 4}, few)
-    uncached = seconds_without_cache(max_new_tokens)
-    table['no cache, batch_size=1'] = {'ms_per_iter': uncached * 1e3, 'tokens_per_sec': 1 / uncached}
-    unjitted = seconds_without_jit()
-    table['no jit'] = {'ms_per_iter': unjitted * 1e3, 'tokens_per_sec': batch_size / unjitted}
     columns = ['tokens_per_sec', 'ms_per_iter', 'gb_per_sec', 'share_of_bandwidth', 'weights_mb', 'cache_mb',
                'accepted', 'perplexity', 'agreement']
     print(f'{"":>26}' + ''.join(f'{column:>19}' for column in columns))
     for name, results in table.items():
         cells = ['' if results.get(column) is None else f'{results[column]:,.4g}' for column in columns]
-        print(f'{heading(name):>26}' + ''.join(f'{cell:>19}' for cell in cells))
+        print(f'{name:>26}' + ''.join(f'{cell:>19}' for cell in cells))
     return table
 
 
-def heading(name):
-    """The name of a row in the printed table of an ablation."""
-    return 'baseline' if name == 'as it is' else name
-
-
 # -----------------------------------------------------------------------------
-# the training step compiled for devices that are not here: what it needs, what it sends, never a measurement
+# compiled programs: what one needs and sends, read from the text of its HLO; nothing here depends on the flags
 
 # Data sheets, per device: usable memory in bytes; bytes/s to memory, to devices of the host (NVLink, or all links of a
 # TPU) and to other hosts
@@ -415,8 +360,7 @@ def topology_devices(topology):
                                    + os.environ.get('XLA_FLAGS', ''))
         for library in nvidia.glob('nvjitlink/lib/libnvJitLink.so*'):
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        canonical = xla_bridge.canonicalize_platform  # jax-ml/jax#23971: without a GPU, 'gpu' means nothing to it
-        xla_bridge.canonicalize_platform = lambda name: 'cuda' if name == 'gpu' else canonical(name)
+        name_gpus_cuda()
         options = dict(platform='cuda', topology_name='', target_config=H100, topology=f'1x{shape}')
     try:
         return tuple(topologies.get_topology_desc(**options).devices)
@@ -424,27 +368,11 @@ def topology_devices(topology):
         raise UserError(f'{topology}: {" ".join(str(error).split())[:200]}') from error
 
 
-def compile_train_step(devices, fsdp=fsdp, loss_chunk=loss_chunk, **changes):
-    """(parallel, config, abstract state, the compiled step) of the training step that train_jax.py runs."""
-    parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
-    config = dataclasses.replace(model_config, **{'scan_layers': scan_layers, 'remat': remat} | changes)
-    implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context)
-    config = dataclasses.replace(config, attention=implementation)
-    parallel.validate(config)
-    schedule = create_learning_rate_schedule(6e-4, warmup_iters=2000, lr_decay_iters=600000)
-    tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
-    state = parallel.abstract_state(create_train_state, jax.random.key(seed), config, tx)
-    n_micro, b = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
-    shape, spec = (n_micro, b * parallel.n_data_shards), (None, BATCH, 'context')
-    if not hasattr(parallel, 'fsdp'):  # replicas
-        shape, spec = ((len(devices), n_micro, b), ('data',)) if len(devices) > 1 else ((n_micro, b), ())
-    place = lambda shape, dtype: jax.ShapeDtypeStruct(
-        shape, dtype, sharding=NamedSharding(parallel.mesh, P(*spec[:len(shape)])))
-    tokens = place((*shape, block_size), np.int32)
-    batch = {'x': tokens, 'y': tokens, 'seq_id': place(shape, np.uint32)}
-    step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk, zero))
-    program = step.lower(state, batch).compile()
-    return parallel, f'{implementation} ({reason})', state, program
+def name_gpus_cuda():
+    """Makes JAX take 'gpu' for 'cuda' without a GPU, where that name means nothing to it (jax-ml/jax#23971)."""
+    from jax._src import xla_bridge
+    canonical = xla_bridge.canonicalize_platform
+    xla_bridge.canonicalize_platform = lambda name: 'cuda' if name == 'gpu' else canonical(name)
 
 
 def bytes_of(shapes):
@@ -477,7 +405,7 @@ def trip_count(computations, rest):
         body = executed(computations, re.search(r'body=%?([\w.\-]+)', rest)[1])
         return 0 if any(computations[name][i][2].startswith(COLLECTIVES) for name, i, _ in body) else 1
     limit = max(limits)
-    return ceil_div(limit, 2) if 'windowed_dot_general' in rest else limit  # these do two steps at a time
+    return -(-limit // 2) if 'windowed_dot_general' in rest else limit  # these do two steps at a time
 
 
 def executed(computations, name='ENTRY', times=1):
@@ -608,6 +536,59 @@ def peak_of(program):
     return max(memory.peak_memory_in_bytes, unaliased + memory.temp_size_in_bytes)
 
 
+def data_sheet(topology):
+    """The row of DATA_SHEETS of a topology; no limit and no speeds for CPUs."""
+    return DATA_SHEETS.get(topology.partition(':')[0], (math.inf, None, None, None))
+
+
+def link_seconds(table, topology):
+    """Seconds that the links take for what a device sends, given its collective_table."""
+    _, _, link_speed, host_speed = data_sheet(topology)
+    return sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
+
+
+def print_peak(peak, limit):
+    """Prints the peak memory beside the device's, and returns whether it fits."""
+    print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {"fits" if peak <= limit else "does not fit"}')
+    return peak <= limit
+
+
+def print_collectives(table):
+    print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} {"MB sent":>10} {"exposed":>10}')
+    for row in table:
+        print(f'{row["kind"]:>20} {row["axis"]:>14} {row["n"]:>8} {row["dtype"]:>10} {row["count"]:>7.4g} '
+              f'{row["bytes"] / 1e6:>10,.2f} {row["exposed"] / 1e6:>10,.2f}')
+    if any(row['kind'] == 'all-to-all' and row['axis'] == 'expert' for row in table):
+        print('tokens are sent to experts in one round, as when routing is balanced; others send more')
+
+
+# -----------------------------------------------------------------------------
+# steps compiled for devices that are not here: what they need, what they send, never a measurement
+
+
+def compile_train_step(devices, fsdp=fsdp, loss_chunk=loss_chunk, **changes):
+    """(parallel, config, abstract state, the compiled step) of the training step that train_jax.py runs."""
+    parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
+    config = dataclasses.replace(model_config, **{'scan_layers': scan_layers, 'remat': remat} | changes)
+    implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context)
+    config = dataclasses.replace(config, attention=implementation)
+    parallel.validate(config)
+    schedule = create_learning_rate_schedule(6e-4, warmup_iters=2000, lr_decay_iters=600000)
+    tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
+    state = parallel.abstract_state(create_train_state, jax.random.key(seed), config, tx)
+    n_micro, b = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
+    shape, spec = (n_micro, b * parallel.n_data_shards), (None, BATCH, 'context')
+    if not hasattr(parallel, 'fsdp'):  # replicas
+        shape, spec = ((len(devices), n_micro, b), ('data',)) if len(devices) > 1 else ((n_micro, b), ())
+    place = lambda shape, dtype: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(parallel.mesh, P(*spec[:len(shape)])))
+    tokens = place((*shape, block_size), np.int32)
+    batch = {'x': tokens, 'y': tokens, 'seq_id': place(shape, np.uint32)}
+    step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk, zero))
+    program = step.lower(state, batch).compile()
+    return parallel, f'{implementation} ({reason})', state, program
+
+
 def peak_with(devices, **changes):
     """The peak memory of the step with these changes, in bytes; the compiler's message if it does not fit, or cannot
     be compiled."""
@@ -681,7 +662,7 @@ def compile_decode(devices):
 
 def bench_compile_decode():
     """bench_compile of decoding: bytes and times are those of a step, the mean of max_new_tokens."""
-    limit, memory_speed, *_ = data_sheet()
+    limit, memory_speed, *_ = data_sheet(topology)
     start = time.perf_counter()
     mesh, params, cache, program = compile_decode(plan_devices)
     table = collective_table(parse_hlo(program.as_text()), mesh, max_new_tokens)
@@ -694,42 +675,16 @@ def bench_compile_decode():
         'compile_s': time.perf_counter() - start}
     print_collectives(table)
     if memory_speed:
-        links = link_seconds(table)
+        links = link_seconds(table, topology)
         results |= {'memory_bound_ms': read / memory_speed * 1e3, 'link_bound_ms': links * 1e3,
                     'tokens_per_sec_at_most': batch_size / max(read / memory_speed, links),
                     'fits': print_peak(peak, limit)}
     return results, table
 
 
-def data_sheet():
-    """The row of DATA_SHEETS of --topology; no limit and no speeds for CPUs."""
-    return DATA_SHEETS.get(topology.partition(':')[0], (math.inf, None, None, None))
-
-
-def link_seconds(table):
-    """Seconds that the links take for what a device sends."""
-    _, _, link_speed, host_speed = data_sheet()
-    return sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
-
-
-def print_peak(peak, limit):
-    """Prints the peak memory beside the device's, and returns whether it fits."""
-    print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {"fits" if peak <= limit else "does not fit"}')
-    return peak <= limit
-
-
-def print_collectives(table):
-    print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} {"MB sent":>10} {"exposed":>10}')
-    for row in table:
-        print(f'{row["kind"]:>20} {row["axis"]:>14} {row["n"]:>8} {row["dtype"]:>10} {row["count"]:>7.4g} '
-              f'{row["bytes"] / 1e6:>10,.2f} {row["exposed"] / 1e6:>10,.2f}')
-    if any(row['kind'] == 'all-to-all' and row['axis'] == 'expert' for row in table):
-        print('tokens are sent to experts in one round, as when routing is balanced; others send more')
-
-
 def bench_compile():
     """Compiles the training step for the devices of --topology and prints its plan: ({name: value}, collectives)."""
-    limit, memory_speed, *_ = data_sheet()
+    limit, memory_speed, *_ = data_sheet(topology)
     start = time.perf_counter()
     parallel, chosen, state, program = compile_train_step(plan_devices)
     computations = parse_hlo(program.as_text())
@@ -748,7 +703,7 @@ def bench_compile():
     if memory_speed:
         peak_flops = device_peak_flops(plan_devices[0])
         compute = estimate_mfu(count_params(state.params), model_config, tokens, peak_flops)
-        links = link_seconds(table)
+        links = link_seconds(table, topology)
         traffic = results['memory_traffic_gb'] * 1e9 / memory_speed
         results |= {'compute_bound_ms': compute * 1e3, 'memory_bound_ms': traffic * 1e3, 'link_bound_ms': links * 1e3,
                     'best_bound_ms': max(compute, links) * 1e3,
@@ -757,62 +712,6 @@ def bench_compile():
         if not results['fits']:
             results['would_fit'] = what_would_fit(plan_devices, limit)
     return results, table
-
-
-# -----------------------------------------------------------------------------
-# start-up
-
-
-def seconds_to_first_output(folder):
-    """{name: seconds} of one start of `command`, until sample_jax.py's first token or train_jax.py's first iteration
-    is on its stdout: 'first' as seen from here, and the parts that the script reports. folder: the compilation cache;
-    the run's out_dir is made there as well. Raises UserError if the script fails."""
-    script, *args = shlex.split(command)
-    is_sample = script == 'sample_jax.py'
-    args += ['--stream=True', '--num_samples=1', '--max_new_tokens=1'] if is_sample else [f'--out_dir={folder}/run']
-    environment = os.environ | {'JAX_COMPILATION_CACHE_DIR': folder, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
-    here = Path(__file__).parent
-    start = time.perf_counter()
-    with open(Path(folder, 'stderr'), 'w+') as errors, subprocess.Popen(
-            [sys.executable, here / script, *args], env=environment, text=True, stdout=subprocess.PIPE,
-            stderr=errors) as process:
-        report = process.stdout.read(1) if is_sample else ''
-        for line in () if is_sample else process.stdout:
-            if line.startswith('first iteration: '):
-                report = line
-                break
-        results = {'first': time.perf_counter() - start}
-        if is_sample:
-            process.wait()
-        process.kill()
-        errors.seek(0)
-        said = errors.read()
-    parts = re.search('first (?:token|iteration): (.*)', said if is_sample else report)
-    if not report or not parts:
-        raise UserError(f'{command} failed: {said[-500:]}')
-    return results | {name: float(seconds) for name, seconds in re.findall(r'(\w+) ([\d.]+) s', parts[1])}
-
-
-def bench_startup():
-    """{name: seconds}, medians of `repeats` starts of `command`: cold, with an empty compilation cache, then warm; and
-    of `peer`, in alternation."""
-    seconds = {}
-
-    def add(when, row):
-        for name, value in row.items():
-            seconds.setdefault(f'{when}_{name}', []).append(value)
-
-    for _ in range(repeats):
-        with tempfile.TemporaryDirectory() as folder:
-            for when in ('cold', 'warm'):
-                add(when, seconds_to_first_output(folder))
-                shutil.rmtree(Path(folder, 'run'), ignore_errors=True)
-        if peer:
-            start = time.perf_counter()
-            if subprocess.run(shlex.split(peer), stdout=subprocess.DEVNULL).returncode:
-                raise UserError(f'{peer} failed')
-            add('peer', {'total': time.perf_counter() - start})
-    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 # -----------------------------------------------------------------------------
@@ -847,8 +746,6 @@ def formatted(value):
 
 if mode == 'train':
     results = bench_train()
-elif mode == 'startup':
-    results = bench_startup()
 elif mode == 'compile':
     plan_devices = topology_devices(topology)
     try:
@@ -860,7 +757,7 @@ elif mode == 'compile':
         print(f'does not fit: {used[0] if used else " ".join(str(error).split())[:200]}')
         results, table = {'fits': False}, []
         if plan == 'train':
-            results['would_fit'] = what_would_fit(plan_devices, data_sheet()[0])
+            results['would_fit'] = what_would_fit(plan_devices, data_sheet(topology)[0])
 else:
     limit = load_model()[0].block_size
     if prompt_len + max_new_tokens > limit:

@@ -129,27 +129,25 @@ def assigned_names(tree):
             yield from assigned_names(node)
 
 
+RANGES = {  # of training flags: (the lowest value, what the value is below)
+    **dict.fromkeys(('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
+                     'block_size', 'keep'), (1, math.inf)),
+    **dict.fromkeys(('max_iters', 'save_interval', 'warmup_iters', 'learning_rate', 'min_lr', 'weight_decay',
+                     'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'),
+                    (0, math.inf)),
+    'seed': (0, 2**32), 'beta1': (0, 1), 'beta2': (0, 1)}
+
+
 def check_flags(flags):
     """Raises UserError for training flags that are out of range."""
-    for name in ('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
-                 'block_size'):
-        if flags[name] < 1:
-            raise UserError(f'{name} must be at least 1, not {flags[name]}')
-    for name in ('max_iters', 'save_interval', 'warmup_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay',
-                 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'):
-        if not 0 <= flags[name] < math.inf:
-            raise UserError(f'{name} must be at least 0, not {flags[name]}')
-    if flags['seed'] >= 2**32:
-        raise UserError(f"seed must be below 2**32, not {flags['seed']}")
-    if flags['keep'] < 1:
-        raise UserError(f"keep must be at least 1, not {flags['keep']}")
+    for name, (low, high) in RANGES.items():
+        if not low <= flags[name] < high:
+            allowed = f'in [{low}, {high})' if high < math.inf else f'at least {low}'
+            raise UserError(f'{name} must be {allowed}, not {flags[name]}')
     if not flags['out_dir']:
         raise UserError('out_dir is empty; name a folder')
     if is_url(flags['out_dir']):
         raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where the bucket is mounted")
-    for name in ('beta1', 'beta2'):
-        if not 0 <= flags[name] < 1:
-            raise UserError(f'{name} must be in [0, 1), not {flags[name]}')
     if flags['quantize'] not in ('', 'int8') or flags['quantize'] and not flags['lora_rank']:
         raise UserError("quantize must be '' or, for the frozen weights of LoRA (with lora_rank), int8, not "
                         f"{flags['quantize']!r}")
