@@ -1016,6 +1016,9 @@ class GPT2Tokenizer:
         return self.bpe.decode(ids)
 
 
+MARKS = '\ufdd0\ufdd1'  # around what the assistant says in a rendered chat: noncharacters, which no text has
+
+
 class HFTokenizer:
     """The tokenizer of a Hugging Face folder: tokenizer.json, with the stop tokens, the chat template and the sampling
     defaults from the folder's other files. A prompt may contain special tokens; decoding leaves them out."""
@@ -1077,20 +1080,20 @@ class HFTokenizer:
         ids = [id for id in ids if id not in self.stop_tokens]
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def render_chat(self, messages, *, add_generation_prompt):
-        """The text of messages [{'role': 'system', 'user' or 'assistant', 'content': text}] by the folder's chat
-        template, followed by the beginning of the next answer if add_generation_prompt. Raises UserError if the
-        template refuses them or fails."""
+    @functools.cached_property
+    def compiled_template(self):
+        """The folder's chat template. What it marks by {% generation %} ... {% endgeneration %} as the assistant's is
+        rendered between the characters MARKS."""
         import jinja2.ext
         import jinja2.sandbox
 
         class Generation(jinja2.ext.Extension):
-            """{% generation %} ... {% endgeneration %} marks what the assistant says; here, what is between them."""
             tags = {'generation'}
 
             def parse(self, parser):
                 next(parser.stream)
-                return parser.parse_statements(['name:endgeneration'], drop_needle=True)
+                begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in MARKS)
+                return [begin, *parser.parse_statements(['name:endgeneration'], drop_needle=True), end]
 
         def raise_exception(message):
             raise UserError(f"the model's chat template refuses: {message}")
@@ -1098,19 +1101,26 @@ class HFTokenizer:
         def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
             return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-        if self.chat_template is None:
-            raise UserError('the model has no chat template: there is none beside its tokenizer.json')
         jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
         jinja.filters['tojson'] = tojson
         jinja.globals |= {'raise_exception': raise_exception, 'strftime_now': time.strftime}
+        return jinja.from_string(self.chat_template)
+
+    def render_chat(self, messages, *, add_generation_prompt, marked=False):
+        """The text of messages [{'role': 'system', 'user' or 'assistant', 'content': text}] by the folder's chat
+        template, followed by the beginning of the next answer if add_generation_prompt, and with MARKS around what the
+        template marks as the assistant's if marked. Raises UserError if the template refuses them or fails."""
+        if self.chat_template is None:
+            raise UserError('the model has no chat template: there is none beside its tokenizer.json')
         try:
-            return jinja.from_string(self.chat_template).render(
+            text = self.compiled_template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
         except UserError:
             raise
         except Exception as error:  # a template is a program
             raise UserError(f"the model's chat template cannot be rendered: {type(error).__name__}: {error}") from None
+        return text if marked else re.sub(f'[{MARKS}]', '', text)
 
     def encode_chat(self, messages):
         """The ids of render_chat, with the beginning of the answer."""
@@ -1119,30 +1129,64 @@ class HFTokenizer:
 
     def encode_training_chat(self, messages):
         """(ids, mask) of a conversation by the folder's chat template; the mask, as long as the ids, is 1 for the
-        assistant's tokens, the special token that ends each answer included.
+        assistant's tokens. Those are what the template marks by {% generation %}; without such marks each answer, from
+        the end of the request for it (the generation prompt) to the special token that ends it.
 
         Raises UserError if the template refuses the messages, or writes an answer differently from where it asks for
         one."""
-        text = self.render_chat(messages, add_generation_prompt=False)
+        pieces = re.split(f'[{MARKS}]', self.render_chat(messages, add_generation_prompt=False, marked=True))
+        text = ''.join(pieces)
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
-        special = [id for id, token in self.tokenizer.get_added_tokens_decoder().items() if token.special]
+        added = self.tokenizer.get_added_tokens_decoder()
+        special = {id for id, token in added.items() if token.special}.union(self.stop_tokens)
+        is_special = np.isin(encoding.ids, list(special))
+        bounds = np.cumsum([len(piece) for piece in pieces]).tolist()
+        spans = list(zip(bounds[:-1:2], bounds[1::2]))
+        if not spans:
+            special_spans = list(zip(starts[is_special], ends[is_special]))
+            spans = [self.find_answer(messages, i, text, special_spans)
+                     for i, message in enumerate(messages) if message['role'] == 'assistant']
         mask = np.zeros(len(starts), np.uint8)
-        for i, message in enumerate(messages):
-            if message['role'] != 'assistant':
-                continue
-            before = self.render_chat(messages[:i], add_generation_prompt=True)
-            answer = message['content'].strip()
-            first = text.find(answer, len(before))
-            if not text.startswith(before) or first < 0:
-                raise UserError(f"the model's chat template does not write answer {i} where it asks for it")
-            last = first + len(answer)
-            inside = np.flatnonzero((starts < last) & (ends > len(before)))
-            mask[inside] = 1
-            after = inside[-1] + 1 if len(inside) else np.searchsorted(starts, last)
-            if after < len(mask) and encoding.ids[after] in special:
-                mask[after] = 1
+        for start, end in spans:  # a special token that takes in the spaces after it belongs to what it follows
+            mask[(starts < end) & (ends > start) & ~(is_special & (starts < start))] = 1
         return encoding.ids, mask
+
+    def find_answer(self, messages, i, text, special_spans):
+        """(start, end) of answer i, as it counts in training, in `text`, the rendering of all messages, whose special
+        tokens have the (start, end) of special_spans. Other renderings, with a mark in place of the answer, tell what
+        the template writes around it, whatever it says and whatever the template rewrites of earlier turns."""
+        refusal = UserError(f"the model's chat template does not write answer {i} where it asks for it; mark what the "
+                            'assistant says in it by {% generation %} ... {% endgeneration %}')
+        marked = [*messages[:i], messages[i] | {'content': MARKS[0]}]
+        around, around_last = (
+            self.render_chat(chat, add_generation_prompt=False, marked=True).split(MARKS[0])
+            for chat in (marked + messages[i + 1:], marked))
+        if not len(around) == len(around_last) == 2 or not text.endswith(around[1]):
+            raise refusal
+        (before, after), (before_last, after_last) = around, around_last
+        content_end = len(text) - len(after)
+        request = self.render_chat(messages[:i], add_generation_prompt=True)
+
+        start = len(request)
+        if not text.startswith(request):  # the template writes earlier turns differently when others follow
+            prompt = request.removeprefix(self.render_chat(messages[:i], add_generation_prompt=False))
+            introduction = before_last.removeprefix(request)  # what the template writes between request and answer
+            if not text.startswith(before) or not before.endswith(prompt + introduction):
+                raise refusal
+            start = len(before) - len(introduction)
+        if start > content_end:
+            raise refusal
+
+        shared = len(os.path.commonprefix([after, after_last]))
+        for special_start, special_end in special_spans:
+            if special_start >= start and special_end > content_end:
+                if special_end <= content_end + shared:
+                    return start, special_end
+                if shared < len(after_last) and not text[content_end:special_start].strip():
+                    return start, special_end  # another one than at the end of a conversation: gpt-oss
+                break
+        return start, content_end + (shared if shared == len(after_last) else 0)
 
 
 def final_answer(text):
