@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -2095,22 +2096,53 @@ def start_wandb(**settings):
 
 
 class StopSignal:
-    """Catches SIGTERM and SIGINT so that the loop can save and stop. A second one kills the process at once, but not
-    while it saves. While `starting`, the first one ends the process: there is nothing to save yet."""
+    """Catches SIGTERM and SIGINT so that the loop can save and stop. A second one ends the process at once, but not
+    while it saves. With nothing_to_save the first one ends the process.
 
-    def __init__(self, starting=False):
-        self.starting = starting
+    Each signal is answered by one line on stderr, at once: by a thread, because Python runs the handlers of signals
+    only between two steps of the main thread, and a training step, a compilation or loading the weights is one."""
+
+    def __init__(self, nothing_to_save=False):
+        self.nothing_to_save = nothing_to_save
         self.saving = lambda: False  # whether a save is under way
         self.signum = 0  # none yet
+        self.answered = threading.Event()
+        received, sender = socket.socketpair()
+        sender.setblocking(False)
+        signal.set_wakeup_fd(sender.detach())  # gets the number of each signal as a byte
+        threading.Thread(target=self.answer, args=(received,), daemon=True).start()
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self.receive)
 
     def receive(self, signum, frame):
-        if self.starting:
+        if self.nothing_to_save:
+            self.answered.wait(5)
             sys.exit(128 + signum)
-        self.signum = signum
-        self.on_second(signal.SIG_IGN if self.saving() else signal.SIG_DFL)
 
-    def on_second(self, action):
-        for caught in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(caught, action)
+    def answer(self, received):
+        while received_byte := received.recv(1):
+            signum = received_byte[0]
+            if signum not in (signal.SIGTERM, signal.SIGINT):
+                continue
+            name = signal_name(signum)
+            is_first, self.signum = not self.signum, self.signum or signum
+            if not is_first and not self.saving():
+                say(f'ended by {name}')
+                os._exit(128 + signum)
+            if not is_first:
+                say(f'{name} has to wait: a checkpoint is being written')
+            elif self.nothing_to_save:
+                say(f'stopping: there is nothing to save; {name} again ends at once')
+            else:
+                say(f'stopping after this iteration, then saving; {name} again ends at once, without saving')
+            self.answered.set()
+
+
+def signal_name(signum):
+    """As users know the signal: Ctrl-C, or SIGTERM."""
+    return 'Ctrl-C' if signum == signal.SIGINT else signal.Signals(signum).name
+
+
+def say(text):
+    """Prints a line on stderr, below a progress bar."""
+    print(f'\n{text}' if sys.stderr.isatty() else text, file=sys.stderr, flush=True)

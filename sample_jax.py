@@ -74,9 +74,9 @@ from jax_generate import (
     order_columns_by_rank, transpose_kernels)
 from jax_pretrained import load_pretrained, local_path
 from jax_train_utils import (
-    Stopwatch, check_agreement, configure_process, describe_tokenizer, final_answer, initialize_distributed,
-    load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, same_tokens, setup_distributed_training,
-    setup_jax_environment, strip_partial_utf8, trim_malloc)
+    Stopwatch, check_agreement, checkpoint_steps, configure_process, describe_tokenizer, final_answer,
+    initialize_distributed, load_dataset_meta, load_run, load_tokenizer, measure_bandwidth, same_tokens,
+    setup_distributed_training, setup_jax_environment, strip_partial_utf8, trim_malloc)
 
 configure_process(device)
 initialize_distributed(coordinator_address, num_processes, process_id)
@@ -141,6 +141,10 @@ if init_from == 'resume':
     params = convert_params_for_decoding(params, dtype, quantize)
     description = meta['tokenizer']
     source = f"{out_dir}, checkpoint of iteration {meta['iter_num']}"
+    latest = checkpoint_steps(out_dir)[0]
+    if checkpoint == 'best' and latest > meta['iter_num'] and master:
+        print(f"taking the best checkpoint, iteration {meta['iter_num']}; a later one, {latest}, is there: "
+              '--checkpoint=latest', file=sys.stderr)
 else:
     path = local_path(init_from)
     config, params = load_weights(path)

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -118,15 +117,15 @@ from jax_train_utils import (
     flags_from_config, full_path, get_batch_jax, get_loss_weights, in_all_processes, initialize_distributed,
     is_synchronous, load_checkpoint, load_dataset, load_frozen, load_masks, load_weights, lock_out_dir, make_eval_step,
     make_train_step, merge_resumed_flags, model_params, move_base, open_checkpoints, plot_losses, progress_bar,
-    same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment, split_batch, start_wandb,
-    with_expert_balance, write_text)
+    same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment, signal_name, split_batch,
+    start_wandb, with_expert_balance, write_text)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 configure_process(device, deterministic)
 clock = Stopwatch()
 imports_s = clock.start - started
 initialize_distributed(coordinator_address, num_processes, process_id)
-stop = StopSignal(starting=jax.process_count() == 1)  # several processes stop together, in the loop
+stop = StopSignal(nothing_to_save=jax.process_count() == 1)  # several processes stop together, in the loop
 master = jax.process_index() == 0  # the process that prints and writes the logs
 if not master:
     sys.stdout = open(os.devnull, 'w')
@@ -410,7 +409,7 @@ def stop_profile():
 # training loop
 first_iter = iter_num
 bar = progress_bar(iter_num, max_iters)
-stop.starting = False
+stop.nothing_to_save &= eval_only
 stop_signal = int(parallel.max_over_processes(stop.signum))  # the signal that all processes stop for; 0 is none
 profile_at = min(first_iter + 5, max(first_iter, max_iters - 3))  # three iterations, after the first ones if possible
 tracing = False
@@ -433,7 +432,7 @@ try:
                     best_val_loss = min(best_val_loss, val_loss)
         finished = iter_num >= max_iters or stop_signal
         if finished:
-            stop.on_second(signal.SIG_IGN)  # a second signal does not spoil the last save
+            stop.saving = lambda: True  # a second signal does not spoil the last save
         if finished or save_due:
             log.flush()
         if (finished or save_due) and iter_num > 0 and iter_num != resumed_at and not eval_only:
@@ -476,6 +475,8 @@ finally:  # however the run ends, the checkpoints saved so far are completed on 
         finish_checkpoints(checkpoints)
 
 if stop_signal:
+    if master and iter_num and not eval_only:
+        plot_losses(out_dir)
     saved = f', saved; continue with --init_from=resume --out_dir={out_dir}' if iter_num and not eval_only else ''
-    print(f'stopped by signal {stop_signal} at iteration {iter_num}{saved}')
+    print(f'stopped by {signal_name(stop_signal)} at iteration {iter_num}{saved}')
     sys.exit(128 + stop_signal)

@@ -179,14 +179,27 @@ def meta_of(config):
 # scripts
 
 
+@contextlib.contextmanager
+def signals_restored():
+    """Undoes what StopSignal sets."""
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        wakeup = signal.set_wakeup_fd(-1)
+        if wakeup >= 0:
+            os.close(wakeup)  # ends the thread that reads it
+
+
 def run_script(script, *args):
     """Runs a script in this process, which saves the start of another one. Returns what a shell would see of it."""
     argv, hook = sys.argv, sys.excepthook
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     sys.argv = [script, *map(str, args)]
     out, err, code = io.StringIO(), io.StringIO(), 0
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with signals_restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 try:
                     runpy.run_path(str(ROOT / script), run_name='__main__')
@@ -197,8 +210,6 @@ def run_script(script, *args):
                 code = exit.code or 0
     finally:
         sys.argv, sys.excepthook = argv, hook
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
     return subprocess.CompletedProcess(sys.argv, code, out.getvalue(), err.getvalue())
 
 

@@ -271,6 +271,15 @@ def test_sampling_takes_the_best_or_the_latest(finished):
     assert iteration('best') == min(evaluations, key=lambda record: record['val_loss'])['iter']
 
 
+def test_sampling_says_that_a_later_checkpoint_than_the_best_exists(run_copy):
+    best = re.search(r'checkpoint of iteration (\d+)', sample(run_copy, '--max_new_tokens=1').stderr)[1]
+    worse = ['--max_iters=22', '--learning_rate=10.0', '--warmup_iters=0', '--decay_lr=False']
+    succeeded(train(run_copy, *RESUME, *worse))
+    line = f'taking the best checkpoint, iteration {best}; a later one, 22, is there: --checkpoint=latest\n'
+    assert line in sample(run_copy, '--max_new_tokens=1').stderr
+    assert 'a later one' not in sample(run_copy, '--max_new_tokens=1', '--checkpoint=latest').stderr
+
+
 @pytest.mark.parametrize('stop', [[], ['--stop=o']])
 def test_streamed_text_is_the_text(finished, stop):
     arguments = [finished[0], '--num_samples=2', '--max_new_tokens=30', '--start=the fox', *stop]
@@ -427,9 +436,12 @@ def test_a_signal_saves_and_exits(flags, tmp_path, signum):
     wait_for_iteration(tmp_path, 3, process)
     process.send_signal(signum)
     out, err = output_of(process, seconds=60)
+    name = 'Ctrl-C' if signum == signal.SIGINT else 'SIGTERM'
     assert process.returncode == 128 + signum
-    assert err == ''
-    assert choose_checkpoint(tmp_path)[0] == int(re.search(r'at iteration (\d+), saved', out)[1])
+    assert err == f'stopping after this iteration, then saving; {name} again ends at once, without saving\n'
+    iteration = int(re.search(rf'^stopped by {name} at iteration (\d+), saved', out, re.M)[1])
+    assert choose_checkpoint(tmp_path)[0] == iteration
+    assert (tmp_path / 'loss.png').stat().st_mtime_ns > (tmp_path / 'metrics.jsonl').stat().st_mtime_ns
 
 
 def test_signals_during_a_slow_save_neither_spoil_it_nor_are_lost(flags, tmp_path, monkeypatch):

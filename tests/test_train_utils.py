@@ -1412,26 +1412,52 @@ def test_an_evaluation_at_the_iteration_of_a_resume_is_kept_and_not_written_agai
 # signals
 
 
-@pytest.fixture
-def handlers():
-    """Restores the handlers of SIGTERM and SIGINT."""
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
+SIGNALLED = """
+import time
+import jax
+from jax_train_utils import StopSignal
+stop = StopSignal(nothing_to_save={nothing_to_save})
+stop.saving = lambda: {saving}
+print('ready', flush=True)
+{then}
+"""
+ENDLESS_STEP = 'jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2, jax.numpy.sin, x))(1.0).block_until_ready()'
 
 
-def test_a_second_signal_kills_the_process_but_not_while_it_saves(handlers):
-    for saving, second in ((False, signal.SIG_DFL), (True, signal.SIG_IGN)):
-        stop = StopSignal()
-        stop.saving = lambda: saving
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.signum == signal.SIGTERM
-        assert signal.getsignal(signal.SIGINT) == second
+@contextlib.contextmanager
+def signalled(nothing_to_save=False, saving=False, then=ENDLESS_STEP):
+    """A process with a StopSignal, and a function that sends it a signal and returns the line that it answers."""
+    program = SIGNALLED.format(nothing_to_save=nothing_to_save, saving=saving, then=then)
+    with subprocess.Popen([sys.executable, '-c', program], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        def send(signum):
+            process.send_signal(signum)
+            return next_line(process.stderr, process)
+
+        try:
+            assert next_line(process.stdout, process) == 'ready\n'
+            yield process, send
+        finally:
+            process.kill()
 
 
-def test_a_signal_while_a_run_starts_ends_it(handlers):
-    StopSignal(starting=True)
-    with pytest.raises(SystemExit) as exit:
-        signal.raise_signal(signal.SIGTERM)
-    assert exit.value.code == 128 + signal.SIGTERM
+def test_a_signal_is_answered_at_once_also_during_a_step_and_a_second_one_ends_the_process():
+    with signalled() as (process, send):
+        assert send(signal.SIGINT) == ('stopping after this iteration, then saving; Ctrl-C again ends at once, '
+                                       'without saving\n')
+        assert send(signal.SIGINT) == 'ended by Ctrl-C\n'
+        assert process.wait(timeout=60) == 128 + signal.SIGINT
+
+
+def test_a_second_signal_has_to_wait_for_a_save():
+    with signalled(saving=True, then='time.sleep(60); time.sleep(60); time.sleep(60)') as (process, send):
+        assert send(signal.SIGTERM).startswith('stopping after this iteration, then saving; SIGTERM again ends')
+        for _ in range(2):
+            assert send(signal.SIGTERM) == 'SIGTERM has to wait: a checkpoint is being written\n'
+        assert process.poll() is None
+
+
+def test_a_signal_while_a_run_starts_ends_it_with_a_line():
+    with signalled(nothing_to_save=True, then='time.sleep(60)') as (process, send):
+        assert send(signal.SIGINT) == 'stopping: there is nothing to save; Ctrl-C again ends at once\n'
+        assert process.wait(timeout=60) == 128 + signal.SIGINT
