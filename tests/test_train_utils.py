@@ -32,7 +32,7 @@ import jax_train_utils
 from jax_flags import UserError, exit_if_peer_died, exit_on_user_error, is_url, read_flags
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    DataParallel, MetricsLog, StopSignal, can_cache_on_cpu, check_agreement, check_device_availability,
+    DataParallel, MetricsLog, can_cache_on_cpu, check_agreement, check_device_availability,
     checkpoint_steps, choose_attention, choose_checkpoint, clip_gradients, configure_process, count_windows, cpu_name,
     create_learning_rate_schedule, create_optimizer_with_schedule, default_dtype, describe_data, device_peak_flops,
     enable_compilation_cache, epoch_windows, estimate_loss_jax, finds_accelerator, finish_checkpoints, fit_layout,
@@ -487,8 +487,8 @@ def test_float32_means_float32_on_accelerators_and_costs_cpus_nothing(monkeypatc
     settings = {}
     monkeypatch.setattr(jax.config, 'update', lambda name, value: settings.update({name: value}))
     monkeypatch.setattr(jax_train_utils, 'enable_compilation_cache', lambda platform: None)
-    for platform, dtype in (('gpu', 'bfloat16'), ('cpu', 'float32')):
-        device = types.SimpleNamespace(platform=platform)
+    for kind, dtype in (('gpu', 'bfloat16'), ('cpu', 'float32')):
+        device = types.SimpleNamespace(platform=kind)
         monkeypatch.setattr(jax_train_utils, 'check_device_availability', lambda _: [device])
         setup_jax_environment('auto', dtype)
         assert 'jax_default_matmul_precision' not in settings
