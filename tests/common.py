@@ -37,6 +37,16 @@ FAMILIES = GOLDEN / 'families'
 TEXT = 'the quick brown fox jumps over the lazy dog and runs away\n'
 
 
+def source_files():
+    """All Python files of the repository: those that git tracks, and new ones that it does not ignore."""
+    command = ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard', '*.py']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    if done.returncode:
+        pytest.skip('not a git checkout')
+    paths = [ROOT / name for name in sorted(set(done.stdout.split('\0'))) if name]
+    return [path for path in paths if path.exists()]
+
+
 def skip_without_matmul_of(dtype):
     """Skips a test of int8 weights stored as uint8 where XLA has no matmul for them: decoding then stores int8."""
     if dtype == 'uint8' and not cpu_multiplies_uint8():

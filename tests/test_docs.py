@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from tests.common import ROOT, succeeded, train
-from tests.test_source import source_files
+from tests.common import ROOT, source_files, succeeded, train
 
 DOCUMENTS = sorted({*ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('data/*/*.md')})
 TINY = ['--device=cpu:0', '--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',

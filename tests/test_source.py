@@ -1,27 +1,16 @@
 """What holds for the source code itself: the direction of imports, and the sizes that keep it readable."""
 import ast
-import subprocess
 
 import pytest
 
 import jax_generate
 import jax_transformer
-from tests.common import ROOT
+from tests.common import ROOT, source_files
 
 # a module imports only those of lower levels; the scripts are above all of them
 LEVELS = {'jax_flags': 0, 'jax_ops': 1, 'jax_transformer': 2, 'jax_generate': 3, 'jax_pretrained': 4,
           'jax_train_utils': 5}
 SCRIPTS = ('train_jax', 'sample_jax', 'export_jax', 'bench_jax')
-
-
-def source_files():
-    """All Python files of the repository: those that git tracks, and new ones that it does not ignore."""
-    command = ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard', '*.py']
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    if done.returncode:
-        pytest.skip('not a git checkout')
-    paths = [ROOT / name for name in sorted(set(done.stdout.split('\0'))) if name]
-    return [path for path in paths if path.exists()]
 
 
 def imported_modules(tree):
