@@ -140,6 +140,11 @@ def write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard
             for file in os.listdir(tokenizer):
                 if file.endswith(('.json', '.jinja', '.model')) and file != 'config.json' and 'safetensors' not in file:
                     shutil.copyfile(os.path.join(tokenizer, file), os.path.join(unfinished, file))
+            settings = os.path.join(unfinished, 'tokenizer_config.json')
+            if os.path.exists(os.path.join(unfinished, 'tokenizer.json')) and not os.path.exists(settings):
+                # without a class transformers takes that of the model type, which may split text in its own way
+                write_json(settings, {'tokenizer_class': 'PreTrainedTokenizerFast',
+                                      'clean_up_tokenization_spaces': False})
         write_json(os.path.join(unfinished, 'config.json'), hf_config)
         write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
         if os.path.isdir(folder):

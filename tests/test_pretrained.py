@@ -17,8 +17,10 @@ import safetensors
 
 from jax_pretrained import (
     keep_config_json, kept_config_json, load_pretrained, read_torch_checkpoint, save_pretrained)
-from jax_transformer import GPT
-from tests.common import GOLDEN, ROOT, apply, copy_folder, edit_json, edit_tensors, read_tensors, refusal
+from jax_train_utils import HFTokenizer, write_char_tokenizer
+from jax_transformer import GPT, GPTConfig, generate
+from tests.common import (
+    GOLDEN, ROOT, apply, copy_folder, edit_json, edit_tensors, random_params, read_tensors, refusal)
 
 LOGITS = dict(np.load(GOLDEN / 'logits.npz'))
 IDX = LOGITS.pop('idx')
@@ -448,3 +450,53 @@ def test_params_of_another_model_are_not_saved(tmp_path):
     _, params = load_pretrained(GOLDEN / 'nanogpt')
     assert 'unknown' in refusal(save_pretrained, params, config, tmp_path / 'model')
     assert os.listdir(tmp_path) == []
+
+
+LLAMA = dict(norm='rms', position='rope', mlp='swiglu')
+ARCHITECTURES = {
+    'gpt2': dict(bias=True),
+    'gpt2 without biases': dict(),
+    'llama': dict(**LLAMA, tied_head=False, n_kv_head=1),
+    'mistral': dict(**LLAMA, layer_types=('window',), window=5),
+    'qwen3': dict(**LLAMA, qk_norm='learned'),
+    'qwen3 with windows': dict(**LLAMA, qk_norm='learned', layer_types=('window', 'full'), window=5),
+    'qwen3_moe': dict(**LLAMA, qk_norm='learned', moe={'n_expert': 4, 'n_used': 2, 'width': 16}),
+}
+
+
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_an_exported_character_model_reads_and_answers_alike_in_transformers(name, tmp_path):
+    chars = '\n !,.:ABEHMORabcdehlmnoprstuvw\u00e9\u2014\u4e16'
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=32, vocab_size=len(chars), **{
+        'bias': False, **ARCHITECTURES[name]})
+    params = random_params(config)
+    (tmp_path / 'tokenizer').mkdir()
+    write_char_tokenizer(chars, tmp_path / 'tokenizer')
+    save_pretrained(params, config, tmp_path / 'model', tokenizer=tmp_path / 'tokenizer')
+    settings = json.loads((tmp_path / 'model' / 'tokenizer_config.json').read_text())
+    assert settings['tokenizer_class'] == 'PreTrainedTokenizerFast'
+    text = 'ROME:\nA b  \u00e9\u2014\u4e16 , \n'
+    ids = [chars.index(c) for c in text]
+    assert HFTokenizer(tmp_path / 'model').encode(text) == ids
+
+    transformers = pytest.importorskip('transformers')
+    torch = pytest.importorskip('torch')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'model')
+    assert tokenizer(text).input_ids == ids
+    assert tokenizer.decode(ids) == text
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'model')
+    assert model.config.model_type == name.split()[0]
+    theirs = model(torch.tensor([ids])).logits.detach().numpy()
+    np.testing.assert_allclose(apply(config, params, jnp.array([ids])), theirs, rtol=1e-4, atol=1e-4)
+    answer = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0].tolist()
+    tokens = generate(params, config, jnp.array([ids]), 12, rng=jax.random.key(0), temperature=0)[0].tolist()
+    assert tokenizer.decode(tokens) == ''.join(chars[i] for i in tokens) == tokenizer.decode(answer)
+
+
+def test_an_exported_tokenizer_keeps_its_own_settings(tmp_path):
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=2)
+    params = random_params(config)
+    write_char_tokenizer('ab', tmp_path)
+    (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "b"}')
+    save_pretrained(params, config, tmp_path / 'model', tokenizer=tmp_path)
+    assert (tmp_path / 'model' / 'tokenizer_config.json').read_text() == '{"eos_token": "b"}'

@@ -1399,7 +1399,7 @@ def test_a_token_counts_if_some_of_it_is_the_answers_unless_it_is_a_special_toke
     ('<|Assistant|><think>\n', "'<|Assistant|>' + m.content + '</s>'"),  # DeepSeek-R1's
     ('<|Assistant|>', "'<|Assistant|>' + (m.content + m.content) + '</s>'"),
     ('<|Assistant|>', "'</s>'"), ('<|Assistant|>', "'Answer: ' + m.content + '</s>'")])
-def test_a_template_that_writes_an_answer_elsewhere_than_it_asks_for_it_is_refused(made_tokenizer, request_end, answer):
+def test_a_template_that_writes_answers_elsewhere_than_it_asks_for_them_is_refused(made_tokenizer, request_end, answer):
     template = ('{% for m in messages %}{% if m.role == "user" %}{{ m.content }}{% else %}{{ ANSWER }}{% endif %}'
                 '{% endfor %}{% if add_generation_prompt %}REQUEST{% endif %}')
     tokenizer = made_tokenizer(template.replace('ANSWER', answer).replace('REQUEST', request_end))
