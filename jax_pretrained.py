@@ -54,10 +54,9 @@ def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: arr
 
 def load_config(path_or_name):
     """The config of load_pretrained, without the weights of a Hugging Face folder."""
-    path = local_path(path_or_name)
-    source = find_config_json(path)
+    file = weight_file(local_path(path_or_name))
+    source = find_config_json(file)
     if source is None:
-        file = weight_file(path)
         return read_nanogpt_config(read_torch_checkpoint(file), file)
     return read_config(read_json(source), source)[0]
 
@@ -282,7 +281,7 @@ def window_config(hf):
     first = hf.get('max_window_layers', 28)
     n_layer = hf.get('num_hidden_layers')
     default = ['sliding_attention' if i >= first else 'full_attention' for i in range(n_layer)]
-    return {'window': hf.get('sliding_window'), 'layer_types': layer_types(hf, default)}
+    return {'window': hf.get('sliding_window'), 'layer_types': read_layer_types(hf, default)}
 
 
 def qwen2_config(hf):
@@ -302,11 +301,14 @@ def phi3_config(hf):
 def smollm3_config(hf):
     """A Llama in which every fourth layer has no RoPE."""
     hf.require_value(use_sliding_window=False)
-    n_layer = hf.get('num_hidden_layers')
-    uses_rope = hf.get('no_rope_layers', [])  # in spite of its name, 1 for each layer with RoPE and 0 without
-    if not uses_rope:
-        uses_rope = [(i + 1) % hf.get('no_rope_layer_interval', 4) != 0 for i in range(n_layer)]
-    return llama_config(hf, theta=2000000.0) | {'layer_types': tuple('full' if x else 'nope' for x in uses_rope)}
+    types = tuple('full' if uses_rope else 'nope' for uses_rope in layers_with_rope(hf))
+    return llama_config(hf, theta=2000000.0) | {'layer_types': types}
+
+
+def layers_with_rope(hf):
+    """Whether each layer has RoPE: config.json's no_rope_layers, in spite of its name, or all but every n-th."""
+    interval = hf.get('no_rope_layer_interval', 4)
+    return hf.get('no_rope_layers', []) or [(i + 1) % interval != 0 for i in range(hf.get('num_hidden_layers'))]
 
 
 def olmo2_config(hf):
@@ -333,11 +335,11 @@ def gemma3_config(hf):
     return llama_config(hf, theta=1000000.0) | {
         'embed_scale': hf.get('hidden_size')**0.5, 'block_norms': 'both', 'qk_norm': 'learned',
         'attention_scale': hf.get('query_pre_attn_scalar', 256)**-0.5, 'mlp': 'geglu', 'activation': 'gelu_tanh',
-        'window': hf.get('sliding_window', 4096), 'layer_types': layer_types(hf, default),
+        'window': hf.get('sliding_window', 4096), 'layer_types': read_layer_types(hf, default),
         'window_rope_theta': local.get('rope_theta', hf.get('rope_local_base_freq', 10000.0))}
 
 
-def layer_types(hf, default):
+def read_layer_types(hf, default):
     """GPTConfig.layer_types from config.json's list, or from a default list in its words."""
     names = {'full_attention': 'full', 'sliding_attention': 'window', 'chunked_attention': 'chunk'}
     types = hf.get('layer_types', default)
@@ -368,7 +370,7 @@ def gpt_oss_config(hf):
     values |= {
         'head_dim': hf.get('head_dim', 64), 'bias': True, 'sinks': True, 'mlp': 'swiglu_clamped',
         'swiglu_limit': hf.get('swiglu_limit', 7.0), 'window': hf.get('sliding_window', 128),
-        'layer_types': layer_types(hf, default)}
+        'layer_types': read_layer_types(hf, default)}
     values['moe'] = dict(
         n_expert=hf.get('num_local_experts'), n_used=hf.get('num_experts_per_tok'), width=hf.get('intermediate_size'))
     return values
@@ -400,10 +402,8 @@ def deepseek_config(hf):
 def llama4_config(hf):
     n_layer = hf.get('num_hidden_layers')
     moe_step = hf.get('interleave_moe_layer_step', 1)
-    uses_rope = hf.get('no_rope_layers', [])  # in spite of its name, 1 for each layer with rope and 0 without
-    if not uses_rope:
-        uses_rope = [(i + 1) % hf.get('no_rope_layer_interval', 4) != 0 for i in range(n_layer)]
-    types = layer_types(hf, ['chunked_attention' if rope else 'full_attention' for rope in uses_rope])
+    uses_rope = layers_with_rope(hf)
+    types = read_layer_types(hf, ['chunked_attention' if rope else 'full_attention' for rope in uses_rope])
     if any(layer_type != 'full' and not rope for layer_type, rope in zip(types, uses_rope)):
         raise UserError(f'{hf.source}: a layer without rope is supported with full attention only')
     moe_layers = hf.get('moe_layers', list(range(moe_step - 1, n_layer, moe_step)))
@@ -895,7 +895,7 @@ def aligned_empty(shape, dtype):
 
 def load_hugging_face(file, dtype, place):
     """(config, params) of a model from its weights, with config.json in the same folder."""
-    source = os.path.join(os.path.dirname(file), 'config.json')
+    source = find_config_json(file)
     hf = read_json(source)
     config, family = read_config(hf, source)
     tensors = read_tensors(file)
