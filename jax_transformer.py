@@ -189,11 +189,11 @@ def dropout(module, x, seq_id_B):
 
 def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, sinks_H=None, dropout_rate=0.0,
                           key_B=None):
-    """softmax(q k^T * scale) v over the keys that the mask allows -> [B, T, H, K]; softmax in float32.
+    """For G = H: softmax(einsum('bthk,bshk->bhts', q, k) * scale) v over the keys that the mask allows -> [B, T, H, K].
 
-    scale: K**-0.5 if not given. GQA: query head h attends to key head h // Q, Q = H / G; the Q heads of a group are
-    folded into the time axis. sinks_H: one more logit per head, whose probability goes nowhere. key_B: dropout keys of
-    the sequences, None is no dropout. Values may be wider or narrower than keys."""
+    Softmax is in float32. scale: K**-0.5 if not given. GQA: query head h attends to key head h // Q, Q = H / G; the Q
+    heads of a group are folded into the time axis. sinks_H: one more logit per head, whose probability goes nowhere.
+    key_B: dropout keys of the sequences, None is no dropout. Values may be wider or narrower than keys."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
@@ -237,8 +237,7 @@ class CausalSelfAttention(nn.Module):
         B, T, D = x_BxTxD.shape
         H, G, K = cfg.n_head, cfg.kv_heads, cfg.head_width
         is_default = position_BxT is None
-        if is_default:
-            position_BxT = jnp.arange(T)[None]
+        position_BxT = jnp.arange(T)[None] if is_default else position_BxT
 
         qkv_cfg = dataclasses.replace(cfg, bias=cfg.bias or cfg.qkv_bias)
         q, k, v = Dense(qkv_cfg, (H * K, G * K, G * K), name='c_attn')(x_BxTxD)
@@ -254,7 +253,8 @@ class CausalSelfAttention(nn.Module):
         kv, key_position_BxS, cache = update_kv_cache(cfg, self.layer_type, cache, new_kv, position_BxT)
 
         drop = {'dropout_rate': cfg.dropout, 'key_B': dropout_keys(self, seq_id_B)}
-        if is_default and cfg.attention != 'xla' and not self.is_initializing():  # init has T = 1, which kernels refuse
+        # the first path trains with 128 positions or more (choose_attention); init has T = 1, which kernels refuse
+        if is_default and cfg.attention != 'xla' and not self.is_initializing():
             y_BxTxHxK = fused_causal_attention(
                 cfg.attention, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scale=cfg.attention_scale, sinks_H=sinks_H,
                 **span_limits(cfg, self.layer_type), **drop)
@@ -379,7 +379,7 @@ class GPT(nn.Module):
         position_BxT: position ids; 0 .. T-1 if not given. deterministic: False turns dropout on, which needs
         rngs={'dropout': key}. seq_id_B: the ids of the sequences, by which dropout draws; 0, 1, 2, ... if not given.
         logit_position_B: logits of this one index into T of each sequence only, [B, 1, V]."""
-        x_BxTxD, _ = self.hidden(idx_BxT, position_BxT, None, deterministic, seq_id_B)
+        x_BxTxD, _ = self.hidden(idx_BxT, position_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
         if logit_position_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, logit_position_B[:, None, None], axis=1)
         return lm_logits(x_BxTxD, self.lm_head_VxD)
@@ -387,13 +387,13 @@ class GPT(nn.Module):
     def with_cache(self, idx_BxT, cache, *, position_BxT):
         """(logits as in __call__, cache): the T tokens are written to the KV cache (see init_cache in jax_generate.py),
         and attend to it. PAD in position_BxT marks padding."""
-        x_BxTxD, cache = self.hidden(idx_BxT, position_BxT, cache, deterministic=True)
+        x_BxTxD, cache = self.hidden(idx_BxT, position_BxT, cache)
         return lm_logits(x_BxTxD, self.lm_head_VxD), cache
 
     def loss(self, idx_BxT, targets_BxT, *, loss_chunk=0, deterministic=True, seq_id_B=None):
         """Cross-entropy of each target, float32 [B, T]. loss_chunk: logits are materialized for this many positions at
         a time, which must divide T; 0 is all."""
-        x_BxTxD, _ = self.hidden(idx_BxT, None, None, deterministic, seq_id_B)
+        x_BxTxD, _ = self.hidden(idx_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
 
         def loss_of(x_BxTxD, targets_BxT):
             return cross_entropy(lm_logits(x_BxTxD, self.lm_head_VxD, training=True), targets_BxT)
@@ -409,7 +409,7 @@ class GPT(nn.Module):
             x_BxTxD += jnp.take(self.wpe, position_ids, axis=0, mode='clip').astype(cfg.dtype)
         return dropout(self, x_BxTxD, seq_id_B)
 
-    def hidden(self, idx_BxT, position_BxT, cache, deterministic, seq_id_B=None):
+    def hidden(self, idx_BxT, position_BxT=None, cache=None, *, deterministic=True, seq_id_B=None):
         """(activations after the last norm [B, T, D], the new cache)."""
         cfg = self.config
         if idx_BxT.shape[1] > cfg.block_size:
@@ -429,7 +429,8 @@ class GPT(nn.Module):
             run = nn.jit(run)  # traced and lowered once for all layers of a kind
         new_cache = {}
         for i, block in enumerate(self.h):
-            x_BxTxD, new_cache[f'h_{i}'] = run(block, x_BxTxD, position_BxT, cache and cache[f'h_{i}'], seq_id_B)
+            layer_cache = cache[f'h_{i}'] if cache else None
+            x_BxTxD, new_cache[f'h_{i}'] = run(block, x_BxTxD, position_BxT, layer_cache, seq_id_B)
         return self.ln_f(x_BxTxD), new_cache
 
 
@@ -621,8 +622,8 @@ def rope_inv_freq(theta, width, scaling=None):
         rotations = frequencies * scaling.original_length / (2 * np.pi)
         keep = (rotations - scaling.low) / max(scaling.high - scaling.low, 1e-9)
     else:
-        pair_with = lambda turns: width * np.log(scaling.original_length / (2 * np.pi * turns)) / (2 * np.log(theta))
-        first, last = pair_with(scaling.high), pair_with(scaling.low)
+        turns = np.array([scaling.high, scaling.low])
+        first, last = width * np.log(scaling.original_length / (2 * np.pi * turns)) / (2 * np.log(theta))
         if scaling.truncate:
             first, last = np.floor(first), np.ceil(last)
         first, last = max(first, 0), min(last, width - 1)
@@ -708,8 +709,7 @@ class LatentAttention(nn.Module):
         cfg, mla, H = self.config, self.config.mla, self.config.n_head
         B, T, D = x_BxTxD.shape
         is_default = position_BxT is None
-        if is_default:
-            position_BxT = jnp.arange(T)[None]
+        position_BxT = jnp.arange(T)[None] if is_default else position_BxT
         q_in = x_BxTxD
         if mla.q_rank:
             q_in = RMSNorm(cfg, 1e-6, name='q_norm')(Dense(cfg, mla.q_rank, tp=(), name='q_a')(x_BxTxD))

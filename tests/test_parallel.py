@@ -20,17 +20,19 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import jax_ops
 from jax_flags import UserError
 from jax_generate import (
     DecodeState, SamplingConfig, SamplingParams, convert_params_for_decoding, decode, init_cache, order_columns_by_rank,
     prefill)
 from jax_ops import (
-    AXES, BATCH, EXPERTS, ROW_PARALLEL, ParallelLMHead, VocabParallelEmbedding, create_mesh, embed_tokens, linear,
-    mix_experts, partition_specs, shard)
+    AXES, BATCH, COLUMN_PARALLEL, EXPERTS, ROW_PARALLEL, ParallelLMHead, VocabParallelEmbedding, create_mesh,
+    embed_tokens, fused_causal_attention, linear, matmul_int8, mix_experts, partition_specs, shard)
 from jax_train_utils import (
     DataParallel, MeshParallel, choose_checkpoint, create_learning_rate_schedule, create_optimizer_with_schedule,
     estimate_loss_jax, finish_checkpoints, get_batch_jax, initialize_distributed, load_checkpoint, make_eval_step,
-    make_train_step, open_checkpoints, opt_state_item, read_metrics, save_checkpoint, setup_distributed_training)
+    make_train_step, open_checkpoints, opt_state_item, read_metrics, reduce_over_replicas, save_checkpoint,
+    setup_distributed_training)
 from jax_transformer import GPTConfig, MoEConfig, create_train_state, cross_entropy
 from tests.common import (
     ROOT, assert_refused, column, compiled_once, device_batch, meta_of, output_of, random_params,
@@ -877,3 +879,62 @@ def test_a_plan_for_a_device_without_its_compiler_says_what_to_install():
             result = run_script('bench_jax.py', *PLAN, f'--topology={topology}')
             assert_refused(result, re.escape(f'needs its compiler: pip install "jax[{extra}]=='))
     assert_refused(run_script('bench_jax.py', *PLAN, '--topology=abacus:8'), 'topology must be like v5e:4x4')
+
+
+# -----------------------------------------------------------------------------
+# shard_map with check_vma, off in the product: tracing then infers over which axes of the mesh a value differs between
+# devices, and refuses an output whose spec calls it replicated
+
+def trace_chunked_attention():
+    """On a mesh with a context axis, with dropout, and its gradients."""
+    q, kv, keys = jnp.zeros((4, 256, 4, 16)), jnp.zeros((4, 256, 2, 16)), jax.random.split(jax.random.key(0), 4)
+
+    def total(q, k, v):
+        return fused_causal_attention('chunked', q, k, v, dropout_rate=0.1, key_B=keys).sum()
+
+    return jax.grad(total, (0, 1, 2))(q, kv, kv)
+
+
+def trace_experts(n_tokens):
+    """Without gradients: those of expert weights are added up in a loop that starts from zeros, which differ nowhere,
+    and a loop may not change over which axes its values differ."""
+    weights, x, chosen = jnp.zeros((8, 16, 16)), jnp.zeros((n_tokens, 16)), jnp.zeros((n_tokens, 2), jnp.int32)
+    return mix_experts(lambda w, x: x @ w, weights, x, chosen, jnp.ones((n_tokens, 2)))
+
+
+def trace_int8(tp):
+    """Without fusion_barrier: one branch of its condition is a constant, which differs nowhere, the other differs."""
+    return matmul_int8(jnp.zeros((8, 256)), jnp.zeros((64, 256), jnp.int8), jnp.zeros(64), tp)
+
+
+def trace_gradient_reduction():
+    """Of gradients that do not come from jax.grad, which under the check adds up those of replicated parameters itself,
+    after every micro-batch."""
+    def sum_gradients(params, batch, scale):
+        return {'kernel': batch['x'][0].T @ batch['x'][0], 'bias': batch['x'][0].sum(0)[:3]}, batch['x'].sum()
+
+    params = {'kernel': jnp.zeros((16, 16)), 'bias': jnp.zeros(3)}
+    return reduce_over_replicas(sum_gradients)(params, {'x': jnp.zeros((1, 8, 16))}, 1.0)
+
+
+@pytest.mark.parametrize('trace, axes', [
+    (trace_chunked_attention, {'tp_size': 2, 'fsdp': 2}), (trace_chunked_attention, {'tp_size': 2, 'context': 2}),
+    (functools.partial(trace_experts, 128), {'tp_size': 2, 'fsdp': 2, 'expert': 2}),
+    (functools.partial(trace_experts, 6), {'tp_size': 2, 'fsdp': 2, 'expert': 2}),  # a batch that is not sharded
+    (functools.partial(trace_experts, 2048), {'expert': 8}),  # tokens are sent to the ranks of their experts only
+    (functools.partial(trace_int8, COLUMN_PARALLEL), {'tp_size': 2}),
+    (functools.partial(trace_int8, ROW_PARALLEL), {'tp_size': 2}), (trace_gradient_reduction, {})],
+    ids=['heads', 'context', 'experts', 'replicated tokens', 'sent tokens', 'columns', 'rows', 'gradients'])
+def test_each_shard_map_returns_what_its_specs_say(trace, axes, monkeypatch):
+    checked = []
+    shard_map = jax.shard_map
+
+    def shard_map_with_check(f, **options):
+        checked.append(f)
+        return shard_map(f, **options | {'check_vma': True})
+
+    monkeypatch.setattr(jax, 'shard_map', shard_map_with_check)
+    monkeypatch.setattr(jax_ops, 'fusion_barrier', lambda condition, f, otherwise, *args: f(*args))
+    with jax.sharding.use_abstract_mesh(create_mesh(jax.devices(), **axes).abstract_mesh):
+        jax.eval_shape(trace)
+    assert len(checked) == 1
