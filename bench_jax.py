@@ -104,7 +104,6 @@ if mode == 'compile':
 import jax
 import jaxlib
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ops
@@ -345,6 +344,7 @@ def topology_devices(topology):
         raise UserError(f'topology must be like v5e:4x4 (a TPU slice) or h100:2x8 (hosts x GPUs), not {topology!r}')
     if kind == 'cpu':
         return tuple(jax.devices('cpu')[:math.prod(map(int, shape.split('x')))])
+    from jax.experimental import topologies
     package, extra = {'v5e': ('libtpu', 'tpu'), 'h100': ('jax_cuda12_plugin', 'cuda12')}[kind]
     if importlib.util.find_spec(package) is None:
         raise UserError(f'compiling for {kind} needs its compiler: pip install "jax[{extra}]=={jax.__version__}"')

@@ -11,18 +11,12 @@ import re
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import mesh_utils
-from jax.experimental.layout import Layout, with_layout_constraint
-from jax.interpreters import mlir
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as Spec
 
 from jax_flags import UserError
 
@@ -47,14 +41,14 @@ EXPERTS = ('expert', 'tensor')
 # use: 3 D^2 / tensor elements, less than moving q, k and v (3 B T D / tensor) whenever there are more tokens than
 # channels.
 PARTITION_RULES = (
-    ('(wte|lm_head)', P('tensor', 'fsdp')),
-    ('wpe', P(None, 'fsdp')),
-    ('c_attn/kernel', P(('fsdp', 'tensor'), None)),
-    ('(c_fc|c_gate)/kernel', P('fsdp', 'tensor')),
-    ('(c_fc|c_gate)/bias', P('tensor')),
-    ('c_proj/kernel', P('tensor', 'fsdp')),
-    (r'experts_\w+/kernel', P(EXPERTS, 'fsdp', None)),
-    (r'experts_\w+/bias', P(EXPERTS, None)),
+    ('(wte|lm_head)', Spec('tensor', 'fsdp')),
+    ('wpe', Spec(None, 'fsdp')),
+    ('c_attn/kernel', Spec(('fsdp', 'tensor'), None)),
+    ('(c_fc|c_gate)/kernel', Spec('fsdp', 'tensor')),
+    ('(c_fc|c_gate)/bias', Spec('tensor')),
+    ('c_proj/kernel', Spec('tensor', 'fsdp')),
+    (r'experts_\w+/kernel', Spec(EXPERTS, 'fsdp', None)),
+    (r'experts_\w+/bias', Spec(EXPERTS, None)),
 )
 
 # (storage, compute) sharding of the kernels of column-parallel and row-parallel layers (Megatron-LM, arXiv:1909.08053)
@@ -71,6 +65,7 @@ def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
                         f'{len(devices)} devices; the product may be one of {valid}')
     shape = (len(devices) // (fsdp * expert * context * tp_size), fsdp, expert, context, tp_size)
     if devices[0].platform == 'tpu':  # neighbours on the torus of links
+        from jax.experimental import mesh_utils
         devices = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     devices = np.moveaxis(np.reshape(devices, shape), -1, AXES.index('tensor'))
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -85,7 +80,7 @@ def current_mesh():
 
 def shard(x, *spec):
     """x; on a mesh, sharded by `spec`: per dimension the name of an axis, a tuple of names, or None (replicated)."""
-    return jax.lax.with_sharding_constraint(x, P(*spec)) if current_mesh() else x
+    return jax.lax.with_sharding_constraint(x, Spec(*spec)) if current_mesh() else x
 
 
 def position_axes(n_positions, *axes):
@@ -122,11 +117,11 @@ def partition_specs(tree, mesh, *, over_replicas=False):
     sharded over fsdp is sharded over data and context in addition."""
     def spec_of(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
-        rule = next((spec for end, spec in PARTITION_RULES if re.search(rf'(^|/){end}$', name)), P())
+        rule = next((spec for end, spec in PARTITION_RULES if re.search(rf'(^|/){end}$', name)), Spec())
         shape = np.shape(leaf)
         n_leading = len(shape) - len(rule)
         if n_leading < 0:
-            return P()
+            return Spec()
         spec = [None] * n_leading
         for size, axes in zip(shape[n_leading:], rule):
             axes = (axes,) if isinstance(axes, str) else axes or ()
@@ -137,7 +132,7 @@ def partition_specs(tree, mesh, *, over_replicas=False):
             spec.append(axes or None)
         while spec and spec[-1] is None:
             spec.pop()
-        return P(*spec)
+        return Spec(*spec)
 
     return jax.tree_util.tree_map_with_path(spec_of, tree)
 
@@ -171,7 +166,11 @@ CUSTOM_MATMUL_GRADIENTS = True  # False: the gradients that JAX derives, for ben
 
 def as_row_major(x):
     """x. On a CPU, XLA is told to lay it out row-major at this point; on a mesh it could not partition that."""
-    row_major = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    try:
+        from jax.experimental.layout import Layout, with_layout_constraint
+        row_major = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    except ImportError:  # only slower
+        return x
     return x if current_mesh() else jax.lax.platform_dependent(x, cpu=row_major, default=lambda x: x)
 
 
@@ -195,8 +194,8 @@ def matmul_f32_acc(x, y, dtype=None):
 
 
 def two_rows(multiply, x, y):
-    """multiply(x, y). A single row x [..., 1, K] is multiplied twice: of a bfloat16 matrix that one row is multiplied
-    by, XLA:CPU makes a float32 copy, and keeps those of all weights throughout the decode loop."""
+    """multiply(x, y). A single row x [..., 1, K] is multiplied twice: for a matmul of one row XLA:CPU converts a
+    bfloat16 matrix to float32, and hoists the copies of all weights out of the decode loop."""
     if x.size > x.shape[-1]:
         return multiply(x, y)
     return multiply(jnp.concatenate([x, x], axis=-2), y)[..., :1, :]
@@ -278,7 +277,7 @@ def matmul_nt(x, w_OxI):
 def nt(x_RxI, w_OxI, dtype=jnp.float32):
     """x @ w.T, accumulated in dtype."""
     if x_RxI.dtype == jnp.uint8:
-        return nt_uint8.bind(x_RxI, w_OxI)
+        return nt_uint8().bind(x_RxI, w_OxI)
     return jax.lax.dot_general(x_RxI, w_OxI, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
@@ -290,44 +289,45 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
     return jax.lax.optimization_barrier(nt(w_OxI, x_RxI, dtype)).T[:R]
 
 
-# x @ w.T of uint8 x and int8 w -> int32. CPUs have instructions for this pair (VNNI), which XLA:CPU uses: int8 by int8
-# takes 1.4 to 2.6 times as long. JAX's own lowering converts operands of two dtypes to int32, so this one is ours.
-nt_uint8 = jax.extend.core.Primitive('nt_uint8')
+@functools.cache
+def nt_uint8():
+    """The primitive x @ w.T of uint8 x and int8 w -> int32. CPUs have instructions for this pair (VNNI), which XLA:CPU
+    uses: int8 by int8 takes 1.4 to 2.6 times as long. JAX's own lowering converts operands of two dtypes to int32."""
+    from jax.extend.core import Primitive
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
+    from jax.interpreters import mlir
 
+    def lower(context, x_RxI, w_OxI):
+        y_RxO = ir.RankedTensorType.get(context.avals_out[0].shape, ir.IntegerType.get_signless(32))
+        return [stablehlo.dot_general(y_RxO, x_RxI, w_OxI, stablehlo.DotDimensionNumbers.get([], [], [1], [1]))]
 
-@nt_uint8.def_abstract_eval
-def nt_uint8_shape(x_RxI, w_OxI):
-    return jax.core.ShapedArray((x_RxI.shape[0], w_OxI.shape[0]), jnp.dtype(jnp.int32))
-
-
-def lower_nt_uint8(context, x_RxI, w_OxI):
-    y_RxO = ir.RankedTensorType.get(context.avals_out[0].shape, ir.IntegerType.get_signless(32))
-    return [stablehlo.dot_general(y_RxO, x_RxI, w_OxI, stablehlo.DotDimensionNumbers.get([], [], [1], [1]))]
-
-
-mlir.register_lowering(nt_uint8, lower_nt_uint8, platform='cpu')
+    primitive = Primitive('nt_uint8')
+    primitive.def_abstract_eval(lambda x, w: jax.core.ShapedArray((x.shape[0], w.shape[0]), np.dtype('int32')))
+    mlir.register_lowering(primitive, lower, platform='cpu')
+    return primitive
 
 
 @functools.cache
 def cpu_multiplies_uint8():
-    """Whether XLA has nt_uint8's matmul for this CPU: where it has none, it refuses to compile."""
+    """Whether nt_uint8 compiles: XLA may not have it for this CPU, and a later JAX not what it is made of."""
     shapes = (jax.ShapeDtypeStruct((64, 64), jnp.uint8), jax.ShapeDtypeStruct((2, 64), jnp.int8))
     try:
         with jax.default_device(jax.local_devices(backend='cpu')[0]):
-            jax.jit(nt_uint8.bind).lower(*shapes).compile()
-    except jax.errors.JaxRuntimeError:
+            jax.jit(nt_uint8().bind).lower(*shapes).compile()
+    except (ImportError, AttributeError, jax.errors.JaxRuntimeError):
         return False
     return True
 
 
 def lane_terms(n, least, most):
-    """How many terms, from `least` to `most`, each of 32 sums side by side has per block, for rows of n elements that
-    are split into such blocks; None if none fits."""
+    """The largest t from `least` to `most` for which 32 t divides n, or None: a row of n elements is then split into
+    blocks, each summed as 32 sums of t terms side by side."""
     return max((terms for terms in range(least, most + 1) if n % (32 * terms) == 0), default=None)
 
 
 bfloat16_lane_terms = functools.partial(lane_terms, least=4, most=20)  # of nt_bfloat16_row
-int8_lane_terms = functools.partial(lane_terms, least=8, most=32)  # of int8_matvec
+int8_lane_terms = functools.partial(lane_terms, least=3, most=6)  # of int8_matvec
 
 
 def nt_bfloat16_row(x_1xI, w_OxI):
@@ -350,10 +350,16 @@ def nt_bfloat16_row(x_1xI, w_OxI):
         odd_row = nt(x_I[None], w_OxI[2 * n_pairs:].astype(jnp.float32))
         return jnp.concatenate([*sums, odd_row], axis=1)
 
-    # the condition is a fusion barrier: otherwise XLA computes x again per weight row
-    nans = lambda x_I, w_OxI: jnp.full((1, O), jnp.nan)
     x_I = x_1xI[0].astype(jnp.float32)
-    return jax.lax.cond(jnp.isnan(x_I[0]), nans, multiply, x_I, w_OxI)
+    return fusion_barrier(~jnp.isnan(x_I[0]), multiply, np.nan, x_I, w_OxI)
+
+
+def fusion_barrier(condition, f, otherwise, *args):
+    """f(*args), which is `otherwise` everywhere where the condition is false. XLA:CPU moves nothing across a condition:
+    it neither computes x again for each row of the weights (5 times as slow), nor converts the weights of all layers
+    ahead of the decode loop."""
+    y = jax.eval_shape(f, *args)
+    return jax.lax.cond(condition, f, lambda *args: jnp.full(y.shape, otherwise, y.dtype), *args)
 
 
 # Kernels of decoding (see convert_params_for_decoding in jax_generate.py) are values of their own, which linear() takes
@@ -436,8 +442,7 @@ def fused_linear(x, kernel, bias, widths):
 def order_by_rank(x, widths, n_ranks):
     """x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...], so that an equal split over
     n_ranks keeps heads whole."""
-    parts = jnp.split(x, np.cumsum(widths)[:-1], axis=-1)
-    parts = [part.reshape(*x.shape[:-1], n_ranks, -1) for part in parts]
+    parts = [part.reshape(*x.shape[:-1], n_ranks, -1) for part in jnp.split(x, np.cumsum(widths)[:-1], axis=-1)]
     return jnp.concatenate(parts, axis=-1).reshape(x.shape)
 
 
@@ -507,18 +512,12 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
     the weights instead."""
     def in_integers(x_RxI, w_OxI):
         R, I = x_RxI.shape
-        # a condition, false for zeros, is a barrier: XLA:CPU moves nothing across it
-        zeros = lambda x_RxI, w_OxI: jnp.zeros((R, len(w_OxI)), jnp.float32)
         if R > (64 if w_OxI.dtype == jnp.uint8 else 32):
-            # without the condition, the weights of all layers would be converted ahead of the decode loop
-            return jax.lax.cond(x_RxI.any(), converted, zeros, x_RxI, w_OxI)
+            return fusion_barrier(x_RxI.any(), converted, 0, x_RxI, w_OxI)
         x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(I))
-        # without the condition, x would be quantized again for each row of w (5 times as slow)
-        return jax.lax.cond((scale_R > 1e-32).any(), multiply_integers, zeros, x_RxI, w_OxI) * scale_R[:, None]
+        return fusion_barrier((scale_R > 1e-32).any(), multiply_integers, 0, x_RxI, w_OxI) * scale_R[:, None]
 
-    def converted(x_RxI, w_OxI):
-        return nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))
-
+    converted = lambda x_RxI, w_OxI: nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))
     on_cpu = functools.partial(on_tensor_ranks, in_integers, tp=tp)
     y_RxO = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), w_OxI, cpu=on_cpu, default=converted)
     return (y_RxO * scale_O).reshape(*x.shape[:-1], -1)
@@ -543,11 +542,11 @@ def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh else 1
     if n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0:
-        specs = {'in_specs': (P(), P('tensor')), 'out_specs': P(None, 'tensor')}
+        specs = {'in_specs': (Spec(), Spec('tensor')), 'out_specs': Spec(None, 'tensor')}
         return jax.shard_map(multiply, **specs, axis_names={'tensor'}, check_vma=False)(x_RxI, w_OxI)
     if n_ranks > 1 and tp == ROW_PARALLEL and x_RxI.shape[1] % n_ranks == 0:
         partial_sum = lambda x_RxI, w_OxI: jax.lax.psum(multiply(x_RxI, w_OxI), 'tensor')
-        specs = {'in_specs': (P(None, 'tensor'), P(None, 'tensor')), 'out_specs': P()}
+        specs = {'in_specs': (Spec(None, 'tensor'), Spec(None, 'tensor')), 'out_specs': Spec()}
         return jax.shard_map(partial_sum, **specs, axis_names={'tensor'}, check_vma=False)(x_RxI, w_OxI)
     return multiply(x_RxI, w_OxI)
 
@@ -578,12 +577,13 @@ def int8_matmul(x_RxI, w_OxI):
 
 
 def int8_matvec(x_1xI, w_OxI):
-    """int8_matmul for one row. XLA:CPU vectorizes a sum of at most 32 terms and stores all terms of a longer one, so
-    there are 32 sums side by side (docs/performance.md#int8). The barrier keeps them from being merged again."""
+    """int8_matmul for one row: 32 integer sums side by side, which read weights at nearly the rate of the memory
+    (docs/performance.md#int8). The terms of a block are added one by one: a reduction over terms and another over the
+    sums are one loop in jaxlib 0.10 only; 0.12 stores the sums between its two."""
     terms = int8_lane_terms(x_1xI.shape[1])
-    split = lambda a: a.astype(jnp.int32).reshape(len(a), -1, terms, 32)
-    partial_sums = jax.lax.optimization_barrier((split(w_OxI) * split(x_1xI)).sum(2))
-    return partial_sums.sum((1, 2))[None]
+    w, x = (a.reshape(len(a), -1, terms, 32) for a in (w_OxI, x_1xI))
+    sums = sum(w[:, :, i].astype(jnp.int32) * x[:, :, i].astype(jnp.int32) for i in range(terms))
+    return sums.sum((1, 2))[None]
 
 
 # -----------------------------------------------------------------------------
@@ -662,39 +662,39 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, s
     if mesh is None:
         return attend(0, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B)
     T, H = q_BxTxHxK.shape[1:3]
-    C = mesh.shape['context']
+    n_context = mesh.shape['context']
     kernel, kernel_spec = None, None
-    if C > 1 and implementation == 'splash':
-        kernel = splash_kernel(T, H // mesh.shape['tensor'], window, chunk, C)
-        kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, 'context')))
+    if n_context > 1 and implementation == 'splash':
+        kernel = splash_kernel(T, H // mesh.shape['tensor'], window, chunk, n_context)
+        kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, Spec(None, 'context')))
 
     def attend_local(kernel, *args):
         q_BxTxHxK, k_BxTxGxK, *_ = args
         first_group = jax.lax.axis_index('tensor') * k_BxTxGxK.shape[2]
-        if C == 1:
+        if n_context == 1:
             return attend(first_group, *args)
         if implementation == 'cudnn':
             raise UserError('cudnn attention does not shard a sequence: use attention=chunked with context')
-        return context_attention(kernel, first_group, *args, dropout_rate=dropout_rate, **options)
+        return context_attention(*args, kernel=kernel, first_group=first_group, dropout_rate=dropout_rate, **options)
 
     batch = batch_axes(len(q_BxTxHxK))
-    heads = P(batch, 'context', 'tensor')
-    specs = (kernel_spec, heads, heads, heads, P('tensor'), P(batch))
+    heads = Spec(batch, 'context', 'tensor')
+    specs = (kernel_spec, heads, heads, heads, Spec('tensor'), Spec(batch))
     attend_sharded = jax.shard_map(attend_local, in_specs=specs, out_specs=heads, check_vma=False)
     return attend_sharded(kernel, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B)
 
 
-def context_attention(kernel, first_group, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, *, window, chunk, scale,
+def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, *, kernel, first_group, window, chunk, scale,
                       dropout_rate):
-    """fused_causal_attention on one of C devices, each with T consecutive positions of a sequence, inside shard_map.
-    kernel: of splash_kernel; None is chunked attention.
+    """fused_causal_attention on one of C (n_context) devices, each with T consecutive positions of a sequence, inside
+    shard_map. kernel: of splash_kernel; None is chunked attention.
 
     Keys and values are all-gathered. The queries are exchanged so that every device has the same work: of each of the C
     parts of the sequence, device i computes the i-th of C pieces, which attends to the parts up to its own. That is
     (C + 1) / 2C of all scores, where causal attention needs 1/2."""
-    C = jax.lax.axis_size('context')
+    n_context = jax.lax.axis_size('context')
     T = q_BxTxHxK.shape[1]
-    n = T // C
+    n = T // n_context
     exchange = functools.partial(jax.lax.all_to_all, axis_name='context', split_axis=1, concat_axis=1, tiled=True)
     with jax.named_scope('all_to_all'):
         q_BxTxHxK = exchange(q_BxTxHxK)
@@ -703,13 +703,13 @@ def context_attention(kernel, first_group, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sink
     if kernel:
         return exchange(splash_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scale=scale, sinks_H=sinks_H, kernel=kernel))
     ys = []
-    for part in range(C):
+    for part in range(n_context):
         first_key = first_key_of(part * T, window, chunk)
         seen = slice(first_key, (part + 1) * T)
         ys.append(chunked_attention(
             q_BxTxHxK[:, part * n:(part + 1) * n], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scale=scale, window=window,
             chunk=chunk, sinks_H=sinks_H, dropout_rate=dropout_rate, key_B=key_B, first_group=first_group,
-            first=part * T + jax.lax.axis_index('context') * n, first_key=first_key, n_positions=C * T))
+            first=part * T + jax.lax.axis_index('context') * n, first_key=first_key, n_positions=n_context * T))
     return exchange(jnp.concatenate(ys, axis=1))
 
 
@@ -730,8 +730,7 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=
     is not that of window and chunk."""
     T, H = q_BxTxHxK.shape[1:3]
     attend = kernel or splash_kernel(T, H, window, chunk, interpret=interpret)
-    scaled = (q_BxTxHxK * scale).astype(q_BxTxHxK.dtype)
-    q, k, v = (x.swapaxes(1, 2) for x in (scaled, k_BxTxGxK, v_BxTxGxK))
+    q, k, v = (x.swapaxes(1, 2) for x in ((q_BxTxHxK * scale).astype(q_BxTxHxK.dtype), k_BxTxGxK, v_BxTxGxK))
     return jax.vmap(lambda q, k, v: attend(q, k, v, sinks=sinks_H))(q, k, v).swapaxes(1, 2)
 
 
@@ -789,6 +788,7 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
             g, tq, s = (jax.lax.broadcasted_iota(jnp.uint32, scores_GxTQxS.shape[:2] + (end - first_key,), axis)
                         for axis in range(3))
             tq += jnp.uint32(first * Q)
+            # flat_index of this block in the probabilities of all devices, [H / Q, n_positions Q, n_positions]
             counter_GxTQxS = first_counter + (g * jnp.uint32(n_positions * Q) + tq) * jnp.uint32(n_positions) + (
                 s + jnp.uint32(first_key))
             probs_GxTQxS = hash_dropout(probs_GxTQxS[None], dropout_rate, key[None], counter_GxTQxS)[0]
@@ -823,8 +823,7 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
         blocks = q_GxTQxK.reshape(G, T // n, n * Q, K).swapaxes(0, 1)
         return jax.lax.map(attend_next, (jnp.arange(T // n), blocks)).swapaxes(0, 1).reshape(G, T * Q, -1)
 
-    q_BxTxGxQxK = q_BxTxHxK.reshape(B, T, G, Q, K)
-    q_BxGxTQxK = q_BxTxGxQxK.swapaxes(1, 2).reshape(B, G, T * Q, K)
+    q_BxGxTQxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(1, 2).reshape(B, G, T * Q, K)
     sequences = q_BxGxTQxK, k_BxTxGxK.swapaxes(1, 2), v_BxTxGxK.swapaxes(1, 2), key_B
     # checkpointed again, so that the loop does not stack the keys of each block (the baby GPT's attention: 0.71 of the
     # time in bfloat16)
@@ -982,9 +981,9 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
 
     def mix_local(weights, *tokens):
         n_tokens, U = tokens[1].shape
-        C = max(64, ceil_div(2 * n_tokens * U, n_ranks))  # twice the rows of balanced routing; few rows vary more
-        if batch and 2 * C <= n_tokens:  # at most half of what the all-gather sends
-            return exchange_tokens(mix_own, E // n_ranks, C, weights, *tokens)
+        capacity = max(64, ceil_div(2 * n_tokens * U, n_ranks))  # twice those of balanced routing; few rows vary more
+        if batch and 2 * capacity <= n_tokens:  # at most half of what the all-gather sends
+            return exchange_tokens(mix_own, E // n_ranks, capacity, weights, *tokens)
         if batch:
             with jax.named_scope('all_gather'):
                 tokens = [jax.lax.all_gather(x, 'expert', tiled=True) for x in tokens]
@@ -992,18 +991,18 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
         with jax.named_scope('reduce_scatter'):
             return jax.lax.psum_scatter(y_PxD, 'expert', tiled=True) if batch else y_PxD
 
-    in_specs = (P(axes), P(batch), P(batch), P(batch))
-    mix_sharded = jax.shard_map(mix_local, in_specs=in_specs, out_specs=P(batch), check_vma=False)
+    in_specs = (Spec(axes), Spec(batch), Spec(batch), Spec(batch))
+    mix_sharded = jax.shard_map(mix_local, in_specs=in_specs, out_specs=Spec(batch), check_vma=False)
     return mix_sharded(weights, x_PxD, expert_PxU, weight_PxU)
 
 
-def exchange_tokens(mix, experts_per_rank, C, weights, x_PxD, expert_PxU, weight_PxU):
+def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU, weight_PxU):
     """reduce_scatter(mix(weights, *all_gather(tokens))) over the expert axis, inside shard_map, where mix computes the
     experts of its rank and ignores the others; each token is sent only to the ranks of its experts, once to each.
 
-    A round is an all-to-all of C rows for each of M ranks, unused ones with expert -1, mix, and an all-to-all of the
-    results. There are as many rounds as the largest number of rows from one rank to another needs, so no token is
-    dropped; with balanced routing one is enough. (ragged_all_to_all needs no C, but XLA:CPU cannot run it.)"""
+    A round is an all-to-all of `capacity` rows for each of M ranks, unused ones with expert -1, mix, and an all-to-all
+    of the results. There are as many rounds as the largest number of rows from one rank to another needs, so no token
+    is dropped; with balanced routing one is enough. (ragged_all_to_all needs no capacity; XLA:CPU cannot run it.)"""
     n_tokens, U = expert_PxU.shape
     M = jax.lax.axis_size('expert')
     rank_PxU = expert_PxU // experts_per_rank
@@ -1011,7 +1010,7 @@ def exchange_tokens(mix, experts_per_rank, C, weights, x_PxD, expert_PxU, weight
     rank_R = jnp.where(is_repeat_PxU, M, rank_PxU).ravel()
     is_sent_RxM = jax.nn.one_hot(rank_R, M, dtype=jnp.int32)
     slot_R = (jnp.cumsum(is_sent_RxM, 0) * is_sent_RxM).sum(1) - 1  # among the rows for this rank; -1 is not sent
-    n_rounds = ceil_div(jax.lax.pmax(is_sent_RxM.sum(0).max(), EXPERTS), C)
+    n_rounds = ceil_div(jax.lax.pmax(is_sent_RxM.sum(0).max(), 'expert'), capacity)
 
     def all_to_all(x_RxD):
         with jax.named_scope('all_to_all'):
@@ -1020,11 +1019,12 @@ def exchange_tokens(mix, experts_per_rank, C, weights, x_PxD, expert_PxU, weight
     def exchange(i, args, routing):
         weights, x_PxD, weight_PxU = args
         expert_PxU, rank_R, slot_R = routing
-        row_R = jnp.where(slot_R // C == i, rank_R * C + slot_R % C, M * C + jnp.arange(len(slot_R)))  # or out of range
+        out_of_range_R = M * capacity + jnp.arange(len(slot_R))
+        row_R = jnp.where(slot_R // capacity == i, rank_R * capacity + slot_R % capacity, out_of_range_R)
 
-        def send(token_Px, unused):
-            rows = jnp.full((M * C, token_Px.shape[1]), unused, token_Px.dtype)
-            rows = rows.at[row_R].set(jnp.repeat(token_Px, U, axis=0), mode='drop', unique_indices=True)
+        def send(x_PxW, unused):
+            rows = jnp.full((M * capacity, x_PxW.shape[1]), unused, x_PxW.dtype)
+            rows = rows.at[row_R].set(jnp.repeat(x_PxW, U, axis=0), mode='drop', unique_indices=True)
             return all_to_all(rows)
 
         y_RxD = all_to_all(mix(weights, send(x_PxD, 0), send(expert_PxU, -1), send(weight_PxU, 0)))
@@ -1148,7 +1148,7 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
             table_VxD, idx_BxT = jax.lax.optimization_barrier((table_VxD, idx_BxT))
         return jnp.take(table_VxD, idx_BxT, axis=0, mode='clip').astype(dtype)
     batch = batch_axes(len(idx_BxT))
-    tokens = P(batch, position_axes(idx_BxT.shape[1], 'context'))
+    tokens = Spec(batch, position_axes(idx_BxT.shape[1], 'context'))
 
     def lookup(rows_VxD, idx_BxT):
         if batch:
@@ -1160,7 +1160,7 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
 
     padded_VxD = pad_rows(table_VxD, mesh.shape['tensor'])
     idx_BxT = jnp.clip(idx_BxT, 0, len(table_VxD) - 1)
-    table_spec = P('tensor', 'fsdp' if batch else None)  # a batch that is not sharded: with all columns
+    table_spec = Spec('tensor', 'fsdp' if batch else None)  # a batch that is not sharded: with all columns
     return jax.shard_map(lookup, in_specs=(table_spec, tokens), out_specs=tokens)(padded_VxD, idx_BxT)
 
 
@@ -1199,14 +1199,14 @@ def map_sequence_chunks(f, chunk, *xs_BxT):
     if not chunk or chunk >= T:
         return f(*xs_BxT)
     mesh = current_mesh()
-    C = mesh.shape['context'] if mesh and chunk % mesh.shape['context'] == 0 else 1
+    n = mesh.shape['context'] if mesh and chunk % mesh.shape['context'] == 0 else 1
 
     def split(x):
-        x = gather_positions(x).reshape(B, C, T // chunk, chunk // C, *x.shape[2:])
+        x = gather_positions(x).reshape(B, n, T // chunk, chunk // n, *x.shape[2:])
         return jnp.moveaxis(x, 2, 0).reshape(T // chunk, B, chunk, *x.shape[4:])
 
     f_recomputed = jax.checkpoint(lambda xs: f(*xs), prevent_cse=False)
-    y = jax.lax.map(f_recomputed, tuple(map(split, xs_BxT))).reshape(T // chunk, B, C, chunk // C)
+    y = jax.lax.map(f_recomputed, tuple(map(split, xs_BxT))).reshape(T // chunk, B, n, chunk // n)
     return jnp.moveaxis(y, 0, 2).reshape(B, T)
 
 
@@ -1271,7 +1271,7 @@ class ParallelLMHead(VocabParallel):
     def sharded_forward(self, x_BxTxD, mesh, last_B=None, gathered=False):
         """All logits, float32 [B, T, num_embeddings]: each device of the mesh keeps its range, or all if `gathered`."""
         logits = self.logits(x_BxTxD, last_B, self.num_embeddings, mesh)
-        return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P())) if gathered else logits
+        return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, Spec())) if gathered else logits
 
     def logits(self, x_BxTxD, last_B, n_rows, mesh=None):
         if last_B is not None:
@@ -1287,7 +1287,7 @@ def run_on_mesh(function, mesh):
     """function(table, ...) with the rows of the table sharded over the mesh's tensor axis."""
     @jax.jit
     def run(table, *args):
-        table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, P('tensor')))
+        table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, Spec('tensor')))
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return function(table, *args)
     return run

@@ -30,10 +30,10 @@ except ImportError:  # Windows
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_flags import UserError, check_flags, exit_if_peer_died, read_json
@@ -310,6 +310,7 @@ def gather_texts(text):
     """The texts of all processes, each of at most 64 kB, in the order of the processes."""
     if jax.process_count() == 1:
         return [text]
+    from jax.experimental import multihost_utils
     mine = np.zeros(2**16, np.uint8)
     encoded = text.encode()[:len(mine)]
     mine[:len(encoded)] = list(encoded)
@@ -390,7 +391,7 @@ def enable_compilation_cache(platform):
         return
     name = cpu_name() if platform == 'cpu' else platform
     home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-    folder = Path(home) / 'jax_transformer' / f'{name}-jaxlib-{jax.lib.__version__}'
+    folder = Path(home) / 'jax_transformer' / f'{name}-jaxlib-{jaxlib.__version__}'
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs in it are executed: keep others out
     except OSError:
@@ -404,7 +405,7 @@ def can_cache_on_cpu():
     """Whether compiled programs of this CPU load again: not for certain before jaxlib 0.10.2, which prints two lines
     about SIGILL for each program loaded where there is AVX-512 (jax-ml/jax#38445), nor tested elsewhere than on Linux,
     nor for several processes, of which only the first writes."""
-    version = tuple(int(part) for part in jax.lib.__version__.split('.')[:3])
+    version = tuple(int(part) for part in jaxlib.__version__.split('.')[:3])
     return version >= (0, 10, 2) and sys.platform == 'linux' and jax.process_count() == 1
 
 

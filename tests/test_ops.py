@@ -3,6 +3,8 @@
 tests/test_parallel.py has the tests of sharding and of the vocabulary-parallel layers."""
 import dataclasses
 import functools
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -185,11 +187,17 @@ def test_uint8_is_int8_plus_128():
     assert as_int8(as_uint8(x)).tolist() == x.tolist()
 
 
+@pytest.mark.skipif(sys.platform != 'linux' or 'avx512_vnni' not in Path('/proc/cpuinfo').read_text(),
+                    reason='knows of no such matmul on this CPU')
+def test_a_cpu_with_vnni_multiplies_uint8():
+    assert cpu_multiplies_uint8()
+
+
 def test_where_xla_has_no_matmul_of_uint8_by_int8_weights_stay_int8(monkeypatch):
     def refuse(*operands):
         raise jax.errors.JaxRuntimeError('INTERNAL: no such matmul')
 
-    monkeypatch.setattr(jax_ops.nt_uint8, 'bind', refuse)
+    monkeypatch.setattr(jax_ops.nt_uint8(), 'bind', refuse)
     cpu_multiplies_uint8.cache_clear()
     params = {'wte': np.ones((40, 64), np.float32)}
     assert convert_params_for_decoding(params, 'float32', 'int8')['wte'].values.dtype == jnp.int8

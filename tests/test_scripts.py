@@ -1478,3 +1478,32 @@ def test_int8_weights_are_quantized_while_they_are_loaded_and_freed_before_the_b
                      '--max_new_tokens=2'))
     assert {kind for name, kind in kinds if name in ('kernel', 'wte', 'lm_head')} == {'Int8'}
     assert len(weights) > 20 and held == [0]
+
+
+WITHOUT = """
+import runpy, sys
+import flax.linen, optax, orbax.checkpoint  # which need some of them
+import jax.interpreters.mlir
+import jax.lib
+del jax.interpreters.mlir.register_lowering, jax.lib.__version__
+for name in ('jax.extend.mlir', 'jax.experimental.layout', 'jax.experimental.mesh_utils', 'jax.experimental.topologies',
+             'jax.experimental.multihost_utils'):
+    sys.modules[name] = None  # to import one of them raises ImportError
+for script, *args in eval(sys.argv[1]):
+    sys.argv = [script, *args]
+    runpy.run_path(script, run_name='__main__')
+"""
+
+
+def test_names_of_jax_that_may_go_are_not_needed_to_train_sample_and_measure(dataset, tmp_path):
+    commands = [
+        ['train_jax.py', *MODEL, *SHORT, f'--dataset={dataset}', f'--out_dir={tmp_path}', '--dtype=bfloat16'],
+        ['sample_jax.py', f'--out_dir={tmp_path}', '--quantize=int8', '--start=the', '--num_samples=2',
+         '--max_new_tokens=4', '--device=cpu:0'],
+        ['bench_jax.py', '--mode=decode', *MODEL, '--quantize=int8', '--max_new_tokens=2', '--prompt_len=2',
+         '--repeats=1', '--device=cpu:0']]
+    done = subprocess.run([sys.executable, '-c', WITHOUT, repr(commands)], cwd=ROOT, capture_output=True, text=True,
+                          timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('\nthe') == 2
+    assert json.loads(done.stdout.splitlines()[-1])['results']['tokens_per_sec'] > 0

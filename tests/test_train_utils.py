@@ -23,6 +23,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import optax
 import pytest
@@ -563,7 +564,7 @@ def test_compiled_programs_are_kept_in_a_folder_of_the_users_own(tmp_path, monke
     enable_compilation_cache('gpu')
     folder, = (tmp_path / 'jax_transformer').iterdir()
     assert jax.config.jax_compilation_cache_dir == str(folder)
-    assert folder.name == f'gpu-jaxlib-{jax.lib.__version__}'
+    assert folder.name == f'gpu-jaxlib-{jaxlib.__version__}'
     assert folder.stat().st_mode & 0o077 == 0
     jax.config.update('jax_compilation_cache_dir', '/elsewhere')
     enable_compilation_cache('gpu')
@@ -576,7 +577,7 @@ def test_compiled_programs_are_kept_in_a_folder_of_the_users_own(tmp_path, monke
 def test_cpus_keep_programs_only_where_they_are_known_to_load(version, system, n_processes, kept, tmp_path, monkeypatch,
                                                               cache_dir_unset):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    monkeypatch.setattr(jax.lib, '__version__', version)
+    monkeypatch.setattr(jaxlib, '__version__', version)
     monkeypatch.setattr(sys, 'platform', system)
     monkeypatch.setattr(jax, 'process_count', lambda: n_processes)
     enable_compilation_cache('cpu')
