@@ -108,7 +108,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ops
 from jax_generate import (
-    DecodeState, SamplingConfig, SamplingParams, bytes_read_per_step, cast_matrices, choose_slots,
+    DecodeState, Sampling, bytes_read_per_step, cast_matrices, choose_slots,
     convert_params_for_decoding, generate_stream, init_cache, order_columns_by_rank, params_read_per_step,
     quantize_params, step_cached)
 from jax_ops import BATCH
@@ -651,10 +651,9 @@ def compile_decode(devices):
             key_B=jax.random.split(jax.random.key(seed), batch_size))
 
     state = placed(jax.eval_shape(make_state), P()).replace(caches=(cache,))
-    sampling, greedy = SamplingConfig(vocab_size, stop_tokens=()), SamplingParams(*[None] * 5)
 
     def decode(params, state):
-        step = lambda _, state: step_cached(params, state, ~state.done_B, greedy, model_config, sampling)
+        step = lambda _, state: step_cached(params, state, ~state.done_B, model_config, Sampling(vocab_size))
         return jax.lax.fori_loop(0, max_new_tokens, step, state)
 
     return parallel.mesh, params, cache, jax.jit(on_mesh(decode), donate_argnums=1).lower(params, state).compile()

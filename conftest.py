@@ -44,3 +44,10 @@ def dataset(tmp_path_factory):
     """A folder with a data set of characters, which no test changes."""
     from tests.common import write_text_dataset
     return write_text_dataset(tmp_path_factory.mktemp('data') / 'fox')
+
+
+@pytest.fixture
+def speaking(tmp_path):
+    """The folder of a Llama with a tokenizer of letters."""
+    from tests.common import write_speaking_llama
+    return write_speaking_llama(tmp_path / 'llama')

@@ -163,6 +163,21 @@ def check_flags(flags):
         raise UserError('LoRA trains updates of a pretrained model: name it with --init_from')
 
 
+def check_sampling(temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=None):
+    """Raises UserError for controls of sampling that make no sense. None is off, as is 0 for top_k and min_p, and 1 for
+    the others; temperature 0 is greedy."""
+    if temperature != 0 and not 1e-6 <= temperature < math.inf:  # less would overflow float32
+        raise UserError(f'temperature must be 0 (greedy) or at least 1e-6, not {temperature}')
+    if top_k is not None and top_k < 0:
+        raise UserError(f'top_k must be at least 0, not {top_k}')
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f'top_p must be in (0, 1], not {top_p}')
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise UserError(f'min_p must be in [0, 1], not {min_p}')
+    if repetition_penalty is not None and not 0 < repetition_penalty < math.inf:
+        raise UserError(f'repetition_penalty must be above 0, not {repetition_penalty}')
+
+
 def is_url(path):
     """Whether a path is a URL such as gs://bucket/run: a scheme of one letter is a drive of Windows."""
     return bool(re.match('[A-Za-z][A-Za-z0-9+.-]+://', path))

@@ -6,7 +6,6 @@ bookkeeping.
 
 Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J the number of drafts.
 """
-import collections
 import functools
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jax_flags import UserError
+from jax_flags import UserError, check_sampling
 from jax_ops import (
     STORED_AS, Int8, Transposed, as_uint8, ceil_div, cpu_multiplies_uint8, current_mesh, order_by_rank, quantize,
     shard)
@@ -189,24 +188,43 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
 # -----------------------------------------------------------------------------
 # sampling
 
-SamplingConfig = collections.namedtuple('SamplingConfig', 'n_vocab stop_tokens')  # static; only ids < n_vocab
-# None is off (for the temperature: greedy); another number does not recompile
-SamplingParams = collections.namedtuple('SamplingParams', 'temperature top_k top_p min_p repetition_penalty')
+class Sampling(struct.PyTreeNode):
+    """How tokens are sampled. Other numbers do not recompile; None is off."""
+    n_vocab: int = struct.field(pytree_node=False)  # only ids below it
+    stop_tokens: tuple = struct.field(pytree_node=False, default=())
+    temperature: Any = None  # None is greedy
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = None
+    repetition_penalty: Any = None
 
 
-def sample_token(logits_BxV, key_B, sampling, sampling_params):
+def create_sampling(config, *, temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=None,
+                    n_vocab=None, stop_tokens=()):
+    """The Sampling of generate's arguments. Raises UserError for values that make no sense."""
+    check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    n_vocab = config.vocab_size if n_vocab is None else n_vocab
+    if not 0 < n_vocab <= config.vocab_size:
+        raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
+    numbers = dict(
+        temperature=temperature or None, top_k=min(top_k, n_vocab) if top_k else None, min_p=min_p or None,
+        top_p=None if top_p == 1 else top_p, repetition_penalty=None if repetition_penalty == 1 else repetition_penalty)
+    return Sampling(n_vocab, tuple(int(t) for t in np.ravel(stop_tokens)), **jax.tree.map(np.float32, numbers))
+
+
+def sample_token(logits_BxV, key_B, sampling):
     """One token id per row of float32 logits, [B]."""
     logits_BxV = shard(logits_BxV, None, None)[:, :sampling.n_vocab]  # all-gathered over the vocabulary
-    if sampling_params.temperature is None:  # argmax; on XLA:CPU two plain reductions are faster
+    if sampling.temperature is None:  # argmax; on XLA:CPU two plain reductions are faster
         is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
         return jnp.where(is_max_BxV, jnp.arange(sampling.n_vocab), sampling.n_vocab - 1).min(-1)
-    logits_BxV /= sampling_params.temperature
-    if sampling_params.top_k is not None:
-        logits_BxV = keep_largest(logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), sampling_params.top_k)
-    if sampling_params.top_p is not None:  # keep the likeliest until their probabilities reach top_p (arXiv:1904.09751)
-        logits_BxV = keep_largest(logits_BxV, jax.nn.softmax(logits_BxV), sampling_params.top_p)
-    if sampling_params.min_p is not None:  # min_p times the likeliest one's, or more (arXiv:2407.01082)
-        least_Bx1 = logits_BxV.max(-1, keepdims=True) + jnp.log(sampling_params.min_p)
+    logits_BxV /= sampling.temperature
+    if sampling.top_k is not None:
+        logits_BxV = keep_largest(logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), sampling.top_k)
+    if sampling.top_p is not None:  # keep the likeliest until their probabilities reach top_p (arXiv:1904.09751)
+        logits_BxV = keep_largest(logits_BxV, jax.nn.softmax(logits_BxV), sampling.top_p)
+    if sampling.min_p is not None:  # min_p times the likeliest one's, or more (arXiv:2407.01082)
+        least_Bx1 = logits_BxV.max(-1, keepdims=True) + jnp.log(sampling.min_p)
         logits_BxV = jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
     return jax.vmap(jax.random.categorical)(key_B, logits_BxV)
 
@@ -260,13 +278,13 @@ class DecodeState(struct.PyTreeNode):
     accepted: Any = 0  # drafts accepted so far
 
 
-def sample_and_append(state, logits_BxV, active_B, sampling, sampling_params):
+def sample_and_append(state, logits_BxV, active_B, sampling):
     """Samples each row's next token and appends it to the active rows. Returns (state, token_B)."""
-    penalty = sampling_params.repetition_penalty
+    penalty = sampling.repetition_penalty
     if penalty is not None:
         logits_BxV = penalize_repetition(logits_BxV, state.tokens_BxN, state.length_B, penalty)
     key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B)
-    token_B = sample_token(logits_BxV, key_B, sampling, sampling_params).astype(jnp.int32)
+    token_B = sample_token(logits_BxV, key_B, sampling).astype(jnp.int32)
     is_next_BxN = (jnp.arange(state.tokens_BxN.shape[1]) == state.length_B[:, None]) & active_B[:, None]
     is_stop_B = (token_B[:, None] == jnp.array(sampling.stop_tokens, jnp.int32)).any(-1)
     state = state.replace(
@@ -301,8 +319,8 @@ def prefill_layer(params, cache, x_BxTxD, position_BxT, *, config, layer, is_las
     return None if is_last else x_BxTxD, cache
 
 
-@functools.partial(jax.jit, static_argnames=('configs', 'sampling', 'n_draft', 'use_cache'), donate_argnames='state')
-def decode(weights, state, sampling_params, n_end, max_length, n_slots, *, configs, sampling, n_draft, use_cache):
+@functools.partial(jax.jit, static_argnames=('configs', 'n_draft', 'use_cache'), donate_argnames='state')
+def decode(weights, state, sampling, n_end, max_length, n_slots, *, configs, n_draft, use_cache):
     """Generates until every row has n_end new tokens, is longer than max_length, or is done: one compiled loop over one
     of the three steps below. Ends early when a row is longer than the cache's n_slots, or when drafts are useless.
     weights, configs: of the model, and of the draft model if there is one."""
@@ -319,10 +337,10 @@ def decode(weights, state, sampling_params, n_end, max_length, n_slots, *, confi
     def step(state):
         state = state.replace(steps=state.steps + 1)
         if not use_cache:
-            return step_uncached(weights[0], state, room(state) > 0, sampling_params, configs[0], sampling)
+            return step_uncached(weights[0], state, room(state) > 0, configs[0], sampling)
         if n_draft == 0:
-            return step_cached(weights[0], state, room(state) > 0, sampling_params, configs[0], sampling)
-        return step_speculative(weights, state, room(state), sampling_params, configs, sampling, n_draft)
+            return step_cached(weights[0], state, room(state) > 0, configs[0], sampling)
+        return step_speculative(weights, state, room(state), configs, sampling, n_draft)
 
     return jax.lax.while_loop(should_continue, step, state)
 
@@ -332,26 +350,26 @@ def drafts_are_useless(drafted, accepted, batch_size):
     return (drafted >= 64 * batch_size) & (accepted < 0.3 * drafted)
 
 
-def step_uncached(params, state, active_B, sampling_params, config, sampling):
+def step_uncached(params, state, active_B, config, sampling):
     """One token per active row from its last block_size tokens, recomputed, as nanoGPT does for every token."""
     start_B = jnp.maximum(state.length_B - config.block_size, 0)
     window = jax.vmap(lambda tokens_N, start: jax.lax.dynamic_slice(tokens_N, (start,), (config.block_size,)))
     logits_Bx1xV = GPT(config).apply({'params': params}, window(state.tokens_BxN, start_B),
                                      logit_position_B=state.length_B - start_B - 1)
-    return sample_and_append(state, logits_Bx1xV[:, 0], active_B, sampling, sampling_params)[0]
+    return sample_and_append(state, logits_Bx1xV[:, 0], active_B, sampling)[0]
 
 
-def step_cached(params, state, active_B, sampling_params, config, sampling):
+def step_cached(params, state, active_B, config, sampling):
     """One token per active row: feeds its last token through the KV cache."""
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
     logits_Bx1xV, cache = GPT(config).apply(
         {'params': params}, last_Bx1, state.caches[0], position_BxT=position_Bx1, method='with_cache')
     state = state.replace(caches=(cache, *state.caches[1:]))
-    return sample_and_append(state, logits_Bx1xV[:, 0], active_B, sampling, sampling_params)[0]
+    return sample_and_append(state, logits_Bx1xV[:, 0], active_B, sampling)[0]
 
 
-def step_speculative(weights, state, room_B, sampling_params, configs, sampling, n_draft):
+def step_speculative(weights, state, room_B, configs, sampling, n_draft):
     """Up to 1 + n_draft tokens per row, at most room_B (speculative decoding, arXiv:2211.17192): drafts are fed along
     with the last token, and accepted as long as they equal the tokens that the model samples, instead of at random by
     the paper's min(1, p/q).
@@ -361,7 +379,7 @@ def step_speculative(weights, state, room_B, sampling_params, configs, sampling,
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
     if len(configs) == 2:
-        drafts_BxJ, state = draft_tokens(weights[1], state, n_draft, configs[1], sampling, sampling_params)
+        drafts_BxJ, state = draft_tokens(weights[1], state, n_draft, configs[1], sampling)
     else:
         drafts_BxJ = jax.vmap(prompt_lookup_draft, (0, 0, None))(state.tokens_BxN, state.length_B, n_draft)
     usable_B = jnp.clip(room_B - 1, 0, n_draft)
@@ -370,7 +388,7 @@ def step_speculative(weights, state, room_B, sampling_params, configs, sampling,
         position_BxT=position_Bx1 + jnp.arange(1 + n_draft), method='with_cache')
     state = state.replace(caches=(cache, *state.caches[1:]), drafted=state.drafted + usable_B.sum())
     for t in range(1 + n_draft):
-        state, token_B = sample_and_append(state, logits_BxTxV[:, t], active_B, sampling, sampling_params)
+        state, token_B = sample_and_append(state, logits_BxTxV[:, t], active_B, sampling)
         if t < n_draft:  # accept draft t only if it equals the sampled token; otherwise this row stops here
             active_B &= (token_B == drafts_BxJ[:, t]) & (t < usable_B)
             state = state.replace(accepted=state.accepted + active_B.sum())
@@ -378,7 +396,7 @@ def step_speculative(weights, state, room_B, sampling_params, configs, sampling,
     return state
 
 
-def draft_tokens(params, state, n_draft, config, sampling, sampling_params):
+def draft_tokens(params, state, n_draft, config, sampling):
     """Drafts [B, n_draft] by a smaller model, token by token, and the state with its cache. The draft model draws with
     the random numbers that the model will draw with, so both sample the same token wherever they agree."""
     def draft(n, idx_BxT, position_BxT, cache):
@@ -386,7 +404,7 @@ def draft_tokens(params, state, n_draft, config, sampling, sampling_params):
         logits_BxTxV, cache = GPT(config).apply(
             {'params': params}, idx_BxT, cache, position_BxT=position_BxT, method='with_cache')
         key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B + n)
-        return sample_token(logits_BxTxV[:, -1], key_B, sampling, sampling_params).astype(jnp.int32), cache
+        return sample_token(logits_BxTxV[:, -1], key_B, sampling).astype(jnp.int32), cache
 
     def step(carry, n):
         token_B, cache = carry
@@ -511,20 +529,18 @@ class GenerationResult(NamedTuple):
     accepted: int = 0
 
 
-def generate(params, config, idx_BxT, max_new_tokens, *, rng, temperature=1.0, top_k=None, top_p=None, min_p=None,
-             repetition_penalty=None, stop_tokens=(), prompt_lengths_B=None, n_vocab=None, sample_index_B=None,
-             cache_dtype='auto', n_draft=0, draft=None):
+def generate(params, config, idx_BxT, max_new_tokens, *, rng, **options):
     """Continues each prompt by max_new_tokens tokens. Returns all tokens, int32 [B, T + max_new_tokens], 0 after a
-    row's last token.
+    row's last token. The options, all keywords of generate_stream and create_sampling:
 
     idx_BxT: prompts, right-padded; prompt_lengths_B: their lengths, T each if not given. Every row continues right
         after its own prompt.
     rng: a jax.random key. Row b draws its n-th token from fold_in(fold_in(rng, sample_index_B[b]), n), independent of
         the rest of the batch; sample_index_B is 0, 1, 2, ... if not given.
-    temperature: 0 is greedy. top_k: only the k likeliest tokens (clamped to the vocabulary). top_p: only the likeliest
-        tokens that together reach this probability, in (0, 1]. min_p: only tokens at least this times as likely as the
-        likeliest, in (0, 1]. repetition_penalty: above 1 makes tokens that are already there less likely. n_vocab: only
-        ids below it, for padded vocabularies.
+    temperature: 1.0 if not given; 0 is greedy. top_k: only the k likeliest tokens (clamped to the vocabulary; 0 is
+        all). top_p: only the likeliest tokens that together reach this probability, in (0, 1]. min_p: only tokens at
+        least this times as likely as the likeliest, in [0, 1]. repetition_penalty: above 1 makes tokens that are
+        already there less likely. n_vocab: only ids below it, for padded vocabularies.
     stop_tokens: a row ends with the first of these that it generates.
     cache_dtype: of the KV cache, one of CACHE_DTYPES; 'auto' is the config's dtype.
     n_draft: number of drafts per step: the same tokens, faster where drafts are accepted. Drafts are switched off where
@@ -537,38 +553,34 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, temperature=1.0, t
     RoPE, positions continue past block_size, and every layer attends to the last block_size keys.
 
     Raises UserError for prompts or controls that make no sense."""
-    for result in generate_stream(
-            params, config, idx_BxT, max_new_tokens, rng=rng, temperature=temperature, top_k=top_k, top_p=top_p,
-            min_p=min_p, repetition_penalty=repetition_penalty, stop_tokens=stop_tokens,
-            prompt_lengths_B=prompt_lengths_B, n_vocab=n_vocab, sample_index_B=sample_index_B, cache_dtype=cache_dtype,
-            n_draft=n_draft, draft=draft):
-        pass
+    *_, result = generate_stream(params, config, idx_BxT, max_new_tokens, rng=rng, **options)
     return result.tokens
 
 
-def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature=1.0, top_k=None, top_p=None,
-                    min_p=None, repetition_penalty=None, stop_tokens=(), prompt_lengths_B=None, n_vocab=None,
-                    sample_index_B=None, cache_dtype='auto', n_draft=0, draft=None, chunk=None, prefix_cache=None):
+def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None, sample_index_B=None,
+                    cache_dtype='auto', n_draft=0, draft=None, chunk=None, prefix_cache=None, **sampling):
     """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then after every `chunk`
     tokens (all at once if not given; a function is asked for the number before each chunk).
 
     prefix_cache: a PrefixCache, for one row that begins as the row of the last call with it. The other arguments and
     the errors are those of generate."""
-    n_vocab = config.vocab_size if n_vocab is None else n_vocab
+    sampling = create_sampling(config, **sampling)
     tokens_BxT, length_B = check_prompts(config, idx_BxT, prompt_lengths_B)
     B, T = tokens_BxT.shape
     is_learned = config.position == 'learned'
     max_cached = config.block_size if is_learned else PAD  # the longest row that the KV cache can continue
     longest = int(length_B.max()) + max_new_tokens if prefix_cache is None else config.block_size + max_new_tokens
-    check_controls(config, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, n_vocab, cache_dtype,
-                   n_draft, draft, n_cached=min(longest, max_cached), n_rows_kept=prefix_cache and B)
+    if max_new_tokens < 0:
+        raise UserError(f'max_new_tokens must be at least 0, not {max_new_tokens}')
+    if cache_dtype not in ('auto', *CACHE_DTYPES):
+        raise UserError(f'cache_dtype must be one of {", ".join(CACHE_DTYPES)}, not {cache_dtype!r}')
+    if prefix_cache is not None and B != 1:
+        raise UserError(f'a prefix cache is for one row, not {B}')
+    check_drafts(config, n_draft, draft, sampling.n_vocab, min(longest, max_cached))
     if max_new_tokens == 0:
         yield GenerationResult(tokens_BxT, length_B)
         return
 
-    sampling = SamplingConfig(n_vocab, tuple(int(t) for t in np.ravel(stop_tokens)))
-    controls = SamplingParams(temperature or None, top_k and min(top_k, n_vocab), top_p, min_p, repetition_penalty)
-    sampling_params = jax.tree.map(np.float32, controls)
     sample_index_B = np.arange(B) if sample_index_B is None else np.asarray(sample_index_B)
     N = round_up_slots(max(longest, T, config.block_size if is_learned else 0))
     state = commit(DecodeState(
@@ -618,9 +630,9 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, temperature
                     n_draft, weights, configs = 0, weights[:1], configs[:1]
                     state = state.replace(caches=state.caches[:1])
                 state = decode(
-                    weights, state, sampling_params, np.int32(n_end), np.int32(max_cached if use_cache else PAD),
+                    weights, state, sampling, np.int32(n_end), np.int32(max_cached if use_cache else PAD),
                     np.int32(n_slots if use_cache and n_slots < config.block_size else PAD), configs=configs,
-                    sampling=sampling, n_draft=n_draft if use_cache else 0, use_cache=use_cache)
+                    n_draft=n_draft if use_cache else 0, use_cache=use_cache)
             yield copy_result(state, T + max_new_tokens)
             if n_end == max_new_tokens or chunk and bool(state.done_B.all()):
                 return
@@ -637,7 +649,8 @@ def active_lengths(state, n_end):
 
 
 def unique_prompts(tokens_BxT, end_B):
-    """(indices of rows that differ in their first end_B[b] tokens, for each row the number of its like among them)."""
+    """(the first row of each distinct prompt, which are the first end_B[b] tokens; for each row the index of its prompt
+    in that list)."""
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(chosen)  # as in tokens_BxT, so that a batch without repetitions stays as it is
@@ -680,32 +693,16 @@ def check_prompts(config, idx_BxT, prompt_lengths_B):
     return tokens_BxT, length_B.astype(np.int32)
 
 
-def check_controls(config, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, n_vocab, cache_dtype,
-                   n_draft, draft, *, n_cached, n_rows_kept):
-    """Raises UserError for arguments of generate_stream that make no sense."""
-    if max_new_tokens < 0:
-        raise UserError(f'max_new_tokens must be at least 0, not {max_new_tokens}')
-    if temperature != 0 and not 1e-6 <= temperature < float('inf'):  # less would overflow float32
-        raise UserError(f'temperature must be 0 (greedy) or at least 1e-6, not {temperature}')
-    if top_k is not None and top_k < 1:
-        raise UserError(f'top_k must be at least 1, not {top_k}')
-    for name, value in (('top_p', top_p), ('min_p', min_p)):
-        if value is not None and not 0 < value <= 1:
-            raise UserError(f'{name} must be in (0, 1], not {value}')
-    if repetition_penalty is not None and not 0 < repetition_penalty < float('inf'):
-        raise UserError(f'repetition_penalty must be above 0, not {repetition_penalty}')
-    if not 0 < n_vocab <= config.vocab_size:
-        raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
-    if cache_dtype not in ('auto', *CACHE_DTYPES):
-        raise UserError(f'cache_dtype must be one of {", ".join(CACHE_DTYPES)}, not {cache_dtype!r}')
+def check_drafts(config, n_draft, draft, n_vocab, n_cached):
+    """Raises UserError for drafts that make no sense. n_cached: the most positions that the KV cache will hold."""
     most = min(MAX_DRAFT, config.block_size - 1)
     if not 0 <= n_draft <= most:
         raise UserError(f'n_draft must be between 0 (no speculation) and {most}, not {n_draft}')
-    draft_config = draft[1] if draft and n_draft else None
-    if draft_config and draft_config.vocab_size < n_vocab:
+    if not draft or not n_draft:
+        return
+    _, draft_config = draft
+    if draft_config.vocab_size < n_vocab:
         raise UserError(f'the draft model has a vocabulary of {draft_config.vocab_size}, the model {n_vocab}')
-    if draft_config and draft_config.position == 'learned' and draft_config.block_size < n_cached:
+    if draft_config.position == 'learned' and draft_config.block_size < n_cached:
         raise UserError(f'the draft model knows {draft_config.block_size} positions, this takes {n_cached}: use fewer '
                         'max_new_tokens or no draft')
-    if n_rows_kept not in (None, 1):
-        raise UserError(f'a prefix cache is for one row, not {n_rows_kept}')

@@ -12,7 +12,7 @@ from flax import linen as nn
 import jax_generate
 import jax_transformer
 from jax_generate import (
-    PrefixCache, SamplingConfig, SamplingParams, cast_matrices, convert_params_for_decoding, generate, generate_stream,
+    PrefixCache, Sampling, cast_matrices, convert_params_for_decoding, generate, generate_stream,
     init_cache, penalize_repetition, prompt_lookup_draft, quantize_params, sample_token, transpose_kernels)
 from jax_flags import UserError
 from jax_ops import Transposed
@@ -379,11 +379,10 @@ def test_a_sample_depends_on_seed_and_row_and_on_nothing_else_in_the_batch():
 
 def picks(logits, n_vocab=None, top_k=None, top_p=None, min_p=None, temperature=1.0):
     """How often each token is drawn from these logits, as a share of 4000 draws."""
-    sampling = SamplingConfig(n_vocab or len(logits), stop_tokens=())
-    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty=None)
+    sampling = Sampling(n_vocab or len(logits), (), temperature, top_k, top_p, min_p)
     logits_BxV = jnp.tile(jnp.asarray(logits, jnp.float32), (4000, 1))
     keys = jax.random.split(jax.random.key(0), 4000)
-    ids = jax.jit(sample_token, static_argnums=2)(logits_BxV, keys, sampling, params)
+    ids = jax.jit(sample_token)(logits_BxV, keys, sampling)
     return np.bincount(ids, minlength=len(logits)) / 4000
 
 
@@ -474,10 +473,10 @@ def test_other_lengths_and_numbers_of_tokens_compile_nothing_new_unless_they_nee
     (dict(temperature=float('nan')), 'temperature'),
     (dict(temperature=float('inf')), 'temperature'),
     (dict(temperature=1e-40), 'temperature'),
-    (dict(top_k=0), 'top_k'),
+    (dict(top_k=-1), 'top_k'),
     (dict(top_p=0.0), 'top_p'),
     (dict(top_p=1.1), 'top_p'),
-    (dict(min_p=0.0), 'min_p'),
+    (dict(min_p=-0.1), 'min_p'),
     (dict(repetition_penalty=0.0), 'repetition_penalty'),
     (dict(n_vocab=0), 'n_vocab'),
     (dict(prompt_lengths_B=[0, 3]), 'between 1 and 4'),

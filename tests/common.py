@@ -185,6 +185,30 @@ def meta_of(config):
             'wandb_id': None}
 
 
+CHAT_TEMPLATE = (
+    '{{ bos_token }}'
+    '{% for m in messages %}{% if m.role == "user" %}<user>{% else %}<model>{% endif %}{{ m.content }}{% endfor %}'
+    '{% if messages|length > 3 %}{{ raise_exception("too long") }}{% endif %}'
+    '{% if add_generation_prompt %}<model>{% endif %}')
+
+
+def write_speaking_llama(folder):
+    """Makes `folder` a Llama with a tokenizer of letters and a chat template, and returns it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+    shutil.copytree(FAMILIES / 'llama', folder)
+    vocab = {c: i for i, c in enumerate('abcdefghijklmnopqrstuvwxyz ,.!?:ABCD')}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token=None))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token) for token in ('<s>', '</s>', '<user>', '<model>')])
+    begin, end = tokenizer.token_to_id('<s>'), tokenizer.token_to_id('</s>')
+    tokenizer.post_processor = processors.TemplateProcessing('<s> $0', special_tokens=[('<s>', begin)])
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    settings = {'bos_token': {'content': '<s>'}, 'eos_token': '</s>', 'chat_template': CHAT_TEMPLATE}
+    (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
+    (folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': [end]}))
+    return folder
+
+
 # -----------------------------------------------------------------------------
 # scripts
 

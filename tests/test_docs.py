@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.common import ROOT, source_files, succeeded, train
+from tests.common import ROOT, source_files, succeeded, train, write_speaking_llama
 
 DOCUMENTS = sorted({*ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('data/*/*.md')})
 TINY = ['--device=cpu:0', '--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
@@ -61,9 +61,10 @@ def test_every_section_that_the_code_names_exists():
 
 @pytest.fixture(scope='module')
 def folder_with_a_run(tmp_path_factory, dataset):
-    """A folder that holds out-mine, as README's commands would leave it."""
+    """A folder that holds out-mine, as README's commands would leave it, and my/folder, a chat model."""
     folder = tmp_path_factory.mktemp('docs')
     succeeded(train(folder / 'out-mine', f'--dataset={dataset}', *TINY))
+    write_speaking_llama(folder / 'my/folder')
     return folder
 
 

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jax_ops
 from jax_flags import UserError
 from jax_generate import (
-    DecodeState, SamplingConfig, SamplingParams, convert_params_for_decoding, decode, init_cache, order_columns_by_rank,
+    DecodeState, Sampling, convert_params_for_decoding, decode, init_cache, order_columns_by_rank,
     prefill)
 from jax_ops import (
     AXES, BATCH, COLUMN_PARALLEL, EXPERTS, ROW_PARALLEL, ParallelLMHead, VocabParallelEmbedding, create_mesh,
@@ -804,16 +804,15 @@ def test_the_kv_cache_is_sharded_over_heads_and_decoding_moves_no_weights(quanti
     state = DecodeState(
         tokens_BxN=jnp.zeros((B, 24), jnp.int32), length_B=jnp.full(B, 4), n_generated_B=jnp.zeros(B, jnp.int32),
         done_B=jnp.zeros(B, bool), key_B=jax.random.split(jax.random.key(0), B))
-    sampling = SamplingConfig(n_vocab=37, stop_tokens=())
-    sampling_params = SamplingParams(temperature=None, top_k=None, top_p=None, min_p=None, repetition_penalty=None)
-    static = dict(configs=(config,), sampling=sampling, n_draft=0, use_cache=True)
+    static = dict(configs=(config,), n_draft=0, use_cache=True)
     with parallel.mesh_context():
         params = order_columns_by_rank(convert_params_for_decoding(params, 'float32', quantize), config)
         cache = prefill(params, jax.jit(init_cache, static_argnums=(0, 1, 2))(config, B, 16),
                         np.zeros((B, 16), np.int32), np.arange(16, dtype=np.int32)[None], config=config)
         state = state.replace(caches=(cache,))
-        program = decode.lower(
-            (params,), state, sampling_params, np.int32(8), np.int32(16), np.int32(16), **static).compile().as_text()
+        lowered = decode.lower(
+            (params,), state, Sampling(n_vocab=37), np.int32(8), np.int32(16), np.int32(16), **static)
+        program = lowered.compile().as_text()
     for x in jax.tree.leaves(state.caches):
         assert x.addressable_shards[0].data.shape == (B, 1, 16, D // 4)
     assert max(sum(sizes) for _, sizes in collectives(program)) == B * D  # activations of one token

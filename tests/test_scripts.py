@@ -28,9 +28,9 @@ from jax_train_utils import (
     MODEL_FLAGS, HFTokenizer, checkpoint_steps, choose_checkpoint, config_from_flags, find_damage, flags_from_config,
     load_run, read_metrics)
 from tests.common import (
-    FAMILIES, GOLDEN, RESUME, ROOT, TEXT, assert_refused, assert_same_run, copy_folder, edit_json, final_state,
-    next_line, output_of, records_without_times, refusal, run_script, sample, start_training, succeeded, train,
-    wait_for_iteration, write_dataset)
+    CHAT_TEMPLATE, FAMILIES, GOLDEN, RESUME, ROOT, TEXT, assert_refused, assert_same_run, copy_folder, edit_json,
+    final_state, next_line, output_of, records_without_times, refusal, run_script, sample, start_training,
+    succeeded, train, wait_for_iteration, write_dataset)
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
          '--gradient_accumulation_steps=2']
@@ -1024,31 +1024,6 @@ def test_a_checkpoint_of_any_family_is_trained_further(dataset, tmp_path):
     assert_refused(run_script(*export, f'--folder={tmp_path / "other"}'), 'no config.json can be derived .*tokenizer')
 
 
-CHAT_TEMPLATE = (
-    '{{ bos_token }}'
-    '{% for m in messages %}{% if m.role == "user" %}<user>{% else %}<model>{% endif %}{{ m.content }}{% endfor %}'
-    '{% if messages|length > 3 %}{{ raise_exception("too long") }}{% endif %}'
-    '{% if add_generation_prompt %}<model>{% endif %}')
-
-
-@pytest.fixture
-def speaking(tmp_path):
-    """The folder of a Llama with a tokenizer of letters."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
-    folder = copy_folder(FAMILIES / 'llama', tmp_path)
-    vocab = {c: i for i, c in enumerate('abcdefghijklmnopqrstuvwxyz ,.!?:ABCD')}
-    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token=None))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token) for token in ('<s>', '</s>', '<user>', '<model>')])
-    begin, end = tokenizer.token_to_id('<s>'), tokenizer.token_to_id('</s>')
-    tokenizer.post_processor = processors.TemplateProcessing('<s> $0', special_tokens=[('<s>', begin)])
-    tokenizer.save(str(folder / 'tokenizer.json'))
-    settings = {'bos_token': {'content': '<s>'}, 'eos_token': '</s>', 'chat_template': CHAT_TEMPLATE}
-    (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
-    (folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': [end]}))
-    return folder
-
-
 def test_a_folder_with_a_tokenizer_speaks_text(speaking):
     tokenizer = HFTokenizer(speaking)
     assert tokenizer.encode('<s>ab') == [36, 36, 0, 1]
@@ -1092,7 +1067,7 @@ def test_a_chat_keeps_what_was_said_and_answers_again(speaking, tmp_path, monkey
 
 @pytest.mark.parametrize('leave', ['/exit', '/quit'])
 def test_the_commands_of_a_chat_are_never_questions_to_the_model(leave, speaking, monkeypatch):
-    monkeypatch.setattr('jax_generate.generate_stream', None)  # an answer would fail
+    monkeypatch.setattr('jax_text.generate_stream', None)  # an answer would fail
     monkeypatch.setattr('sys.stdin', io.StringIO(f'/help\n/save\n/hlep me\n/clear\n{leave}\nab\n'))
     result = succeeded(sample('none', f'--init_from={speaking}', '--interactive=True'))
     commands = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctrl-D leaves'
@@ -1111,7 +1086,7 @@ def test_an_answer_that_fails_does_not_end_the_chat(speaking, tmp_path, monkeypa
             raise ValueError('out of something')
         return generate_stream(*args, **options)
 
-    monkeypatch.setattr('jax_generate.generate_stream', fail_once)
+    monkeypatch.setattr('jax_text.generate_stream', fail_once)
     monkeypatch.setattr('sys.stdin', io.StringIO(f'ab\nc\nd\n/save {tmp_path}/chat.json\n'))
     result = succeeded(sample('none', f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=3'))
     assert '> error: ValueError: out of something\n> ' in result.stdout
@@ -1128,7 +1103,7 @@ def test_an_interrupted_answer_stays_in_the_conversation(speaking, tmp_path, mon
             raise KeyboardInterrupt
         return text
 
-    monkeypatch.setattr('jax_train_utils.strip_partial_utf8', interrupt)
+    monkeypatch.setattr('jax_text.strip_partial_utf8', interrupt)
     monkeypatch.setattr('sys.stdin', io.StringIO(f'ab\n/save {tmp_path}/chat.json\nc\n'))
     result = sample('none', f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=30', '--temperature=2')
     answer, interrupted, *_ = succeeded(result).stdout.replace('> ', '').splitlines()
@@ -1152,7 +1127,7 @@ def test_only_the_final_channel_of_an_answer_stays_in_the_conversation(speaking,
         row = prompts[-1] + tokenizer.encode(answers[len(prompts) - 1], add_special_tokens=False).ids
         yield GenerationResult(np.array([row]), np.array([len(row)]))
 
-    monkeypatch.setattr('jax_generate.generate_stream', generate_stream)
+    monkeypatch.setattr('jax_text.generate_stream', generate_stream)
     monkeypatch.setattr('sys.stdin', io.StringIO(f'ab\nd\n/save {tmp_path}/chat.json\n'))
     shown = succeeded(sample('none', f'--init_from={speaking}', '--interactive=True')).stdout
     assert answers[0].removesuffix('</s>') in shown
@@ -1472,7 +1447,7 @@ def test_int8_weights_are_quantized_while_they_are_loaded_and_freed_before_the_b
         held.append(sum(weight() is not None for weight in weights))
         return 1.0
 
-    monkeypatch.setattr(jax_pretrained, 'load_pretrained', watched)
+    monkeypatch.setattr('jax_text.load_pretrained', watched)
     monkeypatch.setattr('jax_train_utils.measure_bandwidth', bandwidth)
     succeeded(sample('none', f'--init_from={speaking}', '--quantize=int8', '--start=ab', '--num_samples=1',
                      '--max_new_tokens=2'))

@@ -9,7 +9,7 @@ from tests.common import ROOT, source_files
 
 # a module imports only those of lower levels; the scripts are above all of them
 LEVELS = {'jax_flags': 0, 'jax_ops': 1, 'jax_transformer': 2, 'jax_generate': 3, 'jax_pretrained': 4,
-          'jax_train_utils': 5}
+          'jax_train_utils': 5, 'jax_text': 6}
 SCRIPTS = ('train_jax', 'sample_jax', 'export_jax', 'bench_jax')
 
 
