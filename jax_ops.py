@@ -578,8 +578,8 @@ def int8_matmul(x_RxI, w_OxI):
 
 def int8_matvec(x_1xI, w_OxI):
     """int8_matmul for one row: 32 integer sums side by side, which read weights at nearly the rate of the memory
-    (docs/performance.md#int8). The terms of a block are added one by one: a reduction over terms and another over the
-    sums are one loop in jaxlib 0.10 only; 0.12 stores the sums between its two."""
+    (docs/lab_log.md#int8-matmuls). The terms of a block are added one by one: a reduction over terms and another over
+    the sums are one loop in jaxlib 0.10 only; 0.12 stores the sums between its two."""
     terms = int8_lane_terms(x_1xI.shape[1])
     w, x = (a.reshape(len(a), -1, terms, 32) for a in (w_OxI, x_1xI))
     sums = sum(w[:, :, i].astype(jnp.int32) * x[:, :, i].astype(jnp.int32) for i in range(terms))
