@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 DATA = Path(__file__).resolve().parent.parent / 'data'
 EOT = 50256
@@ -110,7 +111,8 @@ def files_in(folder):
 
 def read(folder):
     """(train ids, val ids, meta) of a finished data set. It has no other files, and its meta.json agrees with them."""
-    assert files_in(folder) == ['meta.json', 'train.bin', 'val.bin']
+    tokenizer = [name for name in files_in(folder) if name.startswith('tokenizer/')]
+    assert files_in(folder) == ['meta.json', *tokenizer, 'train.bin', 'val.bin']
     meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
     train, val = (np.fromfile(folder / f'{split}.bin', meta['dtype']) for split in ('train', 'val'))
     assert set(meta) == {'vocab_size', 'dtype', 'tokenizer', 'train_tokens', 'val_tokens', 'max_id'}
@@ -394,6 +396,187 @@ def test_pystdlib_needs_a_folder_with_enough_code(tmp_path, env, files):
 
 
 # -----------------------------------------------------------------------------
+# a vocabulary of one's own, and texts of any form
+
+WORDS = ['alpha', ' beta', '.gamma(', ')\n', '    return', '\n\n', '  12345', ' \u00e9t\u00e9', '\U0001f600', '\r\n',
+         '\tx', '--']
+
+
+def words(n, seed=0):
+    return ''.join(np.random.default_rng(seed).choice(WORDS, n))
+
+
+def tokenizer_of(folder):
+    return Tokenizer.from_file(str(folder / 'tokenizer' / 'tokenizer.json'))
+
+
+def test_an_own_vocabulary_has_the_tokens_asked_for_and_every_string_survives(tmp_path, env):
+    texts = [text_file(tmp_path, words(3000)).rename(tmp_path / f'{i}.txt') for i in range(3)]
+    prepare('text', *texts, '--tokenizer=bpe:300', '--out_dir', tmp_path / 'out', env=env)
+    train, val, meta = read(tmp_path / 'out')
+    assert (meta['vocab_size'], meta['dtype']) == (300, 'uint16')
+    assert meta['tokenizer'] == {'kind': 'folder', 'path': 'tokenizer'}
+    tokenizer = tokenizer_of(tmp_path / 'out')
+    assert tokenizer.get_vocab_size() == 300
+    end = tokenizer.token_to_id('<|endoftext|>')
+    assert np.count_nonzero(train == end) == np.count_nonzero(val == end) == 3
+    for ids, part in ((train, words(3000)[:int(len(words(3000))*0.9)]), (val, words(3000)[int(len(words(3000))*0.9):])):
+        assert tokenizer.decode(ids, skip_special_tokens=False) == (part + '<|endoftext|>') * 3
+    for text in ('', ' ', '\u4e16 \u0301\u2028\x85\x00\ufeff', ''.join(map(chr, range(0xd800))), '<|endoftext|'):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    config = json.loads((tmp_path / 'out' / 'tokenizer' / 'tokenizer_config.json').read_text())
+    assert (config['tokenizer_class'], config['eos_token']) == ('PreTrainedTokenizerFast', '<|endoftext|>')
+
+
+def test_transformers_reads_an_own_vocabulary_with_the_same_ids(tmp_path, env):
+    transformers = pytest.importorskip('transformers')
+    prepare('text', text_file(tmp_path, words(3000)), '--tokenizer=bpe:300', '--out_dir', tmp_path / 'out', env=env)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out' / 'tokenizer')
+    text = words(500, seed=1) + '<|endoftext|>\u4e16'
+    ids = tokenizer_of(tmp_path / 'out').encode(text).ids
+    assert theirs(text)['input_ids'] == ids
+    assert theirs.decode(ids) == text
+    assert theirs.eos_token == '<|endoftext|>'
+
+
+def test_an_own_vocabulary_and_its_ids_do_not_depend_on_threads_or_processes(tmp_path, env):
+    text = text_file(tmp_path, words(60_000))
+    for threads in (1, 2, 5):
+        prepare('text', text, '--tokenizer=bpe:600', f'--num_proc={min(threads, 2)}', '--out_dir',
+                tmp_path / str(threads), env=env | {'RAYON_NUM_THREADS': str(threads)})
+    assert snapshot(tmp_path / '1') == snapshot(tmp_path / '2') == snapshot(tmp_path / '5')
+
+
+def test_an_own_vocabulary_knows_nothing_of_the_val_part(tmp_path, env):
+    for name, end in (('a', 'alpha '), ('b', 'omega ')):
+        text_file(tmp_path, 'beta gamma ' * 900 + end * 90).rename(tmp_path / f'{name}.txt')
+        prepare('text', tmp_path / f'{name}.txt', '--tokenizer=bpe:300', '--out_dir', tmp_path / name, env=env)
+    a, b = (snapshot(tmp_path / name) for name in 'ab')
+    assert a.pop('val.bin') != b.pop('val.bin')
+    del a['meta.json'], b['meta.json'] # val_tokens
+    assert a == b
+
+
+def test_a_vocabulary_can_be_used_again(tmp_path, env):
+    text, out, again = text_file(tmp_path, words(3000)), tmp_path / 'out', tmp_path / 'again'
+    prepare('text', text, '--tokenizer=bpe:300', '--out_dir', out, env=env)
+    for script in ('text', 'shakespeare'):
+        (again / 'tokenizer').mkdir(parents=True, exist_ok=True)
+        (again / 'tokenizer' / 'chat_template.jinja').write_text('of an older data set')
+        prepare(script, text, f'--tokenizer={out / "tokenizer"}', '--out_dir', again, env=env)
+        assert [a.tolist() for a in read(again)[:2]] == [a.tolist() for a in read(out)[:2]]
+        assert files_in(again / 'tokenizer') == ['generation_config.json', 'tokenizer.json', 'tokenizer_config.json']
+    before = snapshot(again)
+    prepare('text', text, f'--tokenizer={again / "tokenizer"}', '--out_dir', again, env=env) # into its own folder
+    assert snapshot(again) == before
+
+
+@pytest.mark.parametrize('script', ['shakespeare', 'pystdlib'])
+def test_other_scripts_take_the_same_tokenizers(tmp_path, bpe_env, script):
+    text = 'def f(x):\n    return x + 1\n'
+    given = {'shakespeare': lambda: text_file(tmp_path, text * 40),
+             'pystdlib': lambda: code_base(tmp_path / 'in', [(f'{i}.py', text.encode()) for i in range(40)])}[script]()
+    sizes = {'char': 40, 'gpt2': 50257, 'bpe:290': 290}
+    for tokenizer in sizes:
+        prepare(script, given, f'--tokenizer={tokenizer}', '--out_dir', tmp_path / tokenizer, env=bpe_env)
+        _, _, meta = read(tmp_path / tokenizer)
+        assert meta['vocab_size'] <= sizes[tokenizer]
+        assert meta['tokenizer']['kind'] == {'char': 'char', 'gpt2': 'gpt2', 'bpe:290': 'folder'}[tokenizer]
+
+
+def test_pystdlib_has_the_text_of_pystdlib_char(tmp_path, stdlib, env):
+    said = prepare('pystdlib', '--out_dir', tmp_path, env=env)
+    assert 'vocab size: 1,024' in said
+    train, val, _ = read(tmp_path)
+    tokenizer = tokenizer_of(tmp_path)
+    assert (tokenizer.decode(train), tokenizer.decode(val)) == decoded(stdlib[0])
+
+
+@pytest.mark.parametrize('tokenizer', ['char', 'gpt2'])
+def test_a_text_has_nanogpts_split(tmp_path, bpe_env, tokenizer):
+    text = text_file(tmp_path, TEXT)
+    script = {'char': 'shakespeare_char', 'gpt2': 'shakespeare'}[tokenizer]
+    prepare('text', text, f'--tokenizer={tokenizer}', '--out_dir', tmp_path / 'a', env=bpe_env)
+    prepare(script, text, '--out_dir', tmp_path / 'b', env=bpe_env)
+    end = [EOT] if tokenizer == 'gpt2' else []
+    for ours, theirs in zip(read(tmp_path / 'a')[:2], read(tmp_path / 'b')[:2], strict=True):
+        assert ours.tolist() == theirs.tolist() + end
+
+
+def test_files_folders_lines_and_rows_are_documents_of_which_every_tenth_is_for_val(tmp_path, bpe_env, encode):
+    texts = [f'{i:02}\u2028\x85\n' + words(i + 1, seed=i) for i in range(25)]
+    (tmp_path / 'files' / 'deeper').mkdir(parents=True)
+    for i, text in enumerate(texts):
+        (tmp_path / 'files' / f'{"deeper/" * (i > 12)}{i:02}.md').write_bytes(text.encode())
+    (tmp_path / 'files' / '.hidden').mkdir()
+    for name in ('other.py', '.hidden/a.md'):
+        (tmp_path / 'files' / name).write_text('not asked for')
+    lines = [json.dumps({'id': 1, 'content': text}, ensure_ascii=i % 2 == 0) for i, text in enumerate(texts)]
+    (tmp_path / 'lines.jsonl').write_bytes(b'\xef\xbb\xbf' + '\r\n'.join([*lines[:9], '', *lines[9:]]).encode())
+    parquet(tmp_path / 'rows', texts, column='content')
+    expected = [sum((encode(text) + [EOT] for i, text in enumerate(texts) if (i % 10 == 9) == is_val), [])
+                for is_val in (False, True)]
+    for given in ('files', 'lines.jsonl', 'rows'):
+        prepare('text', tmp_path / given, '--key=content', '--tokenizer=gpt2', '--out_dir', tmp_path / 'out',
+                env=bpe_env)
+        assert [ids.tolist() for ids in read(tmp_path / 'out')[:2]] == expected
+
+
+def test_a_string_with_half_a_character_is_read(tmp_path, env):
+    (tmp_path / 'a.jsonl').write_text('{"text": "ab\\ud83dcd ab cd ab cd ab cd"}\n')
+    prepare('text', tmp_path / 'a.jsonl', '--tokenizer=char', '--out_dir', tmp_path / 'out', env=env)
+    assert '\ufffd' in read(tmp_path / 'out')[2]['tokenizer']['chars']
+
+
+def test_a_long_text_has_the_ids_that_it_has_as_a_whole(tmp_path, bpe_env, encode):
+    text = words(700_000) # more than two pieces
+    prepare('text', text_file(tmp_path, text), '--tokenizer=gpt2', '--out_dir', tmp_path / 'a', env=bpe_env)
+    prepare('text', tmp_path / 'mytext.txt', '--tokenizer=bpe:400', '--num_proc=2', '--out_dir', tmp_path / 'b',
+            env=bpe_env)
+    part = text[:int(len(text)*0.9)]
+    assert len(part) > 2**21
+    assert read(tmp_path / 'a')[0].tolist() == encode(part) + [EOT]
+    assert read(tmp_path / 'b')[0].tolist() == tokenizer_of(tmp_path / 'b').encode(part + '<|endoftext|>').ids
+
+
+def test_a_killed_run_on_texts_continues_with_the_same_bytes(tmp_path, bpe_env):
+    (tmp_path / 'in').mkdir()
+    for i in range(200):
+        (tmp_path / 'in' / f'{i:03}.txt').write_text(words(4000, seed=i), newline='')
+    args = 'text', tmp_path / 'in', '--tokenizer=gpt2', '--out_dir'
+    prepare(*args, tmp_path / 'whole', env=bpe_env)
+    run = subprocess.Popen(command(*args, tmp_path / 'out', '--num_proc=2'), start_new_session=True,
+                           env=bpe_env | {'SECONDS_PER_DOCUMENT': '0.02'})
+    lengths = tmp_path / 'out' / 'lengths.part.bin'
+    deadline = time.monotonic() + 60
+    while not (lengths.exists() and lengths.stat().st_size):
+        assert run.poll() is None and time.monotonic() < deadline, 'waited for the first documents'
+        time.sleep(0.01)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    assert 0 < lengths.stat().st_size < 4 * 200
+    assert 'another tokenizer' in refuse(*args[:2], '--tokenizer=char', '--out_dir', tmp_path / 'out', env=bpe_env)
+    prepare(*args, tmp_path / 'out', env=bpe_env)
+    assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
+
+
+@pytest.mark.parametrize('args, said', [
+    (['mytext.txt', '--tokenizer=bpe:256'], 'at least 257'), (['mytext.txt', '--tokenizer=bpe:'], 'as in bpe:4096'),
+    (['nothing'], 'there is no'), (['.', '--suffix=.py'], '--suffix'), (['a.jsonl', '--key=content'], 'line 1'),
+    (['bad.jsonl'], 'line 2 is not JSON'), (['number.jsonl'], 'is no text'), (['empty.txt'], 'too few'),
+    (['latin.txt'], 'not UTF-8')])
+def test_texts_that_cannot_be_prepared_get_one_line_and_write_nothing(tmp_path, env, args, said):
+    text_file(tmp_path, TEXT)
+    for name, content in (('a.jsonl', '{"text": "a"}'), ('bad.jsonl', '{"text": "a"}\n{'), ('empty.txt', ''),
+                          ('number.jsonl', '{"text": 1}')):
+        (tmp_path / name).write_text(content)
+    (tmp_path / 'latin.txt').write_bytes(b'caf\xe9 ' * 9)
+    path, *flags = args
+    assert said in refuse('text', tmp_path / path, *flags, '--out_dir', tmp_path / 'out', env=env)
+    assert not (tmp_path / 'out').exists()
+
+
+# -----------------------------------------------------------------------------
 # openwebtext
 
 def parquet(folder, documents, n_files=3, column='text'):
@@ -452,7 +635,7 @@ def test_openwebtext_interrupted_and_continued_gives_the_same_bytes(tmp_path, bp
 
     slow = bpe_env | {'SECONDS_PER_DOCUMENT': '0.001'}
     run = subprocess.Popen(
-        command('openwebtext', folder, '--out_dir', out, '--num_proc', 1), env=slow, stdout=subprocess.DEVNULL,
+        command('openwebtext', folder, '--out_dir', out, '--num_proc', 2), env=slow, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         lengths = out / 'lengths.part.bin'
@@ -482,7 +665,8 @@ def test_openwebtext_interrupted_and_continued_gives_the_same_bytes(tmp_path, bp
     with open(lengths, 'ab') as f:
         f.write(b'\x07\x00')
     again = run_to_the_end('openwebtext', folder, '--out_dir', out, env=bpe_env)
-    assert (again.returncode, again.stderr) == (0, f'continuing after {done:,} documents\n') # it did not start over
+    assert again.returncode == 0
+    assert again.stderr == f'continuing after {done:,} documents or pieces\n' # it did not start over
     assert snapshot(out) == snapshot(tmp_path / 'whole')
 
 
@@ -517,7 +701,7 @@ def test_openwebtext_refuses_to_continue_with_another_source(tmp_path, bpe_env):
 @pytest.mark.parametrize('n', [0, 1])
 def test_openwebtext_needs_two_documents(tmp_path, bpe_env, n):
     line = refuse('openwebtext', parquet(tmp_path / 'in', documents(n), 1), '--out_dir', tmp_path / 'out', env=bpe_env)
-    assert f'{n} documents' in line
+    assert 'too few for a train and a val part' in line
     assert files_in(tmp_path / 'out') == []
 
 
@@ -550,7 +734,7 @@ def test_openwebtext_damaged_file_gets_one_line_and_keeps_what_is_done(tmp_path,
     whole = last.read_bytes()
     last.write_bytes(b'\0' * len(whole))
     line = refuse('openwebtext', folder, '--out_dir', out, env=bpe_env)
-    assert '2,000 documents are done' in line
+    assert '2,000 documents or pieces are done' in line
     last.write_bytes(whole)
     prepare('openwebtext', folder, '--out_dir', out, env=bpe_env)
     prepare('openwebtext', folder, '--out_dir', tmp_path / 'fresh', env=bpe_env)

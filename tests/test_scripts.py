@@ -1275,6 +1275,21 @@ def test_data_of_other_tokens_than_the_models_is_refused(tuned, speaking, datase
     assert not (tmp_path / 'new').exists()
 
 
+def test_a_text_with_a_bpe_of_its_own_is_trained_sampled_and_exported(tmp_path):
+    (tmp_path / 'a.py').write_text('def f(x):\n    return x + 1\n' * 40)
+    succeeded(prepare('text', tmp_path / 'a.py', '--tokenizer=bpe:280', '--out_dir', tmp_path / 'data'))
+    flags = ['--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=1', '--n_layer=1', '--n_head=1',
+             '--n_embd=16', *SHORT, '--max_iters=2']
+    succeeded(train(tmp_path / 'out', f'--dataset={tmp_path / "data"}', *flags))
+    (tmp_path / 'data').rename(tmp_path / 'elsewhere')  # the tokenizer is in out_dir, too
+    text, = samples_of(sample(tmp_path / 'out', '--start=\u4e16 def', '--num_samples=1', '--max_new_tokens=8'))
+    assert text.startswith('\u4e16 def')  # the text has no such character
+    succeeded(run_script('export_jax.py', f'--out_dir={tmp_path / "out"}', f'--folder={tmp_path / "model"}'))
+    settings = json.loads((tmp_path / 'model' / 'tokenizer_config.json').read_text())
+    assert settings['tokenizer_class'] == 'PreTrainedTokenizerFast'
+    assert HFTokenizer(tmp_path / 'model').stop_tokens == (0,)
+
+
 CONVERSATION = {'messages': [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': 'c'},
                              {'role': 'user', 'content': 'd'}, {'role': 'assistant', 'content': ' ef '}]}
 

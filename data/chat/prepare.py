@@ -40,7 +40,7 @@ parser.add_argument('--tokenizer', required=True, help='the model: a Hugging Fac
 args = parser.parse_args()
 
 lines = read_text(args.input).split('\n') # not splitlines(), which splits at what JSON allows in a string
-enc, tokenizer = load_model_tokenizer(args.tokenizer)
+enc, vocabulary = load_model_tokenizer(args.tokenizer)
 chats = []
 for number, line in enumerate(lines, 1):
     if line.strip():
@@ -59,5 +59,5 @@ for split, part in (('train', chats[:n_train]), ('val', chats[n_train:])):
     masks[f'{split}_mask.bin'] = mask.tobytes()
     said.append(f'{split} has {len(part):,} conversations, {len(ids):,} tokens, '
                 f"{mask.sum():,} of them the assistant's")
-save_tokens(args.out_dir, tokens['train'], tokens['val'], enc.vocab_size, tokenizer, masks)
+save_tokens(args.out_dir, tokens['train'], tokens['val'], vocabulary, masks)
 print('\n'.join(said))

@@ -1,5 +1,5 @@
 """
-Prepare a text with GPT-2's BPE tokens, or with those of the model that is to be finetuned.
+Prepare a text with GPT-2's BPE tokens, with those of the model that is to be finetuned, or with other --tokenizer.
 Tiny Shakespeare by default, or texts of your own, into a folder of their own; several files are several documents:
 $ python data/shakespeare/prepare.py mytext.txt --out_dir data/mytext
 $ python data/shakespeare/prepare.py one.txt two.txt --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mytexts
@@ -10,13 +10,14 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
-    SHAKESPEARE, create_parser, download, fail, gpt2_encoding, load_model_tokenizer, read_text, save_tokens)
+    SHAKESPEARE, TOKENIZER_HELP, choose_vocabulary, create_parser, download, encode_documents, fail, read_text,
+    save_tokens)
 
 here = os.path.dirname(os.path.abspath(__file__))
 
 parser = create_parser(__doc__, here)
 parser.add_argument('input', nargs='*', help='UTF-8 text files (default: input.txt beside this script, or download it)')
-parser.add_argument('--tokenizer', help="a Hugging Face folder or owner/name, for its tokens instead of GPT-2's")
+parser.add_argument('--tokenizer', default='gpt2', help=TOKENIZER_HELP)
 args = parser.parse_args()
 
 # download the tiny shakespeare dataset, unless a text is there already
@@ -33,26 +34,17 @@ for text in texts:
     val_texts += [text[n_train:]] if text[n_train:] else []
     n_train = max(0, n_train - len(text))
 
-if args.tokenizer:
-    enc, tokenizer = load_model_tokenizer(args.tokenizer)
-    vocab_size = enc.vocab_size
-    train_ids = [i for text in train_texts for i in enc.encode_document(text)]
-    val_ids = [i for text in val_texts for i in enc.encode_document(text)]
-else: # encode with tiktoken gpt2 bpe
-    enc, tokenizer = gpt2_encoding(), {'kind': 'gpt2'}
-    vocab_size = enc.n_vocab
-    train_ids, val_ids = [], []
-    for ids, part in ((train_ids, train_texts), (val_ids, val_texts)):
-        for text in part:
-            ids.extend([enc.eot_token] * (len(ids) > 0)) # between two documents
-            ids.extend(enc.encode_ordinary(text))
+vocabulary = choose_vocabulary(args.tokenizer, lambda: texts, lambda: train_texts)
+train_ids, val_ids = (encode_documents(part, vocabulary) for part in (train_texts, val_texts))
+if args.tokenizer == 'gpt2':
+    train_ids, val_ids = train_ids[:-1], val_ids[:-1] # as nanoGPT's: the end token is only between two documents
 if min(len(train_ids), len(val_ids)) < 2: # an input and a target at the very least
     fail(f'{", ".join(input_file_paths)} has only {n} characters, too few for a train and a val part; give it more '
          'text')
-save_tokens(args.out_dir, train_ids, val_ids, vocab_size, tokenizer)
+save_tokens(args.out_dir, train_ids, val_ids, vocabulary)
 print(f'train has {len(train_ids):,} tokens')
 print(f'val has {len(val_ids):,} tokens')
-if not args.input and not args.tokenizer:
+if not args.input and args.tokenizer == 'gpt2':
     print('tiny shakespeare has 301,966 and 36,059')
 
 # train has 301,966 tokens

@@ -8,7 +8,8 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import SHAKESPEARE, create_parser, download, encode_characters, fail, read_text, save_tokens
+from common import (
+    SHAKESPEARE, choose_vocabulary, create_parser, download, encode_documents, fail, read_text, save_tokens)
 
 here = os.path.dirname(os.path.abspath(__file__))
 
@@ -26,10 +27,11 @@ if n - int(n*0.9) < 2: # val needs an input and a target at the very least
     fail(f'{input_file_path} has only {n} characters, too few for a train and a val part; give it more text')
 
 # all the unique characters that occur in this text; a character's id is its place among them
-ids, chars = encode_characters(data)
-vocab_size = len(chars)
+vocabulary = choose_vocabulary('char', lambda: [data])
+chars, vocab_size = vocabulary.tokenizer['chars'], vocabulary.size
+ids = encode_documents([data], vocabulary)
 train_ids, val_ids = ids[:int(n*0.9)], ids[int(n*0.9):]
-save_tokens(args.out_dir, train_ids, val_ids, vocab_size, {'kind': 'char', 'chars': chars})
+save_tokens(args.out_dir, train_ids, val_ids, vocabulary)
 
 print(f'length of dataset in characters: {n:,}')
 print(f'all the unique characters: {ascii(chars[:100])}{"..." if vocab_size > 100 else ""}')

@@ -1,0 +1,71 @@
+"""
+Prepare Python's own standard library, a few MB of code that is on every machine that can run this, so no network is
+needed, with a BPE of its own. Or train on a code base of your own:
+$ python data/pystdlib/prepare.py path/to/code --out_dir data/mycode --tokenizer=bpe:4096
+Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the folder tokenizer.
+"""
+import hashlib
+import os
+import platform
+import sys
+import sysconfig
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from common import TOKENIZER_HELP, choose_vocabulary, create_parser, encode_documents, fail, save_tokens
+
+# not the library itself: installed packages, tests, applications, generated tables
+skip = {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test', 'idlelib', 'lib2to3',
+        'turtledemo', 'ensurepip', 'encodings', 'pydoc_data'}
+allowed = bytes(range(32, 127)) + b'\n' # printable ASCII, so the vocabulary stays small
+
+def read_code(root):
+    """{path: text} of the Python files under a folder; the text begins with a line that names the path."""
+    files = {}
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [d for d in subfolders if d not in skip]
+        for name in names:
+            if name.endswith('.py') and not name.startswith('_sysconfigdata'): # generated, and about this very machine
+                path = os.path.join(folder, name)
+                try:
+                    with open(path, 'rb') as f:
+                        code = f.read().replace(b'\r\n', b'\n') # as it may be on Windows
+                except OSError:
+                    continue # a dangling link, say
+                path = os.path.relpath(path, root).replace(os.sep, '/')
+                if code and path.isascii() and path.isprintable() and not code.translate(None, allowed):
+                    files[path] = f'# ---- {path}\n{code.decode()}' + '\n' * (not code.endswith(b'\n'))
+    return files
+
+def main(doc, out_dir, tokenizer):
+    parser = create_parser(doc, out_dir)
+    parser.add_argument('input', nargs='?', help="a folder of Python code (default: this Python's standard library)")
+    parser.add_argument('--tokenizer', default=tokenizer, help=f'{TOKENIZER_HELP} (default: {tokenizer})')
+    args = parser.parse_args()
+
+    root = args.input or sysconfig.get_paths()['stdlib']
+    if not os.path.isdir(root):
+        fail(f'{root} is not a folder; name a folder of Python code')
+    files = read_code(root)
+    # shuffled, so that train and val are alike, but by the hash of the name: the same order on every disk
+    texts = [files[path] for path in sorted(files, key=lambda path: hashlib.sha1(path.encode()).digest())]
+    n = sum(map(len, texts))
+    n_train = i = 0
+    while i < len(texts) and n_train + len(texts[i]) <= int(n*0.9): # val is the last tenth, by whole files
+        n_train += len(texts[i])
+        i += 1
+    train, val = texts[:i], texts[i:]
+    if not train:
+        fail(f'{root} has too few Python files of printable ASCII ({len(files)}) for train and val; name a folder with '
+             'more')
+
+    vocabulary = choose_vocabulary(args.tokenizer, lambda: texts, lambda: train)
+    train_ids, val_ids = (encode_documents(part, vocabulary) for part in (train, val))
+    save_tokens(args.out_dir, train_ids, val_ids, vocabulary)
+    print(f'{len(files)} files of {root}, Python {platform.python_version()}')
+    print(f'length of dataset in characters: {n:,}')
+    print(f'vocab size: {vocabulary.size:,}')
+    print(f'train has {len(train_ids):,} tokens')
+    print(f'val has {len(val_ids):,} tokens')
+
+if __name__ == '__main__':
+    main(__doc__, os.path.dirname(os.path.abspath(__file__)), 'bpe:1024')

@@ -1,0 +1,193 @@
+"""Writes a data set that may be larger than the memory. Pass 1 appends the tokens of units (documents, or pieces of
+long ones) to a file, in the order of the source; pass 2 copies them into train.bin and val.bin. A killed run
+continues."""
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+
+import numpy as np  # the rest is imported where it is needed: every worker process imports this file again
+from common import (
+    Vocabulary, create_encoder, describe, fail, move_files, remove, remove_data_set, token_dtype, tokenizer_files,
+    write_file)
+from jax_flags import UserError
+
+# pass 1 leaves its work in these files until the data set is there; without the first, the others are void
+SCRATCH = ('source.part.json', 'lengths.part.bin', 'tokens.part.bin')
+
+
+def start_worker(vocabulary):
+    global encode_batch
+    signal.signal(signal.SIGINT, signal.SIG_IGN) # Ctrl-C is the main process's business
+    encode_batch = create_encoder(vocabulary)
+
+
+def encode_in_worker(units):
+    return encode_batch(units)
+
+
+def encode_all(vocabulary, batches, num_proc):
+    """Yields what create_encoder's function returns for each batch, in order, computed by num_proc processes."""
+    if num_proc == 1:
+        yield from map(create_encoder(vocabulary), batches)
+        return
+    ahead = threading.Semaphore(4 * num_proc) # imap reads its input as fast as it can: all would end up in memory
+
+    def read():
+        for batch in batches:
+            ahead.acquire()
+            yield batch
+
+    # spawn, because a fork in the middle of pyarrow's and the downloader's threads can hang
+    with multiprocessing.get_context('spawn').Pool(num_proc, start_worker, [vocabulary]) as pool:
+        try:
+            for encoded in pool.imap(encode_in_worker, read()):
+                ahead.release()
+                yield encoded
+        finally:
+            ahead.release(1000) # enough for the pool to end, which waits for read() to come back
+
+
+def count_done(lengths_path, tokens_path, width):
+    """Cuts the scratch files back to the units that are there whole, and counts these."""
+    ends = np.cumsum(np.abs(np.fromfile(lengths_path, np.int32)), dtype=np.int64)
+    done = int(np.searchsorted(ends, os.path.getsize(tokens_path) // width, side='right'))
+    os.truncate(lengths_path, 4 * done)
+    os.truncate(tokens_path, width * int(ends[done-1]) if done else 0)
+    return done
+
+
+def copy_units(path, units, lengths, tokens):
+    """Pass 2: writes the tokens of these units, in this order. Returns how many tokens, and the largest."""
+    from tqdm import tqdm
+    ends = np.cumsum(np.abs(lengths), dtype=np.int64)
+    starts = ends - np.abs(lengths)
+    largest = 0
+    with open(path, 'wb') as f:
+        for i in tqdm(range(0, len(units), 1000), desc=f'writing {os.path.basename(path)}', disable=None):
+            batch = units[i:i+1000]
+            part = np.concatenate([tokens[a:b] for a, b in zip(starts[batch], ends[batch], strict=True)])
+            largest = max(largest, int(part.max(initial=0)))
+            f.write(part.tobytes())
+    return os.path.getsize(path) // tokens.itemsize, largest
+
+
+def write_json(path, content):
+    with open(path + '.tmp', 'w', encoding='utf-8') as f:
+        json.dump(content, f)
+    os.replace(path + '.tmp', path)
+
+
+def discard(folder, paths):
+    """Removes the files, and their folder if it is empty then."""
+    remove(paths)
+    if os.path.isdir(folder) and not os.listdir(folder):
+        os.rmdir(folder)
+
+
+def stream(out_dir, name, source, choose, batches, split, *, num_proc, remedy):
+    """Writes a data set that is larger than the memory, and prints its counts. Interrupted at any moment and called
+    again with the same arguments, it continues, and writes the same bytes.
+
+    name: of the input, for messages. source: what tells it from others, such as names and sizes of files, as JSON.
+    choose: a function that returns the vocabulary. batches: a function: batches(n) yields lists of units, after the
+    first n. split: a function from the units' numbers of tokens (negative where is_val) to the units of train and val,
+    in order. num_proc: processes. remedy: the end of the message if the input cannot be read. Raises UserError."""
+    from tqdm import tqdm
+    parts = source_path, lengths_path, tokens_path = [os.path.join(out_dir, part) for part in SCRATCH]
+    vocabulary, done = None, 0
+    if all(os.path.exists(path) for path in parts):
+        with open(source_path, encoding='utf-8') as f:
+            state = json.load(f)
+        if state['source'] != source:
+            fail(f'{out_dir} has the unfinished work on another source, or with another tokenizer ({state["name"]}, as '
+                 f'it was then); finish that one first, choose another --out_dir, or delete {", ".join(SCRATCH)} there '
+                 'to start over')
+        vocabulary = Vocabulary(**state['vocabulary'])
+
+    # pass 1, from where an earlier run left it
+    try:
+        if vocabulary is None:
+            vocabulary = choose()
+            state = {'name': name, 'source': source, 'vocabulary': vocabulary._asdict(), 'units': None}
+            os.makedirs(out_dir, exist_ok=True)
+            for path in (lengths_path, tokens_path):
+                open(path, 'wb').close()
+            write_json(source_path, state)
+        dtype = token_dtype(vocabulary.size)
+        done = count_done(lengths_path, tokens_path, dtype.itemsize)
+        if done:
+            print(f'continuing after {done:,} documents or pieces', file=sys.stderr)
+        if state['units'] is None or done != state['units']:
+            with open(lengths_path, 'ab') as lengths_file, open(tokens_path, 'ab') as tokens_file, \
+                    tqdm(desc='tokenizing', unit=' characters', unit_scale=True, disable=None) as bar, \
+                    contextlib.closing(encode_all(vocabulary, batches(done), num_proc)) as encoded:
+                for lengths, tokens, n_characters in encoded:
+                    # a unit counts as done once its length is on disk, so its tokens have to be there before
+                    for f, array in ((tokens_file, tokens), (lengths_file, lengths)):
+                        f.write(array.tobytes())
+                        f.flush()
+                        os.fsync(f.fileno())
+                    bar.update(n_characters)
+            state['units'] = count_done(lengths_path, tokens_path, dtype.itemsize)
+            write_json(source_path, state)
+    except Exception as e: # whatever a network, a disk or a damaged file raises through the libraries
+        if vocabulary is not None and all(os.path.exists(path) for path in parts):
+            done = count_done(lengths_path, tokens_path, token_dtype(vocabulary.size).itemsize)
+        if done == 0:
+            discard(out_dir, parts)
+        if isinstance(e, UserError):
+            raise
+        if done:
+            remedy = f'{done:,} documents or pieces are done, run the same command to continue once that is mended'
+        fail(f'cannot tokenize {name} ({type(e).__name__}: {e}); {remedy}')
+
+    # pass 2: write aside, then rename, meta.json last: without it there is no data set
+    lengths = np.fromfile(lengths_path, np.int32)
+    train, val = split(lengths)
+    for units in (train, val):
+        if np.abs(lengths[units]).sum() < 2: # an input and a target at the very least
+            discard(out_dir, parts)
+            fail(f'{name} has only {np.abs(lengths).sum():,} tokens, too few for a train and a val part; give it more')
+    tokens = np.asarray(np.memmap(tokens_path, dtype, mode='r'))
+    try:
+        with tempfile.TemporaryDirectory(prefix='tmp-', dir=out_dir) as tmp:
+            val_tokens, val_max = copy_units(os.path.join(tmp, 'val.bin'), val, lengths, tokens)
+            train_tokens, train_max = copy_units(os.path.join(tmp, 'train.bin'), train, lengths, tokens)
+            files = tokenizer_files(vocabulary) | {
+                'meta.json': describe(vocabulary, train_tokens, val_tokens, max(train_max, val_max))}
+            for file, content in files.items():
+                write_file(os.path.join(tmp, file), content)
+            remove_data_set(out_dir)
+            move_files(tmp, out_dir, ['train.bin', 'val.bin', *files])
+    except OSError as e:
+        fail(f'cannot write to {out_dir} ({e.strerror}); free some space and run the same command to continue')
+    remove(parts)
+    print(f'train has {train_tokens:,} tokens')
+    print(f'val has {val_tokens:,} tokens')
+
+
+def run(main):
+    """Runs a script that uses threads of pyarrow: one of them may still read ahead, and the process aborts if it enters
+    Python while that shuts down."""
+    code = 0
+    try:
+        try:
+            main()
+        except Exception as e:
+            code = 1 # unless the hook ends this with another one
+            sys.excepthook(type(e), e, e.__traceback__)
+    except SystemExit as e:
+        code = e.code or 0
+    except KeyboardInterrupt:
+        print('\ninterrupted; run the same command to continue', file=sys.stderr)
+        code = 130
+    atexit._run_exitfuncs() # multiprocessing removes its semaphores
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,151 @@
+"""
+Prepare texts of your own, with a vocabulary of their own or with that of a model. A path is a text file, a file of JSON
+lines (.jsonl), a parquet file, or a folder of such; a text file, a line or a row is a document:
+$ python data/text/prepare.py mytext.txt --tokenizer=bpe:4096 --out_dir data/mine
+$ python data/text/prepare.py mycode mynotes --suffix=.py,.md --tokenizer=bpe:4096 --out_dir data/mine
+$ python data/text/prepare.py chunks/*.jsonl --key=content --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mine
+Every tenth document is for validation; of fewer than 20 documents, the last tenth of each. The texts may be larger than
+the memory. Interrupted at any moment and started again, it continues where it stopped.
+Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the folder tokenizer.
+"""
+import itertools
+import json
+import os
+import sys
+
+import numpy as np
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from common import TOKENIZER_HELP, Unit, choose_vocabulary, create_parser, cut, fail, read_blocks
+from stream import run, stream
+
+few = 20 # documents: of fewer, each has a part in train and in val
+bpe_bytes = 2**28 # of larger inputs, bpe:N learns from about as much, taken evenly from the train part
+rows_files = ('.jsonl', '.parquet')
+
+def find_files(paths, suffixes):
+    """[(name, path)] of the files, and of those in the folders that have such a suffix, in the order of their names."""
+    files = []
+    for root in paths:
+        if os.path.isfile(root):
+            files.append((os.path.basename(root), root))
+        elif not os.path.isdir(root):
+            fail(f'there is no {root}; name text files, JSON lines, parquet files, or folders of such')
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith('.'))
+            found = [os.path.join(folder, name) for name in sorted(names) if name.endswith(suffixes)]
+            files += [(os.path.relpath(path, root), path) for path in found if os.path.isfile(path)]
+    if not files:
+        fail(f'{", ".join(paths)} has no file that ends in {" or ".join(suffixes)}; name another end with --suffix')
+    return files
+
+def read_rows(path, key):
+    """Yields row[key] of each row of JSON lines or of a parquet file."""
+    if path.endswith('.parquet'):
+        import pyarrow.parquet
+        with pyarrow.parquet.ParquetFile(path, buffer_size=2**20) as file: # without buffers, a column is read at once
+            if key not in file.schema_arrow.names:
+                fail(f'{path} has no column {key!r}, only {", ".join(file.schema_arrow.names)}; name one with --key')
+            for batch in file.iter_batches(100, columns=[key]):
+                yield from batch.column(0).to_pylist()
+    for number, line in enumerate(read_lines(path) if path.endswith('.jsonl') else [], 1):
+        if line.strip():
+            try:
+                yield json.loads(line)[key]
+            except ValueError as e:
+                fail(f'{path}, line {number} is not JSON ({e})')
+            except (KeyError, TypeError):
+                fail(f'{path}, line {number} has no {key!r}; name what is the text with --key')
+
+def read_lines(path):
+    """Yields the lines of a text file, which end at a newline only: JSON may have U+2028 in a string."""
+    rest = ''
+    for block in read_blocks(path):
+        *lines, rest = (rest + block).split('\n')
+        yield from lines
+    yield rest
+
+def clip(blocks, start, stop):
+    """Yields the characters from start to stop of a document."""
+    at = 0
+    for block in blocks:
+        yield block[max(0, start - at):max(0, stop - at)]
+        at += len(block)
+
+class Texts:
+    """The documents of text files and files of rows, which are read as they are needed."""
+
+    def __init__(self, paths, key):
+        self.paths, self.key = paths, key
+        self.sizes = [sum(map(len, blocks)) for blocks in itertools.islice(self.documents(), few)]
+
+    def documents(self):
+        """Yields each document in blocks."""
+        for path in self.paths:
+            if not path.endswith(rows_files):
+                yield read_blocks(path)
+                continue
+            for text in read_rows(path, self.key):
+                if not isinstance(text, str):
+                    fail(f'{path} has a row whose {self.key!r} is no text: {text!r:.100}')
+                # as JSON may write it, a string can have one half of a character
+                yield [text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')]
+
+    def parts(self):
+        """Yields (is_val, blocks) of each document, or of each part of one."""
+        if len(self.sizes) == few:
+            yield from ((i % 10 == 9, blocks) for i, blocks in enumerate(self.documents()))
+            return
+        for is_val in (False, True):
+            for n, blocks in zip(self.sizes, self.documents(), strict=True):
+                yield is_val, clip(blocks, int(n*0.9), n) if is_val else clip(blocks, 0, int(n*0.9))
+
+    def units(self):
+        for is_val, blocks in self.parts():
+            is_first = True
+            for piece, is_last in cut(blocks):
+                if piece:
+                    yield Unit(piece, is_first, is_last, is_val)
+                is_first = False
+
+    def batches(self, done):
+        """Yields lists of units, after the first `done`, of a million characters or a few more."""
+        batch, size = [], 0
+        for unit in itertools.islice(self.units(), done, None):
+            batch.append(unit)
+            size += len(unit.text) + 100 # the shortest takes time, too
+            if size >= 2**20:
+                yield batch
+                batch, size = [], 0
+        yield batch
+
+def main():
+    parser = create_parser(__doc__, os.path.dirname(os.path.abspath(__file__)))
+    parser.add_argument('input', nargs='+', help='text files, .jsonl, .parquet, or folders of such')
+    parser.add_argument('--tokenizer', default='bpe:4096', help=f'{TOKENIZER_HELP} (default: bpe:4096)')
+    parser.add_argument('--suffix', default='.txt,.md,.jsonl,.parquet', help='of files in folders (%(default)s)')
+    parser.add_argument('--key', default='text', help='the text of a JSON line or a parquet row (default: text)')
+    parser.add_argument('--num_proc', type=int, help='worker processes (default: one per core, if there is much to do)')
+    args = parser.parse_args()
+    files = find_files(args.input, tuple(args.suffix.split(',')))
+    source = [[name, os.path.getsize(path)] for name, path in files] # a folder may move, but not change
+    n_bytes = sum(size for _, size in source)
+    num_proc = args.num_proc or (1 if n_bytes < 2**24 else os.cpu_count())
+    texts = Texts([path for _, path in files], args.key)
+
+    def all_texts():
+        return itertools.chain.from_iterable(texts.documents())
+
+    def train_texts():
+        train = (unit.text for unit in texts.units() if not unit.is_val)
+        return itertools.islice(train, 0, None, 1 + n_bytes // bpe_bytes)
+
+    def split(lengths):
+        return np.flatnonzero(lengths >= 0), np.flatnonzero(lengths < 0)
+
+    stream(args.out_dir, ', '.join(args.input), [source, args.tokenizer, args.key],
+           lambda: choose_vocabulary(args.tokenizer, all_texts, train_texts), texts.batches, split, num_proc=num_proc,
+           remedy='mend that file or leave it out')
+
+if __name__ == '__main__':
+    run(main)
