@@ -2122,7 +2122,8 @@ class IterationLog:
         self.bar.update()
         if metrics is None:
             self.bar.write(f'iter {iter_num}: skipped, none of its tokens counts in the loss')
-            self.record({'iter': iter_num, 'loss': None, 'grad_norm': None, 'lr': None})
+            if self.metrics_log:
+                self.metrics_log.write({'iter': iter_num, 'loss': None, 'grad_norm': None, 'lr': None})
             return
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         loss = metrics['loss']
@@ -2148,12 +2149,8 @@ class IterationLog:
         eta = duration((self.max_iters - iter_num - 1) * seconds)
         self.bar.write(f'iter {iter_num}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, mfu {mfu}, '
                        f'{tokens_per_sec:,.0f} tok/s, grad norm {grad_norm:.3f}, eta {eta}')
-        self.record({'iter': iter_num, **metrics, 'time_ms': seconds * 1000, 'tokens_per_sec': tokens_per_sec,
-                     'mfu': self.mfu})
-
-    def record(self, record):
-        if self.metrics_log:
-            self.metrics_log.write(record)
+        self.metrics_log.write({'iter': iter_num, **metrics, 'time_ms': seconds * 1000,
+                                'tokens_per_sec': tokens_per_sec, 'mfu': self.mfu})
 
 
 def duration(seconds):

@@ -291,8 +291,7 @@ def evaluate():
                                stop_signal=lambda: parallel.max_over_processes(stop.signum))
     if losses is None:
         return None
-    if master:
-        bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+    bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
     if not math.isfinite(sum(losses.values())):
         raise UserError(f'the loss is not finite at iteration {iter_num}: stopping; the checkpoints in {out_dir} are '
                         'from before')
