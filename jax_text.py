@@ -208,7 +208,10 @@ class Generation:
         n_shown = 0 if with_prompt else len(self.prompt_texts[0])
         with contextlib.closing(iter(self)) as chunks:
             for _ in chunks:
-                text = self.texts[0] if self.stopped[0] else self.settled_part(self.texts[0])
+                text = self.texts[0]
+                if not self.stopped[0]:  # its end may be an incomplete character, or the beginning of the stop text
+                    text = strip_partial_utf8(text)
+                    text = text[:max(0, len(text) - len(self.stop))]
                 yield text[n_shown:]
                 n_shown = max(n_shown, len(text))
         yield self.texts[0][n_shown:]
@@ -235,9 +238,3 @@ class Generation:
             end = text.find(self.stop, len(prompt_text)) if self.stop else -1
             self.texts.append(text if end < 0 else text[:end])
             self.stopped.append(end >= 0)
-
-    def settled_part(self, text):
-        """The text without an incomplete character at its end, and without its last characters, which may be the
-        beginning of the stop text."""
-        text = strip_partial_utf8(text)
-        return text[:max(0, len(text) - len(self.stop))]
