@@ -33,7 +33,7 @@ def bounded_memory():
     if statm.exists() and int(statm.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE') > 1.2e9:
         import jax
 
-        from jax_train_utils import trim_malloc
+        from jax_devices.setup import trim_malloc
         jax.clear_caches()
         gc.collect()
         trim_malloc()

@@ -26,8 +26,11 @@ if shard_gb <= 0:
     raise UserError(f'shard_gb must be more than 0, not {shard_gb}')
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
-from jax_pretrained import find_config_json, kept_config_json, load_pretrained, local_path, save_pretrained
-from jax_train_utils import describe_tokenizer, load_run, setup_jax_environment, write_char_tokenizer
+from jax_devices.setup import setup_jax_environment
+from jax_files.checkpoints import load_run
+from jax_files.tokenizers import describe_tokenizer, write_char_tokenizer
+from jax_files.weight_files import find_config_json, kept_config_json, local_path
+from jax_pretrained import load_pretrained, save_pretrained
 
 setup_jax_environment('cpu')
 if init_from == 'resume':

@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 
 
+DTYPES = ('float32', 'bfloat16', 'float16')  # of computation
+
+
 class UserError(ValueError):
     """A mistake that the user can correct. The scripts print it as one line and exit with code 2."""
 
@@ -182,7 +185,6 @@ def is_url(path):
     """Whether a path is a URL such as gs://bucket/run: a scheme of one letter is a drive of Windows."""
     return bool(re.match('[A-Za-z][A-Za-z0-9+.-]+://', path))
 
-
 # -----------------------------------------------------------------------------
 # how a script starts and ends
 
@@ -262,3 +264,18 @@ def exit_if_peer_died(error):
         print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; start all of them '
               f'again, with --init_from=resume ({text[:300]})', file=sys.stderr, flush=True)
         os._exit(PEER_DIED)
+
+
+def ceil_div(a, b):
+    """ceil(a / b) of integers."""
+    return -(-a // b)
+
+
+def write_text(path, text):
+    """Writes a file atomically: it is complete or not there."""
+    partial = Path(path).with_suffix('.tmp')
+    try:
+        partial.write_text(text, encoding='utf-8')
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

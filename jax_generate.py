@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jax_flags import UserError, check_sampling
-from jax_ops import (
-    STORED_AS, Int8, Transposed, as_uint8, ceil_div, cpu_multiplies_uint8, current_mesh, order_by_rank, quantize,
-    shard)
+from jax_flags import UserError, ceil_div, check_sampling
+from jax_ops.cpu import STORED_AS, as_uint8, cpu_multiplies_uint8
+from jax_ops.matmul import Int8, Transposed, order_by_rank, quantize
+from jax_ops.sharding import current_mesh, shard
 from jax_transformer import CACHE_DTYPES, GPT, PAD, Block, attention_span, has_ring_cache
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
@@ -260,7 +260,6 @@ def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
     present_BxV = jax.vmap(tokens_present)(logits_BxV, tokens_BxN, is_filled_BxN)
     penalized_BxV = jnp.where(logits_BxV > 0, logits_BxV / penalty, logits_BxV * penalty)
     return jnp.where(present_BxV, penalized_BxV, logits_BxV)
-
 
 # -----------------------------------------------------------------------------
 # prefill and decode
@@ -514,7 +513,6 @@ class PrefixCache:
         n_positions = min((x.shape[2] for x in jax.tree.leaves(self.caches)), default=0) - n_draft
         self.has_wrapped = len(self.tokens) > n_positions
         self.drafts_are_useless |= bool(drafts_are_useless(int(state.drafted), int(state.accepted), 1))
-
 
 # -----------------------------------------------------------------------------
 # generate

@@ -9,27 +9,23 @@ from our parameters to its tensors on disk, {parameter path: [TensorMap]} (LAYOU
 table, and the config.json that was read is written back.
 """
 import dataclasses
-import io
 import json
-import logging
 import math
 import mmap
 import os
-import pickle
 import re
-import shutil
-import sys
-import zipfile
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jax_flags import UserError, read_json
-from jax_transformer import DTYPES, GPT, ROPE_SCALINGS, GPTConfig
+from jax_files.weight_files import (
+    SPECIAL_TOKENS, WEIGHT_FILES, aligned_empty, check_tensors, common_dtype, dequantize_lazily, find_config_json,
+    kept_config_json, local_path, read_tensors, read_torch_checkpoint, require_keys, weight_file, write_folder)
+from jax_flags import DTYPES, UserError, read_json
+from jax_transformer import GPT, ROPE_SCALINGS, GPTConfig
 
 
 def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: array):
@@ -59,27 +55,6 @@ def load_config(path_or_name):
     if source is None:
         return read_nanogpt_config(read_torch_checkpoint(file), file)
     return read_config(read_json(source), source)[0]
-
-
-def find_config_json(path):
-    """The path of the config.json of a Hugging Face folder, or of one of its files; None for nanoGPT's ckpt.pt."""
-    file = weight_file(path)
-    return os.path.join(os.path.dirname(file), 'config.json') if os.path.basename(file) in WEIGHT_FILES else None
-
-
-def kept_config_json(out_dir):
-    """The path in a run's out_dir of the config.json of the Hugging Face model that it trains further."""
-    return os.path.join(out_dir, 'tokenizer', 'config.json')
-
-
-def keep_config_json(source, out_dir):
-    """Copies a config.json to kept_config_json(out_dir). None: a run without one, which removes an earlier run's."""
-    kept = kept_config_json(out_dir)
-    if source:
-        os.makedirs(os.path.dirname(kept), exist_ok=True)
-        shutil.copyfile(source, kept)
-    elif os.path.exists(kept):
-        os.remove(kept)
 
 
 def save_pretrained(params, config, folder, *, config_json=None, dtype='float32', tokenizer=None,
@@ -127,37 +102,6 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
     write_folder(os.path.abspath(os.path.expanduser(folder)), hf_config, shapes, make_tensor, dtype, tokenizer,
                  shard_bytes)
 
-
-def write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard_bytes):
-    """Writes a new folder, which appears when it is complete. make_tensor(name): called when a tensor is written."""
-    unfinished = f'{folder}.tmp-{os.getpid()}'
-    try:
-        if os.path.exists(folder) and not (os.path.isdir(folder) and not os.listdir(folder)):
-            raise UserError(f'{folder} exists and is not an empty folder; remove it or choose another')
-        os.makedirs(unfinished)
-        if tokenizer:
-            for file in os.listdir(tokenizer):
-                if file.endswith(('.json', '.jinja', '.model')) and file != 'config.json' and 'safetensors' not in file:
-                    shutil.copyfile(os.path.join(tokenizer, file), os.path.join(unfinished, file))
-            settings = os.path.join(unfinished, 'tokenizer_config.json')
-            if os.path.exists(os.path.join(unfinished, 'tokenizer.json')) and not os.path.exists(settings):
-                # without a class transformers takes that of the model type, which may split text in its own way
-                write_json(settings, {'tokenizer_class': 'PreTrainedTokenizerFast',
-                                      'clean_up_tokenization_spaces': False})
-        write_json(os.path.join(unfinished, 'config.json'), hf_config)
-        write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
-        if os.path.isdir(folder):
-            os.rmdir(folder)  # empty; Windows replaces no folder
-        os.replace(unfinished, folder)
-    except OSError as error:
-        raise UserError(f'cannot write {folder}: {error}') from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-SPECIAL_TOKENS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
-
-
 # -----------------------------------------------------------------------------
 # config.json -> GPTConfig
 
@@ -198,6 +142,7 @@ class HFConfig:
 GPT2_SIZES = {'block_size': 'n_positions', 'vocab_size': 'vocab_size', 'n_layer': 'n_layer', 'n_head': 'n_head',
               'n_embd': 'n_embd'}  # field of GPTConfig, also the name in nanoGPT: key in config.json
 GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype', 'attention', 'scan_layers', 'remat')
+
 GPT2_FIXED = {'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, 'reorder_and_upcast_attn': False,
               'tie_word_embeddings': True, 'add_cross_attention': False}  # the only values that GPT computes
 HF_ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
@@ -461,6 +406,7 @@ def make_config(values, source):
 # what is saved for a model that transformers has under another name or as a part: (model_type, architecture)
 SAVED_AS = {'gemma3': ('gemma3_text', 'Gemma3ForCausalLM'), 'llama4': ('llama4_text', 'Llama4ForCausalLM'),
             'kimi_k2': ('deepseek_v3', 'DeepseekV3ForCausalLM')}
+
 # keys of a config.json that do not hold for what is saved: the packed format, code beside the file, the older dtype
 NOT_SAVED = ('quantization_config', 'auto_map', 'torch_dtype')
 
@@ -645,12 +591,12 @@ class Layout(NamedTuple):
 
 LLAMA4 = Layout(mlp='feed_forward', router='router', shared='shared_expert', experts='concatenated',
                 interleaved_rope=True)
+
 LAYOUTS = {  # by model_type; the others have Layout()
     'gemma3_text': Layout(norm_offset=1.0), 'gemma3': Layout(prefix='language_model.', norm_offset=1.0),
     'phi3': Layout(fused=True), 'gpt_oss': Layout(router='router', experts='interleaved'),
     'deepseek_v3': Layout(interleaved_rope=True), 'kimi_k2': Layout(interleaved_rope=True),
     'llama4_text': LLAMA4, 'llama4': LLAMA4._replace(prefix='language_model.')}
-
 
 # the names on disk of the norms of a block, by GPTConfig.block_norms
 BLOCK_NORM_NAMES = {
@@ -810,29 +756,6 @@ def moe_tensor_maps(config, layout, path, name):
     return tensor_maps
 
 
-def check_tensors(tensors, shapes, source):
-    """Raises UserError unless `tensors` has exactly the names of `shapes`, with these shapes, in floating point."""
-    missing, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
-    wrong = []
-    if missing:
-        wrong.append(f'lacks {first_names(missing)}')
-    if unknown:
-        wrong.append(f'has unknown {first_names(unknown)}')
-    if wrong:
-        raise UserError(f'{source} is not for a model of this config: it {" and it ".join(wrong)}')
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            raise UserError(f'{source}: {name} should have shape {shape} for this config but has {tensors[name].shape}')
-        if tensors[name].dtype.name not in ('float32', 'bfloat16', 'float16', 'float64'):
-            raise UserError(f'{source}: {name} is {tensors[name].dtype}; floating point of 16 bits or more can be '
-                            'loaded, MXFP4, and float8 with scales')
-
-
-def first_names(names):
-    more = f' and {len(names) - 8} more' if len(names) > 8 else ''
-    return ', '.join(sorted(names)[:8]) + more
-
-
 IGNORED = (r'(^|\.)h\.\d+\.attn\.(masked_)?bias$',  # causal masks
            r'rotary_emb\.inv_freq$', r'^(vision_model|vision_tower|multi_modal_projector)\.')
 
@@ -875,21 +798,6 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
         del array
     return unflatten_dict(params)
 
-
-def common_dtype(arrays):
-    """The one of DTYPES that all arrays have, or 'float32'."""
-    names = {x.dtype.name for x in arrays}
-    return names.pop() if len(names) == 1 and names <= set(DTYPES) else 'float32'
-
-
-def aligned_empty(shape, dtype):
-    """np.empty at a multiple of 64 bytes: a CPU device takes such an array over, and copies others."""
-    n_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
-    buffer = np.empty(n_bytes + 64, np.uint8)
-    start = -buffer.ctypes.data % 64
-    return buffer[start:start + n_bytes].view(dtype).reshape(shape)
-
-
 # -----------------------------------------------------------------------------
 # Hugging Face folders and nanoGPT
 
@@ -923,323 +831,3 @@ def read_nanogpt_config(checkpoint, path):
     require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
     bias = args.get('bias') is not False  # nanoGPT's first checkpoints lack the entry; they have biases
     return make_config({name: args[name] for name in GPT2_SIZES} | {'bias': bias}, path)
-
-
-# -----------------------------------------------------------------------------
-# From here on, files and their formats. Nothing below knows models, or uses what is above.
-
-PUBLISHED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # openai-community/<name> on the Hugging Face hub
-WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin')  # of a Hugging Face folder
-
-
-def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja')):
-    """The path itself, or the local folder of the hub's model of that name, downloaded (these files of it) if
-    necessary."""
-    path = os.path.expanduser(path_or_name)
-    on_hub = path_or_name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(path_or_name))
-    if on_hub and not os.path.exists(path):
-        return download(path_or_name, files)
-    return path
-
-
-def download(name, files):
-    """The folder of a model of the hub, from the hub's local cache if it is there, else downloaded."""
-    repo = f'openai-community/{name}' if name in PUBLISHED else name
-    try:
-        from huggingface_hub import snapshot_download
-        logging.getLogger('huggingface_hub').setLevel(logging.ERROR)  # it would report every retry
-        try:
-            return snapshot_download(repo, allow_patterns=files, local_files_only=True)
-        except FileNotFoundError:
-            return snapshot_download(repo, allow_patterns=files)
-    except Exception as error:  # no network, no such package, full disk, ...
-        reason = str(error).split('\n')[0]
-        raise UserError(
-            f'cannot download {name} ({type(error).__name__}: {reason}). Put config.json and model.safetensors of '
-            f'{repo}, Hugging Face hub, into a folder by hand and give its path instead') from None
-
-
-def weight_file(path):
-    """The file that holds or lists the weights of a folder, or the path itself. Raises UserError if there is none."""
-    for file in [path] + [os.path.join(path, name) for name in (*WEIGHT_FILES, 'ckpt.pt')]:
-        if os.path.isfile(file):
-            return file
-    if os.path.isdir(path):
-        raise UserError(f'{path} holds no weights that can be read: none of {", ".join(WEIGHT_FILES)}, ckpt.pt')
-    raise UserError(f'{path} does not exist; give a folder, a nanoGPT ckpt.pt, or one of {", ".join(PUBLISHED)}')
-
-
-def read_tensors(file):
-    """{name: array} of one of WEIGHT_FILES."""
-    if file.endswith('.json'):
-        return read_shards(file)
-    return read_torch_checkpoint(file) if file.endswith('.bin') else read_safetensors(file)
-
-
-def require_keys(keys, values, source, what):
-    """Raises UserError unless `values` is a dict with all `keys`."""
-    missing = [key for key in keys if key not in values] if isinstance(values, dict) else ['keys']
-    if missing:
-        raise UserError(f'{source} lacks {", ".join(missing)}, so it is not {what}')
-
-
-# -----------------------------------------------------------------------------
-# safetensors
-
-SAFETENSORS_DTYPES = {
-    'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16', 'F8_E4M3': 'float8_e4m3fn',
-    'I64': 'int64', 'I32': 'int32', 'I16': 'int16', 'I8': 'int8', 'U8': 'uint8', 'BOOL': 'bool'}
-
-
-def read_safetensors(path):
-    """{name: array}, memory-mapped. The library checks the file; its numpy reader knows neither bfloat16 nor float8."""
-    try:
-        with safetensors.safe_open(path, 'numpy'):
-            pass
-        with open(path, 'rb') as f:
-            start = 8 + int.from_bytes(f.read(8), 'little')
-            header = json.loads(f.read(start - 8))
-        header.pop('__metadata__', None)
-        data = np.zeros(0, np.uint8)
-        if os.path.getsize(path) > start:
-            data = np.memmap(path, np.uint8, 'r', start)
-        tensors = {}
-        for name, x in header.items():
-            dtype = jnp.dtype(SAFETENSORS_DTYPES[x['dtype']])
-            tensors[name] = data[slice(*x['data_offsets'])].view(dtype).reshape(x['shape'])
-        return tensors
-    except Exception as error:  # safetensors' own, OSError, or KeyError for a dtype that is not listed
-        raise UserError(f'cannot read {path} ({error}); if it is damaged, copy or download it again') from None
-
-
-def read_shards(index_file):
-    """{name: array} of all files that an index names."""
-    index = read_json(index_file)
-    require_keys(['weight_map'], index, index_file, 'an index of shards')
-    require_keys([], index['weight_map'], f"{index_file}'s weight_map", 'an index of shards')
-    tensors = {}
-    for file in sorted(set(map(str, index['weight_map'].values()))):
-        path = os.path.join(os.path.dirname(index_file), file)
-        if not os.path.isfile(path):
-            raise UserError(f'{index_file} names {file}, which is not beside it; copy or download that file, too')
-        tensors |= read_safetensors(path)
-    return tensors
-
-
-def write_shards(folder, shapes, make_tensor, dtype, shard_bytes):
-    """Writes the tensors make_tensor(name) as model.safetensors, or as several files of at most shard_bytes with an
-    index; shard_bytes is exceeded by a tensor that is larger. shapes: {name: shape}."""
-    shards, size = [[]], 0
-    itemsize = jnp.dtype(dtype).itemsize
-    for name in sorted(shapes):
-        n_bytes = math.prod(shapes[name]) * itemsize
-        if shards[-1] and size + n_bytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += n_bytes
-    weight_map = {}
-    for i, names in enumerate(shards):
-        file = 'model.safetensors'
-        if len(shards) > 1:
-            file = f'model-{i + 1:05}-of-{len(shards):05}.safetensors'
-        some_shapes = {name: shapes[name] for name in names}
-        write_safetensors(os.path.join(folder, file), some_shapes, make_tensor, dtype)
-        weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        total = sum(math.prod(shape) * itemsize for shape in shapes.values())
-        write_json(os.path.join(folder, 'model.safetensors.index.json'),
-                   {'metadata': {'total_size': total}, 'weight_map': weight_map})
-
-
-def write_safetensors(path, shapes, make_tensor, dtype):
-    """A safetensors file of the tensors make_tensor(name), each made when it is written: memory holds one at a time."""
-    code = next(code for code, name in SAFETENSORS_DTYPES.items() if name == dtype)
-    header, end = {'__metadata__': {'format': 'pt'}}, 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * jnp.dtype(dtype).itemsize
-        header[name] = {'dtype': code, 'shape': shape, 'data_offsets': [start, end]}
-    text = json.dumps(header).encode()
-    text += b' ' * (-len(text) % 8)
-    with open(path, 'wb') as f:
-        f.write(len(text).to_bytes(8, 'little') + text)
-        for name in shapes:
-            f.write(make_tensor(name).view(np.uint8).data if shapes[name] else make_tensor(name).tobytes())
-
-
-def write_json(path, values):
-    with open(path, 'w', encoding='utf-8') as f:
-        json.dump(values, f, indent=2)
-
-
-# -----------------------------------------------------------------------------
-# packed weights
-
-class MXFP4(NamedTuple):
-    """Experts [E, in, out] as gpt-oss packs them: 4 bits a number, and 32 numbers along `in` share an exponent.
-
-    x[e, ...] dequantizes expert e."""
-    blocks: np.ndarray  # uint8 [E, out, in / 32, 16]; the low half of each byte comes first
-    scales: np.ndarray  # uint8 [E, out, in / 32]
-
-    dtype = np.dtype(np.float32)
-
-    @property
-    def shape(self):
-        E, n_out, n_blocks, n_bytes = self.blocks.shape
-        return E, n_blocks * n_bytes * 2, n_out
-
-    def __getitem__(self, index):
-        e, *part = index
-        values = np.float32([0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6])
-        codes = np.stack([self.blocks[e] & 15, self.blocks[e] >> 4], axis=-1)
-        exponents = self.scales[e].astype(np.int32)[..., None, None] - 127
-        numbers = np.ldexp(values[codes], exponents)  # [out, in / 32, 16, 2]
-        return numbers.reshape(len(numbers), -1).T[tuple(part)]
-
-
-class ScaledBlocks(NamedTuple):
-    """A matrix in DeepSeek's float8: weight [out, in] times one scale per block. It dequantizes when it is indexed."""
-    weight: np.ndarray
-    scale: np.ndarray  # float32 [ceil(out / rows), ceil(in / columns)]
-    block: tuple  # (rows, columns)
-
-    dtype = np.dtype(np.float32)
-
-    @property
-    def shape(self):
-        return self.weight.shape
-
-    def __getitem__(self, index):
-        block_of_row = np.arange(self.shape[0]) // self.block[0]
-        block_of_column = np.arange(self.shape[1]) // self.block[1]
-        scale = np.asarray(self.scale)[block_of_row][:, block_of_column]
-        return (self.weight.astype(np.float32) * scale)[index]
-
-
-def dequantize_lazily(tensors, block, source):
-    """Replaces each quantized tensor and its scales by one object that dequantizes when it is indexed."""
-    result = dict(tensors)
-    for name in tensors:
-        scales_name = name.removesuffix('blocks') + 'scales'
-        if name.endswith('_blocks') and scales_name in tensors:
-            blocks, scales = result.pop(name), result.pop(scales_name)
-            if blocks.ndim != 4 or blocks.shape[-1] != 16 or scales.shape != blocks.shape[:-1]:
-                raise UserError(f'{source}: {name} {blocks.shape} and its scales {scales.shape} are not MXFP4')
-            result[name.removesuffix('_blocks')] = MXFP4(blocks, scales)
-        weight_name = name.removesuffix('_scale_inv')
-        if name.endswith('.weight_scale_inv') and weight_name in tensors:
-            scale, weight = result.pop(name), tensors[weight_name]
-            if scale.shape != tuple(-(-n // size) for n, size in zip(weight.shape, block)):
-                raise UserError(f'{source}: {name} {scale.shape} does not fit {weight_name} {weight.shape} in blocks '
-                                f'of {block}')
-            result[weight_name] = ScaledBlocks(weight, scale, tuple(block))
-    return result
-
-
-# -----------------------------------------------------------------------------
-# files of torch.save
-
-def read_torch_checkpoint(path):
-    """What torch.save wrote to `path`, with numpy arrays in place of tensors. Runs nothing that the file asks for.
-
-    The arrays are read-only, and tensors that shared memory still do. Raises UserError for a damaged file, for the
-    format of torch before 1.6, and for a file that holds anything but containers, numbers, strings and tensors."""
-    try:
-        with open(path, 'rb') as f:
-            start = f.read(4)
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                return TorchUnpickler(archive, path).load()
-    except UserError:
-        raise
-    except Exception as error:  # a damaged pickle can raise anything
-        reason = str(error) or type(error).__name__
-        raise UserError(f'cannot read {path} ({reason}); if it is damaged, copy or download it again') from None
-    if start == b'PK\3\4':
-        raise UserError(f'{path} is cut off; copy or download it again')
-    if start[:1] == b'\x80':
-        raise UserError(f'{path} was not loaded: it is a pickle without the zip container of torch >= 1.6; where torch '
-                        'is installed, convert it: torch.save(torch.load(path, weights_only=True), path)')
-    raise UserError(f'{path} is not a file of torch.save')
-
-
-class Storage(NamedTuple):
-    """The memory behind one or more tensors. A pickle can make one only through `persistent_load`."""
-    data: bytes
-    dtype: np.dtype
-
-
-class StateDict(dict):
-    """Replaces OrderedDict, and drops the attribute `_metadata` that torch sets on it."""
-
-    def __setstate__(self, state):
-        pass
-
-
-class TorchUnpickler(pickle.Unpickler):
-    """A pickle is a program that may call anything that find_class returns. This one knows only the names that tensors
-    need, and returns its own class methods (on which a pickle cannot set attributes), a builtin type and strings."""
-    STORAGES = {'FloatStorage': 'float32', 'DoubleStorage': 'float64', 'HalfStorage': 'float16',
-                'BFloat16Storage': 'bfloat16', 'LongStorage': 'int64', 'IntStorage': 'int32', 'ShortStorage': 'int16',
-                'CharStorage': 'int8', 'ByteStorage': 'uint8', 'BoolStorage': 'bool'}
-
-    def __init__(self, archive, path):
-        names = archive.namelist()
-        folders = [name.removesuffix('data.pkl') for name in names if re.fullmatch(r'[^/]+/data\.pkl', name)]
-        if len(folders) != 1:
-            raise UserError(f'{path} is a zip file, but not one of torch.save: it has no data.pkl')
-        self.archive = archive
-        self.path = path
-        self.folder = folders[0]
-        self.storages = {}
-        byteorder = self.folder + 'byteorder'  # absent before torch 2.1
-        self.swapped = byteorder in names and archive.read(byteorder).decode() != sys.byteorder
-        super().__init__(io.BytesIO(archive.read(self.folder + 'data.pkl')))
-
-    def find_class(self, module, name):
-        allowed = {('collections', 'OrderedDict'): self.new_dict, ('torch', 'Size'): tuple,
-                   ('torch._utils', '_rebuild_tensor_v2'): self.rebuild_tensor,
-                   ('torch._utils', '_rebuild_parameter'): self.rebuild_parameter,
-                   **{('torch', storage): dtype for storage, dtype in self.STORAGES.items()}}
-        if (module, name) not in allowed:
-            raise UserError(f'{self.path} was not loaded: it asks to run {f"{module}.{name}"!r}, which tensors do not '
-                            'need and which was not run; save the checkpoint again without it')
-        return allowed[module, name]
-
-    def persistent_load(self, pid):
-        kind, dtype, key, _, count = pid  # the fourth is the device
-        if kind != 'storage' or dtype not in self.STORAGES.values():  # a pickle can put any string here
-            raise ValueError('malformed storage')
-        dtype = jnp.dtype(dtype)
-        if key not in self.storages:
-            data = self.archive.read(f'{self.folder}data/{key}')
-            if self.swapped:
-                data = np.frombuffer(data, f'u{dtype.itemsize}').byteswap().tobytes()
-            self.storages[key] = data
-        data = self.storages[key]
-        if len(data) < count * dtype.itemsize:
-            raise ValueError(f'storage {key} has {len(data)} bytes instead of {count * dtype.itemsize}')
-        return Storage(data, dtype)
-
-    @classmethod
-    def new_dict(cls, *args):
-        return StateDict(*args)
-
-    @classmethod
-    def rebuild_parameter(cls, tensor, requires_grad, backward_hooks):
-        return tensor
-
-    @classmethod
-    def rebuild_tensor(cls, storage, offset, size, stride, *unused):
-        if type(storage) is not Storage or len(size) != len(stride):
-            raise ValueError('malformed tensor')
-        if not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
-            raise ValueError('malformed tensor')
-        if 0 in size:
-            return np.empty(size, storage.dtype)
-        itemsize = storage.dtype.itemsize
-        end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride))
-        if end * itemsize > len(storage.data):  # numpy checks this too, but may overflow
-            raise ValueError(f'a tensor of shape {tuple(size)} reaches beyond its storage')
-        return np.ndarray(size, storage.dtype, storage.data, offset * itemsize, [step * itemsize for step in stride])

@@ -14,13 +14,16 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jax_devices.parallel import DataParallel, setup_distributed_training
+from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
+from jax_files.checkpoints import checkpoint_steps, load_run
+from jax_files.data import load_dataset_meta
+from jax_files.tokenizers import describe_tokenizer, final_answer, load_tokenizer, same_tokens, strip_partial_utf8
+from jax_files.weight_files import local_path
 from jax_flags import UserError
 from jax_generate import (
     PrefixCache, convert_params_for_decoding, generate_stream, order_columns_by_rank, transpose_kernels)
-from jax_pretrained import load_pretrained, local_path
-from jax_train_utils import (
-    DataParallel, Lap, Stopwatch, checkpoint_steps, describe_tokenizer, final_answer, load_dataset_meta, load_run,
-    load_tokenizer, same_tokens, setup_distributed_training, setup_jax_environment, strip_partial_utf8)
+from jax_pretrained import load_pretrained
 from jax_transformer import GPTConfig
 
 SAMPLING = dict(temperature=0.8, top_k=200, top_p=1.0, min_p=0.0, repetition_penalty=1.0)  # nanoGPT's

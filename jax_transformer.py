@@ -4,8 +4,7 @@ References: nanoGPT, https://github.com/karpathy/nanoGPT/blob/master/model.py;
 OpenAI's GPT-2, https://github.com/openai/gpt-2/blob/master/src/model.py
 
 Everything beyond GPT-2 (RoPE, GQA, sliding windows, MLA, MoE) is in the section "other models" and off by default.
-jax_ops.py says how things are computed and sharded; the first line of each docstring there is the plain equivalent.
-jax_generate.py samples from the model.
+jax_ops/ says how things are computed and sharded; the first line of each docstring there is the plain equivalent.
 
 Shapes are in the names, so `q_BxTxHxK` needs no comment:
     B  batch (sequences)        D  n_embd, the width        H  attention heads
@@ -15,7 +14,6 @@ A name that ends in _B holds one value per sequence.
 """
 import dataclasses
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -25,16 +23,18 @@ import optax
 from flax import linen as nn
 from flax.training import train_state
 
-from jax_flags import UserError
-from jax_ops import (
-    COLUMN_PARALLEL, INIT_STD, ROW_PARALLEL, Int8, LowRank, Transposed, all_gather_param, blockwise_attention,
-    causal_mask, embed_tokens, flat_index, fused_causal_attention, fused_linear, hash_dropout, held_dtype, linear,
-    lm_logits, map_sequence_chunks, mix_experts, quantize, remat_policy, scan_blocks, scatter_to_slots)
-from jax_ops import ParallelLMHead, VocabParallelEmbedding, create_mesh  # noqa: F401, for users of this file
+from jax_flags import DTYPES, UserError
+from jax_ops.attention import blockwise_attention, causal_mask, flat_index, fused_causal_attention, hash_dropout
+from jax_ops.cpu import held_dtype, scatter_to_slots
+from jax_ops.experts import mix_experts
+from jax_ops.layers import remat_policy, scan_blocks
+from jax_ops.matmul import INIT_STD, Int8, LowRank, Transposed, all_gather_param, fused_linear, linear, quantize
+from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, create_mesh  # noqa: F401, create_mesh: public here
+from jax_ops.vocabulary import (  # noqa: F401, ParallelLMHead and VocabParallelEmbedding: public here
+    ParallelLMHead, VocabParallelEmbedding, embed_tokens, lm_logits, map_sequence_chunks)
 
-DTYPES = ('float32', 'bfloat16', 'float16')
 ACTIVATIONS = ('gelu', 'gelu_tanh')  # exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
-ATTENTION = ('xla', 'chunked', 'cudnn', 'splash')  # dot_product_attention below; fused_causal_attention in jax_ops.py
+ATTENTION = ('xla', 'chunked', 'cudnn', 'splash')  # dot_product_attention; jax_ops/attention.py
 REMAT = ('none', 'dots', 'full')  # recomputed in the backward pass: nothing; all but matmul outputs; whole blocks
 
 
@@ -140,7 +140,7 @@ def norm(config, name=None):
 
 
 def matrix_param(module, name, shape, init_std=INIT_STD):
-    """A float32 parameter of a module; in decoding and LoRA, the value of jax_ops.py that was put in its place."""
+    """A float32 parameter of a module; in decoding and LoRA, what jax_ops/matmul.py put in its place."""
     value = module.get_variable('params', name)
     if isinstance(value, (Int8, Transposed, LowRank)):
         return value
@@ -182,7 +182,6 @@ def dropout(module, x, seq_id_B):
     """Dropout of x [B, ...]; seq_id_B: ids of the sequences, None where dropout is off."""
     key_B = dropout_keys(module, seq_id_B)
     return x if key_B is None else hash_dropout(x, module.config.dropout, key_B, flat_index(x.shape[1:]))
-
 
 # -----------------------------------------------------------------------------
 # attention
@@ -440,14 +439,13 @@ def cross_entropy(logits_BxTxV, targets_BxT):
     with jax.named_scope('cross_entropy'):
         return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT)
 
-
 # -----------------------------------------------------------------------------
 # training state and counts
 
 class TrainState(train_state.TrainState):
     """flax's TrainState (step, params, opt_state, tx) and the loss scale that float16 needs."""
     loss_scale: Any = None  # {'scale': float32, 'good_steps': int32}; None where nothing is scaled
-    frozen: Any = None  # the weights to which LoRA adds, see create_lora_state in jax_train_utils.py
+    frozen: Any = None  # the weights to which LoRA adds, see create_lora_state in jax_lora.py
 
 
 def create_train_state(rng, config, tx):
@@ -846,5 +844,6 @@ class MoELayer(nn.Module):
 def __getattr__(name):
     """`from jax_transformer import generate` works: jax_generate imports this file, so it is imported on first use."""
     if name == 'generate':
-        return importlib.import_module('jax_generate').generate
+        from jax_generate import generate
+        return generate
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -68,10 +68,11 @@ if draft and not n_draft:
 import jax
 import numpy as np
 
+from jax_devices.processes import check_agreement, initialize_distributed
+from jax_devices.setup import configure_process, measure_bandwidth, trim_malloc
+from jax_files.tokenizers import final_answer
 from jax_generate import PrefixCache, bytes_read_per_step, cache_bytes, drafts_are_useless
 from jax_text import Generation, load
-from jax_train_utils import (
-    check_agreement, configure_process, final_answer, initialize_distributed, measure_bandwidth, trim_malloc)
 
 configure_process(device)
 initialize_distributed(coordinator_address, num_processes, process_id)
@@ -126,7 +127,6 @@ def report_speed(model, generations):
     kv_bytes = cache_bytes(model.config, length, cache_dtype)
     report += f'\nKV cache: {kv_bytes:,} bytes for a sequence of {length:,} tokens, {kv_bytes / length:,.0f} per token'
     print(report, file=sys.stderr)
-
 
 # -----------------------------------------------------------------------------
 # interactive mode
@@ -236,7 +236,6 @@ class Chat:
             print(f"({n_turns} turn{'s' * (n_turns != 1)} in {path})")
         except OSError as error:
             print(f'error: cannot write {path}: {error.strerror}')
-
 
 # -----------------------------------------------------------------------------
 # load and sample

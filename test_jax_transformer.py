@@ -11,11 +11,11 @@ from flax import linen as nn
 
 import jax_generate
 import jax_transformer
-from jax_generate import (
-    PrefixCache, Sampling, cast_matrices, convert_params_for_decoding, generate, generate_stream,
-    init_cache, penalize_repetition, prompt_lookup_draft, quantize_params, sample_token, transpose_kernels)
 from jax_flags import UserError
-from jax_ops import Transposed
+from jax_generate import (
+    PrefixCache, Sampling, cast_matrices, convert_params_for_decoding, generate, generate_stream, init_cache,
+    penalize_repetition, prompt_lookup_draft, quantize_params, sample_token, transpose_kernels)
+from jax_ops.matmul import Transposed
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu
 from tests.common import TINY, apply, cached_logits, random_params, random_tokens
 
@@ -28,7 +28,6 @@ def generated(idx, max_new_tokens, seed=0, **options):
     """All tokens [B, T + max_new_tokens] of the prompts and of what TINY generates after them."""
     rng = jax.random.key(seed)
     return np.asarray(generate(random_params(TINY), TINY, idx, max_new_tokens, rng=rng, **options))
-
 
 # -----------------------------------------------------------------------------
 # the model
@@ -154,7 +153,6 @@ def test_mfu_is_the_palm_formula():
     flops_per_token = 6 * 124e6 + 12 * 12 * 768 * 1024  # 0.857 GFLOPs
     assert estimate_mfu(124e6, GPTConfig(), 1e6, 989e12) == pytest.approx(flops_per_token * 1e6 / 989e12)
 
-
 # -----------------------------------------------------------------------------
 # the KV cache
 
@@ -209,7 +207,6 @@ def test_generation_takes_the_cache_dtype():
     with pytest.raises(UserError, match='cache_dtype'):
         generated(random_tokens(1, 4), 3, cache_dtype='int4')
     assert generated(random_tokens(2, 4), 20, cache_dtype='int8').shape == (2, 24)
-
 
 # -----------------------------------------------------------------------------
 # parameters for decoding
@@ -327,7 +324,6 @@ def test_right_guesses_save_steps():
 def test_drafts_that_cannot_be_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         generated(random_tokens(2, 4), 3, **options)
-
 
 # -----------------------------------------------------------------------------
 # generate

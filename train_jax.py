@@ -107,18 +107,23 @@ import jax
 import jaxlib
 import numpy as np
 
-from jax_ops import ceil_div
-from jax_pretrained import find_config_json, keep_config_json, load_config, local_path
+from jax_devices.parallel import choose_attention, setup_distributed_training, split_batch
+from jax_devices.processes import check_agreement, in_all_processes, initialize_distributed
+from jax_devices.setup import Stopwatch, configure_process, device_peak_flops, is_synchronous
+from jax_files.checkpoints import (
+    checkpoint_steps, finish_checkpoints, load_checkpoint, lock_out_dir, open_checkpoints, save_checkpoint)
+from jax_files.data import (
+    check_ids, counted_share, describe_data, get_batch_jax, get_loss_weights, load_dataset, load_dataset_meta,
+    load_masks)
+from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, same_tokens
+from jax_files.weight_files import find_config_json, keep_config_json, local_path
+from jax_flags import ceil_div, write_text
+from jax_lora import count_frozen, create_lora_state, full_path, load_frozen, load_weights, model_params, move_base
+from jax_pretrained import load_config
 from jax_train_utils import (
-    IterationLog, MetricsLog, StopSignal, Stopwatch, all_finite, check_agreement, check_ids, check_tokens,
-    checkpoint_steps, choose_attention, config_from_flags, configure_process, copy_tokenizer, count_frozen,
-    counted_share, create_learning_rate_schedule, create_lora_state, create_optimizer_with_schedule, describe_data,
-    describe_tokenizer, device_peak_flops, estimate_loss_jax, finish_checkpoints, flags_from_config, for_this_run,
-    full_path, get_batch_jax, get_loss_weights, in_all_processes, initialize_distributed, is_synchronous,
-    load_checkpoint, load_dataset, load_dataset_meta, load_frozen, load_masks, load_weights, lock_out_dir,
-    make_eval_step, make_train_step, model_params, move_base, open_checkpoints, plot_losses, progress_bar,
-    resolve_flags, same_tokens, save_checkpoint, setup_distributed_training, signal_name, split_batch, start_wandb,
-    write_text)
+    IterationLog, MetricsLog, StopSignal, all_finite, config_from_flags, create_learning_rate_schedule,
+    create_optimizer_with_schedule, estimate_loss_jax, flags_from_config, for_this_run, make_eval_step,
+    make_train_step, plot_losses, progress_bar, resolve_flags, signal_name, start_wandb)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 configure_process(flags['device'], flags['deterministic'])

@@ -156,8 +156,8 @@ def gpt2_encoding():
 
 def load_model_tokenizer(model):
     """The tokenizer of a Hugging Face folder or owner/name, and its vocabulary. Raises UserError."""
-    from jax_pretrained import local_path
-    from jax_train_utils import TOKENIZER_FILES, copy_tokenizer, load_tokenizer
+    from jax_files.tokenizers import TOKENIZER_FILES, copy_tokenizer, load_tokenizer
+    from jax_files.weight_files import local_path
     source = {'kind': 'folder', 'path': local_path(model, TOKENIZER_FILES)}
     enc = load_tokenizer(source)
     with tempfile.TemporaryDirectory() as folder:
@@ -218,7 +218,6 @@ def encode_documents(texts, vocabulary):
 
 def token_dtype(vocab_size):
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
 
 # -----------------------------------------------------------------------------
 # a data set from memory

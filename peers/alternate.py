@@ -57,7 +57,7 @@ def main():
     import jax
     jax.config.update('jax_platforms', 'cpu')  # leaves a GPU's memory to the programs
 
-    from jax_train_utils import measure_bandwidth
+    from jax_devices.setup import measure_bandwidth
 
     figures = {name: [] for name in programs}
     for i in range(args.rounds):

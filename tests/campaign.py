@@ -39,11 +39,11 @@ import orbax.checkpoint
 import tokenizers
 import tqdm
 
-import jax_train_utils
+import jax_files.checkpoints
+from jax_devices.parallel import setup_distributed_training
+from jax_files.checkpoints import checkpoint_steps, checksum, choose_checkpoint, load_checkpoint
 from jax_flags import config_block
-from jax_train_utils import (
-    checkpoint_steps, checksum, choose_checkpoint, create_optimizer_with_schedule, load_checkpoint, read_metrics,
-    setup_distributed_training)
+from jax_train_utils import create_optimizer_with_schedule, read_metrics
 from jax_transformer import GPTConfig, create_train_state
 from tests.common import GOLDEN, records_without_times, write_text_dataset
 
@@ -67,7 +67,6 @@ def failed(what):
 def add_row(what, count, result):
     rows.append(f'| {what} | {count} | {result} |')
     print(rows[-1], flush=True)
-
 
 # -----------------------------------------------------------------------------
 # processes
@@ -306,7 +305,6 @@ def kill_layout(folder, name, n_kills, n_processes, devices, args):
             f'{n_lost} checkpoints lost, {n_damaged} damaged; {n_runs - n_different} of {n_runs} runs ended with the '
             f'bits of the uninterrupted one' + (f'; the other process ended with {others}, after at most '
                                                 f'{slowest:.0f} s' if codes else ''))
-
 
 # -----------------------------------------------------------------------------
 # bad inputs
@@ -602,7 +600,6 @@ def limit_resources():
     resource.setrlimit(resource.RLIMIT_CPU, (100, 110))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**28, 2**28))
 
-
 # -----------------------------------------------------------------------------
 # disks and clocks
 
@@ -738,12 +735,12 @@ def other_disks(work, dataset, expected):
 
 def slow_saves():
     """Each save takes 30 s longer, in the thread that writes it."""
-    write = jax_train_utils.write_checksums
+    write = jax_files.checkpoints.write_checksums
 
     def write_slowly(folder):
         time.sleep(30)
         write(folder)
-    jax_train_utils.write_checksums = write_slowly
+    jax_files.checkpoints.write_checksums = write_slowly
 
 
 def slow_disk(work, args, expected):
@@ -771,7 +768,6 @@ def slow_disk(work, args, expected):
 def wait_for_save(run, out_dir):
     while run.poll() is None and len(checkpoint_steps(out_dir)) < 2:
         time.sleep(0.01)
-
 
 # -----------------------------------------------------------------------------
 # a long run

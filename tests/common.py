@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import os
 import re
 import runpy
@@ -24,12 +25,15 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jax_devices.parallel import setup_distributed_training, split_batch
+from jax_files.checkpoints import choose_checkpoint
+from jax_files.data import get_batch_jax
 from jax_flags import UserError
-from jax_ops import cpu_multiplies_uint8
-from jax_train_utils import (
-    choose_checkpoint, create_learning_rate_schedule, create_optimizer_with_schedule, get_batch_jax, make_train_step,
-    read_metrics, setup_distributed_training, split_batch)
-from jax_transformer import GPT, GPTConfig, create_train_state
+from jax_ops.cpu import as_uint8, cpu_multiplies_uint8
+from jax_ops.matmul import quantize
+from jax_train_utils import create_learning_rate_schedule, create_optimizer_with_schedule, make_train_step, read_metrics
+from jax_transformer import GPT, GPTConfig, create_train_state, cross_entropy
+
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / 'tests' / 'golden'
@@ -122,7 +126,6 @@ def cached_logits(config, params, idx_BxT, cache, ends):
 # -----------------------------------------------------------------------------
 # training
 
-
 @functools.cache
 def compiled_once(layout, config):
     """(parallel, make, step) of training `config` on the layout (devices, fsdp, tensor, expert, context,
@@ -211,7 +214,6 @@ def write_speaking_llama(folder):
 
 # -----------------------------------------------------------------------------
 # scripts
-
 
 @contextlib.contextmanager
 def signals_restored():
@@ -339,7 +341,6 @@ def assert_refused(result, message):
 # -----------------------------------------------------------------------------
 # checkpoint folders
 
-
 def copy_folder(folder, tmp_path):
     return Path(shutil.copytree(folder, tmp_path / folder.name))
 
@@ -366,3 +367,126 @@ def edit_tensors(folder, changes):
     """Sets tensors {name: array} of a folder's model.safetensors; None removes the tensor."""
     tensors = read_tensors(folder) | changes
     save_file({name: x for name, x in tensors.items() if x is not None}, folder / 'model.safetensors')
+
+
+def mean_loss(params, x, y):
+    return cross_entropy(apply(TINY, params, x), y).mean()
+
+
+MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
+         '--gradient_accumulation_steps=2']
+
+SHORT = ['--max_iters=20', '--eval_interval=10', '--eval_iters=2', '--warmup_iters=2', '--lr_decay_iters=20',
+         '--learning_rate=1e-2', '--dropout=0.1', '--device=cpu:0']
+END = '\n---------------\n'  # after each sample
+
+
+def records_with(out_dir, name):
+    """The records of metrics.jsonl that have this key."""
+    return [record for record in read_metrics(out_dir) if name in record]
+
+
+def samples_of(result):
+    *samples, end = succeeded(result).stdout.split(END)
+    assert end == ''
+    return samples
+
+
+QWEN = ['--norm=rms', '--position=rope', '--n_kv_head=1', '--qk_norm=learned', '--mlp=swiglu', '--n_inner=24',
+        '--tied_head=False', '--bias=False', '--n_expert=4', '--n_expert_used=2']
+TUNE = ['--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=1', *SHORT, '--max_iters=2']
+
+
+def prepare(script, *args):
+    command = [sys.executable, str(ROOT / 'data' / script / 'prepare.py'), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+CONVERSATION = {'messages': [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': 'c'},
+                             {'role': 'user', 'content': 'd'}, {'role': 'assistant', 'content': ' ef '}]}
+
+# 160 positions: one full chunk of attention and a shorter one
+CONFIG = GPTConfig(block_size=160, vocab_size=37, n_layer=1, n_head=2, n_embd=16)
+
+
+def compiled(config, loss_chunk=0):
+    """(the compiled loss and gradients of a batch of two sequences, its arguments)."""
+    def mean_loss(params, idx):
+        return GPT(config).apply(
+            {'params': params}, idx[:, :-1], idx[:, 1:], loss_chunk=loss_chunk, deterministic=False,
+            seq_id_B=jnp.array([5, 9]), rngs={'dropout': jax.random.key(1)}, method='loss').mean()
+
+    args = random_params(config), random_tokens(2, config.block_size + 1, config=config)
+    return jax.jit(jax.value_and_grad(mean_loss)).lower(*args).compile(), args
+
+
+@functools.cache
+def loss_and_gradients(config, loss_chunk=0):
+    step, args = compiled(config, loss_chunk)
+    return step(*args)
+
+
+def temporary_bytes(config, loss_chunk=0):
+    step, _ = compiled(config, loss_chunk)
+    return step.memory_analysis().temp_size_in_bytes
+
+
+def assert_same_loss_and_gradients(one, other, tolerance):
+    """The tolerance is relative: for the loss to its value, for a gradient to the largest of its parameter."""
+    def check(path, a, b):
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=tolerance * np.abs(a).max(), err_msg=jax.tree_util.keystr(path))
+
+    np.testing.assert_allclose(one[0], other[0], rtol=tolerance)
+    jax.tree.map_with_path(check, one[1], other[1])
+
+
+def operands(rows, width):
+    """x [rows, width] with an outlier, as the activations of real models have them, and w [40, width] in int8."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, width), (40, width)))
+    x[:, 3] *= 100
+    return x, *quantize(w, jnp.int8)
+
+
+def stored(weights, dtype):
+    skip_without_matmul_of(dtype)
+    return as_uint8(weights) if dtype == 'uint8' else weights
+
+
+# no tensor axis divides the vocabulary
+CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)
+
+# layouts: (devices, fsdp, tensor, expert, context, zero), of which the last may be left out
+ONE, PMAP, FSDP, TENSOR, BOTH, ALL = (1,), (8,), (2, 2), (2, 1, 2), (4, 2, 2), (8, 4, 2)
+ZERO_1, ZERO_2, ZERO_2_ON_MESH = (8, 1, 1, 1, 1, 1), (8, 1, 1, 1, 1, 2), (8, 2, 2, 1, 1, 2)
+
+
+def collectives(program):
+    """[(name, number of elements of each result)] of all collectives in a compiled program."""
+    text = program if isinstance(program, str) else program.as_text()
+    names = 'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute'
+    found = []
+    for shapes, name in re.findall(rf'= (.*?) ({names})(?:-start)?\(', text):
+        dimensions = re.findall(r'\w\[([\d,]*)\]', shapes)
+        found.append((name, [math.prod(map(int, filter(None, dims.split(',')))) for dims in dimensions]))
+    return found
+
+
+def sizes_of(found, *names):
+    """The numbers of elements of the collectives of these names."""
+    return [size for name, sizes in found if name in names for size in sizes]
+
+
+def compile_step(layout, config, b=8):
+    """(the compiled training step of one micro-batch of b sequences per data shard, the abstract state)."""
+    parallel, make, step = compiled_once(layout, config)
+    state = parallel.abstract_state(make)
+    x = np.zeros((b * parallel.n_data_shards, config.block_size), np.int32)
+    batch = parallel.shard_batch({'x': x, 'y': x, 'seq_id': np.zeros(len(x), np.uint32)}, (1, b))
+    return step.lower(state, batch).compile(), state
+
+
+FLAGS = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
+         '--gradient_accumulation_steps=2', '--dropout=0.1', '--max_iters=100', '--eval_interval=100',
+         '--eval_iters=2', '--warmup_iters=2', '--lr_decay_iters=30', '--learning_rate=1e-2', '--device=cpu']

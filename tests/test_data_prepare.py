@@ -195,7 +195,6 @@ def test_a_missing_input_is_downloaded_once_and_kept_beside_the_script(tmp_path,
     prepare(copy, '--out_dir', tmp_path / 'again', env=env) # offline now
     assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'again')
 
-
 # -----------------------------------------------------------------------------
 # BPE
 
@@ -223,7 +222,6 @@ def test_without_the_bpe_files_the_error_says_where_to_put_them(tmp_path, env, s
         assert f'{url} named {hashlib.sha1(url.encode()).hexdigest()}' in line
     assert 'TIKTOKEN_CACHE_DIR' in line
     assert not (tmp_path / 'out').exists()
-
 
 # -----------------------------------------------------------------------------
 # a user's mistakes
@@ -393,7 +391,6 @@ def test_pystdlib_needs_a_folder_with_enough_code(tmp_path, env, files):
         code_base(folder, files)
     assert str(folder) in refuse('pystdlib_char', folder, '--out_dir', tmp_path / 'out', env=env)
     assert not (tmp_path / 'out').exists()
-
 
 # -----------------------------------------------------------------------------
 # a vocabulary of one's own, and texts of any form
@@ -574,7 +571,6 @@ def test_texts_that_cannot_be_prepared_get_one_line_and_write_nothing(tmp_path, 
     path, *flags = args
     assert said in refuse('text', tmp_path / path, *flags, '--out_dir', tmp_path / 'out', env=env)
     assert not (tmp_path / 'out').exists()
-
 
 # -----------------------------------------------------------------------------
 # openwebtext

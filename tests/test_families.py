@@ -15,14 +15,15 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
+from jax_devices.parallel import setup_distributed_training
 from jax_flags import UserError
 from jax_generate import (
     cache_bytes, convert_params_for_decoding, generate, init_cache, order_columns_by_rank, quantize_params)
 from jax_pretrained import load_pretrained, param_shapes, read_config, save_pretrained
-from jax_train_utils import make_train_step, setup_distributed_training
+from jax_train_utils import make_train_step
 from jax_transformer import (
-    GPTConfig, MLAConfig, MoEConfig, MoELayer, RopeScaling, Router, TrainState, dot_product_attention,
-    estimate_mfu, rope_inv_freq)
+    GPTConfig, MLAConfig, MoEConfig, MoELayer, RopeScaling, Router, TrainState, dot_product_attention, estimate_mfu,
+    rope_inv_freq)
 from tests.common import (
     FAMILIES, apply, apply_with_cache, cached_logits, copy_folder, edit_json, edit_tensors, random_params, read_tensors,
     refusal, skip_without_matmul_of)
@@ -49,7 +50,6 @@ def greedy(params, config, prompt, **options):
 
 def bytes_in(cache):
     return sum(x.nbytes for x in jax.tree.leaves(cache))
-
 
 # -----------------------------------------------------------------------------
 # a loaded checkpoint computes what transformers computes
@@ -374,7 +374,6 @@ def test_latent_attention_is_the_same_with_absorbed_projections():
     logits, _ = cached_logits(config, params, IDX, cache, (29, 30))
     np.testing.assert_allclose(logits, expected('kimi_k2', 'logits')[:, :30], rtol=0, atol=1e-4)
 
-
 # -----------------------------------------------------------------------------
 # experts
 
@@ -485,7 +484,6 @@ def test_mfu_counts_the_experts_that_are_used_and_the_keys_that_are_seen():
     used = 100_000 - 6 * 3 * 16 * 24
     assert estimate_mfu(100_000, config, 1.0, 1.0) == pytest.approx(6 * used + 12 * 16 * (8 + 32))
 
-
 # -----------------------------------------------------------------------------
 # several devices
 
@@ -518,7 +516,6 @@ def test_experts_on_several_devices_continue_a_text_as_on_one(name, quantize, te
             return greedy(order_columns_by_rank(converted, config), config, IDX[:, :9])
 
     np.testing.assert_array_equal(continuation(tensor, expert), continuation(tensor=1, expert=1))
-
 
 # -----------------------------------------------------------------------------
 # writing
@@ -732,7 +729,6 @@ def test_parameters_are_loaded_the_largest_first_and_a_cpu_device_takes_them_ove
 
     load_pretrained(FAMILIES / 'llama', place=place)
     assert sizes == sorted(sizes, reverse=True)
-
 
 # -----------------------------------------------------------------------------
 # what cannot be read is refused with one line

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import jax_generate
+from jax_devices.parallel import setup_distributed_training
 from jax_flags import UserError
 from jax_generate import (
     PAD, PrefixCache, convert_params_for_decoding, decode, generate, generate_stream, init_cache, keep_largest,
     prefill_layer)
-from jax_ops import embed_tokens
+from jax_ops.vocabulary import embed_tokens
 from jax_pretrained import load_pretrained
-from jax_train_utils import setup_distributed_training
 from jax_transformer import update_ring_cache
 from tests.common import FAMILIES, TINY, apply, apply_with_cache, random_params, random_tokens
 
@@ -124,7 +124,6 @@ def test_a_prompt_of_several_samples_is_prefilled_once(prefilled):
     for b in (0, 5):
         alone = last_result(TINY, idx[b:b + 1], 5, temperature=1.0, sample_index_B=[b])
         np.testing.assert_array_equal(result.tokens[b], alone.tokens[0])
-
 
 # -----------------------------------------------------------------------------
 # the cache grows
@@ -254,7 +253,6 @@ def test_a_text_goes_on_after_its_drafts_turned_useless_in_the_last_step_of_the_
     longer[0, :25] = result.tokens[0, :25]  # 600 tokens need a larger cache
     continued = last_result(config, longer, 6, **options)
     np.testing.assert_array_equal(continued.tokens, last_result(config, longer, 6).tokens)
-
 
 # -----------------------------------------------------------------------------
 # drafts and sampling

@@ -7,11 +7,12 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jax_ops import Int8
+from jax_devices.parallel import setup_distributed_training
+from jax_files.checkpoints import choose_checkpoint, load_run
+from jax_lora import count_frozen, create_lora_state, load_frozen, model_params
+from jax_ops.matmul import Int8
 from jax_pretrained import load_pretrained
-from jax_train_utils import (
-    choose_checkpoint, count_frozen, create_lora_state, load_frozen, load_run, make_train_step, model_params,
-    setup_distributed_training)
+from jax_train_utils import make_train_step
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
     FAMILIES, RESUME, apply, assert_refused, assert_same_run, copy_folder, device_batch, edit_tensors, read_tensors,

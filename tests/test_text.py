@@ -4,7 +4,7 @@ import pytest
 
 import jax_text
 from jax_flags import UserError
-from jax_ops import current_mesh
+from jax_ops.sharding import current_mesh
 from jax_text import Generation, load
 from tests.common import sample, succeeded, train
 

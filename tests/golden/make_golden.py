@@ -78,7 +78,6 @@ class NanoGPT(nn.Module):
             x = block(x)
         return self.lm_head(t['ln_f'](x))
 
-
 # -----------------------------------------------------------------------------
 
 @torch.no_grad()

@@ -1,0 +1,329 @@
+"""How a step runs on the devices: replicated (pmap) or sharded over a mesh (jit), and with which attention."""
+import contextlib
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jax_devices.setup import nvidia_capability
+from jax_flags import UserError
+from jax_ops.attention import fused_causal_attention
+from jax_ops.sharding import AXES, BATCH, create_mesh, partition_specs, shard
+from jax_transformer import ATTENTION, span_limits
+
+# Blocks of this size and longer take chunked attention: on a CPU because it is faster (docs/performance.md), on GPUs
+# and TPUs without flash attention because the scores would take most of the memory (docs/parallelism.md#attention)
+CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
+
+
+def choose_attention(attention, config, device, *, tensor=1, context=1):
+    """(implementation, reason) for the flag --attention and training on `device`, one of `tensor` that share the heads
+    and `context` that share a sequence.
+
+    'auto' is the device's flash attention (cuDNN or splash) where it computes this model, otherwise chunked attention
+    for blocks of CHUNKED_FROM tokens and longer, otherwise plain XLA. Raises UserError for an unknown or impossible
+    one."""
+    if attention not in ('auto', *ATTENTION):
+        raise UserError(f'attention must be auto, {", ".join(ATTENTION)}, not {attention!r}')
+    if attention in ('xla', 'chunked'):
+        return attention, 'as asked'
+    refusals = {'cudnn': why_not_cudnn, 'splash': why_not_splash}
+    if context > 1:
+        refusals['cudnn'] = lambda *_: 'it does not shard a sequence'
+        refusals['splash'] = functools.partial(why_not_splash, context=context)
+    if attention != 'auto':
+        refusal = refusals[attention](config, device, tensor)
+        if refusal:
+            raise UserError(f'attention={attention} does not work here: {refusal}; use --attention=auto')
+        return attention, 'as asked'
+    why_not = ''
+    flash = {'gpu': 'cudnn', 'tpu': 'splash'}.get(device.platform)
+    if flash:
+        refusal = refusals[flash](config, device, tensor)
+        if not refusal:
+            return flash, 'flash attention'
+        why_not = f'; not {flash}: {refusal}'
+    least = CHUNKED_FROM.get(device.platform, 128)
+    if config.block_size < least and context == 1:
+        return 'xla', f'a block below {least} has small scores{why_not}'
+    if device.platform == 'cpu':
+        return 'chunked', "keeps the probabilities in the CPU's cache"
+    return 'chunked', f'never stores the scores{why_not}'
+
+
+def why_not_flash(config):
+    """Why neither cuDNN nor splash attention can train this model, or None."""
+    if config.mla:
+        return 'latent attention has keys and values of different widths'
+    if config.dropout:
+        return 'it has no dropout'
+    return None
+
+
+def why_not_cudnn(config, device, tensor=1):
+    """Why cuDNN's attention cannot train this model on this device, or None if it can. The last check compiles it."""
+    width = config.head_width
+    capability = nvidia_capability(device)
+    version = device.platform == 'gpu' and device.client.platform_version
+    if not version or not ('cuda' in version or 'NVIDIA' in version):  # NVIDIA: compiled ahead of time
+        return 'it is for NVIDIA GPUs'
+    if capability < 8:
+        return f'it needs compute capability 8.0, this is {capability}'
+    if config.dtype not in ('bfloat16', 'float16'):
+        return f'it computes in 16 bits, not in {config.dtype}'
+    if width % 8 or width > (256 if capability >= 9 else 128):
+        return f'heads of {width} are not a multiple of 8 or too wide'
+    if config.sinks:
+        return 'it has no sinks'
+    if 'chunk' in config.layer_types and config.chunk < config.block_size and config.block_size % config.chunk:
+        return f'chunks of {config.chunk} do not divide block_size={config.block_size}'
+    if reason := why_not_flash(config):
+        return reason
+    try:
+        for layer_type in sorted(set(config.layer_types)):
+            compile_cudnn(config, device, layer_type, tensor)
+    except Exception as error:  # of many types, with messages of many lines
+        return f'{type(error).__name__}: {" ".join(str(error).split())[:150]}'
+    return None
+
+
+def compile_cudnn(config, device, layer_type='full', tensor=1):
+    """Compiles a layer's attention and its gradient for one sequence and one device's heads. Raises if cuDNN is
+    missing, too old, or refuses."""
+    here = jax.sharding.SingleDeviceSharding(device)
+    q, k = (jax.ShapeDtypeStruct((1, config.block_size, n // tensor, config.head_width), config.dtype, sharding=here)
+            for n in (config.n_head, config.kv_heads))
+
+    def total(q, k, v):
+        y = fused_causal_attention('cudnn', q, k, v, scale=config.attention_scale, **span_limits(config, layer_type))
+        return y.astype(jnp.float32).sum()
+
+    jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()
+
+
+def why_not_splash(config, device, tensor=1, context=1):
+    """Why TPUs' splash attention cannot train this model on this device, or None if it can."""
+    if device.platform != 'tpu':
+        return 'it is for TPUs'
+    if config.head_width not in (64, 128):
+        return f'heads are {config.head_width} wide, not 64 or 128'
+    if config.block_size % (128 * context):
+        return f'{128 * context} does not divide block_size={config.block_size}'
+    return why_not_flash(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataParallel:
+    """Replicated data parallelism over `devices`: the same step function, under jit on one device, pmap on several.
+
+    The global batch is split into n_data_shards contiguous shards; a process loads the shards of its own devices."""
+    devices: tuple
+
+    @functools.cached_property
+    def mesh(self):
+        return Mesh(np.array(self.devices), ('data',))
+
+    @functools.cached_property
+    def n_data_shards(self):
+        return len(self.devices)
+
+    @functools.cached_property
+    def local_data_shards(self):
+        """The numbers of the batch shards that this process loads, ascending."""
+        return [i for i, device in enumerate(self.devices) if device.process_index == jax.process_index()]
+
+    def shardings(self, tree):
+        """The sharding of each leaf of a tree of parameters, or of a TrainState."""
+        return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), tree)
+
+    def device_put(self, tree):
+        """A tree of host arrays (the same in every process) -> device arrays, sharded as shardings() says."""
+        put = lambda x, sharding: jax.make_array_from_callback(np.shape(x), sharding, np.asarray(x).__getitem__)
+        return jax.tree.map(put, tree, self.shardings(tree))
+
+    def init_sharded(self, make, *args):
+        """make(*args) under jit with sharded outputs: no device materializes the full tree."""
+        tree = jax.eval_shape(lambda: make(*args))
+        leaves = jax.jit(lambda: jax.tree.leaves(make(*args)), out_shardings=jax.tree.leaves(self.shardings(tree)))()
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+    def abstract_state(self, make, *args):
+        """The ShapeDtypeStructs, with shardings, of init_sharded(make, *args), which is not run."""
+        tree = jax.eval_shape(lambda: make(*args))
+        abstract = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.tree.map(abstract, tree, self.shardings(tree))
+
+    def local_rows(self, n_rows):
+        """Which of the n_rows sequences of an iteration this process loads, for shard_batch()."""
+        each = n_rows // self.n_data_shards
+        return np.concatenate([i * each + np.arange(each) for i in self.local_data_shards])
+
+    def shard_batch(self, batch, shape):
+        """This process's sequences [n, ...] -> device arrays [*shape, ...], with a leading device axis if several."""
+        if len(self.devices) == 1:
+            return jax.device_put(jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch), self.devices[0])
+        sharding = NamedSharding(self.mesh, P('data'))
+
+        def put(x):
+            local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
+            return jax.make_array_from_callback((self.n_data_shards, *shape, *x.shape[1:]), sharding,
+                                                lambda index: local[index[0].start][None])
+        return jax.tree.map(put, batch)
+
+    def max_over_processes(self, number):
+        """The maximum of `number` over all processes: an int, or with several processes a device array, not awaited."""
+        if jax.process_count() == 1:
+            return number
+        sharding = NamedSharding(Mesh(np.array(self.devices), ('data',)), P('data'))
+        return global_max(jax.make_array_from_callback((len(self.devices),), sharding, lambda _: np.array([number])))
+
+    def mesh_context(self):
+        """The context to run compiled functions in: on a mesh, jax.set_mesh."""
+        return contextlib.nullcontext()
+
+    def validate(self, config):
+        """Raises UserError for a model that the mesh cannot split."""
+
+    def train_step(self, step):
+        return jax.jit(step, donate_argnums=0) if len(self.devices) == 1 else pmap_train_step(step, self.devices)
+
+    def eval_step(self, step):
+        return jax.jit(step) if len(self.devices) == 1 else pmap_step(step, self.devices)
+
+
+global_max = jax.jit(jnp.max)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshParallel(DataParallel):
+    """jit over a mesh: parameters and optimizer state are sharded by PARTITION_RULES, sequences over the axes
+    BATCH. XLA's SPMD partitioner inserts the collectives."""
+    fsdp: int = 1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
+    zero: int = 0  # 1 shards the optimizer state over the replicas of the parameters in addition, see make_train_step
+
+    @functools.cached_property
+    def mesh(self):
+        return create_mesh(self.devices, self.tensor, self.fsdp, self.expert, self.context)
+
+    @functools.cached_property
+    def n_data_shards(self):
+        return math.prod(self.mesh.shape[axis] for axis in BATCH)
+
+    @functools.cached_property
+    def local_data_shards(self):
+        devices = np.moveaxis(self.mesh.devices, [AXES.index('tensor'), AXES.index('context')], [-2, -1])
+        local = []
+        for i, group in enumerate(devices.reshape(self.n_data_shards, -1)):  # its devices have the same sequences
+            if any(device.process_index == jax.process_index() for device in group):
+                local.append(i)
+        return local
+
+    def shardings(self, tree):
+        specs = partition_specs(tree, self.mesh)
+        if self.zero and hasattr(tree, 'opt_state'):
+            specs = specs.replace(opt_state=partition_specs(tree.opt_state, self.mesh, over_replicas=True))
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+    def shard_batch(self, batch, shape):
+        """As DataParallel's, with the shards side by side on the last axis of `shape`, and positions over context."""
+        axis = len(shape) - 1
+        each = shape[-1]
+
+        def put(x):
+            local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
+            sharding = NamedSharding(self.mesh, P(*[None] * axis, BATCH, *['context'] * (x.ndim - 1)))
+            part = lambda index: local[(index[axis].start or 0) // each][..., *index[axis + 1:]]
+            return jax.make_array_from_callback(
+                (*shape[:-1], self.n_data_shards * each, *x.shape[1:]), sharding, part)
+        return jax.tree.map(put, batch)
+
+    def on_mesh(self, step):
+        def step_on_mesh(state, batch):
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return step(state, batch)
+        return step_on_mesh
+
+    def train_step(self, step):
+        def sharded_step(state, batch):
+            state, metrics = step(state, batch)
+            return jax.lax.with_sharding_constraint(state, self.shardings(state)), jax.tree.map(shard, metrics)
+        return jax.jit(self.on_mesh(sharded_step), donate_argnums=0)
+
+    def eval_step(self, step):
+        return jax.jit(self.on_mesh(lambda params, batch: shard(step(params, batch))))
+
+    def mesh_context(self):
+        return jax.set_mesh(self.mesh)
+
+    def validate(self, config):
+        n_devices = len(self.devices)
+        n_expert = config.moe.n_expert if config.moe else 1
+        for flag, name, size in (('tensor', 'n_head', config.n_head), ('tensor', 'n_kv_head', config.kv_heads),
+                                 ('fsdp', 'n_embd', config.n_embd), ('expert', 'n_expert', n_expert)):
+            n = getattr(self, flag)
+            if size % n:
+                valid = [m for m in range(1, n_devices + 1) if size % m == 0 and n_devices % m == 0]
+                raise UserError(f'{flag}={n} does not divide {name}={size}; on {n_devices} devices it may be one of '
+                                f'{valid}')
+        if config.block_size % self.context**2:
+            raise UserError(f'context={self.context}: its square must divide block_size={config.block_size}')
+        if self.context > 1 and config.attention not in ('chunked', 'splash'):
+            raise UserError(f'attention={config.attention} does not shard a sequence: use attention=auto with context')
+
+
+def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
+    """How training runs on these devices: replicated, or on a mesh if fsdp, tensor, expert or context is more than 1,
+    or zero more than 0. Raises UserError if their product does not divide the number of devices."""
+    if zero not in (0, 1, 2):
+        raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is --fsdp')
+    is_replicated = fsdp == tensor == expert == context == 1
+    if zero == 1 and not is_replicated:
+        raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use --zero=2')
+    if is_replicated and not zero:
+        return DataParallel(tuple(devices))
+    create_mesh(devices, tensor, fsdp, expert, context)  # raises
+    return MeshParallel(tuple(devices), fsdp, tensor, expert, context, zero)
+
+
+def fit_layout(layout, given, n_devices, n_embd):
+    """The layout {'fsdp', 'tensor', 'expert', 'context'} of a resumed run on n_devices: `layout` if it fits. Otherwise
+    the sizes that are not among the flags `given` now are replaced: fsdp becomes as large as it can, the others 1."""
+    if not n_devices % max(1, math.prod(layout.values())):
+        return layout
+    fitting = {name: size if name in given else 1 for name, size in layout.items()}
+    if 'fsdp' not in given and layout['fsdp'] > 1:
+        fitting['fsdp'] = math.gcd(n_devices // math.gcd(n_devices, math.prod(fitting.values())), n_embd)
+    return fitting
+
+
+def pmap_step(step, devices, donate_argnums=()):
+    """step(state, batch, axis_name) over several devices: the state and all results are replicated (not stacked), the
+    batch has a leading device axis. `step` all-reduces over the axis, so that every device has the same result."""
+    return jax.pmap(functools.partial(step, axis_name='data'), axis_name='data', in_axes=(None, 0), out_axes=None,
+                    devices=devices, donate_argnums=donate_argnums)
+
+
+def pmap_train_step(step, devices):
+    """pmap_step with a donated state."""
+    return pmap_step(step, devices, donate_argnums=0)
+
+
+def split_batch(gradient_accumulation_steps, batch_size, n_devices):
+    """(micro-steps, micro-batch size) of each device. Devices split the micro-steps first, then the micro-batch: no
+    device ever holds more than batch_size sequences. Raises UserError if they do not divide."""
+    step_shards = math.gcd(gradient_accumulation_steps, n_devices)
+    batch_shards = n_devices // step_shards
+    if batch_size % batch_shards:
+        divides = lambda n: batch_size % (n // math.gcd(gradient_accumulation_steps, n)) == 0
+        valid = [n for n in range(1, n_devices + 1) if divides(n)]
+        raise UserError(f'gradient_accumulation_steps={gradient_accumulation_steps} x batch_size={batch_size} '
+                        f'sequences cannot be shared equally by {n_devices} devices; these numbers of devices can: '
+                        f'{valid}; or make batch_size a multiple of {batch_shards}')
+    return gradient_accumulation_steps // step_shards, batch_size // batch_shards

@@ -1,0 +1,107 @@
+"""Several processes: how they find each other, and agree."""
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+
+from jax_flags import UserError
+
+PEER_TIMEOUT = 60  # seconds of silence after which a process counts as dead
+
+
+def initialize_distributed(coordinator_address='', num_processes=0, process_id=-1):
+    """jax.distributed.initialize, if several processes train together. Call it before JAX initializes its backends.
+
+    coordinator_address: host:port of process 0, to which the others connect, with num_processes and process_id; 'auto'
+        lets JAX detect all three (a TPU pod). JAX also detects them where coordinator_address is empty and Slurm,
+        Open MPI or an indexed Kubernetes job has started several processes; torchrun's variables are understood too.
+    num_processes=1 starts alone, also where the environment speaks of several (a Kubernetes job of one pod).
+    Raises UserError if the flags do not go together or the processes do not find each other."""
+    if num_processes == 1 and not coordinator_address and process_id < 1:
+        return
+    if num_processes or process_id >= 0:
+        if ':' not in coordinator_address or not 0 <= process_id < num_processes:
+            raise UserError('several processes need --coordinator_address=host:port of process 0, --num_processes=N '
+                            f'and --process_id=0 to N-1; got {coordinator_address!r}, {num_processes}, {process_id}')
+    elif coordinator_address not in ('', 'auto'):
+        raise UserError(f'--coordinator_address={coordinator_address} needs --num_processes and --process_id')
+    elif not coordinator_address and int(os.environ.get('WORLD_SIZE', 1)) > 1 and 'RANK' in os.environ:
+        return join_torchrun()
+    in_pod = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys()
+    several = (int(os.environ.get('SLURM_NTASKS', 1)) > 1 and 'SLURM_STEP_NODELIST' in os.environ
+               or int(os.environ.get('OMPI_COMM_WORLD_SIZE', 1)) > 1 or in_pod)
+    if not coordinator_address and not several:
+        return
+    if in_pod and coordinator_address in ('', 'auto') and importlib.util.find_spec('kubernetes') is None:
+        raise UserError('JAX finds the pods of a Kubernetes job with the package kubernetes: pip install "jax[k8s]"; '
+                        'for a job of one pod add --num_processes=1')
+    cluster = {}  # JAX detects it
+    if coordinator_address not in ('', 'auto'):
+        cluster = dict(coordinator_address=coordinator_address, num_processes=num_processes, process_id=process_id)
+    join(**cluster)
+
+
+def join_torchrun():
+    """Joins the processes that torchrun started, each with the one GPU that LOCAL_RANK names. MASTER_PORT is torchrun's
+    own, the coordinator listens on the next one. Raises UserError for variables that are missing or not numbers."""
+    env = os.environ
+    try:
+        join(coordinator_address=f"{env['MASTER_ADDR']}:{int(env['MASTER_PORT']) + 1}",
+             num_processes=int(env['WORLD_SIZE']), process_id=int(env['RANK']),
+             local_device_ids=int(env['LOCAL_RANK']) if 'LOCAL_RANK' in env else None)
+    except (KeyError, ValueError) as error:
+        raise UserError(f"torchrun's variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are incomplete ({error}); "
+                        'set them all, or unset WORLD_SIZE to train in one process') from error
+
+
+def join(**cluster):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the wait for the others, up to 5 minutes
+    try:
+        jax.distributed.initialize(**cluster, heartbeat_timeout_seconds=PEER_TIMEOUT,
+                                   shutdown_timeout_seconds=PEER_TIMEOUT)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f'the processes do not find each other: {str(error)[:300]}') from error
+
+
+def gather_texts(text):
+    """The texts of all processes, each of at most 64 kB, in the order of the processes."""
+    if jax.process_count() == 1:
+        return [text]
+    from jax.experimental import multihost_utils
+    mine = np.zeros(2**16, np.uint8)
+    encoded = text.encode()[:len(mine)]
+    mine[:len(encoded)] = list(encoded)
+    return [bytes(row).rstrip(b'\0').decode(errors='ignore') for row in multihost_utils.process_allgather(mine)]
+
+
+def in_all_processes(function, *args):
+    """function(*args), called in all processes: a UserError in one of them is raised in all, so that none waits."""
+    result = None
+    message = ''
+    try:
+        result = function(*args)
+    except UserError as error:
+        message = str(error)
+    messages = gather_texts(message)
+    if len(set(messages)) == 1:
+        messages = messages[:1]
+    else:
+        messages = [f'process {i}: {message}' for i, message in enumerate(messages) if message]
+    if messages[0]:
+        raise UserError(messages[0])
+    return result
+
+
+def check_agreement(what, values):
+    """Raises UserError in all processes if `values`, {name: JSON value}, are not the same in all of them."""
+    first, *others = [json.loads(text) for text in gather_texts(json.dumps(values))]
+    for i, other in enumerate(others, start=1):
+        different = [f'{name} is {first.get(name)} and {other.get(name)}' for name in first | other
+                     if first.get(name) != other.get(name)]
+        if different:
+            raise UserError(f'processes 0 and {i} have different {what}, all must have the same: '
+                            f'{", ".join(different)}')

@@ -1,0 +1,239 @@
+"""The devices, the compute dtype, malloc and the compilation cache of this process."""
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+from jax_flags import DTYPES, UserError, ceil_div
+
+# dense bfloat16 FLOP/s of one device, from the vendors' data sheets; the first name found in jax's device_kind counts
+PEAK_FLOPS = {
+    'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'GH200': 989e12, 'B200': 2250e12, 'A100': 312e12,
+    'L40S': 362e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12, 'T4': 65e12,
+    'TPU v2': 45e12, 'TPU v3': 123e12, 'TPU v4': 275e12, 'TPU v5 lite': 197e12, 'TPU v5e': 197e12, 'TPU v5': 459e12,
+    'TPU v6': 918e12,
+}
+
+
+def device_peak_flops(device):
+    """Peak FLOP/s of a device for the MFU, or None if the device is not in PEAK_FLOPS."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name.lower() in device.device_kind.lower()), None)
+
+
+def check_device_availability(device='auto'):
+    """The list of jax devices that the flag `device` means: all of 'cpu', 'gpu' or 'cuda', 'tpu', or 'auto' (the best
+    of these); 'cuda:1' is one of them. Raises UserError if it is not there."""
+    kind, _, index = device.partition(':')
+    if kind not in ('auto', 'cpu', 'gpu', 'cuda', 'tpu') or (index and not index.isdigit()):
+        hint = '; JAX has no MPS, use cpu' if kind == 'mps' else ''
+        raise UserError(f"device must be auto, cpu, cuda, tpu, or one of several as in cuda:0, not {device!r}{hint}")
+    try:
+        devices = jax.devices(None if kind == 'auto' else {'cuda': 'gpu'}.get(kind, kind))
+    except RuntimeError:
+        raise UserError(f'jax sees no {kind} here, only {jax.devices()[0].platform}; for an NVIDIA GPU install '
+                        'jax[cuda13] (or jax[cuda12]), for a TPU jax[tpu]') from None
+    if not index:
+        return devices
+    if jax.process_count() > 1:
+        raise UserError(f'device={device}, but several processes share all devices; leave out the number')
+    if kind != 'cpu' and jax.config.jax_cuda_visible_devices == index:  # set by configure_process
+        return devices
+    if int(index) >= len(devices):
+        raise UserError(f'there is no device {device}; there are {len(devices)} of the kind, counted from 0')
+    return [devices[int(index)]]
+
+
+def configure_process(device, deterministic=False):
+    """Process settings that must precede the initialization of JAX's backends: call it first.
+
+    deterministic: GPUs compute the same bits in every run, at a cost; CPUs do so anyway."""
+    kind, _, index = device.partition(':')
+    if kind == 'cpu':
+        jax.config.update('jax_platforms', 'cpu')  # do not initialize a GPU, which would reserve its memory
+    if kind in ('cuda', 'gpu') and index:  # nor the other GPUs
+        jax.config.update('jax_cuda_visible_devices', index)
+        jax.config.update('jax_rocm_visible_devices', index)
+    if deterministic:
+        os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_deterministic_ops=true'
+    if kind == 'cpu' or kind == 'auto' and not finds_accelerator():
+        configure_malloc()
+    jax.config.update('jax_cpu_enable_async_dispatch', False)  # see is_synchronous
+
+
+def is_synchronous(device):
+    """Whether a computation of this device alone is done, and its temporaries are freed, when its call returns. With
+    asynchronous dispatch on a CPU, the next call often allocates its own before that: 3.8 to 9.1 GB for GPT-2 124M,
+    instead of 3.8 (docs/performance.md#malloc)."""
+    return device.platform == 'cpu'
+
+
+def finds_accelerator(dev=Path('/dev')):
+    """Whether --device=auto probably means a GPU or TPU: a plugin of JAX for one is installed, and Linux has such a
+    device. JAX itself knows only once its backends are initialized, too late for configure_malloc."""
+    plugins = importlib.metadata.entry_points(group='jax_plugins') or importlib.util.find_spec('libtpu')
+    devices = [name for pattern in ('nvidia[0-9]*', 'kfd', 'accel[0-9]*', 'vfio/[0-9]*') for name in dev.glob(pattern)]
+    return jax.config.jax_platforms != 'cpu' and bool(plugins and devices)
+
+
+def setup_jax_environment(device='auto', dtype='auto'):
+    """Picks the devices and the compute dtype. Call it, or configure_process() and then it, before anything uses jax.
+
+    Returns (devices, dtype, reason): bfloat16 where the hardware multiplies it fast, float32 elsewhere. With float32,
+    matmuls are computed in float32 on GPUs and TPUs too; JAX's default there is TF32 and bfloat16.
+    Raises UserError for a device that is not there and for an unknown dtype."""
+    configure_process(device)
+    devices = check_device_availability(device)
+    platform = devices[0].platform
+    enable_compilation_cache(platform)
+    if dtype not in ('auto', *DTYPES):
+        raise UserError(f'dtype must be auto, {", ".join(DTYPES)}, not {dtype!r}')
+    dtype, reason = (dtype, 'as asked') if dtype != 'auto' else default_dtype(devices[0])
+    if dtype == 'float32' and platform != 'cpu':
+        jax.config.update('jax_default_matmul_precision', 'highest')
+        reason += '; matmuls in full float32, not TF32 or bfloat16'
+    return devices, dtype, reason
+
+
+def default_dtype(device):
+    """(dtype, reason): what --dtype=auto is on this device."""
+    if device.platform == 'tpu':
+        return 'bfloat16', 'TPUs multiply bfloat16'
+    if device.platform != 'gpu':
+        return 'float32', 'the CPU default'
+    capability = getattr(device, 'compute_capability', '0')
+    if not nvidia_capability(device):
+        return 'bfloat16', f'AMD GPU {capability}'
+    if nvidia_capability(device) >= 8:
+        return 'bfloat16', f'compute capability {capability}; from 8.0 on bfloat16 is fast'
+    return 'float32', f'compute capability {capability}, where bfloat16 is slow; --dtype=float16 is fast from 7.0 on'
+
+
+def nvidia_capability(device):
+    """The compute capability of an NVIDIA GPU, 8.0 for '8.0'; 0.0 for other devices (an AMD GPU has 'gfx90a')."""
+    try:
+        return float(getattr(device, 'compute_capability', None) or 0)
+    except ValueError:
+        return 0.0
+
+
+@functools.cache  # one call is enough
+def configure_malloc():
+    """Tells glibc never to return memory to the system, and Linux to use huge pages for it. XLA:CPU allocates its
+    temporaries in every step; the page faults, one per 4 kB, took half of a training step or more.
+
+    Call it before jax starts its threads: a thread that already has its own arena keeps it, and takes what does not
+    fit into that (64 MiB) from the system each time."""
+    libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
+    if not hasattr(libc, 'mallopt'):  # only glibc has it
+        return
+    M_TRIM_THRESHOLD = -1  # these three: malloc.h
+    M_MMAP_MAX = -4
+    M_ARENA_MAX = -8
+    libc.mallopt(M_ARENA_MAX, 1)  # all threads use the main heap, the only one without a size limit
+    libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from the heap too
+    libc.mallopt(M_TRIM_THRESHOLD, -1)  # free memory at the end of the heap is kept
+    # Mark half of the machine's memory as huge pages. Reserving it costs nothing until it is written to.
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    MADV_HUGEPAGE = 14  # mman.h
+    page = os.sysconf('SC_PAGE_SIZE')
+    size = os.sysconf('SC_PHYS_PAGES') // 2 * page
+    block = libc.malloc(size)
+    if block:
+        libc.madvise(ceil_div(block, page) * page, size - page, MADV_HUGEPAGE)
+        libc.free(block)
+
+
+def trim_malloc():
+    """Returns freed memory to the system, which after configure_malloc glibc does only when told to."""
+    libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
+    if hasattr(libc, 'malloc_trim'):
+        libc.malloc_trim(0)
+
+
+def enable_compilation_cache(platform):
+    """Keeps compiled programs in a folder that only this user can read, so that a second run starts at once. Each
+    version of jaxlib, each platform and each kind of CPU has its own folder, because programs of others may not load.
+    The environment's JAX_COMPILATION_CACHE_DIR takes precedence."""
+    if jax.config.jax_compilation_cache_dir is not None or (platform == 'cpu' and not can_cache_on_cpu()):
+        return
+    name = cpu_name() if platform == 'cpu' else platform
+    home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    folder = Path(home) / 'jax_transformer' / f'{name}-jaxlib-{jaxlib.__version__}'
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs in it are executed: keep others out
+    except OSError:
+        return  # the home folder is read-only: compile in every run
+    jax.config.update('jax_compilation_cache_dir', str(folder))
+    if platform == 'cpu':  # many small programs, which take 2 s to compile and 0.2 s to load
+        jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+
+
+def can_cache_on_cpu():
+    """Whether compiled programs of this CPU load again: not for certain before jaxlib 0.10.2, which prints two lines
+    about SIGILL for each program loaded where there is AVX-512 (jax-ml/jax#38445), nor tested elsewhere than on Linux,
+    nor for several processes, of which only the first writes."""
+    version = tuple(int(part) for part in jaxlib.__version__.split('.')[:3])
+    return version >= (0, 10, 2) and sys.platform == 'linux' and jax.process_count() == 1
+
+
+def cpu_name():
+    """'cpu-' and a hash of what XLA compiles for: the CPU's model and instruction sets, and the number of threads."""
+    fields = {line for line in Path('/proc/cpuinfo').read_text().splitlines()
+              if re.match('(vendor_id|model name|flags|CPU implementer|CPU part|Features)\\b', line)}
+    threads = os.environ.get('NPROC'), len(os.sched_getaffinity(0))  # XLA:CPU reads both
+    return f'cpu-{zlib.crc32(repr((sorted(fields), threads)).encode()):08x}'
+
+
+def measure_bandwidth(device, n_bytes=2**29):
+    """Memory bandwidth of the device in GB/s, reading: the median of ten reductions over n_bytes (512 MiB are larger
+    than any cache). The median, not the best: on a shared machine the sustained bandwidth is lower than the peak."""
+    x = jax.device_put(jnp.ones(n_bytes // 4, jnp.float32), device)
+    total = jax.jit(jnp.sum)
+    seconds = []
+    for _ in range(11):
+        start = time.perf_counter()
+        total(x).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return x.nbytes / np.median(seconds[1:]) / 1e9  # the first one compiles
+
+
+class Lap(NamedTuple):
+    compiling: float  # seconds
+    running: float
+
+
+class Stopwatch:
+    """Measures compilation and all other time separately."""
+
+    def __init__(self):
+        self.compiling = 0.0
+        self.start = time.perf_counter()
+        # jax reports the duration of tracing, of lowering and of compiling as separate events
+        jax.monitoring.register_event_duration_secs_listener(self.count)
+
+    def count(self, event, seconds, **attributes):
+        if event.startswith('/jax/core/compile/'):
+            self.compiling += seconds
+
+    def lap(self):
+        """The seconds since the last lap. Block until the device is done before calling it."""
+        compiling = self.compiling
+        running = max(0.0, time.perf_counter() - self.start - compiling)
+        self.compiling = 0.0
+        self.start = time.perf_counter()
+        return Lap(compiling, running)

@@ -1,0 +1,1 @@
+"""What is on disk: token files, tokenizers, checkpoints, foreign weights."""

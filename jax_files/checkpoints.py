@@ -1,0 +1,328 @@
+"""TrainState <-> out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or absent."""
+import functools
+import json
+import logging
+import math
+import os
+import shutil
+import socket
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jax_devices.parallel import setup_distributed_training
+from jax_devices.processes import gather_texts, in_all_processes
+from jax_files.tokenizers import locate_tokenizer
+from jax_flags import UserError, exit_if_peer_died
+from jax_lora import create_lora_state, load_merged, move_base
+from jax_transformer import GPTConfig, create_train_state
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+
+def open_checkpoints(out_dir, keep=2):
+    """Orbax's manager of out_dir/ckpt: it keeps the latest `keep` checkpoints and the one with the lowest validation
+    loss. Raises UserError if out_dir cannot be written."""
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint import checkpoint_managers as policies
+    quiet_orbax()
+    val_loss = lambda metrics: metrics['val_loss']
+    folder = Path(out_dir, 'ckpt').absolute()
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=policies.AnyPreservationPolicy([
+            policies.LatestN(keep),
+            # reverse: Orbax prefers the highest. Saves between evaluations have no metrics; only LatestN keeps them
+            policies.BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)]),
+        best_fn=val_loss, best_mode='min', cleanup_tmp_directories=True, create=True,
+        atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.ATOMIC_RENAME),
+        async_options=ocp.options.AsyncOptions(
+            timeout_secs=10**6,  # 20 minutes by default: too little for slow disks, and for a clock that is set
+            create_directories_asynchronously=False,  # else threads wait 5 minutes for one that cannot be made
+            post_finalization_callback=lambda: write_checksums(folder)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # Orbax would take a file in its place
+        return ocp.CheckpointManager(folder, options=options, item_names=('params', 'opt_state', 'meta'))
+    except OSError as error:
+        raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another --out_dir') from error
+
+
+def quiet_orbax():
+    for name in ('absl', 'asyncio'):  # Orbax's log messages; failures are reported below
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.unraisablehook = silence_closed_event_loop
+
+
+UNFINISHED = '*.orbax-checkpoint-tmp'  # the checkpoint that Orbax is writing, in ATOMIC_RENAME
+
+
+def write_checksums(folder):
+    """Writes checksums.json, {file: CRC-32}, into the one checkpoint in `folder` that is complete but for its name.
+    Orbax calls it in one process, before it renames the checkpoint, and gives the checkpoint up if this fails. Raises
+    RuntimeError if there is none."""
+    steps = list(folder.glob(UNFINISHED))
+    if not steps:
+        raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another version of Orbax?')
+    for step in steps:
+        # of params, opt_state, meta, metrics; Orbax has yet to change the files in `step` itself
+        files = sorted(path for path in step.glob('*/**/*') if path.is_file())
+        sums = {path.relative_to(step).as_posix(): checksum(path) for path in files}
+        (step / 'checksums.json').write_text(json.dumps(sums, indent=0))
+
+
+def checksum(path):
+    crc = 0
+    with open(path, 'rb') as file:
+        while block := file.read(2**24):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+ITEMS = 'params', 'opt_state', 'meta', 'metrics'  # the folders of a checkpoint
+
+
+def find_damage(step, items=ITEMS):
+    """The first file among these items of the checkpoint folder `step` that is not as it was written, or ''. Several
+    processes each read some of the files. A checkpoint without checksums.json is not checked: see read_meta."""
+    damaged = ''
+    try:
+        sums = json.loads((step / 'checksums.json').read_text()) if (step / 'checksums.json').exists() else {}
+        names = sorted(name for name in sums if name.split('/')[0] not in set(ITEMS) - set(items))
+        for name in names[jax.process_index()::jax.process_count()]:
+            if not (step / name).is_file() or checksum(step / name) != sums[name]:
+                damaged = name
+                break
+    except (OSError, ValueError, AttributeError, RecursionError):
+        damaged = 'checksums.json'
+    return next(filter(None, gather_texts(damaged)), '')
+
+
+def checkpoint_steps(out_dir):
+    """The iterations of the complete checkpoints in out_dir, the latest first."""
+    folder = Path(out_dir, 'ckpt')
+    if not folder.is_dir():
+        return []
+    return sorted((int(path.name) for path in folder.iterdir() if path.name.isdigit()), reverse=True)
+
+
+def lock_out_dir(out_dir, resumed_at=None):
+    """Locks out_dir for this run until the process ends, however it ends; out_dir/lock says who holds it. Several
+    processes lock it together, which shows that all of them see the same folder. Damaged checkpoints, newer than
+    `resumed_at` or with unreadable metrics, are renamed to <iteration>.damaged, out of Orbax's sight.
+    Returns the open file. Raises UserError if another run holds the lock."""
+    path = Path(out_dir, 'lock')
+    me = f'process {os.getpid()} on {socket.gethostname()} since {time.strftime("%F %T")}'
+    file = None
+
+    def lock():
+        nonlocal file
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, 'a')
+        except OSError as error:
+            raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another --out_dir') from error
+        try:
+            if fcntl:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(f'{out_dir} is in use by {path.read_text()}; choose another --out_dir') from None
+        except OSError:
+            pass  # a file system without locks
+        file.truncate(0)
+        file.write(me)
+        file.flush()
+        set_damaged_aside(Path(out_dir, 'ckpt'), resumed_at)
+
+    def see_lock(expected):
+        deadline = time.time() + 3  # what another machine has written may take a moment to be seen
+        while True:
+            found = os.listdir(path.parent) if path.parent.is_dir() else ()  # makes NFS look again
+            if path.name in found and path.read_text() == expected:
+                return
+            if time.time() > deadline:
+                raise UserError(f'{out_dir} is not the folder of process 0: it has to be on a file system that all '
+                                'processes share')
+            time.sleep(0.1)
+
+    master = jax.process_index() == 0
+    in_all_processes(lock if master else lambda: None)
+    held = gather_texts(me)[0]
+    in_all_processes((lambda: None) if master else functools.partial(see_lock, held))
+    return file
+
+
+def set_damaged_aside(folder, resumed_at):
+    for step in checkpoint_steps(folder.parent):
+        try:
+            read_val_loss(folder / str(step))
+            damaged = resumed_at is not None and step > resumed_at
+        except ValueError:
+            damaged = True
+        if damaged:
+            free = next(name for n in range(100) if not (name := folder / f'{step}.damaged{n or ""}').exists())
+            os.rename(folder / str(step), free)
+            print(f'{folder / str(step)} is damaged: renamed to {free.name}')
+
+
+def read_val_loss(step):
+    """The validation loss of the checkpoint in the folder `step`; infinity if it was not evaluated. Raises ValueError
+    if the file is damaged."""
+    path = step / 'metrics' / 'metrics'
+    if not path.exists():
+        return math.inf
+    try:
+        return float(json.loads(path.read_text())['val_loss'])
+    except (KeyError, TypeError, OSError, RecursionError) as error:
+        raise ValueError(f'{path} is damaged') from error
+
+
+def silence_closed_event_loop(unraisable):
+    """A sys.unraisablehook: after a failed write, Orbax's other writes complain at length that their event loop is
+    closed."""
+    if str(unraisable.exc_value) != 'Event loop is closed':
+        sys.__unraisablehook__(unraisable)
+
+
+def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
+    """Saves the state after iter_num iterations. Returns once the values are copied; writing is asynchronous.
+
+    meta: JSON metadata, see train_jax.py. val_loss: makes the checkpoint a candidate for the best.
+    Raises UserError if this checkpoint or the one before it cannot be written (a full disk)."""
+    import orbax.checkpoint as ocp
+    state = jax.tree.map(as_replicated_global_array, state)
+    try:
+        saved = manager.save(
+            iter_num, metrics=None if val_loss is None else {'val_loss': val_loss},
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(state.params),
+                opt_state=ocp.args.StandardSave(opt_state_item(state)),
+                meta=ocp.args.JsonSave(meta | {'checksums': True})))
+    except (OSError, ValueError, RuntimeError) as error:
+        exit_if_peer_died(error)
+        raise UserError(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
+    if not saved:
+        raise UserError(f'{manager.directory} refuses checkpoint {iter_num}: it holds later ones, '
+                        f'{manager.all_steps()}')
+
+
+def as_replicated_global_array(x):
+    """With several processes, pmap's results are arrays of this process's devices. Returns them as global arrays,
+    replicated over the devices of all processes, as Orbax expects."""
+    if jax.process_count() == 1 or not isinstance(x, jax.Array) or not x.is_fully_addressable:
+        return x
+    copies = [copy.data for copy in x.addressable_shards]
+    mesh = Mesh(np.array(jax.devices(copies[0].device.platform)), ('data',))
+    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, P()), copies)
+
+
+def cannot_write(what, manager, error):
+    free = shutil.disk_usage(manager.directory).free / 1e6
+    return (f'cannot write {what} to {manager.directory}, where {free:,.0f} MB are free; what it holds is complete, '
+            f'continue with --init_from=resume ({str(error)[:200]})')
+
+
+def finish_checkpoints(manager):
+    """Waits until all checkpoints are on disk. Raises UserError if the last one cannot be written."""
+    try:
+        manager.wait_until_finished()
+        manager.close()
+    except (OSError, ValueError, RuntimeError) as error:
+        exit_if_peer_died(error)
+        raise UserError(cannot_write('the last checkpoint', manager, error)) from error
+
+
+def opt_state_item(state):
+    """All of the state but the parameters, which are a separate item so that sampling can restore them alone."""
+    return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
+
+
+def choose_checkpoint(out_dir, which='latest', items=ITEMS):
+    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One of which one of these items is damaged
+    is named on stderr, and the newest intact one is taken instead. Raises UserError if there is none."""
+    if which not in ('latest', 'best'):
+        raise UserError(f'checkpoint must be latest or best, not {which!r}')
+    folder = Path(out_dir, 'ckpt')
+    steps = checkpoint_steps(out_dir)
+    if not steps:
+        raise UserError(f'there is no complete checkpoint in {folder}; train one with: python train_jax.py '
+                        f'--out_dir={out_dir}')
+    if which == 'best':
+        steps.sort(key=lambda step: best_first(folder / str(step)))  # stable: the latest first, if none is evaluated
+        steps[1:] = sorted(steps[1:], reverse=True)
+    problems = []
+    for step in steps:
+        problem = find_damage(folder / str(step), items)
+        try:
+            if not problem:
+                meta = read_meta(folder / str(step))
+        except Exception as error:  # of an earlier version, without checksums
+            problem = f'{type(error).__name__}: {" ".join(str(error).split())}'
+        if problem:
+            problems.append(f'{folder / str(step)} is damaged or not a checkpoint of this program ({problem})')
+            continue
+        if problems and jax.process_index() == 0:
+            print(f'{"; ".join(problems)}; taking checkpoint {step} instead', file=sys.stderr)
+        return step, meta
+    raise UserError(f'{"; ".join(problems)}; there is no intact one')
+
+
+def best_first(step):
+    """The validation loss of the checkpoint in the folder `step`; a damaged one comes first, to be named."""
+    try:
+        return read_val_loss(step)
+    except ValueError:
+        return -math.inf
+
+
+def read_meta(step):
+    """The metadata of the checkpoint in the folder `step`. Raises an exception if it is not one of this program."""
+    meta = json.loads((step / 'meta' / 'metadata').read_text(encoding='utf-8'))
+    GPTConfig(**meta['model'])
+    missing = {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
+    if missing:
+        raise ValueError(f'its metadata lacks {sorted(missing)}')
+    if meta.pop('checksums', False) and not (step / 'checksums.json').exists():  # earlier versions wrote none
+        raise ValueError('its checksums.json is missing')
+    meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], step.parent.parent)
+    return meta
+
+
+def restore_items(out_dir, step, items):
+    """Restores items {name: abstract tree} of checkpoint `step`, sharded as the leaves of the abstract trees. Raises
+    UserError if they do not fit."""
+    import orbax.checkpoint as ocp
+    quiet_orbax()
+    folder = Path(out_dir, 'ckpt', str(step)).absolute()
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            return {name: checkpointer.restore(folder / name, tree) for name, tree in items.items()}
+    except Exception as error:
+        exit_if_peer_died(error)
+        raise UserError(f'{folder} does not fit the model or is damaged: {type(error).__name__}: {error}') from error
+
+
+def load_run(out_dir, which='best', parallel=None, base=''):
+    """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
+    default, on the first device; LoRA's updates merged, with those weights in `base`, if it has moved). Raises
+    UserError if there is none."""
+    step, meta = choose_checkpoint(out_dir, which, ('params', 'meta', 'metrics'))
+    config, lora = GPTConfig(**meta['model']), move_base(meta.get('lora'), base)
+    parallel = parallel or setup_distributed_training(jax.devices()[:1])
+    create = functools.partial(create_lora_state, rank=lora['rank']) if lora else create_train_state
+    state = parallel.abstract_state(create, jax.random.key(0), config, optax.identity())
+    params = restore_items(out_dir, step, {'params': state.params})['params']
+    return config, load_merged(lora, config, parallel, params) if lora else params, meta
+
+
+def load_checkpoint(out_dir, step, state):
+    """The TrainState of checkpoint `step`; `state` is its abstract tree. Raises UserError if it does not fit."""
+    restored = restore_items(out_dir, step, {'params': state.params, 'opt_state': opt_state_item(state)})
+    return state.replace(params=restored['params'], **restored['opt_state'])

@@ -1,0 +1,272 @@
+"""Token files -> batches: contiguous uint16 or uint32 without a header, memory-mapped."""
+import functools
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jax_files.tokenizers import locate_tokenizer
+from jax_flags import UserError, ceil_div
+
+
+def relative_path(path):
+    """The path from the current folder, short in messages; unchanged if it is on another drive (Windows)."""
+    try:
+        return Path(os.path.relpath(path))
+    except ValueError:
+        return Path(path)
+
+
+def remedy_for(data_dir):
+    """What to do about a data set that is missing or damaged."""
+    prepare = data_dir / 'prepare.py'
+    if prepare.exists():
+        return f'run: python {prepare}'
+    return f'there is no {prepare} to make it; see "Your own text" in README.md'
+
+
+# writes the meta.json of a data set of characters from nanoGPT's meta.pkl
+CONVERT_META = """import json, pickle, sys; folder = sys.argv[1]; \
+itos = pickle.load(open(folder + '/meta.pkl', 'rb'))['itos']; chars = ''.join(itos[i] for i in range(len(itos))); \
+meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars}}; \
+json.dump(meta, open(folder + '/meta.json', 'w'))"""
+
+
+def load_dataset_meta(data_dir):
+    """{'vocab_size', 'dtype', 'tokenizer', 'max_id', 'train_tokens', 'val_tokens'} of a data set, from its meta.json,
+    the last three None if it lacks them. A folder without a meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE.
+    Raises UserError for a missing data set and a damaged meta.json."""
+    data_dir = relative_path(data_dir)
+    remedy = remedy_for(data_dir)
+    meta = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
+    checked = {'max_id': None, 'train_tokens': None, 'val_tokens': None}  # as prepare.py has counted them
+    if (data_dir / 'meta.json').exists():
+        try:
+            found = json.loads((data_dir / 'meta.json').read_text(encoding='utf-8'))
+            meta = {key: found[key] for key in meta}
+            checked = {key: found.get(key) for key in checked}
+            vocab_size = meta['vocab_size']
+            tokenizer = meta['tokenizer']
+            if meta['dtype'] not in ('uint16', 'uint32'):
+                raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
+            if type(vocab_size) is not int or vocab_size < 1:
+                raise ValueError(f'vocab_size {vocab_size!r} is not a number of tokens')
+            if tokenizer['kind'] not in ('char', 'gpt2', 'folder') or (
+                    tokenizer['kind'] == 'char' and len(tokenizer['chars']) != vocab_size):
+                raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
+                                 '{"kind": "folder", "path": where its tokenizer.json is}')
+            meta['tokenizer'] = locate_tokenizer(tokenizer, data_dir)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
+    elif (data_dir / 'meta.pkl').exists():
+        raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which can run programs and is not loaded; if you trust '
+                        f'it, convert it once: {sys.executable} -c "{CONVERT_META}" {data_dir}')
+    elif not token_files(data_dir, 'train'):
+        raise UserError(f'there is no {data_dir / "train.bin"}; {remedy}')
+    return meta | checked
+
+
+def token_files(data_dir, name):
+    """[data_dir/name.bin], or name_000.bin, name_001.bin, ... in order; [] if there are none. Raises UserError if one
+    of these is missing, or both forms are there."""
+    one = data_dir / f'{name}.bin'
+    several = sorted(data_dir.glob(f'{name}_[0-9]*.bin'), key=lambda path: int(path.stem[len(name) + 1:]))
+    numbers = [int(path.stem[len(name) + 1:]) for path in several]
+    if numbers != list(range(len(numbers))):
+        raise UserError(f'{data_dir} has the files {name}_*.bin of the numbers {numbers}, not 0 to {len(numbers) - 1}')
+    if several and one.exists():
+        raise UserError(f'{data_dir} has both {one.name} and {several[0].name}: remove one of these forms')
+    return several or ([one] if one.exists() else [])
+
+
+class TokenFiles:
+    """Several files of tokens, memory-mapped and read as one array: len(tokens), tokens[slice], tokens[indices]."""
+
+    def __init__(self, paths, dtype):
+        self.files = [np.memmap(path, dtype, mode='r') for path in paths if path.stat().st_size]
+        self.ends = np.cumsum([len(file) for file in self.files])
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            index = np.arange(*index.indices(len(self)))
+        tokens = np.empty(index.shape, self.files[0].dtype)
+        file_of = np.searchsorted(self.ends, index, side='right')
+        for i in np.unique(file_of):
+            here = file_of == i
+            tokens[here] = self.files[i][index[here] - (self.ends[i] - len(self.files[i]))]
+        return tokens
+
+
+def open_tokens(paths, dtype):
+    return np.memmap(paths[0], dtype, mode='r') if len(paths) == 1 else TokenFiles(paths, dtype)
+
+
+def load_dataset(data_dir, block_size):
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them; each may be several files, see token_files. Where
+    meta.json holds the largest id, max_id, and the numbers of tokens, only the sizes are checked; otherwise all tokens
+    are read, each process its share.
+
+    Returns ({'train': memmap or TokenFiles, 'val': the same}, vocab_size, tokenizer description), see
+    load_dataset_meta. Raises UserError for missing, short or damaged files and for token ids outside the vocabulary."""
+    data_dir = relative_path(data_dir)
+    meta = load_dataset_meta(data_dir)
+    remedy = remedy_for(data_dir)
+    width = np.dtype(meta['dtype']).itemsize
+    splits = {}
+    for split in ('train', 'val'):
+        path = data_dir / f'{split}.bin'
+        paths = token_files(data_dir, split)
+        if not paths:
+            raise UserError(f'there is no {path}; {remedy}')
+        for file in paths:
+            if file.stat().st_size % width:
+                raise UserError(f'{file} has {file.stat().st_size} bytes, not a multiple of {width} ({meta["dtype"]}): '
+                                f'it is cut short or of another type; {remedy}')
+        size = sum(file.stat().st_size for file in paths)
+        if size // width <= block_size:
+            raise UserError(f'{path} has {size // width} tokens, and block_size={block_size} needs {block_size + 1}; '
+                            'use more text or a smaller --block_size')
+        n_tokens = meta[f'{split}_tokens']
+        if n_tokens not in (None, size // width):
+            raise UserError(f'{path} has {size // width} tokens, its meta.json says {n_tokens}: the file is damaged or '
+                            f'of another data set; {remedy}')
+        splits[split] = open_tokens(paths, meta['dtype'])
+        largest = meta['max_id']
+        if type(largest) is not int or n_tokens is None:  # a wrong id would train silently: read every token
+            starts = range(0, size // width, 10**7)[jax.process_index()::jax.process_count()]
+            largest = max((int(splits[split][i:i + 10**7].max()) for i in starts), default=0)
+        if largest >= meta['vocab_size']:
+            raise UserError(f"{path} has token id {largest}, outside the vocabulary of {meta['vocab_size']}; {remedy}")
+    return splits, meta['vocab_size'], meta['tokenizer']
+
+
+def load_masks(data_dir, splits):
+    """{split: tokens} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
+    assistant's tokens do, else 0. {} for a data set without masks, in which all tokens count. Raises UserError for a
+    mask of another length than its tokens."""
+    masks = {}
+    for split, tokens in splits.items():
+        paths = token_files(relative_path(data_dir), f'{split}_mask')
+        if paths:
+            masks[split] = open_tokens(paths, np.uint8)
+    if masks and {split: len(tokens) for split, tokens in splits.items()} != {s: len(m) for s, m in masks.items()}:
+        raise UserError(f'the masks in {data_dir} do not belong to its tokens; {remedy_for(Path(data_dir))}')
+    return masks
+
+
+def describe_data(splits, tokenizer):
+    """A fingerprint of the data, {name: number}, from the tokenizer, the sizes, the first and the last million
+    tokens."""
+    values = {'the tokenizer': zlib.crc32(json.dumps(tokenizer).encode())}
+    for split, tokens in splits.items():
+        values[f'tokens in {split}.bin'] = len(tokens)
+        values[f'content of {split}.bin'] = zlib.crc32(tokens[-10**6:], zlib.crc32(tokens[:10**6]))
+    return values
+
+
+def check_ids(x, y, vocab_size, split):
+    """Raises UserError if windows of a split hold an id that is not below vocab_size: load_dataset trusts meta.json."""
+    if max(x.view(np.uint32).max(), y.view(np.uint32).max()) >= vocab_size:
+        raise UserError(f'the {split} tokens have an id outside the vocabulary of {vocab_size}, which meta.json '
+                        'denies: they have been changed; run the prepare.py of the data set again')
+
+
+DATA, DROPOUT = range(2)  # RNG stream ids
+SHUFFLED_IN_MEMORY = 2**24  # windows; an epoch of more is shuffled by a function of the index, without memory
+
+
+def epoch_windows(n_tokens, block_size, seed, epoch, index):
+    """The starts of the windows numbered `index` of an epoch: a random offset, then contiguous windows of block_size
+    tokens, shuffled."""
+    n_windows = count_windows(n_tokens, block_size)
+    if n_windows <= SHUFFLED_IN_MEMORY:
+        return shuffled_windows(n_tokens, block_size, seed, epoch)[index]
+    rng = np.random.default_rng([seed, DATA, epoch])
+    offset = rng.integers(n_tokens - n_windows * block_size)
+    return offset + block_size * permute_index(index, n_windows, rng.integers(2**32, size=6, dtype=np.uint64))
+
+
+@functools.lru_cache(maxsize=4)
+def shuffled_windows(n_tokens, block_size, seed, epoch):
+    """epoch_windows of all indices."""
+    n_windows = count_windows(n_tokens, block_size)
+    rng = np.random.default_rng([seed, DATA, epoch])
+    offset = rng.integers(n_tokens - n_windows * block_size)
+    return offset + block_size * rng.permutation(n_windows)
+
+
+def permute_index(index, n, keys):
+    """The places of the indices in a permutation of range(n) that `keys`, uint64 of 32 bits, choose: a Feistel network
+    over the next power of four, applied again to what is not below n (cycle walking; Black and Rogaway 2002,
+    doi:10.1007/3-540-45760-7_9)."""
+    half = np.uint64(ceil_div(int(n - 1).bit_length(), 2))
+    low = np.uint64((1 << int(half)) - 1)
+    x = np.asarray(index, np.uint64).copy()
+    outside = np.ones(x.shape, bool)
+    while outside.any():
+        left, right = x[outside] >> half, x[outside] & low
+        for key in keys:
+            mixed = (right ^ key) * np.uint64(0x9e3779b97f4a7c15)  # modulo 2**64
+            mixed ^= mixed >> np.uint64(29)
+            mixed *= np.uint64(0xbf58476d1ce4e5b9)
+            left, right = right, left ^ (mixed >> np.uint64(32) & low)
+        x[outside] = left << half | right
+        outside = x >= n
+    return x.astype(np.int64)
+
+
+def count_windows(n_tokens, block_size):
+    """Windows in an epoch: one less than fit (if several do), which leaves at least block_size offsets to draw from."""
+    return max(1, (n_tokens - 1) // block_size - 1)
+
+
+def get_windows(tokens, start, block_size):
+    """x and y, int32 [len(start), block_size]: the windows of `tokens` at `start`, and these shifted by one token."""
+    window = tokens[start[:, None] + np.arange(block_size + 1)].astype(np.int32)
+    return window[:, :-1], window[:, 1:]
+
+
+def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
+    """The sequences of one iteration, x and y, int32 [n_rows, block_size]; only those numbered `rows`, if given.
+    A pure function of its arguments: sequences iteration * n_rows and following of an endless shuffled stream, in which
+    an epoch holds every window once. (nanoGPT draws windows at random: an epoch's worth misses 1/e of the tokens.)
+    With another n_rows the same iteration means other sequences."""
+    rows = np.arange(n_rows) if rows is None else rows
+    epoch, index = np.divmod(iteration * n_rows + rows, count_windows(len(tokens), block_size))
+    start = np.empty(len(rows), np.int64)
+    for e in np.unique(epoch):
+        start[epoch == e] = epoch_windows(len(tokens), block_size, seed, int(e), index[epoch == e])
+    return get_windows(tokens, start, block_size)
+
+
+def get_loss_weights(mask, block_size, n_rows, seed, iteration, rows):
+    """The weight of each target of get_batch_jax(tokens, ...), float32 [len(rows), block_size]: 0 where the mask of the
+    tokens is 0, and a mean of 1 over all n_rows sequences, so that the mean of the weighted losses is that of the
+    tokens that count, however the sequences are split into micro-batches and over devices. None if no token of the
+    iteration counts."""
+    _, counts = get_batch_jax(mask, block_size, n_rows, seed, iteration)
+    if not counts.any():
+        return None
+    return (counts[rows] * (counts.size / counts.sum())).astype(np.float32)
+
+
+def evaluated_windows(tokens, block_size, n_rows):
+    """The starts of the n_rows windows of a split that every evaluation reads, spread evenly over the split."""
+    last = len(tokens) - block_size - 1  # the start of the last window
+    return np.arange(n_rows) * last // max(1, n_rows - 1)
+
+
+def counted_share(mask, block_size, n_rows, split):
+    """The share of the tokens of evaluated_windows that count in the loss. Raises UserError if none does."""
+    share = get_windows(mask, evaluated_windows(mask, block_size, n_rows), block_size)[1].mean()
+    if not share:
+        raise UserError(f'none of the {n_rows} {split} windows of an evaluation has a token that counts, such as an '
+                        "assistant's: use more eval_iters or a larger block_size")
+    return share

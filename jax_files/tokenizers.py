@@ -1,0 +1,325 @@
+"""Text <-> token ids, and chat templates. A small dict, stored in meta.json and in every checkpoint, describes a
+tokenizer."""
+import functools
+import json
+import operator
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+
+from jax_flags import UserError, read_json, write_text
+
+TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
+                   'generation_config.json')  # of a Hugging Face folder; all but the first may be missing
+
+
+class CharTokenizer:
+    stop_tokens = ()  # ids that end a text
+    chat_template = None  # how a chat is written as a text
+    sampling = {}  # what the model's makers sample with, {'temperature': 0.6, ...}
+
+    def __init__(self, chars):
+        self.chars = chars
+        self.vocab_size = len(chars)
+        self.ids = {c: i for i, c in enumerate(chars)}
+
+    def encode(self, text):
+        unknown = sorted(set(text) - self.ids.keys())
+        if unknown:
+            raise UserError(f'the prompt has characters that the model does not know: {" ".join(map(repr, unknown))}; '
+                            f'it knows {self.chars!r}')
+        return [self.ids[c] for c in text]
+
+    def decode(self, ids):
+        return ''.join(self.chars[i] for i in ids)
+
+
+def write_char_tokenizer(chars, folder):
+    """Writes the tokenizer.json of a vocabulary of characters: a BPE without merges."""
+    from tokenizers import Tokenizer, decoders, models
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(chars)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(os.path.join(folder, 'tokenizer.json'))
+
+
+class GPT2Tokenizer:
+    stop_tokens = ()
+    chat_template = None
+    sampling = {}
+
+    def __init__(self):
+        import tiktoken
+        try:
+            self.bpe = tiktoken.get_encoding('gpt2')
+        except Exception as error:  # the first use downloads two files
+            raise UserError(f"tiktoken cannot load GPT-2's BPE ({type(error).__name__}); without a network set "
+                            'TIKTOKEN_CACHE_DIR to the tiktoken cache of a machine that has used it '
+                            '(see "Troubleshooting" in README.md)') from None
+        self.vocab_size = self.bpe.n_vocab
+
+    def encode(self, text):
+        return self.bpe.encode(text, allowed_special={'<|endoftext|>'})
+
+    def decode(self, ids):
+        return self.bpe.decode(ids)
+
+
+MARKS = '\ufdd0\ufdd1'  # around what the assistant says in a rendered chat: noncharacters, which no text has
+
+
+class HFTokenizer:
+    """The tokenizer of a Hugging Face folder: tokenizer.json, with the stop tokens, the chat template and the sampling
+    defaults from the folder's other files. A prompt may contain special tokens; decoding leaves them out."""
+
+    def __init__(self, folder):
+        from tokenizers import Tokenizer
+        folder = Path(folder)
+        try:
+            self.tokenizer = Tokenizer.from_file(str(folder / 'tokenizer.json'))
+        except Exception as error:  # tokenizers raises plain Exceptions
+            raise UserError(f'cannot read {folder / "tokenizer.json"} ({error}); copy or download it again') from None
+        self.ids = self.tokenizer.get_vocab()
+        self.vocab_size = max(self.ids.values(), default=-1) + 1  # not their number: ids may have holes
+        try:
+            self.read_settings(folder)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise UserError(f"the tokenizer's settings in {folder} are malformed ({type(error).__name__}: {error}); "
+                            'copy or download them again') from None
+
+    def read_settings(self, folder):
+        settings = read_json(folder / 'tokenizer_config.json', optional=True)
+        self.generation = read_json(folder / 'generation_config.json', optional=True)
+        config = read_json(folder / 'config.json', optional=True)
+        tokens = {name: settings.get(name) or '' for name in ('bos_token', 'eos_token')}
+        self.special = {name: token['content'] if isinstance(token, dict) else token for name, token in tokens.items()}
+        self.end_token = self.tokenizer.token_to_id(self.special['eos_token'])  # of a document
+        stop_tokens = {self.end_token}
+        for found in (self.generation, config, config.get('text_config') or {}):
+            ids = found.get('eos_token_id')
+            stop_tokens |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
+        self.stop_tokens = tuple(sorted(map(operator.index, stop_tokens - {None})))
+        names = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
+        self.sampling = {name: x for name in names if isinstance(x := self.generation.get(name), (int, float))}
+        self.chat_template = settings.get('chat_template')
+        if isinstance(self.chat_template, list):  # several, by name
+            templates = {each['name']: each['template'] for each in self.chat_template}
+            self.chat_template = templates.get('default', next(iter(templates.values()), None))
+        template = folder / 'chat_template.jinja'
+        if template.exists():
+            self.chat_template = template.read_text(encoding='utf-8')
+
+    def encode(self, text):
+        return self.tokenizer.encode(text).ids
+
+    def encode_document(self, text):
+        """The ids of a training text, with the first token that the model expects, if any, and the end token. The names
+        of special tokens in the text are ordinary text."""
+        if self.end_token is None:
+            raise UserError('the tokenizer has no end token: name one, "eos_token", in its tokenizer_config.json')
+        self.tokenizer.encode_special_tokens = True
+        ids = self.tokenizer.encode(text).ids
+        self.tokenizer.encode_special_tokens = False
+        return ids if ids[-1:] == [self.end_token] else [*ids, self.end_token]
+
+    def decode(self, ids):
+        if '<|channel|>' not in self.ids:
+            return self.tokenizer.decode(ids)
+        # gpt-oss separates its channels by special tokens: they stay, see final_answer
+        ids = [id for id in ids if id not in self.stop_tokens]
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    @functools.cached_property
+    def compiled_template(self):
+        """The folder's chat template. What it marks by {% generation %} ... {% endgeneration %} as the assistant's is
+        rendered between the characters MARKS."""
+        import jinja2.ext
+        import jinja2.sandbox
+
+        class Generation(jinja2.ext.Extension):
+            tags = {'generation'}
+
+            def parse(self, parser):
+                next(parser.stream)
+                begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in MARKS)
+                return [begin, *parser.parse_statements(['name:endgeneration'], drop_needle=True), end]
+
+        def raise_exception(message):
+            raise UserError(f"the model's chat template refuses: {message}")
+
+        def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+            return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+        jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
+        jinja.filters['tojson'] = tojson
+        jinja.globals |= {'raise_exception': raise_exception, 'strftime_now': time.strftime}
+        return jinja.from_string(self.chat_template)
+
+    def render_chat(self, messages, *, add_generation_prompt, marked=False):
+        """The text of messages [{'role': 'system', 'user' or 'assistant', 'content': text}] by the folder's chat
+        template, followed by the beginning of the next answer if add_generation_prompt, and with MARKS around what the
+        template marks as the assistant's if marked. Raises UserError if the template refuses them or fails."""
+        if self.chat_template is None:
+            raise UserError('the model has no chat template: there is none beside its tokenizer.json')
+        try:
+            text = self.compiled_template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
+        except UserError:
+            raise
+        except Exception as error:  # a template is a program
+            raise UserError(f"the model's chat template cannot be rendered: {type(error).__name__}: {error}") from None
+        return text if marked else re.sub(f'[{MARKS}]', '', text)
+
+    def encode_chat(self, messages):
+        """The ids of render_chat, with the beginning of the answer."""
+        text = self.render_chat(messages, add_generation_prompt=True)
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_training_chat(self, messages):
+        """(ids, mask) of a conversation by the folder's chat template; the mask, as long as the ids, is 1 for the
+        assistant's tokens. Those are what the template marks by {% generation %}; without such marks each answer, from
+        the end of the request for it (the generation prompt) to the special token that ends it.
+
+        Raises UserError if the template refuses the messages, or writes an answer differently from where it asks for
+        one."""
+        pieces = re.split(f'[{MARKS}]', self.render_chat(messages, add_generation_prompt=False, marked=True))
+        text = ''.join(pieces)
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
+        added = self.tokenizer.get_added_tokens_decoder()
+        special = {id for id, token in added.items() if token.special}.union(self.stop_tokens)
+        is_special = np.isin(encoding.ids, list(special))
+        bounds = np.cumsum([len(piece) for piece in pieces]).tolist()
+        spans = list(zip(bounds[:-1:2], bounds[1::2]))
+        if not spans:
+            special_spans = list(zip(starts[is_special], ends[is_special]))
+            spans = [self.find_answer(messages, i, text, special_spans)
+                     for i, message in enumerate(messages) if message['role'] == 'assistant']
+        mask = np.zeros(len(starts), np.uint8)
+        for start, end in spans:  # a special token that takes in the spaces after it belongs to what it follows
+            mask[(starts < end) & (ends > start) & ~(is_special & (starts < start))] = 1
+        return encoding.ids, mask
+
+    def find_answer(self, messages, i, text, special_spans):
+        """(start, end) of answer i, as it counts in training, in `text`, the rendering of all messages, whose special
+        tokens have the (start, end) of special_spans. Other renderings, with a mark in place of the answer, tell what
+        the template writes around it, whatever it says and whatever the template rewrites of earlier turns."""
+        refusal = UserError(f"the model's chat template does not write answer {i} where it asks for it; mark what the "
+                            'assistant says in it by {% generation %} ... {% endgeneration %}')
+        marked = [*messages[:i], messages[i] | {'content': MARKS[0]}]
+        around, around_last = (
+            self.render_chat(chat, add_generation_prompt=False, marked=True).split(MARKS[0])
+            for chat in (marked + messages[i + 1:], marked))
+        if not len(around) == len(around_last) == 2 or not text.endswith(around[1]):
+            raise refusal
+        (before, after), (before_last, after_last) = around, around_last
+        content_end = len(text) - len(after)
+        request = self.render_chat(messages[:i], add_generation_prompt=True)
+
+        start = len(request)
+        if not text.startswith(request):  # the template writes earlier turns differently when others follow
+            prompt = request.removeprefix(self.render_chat(messages[:i], add_generation_prompt=False))
+            introduction = before_last.removeprefix(request)  # what the template writes between request and answer
+            if not text.startswith(before) or not before.endswith(prompt + introduction):
+                raise refusal
+            start = len(before) - len(introduction)
+        if start > content_end:
+            raise refusal
+
+        shared = len(os.path.commonprefix([after, after_last]))
+        for special_start, special_end in special_spans:
+            if special_start >= start and special_end > content_end:
+                if special_end <= content_end + shared:
+                    return start, special_end
+                if shared < len(after_last) and not text[content_end:special_start].strip():
+                    return start, special_end  # another one than at the end of a conversation: gpt-oss
+                break
+        return start, content_end + (shared if shared == len(after_last) else 0)
+
+
+def final_answer(text):
+    """What of an answer belongs to the conversation. gpt-oss writes <|channel|>analysis<|message|>...<|end|> first,
+    which its template takes for an error in a message. (<think>...</think> is for the other models' templates to drop.)
+    """
+    if '<|channel|>' not in text:
+        return text
+    return text.partition('<|channel|>final<|message|>')[2].partition('<|end|>')[0]
+
+
+def strip_partial_utf8(text):
+    """The text without an incomplete character at its end: a token may end within one, which decodes to U+FFFD."""
+    return text.rstrip('\ufffd')
+
+
+def load_tokenizer(description):
+    """The tokenizer that a description {'kind': 'char', 'chars': ...}, {'kind': 'gpt2'} or {'kind': 'folder', 'path':
+    ...} means: it has encode(text), decode(ids), vocab_size, stop_tokens, chat_template. UserError for any other."""
+    kind = description.get('kind')
+    if kind == 'char':
+        return CharTokenizer(description['chars'])
+    if kind == 'gpt2':
+        return GPT2Tokenizer()
+    if kind == 'folder':
+        return HFTokenizer(description['path'])
+    raise UserError(f'unknown kind of tokenizer {kind!r}')
+
+
+def describe_tokenizer(model_path, vocab_size):
+    """The description of the tokenizer of a pretrained model: its folder's tokenizer.json, or GPT-2's if the size of
+    the vocabulary is GPT-2's; None if it is unknown."""
+    folder = model_path if os.path.isdir(model_path) else os.path.dirname(model_path)
+    if os.path.exists(os.path.join(folder, 'tokenizer.json')):
+        return {'kind': 'folder', 'path': os.path.abspath(folder)}
+    return {'kind': 'gpt2'} if 50257 <= vocab_size <= 50304 else None
+
+
+def locate_tokenizer(description, folder):
+    """The description with its path, if it has one, relative to the current folder instead of relative to `folder`."""
+    if description.get('kind') != 'folder':
+        return description
+    return description | {'path': os.path.join(folder, os.path.expanduser(description['path']))}
+
+
+def same_tokens(a, b):
+    """Whether the ids of two tokenizers, given by their descriptions, mean the same tokens."""
+    kinds = {a['kind'], b['kind']}
+    if 'gpt2' not in kinds:
+        return load_tokenizer(a).ids == load_tokenizer(b).ids
+    if kinds == {'gpt2', 'folder'}:  # without loading GPT-2's BPE, which may need a network
+        ids = load_tokenizer(a if a['kind'] == 'folder' else b).ids
+        return all(ids.get(token) == id for token, id in (('the', 1169), ('\u0120the', 262), ('<|endoftext|>', 50256)))
+    return kinds == {'gpt2'}
+
+
+def check_tokens(data, dataset, model, model_name, vocab_size):
+    """The description of the tokenizer of a run that trains a pretrained model with a data set, given those of both,
+    the model's None if it is unknown. Raises UserError unless their ids mean the same tokens: the data set would train
+    the model on nonsense."""
+    if model and same_tokens(data, model):
+        return model
+    if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
+        return data
+    remedy = f'make it with: python data/shakespeare/prepare.py my.txt --tokenizer={model_name} --out_dir=data/mine'
+    if not model:
+        remedy = f'put the tokenizer.json of {model_name} beside its weights'
+    raise UserError(f'dataset {dataset} has other tokens than {model_name}, their ids mean something else; {remedy}')
+
+
+def copy_tokenizer(description, folder):
+    """Copies the files of a tokenizer of the kind 'folder' into `folder`, generation_config.json with all end tokens.
+    Raises UserError if they cannot be read."""
+    if description['kind'] != 'folder' or os.path.realpath(description['path']) == os.path.realpath(folder):
+        return
+    tokenizer = HFTokenizer(description['path'])
+    os.makedirs(folder, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if os.path.exists(os.path.join(description['path'], name)):
+            shutil.copyfile(os.path.join(description['path'], name), os.path.join(folder, name))
+        elif os.path.exists(os.path.join(folder, name)):
+            os.remove(os.path.join(folder, name))  # an earlier tokenizer's
+    generation = tokenizer.generation | {'eos_token_id': list(tokenizer.stop_tokens)}
+    write_text(os.path.join(folder, 'generation_config.json'), json.dumps(generation, indent=2) + '\n')

@@ -1,0 +1,209 @@
+"""Loops shaped for XLA:CPU, and all that is private to JAX. A reader may skip this file; without it CPUs compute
+the same, slower: docs/performance.md has the price of each."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as Spec
+
+from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, current_mesh
+
+
+def as_row_major(x):
+    """x. On a CPU, XLA is told to lay it out row-major at this point; on a mesh it could not partition that."""
+    try:
+        from jax.experimental.layout import Layout, with_layout_constraint
+        row_major = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    except ImportError:  # only slower
+        return x
+    return x if current_mesh() else jax.lax.platform_dependent(x, cpu=row_major, default=lambda x: x)
+
+
+def transpose_materialized(x):
+    """x.swapaxes(-1, -2). bfloat16 on a CPU is also moved in memory: XLA:CPU's fast bfloat16 matmul takes row-major [M,
+    K] and [K, N] only, and converts everything else to float32 (2.3 times slower, docs/performance.md#matmul)."""
+    x = x.swapaxes(-1, -2)
+    return as_row_major(x) if x.dtype == jnp.bfloat16 else x
+
+
+def two_rows(multiply, x, y):
+    """multiply(x, y). A single row x [..., 1, K] is multiplied twice: for a matmul of one row XLA:CPU converts a
+    bfloat16 matrix to float32, and hoists the copies of all weights out of the decode loop."""
+    if x.size > x.shape[-1]:
+        return multiply(x, y)
+    return multiply(jnp.concatenate([x, x], axis=-2), y)[..., :1, :]
+
+
+def nt(x_RxI, w_OxI, dtype=jnp.float32):
+    """x @ w.T, accumulated in dtype."""
+    if x_RxI.dtype == jnp.uint8:
+        return nt_uint8().bind(x_RxI, w_OxI)
+    return jax.lax.dot_general(x_RxI, w_OxI, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
+    """x @ w.T as (w @ x.T).T. The barrier keeps XLA from swapping the operands back and from fusing what follows."""
+    R = len(x_RxI)
+    n_padding = -R % 4 if R > 1 else 0  # five rows take longer than eight
+    x_RxI = jnp.pad(x_RxI, ((0, n_padding), (0, 0)))
+    return jax.lax.optimization_barrier(nt(w_OxI, x_RxI, dtype)).T[:R]
+
+
+@functools.cache
+def nt_uint8():
+    """The primitive x @ w.T of uint8 x and int8 w -> int32. CPUs have instructions for this pair (VNNI), which XLA:CPU
+    uses: int8 by int8 takes 1.4 to 2.6 times as long. JAX's own lowering converts operands of two dtypes to int32."""
+    from jax.extend.core import Primitive
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
+    from jax.interpreters import mlir
+
+    def lower(context, x_RxI, w_OxI):
+        y_RxO = ir.RankedTensorType.get(context.avals_out[0].shape, ir.IntegerType.get_signless(32))
+        return [stablehlo.dot_general(y_RxO, x_RxI, w_OxI, stablehlo.DotDimensionNumbers.get([], [], [1], [1]))]
+
+    primitive = Primitive('nt_uint8')
+    primitive.def_abstract_eval(lambda x, w: jax.core.ShapedArray((x.shape[0], w.shape[0]), np.dtype('int32')))
+    mlir.register_lowering(primitive, lower, platform='cpu')
+    return primitive
+
+
+@functools.cache
+def cpu_multiplies_uint8():
+    """Whether nt_uint8 compiles: XLA may not have it for this CPU, and a later JAX not what it is made of."""
+    shapes = (jax.ShapeDtypeStruct((64, 64), jnp.uint8), jax.ShapeDtypeStruct((2, 64), jnp.int8))
+    try:
+        with jax.default_device(jax.local_devices(backend='cpu')[0]):
+            jax.jit(nt_uint8().bind).lower(*shapes).compile()
+    except (ImportError, AttributeError, jax.errors.JaxRuntimeError):
+        return False
+    return True
+
+
+def lane_terms(n, least, most):
+    """The largest t from `least` to `most` for which 32 t divides n, or None: a row of n elements is then split into
+    blocks, each summed as 32 sums of t terms side by side."""
+    return max((terms for terms in range(least, most + 1) if n % (32 * terms) == 0), default=None)
+
+
+bfloat16_lane_terms = functools.partial(lane_terms, least=4, most=20)  # of nt_bfloat16_row
+int8_lane_terms = functools.partial(lane_terms, least=3, most=6)  # of int8_matvec
+
+
+def nt_bfloat16_row(x_1xI, w_OxI):
+    """x @ w.T -> float32 [1, O] of bfloat16 arrays, one row of x: reads weights at twice the rate of the matmul of two
+    rows (docs/performance.md#bfloat16).
+
+    The loop is shaped for XLA:CPU: 32 sums side by side fill vector registers; at most 20 terms each, or LLVM does not
+    unroll them; two halves of the rows in one reduction, because a reduction of one operand is compiled as a library
+    call, which is slower, and because two streams are prefetched faster than one; a matmul with ones adds up the 32."""
+    O, I = w_OxI.shape
+    n_pairs, terms = O // 2, bfloat16_lane_terms(I)
+    n_blocks = I // (32 * terms)
+
+    def multiply(x_I, w_OxI):
+        halves = w_OxI[:2 * n_pairs].astype(jnp.float32).reshape(2, n_pairs, n_blocks, terms, 32)
+        products = [half * x_I.reshape(n_blocks, terms, 32) for half in halves]
+        sums = jax.lax.reduce(products, [np.float32(0)] * 2, lambda a, b: [a[0] + b[0], a[1] + b[1]], (2,))
+        sums = [half.reshape(n_pairs, n_blocks * 32) for half in jax.lax.optimization_barrier(sums)]
+        sums = [nt_weights_left(jnp.ones((1, n_blocks * 32)), half) for half in sums]
+        odd_row = nt(x_I[None], w_OxI[2 * n_pairs:].astype(jnp.float32))
+        return jnp.concatenate([*sums, odd_row], axis=1)
+
+    x_I = x_1xI[0].astype(jnp.float32)
+    return fusion_barrier(~jnp.isnan(x_I[0]), multiply, np.nan, x_I, w_OxI)
+
+
+def fusion_barrier(condition, f, otherwise, *args):
+    """f(*args), which is `otherwise` everywhere where the condition is false. XLA:CPU moves nothing across a condition:
+    it neither computes x again for each row of the weights (5 times as slow), nor converts the weights of all layers
+    ahead of the decode loop."""
+    y = jax.eval_shape(f, *args)
+    return jax.lax.cond(condition, f, lambda *args: jnp.full(y.shape, otherwise, y.dtype), *args)
+
+
+def as_uint8(x):
+    """int8 x as uint8 x + 128: another highest bit."""
+    return jax.lax.bitcast_convert_type(x ^ -128, jnp.uint8)
+
+
+def as_int8(values):
+    """The values of an Int8, which may be stored by as_uint8, in int8."""
+    return jax.lax.bitcast_convert_type(values ^ 128, jnp.int8) if values.dtype == jnp.uint8 else values
+
+
+def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
+    """multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies with its shard of w. XLA's partitioner would
+    gather w where int8_matvec splits its rows."""
+    mesh = current_mesh()
+    n_ranks = mesh.shape['tensor'] if mesh else 1
+    if n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0:
+        specs = {'in_specs': (Spec(), Spec('tensor')), 'out_specs': Spec(None, 'tensor')}
+        return jax.shard_map(multiply, **specs, axis_names={'tensor'}, check_vma=False)(x_RxI, w_OxI)
+    if n_ranks > 1 and tp == ROW_PARALLEL and x_RxI.shape[1] % n_ranks == 0:
+        partial_sum = lambda x_RxI, w_OxI: jax.lax.psum(multiply(x_RxI, w_OxI), 'tensor')
+        specs = {'in_specs': (Spec(None, 'tensor'), Spec(None, 'tensor')), 'out_specs': Spec()}
+        return jax.shard_map(partial_sum, **specs, axis_names={'tensor'}, check_vma=False)(x_RxI, w_OxI)
+    return multiply(x_RxI, w_OxI)
+
+
+def int16_levels(n):
+    """The largest magnitude to which n activations are quantized: a sum of n matmul terms fits into int32, and a level
+    is 256 a + b with a and b in int8. 22,016 for 768 activations."""
+    return min(127 * 256 + 127, (2**31 - 1) // (127 * n))
+
+
+def multiply_integers(x_RxI, w_OxI):
+    """x @ w.T of int16 x and the values of an Int8, exact, then in float32."""
+    multiply = int8_matvec if len(x_RxI) == 1 and int8_lane_terms(x_RxI.shape[1]) else int8_matmul
+    y_RxO = multiply(x_RxI, w_OxI)
+    if w_OxI.dtype == jnp.uint8:  # values + 128: int32 wraps around, and the difference is exact
+        y_RxO -= 128 * x_RxI.sum(1, keepdims=True, dtype=jnp.int32)
+    return y_RxO.astype(jnp.float32)
+
+
+def int8_matmul(x_RxI, w_OxI):
+    """x @ w.T -> int32 of int16 x and int8 or uint8 weights. XLA:CPU's fast matmuls take x in int8: x = 256 high + low,
+    which are twice as many rows."""
+    high_RxI = (x_RxI + 128) >> 8
+    low_RxI = x_RxI - 256 * high_RxI
+    y_2RxO = nt_weights_left(jnp.concatenate([high_RxI, low_RxI]).astype(jnp.int8), w_OxI, jnp.int32)
+    high_RxO, low_RxO = jnp.split(y_2RxO, 2)
+    return 256 * high_RxO + low_RxO
+
+
+def int8_matvec(x_1xI, w_OxI):
+    """int8_matmul for one row: 32 integer sums side by side, which read weights at nearly the rate of the memory
+    (docs/lab_log.md#int8-matmuls). The terms of a block are added one by one: a reduction over terms and another over
+    the sums are one loop in jaxlib 0.10 only; 0.12 stores the sums between its two."""
+    terms = int8_lane_terms(x_1xI.shape[1])
+    w, x = (a.reshape(len(a), -1, terms, 32) for a in (w_OxI, x_1xI))
+    sums = sum(w[:, :, i].astype(jnp.int32) * x[:, :, i].astype(jnp.int32) for i in range(terms))
+    return sums.sum((1, 2))[None]
+
+
+STORED_AS = {'bfloat16': 'uint16', 'float8_e4m3fn': 'uint8'}  # on CPUs, see init_cache in jax_generate.py
+
+
+def held_dtype(cache):
+    """cache.dtype; of an array that holds floats as their bits (STORED_AS), their dtype."""
+    return jnp.dtype(next((held for held, stored in STORED_AS.items() if stored == cache.dtype), cache.dtype))
+
+
+def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
+    """cache.at[b, :, slot].set(x), cast to the dtype that the cache holds; out-of-range slots are ignored. Both arrays
+    may have a last axis K in addition.
+
+    Each head is indexed, too: otherwise XLA:TPU stores the cache with heads next to K, and copies all of it before and
+    after a loop of decoding. XLA:CPU lowers a one-slot scatter to an update that is fused again into every reader and
+    copies the cache each step (3.7 ms a step instead of 0.7 ms). Writing the vector twice, once out of range, keeps it
+    a scatter."""
+    x_BxTxG = jax.lax.bitcast_convert_type(x_BxTxG.astype(held_dtype(cache_BxGxS)), cache_BxGxS.dtype)
+    if slot_BxT.size == 1:
+        x_BxTxG = jnp.concatenate([x_BxTxG, x_BxTxG], axis=1)
+        out_of_range = jnp.full_like(slot_BxT, cache_BxGxS.shape[2])
+        slot_BxT = jnp.concatenate([slot_BxT, out_of_range], axis=1)
+    slot_BxTxG = jnp.broadcast_to(slot_BxT[..., None], x_BxTxG.shape[:3])
+    write = lambda cache_S, x_T, slot_T: cache_S.at[slot_T].set(x_T, mode='drop')
+    return jax.vmap(jax.vmap(write, (0, 1, 1)))(cache_BxGxS, x_BxTxG, slot_BxTxG)

@@ -1,0 +1,186 @@
+"""Mixture of experts: tokens to the experts that the router chose, and back."""
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as Spec
+
+from jax_flags import ceil_div
+from jax_ops.sharding import EXPERTS, batch_axes, current_mesh
+
+
+def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False):
+    """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in x's dtype: a mixture of
+    experts.
+
+    weights: tree of [E, ...]. scale_input: the weight scales f's input instead of its output. On a mesh (expert
+    parallelism) a device has some experts: it all-gathers the tokens over the expert axis, computes its own experts,
+    and reduce-scatters the sums back. With at least 4 U ranks it sends each token to the ranks of its experts only
+    (exchange_tokens)."""
+    def mix(weights, first_expert, x_PxD, expert_PxU, weight_PxU):
+        x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, x_PxD.shape[1]))
+        scale_PxUx1 = weight_PxU[..., None]
+        if scale_input:
+            x_PxUxD = (x_PxUxD * scale_PxUx1).astype(x_PxD.dtype)
+            scale_PxUx1 = 1
+        y_RxD = grouped_experts(f, weights, x_PxUxD.reshape(-1, x_PxD.shape[1]), expert_PxU.ravel() - first_expert)
+        return (y_RxD.reshape(x_PxUxD.shape) * scale_PxUx1).sum(1).astype(x_PxD.dtype)  # before it is sent
+
+    mesh = current_mesh()
+    if mesh is None:
+        return mix(weights, 0, x_PxD, expert_PxU, weight_PxU)
+    E, n_ranks = len(jax.tree.leaves(weights)[0]), mesh.shape['expert']
+    axes = EXPERTS if E % (n_ranks * mesh.shape['tensor']) == 0 else ('expert',)
+    batch = batch_axes(len(x_PxD))
+
+    def mix_own(weights, *tokens):
+        """The part of this device's experts, summed over tensor; over expert, too, if tokens are replicated there."""
+        first_expert = jax.lax.axis_index(axes) * len(jax.tree.leaves(weights)[0])
+        y_PxD = mix(weights, first_expert, *tokens)
+        with jax.named_scope('reduce_scatter'):
+            return jax.lax.psum(y_PxD, [axis for axis in axes if axis != 'expert' or not batch])
+
+    def mix_local(weights, *tokens):
+        n_tokens, U = tokens[1].shape
+        capacity = max(64, ceil_div(2 * n_tokens * U, n_ranks))  # twice those of balanced routing; few rows vary more
+        if batch and 2 * capacity <= n_tokens:  # at most half of what the all-gather sends
+            return exchange_tokens(mix_own, E // n_ranks, capacity, weights, *tokens)
+        if batch:
+            with jax.named_scope('all_gather'):
+                tokens = [jax.lax.all_gather(x, 'expert', tiled=True) for x in tokens]
+        y_PxD = mix_own(weights, *tokens)
+        with jax.named_scope('reduce_scatter'):
+            return jax.lax.psum_scatter(y_PxD, 'expert', tiled=True) if batch else y_PxD
+
+    in_specs = (Spec(axes), Spec(batch), Spec(batch), Spec(batch))
+    mix_sharded = jax.shard_map(mix_local, in_specs=in_specs, out_specs=Spec(batch), check_vma=False)
+    return mix_sharded(weights, x_PxD, expert_PxU, weight_PxU)
+
+
+def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU, weight_PxU):
+    """reduce_scatter(mix(weights, *all_gather(tokens))) over the expert axis, inside shard_map, where mix computes the
+    experts of its rank and ignores the others; each token is sent only to the ranks of its experts, once to each.
+
+    A round is an all-to-all of `capacity` rows for each of M ranks, unused ones with expert -1, mix, and an all-to-all
+    of the results. There are as many rounds as the largest number of rows from one rank to another needs, so no token
+    is dropped; with balanced routing one is enough. (ragged_all_to_all needs no capacity; XLA:CPU cannot run it.)"""
+    n_tokens, U = expert_PxU.shape
+    M = jax.lax.axis_size('expert')
+    rank_PxU = expert_PxU // experts_per_rank
+    is_repeat_PxU = jnp.tril(rank_PxU[:, :, None] == rank_PxU[:, None], -1).any(2)  # an earlier expert has this rank
+    rank_R = jnp.where(is_repeat_PxU, M, rank_PxU).ravel()
+    is_sent_RxM = jax.nn.one_hot(rank_R, M, dtype=jnp.int32)
+    slot_R = (jnp.cumsum(is_sent_RxM, 0) * is_sent_RxM).sum(1) - 1  # among the rows for this rank; -1 is not sent
+    n_rounds = ceil_div(jax.lax.pmax(is_sent_RxM.sum(0).max(), 'expert'), capacity)
+
+    def all_to_all(x_RxD):
+        with jax.named_scope('all_to_all'):
+            return jax.lax.all_to_all(x_RxD, 'expert', split_axis=0, concat_axis=0, tiled=True)
+
+    def exchange(i, args, routing):
+        weights, x_PxD, weight_PxU = args
+        expert_PxU, rank_R, slot_R = routing
+        out_of_range_R = M * capacity + jnp.arange(len(slot_R))
+        row_R = jnp.where(slot_R // capacity == i, rank_R * capacity + slot_R % capacity, out_of_range_R)
+
+        def send(x_PxW, unused):
+            rows = jnp.full((M * capacity, x_PxW.shape[1]), unused, x_PxW.dtype)
+            rows = rows.at[row_R].set(jnp.repeat(x_PxW, U, axis=0), mode='drop', unique_indices=True)
+            return all_to_all(rows)
+
+        y_RxD = all_to_all(mix(weights, send(x_PxD, 0), send(expert_PxU, -1), send(weight_PxU, 0)))
+        y_RxD = y_RxD.at[row_R].get(mode='fill', fill_value=0, unique_indices=True)
+        return y_RxD.reshape(n_tokens, U, -1).sum(1, dtype=jnp.float32)
+
+    y_PxD = sum_rounds(exchange, n_rounds, (weights, x_PxD, weight_PxU), (expert_PxU, rank_R, slot_R))
+    return y_PxD.astype(x_PxD.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sum_rounds(f, n, args, constants):
+    """sum(f(i, args, constants) for i in range(n)), where n is traced, and 1 as a rule: only the first call saves what
+    its backward pass needs, the others are recomputed."""
+    return jax.lax.fori_loop(1, n, lambda i, y: y + f(i, args, constants), f(0, args, constants))
+
+
+def sum_rounds_fwd(f, n, args, constants):
+    y, vjp = jax.vjp(lambda args: f(0, args, constants), args)
+    y = jax.lax.fori_loop(1, n, lambda i, y: y + f(i, args, constants), y)
+    return y, (vjp, n, args, constants)
+
+
+def sum_rounds_bwd(f, residuals, g):
+    vjp, n, args, constants = residuals
+
+    def add_round(i, grads):
+        _, vjp = jax.vjp(lambda args: f(i, args, constants), args)
+        return jax.tree.map(jnp.add, grads, vjp(g)[0])
+
+    return None, jax.lax.fori_loop(1, n, add_round, vjp(g)[0]), None
+
+
+sum_rounds.defvjp(sum_rounds_fwd, sum_rounds_bwd)
+
+
+def grouped_experts(f, weights, x_RxD, expert_R):
+    """[f(weights[expert_R[r]], x_RxD[r]) for every row r], zeros where expert_R[r] is not in 0 .. E-1; a grouped
+    matmul.
+
+    Rows are sorted by expert and padded to blocks of b rows of one expert each. Example with b = 2, experts of the rows
+    [1, 0, 1, 1]: sorted rows 1 | 0 2 3, blocks [1, -] [0, 2] [3, -], experts of the blocks [0, 1, 1]. The
+    arrays have n blocks, the most that R rows can need; only those in use are computed."""
+    E = len(jax.tree.leaves(weights)[0])
+    R, D = x_RxD.shape
+    expert_R = jnp.where((expert_R >= 0) & (expert_R < E), expert_R, E)  # rows of no expert are sorted to the end
+    b = max(1, min(ceil_div(R, E), 64))  # larger blocks pad more, smaller ones read weights more often
+    n = R // b + min(E, R)
+    rows_E = jnp.zeros(E, jnp.int32).at[expert_R].add(1, mode='drop')
+    blocks_E = ceil_div(rows_E, b)
+    block_end_E = jnp.cumsum(blocks_E)
+    # row s of the sorted rows belongs in slot s + shift of its expert
+    shift_E = (block_end_E - blocks_E) * b - (jnp.cumsum(rows_E) - rows_E)
+    order_R = jnp.argsort(expert_R)
+    sorted_expert_R = expert_R[order_R]
+    shift_R = jnp.where(sorted_expert_R < E, shift_E[sorted_expert_R], n * b)  # n * b is out of range
+    slot_R = jnp.zeros(R, jnp.int32).at[order_R].set(shift_R + jnp.arange(R))
+    expert_n = jnp.searchsorted(block_end_E, jnp.arange(n), side='right').clip(0, E - 1)
+    x_nxbxD = jnp.zeros((n * b, D), x_RxD.dtype).at[slot_R].set(x_RxD, mode='drop', unique_indices=True)
+    y_nxbxD = grouped_apply(f, weights, x_nxbxD.reshape(n, b, D), expert_n, block_end_E[-1])
+    return y_nxbxD.reshape(n * b, D).at[slot_R].get(mode='fill', fill_value=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_apply(f, weights, x_nxbxD, expert_n, n_used):
+    """[f(weights[expert_n[i]], x[i]) for i in range(n_used)], zeros for the other blocks [b, D].
+
+    The gradients of the weights are accumulated in place; JAX's own rule adds a zero gradient for all experts in every
+    iteration of the loop."""
+    def block(i, y):
+        return y.at[i].set(f(take_expert(weights, expert_n[i]), x_nxbxD[i]))
+
+    return jax.lax.fori_loop(0, n_used, block, jnp.zeros_like(x_nxbxD))
+
+
+def take_expert(weights, e):
+    """weights[e] of every leaf [E, ...]."""
+    return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, e, keepdims=False), weights)
+
+
+def grouped_apply_fwd(f, *args):
+    return grouped_apply(f, *args), args
+
+
+def grouped_apply_bwd(f, residuals, g_nxbxD):
+    weights, x_nxbxD, expert_n, n_used = residuals
+
+    def block(i, grads):
+        dweights, dx_nxbxD = grads
+        e = expert_n[i]
+        dw, dx = jax.vjp(f, take_expert(weights, e), x_nxbxD[i])[1](g_nxbxD[i])
+        return jax.tree.map(lambda total, d: total.at[e].add(d), dweights, dw), dx_nxbxD.at[i].set(dx)
+
+    dweights, dx_nxbxD = jax.lax.fori_loop(0, n_used, block, jax.tree.map(jnp.zeros_like, (weights, x_nxbxD)))
+    return dweights, dx_nxbxD, None, None
+
+
+grouped_apply.defvjp(grouped_apply_fwd, grouped_apply_bwd)

@@ -1,0 +1,284 @@
+"""Matrix multiplication of training and decoding, and the kernels that linear() takes: arrays, Int8, Transposed,
+LowRank."""
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ops.cpu import (
+    as_int8, as_row_major, bfloat16_lane_terms, fusion_barrier, int16_levels, multiply_integers, nt, nt_bfloat16_row,
+    nt_weights_left, on_tensor_ranks, transpose_materialized, two_rows)
+from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, current_mesh, gather_positions, shard, shard_positions
+
+
+def all_gather_param(param, dtype, tp=()):
+    """The same parameter; on a mesh, cast to dtype and all-gathered over fsdp. tp is (storage, compute) sharding. The
+    cast comes first to reduce traffic. Int8 weights pass unchanged."""
+    if isinstance(param, Int8):
+        return param
+    if current_mesh():
+        param = param.astype(dtype)
+    with jax.named_scope('all_gather'):
+        for spec in tp:
+            param = shard(param, *spec)
+    return param
+
+
+CUSTOM_MATMUL_GRADIENTS = True  # False: the gradients that JAX derives, for bench_jax.py --ablate=True
+
+
+def matmul_f32_acc(x, y, dtype=None):
+    """x [..., M, K] @ y [..., K, N] in dtype (default: x's), accumulated in float32."""
+    dtype = dtype or x.dtype
+    # GPUs and TPUs accumulate in float32 in either case; XLA:CPU does only where the result is float32
+    multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    through_f32 = lambda x, y: two_rows(multiply, x, y).astype(dtype)
+    direct = lambda x, y: jnp.matmul(x, y, preferred_element_type=dtype)
+    if x.dtype != jnp.bfloat16:
+        return direct(x, y)
+    return jax.lax.platform_dependent(x, y, cpu=through_f32, default=direct)
+
+
+def weight_grad(x, g, dtype):
+    """x.T @ g for x [..., R, I] and g [..., R, O].
+
+    Transposes the activation x. JAX's rule transposes the cotangent g, which XLA:CPU fuses into its element-wise
+    producer (20% slower training step). In bfloat16 a transpose is a copy: if g and the result together are smaller
+    than x, (g.T @ x).T is computed instead."""
+    result_size = math.prod(x.shape[:-2]) * x.shape[-1] * g.shape[-1]
+    if x.dtype == jnp.bfloat16 and x.size > g.size + result_size:
+        return as_row_major(matmul_f32_acc(transpose_materialized(g), x, dtype)).swapaxes(-1, -2)
+    return matmul_f32_acc(transpose_materialized(x), g, dtype)
+
+
+def matmul(x, y, *, transpose_rhs=False, dtype=None, tp=()):
+    """x @ y (x @ y.T with transpose_rhs) in x's dtype, accumulated in float32; the result in dtype (default: x's).
+
+    x is [..., I] with a kernel y [I, O] of any dtype, or both have the same leading axes. tp: COLUMN_PARALLEL or
+    ROW_PARALLEL for a kernel on a mesh: it is all-gathered over fsdp, and again in the backward pass, because keeping
+    it would materialize the full model (ZeRO-3, arXiv:1910.02054)."""
+    if CUSTOM_MATMUL_GRADIENTS:
+        return matmul_vjp(x, y, transpose_rhs, dtype, tp)
+    y = y.astype(x.dtype)
+    return (x @ (y.swapaxes(-1, -2) if transpose_rhs else y)).astype(dtype or x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def matmul_vjp(x, y, transpose_rhs, dtype, tp):
+    y = all_gather_param(y, x.dtype, tp).astype(x.dtype)
+    return matmul_f32_acc(x, transpose_materialized(y) if transpose_rhs else y, dtype)
+
+
+def matmul_fwd(x, y, transpose_rhs, dtype, tp):
+    return matmul_vjp(x, y, transpose_rhs, dtype, tp), (x, y)
+
+
+def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
+    x, y_stored = residuals
+    g = g.astype(x.dtype)
+    if tp == ROW_PARALLEL:
+        g = gather_positions(g)
+    if tp and current_mesh():
+        # The barrier prevents CSE with the forward all-gather, and moving this one out of a loop of micro-steps. It
+        # ties the weights to x, not to g, so that XLA can prefetch them before g is known
+        # (docs/parallelism.md#overlap).
+        y_stored, x = jax.lax.optimization_barrier((y_stored, x))
+    y = all_gather_param(y_stored, x.dtype, tp).astype(x.dtype)
+    dx = matmul_f32_acc(g, y if transpose_rhs else transpose_materialized(y))
+    if y.ndim == 2:
+        x = x.reshape(-1, x.shape[-1])
+        g = g.reshape(-1, g.shape[-1])
+    dy = weight_grad(g, x, y_stored.dtype) if transpose_rhs else weight_grad(x, g, y_stored.dtype)
+    return dx, shard(dy, *tp[0]) if tp else dy  # reduce-scattered to the stored shard
+
+
+matmul_vjp.defvjp(matmul_fwd, matmul_bwd)
+
+
+def matmul_nt(x, w_OxI):
+    """x [..., I] @ w.T -> float32 [..., O]: the matmul of decoding, where weights [O, I] are read once per step.
+
+    XLA:CPU repacks the right operand, so for few rows the weights are the left one
+    (docs/performance.md#weights-on-the-left). In bfloat16 one row has a loop of its own."""
+    x_RxI = x.reshape(-1, x.shape[-1])
+    w_OxI = w_OxI.astype(x.dtype)
+    R, I = x_RxI.shape
+    on_cpu = functools.partial(two_rows, nt)
+    if R <= 64 and x.dtype == jnp.float32:  # 64 rows take 15% less time, 256 rows the same time on either side
+        on_cpu = nt_weights_left
+    elif R == 1 and x.dtype == jnp.bfloat16 and bfloat16_lane_terms(I) and not current_mesh():
+        on_cpu = nt_bfloat16_row
+    y_RxO = jax.lax.platform_dependent(x_RxI, w_OxI, cpu=on_cpu, default=nt)
+    return y_RxO.reshape(*x.shape[:-1], -1)
+
+
+# Kernels of decoding (see convert_params_for_decoding in jax_generate.py) are values of their own, which linear() takes
+# in place of an array [I, O]. All hold one row per output. n_ranks: the outputs of a fused kernel are in the order of
+# this many tensor ranks, see order_by_rank.
+
+class Int8(struct.PyTreeNode):
+    """A matrix [I, O] quantized to int8 with one scale per output: values [..., O, I] and float32 scale [..., O]. As an
+    embedding table [V, D] it has one scale per token. For CPUs, values may be stored as uint8, see as_uint8."""
+    values: jax.Array
+    scale: jax.Array
+    n_ranks: int = struct.field(pytree_node=False, default=1)
+
+
+class Transposed(struct.PyTreeNode):
+    """A matrix [I, O] stored as values [O, I], which a CPU reads faster for one row: float32 by 7 to 15%, bfloat16
+    twice as fast (nt_bfloat16_row)."""
+    values: jax.Array
+    n_ranks: int = struct.field(pytree_node=False, default=1)
+
+
+class LowRank(struct.PyTreeNode):
+    """A frozen matrix [I, O] and its update in training: base + scale * a @ b (LoRA, arXiv:2106.09685), with base an
+    array or Int8, a [I, r], b [r, O] and a scalar scale."""
+    base: Any
+    a: jax.Array
+    b: jax.Array
+    scale: jax.Array
+
+
+def low_rank_update(x, kernel):
+    """What the update of a LowRank kernel adds to x @ kernel.base, in x's dtype."""
+    return matmul(matmul(x, kernel.a), kernel.b) * kernel.scale.astype(x.dtype)
+
+
+def linear(x, kernel, bias=None, *, tp=()):
+    """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8, Transposed or LowRank."""
+    if isinstance(kernel, LowRank):
+        return linear(x, kernel.base, bias, tp=tp) + low_rank_update(x, kernel)
+    if tp == COLUMN_PARALLEL:
+        x = gather_positions(x)
+    if isinstance(kernel, Int8):
+        y = matmul_int8(x, kernel.values, kernel.scale, tp).astype(x.dtype)
+    elif isinstance(kernel, Transposed):
+        y = matmul_nt(x, kernel.values).astype(x.dtype)
+    else:
+        y = matmul(x, kernel, tp=tp)
+    if tp == ROW_PARALLEL:  # each rank holds a partial sum
+        with jax.named_scope('reduce_scatter'):
+            y = shard_positions(y)
+    if bias is not None:
+        y = add_bias(y, bias)
+    return checkpoint_name(y, 'dense')
+
+
+def fused_linear(x, kernel, bias, widths):
+    """jnp.split(linear(x, kernel, bias), ...): several projections fused into one kernel [I, sum(widths)] (c_attn: q,
+    k, v).
+
+    With tensor parallelism the fused columns are brought into the order of ranks (order_by_rank), unless Int8 or
+    Transposed are stored in that order."""
+    if isinstance(kernel, LowRank):
+        updates = jnp.split(low_rank_update(x, kernel), np.cumsum(widths)[:-1], axis=-1)
+        return [y + update for y, update in zip(fused_linear(x, kernel.base, bias, widths), updates)]
+    mesh = current_mesh()
+    if isinstance(kernel, (Int8, Transposed)):
+        n_ranks = kernel.n_ranks
+    else:
+        n_ranks = mesh.shape['tensor'] if mesh else 1
+        if n_ranks > 1:  # stored sharded by rows, so that the order is local; an all-to-all follows, once per step
+            order = lambda kernel: shard(order_by_rank(kernel, widths, n_ranks), *COLUMN_PARALLEL[0])
+            kernel = computed_in(x.dtype, order, kernel)
+    bias = None if bias is None else order_by_rank(bias, widths, n_ranks)
+    y = linear(x, kernel, bias, tp=COLUMN_PARALLEL)
+    ends = np.cumsum(widths)[:-1] // n_ranks
+    parts = jnp.split(y.reshape(*y.shape[:-1], n_ranks, -1), ends, axis=-1)
+    return [part.reshape(*y.shape[:-1], width) for part, width in zip(parts, widths)]
+
+
+def order_by_rank(x, widths, n_ranks):
+    """x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...], so that an equal split over
+    n_ranks keeps heads whole."""
+    parts = [part.reshape(*x.shape[:-1], n_ranks, -1) for part in jnp.split(x, np.cumsum(widths)[:-1], axis=-1)]
+    return jnp.concatenate(parts, axis=-1).reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def computed_in(dtype, f, x):
+    """f(x) for a linear f that only moves elements, of x cast to dtype; the gradient stays in x's dtype."""
+    return f(x.astype(dtype)).astype(x.dtype)
+
+
+def computed_in_fwd(dtype, f, x):
+    return computed_in(dtype, f, x), x
+
+
+def computed_in_bwd(dtype, f, x, g):
+    return jax.vjp(f, x)[1](g)
+
+
+computed_in.defvjp(computed_in_fwd, computed_in_bwd)
+
+
+@jax.custom_vjp
+def add_bias(x, bias):
+    """x [..., O] + bias [O], in x's dtype. The gradient of the bias, a sum over all tokens, is accumulated in
+    float32."""
+    return x + bias.astype(x.dtype)
+
+
+def add_bias_fwd(x, bias):
+    return add_bias(x, bias), bias.dtype.type(0)  # residual: a scalar that carries the dtype
+
+
+def add_bias_bwd(zero, g):
+    return g, g.sum(range(g.ndim - 1), dtype=jnp.float32).astype(zero.dtype)
+
+
+add_bias.defvjp(add_bias_fwd, add_bias_bwd)
+
+
+def quantize(x, dtype, largest=None):
+    """x [..., n] -> (values [..., n] in dtype, an integer or a float8; float32 scale [...]), x being about values *
+    scale: the scale maps the largest magnitude of the last axis to `largest`, by default 127 or the largest float8."""
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    largest = largest or (127 if is_integer else float(jnp.finfo(dtype).max))
+    magnitude = jnp.maximum(x.max(-1), -x.min(-1))  # for abs(x).max(-1) XLA:CPU stores abs(x)
+    scale = jnp.maximum(magnitude.astype(jnp.float32), 1e-30) / largest
+    x = x.astype(jnp.float32) / scale[..., None]
+    return (jnp.round(x) if is_integer else x).astype(dtype), scale
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def matmul_int8(x, w_OxI, scale_O, tp=()):
+    """x [..., I] @ (w * scale).T -> float32 [..., O], for the values and scales of an Int8; tp as in linear().
+
+    On a CPU decoding is bound by reading the weights, and XLA:CPU has fast integer matmuls, so up to 64 rows of x (32
+    where values are int8) are quantized as well, each with one scale: to int16, because in int8 a few large activations
+    would cost the others their precision (docs/performance.md#what-int8-costs). More rows, and other devices, convert
+    the weights instead."""
+    def in_integers(x_RxI, w_OxI):
+        R, I = x_RxI.shape
+        if R > (64 if w_OxI.dtype == jnp.uint8 else 32):
+            return fusion_barrier(x_RxI.any(), converted, 0, x_RxI, w_OxI)
+        x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(I))
+        return fusion_barrier((scale_R > 1e-32).any(), multiply_integers, 0, x_RxI, w_OxI) * scale_R[:, None]
+
+    converted = lambda x_RxI, w_OxI: nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))
+    on_cpu = functools.partial(on_tensor_ranks, in_integers, tp=tp)
+    y_RxO = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), w_OxI, cpu=on_cpu, default=converted)
+    return (y_RxO * scale_O).reshape(*x.shape[:-1], -1)
+
+
+def matmul_int8_fwd(x, w_OxI, scale_O, tp):
+    return matmul_int8(x, w_OxI, scale_O, tp), (x.dtype.type(0), w_OxI, scale_O)
+
+
+def matmul_int8_bwd(tp, residuals, g):
+    """The gradient of x; the weights are frozen."""
+    zero, w_OxI, scale_O = residuals
+    return matmul_f32_acc((g * scale_O).astype(zero.dtype), as_int8(w_OxI).astype(zero.dtype)), None, None
+
+
+matmul_int8.defvjp(matmul_int8_fwd, matmul_int8_bwd)
+
+
+INIT_STD = 0.02

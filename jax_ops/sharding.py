@@ -1,0 +1,131 @@
+"""The mesh and how parameters and activations are sharded over it."""
+import math
+import re
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as Spec
+
+from jax_flags import UserError
+
+AXES = ('data', 'fsdp', 'tensor', 'expert', 'context')
+BATCH = ('data', 'fsdp', 'expert')
+EXPERTS = ('expert', 'tensor')
+
+# How each parameter (and its optimizer state) is stored, by the end of its path; parameters not listed are replicated.
+# c_attn stores [q | k | v], so column shards would not align with heads. It is stored row-sharded and all-gathered per
+# use: 3 D^2 / tensor elements, less than moving q, k and v (3 B T D / tensor) whenever there are more tokens than
+# channels.
+PARTITION_RULES = (
+    ('(wte|lm_head)', Spec('tensor', 'fsdp')),
+    ('wpe', Spec(None, 'fsdp')),
+    ('c_attn/kernel', Spec(('fsdp', 'tensor'), None)),
+    ('(c_fc|c_gate)/kernel', Spec('fsdp', 'tensor')),
+    ('(c_fc|c_gate)/bias', Spec('tensor')),
+    ('c_proj/kernel', Spec('tensor', 'fsdp')),
+    (r'experts_\w+/kernel', Spec(EXPERTS, 'fsdp', None)),
+    (r'experts_\w+/bias', Spec(EXPERTS, None)),
+)
+
+# (storage, compute) sharding of the kernels of column-parallel and row-parallel layers (Megatron-LM, arXiv:1909.08053)
+COLUMN_PARALLEL = ('fsdp', 'tensor'), (None, 'tensor')
+ROW_PARALLEL = ('tensor', 'fsdp'), ('tensor', None)
+
+
+def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
+    """Mesh of `devices` with the axes AXES, of sizes (the rest, fsdp, tp_size, expert, context); ranks of a tensor
+    group, which communicate most, are neighbours. Raises UserError if the sizes do not divide the number of devices."""
+    if min(tp_size, fsdp, expert, context) < 1 or len(devices) % (tp_size * fsdp * expert * context):
+        valid = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
+        raise UserError(f'fsdp={fsdp} x tensor={tp_size} x expert={expert} x context={context} does not divide '
+                        f'{len(devices)} devices; the product may be one of {valid}')
+    shape = (len(devices) // (fsdp * expert * context * tp_size), fsdp, expert, context, tp_size)
+    if devices[0].platform == 'tpu':  # neighbours on the torus of links
+        from jax.experimental import mesh_utils
+        devices = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    devices = np.moveaxis(np.reshape(devices, shape), -1, AXES.index('tensor'))
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def current_mesh():
+    """The mesh set by the caller (jax.set_mesh), or None, also inside shard_map, where code is that of one device. pmap
+    sets a mesh too, without our axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if mesh.axis_names == AXES and AxisType.Manual not in mesh.axis_types else None
+
+
+def shard(x, *spec):
+    """x; on a mesh, sharded by `spec`: per dimension the name of an axis, a tuple of names, or None (replicated)."""
+    return jax.lax.with_sharding_constraint(x, Spec(*spec)) if current_mesh() else x
+
+
+def position_axes(n_positions, *axes):
+    """Those of `axes` over which n_positions are sharded on the current mesh: the last ones are dropped until they
+    divide."""
+    mesh = current_mesh()
+    while axes and (mesh is None or n_positions % math.prod(mesh.shape[axis] for axis in axes)):
+        axes = axes[:-1]
+    return axes
+
+
+def shard_positions(x):
+    """x [B, T, ...]; on a mesh, its positions are sharded over context and tensor, as between blocks, where norms and
+    sums need one position at a time (sequence parallelism, arXiv:2205.05198)."""
+    return shard(x, BATCH, position_axes(x.shape[1], 'context', 'tensor'), *[None] * (x.ndim - 2))
+
+
+def gather_positions(x):
+    """x [B, T, ...] of shard_positions; on a mesh, its positions are all-gathered over tensor."""
+    x = shard_positions(x)  # or XLA would gather it before a cast
+    return shard(x, BATCH, position_axes(x.shape[1], 'context'), *[None] * (x.ndim - 2))
+
+
+def batch_axes(n_rows):
+    """The axes of the current mesh over which n_rows rows are sharded: BATCH, or () if they do not divide or there is
+    no mesh."""
+    mesh = current_mesh()
+    return () if not mesh or n_rows % math.prod(mesh.shape[axis] for axis in BATCH) else BATCH
+
+
+def partition_specs(tree, mesh, *, over_replicas=False):
+    """PARTITION_RULES applied to the leaves of a parameter tree or TrainState. A rule describes the last dimensions of
+    a leaf; where a dimension is not divisible, mesh axes are dropped from the right until it is. over_replicas: what is
+    sharded over fsdp is sharded over data and context in addition."""
+    def spec_of(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator='/')
+        rule = next((spec for end, spec in PARTITION_RULES if re.search(rf'(^|/){end}$', name)), Spec())
+        shape = np.shape(leaf)
+        n_leading = len(shape) - len(rule)
+        if n_leading < 0:
+            return Spec()
+        spec = [None] * n_leading
+        for size, axes in zip(shape[n_leading:], rule):
+            axes = (axes,) if isinstance(axes, str) else axes or ()
+            if over_replicas and 'fsdp' in axes:
+                axes = (*axes, 'data', 'context')  # last: a part of what the device holds without them
+            while size % math.prod(mesh.shape[axis] for axis in axes):
+                axes = axes[:-1]
+            spec.append(axes or None)
+        while spec and spec[-1] is None:
+            spec.pop()
+        return Spec(*spec)
+
+    return jax.tree_util.tree_map_with_path(spec_of, tree)
+
+
+def shard_params(tree, *, over_replicas=False):
+    """The same parameters, gradients or optimizer state; on a mesh, sharded as partition_specs says."""
+    mesh = current_mesh()
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, partition_specs(tree, mesh, over_replicas=over_replicas))
+
+
+def run_on_mesh(function, mesh):
+    """function(table, ...) with the rows of the table sharded over the mesh's tensor axis."""
+    @jax.jit
+    def run(table, *args):
+        table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, Spec('tensor')))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(table, *args)
+    return run

@@ -1,0 +1,197 @@
+"""Attention without materialized scores is attention; dropout."""
+import dataclasses
+import functools
+import jax_ops.attention
+from tests.common import random_params
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jax_flags import UserError
+from jax_ops.attention import (
+    blockwise_attention, causal_mask, chunked_attention, flat_index, fused_causal_attention, hash_dropout,
+    splash_attention, splash_kernel)
+from jax_ops.sharding import BATCH, create_mesh
+from jax_transformer import GPT, MLAConfig, dot_product_attention
+from tests.common import CONFIG, assert_same_loss_and_gradients, compiled, loss_and_gradients, temporary_bytes
+
+# -----------------------------------------------------------------------------
+# attention
+
+def test_chunked_attention_is_attention_also_with_dropout():
+    config = dataclasses.replace(CONFIG, dropout=0.2)
+    chunked = dataclasses.replace(config, attention='chunked')
+    assert_same_loss_and_gradients(loss_and_gradients(config), loss_and_gradients(chunked), 2e-4)
+    # dropout is active
+    assert abs(loss_and_gradients(config)[0] - loss_and_gradients(CONFIG)[0]) > 0.01
+
+
+@pytest.mark.parametrize('attention', ['xla', 'chunked'])
+def test_attention_in_bfloat16_is_attention(attention):
+    low = dataclasses.replace(CONFIG, dtype='bfloat16', attention=attention)
+    assert_same_loss_and_gradients(loss_and_gradients(CONFIG), loss_and_gradients(low), 0.05)
+
+
+def test_chunked_attention_never_holds_all_scores():
+    config = dataclasses.replace(CONFIG, block_size=512, n_head=8)
+    assert temporary_bytes(dataclasses.replace(config, attention='chunked')) < temporary_bytes(config) / 2
+
+
+FAMILIES = {
+    'GQA with a scale of its own': dict(n_kv_head=2, attention_scale=0.3),
+    'a window': dict(layer_types=('window',), window=40, n_kv_head=1),
+    'a window across blocks, sinks': dict(layer_types=('window',), window=129, sinks=True, n_kv_head=2),
+    'chunks': dict(layer_types=('chunk',), chunk=48, n_kv_head=2),
+    'latent attention': dict(position='rope', mla=MLAConfig(q_rank=0, kv_rank=32, nope_dim=8, rope_dim=4, v_dim=6))}
+
+
+@pytest.mark.parametrize('dropout', [0.0, 0.2])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_chunked_attention_is_attention_in_every_family(family, dropout):
+    config = dataclasses.replace(CONFIG, n_head=4, dropout=dropout, **FAMILIES[family])
+    chunked = dataclasses.replace(config, attention='chunked')
+    assert_same_loss_and_gradients(loss_and_gradients(config), loss_and_gradients(chunked), 2e-5)
+
+
+def test_attention_in_chunks_is_traced_once_for_all_layers_of_a_kind(monkeypatch):
+    traced = []
+
+    def counted_mask(*args, **limits):
+        traced.append(args)
+        return causal_mask(*args, **limits)
+
+    monkeypatch.setattr(jax_ops.attention, 'causal_mask', counted_mask)
+
+    def n_traced(config):
+        traced.clear()
+        params = jax.eval_shape(lambda: random_params(config))
+        jax.eval_shape(jax.grad(lambda params, idx: GPT(config).apply({'params': params}, idx).sum()), params,
+                       jax.ShapeDtypeStruct((1, config.block_size), jnp.int32))
+        return len(traced)
+
+    config = dataclasses.replace(CONFIG, block_size=131, attention='chunked')  # a length that no other test has
+    assert n_traced(config) > 0
+    assert n_traced(dataclasses.replace(config, n_layer=3)) == 0
+    assert n_traced(dataclasses.replace(config, layer_types=('window',), window=9)) > 0
+
+
+def attention_arguments(B, T, H, G, K):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (B, T, H, K), (B, T, G, K), (B, T, G, K)
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)] + [jax.random.normal(keys[3], (H,))]
+
+
+@pytest.mark.parametrize('spans', [dict(window=40), dict(chunk=64), {}])
+def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and_gradients(spans):
+    *qkv, sinks_H = attention_arguments(B=1, T=256, H=4, G=2, K=64)
+    position = jnp.arange(256)[None]
+    mask = causal_mask(position[:, None], position[:, :, None], **spans)
+    plain = functools.partial(dot_product_attention, mask_BxTxS=mask, scale=0.1)
+    splash = functools.partial(splash_attention, scale=0.1, interpret=True, **spans)
+    chunked = functools.partial(chunked_attention, scale=0.1, **spans)
+
+    def values_and_gradients(attention, **options):
+        total = lambda q, k, v: jnp.sin(attention(q, k, v, **options)).sum()
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(total, (0, 1, 2)))(*qkv))
+
+    expected = values_and_gradients(plain, sinks_H=sinks_H)
+    for got in (values_and_gradients(splash, sinks_H=sinks_H), values_and_gradients(chunked, sinks_H=sinks_H)):
+        for a, b in zip(got, expected):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize('T, first, window, sinks, v_dim', [
+    (8, 700, 0, False, 8), (8, 1290, 0, True, 8), (8, 900, 100, False, 12), (512, 700, 300, True, 8)])
+def test_blockwise_attention_is_dot_product_attention(T, first, window, sinks, v_dim):
+    rng = np.random.default_rng(0)
+    q, k, v, sinks_H = (jnp.asarray(rng.normal(size=size), jnp.float32)
+                        for size in ((2, T, 6, 8), (2, 1300, 3, 8), (2, 1300, 3, v_dim), 6))
+    mask = causal_mask(jnp.arange(1300), first + jnp.arange(T)[:, None], window=window)
+    mask = jnp.stack([mask, jnp.roll(mask, -200, axis=1)])  # rows of different lengths
+    options = dict(scale=0.3, sinks_H=sinks_H if sinks else None)
+    np.testing.assert_allclose(blockwise_attention(q, k, v, mask, **options),
+                               dot_product_attention(q, k, v, mask, **options), atol=1e-6)
+
+
+def test_blockwise_attention_never_reads_blocks_of_keys_that_the_mask_forbids():
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, n, 2, 8)) for i, n in enumerate((4, 1024, 1024)))
+    mask = jnp.zeros((1, 4, 1024), bool).at[..., :10].set(True).at[..., 1000:].set(True)  # blocks 0 and 3 of 256 keys
+    expected = dot_product_attention(q, k, v, mask)
+    forbidden = slice(256, 768)
+    k, v = (x.at[:, forbidden].set(jnp.nan) for x in (k, v))
+    np.testing.assert_allclose(blockwise_attention(q, k, v, mask), expected, atol=1e-6)
+
+
+def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
+    q, k, v, _ = attention_arguments(B=4, T=160, H=4, G=2, K=8)
+    options = dict(dropout_rate=0.3, key_B=jax.random.split(jax.random.key(1), 4))
+    attention = functools.partial(fused_causal_attention, 'chunked', **options)
+    mesh = create_mesh(jax.devices()[:4], tp_size=2, fsdp=2)
+    heads = NamedSharding(mesh, P(BATCH, None, 'tensor'))
+
+    def on_mesh(q, k, v):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return attention(q, k, v)
+
+    sharded = jax.jit(on_mesh)(*jax.device_put((q, k, v), heads))
+    np.testing.assert_allclose(sharded, jax.jit(attention)(q, k, v), atol=1e-5)
+    assert sharded.sharding.is_equivalent_to(heads, 4)  # no device computed the heads or sequences of others
+
+
+@pytest.mark.parametrize('limits', [{}, {'window': 200}, {'chunk': 256}])
+def test_splash_attention_computes_the_queries_of_one_of_several_devices(limits):
+    C, T, H, K = 2, 512, 2, 64
+    kernel = splash_kernel(T, H, **limits, context=C, interpret=True)
+    specs = kernel.manual_sharding_spec(NamedSharding(Mesh(jax.devices()[:C], 'context'), P(None, 'context')))
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, T, H, K)), jnp.float32) for _ in range(3))
+
+    def gradients(attend, weight):
+        return jax.grad(lambda *qkv: (attend(*qkv) * weight).sum(), (0, 1, 2))
+
+    for rank in range(C):
+        # the rank-th piece of each part of the sequence
+        own = np.arange(T).reshape(C, C, -1)[:, rank].ravel()
+        local = jax.tree.map(lambda x, spec: jnp.split(x, C, list(spec).index('context'))[rank] if any(spec) else x,
+                             kernel, specs)
+        weight = jnp.zeros(q.shape).at[:, own].set(jnp.cos(jnp.arange(T // C * H * K)).reshape(1, -1, H, K))
+        splash = lambda q, k, v: splash_attention(q[:, own], k, v, scale=0.1, kernel=local)
+        chunked = lambda q, k, v: chunked_attention(q, k, v, scale=0.1, **limits)
+        np.testing.assert_allclose(splash(q, k, v), chunked(q, k, v)[:, own], atol=1e-5)
+        for got, expected in zip(gradients(splash, weight[:, own])(q, k, v), gradients(chunked, weight)(q, k, v)):
+            np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize('attention', ['cudnn', 'splash'])
+def test_flash_attention_refuses_dropout(attention):
+    with pytest.raises(UserError, match=f'{attention} attention has no dropout'):
+        compiled(dataclasses.replace(CONFIG, attention=attention, dropout=0.1))
+
+# -----------------------------------------------------------------------------
+# dropout
+
+def test_dropout_in_16_bits_scales_in_float32_and_a_tiny_rate_drops_nothing():
+    x = jnp.linspace(1, 2, 1000).astype(jnp.bfloat16).reshape(1, -1)
+    key_B = jax.random.split(jax.random.key(0), 1)
+    counter = flat_index(x.shape[1:])
+    dropped = hash_dropout(x, 0.1, key_B, counter)
+    expected = (x.astype(jnp.float32) / np.float32(0.9)).astype(jnp.bfloat16)
+    assert dropped.dtype == x.dtype
+    np.testing.assert_array_equal(dropped[dropped != 0], expected[dropped != 0])
+    assert 50 < (dropped == 0).sum() < 150
+    np.testing.assert_array_equal(hash_dropout(x, 1e-10, key_B, counter), x)
+
+
+def test_dropped_elements_have_no_pattern():
+    ones, keys = jnp.ones((8, 64, 512)), jax.random.split(jax.random.key(0), 8)
+    kept = np.asarray(hash_dropout(ones, 0.2, keys, flat_index((64, 512)))) > 0
+    noise = (kept - 0.8) / 0.4  # mean 0, standard deviation 1
+    for axis in (0, 1, 2):  # the mean of n independent elements has a standard deviation of n**-0.5
+        n = kept.shape[axis]
+        assert noise.mean(axis).std() * n**0.5 == pytest.approx(1, abs=0.06)
+    for a, b in ((noise[:, :, 1:], noise[:, :, :-1]), (noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1]),
+                 (noise[:, :, 8:], noise[:, :, :-8])):
+        assert abs((a * b).mean()) < 5 / a.size**0.5  # neighbours and sequences are uncorrelated

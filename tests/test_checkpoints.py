@@ -1,0 +1,210 @@
+"""What is saved is complete or absent, and comes back as it was."""
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+import time
+import jax_files.checkpoints
+from tests.common import (
+    ROOT, TINY, device_batch, edit_json, fresh_run, meta_of, next_line, output_of, refusal, run_steps)
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jax_files.checkpoints import (
+    checkpoint_steps, choose_checkpoint, finish_checkpoints, load_checkpoint, load_run, lock_out_dir, open_checkpoints,
+    opt_state_item, save_checkpoint)
+from jax_flags import UserError
+from jax_train_utils import create_optimizer_with_schedule
+from jax_transformer import create_train_state
+
+# -----------------------------------------------------------------------------
+# checkpoints
+
+def test_a_checkpoint_holds_the_state_of_its_iteration_while_training_continues_during_the_write(tmp_path):
+    config = dataclasses.replace(TINY, n_embd=256, dtype='float16')  # large enough for the write to take a while
+    meta = meta_of(config)
+    expected = run_steps((8,), 6, config, g=1)[0]
+    expected = jax.tree.map(np.array, (expected.params, opt_state_item(expected)))
+
+    parallel, state, step = fresh_run((8,), config)
+    manager = open_checkpoints(tmp_path)
+    for i in range(10):
+        if i in (4, 6):
+            save_checkpoint(manager, i, state, meta, val_loss=1.0 / i)
+        state, _ = step(state, device_batch(parallel, 1, 8, i, config))  # donates the state that is being written
+    finish_checkpoints(manager)
+    iteration, meta_again = choose_checkpoint(tmp_path)
+    assert iteration == 6
+    assert meta_again == json.loads(json.dumps(meta))
+    tx = create_optimizer_with_schedule(lambda step: 0.1)
+    abstract = parallel.abstract_state(create_train_state, jax.random.key(0), config, tx)
+    restored = load_checkpoint(tmp_path, iteration, abstract)
+    jax.tree.map(np.testing.assert_array_equal, (restored.params, opt_state_item(restored)), expected)
+    jax.tree.map(np.testing.assert_array_equal, load_run(tmp_path, 'latest')[1], expected[0])
+    replicated = NamedSharding(parallel.mesh, P())
+    assert all(leaf.sharding == replicated for leaf in jax.tree.leaves(restored.params))
+
+
+@pytest.fixture
+def tiny_state():
+    return fresh_run((1,), TINY)[1]
+
+
+@pytest.mark.parametrize('keep, kept', [(1, [3, 8]), (3, [3, 6, 7, 8])])
+def test_the_latest_checkpoints_and_the_best_one_are_kept(tmp_path, tiny_state, keep, kept):
+    manager = open_checkpoints(tmp_path, keep)
+    for i, val_loss in enumerate([3.0, 2.0, 1.0, None, 1.5, None, 1.2, 1.3], start=1):
+        save_checkpoint(manager, i, tiny_state, meta_of(TINY), val_loss)
+    finish_checkpoints(manager)
+    assert sorted(int(path.name) for path in (tmp_path / 'ckpt').iterdir()) == kept
+    assert choose_checkpoint(tmp_path, 'best')[0] == 3
+    assert choose_checkpoint(tmp_path, 'latest')[0] == 8
+
+
+def test_without_an_evaluation_the_latest_is_the_best(tmp_path, tiny_state):
+    manager = open_checkpoints(tmp_path)
+    save_checkpoint(manager, 4, tiny_state, meta_of(TINY))
+    finish_checkpoints(manager)
+    assert choose_checkpoint(tmp_path, 'best')[0] == 4
+
+
+def test_an_incomplete_checkpoint_does_not_count(tmp_path, tiny_state):
+    manager = open_checkpoints(tmp_path)
+    save_checkpoint(manager, 4, tiny_state, meta_of(TINY))
+    finish_checkpoints(manager)
+    (tmp_path / 'ckpt' / '9.orbax-checkpoint-tmp').mkdir()
+    assert choose_checkpoint(tmp_path)[0] == 4
+
+
+@pytest.fixture
+def three_checkpoints(tmp_path, tiny_state):
+    manager = open_checkpoints(tmp_path, keep=3)
+    for i in (1, 2, 3):
+        save_checkpoint(manager, i, tiny_state, meta_of(TINY), val_loss=1.0 / i)
+    finish_checkpoints(manager)
+    return tmp_path
+
+
+def damage(path, how):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content if how == 'flip a bit' else content[:len(content) // 2])
+
+
+@pytest.mark.parametrize('which', ['latest', 'best'])
+@pytest.mark.parametrize('how', ['flip a bit', 'cut in half'])
+def test_damage_to_any_file_of_a_checkpoint_is_named_and_the_newest_intact_one_is_taken(
+        three_checkpoints, capsys, which, how):
+    folder = three_checkpoints / 'ckpt' / '3'
+    for path in [path for path in folder.glob('*/**/*') if path.is_file()]:
+        content = path.read_bytes()
+        damage(path, how)
+        assert choose_checkpoint(three_checkpoints, which)[0] == 2
+        said = capsys.readouterr().err
+        assert 'ckpt/3 is damaged' in said and path.name in said and 'taking checkpoint 2 instead' in said
+        assert said.count('\n') == 1
+        path.write_bytes(content)
+    assert choose_checkpoint(three_checkpoints, which)[0] == 3
+    assert capsys.readouterr().err == ''
+    damage(folder / 'checksums.json', how)
+    assert choose_checkpoint(three_checkpoints, which)[0] == 2
+
+
+def test_without_an_intact_checkpoint_one_line_says_so(three_checkpoints):
+    for path in three_checkpoints.glob('ckpt/*/params/_METADATA'):
+        damage(path, 'flip a bit')
+    said = refusal(choose_checkpoint, three_checkpoints)
+    assert all(f'ckpt/{i} is damaged' in said for i in (1, 2, 3)) and 'there is no intact one' in said
+
+
+def test_damaged_checkpoints_are_renamed_so_that_training_can_save_again(three_checkpoints, tiny_state):
+    damage(three_checkpoints / 'ckpt' / '3' / 'params' / '_METADATA', 'flip a bit')
+    damage(three_checkpoints / 'ckpt' / '1' / 'metrics' / 'metrics', 'cut in half')  # Orbax cannot read it
+    step, _ = choose_checkpoint(three_checkpoints)
+    lock_out_dir(three_checkpoints, step)
+    names = sorted(path.name for path in (three_checkpoints / 'ckpt').iterdir())
+    assert names == ['1.damaged', '2', '3.damaged']
+    manager = open_checkpoints(three_checkpoints, keep=1)
+    save_checkpoint(manager, 3, tiny_state, meta_of(TINY), val_loss=0.1)
+    finish_checkpoints(manager)
+    assert checkpoint_steps(three_checkpoints) == [3]
+    assert choose_checkpoint(three_checkpoints)[0] == 3
+
+
+def test_a_checkpoint_of_an_earlier_version_without_checksums_is_read(three_checkpoints):
+    latest = three_checkpoints / 'ckpt' / '3'
+    (latest / 'checksums.json').unlink()
+    edit_json(latest / 'meta' / 'metadata', checksums=None, wandb_id='none')
+    assert choose_checkpoint(three_checkpoints)[0] == 3
+
+
+def test_a_checkpoint_that_has_lost_its_checksums_is_damaged(three_checkpoints, capsys):
+    (three_checkpoints / 'ckpt' / '3' / 'checksums.json').unlink()
+    assert choose_checkpoint(three_checkpoints)[0] == 2
+    assert 'checksums.json is missing' in capsys.readouterr().err
+
+
+def test_a_save_without_checksums_fails_and_leaves_no_checkpoint(tmp_path, tiny_state, monkeypatch):
+    monkeypatch.setattr(jax_files.checkpoints, 'UNFINISHED', '*.another-name')  # of what Orbax has yet to complete
+    manager = open_checkpoints(tmp_path)
+    with pytest.raises(UserError, match='cannot write .*checksums.json'):
+        save_checkpoint(manager, 4, tiny_state, meta_of(TINY))
+        finish_checkpoints(manager)
+    assert checkpoint_steps(tmp_path) == []
+
+
+def test_out_dir_is_locked_by_one_process_until_that_ends(tmp_path):
+    hold = f'import time; from jax_files.checkpoints import lock_out_dir; lock = lock_out_dir({str(tmp_path)!r}); ' \
+           'print("held", flush=True); time.sleep(60)'
+    holder = subprocess.Popen([sys.executable, '-c', hold], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert next_line(holder.stdout, holder) == 'held\n'
+    assert f'is in use by process {holder.pid} on ' in refusal(lock_out_dir, tmp_path)
+    holder.kill()
+    output_of(holder)
+    lock_out_dir(tmp_path).close()
+
+
+def test_a_folder_without_a_usable_checkpoint_is_refused(tmp_path, tiny_state):
+    with pytest.raises(UserError, match='no complete checkpoint in .*train one with: python train_jax.py'):
+        choose_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())  # the check itself creates no files
+    (tmp_path / 'ckpt').mkdir()
+    with pytest.raises(UserError, match='no complete checkpoint'):
+        choose_checkpoint(tmp_path)
+    manager = open_checkpoints(tmp_path)
+    save_checkpoint(manager, 1, tiny_state, {'some': 'thing'})
+    finish_checkpoints(manager)
+    with pytest.raises(UserError, match='damaged or not a checkpoint of this program'):
+        choose_checkpoint(tmp_path)
+    with pytest.raises(UserError, match='does not fit'):
+        load_checkpoint(tmp_path, 1, fresh_run((1,), dataclasses.replace(TINY, n_embd=32))[1])
+
+
+def test_a_disk_that_is_full_is_reported_in_one_line_and_the_old_checkpoint_stays(tmp_path, tiny_state, monkeypatch):
+    import orbax.checkpoint as ocp
+    manager = open_checkpoints(tmp_path)
+    save_checkpoint(manager, 1, tiny_state, meta_of(TINY))
+    manager.wait_until_finished()
+
+    def full(*args, **options):
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(ocp.CheckpointManager, 'save', full)
+    with pytest.raises(UserError, match='cannot write checkpoint 2 to .* MB are free.*No space left') as error:
+        save_checkpoint(manager, 2, tiny_state, meta_of(TINY))
+    assert '\n' not in str(error.value)
+    assert choose_checkpoint(tmp_path)[0] == 1
+
+
+def test_a_clock_that_is_set_during_a_save_does_not_spoil_it(tmp_path, tiny_state, monkeypatch):
+    hours = itertools.count()
+    real = time.time
+    manager = open_checkpoints(tmp_path)
+    monkeypatch.setattr(time, 'time', lambda: real() + 3600 * next(hours))
+    save_checkpoint(manager, 1, tiny_state, meta_of(TINY))
+    finish_checkpoints(manager)
+    assert checkpoint_steps(tmp_path) == [1]
+    assert next(hours) > 2

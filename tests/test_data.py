@@ -1,0 +1,240 @@
+"""Token files become batches."""
+import dataclasses
+import os
+import pickle
+import subprocess
+import jax_files.data
+from tests.common import TINY, edit_json, refusal, write_dataset
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jax_files.data import (
+    count_windows, describe_data, epoch_windows, get_batch_jax, get_loss_weights, load_dataset, load_dataset_meta,
+    load_masks, permute_index)
+from jax_flags import UserError
+from jax_train_utils import create_learning_rate_schedule, make_train_step
+from jax_transformer import GPT, create_train_state, cross_entropy
+
+# -----------------------------------------------------------------------------
+# data
+
+def test_targets_are_the_next_tokens_and_batches_a_function_of_seed_and_iteration():
+    tokens = np.arange(1000, dtype=np.uint16)
+    x, y = get_batch_jax(tokens, 16, 12, 1337, 5)
+    assert x.shape == (12, 16)
+    assert x.dtype == np.int32
+    np.testing.assert_array_equal(y, x + 1)
+    np.testing.assert_array_equal(x, get_batch_jax(tokens, 16, 12, 1337, 5)[0])
+    for other in ((1338, 5), (1337, 6)):
+        assert not np.array_equal(x, get_batch_jax(tokens, 16, 12, *other)[0])
+
+
+def test_the_sequences_do_not_depend_on_how_they_are_batched():
+    tokens = np.arange(500, dtype=np.uint16)
+    small = np.concatenate([get_batch_jax(tokens, 16, 4, 7, i)[0] for i in range(30)])
+    large = np.concatenate([get_batch_jax(tokens, 16, 12, 7, i)[0] for i in range(10)])
+    np.testing.assert_array_equal(small, large)
+
+
+@pytest.mark.parametrize('n', [17, 18, 33, 40, 500])
+def test_an_epoch_shows_every_window_once_and_the_next_one_others(n):
+    tokens = np.arange(n, dtype=np.uint16)
+    n_windows = count_windows(n, 16)
+    first, second = (get_batch_jax(tokens, 16, n_windows, 7, i)[0] for i in (0, 1))
+    assert len(np.unique(first)) == first.size  # no token twice
+    assert first.size >= min(n - 1, max(16, n - 3 * 16))
+    assert first.max() <= n - 2  # the last token has a target
+    if n >= 40:
+        assert not np.array_equal(np.sort(first, 0), np.sort(second, 0))
+
+
+def test_the_order_of_the_windows_has_not_changed():
+    tokens = np.arange(500, dtype=np.uint16)
+    assert [get_batch_jax(tokens, 16, 4, 7, i)[0][:, 0].tolist() for i in (0, 9)] == [
+        [242, 178, 370, 82], [462, 286, 126, 414]]
+
+
+def test_an_epoch_too_large_to_shuffle_in_memory_is_permuted_by_index(monkeypatch):
+    for n in (1, 2, 3, 16, 17, 1000, 4097):
+        keys = np.random.default_rng(n).integers(2**32, size=6, dtype=np.uint64)
+        np.testing.assert_array_equal(np.sort(permute_index(np.arange(n), n, keys)), np.arange(n))
+    far = permute_index(np.arange(10**4) + 10**11, 10**12, keys)
+    assert len(np.unique(far)) == 10**4
+    assert abs(far.mean() / 10**12 - 0.5) < 0.02  # the standard deviation is 0.003
+    assert abs(np.corrcoef(far[:-1], far[1:])[0, 1]) < 0.05
+    monkeypatch.setattr(jax_files.data, 'SHUFFLED_IN_MEMORY', 0)
+    tokens = np.arange(500, dtype=np.uint16)
+    n_windows = count_windows(500, 16)
+    first, second = (get_batch_jax(tokens, 16, n_windows, 7, i)[0] for i in (0, 1))
+    assert len(np.unique(first)) == first.size
+    assert not np.array_equal(first, second)
+    # 10^12 tokens: the batch of an iteration takes no memory that grows with them
+    n = 10**12
+    starts = epoch_windows(n, 1024, 7, 0, np.arange(5))
+    assert starts.max() < n - 1024
+
+
+def test_a_split_of_several_files_is_read_as_one(tmp_path):
+    write_dataset(tmp_path, np.arange(30), np.arange(20))
+    one = load_dataset(tmp_path, 8)[0]['train']
+    (tmp_path / 'train.bin').unlink()
+    for i, part in enumerate((one[:7], one[7:9], one[9:])):
+        part.tofile(tmp_path / f'train_{i:03}.bin')
+    several = load_dataset(tmp_path, 8)[0]['train']
+    for i in range(5):
+        np.testing.assert_array_equal(get_batch_jax(several, 8, 3, 7, i), get_batch_jax(one, 8, 3, 7, i))
+    tokenizer = {'kind': 'gpt2'}
+    assert describe_data({'train': several}, tokenizer) == describe_data({'train': one}, tokenizer)
+    masks = np.ones(30, np.uint8), np.ones(20, np.uint8)
+    masks[0][:13].tofile(tmp_path / 'train_mask_000.bin')
+    masks[0][13:].tofile(tmp_path / 'train_mask_001.bin')
+    masks[1].tofile(tmp_path / 'val_mask.bin')
+    assert len(load_masks(tmp_path, load_dataset(tmp_path, 8)[0])['train']) == 30
+    (tmp_path / 'train_002.bin').rename(tmp_path / 'train_003.bin')
+    assert 'of the numbers [0, 1, 3], not 0 to 2' in refusal(load_dataset, tmp_path, 8)
+    one.tofile(tmp_path / 'train.bin')
+    (tmp_path / 'train_003.bin').rename(tmp_path / 'train_002.bin')
+    assert 'has both train.bin and train_000.bin' in refusal(load_dataset, tmp_path, 8)
+
+
+@pytest.mark.parametrize('dtype', ['uint16', 'uint32'])
+def test_a_dataset_is_read_as_its_meta_json_says(tmp_path, dtype):
+    write_dataset(tmp_path, np.arange(30), np.arange(20), dtype=dtype)
+    splits, vocab_size, tokenizer = load_dataset(tmp_path, 8)
+    assert splits['train'].tolist() == list(range(30))
+    assert splits['val'].tolist() == list(range(20))
+    assert vocab_size == 37
+    assert tokenizer['kind'] == 'char'
+
+
+def test_a_folder_without_meta_json_is_nanogpts_bpe(tmp_path):
+    write_dataset(tmp_path, np.arange(30), np.arange(20))
+    (tmp_path / 'meta.json').unlink()
+    assert load_dataset(tmp_path, 8)[1:] == (50257, {'kind': 'gpt2'})
+
+
+def test_the_tokenizer_of_a_dataset_is_found_without_its_tokens(tmp_path):
+    write_dataset(tmp_path, np.arange(30), np.arange(20))
+    for split in ('train', 'val'):
+        (tmp_path / f'{split}.bin').unlink()
+    assert load_dataset_meta(tmp_path)['tokenizer']['kind'] == 'char'
+    (tmp_path / 'meta.json').unlink()
+    with pytest.raises(UserError, match='there is no .*train.bin'):  # an empty folder is no data set of nanoGPT's
+        load_dataset_meta(tmp_path)
+
+
+def test_a_dataset_that_cannot_be_used_is_refused(tmp_path):
+    def write(**options):
+        write_dataset(tmp_path, np.arange(30), np.arange(20), **options)
+
+    with pytest.raises(UserError, match='there is no .*train.bin'):
+        load_dataset(tmp_path / 'nothing', 8)
+    write()
+    (tmp_path / 'prepare.py').touch()
+    (tmp_path / 'val.bin').unlink()
+    with pytest.raises(UserError, match='no .*val.bin; run: python .*prepare.py'):
+        load_dataset(tmp_path, 8)
+    write()
+    with pytest.raises(UserError, match='val.bin has 20 tokens, and block_size=20 needs 21'):
+        load_dataset(tmp_path, 20)
+    write()
+    (tmp_path / 'train.bin').write_bytes((tmp_path / 'train.bin').read_bytes()[:-1])
+    with pytest.raises(UserError, match='59 bytes, not a multiple of 2'):
+        load_dataset(tmp_path, 8)
+    write(vocab_size=29)
+    with pytest.raises(UserError, match='token id 29, outside the vocabulary of 29'):
+        load_dataset(tmp_path, 8)
+    write()
+    (tmp_path / 'meta.json').unlink()
+    (tmp_path / 'meta.pkl').touch()
+    with pytest.raises(UserError, match='pickle'):
+        load_dataset(tmp_path, 8)
+
+
+def test_a_dataset_that_prepare_has_counted_is_not_read_at_the_start(tmp_path):
+    write_dataset(tmp_path, np.arange(30), np.arange(20), vocab_size=25)
+    counted = dict(train_tokens=30, val_tokens=20, max_id=24)  # a lie: ids go to 29
+    edit_json(tmp_path / 'meta.json', **counted)
+    assert len(load_dataset(tmp_path, 8)[0]['train']) == 30
+    edit_json(tmp_path / 'meta.json', max_id=25)
+    assert 'has token id 25, outside the vocabulary of 25' in refusal(load_dataset, tmp_path, 8)
+    edit_json(tmp_path / 'meta.json', max_id=None)
+    assert 'has token id 29, outside' in refusal(load_dataset, tmp_path, 8)
+    edit_json(tmp_path / 'meta.json', **counted | {'train_tokens': 31})
+    assert 'train.bin has 30 tokens, its meta.json says 31' in refusal(load_dataset, tmp_path, 8)
+
+
+def test_a_dataset_on_another_drive_than_the_current_folder_is_read(tmp_path, monkeypatch):
+    def relpath(path):
+        raise ValueError("path is on mount 'D:', start on mount 'C:'")  # as on Windows
+    monkeypatch.setattr(os.path, 'relpath', relpath)
+    write_dataset(tmp_path, np.arange(30), np.arange(20), vocab_size=30)
+    splits, *_ = load_dataset(tmp_path, 8)
+    assert len(splits['train']) == 30 and load_masks(tmp_path, splits) == {}
+
+
+def test_the_fingerprint_of_data_tells_one_token_and_the_tokenizer():
+    splits = {'train': np.arange(50, dtype=np.uint16), 'val': np.arange(9, dtype=np.uint16)}
+    one = describe_data(splits, {'kind': 'gpt2'})
+    assert one == describe_data(splits, {'kind': 'gpt2'})
+    other = describe_data(splits | {'val': splits['val'] ^ np.uint16(1)}, {'kind': 'char'})
+    assert {name for name in one if one[name] != other[name]} == {'content of val.bin', 'the tokenizer'}
+    shorter = describe_data(splits | {'train': splits['train'][:-1]}, {'kind': 'gpt2'})
+    assert {name for name in one if one[name] != shorter[name]} == {'tokens in train.bin', 'content of train.bin'}
+
+
+@pytest.mark.parametrize('meta, message', [
+    ('{"vocab_size":', 'damaged'),
+    ('[' * 100000, 'damaged'),
+    ('{}', 'damaged'),
+    ('{"vocab_size": 5, "dtype": "int64", "tokenizer": {}}', 'int64'),
+    ('{"vocab_size": 28.5, "dtype": "uint16", "tokenizer": {}}', '28.5'),
+    ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": null}', 'damaged'),
+    ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "word"}}', 'tokenizer is none of'),
+    ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": "ab"}}', 'tokenizer is none of')])
+def test_a_dataset_with_a_damaged_meta_json_is_refused(tmp_path, meta, message):
+    write_dataset(tmp_path, np.arange(30), np.arange(20))
+    (tmp_path / 'meta.json').write_text(meta)
+    with pytest.raises(UserError, match=message):
+        load_dataset(tmp_path, 8)
+
+
+def test_a_meta_pkl_is_converted_by_the_command_that_the_message_gives(tmp_path):
+    write_dataset(tmp_path, np.arange(3), np.arange(3))
+    (tmp_path / 'meta.json').unlink()
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3, 'itos': {0: '\n', 1: "'", 2: 'b'}, 'stoi': {}}))
+    with pytest.raises(UserError) as error:
+        load_dataset_meta(tmp_path)
+    command = ' '.join(str(error.value).split()).partition('convert it once: ')[2]
+    subprocess.run(command, shell=True, check=True, timeout=100)
+    assert load_dataset_meta(tmp_path)['tokenizer'] == {'kind': 'char', 'chars': "\n'b"}
+
+
+def test_the_loss_of_masked_tokens_counts_the_others_only_however_the_batch_is_split():
+    mask = np.random.default_rng(0).integers(2, size=500).astype(np.uint8)
+    weights = get_loss_weights(mask, 16, 8, 0, 3, np.arange(8))
+    targets = get_batch_jax(mask, 16, 8, 0, 3)[1]
+    assert (weights[targets == 0] == 0).all()
+    np.testing.assert_allclose(weights.mean(), 1, rtol=1e-6)
+    np.testing.assert_array_equal(get_loss_weights(mask, 16, 8, 0, 3, np.arange(2, 5)), weights[2:5])
+    # a step with weights has the gradient of the mean over the tokens that count
+    config = dataclasses.replace(TINY, n_layer=1)
+    schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
+    step = make_train_step(config, 0, 0.0, schedule)
+    state = create_train_state(jax.random.key(0), config, optax.sgd(1.0))
+    tokens = np.random.default_rng(1).integers(37, size=500)
+    x, y = get_batch_jax(tokens, 16, 8, 0, 3)
+    by_micro_batch = lambda a: a.reshape(2, 4, *a.shape[1:])
+    batch = {'x': x, 'y': y, 'seq_id': np.arange(8, dtype=np.uint32), 'weight': weights}
+    after, metrics = jax.jit(step)(state, jax.tree.map(by_micro_batch, batch))
+
+    def mean_loss(params):
+        return (cross_entropy(GPT(config).apply({'params': params}, x), y) * targets).sum() / targets.sum()
+
+    loss, grads = jax.jit(jax.value_and_grad(mean_loss))(state.params)
+    np.testing.assert_allclose(metrics['loss'], loss, rtol=1e-5)
+    check = lambda before, after, grad: np.testing.assert_allclose(before - after, grad, atol=1e-6)
+    jax.tree.map(check, state.params, after.params, grads)

@@ -1,0 +1,217 @@
+"""Flags, config files, and how a script ends."""
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from tests.common import ROOT, next_line
+
+import jax
+import pytest
+
+from jax_flags import UserError, exit_if_peer_died, exit_on_user_error, is_url, read_flags
+
+# -----------------------------------------------------------------------------
+# flags
+
+SCRIPT = '''"""A script."""
+# -----------------------------------------------------------------------------
+batch_size = 12 # sequences
+learning_rate = 6e-4 # the highest
+start = 'A # b' # the prompt
+compile = True # no effect
+# -----------------------------------------------------------------------------
+other = 3 # not a knob
+'''
+
+
+@pytest.fixture
+def read(tmp_path):
+    """read_flags of SCRIPT, where the argument CONFIG stands for a config file."""
+    (tmp_path / 'script.py').write_text(SCRIPT)
+    (tmp_path / 'config.py').write_text('import math\nbatch_size = 4 * 8 # arithmetic\nlearning_rate = 1\n')
+    namespace = {}
+    exec(SCRIPT, namespace)
+
+    def read(*argv):
+        argv = [arg.replace('CONFIG', str(tmp_path / 'config.py')) for arg in argv]
+        return read_flags(tmp_path / 'script.py', namespace, argv)
+    return read
+
+
+def test_flags_and_config_files_apply_in_the_order_given(read):
+    assert read()[0] == {'batch_size': 12, 'learning_rate': 6e-4, 'start': 'A # b', 'compile': True}
+    flags, given = read('--batch_size=3', 'CONFIG', '--compile=False')
+    assert flags == {'batch_size': 32, 'learning_rate': 1.0, 'start': 'A # b', 'compile': False}
+    assert given == {'batch_size': 32, 'learning_rate': 1.0, 'compile': False}
+    assert type(flags['learning_rate']) is float
+    assert read('CONFIG', '--batch_size=3')[0]['batch_size'] == 3
+    assert read('--batch_size=3', 'CONFIG')[1]['batch_size'] == 32
+
+
+def test_a_value_may_hold_equals_signs_and_a_prompt_may_look_like_a_number(read):
+    assert read('--start=a=b')[0]['start'] == 'a=b'
+    assert read('--start=123')[0]['start'] == '123'
+    assert read('--start=')[0]['start'] == ''
+    assert read('--learning_rate=1e-3')[0]['learning_rate'] == 1e-3
+
+
+@pytest.mark.parametrize('arg, message', [
+    ('--batch_sise=3', 'unknown flag --batch_sise; did you mean --batch_size'),
+    ('--zzz=3', '--help lists all'),
+    ('--batch_size', '--name=value'),
+    ('--batch_size=1.5', '--batch_size takes a value of type int'),
+    ('--compile=1', 'type bool'),
+    ('--batch_size={[]}', 'type int'),
+    ('--batch_size=99999999999', '--batch_size must be below 2..31'),
+    ('--batch_size=' + '(' * 1000, 'type int'),
+    ('--learning_rate=fast', 'type float'),
+    ('--other=4', 'unknown flag'),
+    ('nosuchfile.py', 'no config file nosuchfile.py')])
+def test_a_flag_that_is_wrong_is_refused_by_name(read, arg, message):
+    with pytest.raises(UserError, match=message):
+        read(arg)
+
+
+@pytest.mark.parametrize('path, expected', [
+    ('gs://bucket/run', True), ('s3://bucket', True), ('file:///run', True), ('C:\\run', False), ('C:/run', False),
+    ('d://run', False), ('D:', False), ('out', False), ('/run/a://b', False), ('a/gs://b', False)])
+def test_a_drive_of_windows_is_no_url(path, expected):
+    assert is_url(path) == expected
+
+
+@pytest.mark.parametrize('text, message', [
+    ('batch_sise = 3', 'unknown flag --batch_sise'),
+    ('batch_size = ', 'SyntaxError'),
+    ('batch_size = 1 / 0', 'ZeroDivisionError'),
+    ('batch_size = "12"', 'type int')])
+def test_a_config_file_that_is_wrong_is_refused(read, tmp_path, text, message):
+    (tmp_path / 'config.py').write_text(text)
+    with pytest.raises(UserError, match=message):
+        read('CONFIG')
+
+
+BASE = 'import math\nbatch_size = 7\nhelper = 3\n'
+
+
+@pytest.mark.parametrize('text, expected', [
+    ('from base_of_configs import *', {'batch_size': 7}),  # its helper is no mistake of this file
+    ('exec(open(PATH).read())\nlearning_rate = 1e-3', {'batch_size': 7, 'learning_rate': 1e-3}),
+    ('globals().update(batch_size=7)', {'batch_size': 7}),
+    ('def choose():\n    global batch_size\n    batch_size = 7\nchoose()', {'batch_size': 7}),
+    ('from base_of_configs import *\nbatch_size = 12', {'batch_size': 12}),  # the default, on purpose
+    ('batch_size += 1', {'batch_size': 13}),
+    ('(batch_size, start), compile = (1, "a"), False', {'batch_size': 1, 'start': 'a', 'compile': False}),
+    ('if True:\n    with open(PATH):\n        try:\n            batch_size = 12\n        finally:\n            pass',
+     {'batch_size': 12}),
+    ('for batch_size in (3, 12): pass', {'batch_size': 12}),
+    ('del batch_size', {})])
+def test_a_config_file_gives_what_it_assigns_and_what_it_changes(read, tmp_path, monkeypatch, text, expected):
+    (tmp_path / 'base_of_configs.py').write_text(BASE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, 'base_of_configs', raising=False)
+    (tmp_path / 'config.py').write_text(text.replace('PATH', repr(str(tmp_path / 'base_of_configs.py'))))
+    assert read('CONFIG')[1] == expected
+
+
+@pytest.mark.parametrize('text', [
+    'def scaled(x):\n    learning_rate = x * 2\n    return learning_rate\nscaled(3)',
+    'class Sizes:\n    batch_size = 3',
+    '_ = [batch_size for batch_size in range(3)], {start: 1 for start in "ab"}, {start for start in "ab"}',
+    '_ = list(batch_size for batch_size in range(3))',
+    '_ = (lambda: [learning_rate for learning_rate in range(3)])()'])
+def test_a_local_variable_named_like_a_flag_gives_nothing(read, tmp_path, text):
+    (tmp_path / 'config.py').write_text(text)
+    assert read('--batch_size=3', 'CONFIG')[1] == {'batch_size': 3}
+
+
+def test_a_flag_without_a_comment_is_refused(tmp_path):
+    script = tmp_path / 'script.py'
+    script.write_text(SCRIPT.replace(' # sequences', ''))
+    with pytest.raises(UserError, match='the flag batch_size has no comment'):
+        read_flags(script, {}, [])
+
+
+def test_help_prints_every_knob_with_its_default_and_comment(read, capsys):
+    with pytest.raises(SystemExit) as exit:
+        read('--help')
+    assert exit.value.code == 0
+    out = capsys.readouterr().out
+    assert '--batch_size=12  # sequences\n' in out
+    assert '--learning_rate=0.0006  # the highest\n' in out
+    assert "--start='A # b'  # the prompt\n" in out
+    assert '--compile=True  # no effect\n' in out
+    assert 'other' not in out
+
+
+# -----------------------------------------------------------------------------
+# how a script ends
+
+PRINTS = """
+import sys
+from jax_flags import start_script
+start_script()
+print('first')  # is read before the script goes on: no line stays in a buffer
+sys.stdin.read()  # until the reader has gone
+print('second' * {times}, end={end!r})
+{then}
+"""
+
+
+@pytest.mark.parametrize('options, times, end, then, code', [
+    ([], 10**5, '\n', '', 141),
+    (['-u'], 1, '\n', '', 141),
+    ([], 1, '\n', '', 141),
+    ([], 1, '', '', 0),  # text without a newline stays in the buffer until the interpreter exits
+    ([], 1, '', 'raise ValueError("a bug")', 1)])
+def test_a_reader_that_goes_away_ends_a_script_quietly(options, times, end, then, code):
+    environment = {name: value for name, value in os.environ.items() if name != 'PYTHONUNBUFFERED'}
+    program = PRINTS.format(times=times, end=end, then=then)
+    with subprocess.Popen(
+            [sys.executable, *options, '-c', program], cwd=ROOT, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert next_line(process.stdout, process) == 'first\n'
+        process.stdout.close()
+        process.stdin.close()
+        err = process.stderr.read()
+    assert process.returncode == code
+    if then:
+        assert err.splitlines()[-1] == 'ValueError: a bug'
+    else:
+        assert err == ''
+
+
+def test_a_broken_pipe_elsewhere_stays_a_traceback(capsys):
+    error = BrokenPipeError('of a socket')
+    exit_on_user_error(BrokenPipeError, error, None)
+    assert 'BrokenPipeError: of a socket' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('error, lost', [
+    (jax.errors.JaxRuntimeError('INTERNAL: the other side has closed the connection'), True),
+    (ValueError('UNKNOWN: Gloo all-reduce failed: Connection closed by peer'), True),
+    (RuntimeError('the barrier of the save was not reached'), True),
+    (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory'), False), (ValueError('a bug'), False)])
+def test_what_the_death_of_another_process_raises_ends_this_one_with_75(monkeypatch, capsys, error, lost):
+    codes = []
+    monkeypatch.setattr(os, '_exit', codes.append)
+    exit_if_peer_died(error)
+    assert codes == []  # there are no others
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    exit_if_peer_died(error)
+    assert codes == [75] * lost
+    assert ('error: process 0 of 2 has lost the others' in capsys.readouterr().err) == lost
+
+
+@pytest.mark.parametrize('process, seconds', [(0, 3), (1, 0.5)])
+@pytest.mark.parametrize('error, code', [(UserError('a mistake'), 2), (ValueError('a bug'), 1)])
+def test_one_of_several_processes_that_fails_does_not_wait_for_the_others(monkeypatch, error, code, process, seconds):
+    ends = []
+    monkeypatch.setattr(jax.distributed, 'is_initialized', lambda: True)
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(jax, 'process_index', lambda: process)
+    monkeypatch.setattr(time, 'sleep', ends.append)
+    monkeypatch.setattr(os, '_exit', lambda code: ends.append(f'exit code {code}'))
+    with contextlib.suppress(SystemExit):  # os._exit would not have returned
+        exit_on_user_error(type(error), error, None)
+    assert ends == [seconds, f'exit code {code}']

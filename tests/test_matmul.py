@@ -1,0 +1,98 @@
+"""Matrix multiplication and the kernels of linear()."""
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ops.matmul
+from jax_ops.cpu import cpu_multiplies_uint8
+from jax_ops.matmul import matmul, matmul_int8, matmul_nt, quantize
+from tests.common import operands, stored
+
+# -----------------------------------------------------------------------------
+# matmul
+
+def test_matmul_has_the_gradients_of_the_plain_one():
+    x, kernel = jax.random.normal(jax.random.key(0), (3, 5, 7)), jax.random.normal(jax.random.key(1), (7, 11))
+    plain = jax.grad(lambda x, k: jnp.sin(x @ k).sum(), (0, 1))(x, kernel)
+    ours = jax.grad(lambda x, k: jnp.sin(matmul(x, k)).sum(), (0, 1))(x, kernel)
+    for a, b in zip(plain, ours):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_switch_turns_on_jaxs_own_matmul_gradients(monkeypatch):
+    def program():
+        return str(jax.make_jaxpr(lambda x, y: matmul(x, y))(jnp.ones((3, 5)), jnp.ones((5, 7))))
+
+    assert 'custom_vjp' in program()
+    monkeypatch.setattr(jax_ops.matmul, 'CUSTOM_MATMUL_GRADIENTS', False)
+    assert 'custom_vjp' not in program()
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('bfloat16', 0.01)])
+@pytest.mark.parametrize('x_shape, y_shape, transpose_rhs', [
+    ((3, 5, 7), (7, 11), False),
+    ((3, 5, 7), (11, 7), True),
+    ((3, 5, 7), (3, 11, 7), True),
+    ((3, 5, 70), (3, 70, 2), False)])
+def test_matmul_has_the_values_and_gradients_of_the_plain_one_in_every_layout(
+        dtype, tolerance, x_shape, y_shape, transpose_rhs):
+    x, y = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate((x_shape, y_shape)))
+
+    def plain(x, y):
+        return jnp.sin(x @ (y.swapaxes(-1, -2) if transpose_rhs else y)).sum()
+
+    def ours(x, y):
+        return jnp.sin(matmul(x.astype(dtype), y, transpose_rhs=transpose_rhs, dtype=jnp.float32)).sum()
+
+    rounded = (a.astype(dtype).astype(jnp.float32) for a in (x, y))
+    expected = jax.value_and_grad(plain, (0, 1))(*rounded)
+    got = jax.jit(jax.value_and_grad(ours, (0, 1)))(x, y)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got)):
+        assert b.dtype == jnp.float32  # the gradient of a float32 kernel is not rounded to bfloat16
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(a).max() + tolerance)
+
+
+def test_bfloat16_matmul_and_its_weight_gradient_accumulate_in_float32():
+    x, y = jnp.ones((1, 4096), jnp.bfloat16), jnp.ones((4096, 1))
+    assert matmul(x, y, dtype=jnp.float32).item() == 4096  # in bfloat16 the sum would stop at 256
+    weight_gradient = jax.grad(lambda y: matmul(x.T, y, dtype=jnp.float32).sum())(jnp.ones((1, 1)))
+    assert weight_gradient.item() == 4096
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 2e-6), ('bfloat16', 0.01)])
+def test_matmul_with_transposed_weights_is_a_matmul_for_any_number_of_rows(dtype, tolerance):
+    w = jax.random.normal(jax.random.key(1), (1000, 96))
+    for n_rows in (1, 2, 4, 5, 16, 64, 65):
+        x = jax.random.normal(jax.random.key(0), (n_rows, 96))
+        got = jax.jit(matmul_nt)(x.astype(dtype), w)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, np.float64(x) @ np.float64(w).T, rtol=0, atol=tolerance * np.abs(got).max())
+
+# -----------------------------------------------------------------------------
+# int8
+
+def test_quantization_rounds_to_the_nearest_of_255_steps_of_each_row():
+    x = jnp.array([[0.0, 0.5, -1.27, 0.004], [0.0, 0.0, 0.0, 0.0], [1e4, -254.0, 1.0, 0.0]])
+    values, scale = quantize(x, jnp.int8)
+    assert values.tolist() == [[0, 50, -127, 0], [0, 0, 0, 0], [127, -3, 0, 0]]
+    error = np.abs(values * scale[:, None] - x).max(-1)
+    assert (error <= scale / 2 * 1.0001).all()
+
+
+@pytest.mark.parametrize('stored_as', ['int8', 'uint8'])
+@pytest.mark.parametrize('rows', [1, 4, 33, 65])
+def test_int8_weights_are_all_that_an_int8_matmul_rounds_visibly(rows, stored_as):
+    x, weights, scale = operands(rows, 768)
+    exact = np.float64(x) @ (np.float64(weights) * np.float64(scale)[:, None]).T
+    got = jax.jit(matmul_int8)(x, stored(weights, stored_as), scale)
+    np.testing.assert_allclose(got, exact, rtol=0, atol=1e-3 * np.abs(exact).max())  # in int8, x would give 3e-2
+
+
+@pytest.mark.skipif(sys.platform != 'linux' or 'avx512_vnni' not in Path('/proc/cpuinfo').read_text(),
+                    reason='knows of no such matmul on this CPU')
+def test_a_cpu_with_vnni_multiplies_uint8():
+    assert cpu_multiplies_uint8()

@@ -1,0 +1,59 @@
+"""The costs of a compiled program."""
+import importlib.metadata
+import importlib.util
+import json
+import re
+from tests.common import assert_refused, run_script
+
+import pytest
+
+# -----------------------------------------------------------------------------
+# sampling, tracing, scaling
+
+PLAN = ['--mode=compile', '--n_layer=1', '--n_head=4', '--n_embd=64', '--block_size=32', '--vocab_size=64',
+        '--batch_size=8', '--gradient_accumulation_steps=16']
+
+
+def test_the_plan_of_a_run_counts_what_each_axis_sends_through_loops():
+    result = run_script('bench_jax.py', *PLAN, '--topology=cpu:1x8', '--fsdp=4')
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])['results']
+    sent = {(row['kind'], row['axis']): row for row in report['collectives'] if row['dtype'] == 'f32'}
+    assert sent['all-gather', 'fsdp']['n'] == 4
+    # embedding, in 2 micro-steps forward and backward: a quarter of the columns of 4 x 8 sequences
+    assert sent['all-to-all', 'fsdp']['bytes'] == 2 * 2 * 4 * (4 * 8 * 32 * 64 / 4) * 3 / 4
+    assert sent['all-to-all', 'fsdp']['exposed'] == sent['all-to-all', 'fsdp']['bytes']  # a CPU's are synchronous
+    # every kernel is gathered at least once forward (XLA:CPU moves that out of the loop) and once backward
+    assert sent['all-gather', 'fsdp']['bytes'] >= 4 * (2 * 12 * 64**2 + (64 + 32) * 64) * 3 / 4
+    matrices, replicated = 12 * 64**2 + (64 + 32) * 64, 15 * 64
+    assert report['n_params'] == matrices + replicated
+    assert report['parameters_gb'] * 1e9 == 4 * (matrices / 4 + replicated)
+    assert report['optimizer_gb'] == pytest.approx(2 * report['parameters_gb'], rel=0.01)
+    assert report['peak_gb'] > report['parameters_gb'] + report['optimizer_gb']
+
+
+def test_the_plan_of_a_decode_step_counts_weights_cache_and_collectives():
+    flags = ['--plan=decode', '--topology=cpu:1x8', '--tensor=4', '--batch_size=3', '--prompt_len=8',
+             '--max_new_tokens=8']
+    reports = []
+    for more in ([], ['--quantize=int8', '--cache_dtype=int8']):
+        result = run_script('bench_jax.py', *PLAN, *flags, *more)
+        assert result.returncode == 0, result.stderr
+        assert '4 x cpu, compiled, not run' in result.stdout
+        reports.append(json.loads(result.stdout.splitlines()[-1])['results'])
+    full, quantized = reports
+    assert full['cache_gb'] * 1e9 == pytest.approx(2 * 3 * 32 * 64 * 4 / 4)  # k and v, 32 slots, float32, a quarter
+    assert quantized['cache_gb'] * 1e9 == pytest.approx(2 * 3 * 32 * (64 + 4 * 4) / 4)  # and a scale per vector
+    assert quantized['parameters_gb'] < full['parameters_gb'] / 2
+    moved = sum(row['bytes'] for row in full['collectives'])
+    assert full['sent_mb'] * 1e6 == pytest.approx(moved)
+    assert 0 < moved < 4 * 20 * 3 * 64  # activations of a token, no weights
+    assert_refused(run_script('bench_jax.py', *PLAN, '--plan=prefill'), 'plan must be train or decode')
+
+
+def test_a_plan_for_a_device_without_its_compiler_says_what_to_install():
+    for topology, package, extra in (('v5e:4x4', 'libtpu', 'tpu'), ('h100:1x8', 'jax_cuda12_plugin', 'cuda12')):
+        if importlib.util.find_spec(package) is None:
+            result = run_script('bench_jax.py', *PLAN, f'--topology={topology}')
+            assert_refused(result, re.escape(f'needs its compiler: pip install "jax[{extra}]=='))
+    assert_refused(run_script('bench_jax.py', *PLAN, '--topology=abacus:8'), 'topology must be like v5e:4x4')

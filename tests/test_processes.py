@@ -1,0 +1,278 @@
+"""Several processes: joining, agreeing, failing together."""
+import importlib.metadata
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import jax_devices.processes
+from tests.common import (
+    ROOT, assert_refused, output_of, records_without_times, refusal, run_script, train, wait_for, wait_for_iteration)
+
+import jax
+import numpy as np
+import pytest
+
+from jax_devices.parallel import setup_distributed_training
+from jax_devices.processes import check_agreement, in_all_processes, initialize_distributed
+from jax_files.checkpoints import choose_checkpoint, load_checkpoint, opt_state_item
+from jax_flags import UserError
+from jax_train_utils import create_optimizer_with_schedule, read_metrics
+from jax_transformer import GPTConfig, create_train_state
+from tests.common import FLAGS
+
+# -----------------------------------------------------------------------------
+# agreement of several processes, with the texts of another one made up
+
+@pytest.fixture
+def other_says(monkeypatch):
+    return lambda text: monkeypatch.setattr(jax_devices.processes, 'gather_texts', lambda mine: [text, mine])
+
+
+def test_processes_that_differ_are_named_with_what_differs(other_says):
+    other_says('{"batch_size": 4, "seed": 1}')
+    check_agreement('flags', {'batch_size': 4, 'seed': 1})
+    said = refusal(check_agreement, 'flags', {'batch_size': 8, 'seed': 1})
+    assert said == 'processes 0 and 1 have different flags, all must have the same: batch_size is 4 and 8'
+
+
+def test_a_mistake_of_one_process_is_reported_by_all(other_says):
+    def refuse():
+        raise UserError('no data')
+
+    other_says('')
+    assert in_all_processes(max, 3, 5) == 5
+    assert refusal(in_all_processes, refuse) == 'process 1: no data'
+    other_says('no data')
+    assert refusal(in_all_processes, refuse) == 'no data'
+    assert refusal(in_all_processes, max, 3, 5) == 'process 0: no data'
+
+
+# -----------------------------------------------------------------------------
+# mistakes
+
+TORCHRUN = {'RANK': '3', 'WORLD_SIZE': '4', 'LOCAL_RANK': '1', 'MASTER_ADDR': 'host', 'MASTER_PORT': '29500'}
+
+
+def test_torchruns_variables_are_understood(monkeypatch):
+    joined = []
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    initialize_distributed()
+    expected = dict(coordinator_address='host:29501', num_processes=4, process_id=3, local_device_ids=1)
+    assert expected.items() <= joined[0].items()
+    monkeypatch.delenv('MASTER_ADDR')
+    with pytest.raises(UserError, match="torchrun's variables .* are incomplete .'MASTER_ADDR'"):
+        initialize_distributed()
+    monkeypatch.setenv('WORLD_SIZE', '1')
+    initialize_distributed()
+    assert len(joined) == 1
+
+
+def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeypatch):
+    joined = []
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given.get('process_id', 'auto')))
+    for name in ('SLURM_NTASKS', 'SLURM_STEP_NODELIST', 'OMPI_COMM_WORLD_SIZE', 'KUBERNETES_SERVICE_HOST',
+                 'JOB_COMPLETION_INDEX', *TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+    initialize_distributed()
+    monkeypatch.setenv('SLURM_NTASKS', '4')
+    initialize_distributed()  # inside an allocation, but not started by srun
+    assert joined == []
+    monkeypatch.setenv('SLURM_STEP_NODELIST', 'node[1-4]')
+    initialize_distributed()
+    initialize_distributed('host:1234', 2, 1)
+    monkeypatch.delenv('SLURM_NTASKS')
+    initialize_distributed('auto')
+    assert joined == ['auto', 1, 'auto']
+
+
+def test_a_kubernetes_job_of_one_pod_needs_no_package_and_one_of_several_names_it(monkeypatch):
+    joined = []
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
+    for name, value in {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '0'}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    initialize_distributed(num_processes=1)
+    with pytest.raises(UserError, match=r'pip install "jax.k8s."; for a job of one pod add --num_processes=1'):
+        initialize_distributed()
+    assert not joined
+    initialize_distributed('host:1234', 2, 1)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name)
+    initialize_distributed()
+    assert len(joined) == 2
+
+
+# -----------------------------------------------------------------------------
+# several processes
+
+class Processes:
+    """n processes of train_jax.py, or another script, that work together, one device each."""
+
+    def __init__(self, n, out_dir, *flags, each=None, script='train_jax.py', n_started=None):
+        with socket.socket() as s:
+            s.bind(('127.0.0.1', 0))
+            self.port = s.getsockname()[1]
+        self.out_dir = out_dir
+        command = [sys.executable, ROOT / script, f'--out_dir={out_dir}', *flags,
+                   f'--coordinator_address=127.0.0.1:{self.port}', f'--num_processes={n}']
+        self.processes = [
+            subprocess.Popen([*command, f'--process_id={i}', *(each[i] if each else ())],
+                             env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE)
+            for i in range(n_started or n)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            output_of(process)
+
+    def wait_for_iteration(self, iteration):
+        wait_for_iteration(self.out_dir, iteration, *self.processes)
+
+    def results(self):
+        """[(exit code, stdout, stderr)] of each, when all have ended."""
+        output = [output_of(process) for process in self.processes]
+        return [(process.returncode, *texts) for process, texts in zip(self.processes, output)]
+
+
+def losses_of_run(out_dir):
+    return [record['loss'] for record in read_metrics(out_dir) if 'loss' in record]
+
+
+def restored_state(out_dir):
+    """(parameters, the rest of the state) of the latest checkpoint, on one device."""
+    step, meta = choose_checkpoint(out_dir)
+    tx = create_optimizer_with_schedule(lambda step: 0.1)
+    parallel = setup_distributed_training(jax.devices()[:1])
+    abstract = parallel.abstract_state(create_train_state, jax.random.key(0), GPTConfig(**meta['model']), tx)
+    state = load_checkpoint(out_dir, step, abstract)
+    return state.params, opt_state_item(state)
+
+
+@pytest.fixture(scope='module')
+def losses_of_one_process(dataset, tmp_path_factory):
+    out = tmp_path_factory.mktemp('one') / 'out'
+    assert train(out, f'--dataset={dataset}', *FLAGS, '--device=cpu:0').returncode == 0
+    return losses_of_run(out)
+
+
+def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_for_bit(
+        dataset, tmp_path, losses_of_one_process):
+    flags = [f'--dataset={dataset}', *FLAGS, '--save_interval=10']
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    with Processes(2, whole, *flags) as processes:
+        (code, out, err), (_, out_1, _) = processes.results()
+    assert code == 0, err
+    for text in ('2 x cpu', 'iter 0'):  # only process 0 prints
+        assert text in out
+        assert text not in out_1
+    np.testing.assert_allclose(losses_of_run(whole)[:30], losses_of_one_process[:30], atol=2e-4)
+
+    with Processes(2, killed, *flags) as processes:
+        processes.wait_for_iteration(25)
+        processes.processes[1].kill()
+        (code, _, err), _ = processes.results()
+    assert code == 75
+    assert 'error: process 0 of 2 has lost the others; start all of them again, with --init_from=resume' in err
+    assert 10 <= choose_checkpoint(killed)[0] < 100
+    with Processes(2, killed, '--init_from=resume', '--device=cpu') as processes:
+        assert [code for code, *_ in processes.results()] == [0, 0]
+    assert records_without_times(killed) == records_without_times(whole)
+    jax.tree.map(np.testing.assert_array_equal, restored_state(killed), restored_state(whole))
+
+
+def test_four_processes_on_a_mesh_give_the_curve_stop_together_and_one_device_resumes(
+        dataset, tmp_path, losses_of_one_process):
+    endless = ['--max_iters=100000', '--eval_interval=100000']
+    with Processes(4, tmp_path, f'--dataset={dataset}', *FLAGS, '--fsdp=2', '--tensor=2', *endless) as processes:
+        processes.wait_for_iteration(30)
+        processes.processes[2].send_signal(signal.SIGTERM)
+        results = processes.results()
+    assert [code for code, *_ in results] == [128 + signal.SIGTERM] * 4, results[0][2]
+    saved = int(re.search(r'at iteration (\d+), saved', results[0][1])[1])
+    assert choose_checkpoint(tmp_path)[0] == saved
+    np.testing.assert_allclose(losses_of_run(tmp_path)[:30], losses_of_one_process[:30], atol=2e-4)
+    result = train(tmp_path, '--init_from=resume', '--device=cpu:0', f'--max_iters={saved + 2}')
+    assert result.returncode == 0, result.stderr
+    assert "does not fit 1 devices: taking {'fsdp': 1, 'tensor': 1, 'expert': 1, 'context': 1}" in result.stdout
+    assert f'at iteration {saved}' in result.stdout
+    refused = train(tmp_path, '--init_from=resume', '--device=cpu:0', '--fsdp=2')
+    assert_refused(refused, 'fsdp=2 x tensor=1 x expert=1 x context=1 does not divide 1 devices')
+
+
+def each_with(name, values, out_dir, *flags):
+    """Processes of which each has its own value of a flag."""
+    return Processes(len(values), out_dir, *flags, each=[[f'--{name}={value}'] for value in values])
+
+
+@pytest.mark.parametrize('name, values, message', [
+    ('batch_size', (4, 2), 'processes 0 and 1 have different flags, all must have the same: batch_size is 4 and 2'),
+    ('dataset', ('{dataset}', 'nowhere'), 'process 1: there is no .*nowhere/train.bin; '),
+    ('out_dir', ('{tmp}/a', '{tmp}/b'), 'process 1: .*/b is not the folder of process 0')])
+def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dataset, tmp_path, name, values, message):
+    values = [value.format(dataset=dataset, tmp=tmp_path) if type(value) is str else value for value in values]
+    started = time.time()
+    with each_with(name, values, tmp_path, f'--dataset={dataset}', *FLAGS) as processes:
+        results = processes.results()
+    assert time.time() - started < 60  # importing and joining included; a process that waits for another one takes 60 s
+    for code, _, err in results:
+        assert code == 2
+        assert re.fullmatch(f'error: {message}.*\n', err), err
+    assert not list(tmp_path.rglob('ckpt'))
+
+
+@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_process_waits_for_the_others_ends_it(dataset, tmp_path, signum):
+    with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, n_started=1) as processes:
+        waiting, = processes.processes
+        with socket.socket() as s:
+            wait_for('process 0 to listen', lambda: s.connect_ex(('127.0.0.1', processes.port)) == 0, waiting)
+        assert waiting.poll() is None
+        waiting.send_signal(signum)
+        assert waiting.wait(timeout=20) == -signum  # 128 + signum for a shell
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_before_the_first_iteration_stops_all_processes(dataset, tmp_path):
+    endless = ['--max_iters=100000', '--eval_interval=100000']
+    with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, *endless) as processes:
+        lock = tmp_path / 'lock'  # written after joining, before the model is made and compiled
+        wait_for(lock, lock.exists, processes.processes[0])
+        processes.processes[1].send_signal(signal.SIGTERM)
+        results = processes.results()
+    assert [code for code, *_ in results] == [128 + signal.SIGTERM] * 2, results
+
+
+# -----------------------------------------------------------------------------
+# sampling, tracing, scaling
+
+def test_two_processes_sample_the_text_of_one_and_process_0_prints_it(dataset, tmp_path):
+    out = tmp_path / 'out'
+    assert train(out, f'--dataset={dataset}', *FLAGS, '--max_iters=2', '--device=cpu:0').returncode == 0
+    flags = ['--num_samples=2', '--max_new_tokens=12', '--start=the', '--top_k=5', '--stream=True']
+    one = run_script('sample_jax.py', f'--out_dir={out}', '--device=cpu:0', *flags)
+    assert len(one.stdout) > 40
+    with Processes(2, out, '--device=cpu', *flags, '--tensor=2', script='sample_jax.py') as processes:
+        results = processes.results()
+    assert [code for code, *_ in results] == [0, 0], results
+    texts = [re.sub(r'\[Gloo\].*\n', '', text) for _, text, _ in results]  # which XLA:CPU prints
+    assert texts == [one.stdout, '']
+    assert [f'{out}, checkpoint of iteration 2; 2 x cpu' in err for *_, err in results] == [True, False]
+    with Processes(2, out, '--device=cpu', *flags, script='sample_jax.py') as processes:
+        for code, _, err in processes.results():
+            assert code == 2
+            assert re.fullmatch('error: .*tensor=1 x expert=1 must be 2, all devices of the 2 processes.*\n', err), err
+
+
+def test_several_processes_do_not_chat(monkeypatch):
+    monkeypatch.setattr('jax.process_count', lambda: 2)
+    monkeypatch.setattr('jax_devices.processes.check_agreement', lambda *args: None)  # would wait for another
+    result = run_script('sample_jax.py', '--interactive=True', '--device=cpu', '--tensor=8')
+    assert_refused(result, 'interactive takes one process')

@@ -1,0 +1,108 @@
+"""Text becomes ids and back; chat templates."""
+import json
+from tests.common import assert_refused, edit_json, refusal, succeeded, train
+
+import numpy as np
+import pytest
+
+from jax_files.tokenizers import HFTokenizer, load_tokenizer, strip_partial_utf8
+from jax_flags import UserError
+from jax_train_utils import read_metrics
+from tests.common import CONVERSATION, TUNE, prepare
+
+# -----------------------------------------------------------------------------
+# data
+
+def test_characters_the_vocabulary_lacks_are_named():
+    tokenizer = load_tokenizer({'kind': 'char', 'chars': '\nabc'})
+    assert tokenizer.decode(tokenizer.encode('cab\n')) == 'cab\n'
+    assert tokenizer.vocab_size == 4
+    with pytest.raises(UserError, match="does not know: 'd' 'x'"):
+        tokenizer.encode('axd')
+    with pytest.raises(UserError, match='unknown kind'):
+        load_tokenizer({'kind': 'words'})
+
+
+def test_text_that_ends_within_a_character_is_shown_up_to_it():
+    import tiktoken
+    ranks = {bytes([i]): i for i in range(256)}
+    byte_tokens = tiktoken.Encoding('bytes', pat_str='.', mergeable_ranks=ranks, special_tokens={})
+    text = 'é 10 € 😀!'
+    data = text.encode()
+    shown = [strip_partial_utf8(byte_tokens.decode(list(data[:n]))) for n in range(len(data) + 1)]
+    assert all(text.startswith(part) for part in shown)
+    assert shown[-1] == text
+    assert len(set(shown)) == len(text) + 1
+
+
+def test_gpt2_bpe_without_a_network_says_what_to_do(monkeypatch):
+    import tiktoken
+
+    def fail(name):
+        raise ConnectionError('no route')
+    monkeypatch.setattr(tiktoken, 'get_encoding', fail)
+    with pytest.raises(UserError, match='TIKTOKEN_CACHE_DIR'):
+        load_tokenizer({'kind': 'gpt2'})
+
+# -----------------------------------------------------------------------------
+# newer models
+
+@pytest.mark.parametrize('template, text', [
+    ([{'name': 'tool', 'template': 'x'}, {'name': 'default', 'template': '{{ messages[0].content }}'}], 'ab'),
+    ('{% generation %}{{ messages[0].content }}{% endgeneration %}c', 'abc'),
+    ('{{ "a" if messages[0].content|tojson(ensure_ascii=False, indent=1)|length == 4 }}', 'a')])
+def test_chat_templates_may_be_a_list_mark_what_is_generated_and_write_json(speaking, template, text):
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    tokenizer = HFTokenizer(speaking)
+    assert tokenizer.decode(tokenizer.encode_chat([{'role': 'user', 'content': 'ab'}])) == text
+
+
+@pytest.mark.parametrize('template', ['{{ messages[0].content + 1 }}', '{% for %}', '{{ messages.nothing.at_all }}'])
+def test_a_chat_template_that_fails_says_so_in_one_line(speaking, template):
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    message = refusal(HFTokenizer(speaking).encode_chat, [{'role': 'user', 'content': 'ab'}])
+    assert 'chat template cannot be rendered: ' in message
+
+
+@pytest.mark.parametrize('name, settings', [
+    ('config.json', {'eos_token_id': [[1]]}), ('generation_config.json', {'eos_token_id': [1, 'x']}),
+    ('tokenizer_config.json', {'eos_token': {'id': 1}}), ('tokenizer_config.json', {'eos_token': [1]}),
+    ('tokenizer_config.json', {'chat_template': [3]})])
+def test_settings_of_a_tokenizer_that_are_malformed_are_refused(speaking, name, settings):
+    edit_json(speaking / name, **settings)
+    assert "the tokenizer's settings in" in refusal(HFTokenizer, speaking)
+
+
+def test_a_vocabulary_reaches_up_to_its_largest_id(speaking):
+    values = json.loads((speaking / 'tokenizer.json').read_text())
+    values['model']['vocab']['D'] = 43
+    (speaking / 'tokenizer.json').write_text(json.dumps(values))
+    tokenizer = HFTokenizer(speaking)
+    assert tokenizer.vocab_size == 44
+    assert tokenizer.encode('D')[-1:] == [43]
+
+
+def test_only_the_assistants_tokens_count(chatting, tmp_path):
+    (tmp_path / 'chats.jsonl').write_text((json.dumps(CONVERSATION) + '\n') * 10)
+    data = tmp_path / 'data'
+    succeeded(prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', f'--out_dir={data}'))
+    assert np.fromfile(data / 'val.bin', np.uint16).tolist() == [38, 0, 1, 39, 2, 37, 38, 3, 39, 4, 5, 37]
+    assert np.fromfile(data / 'val_mask.bin', np.uint8).tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
+    flags = [f'--init_from={chatting}', f'--dataset={data}', *TUNE, '--block_size=8', '--dropout=0.0',
+             '--decay_lr=False', '--max_iters=30']
+    succeeded(train(tmp_path / 'out', *flags))
+    losses = [record['val_loss'] for record in read_metrics(tmp_path / 'out') if 'val_loss' in record]
+    assert losses[-1] < 0.3 < losses[0]  # what the user says, at random for the model, would stay above it
+    (data / 'val_mask.bin').write_bytes(b'1')
+    assert_refused(train(tmp_path / 'other', *flags), 'masks .* do not belong to its tokens')
+
+
+@pytest.mark.parametrize('line, message', [
+    ('{', 'line 2: is not JSON'), ('[]', 'line 2: has no "messages"'),
+    ('{"messages": [{"content": "a"}]}', 'line 2: has messages that are not'),
+    ('{"messages": [{"role": "user", "content": "a"}]}', 'line 2: has no message with the role "assistant"')])
+def test_a_conversation_that_cannot_be_used_is_named(chatting, line, message, tmp_path):
+    (tmp_path / 'chats.jsonl').write_text(json.dumps(CONVERSATION) + '\n' + line + '\n')
+    result = prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', f'--out_dir={tmp_path / "data"}')
+    assert_refused(result, message)
+    assert not (tmp_path / 'data').exists()

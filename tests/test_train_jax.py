@@ -1,0 +1,682 @@
+"""The training script: runs, resumes, mistakes."""
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+import jax_devices.parallel
+import jax_devices.setup
+import jax_files.checkpoints
+from tests.common import (
+    FAMILIES, GOLDEN, RESUME, ROOT, assert_refused, assert_same_run, copy_folder, edit_json, final_state, next_line,
+    output_of, records_without_times, run_script, sample, start_training, succeeded, train, wait_for_iteration)
+
+import jax
+import numpy as np
+import pytest
+
+from jax_files.checkpoints import checkpoint_steps, choose_checkpoint, find_damage, load_run
+from jax_flags import config_block
+from jax_pretrained import load_pretrained
+from jax_train_utils import MODEL_FLAGS, config_from_flags, flags_from_config, read_metrics
+from tests.common import SHORT, TUNE, records_with
+
+
+def files_and_times(folder):
+    return sorted((path, path.stat().st_mtime_ns) for path in folder.rglob('*'))
+
+
+def saved_iterations(out_dir):
+    return sorted(int(path.name) for path in (out_dir / 'ckpt').iterdir() if path.name.isdigit())
+
+# -----------------------------------------------------------------------------
+# flags
+
+@pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py', 'bench_jax.py'])
+def test_every_knob_is_live(script):
+    tree = ast.parse((ROOT / script).read_text())
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    used |= set(re.findall(r"\bflags\['(\w+)'\]", ast.unparse(tree)))
+    if 'resolve_flags' in used:  # says that these have no effect
+        used |= {'compile', 'backend'}
+    if 'config_from_flags' in used:  # reads the model's flags, see the next test
+        used |= {*MODEL_FLAGS, 'dropout', 'expert_balance'}
+    knobs = config_block(ROOT / script)
+    assert len(knobs) > 10
+    assert not knobs.keys() - used
+
+
+SCRIPTS = ('train_jax.py', 'sample_jax.py', 'export_jax.py', 'bench_jax.py')
+
+NO_JAX = """
+import runpy, sys
+sys.modules['jax'] = sys.modules['numpy'] = None  # to import them is an ImportError
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+@pytest.mark.parametrize('arg, code, out, err', [
+    ('--help', 0, 'usage: python {script} .*--device=|usage: python {script} .*--folder=', ''),
+    ('--seeed=1', 2, '', 'error: unknown flag --seeed')])
+def test_help_and_a_wrong_flag_are_answered_without_jax(script, arg, code, out, err):
+    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True,
+                          timeout=100)
+    assert done.returncode == code, done.stderr
+    assert re.match(out.format(script=script), done.stdout, re.S)
+    assert re.match(f'{err}.*\n' if err else '$', done.stderr)
+
+
+@pytest.mark.parametrize('script, arg, message', [
+    ('train_jax.py', '--batch_size=0', 'batch_size must be at least 1'),
+    ('sample_jax.py', '--top_p=2', 'top_p must be in'),
+    ('export_jax.py', '--shard_gb=1.0', 'name the new folder'),
+    ('bench_jax.py', '--mode=fly', 'mode must be train')])
+def test_a_value_out_of_range_is_refused_without_jax(script, arg, message):
+    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True,
+                          timeout=100)
+    assert_refused(done, message)
+
+
+def test_every_flag_of_the_model_changes_the_model():
+    flags = dict(
+        n_layer=2, n_head=2, n_embd=16, block_size=16, bias=True, norm='layer', position='learned', n_kv_head=0,
+        qk_norm='', window=4, layer_types='full', mlp='gelu', n_inner=0, tied_head=True, n_expert=2, n_expert_used=1,
+        expert_balance=0.0, dropout=0.0)
+    other = dict(
+        n_layer=1, n_head=4, n_embd=32, block_size=8, bias=False, norm='rms', position='rope', n_kv_head=1,
+        qk_norm='learned', window=5, layer_types='window, full', mlp='swiglu', n_inner=8, tied_head=False, n_expert=0,
+        n_expert_used=2, expert_balance=1.0, dropout=0.1)
+    assert flags.keys() == MODEL_FLAGS | {'dropout', 'expert_balance'}
+    assert other.keys() == flags.keys()
+    config = config_from_flags(flags, vocab_size=7)
+    for name, value in other.items():
+        assert config_from_flags(flags | {name: value}, vocab_size=7) != config, name
+
+
+@pytest.mark.parametrize('flags', [
+    dict(n_layer=2, n_head=2, n_embd=16, block_size=16, bias=True, norm='layer', position='learned', n_kv_head=0,
+         qk_norm='', window=4, layer_types='full', mlp='gelu', n_inner=0, tied_head=True, n_expert=2, n_expert_used=1,
+         expert_balance=0.5),
+    dict(n_layer=1, n_head=4, n_embd=32, block_size=8, bias=False, norm='rms', position='rope', n_kv_head=1,
+         qk_norm='learned', window=5, layer_types='window,full', mlp='swiglu', n_inner=8, tied_head=False, n_expert=0,
+         n_expert_used=2)])
+def test_flags_become_a_config_and_the_config_the_same_flags(flags):
+    config = config_from_flags(dict(expert_balance=0.0, dropout=0.0) | flags, vocab_size=7)
+    assert flags_from_config(config) == flags
+
+
+NANOGPT_TRAIN = """
+    out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from wandb_log wandb_project
+    wandb_run_name dataset gradient_accumulation_steps batch_size block_size n_layer n_head n_embd dropout bias
+    learning_rate max_iters weight_decay beta1 beta2 grad_clip decay_lr warmup_iters lr_decay_iters min_lr backend
+    device dtype compile""".split()
+
+NANOGPT_SAMPLE = """
+    init_from out_dir start num_samples max_new_tokens temperature top_k seed device dtype compile""".split()
+
+
+def test_all_flags_of_nanogpt_are_there():
+    assert not set(NANOGPT_TRAIN) - config_block(ROOT / 'train_jax.py').keys()
+    assert not set(NANOGPT_SAMPLE) - config_block(ROOT / 'sample_jax.py').keys()
+
+
+@pytest.mark.parametrize('config', sorted(path.name for path in (ROOT / 'config').glob('*.py')))
+def test_every_config_file_is_understood(config):
+    # the flag after the file is the first thing that fails
+    result = run_script('train_jax.py', ROOT / 'config' / config, '--nosuchflag=1')
+    assert_refused(result, 'unknown flag --nosuchflag')
+
+
+def test_nanogpts_configs_are_there_by_name():
+    names = """train_gpt2 train_shakespeare_char finetune_shakespeare eval_gpt2 eval_gpt2_medium eval_gpt2_large
+        eval_gpt2_xl train_pystdlib_char"""
+    assert not set(names.split()) - {path.stem for path in (ROOT / 'config').glob('*.py')}
+
+
+# -----------------------------------------------------------------------------
+# a run and what it leaves
+
+def test_log_lines_have_nanogpts_form(finished):
+    _, out = finished
+    steps = re.findall(r'^step (\d+): train loss \d+\.\d{4}, val loss \d+\.\d{4}$', out, flags=re.M)
+    assert steps == ['0', '10', '20']
+    iters = re.findall(r'^iter (\d+): loss \d+\.\d{4}, time (\d+\.\d{2})ms, mfu (?:n/a|[\d.]+%), [\d,]+ tok/s, '
+                       r'grad norm [\d.]+, eta \d+:\d\d:\d\d$', out, flags=re.M)
+    assert [int(i) for i, _ in iters] == list(range(20))
+    assert 'tokens per iteration will be: 128' in out
+    assert 'number of parameters: 0.00M' in out
+    compile_s = float(re.search(r'compiled the training step in ([\d.]+) s', out)[1])
+    _, first_ms = iters[0]
+    assert float(first_ms) / 1000 < compile_s  # `time` does not include the compilation
+    started = re.findall(r'^first iteration: imports ([\d.]+) s, compiling ([\d.]+) s, running [\d.]+ s$', out, re.M)
+    assert len(started) == 1
+    ms = sorted(float(time_ms) for _, time_ms in iters)
+    assert ms[0] > ms[len(ms) // 2] / 10  # also of the iteration before an evaluation, which ends the timed interval
+    assert float(started[0][1]) >= compile_s - 0.1  # the evaluation is compiled in addition
+
+
+def test_training_learns(finished):
+    first, *_, last = records_with(finished[0], 'val_loss')
+    assert first['val_loss'] > 3
+    assert last['val_loss'] < 2.9
+
+
+def test_out_dir_holds_what_was_promised(finished):
+    out, _ = finished
+    assert sorted(path.name for path in out.iterdir()) == [
+        'ckpt', 'config.json', 'lock', 'loss.png', 'metrics.jsonl']
+    flags = json.loads((out / 'config.json').read_text())
+    assert flags.keys() == config_block(ROOT / 'train_jax.py').keys()
+    assert flags['n_layer'] == 1
+    assert flags['dtype'] == 'float32'
+    iterations, evaluations = records_with(out, 'loss'), records_with(out, 'val_loss')
+    assert [record['iter'] for record in iterations] == list(range(20))
+    assert [record['iter'] for record in evaluations] == [0, 10, 20]
+    assert iterations[0].keys() == {'iter', 'loss', 'lr', 'grad_norm', 'time_ms', 'tokens_per_sec', 'mfu'}
+    step, meta = choose_checkpoint(out)
+    assert step == 20
+    assert meta['iter_num'] == 20
+    assert meta['best_val_loss'] == min(record['val_loss'] for record in evaluations)
+    assert meta['model']['n_embd'] == 16
+    assert {'jax', 'jaxlib', 'flax', 'python'} <= meta['versions'].keys()
+
+# -----------------------------------------------------------------------------
+# resume
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(finished, flags, tmp_path):
+    succeeded(train(tmp_path, *flags, '--max_iters=7'))
+    resumed = succeeded(train(tmp_path, *RESUME, '--max_iters=20'))  # all other flags are in the checkpoint
+    assert 'at iteration 7' in resumed.stdout
+    evaluation_at_7 = lambda record: record['iter'] == 7 and 'val_loss' in record  # at the end of the first part
+    records = records_without_times(tmp_path)
+    assert len([record for record in records if evaluation_at_7(record)]) == 1
+    assert [record for record in records if not evaluation_at_7(record)] == records_without_times(finished[0])
+    assert final_state(tmp_path) == final_state(finished[0])
+
+
+def test_a_run_killed_at_random_moments_equals_an_uninterrupted_one(flags, tmp_path):
+    flags = [*flags, '--max_iters=60', '--lr_decay_iters=60', '--save_interval=7', '--dropout=0.2']
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    succeeded(train(whole, *flags))
+    rng = random.Random(0)
+    for iteration in (9, 44):
+        has_checkpoint = (killed / 'ckpt').exists() and saved_iterations(killed)
+        start_or_resume = '--init_from=resume' if has_checkpoint else '--overwrite=True'
+        process = start_training(killed, *flags, start_or_resume)
+        wait_for_iteration(killed, iteration, process)
+        time.sleep(rng.random() * 0.1)
+        process.kill()
+        output_of(process)
+    succeeded(train(killed, *flags, '--init_from=resume'))
+    assert_same_run(killed, whole)
+
+
+def test_the_same_command_starts_a_run_and_resumes_it(finished, flags, tmp_path):
+    (tmp_path / 'ckpt').mkdir()  # left by a run that was killed before its first save: nothing to resume
+    command = [*flags, '--init_from=auto']
+    assert 'a new model from scratch' in succeeded(train(tmp_path, *command, '--max_iters=10')).stdout
+    assert 'at iteration 10' in succeeded(train(tmp_path, *command, '--max_iters=20')).stdout
+    assert final_state(tmp_path) == final_state(finished[0])
+
+
+def test_a_damaged_latest_checkpoint_stays_and_the_run_continues_from_the_one_before_it(finished, run_copy):
+    damaged = run_copy / 'ckpt' / '20' / 'opt_state' / '_METADATA'
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    result = succeeded(train(run_copy, *RESUME))
+    assert result.stderr.count('\n') == 1
+    assert 'ckpt/20 is damaged' in result.stderr and 'taking checkpoint 10 instead' in result.stderr
+    assert (run_copy / 'ckpt' / '20.damaged' / 'opt_state' / '_METADATA').stat().st_size == 100
+    assert_same_run(run_copy, finished[0])
+
+
+def test_without_an_intact_checkpoint_training_and_sampling_end_in_one_line(run_copy):
+    for path in run_copy.glob('ckpt/*/*/*'):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+    for result in (train(run_copy, *RESUME), train(run_copy, '--init_from=auto', '--device=cpu:0'), sample(run_copy)):
+        assert_refused(result, 'ckpt/20 is damaged .*there is no intact one')
+
+
+def test_a_signal_during_an_evaluation_is_obeyed_at_once(run_copy):
+    before = records_without_times(run_copy)
+    process = start_training(run_copy, *RESUME, '--max_iters=40', '--eval_iters=1000000')  # would take minutes
+    next_line(process.stdout, process, 'tokens per iteration')
+    time.sleep(4)
+    process.send_signal(signal.SIGTERM)
+    started = time.time()
+    out, err = output_of(process, seconds=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert time.time() - started < 30
+    assert 'step 20' not in out
+    assert records_without_times(run_copy) == before
+
+
+@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits(flags, tmp_path, signum):
+    process = start_training(tmp_path, *flags, '--max_iters=100000', '--eval_interval=100000')
+    wait_for_iteration(tmp_path, 3, process)
+    process.send_signal(signum)
+    out, err = output_of(process, seconds=60)
+    name = 'Ctrl-C' if signum == signal.SIGINT else 'SIGTERM'
+    assert process.returncode == 128 + signum
+    assert err == f'stopping after this iteration, then saving; {name} again ends at once, without saving\n'
+    iteration = int(re.search(rf'^stopped by {name} at iteration (\d+), saved', out, re.M)[1])
+    assert choose_checkpoint(tmp_path)[0] == iteration
+    assert (tmp_path / 'loss.png').stat().st_mtime_ns > (tmp_path / 'metrics.jsonl').stat().st_mtime_ns
+
+
+def test_signals_during_a_slow_save_neither_spoil_it_nor_are_lost(flags, tmp_path, monkeypatch):
+    write = jax_files.checkpoints.write_checksums
+
+    def write_slowly(folder):  # Orbax calls it in a thread of its own, the save's last step but one
+        if not checkpoint_steps(tmp_path):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.5)
+        write(folder)
+    monkeypatch.setattr(jax_files.checkpoints, 'write_checksums', write_slowly)
+    result = train(tmp_path, *flags, '--max_iters=100000', '--eval_interval=100000', '--save_interval=3',
+                   '--keep=100')
+    assert result.returncode == 128 + signal.SIGTERM, result.stderr
+    steps = checkpoint_steps(tmp_path)
+    assert f'at iteration {steps[0]}, saved' in result.stdout
+    assert steps[-1] == 3 and not any(find_damage(tmp_path / 'ckpt' / str(step)) for step in steps)
+
+
+def test_a_run_from_scratch_does_not_overwrite_another_by_mistake(finished, run_copy, flags):
+    flags = [*flags, '--max_iters=1']
+    assert_refused(train(run_copy, *flags), 'holds a run at iteration 20.*--overwrite=True')
+    assert records_without_times(run_copy) == records_without_times(finished[0])
+    assert choose_checkpoint(run_copy)[0] == 20
+    succeeded(train(run_copy, *flags, '--overwrite=True'))
+    assert choose_checkpoint(run_copy)[0] == 1
+
+
+def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path):
+    # with a learning rate of 0 nothing improves: saved is the first evaluation that may be, and the end
+    constant, better = tmp_path / 'constant', tmp_path / 'better'
+    flags = [*flags, '--always_save_checkpoint=False']
+    succeeded(train(constant, *flags, '--learning_rate=0', '--min_lr=0', '--max_iters=40'))
+    assert len({record['val_loss'] for record in records_with(constant, 'val_loss')}) == 1
+    assert saved_iterations(constant) == [40]
+    process = start_training(better, *flags, '--max_iters=100000', '--lr_decay_iters=100000', '--warmup_iters=100')
+    wait_for_iteration(better, 25, process)
+    process.kill()
+    output_of(process)
+    assert choose_checkpoint(better)[0] >= 10  # saved while the validation loss was falling
+
+
+def test_eval_only_writes_nothing(finished, flags, tmp_path):
+    result = succeeded(train(tmp_path / 'new', *flags, '--eval_only=True'))
+    assert re.search('^step 0: train loss', result.stdout, flags=re.M)
+    assert not re.search('^iter ', result.stdout, flags=re.M)
+    assert not (tmp_path / 'new').exists()
+    out, _ = finished
+    before = files_and_times(out)
+    result = succeeded(train(out, *RESUME, '--eval_only=True'))
+    last = records_with(out, 'val_loss')[-1]
+    assert f"step 20: train loss {last['train_loss']:.4f}, val loss {last['val_loss']:.4f}" in result.stdout
+    assert files_and_times(out) == before
+
+
+def test_eight_devices_give_the_curve_of_one_through_the_script(finished, flags, tmp_path):
+    def curve(out_dir):
+        return [record.get('loss') or record['val_loss'] for record in read_metrics(out_dir)]
+
+    result = succeeded(train(tmp_path, *flags, '--device=cpu'))
+    assert '8 x cpu' in result.stdout
+    np.testing.assert_allclose(curve(tmp_path), curve(finished[0]), atol=2e-4)
+    succeeded(train(tmp_path, *RESUME, '--max_iters=22'))  # one device resumes what eight have saved
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_low_precision_runs_and_resumes(flags, tmp_path, dtype):
+    flags = [*flags, f'--dtype={dtype}']
+    whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+    succeeded(train(whole, *flags))
+    succeeded(train(parts, *flags, '--max_iters=10'))
+    succeeded(train(parts, *RESUME, '--max_iters=20'))
+    assert records_without_times(parts) == records_without_times(whole)
+    assert read_metrics(whole)[-1]['val_loss'] < 2.95
+    succeeded(sample(whole, '--max_new_tokens=5'))
+
+
+def test_the_dtype_auto_is_chosen_by_each_machine(finished, run_copy, monkeypatch):
+    assert choose_checkpoint(finished[0])[1]['flags']['dtype'] == 'auto'  # a resumed run takes its flags from here
+    monkeypatch.setattr(jax_devices.setup, 'default_dtype', lambda device: ('bfloat16', 'another machine'))
+    resumed = succeeded(train(run_copy, *RESUME, '--max_iters=21'))
+    assert 'has computed in float32 so far, and continues in bfloat16' in resumed.stdout
+
+
+def test_a_resume_may_change_the_dtype(run_copy):
+    for dtype, end in (('float16', 22), ('bfloat16', 24)):
+        succeeded(train(run_copy, *RESUME, f'--dtype={dtype}', f'--max_iters={end}'))
+        last = records_with(run_copy, 'loss')[-1]
+        assert ('loss_scale' in last) == (dtype == 'float16')
+
+
+@pytest.mark.parametrize('source, activation', [('hf', 'gelu_tanh'), ('nanogpt_no_bias', 'gelu')])
+def test_finetuning_starts_from_foreign_weights_and_resumes(tmp_path, source, activation):
+    data, out = tmp_path / 'data', tmp_path / 'out'
+    data.mkdir()
+    ids = np.random.default_rng(0).integers(41, size=600).astype(np.uint16)
+    ids.tofile(data / 'train.bin')
+    ids[:100].tofile(data / 'val.bin')  # shorter than the default block_size, longer than the model's
+    tokenizer = {'kind': 'char', 'chars': ''.join(map(chr, range(48, 89)))}
+    meta = {'vocab_size': 41, 'dtype': 'uint16', 'tokenizer': tokenizer}
+    (data / 'meta.json').write_text(json.dumps(meta))
+    flags = [f'--dataset={data}', f'--init_from={GOLDEN / source}', '--gradient_accumulation_steps=1',
+             '--batch_size=2', *SHORT, '--max_iters=3', '--learning_rate=1e-4', '--min_lr=1e-5']
+    assert 'block_size 24' in succeeded(train(out, *flags)).stdout
+    succeeded(train(out, *RESUME, '--max_iters=5'))
+    _, meta = choose_checkpoint(out)
+    assert meta['iter_num'] == 5
+    assert meta['model']['block_size'] == 24
+    assert meta['model']['activation'] == activation
+    succeeded(sample(out, '--start=0', '--max_new_tokens=5', '--num_samples=1'))
+    too_long = train(tmp_path / 'other', *flags, '--block_size=25')
+    assert_refused(too_long, 'block_size=25, but .* knows only 24 positions')
+
+
+def test_wandb_offline_needs_no_account_and_a_resumed_run_continues_it(flags, tmp_path, monkeypatch):
+    import wandb
+    monkeypatch.setenv('WANDB_MODE', 'offline')
+    monkeypatch.setenv('WANDB_DIR', str(tmp_path))
+    monkeypatch.setenv('WANDB_SILENT', 'true')
+    log = ['--wandb_log=True', '--wandb_project=p']
+    out = tmp_path / 'out'
+    succeeded(train(out, *flags, *log, '--max_iters=2'))
+    wandb.finish()
+    wandb_id = choose_checkpoint(out)[1]['wandb_id']
+    assert wandb_id
+    succeeded(train(out, *RESUME, *log, '--max_iters=4'))
+    wandb.finish()
+    assert choose_checkpoint(out)[1]['wandb_id'] == wandb_id
+    assert len(list((tmp_path / 'wandb').glob(f'offline-run-*-{wandb_id}'))) == 2
+
+
+class FakeWandb:
+    """Takes the place of the module wandb; keeps what is logged."""
+
+    def __init__(self, monkeypatch):
+        self.started = 0
+        self.logged = []
+        self.log = self.logged.append
+        self.id = 'some-id'
+        monkeypatch.setitem(sys.modules, 'wandb', self)
+
+    def init(self, **settings):
+        self.started += 1
+        return self
+
+
+def test_wandb_gets_nanogpts_values_with_mfu_in_percent(flags, tmp_path, monkeypatch):
+    wandb = FakeWandb(monkeypatch)
+    monkeypatch.setattr(jax_devices.setup, 'device_peak_flops', lambda device: 1e12)
+    succeeded(train(tmp_path, *flags, '--wandb_log=True'))
+    assert [set(record) for record in wandb.logged] == [{'iter', 'train/loss', 'val/loss', 'lr', 'mfu'}] * 3
+    assert [record['iter'] for record in wandb.logged] == [0, 10, 20]
+    mfu = {record['iter']: record['mfu'] for record in records_with(tmp_path, 'mfu')}
+    assert wandb.logged[0]['mfu'] is None
+    assert [record['mfu'] for record in wandb.logged[1:]] == [100 * mfu[9], 100 * mfu[19]]
+    assert 0 < mfu[19] < 1
+
+
+def test_a_start_that_is_refused_starts_no_wandb_run(finished, flags, tmp_path, monkeypatch):
+    wandb = FakeWandb(monkeypatch)
+    (tmp_path / 'ckpt').touch()  # a file in the place of the folder
+    for out, more, message in (
+            (tmp_path, [], 'cannot write to'), (tmp_path, ['--n_head=3'], 'n_head'), (finished[0], [], 'holds a run'),
+            (tmp_path, ['--attention=cudnn'], 'does not work here'), (tmp_path, ['--optimizer=sgd'], 'optimizer'),
+            (tmp_path, ['--init_from=resume'], 'no complete checkpoint'), (tmp_path, ['--loss_chunk=5'], 'loss_chunk')):
+        assert_refused(train(out, *flags, '--wandb_log=True', *more), message)
+    assert wandb.started == 0
+
+
+# -----------------------------------------------------------------------------
+# mistakes: one line on stderr, exit code 2, nothing lost
+
+@pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py'])
+def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
+    result = subprocess.run([sys.executable, ROOT / script, '--sede=1'], capture_output=True, text=True, timeout=100)
+    assert result.returncode == 2
+    assert result.stderr == 'error: unknown flag --sede; did you mean --seed?\n'
+
+
+@pytest.mark.parametrize('bad, message', [
+    (['--dataset=nosuchdata'], 'there is no .*data/nosuchdata/train.bin'),
+    (['--dataset=openwebtext'], 'run: python data/openwebtext/prepare.py'),
+    (['--block_size=5000'], 'needs 5001'),
+    (['--n_head=3'], r'n_head=3 does not divide n_embd=16; it may be one of \[1, 2, 4, 8, 16\]'),
+    (['--device=cuda'], 'jax sees no cuda'),
+    (['--dtype=float8'], 'dtype must be'),
+    (['--device=cpu', '--batch_size=3', '--gradient_accumulation_steps=1'], 'cannot be shared equally by 8 devices'),
+    (['--batch_size=0'], 'batch_size must be at least 1'),
+    (['--learning_rate=-1'], 'learning_rate must be at least 0'),
+    (['--beta2=1.0'], r'beta2 must be in \[0, 1\)'),
+    (['--dropout=1.0'], 'dropout must be in'),
+    (['--warmup_iters=20'], 'lr_decay_iters=20 must be more than warmup_iters=20'),
+    (['--init_from=nosuchmodel'], 'nosuchmodel'),
+    (['--seed=4294967296'], r'seed must be in \[0, 4294967296\)'),
+    (['--loss_chunk=5'], r'loss_chunk=5 does not divide block_size=16; it may be one of \[1, 2, 4, 8\]'),
+    (['--attention=flash'], 'attention must be auto, xla, chunked, cudnn, splash'),
+    (['--attention=cudnn'], 'attention=cudnn does not work here: it is for NVIDIA GPUs'),
+    (['--remat=all'], 'remat must be one of none, dots, full'),
+    (['--optimizer=sgd'], 'optimizer must be one of adamw, muon'),
+    (['--lr_schedule=step'], 'lr_schedule must be one of cosine'),
+    (['--n_inner=-5'], 'n_inner must be at least 0, not -5'),
+    (['--n_kv_head=-2'], 'n_kv_head must be at least 0, not -2'),
+    (['--keep=0'], 'keep must be at least 1'),
+    (['--out_dir=' + 'x' * 300], 'File name too long'),
+    (['--out_dir=gs://bucket/run'], 'out_dir=gs://bucket/run is a URL; name a folder')])
+def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(flags, tmp_path, bad, message):
+    if bad == ['--dataset=openwebtext'] and (ROOT / 'data' / 'openwebtext' / 'train.bin').exists():
+        pytest.skip('openwebtext has been prepared here')
+    assert_refused(train(tmp_path / 'out', *flags, *bad), message)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_an_out_dir_that_cannot_be_is_refused(flags, tmp_path):
+    (tmp_path / 'file').touch()
+    assert_refused(train(tmp_path / 'file', *flags), 'cannot write to .*file')
+
+
+def test_a_failing_start_does_not_overwrite_the_run_that_is_there(finished, run_copy, flags, monkeypatch):
+    import wandb
+
+    def no_login(**settings):
+        raise RuntimeError('no API key')
+    monkeypatch.setattr(wandb, 'init', no_login)
+    assert_refused(train(run_copy, *flags, '--overwrite=True', '--wandb_log=True'), 'wandb does not start')
+    assert_refused(train(run_copy, *flags, '--wandb_log=True'), 'holds a run at iteration 20')  # wandb has not started
+    assert records_without_times(run_copy) == records_without_times(finished[0])
+    assert choose_checkpoint(run_copy)[0] == 20
+
+
+def test_other_tokens_are_not_resumed(finished, dataset, tmp_path):
+    data = copy_folder(dataset, tmp_path)
+    meta = json.loads((data / 'meta.json').read_text())
+    meta['tokenizer']['chars'] = meta['tokenizer']['chars'][::-1]
+    (data / 'meta.json').write_text(json.dumps(meta))
+    assert_refused(train(finished[0], *RESUME, f'--dataset={data}'), 'was trained with other tokens')
+
+
+def test_what_a_config_file_says_overrides_a_resumed_run_even_where_it_says_the_default(run_copy, tmp_path):
+    (tmp_path / 'c.py').write_text('eval_interval = 2000\n')
+    succeeded(train(run_copy, tmp_path / 'c.py', *RESUME, '--max_iters=21'))
+    assert json.loads((run_copy / 'config.json').read_text())['eval_interval'] == 2000
+
+
+def test_another_architecture_is_not_resumed(finished):
+    out, _ = finished
+    before = files_and_times(out)
+    assert_refused(train(out, '--init_from=resume', '--n_layer=3'), 'with n_layer=1, not n_layer=3')
+    file = ROOT / 'config' / 'train_shakespeare_char.py'
+    result = train(out, '--init_from=resume', file, f'--out_dir={out}')
+    assert_refused(result, 'cannot resume with another architecture')
+    assert files_and_times(out) == before
+
+
+def test_a_checkpoint_whose_folders_cannot_be_made_ends_the_run_at_once(flags, tmp_path):
+    # made in the background, Orbax's threads would wait for them for 5 minutes
+    program = f"""import os, runpy, sys
+real = os.mkdir
+def mkdir(path, *args, **options):
+    if 'opt_state' in os.fspath(path):
+        raise OSError(30, 'Read-only file system', path)
+    return real(path, *args, **options)
+os.mkdir = mkdir
+runpy.run_path({str(ROOT / 'train_jax.py')!r}, run_name='__main__')"""
+    result = subprocess.run([sys.executable, '-c', program, f'--out_dir={tmp_path}', *flags], capture_output=True,
+                            text=True, timeout=100, cwd=ROOT, env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'))
+    assert_refused(result, 'cannot write .*Read-only file system')
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(dataset, flags, tmp_path):
+    data = copy_folder(dataset, tmp_path)
+    np.full(500, 60, np.uint16).tofile(data / 'val.bin')
+    result = train(tmp_path / 'out', *flags, f'--dataset={data}')
+    assert_refused(result, 'val.bin has token id 60, outside the vocabulary')
+
+
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_a_token_id_that_meta_json_denies_is_found_when_it_is_drawn(dataset, flags, tmp_path, split):
+    data = copy_folder(dataset, tmp_path)
+    sizes = {split: (data / f'{split}.bin').stat().st_size // 2 for split in ('train', 'val')}
+    edit_json(data / 'meta.json', max_id=20, train_tokens=sizes['train'], val_tokens=sizes['val'])
+    np.full(sizes[split], 60, np.uint16).tofile(data / f'{split}.bin')
+    result = train(tmp_path / 'out', *flags, f'--dataset={data}', '--eval_interval=1')
+    assert_refused(result, f'the {split} tokens have an id outside the vocabulary of 28')
+    assert not checkpoint_steps(tmp_path / 'out')
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoint(flags, tmp_path):
+    diverging = ['--decay_lr=False', '--learning_rate=1e30', '--grad_clip=0', '--save_interval=1']
+    assert_refused(train(tmp_path, *flags, *diverging), 'stopping')
+    assert max(saved_iterations(tmp_path)) < 20
+    succeeded(sample(tmp_path, '--max_new_tokens=3', '--checkpoint=latest'))
+
+
+def test_flags_without_an_effect_say_so_once(flags, tmp_path):
+    out = succeeded(train(tmp_path, *flags, '--max_iters=1', '--compile=False')).stdout
+    assert out.count('--compile=False has no effect') == 1
+    assert '--backend' not in out  # it has its default
+
+
+# -----------------------------------------------------------------------------
+# execution options are no part of a checkpoint
+
+FAST = ['--scan_layers=True', '--remat=full', '--attention=chunked', '--loss_chunk=8']
+
+
+def test_a_run_with_muon_resumes_bit_for_bit_and_with_other_execution_options(flags, tmp_path):
+    flags = [*flags, '--n_layer=2', '--optimizer=muon', '--lr_schedule=wsd']
+    whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+    succeeded(train(whole, *flags))
+    succeeded(train(parts, *flags, '--max_iters=10'))
+    other = Path(shutil.copytree(parts, tmp_path / 'other'))
+    succeeded(train(parts, *RESUME, '--max_iters=20'))
+    assert records_without_times(parts) == records_without_times(whole)
+    result = succeeded(train(other, *RESUME, '--max_iters=20', '--dropout=0.0', *FAST))
+    assert 'attention: chunked (as asked)' in result.stdout
+    assert 'attention' not in choose_checkpoint(other)[1]['model']
+    succeeded(sample(other, '--max_new_tokens=20'))
+    result = train(parts, '--init_from=resume', '--optimizer=adamw')
+    assert_refused(result, 'cannot resume with another optimizer')
+
+
+@pytest.mark.parametrize('is_synchronous, expected', [
+    (False, ['start', *['start', 'read'] * 5, 'read']), (True, ['start', 'read'] * 6)])
+def test_the_loop_reads_an_iteration_when_the_next_is_on_its_way_or_at_once_where_calls_are_synchronous(
+        is_synchronous, expected, flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax_devices.setup, 'is_synchronous', lambda device: is_synchronous)
+    events, compile_step, device_get = [], jax_devices.parallel.DataParallel.train_step, jax.device_get
+
+    def recording_train_step(self, step):
+        compiled = compile_step(self, step)
+
+        def recording_step(*args):
+            events.append('start')
+            return compiled(*args)
+        return recording_step
+
+    def recording_get(tree):
+        events.append('read')
+        return device_get(tree)
+
+    monkeypatch.setattr(jax_devices.parallel.DataParallel, 'train_step', recording_train_step)
+    monkeypatch.setattr(jax, 'device_get', recording_get)
+    succeeded(train(tmp_path / 'out', *flags, '--max_iters=6', '--eval_interval=100'))
+    assert events == expected
+
+
+# -----------------------------------------------------------------------------
+# newer models
+
+def test_a_model_with_experts_trains_resumes_and_samples(qwen, tmp_path):
+    losses = [record['val_loss'] for record in records_with(qwen, 'val_loss')]
+    assert losses[-1] < losses[0] - 0.3
+    out = copy_folder(qwen, tmp_path)
+    succeeded(train(out, *RESUME, '--max_iters=21'))
+    assert choose_checkpoint(out)[0] == 21
+    assert_refused(train(out, *RESUME, '--n_expert=2'), 'with n_expert=4, not n_expert=2')
+    loss = {}
+    for balance in ('0.01', '1000'):
+        other = copy_folder(qwen, tmp_path / balance)
+        succeeded(train(other, *RESUME, '--max_iters=23', f'--expert_balance={balance}'))
+        loss[balance] = records_with(other, 'loss')[-1]['loss']
+    assert loss['0.01'] != loss['1000']
+    sampled = succeeded(sample(qwen, '--num_samples=2', '--max_new_tokens=12', '--start=the '))
+    # keys and values of one head of width 8, float32: 64 bytes per token
+    assert 'KV cache: 1,024 bytes for a sequence of 16 tokens, 64 per token' in sampled.stderr
+
+
+def test_a_checkpoint_of_any_family_is_trained_further(dataset, tmp_path):
+    source = FAMILIES / 'deepseek_v3_packed'
+    assert_refused(train(tmp_path / 'out', f'--dataset={dataset}', f'--init_from={source}', '--device=cpu:0'),
+                   'has other tokens than')
+    dataset = copy_folder(dataset, tmp_path)  # with characters that never occur, as many as the model has tokens
+    chars = json.loads((dataset / 'meta.json').read_text())['tokenizer']['chars']
+    chars += ''.join(chr(ord('A') + i) for i in range(44 - len(chars)))
+    edit_json(dataset / 'meta.json', vocab_size=44, tokenizer={'kind': 'char', 'chars': chars})
+    flags = ['--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=1', *SHORT, '--max_iters=2',
+             '--dropout=0.0']
+    succeeded(train(tmp_path / 'out', f'--dataset={dataset}', f'--init_from={source}', *flags))
+    config, params, _ = load_run(tmp_path / 'out', 'latest')
+    assert config.mla
+    assert config.moe.n_group == 4
+    assert config.block_size == 64  # RoPE keeps the model's context
+    kernel_of = lambda params: params['h_1']['mlp']['experts_c_fc']['kernel']
+    change = np.abs(kernel_of(params) - kernel_of(load_pretrained(source)[1])).max()
+    assert change > 0
+    assert change < 0.1
+    (tmp_path / 'out').rename(tmp_path / 'moved')
+    export = ['export_jax.py', f'--out_dir={tmp_path / "moved"}', '--checkpoint=latest', '--dtype=bfloat16']
+    succeeded(run_script(*export, f'--folder={tmp_path / "model"}'))
+    ours, theirs = (json.loads((folder / 'config.json').read_text()) for folder in (tmp_path / 'model', source))
+    assert theirs.pop('quantization_config')
+    assert theirs.pop('torch_dtype')
+    assert ours == theirs | {'dtype': 'bfloat16'}
+    assert load_pretrained(tmp_path / 'model')[0] == load_pretrained(source)[0]
+    kept = tmp_path / 'moved' / 'tokenizer' / 'config.json'
+    kept.unlink()  # as in a run of an earlier version
+    assert_refused(run_script(*export, f'--folder={tmp_path / "other"}'), 'no config.json can be derived .*tokenizer')
+
+
+def test_data_of_other_tokens_than_the_models_is_refused(tuned, speaking, dataset, tmp_path):
+    flags = [f'--init_from={speaking}', *TUNE]
+    assert_refused(train(tmp_path / 'new', f'--dataset={dataset}', *flags), 'has other tokens than .*--tokenizer=')
+    tokenizer = tuned[0] / 'tokenizer' / 'tokenizer.json'
+    tokenizer.write_text(tokenizer.read_text().replace('"a":0,', '"a":1,').replace('"b":1,', '"b":0,')
+                         .replace('"a": 0,', '"a": 1,').replace('"b": 1,', '"b": 0,'))
+    assert_refused(train(tmp_path / 'new', f'--dataset={tuned[0]}', *flags), 'has other tokens than')
+    assert_refused(train(tuned[1], *RESUME), 'was trained with other tokens')
+    assert not (tmp_path / 'new').exists()

@@ -1,0 +1,101 @@
+"""Embedding, logits and loss of a sharded vocabulary."""
+import dataclasses
+from tests.common import CONFIG, assert_same_loss_and_gradients, loss_and_gradients, temporary_bytes
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flags import UserError
+from jax_ops.sharding import create_mesh
+from jax_ops.vocabulary import ParallelLMHead, VocabParallelEmbedding
+from jax_train_utils import make_train_step
+from jax_transformer import cross_entropy
+
+# -----------------------------------------------------------------------------
+# memory: the loss in chunks, scanned layers, gradient checkpointing
+
+def test_the_loss_in_chunks_is_the_loss_and_holds_no_logits():
+    config = dataclasses.replace(CONFIG, vocab_size=4096)
+    full, chunked = loss_and_gradients(config), loss_and_gradients(config, loss_chunk=32)
+    assert_same_loss_and_gradients(full, chunked, 1e-4)
+    logits_bytes = 4 * 2 * 160 * 4096  # float32 [B, T, V]
+    table_bytes = 4 * 4096 * 16
+    assert temporary_bytes(config) > logits_bytes
+    assert temporary_bytes(config, loss_chunk=16) - 2 * table_bytes < logits_bytes / 2
+    with pytest.raises(UserError, match='loss_chunk=33 does not divide block_size=160'):
+        make_train_step(config, 0, 1.0, lambda step: 0.1, loss_chunk=33)
+
+# -----------------------------------------------------------------------------
+# vocabulary parallelism
+
+def table_bias_and_x(V, D):
+    shapes = (V, D), (V,), (4, 3, D)
+    return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize('tp_size', [1, 2, 4, 8])
+@pytest.mark.parametrize('V', [40, 37])
+def test_vocabulary_parallel_layers_equal_the_dense_ones_in_values_and_gradients(V, tp_size):
+    args = table_bias_and_x(V, 6)
+    tokens = np.random.default_rng(0).integers(V, size=(4, 3))
+    mesh = create_mesh(jax.devices(), tp_size)
+    embedding = VocabParallelEmbedding(V, 6, tp_size)
+    lm_head = ParallelLMHead(V, 6, tp_size, bias=True)
+
+    def sharded(table, bias, x):
+        x += embedding.apply({'params': {'weight': table}}, tokens, mesh, method='sharded_forward')
+        logits = lm_head.apply({'params': {'weight': table, 'bias': bias}}, x, mesh, method='sharded_forward')
+        return cross_entropy(logits, tokens)
+
+    def dense(table, bias, x):
+        return cross_entropy((x + table[tokens]) @ table.T + bias, tokens)
+
+    def values_and_gradients(function):
+        total = lambda *args: jnp.sin(function(*args)).sum()
+        return jax.jit(lambda *args: (function(*args), jax.grad(total, (0, 1, 2))(*args)))(*args)
+
+    got, expected = values_and_gradients(sharded), values_and_gradients(dense)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_each_rank_of_the_layers_computes_its_vocabulary_range():
+    V, D, tp_size = 37, 6, 4
+    table, bias, x = table_bias_and_x(V, D)
+    tokens = np.random.default_rng(0).integers(V, size=(4, 3))
+    embeddings, logits = [], []
+    for rank in range(tp_size):
+        layer = VocabParallelEmbedding(num_embeddings=V, embedding_dim=D, tp_size=tp_size, tp_rank=rank)
+        weight = layer.load_weight_shard(table)
+        assert weight.shape == (10, D)
+        assert layer.init(jax.random.key(0), tokens)['params']['weight'].shape == (10, D)
+        embeddings.append(layer.apply({'params': {'weight': weight}}, tokens))
+        np.testing.assert_array_equal(np.any(embeddings[-1], -1), tokens // 10 == rank)  # zeros for ids of other ranks
+        head = ParallelLMHead(V, D, tp_size, rank, bias=True)
+        params = {'weight': head.load_weight_shard(table), 'bias': head.load_weight_shard(bias)}
+        logits.append(head.apply({'params': params}, x))
+        last = head.apply({'params': params}, x, jnp.array([2, 0, 1, 2]))
+        np.testing.assert_allclose(last[:, 0], logits[-1][np.arange(4), [2, 0, 1, 2]], atol=1e-6)
+    np.testing.assert_array_equal(sum(embeddings), table[tokens])
+    logits = np.concatenate(logits, -1)
+    np.testing.assert_allclose(logits[..., :V], x @ table.T + bias, atol=1e-5)
+    assert (logits[..., V:] == -np.inf).all()
+    low = VocabParallelEmbedding(V, D, dtype='bfloat16')
+    assert low.apply({'params': {'weight': table}}, tokens).dtype == jnp.bfloat16
+    with pytest.raises(UserError, match='table of 36 rows is not one of 37'):
+        head.load_weight_shard(table[:-1])
+
+
+def test_logits_are_gathered_on_request_only():
+    mesh = create_mesh(jax.devices(), 4)
+    lm_head, x = ParallelLMHead(40, 6, 4), jnp.ones((2, 3, 6))
+    params = {'params': {'weight': jax.random.normal(jax.random.key(0), (40, 6))}}
+
+    def logits(**options):
+        return jax.jit(lambda: lm_head.apply(params, x, mesh, method='sharded_forward', **options))()
+
+    assert logits().addressable_shards[0].data.shape[-1] == 10
+    assert logits(gathered=True).addressable_shards[0].data.shape == (2, 3, 40)
+    assert logits(last_B=jnp.array([0, 2])).shape == (2, 1, 40)

@@ -1,0 +1,207 @@
+"""Files of weights: what is damaged or malicious is refused."""
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from tests.common import GOLDEN, ROOT, copy_folder, refusal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_files.weight_files import read_torch_checkpoint
+from jax_pretrained import load_pretrained
+
+
+def edit_zip(path, edit):
+    """Replaces each record of a zip file by edit(name without the folder, content)."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: edit(name.split('/', 1)[1], archive.read(name)) for name in archive.namelist()}
+    write_zip(path, records)
+
+
+def write_zip(path, records):
+    with zipfile.ZipFile(path, 'w') as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+    return path
+
+
+# -----------------------------------------------------------------------------
+# what is read is right
+
+def test_torch_checkpoint_of_every_dtype_and_stride():
+    checkpoint, expected = read_torch_checkpoint(GOLDEN / 'tensors.pt'), np.load(GOLDEN / 'tensors.npz')
+    assert checkpoint['shape'] == (4, 6)
+    assert checkpoint['nested'] == [1, 2.5, None, ('a', True)]
+    tensors = checkpoint['tensors']
+    assert set(tensors) == set(expected)
+    assert tensors['bfloat16'].dtype == jnp.bfloat16
+    for name, x in tensors.items():
+        if name == 'bfloat16':
+            x = x.astype(np.float32)  # the .npz has no bfloat16
+        np.testing.assert_array_equal(x, expected[name], strict=True)
+    assert np.shares_memory(tensors['transposed'], tensors['sliced'])
+
+# -----------------------------------------------------------------------------
+# what cannot be read is refused with one line
+
+@pytest.mark.parametrize('path', [
+    'hf/model.safetensors', 'hf_sharded/model-00002-of-00003.safetensors', 'hf_sharded/model.safetensors.index.json',
+    'hf_bin/pytorch_model.bin', 'nanogpt/ckpt.pt'])
+@pytest.mark.parametrize('keep', [0, 3, 0.5, 0.999])
+def test_a_truncated_file_is_refused(path, keep, tmp_path):
+    folder = copy_folder((GOLDEN / path).parent, tmp_path)
+    content = (tmp_path / path).read_bytes()
+    n_bytes = int(keep * len(content)) if 0 < keep < 1 else keep
+    (tmp_path / path).write_bytes(content[:n_bytes])
+    assert Path(path).name in refusal(load_pretrained, folder)
+
+
+def test_a_flipped_bit_in_a_ckpt_is_refused(tmp_path):
+    path = copy_folder(GOLDEN / 'nanogpt', tmp_path) / 'ckpt.pt'
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert 'damaged' in refusal(load_pretrained, path)
+
+
+def test_a_shard_that_is_not_there_is_named(tmp_path):
+    folder = copy_folder(GOLDEN / 'hf_sharded', tmp_path)
+    (folder / 'model-00002-of-00003.safetensors').unlink()
+    assert 'names model-00002-of-00003.safetensors' in refusal(load_pretrained, folder)
+
+
+@pytest.mark.parametrize('index', ['{}', '[]', '{"weight_map": 3}', '{"weight_map": {"wte.weight": 3}}'])
+def test_an_index_without_a_map_is_refused(index, tmp_path):
+    folder = copy_folder(GOLDEN / 'hf_sharded', tmp_path)
+    (folder / 'model.safetensors.index.json').write_text(index)
+    assert 'index.json' in refusal(load_pretrained, folder)
+
+
+def test_a_missing_network_is_reported_in_one_line(tmp_path):
+    code = 'import jax_pretrained as p\ntry: p.load_pretrained("gpt2-medium")\nexcept p.UserError as e: print(e)'
+    env = os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path), 'JAX_PLATFORMS': 'cpu'}
+    run = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert run.stderr == ''
+    assert run.stdout.count('\n') == 1
+    for part in ('config.json', 'model.safetensors', 'openai-community/gpt2-medium'):
+        assert part in run.stdout
+
+
+# -----------------------------------------------------------------------------
+# the restricted reader of torch.save files
+
+def opcodes(value):
+    """The part of a pickle that pushes `value`."""
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def tensor_pickle(storage=b'ctorch\nFloatStorage\n', count=6, offset=0, size=(2, 3), stride=(3, 1), inner=None):
+    """What torch.save writes for one tensor. inner: opcodes instead of its storage."""
+    if inner is None:
+        inner = b'(' + opcodes('storage') + storage + opcodes('0') + opcodes('cpu') + opcodes(count) + b'tQ'
+    view = opcodes(offset) + opcodes(size) + opcodes(stride)
+    return b'\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(' + inner + view + b'\x89ccollections\nOrderedDict\n)RtR.'
+
+
+def torch_file(tmp_path, data_pkl, **records):
+    data = np.arange(6, dtype=np.float32).tobytes()
+    return write_zip(tmp_path / 'ckpt.pt', {'archive/data.pkl': data_pkl, 'archive/data/0': data} | records)
+
+
+class Call:
+    """An object whose pickle calls `function` when it is loaded."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize('protocol', [0, 2, 4])
+@pytest.mark.parametrize('function, text', [
+    (os.system, 'touch {}'), (eval, 'open({!r}, "w")'), (exec, 'open({!r}, "w")')])
+@pytest.mark.parametrize('container', ['torch', 'bare'])
+def test_a_malicious_checkpoint_is_refused_and_not_executed(protocol, function, text, container, tmp_path):
+    trace = tmp_path / 'executed'
+    evil = pickle.dumps({'model': Call(function, text.format(str(trace))), 'model_args': {}}, protocol)
+    path = torch_file(tmp_path, evil)
+    if container == 'bare':
+        path.write_bytes(evil)
+    message = refusal(load_pretrained, path)
+    if (container, protocol) != ('bare', 0):
+        assert 'was not loaded' in message
+    assert not trace.exists()
+    pickle.loads(evil)  # an ordinary unpickler does execute it
+    assert trace.exists()
+
+
+@pytest.mark.parametrize('module, name', [
+    ('torch', 'load'), ('torch.serialization', 'load'), ('torch._utils', '_import_dotted_name'),
+    ('torch', 'FloatTensor'), ('collections', 'namedtuple'), ('builtins', 'getattr'), ('os', 'system'),
+    ('numpy', 'load'), ('collections', 'OrderedDict.fromkeys'), ('torch', 'Size.__class__'),
+    ('torch', '_utils._rebuild_tensor_v2'),
+    ('torch._utils', '_rebuild_tensor_v2.__func__.__globals__'), ('torch', 'FloatStorage.format'),
+    ('jax_pretrained', 'os.system'), ('jax_pretrained', 'TorchUnpickler')])
+def test_only_the_exact_names_that_tensors_need_are_known(module, name, tmp_path):
+    push = lambda text: b'\x8c' + bytes([len(text)]) + text.encode()
+    path = torch_file(tmp_path, b'\x80\x04' + push(module) + push(name) + b'\x93.')  # STACK_GLOBAL follows dots
+    assert f'{module}.{name}' in refusal(read_torch_checkpoint, path)
+    if '.' not in name:
+        path = torch_file(tmp_path, f'c{module}\n{name}\n.'.encode())
+        assert f'{module}.{name}' in refusal(read_torch_checkpoint, path)
+
+
+def test_big_endian_storages_are_read(tmp_path):
+    np.testing.assert_array_equal(read_torch_checkpoint(torch_file(tmp_path, tensor_pickle())), [[0, 1, 2], [3, 4, 5]])
+    data = np.arange(6, dtype='>f4').tobytes()
+    path = torch_file(tmp_path, tensor_pickle(), **{'archive/byteorder': 'big', 'archive/data/0': data})
+    np.testing.assert_array_equal(read_torch_checkpoint(path), [[0, 1, 2], [3, 4, 5]])
+
+
+@pytest.mark.parametrize('content', [
+    tensor_pickle(count=7),                                       # the storage is shorter than it claims
+    tensor_pickle(offset=1), tensor_pickle(stride=(4, 1)),        # the tensor reaches beyond it
+    tensor_pickle(size=(5,), stride=(2**60,)),                    # 2**64 bytes: past the end, or 0 if it overflows
+    tensor_pickle(size=(5,), stride=(-2**60,)),
+    tensor_pickle(size=(2**70,), stride=(0,)), tensor_pickle(size=(2**62, 8), stride=(0, 0)),
+    tensor_pickle(offset=-1), tensor_pickle(size=(-2, 3)), tensor_pickle(offset=5, stride=(-3, 1)),
+    tensor_pickle(stride=(1,)), tensor_pickle(size=None), tensor_pickle(size=('2', 3)), tensor_pickle(offset=0.0),
+    tensor_pickle(storage=opcodes('O')), tensor_pickle(storage=opcodes('uint32')), tensor_pickle(count='6'),
+    tensor_pickle(inner=tensor_pickle(size=(6,), stride=(1,))[2:-1], size=(), stride=()),  # a tensor as storage
+    tensor_pickle(inner=tensor_pickle(size=(2**20,), stride=(0,))[2:-1], size=(2**20,), stride=(1,)),
+    tensor_pickle(inner=opcodes(b'bytes')),
+    b'\x80\x02ctorch._utils\n_rebuild_tensor_v2\n' + opcodes((None, {'__func__': len})) + b'b.',  # sets an attribute
+    b'\x80\x02ctorch\nSize\n' + opcodes((None, {'__call__': len})) + b'b.',
+    b'', b'\x80\x02', b'garbage', b'\x80\x02(' + opcodes('storage') + b'tQ.', b'\x80\xff.'])
+def test_a_malformed_tensor_is_refused(content, tmp_path):
+    assert 'ckpt.pt' in refusal(read_torch_checkpoint, torch_file(tmp_path, content))
+
+
+def test_a_storage_that_is_not_in_the_file_is_named(tmp_path):
+    path = copy_folder(GOLDEN / 'nanogpt', tmp_path) / 'ckpt.pt'
+    edit_zip(path, lambda name, content: content[:-1] if name == 'data/3' else content)
+    assert 'storage 3' in refusal(load_pretrained, path)
+    path = write_zip(path, {'archive/data.pkl': tensor_pickle()})
+    assert 'archive/data/0' in refusal(load_pretrained, path)
+
+
+def test_other_file_formats_are_recognized():
+    assert 'torch.save(torch.load(' in refusal(read_torch_checkpoint, GOLDEN / 'legacy.pt')
+    assert 'no data.pkl' in refusal(read_torch_checkpoint, GOLDEN / 'logits.npz')
+    assert 'not a file of torch.save' in refusal(read_torch_checkpoint, GOLDEN / 'hf' / 'model.safetensors')
+
+
+@pytest.mark.parametrize('model_args', [None, 3, {'n_layer': 2}, dict(
+    n_layer=2, n_head=2, n_embd=16, block_size=24, vocab_size='41')])
+@pytest.mark.parametrize('model', [{}, [], {3: 4}, {'transformer.wte.weight': 'text'}])
+def test_a_checkpoint_with_other_things_inside_is_refused(model, model_args, tmp_path):
+    path = torch_file(tmp_path, pickle.dumps({'model': model, 'model_args': model_args}, 2))
+    assert 'ckpt.pt' in refusal(load_pretrained, path)
+    good = dict(n_layer=2, n_head=2, n_embd=16, block_size=24, vocab_size=41)
+    path = torch_file(tmp_path, pickle.dumps({'model': model, 'model_args': good}, 2))
+    assert 'ckpt.pt' in refusal(load_pretrained, path)
