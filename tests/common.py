@@ -34,7 +34,6 @@ from jax_ops.matmul import quantize
 from jax_train_utils import create_learning_rate_schedule, create_optimizer_with_schedule, make_train_step, read_metrics
 from jax_transformer import GPT, GPTConfig, create_train_state, cross_entropy
 
-
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / 'tests' / 'golden'
 FAMILIES = GOLDEN / 'families'

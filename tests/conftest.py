@@ -1,18 +1,16 @@
-"""conftest"""
-from tests.common import copy_folder, edit_json, succeeded, train
-
+"""Fixtures that several test modules share. A run that no test changes is made once in each test process."""
 import pytest
 
-from tests.common import MODEL, QWEN, SHORT, TUNE, prepare
+from tests.common import MODEL, QWEN, SHORT, TUNE, copy_folder, edit_json, prepare, succeeded, train
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='session')
 def flags(dataset):
     """Those of a short training run."""
     return [f'--dataset={dataset}', *MODEL, *SHORT]
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='session')
 def finished(tmp_path_factory, flags):
     """(the out_dir of a run of 20 iterations, what it printed)."""
     out = tmp_path_factory.mktemp('finished') / 'out'
@@ -25,7 +23,7 @@ def run_copy(finished, tmp_path):
     return copy_folder(finished[0], tmp_path)
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='session')
 def qwen(tmp_path_factory, flags):
     """The out_dir of a small Qwen3-MoE that was trained for 20 iterations."""
     out = tmp_path_factory.mktemp('qwen') / 'out'
