@@ -184,7 +184,8 @@ def encode_function(vocabulary):
     bpe = Tokenizer.from_str(vocabulary.files['tokenizer.json'])
     bpe.encode_special_tokens = True
     bpe.no_truncation()
-    return lambda text: bpe.encode(text, add_special_tokens=False).ids
+    # without offsets, which encode() finds, it takes half the time
+    return lambda text: bpe.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 class Unit(NamedTuple):

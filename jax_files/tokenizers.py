@@ -115,16 +115,6 @@ class HFTokenizer:
     def encode(self, text):
         return self.tokenizer.encode(text).ids
 
-    def encode_document(self, text):
-        """The ids of a training text, with the first token that the model expects, if any, and the end token. The names
-        of special tokens in the text are ordinary text."""
-        if self.end_token is None:
-            raise UserError('the tokenizer has no end token: name one, "eos_token", in its tokenizer_config.json')
-        self.tokenizer.encode_special_tokens = True
-        ids = self.tokenizer.encode(text).ids
-        self.tokenizer.encode_special_tokens = False
-        return ids if ids[-1:] == [self.end_token] else [*ids, self.end_token]
-
     def decode(self, ids):
         if '<|channel|>' not in self.ids:
             return self.tokenizer.decode(ids)

@@ -20,7 +20,7 @@ from common import TOKENIZER_HELP, Unit, choose_vocabulary, create_parser, cut, 
 from stream import run, stream
 
 few = 20 # documents: of fewer, each has a part in train and in val
-bpe_bytes = 2**28 # of larger inputs, bpe:N learns from about as much, taken evenly from the train part
+bpe_bytes = 2**27 # of larger inputs, bpe:N learns from about as much, taken evenly from the train part
 rows_files = ('.jsonl', '.parquet')
 
 def find_files(paths, suffixes):
