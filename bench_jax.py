@@ -2,29 +2,26 @@
 and says what it needs. Prints a table, then one JSON line.
 
 $ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
-$ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16 --ablate=True
+$ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16
 $ python bench_jax.py --mode=decode --prompt_len=16 --max_new_tokens=128
-$ python bench_jax.py --mode=decode --out_dir=out-shakespeare-char --dataset=shakespeare_char --ablate=True
+$ python bench_jax.py --mode=decode --out_dir=out-shakespeare-char --dataset=shakespeare_char --n_draft=4
 $ python bench_jax.py config/train_gpt2.py --mode=compile --topology=h100:1x8 --fsdp=8
 $ python bench_jax.py --mode=compile --plan=decode --topology=v5e:2x4 --tensor=4 --quantize=int8 --batch_size=32
 """
 import dataclasses
 import functools
 import json
-import os
 import platform
 import re
 import sys
 import time
 from pathlib import Path
 
-import jax_ops.matmul
 from jax_flags import UserError, config_block, read_flags, start_script
 
 # -----------------------------------------------------------------------------
 mode = 'train' # 'train', 'decode' or 'compile' (a step for devices that are not here)
 preset = '' # a model and batch size: 'nanogpt_cpu', 'baby' (nanoGPT's two for Shakespeare) or 'gpt2'; flags override it
-ablate = False # measure again with each choice changed, one at a time, and print the table
 batch_size = 12 # sequences per micro-batch (train), or generated together (decode)
 gradient_accumulation_steps = 1 # micro-batches per update (train)
 block_size = 1024 # maximum number of tokens per sequence
@@ -57,7 +54,7 @@ quantize = '' # 'int8' weights, as in sample_jax.py, like the next two (decode)
 cache_dtype = 'auto' # of the KV cache
 n_draft = 0 # draft tokens per step
 out_dir = '' # a run, a Hugging Face folder or a ckpt.pt, whose weights to use instead of random ones (decode)
-dataset = '' # its folder under data/: takes prompts from val.bin, and measures perplexity and agreement there (decode)
+dataset = '' # its folder under data/: takes prompts from its val.bin instead of random ones (decode)
 plan = 'train' # the step to compile: 'train' or 'decode' (compile)
 topology = 'h100:1x8' # devices to compile for: hosts x GPUs, or a TPU slice as in 'v5e:4x4' (compile)
 fsdp = 1 # as in train_jax.py, like the next four (compile)
@@ -119,7 +116,7 @@ from jax_ops.sharding import BATCH
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
     config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule, make_train_step)
-from jax_transformer import GPT, count_params, create_train_state, cross_entropy, estimate_mfu
+from jax_transformer import count_params, create_train_state, estimate_mfu
 
 devices, dtype, reason = setup_jax_environment(device, dtype)
 if mode == 'compile' and 'dtype' not in given:
@@ -132,12 +129,11 @@ clock = Stopwatch()
 # training
 
 
-def bench_train(loss_chunk=loss_chunk, **changes):
-    """Times training steps on a batch that is already on the devices, waiting for each. changes: of the config."""
+def bench_train():
+    """Times training steps on a batch that is already on the devices, waiting for each."""
     parallel = setup_distributed_training(devices)
-    config = dataclasses.replace(model_config, **{'scan_layers': scan_layers, 'remat': remat} | changes)
-    if 'attention' not in changes:
-        config = dataclasses.replace(config, attention=choose_attention(attention, config, devices[0])[0])
+    config = dataclasses.replace(model_config, scan_layers=scan_layers, remat=remat)
+    config = dataclasses.replace(config, attention=choose_attention(attention, config, devices[0])[0])
     schedule = create_learning_rate_schedule(6e-4, decay_lr=False)
     tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
     state = parallel.init_sharded(create_train_state, jax.random.key(seed), config, tx)
@@ -167,55 +163,25 @@ def bench_train(loss_chunk=loss_chunk, **changes):
         'temporary_gb': step.memory_analysis().temp_size_in_bytes / 1e9, 'peak_memory_gb': peak_memory_gb()}
 
 
-def ablate_train(baseline):
-    """Times the step with each choice changed, one at a time, and prints the table. Returns {change: results}."""
-    chosen = dict(attention=choose_attention(attention, model_config, devices[0])[0], scan_layers=scan_layers,
-                  remat=remat, loss_chunk=loss_chunk, dtype=dtype)
-    choices = {'attention': ('xla', 'chunked', 'cudnn'), 'scan_layers': (False, True),
-               'remat': ('none', 'dots', 'full'), 'loss_chunk': (0, max(1, block_size // 8)),
-               'dtype': ('float32', 'bfloat16')}
-    table = {'baseline': baseline}
-    for name, values in choices.items():
-        for value in values:
-            if value == chosen[name]:
-                continue
-            changes = {'attention': chosen['attention']} | {name: value}
-            config = dataclasses.replace(model_config, dtype=changes.get('dtype', dtype))
-            try:
-                choose_attention(changes['attention'], config, devices[0])
-            except UserError:  # cuDNN does not compute this
-                continue
-            table[f'{name}={value}'] = bench_train(**changes)
-    jax_ops.matmul.CUSTOM_MATMUL_GRADIENTS = False  # read when a step is traced, and bench_train traces a new one
-    try:
-        table["JAX's matmul gradients"] = bench_train()
-    finally:
-        jax_ops.matmul.CUSTOM_MATMUL_GRADIENTS = True
-    print(f'{"":>24}  {"ms/iter":>9}  {"x":>5}  {"temporary GB":>12}  {"compile s":>9}')
-    for name, r in table.items():
-        print(f'{name:>24}  {r["ms_per_iter"]:9,.1f}  {r["ms_per_iter"] / baseline["ms_per_iter"]:5.2f}  '
-              f'{r["temporary_gb"]:12.3f}  {r["compile_s"]:9.1f}')
-    return table
-
-
 # -----------------------------------------------------------------------------
 # decoding
 
-decode_settings = dict(batch_size=batch_size, dtype=dtype, quantize=quantize, cache_dtype=cache_dtype, n_draft=n_draft)
-
-
-def bench_decode(settings, repeats=repeats):
-    """Times calls of generate, each a prefill and then one step per token. settings: see decode_settings."""
-    config, params = load_model_for_decoding(settings['dtype'], settings['quantize'])
-    prompts = make_prompts(settings['batch_size'])
+def bench_decode():
+    """Times calls of generate, each a prefill and then one step per token."""
+    config, params = load_model()
+    if prompt_len + max_new_tokens > config.block_size:
+        raise UserError(f'prompt_len + max_new_tokens must be at most block_size={config.block_size}')
+    config = dataclasses.replace(config, dtype=dtype)
+    params = convert_params_for_decoding(params, dtype, quantize)
+    prompts = make_prompts(config.vocab_size)
     calls = []  # (prefill lap, decode lap)
     bandwidths = []
     for _ in range(repeats + 1):  # the first one compiles
         clock.lap()
         laps = []
         for result in generate_stream(
-                params, config, prompts, max_new_tokens, rng=jax.random.key(seed), temperature=0,
-                n_draft=settings['n_draft'], cache_dtype=settings['cache_dtype']):
+                params, config, prompts, max_new_tokens, rng=jax.random.key(seed), temperature=0, n_draft=n_draft,
+                cache_dtype=cache_dtype):
             laps.append(clock.lap())
         calls.append(laps)
         bandwidths.append(measure_bandwidth(devices[0]))  # after each call, because it varies on a shared machine
@@ -225,16 +191,14 @@ def bench_decode(settings, repeats=repeats):
     shares = [gb_read / laps[1].running / bandwidth for laps, bandwidth in zip(calls[1:], bandwidths[1:])]
     return {
         'ms_per_iter': decode_s * 1e3 / result.steps,
-        'tokens_per_sec': settings['batch_size'] * max_new_tokens / (prefill_s + decode_s),
-        'tokens_per_sec_decode': settings['batch_size'] * (max_new_tokens - 1) / decode_s,
+        'tokens_per_sec': batch_size * max_new_tokens / (prefill_s + decode_s),
+        'tokens_per_sec_decode': batch_size * (max_new_tokens - 1) / decode_s,
         'prefill_ms': prefill_s * 1e3, 'compile_s': sum(lap.compiling for lap in calls[0]),
         'weights_mb': weight_bytes / 1e6, 'cache_mb': result.cache_bytes / 1e6, 'gb_per_sec': gb_read / decode_s,
         'measured_bandwidth_gb_per_sec': np.median(bandwidths[1:]), 'share_of_bandwidth': np.median(shares),
-        'accepted': result.accepted / result.drafted if result.drafted else None,
-        **measure_quality(config, params, settings['cache_dtype'])}
+        'accepted': result.accepted / result.drafted if result.drafted else None}
 
 
-@functools.lru_cache(maxsize=1)
 def load_model():
     """(config, float32 parameters) of out_dir, or of a new random model."""
     if out_dir and not Path(out_dir, 'ckpt').is_dir():
@@ -246,77 +210,13 @@ def load_model():
     return model_config, jax.device_put(params, devices[0])
 
 
-def load_model_for_decoding(dtype, quantize):
-    config, params = load_model()
-    params = convert_params_for_decoding(dict(params), dtype, quantize)  # empties the dict
-    return dataclasses.replace(config, dtype=dtype), params
-
-
-@functools.lru_cache(maxsize=1)
-def validation_windows():
-    """16 windows spread evenly over val.bin, [16, T + 1] with T of at most 256."""
-    T = min(256, load_model()[0].block_size)
-    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'data', dataset)
-    tokens = load_dataset(folder, T)[0]['val']
-    x, y = get_windows(tokens, np.linspace(0, len(tokens) - T - 1, 16).astype(int), T)
-    return np.concatenate([x, y[:, -1:]], axis=1)
-
-
-def make_prompts(batch_size):
-    """Prompts [batch_size, prompt_len] of random tokens, or from val.bin."""
+def make_prompts(vocab_size):
+    """Prompts [batch_size, prompt_len] of random tokens, or spread evenly over val.bin."""
     if not dataset:
-        return np.random.default_rng(seed).integers(load_model()[0].vocab_size, size=(batch_size, prompt_len))
-    return np.resize(validation_windows()[:, :prompt_len], (batch_size, prompt_len))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def decode_windows(config, params, cache_dtype):
-    """(loss, most likely token) of each position of the validation windows, [T, 16] each, token by token as decoding
-    computes them."""
-    windows = validation_windows()
-
-    def step(cache, inputs):
-        x_B, y_B, position = inputs
-        logits, cache = GPT(config).apply({'params': params}, x_B[:, None], cache, position_BxT=position[None, None],
-                                          method='with_cache')
-        return cache, (cross_entropy(logits[:, 0], y_B), logits[:, 0].argmax(-1))
-
-    inputs = windows[:, :-1].T, windows[:, 1:].T, np.arange(windows.shape[1] - 1)
-    return jax.lax.scan(step, init_cache(config, *windows[:, 1:].shape, cache_dtype), inputs)[1]
-
-
-@functools.lru_cache(maxsize=1)
-def float32_tokens():
-    """The most likely token at each position of the validation windows, with float32 weights and cache."""
-    return decode_windows(*load_model_for_decoding('float32', ''), 'float32')[1]
-
-
-def measure_quality(config, params, cache_dtype):
-    """On the validation windows: the perplexity, and the share of positions whose most likely token is that of float32
-    weights and cache."""
-    if not dataset:
-        return {}
-    loss, tokens = decode_windows(config, params, cache_dtype)
-    return {'perplexity': float(np.exp(loss.mean())), 'agreement': float((tokens == float32_tokens()).mean())}
-
-
-def ablate_decode(baseline):
-    """Times decoding with one choice changed at a time, and prints the table. Returns {change: results}."""
-    few = min(repeats, 3)
-    choices = [('dtype', 'float32'), ('dtype', 'bfloat16'), ('quantize', 'int8'), ('cache_dtype', 'bfloat16'),
-               ('cache_dtype', 'int8'), ('cache_dtype', 'float8'), ('n_draft', 4), ('batch_size', 1), ('batch_size', 8)]
-    table = {'baseline': baseline}
-    for name, value in choices:
-        if value != decode_settings[name]:
-            table[f'{name}={value}'] = bench_decode(decode_settings | {name: value}, few)
-    table['quantize=int8, n_draft=4'] = bench_decode(decode_settings | {'quantize': 'int8', 'n_draft': 4}, few)
-    columns = ['tokens_per_sec', 'ms_per_iter', 'gb_per_sec', 'share_of_bandwidth', 'weights_mb', 'cache_mb',
-               'accepted', 'perplexity', 'agreement']
-    print(f'{"":>26}' + ''.join(f'{column:>19}' for column in columns))
-    for name, results in table.items():
-        cells = ['' if results.get(column) is None else f'{results[column]:,.4g}' for column in columns]
-        print(f'{name:>26}' + ''.join(f'{cell:>19}' for cell in cells))
-    return table
+        return np.random.default_rng(seed).integers(vocab_size, size=(batch_size, prompt_len))
+    tokens = load_dataset(Path(__file__).parent / 'data' / dataset, prompt_len)[0]['val']
+    starts = np.linspace(0, len(tokens) - prompt_len - 1, batch_size).astype(int)
+    return get_windows(tokens, starts, prompt_len)[0]
 
 
 # -----------------------------------------------------------------------------
@@ -515,10 +415,7 @@ elif mode == 'compile':
         if plan == 'train':
             results['would_fit'] = what_would_fit(plan_devices, data_sheet(topology)[0])
 else:
-    limit = load_model()[0].block_size
-    if prompt_len + max_new_tokens > limit:
-        raise UserError(f'prompt_len + max_new_tokens must be at most block_size={limit}')
-    results = bench_decode(decode_settings) | {'peak_memory_gb': peak_memory_gb()}
+    results = bench_decode() | {'peak_memory_gb': peak_memory_gb()}
 hardware = f'{len(devices)} x {devices[0].device_kind}'
 if mode == 'compile':
     n_planned = tensor * expert if plan == 'decode' else len(plan_devices)
@@ -532,7 +429,4 @@ environment = {'device': devices[0].device_kind, 'n_devices': len(devices), 'mac
 document = {'program': 'bench_jax', 'settings': flags, 'environment': environment, 'results': rounded(results)}
 if mode == 'compile':
     document['results']['collectives'] = table
-elif ablate:
-    table = ablate_train(results) if mode == 'train' else ablate_decode(results)
-    document['ablation'] = {name: rounded(row) for name, row in table.items()}
 print(json.dumps(document))

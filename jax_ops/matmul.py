@@ -29,9 +29,6 @@ def all_gather_param(param, dtype, tp=()):
     return param
 
 
-CUSTOM_MATMUL_GRADIENTS = True  # False: the gradients that JAX derives, for bench_jax.py --ablate=True
-
-
 def matmul_f32_acc(x, y, dtype=None):
     """x [..., M, K] @ y [..., K, N] in dtype (default: x's), accumulated in float32."""
     dtype = dtype or x.dtype
@@ -62,10 +59,7 @@ def matmul(x, y, *, transpose_rhs=False, dtype=None, tp=()):
     x is [..., I] with a kernel y [I, O] of any dtype, or both have the same leading axes. tp: COLUMN_PARALLEL or
     ROW_PARALLEL for a kernel on a mesh: it is all-gathered over fsdp, and again in the backward pass, because keeping
     it would materialize the full model (ZeRO-3, arXiv:1910.02054)."""
-    if CUSTOM_MATMUL_GRADIENTS:
-        return matmul_vjp(x, y, transpose_rhs, dtype, tp)
-    y = y.astype(x.dtype)
-    return (x @ (y.swapaxes(-1, -2) if transpose_rhs else y)).astype(dtype or x.dtype)
+    return matmul_vjp(x, y, transpose_rhs, dtype, tp)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_ops.matmul
 from jax_ops.cpu import cpu_multiplies_uint8
 from jax_ops.matmul import matmul, matmul_int8, matmul_nt, quantize
 from tests.common import operands, stored
@@ -21,15 +20,6 @@ def test_matmul_has_the_gradients_of_the_plain_one():
     ours = jax.grad(lambda x, k: jnp.sin(matmul(x, k)).sum(), (0, 1))(x, kernel)
     for a, b in zip(plain, ours):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_a_switch_turns_on_jaxs_own_matmul_gradients(monkeypatch):
-    def program():
-        return str(jax.make_jaxpr(lambda x, y: matmul(x, y))(jnp.ones((3, 5)), jnp.ones((5, 7))))
-
-    assert 'custom_vjp' in program()
-    monkeypatch.setattr(jax_ops.matmul, 'CUSTOM_MATMUL_GRADIENTS', False)
-    assert 'custom_vjp' not in program()
 
 
 @pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('bfloat16', 0.01)])
