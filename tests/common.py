@@ -405,7 +405,7 @@ CONVERSATION = {'messages': [{'role': 'user', 'content': 'ab'}, {'role': 'assist
                              {'role': 'user', 'content': 'd'}, {'role': 'assistant', 'content': ' ef '}]}
 
 # 160 positions: one full chunk of attention and a shorter one
-CONFIG = GPTConfig(block_size=160, vocab_size=37, n_layer=1, n_head=2, n_embd=16)
+LONG_BLOCK = GPTConfig(block_size=160, vocab_size=37, n_layer=1, n_head=2, n_embd=16)
 
 
 def compiled(config, loss_chunk=0):

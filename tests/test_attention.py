@@ -16,27 +16,27 @@ from jax_ops.attention import (
     splash_attention, splash_kernel)
 from jax_ops.sharding import BATCH, create_mesh
 from jax_transformer import GPT, MLAConfig, dot_product_attention
-from tests.common import CONFIG, assert_same_loss_and_gradients, compiled, loss_and_gradients, temporary_bytes
+from tests.common import LONG_BLOCK, assert_same_loss_and_gradients, compiled, loss_and_gradients, temporary_bytes
 
 # -----------------------------------------------------------------------------
 # attention
 
 def test_chunked_attention_is_attention_also_with_dropout():
-    config = dataclasses.replace(CONFIG, dropout=0.2)
+    config = dataclasses.replace(LONG_BLOCK, dropout=0.2)
     chunked = dataclasses.replace(config, attention='chunked')
     assert_same_loss_and_gradients(loss_and_gradients(config), loss_and_gradients(chunked), 2e-4)
     # dropout is active
-    assert abs(loss_and_gradients(config)[0] - loss_and_gradients(CONFIG)[0]) > 0.01
+    assert abs(loss_and_gradients(config)[0] - loss_and_gradients(LONG_BLOCK)[0]) > 0.01
 
 
 @pytest.mark.parametrize('attention', ['xla', 'chunked'])
 def test_attention_in_bfloat16_is_attention(attention):
-    low = dataclasses.replace(CONFIG, dtype='bfloat16', attention=attention)
-    assert_same_loss_and_gradients(loss_and_gradients(CONFIG), loss_and_gradients(low), 0.05)
+    low = dataclasses.replace(LONG_BLOCK, dtype='bfloat16', attention=attention)
+    assert_same_loss_and_gradients(loss_and_gradients(LONG_BLOCK), loss_and_gradients(low), 0.05)
 
 
 def test_chunked_attention_never_holds_all_scores():
-    config = dataclasses.replace(CONFIG, block_size=512, n_head=8)
+    config = dataclasses.replace(LONG_BLOCK, block_size=512, n_head=8)
     assert temporary_bytes(dataclasses.replace(config, attention='chunked')) < temporary_bytes(config) / 2
 
 
@@ -51,7 +51,7 @@ FAMILIES = {
 @pytest.mark.parametrize('dropout', [0.0, 0.2])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_chunked_attention_is_attention_in_every_family(family, dropout):
-    config = dataclasses.replace(CONFIG, n_head=4, dropout=dropout, **FAMILIES[family])
+    config = dataclasses.replace(LONG_BLOCK, n_head=4, dropout=dropout, **FAMILIES[family])
     chunked = dataclasses.replace(config, attention='chunked')
     assert_same_loss_and_gradients(loss_and_gradients(config), loss_and_gradients(chunked), 2e-5)
 
@@ -72,7 +72,7 @@ def test_attention_in_chunks_is_traced_once_for_all_layers_of_a_kind(monkeypatch
                        jax.ShapeDtypeStruct((1, config.block_size), jnp.int32))
         return len(traced)
 
-    config = dataclasses.replace(CONFIG, block_size=131, attention='chunked')  # a length that no other test has
+    config = dataclasses.replace(LONG_BLOCK, block_size=131, attention='chunked')  # a length that no other test has
     assert n_traced(config) > 0
     assert n_traced(dataclasses.replace(config, n_layer=3)) == 0
     assert n_traced(dataclasses.replace(config, layer_types=('window',), window=9)) > 0
@@ -168,7 +168,7 @@ def test_splash_attention_computes_the_queries_of_one_of_several_devices(limits)
 @pytest.mark.parametrize('attention', ['cudnn', 'splash'])
 def test_flash_attention_refuses_dropout(attention):
     with pytest.raises(UserError, match=f'{attention} attention has no dropout'):
-        compiled(dataclasses.replace(CONFIG, attention=attention, dropout=0.1))
+        compiled(dataclasses.replace(LONG_BLOCK, attention=attention, dropout=0.1))
 
 # -----------------------------------------------------------------------------
 # dropout

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from jax_transformer import GPT, GPTConfig, create_train_state
-from tests.common import CONFIG, assert_same_loss_and_gradients, loss_and_gradients, temporary_bytes
+from tests.common import LONG_BLOCK, assert_same_loss_and_gradients, loss_and_gradients, temporary_bytes
 
 
 DEEP = GPTConfig(block_size=32, vocab_size=37, n_layer=4, n_head=2, n_embd=64)
@@ -33,7 +33,7 @@ def test_scanned_layers_drop_and_recompute_the_same_elements():
 
 def test_scanned_layers_are_compiled_once_for_any_depth():
     def n_matmuls(n_layer, *, scan_layers):
-        config = dataclasses.replace(CONFIG, n_layer=n_layer, scan_layers=scan_layers)
+        config = dataclasses.replace(LONG_BLOCK, n_layer=n_layer, scan_layers=scan_layers)
         make = lambda: create_train_state(jax.random.key(0), config, optax.identity())
         run = lambda params: GPT(config).apply({'params': params}, jnp.zeros((1, 8), jnp.int32))
         return jax.jit(run).lower(jax.eval_shape(make).params).as_text().count('dot_general')

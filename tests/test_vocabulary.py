@@ -1,6 +1,6 @@
 """Embedding, logits and loss of a sharded vocabulary."""
 import dataclasses
-from tests.common import CONFIG, assert_same_loss_and_gradients, loss_and_gradients, temporary_bytes
+from tests.common import LONG_BLOCK, assert_same_loss_and_gradients, loss_and_gradients, temporary_bytes
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax_transformer import cross_entropy
 # memory: the loss in chunks, scanned layers, gradient checkpointing
 
 def test_the_loss_in_chunks_is_the_loss_and_holds_no_logits():
-    config = dataclasses.replace(CONFIG, vocab_size=4096)
+    config = dataclasses.replace(LONG_BLOCK, vocab_size=4096)
     full, chunked = loss_and_gradients(config), loss_and_gradients(config, loss_chunk=32)
     assert_same_loss_and_gradients(full, chunked, 1e-4)
     logits_bytes = 4 * 2 * 160 * 4096  # float32 [B, T, V]
