@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jax_files.tokenizers import locate_tokenizer
-from jax_flags import UserError, ceil_div
+from jax_flags import UserError
 
 
 def relative_path(path):
@@ -27,13 +27,6 @@ def remedy_for(data_dir):
     if prepare.exists():
         return f'run: python {prepare}'
     return f'there is no {prepare} to make it; see "Your own text" in README.md'
-
-
-# writes the meta.json of a data set of characters from nanoGPT's meta.pkl
-CONVERT_META = """import json, pickle, sys; folder = sys.argv[1]; \
-itos = pickle.load(open(folder + '/meta.pkl', 'rb'))['itos']; chars = ''.join(itos[i] for i in range(len(itos))); \
-meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars}}; \
-json.dump(meta, open(folder + '/meta.json', 'w'))"""
 
 
 def load_dataset_meta(data_dir):
@@ -63,58 +56,20 @@ def load_dataset_meta(data_dir):
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
     elif (data_dir / 'meta.pkl').exists():
+        program = relative_path(Path(__file__).parents[1] / 'data' / 'convert_meta.py')
         raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which can run programs and is not loaded; if you trust '
-                        f'it, convert it once: {sys.executable} -c "{CONVERT_META}" {data_dir}')
-    elif not token_files(data_dir, 'train'):
+                        f'it, convert it once: {sys.executable} {program} {data_dir}')
+    elif not (data_dir / 'train.bin').exists():
         raise UserError(f'there is no {data_dir / "train.bin"}; {remedy}')
     return meta | checked
 
 
-def token_files(data_dir, name):
-    """[data_dir/name.bin], or name_000.bin, name_001.bin, ... in order; [] if there are none. Raises UserError if one
-    of these is missing, or both forms are there."""
-    one = data_dir / f'{name}.bin'
-    several = sorted(data_dir.glob(f'{name}_[0-9]*.bin'), key=lambda path: int(path.stem[len(name) + 1:]))
-    numbers = [int(path.stem[len(name) + 1:]) for path in several]
-    if numbers != list(range(len(numbers))):
-        raise UserError(f'{data_dir} has the files {name}_*.bin of the numbers {numbers}, not 0 to {len(numbers) - 1}')
-    if several and one.exists():
-        raise UserError(f'{data_dir} has both {one.name} and {several[0].name}: remove one of these forms')
-    return several or ([one] if one.exists() else [])
-
-
-class TokenFiles:
-    """Several files of tokens, memory-mapped and read as one array: len(tokens), tokens[slice], tokens[indices]."""
-
-    def __init__(self, paths, dtype):
-        self.files = [np.memmap(path, dtype, mode='r') for path in paths if path.stat().st_size]
-        self.ends = np.cumsum([len(file) for file in self.files])
-
-    def __len__(self):
-        return int(self.ends[-1])
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            index = np.arange(*index.indices(len(self)))
-        tokens = np.empty(index.shape, self.files[0].dtype)
-        file_of = np.searchsorted(self.ends, index, side='right')
-        for i in np.unique(file_of):
-            here = file_of == i
-            tokens[here] = self.files[i][index[here] - (self.ends[i] - len(self.files[i]))]
-        return tokens
-
-
-def open_tokens(paths, dtype):
-    return np.memmap(paths[0], dtype, mode='r') if len(paths) == 1 else TokenFiles(paths, dtype)
-
-
 def load_dataset(data_dir, block_size):
-    """Opens data_dir/{train,val}.bin as prepare.py wrote them; each may be several files, see token_files. Where
-    meta.json holds the largest id, max_id, and the numbers of tokens, only the sizes are checked; otherwise all tokens
-    are read, each process its share.
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them. Where meta.json holds the largest id, max_id, and the
+    numbers of tokens, only the sizes are checked; otherwise all tokens are read, each process its share.
 
-    Returns ({'train': memmap or TokenFiles, 'val': the same}, vocab_size, tokenizer description), see
-    load_dataset_meta. Raises UserError for missing, short or damaged files and for token ids outside the vocabulary."""
+    Returns ({'train': memmap, 'val': memmap}, vocab_size, tokenizer description), see load_dataset_meta. Raises
+    UserError for missing, short or damaged files and for token ids outside the vocabulary."""
     data_dir = relative_path(data_dir)
     meta = load_dataset_meta(data_dir)
     remedy = remedy_for(data_dir)
@@ -122,25 +77,23 @@ def load_dataset(data_dir, block_size):
     splits = {}
     for split in ('train', 'val'):
         path = data_dir / f'{split}.bin'
-        paths = token_files(data_dir, split)
-        if not paths:
+        if not path.exists():
             raise UserError(f'there is no {path}; {remedy}')
-        for file in paths:
-            if file.stat().st_size % width:
-                raise UserError(f'{file} has {file.stat().st_size} bytes, not a multiple of {width} ({meta["dtype"]}): '
-                                f'it is cut short or of another type; {remedy}')
-        size = sum(file.stat().st_size for file in paths)
-        if size // width <= block_size:
-            raise UserError(f'{path} has {size // width} tokens, and block_size={block_size} needs {block_size + 1}; '
+        size, rest = divmod(path.stat().st_size, width)
+        if rest:
+            raise UserError(f'{path} has {size * width + rest} bytes, not a multiple of {width} ({meta["dtype"]}): '
+                            f'it is cut short or of another type; {remedy}')
+        if size <= block_size:
+            raise UserError(f'{path} has {size} tokens, and block_size={block_size} needs {block_size + 1}; '
                             'use more text or a smaller --block_size')
         n_tokens = meta[f'{split}_tokens']
-        if n_tokens not in (None, size // width):
-            raise UserError(f'{path} has {size // width} tokens, its meta.json says {n_tokens}: the file is damaged or '
+        if n_tokens not in (None, size):
+            raise UserError(f'{path} has {size} tokens, its meta.json says {n_tokens}: the file is damaged or '
                             f'of another data set; {remedy}')
-        splits[split] = open_tokens(paths, meta['dtype'])
+        splits[split] = np.memmap(path, meta['dtype'], mode='r')
         largest = meta['max_id']
         if type(largest) is not int or n_tokens is None:  # a wrong id would train silently: read every token
-            starts = range(0, size // width, 10**7)[jax.process_index()::jax.process_count()]
+            starts = range(0, size, 10**7)[jax.process_index()::jax.process_count()]
             largest = max((int(splits[split][i:i + 10**7].max()) for i in starts), default=0)
         if largest >= meta['vocab_size']:
             raise UserError(f"{path} has token id {largest}, outside the vocabulary of {meta['vocab_size']}; {remedy}")
@@ -151,14 +104,11 @@ def load_masks(data_dir, splits):
     """{split: tokens} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
     assistant's tokens do, else 0. {} for a data set without masks, in which all tokens count. Raises UserError for a
     mask of another length than its tokens."""
-    masks = {}
-    for split, tokens in splits.items():
-        paths = token_files(relative_path(data_dir), f'{split}_mask')
-        if paths:
-            masks[split] = open_tokens(paths, np.uint8)
-    if masks and {split: len(tokens) for split, tokens in splits.items()} != {s: len(m) for s, m in masks.items()}:
+    paths = {split: relative_path(data_dir) / f'{split}_mask.bin' for split in splits}
+    sizes = {split: path.stat().st_size for split, path in paths.items() if path.exists()}
+    if sizes and sizes != {split: len(tokens) for split, tokens in splits.items()}:
         raise UserError(f'the masks in {data_dir} do not belong to its tokens; {remedy_for(Path(data_dir))}')
-    return masks
+    return {split: np.memmap(paths[split], np.uint8, mode='r') for split in sizes}
 
 
 def describe_data(splits, tokenizer):
@@ -179,47 +129,16 @@ def check_ids(x, y, vocab_size, split):
 
 
 DATA, DROPOUT = range(2)  # RNG stream ids
-SHUFFLED_IN_MEMORY = 2**24  # windows; an epoch of more is shuffled by a function of the index, without memory
 
 
-def epoch_windows(n_tokens, block_size, seed, epoch, index):
-    """The starts of the windows numbered `index` of an epoch: a random offset, then contiguous windows of block_size
-    tokens, shuffled."""
-    n_windows = count_windows(n_tokens, block_size)
-    if n_windows <= SHUFFLED_IN_MEMORY:
-        return shuffled_windows(n_tokens, block_size, seed, epoch)[index]
-    rng = np.random.default_rng([seed, DATA, epoch])
-    offset = rng.integers(n_tokens - n_windows * block_size)
-    return offset + block_size * permute_index(index, n_windows, rng.integers(2**32, size=6, dtype=np.uint64))
-
-
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
 def shuffled_windows(n_tokens, block_size, seed, epoch):
-    """epoch_windows of all indices."""
+    """The windows of an epoch: a random offset, and the order of the contiguous windows of block_size tokens that
+    follow it."""
     n_windows = count_windows(n_tokens, block_size)
     rng = np.random.default_rng([seed, DATA, epoch])
     offset = rng.integers(n_tokens - n_windows * block_size)
-    return offset + block_size * rng.permutation(n_windows)
-
-
-def permute_index(index, n, keys):
-    """The places of the indices in a permutation of range(n) that `keys`, uint64 of 32 bits, choose: a Feistel network
-    over the next power of four, applied again to what is not below n (cycle walking; Black and Rogaway 2002,
-    doi:10.1007/3-540-45760-7_9)."""
-    half = np.uint64(ceil_div(int(n - 1).bit_length(), 2))
-    low = np.uint64((1 << int(half)) - 1)
-    x = np.asarray(index, np.uint64).copy()
-    outside = np.ones(x.shape, bool)
-    while outside.any():
-        left, right = x[outside] >> half, x[outside] & low
-        for key in keys:
-            mixed = (right ^ key) * np.uint64(0x9e3779b97f4a7c15)  # modulo 2**64
-            mixed ^= mixed >> np.uint64(29)
-            mixed *= np.uint64(0xbf58476d1ce4e5b9)
-            left, right = right, left ^ (mixed >> np.uint64(32) & low)
-        x[outside] = left << half | right
-        outside = x >= n
-    return x.astype(np.int64)
+    return offset, rng.permutation(np.arange(n_windows, dtype=np.min_scalar_type(n_windows)))
 
 
 def count_windows(n_tokens, block_size):
@@ -242,7 +161,8 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
     epoch, index = np.divmod(iteration * n_rows + rows, count_windows(len(tokens), block_size))
     start = np.empty(len(rows), np.int64)
     for e in np.unique(epoch):
-        start[epoch == e] = epoch_windows(len(tokens), block_size, seed, int(e), index[epoch == e])
+        offset, order = shuffled_windows(len(tokens), block_size, seed, int(e))
+        start[epoch == e] = offset + block_size * order[index[epoch == e]].astype(np.int64)
     return get_windows(tokens, start, block_size)
 
 

@@ -3,7 +3,6 @@ import dataclasses
 import os
 import pickle
 import subprocess
-import jax_files.data
 from tests.common import TINY, edit_json, refusal, write_dataset
 
 import jax
@@ -12,8 +11,8 @@ import optax
 import pytest
 
 from jax_files.data import (
-    count_windows, describe_data, epoch_windows, get_batch_jax, get_loss_weights, load_dataset, load_dataset_meta,
-    load_masks, permute_index)
+    count_windows, describe_data, get_batch_jax, get_loss_weights, load_dataset, load_dataset_meta, load_masks,
+    shuffled_windows)
 from jax_flags import UserError
 from jax_train_utils import create_learning_rate_schedule, make_train_step
 from jax_transformer import GPT, create_train_state, cross_entropy
@@ -57,47 +56,13 @@ def test_the_order_of_the_windows_has_not_changed():
         [242, 178, 370, 82], [462, 286, 126, 414]]
 
 
-def test_an_epoch_too_large_to_shuffle_in_memory_is_permuted_by_index(monkeypatch):
-    for n in (1, 2, 3, 16, 17, 1000, 4097):
-        keys = np.random.default_rng(n).integers(2**32, size=6, dtype=np.uint64)
-        np.testing.assert_array_equal(np.sort(permute_index(np.arange(n), n, keys)), np.arange(n))
-    far = permute_index(np.arange(10**4) + 10**11, 10**12, keys)
-    assert len(np.unique(far)) == 10**4
-    assert abs(far.mean() / 10**12 - 0.5) < 0.02  # the standard deviation is 0.003
-    assert abs(np.corrcoef(far[:-1], far[1:])[0, 1]) < 0.05
-    monkeypatch.setattr(jax_files.data, 'SHUFFLED_IN_MEMORY', 0)
-    tokens = np.arange(500, dtype=np.uint16)
-    n_windows = count_windows(500, 16)
-    first, second = (get_batch_jax(tokens, 16, n_windows, 7, i)[0] for i in (0, 1))
-    assert len(np.unique(first)) == first.size
-    assert not np.array_equal(first, second)
-    # 10^12 tokens: the batch of an iteration takes no memory that grows with them
-    n = 10**12
-    starts = epoch_windows(n, 1024, 7, 0, np.arange(5))
-    assert starts.max() < n - 1024
-
-
-def test_a_split_of_several_files_is_read_as_one(tmp_path):
-    write_dataset(tmp_path, np.arange(30), np.arange(20))
-    one = load_dataset(tmp_path, 8)[0]['train']
-    (tmp_path / 'train.bin').unlink()
-    for i, part in enumerate((one[:7], one[7:9], one[9:])):
-        part.tofile(tmp_path / f'train_{i:03}.bin')
-    several = load_dataset(tmp_path, 8)[0]['train']
-    for i in range(5):
-        np.testing.assert_array_equal(get_batch_jax(several, 8, 3, 7, i), get_batch_jax(one, 8, 3, 7, i))
-    tokenizer = {'kind': 'gpt2'}
-    assert describe_data({'train': several}, tokenizer) == describe_data({'train': one}, tokenizer)
-    masks = np.ones(30, np.uint8), np.ones(20, np.uint8)
-    masks[0][:13].tofile(tmp_path / 'train_mask_000.bin')
-    masks[0][13:].tofile(tmp_path / 'train_mask_001.bin')
-    masks[1].tofile(tmp_path / 'val_mask.bin')
-    assert len(load_masks(tmp_path, load_dataset(tmp_path, 8)[0])['train']) == 30
-    (tmp_path / 'train_002.bin').rename(tmp_path / 'train_003.bin')
-    assert 'of the numbers [0, 1, 3], not 0 to 2' in refusal(load_dataset, tmp_path, 8)
-    one.tofile(tmp_path / 'train.bin')
-    (tmp_path / 'train_003.bin').rename(tmp_path / 'train_002.bin')
-    assert 'has both train.bin and train_000.bin' in refusal(load_dataset, tmp_path, 8)
+def test_the_order_takes_the_smallest_integers_and_is_that_of_the_larger_ones():
+    for n_windows, itemsize in ((200, 1), (2000, 2), (70_000, 4)):
+        offset, order = shuffled_windows(16 * (n_windows + 2), 16, 7, 3)
+        rng = np.random.default_rng([7, 0, 3])
+        assert offset == rng.integers(32)
+        np.testing.assert_array_equal(order, rng.permutation(n_windows))
+        assert order.itemsize == itemsize
 
 
 @pytest.mark.parametrize('dtype', ['uint16', 'uint32'])

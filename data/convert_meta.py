@@ -1,0 +1,15 @@
+"""Writes the meta.json of a data set of characters from its meta.pkl, nanoGPT's. A pickle can run programs: only for
+data that you trust.
+
+$ python data/convert_meta.py FOLDER
+"""
+import json
+import pickle
+import sys
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+itos = pickle.loads((folder / 'meta.pkl').read_bytes())['itos']
+chars = ''.join(itos[i] for i in range(len(itos)))
+meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars}}
+(folder / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')
