@@ -1,5 +1,5 @@
-"""The flags of the scripts, and how a script ends. This file imports no jax, so that --help and a wrong flag are
-answered at once: importing jax takes a second."""
+"""The flags of the scripts, how a script ends, and what all modules use: UserError, JSON and text files. This file
+imports no jax, so that --help and a wrong flag are answered at once: importing jax takes a second."""
 import ast
 import atexit
 import difflib

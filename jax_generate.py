@@ -1,8 +1,8 @@
-"""How the model speaks: cached generation with prefill, decode, sampling, speculative decoding and streaming.
+"""Generation: prompt ids to new ids, by prefill and decode with a KV cache, sampling, speculative decoding, streaming.
 
-`generate` is all that most users need; `generate_stream` yields while the texts grow. The slot of a token in the KV
-cache follows from its position (see jax_transformer.py): prompts of different lengths and rejected drafts need no
-bookkeeping.
+`generate` returns all tokens, `generate_stream` yields while they are made; jax_text.py does both for texts. The slot
+of a token in the KV cache follows from its position (see jax_transformer.py): prompts of different lengths and rejected
+drafts need no bookkeeping.
 
 Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J the number of drafts.
 """
@@ -143,8 +143,8 @@ def cache_entry_shapes(config):
 
 def count_slots(config, layer_type, n_slots):
     """Number of slots of a layer's KV cache: n_slots, at most its attention span. A ring (see update_ring_cache) of
-    2,048 slots or more has PIECE more: a piece of a prompt then overwrites no key to which its first tokens attend, for
-    which the ring would be copied."""
+    2,048 slots or more has PIECE more, so that a piece of a prompt overwrites no key to which its own first tokens
+    attend; update_ring_cache would copy the ring for these."""
     span = attention_span(config, layer_type)
     if has_ring_cache(config, layer_type) and n_slots >= span >= 2048:
         return span + PIECE
@@ -518,7 +518,7 @@ class PrefixCache:
 # generate
 
 class GenerationResult(NamedTuple):
-    """What there is so far."""
+    """The tokens so far, and what they have cost."""
     tokens: np.ndarray  # int32 [B, N]
     lengths: np.ndarray  # of each row, int32 [B]
     steps: int = 0  # of decode after the first token

@@ -45,7 +45,7 @@ def quantized(path, array):
 def create_lora_state(rng, config, tx, rank):
     """TrainState whose params are the updates {'a': [I, rank], 'b': [rank, O]} of every kernel [I, O] of attention and
     MLPs, not of experts: a is random, b zero. Its `frozen`, {'weights', 'scale'}, is filled in by load_frozen. Call it
-    compiled, where the model's own initial parameters are not computed."""
+    under jit: the model's own initial parameters, of which only the shapes are used, are then not computed."""
     state = create_train_state(rng, config, optax.identity())
     updates = {}
     for i, (path, kernel) in enumerate(flatten_dict(state.params).items()):

@@ -716,11 +716,11 @@ def mla_tensor_maps(config, layout, path, name):
         tensor_maps = linear_maps((*path, 'q_a'), f'{name}.q_a_proj', D, mla.q_rank, bias=config.bias)
         tensor_maps |= stored_as_is((*path, 'q_norm', 'scale'), f'{name}.q_a_layernorm.weight', mla.q_rank)
         tensor_maps |= linear_maps((*path, 'q_b'), f'{name}.q_b_proj', mla.q_rank, H * head_width, bias=config.bias,
-                              rows=q_rows)
+                                   rows=q_rows)
     else:
         tensor_maps = linear_maps((*path, 'q_b'), f'{name}.q_proj', D, H * head_width, bias=config.bias, rows=q_rows)
     tensor_maps |= linear_maps((*path, 'kv_a'), f'{name}.kv_a_proj_with_mqa', D, kv_a_width, bias=config.bias,
-                          rows=kv_a_rows)
+                               rows=kv_a_rows)
     tensor_maps |= stored_as_is((*path, 'kv_norm', 'scale'), f'{name}.kv_a_layernorm.weight', mla.kv_rank)
     kv_b_shape = H * (mla.nope_dim + mla.v_dim), mla.kv_rank
     tensor_maps[*path, 'kv_b'] = [TensorMap(f'{name}.kv_b_proj.weight', kv_b_shape, transpose=True)]

@@ -28,7 +28,7 @@ from jax_lora import model_params
 from jax_ops.sharding import batch_axes, current_mesh, partition_specs, shard, shard_params
 from jax_transformer import GPT, GPTConfig
 
-# public here, defined in their rooms
+# public here, defined in jax_devices/ and jax_files/
 from jax_devices.parallel import pmap_train_step, setup_distributed_training  # noqa: F401
 from jax_devices.setup import check_device_availability  # noqa: F401
 from jax_files.checkpoints import load_checkpoint, save_checkpoint  # noqa: F401
@@ -187,7 +187,7 @@ def orthogonalize(updates, params=None):
 
 
 def is_decayed(path, p):
-    """Matrices and embeddings are; biases, which have 2 dimensions in experts, and norms are not."""
+    """Whether a parameter has weight decay: matrices and embeddings have; norms and biases (2-D in experts) do not."""
     return p.ndim >= 2 and path[-1].key != 'bias'
 
 
@@ -196,10 +196,9 @@ def optimizer_of(path, p):
 
 
 def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
-    """AdamW (arXiv:1711.05101) with weight decay for tensors of 2 or more dimensions: matrices and embeddings, but not
-    biases (which have 2 in experts) and norms. 'muon' updates every `kernel` of the blocks except the router's, each
-    expert's by itself, with Muon instead (see orthogonalize), at AdamW's learning rate and weight decay. Clipping is
-    separate: clip_gradients. Raises UserError for any other optimizer."""
+    """AdamW (arXiv:1711.05101) with weight decay where is_decayed says so. 'muon' updates every `kernel` of the blocks
+    except the router's, each expert's by itself, with Muon instead (see orthogonalize), at AdamW's learning rate and
+    weight decay. Clipping is separate: clip_gradients. Raises UserError for any other optimizer."""
     adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
                         mask=lambda params: jax.tree.map_with_path(is_decayed, params))
     if optimizer == 'adamw':
@@ -372,11 +371,9 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
     return losses
 
 
-# -----------------------------------------------------------------------------
-# checkpoints: out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or absent
-
 @jax.jit
 def all_finite(tree):
+    """Whether all elements of all leaves are finite."""
     return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 # -----------------------------------------------------------------------------

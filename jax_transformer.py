@@ -34,7 +34,7 @@ from jax_ops.vocabulary import (  # noqa: F401, ParallelLMHead and VocabParallel
     ParallelLMHead, VocabParallelEmbedding, embed_tokens, lm_logits, map_sequence_chunks)
 
 ACTIVATIONS = ('gelu', 'gelu_tanh')  # exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
-ATTENTION = ('xla', 'chunked', 'cudnn', 'splash')  # dot_product_attention; jax_ops/attention.py
+ATTENTION = ('xla', 'chunked', 'cudnn', 'splash')  # 'xla': dot_product_attention; others: jax_ops/attention.py
 REMAT = ('none', 'dots', 'full')  # recomputed in the backward pass: nothing; all but matmul outputs; whole blocks
 
 
@@ -140,7 +140,7 @@ def norm(config, name=None):
 
 
 def matrix_param(module, name, shape, init_std=INIT_STD):
-    """A float32 parameter of a module; in decoding and LoRA, what jax_ops/matmul.py put in its place."""
+    """A float32 parameter of a module, or the Int8, Transposed or LowRank that decoding or LoRA puts in its place."""
     value = module.get_variable('params', name)
     if isinstance(value, (Int8, Transposed, LowRank)):
         return value
@@ -252,7 +252,7 @@ class CausalSelfAttention(nn.Module):
         kv, key_position_BxS, cache = update_kv_cache(cfg, self.layer_type, cache, new_kv, position_BxT)
 
         drop = {'dropout_rate': cfg.dropout, 'key_B': dropout_keys(self, seq_id_B)}
-        # the first path trains with 128 positions or more (choose_attention); init has T = 1, which kernels refuse
+        # the first path is for training, see choose_attention; init has T = 1, which the kernels refuse
         if is_default and cfg.attention != 'xla' and not self.is_initializing():
             y_BxTxHxK = fused_causal_attention(
                 cfg.attention, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scale=cfg.attention_scale, sinks_H=sinks_H,
@@ -445,7 +445,7 @@ def cross_entropy(logits_BxTxV, targets_BxT):
 class TrainState(train_state.TrainState):
     """flax's TrainState (step, params, opt_state, tx) and the loss scale that float16 needs."""
     loss_scale: Any = None  # {'scale': float32, 'good_steps': int32}; None where nothing is scaled
-    frozen: Any = None  # the weights to which LoRA adds, see create_lora_state in jax_lora.py
+    frozen: Any = None  # the weights to which LoRA adds, see load_frozen in jax_lora.py
 
 
 def create_train_state(rng, config, tx):

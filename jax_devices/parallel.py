@@ -206,7 +206,7 @@ class MeshParallel(DataParallel):
     tensor: int = 1
     expert: int = 1
     context: int = 1
-    zero: int = 0  # 1 shards the optimizer state over the replicas of the parameters in addition, see make_train_step
+    zero: int = 0  # above 0 the optimizer state is sharded over the replicas, too; see make_train_step
 
     @functools.cached_property
     def mesh(self):
@@ -279,7 +279,7 @@ class MeshParallel(DataParallel):
 
 
 def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
-    """How training runs on these devices: replicated, or on a mesh if fsdp, tensor, expert or context is more than 1,
+    """How a model runs on these devices: replicated, or on a mesh if fsdp, tensor, expert or context is more than 1,
     or zero more than 0. Raises UserError if their product does not divide the number of devices."""
     if zero not in (0, 1, 2):
         raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is --fsdp')

@@ -101,7 +101,7 @@ def load_dataset(data_dir, block_size):
 
 
 def load_masks(data_dir, splits):
-    """{split: tokens} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
+    """{split: mask} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
     assistant's tokens do, else 0. {} for a data set without masks, in which all tokens count. Raises UserError for a
     mask of another length than its tokens."""
     paths = {split: relative_path(data_dir) / f'{split}_mask.bin' for split in splits}

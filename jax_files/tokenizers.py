@@ -129,7 +129,7 @@ class HFTokenizer:
         import jinja2.ext
         import jinja2.sandbox
 
-        class Generation(jinja2.ext.Extension):
+        class GenerationTag(jinja2.ext.Extension):
             tags = {'generation'}
 
             def parse(self, parser):
@@ -144,7 +144,7 @@ class HFTokenizer:
             return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
         jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
+            trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', GenerationTag])
         jinja.filters['tojson'] = tojson
         jinja.globals |= {'raise_exception': raise_exception, 'strftime_now': time.strftime}
         return jinja.from_string(self.chat_template)
@@ -247,7 +247,8 @@ def strip_partial_utf8(text):
 
 def load_tokenizer(description):
     """The tokenizer that a description {'kind': 'char', 'chars': ...}, {'kind': 'gpt2'} or {'kind': 'folder', 'path':
-    ...} means: it has encode(text), decode(ids), vocab_size, stop_tokens, chat_template. UserError for any other."""
+    ...} means: it has encode(text), decode(ids), vocab_size, stop_tokens, chat_template, sampling. Raises UserError for
+    any other."""
     kind = description.get('kind')
     if kind == 'char':
         return CharTokenizer(description['chars'])

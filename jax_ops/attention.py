@@ -1,4 +1,4 @@
-"""Causal attention without materialized scores (chunked, cuDNN, splash), its masks, and dropout."""
+"""Causal attention without materialized scores (chunked, blockwise, cuDNN, splash), the causal mask, and dropout."""
 import dataclasses
 import functools
 import math

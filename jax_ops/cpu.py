@@ -1,5 +1,5 @@
-"""Loops shaped for XLA:CPU, and all that is private to JAX. A reader may skip this file; without it CPUs compute
-the same, slower: docs/performance.md has the price of each."""
+"""Loops shaped for XLA:CPU, some through private names of JAX. A reader may skip this file; without it CPUs
+compute the same, slower: docs/performance.md has the price of each."""
 import functools
 
 import jax

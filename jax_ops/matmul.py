@@ -1,5 +1,5 @@
-"""Matrix multiplication of training and decoding, and the kernels that linear() takes: arrays, Int8, Transposed,
-LowRank."""
+"""Matrix multiplication of training and decoding, and the kernels (weight matrices, in flax's word) that linear()
+takes: arrays, Int8, Transposed, LowRank."""
 import functools
 import math
 from typing import Any

@@ -48,8 +48,8 @@ def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
 
 
 def current_mesh():
-    """The mesh set by the caller (jax.set_mesh), or None, also inside shard_map, where code is that of one device. pmap
-    sets a mesh too, without our axes."""
+    """The mesh set by the caller (jax.set_mesh); None if there is none, inside shard_map, where code is that of one
+    device, and under pmap, whose mesh has other axes than AXES."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if mesh.axis_names == AXES and AxisType.Manual not in mesh.axis_types else None
 
@@ -122,7 +122,7 @@ def shard_params(tree, *, over_replicas=False):
 
 
 def run_on_mesh(function, mesh):
-    """function(table, ...) with the rows of the table sharded over the mesh's tensor axis."""
+    """A compiled function(table, ...) with the rows of the table sharded over the mesh's tensor axis."""
     @jax.jit
     def run(table, *args):
         table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, Spec('tensor')))
