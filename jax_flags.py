@@ -156,6 +156,8 @@ def check_flags(flags):
                         f"{flags['quantize']!r}")
     if flags['lora_rank'] and not 0 < flags['lora_alpha'] < math.inf:
         raise UserError(f"lora_alpha must be above 0, not {flags['lora_alpha']}")
+    if not 0 < flags['beta'] < math.inf:
+        raise UserError(f"beta must be above 0, not {flags['beta']}")
     if flags['lora_rank'] and flags['zero']:
         raise UserError('zero shards what is trained, and the updates of LoRA are small: leave zero at 0')
     if flags['lora_rank'] and flags['optimizer'] == 'muon':

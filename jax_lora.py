@@ -70,6 +70,12 @@ def model_params(params, frozen):
     return join(frozen['weights'], params)
 
 
+def base_params(params):
+    """The parameters of the model without LoRA's updates, given those with them (model_params)."""
+    is_low_rank = lambda x: isinstance(x, LowRank)
+    return jax.tree.map(lambda x: x.base if is_low_rank(x) else x, params, is_leaf=is_low_rank)
+
+
 def count_frozen(frozen):
     """Number of parameters of the model that LoRA updates, as count_params; scales of int8 do not count."""
     is_int8 = lambda x: isinstance(x, Int8)

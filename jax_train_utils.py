@@ -22,9 +22,9 @@ from jax_devices.parallel import fit_layout
 from jax_devices.processes import check_agreement, in_all_processes
 from jax_devices.setup import setup_jax_environment
 from jax_files.checkpoints import checkpoint_steps, choose_checkpoint
-from jax_files.data import DROPOUT, check_ids, counted_share, evaluated_windows, get_windows
+from jax_files.data import DROPOUT, Pairs, check_ids, counted_share, evaluated_windows, get_windows
 from jax_flags import UserError, ceil_div, check_flags, write_text
-from jax_lora import model_params
+from jax_lora import base_params, model_params
 from jax_ops.sharding import batch_axes, current_mesh, partition_specs, shard, shard_params
 from jax_transformer import GPT, GPTConfig
 
@@ -223,7 +223,23 @@ def clip_gradients(grads, max_norm):
 # -----------------------------------------------------------------------------
 # train and eval steps
 
-def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
+PREFERENCE_METRICS = ('loss', 'margin', 'accuracy')
+
+
+def preference_terms(config, params, batch, loss_BxT, beta, loss_chunk):
+    """DPO (arXiv:2305.18290), float32 [3, P]: loss, margin, and 1 where the margin is positive, of P pairs.
+
+    batch: x, y, weight [B, T] with B = 2 P, as Pairs reads them. params: with LoRA's updates, without which they are
+    the reference. loss_BxT: of the model with the updates. The margin is beta times the gain in log probability, over
+    the reference, of the chosen answer less that of the rejected one; the loss is -log sigmoid(margin)."""
+    reference_BxT = GPT(config).apply({'params': base_params(params)}, batch['x'], batch['y'], loss_chunk=loss_chunk,
+                                      method='loss')
+    gain_Px2 = ((reference_BxT - loss_BxT) * batch['weight']).sum(-1).reshape(-1, 2)
+    margin_P = beta * (gain_Px2[:, 0] - gain_Px2[:, 1])
+    return jnp.stack([-jax.nn.log_sigmoid(margin_P), margin_P, (margin_P > 0).astype(jnp.float32)])
+
+
+def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0, beta=0.0):
     """The one train_step(state, batch, axis_name=None) -> (state, metrics): jit it, or wrap it with pmap_train_step.
 
     batch: x and y [M, B, T], seq_id [M, B]: M micro-batches, whose gradients are averaged into one update; weight
@@ -233,6 +249,7 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
     divide block_size.
     zero: on a mesh, 1 (ZeRO-1, arXiv:1910.02054) reduce-scatters the gradients over data; each device updates its shard
     of the parameters, which are all-gathered again. 2 (ZeRO-2) reduce-scatters after each micro-batch already.
+    beta: above 0, the loss is that of preference_terms, and margin and accuracy are metrics too.
     metrics: float32 scalars loss (mean over micro-batches and devices), grad_norm (before clipping), lr, loss_scale
     (float16 only)."""
     if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
@@ -243,28 +260,33 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
     shard_each_micro_batch = zero > 1
 
     def loss_fn(params, frozen, micro_batch, scale):
+        params = model_params(params, frozen)
         loss_BxT, sown = GPT(config).apply(
-            {'params': model_params(params, frozen)}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk,
+            {'params': params}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk,
             deterministic=False, seq_id_B=micro_batch['seq_id'], mutable=['losses'], method='loss',
             rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)})
-        if 'weight' in micro_batch:
-            loss_BxT *= micro_batch['weight']
-        loss = loss_BxT.mean()
-        return (loss + sum(jax.tree.leaves(sown))) * scale, loss  # sown: the experts' balancing losses, not reported
+        if beta:
+            reported = preference_terms(config, params, micro_batch, loss_BxT, beta, loss_chunk).mean(1)
+            loss = reported[0]
+        else:
+            if 'weight' in micro_batch:
+                loss_BxT *= micro_batch['weight']
+            reported = loss = loss_BxT.mean()
+        return (loss + sum(jax.tree.leaves(sown))) * scale, reported  # sown: the experts' balancing losses
 
     def gradients(params, frozen, micro_batch, scale):
-        grads, loss = jax.grad(loss_fn, has_aux=True)(params, frozen, micro_batch, scale)
-        return shard_params(grads, over_replicas=shard_each_micro_batch), loss
+        grads, reported = jax.grad(loss_fn, has_aux=True)(params, frozen, micro_batch, scale)
+        return shard_params(grads, over_replicas=shard_each_micro_batch), reported
 
     def sum_gradients(params, batch, scale, frozen=None):
-        """(gradients, loss), each the sum over the micro-batches."""
+        """(gradients, loss or, with beta, PREFERENCE_METRICS), each the sum over the micro-batches."""
         def micro_step(total, micro_batch):
             return jax.tree.map(jnp.add, total, gradients(params, frozen, micro_batch, scale)), None
 
         if len(batch['x']) == 1:  # skip accumulation: it would cost another pass over the gradients
             return gradients(params, frozen, jax.tree.map(lambda x: x[0], batch), scale)
         zeros = shard_params(jax.tree.map(jnp.zeros_like, params), over_replicas=shard_each_micro_batch)
-        return jax.lax.scan(micro_step, (zeros, jnp.float32(0)), batch)[0]
+        return jax.lax.scan(micro_step, (zeros, jnp.zeros(3 if beta else ())), batch)[0]
 
     def train_step(state, batch, axis_name=None):
         scale = 1.0 if state.loss_scale is None else state.loss_scale['scale']
@@ -276,13 +298,14 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0):
         if axis_name:
             with jax.named_scope('all_reduce'):
                 total = jax.lax.pmean(total, axis_name)
-        grads, loss = total
+        grads, reported = total
         if reduce_once or shard_each_micro_batch:
             grads, params = shard_params((grads, state.params), over_replicas=True)
             state = state.replace(params=params)
         with jax.named_scope('clip'):
             grads, grad_norm = clip_gradients(jax.tree.map(lambda g: g / (n_micro * scale), grads), grad_clip)
-        metrics = {'loss': loss / n_micro, 'grad_norm': grad_norm, 'lr': jnp.float32(schedule(state.step))}
+        reported = dict(zip(PREFERENCE_METRICS, reported / n_micro)) if beta else {'loss': reported / n_micro}
+        metrics = reported | {'grad_norm': grad_norm, 'lr': jnp.float32(schedule(state.step))}
         with jax.named_scope('optimizer'):
             updated = state.apply_gradients(grads=grads)
         if state.loss_scale is not None:
@@ -325,12 +348,16 @@ def skip_overflow(state, updated, grad_norm):
     return updated.replace(loss_scale={'scale': state.loss_scale['scale'] * factor, 'good_steps': good_steps % 2000})
 
 
-def make_eval_step(config, loss_chunk=0):
+def make_eval_step(config, loss_chunk=0, beta=0.0):
     """eval_step(params, batch, axis_name=None) -> sum over the sequences of weight * mean loss, or mean weight * loss
-    if each token has a weight; batch: x, y, weight [B] or [B, T]."""
+    if each token has a weight; batch: x, y, weight [B] or [B, T].
+    beta: above 0, the sums over the sequences of is_row [B] * PREFERENCE_METRICS of their pairs, [3]."""
     def eval_step(params, batch, axis_name=None):
         loss_BxT = GPT(config).apply({'params': params}, batch['x'], batch['y'], loss_chunk=loss_chunk, method='loss')
-        if batch['weight'].ndim == 2:
+        if beta:
+            terms_3xP = preference_terms(config, params, batch, loss_BxT, beta, loss_chunk)
+            total = (terms_3xP[..., None] * batch['is_row'].reshape(-1, 2)).sum((1, 2))
+        elif batch['weight'].ndim == 2:
             total = (loss_BxT * batch['weight']).mean(-1).sum()
         else:
             total = (loss_BxT.mean(-1) * batch['weight']).sum()
@@ -345,14 +372,17 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
     the same windows at every evaluation, for any seed and number of devices, so that curves can be compared.
     eval_step: parallel.eval_step(make_eval_step(config)), which evaluates batch_size sequences per device and call.
     masks: see load_masks; the mean is that over the tokens that count. Raises UserError if there is none.
+    splits: of Pairs, each is evaluated once at most; 'train_margin', 'train_accuracy' and those of val are means too.
     vocab_size: of the data set. Raises UserError for a token id that is not below it.
     stop_signal(): a number, the same in all processes; None is returned as soon as it is not 0."""
     losses = {}
     stop = 0
-    n_rows = eval_iters * batch_size
     per_call = batch_size * parallel.n_data_shards
     for split, tokens in splits.items():
-        windows = evaluated_windows(tokens, block_size, n_rows)
+        n_rows = eval_iters * batch_size
+        is_pairs = isinstance(tokens, Pairs)
+        places = tokens.evaluated(n_rows) if is_pairs else evaluated_windows(tokens, block_size, n_rows)
+        n_rows = len(places)
         total = 0.0
         share = counted_share(masks[split], block_size, n_rows, split) if masks else 1.0
         for first in range(0, n_rows, per_call):
@@ -360,14 +390,19 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
                 return None
             stop = stop_signal()
             rows = first + parallel.local_rows(per_call)  # rows past the end have weight 0 and fill up the last call
-            start = windows[rows % n_rows]
-            x, y = get_windows(tokens, start, block_size)
-            check_ids(x, y, vocab_size, split)
-            batch = {'x': x, 'y': y, 'weight': (rows < n_rows).astype(np.float32)}
-            if masks:
-                batch['weight'] = batch['weight'][:, None] * get_windows(masks[split], start, block_size)[1]
+            place = places[rows % n_rows]
+            is_row = (rows < n_rows).astype(np.float32)
+            if is_pairs:
+                batch = tokens.read(place) | {'is_row': is_row}
+            else:
+                x, y = get_windows(tokens, place, block_size)
+                batch = {'x': x, 'y': y, 'weight': is_row}
+                if masks:
+                    batch['weight'] = is_row[:, None] * get_windows(masks[split], place, block_size)[1]
+            check_ids(batch['x'], batch['y'], vocab_size, split)
             total += eval_step(params, parallel.shard_batch(batch, (batch_size,)))
-        losses[split] = float(total) / n_rows / share
+        names = split, f'{split}_margin', f'{split}_accuracy'
+        losses |= zip(names, np.ravel(total).astype(float) / n_rows / share)
     return losses
 
 
@@ -527,8 +562,9 @@ class IterationLog:
         self.mfu = self.estimate_mfu and self.estimate_mfu(tokens_per_sec)
         mfu = f'{self.mfu:.2%}' if self.mfu else 'n/a'
         eta = duration((self.max_iters - iter_num - 1) * seconds)
+        of_pairs = ''.join(f', {name} {metrics[name]:.4f}' for name in PREFERENCE_METRICS[1:] if name in metrics)
         self.bar.write(f'iter {iter_num}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, mfu {mfu}, '
-                       f'{tokens_per_sec:,.0f} tok/s, grad norm {grad_norm:.3f}, eta {eta}')
+                       f'{tokens_per_sec:,.0f} tok/s, grad norm {grad_norm:.3f}, eta {eta}{of_pairs}')
         self.metrics_log.write({'iter': iter_num, **metrics, 'time_ms': seconds * 1000,
                                 'tokens_per_sec': tokens_per_sec, 'mfu': self.mfu})
 

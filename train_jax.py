@@ -61,6 +61,9 @@ lora_rank = 0 # freeze the weights, train updates of this rank of the matrices o
 lora_alpha = 16.0 # an update counts lora_alpha / lora_rank times
 base = '' # where the pretrained model of a LoRA run that is resumed is now, if it has moved
 quantize = '' # 'int8': the frozen weights, in a quarter of the memory
+# preferences, for a data set of pairs: DPO, of which LoRA's base is the reference
+beta = 0.1 # how much the margin between chosen and rejected answers counts; higher stays closer to the base
+length_normalized = False # compare log probabilities per token of an answer, not of answers
 # optimizer
 optimizer = 'adamw' # or 'muon', for the blocks' matrices: often as good in half of the iterations
 learning_rate = 6e-4 # the highest, reached after warmup_iters
@@ -114,7 +117,7 @@ from jax_files.checkpoints import (
     checkpoint_steps, finish_checkpoints, load_checkpoint, lock_out_dir, open_checkpoints, save_checkpoint)
 from jax_files.data import (
     check_ids, counted_share, describe_data, get_batch_jax, get_loss_weights, load_dataset, load_dataset_meta,
-    load_masks)
+    load_masks, load_pairs)
 from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, same_tokens
 from jax_files.weight_files import find_config_json, keep_config_json, local_path
 from jax_flags import ceil_div, write_text
@@ -186,12 +189,20 @@ if data['vocab_size'] > config.vocab_size:
     raise UserError(f"dataset {dataset} has a vocabulary of {data['vocab_size']}, the model only {config.vocab_size}")
 if quantize and config.moe:
     raise UserError('quantize=int8 does not train models with experts; use --quantize=')
-splits, _, _ = in_all_processes(load_dataset, data_dir, block_size)
+is_pairs = data['kind'] == 'pairs'
+if is_pairs and not lora:
+    raise UserError(f'dataset {dataset} has pairs of answers, which LoRA learns from: see config/finetune_dpo.py')
+if is_pairs and micro_batch % 2:
+    raise UserError(f'the two sequences of a pair go to one device: batch_size={batch_size} must be a multiple of '
+                    f'{2 * batch_size // micro_batch}')
+splits, _, _ = in_all_processes(load_dataset, data_dir, 0 if is_pairs else block_size)
 masks = in_all_processes(load_masks, data_dir, splits)
-for split, mask in masks.items():
-    counted_share(mask, block_size, eval_iters * batch_size, split)  # before anything is written or compiled
 check_agreement('data', describe_data(splits | {f'{split}_mask': mask for split, mask in masks.items()},
                                       data['tokenizer']))
+if is_pairs:
+    splits, masks = in_all_processes(load_pairs, data_dir, splits, masks, block_size, length_normalized), {}
+for split, mask in masks.items():
+    counted_share(mask, block_size, eval_iters * batch_size, split)  # before anything is written or compiled
 architecture = config.architecture()  # saved in the checkpoints: a RoPE model keeps its context
 config = dataclasses.replace(config, block_size=block_size)  # training sees sequences of this length only
 if deterministic and devices[0].platform == 'gpu':
@@ -208,8 +219,8 @@ schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmu
                                          lr_decay_iters=lr_decay_iters, min_lr=min_lr, lr_schedule=lr_schedule)
 tx = create_optimizer_with_schedule(schedule, beta1=beta1, beta2=beta2, weight_decay=weight_decay,
                                     optimizer=optimizer)
-train_step = parallel.train_step(make_train_step(config, seed, grad_clip, schedule, loss_chunk, zero))
-eval_step = parallel.eval_step(make_eval_step(config, loss_chunk))
+train_step = parallel.train_step(make_train_step(config, seed, grad_clip, schedule, loss_chunk, zero, is_pairs * beta))
+eval_step = parallel.eval_step(make_eval_step(config, loss_chunk, is_pairs * beta))
 
 # out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake
 if not eval_only:
@@ -276,10 +287,12 @@ def make_batch(iter_num):
     """The sequences of one iteration, on the devices: a pure function of (seed, iter_num). None if no token counts."""
     n_rows = gradient_accumulation_steps * batch_size
     rows = parallel.local_rows(n_rows)
-    x, y = get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num, rows)
-    check_ids(x, y, data['vocab_size'], 'train')
-    seq_id = (iter_num * n_rows + rows).astype(np.uint32)
-    batch = {'x': x, 'y': y, 'seq_id': seq_id}
+    if is_pairs:
+        batch = splits['train'].draw(n_rows, seed, iter_num, rows)
+    else:
+        batch = dict(zip('xy', get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num, rows)))
+    check_ids(batch['x'], batch['y'], data['vocab_size'], 'train')
+    batch['seq_id'] = (iter_num * n_rows + rows).astype(np.uint32)
     if masks:
         batch['weight'] = get_loss_weights(masks['train'], block_size, n_rows, seed, iter_num, rows)
         if batch['weight'] is None:
@@ -296,12 +309,14 @@ def evaluate():
                                stop_signal=lambda: parallel.max_over_processes(stop.signum))
     if losses is None:
         return None
-    bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+    of_pairs = {name: value for name, value in losses.items() if name.startswith('val_')}
+    said = ''.join(f', {name.replace("_", " ")} {value:.4f}' for name, value in of_pairs.items())
+    bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}{said}")
     if not math.isfinite(sum(losses.values())):
         raise UserError(f'the loss is not finite at iteration {iter_num}: stopping; the checkpoints in {out_dir} are '
                         'from before')
     if metrics_log:
-        metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': losses['val']})
+        metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': losses['val']} | of_pairs)
         plot_losses(out_dir)
     if master and wandb_log:
         wandb_run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'],

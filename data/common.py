@@ -223,21 +223,21 @@ def token_dtype(vocab_size):
 # -----------------------------------------------------------------------------
 # a data set from memory
 
-def describe(vocabulary, train_tokens, val_tokens, max_id):
-    """The content of meta.json."""
+def describe(vocabulary, train_tokens, val_tokens, max_id, **more):
+    """The content of meta.json, with `more` keys."""
     meta = {'vocab_size': vocabulary.size, 'dtype': token_dtype(vocabulary.size).name,
             'tokenizer': vocabulary.tokenizer, 'train_tokens': train_tokens, 'val_tokens': val_tokens,
-            'max_id': max_id}
+            'max_id': max_id} | more
     return json.dumps(meta, ensure_ascii=False).encode()
 
 
-def save_tokens(folder, train_ids, val_ids, vocabulary, masks=()):
-    """Writes a data set: train.bin, val.bin, meta.json, the files of its tokenizer, and masks, {file name: bytes}.
-    Raises UserError."""
+def save_tokens(folder, train_ids, val_ids, vocabulary, files=(), **meta):
+    """Writes a data set: train.bin, val.bin, meta.json with the keys of `meta`, the files of its tokenizer, and more
+    `files`, {name: bytes}. Raises UserError."""
     dtype = token_dtype(vocabulary.size)
     train_ids, val_ids = np.asarray(train_ids, dtype), np.asarray(val_ids, dtype)
-    meta = describe(vocabulary, len(train_ids), len(val_ids), int(max(train_ids.max(), val_ids.max())))
-    save(folder, {'train.bin': train_ids.tobytes(), 'val.bin': val_ids.tobytes(), **dict(masks),
+    meta = describe(vocabulary, len(train_ids), len(val_ids), int(max(train_ids.max(), val_ids.max())), **meta)
+    save(folder, {'train.bin': train_ids.tobytes(), 'val.bin': val_ids.tobytes(), **dict(files),
                   **tokenizer_files(vocabulary), 'meta.json': meta})
 
 

@@ -30,13 +30,13 @@ def remedy_for(data_dir):
 
 
 def load_dataset_meta(data_dir):
-    """{'vocab_size', 'dtype', 'tokenizer', 'max_id', 'train_tokens', 'val_tokens'} of a data set, from its meta.json,
-    the last three None if it lacks them. A folder without a meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE.
-    Raises UserError for a missing data set and a damaged meta.json."""
+    """{'vocab_size', 'dtype', 'tokenizer', 'max_id', 'train_tokens', 'val_tokens', 'kind'} of a data set, from its
+    meta.json, the last four None if it lacks them; kind 'pairs': see Pairs. A folder without a meta.json is nanoGPT's:
+    uint16 tokens of GPT-2's BPE. Raises UserError for a missing data set and a damaged meta.json."""
     data_dir = relative_path(data_dir)
     remedy = remedy_for(data_dir)
     meta = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
-    checked = {'max_id': None, 'train_tokens': None, 'val_tokens': None}  # as prepare.py has counted them
+    checked = {'max_id': None, 'train_tokens': None, 'val_tokens': None, 'kind': None}  # as prepare.py has counted them
     if (data_dir / 'meta.json').exists():
         try:
             found = json.loads((data_dir / 'meta.json').read_text(encoding='utf-8'))
@@ -46,6 +46,8 @@ def load_dataset_meta(data_dir):
             tokenizer = meta['tokenizer']
             if meta['dtype'] not in ('uint16', 'uint32'):
                 raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
+            if checked['kind'] not in (None, 'pairs'):
+                raise ValueError(f'kind {checked["kind"]!r} is not pairs')
             if type(vocab_size) is not int or vocab_size < 1:
                 raise ValueError(f'vocab_size {vocab_size!r} is not a number of tokens')
             if tokenizer['kind'] not in ('char', 'gpt2', 'folder') or (
@@ -190,3 +192,66 @@ def counted_share(mask, block_size, n_rows, split):
         raise UserError(f'none of the {n_rows} {split} windows of an evaluation has a token that counts, such as an '
                         "assistant's: use more eval_iters or a larger block_size")
     return share
+
+# -----------------------------------------------------------------------------
+# pairs of answers, for DPO
+
+class Pairs:
+    """The pairs of a split that fit in rows of block_size positions: conversation 2 i of the tokens has the answer that
+    was chosen, 2 i + 1 the same prompt with the one that was rejected. Rows 2 p and 2 p + 1 of an iteration are a pair,
+    padded at their ends.
+
+    ends: where each conversation ends in the tokens. mask: 1 for the answers. length_normalized: a token weighs
+    1 / number of tokens of its answer, not 1. Raises UserError if no pair fits."""
+
+    def __init__(self, tokens, mask, ends, block_size, length_normalized, split):
+        self.tokens, self.mask, self.bounds = tokens, mask, np.append(0, ends)
+        self.block_size, self.length_normalized = block_size, length_normalized
+        longest = np.diff(self.bounds).reshape(-1, 2).max(1) - 1  # positions of a row
+        self.fitting = np.flatnonzero(longest <= block_size)
+        if not len(self.fitting):
+            raise UserError(f'all {split} pairs are longer than block_size={block_size}: use at least {longest.min()}')
+        if n_left_out := len(longest) - len(self.fitting):
+            print(f'{n_left_out} of {len(longest)} {split} pairs are longer than block_size={block_size}: left out')
+
+    def read(self, conversations):
+        """{'x', 'y', 'weight' [len(conversations), block_size]} of the conversations of these numbers."""
+        place = self.bounds[conversations][:, None] + np.arange(self.block_size + 1)
+        is_padding = place >= self.bounds[conversations + 1][:, None]
+        place[is_padding] = 0
+        ids = np.where(is_padding, 0, self.tokens[place]).astype(np.int32)
+        weight = np.where(is_padding, 0, self.mask[place])[:, 1:].astype(np.float32)
+        if self.length_normalized:
+            weight /= np.maximum(weight.sum(1, keepdims=True), 1)
+        return {'x': ids[:, :-1], 'y': ids[:, 1:], 'weight': weight}
+
+    def draw(self, n_rows, seed, iteration, rows):
+        """read() of the rows numbered `rows` of the n_rows of an iteration: as get_batch_jax, of an endless shuffled
+        stream in which an epoch holds every pair once."""
+        pair, is_rejected = np.divmod(iteration * n_rows + rows, 2)
+        epoch, index = np.divmod(pair, len(self.fitting))
+        drawn = [shuffled(len(self.fitting), seed, int(e))[i] for e, i in zip(epoch, index)]
+        return self.read(2 * self.fitting[drawn] + is_rejected)
+
+    def evaluated(self, n_rows):
+        """The numbers of the n_rows conversations that every evaluation reads, or of all if there are fewer."""
+        n = min(n_rows // 2, len(self.fitting))
+        return (2 * self.fitting[np.arange(n) * len(self.fitting) // n, None] + [0, 1]).ravel()
+
+
+@functools.lru_cache(maxsize=4)
+def shuffled(n, seed, epoch):
+    return np.random.default_rng([seed, DATA, epoch]).permutation(n)
+
+
+def load_pairs(data_dir, splits, masks, block_size, length_normalized):
+    """{split: Pairs} of a data set of that kind, from data_dir/{train,val}_ends.bin, int64. Raises UserError for
+    missing and damaged files."""
+    pairs = {}
+    for split, tokens in splits.items():
+        path = relative_path(data_dir) / f'{split}_ends.bin'
+        ends = np.fromfile(path, np.int64) if path.exists() else np.array([0])
+        if not masks or len(ends) % 2 or np.diff(ends, prepend=0).min() < 2 or ends[-1] != len(tokens):
+            raise UserError(f'{path} or the mask is missing or damaged; {remedy_for(path.parent)}')
+        pairs[split] = Pairs(tokens, masks[split], ends, block_size, length_normalized, split)
+    return pairs

@@ -2,6 +2,7 @@
 Prepare conversations for finetuning a chat model: JSON lines, each with "messages" of "role" and "content".
 They are written by the chat template of the model, and only the assistant's tokens count in the loss:
 $ python data/chat/prepare.py mychats.jsonl --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mychats
+Lines of "messages" that ask, "chosen" and "rejected", two answers, make pairs for DPO; see config/finetune_dpo.py.
 Without a file, example.jsonl beside this script. Saves train.bin and val.bin with the ids, train_mask.bin and
 val_mask.bin with a byte for each of them, meta.json that says how to read them, and a copy of the tokenizer.
 """
@@ -16,10 +17,12 @@ from common import UserError, create_parser, fail, load_model_tokenizer, read_te
 
 here = os.path.dirname(os.path.abspath(__file__))
 
-def read_messages(line):
-    """The messages of a line. Raises UserError if they are not a conversation with an answer."""
+def read_chats(line):
+    """The conversations of a line: one, or a pair, of which the first has the answer that was chosen. Raises UserError
+    if they are not conversations with an answer."""
     try:
-        messages = json.loads(line)['messages']
+        record = json.loads(line)
+        messages = record['messages']
     except ValueError as e:
         raise UserError(f'is not JSON ({e})') from None
     except (KeyError, TypeError):
@@ -30,9 +33,26 @@ def read_messages(line):
 
     if not isinstance(messages, list) or not all(map(is_text, messages)):
         raise UserError('has messages that are not a list of {"role": ..., "content": text}')
-    if not any(m['role'] == 'assistant' for m in messages):
-        raise UserError('has no message with the role "assistant", so there is nothing to learn')
-    return messages
+    answers = {name: record[name] for name in ('chosen', 'rejected') if name in record}
+    if not answers:
+        if not any(m['role'] == 'assistant' for m in messages):
+            raise UserError('has no message with the role "assistant", so there is nothing to learn')
+        return [messages]
+    if not messages or messages[-1]['role'] == 'assistant':
+        raise UserError('has "messages" without a question at their end, which "chosen" and "rejected" answer')
+    for name in ('chosen', 'rejected'):
+        answer = answers.get(name)
+        if not isinstance(answer, str) or not answer.strip():
+            raise UserError(f'has no "{name}", or one that is not a text or is empty')
+    return [[*messages, {'role': 'assistant', 'content': answer}] for answer in answers.values()]
+
+def encode_chats(chats):
+    """[(ids, mask)] of the conversations of a line; of a pair only the last answers count."""
+    encoded = [enc.encode_training_chat(chat) for chat in chats]
+    if len(chats) == 2:
+        for _, mask in encoded:
+            mask[:np.flatnonzero(np.diff(mask, prepend=0) == 1)[-1]] = 0
+    return encoded
 
 parser = create_parser(__doc__, here)
 parser.add_argument('input', nargs='?', default=os.path.join(here, 'example.jsonl'), help='a file of JSON lines')
@@ -41,23 +61,30 @@ args = parser.parse_args()
 
 lines = read_text(args.input).split('\n') # not splitlines(), which splits at what JSON allows in a string
 enc, vocabulary = load_model_tokenizer(args.tokenizer)
-chats = []
+examples = []
 for number, line in enumerate(lines, 1):
     if line.strip():
         try:
-            chats.append(enc.encode_training_chat(read_messages(line)))
+            chats = read_chats(line)
+            if examples and len(chats) != len(examples[0]):
+                raise UserError('has one answer where the lines before have "chosen" and "rejected", or the reverse')
+            examples.append(encode_chats(chats))
         except UserError as e:
             fail(f'{args.input}, line {number}: {e}')
-n_train = min(len(chats) - 1, int(len(chats)*0.9)) # the last tenth is for validation
+n_train = min(len(examples) - 1, int(len(examples)*0.9)) # the last tenth is for validation
 if n_train < 1:
-    fail(f'{args.input} has {len(chats)} conversations, too few for a train and a val part; give it at least 2')
+    fail(f'{args.input} has {len(examples)} conversations, too few for a train and a val part; give it at least 2')
 
-tokens, masks, said = {}, {}, []
-for split, part in (('train', chats[:n_train]), ('val', chats[n_train:])):
-    tokens[split] = ids = np.concatenate([ids for ids, _ in part])
-    mask = np.concatenate([mask for _, mask in part])
-    masks[f'{split}_mask.bin'] = mask.tobytes()
-    said.append(f'{split} has {len(part):,} conversations, {len(ids):,} tokens, '
+is_pairs = len(examples[0]) == 2
+tokens, files, said = {}, {}, []
+for split, part in (('train', examples[:n_train]), ('val', examples[n_train:])):
+    chats = [chat for example in part for chat in example]
+    tokens[split] = ids = np.concatenate([ids for ids, _ in chats])
+    mask = np.concatenate([mask for _, mask in chats])
+    files[f'{split}_mask.bin'] = mask.tobytes()
+    if is_pairs:
+        files[f'{split}_ends.bin'] = np.cumsum([len(ids) for ids, _ in chats], dtype=np.int64).tobytes()
+    said.append(f'{split} has {len(part):,} {"pairs" if is_pairs else "conversations"}, {len(ids):,} tokens, '
                 f"{mask.sum():,} of them the assistant's")
-save_tokens(args.out_dir, tokens['train'], tokens['val'], vocabulary, masks)
+save_tokens(args.out_dir, tokens['train'], tokens['val'], vocabulary, files, **({'kind': 'pairs'} if is_pairs else {}))
 print('\n'.join(said))

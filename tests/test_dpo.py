@@ -1,0 +1,242 @@
+"""DPO: pairs of answers, from the file to the update, in several layouts; golden/dpo.npz has PyTorch's numbers."""
+import functools
+import json
+import math
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jax_devices.parallel import setup_distributed_training, split_batch
+from jax_files.data import Pairs, load_dataset_meta
+from jax_lora import create_lora_state, load_frozen
+from jax_pretrained import load_pretrained
+from jax_train_utils import make_train_step, read_metrics
+from tests.common import (
+    FAMILIES, GOLDEN, RESUME, assert_refused, edit_json, final_state, prepare, records_without_times, refusal,
+    run_script, sample, succeeded, train)
+
+LETTERS = 'abcdefghijklmnop'
+FLAGS = ['--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=24',
+         '--eval_iters=2', '--eval_interval=4', '--max_iters=8', '--learning_rate=1e-2', '--device=cpu:0',
+         '--dtype=float32', '--always_save_checkpoint=True']
+
+
+def tune(out, *flags):
+    return run_script('train_jax.py', 'config/finetune_dpo.py', f'--out_dir={out}', *flags)
+
+
+def ask(text):
+    return {'role': 'user', 'content': text}
+
+
+def toy_pairs(n):
+    """Lines of random questions, where answers of a and b are preferred to answers of c and d."""
+    rng = np.random.default_rng(0)
+    words = lambda letters: ''.join(rng.choice(list(letters), size=rng.integers(1, 8)))
+    return [json.dumps({'messages': [ask(words(LETTERS))], 'chosen': words('ab'), 'rejected': words('cd')})
+            for _ in range(n)]
+
+
+def prepare_pairs(lines, model, folder):
+    (folder / 'pairs.jsonl').write_text('\n'.join(lines))
+    return prepare('chat', folder / 'pairs.jsonl', f'--tokenizer={model}', f'--out_dir={folder / "data"}')
+
+
+@pytest.fixture
+def toy(chatting, tmp_path):
+    """(the flags of a run on toy pairs, their folder)."""
+    succeeded(prepare_pairs(toy_pairs(40), chatting, tmp_path))
+    return [*FLAGS, f'--dataset={tmp_path / "data"}', f'--init_from={chatting}'], tmp_path / 'data'
+
+
+def read_pairs(n, block_size, split='train', **options):
+    """Pairs of random tokens in which answers follow a prompt of 3 tokens."""
+    rng = np.random.default_rng(1)
+    lengths = 3 + rng.integers(1, 7, size=2 * n)
+    mask = np.concatenate([np.arange(length) >= 3 for length in lengths]).astype(np.uint8)
+    tokens = rng.integers(1, 30, size=len(mask)).astype(np.uint16)
+    options = {'length_normalized': False} | options
+    return Pairs(tokens, mask, np.cumsum(lengths), block_size, split=split, **options)
+
+
+# -----------------------------------------------------------------------------
+# the files
+
+def test_a_pair_is_two_conversations_of_which_only_the_last_answers_count(chatting, tmp_path):
+    messages = [ask('a'), {'role': 'assistant', 'content': 'b'}, ask('c')]
+    line = json.dumps({'messages': messages, 'chosen': 'd', 'rejected': 'ee'})
+    assert 'val has 1 pairs, 21 tokens, 5 of them' in succeeded(prepare_pairs([line] * 2, chatting, tmp_path)).stdout
+    data = tmp_path / 'data'
+    user, model, end = 38, 39, 37
+    ids, mask = np.fromfile(data / 'val.bin', np.uint16), np.fromfile(data / 'val_mask.bin', np.uint8)
+    ends = np.fromfile(data / 'val_ends.bin', np.int64)
+    prompt = [user, 0, model, 1, end, user, 2, model]
+    assert ends.tolist() == [10, 21]
+    assert ids.tolist() == [*prompt, 3, end, *prompt, 4, 4, end]
+    assert mask.tolist() == [0] * 8 + [1, 1] + [0] * 8 + [1, 1, 1]
+    assert load_dataset_meta(data)['kind'] == 'pairs'
+
+
+@pytest.mark.parametrize('change, message', [
+    ({'rejected': None}, 'has no "rejected", or one that is not a text or is empty'),
+    ({'chosen': ' \n'}, 'has no "chosen", or one that is not a text or is empty'),
+    ({'messages': []}, 'has "messages" without a question at their end'),
+    ({'messages': [ask('a'), {'role': 'assistant', 'content': 'b'}]}, 'has "messages" without a question at their end'),
+    ({'chosen': None, 'rejected': None, 'messages': [{'role': 'assistant', 'content': 'b'}]}, 'has one answer where')])
+def test_a_line_that_is_no_pair_is_named(chatting, change, message, tmp_path):
+    line = json.loads(toy_pairs(1)[0])
+    bad = {key: value for key, value in (line | change).items() if value is not None}
+    result = prepare_pairs([json.dumps(line), json.dumps(bad)], chatting, tmp_path)
+    assert_refused(result, f'pairs.jsonl, line 2: {message}')
+    assert not (tmp_path / 'data').exists()
+
+
+def test_an_epoch_holds_every_pair_once_and_each_process_reads_its_own_rows():
+    pairs = read_pairs(7, 12)
+    batches = [pairs.draw(4, 5, i, np.arange(4)) for i in range(7)]  # two epochs
+    rows = np.concatenate([batch['x'] for batch in batches]).reshape(14, 2, 12)
+    every = pairs.read(np.arange(14))['x'].reshape(7, 2, 12)
+    for epoch in (rows[:7], rows[7:]):
+        assert sorted(epoch.tolist()) == sorted(every.tolist())
+    assert not (rows[:7] == rows[7:]).all()
+    part = pairs.draw(4, 5, 3, np.array([2, 3]))
+    for name, values in part.items():
+        np.testing.assert_array_equal(values, batches[3][name][2:])
+
+
+def test_a_row_holds_a_conversation_the_weights_of_its_answer_and_padding():
+    pairs = read_pairs(7, 12)
+    row = {name: values[0] for name, values in pairs.read(np.array([3])).items()}
+    start, end = pairs.bounds[3:5]
+    n = end - start - 1
+    np.testing.assert_array_equal(row['x'][:n], pairs.tokens[start:end - 1])
+    np.testing.assert_array_equal(row['x'][n + 1:], 0)
+    np.testing.assert_array_equal(row['y'], [*pairs.tokens[start + 1:end], *[0] * (12 - n)])
+    np.testing.assert_array_equal(row['weight'], [0, 0, *[1] * (n - 2), *[0] * (12 - n)])
+    normalized = read_pairs(7, 12, length_normalized=True).read(np.arange(14))['weight']
+    np.testing.assert_allclose(normalized.sum(1), 1, rtol=1e-6)
+    assert pairs.evaluated(100).tolist() == list(range(14))
+    assert pairs.evaluated(4).tolist() == [0, 1, 6, 7]
+
+
+def test_pairs_longer_than_a_row_are_left_out_and_counted(capsys):
+    pairs = read_pairs(7, 7)
+    lengths = np.diff(pairs.bounds).reshape(7, 2).max(1)
+    assert pairs.fitting.tolist() == np.flatnonzero(lengths <= 8).tolist() and 0 < len(pairs.fitting) < 7
+    assert f'{7 - len(pairs.fitting)} of 7 train pairs are longer than block_size=7' in capsys.readouterr().out
+    assert 'all val pairs are longer than block_size=2' in refusal(read_pairs, 7, 2, 'val')
+
+
+# -----------------------------------------------------------------------------
+# the step
+
+@functools.cache
+def golden():
+    return dict(np.load(GOLDEN / 'dpo.npz'))
+
+
+def tree_of(prefix):
+    """The arrays of golden() whose names begin with the prefix, as a tree of parameters."""
+    return unflatten_dict({tuple(name.removeprefix(prefix).split('/')): array
+                           for name, array in golden().items() if name.startswith(prefix)})
+
+
+def tuned_state(base, tx, rank, scale, parallel, quantize=''):
+    config = load_pretrained(base)[0]
+    lora = {'base': str(base), 'rank': rank, 'alpha': scale * rank, 'quantize': quantize, 'checksum': None}
+    state = parallel.init_sharded(create_lora_state, jax.random.key(0), config, tx, rank)
+    return state.replace(frozen=load_frozen(lora, config, parallel)[0]), config
+
+
+@pytest.mark.parametrize('kind', ['sum', 'mean'])
+@pytest.mark.parametrize('n_micro', [1, 2])
+def test_loss_margin_accuracy_and_gradients_are_those_of_pytorch(kind, n_micro):
+    rank, scale, beta = golden()['rank_scale_beta']
+    parallel = setup_distributed_training(jax.devices()[:1])
+    state, config = tuned_state(GOLDEN / 'hf', optax.sgd(1.0), int(rank), scale, parallel)
+    updates = tree_of('update/')
+    state = state.replace(params=parallel.device_put(updates))
+    sequences = [golden()[f'{name}/{i}'] for i in range(4) for name in ('chosen', 'rejected')]
+    prompts = np.repeat(golden()['prompt_lengths'], 2)
+    mask = np.concatenate([np.arange(len(ids)) >= n for ids, n in zip(sequences, prompts)]).astype(np.uint8)
+    pairs = Pairs(np.concatenate(sequences), mask, np.cumsum([len(ids) for ids in sequences]), config.block_size,
+                  kind == 'mean', 'train')
+    batch = pairs.draw(8, 0, 0, np.arange(8)) | {'seq_id': np.arange(8, dtype=np.uint32)}
+    step = parallel.train_step(make_train_step(config, 3, 0.0, lambda step: 1.0, beta=beta))
+    state, metrics = step(state, parallel.shard_batch(batch, (n_micro, 8 // n_micro)))
+    found = [metrics[name] for name in ('loss', 'margin', 'accuracy')]
+    np.testing.assert_allclose(found, golden()[f'{kind}/metrics'], rtol=1e-5)
+    grads = jax.tree.map(lambda old, new: old - np.asarray(new), updates, state.params)
+    expected = flatten_dict(tree_of(f'{kind}/grad/'))
+    for path, grad in flatten_dict(grads).items():
+        np.testing.assert_allclose(grad, expected[path], rtol=0, atol=1e-5, err_msg=str(path))
+
+
+@pytest.mark.parametrize('quantize', ['', 'int8'])
+def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device(quantize):
+    curves = []
+    pairs = read_pairs(12, 16)
+    for layout in ((1,), (2,), (4, 2), (4, 2, 2), (8, 4, 1)):
+        parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
+        state, config = tuned_state(FAMILIES / 'llama', optax.adam(1e-2), 4, 2.0, parallel, quantize)
+        step = parallel.train_step(make_train_step(config, 3, 1.0, lambda step: 1e-2, loss_chunk=8, beta=0.5))
+        shape = split_batch(2, 8, parallel.n_data_shards)
+        curve = []
+        for i in range(3):
+            rows = parallel.local_rows(16)
+            batch = pairs.draw(16, 0, i, rows) | {'seq_id': rows.astype(np.uint32)}
+            if shape[1] % 2:
+                pytest.fail(f'{layout} splits pairs')
+            state, metrics = step(state, parallel.shard_batch(batch, shape))
+            curve.append([float(metrics[name]) for name in ('loss', 'margin', 'accuracy', 'grad_norm')])
+        curves.append(curve)
+    assert [curve[0][0] for curve in curves] == pytest.approx([math.log(2)] * 5, abs=1e-6)
+    tolerance = 1e-4 if not quantize else 1e-2
+    np.testing.assert_allclose(curves[1:], [curves[0]] * 4, rtol=tolerance, atol=tolerance)
+    assert curves[0][2][0] < 0.68 and curves[0][2][1] > 0
+
+
+# -----------------------------------------------------------------------------
+# the script
+
+def test_the_margin_grows_on_pairs_that_were_held_out_and_a_resumed_run_is_the_same(toy, tmp_path):
+    flags, _ = toy
+    said = succeeded(tune(tmp_path / 'out', *flags)).stdout
+    assert re.search(r'step 8: .*, val margin \d\.\d{4}, val accuracy 1\.0000\n', said)
+    assert re.search(r'iter 7: .*, margin \d\.\d{4}, accuracy \d\.\d{4}\n', said)
+    records = read_metrics(tmp_path / 'out')
+    losses = [record['loss'] for record in records if 'loss' in record]
+    evaluated = [record for record in records if 'val_loss' in record]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert evaluated[0]['val_loss'] == pytest.approx(math.log(2), abs=1e-6)
+    margins = [record['val_margin'] for record in evaluated]
+    assert margins[0] == pytest.approx(0, abs=1e-6) and margins[0] < margins[1] < margins[2] and margins[2] > 0.05
+    assert evaluated[-1]['val_accuracy'] == 1
+    assert {'margin', 'accuracy'} <= records[-2].keys()
+    succeeded(tune(tmp_path / 'again', *flags, '--max_iters=5'))
+    succeeded(train(tmp_path / 'again', *RESUME, '--max_iters=8'))
+    at_5 = lambda record: record['iter'] == 5 and 'val_loss' in record  # the last evaluation of the shorter run
+    resumed = [record for record in records_without_times(tmp_path / 'again') if not at_5(record)]
+    assert resumed == records_without_times(tmp_path / 'out')
+    assert final_state(tmp_path / 'again') == final_state(tmp_path / 'out')
+    succeeded(sample(tmp_path / 'out', '--start=a', '--max_new_tokens=5', '--num_samples=1'))
+
+
+def test_what_cannot_train_on_pairs_is_refused_in_one_line(toy, tmp_path):
+    flags, data = toy
+    for more, message in (('--lora_rank=0', 'which LoRA learns from: see config/finetune_dpo.py'),
+                          ('--batch_size=3', 'the two sequences of a pair go to one device: .* a multiple of 2'),
+                          ('--beta=0', 'beta must be above 0'),
+                          ('--block_size=4', 'all train pairs are longer than block_size=4')):
+        assert_refused(tune(tmp_path / 'out', *flags, more), message)
+    (data / 'val_ends.bin').write_bytes(np.array([3, 9]).tobytes())
+    assert_refused(tune(tmp_path / 'out', *flags), 'val_ends.bin or the mask is missing or damaged')
+    (data / 'train_mask.bin').unlink()
+    assert_refused(tune(tmp_path / 'out', *flags), 'masks in .* do not belong')
+    edit_json(data / 'meta.json', kind='triples')
+    assert_refused(tune(tmp_path / 'out', *flags), "kind 'triples' is not pairs")
+    assert not (tmp_path / 'out').exists()
