@@ -402,7 +402,7 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
             check_ids(batch['x'], batch['y'], vocab_size, split)
             total += eval_step(params, parallel.shard_batch(batch, (batch_size,)))
         names = split, f'{split}_margin', f'{split}_accuracy'
-        losses |= zip(names, np.ravel(total).astype(float) / n_rows / share)
+        losses |= zip(names, (np.ravel(total).astype(float) / n_rows / share).tolist())
     return losses
 
 
