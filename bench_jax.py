@@ -11,7 +11,6 @@ $ python bench_jax.py --mode=compile --plan=decode --topology=v5e:2x4 --tensor=4
 import dataclasses
 import functools
 import json
-import platform
 import re
 import sys
 import time
@@ -97,7 +96,6 @@ if mode == 'compile':
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import jax
-import jaxlib
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -105,7 +103,8 @@ from jax_devices.parallel import choose_attention, setup_distributed_training, s
 from jax_devices.plan import (
     collective_table, data_sheet, link_seconds, memory_traffic, parse_hlo, peak_of, print_collectives, print_peak,
     shard_bytes, topology_devices)
-from jax_devices.setup import Stopwatch, device_peak_flops, measure_bandwidth, setup_jax_environment
+from jax_devices.setup import (
+    Stopwatch, describe_environment, device_peak_flops, measure_bandwidth, setup_jax_environment)
 from jax_files.checkpoints import load_run
 from jax_files.data import get_windows, load_dataset
 from jax_files.weight_files import local_path
@@ -424,9 +423,8 @@ print(f'{mode}, {hardware}, {dtype} ({reason}), jax {jax.__version__}')
 for name, value in results.items():
     print(f'{name:>30}  {formatted(value)}')
 
-environment = {'device': devices[0].device_kind, 'n_devices': len(devices), 'machine': platform.machine(),
-               'python': platform.python_version(), 'jax': jax.__version__, 'jaxlib': jaxlib.__version__}
-document = {'program': 'bench_jax', 'settings': flags, 'environment': environment, 'results': rounded(results)}
+document = {'program': 'bench_jax', 'settings': flags, 'environment': describe_environment(devices),
+            'results': rounded(results)}
 if mode == 'compile':
     document['results']['collectives'] = table
 print(json.dumps(document))

@@ -292,8 +292,9 @@ def sample_and_append(state, logits_BxV, active_B, sampling):
     return state, token_B
 
 
-def prefill(params, cache, idx_BxT, position_BxT, *, config):
-    """The KV cache with one piece of the prompts, layer by layer; PAD in position_BxT marks padding.
+def prefill(params, cache, idx_BxT, position_BxT, *, config, with_output=False):
+    """The KV cache with one piece of the prompts, layer by layer; PAD in position_BxT marks padding. with_output: the
+    last layer's output [B, T, D] and the cache.
 
     Each layer is a call of its own, because XLA then compiles one layer of each kind instead of all of them."""
     tables = {name: p for name, p in params.items() if not name.startswith('h_')}
@@ -302,8 +303,9 @@ def prefill(params, cache, idx_BxT, position_BxT, *, config):
     for i in range(config.n_layer):
         name = f'h_{i}'
         x_BxTxD, new_cache[name] = prefill_layer(params[name], cache[name], x_BxTxD, position_BxT, config=config,
-                                                 layer=config.layer(i), is_last=i == config.n_layer - 1)
-    return new_cache
+                                                 layer=config.layer(i),
+                                                 is_last=i == config.n_layer - 1 and not with_output)
+    return (x_BxTxD, new_cache) if with_output else new_cache
 
 
 @functools.partial(jax.jit, static_argnames='config')

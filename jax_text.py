@@ -4,15 +4,20 @@
     model = load('out-mine')
     print(model.generate(['Once upon a time'], max_new_tokens=100)[0])
 """
+import bisect
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.experimental import multihost_utils
 
 from jax_devices.parallel import DataParallel, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
@@ -20,15 +25,19 @@ from jax_files.checkpoints import checkpoint_steps, load_run
 from jax_files.data import load_dataset_meta
 from jax_files.tokenizers import describe_tokenizer, final_answer, load_tokenizer, same_tokens, strip_partial_utf8
 from jax_files.weight_files import local_path
-from jax_flags import UserError
+from jax_flags import UserError, ceil_div
 from jax_generate import (
-    PrefixCache, convert_params_for_decoding, generate_stream, order_columns_by_rank, transpose_kernels)
+    PIECE, PrefixCache, commit, convert_params_for_decoding, devices_of, generate_stream, grow_caches,
+    order_columns_by_rank, prefill, prefill_pieces, select_rows, transpose_kernels)
+from jax_ops.sharding import shard
+from jax_ops.vocabulary import lm_logits
 from jax_pretrained import load_pretrained
-from jax_transformer import GPTConfig
+from jax_transformer import CACHE_DTYPES, GPT, PAD, GPTConfig, cross_entropy
 
 SAMPLING = dict(temperature=0.8, top_k=200, top_p=1.0, min_p=0.0, repetition_penalty=1.0)  # nanoGPT's
 STREAM_CHUNK = 8  # tokens generated between two updates of a text that is shown while it grows
 SLOW_TOKEN = 0.05  # seconds: a text with slower tokens is updated after each
+SAMPLE_TOKENS = 100  # of a sample while training
 STOP_CHUNK = 64  # tokens generated between two searches for the stop text
 
 
@@ -139,6 +148,26 @@ class TextModel:
         generation = Generation(self, [self.encode(messages)], **options).finish()
         return final_answer(generation.texts[0][len(generation.prompt_texts[0]):])
 
+    def logprobs(self, texts: list[str], **options) -> list[tuple[list[int], np.ndarray]]:
+        """For each text (ids, the natural log-probability of each). A text follows the token that begins or else ends a
+        document; of a tokenizer without either (characters), the first token is left out. options: of score. Raises
+        UserError for a text of fewer than two tokens."""
+        rows = [self.encode_document(text) for text in texts]
+        if any(len(self.tokenizer.encode(text)) < 2 for text in texts):
+            raise UserError('a text needs at least two tokens')
+        return [(ids[1:], logprobs) for ids, [(logprobs, _)] in
+                zip(rows, self.score([[(ids, 1)] for ids in rows], **options))]
+
+    def score(self, items, **options):
+        """The log-probabilities of tokens, see the function score, whose other arguments are the options."""
+        with self.parallel.mesh_context():
+            return score(self.params, self.config, items, **options)
+
+    def encode_document(self, text: str) -> list[int]:
+        """The token ids of a text after the token that begins or else ends a document, if there is one."""
+        ids, start = self.tokenizer.encode(text), self.tokenizer.start_token
+        return ids if start is None or ids[:1] == [start] else [start, *ids]
+
     def encode(self, prompt: str | list[dict[str, str]]) -> list[int]:
         """The token ids of a text, or of the messages of a chat with the beginning of the next answer. Raises UserError
         for what the tokenizer or the chat template does not know."""
@@ -151,6 +180,27 @@ class TextModel:
             raise UserError('the prompt is empty; give at least one character, as in --start="A"')
         return ids
 
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
+        """A row for score, (ids, start): the continuation is scored. Divided into tokens as by lm-eval: spaces at the
+        end of the context belong to the continuation. Raises UserError if the continuation has no token of its own."""
+        ids = self.tokenizer.encode(context.rstrip()) if context.rstrip() else []
+        whole = self.tokenizer.encode(context + continuation)
+        row, start = (ids + whole[len(ids):], len(ids)) if ids else (self.encode_document(context + continuation), 1)
+        if len(row) <= start:
+            raise UserError('a continuation has no token of its own')
+        return row, start
+
+
+def sample_while_training(params, config: GPTConfig, description: dict, prompt: str, seed: int) -> str:
+    """The beginning of the first sample that sample_jax.py gives of these parameters, which stay as they are, drawn on
+    one device. All processes call this, and all have the text."""
+    whole = lambda x: np.asarray(x if x.is_fully_addressable or x.is_fully_replicated else
+                                 multihost_utils.process_allgather(x, tiled=True))
+    parallel = setup_distributed_training(jax.local_devices(backend=next(iter(devices_of(params))).platform)[:1])
+    params = convert_params_for_decoding(parallel.device_put(jax.tree.map(whole, params)), config.dtype)
+    model = TextModel(params, config, load_tokenizer(description), parallel, None, '', '', Stopwatch(), None)
+    return model.generate([prompt], max_new_tokens=SAMPLE_TOKENS, seed=seed)[0]
+
 
 class Generation:
     """A batch of prompts and their continuations, while they grow: iterating over it generates chunk by chunk.
@@ -160,15 +210,17 @@ class Generation:
     the first is the prefill and the first decode step."""
 
     def __init__(self, model: TextModel, prompts: list[list[int]], *, num_samples: int = 1, first_sample: int = 0,
-                 max_new_tokens: int = 500, stop: str = '', seed: int = 1337, cache_dtype: str = 'auto',
+                 max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337, cache_dtype: str = 'auto',
                  n_draft: int = 0, streaming: bool = False, prefix_cache: PrefixCache | None = None, **sampling: float):
         """num_samples: of each prompt. first_sample: the number of the random stream of a prompt's first sample.
-        max_new_tokens: of each sample. stop: a sample ends before this text; '' is off. streaming: in small chunks.
+        max_new_tokens: of each sample. stop: a sample ends before this text, or before the first of several; '' is
+        off. streaming: in small chunks.
         sampling: temperature, top_k, top_p, min_p, repetition_penalty; those not given are as the model's
         generation_config.json says, else as SAMPLING. The others: see jax_generate.generate_stream.
 
         What makes no sense raises UserError when the first chunk is generated."""
-        self.model, self.stop, self.max_new_tokens, self.streaming = model, stop, max_new_tokens, streaming
+        self.model, self.max_new_tokens, self.streaming = model, max_new_tokens, streaming
+        self.stops = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
         self.prompts = [prompt for prompt in prompts for _ in range(num_samples)]
         self.prompt_texts = [model.tokenizer.decode(prompt) for prompt in self.prompts]
         self.lengths = [len(prompt) for prompt in self.prompts]
@@ -214,7 +266,7 @@ class Generation:
                 text = self.texts[0]
                 if not self.stopped[0]:  # its end may be an incomplete character, or the beginning of the stop text
                     text = strip_partial_utf8(text)
-                    text = text[:max(0, len(text) - len(self.stop))]
+                    text = text[:max(0, len(text) - max(map(len, self.stops), default=0))]
                 yield text[n_shown:]
                 n_shown = max(n_shown, len(text))
         yield self.texts[0][n_shown:]
@@ -225,19 +277,153 @@ class Generation:
         last = self.result.tokens[i, self.result.lengths[i] - 1]
         return bool(is_full and not self.stopped[i] and last not in self.model.tokenizer.stop_tokens)
 
+    def describe(self, i: int) -> dict:
+        """Sample i: its prompt, text, finish reason ('stop' text, 'end' token or 'length') and log-probability, that of
+        the tokens which reach the end of the text."""
+        tokens, n_prompt = self.result.tokens[i, :self.result.lengths[i]].tolist(), self.lengths[i]
+        if self.stopped[i]:
+            reaches = lambda n: len(self.model.tokenizer.decode(tokens[:n])) >= len(self.texts[i])
+            tokens = tokens[:bisect.bisect_left(range(len(tokens)), True, lo=n_prompt, key=reaches)]
+        (logprobs, _), = self.model.score([[(tokens, n_prompt)]])[0]
+        return {'prompt': self.prompt_texts[i], 'text': self.texts[i][len(self.prompt_texts[i]):],
+                'finish_reason': 'stop' if self.stopped[i] else 'length' if self.was_cut(i) else 'end',
+                'logprob': float(logprobs.sum(dtype=np.float64))}
+
     def choose_chunk(self):
         """Number of tokens to generate until the texts are looked at again. For a reader 1, until one took less than
         SLOW_TOKEN, then STREAM_CHUNK, as always in several processes, whose clocks differ."""
         if self.streaming:
             fastest = min((lap.running for lap in self.laps[1:]), default=SLOW_TOKEN)
             return STREAM_CHUNK if fastest < SLOW_TOKEN or jax.process_count() > 1 else 1
-        return STOP_CHUNK if self.stop else self.max_new_tokens
+        return STOP_CHUNK if self.stops else self.max_new_tokens
 
     def read_texts(self):
         """Sets texts and stopped; a stop text counts after the prompt."""
         self.texts, self.stopped = [], []
         for row, length, prompt_text in zip(self.result.tokens.tolist(), self.result.lengths, self.prompt_texts):
             text = self.model.tokenizer.decode(row[:length])
-            end = text.find(self.stop, len(prompt_text)) if self.stop else -1
-            self.texts.append(text if end < 0 else text[:end])
-            self.stopped.append(end >= 0)
+            ends = [end for stop in self.stops if (end := text.find(stop, len(prompt_text))) >= 0]
+            self.texts.append(text[:min(ends)] if ends else text)
+            self.stopped.append(bool(ends))
+
+
+# -----------------------------------------------------------------------------
+# log-probabilities of given tokens. P of shared tokens, R rows of all items of a batch, N tokens after the shared ones
+
+SCORED_AT_ONCE = 1024  # positions whose logits are materialized at a time
+
+
+def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='auto'):
+    """The natural log-probabilities of given tokens: for each item a list of (float32 [n], bool [n]: no token is
+    likelier), one pair per row. params: as decoding reads them.
+
+    items: lists of rows (ids, start), of which ids[start:] are scored, start at least 1. What the rows of an item begin
+    with in common is computed once, and they share its KV cache. max_length: the most tokens of context, the config's
+    block_size if 0; a longer row is split by windows(). batch_size: rows of up to PIECE tokens that are computed
+    together, fewer of longer ones. Raises UserError for what makes no sense."""
+    max_length = max_length or config.block_size
+    if not 1 <= max_length <= config.block_size:
+        raise UserError(f'max_length must be between 1 and {config.block_size}, the context of the model, not '
+                        f'{max_length}')
+    if batch_size < 1:
+        raise UserError(f'batch_size must be at least 1, not {batch_size}')
+    if cache_dtype not in ('auto', *CACHE_DTYPES):
+        raise UserError(f'cache_dtype must be one of {", ".join(CACHE_DTYPES)}, not {cache_dtype!r}')
+    results, groups = [], []
+    for item in items:
+        group = []
+        results.append([])
+        for ids, start in item:
+            found = np.zeros(len(ids) - start, np.float32), np.zeros(len(ids) - start, bool)
+            results[-1].append(found)
+            for first, scored, end in windows(len(ids), start, max_length):
+                group.append((list(ids[first:end]), scored - first, [x[scored - start:end - start] for x in found]))
+        groups += [group] if len(group) == len(item) else [[row] for row in group]
+    longest = lambda group: max(len(ids) for ids, _, _ in group)
+    groups.sort(key=lambda group: (len(group), -longest(group)))
+    while groups:
+        n_rows = len(groups[0])
+        most = max(1, min(batch_size, batch_size * PIECE // longest(groups[0])) // n_rows)
+        batch = [group for group in groups[:most] if len(group) == n_rows]
+        groups = groups[len(batch):]
+        n_padded = min(most, power_of_two(len(batch)))  # few different numbers, because each is compiled
+        score_batch(params, config, batch + batch[:1] * (n_padded - len(batch)), cache_dtype)
+    return results
+
+
+def windows(n_tokens, start, max_length):
+    """Yields (first, scored, end): tokens scored .. end - 1 are predicted from those from `first` on, at most
+    max_length. Each token from `start` on is predicted once, and the last window has as much context as there is, as
+    in lm-eval's rolling windows."""
+    while start < n_tokens:
+        end = min(n_tokens, start + max_length)
+        yield max(0, end - max_length - 1), start, end
+        start = end
+
+
+def score_batch(params, config, groups, cache_dtype):
+    """Writes the results of groups of equally many rows (ids, start, (log-probabilities, is likeliest)).
+
+    The tokens that the rows of a group share are prefilled once; then each row's others are fed, and scored from its
+    start on."""
+    shared = [min(len(os.path.commonprefix([ids for ids, _, _ in group])), min(start for _, start, _ in group) - 1)
+              for group in groups]
+    tokens_BxP = right_padded([group[0][0][:n] for group, n in zip(groups, shared)], 1)
+    row_B = np.repeat(np.arange(len(groups)), len(groups[0]))  # the group of each row
+    rows = [row for group in groups for row in group]
+    held_R = np.array(shared, np.int32)[row_B]
+    fed_R = np.array([len(ids) - 1 for ids, _, _ in rows]) - held_R
+    first_R = np.array([start - 1 for _, start, _ in rows]) - held_R  # the first that predicts a scored token
+    n_fed = int(fed_R.max())
+    width = min(PIECE, max(4, power_of_two(n_fed)))
+    tail_RxN = right_padded([ids[n:] for (ids, _, _), n in zip(rows, held_R)], width * ceil_div(n_fed, width) + 1)
+
+    n_slots = min(config.block_size, max(64, power_of_two(int((held_R + fed_R).max()))))
+    as_bits = all(device.platform == 'cpu' for device in devices_of(params))
+    cache, = commit(grow_caches((), configs=(config,), batch_size=len(groups), n_slots=n_slots, dtype=cache_dtype,
+                                n_draft=0, as_bits=as_bits), params)
+    if any(shared):
+        cache = prefill_pieces(params, config, cache, tokens_BxP, 0, np.array(shared, np.int32), 16)
+    if len(rows) > len(groups):
+        cache = select_rows(cache, row_B)
+    tables = {name: p for name, p in params.items() if not name.startswith('h_')}
+    n_scored = min(width, power_of_two(max(1, SCORED_AT_ONCE // len(rows))))
+    logprob_RxN, likeliest_RxN = np.zeros(tail_RxN.shape, np.float32), np.zeros(tail_RxN.shape, bool)
+    for i in range(0, n_fed, width):
+        index_T = i + np.arange(width)
+        position_RxT = np.where(index_T < fed_R[:, None], held_R[:, None] + index_T, PAD).astype(np.int32)
+        x_RxTxD, cache = prefill(params, cache, tail_RxN[:, i:i + width], position_RxT, config=config, with_output=True)
+        for j in range(i, min(i + width, n_fed), n_scored):
+            if first_R.min() < j + n_scored:
+                span = slice(j, j + n_scored)
+                logprob_RxN[:, span], likeliest_RxN[:, span] = jax.device_get(score_targets(
+                    tables, x_RxTxD[:, j - i:j - i + n_scored], tail_RxN[:, j + 1:j + 1 + n_scored], config=config))
+        jax.block_until_ready(cache)  # as in prefill_pieces
+    for r, (_, _, (logprobs, likeliest)) in enumerate(rows):
+        logprobs[:] = logprob_RxN[r, first_R[r]:fed_R[r]]
+        likeliest[:] = likeliest_RxN[r, first_R[r]:fed_R[r]]
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def score_targets(tables, x_BxTxD, target_BxT, *, config):
+    """(log-probability of each target [B, T]; whether no token is likelier) of the last layer's output."""
+    def head(model, x_BxTxD):
+        return lm_logits(model.ln_f(x_BxTxD), model.lm_head_VxD)
+
+    logits_BxTxV = GPT(config).apply({'params': tables}, x_BxTxD, method=head)
+    target_logit_BxT = jnp.take_along_axis(logits_BxTxV, target_BxT[..., None], axis=-1)[..., 0]
+    found = -cross_entropy(logits_BxTxV, target_BxT), target_logit_BxT >= logits_BxTxV.max(-1)
+    return tuple(shard(x, None, None) for x in found)
+
+
+def right_padded(rows, width):
+    """The lists of tokens, int32 [B, T]; T is the length of the longest, at least width."""
+    padded = np.zeros((len(rows), max(width, *map(len, rows))), np.int32)
+    for to, row in zip(padded, rows):
+        to[:len(row)] = row
+    return padded
+
+
+def power_of_two(n):
+    """The least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import sys
 import time
@@ -197,6 +198,12 @@ def cpu_name():
               if re.match('(vendor_id|model name|flags|CPU implementer|CPU part|Features)\\b', line)}
     threads = os.environ.get('NPROC'), len(os.sched_getaffinity(0))  # XLA:CPU reads both
     return f'cpu-{zlib.crc32(repr((sorted(fields), threads)).encode()):08x}'
+
+
+def describe_environment(devices):
+    """What a figure was measured on, for its JSON document."""
+    return {'device': devices[0].device_kind, 'n_devices': len(devices), 'machine': platform.machine(),
+            'python': platform.python_version(), 'jax': jax.__version__, 'jaxlib': jaxlib.__version__}
 
 
 def measure_bandwidth(device, n_bytes=2**29):

@@ -19,6 +19,7 @@ TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jin
 
 class CharTokenizer:
     stop_tokens = ()  # ids that end a text
+    start_token = None  # before a text that is scored: the token that begins a document, else the one that ends it
     chat_template = None  # how a chat is written as a text
     sampling = {}  # what the model's makers sample with, {'temperature': 0.6, ...}
 
@@ -36,6 +37,10 @@ class CharTokenizer:
 
     def decode(self, ids):
         return ''.join(self.chars[i] for i in ids)
+
+    def token_bytes(self):
+        """The number of UTF-8 bytes of each token, 0 for special tokens; None if it is not known."""
+        return [len(c.encode()) for c in self.chars]
 
 
 def write_char_tokenizer(chars, folder):
@@ -60,12 +65,16 @@ class GPT2Tokenizer:
                             'TIKTOKEN_CACHE_DIR to the tiktoken cache of a machine that has used it '
                             '(see "Troubleshooting" in README.md)') from None
         self.vocab_size = self.bpe.n_vocab
+        self.start_token = self.bpe.eot_token
 
     def encode(self, text):
         return self.bpe.encode(text, allowed_special={'<|endoftext|>'})
 
     def decode(self, ids):
         return self.bpe.decode(ids)
+
+    def token_bytes(self):
+        return [len(self.bpe.decode_single_token_bytes(id)) for id in range(self.start_token)] + [0]
 
 
 MARKS = '\ufdd0\ufdd1'  # around what the assistant says in a rendered chat: noncharacters, which no text has
@@ -97,6 +106,8 @@ class HFTokenizer:
         tokens = {name: settings.get(name) or '' for name in ('bos_token', 'eos_token')}
         self.special = {name: token['content'] if isinstance(token, dict) else token for name, token in tokens.items()}
         self.end_token = self.tokenizer.token_to_id(self.special['eos_token'])  # of a document
+        begin_token = self.tokenizer.token_to_id(self.special['bos_token'])
+        self.start_token = self.end_token if begin_token is None else begin_token
         stop_tokens = {self.end_token}
         for found in (self.generation, config, config.get('text_config') or {}):
             ids = found.get('eos_token_id')
@@ -121,6 +132,22 @@ class HFTokenizer:
         # gpt-oss separates its channels by special tokens: they stay, see final_answer
         ids = [id for id in ids if id not in self.stop_tokens]
         return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def token_bytes(self):
+        decoder = json.loads(self.tokenizer.to_str())['decoder'] or {}
+        kinds = {part['type'] for part in (decoder, *decoder.get('decoders', ()))}
+        if not kinds & {'ByteLevel', 'ByteFallback', 'Metaspace', 'Fuse'}:
+            return None
+        n_bytes = [0] * self.vocab_size
+        for token, id in self.ids.items():
+            if 'ByteLevel' in kinds:  # a character stands for each byte
+                n_bytes[id] = len(token)
+            else:
+                is_byte = 'ByteFallback' in kinds and re.fullmatch('<0x[0-9A-F]{2}>', token)
+                n_bytes[id] = 1 if is_byte else len(token.replace('\u2581', ' ').encode())
+        for id, token in self.tokenizer.get_added_tokens_decoder().items():
+            n_bytes[id] = 0 if token.special else len(token.content.encode())
+        return n_bytes
 
     @functools.cached_property
     def compiled_template(self):
@@ -257,6 +284,15 @@ def load_tokenizer(description):
     if kind == 'folder':
         return HFTokenizer(description['path'])
     raise UserError(f'unknown kind of tokenizer {kind!r}')
+
+
+def load_token_bytes(description, vocab_size):
+    """token_bytes of the tokenizer that a description means, as an array [vocab_size]; None if it cannot be loaded."""
+    try:
+        n_bytes = load_tokenizer(description).token_bytes()
+    except UserError:
+        return None
+    return n_bytes and np.pad(np.array(n_bytes), (0, max(0, vocab_size - len(n_bytes))))
 
 
 def describe_tokenizer(model_path, vocab_size):

@@ -1,12 +1,17 @@
 """A model that takes and gives text, from Python: the same texts as sample_jax.py's, and nothing printed."""
+import dataclasses
+
 import jax
+import numpy as np
 import pytest
 
 import jax_text
 from jax_flags import UserError
+from jax_generate import convert_params_for_decoding, generate
 from jax_ops.sharding import current_mesh
 from jax_text import Generation, load
-from tests.common import sample, succeeded, train
+from jax_transformer import MLAConfig, MoEConfig
+from tests.common import TINY, apply, random_params, sample, succeeded, train
 
 END = '\n---------------\n'
 
@@ -138,3 +143,90 @@ def test_the_library_prints_nothing(run, capsys):
     model = load(run, device='cpu:0')
     assert ''.join(model.stream('the', max_new_tokens=20)) == model.generate(['the'], max_new_tokens=20)[0]
     assert capsys.readouterr() == ('', '')
+
+
+# -----------------------------------------------------------------------------
+# log-probabilities
+
+MODELS = {
+    'learned positions': TINY,
+    'windows': dataclasses.replace(TINY, position='rope', layer_types=('window', 'full'), window=5, n_kv_head=1),
+    'experts': dataclasses.replace(TINY, position='rope', mlp='swiglu', moe=MoEConfig(n_expert=4, n_used=2, width=24)),
+    'latent attention': dataclasses.replace(TINY, position='rope', mla=MLAConfig(0, 8, 8, 4, 8))}
+
+
+def rows_to_score(seed=0):
+    """Items as score takes them: choices after a shared context, a long text, rows that are cut and that differ."""
+    rng = np.random.default_rng(seed)
+    draw = lambda n: rng.integers(37, size=n).tolist()
+    items = []
+    for n_choices, n_context in ((4, 9), (4, 1), (2, 5), (1, 12), (4, 3), (1, 3), (4, 8)):
+        context = draw(n_context)
+        items.append([(context + draw(rng.integers(1, 6)), n_context) for _ in range(n_choices)])
+    return [*items, [(draw(60), 1)], [(draw(30), 28), (draw(27), 20)]]
+
+
+def score_uncached(config, params, ids, start, max_length):
+    """The log-probabilities of ids[start:], each window in one call of the model without a KV cache."""
+    found = []
+    for first, scored, end in jax_text.windows(len(ids), start, max_length):
+        logits = apply(config, params, np.array([ids[first:end - 1]]))[0]
+        logprobs = jax.nn.log_softmax(logits)[np.arange(end - first - 1), ids[first + 1:end]]
+        found += logprobs[scored - first - 1:].tolist()
+    return found
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_log_probabilities_are_those_of_the_uncached_model_in_any_batch(name):
+    config, items = MODELS[name], rows_to_score()
+    params = random_params(config)
+    converted = convert_params_for_decoding(dict(params), 'float32')
+    expected = [[score_uncached(config, params, *row, 16) for row in item] for item in items]
+    for batch_size in (1, 16):
+        scores = jax_text.score(converted, config, items, batch_size=batch_size)
+        for item, item_expected in zip(scores, expected):
+            for (logprobs, _), row_expected in zip(item, item_expected, strict=True):
+                np.testing.assert_allclose(logprobs, row_expected, atol=2e-5)
+
+
+def test_a_token_is_likeliest_if_greedy_sampling_generates_it():
+    params = convert_params_for_decoding(dict(random_params(TINY)), 'float32')
+    ids = generate(params, TINY, np.array([[3, 4]]), 8, rng=jax.random.key(0), temperature=0)[0].tolist()
+    other = [*ids[:5], (ids[5] + 1) % 37, *ids[6:]]
+    (_, same), (_, changed) = jax_text.score(params, TINY, [[(ids, 2), (other, 2)]])[0]
+    assert same.all() and changed[:3].all() and not changed[3]
+
+
+def test_windows_are_those_of_lm_eval():
+    assert list(jax_text.windows(11, 1, 4)) == [(0, 1, 5), (4, 5, 9), (6, 9, 11)]  # the example in lm-eval's docs
+    assert list(jax_text.windows(11, 9, 4)) == [(6, 9, 11)]
+    assert list(jax_text.windows(5, 2, 4)) == [(0, 2, 5)]
+
+
+@pytest.mark.parametrize('how, tolerance', [
+    (dict(), 0), (dict(tensor=2), 1e-5), (dict(quantize='int8'), 0.05), (dict(dtype='bfloat16'), 0.05)])
+def test_a_text_of_characters_is_scored_from_the_second_on(how, tolerance, run):
+    text = 'the quick brown fox jumps over the lazy dog'
+    (ids, logprobs), (_, short) = load(run, device='cpu', **how).logprobs([text, text[:9]])
+    model = load(run, device='cpu')
+    assert model.tokenizer.decode(ids) == text[1:] and len(logprobs) == len(ids)
+    np.testing.assert_allclose(logprobs, model.logprobs([text])[0][1], atol=tolerance)
+    np.testing.assert_allclose(logprobs[:8], short, atol=max(tolerance, 1e-5))
+    with pytest.raises(UserError, match='at least two tokens'):
+        model.logprobs([text, 't'])
+
+
+def test_a_text_follows_the_token_that_begins_a_document(speaking):
+    model = load(speaking, device='cpu:0')
+    begin = model.tokenizer.start_token
+    (ids, logprobs), = model.logprobs(['hello, again.'])
+    assert model.encode_document('hello, again.') == [begin, *ids] == model.tokenizer.encode('hello, again.')
+    (expected, _), = model.score([[([begin, *ids], 1)]])[0]
+    np.testing.assert_array_equal(logprobs, expected)
+
+
+@pytest.mark.parametrize('options, match', [
+    (dict(max_length=17), 'between 1 and 16'), (dict(batch_size=0), 'at least 1'), (dict(cache_dtype='x'), 'one of')])
+def test_options_of_scoring_that_make_no_sense_are_refused(options, match, run):
+    with pytest.raises(UserError, match=match):
+        load(run, device='cpu:0').logprobs(['the quick'], **options)

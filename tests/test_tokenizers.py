@@ -5,7 +5,7 @@ from tests.common import assert_refused, edit_json, refusal, succeeded, train
 import numpy as np
 import pytest
 
-from jax_files.tokenizers import HFTokenizer, load_tokenizer, strip_partial_utf8
+from jax_files.tokenizers import HFTokenizer, load_token_bytes, load_tokenizer, strip_partial_utf8
 from jax_flags import UserError
 from jax_train_utils import read_metrics
 from tests.common import CONVERSATION, TUNE, prepare
@@ -106,3 +106,31 @@ def test_a_conversation_that_cannot_be_used_is_named(chatting, line, message, tm
     result = prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', f'--out_dir={tmp_path / "data"}')
     assert_refused(result, message)
     assert not (tmp_path / 'data').exists()
+
+
+def test_the_bytes_of_tokens_add_up_to_the_text(speaking, tmp_path):
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    text = 'hello, \u00e9 \u20ac \U0001f600 world'
+    byte_level = Tokenizer(models.BPE())
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level.decoder = decoders.ByteLevel()
+    byte_level.train_from_iterator([text] * 3, trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=['<end>']))
+    byte_level.add_tokens([AddedToken('wor')])
+    (tmp_path / 'bytes').mkdir()
+    byte_level.save(str(tmp_path / 'bytes' / 'tokenizer.json'))
+    pieces = {'<s>': 0, '\u2581': 1, 'a': 2, '\u2581b': 3} | {f'<0x{i:02X}>': 4 + i for i in range(256)}
+    sentencepiece = Tokenizer(models.BPE(pieces, [], byte_fallback=True))
+    parts = [decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse()]
+    sentencepiece.decoder = decoders.Sequence(parts)
+    sentencepiece.add_special_tokens(['<s>'])
+    (tmp_path / 'pieces').mkdir()
+    sentencepiece.save(str(tmp_path / 'pieces' / 'tokenizer.json'))
+    for description, content in (({'kind': 'char', 'chars': 'a\u00e9'}, 'a\u00e9a'), ({'kind': 'gpt2'}, text),
+                                 ({'kind': 'folder', 'path': str(speaking)}, 'hello, again'),
+                                 ({'kind': 'folder', 'path': str(tmp_path / 'bytes')}, text)):
+        tokenizer, n_bytes = load_tokenizer(description), load_token_bytes(description, 60000)
+        assert sum(n_bytes[id] for id in tokenizer.encode(content)) == len(content.encode())
+    assert n_bytes[byte_level.token_to_id('<end>')] == 0
+    n_bytes = load_token_bytes({'kind': 'folder', 'path': str(tmp_path / 'pieces')}, 4)
+    assert n_bytes[:5].tolist() == [0, 1, 1, 2, 1]

@@ -1,0 +1,255 @@
+"""Is a model any good? Bits per byte of texts, accuracy in tasks.
+
+$ python eval_jax.py --out_dir=out-pystdlib-char --text=README.md
+$ python eval_jax.py --init_from=gpt2 --text=a.txt,b.txt --tasks=questions.jsonl,eval_bundle
+
+A task is a file of JSON lines: {"query", "choices", "gold"} (multiple choice; gold is the index of the right one),
+{"context_options", "continuation", "gold"} (schema) or {"context", "continuation"} (language modeling, right if every
+token is the likeliest), with a space between the parts. Accuracy and accuracy_norm are lm-eval's acc and acc_norm: by
+the log-probability, and by that per character of the choice. A folder is a bundle in the form of DCLM's CORE: the
+accuracy of its tasks is by the log-probability per token, and centered such that guessing gets 0.
+"""
+import contextlib
+import csv
+import json
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from jax_flags import UserError, read_flags, start_script, write_text
+
+# -----------------------------------------------------------------------------
+init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, ...), a Hugging Face folder or 'owner/name', a ckpt.pt
+out_dir = 'out' # the run to evaluate; nothing else is needed
+checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
+base = '' # of a LoRA run: where the pretrained model is now, if it has moved
+dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
+text = '' # files whose bits per byte are measured, with commas between them
+tasks = '' # files of JSON lines, and folders in the form of the CORE bundle, with commas between them
+logprobs = '' # file to which a line per item of the tasks is written: {"task", "item", "logprobs", "best"}
+max_length = 0 # most tokens of context; 0 is as many as the model knows
+batch_size = 16 # rows (a choice each) of up to 512 tokens that are computed together, fewer of longer ones
+quantize = '' # 'int8': weights with a scale per output channel, 4x smaller than float32
+cache_dtype = 'auto' # of the KV cache: 'float32', 'bfloat16', 'float16', 'int8', 'float8'; auto is the compute dtype
+device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
+dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
+tensor = 1 # shard heads (with their KV cache), MLP width and vocabulary over this many devices (tensor parallelism)
+expert = 1 # shard the experts over this many devices
+coordinator_address = '' # host:port of process 0 of several that evaluate together, as in train_jax.py
+num_processes = 0 # number of processes that evaluate together, on tensor x expert devices
+process_id = -1 # number of this process, from 0
+compile = True # has no effect: JAX always compiles
+# -----------------------------------------------------------------------------
+KINDS = {  # of items, with their keys: what precedes, what is scored, the index of the right option
+    'multiple_choice': ('query', 'choices', 'gold'), 'schema': ('context_options', 'continuation', 'gold'),
+    'language_modeling': ('context', 'continuation')}
+start_script()
+flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
+globals().update(flags)
+if 'compile' in given:
+    print(f'--compile={compile} has no effect here: JAX always compiles')
+if not text and not tasks:
+    raise UserError('there is nothing to evaluate: name --text=FILE or --tasks=FILE')
+
+
+@contextlib.contextmanager
+def errors_at(place):
+    """Puts the place before the message of a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f'{place}: {error}') from None
+
+
+def read_file(path):
+    try:
+        return Path(path).read_text(encoding='utf-8')
+    except OSError as error:
+        raise UserError(f'cannot read {path}: {error.strerror}') from None
+    except UnicodeDecodeError as error:
+        raise UserError(f'{path} is not UTF-8: {error}') from None
+
+
+def read_items(path, kind=''):
+    """The items of a file of JSON lines with 'kind', 'index' and 'place'. kind: of all items, which may then have more
+    keys. Raises UserError, with the line, for what is not an item."""
+    items = []
+    for number, line in enumerate(read_file(path).split('\n'), 1):
+        place = f'{path}, line {number}'
+        with errors_at(place):
+            if line.strip():
+                items.append(read_item(line, kind) | {'index': len(items), 'place': place})
+    if not items:
+        raise UserError(f'{path} has no items')
+    return items
+
+
+def read_item(line, kind):
+    try:
+        item = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'not JSON ({error})') from None
+    found = set(item) if isinstance(item, dict) else set()
+    fitting = [name for name, keys in KINDS.items()
+               if (name == kind and found >= set(keys)) or (not kind and found == set(keys))]
+    if not fitting:
+        allowed = ' or '.join(str(KINDS[name]) for name in ([kind] if kind else KINDS))
+        raise UserError(f'an item has the keys {allowed}, not {sorted(found)}')
+    for name in KINDS[fitting[0]][:2]:
+        values = item[name] if name in ('choices', 'context_options') else [item[name]]
+        if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+            raise UserError(f'{name} must be {"a list of texts" if values is item[name] else "a text"}')
+        if name in ('choices', 'continuation') and '' in values:
+            raise UserError(f'{name}: a text is empty')
+    item |= {'kind': fitting[0]}
+    n_options = len(pairs(item, ''))
+    if 'gold' in KINDS[fitting[0]] and (type(item['gold']) is not int or not 0 <= item['gold'] < n_options):
+        raise UserError(f'gold must be an index below {n_options}, not {item["gold"]!r}')
+    return item
+
+
+def pairs(item, delimiter):
+    """[(context, continuation)] of an item, one for each option."""
+    contexts, continuations = (
+        item[name] if isinstance(item[name], list) else [item[name]] for name in KINDS[item['kind']][:2])
+    return [(context, delimiter + continuation) for context in contexts for continuation in continuations]
+
+
+def encode_item(item):
+    """The rows of an item, see jax_text.score: divided into tokens as by lm-eval."""
+    return [model.encode_pair(*pair) for pair in pairs(item, ' ')]
+
+
+def encode_bundle_item(items, index, n_examples, delimiter):
+    """The rows of items[index] after examples, other items with their answers, all as by nanochat: what differs between
+    the options is scored, in a schema what they end with in common."""
+    def prompts_of(item):
+        strip = str.strip if item['kind'] == 'language_modeling' else str
+        return [strip(context) + continuation for context, continuation in pairs(item, delimiter)]
+
+    item, others = items[index], items[:index] + items[index + 1:]
+    if n_examples > len(others):
+        raise UserError(f'the task takes {n_examples} other items as examples, and there are {len(others)}')
+    before = ''.join(prompts_of(other)[other.get('gold', 0)] + '\n\n'
+                     for other in random.Random(1234 + index).sample(others, n_examples))
+    rows = [model.encode_document(before + prompt) for prompt in prompts_of(item)]
+    starts = [len(os.path.commonprefix(rows))] * len(rows)
+    if item['kind'] == 'schema':
+        n_scored = len(os.path.commonprefix([ids[::-1] for ids in rows]))
+        starts = [len(ids) - n_scored for ids in rows]
+    elif item['kind'] == 'language_modeling':
+        context = model.encode_document((before + item['context'].strip() + delimiter).strip())
+        starts = [len(os.path.commonprefix([rows[0], context]))]
+    return [(ids, max(1, min(start, len(ids) - 1))) for ids, start in zip(rows, starts)]
+
+
+def evaluate_task(name, items, encode, *, per_token):
+    """{'accuracy', 'accuracy_norm', 'n'} of a task. encode(i): the rows of item i. per_token: accuracy is by the
+    log-probability per token."""
+    rows = []
+    for i, item in enumerate(items):
+        with errors_at(item['place']):
+            rows.append(encode(i))
+    right, right_norm = [], []
+    for item, scores in zip(items, model.score(rows, **options)):
+        sums = np.array([found.sum(dtype=np.float64) for found, _ in scores])
+        best = int(np.argmax(sums / [len(found) for found, _ in scores] if per_token else sums))
+        best_norm = int(np.argmax(sums / [len(continuation) for _, continuation in pairs(item, '')]))
+        if item['kind'] == 'language_modeling':
+            gold = 0 if scores[0][1].all() else None
+        else:
+            gold = item['gold']
+        right.append(best == gold)
+        right_norm.append(best_norm == gold)
+        lines.append({'task': name, 'item': item['index'], 'logprobs': sums.tolist(), 'best': best})
+    return {'accuracy': float(np.mean(right)), 'accuracy_norm': float(np.mean(right_norm)), 'n': len(items)}
+
+
+def read_bundle(folder):
+    """The tasks of a bundle: [(name, items, number of examples, delimiter, accuracy of guessing)]."""
+    import yaml
+    read = []
+    try:
+        table = csv.DictReader(read_file(f'{folder}/eval_meta_data.csv').split('\n'))
+        guessing = {row['Eval Task']: float(row['Random baseline']) / 100 for row in table}
+        for task in yaml.safe_load(read_file(f'{folder}/core.yaml'))['icl_tasks']:
+            items = read_items(f"{folder}/eval_data/{task['dataset_uri']}", task['icl_task_type'])
+            random.Random(1337).shuffle(items)  # as nanochat, which draws examples by the new order
+            read.append((task['label'], items, task['num_fewshot'][0], task.get('continuation_delimiter', ' '),
+                         guessing[task['label']]))
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise UserError(f'{folder} is not in the form of the CORE bundle ({type(error).__name__}: {error})') from None
+    return read
+
+
+# jax is imported after the flags and the files, so that --help and a mistake in these are answered at once
+texts = {path: read_file(path) for path in text.split(',') if path}
+names = [path.rstrip('/') for path in tasks.split(',') if path]
+files = {Path(path).stem: read_items(path) for path in names if not os.path.isdir(path)}
+bundles = [task for path in names if os.path.isdir(path) for task in read_bundle(path)]
+import jax
+import numpy as np
+
+from jax_devices.processes import check_agreement, initialize_distributed
+from jax_devices.setup import configure_process, describe_environment
+from jax_text import load
+
+configure_process(device)
+initialize_distributed(coordinator_address, num_processes, process_id)
+master = jax.process_index() == 0  # the process that prints; all run the same program
+if not master:
+    sys.stdout = sys.stderr = open(os.devnull, 'w')
+check_agreement('flags', flags | {'process_id': 'its own'})
+is_run = init_from == 'resume'
+model = load(out_dir if is_run else init_from, checkpoint=checkpoint if is_run else '', base=base, dataset=dataset,
+             device=device, dtype=dtype, quantize=quantize, tensor=tensor, expert=expert)
+print(*filter(None, (model.warning, model.title)), sep='\n', file=sys.stderr)
+options = dict(max_length=max_length, batch_size=batch_size, cache_dtype=cache_dtype)
+results = {'texts': {}, 'tasks': {}}
+lines = []  # of the file that logprobs names
+
+
+def report(group, name, evaluate, *args):
+    """Keeps and prints the results of a text or a task, and the seconds that it took."""
+    started = time.perf_counter()
+    found = results[group][name] = evaluate(*args)
+    values = [f'{key} {value:,.4f}' if isinstance(value, float) else f'{key} {value:,}' for key, value in found.items()]
+    print(f"{name}: {', '.join(values)}; {time.perf_counter() - started:.1f} s")
+
+
+def evaluate_text(path):
+    with errors_at(path):
+        (ids, found), = model.logprobs([texts[path]], **options)
+    nats, n_bytes = -float(found.sum(dtype=np.float64)), len(texts[path].encode())
+    if model.tokenizer.start_token is None:  # the first token, a character, is not scored
+        n_bytes -= len(texts[path][0].encode())
+    return {'bits_per_byte': nats / math.log(2) / n_bytes, 'nats_per_token': nats / len(ids),
+            'perplexity': math.exp(nats / len(ids)), 'tokens': len(ids), 'bytes': n_bytes}
+
+
+def evaluate_file(name, items):
+    return evaluate_task(name, items, lambda i: encode_item(items[i]), per_token=False)
+
+
+def evaluate_bundled(name, items, n_examples, delimiter, guessing):
+    encode = lambda i: encode_bundle_item(items, i, n_examples, delimiter)
+    found = evaluate_task(name, items, encode, per_token=True)
+    return found | {'centered': (found['accuracy'] - guessing) / (1 - guessing)}
+
+
+for path in texts:
+    report('texts', path, evaluate_text, path)
+for name, items in files.items():
+    report('tasks', name, evaluate_file, name, items)
+for task in bundles:
+    report('tasks', task[0], evaluate_bundled, *task)
+if bundles:
+    results['core'] = float(np.mean([results['tasks'][name]['centered'] for name, *_ in bundles]))
+    print(f"CORE: {results['core']:.4f}")
+if logprobs and master:
+    write_text(logprobs, ''.join(json.dumps(line) + '\n' for line in lines))
+print(json.dumps({'program': 'eval_jax', 'settings': flags | {'dtype': model.config.dtype},
+                  'environment': describe_environment(model.parallel.devices), 'results': results}))

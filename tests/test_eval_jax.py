@@ -1,0 +1,173 @@
+"""eval_jax.py: bits per byte of texts, and accuracy in tasks, by the log-probabilities of tests/test_text.py."""
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+from jax_text import load
+from tests.common import TEXT, run_script, succeeded, train
+
+ITEMS = [
+    {'query': 'the quick brown', 'choices': ['fox', 'dog', 'lazy dog'], 'gold': 0},
+    {'query': 'over the', 'choices': ['lazy', 'fox jumps'], 'gold': 1},
+    {'context_options': ['the quick', 'the lazy', 'and'], 'continuation': 'dog runs', 'gold': 1},
+    {'context': 'the lazy dog and runs', 'continuation': 'away'}, {'context': 'the', 'continuation': 'x'}]
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory, dataset):
+    """The out_dir of a run that has learned something."""
+    out = tmp_path_factory.mktemp('eval') / 'out'
+    succeeded(train(out, f'--dataset={dataset}', '--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=64',
+                    '--batch_size=8', '--gradient_accumulation_steps=2', '--max_iters=60', '--eval_interval=60',
+                    '--eval_iters=2', '--learning_rate=2e-2', '--warmup_iters=5', '--device=cpu:0'))
+    return out
+
+
+def write_lines(path, items):
+    path.write_text(''.join(json.dumps(item) + '\n' for item in items))
+    return path
+
+
+def evaluate(run, *flags):
+    """The results, which are on the last line of stdout."""
+    done = succeeded(run_script('eval_jax.py', f'--out_dir={run}', '--device=cpu', *flags))
+    return json.loads(done.stdout.strip().split('\n')[-1])
+
+
+def logprob(model, context, continuation):
+    """Sum of the log-probabilities of a continuation, in one row of its own."""
+    ids, n = model.encode_document(context + continuation), len(model.encode_document(context))
+    return float(model.score([[(ids, n)]])[0][0][0].sum())
+
+
+@pytest.mark.parametrize('flags', [[], ['--tensor=2'], ['--quantize=int8'], ['--cache_dtype=int8'], ['--batch_size=1']])
+def test_bits_per_byte_of_a_text_of_characters_is_its_loss_over_ln_2(flags, run, tmp_path):
+    (tmp_path / 'a.txt').write_text(TEXT * 3)
+    found = evaluate(run, f"--text={tmp_path / 'a.txt'}", '--max_length=20', *flags)
+    result = found['results']['texts'][str(tmp_path / 'a.txt')]
+    assert found['program'] == 'eval_jax' and result['tokens'] == result['bytes'] == 3 * len(TEXT) - 1
+    _, logprobs = load(run, device='cpu:0').logprobs([TEXT * 3], max_length=20)[0]
+    tolerance = 1e-6 if flags in ([], ['--batch_size=1']) else 1e-5 if 'tensor' in flags[0] else 0.05
+    assert result['nats_per_token'] == pytest.approx(-logprobs.mean(), rel=tolerance)
+    assert result['bits_per_byte'] == pytest.approx(result['nats_per_token'] / math.log(2), rel=1e-12)
+    assert result['perplexity'] == pytest.approx(math.exp(result['nats_per_token']))
+
+
+@pytest.mark.parametrize('flags', [[], ['--tensor=2'], ['--batch_size=1']])
+def test_a_task_counts_what_each_item_alone_gives(flags, run, tmp_path):
+    path, out = write_lines(tmp_path / 'mine.jsonl', ITEMS), tmp_path / 'out.jsonl'
+    result = evaluate(run, f'--tasks={path}', f'--logprobs={out}', *flags)['results']['tasks']['mine']
+    model = load(run, device='cpu:0')
+    right = right_norm = 0
+    for i, (item, line) in enumerate(zip(ITEMS, map(json.loads, out.read_text().splitlines()), strict=True)):
+        if 'query' in item:
+            options = [(item['query'], ' ' + choice) for choice in item['choices']]
+        else:
+            contexts = item.get('context_options', [item.get('context')])
+            options = [(context, ' ' + item['continuation']) for context in contexts]
+        sums = [logprob(model, *option) for option in options]
+        assert line['task'] == 'mine' and line['item'] == i and line['best'] == np.argmax(sums)
+        np.testing.assert_allclose(line['logprobs'], sums, atol=1e-4)
+        if 'gold' in item:
+            right += np.argmax(sums) == item['gold']
+            right_norm += np.argmax([x / (len(b) - 1) for x, (_, b) in zip(sums, options)]) == item['gold']
+        else:
+            context, continuation = options[0]
+            text = model.generate([context], max_new_tokens=len(continuation), temperature=0)[0]
+            right, right_norm = right + (text == context + continuation), right_norm + (text == context + continuation)
+    assert result == {'accuracy': right / 5, 'accuracy_norm': right_norm / 5, 'n': 5}
+
+
+def test_a_bundle_gets_nanochats_centered_accuracy(run, tmp_path):
+    """One task of each kind, of which the expected accuracy is computed prompt by prompt."""
+    words = TEXT.split()
+    rng = random.Random(0)
+    mc = [{'query': ' '.join(words[:n]), 'choices': rng.sample(words, 3), 'gold': n % 3, 'more': 1}
+          for n in range(1, 8)]
+    schema = [{'context_options': [words[n], words[n + 1]], 'continuation': words[n + 2], 'gold': n % 2}
+              for n in range(6)]
+    lm = [{'context': ' '.join(words[:n]) + ' ', 'continuation': words[n]} for n in range(2, 8)]
+    (tmp_path / 'eval_data').mkdir()
+    tasks, expected = [], {}
+    model = load(run, device='cpu:0')
+    for kind, items, n_shots in (('multiple_choice', mc, 2), ('schema', schema, 0), ('language_modeling', lm, 1)):
+        write_lines(tmp_path / 'eval_data' / f'{kind}.jsonl', items)
+        tasks.append(f'- {{label: my_{kind}, dataset_uri: {kind}.jsonl, num_fewshot: [{n_shots}], '
+                     f"icl_task_type: {kind}, continuation_delimiter: ' '}}\n")
+        shuffled = list(items)
+        random.Random(1337).shuffle(shuffled)
+        right = 0
+        for i, item in enumerate(shuffled):
+            others = [j for j in range(len(shuffled)) if j != i]
+            before = ''
+            for j in random.Random(1234 + i).sample(others, n_shots):
+                shot = shuffled[j]
+                before += {'multiple_choice': lambda: f"{shot['query']} {shot['choices'][shot['gold']]}",
+                           'schema': lambda: '', 'language_modeling':
+                           lambda: f"{shot['context'].strip()} {shot['continuation']}"}[kind]() + '\n\n'
+            if kind == 'language_modeling':
+                context = before + item['context'].strip()
+                answer = ' ' + item['continuation']
+                text = model.generate([context + ' '], max_new_tokens=len(answer) - 1, temperature=0)[0]
+                after_context = model.generate([context], max_new_tokens=1, temperature=0)[0]
+                right += text == context + answer and after_context == context + ' '
+                continue
+            if kind == 'multiple_choice':
+                rows = [model.encode_document(f"{before}{item['query']} {choice}") for choice in item['choices']]
+                starts = [common(rows)] * 3
+            else:
+                rows = [model.encode_document(f"{before}{c} {item['continuation']}") for c in item['context_options']]
+                starts = [len(row) - common([r[::-1] for r in rows]) for row in rows]
+            means = [model.score([[(row[-65:], max(1, start - max(0, len(row) - 65)))]])[0][0][0].mean()
+                     for row, start in zip(rows, starts)]
+            right += int(np.argmax(means)) == item['gold']
+        guess = {'multiple_choice': 1 / 4, 'schema': 1 / 2, 'language_modeling': 0}[kind]
+        expected[f'my_{kind}'] = (right / len(items) - guess) / (1 - guess)
+    (tmp_path / 'core.yaml').write_text('icl_tasks:\n' + ''.join(tasks))
+    (tmp_path / 'eval_meta_data.csv').write_text(
+        'Eval Task,Task Category,Random baseline\n'
+        'my_multiple_choice,a,25\nmy_schema,a,50.0\nmy_language_modeling,b,0\n')
+    found = evaluate(run, f'--tasks={tmp_path}')['results']
+    assert {name: task['centered'] for name, task in found['tasks'].items()} == pytest.approx(expected, abs=1e-6)
+    assert found['core'] == pytest.approx(np.mean(list(expected.values())), abs=1e-6)
+
+
+def common(rows):
+    return next((i for i, tokens in enumerate(zip(*rows)) if len(set(tokens)) > 1), min(map(len, rows)))
+
+
+@pytest.mark.parametrize('line, message', [
+    ('{"query": "a", "choices": ["b", "c"], "gold": 2}', 'gold must be an index below 2, not 2'),
+    ('{"query": "a", "choices": ["b", ""], "gold": 0}', 'choices: a text is empty'),
+    ('{"query": "a", "choices": [], "gold": 0}', 'choices must be a list of texts'),
+    ('{"context": "a", "continuation": ""}', 'continuation: a text is empty'),
+    ('{"context": "a", "continuation": 3}', 'continuation must be a text'),
+    ('{"context": "a", "continuation": "b", "extra": 1}', 'an item has the keys'),
+    ('{"context": "a"', 'not JSON'), ('[1]', 'an item has the keys'),
+    ('{"context": "a", "continuation": "\u00e9"}', 'does not know')])
+def test_a_bad_item_is_one_line_with_its_file_and_line(line, message, run, tmp_path):
+    path = tmp_path / 'bad.jsonl'
+    path.write_text('{"context": "a", "continuation": "b"}\n\n' + line + '\n')
+    done = run_script('eval_jax.py', f'--out_dir={run}', '--device=cpu:0', f'--tasks={path}')
+    assert done.returncode == 2 and done.stderr.strip().split('\n')[-1].startswith(f'error: {path}, line 3: ')
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize('content, message', [
+    ('t', 'at least two tokens'), ('th\u00e9', 'does not know'), (None, 'cannot read')])
+def test_a_bad_text_is_one_line_with_its_name(content, message, run, tmp_path):
+    path = tmp_path / 'a.txt'
+    if content:
+        path.write_text(content, encoding='utf-8')
+    done = run_script('eval_jax.py', f'--out_dir={run}', '--device=cpu:0', f'--text={path}')
+    assert done.returncode == 2 and str(path) in done.stderr and message in done.stderr
+
+
+def test_a_folder_that_is_no_bundle_is_refused(run, tmp_path):
+    (tmp_path / 'core.yaml').write_text('tasks: 1')
+    (tmp_path / 'eval_meta_data.csv').write_text('Eval Task,Random baseline\n')
+    done = run_script('eval_jax.py', f'--out_dir={run}', f'--tasks={tmp_path}')
+    assert done.returncode == 2 and 'not in the form of the CORE bundle' in done.stderr
