@@ -91,7 +91,7 @@ def random_params(config, seed=0):
 
     def draw(path, leaf):
         mean = 1 if path[-1].key == 'scale' else 0  # the gain of a norm
-        return jnp.asarray(mean + 0.3 * rng.normal(size=leaf.shape), jnp.float32)
+        return jnp.asarray((mean + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32))
 
     return jax.tree.map_with_path(draw, tree)
 
@@ -408,6 +408,7 @@ CONVERSATION = {'messages': [{'role': 'user', 'content': 'ab'}, {'role': 'assist
 LONG_BLOCK = GPTConfig(block_size=160, vocab_size=37, n_layer=1, n_head=2, n_embd=16)
 
 
+@functools.cache
 def compiled(config, loss_chunk=0):
     """(the compiled loss and gradients of a batch of two sequences, its arguments)."""
     def mean_loss(params, idx):
@@ -445,7 +446,7 @@ def operands(rows, width):
     rng = np.random.default_rng(0)
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, width), (40, width)))
     x[:, 3] *= 100
-    return x, *quantize(w, jnp.int8)
+    return x, *jax.jit(quantize, static_argnums=1)(w, jnp.int8)
 
 
 def stored(weights, dtype):

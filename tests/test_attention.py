@@ -79,15 +79,15 @@ def test_attention_in_chunks_is_traced_once_for_all_layers_of_a_kind(monkeypatch
 
 
 def attention_arguments(B, T, H, G, K):
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = (B, T, H, K), (B, T, G, K), (B, T, G, K)
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)] + [jax.random.normal(keys[3], (H,))]
+    rng = np.random.default_rng(0)
+    shapes = (B, T, H, K), (B, T, G, K), (B, T, G, K), (H,)
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
 @pytest.mark.parametrize('spans', [dict(window=40), dict(chunk=64), {}])
 def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and_gradients(spans):
     *qkv, sinks_H = attention_arguments(B=1, T=256, H=4, G=2, K=64)
-    position = jnp.arange(256)[None]
+    position = np.arange(256)[None]
     mask = causal_mask(position[:, None], position[:, :, None], **spans)
     plain = functools.partial(dot_product_attention, mask_BxTxS=mask, scale=0.1)
     splash = functools.partial(splash_attention, scale=0.1, interpret=True, **spans)
@@ -107,22 +107,24 @@ def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and
     (8, 700, 0, False, 8), (8, 1290, 0, True, 8), (8, 900, 100, False, 12), (512, 700, 300, True, 8)])
 def test_blockwise_attention_is_dot_product_attention(T, first, window, sinks, v_dim):
     rng = np.random.default_rng(0)
-    q, k, v, sinks_H = (jnp.asarray(rng.normal(size=size), jnp.float32)
+    q, k, v, sinks_H = (rng.normal(size=size).astype(np.float32)
                         for size in ((2, T, 6, 8), (2, 1300, 3, 8), (2, 1300, 3, v_dim), 6))
-    mask = causal_mask(jnp.arange(1300), first + jnp.arange(T)[:, None], window=window)
-    mask = jnp.stack([mask, jnp.roll(mask, -200, axis=1)])  # rows of different lengths
+    mask = causal_mask(np.arange(1300), first + np.arange(T)[:, None], window=window)
+    mask = np.stack([mask, np.roll(mask, -200, axis=1)])  # rows of different lengths
     options = dict(scale=0.3, sinks_H=sinks_H if sinks else None)
-    np.testing.assert_allclose(blockwise_attention(q, k, v, mask, **options),
-                               dot_product_attention(q, k, v, mask, **options), atol=1e-6)
+    by_blocks, at_once = (jax.jit(functools.partial(attention, **options))(q, k, v, mask)
+                          for attention in (blockwise_attention, dot_product_attention))
+    np.testing.assert_allclose(by_blocks, at_once, atol=1e-6)
 
 
 def test_blockwise_attention_never_reads_blocks_of_keys_that_the_mask_forbids():
-    q, k, v = (jax.random.normal(jax.random.key(i), (1, n, 2, 8)) for i, n in enumerate((4, 1024, 1024)))
-    mask = jnp.zeros((1, 4, 1024), bool).at[..., :10].set(True).at[..., 1000:].set(True)  # blocks 0 and 3 of 256 keys
-    expected = dot_product_attention(q, k, v, mask)
-    forbidden = slice(256, 768)
-    k, v = (x.at[:, forbidden].set(jnp.nan) for x in (k, v))
-    np.testing.assert_allclose(blockwise_attention(q, k, v, mask), expected, atol=1e-6)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, n, 2, 8)).astype(np.float32) for n in (4, 1024, 1024))
+    mask = np.zeros((1, 4, 1024), bool)
+    mask[..., :10] = mask[..., 1000:] = True  # blocks 0 and 3 of 256 keys
+    expected = jax.jit(dot_product_attention)(q, k, v, mask)
+    k[:, 256:768] = v[:, 256:768] = np.nan
+    np.testing.assert_allclose(jax.jit(blockwise_attention)(q, k, v, mask), expected, atol=1e-6)
 
 
 def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
@@ -147,21 +149,29 @@ def test_splash_attention_computes_the_queries_of_one_of_several_devices(limits)
     kernel = splash_kernel(T, H, **limits, context=C, interpret=True)
     specs = kernel.manual_sharding_spec(NamedSharding(Mesh(jax.devices()[:C], 'context'), P(None, 'context')))
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, T, H, K)), jnp.float32) for _ in range(3))
+    q, k, v = (rng.normal(size=(1, T, H, K)).astype(np.float32) for _ in range(3))
 
-    def gradients(attend, weight):
-        return jax.grad(lambda *qkv: (attend(*qkv) * weight).sum(), (0, 1, 2))
+    def values_and_gradients(attend, weight):
+        def weighted(*qkv):
+            values = attend(*qkv)
+            return (values * weight).sum(), values
+
+        gradients, values = jax.jit(jax.grad(weighted, (0, 1, 2), has_aux=True))(q, k, v)
+        return values, gradients
 
     for rank in range(C):
         # the rank-th piece of each part of the sequence
         own = np.arange(T).reshape(C, C, -1)[:, rank].ravel()
         local = jax.tree.map(lambda x, spec: jnp.split(x, C, list(spec).index('context'))[rank] if any(spec) else x,
                              kernel, specs)
-        weight = jnp.zeros(q.shape).at[:, own].set(jnp.cos(jnp.arange(T // C * H * K)).reshape(1, -1, H, K))
+        weight = np.zeros_like(q)
+        weight[:, own] = np.cos(np.arange(T // C * H * K)).reshape(1, -1, H, K)
         splash = lambda q, k, v: splash_attention(q[:, own], k, v, scale=0.1, kernel=local)
         chunked = lambda q, k, v: chunked_attention(q, k, v, scale=0.1, **limits)
-        np.testing.assert_allclose(splash(q, k, v), chunked(q, k, v)[:, own], atol=1e-5)
-        for got, expected in zip(gradients(splash, weight[:, own])(q, k, v), gradients(chunked, weight)(q, k, v)):
+        values, gradients = values_and_gradients(splash, weight[:, own])
+        expected_values, expected_gradients = values_and_gradients(chunked, weight)
+        np.testing.assert_allclose(values, expected_values[:, own], atol=1e-5)
+        for got, expected in zip(gradients, expected_gradients):
             np.testing.assert_allclose(got, expected, atol=1e-4)
 
 

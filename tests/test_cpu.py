@@ -20,14 +20,14 @@ from tests.common import operands, stored
 @pytest.mark.parametrize('rows', [1, 3, 4, 5, 16, 17, 32])
 def test_int8_matmul_equals_that_of_the_quantized_operands(rows, width, stored_as):
     x, weights, scale = operands(rows, width)
-    inputs, x_scale = quantize(x, jnp.int16, int16_levels(width))
+    inputs, x_scale = jax.jit(quantize, static_argnums=(1, 2))(x, jnp.int16, int16_levels(width))
     expected = np.float64(inputs) @ np.float64(weights).T * np.float64(x_scale)[:, None] * np.float64(scale)
     weights = stored(weights, stored_as)
     multiply = jax.jit(matmul_int8)
     got = multiply(x, weights, scale)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
     np.testing.assert_array_equal(got[:1], multiply(x[:1], weights, scale))  # independent of the batch size
-    assert not multiply(0 * x, weights, scale).any()
+    assert not np.any(multiply(0 * x, weights, scale))
 
 
 @pytest.mark.parametrize('stored_as', ['int8', 'uint8'])
@@ -35,7 +35,8 @@ def test_int8_matmul_equals_that_of_the_quantized_operands(rows, width, stored_a
 def test_sums_of_int16_activations_and_int8_weights_do_not_overflow(weight, stored_as):
     x, w = np.full((2, 3072), -3.0, np.float32), stored(np.full((40, 3072), weight, np.int8), stored_as)
     for rows in (1, 2):
-        np.testing.assert_allclose(matmul_int8(x[:rows], w, np.ones(40, np.float32)), -3 * weight * 3072, rtol=1e-6)
+        got = jax.jit(matmul_int8)(x[:rows], w, np.ones(40, np.float32))
+        np.testing.assert_allclose(got, -3 * weight * 3072, rtol=1e-6)
 
 
 def test_uint8_is_int8_plus_128():
@@ -60,18 +61,20 @@ def test_where_xla_has_no_matmul_of_uint8_by_int8_weights_stay_int8(monkeypatch)
 @pytest.mark.parametrize('n_out, n_in', [(96, 128), (31, 192), (1, 512), (40, 576), (16, 3072)])
 def test_one_bfloat16_row_is_multiplied_without_rounding_products_or_sums(n_out, n_in):
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=(n, n_in)), jnp.bfloat16) for n in (1, n_out))
+    x, w = (rng.normal(size=(n, n_in)).astype(jnp.bfloat16) for n in (1, n_out))
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     assert bfloat16_lane_terms(n_in)
     np.testing.assert_allclose(jax.jit(matmul_nt)(x, w), expected, rtol=0, atol=1e-4)
     for position in (0, n_in - 1):
-        assert jnp.isnan(jax.jit(matmul_nt)(x.at[0, position].set(jnp.nan), w)).all()
+        spoiled = x.copy()
+        spoiled[0, position] = np.nan
+        assert np.isnan(jax.jit(matmul_nt)(spoiled, w)).all()
 
 
 @pytest.mark.parametrize('n_rows', [1, 2, 65])
 def test_bfloat16_rows_of_any_number_and_width_are_multiplied(n_rows):
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=(n, 144)), jnp.bfloat16) for n in (n_rows, 40))
+    x, w = (rng.normal(size=(n, 144)).astype(jnp.bfloat16) for n in (n_rows, 40))
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     np.testing.assert_allclose(jax.jit(matmul_nt)(x, w), expected, rtol=0, atol=1e-4)
 
@@ -97,8 +100,7 @@ def test_a_loop_over_one_bfloat16_row_keeps_no_float32_copy_of_its_weights():
 def test_a_loop_over_many_rows_keeps_no_float32_copy_of_its_int8_weights(rows, stored_as):
     weights = []
     for _ in range(4):
-        values, scale = quantize(jnp.ones((256, 256)), jnp.int8)
-        weights.append((stored(values, stored_as), scale))
+        weights.append((stored(np.ones((256, 256), np.int8), stored_as), np.ones(256, np.float32)))
 
     @jax.jit
     def decode(x, weights):
@@ -108,5 +110,5 @@ def test_a_loop_over_many_rows_keeps_no_float32_copy_of_its_int8_weights(rows, s
             return x
         return jax.lax.fori_loop(0, 10, step, x)
 
-    compiled = decode.lower(jnp.ones((rows, 256)), weights).compile()
+    compiled = decode.lower(np.ones((rows, 256), np.float32), weights).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * 4 * 256 * 256

@@ -14,10 +14,14 @@ from tests.common import operands, stored
 # -----------------------------------------------------------------------------
 # matmul
 
+def normal(*shape):
+    return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
+
+
 def test_matmul_has_the_gradients_of_the_plain_one():
-    x, kernel = jax.random.normal(jax.random.key(0), (3, 5, 7)), jax.random.normal(jax.random.key(1), (7, 11))
-    plain = jax.grad(lambda x, k: jnp.sin(x @ k).sum(), (0, 1))(x, kernel)
-    ours = jax.grad(lambda x, k: jnp.sin(matmul(x, k)).sum(), (0, 1))(x, kernel)
+    x, kernel = normal(3, 5, 7), normal(7, 11)
+    plain = jax.jit(jax.grad(lambda x, k: jnp.sin(x @ k).sum(), (0, 1)))(x, kernel)
+    ours = jax.jit(jax.grad(lambda x, k: jnp.sin(matmul(x, k)).sum(), (0, 1)))(x, kernel)
     for a, b in zip(plain, ours):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -30,7 +34,7 @@ def test_matmul_has_the_gradients_of_the_plain_one():
     ((3, 5, 70), (3, 70, 2), False)])
 def test_matmul_has_the_values_and_gradients_of_the_plain_one_in_every_layout(
         dtype, tolerance, x_shape, y_shape, transpose_rhs):
-    x, y = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate((x_shape, y_shape)))
+    x, y = normal(*x_shape), normal(*y_shape)
 
     def plain(x, y):
         return jnp.sin(x @ (y.swapaxes(-1, -2) if transpose_rhs else y)).sum()
@@ -38,8 +42,8 @@ def test_matmul_has_the_values_and_gradients_of_the_plain_one_in_every_layout(
     def ours(x, y):
         return jnp.sin(matmul(x.astype(dtype), y, transpose_rhs=transpose_rhs, dtype=jnp.float32)).sum()
 
-    rounded = (a.astype(dtype).astype(jnp.float32) for a in (x, y))
-    expected = jax.value_and_grad(plain, (0, 1))(*rounded)
+    rounded = (a.astype(jnp.dtype(dtype)).astype(np.float32) for a in (x, y))
+    expected = jax.jit(jax.value_and_grad(plain, (0, 1)))(*rounded)
     got = jax.jit(jax.value_and_grad(ours, (0, 1)))(x, y)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got)):
         assert b.dtype == jnp.float32  # the gradient of a float32 kernel is not rounded to bfloat16
@@ -55,10 +59,10 @@ def test_bfloat16_matmul_and_its_weight_gradient_accumulate_in_float32():
 
 @pytest.mark.parametrize('dtype, tolerance', [('float32', 2e-6), ('bfloat16', 0.01)])
 def test_matmul_with_transposed_weights_is_a_matmul_for_any_number_of_rows(dtype, tolerance):
-    w = jax.random.normal(jax.random.key(1), (1000, 96))
+    w = normal(1000, 96)
     for n_rows in (1, 2, 4, 5, 16, 64, 65):
-        x = jax.random.normal(jax.random.key(0), (n_rows, 96))
-        got = jax.jit(matmul_nt)(x.astype(dtype), w)
+        x = normal(n_rows, 96)
+        got = jax.jit(matmul_nt)(x.astype(jnp.dtype(dtype)), w)
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, np.float64(x) @ np.float64(w).T, rtol=0, atol=tolerance * np.abs(got).max())
 
