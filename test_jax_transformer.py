@@ -33,6 +33,7 @@ def generated(idx, max_new_tokens, seed=0, **options):
 # the model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('shape, total', [
     ((12, 12, 768), 124_439_808),
     ((24, 16, 1024), 354_823_168),
@@ -60,6 +61,7 @@ def test_a_position_depends_on_itself_and_the_past_only():
         assert matters.tolist() == [other <= position for other in range(16)]
 
 
+@pytest.mark.slow
 def test_initial_weights_are_gpt2s():
     config = GPTConfig(block_size=256, vocab_size=512, n_layer=8, n_head=4, n_embd=256)
     params = init_params(config)
@@ -86,6 +88,7 @@ def test_without_bias_there_is_none():
     assert not [name for name in names if 'bias' in name]
 
 
+@pytest.mark.slow
 def test_head_and_embedding_are_one_parameter_and_its_gradient_is_the_sum_of_both():
     params, idx = random_params(TINY), random_tokens(2, 8)
     loss = lambda wte: jnp.sin(apply(TINY, params | {'wte': wte}, idx)).sum()
@@ -108,6 +111,7 @@ def test_low_precision_computes_in_it_but_parameters_and_logits_are_float32(dtyp
     assert error < tolerance * np.abs(exact).max()
 
 
+@pytest.mark.slow
 def test_dropout_of_a_sequence_depends_on_its_id_alone():
     config = dataclasses.replace(TINY, dropout=0.5)
     params, idx, rngs = random_params(config), random_tokens(4, 8), {'dropout': jax.random.key(5)}
@@ -122,6 +126,7 @@ def test_dropout_of_a_sequence_depends_on_its_id_alone():
     np.testing.assert_array_equal(apply(config, params, idx), apply(TINY, params, idx))  # off by default
 
 
+@pytest.mark.slow
 def test_dropout_zeroes_its_share_and_keeps_the_mean():
     class OnlyDropout(nn.Module):
         config: GPTConfig
@@ -157,6 +162,7 @@ def test_mfu_is_the_palm_formula():
 # the KV cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('bfloat16', 0.05), ('float16', 0.01)])
 def test_cached_logits_equal_uncached_ones_at_every_position(dtype, tolerance):
     config = dataclasses.replace(TINY, dtype=dtype)
@@ -184,6 +190,7 @@ def test_a_cache_of_any_dtype_gives_the_logits_within_its_precision_and_takes_it
         assert error > tolerance / 1e4  # the cache does have that precision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype, stored_as', [('bfloat16', 'uint16'), ('float8', 'uint8')])
 def test_a_cache_stored_as_bits_gives_the_same_logits_bit_for_bit(dtype, stored_as):
     config, idx, params = dataclasses.replace(TINY, dtype='bfloat16'), random_tokens(2, 16), random_params(TINY)
@@ -203,6 +210,7 @@ def test_generation_on_a_cpu_stores_a_bfloat16_cache_as_bits():
     assert {x.dtype.name for x in jax.tree.leaves(cache.caches)} == {'uint16'}
 
 
+@pytest.mark.slow
 def test_generation_takes_the_cache_dtype():
     with pytest.raises(UserError, match='cache_dtype'):
         generated(random_tokens(1, 4), 3, cache_dtype='int4')
@@ -212,6 +220,7 @@ def test_generation_takes_the_cache_dtype():
 # parameters for decoding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_int8_weights_take_a_quarter_and_give_nearly_the_same_logits(dtype):
     config, params = dataclasses.replace(TINY, dtype=dtype), random_params(TINY)
@@ -263,6 +272,7 @@ def test_gpt2_in_int8_takes_less_than_130_mb():
 REPETITIVE = np.array([[5, 6, 7, 8, 9, 5, 6, 7], [1, 2, 1, 2, 1, 2, 1, 0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('draft, options', [
     (None, dict(temperature=0)),
     (None, dict(temperature=0, repetition_penalty=1.5)),
@@ -354,6 +364,7 @@ def test_each_of_different_prompts_gives_what_it_gives_alone():
         assert row.tolist() == uncached_greedy(prompt[:length], 20) + [0] * (16 - length)
 
 
+@pytest.mark.slow
 def test_padding_much_wider_than_the_prompts_changes_nothing():
     config = dataclasses.replace(TINY, block_size=128)
     params, idx = random_params(config), random_tokens(2, 64)
@@ -397,12 +408,14 @@ def test_tokens_are_drawn_with_their_probabilities():
     np.testing.assert_allclose(picks(np.log(p), n_vocab=1), [1, 0, 0, 0])
 
 
+@pytest.mark.slow
 def test_top_k_1_and_tiny_top_p_are_greedy():
     greedy = generated(random_tokens(2, 4), 20, temperature=0)
     np.testing.assert_array_equal(generated(random_tokens(2, 4), 20, top_k=1), greedy)
     np.testing.assert_array_equal(generated(random_tokens(2, 4), 20, top_p=1e-6), greedy)
 
 
+@pytest.mark.slow
 def test_the_repetition_penalty_is_ctrls_and_counts_what_the_row_holds_only():
     logits = jnp.array([[2.0, -2.0, 2.0, -2.0]])
     penalized = penalize_repetition(logits, jnp.array([[0, 1, 0, 2, 3]]), jnp.array([3]), 4.0)
@@ -439,6 +452,7 @@ def test_a_row_ends_with_its_first_stop_token():
         assert (row[end:] == 0).all()
 
 
+@pytest.mark.slow
 def test_padding_ids_of_the_vocabulary_are_never_generated():
     assert generated(random_tokens(4, 4) % 20, 40, n_vocab=20, temperature=5.0).max() < 20
 
@@ -447,6 +461,7 @@ def test_no_new_tokens_returns_the_prompts():
     np.testing.assert_array_equal(generated(random_tokens(2, 5), 0), random_tokens(2, 5))
 
 
+@pytest.mark.slow
 def test_other_lengths_and_numbers_of_tokens_compile_nothing_new_unless_they_need_32_slots_more():
     config = dataclasses.replace(TINY, block_size=64)
     params = init_params(config)

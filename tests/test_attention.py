@@ -21,6 +21,7 @@ from tests.common import LONG_BLOCK, assert_same_loss_and_gradients, compiled, l
 # -----------------------------------------------------------------------------
 # attention
 
+@pytest.mark.slow
 def test_chunked_attention_is_attention_also_with_dropout():
     config = dataclasses.replace(LONG_BLOCK, dropout=0.2)
     chunked = dataclasses.replace(config, attention='chunked')
@@ -29,12 +30,14 @@ def test_chunked_attention_is_attention_also_with_dropout():
     assert abs(loss_and_gradients(config)[0] - loss_and_gradients(LONG_BLOCK)[0]) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('attention', ['xla', 'chunked'])
 def test_attention_in_bfloat16_is_attention(attention):
     low = dataclasses.replace(LONG_BLOCK, dtype='bfloat16', attention=attention)
     assert_same_loss_and_gradients(loss_and_gradients(LONG_BLOCK), loss_and_gradients(low), 0.05)
 
 
+@pytest.mark.slow
 def test_chunked_attention_never_holds_all_scores():
     config = dataclasses.replace(LONG_BLOCK, block_size=512, n_head=8)
     assert temporary_bytes(dataclasses.replace(config, attention='chunked')) < temporary_bytes(config) / 2
@@ -48,6 +51,7 @@ FAMILIES = {
     'latent attention': dict(position='rope', mla=MLAConfig(q_rank=0, kv_rank=32, nope_dim=8, rope_dim=4, v_dim=6))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dropout', [0.0, 0.2])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_chunked_attention_is_attention_in_every_family(family, dropout):
@@ -84,6 +88,7 @@ def attention_arguments(B, T, H, G, K):
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('spans', [dict(window=40), dict(chunk=64), {}])
 def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and_gradients(spans):
     *qkv, sinks_H = attention_arguments(B=1, T=256, H=4, G=2, K=64)
@@ -127,6 +132,7 @@ def test_blockwise_attention_never_reads_blocks_of_keys_that_the_mask_forbids():
     np.testing.assert_allclose(jax.jit(blockwise_attention)(q, k, v, mask), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
     q, k, v, _ = attention_arguments(B=4, T=160, H=4, G=2, K=8)
     options = dict(dropout_rate=0.3, key_B=jax.random.split(jax.random.key(1), 4))
@@ -143,6 +149,7 @@ def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
     assert sharded.sharding.is_equivalent_to(heads, 4)  # no device computed the heads or sequences of others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('limits', [{}, {'window': 200}, {'chunk': 256}])
 def test_splash_attention_computes_the_queries_of_one_of_several_devices(limits):
     C, T, H, K = 2, 512, 2, 64
@@ -183,6 +190,7 @@ def test_flash_attention_refuses_dropout(attention):
 # -----------------------------------------------------------------------------
 # dropout
 
+@pytest.mark.slow
 def test_dropout_in_16_bits_scales_in_float32_and_a_tiny_rate_drops_nothing():
     x = jnp.linspace(1, 2, 1000).astype(jnp.bfloat16).reshape(1, -1)
     key_B = jax.random.split(jax.random.key(0), 1)
@@ -195,6 +203,7 @@ def test_dropout_in_16_bits_scales_in_float32_and_a_tiny_rate_drops_nothing():
     np.testing.assert_array_equal(hash_dropout(x, 1e-10, key_B, counter), x)
 
 
+@pytest.mark.slow
 def test_dropped_elements_have_no_pattern():
     ones, keys = jnp.ones((8, 64, 512)), jax.random.split(jax.random.key(0), 8)
     kept = np.asarray(hash_dropout(ones, 0.2, keys, flat_index((64, 512)))) > 0

@@ -18,6 +18,7 @@ BENCH = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=32', '--vocab
          '--repeats=2', '--device=cpu:0']
 
 
+@pytest.mark.slow
 def test_the_training_benchmark_ends_with_one_json_line():
     report = report_of(run_script('bench_jax.py', '--mode=train', *BENCH, '--gradient_accumulation_steps=2'))
     assert report['settings']['n_embd'] == 16
@@ -29,6 +30,7 @@ def test_the_training_benchmark_ends_with_one_json_line():
     assert figures['compile_s'] > 0
 
 
+@pytest.mark.slow
 def test_the_decoding_benchmark_ends_with_one_json_line():
     report = report_of(run_script('bench_jax.py', '--mode=decode', *BENCH, '--prompt_len=4', '--max_new_tokens=8'))
     assert report['settings']['n_embd'] == 16
@@ -57,6 +59,7 @@ def test_alternated_programs_are_compared_round_by_round(tmp_path, monkeypatch):
     assert_refused(run_script('peers/alternate.py', f'broken={sys.executable} -c 1/0'), 'ZeroDivisionError')
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_cannot_be_is_refused():
     assert_refused(run_script('bench_jax.py', '--mode=sleep'), "mode must be train, decode or compile, not 'sleep'")
     too_many = run_script('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=100')
@@ -67,6 +70,7 @@ def test_a_benchmark_that_cannot_be_is_refused():
                    "preset must be one of nanogpt_cpu, baby, gpt2, not 'huge'")
 
 
+@pytest.mark.slow
 def test_the_decoding_benchmark_takes_a_run_and_its_text(finished, dataset, monkeypatch):
     monkeypatch.setattr(jax_devices.setup, 'measure_bandwidth', lambda device: 10.0)
     results = [report_of(run_script(
@@ -80,6 +84,7 @@ def test_the_decoding_benchmark_takes_a_run_and_its_text(finished, dataset, monk
     assert 0 <= small['accepted'] <= 1
 
 
+@pytest.mark.slow
 def test_the_benchmark_takes_presets_and_flags_override_them():
     report = report_of(run_script('bench_jax.py', '--preset=baby', *BENCH, '--repeats=1'))
     assert report['settings']['dropout'] == 0.2  # from the preset

@@ -24,6 +24,7 @@ from jax_transformer import create_train_state
 # -----------------------------------------------------------------------------
 # checkpoints
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_state_of_its_iteration_while_training_continues_during_the_write(tmp_path):
     config = dataclasses.replace(TINY, n_embd=256, dtype='float16')  # large enough for the write to take a while
     meta = meta_of(config)

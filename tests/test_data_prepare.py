@@ -154,6 +154,7 @@ def test_char_ids_decode_to_every_byte_of_the_input(tmp_path, env):
     assert ''.join(meta['tokenizer']['chars'][i] for i in [*train, *val]).encode() == TEXT.encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('script', ['shakespeare_char', 'shakespeare'])
 def test_a_byte_order_mark_is_no_character_of_the_text(tmp_path, bpe_env, script):
     prepare(script, text_file(tmp_path, '\ufeff' + TEXT), '--out_dir', tmp_path / 'a', env=bpe_env)
@@ -161,6 +162,7 @@ def test_a_byte_order_mark_is_no_character_of_the_text(tmp_path, bpe_env, script
     assert snapshot(tmp_path / 'a') == snapshot(tmp_path / 'b')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('vocab_size, dtype', [(65536, 'uint16'), (65537, 'uint32')])
 def test_a_vocabulary_above_65536_takes_uint32(tmp_path, env, vocab_size, dtype):
     text = ''.join(chr(i) for i in range(0x10000, 0x10000 + vocab_size))
@@ -170,6 +172,7 @@ def test_a_vocabulary_above_65536_takes_uint32(tmp_path, env, vocab_size, dtype)
     assert [*train, *val] == list(range(vocab_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('script', ['shakespeare_char', 'shakespeare'])
 def test_without_input_the_file_beside_the_script_is_taken_and_the_counts_to_expect_printed(tmp_path, bpe_env, script):
     copy = copied(script, tmp_path)
@@ -180,6 +183,7 @@ def test_without_input_the_file_beside_the_script_is_taken_and_the_counts_to_exp
     assert snapshot(tmp_path / 'a') == snapshot(tmp_path / 'b')
 
 
+@pytest.mark.slow
 def test_a_missing_input_is_downloaded_once_and_kept_beside_the_script(tmp_path, env):
     copy = copied('shakespeare_char', tmp_path)
     (tmp_path / 'shim').mkdir()
@@ -207,6 +211,7 @@ def test_bpe_bins_are_what_nanogpt_writes(tmp_path, bpe_env, encode):
     assert (meta['vocab_size'], meta['dtype'], meta['tokenizer']) == (50257, 'uint16', {'kind': 'gpt2'})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('script', ['shakespeare', 'openwebtext'])
 def test_without_the_bpe_files_the_error_says_where_to_put_them(tmp_path, env, script):
     pytest.importorskip('tiktoken')
@@ -226,6 +231,7 @@ def test_without_the_bpe_files_the_error_says_where_to_put_them(tmp_path, env, s
 # -----------------------------------------------------------------------------
 # a user's mistakes
 
+@pytest.mark.slow
 @pytest.mark.parametrize('script', ['shakespeare_char', 'shakespeare'])
 @pytest.mark.parametrize('content, said', [
     (None, 'No such file'),
@@ -248,6 +254,7 @@ def test_eleven_characters_are_enough(tmp_path, env):
     assert (len(train), len(val)) == (9, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('script', ['shakespeare_char', 'shakespeare'])
 def test_without_a_network_the_error_says_where_to_put_the_file(tmp_path, env, script):
     copy = copied(script, tmp_path)
@@ -257,6 +264,7 @@ def test_without_a_network_the_error_says_where_to_put_the_file(tmp_path, env, s
     assert files_in(copy.parent) == ['prepare.py']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('script', ['pystdlib_char', 'shakespeare_char', 'shakespeare', 'openwebtext'])
 def test_a_closed_stdout_ends_a_script_quietly_with_its_data_set(tmp_path, bpe_env, script):
     inputs = {'pystdlib_char': lambda: code_base(tmp_path / 'in', [(f'{i}.py', b'x = 1\n') for i in range(20)]),
@@ -278,6 +286,7 @@ def test_an_unknown_flag_gets_one_line(script, env):
     assert '--outdir' in refuse(script, '--outdir=x', env=env)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('script', ['pystdlib_char', 'shakespeare_char', 'shakespeare'])
 def test_an_out_dir_that_cannot_be_written_gets_one_line(tmp_path, bpe_env, script):
     path = text_file(tmp_path, TEXT)
@@ -326,6 +335,7 @@ def stdlib(tmp_path_factory):
     return *folders, *[prepare('pystdlib_char', '--out_dir', folder, env=None) for folder in folders]
 
 
+@pytest.mark.slow
 def test_pystdlib_is_deterministic(stdlib):
     a, b, said, said_again = stdlib
     assert snapshot(a) == snapshot(b)
@@ -336,6 +346,7 @@ def test_pystdlib_is_deterministic(stdlib):
     assert f'{meta["val_tokens"]:,}' in said
 
 
+@pytest.mark.slow
 def test_pystdlib_is_megabytes_of_printable_ascii_with_a_tenth_for_val(stdlib):
     train, val, meta = read(stdlib[0])
     assert set(meta['tokenizer']['chars']) <= set(map(chr, range(32, 127))) | {'\n'}
@@ -347,6 +358,7 @@ def test_pystdlib_is_megabytes_of_printable_ascii_with_a_tenth_for_val(stdlib):
     assert max(train.max(), val.max()) < meta['vocab_size']
 
 
+@pytest.mark.slow
 def test_pystdlib_files_are_the_librarys_uncut_and_on_one_side_of_the_split(stdlib):
     train, val = (parts(text) for text in decoded(stdlib[0]))
     assert not set(train) & set(val)
@@ -357,6 +369,7 @@ def test_pystdlib_files_are_the_librarys_uncut_and_on_one_side_of_the_split(stdl
     assert not [name for name in train | val if skipped & set(name.split('/'))]
 
 
+@pytest.mark.slow
 def test_pystdlib_order_does_not_depend_on_the_file_system(tmp_path, env):
     files = [(f'pkg{i % 3}/mod{i}.py', b'x = %d\n' % i * 20) for i in range(40)]
     prepare('pystdlib_char', code_base(tmp_path / 'up', files), '--out_dir', tmp_path / 'a', env=env)
@@ -371,6 +384,7 @@ def test_pystdlib_order_does_not_depend_on_the_file_system(tmp_path, env):
     assert len(train) + first_of_val > 0.9 * (len(train) + len(val)) # one more file would be too many
 
 
+@pytest.mark.slow
 def test_pystdlib_takes_only_plain_code(tmp_path, env):
     good = [(f'good{i}.py', b'print("%d")\n' % i) for i in range(20)]
     bad = [('tab.py', b'if x:\n\ty\n'), ('cr.py', b'a\rb\n'), ('accent.py', 'é = 1\n'.encode()), ('nul.py', b'\0\n'),
@@ -383,6 +397,7 @@ def test_pystdlib_takes_only_plain_code(tmp_path, env):
         'windows.py': 'a = 1\nb = 2\n', 'unfinished.py': 'a = 1\n'}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('files', [None, [], [('only.py', b'print(1)\n')]])
 def test_pystdlib_needs_a_folder_with_enough_code(tmp_path, env, files):
     folder = tmp_path / 'code'
@@ -407,6 +422,7 @@ def tokenizer_of(folder):
     return Tokenizer.from_file(str(folder / 'tokenizer' / 'tokenizer.json'))
 
 
+@pytest.mark.slow
 def test_an_own_vocabulary_has_the_tokens_asked_for_and_every_string_survives(tmp_path, env):
     texts = [text_file(tmp_path, words(3000)).rename(tmp_path / f'{i}.txt') for i in range(3)]
     prepare('text', *texts, '--tokenizer=bpe:300', '--out_dir', tmp_path / 'out', env=env)
@@ -425,6 +441,7 @@ def test_an_own_vocabulary_has_the_tokens_asked_for_and_every_string_survives(tm
     assert (config['tokenizer_class'], config['eos_token']) == ('PreTrainedTokenizerFast', '<|endoftext|>')
 
 
+@pytest.mark.slow
 def test_transformers_reads_an_own_vocabulary_with_the_same_ids(tmp_path, env):
     transformers = pytest.importorskip('transformers')
     prepare('text', text_file(tmp_path, words(3000)), '--tokenizer=bpe:300', '--out_dir', tmp_path / 'out', env=env)
@@ -436,6 +453,7 @@ def test_transformers_reads_an_own_vocabulary_with_the_same_ids(tmp_path, env):
     assert theirs.eos_token == '<|endoftext|>'
 
 
+@pytest.mark.slow
 def test_an_own_vocabulary_and_its_ids_do_not_depend_on_threads_or_processes(tmp_path, env):
     text = text_file(tmp_path, words(60_000))
     for threads in (1, 2, 5):
@@ -444,6 +462,7 @@ def test_an_own_vocabulary_and_its_ids_do_not_depend_on_threads_or_processes(tmp
     assert snapshot(tmp_path / '1') == snapshot(tmp_path / '2') == snapshot(tmp_path / '5')
 
 
+@pytest.mark.slow
 def test_an_own_vocabulary_knows_nothing_of_the_val_part(tmp_path, env):
     for name, end in (('a', 'alpha '), ('b', 'omega ')):
         text_file(tmp_path, 'beta gamma ' * 900 + end * 90).rename(tmp_path / f'{name}.txt')
@@ -454,6 +473,7 @@ def test_an_own_vocabulary_knows_nothing_of_the_val_part(tmp_path, env):
     assert a == b
 
 
+@pytest.mark.slow
 def test_a_vocabulary_can_be_used_again(tmp_path, env):
     text, out, again = text_file(tmp_path, words(3000)), tmp_path / 'out', tmp_path / 'again'
     prepare('text', text, '--tokenizer=bpe:300', '--out_dir', out, env=env)
@@ -468,6 +488,7 @@ def test_a_vocabulary_can_be_used_again(tmp_path, env):
     assert snapshot(again) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('script', ['shakespeare', 'pystdlib'])
 def test_other_scripts_take_the_same_tokenizers(tmp_path, bpe_env, script):
     text = 'def f(x):\n    return x + 1\n'
@@ -481,6 +502,7 @@ def test_other_scripts_take_the_same_tokenizers(tmp_path, bpe_env, script):
         assert meta['tokenizer']['kind'] == {'char': 'char', 'gpt2': 'gpt2', 'bpe:290': 'folder'}[tokenizer]
 
 
+@pytest.mark.slow
 def test_pystdlib_has_the_text_of_pystdlib_char(tmp_path, stdlib, env):
     said = prepare('pystdlib', '--out_dir', tmp_path, env=env)
     assert 'vocab size: 1,024' in said
@@ -489,6 +511,7 @@ def test_pystdlib_has_the_text_of_pystdlib_char(tmp_path, stdlib, env):
     assert (tokenizer.decode(train), tokenizer.decode(val)) == decoded(stdlib[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('tokenizer', ['char', 'gpt2'])
 def test_a_text_has_nanogpts_split(tmp_path, bpe_env, tokenizer):
     text = text_file(tmp_path, TEXT)
@@ -500,6 +523,7 @@ def test_a_text_has_nanogpts_split(tmp_path, bpe_env, tokenizer):
         assert ours.tolist() == theirs.tolist() + end
 
 
+@pytest.mark.slow
 def test_files_folders_lines_and_rows_are_documents_of_which_every_tenth_is_for_val(tmp_path, bpe_env, encode):
     texts = [f'{i:02}\u2028\x85\n' + words(i + 1, seed=i) for i in range(25)]
     (tmp_path / 'files' / 'deeper').mkdir(parents=True)
@@ -525,6 +549,7 @@ def test_a_string_with_half_a_character_is_read(tmp_path, env):
     assert '\ufffd' in read(tmp_path / 'out')[2]['tokenizer']['chars']
 
 
+@pytest.mark.slow
 def test_a_long_text_has_the_ids_that_it_has_as_a_whole(tmp_path, bpe_env, encode):
     text = words(700_000) # more than two pieces
     prepare('text', text_file(tmp_path, text), '--tokenizer=gpt2', '--out_dir', tmp_path / 'a', env=bpe_env)
@@ -536,6 +561,7 @@ def test_a_long_text_has_the_ids_that_it_has_as_a_whole(tmp_path, bpe_env, encod
     assert read(tmp_path / 'b')[0].tolist() == tokenizer_of(tmp_path / 'b').encode(part + '<|endoftext|>').ids
 
 
+@pytest.mark.slow
 def test_a_killed_run_on_texts_continues_with_the_same_bytes(tmp_path, bpe_env):
     (tmp_path / 'in').mkdir()
     for i in range(200):
@@ -557,6 +583,7 @@ def test_a_killed_run_on_texts_continues_with_the_same_bytes(tmp_path, bpe_env):
     assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('args, said', [
     (['mytext.txt', '--tokenizer=bpe:256'], 'at least 257'), (['mytext.txt', '--tokenizer=bpe:'], 'as in bpe:4096'),
     (['nothing'], 'there is no'), (['.', '--suffix=.py'], '--suffix'), (['a.jsonl', '--key=content'], 'line 1'),
@@ -601,6 +628,7 @@ def in_train_test_split_order(folder, encode):
     return [np.array(x, np.uint16) for x in ids]
 
 
+@pytest.mark.slow
 def test_openwebtext_order_equals_train_test_split(tmp_path, bpe_env, encode):
     # val gets 3 of the 4001 documents; the characters of the folder's name must not be read as a glob pattern
     folder = parquet(tmp_path / 'in[1]*', documents(4001))
@@ -615,6 +643,7 @@ def test_openwebtext_order_equals_train_test_split(tmp_path, bpe_env, encode):
     assert (meta['vocab_size'], meta['dtype'], meta['tokenizer']) == (50257, 'uint16', {'kind': 'gpt2'})
 
 
+@pytest.mark.slow
 def test_openwebtext_end_of_text_in_a_document_is_not_the_token(tmp_path, bpe_env, encode):
     texts = ['a<|endoftext|>b', 'c<|endoftext|>']
     prepare('openwebtext', parquet(tmp_path / 'in', texts, 1), '--out_dir', tmp_path / 'out', env=bpe_env)
@@ -622,6 +651,7 @@ def test_openwebtext_end_of_text_in_a_document_is_not_the_token(tmp_path, bpe_en
     assert sorted([list(train), list(val)]) == sorted(encode(text) + [EOT] for text in texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how', ['SIGKILL', 'SIGINT'])
 def test_openwebtext_interrupted_and_continued_gives_the_same_bytes(tmp_path, bpe_env, how):
     if not hasattr(os, 'killpg'):
@@ -666,6 +696,7 @@ def test_openwebtext_interrupted_and_continued_gives_the_same_bytes(tmp_path, bp
     assert snapshot(out) == snapshot(tmp_path / 'whole')
 
 
+@pytest.mark.slow
 def test_openwebtext_interrupted_while_writing_does_not_tokenize_again(tmp_path, bpe_env):
     folder, out = parquet(tmp_path / 'in', documents(3000)), tmp_path / 'out'
     (out / 'val.bin').mkdir(parents=True) # makes pass 2 fail
@@ -679,6 +710,7 @@ def test_openwebtext_interrupted_while_writing_does_not_tokenize_again(tmp_path,
     assert snapshot(out) == snapshot(tmp_path / 'whole')
 
 
+@pytest.mark.slow
 def test_openwebtext_refuses_to_continue_with_another_source(tmp_path, bpe_env):
     folder, out = parquet(tmp_path / 'in', documents(100)), tmp_path / 'out'
     (out / 'val.bin').mkdir(parents=True)
@@ -694,6 +726,7 @@ def test_openwebtext_refuses_to_continue_with_another_source(tmp_path, bpe_env):
     read(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('n', [0, 1])
 def test_openwebtext_needs_two_documents(tmp_path, bpe_env, n):
     line = refuse('openwebtext', parquet(tmp_path / 'in', documents(n), 1), '--out_dir', tmp_path / 'out', env=bpe_env)
@@ -701,6 +734,7 @@ def test_openwebtext_needs_two_documents(tmp_path, bpe_env, n):
     assert files_in(tmp_path / 'out') == []
 
 
+@pytest.mark.slow
 def test_openwebtext_ends_before_a_thread_left_behind_can_abort_it(tmp_path, bpe_env):
     # pyarrow's threads abort the process now and then when the interpreter shuts down; this object always does
     with open(tmp_path / 'shim' / 'sitecustomize.py', 'a') as f:
@@ -716,6 +750,7 @@ if any(arg.endswith('prepare.py') for arg in sys.orig_argv):
         end('openwebtext', parquet(tmp_path / str(n), documents(n), 1), '--out_dir', tmp_path / 'out', env=bpe_env)
 
 
+@pytest.mark.slow
 def test_openwebtext_names_the_columns_when_text_is_not_among_them(tmp_path, bpe_env):
     folder = parquet(tmp_path / 'in', documents(5), column='content')
     line = refuse('openwebtext', folder, '--out_dir', tmp_path / 'out', env=bpe_env)
@@ -724,6 +759,7 @@ def test_openwebtext_names_the_columns_when_text_is_not_among_them(tmp_path, bpe
     assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.slow
 def test_openwebtext_damaged_file_gets_one_line_and_keeps_what_is_done(tmp_path, bpe_env):
     folder, out = parquet(tmp_path / 'in', documents(3000)), tmp_path / 'out'
     last = folder / 'train-00002.parquet'
@@ -737,12 +773,14 @@ def test_openwebtext_damaged_file_gets_one_line_and_keeps_what_is_done(tmp_path,
     assert snapshot(out) == snapshot(tmp_path / 'fresh')
 
 
+@pytest.mark.slow
 def test_openwebtext_that_fails_at_once_leaves_nothing(tmp_path, bpe_env):
     folder = parquet(tmp_path / 'in', [None, 'one', 'two'], 1) # None cannot be tokenized
     assert 'TypeError' in refuse('openwebtext', folder, '--out_dir', tmp_path / 'out', env=bpe_env)
     assert files_in(tmp_path / 'out') == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('given', [None, 'nothing/here', 'empty', 'mytext.txt'])
 def test_openwebtext_without_its_documents_gets_one_line_and_writes_nothing(tmp_path, bpe_env, given):
     pytest.importorskip('datasets')

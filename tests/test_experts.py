@@ -12,7 +12,8 @@ from tests.common import collectives, sizes_of
 # -----------------------------------------------------------------------------
 # the same run on every layout
 
-@pytest.mark.parametrize('n_used, tensor', [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize('n_used, tensor', [
+    (1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_tokens_sent_to_their_experts_give_the_values_and_gradients_of_one_device_for_every_routing(n_used, tensor):
     E, D, F, M, C, n_tokens = 16, 8, 12, 8 // tensor, 64, 8 // tensor * 128
     rng = np.random.default_rng(0)

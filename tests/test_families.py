@@ -55,11 +55,13 @@ def bytes_in(cache):
 # a loaded checkpoint computes what transformers computes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', NAMES)
 def test_logits_are_those_of_transformers(name):
     np.testing.assert_allclose(apply(*load(name), IDX), expected(name, 'logits'), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', BASIC)
 def test_greedy_continuation_through_the_cache_is_that_of_transformers_without(name):
     config, params = load(name)
@@ -67,6 +69,7 @@ def test_greedy_continuation_through_the_cache_is_that_of_transformers_without(n
     np.testing.assert_array_equal(greedy(params, config, tokens[:, :29]), tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', BASIC)
 def test_gradient_is_that_of_torch(name):
     config, params = load(name)
@@ -178,6 +181,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_published_sizes_have_the_published_number_of_parameters(name):
     hf, total = PUBLISHED[name]
@@ -286,6 +290,7 @@ def test_a_layer_sees_its_window_or_chunk(layer_type, sees):
         assert (change_T > 1e-6).tolist() == [sees(query, key) for query in range(10)], key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['gpt_oss', 'llama4', 'deepseek_v3', 'gemma3'])
 def test_cached_logits_equal_uncached_ones_for_any_split_into_calls(name):
     config, params = load(name)
@@ -293,6 +298,7 @@ def test_cached_logits_equal_uncached_ones_for_any_split_into_calls(name):
     np.testing.assert_allclose(logits, expected(name, 'logits'), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['gpt_oss', 'llama4'])
 def test_prompts_of_different_lengths_share_windowed_caches(name):
     config, params = load(name)
@@ -304,6 +310,7 @@ def test_prompts_of_different_lengths_share_windowed_caches(name):
     np.testing.assert_array_equal(together[1], short[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['gpt_oss', 'llama4'])
 def test_rejected_drafts_leave_a_windowed_cache_intact(name):
     config, params = load(name)
@@ -311,6 +318,7 @@ def test_rejected_drafts_leave_a_windowed_cache_intact(name):
     np.testing.assert_array_equal(greedy(params, config, tokens[:, :29], n_draft=3), tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('stored_as', ['int8', 'uint8'])
 @pytest.mark.parametrize('name', ['qwen3_moe', 'gpt_oss', 'deepseek_v3'])
 def test_int8_weights_and_caches_keep_the_logits_of_every_family_within_a_few_percent(name, stored_as):
@@ -333,6 +341,7 @@ def test_int8_weights_and_caches_keep_the_logits_of_every_family_within_a_few_pe
     assert rms_error < 0.1 * exact.std()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['olmo2', 'gemma3'])
 def test_int8_weights_keep_the_logits_of_other_norms_within_a_few_percent(name):
     config, params = load(name)
@@ -341,6 +350,7 @@ def test_int8_weights_keep_the_logits_of_other_norms_within_a_few_percent(name):
     assert 1e-4 < rms_error < 0.1 * logits.std()
 
 
+@pytest.mark.slow
 def test_layers_in_a_loop_compute_what_unrolled_ones_do():
     config, params = load('olmo2')
     logits = apply(dataclasses.replace(config, scan_layers=True), params, IDX)
@@ -358,6 +368,7 @@ def test_a_cache_holds_what_the_formula_says(name, n_values):
     assert bytes_in(init_cache(config, 3, 40)) == 3 * 4 * n_values
 
 
+@pytest.mark.slow
 def test_latent_attention_is_the_same_with_absorbed_projections():
     config, params = load('kimi_k2')
     assert config.mla == MLAConfig(q_rank=0, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=6)
@@ -389,6 +400,7 @@ def every_expert_on_every_token(config, mlp, x_PxD):
     return jnp.einsum('pef,efd,pe->pd', h_PxExF, down, weight_PxE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('n_expert, n_used, n_tokens', [(8, 2, 40), (8, 3, 1), (3, 1, 200), (2, 2, 5)])
 def test_grouped_experts_and_their_gradients_equal_every_expert_on_every_token(n_expert, n_used, n_tokens):
     config, params = small(mlp='swiglu', bias=False, moe=MoEConfig(n_expert, n_used, width=24))
@@ -411,6 +423,7 @@ def test_grouped_experts_and_their_gradients_equal_every_expert_on_every_token(n
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_experts_may_be_mlps_of_gpt2_with_biases():
     config, params = small(moe=MoEConfig(n_expert=4, n_used=4, width=24))
     mlp = params['h_0']['mlp']
@@ -440,6 +453,7 @@ def test_the_balancing_loss_is_its_weight_for_equally_busy_experts_and_more_for_
     assert grad[0, 2] < 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('scan_layers', [False, True])
 def test_the_training_loss_pushes_experts_into_balance_but_reports_cross_entropy(scan_layers):
     idx = np.random.default_rng(0).integers(29, size=(1, 4, 17))
@@ -488,6 +502,7 @@ def test_mfu_counts_the_experts_that_are_used_and_the_keys_that_are_seen():
 # several devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name, tensor, expert', [
     ('qwen3', 2, 1), ('olmo2', 2, 1), ('gemma3', 2, 1), ('qwen3_moe', 1, 2), ('gpt_oss', 2, 2), ('deepseek_v3', 2, 2),
     ('llama4', 2, 2)])
@@ -504,6 +519,7 @@ def test_a_model_sharded_over_a_mesh_gives_the_logits_of_one_device(name, tensor
     np.testing.assert_allclose(logits, expected(name, 'logits'), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name, quantize, tensor, expert', [('qwen3_moe', '', 1, 2), ('gpt_oss', 'int8', 2, 2)])
 def test_experts_on_several_devices_continue_a_text_as_on_one(name, quantize, tensor, expert):
     config, params = load(name)
@@ -521,6 +537,7 @@ def test_experts_on_several_devices_continue_a_text_as_on_one(name, quantize, te
 # writing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', BASIC)
 def test_what_is_saved_is_what_transformers_saves(name, tmp_path):
     config, params = load(name)
@@ -548,6 +565,7 @@ def test_a_config_json_is_derived_for_the_models_that_flags_make(name, tmp_path)
     assert load_pretrained(folder)[0] == config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['kimi_k2/config_published.json', 'gpt_oss_packed/config.json',
                                   'llama4_published/config.json'])
 def test_a_packed_model_or_one_of_another_name_is_saved_unpacked(name, tmp_path):
@@ -612,6 +630,7 @@ def test_a_large_model_is_saved_in_several_files_of_16_bits(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(low(a), b), params, again)
 
 
+@pytest.mark.slow
 def test_saving_holds_one_tensor_at_a_time(tmp_path):
     config = GPTConfig(block_size=8, vocab_size=64, n_layer=8, n_head=4, n_embd=128, norm='rms', position='rope',
                        bias=False, mlp='swiglu', n_inner=512, tied_head=False)
@@ -627,6 +646,7 @@ def test_saving_holds_one_tensor_at_a_time(tmp_path):
 # reading: dtypes, files, memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_files_and_parameters_may_be_in_16_bits(dtype, tmp_path):
     folder = copy_folder(FAMILIES / 'llama', tmp_path)
@@ -703,6 +723,7 @@ def test_files_are_read_together_and_each_parameter_is_placed_before_the_next_is
     assert 'names model-00002-of-00003.safetensors, which is not beside it' in refusal(load_pretrained, folder)
 
 
+@pytest.mark.slow
 def test_the_host_holds_no_more_than_the_parameters_and_one_tensor(tmp_path):
     config = GPTConfig(block_size=8, vocab_size=64, n_layer=8, n_head=4, n_embd=128, norm='rms', position='rope',
                        bias=False, mlp='swiglu', n_inner=512, tied_head=False)

@@ -55,6 +55,7 @@ def prefilled(monkeypatch):
 # prefill
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['gpt_oss', 'llama4', 'deepseek_v3'])  # windows, chunks, latent attention
 def test_prompts_in_pieces_give_the_greedy_tokens_of_transformers(name, monkeypatch):
     config, params = load_pretrained(FAMILIES / name)
@@ -63,6 +64,7 @@ def test_prompts_in_pieces_give_the_greedy_tokens_of_transformers(name, monkeypa
     np.testing.assert_array_equal(tokens, EXPECTED[f'{name}/greedy'])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('options', [dict(cache_dtype='int8'), dict(n_draft=3)])
 def test_pieces_of_any_width_give_the_same_text(options, monkeypatch):
     config = dataclasses.replace(ROPE, block_size=64, layer_types=('window', 'full'), window=5)
@@ -74,6 +76,7 @@ def test_pieces_of_any_width_give_the_same_text(options, monkeypatch):
         np.testing.assert_array_equal(tokens, expected)
 
 
+@pytest.mark.slow
 def test_a_long_prompt_never_has_all_its_scores_in_memory_and_gives_the_same_text(monkeypatch):
     config = dataclasses.replace(ROPE, block_size=4096)
     params = random_params(config)
@@ -90,6 +93,7 @@ def test_a_long_prompt_never_has_all_its_scores_in_memory_and_gives_the_same_tex
     assert memory.temp_size_in_bytes < 0.7 * config.n_head * 512 * 4096 * 4  # bytes of all scores of a piece
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_a_large_ring_is_prefilled_without_a_copy_of_the_ring(monkeypatch):
     config = dataclasses.replace(ROPE, block_size=2048, n_layer=3, layer_types=('full', 'window', 'chunk'), window=32,
                                  chunk=2048)
@@ -117,6 +121,7 @@ def test_a_piece_is_16_64_or_512_tokens_wide():
     assert width(5, least=64) == 64
 
 
+@pytest.mark.slow
 def test_a_prompt_of_several_samples_is_prefilled_once(prefilled):
     idx = np.repeat(random_tokens(2, 9), 3, axis=0)
     result = last_result(TINY, idx, 5, temperature=1.0)
@@ -138,6 +143,7 @@ def test_a_cache_grows_by_four_unless_all_fits_into_twice_its_size():
     assert slots(20, 8020, 1000) == 1000  # no position needs more slots than block_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('config, options', [
     (TINY, dict(n_draft=3)),
     (dataclasses.replace(ROPE, layer_types=('window', 'full'), window=20), dict(cache_dtype='int8'))])
@@ -156,6 +162,7 @@ def test_a_cache_that_grows_gives_the_same_text(config, options, monkeypatch):
 # past block_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('change, options', [
     (dict(), dict()),
     (dict(n_kv_head=1), dict(n_draft=3)),
@@ -173,10 +180,12 @@ def test_past_block_size_rope_attends_to_the_last_block_size_keys(change, option
         assert row[:length + 30].tolist() == greedy_loop(windowed, params, prompt[:length], 30, 64)
 
 
+@pytest.mark.slow
 def test_past_block_size_every_rope_token_takes_one_step_of_the_cache():
     assert last_result(ROPE, random_tokens(1, 12), 40).steps == 39
 
 
+@pytest.mark.slow
 def test_a_long_row_does_not_slow_down_the_short_ones_beside_it():
     lengths = [3, 16]
     result = last_result(TINY, random_tokens(2, 16), 10, prompt_lengths_B=lengths)
@@ -188,6 +197,7 @@ def test_a_long_row_does_not_slow_down_the_short_ones_beside_it():
 # the cache is kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('change, options', [
     (dict(), dict()),
     (dict(position='learned'), dict()),
@@ -238,6 +248,7 @@ def test_an_interrupted_text_leaves_a_cache_that_can_be_used(prefilled):
         last_result(config, random_tokens(2, 4), 3, prefix_cache=prefix_cache)
 
 
+@pytest.mark.slow
 def test_a_text_goes_on_after_its_drafts_turned_useless_in_the_last_step_of_the_one_before():
     config = dataclasses.replace(ROPE, block_size=2048)
     draft = random_params(config, seed=1), config
@@ -258,6 +269,7 @@ def test_a_text_goes_on_after_its_drafts_turned_useless_in_the_last_step_of_the_
 # drafts and sampling
 
 
+@pytest.mark.slow
 def test_drafts_that_are_not_accepted_are_switched_off():
     config = dataclasses.replace(ROPE, block_size=512)
     small = dataclasses.replace(config, n_layer=1)
@@ -268,6 +280,7 @@ def test_drafts_that_are_not_accepted_are_switched_off():
     assert fast.accepted < 0.3 * fast.drafted
 
 
+@pytest.mark.slow
 def test_the_draft_model_is_compiled_for_one_and_two_tokens_however_many_drafts_a_step_has(monkeypatch):
     traced = []
 
@@ -307,6 +320,7 @@ def test_the_largest_logits_are_kept_as_a_sort_would(kind):
     np.testing.assert_array_equal(keep(x, jax.nn.softmax(x), np.float32(1.5)), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('n_prompt', [1, 4, 40])
 def test_decode_and_prefill_are_compiled_once_for_weights_that_a_script_has_placed(n_prompt):
     config = dataclasses.replace(TINY, block_size=128)
@@ -320,6 +334,7 @@ def test_decode_and_prefill_are_compiled_once_for_weights_that_a_script_has_plac
     assert prefill_layer._cache_size() == 2 * (n_prompt > 1)  # the last layer is a program of its own
 
 
+@pytest.mark.slow
 def test_on_a_cpu_a_bfloat16_decode_loop_makes_no_float32_copy_of_the_embedding():
     table = jnp.asarray(random_tokens(4096, 128), jnp.bfloat16)
 
@@ -333,6 +348,7 @@ def test_on_a_cpu_a_bfloat16_decode_loop_makes_no_float32_copy_of_the_embedding(
     assert gradient[:6, 0].tolist() == [0, 0, 0, 2, 0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('layer_types, kinds', [(('full',), 1), (('full', 'window'), 2)])
 def test_a_step_with_a_cache_is_traced_once_for_all_layers_of_a_kind(layer_types, kinds):
     def n_matmuls(n_layer):
@@ -345,6 +361,7 @@ def test_a_step_with_a_cache_is_traced_once_for_all_layers_of_a_kind(layer_types
     assert n_matmuls(4) == n_matmuls(8) == kinds * matmuls_of_a_layer + 1  # and the head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('layer_types, kinds', [(('full',), 1), (('full', 'window'), 2)])
 def test_prefill_compiles_one_layer_of_each_kind_and_the_last_layer(layer_types, kinds):
     for n_layer in (4, 8):

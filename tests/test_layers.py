@@ -23,6 +23,7 @@ def test_scanned_layers_are_the_layers():
     assert set(random_params(scanned)) == {'wte', 'wpe', 'ln_f', 'h_0', 'h_1', 'h_2', 'h_3'}
 
 
+@pytest.mark.slow
 def test_scanned_layers_drop_and_recompute_the_same_elements():
     scanned = dataclasses.replace(DEEP, scan_layers=True)
     dropping = dataclasses.replace(scanned, dropout=0.3)
@@ -43,6 +44,7 @@ def test_scanned_layers_are_compiled_once_for_any_depth():
     assert n_matmuls(2, scan_layers=False) < n_matmuls(9, scan_layers=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('scan_layers', [False, True])
 def test_remat_keeps_less_and_computes_the_same(scan_layers):
     config = dataclasses.replace(DEEP, scan_layers=scan_layers)

@@ -55,6 +55,7 @@ def losses(out):
     return [record['val_loss'] for record in records_without_times(out) if 'val_loss' in record]
 
 
+@pytest.mark.slow
 def test_a_lora_run_starts_at_the_loss_of_its_base_and_learns(run, base, data, tmp_path):
     flags, out = run
     full = [flag for flag in flags if 'lora' not in flag and 'quantize' not in flag]
@@ -70,6 +71,7 @@ def saved(out, item):
         return checkpointer.restore((out / 'ckpt' / '4' / item).absolute())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_updates_and_their_optimizer_state_alone(run, base):
     _, out = run
     updates = saved(out, 'params')
@@ -81,6 +83,7 @@ def test_a_checkpoint_holds_the_updates_and_their_optimizer_state_alone(run, bas
     assert 2 * n_updates < n_state < 2 * n_updates + 10  # AdamW's moments, and counters
 
 
+@pytest.mark.slow
 def test_a_resumed_lora_run_equals_an_uninterrupted_one_bit_for_bit(run, tmp_path):
     flags, out = run
     succeeded(train(tmp_path, *flags, '--max_iters=2'))
@@ -89,6 +92,7 @@ def test_a_resumed_lora_run_equals_an_uninterrupted_one_bit_for_bit(run, tmp_pat
     assert_refused(train(tmp_path, *RESUME, '--lora_rank=8'), 'trained with lora_rank=4, not lora_rank=8')
 
 
+@pytest.mark.slow
 def test_what_is_sampled_and_exported_is_the_base_with_its_updates_added(run, base, tmp_path):
     flags, out = run
     config, merged, meta = load_run(out, 'latest')
@@ -119,6 +123,7 @@ def test_the_frozen_weights_are_counted_apart_and_their_gradients_not_as_flops(b
     assert flops == pytest.approx(counted, rel=0.12)  # XLA counts elementwise operations too; 6 per weight are 25% more
 
 
+@pytest.mark.slow
 def test_training_leaves_the_base_as_it_is(base):
     config = load_pretrained(base)[0]
     state, step = lora_run(base, config, 1)
@@ -140,6 +145,7 @@ def lora_run(base, config, *layout, quantize=''):
     return state, parallel.train_step(make_train_step(config, 3, 1.0, lambda step: 1e-2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('quantize', ['', 'int8'])
 def test_pmap_and_meshes_give_the_curve_of_one_device(base, quantize):
     config = load_pretrained(base)[0]
@@ -156,6 +162,7 @@ def test_pmap_and_meshes_give_the_curve_of_one_device(base, quantize):
     assert curves[0][-1] < curves[0][0]
 
 
+@pytest.mark.slow
 def test_a_base_that_has_changed_or_gone_is_named_in_one_line(run, data, base, tmp_path):
     changed = copy_folder(base, tmp_path)
     out = tmp_path / 'out'
@@ -167,6 +174,7 @@ def test_a_base_that_has_changed_or_gone_is_named_in_one_line(run, data, base, t
     assert_refused(sample(out, '--start=0'), f'{changed}, .*does not exist; .*--base=FOLDER')
 
 
+@pytest.mark.slow
 def test_a_base_that_has_moved_is_named_with_base_and_remembered_from_then_on(run, data, base, tmp_path):
     flags, out = run
     here = copy_folder(base, tmp_path)

@@ -56,6 +56,7 @@ def assert_same_curve(mesh, one, dtype='float32'):
 # -----------------------------------------------------------------------------
 # the same run on every layout
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype, layout', [
     *[('float32', layout) for layout in (FSDP, TENSOR, BOTH, ALL, ZERO_1, ZERO_2, ZERO_2_ON_MESH)],
     *[('bfloat16', layout) for layout in (TENSOR, ZERO_1, ZERO_2)]])
@@ -65,6 +66,7 @@ def test_every_mesh_gives_the_curve_of_one_device(dtype, layout):
     assert_same_curve(mesh, one, dtype)
 
 
+@pytest.mark.slow
 def test_a_mesh_with_data_alone_gives_the_curve_of_pmap():
     parallel = MeshParallel(tuple(jax.devices()))
     schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
@@ -78,6 +80,7 @@ def test_a_mesh_with_data_alone_gives_the_curve_of_pmap():
     assert_same_curve(numbers(log), curve(PMAP))
 
 
+@pytest.mark.slow
 def test_frequent_tokens_learn_in_bfloat16_on_a_mesh_as_in_float32():
     # a sum in bfloat16 over 2048 equal tokens would stagnate
     config = dataclasses.replace(CONFIG, vocab_size=8, dropout=0.0, block_size=512)
@@ -109,6 +112,7 @@ FEATURES = {
     'experts': dict(moe=MoEConfig(n_expert=4, n_used=2, width=8))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('features, layout', [
     ('GPT-2', (8, 1, 1, 1, 8)), ('bfloat16', (2, 1, 1, 1, 2)), ('remat', (8, 1, 2, 1, 4)),
     ('window', (8, 2, 1, 1, 2)), ('chunk', (4, 1, 1, 1, 4)), ('latent', (8, 1, 1, 1, 2, 2)),
@@ -119,6 +123,7 @@ def test_a_sequence_sharded_over_devices_learns_as_on_one(features, layout):
     assert_same_curve(several, one, config.dtype)
 
 
+@pytest.mark.slow
 def test_positions_of_a_sequence_are_loaded_and_evaluated_where_they_are_computed():
     parallel, make, _ = compiled_once((4, 1, 1, 1, 4), CONTEXT)
     x = device_batch(parallel, 1, 8, 0, CONTEXT)['x']
@@ -133,6 +138,7 @@ def test_positions_of_a_sequence_are_loaded_and_evaluated_where_they_are_compute
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('layout', [(2,), (8, 2, 2, 2), (8, 1, 1, 8)])  # the last one by exchange_tokens
 def test_experts_on_several_devices_learn_as_on_one(layout):
     moe = MoEConfig(n_expert=8, n_used=2, width=8, shared_width=8, balance=0.1)
@@ -145,6 +151,7 @@ def test_experts_on_several_devices_learn_as_on_one(layout):
     assert stored == 1 / math.prod(layout[1:])  # sharded over fsdp, tensor and expert
 
 
+@pytest.mark.slow
 def test_float16_scales_its_loss_on_a_mesh_as_on_one_device():
     half = dataclasses.replace(CONFIG, dtype='float16', dropout=0.0)
     losses = []
@@ -160,6 +167,7 @@ def test_float16_scales_its_loss_on_a_mesh_as_on_one_device():
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)
 
 
+@pytest.mark.slow
 def test_execution_options_and_muon_give_the_curve_of_one_device_too():
     config = dataclasses.replace(CONFIG, n_layer=2, scan_layers=True, remat='full')
     schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
@@ -175,6 +183,7 @@ def test_execution_options_and_muon_give_the_curve_of_one_device_too():
     np.testing.assert_allclose(losses[4:], losses[:4], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_evaluation_is_the_same_on_a_mesh():
     splits = {'train': np.arange(3000) % 37, 'val': np.arange(2000) % 31}
     losses = []
@@ -211,6 +220,7 @@ def test_a_process_reads_the_rows_of_its_own_devices_only():
 # -----------------------------------------------------------------------------
 # checkpoints move between layouts
 
+@pytest.mark.slow
 @pytest.mark.parametrize('saved_on, resumed_on', [
     (ALL, (ALL, ONE, PMAP)), (PMAP, (BOTH, ZERO_1)), (ZERO_1, (ZERO_1, ALL)), (ZERO_2, (ZERO_2, PMAP))])
 def test_a_checkpoint_resumes_on_any_other_layout_and_bit_for_bit_on_its_own(tmp_path, saved_on, resumed_on):
@@ -255,6 +265,7 @@ def test_a_layout_that_cannot_be_is_refused(dataset, tmp_path, flags, message):
 # -----------------------------------------------------------------------------
 # sampling, tracing, scaling
 
+@pytest.mark.slow
 def test_sampling_with_sharded_heads_gives_the_text_of_one_device(dataset, tmp_path):
     out = tmp_path / 'out'
     assert train(out, f'--dataset={dataset}', *FLAGS, '--max_iters=2', '--device=cpu:0').returncode == 0
@@ -269,6 +280,7 @@ def test_sampling_with_sharded_heads_gives_the_text_of_one_device(dataset, tmp_p
     assert_refused(run_script('sample_jax.py', *flags, '--tensor=4'), 'tensor=4 does not divide n_head=2')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('quantize, B, D', [('', 3, 64), ('int8', 1, 256)])
 def test_the_kv_cache_is_sharded_over_heads_and_decoding_moves_no_weights(quantize, B, D):
     config = dataclasses.replace(CONFIG, n_embd=D, n_layer=2)
@@ -291,6 +303,7 @@ def test_the_kv_cache_is_sharded_over_heads_and_decoding_moves_no_weights(quanti
     assert max(sum(sizes) for _, sizes in collectives(program)) == B * D  # activations of one token
 
 
+@pytest.mark.slow
 def test_profile_leaves_a_trace_with_the_names_of_blocks_and_collectives(dataset, tmp_path):
     result = train(tmp_path, f'--dataset={dataset}', *FLAGS, '--max_iters=9', '--profile=True', '--device=cpu:0')
     assert f'traced iterations 5 to 7 into {tmp_path}/profile' in result.stdout, result.stderr

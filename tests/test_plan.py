@@ -32,6 +32,7 @@ def test_the_plan_of_a_run_counts_what_each_axis_sends_through_loops():
     assert report['peak_gb'] > report['parameters_gb'] + report['optimizer_gb']
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_decode_step_counts_weights_cache_and_collectives():
     flags = ['--plan=decode', '--topology=cpu:1x8', '--tensor=4', '--batch_size=3', '--prompt_len=8',
              '--max_new_tokens=8']

@@ -186,6 +186,7 @@ def test_what_is_saved_loads_again_unchanged(name, tmp_path):
     assert os.listdir(tmp_path / 'exports') == ['model']
 
 
+@pytest.mark.slow
 def test_a_model_without_biases_is_saved_with_zeros_and_keeps_its_logits(tmp_path):
     config, params = load_pretrained(GOLDEN / 'nanogpt_no_bias')
     save_pretrained(params, config, tmp_path / 'model')
@@ -195,6 +196,7 @@ def test_a_model_without_biases_is_saved_with_zeros_and_keeps_its_logits(tmp_pat
     np.testing.assert_array_equal(logits_of(config_again, params_again), logits_of(config, params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['hf', 'hf_bin'])
 def test_what_is_saved_is_what_transformers_saves(name, tmp_path):
     config, params = load_pretrained(GOLDEN / name)
@@ -271,6 +273,7 @@ ARCHITECTURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ARCHITECTURES)
 def test_an_exported_character_model_reads_and_answers_alike_in_transformers(name, tmp_path):
     chars = '\n !,.:ABEHMORabcdehlmnoprstuvw\u00e9\u2014\u4e16'

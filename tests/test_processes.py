@@ -163,6 +163,7 @@ def losses_of_one_process(dataset, tmp_path_factory):
     return losses_of_run(out)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_for_bit(
         dataset, tmp_path, losses_of_one_process):
     flags = [f'--dataset={dataset}', *FLAGS, '--save_interval=10']
@@ -188,6 +189,7 @@ def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_fo
     jax.tree.map(np.testing.assert_array_equal, restored_state(killed), restored_state(whole))
 
 
+@pytest.mark.slow
 def test_four_processes_on_a_mesh_give_the_curve_stop_together_and_one_device_resumes(
         dataset, tmp_path, losses_of_one_process):
     endless = ['--max_iters=100000', '--eval_interval=100000']
@@ -212,6 +214,7 @@ def each_with(name, values, out_dir, *flags):
     return Processes(len(values), out_dir, *flags, each=[[f'--{name}={value}'] for value in values])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name, values, message', [
     ('batch_size', (4, 2), 'processes 0 and 1 have different flags, all must have the same: batch_size is 4 and 2'),
     ('dataset', ('{dataset}', 'nowhere'), 'process 1: there is no .*nowhere/train.bin; '),
@@ -228,6 +231,7 @@ def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dat
     assert not list(tmp_path.rglob('ckpt'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_a_process_waits_for_the_others_ends_it(dataset, tmp_path, signum):
     with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, n_started=1) as processes:
@@ -240,6 +244,7 @@ def test_a_signal_while_a_process_waits_for_the_others_ends_it(dataset, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_iteration_stops_all_processes(dataset, tmp_path):
     endless = ['--max_iters=100000', '--eval_interval=100000']
     with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, *endless) as processes:
@@ -253,6 +258,7 @@ def test_a_signal_before_the_first_iteration_stops_all_processes(dataset, tmp_pa
 # -----------------------------------------------------------------------------
 # sampling, tracing, scaling
 
+@pytest.mark.slow
 def test_two_processes_sample_the_text_of_one_and_process_0_prints_it(dataset, tmp_path):
     out = tmp_path / 'out'
     assert train(out, f'--dataset={dataset}', *FLAGS, '--max_iters=2', '--device=cpu:0').returncode == 0

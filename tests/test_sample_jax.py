@@ -24,6 +24,7 @@ from tests.common import CONVERSATION, MODEL, SHORT, prepare, records_with, samp
 # -----------------------------------------------------------------------------
 # sampling
 
+@pytest.mark.slow
 def test_sampling_needs_nothing_but_out_dir(finished, tmp_path):
     shutil.copytree(finished[0] / 'ckpt', tmp_path / 'moved' / 'ckpt')
     arguments = [tmp_path / 'moved', '--num_samples=3', '--max_new_tokens=40', '--start=the quick']
@@ -37,6 +38,7 @@ def test_sampling_needs_nothing_but_out_dir(finished, tmp_path):
     assert samples_of(sample(*arguments)) == samples
 
 
+@pytest.mark.slow
 def test_prompts_come_from_files_too_and_temperature_0_is_greedy(finished, tmp_path):
     (tmp_path / 'prompt.txt').write_text('lazy dog')
     result = sample(finished[0], f'--start=FILE:{tmp_path}/prompt.txt', '--max_new_tokens=9', '--temperature=0')
@@ -58,6 +60,7 @@ def test_sampling_takes_the_best_or_the_latest(finished):
     assert iteration('best') == min(evaluations, key=lambda record: record['val_loss'])['iter']
 
 
+@pytest.mark.slow
 def test_sampling_says_that_a_later_checkpoint_than_the_best_exists(run_copy):
     best = re.search(r'checkpoint of iteration (\d+)', sample(run_copy, '--max_new_tokens=1').stderr)[1]
     worse = ['--max_iters=22', '--learning_rate=10.0', '--warmup_iters=0', '--decay_lr=False']
@@ -67,6 +70,7 @@ def test_sampling_says_that_a_later_checkpoint_than_the_best_exists(run_copy):
     assert 'a later one' not in sample(run_copy, '--max_new_tokens=1', '--checkpoint=latest').stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('stop', [[], ['--stop=o']])
 def test_streamed_text_is_the_text(finished, stop):
     arguments = [finished[0], '--num_samples=2', '--max_new_tokens=30', '--start=the fox', *stop]
@@ -80,6 +84,7 @@ def test_streaming_shows_nothing_of_a_stop_text_that_is_longer_than_the_text_so_
     assert samples_of(sample(*arguments, '--stream=True')) == samples_of(sample(*arguments)) == ['a']
 
 
+@pytest.mark.slow
 def test_each_line_of_a_file_is_continued_as_if_alone(finished, tmp_path):
     (tmp_path / 'prompts.txt').write_text('the quick\nfox\n\na\n')
     arguments = [finished[0], '--num_samples=2', '--max_new_tokens=12']
@@ -88,6 +93,7 @@ def test_each_line_of_a_file_is_continued_as_if_alone(finished, tmp_path):
     assert together == sum(alone, [])
 
 
+@pytest.mark.slow
 def test_a_sample_ends_before_the_stop_text_and_the_prompt_may_hold_it(finished):
     arguments = [finished[0], '--num_samples=4', '--max_new_tokens=200', '--start=the fox']
     free = samples_of(sample(*arguments))
@@ -98,6 +104,7 @@ def test_a_sample_ends_before_the_stop_text_and_the_prompt_may_hold_it(finished)
     assert samples_of(sample(*arguments, '--stop=never comes')) == free
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('draft_model', [False, True])
 def test_drafting_gives_the_same_samples_and_tells_how_many_guesses_were_right(finished, draft_model):
     out, _ = finished
@@ -113,6 +120,7 @@ def test_drafting_gives_the_same_samples_and_tells_how_many_guesses_were_right(f
         assert n_accepted == n_drafted
 
 
+@pytest.mark.slow
 def test_samples_come_from_int8_weights_and_caches_too(finished):
     arguments = [finished[0], '--num_samples=2', '--max_new_tokens=20']
     plain = sample(*arguments)
@@ -123,6 +131,7 @@ def test_samples_come_from_int8_weights_and_caches_too(finished):
     assert re.search(r'[\d.]+ GB/s, which is \d+% of the [\d.]+ GB/s that this machine reads', small.stderr)
 
 
+@pytest.mark.slow
 def test_the_prompt_loop_continues_the_text_so_far(finished, monkeypatch):
     arguments = [finished[0], '--max_new_tokens=3', '--temperature=0']
     monkeypatch.setattr('sys.stdin', io.StringIO('the\nfox\n/clear\nfox\nFox\n'))
@@ -148,6 +157,7 @@ def test_no_new_tokens_print_the_prompt(finished):
 # -----------------------------------------------------------------------------
 # resume
 
+@pytest.mark.slow
 def test_foreign_weights_are_sampled_with_the_tokenizer_of_their_dataset(dataset, tmp_path):
     shutil.copy(dataset / 'meta.json', tmp_path)  # sampling needs no other file of a data set
     flags = [f'--init_from={GOLDEN / "nanogpt" / "ckpt.pt"}', '--num_samples=1', '--max_new_tokens=30', '--start=fox']
@@ -208,6 +218,7 @@ def test_sampling_checks_only_what_it_reads(run_copy, monkeypatch):
 # -----------------------------------------------------------------------------
 # newer models
 
+@pytest.mark.slow
 def test_a_folder_with_a_tokenizer_speaks_text(speaking):
     tokenizer = HFTokenizer(speaking)
     assert tokenizer.encode('<s>ab') == [36, 36, 0, 1]
@@ -330,6 +341,7 @@ def test_the_oldest_turns_of_a_chat_go_when_the_context_is_full(speaking, monkey
     assert 'the prompt has 40 tokens, the context of the model 32: ' in result.stderr
 
 
+@pytest.mark.slow
 def test_prompts_can_be_questions_of_a_chat(speaking, tmp_path):
     (tmp_path / 'questions.txt').write_text('ab\ncd\n')
     flags = [f'--init_from={speaking}', '--chat=True', '--max_new_tokens=3', '--temperature=0', '--num_samples=1']
@@ -353,6 +365,7 @@ def test_the_system_prompt_is_the_first_message_of_a_chat(speaking):
     assert_refused(refused, 'template refuses: be brief')
 
 
+@pytest.mark.slow
 def test_a_model_is_sampled_as_its_generation_config_says_unless_told_otherwise(speaking):
     flags = [f'--init_from={speaking}', '--start=ab', '--max_new_tokens=12', '--num_samples=2']
     plain = sample('none', *flags, '--temperature=2.0', '--top_k=5')
@@ -374,6 +387,7 @@ def test_a_text_ends_at_every_end_token_that_the_folder_names(speaking):
     assert HFTokenizer(speaking).stop_tokens == (1, 37, 38, 39)
 
 
+@pytest.mark.slow
 def test_a_text_with_a_bpe_of_its_own_is_trained_sampled_and_exported(tmp_path):
     (tmp_path / 'a.py').write_text('def f(x):\n    return x + 1\n' * 40)
     succeeded(prepare('text', tmp_path / 'a.py', '--tokenizer=bpe:280', '--out_dir', tmp_path / 'data'))
@@ -389,6 +403,7 @@ def test_a_text_with_a_bpe_of_its_own_is_trained_sampled_and_exported(tmp_path):
     assert HFTokenizer(tmp_path / 'model').stop_tokens == (0,)
 
 
+@pytest.mark.slow
 def test_conversations_are_split_at_newlines_only_and_may_begin_with_a_byte_order_mark(chatting, tmp_path):
     lines = [json.dumps({'messages': [{'role': 'user', 'content': 'a\u2028b\u2029\x85'},
                                       {'role': 'assistant', 'content': 'c'}]}, ensure_ascii=False)] * 4
@@ -481,6 +496,7 @@ def masked_data(folder, train_mask, val_mask):
             '--gradient_accumulation_steps=1', '--eval_iters=8']
 
 
+@pytest.mark.slow
 def test_an_iteration_without_a_token_that_counts_is_skipped_and_resume_stays_exact(tmp_path):
     train_mask = np.arange(16 * 20) % 64 < 8
     flags = [*masked_data(tmp_path / 'data', train_mask, train_mask), '--eval_interval=6']
@@ -498,6 +514,7 @@ def test_an_iteration_without_a_token_that_counts_is_skipped_and_resume_stays_ex
     assert final_state(tmp_path / 'b') == final_state(tmp_path / 'a')
 
 
+@pytest.mark.slow
 def test_evaluations_without_a_token_that_counts_are_refused_before_anything_is_written(tmp_path):
     flags = masked_data(tmp_path / 'data', np.ones(400), np.arange(400) == 20)
     assert_refused(train(tmp_path / 'out', *flags), 'none of the 8 val windows .*: use more eval_iters or a larger')
@@ -505,6 +522,7 @@ def test_evaluations_without_a_token_that_counts_are_refused_before_anything_is_
     succeeded(train(tmp_path / 'out', *flags, '--eval_iters=40', '--max_iters=1'))
 
 
+@pytest.mark.slow
 def test_int8_weights_are_quantized_while_they_are_loaded_and_freed_before_the_bandwidth_is_measured(
         speaking, monkeypatch):
     import jax_pretrained
@@ -545,6 +563,7 @@ for script, *args in eval(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_names_of_jax_that_may_go_are_not_needed_to_train_sample_and_measure(dataset, tmp_path):
     commands = [
         ['train_jax.py', *MODEL, *SHORT, f'--dataset={dataset}', f'--out_dir={tmp_path}', '--dtype=bfloat16'],

@@ -65,6 +65,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 HUGE_PAGES = Path('/sys/kernel/mm/transparent_hugepage/enabled')
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.libc_ver()[0] != 'glibc' or not HUGE_PAGES.exists() or '[madvise]' not in HUGE_PAGES.read_text(),
     reason="needs glibc, and a Linux that gives huge pages on request ('always' would leave nothing to gain)")
@@ -108,6 +109,7 @@ def test_memory_and_platform_are_settled_before_jax_starts(script, monkeypatch, 
     assert 'devices' in events
 
 
+@pytest.mark.slow
 def test_a_computation_on_a_cpu_is_done_when_its_call_returns():
     program = '''
 from jax_devices.setup import configure_process
@@ -243,6 +245,7 @@ print(events['cache_hits'], events['cache_misses'], np.asarray(y).tobytes().hex(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_cache_on_cpu(), reason='CPUs keep no programs here')
 def test_a_second_process_loads_what_the_first_has_compiled_and_computes_the_same_bits(tmp_path):
     environment = {name: value for name, value in os.environ.items() if 'CACHE' not in name and name != 'XLA_FLAGS'}

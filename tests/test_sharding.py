@@ -20,6 +20,7 @@ from tests.common import ALL, CONFIG, ZERO_1, ZERO_2, ZERO_2_ON_MESH, collective
 # -----------------------------------------------------------------------------
 # what is stored where
 
+@pytest.mark.slow
 def test_every_matrix_and_its_optimizer_state_are_sharded_and_stay_so():
     config = dataclasses.replace(CONFIG, vocab_size=64)
     parallel, make, step = compiled_once(ALL, config)
@@ -38,6 +39,7 @@ def test_every_matrix_and_its_optimizer_state_are_sharded_and_stay_so():
     assert step._cache_size() == 1  # the second step needs no second compilation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('layout, n_copies', [(ZERO_1, 8), (ZERO_2, 8), (ZERO_2_ON_MESH, 2)])
 def test_zero_shards_the_optimizer_state_over_the_replicas_of_a_parameter(layout, n_copies):
     parallel, make, step = compiled_once(layout, CONFIG)
@@ -49,6 +51,7 @@ def test_zero_shards_the_optimizer_state_over_the_replicas_of_a_parameter(layout
         assert n_stored(mean) == mean.size // 8
 
 
+@pytest.mark.slow
 def test_zero_1_reduces_gradients_once_per_step_not_per_micro_batch():
     parallel, make, step = compiled_once(ZERO_1, CONFIG)
     batch = jax.tree.map(lambda *x: jnp.concatenate(x), *[device_batch(parallel, 1, 8, i, CONFIG) for i in range(3)])
@@ -72,6 +75,7 @@ def test_what_does_not_divide_is_sharded_over_fewer_axes():
     assert spec('c_attn', (3, 16, 48))['kernel'] == P(None, ('fsdp', 'tensor'))  # layers on a leading axis
 
 
+@pytest.mark.slow
 def test_no_device_ever_holds_the_full_model():
     config = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=128)
     parallel = setup_distributed_training(jax.devices(), fsdp=8)
@@ -97,6 +101,7 @@ def test_no_device_ever_holds_the_full_model():
 # -----------------------------------------------------------------------------
 # the compiled program
 
+@pytest.mark.slow
 def test_fsdp_gathers_each_kernel_by_itself_once_forward_and_once_backward():
     config = GPTConfig(block_size=4, vocab_size=64, n_layer=2, n_head=2, n_embd=32)
     program, state = compile_step((8, 8), config, b=2)
@@ -147,6 +152,7 @@ def test_no_device_gets_the_logits_of_other_vocabulary_ranges():
     assert largest < B // 2 * T * V // 4
 
 
+@pytest.mark.slow
 def test_gpt2_xl_on_eight_fsdp_devices_takes_less_than_a_sixth_of_the_memory():
     xl = GPTConfig(vocab_size=50304, n_layer=48, n_head=25, n_embd=1600)
     parallel, make, _ = compiled_once((8, 8), xl)

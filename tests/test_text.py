@@ -32,6 +32,7 @@ def samples_of(result):
     return samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how', [
     dict(), dict(dtype='bfloat16'), dict(quantize='int8'), dict(tensor=2, draft=True)])
 def test_a_model_writes_what_sample_jax_prints(how, run):
@@ -46,6 +47,7 @@ def test_a_model_writes_what_sample_jax_prints(how, run):
     assert [''.join(model.stream('the quick', first_sample=i, **options)) for i in range(3)] == printed
 
 
+@pytest.mark.slow
 def test_texts_of_a_batch_are_what_they_are_alone(run):
     model, texts = load(run, device='cpu:0'), ['the quick', 'fox', 'a']
     together = model.generate(texts, max_new_tokens=12)
@@ -61,6 +63,7 @@ def test_streamed_pieces_join_to_the_text_before_the_stop_text(run):
         assert ''.join(model.stream('the', **options)) == model.generate(['the'], **options)[0]
 
 
+@pytest.mark.slow
 def test_a_chat_answers_what_sample_jax_prints_and_keeps_the_final_channel(speaking, monkeypatch):
     flags = ['--chat=True', '--start=ab', '--num_samples=1', '--max_new_tokens=9', '--temperature=1.5']
     printed, = samples_of(sample('none', f'--init_from={speaking}', *flags))
@@ -72,6 +75,7 @@ def test_a_chat_answers_what_sample_jax_prints_and_keeps_the_final_channel(speak
     assert model.chat(messages, **options) == f"the end of {printed.removeprefix('> ab' + chr(10))}"
 
 
+@pytest.mark.slow
 def test_a_second_call_compiles_nothing(run):
     durations = []
     model = load(run, device='cpu:0')
@@ -86,6 +90,7 @@ def test_a_second_call_compiles_nothing(run):
     assert [event for event in durations if event.startswith('/jax/core/compile/backend_compile')]
 
 
+@pytest.mark.slow
 def test_the_parameters_are_converted_for_decoding(run):
     kinds = {how: type(load(run, device='cpu:0', quantize=how).params['h_0']['mlp']['c_fc']['kernel']).__name__
              for how in ('', 'int8')}
@@ -100,6 +105,7 @@ def test_controls_that_are_not_given_are_the_generation_configs(speaking):
     assert load(speaking, device='cpu:0').generate(['ab'], max_new_tokens=12) != given
 
 
+@pytest.mark.slow
 def test_between_two_pieces_no_mesh_is_left_behind(run):
     model = load(run, device='cpu', tensor=2)
     one, other = model.stream('the', max_new_tokens=20), model.stream('fox', max_new_tokens=20)

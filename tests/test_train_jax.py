@@ -202,6 +202,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(finished, flags, 
     assert final_state(tmp_path) == final_state(finished[0])
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_equals_an_uninterrupted_one(flags, tmp_path):
     flags = [*flags, '--max_iters=60', '--lr_decay_iters=60', '--save_interval=7', '--dropout=0.2']
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
@@ -219,6 +220,7 @@ def test_a_run_killed_at_random_moments_equals_an_uninterrupted_one(flags, tmp_p
     assert_same_run(killed, whole)
 
 
+@pytest.mark.slow
 def test_the_same_command_starts_a_run_and_resumes_it(finished, flags, tmp_path):
     (tmp_path / 'ckpt').mkdir()  # left by a run that was killed before its first save: nothing to resume
     command = [*flags, '--init_from=auto']
@@ -227,6 +229,7 @@ def test_the_same_command_starts_a_run_and_resumes_it(finished, flags, tmp_path)
     assert final_state(tmp_path) == final_state(finished[0])
 
 
+@pytest.mark.slow
 def test_a_damaged_latest_checkpoint_stays_and_the_run_continues_from_the_one_before_it(finished, run_copy):
     damaged = run_copy / 'ckpt' / '20' / 'opt_state' / '_METADATA'
     damaged.write_bytes(damaged.read_bytes()[:100])
@@ -245,6 +248,7 @@ def test_without_an_intact_checkpoint_training_and_sampling_end_in_one_line(run_
         assert_refused(result, 'ckpt/20 is damaged .*there is no intact one')
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_is_obeyed_at_once(run_copy):
     before = records_without_times(run_copy)
     process = start_training(run_copy, *RESUME, '--max_iters=40', '--eval_iters=1000000')  # would take minutes
@@ -259,6 +263,7 @@ def test_a_signal_during_an_evaluation_is_obeyed_at_once(run_copy):
     assert records_without_times(run_copy) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_exits(flags, tmp_path, signum):
     process = start_training(tmp_path, *flags, '--max_iters=100000', '--eval_interval=100000')
@@ -273,6 +278,7 @@ def test_a_signal_saves_and_exits(flags, tmp_path, signum):
     assert (tmp_path / 'loss.png').stat().st_mtime_ns > (tmp_path / 'metrics.jsonl').stat().st_mtime_ns
 
 
+@pytest.mark.slow
 def test_signals_during_a_slow_save_neither_spoil_it_nor_are_lost(flags, tmp_path, monkeypatch):
     write = jax_files.checkpoints.write_checksums
 
@@ -300,6 +306,7 @@ def test_a_run_from_scratch_does_not_overwrite_another_by_mistake(finished, run_
     assert choose_checkpoint(run_copy)[0] == 1
 
 
+@pytest.mark.slow
 def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path):
     # with a learning rate of 0 nothing improves: saved is the first evaluation that may be, and the end
     constant, better = tmp_path / 'constant', tmp_path / 'better'
@@ -314,6 +321,7 @@ def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path)
     assert choose_checkpoint(better)[0] >= 10  # saved while the validation loss was falling
 
 
+@pytest.mark.slow
 def test_eval_only_writes_nothing(finished, flags, tmp_path):
     result = succeeded(train(tmp_path / 'new', *flags, '--eval_only=True'))
     assert re.search('^step 0: train loss', result.stdout, flags=re.M)
@@ -327,6 +335,7 @@ def test_eval_only_writes_nothing(finished, flags, tmp_path):
     assert files_and_times(out) == before
 
 
+@pytest.mark.slow
 def test_eight_devices_give_the_curve_of_one_through_the_script(finished, flags, tmp_path):
     def curve(out_dir):
         return [record.get('loss') or record['val_loss'] for record in read_metrics(out_dir)]
@@ -337,6 +346,7 @@ def test_eight_devices_give_the_curve_of_one_through_the_script(finished, flags,
     succeeded(train(tmp_path, *RESUME, '--max_iters=22'))  # one device resumes what eight have saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_low_precision_runs_and_resumes(flags, tmp_path, dtype):
     flags = [*flags, f'--dtype={dtype}']
@@ -356,6 +366,7 @@ def test_the_dtype_auto_is_chosen_by_each_machine(finished, run_copy, monkeypatc
     assert 'has computed in float32 so far, and continues in bfloat16' in resumed.stdout
 
 
+@pytest.mark.slow
 def test_a_resume_may_change_the_dtype(run_copy):
     for dtype, end in (('float16', 22), ('bfloat16', 24)):
         succeeded(train(run_copy, *RESUME, f'--dtype={dtype}', f'--max_iters={end}'))
@@ -363,6 +374,7 @@ def test_a_resume_may_change_the_dtype(run_copy):
         assert ('loss_scale' in last) == (dtype == 'float16')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('source, activation', [('hf', 'gelu_tanh'), ('nanogpt_no_bias', 'gelu')])
 def test_finetuning_starts_from_foreign_weights_and_resumes(tmp_path, source, activation):
     data, out = tmp_path / 'data', tmp_path / 'out'
@@ -386,6 +398,7 @@ def test_finetuning_starts_from_foreign_weights_and_resumes(tmp_path, source, ac
     assert_refused(too_long, 'block_size=25, but .* knows only 24 positions')
 
 
+@pytest.mark.slow
 def test_wandb_offline_needs_no_account_and_a_resumed_run_continues_it(flags, tmp_path, monkeypatch):
     import wandb
     monkeypatch.setenv('WANDB_MODE', 'offline')
@@ -418,6 +431,7 @@ class FakeWandb:
         return self
 
 
+@pytest.mark.slow
 def test_wandb_gets_nanogpts_values_with_mfu_in_percent(flags, tmp_path, monkeypatch):
     wandb = FakeWandb(monkeypatch)
     monkeypatch.setattr(jax_devices.setup, 'device_peak_flops', lambda device: 1e12)
@@ -525,6 +539,7 @@ def test_another_architecture_is_not_resumed(finished):
     assert files_and_times(out) == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_folders_cannot_be_made_ends_the_run_at_once(flags, tmp_path):
     # made in the background, Orbax's threads would wait for them for 5 minutes
     program = f"""import os, runpy, sys
@@ -547,6 +562,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(dataset, flags, tmp_path):
     assert_refused(result, 'val.bin has token id 60, outside the vocabulary')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('split', ['train', 'val'])
 def test_a_token_id_that_meta_json_denies_is_found_when_it_is_drawn(dataset, flags, tmp_path, split):
     data = copy_folder(dataset, tmp_path)
@@ -558,6 +574,7 @@ def test_a_token_id_that_meta_json_denies_is_found_when_it_is_drawn(dataset, fla
     assert not checkpoint_steps(tmp_path / 'out')
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoint(flags, tmp_path):
     diverging = ['--decay_lr=False', '--learning_rate=1e30', '--grad_clip=0', '--save_interval=1']
     assert_refused(train(tmp_path, *flags, *diverging), 'stopping')
@@ -565,6 +582,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoint(f
     succeeded(sample(tmp_path, '--max_new_tokens=3', '--checkpoint=latest'))
 
 
+@pytest.mark.slow
 def test_flags_without_an_effect_say_so_once(flags, tmp_path):
     out = succeeded(train(tmp_path, *flags, '--max_iters=1', '--compile=False')).stdout
     assert out.count('--compile=False has no effect') == 1
@@ -577,6 +595,7 @@ def test_flags_without_an_effect_say_so_once(flags, tmp_path):
 FAST = ['--scan_layers=True', '--remat=full', '--attention=chunked', '--loss_chunk=8']
 
 
+@pytest.mark.slow
 def test_a_run_with_muon_resumes_bit_for_bit_and_with_other_execution_options(flags, tmp_path):
     flags = [*flags, '--n_layer=2', '--optimizer=muon', '--lr_schedule=wsd']
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
@@ -621,6 +640,7 @@ def test_the_loop_reads_an_iteration_when_the_next_is_on_its_way_or_at_once_wher
 # -----------------------------------------------------------------------------
 # newer models
 
+@pytest.mark.slow
 def test_a_model_with_experts_trains_resumes_and_samples(qwen, tmp_path):
     losses = [record['val_loss'] for record in records_with(qwen, 'val_loss')]
     assert losses[-1] < losses[0] - 0.3
@@ -639,6 +659,7 @@ def test_a_model_with_experts_trains_resumes_and_samples(qwen, tmp_path):
     assert 'KV cache: 1,024 bytes for a sequence of 16 tokens, 64 per token' in sampled.stderr
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_any_family_is_trained_further(dataset, tmp_path):
     source = FAMILIES / 'deepseek_v3_packed'
     assert_refused(train(tmp_path / 'out', f'--dataset={dataset}', f'--init_from={source}', '--device=cpu:0'),
@@ -671,6 +692,7 @@ def test_a_checkpoint_of_any_family_is_trained_further(dataset, tmp_path):
     assert_refused(run_script(*export, f'--folder={tmp_path / "other"}'), 'no config.json can be derived .*tokenizer')
 
 
+@pytest.mark.slow
 def test_data_of_other_tokens_than_the_models_is_refused(tuned, speaking, dataset, tmp_path):
     flags = [f'--init_from={speaking}', *TUNE]
     assert_refused(train(tmp_path / 'new', f'--dataset={dataset}', *flags), 'has other tokens than .*--tokenizer=')

@@ -86,6 +86,7 @@ def test_decay_touches_matrices_and_embeddings_only(config):
         np.testing.assert_allclose(p, expected, rtol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('config', [dataclasses.replace(TINY, n_layer=1), EXPERTS])
 def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(config):
     def updates(optimizer):
@@ -107,6 +108,7 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(config):
         create_optimizer_with_schedule(lambda step: 0.1, optimizer='sgd')
 
 
+@pytest.mark.slow
 def test_muon_in_batches_takes_the_first_step_that_optax_takes_matrix_by_matrix():
     shapes = {'a': (8, 24), 'b': (24, 8), 'c': (8, 24), 'd': (8, 8)}
     params = {name: jax.random.normal(jax.random.key(ord(name)), shape) for name, shape in shapes.items()}
@@ -125,6 +127,7 @@ def test_muon_in_batches_takes_the_first_step_that_optax_takes_matrix_by_matrix(
 DROPOUT_ON = dataclasses.replace(TINY, dropout=0.2)
 
 
+@pytest.mark.slow
 def test_micro_steps_make_the_update_of_the_big_batch():
     big, big_log = run_steps((1,), 3, DROPOUT_ON, g=1, b=8)
     for g, b in ((8, 1), (2, 4)):
@@ -135,6 +138,7 @@ def test_micro_steps_make_the_update_of_the_big_batch():
             np.testing.assert_allclose(got, expected, atol=2e-4, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('n_devices', [2, 8])
 def test_several_devices_give_the_curve_of_one(n_devices):
     one, several = (run_steps((n,), 30, DROPOUT_ON)[1] for n in (1, n_devices))
@@ -142,6 +146,7 @@ def test_several_devices_give_the_curve_of_one(n_devices):
     np.testing.assert_allclose(column(several, 'grad_norm'), column(one, 'grad_norm'), rtol=5e-3)
 
 
+@pytest.mark.slow
 def test_replicas_stay_equal_to_the_bit():
     state, _ = run_steps((8,), 5, DROPOUT_ON, g=1)
     for leaf in jax.tree.leaves(state.params):
@@ -151,6 +156,7 @@ def test_replicas_stay_equal_to_the_bit():
             np.testing.assert_array_equal(copy, copies[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('n_devices', [1, 8])
 def test_the_state_is_donated(n_devices):
     parallel, state, step = fresh_run((n_devices,), TINY)
@@ -158,6 +164,7 @@ def test_the_state_is_donated(n_devices):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_mean_over_all_micro_steps_and_devices():
     parallel, state, step = fresh_run((4,), TINY)
     batch = host_batch(parallel, 16, 0, TINY)
@@ -166,6 +173,7 @@ def test_the_loss_is_the_mean_over_all_micro_steps_and_devices():
     assert float(metrics['loss']) == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_logged_learning_rate_is_the_one_applied():
     schedule = create_learning_rate_schedule(1e-2, warmup_iters=3, lr_decay_iters=6, min_lr=1e-3)
     state = create_train_state(jax.random.key(0), TINY, optax.sgd(schedule))
@@ -179,6 +187,7 @@ def test_the_logged_learning_rate_is_the_one_applied():
         assert metrics['lr'] == pytest.approx(float(schedule(i)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('n_micro, n_loops', [(1, 0), (2, 1)])
 def test_one_micro_step_is_not_a_loop(n_micro, n_loops):
     _, make, _ = compiled_once((1,), TINY)
@@ -189,6 +198,7 @@ def test_one_micro_step_is_not_a_loop(n_micro, n_loops):
     assert lowered.as_text().count('stablehlo.while') == n_loops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['train', 'train_no_bias'])
 def test_five_steps_of_adamw_with_clipping_are_torchs(name):
     golden = np.load(GOLDEN / name / 'steps.npz')
@@ -212,6 +222,7 @@ def test_five_steps_of_adamw_with_clipping_are_torchs(name):
 HALF = dataclasses.replace(TINY, dtype='float16')
 
 
+@pytest.mark.slow
 def test_float16_trains_like_float32_and_scales_its_loss():
     full, half = (run_steps((1,), 10, config)[1] for config in (TINY, HALF))
     np.testing.assert_allclose(column(half, 'loss'), column(full, 'loss'), atol=0.02)
@@ -219,6 +230,7 @@ def test_float16_trains_like_float32_and_scales_its_loss():
     assert 'loss_scale' not in full[0]
 
 
+@pytest.mark.slow
 def test_an_overflow_skips_the_update_and_halves_the_scale():
     parallel, state, step = fresh_run((1,), HALF)
     state = state.replace(loss_scale={'scale': jnp.float32(2.0**40), 'good_steps': jnp.int32(7)})
@@ -231,6 +243,7 @@ def test_an_overflow_skips_the_update_and_halves_the_scale():
     assert state.step == 0
 
 
+@pytest.mark.slow
 def test_2000_good_steps_double_the_scale():
     parallel, state, step = fresh_run((1,), HALF)
     state = state.replace(loss_scale={'scale': jnp.float32(8), 'good_steps': jnp.int32(1999)})
@@ -243,6 +256,7 @@ def test_2000_good_steps_double_the_scale():
 # -----------------------------------------------------------------------------
 # evaluation
 
+@pytest.mark.slow
 def test_evaluation_is_the_mean_of_the_same_windows_on_any_number_of_devices(tmp_path):
     write_dataset(tmp_path, np.arange(3000) % 37, np.arange(2000) % 31)
     splits = load_dataset(tmp_path, 16)[0]
@@ -290,6 +304,7 @@ def test_reopened_metrics_hold_each_iteration_once(tmp_path):
     assert read_metrics(tmp_path)[-1]['loss'] == 3.5
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_long_run_takes_little_memory(tmp_path):
     n = 20000
     with open(tmp_path / 'metrics.jsonl', 'w') as file:
@@ -374,6 +389,7 @@ def signalled(nothing_to_save=False, saving=False, then=ENDLESS_STEP):
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_signal_is_answered_at_once_also_during_a_step_and_a_second_one_ends_the_process():
     with signalled() as (process, send):
         assert send(signal.SIGINT) == ('stopping after this iteration, then saving; Ctrl-C again ends at once, '

@@ -61,6 +61,7 @@ def test_vocabulary_parallel_layers_equal_the_dense_ones_in_values_and_gradients
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_rank_of_the_layers_computes_its_vocabulary_range():
     V, D, tp_size = 37, 6, 4
     table, bias, x = table_bias_and_x(V, D)
