@@ -75,18 +75,14 @@ PRESETS = {
 }
 TRAIN_FLAGS = config_block(Path(__file__).with_name('train_jax.py'))  # its config files may be used as they are
 flags, given = read_flags(__file__, globals(), ignored=TRAIN_FLAGS)  # all flags of the block above, the user's
-preset = flags['preset']
-if preset not in PRESETS:
-    raise UserError(f"preset must be one of {', '.join(filter(None, PRESETS))}, not {preset!r}")
-flags |= PRESETS[preset] | given
+for name, choices in (('preset', PRESETS), ('mode', ('train', 'decode', 'compile')), ('plan', ('train', 'decode'))):
+    if flags[name] not in choices:
+        raise UserError(f'{name} must be one of {", ".join(filter(None, choices))}, not {flags[name]!r}')
+flags |= PRESETS[flags['preset']] | given
 globals().update(flags)
-if mode not in ('train', 'decode', 'compile'):
-    raise UserError(f'mode must be train, decode or compile, not {mode!r}')
 for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats'):
     if flags[name] < 1:
         raise UserError(f'{name} must be at least 1, not {flags[name]}')
-if plan not in ('train', 'decode'):
-    raise UserError(f'plan must be train or decode, not {plan!r}')
 if mode == 'decode' and max_new_tokens < 2:
     raise UserError(f'max_new_tokens must be at least 2, not {max_new_tokens}')
 if mode == 'compile':
@@ -385,12 +381,6 @@ def peak_memory_gb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == 'darwin' else 1e6)
 
 
-def rounded(results):
-    """The results with numbers of 6 digits."""
-    return {name: float(f'{value:.6g}') if type(value) is not bool and isinstance(value, (int, float)) else value
-            for name, value in results.items()}
-
-
 def formatted(value):
     if value is None:
         return 'n/a'
@@ -424,7 +414,7 @@ for name, value in results.items():
     print(f'{name:>30}  {formatted(value)}')
 
 document = {'program': 'bench_jax', 'settings': flags, 'environment': describe_environment(devices),
-            'results': rounded(results)}
+            'results': results}
 if mode == 'compile':
     document['results']['collectives'] = table
 print(json.dumps(document))

@@ -203,8 +203,7 @@ def exit_on_user_error(kind, error, traceback):
     """A sys.excepthook: a UserError, a disk error or a lack of memory becomes one line on stderr and exit code 2.
     If the reader of stdout has closed it, as `head -1` does, the script ends quietly. All other exceptions print a
     traceback."""
-    if isinstance(error, BrokenPipeError) and stdout_reader_is_gone():
-        discard_unread_output()
+    if isinstance(error, BrokenPipeError) and discard_unread_output():
         sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
     exit_if_peer_died(error)
     disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR,
@@ -219,24 +218,18 @@ def exit_on_user_error(kind, error, traceback):
     sys.exit(2)
 
 
-def stdout_reader_is_gone():
-    """Whether stdout is a pipe whose reader has closed it."""
-    try:
-        print(end='', flush=True)
-        poll = select.poll()  # after a failed write there may be nothing left to flush
-        poll.register(sys.stdout, 0)  # errors only
-        return bool(poll.poll(0))
-    except BrokenPipeError:
-        return True
-    except Exception:  # no poll (Windows), or stdout is not a file
-        return False
-
-
 @atexit.register  # runs before the interpreter flushes stdout, which would fail and print a message
 def discard_unread_output():
-    """Redirects stdout to os.devnull if its reader is gone."""
-    if stdout_reader_is_gone():
+    """Redirects stdout to os.devnull if its reader has closed it, and returns whether it has."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)  # errors only
+        is_gone = bool(poll.poll(0))
+    except Exception:  # no poll (Windows), or stdout is not a file
+        return False
+    if is_gone:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return is_gone
 
 
 def exit_before_others(code):

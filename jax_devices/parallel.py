@@ -31,21 +31,15 @@ def choose_attention(attention, config, device, *, tensor=1, context=1):
         raise UserError(f'attention must be auto, {", ".join(ATTENTION)}, not {attention!r}')
     if attention in ('xla', 'chunked'):
         return attention, 'as asked'
-    refusals = {'cudnn': why_not_cudnn, 'splash': why_not_splash}
-    if context > 1:
-        refusals['cudnn'] = lambda *_: 'it does not shard a sequence'
-        refusals['splash'] = functools.partial(why_not_splash, context=context)
-    if attention != 'auto':
-        refusal = refusals[attention](config, device, tensor)
-        if refusal:
-            raise UserError(f'attention={attention} does not work here: {refusal}; use --attention=auto')
-        return attention, 'as asked'
+    flash = {'gpu': 'cudnn', 'tpu': 'splash'}.get(device.platform) if attention == 'auto' else attention
     why_not = ''
-    flash = {'gpu': 'cudnn', 'tpu': 'splash'}.get(device.platform)
     if flash:
-        refusal = refusals[flash](config, device, tensor)
+        refuses = {'cudnn': why_not_cudnn, 'splash': why_not_splash}[flash]
+        refusal = refuses(config, device, tensor=tensor, context=context)
         if not refusal:
-            return flash, 'flash attention'
+            return flash, 'flash attention' if attention == 'auto' else 'as asked'
+        if attention != 'auto':
+            raise UserError(f'attention={attention} does not work here: {refusal}; use --attention=auto')
         why_not = f'; not {flash}: {refusal}'
     least = CHUNKED_FROM.get(device.platform, 128)
     if config.block_size < least and context == 1:
@@ -64,8 +58,10 @@ def why_not_flash(config):
     return None
 
 
-def why_not_cudnn(config, device, tensor=1):
+def why_not_cudnn(config, device, *, tensor=1, context=1):
     """Why cuDNN's attention cannot train this model on this device, or None if it can. The last check compiles it."""
+    if context > 1:
+        return 'it does not shard a sequence'
     width = config.head_width
     capability = nvidia_capability(device)
     version = device.platform == 'gpu' and device.client.platform_version
@@ -105,7 +101,7 @@ def compile_cudnn(config, device, layer_type='full', tensor=1):
     jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()
 
 
-def why_not_splash(config, device, tensor=1, context=1):
+def why_not_splash(config, device, *, tensor=1, context=1):
     """Why TPUs' splash attention cannot train this model on this device, or None if it can."""
     if device.platform != 'tpu':
         return 'it is for TPUs'

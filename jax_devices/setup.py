@@ -98,6 +98,8 @@ def setup_jax_environment(device='auto', dtype='auto'):
     devices = check_device_availability(device)
     platform = devices[0].platform
     enable_compilation_cache(platform)
+    if platform == 'cpu' and jax.process_count() == 1:
+        hide_slow_compile_alarm()
     if dtype not in ('auto', *DTYPES):
         raise UserError(f'dtype must be auto, {", ".join(DTYPES)}, not {dtype!r}')
     dtype, reason = (dtype, 'as asked') if dtype != 'auto' else default_dtype(devices[0])
@@ -105,6 +107,16 @@ def setup_jax_environment(device='auto', dtype='auto'):
         jax.config.update('jax_default_matmul_precision', 'highest')
         reason += '; matmuls in full float32, not TF32 or bfloat16'
     return devices, dtype, reason
+
+
+def hide_slow_compile_alarm():
+    """Hides what XLA logs on stderr when a compilation takes long, and with it all that does not end the process. Not
+    for several processes, whose coordination service logs there why it fails."""
+    try:
+        from jaxlib.utils import absl_set_min_log_level
+    except ImportError:  # the alarm is printed
+        return
+    absl_set_min_log_level(3)  # fatal
 
 
 def default_dtype(device):

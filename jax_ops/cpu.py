@@ -124,7 +124,7 @@ def fusion_barrier(condition, f, otherwise, *args):
 
 
 def as_uint8(x):
-    """int8 x as uint8 x + 128: another highest bit."""
+    """int8 x as uint8 x + 128, which nt_uint8 takes: another highest bit."""
     return jax.lax.bitcast_convert_type(x ^ -128, jnp.uint8)
 
 

@@ -53,23 +53,19 @@ def weight_grad(x, g, dtype):
     return matmul_f32_acc(transpose_materialized(x), g, dtype)
 
 
-def matmul(x, y, *, transpose_rhs=False, dtype=None, tp=()):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def matmul(x, y, transpose_rhs=False, dtype=None, tp=()):
     """x @ y (x @ y.T with transpose_rhs) in x's dtype, accumulated in float32; the result in dtype (default: x's).
 
     x is [..., I] with a kernel y [I, O] of any dtype, or both have the same leading axes. tp: COLUMN_PARALLEL or
     ROW_PARALLEL for a kernel on a mesh: it is all-gathered over fsdp, and again in the backward pass, because keeping
     it would materialize the full model (ZeRO-3, arXiv:1910.02054)."""
-    return matmul_vjp(x, y, transpose_rhs, dtype, tp)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def matmul_vjp(x, y, transpose_rhs, dtype, tp):
     y = all_gather_param(y, x.dtype, tp).astype(x.dtype)
     return matmul_f32_acc(x, transpose_materialized(y) if transpose_rhs else y, dtype)
 
 
 def matmul_fwd(x, y, transpose_rhs, dtype, tp):
-    return matmul_vjp(x, y, transpose_rhs, dtype, tp), (x, y)
+    return matmul(x, y, transpose_rhs, dtype, tp), (x, y)
 
 
 def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
@@ -91,7 +87,7 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     return dx, shard(dy, *tp[0]) if tp else dy  # reduce-scattered to the stored shard
 
 
-matmul_vjp.defvjp(matmul_fwd, matmul_bwd)
+matmul.defvjp(matmul_fwd, matmul_bwd)
 
 
 def matmul_nt(x, w_OxI):

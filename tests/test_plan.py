@@ -49,7 +49,7 @@ def test_the_plan_of_a_decode_step_counts_weights_cache_and_collectives():
     moved = sum(row['bytes'] for row in full['collectives'])
     assert full['sent_mb'] * 1e6 == pytest.approx(moved)
     assert 0 < moved < 4 * 20 * 3 * 64  # activations of a token, no weights
-    assert_refused(run_script('bench_jax.py', *PLAN, '--plan=prefill'), 'plan must be train or decode')
+    assert_refused(run_script('bench_jax.py', *PLAN, '--plan=prefill'), 'plan must be one of train, decode')
 
 
 def test_a_plan_for_a_device_without_its_compiler_says_what_to_install():

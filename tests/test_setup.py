@@ -3,22 +3,22 @@ import importlib.metadata
 import os
 import platform
 import runpy
+import signal
 import subprocess
 import sys
 import types
 from pathlib import Path
-import jax_devices.processes
-import jax_devices.setup
-from tests.common import ROOT, output_of
 
 import jax
-import jaxlib
 import pytest
 
+import jax_devices.processes
+import jax_devices.setup
 from jax_devices.setup import (
     can_cache_on_cpu, check_device_availability, configure_process, cpu_name, default_dtype, device_peak_flops,
     enable_compilation_cache, finds_accelerator, setup_jax_environment)
 from jax_flags import UserError
+from tests.common import ROOT, output_of
 
 # -----------------------------------------------------------------------------
 # devices
@@ -80,6 +80,15 @@ def test_freed_memory_is_reused_without_page_faults():
     pages_written = 20 * 2**26 // os.sysconf('SC_PAGE_SIZE')  # by the 20 steps that count
     assert faults['ours'] < pages_written / 4, faults
     assert faults['plain'] > pages_written / 2, faults
+
+
+@pytest.fixture
+def handlers():
+    """The signal handlers of this process are afterwards as they were."""
+    saved = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for signum, handler in saved.items():
+        signal.signal(signum, handler)
 
 
 @pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py', 'bench_jax.py'])
@@ -171,6 +180,20 @@ def test_float32_means_float32_on_accelerators_and_costs_cpus_nothing(monkeypatc
     assert settings['jax_default_matmul_precision'] == 'highest'
 
 
+@pytest.mark.parametrize('kind, n_processes, expected', [('cpu', 1, [3]), ('cpu', 2, []), ('gpu', 1, [])])
+def test_slow_compilations_raise_no_alarm_in_a_single_process_on_a_cpu(kind, n_processes, expected, monkeypatch):
+    levels = []
+    monkeypatch.setattr('jaxlib.utils.absl_set_min_log_level', levels.append)
+    monkeypatch.setattr(jax, 'process_count', lambda: n_processes)
+    monkeypatch.setattr(jax_devices.setup, 'enable_compilation_cache', lambda platform: None)
+    device = types.SimpleNamespace(platform=kind)
+    monkeypatch.setattr(jax_devices.setup, 'check_device_availability', lambda _: [device])
+    setup_jax_environment('auto', 'bfloat16')
+    assert levels == expected
+    monkeypatch.delattr('jaxlib.utils.absl_set_min_log_level')
+    setup_jax_environment('auto', 'bfloat16')  # a later JAX may not have it
+
+
 def test_one_of_several_gpus_is_the_only_one_that_is_touched(monkeypatch):
     settings = {}
     monkeypatch.setattr(jax.config, 'update', lambda name, value: settings.update({name: value}))
@@ -215,7 +238,7 @@ def test_compiled_programs_are_kept_in_a_folder_of_the_users_own(tmp_path, monke
 def test_cpus_keep_programs_only_where_they_are_known_to_load(version, system, n_processes, kept, tmp_path, monkeypatch,
                                                               cache_dir_unset):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    monkeypatch.setattr(jaxlib, '__version__', version)
+    monkeypatch.setattr('jaxlib.__version__', version)
     monkeypatch.setattr(sys, 'platform', system)
     monkeypatch.setattr(jax, 'process_count', lambda: n_processes)
     enable_compilation_cache('cpu')

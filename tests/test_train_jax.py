@@ -78,7 +78,7 @@ def test_help_and_a_wrong_flag_are_answered_without_jax(script, arg, code, out, 
     ('train_jax.py', '--batch_size=0', 'batch_size must be at least 1'),
     ('sample_jax.py', '--top_p=2', 'top_p must be in'),
     ('export_jax.py', '--shard_gb=1.0', 'name the new folder'),
-    ('bench_jax.py', '--mode=fly', 'mode must be train')])
+    ('bench_jax.py', '--mode=fly', 'mode must be one of train')])
 def test_a_value_out_of_range_is_refused_without_jax(script, arg, message):
     done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True,
                           timeout=100)
