@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import jax
+import jaxlib
 import pytest
 
 import jax_devices.processes
@@ -238,7 +239,7 @@ def test_compiled_programs_are_kept_in_a_folder_of_the_users_own(tmp_path, monke
 def test_cpus_keep_programs_only_where_they_are_known_to_load(version, system, n_processes, kept, tmp_path, monkeypatch,
                                                               cache_dir_unset):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    monkeypatch.setattr('jaxlib.__version__', version)
+    monkeypatch.setattr(jaxlib, '__version__', version)
     monkeypatch.setattr(sys, 'platform', system)
     monkeypatch.setattr(jax, 'process_count', lambda: n_processes)
     enable_compilation_cache('cpu')
