@@ -191,6 +191,14 @@ class TextModel:
         return row, start
 
 
+def check_sample_prompt(prompt: str, description: dict, lora: dict | None):
+    """Raises UserError for a prompt that sample_while_training cannot continue; '' is none."""
+    if prompt and lora:
+        raise UserError('sample_prompt does not sample a LoRA run: use sample_jax.py with its checkpoints')
+    if prompt:
+        load_tokenizer(description).encode(prompt)
+
+
 def sample_while_training(params, config: GPTConfig, description: dict, prompt: str, seed: int) -> str:
     """The beginning of the first sample that sample_jax.py gives of these parameters, which stay as they are, drawn on
     one device. All processes call this, and all have the text."""

@@ -22,7 +22,7 @@ from jax_devices.parallel import fit_layout
 from jax_devices.processes import check_agreement, in_all_processes
 from jax_devices.setup import setup_jax_environment
 from jax_files.checkpoints import checkpoint_steps, choose_checkpoint
-from jax_files.data import DROPOUT, Pairs, check_ids, counted_share, evaluated_windows, get_windows
+from jax_files.data import DROPOUT, Pairs, check_ids, counted_bytes, counted_share, evaluated_windows, get_windows
 from jax_flags import UserError, ceil_div, check_flags, write_text
 from jax_lora import base_params, model_params
 from jax_ops.sharding import batch_axes, current_mesh, partition_specs, shard, shard_params
@@ -350,7 +350,8 @@ def skip_overflow(state, updated, grad_norm):
 
 def make_eval_step(config, loss_chunk=0, beta=0.0):
     """eval_step(params, batch, axis_name=None) -> sum over the sequences of weight * mean loss, or mean weight * loss
-    if each token has a weight; batch: x, y, weight [B] or [B, T].
+    if each token has a weight; batch: x, y, weight [B] or [B, T]. With 'spelled' [B, T]: [that, the sum of the mean
+    spelled * loss].
     beta: above 0, the sums over the sequences of is_row [B] * PREFERENCE_METRICS of their pairs, [3]."""
     def eval_step(params, batch, axis_name=None):
         loss_BxT = GPT(config).apply({'params': params}, batch['x'], batch['y'], loss_chunk=loss_chunk, method='loss')
@@ -361,19 +362,22 @@ def make_eval_step(config, loss_chunk=0, beta=0.0):
             total = (loss_BxT * batch['weight']).mean(-1).sum()
         else:
             total = (loss_BxT.mean(-1) * batch['weight']).sum()
+        if 'spelled' in batch:
+            total = jnp.stack([total, (loss_BxT * batch['spelled']).mean(-1).sum()])
         return jax.lax.psum(total, axis_name) if axis_name else total
 
     return eval_step
 
 
 def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_size, eval_iters,
-                      masks=None, vocab_size=2**32, stop_signal=lambda: 0):
+                      masks=None, vocab_size=2**32, token_bytes=None, stop_signal=lambda: 0):
     """{'train': loss, 'val': loss}, each the mean over eval_iters * batch_size windows spread evenly over the split:
     the same windows at every evaluation, for any seed and number of devices, so that curves can be compared.
     eval_step: parallel.eval_step(make_eval_step(config)), which evaluates batch_size sequences per device and call.
     masks: see load_masks; the mean is that over the tokens that count. Raises UserError if there is none.
     splits: of Pairs, each is evaluated once at most; 'train_margin', 'train_accuracy' and those of val are means too.
     vocab_size: of the data set. Raises UserError for a token id that is not below it.
+    token_bytes: of each id; 'train_bpb' and 'val_bpb' are then bits per byte of the tokens that count and have bytes.
     stop_signal(): a number, the same in all processes; None is returned as soon as it is not 0."""
     losses = {}
     stop = 0
@@ -385,6 +389,9 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
         n_rows = len(places)
         total = 0.0
         share = counted_share(masks[split], block_size, n_rows, split) if masks else 1.0
+        if token_bytes is not None:
+            mask = masks[split] if masks else None
+            n_bytes, has_special = counted_bytes(tokens, places, block_size, mask, token_bytes)
         for first in range(0, n_rows, per_call):
             if int(stop):  # one call late: reading it waits for the device
                 return None
@@ -400,9 +407,14 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
                 if masks:
                     batch['weight'] = is_row[:, None] * get_windows(masks[split], place, block_size)[1]
             check_ids(batch['x'], batch['y'], vocab_size, split)
+            if token_bytes is not None and has_special:  # else it is a step as without bytes
+                batch['spelled'] = batch['weight'].reshape(len(rows), -1) * (token_bytes[y] > 0).astype(np.float32)
             total += eval_step(params, parallel.shard_batch(batch, (batch_size,)))
-        names = split, f'{split}_margin', f'{split}_accuracy'
-        losses |= zip(names, (np.ravel(total).astype(float) / n_rows / share).tolist())
+        totals = np.ravel(total).astype(float)
+        names = (split, f'{split}_margin', f'{split}_accuracy')[:3 if is_pairs else 1]
+        losses |= zip(names, (totals / n_rows / share).tolist())
+        if token_bytes is not None:  # the last total is of the tokens that have bytes
+            losses[f'{split}_bpb'] = float(totals[-1]) * block_size / math.log(2) / n_bytes
     return losses
 
 
@@ -485,6 +497,8 @@ def plot_losses(out_dir):
     figure, lines = loss_figure()
     curves = {key: array.array('d') for key in lines}
     for record in iterate_metrics(out_dir):
+        if 'val_bpb' in record:
+            lines['val_loss'].set_label(f"val, {record['val_bpb'] or math.nan:.4f} bits per byte")
         for key, points in curves.items():
             if isinstance(record.get(key), (int, float)):
                 points.extend((record['iter'], record[key]))

@@ -23,6 +23,7 @@ overwrite = False # delete the checkpoints that a run from scratch finds in out_
 eval_interval = 2000 # evaluate (and save) every this many iterations, and at the end
 log_interval = 1 # print and record every this many iterations
 eval_iters = 200 # batches per evaluation and split, the same batches every time
+sample_prompt = '' # continue this text at every evaluation, as sample_jax.py would from that checkpoint; '' is off
 eval_only = False # if True, evaluate once and stop; nothing is written
 always_save_checkpoint = True # if False, an evaluation only saves when the validation loss has improved
 save_interval = 0 # also save every this many iterations; 0 is off
@@ -118,11 +119,13 @@ from jax_files.checkpoints import (
 from jax_files.data import (
     check_ids, counted_share, describe_data, get_batch_jax, get_loss_weights, load_dataset, load_dataset_meta,
     load_masks, load_pairs)
-from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, same_tokens
+from jax_files.tokenizers import (
+    check_tokens, copy_tokenizer, describe_tokenizer, load_token_bytes, same_tokens)
 from jax_files.weight_files import find_config_json, keep_config_json, local_path
 from jax_flags import ceil_div, write_text
 from jax_lora import count_frozen, create_lora_state, full_path, load_frozen, load_weights, model_params, move_base
 from jax_pretrained import load_config
+from jax_text import check_sample_prompt, sample_while_training
 from jax_train_utils import (
     IterationLog, MetricsLog, StopSignal, all_finite, config_from_flags, create_learning_rate_schedule,
     create_optimizer_with_schedule, estimate_loss_jax, flags_from_config, for_this_run, make_eval_step,
@@ -197,6 +200,10 @@ if is_pairs and micro_batch % 2:
                     f'{2 * batch_size // micro_batch}')
 splits, _, _ = in_all_processes(load_dataset, data_dir, 0 if is_pairs else block_size)
 masks = in_all_processes(load_masks, data_dir, splits)
+in_all_processes(check_sample_prompt, sample_prompt, tokenizer, lora)
+token_bytes = load_token_bytes(data['tokenizer'], data['vocab_size'])
+if is_pairs or int(parallel.max_over_processes(int(token_bytes is None))):  # no process has any then
+    token_bytes = None
 check_agreement('data', describe_data(splits | {f'{split}_mask': mask for split, mask in masks.items()},
                                       data['tokenizer']))
 if is_pairs:
@@ -306,20 +313,25 @@ def evaluate():
     params = model_params(state.params, state.frozen)
     losses = estimate_loss_jax(eval_step, params, splits, parallel, block_size=block_size, batch_size=batch_size,
                                eval_iters=eval_iters, masks=masks, vocab_size=data['vocab_size'],
+                               token_bytes=token_bytes,
                                stop_signal=lambda: parallel.max_over_processes(stop.signum))
     if losses is None:
         return None
-    of_pairs = {name: value for name, value in losses.items() if name.startswith('val_')}
-    said = ''.join(f', {name.replace("_", " ")} {value:.4f}' for name, value in of_pairs.items())
+    more = {name: value for name, value in losses.items() if name.startswith('val_') or name == 'train_bpb'}
+    said = ''.join(f', {name.replace("_", " ")} {value:.4f}' for name, value in more.items() if name != 'train_bpb')
     bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}{said}")
     if not math.isfinite(sum(losses.values())):
         raise UserError(f'the loss is not finite at iteration {iter_num}: stopping; the checkpoints in {out_dir} are '
                         'from before')
+    if sample_prompt:
+        sampled = dataclasses.replace(GPTConfig(**architecture), dtype=dtype)
+        more['sample'] = sample_while_training(state.params, sampled, tokenizer, sample_prompt, seed)
+        bar.write(f"{more['sample']}\n---------------")
     if metrics_log:
-        metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': losses['val']} | of_pairs)
+        metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': losses['val']} | more)
         plot_losses(out_dir)
     if master and wandb_log:
-        wandb_run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'],
+        wandb_run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'], **more,
                        'lr': float(schedule(int(state.step))), 'mfu': log.mfu and 100 * log.mfu})  # percent
     return losses['val']
 

@@ -185,6 +185,14 @@ def evaluated_windows(tokens, block_size, n_rows):
     return np.arange(n_rows) * last // max(1, n_rows - 1)
 
 
+def counted_bytes(tokens, start, block_size, mask, token_bytes):
+    """(bytes of the targets of the windows at `start` that count, at least 1; whether one that counts has none)."""
+    y = get_windows(tokens, start, block_size)[1]
+    n_bytes = token_bytes[np.minimum(y, len(token_bytes) - 1)]  # check_ids refuses others later
+    counts = get_windows(mask, start, block_size)[1] if mask is not None else np.ones_like(y)
+    return max(1, int((counts * n_bytes).sum())), bool((counts * (n_bytes == 0)).any())
+
+
 def counted_share(mask, block_size, n_rows, split):
     """The share of the tokens of evaluated_windows that count in the loss. Raises UserError if none does."""
     share = get_windows(mask, evaluated_windows(mask, block_size, n_rows), block_size)[1].mean()

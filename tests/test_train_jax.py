@@ -1,6 +1,7 @@
 """The training script: runs, resumes, mistakes."""
 import ast
 import json
+import math
 import os
 import random
 import re
@@ -15,7 +16,8 @@ import jax_devices.setup
 import jax_files.checkpoints
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, ROOT, assert_refused, assert_same_run, copy_folder, edit_json, final_state, next_line,
-    output_of, records_without_times, run_script, sample, start_training, succeeded, train, wait_for_iteration)
+    output_of, records_without_times, run_script, sample, samples_of, start_training, succeeded, train,
+    wait_for_iteration)
 
 import jax
 import numpy as np
@@ -146,7 +148,7 @@ def test_nanogpts_configs_are_there_by_name():
 
 def test_log_lines_have_nanogpts_form(finished):
     _, out = finished
-    steps = re.findall(r'^step (\d+): train loss \d+\.\d{4}, val loss \d+\.\d{4}$', out, flags=re.M)
+    steps = re.findall(r'^step (\d+): train loss \d+\.\d{4}, val loss \d+\.\d{4}, val bpb \d+\.\d{4}$', out, flags=re.M)
     assert steps == ['0', '10', '20']
     iters = re.findall(r'^iter (\d+): loss \d+\.\d{4}, time (\d+\.\d{2})ms, mfu (?:n/a|[\d.]+%), [\d,]+ tok/s, '
                        r'grad norm [\d.]+, eta \d+:\d\d:\d\d$', out, flags=re.M)
@@ -436,7 +438,8 @@ def test_wandb_gets_nanogpts_values_with_mfu_in_percent(flags, tmp_path, monkeyp
     wandb = FakeWandb(monkeypatch)
     monkeypatch.setattr(jax_devices.setup, 'device_peak_flops', lambda device: 1e12)
     succeeded(train(tmp_path, *flags, '--wandb_log=True'))
-    assert [set(record) for record in wandb.logged] == [{'iter', 'train/loss', 'val/loss', 'lr', 'mfu'}] * 3
+    assert [set(record) for record in wandb.logged] == [{
+        'iter', 'train/loss', 'val/loss', 'train_bpb', 'val_bpb', 'lr', 'mfu'}] * 3
     assert [record['iter'] for record in wandb.logged] == [0, 10, 20]
     mfu = {record['iter']: record['mfu'] for record in records_with(tmp_path, 'mfu')}
     assert wandb.logged[0]['mfu'] is None
@@ -702,3 +705,40 @@ def test_data_of_other_tokens_than_the_models_is_refused(tuned, speaking, datase
     assert_refused(train(tmp_path / 'new', f'--dataset={tuned[0]}', *flags), 'has other tokens than')
     assert_refused(train(tuned[1], *RESUME), 'was trained with other tokens')
     assert not (tmp_path / 'new').exists()
+
+
+# -----------------------------------------------------------------------------
+# bits per byte, and a sample at every evaluation
+
+def test_bits_per_byte_of_characters_are_the_loss_over_ln_2(finished):
+    out, printed = finished
+    for record in records_with(out, 'val_loss'):
+        for split in ('train', 'val'):
+            assert record[f'{split}_bpb'] == pytest.approx(record[f'{split}_loss'] / math.log(2), rel=1e-6)
+        assert f"val loss {record['val_loss']:.4f}, val bpb {record['val_bpb']:.4f}" in printed
+
+
+@pytest.mark.parametrize('layout', [['--device=cpu:0'], ['--device=cpu', '--fsdp=4', '--tensor=2']])
+def test_a_run_that_samples_has_the_same_bits_and_sample_jax_gives_its_samples(layout, flags, tmp_path):
+    """Also after a kill: the second half is a resumed run."""
+    plain, sampled = tmp_path / 'plain', tmp_path / 'sampled'
+    succeeded(train(plain, *flags, *layout))
+    prompt = ['--sample_prompt=the quick']
+    succeeded(train(sampled, *flags, *layout, *prompt, '--max_iters=10'))
+    resumed = succeeded(train(sampled, '--init_from=resume', *layout, *prompt, '--max_iters=20'))
+    assert losses_and_norms(sampled) == losses_and_norms(plain)
+    last = records_with(sampled, 'sample')[-1]
+    assert last['iter'] == 20 and last['sample'] in resumed.stdout
+    text, = samples_of(sample(sampled, '--checkpoint=latest', '--start=the quick', '--num_samples=1',
+                              '--max_new_tokens=100'))
+    assert last['sample'] == text and len(text) == 109
+
+
+def losses_and_norms(out):
+    names = ('iter', 'loss', 'grad_norm', 'train_loss', 'val_loss')
+    return [[record.get(name) for name in names] for record in read_metrics(out)]
+
+
+def test_a_prompt_that_the_vocabulary_lacks_is_refused_before_training(flags, tmp_path):
+    result = train(tmp_path / 'out', *flags, '--sample_prompt=\u00e9')
+    assert result.returncode == 2 and 'does not know' in result.stderr and not (tmp_path / 'out').exists()

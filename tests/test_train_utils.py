@@ -27,7 +27,7 @@ from jax_pretrained import load_pretrained
 from jax_train_utils import (
     MetricsLog, clip_gradients, create_learning_rate_schedule, create_optimizer_with_schedule, estimate_loss_jax,
     make_eval_step, make_train_step, plot_losses, read_metrics)
-from jax_transformer import MoEConfig, create_train_state
+from jax_transformer import GPT, MoEConfig, create_train_state
 from tests.common import mean_loss
 
 # -----------------------------------------------------------------------------
@@ -272,6 +272,26 @@ def test_evaluation_is_the_mean_of_the_same_windows_on_any_number_of_devices(tmp
         assert result['val'] == pytest.approx(float(expected), rel=1e-5)
         assert result['train'] == pytest.approx(results[0]['train'], rel=1e-5)
         assert result['train'] != result['val']
+
+
+@pytest.mark.parametrize('n_devices, masked', [(1, False), (8, False), (1, True)])
+def test_bits_per_byte_leave_out_what_has_no_bytes_or_does_not_count(n_devices, masked, tmp_path):
+    write_dataset(tmp_path, np.arange(3000) % 37, np.arange(2000) % 31)
+    splits = load_dataset(tmp_path, 16)[0]
+    masks = {split: (np.arange(len(tokens)) % 3 > 0).astype(np.uint8) for split, tokens in splits.items()}
+    token_bytes = np.arange(37) % 4  # every fourth is a special token
+    parallel, state, _ = fresh_run((n_devices,), DROPOUT_ON)
+    eval_step = parallel.eval_step(make_eval_step(DROPOUT_ON))
+    options = dict(block_size=16, batch_size=4, eval_iters=3, masks=masks if masked else None)
+    losses = estimate_loss_jax(eval_step, state.params, splits, parallel, token_bytes=token_bytes, **options)
+    without = estimate_loss_jax(eval_step, state.params, splits, parallel, **options)
+    assert {split: losses[split] for split in splits} == without
+    start = np.arange(12) * (2000 - 17) // 11
+    x, y = get_windows(splits['val'], start, 16)
+    counts = get_windows(masks['val'], start, 16)[1] if masked else 1
+    nats = GPT(DROPOUT_ON).apply({'params': jax.device_get(state.params)}, x, y, method='loss')
+    expected = (nats * counts * (token_bytes[y] > 0)).sum() / np.log(2) / (token_bytes[y] * counts).sum()
+    assert losses['val_bpb'] == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_an_evaluation_ends_when_a_signal_comes():
