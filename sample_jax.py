@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, check_sampling, read_flags, start_script
+from jax_flags import UserError, check_sampling, read_flags, start_script, write_text
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, ...), a Hugging Face folder or 'owner/name', a ckpt.pt
@@ -20,7 +20,7 @@ out_dir = 'out' # the run to sample from; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
 base = '' # of a LoRA run: where the pretrained model is now, if it has moved
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
-start = '\n' # the prompt, or 'FILE:prompt.txt' to read it from a file; '<|endoftext|>' is a token in GPT-2's BPE
+start = '\n' # the prompt, 'FILE:prompt.txt' to read it from a file, or 'FILE:prompts.jsonl', a prompt in each line
 each_line = False # each line of the FILE is a prompt of its own; all are generated in one batch
 chat = False # the prompts are questions, asked in the form of the model's chat template; prints the answers
 system = '' # system prompt of a chat
@@ -31,7 +31,8 @@ top_k = 200 # sample from the top_k most likely tokens only; 0 is all
 top_p = 1.0 # sample from the most likely tokens that together have this probability only (nucleus); 1.0 is all
 min_p = 0.0 # sample from the tokens at least min_p times as likely as the most likely one only; 0.0 is all
 repetition_penalty = 1.0 # above 1.0 makes tokens that have already occurred less likely
-stop = '' # end a sample before this text
+stop = '' # end a sample before this text, or before the first of several, as in '["The end", "Q:"]'
+output = '' # file to which each sample is written as a line of JSON, with its finish reason and log-probability
 quantize = '' # 'int8': weights with a scale per output channel, 4x smaller than float32; faster, logits differ slightly
 cache_dtype = 'auto' # of the KV cache: 'float32', 'bfloat16', 'float16', 'int8', 'float8'; auto is the compute dtype
 n_draft = 0 # speculative decoding: draft tokens per step, 3 or 7; pays with temperature=0, where a text repeats itself
@@ -61,6 +62,15 @@ if not 0 <= seed < 2**32:
 check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
 if each_line and not start.startswith('FILE:'):
     raise UserError('each_line takes its prompts from a file: --start=FILE:prompts.txt')
+if start.startswith('FILE:') and start.endswith('.jsonl'):
+    each_line = True
+if stop.startswith('['):
+    try:
+        stop = json.loads(stop)
+    except ValueError as error:
+        raise UserError(f'stop begins with [ and is not a list in JSON ({error})') from None
+    if not all(isinstance(text, str) for text in stop):
+        raise UserError(f'stop has more than texts: {stop}')
 if draft and not n_draft:
     raise UserError('draft needs to know how many tokens to guess per step: add --n_draft=4')
 
@@ -95,19 +105,34 @@ def warn_if_too_long(prompts):
               f'the last {block_size:,}', file=sys.stderr)
 
 
+def read_prompt(number, line):
+    """The prompt in a line of prompts.jsonl: "a text" or {"prompt": "a text"}."""
+    try:
+        prompt = json.loads(line)
+    except ValueError:
+        prompt = None
+    prompt = prompt.get('prompt') if isinstance(prompt, dict) else prompt
+    if not isinstance(prompt, str) or not prompt:
+        raise UserError(f'{start[5:]}, line {number}: neither "a text" nor {{"prompt": "a text"}}')
+    return prompt
+
+
 def report_speed(model, generations):
     """Prints the time of compilation, prefill and decoding, and the bandwidth: a decode step reads all weights and the
     KV cache. Empties model.params: the bandwidth is measured in their memory."""
     results, laps = [g.result for g in generations], [lap for g in generations for lap in g.laps]
     prefill_s = sum(g.laps[0].running for g in generations)
     decode_s = sum(lap.running for g in generations for lap in g.laps[1:])
-    report = (f'first token: imports {imports_s:.2f} s, weights {model.loading.running:.2f} s, '
+    n_new = sum(int(np.sum(g.result.lengths - g.lengths)) for g in generations)
+    n_samples = sum(len(g.prompts) for g in generations)
+    report = (f'{n_samples:,} samples of {len(lines):,} prompts, {n_new:,} tokens, in '
+              f'{time.perf_counter() - started:.1f} s\n'
+              f'first token: imports {imports_s:.2f} s, weights {model.loading.running:.2f} s, '
               f'compiling {model.loading.compiling + laps[0].compiling:.2f} s, running {laps[0].running:.2f} s\n'
               f'compiled in {sum(lap.compiling for lap in laps):.1f} s, prefill {prefill_s * 1000:.1f} ms')
     if decode_s:
         batch_size = len(generations[0].prompts)
-        n_tokens = sum(int(np.sum(g.result.lengths - g.lengths)) for g in generations)
-        tokens_per_sec = (n_tokens - batch_size * len(generations)) / decode_s  # without the tokens of the first laps
+        tokens_per_sec = (n_new - batch_size * len(generations)) / decode_s  # without the tokens of the first laps
         weight_bytes = bytes_read_per_step(model.params)
         gb_read = sum(result.steps * (weight_bytes + result.cache_bytes) for result in results) / 1e9
         model.params.clear()
@@ -115,7 +140,7 @@ def report_speed(model, generations):
         devices = model.parallel.devices
         bandwidth = measure_bandwidth(devices[0], 2**27) * len(devices)  # each device reads its own shard
         report += (f', then {tokens_per_sec:,.0f} tok/s ({tokens_per_sec / batch_size:,.0f} per sequence) '
-                   f'for {n_tokens:,} tokens\n'
+                   f'for {n_new:,} tokens\n'
                    f'weights {weight_bytes / 1e6:,.4g} MB, {gb_read / decode_s:.1f} GB/s, which is '
                    f'{gb_read / decode_s / bandwidth:.0%} of the {bandwidth:.1f} GB/s that this machine reads')
         drafted, accepted = sum(result.drafted for result in results), sum(result.accepted for result in results)
@@ -268,6 +293,8 @@ if start.startswith('FILE:'):
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f'cannot read the prompt: {error}') from None
     lines = [line for line in text.split('\n') if line] if each_line else [text]
+    if start.endswith('.jsonl'):
+        lines = [read_prompt(number, line) for number, line in enumerate(text.split('\n'), 1) if line.strip()]
     if not lines:
         raise UserError('the file has no prompts, only empty lines')
 if options['temperature'] == 0 and num_samples > 1:
@@ -296,6 +323,11 @@ else:
     for i, (text, prompt_text) in enumerate(zip(generations[0].texts, generations[0].prompt_texts)):
         print(f'> {lines[i // num_samples]}\n{text[len(prompt_text):]}' if chat else text)
         print('---------------')
+if output:
+    samples = [g.describe(i) for g in generations for i in range(len(g.prompts))]
+    rows = [json.dumps(sample | {'index': i % num_samples}, ensure_ascii=False) for i, sample in enumerate(samples)]
+    if master:
+        write_text(output, '\n'.join(rows) + '\n')
 if master:
     print(header, file=sys.stderr)
     report_speed(model, generations)

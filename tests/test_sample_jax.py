@@ -576,3 +576,36 @@ def test_names_of_jax_that_may_go_are_not_needed_to_train_sample_and_measure(dat
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('\nthe') == 2
     assert json.loads(done.stdout.splitlines()[-1])['results']['tokens_per_sec'] > 0
+
+
+def test_each_sample_is_a_line_of_json_with_its_reason_and_log_probability(finished, tmp_path):
+    from jax_text import load
+    prompts, out = tmp_path / 'prompts.jsonl', tmp_path / 'out.jsonl'
+    prompts.write_text('"the quick"\n{"prompt": "away\\nthe"}\n')
+    result = sample(finished[0], f'--start=FILE:{prompts}', f'--output={out}', '--num_samples=2',
+                    '--max_new_tokens=40', '--stop=["o", "\\nt"]')
+    texts = samples_of(result)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line['prompt'] + line['text'] for line in lines] == texts
+    assert [line['index'] for line in lines] == [0, 1, 0, 1]
+    assert re.search(r'^4 samples of 2 prompts, [\d,]+ tokens, in \d+\.\d s$', result.stderr, flags=re.M)
+    model = load(finished[0], device='cpu:0')
+    for line in lines:
+        assert 'o' not in line['text'] and '\nt' not in line['text']
+        assert line['finish_reason'] == ('length' if len(line['text']) == 40 else 'stop')
+        ids, n = model.encode(line['prompt'] + line['text']), len(line['prompt'])
+        (logprobs, _), = model.score([[(ids, n)]])[0] if len(ids) > n else [(np.zeros(0), 0)]
+        assert line['logprob'] == pytest.approx(logprobs.sum(), abs=1e-4)
+
+
+@pytest.mark.parametrize('line', ['{"prompt": 3}', '{"text": "a"}', '""', 'the quick'])
+def test_a_line_that_is_no_prompt_is_named(line, tmp_path):
+    (tmp_path / 'prompts.jsonl').write_text(f'"a"\n{line}\n')
+    result = sample(tmp_path, f'--start=FILE:{tmp_path}/prompts.jsonl')
+    assert result.returncode == 2
+
+
+def test_stop_texts_that_are_no_list_of_texts_are_refused(tmp_path):
+    for stop in ('["a"', '[1]'):
+        result = sample(tmp_path, f'--stop={stop}')
+        assert result.returncode == 2 and 'stop' in result.stderr
