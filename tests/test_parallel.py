@@ -5,7 +5,7 @@ import math
 import re
 import types
 import jax_devices.parallel
-import jax_ops.cpu
+import jax_ops.matmul
 from tests.common import (
     TINY, assert_refused, column, compiled_once, device_batch, meta_of, random_params, run_script, run_steps, train)
 
@@ -370,7 +370,7 @@ def test_each_shard_map_returns_what_its_specs_say(trace, axes, monkeypatch):
         return shard_map(f, **options | {'check_vma': True})
 
     monkeypatch.setattr(jax, 'shard_map', shard_map_with_check)
-    monkeypatch.setattr(jax_ops.cpu, 'fusion_barrier', lambda condition, f, otherwise, *args: f(*args))
+    monkeypatch.setattr(jax_ops.matmul, 'fusion_barrier', lambda condition, f, otherwise, *args: f(*args))
     with jax.sharding.use_abstract_mesh(create_mesh(jax.devices(), **axes).abstract_mesh):
         jax.eval_shape(trace)
     assert len(checked) == 1
