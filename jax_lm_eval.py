@@ -1,0 +1,53 @@
+"""Our models for EleutherAI's lm-eval, where it is installed (pip install lm_eval): every task that it knows.
+
+$ python jax_lm_eval.py run --model jax --model_args source=out-mine,device=cpu --tasks arc_easy --batch_size 16
+"""
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+
+from jax_text import load
+
+
+@register_model('jax')
+class JaxLM(LM):
+    """A TextModel. The arguments are load's, and max_length and batch_size of score."""
+
+    def __init__(self, source, batch_size=16, max_length=0, max_batch_size=None, **options):
+        super().__init__()
+        options = {name: value for name, value in options.items() if value is not None}
+        self.model = load(source, **options)
+        self.options = dict(batch_size=int(batch_size), max_length=int(max_length))
+
+    def loglikelihood(self, requests):
+        """[(log-probability of the continuation, whether it is greedy)]; choices after a context share its cache."""
+        items = {}
+        for request in requests:
+            context, continuation = request.args
+            items.setdefault(context, []).append(self.model.encode_pair(context, continuation))
+        scores = {context: iter(rows) for context, rows in
+                  zip(items, self.model.score(list(items.values()), **self.options))}
+        found = [next(scores[request.args[0]]) for request in requests]
+        return [(float(logprobs.sum()), bool(likeliest.all())) for logprobs, likeliest in found]
+
+    def loglikelihood_rolling(self, requests):
+        """The log-probability of each text."""
+        texts = [request.args[0] for request in requests]
+        return [float(logprobs.sum()) for _, logprobs in self.model.logprobs(texts, **self.options)]
+
+    def generate_until(self, requests):
+        """What follows each context, up to one of the texts of `until`."""
+        texts = []
+        for request in requests:
+            context, options = request.args
+            stop = options.get('until') or ()
+            sampling = dict(temperature=options.get('temperature', 0) if options.get('do_sample') else 0)
+            prompt = self.model.encode(context)
+            n_new = options.get('max_gen_toks', 256)
+            text = self.model.generate([context], stop=stop, max_new_tokens=n_new, **sampling)[0]
+            texts.append(text[len(self.model.tokenizer.decode(prompt)):])
+        return texts
+
+
+if __name__ == '__main__':
+    from lm_eval.__main__ import cli_evaluate
+    cli_evaluate()
