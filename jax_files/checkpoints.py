@@ -56,9 +56,16 @@ def open_checkpoints(out_dir, keep=2):
 
 
 def quiet_orbax():
-    for name in ('absl', 'asyncio'):  # Orbax's log messages; failures are reported below
+    """Silences Orbax's log, as failures are reported below, and that after a failed write its other writes complain at
+    length that their event loop is closed."""
+    for name in ('absl', 'asyncio'):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    sys.unraisablehook = silence_closed_event_loop
+
+    def report(unraisable):
+        if str(unraisable.exc_value) != 'Event loop is closed':
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = report
 
 
 UNFINISHED = '*.orbax-checkpoint-tmp'  # the checkpoint that Orbax is writing, in ATOMIC_RENAME
@@ -92,14 +99,11 @@ ITEMS = 'params', 'opt_state', 'meta', 'metrics'  # the folders of a checkpoint
 def find_damage(step, items=ITEMS):
     """The first file among these items of the checkpoint folder `step` that is not as it was written, or ''. Several
     processes each read some of the files. A checkpoint without checksums.json is not checked: see read_meta."""
-    damaged = ''
     try:
         sums = json.loads((step / 'checksums.json').read_text()) if (step / 'checksums.json').exists() else {}
         names = sorted(name for name in sums if name.split('/')[0] not in set(ITEMS) - set(items))
-        for name in names[jax.process_index()::jax.process_count()]:
-            if not (step / name).is_file() or checksum(step / name) != sums[name]:
-                damaged = name
-                break
+        is_damaged = lambda name: not (step / name).is_file() or checksum(step / name) != sums[name]
+        damaged = next(filter(is_damaged, names[jax.process_index()::jax.process_count()]), '')
     except (OSError, ValueError, AttributeError, RecursionError):
         damaged = 'checksums.json'
     return next(filter(None, gather_texts(damaged)), '')
@@ -119,76 +123,64 @@ def lock_out_dir(out_dir, resumed_at=None):
     `resumed_at` or with unreadable metrics, are renamed to <iteration>.damaged, out of Orbax's sight.
     Returns the open file. Raises UserError if another run holds the lock."""
     path = Path(out_dir, 'lock')
-    me = f'process {os.getpid()} on {socket.gethostname()} since {time.strftime("%F %T")}'
-    file = None
+    holder = gather_texts(f'process {os.getpid()} on {socket.gethostname()} since {time.strftime("%F %T")}')[0]
+    if jax.process_index() == 0:
+        file = in_all_processes(take_lock, path, holder, resumed_at)
+        in_all_processes(lambda: None)
+        return file
+    in_all_processes(lambda: None)
+    return in_all_processes(see_lock, path, holder)
 
-    def lock():
-        nonlocal file
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(path, 'a')
-        except OSError as error:
-            raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another --out_dir') from error
-        try:
-            if fcntl:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(f'{out_dir} is in use by {path.read_text()}; choose another --out_dir') from None
-        except OSError:
-            pass  # a file system without locks
-        file.truncate(0)
-        file.write(me)
-        file.flush()
-        set_damaged_aside(Path(out_dir, 'ckpt'), resumed_at)
 
-    def see_lock(expected):
-        deadline = time.time() + 3  # what another machine has written may take a moment to be seen
-        while True:
-            found = os.listdir(path.parent) if path.parent.is_dir() else ()  # makes NFS look again
-            if path.name in found and path.read_text() == expected:
-                return
-            if time.time() > deadline:
-                raise UserError(f'{out_dir} is not the folder of process 0: it has to be on a file system that all '
-                                'processes share')
-            time.sleep(0.1)
-
-    master = jax.process_index() == 0
-    in_all_processes(lock if master else lambda: None)
-    held = gather_texts(me)[0]
-    in_all_processes((lambda: None) if master else functools.partial(see_lock, held))
+def take_lock(path, holder, resumed_at):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, 'a')
+    except OSError as error:
+        raise UserError(f'cannot write to {path.parent}: {error.strerror}; choose another --out_dir') from error
+    try:
+        if fcntl:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(f'{path.parent} is in use by {path.read_text()}; choose another --out_dir') from None
+    except OSError:
+        pass  # a file system without locks
+    file.truncate(0)
+    file.write(holder)
+    file.flush()
+    set_damaged_aside(path.with_name('ckpt'), resumed_at)
     return file
+
+
+def see_lock(path, holder):
+    for _ in range(30):  # what another machine has written may take a moment to be seen
+        found = os.listdir(path.parent) if path.parent.is_dir() else ()  # makes NFS look again
+        if path.name in found and path.read_text() == holder:
+            return
+        time.sleep(0.1)
+    raise UserError(f'{path.parent} is not the folder of process 0: it has to be on a file system that all processes '
+                    'share')
 
 
 def set_damaged_aside(folder, resumed_at):
     for step in checkpoint_steps(folder.parent):
-        try:
-            read_val_loss(folder / str(step))
-            damaged = resumed_at is not None and step > resumed_at
-        except ValueError:
-            damaged = True
-        if damaged:
+        path = folder / str(step)
+        if read_val_loss(path) == -math.inf or resumed_at is not None and step > resumed_at:
             free = next(name for n in range(100) if not (name := folder / f'{step}.damaged{n or ""}').exists())
-            os.rename(folder / str(step), free)
-            print(f'{folder / str(step)} is damaged: renamed to {free.name}')
+            os.rename(path, free)
+            print(f'{path} is damaged: renamed to {free.name}')
 
 
 def read_val_loss(step):
-    """The validation loss of the checkpoint in the folder `step`; infinity if it was not evaluated. Raises ValueError
-    if the file is damaged."""
+    """The validation loss of the checkpoint in the folder `step`: infinity if it was not evaluated, -infinity if the
+    file is damaged."""
     path = step / 'metrics' / 'metrics'
     if not path.exists():
         return math.inf
     try:
         return float(json.loads(path.read_text())['val_loss'])
-    except (KeyError, TypeError, OSError, RecursionError) as error:
-        raise ValueError(f'{path} is damaged') from error
-
-
-def silence_closed_event_loop(unraisable):
-    """A sys.unraisablehook: after a failed write, Orbax's other writes complain at length that their event loop is
-    closed."""
-    if str(unraisable.exc_value) != 'Event loop is closed':
-        sys.__unraisablehook__(unraisable)
+    except (KeyError, TypeError, ValueError, OSError, RecursionError):
+        return -math.inf
 
 
 def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
@@ -255,7 +247,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
         raise UserError(f'there is no complete checkpoint in {folder}; train one with: python train_jax.py '
                         f'--out_dir={out_dir}')
     if which == 'best':
-        steps.sort(key=lambda step: best_first(folder / str(step)))  # stable: the latest first, if none is evaluated
+        steps.sort(key=lambda step: read_val_loss(folder / str(step)))  # stable: the latest first, if none is evaluated
         steps[1:] = sorted(steps[1:], reverse=True)
     problems = []
     for step in steps:
@@ -272,14 +264,6 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
             print(f'{"; ".join(problems)}; taking checkpoint {step} instead', file=sys.stderr)
         return step, meta
     raise UserError(f'{"; ".join(problems)}; there is no intact one')
-
-
-def best_first(step):
-    """The validation loss of the checkpoint in the folder `step`; a damaged one comes first, to be named."""
-    try:
-        return read_val_loss(step)
-    except ValueError:
-        return -math.inf
 
 
 def read_meta(step):
