@@ -16,11 +16,7 @@ from jax_pretrained import load_pretrained
 from jax_transformer import count_params, create_train_state
 
 
-def unchanged(path, array):
-    return array
-
-
-def load_weights(source, config, parallel, change=unchanged):
+def load_weights(source, config, parallel, change=None):
     """(parameters of a pretrained model, sharded as `parallel` says; a checksum of them).
 
     change(path in the tree, array): what becomes of each float32 parameter before it is moved to its devices, and
@@ -32,7 +28,8 @@ def load_weights(source, config, parallel, change=unchanged):
         crc = zlib.crc32(np.ascontiguousarray(array), crc)
         if path == ('wpe',):
             array = array[:config.block_size]
-        return flatten_dict(parallel.device_put(unflatten_dict({path: change(path, array)})))[path]
+        array = change(path, array) if change else array
+        return flatten_dict(parallel.device_put(unflatten_dict({path: array})))[path]
 
     return load_pretrained(local_path(source), place=place)[1], crc
 
@@ -85,7 +82,7 @@ def count_frozen(frozen):
 def load_frozen(lora, config, parallel):
     """({'weights', 'scale'}, checksum) for TrainState.frozen, from what a checkpoint says of LoRA. Raises UserError if
     the base has changed."""
-    weights, crc = load_base(lora, config, parallel, quantized if lora['quantize'] else unchanged)
+    weights, crc = load_base(lora, config, parallel, quantized if lora['quantize'] else None)
     return {'weights': weights, 'scale': parallel.device_put(np.float32(lora['alpha'] / lora['rank']))}, crc
 
 
@@ -108,7 +105,7 @@ def load_merged(lora, config, parallel, updates):
     return load_base(lora, config, parallel, merge)[0]
 
 
-def load_base(lora, config, parallel, change=unchanged):
+def load_base(lora, config, parallel, change):
     """load_weights of the model that LoRA updates. Raises UserError if it has moved or changed."""
     if os.path.isabs(lora['base']) and not os.path.exists(lora['base']):
         raise UserError(f"{lora['base']}, the model that LoRA has updated, does not exist; name its new place with "

@@ -72,12 +72,8 @@ SPECIAL_TOKENS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 
 def check_tensors(tensors, shapes, source):
     """Raises UserError unless `tensors` has exactly the names of `shapes`, with these shapes, in floating point."""
-    missing, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
-    wrong = []
-    if missing:
-        wrong.append(f'lacks {first_names(missing)}')
-    if unknown:
-        wrong.append(f'has unknown {first_names(unknown)}')
+    names = {'lacks': shapes.keys() - tensors.keys(), 'has unknown': tensors.keys() - shapes.keys()}
+    wrong = [f'{what} {first_names(those)}' for what, those in names.items() if those]
     if wrong:
         raise UserError(f'{source} is not for a model of this config: it {" and it ".join(wrong)}')
     for name, shape in shapes.items():
@@ -112,18 +108,13 @@ WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_mo
 
 
 def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja')):
-    """The path itself, or the local folder of the hub's model of that name, downloaded (these files of it) if
-    necessary."""
+    """The path itself, or the local folder of the hub's model of that name, downloaded (these files of it) unless it
+    is in the hub's cache."""
     path = os.path.expanduser(path_or_name)
     on_hub = path_or_name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(path_or_name))
-    if on_hub and not os.path.exists(path):
-        return download(path_or_name, files)
-    return path
-
-
-def download(name, files):
-    """The folder of a model of the hub, from the hub's local cache if it is there, else downloaded."""
-    repo = f'openai-community/{name}' if name in PUBLISHED else name
+    if not on_hub or os.path.exists(path):
+        return path
+    repo = f'openai-community/{path_or_name}' if path_or_name in PUBLISHED else path_or_name
     try:
         from huggingface_hub import snapshot_download
         logging.getLogger('huggingface_hub').setLevel(logging.ERROR)  # it would report every retry
@@ -134,8 +125,8 @@ def download(name, files):
     except Exception as error:  # no network, no such package, full disk, ...
         reason = str(error).split('\n')[0]
         raise UserError(
-            f'cannot download {name} ({type(error).__name__}: {reason}). Put config.json and model.safetensors of '
-            f'{repo}, Hugging Face hub, into a folder by hand and give its path instead') from None
+            f'cannot download {path_or_name} ({type(error).__name__}: {reason}). Put config.json and model.safetensors '
+            f'of {repo}, Hugging Face hub, into a folder by hand and give its path instead') from None
 
 
 def weight_file(path):
@@ -172,13 +163,10 @@ def read_safetensors(path):
     try:
         with safetensors.safe_open(path, 'numpy'):
             pass
-        with open(path, 'rb') as f:
-            start = 8 + int.from_bytes(f.read(8), 'little')
-            header = json.loads(f.read(start - 8))
+        file = np.memmap(path, np.uint8, 'r')
+        start = 8 + int.from_bytes(file[:8], 'little')
+        header, data = json.loads(bytes(file[8:start])), file[start:]
         header.pop('__metadata__', None)
-        data = np.zeros(0, np.uint8)
-        if os.path.getsize(path) > start:
-            data = np.memmap(path, np.uint8, 'r', start)
         tensors = {}
         for name, x in header.items():
             dtype = jnp.dtype(SAFETENSORS_DTYPES[x['dtype']])
@@ -205,27 +193,22 @@ def read_shards(index_file):
 def write_shards(folder, shapes, make_tensor, dtype, shard_bytes):
     """Writes the tensors make_tensor(name) as model.safetensors, or as several files of at most shard_bytes with an
     index; shard_bytes is exceeded by a tensor that is larger. shapes: {name: shape}."""
+    n_bytes = {name: math.prod(shapes[name]) * jnp.dtype(dtype).itemsize for name in sorted(shapes)}
     shards, size = [[]], 0
-    itemsize = jnp.dtype(dtype).itemsize
-    for name in sorted(shapes):
-        n_bytes = math.prod(shapes[name]) * itemsize
-        if shards[-1] and size + n_bytes > shard_bytes:
+    for name in n_bytes:
+        if shards[-1] and size + n_bytes[name] > shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += n_bytes
+        size += n_bytes[name]
     weight_map = {}
-    for i, names in enumerate(shards):
-        file = 'model.safetensors'
-        if len(shards) > 1:
-            file = f'model-{i + 1:05}-of-{len(shards):05}.safetensors'
-        some_shapes = {name: shapes[name] for name in names}
-        write_safetensors(os.path.join(folder, file), some_shapes, make_tensor, dtype)
+    for i, names in enumerate(shards, start=1):
+        file = f'model-{i:05}-of-{len(shards):05}.safetensors' if len(shards) > 1 else 'model.safetensors'
+        write_safetensors(os.path.join(folder, file), {name: shapes[name] for name in names}, make_tensor, dtype)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(math.prod(shape) * itemsize for shape in shapes.values())
         write_json(os.path.join(folder, 'model.safetensors.index.json'),
-                   {'metadata': {'total_size': total}, 'weight_map': weight_map})
+                   {'metadata': {'total_size': sum(n_bytes.values())}, 'weight_map': weight_map})
 
 
 def write_safetensors(path, shapes, make_tensor, dtype):
@@ -402,9 +385,8 @@ class TorchUnpickler(pickle.Unpickler):
 
     @classmethod
     def rebuild_tensor(cls, storage, offset, size, stride, *unused):
-        if type(storage) is not Storage or len(size) != len(stride):
-            raise ValueError('malformed tensor')
-        if not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
+        are_sizes = all(type(n) is int and n >= 0 for n in (offset, *size, *stride))
+        if type(storage) is not Storage or len(size) != len(stride) or not are_sizes:
             raise ValueError('malformed tensor')
         if 0 in size:
             return np.empty(size, storage.dtype)
