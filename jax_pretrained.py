@@ -9,6 +9,7 @@ from our parameters to its tensors on disk, {parameter path: [TensorMap]} (LAYOU
 table, and the config.json that was read is written back.
 """
 import dataclasses
+import functools
 import json
 import math
 import mmap
@@ -22,7 +23,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_files.weight_files import (
-    SPECIAL_TOKENS, WEIGHT_FILES, aligned_empty, check_tensors, common_dtype, dequantize_lazily, find_config_json,
+    SPECIAL_TOKENS, aligned_empty, check_tensors, common_dtype, dequantize_lazily, find_config_json,
     kept_config_json, local_path, read_tensors, read_torch_checkpoint, require_keys, weight_file, write_folder)
 from jax_flags import DTYPES, UserError, read_json
 from jax_transformer import GPT, ROPE_SCALINGS, GPTConfig
@@ -42,19 +43,14 @@ def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: arr
     dtype."""
     if dtype not in (*DTYPES, 'stored'):
         raise UserError(f'dtype must be one of {", ".join(DTYPES)}, stored, not {dtype!r}')
-    file = weight_file(local_path(path_or_name))
-    load = load_hugging_face if os.path.basename(file) in WEIGHT_FILES else load_nanogpt
-    config, params = load(file, dtype, place)
+    config, family, tensors, file = open_model(path_or_name)
+    params = params_from_tensors(tensors, config, family_tensor_maps(config, family), file, dtype, place)
     return dataclasses.replace(config, dtype='float32' if dtype == 'stored' else dtype), params
 
 
 def load_config(path_or_name):
-    """The config of load_pretrained, without the weights of a Hugging Face folder."""
-    file = weight_file(local_path(path_or_name))
-    source = find_config_json(file)
-    if source is None:
-        return read_nanogpt_config(read_torch_checkpoint(file), file)
-    return read_config(read_json(source), source)[0]
+    """The config of load_pretrained."""
+    return open_model(path_or_name)[0]
 
 
 def save_pretrained(params, config, folder, *, config_json=None, dtype='float32', tokenizer=None,
@@ -72,23 +68,19 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
     if dtype not in DTYPES:
         raise UserError(f'dtype must be one of {", ".join(DTYPES)}, not {dtype!r}')
     hf_config = read_config_json_of(config, config_json) if config_json else derive_config_json(config)
-    family = hf_config['model_type']
-    tensor_maps = family_tensor_maps(config, family, prefix='transformer.')
     arrays = flatten_dict(params)
     shapes = {'/'.join(path): shape for path, shape in param_shapes(config).items()}
     check_tensors({'/'.join(path): x for path, x in arrays.items()}, shapes, 'params')
+    if hf_config['model_type'] == 'gpt2' and not config.bias:
+        config = dataclasses.replace(config, bias=True)
+        arrays = {path: np.zeros(shape, dtype) for path, shape in param_shapes(config).items()} | arrays
+    tensor_maps = family_tensor_maps(config, hf_config['model_type'], prefix='transformer.')
 
     sources = {}  # what each tensor on disk is made of: [(parameter path, TensorMap)]
     for path, group in tensor_maps.items():
         for tensor_map in group:
             sources.setdefault(tensor_map.name, []).append((path, tensor_map))
     shapes = {name: parts[0][1].shape for name, parts in sources.items()}
-    if family == 'gpt2' and not config.bias:
-        with_bias = gpt2_tensor_maps(dataclasses.replace(config, bias=True), prefix='transformer.')
-        for (tensor_map,) in with_bias.values():
-            shapes.setdefault(tensor_map.name, tensor_map.shape)
-            sources.setdefault(tensor_map.name, [])
-
     def make_tensor(name):
         tensor = np.zeros(shapes[name], dtype)
         for path, tensor_map in sources[name]:
@@ -112,18 +104,15 @@ class HFConfig:
         self.values = values
         self.source = source  # where they come from, for error messages
 
-    def get(self, key, default=None, kind=None):
+    def get(self, key, default=None, kind=int):
         """The value of `key`, or the default where the key is missing or null; without a default that is a UserError.
-
-        kind: the type that the value must have; by default the type of the default, int if there is none. An int is a
-        valid float."""
+        The value must have the type of the default, or be of this kind if there is none. An int is a valid float."""
         value = self.values.get(key)
         if value is None:
             if default is None:
                 raise UserError(f'{self.source} lacks {key}, so it is not that of a {self.values["model_type"]}')
             return default
-        if kind is None:
-            kind = int if default is None else type(default)
+        kind = kind if default is None else type(default)
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
@@ -176,20 +165,18 @@ def rope_config(hf, theta):
     original_length = rope.get('original_max_position_embeddings', max_length)
     factor = rope.get('factor', max_length / original_length)
     scaling = {'kind': kind, 'factor': factor, 'original_length': original_length}
-    if kind == 'linear':
-        return {'rope_theta': theta, 'rope_scaling': scaling}
     if kind == 'llama3':
         scaling['low'] = rope.get('low_freq_factor', kind=float)
         scaling['high'] = rope.get('high_freq_factor', kind=float)
-        return {'rope_theta': theta, 'rope_scaling': scaling}
-    amplitude = yarn_mscale(factor)
-    mscale, mscale_all_dim = values.get('mscale'), values.get('mscale_all_dim')
-    if mscale and mscale_all_dim:
-        amplitude = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
-    scaling['low'] = rope.get('beta_slow', 1.0)
-    scaling['high'] = rope.get('beta_fast', 32.0)
-    scaling['truncate'] = rope.get('truncate', True)
-    scaling['amplitude'] = rope.get('attention_factor', amplitude)
+    if kind == 'yarn':
+        amplitude = yarn_mscale(factor)
+        mscale, mscale_all_dim = values.get('mscale'), values.get('mscale_all_dim')
+        if mscale and mscale_all_dim:
+            amplitude = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+        scaling['low'] = rope.get('beta_slow', 1.0)
+        scaling['high'] = rope.get('beta_fast', 32.0)
+        scaling['truncate'] = rope.get('truncate', True)
+        scaling['amplitude'] = rope.get('attention_factor', amplitude)
     return {'rope_theta': theta, 'rope_scaling': scaling}
 
 
@@ -215,8 +202,7 @@ def llama_config(hf, *, eps=1e-6, theta=10000.0, attention_bias=False):
 
 
 def qwen3_config(hf):
-    values = llama_config(hf) | {'qk_norm': 'learned', 'head_dim': hf.get('head_dim', 128)}
-    return values | window_config(hf)
+    return llama_config(hf) | {'qk_norm': 'learned', 'head_dim': hf.get('head_dim', 128)} | window_config(hf)
 
 
 def window_config(hf):
@@ -434,37 +420,33 @@ def derive_config_json(config):
     """The config.json of the model of transformers that computes what GPT(config) does, for models that flags make."""
     if config == GPTConfig(**{name: getattr(config, name) for name in GPT2_FIELDS}):
         return derive_gpt2_config_json(config)
-    layers = [config.layer(i) for i in range(config.n_layer)]  # (layer_type, is_moe)
-    types = {layer_type for layer_type, _ in layers}
+    layer_types, is_moe = zip(*[config.layer(i) for i in range(config.n_layer)])
     family, name = 'llama', 'Llama'
     if config.moe:
         family, name = 'qwen3_moe', 'Qwen3Moe'
     elif config.qk_norm:
         family, name = 'qwen3', 'Qwen3'
-    elif types == {'window'}:
+    elif set(layer_types) == {'window'}:
         family, name = 'mistral', 'Mistral'
-    elif types == {'full', 'nope'}:
-        family, name = 'smollm3', 'SmolLM3'
     hf = {'architectures': [f'{name}ForCausalLM'], 'model_type': family,
           'vocab_size': config.vocab_size, 'tie_word_embeddings': config.tied_head,
           'hidden_size': config.n_embd, 'num_hidden_layers': config.n_layer,
           'num_attention_heads': config.n_head, 'num_key_value_heads': config.kv_heads, 'head_dim': config.head_width,
           'intermediate_size': config.mlp_width, 'max_position_embeddings': config.block_size,
-          'rms_norm_eps': config.norm_eps, 'rope_parameters': derive_rope(config), 'hidden_act': 'silu',
+          'rms_norm_eps': config.norm_eps, 'hidden_act': 'silu',
+          'rope_parameters': {'rope_type': 'default', 'rope_theta': config.rope_theta},
           'attention_bias': False, 'attention_dropout': config.dropout,
           'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None}
     if family in ('mistral', 'qwen3'):
         hf |= {'sliding_window': config.window or None}
     if family == 'qwen3':
         names = {'window': 'sliding_attention'}
-        hf |= {'layer_types': [names.get(layer_type, 'full_attention') for layer_type, _ in layers],
-               'use_sliding_window': 'window' in types, 'max_window_layers': config.n_layer}
-    if family == 'smollm3':
-        hf |= {'no_rope_layers': [int(layer_type != 'nope') for layer_type, _ in layers], 'use_sliding_window': False}
+        hf |= {'layer_types': [names.get(layer_type, 'full_attention') for layer_type in layer_types],
+               'use_sliding_window': 'window' in layer_types, 'max_window_layers': config.n_layer}
     if family == 'qwen3_moe':
         hf |= {'num_experts': config.moe.n_expert, 'num_experts_per_tok': config.moe.n_used,
                'moe_intermediate_size': config.moe.width, 'norm_topk_prob': config.moe.normalize,
-               'decoder_sparse_step': 1, 'mlp_only_layers': [i for i, (_, is_moe) in enumerate(layers) if not is_moe]}
+               'decoder_sparse_step': 1, 'mlp_only_layers': [i for i in range(config.n_layer) if not is_moe[i]]}
     if wrong := differences(config, hf, 'the derived config.json'):
         raise UserError(f'no config.json can be derived for a model with {", ".join(wrong)}; copy that of the model '
                         f'that it was trained from to {kept_config_json("out_dir")}, where the export reads it')
@@ -482,36 +464,21 @@ def derive_gpt2_config_json(config):
         'bos_token_id': end_of_text, 'eos_token_id': end_of_text, **GPT2_FIXED}
 
 
-# config.json's name: ours, of what the kinds of rope scaling need in addition to their factor
-ROPE_KEYS = {'linear': {}, 'llama3': {'low_freq_factor': 'low', 'high_freq_factor': 'high'},
-             'yarn': {'beta_slow': 'low', 'beta_fast': 'high', 'truncate': 'truncate', 'attention_factor': 'amplitude'}}
-
-
-def derive_rope(config):
-    """The rope_parameters of a config.json."""
-    scaling = config.rope_scaling
-    if not scaling:
-        return {'rope_type': 'default', 'rope_theta': config.rope_theta}
-    return {'rope_type': scaling.kind, 'rope_theta': config.rope_theta, 'factor': scaling.factor,
-            'original_max_position_embeddings': scaling.original_length,
-            **{theirs: getattr(scaling, ours) for theirs, ours in ROPE_KEYS[scaling.kind].items()}}
-
-
 def differences(config, hf, source):
     """['name=value'] of the fields of config that mean another model than the config.json `hf` does."""
-    ours, theirs = meaning(config), meaning(read_config(hf, source)[0])
-    return [f'{name}={getattr(config, name)!r}' for name, value in ours.items() if value != theirs[name]]
+    theirs = meaning(read_config(hf, source)[0])
+    return [f'{name}={getattr(config, name)!r}' for name, value in meaning(config).items() if value != theirs[name]]
 
 
 def meaning(config):
     """{field: value} of a config, with what zeros and patterns stand for, and without what leaves the logits alone."""
-    layers = [config.layer(i) for i in range(config.n_layer)]
+    layer_types, is_moe = zip(*[config.layer(i) for i in range(config.n_layer)])
     values = config.architecture() | {
         'head_dim': config.head_width, 'n_kv_head': config.kv_heads, 'n_inner': config.mlp_width,
-        'layer_types': [layer_type for layer_type, _ in layers]}
+        'layer_types': layer_types, 'window': config.window if 'window' in layer_types else 0,
+        'dropout': 0.0, 'dtype': ''}
     if config.moe:
-        values['moe'] |= {'layers': [is_moe for _, is_moe in layers], 'balance': 0.0}
-    values |= {'dropout': 0.0, 'dtype': '', 'window': config.window if 'window' in config.layer_types else 0}
+        values['moe'] |= {'layers': is_moe, 'balance': 0.0}
     return values
 
 
@@ -543,36 +510,31 @@ class TensorMap(NamedTuple):
         tensor[self.src][self.rows] = x.T if self.transpose else x
 
 
+@functools.lru_cache
 def param_shapes(config):
     """{path: shape} of every parameter of GPT(config). Traces as many layers as there are before their kinds repeat."""
     period = min(config.n_layer, math.lcm(len(config.layer_types), len(config.moe.layers) if config.moe else 1))
-
-    def init():
-        model = GPT(dataclasses.replace(config, n_layer=period))
-        return model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
-
+    model = GPT(dataclasses.replace(config, n_layer=period))
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
     shapes = {}
-    for (first, *rest), x in flatten_dict(jax.eval_shape(init)).items():
+    for (first, *rest), x in flatten_dict(params).items():
         layers = range(int(first[2:]), config.n_layer, period) if first.startswith('h_') else ()
         for name in [f'h_{i}' for i in layers] or [first]:
             shapes[name, *rest] = x.shape
     return shapes
 
 
-def gpt2_tensor_maps(config, *, transpose=False, prefix=''):
+def gpt2_tensor_maps(config, *, transpose, prefix):
     """{path: [TensorMap]} of GPT-2: ('h_0', 'attn', 'c_attn', 'kernel') is h.0.attn.c_attn.weight on disk.
 
     transpose: kernels are [out, in] on disk, as nanoGPT's nn.Linear has them; Hugging Face's Conv1D has [in, out]."""
     tensor_maps = {}
     for path, shape in param_shapes(config).items():
-        *scope, leaf = path
-        scope = [re.sub(r'^h_(\d+)$', r'h.\1', part) for part in scope]
-        end = {'kernel': ['weight'], 'scale': ['weight'], 'bias': ['bias']}.get(leaf, [leaf, 'weight'])
-        name = prefix + '.'.join(scope + end)
-        if transpose and leaf == 'kernel':
-            tensor_maps[path] = [TensorMap(name, shape[::-1], transpose=True)]
-        else:
-            tensor_maps[path] = [TensorMap(name, shape)]
+        *modules, leaf = path
+        end = {'kernel': 'weight', 'scale': 'weight', 'bias': 'bias'}.get(leaf, f'{leaf}.weight')
+        name = prefix + re.sub('^h_', 'h.', '.'.join([*modules, end]))
+        is_transposed = transpose and leaf == 'kernel'
+        tensor_maps[path] = [TensorMap(name, shape[::-1] if is_transposed else shape, is_transposed)]
     return tensor_maps
 
 
@@ -598,6 +560,9 @@ LAYOUTS = {  # by model_type; the others have Layout()
     'deepseek_v3': Layout(interleaved_rope=True), 'kimi_k2': Layout(interleaved_rope=True),
     'llama4_text': LLAMA4, 'llama4': LLAMA4._replace(prefix='language_model.')}
 
+MODEL_NAMES = {('wte',): 'model.embed_tokens.weight', ('ln_f', 'scale'): 'model.norm.weight',
+               ('lm_head',): 'lm_head.weight'}  # on disk, of the parameters outside of blocks
+
 # the names on disk of the norms of a block, by GPTConfig.block_norms
 BLOCK_NORM_NAMES = {
     'pre': {'ln_1': 'input_layernorm', 'ln_2': 'post_attention_layernorm'},
@@ -617,143 +582,98 @@ def deinterleave_rope(n_rows, head_width, rope_width):
     return np.concatenate([nope, rope[:, 0::2], rope[:, 1::2]], axis=1).reshape(-1)
 
 
+def llama_names(config, layout):
+    """{module of ours: its name on disk}, without the block's, in the families that use Llama's tensor names."""
+    mlp, shared, mla = layout.mlp, f'{layout.mlp}.{layout.shared}', config.mla
+    return BLOCK_NORM_NAMES[config.block_norms] | {
+        'attn': 'self_attn', 'attn/c_proj': 'self_attn.o_proj', 'attn/k_norm': 'self_attn.k_norm',
+        'attn/q_norm': 'self_attn.q_a_layernorm' if mla else 'self_attn.q_norm',
+        'attn/q_a': 'self_attn.q_a_proj', 'attn/q_b': f'self_attn.{"q_b" if mla and mla.q_rank else "q"}_proj',
+        'attn/kv_a': 'self_attn.kv_a_proj_with_mqa', 'attn/kv_norm': 'self_attn.kv_a_layernorm',
+        'mlp/c_gate': f'{mlp}.gate_proj', 'mlp/c_fc': f'{mlp}.up_proj', 'mlp/c_proj': f'{mlp}.down_proj',
+        'mlp/shared/c_gate': f'{shared}.gate_proj', 'mlp/shared/c_fc': f'{shared}.up_proj',
+        'mlp/shared/c_proj': f'{shared}.down_proj', 'mlp/router': f'{mlp}.{layout.router}'}
+
+
 def llama_tensor_maps(config, layout):
     """{path: [TensorMap]} of the families that use Llama's tensor names. Linear layers are [out, in] on disk."""
-    D, V = config.n_embd, config.vocab_size
-    model = f'{layout.prefix}model'
-    tensor_maps = stored_as_is(('wte',), f'{model}.embed_tokens.weight', V, D)
-    if not config.tied_head:
-        tensor_maps |= stored_as_is(('lm_head',), f'{layout.prefix}lm_head.weight', V, D)
-    tensor_maps |= stored_as_is(('ln_f', 'scale'), f'{model}.norm.weight', D)
-    for i in range(config.n_layer):
-        h, name = f'h_{i}', f'{model}.layers.{i}'
-        for ours, theirs in BLOCK_NORM_NAMES[config.block_norms].items():
-            tensor_maps |= stored_as_is((h, ours, 'scale'), f'{name}.{theirs}.weight', D)
-        attention_tensor_maps = mla_tensor_maps if config.mla else gqa_tensor_maps
-        tensor_maps |= attention_tensor_maps(config, layout, (h, 'attn'), f'{name}.self_attn')
-        _, is_moe = config.layer(i)
-        if is_moe:
-            tensor_maps |= moe_tensor_maps(config, layout, (h, 'mlp'), f'{name}.{layout.mlp}')
+    names = llama_names(config, layout)
+    ends = {'kernel': 'weight', 'scale': 'weight', 'selection_bias': 'e_score_correction_bias',
+            'kv_b': 'kv_b_proj.weight'}
+    rows = {}
+    if config.mla and layout.interleaved_rope:
+        q_width, kv_width = config.mla.nope_dim + config.mla.rope_dim, config.mla.kv_rank + config.mla.rope_dim
+        rows = {'attn/q_b': deinterleave_rope(config.n_head * q_width, q_width, config.mla.rope_dim),
+                'attn/kv_a': deinterleave_rope(kv_width, kv_width, config.mla.rope_dim)}
+    tensor_maps = {}
+    for path, shape in param_shapes(config).items():
+        *modules, leaf = path
+        block, module = f'{layout.prefix}model.layers.{path[0][2:]}', '/'.join(modules[1:])
+        if path in MODEL_NAMES:
+            parts = [TensorMap(layout.prefix + MODEL_NAMES[path], shape)]
+        elif module == 'attn/c_attn':
+            parts = qkv_tensor_maps(config, layout, f'{block}.self_attn', leaf)
+        elif module.startswith('mlp/experts_'):
+            parts = expert_tensor_maps(layout, f'{block}.{layout.mlp}.experts', modules[-1], leaf, shape)
+        elif layout.fused and module in ('mlp/c_gate', 'mlp/c_fc'):
+            D, F = shape
+            rows_of_module = slice(0, F) if module == 'mlp/c_gate' else slice(F, None)
+            parts = [TensorMap(f'{block}.mlp.gate_up_proj.weight', (2 * F, D), transpose=True, src=rows_of_module)]
+        elif leaf in ('kernel', 'kv_b'):
+            parts = [TensorMap(f'{block}.{names[module]}.{ends[leaf]}', shape[::-1], transpose=True,
+                               rows=rows.get(module, ...))]
         else:
-            tensor_maps |= mlp_tensor_maps(config, (h, 'mlp'), f'{name}.{layout.mlp}', config.mlp_width, layout.fused)
-    for path, (first, *_) in tensor_maps.items():
-        if path[-1] == 'scale':
-            tensor_maps[path] = [first._replace(offset=layout.norm_offset)]
+            parts = [TensorMap(f'{block}.{names[module]}.{ends.get(leaf, leaf)}', shape)]
+        if leaf == 'scale':
+            parts = [part._replace(offset=layout.norm_offset) for part in parts]
+        tensor_maps[path] = parts
     return tensor_maps
 
 
 def family_tensor_maps(config, family, prefix=''):
-    """{path: [TensorMap]} of a Hugging Face model. prefix: of GPT-2's names."""
-    if family == 'gpt2':
-        return gpt2_tensor_maps(config, prefix=prefix)
+    """{path: [TensorMap]} of a model of Hugging Face, or of nanoGPT. prefix: of GPT-2's names."""
+    if family in ('gpt2', 'nanogpt'):
+        return gpt2_tensor_maps(config, transpose=family == 'nanogpt', prefix=prefix)
     return llama_tensor_maps(config, LAYOUTS.get(family, Layout()))
 
 
-def stored_as_is(path, name, *shape):
-    """A parameter that has the same shape on disk."""
-    return {path: [TensorMap(name, shape)]}
-
-
-def linear_maps(path, name, n_in, n_out, *, bias, rows=...):
-    """A linear layer, [n_out, n_in] on disk."""
-    kernel = TensorMap(f'{name}.weight', (n_out, n_in), transpose=True, rows=rows)
-    tensor_maps = {(*path, 'kernel'): [kernel]}
-    if bias:
-        tensor_maps[*path, 'bias'] = [TensorMap(f'{name}.bias', (n_out,))]
-    return tensor_maps
-
-
-def mlp_tensor_maps(config, path, name, width, fused=False):
-    """A gated MLP."""
-    D = config.n_embd
-    if fused:
-        both = TensorMap(f'{name}.gate_up_proj.weight', (2 * width, D), transpose=True)
-        return {(*path, 'c_gate', 'kernel'): [both._replace(src=slice(0, width))],
-                (*path, 'c_fc', 'kernel'): [both._replace(src=slice(width, None))],
-                **linear_maps((*path, 'c_proj'), f'{name}.down_proj', width, D, bias=False)}
-    return (linear_maps((*path, 'c_gate'), f'{name}.gate_proj', D, width, bias=config.bias)
-            | linear_maps((*path, 'c_fc'), f'{name}.up_proj', D, width, bias=config.bias)
-            | linear_maps((*path, 'c_proj'), f'{name}.down_proj', width, D, bias=config.bias))
-
-
-def gqa_tensor_maps(config, layout, path, name):
+def qkv_tensor_maps(config, layout, name, leaf):
     """Attention with query heads that share key and value heads: q, k and v are side by side in our c_attn."""
     D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_width
-    kernels, biases = [], []
+    if layout.fused:
+        return [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
+    parts = []
     for theirs, first, n in (('q', 0, H), ('k', H, G), ('v', H + G, G)):
         columns = slice(first * K, (first + n) * K)
-        rows = ...
-        if layout.interleaved_rope and theirs in 'qk':
-            rows = deinterleave_rope(n * K, K, K)
-        kernels.append(TensorMap(f'{name}.{theirs}_proj.weight', (n * K, D), transpose=True, rows=rows,
-                                 dst=(slice(None), columns)))
-        biases.append(TensorMap(f'{name}.{theirs}_proj.bias', (n * K,), dst=columns))
-    if layout.fused:
-        kernels = [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
-    tensor_maps = {(*path, 'c_attn', 'kernel'): kernels}
-    if config.bias or config.qkv_bias:
-        tensor_maps[*path, 'c_attn', 'bias'] = biases
-    tensor_maps |= linear_maps((*path, 'c_proj'), f'{name}.o_proj', H * K, D, bias=config.bias)
-    if config.qk_norm in ('learned', 'all_heads'):
-        q_width, k_width = (H * K, G * K) if config.qk_norm == 'all_heads' else (K, K)
-        tensor_maps |= stored_as_is((*path, 'q_norm', 'scale'), f'{name}.q_norm.weight', q_width)
-        tensor_maps |= stored_as_is((*path, 'k_norm', 'scale'), f'{name}.k_norm.weight', k_width)
-    if config.sinks:
-        tensor_maps |= stored_as_is((*path, 'sinks'), f'{name}.sinks', H)
-    return tensor_maps
+        if leaf == 'bias':
+            parts.append(TensorMap(f'{name}.{theirs}_proj.bias', (n * K,), dst=columns))
+        else:
+            interleaved = layout.interleaved_rope and theirs in 'qk'
+            rows = deinterleave_rope(n * K, K, K) if interleaved else ...
+            parts.append(TensorMap(f'{name}.{theirs}_proj.weight', (n * K, D), transpose=True, rows=rows,
+                                   dst=(slice(None), columns)))
+    return parts
 
 
-def mla_tensor_maps(config, layout, path, name):
-    """Multi-head latent attention."""
-    mla, D, H = config.mla, config.n_embd, config.n_head
-    head_width = mla.nope_dim + mla.rope_dim
-    kv_a_width = mla.kv_rank + mla.rope_dim  # the latent and the shared key with RoPE
-    q_rows = kv_a_rows = ...
-    if layout.interleaved_rope:
-        q_rows = deinterleave_rope(H * head_width, head_width, mla.rope_dim)
-        kv_a_rows = deinterleave_rope(kv_a_width, kv_a_width, mla.rope_dim)
-    if mla.q_rank:
-        tensor_maps = linear_maps((*path, 'q_a'), f'{name}.q_a_proj', D, mla.q_rank, bias=config.bias)
-        tensor_maps |= stored_as_is((*path, 'q_norm', 'scale'), f'{name}.q_a_layernorm.weight', mla.q_rank)
-        tensor_maps |= linear_maps((*path, 'q_b'), f'{name}.q_b_proj', mla.q_rank, H * head_width, bias=config.bias,
-                                   rows=q_rows)
-    else:
-        tensor_maps = linear_maps((*path, 'q_b'), f'{name}.q_proj', D, H * head_width, bias=config.bias, rows=q_rows)
-    tensor_maps |= linear_maps((*path, 'kv_a'), f'{name}.kv_a_proj_with_mqa', D, kv_a_width, bias=config.bias,
-                               rows=kv_a_rows)
-    tensor_maps |= stored_as_is((*path, 'kv_norm', 'scale'), f'{name}.kv_a_layernorm.weight', mla.kv_rank)
-    kv_b_shape = H * (mla.nope_dim + mla.v_dim), mla.kv_rank
-    tensor_maps[*path, 'kv_b'] = [TensorMap(f'{name}.kv_b_proj.weight', kv_b_shape, transpose=True)]
-    return tensor_maps | linear_maps((*path, 'c_proj'), f'{name}.o_proj', H * mla.v_dim, D, bias=config.bias)
+def expert_tensor_maps(layout, name, ours, leaf, shape):
+    """One of the matrices or biases of all experts. Each is read separately: its tensor may be dequantized on the way.
 
-
-def moe_tensor_maps(config, layout, path, name):
-    """A mixture of experts. Each expert is read separately: its tensor may be dequantized on the way."""
-    D, E, F = config.n_embd, config.moe.n_expert, config.moe.width
-    tensor_maps = linear_maps((*path, 'router'), f'{name}.{layout.router}', D, E, bias=config.bias)
-    if config.moe.selection_bias:
-        tensor_maps |= stored_as_is((*path, 'router', 'selection_bias'),
-                                    f'{name}.{layout.router}.e_score_correction_bias', E)
+    shape: of our parameter, [E, in, out] or [E, out]."""
+    E, *_, n_out = shape
     if layout.experts == 'separate':
-        for ours, theirs, shape in (('c_gate', 'gate', (F, D)), ('c_fc', 'up', (F, D)), ('c_proj', 'down', (D, F))):
-            tensor_maps[*path, f'experts_{ours}', 'kernel'] = [
-                TensorMap(f'{name}.experts.{e}.{theirs}_proj.weight', shape, transpose=True, dst=e) for e in range(E)]
-    else:
-        gate, up = slice(0, F), slice(F, None)
+        theirs = {'experts_c_gate': 'gate', 'experts_c_fc': 'up', 'experts_c_proj': 'down'}[ours]
+        return [TensorMap(f'{name}.{e}.{theirs}_proj.weight', (n_out, shape[1]), transpose=True, dst=e)
+                for e in range(E)]
+    tensor, columns = 'down_proj', slice(None)
+    if ours != 'experts_c_proj':
+        first = ours == 'experts_c_gate'
+        tensor = 'gate_up_proj'
+        columns = slice(0, n_out) if first else slice(n_out, None)
         if layout.experts == 'interleaved':
-            gate, up = slice(0, None, 2), slice(1, None, 2)
-        for ours, theirs, n_in, n_out, columns in (
-                ('c_gate', 'gate_up', D, 2 * F, gate), ('c_fc', 'gate_up', D, 2 * F, up),
-                ('c_proj', 'down', F, D, slice(None))):
-            tensor = f'{name}.experts.{theirs}_proj'
-            tensor_maps[*path, f'experts_{ours}', 'kernel'] = [
-                TensorMap(tensor, (E, n_in, n_out), dst=e, src=(e, ..., columns)) for e in range(E)]
-            if config.bias:
-                tensor_maps[*path, f'experts_{ours}', 'bias'] = [
-                    TensorMap(f'{tensor}_bias', (E, n_out), dst=e, src=(e, ..., columns)) for e in range(E)]
-    if config.moe.shared_width:
-        tensor_maps |= mlp_tensor_maps(config, (*path, 'shared'), f'{name}.{layout.shared}', config.moe.shared_width)
-    return tensor_maps
+            columns = slice(0, None, 2) if first else slice(1, None, 2)
+        shape = *shape[:-1], 2 * n_out
+    tensor += '_bias' if leaf == 'bias' else ''
+    return [TensorMap(f'{name}.{tensor}', shape, dst=e, src=(e, ..., columns)) for e in range(E)]
 
 
 IGNORED = (r'(^|\.)h\.\d+\.attn\.(masked_)?bias$',  # causal masks
@@ -801,33 +721,29 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
 # -----------------------------------------------------------------------------
 # Hugging Face folders and nanoGPT
 
-def load_hugging_face(file, dtype, place):
-    """(config, params) of a model from its weights, with config.json in the same folder."""
+def open_model(path_or_name):
+    """(config, family, {name: array}, file of the weights) of what load_pretrained reads. The arrays of safetensors are
+    memory-mapped, and what is quantized dequantizes when it is indexed."""
+    file = weight_file(local_path(path_or_name))
     source = find_config_json(file)
+    if source is None:
+        config, tensors = read_nanogpt(file)
+        return config, 'nanogpt', tensors, file
     hf = read_json(source)
     config, family = read_config(hf, source)
-    tensors = read_tensors(file)
     quantization = hf.get('quantization_config') or {}
-    tensors = dequantize_lazily(tensors, quantization.get('weight_block_size', [128, 128]), file)
-    return config, params_from_tensors(tensors, config, family_tensor_maps(config, family), file, dtype, place)
+    block = quantization.get('weight_block_size', [128, 128])
+    return config, family, dequantize_lazily(read_tensors(file), block, file), file
 
 
-def load_nanogpt(path, dtype, place):
-    """(config, params) of a ckpt.pt that nanoGPT's train.py wrote."""
+def read_nanogpt(path):
+    """(config, {name: array}) of a ckpt.pt that nanoGPT's train.py wrote."""
     checkpoint = read_torch_checkpoint(path)
-    config = read_nanogpt_config(checkpoint, path)
-    checkpoint.pop('optimizer', None)  # frees its memory: it is twice as large as the model
-    tensors = checkpoint['model']
-    if not (isinstance(tensors, dict) and all(type(k) is str and type(x) is np.ndarray for k, x in tensors.items())):
-        raise UserError(f'{path} does not hold a state dict, names with their tensors')
-    tensors = {name.removeprefix('_orig_mod.'): x for name, x in tensors.items()}  # torch.compile's prefix
-    tensor_maps = gpt2_tensor_maps(config, transpose=True)
-    return config, params_from_tensors(tensors, config, tensor_maps, path, dtype, place)
-
-
-def read_nanogpt_config(checkpoint, path):
     require_keys(['model', 'model_args'], checkpoint, path, 'a checkpoint of nanoGPT')
-    args = checkpoint['model_args']
+    args, tensors = checkpoint['model_args'], checkpoint['model']
     require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
     bias = args.get('bias') is not False  # nanoGPT's first checkpoints lack the entry; they have biases
-    return make_config({name: args[name] for name in GPT2_SIZES} | {'bias': bias}, path)
+    config = make_config({name: args[name] for name in GPT2_SIZES} | {'bias': bias}, path)
+    if not (isinstance(tensors, dict) and all(type(k) is str and type(x) is np.ndarray for k, x in tensors.items())):
+        raise UserError(f'{path} does not hold a state dict, names with their tensors')
+    return config, {name.removeprefix('_orig_mod.'): x for name, x in tensors.items()}  # torch.compile's prefix

@@ -551,9 +551,10 @@ def test_what_is_saved_is_what_transformers_saves(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params_again, params)
 
 
-@pytest.mark.parametrize('name', ['llama', 'mistral', 'smollm3', 'qwen3', 'qwen3_moe'])
+@pytest.mark.parametrize('name', ['llama', 'mistral', 'qwen3', 'qwen3_moe'])
 def test_a_config_json_is_derived_for_the_models_that_flags_make(name, tmp_path):
     config, params = load(name)
+    config = dataclasses.replace(config, rope_scaling=None)
     folder = tmp_path / 'model'
     save_pretrained(params, config, folder)
     jax.tree.map(np.testing.assert_array_equal, read_tensors(folder), read_tensors(FAMILIES / name))
@@ -602,7 +603,7 @@ def test_a_config_json_of_another_model_is_not_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize('name', ['qwen2', 'olmo2', 'gemma3', 'gpt_oss', 'deepseek_v3', 'llama4'])
+@pytest.mark.parametrize('name', ['llama', 'qwen2', 'smollm3', 'olmo2', 'gemma3', 'gpt_oss', 'deepseek_v3', 'llama4'])
 def test_of_a_model_that_flags_do_not_make_the_config_json_is_asked_for(name, tmp_path):
     config, params = load(name)
     message = refusal(save_pretrained, params, config, tmp_path / 'model')
@@ -621,7 +622,8 @@ def test_what_transformers_would_compute_otherwise_is_not_saved(changes, tmp_pat
 
 def test_a_large_model_is_saved_in_several_files_of_16_bits(tmp_path):
     config, params = load('llama')
-    save_pretrained(params, config, tmp_path / 'model', dtype='bfloat16', shard_bytes=20_000)
+    save_pretrained(params, config, tmp_path / 'model', dtype='bfloat16', shard_bytes=20_000,
+                    config_json=FAMILIES / 'llama' / 'config.json')
     files = sorted(path.name for path in (tmp_path / 'model').glob('*.safetensors'))
     assert files == ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     assert all((tmp_path / 'model' / file).stat().st_size < 23_000 for file in files)
