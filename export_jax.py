@@ -1,7 +1,8 @@
-"""Saves a trained model as a Hugging Face folder, which transformers, vLLM or llama.cpp's converter can read.
+"""Saves a trained model as a Hugging Face folder, for transformers and vLLM, or as a GGUF file, for llama.cpp.
 
 $ python export_jax.py --out_dir=out-mine --folder=my-model --dtype=bfloat16
 $ python export_jax.py --init_from=nanogpt/out/ckpt.pt --folder=my-model
+$ python export_jax.py --out_dir=out-mine --gguf=my-model.gguf --dtype=q8_0
 """
 import os
 import tempfile
@@ -14,21 +15,24 @@ out_dir = 'out' # the run to export
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
 base = '' # of a LoRA run: where the pretrained model is now, if it has moved
 folder = '' # the new folder
-dtype = 'float32' # of the weights in the folder: 'float32', 'bfloat16', 'float16'
+gguf = '' # or a new file, model.gguf
+dtype = 'float32' # of the weights: 'float32', 'bfloat16', 'float16'; of a GGUF file 'float32', 'float16', 'q8_0'
 shard_gb = 5.0 # weights that need more are split into several files
 # -----------------------------------------------------------------------------
 start_script()
 flags, _ = read_flags(__file__, globals())
 globals().update(flags)
-if not folder:
-    raise UserError('name the new folder: --folder=my-model')
+if bool(folder) == bool(gguf):
+    raise UserError('name the new folder or file: --folder=my-model or --gguf=model.gguf')
+if gguf and not gguf.endswith('.gguf'):
+    raise UserError(f'the name of a GGUF file ends in .gguf, not {gguf!r}')
 if shard_gb <= 0:
     raise UserError(f'shard_gb must be more than 0, not {shard_gb}')
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 from jax_devices.setup import setup_jax_environment
 from jax_files.checkpoints import load_run
-from jax_files.tokenizers import describe_tokenizer, write_char_tokenizer
+from jax_files.tokenizers import describe_tokenizer, write_char_tokenizer, write_gpt2_tokenizer
 from jax_files.weight_files import find_config_json, kept_config_json, local_path
 from jax_pretrained import load_pretrained, save_pretrained
 
@@ -44,11 +48,19 @@ else:
     config_json = find_config_json(path)
     tokenizer = describe_tokenizer(path, config.vocab_size) or {}
 with tempfile.TemporaryDirectory() as made:
-    if tokenizer.get('kind') == 'char':
+    if gguf:
+        if not tokenizer:
+            raise UserError("a GGUF file holds the tokenizer, and this model's is unknown: put its tokenizer.json "
+                            'beside the weights')
+        if tokenizer['kind'] == 'gpt2':
+            write_gpt2_tokenizer(made)
+            tokenizer = {'kind': 'folder', 'path': made}
+        tokenizer = {'path': tokenizer}
+    elif tokenizer.get('kind') == 'char':
         write_char_tokenizer(tokenizer['chars'], made)
         tokenizer = {'path': made}
     elif 'path' not in tokenizer:
         print("without a tokenizer.json: it is GPT-2's, or unknown")
-    save_pretrained(params, config, folder, config_json=config_json, dtype=dtype, tokenizer=tokenizer.get('path'),
-                    shard_bytes=int(shard_gb * 1e9))
-print(f'saved {folder}')
+    save_pretrained(params, config, gguf or folder, config_json=config_json, dtype=dtype,
+                    tokenizer=tokenizer.get('path'), shard_bytes=int(shard_gb * 1e9))
+print(f'saved {gguf or folder}')

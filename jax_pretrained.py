@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jax_files.gguf_files import GGUF_DTYPES, write_gguf
+from jax_files.tokenizers import load_tokenizer
 from jax_files.weight_files import (
     SPECIAL_TOKENS, aligned_empty, check_tensors, common_dtype, dequantize_lazily, find_config_json,
     kept_config_json, local_path, read_tensors, read_torch_checkpoint, require_keys, weight_file, write_folder)
@@ -62,11 +64,15 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
     config_json: path of that of the model that params come from, to be written back with all its keys; where it is
     None, a config.json is derived from `config`, which is possible for the models that flags of train_jax.py make.
     dtype: of the file, one of DTYPES. tokenizer: folder of a tokenizer.json and what belongs to it, to be copied.
+    folder: if its name ends in .gguf, a GGUF file for llama.cpp is written instead; dtype is one of GGUF_DTYPES then,
+    and tokenizer a description for load_tokenizer.
     shard_bytes: weights that need more are split into several files with an index.
     The folder must not exist or be empty; it appears when it is complete. Raises UserError if it cannot be written,
     params are not those of GPT(config), or config_json is missing or that of another model."""
-    if dtype not in DTYPES:
-        raise UserError(f'dtype must be one of {", ".join(DTYPES)}, not {dtype!r}')
+    is_gguf = str(folder).endswith('.gguf')
+    dtypes = GGUF_DTYPES if is_gguf else DTYPES
+    if dtype not in dtypes:
+        raise UserError(f'dtype must be one of {", ".join(dtypes)}, not {dtype!r}')
     hf_config = read_config_json_of(config, config_json) if config_json else derive_config_json(config)
     arrays = flatten_dict(params)
     shapes = {'/'.join(path): shape for path, shape in param_shapes(config).items()}
@@ -82,11 +88,13 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
             sources.setdefault(tensor_map.name, []).append((path, tensor_map))
     shapes = {name: parts[0][1].shape for name, parts in sources.items()}
     def make_tensor(name):
-        tensor = np.zeros(shapes[name], dtype)
+        tensor = np.zeros(shapes[name], 'float32' if is_gguf else dtype)
         for path, tensor_map in sources[name]:
             tensor_map.fill(tensor, np.asarray(arrays[path]))
         return tensor
 
+    if is_gguf:
+        return write_gguf(folder, config, family, shapes, make_tensor, dtype, load_tokenizer(tokenizer))
     hf_config['dtype'] = dtype
     for file in ('config.json', 'generation_config.json') if tokenizer else ():
         ids = read_json(os.path.join(tokenizer, file), optional=True)

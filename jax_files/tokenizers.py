@@ -51,6 +51,29 @@ def write_char_tokenizer(chars, folder):
     tokenizer.save(os.path.join(folder, 'tokenizer.json'))
 
 
+def write_gpt2_tokenizer(folder):
+    """Writes the tokenizer.json of GPT-2's BPE, with the merges that tiktoken's ranks imply."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    bpe = GPT2Tokenizer().bpe
+    kept = [b for b in range(256) if chr(b).isprintable() and b != 32]  # bytes that stand for themselves
+    letters = {b: chr(b) for b in kept} | {b: chr(256 + i) for i, b in enumerate(sorted({*range(256)} - {*kept}))}
+    ranks = bpe._mergeable_ranks
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:
+            i = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], len(ranks)))
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        merges += [tuple(''.join(map(letters.get, part)) for part in parts)] if len(parts) == 2 else []
+    tokens = {''.join(map(letters.get, token)): id for token, id in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(tokens | {'<|endoftext|>': bpe.eot_token}, merges))
+    tokenizer.add_special_tokens([AddedToken('<|endoftext|>', special=True, normalized=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(os.path.join(folder, 'tokenizer.json'))
+    write_text(os.path.join(folder, 'tokenizer_config.json'), '{"eos_token": "<|endoftext|>"}')
+
+
 class GPT2Tokenizer:
     stop_tokens = ()
     chat_template = None

@@ -1,0 +1,108 @@
+"""GGUF files. The tests that compare with llama.cpp need its Python binding, pip install llama-cpp-python."""
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jax_files.tokenizers import CharTokenizer
+from jax_flags import UserError
+from jax_generate import generate
+from jax_pretrained import load_pretrained, save_pretrained
+from jax_transformer import GPTConfig
+from tests.common import CHAT_TEMPLATE, FAMILIES, assert_refused, edit_json, random_params, run_script, succeeded
+
+gguf = pytest.importorskip('gguf')  # of requirements_jax.txt
+CHARS = '\n !,.\\abcdefghijklmnopqrstuvwxyz\u00e4\u00e9\u4e2d\U0001f642'
+GPT2 = GPTConfig(block_size=64, vocab_size=len(CHARS), n_layer=2, n_head=2, n_embd=64, activation='gelu_tanh')
+LLAMA = GPTConfig(block_size=64, vocab_size=len(CHARS), n_layer=2, n_head=4, n_kv_head=2, n_embd=64, n_inner=96,
+                  norm='rms', position='rope', mlp='swiglu', bias=False, tied_head=False)
+QWEN3 = GPTConfig(**{name: getattr(LLAMA, name) for name in LLAMA.__dataclass_fields__} | {'qk_norm': 'learned'})
+CONFIGS = {'gpt2': GPT2, 'llama': LLAMA, 'qwen3': QWEN3}
+CHAR_TOKENIZER = {'kind': 'char', 'chars': CHARS}
+
+
+def read(path):
+    """({key: value}, {name: array}) of a GGUF file."""
+    reader = gguf.GGUFReader(path)
+    return ({key: field.contents() for key, field in reader.fields.items()},
+            {x.name: gguf.dequantize(x.data, x.tensor_type) for x in reader.tensors})
+
+
+@pytest.mark.parametrize('family', CONFIGS)
+def test_a_gguf_file_holds_the_weights_and_the_settings(family, tmp_path):
+    config = CONFIGS[family]
+    params = random_params(config)
+    save_pretrained(params, config, tmp_path / 'model.gguf', tokenizer=CHAR_TOKENIZER)
+    values, tensors = read(tmp_path / 'model.gguf')
+    assert values['general.architecture'] == family
+    assert values[f'{family}.context_length'] == 64 and values[f'{family}.block_count'] == 2
+    np.testing.assert_array_equal(tensors['token_embd.weight'], params['wte'])
+    kernel = params['h_1']['mlp']['c_fc']['kernel']
+    np.testing.assert_array_equal(tensors['blk.1.ffn_up.weight'], np.asarray(kernel).T)
+    q = np.asarray(params['h_0']['attn']['c_attn']['kernel']).T[:64]
+    if family == 'llama':  # RoPE rotates neighbours there
+        q = q.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
+    name = 'attn_qkv' if family == 'gpt2' else 'attn_q'
+    np.testing.assert_array_equal(tensors[f'blk.0.{name}.weight'][:64], q)
+
+
+def test_q8_0_is_within_one_part_in_127_of_the_largest_of_its_block(tmp_path):
+    params = random_params(LLAMA)
+    save_pretrained(params, LLAMA, tmp_path / 'model.gguf', dtype='q8_0', tokenizer=CHAR_TOKENIZER)
+    _, tensors = read(tmp_path / 'model.gguf')
+    want = np.asarray(params['h_0']['mlp']['c_gate']['kernel']).T
+    error = np.abs(tensors['blk.0.ffn_gate.weight'] - want).reshape(-1, 32).max(1)
+    assert (0 < error).any() and (error <= np.abs(want).reshape(-1, 32).max(1) / 127).all()
+    assert tensors['blk.0.attn_norm.weight'].dtype == np.float32
+
+
+def test_a_gguf_file_has_the_chat_template_and_the_end_tokens(speaking, tmp_path):
+    tokenizer = json.loads((speaking / 'tokenizer.json').read_text())
+    tokenizer['pre_tokenizer'] = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
+                                  'use_regex': True}
+    path = tmp_path / 'model.gguf'
+    edit_json(speaking / 'config.json', rope_parameters={'rope_type': 'default', 'rope_theta': 10000.0})
+    refused = run_script('export_jax.py', f'--init_from={speaking}', f'--gguf={path}')
+    assert_refused(refused, 'llama.cpp has no equivalent of this tokenizer.json')
+    assert not list(tmp_path.glob('model.gguf*'))
+    (speaking / 'tokenizer.json').write_text(json.dumps(tokenizer))
+    succeeded(run_script('export_jax.py', f'--init_from={speaking}', f'--gguf={path}', '--dtype=float16'))
+    values, _ = read(path)
+    assert values['tokenizer.chat_template'] == CHAT_TEMPLATE
+    assert values['tokenizer.ggml.tokens'][values['tokenizer.ggml.eos_token_id']] == '</s>'
+    assert values['tokenizer.ggml.pre'] == 'gpt-2'
+    assert values['tokenizer.ggml.add_bos_token']
+    assert values['tokenizer.ggml.tokens'][:3] == ['a', 'b', 'c']
+    assert len(values['tokenizer.ggml.tokens']) == load_pretrained(speaking)[0].vocab_size
+    assert_refused(run_script('export_jax.py', f'--init_from={speaking}', f'--gguf={path}'), 'model.gguf exists')
+
+
+def test_what_llama_cpp_does_not_have_is_refused(tmp_path):
+    config, params = load_pretrained(FAMILIES / 'olmo2')
+    with pytest.raises(UserError, match='no GGUF is written of a olmo2'):
+        save_pretrained(params, config, tmp_path / 'model.gguf', config_json=FAMILIES / 'olmo2' / 'config.json',
+                        tokenizer=CHAR_TOKENIZER)
+    with pytest.raises(UserError, match='dtype must be one of float32, float16, q8_0'):
+        save_pretrained(random_params(LLAMA), LLAMA, tmp_path / 'model.gguf', dtype='bfloat16')
+    assert_refused(run_script('export_jax.py', '--gguf=model.gguf', '--folder=model'), 'name the new folder or file')
+
+
+@pytest.mark.parametrize('family', CONFIGS)
+def test_llama_cpp_reads_the_same_ids_and_continues_alike(family, tmp_path):
+    llama_cpp = pytest.importorskip('llama_cpp')
+    config = CONFIGS[family]
+    params = random_params(config)
+    save_pretrained(params, config, tmp_path / 'model.gguf', tokenizer=CHAR_TOKENIZER)
+    model = llama_cpp.Llama(str(tmp_path / 'model.gguf'), n_ctx=64, n_threads=1, verbose=False,
+                            type_k=0, type_v=0, flash_attn=False)  # keys and values in float32
+    tokenizer, random = CharTokenizer(CHARS), np.random.default_rng(0)
+    for _ in range(1000):
+        ids = random.integers(len(CHARS), size=random.integers(1, 60)).tolist()
+        assert model.tokenize(tokenizer.decode(ids).encode(), add_bos=True, special=True) == ids
+    prompts = random.integers(len(CHARS), size=(20, 10)).astype(np.int32)
+    tokens = np.asarray(generate(params, config, prompts, 50, rng=jax.random.key(0), temperature=0.0))
+    for prompt, want in zip(prompts.tolist(), tokens[:, 10:].tolist()):
+        model.reset()
+        found = model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)
+        assert [next(found) for _ in range(50)] == want
