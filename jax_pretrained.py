@@ -79,7 +79,7 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
     check_tensors({'/'.join(path): x for path, x in arrays.items()}, shapes, 'params')
     if hf_config['model_type'] == 'gpt2' and not config.bias:
         config = dataclasses.replace(config, bias=True)
-        arrays = {path: np.zeros(shape, dtype) for path, shape in param_shapes(config).items()} | arrays
+        arrays = {path: np.zeros(shape) for path, shape in param_shapes(config).items()} | arrays
     tensor_maps = family_tensor_maps(config, hf_config['model_type'], prefix='transformer.')
 
     sources = {}  # what each tensor on disk is made of: [(parameter path, TensorMap)]
@@ -87,6 +87,7 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
         for tensor_map in group:
             sources.setdefault(tensor_map.name, []).append((path, tensor_map))
     shapes = {name: parts[0][1].shape for name, parts in sources.items()}
+
     def make_tensor(name):
         tensor = np.zeros(shapes[name], 'float32' if is_gguf else dtype)
         for path, tensor_map in sources[name]:
@@ -94,7 +95,8 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
         return tensor
 
     if is_gguf:
-        return write_gguf(folder, config, family, shapes, make_tensor, dtype, load_tokenizer(tokenizer))
+        return write_gguf(folder, config, hf_config['model_type'], shapes, make_tensor, dtype,
+                          load_tokenizer(tokenizer))
     hf_config['dtype'] = dtype
     for file in ('config.json', 'generation_config.json') if tokenizer else ():
         ids = read_json(os.path.join(tokenizer, file), optional=True)
