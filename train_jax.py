@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, check_flags, exit_if_peer_died, read_flags, start_script
+from jax_flags import UserError, ceil_div, check_flags, exit_if_peer_died, read_flags, start_script, write_text
 
 # -----------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in the order given.
@@ -112,24 +112,22 @@ import jaxlib
 import numpy as np
 
 from jax_devices.parallel import choose_attention, setup_distributed_training, split_batch
-from jax_devices.processes import check_agreement, in_all_processes, initialize_distributed
+from jax_devices.processes import StopSignal, check_agreement, in_all_processes, initialize_distributed, signal_name
 from jax_devices.setup import Stopwatch, configure_process, device_peak_flops, is_synchronous
 from jax_files.checkpoints import (
     checkpoint_steps, finish_checkpoints, load_checkpoint, lock_out_dir, open_checkpoints, save_checkpoint)
 from jax_files.data import (
     check_ids, counted_share, describe_data, get_batch_jax, get_loss_weights, load_dataset, load_dataset_meta,
     load_masks, load_pairs)
-from jax_files.tokenizers import (
-    check_tokens, copy_tokenizer, describe_tokenizer, load_token_bytes, same_tokens)
+from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, load_token_bytes, same_tokens
 from jax_files.weight_files import find_config_json, keep_config_json, local_path
-from jax_flags import ceil_div, write_text
 from jax_lora import count_frozen, create_lora_state, full_path, load_frozen, load_weights, model_params, move_base
 from jax_pretrained import load_config
 from jax_text import check_sample_prompt, sample_while_training
 from jax_train_utils import (
-    IterationLog, MetricsLog, StopSignal, all_finite, config_from_flags, create_learning_rate_schedule,
+    IterationLog, MetricsLog, all_finite, config_from_flags, create_learning_rate_schedule,
     create_optimizer_with_schedule, estimate_loss_jax, flags_from_config, for_this_run, make_eval_step,
-    make_train_step, plot_losses, progress_bar, resolve_flags, signal_name, start_wandb)
+    make_train_step, plot_losses, progress_bar, resolve_flags, start_wandb)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 configure_process(flags['device'], flags['deterministic'])
@@ -212,11 +210,8 @@ for split, mask in masks.items():
     counted_share(mask, block_size, eval_iters * batch_size, split)  # before anything is written or compiled
 architecture = config.architecture()  # saved in the checkpoints: a RoPE model keeps its context
 config = dataclasses.replace(config, block_size=block_size)  # training sees sequences of this length only
-if deterministic and devices[0].platform == 'gpu':
-    if attention == 'cudnn':
-        raise UserError('attention=cudnn is not deterministic; use --attention=auto, or --deterministic=False')
-    attention = 'xla'
-implementation, attention_reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context)
+implementation, attention_reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context,
+                                                    deterministic=deterministic)
 config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({attention_reason})')
 parallel.validate(config)
@@ -308,21 +303,18 @@ def make_batch(iter_num):
 
 
 def evaluate():
-    """The validation loss, after logging the losses on both splits; None if a signal ends the evaluation. Raises
-    UserError if the losses are not finite."""
+    """The validation loss, after logging both losses; None if a signal comes. UserError if they are not finite."""
     params = model_params(state.params, state.frozen)
     losses = estimate_loss_jax(eval_step, params, splits, parallel, block_size=block_size, batch_size=batch_size,
                                eval_iters=eval_iters, masks=masks, vocab_size=data['vocab_size'],
-                               token_bytes=token_bytes,
-                               stop_signal=lambda: parallel.max_over_processes(stop.signum))
+                               token_bytes=token_bytes, stop_signal=lambda: parallel.max_over_processes(stop.signum))
     if losses is None:
         return None
     more = {name: value for name, value in losses.items() if name.startswith('val_') or name == 'train_bpb'}
     said = ''.join(f', {name.replace("_", " ")} {value:.4f}' for name, value in more.items() if name != 'train_bpb')
     bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}{said}")
     if not math.isfinite(sum(losses.values())):
-        raise UserError(f'the loss is not finite at iteration {iter_num}: stopping; the checkpoints in {out_dir} are '
-                        'from before')
+        raise UserError(f'the loss is not finite at iteration {iter_num}; {out_dir} has checkpoints from before')
     if sample_prompt:
         sampled = dataclasses.replace(GPTConfig(**architecture), dtype=dtype)
         more['sample'] = sample_while_training(state.params, sampled, tokenizer, sample_prompt, seed)
@@ -339,8 +331,7 @@ def evaluate():
 def save(val_loss):
     """Saves a checkpoint of this iteration. Raises UserError if the parameters are not finite."""
     if not all_finite(state.params):  # an update can spoil them after a finite loss
-        raise UserError(f'the parameters are not finite after {iter_num} iterations: stopping; the checkpoints in '
-                        f'{out_dir} are from before')
+        raise UserError(f'parameters are not finite at iteration {iter_num}; {out_dir} has checkpoints from before')
     save_checkpoint(checkpoints, iter_num, state, val_loss=val_loss, meta={
         'model': architecture, 'iter_num': iter_num, 'best_val_loss': best_val_loss,
         'tokenizer': tokenizer | ({'path': 'tokenizer'} if 'path' in tokenizer else {}), 'flags': flags,

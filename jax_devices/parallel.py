@@ -20,15 +20,19 @@ from jax_transformer import ATTENTION, span_limits
 CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
 
 
-def choose_attention(attention, config, device, *, tensor=1, context=1):
+def choose_attention(attention, config, device, *, tensor=1, context=1, deterministic=False):
     """(implementation, reason) for the flag --attention and training on `device`, one of `tensor` that share the heads
-    and `context` that share a sequence.
+    and `context` that share a sequence. deterministic: of a GPU, that of plain XLA alone.
 
     'auto' is the device's flash attention (cuDNN or splash) where it computes this model, otherwise chunked attention
     for blocks of CHUNKED_FROM tokens and longer, otherwise plain XLA. Raises UserError for an unknown or impossible
     one."""
     if attention not in ('auto', *ATTENTION):
         raise UserError(f'attention must be auto, {", ".join(ATTENTION)}, not {attention!r}')
+    if deterministic and device.platform == 'gpu':
+        if attention == 'cudnn':
+            raise UserError('attention=cudnn is not deterministic; use --attention=auto, or --deterministic=False')
+        return 'xla', 'deterministic'
     if attention in ('xla', 'chunked'):
         return attention, 'as asked'
     flash = {'gpu': 'cudnn', 'tpu': 'splash'}.get(device.platform) if attention == 'auto' else attention

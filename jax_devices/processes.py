@@ -1,9 +1,12 @@
-"""Several processes: how they find each other, and agree."""
+"""Several processes: how they find each other, and agree; the signals that stop one."""
 import importlib.metadata
 import importlib.util
 import json
 import os
 import signal
+import socket
+import sys
+import threading
 
 import jax
 import numpy as np
@@ -105,3 +108,56 @@ def check_agreement(what, values):
         if different:
             raise UserError(f'processes 0 and {i} have different {what}, all must have the same: '
                             f'{", ".join(different)}')
+
+
+class StopSignal:
+    """Catches SIGTERM and SIGINT so that the loop can save and stop. A second one ends the process at once, but not
+    while it saves. With nothing_to_save the first one ends the process.
+
+    Each signal is answered by one line on stderr, at once: by a thread, because Python runs the handlers of signals
+    only between two steps of the main thread, and a training step, a compilation or loading the weights is one."""
+
+    def __init__(self, nothing_to_save=False):
+        self.nothing_to_save = nothing_to_save
+        self.saving = lambda: False  # whether a save is under way
+        self.signum = 0  # none yet
+        self.answered = threading.Event()
+        received, sender = socket.socketpair()
+        sender.setblocking(False)
+        signal.set_wakeup_fd(sender.detach())  # gets the number of each signal as a byte
+        threading.Thread(target=self.answer, args=(received,), daemon=True).start()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self.receive)
+
+    def receive(self, signum, frame):
+        if self.nothing_to_save:
+            self.answered.wait(5)
+            sys.exit(128 + signum)
+
+    def answer(self, received):
+        while received_byte := received.recv(1):
+            signum = received_byte[0]
+            if signum not in (signal.SIGTERM, signal.SIGINT):
+                continue
+            name = signal_name(signum)
+            is_first, self.signum = not self.signum, self.signum or signum
+            if not is_first and not self.saving():
+                say(f'ended by {name}')
+                os._exit(128 + signum)
+            if not is_first:
+                say(f'{name} has to wait: a checkpoint is being written')
+            elif self.nothing_to_save:
+                say(f'stopping: there is nothing to save; {name} again ends at once')
+            else:
+                say(f'stopping after this iteration, then saving; {name} again ends at once, without saving')
+            self.answered.set()
+
+
+def signal_name(signum):
+    """As users know the signal: Ctrl-C, or SIGTERM."""
+    return 'Ctrl-C' if signum == signal.SIGINT else signal.Signals(signum).name
+
+
+def say(text):
+    """Prints a line on stderr, below a progress bar."""
+    print(f'\n{text}' if sys.stderr.isatty() else text, file=sys.stderr, flush=True)

@@ -383,7 +383,7 @@ def test_an_evaluation_at_the_iteration_of_a_resume_is_kept_and_not_written_agai
 SIGNALLED = """
 import time
 import jax
-from jax_train_utils import StopSignal
+from jax_devices.processes import StopSignal
 stop = StopSignal(nothing_to_save={nothing_to_save})
 stop.saving = lambda: {saving}
 print('ready', flush=True)
