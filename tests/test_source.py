@@ -16,7 +16,6 @@ LEVELS = {
     'jax_ops.attention': 4, 'jax_ops.experts': 4, 'jax_ops.vocabulary': 4, 'jax_ops.layers': 4,
     'jax_transformer': 5, 'jax_generate': 6, 'jax_devices.parallel': 7,
     'jax_pretrained': 7, 'jax_lora': 8, 'jax_files.checkpoints': 9, 'jax_train_utils': 10, 'jax_text': 10,
-    'jax_lm_eval': 11,
 }
 SCRIPTS = ('train_jax', 'sample_jax', 'eval_jax', 'export_jax', 'bench_jax')
 FOLDERS = ('jax_ops', 'jax_files', 'jax_devices')

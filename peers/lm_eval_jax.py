@@ -1,10 +1,14 @@
 """Our models for EleutherAI's lm-eval, where it is installed (pip install lm_eval): every task that it knows.
 
-$ python jax_lm_eval.py run --model jax --model_args source=out-mine,device=cpu --tasks arc_easy --batch_size 16
+$ python peers/lm_eval_jax.py run --model jax --model_args source=out-mine,device=cpu --tasks arc_easy --batch_size 16
 """
+import sys
+from pathlib import Path
+
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from jax_text import load
 
 
