@@ -61,7 +61,7 @@ def test_a_lora_run_starts_at_the_loss_of_its_base_and_learns(run, base, data, t
     full = [flag for flag in flags if 'lora' not in flag and 'quantize' not in flag]
     evaluated = succeeded(train(tmp_path, *full, '--eval_only=True')).stdout
     tolerance = 0.02 if '--quantize=int8' in flags else 5e-5
-    assert float(evaluated.rpartition('val loss ')[2].split()[0]) == pytest.approx(losses(out)[0], abs=tolerance)
+    assert float(evaluated.rpartition('val loss ')[2].split(',')[0]) == pytest.approx(losses(out)[0], abs=tolerance)
     assert losses(out)[-1] < losses(out)[0] - 0.05
 
 

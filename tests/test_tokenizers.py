@@ -108,8 +108,12 @@ def test_a_conversation_that_cannot_be_used_is_named(chatting, line, message, tm
     assert not (tmp_path / 'data').exists()
 
 
-def test_the_bytes_of_tokens_add_up_to_the_text(speaking, tmp_path):
+def test_the_bytes_of_tokens_add_up_to_the_text(speaking, tmp_path, monkeypatch):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    tiktoken = pytest.importorskip('tiktoken')
+    bytes_only = tiktoken.Encoding('bytes', pat_str=r'\S+|\s+', mergeable_ranks={bytes([i]): i for i in range(256)},
+                                   special_tokens={'<|endoftext|>': 256})
+    monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: bytes_only)  # GPT-2's needs a network
     text = 'hello, \u00e9 \u20ac \U0001f600 world'
     byte_level = Tokenizer(models.BPE())
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
