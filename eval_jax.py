@@ -66,7 +66,7 @@ def errors_at(place):
 
 def read_file(path):
     try:
-        return Path(path).read_text(encoding='utf-8')
+        return Path(path).read_text(encoding='utf-8-sig')
     except OSError as error:
         raise UserError(f'cannot read {path}: {error.strerror}') from None
     except UnicodeDecodeError as error:

@@ -1,5 +1,5 @@
-"""Files of weights, whatever the model: safetensors, shards, MXFP4 and fp8 blocks, files of torch.save,
-the Hugging Face hub."""
+"""Files of weights of any model: safetensors, shards, MXFP4 and fp8 blocks, files of torch.save, the Hugging Face
+hub."""
 import io
 import json
 import logging
