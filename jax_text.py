@@ -199,6 +199,12 @@ def check_sample_prompt(prompt: str, description: dict, lora: dict | None):
         load_tokenizer(description).encode(prompt)
 
 
+@functools.cache
+def training_clock():
+    """One Stopwatch for all samples of a run: each that is made listens to JAX's events until the process ends."""
+    return Stopwatch()
+
+
 def sample_while_training(params, config: GPTConfig, description: dict, prompt: str, seed: int) -> str:
     """The beginning of the first sample that sample_jax.py gives of these parameters, which stay as they are, drawn on
     one device. All processes call this, and all have the text."""
@@ -206,7 +212,7 @@ def sample_while_training(params, config: GPTConfig, description: dict, prompt: 
                                  multihost_utils.process_allgather(x, tiled=True))
     parallel = setup_distributed_training(jax.local_devices(backend=next(iter(devices_of(params))).platform)[:1])
     params = convert_params_for_decoding(parallel.device_put(jax.tree.map(whole, params)), config.dtype)
-    model = TextModel(params, config, load_tokenizer(description), parallel, None, '', '', Stopwatch(), None)
+    model = TextModel(params, config, load_tokenizer(description), parallel, None, '', '', training_clock(), None)
     return model.generate([prompt], max_new_tokens=SAMPLE_TOKENS, seed=seed)[0]
 
 
