@@ -45,7 +45,7 @@ from jax_files.checkpoints import checkpoint_steps, checksum, choose_checkpoint,
 from jax_flags import config_block
 from jax_train_utils import create_optimizer_with_schedule, read_metrics
 from jax_transformer import GPTConfig, create_train_state
-from tests.common import GOLDEN, records_without_times, write_text_dataset
+from tests.common import GOLDEN, records_without_times, wait_for, write_text_dataset
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--device=cpu',
          '--gradient_accumulation_steps=2', '--dropout=0.1', '--learning_rate=1e-2', '--warmup_iters=2']
@@ -110,6 +110,7 @@ class Run:
         deadline = time.monotonic() + seconds
         while self.poll() is None:
             if time.monotonic() > deadline:
+                failed(f'waited {seconds} s for the end of process {self.pid} in {self.files[0].parent}')
                 self.kill()
                 self.code = -1
             time.sleep(0.005)
@@ -219,11 +220,10 @@ def kill_at_random(out_dir, runs):
     started_at = time.time()
     was_saving = False
     newest = -1
+    if len(runs) > 1:
+        wait_for(f'the processes of {out_dir}', lambda: has_joined(out_dir, started_at), *runs, seconds=400)
+        started = time.monotonic()
     while all(run.poll() is None for run in runs):
-        if len(runs) > 1 and not has_joined(out_dir, started_at):
-            started = time.monotonic()
-            time.sleep(0.01)
-            continue
         saving = is_saving(out_dir, started_at)
         newest = max([newest, *checkpoint_steps(out_dir)])
         n_saves -= saving and not was_saving
@@ -693,8 +693,8 @@ def read_only_disks(work, args, endless):
     run = train(folder, *endless, '--save_interval=40')
     wait_for_save(run, folder / 'out')
     remount = ['mount', '-o', 'remount,ro', folder / 'out' / 'ckpt']
-    while run.poll() is None and subprocess.run(remount, stderr=subprocess.DEVNULL).returncode:
-        time.sleep(0.01)  # refused while a checkpoint is being written
+    is_remounted = lambda: not subprocess.run(remount, stderr=subprocess.DEVNULL).returncode
+    wait_for('the disk to become read-only', is_remounted, run)  # refused while a checkpoint is being written
     good &= check_refusal(run, 'ckpt becomes read-only', 'cannot write')
     good &= not damaged_checkpoints(folder / 'out')
     subprocess.run(['umount', folder / 'out' / 'ckpt'], check=True)
@@ -766,8 +766,7 @@ def slow_disk(work, args, expected):
 
 
 def wait_for_save(run, out_dir):
-    while run.poll() is None and len(checkpoint_steps(out_dir)) < 2:
-        time.sleep(0.01)
+    wait_for(f'two checkpoints in {out_dir}', lambda: len(checkpoint_steps(out_dir)) >= 2, run)
 
 # -----------------------------------------------------------------------------
 # a long run

@@ -11,12 +11,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+
+from tests.common import wait_for
 
 DATA = Path(__file__).resolve().parent.parent / 'data'
 EOT = 50256
@@ -103,6 +104,14 @@ def refuse(script, *args, env):
     assert done.stderr.startswith('error: '), done.stderr
     line, = done.stderr.splitlines()
     return line
+
+
+def wait_for_documents(folder, run):
+    """Waits until this run has saved its first documents; returns the file of their lengths."""
+    lengths = folder / 'lengths.part.bin'
+    wait_for(f'documents in {lengths}', lambda: lengths.exists() and lengths.stat().st_size, run)
+    assert run.poll() is None, 'the script ended before it was interrupted'
+    return lengths
 
 
 def files_in(folder):
@@ -570,11 +579,7 @@ def test_a_killed_run_on_texts_continues_with_the_same_bytes(tmp_path, bpe_env):
     prepare(*args, tmp_path / 'whole', env=bpe_env)
     run = subprocess.Popen(command(*args, tmp_path / 'out', '--num_proc=2'), start_new_session=True,
                            env=bpe_env | {'SECONDS_PER_DOCUMENT': '0.02'})
-    lengths = tmp_path / 'out' / 'lengths.part.bin'
-    deadline = time.monotonic() + 60
-    while not (lengths.exists() and lengths.stat().st_size):
-        assert run.poll() is None and time.monotonic() < deadline, 'waited for the first documents'
-        time.sleep(0.01)
+    lengths = wait_for_documents(tmp_path / 'out', run)
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
     assert 0 < lengths.stat().st_size < 4 * 200
@@ -664,11 +669,7 @@ def test_openwebtext_interrupted_and_continued_gives_the_same_bytes(tmp_path, bp
         command('openwebtext', folder, '--out_dir', out, '--num_proc', 2), env=slow, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        lengths = out / 'lengths.part.bin'
-        deadline = time.monotonic() + 60
-        while not (lengths.exists() and lengths.stat().st_size):
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        lengths = wait_for_documents(out, run)
         if how == 'SIGKILL':
             run.kill() # only the main process: its workers have to notice
         else:

@@ -240,7 +240,7 @@ def test_a_signal_while_a_process_waits_for_the_others_ends_it(dataset, tmp_path
             wait_for('process 0 to listen', lambda: s.connect_ex(('127.0.0.1', processes.port)) == 0, waiting)
         assert waiting.poll() is None
         waiting.send_signal(signum)
-        assert waiting.wait(timeout=20) == -signum  # 128 + signum for a shell
+        assert waiting.wait(timeout=100) == -signum  # 128 + signum for a shell
     assert not list(tmp_path.iterdir())
 
 
