@@ -100,7 +100,7 @@ from jax_devices.plan import (
     collective_table, data_sheet, link_seconds, memory_traffic, parse_hlo, peak_of, print_collectives, print_peak,
     shard_bytes, topology_devices)
 from jax_devices.setup import (
-    Stopwatch, describe_environment, device_peak_flops, measure_bandwidth, setup_jax_environment)
+    Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth, setup_jax_environment)
 from jax_files.checkpoints import load_run
 from jax_files.data import get_windows, load_dataset
 from jax_files.weight_files import local_path
@@ -125,7 +125,7 @@ clock = Stopwatch()
 
 
 def bench_train():
-    """Times training steps on a batch that is already on the devices, waiting for each."""
+    """Times training steps on a batch that is already on the devices."""
     parallel = setup_distributed_training(devices)
     config = dataclasses.replace(model_config, scan_layers=scan_layers, remat=remat)
     config = dataclasses.replace(config, attention=choose_attention(attention, config, devices[0])[0])
@@ -141,12 +141,13 @@ def bench_train():
     step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk)).lower(state, batch).compile()
     compile_s = sum(clock.lap())
     seconds = []
-    for _ in range(repeats + 2):  # the first two warm up
-        clock.lap()
+    running = None  # the metrics of the step before: as in train_jax.py, accelerators keep one step in flight
+    for _ in range(repeats + 3):  # the first three warm up
         state, metrics = step(state, batch)
-        jax.block_until_ready((state.params, metrics))
+        jax.block_until_ready(metrics if is_synchronous(devices[0]) else running)
+        running = metrics
         seconds.append(clock.lap().running)
-    seconds = seconds[2:]
+    seconds = seconds[3:]
     tokens_per_sec = n_rows * block_size / np.median(seconds)
     peak = device_peak_flops(devices[0])
     return {

@@ -29,8 +29,8 @@ PIECE = 512  # prompts are prefilled in pieces of at most this many tokens
 # weights and cache
 
 def convert_params_for_decoding(params, dtype, quantize=''):
-    """The parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is 'int8'. On one CPU device
-    float32 and bfloat16 kernels become Transposed.
+    """The parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is 'int8'. On one GPU kernels
+    become Transposed, on one CPU device those of float32 and bfloat16.
 
     Removes each block from the dict `params` as it is converted, so that memory need not hold the model twice. Raises
     UserError for an unknown quantize."""
@@ -46,7 +46,8 @@ def convert_params_for_decoding(params, dtype, quantize=''):
         if quantize:
             part = quantize_params(part, jnp.uint8 if on_cpu and cpu_multiplies_uint8() else jnp.int8)
         part = cast_matrices(part, dtype)
-        if dtype in ('float32', 'bfloat16') and on_cpu and len(devices) == 1:
+        on_gpu = all(device.platform == 'gpu' for device in devices)
+        if len(devices) == 1 and (on_gpu or on_cpu and dtype in ('float32', 'bfloat16')):
             part = transpose_kernels(part)
         converted |= jax.block_until_ready(part)  # so that the old buffers are freed before the next conversion
     return converted

@@ -31,7 +31,7 @@ from jax_ops.layers import remat_policy, scan_blocks
 from jax_ops.matmul import INIT_STD, Int8, LowRank, Transposed, all_gather_param, fused_linear, linear, quantize
 from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, create_mesh  # noqa: F401, create_mesh: public here
 from jax_ops.vocabulary import (  # noqa: F401, ParallelLMHead and VocabParallelEmbedding: public here
-    ParallelLMHead, VocabParallelEmbedding, embed_tokens, lm_logits, map_sequence_chunks)
+    ParallelLMHead, VocabParallelEmbedding, embed_tokens, lm_logits, map_sequence_chunks, masked_cross_entropy)
 
 ACTIVATIONS = ('gelu', 'gelu_tanh')  # exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
 ATTENTION = ('xla', 'chunked', 'cudnn', 'splash')  # 'xla': dot_product_attention; others: jax_ops/attention.py
@@ -437,7 +437,8 @@ def cross_entropy(logits_BxTxV, targets_BxT):
     """-log softmax(logits)[target], [B, T]. Vocabulary-sharded logits stay sharded: XLA reduces maximum, sum and target
     logit locally and all-reduces [B, T] numbers."""
     with jax.named_scope('cross_entropy'):
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT)
+        return jax.lax.platform_dependent(logits_BxTxV, targets_BxT, cuda=masked_cross_entropy,
+                                          default=optax.softmax_cross_entropy_with_integer_labels)
 
 # -----------------------------------------------------------------------------
 # training state and counts

@@ -120,8 +120,8 @@ class Int8(struct.PyTreeNode):
 
 
 class Transposed(struct.PyTreeNode):
-    """A matrix [I, O] stored as values [O, I], which a CPU reads faster for one row: float32 by 7 to 15%, bfloat16
-    twice as fast (nt_bfloat16_row)."""
+    """A matrix [I, O] stored as values [O, I], which is read faster for one row: on a CPU float32 by 7 to 15%, bfloat16
+    twice as fast (nt_bfloat16_row); on an H100 a decode step of GPT-2 in bfloat16 takes 0.44 ms instead of 0.64."""
     values: jax.Array
     n_ranks: int = struct.field(pytree_node=False, default=1)
 
@@ -220,6 +220,8 @@ def add_bias_fwd(x, bias):
 
 
 def add_bias_bwd(zero, g):
+    # without the barrier XLA:GPU stores g in float32, too: GPT-2's step moves 56.0 GB instead of 51.7
+    g = jax.lax.platform_dependent(g, cuda=jax.lax.optimization_barrier, default=lambda g: g)
     return g, g.sum(range(g.ndim - 1), dtype=jnp.float32).astype(zero.dtype)
 
 

@@ -49,7 +49,7 @@ def compute_loss(x, y):
 
 if args.compile:
     compute_loss = torch.compile(compute_loss)
-seconds = []
+seconds, running = [], None
 for _ in range(args.repeats + 3):  # the first three compile and warm up
     start = time.perf_counter()
     with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == 'bfloat16'):
@@ -58,7 +58,9 @@ for _ in range(args.repeats + 3):  # the first three compile and warm up
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    loss.item()  # waits for the device
+    if running is not None:
+        running.item()  # waits for the step before: a GPU keeps one step in flight, as in train_jax.py
+    running = loss.detach()
     seconds.append(time.perf_counter() - start)
 median = statistics.median(seconds[3:])
 results = {'ms_per_iter': median * 1e3, 'tokens_per_sec': x.numel() / median}

@@ -67,6 +67,15 @@ def test_h100s_move_the_weights_of_c_attn_between_tensor_ranks_once_in_bfloat16(
 
 
 @on_h100
+@pytest.mark.parametrize('flags', [[], ['--tensor=2', '--fsdp=4']], ids=['one', 'mesh'])
+def test_h100s_store_the_gradient_of_the_logits_in_bfloat16_only(flags):
+    n_devices = 8 if flags else 1
+    report = plan(f'h100:1x{n_devices}', '--vocab_size=32768', f'--batch_size={8 * n_devices}', *flags)
+    logits = 4 * 8 * T * 32768
+    assert logits < 1e9 * report['temporary_gb'] < 2 * logits  # float32 logits and their gradient, half as large
+
+
+@on_h100
 def test_h100s_return_the_results_of_experts_in_bfloat16():
     report = plan('h100:1x8', '--expert=4', '--n_expert=8', '--batch_size=16')
     tokens = 2 * 4 * 2 * T * D * 3 / 4  # bytes sent in bfloat16 for those of a group of 4 devices

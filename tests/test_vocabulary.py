@@ -5,11 +5,12 @@ from tests.common import LONG_BLOCK, assert_same_loss_and_gradients, loss_and_gr
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jax_flags import UserError
 from jax_ops.sharding import create_mesh
-from jax_ops.vocabulary import ParallelLMHead, VocabParallelEmbedding
+from jax_ops.vocabulary import ParallelLMHead, VocabParallelEmbedding, masked_cross_entropy
 from jax_train_utils import make_train_step
 from jax_transformer import cross_entropy
 
@@ -26,6 +27,16 @@ def test_the_loss_in_chunks_is_the_loss_and_holds_no_logits():
     assert temporary_bytes(config, loss_chunk=16) - 2 * table_bytes < logits_bytes / 2
     with pytest.raises(UserError, match='loss_chunk=33 does not divide block_size=160'):
         make_train_step(config, 0, 1.0, lambda step: 0.1, loss_chunk=33)
+
+
+def test_the_masked_cross_entropy_of_gpus_is_that_of_optax_in_values_and_gradients():
+    logits = 10 * jax.random.normal(jax.random.key(0), (2, 5, 37))
+    targets = jax.random.randint(jax.random.key(1), (2, 5), 0, 37)
+    weighted = lambda loss: lambda logits: (loss(logits, targets) * jnp.arange(10).reshape(2, 5)).sum()
+    losses = masked_cross_entropy, optax.softmax_cross_entropy_with_integer_labels
+    masked, expected = (jax.value_and_grad(weighted(loss))(logits) for loss in losses)
+    np.testing.assert_allclose(masked[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(masked[1], expected[1], atol=1e-5)
 
 # -----------------------------------------------------------------------------
 # vocabulary parallelism
