@@ -155,16 +155,29 @@ def create_learning_rate_schedule(learning_rate, *, decay_lr=True, warmup_iters=
     return optax.join_schedules([warm_up, stable, decay], [warmup_iters, lr_decay_iters - decay_iters])
 
 
+# x -> a x + b x^3 + c x^5, one after the other: the four that bring singular values in [0.003, 1] closest to 1
+# (arXiv:2505.16932), to [0.80, 1.20]
+POLAR_EXPRESS = ((8.3837, -24.7659, 18.3571), (4.0434, -3.0114, 0.5695),
+                 (3.5056, -2.6267, 0.5257), (2.4901, -1.8343, 0.4368))
+
+
 @optax.stateless
 def orthogonalize(updates, params=None):
-    """Replaces every matrix, with the singular value decomposition U S V^T, by about U V^T: five steps of a quintic
-    Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon). The result is scaled by 0.2 sqrt(longer side),
-    to the size of AdamW's updates (arXiv:2502.16982).
+    """Replaces every matrix, with the singular value decomposition U S V^T, by about U V^T, as Muon
+    (https://kellerjordan.github.io/posts/muon) does, in the four steps of POLAR_EXPRESS. The result is scaled by
+    0.2 sqrt(longer side), to the size of AdamW's updates (arXiv:2502.16982).
+
+    The plain equivalent is x = a x + b (x x^T) x + c (x x^T)^2 x in each step, after division by the root of |x x^T|,
+    which is at least the largest singular value. Here the steps multiply the Gram matrix x x^T and the product of all
+    factors, which are square of the shorter side, and x once at the end: an iteration takes 1.2 times AdamW's, 1.4
+    with five steps of x (config/train_pystdlib.py on two CPU cores). The Gram matrix holds the squares of the singular
+    values, so all products are in float32, on devices whose default is TF32 or bfloat16, too.
 
     Matrices of the same shape are stacked: half the time of optax.contrib.muon, which takes them one by one, on a CPU.
     On a mesh the stack is sharded over the devices, if their number divides it. A leaf [E, I, O] holds E matrices.
     Shapes here: M matrices of I rows and O columns; I is the shorter side."""
     leaves, tree = jax.tree.flatten(updates)
+    matmul = functools.partial(jnp.matmul, precision='highest')
     for shape in dict.fromkeys(leaf.shape for leaf in leaves):
         indices = [i for i, leaf in enumerate(leaves) if leaf.shape == shape]
         tall = shape[-2] > shape[-1]
@@ -172,10 +185,15 @@ def orthogonalize(updates, params=None):
         x_MxIxO = shard(x_MxIxO, batch_axes(len(x_MxIxO)), None, None)
         if tall:
             x_MxIxO = x_MxIxO.swapaxes(1, 2)
-        x_MxIxO /= jnp.linalg.norm(x_MxIxO, axis=(1, 2), keepdims=True) + 1e-8
-        for _ in range(5):
-            gram_MxIxI = x_MxIxO @ x_MxIxO.swapaxes(1, 2)
-            x_MxIxO = 3.4445 * x_MxIxO + (-4.7750 * gram_MxIxI + 2.0315 * gram_MxIxI @ gram_MxIxI) @ x_MxIxO
+        gram_MxIxI = matmul(x_MxIxO, x_MxIxO.swapaxes(1, 2))
+        norm = jnp.linalg.norm(gram_MxIxI, axis=(1, 2), keepdims=True) + 1e-16
+        gram_MxIxI /= norm
+        product_MxIxI = jnp.eye(gram_MxIxI.shape[-1])
+        for a, b, c in POLAR_EXPRESS:
+            factor_MxIxI = a * jnp.eye(gram_MxIxI.shape[-1]) + b * gram_MxIxI + c * matmul(gram_MxIxI, gram_MxIxI)
+            product_MxIxI = matmul(factor_MxIxI, product_MxIxI)
+            gram_MxIxI = matmul(matmul(factor_MxIxI, gram_MxIxI), factor_MxIxI)
+        x_MxIxO = matmul(product_MxIxI, x_MxIxO / jnp.sqrt(norm))
         if tall:
             x_MxIxO = x_MxIxO.swapaxes(1, 2)
         for i, x in zip(indices, (0.2 * max(shape[-2:])**0.5 * x_MxIxO).reshape(-1, *shape)):

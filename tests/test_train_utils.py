@@ -25,8 +25,8 @@ from jax_files.data import get_windows, load_dataset
 from jax_flags import UserError
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    MetricsLog, clip_gradients, create_learning_rate_schedule, create_optimizer_with_schedule, estimate_loss_jax,
-    make_eval_step, make_train_step, plot_losses, read_metrics)
+    POLAR_EXPRESS, MetricsLog, clip_gradients, create_learning_rate_schedule, create_optimizer_with_schedule,
+    estimate_loss_jax, make_eval_step, make_train_step, plot_losses, read_metrics)
 from jax_transformer import GPT, MoEConfig, create_train_state
 from tests.common import mean_loss
 
@@ -108,12 +108,21 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(config):
         create_optimizer_with_schedule(lambda step: 0.1, optimizer='sgd')
 
 
+def test_the_steps_of_muon_bring_singular_values_to_between_0_8_and_1_2():
+    values = np.geomspace(0.003, 1, 10_000)
+    for a, b, c in POLAR_EXPRESS:
+        values = a * values + b * values**3 + c * values**5
+    assert values.min() == pytest.approx(0.8, abs=0.005)
+    assert values.max() == pytest.approx(1.2, abs=0.005)
+
+
 @pytest.mark.slow
 def test_muon_in_batches_takes_the_first_step_that_optax_takes_matrix_by_matrix():
     shapes = {'a': (8, 24), 'b': (24, 8), 'c': (8, 24), 'd': (8, 8)}
     params = {name: jax.random.normal(jax.random.key(ord(name)), shape) for name, shape in shapes.items()}
     grads = jax.tree.map(lambda p: jnp.square(p) - 0.5, params)
-    optaxs = optax.contrib.muon(0.1, weight_decay=0.1, consistent_rms=0.2)
+    optaxs = optax.contrib.muon(0.1, weight_decay=0.1, consistent_rms=0.2, ns_coeffs=POLAR_EXPRESS,
+                                ns_steps=len(POLAR_EXPRESS), preconditioning='schatten')
     expected = optaxs.update(grads, optaxs.init(params), params)[0]
     ours = create_optimizer_with_schedule(lambda step: 0.1, optimizer='muon')
     kernels = lambda tree: {name: {'kernel': leaf} for name, leaf in tree.items()}
