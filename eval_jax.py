@@ -22,7 +22,7 @@ from pathlib import Path
 from jax_flags import UserError, read_flags, start_script, write_text
 
 # -----------------------------------------------------------------------------
-init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium, ...), a Hugging Face folder or 'owner/name', a ckpt.pt
+init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
 out_dir = 'out' # the run to evaluate; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
 base = '' # of a LoRA run: where the pretrained model is now, if it has moved

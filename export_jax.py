@@ -10,7 +10,7 @@ import tempfile
 from jax_flags import UserError, read_flags, start_script
 
 # -----------------------------------------------------------------------------
-init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt
+init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt, a .gguf
 out_dir = 'out' # the run to export
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
 base = '' # of a LoRA run: where the pretrained model is now, if it has moved

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jax_files.gguf_files import GGUF_DTYPES, write_gguf
+from jax_files.gguf_files import GGUF_DTYPES, GGUF_PATH, write_gguf
 from jax_files.tokenizers import load_tokenizer
 from jax_files.weight_files import (
     SPECIAL_TOKENS, aligned_empty, check_tensors, common_dtype, dequantize_lazily, find_config_json,
@@ -32,7 +32,7 @@ from jax_transformer import GPT, ROPE_SCALINGS, GPTConfig
 
 
 def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: array):
-    """(config, params) of a Hugging Face folder or hub name, or of nanoGPT's ckpt.pt (or the folder that holds it).
+    """(config, params) of a Hugging Face folder or hub name, a GGUF file, or nanoGPT's ckpt.pt (or its folder).
 
     params is the tree of GPT(config).init as numpy arrays: matrices in `dtype`, vectors in float32, kernels [in, out].
     config.dropout is 0 and config.dtype is `dtype`.
@@ -80,7 +80,8 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
     if hf_config['model_type'] == 'gpt2' and not config.bias:
         config = dataclasses.replace(config, bias=True)
         arrays = {path: np.zeros(shape) for path, shape in param_shapes(config).items()} | arrays
-    tensor_maps = family_tensor_maps(config, hf_config['model_type'], prefix='transformer.')
+    family = hf_config['model_type']
+    tensor_maps = family_tensor_maps(config, f'gguf {family}' if is_gguf else family, prefix='transformer.')
 
     sources = {}  # what each tensor on disk is made of: [(parameter path, TensorMap)]
     for path, group in tensor_maps.items():
@@ -95,8 +96,7 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
         return tensor
 
     if is_gguf:
-        return write_gguf(folder, config, hf_config['model_type'], shapes, make_tensor, dtype,
-                          load_tokenizer(tokenizer))
+        return write_gguf(folder, config, family, shapes, make_tensor, dtype, load_tokenizer(tokenizer))
     hf_config['dtype'] = dtype
     for file in ('config.json', 'generation_config.json') if tokenizer else ():
         ids = read_json(os.path.join(tokenizer, file), optional=True)
@@ -566,6 +566,7 @@ LLAMA4 = Layout(mlp='feed_forward', router='router', shared='shared_expert', exp
 
 LAYOUTS = {  # by model_type; the others have Layout()
     'gemma3_text': Layout(norm_offset=1.0), 'gemma3': Layout(prefix='language_model.', norm_offset=1.0),
+    'gguf llama': Layout(interleaved_rope=True), 'gguf mistral': Layout(interleaved_rope=True),
     'phi3': Layout(fused=True), 'gpt_oss': Layout(router='router', experts='interleaved'),
     'deepseek_v3': Layout(interleaved_rope=True), 'kimi_k2': Layout(interleaved_rope=True),
     'llama4_text': LLAMA4, 'llama4': LLAMA4._replace(prefix='language_model.')}
@@ -641,9 +642,9 @@ def llama_tensor_maps(config, layout):
 
 
 def family_tensor_maps(config, family, prefix=''):
-    """{path: [TensorMap]} of a model of Hugging Face, or of nanoGPT. prefix: of GPT-2's names."""
-    if family in ('gpt2', 'nanogpt'):
-        return gpt2_tensor_maps(config, transpose=family == 'nanogpt', prefix=prefix)
+    """{path: [TensorMap]} of a model of Hugging Face, of nanoGPT, or 'gguf FAMILY'. prefix: of GPT-2's names."""
+    if family in ('gpt2', 'nanogpt', 'gguf gpt2'):
+        return gpt2_tensor_maps(config, transpose=family != 'gpt2', prefix=prefix)
     return llama_tensor_maps(config, LAYOUTS.get(family, Layout()))
 
 
@@ -708,7 +709,7 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
     tied = tensors.pop(head, None) if config.tied_head else None
     shapes = {tensor_map.name: tensor_map.shape for group in tensor_maps.values() for tensor_map in group}
     check_tensors(tensors, shapes, source)
-    if tied is not None and not np.array_equal(tied, tensors[embedding]):
+    if tied is not None and not np.array_equal(tied[...], tensors[embedding][...]):
         raise UserError(f'{source}: {head} differs from {embedding}, to which the config says that it is tied')
     params = {}
     # largest first, so that its temporary copies do not add to the rest
@@ -741,6 +742,7 @@ def open_model(path_or_name):
         return config, 'nanogpt', tensors, file
     hf = read_json(source)
     config, family = read_config(hf, source)
+    family = f'gguf {family}' if os.path.basename(file) == GGUF_PATH else family
     quantization = hf.get('quantization_config') or {}
     block = quantization.get('weight_block_size', [128, 128])
     return config, family, dequantize_lazily(read_tensors(file), block, file), file

@@ -1,4 +1,4 @@
-"""A model that takes and gives text, from a run, a Hugging Face folder or name, or a nanoGPT ckpt.pt.
+"""A model that takes and gives text, from a run, a Hugging Face folder or name, a ckpt.pt or .gguf.
 
     from jax_text import load
     model = load('out-mine')
@@ -44,7 +44,7 @@ STOP_CHUNK = 64  # tokens generated between two searches for the stop text
 def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = '', draft: str = '',
          device: str = 'auto', dtype: str = 'auto', quantize: str = '', tensor: int = 1,
          expert: int = 1) -> 'TextModel':
-    """The model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), or a nanoGPT ckpt.pt, with
+    """The model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), a ckpt.pt or .gguf, with
     its parameters converted for decoding.
 
     checkpoint: of a run, 'best' (lowest validation loss; the default) or 'latest'. base: where the pretrained

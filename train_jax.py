@@ -28,7 +28,7 @@ eval_only = False # if True, evaluate once and stop; nothing is written
 always_save_checkpoint = True # if False, an evaluation only saves when the validation loss has improved
 save_interval = 0 # also save every this many iterations; 0 is off
 keep = 2 # keep the latest this many checkpoints, and the best
-init_from = 'scratch' # 'resume', 'auto' (resume, or scratch), 'gpt2' (-medium ...), a Hugging Face folder, a ckpt.pt
+init_from = 'scratch' # 'resume', 'auto' (resume, or scratch), 'gpt2' (-medium ...), Hugging Face folder, ckpt.pt, .gguf
 # wandb logging
 wandb_log = False # log to Weights & Biases; with WANDB_MODE=offline it needs no account
 wandb_project = 'owt' # name of the project at wandb

@@ -4,27 +4,38 @@ References:
 1) the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 2) llama.cpp's converter: https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
 """
+import atexit
+import functools
 import json
 import logging
 import os
 import re
+import shutil
+import tempfile
+from typing import NamedTuple
 
 import numpy as np
 
-from jax_flags import UserError
+from jax_files.tokenizers import write_char_tokenizer
+from jax_flags import UserError, write_text
 
 GGUF_DTYPES = ('float32', 'float16', 'q8_0')
+GGUF_PATH = 'gguf_path'  # a file in the folder of open_gguf: the path of the weights
 # model_type: llama.cpp's architecture. It computes a Mistral as a Llama
 ARCHITECTURES = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'qwen2': 'qwen2', 'qwen3': 'qwen3'}
 
-GPT2_SETTINGS = {  # key of GGUF without the architecture: field or property of GPTConfig
-    'context_length': 'block_size', 'embedding_length': 'n_embd', 'block_count': 'n_layer',
-    'feed_forward_length': 'mlp_width', 'attention.head_count': 'n_head', 'attention.layer_norm_epsilon': 'norm_eps'}
+# key of GGUF without the architecture: (field or property of GPTConfig, key of config.json)
+GPT2_SETTINGS = {
+    'context_length': ('block_size', 'n_positions'), 'embedding_length': ('n_embd', 'n_embd'),
+    'block_count': ('n_layer', 'n_layer'), 'feed_forward_length': ('mlp_width', 'n_inner'),
+    'attention.head_count': ('n_head', 'n_head'), 'attention.layer_norm_epsilon': ('norm_eps', 'layer_norm_epsilon')}
 LLAMA_SETTINGS = {
-    'context_length': 'block_size', 'embedding_length': 'n_embd', 'block_count': 'n_layer',
-    'feed_forward_length': 'mlp_width', 'attention.head_count': 'n_head', 'attention.head_count_kv': 'kv_heads',
-    'attention.key_length': 'head_width', 'attention.value_length': 'head_width', 'rope.dimension_count': 'head_width',
-    'rope.freq_base': 'rope_theta', 'attention.layer_norm_rms_epsilon': 'norm_eps'}
+    'context_length': ('block_size', 'max_position_embeddings'), 'embedding_length': ('n_embd', 'hidden_size'),
+    'block_count': ('n_layer', 'num_hidden_layers'), 'feed_forward_length': ('mlp_width', 'intermediate_size'),
+    'attention.head_count': ('n_head', 'num_attention_heads'),
+    'attention.head_count_kv': ('kv_heads', 'num_key_value_heads'), 'attention.key_length': ('head_width', 'head_dim'),
+    'attention.value_length': ('head_width', 'head_dim'), 'rope.dimension_count': ('head_width', 'head_dim'),
+    'rope.freq_base': ('rope_theta', 'rope_theta'), 'attention.layer_norm_rms_epsilon': ('norm_eps', 'rms_norm_eps')}
 
 GPT2_TENSORS = {  # Hugging Face's name, in a layer or outside: GGUF's
     'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_1': 'attn_norm', 'attn.c_attn': 'attn_qkv',
@@ -55,21 +66,11 @@ def import_gguf():
     return gguf
 
 
-def arrange(name, array, architecture, n_head, n_kv_head):
-    """A tensor of Hugging Face as GGUF has it, by its name there. GPT-2's kernels are [in, out] in Hugging Face and
-    [out, in] in GGUF; RoPE rotates rows (j, j + width / 2) of a Llama's heads in Hugging Face, (2j, 2j + 1) in GGUF."""
-    if architecture == 'gpt2' and re.search(r'(attn_qkv|attn_output|ffn_up|ffn_down)\.weight$', name):
-        return array.T
-    if architecture == 'llama' and (which := re.search(r'attn_([qk])\.weight$', name)):
-        pairs = array.reshape(n_head if which[1] == 'q' else n_kv_head, 2, -1, array.shape[1])
-        return pairs.swapaxes(1, 2).reshape(array.shape)
-    return array
-
-
 def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenizer):
     """Writes a model and its tokenizer as a new GGUF file, which appears when it is complete.
 
-    config: its GPTConfig. family: its model_type. make_tensor(name): its tensors, by Hugging Face's names. dtype: of
+    config: its GPTConfig. family: its model_type. make_tensor(name): its tensors by Hugging
+    Face's names, rows in the order of GGUF. dtype: of
     matrices, one of GGUF_DTYPES; vectors and positions stay in float32. tokenizer: HFTokenizer or CharTokenizer.
     Raises UserError for a model or tokenizer that llama.cpp does not have, and for a file that is there."""
     gguf = import_gguf()
@@ -87,14 +88,14 @@ def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenize
     unfinished = f'{path}.tmp-{os.getpid()}'
     writer = gguf.GGUFWriter(unfinished, architecture, use_temp_file=True)  # not all tensors in memory
     try:
-        for key, field in settings.items():
+        for key, (field, _) in settings.items():
             value = getattr(config, field)
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add(f'{architecture}.{key}', value)
         add_tokenizer(writer, tokenizer, config.vocab_size)
         for name in names_on_disk:
             theirs = gguf_name(name, names)
-            x = arrange(theirs, make_tensor(name), architecture, config.n_head, config.kv_heads)
+            x = make_tensor(name)
             kind = tensor_type(theirs, x.shape, dtype, gguf.GGMLQuantizationType)
             writer.add_tensor(theirs, gguf.quantize(np.ascontiguousarray(x, np.float32), kind), raw_dtype=kind)
         writer.write_header_to_file()
@@ -197,3 +198,108 @@ def split_patterns(pre_tokenizer):
                 patterns.append(pattern)
             case _:
                 return None
+
+
+# -----------------------------------------------------------------------------
+# reading
+
+class Quantized(NamedTuple):
+    """A tensor in GGUF's blocks, which dequantizes when it is indexed."""
+    rows: np.ndarray  # uint8 [..., bytes]
+    kind: int  # one of gguf.GGMLQuantizationType
+    shape: tuple
+
+    dtype = np.dtype(np.float32)
+
+    def __getitem__(self, index):
+        return import_gguf().dequantize(self.rows, self.kind)[index]
+
+
+@functools.cache  # gguf takes seconds to read a vocabulary
+def open_gguf(path):
+    """(a folder with the config.json and the tokenizer of a GGUF file, until this process ends; {name: array} of its
+    tensors by Hugging Face's names, memory-mapped, rows in the order of GGUF).
+
+    Raises UserError for a file that is damaged, or of an architecture, quantization or tokenizer that is not known."""
+    gguf = import_gguf()
+    made = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    folder = os.path.join(made, os.path.basename(path).removesuffix('.gguf'))  # which messages name
+    os.mkdir(folder)
+    try:
+        reader = gguf.GGUFReader(path)
+        values = {key: field.contents() for key, field in reader.fields.items()}
+        architecture = values.get('general.architecture')
+        if architecture not in ARCHITECTURES.values():
+            raise UserError(f'{path}: the architecture {architecture!r} is not supported; supported: '
+                            f'{", ".join(dict.fromkeys(ARCHITECTURES.values()))}')
+        files = write_tokenizer(values, path, folder)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        raise UserError(f'cannot read {path} ({error}); if it is damaged, copy or download it again') from None
+    is_gpt2 = architecture == 'gpt2'
+    names = {'output': 'lm_head'} | {v: k for k, v in (GPT2_TENSORS if is_gpt2 else LLAMA_TENSORS).items()}
+    tensors = {}
+    for tensor in reader.tensors:
+        try:
+            shape = gguf.dequantize(tensor.data[:1], tensor.tensor_type).shape
+        except NotImplementedError as error:
+            raise UserError(f'{path}: {tensor.name} cannot be dequantized: {error}') from None
+        block, stem, leaf = re.fullmatch(r'(?:blk\.(\d+)\.)?(.*?)(\.weight|\.bias|)', tensor.name).groups()
+        prefix = '' if is_gpt2 or stem == 'output' else 'model.'
+        layer = f'{"h" if is_gpt2 else "layers"}.{block}.' if block else ''
+        is_plain = tensor.data.dtype != np.uint8
+        tensors[f'{prefix}{layer}{names.get(stem, stem)}{leaf}'] = tensor.data if is_plain else Quantized(
+            tensor.data, tensor.tensor_type, (*tensor.data.shape[:-1], shape[-1]))
+
+    config = {'model_type': architecture, 'tie_word_embeddings': is_gpt2 or 'lm_head.weight' not in tensors,
+              'vocab_size': len(values.get('tokenizer.ggml.tokens', ()))}
+    settings = GPT2_SETTINGS if is_gpt2 else LLAMA_SETTINGS
+    for name, value in values.items():
+        key = name.removeprefix(f'{architecture}.')
+        if key == name or key in ('vocab_size', 'tensor_data_layout') or value in (0, 'none'):
+            continue
+        if isinstance(value, float):
+            value = float(str(np.float32(value)))  # 1e-05, not 9.999999747378752e-06
+        if key not in settings or config.setdefault(settings[key][1], value) != value:
+            raise UserError(f'{path}: {name}={value} is not supported')
+    for name, content in (files | {'config.json': config, GGUF_PATH: {'path': path}}).items():
+        write_text(os.path.join(folder, name), json.dumps(content, indent=2))
+    return folder, tensors
+
+
+def write_tokenizer(values, path, folder):
+    """Writes the tokenizer.json of a GGUF file's metadata, and returns {file: content} of what belongs to it."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    found = {key.removeprefix('tokenizer.ggml.'): value for key, value in values.items()}
+    model, split, texts = found.get('model'), found.get('pre'), found.get('tokens', ())
+    types = found.get('token_type') or [NORMAL] * len(texts)
+    tokens = {text: (i, kind) for i, (text, kind) in enumerate(zip(texts, types)) if kind != UNUSED}
+    if model == 'rwkv':
+        chars = [bytes.fromhex(text.replace('\\x', '')).decode() if text[0] == '\\' else text for text in tokens]
+        if all(len(c) == 1 for c in chars):
+            write_char_tokenizer(''.join(chars), folder)
+            return {}
+    if model != 'gpt2' or split not in SPLITS:
+        raise UserError(f'{path}: its tokenizer, {model} with pre={split}, is not supported; supported: gpt2 with '
+                        f'{", ".join(SPLITS)}')
+    patterns, ignore_merges = SPLITS[split]
+    vocab, merges = {text: i for text, (i, _) in tokens.items()}, [tuple(m.split(' ')) for m in found['merges']]
+    bpe = Tokenizer(models.BPE(vocab, merges, ignore_merges=ignore_merges))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        *(pre_tokenizers.Split(Regex(pattern), 'isolated') for pattern in patterns),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_tokens([AddedToken(text, normalized=False, special=kind == CONTROL)
+                    for text, (_, kind) in tokens.items() if kind in (CONTROL, USER_DEFINED)])
+    ids = [found.get(f'{name}_token_id') for name in ('bos', 'eos', 'eot', 'eom')]
+    texts, ends = [None if id is None else bpe.id_to_token(id) for id in ids], [id for id in ids[1:] if id is not None]
+    begins = found.get('add_bos_token', split == 'llama-bpe')
+    if begins and texts[0]:
+        bpe.post_processor = processors.TemplateProcessing(f'{texts[0]} $0', special_tokens=[(texts[0], ids[0])])
+    bpe.save(os.path.join(folder, 'tokenizer.json'))
+    return {'generation_config.json': {'eos_token_id': ends}, 'tokenizer_config.json': {
+        'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False,
+        'bos_token': texts[0] if begins or ids[0] not in ends else None,  # write_gguf names one in any case
+        'eos_token': texts[1], 'chat_template': values.get('tokenizer.chat_template')}}

@@ -1,5 +1,5 @@
-"""Files of weights of any model: safetensors, shards, MXFP4 and fp8 blocks, files of torch.save, the Hugging Face
-hub."""
+"""Files of weights of any model: safetensors, shards, MXFP4 and fp8 blocks, files of torch.save, GGUF, the Hugging
+Face hub."""
 import io
 import json
 import logging
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from jax_files.gguf_files import GGUF_PATH, open_gguf
 from jax_flags import DTYPES, UserError, read_json
 
 
@@ -104,13 +105,15 @@ def aligned_empty(shape, dtype):
 
 
 PUBLISHED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # openai-community/<name> on the Hugging Face hub
-WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin')  # of a Hugging Face folder
+WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin', GGUF_PATH)  # of a folder
 
 
 def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja')):
     """The path itself, or the local folder of the hub's model of that name, downloaded (these files of it) unless it
-    is in the hub's cache."""
+    is in the hub's cache, or the folder in which a GGUF file is opened."""
     path = os.path.expanduser(path_or_name)
+    if os.fspath(path).endswith('.gguf'):
+        return open_gguf(os.path.abspath(path))[0]
     on_hub = path_or_name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(path_or_name))
     if not on_hub or os.path.exists(path):
         return path
@@ -135,12 +138,14 @@ def weight_file(path):
         if os.path.isfile(file):
             return file
     if os.path.isdir(path):
-        raise UserError(f'{path} holds no weights that can be read: none of {", ".join(WEIGHT_FILES)}, ckpt.pt')
+        raise UserError(f'{path} holds no weights that can be read: none of {", ".join(WEIGHT_FILES[:3])}, ckpt.pt')
     raise UserError(f'{path} does not exist; give a folder, a nanoGPT ckpt.pt, or one of {", ".join(PUBLISHED)}')
 
 
 def read_tensors(file):
     """{name: array} of one of WEIGHT_FILES."""
+    if os.path.basename(file) == GGUF_PATH:
+        return open_gguf(read_json(file)['path'])[1]
     if file.endswith('.json'):
         return read_shards(file)
     return read_torch_checkpoint(file) if file.endswith('.bin') else read_safetensors(file)
