@@ -256,6 +256,43 @@ def olmo2_config(hf):
     return llama_config(hf, eps=1e-5) | {'block_norms': 'post', 'qk_norm': 'all_heads'}
 
 
+def olmo3_config(hf):
+    full, sliding = ropes_by_layer_type(hf)
+    values = llama_config(full, eps=1e-5, theta=500000.0)
+    default = ['sliding_attention' if (i + 1) % 4 else 'full_attention' for i in range(values['n_layer'])]
+    return values | {
+        'block_norms': 'post', 'qk_norm': 'all_heads', 'window': hf.get('sliding_window', 4096),
+        'layer_types': read_layer_types(hf, default),
+        'window_rope_theta': sliding.get('rope_theta', values['rope_theta'])}
+
+
+def ropes_by_layer_type(hf):
+    """(hf with the rope of its full layers, the rope of its sliding layers), of which transformers 5 has one each."""
+    ropes = hf.values.get('rope_parameters') or {}
+    sliding = HFConfig(ropes.get('sliding_attention', {}), hf.source)
+    sliding.require_value(rope_type='default')
+    return HFConfig(hf.values | {'rope_parameters': ropes.get('full_attention')}, hf.source), sliding
+
+
+def gemma_config(hf, theta, full_every):
+    """Of Gemma 2 and 3. theta: default of rope_theta. full_every: the layers of which the others have a window."""
+    hf.require_value(hidden_activation='gelu_pytorch_tanh', use_bidirectional_attention=False)
+    hf = HFConfig(hf.values | {'hidden_act': None}, hf.source)  # Gemma 2 has it beside hidden_activation
+    default = ['sliding_attention' if (i + 1) % full_every else 'full_attention' for i in range(
+        hf.get('num_hidden_layers'))]
+    return llama_config(hf, theta=theta) | {
+        'embed_scale': hf.get('hidden_size')**0.5, 'block_norms': 'both', 'mlp': 'geglu', 'activation': 'gelu_tanh',
+        'tied_head': hf.get('tie_word_embeddings', True), 'head_dim': hf.get('head_dim', 256),
+        'attention_scale': hf.get('query_pre_attn_scalar', 256)**-0.5,
+        'window': hf.get('sliding_window', 4096), 'layer_types': read_layer_types(hf, default)}
+
+
+def gemma2_config(hf):
+    cap = lambda key, default: hf.get(key, 0.0 if key in hf.values else default)  # null: none
+    return gemma_config(hf, theta=10000.0, full_every=2) | {
+        'attention_cap': cap('attn_logit_softcapping', 50.0), 'logit_cap': cap('final_logit_softcapping', 30.0)}
+
+
 GEMMA3_DEFAULTS = {
     'vocab_size': 262208, 'hidden_size': 2304, 'intermediate_size': 9216, 'num_hidden_layers': 26,
     'num_attention_heads': 8, 'num_key_value_heads': 4, 'head_dim': 256, 'max_position_embeddings': 131072,
@@ -263,21 +300,12 @@ GEMMA3_DEFAULTS = {
 
 
 def gemma3_config(hf):
-    hf.require_value(hidden_activation='gelu_pytorch_tanh', final_logit_softcapping=None, attn_logit_softcapping=None,
-                     use_bidirectional_attention=False)
-    ropes = hf.values.get('rope_parameters') or {}  # of transformers 5, by layer type
+    hf.require_value(final_logit_softcapping=None, attn_logit_softcapping=None)
     given = {key: value for key, value in hf.values.items() if value is not None}
-    hf = HFConfig(GEMMA3_DEFAULTS | given | {'rope_parameters': ropes.get('full_attention')}, hf.source)
-    local = HFConfig(ropes.get('sliding_attention', {}), hf.source)
-    local.require_value(rope_type='default')
-    pattern = hf.get('sliding_window_pattern', 6)
-    n_layer = hf.get('num_hidden_layers')
-    default = ['sliding_attention' if (i + 1) % pattern else 'full_attention' for i in range(n_layer)]
-    return llama_config(hf, theta=1000000.0) | {
-        'embed_scale': hf.get('hidden_size')**0.5, 'block_norms': 'both', 'qk_norm': 'learned',
-        'attention_scale': hf.get('query_pre_attn_scalar', 256)**-0.5, 'mlp': 'geglu', 'activation': 'gelu_tanh',
-        'window': hf.get('sliding_window', 4096), 'layer_types': read_layer_types(hf, default),
-        'window_rope_theta': local.get('rope_theta', hf.get('rope_local_base_freq', 10000.0))}
+    hf, sliding = ropes_by_layer_type(HFConfig(GEMMA3_DEFAULTS | given, hf.source))
+    return gemma_config(hf, theta=1000000.0, full_every=hf.get('sliding_window_pattern', 6)) | {
+        'qk_norm': 'learned',
+        'window_rope_theta': sliding.get('rope_theta', hf.get('rope_local_base_freq', 10000.0))}
 
 
 def read_layer_types(hf, default):
@@ -365,9 +393,9 @@ def llama4_config(hf):
 
 FAMILIES = {'gpt2': gpt2_config, 'llama': llama_config, 'mistral': mistral_config, 'qwen2': qwen2_config,
             'phi3': phi3_config, 'smollm3': smollm3_config, 'qwen3': qwen3_config, 'qwen3_moe': qwen3_moe_config,
-            'olmo2': olmo2_config, 'gemma3_text': gemma3_config, 'gemma3': gemma3_config, 'gpt_oss': gpt_oss_config,
-            'deepseek_v3': deepseek_config, 'kimi_k2': deepseek_config, 'llama4_text': llama4_config,
-            'llama4': llama4_config}  # by model_type
+            'olmo2': olmo2_config, 'olmo3': olmo3_config, 'gemma2': gemma2_config, 'gemma3_text': gemma3_config,
+            'gemma3': gemma3_config, 'gpt_oss': gpt_oss_config, 'deepseek_v3': deepseek_config,
+            'kimi_k2': deepseek_config, 'llama4_text': llama4_config, 'llama4': llama4_config}  # by model_type
 
 
 def read_config(hf, source):
@@ -565,7 +593,8 @@ LLAMA4 = Layout(mlp='feed_forward', router='router', shared='shared_expert', exp
                 interleaved_rope=True)
 
 LAYOUTS = {  # by model_type; the others have Layout()
-    'gemma3_text': Layout(norm_offset=1.0), 'gemma3': Layout(prefix='language_model.', norm_offset=1.0),
+    'gemma2': Layout(norm_offset=1.0), 'gemma3_text': Layout(norm_offset=1.0),
+    'gemma3': Layout(prefix='language_model.', norm_offset=1.0),
     'gguf llama': Layout(interleaved_rope=True), 'gguf mistral': Layout(interleaved_rope=True),
     'phi3': Layout(fused=True), 'gpt_oss': Layout(router='router', experts='interleaved'),
     'deepseek_v3': Layout(interleaved_rope=True), 'kimi_k2': Layout(interleaved_rope=True),

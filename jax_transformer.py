@@ -28,7 +28,8 @@ from jax_ops.attention import blockwise_attention, causal_mask, flat_index, fuse
 from jax_ops.cpu import held_dtype, scatter_to_slots
 from jax_ops.experts import mix_experts
 from jax_ops.layers import remat_policy, scan_blocks
-from jax_ops.matmul import INIT_STD, Int8, LowRank, Transposed, all_gather_param, fused_linear, linear, quantize
+from jax_ops.matmul import (
+    INIT_STD, Int8, LowRank, Transposed, all_gather_param, fused_linear, linear, quantize, soft_cap)
 from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, create_mesh  # noqa: F401, create_mesh: public here
 from jax_ops.vocabulary import (  # noqa: F401, ParallelLMHead and VocabParallelEmbedding: public here
     ParallelLMHead, VocabParallelEmbedding, embed_tokens, lm_logits, map_sequence_chunks, masked_cross_entropy)
@@ -74,6 +75,8 @@ class GPTConfig:
     n_kv_head: int = 0  # key and value heads (GQA); 0 is n_head
     head_dim: int = 0  # 0 is n_embd / n_head
     attention_scale: float = 0.0  # of the scores; 0 is head_dim**-0.5
+    attention_cap: float = 0.0  # soft_cap of the scaled scores; 0 is none
+    logit_cap: float = 0.0  # soft_cap of the logits
     qkv_bias: bool = False  # a bias of q, k and v even if the other layers have none
     qk_norm: str = ''  # RMSNorm of queries and keys, one of QK_NORMS
     sinks: bool = False  # a learned attention-sink logit per head (arXiv:2309.17453)
@@ -186,23 +189,23 @@ def dropout(module, x, seq_id_B):
 # -----------------------------------------------------------------------------
 # attention
 
-def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, sinks_H=None, dropout_rate=0.0,
-                          key_B=None):
+def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, cap=0.0, sinks_H=None,
+                          dropout_rate=0.0, key_B=None):
     """For G = H: softmax(einsum('bthk,bshk->bhts', q, k) * scale) v over the keys that the mask allows -> [B, T, H, K].
 
-    Softmax is in float32. scale: K**-0.5 if not given. GQA: query head h attends to key head h // Q, Q = H / G; the Q
-    heads of a group are folded into the time axis. sinks_H: one more logit per head, whose probability goes nowhere.
-    key_B: dropout keys of the sequences, None is no dropout. Values may be wider or narrower than keys."""
+    Softmax is in float32. scale: K**-0.5 if not given. cap: of soft_cap. GQA: query head h attends to key head
+    h // Q, Q = H / G; the Q heads of a group are folded into the time axis. sinks_H: one more logit per head, whose
+    probability goes nowhere. key_B: dropout keys of the sequences, if any. Values may have another width than keys."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
     if T < S and T * S >= 2**18:  # a piece of a long prompt with its KV cache: neither dropout nor gradients
-        return blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scale=scale, sinks_H=sinks_H)
+        return blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scale=scale, cap=cap, sinks_H=sinks_H)
     q_BxTQxGxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(2, 3).reshape(B, T * Q, G, K)
     # heads first, as the KV cache is stored
     q_BxGxTQxK, k_BxGxSxK, v_BxGxSxK = (x.swapaxes(1, 2) for x in (q_BxTQxGxK, k_BxSxGxK, v_BxSxGxK))
     scores_BxGxTQxS = jnp.einsum('bgtk,bgsk->bgts', q_BxGxTQxK, k_BxGxSxK, preferred_element_type=jnp.float32)
-    scores_BxGxTQxS *= scale or K**-0.5
+    scores_BxGxTQxS = soft_cap(scores_BxGxTQxS * (scale or K**-0.5), cap)
     mask_Bx1xTQxS = jnp.repeat(mask_BxTxS, Q, axis=1)[:, None]
     scores_BxGxTQxS = jnp.where(mask_Bx1xTQxS, scores_BxGxTQxS, jnp.finfo(jnp.float32).min)
     if sinks_H is not None:
@@ -251,18 +254,16 @@ class CausalSelfAttention(nn.Module):
         new_kv = {'k': k_BxTxGxK, 'v': v_BxTxGxK}
         kv, key_position_BxS, cache = update_kv_cache(cfg, self.layer_type, cache, new_kv, position_BxT)
 
-        drop = {'dropout_rate': cfg.dropout, 'key_B': dropout_keys(self, seq_id_B)}
+        options = {'scale': cfg.attention_scale, 'cap': cfg.attention_cap, 'sinks_H': sinks_H,
+                   'dropout_rate': cfg.dropout, 'key_B': dropout_keys(self, seq_id_B)}
         # the first path is for training, see choose_attention; init has T = 1, which the kernels refuse
         if is_default and cfg.attention != 'xla' and not self.is_initializing():
-            y_BxTxHxK = fused_causal_attention(
-                cfg.attention, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scale=cfg.attention_scale, sinks_H=sinks_H,
-                **span_limits(cfg, self.layer_type), **drop)
+            y_BxTxHxK = fused_causal_attention(cfg.attention, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
+                                               **span_limits(cfg, self.layer_type), **options)
         else:
             mask_BxTxS = attention_mask(cfg, self.layer_type, key_position_BxS, position_BxT)
-            y_BxTxHxK = dot_product_attention(q_BxTxHxK, kv['k'], kv['v'], mask_BxTxS, scale=cfg.attention_scale,
-                                              sinks_H=sinks_H, **drop)
-        y_BxTxD = residual_dense(cfg)(y_BxTxHxK.reshape(B, T, H * K))
-        return dropout(self, y_BxTxD, seq_id_B), cache
+            y_BxTxHxK = dot_product_attention(q_BxTxHxK, kv['k'], kv['v'], mask_BxTxS, **options)
+        return dropout(self, residual_dense(cfg)(y_BxTxHxK.reshape(B, T, H * K)), seq_id_B), cache
 
 
 # -----------------------------------------------------------------------------
@@ -381,21 +382,21 @@ class GPT(nn.Module):
         x_BxTxD, _ = self.hidden(idx_BxT, position_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
         if logit_position_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, logit_position_B[:, None, None], axis=1)
-        return lm_logits(x_BxTxD, self.lm_head_VxD)
+        return lm_logits(x_BxTxD, self.lm_head_VxD, self.config.logit_cap)
 
     def with_cache(self, idx_BxT, cache, *, position_BxT):
         """(logits as in __call__, cache): the T tokens are written to the KV cache (see init_cache in jax_generate.py),
         and attend to it. PAD in position_BxT marks padding."""
         x_BxTxD, cache = self.hidden(idx_BxT, position_BxT, cache)
-        return lm_logits(x_BxTxD, self.lm_head_VxD), cache
+        return lm_logits(x_BxTxD, self.lm_head_VxD, self.config.logit_cap), cache
 
     def loss(self, idx_BxT, targets_BxT, *, loss_chunk=0, deterministic=True, seq_id_B=None):
         """Cross-entropy of each target, float32 [B, T]. loss_chunk: logits are materialized for this many positions at
         a time, which must divide T; 0 is all."""
         x_BxTxD, _ = self.hidden(idx_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
 
-        def loss_of(x_BxTxD, targets_BxT):
-            return cross_entropy(lm_logits(x_BxTxD, self.lm_head_VxD, training=True), targets_BxT)
+        def loss_of(x_BxTxD, target_BxT):
+            return cross_entropy(lm_logits(x_BxTxD, self.lm_head_VxD, self.config.logit_cap, training=True), target_BxT)
 
         return map_sequence_chunks(loss_of, loss_chunk, x_BxTxD, targets_BxT)
 
@@ -481,9 +482,8 @@ def estimate_mfu(n_params, config, tokens_per_sec, peak_flops, n_frozen=0):
         unused = sum(is_moe for _, is_moe in layers) * (moe.n_expert - moe.n_used) * expert_size
         n_params, n_frozen = (n_params, n_frozen - unused) if n_frozen else (n_params - unused, 0)
     spans = sum(min(config.block_size, attention_span(config, layer_type)) for layer_type, _ in layers)
-    width = config.head_width
-    if mla := config.mla:
-        width = (mla.nope_dim + mla.rope_dim + mla.v_dim) / 2
+    mla = config.mla
+    width = (mla.nope_dim + mla.rope_dim + mla.v_dim) / 2 if mla else config.head_width
     flops_per_token = 6 * n_params + 4 * n_frozen + 12 * config.n_head * width * spans
     return flops_per_token * tokens_per_sec / peak_flops
 
@@ -725,8 +725,8 @@ class LatentAttention(nn.Module):
         kv_b = self.param('kv_b', nn.initializers.normal(INIT_STD), (mla.kv_rank, H * (mla.nope_dim + mla.v_dim)))
         wk_CxHxK, wv_CxHxK = jnp.split(kv_b.astype(cfg.dtype).reshape(mla.kv_rank, H, -1), [mla.nope_dim], axis=-1)
         mask_BxTxS = attention_mask(cfg, self.layer_type, key_position_BxS, position_BxT)
-        options = {'scale': cfg.attention_scale or (mla.nope_dim + mla.rope_dim)**-0.5, 'dropout_rate': cfg.dropout,
-                   'key_B': dropout_keys(self, seq_id_B)}
+        options = {'scale': cfg.attention_scale or (mla.nope_dim + mla.rope_dim)**-0.5, 'cap': cfg.attention_cap,
+                   'dropout_rate': cfg.dropout, 'key_B': dropout_keys(self, seq_id_B)}
         # Two forms of the same result; the one with fewer multiplications is taken. Absorbed (decode): kv_b is folded
         # into q and the output, T S H 2C. Projected (prefill): K and V from latents, (S C + T S) H (nope + v).
         if T * (2 * mla.kv_rank - mla.nope_dim - mla.v_dim) < mla.kv_rank * (mla.nope_dim + mla.v_dim):

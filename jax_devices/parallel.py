@@ -77,8 +77,8 @@ def why_not_cudnn(config, device, *, tensor=1, context=1):
         return f'it computes in 16 bits, not in {config.dtype}'
     if width % 8 or width > (256 if capability >= 9 else 128):
         return f'heads of {width} are not a multiple of 8 or too wide'
-    if config.sinks:
-        return 'it has no sinks'
+    if config.sinks or config.attention_cap:
+        return 'it has neither sinks nor a cap of scores'
     if 'chunk' in config.layer_types and config.chunk < config.block_size and config.block_size % config.chunk:
         return f'chunks of {config.chunk} do not divide block_size={config.block_size}'
     if reason := why_not_flash(config):

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as Spec
 
 from jax_flags import UserError
-from jax_ops.matmul import matmul
+from jax_ops.matmul import matmul, soft_cap
 from jax_ops.sharding import batch_axes, current_mesh
 
 
@@ -58,13 +58,13 @@ def first_key_of(position, window, chunk):
     return max(0, position + 1 - window) if window else 0
 
 
-def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, chunk=0,
-                           sinks_H=None, dropout_rate=0.0, key_B=None):
+def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, window=0,
+                           chunk=0, sinks_H=None, dropout_rate=0.0, key_B=None):
     """dot_product_attention of jax_transformer.py with the causal_mask of positions 0 .. T-1 -> [B, T, H, K].
 
     implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs). On a mesh each device computes
     its heads of its sequences. Raises UserError for what the kernels of cuDNN and TPUs do not compute."""
-    options = {'scale': scale or q_BxTxHxK.shape[-1]**-0.5, 'window': window, 'chunk': chunk}
+    options = {'scale': scale or q_BxTxHxK.shape[-1]**-0.5, 'cap': cap, 'window': window, 'chunk': chunk}
 
     def attend(first_group, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B):
         qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
@@ -75,9 +75,9 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, s
             raise UserError(f'{implementation} attention has no dropout: use attention=chunked, or dropout=0')
         if implementation == 'splash':
             return splash_attention(*qkv, sinks_H=sinks_H, **options)
-        if sinks_H is not None:
-            raise UserError('cudnn attention has no sinks: use attention=chunked')
-        return cudnn_attention(*qkv, **options)
+        if sinks_H is not None or cap:
+            raise UserError('cudnn attention has neither sinks nor a cap of scores: use attention=chunked')
+        return cudnn_attention(*qkv, scale=options['scale'], window=window, chunk=chunk)
 
     mesh = current_mesh()
     if mesh is None:
@@ -86,7 +86,7 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, s
     n_context = mesh.shape['context']
     kernel, kernel_spec = None, None
     if n_context > 1 and implementation == 'splash':
-        kernel = splash_kernel(T, H // mesh.shape['tensor'], window, chunk, n_context)
+        kernel = splash_kernel(T, H // mesh.shape['tensor'], window, chunk, n_context, cap)
         kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, Spec(None, 'context')))
 
     def attend_local(kernel, *args):
@@ -106,7 +106,7 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, s
 
 
 def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, *, kernel, first_group, window, chunk, scale,
-                      dropout_rate):
+                      cap, dropout_rate):
     """fused_causal_attention on one of C (n_context) devices, each with T consecutive positions of a sequence, inside
     shard_map. kernel: of splash_kernel; None is chunked attention.
 
@@ -128,9 +128,10 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, *, kernel
         first_key = first_key_of(part * T, window, chunk)
         seen = slice(first_key, (part + 1) * T)
         ys.append(chunked_attention(
-            q_BxTxHxK[:, part * n:(part + 1) * n], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scale=scale, window=window,
-            chunk=chunk, sinks_H=sinks_H, dropout_rate=dropout_rate, key_B=key_B, first_group=first_group,
-            first=part * T + jax.lax.axis_index('context') * n, first_key=first_key, n_positions=n_context * T))
+            q_BxTxHxK[:, part * n:(part + 1) * n], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scale=scale, cap=cap,
+            window=window, chunk=chunk, sinks_H=sinks_H, dropout_rate=dropout_rate, key_B=key_B,
+            first_group=first_group, first=part * T + jax.lax.axis_index('context') * n, first_key=first_key,
+            n_positions=n_context * T))
     return exchange(jnp.concatenate(ys, axis=1))
 
 
@@ -145,18 +146,18 @@ def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=0
     return y.reshape(q_BxTxHxK.shape)
 
 
-def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=0, sinks_H=None, interpret=False,
-                     kernel=None):
+def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, cap=0.0, window=0, chunk=0, sinks_H=None,
+                     interpret=False, kernel=None):
     """fused_causal_attention by the splash attention kernel for TPUs that JAX ships. kernel: of splash_kernel, if it
-    is not that of window and chunk."""
+    is not that of cap, window and chunk."""
     T, H = q_BxTxHxK.shape[1:3]
-    attend = kernel or splash_kernel(T, H, window, chunk, interpret=interpret)
+    attend = kernel or splash_kernel(T, H, window, chunk, cap=cap, interpret=interpret)
     q, k, v = (x.swapaxes(1, 2) for x in ((q_BxTxHxK * scale).astype(q_BxTxHxK.dtype), k_BxTxGxK, v_BxTxGxK))
     return jax.vmap(lambda q, k, v: attend(q, k, v, sinks=sinks_H))(q, k, v).swapaxes(1, 2)
 
 
 @functools.lru_cache(maxsize=8)  # its tables are computed on the CPU, a minute for T = 131,072
-def splash_kernel(T, H, window=0, chunk=0, context=1, *, interpret=False):
+def splash_kernel(T, H, window=0, chunk=0, context=1, cap=0.0, *, interpret=False):
     """The splash attention kernel for H heads of T positions, of which `context` devices compute the queries as
     context_attention says. Blocks of 512 positions, as MaxText has them, where they divide a device's queries; else
     128."""
@@ -174,12 +175,13 @@ def splash_kernel(T, H, window=0, chunk=0, context=1, *, interpret=False):
     with jax.ensure_compile_time_eval():
         return kernel.make_splash_mha(
             masks.MultiHeadMask([mask] * H), head_shards=1, q_seq_shards=context, interpret=interpret,
-            block_sizes=kernel.BlockSizes(**dict.fromkeys(names, block)))
+            attn_logits_soft_cap=cap or None, block_sizes=kernel.BlockSizes(**dict.fromkeys(names, block)))
 
 
-@functools.partial(jax.jit, static_argnames=('scale', 'window', 'chunk', 'dropout_rate', 'first_key', 'n_positions'))
-def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, chunk=0, sinks_H=None, dropout_rate=0.0,
-                      key_B=None, first_group=0, first=0, first_key=0, n_positions=None):
+@functools.partial(jax.jit, static_argnames=(
+    'scale', 'cap', 'window', 'chunk', 'dropout_rate', 'first_key', 'n_positions'))
+def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, window=0, chunk=0, sinks_H=None,
+                      dropout_rate=0.0, key_B=None, first_group=0, first=0, first_key=0, n_positions=None):
     """fused_causal_attention in blocks of queries, on any backend. Values may be wider or narrower than keys.
 
     A block of queries is computed at a time, against the keys that it may attend to: on a CPU 128 queries of one
@@ -198,6 +200,7 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
     def attend_block(first, first_key, q_GxTQxK, k_GxSxK, v_GxSxK, key):
         n, end = q_GxTQxK.shape[1] // Q, first_key + k_GxSxK.shape[1]
         scores_GxTQxS = matmul(q_GxTQxK, k_GxSxK, transpose_rhs=True, dtype=jnp.float32) * (scale or K**-0.5)
+        scores_GxTQxS = soft_cap(scores_GxTQxS, cap)
         position_TQx1 = jnp.repeat(first + jnp.arange(n), Q)[:, None]
         mask_TQxS = causal_mask(jnp.arange(first_key, end), position_TQx1, window=window, chunk=chunk)
         scores_GxTQxS = jnp.where(mask_TQxS, scores_GxTQxS, jnp.finfo(jnp.float32).min)
@@ -258,7 +261,7 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, window=0, 
     return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
 
 
-def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, sinks_H=None):
+def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, cap=0.0, sinks_H=None):
     """dot_product_attention of jax_transformer.py, for a piece of a long prompt; without dropout and gradients.
 
     256 queries at a time, and blocks of n = 256 keys with a running softmax (arXiv:2205.14135): scores take [B, G, TQ,
@@ -269,7 +272,8 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
     if T > 256 and T % 256 == 0:
         def attend(queries):
             q_Bx256xHxK, mask_Bx256xS = queries
-            return blockwise_attention(q_Bx256xHxK, k_BxSxGxK, v_BxSxGxK, mask_Bx256xS, scale=scale, sinks_H=sinks_H)
+            return blockwise_attention(q_Bx256xHxK, k_BxSxGxK, v_BxSxGxK, mask_Bx256xS, scale=scale, cap=cap,
+                                       sinks_H=sinks_H)
 
         split = lambda x: x.reshape(B, T // 256, 256, *x.shape[2:]).swapaxes(0, 1)
         y_nxBx256xHxK = jax.lax.map(attend, (split(q_BxTxHxK), split(mask_BxTxS)))
@@ -286,7 +290,8 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
                                 for x in (k_BxSxGxK, v_BxSxGxK))
         mask_BxTxn = jax.lax.dynamic_slice_in_dim(mask_BxTxS, start, n, axis=2) & (start + jnp.arange(n) >= i * n)
         scores_BxGxTQxn = matmul(q_BxGxTQxK, k_BxGxnxK, transpose_rhs=True, dtype=jnp.float32)
-        scores_BxGxTQxn = jnp.where(jnp.repeat(mask_BxTxn, Q, axis=1)[:, None], scores_BxGxTQxn * (scale or K**-0.5),
+        scores_BxGxTQxn = soft_cap(scores_BxGxTQxn * (scale or K**-0.5), cap)
+        scores_BxGxTQxn = jnp.where(jnp.repeat(mask_BxTxn, Q, axis=1)[:, None], scores_BxGxTQxn,
                                     jnp.finfo(jnp.float32).min)
         new_max_BxGxTQx1 = jnp.maximum(max_BxGxTQx1, scores_BxGxTQxn.max(-1, keepdims=True))
         exp_BxGxTQxn = jnp.exp(scores_BxGxTQxn - new_max_BxGxTQx1)

@@ -90,6 +90,11 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
 matmul.defvjp(matmul_fwd, matmul_bwd)
 
 
+def soft_cap(x, cap):
+    """cap * tanh(x / cap): scores or logits that stay within +-cap (Gemma 2, arXiv:2408.00118); x if cap is 0."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
 def matmul_nt(x, w_OxI):
     """x [..., I] @ w.T -> float32 [..., O]: the matmul of decoding, where weights [O, I] are read once per step.
 

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec as Spec
 
 from jax_flags import UserError, ceil_div
 from jax_ops.cpu import as_int8
-from jax_ops.matmul import INIT_STD, Int8, matmul, matmul_int8, matmul_nt
+from jax_ops.matmul import INIT_STD, Int8, matmul, matmul_int8, matmul_nt, soft_cap
 from jax_ops.sharding import (
     BATCH, COLUMN_PARALLEL, batch_axes, current_mesh, gather_positions, position_axes, run_on_mesh, shard)
 
@@ -58,8 +58,8 @@ def lookup_range(rows_VxD, idx, start):
     return jnp.where(in_range[..., None], jnp.take(rows_VxD, row, axis=0, mode='clip'), 0)
 
 
-def lm_logits(x_BxTxD, table_VxD, *, training=False):
-    """x @ table.T -> float32 [B, T, V]. On a mesh each device keeps the logits of its vocabulary range.
+def lm_logits(x_BxTxD, table_VxD, cap=0.0, *, training=False):
+    """soft_cap(x @ table.T, cap) -> float32 [B, T, V]. On a mesh each device keeps the logits of its vocabulary range.
 
     training: use matmul(), whose own gradients and transposed bfloat16 table pay for many tokens; without it the table
     is read in place, which suits decoding."""
@@ -70,7 +70,7 @@ def lm_logits(x_BxTxD, table_VxD, *, training=False):
         logits_BxTxV = matmul(x_BxTxD, table_VxD, transpose_rhs=True, dtype=jnp.float32)
     else:
         logits_BxTxV = matmul_nt(x_BxTxD, table_VxD)
-    return shard(logits_BxTxV, BATCH, position_axes(logits_BxTxV.shape[1], 'context'), 'tensor')
+    return shard(soft_cap(logits_BxTxV, cap), BATCH, position_axes(logits_BxTxV.shape[1], 'context'), 'tensor')
 
 
 def masked_cross_entropy(logits_BxTxV, targets_BxT):

@@ -45,6 +45,7 @@ def test_chunked_attention_never_holds_all_scores():
 
 FAMILIES = {
     'GQA with a scale of its own': dict(n_kv_head=2, attention_scale=0.3),
+    'capped scores, a window': dict(attention_cap=1.5, attention_scale=2.0, layer_types=('window',), window=40),
     'a window': dict(layer_types=('window',), window=40, n_kv_head=1),
     'a window across blocks, sinks': dict(layer_types=('window',), window=129, sinks=True, n_kv_head=2),
     'chunks': dict(layer_types=('chunk',), chunk=48, n_kv_head=2),
@@ -89,14 +90,15 @@ def attention_arguments(B, T, H, G, K):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('cap', [0.0, 0.5])
 @pytest.mark.parametrize('spans', [dict(window=40), dict(chunk=64), {}])
-def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and_gradients(spans):
+def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and_gradients(spans, cap):
     *qkv, sinks_H = attention_arguments(B=1, T=256, H=4, G=2, K=64)
     position = np.arange(256)[None]
     mask = causal_mask(position[:, None], position[:, :, None], **spans)
-    plain = functools.partial(dot_product_attention, mask_BxTxS=mask, scale=0.1)
-    splash = functools.partial(splash_attention, scale=0.1, interpret=True, **spans)
-    chunked = functools.partial(chunked_attention, scale=0.1, **spans)
+    plain = functools.partial(dot_product_attention, mask_BxTxS=mask, scale=0.1, cap=cap)
+    splash = functools.partial(splash_attention, scale=0.1, cap=cap, interpret=True, **spans)
+    chunked = functools.partial(chunked_attention, scale=0.1, cap=cap, **spans)
 
     def values_and_gradients(attention, **options):
         total = lambda q, k, v: jnp.sin(attention(q, k, v, **options)).sum()
@@ -116,7 +118,7 @@ def test_blockwise_attention_is_dot_product_attention(T, first, window, sinks, v
                         for size in ((2, T, 6, 8), (2, 1300, 3, 8), (2, 1300, 3, v_dim), 6))
     mask = causal_mask(np.arange(1300), first + np.arange(T)[:, None], window=window)
     mask = np.stack([mask, np.roll(mask, -200, axis=1)])  # rows of different lengths
-    options = dict(scale=0.3, sinks_H=sinks_H if sinks else None)
+    options = dict(scale=0.3, cap=0.7 if sinks else 0.0, sinks_H=sinks_H if sinks else None)
     by_blocks, at_once = (jax.jit(functools.partial(attention, **options))(q, k, v, mask)
                           for attention in (blockwise_attention, dot_product_attention))
     np.testing.assert_allclose(by_blocks, at_once, atol=1e-6)
@@ -181,6 +183,11 @@ def test_splash_attention_computes_the_queries_of_one_of_several_devices(limits)
         np.testing.assert_allclose(values, expected_values[:, own], atol=1e-5)
         for got, expected in zip(gradients, expected_gradients):
             np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+def test_cudnn_attention_refuses_capped_scores():
+    with pytest.raises(UserError, match='neither sinks nor a cap of scores'):
+        compiled(dataclasses.replace(LONG_BLOCK, attention='cudnn', attention_cap=50.0))
 
 
 @pytest.mark.parametrize('attention', ['cudnn', 'splash'])

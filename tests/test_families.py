@@ -22,8 +22,8 @@ from jax_generate import (
 from jax_pretrained import load_pretrained, param_shapes, read_config, save_pretrained
 from jax_train_utils import make_train_step
 from jax_transformer import (
-    GPTConfig, MLAConfig, MoEConfig, MoELayer, RopeScaling, Router, TrainState, dot_product_attention, estimate_mfu,
-    rope_inv_freq)
+    GPTConfig, MLAConfig, MoEConfig, MoELayer, RopeScaling, Router, TrainState, create_train_state,
+    dot_product_attention, estimate_mfu, rope_inv_freq)
 from tests.common import (
     FAMILIES, apply, apply_with_cache, cached_logits, copy_folder, edit_json, edit_tensors, random_params, read_tensors,
     refusal, skip_without_matmul_of)
@@ -131,6 +131,16 @@ KIMI = DEEPSEEK | dict(
     n_group=1, topk_group=1, routed_scaling_factor=2.827, num_key_value_heads=64)
 OLMO2 = dict(
     model_type='olmo2', vocab_size=100352, max_position_embeddings=4096, rope_theta=500000, rms_norm_eps=1e-6)
+OLMO3 = dict(
+    model_type='olmo3', vocab_size=100278, max_position_embeddings=65536, rope_theta=500000, rms_norm_eps=1e-6,
+    sliding_window=4096, rope_scaling=dict(
+        rope_type='yarn', factor=8.0, original_max_position_embeddings=8192, attention_factor=1.2079441541679836,
+        beta_fast=32.0, beta_slow=1.0))
+GEMMA2 = dict(
+    model_type='gemma2', vocab_size=256000, num_key_value_heads=4, head_dim=256, max_position_embeddings=8192,
+    sliding_window=4096, rope_theta=10000.0, rms_norm_eps=1e-6, hidden_act='gelu_pytorch_tanh',
+    hidden_activation='gelu_pytorch_tanh', query_pre_attn_scalar=256, attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0)
 GEMMA3 = dict(
     model_type='gemma3_text', vocab_size=262144, hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
     num_attention_heads=4, num_key_value_heads=1, head_dim=256, max_position_embeddings=32768, sliding_window=512,
@@ -170,6 +180,9 @@ PUBLISHED = {
     'Qwen3-30B-A3B': (sized(QWEN3_MOE, 48, 2048, 32, moe_intermediate_size=768), 30_532_122_624),
     'Qwen3-235B-A22B': (sized(QWEN3_MOE, 94, 4096, 64, moe_intermediate_size=1536), 235_093_634_560),
     'OLMo-2-7B': (dense(OLMO2, 32, 4096, 32, 11008), 7_298_617_344),
+    'OLMo-3-7B': (dense(OLMO3, 32, 4096, 32, 11008), 7_298_011_136),
+    'Gemma-2-2B': (dense(GEMMA2, 26, 2304, 8, 9216), 2_614_341_888),
+    'Gemma-2-9B': (dense(GEMMA2 | dict(num_key_value_heads=8), 42, 3584, 16, 14336), 9_241_705_984),
     'Gemma-3-1B': (GEMMA3, 999_885_952),
     'Gemma-3-4B': (GEMMA3_4B, 3_880_263_168),  # without the vision tower
     'gpt-oss-20b': (GPT_OSS | dict(num_hidden_layers=24, num_local_experts=32), 20_914_757_184),
@@ -216,6 +229,16 @@ def test_published_configs_are_read_in_full():
     assert [gemma3.layer(i)[0] for i in range(7)] == ['window'] * 5 + ['full', 'window']
     assert (gemma3.rope_theta, gemma3.window_rope_theta, gemma3.rope_scaling.factor) == (1e6, 1e4, 8.0)
     assert gemma3.attention_scale == 256**-0.5
+
+    gemma2, _ = read_config(PUBLISHED['Gemma-2-2B'][0], 'Gemma-2-2B')
+    assert [gemma2.layer(i)[0] for i in range(3)] == ['window', 'full', 'window']
+    assert (gemma2.attention_cap, gemma2.logit_cap, gemma2.attention_scale) == (50.0, 30.0, 256**-0.5)
+    uncapped, _ = read_config(PUBLISHED['Gemma-2-2B'][0] | {'attn_logit_softcapping': None}, 'Gemma-2-2B')
+    assert (uncapped.attention_cap, uncapped.logit_cap) == (0.0, 30.0)
+
+    olmo3, _ = read_config(PUBLISHED['OLMo-3-7B'][0], 'OLMo-3-7B')
+    assert [olmo3.layer(i)[0] for i in range(5)] == ['window', 'window', 'window', 'full', 'window']
+    assert (olmo3.rope_theta, olmo3.window_rope_theta, olmo3.rope_scaling.factor) == (5e5, 5e5, 8.0)
 
 
 # -----------------------------------------------------------------------------
@@ -291,11 +314,29 @@ def test_a_layer_sees_its_window_or_chunk(layer_type, sees):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['gpt_oss', 'llama4', 'deepseek_v3', 'gemma3'])
+@pytest.mark.parametrize('name', ['gpt_oss', 'llama4', 'deepseek_v3', 'gemma3', 'gemma2', 'olmo3'])
 def test_cached_logits_equal_uncached_ones_for_any_split_into_calls(name):
     config, params = load(name)
     logits, _ = cached_logits(config, params, IDX, init_cache(config, 2, 40), (29, 30, 31, 40))
     np.testing.assert_allclose(logits, expected(name, 'logits'), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('attention', ['xla', 'chunked'])
+@pytest.mark.parametrize('name', ['gemma2', 'olmo3'])
+def test_training_learns_a_sequence_through_every_attention(name, attention):
+    config, params = load(name)
+    config = dataclasses.replace(config, attention=attention)
+    state = create_train_state(jax.random.key(0), config, optax.adamw(1e-2)).replace(params=params)
+    step = jax.jit(make_train_step(config, 0, 1.0, optax.constant_schedule(1e-2)))
+    batch = {'x': IDX[None, :, :-1], 'y': IDX[None, :, 1:], 'seq_id': np.zeros((1, 2), np.uint32)}
+    losses = []
+    for _ in range(20):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics['loss']))
+    first = optax.softmax_cross_entropy_with_integer_labels(expected(name, 'logits')[:, :-1], IDX[:, 1:]).mean()
+    assert losses[0] == pytest.approx(float(first), abs=1e-4)
+    assert losses[-1] < losses[0] - 1
 
 
 @pytest.mark.slow
@@ -342,7 +383,7 @@ def test_int8_weights_and_caches_keep_the_logits_of_every_family_within_a_few_pe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['olmo2', 'gemma3'])
+@pytest.mark.parametrize('name', ['olmo2', 'gemma3', 'gemma2'])
 def test_int8_weights_keep_the_logits_of_other_norms_within_a_few_percent(name):
     config, params = load(name)
     logits = apply(config, quantize_params(params), IDX)
@@ -504,8 +545,8 @@ def test_mfu_counts_the_experts_that_are_used_and_the_keys_that_are_seen():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name, tensor, expert', [
-    ('qwen3', 2, 1), ('olmo2', 2, 1), ('gemma3', 2, 1), ('qwen3_moe', 1, 2), ('gpt_oss', 2, 2), ('deepseek_v3', 2, 2),
-    ('llama4', 2, 2)])
+    ('qwen3', 2, 1), ('olmo2', 2, 1), ('gemma3', 2, 1), ('gemma2', 2, 1), ('qwen3_moe', 1, 2), ('gpt_oss', 2, 2),
+    ('deepseek_v3', 2, 2), ('llama4', 2, 2)])
 def test_a_model_sharded_over_a_mesh_gives_the_logits_of_one_device(name, tensor, expert):
     config, params = load(name)
     devices = jax.devices()[:2 * tensor * expert]
@@ -603,7 +644,8 @@ def test_a_config_json_of_another_model_is_not_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize('name', ['llama', 'qwen2', 'smollm3', 'olmo2', 'gemma3', 'gpt_oss', 'deepseek_v3', 'llama4'])
+@pytest.mark.parametrize('name', [
+    'llama', 'qwen2', 'smollm3', 'olmo2', 'olmo3', 'gemma2', 'gemma3', 'gpt_oss', 'deepseek_v3', 'llama4'])
 def test_of_a_model_that_flags_do_not_make_the_config_json_is_asked_for(name, tmp_path):
     config, params = load(name)
     message = refusal(save_pretrained, params, config, tmp_path / 'model')

@@ -75,6 +75,14 @@ FAMILIES = {  # name: (config class, settings beyond SIZES)
         sliding_window=5, sliding_window_pattern=3, rope_parameters=dict(
             full_attention=dict(rope_type='linear', rope_theta=1e6, factor=8.0),
             sliding_attention=dict(rope_type='default', rope_theta=1e4)))),
+    'gemma2': ('Gemma2', dict(
+        num_key_value_heads=2, head_dim=12, intermediate_size=48, num_hidden_layers=3, query_pre_attn_scalar=16,
+        sliding_window=5, attn_logit_softcapping=1.5, final_logit_softcapping=3.0, rope_parameters=dict(
+            rope_type='default', rope_theta=1e4))),
+    'olmo3': ('Olmo3', dict(
+        num_key_value_heads=2, intermediate_size=48, num_hidden_layers=4, sliding_window=5, rope_parameters=dict(
+            full_attention=YARN | dict(rope_theta=5e5),
+            sliding_attention=dict(rope_type='default', rope_theta=5e5)))),
 }
 
 
@@ -109,7 +117,11 @@ def published(config):
     if config['model_type'] == 'gemma3_text':
         config['rope_local_base_freq'] = rope['sliding_attention']['rope_theta']
         del config['layer_types']
+    if 'full_attention' in rope:
         rope = dict(rope['full_attention'])
+    if config['model_type'] == 'gemma2':
+        del config['layer_types']
+        config['hidden_act'] = config['hidden_activation']
     config['rope_theta'] = rope.pop('rope_theta')
     config['torch_dtype'] = config.pop('dtype', 'float32')
     config['rope_scaling'] = None if rope['rope_type'] == 'default' else rope
