@@ -1,13 +1,16 @@
-"""Saves a trained model as a Hugging Face folder, for transformers and vLLM, or as a GGUF file, for llama.cpp.
+"""Saves a trained model as a Hugging Face folder with a model card, or as a GGUF file, for llama.cpp.
 
 $ python export_jax.py --out_dir=out-mine --folder=my-model --dtype=bfloat16
 $ python export_jax.py --init_from=nanogpt/out/ckpt.pt --folder=my-model
 $ python export_jax.py --out_dir=out-mine --gguf=my-model.gguf --dtype=q8_0
 """
+import json
 import os
+import re
 import tempfile
+from pathlib import Path
 
-from jax_flags import UserError, read_flags, start_script
+from jax_flags import UserError, read_flags, read_json, start_script, write_text
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt, a .gguf
@@ -32,9 +35,39 @@ if shard_gb <= 0:
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 from jax_devices.setup import setup_jax_environment
 from jax_files.checkpoints import load_run
-from jax_files.tokenizers import describe_tokenizer, write_char_tokenizer, write_gpt2_tokenizer
+from jax_files.gguf_files import ARCHITECTURES
+from jax_files.tokenizers import HFTokenizer, describe_tokenizer, write_char_tokenizer, write_gpt2_tokenizer
 from jax_files.weight_files import find_config_json, kept_config_json, local_path
 from jax_pretrained import load_pretrained, save_pretrained
+from jax_transformer import count_params
+
+RECIPE = ('init_from', 'max_iters', 'gradient_accumulation_steps', 'batch_size', 'block_size', 'optimizer', 'dtype',
+          'learning_rate', 'min_lr', 'lr_schedule', 'warmup_iters', 'lr_decay_iters', 'weight_decay', 'beta1', 'beta2',
+          'grad_clip', 'dropout', 'lora_rank', 'lora_alpha', 'quantize', 'beta', 'length_normalized', 'seed')
+
+
+def model_card(family, name):
+    """README.md of the exported folder: what the model is, its data, recipe and figures, how to load it."""
+    base, origin = '', f'Converted from {os.path.basename(init_from)}.'
+    if init_from == 'resume':
+        run, iteration, log = meta['flags'], meta['iter_num'], Path(out_dir, 'metrics.jsonl')
+        rows = map(json.loads, log.read_text().splitlines() if log.exists() else ())
+        figures = next((row for row in rows if row['iter'] == iteration and 'val_loss' in row), {})
+        table = {key: f'{x:.4f}' for key, x in figures.items() if isinstance(x, float)}
+        table |= {key: run[key] for key in RECIPE if run.get(key)}
+        n_tokens = iteration * run['gradient_accumulation_steps'] * run['batch_size'] * run['block_size']
+        origin = (f"Trained for {iteration:,} iterations, {n_tokens:,} tokens, on the data set {run['dataset']}.\n\n"
+                  '| figure, setting | |\n|---|---|') + ''.join(f'\n| {key} | {x} |' for key, x in table.items())
+        if re.fullmatch(r'\w[\w.-]*/[\w.-]+', run['init_from']) and not os.path.exists(run['init_from']):
+            base = f"\nbase_model: {run['init_from']}"
+    is_chat = os.path.exists(os.path.join(folder, 'tokenizer.json')) and HFTokenizer(folder).chat_template
+    to_gguf = f'export_jax.py --init_from={name} --gguf={name}.gguf' if family in ARCHITECTURES else (
+        f'convert_hf_to_gguf.py {name} --outfile {name}.gguf')
+    card = (Path(__file__).parent / 'jax_files' / 'model_card.md').read_text(encoding='utf-8')
+    return card.format(family=family, base=base, name=name, n_params=count_params(params, non_embedding=False),
+                       dtype=dtype, config=config, origin=origin, to_gguf=to_gguf,
+                       prompt="[{'role': 'user', 'content': 'Hello'}]" if is_chat else "'Once upon a time'")
+
 
 setup_jax_environment('cpu')
 if init_from == 'resume':
@@ -63,4 +96,8 @@ with tempfile.TemporaryDirectory() as made:
         print("without a tokenizer.json: it is GPT-2's, or unknown")
     save_pretrained(params, config, gguf or folder, config_json=config_json, dtype=dtype,
                     tokenizer=tokenizer.get('path'), shard_bytes=int(shard_gb * 1e9))
+if folder:
+    folder = os.path.abspath(os.path.expanduser(folder))
+    family = read_json(os.path.join(folder, 'config.json'))['model_type']
+    write_text(os.path.join(folder, 'README.md'), model_card(family, os.path.basename(folder)))
 print(f'saved {gguf or folder}')

@@ -3,10 +3,12 @@ import json
 from tests.common import CHAT_TEMPLATE, RESUME, assert_refused, run_script, sample, succeeded, train
 
 import numpy as np
+import pytest
 
 from jax_files.checkpoints import choose_checkpoint, load_run
 from jax_files.tokenizers import HFTokenizer
 from jax_pretrained import save_pretrained
+from jax_transformer import count_params
 from tests.common import samples_of
 
 # -----------------------------------------------------------------------------
@@ -47,3 +49,52 @@ def test_a_run_with_a_tokenizer_of_its_own_needs_nothing_but_its_folder(tuned, s
     config = json.loads((tmp_path / 'model' / 'config.json').read_text())
     assert config['eos_token_id'] == [37]
     assert config['max_position_embeddings'] == 64
+
+
+# -----------------------------------------------------------------------------
+# the model card
+
+def read_card(folder):
+    """(front matter as a dict, text) of a README.md, as the Hugging Face hub reads it."""
+    card = pytest.importorskip('huggingface_hub').ModelCard.load(folder / 'README.md')
+    return card.data.to_dict(), card.text
+
+
+def test_the_card_of_a_run_has_its_data_recipe_and_figures(qwen, tmp_path):
+    succeeded(run_script('export_jax.py', f'--out_dir={qwen}', f'--folder={tmp_path / "my-model"}', '--dtype=bfloat16'))
+    data, text = read_card(tmp_path / 'my-model')
+    assert data == {'library_name': 'transformers', 'pipeline_tag': 'text-generation', 'tags': ['qwen3_moe', 'jax']}
+    config, params, meta = load_run(qwen)
+    rows = [json.loads(line) for line in (qwen / 'metrics.jsonl').read_text().splitlines()]
+    evaluated = next(row for row in rows if row['iter'] == meta['iter_num'] and 'val_loss' in row)
+    n_tokens = meta['iter_num'] * config.block_size * meta['flags']['batch_size'] * meta['flags'][
+        'gradient_accumulation_steps']
+    for line in ('# my-model', f'A qwen3_moe of {count_params(params, non_embedding=False):,} parameters in bfloat16',
+                 f"iterations, {n_tokens:,} tokens, on the data set {meta['flags']['dataset']}",
+                 f"| val_loss | {evaluated['val_loss']:.4f} |", f"| learning_rate | {meta['flags']['learning_rate']} |",
+                 "pipeline('text-generation', 'my-model')('Once upon a time'",
+                 'python sample_jax.py --init_from=my-model', 'python convert_hf_to_gguf.py my-model'):
+        assert line in text, line
+    assert 'lora_rank' not in text and 'None' not in text
+
+
+def test_the_card_of_a_converted_chat_model_says_so(speaking, tmp_path):
+    succeeded(run_script('export_jax.py', f'--init_from={speaking}', f'--folder={tmp_path / "my-chat"}'))
+    data, text = read_card(tmp_path / 'my-chat')
+    assert data['tags'] == ['llama', 'jax'] and 'base_model' not in data
+    assert 'Converted from llama.' in text and 'iterations' not in text
+    assert "('text-generation', 'my-chat')([{'role': 'user', 'content': 'Hello'}]" in text
+    assert 'python export_jax.py --init_from=my-chat --gguf=my-chat.gguf' in text
+
+
+def test_the_card_of_a_model_trained_further_names_its_base_on_the_hub(tuned, tmp_path):
+    _, out = tuned
+    for base, named in (('owner/base-1B', 'owner/base-1B'), (str(tmp_path), None)):
+        for path in out.glob('ckpt/*/meta/metadata'):
+            meta = json.loads(path.read_text())
+            path.write_text(json.dumps(meta | {'flags': meta['flags'] | {'init_from': base}}))
+        for path in out.glob('ckpt/*/checksums.json'):
+            path.write_text('{}')
+        folder = tmp_path / f'model-{named is None}'
+        succeeded(run_script('export_jax.py', f'--out_dir={out}', f'--folder={folder}'))
+        assert read_card(folder)[0].get('base_model') == named
