@@ -21,6 +21,7 @@ if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:  # workers inherit the folder 
     os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
     atexit.register(shutil.rmtree, os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)
 
+gc.set_threshold(20_000, 20, 20)  # JAX's traces allocate much and leave little garbage: 3% of the suite's time
 pytest.register_assert_rewrite('tests.common')
 
 

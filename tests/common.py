@@ -40,10 +40,13 @@ FAMILIES = GOLDEN / 'families'
 TEXT = 'the quick brown fox jumps over the lazy dog and runs away\n'
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # one case of a test
+
+
 def source_files():
     """All Python files of the repository: those that git tracks, and new ones that it does not ignore."""
     command = ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard', '*.py']
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode:
         pytest.skip('not a git checkout')
     paths = [ROOT / name for name in sorted(set(done.stdout.split('\0'))) if name]
@@ -125,29 +128,35 @@ def cached_logits(config, params, idx_BxT, cache, ends):
 # -----------------------------------------------------------------------------
 # training
 
+SCHEDULE = create_learning_rate_schedule(1e-2, decay_lr=False)
+ADAMW = create_optimizer_with_schedule(SCHEDULE)
+
+
 @functools.cache
 def compiled_once(layout, config):
     """(parallel, make, step) of training `config` on the layout (devices, fsdp, tensor, expert, context,
     zero), of which the last may be left out. make() returns the initial TrainState."""
     n_devices, *axes = layout
-    schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
     parallel = setup_distributed_training(jax.devices()[:n_devices], *axes)
-    make = functools.partial(create_train_state, jax.random.key(0), config, create_optimizer_with_schedule(schedule))
     zero = getattr(parallel, 'zero', 0)
-    return parallel, make, parallel.train_step(make_train_step(config, 3, 1.0, schedule, zero=zero))
+
+    def make():  # without apply_fn, which differs from call to call: each would have a training step of its own
+        return create_train_state(jax.random.key(0), config, ADAMW).replace(apply_fn=None)
+
+    return parallel, make, parallel.train_step(make_train_step(config, 3, 1.0, SCHEDULE, zero=zero))
 
 
 @functools.cache
-def initial_state(layout, config):
-    """The initial TrainState as numpy arrays, made with the sharding of the layout."""
-    parallel, make, _ = compiled_once(layout, config)
+def initial_state(config):
+    """The initial TrainState of all layouts as numpy arrays."""
+    parallel, make, _ = compiled_once((1,), config)
     return jax.tree.map(np.asarray, parallel.init_sharded(make))
 
 
 def fresh_run(layout, config):
     """(parallel, a new initial state, step) of training on the layout."""
     parallel, _, step = compiled_once(layout, config)
-    return parallel, parallel.device_put(initial_state(layout, config)), step
+    return parallel, parallel.device_put(initial_state(config)), step
 
 
 def host_batch(parallel, n_rows, iteration, config):
@@ -168,7 +177,7 @@ def run_steps(layout, n_iters, config, g=2, b=8, state=None, first=0):
     """(state after n_iters iterations of g micro-batches of b sequences, [metrics of each iteration as floats])."""
     parallel, _, step = compiled_once(layout, config)
     if state is None:
-        state = parallel.device_put(initial_state(layout, config))
+        state = parallel.device_put(initial_state(config))
     log = []
     for i in range(first, first + n_iters):
         state, metrics = step(state, device_batch(parallel, g, b, i, config))
@@ -271,7 +280,7 @@ def start_training(out_dir, *args):
         env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def wait_for(what, condition, *processes, seconds=120):
+def wait_for(what, condition, *processes, seconds=300):
     """Waits until condition() is true or one of the processes has ended; fails after so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition() and all(process.poll() is None for process in processes):
@@ -286,7 +295,7 @@ def wait_for_iteration(out_dir, iteration, *processes):
     wait_for(f'iteration {iteration} in {out_dir}', is_logged, *processes)
 
 
-def next_line(stream, process, start='', seconds=120):
+def next_line(stream, process, start='', seconds=300):
     """The next line of this pipe of the process that begins so; fails if there is none after so many seconds."""
     timer = threading.Timer(seconds, process.kill)  # ends the pipe
     timer.start()
@@ -368,8 +377,8 @@ def edit_tensors(folder, changes):
     save_file({name: x for name, x in tensors.items() if x is not None}, folder / 'model.safetensors')
 
 
-def mean_loss(params, x, y):
-    return cross_entropy(apply(TINY, params, x), y).mean()
+def mean_loss(config, params, x, y):
+    return cross_entropy(apply(config, params, x), y).mean()
 
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
@@ -398,7 +407,7 @@ TUNE = ['--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=1', 
 
 def prepare(script, *args):
     command = [sys.executable, str(ROOT / 'data' / script / 'prepare.py'), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 CONVERSATION = {'messages': [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': 'c'},

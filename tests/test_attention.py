@@ -53,8 +53,8 @@ FAMILIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('dropout', [0.0, 0.2])
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family, dropout', [
+    *[(family, 0.0) for family in FAMILIES], ('a window across blocks, sinks', 0.2), ('latent attention', 0.2)])
 def test_chunked_attention_is_attention_in_every_family(family, dropout):
     config = dataclasses.replace(LONG_BLOCK, n_head=4, dropout=dropout, **FAMILIES[family])
     chunked = dataclasses.replace(config, attention='chunked')

@@ -26,12 +26,13 @@ from jax_transformer import create_train_state
 
 @pytest.mark.slow
 def test_a_checkpoint_holds_the_state_of_its_iteration_while_training_continues_during_the_write(tmp_path):
-    config = dataclasses.replace(TINY, n_embd=256, dtype='float16')  # large enough for the write to take a while
+    # large enough for the write to take a while
+    config = dataclasses.replace(TINY, n_layer=1, n_embd=256, dtype='float16')
     meta = meta_of(config)
-    expected = run_steps((8,), 6, config, g=1)[0]
+    expected = run_steps((2,), 6, config, g=1)[0]
     expected = jax.tree.map(np.array, (expected.params, opt_state_item(expected)))
 
-    parallel, state, step = fresh_run((8,), config)
+    parallel, state, step = fresh_run((2,), config)
     manager = open_checkpoints(tmp_path)
     for i in range(10):
         if i in (4, 6):

@@ -174,10 +174,11 @@ def test_a_meta_pkl_is_converted_by_the_command_that_the_message_gives(tmp_path)
     with pytest.raises(UserError) as error:
         load_dataset_meta(tmp_path)
     command = ' '.join(str(error.value).split()).partition('convert it once: ')[2]
-    subprocess.run(command, shell=True, check=True, timeout=100)
+    subprocess.run(command, shell=True, check=True, timeout=300)
     assert load_dataset_meta(tmp_path)['tokenizer'] == {'kind': 'char', 'chars': "\n'b"}
 
 
+@pytest.mark.slow
 def test_the_loss_of_masked_tokens_counts_the_others_only_however_the_batch_is_split():
     mask = np.random.default_rng(0).integers(2, size=500).astype(np.uint8)
     weights = get_loss_weights(mask, 16, 8, 0, 3, np.arange(8))

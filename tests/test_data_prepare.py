@@ -78,7 +78,7 @@ def command(script, *args):
 
 def run_to_the_end(script, *args, env):
     return subprocess.run(
-        command(script, *args), env=env, capture_output=True, text=True, encoding='utf-8', timeout=100)
+        command(script, *args), env=env, capture_output=True, text=True, encoding='utf-8', timeout=300)
 
 
 def copied(script, folder):
@@ -283,7 +283,7 @@ def test_a_closed_stdout_ends_a_script_quietly_with_its_data_set(tmp_path, bpe_e
     os.close(reader) # as head has done after its last line
     try:
         done = subprocess.run(command(script, given, '--out_dir', tmp_path / 'out'), stdout=writer,
-                              stderr=subprocess.PIPE, text=True, timeout=100, cwd=tmp_path, env=bpe_env)
+                              stderr=subprocess.PIPE, text=True, timeout=300, cwd=tmp_path, env=bpe_env)
     finally:
         os.close(writer)
     assert done.stderr == ''
@@ -674,7 +674,7 @@ def test_openwebtext_interrupted_and_continued_gives_the_same_bytes(tmp_path, bp
             run.kill() # only the main process: its workers have to notice
         else:
             os.killpg(run.pid, getattr(signal, how)) # Ctrl-C in a terminal reaches all of them
-        _, err = run.communicate(timeout=60) # the workers share stderr: returns when they have ended too
+        _, err = run.communicate(timeout=300) # the workers share stderr: returns when they have ended too
     finally:
         try:
             os.killpg(run.pid, signal.SIGKILL)

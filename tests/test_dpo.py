@@ -17,7 +17,7 @@ from jax_pretrained import load_pretrained
 from jax_train_utils import make_train_step, read_metrics
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, assert_refused, edit_json, final_state, prepare, records_without_times, refusal,
-    run_script, sample, succeeded, train)
+    run_script, sample, slow, succeeded, train)
 
 LETTERS = 'abcdefghijklmnop'
 FLAGS = ['--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=24',
@@ -153,7 +153,7 @@ def tuned_state(base, tx, rank, scale, parallel, quantize=''):
 
 
 @pytest.mark.parametrize('kind', ['sum', 'mean'])
-@pytest.mark.parametrize('n_micro', [1, 2])
+@pytest.mark.parametrize('n_micro', [1, slow(2)])
 def test_loss_margin_accuracy_and_gradients_are_those_of_pytorch(kind, n_micro):
     rank, scale, beta = golden()['rank_scale_beta']
     parallel = setup_distributed_training(jax.devices()[:1])
@@ -176,11 +176,13 @@ def test_loss_margin_accuracy_and_gradients_are_those_of_pytorch(kind, n_micro):
         np.testing.assert_allclose(grad, expected[path], rtol=0, atol=1e-5, err_msg=str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('quantize', ['', 'int8'])
 def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device(quantize):
     curves = []
     pairs = read_pairs(12, 16)
-    for layout in ((1,), (2,), (4, 2), (4, 2, 2), (8, 4, 1)):
+    layouts = (1,), (2,), (8, 2, 2)
+    for layout in layouts if not quantize else layouts[::2]:
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         state, config = tuned_state(FAMILIES / 'llama', optax.adam(1e-2), 4, 2.0, parallel, quantize)
         step = parallel.train_step(make_train_step(config, 3, 1.0, lambda step: 1e-2, loss_chunk=8, beta=0.5))
@@ -194,15 +196,16 @@ def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device(quantize):
             state, metrics = step(state, parallel.shard_batch(batch, shape))
             curve.append([float(metrics[name]) for name in ('loss', 'margin', 'accuracy', 'grad_norm')])
         curves.append(curve)
-    assert [curve[0][0] for curve in curves] == pytest.approx([math.log(2)] * 5, abs=1e-6)
+    assert [curve[0][0] for curve in curves] == pytest.approx([math.log(2)] * len(curves), abs=1e-6)
     tolerance = 1e-4 if not quantize else 1e-2
-    np.testing.assert_allclose(curves[1:], [curves[0]] * 4, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(curves[1:], [curves[0]] * (len(curves) - 1), rtol=tolerance, atol=tolerance)
     assert curves[0][2][0] < 0.68 and curves[0][2][1] > 0
 
 
 # -----------------------------------------------------------------------------
 # the script
 
+@pytest.mark.slow
 def test_the_margin_grows_on_pairs_that_were_held_out_and_a_resumed_run_is_the_same(toy, tmp_path):
     flags, _ = toy
     said = succeeded(tune(tmp_path / 'out', *flags)).stdout

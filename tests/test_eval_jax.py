@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_text import load
-from tests.common import TEXT, run_script, succeeded, train
+from tests.common import TEXT, run_script, slow, succeeded, train
 
 ITEMS = [
     {'query': 'the quick brown', 'choices': ['fox', 'dog', 'lazy dog'], 'gold': 0},
@@ -43,7 +43,8 @@ def logprob(model, context, continuation):
     return float(model.score([[(ids, n)]])[0][0][0].sum())
 
 
-@pytest.mark.parametrize('flags', [[], ['--tensor=2'], ['--quantize=int8'], ['--cache_dtype=int8'], ['--batch_size=1']])
+@pytest.mark.parametrize('flags', [
+    [], slow(['--tensor=2']), slow(['--quantize=int8']), slow(['--cache_dtype=int8']), slow(['--batch_size=1'])])
 def test_bits_per_byte_of_a_text_of_characters_is_its_loss_over_ln_2(flags, run, tmp_path):
     (tmp_path / 'a.txt').write_text(TEXT * 3)
     found = evaluate(run, f"--text={tmp_path / 'a.txt'}", '--max_length=20', *flags)
@@ -56,6 +57,7 @@ def test_bits_per_byte_of_a_text_of_characters_is_its_loss_over_ln_2(flags, run,
     assert result['perplexity'] == pytest.approx(math.exp(result['nats_per_token']))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('flags', [[], ['--tensor=2'], ['--batch_size=1']])
 def test_a_task_counts_what_each_item_alone_gives(flags, run, tmp_path):
     path, out = write_lines(tmp_path / 'mine.jsonl', ITEMS), tmp_path / 'out.jsonl'
@@ -81,6 +83,7 @@ def test_a_task_counts_what_each_item_alone_gives(flags, run, tmp_path):
     assert result == {'accuracy': right / 5, 'accuracy_norm': right_norm / 5, 'n': 5}
 
 
+@pytest.mark.slow
 def test_a_bundle_gets_nanochats_centered_accuracy(run, tmp_path):
     """One task of each kind, of which the expected accuracy is computed prompt by prompt."""
     words = TEXT.split()

@@ -14,6 +14,7 @@ from tests.common import samples_of
 # -----------------------------------------------------------------------------
 # newer models
 
+@pytest.mark.slow
 def test_an_exported_model_gives_the_same_samples(qwen, dataset, tmp_path):
     config, params, _ = load_run(qwen)
     save_pretrained(params, config, tmp_path / 'model')
@@ -22,15 +23,17 @@ def test_an_exported_model_gives_the_same_samples(qwen, dataset, tmp_path):
     assert samples_of(exported) == samples_of(sample(qwen, *flags))
 
 
-def test_export_writes_a_folder_that_needs_nothing_else(qwen, tmp_path):
+def test_export_writes_a_folder_that_needs_nothing_else(finished, tmp_path):
+    out, _ = finished
     flags = ['--num_samples=2', '--max_new_tokens=10', '--start=the ']
-    succeeded(run_script('export_jax.py', f'--out_dir={qwen}', f'--folder={tmp_path / "model"}'))
+    succeeded(run_script('export_jax.py', f'--out_dir={out}', f'--folder={tmp_path / "model"}'))
     exported = sample('none', f'--init_from={tmp_path / "model"}', *flags)
-    assert samples_of(exported) == samples_of(sample(qwen, *flags))
-    assert_refused(run_script('export_jax.py', f'--out_dir={qwen}', f'--folder={tmp_path}'), 'not an empty folder')
-    assert_refused(run_script('export_jax.py', f'--out_dir={qwen}'), 'name the new folder')
+    assert samples_of(exported) == samples_of(sample(out, *flags))
+    assert_refused(run_script('export_jax.py', f'--out_dir={out}', f'--folder={tmp_path}'), 'not an empty folder')
+    assert_refused(run_script('export_jax.py', f'--out_dir={out}'), 'name the new folder')
 
 
+@pytest.mark.slow
 def test_a_run_with_a_tokenizer_of_its_own_needs_nothing_but_its_folder(tuned, speaking, tmp_path):
     data, out = tuned
     tokens = np.fromfile(data / 'train.bin', np.uint16).tolist()

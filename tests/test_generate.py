@@ -217,6 +217,7 @@ def test_a_text_that_continues_another_computes_only_what_is_new(change, options
         text = np.concatenate([result.tokens, random_tokens(1, 7, seed=1)], axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('window', [40, 5])
 def test_a_text_that_leaves_the_kept_one_in_the_middle_is_computed_right(window, prefilled):
     config = dataclasses.replace(ROPE, block_size=64, layer_types=('window', 'full'), window=window)

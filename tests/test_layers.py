@@ -17,6 +17,7 @@ DEEP = GPTConfig(block_size=32, vocab_size=37, n_layer=4, n_head=2, n_embd=64)
 # -----------------------------------------------------------------------------
 # memory: the loss in chunks, scanned layers, gradient checkpointing
 
+@pytest.mark.slow
 def test_scanned_layers_are_the_layers():
     scanned = dataclasses.replace(DEEP, scan_layers=True)
     assert_same_loss_and_gradients(loss_and_gradients(DEEP), loss_and_gradients(scanned), 1e-4)

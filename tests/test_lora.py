@@ -109,6 +109,7 @@ def test_what_is_sampled_and_exported_is_the_base_with_its_updates_added(run, ba
     succeeded(sample(out, '--start=0', '--max_new_tokens=5', '--num_samples=1', '--quantize=int8'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('quantize', ['', 'int8'])
 def test_the_frozen_weights_are_counted_apart_and_their_gradients_not_as_flops(base, quantize):
     config, params = load_pretrained(base)
@@ -150,7 +151,8 @@ def lora_run(base, config, *layout, quantize=''):
 def test_pmap_and_meshes_give_the_curve_of_one_device(base, quantize):
     config = load_pretrained(base)[0]
     curves = []
-    for layout in ((1,), (2,), (4, 2, 2)):
+    layouts = (1,), (2,), (4, 2, 2)
+    for layout in layouts if not quantize else layouts[::2]:
         state, step = lora_run(base, config, *layout, quantize=quantize)
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         curve = []
@@ -158,7 +160,7 @@ def test_pmap_and_meshes_give_the_curve_of_one_device(base, quantize):
             state, metrics = step(state, device_batch(parallel, 2, 4, i, config))
             curve.append(float(metrics['loss']))
         curves.append(curve)
-    np.testing.assert_allclose(curves[1:], [curves[0]] * 2, rtol=2e-5 if not quantize else 1e-3)
+    np.testing.assert_allclose(curves[1:], [curves[0]] * (len(curves) - 1), rtol=2e-5 if not quantize else 1e-3)
     assert curves[0][-1] < curves[0][0]
 
 

@@ -14,6 +14,7 @@ PLAN = ['--mode=compile', '--n_layer=1', '--n_head=4', '--n_embd=64', '--block_s
         '--batch_size=8', '--gradient_accumulation_steps=16']
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_run_counts_what_each_axis_sends_through_loops():
     result = run_script('bench_jax.py', *PLAN, '--topology=cpu:1x8', '--fsdp=4')
     assert result.returncode == 0, result.stderr

@@ -1,6 +1,7 @@
 """Several processes: joining, agreeing, failing together."""
 import importlib.metadata
 import os
+import random
 import re
 import signal
 import socket
@@ -109,19 +110,26 @@ def test_a_kubernetes_job_of_one_pod_needs_no_package_and_one_of_several_names_i
 # -----------------------------------------------------------------------------
 # several processes
 
-class Processes:
-    """n processes of train_jax.py, or another script, that work together, one device each."""
-
-    def __init__(self, n, out_dir, *flags, each=None, script='train_jax.py', n_started=None):
+def free_port():
+    """A port below those that Linux gives to connections: none of them takes it before process 0 listens."""
+    while True:
         with socket.socket() as s:
-            s.bind(('127.0.0.1', 0))
-            self.port = s.getsockname()[1]
+            port = random.randrange(20000, 30000)
+            if s.connect_ex(('127.0.0.1', port)):
+                return port
+
+
+class Processes:
+    """n processes of train_jax.py, or another script, that work together, with as many devices each."""
+
+    def __init__(self, n, out_dir, *flags, each=None, script='train_jax.py', n_started=None, devices=1):
+        self.port = free_port()
         self.out_dir = out_dir
         command = [sys.executable, ROOT / script, f'--out_dir={out_dir}', *flags,
                    f'--coordinator_address=127.0.0.1:{self.port}', f'--num_processes={n}']
         self.processes = [
             subprocess.Popen([*command, f'--process_id={i}', *(each[i] if each else ())],
-                             env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), text=True, stdout=subprocess.PIPE,
+                             env=dict(os.environ, JAX_NUM_CPU_DEVICES=str(devices)), text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE)
             for i in range(n_started or n)]
 
@@ -159,7 +167,7 @@ def restored_state(out_dir):
 @pytest.fixture(scope='module')
 def losses_of_one_process(dataset, tmp_path_factory):
     out = tmp_path_factory.mktemp('one') / 'out'
-    assert train(out, f'--dataset={dataset}', *FLAGS, '--device=cpu:0').returncode == 0
+    assert train(out, f'--dataset={dataset}', *FLAGS, '--device=cpu:0', '--max_iters=30').returncode == 0
     return losses_of_run(out)
 
 
@@ -174,33 +182,34 @@ def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_fo
     for text in ('2 x cpu', 'iter 0'):  # only process 0 prints
         assert text in out
         assert text not in out_1
-    np.testing.assert_allclose(losses_of_run(whole)[:30], losses_of_one_process[:30], atol=2e-4)
+    np.testing.assert_allclose(losses_of_run(whole)[:30], losses_of_one_process, atol=2e-4)
 
-    with Processes(2, killed, *flags) as processes:
+    with Processes(2, killed, *flags, '--max_iters=100000') as processes:  # ends by the kill only, however late that is
         processes.wait_for_iteration(25)
         processes.processes[1].kill()
         (code, _, err), _ = processes.results()
     assert code == 75
     assert 'error: process 0 of 2 has lost the others; start all of them again, with --init_from=resume' in err
     assert 10 <= choose_checkpoint(killed)[0] < 100
-    with Processes(2, killed, '--init_from=resume', '--device=cpu') as processes:
+    with Processes(2, killed, '--init_from=resume', '--device=cpu', '--max_iters=100') as processes:
         assert [code for code, *_ in processes.results()] == [0, 0]
     assert records_without_times(killed) == records_without_times(whole)
     jax.tree.map(np.testing.assert_array_equal, restored_state(killed), restored_state(whole))
 
 
 @pytest.mark.slow
-def test_four_processes_on_a_mesh_give_the_curve_stop_together_and_one_device_resumes(
+def test_two_processes_of_two_devices_on_a_mesh_give_the_curve_stop_together_and_one_device_resumes(
         dataset, tmp_path, losses_of_one_process):
     endless = ['--max_iters=100000', '--eval_interval=100000']
-    with Processes(4, tmp_path, f'--dataset={dataset}', *FLAGS, '--fsdp=2', '--tensor=2', *endless) as processes:
+    flags = [f'--dataset={dataset}', *FLAGS, '--fsdp=2', '--tensor=2', *endless]
+    with Processes(2, tmp_path, *flags, devices=2) as processes:
         processes.wait_for_iteration(30)
-        processes.processes[2].send_signal(signal.SIGTERM)
+        processes.processes[1].send_signal(signal.SIGTERM)
         results = processes.results()
-    assert [code for code, *_ in results] == [128 + signal.SIGTERM] * 4, results[0][2]
+    assert [code for code, *_ in results] == [128 + signal.SIGTERM] * 2, results[0][2]
     saved = int(re.search(r'at iteration (\d+), saved', results[0][1])[1])
     assert choose_checkpoint(tmp_path)[0] == saved
-    np.testing.assert_allclose(losses_of_run(tmp_path)[:30], losses_of_one_process[:30], atol=2e-4)
+    np.testing.assert_allclose(losses_of_run(tmp_path)[:30], losses_of_one_process, atol=2e-4)
     result = train(tmp_path, '--init_from=resume', '--device=cpu:0', f'--max_iters={saved + 2}')
     assert result.returncode == 0, result.stderr
     assert "does not fit 1 devices: taking {'fsdp': 1, 'tensor': 1, 'expert': 1, 'context': 1}" in result.stdout
@@ -221,10 +230,11 @@ def each_with(name, values, out_dir, *flags):
     ('out_dir', ('{tmp}/a', '{tmp}/b'), 'process 1: .*/b is not the folder of process 0')])
 def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dataset, tmp_path, name, values, message):
     values = [value.format(dataset=dataset, tmp=tmp_path) if type(value) is str else value for value in values]
-    started = time.time()
     with each_with(name, values, tmp_path, f'--dataset={dataset}', *FLAGS) as processes:
+        wait_for('the end of a process', lambda: False, *processes.processes)
+        first_end = time.monotonic()
         results = processes.results()
-    assert time.time() - started < 60  # importing and joining included; a process that waits for another one takes 60 s
+    assert time.monotonic() - first_end < 50  # a process that waits for one that has ended takes 60 s
     for code, _, err in results:
         assert code == 2
         assert re.fullmatch(f'error: {message}.*\n', err), err
@@ -240,7 +250,7 @@ def test_a_signal_while_a_process_waits_for_the_others_ends_it(dataset, tmp_path
             wait_for('process 0 to listen', lambda: s.connect_ex(('127.0.0.1', processes.port)) == 0, waiting)
         assert waiting.poll() is None
         waiting.send_signal(signum)
-        assert waiting.wait(timeout=100) == -signum  # 128 + signum for a shell
+        assert waiting.wait(timeout=300) == -signum  # 128 + signum for a shell
     assert not list(tmp_path.iterdir())
 
 
@@ -259,9 +269,8 @@ def test_a_signal_before_the_first_iteration_stops_all_processes(dataset, tmp_pa
 # sampling, tracing, scaling
 
 @pytest.mark.slow
-def test_two_processes_sample_the_text_of_one_and_process_0_prints_it(dataset, tmp_path):
-    out = tmp_path / 'out'
-    assert train(out, f'--dataset={dataset}', *FLAGS, '--max_iters=2', '--device=cpu:0').returncode == 0
+def test_two_processes_sample_the_text_of_one_and_process_0_prints_it(finished):
+    out, _ = finished
     flags = ['--num_samples=2', '--max_new_tokens=12', '--start=the', '--top_k=5', '--stream=True']
     one = run_script('sample_jax.py', f'--out_dir={out}', '--device=cpu:0', *flags)
     assert len(one.stdout) > 40
@@ -270,7 +279,8 @@ def test_two_processes_sample_the_text_of_one_and_process_0_prints_it(dataset, t
     assert [code for code, *_ in results] == [0, 0], results
     texts = [re.sub(r'\[Gloo\].*\n', '', text) for _, text, _ in results]  # which XLA:CPU prints
     assert texts == [one.stdout, '']
-    assert [f'{out}, checkpoint of iteration 2; 2 x cpu' in err for *_, err in results] == [True, False]
+    assert [f'{out}, checkpoint of iteration ' in err for *_, err in results] == [True, False]
+    assert '; 2 x cpu' in results[0][2]
     with Processes(2, out, '--device=cpu', *flags, script='sample_jax.py') as processes:
         for code, _, err in processes.results():
             assert code == 2

@@ -2,7 +2,7 @@
 import dataclasses
 import functools
 import math
-from tests.common import compiled_once, device_batch
+from tests.common import compiled_once, device_batch, fresh_run
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,8 @@ def test_every_matrix_and_its_optimizer_state_are_sharded_and_stay_so():
 @pytest.mark.slow
 @pytest.mark.parametrize('layout, n_copies', [(ZERO_1, 8), (ZERO_2, 8), (ZERO_2_ON_MESH, 2)])
 def test_zero_shards_the_optimizer_state_over_the_replicas_of_a_parameter(layout, n_copies):
-    parallel, make, step = compiled_once(layout, CONFIG)
-    state, _ = step(parallel.init_sharded(make), device_batch(parallel, 2, 8, 0, CONFIG))
+    parallel, state, step = fresh_run(layout, CONFIG)
+    state, _ = step(state, device_batch(parallel, 2, 8, 0, CONFIG))
     n_stored = lambda x: x.addressable_shards[0].data.size
     for name in ('c_attn', 'c_proj'):
         param, mean = (tree['h_0']['attn'][name]['kernel'] for tree in (state.params, state.opt_state[0].mu))

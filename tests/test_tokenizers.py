@@ -82,6 +82,7 @@ def test_a_vocabulary_reaches_up_to_its_largest_id(speaking):
     assert tokenizer.encode('D')[-1:] == [43]
 
 
+@pytest.mark.slow
 def test_only_the_assistants_tokens_count(chatting, tmp_path):
     (tmp_path / 'chats.jsonl').write_text((json.dumps(CONVERSATION) + '\n') * 10)
     data = tmp_path / 'data'

@@ -70,7 +70,7 @@ runpy.run_path(sys.argv[0], run_name='__main__')
     ('--seeed=1', 2, '', 'error: unknown flag --seeed')])
 def test_help_and_a_wrong_flag_are_answered_without_jax(script, arg, code, out, err):
     done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True,
-                          timeout=100)
+                          timeout=300)
     assert done.returncode == code, done.stderr
     assert re.match(out.format(script=script), done.stdout, re.S)
     assert re.match(f'{err}.*\n' if err else '$', done.stderr)
@@ -83,7 +83,7 @@ def test_help_and_a_wrong_flag_are_answered_without_jax(script, arg, code, out, 
     ('bench_jax.py', '--mode=fly', 'mode must be one of train')])
 def test_a_value_out_of_range_is_refused_without_jax(script, arg, message):
     done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True,
-                          timeout=100)
+                          timeout=300)
     assert_refused(done, message)
 
 
@@ -257,7 +257,7 @@ def test_a_signal_during_an_evaluation_is_obeyed_at_once(run_copy):
     next_line(process.stdout, process, 'tokens per iteration')
     time.sleep(4)
     process.send_signal(signal.SIGTERM)
-    out, err = output_of(process, seconds=60)
+    out, err = output_of(process)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert 'step 20' not in out
     assert records_without_times(run_copy) == before
@@ -269,7 +269,7 @@ def test_a_signal_saves_and_exits(flags, tmp_path, signum):
     process = start_training(tmp_path, *flags, '--max_iters=100000', '--eval_interval=100000')
     wait_for_iteration(tmp_path, 3, process)
     process.send_signal(signum)
-    out, err = output_of(process, seconds=60)
+    out, err = output_of(process)
     name = 'Ctrl-C' if signum == signal.SIGINT else 'SIGTERM'
     assert process.returncode == 128 + signum
     assert err == f'stopping after this iteration, then saving; {name} again ends at once, without saving\n'
@@ -359,6 +359,7 @@ def test_low_precision_runs_and_resumes(flags, tmp_path, dtype):
     succeeded(sample(whole, '--max_new_tokens=5'))
 
 
+@pytest.mark.slow
 def test_the_dtype_auto_is_chosen_by_each_machine(finished, run_copy, monkeypatch):
     assert choose_checkpoint(finished[0])[1]['flags']['dtype'] == 'auto'  # a resumed run takes its flags from here
     monkeypatch.setattr(jax_devices.setup, 'default_dtype', lambda device: ('bfloat16', 'another machine'))
@@ -461,7 +462,7 @@ def test_a_start_that_is_refused_starts_no_wandb_run(finished, flags, tmp_path, 
 
 @pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py'])
 def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
-    result = subprocess.run([sys.executable, ROOT / script, '--sede=1'], capture_output=True, text=True, timeout=100)
+    result = subprocess.run([sys.executable, ROOT / script, '--sede=1'], capture_output=True, text=True, timeout=300)
     assert result.returncode == 2
     assert result.stderr == 'error: unknown flag --sede; did you mean --seed?\n'
 
@@ -552,7 +553,7 @@ def mkdir(path, *args, **options):
 os.mkdir = mkdir
 runpy.run_path({str(ROOT / 'train_jax.py')!r}, run_name='__main__')"""
     result = subprocess.run([sys.executable, '-c', program, f'--out_dir={tmp_path}', *flags], capture_output=True,
-                            text=True, timeout=100, cwd=ROOT, env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'))
+                            text=True, timeout=200, cwd=ROOT, env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'))
     assert_refused(result, 'cannot write .*Read-only file system')
 
 
@@ -716,6 +717,7 @@ def test_bits_per_byte_of_characters_are_the_loss_over_ln_2(finished):
         assert f"val loss {record['val_loss']:.4f}, val bpb {record['val_bpb']:.4f}" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('layout', [['--device=cpu:0'], ['--device=cpu', '--fsdp=4', '--tensor=2']])
 def test_a_run_that_samples_has_the_same_bits_and_sample_jax_gives_its_samples(layout, flags, tmp_path):
     """Also after a kill: the second half is a resumed run."""

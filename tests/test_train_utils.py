@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
+import tests.common
 from tests.common import (
-    GOLDEN, ROOT, TINY, apply, column, compiled_once, device_batch, fresh_run, host_batch, next_line, run_steps,
+    GOLDEN, ROOT, apply, column, compiled_once, device_batch, fresh_run, host_batch, next_line, run_steps, slow,
     write_dataset)
 
 import jax
@@ -29,6 +30,8 @@ from jax_train_utils import (
     estimate_loss_jax, make_eval_step, make_train_step, plot_losses, read_metrics)
 from jax_transformer import GPT, MoEConfig, create_train_state
 from tests.common import mean_loss
+
+TINY = dataclasses.replace(tests.common.TINY, n_layer=1)
 
 # -----------------------------------------------------------------------------
 # optimizer and schedule
@@ -72,23 +75,29 @@ def test_clipping_is_torchs():
         np.testing.assert_array_equal(clip_gradients(grads, max_norm)[0]['a'], grads['a'])
 
 
-EXPERTS = dataclasses.replace(TINY, n_layer=1, bias=True, moe=MoEConfig(n_expert=4, n_used=2, width=8))
+EXPERTS = dataclasses.replace(TINY, bias=True, moe=MoEConfig(n_expert=4, n_used=2, width=8))
 
 
 @pytest.mark.parametrize('config', [TINY, EXPERTS])
 def test_decay_touches_matrices_and_embeddings_only(config):
     tx = create_optimizer_with_schedule(lambda step: 0.1, weight_decay=0.5)
-    state = create_train_state(jax.random.key(0), config, tx)
-    state = state.replace(params=jax.tree.map(jnp.ones_like, state.params))
-    after = state.apply_gradients(grads=jax.tree.map(jnp.zeros_like, state.params)).params
+
+    @jax.jit
+    def step():
+        state = create_train_state(jax.random.key(0), config, tx)
+        state = state.replace(params=jax.tree.map(jnp.ones_like, state.params))
+        return state.apply_gradients(grads=jax.tree.map(jnp.zeros_like, state.params)).params
+
+    after = step()
     for path, p in jax.tree_util.tree_leaves_with_path(after):
         expected = 0.95 if path[-1].key in ('kernel', 'wte', 'wpe', 'embedding') else 1.0
         np.testing.assert_allclose(p, expected, rtol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('config', [dataclasses.replace(TINY, n_layer=1), EXPERTS])
+@pytest.mark.parametrize('config', [TINY, EXPERTS])
 def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(config):
+    @functools.partial(jax.jit, static_argnums=0)
     def updates(optimizer):
         tx = create_optimizer_with_schedule(lambda step: 0.1, weight_decay=0.0, optimizer=optimizer)
         state = create_train_state(jax.random.key(0), config, tx)
@@ -139,18 +148,16 @@ DROPOUT_ON = dataclasses.replace(TINY, dropout=0.2)
 @pytest.mark.slow
 def test_micro_steps_make_the_update_of_the_big_batch():
     big, big_log = run_steps((1,), 3, DROPOUT_ON, g=1, b=8)
-    for g, b in ((8, 1), (2, 4)):
-        small, log = run_steps((1,), 3, DROPOUT_ON, g=g, b=b)
-        for expected, metrics in zip(big_log, log):
-            assert metrics == pytest.approx(expected, rel=1e-4)
-        for expected, got in zip(jax.tree.leaves(big.params), jax.tree.leaves(small.params)):
-            np.testing.assert_allclose(got, expected, atol=2e-4, rtol=1e-5)
+    small, log = run_steps((1,), 3, DROPOUT_ON, g=4, b=2)
+    for expected, metrics in zip(big_log, log):
+        assert metrics == pytest.approx(expected, rel=1e-4)
+    for expected, got in zip(jax.tree.leaves(big.params), jax.tree.leaves(small.params)):
+        np.testing.assert_allclose(got, expected, atol=2e-4, rtol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('n_devices', [2, 8])
-def test_several_devices_give_the_curve_of_one(n_devices):
-    one, several = (run_steps((n,), 30, DROPOUT_ON)[1] for n in (1, n_devices))
+def test_several_devices_give_the_curve_of_one():
+    one, several = (run_steps((n,), 30, DROPOUT_ON)[1] for n in (1, 8))
     np.testing.assert_allclose(column(several, 'loss'), column(one, 'loss'), atol=2e-4)
     np.testing.assert_allclose(column(several, 'grad_norm'), column(one, 'grad_norm'), rtol=5e-3)
 
@@ -177,7 +184,7 @@ def test_the_state_is_donated(n_devices):
 def test_the_loss_is_the_mean_over_all_micro_steps_and_devices():
     parallel, state, step = fresh_run((4,), TINY)
     batch = host_batch(parallel, 16, 0, TINY)
-    expected = mean_loss(state.params, batch['x'], batch['y'])
+    expected = mean_loss(TINY, state.params, batch['x'], batch['y'])
     _, metrics = step(state, parallel.shard_batch(batch, split_batch(8, 2, 4)))
     assert float(metrics['loss']) == pytest.approx(float(expected), rel=1e-5)
 
@@ -185,13 +192,14 @@ def test_the_loss_is_the_mean_over_all_micro_steps_and_devices():
 @pytest.mark.slow
 def test_the_logged_learning_rate_is_the_one_applied():
     schedule = create_learning_rate_schedule(1e-2, warmup_iters=3, lr_decay_iters=6, min_lr=1e-3)
-    state = create_train_state(jax.random.key(0), TINY, optax.sgd(schedule))
+    state = jax.jit(lambda: create_train_state(jax.random.key(0), TINY, optax.sgd(schedule)))()
     step = jax.jit(make_train_step(TINY, 0, 0.0, schedule))
+    distance = jax.jit(lambda before, after: optax.tree.norm(jax.tree.map(jnp.subtract, before, after)))
     parallel = DataParallel(jax.devices()[:1])
     for i in range(8):
         before = state.params
         state, metrics = step(state, device_batch(parallel, 1, 8, i, TINY))
-        moved = optax.tree.norm(jax.tree.map(jnp.subtract, before, state.params))
+        moved = distance(before, state.params)
         assert moved / metrics['grad_norm'] == pytest.approx(float(metrics['lr']), rel=1e-3)
         assert metrics['lr'] == pytest.approx(float(schedule(i)))
 
@@ -276,14 +284,14 @@ def test_evaluation_is_the_mean_of_the_same_windows_on_any_number_of_devices(tmp
         results.append(estimate_loss_jax(
             eval_step, state.params, splits, parallel, block_size=16, batch_size=4, eval_iters=3))
     x, y = get_windows(splits['val'], np.arange(12) * (2000 - 17) // 11, 16)
-    expected = mean_loss(state.params, x, y)
+    expected = mean_loss(TINY, state.params, x, y)
     for result in results:
         assert result['val'] == pytest.approx(float(expected), rel=1e-5)
         assert result['train'] == pytest.approx(results[0]['train'], rel=1e-5)
         assert result['train'] != result['val']
 
 
-@pytest.mark.parametrize('n_devices, masked', [(1, False), (8, False), (1, True)])
+@pytest.mark.parametrize('n_devices, masked', [(1, False), slow(8, False), (1, True)])
 def test_bits_per_byte_leave_out_what_has_no_bytes_or_does_not_count(n_devices, masked, tmp_path):
     write_dataset(tmp_path, np.arange(3000) % 37, np.arange(2000) % 31)
     splits = load_dataset(tmp_path, 16)[0]
@@ -298,7 +306,8 @@ def test_bits_per_byte_leave_out_what_has_no_bytes_or_does_not_count(n_devices, 
     start = np.arange(12) * (2000 - 17) // 11
     x, y = get_windows(splits['val'], start, 16)
     counts = get_windows(masks['val'], start, 16)[1] if masked else 1
-    nats = GPT(DROPOUT_ON).apply({'params': jax.device_get(state.params)}, x, y, method='loss')
+    nats = jax.jit(functools.partial(GPT(DROPOUT_ON).apply, method='loss'))(
+        {'params': jax.device_get(state.params)}, x, y)
     expected = (nats * counts * (token_bytes[y] > 0)).sum() / np.log(2) / (token_bytes[y] * counts).sum()
     assert losses['val_bpb'] == pytest.approx(float(expected), rel=1e-5)
 
@@ -424,7 +433,7 @@ def test_a_signal_is_answered_at_once_also_during_a_step_and_a_second_one_ends_t
         assert send(signal.SIGINT) == ('stopping after this iteration, then saving; Ctrl-C again ends at once, '
                                        'without saving\n')
         assert send(signal.SIGINT) == 'ended by Ctrl-C\n'
-        assert process.wait(timeout=60) == 128 + signal.SIGINT
+        assert process.wait(timeout=300) == 128 + signal.SIGINT
 
 
 def test_a_second_signal_has_to_wait_for_a_save():
@@ -438,4 +447,4 @@ def test_a_second_signal_has_to_wait_for_a_save():
 def test_a_signal_while_a_run_starts_ends_it_with_a_line():
     with signalled(nothing_to_save=True, then='time.sleep(60)') as (process, send):
         assert send(signal.SIGINT) == 'stopping: there is nothing to save; Ctrl-C again ends at once\n'
-        assert process.wait(timeout=60) == 128 + signal.SIGINT
+        assert process.wait(timeout=300) == 128 + signal.SIGINT

@@ -17,6 +17,7 @@ from jax_transformer import cross_entropy
 # -----------------------------------------------------------------------------
 # memory: the loss in chunks, scanned layers, gradient checkpointing
 
+@pytest.mark.slow
 def test_the_loss_in_chunks_is_the_loss_and_holds_no_logits():
     config = dataclasses.replace(LONG_BLOCK, vocab_size=4096)
     full, chunked = loss_and_gradients(config), loss_and_gradients(config, loss_chunk=32)
