@@ -1,7 +1,10 @@
 """What the scripts data/*/prepare.py share: reading texts, tokenizers, writing a data set. Importing this file makes
 their errors one line, with exit code 2."""
 import argparse
+import array
+import bisect
 import http.client
+import itertools
 import json
 import os
 import sys
@@ -22,10 +25,22 @@ def fail(message):
     raise UserError(message)
 
 
-def create_parser(doc, out_dir):
-    """The parser of a script with this docstring, with the flag --out_dir and its default."""
+ROWS_HELP = ('instead of documents one after the other, rows for a training with this block_size, each of which begins '
+             'with a document')
+
+
+def positive(text):
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def create_parser(doc, out_dir, *, rows=False):
+    """The parser of a script with this docstring, with the flag --out_dir and its default, and with --rows if asked."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', default=out_dir, help="where the files go (default: this script's folder)")
+    if rows:
+        parser.add_argument('--rows', type=positive, default=0, metavar='BLOCK_SIZE', help=ROWS_HELP)
     parser.error = fail # one line instead of the usage
     return parser
 
@@ -212,9 +227,46 @@ def create_encoder(vocabulary):
     return encode_units
 
 
-def encode_documents(texts, vocabulary):
-    """The ids of documents in a row."""
-    return create_encoder(vocabulary)([Unit(text) for text in texts])[1]
+def encode_documents(texts, vocabulary, block_size=0):
+    """The ids of documents in a row, or of rows of block_size + 1 tokens, see fill_rows."""
+    lengths, ids, _ = create_encoder(vocabulary)([Unit(text) for text in texts])
+    if block_size:
+        documents, taken = fill_rows(lengths, block_size)
+        starts = np.cumsum(lengths) - lengths
+        ids = np.concatenate([ids[:0], *(ids[a:a+n] for a, n in zip(starts[documents], taken, strict=True))])
+    return ids
+
+
+def row_length(block_size):
+    """The key of meta.json that says that a data set has rows."""
+    return {'row_length': block_size + 1} if block_size else {}
+
+
+def fill_rows(lengths, block_size, n_waiting=1000):
+    """Which documents fill rows of block_size + 1 tokens, in order, and how many tokens of each, given the numbers of
+    tokens of all. By best fit, as nanochat's loader: always the longest of the next n_waiting documents that fits into
+    the rest of the row; where none does, the shortest, cropped. Prints how much that crops. Raises UserError if no row
+    becomes full."""
+    documents, taken = array.array('q'), array.array('q')
+    coming, waiting, space, n_full = enumerate(map(int, lengths)), [], block_size + 1, 0
+    while True:
+        for i, n in itertools.islice(coming, n_waiting - len(waiting)):
+            bisect.insort(waiting, (n, i))
+        if not waiting:
+            break
+        n, i = waiting.pop(max(0, bisect.bisect(waiting, (space, len(lengths))) - 1))
+        documents.append(i)
+        taken.append(min(n, space))
+        space -= min(n, space)
+        if space == 0:
+            space, n_full = block_size + 1, len(documents) # what follows may be an incomplete row
+    documents, taken = np.array(documents[:n_full], np.int64), np.array(taken[:n_full], np.int64)
+    if not n_full:
+        fail(f'{lengths.sum():,} tokens do not fill a row of {block_size + 1}; use fewer --rows or more text')
+    n = taken.sum()
+    print(f'{n // (block_size + 1):,} rows of {block_size + 1} tokens; {1 - n / lengths.sum():.1%} of the tokens are '
+          'cropped')
+    return documents, taken
 
 
 def token_dtype(vocab_size):

@@ -13,8 +13,8 @@ import threading
 
 import numpy as np  # the rest is imported where it is needed: every worker process imports this file again
 from common import (
-    Vocabulary, create_encoder, describe, fail, move_files, remove, remove_data_set, token_dtype, tokenizer_files,
-    write_file)
+    Vocabulary, create_encoder, describe, fail, fill_rows, move_files, remove, remove_data_set, row_length, token_dtype,
+    tokenizer_files, write_file)
 from jax_flags import UserError
 
 # pass 1 leaves its work in these files until the data set is there; without the first, the others are void
@@ -62,16 +62,20 @@ def count_done(lengths_path, tokens_path, width):
     return done
 
 
-def copy_units(path, units, lengths, tokens):
-    """Pass 2: writes the tokens of these units, in this order. Returns how many tokens, and the largest."""
+def copy_units(path, units, lengths, tokens, block_size):
+    """Pass 2: writes the tokens of these units, in this order, or rows of them. Returns how many tokens, and the
+    largest."""
     from tqdm import tqdm
-    ends = np.cumsum(np.abs(lengths), dtype=np.int64)
-    starts = ends - np.abs(lengths)
+    taken = np.abs(lengths)[units]
+    starts = (np.cumsum(np.abs(lengths), dtype=np.int64) - np.abs(lengths))[units]
+    if block_size:
+        order, taken = fill_rows(taken, block_size)
+        starts = starts[order]
     largest = 0
     with open(path, 'wb') as f:
-        for i in tqdm(range(0, len(units), 1000), desc=f'writing {os.path.basename(path)}', disable=None):
-            batch = units[i:i+1000]
-            part = np.concatenate([tokens[a:b] for a, b in zip(starts[batch], ends[batch], strict=True)])
+        for i in tqdm(range(0, len(starts), 1000), desc=f'writing {os.path.basename(path)}', disable=None):
+            batch = slice(i, i + 1000)
+            part = np.concatenate([tokens[a:a+n] for a, n in zip(starts[batch], taken[batch], strict=True)])
             largest = max(largest, int(part.max(initial=0)))
             f.write(part.tobytes())
     return os.path.getsize(path) // tokens.itemsize, largest
@@ -90,14 +94,15 @@ def discard(folder, paths):
         os.rmdir(folder)
 
 
-def stream(out_dir, name, source, choose, batches, split, *, num_proc, remedy):
+def stream(out_dir, name, source, choose, batches, split, *, num_proc, remedy, block_size=0):
     """Writes a data set that is larger than the memory, and prints its counts. Interrupted at any moment and called
     again with the same arguments, it continues, and writes the same bytes.
 
     name: of the input, for messages. source: what tells it from others, such as names and sizes of files, as JSON.
     choose: a function that returns the vocabulary. batches: a function: batches(n) yields lists of units, after the
     first n. split: a function from the units' numbers of tokens (negative where is_val) to the units of train and val,
-    in order. num_proc: processes. remedy: the end of the message if the input cannot be read. Raises UserError."""
+    in order. num_proc: processes. remedy: the end of the message if the input cannot be read. block_size: of rows, see
+    fill_rows. Raises UserError."""
     from tqdm import tqdm
     parts = source_path, lengths_path, tokens_path = [os.path.join(out_dir, part) for part in SCRATCH]
     vocabulary, done = None, 0
@@ -157,10 +162,10 @@ def stream(out_dir, name, source, choose, batches, split, *, num_proc, remedy):
     tokens = np.asarray(np.memmap(tokens_path, dtype, mode='r'))
     try:
         with tempfile.TemporaryDirectory(prefix='tmp-', dir=out_dir) as tmp:
-            val_tokens, val_max = copy_units(os.path.join(tmp, 'val.bin'), val, lengths, tokens)
-            train_tokens, train_max = copy_units(os.path.join(tmp, 'train.bin'), train, lengths, tokens)
-            files = tokenizer_files(vocabulary) | {
-                'meta.json': describe(vocabulary, train_tokens, val_tokens, max(train_max, val_max))}
+            val_tokens, val_max = copy_units(os.path.join(tmp, 'val.bin'), val, lengths, tokens, block_size)
+            train_tokens, train_max = copy_units(os.path.join(tmp, 'train.bin'), train, lengths, tokens, block_size)
+            files = tokenizer_files(vocabulary) | {'meta.json': describe(
+                vocabulary, train_tokens, val_tokens, max(train_max, val_max), **row_length(block_size))}
             for file, content in files.items():
                 write_file(os.path.join(tmp, file), content)
             remove_data_set(out_dir)

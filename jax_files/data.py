@@ -30,13 +30,13 @@ def remedy_for(data_dir):
 
 
 def load_dataset_meta(data_dir):
-    """{'vocab_size', 'dtype', 'tokenizer', 'max_id', 'train_tokens', 'val_tokens', 'kind'} of a data set, from its
-    meta.json, the last four None if it lacks them; kind 'pairs': see Pairs. A folder without a meta.json is nanoGPT's:
-    uint16 tokens of GPT-2's BPE. Raises UserError for a missing data set and a damaged meta.json."""
+    """{'vocab_size', 'dtype', 'tokenizer', 'max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length'} of a data set,
+    from its meta.json, the last five None if it lacks them; kind 'pairs': see Pairs. A folder without a meta.json is
+    nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a missing data set and a damaged meta.json."""
     data_dir = relative_path(data_dir)
     remedy = remedy_for(data_dir)
     meta = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
-    checked = {'max_id': None, 'train_tokens': None, 'val_tokens': None, 'kind': None}  # as prepare.py has counted them
+    checked = dict.fromkeys(('max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length'))  # as prepare.py counts
     if (data_dir / 'meta.json').exists():
         try:
             found = json.loads((data_dir / 'meta.json').read_text(encoding='utf-8'))
@@ -70,13 +70,18 @@ def load_dataset(data_dir, block_size):
     """Opens data_dir/{train,val}.bin as prepare.py wrote them. Where meta.json holds the largest id, max_id, and the
     numbers of tokens, only the sizes are checked; otherwise all tokens are read, each process its share.
 
-    Returns ({'train': memmap, 'val': memmap}, vocab_size, tokenizer description), see load_dataset_meta. Raises
-    UserError for missing, short or damaged files and for token ids outside the vocabulary."""
+    Returns ({'train': memmap, 'val': memmap}, vocab_size, tokenizer description), see load_dataset_meta; each memmap is
+    [n_tokens], or [n_rows, block_size + 1] if the data set was prepared in rows. Raises UserError for missing, short or
+    damaged files, rows of another length, and token ids outside the vocabulary."""
     data_dir = relative_path(data_dir)
     meta = load_dataset_meta(data_dir)
     remedy = remedy_for(data_dir)
     width = np.dtype(meta['dtype']).itemsize
     splits = {}
+    row_length = meta['row_length']
+    if row_length not in (None, block_size + 1):
+        raise UserError(f'{data_dir} has rows of {row_length} tokens, one more than a block_size that fits; prepare it '
+                        f'with --rows={block_size}, or use another --block_size')
     for split in ('train', 'val'):
         path = data_dir / f'{split}.bin'
         if not path.exists():
@@ -99,6 +104,8 @@ def load_dataset(data_dir, block_size):
             largest = max((int(splits[split][i:i + 10**7].max()) for i in starts), default=0)
         if largest >= meta['vocab_size']:
             raise UserError(f"{path} has token id {largest}, outside the vocabulary of {meta['vocab_size']}; {remedy}")
+        if row_length:
+            splits[split] = splits[split][:size // row_length * row_length].reshape(-1, row_length)
     return splits, meta['vocab_size'], meta['tokenizer']
 
 
@@ -119,7 +126,8 @@ def describe_data(splits, tokenizer):
     values = {'the tokenizer': zlib.crc32(json.dumps(tokenizer).encode())}
     for split, tokens in splits.items():
         values[f'tokens in {split}.bin'] = len(tokens)
-        values[f'content of {split}.bin'] = zlib.crc32(tokens[-10**6:], zlib.crc32(tokens[:10**6]))
+        n = 10**6 // tokens[0].size
+        values[f'content of {split}.bin'] = zlib.crc32(tokens[-n:], zlib.crc32(tokens[:n]))
     return values
 
 
@@ -136,35 +144,38 @@ DATA, DROPOUT = range(2)  # RNG stream ids
 @functools.lru_cache(maxsize=2)
 def shuffled_windows(n_tokens, block_size, seed, epoch):
     """The windows of an epoch: a random offset, and the order of the contiguous windows of block_size tokens that
-    follow it."""
+    follow it. block_size 0: no offset, and the order of n_tokens rows."""
     n_windows = count_windows(n_tokens, block_size)
     rng = np.random.default_rng([seed, DATA, epoch])
-    offset = rng.integers(n_tokens - n_windows * block_size)
+    offset = rng.integers(n_tokens - n_windows * block_size) if block_size else 0
     return offset, rng.permutation(np.arange(n_windows, dtype=np.min_scalar_type(n_windows)))
 
 
 def count_windows(n_tokens, block_size):
-    """Windows in an epoch: one less than fit (if several do), which leaves at least block_size offsets to draw from."""
-    return max(1, (n_tokens - 1) // block_size - 1)
+    """Windows in an epoch: one less than fit (if several do), which leaves at least block_size offsets to draw from.
+    block_size 0: all of n_tokens rows."""
+    return max(1, (n_tokens - 1) // block_size - 1) if block_size else n_tokens
 
 
 def get_windows(tokens, start, block_size):
-    """x and y, int32 [len(start), block_size]: the windows of `tokens` at `start`, and these shifted by one token."""
-    window = tokens[start[:, None] + np.arange(block_size + 1)].astype(np.int32)
+    """x and y, int32 [len(start), block_size]: the windows of `tokens` at `start`, and these shifted by one token. Of
+    rows, `start` are the numbers."""
+    window = tokens[start if tokens.ndim == 2 else start[:, None] + np.arange(block_size + 1)].astype(np.int32)
     return window[:, :-1], window[:, 1:]
 
 
 def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
     """The sequences of one iteration, x and y, int32 [n_rows, block_size]; only those numbered `rows`, if given.
     A pure function of its arguments: sequences iteration * n_rows and following of an endless shuffled stream, in which
-    an epoch holds every window once. (nanoGPT draws windows at random: an epoch's worth misses 1/e of the tokens.)
-    With another n_rows the same iteration means other sequences."""
+    an epoch holds every window, or row, once. (nanoGPT draws windows at random: an epoch's worth misses 1/e of the
+    tokens.) With another n_rows the same iteration means other sequences."""
     rows = np.arange(n_rows) if rows is None else rows
-    epoch, index = np.divmod(iteration * n_rows + rows, count_windows(len(tokens), block_size))
+    step = block_size if tokens.ndim == 1 else 0
+    epoch, index = np.divmod(iteration * n_rows + rows, count_windows(len(tokens), step))
     start = np.empty(len(rows), np.int64)
     for e in np.unique(epoch):
-        offset, order = shuffled_windows(len(tokens), block_size, seed, int(e))
-        start[epoch == e] = offset + block_size * order[index[epoch == e]].astype(np.int64)
+        offset, order = shuffled_windows(len(tokens), step, seed, int(e))
+        start[epoch == e] = offset + max(1, step) * order[index[epoch == e]].astype(np.int64)
     return get_windows(tokens, start, block_size)
 
 
@@ -181,7 +192,7 @@ def get_loss_weights(mask, block_size, n_rows, seed, iteration, rows):
 
 def evaluated_windows(tokens, block_size, n_rows):
     """The starts of the n_rows windows of a split that every evaluation reads, spread evenly over the split."""
-    last = len(tokens) - block_size - 1  # the start of the last window
+    last = len(tokens) - 1 - (block_size if tokens.ndim == 1 else 0)  # the start of the last window, or the last row
     return np.arange(n_rows) * last // max(1, n_rows - 1)
 
 

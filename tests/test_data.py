@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from jax_files.data import (
-    count_windows, describe_data, get_batch_jax, get_loss_weights, load_dataset, load_dataset_meta, load_masks,
-    shuffled_windows)
+    count_windows, describe_data, evaluated_windows, get_batch_jax, get_loss_weights, get_windows, load_dataset,
+    load_dataset_meta, load_masks, shuffled_windows)
 from jax_flags import UserError
 from jax_train_utils import create_learning_rate_schedule, make_train_step
 from jax_transformer import GPT, create_train_state, cross_entropy
@@ -204,3 +204,38 @@ def test_the_loss_of_masked_tokens_counts_the_others_only_however_the_batch_is_s
     np.testing.assert_allclose(metrics['loss'], loss, rtol=1e-5)
     check = lambda before, after, grad: np.testing.assert_allclose(before - after, grad, atol=1e-6)
     jax.tree.map(check, state.params, after.params, grads)
+
+# -----------------------------------------------------------------------------
+# rows
+
+def write_rows(folder, n, row_length=17):
+    """A data set of n rows in train, whose tokens are the row's number, and 5 in val."""
+    for_each = lambda n: np.repeat(np.arange(n), row_length)
+    write_dataset(folder, for_each(n), for_each(5))
+    edit_json(folder / 'meta.json', row_length=row_length)
+
+
+def test_rows_are_drawn_whole_and_each_once_per_epoch(tmp_path):
+    write_rows(tmp_path, 30)
+    splits, *_ = load_dataset(tmp_path, 16)
+    drawn = [get_batch_jax(splits['train'], 16, 12, 7, i) for i in range(20)]
+    rows, targets = (np.concatenate(part) for part in zip(*drawn))
+    np.testing.assert_array_equal(rows, targets)
+    assert (rows == rows[:, :1]).all()  # no row has tokens of two
+    first, second = rows[:30, 0], rows[30:60, 0]
+    assert sorted(first) == sorted(second) == list(range(30)) and list(first) != list(second)
+    np.testing.assert_array_equal(get_batch_jax(splits['train'], 16, 12, 7, 3, np.array([4, 11]))[0],
+                                  drawn[3][0][[4, 11]])
+    start = evaluated_windows(splits['val'], 16, 5)
+    assert get_windows(splits['val'], start, 16)[1][:, -1].tolist() == [0, 1, 2, 3, 4]
+    assert len(describe_data(splits, {'kind': 'gpt2'})) == 5
+
+
+def test_rows_need_the_block_size_that_they_were_made_for(tmp_path):
+    write_rows(tmp_path, 30)
+    assert load_dataset(tmp_path, 16)[0]['train'].shape == (30, 17)
+    for block_size in (15, 17, 32):
+        message = refusal(load_dataset, tmp_path, block_size)
+        assert 'has rows of 17 tokens' in message and f'prepare it with --rows={block_size}, or' in message
+    edit_json(tmp_path / 'meta.json', row_length='x')
+    assert 'has rows of x tokens' in refusal(load_dataset, tmp_path, 16)

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -550,6 +551,63 @@ def test_files_folders_lines_and_rows_are_documents_of_which_every_tenth_is_for_
         prepare('text', tmp_path / given, '--key=content', '--tokenizer=gpt2', '--out_dir', tmp_path / 'out',
                 env=bpe_env)
         assert [ids.tolist() for ids in read(tmp_path / 'out')[:2]] == expected
+
+
+def in_rows(documents, length, n_waiting=1000):
+    """Documents in rows by best fit, in the plainest way: [row of characters], and how many characters are not there.
+    As nanochat's loader: the longest that fits into the rest of the row, else the shortest, cropped."""
+    coming, waiting, rows, row = list(documents), [], [], ''
+    while coming or waiting:
+        waiting, coming = waiting + coming[:n_waiting - len(waiting)], coming[n_waiting - len(waiting):]
+        fitting = [text for text in waiting if len(text) <= length - len(row)]
+        text = max(fitting, key=len) if fitting else min(waiting, key=len)
+        waiting.remove(text)
+        row += text[:length - len(row)]
+        if len(row) == length:
+            rows, row = [*rows, row], ''
+    return rows, sum(map(len, documents)) - length * len(rows)
+
+
+@pytest.mark.parametrize('n, block_size', [(30, 63), pytest.param(4000, 100, marks=pytest.mark.slow)])
+def test_rows_begin_with_documents_and_the_share_that_is_cropped_is_true(tmp_path, env, n, block_size):
+    rng = random.Random(0)
+    texts = [f'<{i:04}' + 'x' * rng.randrange(2 * block_size) for i in range(n)]
+    texts = [text for _, text in sorted({len(text): text for text in texts}.items())] if n < 1000 else texts
+    rng.shuffle(texts)
+    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'text': text}) + '\n' for text in texts))
+    out = tmp_path / 'out'
+    said = prepare('text', tmp_path / 'a.jsonl', '--tokenizer=char', f'--rows={block_size}', '--out_dir', out, env=env)
+    meta = json.loads((out / 'meta.json').read_text())
+    assert meta['row_length'] == block_size + 1
+    for split, is_val in (('train', False), ('val', True)):
+        documents = [text for i, text in enumerate(texts) if (i % 10 == 9) == is_val]
+        ids = np.fromfile(out / f'{split}.bin', np.uint16)
+        assert len(ids) == meta[f'{split}_tokens']
+        rows = [''.join(meta['tokenizer']['chars'][i] for i in row) for row in ids.reshape(-1, block_size + 1)]
+        expected, n_cropped = in_rows(documents, block_size + 1)
+        assert all(row.startswith('<') for row in rows)
+        if n < 1000:  # no two documents have the same length
+            assert rows == expected
+        assert sorted(map(len, rows)) == sorted(map(len, expected))
+        share = n_cropped / sum(map(len, documents))
+        assert f'{len(expected):,} rows of {block_size + 1} tokens; {share:.1%} of the tokens are cropped\n' in said
+
+
+def test_pystdlib_comes_in_rows_too(tmp_path, env):
+    root = code_base(tmp_path / 'code', [(f'{name}.py', b'a = 1\n') for name in 'abcdefghijklmnopqrst'])
+    prepare('pystdlib', root, '--tokenizer=char', '--rows=20', '--out_dir', tmp_path / 'out', env=env)
+    meta = json.loads((tmp_path / 'out' / 'meta.json').read_text())
+    train = np.fromfile(tmp_path / 'out' / 'train.bin', np.uint16).reshape(-1, meta['row_length'])
+    assert meta['row_length'] == 21
+    assert all(meta['tokenizer']['chars'][i] == '#' for i in train[:, 0])  # the line with the path
+
+
+@pytest.mark.parametrize('rows, said', [('0', "invalid positive value: '0'"), ('x', 'invalid positive'),
+                                        ('100000', 'do not fill a row of 100001; use fewer --rows or more text')])
+def test_rows_that_cannot_be_filled_get_one_line(tmp_path, env, rows, said):
+    path = text_file(tmp_path, TEXT)
+    assert said in refuse('text', path, '--tokenizer=char', f'--rows={rows}', '--out_dir', tmp_path / 'out', env=env)
+    assert not (tmp_path / 'out' / 'meta.json').exists()
 
 
 def test_a_string_with_half_a_character_is_read(tmp_path, env):

@@ -36,7 +36,7 @@ def load_documents(files):
     return documents
 
 def main():
-    parser = create_parser(__doc__, here)
+    parser = create_parser(__doc__, here, rows=True)
     parser.add_argument('input', nargs='?', help=f'a folder of parquet files (default: {hub_name} from the hub)')
     parser.add_argument('--tokenizer', default='gpt2', help='gpt2, or a Hugging Face folder or owner/name')
     parser.add_argument('--num_proc', type=int, default=os.cpu_count(), help='worker processes (default: one per core)')
@@ -72,7 +72,7 @@ def main():
     if files:
         remedy = 'name a folder of whole parquet files with a column "text"'
     stream(args.out_dir, args.input or hub_name, [source, args.tokenizer], lambda: choose_vocabulary(args.tokenizer),
-           batches, split, num_proc=args.num_proc, remedy=remedy)
+           batches, split, num_proc=args.num_proc, block_size=args.rows, remedy=remedy)
     if args.tokenizer == 'gpt2':
         print('the whole of openwebtext has 9,035,582,198 and 4,434,897')
 

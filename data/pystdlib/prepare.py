@@ -11,7 +11,8 @@ import sys
 import sysconfig
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import TOKENIZER_HELP, choose_vocabulary, create_parser, encode_documents, fail, save_tokens
+from common import (
+    TOKENIZER_HELP, choose_vocabulary, create_parser, encode_documents, fail, row_length, save_tokens)
 
 # not the library itself: installed packages, tests, applications, generated tables
 skip = {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test', 'idlelib', 'lib2to3',
@@ -37,7 +38,7 @@ def read_code(root):
     return files
 
 def main(doc, out_dir, tokenizer):
-    parser = create_parser(doc, out_dir)
+    parser = create_parser(doc, out_dir, rows=True)
     parser.add_argument('input', nargs='?', help="a folder of Python code (default: this Python's standard library)")
     parser.add_argument('--tokenizer', default=tokenizer, help=f'{TOKENIZER_HELP} (default: {tokenizer})')
     args = parser.parse_args()
@@ -59,8 +60,8 @@ def main(doc, out_dir, tokenizer):
              'more')
 
     vocabulary = choose_vocabulary(args.tokenizer, lambda: texts, lambda: train)
-    train_ids, val_ids = (encode_documents(part, vocabulary) for part in (train, val))
-    save_tokens(args.out_dir, train_ids, val_ids, vocabulary)
+    train_ids, val_ids = (encode_documents(part, vocabulary, args.rows) for part in (train, val))
+    save_tokens(args.out_dir, train_ids, val_ids, vocabulary, **row_length(args.rows))
     print(f'{len(files)} files of {root}, Python {platform.python_version()}')
     print(f'length of dataset in characters: {n:,}')
     print(f'vocab size: {vocabulary.size:,}')

@@ -120,7 +120,7 @@ class Texts:
         yield batch
 
 def main():
-    parser = create_parser(__doc__, os.path.dirname(os.path.abspath(__file__)))
+    parser = create_parser(__doc__, os.path.dirname(os.path.abspath(__file__)), rows=True)
     parser.add_argument('input', nargs='+', help='text files, .jsonl, .parquet, or folders of such')
     parser.add_argument('--tokenizer', default='bpe:4096', help=f'{TOKENIZER_HELP} (default: bpe:4096)')
     parser.add_argument('--suffix', default='.txt,.md,.jsonl,.parquet', help='of files in folders (%(default)s)')
@@ -145,7 +145,7 @@ def main():
 
     stream(args.out_dir, ', '.join(args.input), [source, args.tokenizer, args.key],
            lambda: choose_vocabulary(args.tokenizer, all_texts, train_texts), texts.batches, split, num_proc=num_proc,
-           remedy='mend that file or leave it out')
+           block_size=args.rows, remedy='mend that file or leave it out')
 
 if __name__ == '__main__':
     run(main)
