@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, read_flags, start_script, write_text
+from jax_flags import UserError, read_flags, read_text, start_script, write_text
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
@@ -64,20 +64,11 @@ def errors_at(place):
         raise UserError(f'{place}: {error}') from None
 
 
-def read_file(path):
-    try:
-        return Path(path).read_text(encoding='utf-8-sig')
-    except OSError as error:
-        raise UserError(f'cannot read {path}: {error.strerror}') from None
-    except UnicodeDecodeError as error:
-        raise UserError(f'{path} is not UTF-8: {error}') from None
-
-
 def read_items(path, kind=''):
     """The items of a file of JSON lines with 'kind', 'index' and 'place'. kind: of all items, which may then have more
     keys. Raises UserError, with the line, for what is not an item."""
     items = []
-    for number, line in enumerate(read_file(path).split('\n'), 1):
+    for number, line in enumerate(read_text(path).split('\n'), 1):
         place = f'{path}, line {number}'
         with errors_at(place):
             if line.strip():
@@ -173,9 +164,9 @@ def read_bundle(folder):
     import yaml
     read = []
     try:
-        table = csv.DictReader(read_file(f'{folder}/eval_meta_data.csv').split('\n'))
+        table = csv.DictReader(read_text(f'{folder}/eval_meta_data.csv').split('\n'))
         guessing = {row['Eval Task']: float(row['Random baseline']) / 100 for row in table}
-        for task in yaml.safe_load(read_file(f'{folder}/core.yaml'))['icl_tasks']:
+        for task in yaml.safe_load(read_text(f'{folder}/core.yaml'))['icl_tasks']:
             items = read_items(f"{folder}/eval_data/{task['dataset_uri']}", task['icl_task_type'])
             random.Random(1337).shuffle(items)  # as nanochat, which draws examples by the new order
             read.append((task['label'], items, task['num_fewshot'][0], task.get('continuation_delimiter', ' '),
@@ -186,7 +177,7 @@ def read_bundle(folder):
 
 
 # jax is imported after the flags and the files, so that --help and a mistake in these are answered at once
-texts = {path: read_file(path) for path in text.split(',') if path}
+texts = {path: read_text(path) for path in text.split(',') if path}
 names = [path.rstrip('/') for path in tasks.split(',') if path]
 files = {Path(path).stem: read_items(path) for path in names if not os.path.isdir(path)}
 bundles = [task for path in names if os.path.isdir(path) for task in read_bundle(path)]

@@ -23,20 +23,48 @@ class UserError(ValueError):
     """A mistake that the user can correct. The scripts print it as one line and exit with code 2."""
 
 
+def read_text(path):
+    """The text of a UTF-8 file, without a byte-order mark. Raises UserError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding='utf-8-sig')
+    except OSError as error:
+        raise UserError(f'cannot read {path}: {error.strerror}') from None
+    except UnicodeDecodeError as error:
+        raise UserError(f'cannot read {path}: it is not UTF-8 ({error})') from None
+
+
+def write_text(path, text):
+    """Writes a file atomically: it is complete or not there."""
+    partial = Path(path).with_suffix('.tmp')
+    try:
+        partial.write_text(text, encoding='utf-8')
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def read_json(path, *, optional=False):
     """The object in a JSON file. optional: {} if there is no such file. Raises UserError if it cannot be read."""
     if optional and not os.path.exists(path):
         return {}
+    text = read_text(path)
     try:
-        values = json.loads(Path(path).read_text(encoding='utf-8'))
-    except OSError as error:
-        raise UserError(f'cannot read {path}: {error.strerror}') from None
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
     if not isinstance(values, dict):
         raise UserError(f'{path} is not a JSON object; copy or download it again')
     return values
 
+
+def write_json(path, values):
+    """Writes JSON as write_text does."""
+    write_text(path, json.dumps(values, indent=2) + '\n')
+
+
+def ceil_div(a, b):
+    """ceil(a / b) of integers."""
+    return -(-a // b)
 
 # -----------------------------------------------------------------------------
 # flags
@@ -196,7 +224,7 @@ def start_script():
     when it is printed, into a pipe or a file as on a terminal."""
     sys.excepthook = exit_on_user_error
     if hasattr(sys.stdout, 'reconfigure'):  # not a StringIO
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, errors='replace')  # a terminal may lack characters of a sample
 
 
 def exit_on_user_error(kind, error, traceback):
@@ -259,18 +287,3 @@ def exit_if_peer_died(error):
         print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; start all of them '
               f'again, with --init_from=resume ({text[:300]})', file=sys.stderr, flush=True)
         os._exit(PEER_DIED)
-
-
-def ceil_div(a, b):
-    """ceil(a / b) of integers."""
-    return -(-a // b)
-
-
-def write_text(path, text):
-    """Writes a file atomically: it is complete or not there."""
-    partial = Path(path).with_suffix('.tmp')
-    try:
-        partial.write_text(text, encoding='utf-8')
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

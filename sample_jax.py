@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, check_sampling, read_flags, start_script, write_text
+from jax_flags import UserError, check_sampling, read_flags, read_text, start_script, write_text
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
@@ -92,8 +92,6 @@ if not master:
 check_agreement('flags', flags | {'process_id': 'its own'})
 if jax.process_count() > 1 and interactive:
     raise UserError('interactive takes one process')
-if hasattr(sys.stdout, 'reconfigure'):
-    sys.stdout.reconfigure(errors='replace')  # a terminal may lack characters that the model knows
 imports_s = time.perf_counter() - started
 
 
@@ -288,10 +286,7 @@ if interactive:
 # encode the prompts
 lines = [start]
 if start.startswith('FILE:'):
-    try:
-        text = Path(start[5:]).read_text(encoding='utf-8-sig')
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f'cannot read the prompt: {error}') from None
+    text = read_text(start[5:])
     lines = [line for line in text.split('\n') if line] if each_line else [text]
     if start.endswith('.jsonl'):
         lines = [read_prompt(number, line) for number, line in enumerate(text.split('\n'), 1) if line.strip()]

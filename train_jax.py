@@ -6,14 +6,13 @@ $ python train_jax.py --init_from=resume --out_dir=out-pystdlib-char   # resumes
 """
 import dataclasses
 import functools
-import json
 import math
 import os
 import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, ceil_div, check_flags, exit_if_peer_died, read_flags, start_script, write_text
+from jax_flags import UserError, ceil_div, check_flags, exit_if_peer_died, read_flags, start_script, write_json
 
 # -----------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in the order given.
@@ -277,7 +276,7 @@ if not eval_only:
         checkpoints.delete(step)
     stop.saving = checkpoints.is_saving_in_progress
     if master:
-        write_text(Path(out_dir, 'config.json'), json.dumps(flags | {'dtype': dtype}, indent=2) + '\n')
+        write_json(Path(out_dir, 'config.json'), flags | {'dtype': dtype})
         copy_tokenizer(tokenizer, Path(out_dir, 'tokenizer'))
         if not resumed:
             keep_config_json(None if init_from == 'scratch' else find_config_json(path), out_dir)

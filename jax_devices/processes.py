@@ -1,5 +1,4 @@
 """Several processes: how they find each other, and agree; the signals that stop one."""
-import importlib.metadata
 import importlib.util
 import json
 import os

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_flags import UserError, read_json, write_text
+from jax_flags import UserError, read_json, write_json
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
                    'generation_config.json')  # of a Hugging Face folder; all but the first may be missing
@@ -71,7 +71,7 @@ def write_gpt2_tokenizer(folder):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(os.path.join(folder, 'tokenizer.json'))
-    write_text(os.path.join(folder, 'tokenizer_config.json'), '{"eos_token": "<|endoftext|>"}')
+    write_json(os.path.join(folder, 'tokenizer_config.json'), {'eos_token': '<|endoftext|>'})
 
 
 class GPT2Tokenizer:
@@ -372,4 +372,4 @@ def copy_tokenizer(description, folder):
         elif os.path.exists(os.path.join(folder, name)):
             os.remove(os.path.join(folder, name))  # an earlier tokenizer's
     generation = tokenizer.generation | {'eos_token_id': list(tokenizer.stop_tokens)}
-    write_text(os.path.join(folder, 'generation_config.json'), json.dumps(generation, indent=2) + '\n')
+    write_json(os.path.join(folder, 'generation_config.json'), generation)

@@ -17,7 +17,7 @@ import numpy as np
 import safetensors
 
 from jax_files.gguf_files import GGUF_PATH, open_gguf
-from jax_flags import DTYPES, UserError, read_json
+from jax_flags import DTYPES, UserError, read_json, write_json
 
 
 def find_config_json(path):
@@ -229,11 +229,6 @@ def write_safetensors(path, shapes, make_tensor, dtype):
         f.write(len(text).to_bytes(8, 'little') + text)
         for name in shapes:
             f.write(make_tensor(name).view(np.uint8).data if shapes[name] else make_tensor(name).tobytes())
-
-
-def write_json(path, values):
-    with open(path, 'w', encoding='utf-8') as f:
-        json.dump(values, f, indent=2)
 
 
 class MXFP4(NamedTuple):
