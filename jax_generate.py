@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from flax.traverse_util import path_aware_map
 
 from jax_flags import UserError, ceil_div, check_sampling
 from jax_ops.cpu import STORED_AS, as_uint8, cpu_multiplies_uint8
@@ -61,16 +62,13 @@ def devices_of(tree):
 def quantize_params(params, stored_as=jnp.int8):
     """The parameters with Int8 matrices (kernel, wte, lm_head), one scale per output: a quarter of float32's bytes.
     wpe, kv_b and the router stay in float: small, and routing is sensitive. stored_as: see Int8."""
-    quantized = {}
-    for name, p in params.items():
-        if isinstance(p, dict):
-            quantized[name] = p if name == 'router' else quantize_params(p, stored_as)
-        elif name in ('kernel', 'wte', 'lm_head'):
-            values, transpose = (p.values, False) if isinstance(p, Transposed) else (p, name == 'kernel')
-            quantized[name] = quantize_matrix(values, transpose=transpose, stored_as=stored_as)
-        else:
-            quantized[name] = p
-    return quantized
+    def quantized(path, p):
+        if path[-1] not in ('kernel', 'wte', 'lm_head') or 'router' in path:
+            return p
+        values, transpose = (p.values, False) if isinstance(p, Transposed) else (p, path[-1] == 'kernel')
+        return quantize_matrix(values, transpose=transpose, stored_as=stored_as)
+
+    return path_aware_map(quantized, params)
 
 
 @functools.partial(jax.jit, static_argnames=('transpose', 'stored_as'))  # one pass: no temporaries as large as p
@@ -89,15 +87,11 @@ def cast_matrices(params, dtype):
 
 def transpose_kernels(params):
     """The parameters with every kernel [I, O] as Transposed; the router and experts stay as they are."""
-    transposed = {}
-    for name, p in params.items():
-        if isinstance(p, dict):
-            transposed[name] = p if name == 'router' else transpose_kernels(p)
-        elif name == 'kernel' and not isinstance(p, (Int8, Transposed)) and p.ndim == 2:
-            transposed[name] = Transposed(p.T)
-        else:
-            transposed[name] = p
-    return transposed
+    def transposed(path, p):
+        is_left = path[-1] != 'kernel' or 'router' in path or isinstance(p, (Int8, Transposed)) or p.ndim != 2
+        return p if is_left else Transposed(p.T)
+
+    return path_aware_map(transposed, params)
 
 
 def order_columns_by_rank(params, config):

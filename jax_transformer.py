@@ -28,11 +28,11 @@ from jax_ops.attention import blockwise_attention, causal_mask, flat_index, fuse
 from jax_ops.cpu import held_dtype, scatter_to_slots
 from jax_ops.experts import mix_experts
 from jax_ops.layers import remat_policy, scan_blocks
-from jax_ops.matmul import (
-    INIT_STD, Int8, LowRank, Transposed, all_gather_param, fused_linear, linear, quantize, soft_cap)
+from jax_ops.matmul import Int8, LowRank, Transposed, all_gather_param, fused_linear, linear, quantize, soft_cap
 from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, create_mesh  # noqa: F401, create_mesh: public here
 from jax_ops.vocabulary import (  # noqa: F401, ParallelLMHead and VocabParallelEmbedding: public here
-    ParallelLMHead, VocabParallelEmbedding, embed_tokens, lm_logits, map_sequence_chunks, masked_cross_entropy)
+    INIT_STD, ParallelLMHead, VocabParallelEmbedding, embed_tokens, lm_logits, map_sequence_chunks,
+    masked_cross_entropy)
 
 ACTIVATIONS = ('gelu', 'gelu_tanh')  # exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
 ATTENTION = ('xla', 'chunked', 'cudnn', 'splash')  # 'xla': dot_product_attention; others: jax_ops/attention.py
@@ -46,8 +46,7 @@ REMAT = ('none', 'dots', 'full')  # recomputed in the backward pass: nothing; al
 class GPTConfig:
     """What the model is. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
 
-    Groups (rope_scaling, mla, moe) may be given as dicts, and tuples as lists, as dataclasses.asdict() and JSON return
-    them. Raises UserError for values that cannot make a model."""
+    Groups (rope_scaling, mla, moe) may be dicts, and tuples lists, as in JSON. Raises UserError for what is no model."""
     block_size: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded up to a multiple of 64 for efficiency
     n_layer: int = 12

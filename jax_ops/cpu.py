@@ -88,7 +88,7 @@ def lane_terms(n, least, most):
 
 
 bfloat16_lane_terms = functools.partial(lane_terms, least=4, most=20)  # of nt_bfloat16_row
-int8_lane_terms = functools.partial(lane_terms, least=3, most=6)  # of int8_matvec
+int16_lane_terms = functools.partial(lane_terms, least=3, most=6)  # of nt_int16_row
 
 
 def nt_bfloat16_row(x_1xI, w_OxI):
@@ -135,7 +135,7 @@ def as_int8(values):
 
 def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
     """multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies with its shard of w. XLA's partitioner would
-    gather w where int8_matvec splits its rows."""
+    gather w where nt_int16_row splits its rows."""
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh else 1
     if n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0:
@@ -156,14 +156,14 @@ def int16_levels(n):
 
 def multiply_integers(x_RxI, w_OxI):
     """x @ w.T of int16 x and the values of an Int8, exact, then in float32."""
-    multiply = int8_matvec if len(x_RxI) == 1 and int8_lane_terms(x_RxI.shape[1]) else int8_matmul
+    multiply = nt_int16_row if len(x_RxI) == 1 and int16_lane_terms(x_RxI.shape[1]) else nt_int16
     y_RxO = multiply(x_RxI, w_OxI)
     if w_OxI.dtype == jnp.uint8:  # values + 128: int32 wraps around, and the difference is exact
         y_RxO -= 128 * x_RxI.sum(1, keepdims=True, dtype=jnp.int32)
     return y_RxO.astype(jnp.float32)
 
 
-def int8_matmul(x_RxI, w_OxI):
+def nt_int16(x_RxI, w_OxI):
     """x @ w.T -> int32 of int16 x and int8 or uint8 weights. XLA:CPU's fast matmuls take x in int8: x = 256 high + low,
     which are twice as many rows."""
     high_RxI = (x_RxI + 128) >> 8
@@ -173,11 +173,11 @@ def int8_matmul(x_RxI, w_OxI):
     return 256 * high_RxO + low_RxO
 
 
-def int8_matvec(x_1xI, w_OxI):
-    """int8_matmul for one row: 32 integer sums side by side, which read weights at nearly the rate of the memory
+def nt_int16_row(x_1xI, w_OxI):
+    """nt_int16 for one row: 32 integer sums side by side, which read weights at nearly the rate of the memory
     (docs/lab_log.md#int8-matmuls). The terms of a block are added one by one: a reduction over terms and another over
     the sums are one loop in jaxlib 0.10 only; 0.12 stores the sums between its two."""
-    terms = int8_lane_terms(x_1xI.shape[1])
+    terms = int16_lane_terms(x_1xI.shape[1])
     w, x = (a.reshape(len(a), -1, terms, 32) for a in (w_OxI, x_1xI))
     sums = sum(w[:, :, i].astype(jnp.int32) * x[:, :, i].astype(jnp.int32) for i in range(terms))
     return sums.sum((1, 2))[None]

@@ -276,6 +276,3 @@ def matmul_int8_bwd(tp, residuals, g):
 
 
 matmul_int8.defvjp(matmul_int8_fwd, matmul_int8_bwd)
-
-
-INIT_STD = 0.02

@@ -8,9 +8,11 @@ from jax.sharding import NamedSharding, PartitionSpec as Spec
 
 from jax_flags import UserError, ceil_div
 from jax_ops.cpu import as_int8
-from jax_ops.matmul import INIT_STD, Int8, matmul, matmul_int8, matmul_nt, soft_cap
+from jax_ops.matmul import Int8, matmul, matmul_int8, matmul_nt, soft_cap
 from jax_ops.sharding import (
     BATCH, COLUMN_PARALLEL, batch_axes, current_mesh, gather_positions, position_axes, run_on_mesh, shard)
+
+INIT_STD = 0.02  # of the initial tables and matrices, as GPT-2's
 
 
 def embed_tokens(table_VxD, idx_BxT, dtype=None):

@@ -18,7 +18,7 @@ from tests.common import operands, stored
 @pytest.mark.parametrize('stored_as', ['int8', 'uint8'])
 @pytest.mark.parametrize('width', [24, 256, 1536])
 @pytest.mark.parametrize('rows', [1, 3, 4, 5, 16, 17, 32])
-def test_int8_matmul_equals_that_of_the_quantized_operands(rows, width, stored_as):
+def test_matmul_int8_equals_that_of_the_quantized_operands(rows, width, stored_as):
     x, weights, scale = operands(rows, width)
     inputs, x_scale = jax.jit(quantize, static_argnums=(1, 2))(x, jnp.int16, int16_levels(width))
     expected = np.float64(inputs) @ np.float64(weights).T * np.float64(x_scale)[:, None] * np.float64(scale)
