@@ -101,14 +101,12 @@ from jax_devices.plan import (
     shard_bytes, topology_devices)
 from jax_devices.setup import (
     Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth, setup_jax_environment)
-from jax_files.checkpoints import load_run
 from jax_files.data import get_windows, load_dataset
-from jax_files.weight_files import local_path
 from jax_generate import (
     DecodeState, Sampling, bytes_read_per_step, cast_matrices, choose_slots, convert_params_for_decoding,
     generate_stream, init_cache, order_columns_by_rank, params_read_per_step, quantize_params, step_cached)
 from jax_ops.sharding import BATCH
-from jax_pretrained import load_pretrained
+from jax_text import load
 from jax_train_utils import (
     config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule, make_train_step)
 from jax_transformer import count_params, create_train_state, estimate_mfu
@@ -167,8 +165,6 @@ def bench_decode():
     config, params = load_model()
     if prompt_len + max_new_tokens > config.block_size:
         raise UserError(f'prompt_len + max_new_tokens must be at most block_size={config.block_size}')
-    config = dataclasses.replace(config, dtype=dtype)
-    params = convert_params_for_decoding(params, dtype, quantize)
     prompts = make_prompts(config.vocab_size)
     calls = []  # (prefill lap, decode lap)
     bandwidths = []
@@ -196,14 +192,13 @@ def bench_decode():
 
 
 def load_model():
-    """(config, float32 parameters) of out_dir, or of a new random model."""
-    if out_dir and not Path(out_dir, 'ckpt').is_dir():
-        return load_pretrained(local_path(out_dir), place=lambda path, array: jax.device_put(array, devices[0]))
+    """(config, parameters for decoding) of out_dir, or of a new random model."""
     if out_dir:
-        return load_run(out_dir, 'best', setup_distributed_training(devices[:1]))[:2]
+        model = load(out_dir, device=device, dtype=dtype, quantize=quantize)
+        return model.config, model.params
     tx = create_optimizer_with_schedule(lambda step: 0)
-    params = create_train_state(jax.random.key(seed), model_config, tx).params
-    return model_config, jax.device_put(params, devices[0])
+    params = jax.device_put(create_train_state(jax.random.key(seed), model_config, tx).params, devices[0])
+    return model_config, convert_params_for_decoding(params, dtype, quantize)
 
 
 def make_prompts(vocab_size):
@@ -220,7 +215,7 @@ def make_prompts(vocab_size):
 
 
 def compile_train_step(devices, fsdp=fsdp, loss_chunk=loss_chunk, **changes):
-    """(parallel, config, abstract state, the compiled step) of the training step that train_jax.py runs."""
+    """(mesh, attention, abstract {'parameters', 'optimizer'}, the compiled step) of the step that train_jax.py runs."""
     parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
     config = dataclasses.replace(model_config, **{'scan_layers': scan_layers, 'remat': remat} | changes)
     implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context)
@@ -238,8 +233,8 @@ def compile_train_step(devices, fsdp=fsdp, loss_chunk=loss_chunk, **changes):
     tokens = place((*shape, block_size), np.int32)
     batch = {'x': tokens, 'y': tokens, 'seq_id': place(shape, np.uint32)}
     step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk, zero))
-    program = step.lower(state, batch).compile()
-    return parallel, f'{implementation} ({reason})', state, program
+    parts = {'parameters': state.params, 'optimizer': state.opt_state}
+    return parallel.mesh, f'{implementation} ({reason})', parts, step.lower(state, batch).compile()
 
 
 def peak_with(devices, **changes):
@@ -271,8 +266,8 @@ def what_would_fit(devices, limit):
 
 
 def compile_decode(devices):
-    """(mesh, abstract parameters, abstract KV cache, the compiled loop) of max_new_tokens tokens for each of batch_size
-    sequences, on tensor x expert of the devices, as sample_jax.py decodes."""
+    """(mesh, attention, abstract {'parameters', 'cache'}, the compiled loop) of max_new_tokens tokens for each of
+    batch_size sequences, on tensor x expert of the devices, as sample_jax.py decodes."""
     parallel = setup_distributed_training(devices[:tensor * expert], tensor=tensor, expert=expert)
     parallel.validate(model_config)
     on_mesh = getattr(parallel, 'on_mesh', lambda step: step)
@@ -309,60 +304,47 @@ def compile_decode(devices):
         step = lambda _, state: step_cached(params, state, ~state.done_B, model_config, Sampling(vocab_size))
         return jax.lax.fori_loop(0, max_new_tokens, step, state)
 
-    return parallel.mesh, params, cache, jax.jit(on_mesh(decode), donate_argnums=1).lower(params, state).compile()
-
-
-def bench_compile_decode():
-    """bench_compile of decoding: bytes and times are those of a step, the mean of max_new_tokens."""
-    limit, memory_speed, *_ = data_sheet(topology)
-    start = time.perf_counter()
-    mesh, params, cache, program = compile_decode(plan_devices)
-    table = collective_table(parse_hlo(program.as_text()), mesh, max_new_tokens)
-    peak = peak_of(program)
-    read = shard_bytes(params_read_per_step(params)) + shard_bytes(cache)
-    results = {
-        'parameters_gb': shard_bytes(params) / 1e9, 'cache_gb': shard_bytes(cache) / 1e9,
-        'temporary_gb': program.memory_analysis().temp_size_in_bytes / 1e9, 'peak_gb': peak / 1e9,
-        'sent_mb': sum(row['bytes'] for row in table) / 1e6, 'read_gb': read / 1e9,
-        'compile_s': time.perf_counter() - start}
-    print_collectives(table)
-    if memory_speed:
-        links = link_seconds(table, topology)
-        results |= {'memory_bound_ms': read / memory_speed * 1e3, 'link_bound_ms': links * 1e3,
-                    'tokens_per_sec_at_most': batch_size / max(read / memory_speed, links),
-                    'fits': print_peak(peak, limit)}
-    return results, table
+    program = jax.jit(on_mesh(decode), donate_argnums=1).lower(params, state).compile()
+    return parallel.mesh, 'xla', {'parameters': params, 'cache': cache}, program
 
 
 def bench_compile():
-    """Compiles the training step for the devices of --topology and prints its plan: ({name: value}, collectives)."""
+    """Compiles a step for the devices of --topology and prints its plan: ({name: value}, collectives). Of decoding,
+    bytes and times are those of a step, the mean of max_new_tokens."""
     limit, memory_speed, *_ = data_sheet(topology)
+    is_decode = plan == 'decode'
     start = time.perf_counter()
-    parallel, chosen, state, program = compile_train_step(plan_devices)
+    mesh, chosen, parts, program = compile_decode(plan_devices) if is_decode else compile_train_step(plan_devices)
     computations = parse_hlo(program.as_text())
-    table = collective_table(computations, parallel.mesh)
-    memory = program.memory_analysis()
+    table = collective_table(computations, mesh, max_new_tokens if is_decode else 1)
     peak = peak_of(program)
-    tokens = gradient_accumulation_steps * batch_size * block_size / len(plan_devices)
-    results = {
-        'n_params': count_params(state.params, non_embedding=False), 'parameters_gb': shard_bytes(state.params) / 1e9,
-        'optimizer_gb': shard_bytes(state.opt_state) / 1e9, 'temporary_gb': memory.temp_size_in_bytes / 1e9,
-        'peak_gb': peak / 1e9, 'sent_gb': sum(row['bytes'] for row in table) / 1e9,
-        'exposed_gb': sum(row['exposed'] for row in table) / 1e9,
-        'memory_traffic_gb': memory_traffic(computations) / 1e9, 'compile_s': time.perf_counter() - start}
+    results = {f'{name}_gb': shard_bytes(part) / 1e9 for name, part in parts.items()} | {
+        'temporary_gb': program.memory_analysis().temp_size_in_bytes / 1e9, 'peak_gb': peak / 1e9,
+        'sent_gb': sum(row['bytes'] for row in table) / 1e9, 'exposed_gb': sum(row['exposed'] for row in table) / 1e9,
+        'compile_s': time.perf_counter() - start}
+    if is_decode:
+        traffic = shard_bytes(params_read_per_step(parts['parameters'])) + shard_bytes(parts['cache'])
+    else:
+        traffic = memory_traffic(computations)
+        results['n_params'] = count_params(parts['parameters'], non_embedding=False)
+    results['memory_traffic_gb'] = traffic / 1e9
     print(f'attention: {chosen}')
     print_collectives(table)
-    if memory_speed:
-        peak_flops = device_peak_flops(plan_devices[0])
-        compute = estimate_mfu(count_params(state.params), model_config, tokens, peak_flops)
-        links = link_seconds(table, topology)
-        traffic = results['memory_traffic_gb'] * 1e9 / memory_speed
-        results |= {'compute_bound_ms': compute * 1e3, 'memory_bound_ms': traffic * 1e3, 'link_bound_ms': links * 1e3,
-                    'best_bound_ms': max(compute, links) * 1e3,
-                    'worst_bound_ms': (max(compute, traffic) + links) * 1e3}
-        results['fits'] = print_peak(peak, limit)
-        if not results['fits']:
-            results['would_fit'] = what_would_fit(plan_devices, limit)
+    if not memory_speed:
+        return results, table
+    memory, links = traffic / memory_speed, link_seconds(table, topology)
+    results |= {'memory_bound_ms': memory * 1e3, 'link_bound_ms': links * 1e3}
+    if is_decode:
+        results['tokens_per_sec_at_most'] = batch_size / max(memory, links)
+    else:
+        tokens = gradient_accumulation_steps * batch_size * block_size / len(plan_devices)
+        n_params, peak_flops = count_params(parts['parameters']), device_peak_flops(plan_devices[0])
+        compute = estimate_mfu(n_params, model_config, tokens, peak_flops)
+        results |= {'compute_bound_ms': compute * 1e3, 'best_bound_ms': max(compute, links) * 1e3,
+                    'worst_bound_ms': (max(compute, memory) + links) * 1e3}
+    results['fits'] = print_peak(peak, limit)
+    if not is_decode and not results['fits']:
+        results['would_fit'] = what_would_fit(plan_devices, limit)
     return results, table
 
 
@@ -395,7 +377,7 @@ if mode == 'train':
 elif mode == 'compile':
     plan_devices = topology_devices(topology)
     try:
-        results, table = bench_compile_decode() if plan == 'decode' else bench_compile()
+        results, table = bench_compile()
     except jax.errors.JaxRuntimeError as error:
         if 'RESOURCE_EXHAUSTED' not in str(error):
             raise

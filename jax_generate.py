@@ -60,15 +60,17 @@ def devices_of(tree):
 
 
 def quantize_params(params, stored_as=jnp.int8):
-    """The parameters with Int8 matrices (kernel, wte, lm_head), one scale per output: a quarter of float32's bytes.
-    wpe, kv_b and the router stay in float: small, and routing is sensitive. stored_as: see Int8."""
-    def quantized(path, p):
-        if path[-1] not in ('kernel', 'wte', 'lm_head') or 'router' in path:
-            return p
-        values, transpose = (p.values, False) if isinstance(p, Transposed) else (p, path[-1] == 'kernel')
-        return quantize_matrix(values, transpose=transpose, stored_as=stored_as)
+    """The parameters with Int8 matrices, see quantize_param: a quarter of float32's bytes."""
+    return path_aware_map(functools.partial(quantize_param, stored_as=stored_as), params)
 
-    return path_aware_map(quantized, params)
+
+def quantize_param(path, p, stored_as=jnp.int8):
+    """A matrix (kernel, wte, lm_head) as Int8, with one scale per output; other parameters as they are: wpe, kv_b and
+    the router are small, and routing is sensitive. stored_as: see Int8."""
+    if path[-1] not in ('kernel', 'wte', 'lm_head') or 'router' in path:
+        return p
+    values, transpose = (p.values, False) if isinstance(p, Transposed) else (p, path[-1] == 'kernel')
+    return quantize_matrix(values, transpose=transpose, stored_as=stored_as)
 
 
 @functools.partial(jax.jit, static_argnames=('transpose', 'stored_as'))  # one pass: no temporaries as large as p

@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_files.weight_files import local_path
 from jax_flags import UserError
-from jax_generate import quantize_params
+from jax_generate import quantize_param
 from jax_ops.matmul import Int8, LowRank
 from jax_pretrained import load_pretrained
 from jax_transformer import count_params, create_train_state
@@ -32,11 +32,6 @@ def load_weights(source, config, parallel, change=None):
         return flatten_dict(parallel.device_put(unflatten_dict({path: array})))[path]
 
     return load_pretrained(local_path(source), place=place)[1], crc
-
-
-def quantized(path, array):
-    """A parameter in int8 if it is a matrix that int8 models have in int8, for load_weights."""
-    return flatten_dict(quantize_params(unflatten_dict({path: array})))[path]
 
 
 def create_lora_state(rng, config, tx, rank):
@@ -82,7 +77,7 @@ def count_frozen(frozen):
 def load_frozen(lora, config, parallel):
     """({'weights', 'scale'}, checksum) for TrainState.frozen, from what a checkpoint says of LoRA. Raises UserError if
     the base has changed."""
-    weights, crc = load_base(lora, config, parallel, quantized if lora['quantize'] else None)
+    weights, crc = load_base(lora, config, parallel, quantize_param if lora['quantize'] else None)
     return {'weights': weights, 'scale': parallel.device_put(np.float32(lora['alpha'] / lora['rank']))}, crc
 
 
@@ -93,7 +88,7 @@ def load_merged(lora, config, parallel, updates):
 
     def merge(path, array):
         if lora['quantize']:
-            array = quantized(path, array)
+            array = quantize_param(path, array)
         if isinstance(array, Int8):
             array = np.asarray(array.values, np.float32) * np.asarray(array.scale)[..., None]
             array = array.swapaxes(-1, -2) if path[-1] == 'kernel' else array

@@ -239,15 +239,12 @@ class Generation:
         self.prompt_texts = [model.tokenizer.decode(prompt) for prompt in self.prompts]
         self.lengths = [len(prompt) for prompt in self.prompts]
         self.laps = []
-        idx = np.zeros((len(self.prompts), max(self.lengths, default=0)), np.int32)  # right-padded
-        for row, prompt in zip(idx, self.prompts):
-            row[:len(prompt)] = prompt
         self.results = generate_stream(
-            model.params, model.config, idx, max_new_tokens, rng=jax.random.key(seed), prompt_lengths_B=self.lengths,
+            model.params, model.config, right_padded(self.prompts), max_new_tokens, rng=jax.random.key(seed),
+            prompt_lengths_B=self.lengths, n_vocab=model.tokenizer.vocab_size, stop_tokens=model.tokenizer.stop_tokens,
             sample_index_B=list(range(first_sample, first_sample + num_samples)) * len(prompts),
-            n_vocab=model.tokenizer.vocab_size, stop_tokens=model.tokenizer.stop_tokens, cache_dtype=cache_dtype,
-            n_draft=n_draft, draft=model.draft, chunk=self.choose_chunk, prefix_cache=prefix_cache,
-            **SAMPLING | model.tokenizer.sampling | sampling)
+            cache_dtype=cache_dtype, n_draft=n_draft, draft=model.draft, chunk=self.choose_chunk,
+            prefix_cache=prefix_cache, **SAMPLING | model.tokenizer.sampling | sampling)
 
     def __iter__(self) -> Iterator['Generation']:
         """Generates, and yields itself after each chunk. It can be done once."""
@@ -430,9 +427,9 @@ def score_targets(tables, x_BxTxD, target_BxT, *, config):
     return tuple(shard(x, None, None) for x in found)
 
 
-def right_padded(rows, width):
+def right_padded(rows, width=0):
     """The lists of tokens, int32 [B, T]; T is the length of the longest, at least width."""
-    padded = np.zeros((len(rows), max(width, *map(len, rows))), np.int32)
+    padded = np.zeros((len(rows), max([width, *map(len, rows)])), np.int32)
     for to, row in zip(padded, rows):
         to[:len(row)] = row
     return padded

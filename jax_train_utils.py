@@ -1,6 +1,7 @@
 """What training is made of: the model's flags, optimizer and schedule, train and eval steps, logs."""
 import array
 import dataclasses
+import datetime
 import functools
 import json
 import math
@@ -590,18 +591,12 @@ class IterationLog:
         tokens_per_sec = self.tokens_per_iter / seconds
         self.mfu = self.estimate_mfu and self.estimate_mfu(tokens_per_sec)
         mfu = f'{self.mfu:.2%}' if self.mfu else 'n/a'
-        eta = duration((self.max_iters - iter_num - 1) * seconds)
+        eta = datetime.timedelta(seconds=round((self.max_iters - iter_num - 1) * seconds))
         of_pairs = ''.join(f', {name} {metrics[name]:.4f}' for name in PREFERENCE_METRICS[1:] if name in metrics)
         self.bar.write(f'iter {iter_num}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, mfu {mfu}, '
                        f'{tokens_per_sec:,.0f} tok/s, grad norm {grad_norm:.3f}, eta {eta}{of_pairs}')
         self.metrics_log.write({'iter': iter_num, **metrics, 'time_ms': seconds * 1000,
                                 'tokens_per_sec': tokens_per_sec, 'mfu': self.mfu})
-
-
-def duration(seconds):
-    """h:mm:ss"""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f'{minutes // 60}:{minutes % 60:02}:{seconds:02}'
 
 
 def progress_bar(done, total):

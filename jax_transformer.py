@@ -46,7 +46,7 @@ REMAT = ('none', 'dots', 'full')  # recomputed in the backward pass: nothing; al
 class GPTConfig:
     """What the model is. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
 
-    Groups (rope_scaling, mla, moe) may be dicts, and tuples lists, as in JSON. Raises UserError for what is no model."""
+    Groups (rope_scaling, mla, moe) may be dicts, tuples may be lists. Raises UserError for what makes no model."""
     block_size: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded up to a multiple of 64 for efficiency
     n_layer: int = 12
@@ -167,9 +167,9 @@ class Dense(nn.Module):
         return linear(x, kernel, bias, tp=self.tp)
 
 
-def residual_dense(config, name='c_proj'):
+def residual_dense(config):
     """The Dense layer that writes to the residual stream; initial values scaled by 1 / sqrt(2 n_layer), as GPT-2's."""
-    return Dense(config, config.n_embd, INIT_STD / (2 * config.n_layer)**0.5, ROW_PARALLEL, name=name)
+    return Dense(config, config.n_embd, INIT_STD / (2 * config.n_layer)**0.5, ROW_PARALLEL, name='c_proj')
 
 
 def dropout_keys(module, seq_id_B):

@@ -48,7 +48,7 @@ def test_the_plan_of_a_decode_step_counts_weights_cache_and_collectives():
     assert quantized['cache_gb'] * 1e9 == pytest.approx(2 * 3 * 32 * (64 + 4 * 4) / 4)  # and a scale per vector
     assert quantized['parameters_gb'] < full['parameters_gb'] / 2
     moved = sum(row['bytes'] for row in full['collectives'])
-    assert full['sent_mb'] * 1e6 == pytest.approx(moved)
+    assert full['sent_gb'] * 1e9 == pytest.approx(moved)
     assert 0 < moved < 4 * 20 * 3 * 64  # activations of a token, no weights
     assert_refused(run_script('bench_jax.py', *PLAN, '--plan=prefill'), 'plan must be one of train, decode')
 
