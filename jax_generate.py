@@ -165,7 +165,7 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
     tokens per step that may be rejected and fed again. as_bits: store bfloat16 and float8 as unsigned integers, for
     CPUs: XLA:CPU of jaxlib 0.10 would convert the full cache to float32 and back in each step. Heads come before slots,
     as attention's matmuls read them: with slots first XLA:CPU transposed the cache in every step (31 ms instead of 8
-    ms). See docs/performance.md#kv-cache."""
+    ms). See docs/lab_log.md#kv-cache."""
     dtype = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
     stored = STORED_AS.get(dtype.dtype.name, dtype) if as_bits else dtype
 
@@ -230,7 +230,7 @@ def keep_largest(logits_BxV, weight_BxV, amount):
     """The logits, with -inf for all but the largest ones: as few as weigh at least `amount` together, and those equal
     to the smallest of them. weight_BxV: 1 for top-k (amount is k), the probabilities for top-p.
 
-    The threshold t is found bit by bit, because a sort (which lax.top_k is on XLA:CPU, docs/performance.md#sampling) is
+    The threshold t is found bit by bit, because a sort (which lax.top_k is on XLA:CPU, docs/lab_log.md#sampling) is
     slower: floats are mapped to uint32 in the same order, and a bit of t is set if the logits >= t weigh enough."""
     sign = jnp.uint32(1 << 31)
     bits_BxV = jax.lax.bitcast_convert_type(logits_BxV, jnp.uint32)

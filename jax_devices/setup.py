@@ -76,7 +76,7 @@ def configure_process(device, deterministic=False):
 def is_synchronous(device):
     """Whether a computation of this device alone is done, and its temporaries are freed, when its call returns. With
     asynchronous dispatch on a CPU, the next call often allocates its own before that: 3.8 to 9.1 GB for GPT-2 124M,
-    instead of 3.8 (docs/performance.md#malloc)."""
+    instead of 3.8 (docs/lab_log.md#malloc)."""
     return device.platform == 'cpu'
 
 

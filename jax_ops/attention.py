@@ -186,7 +186,7 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
 
     A block of queries is computed at a time, against the keys that it may attend to: on a CPU 128 queries of one
     sequence, so that the probabilities stay in its L2 cache, elsewhere 512 of all sequences. Probabilities are never
-    stored, but recomputed in the backward pass (docs/performance.md#chunked-attention). first_group: the number of this
+    stored, but recomputed in the backward pass (docs/lab_log.md#chunked-attention). first_group: the number of this
     device's first key head, for the dropout masks. n_positions: length of the sequence, if these are not all of its
     positions; first and first_key are then the positions of the first query and the first key. jit makes JAX trace this
     once for all layers of a kind."""

@@ -22,7 +22,7 @@ def as_row_major(x):
 
 def transpose_materialized(x):
     """x.swapaxes(-1, -2). bfloat16 on a CPU is also moved in memory: XLA:CPU's fast bfloat16 matmul takes row-major [M,
-    K] and [K, N] only, and converts everything else to float32 (2.3 times slower, docs/performance.md#matmul)."""
+    K] and [K, N] only, and converts everything else to float32 (2.3 times slower, docs/lab_log.md#matmul)."""
     x = x.swapaxes(-1, -2)
     return as_row_major(x) if x.dtype == jnp.bfloat16 else x
 
@@ -93,7 +93,7 @@ int16_lane_terms = functools.partial(lane_terms, least=3, most=6)  # of nt_int16
 
 def nt_bfloat16_row(x_1xI, w_OxI):
     """x @ w.T -> float32 [1, O] of bfloat16 arrays, one row of x: reads weights at twice the rate of the matmul of two
-    rows (docs/performance.md#bfloat16).
+    rows (docs/lab_log.md#bfloat16-rows).
 
     The loop is shaped for XLA:CPU: 32 sums side by side fill vector registers; at most 20 terms each, or LLVM does not
     unroll them; two halves of the rows in one reduction, because a reduction of one operand is compiled as a library

@@ -99,7 +99,7 @@ def matmul_nt(x, w_OxI):
     """x [..., I] @ w.T -> float32 [..., O]: the matmul of decoding, where weights [O, I] are read once per step.
 
     XLA:CPU repacks the right operand, so for few rows the weights are the left one
-    (docs/performance.md#weights-on-the-left). In bfloat16 one row has a loop of its own."""
+    (docs/lab_log.md#weights-on-the-left). In bfloat16 one row has a loop of its own."""
     x_RxI = x.reshape(-1, x.shape[-1])
     w_OxI = w_OxI.astype(x.dtype)
     R, I = x_RxI.shape
