@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, config_block, read_flags, start_script
+from jax_flags import UserError, check_choice, config_block, read_flags, start_script
 
 # -----------------------------------------------------------------------------
 mode = 'train' # 'train', 'decode' or 'compile' (a step for devices that are not here)
@@ -76,8 +76,7 @@ PRESETS = {
 TRAIN_FLAGS = config_block(Path(__file__).with_name('train_jax.py'))  # its config files may be used as they are
 flags, given = read_flags(__file__, globals(), ignored=TRAIN_FLAGS)  # all flags of the block above, the user's
 for name, choices in (('preset', PRESETS), ('mode', ('train', 'decode', 'compile')), ('plan', ('train', 'decode'))):
-    if flags[name] not in choices:
-        raise UserError(f'{name} must be one of {", ".join(filter(None, choices))}, not {flags[name]!r}')
+    check_choice(name, flags[name], choices)
 flags |= PRESETS[flags['preset']] | given
 globals().update(flags)
 for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats'):

@@ -23,6 +23,12 @@ class UserError(ValueError):
     """A mistake that the user can correct. The scripts print it as one line and exit with code 2."""
 
 
+def check_choice(name, value, choices):
+    """Raises UserError unless the value of the flag or option `name` is one of the choices; '' may stand for off."""
+    if value not in choices:
+        raise UserError(f'{name} must be one of {", ".join(filter(None, choices))}, not {value!r}')
+
+
 def read_text(path):
     """The text of a UTF-8 file, without a byte-order mark. Raises UserError if it cannot be read."""
     try:

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 from flax.traverse_util import path_aware_map
 
-from jax_flags import UserError, ceil_div, check_sampling
+from jax_flags import UserError, ceil_div, check_choice, check_sampling
 from jax_ops.cpu import STORED_AS, as_uint8, cpu_multiplies_uint8
 from jax_ops.matmul import Int8, Transposed, order_by_rank, quantize
 from jax_ops.sharding import current_mesh, shard
@@ -569,8 +569,7 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     longest = int(length_B.max()) + max_new_tokens if prefix_cache is None else config.block_size + max_new_tokens
     if max_new_tokens < 0:
         raise UserError(f'max_new_tokens must be at least 0, not {max_new_tokens}')
-    if cache_dtype not in ('auto', *CACHE_DTYPES):
-        raise UserError(f'cache_dtype must be one of {", ".join(CACHE_DTYPES)}, not {cache_dtype!r}')
+    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     if prefix_cache is not None and B != 1:
         raise UserError(f'a prefix cache is for one row, not {B}')
     check_drafts(config, n_draft, draft, sampling.n_vocab, min(longest, max_cached))

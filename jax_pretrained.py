@@ -27,7 +27,7 @@ from jax_files.tokenizers import load_tokenizer
 from jax_files.weight_files import (
     SPECIAL_TOKENS, aligned_empty, check_tensors, common_dtype, dequantize_lazily, find_config_json,
     kept_config_json, local_path, read_tensors, read_torch_checkpoint, require_keys, weight_file, write_folder)
-from jax_flags import DTYPES, UserError, read_json
+from jax_flags import DTYPES, UserError, check_choice, read_json
 from jax_transformer import GPT, ROPE_SCALINGS, GPTConfig
 
 
@@ -43,8 +43,7 @@ def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: arr
     the array itself, is C-contiguous.
     Raises UserError for files that are missing or damaged, for models that GPT does not compute, and for an unknown
     dtype."""
-    if dtype not in (*DTYPES, 'stored'):
-        raise UserError(f'dtype must be one of {", ".join(DTYPES)}, stored, not {dtype!r}')
+    check_choice('dtype', dtype, (*DTYPES, 'stored'))
     config, family, tensors, file = open_model(path_or_name)
     params = params_from_tensors(tensors, config, family_tensor_maps(config, family), file, dtype, place)
     return dataclasses.replace(config, dtype='float32' if dtype == 'stored' else dtype), params
@@ -70,9 +69,7 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
     The folder must not exist or be empty; it appears when it is complete. Raises UserError if it cannot be written,
     params are not those of GPT(config), or config_json is missing or that of another model."""
     is_gguf = str(folder).endswith('.gguf')
-    dtypes = GGUF_DTYPES if is_gguf else DTYPES
-    if dtype not in dtypes:
-        raise UserError(f'dtype must be one of {", ".join(dtypes)}, not {dtype!r}')
+    check_choice('dtype', dtype, GGUF_DTYPES if is_gguf else DTYPES)
     hf_config = read_config_json_of(config, config_json) if config_json else derive_config_json(config)
     arrays = flatten_dict(params)
     shapes = {'/'.join(path): shape for path, shape in param_shapes(config).items()}

@@ -25,7 +25,7 @@ from jax_files.checkpoints import checkpoint_steps, load_run
 from jax_files.data import load_dataset_meta
 from jax_files.tokenizers import describe_tokenizer, final_answer, load_tokenizer, same_tokens, strip_partial_utf8
 from jax_files.weight_files import local_path
-from jax_flags import UserError, ceil_div
+from jax_flags import UserError, ceil_div, check_choice
 from jax_generate import (
     PIECE, PrefixCache, commit, convert_params_for_decoding, devices_of, generate_stream, grow_caches,
     order_columns_by_rank, prefill, prefill_pieces, select_rows, transpose_kernels)
@@ -338,8 +338,7 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
                         f'{max_length}')
     if batch_size < 1:
         raise UserError(f'batch_size must be at least 1, not {batch_size}')
-    if cache_dtype not in ('auto', *CACHE_DTYPES):
-        raise UserError(f'cache_dtype must be one of {", ".join(CACHE_DTYPES)}, not {cache_dtype!r}')
+    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     results, groups = [], []
     for item in items:
         group = []

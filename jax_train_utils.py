@@ -21,7 +21,7 @@ from jax_devices.processes import check_agreement, in_all_processes
 from jax_devices.setup import setup_jax_environment
 from jax_files.checkpoints import checkpoint_steps, choose_checkpoint
 from jax_files.data import DROPOUT, Pairs, check_ids, counted_bytes, counted_share, evaluated_windows, get_windows
-from jax_flags import UserError, ceil_div, check_flags, write_text
+from jax_flags import UserError, ceil_div, check_choice, check_flags, write_text
 from jax_lora import base_params, model_params
 from jax_ops.sharding import batch_axes, current_mesh, partition_specs, shard, shard_params
 from jax_transformer import GPT, GPTConfig
@@ -126,18 +126,13 @@ def for_this_run(config, flags, given, dtype):
 # -----------------------------------------------------------------------------
 # optimizer and schedule
 
-SCHEDULES = ('cosine', 'linear', 'wsd', 'constant')
-OPTIMIZERS = ('adamw', 'muon')
-
-
 def create_learning_rate_schedule(learning_rate, *, decay_lr=True, warmup_iters=0, lr_decay_iters=0, min_lr=0.0,
                                   lr_schedule='cosine'):
     """step -> learning rate: linear warm-up from learning_rate / (warmup_iters + 1), then nanoGPT's cosine to min_lr at
     lr_decay_iters, and min_lr after that. lr_schedule: 'linear' decays linearly instead; 'wsd' (warm-up, stable, decay;
     arXiv:2404.06395) decays linearly in the last fifth; 'constant' never. decay_lr=False: learning_rate throughout,
     without a warm-up. Raises UserError for an unknown schedule or a decay that ends within the warm-up."""
-    if lr_schedule not in SCHEDULES:
-        raise UserError(f'lr_schedule must be one of {", ".join(SCHEDULES)}, not {lr_schedule!r}')
+    check_choice('lr_schedule', lr_schedule, ('cosine', 'linear', 'wsd', 'constant'))
     if not decay_lr:
         return optax.constant_schedule(learning_rate)
     warm_up = optax.linear_schedule(learning_rate / (warmup_iters + 1), learning_rate, warmup_iters)
@@ -215,12 +210,11 @@ def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_de
     """AdamW (arXiv:1711.05101) with weight decay where is_decayed says so. 'muon' updates every `kernel` of the blocks
     except the router's, each expert's by itself, with Muon instead (see orthogonalize), at AdamW's learning rate and
     weight decay. Clipping is separate: clip_gradients. Raises UserError for any other optimizer."""
+    check_choice('optimizer', optimizer, ('adamw', 'muon'))
     adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
                         mask=lambda params: jax.tree.map_with_path(is_decayed, params))
     if optimizer == 'adamw':
         return adamw
-    if optimizer != 'muon':
-        raise UserError(f'optimizer must be one of {", ".join(OPTIMIZERS)}, not {optimizer!r}')
     muon = optax.chain(optax.trace(0.95, nesterov=True), orthogonalize, optax.add_decayed_weights(weight_decay),
                        optax.scale_by_learning_rate(schedule))
     return optax.partition({'muon': muon, 'adamw': adamw}, lambda params: jax.tree.map_with_path(optimizer_of, params))

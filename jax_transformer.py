@@ -23,7 +23,7 @@ import optax
 from flax import linen as nn
 from flax.training import train_state
 
-from jax_flags import DTYPES, UserError
+from jax_flags import DTYPES, UserError, check_choice
 from jax_ops.attention import blockwise_attention, causal_mask, flat_index, fused_causal_attention, hash_dropout
 from jax_ops.cpu import held_dtype, scatter_to_slots
 from jax_ops.experts import mix_experts
@@ -543,8 +543,7 @@ class MoEConfig:
         object.__setattr__(self, 'layers', tuple(bool(x) for x in self.layers))
         if not 1 <= self.n_used <= self.n_expert:
             raise UserError(f'a token can use 1 to {self.n_expert} of {self.n_expert} experts, not {self.n_used}')
-        if self.score not in ('softmax', 'sigmoid'):
-            raise UserError(f"the experts' score must be softmax or sigmoid, not {self.score!r}")
+        check_choice("the experts' score", self.score, ('softmax', 'sigmoid'))
         if self.n_expert % self.n_group or not 1 <= self.n_group_used <= self.n_group:
             raise UserError(f'{self.n_expert} experts cannot be {self.n_group} equal groups of which '
                             f'{self.n_group_used} are used')
@@ -567,10 +566,9 @@ def init_config(config):
     for name, known in (('dtype', DTYPES), ('activation', ACTIVATIONS), ('attention', ATTENTION), ('remat', REMAT),
                         ('norm', NORMS), ('block_norms', BLOCK_NORMS), ('position', POSITIONS), ('mlp', MLPS),
                         ('qk_norm', QK_NORMS)):
-        if getattr(config, name) not in known:
-            raise UserError(f'{name} must be one of {", ".join(known)}, not {getattr(config, name)!r}')
-    if config.rope_scaling and config.rope_scaling.kind not in ROPE_SCALINGS:
-        raise UserError(f'rope scaling must be one of {", ".join(ROPE_SCALINGS)}, not {config.rope_scaling.kind!r}')
+        check_choice(name, getattr(config, name), known)
+    if config.rope_scaling:
+        check_choice('rope scaling', config.rope_scaling.kind, ROPE_SCALINGS)
     if config.n_head % config.kv_heads:
         valid = [h for h in range(1, config.n_head + 1) if config.n_head % h == 0]
         raise UserError(f'n_kv_head={config.n_kv_head} does not divide n_head={config.n_head}; one of {valid} does')

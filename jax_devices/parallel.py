@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_devices.setup import nvidia_capability
-from jax_flags import UserError
+from jax_flags import UserError, check_choice
 from jax_ops.attention import fused_causal_attention
 from jax_ops.sharding import AXES, BATCH, create_mesh, partition_specs, shard
 from jax_transformer import ATTENTION, span_limits
@@ -27,8 +27,7 @@ def choose_attention(attention, config, device, *, tensor=1, context=1, determin
     'auto' is the device's flash attention (cuDNN or splash) where it computes this model, otherwise chunked attention
     for blocks of CHUNKED_FROM tokens and longer, otherwise plain XLA. Raises UserError for an unknown or impossible
     one."""
-    if attention not in ('auto', *ATTENTION):
-        raise UserError(f'attention must be auto, {", ".join(ATTENTION)}, not {attention!r}')
+    check_choice('attention', attention, ('auto', *ATTENTION))
     if deterministic and device.platform == 'gpu':
         if attention == 'cudnn':
             raise UserError('attention=cudnn is not deterministic; use --attention=auto, or --deterministic=False')

@@ -89,12 +89,9 @@ def in_all_processes(function, *args):
     except UserError as error:
         message = str(error)
     messages = gather_texts(message)
-    if len(set(messages)) == 1:
-        messages = messages[:1]
-    else:
-        messages = [f'process {i}: {message}' for i, message in enumerate(messages) if message]
-    if messages[0]:
-        raise UserError(messages[0])
+    for i, message in enumerate(messages):
+        if message:
+            raise UserError(message if len(set(messages)) == 1 else f'process {i}: {message}')
     return result
 
 

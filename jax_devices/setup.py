@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
-from jax_flags import DTYPES, UserError, ceil_div
+from jax_flags import DTYPES, UserError, ceil_div, check_choice
 
 # dense bfloat16 FLOP/s of one device, from the vendors' data sheets; the first name found in jax's device_kind counts
 PEAK_FLOPS = {
@@ -100,8 +100,7 @@ def setup_jax_environment(device='auto', dtype='auto'):
     enable_compilation_cache(platform)
     if platform == 'cpu' and jax.process_count() == 1:
         hide_slow_compile_alarm()
-    if dtype not in ('auto', *DTYPES):
-        raise UserError(f'dtype must be auto, {", ".join(DTYPES)}, not {dtype!r}')
+    check_choice('dtype', dtype, ('auto', *DTYPES))
     dtype, reason = (dtype, 'as asked') if dtype != 'auto' else default_dtype(devices[0])
     if dtype == 'float32' and platform != 'cpu':
         jax.config.update('jax_default_matmul_precision', 'highest')

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_devices.parallel import setup_distributed_training
 from jax_devices.processes import gather_texts, in_all_processes
 from jax_files.tokenizers import locate_tokenizer
-from jax_flags import UserError, exit_if_peer_died
+from jax_flags import UserError, check_choice, exit_if_peer_died
 from jax_lora import create_lora_state, load_merged, move_base
 from jax_transformer import GPTConfig, create_train_state
 
@@ -239,8 +239,7 @@ def opt_state_item(state):
 def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One of which one of these items is damaged
     is named on stderr, and the newest intact one is taken instead. Raises UserError if there is none."""
-    if which not in ('latest', 'best'):
-        raise UserError(f'checkpoint must be latest or best, not {which!r}')
+    check_choice('checkpoint', which, ('latest', 'best'))
     folder = Path(out_dir, 'ckpt')
     steps = checkpoint_steps(out_dir)
     if not steps:

@@ -523,7 +523,7 @@ def test_the_training_loss_pushes_experts_into_balance_but_reports_cross_entropy
     (dict(qk_norm='yes'), 'qk_norm'),
     (dict(position='rope', head_dim=3), 'even'),
     (dict(moe=dict(n_expert=4, n_used=5, width=8)), '1 to 4 of 4'),
-    (dict(moe=dict(n_expert=4, n_used=1, width=8, score='tanh')), 'softmax or sigmoid'),
+    (dict(moe=dict(n_expert=4, n_used=1, width=8, score='tanh')), 'softmax, sigmoid'),
     (dict(moe=dict(n_expert=4, n_used=1, width=8, n_group=3)), '3 equal groups'),
     (dict(rope_scaling=dict(kind='ntk', factor=2.0, original_length=8)), 'linear, llama3, yarn'),
     (dict(attention='cudnn', mla=dict(q_rank=0, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=4)), 'no latent attention'),

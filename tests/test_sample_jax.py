@@ -189,7 +189,7 @@ def test_resuming_or_sampling_nothing_is_refused(tmp_path):
     (['--num_samples=0'], 'num_samples must be'),
     (['--top_k=-1'], 'top_k'),
     (['--max_new_tokens=-1'], 'max_new_tokens must be'),
-    (['--checkpoint=worst'], 'latest or best')])
+    (['--checkpoint=worst'], 'one of latest, best')])
 def test_a_sample_that_cannot_be_is_refused(finished, bad, message):
     assert_refused(sample(finished[0], *bad), message)
 

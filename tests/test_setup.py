@@ -37,7 +37,7 @@ def test_device_flag():
 def test_cpu_computes_in_float32_unless_asked():
     assert setup_jax_environment('cpu')[1:] == ('float32', 'the CPU default')
     assert setup_jax_environment('cpu', 'bfloat16')[1] == 'bfloat16'
-    with pytest.raises(UserError, match='dtype must be auto, float32, bfloat16, float16'):
+    with pytest.raises(UserError, match='dtype must be one of auto, float32, bfloat16, float16'):
         setup_jax_environment('cpu', 'float64')
 
 

@@ -483,7 +483,7 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
     (['--init_from=nosuchmodel'], 'nosuchmodel'),
     (['--seed=4294967296'], r'seed must be in \[0, 4294967296\)'),
     (['--loss_chunk=5'], r'loss_chunk=5 does not divide block_size=16; it may be one of \[1, 2, 4, 8\]'),
-    (['--attention=flash'], 'attention must be auto, xla, chunked, cudnn, splash'),
+    (['--attention=flash'], 'attention must be one of auto, xla, chunked, cudnn, splash'),
     (['--attention=cudnn'], 'attention=cudnn does not work here: it is for NVIDIA GPUs'),
     (['--remat=all'], 'remat must be one of none, dots, full'),
     (['--optimizer=sgd'], 'optimizer must be one of adamw, muon'),
