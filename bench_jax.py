@@ -236,16 +236,6 @@ def compile_train_step(devices, fsdp=fsdp, loss_chunk=loss_chunk, **changes):
     return parallel.mesh, f'{implementation} ({reason})', parts, step.lower(state, batch).compile()
 
 
-def peak_with(devices, **changes):
-    """The peak memory of the step with these changes, in bytes; the compiler's message if it does not fit, or cannot
-    be compiled."""
-    try:
-        return peak_of(compile_train_step(devices, **changes)[3])
-    except Exception as error:
-        message = ' '.join(str(error).split())
-        return re.sub(r'.*?(Used [\d.]+\w+ of [\d.]+\w+).*', r'\1', message)[:120]
-
-
 def what_would_fit(devices, limit):
     """Prints which of a few changes makes the step fit into `limit` bytes; stops at the first that does."""
     chunk = max(1, block_size // 8)
@@ -255,13 +245,22 @@ def what_would_fit(devices, limit):
         tries.append(dict(fsdp=len(devices), remat='full', scan_layers=True, loss_chunk=chunk))
     for changes in tries:
         named = ' '.join(f'--{name}={value}' for name, value in changes.items())
-        peak = peak_with(devices, **changes)
-        fits = not isinstance(peak, str) and peak <= limit
-        amount = peak if isinstance(peak, str) else f'peak {peak / 1e9:.2f} GB'
-        print(f'with {named}: {amount}, {"fits" if fits else "does not fit"}')
-        if fits:
+        try:
+            peak = peak_of(compile_train_step(devices, **changes)[3])
+        except Exception as error:
+            print(f'with {named}: {memory_used(error)}, does not fit')
+            continue
+        print(f'with {named}: peak {peak / 1e9:.2f} GB, {"fits" if peak <= limit else "does not fit"}')
+        if peak <= limit:
             return named
     return None
+
+
+def memory_used(error):
+    """What a compiler says of a step that does not fit, 'Used 20.13G of 15.75G', or else why it failed."""
+    message = ' '.join(str(error).split())
+    used = re.search(r'Used [\d.]+\w+ of [\d.]+\w+', message)
+    return used[0] if used else message[:200]
 
 
 def compile_decode(devices):
@@ -380,8 +379,7 @@ elif mode == 'compile':
     except jax.errors.JaxRuntimeError as error:
         if 'RESOURCE_EXHAUSTED' not in str(error):
             raise
-        used = re.search(r'Used [\d.]+\w+ of [\d.]+\w+', str(error))
-        print(f'does not fit: {used[0] if used else " ".join(str(error).split())[:200]}')
+        print(f'does not fit: {memory_used(error)}')
         results, table = {'fits': False}, []
         if plan == 'train':
             results['would_fit'] = what_would_fit(plan_devices, data_sheet(topology)[0])

@@ -124,12 +124,10 @@ def lock_out_dir(out_dir, resumed_at=None):
     Returns the open file. Raises UserError if another run holds the lock."""
     path = Path(out_dir, 'lock')
     holder = gather_texts(f'process {os.getpid()} on {socket.gethostname()} since {time.strftime("%F %T")}')[0]
-    if jax.process_index() == 0:
-        file = in_all_processes(take_lock, path, holder, resumed_at)
-        in_all_processes(lambda: None)
-        return file
-    in_all_processes(lambda: None)
-    return in_all_processes(see_lock, path, holder)
+    is_first, wait = jax.process_index() == 0, lambda *args: None
+    file = in_all_processes(take_lock if is_first else wait, path, holder, resumed_at)
+    in_all_processes(wait if is_first else see_lock, path, holder)
+    return file
 
 
 def take_lock(path, holder, resumed_at):
