@@ -191,28 +191,26 @@ class TextModel:
         return row, start
 
 
-def check_sample_prompt(prompt: str, description: dict, lora: dict | None):
-    """Raises UserError for a prompt that sample_while_training cannot continue; '' is none."""
-    if prompt and lora:
+def create_sampler(prompt: str, config: GPTConfig, description: dict, device, lora: dict | None) -> TextModel | None:
+    """The model without parameters, on one device of the kind of `device`, for sample_while_training; None without a
+    prompt. Raises UserError for a prompt that it cannot continue."""
+    if not prompt:
+        return None
+    if lora:
         raise UserError('sample_prompt does not sample a LoRA run: use sample_jax.py with its checkpoints')
-    if prompt:
-        load_tokenizer(description).encode(prompt)
+    parallel = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
+    sampler = TextModel({}, config, load_tokenizer(description), parallel, None, '', '', Stopwatch(), None)
+    sampler.encode(prompt)
+    return sampler
 
 
-@functools.cache
-def training_clock():
-    """One Stopwatch for all samples of a run: each that is made listens to JAX's events until the process ends."""
-    return Stopwatch()
-
-
-def sample_while_training(params, config: GPTConfig, description: dict, prompt: str, seed: int) -> str:
-    """The beginning of the first sample that sample_jax.py gives of these parameters, which stay as they are, drawn on
-    one device. All processes call this, and all have the text."""
+def sample_while_training(sampler: TextModel, params, prompt: str, seed: int) -> str:
+    """The beginning of the first sample that sample_jax.py gives of these parameters, which stay as they are. All
+    processes call this, and all have the text."""
     whole = lambda x: np.asarray(x if x.is_fully_addressable or x.is_fully_replicated else
                                  multihost_utils.process_allgather(x, tiled=True))
-    parallel = setup_distributed_training(jax.local_devices(backend=next(iter(devices_of(params))).platform)[:1])
-    params = convert_params_for_decoding(parallel.device_put(jax.tree.map(whole, params)), config.dtype)
-    model = TextModel(params, config, load_tokenizer(description), parallel, None, '', '', training_clock(), None)
+    params = sampler.parallel.device_put(jax.tree.map(whole, params))
+    model = dataclasses.replace(sampler, params=convert_params_for_decoding(params, sampler.config.dtype))
     return model.generate([prompt], max_new_tokens=SAMPLE_TOKENS, seed=seed)[0]
 
 

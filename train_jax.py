@@ -122,7 +122,7 @@ from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenize
 from jax_files.weight_files import find_config_json, keep_config_json, local_path
 from jax_lora import count_frozen, create_lora_state, full_path, load_frozen, load_weights, model_params, move_base
 from jax_pretrained import load_config
-from jax_text import check_sample_prompt, sample_while_training
+from jax_text import create_sampler, sample_while_training
 from jax_train_utils import (
     IterationLog, MetricsLog, all_finite, config_from_flags, create_learning_rate_schedule,
     create_optimizer_with_schedule, estimate_loss_jax, flags_from_config, for_this_run, make_eval_step,
@@ -197,7 +197,7 @@ if is_pairs and micro_batch % 2:
                     f'{2 * batch_size // micro_batch}')
 splits, _, _ = in_all_processes(load_dataset, data_dir, 0 if is_pairs else block_size)
 masks = in_all_processes(load_masks, data_dir, splits)
-in_all_processes(check_sample_prompt, sample_prompt, tokenizer, lora)
+sampler = in_all_processes(create_sampler, sample_prompt, config, tokenizer, devices[0], lora)
 token_bytes = load_token_bytes(data['tokenizer'], data['vocab_size'])
 if is_pairs or int(parallel.max_over_processes(int(token_bytes is None))):  # no process has any then
     token_bytes = None
@@ -314,9 +314,8 @@ def evaluate():
     bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}{said}")
     if not math.isfinite(sum(losses.values())):
         raise UserError(f'the loss is not finite at iteration {iter_num}; {out_dir} has checkpoints from before')
-    if sample_prompt:
-        sampled = dataclasses.replace(GPTConfig(**architecture), dtype=dtype)
-        more['sample'] = sample_while_training(state.params, sampled, tokenizer, sample_prompt, seed)
+    if sampler:
+        more['sample'] = sample_while_training(sampler, state.params, sample_prompt, seed)
         bar.write(f"{more['sample']}\n---------------")
     if metrics_log:
         metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': losses['val']} | more)
