@@ -20,7 +20,8 @@ from jax_devices.parallel import fit_layout
 from jax_devices.processes import check_agreement, in_all_processes
 from jax_devices.setup import setup_jax_environment
 from jax_files.checkpoints import checkpoint_steps, choose_checkpoint
-from jax_files.data import DROPOUT, Pairs, check_ids, counted_bytes, counted_share, evaluated_windows, get_windows
+from jax_files.data import (
+    DROPOUT, Pairs, check_ids, counted_bytes, counted_share, evaluated_windows, find_starts, get_windows)
 from jax_flags import UserError, ceil_div, check_choice, check_flags, write_text
 from jax_lora import base_params, model_params
 from jax_ops.sharding import batch_axes, current_mesh, partition_specs, shard, shard_params
@@ -273,8 +274,8 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0, bet
         params = model_params(params, frozen)
         loss_BxT, sown = GPT(config).apply(
             {'params': params}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk,
-            deterministic=False, seq_id_B=micro_batch['seq_id'], mutable=['losses'], method='loss',
-            rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)})
+            deterministic=False, seq_id_B=micro_batch['seq_id'], start_BxT=micro_batch.get('start'),
+            mutable=['losses'], method='loss', rngs={'dropout': jax.random.fold_in(jax.random.key(seed), DROPOUT)})
         if beta:
             reported = preference_terms(config, params, micro_batch, loss_BxT, beta, loss_chunk).mean(1)
             loss = reported[0]
@@ -364,7 +365,8 @@ def make_eval_step(config, loss_chunk=0, beta=0.0):
     spelled * loss].
     beta: above 0, the sums over the sequences of is_row [B] * PREFERENCE_METRICS of their pairs, [3]."""
     def eval_step(params, batch, axis_name=None):
-        loss_BxT = GPT(config).apply({'params': params}, batch['x'], batch['y'], loss_chunk=loss_chunk, method='loss')
+        loss_BxT = GPT(config).apply({'params': params}, batch['x'], batch['y'], loss_chunk=loss_chunk,
+                                     start_BxT=batch.get('start'), method='loss')
         if beta:
             terms_3xP = preference_terms(config, params, batch, loss_BxT, beta, loss_chunk)
             total = (terms_3xP[..., None] * batch['is_row'].reshape(-1, 2)).sum((1, 2))
@@ -415,7 +417,9 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
                 x, y = get_windows(tokens, place, block_size)
                 batch = {'x': x, 'y': y, 'weight': is_row}
                 if masks:
-                    batch['weight'] = is_row[:, None] * get_windows(masks[split], place, block_size)[1]
+                    mask_x, mask_y = get_windows(masks[split], place, block_size)
+                    batch['weight'] = is_row[:, None] * (mask_y == 1)
+                    batch |= {'start': find_starts(mask_x)} if tokens.ndim == 2 else {}
             check_ids(batch['x'], batch['y'], vocab_size, split)
             if token_bytes is not None and has_special:  # else it is a step as without bytes
                 batch['spelled'] = batch['weight'].reshape(len(rows), -1) * (token_bytes[y] > 0).astype(np.float32)

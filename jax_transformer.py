@@ -217,12 +217,13 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
     return y_BxTQxGxK.reshape(B, T, Q, G, -1).swapaxes(2, 3).reshape(B, T, H, -1)
 
 
-def attention_mask(config, layer_type, key_position_BxS, position_BxT):
+def attention_mask(config, layer_type, key_position_BxS, position_BxT, start_BxT=None):
     """[B, T, S], True where a query may attend to a key: at its own position and before, within its window or chunk."""
     limits = span_limits(config, layer_type)
     if not limits and key_position_BxS.shape[1] > config.block_size:  # a ring and the keys that overwrite it
         limits = {'window': config.block_size}
-    return causal_mask(key_position_BxS[:, None, :], position_BxT[:, :, None], **limits)
+    mask_BxTxS = causal_mask(key_position_BxS[:, None, :], position_BxT[:, :, None], **limits)
+    return mask_BxTxS if start_BxT is None else mask_BxTxS & (start_BxT[:, None, :] == start_BxT[:, :, None])
 
 
 class CausalSelfAttention(nn.Module):
@@ -231,14 +232,14 @@ class CausalSelfAttention(nn.Module):
     layer_type: str = 'full'  # one of LAYER_TYPES
 
     @nn.compact
-    def __call__(self, x_BxTxD, position_BxT=None, cache=None, seq_id_B=None):
+    def __call__(self, x_BxTxD, position_BxT=None, cache=None, seq_id_B=None, start_BxT=None):
         """Returns (y_BxTxD, cache). position_BxT: position ids; None is 0 .. T-1 without a KV cache, where a fused
-        kernel can be used. cache: this layer's KV cache, see update_kv_cache. seq_id_B: see dropout()."""
+        kernel can be used. cache: see update_kv_cache. seq_id_B: see dropout(). start_BxT: see GPT.loss."""
         cfg = self.config
         B, T, D = x_BxTxD.shape
         H, G, K = cfg.n_head, cfg.kv_heads, cfg.head_width
-        is_default = position_BxT is None
-        position_BxT = jnp.arange(T)[None] if is_default else position_BxT
+        is_default = position_BxT is None or start_BxT is not None
+        position_BxT = jnp.arange(T)[None] if position_BxT is None else position_BxT
 
         qkv_cfg = dataclasses.replace(cfg, bias=cfg.bias or cfg.qkv_bias)
         q, k, v = Dense(qkv_cfg, (H * K, G * K, G * K), name='c_attn')(x_BxTxD)
@@ -257,10 +258,10 @@ class CausalSelfAttention(nn.Module):
                    'dropout_rate': cfg.dropout, 'key_B': dropout_keys(self, seq_id_B)}
         # the first path is for training, see choose_attention; init has T = 1, which the kernels refuse
         if is_default and cfg.attention != 'xla' and not self.is_initializing():
-            y_BxTxHxK = fused_causal_attention(cfg.attention, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
+            y_BxTxHxK = fused_causal_attention(cfg.attention, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, start_BxT=start_BxT,
                                                **span_limits(cfg, self.layer_type), **options)
         else:
-            mask_BxTxS = attention_mask(cfg, self.layer_type, key_position_BxS, position_BxT)
+            mask_BxTxS = attention_mask(cfg, self.layer_type, key_position_BxS, position_BxT, start_BxT)
             y_BxTxHxK = dot_product_attention(q_BxTxHxK, kv['k'], kv['v'], mask_BxTxS, **options)
         return dropout(self, residual_dense(cfg)(y_BxTxHxK.reshape(B, T, H * K)), seq_id_B), cache
 
@@ -284,9 +285,8 @@ def update_kv_cache(config, layer_type, cache, new_kv, position_BxT):
     if has_ring_cache(config, layer_type):
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     cache = write_cache(cache, new_kv, position_BxT)
-    kv = read_cache(cache, config.dtype)
-    n_slots = kv[next(iter(kv))].shape[1]
-    return kv, jnp.arange(n_slots)[None], cache  # slot == position, so the causal mask hides slots not yet written
+    n_slots = cache[next(iter(new_kv))].shape[2]  # slot == position, so the causal mask hides slots not yet written
+    return read_cache(cache, config.dtype), jnp.arange(n_slots)[None], cache
 
 
 def write_cache(cache, new_kv, slot_BxT):
@@ -345,12 +345,12 @@ class Block(nn.Module):
     is_moe: bool = False  # a mixture of experts in place of the MLP
 
     @nn.compact
-    def __call__(self, x_BxTxD, position_BxT=None, cache=None, seq_id_B=None):
+    def __call__(self, x_BxTxD, position_BxT=None, cache=None, seq_id_B=None, start_BxT=None):
         cfg = self.config
-        attention = LatentAttention if cfg.mla else CausalSelfAttention
+        attend = LatentAttention if cfg.mla else CausalSelfAttention
         mlp = MoELayer(cfg, name='mlp') if self.is_moe else MLP(cfg, cfg.mlp_width, name='mlp')
         h_BxTxD = norm(cfg, 'ln_1')(x_BxTxD)
-        y_BxTxD, cache = attention(cfg, self.layer_type, name='attn')(h_BxTxD, position_BxT, cache, seq_id_B)
+        y_BxTxD, cache = attend(cfg, self.layer_type, name='attn')(h_BxTxD, position_BxT, cache, seq_id_B, start_BxT)
         x_BxTxD += norm(cfg, 'ln_1_post')(y_BxTxD)
         x_BxTxD += norm(cfg, 'ln_2_post')(mlp(norm(cfg, 'ln_2')(x_BxTxD), seq_id_B))
         return x_BxTxD, cache
@@ -389,10 +389,12 @@ class GPT(nn.Module):
         x_BxTxD, cache = self.hidden(idx_BxT, position_BxT, cache)
         return lm_logits(x_BxTxD, self.lm_head_VxD, self.config.logit_cap), cache
 
-    def loss(self, idx_BxT, targets_BxT, *, loss_chunk=0, deterministic=True, seq_id_B=None):
+    def loss(self, idx_BxT, targets_BxT, *, loss_chunk=0, deterministic=True, seq_id_B=None, start_BxT=None):
         """Cross-entropy of each target, float32 [B, T]. loss_chunk: logits are materialized for this many positions at
-        a time, which must divide T; 0 is all."""
-        x_BxTxD, _ = self.hidden(idx_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
+        a time, which must divide T; 0 is all. start_BxT: in rows packed with conversations, where that of each token
+        starts: it attends to this conversation alone, and its position is counted from there."""
+        position_BxT = None if start_BxT is None else jnp.arange(idx_BxT.shape[1]) - start_BxT
+        x_BxTxD, _ = self.hidden(idx_BxT, position_BxT, None, start_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
 
         def loss_of(x_BxTxD, target_BxT):
             return cross_entropy(lm_logits(x_BxTxD, self.lm_head_VxD, self.config.logit_cap, training=True), target_BxT)
@@ -408,7 +410,7 @@ class GPT(nn.Module):
             x_BxTxD += jnp.take(self.wpe, position_ids, axis=0, mode='clip').astype(cfg.dtype)
         return dropout(self, x_BxTxD, seq_id_B)
 
-    def hidden(self, idx_BxT, position_BxT=None, cache=None, *, deterministic=True, seq_id_B=None):
+    def hidden(self, idx_BxT, position_BxT=None, cache=None, start_BxT=None, *, deterministic=True, seq_id_B=None):
         """(activations after the last norm [B, T, D], the new cache)."""
         cfg = self.config
         if idx_BxT.shape[1] > cfg.block_size:
@@ -419,7 +421,7 @@ class GPT(nn.Module):
             seq_id_B = jnp.arange(len(idx_BxT))
         x_BxTxD = self.embed(idx_BxT, position_BxT, seq_id_B)
         if cfg.scan_layers and cache is None and not self.is_initializing():
-            return self.ln_f(scan_blocks(self, x_BxTxD, position_BxT, seq_id_B)), None
+            return self.ln_f(scan_blocks(self, x_BxTxD, position_BxT, seq_id_B, start_BxT)), None
 
         run = Block.__call__
         if cfg.remat != 'none' and cache is None:
@@ -429,7 +431,7 @@ class GPT(nn.Module):
         new_cache = {}
         for i, block in enumerate(self.h):
             layer_cache = cache[f'h_{i}'] if cache else None
-            x_BxTxD, new_cache[f'h_{i}'] = run(block, x_BxTxD, position_BxT, layer_cache, seq_id_B)
+            x_BxTxD, new_cache[f'h_{i}'] = run(block, x_BxTxD, position_BxT, layer_cache, seq_id_B, start_BxT)
         return self.ln_f(x_BxTxD), new_cache
 
 
@@ -671,9 +673,8 @@ def has_ring_cache(config, layer_type):
 def update_ring_cache(config, layer_type, cache, new_kv, position_BxT):
     """update_kv_cache as a ring buffer: position p is stored in slot p % S, and overwritten once it is out of the
     attention span. A cache of S < span slots holds the first S positions only."""
-    first = next(iter(new_kv))
-    B, T = new_kv[first].shape[:2]
-    S = cache[first].shape[2]
+    B, T = next(iter(new_kv.values())).shape[:2]
+    S = next(iter(cache.values())).shape[2]
     span = attention_span(config, layer_type)
     position_BxT = jnp.broadcast_to(position_BxT, (B, T))
 
@@ -700,12 +701,12 @@ class LatentAttention(nn.Module):
     layer_type: str = 'full'
 
     @nn.compact
-    def __call__(self, x_BxTxD, position_BxT=None, cache=None, seq_id_B=None):
+    def __call__(self, x_BxTxD, position_BxT=None, cache=None, seq_id_B=None, start_BxT=None):
         """As CausalSelfAttention's; the cache holds {'latent': [B, 1, S, C], 'rope': [B, 1, S, rope_dim]}."""
         cfg, mla, H = self.config, self.config.mla, self.config.n_head
         B, T, D = x_BxTxD.shape
-        is_default = position_BxT is None
-        position_BxT = jnp.arange(T)[None] if is_default else position_BxT
+        is_default = position_BxT is None or start_BxT is not None
+        position_BxT = jnp.arange(T)[None] if position_BxT is None else position_BxT
         q_in = x_BxTxD
         if mla.q_rank:
             q_in = RMSNorm(cfg, 1e-6, name='q_norm')(Dense(cfg, mla.q_rank, tp=(), name='q_a')(x_BxTxD))
@@ -721,7 +722,7 @@ class LatentAttention(nn.Module):
 
         kv_b = self.param('kv_b', nn.initializers.normal(INIT_STD), (mla.kv_rank, H * (mla.nope_dim + mla.v_dim)))
         wk_CxHxK, wv_CxHxK = jnp.split(kv_b.astype(cfg.dtype).reshape(mla.kv_rank, H, -1), [mla.nope_dim], axis=-1)
-        mask_BxTxS = attention_mask(cfg, self.layer_type, key_position_BxS, position_BxT)
+        mask_BxTxS = attention_mask(cfg, self.layer_type, key_position_BxS, position_BxT, start_BxT)
         options = {'scale': cfg.attention_scale or (mla.nope_dim + mla.rope_dim)**-0.5, 'cap': cfg.attention_cap,
                    'dropout_rate': cfg.dropout, 'key_B': dropout_keys(self, seq_id_B)}
         # Two forms of the same result; the one with fewer multiplications is taken. Absorbed (decode): kv_b is folded
@@ -740,7 +741,7 @@ class LatentAttention(nn.Module):
             k_BxSxHxK = jnp.concatenate([k_nope_BxSxHxK, k_rope_BxSxHxK], axis=-1)
             v_BxSxHxK = jnp.einsum('bsc,chk->bshk', latent_BxSxC, wv_CxHxK)
             if is_default and cfg.attention != 'xla' and not self.is_initializing():
-                options |= span_limits(cfg, self.layer_type)
+                options |= span_limits(cfg, self.layer_type) | {'start_BxT': start_BxT}
                 y_BxTxHxK = fused_causal_attention(cfg.attention, q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, **options)
             else:
                 y_BxTxHxK = dot_product_attention(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, mask_BxTxS, **options)
@@ -820,8 +821,7 @@ class MoELayer(nn.Module):
         expert_PxU, weight_PxU = Router(cfg, name='router')(x_BxTxD)
         names = ('c_fc',) if cfg.mlp == 'gelu' else ('c_gate', 'c_fc')
         weights = {name: ExpertDense(cfg, (D, moe.width), name=f'experts_{name}')() for name in names}
-        out_std = INIT_STD / (2 * cfg.n_layer)**0.5
-        weights['c_proj'] = ExpertDense(cfg, (moe.width, D), out_std, name='experts_c_proj')()
+        weights['c_proj'] = ExpertDense(cfg, (moe.width, D), INIT_STD / (2 * cfg.n_layer)**0.5, name='experts_c_proj')()
 
         def expert(weights, x_bxD):
             """One expert's MLP."""

@@ -210,7 +210,7 @@ for split, mask in masks.items():
 architecture = config.architecture()  # saved in the checkpoints: a RoPE model keeps its context
 config = dataclasses.replace(config, block_size=block_size)  # training sees sequences of this length only
 implementation, attention_reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context,
-                                                    deterministic=deterministic)
+                                                    deterministic=deterministic, packed=data['row_length'] and masks)
 config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({attention_reason})')
 parallel.validate(config)
@@ -294,11 +294,8 @@ def make_batch(iter_num):
         batch = dict(zip('xy', get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num, rows)))
     check_ids(batch['x'], batch['y'], data['vocab_size'], 'train')
     batch['seq_id'] = (iter_num * n_rows + rows).astype(np.uint32)
-    if masks:
-        batch['weight'] = get_loss_weights(masks['train'], block_size, n_rows, seed, iter_num, rows)
-        if batch['weight'] is None:
-            return None
-    return parallel.shard_batch(batch, (n_micro, micro_batch))
+    weights = get_loss_weights(masks.get('train'), block_size, n_rows, seed, iter_num, rows)
+    return None if weights is None else parallel.shard_batch(batch | weights, (n_micro, micro_batch))
 
 
 def evaluate():

@@ -20,9 +20,9 @@ from jax_transformer import ATTENTION, span_limits
 CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
 
 
-def choose_attention(attention, config, device, *, tensor=1, context=1, deterministic=False):
+def choose_attention(attention, config, device, *, tensor=1, context=1, deterministic=False, packed=False):
     """(implementation, reason) for the flag --attention and training on `device`, one of `tensor` that share the heads
-    and `context` that share a sequence. deterministic: of a GPU, that of plain XLA alone.
+    and `context` that share a sequence. deterministic: of a GPU, that of plain XLA alone. packed: see GPT.loss.
 
     'auto' is the device's flash attention (cuDNN or splash) where it computes this model, otherwise chunked attention
     for blocks of CHUNKED_FROM tokens and longer, otherwise plain XLA. Raises UserError for an unknown or impossible
@@ -39,6 +39,8 @@ def choose_attention(attention, config, device, *, tensor=1, context=1, determin
     if flash:
         refuses = {'cudnn': why_not_cudnn, 'splash': why_not_splash}[flash]
         refusal = refuses(config, device, tensor=tensor, context=context)
+        if packed and (flash == 'cudnn' or 'chunk' in config.layer_types):
+            refusal = 'it does not keep the conversations of a row apart'
         if not refusal:
             return flash, 'flash attention' if attention == 'auto' else 'as asked'
         if attention != 'auto':

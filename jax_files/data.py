@@ -111,13 +111,13 @@ def load_dataset(data_dir, block_size):
 
 def load_masks(data_dir, splits):
     """{split: mask} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
-    assistant's tokens do, else 0. {} for a data set without masks, in which all tokens count. Raises UserError for a
-    mask of another length than its tokens."""
+    assistant's tokens do, else 0; in packed rows 2 where a conversation, or the padding, starts. {} for a data set
+    without masks, in which all tokens count. Raises UserError for a mask of another length than its tokens."""
     paths = {split: relative_path(data_dir) / f'{split}_mask.bin' for split in splits}
     sizes = {split: path.stat().st_size for split, path in paths.items() if path.exists()}
-    if sizes and sizes != {split: len(tokens) for split, tokens in splits.items()}:
+    if sizes and sizes != {split: tokens.size for split, tokens in splits.items()}:
         raise UserError(f'the masks in {data_dir} do not belong to its tokens; {remedy_for(Path(data_dir))}')
-    return {split: np.memmap(paths[split], np.uint8, mode='r') for split in sizes}
+    return {split: np.memmap(paths[split], np.uint8, mode='r').reshape(splits[split].shape) for split in sizes}
 
 
 def describe_data(splits, tokenizer):
@@ -180,14 +180,23 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
 
 
 def get_loss_weights(mask, block_size, n_rows, seed, iteration, rows):
-    """The weight of each target of get_batch_jax(tokens, ...), float32 [len(rows), block_size]: 0 where the mask of the
-    tokens is 0, and a mean of 1 over all n_rows sequences, so that the mean of the weighted losses is that of the
-    tokens that count, however the sequences are split into micro-batches and over devices. None if no token of the
-    iteration counts."""
-    _, counts = get_batch_jax(mask, block_size, n_rows, seed, iteration)
+    """{'weight': that of each target of get_batch_jax(tokens, ...), float32 [len(rows), block_size]}: 0 where the mask
+    of the tokens is not 1, and a mean of 1 over all n_rows sequences, so that the mean of the weighted losses is that
+    of the tokens that count, however the sequences are split into micro-batches and over devices. None if no token of
+    the iteration counts, {} without a mask. Of packed rows 'start' too, see find_starts."""
+    if mask is None:
+        return {}
+    x, y = get_batch_jax(mask, block_size, n_rows, seed, iteration)
+    counts = y == 1
     if not counts.any():
         return None
-    return (counts[rows] * (counts.size / counts.sum())).astype(np.float32)
+    weights = {'weight': (counts[rows] * (counts.size / counts.sum())).astype(np.float32)}
+    return weights | ({'start': find_starts(x[rows])} if mask.ndim == 2 else {})
+
+
+def find_starts(mask_x):
+    """Where in its row the conversation of each token starts, int32, see GPT.loss; mask_x: of packed rows."""
+    return np.maximum.accumulate(np.where(mask_x == 2, np.arange(mask_x.shape[1], dtype=np.int32), 0), axis=1)
 
 
 def evaluated_windows(tokens, block_size, n_rows):
@@ -200,13 +209,13 @@ def counted_bytes(tokens, start, block_size, mask, token_bytes):
     """(bytes of the targets of the windows at `start` that count, at least 1; whether one that counts has none)."""
     y = get_windows(tokens, start, block_size)[1]
     n_bytes = token_bytes[np.minimum(y, len(token_bytes) - 1)]  # check_ids refuses others later
-    counts = get_windows(mask, start, block_size)[1] if mask is not None else np.ones_like(y)
+    counts = get_windows(mask, start, block_size)[1] == 1 if mask is not None else np.ones_like(y)
     return max(1, int((counts * n_bytes).sum())), bool((counts * (n_bytes == 0)).any())
 
 
 def counted_share(mask, block_size, n_rows, split):
     """The share of the tokens of evaluated_windows that count in the loss. Raises UserError if none does."""
-    share = get_windows(mask, evaluated_windows(mask, block_size, n_rows), block_size)[1].mean()
+    share = (get_windows(mask, evaluated_windows(mask, block_size, n_rows), block_size)[1] == 1).mean()
     if not share:
         raise UserError(f'none of the {n_rows} {split} windows of an evaluation has a token that counts, such as an '
                         "assistant's: use more eval_iters or a larger block_size")

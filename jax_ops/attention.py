@@ -51,37 +51,42 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
     return mask
 
 
-def first_key_of(position, window, chunk):
-    """The first position to which causal_mask lets a query at this position attend."""
+def first_key_of(position, window, chunk, start_BxT=None):
+    """The first position to which causal_mask lets a query at this position attend. In packed rows chunks begin where
+    a conversation does, so that a query may see chunk positions before it."""
+    if start_BxT is not None:
+        window, chunk = window or chunk, 0
     if chunk:
         return position // chunk * chunk
     return max(0, position + 1 - window) if window else 0
 
 
 def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, window=0,
-                           chunk=0, sinks_H=None, dropout_rate=0.0, key_B=None):
+                           chunk=0, sinks_H=None, dropout_rate=0.0, key_B=None, start_BxT=None):
     """dot_product_attention of jax_transformer.py with the causal_mask of positions 0 .. T-1 -> [B, T, H, K].
+
+    start_BxT: of packed rows (GPT.loss): a query attends to the keys from its start on, and chunks begin there.
 
     implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs). On a mesh each device computes
     its heads of its sequences. Raises UserError for what the kernels of cuDNN and TPUs do not compute."""
     options = {'scale': scale or q_BxTxHxK.shape[-1]**-0.5, 'cap': cap, 'window': window, 'chunk': chunk}
 
-    def attend(first_group, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B):
+    def attend(first_group, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT):
         qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
         if implementation == 'chunked':
             return chunked_attention(*qkv, sinks_H=sinks_H, dropout_rate=dropout_rate, key_B=key_B,
-                                     first_group=first_group, **options)
+                                     first_group=first_group, start_BxT=start_BxT, **options)
         if key_B is not None:
             raise UserError(f'{implementation} attention has no dropout: use attention=chunked, or dropout=0')
         if implementation == 'splash':
-            return splash_attention(*qkv, sinks_H=sinks_H, **options)
-        if sinks_H is not None or cap:
-            raise UserError('cudnn attention has neither sinks nor a cap of scores: use attention=chunked')
+            return splash_attention(*qkv, sinks_H=sinks_H, start_BxT=start_BxT, **options)
+        if sinks_H is not None or cap or start_BxT is not None:
+            raise UserError('cudnn attention has no sinks, cap of scores or packed rows: use attention=chunked')
         return cudnn_attention(*qkv, scale=options['scale'], window=window, chunk=chunk)
 
     mesh = current_mesh()
     if mesh is None:
-        return attend(0, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B)
+        return attend(0, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT)
     T, H = q_BxTxHxK.shape[1:3]
     n_context = mesh.shape['context']
     kernel, kernel_spec = None, None
@@ -100,13 +105,13 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, s
 
     batch = batch_axes(len(q_BxTxHxK))
     heads = Spec(batch, 'context', 'tensor')
-    specs = (kernel_spec, heads, heads, heads, Spec('tensor'), Spec(batch))
+    specs = (kernel_spec, heads, heads, heads, Spec('tensor'), Spec(batch), Spec(batch, 'context'))
     attend_sharded = jax.shard_map(attend_local, in_specs=specs, out_specs=heads, check_vma=False)
-    return attend_sharded(kernel, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B)
+    return attend_sharded(kernel, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT)
 
 
-def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, *, kernel, first_group, window, chunk, scale,
-                      cap, dropout_rate):
+def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT, *, kernel, first_group, window, chunk,
+                      scale, cap, dropout_rate):
     """fused_causal_attention on one of C (n_context) devices, each with T consecutive positions of a sequence, inside
     shard_map. kernel: of splash_kernel; None is chunked attention.
 
@@ -117,21 +122,24 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, *, kernel
     T = q_BxTxHxK.shape[1]
     n = T // n_context
     exchange = functools.partial(jax.lax.all_to_all, axis_name='context', split_axis=1, concat_axis=1, tiled=True)
+    key_start_BxS = start_BxT if start_BxT is None else jax.lax.all_gather(start_BxT, 'context', axis=1, tiled=True)
     with jax.named_scope('all_to_all'):
-        q_BxTxHxK = exchange(q_BxTxHxK)
+        q_BxTxHxK, start_BxT = jax.tree.map(exchange, (q_BxTxHxK, start_BxT))
     with jax.named_scope('all_gather'):
         k_BxSxGxK, v_BxSxGxK = (jax.lax.all_gather(x, 'context', axis=1, tiled=True) for x in (k_BxTxGxK, v_BxTxGxK))
     if kernel:
-        return exchange(splash_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scale=scale, sinks_H=sinks_H, kernel=kernel))
+        return exchange(splash_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scale=scale, sinks_H=sinks_H, kernel=kernel,
+                                         start_BxT=start_BxT, key_start_BxS=key_start_BxS))
     ys = []
     for part in range(n_context):
-        first_key = first_key_of(part * T, window, chunk)
+        first_key = first_key_of(part * T, window, chunk, start_BxT)
         seen = slice(first_key, (part + 1) * T)
+        start_Bxn = None if start_BxT is None else start_BxT[:, part * n:(part + 1) * n]
         ys.append(chunked_attention(
             q_BxTxHxK[:, part * n:(part + 1) * n], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scale=scale, cap=cap,
             window=window, chunk=chunk, sinks_H=sinks_H, dropout_rate=dropout_rate, key_B=key_B,
             first_group=first_group, first=part * T + jax.lax.axis_index('context') * n, first_key=first_key,
-            n_positions=n_context * T))
+            n_positions=n_context * T, start_BxT=start_Bxn))
     return exchange(jnp.concatenate(ys, axis=1))
 
 
@@ -147,13 +155,17 @@ def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=0
 
 
 def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, cap=0.0, window=0, chunk=0, sinks_H=None,
-                     interpret=False, kernel=None):
+                     interpret=False, kernel=None, start_BxT=None, key_start_BxS=None):
     """fused_causal_attention by the splash attention kernel for TPUs that JAX ships. kernel: of splash_kernel, if it
     is not that of cap, window and chunk."""
     T, H = q_BxTxHxK.shape[1:3]
     attend = kernel or splash_kernel(T, H, window, chunk, cap=cap, interpret=interpret)
     q, k, v = (x.swapaxes(1, 2) for x in ((q_BxTxHxK * scale).astype(q_BxTxHxK.dtype), k_BxTxGxK, v_BxTxGxK))
-    return jax.vmap(lambda q, k, v: attend(q, k, v, sinks=sinks_H))(q, k, v).swapaxes(1, 2)
+    if start_BxT is None:
+        return jax.vmap(lambda q, k, v: attend(q, k, v, sinks=sinks_H))(q, k, v).swapaxes(1, 2)
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+    ids = SegmentIds(q=start_BxT, kv=start_BxT if key_start_BxS is None else key_start_BxS)
+    return jax.vmap(lambda q, k, v, ids: attend(q, k, v, ids, sinks=sinks_H))(q, k, v, ids).swapaxes(1, 2)
 
 
 @functools.lru_cache(maxsize=8)  # its tables are computed on the CPU, a minute for T = 131,072
@@ -181,7 +193,8 @@ def splash_kernel(T, H, window=0, chunk=0, context=1, cap=0.0, *, interpret=Fals
 @functools.partial(jax.jit, static_argnames=(
     'scale', 'cap', 'window', 'chunk', 'dropout_rate', 'first_key', 'n_positions'))
 def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, window=0, chunk=0, sinks_H=None,
-                      dropout_rate=0.0, key_B=None, first_group=0, first=0, first_key=0, n_positions=None):
+                      dropout_rate=0.0, key_B=None, first_group=0, first=0, first_key=0, n_positions=None,
+                      start_BxT=None):
     """fused_causal_attention in blocks of queries, on any backend. Values may be wider or narrower than keys.
 
     A block of queries is computed at a time, against the keys that it may attend to: on a CPU 128 queries of one
@@ -197,12 +210,17 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
     Q = H // G  # query heads of a group are folded into the time axis, as in dot_product_attention
     first_counter = jnp.uint32(first_group) * jnp.uint32(n_positions * Q * n_positions % 2**32)
 
-    def attend_block(first, first_key, q_GxTQxK, k_GxSxK, v_GxSxK, key):
+    def attend_block(first, first_key, q_GxTQxK, k_GxSxK, v_GxSxK, key, start_T):
         n, end = q_GxTQxK.shape[1] // Q, first_key + k_GxSxK.shape[1]
         scores_GxTQxS = matmul(q_GxTQxK, k_GxSxK, transpose_rhs=True, dtype=jnp.float32) * (scale or K**-0.5)
         scores_GxTQxS = soft_cap(scores_GxTQxS, cap)
         position_TQx1 = jnp.repeat(first + jnp.arange(n), Q)[:, None]
-        mask_TQxS = causal_mask(jnp.arange(first_key, end), position_TQx1, window=window, chunk=chunk)
+        key_position = jnp.arange(first_key, end)
+        if start_T is not None:  # both counted from the start of the query's conversation; what is before is not seen
+            start_TQx1 = jnp.repeat(start_T, Q)[:, None]
+            key_position = jnp.where(key_position < start_TQx1, 2**30, key_position - start_TQx1)
+            position_TQx1 -= start_TQx1
+        mask_TQxS = causal_mask(key_position, position_TQx1, window=window, chunk=chunk)
         scores_GxTQxS = jnp.where(mask_TQxS, scores_GxTQxS, jnp.finfo(jnp.float32).min)
         if sinks_H is not None:
             sinks_GxTQx1 = jnp.tile(sinks_H.reshape(G, Q), n)[..., None]
@@ -219,7 +237,7 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
         return matmul(probs_GxTQxS.astype(v_GxSxK.dtype), v_GxSxK)
 
     def attend_sequence(sequence, n, in_loop):
-        q_GxTQxK, k_GxTxK, v_GxTxK, key = sequence
+        q_GxTQxK, k_GxTxK, v_GxTxK, key, start_T = sequence
         n *= max(1, T // (64 * n))  # at most 64 blocks, because each is compiled
         attend = jax.checkpoint(attend_block, prevent_cse=not in_loop, static_argnums=(0, 1))
         sizes = [min(n, T - first) for first in range(0, T, n)]
@@ -229,26 +247,28 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
         vs = jax.lax.split(v_GxTxK.astype(jnp.float32), sizes, axis=1)
         ys = []
         for i, q in enumerate(qs):
-            seen = slice(first_key_of(i * n, window, chunk) // n, i + 1)
+            seen = slice(first_key_of(i * n, window, chunk, start_T) // n, i + 1)
             k, v = (jnp.concatenate(blocks[seen], axis=1).astype(v_GxTxK.dtype) for blocks in (ks, vs))
-            ys.append(attend(i * n, seen.start * n, q, k, v, key))
+            starts = None if start_T is None else start_T[i * n:(i + 1) * n]
+            ys.append(attend(i * n, seen.start * n, q, k, v, key, starts))
         return jnp.concatenate(ys, axis=1)
 
     def attend_piece(sequence):
-        q_GxTQxK, k_GxSxK, v_GxSxK, key = sequence
+        q_GxTQxK, k_GxSxK, v_GxSxK, key, start_T = sequence
         n = math.gcd(T, 128)
         k_GxSxK, v_GxSxK = k_GxSxK.astype(jnp.float32), v_GxSxK.astype(jnp.float32)  # so that gradients are added in it
         attend = jax.checkpoint(attend_block, prevent_cse=False, static_argnums=1)
 
         def attend_next(block):
             k, v = k_GxSxK.astype(v_BxTxGxK.dtype), v_GxSxK.astype(v_BxTxGxK.dtype)
-            return attend(first + block[0] * n, first_key, block[1], k, v, key)
+            return attend(first + block[0] * n, first_key, block[1], k, v, key, block[2])
 
         blocks = q_GxTQxK.reshape(G, T // n, n * Q, K).swapaxes(0, 1)
-        return jax.lax.map(attend_next, (jnp.arange(T // n), blocks)).swapaxes(0, 1).reshape(G, T * Q, -1)
+        starts = start_T if start_T is None else start_T.reshape(T // n, n)
+        return jax.lax.map(attend_next, (jnp.arange(T // n), blocks, starts)).swapaxes(0, 1).reshape(G, T * Q, -1)
 
     q_BxGxTQxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(1, 2).reshape(B, G, T * Q, K)
-    sequences = q_BxGxTQxK, k_BxTxGxK.swapaxes(1, 2), v_BxTxGxK.swapaxes(1, 2), key_B
+    sequences = q_BxGxTQxK, k_BxTxGxK.swapaxes(1, 2), v_BxTxGxK.swapaxes(1, 2), key_B, start_BxT
     # checkpointed again, so that the loop does not stack the keys of each block (the baby GPT's attention: 0.71 of the
     # time in bfloat16)
     attend_one = jax.checkpoint(functools.partial(attend_sequence, n=128, in_loop=True), prevent_cse=False)

@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 
 
-def scan_blocks(gpt, x_BxTxD, position_BxT, seq_id_B):
+def scan_blocks(gpt, x_BxTxD, position_BxT, seq_id_B, start_BxT):
     """for block in gpt.h: x = block(x, ...), compiled as one loop over parameters that are stacked in every call; the
     state and checkpoints keep h_0, h_1, ..."""
     cfg = gpt.config
@@ -14,7 +14,8 @@ def scan_blocks(gpt, x_BxTxD, position_BxT, seq_id_B):
     def body(x, layer):
         params, i = layer
         rngs = None if key is None else {'dropout': jax.random.fold_in(key, i)}
-        (x, _), sown = block.apply({'params': params}, x, position_BxT, None, seq_id_B, rngs=rngs, mutable=['losses'])
+        (x, _), sown = block.apply({'params': params}, x, position_BxT, None, seq_id_B, start_BxT, rngs=rngs,
+                                   mutable=['losses'])
         return x, sum(jax.tree.leaves(sown), jnp.float32(0))
 
     if cfg.remat != 'none':

@@ -186,7 +186,7 @@ def test_splash_attention_computes_the_queries_of_one_of_several_devices(limits)
 
 
 def test_cudnn_attention_refuses_capped_scores():
-    with pytest.raises(UserError, match='neither sinks nor a cap of scores'):
+    with pytest.raises(UserError, match='no sinks, cap of scores or packed rows'):
         compiled(dataclasses.replace(LONG_BLOCK, attention='cudnn', attention_cap=50.0))
 
 

@@ -181,11 +181,11 @@ def test_a_meta_pkl_is_converted_by_the_command_that_the_message_gives(tmp_path)
 @pytest.mark.slow
 def test_the_loss_of_masked_tokens_counts_the_others_only_however_the_batch_is_split():
     mask = np.random.default_rng(0).integers(2, size=500).astype(np.uint8)
-    weights = get_loss_weights(mask, 16, 8, 0, 3, np.arange(8))
+    weights = get_loss_weights(mask, 16, 8, 0, 3, np.arange(8))['weight']
     targets = get_batch_jax(mask, 16, 8, 0, 3)[1]
     assert (weights[targets == 0] == 0).all()
     np.testing.assert_allclose(weights.mean(), 1, rtol=1e-6)
-    np.testing.assert_array_equal(get_loss_weights(mask, 16, 8, 0, 3, np.arange(2, 5)), weights[2:5])
+    np.testing.assert_array_equal(get_loss_weights(mask, 16, 8, 0, 3, np.arange(2, 5))['weight'], weights[2:5])
     # a step with weights has the gradient of the mean over the tokens that count
     config = dataclasses.replace(TINY, n_layer=1)
     schedule = create_learning_rate_schedule(1e-2, decay_lr=False)

@@ -1,0 +1,258 @@
+"""Whole conversations packed into rows: from the file to the update, each as if it were alone, in several layouts."""
+import dataclasses
+import functools
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jax_devices.parallel
+from jax_devices.parallel import choose_attention, setup_distributed_training, split_batch
+from jax_files.data import find_starts, get_batch_jax, get_loss_weights, get_windows, load_dataset_meta
+from jax_flags import UserError
+from jax_ops.attention import chunked_attention, fused_causal_attention, splash_attention
+from jax_ops.sharding import BATCH, create_mesh
+from jax_train_utils import estimate_loss_jax, make_eval_step, make_train_step, read_metrics
+from jax_transformer import GPT, GPTConfig, MLAConfig, create_train_state, dot_product_attention
+from tests.common import (
+    RESUME, TINY, assert_refused, final_state, prepare, random_params, succeeded, train)
+
+BLOCK = 160  # two blocks of chunked attention
+ROPE = dict(position='rope', norm='rms', mlp='swiglu', bias=False)
+CONFIG = GPTConfig(block_size=BLOCK, vocab_size=41, n_layer=2, n_head=4, n_embd=16)
+CONFIGS = {
+    'gpt2': {}, 'llama': dict(ROPE, n_kv_head=2), 'scan': dict(ROPE, scan_layers=True), 'remat': dict(remat='full'),
+    'windows, sinks, caps': dict(ROPE, layer_types=('window', 'full'), window=20, sinks=True, attention_cap=2.0),
+    'chunks': dict(ROPE, layer_types=('chunk', 'nope'), chunk=16, query_growth=0.1, query_growth_every=8),
+    'latent attention': dict(ROPE, mla=MLAConfig(q_rank=8, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=6))}
+
+
+def make_rows(n_rows, longest=70, seed=0):
+    """(tokens, mask) of rows of conversations of random tokens, of which those from the third on count."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, CONFIG.vocab_size, size=(n_rows, BLOCK + 1)).astype(np.uint16)
+    mask = np.ones(tokens.shape, np.uint8)
+    for row_tokens, row in zip(tokens, mask):
+        at = 0
+        while (end := at + rng.integers(4, longest)) <= BLOCK + 1:
+            row[at:at + 3] = 2, 0, 0
+            at = end
+        row_tokens[at:] = row[at:] = 0
+        row[at:at + 1] = 2
+    return tokens, mask
+
+
+def read_row(tokens, mask, row):
+    """A batch of one row."""
+    (x, y), (mask_x, mask_y) = get_windows(tokens, np.array([row]), BLOCK), get_windows(mask, np.array([row]), BLOCK)
+    return {'x': x, 'y': y, 'weight': (mask_y == 1).astype(np.float32), 'start': find_starts(mask_x)}
+
+
+# -----------------------------------------------------------------------------
+# the files
+
+CHAT = {'role': 'user', 'content': 'a'}
+
+
+def prepare_chats(lengths, model, folder, *flags):
+    """A data set of conversations whose answers have these lengths; each has 4 tokens more. The last is for val."""
+    lines = [json.dumps({'messages': [CHAT, {'role': 'assistant', 'content': 'abcdefgh'[n % 8] * int(n)}]})
+             for n in lengths]
+    (folder / 'chats.jsonl').write_text('\n'.join(lines))
+    return prepare('chat', folder / 'chats.jsonl', f'--tokenizer={model}', f'--out_dir={folder / "data"}', *flags)
+
+
+def read_files(data, split, width):
+    tokens, mask = np.fromfile(data / f'{split}.bin', np.uint16), np.fromfile(data / f'{split}_mask.bin', np.uint8)
+    return tokens.reshape(-1, width), mask.reshape(-1, width)
+
+
+def test_rows_hold_whole_conversations_each_in_the_row_with_the_least_room(chatting, tmp_path):
+    said = succeeded(prepare_chats([2, 1, 6, 5, 9, 3, 30, 1], chatting, tmp_path, '--rows=12')).stdout
+    assert 'in 6 rows; 1 longer than a row were cut, 0 left out' in said
+    tokens, mask = read_files(tmp_path / 'data', 'train', 13)
+    conversations = []
+    for row, row_mask in zip(tokens, mask):
+        bounds = [*np.flatnonzero(row_mask == 2), 13]
+        conversations.append([row[a:b].tolist() for a, b in zip(bounds, bounds[1:]) if row[a]])
+    user, model, end = 38, 39, 37
+    whole = lambda n: [user, 0, model, *[n % 8] * n, end]
+    assert conversations == [[whole(9)], [whole(30)[:13]], [whole(6)], [whole(5)], [whole(3), whole(2)], [whole(1)]]
+    assert load_dataset_meta(tmp_path / 'data')['row_length'] == 13
+
+
+def test_rows_too_short_for_any_token_that_counts_are_refused(chatting, tmp_path):
+    said = succeeded(prepare_chats([2, 1, 2], chatting, tmp_path, '--rows=4')).stdout
+    assert '; 1 longer than a row were cut, 0 left out' in said
+    assert_refused(prepare_chats([2, 1, 2], chatting, tmp_path, '--rows=2'), 'no token of a part counts')
+    assert_refused(prepare_chats([2, 1, 2], chatting, tmp_path, '--rows=-2'), 'into rows of at least 1 token')
+
+
+def test_an_epoch_holds_every_row_once_and_each_process_reads_its_own_rows():
+    tokens, mask = make_rows(7)
+    drawn = np.concatenate([get_batch_jax(tokens, BLOCK, 2, 5, i)[0] for i in range(7)]).reshape(2, 7, BLOCK)
+    assert sorted(drawn[0].tolist()) == sorted(drawn[1].tolist()) == sorted(tokens[:, :-1].tolist())
+    assert (drawn[0] != drawn[1]).any()
+    whole, part = (get_loss_weights(mask, BLOCK, 4, 5, 3, rows) for rows in (np.arange(4), np.array([2, 3])))
+    for name in ('weight', 'start'):
+        np.testing.assert_array_equal(part[name], whole[name][2:])
+    assert whole['weight'].mean() == pytest.approx(1) and len(np.unique(whole['weight'])) == 2
+
+
+# -----------------------------------------------------------------------------
+# the model
+
+@pytest.mark.slow
+@pytest.mark.parametrize('attention', ['xla', 'chunked'])
+@pytest.mark.parametrize('name', CONFIGS)
+def test_a_conversation_in_a_row_has_the_loss_and_the_gradients_that_it_has_alone(name, attention):
+    config = dataclasses.replace(CONFIG, **CONFIGS[name], attention=attention)
+    params, (tokens, mask) = random_params(config), make_rows(1)
+    batch = read_row(tokens, mask, 0)
+    bounds = np.append(np.flatnonzero(mask[0] == 2), BLOCK + 1)
+    assert len(bounds) > 4
+
+    @jax.jit
+    def total(params, batch):
+        loss_BxT = GPT(config).apply({'params': params}, batch['x'], batch['y'], start_BxT=batch.get('start'),
+                                     method='loss')
+        return (loss_BxT * batch['weight']).sum() / 100, loss_BxT
+
+    def alone(start, end):
+        """The conversation at the start of a row of its own; what follows it cannot be seen by it."""
+        ids, counts = np.zeros_like(tokens), np.zeros_like(mask)
+        ids[0, :end - start], counts[0, :end - start] = tokens[0, start:end], mask[0, start:end]
+        only = read_row(ids, counts, 0)
+        del only['start']
+        return only
+
+    grad = jax.grad(total, has_aux=True)
+    gradients, losses = grad(params, batch)
+    spans = list(zip(bounds, bounds[1:]))[:-1]  # without the padding
+    parts = [grad(params, alone(*span)) for span in spans]
+    for (_, loss), (start, end) in zip(parts, spans):
+        np.testing.assert_allclose(losses[0, start:end - 1], loss[0, :end - start - 1], atol=1e-5)
+    jax.tree.map(lambda got, *each: np.testing.assert_allclose(got, sum(each), atol=1e-5), gradients,
+                 *[part for part, _ in parts])
+    del batch['start']
+    assert abs(np.asarray(grad(params, batch)[1] - losses) * batch['weight']).max() > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('spans', [dict(window=40), {}])
+def test_the_kernel_for_tpus_and_chunked_attention_keep_conversations_apart(spans):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, 256, n, 64)).astype(np.float32) for n in (4, 2, 2))
+    start = np.sort(rng.choice([0, 30, 31, 140], size=(2, 256)), axis=1)
+    start = np.maximum.accumulate(np.where(np.diff(start, axis=1, prepend=-1) > 0, np.arange(256), 0), axis=1)
+    index = np.arange(256)
+    mask = (index[None, None] <= index[None, :, None]) & (index[None, None] >= start[:, :, None])
+    if spans:
+        mask = mask & (index[None, None] > index[None, :, None] - 40)
+
+    def values_and_gradients(attention, **options):
+        total = lambda q, k, v: jnp.sin(attention(q, k, v, scale=0.1, **options)).sum()
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(total, (0, 1, 2)))(q, k, v))
+
+    expected = values_and_gradients(dot_product_attention, mask_BxTxS=mask)
+    for got in (values_and_gradients(chunked_attention, start_BxT=start, **spans),
+                values_and_gradients(splash_attention, start_BxT=start.astype(np.int32), interpret=True, **spans)):
+        for a, b in zip(got, expected):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('axes', [dict(tp_size=2, fsdp=2), dict(context=2), dict(context=4, tp_size=2)])
+@pytest.mark.parametrize('spans', [{}, dict(window=40), dict(chunk=24)])
+def test_conversations_stay_apart_on_a_mesh(spans, axes):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(4, 160, n, 8)).astype(np.float32) for n in (4, 2, 2))
+    start = find_starts(make_rows(4)[1][:, :-1])
+    attention = functools.partial(fused_causal_attention, 'chunked', **spans)
+    n_devices = int(np.prod(list(axes.values())))
+    mesh = create_mesh(jax.devices()[:n_devices], **{'tp_size': 1} | axes)
+
+    def on_mesh(q, k, v, start):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return attention(q, k, v, start_BxT=start)
+
+    heads, rows = (NamedSharding(mesh, spec) for spec in (P(BATCH, 'context', 'tensor'), P(BATCH, 'context')))
+    sharded = jax.jit(on_mesh)(*jax.device_put((q, k, v), heads), jax.device_put(start, rows))
+    np.testing.assert_allclose(sharded, jax.jit(attention)(q, k, v, start_BxT=start), atol=1e-5)
+    assert abs(np.asarray(sharded) - np.asarray(jax.jit(attention)(q, k, v))).max() > 0.1
+
+
+@pytest.mark.slow
+def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
+    config = dataclasses.replace(CONFIG, **CONFIGS['llama'], n_layer=1, attention='chunked')
+    (tokens, mask), curves, evaluated = make_rows(12), [], []
+    tx, params = optax.adam(1e-2), random_params(config)
+
+    def draw(i, rows):
+        return dict(zip('xy', get_batch_jax(tokens, BLOCK, 8, 0, i, rows))) | get_loss_weights(
+            mask, BLOCK, 8, 0, i, rows)
+
+    for accumulation, layout in ((1, (1,)), (4, (1,)), (1, (4,)), (2, (4, 2)), (1, (4, 1, 2)), (1, (4, 1, 1, 1, 2))):
+        parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
+        state = parallel.init_sharded(create_train_state, jax.random.key(0), config, tx)
+        state = state.replace(params=parallel.device_put(params))
+        step = parallel.train_step(make_train_step(config, 3, 1.0, lambda step: 1e-2))
+        curve = []
+        for i in range(3):
+            rows = parallel.local_rows(8)
+            batch = draw(i, rows) | {'seq_id': rows.astype(np.uint32)}
+            shape = split_batch(accumulation, 8 // accumulation, parallel.n_data_shards)
+            state, metrics = step(state, parallel.shard_batch(batch, shape))
+            curve.append([float(metrics[name]) for name in ('loss', 'grad_norm')])
+        curves.append(curve)
+        loss = estimate_loss_jax(parallel.eval_step(make_eval_step(config)), state.params, {'val': tokens}, parallel,
+                                 block_size=BLOCK, batch_size=2, eval_iters=6, masks={'val': mask},
+                                 token_bytes=np.arange(41) % 4)
+        evaluated.append([loss['val'], loss['val_bpb']])
+    np.testing.assert_allclose(curves[1:], [curves[0]] * (len(curves) - 1), rtol=1e-4)
+    np.testing.assert_allclose(evaluated[1:], [evaluated[0]] * (len(curves) - 1), rtol=1e-4)
+
+    batch = draw(0, np.arange(8))  # the first loss is the mean over the counted tokens of all rows
+    loss = GPT(config).apply({'params': params}, batch['x'], batch['y'], start_BxT=batch['start'], method='loss')
+    assert curves[0][0][0] == pytest.approx(float(loss[batch['weight'] > 0].mean()), rel=1e-5)
+
+
+# -----------------------------------------------------------------------------
+# the choice of attention, and the script
+
+def test_auto_takes_chunked_attention_for_packed_rows_where_cudnn_would_be_and_says_why(monkeypatch):
+    monkeypatch.setattr(jax_devices.parallel, 'compile_cudnn', lambda *args: None)
+    client = types.SimpleNamespace(platform_version='PJRT C API\ncuda 13000')
+    gpu = types.SimpleNamespace(platform='gpu', device_kind='NVIDIA H200', compute_capability='9.0', client=client)
+    config = dataclasses.replace(TINY, block_size=2048, dtype='bfloat16')
+    assert choose_attention('auto', config, gpu)[0] == 'cudnn'
+    assert choose_attention('auto', config, gpu, packed=True) == (
+        'chunked', 'never stores the scores; not cudnn: it does not keep the conversations of a row apart')
+    with pytest.raises(UserError, match='attention=cudnn does not work here: it does not keep'):
+        choose_attention('cudnn', config, gpu, packed=True)
+    with pytest.raises(UserError, match='cudnn attention has no sinks, cap of scores or packed rows'):
+        fused_causal_attention('cudnn', *np.zeros((3, 1, 8, 2, 8), np.float32), start_BxT=np.zeros((1, 8), np.int32))
+
+
+def test_a_run_on_packed_rows_learns_and_resumes_exactly(chatting, tmp_path):
+    said = succeeded(prepare_chats(np.random.default_rng(0).integers(1, 12, size=60), chatting, tmp_path,
+                                   '--rows=32')).stdout
+    assert ' rows; 0 longer than a row were cut, 0 left out' in said
+    data = tmp_path / 'data'
+    flags = [f'--dataset={data}', f'--init_from={chatting}', '--batch_size=2', '--gradient_accumulation_steps=2',
+             '--eval_iters=2', '--eval_interval=3', '--learning_rate=1e-2', '--device=cpu:0', '--dtype=float32',
+             '--warmup_iters=0', '--decay_lr=False']
+    succeeded(train(tmp_path / 'out', *flags, '--block_size=32', '--max_iters=6'))
+    losses = [record['val_loss'] for record in read_metrics(tmp_path / 'out') if 'val_loss' in record]
+    assert losses[-1] < losses[0]
+    succeeded(train(tmp_path / 'again', *flags, '--block_size=32', '--max_iters=3'))
+    succeeded(train(tmp_path / 'again', *RESUME, '--max_iters=6'))
+    assert final_state(tmp_path / 'again') == final_state(tmp_path / 'out')
+    assert_refused(train(tmp_path / 'none', *flags, '--block_size=16'),
+                   'has rows of 33 tokens, one more than a block_size that fits')
+    assert not (tmp_path / 'none').exists()
