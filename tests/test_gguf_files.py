@@ -202,6 +202,7 @@ def test_a_file_of_another_kind_is_one_line(written, tmp_path):
     refused('cannot read .*f.gguf', tmp_path / 'f.gguf')
 
 
+@pytest.mark.slow
 def test_a_file_with_a_tokenizer_is_a_start_for_every_script(speaking, tmp_path):
     tokenizer = json.loads((speaking / 'tokenizer.json').read_text())
     tokenizer['pre_tokenizer'] = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,

@@ -11,7 +11,7 @@ from jax_generate import convert_params_for_decoding, generate
 from jax_ops.sharding import current_mesh
 from jax_text import Generation, load
 from jax_transformer import MLAConfig, MoEConfig
-from tests.common import TINY, apply, random_params, sample, slow, succeeded
+from tests.common import TINY, apply, random_params, sample, succeeded
 
 END = '\n---------------\n'
 
@@ -180,8 +180,8 @@ def score_uncached(config, params, ids, start, max_length):
     return found
 
 
-@pytest.mark.parametrize('name', [
-    'learned positions', slow('windows'), slow('experts'), slow('latent attention')])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', MODELS)
 def test_log_probabilities_are_those_of_the_uncached_model_in_any_batch(name):
     config, items = MODELS[name], rows_to_score()
     params = random_params(config)
