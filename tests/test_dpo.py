@@ -196,7 +196,9 @@ def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device(quantize):
             state, metrics = step(state, parallel.shard_batch(batch, shape))
             curve.append([float(metrics[name]) for name in ('loss', 'margin', 'accuracy', 'grad_norm')])
         curves.append(curve)
-    assert [curve[0][0] for curve in curves] == pytest.approx([math.log(2)] * len(curves), abs=1e-6)
+    curves = np.array(curves)
+    assert curves[:, 0, 0] == pytest.approx(math.log(2), abs=1e-6)
+    curves[:, 0, 2] = 0  # margins are 0 at the start, but for rounding, which decides how many are above it
     tolerance = 1e-4 if not quantize else 1e-2
     np.testing.assert_allclose(curves[1:], [curves[0]] * (len(curves) - 1), rtol=tolerance, atol=tolerance)
     assert curves[0][2][0] < 0.68 and curves[0][2][1] > 0
