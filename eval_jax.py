@@ -95,7 +95,7 @@ def read_item(line, kind):
             raise UserError(f'{name} must be {"a list of texts" if values is item[name] else "a text"}')
         if name in ('choices', 'continuation') and '' in values:
             raise UserError(f'{name}: a text is empty')
-    item |= {'kind': fitting[0]}
+    item = {name: item[name] for name in KINDS[fitting[0]]} | {'kind': fitting[0]}
     n_options = len(pairs(item, ''))
     if 'gold' in KINDS[fitting[0]] and (type(item['gold']) is not int or not 0 <= item['gold'] < n_options):
         raise UserError(f'gold must be an index below {n_options}, not {item["gold"]!r}')
@@ -107,11 +107,6 @@ def pairs(item, delimiter):
     contexts, continuations = (
         item[name] if isinstance(item[name], list) else [item[name]] for name in KINDS[item['kind']][:2])
     return [(context, delimiter + continuation) for context in contexts for continuation in continuations]
-
-
-def encode_item(item):
-    """The rows of an item, see jax_text.score: divided into tokens as by lm-eval."""
-    return [model.encode_pair(*pair) for pair in pairs(item, ' ')]
 
 
 def encode_bundle_item(items, index, n_examples, delimiter):
@@ -137,26 +132,27 @@ def encode_bundle_item(items, index, n_examples, delimiter):
     return [(ids, max(1, min(start, len(ids) - 1))) for ids, start in zip(rows, starts)]
 
 
-def evaluate_task(name, items, encode, *, per_token):
-    """{'accuracy', 'accuracy_norm', 'n'} of a task. encode(i): the rows of item i. per_token: accuracy is by the
-    log-probability per token."""
+def evaluate_task(name, items, n_examples, delimiter, guessing):
+    """{'accuracy', 'accuracy_norm', 'n'} of a task. guessing: of a bundle's, the accuracy of guessing, for 'centered';
+    its accuracy is by the log-probability per token, and as by nanochat, prompts are cut to max_length tokens."""
+    in_bundle = guessing is not None
     rows = []
     for i, item in enumerate(items):
         with errors_at(item['place']):
-            rows.append(encode(i))
+            rows.append(encode_bundle_item(items, i, n_examples, delimiter) if in_bundle else
+                        [model.encode_pair(*pair) for pair in pairs(item, delimiter)])  # in tokens as by lm-eval
+    cut = {'max_length': (max_length or model.config.block_size) - 1} if in_bundle else {}  # context of the last token
     right, right_norm = [], []
-    for item, scores in zip(items, model.score(rows, **options)):
+    for item, scores in zip(items, model.score(rows, **options | cut)):
         sums = np.array([found.sum(dtype=np.float64) for found, _ in scores])
-        best = int(np.argmax(sums / [len(found) for found, _ in scores] if per_token else sums))
+        best = int(np.argmax(sums / [len(found) for found, _ in scores] if in_bundle else sums))
         best_norm = int(np.argmax(sums / [len(continuation) for _, continuation in pairs(item, '')]))
-        if item['kind'] == 'language_modeling':
-            gold = 0 if scores[0][1].all() else None
-        else:
-            gold = item['gold']
+        gold = item.get('gold', 0 if scores[0][1].all() else None)  # a continuation is right if it is the likeliest
         right.append(best == gold)
         right_norm.append(best_norm == gold)
         lines.append({'task': name, 'item': item['index'], 'logprobs': sums.tolist(), 'best': best})
-    return {'accuracy': float(np.mean(right)), 'accuracy_norm': float(np.mean(right_norm)), 'n': len(items)}
+    found = {'accuracy': float(np.mean(right)), 'accuracy_norm': float(np.mean(right_norm)), 'n': len(items)}
+    return found | {'centered': (found['accuracy'] - guessing) / (1 - guessing)} if in_bundle else found
 
 
 def read_bundle(folder):
@@ -179,8 +175,10 @@ def read_bundle(folder):
 # jax is imported after the flags and the files, so that --help and a mistake in these are answered at once
 texts = {path: read_text(path) for path in text.split(',') if path}
 names = [path.rstrip('/') for path in tasks.split(',') if path]
-files = {Path(path).stem: read_items(path) for path in names if not os.path.isdir(path)}
-bundles = [task for path in names if os.path.isdir(path) for task in read_bundle(path)]
+all_tasks = [task for path in names for task in
+             (read_bundle(path) if os.path.isdir(path) else [(Path(path).stem, read_items(path), 0, ' ', None)])]
+if len({name for name, *_ in all_tasks}) < len(all_tasks):
+    raise UserError('two of the tasks have the same name: evaluate them one after the other')
 import jax
 import numpy as np
 
@@ -214,31 +212,19 @@ def report(group, name, evaluate, *args):
 def evaluate_text(path):
     with errors_at(path):
         (ids, found), = model.logprobs([texts[path]], **options)
-    nats, n_bytes = -float(found.sum(dtype=np.float64)), len(texts[path].encode())
-    if model.tokenizer.start_token is None:  # the first token, a character, is not scored
-        n_bytes -= len(texts[path][0].encode())
+    is_whole = model.tokenizer.start_token is not None  # or else its first token is not scored
+    n_bytes = len((texts[path] if is_whole else model.tokenizer.decode(ids)).encode())
+    nats = -float(found.sum(dtype=np.float64))
     return {'bits_per_byte': nats / math.log(2) / n_bytes, 'nats_per_token': nats / len(ids),
             'perplexity': math.exp(nats / len(ids)), 'tokens': len(ids), 'bytes': n_bytes}
 
 
-def evaluate_file(name, items):
-    return evaluate_task(name, items, lambda i: encode_item(items[i]), per_token=False)
-
-
-def evaluate_bundled(name, items, n_examples, delimiter, guessing):
-    encode = lambda i: encode_bundle_item(items, i, n_examples, delimiter)
-    found = evaluate_task(name, items, encode, per_token=True)
-    return found | {'centered': (found['accuracy'] - guessing) / (1 - guessing)}
-
-
 for path in texts:
     report('texts', path, evaluate_text, path)
-for name, items in files.items():
-    report('tasks', name, evaluate_file, name, items)
-for task in bundles:
-    report('tasks', task[0], evaluate_bundled, *task)
-if bundles:
-    results['core'] = float(np.mean([results['tasks'][name]['centered'] for name, *_ in bundles]))
+for task in all_tasks:
+    report('tasks', task[0], evaluate_task, *task)
+if centered := [task['centered'] for task in results['tasks'].values() if 'centered' in task]:
+    results['core'] = float(np.mean(centered))
     print(f"CORE: {results['core']:.4f}")
 if logprobs and master:
     write_text(logprobs, ''.join(json.dumps(line) + '\n' for line in lines))

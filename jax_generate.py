@@ -608,8 +608,8 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     if (length_B <= max_cached).any():
         chosen, row_B = unique_prompts(tokens_BxT, end_B)
         caches = grow(caches, end_B.max() + 1, len(chosen))
-        least = 16 if prefix_cache is None else 64
-        caches = tuple(prefill_pieces(*model, tokens_BxT[chosen], n_held, end_B[chosen], least)
+        width = piece_length(int(end_B.max()) - n_held, 16 if prefix_cache is None else 64)
+        caches = tuple(prefill_pieces(*model, tokens_BxT[chosen], n_held, end_B[chosen], width)
                        for model in zip(weights, configs, caches))
         state = state.replace(caches=caches if len(chosen) == B else select_rows(caches, row_B))
 
@@ -653,10 +653,10 @@ def unique_prompts(tokens_BxT, end_B):
     return chosen[order], np.argsort(order)[row_B.ravel()]
 
 
-def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, least):
-    """The KV cache with the tokens first .. end_B[b] - 1 of each row. least: see piece_length."""
+def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, width):
+    """The KV cache with the tokens first .. end_B[b] - 1 of each row, in pieces of at most `width` tokens."""
     n_tokens = int(end_B.max()) - first
-    width = min(config.block_size, piece_length(n_tokens, least))
+    width = min(config.block_size, width)
     for start in range(first, first + n_tokens, width):
         position = start + np.arange(width)
         idx_BxT = tokens_BxT[:, np.minimum(position, tokens_BxT.shape[1] - 1)]

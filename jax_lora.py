@@ -84,20 +84,28 @@ def load_frozen(lora, config, parallel):
 def load_merged(lora, config, parallel, updates):
     """The parameters of a LoRA run with its updates added to the weights, in float32. Raises UserError if the base has
     changed."""
+    def change(path, array):
+        return merge(path, quantize_param(path, array) if lora['quantize'] else array, lora, updates)
+
     updates = flatten_dict(updates)
+    return load_base(lora, config, parallel, change)[0]
 
-    def merge(path, array):
-        if lora['quantize']:
-            array = quantize_param(path, array)
-        if isinstance(array, Int8):
-            array = np.asarray(array.values, np.float32) * np.asarray(array.scale)[..., None]
-            array = array.swapaxes(-1, -2) if path[-1] == 'kernel' else array
-        if (*path, 'a') in updates:
-            a, b = (np.asarray(updates[*path, name]) for name in 'ab')
-            array = array + lora['alpha'] / lora['rank'] * (a @ b)
-        return np.asarray(array, np.float32)
 
-    return load_base(lora, config, parallel, merge)[0]
+def merge_updates(weights, lora, updates):
+    """What load_merged returns, given the weights of `frozen` and the updates in the memory of the host."""
+    updates = flatten_dict(updates)
+    return unflatten_dict({path: merge(path, array, lora, updates) for path, array in flatten_dict(weights).items()})
+
+
+def merge(path, array, lora, updates):
+    """A frozen parameter with its update, if it has one, float32; updates: {path: array}."""
+    if isinstance(array, Int8):
+        array = np.asarray(array.values, np.float32) * np.asarray(array.scale)[..., None]
+        array = array.swapaxes(-1, -2) if path[-1] == 'kernel' else array
+    if (*path, 'a') in updates:
+        a, b = (np.asarray(updates[*path, name]) for name in 'ab')
+        array = array + lora['alpha'] / lora['rank'] * (a @ b)
+    return np.asarray(array, np.float32)
 
 
 def load_base(lora, config, parallel, change):

@@ -31,6 +31,7 @@ from jax_generate import (
     order_columns_by_rank, prefill, prefill_pieces, select_rows, transpose_kernels)
 from jax_ops.sharding import shard
 from jax_ops.vocabulary import lm_logits
+from jax_lora import merge_updates
 from jax_pretrained import load_pretrained
 from jax_transformer import CACHE_DTYPES, GPT, PAD, GPTConfig, cross_entropy
 
@@ -191,26 +192,27 @@ class TextModel:
         return row, start
 
 
-def create_sampler(prompt: str, config: GPTConfig, description: dict, device, lora: dict | None) -> TextModel | None:
+def create_sampler(prompt: str, config: GPTConfig, description: dict, device) -> TextModel | None:
     """The model without parameters, on one device of the kind of `device`, for sample_while_training; None without a
     prompt. Raises UserError for a prompt that it cannot continue."""
     if not prompt:
         return None
-    if lora:
-        raise UserError('sample_prompt does not sample a LoRA run: use sample_jax.py with its checkpoints')
     parallel = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
     sampler = TextModel({}, config, load_tokenizer(description), parallel, None, '', '', Stopwatch(), None)
     sampler.encode(prompt)
     return sampler
 
 
-def sample_while_training(sampler: TextModel, params, prompt: str, seed: int) -> str:
-    """The beginning of the first sample that sample_jax.py gives of these parameters, which stay as they are. All
-    processes call this, and all have the text."""
+def sample_while_training(sampler: TextModel, state, lora: dict | None, prompt: str, seed: int) -> str:
+    """The beginning of the first sample that sample_jax.py gives of the parameters of this TrainState, which stay as
+    they are. lora: what the checkpoint says of LoRA. All processes call this, and all have the text."""
     whole = lambda x: np.asarray(x if x.is_fully_addressable or x.is_fully_replicated else
                                  multihost_utils.process_allgather(x, tiled=True))
-    params = sampler.parallel.device_put(jax.tree.map(whole, params))
-    model = dataclasses.replace(sampler, params=convert_params_for_decoding(params, sampler.config.dtype))
+    params = jax.tree.map(whole, state.params)
+    if lora:
+        params = merge_updates(jax.tree.map(whole, state.frozen['weights']), lora, params)
+    params = convert_params_for_decoding(sampler.parallel.device_put(params), sampler.config.dtype)
+    model = dataclasses.replace(sampler, params=params)
     return model.generate([prompt], max_new_tokens=SAMPLE_TOKENS, seed=seed)[0]
 
 
@@ -317,7 +319,7 @@ class Generation:
 
 
 # -----------------------------------------------------------------------------
-# log-probabilities of given tokens. P of shared tokens, R rows of all items of a batch, N tokens after the shared ones
+# log-probabilities of given tokens. P of shared tokens, R rows of some items, N tokens after the shared ones
 
 SCORED_AT_ONCE = 1024  # positions whose logits are materialized at a time
 
@@ -348,14 +350,11 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
                 group.append((list(ids[first:end]), scored - first, [x[scored - start:end - start] for x in found]))
         groups += [group] if len(group) == len(item) else [[row] for row in group]
     longest = lambda group: max(len(ids) for ids, _, _ in group)
-    groups.sort(key=lambda group: (len(group), -longest(group)))
+    groups.sort(key=longest, reverse=True)
     while groups:
-        n_rows = len(groups[0])
-        most = max(1, min(batch_size, batch_size * PIECE // longest(groups[0])) // n_rows)
-        batch = [group for group in groups[:most] if len(group) == n_rows]
-        groups = groups[len(batch):]
-        n_padded = min(most, power_of_two(len(batch)))  # few different numbers, because each is compiled
-        score_batch(params, config, batch + batch[:1] * (n_padded - len(batch)), cache_dtype)
+        most = max(1, min(batch_size, batch_size * PIECE // longest(groups[0])))
+        score_groups(params, config, groups[:most], most, cache_dtype)
+        groups = groups[most:]
     return results
 
 
@@ -369,33 +368,42 @@ def windows(n_tokens, start, max_length):
         start = end
 
 
-def score_batch(params, config, groups, cache_dtype):
-    """Writes the results of groups of equally many rows (ids, start, (log-probabilities, is likeliest)).
+def score_groups(params, config, groups, most, cache_dtype):
+    """Writes the results of at most `most` groups of rows (ids, start, (log-probabilities, is likeliest)).
 
-    The tokens that the rows of a group share are prefilled once; then each row's others are fed, and scored from its
-    start on."""
+    The tokens that the rows of a group share are prefilled once. Then `most` rows at a time, those with equally many
+    other tokens together, are fed, and scored from their starts on."""
+    longest = max(len(ids) for group in groups for ids, _, _ in group)
+    n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))
+    as_bits = all(device.platform == 'cpu' for device in devices_of(params))
+    new_cache = lambda n_rows: commit(grow_caches(
+        (), configs=(config,), batch_size=n_rows, n_slots=n_slots, dtype=cache_dtype, n_draft=0, as_bits=as_bits),
+        params)[0]
     shared = [min(len(os.path.commonprefix([ids for ids, _, _ in group])), min(start for _, start, _ in group) - 1)
               for group in groups]
-    tokens_BxP = right_padded([group[0][0][:n] for group, n in zip(groups, shared)], 1)
-    row_B = np.repeat(np.arange(len(groups)), len(groups[0]))  # the group of each row
-    rows = [row for group in groups for row in group]
-    held_R = np.array(shared, np.int32)[row_B]
-    fed_R = np.array([len(ids) - 1 for ids, _, _ in rows]) - held_R
-    first_R = np.array([start - 1 for _, start, _ in rows]) - held_R  # the first that predicts a scored token
-    n_fed = int(fed_R.max())
-    width = min(PIECE, max(4, power_of_two(n_fed)))
-    tail_RxN = right_padded([ids[n:] for (ids, _, _), n in zip(rows, held_R)], width * ceil_div(n_fed, width) + 1)
-
-    n_slots = min(config.block_size, max(64, power_of_two(int((held_R + fed_R).max()))))
-    as_bits = all(device.platform == 'cpu' for device in devices_of(params))
-    cache, = commit(grow_caches((), configs=(config,), batch_size=len(groups), n_slots=n_slots, dtype=cache_dtype,
-                                n_draft=0, as_bits=as_bits), params)
+    cache = None
     if any(shared):
-        cache = prefill_pieces(params, config, cache, tokens_BxP, 0, np.array(shared, np.int32), 16)
-    if len(rows) > len(groups):
-        cache = select_rows(cache, row_B)
+        held_B = np.array(filled(shared, most), np.int32)
+        tokens_BxP = right_padded([group[0][0][:n] for group, n in zip(filled(groups, most), held_B)], 1)
+        cache = prefill_pieces(params, config, new_cache(len(held_B)), tokens_BxP, 0, held_B, row_width(max(shared)))
+    rows = [(b, shared[b], *row) for b, group in enumerate(groups) for row in group]
+    rows.sort(key=lambda row: row[1] - len(row[2]))
+    for i in range(0, len(rows), most):
+        chosen = filled(rows[i:i + most], most)
+        row_cache = select_rows(cache, np.array([b for b, *_ in chosen])) if cache else new_cache(len(chosen))
+        score_rows(params, config, row_cache, [row for _, *row in chosen])
+
+
+def score_rows(params, config, cache, rows):
+    """Writes the results of rows (number of first tokens that the cache holds, ids, start, results)."""
+    held_R = np.array([held for held, _, _, _ in rows], np.int32)
+    fed_R = np.array([len(ids) - 1 - held for held, ids, _, _ in rows])
+    first_R = np.array([start - 1 - held for held, _, start, _ in rows])  # the first that predicts a scored token
+    n_fed = int(fed_R.max())
+    width = row_width(n_fed)
+    tail_RxN = right_padded([ids[held:] for held, ids, _, _ in rows], width * ceil_div(n_fed, width) + 1)
     tables = {name: p for name, p in params.items() if not name.startswith('h_')}
-    n_scored = min(width, power_of_two(max(1, SCORED_AT_ONCE // len(rows))))
+    n_scored = max(1, SCORED_AT_ONCE // len(rows))
     logprob_RxN, likeliest_RxN = np.zeros(tail_RxN.shape, np.float32), np.zeros(tail_RxN.shape, bool)
     for i in range(0, n_fed, width):
         index_T = i + np.arange(width)
@@ -403,11 +411,12 @@ def score_batch(params, config, groups, cache_dtype):
         x_RxTxD, cache = prefill(params, cache, tail_RxN[:, i:i + width], position_RxT, config=config, with_output=True)
         for j in range(i, min(i + width, n_fed), n_scored):
             if first_R.min() < j + n_scored:
-                span = slice(j, j + n_scored)
+                span = slice(j, min(j + n_scored, i + width))
                 logprob_RxN[:, span], likeliest_RxN[:, span] = jax.device_get(score_targets(
-                    tables, x_RxTxD[:, j - i:j - i + n_scored], tail_RxN[:, j + 1:j + 1 + n_scored], config=config))
+                    tables, x_RxTxD[:, j - i:j - i + n_scored], tail_RxN[:, span.start + 1:span.stop + 1],
+                    config=config))
         jax.block_until_ready(cache)  # as in prefill_pieces
-    for r, (_, _, (logprobs, likeliest)) in enumerate(rows):
+    for r, (_, _, _, (logprobs, likeliest)) in enumerate(rows):
         logprobs[:] = logprob_RxN[r, first_R[r]:fed_R[r]]
         likeliest[:] = likeliest_RxN[r, first_R[r]:fed_R[r]]
 
@@ -430,6 +439,18 @@ def right_padded(rows, width=0):
     for to, row in zip(padded, rows):
         to[:len(row)] = row
     return padded
+
+
+def filled(rows, most):
+    """The rows and copies of the first: a power of two or `most`, few different numbers, because each is compiled."""
+    return rows + rows[:1] * (min(most, power_of_two(len(rows))) - len(rows))
+
+
+def row_width(n_tokens):
+    """Width of the equal pieces in which rows are fed, at most PIECE: one of four per octave, from 4 on."""
+    width = ceil_div(n_tokens, ceil_div(n_tokens, PIECE))
+    step = max(4, power_of_two(width) // 8)
+    return ceil_div(width, step) * step
 
 
 def power_of_two(n):

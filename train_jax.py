@@ -197,7 +197,7 @@ if is_pairs and micro_batch % 2:
                     f'{2 * batch_size // micro_batch}')
 splits, _, _ = in_all_processes(load_dataset, data_dir, 0 if is_pairs else block_size)
 masks = in_all_processes(load_masks, data_dir, splits)
-sampler = in_all_processes(create_sampler, sample_prompt, config, tokenizer, devices[0], lora)
+sampler = in_all_processes(create_sampler, sample_prompt, config, tokenizer, devices[0])
 token_bytes = load_token_bytes(data['tokenizer'], data['vocab_size'])
 if is_pairs or int(parallel.max_over_processes(int(token_bytes is None))):  # no process has any then
     token_bytes = None
@@ -312,7 +312,7 @@ def evaluate():
     if not math.isfinite(sum(losses.values())):
         raise UserError(f'the loss is not finite at iteration {iter_num}; {out_dir} has checkpoints from before')
     if sampler:
-        more['sample'] = sample_while_training(sampler, state.params, sample_prompt, seed)
+        more['sample'] = sample_while_training(sampler, state, lora, sample_prompt, seed)
         bar.write(f"{more['sample']}\n---------------")
     if metrics_log:
         metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': losses['val']} | more)

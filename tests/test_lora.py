@@ -16,7 +16,7 @@ from jax_train_utils import make_train_step
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
     FAMILIES, RESUME, apply, assert_refused, assert_same_run, copy_folder, device_batch, edit_tensors, read_tensors,
-    records_without_times, run_script, sample, succeeded, train)
+    records_without_times, run_script, sample, samples_of, succeeded, train)
 
 FLAGS = ['--lora_rank=4', '--lora_alpha=8', '--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=16',
          '--eval_iters=2', '--eval_interval=2', '--max_iters=4', '--learning_rate=1e-2', '--decay_lr=False',
@@ -107,6 +107,18 @@ def test_what_is_sampled_and_exported_is_the_base_with_its_updates_added(run, ba
     succeeded(run_script('export_jax.py', f'--out_dir={out}', '--checkpoint=latest', f'--folder={tmp_path / "model"}'))
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(tmp_path / 'model')[1], merged)
     succeeded(sample(out, '--start=0', '--max_new_tokens=5', '--num_samples=1', '--quantize=int8'))
+
+
+@pytest.mark.slow
+def test_a_lora_run_that_samples_has_the_same_bits_and_sample_jax_gives_its_samples(run, tmp_path):
+    flags, out = run
+    succeeded(train(tmp_path, *flags, '--sample_prompt=01'))
+    records = records_without_times(tmp_path)
+    samples = [record.pop('sample') for record in records if 'sample' in record]
+    assert records == records_without_times(out) and len(set(samples)) == len(samples) == 3
+    text, = samples_of(sample(tmp_path, '--checkpoint=latest', '--start=01', '--num_samples=1',
+                              '--max_new_tokens=100'))
+    assert text == samples[-1]
 
 
 @pytest.mark.slow

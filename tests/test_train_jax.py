@@ -17,7 +17,7 @@ import jax_files.checkpoints
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, ROOT, assert_refused, assert_same_run, copy_folder, edit_json, final_state, next_line,
     output_of, records_without_times, run_script, sample, samples_of, start_training, succeeded, train,
-    wait_for_iteration)
+    wait_for, wait_for_iteration)
 
 import jax
 import numpy as np
@@ -732,6 +732,22 @@ def test_a_run_that_samples_has_the_same_bits_and_sample_jax_gives_its_samples(l
     text, = samples_of(sample(sampled, '--checkpoint=latest', '--start=the quick', '--num_samples=1',
                               '--max_new_tokens=100'))
     assert last['sample'] == text and len(text) == 109
+
+
+@pytest.mark.slow
+def test_a_run_that_samples_and_is_killed_ends_as_one_that_is_not(flags, tmp_path):
+    """With the same bits, and the same sample at every evaluation."""
+    flags = [*flags, '--sample_prompt=the quick', '--eval_interval=50', '--max_iters=300']
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    process = start_training(killed, *flags)
+    wait_for('a complete checkpoint', lambda: checkpoint_steps(killed), process)
+    process.kill()
+    output_of(process)
+    assert process.returncode == -signal.SIGKILL
+    succeeded(train(whole, *flags))
+    succeeded(train(killed, *RESUME))
+    assert [record['iter'] for record in records_with(killed, 'sample')] == [*range(0, 301, 50)]
+    assert_same_run(killed, whole)
 
 
 def losses_and_norms(out):
