@@ -39,17 +39,20 @@ class JaxLM(LM):
         return [float(logprobs.sum()) for _, logprobs in self.model.logprobs(texts, **self.options)]
 
     def generate_until(self, requests):
-        """What follows each context, up to one of the texts of `until`."""
-        texts = []
-        for request in requests:
-            context, options = request.args
-            stop = options.get('until') or ()
-            sampling = dict(temperature=options.get('temperature', 0) if options.get('do_sample') else 0)
-            prompt = self.model.encode(context)
-            n_new = options.get('max_gen_toks', 256)
-            text = self.model.generate([context], stop=stop, max_new_tokens=n_new, **sampling)[0]
-            texts.append(text[len(self.model.tokenizer.decode(prompt)):])
-        return texts
+        """What follows each context, up to one of the texts of `until`; contexts with equal options share batches."""
+        groups, texts = {}, {}
+        for i, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(i)
+        for group in groups.values():
+            options = requests[group[0]].args[1]
+            sampling = dict(stop=options.get('until') or (), max_new_tokens=options.get('max_gen_toks', 256),
+                            temperature=options.get('temperature', 0) if options.get('do_sample') else 0)
+            while chosen := group[:self.options['batch_size']]:
+                del group[:len(chosen)]
+                found = self.model.generate([requests[i].args[0] for i in chosen], **sampling)
+                for i, text in zip(chosen, found):
+                    texts[i] = text[len(self.model.tokenizer.decode(self.model.encode(requests[i].args[0]))):]
+        return [texts[i] for i in range(len(requests))]
 
 
 if __name__ == '__main__':

@@ -1,13 +1,16 @@
 """eval_jax.py: bits per byte of texts, and accuracy in tasks, by the log-probabilities of tests/test_text.py."""
+import importlib.util
 import json
 import math
 import random
+import sys
+import types
 
 import numpy as np
 import pytest
 
 from jax_text import load
-from tests.common import TEXT, run_script, slow, succeeded, train
+from tests.common import ROOT, TEXT, run_script, slow, succeeded, train
 
 ITEMS = [
     {'query': 'the quick brown', 'choices': ['fox', 'dog', 'lazy dog'], 'gold': 0},
@@ -124,7 +127,7 @@ def test_a_bundle_gets_nanochats_centered_accuracy(run, tmp_path):
             else:
                 rows = [model.encode_document(f"{before}{c} {item['continuation']}") for c in item['context_options']]
                 starts = [len(row) - common([r[::-1] for r in rows]) for row in rows]
-            means = [model.score([[(row[-65:], max(1, start - max(0, len(row) - 65)))]])[0][0][0].mean()
+            means = [model.score([[(row[-64:], max(1, start - max(0, len(row) - 64)))]])[0][0][0].mean()
                      for row, start in zip(rows, starts)]
             right += int(np.argmax(means)) == item['gold']
         guess = {'multiple_choice': 1 / 4, 'schema': 1 / 2, 'language_modeling': 0}[kind]
@@ -174,3 +177,83 @@ def test_a_folder_that_is_no_bundle_is_refused(run, tmp_path):
     (tmp_path / 'eval_meta_data.csv').write_text('Eval Task,Random baseline\n')
     done = run_script('eval_jax.py', f'--out_dir={run}', f'--tasks={tmp_path}')
     assert done.returncode == 2 and 'not in the form of the CORE bundle' in done.stderr
+
+
+def test_two_tasks_of_one_name_are_refused(run, tmp_path):
+    (tmp_path / 'more').mkdir()
+    paths = [write_lines(folder / 'a.jsonl', ITEMS) for folder in (tmp_path, tmp_path / 'more')]
+    done = run_script('eval_jax.py', f'--out_dir={run}', f'--tasks={paths[0]},{paths[1]}')
+    assert done.returncode == 2 and 'the same name' in done.stderr
+
+
+# -----------------------------------------------------------------------------
+# peers/lm_eval_jax.py, a model class for lm-eval, with a stand-in for what it takes from lm_eval
+
+CONTEXTS = ['the qu', 'over', 'the lazy d', 'and r']
+
+
+@pytest.fixture
+def classes(monkeypatch):
+    """{the name under which lm-eval finds it: the class}."""
+    found = {}
+    register_model = lambda name: lambda cls: found.setdefault(name, cls)
+    for name, names in (('lm_eval', {}), ('lm_eval.api', {}), ('lm_eval.api.model', {'LM': object}),
+                        ('lm_eval.api.registry', {'register_model': register_model})):
+        module = types.ModuleType(name)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    spec = importlib.util.spec_from_file_location('lm_eval_jax', ROOT / 'peers' / 'lm_eval_jax.py')
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    return found
+
+
+@pytest.fixture
+def lm(classes, run):
+    """The class with a run; lm-eval gives options as texts, and None for those that it does not know."""
+    return classes['jax'](str(run), batch_size='3', device='cpu:0', max_batch_size=None, dtype=None)
+
+
+@pytest.fixture(scope='module')
+def model(run):
+    return load(run, device='cpu:0')
+
+
+def requests(*args):
+    return [types.SimpleNamespace(args=arg) for arg in args]
+
+
+def test_loglikelihood_is_of_the_continuation_and_in_the_order_of_the_requests(lm, model):
+    pairs = [(context, continuation) for continuation in (' fox', ' d', ' lazy dog') for context in CONTEXTS]
+    pairs += [('', 'the fox'), pairs[0]]
+    found = lm.loglikelihood(requests(*pairs))
+    for (context, continuation), (logprob, is_greedy) in zip(pairs, found, strict=True):
+        (logprobs, _), = model.score([[model.encode_pair(context, continuation)]])[0]
+        assert logprob == pytest.approx(logprobs.sum(), abs=1e-4)
+        if context:
+            text, = model.generate([context], max_new_tokens=len(continuation), temperature=0)
+            assert is_greedy == (text == context + continuation)
+    greedy = model.generate(['the'], max_new_tokens=3, temperature=0)[0][3:]
+    assert lm.loglikelihood(requests(('the', greedy)))[0][1]
+
+
+def test_loglikelihood_rolling_is_of_the_whole_text(classes, run, model):
+    lm = classes['jax'](str(run), device='cpu:0', max_length=7)
+    texts = [context * n for n, context in enumerate(CONTEXTS, 1)]
+    expected = [logprobs.sum(dtype=np.float64) for _, logprobs in model.logprobs(texts, max_length=7)]
+    assert lm.loglikelihood_rolling(requests(*[(text,) for text in texts])) == pytest.approx(expected, abs=1e-4)
+
+
+def test_generate_until_is_what_follows_each_context_alone(lm, model):
+    options = [{'until': ['r', 'w'], 'max_gen_toks': 12}, {'until': ['zz', 'o'], 'max_gen_toks': 9, 'do_sample': False},
+               {'max_gen_toks': 5, 'temperature': 0.7, 'do_sample': True},
+               {'until': 'e ', 'max_gen_toks': 30, 'temperature': 1.0}]
+    found = lm.generate_until(requests(*[(context, option) for context in CONTEXTS for option in options]))
+    for i, text in enumerate(found):
+        context, option = CONTEXTS[i // len(options)], options[i % len(options)]
+        alone, = model.generate([context], stop=option.get('until', ''), temperature=0.7 if i % 4 == 2 else 0,
+                                max_new_tokens=option.get('max_gen_toks', 256))
+        assert context + text == alone
+    assert not any(letter in text for text in found[::4] for letter in 'rw')
+    assert all(len(text) == 5 for text in found[2::4])
+    assert len({*found}) > 8
