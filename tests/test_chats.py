@@ -239,6 +239,7 @@ def test_auto_takes_chunked_attention_for_packed_rows_where_cudnn_would_be_and_s
         fused_causal_attention('cudnn', *np.zeros((3, 1, 8, 2, 8), np.float32), start_BxT=np.zeros((1, 8), np.int32))
 
 
+@pytest.mark.slow
 def test_a_run_on_packed_rows_learns_and_resumes_exactly(chatting, tmp_path):
     said = succeeded(prepare_chats(np.random.default_rng(0).integers(1, 12, size=60), chatting, tmp_path,
                                    '--rows=32')).stdout
