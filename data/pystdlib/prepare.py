@@ -69,4 +69,4 @@ def main(doc, out_dir, tokenizer):
     print(f'val has {len(val_ids):,} tokens')
 
 if __name__ == '__main__':
-    main(__doc__, os.path.dirname(os.path.abspath(__file__)), 'bpe:1024')
+    main(__doc__, os.path.dirname(os.path.abspath(__file__)), 'bpe:2048')
