@@ -515,7 +515,7 @@ def test_other_scripts_take_the_same_tokenizers(tmp_path, bpe_env, script):
 @pytest.mark.slow
 def test_pystdlib_has_the_text_of_pystdlib_char(tmp_path, stdlib, env):
     said = prepare('pystdlib', '--out_dir', tmp_path, env=env)
-    assert 'vocab size: 1,024' in said
+    assert 'vocab size: 2,048' in said
     train, val, _ = read(tmp_path)
     tokenizer = tokenizer_of(tmp_path)
     assert (tokenizer.decode(train), tokenizer.decode(val)) == decoded(stdlib[0])
