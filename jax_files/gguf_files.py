@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_files.tokenizers import write_char_tokenizer
-from jax_flags import UserError, write_text
+from jax_flags import UserError, write_json
 
 GGUF_DTYPES = ('float32', 'float16', 'q8_0')
 GGUF_PATH = 'gguf_path'  # a file in the folder of open_gguf: the path of the weights
@@ -69,9 +69,9 @@ def import_gguf():
 def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenizer):
     """Writes a model and its tokenizer as a new GGUF file, which appears when it is complete.
 
-    config: its GPTConfig. family: its model_type. make_tensor(name): its tensors by Hugging
-    Face's names, rows in the order of GGUF. dtype: of
-    matrices, one of GGUF_DTYPES; vectors and positions stay in float32. tokenizer: HFTokenizer or CharTokenizer.
+    config: its GPTConfig. family: its model_type. make_tensor(name): its tensors by Hugging Face's names, rows in the
+    order of GGUF. dtype: of matrices, one of GGUF_DTYPES; vectors and positions stay in float32. tokenizer: HFTokenizer
+    or CharTokenizer.
     Raises UserError for a model or tokenizer that llama.cpp does not have, and for a file that is there."""
     gguf = import_gguf()
     if family not in ARCHITECTURES:
@@ -265,7 +265,7 @@ def open_gguf(path):
         if key not in settings or config.setdefault(settings[key][1], value) != value:
             raise UserError(f'{path}: {name}={value} is not supported')
     for name, content in (files | {'config.json': config, GGUF_PATH: {'path': path}}).items():
-        write_text(os.path.join(folder, name), json.dumps(content, indent=2))
+        write_json(os.path.join(folder, name), content)
     return folder, tensors
 
 
