@@ -169,7 +169,7 @@ def assigned_names(tree):
 RANGES = {  # of training flags: (the lowest value, what the value is below)
     **dict.fromkeys(('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
                      'block_size', 'keep'), (1, math.inf)),
-    **dict.fromkeys(('max_iters', 'save_interval', 'warmup_iters', 'learning_rate', 'min_lr', 'weight_decay',
+    **dict.fromkeys(('max_iters', 'minutes', 'save_interval', 'warmup_iters', 'learning_rate', 'min_lr', 'weight_decay',
                      'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'),
                     (0, math.inf)),
     'seed': (0, 2**32), 'beta1': (0, 1), 'beta2': (0, 1)}

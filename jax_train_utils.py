@@ -1,14 +1,10 @@
 """What training is made of: the model's flags, optimizer and schedule, train and eval steps, logs."""
-import array
 import dataclasses
 import datetime
 import functools
-import json
 import math
-import os
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +18,7 @@ from jax_devices.setup import setup_jax_environment
 from jax_files.checkpoints import checkpoint_steps, choose_checkpoint
 from jax_files.data import (
     DROPOUT, Pairs, check_ids, counted_bytes, counted_share, evaluated_windows, find_starts, get_windows)
-from jax_flags import UserError, ceil_div, check_choice, check_flags, write_text
+from jax_flags import UserError, ceil_div, check_choice, check_flags
 from jax_lora import base_params, model_params
 from jax_ops.sharding import batch_axes, current_mesh, partition_specs, shard, shard_params
 from jax_transformer import GPT, GPTConfig
@@ -51,6 +47,12 @@ def merge_resumed_flags(flags, given, saved):
     flags: what read_flags returned; used where the checkpoint has no value or one that is not resumed.
     Raises UserError if the given flags ask for another optimizer or architecture."""
     saved = {name: value for name, value in saved.items() if name in flags and name not in NOT_RESUMED}
+    if given.get('minutes'):  # the command that started the run; what it has measured stays
+        if given['minutes'] != saved.get('minutes'):
+            raise UserError(f"minutes is for a new run; {flags['out_dir']} is resumed with "
+                            f"its max_iters={saved['max_iters']}, or another one given with --minutes=0")
+        fixed = 'max_iters', 'lr_decay_iters', 'warmup_iters'
+        given = {name: value for name, value in given.items() if name not in fixed}
     optimizer = saved.get('optimizer', 'adamw')
     if given.get('optimizer', optimizer) != optimizer:
         raise UserError(f"cannot resume with another optimizer: {flags['out_dir']} holds the state of {optimizer}")
@@ -80,6 +82,8 @@ def resolve_flags(flags, given):
     if flags['init_from'] == 'resume':
         _, resumed = choose_checkpoint(out_dir)
         flags = merge_resumed_flags(flags, given, resumed['flags'])
+    elif flags['minutes']:
+        flags = flags | {'max_iters': 0, 'lr_decay_iters': 0}  # not known yet
     for name in ('compile', 'backend'):
         if name in given:
             print(f'--{name}={flags[name]} has no effect here: JAX always compiles, and picks its own communication')
@@ -221,6 +225,21 @@ def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_de
     return optax.partition({'muon': muon, 'adamw': adamw}, lambda params: jax.tree.map_with_path(optimizer_of, params))
 
 
+def optimizer_from_flags(flags):
+    """(schedule, None, optimizer). With --minutes the schedule is not known when the training step is compiled:
+    (schedule, its values, float32 [lr_decay_iters + 1], for the batches, optimizer with learning rate 1). Until
+    max_iters is known, the learning rate stays the highest after the warm-up."""
+    measuring = flags['minutes'] and not flags['max_iters']
+    schedule = create_learning_rate_schedule(
+        flags['learning_rate'], lr_schedule='constant' if measuring else flags['lr_schedule'],
+        **{name: flags[name] for name in ('decay_lr', 'warmup_iters', 'lr_decay_iters', 'min_lr')})
+    n = max(flags['warmup_iters'], flags['lr_decay_iters']) + 1
+    lrs = np.asarray(jax.vmap(schedule)(np.arange(n)), np.float32) if flags['minutes'] else None
+    return schedule, lrs, create_optimizer_with_schedule(
+        (lambda step: 1.0) if flags['minutes'] else schedule,
+        **{name: flags[name] for name in ('beta1', 'beta2', 'weight_decay', 'optimizer')})
+
+
 def clip_gradients(grads, max_norm):
     """Scales grads down to a global norm of max_norm, as torch.nn.utils.clip_grad_norm_ does; max_norm 0 does not clip.
     Returns (grads, norm before clipping)."""
@@ -254,8 +273,8 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0, bet
     """The one train_step(state, batch, axis_name=None) -> (state, metrics): jit it, or wrap it with pmap_train_step.
 
     batch: x and y [M, B, T], seq_id [M, B]: M micro-batches, whose gradients are averaged into one update; weight
-    [M, B, T], if given, multiplies the loss. seq_id numbers the sequences of the run; dropout depends on (seed, seq_id)
-    alone.
+    [M, B, T], if given, multiplies the loss; lr [M, B], if given, is the learning rate, everywhere the same, where
+    state.tx has 1. seq_id numbers the sequences of the run; dropout depends on (seed, seq_id) alone.
     loss_chunk: logits are materialized for this many positions at a time; 0 is all. Raises UserError if it does not
     divide block_size.
     zero: on a mesh, 1 (ZeRO-1, arXiv:1910.02054) reduce-scatters the gradients over data; each device updates its shard
@@ -300,6 +319,9 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0, bet
         return jax.lax.scan(micro_step, (zeros, jnp.zeros(3 if beta else ())), batch)[0]
 
     def train_step(state, batch, axis_name=None):
+        batch = dict(batch)
+        lr_MxB = batch.pop('lr', None)
+        lr = schedule(state.step) if lr_MxB is None else lr_MxB[0, 0]
         scale = 1.0 if state.loss_scale is None else state.loss_scale['scale']
         n_micro = len(batch['x'])
         if reduce_once:  # without LoRA, see check_flags
@@ -316,9 +338,13 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0, bet
         with jax.named_scope('clip'):
             grads, grad_norm = clip_gradients(jax.tree.map(lambda g: g / (n_micro * scale), grads), grad_clip)
         reported = dict(zip(PREFERENCE_METRICS, reported / n_micro)) if beta else {'loss': reported / n_micro}
-        metrics = reported | {'grad_norm': grad_norm, 'lr': jnp.float32(schedule(state.step))}
+        metrics = reported | {'grad_norm': grad_norm, 'lr': jnp.float32(lr)}
         with jax.named_scope('optimizer'):
-            updated = state.apply_gradients(grads=grads)
+            updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
+            if lr_MxB is not None:
+                updates = jax.tree.map(lambda u: lr * u, updates)
+            params = optax.apply_updates(state.params, updates)
+            updated = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
         if state.loss_scale is not None:
             metrics['loss_scale'] = scale
             updated = skip_overflow(state, updated, grad_norm)
@@ -432,6 +458,20 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
     return losses
 
 
+def estimate_losses(eval_step, params, sets, parallel, **options):
+    """estimate_loss_jax of DataSets, of several the mean weighted by their fractions, and in addition each one's:
+    'val_loss_NAME', 'val_bpb_NAME'. None is returned as soon as stop_signal() is not 0."""
+    found = [estimate_loss_jax(eval_step, params, one.splits, parallel, masks=one.masks, **options) for one in sets]
+    if None in found:
+        return None
+    means = {name: sum(one.fraction * losses[name] for one, losses in zip(sets, found)) for name in found[0]}
+    for one, losses in zip(sets, found) if len(sets) > 1 else ():
+        means[f'val_loss_{one.name}'] = losses['val']
+        if 'val_bpb' in losses:
+            means[f'val_bpb_{one.name}'] = losses['val_bpb']
+    return means
+
+
 @jax.jit
 def all_finite(tree):
     """Whether all elements of all leaves are finite."""
@@ -439,93 +479,6 @@ def all_finite(tree):
 
 # -----------------------------------------------------------------------------
 # logging
-
-class MetricsLog:
-    """out_dir/metrics.jsonl, one JSON object per line. Opening it for iteration `iter_num` drops the records of an
-    earlier run from there on, and an incomplete last line: after a resume every iteration is there once. An evaluation
-    at iter_num is kept, and not written again."""
-
-    def __init__(self, out_dir, iter_num=0):
-        self.path = Path(out_dir) / 'metrics.jsonl'
-        records = read_metrics(out_dir) if iter_num else []
-        kept = [r for r in records if r['iter'] < iter_num or (r['iter'] == iter_num and 'val_loss' in r)]
-        self.evaluated = kept[-1]['iter'] if kept and 'val_loss' in kept[-1] else None
-        write_text(self.path, ''.join(json.dumps(record) + '\n' for record in kept))
-        self.file = open(self.path, 'a', buffering=1)  # flushed after every line
-
-    def write(self, record):
-        """Appends a record; a float that is not finite becomes null. Raises UserError if it cannot be written."""
-        if 'val_loss' in record and record['iter'] == self.evaluated:
-            return
-        if not os.fstat(self.file.fileno()).st_nlink:  # deleted under the running process
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, 'a', buffering=1)
-        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        try:
-            self.file.write(json.dumps(record) + '\n')
-        except OSError as error:
-            raise UserError(f'cannot write {self.path}: {error.strerror}; the checkpoints in its folder are complete, '
-                            'continue with --init_from=resume') from error
-
-
-def iterate_metrics(out_dir):
-    """Yields the records of out_dir/metrics.jsonl up to an incomplete or damaged line, as a killed run may leave it."""
-    path = Path(out_dir) / 'metrics.jsonl'
-    if not path.exists():
-        return
-    with open(path, encoding='utf-8', errors='replace') as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                return
-            if not isinstance(record, dict) or type(record.get('iter')) is not int:
-                return
-            yield record
-
-
-def read_metrics(out_dir):
-    return list(iterate_metrics(out_dir))
-
-
-@functools.cache
-def loss_figure():
-    """(figure, {key of metrics.jsonl: line}) without points, the same in every call: matplotlib's figures are full of
-    reference cycles, so a new one for every evaluation would keep 1.4 MB each until a full garbage collection."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    figure = FigureCanvasAgg(Figure(figsize=(7, 4.5))).figure
-    axes = figure.add_axes((0.09, 0.11, 0.89, 0.86))
-    axes.set(xlabel='iteration', ylabel='loss (nats per token)')
-    axes.grid(alpha=0.3)
-    lines = {'loss': axes.plot([], [], label='train, iterations', color='0.8', lw=0.8)[0],
-             'train_loss': axes.plot([], [], label='train', marker='.')[0],
-             'val_loss': axes.plot([], [], label='val', marker='.')[0]}
-    return figure, lines
-
-
-def plot_losses(out_dir):
-    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of the logged iterations, of at most 5,000 of them,
-    and train and val of every evaluation. Holds 16 bytes per record, so that a long run does not take more and more
-    memory."""
-    figure, lines = loss_figure()
-    curves = {key: array.array('d') for key in lines}
-    for record in iterate_metrics(out_dir):
-        if 'val_bpb' in record:
-            lines['val_loss'].set_label(f"val, {record['val_bpb'] or math.nan:.4f} bits per byte")
-        for key, points in curves.items():
-            if isinstance(record.get(key), (int, float)):
-                points.extend((record['iter'], record[key]))
-    for key, line in lines.items():
-        points = np.asarray(curves[key]).reshape(-1, 2)
-        line.set_data(points[::ceil_div(max(len(points), 1), 5000)].T)
-    axes, = figure.axes
-    axes.relim()
-    axes.autoscale_view()
-    axes.legend(handles=[line for line in lines.values() if len(line.get_xdata())])
-    figure.savefig(Path(out_dir) / 'loss.tmp.png', dpi=120)
-    os.replace(Path(out_dir) / 'loss.tmp.png', Path(out_dir) / 'loss.png')
-
 
 class IterationLog:
     """Logs the iterations, on accelerators each after the next step is dispatched, because fetching metrics waits for
@@ -589,7 +542,8 @@ class IterationLog:
         tokens_per_sec = self.tokens_per_iter / seconds
         self.mfu = self.estimate_mfu and self.estimate_mfu(tokens_per_sec)
         mfu = f'{self.mfu:.2%}' if self.mfu else 'n/a'
-        eta = datetime.timedelta(seconds=round((self.max_iters - iter_num - 1) * seconds))
+        remaining_s = round((self.max_iters - iter_num - 1) * seconds)
+        eta = datetime.timedelta(seconds=remaining_s) if self.max_iters else 'n/a'
         of_pairs = ''.join(f', {name} {metrics[name]:.4f}' for name in PREFERENCE_METRICS[1:] if name in metrics)
         self.bar.write(f'iter {iter_num}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, mfu {mfu}, '
                        f'{tokens_per_sec:,.0f} tok/s, grad norm {grad_norm:.3f}, eta {eta}{of_pairs}')

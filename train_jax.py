@@ -33,7 +33,7 @@ wandb_log = False # log to Weights & Biases; with WANDB_MODE=offline it needs no
 wandb_project = 'owt' # name of the project at wandb
 wandb_run_name = 'gpt2' # name of the run at wandb
 # data
-dataset = 'openwebtext' # the folder under data/ whose prepare.py has been run
+dataset = 'openwebtext' # the folder under data/ whose prepare.py has been run; 'web:0.7,code:0.3' mixes two
 gradient_accumulation_steps = 5 * 8 # micro-batches per update, all devices together
 batch_size = 12 # sequences per micro-batch
 block_size = 1024 # tokens per sequence
@@ -68,6 +68,7 @@ length_normalized = False # compare log probabilities per token of an answer, no
 optimizer = 'adamw' # or 'muon', for the blocks' matrices: often as good in half of the iterations
 learning_rate = 6e-4 # the highest, reached after warmup_iters
 max_iters = 600000 # total number of updates
+minutes = 0.0 # end after this long, all included: sets max_iters and lr_decay_iters by the measured speed; 0 is off
 weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms
 beta1 = 0.9 # decay of AdamW's mean of gradients
 beta2 = 0.95 # decay of AdamW's mean of squared gradients
@@ -112,21 +113,20 @@ import numpy as np
 
 from jax_devices.parallel import choose_attention, setup_distributed_training, split_batch
 from jax_devices.processes import StopSignal, check_agreement, in_all_processes, initialize_distributed, signal_name
-from jax_devices.setup import Stopwatch, configure_process, device_peak_flops, is_synchronous
+from jax_devices.setup import Profile, Stopwatch, TimeBudget, configure_process, device_peak_flops, is_synchronous
 from jax_files.checkpoints import (
     checkpoint_steps, finish_checkpoints, load_checkpoint, lock_out_dir, open_checkpoints, save_checkpoint)
 from jax_files.data import (
-    check_ids, counted_share, describe_data, get_batch_jax, get_loss_weights, load_dataset, load_dataset_meta,
-    load_masks, load_pairs)
+    counted_share, describe_data, draw_batch, load_mixture, load_mixture_meta, load_pairs)
+from jax_files.metrics import MetricsLog, plot_losses
 from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, load_token_bytes, same_tokens
 from jax_files.weight_files import find_config_json, keep_config_json, local_path
 from jax_lora import count_frozen, create_lora_state, full_path, load_frozen, load_weights, model_params, move_base
 from jax_pretrained import load_config
 from jax_text import create_sampler, sample_while_training
 from jax_train_utils import (
-    IterationLog, MetricsLog, all_finite, config_from_flags, create_learning_rate_schedule,
-    create_optimizer_with_schedule, estimate_loss_jax, flags_from_config, for_this_run, make_eval_step,
-    make_train_step, plot_losses, progress_bar, resolve_flags, start_wandb)
+    IterationLog, all_finite, config_from_flags, estimate_losses, flags_from_config, for_this_run, make_eval_step,
+    make_train_step, optimizer_from_flags, progress_bar, resolve_flags, start_wandb)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 configure_process(flags['device'], flags['deterministic'])
@@ -149,8 +149,7 @@ parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, ze
 n_micro, micro_batch = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
 
 # model: of the checkpoint, from scratch, or pretrained (block_size may be less than the model's)
-data_dir = Path(__file__).parent / 'data' / dataset
-data = in_all_processes(load_dataset_meta, data_dir)
+shares, data = in_all_processes(load_mixture_meta, dataset, Path(__file__).parent / 'data')
 lora = None  # saved in the checkpoints, which hold the updates alone
 if resumed:
     config = for_this_run(GPTConfig(**resumed['model']), flags, given, dtype)
@@ -195,31 +194,30 @@ if is_pairs and not lora:
 if is_pairs and micro_batch % 2:
     raise UserError(f'the two sequences of a pair go to one device: batch_size={batch_size} must be a multiple of '
                     f'{2 * batch_size // micro_batch}')
-splits, _, _ = in_all_processes(load_dataset, data_dir, 0 if is_pairs else block_size)
-masks = in_all_processes(load_masks, data_dir, splits)
+sets = in_all_processes(load_mixture, shares, 0 if is_pairs else block_size)
 sampler = in_all_processes(create_sampler, sample_prompt, config, tokenizer, devices[0])
 token_bytes = load_token_bytes(data['tokenizer'], data['vocab_size'])
 if is_pairs or int(parallel.max_over_processes(int(token_bytes is None))):  # no process has any then
     token_bytes = None
-check_agreement('data', describe_data(splits | {f'{split}_mask': mask for split, mask in masks.items()},
-                                      data['tokenizer']))
+check_agreement('data', describe_data(sets, data['tokenizer']))
 if is_pairs:
-    splits, masks = in_all_processes(load_pairs, data_dir, splits, masks, block_size, length_normalized), {}
-for split, mask in masks.items():
+    pairs = in_all_processes(load_pairs, *shares, *sets[0][2:], block_size, length_normalized)
+    sets = [sets[0]._replace(splits=pairs, masks={})]
+masks = [item for one in sets for item in one.masks.items()]
+for split, mask in masks:
     counted_share(mask, block_size, eval_iters * batch_size, split)  # before anything is written or compiled
+is_packed = any(mask.ndim == 2 for _, mask in masks)
 architecture = config.architecture()  # saved in the checkpoints: a RoPE model keeps its context
 config = dataclasses.replace(config, block_size=block_size)  # training sees sequences of this length only
 implementation, attention_reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context,
-                                                    deterministic=deterministic, packed=data['row_length'] and masks)
+                                                    deterministic=deterministic, packed=is_packed)
 config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
 print(f'attention: {implementation} ({attention_reason})')
 parallel.validate(config)
 
 # optimizer and state
-schedule = create_learning_rate_schedule(learning_rate, decay_lr=decay_lr, warmup_iters=warmup_iters,
-                                         lr_decay_iters=lr_decay_iters, min_lr=min_lr, lr_schedule=lr_schedule)
-tx = create_optimizer_with_schedule(schedule, beta1=beta1, beta2=beta2, weight_decay=weight_decay,
-                                    optimizer=optimizer)
+budget = TimeBudget(minutes, started) if minutes and not max_iters else None  # until fix_iterations sets max_iters
+schedule, lrs, tx = optimizer_from_flags(flags)
 train_step = parallel.train_step(make_train_step(config, seed, grad_clip, schedule, loss_chunk, zero, is_pairs * beta))
 eval_step = parallel.eval_step(make_eval_step(config, loss_chunk, is_pairs * beta))
 
@@ -288,26 +286,25 @@ def make_batch(iter_num):
     """The sequences of one iteration, on the devices: a pure function of (seed, iter_num). None if no token counts."""
     n_rows = gradient_accumulation_steps * batch_size
     rows = parallel.local_rows(n_rows)
-    if is_pairs:
-        batch = splits['train'].draw(n_rows, seed, iter_num, rows)
-    else:
-        batch = dict(zip('xy', get_batch_jax(splits['train'], block_size, n_rows, seed, iter_num, rows)))
-    check_ids(batch['x'], batch['y'], data['vocab_size'], 'train')
+    batch = draw_batch(sets, block_size, n_rows, seed, iter_num, rows, data['vocab_size'])
+    if batch is None:
+        return None
     batch['seq_id'] = (iter_num * n_rows + rows).astype(np.uint32)
-    weights = get_loss_weights(masks.get('train'), block_size, n_rows, seed, iter_num, rows)
-    return None if weights is None else parallel.shard_batch(batch | weights, (n_micro, micro_batch))
+    if minutes:
+        batch['lr'] = np.full(len(rows), lrs[min(iter_num, len(lrs) - 1)])
+    return parallel.shard_batch(batch, (n_micro, micro_batch))
 
 
 def evaluate():
     """The validation loss, after logging both losses; None if a signal comes. UserError if they are not finite."""
     params = model_params(state.params, state.frozen)
-    losses = estimate_loss_jax(eval_step, params, splits, parallel, block_size=block_size, batch_size=batch_size,
-                               eval_iters=eval_iters, masks=masks, vocab_size=data['vocab_size'],
-                               token_bytes=token_bytes, stop_signal=lambda: parallel.max_over_processes(stop.signum))
+    losses = estimate_losses(eval_step, params, sets, parallel, block_size=block_size, batch_size=batch_size,
+                             eval_iters=eval_iters, vocab_size=data['vocab_size'], token_bytes=token_bytes,
+                             stop_signal=lambda: parallel.max_over_processes(stop.signum))
     if losses is None:
         return None
     more = {name: value for name, value in losses.items() if name.startswith('val_') or name == 'train_bpb'}
-    said = ''.join(f', {name.replace("_", " ")} {value:.4f}' for name, value in more.items() if name != 'train_bpb')
+    said = ''.join(f', {name.replace("_", " ", 2)} {value:.4f}' for name, value in more.items() if name != 'train_bpb')
     bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}{said}")
     if not math.isfinite(sum(losses.values())):
         raise UserError(f'the loss is not finite at iteration {iter_num}; {out_dir} has checkpoints from before')
@@ -333,12 +330,17 @@ def save(val_loss):
         'versions': versions, 'wandb_id': wandb_id, 'lora': lora})
 
 
-def stop_profile():
-    global tracing
-    jax.block_until_ready(state.params)
-    jax.profiler.stop_trace()
-    tracing = False
-    bar.write(f'traced iterations {profile_at} to {iter_num} into {out_dir}/profile')
+def fix_iterations(save_due):
+    """Sets max_iters, and what follows from it, as soon as `budget` knows how many iterations fit."""
+    global budget, schedule, lrs, max_iters
+    n = budget.iterations(iter_num, state, save_due, eval_s, eval_interval) if master else 0
+    if n := int(parallel.max_over_processes(n)):  # after a short warm-up, the learning rate has stayed the highest
+        bar.write(f'minutes={minutes:g}: max_iters={n}, also lr_decay_iters ({budget.said})')
+        flags.update(max_iters=n, lr_decay_iters=n, warmup_iters=max(flags['warmup_iters'], iter_num))
+        schedule, lrs, _ = optimizer_from_flags(flags)
+        budget, max_iters, bar.total, log.max_iters = None, n, n, n
+        if master:
+            write_json(Path(out_dir, 'config.json'), flags | {'dtype': dtype})
 
 
 # training loop
@@ -346,27 +348,31 @@ first_iter = iter_num
 bar = progress_bar(iter_num, max_iters)
 stop.nothing_to_save &= eval_only
 stop_signal = int(parallel.max_over_processes(stop.signum))  # the signal that all processes stop for; 0 is none
-profile_at = min(first_iter + 5, max(first_iter, max_iters - 3))  # three iterations, after the first ones if possible
-tracing = False
-compile_s = None  # seconds, known after the first training step
+tracer = Profile(Path(out_dir, 'profile') if profile and master else None, bar, first_iter, max_iters or 8)
+compile_s, eval_s = None, 0.0  # seconds for compiling the training step and for an evaluation, once they are known
 batch = make_batch(iter_num)
 log = IterationLog(bar, clock, metrics_log, out_dir=out_dir, log_interval=log_interval, max_iters=max_iters,
                    tokens_per_iter=tokens_per_iter, mfu=mfu, imports_s=imports_s)
 try:
     while True:
-        eval_due = not stop_signal and (iter_num % eval_interval == 0 or iter_num >= max_iters or eval_only)
         save_due = save_interval and iter_num % save_interval == 0
+        if budget and iter_num > first_iter:
+            fix_iterations(save_due or iter_num % eval_interval == 0)
+        is_last = iter_num >= max_iters and not budget
+        eval_due = not stop_signal and (iter_num % eval_interval == 0 or is_last or eval_only)
         val_loss = None
         if eval_due:
             log.flush()
+            eval_started = time.perf_counter() - clock.compiling
             val_loss = evaluate()
+            eval_s = time.perf_counter() - clock.compiling - eval_started
             if val_loss is None:
                 stop_signal = int(parallel.max_over_processes(stop.signum))
             else:
                 save_due = save_due or always_save_checkpoint or val_loss < best_val_loss
                 if iter_num != resumed_at:  # the checkpoint of resumed_at has been compared already
                     best_val_loss = min(best_val_loss, val_loss)
-        finished = iter_num >= max_iters or stop_signal
+        finished = is_last or stop_signal
         if finished:
             stop.saving = lambda: True  # a second signal does not spoil the last save
         if finished or save_due:
@@ -378,9 +384,7 @@ try:
         if eval_due or save_due:
             log.restart_clock()  # evaluating and saving do not count as an iteration's time
 
-        if profile and master and iter_num == profile_at:
-            jax.profiler.start_trace(os.path.join(out_dir, 'profile'))
-            tracing = True
+        tracer.before(iter_num)
         stop_requested = parallel.max_over_processes(stop.signum)  # all processes stop after the same iteration
         # forward, backward, gradient accumulation, clipping and the update are one compiled function: make_train_step
         compiled_before = clock.compiling
@@ -393,16 +397,14 @@ try:
             bar.write(f'compiled the training step in {compile_s:.1f} s')
         batch = make_batch(iter_num + 1)
         log.add(iter_num, metrics, wait=is_synchronous(devices[0]))
-        if tracing and iter_num == profile_at + 2:
-            stop_profile()
+        tracer.after(iter_num, state)
         iter_num += 1
         stop_signal = int(stop_requested)
 except Exception as error:
     exit_if_peer_died(error)
     raise
 finally:  # however the run ends, the checkpoints saved so far are completed on disk
-    if tracing:
-        stop_profile()
+    tracer.stop(state)
     bar.close()
     if not eval_only:
         finish_checkpoints(checkpoints)

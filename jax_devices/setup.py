@@ -256,3 +256,52 @@ class Stopwatch:
         self.compiling = 0.0
         self.start = time.perf_counter()
         return Lap(compiling, running)
+
+
+class TimeBudget:
+    """How many iterations fit into --minutes, which begin at `started` (time.perf_counter())."""
+
+    def __init__(self, minutes, started):
+        self.end, self.enough, self.start = started + 60 * minutes, 3 * minutes, None
+
+    def iterations(self, iter_num, state, save_due, eval_s, eval_interval):
+        """The max_iters that fits, called before iteration iter_num, which is not the first of the process: 0 until
+        iterations were timed for 5% of the minutes, or a checkpoint is due, which is to know it."""
+        if self.start and not (save_due or time.perf_counter() - self.start > self.enough):
+            return 0
+        jax.block_until_ready(state.params)
+        now = time.perf_counter()
+        if self.start is None:
+            self.start, self.first = now, iter_num
+            return 0
+        seconds = (now - self.start) / (iter_num - self.first)
+        self.said = f'{iter_num - self.first} iterations took {seconds * 1000:.2f}ms each'
+        evaluating = eval_s / eval_interval if eval_interval > 1 else 0  # 1: they are among what was timed
+        return iter_num + max(1, int((self.end - now - eval_s) / (seconds + evaluating)))
+
+
+class Profile:
+    """Traces three iterations, after the first ones if possible, into `folder`, for TensorBoard or Perfetto; none if
+    folder is None."""
+
+    def __init__(self, folder, bar, first_iter, max_iters):
+        self.folder, self.bar, self.latest = folder, bar, None  # latest: the latest traced iteration
+        self.first = min(first_iter + 5, max(first_iter, max_iters - 3))
+
+    def before(self, iter_num):
+        if self.folder and iter_num == self.first:
+            jax.profiler.start_trace(self.folder)
+            self.latest = iter_num
+
+    def after(self, iter_num, state):
+        if self.latest is not None:
+            self.latest = iter_num
+            if iter_num == self.first + 2:
+                self.stop(state)
+
+    def stop(self, state):
+        if self.latest is not None:
+            jax.block_until_ready(state.params)
+            jax.profiler.stop_trace()
+            self.bar.write(f'traced iterations {self.first} to {self.latest} into {self.folder}')
+            self.folder = self.latest = None

@@ -2,14 +2,16 @@
 import functools
 import json
 import os
+import re
 import sys
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jax_files.tokenizers import locate_tokenizer
+from jax_files.tokenizers import locate_tokenizer, same_tokens
 from jax_flags import UserError
 
 
@@ -119,15 +121,84 @@ def load_masks(data_dir, splits):
         raise UserError(f'the masks in {data_dir} do not belong to its tokens; {remedy_for(Path(data_dir))}')
     return {split: np.memmap(paths[split], np.uint8, mode='r').reshape(splits[split].shape) for split in sizes}
 
+# -----------------------------------------------------------------------------
+# mixtures of data sets
 
-def describe_data(splits, tokenizer):
-    """A fingerprint of the data, {name: number}, from the tokenizer, the sizes, the first and the last million
+class DataSet(NamedTuple):
+    name: str
+    fraction: float  # of the sequences of a run
+    splits: dict  # {'train', 'val'}: tokens, see load_dataset
+    masks: dict  # see load_masks
+
+
+class Mixture(NamedTuple):
+    arrays: list  # the tokens, or the masks, of a split
+    fractions: list  # of the sequences of a run
+
+    @property
+    def ndim(self):
+        return max(array.ndim for array in self.arrays)
+
+
+def parse_mixture(dataset, root):
+    """{folder: fraction} for the flag --dataset: a folder, by its name under `root` or its path, or a mixture such as
+    'web:0.7,code:0.3'. Raises UserError for anything else."""
+    if ':' not in dataset or (Path(root) / dataset).is_dir():
+        return {Path(root) / dataset: 1.0}
+    parts = re.findall(r'([^,:]+):(0?\.\d*[1-9]\d*|1)(?:,|$)', dataset)
+    shares = {Path(root) / name.strip(): float(fraction) for name, fraction in parts}
+    n_names = len({folder.name for folder in shares})
+    if n_names < dataset.count(',') + 1 or abs(sum(shares.values()) - 1) > 1e-6:
+        raise UserError(f'dataset={dataset} must be a folder, or a mixture such as web:0.7,code:0.3 of data sets with '
+                        'different names, whose fractions are above 0 and sum to 1')
+    return shares
+
+
+def load_mixture_meta(dataset, root):
+    """(parse_mixture, load_dataset_meta of its first data set). Raises UserError if another cannot be mixed with it."""
+    shares = parse_mixture(dataset, root)
+    (first, meta), *others = [(relative_path(folder), load_dataset_meta(folder)) for folder in shares]
+    for folder, other in others:
+        if 'pairs' in (meta['kind'], other['kind']):
+            raise UserError('pairs of answers cannot be mixed with other data: give --dataset one folder')
+        if other['vocab_size'] != meta['vocab_size'] or not same_tokens(other['tokenizer'], meta['tokenizer']):
+            raise UserError(f'{folder} has other tokens than {first}: prepare both with the same --tokenizer')
+    return shares, meta
+
+
+def load_mixture(shares, block_size):
+    """The DataSets of {folder: fraction}. If one has masks, all have: every token of the others counts."""
+    splits = [load_dataset(folder, block_size)[0] for folder in shares]
+    masks = [load_masks(folder, split) for folder, split in zip(shares, splits)]
+    if any(masks):
+        ones = lambda split: {name: np.broadcast_to(np.uint8(1), tokens.shape) for name, tokens in split.items()}
+        masks = [mask or ones(split) for mask, split in zip(masks, splits)]
+    return [DataSet(folder.name, *of_set) for (folder, *of_set) in zip(shares, shares.values(), splits, masks)]
+
+
+def assign(numbers, fractions):
+    """(which data set, which sequence of its own stream), int64 [B], for the sequences of these numbers of a run. Of
+    the first N sequences each set has its fraction, for every N, to within as many sequences as there are sets."""
+    ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)
+    which, own = np.zeros_like(numbers), numbers
+    for k in range(len(ends) - 1, 0, -1):  # set k against all before it
+        before, after = own * ends[k - 1] // ends[k], (own + 1) * ends[k - 1] // ends[k]  # how many theirs are
+        is_here = (which == 0) & (before == after)
+        own = np.where(which > 0, own, np.where(is_here, own - before, before))
+        which = np.where(is_here, k, which)
+    return which, own
+
+
+def describe_data(sets, tokenizer):
+    """A fingerprint of DataSets, {name: number}, from the tokenizer, the sizes, the first and the last million
     tokens."""
-    values = {'the tokenizer': zlib.crc32(json.dumps(tokenizer).encode())}
-    for split, tokens in splits.items():
-        values[f'tokens in {split}.bin'] = len(tokens)
-        n = 10**6 // tokens[0].size
-        values[f'content of {split}.bin'] = zlib.crc32(tokens[-n:], zlib.crc32(tokens[:n]))
+    values = {'the tokenizer': zlib.crc32(json.dumps(tokenizer).encode()), 'fractions': [s.fraction for s in sets]}
+    arrays = [(f'{name}{i or ""}.bin', array) for i, one in enumerate(sets) for name, array in
+              (one.splits | {f'{split}_mask': mask for split, mask in one.masks.items()}).items()]
+    for name, array in arrays:
+        n = 10**6 // array[0].size
+        values[f'tokens in {name}'] = len(array)
+        values[f'content of {name}'] = zlib.crc32(array[-n:].tobytes(), zlib.crc32(array[:n].tobytes()))
     return values
 
 
@@ -141,7 +212,12 @@ def check_ids(x, y, vocab_size, split):
 DATA, DROPOUT = range(2)  # RNG stream ids
 
 
-@functools.lru_cache(maxsize=2)
+@functools.cache
+def epochs(n_tokens, block_size, seed):
+    """shuffled_windows as a function of the epoch; the latest two are remembered, for each data set of a mixture."""
+    return functools.lru_cache(maxsize=2)(functools.partial(shuffled_windows, n_tokens, block_size, seed))
+
+
 def shuffled_windows(n_tokens, block_size, seed, epoch):
     """The windows of an epoch: a random offset, and the order of the contiguous windows of block_size tokens that
     follow it. block_size 0: no offset, and the order of n_tokens rows."""
@@ -168,13 +244,25 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
     """The sequences of one iteration, x and y, int32 [n_rows, block_size]; only those numbered `rows`, if given.
     A pure function of its arguments: sequences iteration * n_rows and following of an endless shuffled stream, in which
     an epoch holds every window, or row, once. (nanoGPT draws windows at random: an epoch's worth misses 1/e of the
-    tokens.) With another n_rows the same iteration means other sequences."""
-    rows = np.arange(n_rows) if rows is None else rows
+    tokens.) With another n_rows the same iteration means other sequences. tokens: an array, or a Mixture, each array of
+    which has a stream of its own."""
+    numbers = iteration * n_rows + (np.arange(n_rows) if rows is None else rows)
+    if not isinstance(tokens, Mixture):
+        return draw_windows(tokens, block_size, seed, numbers)
+    which, own = assign(numbers, tokens.fractions)
+    drawn = np.empty((2, len(numbers), block_size), np.int32)
+    for k in np.unique(which):
+        drawn[:, which == k] = draw_windows(tokens.arrays[k], block_size, seed, own[which == k])
+    return drawn[0], drawn[1]
+
+
+def draw_windows(tokens, block_size, seed, numbers):
+    """x and y, int32 [B, block_size], of the sequences of these numbers, int64 [B], in the stream of one array."""
     step = block_size if tokens.ndim == 1 else 0
-    epoch, index = np.divmod(iteration * n_rows + rows, count_windows(len(tokens), step))
-    start = np.empty(len(rows), np.int64)
+    epoch, index = np.divmod(numbers, count_windows(len(tokens), step))
+    start = np.empty(len(numbers), np.int64)
     for e in np.unique(epoch):
-        offset, order = shuffled_windows(len(tokens), step, seed, int(e))
+        offset, order = epochs(len(tokens), step, seed)(int(e))
         start[epoch == e] = offset + max(1, step) * order[index[epoch == e]].astype(np.int64)
     return get_windows(tokens, start, block_size)
 
@@ -183,9 +271,7 @@ def get_loss_weights(mask, block_size, n_rows, seed, iteration, rows):
     """{'weight': that of each target of get_batch_jax(tokens, ...), float32 [len(rows), block_size]}: 0 where the mask
     of the tokens is not 1, and a mean of 1 over all n_rows sequences, so that the mean of the weighted losses is that
     of the tokens that count, however the sequences are split into micro-batches and over devices. None if no token of
-    the iteration counts, {} without a mask. Of packed rows 'start' too, see find_starts."""
-    if mask is None:
-        return {}
+    the iteration counts. Of packed rows 'start' too, see find_starts."""
     x, y = get_batch_jax(mask, block_size, n_rows, seed, iteration)
     counts = y == 1
     if not counts.any():
@@ -197,6 +283,25 @@ def get_loss_weights(mask, block_size, n_rows, seed, iteration, rows):
 def find_starts(mask_x):
     """Where in its row the conversation of each token starts, int32, see GPT.loss; mask_x: of packed rows."""
     return np.maximum.accumulate(np.where(mask_x == 2, np.arange(mask_x.shape[1], dtype=np.int32), 0), axis=1)
+
+
+def draw_batch(sets, block_size, n_rows, seed, iteration, rows, vocab_size):
+    """{'x', 'y', 'weight'}, each [len(rows), block_size]: get_batch_jax of the one or several DataSets and, if they
+    have masks, get_loss_weights; of Pairs, what they draw. None if no token of the iteration counts. Raises UserError
+    for an id that is not below vocab_size."""
+    fractions = [one.fraction for one in sets]
+    mixed = lambda arrays: Mixture(arrays, fractions) if len(sets) > 1 else arrays[0]
+    tokens = mixed([one.splits['train'] for one in sets])
+    if isinstance(tokens, Pairs):
+        batch = tokens.draw(n_rows, seed, iteration, rows)
+    else:
+        batch = dict(zip('xy', get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows)))
+    check_ids(batch['x'], batch['y'], vocab_size, 'train')
+    weights = {}
+    if sets[0].masks:
+        mask = mixed([one.masks['train'] for one in sets])
+        weights = get_loss_weights(mask, block_size, n_rows, seed, iteration, rows)
+    return None if weights is None else batch | weights
 
 
 def evaluated_windows(tokens, block_size, n_rows):
@@ -258,18 +363,14 @@ class Pairs:
         stream in which an epoch holds every pair once."""
         pair, is_rejected = np.divmod(iteration * n_rows + rows, 2)
         epoch, index = np.divmod(pair, len(self.fitting))
-        drawn = [shuffled(len(self.fitting), seed, int(e))[i] for e, i in zip(epoch, index)]
+        shuffled = epochs(len(self.fitting), 0, seed)
+        drawn = [shuffled(int(e))[1][i] for e, i in zip(epoch, index)]
         return self.read(2 * self.fitting[drawn] + is_rejected)
 
     def evaluated(self, n_rows):
         """The numbers of the n_rows conversations that every evaluation reads, or of all if there are fewer."""
         n = min(n_rows // 2, len(self.fitting))
         return (2 * self.fitting[np.arange(n) * len(self.fitting) // n, None] + [0, 1]).ravel()
-
-
-@functools.lru_cache(maxsize=4)
-def shuffled(n, seed, epoch):
-    return np.random.default_rng([seed, DATA, epoch]).permutation(n)
 
 
 def load_pairs(data_dir, splits, masks, block_size, length_normalized):

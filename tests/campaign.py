@@ -42,8 +42,9 @@ import tqdm
 import jax_files.checkpoints
 from jax_devices.parallel import setup_distributed_training
 from jax_files.checkpoints import checkpoint_steps, checksum, choose_checkpoint, load_checkpoint
+from jax_files.metrics import read_metrics
 from jax_flags import config_block
-from jax_train_utils import create_optimizer_with_schedule, read_metrics
+from jax_train_utils import create_optimizer_with_schedule
 from jax_transformer import GPTConfig, create_train_state
 from tests.common import GOLDEN, records_without_times, wait_for, write_text_dataset
 

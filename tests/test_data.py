@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from jax_files.data import (
-    count_windows, describe_data, evaluated_windows, get_batch_jax, get_loss_weights, get_windows, load_dataset,
-    load_dataset_meta, load_masks, shuffled_windows)
+    DataSet, count_windows, describe_data, draw_batch, evaluated_windows, get_batch_jax, get_loss_weights, get_windows,
+    load_dataset, load_dataset_meta, load_masks, load_mixture, load_mixture_meta, parse_mixture, shuffled_windows)
 from jax_flags import UserError
 from jax_train_utils import create_learning_rate_schedule, make_train_step
 from jax_transformer import GPT, create_train_state, cross_entropy
@@ -143,11 +143,12 @@ def test_a_dataset_on_another_drive_than_the_current_folder_is_read(tmp_path, mo
 
 def test_the_fingerprint_of_data_tells_one_token_and_the_tokenizer():
     splits = {'train': np.arange(50, dtype=np.uint16), 'val': np.arange(9, dtype=np.uint16)}
-    one = describe_data(splits, {'kind': 'gpt2'})
-    assert one == describe_data(splits, {'kind': 'gpt2'})
-    other = describe_data(splits | {'val': splits['val'] ^ np.uint16(1)}, {'kind': 'char'})
+    describe = lambda splits, kind='gpt2': describe_data([DataSet('', 1.0, splits, {})], {'kind': kind})
+    one = describe(splits)
+    assert one == describe(splits)
+    other = describe(splits | {'val': splits['val'] ^ np.uint16(1)}, 'char')
     assert {name for name in one if one[name] != other[name]} == {'content of val.bin', 'the tokenizer'}
-    shorter = describe_data(splits | {'train': splits['train'][:-1]}, {'kind': 'gpt2'})
+    shorter = describe(splits | {'train': splits['train'][:-1]})
     assert {name for name in one if one[name] != shorter[name]} == {'tokens in train.bin', 'content of train.bin'}
 
 
@@ -206,29 +207,104 @@ def test_the_loss_of_masked_tokens_counts_the_others_only_however_the_batch_is_s
     jax.tree.map(check, state.params, after.params, grads)
 
 # -----------------------------------------------------------------------------
+# mixtures
+
+MIXED = [(np.arange(400, dtype=np.uint16), 0.7), (np.arange(1000, 1230, dtype=np.uint16), 0.2),
+         (np.arange(2000, 2300, dtype=np.uint16), 0.1)]
+
+
+@pytest.mark.parametrize('n_rows', [1, 7, 12])
+def test_a_mixture_has_its_fractions_after_any_number_of_iterations(n_rows):
+    drawn = np.zeros(3)
+    for iteration in range(1000):
+        x, _ = get_batch_jax(MIXED, 16, n_rows, 7, iteration)
+        drawn += np.bincount(x[:, 0] // 1000, minlength=3)
+        assert np.abs(drawn - (iteration + 1) * n_rows * np.array([0.7, 0.2, 0.1])).max() < 3  # sequences
+    assert np.abs(drawn / drawn.sum() - [0.7, 0.2, 0.1]).max() < 0.001 or n_rows == 1
+
+
+def test_every_window_of_each_set_of_a_mixture_is_drawn_once_per_epoch_of_that_set():
+    drawn = np.concatenate([get_batch_jax(MIXED, 16, 12, 7, i)[0] for i in range(30)])
+    for k, (tokens, _) in enumerate(MIXED):
+        own = drawn[drawn[:, 0] // 1000 == k]
+        n = count_windows(len(tokens), 16)
+        assert len(own) > 2 * n
+        for epoch in range(2):
+            windows = own[epoch * n:][:n]
+            assert len(np.unique(windows)) == windows.size  # no token twice
+        np.testing.assert_array_equal(own[:n], get_batch_jax(tokens, 16, n, 7, 0)[0])  # the stream it has alone
+
+
+def test_the_sequences_of_a_mixture_are_the_same_however_they_are_batched_and_shared():
+    x, y = get_batch_jax(MIXED, 16, 12, 7, 5)
+    np.testing.assert_array_equal(y, x + 1)
+    for rows in (np.arange(4), np.array([3, 4, 11])):
+        np.testing.assert_array_equal(get_batch_jax(MIXED, 16, 12, 7, 5, rows), (x[rows], y[rows]))
+    halves = np.concatenate([get_batch_jax(MIXED, 16, 6, 7, i)[0] for i in (10, 11)])
+    np.testing.assert_array_equal(halves, x)
+
+
+def test_the_flag_dataset_is_a_folder_or_a_mixture(tmp_path):
+    shares = parse_mixture('web:0.7, code:0.25,/far/notes:0.05', tmp_path)
+    assert {folder.as_posix(): share for folder, share in shares.items()} == {
+        f'{tmp_path.as_posix()}/web': 0.7, f'{tmp_path.as_posix()}/code': 0.25, '/far/notes': 0.05}
+    (tmp_path / 'a:1').mkdir()
+    assert parse_mixture('web', tmp_path) == {tmp_path / 'web': 1} and parse_mixture('a:1', tmp_path) == {
+        tmp_path / 'a:1': 1}
+    for bad in ('web:0.7,code', 'web:0.7,code:0.4', 'web:1.5,code:-0.5', 'web:1,code:0', 'web:0.5,a/web:0.5', 'web:x',
+                'web:nan,code:0.5', 'web:0.5,,code:0.5', 'web:0.5.5,code:0.5', 'web:0.5,code:0.5,'):
+        assert 'such as web:0.7,code:0.3' in refusal(parse_mixture, bad, tmp_path)
+
+
+def test_only_data_sets_of_the_same_tokens_are_mixed(tmp_path):
+    for name, options in {'a': {}, 'b': {}, 'c': {'chars': 'abc' * 12 + 'd'}, 'd': {'vocab_size': 38}}.items():
+        write_dataset(tmp_path / name, np.arange(30), np.arange(20), **options)
+    shares, meta = load_mixture_meta('a:0.5,b:0.5', tmp_path)
+    assert shares == {tmp_path / 'a': 0.5, tmp_path / 'b': 0.5} and meta['vocab_size'] == 37
+    for other in 'cd':
+        message = refusal(load_mixture_meta, f'a:0.5,{other}:0.5', tmp_path)
+        assert f'/{other} has other tokens than' in message and 'the same --tokenizer' in message
+    edit_json(tmp_path / 'b' / 'meta.json', kind='pairs')
+    assert 'cannot be mixed' in refusal(load_mixture_meta, 'a:0.5,b:0.5', tmp_path)
+
+
+def test_beside_a_set_with_masks_every_token_of_the_others_counts(tmp_path):
+    for name in 'ab':
+        write_dataset(tmp_path / name, np.arange(200) % 37, np.arange(60) % 37)
+    for split, n in (('train', 200), ('val', 60)):
+        (np.arange(n) % 2).astype(np.uint8).tofile(tmp_path / 'a' / f'{split}_mask.bin')
+    sets = load_mixture({tmp_path / 'a': 0.5, tmp_path / 'b': 0.5}, 16)
+    batch = draw_batch(sets, 16, 8, 0, 3, np.arange(8), 37)
+    assert sorted((batch['weight'] > 0).mean(1).tolist()) == [0.5] * 4 + [1] * 4
+    assert batch['weight'].mean() == pytest.approx(1)
+    assert len(describe_data(sets, {'kind': 'gpt2'})) == 2 + 2 * 8
+
+# -----------------------------------------------------------------------------
 # rows
 
-def write_rows(folder, n, row_length=17):
+def write_rows(folder, n, row_length=17, **meta):
     """A data set of n rows in train, whose tokens are the row's number, and 5 in val."""
     for_each = lambda n: np.repeat(np.arange(n), row_length)
     write_dataset(folder, for_each(n), for_each(5))
-    edit_json(folder / 'meta.json', row_length=row_length)
+    edit_json(folder / 'meta.json', row_length=row_length, **meta)
 
 
-def test_rows_are_drawn_whole_and_each_once_per_epoch(tmp_path):
-    write_rows(tmp_path, 30)
-    splits, *_ = load_dataset(tmp_path, 16)
-    drawn = [get_batch_jax(splits['train'], 16, 12, 7, i) for i in range(20)]
-    rows, targets = (np.concatenate(part) for part in zip(*drawn))
-    np.testing.assert_array_equal(rows, targets)
+@pytest.mark.parametrize('others', [{}, {'b': 0.25}])
+def test_rows_are_drawn_whole_and_each_once_per_epoch(tmp_path, others):
+    for name in ('a', *others):
+        write_rows(tmp_path / name, 30)
+    shares = {tmp_path / name: fraction for name, fraction in {'a': 1 - sum(others.values()), **others}.items()}
+    sets = load_mixture(shares, 16)
+    drawn = [draw_batch(sets, 16, 12, 7, i, np.arange(12), 37) for i in range(20)]
+    rows = np.concatenate([batch['x'] for batch in drawn])
+    np.testing.assert_array_equal(rows, np.concatenate([batch['y'] for batch in drawn]))
     assert (rows == rows[:, :1]).all()  # no row has tokens of two
-    first, second = rows[:30, 0], rows[30:60, 0]
-    assert sorted(first) == sorted(second) == list(range(30)) and list(first) != list(second)
-    np.testing.assert_array_equal(get_batch_jax(splits['train'], 16, 12, 7, 3, np.array([4, 11]))[0],
-                                  drawn[3][0][[4, 11]])
-    start = evaluated_windows(splits['val'], 16, 5)
-    assert get_windows(splits['val'], start, 16)[1][:, -1].tolist() == [0, 1, 2, 3, 4]
-    assert len(describe_data(splits, {'kind': 'gpt2'})) == 5
+    if not others:
+        first, second = rows[:30, 0], rows[30:60, 0]
+        assert sorted(first) == sorted(second) == list(range(30)) and list(first) != list(second)
+    start = evaluated_windows(sets[0].splits['val'], 16, 5)
+    assert get_windows(sets[0].splits['val'], start, 16)[1][:, -1].tolist() == [0, 1, 2, 3, 4]
+    assert len(describe_data(sets, {'kind': 'gpt2'})) == 2 + 4 * len(sets)
 
 
 def test_rows_need_the_block_size_that_they_were_made_for(tmp_path):

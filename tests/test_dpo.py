@@ -14,7 +14,8 @@ from jax_devices.parallel import setup_distributed_training, split_batch
 from jax_files.data import Pairs, load_dataset_meta
 from jax_lora import create_lora_state, load_frozen
 from jax_pretrained import load_pretrained
-from jax_train_utils import make_train_step, read_metrics
+from jax_files.metrics import read_metrics
+from jax_train_utils import make_train_step
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, assert_refused, edit_json, final_state, prepare, records_without_times, refusal,
     run_script, sample, slow, succeeded, train)

@@ -19,8 +19,9 @@ import pytest
 from jax_devices.parallel import setup_distributed_training
 from jax_devices.processes import check_agreement, in_all_processes, initialize_distributed
 from jax_files.checkpoints import choose_checkpoint, load_checkpoint, opt_state_item
+from jax_files.metrics import read_metrics
 from jax_flags import UserError
-from jax_train_utils import create_optimizer_with_schedule, read_metrics
+from jax_train_utils import create_optimizer_with_schedule
 from jax_transformer import GPTConfig, create_train_state
 from tests.common import FLAGS
 
@@ -216,6 +217,16 @@ def test_two_processes_of_two_devices_on_a_mesh_give_the_curve_stop_together_and
     assert f'at iteration {saved}' in result.stdout
     refused = train(tmp_path, '--init_from=resume', '--device=cpu:0', '--fsdp=2')
     assert_refused(refused, 'fsdp=2 x tensor=1 x expert=1 x context=1 does not divide 1 devices')
+
+
+@pytest.mark.slow
+def test_processes_with_minutes_agree_on_their_iterations(dataset, tmp_path):
+    timed = ['--minutes=0.3', '--save_interval=30', '--eval_interval=100000']
+    with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, *timed) as processes:
+        (code, out, err), (code_1, _, err_1) = processes.results()
+    assert (code, code_1) == (0, 0), err + err_1
+    n = int(re.search(r'^minutes=0.3: max_iters=(\d+), ', out, re.M)[1])
+    assert choose_checkpoint(tmp_path)[0] == n == len(losses_of_run(tmp_path))
 
 
 def each_with(name, values, out_dir, *flags):

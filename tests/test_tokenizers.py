@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jax_files.tokenizers import HFTokenizer, load_token_bytes, load_tokenizer, strip_partial_utf8
+from jax_files.metrics import read_metrics
 from jax_flags import UserError
-from jax_train_utils import read_metrics
 from tests.common import CONVERSATION, TUNE, prepare
 
 # -----------------------------------------------------------------------------

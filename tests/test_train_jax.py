@@ -24,9 +24,10 @@ import numpy as np
 import pytest
 
 from jax_files.checkpoints import checkpoint_steps, choose_checkpoint, find_damage, load_run
+from jax_files.metrics import read_metrics
 from jax_flags import config_block
 from jax_pretrained import load_pretrained
-from jax_train_utils import MODEL_FLAGS, config_from_flags, flags_from_config, read_metrics
+from jax_train_utils import MODEL_FLAGS, config_from_flags, flags_from_config
 from tests.common import SHORT, TUNE, records_with
 
 
@@ -49,6 +50,9 @@ def test_every_knob_is_live(script):
         used |= {'compile', 'backend'}
     if 'config_from_flags' in used:  # reads the model's flags, see the next test
         used |= {*MODEL_FLAGS, 'dropout', 'expert_balance'}
+    if 'optimizer_from_flags' in used:
+        used |= {'learning_rate', 'lr_schedule', 'decay_lr', 'warmup_iters', 'lr_decay_iters', 'min_lr', 'optimizer',
+                 'beta1', 'beta2', 'weight_decay'}
     knobs = config_block(ROOT / script)
     assert len(knobs) > 10
     assert not knobs.keys() - used
@@ -189,6 +193,117 @@ def test_out_dir_holds_what_was_promised(finished):
     assert meta['best_val_loss'] == min(record['val_loss'] for record in evaluations)
     assert meta['model']['n_embd'] == 16
     assert {'jax', 'jaxlib', 'flax', 'python'} <= meta['versions'].keys()
+
+# -----------------------------------------------------------------------------
+# mixtures
+
+@pytest.fixture(scope='session')
+def mixture(dataset, tmp_path_factory):
+    """A flag for 0.75 of the data set of the short runs and 0.25 of another one with its vocabulary."""
+    other = copy_folder(dataset, tmp_path_factory.mktemp('other')).rename(dataset.parent / 'other')
+    for split in ('train', 'val'):
+        tokens = np.fromfile(other / f'{split}.bin', np.uint16)
+        tokens[::-1].tofile(other / f'{split}.bin')
+    return f'--dataset={dataset}:0.75,{other}:0.25'
+
+
+def test_a_run_on_a_mixture_reports_each_set_and_resumes_with_the_same_bits(flags, mixture, dataset, tmp_path):
+    whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+    out = succeeded(train(whole, *flags, mixture)).stdout
+    names = dataset.name, 'other'
+    for record in records_with(whole, 'val_loss'):
+        for of_val, of_set in (('val_loss', 'val_loss_{}'), ('val_bpb', 'val_bpb_{}')):
+            each = [record[of_set.format(name)] for name in names]
+            assert each[0] != each[1]
+            assert record[of_val] == pytest.approx(0.75 * each[0] + 0.25 * each[1], rel=1e-6)
+    assert re.search(rf'^step 20: train loss [\d.]+, val loss [\d.]+, val bpb [\d.]+, val loss {names[0]} [\d.]+, '
+                     rf'val bpb {names[0]} [\d.]+, val loss other [\d.]+, val bpb other [\d.]+$', out, re.M)
+    succeeded(train(parts, *flags, mixture, '--max_iters=7'))
+    succeeded(train(parts, *RESUME, '--max_iters=20'))
+    assert final_state(parts) == final_state(whole)
+
+
+@pytest.mark.slow
+def test_a_mixture_gives_eight_devices_the_curve_of_one(flags, mixture, tmp_path):
+    for name, device in (('one', 'cpu:0'), ('eight', 'cpu')):
+        succeeded(train(tmp_path / name, *flags, mixture, f'--device={device}', '--batch_size=8'))
+    losses = [[record['loss'] for record in records_with(tmp_path / name, 'loss')] for name in ('one', 'eight')]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
+
+# -----------------------------------------------------------------------------
+# --minutes
+
+MINUTES = ['--minutes=0.1', '--eval_interval=100000', '--save_interval=50', '--keep=1000', '--lr_schedule=linear',
+           '--min_lr=0', '--warmup_iters=5']
+
+
+@pytest.fixture(scope='session')
+def timed(flags, tmp_path_factory):
+    """(the out_dir of a run with --minutes, what it printed)."""
+    out = tmp_path_factory.mktemp('timed') / 'out'
+    return out, succeeded(train(out, *flags, *MINUTES)).stdout
+
+
+def test_a_run_of_minutes_fixes_its_iterations_and_completes_its_schedule(timed):
+    out, said = timed
+    n, measured = map(int, re.search(r'^minutes=0.1: max_iters=(\d+), also lr_decay_iters \((\d+) iterations took '
+                                     r'[\d.]+ms each\)$', said, re.M).groups())
+    flags, (step, meta) = json.loads((out / 'config.json').read_text()), choose_checkpoint(out)
+    for recorded in (flags, meta['flags']):
+        assert (recorded['max_iters'], recorded['lr_decay_iters'], recorded['minutes']) == (n, n, 0.1)
+    assert step == n
+    rates = np.array([record['lr'] for record in records_with(out, 'lr')])
+    assert len(rates) == n > measured + 1
+    decay_from = flags['warmup_iters']
+    assert decay_from == max(5, measured + 1)
+    peak = flags['learning_rate']
+    np.testing.assert_allclose(rates[:5], peak * (1 + np.arange(5)) / 6, rtol=1e-5)
+    np.testing.assert_allclose(rates[5:decay_from + 1], peak, rtol=1e-5)  # the highest, until it is known how to decay
+    np.testing.assert_allclose(rates[decay_from:], peak * (1 - np.arange(n - decay_from) / (n - decay_from)), rtol=1e-4,
+                               atol=1e-8)
+
+
+def test_a_run_of_minutes_resumes_with_the_same_bits_and_does_not_measure_again(timed, flags, tmp_path):
+    whole, _ = timed
+    part = copy_folder(whole, tmp_path)
+    saved = saved_iterations(part)
+    if len(saved) < 2:
+        pytest.skip('this machine is too slow for a checkpoint between the start and the end')
+    for iteration in saved[len(saved) // 2:]:
+        shutil.rmtree(part / 'ckpt' / str(iteration))
+    resumed = succeeded(train(part, *flags, *MINUTES, '--init_from=resume')).stdout  # the same command
+    assert f'at iteration {saved[len(saved) // 2 - 1]}' in resumed and 'minutes=0.1: ' not in resumed
+    assert_same_run(part, whole)
+    extended = succeeded(train(part, *RESUME, f'--max_iters={saved[-1] + 3}')).stdout
+    assert f'step {saved[-1] + 3}: ' in extended
+    assert_refused(train(part, *RESUME, '--minutes=0.2'), 'minutes is for a new run; .*max_iters=')
+
+
+def test_a_run_of_minutes_that_is_stopped_before_it_knows_its_length_measures_when_it_is_resumed(flags, tmp_path):
+    slow = [*flags, *MINUTES, '--minutes=30', '--save_interval=0']  # measures for 90 s
+    process = start_training(tmp_path, *slow)
+    wait_for_iteration(tmp_path, 5, process)
+    process.send_signal(signal.SIGTERM)
+    output_of(process)
+    assert choose_checkpoint(tmp_path)[1]['flags']['max_iters'] == 0
+    resumed = start_training(tmp_path, *slow, '--init_from=resume', '--save_interval=20')  # which is to know it
+    next_line(resumed.stdout, resumed, 'minutes=30: max_iters=')
+    resumed.kill()
+    output_of(resumed)
+
+
+@pytest.mark.slow
+def test_minutes_on_eight_devices(flags, tmp_path):
+    out = succeeded(train(tmp_path, *flags, *MINUTES, '--batch_size=8', '--device=cpu', '--fsdp=2')).stdout
+    n = int(re.search(r'^minutes=0.1: max_iters=(\d+)', out, re.M)[1])
+    assert choose_checkpoint(tmp_path)[0] == n
+
+
+@pytest.mark.parametrize('bad, message', [
+    ('--minutes=-1', 'minutes must be at least 0'), ('--minutes=1e999', 'minutes must be'), ('--minutes=x', 'float')])
+def test_minutes_that_cannot_be_are_refused(flags, tmp_path, bad, message):
+    assert_refused(train(tmp_path / 'out', *flags, bad), message)
+    assert not (tmp_path / 'out').exists()
 
 # -----------------------------------------------------------------------------
 # resume
