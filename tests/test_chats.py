@@ -14,11 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jax_devices.parallel
 from jax_devices.parallel import choose_attention, setup_distributed_training, split_batch
 from jax_files.data import find_starts, get_batch_jax, get_loss_weights, get_windows, load_dataset_meta
+from jax_files.metrics import read_metrics
 from jax_flags import UserError
 from jax_ops.attention import chunked_attention, fused_causal_attention, splash_attention
 from jax_ops.sharding import BATCH, create_mesh
-from jax_train_utils import estimate_loss_jax, make_eval_step, make_train_step, read_metrics
-from jax_transformer import GPT, GPTConfig, MLAConfig, create_train_state, dot_product_attention
+from jax_train_utils import estimate_loss_jax, make_eval_step, make_train_step
+from jax_transformer import GPT, GPTConfig, MLAConfig, TrainState, dot_product_attention
 from tests.common import (
     RESUME, TINY, assert_refused, final_state, prepare, random_params, succeeded, train)
 
@@ -197,10 +198,10 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
         return dict(zip('xy', get_batch_jax(tokens, BLOCK, 8, 0, i, rows))) | get_loss_weights(
             mask, BLOCK, 8, 0, i, rows)
 
-    for accumulation, layout in ((1, (1,)), (4, (1,)), (1, (4,)), (2, (4, 2)), (1, (4, 1, 2)), (1, (4, 1, 1, 1, 2))):
+    initial = TrainState.create(apply_fn=None, params=params, tx=tx)
+    for accumulation, layout in ((1, (1,)), (4, (1,)), (1, (4,)), (2, (4, 2, 2)), (1, (4, 1, 1, 1, 2))):
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
-        state = parallel.init_sharded(create_train_state, jax.random.key(0), config, tx)
-        state = state.replace(params=parallel.device_put(params))
+        state = parallel.device_put(initial)
         step = parallel.train_step(make_train_step(config, 3, 1.0, lambda step: 1e-2))
         curve = []
         for i in range(3):
