@@ -263,6 +263,7 @@ class TimeBudget:
 
     def __init__(self, minutes, started):
         self.end, self.enough, self.start = started + 60 * minutes, 3 * minutes, None
+        self.said = ''  # what was measured, in the process that has
 
     def iterations(self, iter_num, state, save_due, eval_s, eval_interval):
         """The max_iters that fits, called before iteration iter_num, which is not the first of the process: 0 until
