@@ -33,8 +33,8 @@ def remedy_for(data_dir):
 
 def load_dataset_meta(data_dir):
     """{'vocab_size', 'dtype', 'tokenizer', 'max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length'} of a data set,
-    from its meta.json, the last five None if it lacks them; kind 'pairs': see Pairs. A folder without a meta.json is
-    nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a missing data set and a damaged meta.json."""
+    from its meta.json, the last five None if it lacks them; 'chats' and 'pairs' have masks. A folder without meta.json
+    is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a missing data set and a damaged meta.json."""
     data_dir = relative_path(data_dir)
     remedy = remedy_for(data_dir)
     meta = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
@@ -48,8 +48,8 @@ def load_dataset_meta(data_dir):
             tokenizer = meta['tokenizer']
             if meta['dtype'] not in ('uint16', 'uint32'):
                 raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
-            if checked['kind'] not in (None, 'pairs'):
-                raise ValueError(f'kind {checked["kind"]!r} is not pairs')
+            if checked['kind'] not in (None, 'chats', 'pairs'):
+                raise ValueError(f'kind {checked["kind"]!r} is neither chats nor pairs')
             if type(vocab_size) is not int or vocab_size < 1:
                 raise ValueError(f'vocab_size {vocab_size!r} is not a number of tokens')
             if tokenizer['kind'] not in ('char', 'gpt2', 'folder') or (
@@ -114,11 +114,11 @@ def load_dataset(data_dir, block_size):
 def load_masks(data_dir, splits):
     """{split: mask} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
     assistant's tokens do, else 0; in packed rows 2 where a conversation, or the padding, starts. {} for a data set
-    without masks, in which all tokens count. Raises UserError for a mask of another length than its tokens."""
+    without masks, in which all tokens count. Raises UserError for a mask that is missing or of another length."""
     paths = {split: relative_path(data_dir) / f'{split}_mask.bin' for split in splits}
     sizes = {split: path.stat().st_size for split, path in paths.items() if path.exists()}
-    if sizes and sizes != {split: tokens.size for split, tokens in splits.items()}:
-        raise UserError(f'the masks in {data_dir} do not belong to its tokens; {remedy_for(Path(data_dir))}')
+    if (sizes or load_dataset_meta(data_dir)['kind']) and sizes != {split: splits[split].size for split in splits}:
+        raise UserError(f'the masks of {data_dir} are missing or of other tokens; {remedy_for(Path(data_dir))}')
     return {split: np.memmap(paths[split], np.uint8, mode='r').reshape(splits[split].shape) for split in sizes}
 
 # -----------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def load_pairs(data_dir, splits, masks, block_size, length_normalized):
     for split, tokens in splits.items():
         path = relative_path(data_dir) / f'{split}_ends.bin'
         ends = np.fromfile(path, np.int64) if path.exists() else np.array([0])
-        if not masks or len(ends) % 2 or np.diff(ends, prepend=0).min() < 2 or ends[-1] != len(tokens):
-            raise UserError(f'{path} or the mask is missing or damaged; {remedy_for(path.parent)}')
+        if len(ends) % 2 or np.diff(ends, prepend=0).min() < 2 or ends[-1] != len(tokens):
+            raise UserError(f'{path} is missing or damaged; {remedy_for(path.parent)}')
         pairs[split] = Pairs(tokens, masks[split], ends, block_size, length_normalized, split)
     return pairs

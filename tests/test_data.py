@@ -331,3 +331,15 @@ def test_rows_need_the_block_size_that_they_were_made_for(tmp_path):
         assert 'has rows of 17 tokens' in message and f'prepare it with --rows={block_size}, or' in message
     edit_json(tmp_path / 'meta.json', row_length='x')
     assert 'has rows of x tokens' in refusal(load_dataset, tmp_path, 16)
+
+
+@pytest.mark.parametrize('row_length', [17, None])
+def test_conversations_need_their_masks(row_length, tmp_path):
+    write_rows(tmp_path, 30, row_length or 17)
+    edit_json(tmp_path / 'meta.json', kind='chats', row_length=row_length)
+    splits, *_ = load_dataset(tmp_path, 16)
+    for split in ('train', 'val'):
+        assert 'are missing or of other tokens' in refusal(load_masks, tmp_path, splits)
+        np.ones(splits[split].size, np.uint8).tofile(tmp_path / f'{split}_mask.bin')
+    assert {split: mask.shape for split, mask in load_masks(tmp_path, splits).items()} == {
+        split: tokens.shape for split, tokens in splits.items()}

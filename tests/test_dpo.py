@@ -237,9 +237,9 @@ def test_what_cannot_train_on_pairs_is_refused_in_one_line(toy, tmp_path):
                           ('--block_size=4', 'all train pairs are longer than block_size=4')):
         assert_refused(tune(tmp_path / 'out', *flags, more), message)
     (data / 'val_ends.bin').write_bytes(np.array([3, 9]).tobytes())
-    assert_refused(tune(tmp_path / 'out', *flags), 'val_ends.bin or the mask is missing or damaged')
+    assert_refused(tune(tmp_path / 'out', *flags), 'val_ends.bin is missing or damaged')
     (data / 'train_mask.bin').unlink()
-    assert_refused(tune(tmp_path / 'out', *flags), 'masks in .* do not belong')
+    assert_refused(tune(tmp_path / 'out', *flags), 'the masks of .* are missing or of other tokens')
     edit_json(data / 'meta.json', kind='triples')
-    assert_refused(tune(tmp_path / 'out', *flags), "kind 'triples' is not pairs")
+    assert_refused(tune(tmp_path / 'out', *flags), "kind 'triples' is neither chats nor pairs")
     assert not (tmp_path / 'out').exists()

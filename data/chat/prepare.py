@@ -122,6 +122,6 @@ for split, part in (('train', examples[:n_train]), ('val', examples[n_train:])):
         files[f'{split}_ends.bin'] = np.cumsum([len(ids) for ids, _ in chats], dtype=np.int64).tobytes()
     said.append(f'{split} has {len(part):,} {"pairs" if is_pairs else "conversations"}, {len(ids):,} tokens, '
                 f"{(mask == 1).sum():,} of them the assistant's{packed}")
-meta = {'kind': 'pairs'} if is_pairs else row_length(args.rows)
+meta = {'kind': 'pairs' if is_pairs else 'chats'} | row_length(args.rows)
 save_tokens(args.out_dir, tokens['train'], tokens['val'], vocabulary, files, **meta)
 print('\n'.join(said))
