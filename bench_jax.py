@@ -96,8 +96,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_devices.parallel import choose_attention, setup_distributed_training, split_batch
 from jax_devices.plan import (
-    collective_table, data_sheet, link_seconds, memory_traffic, parse_hlo, peak_of, print_collectives, print_peak,
-    shard_bytes, topology_devices)
+    collective_table, data_sheet, link_seconds, memory_traffic, parse_hlo, peak_of, print_collectives, shard_bytes,
+    topology_devices)
 from jax_devices.setup import (
     Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth, setup_jax_environment)
 from jax_files.data import get_windows, load_dataset
@@ -213,10 +213,10 @@ def make_prompts(vocab_size):
 # steps compiled for devices that are not here: what they need, what they send, never a measurement
 
 
-def compile_train_step(devices, fsdp=fsdp, loss_chunk=loss_chunk, **changes):
+def compile_train_step(devices):
     """(mesh, attention, abstract {'parameters', 'optimizer'}, the compiled step) of the step that train_jax.py runs."""
     parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
-    config = dataclasses.replace(model_config, **{'scan_layers': scan_layers, 'remat': remat} | changes)
+    config = dataclasses.replace(model_config, scan_layers=scan_layers, remat=remat)
     implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context)
     config = dataclasses.replace(config, attention=implementation)
     parallel.validate(config)
@@ -234,33 +234,6 @@ def compile_train_step(devices, fsdp=fsdp, loss_chunk=loss_chunk, **changes):
     step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk, zero))
     parts = {'parameters': state.params, 'optimizer': state.opt_state}
     return parallel.mesh, f'{implementation} ({reason})', parts, step.lower(state, batch).compile()
-
-
-def what_would_fit(devices, limit):
-    """Prints which of a few changes makes the step fit into `limit` bytes; stops at the first that does."""
-    chunk = max(1, block_size // 8)
-    tries = [dict(loss_chunk=chunk), dict(remat='full', scan_layers=True), dict(
-        remat='full', scan_layers=True, loss_chunk=chunk)]
-    if fsdp == tensor == expert == context == 1 and len(devices) > 1:
-        tries.append(dict(fsdp=len(devices), remat='full', scan_layers=True, loss_chunk=chunk))
-    for changes in tries:
-        named = ' '.join(f'--{name}={value}' for name, value in changes.items())
-        try:
-            peak = peak_of(compile_train_step(devices, **changes)[3])
-        except Exception as error:
-            print(f'with {named}: {memory_used(error)}, does not fit')
-            continue
-        print(f'with {named}: peak {peak / 1e9:.2f} GB, {"fits" if peak <= limit else "does not fit"}')
-        if peak <= limit:
-            return named
-    return None
-
-
-def memory_used(error):
-    """What a compiler says of a step that does not fit, 'Used 20.13G of 15.75G', or else why it failed."""
-    message = ' '.join(str(error).split())
-    used = re.search(r'Used [\d.]+\w+ of [\d.]+\w+', message)
-    return used[0] if used else message[:200]
 
 
 def compile_decode(devices):
@@ -340,9 +313,8 @@ def bench_compile():
         compute = estimate_mfu(n_params, model_config, tokens, peak_flops)
         results |= {'compute_bound_ms': compute * 1e3, 'best_bound_ms': max(compute, links) * 1e3,
                     'worst_bound_ms': (max(compute, memory) + links) * 1e3}
-    results['fits'] = print_peak(peak, limit)
-    if not is_decode and not results['fits']:
-        results['would_fit'] = what_would_fit(plan_devices, limit)
+    results['fits'] = peak <= limit
+    print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {"fits" if peak <= limit else "does not fit"}')
     return results, table
 
 
@@ -379,10 +351,10 @@ elif mode == 'compile':
     except jax.errors.JaxRuntimeError as error:
         if 'RESOURCE_EXHAUSTED' not in str(error):
             raise
-        print(f'does not fit: {memory_used(error)}')
+        message = ' '.join(str(error).split())
+        used = re.search(r'Used [\d.]+\w+ of [\d.]+\w+', message)
+        print(f'does not fit: {used[0] if used else message[:200]}')
         results, table = {'fits': False}, []
-        if plan == 'train':
-            results['would_fit'] = what_would_fit(plan_devices, data_sheet(topology)[0])
 else:
     results = bench_decode() | {'peak_memory_gb': peak_memory_gb()}
 hardware = f'{len(devices)} x {devices[0].device_kind}'

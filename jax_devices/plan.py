@@ -239,12 +239,6 @@ def link_seconds(table, topology):
     return sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
 
 
-def print_peak(peak, limit):
-    """Prints the peak memory beside the device's, and returns whether it fits."""
-    print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {"fits" if peak <= limit else "does not fit"}')
-    return peak <= limit
-
-
 def print_collectives(table):
     print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} {"MB sent":>10} {"exposed":>10}')
     for row in table:
