@@ -131,15 +131,6 @@ class DataSet(NamedTuple):
     masks: dict  # see load_masks
 
 
-class Mixture(NamedTuple):
-    arrays: list  # the tokens, or the masks, of a split
-    fractions: list  # of the sequences of a run
-
-    @property
-    def ndim(self):
-        return max(array.ndim for array in self.arrays)
-
-
 def parse_mixture(dataset, root):
     """{folder: fraction} for the flag --dataset: a folder, by its name under `root` or its path, or a mixture such as
     'web:0.7,code:0.3'. Raises UserError for anything else."""
@@ -244,15 +235,14 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
     """The sequences of one iteration, x and y, int32 [n_rows, block_size]; only those numbered `rows`, if given.
     A pure function of its arguments: sequences iteration * n_rows and following of an endless shuffled stream, in which
     an epoch holds every window, or row, once. (nanoGPT draws windows at random: an epoch's worth misses 1/e of the
-    tokens.) With another n_rows the same iteration means other sequences. tokens: an array, or a Mixture, each array of
-    which has a stream of its own."""
+    tokens.) With another n_rows the same iteration means other sequences. tokens: an array, or a mixture
+    [(array, fraction)], each array of which has a stream of its own."""
+    mixture = tokens if isinstance(tokens, list) else [(tokens, 1.0)]
     numbers = iteration * n_rows + (np.arange(n_rows) if rows is None else rows)
-    if not isinstance(tokens, Mixture):
-        return draw_windows(tokens, block_size, seed, numbers)
-    which, own = assign(numbers, tokens.fractions)
+    which, own = assign(numbers, [fraction for _, fraction in mixture])
     drawn = np.empty((2, len(numbers), block_size), np.int32)
     for k in np.unique(which):
-        drawn[:, which == k] = draw_windows(tokens.arrays[k], block_size, seed, own[which == k])
+        drawn[:, which == k] = draw_windows(mixture[k][0], block_size, seed, own[which == k])
     return drawn[0], drawn[1]
 
 
@@ -277,7 +267,8 @@ def get_loss_weights(mask, block_size, n_rows, seed, iteration, rows):
     if not counts.any():
         return None
     weights = {'weight': (counts[rows] * (counts.size / counts.sum())).astype(np.float32)}
-    return weights | ({'start': find_starts(x[rows])} if mask.ndim == 2 else {})
+    is_packed = any(array.ndim == 2 for array, _ in mask) if isinstance(mask, list) else mask.ndim == 2
+    return weights | ({'start': find_starts(x[rows])} if is_packed else {})
 
 
 def find_starts(mask_x):
@@ -289,17 +280,15 @@ def draw_batch(sets, block_size, n_rows, seed, iteration, rows, vocab_size):
     """{'x', 'y', 'weight'}, each [len(rows), block_size]: get_batch_jax of the one or several DataSets and, if they
     have masks, get_loss_weights; of Pairs, what they draw. None if no token of the iteration counts. Raises UserError
     for an id that is not below vocab_size."""
-    fractions = [one.fraction for one in sets]
-    mixed = lambda arrays: Mixture(arrays, fractions) if len(sets) > 1 else arrays[0]
-    tokens = mixed([one.splits['train'] for one in sets])
-    if isinstance(tokens, Pairs):
-        batch = tokens.draw(n_rows, seed, iteration, rows)
+    tokens = [(one.splits['train'], one.fraction) for one in sets]
+    if isinstance(tokens[0][0], Pairs):
+        batch = tokens[0][0].draw(n_rows, seed, iteration, rows)
     else:
         batch = dict(zip('xy', get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows)))
     check_ids(batch['x'], batch['y'], vocab_size, 'train')
     weights = {}
     if sets[0].masks:
-        mask = mixed([one.masks['train'] for one in sets])
+        mask = [(one.masks['train'], one.fraction) for one in sets]
         weights = get_loss_weights(mask, block_size, n_rows, seed, iteration, rows)
     return None if weights is None else batch | weights
 

@@ -11,9 +11,8 @@ import optax
 import pytest
 
 from jax_files.data import (
-    DataSet, Mixture, count_windows, describe_data, draw_batch, evaluated_windows, get_batch_jax, get_loss_weights,
-    get_windows, load_dataset, load_dataset_meta, load_masks, load_mixture, load_mixture_meta, parse_mixture,
-    shuffled_windows)
+    DataSet, count_windows, describe_data, draw_batch, evaluated_windows, get_batch_jax, get_loss_weights, get_windows,
+    load_dataset, load_dataset_meta, load_masks, load_mixture, load_mixture_meta, parse_mixture, shuffled_windows)
 from jax_flags import UserError
 from jax_train_utils import create_learning_rate_schedule, make_train_step
 from jax_transformer import GPT, create_train_state, cross_entropy
@@ -212,21 +211,20 @@ def test_the_loss_of_masked_tokens_counts_the_others_only_however_the_batch_is_s
 
 MIXED = [(np.arange(400, dtype=np.uint16), 0.7), (np.arange(1000, 1230, dtype=np.uint16), 0.2),
          (np.arange(2000, 2300, dtype=np.uint16), 0.1)]
-MIXTURE = Mixture(*zip(*MIXED))
 
 
 @pytest.mark.parametrize('n_rows', [1, 7, 12])
 def test_a_mixture_has_its_fractions_after_any_number_of_iterations(n_rows):
     drawn = np.zeros(3)
     for iteration in range(1000):
-        x, _ = get_batch_jax(MIXTURE, 16, n_rows, 7, iteration)
+        x, _ = get_batch_jax(MIXED, 16, n_rows, 7, iteration)
         drawn += np.bincount(x[:, 0] // 1000, minlength=3)
         assert np.abs(drawn - (iteration + 1) * n_rows * np.array([0.7, 0.2, 0.1])).max() < 3  # sequences
     assert np.abs(drawn / drawn.sum() - [0.7, 0.2, 0.1]).max() < 0.001 or n_rows == 1
 
 
 def test_every_window_of_each_set_of_a_mixture_is_drawn_once_per_epoch_of_that_set():
-    drawn = np.concatenate([get_batch_jax(MIXTURE, 16, 12, 7, i)[0] for i in range(30)])
+    drawn = np.concatenate([get_batch_jax(MIXED, 16, 12, 7, i)[0] for i in range(30)])
     for k, (tokens, _) in enumerate(MIXED):
         own = drawn[drawn[:, 0] // 1000 == k]
         n = count_windows(len(tokens), 16)
@@ -238,11 +236,11 @@ def test_every_window_of_each_set_of_a_mixture_is_drawn_once_per_epoch_of_that_s
 
 
 def test_the_sequences_of_a_mixture_are_the_same_however_they_are_batched_and_shared():
-    x, y = get_batch_jax(MIXTURE, 16, 12, 7, 5)
+    x, y = get_batch_jax(MIXED, 16, 12, 7, 5)
     np.testing.assert_array_equal(y, x + 1)
     for rows in (np.arange(4), np.array([3, 4, 11])):
-        np.testing.assert_array_equal(get_batch_jax(MIXTURE, 16, 12, 7, 5, rows), (x[rows], y[rows]))
-    halves = np.concatenate([get_batch_jax(MIXTURE, 16, 6, 7, i)[0] for i in (10, 11)])
+        np.testing.assert_array_equal(get_batch_jax(MIXED, 16, 12, 7, 5, rows), (x[rows], y[rows]))
+    halves = np.concatenate([get_batch_jax(MIXED, 16, 6, 7, i)[0] for i in (10, 11)])
     np.testing.assert_array_equal(halves, x)
 
 
