@@ -384,7 +384,7 @@ try:
         if eval_due or save_due:
             log.restart_clock()  # evaluating and saving do not count as an iteration's time
 
-        tracer.before(iter_num)
+        tracer.start(iter_num)
         stop_requested = parallel.max_over_processes(stop.signum)  # all processes stop after the same iteration
         # forward, backward, gradient accumulation, clipping and the update are one compiled function: make_train_step
         compiled_before = clock.compiling
@@ -397,14 +397,14 @@ try:
             bar.write(f'compiled the training step in {compile_s:.1f} s')
         batch = make_batch(iter_num + 1)
         log.add(iter_num, metrics, wait=is_synchronous(devices[0]))
-        tracer.after(iter_num, state)
         iter_num += 1
+        tracer.stop(iter_num, state, is_end=False)
         stop_signal = int(stop_requested)
 except Exception as error:
     exit_if_peer_died(error)
     raise
 finally:  # however the run ends, the checkpoints saved so far are completed on disk
-    tracer.stop(state)
+    tracer.stop(iter_num, state)
     bar.close()
     if not eval_only:
         finish_checkpoints(checkpoints)

@@ -286,23 +286,17 @@ class Profile:
     folder is None."""
 
     def __init__(self, folder, bar, first_iter, max_iters):
-        self.folder, self.bar, self.latest = folder, bar, None  # latest: the latest traced iteration
+        self.folder, self.bar, self.is_running = folder, bar, False
         self.first = min(first_iter + 5, max(first_iter, max_iters - 3))
 
-    def before(self, iter_num):
+    def start(self, iter_num):
         if self.folder and iter_num == self.first:
             jax.profiler.start_trace(self.folder)
-            self.latest = iter_num
+            self.is_running = True
 
-    def after(self, iter_num, state):
-        if self.latest is not None:
-            self.latest = iter_num
-            if iter_num == self.first + 2:
-                self.stop(state)
-
-    def stop(self, state):
-        if self.latest is not None:
+    def stop(self, iter_num, state, is_end=True):
+        if self.is_running and (is_end or iter_num == self.first + 3):
             jax.block_until_ready(state.params)
             jax.profiler.stop_trace()
-            self.bar.write(f'traced iterations {self.first} to {self.latest} into {self.folder}')
-            self.folder = self.latest = None
+            self.bar.write(f'traced iterations {self.first} to {iter_num - 1} into {self.folder}')
+            self.is_running = False
