@@ -365,8 +365,7 @@ print(f'{mode}, {hardware}, {dtype} ({reason}), jax {jax.__version__}')
 for name, value in results.items():
     print(f'{name:>30}  {formatted(value)}')
 
-document = {'program': 'bench_jax', 'settings': flags, 'environment': describe_environment(devices),
-            'results': results}
 if mode == 'compile':
-    document['results']['collectives'] = table
-print(json.dumps(document))
+    results['collectives'] = table
+print(json.dumps({'program': 'bench_jax', 'settings': flags, 'environment': describe_environment(devices),
+                  'results': results}))

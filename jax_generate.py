@@ -629,7 +629,9 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
                     weights, state, sampling, np.int32(n_end), np.int32(max_cached if use_cache else PAD),
                     np.int32(n_slots if use_cache and n_slots < config.block_size else PAD), configs=configs,
                     n_draft=n_draft if use_cache else 0, use_cache=use_cache)
-            yield copy_result(state, T + max_new_tokens)
+            yield GenerationResult(  # copies, because the next step donates the state
+                np.array(state.tokens_BxN)[:, :T + max_new_tokens], np.array(state.length_B), int(state.steps),
+                sum(x.nbytes for x in jax.tree.leaves(state.caches[:1])), int(state.drafted), int(state.accepted))
             if n_end == max_new_tokens or chunk and bool(state.done_B.all()):
                 return
             n_new = chunk() if callable(chunk) else chunk or max_new_tokens
@@ -664,13 +666,6 @@ def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, width):
         cache = prefill(params, cache, idx_BxT, position_BxT, config=config)
         jax.block_until_ready(cache)  # pieces in flight would have their temporaries allocated side by side
     return cache
-
-
-def copy_result(state, n_columns):
-    """The GenerationResult of a state, in copies, because the next step donates the state."""
-    return GenerationResult(
-        np.array(state.tokens_BxN)[:, :n_columns], np.array(state.length_B), int(state.steps),
-        sum(x.nbytes for x in jax.tree.leaves(state.caches[:1])), int(state.drafted), int(state.accepted))
 
 
 def check_prompts(config, idx_BxT, prompt_lengths_B):

@@ -49,11 +49,6 @@ def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: arr
     return dataclasses.replace(config, dtype='float32' if dtype == 'stored' else dtype), params
 
 
-def load_config(path_or_name):
-    """The config of load_pretrained."""
-    return open_model(path_or_name)[0]
-
-
 def save_pretrained(params, config, folder, *, config_json=None, dtype='float32', tokenizer=None,
                     shard_bytes=5 * 10**9):
     """Writes params as a Hugging Face folder: config.json, the weights as safetensors, and the tokenizer's files.

@@ -3,7 +3,6 @@ import dataclasses
 import datetime
 import functools
 import math
-import sys
 import time
 
 import jax
@@ -484,7 +483,7 @@ class IterationLog:
     """Logs the iterations, on accelerators each after the next step is dispatched, because fetching metrics waits for
     the device.
 
-    bar: of progress_bar. clock: a Stopwatch. metrics_log: a MetricsLog, or None in processes that do not log.
+    bar: of tqdm. clock: a Stopwatch. metrics_log: a MetricsLog, or None in processes that do not log.
     mfu(tokens per second): the model FLOPs utilization; None if the peak of the device is unknown. imports_s: seconds
     that the start of the script took."""
 
@@ -549,12 +548,6 @@ class IterationLog:
                        f'{tokens_per_sec:,.0f} tok/s, grad norm {grad_norm:.3f}, eta {eta}{of_pairs}')
         self.metrics_log.write({'iter': iter_num, **metrics, 'time_ms': seconds * 1000,
                                 'tokens_per_sec': tokens_per_sec, 'mfu': self.mfu})
-
-
-def progress_bar(done, total):
-    """A tqdm bar, shown on a terminal only; its write() prints a line above the bar, or just prints."""
-    from tqdm import tqdm
-    return tqdm(initial=done, total=total, unit='iter', leave=False, disable=not sys.stderr.isatty())
 
 
 def start_wandb(**settings):

@@ -110,23 +110,23 @@ import flax
 import jax
 import jaxlib
 import numpy as np
+from tqdm import tqdm
 
 from jax_devices.parallel import choose_attention, setup_distributed_training, split_batch
 from jax_devices.processes import StopSignal, check_agreement, in_all_processes, initialize_distributed, signal_name
 from jax_devices.setup import Profile, Stopwatch, TimeBudget, configure_process, device_peak_flops, is_synchronous
 from jax_files.checkpoints import (
     checkpoint_steps, finish_checkpoints, load_checkpoint, lock_out_dir, open_checkpoints, save_checkpoint)
-from jax_files.data import (
-    counted_share, describe_data, draw_batch, load_mixture, load_mixture_meta, load_pairs)
+from jax_files.data import counted_share, describe_data, draw_batch, load_mixture, load_mixture_meta, load_pairs
 from jax_files.metrics import MetricsLog, plot_losses
 from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, load_token_bytes, same_tokens
 from jax_files.weight_files import find_config_json, keep_config_json, local_path
 from jax_lora import count_frozen, create_lora_state, full_path, load_frozen, load_weights, model_params, move_base
-from jax_pretrained import load_config
+from jax_pretrained import open_model
 from jax_text import create_sampler, sample_while_training
 from jax_train_utils import (
     IterationLog, all_finite, config_from_flags, estimate_losses, flags_from_config, for_this_run, make_eval_step,
-    make_train_step, optimizer_from_flags, progress_bar, resolve_flags, start_wandb)
+    make_train_step, optimizer_from_flags, resolve_flags, start_wandb)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 configure_process(flags['device'], flags['deterministic'])
@@ -170,7 +170,7 @@ elif init_from == 'scratch':
     print(f'initializing a new model from scratch, vocab_size {vocab_size}')
 else:
     path = local_path(init_from)
-    config = in_all_processes(load_config, path)
+    config = in_all_processes(open_model, path)[0]
     if block_size > config.block_size and 'block_size' in given:
         raise UserError(f'block_size={block_size}, but {init_from} knows only {config.block_size} positions')
     block_size = min(block_size, config.block_size)
@@ -345,7 +345,7 @@ def fix_iterations(save_due):
 
 # training loop
 first_iter = iter_num
-bar = progress_bar(iter_num, max_iters)
+bar = tqdm(initial=iter_num, total=max_iters, unit='iter', leave=False, disable=not sys.stderr.isatty())
 stop.nothing_to_save &= eval_only
 stop_signal = int(parallel.max_over_processes(stop.signum))  # the signal that all processes stop for; 0 is none
 tracer = Profile(Path(out_dir, 'profile') if profile and master else None, bar, first_iter, max_iters or 8)

@@ -241,8 +241,7 @@ class MeshParallel(DataParallel):
             local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
             sharding = NamedSharding(self.mesh, P(*[None] * axis, BATCH, *['context'] * (x.ndim - 1)))
             part = lambda index: local[(index[axis].start or 0) // each][..., *index[axis + 1:]]
-            return jax.make_array_from_callback(
-                (*shape[:-1], self.n_data_shards * each, *x.shape[1:]), sharding, part)
+            return jax.make_array_from_callback((*shape[:-1], self.n_data_shards * each, *x.shape[1:]), sharding, part)
         return jax.tree.map(put, batch)
 
     def on_mesh(self, step):
