@@ -155,8 +155,7 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
 
 
 def assigned_names(tree):
-    """The names that the syntax tree of a module assigns, not counting those of its functions, classes and
-    comprehensions."""
+    """The names that the syntax tree of a module assigns, outside of functions, classes and comprehensions."""
     scopes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
               ast.GeneratorExp)
     for node in ast.iter_child_nodes(tree):
@@ -203,8 +202,7 @@ def check_flags(flags):
 
 
 def check_sampling(temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=None):
-    """Raises UserError for controls of sampling that make no sense. None is off, as is 0 for top_k and min_p, and 1 for
-    the others; temperature 0 is greedy."""
+    """Raises UserError for senseless controls of sampling. None is off, as is 0 for top_k and min_p, 1 for others."""
     if temperature != 0 and not 1e-6 <= temperature < math.inf:  # less would overflow float32
         raise UserError(f'temperature must be 0 (greedy) or at least 1e-6, not {temperature}')
     if top_k is not None and top_k < 0:
@@ -235,8 +233,7 @@ def start_script():
 
 def exit_on_user_error(kind, error, traceback):
     """A sys.excepthook: a UserError, a disk error or a lack of memory becomes one line on stderr and exit code 2.
-    If the reader of stdout has closed it, as `head -1` does, the script ends quietly. All other exceptions print a
-    traceback."""
+    If the reader of stdout has closed it, as `head -1` does, the script ends quietly. Others print a traceback."""
     if isinstance(error, BrokenPipeError) and discard_unread_output():
         sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
     exit_if_peer_died(error)

@@ -33,8 +33,7 @@ def convert_params_for_decoding(params, dtype, quantize=''):
     """The parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is 'int8'. On one GPU kernels
     become Transposed, on one CPU device those of float32 and bfloat16.
 
-    Removes each block from the dict `params` as it is converted, so that memory need not hold the model twice. Raises
-    UserError for an unknown quantize."""
+    Removes each block from the dict `params` as it is converted, so that memory need not hold the model twice."""
     if quantize not in ('', 'int8'):
         raise UserError(f"quantize must be int8 or '' (off), not {quantize!r}")
     converted = {}
@@ -120,8 +119,7 @@ def order_kernel(kernel, widths, n_ranks):
 
 
 def params_read_per_step(params):
-    """The parameters that a decode step reads: all but the tables, of which it reads a row per sequence. Overcounts
-    inactive experts."""
+    """The parameters that a decode step reads: all but the tables, of which it reads a row each. Overcounts experts."""
     tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)
     return {name: part for name, part in params.items() if name not in tables}
 
@@ -163,9 +161,7 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
     A layer has as many slots as count_slots says, as a ring where has_ring_cache: padding must be marked as PAD.
     dtype: one of CACHE_DTYPES, or 'auto' for the config's; int8 and float8 have a scale per vector. n_draft:
     tokens per step that may be rejected and fed again. as_bits: store bfloat16 and float8 as unsigned integers, for
-    CPUs: XLA:CPU of jaxlib 0.10 would convert the full cache to float32 and back in each step. Heads come before slots,
-    as attention's matmuls read them: with slots first XLA:CPU transposed the cache in every step (31 ms instead of 8
-    ms). See docs/lab_log.md#kv-cache."""
+    CPUs. For this, and why heads come before slots, see docs/lab_log.md#kv-cache."""
     dtype = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
     stored = STORED_AS.get(dtype.dtype.name, dtype) if as_bits else dtype
 
@@ -248,8 +244,7 @@ def keep_largest(logits_BxV, weight_BxV, amount):
 
 
 def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
-    """Divides positive logits of tokens that the row already has by `penalty`, multiplies negative ones (CTRL,
-    arXiv:1909.05858)."""
+    """Divides positive logits of tokens that the row has by `penalty`, multiplies negative ones (arXiv:1909.05858)."""
     def tokens_present(logits_V, tokens_N, is_filled_N):
         return jnp.zeros(logits_V.shape, bool).at[tokens_N].max(is_filled_N)
 
@@ -369,8 +364,7 @@ def step_cached(params, state, active_B, config, sampling):
 
 def step_speculative(weights, state, room_B, configs, sampling, n_draft):
     """Up to 1 + n_draft tokens per row, at most room_B (speculative decoding, arXiv:2211.17192): drafts are fed along
-    with the last token, and accepted as long as they equal the tokens that the model samples, instead of at random by
-    the paper's min(1, p/q).
+    with the last token, and accepted as long as they equal the tokens that the model samples (the paper: at random).
 
     Draft model and model draw with the same random numbers, so the result is that of n_draft=0, in fewer steps."""
     active_B = room_B > 0
@@ -466,8 +460,7 @@ def commit(tree, params):
 
 @functools.partial(jax.jit, static_argnames=('configs', 'batch_size', 'n_slots', 'dtype', 'n_draft', 'as_bits'))
 def grow_caches(caches, *, configs, batch_size, n_slots, dtype, n_draft, as_bits):
-    """Copies of the KV caches with n_slots slots, one for each config, or new caches for (). Their positions must not
-    have outgrown the slots that they have."""
+    """Copies of the KV caches, which have not wrapped around, with n_slots slots, one per config; new ones for ()."""
     larger = tuple(init_cache(config, batch_size, n_slots, dtype, n_draft, as_bits=as_bits) for config in configs)
     copy = lambda y, x: jax.lax.dynamic_update_slice(y, x, [0] * x.ndim)
     return jax.tree.map(copy, larger, caches) if caches else larger
@@ -502,8 +495,8 @@ class PrefixCache:
         return caches, self.n_slots, n_common, n_draft
 
     def keep(self, state, n_slots, n_draft, max_cached):
-        """Takes the caches of a DecodeState, of n_slots slots and n_draft more for drafts; max_cached: the most tokens
-        of a row that they can hold."""
+        """Takes the caches of a DecodeState, of n_slots and n_draft slots, which hold max_cached tokens of a row at
+        most."""
         self.caches = ()
         if any(x.is_deleted() for x in jax.tree.leaves(state)):  # interrupted
             return
@@ -559,8 +552,7 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then after every `chunk`
     tokens (all at once if not given; a function is asked for the number before each chunk).
 
-    prefix_cache: a PrefixCache, for one row that begins as the row of the last call with it. The other arguments and
-    the errors are those of generate."""
+    prefix_cache: a PrefixCache, for one row that begins as in the last call with it. All else is as in generate."""
     sampling = create_sampling(config, **sampling)
     tokens_BxT, length_B = check_prompts(config, idx_BxT, prompt_lengths_B)
     B, T = tokens_BxT.shape
@@ -647,8 +639,7 @@ def active_lengths(state, n_end):
 
 
 def unique_prompts(tokens_BxT, end_B):
-    """(the first row of each distinct prompt, which are the first end_B[b] tokens; for each row the index of its prompt
-    in that list)."""
+    """(the first row of each distinct prompt, its first end_B[b] tokens; for each row the index of its prompt)."""
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(chosen)  # as in tokens_BxT, so that a batch without repetitions stays as it is

@@ -49,8 +49,7 @@ def create_lora_state(rng, config, tx, rank):
 
 
 def model_params(params, frozen):
-    """The parameters of the model, given those of a TrainState and its `frozen`: a LowRank for each kernel that LoRA
-    trains."""
+    """The parameters of the model, given those of a TrainState and its `frozen`: LowRank where LoRA trains a kernel."""
     if frozen is None:
         return params
 
@@ -75,15 +74,13 @@ def count_frozen(frozen):
 
 
 def load_frozen(lora, config, parallel):
-    """({'weights', 'scale'}, checksum) for TrainState.frozen, from what a checkpoint says of LoRA. Raises UserError if
-    the base has changed."""
+    """({'weights', 'scale'}, checksum) for TrainState.frozen, from what a checkpoint says of LoRA; see load_base."""
     weights, crc = load_base(lora, config, parallel, quantize_param if lora['quantize'] else None)
     return {'weights': weights, 'scale': parallel.device_put(np.float32(lora['alpha'] / lora['rank']))}, crc
 
 
 def load_merged(lora, config, parallel, updates):
-    """The parameters of a LoRA run with its updates added to the weights, in float32. Raises UserError if the base has
-    changed."""
+    """The parameters of a LoRA run with its updates added to the weights, in float32; see load_base."""
     def change(path, array):
         return merge(path, quantize_param(path, array) if lora['quantize'] else array, lora, updates)
 
@@ -121,8 +118,7 @@ def load_base(lora, config, parallel, change):
 
 
 def move_base(lora, base):
-    """What a checkpoint says of LoRA, with the place where its base is now; '' is the same place. Raises UserError
-    for a run without LoRA."""
+    """What a checkpoint says of LoRA, with the place where its base is now; '' is the same. UserError without LoRA."""
     if base and not lora:
         raise UserError('base is for a LoRA run, and this one is not')
     return lora | {'base': full_path(base)} if base else lora

@@ -41,8 +41,7 @@ def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: arr
     place(path in the tree, array): called for each parameter before the next one is read, for example to move it to its
     devices; params holds what place returns. A kernel that is [out, in] on disk stays so in memory: its transpose, not
     the array itself, is C-contiguous.
-    Raises UserError for files that are missing or damaged, for models that GPT does not compute, and for an unknown
-    dtype."""
+    Raises UserError for files that are missing or damaged, models that GPT does not compute, and an unknown dtype."""
     check_choice('dtype', dtype, (*DTYPES, 'stored'))
     config, family, tensors, file = open_model(path_or_name)
     params = params_from_tensors(tensors, config, family_tensor_maps(config, family), file, dtype, place)

@@ -45,8 +45,7 @@ STOP_CHUNK = 64  # tokens generated between two searches for the stop text
 def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = '', draft: str = '',
          device: str = 'auto', dtype: str = 'auto', quantize: str = '', tensor: int = 1,
          expert: int = 1) -> 'TextModel':
-    """The model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), a ckpt.pt or .gguf, with
-    its parameters converted for decoding.
+    """The model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), a ckpt.pt or .gguf.
 
     checkpoint: of a run, 'best' (lowest validation loss; the default) or 'latest'. base: where the pretrained
     model of a LoRA run is now, if it has moved. dataset: the folder under data/ whose meta.json describes the tokenizer
@@ -269,8 +268,7 @@ class Generation:
         return self
 
     def pieces(self, *, with_prompt: bool = True) -> Iterator[str]:
-        """Generates, and yields what is new of the first text after each chunk, but for what later tokens may still
-        change."""
+        """Generates, and yields what is new of the first text, and will not change, after each chunk."""
         n_shown = 0 if with_prompt else len(self.prompt_texts[0])
         with contextlib.closing(iter(self)) as chunks:
             for _ in chunks:
@@ -360,8 +358,7 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
 
 def windows(n_tokens, start, max_length):
     """Yields (first, scored, end): tokens scored .. end - 1 are predicted from those from `first` on, at most
-    max_length. Each token from `start` on is predicted once, and the last window has as much context as there is, as
-    in lm-eval's rolling windows."""
+    max_length. Each token from `start` on is predicted once, and the last window is full, as in lm-eval."""
     while start < n_tokens:
         end = min(n_tokens, start + max_length)
         yield max(0, end - max_length - 1), start, end

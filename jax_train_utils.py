@@ -120,8 +120,7 @@ def flags_from_config(config):
 
 
 def for_this_run(config, flags, given, dtype):
-    """The config of a trained model with the dropout, the compute dtype and, if it is given, the expert_balance of this
-    run."""
+    """The config of a trained model with the dropout, the dtype and, if it is given, the expert_balance of this run."""
     moe = config.moe
     if moe and 'expert_balance' in given:
         moe = dataclasses.replace(moe, balance=flags['expert_balance'])
@@ -169,13 +168,11 @@ def orthogonalize(updates, params=None):
 
     The plain equivalent is x = a x + b (x x^T) x + c (x x^T)^2 x in each step, after division by the root of |x x^T|,
     which is at least the largest singular value. Here the steps multiply the Gram matrix x x^T and the product of all
-    factors, which are square of the shorter side, and x once at the end: an iteration takes 1.2 times AdamW's, 1.4
-    with five steps of x (config/train_pystdlib.py on two CPU cores). The Gram matrix holds the squares of the singular
-    values, so all matmuls are in float32, on devices whose default is TF32 or bfloat16, too.
+    factors, which are square of the shorter side, and x once at the end (docs/lab_log.md#muon-in-four-steps). The Gram
+    matrix holds the squares of the singular values, so all matmuls are in float32.
 
-    Matrices of the same shape are stacked: half the time of optax.contrib.muon, which takes them one by one, on a CPU.
-    On a mesh the stack is sharded over the devices, if their number divides it. A leaf [E, I, O] holds E matrices.
-    Shapes here: M matrices of I rows and O columns; I is the shorter side."""
+    Matrices of the same shape are stacked; on a mesh the stack is sharded over the devices, if their number divides it.
+    A leaf [E, I, O] holds E matrices. Shapes here: M matrices of I rows and O columns; I is the shorter side."""
     leaves, tree = jax.tree.flatten(updates)
     matmul = functools.partial(jnp.matmul, precision='highest')
     for shape in dict.fromkeys(leaf.shape for leaf in leaves):
@@ -240,8 +237,7 @@ def optimizer_from_flags(flags):
 
 
 def clip_gradients(grads, max_norm):
-    """Scales grads down to a global norm of max_norm, as torch.nn.utils.clip_grad_norm_ does; max_norm 0 does not clip.
-    Returns (grads, norm before clipping)."""
+    """(grads, scaled down to a global norm of max_norm as by torch's clip_grad_norm_, if not 0; the norm before)."""
     norm = optax.tree.norm(grads)
     if max_norm:
         scale = jnp.minimum(1, max_norm / (norm + 1e-6))
@@ -279,8 +275,7 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0, bet
     zero: on a mesh, 1 (ZeRO-1, arXiv:1910.02054) reduce-scatters the gradients over data; each device updates its shard
     of the parameters, which are all-gathered again. 2 (ZeRO-2) reduce-scatters after each micro-batch already.
     beta: above 0, the loss is that of preference_terms, and margin and accuracy are metrics too.
-    metrics: float32 scalars loss (mean over micro-batches and devices), grad_norm (before clipping), lr, loss_scale
-    (float16 only)."""
+    metrics: float32 scalars loss (mean over micro-batches and devices), grad_norm (before clipping), lr, loss_scale."""
     if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
         raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
                         f'it may be one of {[n for n in range(1, config.block_size) if config.block_size % n == 0]}')
@@ -480,12 +475,10 @@ def all_finite(tree):
 # logging
 
 class IterationLog:
-    """Logs the iterations, on accelerators each after the next step is dispatched, because fetching metrics waits for
-    the device.
+    """Logs the iterations, on accelerators each after the next step is dispatched: fetching metrics waits for it.
 
     bar: of tqdm. clock: a Stopwatch. metrics_log: a MetricsLog, or None in processes that do not log.
-    mfu(tokens per second): the model FLOPs utilization; None if the peak of the device is unknown. imports_s: seconds
-    that the start of the script took."""
+    mfu(tokens per second): the model FLOPs utilization; None if the device's peak is unknown. imports_s: seconds."""
 
     def __init__(self, bar, clock, metrics_log, *, out_dir, log_interval, max_iters, tokens_per_iter, mfu, imports_s):
         self.bar, self.clock, self.metrics_log, self.out_dir = bar, clock, metrics_log, out_dir
@@ -501,8 +494,7 @@ class IterationLog:
         self.n_timed = 0  # iterations fetched since
 
     def add(self, iter_num, metrics, *, wait):
-        """Logs the previous iteration and, if `wait`, this one. metrics: of the training step, or None if the iteration
-        was skipped."""
+        """Logs the previous iteration and, if `wait`, this one. metrics: None if it was skipped."""
         self.flush()
         self.pending = iter_num, metrics
         if wait:

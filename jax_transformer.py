@@ -278,8 +278,7 @@ PAD = 2**30  # position of a padding token: after every query, hence masked, and
 def update_kv_cache(config, layer_type, cache, new_kv, position_BxT):
     """Writes the keys and values of this call, new_kv {name: [B, T, G, K]}, to a layer's cache.
 
-    Returns (what the queries attend to, {name: [B, S, G, K]}; its positions [B, S]; the new cache). Without a cache the
-    queries attend to new_kv."""
+    Returns (what queries attend to, {name: [B, S, G, K]}, without a cache new_kv; its positions [B, S]; new cache)."""
     if cache is None:
         return new_kv, position_BxT, None
     if has_ring_cache(config, layer_type):
@@ -465,8 +464,7 @@ def initial_loss_scale(dtype):
 
 
 def count_params(params, non_embedding=True):
-    """Number of parameters. As in nanoGPT, non_embedding leaves out the position table; the token table counts, unless
-    lm_head is a matrix of its own."""
+    """Number of parameters. non_embedding leaves out the position table, as nanoGPT, and wte if there is lm_head."""
     tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)
     counted = {name: part for name, part in params.items() if not non_embedding or name not in tables}
     return sum(x.size for x in jax.tree.leaves(counted))

@@ -1,2 +1,1 @@
-"""The machine: its devices and settings, several processes, replicated or sharded execution, and the cost of a
-compiled program."""
+"""The machine: its devices and settings, several processes, replicated or sharded execution, costs of a program."""

@@ -24,9 +24,8 @@ def choose_attention(attention, config, device, *, tensor=1, context=1, determin
     """(implementation, reason) for the flag --attention and training on `device`, one of `tensor` that share the heads
     and `context` that share a sequence. deterministic: of a GPU, that of plain XLA alone. packed: see GPT.loss.
 
-    'auto' is the device's flash attention (cuDNN or splash) where it computes this model, otherwise chunked attention
-    for blocks of CHUNKED_FROM tokens and longer, otherwise plain XLA. Raises UserError for an unknown or impossible
-    one."""
+    'auto' is the device's flash attention (cuDNN or splash) where it computes this model, else chunked attention for
+    blocks of CHUNKED_FROM tokens and longer, else plain XLA. Raises UserError for an unknown or impossible one."""
     check_choice('attention', attention, ('auto', *ATTENTION))
     if deterministic and device.platform == 'gpu':
         if attention == 'cudnn':
@@ -93,8 +92,7 @@ def why_not_cudnn(config, device, *, tensor=1, context=1):
 
 
 def compile_cudnn(config, device, layer_type='full', tensor=1):
-    """Compiles a layer's attention and its gradient for one sequence and one device's heads. Raises if cuDNN is
-    missing, too old, or refuses."""
+    """Compiles a layer's attention and its gradient for a sequence and a device's heads. Raises if cuDNN refuses."""
     here = jax.sharding.SingleDeviceSharding(device)
     q, k = (jax.ShapeDtypeStruct((1, config.block_size, n // tensor, config.head_width), config.dtype, sharding=here)
             for n in (config.n_head, config.kv_heads))

@@ -74,9 +74,8 @@ def configure_process(device, deterministic=False):
 
 
 def is_synchronous(device):
-    """Whether a computation of this device alone is done, and its temporaries are freed, when its call returns. With
-    asynchronous dispatch on a CPU, the next call often allocates its own before that: 3.8 to 9.1 GB for GPT-2 124M,
-    instead of 3.8 (docs/lab_log.md#malloc)."""
+    """Whether a computation of this device alone is done, and its temporaries are freed, when its call returns. If not,
+    the next call on a CPU often allocates its own before that (docs/lab_log.md#synchronous-dispatch)."""
     return device.platform == 'cpu'
 
 
@@ -142,8 +141,8 @@ def nvidia_capability(device):
 
 @functools.cache  # one call is enough
 def configure_malloc():
-    """Tells glibc never to return memory to the system, and Linux to use huge pages for it. XLA:CPU allocates its
-    temporaries in every step; the page faults, one per 4 kB, took half of a training step or more.
+    """Tells glibc never to return memory to the system, and Linux to use huge pages for it: XLA:CPU allocates its
+    temporaries in every step, and page faults took half of it or more (docs/lab_log.md#malloc).
 
     Call it before jax starts its threads: a thread that already has its own arena keeps it, and takes what does not
     fit into that (64 MiB) from the system each time."""
@@ -282,8 +281,7 @@ class TimeBudget:
 
 
 class Profile:
-    """Traces three iterations, after the first ones if possible, into `folder`, for TensorBoard or Perfetto; none if
-    folder is None."""
+    """Traces three iterations, after the first ones if possible, into `folder`; none if folder is None."""
 
     def __init__(self, folder, bar, first_iter, max_iters):
         self.folder, self.bar, self.is_running = folder, bar, False

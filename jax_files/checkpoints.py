@@ -56,8 +56,7 @@ def open_checkpoints(out_dir, keep=2):
 
 
 def quiet_orbax():
-    """Silences Orbax's log, as failures are reported below, and that after a failed write its other writes complain at
-    length that their event loop is closed."""
+    """Silences Orbax's log, as failures are reported below, and complaints of its other writes after a failed one."""
     for name in ('absl', 'asyncio'):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -73,8 +72,7 @@ UNFINISHED = '*.orbax-checkpoint-tmp'  # the checkpoint that Orbax is writing, i
 
 def write_checksums(folder):
     """Writes checksums.json, {file: CRC-32}, into the one checkpoint in `folder` that is complete but for its name.
-    Orbax calls it in one process, before it renames the checkpoint, and gives the checkpoint up if this fails. Raises
-    RuntimeError if there is none."""
+    Orbax calls it in one process, before it renames the checkpoint, and gives the checkpoint up if this raises."""
     steps = list(folder.glob(UNFINISHED))
     if not steps:
         raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another version of Orbax?')
@@ -170,8 +168,7 @@ def set_damaged_aside(folder, resumed_at):
 
 
 def read_val_loss(step):
-    """The validation loss of the checkpoint in the folder `step`: infinity if it was not evaluated, -infinity if the
-    file is damaged."""
+    """The validation loss of the checkpoint in this folder: infinity if not evaluated, -infinity if it is damaged."""
     path = step / 'metrics' / 'metrics'
     if not path.exists():
         return math.inf
@@ -277,8 +274,7 @@ def read_meta(step):
 
 
 def restore_items(out_dir, step, items):
-    """Restores items {name: abstract tree} of checkpoint `step`, sharded as the leaves of the abstract trees. Raises
-    UserError if they do not fit."""
+    """Restores items {name: abstract tree, sharded} of checkpoint `step`. Raises UserError if they do not fit."""
     import orbax.checkpoint as ocp
     quiet_orbax()
     folder = Path(out_dir, 'ckpt', str(step)).absolute()
@@ -292,8 +288,7 @@ def restore_items(out_dir, step, items):
 
 def load_run(out_dir, which='best', parallel=None, base=''):
     """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
-    default, on the first device; LoRA's updates merged, with those weights in `base`, if it has moved). Raises
-    UserError if there is none."""
+    default, on the first device), LoRA's updates merged (`base`: see move_base). Raises UserError if there is none."""
     step, meta = choose_checkpoint(out_dir, which, ('params', 'meta', 'metrics'))
     config, lora = GPTConfig(**meta['model']), move_base(meta.get('lora'), base)
     parallel = parallel or setup_distributed_training(jax.devices()[:1])

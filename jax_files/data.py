@@ -181,8 +181,7 @@ def assign(numbers, fractions):
 
 
 def describe_data(sets, tokenizer):
-    """A fingerprint of DataSets, {name: number}, from the tokenizer, the sizes, the first and the last million
-    tokens."""
+    """A fingerprint of DataSets, {name: number}: of the tokenizer, sizes, and the first and last million tokens."""
     values = {'the tokenizer': zlib.crc32(json.dumps(tokenizer).encode()), 'fractions': [s.fraction for s in sets]}
     arrays = [(f'{name}{i or ""}.bin', array) for i, one in enumerate(sets) for name, array in
               (one.splits | {f'{split}_mask': mask for split, mask in one.masks.items()}).items()]
@@ -219,14 +218,12 @@ def shuffled_windows(n_tokens, block_size, seed, epoch):
 
 
 def count_windows(n_tokens, block_size):
-    """Windows in an epoch: one less than fit (if several do), which leaves at least block_size offsets to draw from.
-    block_size 0: all of n_tokens rows."""
+    """Windows in an epoch: one less than fit, if several do, for block_size offsets or more. block_size 0: all rows."""
     return max(1, (n_tokens - 1) // block_size - 1) if block_size else n_tokens
 
 
 def get_windows(tokens, start, block_size):
-    """x and y, int32 [len(start), block_size]: the windows of `tokens` at `start`, and these shifted by one token. Of
-    rows, `start` are the numbers."""
+    """x, y, int32 [len(start), block_size]: the windows, or rows, of `tokens` at `start`, and these shifted by one."""
     window = tokens[start if tokens.ndim == 2 else start[:, None] + np.arange(block_size + 1)].astype(np.int32)
     return window[:, :-1], window[:, 1:]
 
@@ -277,9 +274,8 @@ def find_starts(mask_x):
 
 
 def draw_batch(sets, block_size, n_rows, seed, iteration, rows, vocab_size):
-    """{'x', 'y', 'weight'}, each [len(rows), block_size]: get_batch_jax of the one or several DataSets and, if they
-    have masks, get_loss_weights; of Pairs, what they draw. None if no token of the iteration counts. Raises UserError
-    for an id that is not below vocab_size."""
+    """{'x', 'y', 'weight'}, each [len(rows), block_size]: get_batch_jax of DataSets and, if they have masks,
+    get_loss_weights; of Pairs, what they draw. None if no token of it counts. Raises UserError as check_ids does."""
     tokens = [(one.splits['train'], one.fraction) for one in sets]
     if isinstance(tokens[0][0], Pairs):
         batch = tokens[0][0].draw(n_rows, seed, iteration, rows)
@@ -319,9 +315,8 @@ def counted_share(mask, block_size, n_rows, split):
 # pairs of answers, for DPO
 
 class Pairs:
-    """The pairs of a split that fit in rows of block_size positions: conversation 2 i of the tokens has the answer that
-    was chosen, 2 i + 1 the same prompt with the one that was rejected. Rows 2 p and 2 p + 1 of an iteration are a pair,
-    padded at their ends.
+    """The pairs of a split that fit in rows of block_size positions: conversation 2 i has the answer that was chosen, 2
+    i + 1 the one that was rejected. Rows 2 p and 2 p + 1 of an iteration are a pair, padded at their ends.
 
     ends: where each conversation ends in the tokens. mask: 1 for the answers. length_normalized: a token weighs
     1 / number of tokens of its answer, not 1. Raises UserError if no pair fits."""
@@ -363,8 +358,7 @@ class Pairs:
 
 
 def load_pairs(data_dir, splits, masks, block_size, length_normalized):
-    """{split: Pairs} of a data set of that kind, from data_dir/{train,val}_ends.bin, int64. Raises UserError for
-    missing and damaged files."""
+    """{split: Pairs} of a data set, from data_dir/{train,val}_ends.bin, int64. Raises UserError for damaged files."""
     pairs = {}
     for split, tokens in splits.items():
         path = relative_path(data_dir) / f'{split}_ends.bin'

@@ -150,8 +150,7 @@ def add_tokenizer(writer, tokenizer, vocab_size):
 
 
 def read_bpe(tokenizer):
-    """(texts, types, merges, tokenizer.ggml.pre, {'eos': id, ...}) of an HFTokenizer. Raises UserError for one that
-    llama.cpp does not have."""
+    """(texts, types, merges, tokenizer.ggml.pre, {'eos': id, ...}) of an HFTokenizer, or UserError."""
     description = json.loads(tokenizer.tokenizer.to_str())
     model = description['model']
     split = next((name for name, known in SPLITS.items() if known == (

@@ -77,8 +77,7 @@ def loss_figure():
 
 def plot_losses(out_dir):
     """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of the logged iterations, of at most 5,000 of them,
-    and train and val of every evaluation. Holds 16 bytes per record, so that a long run does not take more and more
-    memory."""
+    and train and val of every evaluation. Holds 16 bytes per record: a long run's records would fill the memory."""
     figure, lines = loss_figure()
     curves = {key: array.array('d') for key in lines}
     for record in iterate_metrics(out_dir):

@@ -1,5 +1,4 @@
-"""Text <-> token ids, and chat templates. A small dict, stored in meta.json and in every checkpoint, describes a
-tokenizer."""
+"""Text <-> token ids, and chat templates. A dict in meta.json and in every checkpoint describes a tokenizer."""
 import functools
 import json
 import operator
@@ -174,8 +173,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def compiled_template(self):
-        """The folder's chat template. What it marks by {% generation %} ... {% endgeneration %} as the assistant's is
-        rendered between the characters MARKS."""
+        """The folder's chat template. What is in {% generation %} ... {% endgeneration %} comes between MARKS."""
         import jinja2.ext
         import jinja2.sandbox
 
@@ -224,8 +222,7 @@ class HFTokenizer:
         assistant's tokens. Those are what the template marks by {% generation %}; without such marks each answer, from
         the end of the request for it (the generation prompt) to the special token that ends it.
 
-        Raises UserError if the template refuses the messages, or writes an answer differently from where it asks for
-        one."""
+        Raises UserError if the template refuses the messages, or writes an answer where it does not ask for one."""
         pieces = re.split(f'[{MARKS}]', self.render_chat(messages, add_generation_prompt=False, marked=True))
         text = ''.join(pieces)
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
@@ -283,8 +280,7 @@ class HFTokenizer:
 
 def final_answer(text):
     """What of an answer belongs to the conversation. gpt-oss writes <|channel|>analysis<|message|>...<|end|> first,
-    which its template takes for an error in a message. (<think>...</think> is for the other models' templates to drop.)
-    """
+    which its template takes for an error in a message. (The other models' templates drop <think>...</think>.)"""
     if '<|channel|>' not in text:
         return text
     return text.partition('<|channel|>final<|message|>')[2].partition('<|end|>')[0]
@@ -296,9 +292,8 @@ def strip_partial_utf8(text):
 
 
 def load_tokenizer(description):
-    """The tokenizer that a description {'kind': 'char', 'chars': ...}, {'kind': 'gpt2'} or {'kind': 'folder', 'path':
-    ...} means: it has encode(text), decode(ids), vocab_size, stop_tokens, chat_template, sampling. Raises UserError for
-    any other."""
+    """The tokenizer, as CharTokenizer, of a description {'kind': 'char', 'chars': ...}, {'kind': 'gpt2'} or {'kind':
+    'folder', 'path': ...}. Raises UserError for any other."""
     kind = description.get('kind')
     if kind == 'char':
         return CharTokenizer(description['chars'])
@@ -347,8 +342,7 @@ def same_tokens(a, b):
 
 def check_tokens(data, dataset, model, model_name, vocab_size):
     """The description of the tokenizer of a run that trains a pretrained model with a data set, given those of both,
-    the model's None if it is unknown. Raises UserError unless their ids mean the same tokens: the data set would train
-    the model on nonsense."""
+    the model's None if it is unknown. Raises UserError unless their ids mean the same tokens."""
     if model and same_tokens(data, model):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
@@ -360,8 +354,7 @@ def check_tokens(data, dataset, model, model_name, vocab_size):
 
 
 def copy_tokenizer(description, folder):
-    """Copies the files of a tokenizer of the kind 'folder' into `folder`, generation_config.json with all end tokens.
-    Raises UserError if they cannot be read."""
+    """Copies the files of a tokenizer of the kind 'folder' to `folder`, generation_config.json with all end tokens."""
     if description['kind'] != 'folder' or os.path.realpath(description['path']) == os.path.realpath(folder):
         return
     tokenizer = HFTokenizer(description['path'])

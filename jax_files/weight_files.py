@@ -1,5 +1,4 @@
-"""Files of weights of any model: safetensors, shards, MXFP4 and fp8 blocks, files of torch.save, GGUF, the Hugging
-Face hub."""
+"""Weights of any model on disk: safetensors, shards, MXFP4 and fp8 blocks, torch.save, GGUF, Hugging Face's hub."""
 import io
 import json
 import logging

@@ -17,8 +17,7 @@ def hash_dropout(x, rate, key_B, counter):
     """jnp.where(bernoulli(1 - rate), x / (1 - rate), 0) for x [B, ...], from a counter-based hash.
 
     The mask is a hash of (the sequence's key, counter), so tiling and sharding do not change it; counter numbers the
-    elements, uint32 [...], usually flat_index(x.shape[1:]). On a CPU the hash is 100 times as fast as
-    jax.random.bernoulli, and it fuses."""
+    elements, uint32 [...], usually flat_index(x.shape[1:]). See docs/lab_log.md#dropout."""
     words = jax.random.key_data(key_B).reshape(len(x), -1, *(1,) * (x.ndim - 1))
     bits = mix_bits(mix_bits(counter + words[:, 0]) ^ words[:, 1])
     scaled = x.astype(jnp.float32) / (1 - rate)  # bfloat16 would round 1 / (1 - rate) by up to 0.2%
@@ -156,8 +155,7 @@ def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=0
 
 def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, cap=0.0, window=0, chunk=0, sinks_H=None,
                      interpret=False, kernel=None, start_BxT=None, key_start_BxS=None):
-    """fused_causal_attention by the splash attention kernel for TPUs that JAX ships. kernel: of splash_kernel, if it
-    is not that of cap, window and chunk."""
+    """fused_causal_attention by the splash attention kernel for TPUs that JAX ships. kernel: another splash_kernel."""
     T, H = q_BxTxHxK.shape[1:3]
     attend = kernel or splash_kernel(T, H, window, chunk, cap=cap, interpret=interpret)
     q, k, v = (x.swapaxes(1, 2) for x in ((q_BxTxHxK * scale).astype(q_BxTxHxK.dtype), k_BxTxGxK, v_BxTxGxK))
@@ -171,8 +169,7 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, cap=0.0, window=
 @functools.lru_cache(maxsize=8)  # its tables are computed on the CPU, a minute for T = 131,072
 def splash_kernel(T, H, window=0, chunk=0, context=1, cap=0.0, *, interpret=False):
     """The splash attention kernel for H heads of T positions, of which `context` devices compute the queries as
-    context_attention says. Blocks of 512 positions, as MaxText has them, where they divide a device's queries; else
-    128."""
+    context_attention says. Blocks of 512 positions, as MaxText's, where they divide a device's queries; else 128."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     mask = masks.CausalMask((T, T))
@@ -201,8 +198,8 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
     sequence, so that the probabilities stay in its L2 cache, elsewhere 512 of all sequences. Probabilities are never
     stored, but recomputed in the backward pass (docs/lab_log.md#chunked-attention). first_group: the number of this
     device's first key head, for the dropout masks. n_positions: length of the sequence, if these are not all of its
-    positions; first and first_key are then the positions of the first query and the first key. jit makes JAX trace this
-    once for all layers of a kind."""
+    positions; then first and first_key are the positions of the first query and key. With jit layers share one
+    trace."""
     B, T, H, K = q_BxTxHxK.shape
     in_pieces = n_positions is not None
     n_positions = n_positions or T
@@ -269,8 +266,7 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
 
     q_BxGxTQxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(1, 2).reshape(B, G, T * Q, K)
     sequences = q_BxGxTQxK, k_BxTxGxK.swapaxes(1, 2), v_BxTxGxK.swapaxes(1, 2), key_B, start_BxT
-    # checkpointed again, so that the loop does not stack the keys of each block (the baby GPT's attention: 0.71 of the
-    # time in bfloat16)
+    # checkpointed again, so that the loop does not stack the keys of each block: 0.71 of the time (docs/lab_log.md)
     attend_one = jax.checkpoint(functools.partial(attend_sequence, n=128, in_loop=True), prevent_cse=False)
     one_by_one = functools.partial(jax.lax.map, attend_one)
     all_at_once = jax.vmap(functools.partial(attend_sequence, n=512, in_loop=False))

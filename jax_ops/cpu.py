@@ -89,8 +89,7 @@ int16_lane_terms = functools.partial(lane_terms, least=3, most=6)  # of nt_int16
 
 
 def nt_bfloat16_row(x_1xI, w_OxI):
-    """x @ w.T -> float32 [1, O] of bfloat16 arrays, one row of x: reads weights at twice the rate of the matmul of two
-    rows (docs/lab_log.md#bfloat16-rows).
+    """x @ w.T -> float32 [1, O] of bfloat16 arrays, one row of x: twice as fast (docs/lab_log.md#bfloat16-rows).
 
     The loop is shaped for XLA:CPU: 32 sums side by side fill vector registers; at most 20 terms each, or LLVM does not
     unroll them; two halves of the rows in one reduction, because a reduction of one operand is compiled as a library
@@ -114,8 +113,7 @@ def nt_bfloat16_row(x_1xI, w_OxI):
 
 def fusion_barrier(condition, f, otherwise, *args):
     """f(*args), which is `otherwise` everywhere where the condition is false. XLA:CPU moves nothing across a condition:
-    it neither computes x again for each row of the weights (5 times as slow), nor converts the weights of all layers
-    ahead of the decode loop."""
+    it neither computes x for each row of the weights, nor converts the weights ahead of the decode loop."""
     y = jax.eval_shape(f, *args)
     return jax.lax.cond(condition, f, lambda *args: jnp.full(y.shape, otherwise, y.dtype), *args)
 
@@ -161,8 +159,7 @@ def multiply_integers(x_RxI, w_OxI):
 
 
 def nt_int16(x_RxI, w_OxI):
-    """x @ w.T -> int32 of int16 x and int8 or uint8 weights. XLA:CPU's fast matmuls take x in int8: x = 256 high + low,
-    which are twice as many rows."""
+    """x @ w.T -> int32 of int16 x and (u)int8 weights. XLA:CPU's fast matmuls take x in int8: x = 256 high + low."""
     high_RxI = (x_RxI + 128) >> 8
     low_RxI = x_RxI - 256 * high_RxI
     y_2RxO = nt_weights_left(jnp.concatenate([high_RxI, low_RxI]).astype(jnp.int8), w_OxI, jnp.int32)
@@ -171,9 +168,8 @@ def nt_int16(x_RxI, w_OxI):
 
 
 def nt_int16_row(x_1xI, w_OxI):
-    """nt_int16 for one row: 32 integer sums side by side, which read weights at nearly the rate of the memory
-    (docs/lab_log.md#int8-matmuls). The terms of a block are added one by one: a reduction over terms and another over
-    the sums are one loop in jaxlib 0.10 only; 0.12 stores the sums between its two."""
+    """nt_int16 for one row: 32 integer sums side by side. The terms of a block are added one by one: a reduction over
+    terms and another over sums are one loop in jaxlib 0.10 only (docs/lab_log.md#int8-matmuls)."""
     terms = int16_lane_terms(x_1xI.shape[1])
     w, x = (a.reshape(len(a), -1, terms, 32) for a in (w_OxI, x_1xI))
     sums = sum(w[:, :, i].astype(jnp.int32) * x[:, :, i].astype(jnp.int32) for i in range(terms))
@@ -189,13 +185,11 @@ def held_dtype(cache):
 
 
 def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
-    """cache.at[b, :, slot].set(x), cast to the dtype that the cache holds; out-of-range slots are ignored. Both arrays
-    may have a last axis K in addition.
+    """cache.at[b, :, slot].set(x), in the dtype that the cache holds; slots out of range are ignored. K may follow.
 
     Each head is indexed, too: otherwise XLA:TPU stores the cache with heads next to K, and copies all of it before and
-    after a loop of decoding. XLA:CPU lowers a one-slot scatter to an update that is fused again into every reader and
-    copies the cache each step (3.7 ms a step instead of 0.7 ms). Writing the vector twice, once out of range, keeps it
-    a scatter."""
+    after a loop of decoding. XLA:CPU lowers a one-slot scatter to an update that is fused into every reader and copies
+    the cache. Writing the vector twice, once out of range, keeps it a scatter."""
     x_BxTxG = jax.lax.bitcast_convert_type(x_BxTxG.astype(held_dtype(cache_BxGxS)), cache_BxGxS.dtype)
     if slot_BxT.size == 1:
         x_BxTxG = jnp.concatenate([x_BxTxG, x_BxTxG], axis=1)

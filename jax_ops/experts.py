@@ -10,13 +10,11 @@ from jax_ops.sharding import EXPERTS, batch_axes, current_mesh
 
 
 def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False):
-    """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in x's dtype: a mixture of
-    experts.
+    """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in x's dtype.
 
     weights: tree of [E, ...]. scale_input: the weight scales f's input instead of its output. On a mesh (expert
     parallelism) a device has some experts: it all-gathers the tokens over the expert axis, computes its own experts,
-    and reduce-scatters the sums back. With at least 4 U ranks it sends each token to the ranks of its experts only
-    (exchange_tokens)."""
+    and reduce-scatters the sums back. From 4 U ranks on, tokens are sent only where they are used (exchange_tokens)."""
     def mix(weights, first_expert, x_PxD, expert_PxU, weight_PxU):
         x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, x_PxD.shape[1]))
         scale_PxUx1 = weight_PxU[..., None]
@@ -123,8 +121,7 @@ sum_rounds.defvjp(sum_rounds_fwd, sum_rounds_bwd)
 
 
 def grouped_experts(f, weights, x_RxD, expert_R):
-    """[f(weights[expert_R[r]], x_RxD[r]) for every row r], zeros where expert_R[r] is not in 0 .. E-1; a grouped
-    matmul.
+    """[f(weights[expert_R[r]], x_RxD[r]) for every row r], zeros where expert_R[r] is not in 0 .. E-1.
 
     Rows are sorted by expert and padded to blocks of b rows of one expert each. Example with b = 2, experts of the rows
     [1, 0, 1, 1]: sorted rows 1 | 0 2 3, blocks [1, -] [0, 2] [3, -], experts of the blocks [0, 1, 1]. The
@@ -153,8 +150,7 @@ def grouped_experts(f, weights, x_RxD, expert_R):
 def grouped_apply(f, weights, x_nxbxD, expert_n, n_used):
     """[f(weights[expert_n[i]], x[i]) for i in range(n_used)], zeros for the other blocks [b, D].
 
-    The gradients of the weights are accumulated in place; JAX's own rule adds a zero gradient for all experts in every
-    iteration of the loop."""
+    The gradients of the weights are accumulated in place; JAX's rule adds zeros for all experts in every iteration."""
     def block(i, y):
         return y.at[i].set(f(take_expert(weights, expert_n[i]), x_nxbxD[i]))
 

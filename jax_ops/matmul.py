@@ -1,5 +1,4 @@
-"""Matrix multiplication of training and decoding, and the kernels (weight matrices, in flax's word) that linear()
-takes: arrays, Int8, Transposed, LowRank."""
+"""Matrix multiplication, and the kernels (flax's word for weight matrices) that linear() takes."""
 import functools
 import math
 from typing import Any
@@ -44,9 +43,8 @@ def matmul_f32_acc(x, y, dtype=None):
 def weight_grad(x, g, dtype):
     """x.T @ g for x [..., R, I] and g [..., R, O].
 
-    Transposes the activation x. JAX's rule transposes the cotangent g, which XLA:CPU fuses into its element-wise
-    producer (20% slower training step). In bfloat16 a transpose is a copy: if g and the result together are smaller
-    than x, (g.T @ x).T is computed instead."""
+    Transposes the activation x. JAX's rule transposes the cotangent g: slower on CPUs (docs/lab_log.md#matmul). In
+    bfloat16 a transpose is a copy: where that of g and the result is smaller, it is (g.T @ x).T."""
     result_size = math.prod(x.shape[:-2]) * x.shape[-1] * g.shape[-1]
     if x.dtype == jnp.bfloat16 and x.size > g.size + result_size:
         return as_row_major(matmul_f32_acc(transpose_materialized(g), x, dtype)).swapaxes(-1, -2)
@@ -125,8 +123,7 @@ class Int8(struct.PyTreeNode):
 
 
 class Transposed(struct.PyTreeNode):
-    """A matrix [I, O] stored as values [O, I], which is read faster for one row: on a CPU float32 by 7 to 15%, bfloat16
-    twice as fast (nt_bfloat16_row); on an H100 a decode step of GPT-2 in bfloat16 takes 0.44 ms instead of 0.64."""
+    """A matrix [I, O] stored as [O, I], which is read faster for one row (docs/lab_log.md#weights-on-the-left)."""
     values: jax.Array
     n_ranks: int = struct.field(pytree_node=False, default=1)
 
@@ -166,11 +163,9 @@ def linear(x, kernel, bias=None, *, tp=()):
 
 
 def fused_linear(x, kernel, bias, widths):
-    """jnp.split(linear(x, kernel, bias), ...): several projections fused into one kernel [I, sum(widths)] (c_attn: q,
-    k, v).
+    """jnp.split(linear(x, kernel, bias), ...): several projections fused into one kernel [I, sum(widths)], as c_attn.
 
-    With tensor parallelism the fused columns are brought into the order of ranks (order_by_rank), unless Int8 or
-    Transposed are stored in that order."""
+    With tensor parallelism the fused columns are brought into the order of ranks, unless stored in it."""
     if isinstance(kernel, LowRank):
         updates = jnp.split(low_rank_update(x, kernel), np.cumsum(widths)[:-1], axis=-1)
         return [y + update for y, update in zip(fused_linear(x, kernel.base, bias, widths), updates)]
@@ -190,8 +185,8 @@ def fused_linear(x, kernel, bias, widths):
 
 
 def order_by_rank(x, widths, n_ranks):
-    """x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...], so that an equal split over
-    n_ranks keeps heads whole."""
+    """x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...], n_ranks parts of whole
+    heads."""
     parts = [part.reshape(*x.shape[:-1], n_ranks, -1) for part in jnp.split(x, np.cumsum(widths)[:-1], axis=-1)]
     return jnp.concatenate(parts, axis=-1).reshape(x.shape)
 
@@ -215,8 +210,7 @@ computed_in.defvjp(computed_in_fwd, computed_in_bwd)
 
 @jax.custom_vjp
 def add_bias(x, bias):
-    """x [..., O] + bias [O], in x's dtype. The gradient of the bias, a sum over all tokens, is accumulated in
-    float32."""
+    """x [..., O] + bias [O], in x's dtype. The gradient of the bias is accumulated in float32."""
     return x + bias.astype(x.dtype)
 
 
@@ -249,9 +243,8 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
     """x [..., I] @ (w * scale).T -> float32 [..., O], for the values and scales of an Int8; tp as in linear().
 
     On a CPU decoding is bound by reading the weights, and XLA:CPU has fast integer matmuls, so up to 64 rows of x (32
-    where values are int8) are quantized as well, each with one scale: to int16, because in int8 a few large activations
-    would cost the others their precision (docs/performance.md#what-int8-costs). More rows, and other devices, convert
-    the weights instead."""
+    where values are int8) are quantized as well, each with one scale: to int16, because int8 costs precision
+    (docs/lab_log.md#int8-matmuls). More rows, and other devices, convert the weights instead."""
     def in_integers(x_RxI, w_OxI):
         R, I = x_RxI.shape
         if R > (64 if w_OxI.dtype == jnp.uint8 else 32):

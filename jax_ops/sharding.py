@@ -60,8 +60,7 @@ def shard(x, *spec):
 
 
 def position_axes(n_positions, *axes):
-    """Those of `axes` over which n_positions are sharded on the current mesh: the last ones are dropped until they
-    divide."""
+    """Those of `axes` over which n_positions are sharded on the mesh: from the last, dropped until they divide."""
     mesh = current_mesh()
     while axes and (mesh is None or n_positions % math.prod(mesh.shape[axis] for axis in axes)):
         axes = axes[:-1]
@@ -81,8 +80,7 @@ def gather_positions(x):
 
 
 def batch_axes(n_rows):
-    """The axes of the current mesh over which n_rows rows are sharded: BATCH, or () if they do not divide or there is
-    no mesh."""
+    """The axes over which n_rows rows are sharded: BATCH, or () if they do not divide or there is no mesh."""
     mesh = current_mesh()
     return () if not mesh or n_rows % math.prod(mesh.shape[axis] for axis in BATCH) else BATCH
 

@@ -63,8 +63,7 @@ def lookup_range(rows_VxD, idx, start):
 def lm_logits(x_BxTxD, table_VxD, cap=0.0, *, training=False):
     """soft_cap(x @ table.T, cap) -> float32 [B, T, V]. On a mesh each device keeps the logits of its vocabulary range.
 
-    training: use matmul(), whose own gradients and transposed bfloat16 table pay for many tokens; without it the table
-    is read in place, which suits decoding."""
+    training: use matmul(), which pays for many tokens; without it the table is read in place, which suits decoding."""
     x_BxTxD = gather_positions(x_BxTxD)
     if isinstance(table_VxD, Int8):
         logits_BxTxV = matmul_int8(x_BxTxD, table_VxD.values, table_VxD.scale, COLUMN_PARALLEL)
@@ -84,8 +83,7 @@ def masked_cross_entropy(logits_BxTxV, targets_BxT):
 
 def map_sequence_chunks(f, chunk, *xs_BxT):
     """f(*xs) -> [B, T], computed for `chunk` of the T positions at a time and recomputed in the backward pass, so that
-    f's intermediate values exist for one chunk only. chunk divides T; 0 is all positions at once. On a mesh a chunk has
-    as many positions of each context rank."""
+    f's intermediate values exist for one chunk only. chunk divides T; 0 is all. Each context rank has a part of it."""
     B, T = xs_BxT[0].shape[:2]
     if not chunk or chunk >= T:
         return f(*xs_BxT)
@@ -144,8 +142,7 @@ class VocabParallelEmbedding(VocabParallel):
 
 class ParallelLMHead(VocabParallel):
     """Logits of x [B, T, D] by a table sharded over ranks, see VocabParallel. bias: adds a parameter `bias`, [n_rows]
-    or, in sharded_forward, [num_embeddings]. last_B: logits of position last_B[b] of each sequence only, [B, 1, ...],
-    which is all that a prefill needs."""
+    or, in sharded_forward, [num_embeddings]. last_B: logits of position last_B[b] of each sequence only."""
     bias: bool = False
 
     @nn.compact
