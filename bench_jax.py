@@ -96,7 +96,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_devices.parallel import choose_attention, setup_distributed_training, split_batch
 from jax_devices.plan import (
-    collective_table, data_sheet, link_seconds, memory_traffic, parse_hlo, peak_of, print_collectives, shard_bytes,
+    DATA_SHEETS, collective_table, memory_traffic, parse_hlo, peak_of, print_collectives, shard_bytes,
     topology_devices)
 from jax_devices.setup import (
     Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth, setup_jax_environment)
@@ -282,7 +282,7 @@ def compile_decode(devices):
 def bench_compile():
     """Compiles a step for the devices of --topology and prints its plan: ({name: value}, collectives). Of decoding,
     bytes and times are those of a step, the mean of max_new_tokens."""
-    limit, memory_speed, *_ = data_sheet(topology)
+    limit, memory_speed, link_speed, host_speed = DATA_SHEETS[topology.partition(':')[0]]
     is_decode = plan == 'decode'
     start = time.perf_counter()
     mesh, chosen, parts, program = compile_decode(plan_devices) if is_decode else compile_train_step(plan_devices)
@@ -303,7 +303,8 @@ def bench_compile():
     print_collectives(table)
     if not memory_speed:
         return results, table
-    memory, links = traffic / memory_speed, link_seconds(table, topology)
+    memory = traffic / memory_speed
+    links = sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
     results |= {'memory_bound_ms': memory * 1e3, 'link_bound_ms': links * 1e3}
     if is_decode:
         results['tokens_per_sec_at_most'] = batch_size / max(memory, links)

@@ -137,9 +137,8 @@ def cache_entry_shapes(config):
 
 
 def count_slots(config, layer_type, n_slots):
-    """Number of slots of a layer's KV cache: n_slots, at most its attention span. A ring (see update_ring_cache) of
-    2,048 slots or more has PIECE more, so that a piece of a prompt overwrites no key to which its own first tokens
-    attend; update_ring_cache would copy the ring for these."""
+    """Number of slots of a layer's KV cache: n_slots, at most its attention span. A ring of 2,048 slots or more has
+    PIECE more, or update_ring_cache would copy it for each piece of a prompt."""
     span = attention_span(config, layer_type)
     if has_ring_cache(config, layer_type) and n_slots >= span >= 2048:
         return span + PIECE
@@ -495,8 +494,7 @@ class PrefixCache:
         return caches, self.n_slots, n_common, n_draft
 
     def keep(self, state, n_slots, n_draft, max_cached):
-        """Takes the caches of a DecodeState, of n_slots and n_draft slots, which hold max_cached tokens of a row at
-        most."""
+        """Takes the caches of a DecodeState, of n_slots and n_draft slots, which hold max_cached tokens at most."""
         self.caches = ()
         if any(x.is_deleted() for x in jax.tree.leaves(state)):  # interrupted
             return

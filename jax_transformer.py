@@ -435,8 +435,7 @@ class GPT(nn.Module):
 
 
 def cross_entropy(logits_BxTxV, targets_BxT):
-    """-log softmax(logits)[target], [B, T]. Vocabulary-sharded logits stay sharded: XLA reduces maximum, sum and target
-    logit locally and all-reduces [B, T] numbers."""
+    """-log softmax(logits)[target], [B, T]. Of vocabulary-sharded logits XLA all-reduces [B, T] numbers."""
     with jax.named_scope('cross_entropy'):
         return jax.lax.platform_dependent(logits_BxTxV, targets_BxT, cuda=masked_cross_entropy,
                                           default=optax.softmax_cross_entropy_with_integer_labels)

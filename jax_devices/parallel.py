@@ -18,6 +18,7 @@ from jax_transformer import ATTENTION, span_limits
 # Blocks of this size and longer take chunked attention: on a CPU because it is faster (docs/performance.md), on GPUs
 # and TPUs without flash attention because the scores would take most of the memory (docs/parallelism.md#attention)
 CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
+global_max = jax.jit(jnp.max)  # of an array that is sharded over processes
 
 
 def choose_attention(attention, config, device, *, tensor=1, context=1, deterministic=False, packed=False):
@@ -194,13 +195,9 @@ class DataParallel:
         return jax.jit(step) if len(self.devices) == 1 else pmap_step(step, self.devices)
 
 
-global_max = jax.jit(jnp.max)
-
-
 @dataclasses.dataclass(frozen=True)
 class MeshParallel(DataParallel):
-    """jit over a mesh: parameters and optimizer state are sharded by PARTITION_RULES, sequences over the axes
-    BATCH. XLA's SPMD partitioner inserts the collectives."""
+    """jit over a mesh: parameters and optimizer state are sharded by PARTITION_RULES, sequences over BATCH."""
     fsdp: int = 1
     tensor: int = 1
     expert: int = 1

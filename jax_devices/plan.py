@@ -14,7 +14,8 @@ from jax_flags import UserError
 
 # Data sheets, per device: usable memory in bytes; bytes/s to memory, to devices of the host (NVLink, or all links of a
 # TPU) and to other hosts
-DATA_SHEETS = {'h100': (84.9e9, 3350e9, 450e9, 50e9), 'v5e': (15.75 * 2**30, 819e9, 200e9, 200e9)}
+DATA_SHEETS = {'h100': (84.9e9, 3350e9, 450e9, 50e9), 'v5e': (15.75 * 2**30, 819e9, 200e9, 200e9),
+               'cpu': (math.inf, None, None, None)}
 # Target of XLA's CUDA compiler
 H100 = '''gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
     shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -32,7 +33,7 @@ def topology_devices(topology):
     """Devices to compile for: 'v5e:4x4' (a slice of TPUs), 'h100:2x8' (hosts x GPUs) or 'cpu:1x8' (the CPU devices of
     this process). Raises UserError if the compiler is not installed."""
     kind, _, shape = topology.partition(':')
-    if kind not in ('v5e', 'h100', 'cpu') or not all(size.isdigit() for size in shape.split('x')):
+    if kind not in DATA_SHEETS or not all(size.isdigit() for size in shape.split('x')):
         raise UserError(f'topology must be like v5e:4x4 (a TPU slice) or h100:2x8 (hosts x GPUs), not {topology!r}')
     if kind == 'cpu':
         return tuple(jax.devices('cpu')[:math.prod(map(int, shape.split('x')))])
@@ -138,14 +139,6 @@ def replica_group(rest, n_devices):
     return np.array(listed[1].split(','), int) if listed else np.arange(n_devices)
 
 
-def group_of(rest, mesh):
-    """(axis names, devices of one group) of a collective."""
-    group = replica_group(rest, mesh.devices.size)
-    places = np.unravel_index(group, mesh.devices.shape)
-    axes = [axis for axis, place in zip(mesh.axis_names, places) if len(set(place)) > 1]
-    return '+'.join(axes) or '-', mesh.devices.ravel()[group]
-
-
 def collectives_in(computations):
     """[(kind, shapes of the result, attributes, times executed, exposed)] of the collectives of a compiled step.
     Exposed: XLA's schedule has no computation between the start and the end."""
@@ -184,8 +177,10 @@ def collective_table(computations, mesh, n_steps=1):
     rings, by kind, axes and dtype; how many bytes of it are exposed; whether a group spans hosts."""
     table = {}
     for kind, shapes, rest, times, exposed in collectives_in(computations):
-        axis, group = group_of(rest, mesh)
+        group = replica_group(rest, mesh.devices.size)
         n = len(group)
+        places = np.unravel_index(group, mesh.devices.shape)
+        axis = '+'.join(name for name, place in zip(mesh.axis_names, places) if len(set(place)) > 1) or '-'
         times /= n_steps
         size = bytes_of(shapes)
         if kind == 'reduce-scatter' and 'dimensions=' in rest:  # not in the all-reduce that a TPU's fusion wraps
@@ -194,7 +189,7 @@ def collective_table(computations, mesh, n_steps=1):
         dtypes = '+'.join(sorted(set(re.findall(r'(\w+)\[', shapes))))
         row = table.setdefault((kind, axis, dtypes), dict(
             kind=kind, axis=axis, n=n, dtype=dtypes, count=0, bytes=0, exposed=0,
-            hosts=len({device.process_index for device in group}) > 1))
+            hosts=len({device.process_index for device in mesh.devices.ravel()[group]}) > 1))
         row['count'] += times * len(re.findall(r'\w+\[', shapes))
         row['bytes'] += sent
         row['exposed'] += sent * exposed
@@ -226,17 +221,6 @@ def peak_of(program):
     memory = program.memory_analysis()
     unaliased = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return max(memory.peak_memory_in_bytes, unaliased + memory.temp_size_in_bytes)
-
-
-def data_sheet(topology):
-    """The row of DATA_SHEETS of a topology; no limit and no speeds for CPUs."""
-    return DATA_SHEETS.get(topology.partition(':')[0], (math.inf, None, None, None))
-
-
-def link_seconds(table, topology):
-    """Seconds that the links take for what a device sends, given its collective_table."""
-    _, _, link_speed, host_speed = data_sheet(topology)
-    return sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
 
 
 def print_collectives(table):

@@ -198,8 +198,7 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
     sequence, so that the probabilities stay in its L2 cache, elsewhere 512 of all sequences. Probabilities are never
     stored, but recomputed in the backward pass (docs/lab_log.md#chunked-attention). first_group: the number of this
     device's first key head, for the dropout masks. n_positions: length of the sequence, if these are not all of its
-    positions; then first and first_key are the positions of the first query and key. With jit layers share one
-    trace."""
+    positions; first and first_key: then the positions of the first query and key. With jit, layers share a trace."""
     B, T, H, K = q_BxTxHxK.shape
     in_pieces = n_positions is not None
     n_positions = n_positions or T

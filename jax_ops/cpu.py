@@ -92,8 +92,7 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     """x @ w.T -> float32 [1, O] of bfloat16 arrays, one row of x: twice as fast (docs/lab_log.md#bfloat16-rows).
 
     The loop is shaped for XLA:CPU: 32 sums side by side fill vector registers; at most 20 terms each, or LLVM does not
-    unroll them; two halves of the rows in one reduction, because a reduction of one operand is compiled as a library
-    call, which is slower, and because two streams are prefetched faster than one; a matmul with ones adds up the 32."""
+    unroll them; two halves of the rows in one reduction, or it is a slow library call; then a matmul with ones."""
     O, I = w_OxI.shape
     n_pairs, terms = O // 2, bfloat16_lane_terms(I)
     n_blocks = I // (32 * terms)

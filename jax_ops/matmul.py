@@ -129,8 +129,7 @@ class Transposed(struct.PyTreeNode):
 
 
 class LowRank(struct.PyTreeNode):
-    """A frozen matrix [I, O] and its update in training: base + scale * a @ b (LoRA, arXiv:2106.09685), with base an
-    array or Int8, a [I, r], b [r, O] and a scalar scale."""
+    """A frozen matrix [I, O], an array or Int8, and its update by LoRA, base + scale * a @ b; a [I, r], b [r, O]."""
     base: Any
     a: jax.Array
     b: jax.Array
@@ -185,8 +184,7 @@ def fused_linear(x, kernel, bias, widths):
 
 
 def order_by_rank(x, widths, n_ranks):
-    """x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...], n_ranks parts of whole
-    heads."""
+    """x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...]: n_ranks parts, whole heads."""
     parts = [part.reshape(*x.shape[:-1], n_ranks, -1) for part in jnp.split(x, np.cumsum(widths)[:-1], axis=-1)]
     return jnp.concatenate(parts, axis=-1).reshape(x.shape)
 

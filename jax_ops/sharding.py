@@ -13,9 +13,7 @@ BATCH = ('data', 'fsdp', 'expert')
 EXPERTS = ('expert', 'tensor')
 
 # How each parameter (and its optimizer state) is stored, by the end of its path; parameters not listed are replicated.
-# c_attn stores [q | k | v], so column shards would not align with heads. It is stored row-sharded and all-gathered per
-# use: 3 D^2 / tensor elements, less than moving q, k and v (3 B T D / tensor) whenever there are more tokens than
-# channels.
+# c_attn stores [q | k | v], so column shards would not align with heads: see docs/parallelism.md#partition-rules.
 PARTITION_RULES = (
     ('(wte|lm_head)', Spec('tensor', 'fsdp')),
     ('wpe', Spec(None, 'fsdp')),
