@@ -103,12 +103,12 @@ from jax_devices.setup import (
 from jax_files.data import get_windows, load_dataset
 from jax_generate import (
     DecodeState, Sampling, bytes_read_per_step, cast_matrices, choose_slots, convert_params_for_decoding,
-    generate_stream, init_cache, order_columns_by_rank, params_read_per_step, quantize_params, step_cached)
+    generate_stream, init_cache, order_columns_by_rank, quantize_params, step_cached)
 from jax_ops.sharding import BATCH
 from jax_text import load
 from jax_train_utils import (
     config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule, make_train_step)
-from jax_transformer import count_params, create_train_state, estimate_mfu
+from jax_transformer import count_params, create_train_state, estimate_mfu, without_tables
 
 devices, dtype, reason = setup_jax_environment(device, dtype)
 if mode == 'compile' and 'dtype' not in given:
@@ -294,7 +294,7 @@ def bench_compile():
         'sent_gb': sum(row['bytes'] for row in table) / 1e9, 'exposed_gb': sum(row['exposed'] for row in table) / 1e9,
         'compile_s': time.perf_counter() - start}
     if is_decode:
-        traffic = shard_bytes(params_read_per_step(parts['parameters'])) + shard_bytes(parts['cache'])
+        traffic = shard_bytes(without_tables(parts['parameters'])) + shard_bytes(parts['cache'])
     else:
         traffic = memory_traffic(computations)
         results['n_params'] = count_params(parts['parameters'], non_embedding=False)

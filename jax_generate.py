@@ -1,8 +1,6 @@
 """Generation: prompt ids to new ids, by prefill and decode with a KV cache, sampling, speculative decoding, streaming.
 
-`generate` returns all tokens, `generate_stream` yields while they are made; jax_text.py does both for texts. The slot
-of a token in the KV cache follows from its position (see jax_transformer.py): prompts of different lengths and rejected
-drafts need no bookkeeping.
+`generate` returns all tokens, `generate_stream` yields while they are made; jax_text.py does both for texts.
 
 Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J the number of drafts.
 """
@@ -19,7 +17,7 @@ from jax_flags import UserError, ceil_div, check_choice, check_sampling
 from jax_ops.cpu import STORED_AS, as_uint8, cpu_multiplies_uint8
 from jax_ops.matmul import Int8, Transposed, order_by_rank, quantize
 from jax_ops.sharding import current_mesh, shard
-from jax_transformer import CACHE_DTYPES, GPT, PAD, Block, attention_span, has_ring_cache
+from jax_transformer import CACHE_DTYPES, GPT, PAD, Block, attention_span, has_ring_cache, without_tables
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
 MAX_DRAFT = 16
@@ -118,15 +116,9 @@ def order_kernel(kernel, widths, n_ranks):
     return Transposed(shard(order(kernel).T, 'tensor', None), n_ranks)
 
 
-def params_read_per_step(params):
-    """The parameters that a decode step reads: all but the tables, of which it reads a row each. Overcounts experts."""
-    tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)
-    return {name: part for name, part in params.items() if name not in tables}
-
-
 def bytes_read_per_step(params):
-    """Bytes of params_read_per_step."""
-    return sum(x.nbytes for x in jax.tree.leaves(params_read_per_step(params)))
+    """Bytes of the parameters that a decode step reads: of tables it is a row each, left out. Overcounts experts."""
+    return sum(x.nbytes for x in jax.tree.leaves(without_tables(params)))
 
 
 def cache_entry_shapes(config):

@@ -603,10 +603,8 @@ BLOCK_NORM_NAMES = {
 
 
 def deinterleave_rope(n_rows, head_width, rope_width):
-    """The numbers of the rows of a matrix [heads * head_width, in], the last rope_width of each head in the order of
-    apply_rope().
-
-    On disk RoPE rotates rows (2j, 2j + 1). apply_rope() expects the first rows of all pairs, then the second ones."""
+    """The numbers of the rows of a matrix [heads * head_width, in]. Of each head the last rope_width, which are pairs
+    (2j, 2j + 1) on disk, are in the order of apply_rope(): the first rows of all pairs, then the second ones."""
     heads = np.arange(n_rows).reshape(-1, head_width)
     nope = heads[:, :head_width - rope_width]
     rope = heads[:, head_width - rope_width:]

@@ -462,11 +462,15 @@ def initial_loss_scale(dtype):
     return {'scale': jnp.float32(2**16), 'good_steps': jnp.int32(0)} if dtype == 'float16' else None
 
 
-def count_params(params, non_embedding=True):
-    """Number of parameters. non_embedding leaves out the position table, as nanoGPT, and wte if there is lm_head."""
+def without_tables(params):
+    """The parameters by which activations are multiplied: all but wpe, and wte if lm_head is a matrix of its own."""
     tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)
-    counted = {name: part for name, part in params.items() if not non_embedding or name not in tables}
-    return sum(x.size for x in jax.tree.leaves(counted))
+    return {name: part for name, part in params.items() if name not in tables}
+
+
+def count_params(params, non_embedding=True):
+    """Number of parameters; non_embedding: of those without_tables, as in nanoGPT."""
+    return sum(x.size for x in jax.tree.leaves(without_tables(params) if non_embedding else params))
 
 
 def estimate_mfu(n_params, config, tokens_per_sec, peak_flops, n_frozen=0):
