@@ -315,8 +315,8 @@ def counted_share(mask, block_size, n_rows, split):
 # pairs of answers, for DPO
 
 class Pairs:
-    """The pairs of a split that fit in rows of block_size positions: conversation 2 i has the answer that was chosen, 2
-    i + 1 the one that was rejected. Rows 2 p and 2 p + 1 of an iteration are a pair, padded at their ends.
+    """The pairs of a split that fit in rows of block_size positions. Conversations 2 i and 2 i + 1 are the same prompt
+    with the chosen and the rejected answer. Rows 2 p and 2 p + 1 of an iteration are a pair, padded at their ends.
 
     ends: where each conversation ends in the tokens. mask: 1 for the answers. length_normalized: a token weighs
     1 / number of tokens of its answer, not 1. Raises UserError if no pair fits."""

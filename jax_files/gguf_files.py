@@ -127,7 +127,7 @@ def tensor_type(name, shape, dtype, types):
 
 
 def add_tokenizer(writer, tokenizer, vocab_size):
-    """Tokens, merges, end tokens and chat template. Characters are one of RWKV, which needs no end token."""
+    """Tokens, merges, end tokens and chat template. Characters are written as RWKV's, which needs no end token."""
     if hasattr(tokenizer, 'chars'):
         texts = [c if c.isprintable() and c != '\\' else ''.join(f'\\x{byte:02x}' for byte in c.encode())
                  for c in tokenizer.chars]

@@ -173,7 +173,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def compiled_template(self):
-        """The folder's chat template. What is in {% generation %} ... {% endgeneration %} comes between MARKS."""
+        """The folder's chat template. What {% generation %} ... {% endgeneration %} marks is rendered between MARKS."""
         import jinja2.ext
         import jinja2.sandbox
 
@@ -292,8 +292,8 @@ def strip_partial_utf8(text):
 
 
 def load_tokenizer(description):
-    """The tokenizer, as CharTokenizer, of a description {'kind': 'char', 'chars': ...}, {'kind': 'gpt2'} or {'kind':
-    'folder', 'path': ...}. Raises UserError for any other."""
+    """The tokenizer, an object like CharTokenizer, of a description {'kind': 'char', 'chars': ...}, {'kind': 'gpt2'} or
+    {'kind': 'folder', 'path': ...}. Raises UserError for any other."""
     kind = description.get('kind')
     if kind == 'char':
         return CharTokenizer(description['chars'])

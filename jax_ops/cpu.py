@@ -184,7 +184,7 @@ def held_dtype(cache):
 
 
 def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
-    """cache.at[b, :, slot].set(x), in the dtype that the cache holds; slots out of range are ignored. K may follow.
+    """cache.at[b, :, slot].set(x), in the dtype that the cache holds; slots out of range are ignored; K may follow.
 
     Each head is indexed, too: otherwise XLA:TPU stores the cache with heads next to K, and copies all of it before and
     after a loop of decoding. XLA:CPU lowers a one-slot scatter to an update that is fused into every reader and copies

@@ -43,8 +43,8 @@ def matmul_f32_acc(x, y, dtype=None):
 def weight_grad(x, g, dtype):
     """x.T @ g for x [..., R, I] and g [..., R, O].
 
-    Transposes the activation x. JAX's rule transposes the cotangent g: slower on CPUs (docs/lab_log.md#matmul). In
-    bfloat16 a transpose is a copy: where that of g and the result is smaller, it is (g.T @ x).T."""
+    Transposes the activation x; JAX's rule transposes g, slower on CPUs (docs/lab_log.md#matmul). In bfloat16 a
+    transpose is a copy: if g and the result together are smaller than x, (g.T @ x).T is computed instead."""
     result_size = math.prod(x.shape[:-2]) * x.shape[-1] * g.shape[-1]
     if x.dtype == jnp.bfloat16 and x.size > g.size + result_size:
         return as_row_major(matmul_f32_acc(transpose_materialized(g), x, dtype)).swapaxes(-1, -2)
