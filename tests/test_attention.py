@@ -61,6 +61,7 @@ def test_chunked_attention_is_attention_in_every_family(family, dropout):
     assert_same_loss_and_gradients(loss_and_gradients(config), loss_and_gradients(chunked), 2e-5)
 
 
+@pytest.mark.slow
 def test_attention_in_chunks_is_traced_once_for_all_layers_of_a_kind(monkeypatch):
     traced = []
 

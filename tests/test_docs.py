@@ -72,6 +72,7 @@ SNIPPETS = [pytest.param(code, id=f'{path.stem}-{number}') for path in DOCUMENTS
             enumerate(split_code(path.read_text(encoding='utf-8'))[1]) if info == 'python']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('code', SNIPPETS)
 def test_every_snippet_of_python_runs_or_says_that_it_is_not_run(code, folder_with_a_run, monkeypatch):
     if re.match(r'# .*\bnot run$', code.partition('\n')[0]):

@@ -223,6 +223,7 @@ def requests(*args):
     return [types.SimpleNamespace(args=arg) for arg in args]
 
 
+@pytest.mark.slow
 def test_loglikelihood_is_of_the_continuation_and_in_the_order_of_the_requests(lm, model):
     pairs = [(context, continuation) for continuation in (' fox', ' d', ' lazy dog') for context in CONTEXTS]
     pairs += [('', 'the fox'), pairs[0]]
@@ -244,6 +245,7 @@ def test_loglikelihood_rolling_is_of_the_whole_text(classes, run, model):
     assert lm.loglikelihood_rolling(requests(*[(text,) for text in texts])) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_generate_until_is_what_follows_each_context_alone(lm, model):
     options = [{'until': ['r', 'w'], 'max_gen_toks': 12}, {'until': ['zz', 'o'], 'max_gen_toks': 9, 'do_sample': False},
                {'max_gen_toks': 5, 'temperature': 0.7, 'do_sample': True},

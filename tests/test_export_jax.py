@@ -23,6 +23,7 @@ def test_an_exported_model_gives_the_same_samples(qwen, dataset, tmp_path):
     assert samples_of(exported) == samples_of(sample(qwen, *flags))
 
 
+@pytest.mark.slow
 def test_export_writes_a_folder_that_needs_nothing_else(finished, tmp_path):
     out, _ = finished
     flags = ['--num_samples=2', '--max_new_tokens=10', '--start=the ']
@@ -63,6 +64,7 @@ def read_card(folder):
     return card.data.to_dict(), card.text
 
 
+@pytest.mark.slow
 def test_the_card_of_a_run_has_its_data_recipe_and_figures(qwen, tmp_path):
     succeeded(run_script('export_jax.py', f'--out_dir={qwen}', f'--folder={tmp_path / "my-model"}', '--dtype=bfloat16'))
     data, text = read_card(tmp_path / 'my-model')
@@ -90,6 +92,7 @@ def test_the_card_of_a_converted_chat_model_says_so(speaking, tmp_path):
     assert 'python export_jax.py --init_from=my-chat --gguf=my-chat.gguf' in text
 
 
+@pytest.mark.slow
 def test_the_card_of_a_model_trained_further_names_its_base_on_the_hub(tuned, tmp_path):
     _, out = tuned
     for base, named in (('owner/base-1B', 'owner/base-1B'), (str(tmp_path), None)):

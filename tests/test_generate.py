@@ -232,6 +232,7 @@ def test_a_text_that_leaves_the_kept_one_in_the_middle_is_computed_right(window,
     np.testing.assert_array_equal(result.tokens, last_result(config, other, 6).tokens)
 
 
+@pytest.mark.slow
 def test_an_interrupted_text_leaves_a_cache_that_can_be_used(prefilled):
     config = dataclasses.replace(ROPE, block_size=64)
     prefix_cache = PrefixCache()

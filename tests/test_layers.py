@@ -33,6 +33,7 @@ def test_scanned_layers_drop_and_recompute_the_same_elements():
     assert_same_loss_and_gradients(loss_and_gradients(dropping), loss_and_gradients(recomputing), 1e-4)
 
 
+@pytest.mark.slow
 def test_scanned_layers_are_compiled_once_for_any_depth():
     def n_matmuls(n_layer, *, scan_layers):
         config = dataclasses.replace(LONG_BLOCK, n_layer=n_layer, scan_layers=scan_layers)

@@ -194,6 +194,7 @@ def test_log_probabilities_are_those_of_the_uncached_model_in_any_batch(name):
                 np.testing.assert_allclose(logprobs, row_expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_token_is_likeliest_if_greedy_sampling_generates_it():
     params = convert_params_for_decoding(dict(random_params(TINY)), 'float32')
     ids = generate(params, TINY, np.array([[3, 4]]), 8, rng=jax.random.key(0), temperature=0)[0].tolist()

@@ -207,6 +207,7 @@ def mixture(dataset, tmp_path_factory):
     return f'--dataset={dataset}:0.75,{other}:0.25'
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mixture_reports_each_set_and_resumes_with_the_same_bits(flags, mixture, dataset, tmp_path):
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
     out = succeeded(train(whole, *flags, mixture)).stdout
@@ -244,6 +245,7 @@ def timed(flags, tmp_path_factory):
     return out, succeeded(train(out, *flags, *MINUTES)).stdout
 
 
+@pytest.mark.slow
 def test_a_run_of_minutes_fixes_its_iterations_and_completes_its_schedule(timed):
     out, said = timed
     n, measured = map(int, re.search(r'^minutes=0.1: max_iters=(\d+), also lr_decay_iters \((\d+) iterations took '
@@ -263,6 +265,7 @@ def test_a_run_of_minutes_fixes_its_iterations_and_completes_its_schedule(timed)
                                atol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_run_of_minutes_resumes_with_the_same_bits_and_does_not_measure_again(timed, flags, tmp_path):
     whole, _ = timed
     part = copy_folder(whole, tmp_path)
@@ -279,6 +282,7 @@ def test_a_run_of_minutes_resumes_with_the_same_bits_and_does_not_measure_again(
     assert_refused(train(part, *RESUME, '--minutes=0.2'), 'minutes is for a new run; .*max_iters=')
 
 
+@pytest.mark.slow
 def test_a_run_of_minutes_that_is_stopped_before_it_knows_its_length_measures_when_it_is_resumed(flags, tmp_path):
     slow = [*flags, *MINUTES, '--minutes=30', '--save_interval=0']  # measures for 90 s
     process = start_training(tmp_path, *slow)
