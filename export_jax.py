@@ -65,8 +65,8 @@ def model_card(family, name):
     to_gguf = f'export_jax.py --init_from={name} --gguf={name}.gguf' if family in ARCHITECTURES else (
         f'convert_hf_to_gguf.py {name} --outfile {name}.gguf')
     card = (Path(__file__).parent / 'jax_files' / 'model_card.md').read_text(encoding='utf-8')
-    return card.format(family=family, base=base, name=name, n_params=count_params(params, non_embedding=False),
-                       dtype=dtype, config=config, origin=origin, to_gguf=to_gguf,
+    return card.format(family=family, base=base, name=name, dtype=dtype, config=config, origin=origin, to_gguf=to_gguf,
+                       n_params=count_params(params, non_embedding=False), n_new=min(50, config.block_size // 2),
                        prompt="[{'role': 'user', 'content': 'Hello'}]" if is_chat else "'Once upon a time'")
 
 
