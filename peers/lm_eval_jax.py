@@ -1,6 +1,6 @@
 """Our models for EleutherAI's lm-eval, where it is installed (pip install lm_eval): every task that it knows.
 
-$ python peers/lm_eval_jax.py run --model jax --model_args source=out-mine,device=cpu --tasks arc_easy --batch_size 16
+$ python peers/lm_eval_jax.py run --model jax --model_args source=out-mine --device cpu --tasks arc_easy --batch_size 16
 """
 import sys
 from pathlib import Path
