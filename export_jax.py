@@ -42,9 +42,8 @@ from jax_pretrained import load_pretrained, save_pretrained
 from jax_transformer import count_params
 
 RECIPE = ('init_from', 'max_iters', 'gradient_accumulation_steps', 'batch_size', 'block_size', 'optimizer', 'dtype',
-          'learning_rate', 'embedding_lr', 'min_lr', 'lr_schedule', 'warmup_iters', 'lr_decay_iters', 'weight_decay',
-          'beta1', 'beta2', 'grad_clip', 'dropout', 'lora_rank', 'lora_alpha', 'quantize', 'beta', 'length_normalized',
-          'seed')
+          'learning_rate', 'min_lr', 'lr_schedule', 'warmup_iters', 'lr_decay_iters', 'weight_decay', 'beta1', 'beta2',
+          'grad_clip', 'dropout', 'lora_rank', 'lora_alpha', 'quantize', 'beta', 'length_normalized', 'seed')
 
 
 def model_card(family, name):

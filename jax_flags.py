@@ -169,8 +169,8 @@ RANGES = {  # of training flags: (the lowest value, what the value is below)
     **dict.fromkeys(('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
                      'block_size', 'keep'), (1, math.inf)),
     **dict.fromkeys(('max_iters', 'minutes', 'save_interval', 'warmup_iters', 'learning_rate', 'min_lr', 'weight_decay',
-                     'embedding_lr', 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert',
-                     'window'), (0, math.inf)),
+                     'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'),
+                    (0, math.inf)),
     'seed': (0, 2**32), 'beta1': (0, 1), 'beta2': (0, 1)}
 
 
@@ -193,9 +193,8 @@ def check_flags(flags):
         raise UserError(f"beta must be above 0, not {flags['beta']}")
     if flags['lora_rank'] and flags['zero']:
         raise UserError('zero shards what is trained, and the updates of LoRA are small: leave zero at 0')
-    if flags['lora_rank'] and (flags['optimizer'] == 'muon' or flags['embedding_lr'] != 1):
-        raise UserError('muon and embedding_lr are for whole matrices, and LoRA trains updates of them: leave '
-                        'optimizer at adamw, embedding_lr at 1')
+    if flags['lora_rank'] and flags['optimizer'] == 'muon':
+        raise UserError('muon is for whole matrices, and LoRA trains updates of them: leave optimizer at adamw')
     if flags['base'] and flags['init_from'] not in ('resume', 'auto'):
         raise UserError('base is for a LoRA run that is resumed, sampled or exported; a new run takes init_from')
     if flags['lora_rank'] and flags['init_from'] == 'scratch':

@@ -207,26 +207,18 @@ def optimizer_of(path, p):
     return 'muon' if path[-1].key == 'kernel' and path[-2].key != 'router' else 'adamw'
 
 
-def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw',
-                                   embedding_lr=1.0):
+def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
     """AdamW (arXiv:1711.05101) with weight decay where is_decayed says so. 'muon' updates every `kernel` of the blocks
     except the router's, each expert's by itself, with Muon instead (see orthogonalize), at AdamW's learning rate and
-    weight decay. embedding_lr: the token embedding's updates count that many times. Clipping is separate:
-    clip_gradients. Raises UserError for any other optimizer."""
+    weight decay. Clipping is separate: clip_gradients. Raises UserError for any other optimizer."""
     check_choice('optimizer', optimizer, ('adamw', 'muon'))
     adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
                         mask=lambda params: jax.tree.map_with_path(is_decayed, params))
+    if optimizer == 'adamw':
+        return adamw
     muon = optax.chain(optax.trace(0.95, nesterov=True), orthogonalize, optax.add_decayed_weights(weight_decay),
                        optax.scale_by_learning_rate(schedule))
-    tx = adamw if optimizer == 'adamw' else optax.partition(
-        {'muon': muon, 'adamw': adamw}, lambda params: jax.tree.map_with_path(optimizer_of, params))
-
-    def update(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        scale = lambda path, u: embedding_lr * u if path[-1].key == 'wte' else u
-        return jax.tree.map_with_path(scale, updates), state
-
-    return tx if embedding_lr == 1 else optax.GradientTransformation(tx.init, update)
+    return optax.partition({'muon': muon, 'adamw': adamw}, lambda params: jax.tree.map_with_path(optimizer_of, params))
 
 
 def optimizer_from_flags(flags):
@@ -241,7 +233,7 @@ def optimizer_from_flags(flags):
     lrs = np.asarray(jax.vmap(schedule)(np.arange(n)), np.float32) if flags['minutes'] else None
     return schedule, lrs, create_optimizer_with_schedule(
         (lambda step: 1.0) if flags['minutes'] else schedule,
-        **{name: flags[name] for name in ('beta1', 'beta2', 'weight_decay', 'optimizer', 'embedding_lr')})
+        **{name: flags[name] for name in ('beta1', 'beta2', 'weight_decay', 'optimizer')})
 
 
 def clip_gradients(grads, max_norm):

@@ -67,7 +67,6 @@ length_normalized = False # compare log probabilities per token of an answer, no
 # optimizer
 optimizer = 'adamw' # or 'muon', for the blocks' matrices: often as good in half of the iterations
 learning_rate = 6e-4 # the highest, reached after warmup_iters
-embedding_lr = 1.0 # the token embedding's learning rate, in multiples of learning_rate
 max_iters = 600000 # total number of updates
 minutes = 0.0 # end after this long, all included: sets max_iters and lr_decay_iters by the measured speed; 0 is off
 weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms

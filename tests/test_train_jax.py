@@ -52,7 +52,7 @@ def test_every_knob_is_live(script):
         used |= {*MODEL_FLAGS, 'dropout', 'expert_balance'}
     if 'optimizer_from_flags' in used:
         used |= {'learning_rate', 'lr_schedule', 'decay_lr', 'warmup_iters', 'lr_decay_iters', 'min_lr', 'optimizer',
-                 'beta1', 'beta2', 'weight_decay', 'embedding_lr'}
+                 'beta1', 'beta2', 'weight_decay'}
     knobs = config_block(ROOT / script)
     assert len(knobs) > 10
     assert not knobs.keys() - used

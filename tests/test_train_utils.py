@@ -113,19 +113,6 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(config):
         create_optimizer_with_schedule(lambda step: 0.1, optimizer='sgd')
 
 
-@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
-def test_embedding_lr_multiplies_the_updates_of_the_token_embedding_alone(optimizer):
-    def state(embedding_lr):
-        tx = create_optimizer_with_schedule(lambda step: 0.1, optimizer=optimizer, embedding_lr=embedding_lr)
-        return create_train_state(jax.random.key(0), TINY, tx)
-
-    one, three = state(1.0), state(3.0)
-    grads = jax.tree.map(jnp.sin, one.params)
-    (updates, kept), (tripled, kept_too) = (s.tx.update(grads, s.opt_state, s.params) for s in (one, three))
-    updates['wte'] *= 3
-    jax.tree.map(np.testing.assert_array_equal, (tripled, kept_too), (updates, kept))  # a resumed run may change it
-
-
 def test_the_steps_of_muon_bring_singular_values_to_between_0_8_and_1_2():
     values = np.geomspace(0.003, 1, 10_000)
     for a, b, c in POLAR_EXPRESS:
