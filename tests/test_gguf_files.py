@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jax_files.gguf_files import read_bpe
 from jax_files.tokenizers import CharTokenizer, HFTokenizer
 from jax_files.weight_files import local_path
 from jax_flags import UserError
@@ -59,6 +60,13 @@ def test_q8_0_is_within_one_part_in_127_of_the_largest_of_its_block(tmp_path):
     error = np.abs(tensors['blk.0.ffn_gate.weight'] - want).reshape(-1, 32).max(1)
     assert (0 < error).any() and (error <= np.abs(want).reshape(-1, 32).max(1) / 127).all()
     assert tensors['blk.0.attn_norm.weight'].dtype == np.float32
+
+
+def test_a_vocabulary_that_prepare_has_learned_is_split_by_llama_cpp_too(tmp_path):
+    (tmp_path / 'a.txt').write_text('def add(a, b):\n    return a + b  # 123 \'s\n' * 40)
+    succeeded(prepare('text', tmp_path / 'a.txt', '--tokenizer=bpe:300', '--out_dir', tmp_path / 'data'))
+    tokenizer = HFTokenizer(tmp_path / 'data' / 'tokenizer')
+    assert read_bpe(tokenizer)[3] == 'qwen2'
 
 
 def test_a_gguf_file_has_the_chat_template_and_the_end_tokens(speaking, tmp_path):
