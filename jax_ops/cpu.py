@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as Spec
 
 from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, current_mesh
@@ -13,7 +12,11 @@ from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, current_mesh
 
 def as_row_major(x):
     """x. On a CPU, XLA is told to lay it out row-major at this point; on a mesh it could not partition that."""
-    row_major = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    try:
+        from jax.experimental.layout import Layout, with_layout_constraint
+        row_major = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    except ImportError:  # only slower
+        return x
     return x if current_mesh() else jax.lax.platform_dependent(x, cpu=row_major, default=lambda x: x)
 
 
