@@ -165,8 +165,7 @@ def bench_decode():
     if prompt_len + max_new_tokens > config.block_size:
         raise UserError(f'prompt_len + max_new_tokens must be at most block_size={config.block_size}')
     prompts = make_prompts(config.vocab_size)
-    calls = []  # (prefill lap, decode lap)
-    bandwidths = []
+    calls, bandwidths = [], []  # (prefill lap, decode lap), GB/s
     for _ in range(repeats + 1):  # the first one compiles
         clock.lap()
         laps = []

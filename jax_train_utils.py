@@ -411,8 +411,7 @@ def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_
     vocab_size: of the data set. Raises UserError for a token id that is not below it.
     token_bytes: of each id; 'train_bpb' and 'val_bpb' are then bits per byte of the tokens that count and have bytes.
     stop_signal(): a number, the same in all processes; None is returned as soon as it is not 0."""
-    losses = {}
-    stop = 0
+    losses, stop = {}, 0
     per_call = batch_size * parallel.n_data_shards
     for split, tokens in splits.items():
         n_rows = eval_iters * batch_size
