@@ -4,9 +4,9 @@ References:
 1) transformers: https://github.com/huggingface/transformers/tree/main/src/transformers/models
 2) nanoGPT's model: https://github.com/karpathy/nanoGPT/blob/master/model.py
 
-A family of models is two things: a function from its config.json to the fields of GPTConfig (FAMILIES), and a table
-from our parameters to its tensors on disk, {parameter path: [TensorMap]} (LAYOUTS). Loading and saving use the same
-table, and the config.json that was read is written back.
+A family of models is two things: a function from its config.json to the fields of GPTConfig (FAMILIES), and how its
+tensors on disk differ from Llama's (LAYOUTS), of which family_tensor_maps makes a table {parameter path: [TensorMap]}.
+Loading and saving use the same table, and the config.json that was read is written back.
 """
 import dataclasses
 import functools

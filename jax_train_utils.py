@@ -41,7 +41,7 @@ NOT_RESUMED = ('device', 'overwrite', 'eval_only', 'out_dir', 'coordinator_addre
 
 
 def merge_resumed_flags(flags, given, saved):
-    """The flags of a resumed run: those `saved` in its checkpoint, overridden by those `given` now.
+    """The flags of a resumed run: those `saved` in its checkpoint, overridden by those `given` now (see get_batch_jax).
 
     flags: what read_flags returned; used where the checkpoint has no value or one that is not resumed.
     Raises UserError if the given flags ask for another optimizer or architecture."""

@@ -256,7 +256,7 @@ class CausalSelfAttention(nn.Module):
 
         options = {'scale': cfg.attention_scale, 'cap': cfg.attention_cap, 'sinks_H': sinks_H,
                    'dropout_rate': cfg.dropout, 'key_B': dropout_keys(self, seq_id_B)}
-        # the first path is for training, see choose_attention; init has T = 1, which the kernels refuse
+        # in training jax_devices/parallel.py chooses the path; the kernels mask in jax_ops/attention.py. init has T = 1
         if is_default and cfg.attention != 'xla' and not self.is_initializing():
             y_BxTxHxK = fused_causal_attention(cfg.attention, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, start_BxT=start_BxT,
                                                **span_limits(cfg, self.layer_type), **options)

@@ -247,7 +247,7 @@ class MeshParallel(DataParallel):
 
     def train_step(self, step):
         def sharded_step(state, batch):
-            state, metrics = step(state, batch)
+            state, metrics = step(state, batch)  # with zero, the constraint all-gathers the parameters again
             return jax.lax.with_sharding_constraint(state, self.shardings(state)), jax.tree.map(shard, metrics)
         return jax.jit(self.on_mesh(sharded_step), donate_argnums=0)
 

@@ -52,8 +52,8 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
 
 @functools.cache
 def nt_uint8():
-    """The primitive x @ w.T of uint8 x and int8 w -> int32. CPUs have instructions for this pair (VNNI), which XLA:CPU
-    uses: int8 by int8 takes 1.4 to 2.6 times as long. JAX's own lowering converts operands of two dtypes to int32."""
+    """The primitive x @ w.T of uint8 x (weights, see nt_weights_left) and int8 w -> int32, by VNNI: int8 by int8 takes
+    1.4 to 2.6 times as long. JAX's own lowering converts operands of two dtypes to int32."""
     from jax.extend.core import Primitive
     from jax.extend.mlir import ir
     from jax.extend.mlir.dialects import stablehlo
@@ -152,7 +152,7 @@ def int16_levels(n):
 
 
 def multiply_integers(x_RxI, w_OxI):
-    """x @ w.T of int16 x and the values of an Int8, exact, then in float32."""
+    """x @ w.T of int16 x and the values of an Int8, exact, then in float32; called by matmul_int8 (matmul.py)."""
     multiply = nt_int16_row if len(x_RxI) == 1 and int16_lane_terms(x_RxI.shape[1]) else nt_int16
     y_RxO = multiply(x_RxI, w_OxI)
     if w_OxI.dtype == jnp.uint8:  # values + 128: int32 wraps around, and the difference is exact
