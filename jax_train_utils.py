@@ -41,9 +41,9 @@ NOT_RESUMED = ('device', 'overwrite', 'eval_only', 'out_dir', 'coordinator_addre
 
 
 def merge_resumed_flags(flags, given, saved):
-    """The flags of a resumed run: those `saved` in its checkpoint, overridden by those `given` now (see get_batch_jax).
+    """The flags of a resumed run: those `saved` in its checkpoint, overridden by those `given` now. Another batch_size
+    continues elsewhere in the data. flags: of read_flags, for what the checkpoint lacks or what is not resumed.
 
-    flags: what read_flags returned; used where the checkpoint has no value or one that is not resumed.
     Raises UserError if the given flags ask for another optimizer or architecture."""
     saved = {name: value for name, value in saved.items() if name in flags and name not in NOT_RESUMED}
     if given.get('minutes'):  # the command that started the run; what it has measured stays
