@@ -294,5 +294,5 @@ class Profile:
         if self.is_running and (is_end or iter_num == self.first + 3):
             jax.block_until_ready(state.params)
             jax.profiler.stop_trace()
-            self.bar.write(f'traced iterations {self.first} to {iter_num - 1} into {self.folder}')
+            self.bar.write(f'traced iterations {self.first} to {max(self.first, iter_num - 1)} into {self.folder}')
             self.is_running = False
