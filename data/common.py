@@ -100,11 +100,6 @@ def cut(blocks, size=2**20):
 TOKENIZER_HELP = ("char: a token per character; gpt2: GPT-2's BPE; bpe:4096: a BPE of 4,096 tokens, learned from the "
                   'train part; a Hugging Face folder or owner/name: its tokens')
 END = '<|endoftext|>'
-# A token of bpe:N is a part of one match: a word with the space before it, a digit, or punctuation with the newlines
-# after it. The pattern is Qwen2's, because llama.cpp splits by patterns that it knows only; one in which a newline
-# takes the indentation that follows has 4% (bpe:1024) to 6% (bpe:4096) fewer tokens of Python.
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
-         r'|\s+')
 
 
 class Vocabulary(NamedTuple):
@@ -139,11 +134,17 @@ def choose_vocabulary(wanted, texts=None, train_texts=None):
 
 
 def train_bpe(texts, size):
-    """A byte-level BPE of at most `size` tokens: END, the 256 bytes, and the merges that occur twice in the texts."""
+    """A byte-level BPE of at most `size` tokens: END, the 256 bytes, and the merges that occur twice in the texts.
+
+    A token is a part of one match: a word with the space before it, a digit, or punctuation with the newlines after it.
+    The pattern is Qwen2's, because llama.cpp splits by patterns that it knows only; one in which a newline takes the
+    indentation that follows has 4% (bpe:1024) to 6% (bpe:4096) fewer tokens of Python."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from jax_files.gguf_files import QWEN2_SPLIT
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), 'isolated'),
+        pre_tokenizers.Split(Regex(QWEN2_SPLIT), 'isolated'),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=2, special_tokens=[END], show_progress=False,

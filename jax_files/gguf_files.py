@@ -50,9 +50,10 @@ LLAMA_TENSORS = {
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                 r'|\s*[\r\n]+|\s+(?!\S)|\s+')
+QWEN2_SPLIT = LLAMA3_SPLIT.replace('{1,3}', '')  # that of bpe:N, too
 # llama.cpp's tokenizer.ggml.pre: the patterns at which it splits text before BPE, and ignore_merges of tokenizer.json
 SPLITS = {'gpt-2': ((GPT2_SPLIT,), False), 'smollm': ((r'\p{N}', GPT2_SPLIT), False),
-          'llama-bpe': ((LLAMA3_SPLIT,), True), 'qwen2': ((LLAMA3_SPLIT.replace('{1,3}', ''),), False)}
+          'llama-bpe': ((LLAMA3_SPLIT,), True), 'qwen2': ((QWEN2_SPLIT,), False)}
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 
 
