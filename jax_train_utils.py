@@ -273,7 +273,8 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0, bet
     loss_chunk: logits are materialized for this many positions at a time; 0 is all. Raises UserError if it does not
     divide block_size.
     zero: on a mesh, 1 (ZeRO-1, arXiv:1910.02054) reduce-scatters the gradients over data; each device updates its shard
-    of the parameters, which are all-gathered again. 2 (ZeRO-2) reduce-scatters after each micro-batch already.
+    of the parameters with its shard of the optimizer state (MeshParallel.shardings); the parameters are all-gathered
+    again (MeshParallel.train_step). 2 (ZeRO-2) reduce-scatters after each micro-batch already.
     beta: above 0, the loss is that of preference_terms, and margin and accuracy are metrics too.
     metrics: float32 scalars loss (mean over micro-batches and devices), grad_norm (before clipping), lr, loss_scale."""
     if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:

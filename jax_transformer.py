@@ -24,8 +24,9 @@ from flax import linen as nn
 from flax.training import train_state
 
 from jax_flags import DTYPES, UserError, check_choice
-from jax_ops.attention import blockwise_attention, causal_mask, flat_index, fused_causal_attention, hash_dropout
+from jax_ops.attention import blockwise_attention, causal_mask, fused_causal_attention
 from jax_ops.cpu import held_dtype, scatter_to_slots
+from jax_ops.dropout import flat_index, hash_dropout
 from jax_ops.experts import mix_experts
 from jax_ops.layers import remat_policy, scan_blocks
 from jax_ops.matmul import Int8, LowRank, Transposed, all_gather_param, fused_linear, linear, quantize, soft_cap

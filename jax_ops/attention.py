@@ -1,4 +1,4 @@
-"""Causal attention without materialized scores (chunked, blockwise, cuDNN, splash), the causal mask, and dropout."""
+"""Causal attention without materialized scores (chunked, blockwise, cuDNN, splash), and the causal mask."""
 import dataclasses
 import functools
 import math
@@ -9,39 +9,17 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as Spec
 
 from jax_flags import UserError
+from jax_ops.dropout import hash_dropout
 from jax_ops.matmul import matmul, soft_cap
 from jax_ops.sharding import batch_axes, current_mesh
 
 
-def hash_dropout(x, rate, key_B, counter):
-    """jnp.where(bernoulli(1 - rate), x / (1 - rate), 0) for x [B, ...], from a counter-based hash.
-
-    The mask is a hash of (the sequence's key, counter), so tiling and sharding do not change it; counter numbers the
-    elements, uint32 [...], usually flat_index(x.shape[1:]). See docs/lab_log.md#dropout."""
-    words = jax.random.key_data(key_B).reshape(len(x), -1, *(1,) * (x.ndim - 1))
-    bits = mix_bits(mix_bits(counter + words[:, 0]) ^ words[:, 1])
-    scaled = x.astype(jnp.float32) / (1 - rate)  # bfloat16 would round 1 / (1 - rate) by up to 0.2%
-    return jnp.where(bits < jnp.uint32(min(round((1 - rate) * 2**32), 2**32 - 1)), scaled, 0).astype(x.dtype)
-
-
-def mix_bits(x):
-    """A bijective hash of uint32 (lowbias32, https://nullprogram.com/blog/2018/07/31)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7feb352d)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846ca68b)
-    return x ^ (x >> 16)
-
-
-def flat_index(shape):
-    """jnp.arange(prod(shape)).reshape(shape) in uint32, modulo 2**32."""
-    index = jnp.uint32(0)
-    for axis, size in enumerate(shape):
-        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return index
-
-
 def causal_mask(key_position, position, *, window=0, chunk=0):
     """True where a query may attend to a key: at its own position and before; with `window` among the last `window`
-    positions only, with `chunk` within its chunk of that many positions."""
+    positions only, with `chunk` within its chunk of that many positions.
+
+    Applied to plain attention by attention_mask (jax_transformer.py), to chunked by attend_block; cudnn_attention and
+    splash_kernel have their kernels apply the same mask."""
     mask = key_position <= position
     if window:
         mask &= key_position > position - window

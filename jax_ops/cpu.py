@@ -50,35 +50,11 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
     return jax.lax.optimization_barrier(nt(w_OxI, x_RxI, dtype)).T[:R]
 
 
-@functools.cache
-def nt_uint8():
-    """The primitive x @ w.T of uint8 x (weights, see nt_weights_left) and int8 w -> int32, by VNNI: int8 by int8 takes
-    1.4 to 2.6 times as long. JAX's own lowering converts operands of two dtypes to int32."""
-    from jax.extend.core import Primitive
-    from jax.extend.mlir import ir
-    from jax.extend.mlir.dialects import stablehlo
-    from jax.interpreters import mlir
-
-    def lower(context, x_RxI, w_OxI):
-        y_RxO = ir.RankedTensorType.get(context.avals_out[0].shape, ir.IntegerType.get_signless(32))
-        return [stablehlo.dot_general(y_RxO, x_RxI, w_OxI, stablehlo.DotDimensionNumbers.get([], [], [1], [1]))]
-
-    primitive = Primitive('nt_uint8')
-    primitive.def_abstract_eval(lambda x, w: jax.core.ShapedArray((x.shape[0], w.shape[0]), np.dtype('int32')))
-    mlir.register_lowering(primitive, lower, platform='cpu')
-    return primitive
-
-
-@functools.cache
-def cpu_multiplies_uint8():
-    """Whether nt_uint8 compiles: XLA may not have it for this CPU, and a later JAX not what it is made of."""
-    shapes = (jax.ShapeDtypeStruct((64, 64), jnp.uint8), jax.ShapeDtypeStruct((2, 64), jnp.int8))
-    try:
-        with jax.default_device(jax.local_devices(backend='cpu')[0]):
-            jax.jit(nt_uint8().bind).lower(*shapes).compile()
-    except (ImportError, AttributeError, jax.errors.JaxRuntimeError):
-        return False
-    return True
+def fusion_barrier(condition, f, otherwise, *args):
+    """f(*args), which is `otherwise` everywhere where the condition is false. XLA:CPU moves nothing across a condition:
+    it neither computes x for each row of the weights, nor converts the weights ahead of the decode loop."""
+    y = jax.eval_shape(f, *args)
+    return jax.lax.cond(condition, f, lambda *args: jnp.full(y.shape, otherwise, y.dtype), *args)
 
 
 def lane_terms(n, least, most):
@@ -112,23 +88,10 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     x_I = x_1xI[0].astype(jnp.float32)
     return fusion_barrier(~jnp.isnan(x_I[0]), multiply, np.nan, x_I, w_OxI)
 
-
-def fusion_barrier(condition, f, otherwise, *args):
-    """f(*args), which is `otherwise` everywhere where the condition is false. XLA:CPU moves nothing across a condition:
-    it neither computes x for each row of the weights, nor converts the weights ahead of the decode loop."""
-    y = jax.eval_shape(f, *args)
-    return jax.lax.cond(condition, f, lambda *args: jnp.full(y.shape, otherwise, y.dtype), *args)
-
-
-def as_uint8(x):
-    """int8 x as uint8 x + 128, which nt_uint8 takes: another highest bit."""
-    return jax.lax.bitcast_convert_type(x ^ -128, jnp.uint8)
-
-
-def as_int8(values):
-    """The values of an Int8, which may be stored by as_uint8, in int8."""
-    return jax.lax.bitcast_convert_type(values ^ 128, jnp.int8) if values.dtype == jnp.uint8 else values
-
+# -----------------------------------------------------------------------------
+# int8 weights, in the order of a decode step: linear (matmul.py) meets an Int8, matmul_int8 quantizes x to int16 and
+# calls multiply_integers. The weights became Int8 in convert_params_for_decoding (jax_generate.py), as_uint8 where
+# cpu_multiplies_uint8.
 
 def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
     """multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies with its shard of w. XLA's partitioner would
@@ -160,6 +123,15 @@ def multiply_integers(x_RxI, w_OxI):
     return y_RxO.astype(jnp.float32)
 
 
+def nt_int16_row(x_1xI, w_OxI):
+    """nt_int16 for one row: 32 integer sums side by side. The terms of a block are added one by one: a reduction over
+    terms and another over sums are one loop in jaxlib 0.10 only (docs/lab_log.md#int8-matmuls)."""
+    terms = int16_lane_terms(x_1xI.shape[1])
+    w, x = (a.reshape(len(a), -1, terms, 32) for a in (w_OxI, x_1xI))
+    sums = sum(w[:, :, i].astype(jnp.int32) * x[:, :, i].astype(jnp.int32) for i in range(terms))
+    return sums.sum((1, 2))[None]
+
+
 def nt_int16(x_RxI, w_OxI):
     """x @ w.T -> int32 of int16 x and (u)int8 weights. XLA:CPU's fast matmuls take x in int8: x = 256 high + low."""
     high_RxI = (x_RxI + 128) >> 8
@@ -169,14 +141,48 @@ def nt_int16(x_RxI, w_OxI):
     return 256 * high_RxO + low_RxO
 
 
-def nt_int16_row(x_1xI, w_OxI):
-    """nt_int16 for one row: 32 integer sums side by side. The terms of a block are added one by one: a reduction over
-    terms and another over sums are one loop in jaxlib 0.10 only (docs/lab_log.md#int8-matmuls)."""
-    terms = int16_lane_terms(x_1xI.shape[1])
-    w, x = (a.reshape(len(a), -1, terms, 32) for a in (w_OxI, x_1xI))
-    sums = sum(w[:, :, i].astype(jnp.int32) * x[:, :, i].astype(jnp.int32) for i in range(terms))
-    return sums.sum((1, 2))[None]
+@functools.cache
+def nt_uint8():
+    """The primitive x @ w.T of uint8 x (weights, see nt_weights_left) and int8 w -> int32, by VNNI: int8 by int8 takes
+    1.4 to 2.6 times as long. JAX's own lowering converts operands of two dtypes to int32."""
+    from jax.extend.core import Primitive
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
+    from jax.interpreters import mlir
 
+    def lower(context, x_RxI, w_OxI):
+        y_RxO = ir.RankedTensorType.get(context.avals_out[0].shape, ir.IntegerType.get_signless(32))
+        return [stablehlo.dot_general(y_RxO, x_RxI, w_OxI, stablehlo.DotDimensionNumbers.get([], [], [1], [1]))]
+
+    primitive = Primitive('nt_uint8')
+    primitive.def_abstract_eval(lambda x, w: jax.core.ShapedArray((x.shape[0], w.shape[0]), np.dtype('int32')))
+    mlir.register_lowering(primitive, lower, platform='cpu')
+    return primitive
+
+
+@functools.cache
+def cpu_multiplies_uint8():
+    """Whether nt_uint8 compiles: XLA may not have it for this CPU, and a later JAX not what it is made of."""
+    shapes = (jax.ShapeDtypeStruct((64, 64), jnp.uint8), jax.ShapeDtypeStruct((2, 64), jnp.int8))
+    try:
+        with jax.default_device(jax.local_devices(backend='cpu')[0]):
+            jax.jit(nt_uint8().bind).lower(*shapes).compile()
+    except (ImportError, AttributeError, jax.errors.JaxRuntimeError):
+        return False
+    return True
+
+
+def as_uint8(x):
+    """int8 x as uint8 x + 128, which nt_uint8 takes: another highest bit."""
+    return jax.lax.bitcast_convert_type(x ^ -128, jnp.uint8)
+
+
+def as_int8(values):
+    """The values of an Int8, which may be stored by as_uint8, in int8."""
+    return jax.lax.bitcast_convert_type(values ^ 128, jnp.int8) if values.dtype == jnp.uint8 else values
+
+# -----------------------------------------------------------------------------
+# KV caches
 
 STORED_AS = {'bfloat16': 'uint16', 'float8_e4m3fn': 'uint8'}  # on CPUs, see init_cache in jax_generate.py
 

@@ -1,0 +1,34 @@
+"""Dropout masks that do not depend on how many devices, micro-batches or tiles compute them.
+
+An element of a mask is a function of the key of its sequence (dropout_keys in jax_transformer.py: of the seed, the
+layer and the number of the sequence) and of its index in the array that one device would have (the counter). A shard or
+a block of that array has the same keys and its part of the indices.
+"""
+import jax
+import jax.numpy as jnp
+
+
+def hash_dropout(x, rate, key_B, counter):
+    """jnp.where(bernoulli(1 - rate), x / (1 - rate), 0) for x [B, ...], from a counter-based hash.
+
+    The mask is a hash of (the sequence's key, counter), so tiling and sharding do not change it; counter numbers the
+    elements, uint32 [...], usually flat_index(x.shape[1:]). See docs/lab_log.md#dropout."""
+    words = jax.random.key_data(key_B).reshape(len(x), -1, *(1,) * (x.ndim - 1))
+    bits = mix_bits(mix_bits(counter + words[:, 0]) ^ words[:, 1])
+    scaled = x.astype(jnp.float32) / (1 - rate)  # bfloat16 would round 1 / (1 - rate) by up to 0.2%
+    return jnp.where(bits < jnp.uint32(min(round((1 - rate) * 2**32), 2**32 - 1)), scaled, 0).astype(x.dtype)
+
+
+def mix_bits(x):
+    """A bijective hash of uint32 (lowbias32, https://nullprogram.com/blog/2018/07/31)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7feb352d)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846ca68b)
+    return x ^ (x >> 16)
+
+
+def flat_index(shape):
+    """jnp.arange(prod(shape)).reshape(shape) in uint32, modulo 2**32."""
+    index = jnp.uint32(0)
+    for axis, size in enumerate(shape):
+        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return index
