@@ -41,16 +41,13 @@ expert = 1 # shard the experts over this many devices
 coordinator_address = '' # host:port of process 0 of several that evaluate together, as in train_jax.py
 num_processes = 0 # number of processes that evaluate together, on tensor x expert devices
 process_id = -1 # number of this process, from 0
-compile = True # has no effect: JAX always compiles
 # -----------------------------------------------------------------------------
 KINDS = {  # of items, with their keys: what precedes, what is scored, the index of the right option
     'multiple_choice': ('query', 'choices', 'gold'), 'schema': ('context_options', 'continuation', 'gold'),
     'language_modeling': ('context', 'continuation')}
 start_script()
-flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
+flags, _ = read_flags(__file__, globals())  # all flags of the block above
 globals().update(flags)
-if 'compile' in given:
-    print(f'--compile={compile} has no effect here: JAX always compiles')
 if not text and not tasks:
     raise UserError('there is nothing to evaluate: name --text=FILE or --tasks=FILE')
 

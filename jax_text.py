@@ -421,9 +421,7 @@ def score_rows(params, config, cache, rows):
 @functools.partial(jax.jit, static_argnames='config')
 def score_targets(tables, x_BxTxD, target_BxT, *, config):
     """(log-probability of each target [B, T]; whether no token is likelier) of the last layer's output."""
-    def head(model, x_BxTxD):
-        return lm_logits(model.ln_f(x_BxTxD), model.lm_head_VxD, config.logit_cap)
-
+    head = lambda model, x_BxTxD: lm_logits(model.ln_f(x_BxTxD), model.lm_head_VxD, config.logit_cap)
     logits_BxTxV = GPT(config).apply({'params': tables}, x_BxTxD, method=head)
     target_logit_BxT = jnp.take_along_axis(logits_BxTxV, target_BxT[..., None], axis=-1)[..., 0]
     found = -cross_entropy(logits_BxTxV, target_BxT), target_logit_BxT >= logits_BxTxV.max(-1)

@@ -18,7 +18,7 @@ class MetricsLog:
 
     def __init__(self, out_dir, iter_num=0):
         self.path = Path(out_dir) / 'metrics.jsonl'
-        records = read_metrics(out_dir) if iter_num else []
+        records = read_metrics(out_dir) if iter_num else ()
         kept = [r for r in records if r['iter'] < iter_num or (r['iter'] == iter_num and 'val_loss' in r)]
         self.evaluated = kept[-1]['iter'] if kept and 'val_loss' in kept[-1] else None
         write_text(self.path, ''.join(json.dumps(record) + '\n' for record in kept))
@@ -39,7 +39,7 @@ class MetricsLog:
                             'continue with --init_from=resume') from error
 
 
-def iterate_metrics(out_dir):
+def read_metrics(out_dir):
     """Yields the records of out_dir/metrics.jsonl up to an incomplete or damaged line, as a killed run may leave it."""
     path = Path(out_dir) / 'metrics.jsonl'
     if not path.exists():
@@ -53,10 +53,6 @@ def iterate_metrics(out_dir):
             if not isinstance(record, dict) or type(record.get('iter')) is not int:
                 return
             yield record
-
-
-def read_metrics(out_dir):
-    return list(iterate_metrics(out_dir))
 
 
 @functools.cache
@@ -80,7 +76,7 @@ def plot_losses(out_dir):
     and train and val of every evaluation. Holds 16 bytes per record: a long run's records would fill the memory."""
     figure, lines = loss_figure()
     curves = {key: array.array('d') for key in lines}
-    for record in iterate_metrics(out_dir):
+    for record in read_metrics(out_dir):
         if 'val_bpb' in record:
             lines['val_loss'].set_label(f"val, {record['val_bpb'] or math.nan:.4f} bits per byte")
         for key, points in curves.items():

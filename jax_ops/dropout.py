@@ -1,9 +1,7 @@
 """Dropout masks that do not depend on how many devices, micro-batches or tiles compute them.
 
-An element of a mask is a function of the key of its sequence (dropout_keys in jax_transformer.py: of the seed, the
-layer and the number of the sequence) and of its index in the array that one device would have (the counter). A shard or
-a block of that array has the same keys and its part of the indices.
-"""
+An element is kept or dropped by the key of its sequence (dropout_keys in jax_transformer.py: of seed, layer and number
+of the sequence) and its index in the array that one device would have: a shard has the same keys, and its indices."""
 import jax
 import jax.numpy as jnp
 

@@ -15,11 +15,11 @@ def test_reopened_metrics_hold_each_iteration_once(tmp_path):
         log.write({'iter': i, 'loss': float(i)})
     log.write({'iter': 5, 'grad_norm': float('inf')})
     log.file.write('{"iter": 6, "lo')  # the process was killed while it wrote this line
-    assert read_metrics(tmp_path)[-1] == {'iter': 5, 'grad_norm': None}
+    assert [*read_metrics(tmp_path)][-1] == {'iter': 5, 'grad_norm': None}
     log = MetricsLog(tmp_path, 3)
     log.write({'iter': 3, 'loss': 3.5})
     assert [record['iter'] for record in read_metrics(tmp_path)] == [0, 1, 2, 3]
-    assert read_metrics(tmp_path)[-1]['loss'] == 3.5
+    assert [*read_metrics(tmp_path)][-1]['loss'] == 3.5
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_a_deleted_out_dir_is_made_again_for_the_metrics(tmp_path):
     shutil.rmtree(tmp_path / 'out')
     log.write({'iter': 1})
     log.write({'iter': 2})
-    assert read_metrics(tmp_path / 'out') == [{'iter': 1}, {'iter': 2}]
+    assert [*read_metrics(tmp_path / 'out')] == [{'iter': 1}, {'iter': 2}]
     with warnings.catch_warnings(action='error'):
         plot_losses(tmp_path / 'out')  # of nothing
 
@@ -51,7 +51,7 @@ def test_a_deleted_out_dir_is_made_again_for_the_metrics(tmp_path):
 @pytest.mark.parametrize('line', [b'3', b'[]', b'{"loss": 2}', b'{"iter": "x"}', b'\xff', b'[' * 100000])
 def test_metrics_end_at_a_damaged_line(tmp_path, line):
     (tmp_path / 'metrics.jsonl').write_bytes(b'{"iter": 0}\n' + line + b'\n{"iter": 2}\n')
-    assert read_metrics(tmp_path) == [{'iter': 0}]
+    assert [*read_metrics(tmp_path)] == [{'iter': 0}]
 
 
 def test_the_loss_curves_become_a_picture(tmp_path):
