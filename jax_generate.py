@@ -147,9 +147,10 @@ def cache_bytes(config, n_positions, dtype='auto'):
 
 
 def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=False):
-    """An empty KV cache, {layer: {name: [B, G, S, K]}}: the token at position p of its sequence has slot p.
+    """An empty KV cache, {layer: {name: [B, G, S, K]}}, G being kv_heads. update_kv_cache (jax_transformer.py) writes
+    the token at position p to slot p; where has_ring_cache (RoPE, windows, chunks), to slot p % S.
 
-    A layer has as many slots as count_slots says, as a ring where has_ring_cache: padding must be marked as PAD.
+    A layer has as many slots as count_slots says; padding must be marked as PAD.
     dtype: one of CACHE_DTYPES, or 'auto' for the config's; int8 and float8 have a scale per vector. n_draft:
     tokens per step that may be rejected and fed again. as_bits: store bfloat16 and float8 as unsigned integers, for
     CPUs. For this, and why heads come before slots, see docs/lab_log.md#kv-cache."""

@@ -209,8 +209,8 @@ def optimizer_of(path, p):
 
 def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
     """AdamW (arXiv:1711.05101) with weight decay where is_decayed says so. 'muon' updates every `kernel` of the blocks
-    except the router's, each expert's by itself, with Muon instead (see orthogonalize), at AdamW's learning rate and
-    weight decay. Clipping is separate: clip_gradients. Raises UserError for any other optimizer."""
+    except the router's, each expert's by itself, with Muon instead (see orthogonalize), at AdamW's learning rate, and
+    the same parameters decay. Clipping is separate: clip_gradients. Raises UserError for any other optimizer."""
     check_choice('optimizer', optimizer, ('adamw', 'muon'))
     adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
                         mask=lambda params: jax.tree.map_with_path(is_decayed, params))
@@ -272,9 +272,10 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0, bet
     state.tx has 1. seq_id numbers the sequences of the run; dropout depends on (seed, seq_id) alone.
     loss_chunk: logits are materialized for this many positions at a time; 0 is all. Raises UserError if it does not
     divide block_size.
-    zero: on a mesh, 1 (ZeRO-1, arXiv:1910.02054) reduce-scatters the gradients over data; each device updates its shard
-    of the parameters with its shard of the optimizer state (MeshParallel.shardings); the parameters are all-gathered
-    again (MeshParallel.train_step). 2 (ZeRO-2) reduce-scatters after each micro-batch already.
+    zero: above 0 the step runs on a mesh (MeshParallel). 1 (ZeRO-1, arXiv:1910.02054), without other axes than data,
+    reduce-scatters the gradients once (reduce_over_replicas); each device updates its shard of the parameters with its
+    shard of the optimizer state (MeshParallel.shardings); the parameters are all-gathered again
+    (MeshParallel.train_step). 2 (ZeRO-2) reduce-scatters after each micro-batch already.
     beta: above 0, the loss is that of preference_terms, and margin and accuracy are metrics too.
     metrics: float32 scalars loss (mean over micro-batches and devices), grad_norm (before clipping), lr, loss_scale."""
     if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:

@@ -283,7 +283,8 @@ versions = {'python': sys.version.split()[0]} | {p.__name__: p.__version__ for p
 
 
 def make_batch(iter_num):
-    """The sequences of one iteration, on the devices: a pure function of (seed, iter_num). None if no token counts."""
+    """The sequences of one iteration, on the devices: iter_num * n_rows and following of an endless shuffled stream, so
+    that (seed, iter_num) are the place in the data. None if no token counts."""
     n_rows = gradient_accumulation_steps * batch_size
     rows = parallel.local_rows(n_rows)
     batch = draw_batch(sets, block_size, n_rows, seed, iter_num, rows, data['vocab_size'])

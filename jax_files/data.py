@@ -1,4 +1,4 @@
-"""Token files -> batches: contiguous uint16 or uint32 without a header, memory-mapped."""
+"""Token files, contiguous uint16 or uint32 without a header, memory-mapped -> batches, by seed and iteration alone."""
 import functools
 import json
 import os

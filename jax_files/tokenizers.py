@@ -173,7 +173,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def compiled_template(self):
-        """The folder's chat template. What {% generation %} ... {% endgeneration %} marks is rendered between MARKS."""
+        """The chat template of read_settings. What {% generation %} ... {% endgeneration %} marks is between MARKS."""
         import jinja2.ext
         import jinja2.sandbox
 
@@ -213,7 +213,7 @@ class HFTokenizer:
         return text if marked else re.sub(f'[{MARKS}]', '', text)
 
     def encode_chat(self, messages):
-        """The ids of render_chat, with the beginning of the answer."""
+        """The ids of render_chat, with the beginning of the answer; the template writes all special tokens."""
         text = self.render_chat(messages, add_generation_prompt=True)
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 

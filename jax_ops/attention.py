@@ -18,8 +18,8 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
     """True where a query may attend to a key: at its own position and before; with `window` among the last `window`
     positions only, with `chunk` within its chunk of that many positions.
 
-    Applied to plain attention by attention_mask (jax_transformer.py), to chunked by attend_block; cudnn_attention and
-    splash_kernel have their kernels apply the same mask."""
+    attention_mask (jax_transformer.py) makes it for dot_product_attention and blockwise_attention, which apply it;
+    chunked_attention applies it in its attend_block; cudnn_attention and splash_kernel have their kernels do so."""
     mask = key_position <= position
     if window:
         mask &= key_position > position - window

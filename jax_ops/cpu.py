@@ -90,8 +90,9 @@ def nt_bfloat16_row(x_1xI, w_OxI):
 
 # -----------------------------------------------------------------------------
 # int8 weights, in the order of a decode step: linear (matmul.py) meets an Int8, matmul_int8 quantizes x to int16 and
-# calls multiply_integers. The weights became Int8 in convert_params_for_decoding (jax_generate.py), as_uint8 where
-# cpu_multiplies_uint8.
+# calls multiply_integers. One row, of a multiple of 96, 128, 160 or 192 features: x and weights are widened to int32
+# (nt_int16_row). Others: x as two halves in int8, (u)int8 x int8 -> int32 (nt_int16, nt_uint8). The weights became Int8
+# in convert_params_for_decoding (jax_generate.py), as_uint8 where cpu_multiplies_uint8.
 
 def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
     """multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies with its shard of w. XLA's partitioner would
