@@ -15,7 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-
 DTYPES = ('float32', 'bfloat16', 'float16')  # of computation
 
 

@@ -6,9 +6,8 @@ References:
 
 A family of models is two things: a function from its config.json to the fields of GPTConfig (FAMILIES), and how its
 tensors on disk differ from Llama's (LAYOUTS), of which family_tensor_maps makes a table {parameter path: [TensorMap]}.
-Loading and saving use the same table, and the config.json that was read is written back. SAVED_AS: families that
-transformers has under another name. A GGUF file of a family needs a row in ARCHITECTURES of jax_files/gguf_files.py,
-where settings and names are GPT-2's or Llama's, and one in LAYOUTS, 'gguf FAMILY', if its rows have another order.
+Loading and saving use the same table, and the config.json that was read is written back; SAVED_AS has other names of
+families. GGUF needs a row in ARCHITECTURES (jax_files/gguf_files.py), and in LAYOUTS if rows have another order there.
 """
 import dataclasses
 import functools

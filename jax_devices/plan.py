@@ -11,7 +11,6 @@ import numpy as np
 
 from jax_flags import UserError
 
-
 # Data sheets, per device: usable memory in bytes; bytes/s to memory, to devices of the host (NVLink, or all links of a
 # TPU) and to other hosts
 DATA_SHEETS = {'h100': (84.9e9, 3350e9, 450e9, 50e9), 'v5e': (15.75 * 2**30, 819e9, 200e9, 200e9),
@@ -53,19 +52,14 @@ def topology_devices(topology):
                                    + os.environ.get('XLA_FLAGS', ''))
         for library in nvidia.glob('nvjitlink/lib/libnvJitLink.so*'):
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        name_gpus_cuda()
+        from jax._src import xla_bridge
+        canonical = xla_bridge.canonicalize_platform  # without a GPU 'gpu' means nothing to it (jax-ml/jax#23971)
+        xla_bridge.canonicalize_platform = lambda name: 'cuda' if name == 'gpu' else canonical(name)
         options = dict(platform='cuda', topology_name='', target_config=H100, topology=f'1x{shape}')
     try:
         return tuple(topologies.get_topology_desc(**options).devices)
     except Exception as error:  # of many types
         raise UserError(f'{topology}: {" ".join(str(error).split())[:200]}') from error
-
-
-def name_gpus_cuda():
-    """Makes JAX take 'gpu' for 'cuda' without a GPU, where that name means nothing to it (jax-ml/jax#23971)."""
-    from jax._src import xla_bridge
-    canonical = xla_bridge.canonicalize_platform
-    xla_bridge.canonicalize_platform = lambda name: 'cuda' if name == 'gpu' else canonical(name)
 
 
 def bytes_of(shapes):
@@ -215,12 +209,6 @@ def shard_bytes(tree):
     """Bytes of one device's shards of a tree of ShapeDtypeStructs."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
                if hasattr(x, 'shape') and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def peak_of(program):
-    memory = program.memory_analysis()
-    unaliased = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return max(memory.peak_memory_in_bytes, unaliased + memory.temp_size_in_bytes)
 
 
 def print_collectives(table):

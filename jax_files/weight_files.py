@@ -73,7 +73,8 @@ SPECIAL_TOKENS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 def check_tensors(tensors, shapes, source):
     """Raises UserError unless `tensors` has exactly the names of `shapes`, with these shapes, in floating point."""
     names = {'lacks': shapes.keys() - tensors.keys(), 'has unknown': tensors.keys() - shapes.keys()}
-    wrong = [f'{what} {first_names(those)}' for what, those in names.items() if those]
+    wrong = [f'{what} {", ".join(sorted(those)[:8])}' + f' and {len(those) - 8} more' * (len(those) > 8)
+             for what, those in names.items() if those]
     if wrong:
         raise UserError(f'{source} is not for a model of this config: it {" and it ".join(wrong)}')
     for name, shape in shapes.items():
@@ -82,11 +83,6 @@ def check_tensors(tensors, shapes, source):
         if tensors[name].dtype.name not in ('float32', 'bfloat16', 'float16', 'float64'):
             raise UserError(f'{source}: {name} is {tensors[name].dtype}; floating point of 16 bits or more can be '
                             'loaded, MXFP4, and float8 with scales')
-
-
-def first_names(names):
-    more = f' and {len(names) - 8} more' if len(names) > 8 else ''
-    return ', '.join(sorted(names)[:8]) + more
 
 
 def common_dtype(arrays):

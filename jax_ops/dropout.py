@@ -1,8 +1,7 @@
 """Dropout masks that do not depend on how many devices, micro-batches or tiles compute them.
 
-An element is kept or dropped by the key of its sequence (dropout_keys in jax_transformer.py: of seed, layer and seq_id,
-the number of the sequence in the run, see make_batch in train_jax.py) and by its index in the array that one device
-would have. A shard has the same keys, and its indices."""
+An element is kept or dropped by the key of its sequence (dropout_keys in jax_transformer.py: of seed, layer and number
+in the run, make_batch's seq_id) and by its index in the array of one device: a shard has its keys, and its indices."""
 import jax
 import jax.numpy as jnp
 
