@@ -211,7 +211,7 @@ def test_the_margin_grows_on_pairs_that_were_held_out_and_a_resumed_run_is_the_s
     said = succeeded(tune(tmp_path / 'out', *flags)).stdout
     assert re.search(r'step 8: .*, val margin \d\.\d{4}, val accuracy 1\.0000\n', said)
     assert re.search(r'iter 7: .*, margin \d\.\d{4}, accuracy \d\.\d{4}\n', said)
-    records = read_metrics(tmp_path / 'out')
+    records = [*read_metrics(tmp_path / 'out')]
     losses = [record['loss'] for record in records if 'loss' in record]
     evaluated = [record for record in records if 'val_loss' in record]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
