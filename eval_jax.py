@@ -9,8 +9,8 @@ token is the likeliest), with a space between the parts. Accuracy and accuracy_n
 the log-probability, and by that per character of the choice. A folder is a bundle in the form of DCLM's CORE: the
 accuracy of its tasks is by the log-probability per token, and centered such that guessing gets 0.
 """
-import contextlib
 import csv
+import functools
 import json
 import math
 import os
@@ -52,11 +52,10 @@ if not text and not tasks:
     raise UserError('there is nothing to evaluate: name --text=FILE or --tasks=FILE')
 
 
-@contextlib.contextmanager
-def errors_at(place):
-    """Puts the place before the message of a UserError."""
+def at(place, function, *args):
+    """function(*args), with the place before the message of a UserError."""
     try:
-        yield
+        return function(*args)
     except UserError as error:
         raise UserError(f'{place}: {error}') from None
 
@@ -67,9 +66,8 @@ def read_items(path, kind=''):
     items = []
     for number, line in enumerate(read_text(path).split('\n'), 1):
         place = f'{path}, line {number}'
-        with errors_at(place):
-            if line.strip():
-                items.append(read_item(line, kind) | {'index': len(items), 'place': place})
+        if line.strip():
+            items.append(at(place, read_item, line, kind) | {'index': len(items), 'place': place})
     if not items:
         raise UserError(f'{path} has no items')
     return items
@@ -106,14 +104,16 @@ def pairs(item, delimiter):
     return [(context, delimiter + continuation) for context in contexts for continuation in continuations]
 
 
-def encode_bundle_item(items, index, n_examples, delimiter):
-    """The rows of items[index] after examples, other items with their answers, all as by nanochat: what differs between
-    the options is scored, in a schema what they end with in common."""
+def encode_item(items, index, n_examples, delimiter, in_bundle):
+    """The rows of items[index], in tokens as by lm-eval; in a bundle after examples, other items with their answers,
+    all as by nanochat: what differs between the options is scored, in a schema what they end with in common."""
     def prompts_of(item):
         strip = str.strip if item['kind'] == 'language_modeling' else str
         return [strip(context) + continuation for context, continuation in pairs(item, delimiter)]
 
     item, others = items[index], items[:index] + items[index + 1:]
+    if not in_bundle:
+        return [model.encode_pair(*pair) for pair in pairs(item, delimiter)]
     if n_examples > len(others):
         raise UserError(f'the task takes {n_examples} other items as examples, and there are {len(others)}')
     before = ''.join(prompts_of(other)[other.get('gold', 0)] + '\n\n'
@@ -133,11 +133,7 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
     """{'accuracy', 'accuracy_norm', 'n'} of a task. guessing: of a bundle's, the accuracy of guessing, for 'centered';
     its accuracy is by the log-probability per token, and as by nanochat, prompts are cut to max_length tokens."""
     in_bundle = guessing is not None
-    rows = []
-    for i, item in enumerate(items):
-        with errors_at(item['place']):
-            rows.append(encode_bundle_item(items, i, n_examples, delimiter) if in_bundle else
-                        [model.encode_pair(*pair) for pair in pairs(item, delimiter)])  # in tokens as by lm-eval
+    rows = [at(item['place'], encode_item, items, i, n_examples, delimiter, in_bundle) for i, item in enumerate(items)]
     cut = {'max_length': (max_length or model.config.block_size) - 1} if in_bundle else {}  # context of the last token
     right, right_norm = [], []
     for item, scores in zip(items, model.score(rows, **options | cut)):
@@ -207,8 +203,7 @@ def report(group, name, evaluate, *args):
 
 
 def evaluate_text(path):
-    with errors_at(path):
-        (ids, found), = model.logprobs([texts[path]], **options)
+    (ids, found), = at(path, functools.partial(model.logprobs, **options), [texts[path]])
     is_whole = model.tokenizer.start_token is not None  # or else its first token is not scored
     n_bytes = len((texts[path] if is_whole else model.tokenizer.decode(ids)).encode())
     nats = -float(found.sum(dtype=np.float64))

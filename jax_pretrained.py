@@ -212,23 +212,17 @@ def window_config(hf):
     if not hf.get('use_sliding_window', False):
         return {}
     first = hf.get('max_window_layers', 28)
-    n_layer = hf.get('num_hidden_layers')
-    default = ['sliding_attention' if i >= first else 'full_attention' for i in range(n_layer)]
-    return {'window': hf.get('sliding_window'), 'layer_types': read_layer_types(hf, default)}
+    return {'window': hf.get('sliding_window'), 'layer_types': read_layer_types(hf, lambda i: i < first)}
 
 
 def qwen2_config(hf):
     return llama_config(hf) | {'qkv_bias': True} | window_config(hf)
 
 
-def mistral_config(hf):
-    window = hf.values.get('sliding_window', 4096)
-    return llama_config(hf) | ({'window': hf.get('sliding_window', 4096), 'layer_types': ('window',)} if window else {})
-
-
-def phi3_config(hf):
-    window = hf.get('sliding_window', 0)
-    return llama_config(hf, eps=1e-5) | ({'window': window, 'layer_types': ('window',)} if window else {})
+def mistral_config(hf, *, eps=1e-6, window=4096):
+    """Of Mistral and Phi 3. eps, window: defaults; a sliding_window of null is none."""
+    window = hf.get('sliding_window', 0 if 'sliding_window' in hf.values else window)
+    return llama_config(hf, eps=eps) | ({'window': window, 'layer_types': ('window',)} if window else {})
 
 
 def smollm3_config(hf):
@@ -240,8 +234,11 @@ def smollm3_config(hf):
 
 def layers_with_rope(hf):
     """Whether each layer has RoPE: config.json's no_rope_layers, in spite of its name, or all but every n-th."""
-    interval = hf.get('no_rope_layer_interval', 4)
-    return hf.get('no_rope_layers', []) or [(i + 1) % interval != 0 for i in range(hf.get('num_hidden_layers'))]
+    interval, n_layer = hf.get('no_rope_layer_interval', 4), hf.get('num_hidden_layers')
+    uses_rope = hf.get('no_rope_layers', []) or [(i + 1) % interval != 0 for i in range(n_layer)]
+    if len(uses_rope) != n_layer:
+        raise UserError(f'{hf.source}: no_rope_layers should be a list of {n_layer}, not {len(uses_rope)}')
+    return uses_rope
 
 
 def olmo2_config(hf):
@@ -251,10 +248,9 @@ def olmo2_config(hf):
 def olmo3_config(hf):
     full, sliding = ropes_by_layer_type(hf)
     values = llama_config(full, eps=1e-5, theta=500000.0)
-    default = ['sliding_attention' if (i + 1) % 4 else 'full_attention' for i in range(values['n_layer'])]
     return values | {
         'block_norms': 'post', 'qk_norm': 'all_heads', 'window': hf.get('sliding_window', 4096),
-        'layer_types': read_layer_types(hf, default),
+        'layer_types': read_layer_types(hf, lambda i: i % 4 == 3),
         'window_rope_theta': sliding.get('rope_theta', values['rope_theta'])}
 
 
@@ -270,13 +266,12 @@ def gemma_config(hf, theta, full_every):
     """Of Gemma 2 and 3. theta: default of rope_theta. full_every: the layers of which the others have a window."""
     hf.require_value(hidden_activation='gelu_pytorch_tanh', use_bidirectional_attention=False)
     hf = HFConfig(hf.values | {'hidden_act': None}, hf.source)  # Gemma 2 has it beside hidden_activation
-    default = ['sliding_attention' if (i + 1) % full_every else 'full_attention' for i in range(
-        hf.get('num_hidden_layers'))]
     return llama_config(hf, theta=theta) | {
         'embed_scale': hf.get('hidden_size')**0.5, 'block_norms': 'both', 'mlp': 'geglu', 'activation': 'gelu_tanh',
         'tied_head': hf.get('tie_word_embeddings', True), 'head_dim': hf.get('head_dim', 256),
         'attention_scale': hf.get('query_pre_attn_scalar', 256)**-0.5,
-        'window': hf.get('sliding_window', 4096), 'layer_types': read_layer_types(hf, default)}
+        'window': hf.get('sliding_window', 4096),
+        'layer_types': read_layer_types(hf, lambda i: (i + 1) % full_every == 0)}
 
 
 def gemma2_config(hf):
@@ -300,11 +295,12 @@ def gemma3_config(hf):
         'window_rope_theta': sliding.get('rope_theta', hf.get('rope_local_base_freq', 10000.0))}
 
 
-def read_layer_types(hf, default):
-    """GPTConfig.layer_types from config.json's list, or from a default list in its words."""
+def read_layer_types(hf, is_full, other='sliding_attention'):
+    """GPTConfig.layer_types from config.json's list, or if it has none, full attention where is_full(layer) says so."""
     names = {'full_attention': 'full', 'sliding_attention': 'window', 'chunked_attention': 'chunk'}
-    types = hf.get('layer_types', default)
-    if len(types) != hf.get('num_hidden_layers') or not set(types) <= names.keys():
+    n_layer = hf.get('num_hidden_layers')
+    types = hf.get('layer_types', ['full_attention' if is_full(i) else other for i in range(n_layer)])
+    if len(types) != n_layer or not set(types) <= names.keys():
         raise UserError(f'{hf.source}: layer_types should name one of {", ".join(names)} for each layer, not {types}')
     return tuple(names[layer_type] for layer_type in types)
 
@@ -326,12 +322,11 @@ def qwen3_moe_config(hf):
 
 def gpt_oss_config(hf):
     hf.require_value(swiglu_alpha=1.702)
-    default = ['full_attention' if i % 2 else 'sliding_attention' for i in range(hf.get('num_hidden_layers'))]
     values = llama_config(hf, eps=1e-5, theta=150000.0, attention_bias=True)
     values |= {
         'head_dim': hf.get('head_dim', 64), 'bias': True, 'sinks': True, 'mlp': 'swiglu_clamped',
         'swiglu_limit': hf.get('swiglu_limit', 7.0), 'window': hf.get('sliding_window', 128),
-        'layer_types': read_layer_types(hf, default)}
+        'layer_types': read_layer_types(hf, lambda i: i % 2 == 1)}
     values['moe'] = dict(
         n_expert=hf.get('num_local_experts'), n_used=hf.get('num_experts_per_tok'), width=hf.get('intermediate_size'))
     return values
@@ -364,7 +359,7 @@ def llama4_config(hf):
     n_layer = hf.get('num_hidden_layers')
     moe_step = hf.get('interleave_moe_layer_step', 1)
     uses_rope = layers_with_rope(hf)
-    types = read_layer_types(hf, ['chunked_attention' if rope else 'full_attention' for rope in uses_rope])
+    types = read_layer_types(hf, lambda i: not uses_rope[i], other='chunked_attention')
     if any(layer_type != 'full' and not rope for layer_type, rope in zip(types, uses_rope)):
         raise UserError(f'{hf.source}: a layer without rope is supported with full attention only')
     moe_layers = hf.get('moe_layers', list(range(moe_step - 1, n_layer, moe_step)))
@@ -384,10 +379,11 @@ def llama4_config(hf):
 
 
 FAMILIES = {'gpt2': gpt2_config, 'llama': llama_config, 'mistral': mistral_config, 'qwen2': qwen2_config,
-            'phi3': phi3_config, 'smollm3': smollm3_config, 'qwen3': qwen3_config, 'qwen3_moe': qwen3_moe_config,
-            'olmo2': olmo2_config, 'olmo3': olmo3_config, 'gemma2': gemma2_config, 'gemma3_text': gemma3_config,
-            'gemma3': gemma3_config, 'gpt_oss': gpt_oss_config, 'deepseek_v3': deepseek_config,
-            'kimi_k2': deepseek_config, 'llama4_text': llama4_config, 'llama4': llama4_config}  # by model_type
+            'phi3': functools.partial(mistral_config, eps=1e-5, window=0), 'smollm3': smollm3_config,
+            'qwen3': qwen3_config, 'qwen3_moe': qwen3_moe_config, 'olmo2': olmo2_config, 'olmo3': olmo3_config,
+            'gemma2': gemma2_config, 'gemma3_text': gemma3_config, 'gemma3': gemma3_config, 'gpt_oss': gpt_oss_config,
+            'deepseek_v3': deepseek_config, 'kimi_k2': deepseek_config,
+            'llama4_text': llama4_config, 'llama4': llama4_config}  # by model_type
 
 
 def read_config(hf, source):

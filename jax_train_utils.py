@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec as P
 
 from jax_devices.parallel import fit_layout
@@ -171,9 +172,10 @@ def orthogonalize(updates, params=None):
     factors, which are square of the shorter side, and x once at the end (docs/lab_log.md#muon-in-four-steps). The Gram
     matrix holds the squares of the singular values, so all matmuls are in float32.
 
-    Matrices of the same shape are stacked; on a mesh the stack is sharded over the devices, if their number divides it.
-    A leaf [E, I, O] holds E matrices. Shapes here: M matrices of I rows and O columns; I is the shorter side."""
-    leaves, tree = jax.tree.flatten(updates)
+    A leaf [E, I, O] holds E matrices, c_attn three: q, k and v, each by itself. Matrices of the same shape are stacked;
+    on a mesh the stack is sharded over the devices, if their number divides it. Shapes here: M matrices of I rows and O
+    columns; I is the shorter side."""
+    leaves, tree = jax.tree.flatten(split_qkv(updates))
     matmul = functools.partial(jnp.matmul, precision='highest')
     for shape in dict.fromkeys(leaf.shape for leaf in leaves):
         indices = [i for i, leaf in enumerate(leaves) if leaf.shape == shape]
@@ -195,7 +197,20 @@ def orthogonalize(updates, params=None):
             x_MxIxO = x_MxIxO.swapaxes(1, 2)
         for i, x in zip(indices, (0.2 * max(shape[-2:])**0.5 * x_MxIxO).reshape(-1, *shape)):
             leaves[i] = x.astype(leaves[i].dtype)
-    return jax.tree.unflatten(tree, leaves)
+    is_qkv = lambda x: isinstance(x, list)
+    join = lambda x: jnp.concatenate(x, axis=1) if is_qkv(x) else x
+    return jax.tree.map(join, jax.tree.unflatten(tree, leaves), is_leaf=is_qkv)
+
+
+def split_qkv(tree):
+    """The tree with [q, k, v] in place of each c_attn kernel [D, (H + 2 G) K]. As one matrix they make the loss 10%
+    higher with two of three seeds (docs/lab_log.md#the-recipe-part-by-part)."""
+    flat = flatten_dict(tree)
+    for path, kernel in flat.items():
+        if path[-2:] == ('c_attn', 'kernel'):
+            n_query = flat[*path[:-2], 'c_proj', 'kernel'].shape[0]
+            flat[path] = jnp.split(kernel, [n_query, (n_query + kernel.shape[1]) // 2], axis=1)
+    return unflatten_dict(flat)
 
 
 def is_decayed(path, p):

@@ -117,8 +117,7 @@ def replica_group(rest, n_devices):
         sizes, dims, permutation, axes = mesh.groups()
         # a part of an axis is written 'axis':(number of parts before it)size
         parts = {axis: (int(first), int(size)) for axis, first, size in re.findall(r"'(\w+)':\((\d+)\)(\d+)", axes)}
-        shape = []
-        inner = []
+        shape, inner = [], []
         for axis, size in re.findall(r"'(\w+)'=(\d+)", sizes):
             first, part = parts.get(axis, (1, int(size)))
             if f"'{axis}'" in axes:
@@ -193,8 +192,7 @@ def collective_table(computations, mesh, n_steps=1):
 def memory_traffic(computations):
     """Bytes that the operations of a step read and write, each operand and result once, as if there were no cache."""
     free = ('parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'call', 'after-all', 'copy-done')
-    total = 0
-    sizes = {}
+    total, sizes = 0, {}
     for name, i, times in executed(computations):
         if name not in sizes:
             sizes[name] = {result: bytes_of(shapes) for result, shapes, _, _ in computations[name]}

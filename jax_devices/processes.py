@@ -82,8 +82,7 @@ def gather_texts(text):
 
 def in_all_processes(function, *args):
     """function(*args), called in all processes: a UserError in one of them is raised in all, so that none waits."""
-    result = None
-    message = ''
+    result, message = None, ''
     try:
         result = function(*args)
     except UserError as error:

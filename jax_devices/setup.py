@@ -148,9 +148,7 @@ def configure_malloc():
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if not hasattr(libc, 'mallopt'):  # only glibc has it
         return
-    M_TRIM_THRESHOLD = -1  # these three: malloc.h
-    M_MMAP_MAX = -4
-    M_ARENA_MAX = -8
+    M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
     libc.mallopt(M_ARENA_MAX, 1)  # all threads use the main heap, the only one without a size limit
     libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from the heap too
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # free memory at the end of the heap is kept

@@ -23,7 +23,7 @@ from jax_flags import UserError
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
     POLAR_EXPRESS, clip_gradients, create_learning_rate_schedule, create_optimizer_with_schedule,
-    estimate_loss_jax, make_eval_step, make_train_step)
+    estimate_loss_jax, make_eval_step, make_train_step, orthogonalize)
 from jax_transformer import GPT, MoEConfig, create_train_state
 from tests.common import mean_loss
 
@@ -134,6 +134,17 @@ def test_muon_in_batches_takes_the_first_step_that_optax_takes_matrix_by_matrix(
     updates = ours.update(kernels(grads), ours.init(kernels(params)), kernels(params))[0]
     for name in shapes:
         np.testing.assert_allclose(updates[name]['kernel'], expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_muon_orthogonalizes_q_k_and_v_each_by_itself():
+    q, k, v, c_proj = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(
+        ((16, 24), (16, 8), (16, 8), (24, 16))))  # GQA, and heads wider than n_embd / n_head
+    attention = {'c_attn': {'kernel': jnp.concatenate([q, k, v], axis=1)}, 'c_proj': {'kernel': c_proj}}
+    apart = {name: {'kernel': kernel} for name, kernel in (('q', q), ('k', k), ('v', v), ('c_proj', c_proj))}
+    together, apart = (orthogonalize.update(tree, None)[0] for tree in (attention, apart))
+    expected = jnp.concatenate([apart[name]['kernel'] for name in 'qkv'], axis=1)
+    np.testing.assert_allclose(together['c_attn']['kernel'], expected, rtol=1e-5)
+    np.testing.assert_allclose(together['c_proj']['kernel'], apart['c_proj']['kernel'], rtol=1e-5)
 
 # -----------------------------------------------------------------------------
 # the training step
