@@ -203,7 +203,7 @@ def orthogonalize(updates, params=None):
 
 
 def split_qkv(tree):
-    """The tree with [q, k, v] in place of each c_attn kernel [D, (H + 2 G) K]. As one matrix they make the loss 10%
+    """The tree with [q, k, v] in place of each c_attn kernel [D, (H + 2 G) K]. As one matrix they make the loss 11%
     higher with two of three seeds (docs/lab_log.md#the-recipe-part-by-part)."""
     flat = flatten_dict(tree)
     for path, kernel in flat.items():
