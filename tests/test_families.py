@@ -862,6 +862,7 @@ def test_a_key_missing_from_the_config_is_named(name, key, tmp_path):
     ('deepseek_v3', 'n_group', 3, '3 equal groups'),
     ('gemma3', 'final_logit_softcapping', 30.0, 'final_logit_softcapping'),
     ('gemma3', 'rope_parameters', {'sliding_attention': {'rope_type': 'linear', 'factor': 2.0}}, 'rope_type'),
+    ('smollm3', 'no_rope_layers', [1], 'no_rope_layers'), ('llama4', 'no_rope_layers', [1], 'no_rope_layers'),
     ('llama4', 'hidden_size', '32', 'hidden_size')])
 def test_a_config_that_we_do_not_compute_is_refused_by_name(name, key, value, named, tmp_path):
     folder = copy_folder(FAMILIES / name, tmp_path)
