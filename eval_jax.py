@@ -111,9 +111,9 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
         strip = str.strip if item['kind'] == 'language_modeling' else str
         return [strip(context) + continuation for context, continuation in pairs(item, delimiter)]
 
-    item, others = items[index], items[:index] + items[index + 1:]
     if not in_bundle:
-        return [model.encode_pair(*pair) for pair in pairs(item, delimiter)]
+        return [model.encode_pair(*pair) for pair in pairs(items[index], delimiter)]
+    item, others = items[index], items[:index] + items[index + 1:]
     if n_examples > len(others):
         raise UserError(f'the task takes {n_examples} other items as examples, and there are {len(others)}')
     before = ''.join(prompts_of(other)[other.get('gold', 0)] + '\n\n'
