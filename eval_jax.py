@@ -160,7 +160,7 @@ def read_bundle(folder):
             random.Random(1337).shuffle(items)  # as nanochat, which draws examples by the new order
             read.append((task['label'], items, task['num_fewshot'][0], task.get('continuation_delimiter', ' '),
                          guessing[task['label']]))
-    except (yaml.YAMLError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise UserError(f'{folder} is not in the form of the CORE bundle ({type(error).__name__}: {error})') from None
     return read
 
@@ -218,7 +218,7 @@ for task in all_tasks:
 if centered := [task['centered'] for task in results['tasks'].values() if 'centered' in task]:
     results['core'] = float(np.mean(centered))
     print(f"CORE: {results['core']:.4f}")
-if logprobs and master:
-    write_text(logprobs, ''.join(json.dumps(line) + '\n' for line in lines))
 print(json.dumps({'program': 'eval_jax', 'settings': flags | {'dtype': model.config.dtype},
                   'environment': describe_environment(model.parallel.devices), 'results': results}))
+if logprobs and master:
+    write_text(logprobs, ''.join(json.dumps(line) + '\n' for line in lines))

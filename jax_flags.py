@@ -31,7 +31,7 @@ def check_choice(name, value, choices):
 def read_text(path):
     """The text of a UTF-8 file, without a byte-order mark. Raises UserError if it cannot be read."""
     try:
-        return Path(path).read_text(encoding='utf-8-sig')
+        return Path(path).read_bytes().decode('utf-8-sig')  # read_text() would turn \r\n into \n
     except OSError as error:
         raise UserError(f'cannot read {path}: {error.strerror}') from None
     except UnicodeDecodeError as error:
@@ -39,8 +39,9 @@ def read_text(path):
 
 
 def write_text(path, text):
-    """Writes a file atomically: it is complete or not there."""
-    partial = Path(path).with_suffix('.tmp')
+    """Writes a file atomically, it is complete or not there, and makes its folder."""
+    partial = Path(path).with_name(f'{Path(path).name}.tmp-{os.getpid()}')
+    partial.parent.mkdir(parents=True, exist_ok=True)
     try:
         partial.write_text(text, encoding='utf-8')
         os.replace(partial, path)

@@ -191,11 +191,8 @@ def llama_config(hf, *, eps=1e-6, theta=10000.0, attention_bias=False):
     """Llama's fields, with which the other families start. eps, theta: defaults of rms_norm_eps and rope_theta."""
     hf.require_value(hidden_act='silu', attention_bias=attention_bias, mlp_bias=False, partial_rotary_factor=1.0)
     return dict(
-        vocab_size=hf.get('vocab_size'),
-        n_layer=hf.get('num_hidden_layers'),
-        n_head=hf.get('num_attention_heads'),
-        n_embd=hf.get('hidden_size'),
-        block_size=hf.get('max_position_embeddings'),
+        vocab_size=hf.get('vocab_size'), block_size=hf.get('max_position_embeddings'),
+        n_layer=hf.get('num_hidden_layers'), n_head=hf.get('num_attention_heads'), n_embd=hf.get('hidden_size'),
         n_kv_head=hf.get('num_key_value_heads', hf.get('num_attention_heads')),
         head_dim=hf.get('head_dim', hf.get('hidden_size') // hf.get('num_attention_heads')),
         n_inner=hf.get('intermediate_size'),
@@ -313,8 +310,7 @@ def qwen3_moe_config(hf):
     values = llama_config(hf) | {'qk_norm': 'learned'}
     values['moe'] = dict(
         n_expert=hf.get('num_experts', hf.values.get('num_local_experts')),
-        n_used=hf.get('num_experts_per_tok'),
-        width=hf.get('moe_intermediate_size'),
+        n_used=hf.get('num_experts_per_tok'), width=hf.get('moe_intermediate_size'),
         normalize=hf.get('norm_topk_prob', False),
         layers=[i not in dense_layers and (i + 1) % moe_step == 0 for i in range(n_layer)])
     return values
@@ -323,10 +319,9 @@ def qwen3_moe_config(hf):
 def gpt_oss_config(hf):
     hf.require_value(swiglu_alpha=1.702)
     values = llama_config(hf, eps=1e-5, theta=150000.0, attention_bias=True)
-    values |= {
-        'head_dim': hf.get('head_dim', 64), 'bias': True, 'sinks': True, 'mlp': 'swiglu_clamped',
-        'swiglu_limit': hf.get('swiglu_limit', 7.0), 'window': hf.get('sliding_window', 128),
-        'layer_types': read_layer_types(hf, lambda i: i % 2 == 1)}
+    values |= {'head_dim': hf.get('head_dim', 64), 'bias': True, 'sinks': True, 'mlp': 'swiglu_clamped',
+               'swiglu_limit': hf.get('swiglu_limit', 7.0), 'window': hf.get('sliding_window', 128),
+               'layer_types': read_layer_types(hf, lambda i: i % 2 == 1)}
     values['moe'] = dict(
         n_expert=hf.get('num_local_experts'), n_used=hf.get('num_experts_per_tok'), width=hf.get('intermediate_size'))
     return values
@@ -454,9 +449,8 @@ def derive_config_json(config):
         family, name = 'qwen3', 'Qwen3'
     elif set(layer_types) == {'window'}:
         family, name = 'mistral', 'Mistral'
-    hf = {'architectures': [f'{name}ForCausalLM'], 'model_type': family,
-          'vocab_size': config.vocab_size, 'tie_word_embeddings': config.tied_head,
-          'hidden_size': config.n_embd, 'num_hidden_layers': config.n_layer,
+    hf = {'architectures': [f'{name}ForCausalLM'], 'model_type': family, 'vocab_size': config.vocab_size,
+          'tie_word_embeddings': config.tied_head, 'hidden_size': config.n_embd, 'num_hidden_layers': config.n_layer,
           'num_attention_heads': config.n_head, 'num_key_value_heads': config.kv_heads, 'head_dim': config.head_width,
           'intermediate_size': config.mlp_width, 'max_position_embeddings': config.block_size,
           'rms_norm_eps': config.norm_eps, 'hidden_act': 'silu',

@@ -155,22 +155,22 @@ def create_learning_rate_schedule(learning_rate, *, decay_lr=True, warmup_iters=
     return optax.join_schedules([warm_up, stable, decay], [warmup_iters, lr_decay_iters - decay_iters])
 
 
-# x -> a x + b x^3 + c x^5, one after the other: the four that bring singular values in [0.003, 1] closest to 1
-# (arXiv:2505.16932), to [0.80, 1.20]
-POLAR_EXPRESS = ((8.3837, -24.7659, 18.3571), (4.0434, -3.0114, 0.5695),
-                 (3.5056, -2.6267, 0.5257), (2.4901, -1.8343, 0.4368))
+# x -> a x + b x^3 + c x^5 + d x^7 + e x^9, one after the other: each brings singular values that were in [0.003, 1] as
+# close to 1 as its degree can (arXiv:2505.16932), the last to [0.55, 1.45]
+POLAR_EXPRESS = ((14.8009, -144.4595, 480.2614, -617.0302, 268.3830), (6.4106, -15.3546, 13.0939, -4.3580, 0.4929),
+                 (2.0034, -0.5702, 0, 0, 0))
 
 
 @optax.stateless
 def orthogonalize(updates, params=None):
     """Replaces every matrix, with the singular value decomposition U S V^T, by about U V^T, as Muon
-    (https://kellerjordan.github.io/posts/muon) does, in the four steps of POLAR_EXPRESS. The result is scaled by
+    (https://kellerjordan.github.io/posts/muon) does, in the three steps of POLAR_EXPRESS. The result is scaled by
     0.2 sqrt(longer side), to the size of AdamW's updates (arXiv:2502.16982).
 
-    The plain equivalent is x = a x + b (x x^T) x + c (x x^T)^2 x in each step, after division by the root of |x x^T|,
-    which is at least the largest singular value. Here the steps multiply the Gram matrix x x^T and the product of all
-    factors, which are square of the shorter side, and x once at the end (docs/lab_log.md#muon-in-four-steps). The Gram
-    matrix holds the squares of the singular values, so all matmuls are in float32.
+    The plain equivalent of a step is x = f(x x^T) x with f(g) = a + b g + c g^2 + d g^3 + e g^4, after division by the
+    root of |x x^T|, which is at least the largest singular value. Where x is not square, the steps multiply the Gram
+    matrix x x^T and the product of all f, which are square of the shorter side, and x once at the end. The Gram matrix
+    holds the squares of the singular values, so all matmuls are in float32 (docs/lab_log.md#muon-in-three-steps).
 
     A leaf [E, I, O] holds E matrices, c_attn three: q, k and v, each by itself. Matrices of the same shape are stacked;
     on a mesh the stack is sharded over the devices, if their number divides it. Shapes here: M matrices of I rows and O
@@ -179,27 +179,29 @@ def orthogonalize(updates, params=None):
     matmul = functools.partial(jnp.matmul, precision='highest')
     for shape in dict.fromkeys(leaf.shape for leaf in leaves):
         indices = [i for i, leaf in enumerate(leaves) if leaf.shape == shape]
-        tall = shape[-2] > shape[-1]
+        is_tall, is_square = shape[-2] > shape[-1], shape[-2] == shape[-1]
         x_MxIxO = jnp.stack([leaves[i] for i in indices]).astype(jnp.float32).reshape(-1, *shape[-2:])
         x_MxIxO = shard(x_MxIxO, batch_axes(len(x_MxIxO)), None, None)
-        if tall:
-            x_MxIxO = x_MxIxO.swapaxes(1, 2)
+        x_MxIxO = x_MxIxO.swapaxes(1, 2) if is_tall else x_MxIxO
         gram_MxIxI = matmul(x_MxIxO, x_MxIxO.swapaxes(1, 2))
         norm = jnp.linalg.norm(gram_MxIxI, axis=(1, 2), keepdims=True) + 1e-16
+        x_MxIxO /= jnp.sqrt(norm)
         gram_MxIxI /= norm
-        product_MxIxI = None
-        for a, b, c in POLAR_EXPRESS:
-            factor_MxIxI = a * jnp.eye(gram_MxIxI.shape[-1]) + b * gram_MxIxI + c * matmul(gram_MxIxI, gram_MxIxI)
+        product_MxIxI = x_MxIxO if is_square else None
+        for a, b, c, d, e in POLAR_EXPRESS:
+            factor_MxIxI = a * jnp.eye(gram_MxIxI.shape[-1]) + b * gram_MxIxI
+            if c:
+                square_MxIxI = matmul(gram_MxIxI, gram_MxIxI)
+                factor_MxIxI += c * square_MxIxI + matmul(square_MxIxI, d * gram_MxIxI + e * square_MxIxI)
             product_MxIxI = factor_MxIxI if product_MxIxI is None else matmul(factor_MxIxI, product_MxIxI)
-            gram_MxIxI = matmul(matmul(factor_MxIxI, gram_MxIxI), factor_MxIxI)
-        x_MxIxO = matmul(product_MxIxI, x_MxIxO / jnp.sqrt(norm))
-        if tall:
-            x_MxIxO = x_MxIxO.swapaxes(1, 2)
+            gram_MxIxI = (matmul(product_MxIxI, product_MxIxI.swapaxes(1, 2)) if is_square
+                          else matmul(matmul(factor_MxIxI, gram_MxIxI), factor_MxIxI))
+        x_MxIxO = product_MxIxI if is_square else matmul(product_MxIxI, x_MxIxO)
+        x_MxIxO = x_MxIxO.swapaxes(1, 2) if is_tall else x_MxIxO
         for i, x in zip(indices, (0.2 * max(shape[-2:])**0.5 * x_MxIxO).reshape(-1, *shape)):
             leaves[i] = x.astype(leaves[i].dtype)
-    is_qkv = lambda x: isinstance(x, list)
-    join = lambda x: jnp.concatenate(x, axis=1) if is_qkv(x) else x
-    return jax.tree.map(join, jax.tree.unflatten(tree, leaves), is_leaf=is_qkv)
+    join = lambda x: jnp.concatenate(x, axis=1) if isinstance(x, list) else x
+    return jax.tree.map(join, jax.tree.unflatten(tree, leaves), is_leaf=lambda x: isinstance(x, list))
 
 
 def split_qkv(tree):

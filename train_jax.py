@@ -336,8 +336,9 @@ def fix_iterations(save_due):
     global budget, schedule, lrs, max_iters
     n = budget.iterations(iter_num, state, save_due, eval_s, eval_interval) if master else 0
     if n := int(parallel.max_over_processes(n)):  # after a short warm-up, the learning rate has stayed the highest
-        bar.write(f'minutes={minutes:g}: max_iters={n}, also lr_decay_iters ({budget.said})')
-        flags.update(max_iters=n, lr_decay_iters=n, warmup_iters=max(flags['warmup_iters'], iter_num))
+        warmup = max(flags['warmup_iters'] if flags['warmup_iters'] < n else n // 10, iter_num)
+        bar.write(f'minutes={minutes:g}: max_iters={n}, also lr_decay_iters, warmup_iters={warmup} ({budget.said})')
+        flags.update(max_iters=n, lr_decay_iters=n, warmup_iters=warmup)
         schedule, lrs, _ = optimizer_from_flags(flags)
         budget, max_iters, bar.total, log.max_iters = None, n, n, n
         if master:

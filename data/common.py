@@ -75,6 +75,11 @@ def read_text(path):
     return ''.join(read_blocks(path))
 
 
+def repair(text):
+    """The text with U+FFFD for each half of a character, which a string can have as JSON may write it."""
+    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+
+
 def cut(blocks, size=2**20):
     """Yields (piece, is_last) of a text that comes in blocks. A piece has at most `size` characters, and ends where a
     line begins with a character that is no space, if there is such a place: GPT-2's BPE, bpe:N and their like start a
@@ -199,6 +204,7 @@ def encode_function(vocabulary):
     bpe = Tokenizer.from_str(vocabulary.files['tokenizer.json'])
     bpe.encode_special_tokens = True
     bpe.no_truncation()
+    bpe.no_padding()
     # without offsets, which encode() finds, it takes half the time
     return lambda text: bpe.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
@@ -325,10 +331,12 @@ def move_files(source, folder, names):
 
 
 def remove_data_set(folder):
-    """Removes what says that an older data set is complete, and its tokenizer: new .bin files do not fit them."""
+    """Removes what says that an older data set is complete, its tokenizer and its masks: new .bin files do not fit
+    them."""
     tokenizer = os.path.join(folder, 'tokenizer')
     names = [os.path.join('tokenizer', name) for name in (os.listdir(tokenizer) if os.path.isdir(tokenizer) else [])]
     remove([os.path.join(folder, name) for name in ['meta.json', *names] if name.endswith(('.json', '.jinja'))])
+    remove([os.path.join(folder, f'{split}_{of}.bin') for split in ('train', 'val') for of in ('mask', 'ends')])
 
 
 def remove(paths):

@@ -8,6 +8,10 @@ import pickle
 import sys
 from pathlib import Path
 
+from common import fail
+
+if len(sys.argv) != 2 or not Path(sys.argv[1], 'meta.pkl').exists():
+    fail('name the folder that has the meta.pkl: python data/convert_meta.py FOLDER')
 folder = Path(sys.argv[1])
 itos = pickle.loads((folder / 'meta.pkl').read_bytes())['itos']
 chars = ''.join(itos[i] for i in range(len(itos)))

@@ -6,9 +6,9 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
-import tempfile
 import threading
 
 import numpy as np  # the rest is imported where it is needed: every worker process imports this file again
@@ -17,8 +17,14 @@ from common import (
     tokenizer_files, write_file)
 from jax_flags import UserError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 # pass 1 leaves its work in these files until the data set is there; without the first, the others are void
 SCRATCH = ('source.part.json', 'lengths.part.bin', 'tokens.part.bin')
+FILES = 'files.part' # the folder of pass 2
 
 
 def start_worker(vocabulary):
@@ -94,7 +100,33 @@ def discard(folder, paths):
         os.rmdir(folder)
 
 
-def stream(out_dir, name, source, choose, batches, split, *, num_proc, remedy, block_size=0):
+@contextlib.contextmanager
+def locked(folder):
+    """Makes the folder, and keeps other processes from working in it. Raises UserError if one does."""
+    os.makedirs(folder, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY) if fcntl else None
+    try:
+        if fcntl:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        fail(f'another process prepares a data set in {folder}; wait for it, or choose another --out_dir')
+    except OSError:
+        pass # a file system without locks
+    try:
+        yield
+    finally:
+        if fcntl:
+            os.close(descriptor)
+
+
+def stream(out_dir, *args, **options):
+    """write_data_set, with out_dir locked."""
+    with locked(out_dir):
+        write_data_set(out_dir, *args, **options)
+
+
+def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, remedy, block_size=0):
     """Writes a data set that is larger than the memory, and prints its counts. Interrupted at any moment and called
     again with the same arguments, it continues, and writes the same bytes.
 
@@ -120,7 +152,6 @@ def stream(out_dir, name, source, choose, batches, split, *, num_proc, remedy, b
         if vocabulary is None:
             vocabulary = choose()
             state = {'name': name, 'source': source, 'vocabulary': vocabulary._asdict(), 'units': None}
-            os.makedirs(out_dir, exist_ok=True)
             for path in (lengths_path, tokens_path):
                 open(path, 'wb').close()
             write_json(source_path, state)
@@ -149,7 +180,8 @@ def stream(out_dir, name, source, choose, batches, split, *, num_proc, remedy, b
         if isinstance(e, UserError):
             raise
         if done:
-            remedy = f'{done:,} documents or pieces are done, run the same command to continue once that is mended'
+            remedy = (f'{done:,} documents or pieces are done: run the same command to continue, or, if an input has '
+                      f'changed, delete {", ".join(SCRATCH)} in {out_dir} first')
         fail(f'cannot tokenize {name} ({type(e).__name__}: {e}); {remedy}')
 
     # pass 2: write aside, then rename, meta.json last: without it there is no data set
@@ -160,18 +192,22 @@ def stream(out_dir, name, source, choose, batches, split, *, num_proc, remedy, b
             discard(out_dir, parts)
             fail(f'{name} has only {np.abs(lengths).sum():,} tokens, too few for a train and a val part; give it more')
     tokens = np.asarray(np.memmap(tokens_path, dtype, mode='r'))
+    tmp = os.path.join(out_dir, FILES)
+    shutil.rmtree(tmp, ignore_errors=True) # of a killed run
     try:
-        with tempfile.TemporaryDirectory(prefix='tmp-', dir=out_dir) as tmp:
-            val_tokens, val_max = copy_units(os.path.join(tmp, 'val.bin'), val, lengths, tokens, block_size)
-            train_tokens, train_max = copy_units(os.path.join(tmp, 'train.bin'), train, lengths, tokens, block_size)
-            files = tokenizer_files(vocabulary) | {'meta.json': describe(
-                vocabulary, train_tokens, val_tokens, max(train_max, val_max), **row_length(block_size))}
-            for file, content in files.items():
-                write_file(os.path.join(tmp, file), content)
-            remove_data_set(out_dir)
-            move_files(tmp, out_dir, ['train.bin', 'val.bin', *files])
+        os.mkdir(tmp)
+        val_tokens, val_max = copy_units(os.path.join(tmp, 'val.bin'), val, lengths, tokens, block_size)
+        train_tokens, train_max = copy_units(os.path.join(tmp, 'train.bin'), train, lengths, tokens, block_size)
+        files = tokenizer_files(vocabulary) | {'meta.json': describe(
+            vocabulary, train_tokens, val_tokens, max(train_max, val_max), **row_length(block_size))}
+        for file, content in files.items():
+            write_file(os.path.join(tmp, file), content)
+        remove_data_set(out_dir)
+        move_files(tmp, out_dir, ['train.bin', 'val.bin', *files])
     except OSError as e:
         fail(f'cannot write to {out_dir} ({e.strerror}); free some space and run the same command to continue')
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
     remove(parts)
     print(f'train has {train_tokens:,} tokens')
     print(f'val has {val_tokens:,} tokens')

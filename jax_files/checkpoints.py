@@ -189,8 +189,7 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
         saved = manager.save(
             iter_num, metrics=None if val_loss is None else {'val_loss': val_loss},
             args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                opt_state=ocp.args.StandardSave(opt_state_item(state)),
+                params=ocp.args.StandardSave(state.params), opt_state=ocp.args.StandardSave(opt_state_item(state)),
                 meta=ocp.args.JsonSave(meta | {'checksums': True})))
     except (OSError, ValueError, RuntimeError) as error:
         exit_if_peer_died(error)

@@ -136,10 +136,10 @@ def parse_mixture(dataset, root):
     'web:0.7,code:0.3'. Raises UserError for anything else."""
     if ':' not in dataset or (Path(root) / dataset).is_dir():
         return {Path(root) / dataset: 1.0}
-    parts = re.findall(r'([^,:]+):(0?\.\d*[1-9]\d*|1)(?:,|$)', dataset)
-    shares = {Path(root) / name.strip(): float(fraction) for name, fraction in parts}
+    parts = [re.fullmatch(r'([^:]+):([01]?\.\d+|1)', part) for part in dataset.split(',')]
+    shares = {Path(root) / part[1].strip(): float(part[2]) for part in parts if part and float(part[2]) >= 1e-6}
     n_names = len({folder.name for folder in shares})
-    if n_names < dataset.count(',') + 1 or abs(sum(shares.values()) - 1) > 1e-6:
+    if n_names < len(parts) or abs(sum(shares.values()) - 1) > 1e-6:
         raise UserError(f'dataset={dataset} must be a folder, or a mixture such as web:0.7,code:0.3 of data sets with '
                         'different names, whose fractions are above 0 and sum to 1')
     return shares

@@ -23,6 +23,7 @@ class MetricsLog:
         self.evaluated = kept[-1]['iter'] if kept and 'val_loss' in kept[-1] else None
         write_text(self.path, ''.join(json.dumps(record) + '\n' for record in kept))
         self.file = open(self.path, 'a', buffering=1)  # flushed after every line
+        loss_figure()  # imports matplotlib now: --minutes times the first evaluation
 
     def write(self, record):
         """Appends a record; a float that is not finite becomes null. Raises UserError if it cannot be written."""

@@ -113,6 +113,8 @@ class HFTokenizer:
             self.tokenizer = Tokenizer.from_file(str(folder / 'tokenizer.json'))
         except Exception as error:  # tokenizers raises plain Exceptions
             raise UserError(f'cannot read {folder / "tokenizer.json"} ({error}); copy or download it again') from None
+        self.tokenizer.no_truncation()  # transformers writes what the last call set into the file, and ignores it
+        self.tokenizer.no_padding()
         self.ids = self.tokenizer.get_vocab()
         self.vocab_size = max(self.ids.values(), default=-1) + 1  # not their number: ids may have holes
         try:

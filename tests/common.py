@@ -362,6 +362,12 @@ def refusal(function, *args):
     return str(error.value)
 
 
+PADDED = {  # keys of a tokenizer.json that transformers ignores
+    'truncation': {'direction': 'Right', 'max_length': 2, 'strategy': 'LongestFirst', 'stride': 0},
+    'padding': {'strategy': {'Fixed': 99}, 'direction': 'Right', 'pad_to_multiple_of': None, 'pad_id': 0,
+                'pad_type_id': 0, 'pad_token': 'x'}}
+
+
 def edit_json(path, **changes):
     """Sets keys of a JSON file; None removes the key."""
     values = json.loads(path.read_text()) | changes

@@ -252,7 +252,8 @@ def test_the_flag_dataset_is_a_folder_or_a_mixture(tmp_path):
     assert parse_mixture('web', tmp_path) == {tmp_path / 'web': 1} and parse_mixture('a:1', tmp_path) == {
         tmp_path / 'a:1': 1}
     for bad in ('web:0.7,code', 'web:0.7,code:0.4', 'web:1.5,code:-0.5', 'web:1,code:0', 'web:0.5,a/web:0.5', 'web:x',
-                'web:nan,code:0.5', 'web:0.5,,code:0.5', 'web:0.5.5,code:0.5', 'web:0.5,code:0.5,'):
+                'web:nan,code:0.5', 'web:0.5,,code:0.5', 'web:0.5.5,code:0.5', 'web:0.5,code:0.5,',
+                'x:web:0.5,code:0.5', 'web:0.0000001,code:0.9999999'):
         assert 'such as web:0.7,code:0.3' in refusal(parse_mixture, bad, tmp_path)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.common import wait_for
+from tests.common import PADDED, edit_json, wait_for
 
 DATA = Path(__file__).resolve().parent.parent / 'data'
 EOT = 50256
@@ -487,6 +487,7 @@ def test_an_own_vocabulary_knows_nothing_of_the_val_part(tmp_path, env):
 def test_a_vocabulary_can_be_used_again(tmp_path, env):
     text, out, again = text_file(tmp_path, words(3000)), tmp_path / 'out', tmp_path / 'again'
     prepare('text', text, '--tokenizer=bpe:300', '--out_dir', out, env=env)
+    edit_json(out / 'tokenizer' / 'tokenizer.json', **PADDED) # which no data set is
     for script in ('text', 'shakespeare'):
         (again / 'tokenizer').mkdir(parents=True, exist_ok=True)
         (again / 'tokenizer' / 'chat_template.jinja').write_text('of an older data set')
@@ -638,12 +639,25 @@ def test_a_killed_run_on_texts_continues_with_the_same_bytes(tmp_path, bpe_env):
     run = subprocess.Popen(command(*args, tmp_path / 'out', '--num_proc=2'), start_new_session=True,
                            env=bpe_env | {'SECONDS_PER_DOCUMENT': '0.02'})
     lengths = wait_for_documents(tmp_path / 'out', run)
+    assert 'another process prepares' in refuse(*args, tmp_path / 'out', env=bpe_env) # as a new run would, too
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
     assert 0 < lengths.stat().st_size < 4 * 200
     assert 'another tokenizer' in refuse(*args[:2], '--tokenizer=char', '--out_dir', tmp_path / 'out', env=bpe_env)
+    (tmp_path / 'out' / 'files.part').mkdir() # as if it had been killed while writing
+    (tmp_path / 'out' / 'files.part' / 'val.bin').write_bytes(b'part of it')
     prepare(*args, tmp_path / 'out', env=bpe_env)
     assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
+
+
+def test_the_masks_of_an_older_data_set_are_removed(tmp_path, env):
+    for script in ('text', 'shakespeare_char'):
+        for name in ('train_mask.bin', 'val_mask.bin', 'train_ends.bin', 'val_ends.bin'):
+            (tmp_path / 'out').mkdir(exist_ok=True)
+            (tmp_path / 'out' / name).write_bytes(b'1')
+        flags = ['--tokenizer=char'] if script == 'text' else []
+        prepare(script, text_file(tmp_path, TEXT), *flags, '--out_dir', tmp_path / 'out', env=env)
+        assert files_in(tmp_path / 'out') == ['meta.json', 'train.bin', 'val.bin']
 
 
 @pytest.mark.slow
@@ -651,11 +665,12 @@ def test_a_killed_run_on_texts_continues_with_the_same_bytes(tmp_path, bpe_env):
     (['mytext.txt', '--tokenizer=bpe:256'], 'at least 257'), (['mytext.txt', '--tokenizer=bpe:'], 'as in bpe:4096'),
     (['nothing'], 'there is no'), (['.', '--suffix=.py'], '--suffix'), (['a.jsonl', '--key=content'], 'line 1'),
     (['bad.jsonl'], 'line 2 is not JSON'), (['number.jsonl'], 'is no text'), (['empty.txt'], 'too few'),
-    (['latin.txt'], 'not UTF-8')])
+    (['latin.txt'], 'not UTF-8'), (['deep.jsonl'], 'line 1 is not JSON'), (['mytext.txt', '--num_proc=-1'], 'num_proc'),
+    (['bad.parquet'], 'mend that file')])
 def test_texts_that_cannot_be_prepared_get_one_line_and_write_nothing(tmp_path, env, args, said):
     text_file(tmp_path, TEXT)
     for name, content in (('a.jsonl', '{"text": "a"}'), ('bad.jsonl', '{"text": "a"}\n{'), ('empty.txt', ''),
-                          ('number.jsonl', '{"text": 1}')):
+                          ('number.jsonl', '{"text": 1}'), ('deep.jsonl', '[' * 100_000), ('bad.parquet', 'garbage')):
         (tmp_path / name).write_text(content)
     (tmp_path / 'latin.txt').write_bytes(b'caf\xe9 ' * 9)
     path, *flags = args

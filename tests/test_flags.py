@@ -9,7 +9,8 @@ from tests.common import ROOT, next_line
 import jax
 import pytest
 
-from jax_flags import UserError, exit_if_peer_died, exit_on_user_error, is_url, read_flags
+from jax_flags import (
+    UserError, exit_if_peer_died, exit_on_user_error, is_url, read_flags, read_text, write_text)
 
 # -----------------------------------------------------------------------------
 # flags
@@ -215,3 +216,12 @@ def test_one_of_several_processes_that_fails_does_not_wait_for_the_others(monkey
     with contextlib.suppress(SystemExit):  # os._exit would not have returned
         exit_on_user_error(type(error), error, None)
     assert ends == [seconds, f'exit code {code}']
+
+
+def test_a_text_is_written_and_read_as_it_is_beside_files_of_any_name(tmp_path):
+    (tmp_path / 'a.tmp').write_text('mine')
+    for path in (tmp_path / 'a.txt', tmp_path / 'b.tmp', tmp_path / 'new' / 'c.txt'):
+        write_text(path, 'one\r\ntwo\n')
+        assert read_text(path) == 'one\r\ntwo\n'
+    assert (tmp_path / 'a.tmp').read_text() == 'mine'
+    assert sorted(path.name for path in tmp_path.rglob('*')) == ['a.tmp', 'a.txt', 'b.tmp', 'c.txt', 'new']

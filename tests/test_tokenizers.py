@@ -8,7 +8,7 @@ import pytest
 from jax_files.tokenizers import HFTokenizer, load_token_bytes, load_tokenizer, strip_partial_utf8
 from jax_files.metrics import read_metrics
 from jax_flags import UserError
-from tests.common import CONVERSATION, TUNE, prepare
+from tests.common import CONVERSATION, PADDED, TUNE, prepare
 
 # -----------------------------------------------------------------------------
 # data
@@ -82,6 +82,12 @@ def test_a_vocabulary_reaches_up_to_its_largest_id(speaking):
     assert tokenizer.encode('D')[-1:] == [43]
 
 
+def test_truncation_and_padding_of_a_tokenizer_json_are_ignored(speaking):
+    expected = HFTokenizer(speaking).encode('hello, again.')
+    edit_json(speaking / 'tokenizer.json', **PADDED)
+    assert HFTokenizer(speaking).encode('hello, again.') == expected and 2 < len(expected) < 99
+
+
 @pytest.mark.slow
 def test_only_the_assistants_tokens_count(chatting, tmp_path):
     (tmp_path / 'chats.jsonl').write_text((json.dumps(CONVERSATION) + '\n') * 10)
@@ -107,6 +113,12 @@ def test_a_conversation_that_cannot_be_used_is_named(chatting, line, message, tm
     result = prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', f'--out_dir={tmp_path / "data"}')
     assert_refused(result, message)
     assert not (tmp_path / 'data').exists()
+
+
+def test_a_conversation_with_half_a_character_is_read(chatting, tmp_path):
+    half = {'messages': [{'role': 'user', 'content': '\ud800'}, *CONVERSATION['messages'][1:]]}
+    (tmp_path / 'chats.jsonl').write_text((json.dumps(half) + '\n') * 2)
+    succeeded(prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', f'--out_dir={tmp_path / "data"}'))
 
 
 def test_the_bytes_of_tokens_add_up_to_the_text(speaking, tmp_path, monkeypatch):

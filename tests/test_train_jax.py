@@ -248,8 +248,8 @@ def timed(flags, tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_of_minutes_fixes_its_iterations_and_completes_its_schedule(timed):
     out, said = timed
-    n, measured = map(int, re.search(r'^minutes=0.1: max_iters=(\d+), also lr_decay_iters \((\d+) iterations took '
-                                     r'[\d.]+ms each\)$', said, re.M).groups())
+    n, measured = map(int, re.search(r'^minutes=0.1: max_iters=(\d+), also lr_decay_iters, warmup_iters=\d+ \((\d+) '
+                                     r'iterations took [\d.]+ms each\)$', said, re.M).groups())
     flags, (step, meta) = json.loads((out / 'config.json').read_text()), choose_checkpoint(out)
     for recorded in (flags, meta['flags']):
         assert (recorded['max_iters'], recorded['lr_decay_iters'], recorded['minutes']) == (n, n, 0.1)
@@ -294,6 +294,15 @@ def test_a_run_of_minutes_that_is_stopped_before_it_knows_its_length_measures_wh
     next_line(resumed.stdout, resumed, 'minutes=30: max_iters=')
     resumed.kill()
     output_of(resumed)
+
+
+@pytest.mark.slow
+def test_a_warm_up_that_does_not_fit_into_the_minutes_is_a_tenth_of_them(flags, tmp_path):
+    said = succeeded(train(tmp_path, *flags, *MINUTES, '--warmup_iters=1000000')).stdout
+    n, warmup = map(int, re.search(r'max_iters=(\d+), also lr_decay_iters, warmup_iters=(\d+)', said).groups())
+    rates = [record['lr'] for record in records_with(tmp_path, 'lr')]
+    assert n // 10 <= warmup < n - 1 == len(rates) - 1
+    assert rates[warmup + 1] == pytest.approx(0.01, rel=0.1) and rates[-1] < 0.002  # one batch was there already
 
 
 @pytest.mark.slow

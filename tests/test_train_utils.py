@@ -104,7 +104,7 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(config):
     for (path, update), by_adamw in zip(jax.tree_util.tree_leaves_with_path(muon), jax.tree.leaves(adamw)):
         if path[-1].key == 'kernel' and path[-2].key != 'router':
             spectrum = np.linalg.svd(update, compute_uv=False)  # of each expert
-            assert (spectrum.min(-1) > 0.5 * spectrum.max(-1)).all()  # nearly orthogonal
+            assert (spectrum.min(-1) > 0.37 * spectrum.max(-1)).all()  # nearly orthogonal
             rms = jnp.sqrt(jnp.square(update).mean())
             assert rms == pytest.approx(0.1 * 0.2, rel=0.3)  # a fifth of Adam's first step
         else:
@@ -113,27 +113,33 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(config):
         create_optimizer_with_schedule(lambda step: 0.1, optimizer='sgd')
 
 
-def test_the_steps_of_muon_bring_singular_values_to_between_0_8_and_1_2():
-    values = np.geomspace(0.003, 1, 10_000)
-    for a, b, c in POLAR_EXPRESS:
-        values = a * values + b * values**3 + c * values**5
-    assert values.min() == pytest.approx(0.8, abs=0.005)
-    assert values.max() == pytest.approx(1.2, abs=0.005)
+def muon_steps(values):
+    """The singular values after POLAR_EXPRESS."""
+    for step in POLAR_EXPRESS:
+        values = values * np.polyval(step[::-1], values**2)
+    return values
+
+
+def test_the_steps_of_muon_bring_singular_values_to_between_0_55_and_1_45():
+    values = muon_steps(np.geomspace(0.003, 1, 10_000))
+    assert values.min() == pytest.approx(0.55, abs=0.01)
+    assert values.max() == pytest.approx(1.45, abs=0.01)
 
 
 @pytest.mark.slow
-def test_muon_in_batches_takes_the_first_step_that_optax_takes_matrix_by_matrix():
-    shapes = {'a': (8, 24), 'b': (24, 8), 'c': (8, 24), 'd': (8, 8)}
+def test_muon_moves_matrices_by_their_singular_vectors_and_the_steps_of_their_singular_values():
+    shapes = {'a': (8, 24), 'b': (24, 8), 'c': (8, 24), 'd': (8, 8), 'e': (3, 8, 8), 'f': (3, 8, 10)}  # e, f: experts
     params = {name: jax.random.normal(jax.random.key(ord(name)), shape) for name, shape in shapes.items()}
     grads = jax.tree.map(lambda p: jnp.square(p) - 0.5, params)
-    optaxs = optax.contrib.muon(0.1, weight_decay=0.1, consistent_rms=0.2, ns_coeffs=POLAR_EXPRESS,
-                                ns_steps=len(POLAR_EXPRESS), preconditioning='schatten')
-    expected = optaxs.update(grads, optaxs.init(params), params)[0]
-    ours = create_optimizer_with_schedule(lambda step: 0.1, optimizer='muon')
+    ours = create_optimizer_with_schedule(lambda step: 0.1, optimizer='muon', weight_decay=0.1)
     kernels = lambda tree: {name: {'kernel': leaf} for name, leaf in tree.items()}
     updates = ours.update(kernels(grads), ours.init(kernels(params)), kernels(params))[0]
-    for name in shapes:
-        np.testing.assert_allclose(updates[name]['kernel'], expected[name], rtol=1e-4, atol=1e-6)
+    for name, shape in shapes.items():
+        u, values, v = np.linalg.svd(np.asarray(grads[name], np.float64), full_matrices=False)
+        norm = (values**4).sum(-1, keepdims=True)**0.25
+        expected = 0.2 * max(shape[-2:])**0.5 * (u * muon_steps(values / norm)[..., None, :]) @ v
+        expected = -0.1 * (expected + 0.1 * params[name])
+        np.testing.assert_allclose(updates[name]['kernel'], expected, rtol=1e-3, atol=1e-5)
 
 
 def test_muon_orthogonalizes_q_k_and_v_each_by_itself():

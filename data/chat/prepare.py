@@ -16,7 +16,7 @@ import sys
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import UserError, create_parser, fail, load_model_tokenizer, read_text, row_length, save_tokens
+from common import UserError, create_parser, fail, load_model_tokenizer, read_text, repair, row_length, save_tokens
 
 here = os.path.dirname(os.path.abspath(__file__))
 
@@ -26,7 +26,7 @@ def read_chats(line):
     try:
         record = json.loads(line)
         messages = record['messages']
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f'is not JSON ({e})') from None
     except (KeyError, TypeError):
         raise UserError('has no "messages"') from None
@@ -36,6 +36,7 @@ def read_chats(line):
 
     if not isinstance(messages, list) or not all(map(is_text, messages)):
         raise UserError('has messages that are not a list of {"role": ..., "content": text}')
+    messages = [{name: repair(text) if isinstance(text, str) else text for name, text in m.items()} for m in messages]
     answers = {name: record[name] for name in ('chosen', 'rejected') if name in record}
     if not answers:
         if not any(m['role'] == 'assistant' for m in messages):
@@ -47,7 +48,7 @@ def read_chats(line):
         answer = answers.get(name)
         if not isinstance(answer, str) or not answer.strip():
             raise UserError(f'has no "{name}", or one that is not a text or is empty')
-    return [[*messages, {'role': 'assistant', 'content': answer}] for answer in answers.values()]
+    return [[*messages, {'role': 'assistant', 'content': repair(answer)}] for answer in answers.values()]
 
 def encode_chats(chats):
     """[(ids, mask)] of the conversations of a line; of a pair only the last answers count."""

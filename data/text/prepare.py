@@ -16,12 +16,14 @@ import sys
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import TOKENIZER_HELP, Unit, choose_vocabulary, create_parser, cut, fail, read_blocks
+from common import (
+    TOKENIZER_HELP, Unit, UserError, choose_vocabulary, create_parser, cut, fail, positive, read_blocks, repair)
 from stream import run, stream
 
 few = 20 # documents: of fewer, each has a part in train and in val
 bpe_bytes = 2**27 # of larger inputs, bpe:N learns from about as much, taken evenly from the train part
 rows_files = ('.jsonl', '.parquet')
+remedy = 'mend that file or leave it out'
 
 def find_files(paths, suffixes):
     """[(name, path)] of the files, and of those in the folders that have such a suffix, in the order of their names."""
@@ -52,7 +54,7 @@ def read_rows(path, key):
         if line.strip():
             try:
                 yield json.loads(line)[key]
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:
                 fail(f'{path}, line {number} is not JSON ({e})')
             except (KeyError, TypeError):
                 fail(f'{path}, line {number} has no {key!r}; name what is the text with --key')
@@ -76,20 +78,25 @@ class Texts:
     """The documents of text files and files of rows, which are read as they are needed."""
 
     def __init__(self, paths, key):
-        self.paths, self.key = paths, key
-        self.sizes = [sum(map(len, blocks)) for blocks in itertools.islice(self.documents(), few)]
+        self.paths, self.key, self.reading = paths, key, ''
+        try:
+            self.sizes = [sum(map(len, blocks)) for blocks in itertools.islice(self.documents(), few)]
+        except UserError:
+            raise
+        except Exception as e: # whatever pyarrow raises
+            fail(f'cannot read {self.reading} ({type(e).__name__}: {e}); {remedy}')
 
     def documents(self):
         """Yields each document in blocks."""
         for path in self.paths:
+            self.reading = path
             if not path.endswith(rows_files):
                 yield read_blocks(path)
                 continue
             for text in read_rows(path, self.key):
                 if not isinstance(text, str):
                     fail(f'{path} has a row whose {self.key!r} is no text: {text!r:.100}')
-                # as JSON may write it, a string can have one half of a character
-                yield [text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')]
+                yield [repair(text)]
 
     def parts(self):
         """Yields (is_val, blocks) of each document, or of each part of one."""
@@ -125,7 +132,7 @@ def main():
     parser.add_argument('--tokenizer', default='bpe:4096', help=f'{TOKENIZER_HELP} (default: bpe:4096)')
     parser.add_argument('--suffix', default='.txt,.md,.jsonl,.parquet', help='of files in folders (%(default)s)')
     parser.add_argument('--key', default='text', help='the text of a JSON line or a parquet row (default: text)')
-    parser.add_argument('--num_proc', type=int, help='worker processes (default: one per core, if there is much to do)')
+    parser.add_argument('--num_proc', type=positive, help='worker processes (default: one per core, if much is to do)')
     args = parser.parse_args()
     files = find_files(args.input, tuple(args.suffix.split(',')))
     source = [[name, os.path.getsize(path)] for name, path in files] # a folder may move, but not change
@@ -145,7 +152,7 @@ def main():
 
     stream(args.out_dir, ', '.join(args.input), [source, args.tokenizer, args.key],
            lambda: choose_vocabulary(args.tokenizer, all_texts, train_texts), texts.batches, split, num_proc=num_proc,
-           block_size=args.rows, remedy='mend that file or leave it out')
+           block_size=args.rows, remedy=remedy)
 
 if __name__ == '__main__':
     run(main)
