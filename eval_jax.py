@@ -166,7 +166,7 @@ def read_bundle(folder):
 
 
 # jax is imported after the flags and the files, so that --help and a mistake in these are answered at once
-texts = {path: read_text(path) for path in text.split(',') if path}
+texts = {path: read_text(path, newline='') for path in text.split(',') if path}
 names = [path.rstrip('/') for path in tasks.split(',') if path]
 all_tasks = [task for path in names for task in
              (read_bundle(path) if os.path.isdir(path) else [(Path(path).stem, read_items(path), 0, ' ', None)])]

@@ -28,10 +28,11 @@ def check_choice(name, value, choices):
         raise UserError(f'{name} must be one of {", ".join(filter(None, choices))}, not {value!r}')
 
 
-def read_text(path):
-    """The text of a UTF-8 file, without a byte-order mark. Raises UserError if it cannot be read."""
+def read_text(path, *, newline=None):
+    """The text of a UTF-8 file without its byte-order mark; newline as for open(). UserError if it cannot be read."""
     try:
-        return Path(path).read_bytes().decode('utf-8-sig')  # read_text() would turn \r\n into \n
+        with open(path, encoding='utf-8-sig', newline=newline) as file:
+            return file.read()
     except OSError as error:
         raise UserError(f'cannot read {path}: {error.strerror}') from None
     except UnicodeDecodeError as error:

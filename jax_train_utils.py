@@ -173,8 +173,7 @@ def orthogonalize(updates, params=None):
     holds the squares of the singular values, so all matmuls are in float32 (docs/lab_log.md#muon-in-three-steps).
 
     A leaf [E, I, O] holds E matrices, c_attn three: q, k and v, each by itself. Matrices of the same shape are stacked;
-    on a mesh the stack is sharded over the devices, if their number divides it. Shapes here: M matrices of I rows and O
-    columns; I is the shorter side."""
+    on a mesh the stack is sharded over the devices, if their number divides it. M matrices, I is the shorter side."""
     leaves, tree = jax.tree.flatten(split_qkv(updates))
     matmul = functools.partial(jnp.matmul, precision='highest')
     for shape in dict.fromkeys(leaf.shape for leaf in leaves):

@@ -222,6 +222,6 @@ def test_a_text_is_written_and_read_as_it_is_beside_files_of_any_name(tmp_path):
     (tmp_path / 'a.tmp').write_text('mine')
     for path in (tmp_path / 'a.txt', tmp_path / 'b.tmp', tmp_path / 'new' / 'c.txt'):
         write_text(path, 'one\r\ntwo\n')
-        assert read_text(path) == 'one\r\ntwo\n'
+        assert (read_text(path), read_text(path, newline='')) == ('one\ntwo\n', 'one\r\ntwo\n')
     assert (tmp_path / 'a.tmp').read_text() == 'mine'
     assert sorted(path.name for path in tmp_path.rglob('*')) == ['a.tmp', 'a.txt', 'b.tmp', 'c.txt', 'new']
