@@ -27,13 +27,13 @@ eval_only = False # if True, evaluate once and stop; nothing is written
 always_save_checkpoint = True # if False, an evaluation only saves when the validation loss has improved
 save_interval = 0 # also save every this many iterations; 0 is off
 keep = 2 # keep the latest this many checkpoints, and the best
-init_from = 'scratch' # 'resume', 'auto' (resume, or scratch), 'gpt2' (-medium ...), Hugging Face folder, ckpt.pt, .gguf
+init_from = 'scratch' # 'resume', 'auto' (resume, or scratch), 'gpt2', Hugging Face folder or name, ckpt.pt, .gguf
 # wandb logging
 wandb_log = False # log to Weights & Biases; with WANDB_MODE=offline it needs no account
 wandb_project = 'owt' # name of the project at wandb
 wandb_run_name = 'gpt2' # name of the run at wandb
 # data
-dataset = 'openwebtext' # the folder under data/ whose prepare.py has been run; 'web:0.7,code:0.3' mixes two
+dataset = 'openwebtext' # the folder under data/ whose prepare.py has been run; 'web:0.7,code:0.3' mixes some
 gradient_accumulation_steps = 5 * 8 # micro-batches per update, all devices together
 batch_size = 12 # sequences per micro-batch
 block_size = 1024 # tokens per sequence
