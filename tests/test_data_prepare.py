@@ -483,6 +483,21 @@ def test_an_own_vocabulary_knows_nothing_of_the_val_part(tmp_path, env):
     assert a == b
 
 
+def test_an_own_vocabulary_learns_from_as_much_of_a_parquet_file_as_of_json_lines(tmp_path, env):
+    script = copied('text', tmp_path / 'repo')
+    shutil.copy(DATA / 'stream.py', script.parent.parent)
+    script.write_text(script.read_text().replace('bpe_bytes = 2**27', 'bpe_bytes = 20_000'))
+    texts = [''.join(random.Random(i).choices('abcdefgh ', k=100)) * 14 for i in range(30)] # 2.1 times as much
+    (tmp_path / 'lines.jsonl').write_text(''.join(json.dumps({'text': text}) + '\n' for text in texts))
+    parquet(tmp_path / 'rows', texts) # compressed to less
+    vocabularies = []
+    for given in ('lines.jsonl', 'rows'):
+        prepare(script, tmp_path / given, '--tokenizer=bpe:400', '--out_dir', tmp_path / 'out',
+                env=env | {'PYTHONPATH': str(DATA.parent)})
+        vocabularies.append(tokenizer_of(tmp_path / 'out').to_str())
+    assert vocabularies[0] == vocabularies[1]
+
+
 @pytest.mark.slow
 def test_a_vocabulary_can_be_used_again(tmp_path, env):
     text, out, again = text_file(tmp_path, words(3000)), tmp_path / 'out', tmp_path / 'again'

@@ -59,6 +59,16 @@ def read_rows(path, key):
             except (KeyError, TypeError):
                 fail(f'{path}, line {number} has no {key!r}; name what is the text with --key')
 
+def count_bytes(path, key):
+    """The bytes of a file; of a parquet file, those of this column before compression."""
+    if not path.endswith('.parquet'):
+        return os.path.getsize(path)
+    import pyarrow.parquet
+    with pyarrow.parquet.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    columns = [group.column(j) for group in groups for j in range(group.num_columns)]
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == key)
+
 def read_lines(path):
     """Yields the lines of a text file, which end at a newline only: JSON may have U+2028 in a string."""
     rest = ''
@@ -81,6 +91,9 @@ class Texts:
         self.paths, self.key, self.reading = paths, key, ''
         try:
             self.sizes = [sum(map(len, blocks)) for blocks in itertools.islice(self.documents(), few)]
+            self.n_bytes = 0
+            for self.reading in paths:
+                self.n_bytes += count_bytes(self.reading, key)
         except UserError:
             raise
         except Exception as e: # whatever pyarrow raises
@@ -136,16 +149,15 @@ def main():
     args = parser.parse_args()
     files = find_files(args.input, tuple(args.suffix.split(',')))
     source = [[name, os.path.getsize(path)] for name, path in files] # a folder may move, but not change
-    n_bytes = sum(size for _, size in source)
-    num_proc = args.num_proc or (1 if n_bytes < 2**24 else os.cpu_count())
     texts = Texts([path for _, path in files], args.key)
+    num_proc = args.num_proc or (1 if texts.n_bytes < 2**24 else os.cpu_count())
 
     def all_texts():
         return itertools.chain.from_iterable(texts.documents())
 
     def train_texts():
         train = (unit.text for unit in texts.units() if not unit.is_val)
-        return itertools.islice(train, 0, None, 1 + n_bytes // bpe_bytes)
+        return itertools.islice(train, 0, None, 1 + texts.n_bytes // bpe_bytes)
 
     def split(lengths):
         return np.flatnonzero(lengths >= 0), np.flatnonzero(lengths < 0)
