@@ -4,6 +4,7 @@ GPT-2's BPE files would have to be downloaded; a small byte-level BPE replaces t
 processes get it through a sitecustomize.py, which Python imports at its start.
 """
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
@@ -567,6 +568,19 @@ def test_files_folders_lines_and_rows_are_documents_of_which_every_tenth_is_for_
         prepare('text', tmp_path / given, '--key=content', '--tokenizer=gpt2', '--out_dir', tmp_path / 'out',
                 env=bpe_env)
         assert [ids.tolist() for ids in read(tmp_path / 'out')[:2]] == expected
+
+
+def test_a_parquet_file_is_not_held_in_memory_while_it_is_read(tmp_path, monkeypatch):
+    pa, pq = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
+    monkeypatch.setattr(sys, 'path', [str(DATA), *sys.path])
+    spec = importlib.util.spec_from_file_location('text_prepare', DATA / 'text' / 'prepare.py')
+    spec.loader.exec_module(script := importlib.util.module_from_spec(spec))
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(32, 127, 2**14, np.uint8).tobytes().decode() for _ in range(2000)]
+    pq.write_table(pa.table({'text': texts}), tmp_path / 'rows.parquet', row_group_size=100)
+    before = pa.total_allocated_bytes()
+    held = [pa.total_allocated_bytes() - before for _ in script.read_rows(str(tmp_path / 'rows.parquet'), 'text')]
+    assert len(held) == 2000 and max(held) < 2000 * 2**14 // 4
 
 
 def in_rows(documents, length, n_waiting=1000):

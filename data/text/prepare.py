@@ -45,7 +45,8 @@ def read_rows(path, key):
     """Yields row[key] of each row of JSON lines or of a parquet file."""
     if path.endswith('.parquet'):
         import pyarrow.parquet
-        with pyarrow.parquet.ParquetFile(path, buffer_size=2**20) as file: # without buffers, a column is read at once
+        # it would read a column at once without a buffer, and keep what it has read with pre_buffer
+        with pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
             if key not in file.schema_arrow.names:
                 fail(f'{path} has no column {key!r}, only {", ".join(file.schema_arrow.names)}; name one with --key')
             for batch in file.iter_batches(100, columns=[key]):
