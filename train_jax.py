@@ -116,7 +116,8 @@ from jax_devices.parallel import choose_attention, setup_distributed_training, s
 from jax_devices.processes import StopSignal, check_agreement, in_all_processes, initialize_distributed, signal_name
 from jax_devices.setup import Profile, Stopwatch, TimeBudget, configure_process, device_peak_flops, is_synchronous
 from jax_files.checkpoints import (
-    checkpoint_steps, finish_checkpoints, load_checkpoint, lock_out_dir, open_checkpoints, save_checkpoint)
+    add_val_loss, checkpoint_steps, finish_checkpoints, load_checkpoint, lock_out_dir, open_checkpoints,
+    save_checkpoint)
 from jax_files.data import counted_share, describe_data, draw_batch, load_mixture, load_mixture_meta, load_pairs
 from jax_files.metrics import MetricsLog, plot_losses
 from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, load_token_bytes, same_tokens
@@ -333,7 +334,7 @@ def save(val_loss):
 
 def fix_iterations(save_due):
     """Sets max_iters, and what follows from it, as soon as `budget` knows how many iterations fit."""
-    global budget, schedule, lrs, max_iters
+    global budget, schedule, lrs, max_iters, batch
     n = budget.iterations(iter_num, state, save_due, eval_s, eval_interval) if master else 0
     if n := int(parallel.max_over_processes(n)):  # after a short warm-up, the learning rate has stayed the highest
         warmup = max(flags['warmup_iters'] if flags['warmup_iters'] < n else n // 10, iter_num)
@@ -341,6 +342,7 @@ def fix_iterations(save_due):
         flags.update(max_iters=n, lr_decay_iters=n, warmup_iters=warmup)
         schedule, lrs, _ = optimizer_from_flags(flags)
         budget, max_iters, bar.total, log.max_iters = None, n, n, n
+        batch = make_batch(iter_num)  # with the learning rate that a resumed run gives it
         if master:
             write_json(Path(out_dir, 'config.json'), flags | {'dtype': dtype})
 
@@ -372,8 +374,9 @@ try:
                 stop_signal = int(parallel.max_over_processes(stop.signum))
             else:
                 save_due = save_due or always_save_checkpoint or val_loss < best_val_loss
-                if iter_num != resumed_at:  # the checkpoint of resumed_at has been compared already
-                    best_val_loss = min(best_val_loss, val_loss)
+                best_val_loss = min(best_val_loss, val_loss)
+                if iter_num == resumed_at and not eval_only:
+                    add_val_loss(checkpoints, iter_num, val_loss)
         finished = is_last or stop_signal
         if finished:
             stop.saving = lambda: True  # a second signal does not spoil the last save
@@ -390,9 +393,7 @@ try:
         stop_requested = parallel.max_over_processes(stop.signum)  # all processes stop after the same iteration
         # forward, backward, gradient accumulation, clipping and the update are one compiled function: make_train_step
         compiled_before = clock.compiling
-        metrics = None
-        if batch is not None:
-            state, metrics = train_step(state, batch)  # dispatched only, unless is_synchronous
+        state, metrics = train_step(state, batch) if batch else (state, None)  # dispatched only, unless is_synchronous
         if metrics and compile_s is None:  # this call has compiled it
             compile_s = clock.compiling - compiled_before
             log.start += compile_s  # does not count as the iteration's time

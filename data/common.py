@@ -304,8 +304,8 @@ def tokenizer_files(vocabulary):
 
 
 def save(folder, files):
-    """Writes the files {name: bytes} aside, then renames them, meta.json last: an interrupted run leaves no half data
-    set. Raises UserError."""
+    """Writes the files {name: bytes} aside, then renames them, train.bin last: an interrupted run leaves no half data
+    set (without meta.json, train.bin would count as GPT-2's tokens). Raises UserError."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix='tmp-', dir=folder) as tmp:
@@ -313,7 +313,7 @@ def save(folder, files):
                 write_file(os.path.join(tmp, name), content)
             if 'meta.json' in files:
                 remove_data_set(folder)
-            move_files(tmp, folder, files)
+            move_files(tmp, folder, sorted(files, key='train.bin'.__eq__))
     except OSError as e:
         fail(f'cannot write to {folder} ({e.strerror}); free some space or choose another folder with --out_dir')
 
@@ -331,10 +331,11 @@ def move_files(source, folder, names):
 
 
 def remove_data_set(folder):
-    """Removes what says that an older data set is complete, its tokenizer and its masks: new .bin files do not fit
-    them."""
+    """Removes what says that an older data set is complete, train.bin and meta.json, its tokenizer and its masks: new
+    .bin files do not fit them."""
     tokenizer = os.path.join(folder, 'tokenizer')
     names = [os.path.join('tokenizer', name) for name in (os.listdir(tokenizer) if os.path.isdir(tokenizer) else [])]
+    remove([os.path.join(folder, 'train.bin')])
     remove([os.path.join(folder, name) for name in ['meta.json', *names] if name.endswith(('.json', '.jinja'))])
     remove([os.path.join(folder, f'{split}_{of}.bin') for split in ('train', 'val') for of in ('mask', 'ends')])
 

@@ -3,6 +3,8 @@ long ones) to a file, in the order of the source; pass 2 copies them into train.
 continues."""
 import atexit
 import contextlib
+import errno
+import functools
 import json
 import multiprocessing
 import os
@@ -28,13 +30,13 @@ FILES = 'files.part' # the folder of pass 2
 
 
 def start_worker(vocabulary):
-    global encode_batch
+    global encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN) # Ctrl-C is the main process's business
-    encode_batch = create_encoder(vocabulary)
+    encoder = functools.cache(lambda: create_encoder(vocabulary)) # not here: the pool would restart what fails forever
 
 
 def encode_in_worker(units):
-    return encode_batch(units)
+    return encoder()(units)
 
 
 def encode_all(vocabulary, batches, num_proc):
@@ -51,8 +53,17 @@ def encode_all(vocabulary, batches, num_proc):
 
     # spawn, because a fork in the middle of pyarrow's and the downloader's threads can hang
     with multiprocessing.get_context('spawn').Pool(num_proc, start_worker, [vocabulary]) as pool:
+        results, workers = pool.imap(encode_in_worker, read()), set(multiprocessing.active_children())
         try:
-            for encoded in pool.imap(encode_in_worker, read()):
+            while True:
+                try:
+                    encoded = results.next(timeout=1)
+                except StopIteration:
+                    return
+                except multiprocessing.TimeoutError:
+                    if set(multiprocessing.active_children()) != workers: # its batch would never come
+                        raise RuntimeError('a worker process was killed: use a smaller --num_proc') from None
+                    continue
                 ahead.release()
                 yield encoded
         finally:
@@ -96,15 +107,18 @@ def write_json(path, content):
 def discard(folder, paths):
     """Removes the files, and their folder if it is empty then."""
     remove(paths)
-    if os.path.isdir(folder) and not os.listdir(folder):
+    with contextlib.suppress(OSError): # not empty, '.' or a mount point
         os.rmdir(folder)
 
 
 @contextlib.contextmanager
 def locked(folder):
     """Makes the folder, and keeps other processes from working in it. Raises UserError if one does."""
-    os.makedirs(folder, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY) if fcntl else None
+    try:
+        os.makedirs(folder, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY) if fcntl else None
+    except OSError as e:
+        fail(f'cannot write to {folder!r} ({e.strerror}); choose another --out_dir')
     try:
         if fcntl:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -179,12 +193,14 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
             discard(out_dir, parts)
         if isinstance(e, UserError):
             raise
+        if getattr(e, 'errno', None) in (errno.ENOSPC, errno.EACCES, errno.EROFS): # not of the input, read before
+            remedy = 'free some space or choose another --out_dir'
         if done:
             remedy = (f'{done:,} documents or pieces are done: run the same command to continue, or, if an input has '
                       f'changed, delete {", ".join(SCRATCH)} in {out_dir} first')
         fail(f'cannot tokenize {name} ({type(e).__name__}: {e}); {remedy}')
 
-    # pass 2: write aside, then rename, meta.json last: without it there is no data set
+    # pass 2: write aside, then rename, train.bin last: without it there is no data set
     lengths = np.fromfile(lengths_path, np.int32)
     train, val = split(lengths)
     for units in (train, val):
@@ -203,7 +219,7 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
         for file, content in files.items():
             write_file(os.path.join(tmp, file), content)
         remove_data_set(out_dir)
-        move_files(tmp, out_dir, ['train.bin', 'val.bin', *files])
+        move_files(tmp, out_dir, ['val.bin', *files, 'train.bin'])
     except OSError as e:
         fail(f'cannot write to {out_dir} ({e.strerror}); free some space and run the same command to continue')
     finally:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_devices.parallel import setup_distributed_training
 from jax_devices.processes import gather_texts, in_all_processes
 from jax_files.tokenizers import locate_tokenizer
-from jax_flags import UserError, check_choice, exit_if_peer_died
+from jax_flags import UserError, check_choice, exit_if_peer_died, write_text
 from jax_lora import create_lora_state, load_merged, move_base
 from jax_transformer import GPTConfig, create_train_state
 
@@ -213,6 +213,16 @@ def cannot_write(what, manager, error):
     free = shutil.disk_usage(manager.directory).free / 1e6
     return (f'cannot write {what} to {manager.directory}, where {free:,.0f} MB are free; what it holds is complete, '
             f'continue with --init_from=resume ({str(error)[:200]})')
+
+
+def add_val_loss(manager, step, val_loss):
+    """Makes a checkpoint a candidate for the best, if it was saved without an evaluation, as a signal may do."""
+    path = Path(manager.directory, str(step), 'metrics', 'metrics')
+    if jax.process_index() == 0 and not path.exists():
+        path.parent.mkdir()
+        write_text(path, json.dumps({'val_loss': val_loss}))
+    gather_texts('')  # no process reads it before it is there
+    manager.reload()
 
 
 def finish_checkpoints(manager):

@@ -50,8 +50,9 @@ def load_dataset_meta(data_dir):
                 raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
             if checked['kind'] not in (None, 'chats', 'pairs'):
                 raise ValueError(f'kind {checked["kind"]!r} is neither chats nor pairs')
-            if type(vocab_size) is not int or vocab_size < 1:
-                raise ValueError(f'vocab_size {vocab_size!r} is not a number of tokens')
+            for name, number in (('vocab_size', vocab_size), ('row_length', checked['row_length'] or 2)):
+                if type(number) is not int or number < 1:
+                    raise ValueError(f'{name} {number!r} is not a number of tokens')
             if tokenizer['kind'] not in ('char', 'gpt2', 'folder') or (
                     tokenizer['kind'] == 'char' and len(tokenizer['chars']) != vocab_size):
                 raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
@@ -291,7 +292,9 @@ def draw_batch(sets, block_size, n_rows, seed, iteration, rows, vocab_size):
 
 def evaluated_windows(tokens, block_size, n_rows):
     """The starts of the n_rows windows of a split that every evaluation reads, spread evenly over the split."""
-    last = len(tokens) - 1 - (block_size if tokens.ndim == 1 else 0)  # the start of the last window, or the last row
+    if tokens.ndim == 2:  # each row as often as any other, to within one
+        return np.arange(n_rows) * len(tokens) // n_rows
+    last = len(tokens) - 1 - block_size  # the start of the last window
     return np.arange(n_rows) * last // max(1, n_rows - 1)
 
 

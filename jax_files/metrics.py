@@ -18,10 +18,12 @@ class MetricsLog:
 
     def __init__(self, out_dir, iter_num=0):
         self.path = Path(out_dir) / 'metrics.jsonl'
-        records = read_metrics(out_dir) if iter_num else ()
-        kept = [r for r in records if r['iter'] < iter_num or (r['iter'] == iter_num and 'val_loss' in r)]
-        self.evaluated = kept[-1]['iter'] if kept and 'val_loss' in kept[-1] else None
-        write_text(self.path, ''.join(json.dumps(record) + '\n' for record in kept))
+        kept, self.evaluated = [], None
+        for record in read_metrics(out_dir) if iter_num else ():
+            if record['iter'] < iter_num or (record['iter'] == iter_num and 'val_loss' in record):
+                kept.append(json.dumps(record) + '\n')  # a string takes a seventh of a dict's memory
+                self.evaluated = record['iter'] if 'val_loss' in record else None
+        write_text(self.path, ''.join(kept))
         self.file = open(self.path, 'a', buffering=1)  # flushed after every line
         loss_figure()  # imports matplotlib now: --minutes times the first evaluation
 

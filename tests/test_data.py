@@ -2,6 +2,7 @@
 import dataclasses
 import os
 import pickle
+import re
 import subprocess
 from tests.common import TINY, edit_json, refusal, write_dataset
 
@@ -159,6 +160,7 @@ def test_the_fingerprint_of_data_tells_one_token_and_the_tokenizer():
     ('{"vocab_size": 5, "dtype": "int64", "tokenizer": {}}', 'int64'),
     ('{"vocab_size": 28.5, "dtype": "uint16", "tokenizer": {}}', '28.5'),
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": null}', 'damaged'),
+    ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "gpt2"}, "row_length": 9.0}', '9.0 is not a number'),
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "word"}}', 'tokenizer is none of'),
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": "ab"}}', 'tokenizer is none of')])
 def test_a_dataset_with_a_damaged_meta_json_is_refused(tmp_path, meta, message):
@@ -177,6 +179,9 @@ def test_a_meta_pkl_is_converted_by_the_command_that_the_message_gives(tmp_path)
     command = ' '.join(str(error.value).split()).partition('convert it once: ')[2]
     subprocess.run(command, shell=True, check=True, timeout=300)
     assert load_dataset_meta(tmp_path)['tokenizer'] == {'kind': 'char', 'chars': "\n'b"}
+    (tmp_path / 'meta.pkl').write_bytes(b'damaged')
+    damaged = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
+    assert damaged.returncode == 2 and re.fullmatch(r'error: .*meta.pkl has no characters.*\n', damaged.stderr)
 
 
 @pytest.mark.slow
@@ -308,6 +313,13 @@ def test_rows_are_drawn_whole_and_each_once_per_epoch(tmp_path, others):
     assert len(describe_data(sets, {'kind': 'gpt2'})) == 2 + 4 * len(sets)
 
 
+@pytest.mark.parametrize('n', [1, 2, 3, 7, 40, 1000])
+def test_an_evaluation_reads_every_row_as_often_as_any_other_or_once_more(n):
+    places = evaluated_windows(np.zeros((n, 17), np.uint16), 16, 40)
+    counts = np.bincount(places, minlength=n)
+    assert len(places) == 40 and counts.max() - counts.min() <= 1
+
+
 def test_in_a_mixture_only_the_packed_rows_have_conversations_that_start_within_a_row(tmp_path):
     write_rows(tmp_path / 'chats', 30)
     for split, n in (('train', 30), ('val', 5)):
@@ -329,7 +341,7 @@ def test_rows_need_the_block_size_that_they_were_made_for(tmp_path):
         message = refusal(load_dataset, tmp_path, block_size)
         assert 'has rows of 17 tokens' in message and f'prepare it with --rows={block_size}, or' in message
     edit_json(tmp_path / 'meta.json', row_length='x')
-    assert 'has rows of x tokens' in refusal(load_dataset, tmp_path, 16)
+    assert "row_length 'x' is not a number" in refusal(load_dataset, tmp_path, 16)
 
 
 @pytest.mark.parametrize('row_length', [17, None])

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from jax_flags import UserError
 from tests.common import PADDED, edit_json, wait_for
 
 DATA = Path(__file__).resolve().parent.parent / 'data'
@@ -106,6 +107,14 @@ def refuse(script, *args, env):
     assert done.stderr.startswith('error: '), done.stderr
     line, = done.stderr.splitlines()
     return line
+
+
+def load_script(script, monkeypatch):
+    """The script as a module, for its functions."""
+    monkeypatch.setattr(sys, 'path', [str(DATA), *sys.path])
+    spec = importlib.util.spec_from_file_location(f'prepare_{script}', DATA / script / 'prepare.py')
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
 
 
 def wait_for_documents(folder, run):
@@ -312,7 +321,7 @@ def test_a_failed_write_leaves_no_half_data_set(tmp_path, env):
     (tmp_path / 'out' / 'val.bin' / 'x').touch()
     (tmp_path / 'out' / 'meta.json').write_text('{"of": "an older data set"}')
     refuse('shakespeare_char', text_file(tmp_path, TEXT), '--out_dir', tmp_path / 'out', env=env)
-    assert files_in(tmp_path / 'out') == ['train.bin', 'val.bin/x'] # the old meta.json is gone: it would vouch for them
+    assert files_in(tmp_path / 'out') == ['val.bin/x'] # nor meta.json: without it train.bin would be GPT-2's tokens
 
 
 # -----------------------------------------------------------------------------
@@ -572,9 +581,7 @@ def test_files_folders_lines_and_rows_are_documents_of_which_every_tenth_is_for_
 
 def test_a_parquet_file_is_not_held_in_memory_while_it_is_read(tmp_path, monkeypatch):
     pa, pq = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
-    monkeypatch.setattr(sys, 'path', [str(DATA), *sys.path])
-    spec = importlib.util.spec_from_file_location('text_prepare', DATA / 'text' / 'prepare.py')
-    spec.loader.exec_module(script := importlib.util.module_from_spec(spec))
+    script = load_script('text', monkeypatch)
     rng = np.random.default_rng(0)
     texts = [rng.integers(32, 127, 2**14, np.uint8).tobytes().decode() for _ in range(2000)]
     pq.write_table(pa.table({'text': texts}), tmp_path / 'rows.parquet', row_group_size=100)
@@ -677,6 +684,49 @@ def test_a_killed_run_on_texts_continues_with_the_same_bytes(tmp_path, bpe_env):
     (tmp_path / 'out' / 'files.part' / 'val.bin').write_bytes(b'part of it')
     prepare(*args, tmp_path / 'out', env=bpe_env)
     assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
+
+
+def test_a_worker_that_is_killed_or_cannot_start_ends_the_run_with_a_line(tmp_path, env, bpe_env):
+    if not Path('/proc/self/task').is_dir():
+        pytest.skip('finds the workers in /proc')
+    (tmp_path / 'in').mkdir()
+    for i in range(200):
+        (tmp_path / 'in' / f'{i:03}.txt').write_text(words(4000, seed=i), newline='')
+    args = 'text', tmp_path / 'in', '--tokenizer=gpt2', '--num_proc=2', '--out_dir', tmp_path / 'out'
+    run = subprocess.Popen(command(*args), stderr=subprocess.PIPE, text=True,
+                           env=bpe_env | {'SECONDS_PER_DOCUMENT': '0.02'})
+    wait_for_documents(tmp_path / 'out', run)
+    for pid in Path(f'/proc/{run.pid}/task/{run.pid}/children').read_text().split():
+        if b'spawn_main' in Path(f'/proc/{pid}/cmdline').read_bytes():
+            os.kill(int(pid), signal.SIGKILL)
+    line, = run.communicate(timeout=60)[1].splitlines()
+    assert run.returncode == 2 and 'a worker process was killed' in line and 'run the same command' in line
+    done, line = run_to_the_end(*args, env=env).stderr.splitlines()
+    assert done.startswith('continuing after') and line.startswith("error: cannot download GPT-2's BPE files")
+    prepare(*args, env=bpe_env)
+    prepare(*args[:-1], tmp_path / 'whole', env=bpe_env)
+    assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    (tmp_path / 'in' / 'closed').mkdir(parents=True)
+    scandir = os.scandir
+
+    def closed(path): # root may read any folder
+        if str(path).endswith('closed'):
+            raise PermissionError(13, 'Permission denied', str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, 'scandir', closed)
+    with pytest.raises(UserError, match='cannot read .*closed .Permission denied.'):
+        load_script('text', monkeypatch).find_files([str(tmp_path / 'in')], ('.txt',))
+
+
+def test_a_refused_input_leaves_the_folder_that_was_there(tmp_path, env, monkeypatch):
+    (tmp_path / 'out').mkdir()
+    monkeypatch.chdir(tmp_path / 'out')
+    assert 'too few' in refuse('text', text_file(tmp_path, 'a'), '--tokenizer=char', '--out_dir=.', env=env)
+    assert 'cannot write to' in refuse('text', text_file(tmp_path, TEXT), '--tokenizer=char', '--out_dir=', env=env)
 
 
 def test_the_masks_of_an_older_data_set_are_removed(tmp_path, env):
@@ -805,8 +855,8 @@ def test_openwebtext_interrupted_while_writing_does_not_tokenize_again(tmp_path,
     (out / 'val.bin').mkdir(parents=True) # makes pass 2 fail
     (out / 'meta.json').write_text('{"of": "an older data set"}')
     assert 'cannot write' in refuse('openwebtext', folder, '--out_dir', out, env=bpe_env)
-    # pass 1 and one file of pass 2; no meta.json
-    assert files_in(out) == ['lengths.part.bin', 'source.part.json', 'tokens.part.bin', 'train.bin']
+    # pass 1; no file of pass 2, and no meta.json
+    assert files_in(out) == ['lengths.part.bin', 'source.part.json', 'tokens.part.bin']
     (out / 'val.bin').rmdir()
     prepare('openwebtext', folder, '--out_dir', out, env=bpe_env | {'SECONDS_PER_DOCUMENT': '100'})
     prepare('openwebtext', folder, '--out_dir', tmp_path / 'whole', env=bpe_env)

@@ -96,6 +96,14 @@ def test_a_line_that_is_no_pair_is_named(chatting, change, message, tmp_path):
     assert not (tmp_path / 'data').exists()
 
 
+def test_a_pair_with_an_answer_of_which_the_template_writes_nothing_is_named(chatting, tmp_path):
+    template = ('{% for m in messages %}<user>{% if m.role == "user" %}{{ m.content }}{% else %}'
+                '{% generation %}{{ m.content.split("p")[-1] }}{% endgeneration %}{% endif %}{% endfor %}')
+    edit_json(chatting / 'tokenizer_config.json', chat_template=template)
+    lines = [json.dumps({'messages': [ask('a')], 'chosen': 'bpc', 'rejected': rejected}) for rejected in ('dpd', 'dp')]
+    assert_refused(prepare_pairs(lines, chatting, tmp_path), 'line 2: has an answer of which .* writes nothing: .dp')
+
+
 def test_an_epoch_holds_every_pair_once_and_each_process_reads_its_own_rows():
     pairs = read_pairs(7, 12)
     batches = [pairs.draw(4, 5, i, np.arange(4)) for i in range(7)]  # two epochs

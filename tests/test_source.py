@@ -23,7 +23,7 @@ FOLDERS = ('jax_ops', 'jax_files', 'jax_devices')
 # lines of a file, of train_jax.py and jax_train_utils.py, and of all product code (root and FOLDERS, without tests)
 MAX_LINES = 850
 BUDGETS = {'train_jax.py': 420, 'jax_train_utils.py': 650}
-MAX_PRODUCT_LINES = 9350
+MAX_PRODUCT_LINES = 9400
 PRIVATE = ('jaxlib.', 'jax._src.', 'jax.interpreters.', 'jax.extend.', 'jax.lib.')  # of jax: may change in any version
 
 

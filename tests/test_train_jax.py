@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_files.checkpoints import checkpoint_steps, choose_checkpoint, find_damage, load_run
+from jax_files.checkpoints import checkpoint_steps, choose_checkpoint, find_damage, load_run, read_val_loss
 from jax_files.metrics import read_metrics
 from jax_flags import config_block
 from jax_pretrained import load_pretrained
@@ -235,7 +235,7 @@ def test_a_mixture_gives_eight_devices_the_curve_of_one(flags, mixture, tmp_path
 # --minutes
 
 MINUTES = ['--minutes=0.1', '--eval_interval=100000', '--save_interval=50', '--keep=1000', '--lr_schedule=linear',
-           '--min_lr=0', '--warmup_iters=5']
+           '--min_lr=1e-5', '--warmup_iters=5']
 
 
 @pytest.fixture(scope='session')
@@ -261,8 +261,8 @@ def test_a_run_of_minutes_fixes_its_iterations_and_completes_its_schedule(timed)
     peak = flags['learning_rate']
     np.testing.assert_allclose(rates[:5], peak * (1 + np.arange(5)) / 6, rtol=1e-5)
     np.testing.assert_allclose(rates[5:decay_from + 1], peak, rtol=1e-5)  # the highest, until it is known how to decay
-    np.testing.assert_allclose(rates[decay_from:], peak * (1 - np.arange(n - decay_from) / (n - decay_from)), rtol=1e-4,
-                               atol=1e-8)
+    decayed = 1e-5 + (peak - 1e-5) * (1 - np.arange(n - decay_from) / (n - decay_from))
+    np.testing.assert_allclose(rates[decay_from:], decayed, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -272,10 +272,10 @@ def test_a_run_of_minutes_resumes_with_the_same_bits_and_does_not_measure_again(
     saved = saved_iterations(part)
     if len(saved) < 2:
         pytest.skip('this machine is too slow for a checkpoint between the start and the end')
-    for iteration in saved[len(saved) // 2:]:
+    for iteration in saved[1:]:  # the first one is where the iterations were fixed
         shutil.rmtree(part / 'ckpt' / str(iteration))
     resumed = succeeded(train(part, *flags, *MINUTES, '--init_from=resume')).stdout  # the same command
-    assert f'at iteration {saved[len(saved) // 2 - 1]}' in resumed and 'minutes=0.1: ' not in resumed
+    assert f'at iteration {saved[0]}' in resumed and 'minutes=0.1: ' not in resumed
     assert_same_run(part, whole)
     extended = succeeded(train(part, *RESUME, f'--max_iters={saved[-1] + 3}')).stdout
     assert f'step {saved[-1] + 3}: ' in extended
@@ -447,6 +447,18 @@ def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path)
     process.kill()
     output_of(process)
     assert choose_checkpoint(better)[0] >= 10  # saved while the validation loss was falling
+
+
+@pytest.mark.slow
+def test_an_evaluation_where_a_run_resumes_counts_for_its_checkpoint(flags, tmp_path):
+    succeeded(train(tmp_path, *flags, '--eval_interval=100', '--save_interval=5', '--max_iters=10'))
+    shutil.rmtree(tmp_path / 'ckpt' / '10')  # 5 was saved without an evaluation, as by a signal during one
+    assert math.isinf(read_val_loss(tmp_path / 'ckpt' / '5'))
+    succeeded(train(tmp_path, *RESUME, '--eval_interval=5', '--max_iters=20', '--learning_rate=1', '--decay_lr=False'))
+    evaluated = {record['iter']: record['val_loss'] for record in records_with(tmp_path, 'val_loss')}
+    assert min(evaluated, key=evaluated.get) == 5 and saved_iterations(tmp_path) == [5, 15, 20]
+    assert choose_checkpoint(tmp_path, 'best')[0] == 5 and read_val_loss(tmp_path / 'ckpt' / '5') == evaluated[5]
+    assert choose_checkpoint(tmp_path)[1]['best_val_loss'] == evaluated[5]
 
 
 @pytest.mark.slow

@@ -54,7 +54,9 @@ def encode_chats(chats):
     """[(ids, mask)] of the conversations of a line; of a pair only the last answers count."""
     encoded = [enc.encode_training_chat(chat) for chat in chats]
     if len(chats) == 2:
-        for _, mask in encoded:
+        for chat, (_, mask) in zip(chats, encoded):
+            if not mask.any():
+                raise UserError(f'has an answer of which the template writes nothing: {chat[-1]["content"]!r:.100}')
             mask[:np.flatnonzero(np.diff(mask, prepend=0) == 1)[-1]] = 0
     return encoded
 

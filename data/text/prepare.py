@@ -25,15 +25,19 @@ bpe_bytes = 2**27 # of larger inputs, bpe:N learns from about as much, taken eve
 rows_files = ('.jsonl', '.parquet')
 remedy = 'mend that file or leave it out'
 
+def refuse(error):
+    fail(f'cannot read {error.filename} ({error.strerror}); make it readable or leave it out')
+
 def find_files(paths, suffixes):
     """[(name, path)] of the files, and of those in the folders that have such a suffix, in the order of their names."""
     files = []
     for root in paths:
         if os.path.isfile(root):
             files.append((os.path.basename(root), root))
-        elif not os.path.isdir(root):
+            continue
+        if not os.path.isdir(root):
             fail(f'there is no {root}; name text files, JSON lines, parquet files, or folders of such')
-        for folder, subfolders, names in os.walk(root):
+        for folder, subfolders, names in os.walk(root, onerror=refuse):
             subfolders[:] = sorted(name for name in subfolders if not name.startswith('.'))
             found = [os.path.join(folder, name) for name in sorted(names) if name.endswith(suffixes)]
             files += [(os.path.relpath(path, root), path) for path in found if os.path.isfile(path)]
@@ -72,11 +76,14 @@ def count_bytes(path, key):
 
 def read_lines(path):
     """Yields the lines of a text file, which end at a newline only: JSON may have U+2028 in a string."""
-    rest = ''
+    parts = [] # of a line: adding each block to a string would take quadratic time
     for block in read_blocks(path):
-        *lines, rest = (rest + block).split('\n')
-        yield from lines
-    yield rest
+        first, *others = block.split('\n')
+        parts.append(first)
+        for line in others:
+            yield ''.join(parts)
+            parts = [line]
+    yield ''.join(parts)
 
 def clip(blocks, start, stop):
     """Yields the characters from start to stop of a document."""
