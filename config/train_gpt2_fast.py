@@ -1,6 +1,6 @@
 # config/train_pystdlib.py's recipe (a Qwen3 with Muon) at GPT-2's size, 124M, for accelerators. It has not been run at
-# scale: no loss, no speed, and the learning rate comes from a rule; at 11M parameters it needs half of AdamW's tokens
-# (docs/lab_log.md, The recipe beside AdamW). Any number of devices that divides 480:
+# scale: no loss, no speed, and the learning rate comes from a rule; at 11M parameters it needs little more than half of
+# AdamW's tokens (docs/lab_log.md, The recipe beside AdamW). Any number of devices that divides 480:
 #   python train_jax.py config/train_gpt2_fast.py
 # Compiled, not run: for 8 H100 (bench_jax.py --mode=compile --topology=h100:1x8, jax 0.10.2, bfloat16, cuDNN's
 # attention): peak 9.99 of 84.90 GB per device, 865 MB sent per iteration (51 MB of it exposed); the bounds of an
