@@ -134,7 +134,7 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
     its accuracy is by the log-probability per token, and as by nanochat, prompts are cut to max_length tokens."""
     in_bundle = guessing is not None
     rows = [at(item['place'], encode_item, items, i, n_examples, delimiter, in_bundle) for i, item in enumerate(items)]
-    cut = {'max_length': (max_length or model.config.block_size) - 1} if in_bundle else {}  # context of the last token
+    cut = {'max_length': max(1, (max_length or model.config.block_size) - 1)} if in_bundle else {}  # of context
     right, right_norm = [], []
     for item, scores in zip(items, model.score(rows, **options | cut)):
         sums = np.array([found.sum(dtype=np.float64) for found, _ in scores])
@@ -160,7 +160,7 @@ def read_bundle(folder):
             random.Random(1337).shuffle(items)  # as nanochat, which draws examples by the new order
             read.append((task['label'], items, task['num_fewshot'][0], task.get('continuation_delimiter', ' '),
                          guessing[task['label']]))
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, csv.Error, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f'{folder} is not in the form of the CORE bundle ({type(error).__name__}: {error})') from None
     return read
 

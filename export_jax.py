@@ -4,7 +4,6 @@ $ python export_jax.py --out_dir=out-mine --folder=my-model --dtype=bfloat16
 $ python export_jax.py --init_from=nanogpt/out/ckpt.pt --folder=my-model
 $ python export_jax.py --out_dir=out-mine --gguf=my-model.gguf --dtype=q8_0
 """
-import json
 import os
 import re
 import tempfile
@@ -36,6 +35,7 @@ if shard_gb <= 0:
 from jax_devices.setup import setup_jax_environment
 from jax_files.checkpoints import load_run
 from jax_files.gguf_files import ARCHITECTURES
+from jax_files.metrics import read_metrics
 from jax_files.tokenizers import HFTokenizer, describe_tokenizer, write_char_tokenizer, write_gpt2_tokenizer
 from jax_files.weight_files import find_config_json, kept_config_json, local_path
 from jax_pretrained import load_pretrained, save_pretrained
@@ -50,9 +50,8 @@ def model_card(family, name):
     """README.md of the exported folder: what the model is, its data, recipe and figures, how to load it."""
     base, origin = '', f'Converted from {os.path.basename(init_from)}.'
     if init_from == 'resume':
-        run, iteration, log = meta['flags'], meta['iter_num'], Path(out_dir, 'metrics.jsonl')
-        rows = map(json.loads, log.read_text().splitlines() if log.exists() else ())
-        figures = next((row for row in rows if row['iter'] == iteration and 'val_loss' in row), {})
+        run, iteration = meta['flags'], meta['iter_num']
+        figures = next((row for row in read_metrics(out_dir) if row['iter'] == iteration and 'val_loss' in row), {})
         table = {key: f'{x:.4f}' for key, x in figures.items() if isinstance(x, float)}
         table |= {key: run[key] for key in RECIPE if run.get(key)}
         n_tokens = iteration * run['gradient_accumulation_steps'] * run['batch_size'] * run['block_size']

@@ -41,6 +41,9 @@ def read_text(path, *, newline=None):
 
 def write_text(path, text):
     """Writes a file atomically, it is complete or not there, and makes its folder."""
+    path = os.path.realpath(path)  # a link stays one
+    if os.path.exists(path) and not os.path.isfile(path):
+        return Path(path).write_text(text, encoding='utf-8')  # a pipe or /dev/null; a folder is an OSError
     partial = Path(path).with_name(f'{Path(path).name}.tmp-{os.getpid()}')
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:

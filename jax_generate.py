@@ -549,13 +549,14 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     B, T = tokens_BxT.shape
     is_learned = config.position == 'learned'
     max_cached = config.block_size if is_learned else PAD  # the longest row that the KV cache can continue
-    longest = int(length_B.max()) + max_new_tokens if prefix_cache is None else config.block_size + max_new_tokens
+    n_total = int(length_B.max()) + max_new_tokens
+    longest = n_total if prefix_cache is None else max(n_total, config.block_size + max_new_tokens)
     if max_new_tokens < 0:
         raise UserError(f'max_new_tokens must be at least 0, not {max_new_tokens}')
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     if prefix_cache is not None and B != 1:
         raise UserError(f'a prefix cache is for one row, not {B}')
-    check_drafts(config, n_draft, draft, sampling.n_vocab, min(longest, max_cached))
+    check_drafts(config, n_draft, draft, sampling.n_vocab, min(n_total, max_cached))
     if max_new_tokens == 0:
         yield GenerationResult(tokens_BxT, length_B)
         return

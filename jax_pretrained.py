@@ -195,9 +195,8 @@ def llama_config(hf, *, eps=1e-6, theta=10000.0, attention_bias=False):
         n_layer=hf.get('num_hidden_layers'), n_head=hf.get('num_attention_heads'), n_embd=hf.get('hidden_size'),
         n_kv_head=hf.get('num_key_value_heads', hf.get('num_attention_heads')),
         head_dim=hf.get('head_dim', hf.get('hidden_size') // hf.get('num_attention_heads')),
-        n_inner=hf.get('intermediate_size'),
-        norm='rms', norm_eps=hf.get('rms_norm_eps', eps), position='rope', bias=False, mlp='swiglu',
-        tied_head=hf.get('tie_word_embeddings', False), **rope_config(hf, theta))
+        n_inner=hf.get('intermediate_size'), tied_head=hf.get('tie_word_embeddings', False), norm='rms',
+        norm_eps=hf.get('rms_norm_eps', eps), position='rope', bias=False, mlp='swiglu', **rope_config(hf, theta))
 
 
 def qwen3_config(hf):
@@ -266,8 +265,7 @@ def gemma_config(hf, theta, full_every):
     return llama_config(hf, theta=theta) | {
         'embed_scale': hf.get('hidden_size')**0.5, 'block_norms': 'both', 'mlp': 'geglu', 'activation': 'gelu_tanh',
         'tied_head': hf.get('tie_word_embeddings', True), 'head_dim': hf.get('head_dim', 256),
-        'attention_scale': hf.get('query_pre_attn_scalar', 256)**-0.5,
-        'window': hf.get('sliding_window', 4096),
+        'attention_scale': hf.get('query_pre_attn_scalar', 256)**-0.5, 'window': hf.get('sliding_window', 4096),
         'layer_types': read_layer_types(hf, lambda i: (i + 1) % full_every == 0)}
 
 
@@ -288,8 +286,7 @@ def gemma3_config(hf):
     given = {key: value for key, value in hf.values.items() if value is not None}
     hf, sliding = ropes_by_layer_type(HFConfig(GEMMA3_DEFAULTS | given, hf.source))
     return gemma_config(hf, theta=1000000.0, full_every=hf.get('sliding_window_pattern', 6)) | {
-        'qk_norm': 'learned',
-        'window_rope_theta': sliding.get('rope_theta', hf.get('rope_local_base_freq', 10000.0))}
+        'qk_norm': 'learned', 'window_rope_theta': sliding.get('rope_theta', hf.get('rope_local_base_freq', 10000.0))}
 
 
 def read_layer_types(hf, is_full, other='sliding_attention'):
@@ -362,9 +359,8 @@ def llama4_config(hf):
     values = llama_config(hf, eps=1e-5, theta=500000.0)
     values |= {
         'head_dim': hf.get('head_dim', 128), 'n_inner': hf.get('intermediate_size_mlp'),
-        'chunk': hf.get('attention_chunk_size', 8192),
+        'chunk': hf.get('attention_chunk_size', 8192), 'qk_norm': 'plain' if hf.get('use_qk_norm', True) else '',
         'layer_types': tuple(layer_type if rope else 'nope' for layer_type, rope in zip(types, uses_rope)),
-        'qk_norm': 'plain' if hf.get('use_qk_norm', True) else '',
         'query_growth_every': hf.get('floor_scale', 8192),
         'query_growth': hf.get('attn_scale', 0.1) if hf.get('attn_temperature_tuning', True) else 0.0}
     values['moe'] = dict(
@@ -387,13 +383,16 @@ def read_config(hf, source):
     family = hf['model_type']
     if family not in list(FAMILIES):
         raise UserError(f'{source}: model_type {family!r} is not supported; supported: {", ".join(FAMILIES)}')
-    if 'text_config' in hf:
-        hf = hf['text_config'] | {'quantization_config': hf.get('quantization_config')}
-    method = (hf.get('quantization_config') or {}).get('quant_method')
-    if method not in (None, 'mxfp4', 'fp8'):
-        raise UserError(f'{source}: quantization {method!r} is not supported; supported: mxfp4, fp8')
-    values = FAMILIES[family](HFConfig({'model_type': family} | hf, source))
-    return make_config(values, source), family
+    try:
+        if 'text_config' in hf:
+            hf = hf['text_config'] | {'quantization_config': hf.get('quantization_config')}
+        method = (hf.get('quantization_config') or {}).get('quant_method')
+        if method not in (None, 'mxfp4', 'fp8'):
+            raise UserError(f'{source}: quantization {method!r} is not supported; supported: mxfp4, fp8')
+        values = FAMILIES[family](HFConfig({'model_type': family} | hf, source))
+        return make_config(values, source), family
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise UserError(f'{source} is malformed ({type(error).__name__}: {error})') from None
 
 
 def make_config(values, source):

@@ -23,7 +23,8 @@ from jax_devices.parallel import DataParallel, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
 from jax_files.checkpoints import checkpoint_steps, load_run
 from jax_files.data import load_dataset_meta
-from jax_files.tokenizers import describe_tokenizer, final_answer, load_tokenizer, same_tokens, strip_partial_utf8
+from jax_files.tokenizers import (
+    describe_tokenizer, final_answer, limit_vocabulary, load_tokenizer, same_tokens, strip_partial_utf8)
 from jax_files.weight_files import local_path
 from jax_flags import UserError, ceil_div, check_choice
 from jax_generate import (
@@ -100,6 +101,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
         raise UserError(f"{source} has a vocabulary of {config.vocab_size}, which is not GPT-2's: put its "
                         'tokenizer.json beside it, or name the data set that it was trained on, --dataset=...')
     tokenizer = load_tokenizer(description)
+    limit_vocabulary(tokenizer, config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}')
     draft_model = None
@@ -166,7 +168,7 @@ class TextModel:
     def encode_document(self, text: str) -> list[int]:
         """The token ids of a text after the token that begins or else ends a document, if there is one."""
         ids, start = self.tokenizer.encode(text), self.tokenizer.start_token
-        return ids if start is None or ids[:1] == [start] else [start, *ids]
+        return ids if start is None or self.tokenizer.encode('')[:1] == [start] else [start, *ids]
 
     def encode(self, prompt: str | list[dict[str, str]]) -> list[int]:
         """The token ids of a text, or of the messages of a chat with the beginning of the next answer. Raises UserError
@@ -311,9 +313,10 @@ class Generation:
         self.texts, self.stopped = [], []
         for row, length, prompt_text in zip(self.result.tokens.tolist(), self.result.lengths, self.prompt_texts):
             text = self.model.tokenizer.decode(row[:length])
-            ends = [end for stop in self.stops if (end := text.find(stop, len(prompt_text))) >= 0]
-            self.texts.append(text[:min(ends)] if ends else text)
-            self.stopped.append(bool(ends))
+            found = [(text.find(stop, len(prompt_text)), len(stop)) for stop in self.stops]
+            found = [(start + length, start) for start, length in found if start >= 0]
+            self.texts.append(text[:min(found)[1]] if found else text)  # the first to be complete, in any chunks
+            self.stopped.append(bool(found))
 
 
 # -----------------------------------------------------------------------------

@@ -67,10 +67,14 @@ if start.startswith('FILE:') and start.endswith('.jsonl'):
 if stop.startswith('['):
     try:
         stop = json.loads(stop)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f'stop begins with [ and is not a list in JSON ({error})') from None
     if not all(isinstance(text, str) for text in stop):
         raise UserError(f'stop has more than texts: {stop}')
+if os.path.isdir(output):
+    raise UserError(f'output={output} is a folder; name a file')
+if system and not (chat or interactive):
+    raise UserError('system is of a chat: add --chat=True or --interactive=True')
 if draft and not n_draft:
     raise UserError('draft needs to know how many tokens to guess per step: add --n_draft=4')
 
@@ -107,7 +111,7 @@ def read_prompt(number, line):
     """The prompt in a line of prompts.jsonl: "a text" or {"prompt": "a text"}."""
     try:
         prompt = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         prompt = None
     prompt = prompt.get('prompt') if isinstance(prompt, dict) else prompt
     if not isinstance(prompt, str) or not prompt:
@@ -257,8 +261,8 @@ class Chat:
             text = json.dumps({'messages': self.system + self.messages}, ensure_ascii=False)
             Path(path).write_text(f'{text}\n', encoding='utf-8')
             print(f"({n_turns} turn{'s' * (n_turns != 1)} in {path})")
-        except OSError as error:
-            print(f'error: cannot write {path}: {error.strerror}')
+        except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+            print(f'error: cannot write {path}: {error}')
 
 # -----------------------------------------------------------------------------
 # load and sample

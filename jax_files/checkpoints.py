@@ -187,8 +187,7 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
     state = jax.tree.map(as_replicated_global_array, state)
     try:
         saved = manager.save(
-            iter_num, metrics=None if val_loss is None else {'val_loss': val_loss},
-            args=ocp.args.Composite(
+            iter_num, metrics=None if val_loss is None else {'val_loss': val_loss}, args=ocp.args.Composite(
                 params=ocp.args.StandardSave(state.params), opt_state=ocp.args.StandardSave(opt_state_item(state)),
                 meta=ocp.args.JsonSave(meta | {'checksums': True})))
     except (OSError, ValueError, RuntimeError) as error:
@@ -219,7 +218,6 @@ def add_val_loss(manager, step, val_loss):
     """Makes a checkpoint a candidate for the best, if it was saved without an evaluation, as a signal may do."""
     path = Path(manager.directory, str(step), 'metrics', 'metrics')
     if jax.process_index() == 0 and not path.exists():
-        path.parent.mkdir()
         write_text(path, json.dumps({'val_loss': val_loss}))
     gather_texts('')  # no process reads it before it is there
     manager.reload()

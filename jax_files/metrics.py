@@ -18,11 +18,10 @@ class MetricsLog:
 
     def __init__(self, out_dir, iter_num=0):
         self.path = Path(out_dir) / 'metrics.jsonl'
-        kept, self.evaluated = [], None
-        for record in read_metrics(out_dir) if iter_num else ():
-            if record['iter'] < iter_num or (record['iter'] == iter_num and 'val_loss' in record):
-                kept.append(json.dumps(record) + '\n')  # a string takes a seventh of a dict's memory
-                self.evaluated = record['iter'] if 'val_loss' in record else None
+        records = read_metrics(out_dir) if iter_num else ()
+        kept = [json.dumps(r) + '\n' for r in records if r['iter'] < iter_num + ('val_loss' in r)]
+        last = json.loads(kept[-1]) if kept else {}
+        self.evaluated = last['iter'] if 'val_loss' in last else None
         write_text(self.path, ''.join(kept))
         self.file = open(self.path, 'a', buffering=1)  # flushed after every line
         loss_figure()  # imports matplotlib now: --minutes times the first evaluation

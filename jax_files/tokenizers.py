@@ -1,5 +1,6 @@
 """Text <-> token ids, and chat templates. A dict in meta.json and in every checkpoint describes a tokenizer."""
 import functools
+import itertools
 import json
 import operator
 import os
@@ -28,10 +29,7 @@ class CharTokenizer:
         self.ids = {c: i for i, c in enumerate(chars)}
 
     def encode(self, text):
-        unknown = sorted(set(text) - self.ids.keys())
-        if unknown:
-            raise UserError(f'the prompt has characters that the model does not know: {" ".join(map(repr, unknown))}; '
-                            f'it knows {self.chars!r}')
+        check_characters(text, self.ids)
         return [self.ids[c] for c in text]
 
     def decode(self, ids):
@@ -40,6 +38,12 @@ class CharTokenizer:
     def token_bytes(self):
         """The number of UTF-8 bytes of each token, 0 for special tokens; None if it is not known."""
         return [len(c.encode()) for c in self.chars]
+
+
+def check_characters(text, known):
+    if unknown := sorted(set(text) - set(known)):
+        raise UserError(f'the prompt has characters that the model does not know: {" ".join(map(repr, unknown))}; '
+                        f'it knows {"".join(known)!r}')
 
 
 def write_char_tokenizer(chars, folder):
@@ -116,7 +120,13 @@ class HFTokenizer:
         self.tokenizer.no_truncation()  # transformers writes what the last call set into the file, and ignores it
         self.tokenizer.no_padding()
         self.ids = self.tokenizer.get_vocab()
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_ids = {id for id, token in added.items() if token.special}
         self.vocab_size = max(self.ids.values(), default=-1) + 1  # not their number: ids may have holes
+        self.byte_of = {}  # {id: its byte} where tokens stand for single bytes of characters
+        if 'ByteFallback' in str(self.tokenizer.decoder):
+            self.byte_of = {id: int(token[1:-1], 16) for token, id in self.ids.items()
+                            if re.fullmatch('<0x[0-9A-F]{2}>', token)}
         try:
             self.read_settings(folder)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -137,6 +147,7 @@ class HFTokenizer:
             ids = found.get('eos_token_id')
             stop_tokens |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
         self.stop_tokens = tuple(sorted(map(operator.index, stop_tokens - {None})))
+        limit_vocabulary(self, (config.get('text_config') or config).get('vocab_size') or self.vocab_size)
         names = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
         self.sampling = {name: x for name in names if isinstance(x := self.generation.get(name), (int, float))}
         self.chat_template = settings.get('chat_template')
@@ -148,9 +159,17 @@ class HFTokenizer:
             self.chat_template = template.read_text(encoding='utf-8')
 
     def encode(self, text):
-        return self.tokenizer.encode(text).ids
+        if all(len(token) == 1 for token in self.ids):  # write_char_tokenizer's, which would leave out what it lacks
+            check_characters(text, self.ids)
+        return self.tokenizer.encode(whole_characters(text)).ids
 
     def decode(self, ids):
+        if self.byte_of:  # the library turns all characters beside a broken one into U+FFFD
+            parts, ids = [], [id for id in ids if id not in self.special_ids]
+            for are_bytes, run in itertools.groupby(ids, self.byte_of.__contains__):
+                run = list(map(self.byte_of.get if are_bytes else self.tokenizer.id_to_token, run))
+                parts += [bytes(run).decode(errors='replace')] if are_bytes else filter(None, run)
+            return self.tokenizer.decoder.decode(parts)
         if '<|channel|>' not in self.ids:
             return self.tokenizer.decode(ids)
         # gpt-oss separates its channels by special tokens: they stay, see final_answer
@@ -162,13 +181,12 @@ class HFTokenizer:
         kinds = {part['type'] for part in (decoder, *decoder.get('decoders', ()))}
         if not kinds & {'ByteLevel', 'ByteFallback', 'Metaspace', 'Fuse'}:
             return None
-        n_bytes = [0] * self.vocab_size
+        n_bytes = [0] * (max(self.ids.values()) + 1)
         for token, id in self.ids.items():
             if 'ByteLevel' in kinds:  # a character stands for each byte
                 n_bytes[id] = len(token)
             else:
-                is_byte = 'ByteFallback' in kinds and re.fullmatch('<0x[0-9A-F]{2}>', token)
-                n_bytes[id] = 1 if is_byte else len(token.replace('\u2581', ' ').encode())
+                n_bytes[id] = 1 if id in self.byte_of else len(token.replace('\u2581', ' ').encode())
         for id, token in self.tokenizer.get_added_tokens_decoder().items():
             n_bytes[id] = 0 if token.special else len(token.content.encode())
         return n_bytes
@@ -207,7 +225,7 @@ class HFTokenizer:
             raise UserError('the model has no chat template: there is none beside its tokenizer.json')
         try:
             text = self.compiled_template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
+                messages=messages, tools=None, add_generation_prompt=add_generation_prompt, **self.special)
         except UserError:
             raise
         except Exception as error:  # a template is a program
@@ -217,7 +235,7 @@ class HFTokenizer:
     def encode_chat(self, messages):
         """The ids of render_chat, with the beginning of the answer; the template writes all special tokens."""
         text = self.render_chat(messages, add_generation_prompt=True)
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.encode(whole_characters(text), add_special_tokens=False).ids
 
     def encode_training_chat(self, messages):
         """(ids, mask) of a conversation by the folder's chat template; the mask, as long as the ids, is 1 for the
@@ -250,9 +268,8 @@ class HFTokenizer:
         refusal = UserError(f"the model's chat template does not write answer {i} where it asks for it; mark what the "
                             'assistant says in it by {% generation %} ... {% endgeneration %}')
         marked = [*messages[:i], messages[i] | {'content': MARKS[0]}]
-        around, around_last = (
-            self.render_chat(chat, add_generation_prompt=False, marked=True).split(MARKS[0])
-            for chat in (marked + messages[i + 1:], marked))
+        around, around_last = (self.render_chat(chat, add_generation_prompt=False, marked=True).split(MARKS[0])
+                               for chat in (marked + messages[i + 1:], marked))
         if not len(around) == len(around_last) == 2 or not text.endswith(around[1]):
             raise refusal
         (before, after), (before_last, after_last) = around, around_last
@@ -286,6 +303,17 @@ def final_answer(text):
     if '<|channel|>' not in text:
         return text
     return text.partition('<|channel|>final<|message|>')[2].partition('<|end|>')[0]
+
+
+def limit_vocabulary(tokenizer, size):
+    """Leaves out special tokens past the `size` of a model's embedding: Gemma 3's text models have one, for images."""
+    if getattr(tokenizer, 'special_ids', set()).issuperset(range(size, tokenizer.vocab_size)):
+        tokenizer.vocab_size = min(tokenizer.vocab_size, size)
+
+
+def whole_characters(text):
+    """The text with U+FFFD for each half of a character, as "\\ud83d" in JSON or a byte that is not UTF-8 leaves it."""
+    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 def strip_partial_utf8(text):

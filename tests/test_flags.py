@@ -3,6 +3,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from tests.common import ROOT, next_line
 
@@ -225,3 +226,17 @@ def test_a_text_is_written_and_read_as_it_is_beside_files_of_any_name(tmp_path):
         assert (read_text(path), read_text(path, newline='')) == ('one\ntwo\n', 'one\r\ntwo\n')
     assert (tmp_path / 'a.tmp').read_text() == 'mine'
     assert sorted(path.name for path in tmp_path.rglob('*')) == ['a.tmp', 'a.txt', 'b.tmp', 'c.txt', 'new']
+
+
+@pytest.mark.skipif(os.name != 'posix', reason='links and pipes of posix')
+def test_a_link_and_a_pipe_that_are_written_stay_what_they_are(tmp_path):
+    link, pipe, read = tmp_path / 'link', tmp_path / 'pipe', []
+    link.symlink_to('a.txt')
+    write_text(link, 'one')
+    assert link.is_symlink() and (tmp_path / 'a.txt').read_text() == 'one'
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    write_text(pipe, 'two')
+    reader.join()
+    assert read == ['two'] and pipe.is_fifo()

@@ -4,7 +4,8 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from tests.common import GOLDEN, apply, copy_folder, edit_json, edit_tensors, random_params, read_tensors, refusal
+from tests.common import (
+    FAMILIES, GOLDEN, apply, copy_folder, edit_json, edit_tensors, random_params, read_tensors, refusal)
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +111,14 @@ def test_a_config_that_we_do_not_compute_is_refused_by_name(key, value, named, t
     message = refusal(load_pretrained, folder)
     assert named in message
     assert 'config.json' in message
+
+
+@pytest.mark.parametrize('key, value', [
+    ('rope_parameters', [1]), ('num_attention_heads', 0), ('quantization_config', 1.5), ('text_config', 7)])
+def test_a_config_with_values_of_another_kind_is_refused(key, value, tmp_path):
+    folder = copy_folder(FAMILIES / 'llama', tmp_path)
+    edit_json(folder / 'config.json', **{key: value})
+    assert 'config.json is malformed' in refusal(load_pretrained, folder)
 
 
 @pytest.mark.parametrize('key', ['model_type', 'n_positions', 'vocab_size', 'n_layer', 'n_head', 'n_embd'])

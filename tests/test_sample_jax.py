@@ -177,6 +177,9 @@ def test_resuming_or_sampling_nothing_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize('bad, message', [
+    (['--system=x'], 'system is of a chat'),
+    (['--output=.'], 'output=. is a folder'),
+    ([f'--stop={"[" * 100_000}'], 'stop begins with .* and is not a list'),
     (['--quantize=int4'], "quantize must be int8 or '' .off., not 'int4'"),
     (['--cache_dtype=int4'], 'cache_dtype must be one of'),
     (['--n_draft=16'], r'n_draft must be between 0 \(no speculation\) and 15, not 16'),
@@ -357,7 +360,7 @@ def test_prompts_can_be_questions_of_a_chat(speaking, tmp_path):
     assert streamed.strip() == first.strip()
     (speaking / 'tokenizer_config.json').unlink()
     assert_refused(sample('none', *flags), 'has no chat template')
-    assert_refused(sample('none', *flags[:1], '--system=Be brief.'), 'has no chat template')
+    assert_refused(sample('none', *flags[:1], '--system=Be brief.', '--interactive=True'), 'has no chat template')
 
 
 def test_the_system_prompt_is_the_first_message_of_a_chat(speaking):

@@ -4,6 +4,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, processors
 
 import jax_text
 from jax_flags import UserError
@@ -58,6 +59,24 @@ def test_streamed_pieces_join_to_the_text_before_the_stop_text(run):
     for stop in (text[20:22], text[10:40], 'never'):
         options = dict(max_new_tokens=40, stop=stop)
         assert ''.join(model.stream('the', **options)) == model.generate(['the'], **options)[0]
+
+
+@pytest.mark.slow
+def test_a_prompt_longer_than_the_context_streams_all_its_tokens(run):
+    model = load(run, device='cpu:0')
+    prompt = 'the quick brown fox ' * 25  # 500 tokens; 512 slots are the first size of the cache
+    options = dict(max_new_tokens=40, prefix_cache=jax_text.PrefixCache())
+    text, = model.generate([prompt], max_new_tokens=40)
+    assert ''.join(model.stream(prompt, **options)) == text and len(text) == len(prompt) + 40
+
+
+def test_of_overlapping_stop_texts_the_first_to_be_complete_counts_in_chunks_of_any_size(run):
+    model = load(run, device='cpu:0')
+    text, = model.generate(['the'], max_new_tokens=40)
+    stops = [text[14:16], text[12:30]]  # the second begins first and is complete later
+    expected = text[:text.find(stops[0], 3)]
+    assert model.generate(['the'], max_new_tokens=40, stop=stops) == [expected]
+    assert ''.join(model.stream('the', max_new_tokens=40, stop=stops)) == expected
 
 
 @pytest.mark.slow
@@ -220,6 +239,30 @@ def test_a_text_of_characters_is_scored_from_the_second_on(how, tolerance, run):
     np.testing.assert_allclose(logprobs[:8], short, atol=max(tolerance, 1e-5))
     with pytest.raises(UserError, match='at least two tokens'):
         model.logprobs([text, 't'])
+
+
+def test_a_tokenizer_may_know_special_tokens_that_the_model_does_not(speaking):
+    model = load(speaking, device='cpu:0')
+    tokenizer = Tokenizer.from_file(str(speaking / 'tokenizer.json'))
+    n = model.config.vocab_size
+    tokenizer.add_special_tokens([AddedToken(f'<{i}>') for i in range(tokenizer.get_vocab_size(), n + 1)])
+    tokenizer.save(str(speaking / 'tokenizer.json'))
+    assert tokenizer.get_vocab_size() == n + 1
+    assert load(speaking, device='cpu:0').tokenizer.vocab_size == n
+    with pytest.raises(UserError, match=f'token id {n}; the model knows 0 to {n - 1}'):
+        load(speaking, device='cpu:0').generate([f'a<{n}>'], max_new_tokens=1)
+    tokenizer.add_tokens(['not special'])
+    tokenizer.save(str(speaking / 'tokenizer.json'))
+    with pytest.raises(UserError, match=f'the tokenizer has {n + 2} tokens, the model only {n}'):
+        load(speaking, device='cpu:0')
+
+
+def test_a_text_that_begins_with_the_name_of_a_special_token_follows_it_too(speaking):
+    tokenizer = Tokenizer.from_file(str(speaking / 'tokenizer.json'))
+    tokenizer.post_processor = processors.Sequence([])
+    tokenizer.save(str(speaking / 'tokenizer.json'))
+    model = load(speaking, device='cpu:0')
+    assert model.encode_document('<s>ab') == [model.tokenizer.start_token, *model.tokenizer.encode('<s>ab')]
 
 
 def test_a_text_follows_the_token_that_begins_a_document(speaking):

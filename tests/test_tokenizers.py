@@ -5,7 +5,8 @@ from tests.common import assert_refused, edit_json, refusal, succeeded, train
 import numpy as np
 import pytest
 
-from jax_files.tokenizers import HFTokenizer, load_token_bytes, load_tokenizer, strip_partial_utf8
+from jax_files.tokenizers import (
+    HFTokenizer, load_token_bytes, load_tokenizer, strip_partial_utf8, write_char_tokenizer)
 from jax_files.metrics import read_metrics
 from jax_flags import UserError
 from tests.common import CONVERSATION, PADDED, TUNE, prepare
@@ -33,6 +34,36 @@ def test_text_that_ends_within_a_character_is_shown_up_to_it():
     assert all(text.startswith(part) for part in shown)
     assert shown[-1] == text
     assert len(set(shown)) == len(text) + 1
+
+
+def test_a_broken_character_leaves_those_beside_it_where_bytes_are_tokens(tmp_path):
+    from tokenizers import Tokenizer, decoders, models
+    vocab = {token: i for i, token in enumerate([*(f'<0x{i:02X}>' for i in range(256)), '\u2581', 'h', '<', '0', '>'])}
+    bpe = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    bpe.decoder = decoders.Sequence([decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse()])
+    bpe.save(str(tmp_path / 'tokenizer.json'))
+    tokenizer = HFTokenizer(tmp_path)
+    text = 'h\u2581😂😂<0h'
+    ids = tokenizer.encode(text)
+    assert len(ids) == 13 and tokenizer.decode(ids) == text.replace('\u2581', ' ')
+    shown = [strip_partial_utf8(tokenizer.decode(ids[:n])) for n in range(len(ids) + 1)]
+    assert all(shown[-1].startswith(part) for part in shown) and len(set(shown)) == len(text) + 1
+    assert tokenizer.decode([*ids[:8], vocab['h']]) == 'h 😂\ufffdh'
+    assert tokenizer.token_bytes()[:258] == [1] * 258
+
+
+def test_half_a_character_of_a_prompt_is_a_replacement_character(speaking, tmp_path):
+    tokenizer = HFTokenizer(speaking)
+    assert tokenizer.encode('a\ud83db') == tokenizer.encode('a\ufffdb')
+    assert tokenizer.encode_chat([{'role': 'user', 'content': 'a\udcffb'}])
+
+
+def test_an_exported_vocabulary_of_characters_names_those_it_lacks(tmp_path):
+    write_char_tokenizer('\nabc', tmp_path)
+    tokenizer = HFTokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode('cab\n')) == 'cab\n'
+    with pytest.raises(UserError, match="does not know: 'd' 'x'"):
+        tokenizer.encode('axd')
 
 
 def test_gpt2_bpe_without_a_network_says_what_to_do(monkeypatch):
