@@ -39,6 +39,11 @@ def read_text(path, *, newline=None):
         raise UserError(f'cannot read {path}: it is not UTF-8 ({error})') from None
 
 
+def whole_characters(text):
+    """The text with U+FFFD for each half of a character, as "\\ud83d" in JSON or a byte that is not UTF-8 leaves it."""
+    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+
+
 def write_text(path, text):
     """Writes a file atomically, it is complete or not there, and makes its folder."""
     path = os.path.realpath(path)  # a link stays one

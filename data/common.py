@@ -75,11 +75,6 @@ def read_text(path):
     return ''.join(read_blocks(path))
 
 
-def repair(text):
-    """The text with U+FFFD for each half of a character, which a string can have as JSON may write it."""
-    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-
-
 def cut(blocks, size=2**20):
     """Yields (piece, is_last) of a text that comes in blocks. A piece has at most `size` characters, and ends where a
     line begins with a character that is no space, if there is such a place: GPT-2's BPE, bpe:N and their like start a

@@ -193,7 +193,7 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
             discard(out_dir, parts)
         if isinstance(e, UserError):
             raise
-        if getattr(e, 'errno', None) in (errno.ENOSPC, errno.EACCES, errno.EROFS): # not of the input, read before
+        if isinstance(e, OSError) and (e.errno in (errno.ENOSPC, errno.EROFS) or str(e.filename).startswith(out_dir)):
             remedy = 'free some space or choose another --out_dir'
         if done:
             remedy = (f'{done:,} documents or pieces are done: run the same command to continue, or, if an input has '

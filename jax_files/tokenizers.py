@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_flags import UserError, read_json, write_json
+from jax_flags import UserError, read_json, whole_characters, write_json
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
                    'generation_config.json')  # of a Hugging Face folder; all but the first may be missing
@@ -309,11 +309,6 @@ def limit_vocabulary(tokenizer, size):
     """Leaves out special tokens past the `size` of a model's embedding: Gemma 3's text models have one, for images."""
     if getattr(tokenizer, 'special_ids', set()).issuperset(range(size, tokenizer.vocab_size)):
         tokenizer.vocab_size = min(tokenizer.vocab_size, size)
-
-
-def whole_characters(text):
-    """The text with U+FFFD for each half of a character, as "\\ud83d" in JSON or a byte that is not UTF-8 leaves it."""
-    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 def strip_partial_utf8(text):

@@ -16,7 +16,8 @@ import sys
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import UserError, create_parser, fail, load_model_tokenizer, read_text, repair, row_length, save_tokens
+from common import UserError, create_parser, fail, load_model_tokenizer, read_text, row_length, save_tokens
+from jax_flags import whole_characters
 
 here = os.path.dirname(os.path.abspath(__file__))
 
@@ -36,7 +37,8 @@ def read_chats(line):
 
     if not isinstance(messages, list) or not all(map(is_text, messages)):
         raise UserError('has messages that are not a list of {"role": ..., "content": text}')
-    messages = [{name: repair(text) if isinstance(text, str) else text for name, text in m.items()} for m in messages]
+    mended = lambda x: whole_characters(x) if isinstance(x, str) else x
+    messages = [{name: mended(x) for name, x in message.items()} for message in messages]
     answers = {name: record[name] for name in ('chosen', 'rejected') if name in record}
     if not answers:
         if not any(m['role'] == 'assistant' for m in messages):
@@ -48,7 +50,7 @@ def read_chats(line):
         answer = answers.get(name)
         if not isinstance(answer, str) or not answer.strip():
             raise UserError(f'has no "{name}", or one that is not a text or is empty')
-    return [[*messages, {'role': 'assistant', 'content': repair(answer)}] for answer in answers.values()]
+    return [[*messages, {'role': 'assistant', 'content': whole_characters(answer)}] for answer in answers.values()]
 
 def encode_chats(chats):
     """[(ids, mask)] of the conversations of a line; of a pair only the last answers count."""

@@ -17,7 +17,8 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
-    TOKENIZER_HELP, Unit, UserError, choose_vocabulary, create_parser, cut, fail, positive, read_blocks, repair)
+    TOKENIZER_HELP, Unit, UserError, choose_vocabulary, create_parser, cut, fail, positive, read_blocks)
+from jax_flags import whole_characters
 from stream import run, stream
 
 few = 20 # documents: of fewer, each has a part in train and in val
@@ -117,7 +118,7 @@ class Texts:
             for text in read_rows(path, self.key):
                 if not isinstance(text, str):
                     fail(f'{path} has a row whose {self.key!r} is no text: {text!r:.100}')
-                yield [repair(text)]
+                yield [whole_characters(text)]
 
     def parts(self):
         """Yields (is_val, blocks) of each document, or of each part of one."""
