@@ -178,8 +178,8 @@ RANGES = {  # of training flags: (the lowest value, what the value is below)
     **dict.fromkeys(('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
                      'block_size', 'keep'), (1, math.inf)),
     **dict.fromkeys(('max_iters', 'minutes', 'save_interval', 'warmup_iters', 'learning_rate', 'min_lr', 'weight_decay',
-                     'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'window'),
-                    (0, math.inf)),
+                     'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'expert_balance',
+                     'window'), (0, math.inf)),
     'seed': (0, 2**32), 'beta1': (0, 1), 'beta2': (0, 1)}
 
 
@@ -193,7 +193,8 @@ def check_flags(flags):
         raise UserError('out_dir is empty; name a folder')
     if is_url(flags['out_dir']):
         raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where the bucket is mounted")
-    if flags['quantize'] not in ('', 'int8') or flags['quantize'] and not flags['lora_rank']:
+    is_new = flags['init_from'] not in ('resume', 'auto')  # the rank of a resumed run is in its checkpoint
+    if flags['quantize'] not in ('', 'int8') or flags['quantize'] and is_new and not flags['lora_rank']:
         raise UserError("quantize must be '' or, for the frozen weights of LoRA (with lora_rank), int8, not "
                         f"{flags['quantize']!r}")
     if flags['lora_rank'] and not 0 < flags['lora_alpha'] < math.inf:

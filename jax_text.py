@@ -229,9 +229,8 @@ class Generation:
                  n_draft: int = 0, streaming: bool = False, prefix_cache: PrefixCache | None = None, **sampling: float):
         """num_samples: of each prompt. first_sample: the number of the random stream of a prompt's first sample.
         max_new_tokens: of each sample. stop: a sample ends before this text, or before the first of several; '' is
-        off. streaming: in small chunks.
-        sampling: temperature, top_k, top_p, min_p, repetition_penalty; those not given are as the model's
-        generation_config.json says, else as SAMPLING. The others: see jax_generate.generate_stream.
+        off. streaming: in small chunks. sampling: temperature, top_k, top_p, min_p, repetition_penalty; those not given
+        are as generation_config.json says, else as SAMPLING. The others: see jax_generate.generate_stream.
 
         What makes no sense raises UserError when the first chunk is generated."""
         self.model, self.max_new_tokens, self.streaming = model, max_new_tokens, streaming
@@ -313,10 +312,9 @@ class Generation:
         self.texts, self.stopped = [], []
         for row, length, prompt_text in zip(self.result.tokens.tolist(), self.result.lengths, self.prompt_texts):
             text = self.model.tokenizer.decode(row[:length])
-            found = [(text.find(stop, len(prompt_text)), len(stop)) for stop in self.stops]
-            found = [(start + length, start) for start, length in found if start >= 0]
-            self.texts.append(text[:min(found)[1]] if found else text)  # the first to be complete, in any chunks
-            self.stopped.append(bool(found))
+            ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop, len(prompt_text))) >= 0]
+            self.texts.append(text[:min(ends)[1]] if ends else text)  # of the first to be complete, in any chunks
+            self.stopped.append(bool(ends))
 
 
 # -----------------------------------------------------------------------------

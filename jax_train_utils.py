@@ -56,7 +56,7 @@ def merge_resumed_flags(flags, given, saved):
     optimizer = saved.get('optimizer', 'adamw')
     if given.get('optimizer', optimizer) != optimizer:
         raise UserError(f"cannot resume with another optimizer: {flags['out_dir']} holds the state of {optimizer}")
-    saved = {'lora_rank': 0} | saved
+    saved = {'lora_rank': 0, 'quantize': ''} | saved
     for name in (MODEL_FLAGS | {'lora_rank', 'lora_alpha', 'quantize'}) & given.keys() & saved.keys():
         if given[name] != saved[name]:
             raise UserError(f"cannot resume with another architecture: {flags['out_dir']} was trained with "
@@ -334,8 +334,9 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0, bet
         batch = dict(batch)
         lr_MxB = batch.pop('lr', None)
         lr = schedule(state.step) if lr_MxB is None else lr_MxB[0, 0]
-        scale = 1.0 if state.loss_scale is None else state.loss_scale['scale']
-        n_micro = len(batch['x'])
+        n_micro = len(batch['x'])  # the scaled loss is their mean, as nanoGPT's: a split batch overflows no earlier
+        n_shards = jax.lax.axis_size(axis_name) if axis_name else current_mesh().shape['data'] if reduce_once else 1
+        scale = 1.0 if state.loss_scale is None else state.loss_scale['scale'] / (n_micro * n_shards)
         if reduce_once:  # without LoRA, see check_flags
             total = reduce_over_replicas(sum_gradients)(state.params, batch, scale)
         else:
@@ -358,7 +359,7 @@ def make_train_step(config, seed, grad_clip, schedule, loss_chunk=0, zero=0, bet
             params = optax.apply_updates(state.params, updates)
             updated = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
         if state.loss_scale is not None:
-            metrics['loss_scale'] = scale
+            metrics['loss_scale'] = state.loss_scale['scale']
             updated = skip_overflow(state, updated, grad_norm)
         return updated, metrics
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
-from jax_flags import DTYPES, UserError, ceil_div, check_choice
+from jax_flags import DTYPES, UserError, ceil_div, check_choice, read_json
 
 # dense bfloat16 FLOP/s of one device, from the vendors' data sheets; the first name found in jax's device_kind counts
 PEAK_FLOPS = {
@@ -56,10 +56,11 @@ def check_device_availability(device='auto'):
     return [devices[int(index)]]
 
 
-def configure_process(device, deterministic=False):
-    """Process settings that must precede the initialization of JAX's backends: call it first.
-
-    deterministic: GPUs compute the same bits in every run, at a cost; CPUs do so anyway."""
+def configure_process(device, deterministic=False, init_from='', out_dir=''):
+    """Process settings that must precede the initialization of JAX's backends: call it first. deterministic: GPUs
+    compute the same bits in every run, at a cost; CPUs do so anyway. So does a run that is resumed and had it."""
+    if init_from in ('resume', 'auto'):
+        deterministic |= read_json(Path(out_dir, 'config.json'), optional=True).get('deterministic', False)
     kind, _, index = device.partition(':')
     if kind == 'cpu':
         jax.config.update('jax_platforms', 'cpu')  # do not initialize a GPU, which would reserve its memory

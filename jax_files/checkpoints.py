@@ -112,7 +112,7 @@ def checkpoint_steps(out_dir):
     folder = Path(out_dir, 'ckpt')
     if not folder.is_dir():
         return []
-    return sorted((int(path.name) for path in folder.iterdir() if path.name.isdigit()), reverse=True)
+    return sorted((int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir()), reverse=True)
 
 
 def lock_out_dir(out_dir, resumed_at=None):

@@ -50,9 +50,8 @@ def load_dataset_meta(data_dir):
                 raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
             if checked['kind'] not in (None, 'chats', 'pairs'):
                 raise ValueError(f'kind {checked["kind"]!r} is neither chats nor pairs')
-            for name, number in (('vocab_size', vocab_size), ('row_length', checked['row_length'] or 2)):
-                if type(number) is not int or number < 1:
-                    raise ValueError(f'{name} {number!r} is not a number of tokens')
+            if not all(type(n) is int and n > 0 for n in (vocab_size, checked['row_length'] or 2)):
+                raise ValueError(f'vocab_size {vocab_size!r} or row_length {checked["row_length"]!r} is not a number')
             if tokenizer['kind'] not in ('char', 'gpt2', 'folder') or (
                     tokenizer['kind'] == 'char' and len(tokenizer['chars']) != vocab_size):
                 raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '

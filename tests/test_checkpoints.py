@@ -150,6 +150,13 @@ def test_a_checkpoint_that_has_lost_its_checksums_is_damaged(three_checkpoints, 
     assert 'checksums.json is missing' in capsys.readouterr().err
 
 
+def test_only_folders_with_a_number_as_their_name_are_checkpoints(tmp_path):
+    for name in ('3', '\u00b2', '4.damaged'):
+        (tmp_path / 'ckpt' / name).mkdir(parents=True)
+    (tmp_path / 'ckpt' / '5').touch()
+    assert checkpoint_steps(tmp_path) == [3]
+
+
 def test_a_save_without_checksums_fails_and_leaves_no_checkpoint(tmp_path, tiny_state, monkeypatch):
     monkeypatch.setattr(jax_files.checkpoints, 'UNFINISHED', '*.another-name')  # of what Orbax has yet to complete
     manager = open_checkpoints(tmp_path)

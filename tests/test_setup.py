@@ -211,6 +211,16 @@ def test_deterministic_sets_xlas_flag_before_jax_starts(monkeypatch):
     assert os.environ['XLA_FLAGS'].split() == ['--xla_dump_to=x', '--xla_gpu_deterministic_ops=true']
 
 
+@pytest.mark.parametrize('init_from, is_set', [('resume', True), ('auto', True), ('scratch', False)])
+def test_a_run_that_was_deterministic_is_so_when_it_is_resumed(init_from, is_set, tmp_path, monkeypatch):
+    monkeypatch.setenv('XLA_FLAGS', '')
+    configure_process('cuda', False, init_from, tmp_path)
+    assert os.environ['XLA_FLAGS'] == ''  # there is no config.json yet
+    (tmp_path / 'config.json').write_text('{"deterministic": true}')
+    configure_process('cuda', False, init_from, tmp_path)
+    assert ('--xla_gpu_deterministic_ops=true' in os.environ['XLA_FLAGS']) == is_set
+
+
 # -----------------------------------------------------------------------------
 # agreement of several processes, with the texts of another one made up
 

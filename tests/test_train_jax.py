@@ -609,6 +609,7 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
 
 @pytest.mark.parametrize('bad, message', [
     (['--dataset=nosuchdata'], 'there is no .*data/nosuchdata/train.bin'),
+    (['--n_expert=2', '--expert_balance=1e999'], 'expert_balance must be at least 0'),
     (['--dataset=openwebtext'], 'run: python data/openwebtext/prepare.py'),
     (['--block_size=5000'], 'needs 5001'),
     (['--n_head=3'], r'n_head=3 does not divide n_embd=16; it may be one of \[1, 2, 4, 8, 16\]'),

@@ -274,6 +274,20 @@ def test_an_overflow_skips_the_update_and_halves_the_scale():
 
 
 @pytest.mark.slow
+def test_a_batch_that_is_split_overflows_no_earlier_than_as_a_whole():
+    def smallest_overflow(layout, g, b):
+        for power in range(16, 40):
+            parallel, state, step = fresh_run(layout, HALF)
+            scale = {'scale': np.float32(2.0**power), 'good_steps': np.int32(0)}
+            state = state.replace(loss_scale=parallel.device_put(scale))
+            if not np.isfinite(float(step(state, device_batch(parallel, g, b, 0, HALF))[1]['grad_norm'])):
+                return power
+
+    whole = smallest_overflow((1,), 1, 8)
+    assert whole <= smallest_overflow((1,), 8, 1) and whole <= smallest_overflow((8,), 1, 8)
+
+
+@pytest.mark.slow
 def test_2000_good_steps_double_the_scale():
     parallel, state, step = fresh_run((1,), HALF)
     state = state.replace(loss_scale={'scale': jnp.float32(8), 'good_steps': jnp.int32(1999)})
