@@ -130,7 +130,7 @@ from jax_train_utils import (
     make_train_step, optimizer_from_flags, resolve_flags, start_wandb)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
-configure_process(*(flags[name] for name in ('device', 'deterministic', 'init_from', 'out_dir')))
+configure_process(flags['device'], flags['deterministic'], flags['init_from'], flags['out_dir'])
 clock = Stopwatch()
 imports_s = clock.start - started
 initialize_distributed(flags['coordinator_address'], flags['num_processes'], flags['process_id'])
