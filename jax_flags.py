@@ -205,7 +205,7 @@ def check_flags(flags):
         raise UserError('zero shards what is trained, and the updates of LoRA are small: leave zero at 0')
     if flags['lora_rank'] and flags['optimizer'] == 'muon':
         raise UserError('muon is for whole matrices, and LoRA trains updates of them: leave optimizer at adamw')
-    if flags['base'] and flags['init_from'] not in ('resume', 'auto'):
+    if flags['base'] and is_new:
         raise UserError('base is for a LoRA run that is resumed, sampled or exported; a new run takes init_from')
     if flags['lora_rank'] and flags['init_from'] == 'scratch':
         raise UserError('LoRA trains updates of a pretrained model: name it with --init_from')

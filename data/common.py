@@ -308,7 +308,7 @@ def save(folder, files):
                 write_file(os.path.join(tmp, name), content)
             if 'meta.json' in files:
                 remove_data_set(folder)
-            move_files(tmp, folder, sorted(files, key='train.bin'.__eq__))
+            move_files(tmp, folder, files)
     except OSError as e:
         fail(f'cannot write to {folder} ({e.strerror}); free some space or choose another folder with --out_dir')
 
@@ -320,7 +320,7 @@ def write_file(path, content):
 
 
 def move_files(source, folder, names):
-    for name in names:
+    for name in sorted(names, key='train.bin'.__eq__): # train.bin last, see save
         os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
         os.replace(os.path.join(source, name), os.path.join(folder, name))
 

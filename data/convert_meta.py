@@ -16,7 +16,7 @@ folder = Path(sys.argv[1])
 try:
     itos = pickle.loads((folder / 'meta.pkl').read_bytes())['itos']
     chars = ''.join(itos[i] for i in range(len(itos)))
-except Exception as e: # whatever a damaged pickle raises
+except Exception as e: # a damaged pickle may raise any
     fail(f'{folder / "meta.pkl"} has no characters, "itos", or is damaged ({type(e).__name__}: {e})')
 meta = {'vocab_size': len(chars), 'dtype': 'uint16', 'tokenizer': {'kind': 'char', 'chars': chars}}
 (folder / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')

@@ -2,6 +2,8 @@
 long ones) to a file, in the order of the source; pass 2 copies them into train.bin and val.bin. A killed run
 continues."""
 import atexit
+import collections
+import concurrent.futures.process
 import contextlib
 import errno
 import functools
@@ -32,7 +34,13 @@ FILES = 'files.part' # the folder of pass 2
 def start_worker(vocabulary):
     global encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN) # Ctrl-C is the main process's business
-    encoder = functools.cache(lambda: create_encoder(vocabulary)) # not here: the pool would restart what fails forever
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    encoder = functools.cache(lambda: create_encoder(vocabulary)) # called in a task, whose error reaches the caller
+
+
+def end_with_parent():
+    multiprocessing.parent_process().join() # killed, it would leave this worker waiting for tasks
+    os._exit(1)
 
 
 def encode_in_worker(units):
@@ -44,30 +52,31 @@ def encode_all(vocabulary, batches, num_proc):
     if num_proc == 1:
         yield from map(create_encoder(vocabulary), batches)
         return
-    ahead = threading.Semaphore(4 * num_proc) # imap reads its input as fast as it can: all would end up in memory
+    ahead = collections.deque() # the batches that are read already: not all, they would fill the memory
+    errors = []
 
     def read():
-        for batch in batches:
-            ahead.acquire()
-            yield batch
+        try:
+            yield from batches
+        except Exception as e: # raised once what was read before is encoded
+            errors.append(e)
 
     # spawn, because a fork in the middle of pyarrow's and the downloader's threads can hang
-    with multiprocessing.get_context('spawn').Pool(num_proc, start_worker, [vocabulary]) as pool:
-        results, workers = pool.imap(encode_in_worker, read()), set(multiprocessing.active_children())
+    with concurrent.futures.ProcessPoolExecutor(
+            num_proc, multiprocessing.get_context('spawn'), start_worker, [vocabulary]) as pool:
         try:
-            while True:
-                try:
-                    encoded = results.next(timeout=1)
-                except StopIteration:
-                    return
-                except multiprocessing.TimeoutError:
-                    if set(multiprocessing.active_children()) != workers: # its batch would never come
-                        raise RuntimeError('a worker process was killed: use a smaller --num_proc') from None
-                    continue
-                ahead.release()
-                yield encoded
+            for batch in read():
+                ahead.append(pool.submit(encode_in_worker, batch))
+                if len(ahead) > 4 * num_proc:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+            if errors:
+                raise errors[0]
+        except concurrent.futures.process.BrokenProcessPool:
+            raise RuntimeError('a worker process was killed: use a smaller --num_proc') from None
         finally:
-            ahead.release(1000) # enough for the pool to end, which waits for read() to come back
+            pool.shutdown(cancel_futures=True)
 
 
 def count_done(lengths_path, tokens_path, width):
@@ -219,7 +228,7 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
         for file, content in files.items():
             write_file(os.path.join(tmp, file), content)
         remove_data_set(out_dir)
-        move_files(tmp, out_dir, ['val.bin', *files, 'train.bin'])
+        move_files(tmp, out_dir, ['train.bin', 'val.bin', *files])
     except OSError as e:
         fail(f'cannot write to {out_dir} ({e.strerror}); free some space and run the same command to continue')
     finally:

@@ -58,7 +58,7 @@ def check_device_availability(device='auto'):
 
 def configure_process(device, deterministic=False, init_from='', out_dir=''):
     """Process settings that must precede the initialization of JAX's backends: call it first. deterministic: GPUs
-    compute the same bits in every run, at a cost; CPUs do so anyway. So does a run that is resumed and had it."""
+    compute the same bits in every run, at a cost; CPUs do so anyway. A resumed run's config.json may ask for it."""
     if init_from in ('resume', 'auto'):
         deterministic |= read_json(Path(out_dir, 'config.json'), optional=True).get('deterministic', False)
     kind, _, index = device.partition(':')

@@ -52,7 +52,7 @@ def test_a_broken_character_leaves_those_beside_it_where_bytes_are_tokens(tmp_pa
     assert tokenizer.token_bytes()[:258] == [1] * 258
 
 
-def test_half_a_character_of_a_prompt_is_a_replacement_character(speaking, tmp_path):
+def test_half_a_character_of_a_prompt_is_a_replacement_character(speaking):
     tokenizer = HFTokenizer(speaking)
     assert tokenizer.encode('a\ud83db') == tokenizer.encode('a\ufffdb')
     assert tokenizer.encode_chat([{'role': 'user', 'content': 'a\udcffb'}])
