@@ -3,7 +3,7 @@ long ones) to a file, in the order of the source; pass 2 copies them into train.
 continues."""
 import atexit
 import collections
-import concurrent.futures.process
+import concurrent.futures
 import contextlib
 import errno
 import functools
@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 
 import numpy as np  # the rest is imported where it is needed: every worker process imports this file again
 from common import (
@@ -31,29 +30,39 @@ SCRATCH = ('source.part.json', 'lengths.part.bin', 'tokens.part.bin')
 FILES = 'files.part' # the folder of pass 2
 
 
-def start_worker(vocabulary):
-    global encoder
+def work(connection, vocabulary):
+    """A process that answers a batch with what create_encoder's function returns or raises, until the other end of the
+    connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN) # Ctrl-C is the main process's business
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    encoder = functools.cache(lambda: create_encoder(vocabulary)) # called in a task, whose error reaches the caller
+    encoder = functools.cache(lambda: create_encoder(vocabulary))
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            units = connection.recv()
+            try:
+                answer = encoder()(units)
+            except Exception as e:
+                answer = e
+            connection.send(answer)
 
 
-def end_with_parent():
-    multiprocessing.parent_process().join() # killed, it would leave this worker waiting for tasks
-    os._exit(1)
-
-
-def encode_in_worker(units):
-    return encoder()(units)
+def start_worker(vocabulary):
+    """Starts a process, and returns the connection to it."""
+    context = multiprocessing.get_context('spawn') # a fork among pyarrow's and the downloader's threads can hang
+    connection, end = context.Pipe()
+    context.Process(target=work, args=(end, vocabulary), daemon=True).start()
+    end.close() # the worker has the only one then: recv raises EOFError or OSError if it is killed
+    return connection
 
 
 def encode_all(vocabulary, batches, num_proc):
-    """Yields what create_encoder's function returns for each batch, in order, computed by num_proc processes."""
+    """Yields what create_encoder's function returns for each batch, in order, computed by num_proc processes (threads
+    share a lock in tiktoken's regular expressions)."""
     if num_proc == 1:
         yield from map(create_encoder(vocabulary), batches)
         return
     ahead = collections.deque() # the batches that are read already: not all, they would fill the memory
     errors = []
+    idle = [start_worker(vocabulary) for _ in range(num_proc)]
 
     def read():
         try:
@@ -61,20 +70,29 @@ def encode_all(vocabulary, batches, num_proc):
         except Exception as e: # raised once what was read before is encoded
             errors.append(e)
 
-    # spawn, because a fork in the middle of pyarrow's and the downloader's threads can hang
-    with concurrent.futures.ProcessPoolExecutor(
-            num_proc, multiprocessing.get_context('spawn'), start_worker, [vocabulary]) as pool:
+    def encode(batch):
+        connection = idle.pop()
+        try:
+            connection.send(batch)
+            answer = connection.recv()
+        except (EOFError, OSError):
+            raise RuntimeError('a worker process was killed: use a smaller --num_proc') from None
+        finally:
+            idle.append(connection)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with concurrent.futures.ThreadPoolExecutor(num_proc) as pool: # a thread waits for each worker
         try:
             for batch in read():
-                ahead.append(pool.submit(encode_in_worker, batch))
+                ahead.append(pool.submit(encode, batch))
                 if len(ahead) > 4 * num_proc:
                     yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
             if errors:
                 raise errors[0]
-        except concurrent.futures.process.BrokenProcessPool:
-            raise RuntimeError('a worker process was killed: use a smaller --num_proc') from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -88,7 +106,7 @@ def count_done(lengths_path, tokens_path, width):
     return done
 
 
-def copy_units(path, units, lengths, tokens, block_size):
+def copy_units(path, units, lengths, tokens_path, dtype, block_size):
     """Pass 2: writes the tokens of these units, in this order, or rows of them. Returns how many tokens, and the
     largest."""
     from tqdm import tqdm
@@ -98,13 +116,14 @@ def copy_units(path, units, lengths, tokens, block_size):
         order, taken = fill_rows(taken, block_size)
         starts = starts[order]
     largest = 0
-    with open(path, 'wb') as f:
-        for i in tqdm(range(0, len(starts), 1000), desc=f'writing {os.path.basename(path)}', disable=None):
-            batch = slice(i, i + 1000)
-            part = np.concatenate([tokens[a:a+n] for a, n in zip(starts[batch], taken[batch], strict=True)])
-            largest = max(largest, int(part.max(initial=0)))
-            f.write(part.tobytes())
-    return os.path.getsize(path) // tokens.itemsize, largest
+    with open(tokens_path, 'rb') as tokens, open(path, 'wb') as f: # a memmap would keep all that it has read
+        for start, n in tqdm(zip(starts, taken, strict=True), total=len(starts),
+                             desc=f'writing {os.path.basename(path)}', disable=None):
+            tokens.seek(start * dtype.itemsize)
+            part = tokens.read(n * dtype.itemsize)
+            largest = max(largest, np.frombuffer(part, dtype).max(initial=0))
+            f.write(part)
+    return os.path.getsize(path) // dtype.itemsize, int(largest)
 
 
 def write_json(path, content):
@@ -216,13 +235,14 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
         if np.abs(lengths[units]).sum() < 2: # an input and a target at the very least
             discard(out_dir, parts)
             fail(f'{name} has only {np.abs(lengths).sum():,} tokens, too few for a train and a val part; give it more')
-    tokens = np.asarray(np.memmap(tokens_path, dtype, mode='r'))
     tmp = os.path.join(out_dir, FILES)
     shutil.rmtree(tmp, ignore_errors=True) # of a killed run
     try:
         os.mkdir(tmp)
-        val_tokens, val_max = copy_units(os.path.join(tmp, 'val.bin'), val, lengths, tokens, block_size)
-        train_tokens, train_max = copy_units(os.path.join(tmp, 'train.bin'), train, lengths, tokens, block_size)
+        val_tokens, val_max = copy_units(
+            os.path.join(tmp, 'val.bin'), val, lengths, tokens_path, dtype, block_size)
+        train_tokens, train_max = copy_units(
+            os.path.join(tmp, 'train.bin'), train, lengths, tokens_path, dtype, block_size)
         files = tokenizer_files(vocabulary) | {'meta.json': describe(
             vocabulary, train_tokens, val_tokens, max(train_max, val_max), **row_length(block_size))}
         for file, content in files.items():
@@ -253,7 +273,7 @@ def run(main):
     except KeyboardInterrupt:
         print('\ninterrupted; run the same command to continue', file=sys.stderr)
         code = 130
-    atexit._run_exitfuncs() # multiprocessing removes its semaphores
+    atexit._run_exitfuncs() # multiprocessing removes its semaphores, and ends the workers
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

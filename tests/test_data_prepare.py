@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -32,9 +33,9 @@ def standin():
     import tiktoken
     ranks = {bytes([i]): i for i in range(256)} | {b'th': 256, b'the': 257, b'er': 258}
     class Encoding(tiktoken.Encoding):
-        def encode_ordinary(self, text):
+        def encode_to_numpy(self, text, **options):
             time.sleep(float(os.environ.get('SECONDS_PER_DOCUMENT', 0)))
-            return super().encode_ordinary(text)
+            return super().encode_to_numpy(text, **options)
     return Encoding('gpt2', pat_str=r'[a-z]+|[^a-z]', mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 50256})
 '''
 INSTALL = '''
@@ -706,6 +707,18 @@ def test_a_worker_that_is_killed_or_cannot_start_ends_the_run_with_a_line(tmp_pa
     prepare(*args, env=bpe_env)
     prepare(*args[:-1], tmp_path / 'whole', env=bpe_env)
     assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_its_answer_ends_the_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, 'path', [str(DATA), *sys.path])
+    stream, common = importlib.import_module('stream'), importlib.import_module('common')
+    connection = stream.start_worker(common.choose_vocabulary('char', lambda: ['ab']))
+    connection.send([common.Unit('ab' * 2**20)]) # the answer is larger than what the system keeps of it
+    assert connection.poll(60)
+    worker, = multiprocessing.active_children()
+    worker.kill()
+    with pytest.raises((EOFError, OSError)):
+        connection.recv()
 
 
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):

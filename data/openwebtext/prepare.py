@@ -5,6 +5,7 @@ $ python data/openwebtext/prepare.py path/to/parquet --out_dir data/mydocs
 Interrupted at any moment and started again, it continues where it stopped.
 """
 import glob
+import itertools
 import math
 import os
 import sys
@@ -12,37 +13,33 @@ import sys
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import Unit, choose_vocabulary, create_parser, fail
+from common import Unit, choose_vocabulary, create_parser, fail, positive, read_column
 from stream import run, stream
 
 here = os.path.dirname(os.path.abspath(__file__))
 hub_name, n_hub = 'Skylion007/openwebtext', 8_013_769 # the documents it has
 batch_size = 1000 # documents that a worker takes at a time
 
-def load_documents(files):
+def load_documents(files, done):
+    """Yields the documents after the first `done`."""
+    if files is not None:
+        yield from itertools.islice((text for path in files for text in read_column(path, 'text')), done, None)
+        return
     try:
         import datasets
     except ImportError:
         fail('datasets is not installed; pip install datasets')
     datasets.logging.set_verbosity(datasets.logging.CRITICAL) # what goes wrong is reported by us, in one line
-    if files is None:
-        documents = datasets.load_dataset(hub_name, split='train', streaming=True)
-    else:
-        data_files = [glob.escape(f) for f in files]
-        documents = datasets.load_dataset('parquet', data_files=data_files, split='train', streaming=True,
-                                          batch_size=batch_size) # its default stumbles over files without rows
-    if 'text' not in (documents.column_names or ['text']):
-        raise ValueError(f'there is no column "text", only {", ".join(documents.column_names)}')
-    return documents
+    for row in datasets.load_dataset(hub_name, split='train', streaming=True).skip(done):
+        yield row['text']
 
 def main():
     parser = create_parser(__doc__, here, rows=True)
     parser.add_argument('input', nargs='?', help=f'a folder of parquet files (default: {hub_name} from the hub)')
     parser.add_argument('--tokenizer', default='gpt2', help='gpt2, or a Hugging Face folder or owner/name')
-    parser.add_argument('--num_proc', type=int, default=os.cpu_count(), help='worker processes (default: one per core)')
+    parser.add_argument('--num_proc', type=positive, default=os.cpu_count(),
+                        help='worker processes (default: one per core)')
     args = parser.parse_args()
-    if args.num_proc < 1:
-        fail(f'--num_proc must be at least 1, not {args.num_proc}')
     if args.tokenizer == 'char' or args.tokenizer.startswith('bpe:'):
         fail(f'--tokenizer={args.tokenizer}: python data/text/prepare.py learns a vocabulary, and takes parquet files')
     files, source = None, hub_name
@@ -57,8 +54,9 @@ def main():
         source = [[name, os.path.getsize(f)] for name, f in zip(names, files, strict=True)]
 
     def batches(done):
-        for batch in load_documents(files).skip(done).iter(batch_size):
-            yield [Unit(text) for text in batch['text']]
+        documents = load_documents(files, done)
+        while batch := [Unit(text) for text in itertools.islice(documents, batch_size)]:
+            yield batch
 
     def split(lengths): # as train_test_split(test_size=0.0005, seed=2357, shuffle=True) of datasets, with test as val
         n = len(lengths)

@@ -17,7 +17,8 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
-    TOKENIZER_HELP, Unit, UserError, choose_vocabulary, create_parser, cut, fail, positive, read_blocks)
+    TOKENIZER_HELP, Unit, UserError, choose_vocabulary, create_parser, cut, fail, positive, read_blocks,
+    read_column)
 from jax_flags import whole_characters
 from stream import run, stream
 
@@ -49,13 +50,7 @@ def find_files(paths, suffixes):
 def read_rows(path, key):
     """Yields row[key] of each row of JSON lines or of a parquet file."""
     if path.endswith('.parquet'):
-        import pyarrow.parquet
-        # it would read a column at once without a buffer, and keep what it has read with pre_buffer
-        with pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
-            if key not in file.schema_arrow.names:
-                fail(f'{path} has no column {key!r}, only {", ".join(file.schema_arrow.names)}; name one with --key')
-            for batch in file.iter_batches(100, columns=[key]):
-                yield from batch.column(0).to_pylist()
+        yield from read_column(path, key)
     for number, line in enumerate(read_lines(path) if path.endswith('.jsonl') else [], 1):
         if line.strip():
             try:
@@ -172,8 +167,8 @@ def main():
         return np.flatnonzero(lengths >= 0), np.flatnonzero(lengths < 0)
 
     stream(args.out_dir, ', '.join(args.input), [source, args.tokenizer, args.key],
-           lambda: choose_vocabulary(args.tokenizer, all_texts, train_texts), texts.batches, split, num_proc=num_proc,
-           block_size=args.rows, remedy=remedy)
+           lambda: choose_vocabulary(args.tokenizer, all_texts, train_texts), texts.batches, split,
+           num_proc=num_proc, block_size=args.rows, remedy=remedy)
 
 if __name__ == '__main__':
     run(main)
