@@ -16,16 +16,15 @@ from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, current_mesh, gather
 
 
 def all_gather_param(param, dtype, tp=()):
-    """The same parameter; on a mesh, cast to dtype and all-gathered over fsdp. tp is (storage, compute) sharding. The
-    cast comes first to reduce traffic. Int8 weights pass unchanged."""
-    if isinstance(param, Int8):
+    """The same parameter; on a mesh, with the values of dtype and all-gathered over fsdp: cast first, which reduces
+    traffic. Its gradient is a sum in the parameter's dtype. tp: (storage, compute) sharding. Int8 passes unchanged."""
+    def gather(param):
+        with jax.named_scope('all_gather'):
+            for spec in tp:
+                param = shard(param, *spec)
         return param
-    if current_mesh():
-        param = param.astype(dtype)
-    with jax.named_scope('all_gather'):
-        for spec in tp:
-            param = shard(param, *spec)
-    return param
+
+    return param if isinstance(param, Int8) or not current_mesh() else computed_in(dtype, gather, param)
 
 
 def matmul_f32_acc(x, y, dtype=None):

@@ -32,7 +32,7 @@ from jax_ops.vocabulary import embed_tokens
 from jax_train_utils import (
     create_optimizer_with_schedule, estimate_loss_jax, make_eval_step, make_train_step,
     reduce_over_replicas)
-from jax_transformer import GPTConfig, MoEConfig, create_train_state
+from jax_transformer import GPT, GPTConfig, MoEConfig, create_train_state
 from tests.common import (
     ALL, BOTH, CONFIG, FLAGS, FSDP, ONE, PMAP, SCHEDULE, TENSOR, ZERO_1, ZERO_2, ZERO_2_ON_MESH, collectives,
     compile_step)
@@ -380,6 +380,26 @@ def test_each_shard_map_returns_what_its_specs_say(trace, axes, monkeypatch):
     assert len(checked) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('loss_chunk', [0, 2])
+def test_in_bfloat16_the_gradient_of_the_head_is_as_exact_on_a_mesh_as_on_one_device(loss_chunk):
+    config = dataclasses.replace(TINY, n_layer=1, block_size=128, tied_head=False)
+    params = random_params(config)
+    x = np.random.default_rng(0).integers(config.vocab_size, size=(8, 128), dtype=np.int32)
+
+    def grad_of(params, dtype):
+        loss_of = functools.partial(GPT(dataclasses.replace(config, dtype=dtype)).apply, method='loss')
+        loss = lambda params: loss_of({'params': params}, x, x[:, ::-1], loss_chunk=loss_chunk).mean()
+        return np.asarray(jax.jit(jax.grad(loss))(params)['lm_head'])
+
+    exact, alone = grad_of(params, 'float32'), grad_of(params, 'bfloat16')
+    parallel = setup_distributed_training(jax.devices(), fsdp=2)
+    with parallel.mesh_context():
+        sharded = grad_of(parallel.device_put(params), 'bfloat16')
+    alone_error, sharded_error = (np.linalg.norm(grad - exact) for grad in (alone, sharded))
+    assert 0 < sharded_error < 1.2 * alone_error
+
+
 # -----------------------------------------------------------------------------
 # devices
 
@@ -441,7 +461,7 @@ def test_what_cudnn_cannot_do_falls_back_to_xla_and_is_refused_where_cudnn_was_a
 
 
 @pytest.mark.parametrize('changes', [{}, dict(n_head=4, n_kv_head=2, attention_scale=0.3), dict(
-    layer_types=('window', 'full', 'nope', 'chunk'), window=8, chunk=80)])
+    position='rope', layer_types=('window', 'full', 'nope', 'chunk'), window=8, chunk=80)])
 def test_cudnn_takes_shared_key_heads_windows_and_chunks_and_is_compiled_with_them(monkeypatch, changes):
     compiled = []
     monkeypatch.setattr(jax_devices.parallel, 'fused_causal_attention', lambda implementation, q, k, v, **options: (
