@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, check_choice, config_block, read_flags, start_script
+from jax_flags import UserError, check_choice, check_ranges, config_block, read_flags, start_script
 
 # -----------------------------------------------------------------------------
 mode = 'train' # 'train', 'decode' or 'compile' (a step for devices that are not here)
@@ -75,13 +75,12 @@ PRESETS = {
 }
 TRAIN_FLAGS = config_block(Path(__file__).with_name('train_jax.py'))  # its config files may be used as they are
 flags, given = read_flags(__file__, globals(), ignored=TRAIN_FLAGS)  # all flags of the block above, the user's
-for name, choices in (('preset', PRESETS), ('mode', ('train', 'decode', 'compile')), ('plan', ('train', 'decode'))):
+for name, choices in (('preset', PRESETS), ('mode', ('train', 'decode', 'compile')), ('plan', ('train', 'decode')),
+                      ('quantize', ('', 'int8'))):
     check_choice(name, flags[name], choices)
 flags |= PRESETS[flags['preset']] | given
 globals().update(flags)
-for name in ('batch_size', 'gradient_accumulation_steps', 'prompt_len', 'repeats'):
-    if flags[name] < 1:
-        raise UserError(f'{name} must be at least 1, not {flags[name]}')
+check_ranges(flags)
 if mode == 'decode' and max_new_tokens < 2:
     raise UserError(f'max_new_tokens must be at least 2, not {max_new_tokens}')
 if mode == 'compile':
@@ -336,10 +335,8 @@ def peak_memory_gb():
 
 
 def formatted(value):
-    if value is None:
-        return 'n/a'
-    if isinstance(value, (bool, str)):
-        return str(value)
+    if value is None or isinstance(value, (bool, str)):
+        return 'n/a' if value is None else str(value)
     return f'{value:,.4g}' if value < 1e4 else f'{value:,.0f}'
 
 

@@ -48,7 +48,7 @@ KINDS = {  # of items, with their keys: what precedes, what is scored, the index
 start_script()
 flags, _ = read_flags(__file__, globals())  # all flags of the block above
 globals().update(flags)
-if not text and not tasks:
+if not (text + tasks).strip(', '):
     raise UserError('there is nothing to evaluate: name --text=FILE or --tasks=FILE')
 
 

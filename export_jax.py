@@ -34,7 +34,7 @@ if shard_gb <= 0:
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 from jax_devices.setup import setup_jax_environment
 from jax_files.checkpoints import load_run
-from jax_files.gguf_files import ARCHITECTURES
+from jax_files.gguf_files import why_no_gguf
 from jax_files.metrics import read_metrics
 from jax_files.tokenizers import HFTokenizer, describe_tokenizer, write_char_tokenizer, write_gpt2_tokenizer
 from jax_files.weight_files import find_config_json, kept_config_json, local_path
@@ -60,8 +60,8 @@ def model_card(family, name):
         if re.fullmatch(r'\w[\w.-]*/[\w.-]+', run['init_from']) and not os.path.exists(run['init_from']):
             base = f"\nbase_model: {run['init_from']}"
     is_chat = os.path.exists(os.path.join(folder, 'tokenizer.json')) and HFTokenizer(folder).chat_template
-    to_gguf = f'export_jax.py --init_from={name} --gguf={name}.gguf' if family in ARCHITECTURES else (
-        f'convert_hf_to_gguf.py {name} --outfile {name}.gguf')
+    to_gguf = (f'convert_hf_to_gguf.py {name} --outfile {name}.gguf' if why_no_gguf(config, family) else
+               f'export_jax.py --init_from={name} --gguf={name}.gguf')
     card = (Path(__file__).parent / 'jax_files' / 'model_card.md').read_text(encoding='utf-8')
     return card.format(family=family, base=base, name=name, dtype=dtype, config=config, origin=origin, to_gguf=to_gguf,
                        n_params=count_params(params, non_embedding=False), n_new=min(50, config.block_size // 2),

@@ -174,21 +174,27 @@ def assigned_names(tree):
             yield from assigned_names(node)
 
 
-RANGES = {  # of training flags: (the lowest value, what the value is below)
+RANGES = {  # of flags: (the lowest value, what the value is below)
     **dict.fromkeys(('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
-                     'block_size', 'keep'), (1, math.inf)),
+                     'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'keep', 'num_samples', 'prompt_len',
+                     'repeats'), (1, math.inf)),
     **dict.fromkeys(('max_iters', 'minutes', 'save_interval', 'warmup_iters', 'learning_rate', 'min_lr', 'weight_decay',
                      'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'expert_balance',
-                     'window'), (0, math.inf)),
-    'seed': (0, 2**32), 'beta1': (0, 1), 'beta2': (0, 1)}
+                     'window', 'max_new_tokens'), (0, math.inf)),
+    **dict.fromkeys(('beta1', 'beta2', 'dropout'), (0, 1)), 'seed': (0, 2**32)}
+
+
+def check_ranges(flags):
+    """Raises UserError for flags that are not in RANGES."""
+    for name, (low, high) in RANGES.items():
+        if name in flags and not low <= flags[name] < high:
+            allowed = f'in [{low}, {high})' if high < math.inf else f'at least {low}'
+            raise UserError(f'{name} must be {allowed}, not {flags[name]}')
 
 
 def check_flags(flags):
     """Raises UserError for training flags that are out of range."""
-    for name, (low, high) in RANGES.items():
-        if not low <= flags[name] < high:
-            allowed = f'in [{low}, {high})' if high < math.inf else f'at least {low}'
-            raise UserError(f'{name} must be {allowed}, not {flags[name]}')
+    check_ranges(flags)
     if not flags['out_dir']:
         raise UserError('out_dir is empty; name a folder')
     if is_url(flags['out_dir']):
@@ -197,10 +203,9 @@ def check_flags(flags):
     if flags['quantize'] not in ('', 'int8') or flags['quantize'] and is_new and not flags['lora_rank']:
         raise UserError("quantize must be '' or, for the frozen weights of LoRA (with lora_rank), int8, not "
                         f"{flags['quantize']!r}")
-    if flags['lora_rank'] and not 0 < flags['lora_alpha'] < math.inf:
-        raise UserError(f"lora_alpha must be above 0, not {flags['lora_alpha']}")
-    if not 0 < flags['beta'] < math.inf:
-        raise UserError(f"beta must be above 0, not {flags['beta']}")
+    for name in ('lora_alpha', 'beta'):
+        if not 0 < flags[name] < math.inf:
+            raise UserError(f'{name} must be above 0, not {flags[name]}')
     if flags['lora_rank'] and flags['zero']:
         raise UserError('zero shards what is trained, and the updates of LoRA are small: leave zero at 0')
     if flags['lora_rank'] and flags['optimizer'] == 'muon':

@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 from flax.traverse_util import path_aware_map
 
-from jax_flags import UserError, ceil_div, check_choice, check_sampling
+from jax_flags import UserError, ceil_div, check_choice, check_ranges, check_sampling
 from jax_ops.cpu import STORED_AS, as_uint8, cpu_multiplies_uint8
 from jax_ops.matmul import Int8, Transposed, order_by_rank, quantize
 from jax_ops.sharding import current_mesh, shard
@@ -32,8 +32,7 @@ def convert_params_for_decoding(params, dtype, quantize=''):
     become Transposed, on one CPU device those of float32 and bfloat16.
 
     Removes each block from the dict `params` as it is converted, so that memory need not hold the model twice."""
-    if quantize not in ('', 'int8'):
-        raise UserError(f"quantize must be int8 or '' (off), not {quantize!r}")
+    check_choice('quantize', quantize, ('', 'int8'))
     converted = {}
     for name in list(params):
         part = {name: params.pop(name)}
@@ -237,11 +236,9 @@ def keep_largest(logits_BxV, weight_BxV, amount):
 
 def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
     """Divides positive logits of tokens that the row has by `penalty`, multiplies negative ones (arXiv:1909.05858)."""
-    def tokens_present(logits_V, tokens_N, is_filled_N):
-        return jnp.zeros(logits_V.shape, bool).at[tokens_N].max(is_filled_N)
-
     is_filled_BxN = jnp.arange(tokens_BxN.shape[1]) < length_B[:, None]
-    present_BxV = jax.vmap(tokens_present)(logits_BxV, tokens_BxN, is_filled_BxN)
+    rows_Bx1 = jnp.arange(len(tokens_BxN))[:, None]
+    present_BxV = jnp.zeros(logits_BxV.shape, bool).at[rows_Bx1, tokens_BxN].max(is_filled_BxN)
     penalized_BxV = jnp.where(logits_BxV > 0, logits_BxV / penalty, logits_BxV * penalty)
     return jnp.where(present_BxV, penalized_BxV, logits_BxV)
 
@@ -551,8 +548,7 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     max_cached = config.block_size if is_learned else PAD  # the longest row that the KV cache can continue
     n_total = int(length_B.max()) + max_new_tokens
     longest = n_total if prefix_cache is None else max(n_total, config.block_size + max_new_tokens)
-    if max_new_tokens < 0:
-        raise UserError(f'max_new_tokens must be at least 0, not {max_new_tokens}')
+    check_ranges({'max_new_tokens': max_new_tokens})
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     if prefix_cache is not None and B != 1:
         raise UserError(f'a prefix cache is for one row, not {B}')

@@ -26,7 +26,7 @@ from jax_files.data import load_dataset_meta
 from jax_files.tokenizers import (
     describe_tokenizer, final_answer, limit_vocabulary, load_tokenizer, same_tokens, strip_partial_utf8)
 from jax_files.weight_files import local_path
-from jax_flags import UserError, ceil_div, check_choice
+from jax_flags import UserError, ceil_div, check_choice, check_ranges
 from jax_generate import (
     PIECE, PrefixCache, commit, convert_params_for_decoding, devices_of, generate_stream, grow_caches,
     order_columns_by_rank, prefill, prefill_pieces, select_rows, transpose_kernels)
@@ -335,8 +335,7 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
     if not 1 <= max_length <= config.block_size:
         raise UserError(f'max_length must be between 1 and {config.block_size}, the context of the model, not '
                         f'{max_length}')
-    if batch_size < 1:
-        raise UserError(f'batch_size must be at least 1, not {batch_size}')
+    check_ranges({'batch_size': batch_size})
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     results, groups = [], []
     for item in items:

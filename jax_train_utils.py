@@ -103,20 +103,26 @@ def config_from_flags(flags, **more):
     """The GPTConfig that the model's flags mean, with `more` of its fields. n_inner is the width of each expert too."""
     fields = {name: flags[name] for name in (*MODEL_FLAGS, 'dropout') if name not in ('n_expert', 'n_expert_used')}
     fields['layer_types'] = tuple(layer_type.strip() for layer_type in flags['layer_types'].split(','))
+    if flags['window'] and 'window' not in fields['layer_types']:
+        raise UserError(f"window={flags['window']} needs window layers, as in --layer_types=window,full")
     if flags['n_expert']:
         fields['moe'] = {'n_expert': flags['n_expert'], 'n_used': flags['n_expert_used'],
                          'width': flags['n_inner'] or 4 * flags['n_embd'], 'balance': flags['expert_balance']}
     return GPTConfig(**fields, **more)
 
 
-def flags_from_config(config):
-    """The model's flags for a config that did not come from flags; fields without a flag are left out."""
+def flags_from_config(config, given=None):
+    """The model's flags for a config that did not come from flags; fields without a flag are left out. Raises UserError
+    if the flags `given` by the user, but for block_size, are others."""
     flags = {name: getattr(config, name) for name in MODEL_FLAGS if name not in ('n_expert', 'n_expert_used')}
     flags['layer_types'] = ','.join(config.layer_types)
     flags['n_expert'] = config.moe.n_expert if config.moe else 0
     flags['n_expert_used'] = config.moe.n_used if config.moe else 2
     if config.moe:
         flags['expert_balance'] = config.moe.balance
+    for name in sorted((MODEL_FLAGS - {'block_size'}) & (given or {}).keys()):
+        if given[name] != flags[name]:
+            raise UserError(f'{name}={given[name]} is not of this model, which has {name}={flags[name]}: leave it out')
     return flags
 
 
@@ -220,11 +226,11 @@ def is_decayed(path, p):
 
 
 def optimizer_of(path, p):
-    return 'muon' if path[-1].key == 'kernel' and path[-2].key != 'router' else 'adamw'
+    return 'muon' if path[-1].key in ('kernel', 'kv_b') and path[-2].key != 'router' else 'adamw'
 
 
 def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
-    """AdamW (arXiv:1711.05101) with weight decay where is_decayed says so. 'muon' updates every `kernel` of the blocks
+    """AdamW (arXiv:1711.05101) with weight decay where is_decayed says so. 'muon' updates every matrix of the blocks
     except the router's, each expert's by itself, with Muon instead (see orthogonalize), at AdamW's learning rate, and
     the same parameters decay. Clipping is separate: clip_gradients. Raises UserError for any other optimizer."""
     check_choice('optimizer', optimizer, ('adamw', 'muon'))

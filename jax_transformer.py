@@ -23,7 +23,7 @@ import optax
 from flax import linen as nn
 from flax.training import train_state
 
-from jax_flags import DTYPES, UserError, check_choice
+from jax_flags import DTYPES, UserError, check_choice, check_ranges
 from jax_ops.attention import blockwise_attention, causal_mask, fused_causal_attention
 from jax_ops.cpu import held_dtype, scatter_to_slots
 from jax_ops.dropout import flat_index, hash_dropout
@@ -559,14 +559,10 @@ def init_config(config):
         if isinstance(getattr(config, name), dict):
             object.__setattr__(config, name, group(**getattr(config, name)))
     object.__setattr__(config, 'layer_types', tuple(config.layer_types))
-    for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
-        if getattr(config, name) < 1:
-            raise UserError(f'{name} must be at least 1, not {getattr(config, name)}')
+    check_ranges(vars(config))
     if config.n_embd % config.n_head and not config.head_dim and not config.mla:
         valid = [h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0]
         raise UserError(f'n_head={config.n_head} does not divide n_embd={config.n_embd}; it may be one of {valid}')
-    if not 0 <= config.dropout < 1:
-        raise UserError(f'dropout must be in [0, 1), not {config.dropout}')
     for name, known in (('dtype', DTYPES), ('activation', ACTIVATIONS), ('attention', ATTENTION), ('remat', REMAT),
                         ('norm', NORMS), ('block_norms', BLOCK_NORMS), ('position', POSITIONS), ('mlp', MLPS),
                         ('qk_norm', QK_NORMS)):
@@ -576,6 +572,8 @@ def init_config(config):
     if config.n_head % config.kv_heads:
         valid = [h for h in range(1, config.n_head + 1) if config.n_head % h == 0]
         raise UserError(f'n_kv_head={config.n_kv_head} does not divide n_head={config.n_head}; one of {valid} does')
+    if config.position != 'rope' and (config.qk_norm == 'plain' or 'nope' in config.layer_types):
+        raise UserError("qk_norm=plain and nope layers need position='rope'")
     if config.position == 'rope' and config.head_width % 2 and not config.mla:
         raise UserError(f'rope turns pairs: the width of a head must be even, not {config.head_width}')
     for layer_type in set(config.layer_types) or {''}:

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, check_sampling, read_flags, read_text, start_script, write_text
+from jax_flags import UserError, check_ranges, check_sampling, read_flags, read_text, start_script, write_text
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
@@ -55,10 +55,7 @@ flags, given = read_flags(__file__, globals())  # all flags of the block above, 
 globals().update(flags)
 if 'compile' in given:
     print(f'--compile={compile} has no effect here: JAX always compiles')
-if num_samples < 1:
-    raise UserError(f'num_samples must be at least 1, not {num_samples}')
-if not 0 <= seed < 2**32:
-    raise UserError(f'seed must be at least 0 and below 2**32, not {seed}')
+check_ranges(flags)
 check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
 if each_line and not start.startswith('FILE:'):
     raise UserError('each_line takes its prompts from a file: --start=FILE:prompts.txt')
@@ -201,10 +198,10 @@ class Chat:
                 print('(/save needs the name of a file)')
             elif line.startswith('/save '):
                 self.save(line[6:].strip())
-            elif line == '/retry' and self.messages:
-                self.answer(self.messages[:-2], self.messages[-2]['content'])
-            elif line == '/retry':
+            elif line == '/retry' and not self.messages:
                 print('(there is no answer yet)')
+            elif line == '/retry':
+                self.answer(self.messages[:-2], self.messages[-2]['content'])
             elif re.fullmatch(r'/\w+( .*)?', line):
                 print(f'(there is no command {line}; {COMMANDS})')
             elif line:

@@ -148,7 +148,9 @@ def test_dropout_zeroes_its_share_and_keeps_the_mean():
     (dict(dropout=1.0), 'dropout'),
     (dict(dtype='int8'), 'dtype'),
     (dict(activation='relu'), 'activation'),
-    (dict(n_layer=0), 'n_layer')])
+    (dict(n_layer=0), 'n_layer'),
+    (dict(layer_types=('full', 'nope')), "qk_norm=plain and nope layers need position='rope'"),
+    (dict(qk_norm='plain'), "qk_norm=plain and nope layers need position='rope'")])
 def test_a_config_that_makes_no_model_is_refused(bad, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(TINY, **bad)

@@ -178,7 +178,7 @@ else:
     if config.position == 'learned':
         config = dataclasses.replace(config, block_size=block_size)
     config = for_this_run(config, flags, given, dtype)
-    flags.update(flags_from_config(config) | {'block_size': block_size})  # saved in the checkpoints, for a resume
+    flags.update(flags_from_config(config, given) | {'block_size': block_size})  # in the checkpoints, for a resume
     known = describe_tokenizer(path, config.vocab_size)
     tokenizer = check_tokens(data['tokenizer'], dataset, known, init_from, config.vocab_size)
     if lora_rank:

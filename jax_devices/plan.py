@@ -32,10 +32,13 @@ def topology_devices(topology):
     """Devices to compile for: 'v5e:4x4' (a slice of TPUs), 'h100:2x8' (hosts x GPUs) or 'cpu:1x8' (the CPU devices of
     this process). Raises UserError if the compiler is not installed."""
     kind, _, shape = topology.partition(':')
-    if kind not in DATA_SHEETS or not all(size.isdigit() for size in shape.split('x')):
+    if kind not in DATA_SHEETS or not all(re.fullmatch('[1-9][0-9]*', size) for size in shape.split('x')):
         raise UserError(f'topology must be like v5e:4x4 (a TPU slice) or h100:2x8 (hosts x GPUs), not {topology!r}')
     if kind == 'cpu':
-        return tuple(jax.devices('cpu')[:math.prod(map(int, shape.split('x')))])
+        devices = tuple(jax.devices('cpu'))[:(n := math.prod(map(int, shape.split('x'))))]
+        if len(devices) < n:
+            raise UserError(f'{topology} needs JAX_NUM_CPU_DEVICES={n}; this process has {len(devices)} CPU devices')
+        return devices
     from jax.experimental import topologies
     package, extra = {'v5e': ('libtpu', 'tpu'), 'h100': ('jax_cuda12_plugin', 'cuda12')}[kind]
     if importlib.util.find_spec(package) is None:

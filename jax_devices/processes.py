@@ -31,11 +31,11 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
                             f'and --process_id=0 to N-1; got {coordinator_address!r}, {num_processes}, {process_id}')
     elif coordinator_address not in ('', 'auto'):
         raise UserError(f'--coordinator_address={coordinator_address} needs --num_processes and --process_id')
-    elif not coordinator_address and int(os.environ.get('WORLD_SIZE', 1)) > 1 and 'RANK' in os.environ:
+    elif not coordinator_address and int(os.environ.get('WORLD_SIZE') or 1) > 1 and 'RANK' in os.environ:
         return join_torchrun()
     in_pod = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys()
-    several = (int(os.environ.get('SLURM_NTASKS', 1)) > 1 and 'SLURM_STEP_NODELIST' in os.environ
-               or int(os.environ.get('OMPI_COMM_WORLD_SIZE', 1)) > 1 or in_pod)
+    several = (int(os.environ.get('SLURM_NTASKS') or 1) > 1 and 'SLURM_STEP_NODELIST' in os.environ
+               or int(os.environ.get('OMPI_COMM_WORLD_SIZE') or 1) > 1 or in_pod)
     if not coordinator_address and not several:
         return
     if in_pod and coordinator_address in ('', 'auto') and importlib.util.find_spec('kubernetes') is None:

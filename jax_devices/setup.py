@@ -1,4 +1,5 @@
 """The devices, the compute dtype, malloc and the compilation cache of this process."""
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -111,11 +112,9 @@ def setup_jax_environment(device='auto', dtype='auto'):
 def hide_slow_compile_alarm():
     """Hides what XLA logs on stderr when a compilation takes long, and with it all that does not end the process. Not
     for several processes, whose coordination service logs there why it fails."""
-    try:
+    with contextlib.suppress(ImportError):  # then the alarm is printed
         from jaxlib.utils import absl_set_min_log_level
-    except ImportError:  # the alarm is printed
-        return
-    absl_set_min_log_level(3)  # fatal
+        absl_set_min_log_level(3)  # fatal
 
 
 def default_dtype(device):

@@ -26,9 +26,8 @@ def relative_path(path):
 def remedy_for(data_dir):
     """What to do about a data set that is missing or damaged."""
     prepare = data_dir / 'prepare.py'
-    if prepare.exists():
-        return f'run: python {prepare}'
-    return f'there is no {prepare} to make it; see "Your own text" in README.md'
+    return f'run: python {prepare}' if prepare.exists() else (
+        f'there is no {prepare} to make it; see "Your own text" in README.md')
 
 
 def load_dataset_meta(data_dir):
@@ -44,10 +43,9 @@ def load_dataset_meta(data_dir):
             found = json.loads((data_dir / 'meta.json').read_text(encoding='utf-8'))
             meta = {key: found[key] for key in meta}
             checked = {key: found.get(key) for key in checked}
-            vocab_size = meta['vocab_size']
-            tokenizer = meta['tokenizer']
-            if meta['dtype'] not in ('uint16', 'uint32'):
-                raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
+            vocab_size, dtype, tokenizer = meta.values()
+            if dtype not in ('uint16', 'uint32'):
+                raise ValueError(f'dtype {dtype!r} is not uint16 or uint32')
             if checked['kind'] not in (None, 'chats', 'pairs'):
                 raise ValueError(f'kind {checked["kind"]!r} is neither chats nor pairs')
             if not all(type(n) is int and n > 0 for n in (vocab_size, checked['row_length'] or 2)):

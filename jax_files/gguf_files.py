@@ -67,6 +67,14 @@ def import_gguf():
     return gguf
 
 
+def why_no_gguf(config, family):
+    """Of which models write_gguf does not write this one, or ''."""
+    kinds = {config.layer(i)[0] for i in range(config.n_layer)}
+    if config.rope_scaling or kinds - {'full'} and not (kinds == {'window'} and config.window >= config.block_size):
+        return 'a model with sliding windows, layers without RoPE or rope scaling'
+    return '' if family in ARCHITECTURES else f'a {family}, only of {", ".join(ARCHITECTURES)}'
+
+
 def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenizer):
     """Writes a model and its tokenizer as a new GGUF file, which appears when it is complete.
 
@@ -75,13 +83,8 @@ def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenize
     or CharTokenizer.
     Raises UserError for a model or tokenizer that llama.cpp does not have, and for a file that is there."""
     gguf = import_gguf()
-    if family not in ARCHITECTURES:
-        raise UserError(f'no GGUF is written of a {family}, only of {", ".join(ARCHITECTURES)}; save a folder, which '
-                        "llama.cpp's convert_hf_to_gguf.py may take")
-    kinds = {config.layer(i)[0] for i in range(config.n_layer)}
-    if config.rope_scaling or kinds - {'full'} and not (kinds == {'window'} and config.window >= config.block_size):
-        raise UserError('no GGUF is written of a model with sliding windows, layers without RoPE or rope scaling; save '
-                        "a folder, which llama.cpp's convert_hf_to_gguf.py may take")
+    if reason := why_no_gguf(config, family):
+        raise UserError(f"no GGUF is written of {reason}; save a folder for llama.cpp's convert_hf_to_gguf.py")
     if os.path.exists(path):
         raise UserError(f'{path} exists; remove it or choose another')
     architecture = ARCHITECTURES[family]

@@ -66,6 +66,8 @@ def test_a_benchmark_that_cannot_be_is_refused():
     assert_refused(too_many, 'at most block_size=32')
     too_few = run_script('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=1')
     assert_refused(too_few, 'max_new_tokens must be at least 2')
+    assert_refused(run_script('bench_jax.py', '--seed=-1'), 'seed must be in')
+    assert_refused(run_script('bench_jax.py', '--mode=compile', '--quantize=int4'), 'quantize must be one of int8')
     assert_refused(run_script('bench_jax.py', '--preset=huge'),
                    "preset must be one of nanogpt_cpu, baby, gpt2, not 'huge'")
 

@@ -179,11 +179,13 @@ def test_a_folder_that_is_no_bundle_is_refused(run, tmp_path):
     assert done.returncode == 2 and 'not in the form of the CORE bundle' in done.stderr
 
 
-def test_two_tasks_of_one_name_are_refused(run, tmp_path):
+def test_two_tasks_of_one_name_and_none_at_all_are_refused(run, tmp_path):
     (tmp_path / 'more').mkdir()
     paths = [write_lines(folder / 'a.jsonl', ITEMS) for folder in (tmp_path, tmp_path / 'more')]
     done = run_script('eval_jax.py', f'--out_dir={run}', f'--tasks={paths[0]},{paths[1]}')
     assert done.returncode == 2 and 'the same name' in done.stderr
+    done = run_script('eval_jax.py', f'--out_dir={run}', '--text=,')
+    assert done.returncode == 2 and 'there is nothing to evaluate' in done.stderr
 
 
 # -----------------------------------------------------------------------------

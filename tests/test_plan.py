@@ -58,4 +58,6 @@ def test_a_plan_for_a_device_without_its_compiler_says_what_to_install():
         if importlib.util.find_spec(package) is None:
             result = run_script('bench_jax.py', *PLAN, f'--topology={topology}')
             assert_refused(result, re.escape(f'needs its compiler: pip install "jax[{extra}]=='))
-    assert_refused(run_script('bench_jax.py', *PLAN, '--topology=abacus:8'), 'topology must be like v5e:4x4')
+    for topology, message in (('abacus:8', 'topology must be like v5e:4x4'), ('cpu:1x0', 'topology must be like'),
+                              ('cpu:2x8', 'cpu:2x8 needs JAX_NUM_CPU_DEVICES=16; this process has 8 CPU devices')):
+        assert_refused(run_script('bench_jax.py', *PLAN, f'--topology={topology}'), message)

@@ -81,6 +81,9 @@ def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeyp
                  'JOB_COMPLETION_INDEX', *TORCHRUN):
         monkeypatch.delenv(name, raising=False)
     initialize_distributed()
+    for name in ('SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'WORLD_SIZE', 'RANK'):
+        monkeypatch.setenv(name, '')  # as a job's template may leave them
+    initialize_distributed()
     monkeypatch.setenv('SLURM_NTASKS', '4')
     initialize_distributed()  # inside an allocation, but not started by srun
     assert joined == []

@@ -180,7 +180,7 @@ def test_resuming_or_sampling_nothing_is_refused(tmp_path):
     (['--system=x'], 'system is of a chat'),
     (['--output=.'], 'output=. is a folder'),
     ([f'--stop={"[" * 100_000}'], 'stop begins with .* and is not a list'),
-    (['--quantize=int4'], "quantize must be int8 or '' .off., not 'int4'"),
+    (['--quantize=int4'], "quantize must be one of int8, not 'int4'"),
     (['--cache_dtype=int4'], 'cache_dtype must be one of'),
     (['--n_draft=16'], r'n_draft must be between 0 \(no speculation\) and 15, not 16'),
     (['--draft=x'], 'add --n_draft=4'),

@@ -94,7 +94,7 @@ def test_a_value_out_of_range_is_refused_without_jax(script, arg, message):
 def test_every_flag_of_the_model_changes_the_model():
     flags = dict(
         n_layer=2, n_head=2, n_embd=16, block_size=16, bias=True, norm='layer', position='learned', n_kv_head=0,
-        qk_norm='', window=4, layer_types='full', mlp='gelu', n_inner=0, tied_head=True, n_expert=2, n_expert_used=1,
+        qk_norm='', window=4, layer_types='window', mlp='gelu', n_inner=0, tied_head=True, n_expert=2, n_expert_used=1,
         expert_balance=0.0, dropout=0.0)
     other = dict(
         n_layer=1, n_head=4, n_embd=32, block_size=8, bias=False, norm='rms', position='rope', n_kv_head=1,
@@ -109,7 +109,7 @@ def test_every_flag_of_the_model_changes_the_model():
 
 @pytest.mark.parametrize('flags', [
     dict(n_layer=2, n_head=2, n_embd=16, block_size=16, bias=True, norm='layer', position='learned', n_kv_head=0,
-         qk_norm='', window=4, layer_types='full', mlp='gelu', n_inner=0, tied_head=True, n_expert=2, n_expert_used=1,
+         qk_norm='', window=0, layer_types='full', mlp='gelu', n_inner=0, tied_head=True, n_expert=2, n_expert_used=1,
          expert_balance=0.5),
     dict(n_layer=1, n_head=4, n_embd=32, block_size=8, bias=False, norm='rms', position='rope', n_kv_head=1,
          qk_norm='learned', window=5, layer_types='window,full', mlp='swiglu', n_inner=8, tied_head=False, n_expert=0,
@@ -537,6 +537,8 @@ def test_finetuning_starts_from_foreign_weights_and_resumes(tmp_path, source, ac
     succeeded(sample(out, '--start=0', '--max_new_tokens=5', '--num_samples=1'))
     too_long = train(tmp_path / 'other', *flags, '--block_size=25')
     assert_refused(too_long, 'block_size=25, but .* knows only 24 positions')
+    deeper = train(tmp_path / 'other', *flags, '--n_layer=7')
+    assert_refused(deeper, 'n_layer=7 is not of this model, which has n_layer=.*: leave it out')
 
 
 @pytest.mark.slow
@@ -632,6 +634,7 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
     (['--n_inner=-5'], 'n_inner must be at least 0, not -5'),
     (['--n_kv_head=-2'], 'n_kv_head must be at least 0, not -2'),
     (['--keep=0'], 'keep must be at least 1'),
+    (['--window=8'], 'window=8 needs window layers, as in --layer_types=window,full'),
     (['--out_dir=' + 'x' * 300], 'File name too long'),
     (['--out_dir=gs://bucket/run'], 'out_dir=gs://bucket/run is a URL; name a folder')])
 def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(flags, tmp_path, bad, message):

@@ -24,7 +24,7 @@ from jax_pretrained import load_pretrained
 from jax_train_utils import (
     POLAR_EXPRESS, clip_gradients, create_learning_rate_schedule, create_optimizer_with_schedule,
     estimate_loss_jax, make_eval_step, make_train_step, orthogonalize)
-from jax_transformer import GPT, MoEConfig, create_train_state
+from jax_transformer import GPT, MLAConfig, MoEConfig, create_train_state
 from tests.common import mean_loss
 
 TINY = dataclasses.replace(tests.common.TINY, n_layer=1)
@@ -91,7 +91,8 @@ def test_decay_touches_matrices_and_embeddings_only(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('config', [TINY, EXPERTS])
+@pytest.mark.parametrize('config', [TINY, EXPERTS, dataclasses.replace(
+    TINY, position='rope', mla=MLAConfig(q_rank=0, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=4))])
 def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(config):
     @functools.partial(jax.jit, static_argnums=0)
     def updates(optimizer):
@@ -102,7 +103,7 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(config):
 
     muon, adamw = updates('muon'), updates('adamw')
     for (path, update), by_adamw in zip(jax.tree_util.tree_leaves_with_path(muon), jax.tree.leaves(adamw)):
-        if path[-1].key == 'kernel' and path[-2].key != 'router':
+        if path[-1].key in ('kernel', 'kv_b') and path[-2].key != 'router':
             spectrum = np.linalg.svd(update, compute_uv=False)  # of each expert
             assert (spectrum.min(-1) > 0.37 * spectrum.max(-1)).all()  # nearly orthogonal
             rms = jnp.sqrt(jnp.square(update).mean())
