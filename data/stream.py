@@ -95,6 +95,8 @@ def encode_all(vocabulary, batches, num_proc):
                 raise errors[0]
         finally:
             pool.shutdown(cancel_futures=True)
+            for connection in idle: # all: no task is running
+                connection.close() # its worker ends, and frees its memory
 
 
 def count_done(lengths_path, tokens_path, width):
