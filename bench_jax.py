@@ -324,8 +324,7 @@ def bench_compile():
 
 def peak_memory_gb():
     """Of the first device; on a CPU, of the process."""
-    stats = devices[0].memory_stats()
-    if stats:
+    if stats := devices[0].memory_stats():
         return stats['peak_bytes_in_use'] / 1e9
     try:
         import resource

@@ -132,10 +132,11 @@ class HFConfig:
 
 GPT2_SIZES = {'block_size': 'n_positions', 'vocab_size': 'vocab_size', 'n_layer': 'n_layer', 'n_head': 'n_head',
               'n_embd': 'n_embd'}  # field of GPTConfig, also the name in nanoGPT: key in config.json
-GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype', 'attention', 'scan_layers', 'remat')
+GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype', 'attention', 'scan_layers', 'remat',
+               'tied_head')
 
 GPT2_FIXED = {'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, 'reorder_and_upcast_attn': False,
-              'tie_word_embeddings': True, 'add_cross_attention': False}  # the only values that GPT computes
+              'add_cross_attention': False}  # the only values that GPT computes
 HF_ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
 
 
@@ -146,7 +147,8 @@ def gpt2_config(hf):
         raise UserError(f'{hf.source}: activation_function {activation!r} is not supported; supported: {supported}')
     values = {field: hf.get(key) for field, key in GPT2_SIZES.items()}
     hf.require_value(**GPT2_FIXED, n_inner=4 * values['n_embd'])
-    return values | {'activation': HF_ACTIVATIONS[activation], 'norm_eps': hf.get('layer_norm_epsilon', 1e-5)}
+    return values | {'activation': HF_ACTIVATIONS[activation], 'norm_eps': hf.get('layer_norm_epsilon', 1e-5),
+                     'tied_head': hf.get('tie_word_embeddings', True)}
 
 
 def rope_config(hf, theta):
@@ -551,7 +553,7 @@ def gpt2_tensor_maps(config, *, transpose, prefix):
     for path, shape in param_shapes(config).items():
         *modules, leaf = path
         end = {'kernel': 'weight', 'scale': 'weight', 'bias': 'bias'}.get(leaf, f'{leaf}.weight')
-        name = prefix + re.sub('^h_', 'h.', '.'.join([*modules, end]))
+        name = prefix * (leaf != 'lm_head') + re.sub('^h_', 'h.', '.'.join([*modules, end]))
         is_transposed = transpose and leaf == 'kernel'
         tensor_maps[path] = [TensorMap(name, shape[::-1] if is_transposed else shape, is_transposed)]
     return tensor_maps

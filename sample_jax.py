@@ -221,8 +221,7 @@ class Chat:
         kept = messages
         while len(kept) > 1 and len(self.encode(kept)) > room:
             kept = kept[2:]
-        n_forgotten = (len(messages) - len(kept)) // 2
-        if n_forgotten:
+        if n_forgotten := (len(messages) - len(kept)) // 2:
             forgotten = 'turn is' if n_forgotten == 1 else f'{n_forgotten} turns are'
             print(f'(the context of {block_size:,} tokens is full: the oldest {forgotten} forgotten)')
         return kept

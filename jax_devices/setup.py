@@ -160,8 +160,7 @@ def configure_malloc():
     MADV_HUGEPAGE = 14  # mman.h
     page = os.sysconf('SC_PAGE_SIZE')
     size = os.sysconf('SC_PHYS_PAGES') // 2 * page
-    block = libc.malloc(size)
-    if block:
+    if block := libc.malloc(size):
         libc.madvise(ceil_div(block, page) * page, size - page, MADV_HUGEPAGE)
         libc.free(block)
 

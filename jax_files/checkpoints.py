@@ -73,8 +73,7 @@ UNFINISHED = '*.orbax-checkpoint-tmp'  # the checkpoint that Orbax is writing, i
 def write_checksums(folder):
     """Writes checksums.json, {file: CRC-32}, into the one checkpoint in `folder` that is complete but for its name.
     Orbax calls it in one process, before it renames the checkpoint, and gives the checkpoint up if this raises."""
-    steps = list(folder.glob(UNFINISHED))
-    if not steps:
+    if not (steps := list(folder.glob(UNFINISHED))):
         raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another version of Orbax?')
     for step in steps:
         # of params, opt_state, meta, metrics; Orbax has yet to change the files in `step` itself
@@ -271,8 +270,7 @@ def read_meta(step):
     """The metadata of the checkpoint in the folder `step`. Raises an exception if it is not one of this program."""
     meta = json.loads((step / 'meta' / 'metadata').read_text(encoding='utf-8'))
     GPTConfig(**meta['model'])
-    missing = {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
-    if missing:
+    if missing := {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys():
         raise ValueError(f'its metadata lacks {sorted(missing)}')
     if meta.pop('checksums', False) and not (step / 'checksums.json').exists():  # earlier versions wrote none
         raise ValueError('its checksums.json is missing')

@@ -38,8 +38,9 @@ LLAMA_SETTINGS = {
     'rope.freq_base': ('rope_theta', 'rope_theta'), 'attention.layer_norm_rms_epsilon': ('norm_eps', 'rms_norm_eps')}
 
 GPT2_TENSORS = {  # Hugging Face's name, in a layer or outside: GGUF's
-    'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_1': 'attn_norm', 'attn.c_attn': 'attn_qkv',
-    'attn.c_proj': 'attn_output', 'ln_2': 'ffn_norm', 'mlp.c_fc': 'ffn_up', 'mlp.c_proj': 'ffn_down'}
+    'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'lm_head': 'output', 'ln_1': 'attn_norm',
+    'attn.c_attn': 'attn_qkv', 'attn.c_proj': 'attn_output', 'ln_2': 'ffn_norm', 'mlp.c_fc': 'ffn_up',
+    'mlp.c_proj': 'ffn_down'}
 LLAMA_TENSORS = {
     'embed_tokens': 'token_embd', 'norm': 'output_norm', 'lm_head': 'output', 'input_layernorm': 'attn_norm',
     'self_attn.q_proj': 'attn_q', 'self_attn.k_proj': 'attn_k', 'self_attn.v_proj': 'attn_v',
@@ -241,7 +242,7 @@ def open_gguf(path):
     except Exception as error:  # a damaged file can raise anything
         raise UserError(f'cannot read {path} ({error}); if it is damaged, copy or download it again') from None
     is_gpt2 = architecture == 'gpt2'
-    names = {'output': 'lm_head'} | {v: k for k, v in (GPT2_TENSORS if is_gpt2 else LLAMA_TENSORS).items()}
+    names = {v: k for k, v in (GPT2_TENSORS if is_gpt2 else LLAMA_TENSORS).items()}
     tensors = {}
     for tensor in reader.tensors:
         try:
@@ -255,7 +256,9 @@ def open_gguf(path):
         tensors[f'{prefix}{layer}{names.get(stem, stem)}{leaf}'] = tensor.data if is_plain else Quantized(
             tensor.data, tensor.tensor_type, (*tensor.data.shape[:-1], shape[-1]))
 
-    config = {'model_type': architecture, 'tie_word_embeddings': is_gpt2 or 'lm_head.weight' not in tensors,
+    head = tensors.get('lm_head.weight')  # llama.cpp's converter writes GPT-2's, too, which may be quantized otherwise
+    is_tied = head is None or is_gpt2 and np.array_equal(head[...], tensors.get('wte.weight', head)[...])
+    config = {'model_type': architecture, 'tie_word_embeddings': is_tied,
               'vocab_size': len(values.get('tokenizer.ggml.tokens', ()))}
     settings = GPT2_SETTINGS if is_gpt2 else LLAMA_SETTINGS
     for name, value in values.items():

@@ -23,7 +23,8 @@ GPT2 = GPTConfig(block_size=64, vocab_size=len(CHARS), n_layer=2, n_head=2, n_em
 LLAMA = GPTConfig(block_size=64, vocab_size=len(CHARS), n_layer=2, n_head=4, n_kv_head=2, n_embd=64, n_inner=96,
                   norm='rms', position='rope', mlp='swiglu', bias=False, tied_head=False)
 QWEN3 = dataclasses.replace(LLAMA, qk_norm='learned')
-CONFIGS = {'gpt2': GPT2, 'gpt2 without biases': dataclasses.replace(GPT2, bias=False), 'llama': LLAMA, 'qwen3': QWEN3}
+CONFIGS = {'gpt2': GPT2, 'gpt2 without biases': dataclasses.replace(GPT2, bias=False),
+           'gpt2 with a head': dataclasses.replace(GPT2, tied_head=False), 'llama': LLAMA, 'qwen3': QWEN3}
 CHAR_TOKENIZER = {'kind': 'char', 'chars': CHARS}
 
 
@@ -157,6 +158,18 @@ def rewrite(path, to, kind=None, rename=None, **changed):
     writer.write_tensors_to_file()
     writer.close()
     return to
+
+
+def test_a_gpt2_whose_head_is_a_copy_of_its_embedding_has_one_matrix_and_else_two(tmp_path):
+    params = random_params(GPT2)
+    with_head = dataclasses.replace(GPT2, tied_head=False)
+    for factor, config in ((1, GPT2), (2, with_head)):
+        path = tmp_path / f'{factor}.gguf'
+        save_pretrained(params | {'lm_head': factor * params['wte']}, with_head, path, tokenizer=CHAR_TOKENIZER)
+        found, read_params = load_pretrained(path)
+        assert found == config and ('lm_head' in read_params) == (factor == 2)
+        tokens = np.arange(len(CHARS))[None]
+        np.testing.assert_array_equal(apply(found, read_params, tokens), factor * apply(GPT2, params, tokens))
 
 
 @pytest.fixture

@@ -99,7 +99,6 @@ def test_bfloat16_weights_are_read(tmp_path):
     ('scale_attn_by_inverse_layer_idx', True, 'scale_attn_by_inverse_layer_idx'),
     ('reorder_and_upcast_attn', True, 'reorder_and_upcast_attn'),
     ('scale_attn_weights', False, 'scale_attn_weights'),
-    ('tie_word_embeddings', False, 'tie_word_embeddings'),
     ('add_cross_attention', True, 'add_cross_attention'),
     ('layer_norm_epsilon', 'small', 'layer_norm_epsilon'),
     ('n_embd', '16', 'n_embd'),
@@ -274,6 +273,7 @@ LLAMA = dict(norm='rms', position='rope', mlp='swiglu')
 ARCHITECTURES = {
     'gpt2': dict(bias=True),
     'gpt2 without biases': dict(),
+    'gpt2 with a head': dict(bias=True, tied_head=False),
     'llama': dict(**LLAMA, tied_head=False, n_kv_head=1),
     'mistral': dict(**LLAMA, layer_types=('window',), window=5),
     'qwen3': dict(**LLAMA, qk_norm='learned'),
