@@ -201,9 +201,16 @@ def encode_function(vocabulary):
     """text -> ids, without those at the beginning and the end of a document. Names of special tokens are plain text."""
     if vocabulary.tokenizer['kind'] == 'char':
         chars = vocabulary.tokenizer['chars']
-        table = np.zeros(sys.maxunicode + 1, token_dtype(len(chars))) # from code point to id
+        table = np.full(sys.maxunicode + 1, -1, np.int32) # from code point to id
         table[[ord(c) for c in chars]] = np.arange(len(chars))
-        return lambda text: table[np.frombuffer(text.encode('utf-32-le'), '<u4')]
+
+        def encode(text):
+            ids = table[np.frombuffer(text.encode('utf-32-le'), '<u4')]
+            if (ids < 0).any():
+                fail('a character that was not there when the vocabulary was made: an input has changed')
+            return ids
+
+        return encode
     if vocabulary.tokenizer['kind'] == 'gpt2':
         enc = gpt2_encoding() # encode_ordinary makes a list, which takes 15% longer
         return lambda text: enc.encode_to_numpy(text, disallowed_special=()) if text else []

@@ -7,18 +7,17 @@ import concurrent.futures
 import contextlib
 import errno
 import functools
-import json
-import multiprocessing
 import os
+import pickle
 import shutil
-import signal
+import subprocess
 import sys
 
-import numpy as np  # the rest is imported where it is needed: every worker process imports this file again
+import numpy as np  # the rest is imported where it is needed: every worker process runs this file
 from common import (
     Vocabulary, create_encoder, describe, fail, fill_rows, move_files, remove, remove_data_set, row_length, token_dtype,
     tokenizer_files, write_file)
-from jax_flags import UserError
+from jax_flags import UserError, read_json, write_json
 
 try:
     import fcntl
@@ -30,28 +29,36 @@ SCRATCH = ('source.part.json', 'lengths.part.bin', 'tokens.part.bin')
 FILES = 'files.part' # the folder of pass 2
 
 
-def work(connection, vocabulary):
-    """A process that answers a batch with what create_encoder's function returns or raises, until the other end of the
-    connection is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN) # Ctrl-C is the main process's business
-    encoder = functools.cache(lambda: create_encoder(vocabulary))
-    with contextlib.suppress(EOFError, OSError):
+PIPE_ERRORS = EOFError, OSError, pickle.UnpicklingError # the process at the other end has ended
+
+
+def start_worker():
+    """A process of work(). Its own process group, because Ctrl-C in a terminal is the main process's business."""
+    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+
+
+def work():
+    """Answers on stdout every batch on stdin with what create_encoder's function returns or raises, until stdin ends.
+    The vocabulary comes first."""
+    batches, answers = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr # for what libraries print
+    try:
+        encoder = functools.cache(functools.partial(create_encoder, pickle.load(batches)))
         while True:
-            units = connection.recv()
+            units = pickle.load(batches)
             try:
                 answer = encoder()(units)
             except Exception as e:
                 answer = e
-            connection.send(answer)
+            pickle.dump(answer, answers)
+            answers.flush()
+    except PIPE_ERRORS:
+        os._exit(0) # without flushing what nobody reads
 
 
-def start_worker(vocabulary):
-    """Starts a process, and returns the connection to it."""
-    context = multiprocessing.get_context('spawn') # a fork among pyarrow's and the downloader's threads can hang
-    connection, end = context.Pipe()
-    context.Process(target=work, args=(end, vocabulary), daemon=True).start()
-    end.close() # the worker has the only one then: recv raises EOFError or OSError if it is killed
-    return connection
+def send(worker, content):
+    pickle.dump(content, worker.stdin)
+    worker.stdin.flush()
 
 
 def encode_all(vocabulary, batches, num_proc):
@@ -61,8 +68,8 @@ def encode_all(vocabulary, batches, num_proc):
         yield from map(create_encoder(vocabulary), batches)
         return
     ahead = collections.deque() # the batches that are read already: not all, they would fill the memory
-    errors = []
-    idle = [start_worker(vocabulary) for _ in range(num_proc)]
+    errors, workers = [], []
+    idle = [None] * num_proc # workers; None is one to start
 
     def read():
         try:
@@ -71,14 +78,18 @@ def encode_all(vocabulary, batches, num_proc):
             errors.append(e)
 
     def encode(batch):
-        connection = idle.pop()
+        worker = idle.pop()
         try:
-            connection.send(batch)
-            answer = connection.recv()
-        except (EOFError, OSError):
-            raise RuntimeError('a worker process was killed: use a smaller --num_proc') from None
+            if worker is None:
+                worker = start_worker()
+                workers.append(worker)
+                send(worker, vocabulary)
+            send(worker, batch)
+            answer = pickle.load(worker.stdout)
+        except PIPE_ERRORS:
+            raise ChildProcessError('a worker process was killed; a smaller --num_proc takes less memory') from None
         finally:
-            idle.append(connection)
+            idle.append(worker)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -95,8 +106,10 @@ def encode_all(vocabulary, batches, num_proc):
                 raise errors[0]
         finally:
             pool.shutdown(cancel_futures=True)
-            for connection in idle: # all: no task is running
-                connection.close() # its worker ends, and frees its memory
+            for worker in workers:
+                with contextlib.suppress(OSError): # it was killed
+                    worker.stdin.close()
+                worker.wait()
 
 
 def count_done(lengths_path, tokens_path, width):
@@ -126,12 +139,6 @@ def copy_units(path, units, lengths, tokens_path, dtype, block_size):
             largest = max(largest, np.frombuffer(part, dtype).max(initial=0))
             f.write(part)
     return os.path.getsize(path) // dtype.itemsize, int(largest)
-
-
-def write_json(path, content):
-    with open(path + '.tmp', 'w', encoding='utf-8') as f:
-        json.dump(content, f)
-    os.replace(path + '.tmp', path)
 
 
 def discard(folder, paths):
@@ -183,13 +190,15 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
     parts = source_path, lengths_path, tokens_path = [os.path.join(out_dir, part) for part in SCRATCH]
     vocabulary, done = None, 0
     if all(os.path.exists(path) for path in parts):
-        with open(source_path, encoding='utf-8') as f:
-            state = json.load(f)
-        if state['source'] != source:
+        try:
+            state = read_json(source_path)
+            saved, vocabulary = state['source'], Vocabulary(**state['vocabulary'])
+        except (UserError, LookupError, TypeError):
+            fail(f'{source_path} is damaged; delete {", ".join(SCRATCH)} in {out_dir} to start over')
+        if saved != source:
             fail(f'{out_dir} has the unfinished work on another source, or with another tokenizer ({state["name"]}, as '
                  f'it was then); finish that one first, choose another --out_dir, or delete {", ".join(SCRATCH)} there '
                  'to start over')
-        vocabulary = Vocabulary(**state['vocabulary'])
 
     # pass 1, from where an earlier run left it
     try:
@@ -223,11 +232,13 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
             discard(out_dir, parts)
         if isinstance(e, UserError):
             raise
-        if isinstance(e, OSError) and (e.errno in (errno.ENOSPC, errno.EROFS) or str(e.filename).startswith(out_dir)):
-            remedy = 'free some space or choose another --out_dir'
+        if isinstance(e, ChildProcessError):
+            remedy = 'run it again'
         if done:
             remedy = (f'{done:,} documents or pieces are done: run the same command to continue, or, if an input has '
                       f'changed, delete {", ".join(SCRATCH)} in {out_dir} first')
+        if isinstance(e, OSError) and (e.errno in (errno.ENOSPC, errno.EROFS) or str(e.filename).startswith(out_dir)):
+            remedy = 'free some space and run the same command to continue, or choose another --out_dir'
         fail(f'cannot tokenize {name} ({type(e).__name__}: {e}); {remedy}')
 
     # pass 2: write aside, then rename, train.bin last: without it there is no data set
@@ -275,7 +286,11 @@ def run(main):
     except KeyboardInterrupt:
         print('\ninterrupted; run the same command to continue', file=sys.stderr)
         code = 130
-    atexit._run_exitfuncs() # multiprocessing removes its semaphores, and ends the workers
+    atexit._run_exitfuncs() # tqdm's semaphore is removed
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == '__main__':
+    work()

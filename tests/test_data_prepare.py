@@ -7,8 +7,8 @@ import hashlib
 import importlib.util
 import inspect
 import json
-import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -687,6 +687,16 @@ def test_a_killed_run_on_texts_continues_with_the_same_bytes(tmp_path, bpe_env):
     assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
 
 
+def kill_workers(run):
+    """Kills the workers that a script has now; returns how many."""
+    found = Path(f'/proc/{run.pid}/task').glob('*/children')
+    workers = [int(pid) for path in found for pid in path.read_text().split()
+               if b'stream.py' in Path(f'/proc/{pid}/cmdline').read_bytes()]
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    return len(workers)
+
+
 def test_a_worker_that_is_killed_or_cannot_start_ends_the_run_with_a_line(tmp_path, env, bpe_env):
     if not Path('/proc/self/task').is_dir():
         pytest.skip('finds the workers in /proc')
@@ -697,9 +707,7 @@ def test_a_worker_that_is_killed_or_cannot_start_ends_the_run_with_a_line(tmp_pa
     run = subprocess.Popen(command(*args), stderr=subprocess.PIPE, text=True,
                            env=bpe_env | {'SECONDS_PER_DOCUMENT': '0.02'})
     wait_for_documents(tmp_path / 'out', run)
-    for pid in Path(f'/proc/{run.pid}/task/{run.pid}/children').read_text().split():
-        if b'spawn_main' in Path(f'/proc/{pid}/cmdline').read_bytes():
-            os.kill(int(pid), signal.SIGKILL)
+    assert kill_workers(run) == 2
     line, = run.communicate(timeout=60)[1].splitlines()
     assert run.returncode == 2 and 'a worker process was killed' in line and 'run the same command' in line
     done, line = run_to_the_end(*args, env=env).stderr.splitlines()
@@ -709,16 +717,42 @@ def test_a_worker_that_is_killed_or_cannot_start_ends_the_run_with_a_line(tmp_pa
     assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
 
 
-def test_a_worker_that_is_killed_in_the_middle_of_its_answer_ends_the_wait(tmp_path, monkeypatch):
+def test_a_worker_that_is_killed_while_it_starts_ends_the_run_with_a_line(tmp_path, env):
+    if not Path('/proc/self/task').is_dir():
+        pytest.skip('finds the workers in /proc')
+    text = tmp_path / 'a.txt'
+    text.write_text(''.join(map(chr, range(0x4e00, 0x9fff))) * 20, encoding='utf-8') # the vocabulary fills its pipe
+    run = subprocess.Popen(command('text', text, '--tokenizer=char', '--num_proc=2', '--out_dir', tmp_path / 'out'),
+                           stderr=subprocess.PIPE, text=True, env=env)
+    wait_for('a worker', lambda: kill_workers(run), run)
+    line, = run.communicate(timeout=60)[1].splitlines()
+    assert run.returncode == 2 and 'a worker process was killed' in line and line.endswith('run it again')
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_its_answer_ends_the_wait(monkeypatch):
     monkeypatch.setattr(sys, 'path', [str(DATA), *sys.path])
     stream, common = importlib.import_module('stream'), importlib.import_module('common')
-    connection = stream.start_worker(common.choose_vocabulary('char', lambda: ['ab']))
-    connection.send([common.Unit('ab' * 2**20)]) # the answer is larger than what the system keeps of it
-    assert connection.poll(60)
-    worker, = multiprocessing.active_children()
-    worker.kill()
-    with pytest.raises((EOFError, OSError)):
-        connection.recv()
+    with stream.start_worker() as worker:
+        stream.send(worker, common.choose_vocabulary('char', lambda: ['ab']))
+        stream.send(worker, [common.Unit('ab' * 2**20)]) # the answer is larger than what the system keeps of it
+        worker.stdout.peek(1)
+        worker.kill()
+        with pytest.raises(stream.PIPE_ERRORS):
+            pickle.load(worker.stdout)
+
+
+def test_work_that_cannot_be_continued_is_refused(tmp_path, env):
+    (tmp_path / 'out').mkdir()
+    for name, content in (('lengths.part.bin', ''), ('tokens.part.bin', ''), ('source.part.json', '{')):
+        (tmp_path / 'out' / name).write_text(content)
+    args = 'text', text_file(tmp_path, TEXT), '--tokenizer=char', '--out_dir', tmp_path / 'out'
+    assert 'source.part.json is damaged; delete source.part.json, ' in refuse(*args, env=env)
+    vocabulary = {'tokenizer': {'kind': 'char', 'chars': 'ab'}, 'size': 2}
+    source = [[['mytext.txt', (tmp_path / 'mytext.txt').stat().st_size]], 'char', 'text']
+    (tmp_path / 'out' / 'source.part.json').write_text(json.dumps(
+        {'name': 'a', 'source': source, 'vocabulary': vocabulary, 'units': None}))
+    assert 'an input has changed' in refuse(*args, env=env)
 
 
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ def read_chats(line):
     """The conversations of a line: one, or a pair, of which the first has the answer that was chosen. Raises UserError
     if they are not conversations with an answer."""
     try:
-        record = json.loads(line)
+        record = json.loads(whole_characters(json.dumps(json.loads(line), ensure_ascii=False)))
         messages = record['messages']
     except (ValueError, RecursionError) as e:
         raise UserError(f'is not JSON ({e})') from None
@@ -37,8 +37,6 @@ def read_chats(line):
 
     if not isinstance(messages, list) or not all(map(is_text, messages)):
         raise UserError('has messages that are not a list of {"role": ..., "content": text}')
-    mended = lambda x: whole_characters(x) if isinstance(x, str) else x
-    messages = [{name: mended(x) for name, x in message.items()} for message in messages]
     answers = {name: record[name] for name in ('chosen', 'rejected') if name in record}
     if not answers:
         if not any(m['role'] == 'assistant' for m in messages):
@@ -50,7 +48,7 @@ def read_chats(line):
         answer = answers.get(name)
         if not isinstance(answer, str) or not answer.strip():
             raise UserError(f'has no "{name}", or one that is not a text or is empty')
-    return [[*messages, {'role': 'assistant', 'content': whole_characters(answer)}] for answer in answers.values()]
+    return [[*messages, {'role': 'assistant', 'content': answer}] for answer in answers.values()]
 
 def encode_chats(chats):
     """[(ids, mask)] of the conversations of a line; of a pair only the last answers count."""

@@ -166,7 +166,8 @@ def main():
     def split(lengths):
         return np.flatnonzero(lengths >= 0), np.flatnonzero(lengths < 0)
 
-    stream(args.out_dir, ', '.join(args.input), [source, args.tokenizer, args.key],
+    name = ', '.join(args.input[:3]) + f' and {len(args.input) - 3} more' * (len(args.input) > 3)
+    stream(args.out_dir, name, [source, args.tokenizer, args.key],
            lambda: choose_vocabulary(args.tokenizer, all_texts, train_texts), texts.batches, split,
            num_proc=num_proc, block_size=args.rows, remedy=remedy)
 
