@@ -105,7 +105,8 @@ from jax_generate import (
 from jax_ops.sharding import BATCH
 from jax_text import load
 from jax_train_utils import (
-    config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule, make_train_step)
+    config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule, flags_from_config,
+    make_train_step)
 from jax_transformer import count_params, create_train_state, estimate_mfu, without_tables
 
 devices, dtype, reason = setup_jax_environment(device, dtype)
@@ -191,6 +192,7 @@ def load_model():
     """(config, parameters for decoding) of out_dir, or of a new random model."""
     if out_dir:
         model = load(out_dir, device=device, dtype=dtype, quantize=quantize)
+        flags.update(flags_from_config(model.config, given), vocab_size=model.config.vocab_size)
         return model.config, model.params
     tx = create_optimizer_with_schedule(lambda step: 0)
     params = jax.device_put(create_train_state(jax.random.key(seed), model_config, tx).params, devices[0])

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, read_flags, read_text, start_script, write_text
+from jax_flags import UserError, check_source, read_flags, read_text, start_script, write_text
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
@@ -46,8 +46,9 @@ KINDS = {  # of items, with their keys: what precedes, what is scored, the index
     'multiple_choice': ('query', 'choices', 'gold'), 'schema': ('context_options', 'continuation', 'gold'),
     'language_modeling': ('context', 'continuation')}
 start_script()
-flags, _ = read_flags(__file__, globals())  # all flags of the block above
+flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
 globals().update(flags)
+check_source(flags, given)
 if not (text + tasks).strip(', '):
     raise UserError('there is nothing to evaluate: name --text=FILE or --tasks=FILE')
 

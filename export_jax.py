@@ -9,7 +9,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from jax_flags import UserError, read_flags, read_json, start_script, write_text
+from jax_flags import UserError, check_source, read_flags, read_json, start_script, write_text
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt, a .gguf
@@ -22,8 +22,9 @@ dtype = 'float32' # of the weights: 'float32', 'bfloat16', 'float16'; of a GGUF 
 shard_gb = 5.0 # weights that need more are split into several files
 # -----------------------------------------------------------------------------
 start_script()
-flags, _ = read_flags(__file__, globals())
+flags, given = read_flags(__file__, globals())
 globals().update(flags)
+check_source(flags, given)
 if bool(folder) == bool(gguf):
     raise UserError('name the new folder or file: --folder=my-model or --gguf=model.gguf')
 if gguf and not gguf.endswith('.gguf'):

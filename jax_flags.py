@@ -192,6 +192,13 @@ def check_ranges(flags):
             raise UserError(f'{name} must be {allowed}, not {flags[name]}')
 
 
+def check_source(flags, given):
+    """Raises UserError if flags of sampling, evaluation or export were given that init_from leaves without effect."""
+    if flags['init_from'] != 'resume' and (ignored := {'out_dir', 'checkpoint', 'base'} & given.keys()):
+        raise UserError(f"{min(ignored)} is of a run, and init_from={flags['init_from']} is another model: give one of "
+                        'them')
+
+
 def check_flags(flags):
     """Raises UserError for training flags that are out of range."""
     check_ranges(flags)
@@ -201,8 +208,7 @@ def check_flags(flags):
         raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where the bucket is mounted")
     is_new = flags['init_from'] not in ('resume', 'auto')  # the rank of a resumed run is in its checkpoint
     if flags['quantize'] not in ('', 'int8') or flags['quantize'] and is_new and not flags['lora_rank']:
-        raise UserError("quantize must be '' or, for the frozen weights of LoRA (with lora_rank), int8, not "
-                        f"{flags['quantize']!r}")
+        raise UserError(f"quantize={flags['quantize']}: it may be int8, for the frozen weights of LoRA (--lora_rank=8)")
     for name in ('lora_alpha', 'beta'):
         if not 0 < flags[name] < math.inf:
             raise UserError(f'{name} must be above 0, not {flags[name]}')

@@ -260,8 +260,7 @@ class DecodeState(struct.PyTreeNode):
 
 def sample_and_append(state, logits_BxV, active_B, sampling):
     """Samples each row's next token and appends it to the active rows. Returns (state, token_B)."""
-    penalty = sampling.repetition_penalty
-    if penalty is not None:
+    if (penalty := sampling.repetition_penalty) is not None:
         logits_BxV = penalize_repetition(logits_BxV, state.tokens_BxN, state.length_B, penalty)
     key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B)
     token_B = sample_token(logits_BxV, key_B, sampling).astype(jnp.int32)

@@ -109,8 +109,7 @@ class HFConfig:
     def get(self, key, default=None, kind=int):
         """The value of `key`, or the default where the key is missing or null; without a default that is a UserError.
         The value must have the type of the default, or be of this kind if there is none. An int is a valid float."""
-        value = self.values.get(key)
-        if value is None:
+        if (value := self.values.get(key)) is None:
             if default is None:
                 raise UserError(f'{self.source} lacks {key}, so it is not that of a {self.values["model_type"]}')
             return default
@@ -746,8 +745,7 @@ def open_model(path_or_name):
     """(config, family, {name: array}, file of the weights) of what load_pretrained reads. The arrays of safetensors are
     memory-mapped, and what is quantized dequantizes when it is indexed."""
     file = weight_file(local_path(path_or_name))
-    source = find_config_json(file)
-    if source is None:
+    if (source := find_config_json(file)) is None:
         config, tensors = read_nanogpt(file)
         return config, 'nanogpt', tensors, file
     hf = read_json(source)

@@ -59,7 +59,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     clock = Stopwatch()
     n_devices = tensor * expert
     if not 1 <= n_devices <= len(devices):
-        raise UserError(f'tensor={tensor} x expert={expert}, and there are {len(devices)} devices')
+        raise UserError(f'tensor={tensor} x expert={expert} needs {n_devices} devices, and there are {len(devices)}')
     if jax.process_count() > 1 and n_devices < len(devices):
         raise UserError(f'tensor={tensor} x expert={expert} must be {len(devices)}, all devices of the '
                         f'{jax.process_count()} processes')
@@ -136,6 +136,8 @@ class TextModel:
 
         A continuation depends on the text, the options and the number of the sample only, not on the batch: equal texts
         have equal continuations. Raises UserError for a text or an option that makes no sense."""
+        if isinstance(texts, str):
+            raise UserError('generate takes a list of texts: [text]')
         return Generation(self, [self.encode(text) for text in texts], **options).finish().texts
 
     def stream(self, prompt: str | list[dict[str, str]], **options) -> Iterator[str]:
@@ -177,8 +179,7 @@ class TextModel:
             if self.tokenizer.chat_template is None:
                 raise UserError('the model has no chat template')
             return self.tokenizer.encode_chat(prompt)
-        ids = self.tokenizer.encode(prompt)
-        if not ids:
+        if not (ids := self.tokenizer.encode(prompt)):
             raise UserError('the prompt is empty; give at least one character, as in --start="A"')
         return ids
 

@@ -49,8 +49,8 @@ def merge_resumed_flags(flags, given, saved):
     saved = {name: value for name, value in saved.items() if name in flags and name not in NOT_RESUMED}
     if given.get('minutes'):  # the command that started the run; what it has measured stays
         if given['minutes'] != saved.get('minutes'):
-            raise UserError(f"minutes is for a new run; {flags['out_dir']} is resumed with "
-                            f"its max_iters={saved['max_iters']}, or another one given with --minutes=0")
+            raise UserError(f"minutes is for a new run: leave it out, and {flags['out_dir']} continues to its "
+                            f"max_iters={saved['max_iters']}, or give --minutes=0 with another max_iters")
         fixed = 'max_iters', 'lr_decay_iters', 'warmup_iters'
         given = {name: value for name, value in given.items() if name not in fixed}
     optimizer = saved.get('optimizer', 'adamw')
@@ -60,7 +60,7 @@ def merge_resumed_flags(flags, given, saved):
     for name in (MODEL_FLAGS | {'lora_rank', 'lora_alpha', 'quantize'}) & given.keys() & saved.keys():
         if given[name] != saved[name]:
             raise UserError(f"cannot resume with another architecture: {flags['out_dir']} was trained with "
-                            f"{name}={saved[name]}, not {name}={given[name]}")
+                            f"{name}={saved[name]!r}, not {name}={given[name]!r}")
     return {**flags, **saved, **given}
 
 
@@ -103,12 +103,13 @@ def config_from_flags(flags, **more):
     """The GPTConfig that the model's flags mean, with `more` of its fields. n_inner is the width of each expert too."""
     fields = {name: flags[name] for name in (*MODEL_FLAGS, 'dropout') if name not in ('n_expert', 'n_expert_used')}
     fields['layer_types'] = tuple(layer_type.strip() for layer_type in flags['layer_types'].split(','))
-    if flags['window'] and 'window' not in fields['layer_types']:
-        raise UserError(f"window={flags['window']} needs window layers, as in --layer_types=window,full")
     if flags['n_expert']:
         fields['moe'] = {'n_expert': flags['n_expert'], 'n_used': flags['n_expert_used'],
                          'width': flags['n_inner'] or 4 * flags['n_embd'], 'balance': flags['expert_balance']}
-    return GPTConfig(**fields, **more)
+    config = GPTConfig(**fields, **more)
+    if config.window and 'window' not in config.layer_types:
+        raise UserError(f'window={config.window} needs window layers, as in --layer_types=window,full')
+    return config
 
 
 def flags_from_config(config, given=None):
@@ -157,7 +158,8 @@ def create_learning_rate_schedule(learning_rate, *, decay_lr=True, warmup_iters=
                                                   lr_decay_iters, min_lr)
     if lr_schedule == 'wsd':
         decay_iters = ceil_div(decay_iters, 5)
-    decay = optax.linear_schedule(learning_rate, min_lr, decay_iters)
+    linear = optax.linear_schedule(learning_rate, min_lr, decay_iters)
+    decay = lambda step: jnp.maximum(linear(step), min_lr)  # rounding ends below
     return optax.join_schedules([warm_up, stable, decay], [warmup_iters, lr_decay_iters - decay_iters])
 
 
@@ -379,8 +381,7 @@ def reduce_over_replicas(sum_gradients):
         specs = partition_specs(params, current_mesh(), over_replicas=True)
 
         def mean_shard(spec, grad):
-            dims = [dim for dim, axes in enumerate(spec) if 'data' in (axes or ())]
-            if not dims:
+            if not (dims := [dim for dim, axes in enumerate(spec) if 'data' in (axes or ())]):
                 return jax.lax.pmean(grad, 'data')
             return jax.lax.psum_scatter(grad, 'data', scatter_dimension=dims[0], tiled=True) / jax.lax.axis_size('data')
 

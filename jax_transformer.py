@@ -577,10 +577,9 @@ def init_config(config):
     if config.position == 'rope' and config.head_width % 2 and not config.mla:
         raise UserError(f'rope turns pairs: the width of a head must be even, not {config.head_width}')
     for layer_type in set(config.layer_types) or {''}:
-        sized = layer_type in ('window', 'chunk')
-        if layer_type not in LAYER_TYPES or (sized and getattr(config, layer_type) < 1):
-            raise UserError(f'layer_types has {layer_type!r}; it may have {", ".join(LAYER_TYPES)}, and window or '
-                            'chunk with a size of at least 1')
+        check_choice('layer_types', layer_type, LAYER_TYPES)
+        if layer_type in ('window', 'chunk') and getattr(config, layer_type) < 1:
+            raise UserError(f'{layer_type} layers need a size, as in {layer_type}=64')
     if config.attention in ('cudnn', 'splash') and config.mla:
         raise UserError(f'attention={config.attention} has no latent attention: use attention=chunked')
     if config.scan_layers and len(set(map(config.layer, range(config.n_layer)))) > 1:

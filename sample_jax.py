@@ -12,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, check_ranges, check_sampling, read_flags, read_text, start_script, write_text
+from jax_flags import (
+    UserError, check_ranges, check_sampling, check_source, read_flags, read_text, start_script, write_text)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
@@ -56,6 +57,7 @@ globals().update(flags)
 if 'compile' in given:
     print(f'--compile={compile} has no effect here: JAX always compiles')
 check_ranges(flags)
+check_source(flags, given)
 check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
 if each_line and not start.startswith('FILE:'):
     raise UserError('each_line takes its prompts from a file: --start=FILE:prompts.txt')
@@ -67,13 +69,13 @@ if stop.startswith('['):
     except (ValueError, RecursionError) as error:
         raise UserError(f'stop begins with [ and is not a list in JSON ({error})') from None
     if not all(isinstance(text, str) for text in stop):
-        raise UserError(f'stop has more than texts: {stop}')
+        raise UserError(f'stop must be a list of texts, not {stop}')
 if os.path.isdir(output):
     raise UserError(f'output={output} is a folder; name a file')
 if system and not (chat or interactive):
     raise UserError('system is of a chat: add --chat=True or --interactive=True')
 if draft and not n_draft:
-    raise UserError('draft needs to know how many tokens to guess per step: add --n_draft=4')
+    raise UserError('draft needs to know how many tokens to guess per step: add --n_draft=3')
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import jax
@@ -271,8 +273,7 @@ if model.warning and master:
 if (chat or system) and model.tokenizer.chat_template is None:
     raise UserError('the model has no chat template, which --chat and --system need')
 header = model.title
-defaults = {name: value for name, value in model.tokenizer.sampling.items() if name not in given}
-if defaults:
+if defaults := {name: value for name, value in model.tokenizer.sampling.items() if name not in given}:
     header += f"; {', '.join(f'{name}={value}' for name, value in defaults.items())} (its generation_config.json)"
 options = dict(
     max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,

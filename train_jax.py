@@ -190,6 +190,8 @@ if data['vocab_size'] > config.vocab_size:
 if quantize and config.moe:
     raise UserError('quantize=int8 does not train models with experts; use --quantize=')
 is_pairs = data['kind'] == 'pairs'
+if not (is_pairs or resumed) and {'beta', 'length_normalized'} & given.keys():
+    raise UserError(f'beta and length_normalized are for pairs of answers, of which dataset {dataset} has none')
 if is_pairs and not lora:
     raise UserError(f'dataset {dataset} has pairs of answers, which LoRA learns from: see config/finetune_dpo.py')
 if is_pairs and micro_batch % 2:
@@ -288,8 +290,7 @@ def make_batch(iter_num):
     that (seed, iter_num) are the place in the data. None if no token counts."""
     n_rows = gradient_accumulation_steps * batch_size
     rows = parallel.local_rows(n_rows)
-    batch = draw_batch(sets, block_size, n_rows, seed, iter_num, rows, data['vocab_size'])
-    if batch is None:
+    if (batch := draw_batch(sets, block_size, n_rows, seed, iter_num, rows, data['vocab_size'])) is None:
         return None
     batch['seq_id'] = (iter_num * n_rows + rows).astype(np.uint32)
     if minutes:
@@ -377,8 +378,7 @@ try:
                 best_val_loss = min(best_val_loss, val_loss)
                 if iter_num == resumed_at and not eval_only:
                     add_val_loss(checkpoints, iter_num, val_loss)
-        finished = is_last or stop_signal
-        if finished:
+        if finished := is_last or stop_signal:
             stop.saving = lambda: True  # a second signal does not spoil the last save
         if finished or save_due:
             log.flush()

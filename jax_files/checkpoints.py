@@ -242,10 +242,8 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     is named on stderr, and the newest intact one is taken instead. Raises UserError if there is none."""
     check_choice('checkpoint', which, ('latest', 'best'))
     folder = Path(out_dir, 'ckpt')
-    steps = checkpoint_steps(out_dir)
-    if not steps:
-        raise UserError(f'there is no complete checkpoint in {folder}; train one with: python train_jax.py '
-                        f'--out_dir={out_dir}')
+    if not (steps := checkpoint_steps(out_dir)):
+        raise UserError(f'there is no complete checkpoint in {folder}; name the out_dir of a run')
     if which == 'best':
         steps.sort(key=lambda step: read_val_loss(folder / str(step)))  # stable: the latest first, if none is evaluated
         steps[1:] = sorted(steps[1:], reverse=True)

@@ -136,8 +136,7 @@ def parse_mixture(dataset, root):
         return {Path(root) / dataset: 1.0}
     parts = [re.fullmatch(r'([^:]+):([01]?\.\d+|1)', part) for part in dataset.split(',')]
     shares = {Path(root) / part[1].strip(): float(part[2]) for part in parts if part and float(part[2]) >= 1e-6}
-    n_names = len({folder.name for folder in shares})
-    if n_names < len(parts) or abs(sum(shares.values()) - 1) > 1e-6:
+    if len({folder.name for folder in shares}) < len(parts) or abs(sum(shares.values()) - 1) > 1e-6:
         raise UserError(f'dataset={dataset} must be a folder, or a mixture such as web:0.7,code:0.3 of data sets with '
                         'different names, whose fractions are above 0 and sum to 1')
     return shares

@@ -251,8 +251,7 @@ class HFTokenizer:
         special = {id for id, token in added.items() if token.special}.union(self.stop_tokens)
         is_special = np.isin(encoding.ids, list(special))
         bounds = np.cumsum([len(piece) for piece in pieces]).tolist()
-        spans = list(zip(bounds[:-1:2], bounds[1::2]))
-        if not spans:
+        if not (spans := list(zip(bounds[:-1:2], bounds[1::2]))):
             special_spans = list(zip(starts[is_special], ends[is_special]))
             spans = [self.find_answer(messages, i, text, special_spans)
                      for i, message in enumerate(messages) if message['role'] == 'assistant']
@@ -372,7 +371,7 @@ def check_tokens(data, dataset, model, model_name, vocab_size):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
         return data
-    remedy = f'make it with: python data/shakespeare/prepare.py my.txt --tokenizer={model_name} --out_dir=data/mine'
+    remedy = f'make it with: python data/text/prepare.py my.txt --tokenizer={model_name} --out_dir=data/mine'
     if not model:
         remedy = f'put the tokenizer.json of {model_name} beside its weights'
     raise UserError(f'dataset {dataset} has other tokens than {model_name}, their ids mean something else; {remedy}')

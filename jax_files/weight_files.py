@@ -148,8 +148,7 @@ def read_tensors(file):
 
 def require_keys(keys, values, source, what):
     """Raises UserError unless `values` is a dict with all `keys`."""
-    missing = [key for key in keys if key not in values] if isinstance(values, dict) else ['keys']
-    if missing:
+    if missing := [key for key in keys if key not in values] if isinstance(values, dict) else ['keys']:
         raise UserError(f'{source} lacks {", ".join(missing)}, so it is not {what}')
 
 

@@ -61,8 +61,7 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, s
             raise UserError('cudnn attention has no sinks, cap of scores or packed rows: use attention=chunked')
         return cudnn_attention(*qkv, scale=options['scale'], window=window, chunk=chunk)
 
-    mesh = current_mesh()
-    if mesh is None:
+    if (mesh := current_mesh()) is None:
         return attend(0, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT)
     T, H = q_BxTxHxK.shape[1:3]
     n_context = mesh.shape['context']

@@ -26,8 +26,7 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
         x_BxTxD = as_int8(jnp.take(table_VxD.values, idx_BxT, axis=0, mode='clip')).astype(dtype)
         return x_BxTxD * jnp.take(table_VxD.scale, idx_BxT, mode='clip')[..., None].astype(dtype)
     dtype = dtype or table_VxD.dtype
-    mesh = current_mesh()
-    if mesh is None:
+    if (mesh := current_mesh()) is None:
         if table_VxD.dtype == jnp.bfloat16:  # or XLA:CPU would make a float32 copy of the table ahead of a decode loop
             table_VxD, idx_BxT = jax.lax.optimization_barrier((table_VxD, idx_BxT))
         return jnp.take(table_VxD, idx_BxT, axis=0, mode='clip').astype(dtype)

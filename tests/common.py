@@ -271,7 +271,8 @@ def train(out_dir, *args):
 
 
 def sample(out_dir, *args):
-    return run_script('sample_jax.py', f'--out_dir={out_dir}', '--device=cpu:0', *args)
+    source = [] if out_dir == 'none' else [f'--out_dir={out_dir}']  # args have --init_from
+    return run_script('sample_jax.py', *source, '--device=cpu:0', *args)
 
 
 def start_training(out_dir, *args):

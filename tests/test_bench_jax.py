@@ -2,6 +2,7 @@
 import json
 import sys
 import jax_devices.setup
+from jax_files.checkpoints import choose_checkpoint
 from tests.common import assert_refused, run_script, succeeded
 
 import pytest
@@ -75,11 +76,16 @@ def test_a_benchmark_that_cannot_be_is_refused():
 @pytest.mark.slow
 def test_the_decoding_benchmark_takes_a_run_and_its_text(finished, dataset, monkeypatch):
     monkeypatch.setattr(jax_devices.setup, 'measure_bandwidth', lambda device: 10.0)
-    results = [report_of(run_script(
+    reports = [report_of(run_script(
         'bench_jax.py', '--mode=decode', f'--out_dir={finished[0]}', f'--dataset={dataset}', '--prompt_len=4',
-        '--max_new_tokens=4', '--batch_size=2', '--repeats=1', '--device=cpu:0', *options))['results']
+        '--max_new_tokens=4', '--batch_size=2', '--repeats=1', '--device=cpu:0', *options))
         for options in ([], ['--quantize=int8', '--cache_dtype=float8', '--n_draft=2'])]
-    plain, small = results
+    plain, small = (report['results'] for report in reports)
+    model = choose_checkpoint(finished[0])[1]['model']
+    for name in ('n_layer', 'n_embd', 'vocab_size', 'bias'):
+        assert reports[0]['settings'][name] == model[name]
+    wrong = run_script('bench_jax.py', '--mode=decode', f'--out_dir={finished[0]}', '--n_layer=7')
+    assert_refused(wrong, 'n_layer=7 is not of this model')
     assert small['weights_mb'] < 0.6 * plain['weights_mb']
     assert small['cache_mb'] < plain['cache_mb']
     assert plain['accepted'] is None

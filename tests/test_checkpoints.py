@@ -178,7 +178,7 @@ def test_out_dir_is_locked_by_one_process_until_that_ends(tmp_path):
 
 
 def test_a_folder_without_a_usable_checkpoint_is_refused(tmp_path, tiny_state):
-    with pytest.raises(UserError, match='no complete checkpoint in .*train one with: python train_jax.py'):
+    with pytest.raises(UserError, match='no complete checkpoint in .*name the out_dir of a run'):
         choose_checkpoint(tmp_path)
     assert not list(tmp_path.iterdir())  # the check itself creates no files
     (tmp_path / 'ckpt').mkdir()

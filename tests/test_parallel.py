@@ -280,7 +280,7 @@ def test_sampling_with_sharded_heads_gives_the_text_of_one_device(finished):
     assert len(one.stdout) > 60
     assert two.stdout == one.stdout
     too_many = run_script('sample_jax.py', *flags, '--tensor=9')
-    assert_refused(too_many, 'tensor=9 x expert=1, and there are 8 devices')
+    assert_refused(too_many, 'tensor=9 x expert=1 needs 9 devices, and there are 8')
     assert_refused(run_script('sample_jax.py', *flags, '--tensor=4'), 'tensor=4 does not divide n_head=2')
 
 

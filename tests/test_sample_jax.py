@@ -179,11 +179,12 @@ def test_resuming_or_sampling_nothing_is_refused(tmp_path):
 @pytest.mark.parametrize('bad, message', [
     (['--system=x'], 'system is of a chat'),
     (['--output=.'], 'output=. is a folder'),
+    (['--init_from=gpt2'], 'out_dir is of a run, and init_from=gpt2 is another model'),
     ([f'--stop={"[" * 100_000}'], 'stop begins with .* and is not a list'),
     (['--quantize=int4'], "quantize must be one of int8, not 'int4'"),
     (['--cache_dtype=int4'], 'cache_dtype must be one of'),
     (['--n_draft=16'], r'n_draft must be between 0 \(no speculation\) and 15, not 16'),
-    (['--draft=x'], 'add --n_draft=4'),
+    (['--draft=x'], 'add --n_draft=3'),
     (['--draft=nowhere', '--n_draft=2'], 'nowhere'),
     (['--start=Quick'], "does not know: 'Q'"),
     (['--start='], 'prompt is empty'),

@@ -141,6 +141,7 @@ def test_a_sample_that_has_all_its_tokens_was_cut(run):
 
 
 @pytest.mark.parametrize('use, error, message', [
+    (lambda model: model.generate('the'), UserError, 'generate takes a list of texts'),
     (lambda model: model.generate(['the', '']), UserError, 'the prompt is empty'),
     (lambda model: model.generate([]), UserError, 'at least one token'),
     (lambda model: model.generate(['Z']), UserError, "does not know: 'Z'"),
@@ -156,7 +157,7 @@ def test_a_model_that_is_not_there_is_named(run):
     for source, options, message in (
             ('nowhere', dict(), 'nowhere does not exist'),
             ('nowhere', dict(checkpoint='best'), 'no complete checkpoint'),
-            (run, dict(tensor=9), 'there are 8 devices'), (run, dict(checkpoint='first'), 'checkpoint must be')):
+            (run, dict(tensor=9), 'there are 8'), (run, dict(checkpoint='first'), 'checkpoint must be')):
         with pytest.raises(UserError, match=message):
             load(source, device='cpu', **options)
 

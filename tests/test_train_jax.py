@@ -635,6 +635,10 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
     (['--n_kv_head=-2'], 'n_kv_head must be at least 0, not -2'),
     (['--keep=0'], 'keep must be at least 1'),
     (['--window=8'], 'window=8 needs window layers, as in --layer_types=window,full'),
+    (['--layer_types=window,full'], 'window layers need a size, as in window=64'),
+    (['--layer_types=windows,full', '--window=8'], "layer_types must be one of full, .* not 'windows'"),
+    (['--quantize=int8'], 'quantize=int8: it may be int8, for the frozen weights of LoRA'),
+    (['--beta=0.5'], 'beta and length_normalized are for pairs of answers, of which dataset .* has none'),
     (['--out_dir=' + 'x' * 300], 'File name too long'),
     (['--out_dir=gs://bucket/run'], 'out_dir=gs://bucket/run is a URL; name a folder')])
 def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(flags, tmp_path, bad, message):

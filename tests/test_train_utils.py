@@ -57,6 +57,9 @@ def test_schedules_are_what_they_are_called():
     assert rates('wsd') == pytest.approx(warm_up + [1, 1, 0.55, 0.1, 0.1])
     assert rates('constant') == pytest.approx(warm_up + [1] * 5)
     assert rates('cosine')[:4] == pytest.approx(warm_up + [0.55])
+    for n in range(11, 60):
+        linear = create_learning_rate_schedule(4e-3, warmup_iters=1, lr_decay_iters=n, lr_schedule='linear')
+        assert 0 <= jax.jit(linear)(n) < 1e-9  # compiled, it is rounded
     assert make(lr_schedule='linear', decay_lr=False)(0) == 1  # nanoGPT's flag has precedence
     with pytest.raises(UserError, match='lr_schedule must be one of cosine'):
         make(lr_schedule='step')
