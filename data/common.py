@@ -138,6 +138,8 @@ def choose_vocabulary(wanted, texts=None, train_texts=None):
         if not (size.isdecimal() and 257 <= int(size) <= 2**20):
             fail(f'--tokenizer={wanted}: give a number of tokens, at least 257 (the bytes and {END}), as in bpe:4096')
         return train_bpe(train_texts(), int(size))
+    if '/' not in wanted and not os.path.exists(wanted):
+        fail(f'--tokenizer={wanted}: it may be char, gpt2, bpe:4096, or the folder or owner/name of a model')
     vocabulary = load_model_tokenizer(wanted)[1]
     if not vocabulary.end:
         fail(f'the tokenizer {wanted} has no end token: name one, "eos_token", in its tokenizer_config.json')

@@ -792,7 +792,7 @@ def test_the_masks_of_an_older_data_set_are_removed(tmp_path, env):
     (['nothing'], 'there is no'), (['.', '--suffix=.py'], '--suffix'), (['a.jsonl', '--key=content'], 'line 1'),
     (['bad.jsonl'], 'line 2 is not JSON'), (['number.jsonl'], 'is no text'), (['empty.txt'], 'too few'),
     (['latin.txt'], 'not UTF-8'), (['deep.jsonl'], 'line 1 is not JSON'), (['mytext.txt', '--num_proc=-1'], 'num_proc'),
-    (['bad.parquet'], 'mend that file')])
+    (['bad.parquet'], 'mend that file'), (['mytext.txt', '--tokenizer=word'], 'it may be char, gpt2, bpe:4096, or')])
 def test_texts_that_cannot_be_prepared_get_one_line_and_write_nothing(tmp_path, env, args, said):
     text_file(tmp_path, TEXT)
     for name, content in (('a.jsonl', '{"text": "a"}'), ('bad.jsonl', '{"text": "a"}\n{'), ('empty.txt', ''),
