@@ -517,7 +517,7 @@ def test_the_training_loss_pushes_experts_into_balance_but_reports_cross_entropy
     (dict(block_norms='none'), 'block_norms must be one of pre, post, both'),
     (dict(position='alibi'), 'position must be'),
     (dict(mlp='relu'), 'mlp must be'),
-    (dict(layer_types=('window',)), "'window'"),
+    (dict(layer_types=('window',)), 'window layers need a size'),
     (dict(layer_types=('sparse',), window=3), "'sparse'"),
     (dict(layer_types=()), 'layer_types'),
     (dict(qk_norm='yes'), 'qk_norm'),

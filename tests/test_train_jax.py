@@ -279,7 +279,7 @@ def test_a_run_of_minutes_resumes_with_the_same_bits_and_does_not_measure_again(
     assert_same_run(part, whole)
     extended = succeeded(train(part, *RESUME, f'--max_iters={saved[-1] + 3}')).stdout
     assert f'step {saved[-1] + 3}: ' in extended
-    assert_refused(train(part, *RESUME, '--minutes=0.2'), 'minutes is for a new run; .*max_iters=')
+    assert_refused(train(part, *RESUME, '--minutes=0.2'), 'minutes is for a new run: .*max_iters=')
 
 
 @pytest.mark.slow
