@@ -329,4 +329,4 @@ def test_minutes_are_filled_with_iterations_and_evaluations(monkeypatch, eval_in
         clock[0] += 0.1 + 2.0 * (iter_num % eval_interval == 0)
     assert budget.said == ('1 iterations took 2100.00ms each' if eval_interval == 1 else
                            '49 iterations took 100.00ms each')
-    assert 588 < clock[0] + 2.0 - 100 < 606
+    assert 576 < clock[0] + 2.0 - 100 < 594  # 2% are left for saves
