@@ -68,7 +68,7 @@ def encode_all(vocabulary, batches, num_proc):
         yield from map(create_encoder(vocabulary), batches)
         return
     ahead = collections.deque() # the batches that are read already: not all, they would fill the memory
-    errors, workers = [], []
+    errors = []
     idle = [None] * num_proc # workers; None is one to start
 
     def read():
@@ -82,7 +82,6 @@ def encode_all(vocabulary, batches, num_proc):
         try:
             if worker is None:
                 worker = start_worker()
-                workers.append(worker)
                 send(worker, vocabulary)
             send(worker, batch)
             answer = pickle.load(worker.stdout)
@@ -106,7 +105,7 @@ def encode_all(vocabulary, batches, num_proc):
                 raise errors[0]
         finally:
             pool.shutdown(cancel_futures=True)
-            for worker in workers:
+            for worker in filter(None, idle): # all: no task is running
                 with contextlib.suppress(OSError): # it was killed
                     worker.stdin.close()
                 worker.wait()
