@@ -257,8 +257,9 @@ def open_gguf(path):
             tensor.data, tensor.tensor_type, (*tensor.data.shape[:-1], shape[-1]))
 
     head = tensors.get('lm_head.weight')  # llama.cpp's converter writes GPT-2's, too, which may be quantized otherwise
-    is_tied = head is None or is_gpt2 and np.array_equal(head[...], tensors.get('wte.weight', head)[...])
-    config = {'model_type': architecture, 'tie_word_embeddings': is_tied,
+    if is_gpt2 and head is not None and np.array_equal(head[...], tensors.get('wte.weight', head)[...]):
+        del tensors['lm_head.weight']
+    config = {'model_type': architecture, 'tie_word_embeddings': 'lm_head.weight' not in tensors,
               'vocab_size': len(values.get('tokenizer.ggml.tokens', ()))}
     settings = GPT2_SETTINGS if is_gpt2 else LLAMA_SETTINGS
     for name, value in values.items():
