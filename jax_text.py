@@ -21,10 +21,11 @@ from jax.experimental import multihost_utils
 
 from jax_devices.parallel import DataParallel, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
+from jax_files.chats import final_answer
 from jax_files.checkpoints import checkpoint_steps, load_run
 from jax_files.data import load_dataset_meta
 from jax_files.tokenizers import (
-    describe_tokenizer, final_answer, limit_vocabulary, load_tokenizer, same_tokens, strip_partial_utf8)
+    describe_tokenizer, limit_vocabulary, load_tokenizer, same_tokens, strip_partial_utf8)
 from jax_files.weight_files import local_path
 from jax_flags import UserError, ceil_div, check_choice, check_ranges
 from jax_generate import (

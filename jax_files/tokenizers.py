@@ -1,4 +1,4 @@
-"""Text <-> token ids, and chat templates. A dict in meta.json and in every checkpoint describes a tokenizer."""
+"""Text <-> token ids. A dict in meta.json and in every checkpoint describes a tokenizer."""
 import functools
 import itertools
 import json
@@ -6,11 +6,11 @@ import operator
 import os
 import re
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
 
+from jax_files.chats import ChatTemplate, encode_training_chat, read_chat_template
 from jax_flags import UserError, read_json, whole_characters, write_json
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
@@ -103,9 +103,6 @@ class GPT2Tokenizer:
         return [len(self.bpe.decode_single_token_bytes(id)) for id in range(self.start_token)] + [0]
 
 
-MARKS = '\ufdd0\ufdd1'  # around what the assistant says in a rendered chat: noncharacters, which no text has
-
-
 class HFTokenizer:
     """The tokenizer of a Hugging Face folder: tokenizer.json, with the stop tokens, the chat template and the sampling
     defaults from the folder's other files. A prompt may contain special tokens; decoding leaves them out."""
@@ -150,13 +147,7 @@ class HFTokenizer:
         limit_vocabulary(self, (config.get('text_config') or config).get('vocab_size') or self.vocab_size)
         names = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
         self.sampling = {name: x for name in names if isinstance(x := self.generation.get(name), (int, float))}
-        self.chat_template = settings.get('chat_template')
-        if isinstance(self.chat_template, list):  # several, by name
-            templates = {each['name']: each['template'] for each in self.chat_template}
-            self.chat_template = templates.get('default', next(iter(templates.values()), None))
-        template = folder / 'chat_template.jinja'
-        if template.exists():
-            self.chat_template = template.read_text(encoding='utf-8')
+        self.chat_template = read_chat_template(folder, settings)
 
     def encode(self, text):
         if all(len(token) == 1 for token in self.ids):  # write_char_tokenizer's, which would leave out what it lacks
@@ -192,45 +183,13 @@ class HFTokenizer:
         return n_bytes
 
     @functools.cached_property
-    def compiled_template(self):
-        """The chat template of read_settings. What {% generation %} ... {% endgeneration %} marks is between MARKS."""
-        import jinja2.ext
-        import jinja2.sandbox
+    def template(self):
+        """The ChatTemplate of read_settings. Raises UserError without one, or for one that is malformed."""
+        return ChatTemplate(self.chat_template, self.special)
 
-        class GenerationTag(jinja2.ext.Extension):
-            tags = {'generation'}
-
-            def parse(self, parser):
-                next(parser.stream)
-                begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in MARKS)
-                return [begin, *parser.parse_statements(['name:endgeneration'], drop_needle=True), end]
-
-        def raise_exception(message):
-            raise UserError(f"the model's chat template refuses: {message}")
-
-        def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-            return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-        jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', GenerationTag])
-        jinja.filters['tojson'] = tojson
-        jinja.globals |= {'raise_exception': raise_exception, 'strftime_now': time.strftime}
-        return jinja.from_string(self.chat_template)
-
-    def render_chat(self, messages, *, add_generation_prompt, marked=False):
-        """The text of messages [{'role': 'system', 'user' or 'assistant', 'content': text}] by the folder's chat
-        template, followed by the beginning of the next answer if add_generation_prompt, and with MARKS around what the
-        template marks as the assistant's if marked. Raises UserError if the template refuses them or fails."""
-        if self.chat_template is None:
-            raise UserError('the model has no chat template: there is none beside its tokenizer.json')
-        try:
-            text = self.compiled_template.render(
-                messages=messages, tools=None, add_generation_prompt=add_generation_prompt, **self.special)
-        except UserError:
-            raise
-        except Exception as error:  # a template is a program
-            raise UserError(f"the model's chat template cannot be rendered: {type(error).__name__}: {error}") from None
-        return text if marked else re.sub(f'[{MARKS}]', '', text)
+    def render_chat(self, messages, *, add_generation_prompt):
+        """The text of the messages, see ChatTemplate.render."""
+        return self.template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(self, messages):
         """The ids of render_chat, with the beginning of the answer; the template writes all special tokens."""
@@ -238,70 +197,9 @@ class HFTokenizer:
         return self.tokenizer.encode(whole_characters(text), add_special_tokens=False).ids
 
     def encode_training_chat(self, messages):
-        """(ids, mask) of a conversation by the folder's chat template; the mask, as long as the ids, is 1 for the
-        assistant's tokens. Those are what the template marks by {% generation %}; without such marks each answer, from
-        the end of the request for it (the generation prompt) to the special token that ends it.
+        """(ids, mask) of a conversation, see jax_files.chats.encode_training_chat."""
+        return encode_training_chat(self, messages)
 
-        Raises UserError if the template refuses the messages, or writes an answer where it does not ask for one."""
-        pieces = re.split(f'[{MARKS}]', self.render_chat(messages, add_generation_prompt=False, marked=True))
-        text = ''.join(pieces)
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
-        starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
-        added = self.tokenizer.get_added_tokens_decoder()
-        special = {id for id, token in added.items() if token.special}.union(self.stop_tokens)
-        is_special = np.isin(encoding.ids, list(special))
-        bounds = np.cumsum([len(piece) for piece in pieces]).tolist()
-        if not (spans := list(zip(bounds[:-1:2], bounds[1::2]))):
-            special_spans = list(zip(starts[is_special], ends[is_special]))
-            spans = [self.find_answer(messages, i, text, special_spans)
-                     for i, message in enumerate(messages) if message['role'] == 'assistant']
-        mask = np.zeros(len(starts), np.uint8)
-        for start, end in spans:  # a special token that takes in the spaces after it belongs to what it follows
-            mask[(starts < end) & (ends > start) & ~(is_special & (starts < start))] = 1
-        return encoding.ids, mask
-
-    def find_answer(self, messages, i, text, special_spans):
-        """(start, end) of answer i, as it counts in training, in `text`, the rendering of all messages, whose special
-        tokens have the (start, end) of special_spans. Other renderings, with a mark in place of the answer, tell what
-        the template writes around it, whatever it says and whatever the template rewrites of earlier turns."""
-        refusal = UserError(f"the model's chat template does not write answer {i} where it asks for it; mark what the "
-                            'assistant says in it by {% generation %} ... {% endgeneration %}')
-        marked = [*messages[:i], messages[i] | {'content': MARKS[0]}]
-        around, around_last = (self.render_chat(chat, add_generation_prompt=False, marked=True).split(MARKS[0])
-                               for chat in (marked + messages[i + 1:], marked))
-        if not len(around) == len(around_last) == 2 or not text.endswith(around[1]):
-            raise refusal
-        (before, after), (before_last, after_last) = around, around_last
-        content_end = len(text) - len(after)
-        request = self.render_chat(messages[:i], add_generation_prompt=True)
-
-        start = len(request)
-        if not text.startswith(request):  # the template writes earlier turns differently when others follow
-            prompt = request.removeprefix(self.render_chat(messages[:i], add_generation_prompt=False))
-            introduction = before_last.removeprefix(request)  # what the template writes between request and answer
-            if not text.startswith(before) or not before.endswith(prompt + introduction):
-                raise refusal
-            start = len(before) - len(introduction)
-        if start > content_end:
-            raise refusal
-
-        shared = len(os.path.commonprefix([after, after_last]))
-        for special_start, special_end in special_spans:
-            if special_start >= start and special_end > content_end:
-                if special_end <= content_end + shared:
-                    return start, special_end
-                if shared < len(after_last) and not text[content_end:special_start].strip():
-                    return start, special_end  # another one than at the end of a conversation: gpt-oss
-                break
-        return start, content_end + (shared if shared == len(after_last) else 0)
-
-
-def final_answer(text):
-    """What of an answer belongs to the conversation. gpt-oss writes <|channel|>analysis<|message|>...<|end|> first,
-    which its template takes for an error in a message. (The other models' templates drop <think>...</think>.)"""
-    if '<|channel|>' not in text:
-        return text
-    return text.partition('<|channel|>final<|message|>')[2].partition('<|end|>')[0]
 
 
 def limit_vocabulary(tokenizer, size):
