@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, check_source, read_flags, read_text, start_script, write_text
+from jax_flags import UserError, check_source, read_flags, read_text, regular_file, start_script, write_text
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
@@ -154,13 +154,16 @@ def read_bundle(folder):
     import yaml
     read = []
     try:
-        table = csv.DictReader(read_text(f'{folder}/eval_meta_data.csv').split('\n'))
+        table = csv.DictReader(read_text(regular_file(folder, 'eval_meta_data.csv')).split('\n'))
         guessing = {row['Eval Task']: float(row['Random baseline']) / 100 for row in table}
-        for task in yaml.safe_load(read_text(f'{folder}/core.yaml'))['icl_tasks']:
-            items = read_items(f"{folder}/eval_data/{task['dataset_uri']}", task['icl_task_type'])
+        for task in yaml.safe_load(read_text(regular_file(folder, 'core.yaml')))['icl_tasks']:
+            path = regular_file(folder, f"eval_data/{task['dataset_uri']}")
+            items = read_items(path, task['icl_task_type'])
             random.Random(1337).shuffle(items)  # as nanochat, which draws examples by the new order
             read.append((task['label'], items, task['num_fewshot'][0], task.get('continuation_delimiter', ' '),
                          guessing[task['label']]))
+    except UserError:
+        raise
     except (yaml.YAMLError, csv.Error, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f'{folder} is not in the form of the CORE bundle ({type(error).__name__}: {error})') from None
     return read

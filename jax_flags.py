@@ -11,6 +11,7 @@ import re
 import runpy
 import select
 import signal
+import stat
 import sys
 import time
 from pathlib import Path
@@ -37,6 +38,44 @@ def read_text(path, *, newline=None):
         raise UserError(f'cannot read {path}: {error.strerror}') from None
     except UnicodeDecodeError as error:
         raise UserError(f'cannot read {path}: it is not UTF-8 ({error})') from None
+
+
+def path_inside(folder, name):
+    """The path of the file or folder `name` of a folder that may be a stranger's; there need not be any.
+
+    A link may lead to another place in the folder. In Hugging Face's cache, where a snapshot consists of links, it may
+    lead to the files of the same model. Raises UserError for a name or a link that leads out of the folder."""
+    path = os.path.join(folder, name)
+    if '\0' in str(name):
+        raise UserError(f'{folder} names a file {name!r}, and no file has such a name')
+    target = Path(os.path.realpath(path))
+    if not target.is_relative_to(folder_of_model(Path(os.path.realpath(folder)))):
+        raise UserError(f'{path} is not read: it leads out of its folder, to {target}; if you trust it, put a copy '
+                        'into the folder')
+    return path
+
+
+def regular_file(folder, name):
+    """The path_inside of a file. Every reader of a folder that may be a stranger's asks for its files here.
+
+    Raises UserError as path_inside does, and for what is there but no regular file: a folder, or a pipe, which a reader
+    would wait for without an end."""
+    path = path_inside(folder, name)
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:  # not there, or out of reach: its reader knows what that means
+        return path
+    if not stat.S_ISREG(mode):
+        raise UserError(f'{path} is not a regular file; put the file itself there')
+    return path
+
+
+def folder_of_model(folder):
+    """The folder in which links of a model's folder may end: of models--NAME/snapshots/REVISION, the first."""
+    for snapshots in folder.parents:
+        if snapshots.name == 'snapshots' and snapshots.parent.name.startswith('models--'):
+            return snapshots.parent
+    return folder
 
 
 def whole_characters(text):
@@ -258,7 +297,7 @@ def exit_on_user_error(kind, error, traceback):
         sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
     exit_if_peer_died(error)
     disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR,
-            errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, getattr(errno, 'ESTALE', None))  # of NFS
+            errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.EFBIG, getattr(errno, 'ESTALE', None))
     if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]:
         error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
     elif not isinstance(error, UserError) and not (isinstance(error, OSError) and error.errno in disk):

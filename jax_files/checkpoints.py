@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_devices.parallel import setup_distributed_training
 from jax_devices.processes import gather_texts, in_all_processes
 from jax_files.tokenizers import locate_tokenizer
-from jax_flags import UserError, check_choice, exit_if_peer_died, write_text
+from jax_flags import UserError, check_choice, exit_if_peer_died, path_inside, write_text
 from jax_lora import create_lora_state, load_merged, move_base
 from jax_transformer import GPTConfig, create_train_state
 
@@ -272,7 +272,10 @@ def read_meta(step):
         raise ValueError(f'its metadata lacks {sorted(missing)}')
     if meta.pop('checksums', False) and not (step / 'checksums.json').exists():  # earlier versions wrote none
         raise ValueError('its checksums.json is missing')
-    meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], step.parent.parent)
+    out_dir = step.parent.parent
+    meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], out_dir)
+    if 'path' in meta['tokenizer']:
+        path_inside(out_dir, os.path.relpath(meta['tokenizer']['path'], out_dir))
     return meta
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jax_files.chats import ChatTemplate, encode_training_chat, read_chat_template
-from jax_flags import UserError, read_json, whole_characters, write_json
+from jax_flags import UserError, read_json, regular_file, whole_characters, write_json
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
                    'generation_config.json')  # of a Hugging Face folder; all but the first may be missing
@@ -280,10 +280,11 @@ def copy_tokenizer(description, folder):
     if description['kind'] != 'folder' or os.path.realpath(description['path']) == os.path.realpath(folder):
         return
     tokenizer = HFTokenizer(description['path'])
+    sources = {name: regular_file(description['path'], name) for name in TOKENIZER_FILES}
     os.makedirs(folder, exist_ok=True)
-    for name in TOKENIZER_FILES:
-        if os.path.exists(os.path.join(description['path'], name)):
-            shutil.copyfile(os.path.join(description['path'], name), os.path.join(folder, name))
+    for name, source in sources.items():
+        if os.path.exists(source):
+            shutil.copyfile(source, os.path.join(folder, name))
         elif os.path.exists(os.path.join(folder, name)):
             os.remove(os.path.join(folder, name))  # an earlier tokenizer's
     generation = tokenizer.generation | {'eos_token_id': list(tokenizer.stop_tokens)}

@@ -16,18 +16,18 @@ import numpy as np
 import safetensors
 
 from jax_files.gguf_files import GGUF_PATH, open_gguf
-from jax_flags import DTYPES, UserError, read_json, write_json
+from jax_flags import DTYPES, UserError, read_json, regular_file, write_json
 
 
 def find_config_json(path):
     """The path of the config.json of a Hugging Face folder, or of one of its files; None for nanoGPT's ckpt.pt."""
-    file = weight_file(path)
-    return os.path.join(os.path.dirname(file), 'config.json') if os.path.basename(file) in WEIGHT_FILES else None
+    folder, name = os.path.split(weight_file(path))
+    return regular_file(folder, 'config.json') if name in WEIGHT_FILES else None
 
 
 def kept_config_json(out_dir):
     """The path in a run's out_dir of the config.json of the Hugging Face model that it trains further."""
-    return os.path.join(out_dir, 'tokenizer', 'config.json')
+    return regular_file(out_dir, os.path.join('tokenizer', 'config.json'))
 
 
 def keep_config_json(source, out_dir):
@@ -50,7 +50,7 @@ def write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard
         if tokenizer:
             for file in os.listdir(tokenizer):
                 if file.endswith(('.json', '.jinja', '.model')) and file != 'config.json' and 'safetensors' not in file:
-                    shutil.copyfile(os.path.join(tokenizer, file), os.path.join(unfinished, file))
+                    shutil.copyfile(regular_file(tokenizer, file), os.path.join(unfinished, file))
             settings = os.path.join(unfinished, 'tokenizer_config.json')
             if os.path.exists(os.path.join(unfinished, 'tokenizer.json')) and not os.path.exists(settings):
                 # without a class transformers takes that of the model type, which may split text in its own way
@@ -129,10 +129,13 @@ def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja')):
 
 def weight_file(path):
     """The file that holds or lists the weights of a folder, or the path itself. Raises UserError if there is none."""
-    for file in [path] + [os.path.join(path, name) for name in (*WEIGHT_FILES, 'ckpt.pt')]:
-        if os.path.isfile(file):
-            return file
+    if os.path.isfile(path):
+        return path
     if os.path.isdir(path):
+        for name in (*WEIGHT_FILES, 'ckpt.pt'):
+            file = regular_file(path, name)
+            if os.path.exists(file):
+                return file
         raise UserError(f'{path} holds no weights that can be read: none of {", ".join(WEIGHT_FILES[:3])}, ckpt.pt')
     raise UserError(f'{path} does not exist; give a folder, a nanoGPT ckpt.pt, or one of {", ".join(PUBLISHED)}')
 
@@ -182,8 +185,8 @@ def read_shards(index_file):
     require_keys([], index['weight_map'], f"{index_file}'s weight_map", 'an index of shards')
     tensors = {}
     for file in sorted(set(map(str, index['weight_map'].values()))):
-        path = os.path.join(os.path.dirname(index_file), file)
-        if not os.path.isfile(path):
+        path = regular_file(os.path.dirname(index_file), file)
+        if not os.path.exists(path):
             raise UserError(f'{index_file} names {file}, which is not beside it; copy or download that file, too')
         tensors |= read_safetensors(path)
     return tensors

@@ -150,6 +150,17 @@ def test_a_checkpoint_that_has_lost_its_checksums_is_damaged(three_checkpoints, 
     assert 'checksums.json is missing' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('path', ['../secret', '/etc', 'link', '~'])
+def test_a_checkpoint_whose_tokenizer_is_outside_of_its_run_is_none_of_ours(path, three_checkpoints, capsys):
+    latest = three_checkpoints / 'ckpt' / '3'
+    (latest / 'checksums.json').unlink()
+    (three_checkpoints / 'link').symlink_to('..')
+    tokenizer = {'kind': 'folder', 'path': path}
+    edit_json(latest / 'meta' / 'metadata', checksums=None, wandb_id='none', tokenizer=tokenizer)
+    assert choose_checkpoint(three_checkpoints)[0] == 2
+    assert 'leads out of its folder' in capsys.readouterr().err
+
+
 def test_only_folders_with_a_number_as_their_name_are_checkpoints(tmp_path):
     for name in ('3', '\u00b2', '4.damaged'):
         (tmp_path / 'ckpt' / name).mkdir(parents=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_text import load
-from tests.common import ROOT, TEXT, run_script, slow, succeeded, train
+from tests.common import ROOT, TEXT, assert_refused, run_script, slow, succeeded, train
 
 ITEMS = [
     {'query': 'the quick brown', 'choices': ['fox', 'dog', 'lazy dog'], 'gold': 0},
@@ -177,6 +177,19 @@ def test_a_folder_that_is_no_bundle_is_refused(run, tmp_path):
     (tmp_path / 'eval_meta_data.csv').write_text('Eval Task,Random baseline\n')
     done = run_script('eval_jax.py', f'--out_dir={run}', f'--tasks={tmp_path}')
     assert done.returncode == 2 and 'not in the form of the CORE bundle' in done.stderr
+
+
+@pytest.mark.parametrize('uri', ['../../secret.jsonl', 'link.jsonl'])
+def test_a_bundle_reads_no_task_outside_of_its_folder(uri, run, tmp_path):
+    write_lines(tmp_path / 'secret.jsonl', [{'context': 'a', 'continuation': 'b'}] * 2)
+    bundle = tmp_path / 'bundle'
+    (bundle / 'eval_data').mkdir(parents=True)
+    (bundle / 'eval_data' / 'link.jsonl').symlink_to(tmp_path / 'secret.jsonl')
+    (bundle / 'core.yaml').write_text(f'icl_tasks:\n- {{label: a, dataset_uri: {uri}, num_fewshot: [0], '
+                                      'icl_task_type: language_modeling}\n')
+    (bundle / 'eval_meta_data.csv').write_text('Eval Task,Random baseline\na,0\n')
+    done = run_script('eval_jax.py', f'--out_dir={run}', f'--tasks={bundle}')
+    assert_refused(done, 'leads out of its folder')
 
 
 def test_two_tasks_of_one_name_and_none_at_all_are_refused(run, tmp_path):

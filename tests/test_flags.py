@@ -1,5 +1,6 @@
 """Flags, config files, and how a script ends."""
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import jax
 import pytest
 
 from jax_flags import (
-    UserError, exit_if_peer_died, exit_on_user_error, is_url, read_flags, read_text, write_text)
+    UserError, exit_if_peer_died, exit_on_user_error, is_url, read_flags, read_text, regular_file, write_text)
 
 # -----------------------------------------------------------------------------
 # flags
@@ -240,3 +241,67 @@ def test_a_link_and_a_pipe_that_are_written_stay_what_they_are(tmp_path):
     write_text(pipe, 'two')
     reader.join()
     assert read == ['two'] and pipe.is_fifo()
+
+
+# -----------------------------------------------------------------------------
+# files of a folder that may be a stranger's
+
+def test_a_file_larger_than_the_system_allows_is_one_line(capsys):
+    with pytest.raises(SystemExit) as caught:
+        exit_on_user_error(OSError, OSError(errno.EFBIG, 'File too large', 'ckpt'), None)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith('error: ')
+
+
+@pytest.fixture
+def strangers(tmp_path):
+    """A folder with a file and a folder in it, beside a file that is none of its own."""
+    folder = tmp_path / 'model'
+    (folder / 'sub').mkdir(parents=True)
+    (folder / 'a.json').write_text('{}')
+    (folder / 'sub' / 'b.json').write_text('{}')
+    (tmp_path / 'secret').write_text('{}')
+    return folder
+
+
+@pytest.mark.parametrize('name', [
+    '../secret', 'sub/../../secret', '/etc/passwd', '..', 'link', 'sub/link', 'linked/secret'])
+def test_no_name_and_no_link_leads_out_of_a_folder(name, strangers):
+    (strangers / 'link').symlink_to('../secret')
+    (strangers / 'sub' / 'link').symlink_to('/etc/passwd')
+    (strangers / 'linked').symlink_to('..')
+    with pytest.raises(UserError, match='leads out of its folder|is not a regular file'):
+        regular_file(strangers, name)
+
+
+def test_links_within_a_folder_and_a_folder_that_is_a_link_are_read(strangers, tmp_path):
+    (strangers / 'link').symlink_to('sub/b.json')
+    (tmp_path / 'other').symlink_to(strangers)
+    for folder in (strangers, tmp_path / 'other'):
+        for name in ('a.json', 'sub/b.json', 'sub/../a.json', 'link', 'not there'):
+            assert regular_file(folder, name) == os.path.join(folder, name)
+
+
+def test_a_pipe_a_folder_and_a_name_that_is_none_are_refused(strangers):
+    os.mkfifo(strangers / 'pipe')
+    for name in ('pipe', 'sub', '', '.'):
+        with pytest.raises(UserError, match='is not a regular file'):
+            regular_file(strangers, name)
+    with pytest.raises(UserError, match='no file has such a name'):
+        regular_file(strangers, 'a\0b')
+
+
+def test_the_links_of_hugging_faces_cache_lead_to_the_files_of_the_same_model_only(tmp_path):
+    model, other = tmp_path / 'models--me--mine', tmp_path / 'models--me--other'
+    snapshot = model / 'snapshots' / '0123abcd'
+    for folder in (model / 'blobs', other / 'blobs', snapshot / 'onnx'):
+        folder.mkdir(parents=True)
+    for folder in (model, other):
+        (folder / 'blobs' / 'ff').write_text('{}')
+    (snapshot / 'config.json').symlink_to('../../blobs/ff')
+    (snapshot / 'onnx' / 'config.json').symlink_to('../../../blobs/ff')
+    (snapshot / 'theirs').symlink_to(other / 'blobs' / 'ff')
+    assert regular_file(snapshot, 'config.json') == os.path.join(snapshot, 'config.json')
+    assert regular_file(snapshot / 'onnx', 'config.json') == os.path.join(snapshot, 'onnx', 'config.json')
+    with pytest.raises(UserError, match='leads out of its folder'):
+        regular_file(snapshot, 'theirs')

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_files.tokenizers import (
-    HFTokenizer, load_token_bytes, load_tokenizer, strip_partial_utf8, write_char_tokenizer)
+    HFTokenizer, copy_tokenizer, load_token_bytes, load_tokenizer, strip_partial_utf8, write_char_tokenizer)
 from jax_files.metrics import read_metrics
 from jax_flags import UserError
 from tests.common import CONVERSATION, PADDED, TUNE, prepare
@@ -50,6 +50,13 @@ def test_a_broken_character_leaves_those_beside_it_where_bytes_are_tokens(tmp_pa
     assert all(shown[-1].startswith(part) for part in shown) and len(set(shown)) == len(text) + 1
     assert tokenizer.decode([*ids[:8], vocab['h']]) == 'h 😂\ufffdh'
     assert tokenizer.token_bytes()[:258] == [1] * 258
+
+
+def test_a_link_of_a_tokenizers_folder_is_not_copied(speaking, tmp_path):
+    (speaking / 'special_tokens_map.json').symlink_to('/etc/passwd')
+    message = refusal(copy_tokenizer, {'kind': 'folder', 'path': speaking}, tmp_path / 'copy')
+    assert 'special_tokens_map.json is not read: it leads out of its folder, to /etc/passwd' in message
+    assert not (tmp_path / 'copy').exists()
 
 
 def test_half_a_character_of_a_prompt_is_a_replacement_character(speaking):

@@ -1,11 +1,12 @@
 """Files of weights: what is damaged or malicious is refused."""
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from tests.common import GOLDEN, ROOT, copy_folder, refusal
+from tests.common import GOLDEN, ROOT, copy_folder, edit_json, refusal
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +73,37 @@ def test_a_shard_that_is_not_there_is_named(tmp_path):
     folder = copy_folder(GOLDEN / 'hf_sharded', tmp_path)
     (folder / 'model-00002-of-00003.safetensors').unlink()
     assert 'names model-00002-of-00003.safetensors' in refusal(load_pretrained, folder)
+
+
+@pytest.mark.parametrize('name', ['model.safetensors', 'config.json'])
+@pytest.mark.parametrize('what', ['link', 'pipe', 'folder'])
+def test_a_link_out_of_the_folder_a_pipe_and_a_folder_are_no_files_of_a_model(name, what, tmp_path):
+    folder = copy_folder(GOLDEN / 'hf', tmp_path)
+    path = folder / name
+    path.rename(tmp_path / name)
+    {'link': lambda: path.symlink_to(tmp_path / name), 'pipe': lambda: os.mkfifo(path), 'folder': path.mkdir}[what]()
+    message = refusal(load_pretrained, folder)
+    assert name in message
+    assert ('leads out of its folder' if what == 'link' else 'is not a regular file') in message
+
+
+@pytest.mark.parametrize('name', ['../model.safetensors', '{}/model.safetensors'])
+def test_a_shard_outside_of_the_folder_is_refused(name, tmp_path):
+    copy_folder(GOLDEN / 'hf', tmp_path)
+    folder = copy_folder(GOLDEN / 'hf_sharded', tmp_path)
+    outside = f'../hf/{Path(name).name}' if name.startswith('..') else name.format(tmp_path / 'hf')
+    edit_json(folder / 'model.safetensors.index.json', weight_map={'wte.weight': outside})
+    assert 'leads out of its folder' in refusal(load_pretrained, folder)
+
+
+def test_a_snapshot_in_hugging_faces_cache_is_read(tmp_path):
+    blobs, snapshot = tmp_path / 'models--me--mine' / 'blobs', tmp_path / 'models--me--mine' / 'snapshots' / '01'
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in (GOLDEN / 'hf_sharded').iterdir():
+        shutil.copyfile(path, blobs / f'blob-{path.name}')
+        (snapshot / path.name).symlink_to(f'../../blobs/blob-{path.name}')
+    assert load_pretrained(snapshot)[0] == load_pretrained(GOLDEN / 'hf_sharded')[0]
 
 
 @pytest.mark.parametrize('index', ['{}', '[]', '{"weight_map": 3}', '{"weight_map": {"wte.weight": 3}}'])
