@@ -323,6 +323,22 @@ def evaluate():
     return losses['val']
 
 
+def evaluate_or_save():
+    """What evaluate() returns. If it fails unexpectedly, because memory runs out or wandb is not reached, what was
+    trained since the last checkpoint is saved before the error ends the run. Several processes cannot: the others wait
+    in the evaluation for the one that has failed."""
+    try:
+        return evaluate()
+    except UserError:
+        raise
+    except Exception:
+        is_new = iter_num > 0 and iter_num != resumed_at
+        if is_new and not eval_only and jax.process_count() == 1:
+            save(None)
+            bar.write(f'the evaluation at iteration {iter_num} has failed; the model is saved')
+        raise
+
+
 def save(val_loss):
     """Saves a checkpoint of this iteration. Raises UserError if the parameters are not finite."""
     if not all_finite(state.params):  # an update can spoil them after a finite loss
@@ -369,7 +385,7 @@ try:
         if eval_due:
             log.flush()
             eval_started = time.perf_counter() - clock.compiling
-            val_loss = evaluate()
+            val_loss = evaluate_or_save()
             eval_s = time.perf_counter() - clock.compiling - eval_started
             if val_loss is None:
                 stop_signal = int(parallel.max_over_processes(stop.signum))

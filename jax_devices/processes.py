@@ -1,11 +1,14 @@
 """Several processes: how they find each other, and agree; the signals that stop one."""
+import errno
 import importlib.util
 import json
+import math
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -105,24 +108,39 @@ def check_agreement(what, values):
                             f'{", ".join(different)}')
 
 
+# The signals that stop a run. When a terminal closes, or a login ends, a process gets SIGHUP, from the shell and from
+# the system, and perhaps SIGTERM beside it.
+HANGUP = getattr(signal, 'SIGHUP', None)  # Windows has none
+STOP_SIGNALS = [signum for signum in (signal.SIGTERM, signal.SIGINT, HANGUP) if signum is not None]
+HANGUP_SECONDS = 1.0  # within which the signals of one closed terminal come
+
+
 class StopSignal:
-    """Catches SIGTERM and SIGINT so that the loop can save and stop. A second one ends the process at once, but not
-    while it saves. With nothing_to_save the first one ends the process.
+    """Catches SIGTERM, SIGINT and SIGHUP so that the loop can save and stop. A second one ends the process at once, but
+    not while it saves, and not if it is of the same closed terminal. With nothing_to_save the first one ends the
+    process. SIGHUP stays ignored where it is, as nohup wants it.
 
     Each signal is answered by one line on stderr, at once: by a thread, because Python runs the handlers of signals
-    only between two steps of the main thread, and a training step, a compilation or loading the weights is one."""
+    only between two steps of the main thread, and a training step, a compilation or loading the weights is one.
+    What is printed after the terminal has closed is discarded: see AfterHangup."""
 
     def __init__(self, nothing_to_save=False):
         self.nothing_to_save = nothing_to_save
         self.saving = lambda: False  # whether a save is under way
         self.signum = 0  # none yet
+        self.came_at = math.inf  # time.monotonic() of the first signal
         self.answered = threading.Event()
+        if sys.stdout is not None:  # python train_jax.py >&- has none
+            sys.stdout = AfterHangup(sys.stdout, self)
+        if sys.stderr is not None:
+            sys.stderr = AfterHangup(sys.stderr, self)
         received, sender = socket.socketpair()
         sender.setblocking(False)
         signal.set_wakeup_fd(sender.detach())  # gets the number of each signal as a byte
         threading.Thread(target=self.answer, args=(received,), daemon=True).start()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self.receive)
+        for signum in STOP_SIGNALS:
+            if signum != HANGUP or signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, self.receive)
 
     def receive(self, signum, frame):
         if self.nothing_to_save:
@@ -132,20 +150,79 @@ class StopSignal:
     def answer(self, received):
         while received_byte := received.recv(1):
             signum = received_byte[0]
-            if signum not in (signal.SIGTERM, signal.SIGINT):
-                continue
-            name = signal_name(signum)
-            is_first, self.signum = not self.signum, self.signum or signum
-            if not is_first and not self.saving():
-                say(f'ended by {name}')
-                os._exit(128 + signum)
-            if not is_first:
-                say(f'{name} has to wait: a checkpoint is being written')
-            elif self.nothing_to_save:
+            if signum in STOP_SIGNALS:
+                self.answer_one(signum)
+                self.answered.set()
+
+    def answer_one(self, signum):
+        """Keeps the first signal, says what follows, and ends the process for a second one."""
+        name = signal_name(signum)
+        is_first = not self.signum
+        if is_first:
+            self.signum = signum
+            self.came_at = time.monotonic()
+            if self.nothing_to_save:
                 say(f'stopping: there is nothing to save; {name} again ends at once')
+            elif signum == HANGUP:
+                say('stopping after this iteration, then saving: the terminal has closed (SIGHUP)')
             else:
                 say(f'stopping after this iteration, then saving; {name} again ends at once, without saving')
-            self.answered.set()
+            return
+        # Bash and the system both send SIGHUP, and systemd sends SIGTERM beside it: they are one event
+        is_of_same_hangup = self.signum == HANGUP and time.monotonic() - self.came_at < HANGUP_SECONDS
+        if signum == HANGUP or is_of_same_hangup:
+            return
+        if self.saving():
+            say(f'{name} has to wait: a checkpoint is being written')
+            return
+        say(f'ended by {name}')
+        os._exit(128 + signum)
+
+
+class AfterHangup:
+    """A text stream, sys.stdout or sys.stderr, that discards what is written after its terminal has closed: an error of
+    print must not cost the run that is to be saved. A reader that goes away without SIGHUP, as `head -1` does, raises
+    BrokenPipeError as ever.
+
+    stream: what is written to. stop: the StopSignal that sees SIGHUP."""
+
+    def __init__(self, stream, stop):
+        self.stream = stream
+        self.stop = stop
+        self.was_terminal = stream.isatty()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        try:
+            return self.stream.write(text)
+        except OSError as error:
+            self.discard(error)
+        return len(text)
+
+    def flush(self):
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self.discard(error)
+            self.stream.flush()
+
+    def discard(self, error):
+        """Sends this and all later output to os.devnull, if the terminal has closed; raises the error if not."""
+        is_closed_terminal = self.was_terminal and error.errno == errno.EIO
+        if not is_closed_terminal and not (error.errno == errno.EPIPE and self.sees_hangup()):
+            raise error
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.stream.fileno())
+        os.close(null)
+
+    def sees_hangup(self):
+        """Whether SIGHUP has come, for which it waits a moment: the reader of a pipe may have got it earlier."""
+        deadline = time.monotonic() + HANGUP_SECONDS
+        while not self.stop.signum and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return HANGUP is not None and self.stop.signum == HANGUP
 
 
 def signal_name(signum):

@@ -227,7 +227,7 @@ def write_speaking_llama(folder):
 @contextlib.contextmanager
 def signals_restored():
     """Undoes what StopSignal sets."""
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import jax_devices.parallel
 import jax_devices.setup
 import jax_files.checkpoints
+import jax_train_utils
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, ROOT, assert_refused, assert_same_run, copy_folder, edit_json, final_state, next_line,
     output_of, records_without_times, run_script, sample, samples_of, start_training, succeeded, train,
@@ -404,6 +406,85 @@ def test_a_signal_saves_and_exits(flags, tmp_path, signum):
     iteration = int(re.search(rf'^stopped by {name} at iteration (\d+), saved', out, re.M)[1])
     assert choose_checkpoint(tmp_path)[0] == iteration
     assert (tmp_path / 'loss.png').stat().st_mtime_ns > (tmp_path / 'metrics.jsonl').stat().st_mtime_ns
+
+
+def start_under(shell_command, out_dir, *args):
+    """train_jax.py, started in a session of its own by this command of the shell, in which "$@" stands for it."""
+    train_jax = [sys.executable, ROOT / 'train_jax.py', f'--out_dir={out_dir}', *map(str, args)]
+    return subprocess.Popen(['sh', '-c', shell_command, 'sh', *train_jax], start_new_session=True, cwd=out_dir,
+                            env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'))
+
+
+ENDLESS = ['--max_iters=100000', '--eval_interval=100000']
+
+
+def count_records(out_dir):
+    return len([*read_metrics(out_dir)])
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_stops_the_run_which_saves(flags, tmp_path):
+    terminal, inside = os.openpty()
+    name = os.ttyname(inside)  # a session that opens a terminal is controlled by it
+    process = start_under(f'exec "$@" <{name} >{name} 2>&1', tmp_path, *flags, *ENDLESS)
+
+    def reads_until_iteration_3():
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 4096)  # a terminal that nobody reads blocks
+        return count_records(tmp_path) > 3
+
+    wait_for('iteration 3', reads_until_iteration_3, process)
+    os.close(inside)
+    os.close(terminal)  # the system sends SIGHUP; what is printed after that is an error
+    process.send_signal(signal.SIGHUP)  # as a shell does in addition
+    assert process.wait(timeout=300) == 128 + signal.SIGHUP
+    last = [record['iter'] for record in read_metrics(tmp_path)][-1]
+    assert choose_checkpoint(tmp_path)[0] == last + 1
+
+
+@pytest.mark.slow
+def test_nohup_keeps_a_run_alive_when_the_terminal_closes(flags, tmp_path):
+    process = start_under('exec nohup "$@" >/dev/null 2>&1', tmp_path, *flags, *ENDLESS)
+    wait_for_iteration(tmp_path, 3, process)
+    process.send_signal(signal.SIGHUP)
+    seen = count_records(tmp_path)
+    wait_for('more iterations', lambda: count_records(tmp_path) > seen + 100, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=300) == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_reader_of_the_log_that_dies_with_the_terminal_does_not_cost_the_save(flags, tmp_path):
+    process = start_training(tmp_path, *flags, *ENDLESS)  # ... | tee log
+    wait_for_iteration(tmp_path, 3, process)
+    process.stdout.close()  # tee is gone first
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=300) == 128 + signal.SIGHUP
+    assert checkpoint_steps(tmp_path)
+    process.stderr.close()
+
+
+@pytest.mark.parametrize('error, code', [
+    (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes'), 2),
+    (RuntimeError('no network'), 1)])
+def test_an_evaluation_that_fails_does_not_cost_what_was_trained(finished, flags, tmp_path, monkeypatch, error, code):
+    estimate = jax_train_utils.estimate_losses
+    calls = []
+
+    def fail_later(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            raise error
+        return estimate(*args, **options)
+
+    monkeypatch.setattr(jax_train_utils, 'estimate_losses', fail_later)
+    result = train(tmp_path, *flags, '--max_iters=10')
+    assert result.returncode == code and str(error)[:30] in result.stderr
+    assert 'the evaluation at iteration 10 has failed; the model is saved' in result.stdout
+    assert checkpoint_steps(tmp_path) == [10] and math.isinf(read_val_loss(tmp_path / 'ckpt' / '10'))
+    succeeded(train(tmp_path, *RESUME, '--max_iters=20'))
+    assert_same_run(tmp_path, finished[0])  # the evaluation is made at the resume
+    assert not math.isinf(read_val_loss(tmp_path / 'ckpt' / '10'))
 
 
 @pytest.mark.slow
