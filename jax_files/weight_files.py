@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from jax_files.gguf_files import GGUF_PATH, open_gguf
+from jax_files.gguf_files import GGUF_PATH, gguf_tensors, open_gguf
 from jax_flags import DTYPES, UserError, read_json, regular_file, write_json
 
 
@@ -108,7 +108,7 @@ def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja')):
     is in the hub's cache, or the folder in which a GGUF file is opened."""
     path = os.path.expanduser(path_or_name)
     if os.fspath(path).endswith('.gguf'):
-        return open_gguf(os.path.abspath(path))[0]
+        return open_gguf(os.path.abspath(path))
     on_hub = path_or_name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(path_or_name))
     if not on_hub or os.path.exists(path):
         return path
@@ -143,7 +143,7 @@ def weight_file(path):
 def read_tensors(file):
     """{name: array} of one of WEIGHT_FILES."""
     if os.path.basename(file) == GGUF_PATH:
-        return open_gguf(read_json(file)['path'])[1]
+        return gguf_tensors(os.path.dirname(file))
     if file.endswith('.json'):
         return read_shards(file)
     return read_torch_checkpoint(file) if file.endswith('.bin') else read_safetensors(file)

@@ -1,21 +1,25 @@
 """GGUF files, written and read. What compares with llama.cpp needs its binding, pip install llama-cpp-python."""
 import dataclasses
 import json
+import re
+import shutil
+import struct
 
 import jax
 import numpy as np
 import pytest
 
-from jax_files.gguf_files import read_bpe
+from jax_files import gguf_files
+from jax_files.gguf_files import read_bpe, read_rope_factors, write_tokenizer
 from jax_files.tokenizers import CharTokenizer, HFTokenizer
 from jax_files.weight_files import local_path
 from jax_flags import UserError
 from jax_generate import generate
-from jax_pretrained import load_pretrained, save_pretrained
-from jax_transformer import GPTConfig
+from jax_pretrained import HFConfig, load_pretrained, rope_config, save_pretrained
+from jax_transformer import GPTConfig, RopeScaling, rope_inv_freq
 from tests.common import (
-    CHAT_TEMPLATE, FAMILIES, TUNE, apply, assert_refused, edit_json, prepare, random_params, run_script, sample,
-    samples_of, succeeded, train)
+    CHAT_TEMPLATE, FAMILIES, GOLDEN, TUNE, apply, assert_refused, edit_json, prepare, random_params, refusal,
+    run_script, sample, samples_of, succeeded, train)
 
 gguf = pytest.importorskip('gguf')  # of requirements_jax.txt
 CHARS = '\n !,.\\abcdefghijklmnopqrstuvwxyz\u00e4\u00e9\u4e2d\U0001f642'
@@ -141,9 +145,11 @@ def test_what_was_written_is_read_back(family, tmp_path):
     assert tokenizer.ids == CharTokenizer(CHARS).ids  # so that a data set of these characters is one of this model
 
 
-def rewrite(path, to, kind=None, rename=None, **changed):
-    """Copies a GGUF file of a llama; its matrices get this quantization, its tensors other names, its keys values."""
+def rewrite(path, to, kind=None, rename=None, more=None, **changed):
+    """Copies a GGUF file of a llama; its matrices get this quantization, its tensors other names, its keys values
+    (None: the key is left out). more: {name: array} of further tensors."""
     values, tensors = read(path)
+    tensors |= more or {}
     writer = gguf.GGUFWriter(to, changed.pop('architecture', 'llama'))
     for key, value in (values | changed).items():
         if not key.startswith('GGUF.') and key != 'general.architecture' and value is not None:
@@ -210,6 +216,10 @@ def test_a_file_of_another_kind_is_one_line(written, tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     refused('int8.gguf: token_embd.weight cannot be dequantized', int8)
+    refused('its vocabulary, a BPE of the kind gpt2, lacks its merges',
+            rewrite(written, tmp_path / 'm.gguf', **{'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': 'gpt-2'}))
+    refused('one of 3 parts; join them', rewrite(written, tmp_path / 'p.gguf', **{'split.count': 3}))
+    refused("no model but of the kind 'adapter'", rewrite(written, tmp_path / 'k.gguf', **{'general.type': 'adapter'}))
     refused('tokenizer, llama with pre=None, is not supported; supported: gpt2 with gpt-2, smollm',
             rewrite(written, tmp_path / 'b.gguf', **{'tokenizer.ggml.model': 'llama'}))
     refused('llama.rope.scaling.type=yarn is not supported',
@@ -221,6 +231,191 @@ def test_a_file_of_another_kind_is_one_line(written, tmp_path):
     (tmp_path / 'e.gguf').write_bytes(written.read_bytes()[:5000])
     refused('cannot read .*e.gguf', tmp_path / 'e.gguf')
     refused('cannot read .*f.gguf', tmp_path / 'f.gguf')
+
+
+@pytest.mark.parametrize('key, value', [
+    ('attention.causal', False), ('attention.causal', None), ('attention.scale', 0.125),
+    ('attention.sliding_window', 32), ('rope.scaling.factor', 4.0), ('rope.scale_linear', 2.0),
+    ('rope.scaling.attn_factor', 1.2), ('rope.scaling.attn_factor', 0.0),
+    ('rope.scaling.type', 'yarn'), ('rope.scaling.yarn_beta_fast', 16.0),
+    ('rope.dimension_count', 8), ('rope.freq_base_swa', 0.0), ('final_logit_softcapping', 30.0),
+    ('attn_logit_softcapping', 50.0), ('logit_scale', 0.5), ('residual_scale', 0.25), ('embedding_scale', 12.0),
+    ('expert_count', 8), ('expert_weights_scale', 2.5), ('pooling_type', 3), ('use_parallel_residual', True),
+    ('something.new', 0), ('rope.freq_base', float('nan')), ('attention.head_count_kv', [2, 4])])
+def test_a_key_that_changes_numbers_is_refused_by_its_name(key, value, written, tmp_path):
+    if value is None:
+        value = [True, False]  # of each layer
+    with pytest.raises(UserError, match=f'a.gguf: llama.{key}='):
+        load_pretrained(rewrite(written, tmp_path / 'a.gguf', **{f'llama.{key}': value}))
+
+
+def test_keys_that_change_nothing_are_read_over(written, tmp_path):
+    neutral = {
+        'attention.causal': True, 'attention.scale': 0.0, 'attention.sliding_window': 64, 'rope.scaling.factor': 1.0,
+        'rope.scale_linear': 0.0, 'rope.scaling.type': 'none', 'rope.scaling.attn_factor': 1.0,
+        'rope.scaling.original_context_length': 32, 'rope.scaling.finetuned': True, 'expert_count': 0,
+        'logit_scale': 1.0, 'embedding_scale': 0.0, 'vocab_size': 7, 'tensor_data_layout': 'Meta AI original pth',
+        'attention.head_count_kv': [2, 2]}
+    other = rewrite(written, tmp_path / 'a.gguf', **{f'llama.{key}': value for key, value in neutral.items()})
+    config, params = load_pretrained(other)
+    want_config, want = load_pretrained(written)
+    assert config == want_config
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+
+
+def test_what_llama_cpp_takes_where_a_key_is_missing(written, tmp_path):
+    optional = ('attention.head_count_kv', 'attention.key_length', 'attention.value_length', 'rope.dimension_count',
+                'rope.freq_base')
+    save_pretrained(random_params(QWEN3), QWEN3, tmp_path / 'qwen3.gguf', tokenizer=CHAR_TOKENIZER)
+    values, _ = read(tmp_path / 'qwen3.gguf')
+    changed = {f'qwen3.{key}': None for key in optional if f'qwen3.{key}' in values}
+    with pytest.raises(UserError, match='k_proj.weight should have shape'):  # as many key heads as there are heads
+        load_pretrained(rewrite(tmp_path / 'qwen3.gguf', tmp_path / 'a.gguf', architecture='qwen3', **changed))
+    del changed['qwen3.attention.head_count_kv']
+    config = load_pretrained(rewrite(tmp_path / 'qwen3.gguf', tmp_path / 'b.gguf', architecture='qwen3', **changed))[0]
+    assert config == load_pretrained(tmp_path / 'qwen3.gguf')[0]
+    assert (config.head_width, config.rope_theta) == (16, 10000.0)
+    for key in ('attention.layer_norm_rms_epsilon', 'context_length'):
+        with pytest.raises(UserError, match=f'lacks llama.{key}'):
+            load_pretrained(rewrite(written, tmp_path / f'{key}.gguf', **{f'llama.{key}': None}))
+
+
+ROPE_FREQS = json.loads((GOLDEN / 'rope_freqs.json').read_text())
+
+
+@pytest.mark.parametrize('case', ['llama-3.1', 'llama-3.2', 'small'])
+def test_factors_of_ropes_frequencies_are_llama_3s_settings(case):
+    """tests/golden/make_rope_freqs.py asked transformers for the frequencies."""
+    golden = ROPE_FREQS[case]
+    config = {'rope_theta': golden['rope_theta'], 'head_dim': golden['head_dim'], 'max_position_embeddings': 131072}
+    scaling = read_rope_factors(np.float32(golden['factors']), config, 'a.gguf')
+    hf = HFConfig({'model_type': 'llama', 'rope_scaling': scaling} | config, 'a.gguf')
+    fields = rope_config(hf, 10000.0)
+    frequencies = rope_inv_freq(fields['rope_theta'], config['head_dim'], RopeScaling(**fields['rope_scaling']))
+    np.testing.assert_allclose(frequencies, golden['inv_freq'], rtol=1e-6)
+    if case != 'small':  # of which several settings give the same factors
+        assert scaling == {key: x for key, x in golden['rope_scaling'].items() if key != 'rope_theta'}
+
+
+def test_other_factors_of_ropes_frequencies_are_listed_and_senseless_ones_refused():
+    golden = ROPE_FREQS['between']
+    config = {'rope_theta': golden['rope_theta'], 'head_dim': golden['head_dim'], 'max_position_embeddings': 800}
+    factors = np.float32(golden['factors'])
+    scaling = read_rope_factors(factors, config, 'a.gguf')
+    assert scaling['rope_type'] == 'longrope' and scaling['attention_factor'] == 1.0
+    assert scaling['short_factor'] == scaling['long_factor'] == factors.tolist()
+    assert read_rope_factors(np.ones(8, np.float32), config, 'a.gguf') is None
+    for bad in (factors[:-1], factors * 0, factors * np.nan, -factors):
+        with pytest.raises(UserError, match='rope_freqs.weight .* is not a positive factor'):
+            read_rope_factors(bad, config, 'a.gguf')
+
+
+def test_a_llama_3_1_has_the_logits_of_its_folder(written, tmp_path):
+    golden = ROPE_FREQS['small']
+    config = dataclasses.replace(LLAMA, rope_scaling={
+        'kind': 'llama3', 'factor': 8.0, 'original_length': 64, 'low': 1.0, 'high': 4.0})
+    factors = {'rope_freqs.weight': np.float32(golden['factors'])}
+    found, params = load_pretrained(rewrite(written, tmp_path / 'a.gguf', more=factors))
+    tokens = np.arange(len(CHARS))[None]
+    want = apply(config, random_params(LLAMA), tokens)
+    np.testing.assert_allclose(apply(found, params, tokens), want, atol=1e-5)
+    assert np.abs(apply(LLAMA, random_params(LLAMA), tokens) - want).max() > 1e-2
+
+
+@pytest.mark.parametrize('pre, begins', [('gpt-2', False), ('qwen2', False), ('llama-bpe', True), ('llama3', True)])
+@pytest.mark.parametrize('add_bos', [None, False, True])
+@pytest.mark.parametrize('add_eos', [None, False, True])
+def test_the_tokens_around_a_text_are_llama_cpps(pre, begins, add_bos, add_eos, tmp_path):
+    values = {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': pre, 'tokenizer.ggml.merges': ['a b'],
+              'tokenizer.ggml.tokens': ['a', 'b', 'ab', '<s 1>', '</s>'], 'tokenizer.ggml.token_type': [1, 1, 1, 3, 3],
+              'tokenizer.ggml.bos_token_id': 3, 'tokenizer.ggml.eos_token_id': 4}
+    for name, adds in (('bos', add_bos), ('eos', add_eos)):
+        if adds is not None:
+            values[f'tokenizer.ggml.add_{name}_token'] = adds
+    write_tokenizer(values, 'a.gguf', tmp_path)
+    before = [3] if add_bos or add_bos is None and begins else []
+    after = [4] if add_eos else []
+    assert HFTokenizer(tmp_path).encode('aba') == [*before, 2, 0, *after]
+    for name, adds in (('bos', before), ('eos', after)):
+        without = {key: x for key, x in values.items() if key != f'tokenizer.ggml.{name}_token_id'}
+        if adds:
+            with pytest.raises(UserError, match=f'add_{name}_token is true, and there is no {name}_token_id'):
+                write_tokenizer(without, 'a.gguf', tmp_path)
+
+
+@pytest.mark.parametrize('changed, message', [
+    ({'tokens': ['a', 'b', 'a', '<s>', '</s>']}, "has 'a' twice"),
+    ({'token_type': [1, 1]}, '5 tokens have 2 types'),
+    ({'eos_token_id': 5}, 'eos_token_id=5 is none of its tokens'),
+    ({'tokens': None}, 'holds no tokenizer'), ({'model': None}, 'holds no tokenizer'),
+    ({'pre': None}, 'gpt2 with pre=None, is not supported'), ({'merges': None}, 'lacks its merges')])
+def test_a_vocabulary_that_lacks_something_is_refused_by_its_name(changed, message, tmp_path):
+    values = {'model': 'gpt2', 'pre': 'gpt-2', 'merges': ['a b'], 'tokens': ['a', 'b', 'ab', '<s>', '</s>'],
+              'token_type': [1, 1, 1, 3, 3], 'bos_token_id': 3, 'eos_token_id': 4} | changed
+    values = {f'tokenizer.ggml.{key}': value for key, value in values.items() if value is not None}
+    with pytest.raises(UserError, match=message):
+        write_tokenizer(values, 'a.gguf', tmp_path)
+
+
+# -----------------------------------------------------------------------------
+# hostile files
+
+def text(string):
+    content = string if isinstance(string, bytes) else string.encode()
+    return struct.pack('<Q', len(content)) + content
+
+
+def hostile(path, keys=(), tensors=(), counts=None):
+    """A GGUF file of these keys [(name, type, bytes)] and tensors [(name, shape, type, offset)], whatever they say."""
+    content = b'GGUF' + struct.pack('<IQQ', 3, *(counts or (len(tensors), 1 + len(keys))))
+    for name, kind, value in (('general.architecture', 8, text('llama')), *keys):
+        content += text(name) + struct.pack('<I', kind) + value
+    for name, shape, kind, offset in tensors:
+        content += text(name) + struct.pack(f'<I{len(shape)}QIQ', len(shape), *shape, kind, offset)
+    path.write_bytes(content + bytes(256))
+    return path
+
+
+TOKENS = [('tokenizer.ggml.model', 8, text('rwkv')), ('tokenizer.ggml.tokens', 9, struct.pack('<IQ', 8, 1) + text('a'))]
+
+
+@pytest.mark.parametrize('keys, tensors, counts, message', [
+    (TOKENS, [('a\nb', (4,), 0, 0)], None, r"the tensor 'a\\nb' of the shape \[4\] is none of a model"),
+    (TOKENS, [('a', (0, 4), 0, 0)], None, 'of the shape .* is none of a model'),
+    (TOKENS, [('a', (), 0, 0)], None, 'cannot read'),
+    (TOKENS, [('a', (2**40,), 0, 0)], None, 'a size in its header is larger than the file'),
+    (TOKENS, [('a', (2**33, 2**33), 0, 0)], None, 'cannot read'),
+    (TOKENS, [('a', (4,), 0, 2**50)], None, 'a size in its header is larger than the file'),
+    (TOKENS, [('a', (4,), 999, 0)], None, 'cannot read'),
+    ([('x', 9, struct.pack('<IQ', 0, 2**40))], [], None, 'a size in its header is larger than the file'),
+    ([('x', 9, struct.pack('<IQ', 8, 2**40))], [], None, 'a size in its header is larger than the file'),
+    ([('x', 9, struct.pack('<IQ', 9, 1) * 2000)], [], None, 'cannot read'),
+    ([('x', 8, struct.pack('<Q', 2**62))], [], None, 'a size in its header is larger than the file'),
+    ([('x', 77, b'')], [], None, 'cannot read'),
+    ([], [], (2**60, 2**60), 'cannot read'), ([], [], (2**60, 1), 'cannot read'),
+    ([], [], (0, 1), 'holds no tokenizer')])
+def test_a_header_that_lies_is_one_line(keys, tensors, counts, message, tmp_path):
+    path = hostile(tmp_path / 'a.gguf', keys, tensors, counts)
+    assert re.search(message, refusal(load_pretrained, path))
+
+
+def test_a_list_that_is_longer_than_any_vocabulary_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_files, 'MAX_READS', 1000)
+    path = hostile(tmp_path / 'a.gguf', [('x', 9, struct.pack('<IQ', 0, 2000) + bytes(2000))])
+    assert 'its header is longer than that of any model' in refusal(load_pretrained, path)
+
+
+def test_a_file_in_another_byte_order_is_refused(tmp_path):
+    content = b'GGUF' + struct.pack('>IQQ', 3, 0, 0)
+    (tmp_path / 'a.gguf').write_bytes(content)
+    assert 'another byte order' in refusal(load_pretrained, tmp_path / 'a.gguf')
+
+
+def test_a_folder_of_someone_elses_cannot_name_a_gguf_file(written, tmp_path):
+    (tmp_path / 'model').mkdir()
+    (tmp_path / 'model' / 'gguf_path').write_text(json.dumps({'path': str(written)}))
+    shutil.copyfile(FAMILIES / 'llama' / 'config.json', tmp_path / 'model' / 'config.json')
+    assert 'gguf_path is not of this program' in refusal(load_pretrained, tmp_path / 'model')
 
 
 @pytest.mark.slow
