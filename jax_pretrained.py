@@ -25,9 +25,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_files.gguf_files import GGUF_DTYPES, GGUF_PATH, write_gguf
 from jax_files.tokenizers import load_tokenizer
+from jax_files.torch_files import is_state_dict, read_torch_checkpoint
 from jax_files.weight_files import (
     SPECIAL_TOKENS, aligned_empty, check_tensors, common_dtype, dequantize_lazily, find_config_json,
-    kept_config_json, local_path, read_tensors, read_torch_checkpoint, require_keys, weight_file, write_folder)
+    kept_config_json, local_path, read_tensors, require_keys, weight_file, write_folder)
 from jax_flags import DTYPES, UserError, check_choice, read_json
 from jax_transformer import GPT, ROPE_SCALINGS, GPTConfig
 
@@ -764,6 +765,6 @@ def read_nanogpt(path):
     require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
     bias = args.get('bias') is not False  # nanoGPT's first checkpoints lack the entry; they have biases
     config = make_config({name: args[name] for name in GPT2_SIZES} | {'bias': bias}, path)
-    if not (isinstance(tensors, dict) and all(type(k) is str and type(x) is np.ndarray for k, x in tensors.items())):
+    if not is_state_dict(tensors):
         raise UserError(f'{path} does not hold a state dict, names with their tensors')
     return config, {name.removeprefix('_orig_mod.'): x for name, x in tensors.items()}  # torch.compile's prefix

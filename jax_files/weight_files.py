@@ -1,14 +1,10 @@
 """Weights of any model on disk: safetensors, shards, MXFP4 and fp8 blocks, torch.save, GGUF, Hugging Face's hub."""
-import io
 import json
 import logging
 import math
 import os
-import pickle
 import re
 import shutil
-import sys
-import zipfile
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,6 +12,7 @@ import numpy as np
 import safetensors
 
 from jax_files.gguf_files import GGUF_PATH, gguf_tensors, open_gguf
+from jax_files.torch_files import read_state_dict
 from jax_flags import DTYPES, UserError, read_json, regular_file, write_json
 
 
@@ -72,7 +69,9 @@ SPECIAL_TOKENS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 
 def check_tensors(tensors, shapes, source):
     """Raises UserError unless `tensors` has exactly the names of `shapes`, with these shapes, in floating point."""
-    names = {'lacks': shapes.keys() - tensors.keys(), 'has unknown': tensors.keys() - shapes.keys()}
+    refuse_mlx(tensors, source)
+    names = {'lacks': shapes.keys() - tensors.keys(),
+             'has unknown': {name if name.isprintable() else repr(name) for name in tensors.keys() - shapes.keys()}}
     wrong = [f'{what} {", ".join(sorted(those)[:8])}' + f' and {len(those) - 8} more' * (len(those) > 8)
              for what, those in names.items() if those]
     if wrong:
@@ -80,9 +79,19 @@ def check_tensors(tensors, shapes, source):
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
             raise UserError(f'{source}: {name} should have shape {shape} for this config but has {tensors[name].shape}')
-        if tensors[name].dtype.name not in ('float32', 'bfloat16', 'float16', 'float64'):
+        if tensors[name].dtype.name not in ('float32', 'bfloat16', 'float16', 'float64', 'float8_e5m2'):
             raise UserError(f'{source}: {name} is {tensors[name].dtype}; floating point of 16 bits or more can be '
-                            'loaded, MXFP4, and float8 with scales')
+                            'loaded, E5M2, MXFP4, and E4M3 with scales')
+
+
+def refuse_mlx(tensors, source):
+    """Raises UserError for the weights that MLX quantizes: several numbers in 32 bits, with scales and biases."""
+    for name, x in tensors.items():
+        scales = f'{name.removesuffix("weight")}scales'
+        if name.endswith('.weight') and scales in tensors and x.dtype.name == 'uint32':
+            raise UserError(f'{source} is of MLX, quantized ({name} with {scales}), which only MLX computes; take the '
+                            'model that it was made from, or where mlx-lm is installed: mlx_lm.convert --dequantize '
+                            '--hf-path THIS --mlx-path NEW')
 
 
 def common_dtype(arrays):
@@ -100,7 +109,8 @@ def aligned_empty(shape, dtype):
 
 
 PUBLISHED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # openai-community/<name> on the Hugging Face hub
-WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin', GGUF_PATH)  # of a folder
+WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin',
+                'pytorch_model.bin.index.json', GGUF_PATH)  # of a folder
 
 
 def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja')):
@@ -136,7 +146,7 @@ def weight_file(path):
             file = regular_file(path, name)
             if os.path.exists(file):
                 return file
-        raise UserError(f'{path} holds no weights that can be read: none of {", ".join(WEIGHT_FILES[:3])}, ckpt.pt')
+        raise UserError(f'{path} holds no weights that can be read: none of {", ".join(WEIGHT_FILES[:4])}, ckpt.pt')
     raise UserError(f'{path} does not exist; give a folder, a nanoGPT ckpt.pt, or one of {", ".join(PUBLISHED)}')
 
 
@@ -146,7 +156,12 @@ def read_tensors(file):
         return gguf_tensors(os.path.dirname(file))
     if file.endswith('.json'):
         return read_shards(file)
-    return read_torch_checkpoint(file) if file.endswith('.bin') else read_safetensors(file)
+    return read_weight_file(file)
+
+
+def read_weight_file(file):
+    """{name: array} of a pytorch_model.bin or safetensors file, or of a shard."""
+    return read_state_dict(file) if file.endswith('.bin') else read_safetensors(file)
 
 
 def require_keys(keys, values, source, what):
@@ -157,7 +172,8 @@ def require_keys(keys, values, source, what):
 
 SAFETENSORS_DTYPES = {
     'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16', 'F8_E4M3': 'float8_e4m3fn',
-    'I64': 'int64', 'I32': 'int32', 'I16': 'int16', 'I8': 'int8', 'U8': 'uint8', 'BOOL': 'bool'}
+    'F8_E5M2': 'float8_e5m2', 'F8_E8M0': 'float8_e8m0fnu', 'I64': 'int64', 'I32': 'int32', 'I16': 'int16',
+    'I8': 'int8', 'U64': 'uint64', 'U32': 'uint32', 'U16': 'uint16', 'U8': 'uint8', 'BOOL': 'bool'}
 
 
 def read_safetensors(path):
@@ -171,11 +187,17 @@ def read_safetensors(path):
         header.pop('__metadata__', None)
         tensors = {}
         for name, x in header.items():
+            if x['dtype'] not in SAFETENSORS_DTYPES:
+                raise UserError(f"{path}: {name} is of the type {x['dtype']}, which cannot be read; known are "
+                                f'{", ".join(SAFETENSORS_DTYPES)}')
             dtype = jnp.dtype(SAFETENSORS_DTYPES[x['dtype']])
             tensors[name] = data[slice(*x['data_offsets'])].view(dtype).reshape(x['shape'])
         return tensors
-    except Exception as error:  # safetensors' own, OSError, or KeyError for a dtype that is not listed
-        raise UserError(f'cannot read {path} ({error}); if it is damaged, copy or download it again') from None
+    except UserError:
+        raise
+    except Exception as error:  # safetensors' own, or OSError
+        reason = ' '.join(str(error).split())
+        raise UserError(f'cannot read {path} ({reason}); if it is damaged, copy or download it again') from None
 
 
 def read_shards(index_file):
@@ -188,7 +210,7 @@ def read_shards(index_file):
         path = regular_file(os.path.dirname(index_file), file)
         if not os.path.exists(path):
             raise UserError(f'{index_file} names {file}, which is not beside it; copy or download that file, too')
-        tensors |= read_safetensors(path)
+        tensors |= read_weight_file(path)
     return tensors
 
 
@@ -288,107 +310,3 @@ def dequantize_lazily(tensors, block, source):
                                 f'of {block}')
             result[weight_name] = ScaledBlocks(weight, scale, tuple(block))
     return result
-
-
-def read_torch_checkpoint(path):
-    """What torch.save wrote to `path`, with numpy arrays in place of tensors. Runs nothing that the file asks for.
-
-    The arrays are read-only, and tensors that shared memory still do. Raises UserError for a damaged file, for the
-    format of torch before 1.6, and for a file that holds anything but containers, numbers, strings and tensors."""
-    try:
-        with open(path, 'rb') as f:
-            start = f.read(4)
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                return TorchUnpickler(archive, path).load()
-    except UserError:
-        raise
-    except Exception as error:  # a damaged pickle can raise anything
-        reason = str(error) or type(error).__name__
-        raise UserError(f'cannot read {path} ({reason}); if it is damaged, copy or download it again') from None
-    if start == b'PK\3\4':
-        raise UserError(f'{path} is cut off; copy or download it again')
-    if start[:1] == b'\x80':
-        raise UserError(f'{path} was not loaded: it is a pickle without the zip container of torch >= 1.6; where torch '
-                        'is installed, convert it: torch.save(torch.load(path, weights_only=True), path)')
-    raise UserError(f'{path} is not a file of torch.save')
-
-
-class Storage(NamedTuple):
-    """The memory behind one or more tensors. A pickle can make one only through `persistent_load`."""
-    data: bytes
-    dtype: np.dtype
-
-
-class StateDict(dict):
-    """Replaces OrderedDict, and drops the attribute `_metadata` that torch sets on it."""
-
-    def __setstate__(self, state):
-        pass
-
-
-class TorchUnpickler(pickle.Unpickler):
-    """A pickle is a program that may call anything that find_class returns. This one knows only the names that tensors
-    need, and returns its own class methods (on which a pickle cannot set attributes), a builtin type and strings."""
-    STORAGES = {'FloatStorage': 'float32', 'DoubleStorage': 'float64', 'HalfStorage': 'float16',
-                'BFloat16Storage': 'bfloat16', 'LongStorage': 'int64', 'IntStorage': 'int32', 'ShortStorage': 'int16',
-                'CharStorage': 'int8', 'ByteStorage': 'uint8', 'BoolStorage': 'bool'}
-
-    def __init__(self, archive, path):
-        names = archive.namelist()
-        folders = [name.removesuffix('data.pkl') for name in names if re.fullmatch(r'[^/]+/data\.pkl', name)]
-        if len(folders) != 1:
-            raise UserError(f'{path} is a zip file, but not one of torch.save: it has no data.pkl')
-        self.archive = archive
-        self.path = path
-        self.folder = folders[0]
-        self.storages = {}
-        byteorder = self.folder + 'byteorder'  # absent before torch 2.1
-        self.swapped = byteorder in names and archive.read(byteorder).decode() != sys.byteorder
-        super().__init__(io.BytesIO(archive.read(self.folder + 'data.pkl')))
-
-    def find_class(self, module, name):
-        allowed = {('collections', 'OrderedDict'): self.new_dict, ('torch', 'Size'): tuple,
-                   ('torch._utils', '_rebuild_tensor_v2'): self.rebuild_tensor,
-                   ('torch._utils', '_rebuild_parameter'): self.rebuild_parameter,
-                   **{('torch', storage): dtype for storage, dtype in self.STORAGES.items()}}
-        if (module, name) not in allowed:
-            raise UserError(f'{self.path} was not loaded: it asks to run {f"{module}.{name}"!r}, which tensors do not '
-                            'need and which was not run; save the checkpoint again without it')
-        return allowed[module, name]
-
-    def persistent_load(self, pid):
-        kind, dtype, key, _, count = pid  # the fourth is the device
-        if kind != 'storage' or dtype not in self.STORAGES.values():  # a pickle can put any string here
-            raise ValueError('malformed storage')
-        dtype = jnp.dtype(dtype)
-        if key not in self.storages:
-            data = self.archive.read(f'{self.folder}data/{key}')
-            if self.swapped:
-                data = np.frombuffer(data, f'u{dtype.itemsize}').byteswap().tobytes()
-            self.storages[key] = data
-        data = self.storages[key]
-        if len(data) < count * dtype.itemsize:
-            raise ValueError(f'storage {key} has {len(data)} bytes instead of {count * dtype.itemsize}')
-        return Storage(data, dtype)
-
-    @classmethod
-    def new_dict(cls, *args):
-        return StateDict(*args)
-
-    @classmethod
-    def rebuild_parameter(cls, tensor, requires_grad, backward_hooks):
-        return tensor
-
-    @classmethod
-    def rebuild_tensor(cls, storage, offset, size, stride, *unused):
-        are_sizes = all(type(n) is int and n >= 0 for n in (offset, *size, *stride))
-        if type(storage) is not Storage or len(size) != len(stride) or not are_sizes:
-            raise ValueError('malformed tensor')
-        if 0 in size:
-            return np.empty(size, storage.dtype)
-        itemsize = storage.dtype.itemsize
-        end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride))
-        if end * itemsize > len(storage.data):  # numpy checks this too, but may overflow
-            raise ValueError(f'a tensor of shape {tuple(size)} reaches beyond its storage')
-        return np.ndarray(size, storage.dtype, storage.data, offset * itemsize, [step * itemsize for step in stride])

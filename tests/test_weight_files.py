@@ -1,4 +1,6 @@
 """Files of weights: what is damaged or malicious is refused."""
+import copy
+import json
 import os
 import pickle
 import shutil
@@ -6,13 +8,16 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from tests.common import GOLDEN, ROOT, copy_folder, edit_json, refusal
+from tests.common import (
+    FAMILIES, GOLDEN, ROOT, copy_folder, edit_json, edit_tensors, read_tensors, refusal)
 
+import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_files.weight_files import read_torch_checkpoint
+from jax_files.torch_files import read_torch_checkpoint
 from jax_pretrained import load_pretrained
 
 
@@ -45,6 +50,52 @@ def test_torch_checkpoint_of_every_dtype_and_stride():
             x = x.astype(np.float32)  # the .npz has no bfloat16
         np.testing.assert_array_equal(x, expected[name], strict=True)
     assert np.shares_memory(tensors['transposed'], tensors['sliced'])
+
+def shard_bin(folder):
+    """Splits the pytorch_model.bin of a folder into two files with an index, as older versions of transformers did."""
+    whole = read_torch_checkpoint(folder / 'pytorch_model.bin')
+    names = ['pytorch_model-00001-of-00002.bin', 'pytorch_model-00002-of-00002.bin']
+    weight_map = {name: names[i % 2] for i, name in enumerate(whole)}
+    for file in names:
+        tensors = {name: x for name, x in whole.items() if weight_map[name] == file}
+        write_torch_file(folder / file, tensors)
+    (folder / 'pytorch_model.bin').unlink()
+    index = {'metadata': {}, 'weight_map': weight_map}
+    (folder / 'pytorch_model.bin.index.json').write_text(json.dumps(index))
+
+
+def write_torch_file(path, tensors):
+    """What torch.save writes for a dict of float32 arrays."""
+    body, records = b'\x80\x02}(', {}
+    for i, (name, x) in enumerate(tensors.items()):
+        x = np.ascontiguousarray(x, np.float32)
+        strides = tuple(step // 4 for step in x.strides)
+        storage = (b'(' + opcodes('storage') + b'ctorch\nFloatStorage\n' + opcodes(str(i)) + opcodes('cpu')
+                   + opcodes(x.size) + b'tQ')
+        body += opcodes(name) + tensor_pickle(size=x.shape, stride=strides, inner=storage)[2:-1]
+        records[f'archive/data/{i}'] = x.tobytes()
+    write_zip(path, {'archive/data.pkl': body + b'u.'} | records)
+
+
+def test_shards_of_pytorch_model_bin_are_read(tmp_path):
+    folder = copy_folder(GOLDEN / 'hf_bin', tmp_path)
+    shard_bin(folder)
+    config, params = load_pretrained(folder)
+    want_config, want = load_pretrained(GOLDEN / 'hf_bin')
+    assert config == want_config
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+    (folder / 'pytorch_model-00002-of-00002.bin').unlink()
+    assert 'names pytorch_model-00002-of-00002.bin' in refusal(load_pretrained, folder)
+
+
+def test_weights_in_e5m2_are_read(tmp_path):
+    folder = copy_folder(GOLDEN / 'hf', tmp_path)
+    tensors = {name: np.asarray(x).astype(ml_dtypes.float8_e5m2) for name, x in read_tensors(folder).items()}
+    edit_tensors(folder, tensors)
+    params = load_pretrained(folder)[1]
+    want = tensors['transformer.wte.weight'].astype(np.float32)
+    np.testing.assert_array_equal(params['wte'], want)
+
 
 # -----------------------------------------------------------------------------
 # what cannot be read is refused with one line
@@ -104,6 +155,40 @@ def test_a_snapshot_in_hugging_faces_cache_is_read(tmp_path):
         shutil.copyfile(path, blobs / f'blob-{path.name}')
         (snapshot / path.name).symlink_to(f'../../blobs/blob-{path.name}')
     assert load_pretrained(snapshot)[0] == load_pretrained(GOLDEN / 'hf_sharded')[0]
+
+
+@pytest.mark.parametrize('dtype', ['uint16', 'uint32', 'uint64', 'float8_e4m3fn'])
+def test_a_tensor_of_a_type_that_is_no_weights_is_named_with_it(dtype, tmp_path):
+    folder = copy_folder(GOLDEN / 'hf', tmp_path)
+    wte = np.asarray(read_tensors(folder)['transformer.wte.weight'])
+    edit_tensors(folder, {'transformer.wte.weight': wte.astype(getattr(ml_dtypes, dtype, dtype))})
+    message = refusal(load_pretrained, folder)
+    assert f'wte.weight is {dtype}' in message and 'damaged' not in message
+
+
+def test_a_tensor_of_a_type_that_cannot_be_read_is_named_with_it(tmp_path):
+    header = json.dumps({'wte.weight': {'dtype': 'F4', 'shape': [4], 'data_offsets': [0, 2]}}).encode()
+    header += b' ' * (-len(header) % 8)
+    folder = copy_folder(GOLDEN / 'hf', tmp_path)
+    (folder / 'model.safetensors').write_bytes(len(header).to_bytes(8, 'little') + header + bytes(2))
+    assert 'wte.weight is of the type F4, which cannot be read' in refusal(load_pretrained, folder)
+
+
+def test_a_folder_that_mlx_has_quantized_is_called_so(tmp_path):
+    folder = copy_folder(FAMILIES / 'llama', tmp_path)
+    name = 'model.layers.0.self_attn.q_proj'
+    scales = np.ones((32, 1), np.float16)
+    packed = np.zeros((32, 4), np.uint32)
+    edit_tensors(folder, {f'{name}.weight': packed, f'{name}.scales': scales, f'{name}.biases': scales})
+    message = refusal(load_pretrained, folder)
+    assert 'is of MLX, quantized' in message and 'mlx_lm.convert --dequantize' in message
+
+
+def test_a_pytorch_model_bin_of_something_else_is_refused(tmp_path):
+    folder = copy_folder(GOLDEN / 'hf_bin', tmp_path)
+    for content in ([], {3: 4}, {'wte.weight': 'text'}, 7):
+        write_zip(folder / 'pytorch_model.bin', {'archive/data.pkl': pickle.dumps(content, 2)})
+        assert 'does not hold a state dict' in refusal(load_pretrained, folder)
 
 
 @pytest.mark.parametrize('index', ['{}', '[]', '{"weight_map": 3}', '{"weight_map": {"wte.weight": 3}}'])
@@ -212,6 +297,61 @@ def test_big_endian_storages_are_read(tmp_path):
     b'', b'\x80\x02', b'garbage', b'\x80\x02(' + opcodes('storage') + b'tQ.', b'\x80\xff.'])
 def test_a_malformed_tensor_is_refused(content, tmp_path):
     assert 'ckpt.pt' in refusal(read_torch_checkpoint, torch_file(tmp_path, content))
+
+
+@pytest.mark.parametrize('size, stride', [((3, 6), (0, 1)), ((7,), (0,)), ((2, 2, 2), (1, 1, 1)), ((2**40, 6), (0, 1))])
+def test_a_tensor_with_more_elements_than_its_storage_is_refused(size, stride, tmp_path):
+    path = torch_file(tmp_path, tensor_pickle(size=size, stride=stride))
+    assert 'has more elements than its storage' in refusal(read_torch_checkpoint, path)
+
+
+@pytest.mark.parametrize('size, stride', [((6,), (0,)), ((3, 2), (1, 3)), ((2, 3), (0, 2)), ((), ()), ((0, 9), (9, 9))])
+def test_a_view_that_is_not_larger_than_its_storage_is_read(size, stride, tmp_path):
+    path = torch_file(tmp_path, tensor_pickle(size=size, stride=stride))
+    data = np.arange(6, dtype=np.float32)
+    want = np.lib.stride_tricks.as_strided(data, size, [4 * step for step in stride])
+    np.testing.assert_array_equal(read_torch_checkpoint(path), want)
+
+
+def test_a_zip_archive_that_is_larger_inside_is_refused(tmp_path):
+    data = bytes(10**6)
+    path = tmp_path / 'ckpt.pt'
+    for compression in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with zipfile.ZipFile(path, 'w', compression) as archive:
+            archive.writestr('archive/data.pkl', tensor_pickle(count=250_000))
+            archive.writestr('archive/data/0', data)
+        assert 'is compressed, which torch.save does not do' in refusal(read_torch_checkpoint, path)
+    with zipfile.ZipFile(path, 'w') as archive:  # ten names of the same bytes
+        archive.writestr('archive/data.pkl', tensor_pickle(count=250_000))
+        archive.writestr('archive/data/0', data)
+        for i in range(1, 10):
+            again = copy.copy(archive.getinfo('archive/data/0'))
+            again.filename = f'archive/data/{i}'
+            archive.filelist.append(again)
+    assert 'larger than the file' in refusal(read_torch_checkpoint, path)
+
+
+@pytest.mark.parametrize('content', [
+    b'\x80\x02}' + b')' + b'\x85' * 500_000 + b'Ns.',          # a key that is nested so deeply that its hash crashes
+    b'\x80\x02})q\x00' + b'h\x00h\x00\x86q\x00' * 60 + b'Ns.',  # a key whose hash takes 2^60 steps
+    b'\x80\x02)r\xff\xff\xff\x7f0.',                           # a table as long as a number says, and an unknown POP
+    b'\x80\x05\x96' + (2**40).to_bytes(8, 'little') + b'.',     # a buffer of a tebibyte
+    b'\x80\x02\x8b' + (2**31 - 1).to_bytes(4, 'little') + b'.',  # an integer of 2 GB
+    b'\x80\x02]q\x00h\x00a(b.', b'\x80\x02I' + b'9' * 5000 + b'\n.', b'\x80\x02(Nu.',
+    b'\x80\x02(NNu.', b'\x80\x02N}b.'])
+def test_a_pickle_that_asks_for_time_or_memory_is_refused(content, tmp_path):
+    assert 'ckpt.pt' in refusal(read_torch_checkpoint, torch_file(tmp_path, content))
+
+
+def test_deeply_nested_lists_are_read_and_refused_as_a_model(tmp_path):
+    path = torch_file(tmp_path, b'\x80\x02' + b']' * 100_000 + b'a' * 99_999 + b'.')
+    assert isinstance(read_torch_checkpoint(path), list)
+    assert 'ckpt.pt' in refusal(load_pretrained, path)
+
+
+def test_a_pickle_larger_than_any_models_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr('jax_files.torch_files.MAX_PICKLE', 10)
+    assert 'larger than that of any model' in refusal(read_torch_checkpoint, torch_file(tmp_path, tensor_pickle()))
 
 
 def test_a_storage_that_is_not_in_the_file_is_named(tmp_path):
