@@ -93,15 +93,17 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_devices.parallel import choose_attention, setup_distributed_training, split_batch
+from jax_devices.parallel import setup_distributed_training, split_batch
 from jax_devices.plan import (
     DATA_SHEETS, collective_table, memory_traffic, parse_hlo, print_collectives, shard_bytes, topology_devices)
 from jax_devices.setup import (
     Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth, setup_jax_environment)
 from jax_files.data import get_windows, load_dataset
+from jax_cache import choose_slots, init_cache
 from jax_generate import (
-    DecodeState, Sampling, bytes_read_per_step, cast_matrices, choose_slots, convert_params_for_decoding,
-    generate_stream, init_cache, order_columns_by_rank, quantize_params, step_cached)
+    DecodeState, Sampling, bytes_read_per_step, cast_matrices, convert_params_for_decoding, generate_stream,
+    order_columns_by_rank, quantize_params, step_cached)
+from jax_ops.choose_attention import choose_attention
 from jax_ops.sharding import BATCH
 from jax_text import load
 from jax_train_utils import (

@@ -13,15 +13,15 @@ import numpy as np
 from flax import struct
 from flax.traverse_util import path_aware_map
 
-from jax_flags import UserError, ceil_div, check_choice, check_ranges, check_sampling
-from jax_ops.cpu import STORED_AS, as_uint8, cpu_multiplies_uint8
-from jax_ops.matmul import Int8, Transposed, order_by_rank, quantize
+from jax_cache import CACHE_DTYPES, PAD, PIECE, choose_slots, grow_caches, round_up_slots, select_rows
+from jax_flags import UserError, check_choice, check_ranges, check_sampling
+from jax_ops.cpu import cpu_multiplies_uint8
+from jax_ops.matmul import Int8, Transposed, as_uint8, order_by_rank, quantize
 from jax_ops.sharding import current_mesh, shard
-from jax_transformer import CACHE_DTYPES, GPT, PAD, Block, attention_span, has_ring_cache, without_tables
+from jax_transformer import GPT, Block, without_tables
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
 MAX_DRAFT = 16
-PIECE = 512  # prompts are prefilled in pieces of at most this many tokens
 
 
 # -----------------------------------------------------------------------------
@@ -118,55 +118,6 @@ def order_kernel(kernel, widths, n_ranks):
 def bytes_read_per_step(params):
     """Bytes of the parameters that a decode step reads: of tables it is a row each, left out. Overcounts experts."""
     return sum(x.nbytes for x in jax.tree.leaves(without_tables(params)))
-
-
-def cache_entry_shapes(config):
-    """{name: (heads, width)} of what a layer's KV cache holds per token."""
-    if config.mla:
-        return {'latent': (1, config.mla.kv_rank), 'rope': (1, config.mla.rope_dim)}
-    return {name: (config.kv_heads, config.head_width) for name in ('k', 'v')}
-
-
-def count_slots(config, layer_type, n_slots):
-    """Number of slots of a layer's KV cache: n_slots, at most its attention span. A ring of 2,048 slots or more has
-    PIECE more, or update_ring_cache would copy it for each piece of a prompt."""
-    span = attention_span(config, layer_type)
-    if has_ring_cache(config, layer_type) and n_slots >= span >= 2048:
-        return span + PIECE
-    return min(span, n_slots)
-
-
-def cache_bytes(config, n_positions, dtype='auto'):
-    """Bytes of the KV cache for one sequence of n_positions."""
-    itemsize = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype].dtype.itemsize
-    scale_bytes = 4 if itemsize == 1 else 0
-    per_token = sum(heads * (width * itemsize + scale_bytes) for heads, width in cache_entry_shapes(config).values())
-    layer_types = [config.layer(i)[0] for i in range(config.n_layer)]
-    return per_token * sum(count_slots(config, layer_type, n_positions) for layer_type in layer_types)
-
-
-def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=False):
-    """An empty KV cache, {layer: {name: [B, G, S, K]}}, G being kv_heads. update_kv_cache (jax_transformer.py) writes
-    the token at position p to slot p; where has_ring_cache (RoPE, windows, chunks), to slot p % S.
-
-    A layer has as many slots as count_slots says; padding must be marked as PAD.
-    dtype: one of CACHE_DTYPES, or 'auto' for the config's; int8 and float8 have a scale per vector. n_draft:
-    tokens per step that may be rejected and fed again. as_bits: store bfloat16 and float8 as unsigned integers, for
-    CPUs. For this, and why heads come before slots, see docs/lab_log.md#kv-cache."""
-    dtype = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
-    stored = STORED_AS.get(dtype.dtype.name, dtype) if as_bits else dtype
-
-    def init_layer(layer_type):
-        n = count_slots(config, layer_type, n_slots) + n_draft
-        cache = {}
-        for name, (heads, width) in cache_entry_shapes(config).items():
-            cache[name] = jnp.zeros((batch_size, heads, n, width), stored)
-            if dtype.dtype.itemsize == 1:
-                cache[f'{name}_scale'] = jnp.zeros((batch_size, heads, n), jnp.float32)
-        heads_axis = None if config.mla else 'tensor'  # on a mesh a device keeps its own heads; latents are replicated
-        return {name: shard(x, None, heads_axis, *[None] * (x.ndim - 2)) for name, x in cache.items()}
-
-    return {f'h_{i}': init_layer(config.layer(i)[0]) for i in range(config.n_layer)}
 
 
 # -----------------------------------------------------------------------------
@@ -424,39 +375,11 @@ def piece_length(n_tokens, least):
     return PIECE
 
 
-def round_up_slots(n):
-    """The first of 512, 2048, 8192, ... that is at least n."""
-    n_slots = 512
-    while n_slots < n:
-        n_slots *= 4
-    return n_slots
-
-
-def choose_slots(needed, longest, block_size):
-    """Slots of a KV cache that needs `needed` now and `longest` at the end: all of them at once if that is at most
-    twice round_up_slots(needed), else round_up_slots(needed), and it grows later. Never more than block_size."""
-    n_slots, at_end = round_up_slots(needed), 32 * ceil_div(min(longest, block_size), 32)
-    return min(block_size, at_end if at_end <= 2 * n_slots else n_slots)
-
-
 def commit(tree, params):
     """The tree on the one device of params, committed to it, as results are: decode and prefill are then not compiled
     a second time for their own results. On several devices the tree as it is."""
     devices = devices_of(params)
     return jax.device_put(tree, *devices) if len(devices) == 1 else tree
-
-
-@functools.partial(jax.jit, static_argnames=('configs', 'batch_size', 'n_slots', 'dtype', 'n_draft', 'as_bits'))
-def grow_caches(caches, *, configs, batch_size, n_slots, dtype, n_draft, as_bits):
-    """Copies of the KV caches, which have not wrapped around, with n_slots slots, one per config; new ones for ()."""
-    larger = tuple(init_cache(config, batch_size, n_slots, dtype, n_draft, as_bits=as_bits) for config in configs)
-    copy = lambda y, x: jax.lax.dynamic_update_slice(y, x, [0] * x.ndim)
-    return jax.tree.map(copy, larger, caches) if caches else larger
-
-
-@jax.jit
-def select_rows(cache, rows_B):
-    return jax.tree.map(lambda x: x[rows_B], cache)
 
 
 class PrefixCache:

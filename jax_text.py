@@ -28,14 +28,15 @@ from jax_files.tokenizers import (
     describe_tokenizer, limit_vocabulary, load_tokenizer, same_tokens, strip_partial_utf8)
 from jax_files.weight_files import local_path
 from jax_flags import UserError, ceil_div, check_choice, check_ranges
+from jax_cache import CACHE_DTYPES, PAD, PIECE, grow_caches, select_rows
 from jax_generate import (
-    PIECE, PrefixCache, commit, convert_params_for_decoding, devices_of, generate_stream, grow_caches,
-    order_columns_by_rank, prefill, prefill_pieces, select_rows, transpose_kernels)
+    PrefixCache, commit, convert_params_for_decoding, devices_of, generate_stream, order_columns_by_rank, prefill,
+    prefill_pieces, transpose_kernels)
 from jax_ops.sharding import shard
 from jax_ops.vocabulary import lm_logits
 from jax_lora import merge_updates
 from jax_pretrained import load_pretrained
-from jax_transformer import CACHE_DTYPES, GPT, PAD, GPTConfig, cross_entropy
+from jax_transformer import GPT, GPTConfig, cross_entropy
 
 SAMPLING = dict(temperature=0.8, top_k=200, top_p=1.0, min_p=0.0, repetition_penalty=1.0)  # nanoGPT's
 STREAM_CHUNK = 8  # tokens generated between two updates of a text that is shown while it grows

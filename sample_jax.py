@@ -84,7 +84,8 @@ import numpy as np
 from jax_devices.processes import check_agreement, initialize_distributed
 from jax_devices.setup import configure_process, measure_bandwidth, trim_malloc
 from jax_files.chats import final_answer
-from jax_generate import PrefixCache, bytes_read_per_step, cache_bytes, drafts_are_useless
+from jax_cache import cache_bytes
+from jax_generate import PrefixCache, bytes_read_per_step, drafts_are_useless
 from jax_text import Generation, load
 
 configure_process(device)

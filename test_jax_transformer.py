@@ -12,8 +12,9 @@ from flax import linen as nn
 import jax_generate
 import jax_transformer
 from jax_flags import UserError
+from jax_cache import init_cache
 from jax_generate import (
-    PrefixCache, Sampling, cast_matrices, convert_params_for_decoding, generate, generate_stream, init_cache,
+    PrefixCache, Sampling, cast_matrices, convert_params_for_decoding, generate, generate_stream,
     penalize_repetition, prompt_lookup_draft, quantize_params, sample_token, transpose_kernels)
 from jax_ops.matmul import Transposed
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu

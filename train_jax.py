@@ -112,7 +112,7 @@ import jaxlib
 import numpy as np
 from tqdm import tqdm
 
-from jax_devices.parallel import choose_attention, setup_distributed_training, split_batch
+from jax_devices.parallel import setup_distributed_training, split_batch
 from jax_devices.processes import StopSignal, check_agreement, in_all_processes, initialize_distributed, signal_name
 from jax_devices.setup import Profile, Stopwatch, TimeBudget, configure_process, device_peak_flops, is_synchronous
 from jax_files.checkpoints import (
@@ -123,6 +123,7 @@ from jax_files.metrics import MetricsLog, plot_losses
 from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, load_token_bytes, same_tokens
 from jax_files.weight_files import find_config_json, keep_config_json, local_path
 from jax_lora import count_frozen, create_lora_state, full_path, load_frozen, load_weights, model_params, move_base
+from jax_ops.choose_attention import choose_attention
 from jax_pretrained import open_model
 from jax_text import create_sampler, sample_while_training
 from jax_train_utils import (

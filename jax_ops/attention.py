@@ -13,13 +13,17 @@ from jax_ops.dropout import hash_dropout
 from jax_ops.matmul import matmul, soft_cap
 from jax_ops.sharding import batch_axes, current_mesh
 
+ATTENTION = ('xla', 'chunked', 'cudnn', 'splash')  # 'xla': dot_product_attention of jax_transformer.py; others: here
+
 
 def causal_mask(key_position, position, *, window=0, chunk=0):
     """True where a query may attend to a key: at its own position and before; with `window` among the last `window`
     positions only, with `chunk` within its chunk of that many positions.
 
-    attention_mask (jax_transformer.py) makes it for dot_product_attention and blockwise_attention, which apply it;
-    chunked_attention applies it in its attend_block; cudnn_attention and splash_kernel have their kernels do so."""
+    Training and decoding mask in different places, because a kernel of training knows its keys by index, and decoding
+    by the positions in the slots of a KV cache (attend in jax_transformer.py chooses): attention_mask makes the mask
+    for dot_product_attention and blockwise_attention, which apply it; chunked_attention applies it in its attend_block;
+    cudnn_attention and splash_kernel have their kernels do so."""
     mask = key_position <= position
     if window:
         mask &= key_position > position - window
@@ -61,7 +65,8 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, s
             raise UserError('cudnn attention has no sinks, cap of scores or packed rows: use attention=chunked')
         return cudnn_attention(*qkv, scale=options['scale'], window=window, chunk=chunk)
 
-    if (mesh := current_mesh()) is None:
+    mesh = current_mesh()
+    if mesh is None:
         return attend(0, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT)
     T, H = q_BxTxHxK.shape[1:3]
     n_context = mesh.shape['context']
@@ -267,7 +272,9 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
             return blockwise_attention(q_Bx256xHxK, k_BxSxGxK, v_BxSxGxK, mask_Bx256xS, scale=scale, cap=cap,
                                        sinks_H=sinks_H)
 
-        split = lambda x: x.reshape(B, T // 256, 256, *x.shape[2:]).swapaxes(0, 1)
+        def split(x):
+            return x.reshape(B, T // 256, 256, *x.shape[2:]).swapaxes(0, 1)
+
         y_nxBx256xHxK = jax.lax.map(attend, (split(q_BxTxHxK), split(mask_BxTxS)))
         return y_nxBx256xHxK.swapaxes(0, 1).reshape(B, T, H, -1)
     Q = H // G  # query heads of a group are folded into the time axis, as in dot_product_attention

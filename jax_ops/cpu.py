@@ -1,5 +1,8 @@
-"""Loops shaped for XLA:CPU, some through private names of JAX. A reader may skip this file; without it CPUs
-compute the same, slower: docs/performance.md has the price of each."""
+"""Loops shaped for XLA:CPU, some through private names of JAX.
+
+No other platform runs them: every caller chooses by jax.lax.platform_dependent, beside the plain
+form. Without this file CPUs would compute the same, slower; docs/performance.md has the price of
+each."""
 import functools
 
 import jax
@@ -14,10 +17,15 @@ def as_row_major(x):
     """x. On a CPU, XLA is told to lay it out row-major at this point; on a mesh it could not partition that."""
     try:
         from jax.experimental.layout import Layout, with_layout_constraint
-        row_major = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
     except ImportError:  # only slower
         return x
-    return x if current_mesh() else jax.lax.platform_dependent(x, cpu=row_major, default=lambda x: x)
+    if current_mesh():
+        return x
+
+    def row_major(x):
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+    return jax.lax.platform_dependent(x, cpu=row_major, default=lambda x: x)
 
 
 def transpose_materialized(x):
@@ -35,11 +43,12 @@ def two_rows(multiply, x, y):
     return multiply(jnp.concatenate([x, x], axis=-2), y)[..., :1, :]
 
 
-def nt(x_RxI, w_OxI, dtype=jnp.float32):
-    """x @ w.T, accumulated in dtype."""
+def nt_cpu(x_RxI, w_OxI, dtype=jnp.float32):
+    """x @ w.T, accumulated in dtype; also of uint8 x and int8 w."""
     if x_RxI.dtype == jnp.uint8:
         return nt_uint8().bind(x_RxI, w_OxI)
-    return jax.lax.dot_general(x_RxI, w_OxI, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    last_axes = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x_RxI, w_OxI, last_axes, preferred_element_type=dtype)
 
 
 def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
@@ -47,7 +56,7 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
     R = len(x_RxI)
     n_padding = -R % 4 if R > 1 else 0  # five rows take longer than eight
     x_RxI = jnp.pad(x_RxI, ((0, n_padding), (0, 0)))
-    return jax.lax.optimization_barrier(nt(w_OxI, x_RxI, dtype)).T[:R]
+    return jax.lax.optimization_barrier(nt_cpu(w_OxI, x_RxI, dtype)).T[:R]
 
 
 def fusion_barrier(condition, f, otherwise, *args):
@@ -82,7 +91,7 @@ def nt_bfloat16_row(x_1xI, w_OxI):
         sums = jax.lax.reduce(products, [np.float32(0)] * 2, lambda a, b: [a[0] + b[0], a[1] + b[1]], (2,))
         sums = [half.reshape(n_pairs, n_blocks * 32) for half in jax.lax.optimization_barrier(sums)]
         sums = [nt_weights_left(jnp.ones((1, n_blocks * 32)), half) for half in sums]
-        odd_row = nt(x_I[None], w_OxI[2 * n_pairs:].astype(jnp.float32))
+        odd_row = nt_cpu(x_I[None], w_OxI[2 * n_pairs:].astype(jnp.float32))
         return jnp.concatenate([*sums, odd_row], axis=1)
 
     x_I = x_1xI[0].astype(jnp.float32)
@@ -103,7 +112,9 @@ def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
         specs = {'in_specs': (Spec(), Spec('tensor')), 'out_specs': Spec(None, 'tensor')}
         return jax.shard_map(multiply, **specs, axis_names={'tensor'}, check_vma=False)(x_RxI, w_OxI)
     if n_ranks > 1 and tp == ROW_PARALLEL and x_RxI.shape[1] % n_ranks == 0:
-        partial_sum = lambda x_RxI, w_OxI: jax.lax.psum(multiply(x_RxI, w_OxI), 'tensor')
+        def partial_sum(x_RxI, w_OxI):
+            return jax.lax.psum(multiply(x_RxI, w_OxI), 'tensor')
+
         specs = {'in_specs': (Spec(None, 'tensor'), Spec(None, 'tensor')), 'out_specs': Spec()}
         return jax.shard_map(partial_sum, **specs, axis_names={'tensor'}, check_vma=False)(x_RxI, w_OxI)
     return multiply(x_RxI, w_OxI)
@@ -171,39 +182,3 @@ def cpu_multiplies_uint8():
     except (ImportError, AttributeError, jax.errors.JaxRuntimeError):
         return False
     return True
-
-
-def as_uint8(x):
-    """int8 x as uint8 x + 128, which nt_uint8 takes: another highest bit."""
-    return jax.lax.bitcast_convert_type(x ^ -128, jnp.uint8)
-
-
-def as_int8(values):
-    """The values of an Int8, which may be stored by as_uint8, in int8."""
-    return jax.lax.bitcast_convert_type(values ^ 128, jnp.int8) if values.dtype == jnp.uint8 else values
-
-# -----------------------------------------------------------------------------
-# KV caches
-
-STORED_AS = {'bfloat16': 'uint16', 'float8_e4m3fn': 'uint8'}  # on CPUs, see init_cache in jax_generate.py
-
-
-def held_dtype(cache):
-    """cache.dtype; of an array that holds floats as their bits (STORED_AS), their dtype."""
-    return jnp.dtype(next((held for held, stored in STORED_AS.items() if stored == cache.dtype), cache.dtype))
-
-
-def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
-    """cache.at[b, :, slot].set(x), in the dtype that the cache holds; slots out of range are ignored; K may follow.
-
-    Each head is indexed, too: otherwise XLA:TPU stores the cache with heads next to K, and copies all of it before and
-    after a loop of decoding. XLA:CPU lowers a one-slot scatter to an update that is fused into every reader and copies
-    the cache. Writing the vector twice, once out of range, keeps it a scatter."""
-    x_BxTxG = jax.lax.bitcast_convert_type(x_BxTxG.astype(held_dtype(cache_BxGxS)), cache_BxGxS.dtype)
-    if slot_BxT.size == 1:
-        x_BxTxG = jnp.concatenate([x_BxTxG, x_BxTxG], axis=1)
-        out_of_range = jnp.full_like(slot_BxT, cache_BxGxS.shape[2])
-        slot_BxT = jnp.concatenate([slot_BxT, out_of_range], axis=1)
-    slot_BxTxG = jnp.broadcast_to(slot_BxT[..., None], x_BxTxG.shape[:3])
-    write = lambda cache_S, x_T, slot_T: cache_S.at[slot_T].set(x_T, mode='drop')
-    return jax.vmap(jax.vmap(write, (0, 1, 1)))(cache_BxGxS, x_BxTxG, slot_BxTxG)

@@ -24,7 +24,8 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
         y_RxD = grouped_experts(f, weights, x_PxUxD.reshape(-1, x_PxD.shape[1]), expert_PxU.ravel() - first_expert)
         return (y_RxD.reshape(x_PxUxD.shape) * scale_PxUx1).sum(1).astype(x_PxD.dtype)  # before it is sent
 
-    if (mesh := current_mesh()) is None:
+    mesh = current_mesh()
+    if mesh is None:
         return mix(weights, 0, x_PxD, expert_PxU, weight_PxU)
     E, n_ranks = len(jax.tree.leaves(weights)[0]), mesh.shape['expert']
     axes = EXPERTS if E % (n_ranks * mesh.shape['tensor']) == 0 else ('expert',)

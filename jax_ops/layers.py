@@ -1,6 +1,8 @@
-"""All layers as one loop, and gradient checkpointing."""
+"""All layers as one loop, gradient checkpointing, and a function of positions in chunks."""
 import jax
 import jax.numpy as jnp
+
+from jax_ops.sharding import current_mesh, gather_positions
 
 
 def scan_blocks(gpt, x_BxTxD, position_BxT, seq_id_B, start_BxT):
@@ -30,3 +32,24 @@ def remat_policy(remat):
     """Which activations are saved for the backward pass: 'dots' saves the outputs of linear(), 'full' nothing."""
     policies = jax.checkpoint_policies
     return {'dots': policies.save_only_these_names('dense'), 'full': policies.nothing_saveable}[remat]
+
+
+def map_sequence_chunks(f, chunk, *xs_BxT):
+    """f(*xs) -> [B, T], computed for `chunk` of the T positions at a time and recomputed in the
+    backward pass, so that f's intermediate values (logits) exist for one chunk only.
+
+    chunk divides T; 0 is all. On a mesh each context rank has a part of each chunk."""
+    B, T = xs_BxT[0].shape[:2]
+    if not chunk or chunk >= T:
+        return f(*xs_BxT)
+    mesh = current_mesh()
+    n = mesh.shape['context'] if mesh and chunk % mesh.shape['context'] == 0 else 1
+
+    def split(x):
+        x = gather_positions(x).reshape(B, n, T // chunk, chunk // n, *x.shape[2:])
+        return jnp.moveaxis(x, 2, 0).reshape(T // chunk, B, chunk, *x.shape[4:])
+
+    f_recomputed = jax.checkpoint(lambda xs: f(*xs), prevent_cse=False)
+    y = jax.lax.map(f_recomputed, tuple(map(split, xs_BxT)))
+    y = y.reshape(T // chunk, B, n, chunk // n)
+    return jnp.moveaxis(y, 0, 2).reshape(B, T)

@@ -10,7 +10,7 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ops.cpu import (
-    as_int8, as_row_major, bfloat16_lane_terms, fusion_barrier, int16_levels, multiply_integers, nt, nt_bfloat16_row,
+    as_row_major, bfloat16_lane_terms, fusion_barrier, int16_levels, multiply_integers, nt_bfloat16_row,
     nt_weights_left, on_tensor_ranks, transpose_materialized, two_rows)
 from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, current_mesh, gather_positions, shard, shard_positions
 
@@ -30,12 +30,17 @@ def all_gather_param(param, dtype, tp=()):
 def matmul_f32_acc(x, y, dtype=None):
     """x [..., M, K] @ y [..., K, N] in dtype (default: x's), accumulated in float32."""
     dtype = dtype or x.dtype
-    # GPUs and TPUs accumulate in float32 in either case; XLA:CPU does only where the result is float32
-    multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-    through_f32 = lambda x, y: two_rows(multiply, x, y).astype(dtype)
-    direct = lambda x, y: jnp.matmul(x, y, preferred_element_type=dtype)
+
+    def direct(x, y):
+        return jnp.matmul(x, y, preferred_element_type=dtype)
+
+    def through_f32(x, y):
+        multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+        return two_rows(multiply, x, y).astype(dtype)
+
     if x.dtype != jnp.bfloat16:
         return direct(x, y)
+    # GPUs and TPUs accumulate in float32 in either case; XLA:CPU does only where the result is float32
     return jax.lax.platform_dependent(x, y, cpu=through_f32, default=direct)
 
 
@@ -87,6 +92,12 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
 matmul.defvjp(matmul_fwd, matmul_bwd)
 
 
+def nt(x_RxI, w_OxI, dtype=jnp.float32):
+    """x @ w.T, accumulated in dtype."""
+    last_axes = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x_RxI, w_OxI, last_axes, preferred_element_type=dtype)
+
+
 def soft_cap(x, cap):
     """cap * tanh(x / cap): scores or logits that stay within +-cap (Gemma 2, arXiv:2408.00118); x if cap is 0."""
     return cap * jnp.tanh(x / cap) if cap else x
@@ -119,6 +130,18 @@ class Int8(struct.PyTreeNode):
     values: jax.Array
     scale: jax.Array
     n_ranks: int = struct.field(pytree_node=False, default=1)
+
+
+def as_uint8(x):
+    """int8 x as uint8 x + 128, which the CPU's nt_uint8 takes: another highest bit."""
+    return jax.lax.bitcast_convert_type(x ^ -128, jnp.uint8)
+
+
+def as_int8(values):
+    """The values of an Int8, which may be stored by as_uint8, in int8."""
+    if values.dtype != jnp.uint8:
+        return values
+    return jax.lax.bitcast_convert_type(values ^ 128, jnp.int8)
 
 
 class Transposed(struct.PyTreeNode):
@@ -172,8 +195,11 @@ def fused_linear(x, kernel, bias, widths):
         n_ranks = kernel.n_ranks
     else:
         n_ranks = mesh.shape['tensor'] if mesh else 1
-        if n_ranks > 1:  # stored sharded by rows, so that the order is local; an all-to-all follows, once per step
-            order = lambda kernel: shard(order_by_rank(kernel, widths, n_ranks), *COLUMN_PARALLEL[0])
+        if n_ranks > 1:
+            # stored sharded by rows, so that the order is local; an all-to-all follows, once per step
+            def order(kernel):
+                return shard(order_by_rank(kernel, widths, n_ranks), *COLUMN_PARALLEL[0])
+
             kernel = computed_in(x.dtype, order, kernel)
     bias = None if bias is None else order_by_rank(bias, widths, n_ranks)
     y = linear(x, kernel, bias, tp=COLUMN_PARALLEL)
@@ -242,6 +268,9 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
     On a CPU decoding is bound by reading the weights, and XLA:CPU has fast integer matmuls, so up to 64 rows of x (32
     where values are int8) are quantized as well, each with one scale: to int16, because int8 costs precision
     (docs/lab_log.md#int8-matmuls). More rows, and other devices, convert the weights instead."""
+    def converted(x_RxI, w_OxI):
+        return nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))
+
     def in_integers(x_RxI, w_OxI):
         R, I = x_RxI.shape
         if R > (64 if w_OxI.dtype == jnp.uint8 else 32):
@@ -249,7 +278,6 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
         x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(I))
         return fusion_barrier((scale_R > 1e-32).any(), multiply_integers, 0, x_RxI, w_OxI) * scale_R[:, None]
 
-    converted = lambda x_RxI, w_OxI: nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))
     on_cpu = functools.partial(on_tensor_ranks, in_integers, tp=tp)
     y_RxO = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), w_OxI, cpu=on_cpu, default=converted)
     return (y_RxO * scale_O).reshape(*x.shape[:-1], -1)

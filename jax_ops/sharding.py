@@ -111,7 +111,8 @@ def partition_specs(tree, mesh, *, over_replicas=False):
 
 def shard_params(tree, *, over_replicas=False):
     """The same parameters, gradients or optimizer state; on a mesh, sharded as partition_specs says."""
-    if (mesh := current_mesh()) is None:
+    mesh = current_mesh()
+    if mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, partition_specs(tree, mesh, over_replicas=over_replicas))
 

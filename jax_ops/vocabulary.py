@@ -1,4 +1,4 @@
-"""Embedding, LM head and loss chunks of a vocabulary that is sharded over the tensor axis."""
+"""Embedding and LM head of a vocabulary that is sharded over the tensor axis."""
 from typing import Any
 
 import jax
@@ -7,8 +7,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec as Spec
 
 from jax_flags import UserError, ceil_div
-from jax_ops.cpu import as_int8
-from jax_ops.matmul import Int8, matmul, matmul_int8, matmul_nt, soft_cap
+from jax_ops.matmul import Int8, as_int8, matmul, matmul_int8, matmul_nt, soft_cap
 from jax_ops.sharding import (
     BATCH, COLUMN_PARALLEL, batch_axes, current_mesh, gather_positions, position_axes, run_on_mesh, shard)
 
@@ -26,8 +25,10 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
         x_BxTxD = as_int8(jnp.take(table_VxD.values, idx_BxT, axis=0, mode='clip')).astype(dtype)
         return x_BxTxD * jnp.take(table_VxD.scale, idx_BxT, mode='clip')[..., None].astype(dtype)
     dtype = dtype or table_VxD.dtype
-    if (mesh := current_mesh()) is None:
-        if table_VxD.dtype == jnp.bfloat16:  # or XLA:CPU would make a float32 copy of the table ahead of a decode loop
+    mesh = current_mesh()
+    if mesh is None:
+        if table_VxD.dtype == jnp.bfloat16:
+            # or XLA:CPU would make a float32 copy of the table ahead of a decode loop
             table_VxD, idx_BxT = jax.lax.optimization_barrier((table_VxD, idx_BxT))
         return jnp.take(table_VxD, idx_BxT, axis=0, mode='clip').astype(dtype)
     batch = batch_axes(len(idx_BxT))
@@ -80,26 +81,13 @@ def masked_cross_entropy(logits_BxTxV, targets_BxT):
     return jax.nn.logsumexp(logits_BxTxV, axis=-1) - jnp.where(is_target_BxTxV, logits_BxTxV, 0).sum(-1)
 
 
-def map_sequence_chunks(f, chunk, *xs_BxT):
-    """f(*xs) -> [B, T], computed for `chunk` of the T positions at a time and recomputed in the backward pass, so that
-    f's intermediate values exist for one chunk only. chunk divides T; 0 is all. Each context rank has a part of it."""
-    B, T = xs_BxT[0].shape[:2]
-    if not chunk or chunk >= T:
-        return f(*xs_BxT)
-    mesh = current_mesh()
-    n = mesh.shape['context'] if mesh and chunk % mesh.shape['context'] == 0 else 1
-
-    def split(x):
-        x = gather_positions(x).reshape(B, n, T // chunk, chunk // n, *x.shape[2:])
-        return jnp.moveaxis(x, 2, 0).reshape(T // chunk, B, chunk, *x.shape[4:])
-
-    f_recomputed = jax.checkpoint(lambda xs: f(*xs), prevent_cse=False)
-    y = jax.lax.map(f_recomputed, tuple(map(split, xs_BxT))).reshape(T // chunk, B, n, chunk // n)
-    return jnp.moveaxis(y, 0, 2).reshape(B, T)
-
-
 class VocabParallel(nn.Module):
-    """A table [num_embeddings, embedding_dim] whose rows are sharded over tp_size ranks: rank r has the n_rows ids from
+    """Embedding and head as layers that can be used alone, outside of GPT.
+
+    GPT itself calls embed_tokens and lm_logits; these classes are the interface for code of one's
+    own with a sharded vocabulary (docs/parallelism.md#a-sharded-vocabulary-of-your-own).
+
+    A table [num_embeddings, embedding_dim] whose rows are sharded over tp_size ranks: rank r has the n_rows ids from
     r * n_rows on, n_rows = ceil(num_embeddings / tp_size), padded with rows of zeros.
 
     Calling a layer computes the part of its tp_rank on any device: its parameter `weight` is that rank's
@@ -160,7 +148,10 @@ class ParallelLMHead(VocabParallel):
     def logits(self, x_BxTxD, last_B, n_rows, mesh=None):
         if last_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
-        multiply = lambda table, x: lm_logits(x, table, training=True)
+
+        def multiply(table, x):
+            return lm_logits(x, table, training=True)
+
         if mesh is not None:
             multiply = run_on_mesh(multiply, mesh)
         logits = multiply(self.table(n_rows), x_BxTxD.astype(self.dtype))

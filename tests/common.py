@@ -30,8 +30,8 @@ from jax_files.checkpoints import choose_checkpoint
 from jax_files.data import get_batch_jax
 from jax_files.metrics import read_metrics
 from jax_flags import UserError
-from jax_ops.cpu import as_uint8, cpu_multiplies_uint8
-from jax_ops.matmul import quantize
+from jax_ops.cpu import cpu_multiplies_uint8
+from jax_ops.matmul import as_uint8, quantize
 from jax_train_utils import create_learning_rate_schedule, create_optimizer_with_schedule, make_train_step
 from jax_transformer import GPT, GPTConfig, create_train_state, cross_entropy
 

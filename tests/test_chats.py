@@ -11,13 +11,14 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-import jax_devices.parallel
-from jax_devices.parallel import choose_attention, setup_distributed_training, split_batch
+import jax_ops.choose_attention
+from jax_devices.parallel import setup_distributed_training, split_batch
 from jax_files.data import find_starts, get_batch_jax, get_loss_weights, get_windows, load_dataset_meta
 from jax_files.metrics import read_metrics
 from jax_flags import UserError
 from jax_ops.attention import chunked_attention, fused_causal_attention, splash_attention
 from jax_ops.sharding import BATCH, create_mesh
+from jax_ops.choose_attention import choose_attention
 from jax_train_utils import estimate_loss_jax, make_eval_step, make_train_step
 from jax_transformer import GPT, GPTConfig, MLAConfig, TrainState, dot_product_attention
 from tests.common import (
@@ -227,7 +228,7 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
 # the choice of attention, and the script
 
 def test_auto_takes_chunked_attention_for_packed_rows_where_cudnn_would_be_and_says_why(monkeypatch):
-    monkeypatch.setattr(jax_devices.parallel, 'compile_cudnn', lambda *args: None)
+    monkeypatch.setattr(jax_ops.choose_attention, 'compile_cudnn', lambda *args: None)
     client = types.SimpleNamespace(platform_version='PJRT C API\ncuda 13000')
     gpu = types.SimpleNamespace(platform='gpu', device_kind='NVIDIA H200', compute_capability='9.0', client=client)
     config = dataclasses.replace(TINY, block_size=2048, dtype='bfloat16')

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_cache
 import jax_generate
 from jax_devices.parallel import setup_distributed_training
 from jax_flags import UserError
+from jax_cache import PAD, init_cache, update_ring_cache
 from jax_generate import (
-    PAD, PrefixCache, convert_params_for_decoding, decode, generate, generate_stream, init_cache, keep_largest,
-    prefill_layer)
+    PrefixCache, convert_params_for_decoding, decode, generate, generate_stream, keep_largest, prefill_layer)
 from jax_ops.vocabulary import embed_tokens
 from jax_pretrained import load_pretrained
-from jax_transformer import update_ring_cache
 from tests.common import FAMILIES, TINY, apply, apply_with_cache, random_params, random_tokens
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
@@ -86,7 +86,7 @@ def test_a_long_prompt_never_has_all_its_scores_in_memory_and_gives_the_same_tex
     monkeypatch.setattr(jax_generate, 'piece_length', lambda *args: 64)  # too short for blocks of keys
     np.testing.assert_array_equal(in_blocks, generate(params, config, idx, 6, **options))
 
-    cache = jax.eval_shape(lambda: jax_generate.init_cache(config, 1, 4096))
+    cache = jax.eval_shape(lambda: jax_cache.init_cache(config, 1, 4096))
     memory = prefill_layer.lower(
         params['h_0'], cache['h_0'], jnp.zeros((1, 512, config.n_embd)), jnp.zeros((1, 512), jnp.int32), config=config,
         layer=config.layer(0), is_last=False).compile().memory_analysis()
@@ -97,13 +97,13 @@ def test_a_long_prompt_never_has_all_its_scores_in_memory_and_gives_the_same_tex
 def test_a_prompt_longer_than_a_large_ring_is_prefilled_without_a_copy_of_the_ring(monkeypatch):
     config = dataclasses.replace(ROPE, block_size=2048, n_layer=3, layer_types=('full', 'window', 'chunk'), window=32,
                                  chunk=2048)
-    slots = [jax_generate.count_slots(config, layer_type, 2048) for layer_type in config.layer_types]
+    slots = [jax_cache.count_slots(config, layer_type, 2048) for layer_type in config.layer_types]
     assert slots == [2048 + 512, 32, 2048 + 512]
-    assert jax_generate.count_slots(config, 'full', 2047) == 2047  # not yet a ring
+    assert jax_cache.count_slots(config, 'full', 2047) == 2047  # not yet a ring
 
-    cache = jax_generate.init_cache(config, 1, 2048)
+    cache = jax_cache.init_cache(config, 1, 2048)
     new_kv = {name: jnp.zeros((1, 512, heads, width))
-              for name, (heads, width) in jax_generate.cache_entry_shapes(config).items()}
+              for name, (heads, width) in jax_cache.cache_entry_shapes(config).items()}
     copies_ring = ['concatenate[dimension=1]' in str(jax.make_jaxpr(update_ring_cache, static_argnums=(0, 1))(
         config, layer_type, cache[f'h_{i}'], new_kv, jnp.arange(512)[None]))
         for i, layer_type in enumerate(config.layer_types)]
@@ -135,7 +135,7 @@ def test_a_prompt_of_several_samples_is_prefilled_once(prefilled):
 
 
 def test_a_cache_grows_by_four_unless_all_fits_into_twice_its_size():
-    slots = jax_generate.choose_slots
+    slots = jax_cache.choose_slots
     assert slots(20, 520, 8192) == 544  # a multiple of 32
     assert slots(20, 8020, 8192) == 512
     assert slots(513, 8020, 8192) == 2048

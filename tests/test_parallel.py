@@ -4,7 +4,7 @@ import functools
 import math
 import re
 import types
-import jax_devices.parallel
+import jax_ops.choose_attention
 import jax_ops.matmul
 from tests.common import (
     TINY, assert_refused, column, compiled_once, device_batch, initial_state, meta_of, random_params, run_script,
@@ -18,13 +18,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_devices.parallel import (
-    DataParallel, MeshParallel, choose_attention, fit_layout, setup_distributed_training, split_batch)
+    DataParallel, MeshParallel, fit_layout, setup_distributed_training, split_batch)
 from jax_files.checkpoints import finish_checkpoints, load_checkpoint, open_checkpoints, opt_state_item, save_checkpoint
 from jax_files.data import get_batch_jax
 from jax_flags import UserError
-from jax_generate import (
-    DecodeState, Sampling, convert_params_for_decoding, decode, init_cache, order_columns_by_rank, prefill)
+from jax_cache import init_cache
+from jax_generate import DecodeState, Sampling, convert_params_for_decoding, decode, order_columns_by_rank, prefill
 from jax_ops.attention import fused_causal_attention
+from jax_ops.choose_attention import choose_attention
 from jax_ops.experts import mix_experts
 from jax_ops.matmul import matmul_int8
 from jax_ops.sharding import AXES, BATCH, COLUMN_PARALLEL, ROW_PARALLEL, create_mesh
@@ -433,7 +434,7 @@ def test_auto_picks_attention_and_says_why(monkeypatch):
     assert choose_attention('auto', LONG, cpu)[0] == 'chunked'
     assert choose_attention('auto', dataclasses.replace(LONG, block_size=64), cpu)[0] == 'xla'
     assert choose_attention('xla', LONG, cpu) == ('xla', 'as asked')
-    monkeypatch.setattr(jax_devices.parallel, 'compile_cudnn', lambda *args: None)
+    monkeypatch.setattr(jax_ops.choose_attention, 'compile_cudnn', lambda *args: None)
     assert choose_attention('auto', LONG_BF16, gpu()) == ('cudnn', 'flash attention')
     with pytest.raises(UserError, match='attention must be one of auto'):
         choose_attention('flash', LONG, cpu)
@@ -450,7 +451,7 @@ def test_auto_picks_attention_and_says_why(monkeypatch):
     (dict(n_embd=2 * 256), gpu(compute_capability='8.9'), 'heads of 256')])
 def test_what_cudnn_cannot_do_falls_back_to_xla_and_is_refused_where_cudnn_was_asked_for(
         monkeypatch, changes, device, why):
-    monkeypatch.setattr(jax_devices.parallel, 'compile_cudnn', lambda *args: None)
+    monkeypatch.setattr(jax_ops.choose_attention, 'compile_cudnn', lambda *args: None)
     config = dataclasses.replace(LONG_BF16, **changes)
     picked, reason = choose_attention('auto', config, device)
     assert picked == 'xla'
@@ -464,12 +465,12 @@ def test_what_cudnn_cannot_do_falls_back_to_xla_and_is_refused_where_cudnn_was_a
     position='rope', layer_types=('window', 'full', 'nope', 'chunk'), window=8, chunk=80)])
 def test_cudnn_takes_shared_key_heads_windows_and_chunks_and_is_compiled_with_them(monkeypatch, changes):
     compiled = []
-    monkeypatch.setattr(jax_devices.parallel, 'fused_causal_attention', lambda implementation, q, k, v, **options: (
+    monkeypatch.setattr(jax_ops.choose_attention, 'fused_causal_attention', lambda implementation, q, k, v, **options: (
         compiled.append((q.shape[2], k.shape[2], options['scale'], options.get('window'), options.get('chunk'))) or q))
     config = dataclasses.replace(LONG_BF16, **changes)
     device = jax.devices()[0]
     for layer_type in config.layer_types:
-        jax_devices.parallel.compile_cudnn(config, device, layer_type, tensor=2)
+        jax_ops.choose_attention.compile_cudnn(config, device, layer_type, tensor=2)
     assert {heads[:3] for heads in compiled} == {(config.n_head // 2, config.kv_heads // 2, config.attention_scale)}
     assert {spans[3:] for spans in compiled} == {
         {'window': (8, None), 'chunk': (None, 80)}.get(layer_type, (None, None)) for layer_type in config.layer_types}
