@@ -25,7 +25,7 @@ from jax_flags import UserError, check_source, read_flags, read_text, regular_fi
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
 out_dir = 'out' # the run to evaluate; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
-base = '' # of a LoRA run: where the pretrained model is now, if it has moved
+base = '' # of a LoRA run or an adapter of peft: where the pretrained model is now, if it has moved
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
 text = '' # files whose bits per byte are measured, with commas between them
 tasks = '' # files of JSON lines, and folders in the form of the CORE bundle, with commas between them

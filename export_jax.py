@@ -15,7 +15,7 @@ from jax_flags import UserError, check_source, read_flags, read_json, start_scri
 init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt, a .gguf
 out_dir = 'out' # the run to export
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
-base = '' # of a LoRA run: where the pretrained model is now, if it has moved
+base = '' # of a LoRA run or an adapter of peft: where the pretrained model is now, if it has moved
 folder = '' # the new folder
 gguf = '' # or a new file, model.gguf
 dtype = 'float32' # of the weights: 'float32', 'bfloat16', 'float16'; of a GGUF file 'float32', 'float16', 'q8_0'
@@ -76,7 +76,7 @@ if init_from == 'resume':
     kept = kept_config_json(out_dir)
     config_json = kept if os.path.exists(kept) else None
 else:
-    path = local_path(init_from)
+    path = local_path(init_from, base=base)
     config, params = load_pretrained(path)
     config_json = find_config_json(path)
     tokenizer = describe_tokenizer(path, config.vocab_size) or {}

@@ -233,7 +233,8 @@ def check_ranges(flags):
 
 def check_source(flags, given):
     """Raises UserError if flags of sampling, evaluation or export were given that init_from leaves without effect."""
-    if flags['init_from'] != 'resume' and (ignored := {'out_dir', 'checkpoint', 'base'} & given.keys()):
+    ignored = {'out_dir', 'checkpoint'} & given.keys()  # local_path refuses base where there is no adapter
+    if flags['init_from'] != 'resume' and ignored:
         raise UserError(f"{min(ignored)} is of a run, and init_from={flags['init_from']} is another model: give either")
 
 

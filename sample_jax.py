@@ -19,7 +19,7 @@ from jax_flags import (
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
 out_dir = 'out' # the run to sample from; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
-base = '' # of a LoRA run: where the pretrained model is now, if it has moved
+base = '' # of a LoRA run or an adapter of peft: where the pretrained model is now, if it has moved
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
 start = '\n' # the prompt, 'FILE:prompt.txt' to read it from a file, or 'FILE:prompts.jsonl', a prompt in each line
 each_line = False # each line of the FILE is a prompt of its own; all are generated in one batch
