@@ -121,7 +121,8 @@ from jax_devices.setup import Profile, Stopwatch, TimeBudget, configure_process,
 from jax_files.checkpoints import (
     add_val_loss, checkpoint_steps, finish_checkpoints, load_checkpoint, lock_out_dir, open_checkpoints,
     save_checkpoint)
-from jax_files.data import counted_share, describe_data, draw_batch, load_mixture, load_mixture_meta, load_pairs
+from jax_files.data import (
+    DataChanged, counted_share, describe_data, draw_batch, load_mixture, load_mixture_meta, load_pairs)
 from jax_files.metrics import MetricsLog, plot_losses
 from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, load_token_bytes, same_tokens
 from jax_files.weight_files import find_config_json, keep_config_json, local_path
@@ -422,6 +423,14 @@ try:
         iter_num += 1
         tracer.stop(iter_num, state, is_end=False)
         stop_signal = int(stop_requested)
+except DataChanged as error:
+    if not eval_only:
+        checkpoints.wait_until_finished()
+    steps = checkpoint_steps(out_dir)
+    kept = 'there is no checkpoint yet'
+    if steps:
+        kept = f'{out_dir} has the checkpoint of iteration {steps[0]}: continue with --init_from=resume'
+    raise UserError(f'{error}; make the data set again; {kept}') from None
 except Exception as error:
     exit_if_peer_died(error)
     raise

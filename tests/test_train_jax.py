@@ -15,6 +15,7 @@ from pathlib import Path
 import jax_devices.parallel
 import jax_devices.setup
 import jax_files.checkpoints
+import jax_files.data
 import jax_train_utils
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, ROOT, assert_refused, assert_same_run, copy_folder, edit_json, final_state, next_line,
@@ -817,6 +818,25 @@ def test_a_token_id_that_meta_json_denies_is_found_when_it_is_drawn(dataset, fla
     result = train(tmp_path / 'out', *flags, f'--dataset={data}', '--eval_interval=1')
     assert_refused(result, f'the {split} tokens have an id outside the vocabulary of 28')
     assert not checkpoint_steps(tmp_path / 'out')
+
+
+@pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
+def test_data_that_is_cut_short_ends_a_run_with_its_last_checkpoint(dataset, flags, tmp_path, monkeypatch, name):
+    data = copy_folder(dataset, tmp_path)
+    draw = jax_files.data.draw_batch
+
+    def cut_later(sets, block_size, n_rows, seed, iteration, *args):
+        if iteration == 6:
+            os.truncate(data / name, 40)
+        return draw(sets, block_size, n_rows, seed, iteration, *args)
+
+    monkeypatch.setattr(jax_files.data, 'draw_batch', cut_later)
+    changed = ['--save_interval=2', '--eval_interval=8', f'--dataset={data}']
+    result = train(tmp_path / 'out', *flags, *changed)
+    kept = 4 if name == 'train.bin' else 6
+    assert_refused(result, f'{name} was cut short while it was read: it has 40 bytes now, ')
+    assert f'has the checkpoint of iteration {kept}: continue with --init_from=resume' in result.stderr
+    assert checkpoint_steps(tmp_path / 'out')[0] == kept
 
 
 @pytest.mark.slow
