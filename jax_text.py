@@ -25,7 +25,7 @@ from jax_files.chats import final_answer
 from jax_files.checkpoints import checkpoint_steps, load_run
 from jax_files.data import load_dataset_meta
 from jax_files.tokenizers import (
-    describe_tokenizer, limit_vocabulary, load_tokenizer, same_tokens, strip_partial_utf8)
+    describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped, same_tokens, strip_partial_utf8)
 from jax_files.weight_files import local_path
 from jax_flags import UserError, ceil_div, check_choice, check_ranges
 from jax_cache import CACHE_DTYPES, PAD, PIECE, grow_caches, select_rows
@@ -51,8 +51,8 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     """The model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), a ckpt.pt or .gguf.
 
     checkpoint: of a run, 'best' (lowest validation loss; the default) or 'latest'. base: where the pretrained
-    model of a LoRA run or of an adapter of peft is now, if it has moved. dataset: the folder under data/ whose
-    meta.json describes the tokenizer of a ckpt.pt. draft: a smaller model with the same tokens, for n_draft.
+    model of a LoRA run is now, if it has moved. dataset: the folder under data/ whose meta.json describes the tokenizer
+    of a ckpt.pt. draft: a smaller model with the same tokens, for n_draft.
     device, dtype: see setup_jax_environment. quantize: 'int8' or '' (off). tensor, expert: the number of devices over
     which heads, MLP width and vocabulary, or the experts, are sharded; several processes must take all devices.
 
@@ -88,7 +88,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
                 warning = (f'taking the best checkpoint, iteration {taken}; a later one, {latest}, is there: '
                            '--checkpoint=latest')
         else:
-            path = local_path(source, base=base)
+            path = local_path(source)
             config, params = load_pretrained(path, 'stored' if quantize else dtype, place)
             description, name = describe_tokenizer(path, config.vocab_size), str(source)
         parallel.validate(config)
@@ -181,16 +181,29 @@ class TextModel:
             if self.tokenizer.chat_template is None:
                 raise UserError('the model has no chat template')
             return self.tokenizer.encode_chat(prompt)
-        if not (ids := self.tokenizer.encode(prompt)):
+        refuse_dropped(self.tokenizer.count_dropped(prompt))
+        ids = self.tokenizer.encode(prompt)
+        if not ids:
             raise UserError('the prompt is empty; give at least one character, as in --start="A"')
         return ids
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
         """A row for score, (ids, start): the continuation is scored. Divided into tokens as by lm-eval: spaces at the
         end of the context belong to the continuation. Raises UserError if the continuation has no token of its own."""
-        ids = self.tokenizer.encode(context.rstrip()) if context.rstrip() else []
-        whole = self.tokenizer.encode(context + continuation)
-        row, start = (ids + whole[len(ids):], len(ids)) if ids else (self.encode_document(context + continuation), 1)
+        before = context.rstrip()
+        text = context + continuation
+        tokenizer = self.tokenizer
+        if before:
+            # a text that begins with the name of the token that begins a document gets no second one
+            begin = tokenizer.start_text is None or not before.startswith(tokenizer.start_text)
+            ids = tokenizer.encode(before, begin)
+            row, start = ids + tokenizer.encode(text, begin)[len(ids):], len(ids)
+        elif tokenizer.start_token is None:
+            row, start = tokenizer.encode(text), 1
+        else:
+            ids = tokenizer.encode(text, begin=False)
+            has_begun = ids[:1] == [tokenizer.start_token]
+            row, start = ids if has_begun else [tokenizer.start_token, *ids], 1
         if len(row) <= start:
             raise UserError('a continuation has no token of its own')
         return row, start

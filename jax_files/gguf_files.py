@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jax_files.tokenizer_library import GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT
 from jax_files.tokenizers import write_char_tokenizer
 from jax_flags import UserError, write_json
 
@@ -68,10 +69,6 @@ LLAMA_TENSORS = {
     'post_attention_layernorm': 'ffn_norm', 'mlp.gate_proj': 'ffn_gate', 'mlp.up_proj': 'ffn_up',
     'mlp.down_proj': 'ffn_down'}
 
-GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                r'|\s*[\r\n]+|\s+(?!\S)|\s+')
-QWEN2_SPLIT = LLAMA3_SPLIT.replace('{1,3}', '')  # that of bpe:N, too
 # llama.cpp's tokenizer.ggml.pre: the patterns at which it splits text before BPE, and ignore_merges of tokenizer.json
 SPLITS = {'gpt-2': ((GPT2_SPLIT,), False), 'smollm': ((r'\p{N}', GPT2_SPLIT), False),
           'llama-bpe': ((LLAMA3_SPLIT,), True), 'qwen2': ((QWEN2_SPLIT,), False)}
@@ -207,13 +204,14 @@ def read_bpe(tokenizer):
         if token['lstrip'] or token['rstrip'] or token['single_word']:
             raise UserError(f"llama.cpp has no equivalent of the tokenizer's {token['content']!r}, which takes the "
                             'spaces beside it')
-        texts[token['id']], types[token['id']] = token['content'], CONTROL if token['special'] else USER_DEFINED
+        is_special = token['special'] or token['id'] in tokenizer.special_ids
+        texts[token['id']], types[token['id']] = token['content'], CONTROL if is_special else USER_DEFINED
     ends = [tokenizer.end_token] if tokenizer.end_token is not None else []
     ends += [id for id in tokenizer.stop_tokens if id not in ends]
     if not 1 <= len(ends) <= 3:
         raise UserError(f'the tokenizer has {len(ends)} end tokens, and a GGUF needs 1 to 3: name one as eos_token in '
                         'its tokenizer_config.json')
-    bos = tokenizer.ids.get(tokenizer.special['bos_token'], ends[0])
+    bos = tokenizer.ids.get(tokenizer.special.get('bos_token'), ends[0])
     tokenizer.begins = tokenizer.encode('')
     if tokenizer.begins not in ([], [bos]):
         raise UserError(f'llama.cpp cannot begin each text with {tokenizer.begins}, as this tokenizer does')

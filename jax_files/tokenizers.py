@@ -1,17 +1,19 @@
 """Text <-> token ids. A dict in meta.json and in every checkpoint describes a tokenizer."""
 import functools
 import itertools
-import json
 import operator
 import os
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from jax_files.chats import ChatTemplate, encode_training_chat, read_chat_template
-from jax_flags import UserError, read_json, regular_file, whole_characters, write_json
+from jax_files.tokenizer_folders import other_tokenizer_files, read_tokenizer_folder, unread_files
+from jax_files.tokenizer_library import LARGEST_ID
+from jax_flags import UserError, read_json, regular_file, whole_characters, write_json, write_text
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
                    'generation_config.json')  # of a Hugging Face folder; all but the first may be missing
@@ -20,6 +22,7 @@ TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jin
 class CharTokenizer:
     stop_tokens = ()  # ids that end a text
     start_token = None  # before a text that is scored: the token that begins a document, else the one that ends it
+    start_text = None  # its name, which may be at the beginning of a text
     chat_template = None  # how a chat is written as a text
     sampling = {}  # what the model's makers sample with, {'temperature': 0.6, ...}
 
@@ -28,9 +31,12 @@ class CharTokenizer:
         self.vocab_size = len(chars)
         self.ids = {c: i for i, c in enumerate(chars)}
 
-    def encode(self, text):
+    def encode(self, text, begin=True):
         check_characters(text, self.ids)
         return [self.ids[c] for c in text]
+
+    def count_dropped(self, text):
+        return {}
 
     def decode(self, ids):
         return ''.join(self.chars[i] for i in ids)
@@ -79,6 +85,7 @@ def write_gpt2_tokenizer(folder):
 
 class GPT2Tokenizer:
     stop_tokens = ()
+    start_text = '<|endoftext|>'
     chat_template = None
     sampling = {}
 
@@ -93,8 +100,11 @@ class GPT2Tokenizer:
         self.vocab_size = self.bpe.n_vocab
         self.start_token = self.bpe.eot_token
 
-    def encode(self, text):
+    def encode(self, text, begin=True):
         return self.bpe.encode(text, allowed_special={'<|endoftext|>'})
+
+    def count_dropped(self, text):
+        return {}
 
     def decode(self, ids):
         return self.bpe.decode(ids)
@@ -104,82 +114,120 @@ class GPT2Tokenizer:
 
 
 class HFTokenizer:
-    """The tokenizer of a Hugging Face folder: tokenizer.json, with the stop tokens, the chat template and the sampling
-    defaults from the folder's other files. A prompt may contain special tokens; decoding leaves them out."""
+    """The tokenizer of a Hugging Face folder, as transformers 5 reads it: tokenizer.json (or vocab.json and merges.txt)
+    with the special tokens, the stop tokens, the chat template and the sampling defaults from the folder's other files.
+    A prompt may contain special tokens; decoding leaves them out."""
 
     def __init__(self, folder):
-        from tokenizers import Tokenizer
         folder = Path(folder)
+        found = read_tokenizer_folder(folder)
+        self.tokenizer = found.tokenizer
+        self.special = found.names
+        self.generation = found.generation
         try:
-            self.tokenizer = Tokenizer.from_file(str(folder / 'tokenizer.json'))
-        except Exception as error:  # tokenizers raises plain Exceptions
-            raise UserError(f'cannot read {folder / "tokenizer.json"} ({error}); copy or download it again') from None
-        self.tokenizer.no_truncation()  # transformers writes what the last call set into the file, and ignores it
-        self.tokenizer.no_padding()
-        self.ids = self.tokenizer.get_vocab()
-        added = self.tokenizer.get_added_tokens_decoder()
-        self.special_ids = {id for id, token in added.items() if token.special}
-        self.vocab_size = max(self.ids.values(), default=-1) + 1  # not their number: ids may have holes
-        self.byte_of = {}  # {id: its byte} where tokens stand for single bytes of characters
-        if 'ByteFallback' in str(self.tokenizer.decoder):
-            self.byte_of = {id: int(token[1:-1], 16) for token, id in self.ids.items()
-                            if re.fullmatch('<0x[0-9A-F]{2}>', token)}
-        try:
-            self.read_settings(folder)
+            self.read_ends(found)
+            self.sampling = read_sampling(found.generation)
+            self.chat_template = read_chat_template(folder, found.settings)
+            size = text_config(found.config).get('vocab_size') or self.vocab_size
+            limit_vocabulary(self, operator.index(size))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise UserError(f"the tokenizer's settings in {folder} are malformed ({type(error).__name__}: {error}); "
                             'copy or download them again') from None
+        self.is_as_filed = found.is_as_filed
 
-    def read_settings(self, folder):
-        settings = read_json(folder / 'tokenizer_config.json', optional=True)
-        self.generation = read_json(folder / 'generation_config.json', optional=True)
-        config = read_json(folder / 'config.json', optional=True)
-        tokens = {name: settings.get(name) or '' for name in ('bos_token', 'eos_token')}
-        self.special = {name: token['content'] if isinstance(token, dict) else token for name, token in tokens.items()}
-        self.end_token = self.tokenizer.token_to_id(self.special['eos_token'])  # of a document
-        begin_token = self.tokenizer.token_to_id(self.special['bos_token'])
-        self.start_token = self.end_token if begin_token is None else begin_token
-        stop_tokens = {self.end_token}
-        for found in (self.generation, config, config.get('text_config') or {}):
-            ids = found.get('eos_token_id')
-            stop_tokens |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
-        self.stop_tokens = tuple(sorted(map(operator.index, stop_tokens - {None})))
-        limit_vocabulary(self, (config.get('text_config') or config).get('vocab_size') or self.vocab_size)
-        names = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
-        self.sampling = {name: x for name in names if isinstance(x := self.generation.get(name), (int, float))}
-        self.chat_template = read_chat_template(folder, settings)
+    def read_ends(self, found):
+        """Sets the tokens that begin and end a text. Those without a name are as the ids in generation_config.json,
+        or else config.json, say."""
+        sources = (found.generation, found.config, text_config(found.config))
+        begin_ids, end_ids = (
+            [id for source in sources for id in token_ids(source.get(key))] for key in ('bos_token_id', 'eos_token_id'))
+        vocab = self.tokenizer.get_vocab()
+        begin_token, end_token = vocab.get(self.special.get('bos_token')), vocab.get(self.special.get('eos_token'))
+        known = set(vocab.values())
+        size = text_config(found.config).get('vocab_size')
+        if size:  # a token past the model's embedding is none
+            known = {id for id in known if id < operator.index(size)}
+        self.end_token = first_known([end_token, *end_ids], known)  # of a document
+        self.start_token = first_known([begin_token, end_token, *begin_ids, *end_ids], known)
+        self.start_text = None if self.start_token is None else self.tokenizer.id_to_token(self.start_token)
+        stop_tokens = {id for id in (end_token, *end_ids) if id is not None}
+        self.stop_tokens = tuple(sorted(id for id in stop_tokens if 0 <= id <= LARGEST_ID))
+        self.ids = vocab
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_ids = {id for id, token in added.items() if token.special}
+        # also if tokenizer.json takes them for text: they would be shown, saved, and doubled in the next prompt
+        self.special_ids |= added.keys() & {begin_token, end_token, *self.stop_tokens}
+        self.vocab_size = max(vocab.values(), default=-1) + 1  # not their number: ids may have holes
+        self.byte_of = {}  # {id: its byte} where tokens stand for single bytes of characters
+        if 'ByteFallback' in self.tokenizer.decoder_kinds():
+            self.byte_of = {id: int(token[1:-1], 16) for token, id in vocab.items()
+                            if re.fullmatch('<0x[0-9A-F]{2}>', token)}
+        is_plain = self.tokenizer.raw.normalizer is None and self.tokenizer.raw.pre_tokenizer is None
+        self.has_letters_only = is_plain and all(len(token) == 1 for token in vocab)  # write_char_tokenizer's
+        self.may_drop = not self.has_letters_only and self.tokenizer.may_drop()
+        self.dropped_characters = {}  # {character: whether it is}
 
-    def encode(self, text):
-        if all(len(token) == 1 for token in self.ids):  # write_char_tokenizer's, which would leave out what it lacks
+    def encode(self, text, begin=True):
+        """The ids of a text, with those that the tokenizer puts before each text unless begin is False, but without
+        those that it puts behind: what follows here is scored or generated."""
+        if self.has_letters_only:  # it would leave out what it lacks
             check_characters(text, self.ids)
-        return self.tokenizer.encode(whole_characters(text)).ids
+        ids = self.tokenizer.encode(text, add_special_tokens=begin).ids
+        n_end = len(self.added_tokens[1]) if begin else 0
+        return ids[:-n_end] if n_end else ids
+
+    @functools.cached_property
+    def added_tokens(self):
+        """(ids, ids) that the tokenizer puts before and behind each text."""
+        for probe in ('a', *itertools.islice(self.ids, 100)):
+            encoding = self.tokenizer.encode(probe)
+            is_added = encoding.special_tokens_mask
+            if 0 in is_added:
+                n_begin, n_end = is_added.index(0), is_added[::-1].index(0)
+                return encoding.ids[:n_begin], encoding.ids[len(is_added) - n_end:]
+        return [], []
+
+    def count_dropped(self, text):
+        """{character: how often} of the characters in a text that become no token, because the tokenizer lacks them and
+        has no token for what it does not know; the ids do not decode to the text then."""
+        if not self.may_drop:
+            return {}
+        text = whole_characters(text)
+        added = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
+        pattern = '|'.join(re.escape(content) for content in sorted(added, key=len, reverse=True) if content)
+        counts = Counter(re.sub(pattern, '', text) if pattern else text)
+        for character in counts:
+            if character not in self.dropped_characters:
+                self.dropped_characters[character] = self.tokenizer.drops(character)
+        return {character: n for character, n in sorted(counts.items()) if self.dropped_characters[character]}
 
     def decode(self, ids):
-        if self.byte_of:  # the library turns all characters beside a broken one into U+FFFD
-            parts, ids = [], [id for id in ids if id not in self.special_ids]
+        if '<|channel|>' in self.ids and not self.byte_of:
+            # gpt-oss separates its channels by special tokens: they stay, see final_answer
+            ids = [id for id in ids if id not in self.stop_tokens]
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
+        ids = [id for id in ids if id not in self.special_ids]
+        if self.byte_of and not self.tokenizer.is_strange:
+            # the library turns all characters beside a broken one into U+FFFD
+            parts = []
             for are_bytes, run in itertools.groupby(ids, self.byte_of.__contains__):
                 run = list(map(self.byte_of.get if are_bytes else self.tokenizer.id_to_token, run))
                 parts += [bytes(run).decode(errors='replace')] if are_bytes else filter(None, run)
-            return self.tokenizer.decoder.decode(parts)
-        if '<|channel|>' not in self.ids:
-            return self.tokenizer.decode(ids)
-        # gpt-oss separates its channels by special tokens: they stay, see final_answer
-        ids = [id for id in ids if id not in self.stop_tokens]
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+            return self.tokenizer.decode_parts(parts)
+        return self.tokenizer.decode(ids)
 
     def token_bytes(self):
-        decoder = json.loads(self.tokenizer.to_str())['decoder'] or {}
-        kinds = {part['type'] for part in (decoder, *decoder.get('decoders', ()))}
+        kinds = self.tokenizer.decoder_kinds()
         if not kinds & {'ByteLevel', 'ByteFallback', 'Metaspace', 'Fuse'}:
             return None
-        n_bytes = [0] * (max(self.ids.values()) + 1)
+        n_bytes = [0] * (max(self.ids.values(), default=-1) + 1)
         for token, id in self.ids.items():
             if 'ByteLevel' in kinds:  # a character stands for each byte
                 n_bytes[id] = len(token)
             else:
                 n_bytes[id] = 1 if id in self.byte_of else len(token.replace('\u2581', ' ').encode())
         for id, token in self.tokenizer.get_added_tokens_decoder().items():
-            n_bytes[id] = 0 if token.special else len(token.content.encode())
+            n_bytes[id] = 0 if id in self.special_ids else len(token.content.encode())
         return n_bytes
 
     @functools.cached_property
@@ -194,12 +242,55 @@ class HFTokenizer:
     def encode_chat(self, messages):
         """The ids of render_chat, with the beginning of the answer; the template writes all special tokens."""
         text = self.render_chat(messages, add_generation_prompt=True)
-        return self.tokenizer.encode(whole_characters(text), add_special_tokens=False).ids
+        refuse_dropped(self.count_dropped(text))
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_training_chat(self, messages):
         """(ids, mask) of a conversation, see jax_files.chats.encode_training_chat."""
         return encode_training_chat(self, messages)
 
+
+
+def text_config(config):
+    """The part of a config.json that is of the language model."""
+    return config.get('text_config') or config
+
+
+def token_ids(value):
+    """The ids of a value of a config, an id, several or None. Raises TypeError for anything else."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [operator.index(id) for id in values if id is not None]
+
+
+def first_known(ids, known):
+    """The first of the ids that is known; None if none is."""
+    return next((id for id in ids if id in known), None)
+
+
+def read_sampling(generation):
+    """What the model's makers sample with, {'temperature': 0.6, ...}, by generation_config.json."""
+    names = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
+    found = {}
+    for name in names:
+        value = generation.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[name] = value
+    if found.get('top_k', 0) < 0:  # many write -1 for off
+        found['top_k'] = 0
+    return found
+
+
+def refuse_dropped(counts):
+    """Raises UserError if a prompt has characters that become no token, see HFTokenizer.count_dropped."""
+    if counts:
+        raise UserError('the prompt has characters for which the tokenizer has no token, and which it would leave '
+                        f'out: {name_characters(counts)}; write the prompt without them')
+
+
+def name_characters(counts, most=20):
+    """The characters of {character: how often} in a message, the most frequent ones first."""
+    names = [repr(character) for character in sorted(counts, key=counts.get, reverse=True)]
+    return ' '.join(names[:most]) + (f' and {len(names) - most} others' if len(names) > most else '')
 
 
 def limit_vocabulary(tokenizer, size):
@@ -236,11 +327,18 @@ def load_token_bytes(description, vocab_size):
 
 
 def describe_tokenizer(model_path, vocab_size):
-    """The description of the tokenizer of a pretrained model: its folder's tokenizer.json, or GPT-2's if the size of
-    the vocabulary is GPT-2's; None if it is unknown."""
+    """The description of the tokenizer of a pretrained model: its folder's tokenizer.json, or vocab.json and
+    merges.txt, or GPT-2's if the size of the vocabulary is GPT-2's; None if it is unknown.
+
+    Raises UserError if the folder has a tokenizer that cannot be read: the model's is not GPT-2's then."""
     folder = model_path if os.path.isdir(model_path) else os.path.dirname(model_path)
     if os.path.exists(os.path.join(folder, 'tokenizer.json')):
         return {'kind': 'folder', 'path': os.path.abspath(folder)}
+    others = other_tokenizer_files(folder)
+    if {'vocab.json', 'merges.txt'} <= set(others):
+        return {'kind': 'folder', 'path': os.path.abspath(folder)}
+    if others:
+        raise UserError(unread_files(folder, others))
     return {'kind': 'gpt2'} if 50257 <= vocab_size <= 50304 else None
 
 
@@ -276,7 +374,8 @@ def check_tokens(data, dataset, model, model_name, vocab_size):
 
 
 def copy_tokenizer(description, folder):
-    """Copies the files of a tokenizer of the kind 'folder' to `folder`, generation_config.json with all end tokens."""
+    """Copies the files of a tokenizer of the kind 'folder' to `folder`: tokenizer.json with all tokens, also those that
+    other files declare, and generation_config.json with all end tokens."""
     if description['kind'] != 'folder' or os.path.realpath(description['path']) == os.path.realpath(folder):
         return
     tokenizer = HFTokenizer(description['path'])
@@ -287,5 +386,10 @@ def copy_tokenizer(description, folder):
             shutil.copyfile(source, os.path.join(folder, name))
         elif os.path.exists(os.path.join(folder, name)):
             os.remove(os.path.join(folder, name))  # an earlier tokenizer's
+    if not tokenizer.is_as_filed:
+        write_text(os.path.join(folder, 'tokenizer.json'), tokenizer.tokenizer.to_str())
+        path = os.path.join(folder, 'tokenizer_config.json')
+        settings = read_json(path, optional=True)
+        write_json(path, tokenizer.special | settings)  # with the names that no file says
     generation = tokenizer.generation | {'eos_token_id': list(tokenizer.stop_tokens)}
     write_json(os.path.join(folder, 'generation_config.json'), generation)

@@ -1,12 +1,15 @@
 """Text becomes ids and back; chat templates."""
 import json
-from tests.common import assert_refused, edit_json, refusal, succeeded, train
+import re
+from tests.common import GOLDEN, assert_refused, edit_json, refusal, succeeded, train
 
 import numpy as np
 import pytest
 
+from jax_files import tokenizer_library
 from jax_files.tokenizers import (
-    HFTokenizer, copy_tokenizer, load_token_bytes, load_tokenizer, strip_partial_utf8, write_char_tokenizer)
+    HFTokenizer, copy_tokenizer, describe_tokenizer, load_token_bytes, load_tokenizer, strip_partial_utf8,
+    write_char_tokenizer)
 from jax_files.metrics import read_metrics
 from jax_flags import UserError
 from tests.common import CONVERSATION, PADDED, TUNE, prepare
@@ -62,7 +65,8 @@ def test_a_link_of_a_tokenizers_folder_is_not_copied(speaking, tmp_path):
 def test_half_a_character_of_a_prompt_is_a_replacement_character(speaking):
     tokenizer = HFTokenizer(speaking)
     assert tokenizer.encode('a\ud83db') == tokenizer.encode('a\ufffdb')
-    assert tokenizer.encode_chat([{'role': 'user', 'content': 'a\udcffb'}])
+    with pytest.raises(UserError, match="has no token, .*: '\ufffd'; write"):
+        tokenizer.encode_chat([{'role': 'user', 'content': 'a\udcffb'}])
 
 
 def test_an_exported_vocabulary_of_characters_names_those_it_lacks(tmp_path):
@@ -189,3 +193,171 @@ def test_the_bytes_of_tokens_add_up_to_the_text(speaking, tmp_path, monkeypatch)
     assert n_bytes[byte_level.token_to_id('<end>')] == 0
     n_bytes = load_token_bytes({'kind': 'folder', 'path': str(tmp_path / 'pieces')}, 4)
     assert n_bytes[:5].tolist() == [0, 1, 1, 2, 1]
+
+# -----------------------------------------------------------------------------
+# folders of others, against transformers
+
+TRANSFORMERS = json.loads((GOLDEN / 'tokenizers.json').read_text())
+
+
+def write_files(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize('name', TRANSFORMERS['cases'])
+def test_tokens_that_any_file_declares_have_the_ids_of_transformers(name, tmp_path):
+    case = TRANSFORMERS['cases'][name]
+    folder = write_files(tmp_path / 'model', case['files'])
+    tokenizer = HFTokenizer(folder)
+    assert tokenizer.special == case['names']
+    assert (tokenizer.ids.get(tokenizer.special.get('bos_token')), tokenizer.end_token) == (case['bos'], case['eos'])
+    if case['ids']:
+        assert [tokenizer.encode(text) for text in TRANSFORMERS['texts']] == case['ids']
+    copy_tokenizer({'kind': 'folder', 'path': str(folder)}, tmp_path / 'copy')
+    copied = HFTokenizer(tmp_path / 'copy')  # which has no config.json and no vocab.json
+    assert (copied.special, copied.ids, copied.start_token) == (tokenizer.special, tokenizer.ids, tokenizer.start_token)
+    assert [copied.encode(text) for text in TRANSFORMERS['texts']] == [
+        tokenizer.encode(text) for text in TRANSFORMERS['texts']]
+    assert copied.special_ids == tokenizer.special_ids
+
+
+@pytest.mark.parametrize('generation, config, ends, start', [
+    ({'bos_token_id': 35, 'eos_token_id': [36, 37]}, {'eos_token_id': 1}, (1, 36, 37), 35),
+    ({}, {'bos_token_id': 35, 'eos_token_id': 36}, (36,), 35), ({}, {'eos_token_id': [36]}, (36,), 36),
+    ({'eos_token_id': -1}, {'eos_token_id': 2**40}, (), None)])
+def test_ends_that_have_only_an_id_are_taken_from_the_model(speaking, generation, config, ends, start):
+    (speaking / 'tokenizer_config.json').unlink()
+    (speaking / 'generation_config.json').write_text(json.dumps(generation))
+    (speaking / 'config.json').write_text(json.dumps({'model_type': 'llama'} | config))
+    tokenizer = HFTokenizer(speaking)
+    assert (tokenizer.stop_tokens, tokenizer.start_token) == (ends, start)
+    assert tokenizer.end_token == (generation.get('eos_token_id') or ends or [None])[0] if ends else (
+        tokenizer.end_token is None)
+
+
+@pytest.mark.parametrize('declared', [{'eos_token': '<user>'}, {'added_tokens_decoder': {'38': {
+    'content': '<user>', 'special': True}}}, None])
+def test_an_end_token_is_special_whatever_tokenizer_json_says(speaking, declared):
+    values = json.loads((speaking / 'tokenizer.json').read_text())
+    for token in values['added_tokens']:
+        token['special'] = token['content'] != '<user>'
+    id = values['added_tokens'][2]['id']
+    (speaking / 'tokenizer.json').write_text(json.dumps(values))
+    assert HFTokenizer(speaking).decode([0, id]) == 'a<user>'
+    if declared is None:
+        edit_json(speaking / 'generation_config.json', eos_token_id=[id])
+    else:
+        edit_json(speaking / 'tokenizer_config.json', **declared)
+    tokenizer = HFTokenizer(speaking)
+    assert tokenizer.decode([0, id]) == 'a' and id in tokenizer.special_ids
+    assert tokenizer.token_bytes()[id] == 0
+
+
+def test_what_a_tokenizer_puts_behind_a_text_is_left_out(speaking):
+    from tokenizers import Tokenizer, processors
+    raw = Tokenizer.from_file(str(speaking / 'tokenizer.json'))
+    begin, end = ((name, raw.token_to_id(name)) for name in ('<s>', '</s>'))
+    bare = raw.encode('hello', add_special_tokens=False).ids
+    around = processors.TemplateProcessing('<s> $0 </s>', special_tokens=[begin, end])
+    for processor, before in (
+            (around, [begin[1]]), (processors.TemplateProcessing('$0 </s> </s>', special_tokens=[end]), []),
+            (processors.Sequence([processors.ByteLevel(), around]), [begin[1]]),
+            (processors.RobertaProcessing(end, begin), [begin[1]]),
+            (processors.BertProcessing(end, begin), [begin[1]])):
+        raw.post_processor = processor
+        raw.save(str(speaking / 'tokenizer.json'))
+        tokenizer = HFTokenizer(speaking)
+        assert tokenizer.encode('hello') == before + bare and tokenizer.encode('') == before
+        assert tokenizer.encode('hello</s>') == [*before, *bare, end[1]]  # what the text says stays
+        assert tokenizer.encode('hello', begin=False) == bare
+
+
+@pytest.mark.parametrize('names', [['tokenizer.model'], ['vocab.txt'], ['spiece.model'], ['qwen.tiktoken'],
+                                   ['vocab.json'], ['tekken.json', 'params.json']])
+def test_a_vocabulary_as_large_as_gpt2s_is_not_gpt2s_if_another_tokenizer_is_there(names, tmp_path):
+    assert describe_tokenizer(str(tmp_path), 50257) == {'kind': 'gpt2'}
+    for name in names:
+        (tmp_path / name).write_text('{}')
+    assert f'{names[0]} beside the weights' in refusal(describe_tokenizer, str(tmp_path), 50257)
+    (tmp_path / 'tokenizer.json').write_text('{}')
+    assert describe_tokenizer(str(tmp_path), 50257)['kind'] == 'folder'
+
+
+def test_vocab_and_merges_of_a_class_that_is_not_known_are_named(tmp_path):
+    for name, content in (('vocab.json', '{}'), ('merges.txt', ''), ('config.json', '{"model_type": "llama"}')):
+        (tmp_path / name).write_text(content)
+    message = refusal(HFTokenizer, describe_tokenizer(str(tmp_path), 50257)['path'])
+    assert 'merges.txt, vocab.json' in message and 'save_pretrained' in message
+
+
+def test_characters_that_a_tokenizer_would_leave_out_are_named(speaking):
+    tokenizer = HFTokenizer(speaking)
+    assert tokenizer.count_dropped('a|b|</s> \u00e9<user>') == {'|': 2, '\u00e9': 1}
+    assert tokenizer.count_dropped('hello, again.') == {}
+    values = json.loads((speaking / 'tokenizer.json').read_text())
+    values['model']['unk_token'] = 'D'
+    (speaking / 'tokenizer.json').write_text(json.dumps(values))
+    assert HFTokenizer(speaking).count_dropped('a|b') == {}
+
+
+def test_bytes_that_a_tokenizer_lacks_are_characters_that_it_leaves_out(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    for lacking, expected in (('\u00a9', {'\u00e9': 1}), ('', {})):  # the second byte of an e acute
+        kept = [letter for letter in letters if letter != lacking]
+        raw = Tokenizer(models.BPE({letter: i for i, letter in enumerate(kept)}, []))
+        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        raw.decoder = decoders.ByteLevel()
+        raw.save(str(tmp_path / 'tokenizer.json'))
+        assert HFTokenizer(tmp_path).count_dropped('ab \u00e9') == expected
+
+# -----------------------------------------------------------------------------
+# strangers' files
+
+
+@pytest.mark.parametrize('change, message', [
+    ({'model': {'vocab': {'a': 0, 'b': 2**30}}}, 'the id 1,073,741,824'),
+    ({'pre_tokenizer': {'type': 'Split', 'pattern': {'Regex': '(a+)+$'}, 'behavior': 'Isolated', 'invert': False}},
+     'the tokenizers library fails with it .PanicException: Onig'),
+    ({'decoder': {'type': 'Strip', 'content': 'a', 'start': 1, 'stop': 1}},
+     'the tokenizers library fails with it .PanicException: slice'),
+    ({'normalizer': {'type': 'Sequence', 'normalizers': [
+        {'type': 'Replace', 'pattern': {'String': 'a'}, 'content': 'a' * 100}] * 9}}, 'makes each character'),
+    ({'model': {'unk_token': 'none'}}, 'the tokenizers library fails with it'), ({'model': None}, 'copy or download')])
+def test_what_fails_in_the_library_is_one_line(speaking, change, message, capfd):
+    values = json.loads((speaking / 'tokenizer.json').read_text())
+    for key, value in change.items():
+        values[key] = values[key] | value if isinstance(value, dict) and values[key] else value
+    (speaking / 'tokenizer.json').write_text(json.dumps(values))
+
+    def use():
+        tokenizer = HFTokenizer(speaking)
+        tokenizer.decode([0])
+        tokenizer.encode('a' * 40 + '!|')
+
+    assert re.search(message, refusal(use))
+    assert capfd.readouterr().err == ''
+
+
+def test_a_pattern_without_an_end_is_left_behind(speaking, monkeypatch):
+    monkeypatch.setattr(tokenizer_library, 'SECONDS', 0.2)
+    edit_json(speaking / 'tokenizer.json', pre_tokenizer={
+        'type': 'Split', 'pattern': {'Regex': 'a*a*a*b'}, 'behavior': 'Isolated', 'invert': False})
+    tokenizer = HFTokenizer(speaking)
+    assert tokenizer.encode('ab') == HFTokenizer(speaking).encode('ab')
+    assert 'a pattern in it takes more than' in refusal(tokenizer.encode, 'a' * 1000 + '!b')
+
+
+def test_a_tokenizer_without_a_decoder_works(speaking):
+    edit_json(speaking / 'tokenizer.json', decoder=None)
+    tokenizer = HFTokenizer(speaking)
+    assert tokenizer.decode(tokenizer.encode('ab')) == 'a b' and tokenizer.token_bytes() is None
+
+
+@pytest.mark.parametrize('value, expected', [(-1, {'top_k': 0}), (0, {'top_k': 0}), (None, {}), ('x', {}), (True, {})])
+def test_a_top_k_that_is_off_may_be_written_in_many_ways(speaking, value, expected):
+    edit_json(speaking / 'generation_config.json', top_k=value)
+    assert HFTokenizer(speaking).sampling == expected

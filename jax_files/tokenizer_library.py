@@ -1,0 +1,232 @@
+"""Calls of the tokenizers library: what a stranger's tokenizer.json makes of them is a result or one line."""
+import contextlib
+import json
+import os
+import threading
+
+from jax_flags import UserError, whole_characters
+
+LARGEST_ID = 2**22  # of a token: the largest vocabularies that are known have a million
+LARGEST_GROWTH = 1000  # of a text while it is normalized or decoded, per character
+SECONDS = 5  # that a call may take with patterns that are not known, and one more per CHARACTERS_PER_SECOND
+CHARACTERS_PER_SECOND = 20_000  # a hundredth of what honest patterns reach
+
+# patterns at which a text is split before BPE
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                r'|\s*[\r\n]+|\s+(?!\S)|\s+')
+QWEN2_SPLIT = LLAMA3_SPLIT.replace('{1,3}', '')  # that of bpe:N, too
+KNOWN_PATTERNS = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, r'\p{N}', r'\p{N}{1,3}', r'\s+', ' ', ' {2,}', r'\d'}
+
+
+class SafeTokenizer:
+    """A Tokenizer of the tokenizers library with those of its methods that are used here. Whatever fails in them is a
+    UserError of one line: the library raises plain Exceptions, and PanicException, which is none.
+
+    A regular expression of a stranger may take centuries, and nothing stops the library: with a pattern that is not in
+    KNOWN_PATTERNS a call is made in a thread of its own, and left behind when its time is over."""
+
+    def __init__(self, raw, source):
+        """raw: a function without arguments that makes the library's Tokenizer. source: the file or folder that
+        messages name."""
+        self.source = str(source)
+        self.is_strange = False
+        self.raw = self.call(raw)
+        self.call(self.raw.no_truncation)  # transformers writes what the last call set into the file, and ignores it
+        self.call(self.raw.no_padding)
+        self.check_ids()
+        self.check_parts()
+
+    @classmethod
+    def from_file(cls, path):
+        """Reads a tokenizer.json. Raises UserError if that fails."""
+        from tokenizers import Tokenizer
+        return cls(lambda: Tokenizer.from_file(str(path)), path)
+
+    def call(self, function, *args, **options):
+        """The result of a function of the library. Raises UserError if it fails."""
+        try:
+            return function(*args, **options)
+        except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # PanicException is a BaseException
+            raise UserError(f'cannot use {self.source}: the tokenizers library fails with it ({describe(error)}); copy '
+                            'or download it again') from None
+
+    def call_in_time(self, n_characters, function, *args, **options):
+        """The result of a function that lets other threads run. Raises UserError if it fails or takes too long."""
+        seconds = SECONDS + n_characters / CHARACTERS_PER_SECOND
+        found, errors = [], []
+
+        def run():
+            try:
+                found.append(function(*args, **options))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        with silent_stderr():  # a panic prints several lines
+            thread.start()
+            thread.join(seconds)
+        if thread.is_alive():
+            raise UserError(f'cannot use {self.source}: a pattern in it takes more than {seconds:.0f} s for a text of '
+                            f'{n_characters:,} characters; use another tokenizer')
+        if errors:
+            self.call(raise_error, errors[0])
+        return found[0]
+
+    def check_ids(self):
+        """Raises UserError for ids that no vocabulary reaches: a table of all tokens would fill the memory."""
+        largest = max(self.get_vocab().values(), default=0)
+        if largest > LARGEST_ID:
+            raise UserError(f'{self.source} has a token with the id {largest:,}, and none above {LARGEST_ID:,} is '
+                            'supported; copy or download it again')
+
+    def check_parts(self):
+        """Finds out whether this tokenizer is_strange. Raises UserError for one that blows up a text."""
+        for part in (self.raw.normalizer, self.raw.pre_tokenizer, self.raw.decoder):
+            growth = 1
+            for step in steps_of(describe_part(part)):
+                pattern = step.get('Regex')
+                is_strange_pattern = isinstance(pattern, str) and pattern not in KNOWN_PATTERNS
+                is_strange_strip = 'stop' in step and (step.get('start', 0) > 1 or step['stop'] > 0)  # may panic
+                self.is_strange = self.is_strange or is_strange_pattern or is_strange_strip
+                for key in ('content', 'prepend'):
+                    added = step.get(key)
+                    growth *= max(1, len(added)) if isinstance(added, str) else 1
+            if growth > LARGEST_GROWTH:
+                raise UserError(f'{self.source} makes each character of a text up to {growth:,}; use another tokenizer')
+
+    def encode(self, text, add_special_tokens=True):
+        """The library's Encoding of a text: its ids, tokens, offsets. Half a character counts as U+FFFD."""
+        text = whole_characters(text)
+        if not self.is_strange:
+            return self.call(self.raw.encode, text, add_special_tokens=add_special_tokens)
+        return self.call_in_time(len(text), self.raw.encode_batch, [text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_fast(self, text):
+        """The ids of a text without special tokens, in half the time: the Encoding has no offsets."""
+        text = whole_characters(text)
+        call = self.call
+        if self.is_strange:
+            def call(function, *args, **options):
+                return self.call_in_time(len(text), function, *args, **options)
+        return call(self.raw.encode_batch_fast, [text], add_special_tokens=False)[0].ids
+
+    def decode(self, ids, skip_special_tokens=True):
+        """The text of token ids."""
+        ids = list(ids)
+        if not self.is_strange:
+            return self.call(self.raw.decode, ids, skip_special_tokens=skip_special_tokens)
+        return self.call_in_time(len(ids), self.raw.decode_batch, [ids], skip_special_tokens=skip_special_tokens)[0]
+
+    def decode_parts(self, parts):
+        """The text of tokens that are given as texts, by the decoder; with spaces between them if there is none."""
+        decoder = self.raw.decoder
+        return ' '.join(parts) if decoder is None else self.call(decoder.decode, list(parts))
+
+    def get_vocab(self):
+        """{token: id} with the added tokens."""
+        return self.call(self.raw.get_vocab)
+
+    def get_added_tokens_decoder(self):
+        """{id: AddedToken}."""
+        return self.call(self.raw.get_added_tokens_decoder)
+
+    def add_tokens(self, tokens):
+        """Adds AddedTokens, each with the next id if it is new, and changes those that are there already."""
+        self.call(self.raw.add_tokens, tokens)
+
+    def token_to_id(self, token):
+        """The id of a token, given as a text; None if there is no such token."""
+        return self.call(self.raw.token_to_id, token)
+
+    def id_to_token(self, id):
+        """The text of the token with this id; None if there is no such token."""
+        return self.call(self.raw.id_to_token, id)
+
+    def to_str(self):
+        """The content of a tokenizer.json."""
+        return self.call(self.raw.to_str)
+
+    def decoder_kinds(self):
+        """The types of the decoder's steps, a set: 'ByteLevel', 'Fuse'."""
+        return {step.get('type') for step in steps_of(describe_part(self.raw.decoder))}
+
+    # -------------------------------------------------------------------------
+    # characters that are left out
+
+    def may_drop(self):
+        """Whether there can be characters that become no token: a BPE that lacks them, and has no unknown token."""
+        from tokenizers import models, pre_tokenizers
+        model = self.raw.model
+        if not isinstance(model, models.BPE) or model.unk_token is not None:
+            return False  # the others raise an error
+        vocab = self.get_vocab()
+        parts = [describe_part(part) for part in (self.raw.normalizer, self.raw.pre_tokenizer)]
+        by_byte = any(step.get('type') == 'ByteLevel' for part in parts for step in steps_of(part))
+        if by_byte:
+            return not all(letter in vocab for letter in pre_tokenizers.ByteLevel.alphabet())
+        return not (model.byte_fallback and all(f'<0x{byte:02X}>' in vocab for byte in range(256)))
+
+    def drops(self, character):
+        """Whether a character reaches the BPE and becomes no token there, or for a part of its bytes none."""
+        with silent_stderr() if self.is_strange else contextlib.nullcontext():
+            return self.call(self.loses_a_part, whole_characters(character))
+
+    def loses_a_part(self, text):
+        raw, model = self.raw, self.raw.model
+        if raw.normalizer is not None:
+            text = raw.normalizer.normalize_str(text)
+        pieces = [text]
+        if raw.pre_tokenizer is not None:
+            pieces = [piece for piece, _ in raw.pre_tokenizer.pre_tokenize_str(text)]
+        for piece in pieces:
+            length = sum(len(token.value) for token in model.tokenize(piece))
+            # with an affix a character may be a token within a word only
+            is_inside = bool(model.tokenize(piece + piece)) and (
+                model.continuing_subword_prefix or model.end_of_word_suffix)
+            if length < len(piece) and not is_inside:
+                return True
+        return False
+
+
+def describe_part(part):
+    """A part of a Tokenizer as tokenizer.json has it; {} for None."""
+    return {} if part is None else json.loads(part.__getstate__())
+
+
+def steps_of(value):
+    """Yields all objects in a JSON value."""
+    if isinstance(value, dict):
+        yield value
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for child in children:
+        yield from steps_of(child)
+
+
+def describe(error):
+    """The kind and the first words of an error, for a message."""
+    return f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'
+
+
+def raise_error(error):
+    raise error
+
+
+@contextlib.contextmanager
+def silent_stderr():
+    """While it lasts, what this process writes to stderr is discarded, also from other languages than Python."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is no stderr
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
