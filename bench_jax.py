@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, check_choice, check_ranges, config_block, read_flags, start_script
+from jax_flags import UserError, check_choice, check_needs, check_ranges, config_block, read_flags, start_script
 
 # -----------------------------------------------------------------------------
 mode = 'train' # 'train', 'decode' or 'compile' (a step for devices that are not here)
@@ -56,7 +56,7 @@ out_dir = '' # a run, a Hugging Face folder or a ckpt.pt, whose weights to use i
 dataset = '' # its folder under data/: takes prompts from its val.bin instead of random ones (decode)
 plan = 'train' # the step to compile: 'train' or 'decode' (compile)
 topology = 'h100:1x8' # devices to compile for: hosts x GPUs, or a TPU slice as in 'v5e:4x4' (compile)
-fsdp = 1 # as in train_jax.py, like the next four (compile)
+fsdp = 1 # as in train_jax.py, like the next four (train, compile)
 zero = 0 # optimizer state (1), gradients (2) sharded over all replicas
 tensor = 1 # heads, MLP width and vocabulary over this many devices
 expert = 1 # experts over this many devices
@@ -73,6 +73,19 @@ PRESETS = {
     'baby': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, vocab_size=65, dropout=0.2),
     'gpt2': dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, vocab_size=50304),
 }
+
+
+def check_typed_flags():
+    """Raises UserError for a flag on the command line that this mode does not read. Config files are those of training:
+    what they say beside the model is left alone."""
+    typed = [arg[2:].partition('=')[0] for arg in sys.argv[1:] if arg.startswith('--')]
+    step = f'compile {plan}' if mode == 'compile' else mode
+    check_needs('bench_jax', flags | {'step': step}, {name: flags[name] for name in typed if name in flags})
+    for name in typed:
+        if name not in flags and name not in ('compile', 'backend'):  # which mean nothing in train_jax.py either
+            raise UserError(f'nothing reads {name} here, it is a flag of train_jax.py: leave it out')
+
+
 TRAIN_FLAGS = config_block(Path(__file__).with_name('train_jax.py'))  # its config files may be used as they are
 flags, given = read_flags(__file__, globals(), ignored=TRAIN_FLAGS)  # all flags of the block above, the user's
 for name, choices in (('preset', PRESETS), ('mode', ('train', 'decode', 'compile')), ('plan', ('train', 'decode')),
@@ -81,6 +94,7 @@ for name, choices in (('preset', PRESETS), ('mode', ('train', 'decode', 'compile
 flags |= PRESETS[flags['preset']] | given
 globals().update(flags)
 check_ranges(flags)
+check_typed_flags()
 if mode == 'decode' and max_new_tokens < 2:
     raise UserError(f'max_new_tokens must be at least 2, not {max_new_tokens}')
 if mode == 'compile':
@@ -124,9 +138,11 @@ clock = Stopwatch()
 
 def bench_train():
     """Times training steps on a batch that is already on the devices."""
-    parallel = setup_distributed_training(devices)
+    parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
     config = dataclasses.replace(model_config, scan_layers=scan_layers, remat=remat)
-    config = dataclasses.replace(config, attention=choose_attention(attention, config, devices[0])[0])
+    implementation, _ = choose_attention(attention, config, devices[0], tensor=tensor, context=context)
+    config = dataclasses.replace(config, attention=implementation)
+    parallel.validate(config)
     schedule = create_learning_rate_schedule(6e-4, decay_lr=False)
     tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
     state = parallel.init_sharded(create_train_state, jax.random.key(seed), config, tx)
@@ -134,9 +150,11 @@ def bench_train():
     n_rows = gradient_accumulation_steps * batch_size
     tokens = np.random.default_rng(seed).integers(vocab_size, size=(n_rows, block_size + 1)).astype(np.int32)
     batch = {'x': tokens[:, :-1], 'y': tokens[:, 1:], 'seq_id': np.arange(n_rows, dtype=np.uint32)}
-    batch = parallel.shard_batch(batch, split_batch(gradient_accumulation_steps, batch_size, len(devices)))
+    shape = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
+    batch = parallel.shard_batch(batch, shape)
     clock.lap()
-    step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk)).lower(state, batch).compile()
+    step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk, zero))
+    step = step.lower(state, batch).compile()
     compile_s = sum(clock.lap())
     seconds = []
     running = None  # the metrics of the step before: as in train_jax.py, accelerators keep one step in flight

@@ -19,13 +19,14 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, check_source, read_flags, read_text, regular_file, start_script, write_text
+from jax_flags import (
+    UserError, check_needs, check_source, read_flags, read_text, regular_file, start_script, write_text)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
 out_dir = 'out' # the run to evaluate; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
-base = '' # of a LoRA run: where the pretrained model is now, if it has moved
+base = '' # of a LoRA run or an adapter of peft: where the pretrained model is now, if it has moved
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
 text = '' # files whose bits per byte are measured, with commas between them
 tasks = '' # files of JSON lines, and folders in the form of the CORE bundle, with commas between them
@@ -49,6 +50,7 @@ start_script()
 flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
 globals().update(flags)
 check_source(flags, given)
+check_needs('eval_jax', flags, given)
 if not (text + tasks).strip(', '):
     raise UserError('there is nothing to evaluate: name --text=FILE or --tasks=FILE')
 

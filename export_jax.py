@@ -9,13 +9,13 @@ import re
 import tempfile
 from pathlib import Path
 
-from jax_flags import UserError, check_source, read_flags, read_json, start_script, write_text
+from jax_flags import UserError, check_needs, check_source, is_read, read_flags, read_json, start_script, write_text
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt, a .gguf
 out_dir = 'out' # the run to export
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
-base = '' # of a LoRA run: where the pretrained model is now, if it has moved
+base = '' # of a LoRA run or an adapter of peft: where the pretrained model is now, if it has moved
 folder = '' # the new folder
 gguf = '' # or a new file, model.gguf
 dtype = 'float32' # of the weights: 'float32', 'bfloat16', 'float16'; of a GGUF file 'float32', 'float16', 'q8_0'
@@ -27,6 +27,7 @@ globals().update(flags)
 check_source(flags, given)
 if bool(folder) == bool(gguf):
     raise UserError('name the new folder or file: --folder=my-model or --gguf=model.gguf')
+check_needs('export_jax', flags, given)
 if gguf and not gguf.endswith('.gguf'):
     raise UserError(f'the name of a GGUF file ends in .gguf, not {gguf!r}')
 if shard_gb <= 0:
@@ -46,6 +47,8 @@ RECIPE = ('init_from', 'max_iters', 'gradient_accumulation_steps', 'batch_size',
           'learning_rate', 'min_lr', 'lr_schedule', 'warmup_iters', 'lr_decay_iters', 'weight_decay', 'beta1', 'beta2',
           'grad_clip', 'dropout', 'lora_rank', 'lora_alpha', 'quantize', 'beta', 'length_normalized', 'seed')
 
+SCHEDULE = ('min_lr', 'lr_schedule', 'warmup_iters', 'lr_decay_iters')  # without effect at decay_lr=False
+
 
 def model_card(family, name):
     """README.md of the exported folder: what the model is, its data, recipe and figures, how to load it."""
@@ -54,7 +57,10 @@ def model_card(family, name):
         run, iteration = meta['flags'], meta['iter_num']
         figures = next((row for row in read_metrics(out_dir) if row['iter'] == iteration and 'val_loss' in row), {})
         table = {key: f'{x:.4f}' for key, x in figures.items() if isinstance(x, float)}
-        table |= {key: run[key] for key in RECIPE if run.get(key)}
+        if not run.get('decay_lr', True):
+            run = {key: value for key, value in run.items() if key not in SCHEDULE}
+        facts = run | {'is_pairs': any('margin' in row for row in read_metrics(out_dir))}
+        table |= {key: run[key] for key in RECIPE if run.get(key) and is_read('train_jax', key, facts)}
         n_tokens = iteration * run['gradient_accumulation_steps'] * run['batch_size'] * run['block_size']
         origin = (f"Trained for {iteration:,} iterations, {n_tokens:,} tokens, on the data set {run['dataset']}.\n\n"
                   '| figure, setting | |\n|---|---|') + ''.join(f'\n| {key} | {x} |' for key, x in table.items())
@@ -76,7 +82,7 @@ if init_from == 'resume':
     kept = kept_config_json(out_dir)
     config_json = kept if os.path.exists(kept) else None
 else:
-    path = local_path(init_from)
+    path = local_path(init_from, base=base)
     config, params = load_pretrained(path)
     config_json = find_config_json(path)
     tokenizer = describe_tokenizer(path, config.vocab_size) or {}

@@ -15,6 +15,7 @@ import stat
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 DTYPES = ('float32', 'bfloat16', 'float16')  # of computation
 
@@ -231,22 +232,114 @@ def check_ranges(flags):
             raise UserError(f'{name} must be {allowed}, not {flags[name]}')
 
 
+class Need(NamedTuple):
+    """What a flag needs, because nothing reads it otherwise."""
+    switch: str  # the name of another flag, or of a fact that the script adds to the flags
+    remedy: str  # follows "nothing reads NAME=VALUE without"
+    values: tuple = ()  # of the switch, with which the flag is read; () is all but 0, '' and False
+
+
+EXPERTS = Need('n_expert', 'experts: add --n_expert=8')
+LORA = Need('lora_rank', 'LoRA: add --lora_rank=8')
+PAIRS = Need('is_pairs', 'a data set of pairs of answers')
+CHAT = Need('is_chat', 'a chat: add --chat=True or --interactive=True')
+PROMPTS = Need('takes_prompts', 'prompts that are given: leave out --interactive')
+# of bench_jax.py: the steps that read a flag
+TRAINED = Need('step', 'a training step: --mode=train, or --mode=compile', ('train', 'compile train'))
+DECODED = Need('step', 'decoding: --mode=decode, or --mode=compile --plan=decode', ('decode', 'compile decode'))
+SHARDED = Need('step', '--mode=train or --mode=compile', ('train', 'compile train', 'compile decode'))
+COMPILED = Need('step', '--mode=compile', ('compile train', 'compile decode'))
+DECODED_HERE = Need('step', '--mode=decode', ('decode',))
+MEASURED = Need('step', '--mode=train or --mode=decode', ('train', 'decode'))
+
+# {script: {flag: what it needs}}. Not here are flags that nanoGPT has too, of which it accepts any combination, as
+# wandb_project without wandb_log; nor what needs a switch that is on unless it is named, as lr_schedule needs decay_lr.
+NEEDS = {
+    'train_jax': {
+        'n_expert_used': EXPERTS, 'expert_balance': EXPERTS, 'lora_alpha': LORA, 'quantize': LORA,
+        'beta': PAIRS, 'length_normalized': PAIRS},
+    'sample_jax': {
+        'each_line': Need('has_file', 'a file of prompts: add --start=FILE:prompts.txt'),
+        'system': CHAT, 'draft': Need('n_draft', 'the number of tokens to guess per step: add --n_draft=3'),
+        'start': PROMPTS, 'num_samples': PROMPTS, 'output': PROMPTS},
+    'eval_jax': {
+        'logprobs': Need('tasks', 'tasks: add --tasks=items.jsonl')},
+    'export_jax': {
+        'shard_gb': Need('folder', '--folder: a GGUF file is one file')},
+    'bench_jax': {
+        'n_expert_used': EXPERTS, 'expert_balance': EXPERTS,
+        **dict.fromkeys(('optimizer', 'attention', 'loss_chunk', 'scan_layers', 'remat', 'fsdp', 'zero', 'context'),
+                        TRAINED),
+        **dict.fromkeys(('prompt_len', 'max_new_tokens', 'quantize', 'cache_dtype'), DECODED),
+        **dict.fromkeys(('n_draft', 'out_dir', 'dataset'), DECODED_HERE),
+        **dict.fromkeys(('tensor', 'expert'), SHARDED), **dict.fromkeys(('plan', 'topology'), COMPILED),
+        'repeats': MEASURED},
+}
+
+
+def is_read(script, name, flags):
+    """Whether something reads the flag `name` of this script, given the other flags, {name: value}, and the facts among
+    them. True if what it needs is not among them: it is not known yet."""
+    need = NEEDS[script].get(name)
+    if need is None or need.switch not in flags:
+        return True
+    value = flags[need.switch]
+    return value in need.values if need.values else bool(value)
+
+
+def check_needs(script, flags, given):
+    """Raises UserError for a given flag that nothing reads: see NEEDS. What is off itself (0, '', False) is not asked
+    for, and a switch that is turned off by name (--lora_rank=0) may follow a config file that has more flags for it.
+
+    flags: all flags, {name: value}, with the facts that the script knows. given: those that the user gave."""
+    for name, value in given.items():
+        if not value or is_read(script, name, flags):
+            continue
+        need = NEEDS[script][name]
+        if need.switch not in given:
+            raise UserError(f'nothing reads {name}={value} without {need.remedy}; or leave {name} out')
+
+
+def rising_learning_rate(flags):
+    """A warning if the learning rate of these training flags rises to min_lr instead of falling to it, else ''."""
+    decays = flags['decay_lr'] and flags['lr_schedule'] != 'constant'
+    if not decays or flags['min_lr'] <= flags['learning_rate']:
+        return ''
+    return (f"min_lr={flags['min_lr']:g} is above learning_rate={flags['learning_rate']:g}, which would rise to it: "
+            f"add --min_lr={flags['learning_rate'] / 10:g}, or --decay_lr=False")
+
+
+def check_given(flags, given):
+    """Raises UserError for training flags that the user gave and that cannot be meant so. Call it with the flags of the
+    run: of one that is resumed, with those of its checkpoint."""
+    if 'min_lr' in given and rising_learning_rate(flags):  # nanoGPT's default may be above, and is only said
+        raise UserError(rising_learning_rate(flags))
+    if flags['init_from'] == 'scratch':  # others know their model, and its flags, later
+        check_needs('train_jax', flags, given)
+
+
 def check_source(flags, given):
     """Raises UserError if flags of sampling, evaluation or export were given that init_from leaves without effect."""
-    if flags['init_from'] != 'resume' and (ignored := {'out_dir', 'checkpoint', 'base'} & given.keys()):
+    ignored = {'out_dir', 'checkpoint'} & given.keys()  # local_path refuses base where there is no adapter
+    if flags['init_from'] != 'resume' and ignored:
         raise UserError(f"{min(ignored)} is of a run, and init_from={flags['init_from']} is another model: give either")
+
+
+CHOICES = {  # of training flags whose values need no module to be known
+    'optimizer': ('adamw', 'muon'), 'lr_schedule': ('cosine', 'linear', 'wsd', 'constant'),
+    'dtype': ('auto', *DTYPES), 'quantize': ('', 'int8')}
 
 
 def check_flags(flags):
     """Raises UserError for training flags that are out of range."""
     check_ranges(flags)
+    for name, choices in CHOICES.items():
+        check_choice(name, flags[name], choices)
     if not flags['out_dir']:
         raise UserError('out_dir is empty; name a folder')
     if is_url(flags['out_dir']):
         raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where the bucket is mounted")
     is_new = flags['init_from'] not in ('resume', 'auto')  # the rank of a resumed run is in its checkpoint
-    if flags['quantize'] not in ('', 'int8') or flags['quantize'] and is_new and not flags['lora_rank']:
-        raise UserError(f"quantize={flags['quantize']}: it may be int8, for the frozen weights of LoRA (--lora_rank=8)")
     for name in ('lora_alpha', 'beta'):
         if not 0 < flags[name] < math.inf:
             raise UserError(f'{name} must be above 0, not {flags[name]}')

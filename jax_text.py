@@ -51,8 +51,8 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     """The model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), a ckpt.pt or .gguf.
 
     checkpoint: of a run, 'best' (lowest validation loss; the default) or 'latest'. base: where the pretrained
-    model of a LoRA run is now, if it has moved. dataset: the folder under data/ whose meta.json describes the tokenizer
-    of a ckpt.pt. draft: a smaller model with the same tokens, for n_draft.
+    model of a LoRA run or of an adapter of peft is now, if it has moved. dataset: the folder under data/ whose
+    meta.json describes the tokenizer of a ckpt.pt. draft: a smaller model with the same tokens, for n_draft.
     device, dtype: see setup_jax_environment. quantize: 'int8' or '' (off). tensor, expert: the number of devices over
     which heads, MLP width and vocabulary, or the experts, are sharded; several processes must take all devices.
 
@@ -88,7 +88,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
                 warning = (f'taking the best checkpoint, iteration {taken}; a later one, {latest}, is there: '
                            '--checkpoint=latest')
         else:
-            path = local_path(source)
+            path = local_path(source, base=base)
             config, params = load_pretrained(path, 'stored' if quantize else dtype, place)
             description, name = describe_tokenizer(path, config.vocab_size), str(source)
         parallel.validate(config)

@@ -18,7 +18,8 @@ from jax_devices.setup import setup_jax_environment
 from jax_files.checkpoints import checkpoint_steps, choose_checkpoint
 from jax_files.data import (
     DROPOUT, Pairs, check_ids, counted_bytes, counted_share, evaluated_windows, find_starts, get_windows)
-from jax_flags import UserError, ceil_div, check_choice, check_flags
+from jax_flags import (
+    CHOICES, UserError, ceil_div, check_choice, check_flags, check_given, rising_learning_rate)
 from jax_lora import base_params, model_params
 from jax_ops.sharding import batch_axes, current_mesh, partition_specs, shard, shard_params
 from jax_transformer import GPT, GPTConfig
@@ -88,6 +89,10 @@ def resolve_flags(flags, given):
         if name in given:
             print(f'--{name}={flags[name]} has no effect here: JAX always compiles, and picks its own communication')
     check_flags(flags)
+    check_given(flags, given)
+    warning = rising_learning_rate(flags)
+    if warning:
+        print(f'warning: {warning}')
     devices, dtype, reason = in_all_processes(setup_jax_environment, flags['device'], flags['dtype'])
     if resumed:
         layout = {name: flags[name] for name in ('fsdp', 'tensor', 'expert', 'context')}
@@ -143,7 +148,7 @@ def create_learning_rate_schedule(learning_rate, *, decay_lr=True, warmup_iters=
     lr_decay_iters, and min_lr after that. lr_schedule: 'linear' decays linearly instead; 'wsd' (warm-up, stable, decay;
     arXiv:2404.06395) decays linearly in the last fifth; 'constant' never. decay_lr=False: learning_rate throughout,
     without a warm-up. Raises UserError for an unknown schedule or a decay that ends within the warm-up."""
-    check_choice('lr_schedule', lr_schedule, ('cosine', 'linear', 'wsd', 'constant'))
+    check_choice('lr_schedule', lr_schedule, CHOICES['lr_schedule'])
     if not decay_lr:
         return optax.constant_schedule(learning_rate)
     warm_up = optax.linear_schedule(learning_rate / (warmup_iters + 1), learning_rate, warmup_iters)
@@ -235,7 +240,7 @@ def create_optimizer_with_schedule(schedule, *, beta1=0.9, beta2=0.95, weight_de
     """AdamW (arXiv:1711.05101) with weight decay where is_decayed says so. 'muon' updates every matrix of the blocks
     except the router's, each expert's by itself, with Muon instead (see orthogonalize), at AdamW's learning rate, and
     the same parameters decay. Clipping is separate: clip_gradients. Raises UserError for any other optimizer."""
-    check_choice('optimizer', optimizer, ('adamw', 'muon'))
+    check_choice('optimizer', optimizer, CHOICES['optimizer'])
     adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=1e-8, weight_decay=weight_decay,
                         mask=lambda params: jax.tree.map_with_path(is_decayed, params))
     if optimizer == 'adamw':

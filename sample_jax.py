@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 from jax_flags import (
-    UserError, check_ranges, check_sampling, check_source, read_flags, read_text, start_script, write_text)
+    UserError, check_needs, check_ranges, check_sampling, check_source, read_flags, read_text, start_script, write_text)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
 out_dir = 'out' # the run to sample from; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
-base = '' # of a LoRA run: where the pretrained model is now, if it has moved
+base = '' # of a LoRA run or an adapter of peft: where the pretrained model is now, if it has moved
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
 start = '\n' # the prompt, 'FILE:prompt.txt' to read it from a file, or 'FILE:prompts.jsonl', a prompt in each line
 each_line = False # each line of the FILE is a prompt of its own; all are generated in one batch
@@ -59,8 +59,8 @@ if 'compile' in given:
 check_ranges(flags)
 check_source(flags, given)
 check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-if each_line and not start.startswith('FILE:'):
-    raise UserError('each_line takes its prompts from a file: --start=FILE:prompts.txt')
+check_needs('sample_jax', flags | {
+    'has_file': start.startswith('FILE:'), 'is_chat': chat or interactive, 'takes_prompts': not interactive}, given)
 if start.startswith('FILE:') and start.endswith('.jsonl'):
     each_line = True
 if stop.startswith('['):
@@ -72,10 +72,6 @@ if stop.startswith('['):
         raise UserError(f'stop must be a list of texts, not {stop}')
 if os.path.isdir(output):
     raise UserError(f'output={output} is a folder; name a file')
-if system and not (chat or interactive):
-    raise UserError('system is of a chat: add --chat=True or --interactive=True')
-if draft and not n_draft:
-    raise UserError('draft needs to know how many tokens to guess per step: add --n_draft=3')
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import jax

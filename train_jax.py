@@ -12,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from jax_flags import UserError, ceil_div, check_flags, exit_if_peer_died, read_flags, start_script, write_json
+from jax_flags import (
+    UserError, ceil_div, check_flags, check_given, check_needs, exit_if_peer_died, read_flags, start_script, write_json)
 
 # -----------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in the order given.
@@ -104,6 +105,8 @@ started = time.perf_counter()
 start_script()
 flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
 check_flags(flags)
+if init_from not in ('resume', 'auto'):
+    check_given(flags, given)
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import flax
@@ -118,7 +121,8 @@ from jax_devices.setup import Profile, Stopwatch, TimeBudget, configure_process,
 from jax_files.checkpoints import (
     add_val_loss, checkpoint_steps, finish_checkpoints, load_checkpoint, lock_out_dir, open_checkpoints,
     save_checkpoint)
-from jax_files.data import counted_share, describe_data, draw_batch, load_mixture, load_mixture_meta, load_pairs
+from jax_files.data import (
+    DataChanged, counted_share, describe_data, draw_batch, load_mixture, load_mixture_meta, load_pairs)
 from jax_files.metrics import MetricsLog, plot_losses
 from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, load_token_bytes, same_tokens
 from jax_files.weight_files import find_config_json, keep_config_json, local_path
@@ -191,8 +195,7 @@ if data['vocab_size'] > config.vocab_size:
 if quantize and config.moe:
     raise UserError('quantize=int8 does not train models with experts; use --quantize=')
 is_pairs = data['kind'] == 'pairs'
-if not (is_pairs or resumed) and {'beta', 'length_normalized'} & given.keys():
-    raise UserError(f'beta and length_normalized are for pairs of answers, of which dataset {dataset} has none')
+check_needs('train_jax', flags | {'is_pairs': is_pairs}, given)
 if is_pairs and not lora:
     raise UserError(f'dataset {dataset} has pairs of answers, which LoRA learns from: see config/finetune_dpo.py')
 if is_pairs and micro_batch % 2:
@@ -420,6 +423,14 @@ try:
         iter_num += 1
         tracer.stop(iter_num, state, is_end=False)
         stop_signal = int(stop_requested)
+except DataChanged as error:
+    if not eval_only:
+        checkpoints.wait_until_finished()
+    steps = checkpoint_steps(out_dir)
+    kept = 'there is no checkpoint yet'
+    if steps:
+        kept = f'{out_dir} has the checkpoint of iteration {steps[0]}: continue with --init_from=resume'
+    raise UserError(f'{error}; make the data set again; {kept}') from None
 except Exception as error:
     exit_if_peer_died(error)
     raise

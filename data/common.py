@@ -1,5 +1,5 @@
-"""What the scripts data/*/prepare.py share: reading texts, tokenizers, writing a data set. Importing this file makes
-their errors one line, with exit code 2."""
+"""What the scripts data/*/prepare.py share: tokenizers and writing a data set; reading.py reads. Importing this file
+makes their errors one line, with exit code 2."""
 import argparse
 import array
 import bisect
@@ -16,6 +16,7 @@ import numpy as np  # the rest is imported where it is needed: most scripts need
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from jax_flags import UserError, exit_on_user_error
+from reading import read_text  # noqa: F401 (of the scripts)
 
 sys.excepthook = exit_on_user_error
 SHAKESPEARE = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
@@ -55,35 +56,6 @@ def download(url, path):
     except (OSError, http.client.HTTPException) as e:
         fail(f'cannot download {url} ({e}); save it by hand as {path}, or name a text file of your own')
     save(os.path.dirname(path), {os.path.basename(path): content})
-
-
-def read_blocks(path, size=2**20):
-    """Yields a text file in blocks of `size` characters, without the byte-order mark that it may have. Raises UserError
-    if the file is not UTF-8."""
-    try:
-        # newline='' because Python would turn \r\n into \n: the same bytes must give the same tokens everywhere
-        with open(path, encoding='utf-8-sig', newline='') as f:
-            while block := f.read(size):
-                yield block
-    except OSError as e:
-        fail(f'cannot read {path} ({e.strerror}); name a text file that exists')
-    except UnicodeDecodeError as e:
-        fail(f'{path} is not UTF-8 text ({e.reason}: {e.object[e.start]:#04x}); convert it to UTF-8 first')
-
-
-def read_text(path):
-    return ''.join(read_blocks(path))
-
-
-def read_column(path, key):
-    """Yields row[key] of each row of a parquet file. Raises UserError if it has no such column."""
-    import pyarrow.parquet
-    # it would read a column at once without a buffer, and keep what it has read with pre_buffer
-    with pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
-        if key not in (names := file.schema_arrow.names):
-            fail(f'{path} has no column "{key}", only {", ".join(names)}; name one with --key of data/text/prepare.py')
-        for batch in file.iter_batches(100, columns=[key]):
-            yield from batch.column(0).to_pylist()
 
 
 def cut(blocks, size=2**20):

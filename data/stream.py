@@ -176,7 +176,8 @@ def stream(out_dir, *args, **options):
         write_data_set(out_dir, *args, **options)
 
 
-def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, remedy, block_size=0):
+def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, remedy, block_size=0,
+                   report=None):
     """Writes a data set that is larger than the memory, and prints its counts. Interrupted at any moment and called
     again with the same arguments, it continues, and writes the same bytes.
 
@@ -184,7 +185,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
     choose: a function that returns the vocabulary. batches: a function: batches(n) yields lists of units, after the
     first n. split: a function from the units' numbers of tokens (negative where is_val) to the units of train and val,
     in order. num_proc: processes. remedy: the end of the message if the input cannot be read. block_size: of rows, see
-    fill_rows. Raises UserError."""
+    fill_rows. report: a function that says, once all is read, what it was: {'lines': to print, 'bytes': of the texts}.
+    Raises UserError."""
     from tqdm import tqdm
     parts = source_path, lengths_path, tokens_path = [os.path.join(out_dir, part) for part in SCRATCH]
     vocabulary, done = None, 0
@@ -223,13 +225,14 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
                         os.fsync(f.fileno())
                     bar.update(n_characters)
             state['units'] = count_done(lengths_path, tokens_path, dtype.itemsize)
+            state['report'] = report() if report else None
             write_json(source_path, state)
     except Exception as e: # whatever a network, a disk or a damaged file raises through the libraries
         if vocabulary is not None and all(os.path.exists(path) for path in parts):
             done = count_done(lengths_path, tokens_path, token_dtype(vocabulary.size).itemsize)
         if done == 0:
             discard(out_dir, parts)
-        if isinstance(e, UserError):
+        if isinstance(e, UserError) and not done:
             raise
         if isinstance(e, ChildProcessError):
             remedy = 'run it again'
@@ -238,6 +241,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
                       f'changed, delete {", ".join(SCRATCH)} in {out_dir} first')
         if isinstance(e, OSError) and (e.errno in (errno.ENOSPC, errno.EROFS) or str(e.filename).startswith(out_dir)):
             remedy = 'free some space and run the same command to continue, or choose another --out_dir'
+        if isinstance(e, UserError):
+            fail(f'{e}; {remedy}')
         fail(f'cannot tokenize {name} ({type(e).__name__}: {e}); {remedy}')
 
     # pass 2: write aside, then rename, train.bin last: without it there is no data set
@@ -266,8 +271,14 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     remove(parts)
+    found = state.get('report')
+    if found:
+        print('\n'.join(found['lines']))
     print(f'train has {train_tokens:,} tokens')
     print(f'val has {val_tokens:,} tokens')
+    if found:
+        n_tokens = np.abs(lengths).sum()
+        print(f'{n_tokens:,} tokens, {found["bytes"] / n_tokens:.2f} bytes per token')
 
 
 def run(main):

@@ -1,9 +1,12 @@
-"""Token files, contiguous uint16 or uint32 without a header, memory-mapped -> batches, by seed and iteration alone."""
+"""Token files, contiguous uint16 or uint32 without a header -> batches, by seed and iteration alone."""
 import functools
 import json
+import math
 import os
 import re
 import sys
+import threading
+import weakref
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +24,78 @@ def relative_path(path):
         return Path(os.path.relpath(path))
     except ValueError:
         return Path(path)
+
+
+class DataChanged(UserError):
+    """A data set has changed while it was read."""
+
+
+class TokenFile:
+    """The numbers of a file without a header, as an array [n_numbers], or [n_rows, row_length], of which
+    slices and rows are read when they are asked for. What does not fill a row is left out.
+
+    Not mapped into memory: a mapped file that is cut short ends the process by a signal, without a
+    word. The file stays the one that was opened, also if another one gets its name."""
+
+    lock = threading.Lock()  # of the position in a file, where there is no pread (Windows)
+
+    def __init__(self, path, dtype, row_length=None):
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self.descriptor = os.open(path, os.O_RDONLY | getattr(os, 'O_BINARY', 0))
+        weakref.finalize(self, os.close, self.descriptor)
+        size = os.fstat(self.descriptor).st_size // self.dtype.itemsize
+        self.shape = (size // row_length, row_length) if row_length else (size,)
+        self.ndim = len(self.shape)
+        self.size = math.prod(self.shape)
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, index):
+        """The numbers, or rows, of a slice without a step, of an integer, or of an array of integers [n]."""
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(len(self))
+            return self.read([start], max(0, stop - start))[0]
+        if np.ndim(index) == 0:
+            return self.read([range(len(self))[index]], 1)[0, 0]
+        return self.read(index, 1)[:, 0]
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self[:], dtype)
+
+    def tolist(self):
+        return self[:].tolist()
+
+    def read(self, starts, n):
+        """[len(starts), n] numbers, or [len(starts), n, row_length] of rows: n from each start on. Raises DataChanged
+        if the file has become shorter."""
+        found = np.empty((len(starts), n, *self.shape[1:]), self.dtype)
+        n_bytes = found[:1].nbytes
+        width = self.dtype.itemsize * math.prod(self.shape[1:])
+        buffer = memoryview(found.reshape(-1).view(np.uint8))
+        for i, start in enumerate(np.asarray(starts).tolist()):
+            part = buffer[i * n_bytes:(i + 1) * n_bytes]
+            offset = start * width
+            while part:
+                n_read = self.read_into(part, offset)
+                if not n_read:
+                    size = os.fstat(self.descriptor).st_size
+                    raise DataChanged(f'{self.path} was cut short while it was read: it has {size:,} bytes '
+                                      f'now, {self.size * self.dtype.itemsize:,} at the start')
+                part = part[n_read:]
+                offset += n_read
+        return found
+
+    def read_into(self, buffer, offset):
+        """Fills the buffer with bytes of the file from there on; returns how many there were."""
+        if hasattr(os, 'preadv'):
+            return os.preadv(self.descriptor, (buffer,), offset)
+        with self.lock:
+            os.lseek(self.descriptor, offset, os.SEEK_SET)
+            content = os.read(self.descriptor, len(buffer))
+        buffer[:len(content)] = content
+        return len(content)
 
 
 def remedy_for(data_dir):
@@ -70,9 +145,9 @@ def load_dataset(data_dir, block_size):
     """Opens data_dir/{train,val}.bin as prepare.py wrote them. Where meta.json holds the largest id, max_id, and the
     numbers of tokens, only the sizes are checked; otherwise all tokens are read, each process its share.
 
-    Returns ({'train': memmap, 'val': memmap}, vocab_size, tokenizer description), see load_dataset_meta; each memmap is
-    [n_tokens], or [n_rows, block_size + 1] if the data set was prepared in rows. Raises UserError for missing, short or
-    damaged files, rows of another length, and token ids outside the vocabulary."""
+    Returns ({'train': TokenFile, 'val': TokenFile}, vocab_size, tokenizer description), see load_dataset_meta; a file
+    is [n_tokens], or [n_rows, block_size + 1] if the data set was prepared in rows. Raises UserError for missing, short
+    or damaged files, rows of another length, and token ids outside the vocabulary."""
     data_dir = relative_path(data_dir)
     meta = load_dataset_meta(data_dir)
     remedy = remedy_for(data_dir)
@@ -97,15 +172,14 @@ def load_dataset(data_dir, block_size):
         if n_tokens not in (None, size):
             raise UserError(f'{path} has {size} tokens, its meta.json says {n_tokens}: the file is damaged or '
                             f'of another data set; {remedy}')
-        splits[split] = np.memmap(path, meta['dtype'], mode='r')
+        tokens = TokenFile(path, meta['dtype'])
         largest = meta['max_id']
         if type(largest) is not int or n_tokens is None:  # a wrong id would train silently: read every token
             starts = range(0, size, 10**7)[jax.process_index()::jax.process_count()]
-            largest = max((int(splits[split][i:i + 10**7].max()) for i in starts), default=0)
+            largest = max((int(tokens[i:i + 10**7].max()) for i in starts), default=0)
         if largest >= meta['vocab_size']:
             raise UserError(f"{path} has token id {largest}, outside the vocabulary of {meta['vocab_size']}; {remedy}")
-        if row_length:
-            splits[split] = splits[split][:size // row_length * row_length].reshape(-1, row_length)
+        splits[split] = TokenFile(path, meta['dtype'], row_length) if row_length else tokens
     return splits, meta['vocab_size'], meta['tokenizer']
 
 
@@ -117,7 +191,11 @@ def load_masks(data_dir, splits):
     sizes = {split: path.stat().st_size for split, path in paths.items() if path.exists()}
     if (sizes or load_dataset_meta(data_dir)['kind']) and sizes != {split: splits[split].size for split in splits}:
         raise UserError(f'the masks of {data_dir} are missing or of other tokens; {remedy_for(Path(data_dir))}')
-    return {split: np.memmap(paths[split], np.uint8, mode='r').reshape(splits[split].shape) for split in sizes}
+    masks = {}
+    for split in sizes:
+        tokens = splits[split]
+        masks[split] = TokenFile(paths[split], np.uint8, tokens.shape[1] if tokens.ndim == 2 else None)
+    return masks
 
 # -----------------------------------------------------------------------------
 # mixtures of data sets
@@ -221,7 +299,13 @@ def count_windows(n_tokens, block_size):
 
 def get_windows(tokens, start, block_size):
     """x, y, int32 [len(start), block_size]: the windows, or rows, of `tokens` at `start`, and these shifted by one."""
-    window = tokens[start if tokens.ndim == 2 else start[:, None] + np.arange(block_size + 1)].astype(np.int32)
+    if tokens.ndim == 2:
+        window = tokens[start]
+    elif isinstance(tokens, TokenFile):
+        window = tokens.read(start, block_size + 1)
+    else:
+        window = tokens[start[:, None] + np.arange(block_size + 1)]
+    window = window.astype(np.int32)
     return window[:, :-1], window[:, 1:]
 
 
@@ -332,11 +416,13 @@ class Pairs:
 
     def read(self, conversations):
         """{'x', 'y', 'weight' [len(conversations), block_size]} of the conversations of these numbers."""
-        place = self.bounds[conversations][:, None] + np.arange(self.block_size + 1)
-        is_padding = place >= self.bounds[conversations + 1][:, None]
-        place[is_padding] = 0
-        ids = np.where(is_padding, 0, self.tokens[place]).astype(np.int32)
-        weight = np.where(is_padding, 0, self.mask[place])[:, 1:].astype(np.float32)
+        ids = np.zeros((len(conversations), self.block_size + 1), np.int32)
+        counts = np.zeros(ids.shape, np.float32)
+        for i, conversation in enumerate(conversations):
+            start, end = self.bounds[conversation:conversation + 2]
+            ids[i, :end - start] = self.tokens[start:end]
+            counts[i, :end - start] = self.mask[start:end]
+        weight = counts[:, 1:]
         if self.length_normalized:
             weight /= np.maximum(weight.sum(1, keepdims=True), 1)
         return {'x': ids[:, :-1], 'y': ids[:, 1:], 'weight': weight}

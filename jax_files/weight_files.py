@@ -1,16 +1,20 @@
 """Weights of any model on disk: safetensors, shards, MXFP4 and fp8 blocks, torch.save, GGUF, Hugging Face's hub."""
+import atexit
+import functools
 import json
 import logging
 import math
 import os
 import re
 import shutil
+import tempfile
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from jax_files.adapters import find_adapter_file, is_adapter, merge_adapter, read_adapter_config
 from jax_files.gguf_files import GGUF_PATH, gguf_tensors, open_gguf
 from jax_files.torch_files import read_state_dict
 from jax_flags import DTYPES, UserError, read_json, regular_file, write_json
@@ -45,9 +49,7 @@ def write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard
             raise UserError(f'{folder} exists and is not an empty folder; remove it or choose another')
         os.makedirs(unfinished)
         if tokenizer:
-            for file in os.listdir(tokenizer):
-                if file.endswith(('.json', '.jinja', '.model')) and file != 'config.json' and 'safetensors' not in file:
-                    shutil.copyfile(regular_file(tokenizer, file), os.path.join(unfinished, file))
+            copy_tokenizer_files(tokenizer, unfinished)
             settings = os.path.join(unfinished, 'tokenizer_config.json')
             if os.path.exists(os.path.join(unfinished, 'tokenizer.json')) and not os.path.exists(settings):
                 # without a class transformers takes that of the model type, which may split text in its own way
@@ -109,18 +111,37 @@ def aligned_empty(shape, dtype):
 
 
 PUBLISHED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # openai-community/<name> on the Hugging Face hub
+ADAPTER_PATH = 'adapter_path'  # a file in the folder of open_adapter
 WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_model.bin',
-                'pytorch_model.bin.index.json', GGUF_PATH)  # of a folder
+                'pytorch_model.bin.index.json', GGUF_PATH, ADAPTER_PATH)  # of a folder
 
 
-def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja')):
+def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja'), base=''):
     """The path itself, or the local folder of the hub's model of that name, downloaded (these files of it) unless it
-    is in the hub's cache, or the folder in which a GGUF file is opened."""
+    is in the hub's cache, or the folder in which a GGUF file or an adapter of peft is opened.
+
+    base: where the model of an adapter is; '' is where its adapter_config.json says."""
     path = os.path.expanduser(path_or_name)
     if os.fspath(path).endswith('.gguf'):
-        return open_gguf(os.path.abspath(path))
-    on_hub = path_or_name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(path_or_name))
-    if not on_hub or os.path.exists(path):
+        path = open_gguf(os.path.abspath(path))
+    else:
+        path = find_on_hub(path_or_name, files)
+    if is_adapter(path):
+        return open_adapter(os.path.abspath(path), base)
+    if base:
+        raise UserError(f'base is for a LoRA run or an adapter of peft, and {path_or_name} is neither')
+    return path
+
+
+def is_hub_name(name):
+    """Whether this may be the name of a model on Hugging Face's hub."""
+    return name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(name)) is not None
+
+
+def find_on_hub(path_or_name, files):
+    """local_path of a folder, a file or a name, as it is there."""
+    path = os.path.expanduser(path_or_name)
+    if not is_hub_name(path_or_name) or os.path.exists(path):
         return path
     repo = f'openai-community/{path_or_name}' if path_or_name in PUBLISHED else path_or_name
     try:
@@ -135,6 +156,75 @@ def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja')):
         raise UserError(
             f'cannot download {path_or_name} ({type(error).__name__}: {reason}). Put config.json and model.safetensors '
             f'of {repo}, Hugging Face hub, into a folder by hand and give its path instead') from None
+
+
+made_folders = {}  # {the folder of an adapter: function that returns {name: array}}: a stranger's is none of them
+
+
+@functools.cache  # one folder for each adapter
+def open_adapter(adapter, base):
+    """The folder with the config.json of an adapter's model and the tokenizer of either, until this process ends. The
+    model's weights with the adapter's updates are made when they are read.
+
+    Raises UserError for settings that are not computed here, and if the model is not found; see local_path."""
+    settings = read_adapter_config(adapter)
+    file = find_adapter_file(adapter)
+    model = find_base(adapter, settings, base)
+    config_path = find_config_json(model)
+    if config_path is None or os.path.exists(os.path.join(model, GGUF_PATH)):
+        raise UserError(f'{adapter} updates {model}, which is no folder of Hugging Face; name that with --base=FOLDER')
+    config = read_json(config_path)
+    made = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    folder = os.path.join(made, os.path.basename(adapter))  # which messages name
+    os.mkdir(folder)
+    has_tokenizer = os.path.exists(os.path.join(adapter, 'tokenizer.json'))
+    copy_tokenizer_files(adapter if has_tokenizer else os.path.dirname(config_path), folder)
+    generation = regular_file(os.path.dirname(config_path), 'generation_config.json')
+    if os.path.exists(generation) and not os.path.exists(os.path.join(folder, 'generation_config.json')):
+        shutil.copyfile(generation, os.path.join(folder, 'generation_config.json'))
+    write_json(os.path.join(folder, 'config.json'), config)
+    write_json(os.path.join(folder, ADAPTER_PATH), {'path': adapter})
+
+    def read():
+        weights = weight_file(model)
+        quantization = config.get('quantization_config') or {}
+        tensors = dequantize_lazily(read_tensors(weights), quantization.get('weight_block_size', [128, 128]), weights)
+        return merge_adapter(tensors, read_weight_file(file), settings, config.get('model_type'), file)
+
+    made_folders[folder] = read
+    return folder
+
+
+def find_base(adapter, settings, base):
+    """The folder of an adapter's model: `base`, else what adapter_config.json names, which is a path, a folder of that
+    name in or beside the adapter's, or on the hub."""
+    own_weights = [name for name in WEIGHT_FILES if os.path.exists(os.path.join(adapter, name))]
+    if base and os.path.realpath(os.path.expanduser(base)) == os.path.realpath(adapter) and own_weights:
+        return adapter
+    if own_weights and not base:
+        raise UserError(f'{adapter} holds an adapter and {own_weights[0]}: if that is the model that the adapter '
+                        'updates, give --base=FOLDER, too; if it is merged already, move adapter_config.json away')
+    if base:
+        return local_path(base)
+    named = settings.get('base_model_name_or_path')
+    if not isinstance(named, str) or not named or '\0' in named:
+        raise UserError(f'{adapter} does not say which model it updates; name it with --base=FOLDER')
+    name = os.path.basename(os.path.normpath(named))
+    for path in (os.path.expanduser(named), os.path.join(adapter, name), os.path.join(os.path.dirname(adapter), name)):
+        if os.path.exists(path) and not is_adapter(path):
+            return local_path(path)
+    if not is_hub_name(named):
+        raise UserError(f'{adapter} updates {named}, which does not exist; name its place with --base=FOLDER')
+    return local_path(named)
+
+
+def copy_tokenizer_files(source, folder):
+    """Copies what describes a model's tokenizer and its use, no config.json and nothing of the weights."""
+    for file in os.listdir(source):
+        is_other = file == 'config.json' or file.startswith('adapter_') or 'safetensors' in file or '.bin.' in file
+        if file.endswith(('.json', '.jinja', '.model')) and not is_other or file in ('merges.txt', 'vocab.txt'):
+            shutil.copyfile(regular_file(source, file), os.path.join(folder, file))
 
 
 def weight_file(path):
@@ -154,6 +244,10 @@ def read_tensors(file):
     """{name: array} of one of WEIGHT_FILES."""
     if os.path.basename(file) == GGUF_PATH:
         return gguf_tensors(os.path.dirname(file))
+    if os.path.basename(file) == ADAPTER_PATH:
+        if os.path.dirname(file) not in made_folders:
+            raise UserError(f"{file} is not of this program; give the adapter's folder")
+        return made_folders[os.path.dirname(file)]()
     if file.endswith('.json'):
         return read_shards(file)
     return read_weight_file(file)

@@ -12,8 +12,9 @@ import optax
 import pytest
 
 from jax_files.data import (
-    DataSet, count_windows, describe_data, draw_batch, evaluated_windows, get_batch_jax, get_loss_weights, get_windows,
-    load_dataset, load_dataset_meta, load_masks, load_mixture, load_mixture_meta, parse_mixture, shuffled_windows)
+    DataChanged, DataSet, TokenFile, count_windows, describe_data, draw_batch, evaluated_windows, get_batch_jax,
+    get_loss_weights, get_windows, load_dataset, load_dataset_meta, load_masks, load_mixture, load_mixture_meta,
+    parse_mixture, shuffled_windows)
 from jax_flags import UserError
 from jax_train_utils import create_learning_rate_schedule, make_train_step
 from jax_transformer import GPT, create_train_state, cross_entropy
@@ -64,6 +65,40 @@ def test_the_order_takes_the_smallest_integers_and_is_that_of_the_larger_ones():
         assert offset == rng.integers(32)
         np.testing.assert_array_equal(order, rng.permutation(n_windows))
         assert order.itemsize == itemsize
+
+
+@pytest.mark.parametrize('row_length', [None, 7])
+def test_a_token_file_is_the_array_that_is_in_it(tmp_path, row_length):
+    tokens = np.arange(40, dtype=np.uint32) * 1001
+    tokens.tofile(tmp_path / 'train.bin')
+    file = TokenFile(tmp_path / 'train.bin', np.uint32, row_length)
+    array = tokens[:35].reshape(-1, 7) if row_length else tokens
+    assert (file.shape, file.size, file.ndim, len(file)) == (array.shape, array.size, array.ndim, len(array))
+    np.testing.assert_array_equal(file, array)
+    for index in (slice(2, 4), slice(-3, None), slice(9), slice(4, 2), slice(3, 99), 0, -1, np.array([3, 0, 3]),
+                  np.array([], int)):
+        np.testing.assert_array_equal(file[index], array[index])
+    for outside in (len(array), -len(array) - 1):
+        with pytest.raises(IndexError):
+            file[outside]
+    for one, other in zip(get_batch_jax(file, 6, 9, 3, 2), get_batch_jax(array, 6, 9, 3, 2)):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_token_file_that_is_cut_short_is_told_and_one_that_is_replaced_stays(tmp_path):
+    path = tmp_path / 'train.bin'
+    tokens = np.arange(10**5, dtype=np.uint16)
+    tokens.tofile(path)
+    file = TokenFile(path, np.uint16)
+    tokens[::-1].tofile(tmp_path / 'other.bin')
+    os.replace(tmp_path / 'other.bin', path)
+    np.testing.assert_array_equal(file, tokens)
+    file = TokenFile(path, np.uint16)
+    os.truncate(path, 2001)
+    assert file[:1000].tolist() == tokens[::-1][:1000].tolist()
+    for index in (slice(1000, 1001), slice(0, 50_000), 99_999, np.array([0, 1000])):
+        with pytest.raises(DataChanged, match=r'train.bin was cut short while it was .* 2,001 bytes now, 200,000'):
+            file[index]
 
 
 @pytest.mark.parametrize('dtype', ['uint16', 'uint32'])

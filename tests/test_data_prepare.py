@@ -90,7 +90,8 @@ def copied(script, folder):
     copy = folder / 'data' / script / 'prepare.py'
     copy.parent.mkdir(parents=True)
     shutil.copy(DATA / script / 'prepare.py', copy)
-    shutil.copy(DATA / 'common.py', folder / 'data')
+    for name in ('common.py', 'reading.py'):
+        shutil.copy(DATA / name, folder / 'data')
     shutil.copy(DATA.parent / 'jax_flags.py', folder)
     return copy
 
@@ -587,7 +588,7 @@ def test_a_parquet_file_is_not_held_in_memory_while_it_is_read(tmp_path, monkeyp
     texts = [rng.integers(32, 127, 2**14, np.uint8).tobytes().decode() for _ in range(2000)]
     pq.write_table(pa.table({'text': texts}), tmp_path / 'rows.parquet', row_group_size=100)
     before = pa.total_allocated_bytes()
-    held = [pa.total_allocated_bytes() - before for _ in script.read_rows(str(tmp_path / 'rows.parquet'), 'text')]
+    held = [pa.total_allocated_bytes() - before for _ in script.read_rows(str(tmp_path / 'rows.parquet'), ['text'])]
     assert len(held) == 2000 and max(held) < 2000 * 2**14 // 4
 
 
@@ -652,6 +653,77 @@ def test_a_string_with_half_a_character_is_read(tmp_path, env):
     (tmp_path / 'a.jsonl').write_text('{"text": "ab\\ud83dcd ab cd ab cd ab cd"}\n')
     prepare('text', tmp_path / 'a.jsonl', '--tokenizer=char', '--out_dir', tmp_path / 'out', env=env)
     assert '\ufffd' in read(tmp_path / 'out')[2]['tokenizer']['chars']
+
+
+ROWS = [{'text': 'one row\n'}, {'text': None}, {'id': 4}, {'text': 'another row\n'}, {'text': ['a']}, {'text': ''}, 5,
+        {'text': 'the last row\n'}]
+
+
+def rows_files(folder):
+    """The same rows without and with texts in all forms that can hold them; [paths]."""
+    folder.mkdir()
+    (folder / 'a.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in ROWS))
+    (folder / 'b.json').write_text(json.dumps(ROWS, indent=2))
+    (folder / 'C.NDJSON').write_text(''.join(json.dumps(row) + '\r\n\r\n' for row in ROWS), encoding='utf-8-sig')
+    return sorted(folder.iterdir(), key=lambda path: path.name.lower())
+
+
+def test_rows_without_a_text_are_skipped_and_counted(tmp_path, env):
+    for path in rows_files(tmp_path / 'in'):
+        said = prepare('text', path, '--tokenizer=char', '--out_dir', tmp_path / path.name, env=env)
+        train, val, meta = read(tmp_path / path.name)
+        text = ''.join(meta['tokenizer']['chars'][i] for i in [*train, *val])
+        assert sorted(text) == sorted('one row\nanother row\nthe last row\n')
+        where = {'a.jsonl': ('line 2', 'line 5'), 'b.json': ('row 2', 'row 5'), 'C.NDJSON': ('line 3', 'line 9')}
+        first, second = where[path.name]
+        assert (f"skipped 5 rows: 3 without a text under 'text' (the first: {path}, {first}), "
+                f"2 whose 'text' is no text (the first: {path}, {second})") in said
+        line = refuse('text', path, '--tokenizer=char', '--strict=True', '--out_dir', tmp_path / 'strict', env=env)
+        assert f"{path}, {first} is a row without a text under 'text'" in line
+        assert not (tmp_path / 'strict').exists()
+
+
+def test_rows_of_parquet_without_a_text_are_skipped_and_counted(tmp_path, env):
+    pa, pq = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
+    texts = [b'one row\n', None, b'not \xe9', b'', b'another row\n']
+    for kind in (pa.string(), pa.binary()):
+        path = tmp_path / f'{kind}.parquet'
+        pq.write_table(pa.table({'text': pa.array(texts, pa.binary()).view(kind)}), path)
+        out = tmp_path / str(kind)
+        said = prepare('text', path, '--tokenizer=char', '--out_dir', out, env=env)
+        assert read(out)[2]['tokenizer']['chars'] == ''.join(sorted(set('one row\nanother row\n')))
+        assert (f"skipped 3 rows: 2 without a text under 'text' (the first: {path}, row 2), 1 not UTF-8 "
+                f'(the first: {path}, row 3)') in said
+        line = refuse('text', path, '--tokenizer=char', '--strict', '--out_dir', tmp_path / 'strict', env=env)
+        assert 'row 2 is a row without' in line
+
+
+def test_what_was_read_is_said(tmp_path, env):
+    (tmp_path / 'in' / 'sub').mkdir(parents=True)
+    for name, text in (('a.txt', 'caf\u00e9\n' * 30), ('B.TXT', 'abc\n' * 10), ('empty.md', ''), ('c.csv', 'text\na'),
+                       ('d.csv', 'text\nb'), ('sub/e.jsonl', '{"text": "' + 'd' * 40 + '"}'), ('LICENSE', 'x')):
+        (tmp_path / 'in' / name).write_text(text)
+    said = prepare('text', tmp_path / 'in', '--tokenizer=char', '--out_dir', tmp_path / 'out', env=env)
+    train, val, _ = read(tmp_path / 'out')
+    assert said.splitlines() == [
+        'read 3 documents of 4 files: 230 characters, 260 bytes',
+        'left out 3 files: 2 .csv, 1 without an ending; --suffix names what to read',
+        f'train has {len(train)} tokens', f'val has {len(val)} tokens', '230 tokens, 1.13 bytes per token']
+    line = refuse('text', tmp_path / 'in', '--suffix=.json', '--out_dir', tmp_path / 'no', env=env)
+    assert 'no file that ends in .json; it has 2 .txt, 2 .csv, 1 without an ending, 1 .md, 1 .jsonl; name' in line
+
+
+def test_a_table_and_json_are_read_by_their_key_and_with_their_keys_if_that_is_empty(tmp_path, env):
+    (tmp_path / 'a.csv').write_text('id,body\n1,"one, two"\n2,"three"\n')
+    out = tmp_path / 'out'
+    prepare('text', tmp_path / 'a.csv', '--tokenizer=char', '--key=body', '--out_dir', out, env=env)
+    assert read(out)[2]['tokenizer']['chars'] == ''.join(sorted(set('one, twothree')))
+    prepare('text', tmp_path / 'a.csv', '--tokenizer=char', '--key=', '--out_dir', out, env=env)
+    assert '"' in read(out)[2]['tokenizer']['chars']
+    (tmp_path / 'a.json').write_text(json.dumps({'name': 'a', 'size': 3}, indent=2))
+    for name, said in (('a.csv', 'has no column "text", only id, body'),
+                       ('a.json', "line 1 and all others have no 'text', only name, size")):
+        assert said in refuse('text', tmp_path / name, '--tokenizer=char', '--out_dir', tmp_path / 'no', env=env)
 
 
 @pytest.mark.slow

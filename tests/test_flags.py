@@ -12,7 +12,8 @@ import jax
 import pytest
 
 from jax_flags import (
-    UserError, exit_if_peer_died, exit_on_user_error, is_url, read_flags, read_text, regular_file, write_text)
+    NEEDS, UserError, check_given, check_needs, config_block, exit_if_peer_died, exit_on_user_error, is_url, read_flags,
+    read_text, regular_file, rising_learning_rate, write_text)
 
 # -----------------------------------------------------------------------------
 # flags
@@ -145,6 +146,47 @@ def test_help_prints_every_knob_with_its_default_and_comment(read, capsys):
     assert "--start='A # b'  # the prompt\n" in out
     assert '--compile=True  # no effect\n' in out
     assert 'other' not in out
+
+
+# -----------------------------------------------------------------------------
+# flags that nothing reads
+
+@pytest.mark.parametrize('given, flags, is_refused', [
+    ({'lora_alpha': 32.0}, {'lora_rank': 0}, True),
+    ({'lora_alpha': 32.0}, {'lora_rank': 8}, False),
+    ({'lora_alpha': 32.0, 'lora_rank': 0}, {'lora_rank': 0}, False),  # a config file, and its switch turned off
+    ({'quantize': ''}, {'lora_rank': 0}, False),  # not asked for
+    ({'beta': 0.1}, {}, False),  # the data set is not known yet
+    ({'beta': 0.1}, {'is_pairs': False}, True),
+    ({}, {'lora_rank': 0, 'lora_alpha': 32.0}, False)])  # of a checkpoint
+def test_a_given_flag_that_nothing_reads_is_refused(given, flags, is_refused):
+    if not is_refused:
+        return check_needs('train_jax', given | flags, given)
+    with pytest.raises(UserError, match=f'nothing reads {[*given][0]}='):
+        check_needs('train_jax', given | flags, given)
+
+
+@pytest.mark.parametrize('script', NEEDS)
+def test_the_table_names_flags_that_are_there(script):
+    flags = config_block(ROOT / f'{script}.py').keys()
+    facts = {'is_pairs', 'is_chat', 'takes_prompts', 'has_file', 'step'}
+    assert NEEDS[script].keys() <= flags
+    assert {need.switch for need in NEEDS[script].values()} <= flags | facts
+
+
+FALLING = {'init_from': 'scratch', 'decay_lr': True, 'lr_schedule': 'cosine', 'learning_rate': 1e-3, 'min_lr': 1e-4}
+
+
+@pytest.mark.parametrize('changes, warns', [
+    ({}, False), ({'min_lr': 1e-3}, False), ({'min_lr': 2e-3}, True), ({'learning_rate': 1e-5}, True),
+    ({'min_lr': 2e-3, 'decay_lr': False}, False), ({'min_lr': 2e-3, 'lr_schedule': 'constant'}, False)])
+def test_a_learning_rate_that_would_rise_is_refused_if_min_lr_was_given(changes, warns):
+    flags = FALLING | changes
+    assert bool(rising_learning_rate(flags)) == warns
+    check_given(flags, {'learning_rate': flags['learning_rate']})  # with nanoGPT's default of min_lr
+    if warns:
+        with pytest.raises(UserError, match='min_lr=.* is above learning_rate='):
+            check_given(flags, {'min_lr': flags['min_lr']})
 
 
 # -----------------------------------------------------------------------------

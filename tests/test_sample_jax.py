@@ -177,7 +177,7 @@ def test_resuming_or_sampling_nothing_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize('bad, message', [
-    (['--system=x'], 'system is of a chat'),
+    (['--system=x'], 'nothing reads system=x without a chat'),
     (['--output=.'], 'output=. is a folder'),
     (['--init_from=gpt2'], 'out_dir is of a run, and init_from=gpt2 is another model'),
     ([f'--stop={"[" * 100_000}'], 'stop begins with .* and is not a list'),

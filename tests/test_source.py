@@ -11,7 +11,8 @@ from tests.common import ROOT, source_files
 LEVELS = {
     'jax_flags': 0,
     'jax_devices.setup': 1, 'jax_devices.processes': 1, 'jax_devices.plan': 1,
-    'jax_files.metrics': 1, 'jax_files.chats': 1, 'jax_files.torch_files': 1, 'jax_files.tokenizer_library': 1,
+    'jax_files.metrics': 1, 'jax_files.chats': 1, 'jax_files.torch_files': 1, 'jax_files.adapters': 1,
+    'jax_files.tokenizer_library': 1,
     'jax_files.tokenizer_folders': 2, 'jax_files.tokenizers': 3, 'jax_files.data': 4, 'jax_files.gguf_files': 4,
     'jax_files.weight_files': 5,
     'jax_ops.sharding': 1, 'jax_ops.dropout': 1, 'jax_ops.cpu': 2, 'jax_ops.matmul': 3,

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax_devices.parallel
 import jax_devices.setup
 import jax_files.checkpoints
+import jax_files.data
 import jax_train_utils
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, ROOT, assert_refused, assert_same_run, copy_folder, edit_json, final_state, next_line,
@@ -85,11 +86,18 @@ def test_help_and_a_wrong_flag_are_answered_without_jax(script, arg, code, out, 
 @pytest.mark.parametrize('script, arg, message', [
     ('train_jax.py', '--batch_size=0', 'batch_size must be at least 1'),
     ('sample_jax.py', '--top_p=2', 'top_p must be in'),
+    ('train_jax.py', '--dataset=none --optimizer=sgd', 'optimizer must be one of adamw, muon'),
+    ('train_jax.py', '--lora_alpha=32', 'nothing reads lora_alpha=32.0 without LoRA'),
+    ('sample_jax.py', '--draft=gpt2', 'nothing reads draft=gpt2 without .*--n_draft=3'),
+    ('sample_jax.py', '--interactive=True --output=x', 'nothing reads output=x without .*leave out --interactive'),
     ('export_jax.py', '--shard_gb=1.0', 'name the new folder'),
-    ('bench_jax.py', '--mode=fly', 'mode must be one of train')])
+    ('export_jax.py', '--gguf=x.gguf --shard_gb=1.0', 'nothing reads shard_gb=1.0 without --folder'),
+    ('bench_jax.py', '--mode=fly', 'mode must be one of train'),
+    ('bench_jax.py', '--mode=decode --fsdp=2', 'nothing reads fsdp=2 without a training step'),
+    ('bench_jax.py', '--max_iters=5', 'nothing reads max_iters here, it is a flag of train_jax.py')])
 def test_a_value_out_of_range_is_refused_without_jax(script, arg, message):
-    done = subprocess.run([sys.executable, '-c', NO_JAX, script, arg], cwd=ROOT, capture_output=True, text=True,
-                          timeout=300)
+    command = [sys.executable, '-c', NO_JAX, script, *arg.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert_refused(done, message)
 
 
@@ -620,6 +628,9 @@ def test_finetuning_starts_from_foreign_weights_and_resumes(tmp_path, source, ac
     assert_refused(too_long, 'block_size=25, but .* knows only 24 positions')
     deeper = train(tmp_path / 'other', *flags, '--n_layer=7')
     assert_refused(deeper, 'n_layer=7 is not of this model, which has n_layer=.*: leave it out')
+    for unread in ('expert_balance=0.1', 'lora_alpha=32.0'):
+        result = train(tmp_path / 'other', *flags, f'--{unread}')
+        assert_refused(result, f'nothing reads {unread} without')
 
 
 @pytest.mark.slow
@@ -718,8 +729,12 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
     (['--window=8'], 'window=8 needs window layers, as in --layer_types=window,full'),
     (['--layer_types=window,full'], 'window layers need a size, as in window=64'),
     (['--layer_types=windows,full', '--window=8'], "layer_types must be one of full, .* not 'windows'"),
-    (['--quantize=int8'], 'quantize=int8: it may be int8, for the frozen weights of LoRA'),
-    (['--beta=0.5'], 'beta and length_normalized are for pairs of answers, of which dataset .* has none'),
+    (['--quantize=int8'], 'nothing reads quantize=int8 without LoRA: add --lora_rank=8'),
+    (['--beta=0.5'], 'nothing reads beta=0.5 without a data set of pairs'),
+    (['--n_expert_used=4'], 'nothing reads n_expert_used=4 without experts: add --n_expert=8'),
+    (['--expert_balance=0.1'], 'nothing reads expert_balance=0.1 without experts'),
+    (['--lora_alpha=32'], 'nothing reads lora_alpha=32.0 without LoRA: add --lora_rank=8; or leave lora_alpha out'),
+    (['--min_lr=0.02'], 'min_lr=0.02 is above learning_rate=0.01, .*: add --min_lr=0.001, or --decay_lr=False'),
     (['--out_dir=' + 'x' * 300], 'File name too long'),
     (['--out_dir=gs://bucket/run'], 'out_dir=gs://bucket/run is a URL; name a folder')])
 def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(flags, tmp_path, bad, message):
@@ -803,6 +818,25 @@ def test_a_token_id_that_meta_json_denies_is_found_when_it_is_drawn(dataset, fla
     result = train(tmp_path / 'out', *flags, f'--dataset={data}', '--eval_interval=1')
     assert_refused(result, f'the {split} tokens have an id outside the vocabulary of 28')
     assert not checkpoint_steps(tmp_path / 'out')
+
+
+@pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
+def test_data_that_is_cut_short_ends_a_run_with_its_last_checkpoint(dataset, flags, tmp_path, monkeypatch, name):
+    data = copy_folder(dataset, tmp_path)
+    draw = jax_files.data.draw_batch
+
+    def cut_later(sets, block_size, n_rows, seed, iteration, *args):
+        if iteration == 6:
+            os.truncate(data / name, 40)
+        return draw(sets, block_size, n_rows, seed, iteration, *args)
+
+    monkeypatch.setattr(jax_files.data, 'draw_batch', cut_later)
+    changed = ['--save_interval=2', '--eval_interval=8', f'--dataset={data}']
+    result = train(tmp_path / 'out', *flags, *changed)
+    kept = 4 if name == 'train.bin' else 6
+    assert_refused(result, f'{name} was cut short while it was read: it has 40 bytes now, ')
+    assert f'has the checkpoint of iteration {kept}: continue with --init_from=resume' in result.stderr
+    assert checkpoint_steps(tmp_path / 'out')[0] == kept
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ import sys
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import Unit, choose_vocabulary, create_parser, fail, positive, read_column
+from common import Unit, choose_vocabulary, create_parser, fail, positive
+from reading import read_column
 from stream import run, stream
 
 here = os.path.dirname(os.path.abspath(__file__))

@@ -10,8 +10,8 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
-    SHAKESPEARE, TOKENIZER_HELP, choose_vocabulary, create_parser, download, encode_documents, fail, read_text,
-    save_tokens)
+    SHAKESPEARE, TOKENIZER_HELP, choose_vocabulary, create_parser, download, encode_documents, fail, save_tokens)
+from reading import read_text
 
 here = os.path.dirname(os.path.abspath(__file__))
 

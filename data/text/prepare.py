@@ -1,6 +1,6 @@
 """
-Prepare texts of your own, with a vocabulary of their own or with that of a model. A path is a text file, a file of JSON
-lines (.jsonl), a parquet file, or a folder of such; a text file, a line or a row is a document:
+Prepare texts of your own, with a vocabulary of their own or with that of a model. A path is a text file, a file of rows
+(JSON lines, a JSON array, CSV, parquet; .gz and .zst too), or a folder of such; a text file or a row is a document:
 $ python data/text/prepare.py mytext.txt --tokenizer=bpe:4096 --out_dir data/mine
 $ python data/text/prepare.py mycode mynotes --suffix=.py,.md --tokenizer=bpe:4096 --out_dir data/mine
 $ python data/text/prepare.py chunks/*.jsonl --key=content --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mine
@@ -8,78 +8,128 @@ Every tenth document is for validation; of fewer than 20 documents, the last ten
 the memory. Interrupted at any moment and started again, it continues where it stopped.
 Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the folder tokenizer.
 """
+import collections
 import itertools
-import json
 import os
 import sys
+from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import (
-    TOKENIZER_HELP, Unit, UserError, choose_vocabulary, create_parser, cut, fail, positive, read_blocks,
-    read_column)
+from common import TOKENIZER_HELP, Unit, UserError, choose_vocabulary, create_parser, cut, fail, positive
 from jax_flags import whole_characters
+from reading import COMPRESSED_ENDINGS, REMEDY, BadRow, kind_of_file, name_some, read_blocks, read_rows
 from stream import run, stream
 
 few = 20 # documents: of fewer, each has a part in train and in val
 bpe_bytes = 2**27 # of larger inputs, bpe:N learns from about as much, taken evenly from the train part
-rows_files = ('.jsonl', '.parquet')
-remedy = 'mend that file or leave it out'
+first_rows = 1000 # a file in which none of so many has a text is refused at once
 
 def refuse(error):
     fail(f'cannot read {error.filename} ({error.strerror}); make it readable or leave it out')
 
+def truth(text):
+    return {'true': True, 'false': False}[text.lower()]
+
+class Files(NamedTuple):
+    """What a command names."""
+    found: list  # (name, path) of each file to read
+    left_out: collections.Counter  # how many files of a folder end in what is not asked for
+
 def find_files(paths, suffixes):
-    """[(name, path)] of the files, and of those in the folders that have such a suffix, in the order of their names."""
-    files = []
+    """The Files of these paths: the files, and those in the folders that end in one of the suffixes, in whatever case,
+    in the order of their names. Raises UserError for what is no regular file."""
+    files = Files([], collections.Counter())
     for root in paths:
         if os.path.isfile(root):
-            files.append((os.path.basename(root), root))
-            continue
-        if not os.path.isdir(root):
+            files.found.append((os.path.basename(root), root))
+        elif os.path.isdir(root):
+            find_in_folder(root, suffixes, files)
+        elif os.path.exists(root):
+            fail(f'{root} is no regular file; save what it gives as one first')
+        else:
             fail(f'there is no {root}; name text files, JSON lines, parquet files, or folders of such')
-        for folder, subfolders, names in os.walk(root, onerror=refuse):
-            subfolders[:] = sorted(name for name in subfolders if not name.startswith('.'))
-            found = [os.path.join(folder, name) for name in sorted(names) if name.endswith(suffixes)]
-            files += [(os.path.relpath(path, root), path) for path in found if os.path.isfile(path)]
-    if not files:
-        fail(f'{", ".join(paths)} has no file that ends in {" or ".join(suffixes)}; name another end with --suffix')
+    if not files.found:
+        others = f'; it has {name_endings(files)}' if files.left_out else ''
+        fail(f'{", ".join(paths)} has no file that ends in {" or ".join(suffixes)}{others}; name another end with '
+             '--suffix')
     return files
 
-def read_rows(path, key):
-    """Yields row[key] of each row of JSON lines or of a parquet file."""
-    if path.endswith('.parquet'):
-        yield from read_column(path, key)
-    for number, line in enumerate(read_lines(path) if path.endswith('.jsonl') else [], 1):
-        if line.strip():
-            try:
-                yield json.loads(line)[key]
-            except (ValueError, RecursionError) as e:
-                fail(f'{path}, line {number} is not JSON ({e})')
-            except (KeyError, TypeError):
-                fail(f'{path}, line {number} has no {key!r}; name what is the text with --key')
+def find_in_folder(root, suffixes, files):
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith('.'))
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            if not name.lower().endswith(suffixes):
+                files.left_out[os.path.splitext(name)[1].lower() or 'without an ending'] += 1
+            elif os.path.isfile(path):
+                files.found.append((os.path.relpath(path, root), path))
+            else:
+                files.left_out['no regular file'] += 1
+
+def name_endings(files):
+    """How many files are left out, by ending: '3 .csv, 1 .png'."""
+    most = files.left_out.most_common(5)
+    said = ', '.join(f'{n:,} {end}' for end, n in most)
+    n_more = files.left_out.total() - sum(n for _, n in most)
+    return said + (f' and {n_more:,} others' if n_more else '')
 
 def count_bytes(path, key):
     """The bytes of a file; of a parquet file, those of this column before compression."""
-    if not path.endswith('.parquet'):
-        return os.path.getsize(path)
+    n_bytes = os.path.getsize(path)
+    if kind_of_file(path, [key]) != 'parquet':
+        return n_bytes * (4 if path.lower().endswith(COMPRESSED_ENDINGS) else 1) # a text shrinks to a quarter or so
     import pyarrow.parquet
     with pyarrow.parquet.ParquetFile(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     columns = [group.column(j) for group in groups for j in range(group.num_columns)]
     return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == key)
 
-def read_lines(path):
-    """Yields the lines of a text file, which end at a newline only: JSON may have U+2028 in a string."""
-    parts = [] # of a line: adding each block to a string would take quadratic time
-    for block in read_blocks(path):
-        first, *others = block.split('\n')
-        parts.append(first)
-        for line in others:
-            yield ''.join(parts)
-            parts = [line]
-    yield ''.join(parts)
+def text_of(row, key):
+    """(text, None) of a row, or (None, the reason why it has none)."""
+    text = row.get(key) if isinstance(row, dict) else row
+    if isinstance(text, bytes): # a parquet column of bytes
+        try:
+            text = text.decode()
+        except UnicodeDecodeError:
+            return None, 'not UTF-8'
+    if isinstance(text, BadRow):
+        return None, text.reason
+    if text is None or text == '':
+        return None, f'without a text under {key!r}'
+    if not isinstance(text, str):
+        return None, f'whose {key!r} is no text'
+    return whole_characters(text), None
+
+class Counts:
+    """What one reading of all documents has found."""
+
+    def __init__(self):
+        self.documents = self.characters = self.n_bytes = 0
+        self.skipped = {} # {reason: [number of rows, place of the first]}
+
+    def skip(self, reason, place):
+        self.skipped.setdefault(reason, [0, place])[0] += 1
+
+    def count(self, blocks):
+        """Yields the blocks of a document."""
+        size = 0
+        for block in blocks:
+            size += len(block)
+            self.n_bytes += len(block) if block.isascii() else len(block.encode())
+            yield block
+        self.documents += size > 0
+        self.characters += size
+
+    def lines(self, n_files):
+        """What is said of them at the end."""
+        said = [f'read {self.documents:,} documents of {n_files:,} files: {self.characters:,} characters, '
+                f'{self.n_bytes:,} bytes']
+        if self.skipped:
+            reasons = [f'{n:,} {reason} (the first: {place})' for reason, (n, place) in self.skipped.items()]
+            said.append(f'skipped {sum(n for n, _ in self.skipped.values()):,} rows: {", ".join(reasons)}')
+        return said
 
 def clip(blocks, start, stop):
     """Yields the characters from start to stop of a document."""
@@ -89,11 +139,16 @@ def clip(blocks, start, stop):
         at += len(block)
 
 class Texts:
-    """The documents of text files and files of rows, which are read as they are needed."""
+    """The documents of text files and files of rows, which are read as they are needed.
 
-    def __init__(self, paths, key):
-        self.paths, self.key, self.reading = paths, key, ''
+    strict: refuse a row without a text, which is skipped otherwise."""
+
+    def __init__(self, paths, key, strict):
+        self.paths, self.key, self.strict, self.reading = paths, key, strict, ''
+        self.counts = Counts() # of the last reading that came to the end
         try:
+            self.kinds = [kind_of_file(path, [key] if key else []) for path in paths]
+            self.file_sizes = [os.path.getsize(path) for path in paths]
             self.sizes = [sum(map(len, blocks)) for blocks in itertools.islice(self.documents(), few)]
             self.n_bytes = 0
             for self.reading in paths:
@@ -101,19 +156,53 @@ class Texts:
         except UserError:
             raise
         except Exception as e: # whatever pyarrow raises
-            fail(f'cannot read {self.reading} ({type(e).__name__}: {e}); {remedy}')
+            fail(f'cannot read {self.reading} ({type(e).__name__}: {e}); {REMEDY}')
 
     def documents(self):
         """Yields each document in blocks."""
-        for path in self.paths:
+        counts = Counts()
+        for path, kind, size in zip(self.paths, self.kinds, self.file_sizes):
             self.reading = path
-            if not path.endswith(rows_files):
-                yield read_blocks(path)
+            if kind == 'text':
+                yield counts.count(read_blocks(path))
+            else:
+                for text in self.texts(path, counts):
+                    yield counts.count([text])
+            if os.path.getsize(path) != size:
+                fail(f'{path} has changed while it was read; {REMEDY}')
+        self.counts = counts
+
+    def texts(self, path, counts):
+        """Yields the text of each row of a file; '' for an empty one, which takes its turn in the
+        split. Raises UserError if the rows are others than asked for."""
+        n_rows = n_texts = 0
+        first = None # that has no text: (place, row, reason)
+        for where, row in read_rows(path, [self.key], [self.key]):
+            n_rows += 1
+            text, reason = text_of(row, self.key)
+            if text is not None:
+                n_texts += 1
+                yield text
                 continue
-            for text in read_rows(path, self.key):
-                if not isinstance(text, str):
-                    fail(f'{path} has a row whose {self.key!r} is no text: {text!r:.100}')
-                yield [whole_characters(text)]
+            place = f'{path}, {where}'
+            if self.strict:
+                fail(f'{place} is a row {reason}; mend it, or leave out --strict')
+            first = first or (place, row, reason)
+            if n_texts == 0 and n_rows == first_rows:
+                break
+            counts.skip(reason, place)
+            if row == '' or isinstance(row, dict) and row.get(self.key) == '':
+                yield ''
+        if n_texts == 0 and first:
+            self.refuse_rows(*first)
+
+    def refuse_rows(self, place, row, reason):
+        """Raises UserError if a file of which no row has a text, such as this one, has it by another name."""
+        if isinstance(row, dict) and self.key not in row:
+            fail(f'{place} and all others have no {self.key!r}, only {name_some(row)}; name what is '
+                 'the text with --key, or take files as they are with --key=')
+        if not isinstance(row, dict) or row[self.key] not in (None, ''):
+            fail(f'{place} and all others are rows {reason}; name what is the text with --key')
 
     def parts(self):
         """Yields (is_val, blocks) of each document, or of each part of one."""
@@ -145,15 +234,21 @@ class Texts:
 
 def main():
     parser = create_parser(__doc__, os.path.dirname(os.path.abspath(__file__)), rows=True)
-    parser.add_argument('input', nargs='+', help='text files, .jsonl, .parquet, or folders of such')
+    parser.add_argument('input', nargs='+',
+                        help='text files, files of rows (.jsonl, .json, .csv, .parquet), or folders')
     parser.add_argument('--tokenizer', default='bpe:4096', help=f'{TOKENIZER_HELP} (default: bpe:4096)')
-    parser.add_argument('--suffix', default='.txt,.md,.jsonl,.parquet', help='of files in folders (%(default)s)')
-    parser.add_argument('--key', default='text', help='the text of a JSON line or a parquet row (default: text)')
+    parser.add_argument('--suffix', default='.txt,.md,.jsonl,.ndjson,.parquet',
+                        help='of files in folders, in whatever case (%(default)s)')
+    parser.add_argument('--key', default='text',
+                        help='the text of a row of JSON, CSV or parquet (default: text); --key= '
+                        'takes JSON and CSV as they are, with their keys')
+    parser.add_argument('--strict', nargs='?', const=True, default=False, type=truth, metavar='True',
+                        help='refuse a row without a text, which is skipped and counted otherwise')
     parser.add_argument('--num_proc', type=positive, help='worker processes (default: one per core, if much is to do)')
     args = parser.parse_args()
-    files = find_files(args.input, tuple(args.suffix.split(',')))
-    source = [[name, os.path.getsize(path)] for name, path in files] # a folder may move, but not change
-    texts = Texts([path for _, path in files], args.key)
+    files = find_files(args.input, tuple(args.suffix.lower().split(',')))
+    source = [[name, os.path.getsize(path)] for name, path in files.found] # a folder may move, but not change
+    texts = Texts([path for _, path in files.found], args.key, args.strict)
     num_proc = args.num_proc or (1 if texts.n_bytes < 2**24 else os.cpu_count())
 
     def all_texts():
@@ -163,13 +258,20 @@ def main():
         train = (unit.text for unit in texts.units() if not unit.is_val)
         return itertools.islice(train, 0, None, 1 + texts.n_bytes // bpe_bytes)
 
+    def report():
+        lines = texts.counts.lines(len(files.found))
+        if files.left_out:
+            lines.append(f'left out {files.left_out.total():,} files: {name_endings(files)}; '
+                         '--suffix names what to read')
+        return {'lines': lines, 'bytes': texts.counts.n_bytes}
+
     def split(lengths):
         return np.flatnonzero(lengths >= 0), np.flatnonzero(lengths < 0)
 
     name = ', '.join(args.input[:3]) + f' and {len(args.input) - 3} more' * (len(args.input) > 3)
     stream(args.out_dir, name, [source, args.tokenizer, args.key],
            lambda: choose_vocabulary(args.tokenizer, all_texts, train_texts), texts.batches, split,
-           num_proc=num_proc, block_size=args.rows, remedy=remedy)
+           num_proc=num_proc, block_size=args.rows, remedy=REMEDY, report=report)
 
 if __name__ == '__main__':
     run(main)

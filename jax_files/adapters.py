@@ -1,0 +1,182 @@
+"""LoRA adapters that peft has saved: adapter_config.json and adapter_model.safetensors or .bin, merged into a model.
+
+References:
+1) https://huggingface.co/docs/peft/developer_guides/checkpoint
+2) peft's merge: https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/layer.py
+"""
+import json
+import math
+import os
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_flags import UserError, read_json, regular_file
+
+ADAPTER_CONFIG = 'adapter_config.json'
+ADAPTER_FILES = ('adapter_model.safetensors', 'adapter_model.bin')
+
+# Settings that are computed with, or change nothing once the adapter is trained. Any other one that is set is refused.
+KNOWN_SETTINGS = {
+    'alpha_pattern', 'auto_mapping', 'base_model_name_or_path', 'bias', 'ensure_weight_tying', 'eva_config',
+    'exclude_modules', 'fan_in_fan_out', 'inference_mode', 'init_lora_weights', 'layers_pattern',
+    'layers_to_transform', 'lora_alpha', 'lora_dropout', 'megatron_core', 'modules_to_save', 'peft_type',
+    'peft_version', 'qalora_group_size', 'r', 'rank_pattern', 'revision', 'target_modules', 'task_type', 'use_rslora'}
+INITIALIZATIONS = (None, True, False, 'gaussian', 'eva', 'orthogonal')  # others change the model's weights, too
+PREFIX = 'base_model.model.'  # of the name of each tensor
+CONV1D = ('c_attn', 'c_proj', 'c_fc')  # modules of GPT-2 whose weight is [in, out] on disk
+
+
+class LowRankSum(NamedTuple):
+    """A weight with its update, weight + scale * b @ a, which is computed in float32 when it is indexed."""
+    weight: np.ndarray  # or what gives one when it is indexed
+    a: np.ndarray  # [rank, in]
+    b: np.ndarray  # [out, rank]
+    scale: float
+    transposed: bool  # the weight is [in, out]
+
+    dtype = np.dtype(np.float32)
+
+    @property
+    def shape(self):
+        return self.weight.shape
+
+    def __getitem__(self, index):
+        update = np.asarray(self.b, np.float32) @ np.asarray(self.a, np.float32) * np.float32(self.scale)
+        update = update.T if self.transposed else update
+        return (np.asarray(self.weight[...], np.float32) + update)[index]
+
+
+def is_adapter(path):
+    """Whether a path is the folder of an adapter."""
+    return os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
+
+
+def find_adapter_file(folder):
+    """The path of the tensors of an adapter."""
+    for name in ADAPTER_FILES:
+        path = regular_file(folder, name)
+        if os.path.exists(path):
+            return path
+    raise UserError(f'{folder} has an {ADAPTER_CONFIG}, but none of {", ".join(ADAPTER_FILES)} is beside it; copy or '
+                    'download it, too')
+
+
+def read_adapter_config(folder):
+    """The settings in a folder's adapter_config.json. Raises UserError for one that is not computed here."""
+    path = regular_file(folder, ADAPTER_CONFIG)
+    settings = read_json(path)
+    kind = settings.get('peft_type')
+    if kind != 'LORA':
+        raise UserError(f'{path}: peft_type={json.dumps(kind)} is not supported, only "LORA"; merge the adapter with '
+                        'peft and give the folder that it saves')
+    for key, value in settings.items():
+        if value and key not in KNOWN_SETTINGS:
+            refuse_setting(path, key, value)
+    if settings.get('revision') not in (None, '', 'main'):
+        refuse_setting(path, 'revision', settings['revision'])
+    start = settings.get('init_lora_weights')
+    if not isinstance(start, (str, bool, type(None))) or start not in INITIALIZATIONS:
+        refuse_setting(path, 'init_lora_weights', start)
+    if type(settings.get('use_rslora', False)) is not bool:
+        refuse_setting(path, 'use_rslora', settings['use_rslora'])
+    check_number(path, 'r', settings.get('r'), int)
+    check_number(path, 'lora_alpha', settings.get('lora_alpha'), (int, float))
+    for name, kind in (('rank_pattern', int), ('alpha_pattern', (int, float))):
+        patterns = settings.get(name) or {}
+        if not isinstance(patterns, dict):
+            refuse_setting(path, name, patterns)
+        for pattern, value in patterns.items():
+            check_number(path, f'{name} of {pattern}', value, kind)
+            check_pattern(path, name, pattern)
+    return settings
+
+
+def refuse_setting(path, key, value):
+    raise UserError(f'{path}: {key}={json.dumps(value)[:200]} is not supported; merge the adapter with peft '
+                    '(merge_and_unload) and give the folder that it saves')
+
+
+def check_number(path, name, value, kind):
+    if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 2**31:
+        raise UserError(f'{path}: {name} should be a number above 0, not {json.dumps(value)[:200]}')
+
+
+def check_pattern(path, name, pattern):
+    """Raises UserError for a regular expression that may take any time: repetitions of groups, or many of them."""
+    n_repetitions = len(re.findall(r'[*+?{]', pattern))
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        refuse_setting(path, name, {pattern: '...'})
+    if re.search(r'\)[*+?{]', pattern) or n_repetitions > 4 or len(pattern) > 200:
+        refuse_setting(path, name, {pattern: '...'})
+
+
+def value_for(module, patterns, default):
+    """The value of the first pattern that is the end of a module's name, as peft chooses it."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf'(.*\.)?({pattern})$', module):
+            return value
+    return default
+
+
+def merge_adapter(tensors, updates, settings, model_type, source):
+    """The tensors {name: array} of a model with those of an adapter, `updates`, merged; they add when they are indexed.
+
+    settings: of read_adapter_config. model_type: of the model's config.json. source: path of the adapter, for
+    messages. Raises UserError for a tensor that is of another model or another kind of adapter."""
+    result = dict(tensors)
+    halves = {}  # {(name on disk, module, is an embedding): {'A': array, 'B': array}}
+    for name, x in updates.items():
+        bare = name.removeprefix(PREFIX)
+        found = re.fullmatch(r'(.+)\.lora_(embedding_)?([AB])(\.weight)?', bare)
+        if found is not None and name.startswith(PREFIX) and bool(found[2]) != bool(found[4]):
+            place = find_tensor(f'{found[1]}.weight', tensors, name, source)
+            halves.setdefault((place, found[1], bool(found[2])), {})[found[3]] = x
+        elif 'lora_' in name or not name.startswith(PREFIX):
+            raise UserError(f'{source}: the tensor {name!r} is not supported; merge the adapter with peft '
+                            '(merge_and_unload) and give the folder that it saves')
+        else:  # saved whole: modules_to_save, biases
+            whole = re.sub(r'\.(base_layer|modules_to_save\.default)\.(?=weight$|bias$)', '.', bare)
+            result[find_tensor(whole, tensors, name, source)] = x
+    for (place, module, is_embedding), half in halves.items():
+        if half.keys() != {'A', 'B'}:
+            raise UserError(f'{source} has one of lora_A and lora_B of {module}, but not both; copy it again')
+        is_transposed = is_embedding or model_type == 'gpt2' and module.split('.')[-1] in CONV1D
+        scale = scale_of(module, half['A'], settings, source)
+        result[place] = LowRankSum(result[place], half['A'], half['B'], scale, is_transposed)
+        check_shapes(result[place], module, source)
+    return result
+
+
+def find_tensor(name, tensors, theirs, source):
+    """The name in the model of a tensor that an adapter names, with or without the model's class around it."""
+    bare = name.removeprefix('transformer.').removeprefix('model.')
+    for candidate in (name, bare, f'transformer.{bare}', f'model.{bare}', f'language_model.model.{bare}'):
+        if candidate in tensors:
+            return candidate
+    raise UserError(f'{source} changes {theirs!r}, which the model does not have; it is for another one')
+
+
+def scale_of(module, a, settings, source):
+    """The factor of a module's update."""
+    rank = value_for(module, settings.get('rank_pattern'), settings['r'])
+    alpha = value_for(module, settings.get('alpha_pattern'), settings['lora_alpha'])
+    if a.ndim != 2 or len(a) != rank:
+        raise UserError(f'{source}: lora_A of {module} has the shape {a.shape}, and its rank should be {rank}')
+    return alpha / math.sqrt(rank) if settings.get('use_rslora') else alpha / rank
+
+
+def check_shapes(x, module, source):
+    """Raises UserError unless the update of a LowRankSum has the shape of its weight."""
+    if x.b.ndim != 2 or x.b.shape[1] != len(x.a):
+        raise UserError(f'{source}: lora_B {x.b.shape} of {module} does not fit its lora_A {x.a.shape}')
+    shape = (x.b.shape[0], x.a.shape[1])
+    if tuple(x.shape) != (shape[::-1] if x.transposed else shape):
+        raise UserError(f'{source}: the update of {module} {shape} does not fit its weight {tuple(x.shape)}; the '
+                        'adapter is for another model')
+    for half in (x.a, x.b):
+        if half.dtype.name not in ('float32', 'bfloat16', 'float16', 'float64'):
+            raise UserError(f'{source}: the update of {module} is {half.dtype}, not floating point of 16 bits or more')
