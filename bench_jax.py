@@ -113,12 +113,13 @@ from jax_devices.plan import (
 from jax_devices.setup import (
     Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth, setup_jax_environment)
 from jax_files.data import get_windows, load_dataset
-from jax_cache import choose_slots, init_cache
-from jax_generate import (
-    DecodeState, Sampling, bytes_read_per_step, cast_matrices, convert_params_for_decoding, generate_stream,
-    order_columns_by_rank, quantize_params, step_cached)
+from jax_cache import init_cache
+from jax_generate import DecodeState, Sampling, bytes_read_per_step, generate_stream, step_cached
 from jax_ops.choose_attention import choose_attention
+from jax_ops.decode_weights import (
+    cast_matrices, convert_params_for_decoding, order_columns_by_rank, quantize_params)
 from jax_ops.sharding import BATCH
+from jax_sizes import choose_slots
 from jax_text import load
 from jax_train_utils import (
     config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule, flags_from_config,

@@ -22,9 +22,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_flags import ceil_div
 from jax_ops.matmul import quantize
 from jax_ops.sharding import shard
+from jax_sizes import PIECE
 
 CACHE_DTYPES = {
     'float32': jnp.float32, 'bfloat16': jnp.bfloat16, 'float16': jnp.float16,
@@ -33,7 +33,6 @@ CACHE_DTYPES = {
 # float32 of the whole cache (docs/lab_log.md#kv-cache)
 STORED_AS = {'bfloat16': 'uint16', 'float8_e4m3fn': 'uint8'}
 PAD = 2**30  # position of a padding token: after every query, and outside of every cache
-PIECE = 512  # prompts are prefilled in pieces of at most this many tokens
 
 
 # -----------------------------------------------------------------------------
@@ -239,24 +238,3 @@ def grow_caches(caches, *, configs, batch_size, n_slots, dtype, n_draft, as_bits
 def select_rows(cache, rows_B):
     """Returns a cache with rows_B of its sequences."""
     return jax.tree.map(lambda x: x[rows_B], cache)
-
-
-def round_up_slots(n):
-    """Returns the first of 512, 2048, 8192, ... that is at least n."""
-    n_slots = 512
-    while n_slots < n:
-        n_slots *= 4
-    return n_slots
-
-
-def choose_slots(needed, longest, block_size):
-    """Returns the slots of a cache that needs `needed` now and `longest` at the end.
-
-    That is all of them at once if they are at most twice round_up_slots(needed), else
-    round_up_slots(needed), and the cache grows later. Never more than block_size: few different
-    numbers, because each is compiled."""
-    n_slots = round_up_slots(needed)
-    at_end = 32 * ceil_div(min(longest, block_size), 32)
-    if at_end <= 2 * n_slots:
-        n_slots = at_end
-    return min(block_size, n_slots)

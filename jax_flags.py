@@ -2,6 +2,7 @@
 imports no jax, so that --help and a wrong flag are answered at once: importing jax takes a second."""
 import ast
 import atexit
+import dataclasses
 import difflib
 import errno
 import json
@@ -353,18 +354,32 @@ def check_flags(flags):
         raise UserError('LoRA trains updates of a pretrained model: name it with --init_from')
 
 
-def check_sampling(temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=None):
-    """Raises UserError for senseless controls of sampling. None is off, as is 0 for top_k and min_p, 1 for others."""
-    if temperature != 0 and not 1e-6 <= temperature < math.inf:  # less would overflow float32
-        raise UserError(f'temperature must be 0 (greedy) or at least 1e-6, not {temperature}')
-    if top_k is not None and top_k < 0:
-        raise UserError(f'top_k must be at least 0, not {top_k}')
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UserError(f'top_p must be in (0, 1], not {top_p}')
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise UserError(f'min_p must be in [0, 1], not {min_p}')
-    if repetition_penalty is not None and not 0 < repetition_penalty < math.inf:
-        raise UserError(f'repetition_penalty must be above 0, not {repetition_penalty}')
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """The controls of sampling. None is off, as is 0 for top_k and min_p, and 1 for the others."""
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int | None = None  # only this many likeliest tokens
+    top_p: float | None = None  # only the likeliest tokens that together have this probability
+    min_p: float | None = None  # only tokens at least this times as likely as the likeliest
+    repetition_penalty: float | None = None  # above 1 makes tokens that are already there less likely
+
+    def check(self):
+        """Raises UserError for controls that make no sense."""
+        # a temperature below 1e-6 would overflow float32
+        if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:
+            raise UserError(f'temperature must be 0 (greedy) or at least 1e-6, not {self.temperature}')
+        if self.top_k is not None and self.top_k < 0:
+            raise UserError(f'top_k must be at least 0, not {self.top_k}')
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f'top_p must be in (0, 1], not {self.top_p}')
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise UserError(f'min_p must be in [0, 1], not {self.min_p}')
+        penalty = self.repetition_penalty
+        if penalty is not None and not 0 < penalty < math.inf:
+            raise UserError(f'repetition_penalty must be above 0, not {penalty}')
+
+
+SAMPLING_NAMES = tuple(field.name for field in dataclasses.fields(SamplingOptions))
 
 
 def is_url(path):

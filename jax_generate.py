@@ -1,6 +1,8 @@
 """Generation: prompt ids to new ids, by prefill and decode with a KV cache, sampling, speculative decoding, streaming.
 
-`generate` returns all tokens, `generate_stream` yields while they are made; jax_text.py does both for texts.
+`generate` returns all tokens, `generate_stream` yields while they are made; jax_text.py does both for texts. Read from
+the top: how a token is sampled; the compiled functions, prefill and decode with its three steps; the Decoder, which
+calls them; the two public functions.
 
 Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J the number of drafts.
 """
@@ -11,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from flax.traverse_util import path_aware_map
 
-from jax_cache import CACHE_DTYPES, PAD, PIECE, choose_slots, grow_caches, round_up_slots, select_rows
-from jax_flags import UserError, check_choice, check_ranges, check_sampling
-from jax_ops.cpu import cpu_multiplies_uint8
-from jax_ops.matmul import Int8, Transposed, as_uint8, order_by_rank, quantize
-from jax_ops.sharding import current_mesh, shard
+from jax_cache import CACHE_DTYPES, PAD, grow_caches, select_rows
+from jax_flags import SamplingOptions, UserError, check_choice, check_ranges
+from jax_ops.decode_weights import devices_of
+from jax_ops.sharding import shard
+from jax_sizes import choose_slots, piece_length, round_up_slots
 from jax_transformer import GPT, Block, without_tables
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
@@ -25,106 +26,10 @@ MAX_DRAFT = 16
 
 
 # -----------------------------------------------------------------------------
-# weights and cache
-
-def convert_params_for_decoding(params, dtype, quantize=''):
-    """The parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is 'int8'. On one GPU kernels
-    become Transposed, on one CPU device those of float32 and bfloat16.
-
-    Removes each block from the dict `params` as it is converted, so that memory need not hold the model twice."""
-    check_choice('quantize', quantize, ('', 'int8'))
-    converted = {}
-    for name in list(params):
-        part = {name: params.pop(name)}
-        devices = devices_of(part)
-        if len(devices) == 1:  # without a mesh of one device, see commit
-            part = jax.tree.map(lambda x: jnp.asarray(x).addressable_data(0), part)
-        on_cpu = all(device.platform == 'cpu' for device in devices)
-        if quantize:
-            part = quantize_params(part, jnp.uint8 if on_cpu and cpu_multiplies_uint8() else jnp.int8)
-        part = cast_matrices(part, dtype)
-        on_gpu = all(device.platform == 'gpu' for device in devices)
-        if len(devices) == 1 and (on_gpu or on_cpu and dtype in ('float32', 'bfloat16')):
-            part = transpose_kernels(part)
-        converted |= jax.block_until_ready(part)  # so that the old buffers are freed before the next conversion
-    return converted
-
-
-def devices_of(tree):
-    """The set of devices that hold the first leaf of a tree."""
-    return jnp.asarray(jax.tree.leaves(tree)[0]).devices()
-
-
-def quantize_params(params, stored_as=jnp.int8):
-    """The parameters with Int8 matrices, see quantize_param: a quarter of float32's bytes."""
-    return path_aware_map(functools.partial(quantize_param, stored_as=stored_as), params)
-
-
-def quantize_param(path, p, stored_as=jnp.int8):
-    """A matrix (kernel, wte, lm_head) as Int8, with one scale per output; other parameters as they are: wpe, kv_b and
-    the router are small, and routing is sensitive. stored_as: see Int8."""
-    if path[-1] not in ('kernel', 'wte', 'lm_head') or 'router' in path:
-        return p
-    values, transpose = (p.values, False) if isinstance(p, Transposed) else (p, path[-1] == 'kernel')
-    return quantize_matrix(values, transpose=transpose, stored_as=stored_as)
-
-
-@functools.partial(jax.jit, static_argnames=('transpose', 'stored_as'))  # one pass: no temporaries as large as p
-def quantize_matrix(p, *, transpose, stored_as):
-    values, scale = quantize(p.swapaxes(-1, -2) if transpose else p, jnp.int8)
-    return Int8(values if stored_as == jnp.int8 else as_uint8(values), scale)
-
-
-def cast_matrices(params, dtype):
-    """The parameters with matrices in the compute dtype, cast once instead of in every step."""
-    def cast(p):
-        return p.astype(dtype) if not isinstance(p, Int8) and p.ndim >= 2 else p
-
-    return jax.tree.map(cast, params, is_leaf=lambda p: isinstance(p, Int8))
-
-
-def transpose_kernels(params):
-    """The parameters with every kernel [I, O] as Transposed; the router and experts stay as they are."""
-    def transposed(path, p):
-        is_left = path[-1] != 'kernel' or 'router' in path or isinstance(p, (Int8, Transposed)) or p.ndim != 2
-        return p if is_left else Transposed(p.T)
-
-    return path_aware_map(transposed, params)
-
-
-def order_columns_by_rank(params, config):
-    """The parameters of convert_params_for_decoding with c_attn's columns in the order of the current mesh's tensor
-    ranks (order_by_rank), each with its own: no decode step moves them. Replaces one layer after the other in place."""
-    mesh = current_mesh()
-    if mesh is None or mesh.shape['tensor'] == 1 or config.mla:
-        return params
-    widths = tuple(n * config.head_width for n in (config.n_head, config.kv_heads, config.kv_heads))
-    for i in range(config.n_layer):
-        c_attn = params[f'h_{i}']['attn']['c_attn']
-        c_attn['kernel'] = order_kernel(c_attn['kernel'], widths, mesh.shape['tensor'])
-    return params
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def order_kernel(kernel, widths, n_ranks):
-    """An array [I, O] or Int8 with its columns in the order of n_ranks, as Transposed or Int8."""
-    order = lambda x_IxO: order_by_rank(x_IxO, widths, n_ranks)
-    if isinstance(kernel, Int8):
-        values, scale = order(kernel.values.T).T, order(kernel.scale)
-        return Int8(shard(values, 'tensor', None), shard(scale, 'tensor'), n_ranks)
-    return Transposed(shard(order(kernel).T, 'tensor', None), n_ranks)
-
-
-def bytes_read_per_step(params):
-    """Bytes of the parameters that a decode step reads: of tables it is a row each, left out. Overcounts experts."""
-    return sum(x.nbytes for x in jax.tree.leaves(without_tables(params)))
-
-
-# -----------------------------------------------------------------------------
 # sampling
 
 class Sampling(struct.PyTreeNode):
-    """How tokens are sampled. Other numbers do not recompile; None is off."""
+    """How tokens are sampled, for compiled functions: other numbers do not recompile. None is off."""
     n_vocab: int = struct.field(pytree_node=False)  # only ids below it
     stop_tokens: tuple = struct.field(pytree_node=False, default=())
     temperature: Any = None  # None is greedy
@@ -134,17 +39,26 @@ class Sampling(struct.PyTreeNode):
     repetition_penalty: Any = None
 
 
-def create_sampling(config, *, temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=None,
-                    n_vocab=None, stop_tokens=()):
-    """The Sampling of generate's arguments. Raises UserError for values that make no sense."""
-    check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    n_vocab = config.vocab_size if n_vocab is None else n_vocab
+def create_sampling(config, options, *, n_vocab=None, stop_tokens=()):
+    """Returns the Sampling of SamplingOptions. Raises UserError for values that make no sense."""
+    options.check()
+    if n_vocab is None:
+        n_vocab = config.vocab_size
     if not 0 < n_vocab <= config.vocab_size:
         raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
-    numbers = dict(
-        temperature=temperature or None, top_k=min(top_k, n_vocab) if top_k else None, min_p=min_p or None,
-        top_p=None if top_p == 1 else top_p, repetition_penalty=None if repetition_penalty == 1 else repetition_penalty)
-    return Sampling(n_vocab, tuple(int(t) for t in np.ravel(stop_tokens)), **jax.tree.map(np.float32, numbers))
+    sampling = Sampling(n_vocab, tuple(int(token) for token in np.ravel(stop_tokens)))
+    controls = {}
+    if options.temperature:
+        controls['temperature'] = np.float32(options.temperature)
+    if options.top_k:
+        controls['top_k'] = np.float32(min(options.top_k, n_vocab))
+    if options.top_p is not None and options.top_p != 1:
+        controls['top_p'] = np.float32(options.top_p)
+    if options.min_p:
+        controls['min_p'] = np.float32(options.min_p)
+    if options.repetition_penalty is not None and options.repetition_penalty != 1:
+        controls['repetition_penalty'] = np.float32(options.repetition_penalty)
+    return sampling.replace(**controls)
 
 
 def sample_token(logits_BxV, key_B, sampling):
@@ -211,8 +125,9 @@ class DecodeState(struct.PyTreeNode):
 
 def sample_and_append(state, logits_BxV, active_B, sampling):
     """Samples each row's next token and appends it to the active rows. Returns (state, token_B)."""
-    if (penalty := sampling.repetition_penalty) is not None:
-        logits_BxV = penalize_repetition(logits_BxV, state.tokens_BxN, state.length_B, penalty)
+    if sampling.repetition_penalty is not None:
+        logits_BxV = penalize_repetition(
+            logits_BxV, state.tokens_BxN, state.length_B, sampling.repetition_penalty)
     key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B)
     token_B = sample_token(logits_BxV, key_B, sampling).astype(jnp.int32)
     is_next_BxN = (jnp.arange(state.tokens_BxN.shape[1]) == state.length_B[:, None]) & active_B[:, None]
@@ -285,8 +200,11 @@ def drafts_are_useless(drafted, accepted, batch_size):
 def step_uncached(params, state, active_B, config, sampling):
     """One token per active row from its last block_size tokens, recomputed, as nanoGPT does for every token."""
     start_B = jnp.maximum(state.length_B - config.block_size, 0)
-    window = jax.vmap(lambda tokens_N, start: jax.lax.dynamic_slice(tokens_N, (start,), (config.block_size,)))
-    logits_Bx1xV = GPT(config).apply({'params': params}, window(state.tokens_BxN, start_B),
+
+    def window(tokens_N, start):
+        return jax.lax.dynamic_slice(tokens_N, (start,), (config.block_size,))
+
+    logits_Bx1xV = GPT(config).apply({'params': params}, jax.vmap(window)(state.tokens_BxN, start_B),
                                      logit_position_B=state.length_B - start_B - 1)
     return sample_and_append(state, logits_Bx1xV[:, 0], active_B, sampling)[0]
 
@@ -366,14 +284,7 @@ def prompt_lookup_draft(tokens_N, length, n_draft):
 
 
 # -----------------------------------------------------------------------------
-# sizes: few different ones, because each is compiled; KV caches that grow and that are kept between calls
-
-def piece_length(n_tokens, least):
-    """Width of the pieces in which n_tokens are prefilled: 16 (unless `least` is more), 64, or PIECE."""
-    if n_tokens <= 256:
-        return max(least, 16 if n_tokens <= 16 else 64)
-    return PIECE
-
+# the Decoder calls the compiled functions
 
 def commit(tree, params):
     """The tree on the one device of params, committed to it, as results are: decode and prefill are then not compiled
@@ -382,170 +293,96 @@ def commit(tree, params):
     return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
 
-class PrefixCache:
-    """Keeps the KV cache of one text between calls of generate_stream (batches of 1), which then compute only what
-    follows the tokens that the texts have in common (a chat)."""
+class Decoder:
+    """A batch of rows, the model that continues them, its draft model if there is one, and their KV caches.
 
-    def __init__(self):
-        self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the caches
-        self.caches = ()  # of the model and of the draft model, or none
-        self.n_slots = 0
-        self.has_wrapped = False  # whether a ring may have overwritten its first tokens
-        self.drafts_are_useless = False
+    prefill() reads the prompts, decode() adds tokens to the rows, whose DecodeState is `state`. grow() enlarges the
+    caches when the rows need it; drop_drafts() goes on without drafts where they turn out to be useless."""
 
-    def take(self, tokens_T, n_draft):
-        """(caches, their number of slots, the number of first tokens of tokens_T that they hold, n_draft or 0)."""
-        caches, self.caches = self.caches, ()
-        n_draft = 0 if self.drafts_are_useless else n_draft
-        if not caches or any(x.is_deleted() for x in jax.tree.leaves(caches)):
-            return (), 0, 0, n_draft
-        n = min(len(self.tokens), len(tokens_T))
-        n_common = int(np.cumprod(self.tokens[:n] == tokens_T[:n]).sum())
-        if n_common < len(self.tokens) and self.has_wrapped:
-            n_common = 0
-        return caches, self.n_slots, n_common, n_draft
+    def __init__(self, params, config, state, *, cache_dtype, n_draft, draft, longest):
+        """state: a DecodeState without caches. longest: the number of tokens of the longest row at its end. The other
+        arguments are those of generate."""
+        self.state = state
+        self.weights, self.configs = (params,), (config,)
+        if draft and n_draft:
+            draft_params, draft_config = draft
+            self.weights, self.configs = (params, draft_params), (config, draft_config)
+        self.n_draft = n_draft
+        self.longest = longest
+        self.block_size = config.block_size
+        # the longest row that the KV cache can continue: learned positions end, those of RoPE do not
+        self.max_cached = config.block_size if config.position == 'learned' else PAD
+        self.n_slots = 0  # of the caches; 0 is none yet
+        on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
+        # a cache keeps the slots of drafts when they are dropped, so n_draft stays here
+        self.cache_options = {'dtype': cache_dtype, 'n_draft': n_draft, 'as_bits': on_cpu}
 
-    def keep(self, state, n_slots, n_draft, max_cached):
-        """Takes the caches of a DecodeState, of n_slots and n_draft slots, which hold max_cached tokens at most."""
-        self.caches = ()
-        if any(x.is_deleted() for x in jax.tree.leaves(state)):  # interrupted
-            return
-        self.caches, self.n_slots = state.caches, n_slots
-        self.tokens = np.array(state.tokens_BxN)[0, :min(int(state.length_B[0]) - 1, max_cached)]
-        n_positions = min((x.shape[2] for x in jax.tree.leaves(self.caches)), default=0) - n_draft
-        self.has_wrapped = len(self.tokens) > n_positions
-        self.drafts_are_useless |= bool(drafts_are_useless(int(state.drafted), int(state.accepted), 1))
+    def drop_drafts(self, caches):
+        """Goes on without drafts. Returns the caches without the draft model's."""
+        self.n_draft = 0
+        self.weights, self.configs = self.weights[:1], self.configs[:1]
+        return caches[:1]
 
-# -----------------------------------------------------------------------------
-# generate
-
-class GenerationResult(NamedTuple):
-    """The tokens so far, and what they have cost."""
-    tokens: np.ndarray  # int32 [B, N]
-    lengths: np.ndarray  # of each row, int32 [B]
-    steps: int = 0  # of decode after the first token
-    cache_bytes: int = 0  # that the last step read
-    drafted: int = 0  # number of drafts, and of those accepted
-    accepted: int = 0
-
-
-def generate(params, config, idx_BxT, max_new_tokens, *, rng, **options):
-    """Continues each prompt by max_new_tokens tokens. Returns all tokens, int32 [B, T + max_new_tokens], 0 after a
-    row's last token. The options, all keywords of generate_stream and create_sampling:
-
-    idx_BxT: prompts, right-padded; prompt_lengths_B: their lengths, T each if not given. Every row continues right
-        after its own prompt.
-    rng: a jax.random key. Row b draws its n-th token from fold_in(fold_in(rng, sample_index_B[b]), n), independent of
-        the rest of the batch; sample_index_B is 0, 1, 2, ... if not given.
-    temperature: 1.0 if not given; 0 is greedy. top_k: only the k likeliest tokens (clamped to the vocabulary; 0 is
-        all). top_p: only the likeliest tokens that together reach this probability, in (0, 1]. min_p: only tokens at
-        least this times as likely as the likeliest, in [0, 1]. repetition_penalty: above 1 makes tokens that are
-        already there less likely. n_vocab: only ids below it, for padded vocabularies.
-    stop_tokens: a row ends with the first of these that it generates.
-    cache_dtype: of the KV cache, one of CACHE_DTYPES; 'auto' is the config's dtype.
-    n_draft: number of drafts per step: the same tokens, faster where drafts are accepted. Drafts are switched off where
-        they are not, see drafts_are_useless. draft: (params, config) of a draft model with the same vocabulary; without
-        it the row itself is searched, see prompt_lookup_draft.
-
-    The prompts are prefilled in pieces, equal prompts once, up to their last token, which the first decode step feeds.
-    A token costs one position of computation. With learned positions, nanoGPT's rule holds past block_size: a token is
-    conditioned on the last block_size tokens, whose positions have all changed, and costs block_size positions. With
-    RoPE, positions continue past block_size, and every layer attends to the last block_size keys.
-
-    Raises UserError for prompts or controls that make no sense."""
-    *_, result = generate_stream(params, config, idx_BxT, max_new_tokens, rng=rng, **options)
-    return result.tokens
-
-
-def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None, sample_index_B=None,
-                    cache_dtype='auto', n_draft=0, draft=None, chunk=None, prefix_cache=None, **sampling):
-    """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then after every `chunk`
-    tokens (all at once if not given; a function is asked for the number before each chunk).
-
-    prefix_cache: a PrefixCache, for one row that begins as in the last call with it. All else is as in generate."""
-    sampling = create_sampling(config, **sampling)
-    tokens_BxT, length_B = check_prompts(config, idx_BxT, prompt_lengths_B)
-    B, T = tokens_BxT.shape
-    is_learned = config.position == 'learned'
-    max_cached = config.block_size if is_learned else PAD  # the longest row that the KV cache can continue
-    n_total = int(length_B.max()) + max_new_tokens
-    longest = n_total if prefix_cache is None else max(n_total, config.block_size + max_new_tokens)
-    check_ranges({'max_new_tokens': max_new_tokens})
-    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
-    if prefix_cache is not None and B != 1:
-        raise UserError(f'a prefix cache is for one row, not {B}')
-    check_drafts(config, n_draft, draft, sampling.n_vocab, min(n_total, max_cached))
-    if max_new_tokens == 0:
-        yield GenerationResult(tokens_BxT, length_B)
-        return
-
-    sample_index_B = np.arange(B) if sample_index_B is None else np.asarray(sample_index_B)
-    N = round_up_slots(max(longest, T, config.block_size if is_learned else 0))
-    state = commit(DecodeState(
-        tokens_BxN=jnp.asarray(np.pad(tokens_BxT, ((0, 0), (0, N - T)))), length_B=jnp.asarray(length_B),
-        n_generated_B=jnp.zeros(B, jnp.int32), done_B=jnp.zeros(B, bool),
-        key_B=jax.vmap(jax.random.fold_in, (None, 0))(rng, sample_index_B),
-        steps=jnp.int32(-1),  # the first token's step is not counted
-        drafted=jnp.int32(0), accepted=jnp.int32(0)), params)
-
-    caches, n_slots, n_held = (), 0, 0
-    cache_options = dict(dtype=cache_dtype, n_draft=n_draft,  # drafts keep their slots if they are switched off
-                         as_bits=all(device.platform == 'cpu' for device in devices_of(params)))
-    if prefix_cache is not None:
-        caches, n_slots, n_held, n_draft = prefix_cache.take(tokens_BxT[0, :length_B[0] - 1], n_draft)
-    weights, configs = ((params, draft[0]), (config, draft[1])) if draft and n_draft else ((params,), (config,))
-    caches = caches[:len(configs)]  # without the draft model's, if drafts have turned out useless
-
-    def grow(caches, needed, batch_size):
-        """The caches with at least `needed` slots, copies if these have fewer, new ones if there are none."""
-        nonlocal n_slots
-        if n_slots >= min(needed, config.block_size):
+    def grow(self, caches, needed, batch_size):
+        """Returns caches with at least `needed` slots: these, larger copies, or new ones if there are none."""
+        if self.n_slots >= min(needed, self.block_size):
             return caches
-        n_slots = choose_slots(needed, longest, config.block_size)
-        return commit(grow_caches(caches, configs=configs, batch_size=batch_size, n_slots=n_slots, **cache_options),
-                      params)
+        self.n_slots = choose_slots(needed, self.longest, self.block_size)
+        caches = grow_caches(caches, configs=self.configs, batch_size=batch_size, n_slots=self.n_slots,
+                             **self.cache_options)
+        return commit(caches, self.weights[0])
 
-    # prefill: every row up to its last token, unless the row is too long for the cache
-    end_B = np.where(length_B <= max_cached, length_B - 1, 0)
-    if (length_B <= max_cached).any():
+    def prefill(self, tokens_BxT, length_B, caches=(), n_held=0, least_width=16):
+        """Fills the caches with every row up to its last token, which the first decode step feeds.
+
+        A row that is too long for a cache is left out. Equal prompts are computed once. caches: those of one row that
+        hold its first n_held tokens already. least_width: of the pieces in which prompts are computed."""
+        fits_B = length_B <= self.max_cached
+        if not fits_B.any():
+            return
+        end_B = np.where(fits_B, length_B - 1, 0)
         chosen, row_B = unique_prompts(tokens_BxT, end_B)
-        caches = grow(caches, end_B.max() + 1, len(chosen))
-        width = piece_length(int(end_B.max()) - n_held, 16 if prefix_cache is None else 64)
-        caches = tuple(prefill_pieces(*model, tokens_BxT[chosen], n_held, end_B[chosen], width)
-                       for model in zip(weights, configs, caches))
-        state = state.replace(caches=caches if len(chosen) == B else select_rows(caches, row_B))
+        caches = self.grow(caches, end_B.max() + 1, len(chosen))
+        width = piece_length(int(end_B.max()) - n_held, least_width)
+        filled_caches = []
+        for params, config, cache in zip(self.weights, self.configs, caches):
+            filled_caches.append(
+                prefill_pieces(params, config, cache, tokens_BxT[chosen], n_held, end_B[chosen], width))
+        caches = tuple(filled_caches)
+        if len(chosen) < len(tokens_BxT):
+            caches = select_rows(caches, row_B)
+        self.state = self.state.replace(caches=caches)
 
-    # decode: chunk by chunk, each in several compiled loops if the cache grows, ends, or drafts turn out useless
-    n_end = 1
-    try:
+    def decode(self, sampling, n_end):
+        """Adds tokens until every row has n_end new ones or is done.
+
+        It takes several compiled loops if the caches grow, rows leave them, or drafts turn out useless."""
+        B = len(self.state.tokens_BxN)
         while True:
-            while len(length_B := active_lengths(state, n_end)):
-                cached_B = length_B[length_B <= max_cached]  # the other rows wait until none is left here
-                use_cache = len(cached_B) > 0
-                if use_cache:
-                    state = state.replace(caches=grow(state.caches, cached_B.max(), B))
-                if n_draft and drafts_are_useless(int(state.drafted), int(state.accepted), B):
-                    n_draft, weights, configs = 0, weights[:1], configs[:1]
-                    state = state.replace(caches=state.caches[:1])
-                state = decode(
-                    weights, state, sampling, np.int32(n_end), np.int32(max_cached if use_cache else PAD),
-                    np.int32(n_slots if use_cache and n_slots < config.block_size else PAD), configs=configs,
-                    n_draft=n_draft if use_cache else 0, use_cache=use_cache)
-            yield GenerationResult(  # copies, because the next step donates the state
-                np.array(state.tokens_BxN)[:, :T + max_new_tokens], np.array(state.length_B), int(state.steps),
-                sum(x.nbytes for x in jax.tree.leaves(state.caches[:1])), int(state.drafted), int(state.accepted))
-            if n_end == max_new_tokens or chunk and bool(state.done_B.all()):
+            length_B = active_lengths(self.state, n_end)
+            if len(length_B) == 0:
                 return
-            n_new = chunk() if callable(chunk) else chunk or max_new_tokens
-            n_end = min(n_end + n_new, max_new_tokens)
-    finally:
-        if prefix_cache is not None:
-            prefix_cache.keep(state, n_slots, cache_options['n_draft'], max_cached)
+            # rows that are too long for the cache wait until no other row is left
+            cached_B = length_B[length_B <= self.max_cached]
+            use_cache = len(cached_B) > 0
+            n_slots = PAD  # without a limit
+            max_length = PAD
+            if use_cache:
+                self.state = self.state.replace(caches=self.grow(self.state.caches, cached_B.max(), B))
+                max_length = self.max_cached
+                if self.n_slots < self.block_size:
+                    n_slots = self.n_slots
+            if self.n_draft and drafts_are_useless(int(self.state.drafted), int(self.state.accepted), B):
+                self.state = self.state.replace(caches=self.drop_drafts(self.state.caches))
+            self.state = decode(
+                self.weights, self.state, sampling, np.int32(n_end), np.int32(max_length), np.int32(n_slots),
+                configs=self.configs, n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
 
 
 def active_lengths(state, n_end):
     """Lengths of the rows that are neither done nor have n_end new tokens."""
-    return np.array(state.length_B)[~np.array(state.done_B) & (np.array(state.n_generated_B) < n_end)]
+    is_active_B = ~np.array(state.done_B) & (np.array(state.n_generated_B) < n_end)
+    return np.array(state.length_B)[is_active_B]
 
 
 def unique_prompts(tokens_BxT, end_B):
@@ -567,6 +404,170 @@ def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, width):
         cache = prefill(params, cache, idx_BxT, position_BxT, config=config)
         jax.block_until_ready(cache)  # pieces in flight would have their temporaries allocated side by side
     return cache
+
+
+class PrefixCache:
+    """Keeps the KV cache of one text between calls of generate_stream (batches of 1), which then compute only what
+    follows the tokens that the texts have in common (a chat)."""
+
+    def __init__(self):
+        self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the caches
+        self.caches = ()  # of the model and of the draft model, or none
+        self.n_slots = 0
+        self.has_wrapped = False  # whether a ring may have overwritten its first tokens
+        self.drafts_are_useless = False
+
+    def take(self, tokens_T):
+        """(caches, their number of slots, the number of first tokens of tokens_T that they hold)."""
+        caches, self.caches = self.caches, ()
+        if not caches or any(x.is_deleted() for x in jax.tree.leaves(caches)):
+            return (), 0, 0
+        n = min(len(self.tokens), len(tokens_T))
+        n_common = int(np.cumprod(self.tokens[:n] == tokens_T[:n]).sum())
+        if n_common < len(self.tokens) and self.has_wrapped:
+            n_common = 0
+        return caches, self.n_slots, n_common
+
+    def keep(self, state, n_slots, n_draft, max_cached):
+        """Takes the caches of a DecodeState, of n_slots and n_draft slots, which hold max_cached tokens at most."""
+        self.caches = ()
+        if any(x.is_deleted() for x in jax.tree.leaves(state)):  # interrupted
+            return
+        self.caches, self.n_slots = state.caches, n_slots
+        self.tokens = np.array(state.tokens_BxN)[0, :min(int(state.length_B[0]) - 1, max_cached)]
+        n_positions = min((x.shape[2] for x in jax.tree.leaves(self.caches)), default=0) - n_draft
+        self.has_wrapped = len(self.tokens) > n_positions
+        self.drafts_are_useless |= bool(drafts_are_useless(int(state.drafted), int(state.accepted), 1))
+
+
+def bytes_read_per_step(params):
+    """Bytes of the parameters that a decode step reads: of tables it is a row each, left out. Overcounts experts."""
+    return sum(x.nbytes for x in jax.tree.leaves(without_tables(params)))
+
+
+# -----------------------------------------------------------------------------
+# generate
+
+class GenerationResult(NamedTuple):
+    """The tokens so far, and what they have cost."""
+    tokens: np.ndarray  # int32 [B, N]
+    lengths: np.ndarray  # of each row, int32 [B]
+    steps: int = 0  # of decode after the first token
+    cache_bytes: int = 0  # that the last step read
+    drafted: int = 0  # number of drafts, and of those accepted
+    accepted: int = 0
+
+
+def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None, sample_index_B=None,
+             temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=None, n_vocab=None,
+             stop_tokens=(), cache_dtype='auto', n_draft=0, draft=None):
+    """Continues each prompt by max_new_tokens tokens. Returns all tokens, int32 [B, T + max_new_tokens], 0 after a
+    row's last token.
+
+    params: as decoding reads them, see convert_params_for_decoding.
+    idx_BxT: prompts, right-padded; prompt_lengths_B: their lengths, T each if not given. Every row continues right
+        after its own prompt.
+    rng: a jax.random key. Row b draws its n-th token from fold_in(fold_in(rng, sample_index_B[b]), n), independent of
+        the rest of the batch; sample_index_B is 0, 1, 2, ... if not given.
+    temperature: 0 is greedy. top_k: only the k likeliest tokens (clamped to the vocabulary; 0 is all). top_p: only the
+        likeliest tokens that together reach this probability, in (0, 1]. min_p: only tokens at least this times as
+        likely as the likeliest, in [0, 1]. repetition_penalty: above 1 makes tokens that are already there less
+        likely. n_vocab: only ids below it, for padded vocabularies.
+    stop_tokens: a row ends with the first of these that it generates.
+    cache_dtype: of the KV cache, one of CACHE_DTYPES; 'auto' is the config's dtype.
+    n_draft: number of drafts per step: the same tokens, faster where drafts are accepted. Drafts are switched off where
+        they are not, see drafts_are_useless. draft: (params, config) of a draft model with the same vocabulary; without
+        it the row itself is searched, see prompt_lookup_draft.
+
+    The prompts are prefilled in pieces, equal prompts once, up to their last token, which the first decode step feeds.
+    A token costs one position of computation. With learned positions, nanoGPT's rule holds past block_size: a token is
+    conditioned on the last block_size tokens, whose positions have all changed, and costs block_size positions. With
+    RoPE, positions continue past block_size, and every layer attends to the last block_size keys.
+
+    Raises UserError for prompts or controls that make no sense."""
+    stream = generate_stream(
+        params, config, idx_BxT, max_new_tokens, rng=rng, prompt_lengths_B=prompt_lengths_B,
+        sample_index_B=sample_index_B, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, n_vocab=n_vocab, stop_tokens=stop_tokens, cache_dtype=cache_dtype,
+        n_draft=n_draft, draft=draft)
+    *_, result = stream
+    return result.tokens
+
+
+def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None, sample_index_B=None,
+                    temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=None, n_vocab=None,
+                    stop_tokens=(), cache_dtype='auto', n_draft=0, draft=None, chunk=None, prefix_cache=None):
+    """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then after every `chunk`.
+
+    chunk: number of tokens between two results, all at once if not given; a function is asked for it before each chunk.
+    prefix_cache: a PrefixCache, for one row that begins as in the last call with it. All else is as in generate."""
+    options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
+    sampling = create_sampling(config, options, n_vocab=n_vocab, stop_tokens=stop_tokens)
+    tokens_BxT, length_B = check_prompts(config, idx_BxT, prompt_lengths_B)
+    B, T = tokens_BxT.shape
+    n_total = int(length_B.max()) + max_new_tokens
+    check_ranges({'max_new_tokens': max_new_tokens})
+    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
+    if prefix_cache is not None and B != 1:
+        raise UserError(f'a prefix cache is for one row, not {B}')
+    is_learned = config.position == 'learned'
+    check_drafts(config, n_draft, draft, sampling.n_vocab, min(n_total, config.block_size if is_learned else PAD))
+    if max_new_tokens == 0:
+        yield GenerationResult(tokens_BxT, length_B)
+        return
+
+    # the state: one row of tokens for each prompt, with a random key of its own
+    longest = n_total
+    if prefix_cache is not None:  # a chat, which goes on: its sizes stay the same from call to call
+        longest = max(n_total, config.block_size + max_new_tokens)
+    N = round_up_slots(max(longest, T, config.block_size if is_learned else 0))
+    if sample_index_B is None:
+        sample_index_B = np.arange(B)
+    key_B = jax.vmap(jax.random.fold_in, (None, 0))(rng, np.asarray(sample_index_B))
+    state = commit(create_decode_state(tokens_BxT, length_B, key_B, N), params)
+
+    # prefill
+    decoder = Decoder(params, config, state, cache_dtype=cache_dtype, n_draft=n_draft, draft=draft, longest=longest)
+    if prefix_cache is None:
+        decoder.prefill(tokens_BxT, length_B)
+    else:
+        caches, decoder.n_slots, n_held = prefix_cache.take(tokens_BxT[0, :length_B[0] - 1])
+        if prefix_cache.drafts_are_useless:
+            caches = decoder.drop_drafts(caches)
+        decoder.prefill(tokens_BxT, length_B, caches, n_held, least_width=64)
+
+    # decode, chunk by chunk
+    n_end = 1
+    try:
+        while True:
+            decoder.decode(sampling, n_end)
+            yield copy_result(decoder.state, T + max_new_tokens)
+            if n_end == max_new_tokens or chunk and bool(decoder.state.done_B.all()):
+                return
+            n_new = chunk() if callable(chunk) else chunk or max_new_tokens
+            n_end = min(n_end + n_new, max_new_tokens)
+    finally:
+        if prefix_cache is not None:
+            prefix_cache.keep(decoder.state, decoder.n_slots, n_draft, decoder.max_cached)
+
+
+def create_decode_state(tokens_BxT, length_B, key_B, n_columns):
+    """The DecodeState of prompts, with room for rows of n_columns tokens."""
+    B, T = tokens_BxT.shape
+    return DecodeState(
+        tokens_BxN=jnp.asarray(np.pad(tokens_BxT, ((0, 0), (0, n_columns - T)))), length_B=jnp.asarray(length_B),
+        n_generated_B=jnp.zeros(B, jnp.int32), done_B=jnp.zeros(B, bool), key_B=key_B,
+        steps=jnp.int32(-1),  # the first token's step is not counted
+        drafted=jnp.int32(0), accepted=jnp.int32(0))
+
+
+def copy_result(state, n_columns):
+    """The GenerationResult of a state, copied, because the next step donates the state."""
+    model_cache = state.caches[:1]
+    return GenerationResult(
+        tokens=np.array(state.tokens_BxN)[:, :n_columns], lengths=np.array(state.length_B), steps=int(state.steps),
+        cache_bytes=sum(x.nbytes for x in jax.tree.leaves(model_cache)), drafted=int(state.drafted),
+        accepted=int(state.accepted))
 
 
 def check_prompts(config, idx_BxT, prompt_lengths_B):

@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_files.weight_files import local_path
 from jax_flags import UserError
-from jax_generate import quantize_param
+from jax_ops.decode_weights import quantize_param
 from jax_ops.matmul import Int8, LowRank
 from jax_pretrained import load_pretrained
 from jax_transformer import count_params, create_train_state

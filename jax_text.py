@@ -28,17 +28,18 @@ from jax_files.tokenizers import (
     describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped, same_tokens, strip_partial_utf8)
 from jax_files.weight_files import local_path
 from jax_flags import UserError, ceil_div, check_choice, check_ranges
-from jax_cache import CACHE_DTYPES, PAD, PIECE, grow_caches, select_rows
-from jax_generate import (
-    PrefixCache, commit, convert_params_for_decoding, devices_of, generate_stream, order_columns_by_rank, prefill,
-    prefill_pieces, transpose_kernels)
+from jax_cache import CACHE_DTYPES, PAD, grow_caches, select_rows
+from jax_generate import PrefixCache, commit, generate_stream, prefill, prefill_pieces
+from jax_ops.decode_weights import (
+    convert_params_for_decoding, devices_of, order_columns_by_rank, transpose_kernels)
 from jax_ops.sharding import shard
 from jax_ops.vocabulary import lm_logits
 from jax_lora import merge_updates
 from jax_pretrained import load_pretrained
+from jax_sizes import PIECE, filled, power_of_two, row_width
 from jax_transformer import GPT, GPTConfig, cross_entropy
 
-SAMPLING = dict(temperature=0.8, top_k=200, top_p=1.0, min_p=0.0, repetition_penalty=1.0)  # nanoGPT's
+SAMPLING = {'temperature': 0.8, 'top_k': 200}  # nanoGPT's; the other controls are off
 STREAM_CHUNK = 8  # tokens generated between two updates of a text that is shown while it grows
 SLOW_TOKEN = 0.05  # seconds: a text with slower tokens is updated after each
 SAMPLE_TOKENS = 100  # of a sample while training
@@ -255,12 +256,15 @@ class Generation:
         self.prompt_texts = [model.tokenizer.decode(prompt) for prompt in self.prompts]
         self.lengths = [len(prompt) for prompt in self.prompts]
         self.laps = []
+        controls = dict(SAMPLING)
+        controls.update(model.tokenizer.sampling)
+        controls.update(sampling)
         self.results = generate_stream(
             model.params, model.config, right_padded(self.prompts), max_new_tokens, rng=jax.random.key(seed),
             prompt_lengths_B=self.lengths, n_vocab=model.tokenizer.vocab_size, stop_tokens=model.tokenizer.stop_tokens,
             sample_index_B=list(range(first_sample, first_sample + num_samples)) * len(prompts),
             cache_dtype=cache_dtype, n_draft=n_draft, draft=model.draft, chunk=self.choose_chunk,
-            prefix_cache=prefix_cache, **SAMPLING | model.tokenizer.sampling | sampling)
+            prefix_cache=prefix_cache, **controls)
 
     def __iter__(self) -> Iterator['Generation']:
         """Generates, and yields itself after each chunk. It can be done once."""
@@ -450,20 +454,3 @@ def right_padded(rows, width=0):
     for to, row in zip(padded, rows):
         to[:len(row)] = row
     return padded
-
-
-def filled(rows, most):
-    """The rows and copies of the first: a power of two or `most`, few different numbers, because each is compiled."""
-    return rows + rows[:1] * (min(most, power_of_two(len(rows))) - len(rows))
-
-
-def row_width(n_tokens):
-    """Width of the equal pieces in which rows are fed, at most PIECE: one of four per octave, from 4 on."""
-    width = ceil_div(n_tokens, ceil_div(n_tokens, PIECE))
-    step = max(4, power_of_two(width) // 8)
-    return ceil_div(width, step) * step
-
-
-def power_of_two(n):
-    """The least power of two that is at least n."""
-    return 1 << (n - 1).bit_length()

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 from jax_flags import (
-    UserError, check_needs, check_ranges, check_sampling, check_source, read_flags, read_text, start_script, write_text)
+    SamplingOptions, UserError, check_needs, check_ranges, check_source, read_flags, read_text, start_script,
+    write_text)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
@@ -58,7 +59,7 @@ if 'compile' in given:
     print(f'--compile={compile} has no effect here: JAX always compiles')
 check_ranges(flags)
 check_source(flags, given)
-check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty).check()
 check_needs('sample_jax', flags | {
     'has_file': start.startswith('FILE:'), 'is_chat': chat or interactive, 'takes_prompts': not interactive}, given)
 if start.startswith('FILE:') and start.endswith('.jsonl'):

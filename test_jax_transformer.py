@@ -14,8 +14,8 @@ import jax_transformer
 from jax_flags import UserError
 from jax_cache import init_cache
 from jax_generate import (
-    PrefixCache, Sampling, cast_matrices, convert_params_for_decoding, generate, generate_stream,
-    penalize_repetition, prompt_lookup_draft, quantize_params, sample_token, transpose_kernels)
+    PrefixCache, Sampling, generate, generate_stream, penalize_repetition, prompt_lookup_draft, sample_token)
+from jax_ops.decode_weights import cast_matrices, convert_params_for_decoding, quantize_params, transpose_kernels
 from jax_ops.matmul import Transposed
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu
 from tests.common import TINY, apply, cached_logits, random_params, random_tokens, slow

@@ -13,7 +13,8 @@ import numpy as np
 from jax_files.chats import ChatTemplate, encode_training_chat, read_chat_template
 from jax_files.tokenizer_folders import other_tokenizer_files, read_tokenizer_folder, unread_files
 from jax_files.tokenizer_library import LARGEST_ID
-from jax_flags import UserError, read_json, regular_file, whole_characters, write_json, write_text
+from jax_flags import (
+    SAMPLING_NAMES, UserError, read_json, regular_file, whole_characters, write_json, write_text)
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
                    'generation_config.json')  # of a Hugging Face folder; all but the first may be missing
@@ -269,9 +270,8 @@ def first_known(ids, known):
 
 def read_sampling(generation):
     """What the model's makers sample with, {'temperature': 0.6, ...}, by generation_config.json."""
-    names = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
     found = {}
-    for name in names:
+    for name in SAMPLING_NAMES:
         value = generation.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             found[name] = value

@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 from jax_devices.parallel import setup_distributed_training
 from jax_flags import UserError
 from jax_cache import cache_bytes, init_cache
-from jax_generate import convert_params_for_decoding, generate, order_columns_by_rank, quantize_params
+from jax_generate import generate
+from jax_ops.decode_weights import convert_params_for_decoding, order_columns_by_rank, quantize_params
 from jax_pretrained import load_pretrained, param_shapes, read_config, save_pretrained
 from jax_train_utils import make_train_step
 from jax_transformer import (

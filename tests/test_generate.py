@@ -9,11 +9,12 @@ import pytest
 
 import jax_cache
 import jax_generate
+import jax_sizes
 from jax_devices.parallel import setup_distributed_training
 from jax_flags import UserError
 from jax_cache import PAD, init_cache, update_ring_cache
-from jax_generate import (
-    PrefixCache, convert_params_for_decoding, decode, generate, generate_stream, keep_largest, prefill_layer)
+from jax_generate import PrefixCache, decode, generate, generate_stream, keep_largest, prefill_layer
+from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.vocabulary import embed_tokens
 from jax_pretrained import load_pretrained
 from tests.common import FAMILIES, TINY, apply, apply_with_cache, random_params, random_tokens
@@ -135,7 +136,7 @@ def test_a_prompt_of_several_samples_is_prefilled_once(prefilled):
 
 
 def test_a_cache_grows_by_four_unless_all_fits_into_twice_its_size():
-    slots = jax_cache.choose_slots
+    slots = jax_sizes.choose_slots
     assert slots(20, 520, 8192) == 544  # a multiple of 32
     assert slots(20, 8020, 8192) == 512
     assert slots(513, 8020, 8192) == 2048

@@ -23,9 +23,10 @@ from jax_files.checkpoints import finish_checkpoints, load_checkpoint, open_chec
 from jax_files.data import get_batch_jax
 from jax_flags import UserError
 from jax_cache import init_cache
-from jax_generate import DecodeState, Sampling, convert_params_for_decoding, decode, order_columns_by_rank, prefill
+from jax_generate import DecodeState, Sampling, decode, prefill
 from jax_ops.attention import fused_causal_attention
 from jax_ops.choose_attention import choose_attention
+from jax_ops.decode_weights import convert_params_for_decoding, order_columns_by_rank
 from jax_ops.experts import mix_experts
 from jax_ops.matmul import matmul_int8
 from jax_ops.sharding import AXES, BATCH, COLUMN_PARALLEL, ROW_PARALLEL, create_mesh

@@ -8,7 +8,8 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 import jax_text
 from jax_flags import UserError
-from jax_generate import convert_params_for_decoding, generate
+from jax_generate import generate
+from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.sharding import current_mesh
 from jax_text import Generation, load
 from jax_transformer import MLAConfig, MoEConfig
