@@ -215,6 +215,15 @@ def assigned_names(tree):
             yield from assigned_names(node)
 
 
+# The largest value of each size of a model, by its field in GPTConfig or in a group of it: far above every model that
+# is known, and low enough that a file's wrong number is refused before anything of that size is made
+MOST = {
+    'n_layer': 10_000, 'block_size': 2**30 - 1, 'window': 2**31 - 1, 'chunk': 2**31 - 1, 'vocab_size': 2**27,
+    'n_embd': 2**20, 'n_head': 2**16, 'n_kv_head': 2**16, 'head_dim': 2**16, 'rope_width': 2**16, 'n_inner': 2**24,
+    'n_expert': 2**16, 'n_used': 2**16, 'width': 2**24, 'shared_width': 2**24, 'n_group': 2**16, 'n_group_used': 2**16,
+    'q_rank': 2**20, 'kv_rank': 2**20, 'nope_dim': 2**16, 'rope_dim': 2**16, 'v_dim': 2**16,
+    'query_growth_every': 2**31 - 1, 'original_length': 2**30 - 1}
+
 RANGES = {  # of flags: (the lowest value, what the value is below)
     **dict.fromkeys(('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
                      'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'keep', 'num_samples', 'prompt_len',

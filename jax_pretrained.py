@@ -4,14 +4,13 @@ References:
 1) transformers: https://github.com/huggingface/transformers/tree/main/src/transformers/models
 2) nanoGPT's model: https://github.com/karpathy/nanoGPT/blob/master/model.py
 
-A family of models is two things: a function from its config.json to the fields of GPTConfig (FAMILIES), and how its
-tensors on disk differ from Llama's (LAYOUTS), of which family_tensor_maps makes a table {parameter path: [TensorMap]}.
+A family of models is two things: how its config.json becomes a GPTConfig (jax_families.py), and how its tensors on disk
+differ from Llama's (LAYOUTS), of which family_tensor_maps makes a table {parameter path: [TensorMap]}.
 Loading and saving use the same table, and the config.json that was read is written back; SAVED_AS has other names of
 families. GGUF needs a row in ARCHITECTURES (jax_files/gguf_files.py), and in LAYOUTS if rows have another order there.
 """
 import dataclasses
 import functools
-import json
 import math
 import mmap
 import os
@@ -23,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jax_families import COMPOSITE, GPT2_FIXED, GPT2_SIZES, HF_ACTIVATIONS, make_config, read_config
+from jax_files.config_json import JsonConfig, shown
 from jax_files.gguf_files import GGUF_DTYPES, GGUF_PATH, write_gguf
 from jax_files.tokenizers import load_tokenizer
 from jax_files.torch_files import is_state_dict, read_torch_checkpoint
@@ -30,7 +31,7 @@ from jax_files.weight_files import (
     SPECIAL_TOKENS, aligned_empty, check_tensors, common_dtype, dequantize_lazily, find_config_json,
     kept_config_json, local_path, read_tensors, require_keys, weight_file, write_folder)
 from jax_flags import DTYPES, UserError, check_choice, read_json
-from jax_transformer import GPT, ROPE_SCALINGS, GPTConfig
+from jax_transformer import GPT, GPTConfig, check_layers, check_room
 
 
 def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: array):
@@ -98,317 +99,6 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
                  shard_bytes)
 
 # -----------------------------------------------------------------------------
-# config.json -> GPTConfig
-
-class HFConfig:
-    """The values of a config.json. A missing, unsupported or wrongly typed one is a UserError that names it."""
-
-    def __init__(self, values, source):
-        self.values = values
-        self.source = source  # where they come from, for error messages
-
-    def get(self, key, default=None, kind=int):
-        """The value of `key`, or the default where the key is missing or null; without a default that is a UserError.
-        The value must have the type of the default, or be of this kind if there is none. An int is a valid float."""
-        if (value := self.values.get(key)) is None:
-            if default is None:
-                raise UserError(f'{self.source} lacks {key}, so it is not that of a {self.values["model_type"]}')
-            return default
-        kind = kind if default is None else type(default)
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            right = {int: 'a whole number', float: 'a number like 1e-05', bool: 'true or false', list: 'a list'}[kind]
-            raise UserError(f'{self.source}: {key} should be {right}, not {value!r}')
-        return value
-
-    def require_value(self, **supported):
-        """Raises UserError for a key that is there with another value than the one that GPT computes."""
-        for key, value in supported.items():
-            if self.values.get(key) not in (None, value):
-                found = json.dumps(self.values[key])
-                raise UserError(f'{self.source}: {key}={found} is not supported, only {json.dumps(value)}')
-
-
-GPT2_SIZES = {'block_size': 'n_positions', 'vocab_size': 'vocab_size', 'n_layer': 'n_layer', 'n_head': 'n_head',
-              'n_embd': 'n_embd'}  # field of GPTConfig, also the name in nanoGPT: key in config.json
-GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype', 'attention', 'scan_layers', 'remat',
-               'tied_head')
-
-GPT2_FIXED = {'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, 'reorder_and_upcast_attn': False,
-              'add_cross_attention': False}  # the only values that GPT computes
-HF_ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
-
-
-def gpt2_config(hf):
-    activation = hf.values.get('activation_function') or 'gelu_new'
-    if activation not in list(HF_ACTIVATIONS):
-        supported = ', '.join(HF_ACTIVATIONS)
-        raise UserError(f'{hf.source}: activation_function {activation!r} is not supported; supported: {supported}')
-    values = {field: hf.get(key) for field, key in GPT2_SIZES.items()}
-    hf.require_value(**GPT2_FIXED, n_inner=4 * values['n_embd'])
-    return values | {'activation': HF_ACTIVATIONS[activation], 'norm_eps': hf.get('layer_norm_epsilon', 1e-5),
-                     'tied_head': hf.get('tie_word_embeddings', True)}
-
-
-def rope_config(hf, theta):
-    """rope_theta and rope_scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`.
-
-    theta: the family's default for rope_theta."""
-    values = hf.values.get('rope_parameters')
-    if not values:
-        values = {'rope_theta': hf.values.get('rope_theta')} | (hf.values.get('rope_scaling') or {})
-    rope = HFConfig(values | {'model_type': 'scaled rope'}, hf.source)
-    theta = rope.get('rope_theta', theta)
-    kind = values.get('rope_type') or values.get('type') or 'default'
-    if kind == 'default':
-        return {'rope_theta': theta}
-    if kind not in ROPE_SCALINGS:
-        raise UserError(f'{hf.source}: rope scaling {kind!r} is not supported; supported: {", ".join(ROPE_SCALINGS)}')
-    max_length = hf.get('max_position_embeddings')
-    original_length = rope.get('original_max_position_embeddings', max_length)
-    factor = rope.get('factor', max_length / original_length)
-    scaling = {'kind': kind, 'factor': factor, 'original_length': original_length}
-    if kind == 'llama3':
-        scaling['low'] = rope.get('low_freq_factor', kind=float)
-        scaling['high'] = rope.get('high_freq_factor', kind=float)
-    if kind == 'yarn':
-        amplitude = yarn_mscale(factor)
-        mscale, mscale_all_dim = values.get('mscale'), values.get('mscale_all_dim')
-        if mscale and mscale_all_dim:
-            amplitude = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
-        scaling['low'] = rope.get('beta_slow', 1.0)
-        scaling['high'] = rope.get('beta_fast', 32.0)
-        scaling['truncate'] = rope.get('truncate', True)
-        scaling['amplitude'] = rope.get('attention_factor', amplitude)
-    return {'rope_theta': theta, 'rope_scaling': scaling}
-
-
-def yarn_mscale(factor, mscale=1.0):
-    """YaRN's factor on queries and keys for a context that is extended `factor` times (arXiv:2309.00071)."""
-    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def llama_config(hf, *, eps=1e-6, theta=10000.0, attention_bias=False):
-    """Llama's fields, with which the other families start. eps, theta: defaults of rms_norm_eps and rope_theta."""
-    hf.require_value(hidden_act='silu', attention_bias=attention_bias, mlp_bias=False, partial_rotary_factor=1.0)
-    return dict(
-        vocab_size=hf.get('vocab_size'), block_size=hf.get('max_position_embeddings'),
-        n_layer=hf.get('num_hidden_layers'), n_head=hf.get('num_attention_heads'), n_embd=hf.get('hidden_size'),
-        n_kv_head=hf.get('num_key_value_heads', hf.get('num_attention_heads')),
-        head_dim=hf.get('head_dim', hf.get('hidden_size') // hf.get('num_attention_heads')),
-        n_inner=hf.get('intermediate_size'), tied_head=hf.get('tie_word_embeddings', False), norm='rms',
-        norm_eps=hf.get('rms_norm_eps', eps), position='rope', bias=False, mlp='swiglu', **rope_config(hf, theta))
-
-
-def qwen3_config(hf):
-    return llama_config(hf) | {'qk_norm': 'learned', 'head_dim': hf.get('head_dim', 128)} | window_config(hf)
-
-
-def window_config(hf):
-    """Qwen's window and layer_types."""
-    if not hf.get('use_sliding_window', False):
-        return {}
-    first = hf.get('max_window_layers', 28)
-    return {'window': hf.get('sliding_window'), 'layer_types': read_layer_types(hf, lambda i: i < first)}
-
-
-def qwen2_config(hf):
-    return llama_config(hf) | {'qkv_bias': True} | window_config(hf)
-
-
-def mistral_config(hf, *, eps=1e-6, window=4096):
-    """Of Mistral and Phi 3. eps, window: defaults; a sliding_window of null is none."""
-    window = hf.get('sliding_window', 0 if 'sliding_window' in hf.values else window)
-    return llama_config(hf, eps=eps) | ({'window': window, 'layer_types': ('window',)} if window else {})
-
-
-def smollm3_config(hf):
-    """A Llama in which every fourth layer has no RoPE."""
-    hf.require_value(use_sliding_window=False)
-    types = tuple('full' if uses_rope else 'nope' for uses_rope in layers_with_rope(hf))
-    return llama_config(hf, theta=2000000.0) | {'layer_types': types}
-
-
-def layers_with_rope(hf):
-    """Whether each layer has RoPE: config.json's no_rope_layers, in spite of its name, or all but every n-th."""
-    interval, n_layer = hf.get('no_rope_layer_interval', 4), hf.get('num_hidden_layers')
-    uses_rope = hf.get('no_rope_layers', []) or [(i + 1) % interval != 0 for i in range(n_layer)]
-    if len(uses_rope) != n_layer:
-        raise UserError(f'{hf.source}: no_rope_layers should be a list of {n_layer}, not {len(uses_rope)}')
-    return uses_rope
-
-
-def olmo2_config(hf):
-    return llama_config(hf, eps=1e-5) | {'block_norms': 'post', 'qk_norm': 'all_heads'}
-
-
-def olmo3_config(hf):
-    full, sliding = ropes_by_layer_type(hf)
-    values = llama_config(full, eps=1e-5, theta=500000.0)
-    return values | {
-        'block_norms': 'post', 'qk_norm': 'all_heads', 'window': hf.get('sliding_window', 4096),
-        'layer_types': read_layer_types(hf, lambda i: i % 4 == 3),
-        'window_rope_theta': sliding.get('rope_theta', values['rope_theta'])}
-
-
-def ropes_by_layer_type(hf):
-    """(hf with the rope of its full layers, the rope of its sliding layers), of which transformers 5 has one each."""
-    ropes = hf.values.get('rope_parameters') or {}
-    sliding = HFConfig(ropes.get('sliding_attention', {}), hf.source)
-    sliding.require_value(rope_type='default')
-    return HFConfig(hf.values | {'rope_parameters': ropes.get('full_attention')}, hf.source), sliding
-
-
-def gemma_config(hf, theta, full_every):
-    """Of Gemma 2 and 3. theta: default of rope_theta. full_every: the layers of which the others have a window."""
-    hf.require_value(hidden_activation='gelu_pytorch_tanh', use_bidirectional_attention=False)
-    hf = HFConfig(hf.values | {'hidden_act': None}, hf.source)  # Gemma 2 has it beside hidden_activation
-    return llama_config(hf, theta=theta) | {
-        'embed_scale': hf.get('hidden_size')**0.5, 'block_norms': 'both', 'mlp': 'geglu', 'activation': 'gelu_tanh',
-        'tied_head': hf.get('tie_word_embeddings', True), 'head_dim': hf.get('head_dim', 256),
-        'attention_scale': hf.get('query_pre_attn_scalar', 256)**-0.5, 'window': hf.get('sliding_window', 4096),
-        'layer_types': read_layer_types(hf, lambda i: (i + 1) % full_every == 0)}
-
-
-def gemma2_config(hf):
-    cap = lambda key, default: hf.get(key, 0.0 if key in hf.values else default)  # null: none
-    return gemma_config(hf, theta=10000.0, full_every=2) | {
-        'attention_cap': cap('attn_logit_softcapping', 50.0), 'logit_cap': cap('final_logit_softcapping', 30.0)}
-
-
-GEMMA3_DEFAULTS = {
-    'vocab_size': 262208, 'hidden_size': 2304, 'intermediate_size': 9216, 'num_hidden_layers': 26,
-    'num_attention_heads': 8, 'num_key_value_heads': 4, 'head_dim': 256, 'max_position_embeddings': 131072,
-    'tie_word_embeddings': True}  # of what the published files leave out
-
-
-def gemma3_config(hf):
-    hf.require_value(final_logit_softcapping=None, attn_logit_softcapping=None)
-    given = {key: value for key, value in hf.values.items() if value is not None}
-    hf, sliding = ropes_by_layer_type(HFConfig(GEMMA3_DEFAULTS | given, hf.source))
-    return gemma_config(hf, theta=1000000.0, full_every=hf.get('sliding_window_pattern', 6)) | {
-        'qk_norm': 'learned', 'window_rope_theta': sliding.get('rope_theta', hf.get('rope_local_base_freq', 10000.0))}
-
-
-def read_layer_types(hf, is_full, other='sliding_attention'):
-    """GPTConfig.layer_types from config.json's list, or if it has none, full attention where is_full(layer) says so."""
-    names = {'full_attention': 'full', 'sliding_attention': 'window', 'chunked_attention': 'chunk'}
-    n_layer = hf.get('num_hidden_layers')
-    types = hf.get('layer_types', ['full_attention' if is_full(i) else other for i in range(n_layer)])
-    if len(types) != n_layer or not set(types) <= names.keys():
-        raise UserError(f'{hf.source}: layer_types should name one of {", ".join(names)} for each layer, not {types}')
-    return tuple(names[layer_type] for layer_type in types)
-
-
-def qwen3_moe_config(hf):
-    hf.require_value(use_sliding_window=False)
-    n_layer = hf.get('num_hidden_layers')
-    moe_step = hf.get('decoder_sparse_step', 1)
-    dense_layers = hf.get('mlp_only_layers', [])
-    values = llama_config(hf) | {'qk_norm': 'learned'}
-    values['moe'] = dict(
-        n_expert=hf.get('num_experts', hf.values.get('num_local_experts')),
-        n_used=hf.get('num_experts_per_tok'), width=hf.get('moe_intermediate_size'),
-        normalize=hf.get('norm_topk_prob', False),
-        layers=[i not in dense_layers and (i + 1) % moe_step == 0 for i in range(n_layer)])
-    return values
-
-
-def gpt_oss_config(hf):
-    hf.require_value(swiglu_alpha=1.702)
-    values = llama_config(hf, eps=1e-5, theta=150000.0, attention_bias=True)
-    values |= {'head_dim': hf.get('head_dim', 64), 'bias': True, 'sinks': True, 'mlp': 'swiglu_clamped',
-               'swiglu_limit': hf.get('swiglu_limit', 7.0), 'window': hf.get('sliding_window', 128),
-               'layer_types': read_layer_types(hf, lambda i: i % 2 == 1)}
-    values['moe'] = dict(
-        n_expert=hf.get('num_local_experts'), n_used=hf.get('num_experts_per_tok'), width=hf.get('intermediate_size'))
-    return values
-
-
-def deepseek_config(hf):
-    hf.require_value(scoring_func='sigmoid', topk_method='noaux_tc', moe_layer_freq=1, rope_interleave=True)
-    values = llama_config(hf)
-    width = hf.get('moe_intermediate_size')
-    mla = dict(
-        q_rank=hf.get('q_lora_rank', 0 if 'q_lora_rank' in hf.values else 1536),  # null: no low-rank queries
-        kv_rank=hf.get('kv_lora_rank'), nope_dim=hf.get('qk_nope_head_dim'), rope_dim=hf.get('qk_rope_head_dim'),
-        v_dim=hf.get('v_head_dim'))
-    mscale = 1
-    if 'rope_scaling' in values:
-        rope = hf.values.get('rope_parameters') or hf.values.get('rope_scaling')
-        mscale = yarn_mscale(values['rope_scaling']['factor'], rope.get('mscale_all_dim') or 0)
-    values |= {'head_dim': 0, 'n_kv_head': 0, 'mla': mla,
-               'attention_scale': mscale**2 * (mla['nope_dim'] + mla['rope_dim'])**-0.5}
-    values['moe'] = dict(
-        n_expert=hf.get('n_routed_experts'), n_used=hf.get('num_experts_per_tok'), width=width,
-        shared_width=width * hf.get('n_shared_experts', 1), score='sigmoid', selection_bias=True,
-        normalize=hf.get('norm_topk_prob', True), scale=hf.get('routed_scaling_factor', 2.5),
-        n_group=hf.get('n_group', 8), n_group_used=hf.get('topk_group', 4),
-        layers=[i >= hf.get('first_k_dense_replace', 3) for i in range(values['n_layer'])])
-    return values
-
-
-def llama4_config(hf):
-    n_layer = hf.get('num_hidden_layers')
-    moe_step = hf.get('interleave_moe_layer_step', 1)
-    uses_rope = layers_with_rope(hf)
-    types = read_layer_types(hf, lambda i: not uses_rope[i], other='chunked_attention')
-    if any(layer_type != 'full' and not rope for layer_type, rope in zip(types, uses_rope)):
-        raise UserError(f'{hf.source}: a layer without rope is supported with full attention only')
-    moe_layers = hf.get('moe_layers', list(range(moe_step - 1, n_layer, moe_step)))
-    width = hf.get('intermediate_size')
-    values = llama_config(hf, eps=1e-5, theta=500000.0)
-    values |= {
-        'head_dim': hf.get('head_dim', 128), 'n_inner': hf.get('intermediate_size_mlp'),
-        'chunk': hf.get('attention_chunk_size', 8192), 'qk_norm': 'plain' if hf.get('use_qk_norm', True) else '',
-        'layer_types': tuple(layer_type if rope else 'nope' for layer_type, rope in zip(types, uses_rope)),
-        'query_growth_every': hf.get('floor_scale', 8192),
-        'query_growth': hf.get('attn_scale', 0.1) if hf.get('attn_temperature_tuning', True) else 0.0}
-    values['moe'] = dict(
-        n_expert=hf.get('num_local_experts'), n_used=hf.get('num_experts_per_tok'), width=width, shared_width=width,
-        score='sigmoid', normalize=False, weigh_input=True, layers=[i in moe_layers for i in range(n_layer)])
-    return values
-
-
-FAMILIES = {'gpt2': gpt2_config, 'llama': llama_config, 'mistral': mistral_config, 'qwen2': qwen2_config,
-            'phi3': functools.partial(mistral_config, eps=1e-5, window=0), 'smollm3': smollm3_config,
-            'qwen3': qwen3_config, 'qwen3_moe': qwen3_moe_config, 'olmo2': olmo2_config, 'olmo3': olmo3_config,
-            'gemma2': gemma2_config, 'gemma3_text': gemma3_config, 'gemma3': gemma3_config, 'gpt_oss': gpt_oss_config,
-            'deepseek_v3': deepseek_config, 'kimi_k2': deepseek_config,
-            'llama4_text': llama4_config, 'llama4': llama4_config}  # by model_type
-
-
-def read_config(hf, source):
-    """(GPTConfig, family) for the content of a config.json, as published or as written by transformers 5."""
-    require_keys(['model_type'], hf, source, 'the config of a Hugging Face model')
-    family = hf['model_type']
-    if family not in list(FAMILIES):
-        raise UserError(f'{source}: model_type {family!r} is not supported; supported: {", ".join(FAMILIES)}')
-    try:
-        if 'text_config' in hf:
-            hf = hf['text_config'] | {'quantization_config': hf.get('quantization_config')}
-        method = (hf.get('quantization_config') or {}).get('quant_method')
-        if method not in (None, 'mxfp4', 'fp8'):
-            raise UserError(f'{source}: quantization {method!r} is not supported; supported: mxfp4, fp8')
-        values = FAMILIES[family](HFConfig({'model_type': family} | hf, source))
-        return make_config(values, source), family
-    except (TypeError, AttributeError, ArithmeticError) as error:
-        raise UserError(f'{source} is malformed ({type(error).__name__}: {error})') from None
-
-
-def make_config(values, source):
-    """GPTConfig(**values); its UserErrors name the file that the values come from."""
-    for name in GPT2_SIZES:
-        if type(values[name]) is not int:
-            raise UserError(f'{source}: {name} should be a whole number, not {values[name]!r}')
-    try:
-        return GPTConfig(**values)
-    except UserError as error:
-        raise UserError(f'{source}: {error}') from None
-
-
-# -----------------------------------------------------------------------------
 # GPTConfig -> config.json
 
 # what is saved for a model that transformers has under another name or as a part: (model_type, architecture)
@@ -424,9 +114,10 @@ def read_config_json_of(config, path):
     hf = read_json(path)
     read_config(hf, path)
     family = hf['model_type']
-    if 'text_config' in hf:
+    if family in COMPOSITE and 'text_config' in hf:
         ids = {key: hf[key] for key in SPECIAL_TOKENS if key in hf}
         hf = {'model_type': family} | ids | hf['text_config']
+        hf['tie_word_embeddings'] = config.tied_head  # Gemma 3 has the key outside of text_config
     if family in SAVED_AS:
         hf['model_type'], architecture = SAVED_AS[family]
         hf['architectures'] = [architecture]
@@ -436,6 +127,10 @@ def read_config_json_of(config, path):
     if wrong := differences(config, hf, path):
         raise UserError(f'{path} is not that of the model to be saved, which has {", ".join(wrong)}')
     return hf
+
+
+GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype', 'attention', 'scan_layers', 'remat',
+               'tied_head')
 
 
 def derive_config_json(config):
@@ -533,15 +228,23 @@ class TensorMap(NamedTuple):
 
 @functools.lru_cache
 def param_shapes(config):
-    """{path: shape} of every parameter of GPT(config). Traces as many layers as there are before their kinds repeat."""
-    period = min(config.n_layer, math.lcm(len(config.layer_types), len(config.moe.layers) if config.moe else 1))
-    model = GPT(dataclasses.replace(config, n_layer=period))
+    """{path: shape} of every parameter of GPT(config). Traces one layer of each kind."""
+    kind_of_layer = [config.layer(i) for i in range(config.n_layer)]
+    kinds = list(dict.fromkeys(kind_of_layer))
+    layer_types, is_moe = zip(*kinds)
+    moe = config.moe and dataclasses.replace(config.moe, layers=is_moe)
+    model = GPT(dataclasses.replace(config, n_layer=len(kinds), layer_types=layer_types, moe=moe, scan_layers=False))
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
     shapes = {}
+    of_kind = {kind: {} for kind in kinds}
     for (first, *rest), x in flatten_dict(params).items():
-        layers = range(int(first[2:]), config.n_layer, period) if first.startswith('h_') else ()
-        for name in [f'h_{i}' for i in layers] or [first]:
-            shapes[name, *rest] = x.shape
+        if first.startswith('h_'):
+            of_kind[kinds[int(first[2:])]][tuple(rest)] = x.shape
+        else:
+            shapes[first, *rest] = x.shape
+    for i, kind in enumerate(kind_of_layer):
+        for rest, shape in of_kind[kind].items():
+            shapes[f'h_{i}', *rest] = shape
     return shapes
 
 
@@ -697,6 +400,17 @@ def expert_tensor_maps(layout, name, ours, leaf, shape):
     return [TensorMap(f'{name}.{tensor}', shape, dst=e, src=(e, ..., columns)) for e in range(E)]
 
 
+def check_sizes(tensors, config, source):
+    """Raises UserError if the tensors {name: array} of a file are too few or too small for GPT(config)."""
+    names = [name for name in tensors if not any(re.search(ignored, name) for ignored in IGNORED)]
+    layers = {int(i) for name in names for i in re.findall(r'(?:^|\.)(?:h|layers)\.(\d{1,9})\.', name)}
+    check_layers(config, layers, source)
+    check_room(config, sum(math.prod(tensors[name].shape) for name in names), source)
+    experts = {int(i) for name in names for i in re.findall(r'\.experts\.(\d{1,9})\.', name)}
+    if config.moe and experts and len(experts) < config.moe.n_expert:
+        raise UserError(f'{source} holds {len(experts)} experts, but its config says {config.moe.n_expert}')
+
+
 IGNORED = (r'(^|\.)h\.\d+\.attn\.(masked_)?bias$',  # causal masks
            r'rotary_emb\.inv_freq$', r'^(vision_model|vision_tower|multi_modal_projector)\.')
 
@@ -746,15 +460,26 @@ def open_model(path_or_name):
     """(config, family, {name: array}, file of the weights) of what load_pretrained reads. The arrays of safetensors are
     memory-mapped, and what is quantized dequantizes when it is indexed."""
     file = weight_file(local_path(path_or_name))
-    if (source := find_config_json(file)) is None:
+    source = find_config_json(file)
+    if source is None:
         config, tensors = read_nanogpt(file)
+        check_sizes(tensors, config, file)
         return config, 'nanogpt', tensors, file
     hf = read_json(source)
     config, family = read_config(hf, source)
     family = f'gguf {family}' if os.path.basename(file) == GGUF_PATH else family
-    quantization = hf.get('quantization_config') or {}
-    block = quantization.get('weight_block_size', [128, 128])
-    return config, family, dequantize_lazily(read_tensors(file), block, file), file
+    tensors = dequantize_lazily(read_tensors(file), read_block(hf, source), file)
+    check_sizes(tensors, config, file)
+    return config, family, tensors, file
+
+
+def read_block(hf, source):
+    """Returns [rows, columns] of the blocks of numbers that share a scale, from a config.json."""
+    quantization = JsonConfig(hf.get('quantization_config') or {}, source)
+    block = quantization.get_list('weight_block_size', [128, 128])
+    if len(block) != 2 or min(block) < 1:
+        raise UserError(f'{source}: weight_block_size should list two numbers above 0, not {shown(block)}')
+    return block
 
 
 def read_nanogpt(path):

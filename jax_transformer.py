@@ -26,7 +26,7 @@ from flax import linen as nn
 from flax.training import train_state
 
 from jax_cache import update_kv_cache
-from jax_flags import DTYPES, UserError, check_choice, check_ranges
+from jax_flags import DTYPES, MOST, UserError, check_choice, check_ranges
 from jax_ops.attention import ATTENTION, blockwise_attention, causal_mask, fused_causal_attention
 from jax_ops.dropout import flat_index, hash_dropout
 from jax_ops.experts import mix_experts
@@ -47,7 +47,7 @@ BLOCK_NORMS = {  # of the inputs of attention and MLP (GPT-2), of their outputs 
     'post': ('ln_1_post', 'ln_2_post'),
     'both': ('ln_1', 'ln_1_post', 'ln_2', 'ln_2_post')}
 POSITIONS = ('learned', 'rope')
-ROPE_SCALINGS = ('linear', 'llama3', 'yarn')
+ROPE_SCALINGS = ('linear', 'llama3', 'yarn', 'longrope')
 QK_NORMS = ('', 'learned', 'all_heads', 'plain')  # of each head, of all together; without gain, in layers with RoPE
 LAYER_TYPES = ('full', 'window', 'chunk', 'nope')  # attention to all keys; a sliding window; a chunk; all, no RoPE
 MLPS = ('gelu', 'swiglu', 'swiglu_clamped', 'geglu')  # GPT-2; gated (arXiv:2002.05202), clamped (gpt-oss), by GELU
@@ -63,6 +63,10 @@ class RopeScaling:
     high: float = 4.0  # high_freq_factor (yarn: beta_fast): pairs with more rotations keep their frequency
     truncate: bool = True  # yarn: the transition starts and ends at whole pairs
     amplitude: float = 1.0  # of cosine and sine
+    pair_factors: tuple = ()  # longrope: by how much each pair is slowed down
+
+    def __post_init__(self):
+        object.__setattr__(self, 'pair_factors', tuple(self.pair_factors))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +134,7 @@ class GPTConfig:
     position: str = 'learned'  # one of POSITIONS
     rope_theta: float = 10000.0  # RoPE base
     rope_scaling: RopeScaling | None = None
+    rope_width: int = 0  # the first channels of a head, which RoPE rotates; 0 is all
     window_rope_theta: float = 0.0  # RoPE base of 'window' layers, which then have no rope_scaling; 0 is as the others
     n_kv_head: int = 0  # key and value heads (GQA); 0 is n_head
     head_dim: int = 0  # 0 is n_embd / n_head
@@ -196,7 +201,9 @@ def init_config(config):
         values = getattr(config, name)
         if isinstance(values, dict):
             object.__setattr__(config, name, group(**values))
+        check_numbers(getattr(config, name))
     object.__setattr__(config, 'layer_types', tuple(config.layer_types))
+    check_numbers(config)
     check_ranges(vars(config))
     check_choices(config)
     check_heads(config)
@@ -226,7 +233,12 @@ def check_heads(config):
     if config.n_head % config.kv_heads:
         valid = [h for h in range(1, config.n_head + 1) if config.n_head % h == 0]
         raise UserError(f'n_kv_head={config.n_kv_head} does not divide n_head={config.n_head}; one of {valid} does')
-    if config.position == 'rope' and config.head_width % 2 and not config.mla:
+    for name, width in (('n_head * head_dim', config.n_head * config.head_width), ('n_inner', config.mlp_width)):
+        if width > MOST['n_inner']:
+            raise UserError(f'{name} must be at most {MOST["n_inner"]}, not {width}')
+    if config.rope_width % 2 or config.rope_width > config.head_width:
+        raise UserError(f'rope_width must be even and at most the width of a head, not {config.rope_width}')
+    if config.position == 'rope' and config.head_width % 2 and not config.mla and not config.rope_width:
         raise UserError(f'rope turns pairs: the width of a head must be even, not {config.head_width}')
 
 
@@ -238,6 +250,52 @@ def check_layer_types(config):
         check_choice('layer_types', layer_type, LAYER_TYPES)
         if layer_type in ('window', 'chunk') and getattr(config, layer_type) < 1:
             raise UserError(f'{layer_type} layers need a size, as in {layer_type}=64')
+
+
+def check_numbers(group):
+    """Raises UserError for a number of a GPTConfig or of one of its groups that is of a wrong type, negative, not
+    finite or larger than MOST says. None: a group that is not there."""
+    for field in dataclasses.fields(group) if group else ():
+        value = getattr(group, field.name)
+        if field.type in (int, 'int'):
+            most = MOST[field.name]
+            if type(value) is not int or not 0 <= value <= most:
+                raise UserError(f'{field.name} must be a whole number of at most {most}, not {str(value)[:40]}')
+        if field.type in (float, 'float'):
+            is_number = type(value) in (int, float)
+            if not is_number or not 0 <= value < np.inf:
+                raise UserError(f'{field.name} must be a finite number of at least 0, not {str(value)[:40]}')
+
+
+def check_layers(config, layers, source):
+    """Raises UserError if a file holds fewer layers than its config says.
+
+    layers: the numbers of the layers of which the file has parameters. source: its path."""
+    held = len(layers.intersection(range(config.n_layer)))
+    if held < config.n_layer:
+        raise UserError(f'{source} holds {held} layers, but its config says {config.n_layer}')
+
+
+def check_room(config, n_numbers, source):
+    """Raises UserError if a file of n_numbers numbers is too small to be that of a model of this config."""
+    D, moe, mla = config.n_embd, config.moe, config.mla
+    n_moe = sum(config.layer(i)[1] for i in range(config.n_layer))
+    sizes = {'vocab_size * n_embd': config.vocab_size * D,
+             'layers * n_embd * n_inner': (config.n_layer - n_moe) * D * config.mlp_width}
+    if config.position == 'learned':
+        sizes['block_size * n_embd'] = config.block_size * D
+    if moe:
+        sizes['layers * n_expert * n_embd * width'] = n_moe * moe.n_expert * D * moe.width
+        sizes['layers * n_embd * shared_width'] = n_moe * D * moe.shared_width
+    if mla:
+        sizes['layers * n_embd * rank'] = config.n_layer * D * (mla.q_rank + mla.kv_rank + mla.rope_dim)
+        sizes['kv_rank * n_head * width'] = mla.kv_rank * config.n_head * (mla.nope_dim + mla.v_dim)
+        sizes['n_head * q width'] = config.n_head * (mla.nope_dim + mla.rope_dim)
+    else:
+        sizes['layers * n_embd * n_head * head_dim'] = config.n_layer * D * config.n_head * config.head_width
+    for name, size in sizes.items():
+        if size > n_numbers:
+            raise UserError(f'{source} holds {n_numbers:,} numbers, but its config says {name} = {size:,}')
 
 
 # -----------------------------------------------------------------------------
@@ -339,14 +397,17 @@ def dropout(module, x, seq_id_B):
 def rope_inv_freq(theta, width, scaling=None):
     """Radians per position by which RoPE rotates each of the width / 2 pairs, numpy.
 
-    scaling: 'linear' slows all pairs down by the factor (arXiv:2306.15595). Otherwise pairs with many rotations over
-    the original length keep their frequency and pairs with few are slowed down, with a linear transition between: over
-    the number of rotations in Llama 3, over the pairs in YaRN (arXiv:2309.00071)."""
+    scaling: 'linear' slows all pairs down by the factor (arXiv:2306.15595), 'longrope' each by its own
+    (arXiv:2402.13753). Otherwise pairs with many rotations over the original length keep their frequency and pairs with
+    few are slowed down, with a linear transition between: over the number of rotations in Llama 3, over the pairs in
+    YaRN (arXiv:2309.00071)."""
     frequencies = theta ** (-np.arange(0, width, 2) / width)
     if scaling is None:
         return frequencies
     if scaling.kind == 'linear':
         return frequencies / scaling.factor
+    if scaling.kind == 'longrope':
+        return frequencies / np.array(scaling.pair_factors)
     if scaling.kind == 'llama3':
         rotations = frequencies * scaling.original_length / (2 * np.pi)
         keep = (rotations - scaling.low) / max(scaling.high - scaling.low, 1e-9)
@@ -356,19 +417,32 @@ def rope_inv_freq(theta, width, scaling=None):
         if scaling.truncate:
             first, last = np.floor(first), np.ceil(last)
         first, last = max(first, 0), min(last, width - 1)
-        keep = 1 - (np.arange(width // 2) - first) / max(last - first, 1e-3)
+        keep = 1 - (np.arange(width // 2) - first) / (last - first or 1e-3)
     keep = np.clip(keep, 0, 1)
     return frequencies * keep + frequencies / scaling.factor * (1 - keep)
 
 
-def apply_rope(config, x_BxTxHxK, position_BxT):
-    """Rotates the pairs (x_j, x_{j + K/2}) by position * frequency_j (RoPE, arXiv:2104.09864), in float32."""
-    frequencies = rope_inv_freq(config.rope_theta, x_BxTxHxK.shape[-1], config.rope_scaling)
-    angle = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)  # [B, T, 1, K / 2]
+def rope_of_layer(config, layer_type, head_width):
+    """Returns (radians per position of the pairs that RoPE rotates in a layer, numpy; factor of cosine and sine).
+
+    layer_type: one of LAYER_TYPES. head_width: channels of a head, or of the part of it that has RoPE."""
+    width = config.rope_width or head_width
+    if layer_type == 'window' and config.window_rope_theta:
+        return rope_inv_freq(config.window_rope_theta, width), 1.0
     amplitude = config.rope_scaling.amplitude if config.rope_scaling else 1.0
+    return rope_inv_freq(config.rope_theta, width, config.rope_scaling), amplitude
+
+
+def apply_rope(config, layer_type, x_BxTxHxK, position_BxT):
+    """Rotates the pairs (x_j, x_{j + K/2}) by position * frequency_j (RoPE, arXiv:2104.09864), in float32. With
+    config.rope_width the pairs are those of the first channels, and the others stay as they are."""
+    frequencies, amplitude = rope_of_layer(config, layer_type, x_BxTxHxK.shape[-1])
+    angle = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)  # [B, T, 1, K / 2]
     cos, sin = amplitude * jnp.cos(angle), amplitude * jnp.sin(angle)
-    a, b = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BxTxHxK.dtype)
+    rotated, rest = jnp.split(x_BxTxHxK, [2 * len(frequencies)], axis=-1)
+    a, b = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BxTxHxK.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
 def apply_positions(config, layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT):
@@ -377,10 +451,8 @@ def apply_positions(config, layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT):
         growth_BxT = jnp.log1p((position_BxT + 1) // config.query_growth_every)
         scale_BxTx1x1 = (1 + config.query_growth * growth_BxT)[..., None, None]
         return (q_BxTxHxK * scale_BxTx1x1).astype(q_BxTxHxK.dtype), k_BxTxGxK
-    if layer_type == 'window' and config.window_rope_theta:
-        config = dataclasses.replace(config, rope_theta=config.window_rope_theta, rope_scaling=None)
-    q_BxTxHxK = apply_rope(config, q_BxTxHxK, position_BxT)
-    k_BxTxGxK = apply_rope(config, k_BxTxGxK, position_BxT)
+    q_BxTxHxK = apply_rope(config, layer_type, q_BxTxHxK, position_BxT)
+    k_BxTxGxK = apply_rope(config, layer_type, k_BxTxGxK, position_BxT)
     if config.qk_norm == 'plain':
         q_BxTxHxK = rms_normalize(q_BxTxHxK, config.norm_eps).astype(q_BxTxHxK.dtype)
         k_BxTxGxK = rms_normalize(k_BxTxGxK, config.norm_eps).astype(k_BxTxGxK.dtype)
@@ -731,13 +803,13 @@ class LatentAttention(nn.Module):
             q_in = RMSNorm(cfg, 1e-6, name='q_norm')(Dense(cfg, mla.q_rank, tp=(), name='q_a')(x_BxTxD))
         q_BxTxHxK = Dense(cfg, H * (mla.nope_dim + mla.rope_dim), name='q_b')(q_in).reshape(B, T, H, -1)
         q_nope_BxTxHxK, q_rope_BxTxHxK = jnp.split(q_BxTxHxK, [mla.nope_dim], axis=-1)
-        q_rope_BxTxHxK = apply_rope(cfg, q_rope_BxTxHxK, position_BxT)
+        q_rope_BxTxHxK = apply_rope(cfg, self.layer_type, q_rope_BxTxHxK, position_BxT)
 
         # keys and values: one latent per token, and one key part with RoPE for all heads
         kv_a = Dense(cfg, mla.kv_rank + mla.rope_dim, tp=(), name='kv_a')(x_BxTxD)
         latent_BxTxC, k_rope_BxTxK = jnp.split(kv_a, [mla.kv_rank], axis=-1)
         latent_BxTxC = RMSNorm(cfg, 1e-6, name='kv_norm')(latent_BxTxC)
-        k_rope_BxTx1xK = apply_rope(cfg, k_rope_BxTxK[:, :, None], position_BxT)
+        k_rope_BxTx1xK = apply_rope(cfg, self.layer_type, k_rope_BxTxK[:, :, None], position_BxT)
         new_kv = {'latent': latent_BxTxC[:, :, None], 'rope': k_rope_BxTx1xK}
         kv, key_position_BxS, cache = update_kv_cache(cfg, self.layer_type, cache, new_kv, position_BxT)
 

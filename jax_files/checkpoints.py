@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import socket
 import sys
@@ -21,7 +22,7 @@ from jax_devices.processes import gather_texts, in_all_processes
 from jax_files.tokenizers import locate_tokenizer
 from jax_flags import UserError, check_choice, exit_if_peer_died, path_inside, write_text
 from jax_lora import create_lora_state, load_merged, move_base
-from jax_transformer import GPTConfig, create_train_state
+from jax_transformer import GPTConfig, check_layers, create_train_state
 
 try:
     import fcntl
@@ -267,7 +268,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
 def read_meta(step):
     """The metadata of the checkpoint in the folder `step`. Raises an exception if it is not one of this program."""
     meta = json.loads((step / 'meta' / 'metadata').read_text(encoding='utf-8'))
-    GPTConfig(**meta['model'])
+    check_saved_layers(step, GPTConfig(**meta['model']))
     if missing := {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys():
         raise ValueError(f'its metadata lacks {sorted(missing)}')
     if meta.pop('checksums', False) and not (step / 'checksums.json').exists():  # earlier versions wrote none
@@ -277,6 +278,16 @@ def read_meta(step):
     if 'path' in meta['tokenizer']:
         path_inside(out_dir, os.path.relpath(meta['tokenizer']['path'], out_dir))
     return meta
+
+
+def check_saved_layers(step, config):
+    """Raises UserError if the checkpoint in the folder `step` holds fewer layers than its config says, before anything
+    is made for each of them."""
+    path = step / 'params' / '_METADATA'
+    if path.exists():  # else restoring says what is missing
+        arrays = json.loads(path.read_text(encoding='utf-8'))['tree_metadata'].values()
+        names = {str(array['key_metadata'][0]['key']) for array in arrays}
+        check_layers(config, {int(name[2:]) for name in names if re.fullmatch(r'h_\d{1,9}', name)}, step)
 
 
 def restore_items(out_dir, step, items):

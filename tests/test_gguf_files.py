@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from jax_files import gguf_files
+from jax_files.config_json import JsonConfig
 from jax_files.gguf_files import read_bpe, read_rope_factors, write_tokenizer
 from jax_files.tokenizers import CharTokenizer, HFTokenizer
 from jax_files.weight_files import local_path
 from jax_flags import UserError
 from jax_generate import generate
-from jax_pretrained import HFConfig, load_pretrained, rope_config, save_pretrained
+from jax_pretrained import load_pretrained, save_pretrained
+from jax_ropes import read_rope
 from jax_transformer import GPTConfig, RopeScaling, rope_inv_freq
 from tests.common import (
     CHAT_TEMPLATE, FAMILIES, GOLDEN, TUNE, apply, assert_refused, edit_json, prepare, random_params, refusal,
@@ -289,8 +291,8 @@ def test_factors_of_ropes_frequencies_are_llama_3s_settings(case):
     golden = ROPE_FREQS[case]
     config = {'rope_theta': golden['rope_theta'], 'head_dim': golden['head_dim'], 'max_position_embeddings': 131072}
     scaling = read_rope_factors(np.float32(golden['factors']), config, 'a.gguf')
-    hf = HFConfig({'model_type': 'llama', 'rope_scaling': scaling} | config, 'a.gguf')
-    fields = rope_config(hf, 10000.0)
+    hf = JsonConfig(dict(config, rope_scaling=scaling), 'a.gguf')
+    fields = read_rope(hf, 10000.0, config['head_dim'])
     frequencies = rope_inv_freq(fields['rope_theta'], config['head_dim'], RopeScaling(**fields['rope_scaling']))
     np.testing.assert_allclose(frequencies, golden['inv_freq'], rtol=1e-6)
     if case != 'small':  # of which several settings give the same factors

@@ -17,6 +17,7 @@ LEVELS = {
     'jax_files.weight_files': 5,
     'jax_ops.sharding': 1, 'jax_ops.dropout': 1, 'jax_ops.cpu': 2, 'jax_ops.matmul': 3,
     'jax_ops.attention': 4, 'jax_ops.experts': 4, 'jax_ops.vocabulary': 4, 'jax_ops.layers': 4,
+    'jax_files.config_json': 1, 'jax_ropes': 2, 'jax_families': 6,
     'jax_ops.choose_attention': 5, 'jax_ops.decode_weights': 4, 'jax_sizes': 1, 'jax_cache': 4,
     'jax_transformer': 5, 'jax_generate': 6, 'jax_devices.parallel': 7,
     'jax_pretrained': 7, 'jax_lora': 8, 'jax_files.checkpoints': 9, 'jax_train_utils': 10, 'jax_text': 10,
