@@ -9,11 +9,10 @@ $ python bench_jax.py config/train_gpt2.py --mode=compile --topology=h100:1x8 --
 $ python bench_jax.py --mode=compile --plan=decode --topology=v5e:2x4 --tensor=4 --quantize=int8 --batch_size=32
 """
 import dataclasses
-import functools
 import json
 import re
 import sys
-import time
+import types
 from pathlib import Path
 
 from jax_flags import UserError, check_choice, check_needs, check_ranges, config_block, read_flags, start_script
@@ -105,26 +104,21 @@ if mode == 'compile':
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_devices.parallel import setup_distributed_training, split_batch
-from jax_devices.plan import (
-    DATA_SHEETS, collective_table, memory_traffic, parse_hlo, print_collectives, shard_bytes, topology_devices)
 from jax_devices.setup import (
     Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth, setup_jax_environment)
 from jax_files.data import get_windows, load_dataset
-from jax_cache import init_cache
-from jax_generate import DecodeState, Sampling, bytes_read_per_step, generate_stream, step_cached
+from jax_generate import bytes_read_per_step, generate_stream
 from jax_ops.choose_attention import choose_attention
-from jax_ops.decode_weights import (
-    cast_matrices, convert_params_for_decoding, order_columns_by_rank, quantize_params)
-from jax_ops.sharding import BATCH
-from jax_sizes import choose_slots
+from jax_ops.decode_weights import convert_params_for_decoding
 from jax_text import load
 from jax_train_utils import (
     config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule, flags_from_config,
     make_train_step)
-from jax_transformer import count_params, create_train_state, estimate_mfu, without_tables
+from jax_transformer import count_params, create_train_state, estimate_mfu
+from tools.plan import plan_step
+from tools.topologies import topology_devices
 
 devices, dtype, reason = setup_jax_environment(device, dtype)
 if mode == 'compile' and 'dtype' not in given:
@@ -233,112 +227,17 @@ def make_prompts(vocab_size):
 # steps compiled for devices that are not here: what they need, what they send, never a measurement
 
 
-def compile_train_step(devices):
-    """(mesh, attention, abstract {'parameters', 'optimizer'}, the compiled step) of the step that train_jax.py runs."""
-    parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
-    config = dataclasses.replace(model_config, scan_layers=scan_layers, remat=remat)
-    implementation, reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context)
-    config = dataclasses.replace(config, attention=implementation)
-    parallel.validate(config)
-    schedule = create_learning_rate_schedule(6e-4, warmup_iters=2000, lr_decay_iters=600000)
-    tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
-    state = parallel.abstract_state(create_train_state, jax.random.key(seed), config, tx)
-    n_micro, b = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
-    shape, spec = (n_micro, b * parallel.n_data_shards), (None, BATCH, 'context')
-    if not hasattr(parallel, 'fsdp'):  # replicas
-        shape, spec = ((len(devices), n_micro, b), ('data',)) if len(devices) > 1 else ((n_micro, b), ())
-    place = lambda shape, dtype: jax.ShapeDtypeStruct(
-        shape, dtype, sharding=NamedSharding(parallel.mesh, P(*spec[:len(shape)])))
-    tokens = place((*shape, block_size), np.int32)
-    batch = {'x': tokens, 'y': tokens, 'seq_id': place(shape, np.uint32)}
-    step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk, zero))
-    parts = {'parameters': state.params, 'optimizer': state.opt_state}
-    return parallel.mesh, f'{implementation} ({reason})', parts, step.lower(state, batch).compile()
-
-
-def compile_decode(devices):
-    """(mesh, attention, abstract {'parameters', 'cache'}, the compiled loop) of max_new_tokens tokens for each of
-    batch_size sequences, on tensor x expert of the devices, as sample_jax.py decodes."""
-    parallel = setup_distributed_training(devices[:tensor * expert], tensor=tensor, expert=expert)
-    parallel.validate(model_config)
-    on_mesh = getattr(parallel, 'on_mesh', lambda step: step)
-
-    def placed(shapes, spec):
-        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(parallel.mesh, spec))
-        return jax.tree.map(place, shapes)
-
-    tx = create_optimizer_with_schedule(lambda step: 0)
-    params = parallel.abstract_state(create_train_state, jax.random.key(seed), model_config, tx).params
-
-    @jax.jit
-    def convert(params):
-        params = cast_matrices(quantize_params(params) if quantize else params, dtype)
-        return order_columns_by_rank(params, model_config)
-
-    with parallel.mesh_context():
-        shardings = convert.lower(params).compile().output_shardings
-        params = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-                              jax.eval_shape(convert, params), shardings)
-    n_slots = choose_slots(prompt_len + max_new_tokens, prompt_len + max_new_tokens, block_size)
-    make_cache = functools.partial(init_cache, model_config, batch_size, n_slots, cache_dtype)
-    cache = placed(jax.eval_shape(make_cache), P(None, 'tensor') if tensor > 1 and not model_config.mla else P())
-
-    def make_state():
-        return DecodeState(
-            tokens_BxN=np.zeros((batch_size, n_slots), np.int32), length_B=np.zeros(batch_size, np.int32),
-            n_generated_B=np.zeros(batch_size, np.int32), done_B=np.zeros(batch_size, bool),
-            key_B=jax.random.split(jax.random.key(seed), batch_size))
-
-    state = placed(jax.eval_shape(make_state), P()).replace(caches=(cache,))
-
-    def decode(params, state):
-        step = lambda _, state: step_cached(params, state, ~state.done_B, model_config, Sampling(vocab_size))
-        return jax.lax.fori_loop(0, max_new_tokens, step, state)
-
-    program = jax.jit(on_mesh(decode), donate_argnums=1).lower(params, state).compile()
-    return parallel.mesh, 'xla', {'parameters': params, 'cache': cache}, program
-
-
-def bench_compile():
-    """Compiles a step for the devices of --topology and prints its plan: ({name: value}, collectives). Of decoding,
-    bytes and times are those of a step, the mean of max_new_tokens."""
-    limit, memory_speed, link_speed, host_speed = DATA_SHEETS[topology.partition(':')[0]]
-    is_decode = plan == 'decode'
-    start = time.perf_counter()
-    mesh, chosen, parts, program = compile_decode(plan_devices) if is_decode else compile_train_step(plan_devices)
-    computations = parse_hlo(program.as_text())
-    table = collective_table(computations, mesh, max_new_tokens if is_decode else 1)
-    memory = program.memory_analysis()
-    unaliased = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = max(memory.peak_memory_in_bytes, unaliased + memory.temp_size_in_bytes)
-    results = {f'{name}_gb': shard_bytes(part) / 1e9 for name, part in parts.items()} | {
-        'temporary_gb': memory.temp_size_in_bytes / 1e9, 'peak_gb': peak / 1e9,
-        'sent_gb': sum(row['bytes'] for row in table) / 1e9, 'exposed_gb': sum(row['exposed'] for row in table) / 1e9,
-        'compile_s': time.perf_counter() - start}
-    if is_decode:
-        traffic = shard_bytes(without_tables(parts['parameters'])) + shard_bytes(parts['cache'])
-    else:
-        traffic = memory_traffic(computations)
-        results['n_params'] = count_params(parts['parameters'], non_embedding=False)
-    results['memory_traffic_gb'] = traffic / 1e9
-    print(f'attention: {chosen}')
-    print_collectives(table)
-    if not memory_speed:
-        return results, table
-    reading = traffic / memory_speed
-    links = sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
-    results |= {'memory_bound_ms': reading * 1e3, 'link_bound_ms': links * 1e3}
-    if is_decode:
-        results['tokens_per_sec_at_most'] = batch_size / max(reading, links)
-    else:
-        tokens = gradient_accumulation_steps * batch_size * block_size / len(plan_devices)
-        n_params, peak_flops = count_params(parts['parameters']), device_peak_flops(plan_devices[0])
-        compute = estimate_mfu(n_params, model_config, tokens, peak_flops)
-        results |= {'compute_bound_ms': compute * 1e3, 'best_bound_ms': max(compute, links) * 1e3,
-                    'worst_bound_ms': (max(compute, reading) + links) * 1e3}
-    results['fits'] = peak <= limit
-    print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {"fits" if peak <= limit else "does not fit"}')
-    return results, table
+def bench_compile(plan_devices):
+    """({name: value}, table of collectives) of the plan of a step, which is printed; see tools/plan.py."""
+    try:
+        return plan_step(types.SimpleNamespace(**flags), model_config, plan_devices)
+    except jax.errors.JaxRuntimeError as error:
+        if 'RESOURCE_EXHAUSTED' not in str(error):
+            raise
+        message = ' '.join(str(error).split())
+        used = re.search(r'Used [\d.]+\w+ of [\d.]+\w+', message)
+        print(f'does not fit: {used[0] if used else message[:200]}')
+        return {'fits': False}, []
 
 
 # -----------------------------------------------------------------------------
@@ -347,7 +246,8 @@ def bench_compile():
 
 def peak_memory_gb():
     """Of the first device; on a CPU, of the process."""
-    if stats := devices[0].memory_stats():
+    stats = devices[0].memory_stats()
+    if stats:
         return stats['peak_bytes_in_use'] / 1e9
     try:
         import resource
@@ -366,15 +266,7 @@ if mode == 'train':
     results = bench_train()
 elif mode == 'compile':
     plan_devices = topology_devices(topology)
-    try:
-        results, table = bench_compile()
-    except jax.errors.JaxRuntimeError as error:
-        if 'RESOURCE_EXHAUSTED' not in str(error):
-            raise
-        message = ' '.join(str(error).split())
-        used = re.search(r'Used [\d.]+\w+ of [\d.]+\w+', message)
-        print(f'does not fit: {used[0] if used else message[:200]}')
-        results, table = {'fits': False}, []
+    results, table = bench_compile(plan_devices)
 else:
     results = bench_decode() | {'peak_memory_gb': peak_memory_gb()}
 hardware = f'{len(devices)} x {devices[0].device_kind}'

@@ -10,7 +10,7 @@ from tests.common import ROOT, source_files
 # a module imports only those of lower levels; the scripts are above all of them
 LEVELS = {
     'jax_flags': 0,
-    'jax_devices.setup': 1, 'jax_devices.processes': 1, 'jax_devices.plan': 1,
+    'jax_devices.setup': 1, 'jax_devices.processes': 1, 'tools.topologies': 1, 'tools.hlo': 0, 'tools.plan': 11,
     'jax_files.metrics': 1, 'jax_files.chats': 1, 'jax_files.torch_files': 1, 'jax_files.adapters': 1,
     'jax_files.tokenizer_library': 1,
     'jax_files.tokenizer_folders': 2, 'jax_files.tokenizers': 3, 'jax_files.data': 4, 'jax_files.gguf_files': 4,
@@ -23,7 +23,7 @@ LEVELS = {
     'jax_pretrained': 7, 'jax_lora': 8, 'jax_files.checkpoints': 9, 'jax_train_utils': 10, 'jax_text': 10,
 }
 SCRIPTS = ('train_jax', 'sample_jax', 'eval_jax', 'export_jax', 'bench_jax')
-FOLDERS = ('jax_ops', 'jax_files', 'jax_devices')
+FOLDERS = ('jax_ops', 'jax_files', 'jax_devices', 'tools')
 PRIVATE = ('jaxlib.', 'jax._src.', 'jax.interpreters.', 'jax.extend.', 'jax.lib.')  # of jax: may change in any version
 
 

@@ -1,68 +1,12 @@
-"""A compiled program -> its costs: memory, traffic and collectives, read from the text of its HLO."""
-import ctypes
-import importlib.util
+"""The text of a compiled program (HLO) -> its memory traffic and its collectives."""
 import math
-import os
 import re
-from pathlib import Path
 
-import jax
 import numpy as np
 
-from jax_flags import UserError
-
-# Data sheets, per device: usable memory in bytes; bytes/s to memory, to devices of the host (NVLink, or all links of a
-# TPU) and to other hosts
-DATA_SHEETS = {'h100': (84.9e9, 3350e9, 450e9, 50e9), 'v5e': (15.75 * 2**30, 819e9, 200e9, 200e9),
-               'cpu': (math.inf, None, None, None)}
-# Target of XLA's CUDA compiler
-H100 = '''gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-    shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-    block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000
-    l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
-    cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"'''
 COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
 DTYPE_BYTES = {'pred': 1, 's8': 1, 'u8': 1, 'bf16': 2, 'f16': 2, 's16': 2, 'u16': 2, 'f32': 4, 's32': 4, 'u32': 4,
                's64': 8, 'u64': 8, 'f64': 8}
-
-
-def topology_devices(topology):
-    """Devices to compile for: 'v5e:4x4' (a slice of TPUs), 'h100:2x8' (hosts x GPUs) or 'cpu:1x8' (the CPU devices of
-    this process). Raises UserError if the compiler is not installed."""
-    kind, _, shape = topology.partition(':')
-    if kind not in DATA_SHEETS or not all(re.fullmatch('[1-9][0-9]*', size) for size in shape.split('x')):
-        raise UserError(f'topology must be like v5e:4x4 (a TPU slice) or h100:2x8 (hosts x GPUs), not {topology!r}')
-    if kind == 'cpu':
-        devices = tuple(jax.devices('cpu'))[:(n := math.prod(map(int, shape.split('x'))))]
-        if len(devices) < n:
-            raise UserError(f'{topology} needs JAX_NUM_CPU_DEVICES={n}; this process has {len(devices)} CPU devices')
-        return devices
-    from jax.experimental import topologies
-    package, extra = {'v5e': ('libtpu', 'tpu'), 'h100': ('jax_cuda12_plugin', 'cuda12')}[kind]
-    if importlib.util.find_spec(package) is None:
-        raise UserError(f'compiling for {kind} needs its compiler: pip install "jax[{extra}]=={jax.__version__}"')
-    if kind == 'v5e':
-        os.environ.update(TPU_SKIP_MDS_QUERY='1', TPU_WORKER_HOSTNAMES='localhost', ALLOW_MULTIPLE_LIBTPU_LOAD='1',
-                          TPU_ACCELERATOR_TYPE='v5litepod-16')
-        options = dict(platform='tpu', topology_name=topology)
-    else:
-        nvidia = Path(importlib.util.find_spec('nvidia').submodule_search_locations[0])
-        os.environ.update(CUDA_VISIBLE_DEVICES='-1', JAX_SKIP_CUDA_CONSTRAINTS_CHECK='1')
-        os.environ['PATH'] = f'{nvidia}/cuda_nvcc/bin:{os.environ["PATH"]}'
-        os.environ['XLA_FLAGS'] = (f'--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={nvidia}/cuda_nvcc '
-                                   + os.environ.get('XLA_FLAGS', ''))
-        for library in nvidia.glob('nvjitlink/lib/libnvJitLink.so*'):
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        from jax._src import xla_bridge
-        canonical = xla_bridge.canonicalize_platform  # without a GPU 'gpu' means nothing to it (jax-ml/jax#23971)
-        xla_bridge.canonicalize_platform = lambda name: 'cuda' if name == 'gpu' else canonical(name)
-        options = dict(platform='cuda', topology_name='', target_config=H100, topology=f'1x{shape}')
-    try:
-        return tuple(topologies.get_topology_desc(**options).devices)
-    except Exception as error:  # of many types
-        raise UserError(f'{topology}: {" ".join(str(error).split())[:200]}') from error
 
 
 def bytes_of(shapes):
@@ -75,22 +19,28 @@ def parse_hlo(text):
     """{computation: [(name, shapes of the result, operation, rest of the line)]}; 'ENTRY' is the main one."""
     computations = {}
     for line in text.splitlines():
-        if header := re.match(r'(ENTRY )?%?([\w.\-]+) .*\{$', line):
+        header = re.match(r'(ENTRY )?%?([\w.\-]+) .*\{$', line)
+        instruction = re.match(r'\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)', line)
+        if header:
             instructions = computations[header[2]] = []
             if header[1]:
                 computations['ENTRY'] = instructions
-        elif found := re.match(r'\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)', line):
-            instructions.append(found.groups())
+        elif instruction:
+            instructions.append(instruction.groups())
     return computations
 
 
 def trip_count(computations, rest):
     """How often a loop is executed, from its attributes or its condition."""
-    if known := re.search(r'known_trip_count\D*(\d+)', rest):
+    known = re.search(r'known_trip_count\D*(\d+)', rest)
+    if known:
         return int(known[1])
     condition = computations[re.search(r'condition=%?([\w.\-]+)', rest)[1]]
-    limits = [int(found[0]) for *_, operation, rest in condition
-              if operation == 'constant' and (found := re.match(r'\d+', rest))]
+    limits = []
+    for *_, operation, value in condition:
+        number = re.match(r'\d+', value)
+        if operation == 'constant' and number:
+            limits.append(int(number[0]))
     if not limits:  # the data decide: the blocks of experts, or the rounds of exchange_tokens after the first
         body = executed(computations, re.search(r'body=%?([\w.\-]+)', rest)[1])
         return 0 if any(computations[name][i][2].startswith(COLLECTIVES) for name, i, _ in body) else 1
@@ -116,7 +66,8 @@ def replica_group(rest, n_devices):
         ids = np.arange(n_devices).reshape([int(n) for n in dims.split(',')])
         return ids.transpose([int(n) for n in permutation.split(',')]) if permutation else ids
 
-    if mesh := re.search(r"mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}", rest):
+    mesh = re.search(r"mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}", rest)
+    if mesh:
         sizes, dims, permutation, axes = mesh.groups()
         # a part of an axis is written 'axis':(number of parts before it)size
         parts = {axis: (int(first), int(size)) for axis, first, size in re.findall(r"'(\w+)':\((\d+)\)(\d+)", axes)}
@@ -129,7 +80,8 @@ def replica_group(rest, n_devices):
         ids = (iota(dims, permutation) if dims else np.arange(n_devices)).reshape(shape)
         ids = np.moveaxis(ids, inner, range(-len(inner), 0))
         return ids.reshape(-1, math.prod(shape[i] for i in inner))[0]
-    if groups := re.search(r'replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', rest):
+    groups = re.search(r'replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', rest)
+    if groups:
         return iota(groups[3], groups[4]).reshape(int(groups[1]), int(groups[2]))[0]
     listed = re.search(r'(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}', rest)
     return np.array(listed[1].split(','), int) if listed else np.arange(n_devices)
@@ -204,18 +156,3 @@ def memory_traffic(computations):
             operands = re.findall(r'%([\w.\-]+)', rest.split(')')[0])
             total += times * (sizes[name][result] + sum(sizes[name].get(operand, 0) for operand in operands))
     return total
-
-
-def shard_bytes(tree):
-    """Bytes of one device's shards of a tree of ShapeDtypeStructs."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-               if hasattr(x, 'shape') and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def print_collectives(table):
-    print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} {"MB sent":>10} {"exposed":>10}')
-    for row in table:
-        print(f'{row["kind"]:>20} {row["axis"]:>14} {row["n"]:>8} {row["dtype"]:>10} {row["count"]:>7.4g} '
-              f'{row["bytes"] / 1e6:>10,.2f} {row["exposed"] / 1e6:>10,.2f}')
-    if any(row['kind'] == 'all-to-all' and row['axis'] == 'expert' for row in table):
-        print('tokens are sent to experts in one round, as when routing is balanced; others send more')
