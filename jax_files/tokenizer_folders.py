@@ -269,7 +269,8 @@ def make_token(token, **options):
         return token
     if not isinstance(token, dict) or not isinstance(token.get('content'), str):
         raise TypeError(f'a token is {token!r}')
-    return AddedToken(**{key: value for key, value in token.items() if key != '__type'} | options)
+    known = ('content', 'single_word', 'lstrip', 'rstrip', 'normalized', 'special')
+    return AddedToken(**{key: value for key, value in token.items() if key in known} | options)
 
 
 def make_special_token(token):

@@ -1,5 +1,6 @@
 """A model that takes and gives text, from Python: the same texts as sample_jax.py's, and nothing printed."""
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.sharding import current_mesh
 from jax_text import Generation, load
 from jax_transformer import MLAConfig, MoEConfig
-from tests.common import TINY, apply, random_params, sample, succeeded
+from tests.common import GOLDEN, TINY, apply, random_params, sample, succeeded
 
 END = '\n---------------\n'
 
@@ -274,6 +275,40 @@ def test_a_text_follows_the_token_that_begins_a_document(speaking):
     assert model.encode_document('hello, again.') == [begin, *ids] == model.tokenizer.encode('hello, again.')
     (expected, _), = model.score([[([begin, *ids], 1)]])[0]
     np.testing.assert_array_equal(logprobs, expected)
+
+
+LM_EVAL = json.loads((GOLDEN / 'scores.json').read_text())
+
+
+@pytest.mark.parametrize('name', LM_EVAL['cases'])
+def test_rows_and_scores_are_those_of_lm_eval_whatever_a_tokenizer_puts_around_a_text(name, speaking):
+    case = LM_EVAL['cases'][name]
+    tokenizer = Tokenizer.from_file(str(speaking / 'tokenizer.json'))
+    ends = [(token, tokenizer.token_to_id(token)) for token in ('<s>', '</s>')]
+    tokenizer.post_processor = processors.TemplateProcessing(case['single'], special_tokens=ends)
+    tokenizer.save(str(speaking / 'tokenizer.json'))
+    model = load(speaking, device='cpu:0')
+    rows = [model.encode_pair(*pair) for pair in LM_EVAL['pairs']]
+    assert rows == [tuple(row) for row in case['rows']]
+    if name in ('begin and end', 'end'):  # the others are scored in the same way
+        scores = [float(logprobs.sum()) for (logprobs, _), in model.score([[row] for row in rows])]
+        np.testing.assert_allclose(scores, case['scores'], rtol=1e-4)
+        rolling = [float(logprobs.sum()) for _, logprobs in model.logprobs(LM_EVAL['texts'])]
+        np.testing.assert_allclose(rolling, case['rolling'], rtol=1e-4)
+
+
+def test_a_prompt_is_not_ended_before_it_is_continued(speaking):
+    tokenizer = Tokenizer.from_file(str(speaking / 'tokenizer.json'))
+    expected = load(speaking, device='cpu:0').encode('hello')
+    ends = [(token, tokenizer.token_to_id(token)) for token in ('<s>', '</s>')]
+    tokenizer.post_processor = processors.TemplateProcessing('<s> $0 </s>', special_tokens=ends)
+    tokenizer.save(str(speaking / 'tokenizer.json'))
+    assert load(speaking, device='cpu:0').encode('hello') == expected
+
+
+def test_a_prompt_with_characters_that_would_be_left_out_is_refused(speaking):
+    with pytest.raises(UserError, match=r"has no token, and which it would leave out: '\|'"):
+        load(speaking, device='cpu:0').generate(['a|b'], max_new_tokens=1)
 
 
 @pytest.mark.parametrize('options, match', [
