@@ -9,6 +9,7 @@ token is the likeliest), with a space between the parts. Accuracy and accuracy_n
 the log-probability, and by that per character of the choice. A folder is a bundle in the form of DCLM's CORE: the
 accuracy of its tasks is by the log-probability per token, and centered such that guessing gets 0.
 """
+import collections
 import csv
 import functools
 import json
@@ -137,6 +138,11 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
     its accuracy is by the log-probability per token, and as by nanochat, prompts are cut to max_length tokens."""
     in_bundle = guessing is not None
     rows = [at(item['place'], encode_item, items, i, n_examples, delimiter, in_bundle) for i, item in enumerate(items)]
+    dropped = collections.Counter()
+    for item in items:
+        for pair in pairs(item, delimiter):
+            dropped.update(model.tokenizer.count_dropped(''.join(pair)))
+    warn_of_dropped(dropped, name)
     cut = {'max_length': max(1, (max_length or model.config.block_size) - 1)} if in_bundle else {}  # of context
     right, right_norm = [], []
     for item, scores in zip(items, model.score(rows, **options | cut)):
@@ -183,6 +189,7 @@ import numpy as np
 
 from jax_devices.processes import check_agreement, initialize_distributed
 from jax_devices.setup import configure_process, describe_environment
+from jax_files.tokenizer_library import warn_of_dropped
 from jax_text import load
 
 configure_process(device)
@@ -211,7 +218,11 @@ def report(group, name, evaluate, *args):
 def evaluate_text(path):
     (ids, found), = at(path, functools.partial(model.logprobs, **options), [texts[path]])
     is_whole = model.tokenizer.start_token is not None  # or else its first token is not scored
+    dropped = model.tokenizer.count_dropped(texts[path])
+    warn_of_dropped(dropped, path)
     n_bytes = len((texts[path] if is_whole else model.tokenizer.decode(ids)).encode())
+    if is_whole:  # what is not scored does not count
+        n_bytes -= sum(n * len(character.encode()) for character, n in dropped.items())
     nats = -float(found.sum(dtype=np.float64))
     return {'bits_per_byte': nats / math.log(2) / n_bytes, 'nats_per_token': nats / len(ids),
             'perplexity': math.exp(nats / len(ids)), 'tokens': len(ids), 'bytes': n_bytes}

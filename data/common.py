@@ -3,6 +3,7 @@ makes their errors one line, with exit code 2."""
 import argparse
 import array
 import bisect
+import collections
 import http.client
 import itertools
 import json
@@ -167,7 +168,7 @@ def load_model_tokenizer(model):
             with open(os.path.join(folder, name), 'rb') as f:
                 files[name] = f.read().decode()
     end = [] if enc.end_token is None else [enc.end_token]
-    begin = [i for i in enc.tokenizer.encode('').ids if i not in end]
+    begin = [i for i in enc.encode('') if i not in end]
     return enc, Vocabulary({'kind': 'folder', 'path': 'tokenizer'}, enc.vocab_size, begin, end, files)
 
 
@@ -188,13 +189,23 @@ def encode_function(vocabulary):
     if vocabulary.tokenizer['kind'] == 'gpt2':
         enc = gpt2_encoding() # encode_ordinary makes a list, which takes 15% longer
         return lambda text: enc.encode_to_numpy(text, disallowed_special=()) if text else []
-    from tokenizers import Tokenizer
-    bpe = Tokenizer.from_str(vocabulary.files['tokenizer.json'])
-    bpe.encode_special_tokens = True
-    bpe.no_truncation()
-    bpe.no_padding()
-    # without offsets, which encode() finds, it takes half the time
-    return lambda text: bpe.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    tokenizer = read_tokenizer(vocabulary)
+    return tokenizer.encode_fast  # without offsets it takes half the time
+
+
+def read_tokenizer(vocabulary):
+    """The SafeTokenizer of a vocabulary of the kind 'folder'; for it names of special tokens are plain text."""
+    from jax_files.tokenizer_library import SafeTokenizer
+    tokenizer = SafeTokenizer.from_str(vocabulary.files['tokenizer.json'])
+    tokenizer.raw.encode_special_tokens = True
+    return tokenizer
+
+
+def drop_counter(vocabulary):
+    """A function from a text to {character: how often} of those that the vocabulary lacks and leaves out."""
+    if vocabulary.tokenizer['kind'] != 'folder': # characters raise an error, and GPT-2 has all bytes
+        return lambda text: {}
+    return read_tokenizer(vocabulary).count_dropped
 
 
 class Unit(NamedTuple):
@@ -207,23 +218,28 @@ class Unit(NamedTuple):
 
 def create_encoder(vocabulary):
     """A function that encodes a list of units: it returns the number of tokens of each, negative for val, all tokens in
-    a row, and how many characters they had."""
+    a row, how many characters they had, and {character: how often} of those that were left out."""
     encode, dtype = encode_function(vocabulary), token_dtype(vocabulary.size)
+    count_dropped = drop_counter(vocabulary)
 
     def encode_units(units):
         lengths, parts = [], [np.array([], dtype)]
+        dropped = collections.Counter()
         for unit in units:
+            dropped.update(count_dropped(unit.text))
             ids = vocabulary.begin * unit.is_first, encode(unit.text), vocabulary.end * unit.is_last
             lengths.append(sum(map(len, ids)) * (-1 if unit.is_val else 1))
             parts += [np.array(part, dtype) for part in ids]
-        return np.array(lengths, np.int32), np.concatenate(parts), sum(len(unit.text) for unit in units)
+        return np.array(lengths, np.int32), np.concatenate(parts), sum(len(unit.text) for unit in units), dropped
 
     return encode_units
 
 
 def encode_documents(texts, vocabulary, block_size=0):
     """The ids of documents in a row, or of rows of block_size + 1 tokens, see fill_rows."""
-    lengths, ids, _ = create_encoder(vocabulary)([Unit(text) for text in texts])
+    from jax_files.tokenizer_library import warn_of_dropped
+    lengths, ids, _, dropped = create_encoder(vocabulary)([Unit(text) for text in texts])
+    warn_of_dropped(dropped, 'the texts')
     if block_size:
         documents, taken = fill_rows(lengths, block_size)
         starts = np.cumsum(lengths) - lengths

@@ -188,6 +188,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
     fill_rows. report: a function that says, once all is read, what it was: {'lines': to print, 'bytes': of the texts}.
     Raises UserError."""
     from tqdm import tqdm
+
+    from jax_files.tokenizer_library import warn_of_dropped
     parts = source_path, lengths_path, tokens_path = [os.path.join(out_dir, part) for part in SCRATCH]
     vocabulary, done = None, 0
     if all(os.path.exists(path) for path in parts):
@@ -211,19 +213,22 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
             write_json(source_path, state)
         dtype = token_dtype(vocabulary.size)
         done = count_done(lengths_path, tokens_path, dtype.itemsize)
+        dropped = collections.Counter()
         if done:
             print(f'continuing after {done:,} documents or pieces', file=sys.stderr)
         if state['units'] is None or done != state['units']:
             with open(lengths_path, 'ab') as lengths_file, open(tokens_path, 'ab') as tokens_file, \
                     tqdm(desc='tokenizing', unit=' characters', unit_scale=True, disable=None) as bar, \
                     contextlib.closing(encode_all(vocabulary, batches(done), num_proc)) as encoded:
-                for lengths, tokens, n_characters in encoded:
+                for lengths, tokens, n_characters, left_out in encoded:
+                    dropped.update(left_out)
                     # a unit counts as done once its length is on disk, so its tokens have to be there before
                     for f, array in ((tokens_file, tokens), (lengths_file, lengths)):
                         f.write(array.tobytes())
                         f.flush()
                         os.fsync(f.fileno())
                     bar.update(n_characters)
+            warn_of_dropped(dropped, f'{name}, since document or piece {done:,}' if done else name)
             state['units'] = count_done(lengths_path, tokens_path, dtype.itemsize)
             state['report'] = report() if report else None
             write_json(source_path, state)

@@ -1,7 +1,11 @@
 """Calls of the tokenizers library: what a stranger's tokenizer.json makes of them is a result or one line."""
+import collections
 import contextlib
+import functools
 import json
 import os
+import re
+import sys
 import threading
 
 from jax_flags import UserError, whole_characters
@@ -36,12 +40,19 @@ class SafeTokenizer:
         self.call(self.raw.no_padding)
         self.check_ids()
         self.check_parts()
+        self.dropped = {}  # {character: whether it is}, of those that count_dropped has met
 
     @classmethod
     def from_file(cls, path):
         """Reads a tokenizer.json. Raises UserError if that fails."""
         from tokenizers import Tokenizer
-        return cls(lambda: Tokenizer.from_file(str(path)), path)
+        return cls(functools.partial(Tokenizer.from_file, str(path)), path)
+
+    @classmethod
+    def from_str(cls, content):
+        """Reads the content of a tokenizer.json. Raises UserError if that fails."""
+        from tokenizers import Tokenizer
+        return cls(functools.partial(Tokenizer.from_str, content), 'a tokenizer.json')
 
     def call(self, function, *args, **options):
         """The result of a function of the library. Raises UserError if it fails."""
@@ -106,11 +117,7 @@ class SafeTokenizer:
 
     def encode_fast(self, text):
         """The ids of a text without special tokens, in half the time: the Encoding has no offsets."""
-        text = whole_characters(text)
-        call = self.call
-        if self.is_strange:
-            def call(function, *args, **options):
-                return self.call_in_time(len(text), function, *args, **options)
+        call = functools.partial(self.call_in_time, len(text)) if self.is_strange else self.call
         return call(self.raw.encode_batch_fast, [text], add_special_tokens=False)[0].ids
 
     def decode(self, ids, skip_special_tokens=True):
@@ -156,6 +163,23 @@ class SafeTokenizer:
     # -------------------------------------------------------------------------
     # characters that are left out
 
+    def count_dropped(self, text):
+        """{character: how often} of the characters in a text that become no token, because the tokenizer lacks them and
+        has no token for what it does not know; the ids do not decode to the text then."""
+        if not self.may_drop:
+            return {}
+        text = whole_characters(text)
+        added = [token.content for token in self.get_added_tokens_decoder().values()
+                 if token.content and not (token.special and self.raw.encode_special_tokens)]
+        if added:
+            text = re.sub('|'.join(re.escape(content) for content in sorted(added, key=len, reverse=True)), '', text)
+        counts = collections.Counter(text)
+        for character in counts:
+            if character not in self.dropped:
+                self.dropped[character] = self.drops(character)
+        return {character: n for character, n in sorted(counts.items()) if self.dropped[character]}
+
+    @functools.cached_property
     def may_drop(self):
         """Whether there can be characters that become no token: a BPE that lacks them, and has no unknown token."""
         from tokenizers import models, pre_tokenizers
@@ -189,6 +213,20 @@ class SafeTokenizer:
             if length < len(piece) and not is_inside:
                 return True
         return False
+
+
+def name_characters(counts, most=20):
+    """The characters of {character: how often} in a message, the most frequent ones first."""
+    names = [repr(character) for character in sorted(counts, key=counts.get, reverse=True)]
+    return ' '.join(names[:most]) + (f' and {len(names) - most} others' if len(names) > most else '')
+
+
+def warn_of_dropped(counts, place):
+    """Prints a line on stderr that says which characters of a text became no token, if there are any."""
+    if counts:
+        n = sum(counts.values())
+        print(f'warning: {place}: {n:,} character{"s" * (n > 1)} left out, for which the tokenizer has no token: '
+              f'{name_characters(counts)}', file=sys.stderr)
 
 
 def describe_part(part):

@@ -5,16 +5,14 @@ import operator
 import os
 import re
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from jax_files.chats import ChatTemplate, encode_training_chat, read_chat_template
 from jax_files.tokenizer_folders import other_tokenizer_files, read_tokenizer_folder, unread_files
-from jax_files.tokenizer_library import LARGEST_ID
-from jax_flags import (
-    SAMPLING_NAMES, UserError, read_json, regular_file, whole_characters, write_json, write_text)
+from jax_files.tokenizer_library import LARGEST_ID, name_characters
+from jax_flags import SAMPLING_NAMES, UserError, read_json, regular_file, write_json, write_text
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
                    'generation_config.json')  # of a Hugging Face folder; all but the first may be missing
@@ -165,8 +163,6 @@ class HFTokenizer:
                             if re.fullmatch('<0x[0-9A-F]{2}>', token)}
         is_plain = self.tokenizer.raw.normalizer is None and self.tokenizer.raw.pre_tokenizer is None
         self.has_letters_only = is_plain and all(len(token) == 1 for token in vocab)  # write_char_tokenizer's
-        self.may_drop = not self.has_letters_only and self.tokenizer.may_drop()
-        self.dropped_characters = {}  # {character: whether it is}
 
     def encode(self, text, begin=True):
         """The ids of a text, with those that the tokenizer puts before each text unless begin is False, but without
@@ -191,16 +187,7 @@ class HFTokenizer:
     def count_dropped(self, text):
         """{character: how often} of the characters in a text that become no token, because the tokenizer lacks them and
         has no token for what it does not know; the ids do not decode to the text then."""
-        if not self.may_drop:
-            return {}
-        text = whole_characters(text)
-        added = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
-        pattern = '|'.join(re.escape(content) for content in sorted(added, key=len, reverse=True) if content)
-        counts = Counter(re.sub(pattern, '', text) if pattern else text)
-        for character in counts:
-            if character not in self.dropped_characters:
-                self.dropped_characters[character] = self.tokenizer.drops(character)
-        return {character: n for character, n in sorted(counts.items()) if self.dropped_characters[character]}
+        return {} if self.has_letters_only else self.tokenizer.count_dropped(text)
 
     def decode(self, ids):
         if '<|channel|>' in self.ids and not self.byte_of:
@@ -285,12 +272,6 @@ def refuse_dropped(counts):
     if counts:
         raise UserError('the prompt has characters for which the tokenizer has no token, and which it would leave '
                         f'out: {name_characters(counts)}; write the prompt without them')
-
-
-def name_characters(counts, most=20):
-    """The characters of {character: how often} in a message, the most frequent ones first."""
-    names = [repr(character) for character in sorted(counts, key=counts.get, reverse=True)]
-    return ' '.join(names[:most]) + (f' and {len(names) - most} others' if len(names) > most else '')
 
 
 def limit_vocabulary(tokenizer, size):

@@ -1,7 +1,7 @@
 """Text becomes ids and back; chat templates."""
 import json
 import re
-from tests.common import GOLDEN, assert_refused, edit_json, refusal, succeeded, train
+from tests.common import GOLDEN, assert_refused, edit_json, refusal, run_script, slow, succeeded, train
 
 import numpy as np
 import pytest
@@ -313,6 +313,27 @@ def test_bytes_that_a_tokenizer_lacks_are_characters_that_it_leaves_out(tmp_path
         raw.decoder = decoders.ByteLevel()
         raw.save(str(tmp_path / 'tokenizer.json'))
         assert HFTokenizer(tmp_path).count_dropped('ab \u00e9') == expected
+
+
+@pytest.mark.parametrize('n_processes', [1, slow(2)])
+def test_characters_that_a_data_set_lacks_are_counted_and_named(n_processes, speaking, tmp_path):
+    (tmp_path / 'a.txt').write_text('hello | again | é</s>.\n' * 10)
+    done = succeeded(prepare('text', tmp_path / 'a.txt', f'--tokenizer={speaking}', f'--out_dir={tmp_path / "data"}',
+                             f'--num_proc={n_processes}'))
+    assert 'a.txt: 70 characters left out, for which the tokenizer has no token: ' in done.stderr
+    assert set(done.stderr.split('no token: ')[1].split()[:6]) == {"'|'", "'\\n'", "'/'", "'<'", "'>'", "'é'"}
+
+
+def test_characters_that_an_evaluation_cannot_score_are_counted_and_named(speaking, tmp_path):
+    text, task = tmp_path / 'a.txt', tmp_path / 'b.jsonl'
+    text.write_text('hello | again')
+    task.write_text(json.dumps({'context': 'a|', 'continuation': 'bé'}) + '\n')
+    done = succeeded(run_script('eval_jax.py', f'--init_from={speaking}', '--device=cpu', f'--text={text}',
+                                f'--tasks={task}'))
+    assert "a.txt: 1 character left out, for which the tokenizer has no token: '|'" in done.stderr
+    assert "b: 2 characters left out, for which the tokenizer has no token: '|' 'é'" in done.stderr
+    results = json.loads(done.stdout.strip().split('\n')[-1])['results']
+    assert results['texts'][str(text)]['bytes'] == len('hello  again')
 
 # -----------------------------------------------------------------------------
 # strangers' files
