@@ -115,7 +115,7 @@ from jax_ops.decode_weights import convert_params_for_decoding
 from jax_text import load
 from jax_train_utils import (
     config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule, flags_from_config,
-    make_train_step)
+    language_model, make_train_step)
 from jax_transformer import count_params, create_train_state, estimate_mfu
 from tools.plan import plan_step
 from tools.topologies import topology_devices
@@ -148,7 +148,8 @@ def bench_train():
     shape = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
     batch = parallel.shard_batch(batch, shape)
     clock.lap()
-    step = parallel.train_step(make_train_step(config, seed, 1.0, schedule, loss_chunk, zero))
+    step = parallel.train_step(make_train_step(
+        config, language_model, parallel, schedule, seed=seed, grad_clip=1.0, loss_chunk=loss_chunk))
     step = step.lower(state, batch).compile()
     compile_s = sum(clock.lap())
     seconds = []

@@ -113,7 +113,6 @@ import flax
 import jax
 import jaxlib
 import numpy as np
-from tqdm import tqdm
 
 from jax_devices.parallel import setup_distributed_training, split_batch
 from jax_devices.processes import StopSignal, check_agreement, in_all_processes, initialize_distributed, signal_name
@@ -127,12 +126,13 @@ from jax_files.metrics import MetricsLog, plot_losses
 from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, load_token_bytes, same_tokens
 from jax_files.weight_files import find_config_json, keep_config_json, local_path
 from jax_lora import count_frozen, create_lora_state, full_path, load_frozen, load_weights, model_params, move_base
+from jax_log import IterationLog, progress_bar, start_wandb
 from jax_ops.choose_attention import choose_attention
 from jax_pretrained import open_model
 from jax_text import create_sampler, sample_while_training
 from jax_train_utils import (
-    IterationLog, all_finite, config_from_flags, estimate_losses, flags_from_config, for_this_run, make_eval_step,
-    make_train_step, optimizer_from_flags, resolve_flags, start_wandb)
+    all_finite, config_from_flags, dpo, estimate_losses, flags_from_config, for_this_run, language_model,
+    make_eval_step, make_train_step, optimizer_from_flags, resolve_flags)
 from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
 
 configure_process(flags['device'], flags['deterministic'], flags['init_from'], flags['out_dir'])
@@ -225,8 +225,10 @@ parallel.validate(config)
 # optimizer and state
 budget = TimeBudget(minutes, started) if minutes and not max_iters else None  # until fix_iterations sets max_iters
 schedule, lrs, tx = optimizer_from_flags(flags)
-train_step = parallel.train_step(make_train_step(config, seed, grad_clip, schedule, loss_chunk, zero, is_pairs * beta))
-eval_step = parallel.eval_step(make_eval_step(config, loss_chunk, is_pairs * beta))
+objective = dpo(beta) if is_pairs else language_model
+train_step = parallel.train_step(make_train_step(
+    config, objective, parallel, schedule, seed=seed, grad_clip=grad_clip, loss_chunk=loss_chunk))
+eval_step = parallel.eval_step(make_eval_step(config, objective, parallel, loss_chunk=loss_chunk))
 
 # out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake
 if not eval_only:
@@ -307,6 +309,7 @@ def evaluate():
     params = model_params(state.params, state.frozen)
     losses = estimate_losses(eval_step, params, sets, parallel, block_size=block_size, batch_size=batch_size,
                              eval_iters=eval_iters, vocab_size=data['vocab_size'], token_bytes=token_bytes,
+                             metrics=objective.metrics,
                              stop_signal=lambda: parallel.max_over_processes(stop.signum))
     if losses is None:
         return None
@@ -370,14 +373,14 @@ def fix_iterations(save_due):
 
 # training loop
 first_iter = iter_num
-bar = tqdm(initial=iter_num, total=max_iters, unit='iter', leave=False, disable=not sys.stderr.isatty())
+bar = progress_bar(iter_num, max_iters)
 stop.nothing_to_save &= eval_only
 stop_signal = int(parallel.max_over_processes(stop.signum))  # the signal that all processes stop for; 0 is none
 tracer = Profile(Path(out_dir, 'profile') if profile and master else None, bar, first_iter, max_iters or 8)
 compile_s, eval_s = None, 0.0  # seconds for compiling the training step and for an evaluation, once they are known
 batch = make_batch(iter_num)
 log = IterationLog(bar, clock, metrics_log, out_dir=out_dir, log_interval=log_interval, max_iters=max_iters,
-                   tokens_per_iter=tokens_per_iter, mfu=mfu, imports_s=imports_s)
+                   tokens_per_iter=tokens_per_iter, mfu=mfu, imports_s=imports_s, in_line=objective.metrics[1:])
 try:
     while True:
         save_due = save_interval and iter_num % save_interval == 0
@@ -413,13 +416,18 @@ try:
         stop_requested = parallel.max_over_processes(stop.signum)  # all processes stop after the same iteration
         # forward, backward, gradient accumulation, clipping and the update are one compiled function: make_train_step
         compiled_before = clock.compiling
-        state, metrics = train_step(state, batch) if batch else (state, None)  # dispatched only, unless is_synchronous
+        metrics = None
+        if batch:  # else none of its tokens counts
+            state, metrics = train_step(state, batch)  # dispatched only, unless is_synchronous
         if metrics and compile_s is None:  # this call has compiled it
             compile_s = clock.compiling - compiled_before
             log.start += compile_s  # does not count as the iteration's time
             bar.write(f'compiled the training step in {compile_s:.1f} s')
         batch = make_batch(iter_num + 1)
-        log.add(iter_num, metrics, wait=is_synchronous(devices[0]))
+        if metrics is None:
+            log.skip(iter_num)
+        else:
+            log.add(iter_num, metrics, wait=is_synchronous(devices[0]))
         iter_num += 1
         tracer.stop(iter_num, state, is_end=False)
         stop_signal = int(stop_requested)

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_flags import UserError
-from jax_ops.sharding import AXES, BATCH, create_mesh, partition_specs, shard
+from jax_ops.sharding import (
+    AXES, BATCH, create_mesh, current_mesh, partition_specs, shard, shard_params)
 
 global_max = jax.jit(jnp.max)  # of an array that is sharded over processes
 
@@ -87,21 +88,63 @@ class DataParallel:
     def validate(self, config):
         """Raises UserError for a model that the mesh cannot split."""
 
+    @property
+    def n_losses(self):
+        """Number of devices of which each takes the mean loss of its own sequences: under pmap
+        all of them."""
+        return len(self.devices)
+
+    def shard_gradients(self, grads):
+        """Shards the gradients of a micro-batch. Replicas keep them whole."""
+        return grads
+
+    def reduce_gradients(self, sum_gradients):
+        """Makes a function like sum_gradients(params, frozen, batch, scale) -> (gradients,
+        metrics) of the sequences of all devices, of that of a device's own sequences."""
+        if len(self.devices) == 1:
+            return sum_gradients
+
+        def mean_gradients(*args):
+            total = sum_gradients(*args)
+            with jax.named_scope('all_reduce'):
+                return jax.lax.pmean(total, 'data')
+        return mean_gradients
+
+    def shard_update(self, grads, params):
+        """Shards (gradients, parameters) for the optimizer's update. Replicas keep them whole."""
+        return grads, params
+
+    def sum_over_devices(self, sums):
+        """Adds up the sums of an evaluation's batch, each of a device's own sequences."""
+        return sums if len(self.devices) == 1 else jax.lax.psum(sums, 'data')
+
     def train_step(self, step):
-        return jax.jit(step, donate_argnums=0) if len(self.devices) == 1 else pmap_train_step(step, self.devices)
+        """Compiles the step of make_train_step; the state that it is given is donated."""
+        if len(self.devices) == 1:
+            return jax.jit(step, donate_argnums=0)
+        return pmap_train_step(step, self.devices)
 
     def eval_step(self, step):
-        return jax.jit(step) if len(self.devices) == 1 else pmap_step(step, self.devices)
+        """Compiles the step of make_eval_step."""
+        if len(self.devices) == 1:
+            return jax.jit(step)
+        return pmap_step(step, self.devices)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshParallel(DataParallel):
-    """jit over a mesh: parameters and optimizer state are sharded by PARTITION_RULES, sequences over BATCH."""
+    """jit over a mesh: parameters and optimizer state are sharded by PARTITION_RULES, sequences
+    over the axes BATCH. XLA's SPMD partitioner inserts the collectives.
+
+    zero: 1 (ZeRO-1, arXiv:1910.02054) shards the optimizer state over all replicas: the gradients
+    are reduce-scattered once per update, each device updates its shard of the parameters, which
+    are all-gathered again at the end of the step. It goes without other axes than data. 2
+    (ZeRO-2) reduce-scatters after each micro-batch already."""
     fsdp: int = 1
     tensor: int = 1
     expert: int = 1
     context: int = 1
-    zero: int = 0  # above 0 the optimizer state is sharded over the replicas, too; see make_train_step
+    zero: int = 0
 
     @functools.cached_property
     def mesh(self):
@@ -138,6 +181,26 @@ class MeshParallel(DataParallel):
             return jax.make_array_from_callback((*shape[:-1], self.n_data_shards * each, *x.shape[1:]), sharding, part)
         return jax.tree.map(put, batch)
 
+    @property
+    def n_losses(self):
+        """Number of devices of which each takes the mean loss of its own sequences: with zero=1
+        all of them. Otherwise XLA takes one mean over all sequences."""
+        return len(self.devices) if self.zero == 1 else 1
+
+    def shard_gradients(self, grads):
+        return shard_params(grads, over_replicas=self.zero == 2)
+
+    def reduce_gradients(self, sum_gradients):
+        return reduce_over_replicas(sum_gradients) if self.zero == 1 else sum_gradients
+
+    def shard_update(self, grads, params):
+        if self.zero:
+            return shard_params((grads, params), over_replicas=True)
+        return grads, params
+
+    def sum_over_devices(self, sums):
+        return sums  # XLA takes one sum over all sequences
+
     def on_mesh(self, step):
         def step_on_mesh(state, batch):
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
@@ -172,6 +235,34 @@ class MeshParallel(DataParallel):
             raise UserError(f'attention={config.attention} does not shard a sequence: use attention=auto with context')
 
 
+def reduce_over_replicas(sum_gradients):
+    """Makes a function like sum_gradients(params, frozen, batch, scale) of the sequences of all
+    devices, on a mesh whose only axis is data: each device computes the gradients of its own
+    sequences; then they are reduce-scattered, once."""
+    def mean_shard(spec, grad):
+        n_devices = jax.lax.axis_size('data')
+        for dimension, axes in enumerate(spec):
+            if 'data' in (axes or ()):
+                total = jax.lax.psum_scatter(grad, 'data', scatter_dimension=dimension, tiled=True)
+                return total / n_devices
+        return jax.lax.pmean(grad, 'data')  # no dimension is divisible
+
+    def reduced(params, frozen, batch, scale):
+        specs = partition_specs(params, current_mesh(), over_replicas=True)
+
+        # inside shard_map jax_ops sees no mesh, and computes as on one device
+        def of_own_sequences(params, frozen, batch, scale):
+            grads, metrics = sum_gradients(params, frozen, batch, scale)
+            with jax.named_scope('reduce_scatter'):
+                return jax.tree.map(mean_shard, specs, grads), jax.lax.pmean(metrics, 'data')
+
+        in_specs = P(), P(), P(None, 'data'), P()
+        run = jax.shard_map(of_own_sequences, in_specs=in_specs, out_specs=(specs, P()),
+                            check_vma=False)
+        return run(params, frozen, batch, scale)
+    return reduced
+
+
 def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
     """How a model runs on these devices: replicated, or on a mesh if fsdp, tensor, expert or context is more than 1,
     or zero more than 0. Raises UserError if their product does not divide the number of devices."""
@@ -198,14 +289,15 @@ def fit_layout(layout, given, n_devices, n_embd):
 
 
 def pmap_step(step, devices, donate_argnums=()):
-    """step(state, batch, axis_name) over several devices: the state and all results are replicated (not stacked), the
-    batch has a leading device axis. `step` all-reduces over the axis, so that every device has the same result."""
-    return jax.pmap(functools.partial(step, axis_name='data'), axis_name='data', in_axes=(None, 0), out_axes=None,
-                    devices=devices, donate_argnums=donate_argnums)
+    """Runs step(state, batch) over several devices: the state and all results are replicated (not
+    stacked), the batch has a leading device axis. `step` reduces over the axis 'data', so that
+    every device has the same result."""
+    return jax.pmap(step, axis_name='data', in_axes=(None, 0), out_axes=None, devices=devices,
+                    donate_argnums=donate_argnums)
 
 
 def pmap_train_step(step, devices):
-    """pmap_step with a donated state."""
+    """pmap_step with a donated state: the training step of replicated data parallelism."""
     return pmap_step(step, devices, donate_argnums=0)
 
 

@@ -32,7 +32,9 @@ from jax_files.metrics import read_metrics
 from jax_flags import UserError
 from jax_ops.cpu import cpu_multiplies_uint8
 from jax_ops.matmul import as_uint8, quantize
-from jax_train_utils import create_learning_rate_schedule, create_optimizer_with_schedule, make_train_step
+from jax_train_utils import (
+    create_learning_rate_schedule, create_optimizer_with_schedule, language_model, make_eval_step,
+    make_train_step)
 from jax_transformer import GPT, GPTConfig, create_train_state, cross_entropy
 
 ROOT = Path(__file__).parent.parent
@@ -133,18 +135,33 @@ SCHEDULE = create_learning_rate_schedule(1e-2, decay_lr=False)
 ADAMW = create_optimizer_with_schedule(SCHEDULE)
 
 
+def make_step(config, schedule, parallel=None, objective=language_model, *, seed=3, grad_clip=1.0,
+              loss_chunk=0):
+    """make_train_step, by default of a language model on one device; not compiled."""
+    parallel = parallel or setup_distributed_training(jax.devices()[:1])
+    return make_train_step(config, objective, parallel, schedule, seed=seed, grad_clip=grad_clip,
+                           loss_chunk=loss_chunk)
+
+
+def train_step_of(parallel, config, schedule, *args, **options):
+    return parallel.train_step(make_step(config, schedule, parallel, *args, **options))
+
+
+def eval_step_of(parallel, config, **options):
+    return parallel.eval_step(make_eval_step(config, language_model, parallel, **options))
+
+
 @functools.cache
 def compiled_once(layout, config):
     """(parallel, make, step) of training `config` on the layout (devices, fsdp, tensor, expert, context,
     zero), of which the last may be left out. make() returns the initial TrainState."""
     n_devices, *axes = layout
     parallel = setup_distributed_training(jax.devices()[:n_devices], *axes)
-    zero = getattr(parallel, 'zero', 0)
 
     def make():  # without apply_fn, which differs from call to call: each would have a training step of its own
         return create_train_state(jax.random.key(0), config, ADAMW).replace(apply_fn=None)
 
-    return parallel, make, parallel.train_step(make_train_step(config, 3, 1.0, SCHEDULE, zero=zero))
+    return parallel, make, train_step_of(parallel, config, SCHEDULE)
 
 
 @functools.cache

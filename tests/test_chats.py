@@ -19,10 +19,11 @@ from jax_flags import UserError
 from jax_ops.attention import chunked_attention, fused_causal_attention, splash_attention
 from jax_ops.sharding import BATCH, create_mesh
 from jax_ops.choose_attention import choose_attention
-from jax_train_utils import estimate_loss_jax, make_eval_step, make_train_step
+from jax_train_utils import estimate_loss_jax
 from jax_transformer import GPT, GPTConfig, MLAConfig, TrainState, dot_product_attention
 from tests.common import (
-    RESUME, TINY, assert_refused, final_state, prepare, random_params, succeeded, train)
+    RESUME, TINY, assert_refused, eval_step_of, final_state, prepare, random_params, succeeded,
+    train, train_step_of)
 
 BLOCK = 160  # two blocks of chunked attention
 ROPE = dict(position='rope', norm='rms', mlp='swiglu', bias=False)
@@ -203,7 +204,7 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
     for accumulation, layout in ((1, (1,)), (4, (1,)), (1, (4,)), (2, (4, 2, 2)), (1, (4, 1, 1, 1, 2))):
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         state = parallel.device_put(initial)
-        step = parallel.train_step(make_train_step(config, 3, 1.0, lambda step: 1e-2))
+        step = train_step_of(parallel, config, lambda step: 1e-2)
         curve = []
         for i in range(3):
             rows = parallel.local_rows(8)
@@ -212,7 +213,7 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
             state, metrics = step(state, parallel.shard_batch(batch, shape))
             curve.append([float(metrics[name]) for name in ('loss', 'grad_norm')])
         curves.append(curve)
-        loss = estimate_loss_jax(parallel.eval_step(make_eval_step(config)), state.params, {'val': tokens}, parallel,
+        loss = estimate_loss_jax(eval_step_of(parallel, config), state.params, {'val': tokens}, parallel,
                                  block_size=BLOCK, batch_size=2, eval_iters=6, masks={'val': mask},
                                  token_bytes=np.arange(41) % 4)
         evaluated.append([loss['val'], loss['val_bpb']])

@@ -4,7 +4,7 @@ import os
 import pickle
 import re
 import subprocess
-from tests.common import TINY, edit_json, refusal, write_dataset
+from tests.common import TINY, edit_json, make_step, refusal, write_dataset
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jax_files.data import (
     get_loss_weights, get_windows, load_dataset, load_dataset_meta, load_masks, load_mixture, load_mixture_meta,
     parse_mixture, shuffled_windows)
 from jax_flags import UserError
-from jax_train_utils import create_learning_rate_schedule, make_train_step
+from jax_train_utils import create_learning_rate_schedule
 from jax_transformer import GPT, create_train_state, cross_entropy
 
 # -----------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_the_loss_of_masked_tokens_counts_the_others_only_however_the_batch_is_s
     # a step with weights has the gradient of the mean over the tokens that count
     config = dataclasses.replace(TINY, n_layer=1)
     schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
-    step = make_train_step(config, 0, 0.0, schedule)
+    step = make_step(config, schedule, grad_clip=0.0)
     state = create_train_state(jax.random.key(0), config, optax.sgd(1.0))
     tokens = np.random.default_rng(1).integers(37, size=500)
     x, y = get_batch_jax(tokens, 16, 8, 0, 3)

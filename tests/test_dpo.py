@@ -15,10 +15,10 @@ from jax_files.data import Pairs, load_dataset_meta
 from jax_lora import create_lora_state, load_frozen
 from jax_pretrained import load_pretrained
 from jax_files.metrics import read_metrics
-from jax_train_utils import make_train_step
+from jax_train_utils import dpo
 from tests.common import (
-    FAMILIES, GOLDEN, RESUME, assert_refused, edit_json, final_state, prepare, records_without_times, refusal,
-    run_script, sample, slow, succeeded, train)
+    FAMILIES, GOLDEN, RESUME, assert_refused, edit_json, final_state, prepare,
+    records_without_times, refusal, run_script, sample, slow, succeeded, train, train_step_of)
 
 LETTERS = 'abcdefghijklmnop'
 FLAGS = ['--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=24',
@@ -175,7 +175,7 @@ def test_loss_margin_accuracy_and_gradients_are_those_of_pytorch(kind, n_micro):
     pairs = Pairs(np.concatenate(sequences), mask, np.cumsum([len(ids) for ids in sequences]), config.block_size,
                   kind == 'mean', 'train')
     batch = pairs.draw(8, 0, 0, np.arange(8)) | {'seq_id': np.arange(8, dtype=np.uint32)}
-    step = parallel.train_step(make_train_step(config, 3, 0.0, lambda step: 1.0, beta=beta))
+    step = train_step_of(parallel, config, lambda step: 1.0, dpo(beta), grad_clip=0.0)
     state, metrics = step(state, parallel.shard_batch(batch, (n_micro, 8 // n_micro)))
     found = [metrics[name] for name in ('loss', 'margin', 'accuracy')]
     np.testing.assert_allclose(found, golden()[f'{kind}/metrics'], rtol=1e-5)
@@ -192,7 +192,7 @@ def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device():
     for layout in (1,), (2,), (8, 2, 2):
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         state, config = tuned_state(FAMILIES / 'llama', optax.adam(1e-2), 4, 2.0, parallel)
-        step = parallel.train_step(make_train_step(config, 3, 1.0, lambda step: 1e-2, loss_chunk=8, beta=0.5))
+        step = train_step_of(parallel, config, lambda step: 1e-2, dpo(0.5), loss_chunk=8)
         shape = split_batch(2, 8, parallel.n_data_shards)
         curve = []
         for i in range(3):

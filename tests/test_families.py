@@ -21,13 +21,12 @@ from jax_cache import cache_bytes, init_cache
 from jax_generate import generate
 from jax_ops.decode_weights import convert_params_for_decoding, order_columns_by_rank, quantize_params
 from jax_pretrained import load_pretrained, param_shapes, read_config, save_pretrained
-from jax_train_utils import make_train_step
 from jax_transformer import (
     GPTConfig, MLAConfig, MoEConfig, MoELayer, RopeScaling, Router, TrainState, create_train_state,
     dot_product_attention, estimate_mfu, rope_inv_freq)
 from tests.common import (
-    FAMILIES, apply, apply_with_cache, cached_logits, copy_folder, edit_json, edit_tensors, random_params, read_tensors,
-    refusal, skip_without_matmul_of)
+    FAMILIES, apply, apply_with_cache, cached_logits, copy_folder, edit_json, edit_tensors,
+    make_step, random_params, read_tensors, refusal, skip_without_matmul_of)
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
 IDX = EXPECTED['idx']
@@ -329,7 +328,7 @@ def test_training_learns_a_sequence_through_every_attention(name, attention):
     config, params = load(name)
     config = dataclasses.replace(config, attention=attention)
     state = create_train_state(jax.random.key(0), config, optax.adamw(1e-2)).replace(params=params)
-    step = jax.jit(make_train_step(config, 0, 1.0, optax.constant_schedule(1e-2)))
+    step = jax.jit(make_step(config, optax.constant_schedule(1e-2)))
     batch = {'x': IDX[None, :, :-1], 'y': IDX[None, :, 1:], 'seq_id': np.zeros((1, 2), np.uint32)}
     losses = []
     for _ in range(20):
@@ -505,7 +504,7 @@ def test_the_training_loss_pushes_experts_into_balance_but_reports_cross_entropy
         moe = MoEConfig(4, 1, 8, balance=balance)
         config, params = small(mlp='swiglu', bias=False, moe=moe, n_layer=1, scan_layers=scan_layers)
         state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
-        state, metrics = jax.jit(make_train_step(config, 0, 0.0, lambda step: 1.0))(state, batch)
+        state, metrics = jax.jit(make_step(config, lambda step: 1.0, grad_clip=0.0))(state, batch)
         losses.append(float(metrics['loss']))
         routers.append(np.asarray(state.params['h_0']['mlp']['router']['kernel']))
     assert losses[0] == losses[1]

@@ -12,11 +12,11 @@ from jax_files.checkpoints import choose_checkpoint, load_run
 from jax_lora import count_frozen, create_lora_state, load_frozen, model_params
 from jax_ops.matmul import Int8
 from jax_pretrained import load_pretrained
-from jax_train_utils import make_train_step
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
-    FAMILIES, RESUME, apply, assert_refused, assert_same_run, copy_folder, device_batch, edit_tensors, read_tensors,
-    records_without_times, run_script, sample, samples_of, succeeded, train)
+    FAMILIES, RESUME, apply, assert_refused, assert_same_run, copy_folder, device_batch,
+    edit_tensors, read_tensors, records_without_times, run_script, sample, samples_of,
+    succeeded, train, train_step_of)
 
 FLAGS = ['--lora_rank=4', '--lora_alpha=8', '--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=16',
          '--eval_iters=2', '--eval_interval=2', '--max_iters=4', '--learning_rate=1e-2', '--decay_lr=False',
@@ -156,7 +156,7 @@ def lora_run(base, config, *layout, quantize=''):
     lora = {'base': str(base), 'rank': 4, 'alpha': 8.0, 'quantize': quantize, 'checksum': None}
     state = parallel.init_sharded(create_lora_state, jax.random.key(0), config, tx, 4)
     state = state.replace(frozen=load_frozen(lora, config, parallel)[0])
-    return state, parallel.train_step(make_train_step(config, 3, 1.0, lambda step: 1e-2))
+    return state, train_step_of(parallel, config, lambda step: 1e-2)
 
 
 @pytest.mark.slow

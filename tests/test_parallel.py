@@ -18,7 +18,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_devices.parallel import (
-    DataParallel, MeshParallel, fit_layout, setup_distributed_training, split_batch)
+    DataParallel, MeshParallel, fit_layout, reduce_over_replicas, setup_distributed_training,
+    split_batch)
 from jax_files.checkpoints import finish_checkpoints, load_checkpoint, open_checkpoints, opt_state_item, save_checkpoint
 from jax_files.data import get_batch_jax
 from jax_flags import UserError
@@ -31,13 +32,11 @@ from jax_ops.experts import mix_experts
 from jax_ops.matmul import matmul_int8
 from jax_ops.sharding import AXES, BATCH, COLUMN_PARALLEL, ROW_PARALLEL, create_mesh
 from jax_ops.vocabulary import embed_tokens
-from jax_train_utils import (
-    create_optimizer_with_schedule, estimate_loss_jax, make_eval_step, make_train_step,
-    reduce_over_replicas)
+from jax_train_utils import create_optimizer_with_schedule, estimate_loss_jax
 from jax_transformer import GPT, GPTConfig, MoEConfig, create_train_state
 from tests.common import (
     ALL, BOTH, CONFIG, FLAGS, FSDP, ONE, PMAP, SCHEDULE, TENSOR, ZERO_1, ZERO_2, ZERO_2_ON_MESH, collectives,
-    compile_step)
+    compile_step, eval_step_of, train_step_of)
 
 
 def numbers(log):
@@ -78,7 +77,7 @@ def test_every_mesh_gives_the_curve_of_one_device(dtype, layout):
 def test_a_mesh_with_data_alone_gives_the_curve_of_pmap():
     parallel = MeshParallel(tuple(jax.devices()))
     state = parallel.device_put(initial_state(CONFIG))
-    step = parallel.train_step(make_train_step(CONFIG, 3, 1.0, SCHEDULE))
+    step = train_step_of(parallel, CONFIG, SCHEDULE)
     log = []
     for i in range(30):
         state, metrics = step(state, device_batch(parallel, 2, 8, i, CONFIG))
@@ -137,7 +136,7 @@ def test_positions_of_a_sequence_are_loaded_and_evaluated_where_they_are_compute
     losses = []
     for layout in (ONE, (4, 1, 1, 1, 4)):
         parallel, make, _ = compiled_once(layout, CONTEXT)
-        eval_step = parallel.eval_step(make_eval_step(CONTEXT, loss_chunk=16))
+        eval_step = eval_step_of(parallel, CONTEXT, loss_chunk=16)
         params = parallel.device_put(initial_state(CONTEXT).params)
         losses.append(estimate_loss_jax(
             eval_step, params, splits, parallel, block_size=64, batch_size=4, eval_iters=2))
@@ -183,7 +182,7 @@ def test_execution_options_and_muon_give_the_curve_of_one_device_too():
     for n_devices, *axes in (ONE, BOTH):
         parallel = setup_distributed_training(jax.devices()[:n_devices], *axes)
         state = parallel.device_put(initial)
-        step = parallel.train_step(make_train_step(config, 3, 1.0, SCHEDULE, loss_chunk=4))
+        step = train_step_of(parallel, config, SCHEDULE, loss_chunk=4)
         for i in range(4):
             state, metrics = step(state, device_batch(parallel, 1, 8, i, config))
             losses.append(float(metrics['loss']))
@@ -196,7 +195,7 @@ def test_evaluation_is_the_same_on_a_mesh():
     losses = []
     for layout in (ONE, BOTH):
         parallel, make, _ = compiled_once(layout, CONFIG)
-        eval_step = parallel.eval_step(make_eval_step(CONFIG))
+        eval_step = eval_step_of(parallel, CONFIG)
         params = parallel.device_put(initial_state(CONFIG).params)
         losses.append(estimate_loss_jax(
             eval_step, params, splits, parallel, block_size=16, batch_size=4, eval_iters=3))
@@ -352,11 +351,11 @@ def trace_int8(tp):
 def trace_gradient_reduction():
     """Of gradients that do not come from jax.grad, which under the check adds up those of replicated parameters itself,
     after every micro-batch."""
-    def sum_gradients(params, batch, scale):
+    def sum_gradients(params, frozen, batch, scale):
         return {'kernel': batch['x'][0].T @ batch['x'][0], 'bias': batch['x'][0].sum(0)[:3]}, batch['x'].sum()
 
     params = {'kernel': jnp.zeros((16, 16)), 'bias': jnp.zeros(3)}
-    return reduce_over_replicas(sum_gradients)(params, {'x': jnp.zeros((1, 8, 16))}, 1.0)
+    return reduce_over_replicas(sum_gradients)(params, None, {'x': jnp.zeros((1, 8, 16))}, 1.0)
 
 
 @pytest.mark.parametrize('trace, axes', [

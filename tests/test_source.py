@@ -20,7 +20,8 @@ LEVELS = {
     'jax_files.config_json': 1, 'jax_ropes': 2, 'jax_families': 6,
     'jax_ops.choose_attention': 5, 'jax_ops.decode_weights': 4, 'jax_sizes': 1, 'jax_cache': 4,
     'jax_transformer': 5, 'jax_generate': 6, 'jax_devices.parallel': 7,
-    'jax_pretrained': 7, 'jax_lora': 8, 'jax_files.checkpoints': 9, 'jax_train_utils': 10, 'jax_text': 10,
+    'jax_optimizers': 5, 'jax_log': 1, 'jax_pretrained': 7, 'jax_lora': 8, 'jax_files.checkpoints': 9,
+    'jax_train_utils': 10, 'jax_text': 10,
 }
 SCRIPTS = ('train_jax', 'sample_jax', 'eval_jax', 'export_jax', 'bench_jax')
 FOLDERS = ('jax_ops', 'jax_files', 'jax_devices', 'tools')

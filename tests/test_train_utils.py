@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tests.common
 from tests.common import (
-    GOLDEN, ROOT, apply, column, compiled_once, device_batch, fresh_run, host_batch, next_line, run_steps, slow,
-    write_dataset)
+    GOLDEN, ROOT, apply, column, compiled_once, device_batch, eval_step_of, fresh_run, host_batch,
+    make_step, next_line, run_steps, slow, write_dataset)
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,14 @@ from jax_files.data import get_windows, load_dataset
 from jax_flags import UserError
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    POLAR_EXPRESS, clip_gradients, create_learning_rate_schedule, create_optimizer_with_schedule,
-    estimate_loss_jax, make_eval_step, make_train_step, orthogonalize)
-from jax_transformer import GPT, MLAConfig, MoEConfig, create_train_state
+    clip_gradients, create_learning_rate_schedule, create_optimizer_with_schedule, estimate_loss_jax)
+from jax_transformer import GPT, create_train_state
 from tests.common import mean_loss
 
 TINY = dataclasses.replace(tests.common.TINY, n_layer=1)
 
 # -----------------------------------------------------------------------------
-# optimizer and schedule
+# schedule and clipping
 
 @pytest.mark.parametrize('warmup', [0, 1, 10])
 def test_the_schedule_is_nanogpts(warmup):
@@ -73,88 +72,6 @@ def test_clipping_is_torchs():
     for max_norm in (0.0, 6.0):
         np.testing.assert_array_equal(clip_gradients(grads, max_norm)[0]['a'], grads['a'])
 
-
-EXPERTS = dataclasses.replace(TINY, bias=True, moe=MoEConfig(n_expert=4, n_used=2, width=8))
-
-
-@pytest.mark.parametrize('config', [TINY, EXPERTS])
-def test_decay_touches_matrices_and_embeddings_only(config):
-    tx = create_optimizer_with_schedule(lambda step: 0.1, weight_decay=0.5)
-
-    @jax.jit
-    def step():
-        state = create_train_state(jax.random.key(0), config, tx)
-        state = state.replace(params=jax.tree.map(jnp.ones_like, state.params))
-        return state.apply_gradients(grads=jax.tree.map(jnp.zeros_like, state.params)).params
-
-    after = step()
-    for path, p in jax.tree_util.tree_leaves_with_path(after):
-        expected = 0.95 if path[-1].key in ('kernel', 'wte', 'wpe', 'embedding') else 1.0
-        np.testing.assert_allclose(p, expected, rtol=1e-6, err_msg=jax.tree_util.keystr(path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('config', [TINY, EXPERTS, dataclasses.replace(
-    TINY, position='rope', mla=MLAConfig(q_rank=0, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=4))])
-def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(config):
-    @functools.partial(jax.jit, static_argnums=0)
-    def updates(optimizer):
-        tx = create_optimizer_with_schedule(lambda step: 0.1, weight_decay=0.0, optimizer=optimizer)
-        state = create_train_state(jax.random.key(0), config, tx)
-        grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), state.params)
-        return jax.tree.map(jnp.subtract, state.apply_gradients(grads=grads).params, state.params)
-
-    muon, adamw = updates('muon'), updates('adamw')
-    for (path, update), by_adamw in zip(jax.tree_util.tree_leaves_with_path(muon), jax.tree.leaves(adamw)):
-        if path[-1].key in ('kernel', 'kv_b') and path[-2].key != 'router':
-            spectrum = np.linalg.svd(update, compute_uv=False)  # of each expert
-            assert (spectrum.min(-1) > 0.37 * spectrum.max(-1)).all()  # nearly orthogonal
-            rms = jnp.sqrt(jnp.square(update).mean())
-            assert rms == pytest.approx(0.1 * 0.2, rel=0.3)  # a fifth of Adam's first step
-        else:
-            np.testing.assert_allclose(update, by_adamw, rtol=1e-5)
-    with pytest.raises(UserError, match='optimizer must be one of adamw, muon'):
-        create_optimizer_with_schedule(lambda step: 0.1, optimizer='sgd')
-
-
-def muon_steps(values):
-    """The singular values after POLAR_EXPRESS."""
-    for step in POLAR_EXPRESS:
-        values = values * np.polyval(step[::-1], values**2)
-    return values
-
-
-def test_the_steps_of_muon_bring_singular_values_to_between_0_55_and_1_45():
-    values = muon_steps(np.geomspace(0.003, 1, 10_000))
-    assert values.min() == pytest.approx(0.55, abs=0.01)
-    assert values.max() == pytest.approx(1.45, abs=0.01)
-
-
-@pytest.mark.slow
-def test_muon_moves_matrices_by_their_singular_vectors_and_the_steps_of_their_singular_values():
-    shapes = {'a': (8, 24), 'b': (24, 8), 'c': (8, 24), 'd': (8, 8), 'e': (3, 8, 8), 'f': (3, 8, 10)}  # e, f: experts
-    params = {name: jax.random.normal(jax.random.key(ord(name)), shape) for name, shape in shapes.items()}
-    grads = jax.tree.map(lambda p: jnp.square(p) - 0.5, params)
-    ours = create_optimizer_with_schedule(lambda step: 0.1, optimizer='muon', weight_decay=0.1)
-    kernels = lambda tree: {name: {'kernel': leaf} for name, leaf in tree.items()}
-    updates = ours.update(kernels(grads), ours.init(kernels(params)), kernels(params))[0]
-    for name, shape in shapes.items():
-        u, values, v = np.linalg.svd(np.asarray(grads[name], np.float64), full_matrices=False)
-        norm = (values**4).sum(-1, keepdims=True)**0.25
-        expected = 0.2 * max(shape[-2:])**0.5 * (u * muon_steps(values / norm)[..., None, :]) @ v
-        expected = -0.1 * (expected + 0.1 * params[name])
-        np.testing.assert_allclose(updates[name]['kernel'], expected, rtol=1e-3, atol=1e-5)
-
-
-def test_muon_orthogonalizes_q_k_and_v_each_by_itself():
-    q, k, v, c_proj = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(
-        ((16, 24), (16, 8), (16, 8), (24, 16))))  # GQA, and heads wider than n_embd / n_head
-    attention = {'c_attn': {'kernel': jnp.concatenate([q, k, v], axis=1)}, 'c_proj': {'kernel': c_proj}}
-    apart = {name: {'kernel': kernel} for name, kernel in (('q', q), ('k', k), ('v', v), ('c_proj', c_proj))}
-    together, apart = (orthogonalize.update(tree, None)[0] for tree in (attention, apart))
-    expected = jnp.concatenate([apart[name]['kernel'] for name in 'qkv'], axis=1)
-    np.testing.assert_allclose(together['c_attn']['kernel'], expected, rtol=1e-5)
-    np.testing.assert_allclose(together['c_proj']['kernel'], apart['c_proj']['kernel'], rtol=1e-5)
 
 # -----------------------------------------------------------------------------
 # the training step
@@ -210,7 +127,7 @@ def test_the_loss_is_the_mean_over_all_micro_steps_and_devices():
 def test_the_logged_learning_rate_is_the_one_applied():
     schedule = create_learning_rate_schedule(1e-2, warmup_iters=3, lr_decay_iters=6, min_lr=1e-3)
     state = jax.jit(lambda: create_train_state(jax.random.key(0), TINY, optax.sgd(schedule)))()
-    step = jax.jit(make_train_step(TINY, 0, 0.0, schedule))
+    step = jax.jit(make_step(TINY, schedule, grad_clip=0.0))
     distance = jax.jit(lambda before, after: optax.tree.norm(jax.tree.map(jnp.subtract, before, after)))
     parallel = DataParallel(jax.devices()[:1])
     for i in range(8):
@@ -225,7 +142,7 @@ def test_the_logged_learning_rate_is_the_one_applied():
 @pytest.mark.parametrize('n_micro, n_loops', [(1, 0), (2, 1)])
 def test_one_micro_step_is_not_a_loop(n_micro, n_loops):
     _, make, _ = compiled_once((1,), TINY)
-    step = make_train_step(TINY, 0, 1.0, create_learning_rate_schedule(1e-3, decay_lr=False))
+    step = make_step(TINY, create_learning_rate_schedule(1e-3, decay_lr=False))
     tokens = jax.ShapeDtypeStruct((n_micro, 2, 16), jnp.int32)
     batch = {'x': tokens, 'y': tokens, 'seq_id': jax.ShapeDtypeStruct((n_micro, 2), jnp.uint32)}
     lowered = jax.jit(step).lower(jax.eval_shape(make), batch)
@@ -240,7 +157,7 @@ def test_five_steps_of_adamw_with_clipping_are_torchs(name):
     schedule = lambda step: jnp.asarray(golden['lrs'])[step]
     state = create_train_state(jax.random.key(0), config, create_optimizer_with_schedule(schedule))
     state = state.replace(params=params)
-    step = jax.jit(make_train_step(config, 0, 1.0, schedule))
+    step = jax.jit(make_step(config, schedule))
     assert (golden['grad_norms'] > 1).any()  # clipping acts
     for x, y, loss, grad_norm in zip(golden['x'], golden['y'], golden['losses'], golden['grad_norms'], strict=True):
         batch = {'x': x[None], 'y': y[None], 'seq_id': np.zeros((1, len(x)), np.uint32)}
@@ -311,7 +228,7 @@ def test_evaluation_is_the_mean_of_the_same_windows_on_any_number_of_devices(tmp
     results = []
     for n_devices in (1, 2, 8):
         parallel, state, _ = fresh_run((n_devices,), DROPOUT_ON)
-        eval_step = parallel.eval_step(make_eval_step(DROPOUT_ON))
+        eval_step = eval_step_of(parallel, DROPOUT_ON)
         results.append(estimate_loss_jax(
             eval_step, state.params, splits, parallel, block_size=16, batch_size=4, eval_iters=3))
     x, y = get_windows(splits['val'], np.arange(12) * (2000 - 17) // 11, 16)
@@ -329,7 +246,7 @@ def test_bits_per_byte_leave_out_what_has_no_bytes_or_does_not_count(n_devices, 
     masks = {split: (np.arange(len(tokens)) % 3 > 0).astype(np.uint8) for split, tokens in splits.items()}
     token_bytes = np.arange(37) % 4  # every fourth is a special token
     parallel, state, _ = fresh_run((n_devices,), DROPOUT_ON)
-    eval_step = parallel.eval_step(make_eval_step(DROPOUT_ON))
+    eval_step = eval_step_of(parallel, DROPOUT_ON)
     options = dict(block_size=16, batch_size=4, eval_iters=3, masks=masks if masked else None)
     losses = estimate_loss_jax(eval_step, state.params, splits, parallel, token_bytes=token_bytes, **options)
     without = estimate_loss_jax(eval_step, state.params, splits, parallel, **options)
@@ -350,7 +267,7 @@ def test_an_evaluation_ends_when_a_signal_comes():
 
     def eval_step(params, batch):
         calls.append(len(calls))
-        return 0.0
+        return np.zeros(1)
 
     evaluate = functools.partial(estimate_loss_jax, eval_step, None, splits, parallel, block_size=16, batch_size=4)
     assert evaluate(eval_iters=1000, stop_signal=lambda: 15 if len(calls) >= 3 else 0) is None

@@ -1,6 +1,7 @@
 """Embedding, logits and loss of a sharded vocabulary."""
 import dataclasses
-from tests.common import LONG_BLOCK, assert_same_loss_and_gradients, loss_and_gradients, temporary_bytes
+from tests.common import (
+    LONG_BLOCK, assert_same_loss_and_gradients, loss_and_gradients, make_step, temporary_bytes)
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ import pytest
 from jax_flags import UserError
 from jax_ops.sharding import create_mesh
 from jax_ops.vocabulary import ParallelLMHead, VocabParallelEmbedding, masked_cross_entropy
-from jax_train_utils import make_train_step
 from jax_transformer import cross_entropy
 
 # -----------------------------------------------------------------------------
@@ -27,7 +27,7 @@ def test_the_loss_in_chunks_is_the_loss_and_holds_no_logits():
     assert temporary_bytes(config) > logits_bytes
     assert temporary_bytes(config, loss_chunk=16) - 2 * table_bytes < logits_bytes / 2
     with pytest.raises(UserError, match='loss_chunk=33 does not divide block_size=160'):
-        make_train_step(config, 0, 1.0, lambda step: 0.1, loss_chunk=33)
+        make_step(config, lambda step: 0.1, loss_chunk=33)
 
 
 def test_the_masked_cross_entropy_of_gpus_is_that_of_optax_in_values_and_gradients():

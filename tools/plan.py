@@ -20,7 +20,8 @@ from jax_ops.choose_attention import choose_attention
 from jax_ops.decode_weights import cast_matrices, order_columns_by_rank, quantize_params
 from jax_ops.sharding import BATCH
 from jax_sizes import choose_slots
-from jax_train_utils import create_learning_rate_schedule, create_optimizer_with_schedule, make_train_step
+from jax_train_utils import (
+    create_learning_rate_schedule, create_optimizer_with_schedule, language_model, make_train_step)
 from jax_transformer import count_params, create_train_state, estimate_mfu, without_tables
 from tools.hlo import collective_table, memory_traffic, parse_hlo
 from tools.topologies import DATA_SHEETS
@@ -64,7 +65,9 @@ def compile_train_step(flags, config, devices):
 
     tokens = abstract((*shape, flags.block_size), np.int32)
     batch = {'x': tokens, 'y': tokens, 'seq_id': abstract(shape, np.uint32)}
-    step = parallel.train_step(make_train_step(config, flags.seed, 1.0, schedule, flags.loss_chunk, flags.zero))
+    step = parallel.train_step(make_train_step(
+        config, language_model, parallel, schedule, seed=flags.seed, grad_clip=1.0,
+        loss_chunk=flags.loss_chunk))
     program = step.lower(state, batch).compile()
     parts = {'parameters': state.params, 'optimizer': state.opt_state}
     return CompiledStep(program, parallel.mesh, f'{implementation} ({reason})', parts)
