@@ -60,9 +60,15 @@ def path_inside(folder, name):
 def regular_file(folder, name):
     """The path_inside of a file. Every reader of a folder that may be a stranger's asks for its files here.
 
-    Raises UserError as path_inside does, and for what is there but no regular file: a folder, or a pipe, which a reader
-    would wait for without an end."""
-    path = path_inside(folder, name)
+    Raises UserError as path_inside and plain_file do."""
+    return plain_file(path_inside(folder, name))
+
+
+def plain_file(path):
+    """The path of a file, to which a link may lead; there need not be any.
+
+    Raises UserError for what is there but no regular file: a folder, a pipe, which a reader would wait for without an
+    end, or a device, which has no end."""
     try:
         mode = os.stat(path).st_mode
     except OSError:  # not there, or out of reach: its reader knows what that means
@@ -103,7 +109,7 @@ def read_json(path, *, optional=False):
     """The object in a JSON file. optional: {} if there is no such file. Raises UserError if it cannot be read."""
     if optional and not os.path.exists(path):
         return {}
-    text = read_text(path)
+    text = read_text(plain_file(path))
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_devices.parallel import setup_distributed_training
 from jax_devices.processes import gather_texts, in_all_processes
 from jax_files.tokenizers import locate_tokenizer
-from jax_flags import UserError, check_choice, exit_if_peer_died, path_inside, write_text
+from jax_flags import UserError, check_choice, exit_if_peer_died, path_inside, read_json, write_text
 from jax_lora import create_lora_state, load_merged, move_base
 from jax_transformer import GPTConfig, check_layers, create_train_state
 
@@ -98,7 +98,7 @@ def find_damage(step, items=ITEMS):
     """The first file among these items of the checkpoint folder `step` that is not as it was written, or ''. Several
     processes each read some of the files. A checkpoint without checksums.json is not checked: see read_meta."""
     try:
-        sums = json.loads((step / 'checksums.json').read_text()) if (step / 'checksums.json').exists() else {}
+        sums = read_json(step / 'checksums.json', optional=True)
         names = sorted(name for name in sums if name.split('/')[0] not in set(ITEMS) - set(items))
         is_damaged = lambda name: not (step / name).is_file() or checksum(step / name) != sums[name]
         damaged = next(filter(is_damaged, names[jax.process_index()::jax.process_count()]), '')
@@ -173,9 +173,10 @@ def read_val_loss(step):
     if not path.exists():
         return math.inf
     try:
-        return float(json.loads(path.read_text())['val_loss'])
-    except (KeyError, TypeError, ValueError, OSError, RecursionError):
+        val_loss = float(read_json(path)['val_loss'])
+    except (KeyError, TypeError, ValueError, OSError, OverflowError):  # a UserError is a ValueError
         return -math.inf
+    return val_loss if math.isfinite(val_loss) else -math.inf
 
 
 def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
@@ -267,7 +268,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
 
 def read_meta(step):
     """The metadata of the checkpoint in the folder `step`. Raises an exception if it is not one of this program."""
-    meta = json.loads((step / 'meta' / 'metadata').read_text(encoding='utf-8'))
+    meta = read_json(step / 'meta' / 'metadata')
     check_saved_layers(step, GPTConfig(**meta['model']))
     if missing := {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys():
         raise ValueError(f'its metadata lacks {sorted(missing)}')

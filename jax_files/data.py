@@ -15,7 +15,10 @@ import jax
 import numpy as np
 
 from jax_files.tokenizers import locate_tokenizer, same_tokens
-from jax_flags import UserError
+from jax_flags import UserError, plain_file, read_text
+
+
+LARGEST_VOCABULARY = 2**22  # of a data set: the largest that are known have a million tokens
 
 
 def relative_path(path):
@@ -114,8 +117,9 @@ def load_dataset_meta(data_dir):
     meta = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
     checked = dict.fromkeys(('max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length'))  # as prepare.py counts
     if (data_dir / 'meta.json').exists():
+        text = read_text(plain_file(data_dir / 'meta.json'))
         try:
-            found = json.loads((data_dir / 'meta.json').read_text(encoding='utf-8'))
+            found = json.loads(text)
             meta = {key: found[key] for key in meta}
             checked = {key: found.get(key) for key in checked}
             vocab_size, dtype, tokenizer = meta.values()
@@ -125,8 +129,10 @@ def load_dataset_meta(data_dir):
                 raise ValueError(f'kind {checked["kind"]!r} is neither chats nor pairs')
             if not all(type(n) is int and n > 0 for n in (vocab_size, checked['row_length'] or 2)):
                 raise ValueError(f'vocab_size {vocab_size!r} or row_length {checked["row_length"]!r} is not a number')
+            if vocab_size > LARGEST_VOCABULARY:
+                raise ValueError(f'vocab_size is {vocab_size!r:.20}, and at most {LARGEST_VOCABULARY:,} is read')
             if tokenizer['kind'] not in ('char', 'gpt2', 'folder') or (
-                    tokenizer['kind'] == 'char' and len(tokenizer['chars']) != vocab_size):
+                    tokenizer['kind'] == 'char' and len(list(map(ord, tokenizer['chars']))) != vocab_size):
                 raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
                                  '{"kind": "folder", "path": where its tokenizer.json is}')
             meta['tokenizer'] = locate_tokenizer(tokenizer, data_dir)
@@ -161,7 +167,7 @@ def load_dataset(data_dir, block_size):
         path = data_dir / f'{split}.bin'
         if not path.exists():
             raise UserError(f'there is no {path}; {remedy}')
-        size, rest = divmod(path.stat().st_size, width)
+        size, rest = divmod(plain_file(path).stat().st_size, width)
         if rest:
             raise UserError(f'{path} has {size * width + rest} bytes, not a multiple of {width} ({meta["dtype"]}): '
                             f'it is cut short or of another type; {remedy}')
@@ -188,7 +194,7 @@ def load_masks(data_dir, splits):
     assistant's tokens do, else 0; in packed rows 2 where a conversation, or the padding, starts. {} for a data set
     without masks, in which all tokens count. Raises UserError for a mask that is missing or of another length."""
     paths = {split: relative_path(data_dir) / f'{split}_mask.bin' for split in splits}
-    sizes = {split: path.stat().st_size for split, path in paths.items() if path.exists()}
+    sizes = {split: plain_file(path).stat().st_size for split, path in paths.items() if path.exists()}
     if (sizes or load_dataset_meta(data_dir)['kind']) and sizes != {split: splits[split].size for split in splits}:
         raise UserError(f'the masks of {data_dir} are missing or of other tokens; {remedy_for(Path(data_dir))}')
     masks = {}
@@ -447,8 +453,10 @@ def load_pairs(data_dir, splits, masks, block_size, length_normalized):
     pairs = {}
     for split, tokens in splits.items():
         path = relative_path(data_dir) / f'{split}_ends.bin'
-        ends = np.fromfile(path, np.int64) if path.exists() else np.array([0])
-        if len(ends) % 2 or np.diff(ends, prepend=0).min() < 2 or ends[-1] != len(tokens):
+        ends = np.fromfile(plain_file(path), np.int64) if path.exists() else np.array([], np.int64)
+        # a difference of two int64 may overflow: not of those between 0 and the number of tokens
+        are_inside = len(ends) > 0 and ends.min() >= 0 and ends.max() <= len(tokens)
+        if not are_inside or len(ends) % 2 or np.diff(ends, prepend=0).min() < 2 or ends[-1] != len(tokens):
             raise UserError(f'{path} is missing or damaged; {remedy_for(path.parent)}')
         pairs[split] = Pairs(tokens, masks[split], ends, block_size, length_normalized, split)
     return pairs

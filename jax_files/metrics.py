@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_flags import UserError, ceil_div, write_text
+from jax_flags import UserError, ceil_div, plain_file, write_text
 
 
 class MetricsLog:
@@ -46,7 +46,7 @@ def read_metrics(out_dir):
     path = Path(out_dir) / 'metrics.jsonl'
     if not path.exists():
         return
-    with open(path, encoding='utf-8', errors='replace') as lines:
+    with open(plain_file(path), encoding='utf-8', errors='replace') as lines:
         for line in lines:
             try:
                 record = json.loads(line)

@@ -9,6 +9,7 @@ seconds of importing. Prints one line per run that is not as documented, and the
 such a run."""
 import argparse
 import collections
+import faulthandler
 import hashlib
 import json
 import os
@@ -46,6 +47,7 @@ from jax_files.metrics import read_metrics
 from jax_flags import config_block
 from jax_train_utils import create_optimizer_with_schedule
 from jax_transformer import GPTConfig, create_train_state
+from tests import hostile
 from tests.common import GOLDEN, records_without_times, wait_for, write_text_dataset
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--device=cpu',
@@ -602,6 +604,113 @@ def limit_resources():
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**28, 2**28))
 
 # -----------------------------------------------------------------------------
+# hostile files
+
+BATCH = 100  # inputs that one process reads
+
+
+def choose_files(n_inputs, chosen):
+    """[(reader, its numbers)] in batches: of each reader in turn, or of those that are chosen.
+
+    chosen: 'NAME,NAME:NUMBER,...' are these readers, and these inputs."""
+    batches = []
+    for first in range(0, n_inputs, BATCH):
+        numbers = range(first, min(first + BATCH, n_inputs))
+        batches += [(name, numbers) for name in hostile.READERS]
+    if not chosen:
+        return batches
+    wanted = [part.partition(':') for part in chosen.split(',')]
+    whole = {name for name, colon, _ in wanted if not colon}
+    alone = [(name, [int(number)]) for name, colon, number in wanted if colon]
+    return alone + [batch for batch in batches if batch[0] in whole]
+
+
+def files_section(work, n_inputs, seed=1, chosen='', minutes=1e9):
+    """Mutates every kind of file that is read, see tests/hostile.py. n_inputs: of each reader."""
+    deadline = time.monotonic() + 60 * minutes
+    work.mkdir(parents=True, exist_ok=True)
+    honest = work / 'honest'
+    finish(Run(work, hostile.make_honest, honest, name='.honest'), 'the honest folders')
+    counts = {name: collections.Counter() for name in hostile.READERS}
+    found = {}  # {(reader, what findings of one cause have in common): how many}
+    log = open(work / 'files.log', 'a', buffering=1)
+    for name, numbers in choose_files(n_inputs, chosen):
+        if time.monotonic() > deadline:
+            break
+        for number, finding, said in read_files(work, name, numbers, seed, honest):
+            if finding and finding.kind == 'time':  # other work on this machine may have caused it
+                _, finding, said = read_files(work, name, [number], seed, honest)[0]
+            counts[name]['found' if finding else 'read' if said == 'read' else 'refused'] += 1
+            log.write(f'{name}:{number} seed {seed}: {finding or said}\n')
+            if finding:
+                key = name, *finding.key()
+                found[key] = found.get(key, 0) + 1
+                if found[key] == 1:
+                    failed(f'{name}:{number}, seed {seed}: {finding.kind} at {finding.place}: {finding.said}')
+    for name, counter in counts.items():
+        if counter.total():
+            add_row(f'hostile {name}', counter.total(), f'{counter["read"]} read, {counter["refused"]} refused in one '
+                    f'line, {counter["found"]} neither')
+    add_row('hostile files in all', sum(counter.total() for counter in counts.values()),
+            f'{len(found)} different findings')
+
+
+def read_files(work, name, numbers, seed, honest):
+    """[(number, Finding or None, what was said)] of inputs of a reader. One process reads all of them; one that is
+    killed, or kills itself, is replaced by another for the inputs that follow."""
+    results = []
+    rest = list(numbers)
+    while rest:
+        folder = work / 'inputs'
+        shutil.rmtree(folder, ignore_errors=True)
+        report = folder / 'report.jsonl'
+        run = Run(folder, read_in_this_process, name, rest, seed, honest, report)
+        code = run.wait(60 + (hostile.LIMIT_S + 5) * len(rest))
+        lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+        done = [(number, finding and hostile.Finding(*finding), said) for number, finding, said in lines]
+        results += done
+        rest = rest[len(done):]
+        if rest:
+            place, is_late = where_it_hung(run.err)
+            kind = 'time' if is_late else f'crash {code}'
+            said = f'more than {hostile.LIMIT_S} s' if is_late else run.says()[-300:]
+            results.append((rest[0], hostile.Finding(kind, place, said), said))
+            rest = rest[1:]
+    return results
+
+
+def where_it_hung(dump):
+    """(the innermost line of the project in a dump of faulthandler, whether it was made when the time was over)."""
+    main_thread = dump.rpartition('(most recent call first)')[2]
+    lines = re.findall(r'File "(.*)", line (\d+) in (.*)', main_thread)
+    places = [f'{Path(path).name}:{line} {name}' for path, line, name in lines if hostile.is_of_project(path)]
+    return places[0] if places else '', dump.startswith('Timeout') or '\nTimeout' in dump
+
+
+def read_in_this_process(name, numbers, seed, honest, report):
+    """Makes and reads inputs of a reader, and appends a line of JSON for each to `report`.
+
+    An input that takes LIMIT_S ends the process, with a dump of where it is: it may be in code that no signal of Python
+    interrupts."""
+    faulthandler.enable(sys.__stderr__)
+    folder = report.parent / 'honest'
+    source = hostile.READERS[name].folders.split(',')[0]
+    shutil.copytree(honest / source, folder)
+    finding, said = hostile.read_input(name, folder)
+    if finding:
+        print(f'the honest {name} is refused: {finding}', file=sys.stderr)
+        sys.exit(1)
+    with hostile.limit_memory(), open(report, 'a', buffering=1) as lines:
+        for number in numbers:
+            folder = report.parent / f'{number}'
+            hostile.write_input(name, seed, number, honest, folder)
+            faulthandler.dump_traceback_later(hostile.LIMIT_S, exit=True, file=sys.__stderr__)
+            finding, said = hostile.read_input(name, folder)
+            faulthandler.cancel_dump_traceback_later()
+            lines.write(json.dumps([number, finding, said]) + '\n')
+            shutil.rmtree(folder, ignore_errors=True)
+
+# -----------------------------------------------------------------------------
 # disks and clocks
 
 
@@ -816,23 +925,25 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', required=True, help='work folder, on a local disk')
     parser.add_argument('--seed', type=int, default=1)
-    parser.add_argument('--sections', default='kill,input,disk,long', help='which of these, in this order')
+    parser.add_argument('--sections', default='kill,input,files,disk,long', help='which of these, in this order')
     parser.add_argument('--layout', default='', help="'1 device', '8 virtual devices' or '2 processes'; all if empty")
     parser.add_argument('--kills', type=int, default=100)
     parser.add_argument('--inputs', type=int, default=1000)
-    parser.add_argument('--minutes', type=float, default=1e9, help='of a section of bad inputs, at most')
-    parser.add_argument('--chosen', default='', help='numbers of inputs, separated by commas: these only')
+    parser.add_argument('--files', type=int, default=1000, help='hostile files of each kind')
+    parser.add_argument('--minutes', type=float, default=1e9, help='of a section of bad inputs or files, at most')
+    parser.add_argument('--chosen', default='', help='numbers of inputs, or of files NAME:NUMBER, with commas')
     parser.add_argument('--pages', type=int, default=1, help='pages of 4 kB between two sizes of a full disk')
     parser.add_argument('--iters', type=int, default=20000)
     flags = parser.parse_args()
     rng.seed(flags.seed)
     sections = dict(kill=(kill_section, flags.kills), input=(input_section, flags.inputs),
-                    disk=(disk_section, flags.pages), long=(long_section, flags.iters))
+                    files=(files_section, flags.files), disk=(disk_section, flags.pages),
+                    long=(long_section, flags.iters))
     for name in flags.sections.split(','):
         section, size = sections[name]
         started = time.monotonic()
-        options = {'kill': dict(only=flags.layout), 'input': dict(
-            seed=flags.seed, chosen=flags.chosen, minutes=flags.minutes)}.get(name, {})
+        inputs = dict(seed=flags.seed, chosen=flags.chosen, minutes=flags.minutes)
+        options = {'kill': dict(only=flags.layout), 'input': inputs, 'files': inputs}.get(name, {})
         section(Path(flags.out).resolve() / name, size, **options)
         print(f'{name}: {time.monotonic() - started:.0f} s', flush=True)
     print(f'\nseed {flags.seed}, {time.strftime("%F")}, jax {jax.__version__}, {len(failures)} failures\n')

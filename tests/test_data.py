@@ -14,7 +14,7 @@ import pytest
 from jax_files.data import (
     DataChanged, DataSet, TokenFile, count_windows, describe_data, draw_batch, evaluated_windows, get_batch_jax,
     get_loss_weights, get_windows, load_dataset, load_dataset_meta, load_masks, load_mixture, load_mixture_meta,
-    parse_mixture, shuffled_windows)
+    load_pairs, parse_mixture, shuffled_windows)
 from jax_flags import UserError
 from jax_train_utils import create_learning_rate_schedule
 from jax_transformer import GPT, create_train_state, cross_entropy
@@ -197,12 +197,38 @@ def test_the_fingerprint_of_data_tells_one_token_and_the_tokenizer():
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": null}', 'damaged'),
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "gpt2"}, "row_length": 9.0}', '9.0 is not a number'),
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "word"}}', 'tokenizer is none of'),
+    ('{"vocab_size": 99999999999, "dtype": "uint16", "tokenizer": {"kind": "gpt2"}}', 'at most 4,194,304 is read'),
+    ('{"vocab_size": 1, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": [3]}}', 'damaged'),
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": "ab"}}', 'tokenizer is none of')])
 def test_a_dataset_with_a_damaged_meta_json_is_refused(tmp_path, meta, message):
     write_dataset(tmp_path, np.arange(30), np.arange(20))
     (tmp_path / 'meta.json').write_text(meta)
     with pytest.raises(UserError, match=message):
         load_dataset(tmp_path, 8)
+
+
+@pytest.mark.parametrize('name', ['meta.json', 'train.bin'])
+def test_a_data_set_of_a_pipe_or_a_device_is_refused_and_a_link_is_read(name, tmp_path):
+    write_dataset(tmp_path, np.arange(30), np.arange(20))
+    path = tmp_path / name
+    path.rename(tmp_path / 'elsewhere')
+    path.symlink_to(tmp_path / 'elsewhere')
+    load_dataset(tmp_path, 8)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match='is not a regular file'):
+        load_dataset(tmp_path, 8)
+    path.unlink()
+    path.symlink_to('/dev/zero')
+    with pytest.raises(UserError, match='is not a regular file'):
+        load_dataset(tmp_path, 8)
+
+
+@pytest.mark.parametrize('ends', [[], [3], [3, 9], [2**63 - 1, 20], [2**63 - 1, -2**63 + 5]])
+def test_ends_of_pairs_that_are_not_those_of_the_tokens_are_refused(ends, tmp_path):
+    np.array(ends, np.int64).tofile(tmp_path / 'val_ends.bin')
+    with pytest.raises(UserError, match='val_ends.bin is missing or damaged'):
+        load_pairs(tmp_path, {'val': np.arange(20)}, {'val': np.ones(20)}, 16, False)
 
 
 def test_a_meta_pkl_is_converted_by_the_command_that_the_message_gives(tmp_path):
