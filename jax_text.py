@@ -149,10 +149,14 @@ class TextModel:
         generation = Generation(self, [self.encode(prompt)], streaming=True, **options)
         return generation.pieces(with_prompt=isinstance(prompt, str))
 
-    def chat(self, messages: list[dict[str, str]], **options) -> str:
+    def chat(self, messages: list[dict[str, Any]], *, tools: list[dict] | None = None,
+             chat_template_kwargs: dict[str, Any] | None = None, **options) -> str:
         """The answer to the messages of a chat, [{'role': 'system', 'user' or 'assistant', 'content': text}]; of
-        gpt-oss's, the final channel. Raises UserError as generate does, and without a chat template."""
-        generation = Generation(self, [self.encode(messages)], **options).finish()
+        gpt-oss's, the final channel. tools: JSON schemas of functions that it may call. chat_template_kwargs: more
+        variables of the chat template, as {'enable_thinking': False}. Raises UserError as generate does, and without a
+        chat template."""
+        prompt = self.encode(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        generation = Generation(self, [prompt], **options).finish()
         return final_answer(generation.texts[0][len(generation.prompt_texts[0]):])
 
     def logprobs(self, texts: list[str], **options) -> list[tuple[list[int], np.ndarray]]:
@@ -175,13 +179,14 @@ class TextModel:
         ids, start = self.tokenizer.encode(text), self.tokenizer.start_token
         return ids if start is None or self.tokenizer.encode('')[:1] == [start] else [start, *ids]
 
-    def encode(self, prompt: str | list[dict[str, str]]) -> list[int]:
-        """The token ids of a text, or of the messages of a chat with the beginning of the next answer. Raises UserError
-        for what the tokenizer or the chat template does not know."""
+    def encode(self, prompt: str | list[dict[str, Any]], *, tools: list[dict] | None = None,
+               chat_template_kwargs: dict[str, Any] | None = None) -> list[int]:
+        """The token ids of a text, or of the messages of a chat with the beginning of the next answer; tools and
+        chat_template_kwargs as for chat. Raises UserError for what the tokenizer or the chat template does not know."""
         if not isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
                 raise UserError('the model has no chat template')
-            return self.tokenizer.encode_chat(prompt)
+            return self.tokenizer.encode_chat(prompt, tools=tools, variables=chat_template_kwargs)
         refuse_dropped(self.tokenizer.count_dropped(prompt))
         ids = self.tokenizer.encode(prompt)
         if not ids:

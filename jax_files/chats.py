@@ -1,145 +1,439 @@
 """Conversations as text and token ids: chat templates, and what of a conversation counts in training."""
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
 import json
 import os
-import re
-import time
+import subprocess
+import sys
+import threading
+import unicodedata
+from pathlib import Path
 
 import numpy as np
 
-from jax_flags import UserError
+from jax_files import chat_worker
+from jax_flags import UserError, read_text, regular_file
 
-MARKS = '\ufdd0\ufdd1'  # around what the assistant says in a rendered chat: noncharacters, which no text has
+REASONING = ('reasoning_content', 'thinking', 'reasoning')  # keys of a message, the first is what most templates read
+
+MAX_SOURCE = 2**20  # characters of a chat template: published ones have 20,000 at most
 
 
-def read_chat_template(folder, settings):
-    """The chat template of a Hugging Face folder with these settings, of tokenizer_config.json; None without one."""
-    path = folder / 'chat_template.jinja'
+def read_chat_templates(folder, settings):
+    """The chat templates of a Hugging Face folder with these settings, of tokenizer_config.json, as {name: source}, as
+    transformers 5 reads them: chat_template.jinja is 'default', and takes the place of all in the settings, as does
+    additional_chat_templates/NAME.jinja. Raises TypeError for what is no template."""
+    templates = {}
+    path = Path(regular_file(folder, 'chat_template.jinja'))
     if path.exists():
-        return path.read_text(encoding='utf-8')
-    template = settings.get('chat_template')
-    if not isinstance(template, list):
-        return template
-    templates = {each['name']: each['template'] for each in template}
-    return templates.get('default', next(iter(templates.values()), None))
+        templates['default'] = read_text(path, newline='')
+    more = Path(folder, 'additional_chat_templates')
+    for path in sorted(more.glob('*.jinja')):
+        templates[path.stem] = read_text(regular_file(folder, os.path.join(more.name, path.name)), newline='')
+    if templates:
+        return templates
+    found = settings.get('chat_template')
+    if found is None:
+        return {}
+    if isinstance(found, str):
+        return {'default': found}
+    if isinstance(found, list):
+        found = {each['name']: each['template'] for each in found}
+    for name, source in found.items():
+        if not isinstance(source, str):
+            raise TypeError(f'chat template {name!r} is no text')
+    return found
+
+
+# -----------------------------------------------------------------------------
+# messages
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A conversation as a chat template takes it."""
+    messages: list  # [{'role': ..., 'content': text, 'tool_calls': [...]}], see read_messages
+    tools: list | None = None  # JSON schemas of the functions that the assistant may call
+    variables: dict = dataclasses.field(default_factory=dict)  # others of the template, as {'enable_thinking': False}
+
+
+def read_chat(messages, tools=None, variables=None):
+    """The Chat of what a user gives: messages, tools and more variables of the template. Raises UserError."""
+    if tools is not None:
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise UserError('"tools" must be a list of JSON schemas, [{"type": "function", "function": {...}}]')
+    if variables is not None and not isinstance(variables, dict):
+        raise UserError('"chat_template_kwargs" must be an object, {"name": value}')
+    taken = {'messages', 'tools', 'add_generation_prompt'}.intersection(variables or {})
+    if taken:
+        raise UserError(f'"chat_template_kwargs" has {min(taken)!r}, which has a place of its own')
+    return Chat(read_messages(messages), tools, variables or {})
+
+
+def read_messages(messages):
+    """The messages of a chat as its template takes them. As in transformers 5, keys without a value are left out, and
+    the reasoning of a message has all its names; contents in parts of text are joined. Raises UserError."""
+    if not isinstance(messages, list) or not messages:
+        raise UserError('messages must be a list of {"role": ..., "content": text} with at least one')
+    return [read_message(i, message) for i, message in enumerate(messages)]
+
+
+def read_message(i, message):
+    """Message number i as a chat template takes it, see read_messages. Raises UserError."""
+    if not isinstance(message, dict) or not isinstance(message.get('role'), str):
+        raise UserError(f'message {i} is not {{"role": ..., "content": text}}')
+    message = {key: value for key, value in message.items() if value is not None}
+    calls = message.get('tool_calls')
+    if calls is not None:
+        check_tool_calls(i, calls)
+    content = message.get('content')
+    if isinstance(content, list):
+        message['content'] = join_parts(i, content)
+    elif content is None and not calls:
+        raise UserError(f'message {i} has no "content", and no "tool_calls"')
+    elif content is not None and not isinstance(content, str):
+        raise UserError(f'message {i} has a "content" that is no text')
+    reasoning = [message[key] for key in REASONING if key in message]
+    if reasoning:
+        message = {'thinking': reasoning[0], **message, 'reasoning_content': reasoning[0]}
+    return message
+
+
+def check_tool_calls(i, calls):
+    """Raises UserError unless these are calls of functions, with names, of message i."""
+    if not isinstance(calls, list):
+        raise UserError(f'message {i} has "tool_calls" that are not a list')
+    for call in calls:
+        function = call.get('function', call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get('name'), str):
+            raise UserError(f'message {i} has a call of a tool that is not {{"type": "function", "function": '
+                            '{"name": ..., "arguments": ...}}')
+        if not isinstance(function.get('arguments', {}), (dict, str)):
+            raise UserError(f'message {i} has a call of a tool whose "arguments" are no object')
+
+
+def join_parts(i, parts):
+    """The text of the content of message i that is given in parts. Raises UserError for parts that are no text."""
+    texts = []
+    for part in parts:
+        if isinstance(part, dict) and part.get('type', 'text') != 'text':
+            raise UserError(f'message {i} has a part of the type {part["type"]!r}, and only text is read')
+        text = part.get('text') if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise UserError(f'message {i} has a part that is not {{"type": "text", "text": ...}}')
+        texts.append(text)
+    return ''.join(texts)
+
+
+# -----------------------------------------------------------------------------
+# the process of the templates
+
+class TemplateProcess:
+    """The process that runs all chat templates of this one, see jax_files/chat_worker.py. It starts with the first
+    request, and again after one that has ended it."""
+
+    def __init__(self):
+        self.process = None
+        self.owner = None  # the process that started it: a fork of that must not use its pipes
+        self.lock = threading.Lock()
+
+    def ask(self, requests):
+        """The answers of chat_worker.answer to requests, in order. In the place of an answer is a UserError if there is
+        none: because of the request, or because its template does not keep the limits."""
+        answers = [None] * len(requests)
+        lines = {}
+        for i, request in enumerate(requests):
+            try:
+                lines[i] = encode_request(request)
+            except UserError as error:
+                answers[i] = error
+        with self.lock:
+            while lines:
+                for i, reply in zip(list(lines), self.exchange(list(lines.values()))):
+                    answers[i] = reply
+                    del lines[i]
+        return answers
+
+    def exchange(self, lines):
+        """What the process answers to these requests, up to the first that ends it, and a UserError for that one."""
+        if self.process is None or self.owner != os.getpid():
+            self.start()
+        replies = []
+        try:
+            self.process.stdin.write(b'[' + b','.join(lines) + b']\n')
+            self.process.stdin.flush()
+            for _ in lines:
+                reply = json.loads(self.process.stdout.readline())
+                if 'error' in reply:
+                    reply = UserError(f"the model's chat template {reply['error']}")
+                replies.append(reply)
+        except (OSError, ValueError):
+            self.end()
+            replies.append(UserError(
+                f"the model's chat template does not end within {chat_worker.SECONDS} s and "
+                f'{chat_worker.MEMORY // 2**20:,} MB; take another template'))
+        except BaseException:  # Ctrl-C: the answers that are still to come are no one's
+            self.end()
+            raise
+        return replies
+
+    def start(self):
+        """Starts the process, in a group of its own: Ctrl-C in a terminal is not for it."""
+        command = [sys.executable, '-P', chat_worker.__file__]
+        self.owner = os.getpid()
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=subprocess.DEVNULL, process_group=0)
+
+    def end(self):
+        """Ends the process."""
+        process, self.process = self.process, None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def encode_request(request):
+    """The JSON of a request. Raises UserError for what is not JSON, or has a character that is used here."""
+    try:
+        text = json.dumps(request, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f'messages, tools and chat_template_kwargs must be JSON ({error})') from None
+    if any(mark in text for mark in chat_worker.GENERATION_MARKS + chat_worker.MARK):
+        raise UserError('there is a character from U+FDD0 to U+FDD2, which stands for nothing; remove it')
+    return text.encode('utf-8', 'surrogatepass')
+
+
+PROCESS = TemplateProcess()
 
 
 class ChatTemplate:
-    """A program in Jinja that writes a conversation as a text, as the model has learned it."""
+    """The programs in Jinja that write a conversation as a text, as a model has learned it."""
 
-    def __init__(self, source, special):
-        """source: the template, or None. special: {name: text} of the tokens that it may write, such as 'bos_token'.
-        Raises UserError without a template, or for one that cannot be read."""
-        if source is None:
-            raise UserError('the model has no chat template: there is none beside its tokenizer.json')
+    def __init__(self, sources, special):
+        """sources: {name: template}, as of read_chat_templates. special: {name: text} of the tokens that they may
+        write, such as 'bos_token'."""
+        self.sources = sources
         self.special = special
-        try:
-            self.template = create_jinja().from_string(source)
-        except Exception as error:  # a template is a program
-            raise cannot_be_rendered(error) from None
+        self.next_ends = {}  # see find_next_end
 
-    def render(self, messages, *, add_generation_prompt, marked=False):
-        """The text of messages [{'role': 'system', 'user' or 'assistant', 'content': text}], followed by the beginning
-        of the next answer if add_generation_prompt, and with MARKS around what the template marks as the assistant's if
-        marked. Raises UserError if the template refuses them or fails."""
-        try:
-            text = self.template.render(
-                messages=messages, tools=None, add_generation_prompt=add_generation_prompt, **self.special)
-        except UserError:
-            raise
-        except Exception as error:  # a template is a program
-            raise cannot_be_rendered(error) from None
-        return text if marked else re.sub(f'[{MARKS}]', '', text)
+    def choose(self, tools):
+        """The source for a chat with these tools. Raises UserError without one."""
+        if not self.sources:
+            raise UserError('the model has no chat template: there is none beside its tokenizer.json')
+        name = 'tool_use' if tools is not None and 'tool_use' in self.sources else 'default'
+        if name not in self.sources:
+            raise UserError(f'the model has the chat templates {", ".join(self.sources)}, and none that is '
+                            'named default')
+        source = self.sources[name]
+        if len(source) > MAX_SOURCE:
+            raise UserError(f"the model's chat template has {len(source):,} characters, more than a template "
+                            'needs; take another one')
+        return source
 
+    def request(self, chat, want, **more):
+        """The request to chat_worker.answer for a Chat. Raises UserError."""
+        variables = {**self.special, 'documents': None, **chat.variables, 'tools': chat.tools}
+        return {'source': self.choose(chat.tools), 'variables': variables, 'messages': chat.messages, 'want': want,
+                **more}
 
-def cannot_be_rendered(error):
-    return UserError(f"the model's chat template cannot be rendered: {type(error).__name__}: {error}")
+    def ask(self, chat, want, **more):
+        """What chat_worker.answer gives for a Chat. Raises UserError."""
+        reply, = PROCESS.ask([self.request(chat, want, **more)])
+        if isinstance(reply, UserError):
+            raise reply
+        return reply
 
-
-def create_jinja():
-    """The environment of chat templates. What {% generation %} ... {% endgeneration %} marks is between MARKS."""
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class GenerationTag(jinja2.ext.Extension):
-        tags = {'generation'}
-
-        def parse(self, parser):
-            next(parser.stream)
-            begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in MARKS)
-            return [begin, *parser.parse_statements(['name:endgeneration'], drop_needle=True), end]
-
-    def raise_exception(message):
-        raise UserError(f"the model's chat template refuses: {message}")
-
-    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', GenerationTag])
-    jinja.filters['tojson'] = tojson
-    jinja.globals |= {'raise_exception': raise_exception, 'strftime_now': time.strftime}
-    return jinja
+    def render(self, chat, *, add_generation_prompt):
+        """The text of a Chat, followed by the beginning of the next answer if add_generation_prompt. Raises UserError
+        if the template refuses it, fails, or takes too long or too much memory."""
+        return self.ask(chat, 'text', add_generation_prompt=add_generation_prompt)['text']
 
 
-def encode_training_chat(tokenizer, messages):
+# -----------------------------------------------------------------------------
+# training
+
+BATCH = 32  # conversations that are rendered together
+
+
+def encode_training_chat(tokenizer, chat, counted=None):
     """(ids, mask) of a conversation by the chat template of an HFTokenizer; the mask, as long as the ids, is 1 for the
-    assistant's tokens. Those are what the template marks by {% generation %}; without such marks each answer, from the
-    end of the request for it (the generation prompt) to the special token that ends it.
+    tokens that count in training.
 
-    Raises UserError if the template refuses the messages, or writes an answer where it does not ask for one."""
-    text = tokenizer.template.render(messages, add_generation_prompt=False, marked=True)
-    pieces = re.split(f'[{MARKS}]', text)
-    text = ''.join(pieces)
+    chat: a Chat. counted: the numbers of the assistant's messages that count, None for all. Of those count the tokens
+    that the template marks by {% generation %}; without such marks the whole answer, from the end of the request for it
+    (the generation prompt) to the special token that ends it. If the template leaves that token to the message that
+    follows, the last answer gets it here.
+
+    Raises UserError if the template refuses the messages, writes an answer where it does not ask for one, or if the
+    tokenizer does not keep what an answer says."""
+    encoded, = encode_training_chats(tokenizer, [(chat, counted)])
+    if isinstance(encoded, UserError):
+        raise encoded
+    return encoded
+
+
+def encode_training_chats(tokenizer, chats):
+    """Yields for each (chat, counted) what encode_training_chat returns, or the UserError that it raises. The next
+    conversations are rendered, in another process, while these become ids."""
+    chats = ((chat, find_counted(chat, counted)) for chat, counted in chats)
+
+    def render_batch():
+        batch = list(itertools.islice(chats, BATCH))
+        return batch, pool.submit(request_answers, tokenizer.template, batch)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        batch, replies = render_batch()
+        while batch:
+            ahead = render_batch()
+            for (chat, counted), reply in zip(batch, replies.result()):
+                try:
+                    if isinstance(reply, UserError):
+                        raise reply
+                    encoded = encode_reply(tokenizer, chat, counted, reply)
+                except UserError as error:
+                    encoded = error
+                yield encoded
+            batch, replies = ahead
+
+
+def find_counted(chat, counted):
+    """The numbers of the assistant's messages in a Chat, of those in `counted` if that is not None."""
+    answers = [i for i, message in enumerate(chat.messages) if message['role'] == 'assistant']
+    return answers if counted is None else [i for i in answers if i in counted]
+
+
+def request_answers(template, batch):
+    """The answers of chat_worker.answer, or UserErrors, for [(chat, counted)]."""
+    try:
+        return PROCESS.ask([template.request(chat, 'answers', counted=counted) for chat, counted in batch])
+    except UserError as error:  # no template
+        return [error] * len(batch)
+
+
+def encode_reply(tokenizer, chat, counted, reply):
+    """(ids, mask) of a Chat, given what chat_worker.answer says of it, see encode_training_chat. Raises UserError."""
+    text = reply['text']
     encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
-    starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
-    special = tokenizer.special_ids.union(tokenizer.stop_tokens)
-    is_special = np.isin(encoding.ids, list(special))
-    bounds = np.cumsum([len(piece) for piece in pieces]).tolist()
-    spans = list(zip(bounds[:-1:2], bounds[1::2]))
-    if not spans:
-        special_spans = list(zip(starts[is_special], ends[is_special]))
-        spans = [find_answer(tokenizer.template, messages, i, text, special_spans)
-                 for i, message in enumerate(messages) if message['role'] == 'assistant']
-    mask = np.zeros(len(starts), np.uint8)
-    for start, end in spans:  # a special token that takes in the spaces after it belongs to what it follows
-        mask[(starts < end) & (ends > start) & ~(is_special & (starts < start))] = 1
-    return encoding.ids, mask
+    ids = encoding.ids
+    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    is_special = np.isin(ids, list(tokenizer.special_ids.union(tokenizer.stop_tokens)))
+    spans = reply.get('spans')
+    if spans is None:
+        specials = [(int(starts[at]), int(ends[at]), ids[at]) for at in np.flatnonzero(is_special)]
+        spans = [find_end(answer, text, specials, tokenizer.stop_tokens, bool(chat.messages[i].get('tool_calls')))
+                 for answer, i in zip(reply['answers'], counted)]
+    mask = np.zeros(len(ids), np.uint8)
+    for start, end in spans:
+        # a special token that takes in the spaces after it belongs to what it follows
+        counts = (starts < end) & (ends > start) & ~(is_special & (starts < start))
+        mask[counts] = 1
+        places = np.flatnonzero(counts)
+        said = text[start:end]
+        if len(places):
+            said = text[min(start, int(starts[places[0]])):max(end, int(ends[places[-1]]))]
+        check_kept(tokenizer, said, [ids[at] for at in places])
+
+    is_last = bool(counted) and counted[-1] == len(chat.messages) - 1
+    if is_last and 'answers' in reply and spans[-1][1] == len(text) and ids[-1:]:
+        has_calls = bool(chat.messages[-1].get('tool_calls'))
+        # another special token may close a call, but ends any other answer
+        if ids[-1] not in tokenizer.stop_tokens and (has_calls or not is_special[-1]):
+            more = find_next_end(tokenizer, chat, text[reply['answers'][-1][1]:])
+            ids = ids + more
+            mask = np.append(mask, np.ones(len(more), np.uint8))
+    return ids, mask
 
 
-def find_answer(template, messages, i, text, special_spans):
-    """(start, end) of answer i, as it counts in training, in `text`, the rendering of all messages, whose special
-    tokens have the (start, end) of special_spans. Other renderings, with a mark in place of the answer, tell what
-    the template writes around it, whatever it says and whatever the template rewrites of earlier turns."""
-    refusal = UserError(f"the model's chat template does not write answer {i} where it asks for it; mark what the "
-                        'assistant says in it by {% generation %} ... {% endgeneration %}')
-    marked = [*messages[:i], messages[i] | {'content': MARKS[0]}]
-    around, around_last = (template.render(chat, add_generation_prompt=False, marked=True).split(MARKS[0])
-                           for chat in (marked + messages[i + 1:], marked))
-    if not len(around) == len(around_last) == 2 or not text.endswith(around[1]):
-        raise refusal
-    (before, after), (before_last, after_last) = around, around_last
-    content_end = len(text) - len(after)
-    request = template.render(messages[:i], add_generation_prompt=True)
+def find_end(answer, text, specials, stop_tokens, has_calls):
+    """(start, end) of an answer, as it counts in training, in the text of all messages.
 
-    start = len(request)
-    if not text.startswith(request):  # the template writes earlier turns differently when others follow
-        prompt = request.removeprefix(template.render(messages[:i], add_generation_prompt=False))
-        introduction = before_last.removeprefix(request)  # what the template writes between request and answer
-        if not text.startswith(before) or not before.endswith(prompt + introduction):
-            raise refusal
-        start = len(before) - len(introduction)
-    if start > content_end:
-        raise refusal
-
-    shared = len(os.path.commonprefix([after, after_last]))
-    for special_start, special_end in special_spans:
-        if special_start >= start and special_end > content_end:
-            if special_end <= content_end + shared:
+    answer: as of chat_worker.find_answer. specials: (start, end, id) of the special tokens of the text. An answer that
+    calls tools may have special tokens around the calls; others end with the first behind what they say."""
+    start, said, limit, is_whole = answer
+    behind = [special for special in specials if special[0] >= start and special[1] > said]
+    for special_start, special_end, id in behind:
+        is_stop = id in stop_tokens
+        if special_end <= limit:
+            if is_stop or not has_calls:
                 return start, special_end
-            if shared < len(after_last) and not text[content_end:special_start].strip():
-                return start, special_end  # another one than at the end of a conversation: gpt-oss
-            break
-    return start, content_end + (shared if shared == len(after_last) else 0)
+            continue
+        follows = not text[limit if has_calls else said:special_start].strip()
+        if follows and (is_stop or not is_whole and not has_calls):
+            # the first token of the next message (GLM), or another one than at the end of a conversation (gpt-oss)
+            return start, special_end
+        break
+    last = [special_end for _, special_end, _ in behind if special_end <= limit][-1:]
+    if last:
+        return start, last[0]
+    return start, limit if is_whole else said
+
+
+def find_next_end(tokenizer, chat, behind):
+    """encode_next_end, which is the same for all chats with a template that end with a call, or without one."""
+    template = tokenizer.template
+    key = template.choose(chat.tools), bool(chat.messages[-1].get('tool_calls'))
+    if key not in template.next_ends:
+        template.next_ends[key] = encode_next_end(tokenizer, chat, behind)
+    return template.next_ends[key]
+
+
+def encode_next_end(tokenizer, chat, behind):
+    """The ids that end the last answer of a chat if the template writes them at the beginning of a message that
+    follows: what a model generates there before it stops. [] if there are none.
+
+    behind: what the template writes behind the answer now."""
+    has_calls = bool(chat.messages[-1].get('tool_calls'))
+    follower = {'role': 'tool' if has_calls else 'user', 'content': 'x'}
+    try:
+        longer = dataclasses.replace(chat, messages=[*chat.messages, follower])
+        text = tokenizer.template.ask(longer, 'next', answer=len(chat.messages) - 1)['text']
+    except UserError:  # a template may allow nothing there
+        return []
+    if not text.startswith(behind):
+        return []
+    text = text[len(behind):]
+    n_spaces = len(text) - len(text.lstrip())
+    for id in tokenizer.stop_tokens:
+        token = tokenizer.tokenizer.id_to_token(id)
+        if token and text.startswith(token, n_spaces):
+            return tokenizer.tokenizer.encode(text[:n_spaces] + token, add_special_tokens=False).ids
+    return []
+
+
+def check_kept(tokenizer, said, ids):
+    """Raises UserError unless the ids decode to what an answer says: a tokenizer without a token for unknown characters
+    leaves them out, and gives the place of the others wrongly."""
+    decoded = tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
+    if decoded == said or is_kept(tokenizer, said, decoded, ids):
+        return
+    lost = sorted(set(said) - set(decoded) - {' '})
+    hint = f'it has no token for {" ".join(map(repr, lost[:5]))}; ' if lost else ''
+    raise UserError(f'the tokenizer does not keep an answer: {said!r:.60} becomes {decoded!r:.60}; {hint}take a '
+                    'tokenizer that knows all characters, or change the text')
+
+
+def is_kept(tokenizer, said, decoded, ids):
+    """Whether a text that became these ids, and these became `decoded`, differs only as a tokenizer changes texts on
+    purpose: by a token for what it does not know, or by a character of which it shares bytes with a neighbor."""
+    probe = tokenizer.tokenizer.encode(chat_worker.MARK, add_special_tokens=False)
+    unknown = [id for id, token in zip(probe.ids, probe.tokens) if token != '\u2581']
+    if len(unknown) == 1 and unknown[0] in ids:
+        return True
+    said, decoded = simplified(tokenizer, said), simplified(tokenizer, decoded)
+    whole = decoded.strip('\ufffd')
+    return decoded == said or whole != decoded and whole in said
+
+
+def simplified(tokenizer, text):
+    """The text without what a tokenizer may change on purpose: spaces, forms and case of characters, accents."""
+    normalizer = tokenizer.tokenizer.raw.normalizer
+    if normalizer is not None:
+        text = tokenizer.tokenizer.call(normalizer.normalize_str, text)
+    text = unicodedata.normalize('NFKD', text).casefold()
+    return ''.join(c for c in text if not c.isspace() and c != '\u2581' and not unicodedata.combining(c))
 
 
 def final_answer(text):

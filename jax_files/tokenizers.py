@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_files.chats import ChatTemplate, encode_training_chat, read_chat_template
+from jax_files.chats import ChatTemplate, encode_training_chat, read_chat, read_chat_templates
 from jax_files.tokenizer_folders import other_tokenizer_files, read_tokenizer_folder, unread_files
 from jax_files.tokenizer_library import LARGEST_ID, name_characters
 from jax_flags import SAMPLING_NAMES, UserError, read_json, regular_file, write_json, write_text
@@ -126,7 +126,9 @@ class HFTokenizer:
         try:
             self.read_ends(found)
             self.sampling = read_sampling(found.generation)
-            self.chat_template = read_chat_template(folder, found.settings)
+            templates = read_chat_templates(folder, found.settings)
+            self.chat_template = templates.get('default', next(iter(templates.values()), None))
+            self.template = ChatTemplate(templates, self.special)
             size = text_config(found.config).get('vocab_size') or self.vocab_size
             limit_vocabulary(self, operator.index(size))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -218,25 +220,20 @@ class HFTokenizer:
             n_bytes[id] = 0 if id in self.special_ids else len(token.content.encode())
         return n_bytes
 
-    @functools.cached_property
-    def template(self):
-        """The ChatTemplate of read_settings. Raises UserError without one, or for one that is malformed."""
-        return ChatTemplate(self.chat_template, self.special)
+    def render_chat(self, messages, *, add_generation_prompt, tools=None, variables=None):
+        """The text of the messages of a chat; tools, variables: see jax_files.chats.read_chat. Raises UserError."""
+        chat = read_chat(messages, tools, variables)
+        return self.template.render(chat, add_generation_prompt=add_generation_prompt)
 
-    def render_chat(self, messages, *, add_generation_prompt):
-        """The text of the messages, see ChatTemplate.render."""
-        return self.template.render(messages, add_generation_prompt=add_generation_prompt)
-
-    def encode_chat(self, messages):
+    def encode_chat(self, messages, *, tools=None, variables=None):
         """The ids of render_chat, with the beginning of the answer; the template writes all special tokens."""
-        text = self.render_chat(messages, add_generation_prompt=True)
+        text = self.render_chat(messages, add_generation_prompt=True, tools=tools, variables=variables)
         refuse_dropped(self.count_dropped(text))
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_training_chat(self, messages):
+    def encode_training_chat(self, messages, *, counted=None, tools=None, variables=None):
         """(ids, mask) of a conversation, see jax_files.chats.encode_training_chat."""
-        return encode_training_chat(self, messages)
-
+        return encode_training_chat(self, read_chat(messages, tools, variables), counted)
 
 
 def text_config(config):

@@ -83,10 +83,10 @@ def test_a_pair_is_two_conversations_of_which_only_the_last_answers_count(chatti
 
 
 @pytest.mark.parametrize('change, message', [
-    ({'rejected': None}, 'has no "rejected", or one that is not a text or is empty'),
-    ({'chosen': ' \n'}, 'has no "chosen", or one that is not a text or is empty'),
-    ({'messages': []}, 'has "messages" without a question at their end'),
-    ({'messages': [ask('a'), {'role': 'assistant', 'content': 'b'}]}, 'has "messages" without a question at their end'),
+    ({'rejected': None}, 'has no "rejected", or an empty one'),
+    ({'chosen': ' \n'}, 'has no "chosen", or an empty one'),
+    ({'messages': []}, 'has no question in front of the answers'),
+    ({'messages': [ask('a'), {'role': 'assistant', 'content': 'b'}]}, 'has no question in front of the answers'),
     ({'chosen': None, 'rejected': None, 'messages': [{'role': 'assistant', 'content': 'b'}]}, 'has one answer where')])
 def test_a_line_that_is_no_pair_is_named(chatting, change, message, tmp_path):
     line = json.loads(toy_pairs(1)[0])

@@ -147,8 +147,8 @@ def test_only_the_assistants_tokens_count(chatting, tmp_path):
 
 
 @pytest.mark.parametrize('line, message', [
-    ('{', 'line 2: is not JSON'), ('[]', 'line 2: has no "messages"'),
-    ('{"messages": [{"content": "a"}]}', 'line 2: has messages that are not'),
+    ('{', 'line 2:? is not JSON'), ('null', 'line 2: has no "messages"'), ('[]', 'line 2: has no "messages"'),
+    ('{"messages": [{"content": "a"}]}', 'line 2: message 0 is not'),
     ('{"messages": [{"role": "user", "content": "a"}]}', 'line 2: has no message with the role "assistant"')])
 def test_a_conversation_that_cannot_be_used_is_named(chatting, line, message, tmp_path):
     (tmp_path / 'chats.jsonl').write_text(json.dumps(CONVERSATION) + '\n' + line + '\n')

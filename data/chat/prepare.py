@@ -1,14 +1,17 @@
 """
-Prepare conversations for finetuning a chat model: JSON lines, each with "messages" of "role" and "content".
+Prepare conversations for finetuning a chat model: a file of rows, each with "messages" of "role" and "content".
+JSON lines, a JSON array, CSV or parquet; ShareGPT, Alpaca and other forms are read too, see readme.md.
 They are written by the chat template of the model, and only the assistant's tokens count in the loss:
 $ python data/chat/prepare.py mychats.jsonl --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mychats
-Lines of "messages" that ask, "chosen" and "rejected", two answers, make pairs for DPO; see config/finetune_dpo.py.
+Rows of "messages" that ask, "chosen" and "rejected", two answers, make pairs for DPO; see config/finetune_dpo.py.
 With --rows=1024 each row of training holds whole conversations, which do not see each other; without it, windows
 of that length are cut from all of them in a row. Without a file, example.jsonl beside this script. Saves train.bin and
 val.bin with the ids, train_mask.bin and val_mask.bin with a byte for each of them, meta.json that says how to read
 them, and a copy of the tokenizer.
 """
 import bisect
+import collections
+import itertools
 import json
 import os
 import sys
@@ -16,49 +19,100 @@ import sys
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import UserError, create_parser, fail, load_model_tokenizer, read_text, row_length, save_tokens
+from common import UserError, create_parser, fail, load_model_tokenizer, row_length, save_tokens
+from forms import KEYS, read_example
+from jax_files.chats import encode_training_chats
 from jax_flags import whole_characters
+from reading import BadRow, read_rows
 
 here = os.path.dirname(os.path.abspath(__file__))
 
-def read_chats(line):
-    """The conversations of a line: one, or a pair, of which the first has the answer that was chosen. Raises UserError
-    if they are not conversations with an answer."""
+
+def with_whole_characters(row):
+    """The row with U+FFFD for each half of a character in its texts. Raises UserError for what is not JSON."""
     try:
-        record = json.loads(whole_characters(json.dumps(json.loads(line), ensure_ascii=False)))
-        messages = record['messages']
-    except (ValueError, RecursionError) as e:
-        raise UserError(f'is not JSON ({e})') from None
-    except (KeyError, TypeError):
-        raise UserError('has no "messages"') from None
+        text = json.dumps(row, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise UserError(f'has values that are not JSON ({e})') from None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.loads(whole_characters(text))
+    return row
 
-    def is_text(m):
-        return isinstance(m, dict) and isinstance(m.get('role'), str) and isinstance(m.get('content'), str)
 
-    if not isinstance(messages, list) or not all(map(is_text, messages)):
-        raise UserError('has messages that are not a list of {"role": ..., "content": text}')
-    answers = {name: record[name] for name in ('chosen', 'rejected') if name in record}
-    if not answers:
-        if not any(m['role'] == 'assistant' for m in messages):
-            raise UserError('has no message with the role "assistant", so there is nothing to learn')
-        return [messages]
-    if not messages or messages[-1]['role'] == 'assistant':
-        raise UserError('has "messages" without a question at their end, which "chosen" and "rejected" answer')
-    for name in ('chosen', 'rejected'):
-        answer = answers.get(name)
-        if not isinstance(answer, str) or not answer.strip():
-            raise UserError(f'has no "{name}", or one that is not a text or is empty')
-    return [[*messages, {'role': 'assistant', 'content': answer}] for answer in answers.values()]
+def read_chats(path, forms):
+    """Yields (where, Example) of each row of a file, and counts the rows by form. Raises UserError."""
+    n_chats = 0
+    for where, row in read_rows(path, KEYS):
+        try:
+            if isinstance(row, BadRow):
+                raise UserError(row.reason)
+            example = read_example(with_whole_characters(row))
+            if n_chats and len(example.chats) != n_chats:
+                raise UserError('has one answer where those before have "chosen" and "rejected", or the reverse')
+        except UserError as e:
+            fail(f'{path}, {where}: {e}')
+        n_chats = len(example.chats)
+        forms[example.form] += 1
+        yield where, example
 
-def encode_chats(chats):
-    """[(ids, mask)] of the conversations of a line; of a pair only the last answers count."""
-    encoded = [enc.encode_training_chat(chat) for chat in chats]
-    if len(chats) == 2:
-        for chat, (_, mask) in zip(chats, encoded):
-            if not mask.any():
-                raise UserError(f'has an answer of which the template writes nothing: {chat[-1]["content"]!r:.100}')
-            mask[:np.flatnonzero(np.diff(mask, prepend=0) == 1)[-1]] = 0
-    return encoded
+
+def encode_examples(path, found, enc):
+    """Yields [(ids, mask)] of the conversations of each (where, Example). Raises UserError."""
+    ahead = collections.deque() # what is asked for, and not encoded yet
+
+    def ask():
+        for where, example in found:
+            ahead.append((where, example))
+            yield from zip(example.chats, example.counted)
+
+    results = encode_training_chats(enc, ask())
+    for result in results:
+        where, example = ahead.popleft()
+        encoded = [result, *itertools.islice(results, len(example.chats) - 1)]
+        for chat, counted, result in zip(example.chats, example.counted, encoded):
+            if isinstance(result, UserError):
+                fail(f'{path}, {where}: {result}')
+            if not result[1].any():
+                answer = chat.messages[counted[-1]].get('content')
+                fail(f'{path}, {where}: has an answer of which the template writes nothing: {answer!r:.100}')
+        yield encoded
+
+
+def read_examples(path, enc):
+    """([[(ids, mask)]], numbers of rows by form, number left out): the conversations of each row of a file, one or a
+    pair. Rows whose answers all have the weight 0 are left out. Raises UserError."""
+    forms, left_out = collections.Counter(), []
+
+    def are_counted():
+        for where, example in read_chats(path, forms):
+            if all(example.counted):
+                yield where, example
+            else:
+                left_out.append(where)
+
+    examples = list(encode_examples(path, are_counted(), enc))
+    return examples, forms, len(left_out)
+
+
+def check_ends(ids, mask, enc):
+    """What a user must know about the tokens that end the answers, '' if nothing. Raises UserError if none ends one: a
+    model that learns from these answers would never stop.
+
+    ids, mask: of all conversations in a row."""
+    ends = ids[(mask == 1) & (np.append(mask[1:], 0) != 1)]
+    last = {int(id) for id in np.unique(ends)}
+    if not last & (enc.special_ids | set(enc.stop_tokens)):
+        fail('no answer ends with a token that ends it, so the model would not learn to stop: its chat template must '
+             'write one, and the tokenizer must know it ("eos_token" in tokenizer_config.json, or "eos_token_id" in '
+             'generation_config.json)')
+    if last & set(enc.stop_tokens):
+        return ''
+    names = ' '.join(sorted(str(enc.tokenizer.id_to_token(id)) for id in last & enc.special_ids))
+    return (f'answers end with {names}, at which sampling will not stop: add its id to "eos_token_id" in '
+            'generation_config.json')
+
 
 def pack(chats, size):
     """(ids, mask, numbers of rows, of conversations that were cut, and left out): rows of `size` tokens with whole
@@ -86,45 +140,46 @@ def pack(chats, size):
         mask_to[at:at + 1] = 2
     return tokens.ravel(), masks.ravel(), len(rows), sum(len(ids) > size for ids, _ in chats), len(chats) - len(kept)
 
-parser = create_parser(__doc__, here)
-parser.add_argument('input', nargs='?', default=os.path.join(here, 'example.jsonl'), help='a file of JSON lines')
-parser.add_argument('--tokenizer', required=True, help='the model: a Hugging Face folder or owner/name')
-parser.add_argument('--rows', type=int, default=0, help='pack whole conversations into rows of this block_size')
-args = parser.parse_args()
+def main():
+    parser = create_parser(__doc__, here)
+    parser.add_argument('input', nargs='?', default=os.path.join(here, 'example.jsonl'),
+                        help='a file of rows: JSON lines, a JSON array, CSV or parquet')
+    parser.add_argument('--tokenizer', required=True, help='the model: a Hugging Face folder or owner/name')
+    parser.add_argument('--rows', type=int, default=0, help='pack whole conversations into rows of this block_size')
+    args = parser.parse_args()
 
-lines = read_text(args.input).split('\n') # not splitlines(), which splits at what JSON allows in a string
-enc, vocabulary = load_model_tokenizer(args.tokenizer)
-examples = []
-for number, line in enumerate(lines, 1):
-    if line.strip():
-        try:
-            chats = read_chats(line)
-            if examples and len(chats) != len(examples[0]):
-                raise UserError('has one answer where the lines before have "chosen" and "rejected", or the reverse')
-            examples.append(encode_chats(chats))
-        except UserError as e:
-            fail(f'{args.input}, line {number}: {e}')
-n_train = min(len(examples) - 1, int(len(examples)*0.9)) # the last tenth is for validation
-if n_train < 1:
-    fail(f'{args.input} has {len(examples)} conversations, too few for a train and a val part; give it at least 2')
+    enc, vocabulary = load_model_tokenizer(args.tokenizer)
+    examples, forms, n_left_out = read_examples(args.input, enc)
+    n_train = min(len(examples) - 1, int(len(examples)*0.9)) # the last tenth is for validation
+    if n_train < 1:
+        fail(f'{args.input} has {len(examples)} conversations, too few for a train and a val part; give it at least 2')
+    is_pairs = len(examples[0]) == 2
+    if args.rows < 0 or is_pairs and args.rows:
+        fail('--rows packs conversations, not pairs, into rows of at least 1 token')
 
-is_pairs = len(examples[0]) == 2
-if args.rows < 0 or is_pairs and args.rows:
-    fail('--rows packs conversations, not pairs, into rows of at least 1 token')
-tokens, files, said = {}, {}, []
-for split, part in (('train', examples[:n_train]), ('val', examples[n_train:])):
-    chats = [chat for example in part for chat in example]
-    ids, mask = (np.concatenate(arrays) for arrays in zip(*chats))
-    packed = ''
-    if args.rows:
-        ids, mask, n_rows, n_cut, n_left_out = pack(chats, args.rows + 1)
-        packed = f', in {n_rows:,} rows; {n_cut:,} longer than a row were cut, {n_left_out:,} left out'
-    tokens[split] = ids
-    files[f'{split}_mask.bin'] = mask.tobytes()
-    if is_pairs:
-        files[f'{split}_ends.bin'] = np.cumsum([len(ids) for ids, _ in chats], dtype=np.int64).tobytes()
-    said.append(f'{split} has {len(part):,} {"pairs" if is_pairs else "conversations"}, {len(ids):,} tokens, '
-                f"{(mask == 1).sum():,} of them the assistant's{packed}")
-meta = {'kind': 'pairs' if is_pairs else 'chats'} | row_length(args.rows)
-save_tokens(args.out_dir, tokens['train'], tokens['val'], vocabulary, files, **meta)
-print('\n'.join(said))
+    said = [f'{n:,} rows read as {form}' for form, n in forms.items() if form]
+    if n_left_out:
+        said.append(f'{n_left_out:,} rows left out: no answer in them counts')
+    tokens, files, warning = {}, {}, ''
+    for split, part in (('train', examples[:n_train]), ('val', examples[n_train:])):
+        chats = [chat for example in part for chat in example]
+        ids, mask = (np.concatenate(arrays) for arrays in zip(*chats))
+        if split == 'train':
+            warning = check_ends(ids, mask, enc)
+        packed = ''
+        if args.rows:
+            ids, mask, n_rows, n_cut, n_without = pack(chats, args.rows + 1)
+            packed = f', in {n_rows:,} rows; {n_cut:,} longer than a row were cut, {n_without:,} left out'
+        tokens[split] = ids
+        files[f'{split}_mask.bin'] = mask.tobytes()
+        if is_pairs:
+            files[f'{split}_ends.bin'] = np.cumsum([len(ids) for ids, _ in chats], dtype=np.int64).tobytes()
+        said.append(f'{split} has {len(part):,} {"pairs" if is_pairs else "conversations"}, {len(ids):,} tokens, '
+                    f"{(mask == 1).sum():,} of them the assistant's{packed}")
+    meta = {'kind': 'pairs' if is_pairs else 'chats'} | row_length(args.rows)
+    save_tokens(args.out_dir, tokens['train'], tokens['val'], vocabulary, files, **meta)
+    print('\n'.join(said + [warning] * bool(warning)))
+
+
+if __name__ == '__main__':
+    main()

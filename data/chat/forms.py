@@ -1,0 +1,280 @@
+"""The forms in which people keep conversations, and what of them is taught."""
+import json
+from typing import NamedTuple
+
+from jax_files.chats import Chat, read_chat
+from jax_flags import UserError
+
+# what says of a message whether it counts: OpenAI, axolotl, ms-swift, slime and their like
+WEIGHTS = ('weight', 'train', 'training', 'train_on_turn', 'trainable', 'loss', 'loss_mask', 'step_loss_mask')
+DETAILS = ('train_detail', 'training_detail')  # of axolotl: parts of an answer
+ROLES = {  # of ShareGPT's "from"
+    'human': 'user', 'user': 'user', 'gpt': 'assistant', 'assistant': 'assistant', 'chatgpt': 'assistant',
+    'bing': 'assistant', 'bard': 'assistant', 'model': 'assistant', 'bot': 'assistant', 'function_call': 'assistant',
+    'system': 'system', 'developer': 'developer', 'tool': 'tool', 'tool_response': 'tool', 'observation': 'tool',
+    'function': 'tool', 'function_response': 'tool'}
+TEXTS = (  # names of a question and of the answer to it
+    ('instruction', 'output'), ('instruction', 'response'), ('prompt', 'completion'), ('prompt', 'response'),
+    ('question', 'answer'), ('question', 'response'))
+KEYS = ('messages', 'conversations', 'conversation', 'chosen', 'instruction', 'prompt', 'question')  # of any row
+
+
+class Example(NamedTuple):
+    """A conversation, or a pair of which the first has the answer that was chosen."""
+    chats: list[Chat]
+    counted: list[list[int]]  # the numbers of the messages that count, of each
+    form: str  # what the row is, for the user; '' if it is "messages"
+
+
+def read_example(row):
+    """The Example of a row, a dict. Raises UserError, with a text that follows the number of the row."""
+    if not isinstance(row, dict):
+        raise UserError('has no "messages": it is no object')
+    row = {key: value for key, value in row.items() if value is not None}
+    tools = read_tools(row)
+    variables = row.get('chat_template_kwargs')
+    if isinstance(variables, str):  # parquet has no column of any objects
+        variables = parse(variables, '"chat_template_kwargs"')
+    if 'rejected' in row or 'chosen' in row:
+        conversations, n_given, form = read_pair(row)
+    else:
+        messages, n_given, form = read_conversation(row)
+        if not any(role_of(message) == 'assistant' for message in messages[n_given:]):
+            raise UserError('has no message with the role "assistant", so there is nothing to learn')
+        conversations = [messages]
+    chats, counted = [], []
+    for messages in conversations:
+        counted.append([i for i in find_counted(messages) if i >= n_given])
+        chats.append(read_chat([without_weights(message) for message in messages], tools, variables))
+    return Example(chats, counted, form)
+
+
+def parse(text, name):
+    """The value of JSON in a text. Raises UserError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'{name} is a text that is not JSON ({error})') from None
+
+
+def read_tools(row):
+    """The JSON schemas of the tools of a row, None without any. Raises UserError."""
+    tools = row.get('tools')
+    if isinstance(tools, str):
+        tools = parse(tools, '"tools"') if tools.strip() else None
+    if tools is None and 'functions' in row:  # OpenAI's older form
+        functions = row['functions']
+        if not isinstance(functions, list):
+            raise UserError('"functions" must be a list of JSON schemas')
+        tools = [{'type': 'function', 'function': function} for function in functions]
+    return tools
+
+
+# -----------------------------------------------------------------------------
+# messages
+
+def role_of(message):
+    return message.get('role') if isinstance(message, dict) else None
+
+
+def read_turns(turns, name):
+    """The messages of a list of messages in OpenAI's form, or in ShareGPT's. Raises UserError."""
+    if isinstance(turns, str):  # of a table
+        turns = parse(turns, f'"{name}"')
+    if not isinstance(turns, list):
+        raise UserError(f'"{name}" must be a list of {{"role": ..., "content": text}}')
+    return [read_turn(i, turn) for i, turn in enumerate(turns)]
+
+
+def read_turn(i, turn):
+    """The message that a turn is, in OpenAI's form. Raises UserError."""
+    if not isinstance(turn, dict):
+        raise UserError(f'message {i} is not {{"role": ..., "content": text}}')
+    turn = {key: value for key, value in turn.items() if value is not None}
+    if 'from' in turn and 'role' not in turn:
+        turn = read_sharegpt(i, turn)
+    if 'function_call' in turn:  # OpenAI's older form
+        call = {'type': 'function', 'function': turn.pop('function_call')}
+        turn['tool_calls'] = [call]
+    if not isinstance(turn.get('role'), str):
+        raise UserError(f'message {i} is not {{"role": ..., "content": text}}')
+    if turn['role'] == 'function':
+        turn['role'] = 'tool'
+    return turn
+
+
+def read_sharegpt(i, turn):
+    """The message that a turn of ShareGPT is. Raises UserError for one that has another role or no text."""
+    turn = dict(turn)
+    speaker = turn.pop('from')
+    text = turn.pop('value', None)
+    role = ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise UserError(f'message {i} is from {speaker!r}, and those are known: {", ".join(ROLES)}')
+    if not isinstance(text, str):
+        raise UserError(f'message {i} has no text as its "value"')
+    if speaker != 'function_call':
+        return {'role': role, 'content': text, **turn}
+    calls = parse(text, f'the call of a function in message {i}')
+    calls = calls if isinstance(calls, list) else [calls]
+    return {'role': role, 'tool_calls': [{'type': 'function', 'function': call} for call in calls], **turn}
+
+
+def find_counted(messages):
+    """The numbers of the messages that count in training: the assistant's, without those of the weight 0. Raises
+    UserError for other weights than 0 and 1, and for what counts and is no answer."""
+    counted = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        weights = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
+        for name, weight in weights.items():
+            if not isinstance(weight, (bool, int, float)) or weight not in (0, 1):
+                raise UserError(f'message {i} has "{name}": {json.dumps(weight):.50}, and an answer counts or not: '
+                                'it must be 0 or 1, false or true')
+            if weight and role_of(message) != 'assistant':
+                raise UserError(f'message {i} has "{name}": {json.dumps(weight)} and the role "{role_of(message)}", '
+                                'and only answers of the role "assistant" can count')
+        for name in DETAILS:
+            if message.get(name) is not None:
+                raise UserError(f'message {i} has "{name}", and only whole answers can be left out: by "train": false')
+        if role_of(message) == 'assistant' and all(weights.values()):
+            counted.append(i)
+    return counted
+
+
+def without_weights(message):
+    """The message without what says whether it counts, which is not for the template."""
+    if not isinstance(message, dict):
+        return message
+    return {key: value for key, value in message.items() if key not in WEIGHTS + DETAILS}
+
+
+# -----------------------------------------------------------------------------
+# rows
+
+def read_conversation(row):
+    """(messages, how many of them at the beginning never count, form) of a row. Raises UserError."""
+    messages, form = read_list(row)
+    if messages is not None:
+        return messages, 0, form
+    for question, answer in TEXTS:
+        if question in row and answer in row:
+            asked = read_question(row, question)
+            answered = read_answer(row[answer], answer)
+            extra = ', "input"' if has_input(row) else ''
+            return asked + answered, len(asked), f'"{question}"{extra} and "{answer}"'
+    raise UserError('has no "messages"; other forms are "conversations", "instruction" and "output", "prompt" and '
+                    '"completion", see data/chat/readme.md')
+
+
+def read_pair(row):
+    """((messages with the chosen answer, with the rejected one), how many of them at the beginning are the question,
+    form). Raises UserError."""
+    answers = []
+    for name in ('chosen', 'rejected'):
+        answer = read_answer(row.get(name), name)
+        if not answer or all(is_empty(message) for message in answer):
+            raise UserError(f'has no "{name}", or an empty one')
+        answers.append(answer)
+    chosen, rejected = answers
+    are_whole = [role_of(answer[0]) != 'assistant' for answer in answers]
+    if all(are_whole):
+        n_shared = count_shared(chosen, rejected)
+        question, form = with_system(row, chosen[:n_shared]), 'whole conversations in "chosen" and "rejected"'
+        chosen, rejected = chosen[n_shared:], rejected[n_shared:]
+    elif any(are_whole):
+        raise UserError('"chosen" and "rejected" must both begin with the question, or both with the answer')
+    else:
+        question, form = read_asked(row)
+    if not question or role_of(question[-1]) == 'assistant':
+        raise UserError('has no question in front of the answers "chosen" and "rejected": "messages" must end with '
+                        'one, or there must be a "prompt"')
+    for name, answer in (('chosen', chosen), ('rejected', rejected)):
+        if not any(role_of(message) == 'assistant' for message in answer):
+            raise UserError(f'has no answer of the role "assistant" in "{name}"')
+    return (question + chosen, question + rejected), len(question), form
+
+
+def read_asked(row):
+    """(messages, form) of the question that "chosen" and "rejected" answer. Raises UserError."""
+    messages, form = read_list(row)
+    if messages is not None:
+        return messages, form
+    for name in ('prompt', 'instruction', 'question'):
+        if name in row:
+            return read_question(row, name), f'"{name}", "chosen" and "rejected"'
+    return [], ''
+
+
+def count_shared(chosen, rejected):
+    """How many messages at the beginning of two conversations are their question: those that are equal in both, but not
+    the last of either."""
+    n = 0
+    longest = min(len(chosen), len(rejected)) - 1
+    while n < longest and chosen[n] == rejected[n]:
+        n += 1
+    while n and role_of(chosen[n - 1]) == 'assistant':
+        n -= 1
+    return n
+
+
+def read_list(row):
+    """(messages, form) of a row that has a list of them; (None, '') of another. Raises UserError."""
+    if 'messages' in row:
+        return with_system(row, read_turns(row['messages'], 'messages')), ''
+    for name in ('conversations', 'conversation'):
+        if name in row:
+            turns = row[name]
+            is_sharegpt = 'from' in str(turns)[:20]
+            form = f'ShareGPT: "{name}" of "from" and "value"' if is_sharegpt else f'"{name}" of "role" and "content"'
+            return with_system(row, read_turns(turns, name)), form
+    return None, ''
+
+
+def with_system(row, messages):
+    """The messages after the row's "system", if it has one beside them."""
+    system = row.get('system')
+    if not isinstance(system, str) or not system or messages and role_of(messages[0]) == 'system':
+        return messages
+    return [{'role': 'system', 'content': system}, *messages]
+
+
+def has_input(row):
+    return isinstance(row.get('input'), str) and row['input'] != ''
+
+
+def read_question(row, name):
+    """The messages of a question that is a text, with the row's "input" in the next line and its "history" of pairs
+    before it, or that is a list of messages. Raises UserError."""
+    asked = row[name]
+    if not isinstance(asked, str):
+        return with_system(row, read_turns(asked, name))
+    messages = []
+    history = row.get('history', [])
+    if not isinstance(history, list):
+        raise UserError('"history" must be a list of [question, answer]')
+    for pair in history:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise UserError('"history" must be a list of [question, answer]')
+        messages.append({'role': 'user', 'content': pair[0]})
+        messages.append({'role': 'assistant', 'content': pair[1]})
+    if has_input(row):
+        asked = f'{asked}\n{row["input"]}'
+    messages.append({'role': 'user', 'content': asked})
+    return with_system(row, messages)
+
+
+def read_answer(answer, name):
+    """The messages of an answer: a text, a message, or a list of them. Raises UserError."""
+    if isinstance(answer, str):
+        return [{'role': 'assistant', 'content': answer}]
+    if isinstance(answer, dict):
+        return [read_turn(0, answer)]
+    return read_turns(answer, name) if answer is not None else []
+
+
+def is_empty(message):
+    """Whether a message says nothing, and calls nothing."""
+    content = message.get('content')
+    return not message.get('tool_calls') and (content is None or isinstance(content, str) and not content.strip())
