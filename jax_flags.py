@@ -52,8 +52,8 @@ def path_inside(folder, name):
         raise UserError(f'{folder} names a file {name!r}, and no file has such a name')
     target = Path(os.path.realpath(path))
     if not target.is_relative_to(folder_of_model(Path(os.path.realpath(folder)))):
-        raise UserError(f'{path} is not read: it leads out of its folder, to {target}; if you trust it, put a copy '
-                        'into the folder')
+        raise UserError(f'{printable(path)} is not read: it leads out of its folder, to {printable(str(target))}; if '
+                        'you trust it, put a copy into the folder')
     return path
 
 
@@ -84,6 +84,12 @@ def folder_of_model(folder):
         if snapshots.name == 'snapshots' and snapshots.parent.name.startswith('models--'):
             return snapshots.parent
     return folder
+
+
+def printable(name):
+    """A name from a stranger's file, for a message of one line: what does not fit one is escaped, or left out."""
+    shown = name if name.isprintable() else repr(name)
+    return shown if len(shown) <= 500 else f'{shown[:500]}...'
 
 
 def whole_characters(text):

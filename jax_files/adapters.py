@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_flags import UserError, read_json, regular_file
+from jax_flags import UserError, printable, read_json, regular_file
 
 ADAPTER_CONFIG = 'adapter_config.json'
 ADAPTER_FILES = ('adapter_model.safetensors', 'adapter_model.bin')
@@ -94,13 +94,13 @@ def read_adapter_config(folder):
 
 
 def refuse_setting(path, key, value):
-    raise UserError(f'{path}: {key}={json.dumps(value)[:200]} is not supported; merge the adapter with peft '
+    raise UserError(f'{path}: {printable(key)}={json.dumps(value)[:200]} is not supported; merge the adapter with peft '
                     '(merge_and_unload) and give the folder that it saves')
 
 
 def check_number(path, name, value, kind):
     if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 2**31:
-        raise UserError(f'{path}: {name} should be a number above 0, not {json.dumps(value)[:200]}')
+        raise UserError(f'{path}: {printable(name)} should be a number above 0, not {json.dumps(value)[:200]}')
 
 
 def check_pattern(path, name, pattern):
@@ -136,14 +136,15 @@ def merge_adapter(tensors, updates, settings, model_type, source):
             place = find_tensor(f'{found[1]}.weight', tensors, name, source)
             halves.setdefault((place, found[1], bool(found[2])), {})[found[3]] = x
         elif 'lora_' in name or not name.startswith(PREFIX):
-            raise UserError(f'{source}: the tensor {name!r} is not supported; merge the adapter with peft '
-                            '(merge_and_unload) and give the folder that it saves')
+            raise UserError(f'{source}: the tensor {printable(repr(name))} is not supported; merge the adapter with '
+                            'peft (merge_and_unload) and give the folder that it saves')
         else:  # saved whole: modules_to_save, biases
             whole = re.sub(r'\.(base_layer|modules_to_save\.default)\.(?=weight$|bias$)', '.', bare)
             result[find_tensor(whole, tensors, name, source)] = x
     for (place, module, is_embedding), half in halves.items():
         if half.keys() != {'A', 'B'}:
-            raise UserError(f'{source} has one of lora_A and lora_B of {module}, but not both; copy it again')
+            raise UserError(f'{source} has one of lora_A and lora_B of {printable(module)}, but not both; copy it '
+                            'again')
         is_transposed = is_embedding or model_type == 'gpt2' and module.split('.')[-1] in CONV1D
         scale = scale_of(module, half['A'], settings, source)
         result[place] = LowRankSum(result[place], half['A'], half['B'], scale, is_transposed)
@@ -157,7 +158,7 @@ def find_tensor(name, tensors, theirs, source):
     for candidate in (name, bare, f'transformer.{bare}', f'model.{bare}', f'language_model.model.{bare}'):
         if candidate in tensors:
             return candidate
-    raise UserError(f'{source} changes {theirs!r}, which the model does not have; it is for another one')
+    raise UserError(f'{source} changes {printable(repr(theirs))}, which the model does not have; it is for another one')
 
 
 def scale_of(module, a, settings, source):

@@ -17,7 +17,7 @@ import safetensors
 from jax_files.adapters import find_adapter_file, is_adapter, merge_adapter, read_adapter_config
 from jax_files.gguf_files import GGUF_PATH, gguf_tensors, open_gguf
 from jax_files.torch_files import read_state_dict
-from jax_flags import DTYPES, UserError, read_json, regular_file, write_json
+from jax_flags import DTYPES, UserError, printable, read_json, regular_file, write_json
 
 
 def find_config_json(path):
@@ -73,7 +73,7 @@ def check_tensors(tensors, shapes, source):
     """Raises UserError unless `tensors` has exactly the names of `shapes`, with these shapes, in floating point."""
     refuse_mlx(tensors, source)
     names = {'lacks': shapes.keys() - tensors.keys(),
-             'has unknown': {name if name.isprintable() else repr(name) for name in tensors.keys() - shapes.keys()}}
+             'has unknown': set(map(printable, tensors.keys() - shapes.keys()))}
     wrong = [f'{what} {", ".join(sorted(those)[:8])}' + f' and {len(those) - 8} more' * (len(those) > 8)
              for what, those in names.items() if those]
     if wrong:
@@ -215,7 +215,8 @@ def find_base(adapter, settings, base):
         if os.path.exists(path) and not is_adapter(path):
             return local_path(path)
     if not is_hub_name(named):
-        raise UserError(f'{adapter} updates {named}, which does not exist; name its place with --base=FOLDER')
+        raise UserError(f'{adapter} updates {printable(named)}, which does not exist; name its place with '
+                        '--base=FOLDER')
     return local_path(named)
 
 
@@ -282,8 +283,8 @@ def read_safetensors(path):
         tensors = {}
         for name, x in header.items():
             if x['dtype'] not in SAFETENSORS_DTYPES:
-                raise UserError(f"{path}: {name} is of the type {x['dtype']}, which cannot be read; known are "
-                                f'{", ".join(SAFETENSORS_DTYPES)}')
+                raise UserError(f"{path}: {printable(name)} is of the type {x['dtype']}, which cannot be read; "
+                                f'known are {", ".join(SAFETENSORS_DTYPES)}')
             dtype = jnp.dtype(SAFETENSORS_DTYPES[x['dtype']])
             tensors[name] = data[slice(*x['data_offsets'])].view(dtype).reshape(x['shape'])
         return tensors
@@ -303,7 +304,8 @@ def read_shards(index_file):
     for file in sorted(set(map(str, index['weight_map'].values()))):
         path = regular_file(os.path.dirname(index_file), file)
         if not os.path.exists(path):
-            raise UserError(f'{index_file} names {file}, which is not beside it; copy or download that file, too')
+            raise UserError(f'{index_file} names {printable(file)}, which is not beside it; copy or download that '
+                            'file, too')
         tensors |= read_weight_file(path)
     return tensors
 
