@@ -89,7 +89,7 @@ def folder_of_model(folder):
 def printable(name):
     """A name from a stranger's file, for a message of one line: what does not fit one is escaped, or left out."""
     shown = name if name.isprintable() else repr(name)
-    return shown if len(shown) <= 500 else f'{shown[:500]}...'
+    return shown if len(shown) <= 200 else f'{shown[:200]}...'
 
 
 def whole_characters(text):

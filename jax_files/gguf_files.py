@@ -21,7 +21,7 @@ import numpy as np
 
 from jax_files.tokenizer_library import GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT
 from jax_files.tokenizers import write_char_tokenizer
-from jax_flags import UserError, write_json
+from jax_flags import UserError, printable, write_json
 
 GGUF_DTYPES = ('float32', 'float16', 'q8_0')
 GGUF_PATH = 'gguf_path'  # a file in the folder of open_gguf: the path of the weights
@@ -95,7 +95,7 @@ def reading(path):
     except UserError:
         raise
     except Exception as error:
-        reason = ' '.join(str(error).split()) or type(error).__name__
+        reason = printable(str(error)) or type(error).__name__
         raise UserError(f'cannot read {path} ({reason}); if it is damaged, copy or download it again') from None
 
 

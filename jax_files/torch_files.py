@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flags import UserError
+from jax_flags import UserError, printable
 
 MAX_PICKLE = 2**24  # bytes; it holds about 300 for each tensor
 MAX_DIMENSIONS = 32
@@ -35,7 +35,7 @@ def read_torch_checkpoint(path):
     except UserError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        reason = ' '.join(str(error).split()) or type(error).__name__
+        reason = printable(str(error)) or type(error).__name__
         raise UserError(f'cannot read {path} ({reason}); if it is damaged, copy or download it again') from None
     if start == b'PK\3\4':
         raise UserError(f'{path} is cut off; copy or download it again')

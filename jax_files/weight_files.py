@@ -116,7 +116,11 @@ WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_mo
                 'pytorch_model.bin.index.json', GGUF_PATH, ADAPTER_PATH)  # of a folder
 
 
-def local_path(path_or_name, files=('*.json', '*.safetensors', '*.jinja'), base=''):
+HUB_FILES = ('*.json', '*.safetensors', '*.jinja', 'merges.txt')  # of a model
+HUB_FILES_OF_TORCH = (*HUB_FILES, 'pytorch_model*.bin', 'adapter_model.bin')  # of one without safetensors
+
+
+def local_path(path_or_name, files=HUB_FILES, base=''):
     """The path itself, or the local folder of the hub's model of that name, downloaded (these files of it) unless it
     is in the hub's cache, or the folder in which a GGUF file or an adapter of peft is opened.
 
@@ -138,6 +142,26 @@ def is_hub_name(name):
     return name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(name)) is not None
 
 
+def download(repo, files):
+    """The folder in the hub's cache of these files of a model, downloaded unless the model is there. The cache may lack
+    its weights: a tokenizer alone was asked for, or the weights are none of HUB_FILES."""
+    from huggingface_hub import snapshot_download
+    logging.getLogger('huggingface_hub').setLevel(logging.ERROR)  # it would report every retry
+    try:
+        folder = snapshot_download(repo, allow_patterns=files, local_files_only=True)
+    except FileNotFoundError:
+        folder = snapshot_download(repo, allow_patterns=files)
+    if files != HUB_FILES or has_weights(folder):
+        return folder
+    folder = snapshot_download(repo, allow_patterns=files)
+    return folder if has_weights(folder) else snapshot_download(repo, allow_patterns=HUB_FILES_OF_TORCH)
+
+
+def has_weights(folder):
+    """Whether a folder has files of weights, of a model or of an adapter."""
+    return any(name.endswith(('.safetensors', '.bin')) for name in os.listdir(folder))
+
+
 def find_on_hub(path_or_name, files):
     """local_path of a folder, a file or a name, as it is there."""
     path = os.path.expanduser(path_or_name)
@@ -145,12 +169,7 @@ def find_on_hub(path_or_name, files):
         return path
     repo = f'openai-community/{path_or_name}' if path_or_name in PUBLISHED else path_or_name
     try:
-        from huggingface_hub import snapshot_download
-        logging.getLogger('huggingface_hub').setLevel(logging.ERROR)  # it would report every retry
-        try:
-            return snapshot_download(repo, allow_patterns=files, local_files_only=True)
-        except FileNotFoundError:
-            return snapshot_download(repo, allow_patterns=files)
+        return download(repo, files)
     except Exception as error:  # no network, no such package, full disk, ...
         reason = str(error).split('\n')[0]
         raise UserError(
@@ -291,7 +310,7 @@ def read_safetensors(path):
     except UserError:
         raise
     except Exception as error:  # safetensors' own, or OSError
-        reason = ' '.join(str(error).split())
+        reason = printable(str(error))
         raise UserError(f'cannot read {path} ({reason}); if it is damaged, copy or download it again') from None
 
 

@@ -1,5 +1,6 @@
 """Files of weights: what is damaged or malicious is refused."""
 import copy
+import fnmatch
 import json
 import os
 import pickle
@@ -206,6 +207,31 @@ def test_a_missing_network_is_reported_in_one_line(tmp_path):
     assert run.stdout.count('\n') == 1
     for part in ('config.json', 'model.safetensors', 'openai-community/gpt2-medium'):
         assert part in run.stdout
+
+
+@pytest.mark.parametrize('cached', [(), ('config.json',)])
+@pytest.mark.parametrize('name', ['hf', 'hf_bin'])
+def test_weights_of_torch_are_downloaded_where_there_are_no_safetensors(name, cached, tmp_path, monkeypatch):
+    """A hub that is a folder, in place of the network."""
+    import huggingface_hub
+    calls = []
+
+    def snapshot_download(repo, allow_patterns, local_files_only=False):
+        calls.append(local_files_only)
+        for path in (GOLDEN / name).iterdir():
+            if not local_files_only and any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
+                shutil.copyfile(path, tmp_path / path.name)
+        if not os.listdir(tmp_path):
+            raise FileNotFoundError
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', snapshot_download)
+    for file in cached:
+        shutil.copyfile(GOLDEN / name / file, tmp_path / file)
+    assert load_pretrained('me/mine')[0] == load_pretrained(GOLDEN / name)[0]
+    calls.clear()
+    load_pretrained('me/mine')
+    assert calls == [True]  # what is in the cache asks for no network
 
 
 # -----------------------------------------------------------------------------
