@@ -452,9 +452,9 @@ def made_tokenizer(tmp_path):
     return make
 
 
-def counted_pieces(tokenizer, messages):
+def counted_pieces(tokenizer, messages, **options):
     """The text in pieces that in turn do not count and count."""
-    ids, mask = tokenizer.encode_training_chat(messages)
+    ids, mask = tokenizer.encode_training_chat(messages, **options)
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
     assert mask[0] == 0
     return [tokenizer.tokenizer.decode(ids[a:b], skip_special_tokens=False) for a, b in itertools.pairwise(edges)]
@@ -468,6 +468,19 @@ def test_every_answer_counts_to_its_end_token_as_transformers_counts(made_tokeni
         tokenizer = made_tokenizer(CHAT_MASKS[templates][template], kind)
         for case in cases:
             assert counted_pieces(tokenizer, case['messages']) == case['pieces']
+
+
+@pytest.mark.parametrize('template', CHAT_MASKS['tool_templates'])
+def test_tools_and_calls_are_written_and_count_as_in_transformers(made_tokenizer, template):
+    cases = [case for case in CHAT_MASKS['tool_cases'] if case['template'] == template]
+    assert len(cases) == 5
+    for templates in ('tool_templates', 'tool_marked'):
+        tokenizer = made_tokenizer(CHAT_MASKS[templates][template])
+        for case in cases:
+            options = {'tools': case['tools'], 'variables': case['variables']}
+            prompt = tokenizer.render_chat(case['messages'][:1], add_generation_prompt=True, **options)
+            assert prompt == case['prompt']
+            assert counted_pieces(tokenizer, case['messages'], **options) == case['pieces']
 
 
 def test_a_token_counts_if_some_of_it_is_the_answers_unless_it_is_a_special_token_of_the_request(made_tokenizer):

@@ -3,7 +3,7 @@ hand; needs transformers and jinja2:
 
     python tests/golden/make_chat_masks.py
 
-The templates are written after the published ones, without their tools. {% generation %} marks by hand what the
+The templates are written after the published ones. {% generation %} marks by hand what the
 assistant says after the request for an answer; the templates as published have no such marks.
 """
 import json
@@ -124,6 +124,54 @@ CHATS = [
 ]
 
 
+TOOLS = [{'type': 'function', 'function': {'name': 'add', 'description': 'Adds "numbers" <b>', 'parameters': {
+    'type': 'object', 'properties': {'a': {'type': 'number'}, 'b': {'type': 'number'}}, 'required': ['a', 'b']}}}]
+TOOL_TEMPLATES = {  # written after the published ones
+    'qwen_tools': (
+        "{% if tools %}{{ '<|im_start|>system\n# Tools\n' }}"
+        "{% for tool in tools %}{{ '\n' + tool|tojson }}{% endfor %}"
+        "{{ '<|im_end|>\n' }}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'tool' %}"
+        "{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+        "{% else %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+        "{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+        "{% if call.function %}{% set call = call.function %}{% endif %}"
+        "{{ '\n<tool_call>\n{\"name\": \"' + call.name + '\", \"arguments\": ' }}"
+        "{{ call.arguments if call.arguments is string else call.arguments|tojson }}{{ '}\n</tool_call>' }}"
+        "{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+        "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"),
+    'llama3_tools': (  # no text beside a call, and the tools before the first question
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
+        "{{ '<|start_header_id|>ipython<|end_header_id|>\n\n' + m.content|tojson + '<|eot_id|>' }}"
+        "{% else %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+        "{% if m.role == 'assistant' %}{% generation %}{% if 'tool_calls' in m %}"
+        "{% set call = m.tool_calls[0].function %}"
+        "{{ '{\"name\": \"' + call.name + '\", \"parameters\": ' + call.arguments|tojson + '}' }}"
+        "{% else %}{{ m.content|trim }}{% endif %}{{ '<|eot_id|>' }}{% endgeneration %}"
+        "{% else %}{% if tools is not none and loop.first %}"
+        "{% for tool in tools %}{{ tool|tojson(indent=4) + '\n\n' }}{% endfor %}{% endif %}"
+        "{{ m.content|trim + '<|eot_id|>' }}{% endif %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"),
+}
+
+
+def call(arguments, **more):
+    return {'role': 'assistant', 'tool_calls': [
+        {'id': 'x1', 'type': 'function', 'function': {'name': 'add', 'arguments': arguments}}], **more}
+
+
+TOOL_CHATS = [  # (messages, tools, other variables)
+    (chat('2+2?', '4'), TOOLS, {}), (chat('2+2?', '4'), None, {'enable_thinking': False}),
+    ([*chat('2+2?'), call({'a': 2, 'b': 2}, content=None)], TOOLS, {}),
+    ([*chat('2+2?'), call({'a': 2, 'b': 2}), {'role': 'tool', 'content': '4'}, *chat('x', 'add')[1:],
+      *chat('And "é"?', 'More.')], TOOLS, {}),
+    ([*chat('add?'), call('{"a": 2}', content=''), {'role': 'tool', 'name': 'add', 'content': 'add'},
+      *chat('x', 'Four.')[1:]], TOOLS, {'enable_thinking': True}),
+]
+
+
 def make_tokenizer(chars):
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(chars))}, []))
     tokenizer.decoder = decoders.Fuse()
@@ -131,30 +179,45 @@ def make_tokenizer(chars):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token='<s>', eos_token='</s>')
 
 
-def pieces(tokenizer, template, messages):
+def pieces(tokenizer, template, messages, **variables):
     """The text in pieces that in turn do not count and count."""
     out = tokenizer.apply_chat_template(
-        messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True)
+        messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True, **variables)
     tokens = tokenizer.convert_ids_to_tokens(out['input_ids'])
     text = ''.join(tokens)
-    assert text == tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert text == tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **variables)
     counts = [counted for token, counted in zip(tokens, out['assistant_masks']) for _ in token]
     edges = [i for i in range(1, len(text)) if counts[i] != counts[i - 1]]
     assert not counts[0] and edges
     return [text[a:b] for a, b in zip([0, *edges], [*edges, len(text)])]
 
 
+def unmarked(template):
+    return re.sub(r'{% (end)?generation %}', '', template)
+
+
 def main():
     contents = ''.join(message['content'] for messages in CHATS for message in messages)
-    tokenizer = make_tokenizer({*str(CHATS), *str(TEMPLATES), *contents, '\n'})
-    plain = {name: re.sub(r'{% (end)?generation %}', '', template) for name, template in TEMPLATES.items()}
+    tokenizer = make_tokenizer({*str(CHATS), *str(TEMPLATES), *str(TOOLS), *str(TOOL_CHATS), *contents, '\n'})
+    tool_cases = []
+    for name, template in TOOL_TEMPLATES.items():
+        for messages, tools, variables in TOOL_CHATS:
+            prompt = tokenizer.apply_chat_template(
+                messages[:1], chat_template=unmarked(template), tokenize=False, add_generation_prompt=True, tools=tools,
+                **variables)
+            tool_cases.append({
+                'template': name, 'messages': messages, 'tools': tools, 'variables': variables, 'prompt': prompt,
+                'pieces': pieces(tokenizer, template, messages, tools=tools, **variables)})
+    plain = {name: unmarked(template) for name, template in TEMPLATES.items()}
     cases = []
     for name, template in TEMPLATES.items():
         for messages in CHATS:
             assert tokenizer.apply_chat_template(messages, chat_template=plain[name], tokenize=False) == \
                 tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
             cases.append({'template': name, 'messages': messages, 'pieces': pieces(tokenizer, template, messages)})
-    golden = {'special': SPECIAL, 'templates': plain, 'marked': TEMPLATES, 'cases': cases}
+    golden = {'special': SPECIAL, 'templates': plain, 'marked': TEMPLATES, 'cases': cases,
+              'tool_templates': {name: unmarked(template) for name, template in TOOL_TEMPLATES.items()},
+              'tool_marked': TOOL_TEMPLATES, 'tool_cases': tool_cases}
     (HERE / 'chat_masks.json').write_text(json.dumps(golden, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
 
 
