@@ -161,19 +161,36 @@ def read_bundle(folder):
     """The tasks of a bundle: [(name, items, number of examples, delimiter, accuracy of guessing)]."""
     import yaml
     read = []
+
+    def text_of(task, name, default=None):
+        """The text `name` of a task. Raises ValueError for another type: a few letters of YAML may mean gigabytes."""
+        value = task.get(name, default)
+        if not isinstance(value, str):
+            raise ValueError(f'{name} must be a text')
+        return value
+
     try:
         table = csv.DictReader(read_text(regular_file(folder, 'eval_meta_data.csv')).split('\n'))
         guessing = {row['Eval Task']: float(row['Random baseline']) / 100 for row in table}
+        if not all(0 <= accuracy < 1 for accuracy in guessing.values()):
+            raise ValueError('a random baseline is not in [0, 100)')
         for task in yaml.safe_load(read_text(regular_file(folder, 'core.yaml')))['icl_tasks']:
-            path = regular_file(folder, f"eval_data/{task['dataset_uri']}")
-            items = read_items(path, task['icl_task_type'])
-            random.Random(1337).shuffle(items)  # as nanochat, which draws examples by the new order
-            read.append((task['label'], items, task['num_fewshot'][0], task.get('continuation_delimiter', ' '),
-                         guessing[task['label']]))
+            label = text_of(task, 'label')
+            n_examples = task['num_fewshot'][0]
+            if type(n_examples) is not int or n_examples < 0:
+                raise ValueError('num_fewshot must be a list of one number')
+            path = regular_file(folder, f"eval_data/{text_of(task, 'dataset_uri')}")
+            items = read_items(path, text_of(task, 'icl_task_type'))
+            # as nanochat, which draws examples by the new order
+            random.Random(1337).shuffle(items)
+            delimiter = text_of(task, 'continuation_delimiter', ' ')
+            read.append((label, items, n_examples, delimiter, guessing[label]))
     except UserError:
         raise
-    except (yaml.YAMLError, csv.Error, LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f'{folder} is not in the form of the CORE bundle ({type(error).__name__}: {error})') from None
+    except (yaml.YAMLError, csv.Error, LookupError, AttributeError, TypeError, ValueError, ArithmeticError,
+            RecursionError) as error:
+        reason = f'{type(error).__name__}: {str(error)[:300]}'
+        raise UserError(f'{folder} is not in the form of the CORE bundle ({reason})') from None
     return read
 
 

@@ -55,6 +55,10 @@ def model_card(family, name):
     base, origin = '', f'Converted from {os.path.basename(init_from)}.'
     if init_from == 'resume':
         run, iteration = meta['flags'], meta['iter_num']
+        counted = ('gradient_accumulation_steps', 'batch_size', 'block_size')
+        is_whole = all(type(run.get(name)) is int for name in counted)
+        if not is_whole or not all(type(run.get(name)) is str for name in ('dataset', 'init_from')):
+            raise UserError(f'{out_dir} was not written by train_jax.py: the flags of its checkpoint are incomplete')
         figures = next((row for row in read_metrics(out_dir) if row['iter'] == iteration and 'val_loss' in row), {})
         table = {key: f'{x:.4f}' for key, x in figures.items() if isinstance(x, float)}
         if not run.get('decay_lr', True):

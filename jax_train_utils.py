@@ -45,6 +45,10 @@ def merge_resumed_flags(flags, given, saved):
 
     Raises UserError if the given flags ask for another optimizer or architecture."""
     saved = {name: value for name, value in saved.items() if name in flags and name not in NOT_RESUMED}
+    for name, value in saved.items():
+        if type(value) is not type(flags[name]) and not (type(value) is int and type(flags[name]) is float):
+            raise UserError(f"the checkpoint in {flags['out_dir']} says {name}={str(value)[:100]!r}, which is no value "
+                            f'of this flag: it is damaged, or of another program')
     if given.get('minutes'):  # the command that started the run; what it has measured stays
         if given['minutes'] != saved.get('minutes'):
             raise UserError(f"minutes is for a new run: leave it out, and {flags['out_dir']} continues to its "

@@ -61,7 +61,7 @@ def configure_process(device, deterministic=False, init_from='', out_dir=''):
     """Process settings that must precede the initialization of JAX's backends: call it first. deterministic: GPUs
     compute the same bits in every run, at a cost; CPUs do so anyway. A resumed run's config.json may ask for it."""
     if init_from in ('resume', 'auto'):
-        deterministic |= read_json(Path(out_dir, 'config.json'), optional=True).get('deterministic', False)
+        deterministic |= read_json(Path(out_dir, 'config.json'), optional=True).get('deterministic') is True
     kind, _, index = device.partition(':')
     if kind == 'cpu':
         jax.config.update('jax_platforms', 'cpu')  # do not initialize a GPU, which would reserve its memory

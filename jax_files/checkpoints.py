@@ -1,4 +1,5 @@
 """TrainState <-> out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or absent."""
+import dataclasses
 import functools
 import json
 import logging
@@ -266,12 +267,55 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     raise UserError(f'{"; ".join(problems)}; there is no intact one')
 
 
+NUMBER = (int, float)
+META_TYPES = {  # of a checkpoint's metadata; what may be missing has None among its types
+    'model': dict, 'iter_num': int, 'best_val_loss': NUMBER, 'tokenizer': dict, 'flags': dict,
+    'wandb_id': (str, type(None)), 'lora': (dict, type(None))}
+LORA_TYPES = {'base': str, 'rank': int, 'alpha': NUMBER, 'quantize': str, 'checksum': (int, type(None))}
+TOKENIZER_TYPES = {'kind': (str, type(None)), 'chars': (str, type(None)), 'path': (str, type(None))}
+
+
+def check_types(what, values, types):
+    """Raises ValueError unless each of the values, {name: value}, is there and of its type; True is no number."""
+    for name, expected in types.items():
+        value = values.get(name)
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise ValueError(f'{name} of its {what} is {str(value)[:100]!r}')
+
+
+def check_meta(meta):
+    """Raises an exception for metadata whose values have other types than train_jax.py writes, or sizes that nothing
+    has: they would be believed."""
+    check_types('metadata', meta, META_TYPES)
+    check_types('tokenizer', meta['tokenizer'], TOKENIZER_TYPES)
+    if meta.get('lora') is not None:
+        check_types('lora', meta['lora'], LORA_TYPES)
+        if meta['lora']['rank'] < 1:
+            raise ValueError(f"the rank of its lora is {meta['lora']['rank']}")
+    if not 0 <= meta['iter_num'] < 2**31:
+        raise ValueError(f"its iter_num is {meta['iter_num']}")
+    for field in dataclasses.fields(GPTConfig):
+        if field.name in meta['model']:  # earlier versions had fewer
+            check_field(field, meta['model'][field.name])
+
+
+def check_field(field, value):
+    """Raises ValueError for a value of another type than that of the default of this field of GPTConfig."""
+    kind = type(field.default)
+    in_json = {float: NUMBER, tuple: list, type(None): (dict, type(None))}  # bool, int and str are themselves
+    is_fitting = isinstance(value, in_json.get(kind, kind)) and isinstance(value, bool) == (kind is bool)
+    is_too_large = isinstance(value, NUMBER) and not abs(value) < 2**31  # or NaN
+    if not is_fitting or is_too_large:
+        raise ValueError(f'{field.name} of its model is {str(value)[:100]!r}')
+
+
 def read_meta(step):
     """The metadata of the checkpoint in the folder `step`. Raises an exception if it is not one of this program."""
     meta = read_json(step / 'meta' / 'metadata')
-    check_saved_layers(step, GPTConfig(**meta['model']))
     if missing := {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys():
         raise ValueError(f'its metadata lacks {sorted(missing)}')
+    check_meta(meta)
+    check_saved_layers(step, GPTConfig(**meta['model']))
     if meta.pop('checksums', False) and not (step / 'checksums.json').exists():  # earlier versions wrote none
         raise ValueError('its checksums.json is missing')
     out_dir = step.parent.parent
@@ -311,7 +355,10 @@ def load_run(out_dir, which='best', parallel=None, base=''):
     config, lora = GPTConfig(**meta['model']), move_base(meta.get('lora'), base)
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
     create = functools.partial(create_lora_state, rank=lora['rank']) if lora else create_train_state
-    state = parallel.abstract_state(create, jax.random.key(0), config, optax.identity())
+    try:
+        state = parallel.abstract_state(create, jax.random.key(0), config, optax.identity())
+    except (OverflowError, TypeError, ValueError) as error:
+        raise UserError(f'checkpoint {step} in {out_dir} is of no model that can be built: {error}') from error
     params = restore_items(out_dir, step, {'params': state.params})['params']
     return config, load_merged(lora, config, parallel, params) if lora else params, meta
 

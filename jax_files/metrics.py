@@ -52,9 +52,17 @@ def read_metrics(out_dir):
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 return
-            if not isinstance(record, dict) or type(record.get('iter')) is not int:
+            if not is_record(record):
                 return
             yield record
+
+
+def is_record(record):
+    """Whether this is a record of training or of an evaluation: an iteration, and losses that are numbers or null."""
+    if not isinstance(record, dict) or type(record.get('iter')) is not int or not 0 <= record['iter'] < 2**31:
+        return False
+    losses = [value for name, value in record.items() if 'loss' in name or 'bpb' in name]
+    return all(value is None or type(value) is float or type(value) is int and abs(value) < 2**31 for value in losses)
 
 
 @functools.cache

@@ -144,6 +144,42 @@ def test_a_checkpoint_of_an_earlier_version_without_checksums_is_read(three_chec
     assert choose_checkpoint(three_checkpoints)[0] == 3
 
 
+def edit_metadata(step, path, value):
+    """Sets a value of a checkpoint's metadata, by its path; its checksums are as if it had been written so."""
+    (step / 'checksums.json').write_text('{}')
+    file = step / 'meta' / 'metadata'
+    meta = json.loads(file.read_text())
+    place = meta
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    file.write_text(json.dumps(meta))
+
+
+LORA = {'base': 'gpt2', 'rank': 8, 'alpha': 16.0, 'quantize': '', 'checksum': None}
+
+
+@pytest.mark.parametrize('path, value', [
+    (['lora'], 3), (['lora'], []), (['lora'], LORA | {'rank': 0}), (['lora'], LORA | {'alpha': 'x'}),
+    (['lora'], {'base': 'gpt2'}), (['tokenizer'], {'kind': 'char', 'chars': 3}), (['tokenizer'], []),
+    (['tokenizer'], {'kind': 'folder', 'path': 1.5}), (['flags'], []), (['flags'], 'x'), (['iter_num'], 1.5),
+    (['iter_num'], -1), (['iter_num'], '3'), (['iter_num'], 2**40), (['iter_num'], True), (['best_val_loss'], None),
+    (['wandb_id'], 3), (['model'], 3), (['model', 'n_layer'], 10**9), (['model', 'n_layer'], 3),
+    (['model', 'n_embd'], 10**30), (['model', 'bias'], 'x'), (['model', 'mla'], 1.5), (['model', 'norm_eps'], '0'),
+    (['model', 'layer_types'], 'full')])
+def test_metadata_of_other_types_or_sizes_is_damage(three_checkpoints, capsys, path, value):
+    edit_metadata(three_checkpoints / 'ckpt' / '3', path, value)
+    assert choose_checkpoint(three_checkpoints)[0] == 2
+    assert 'ckpt/3 is damaged' in capsys.readouterr().err
+
+
+def test_metadata_as_it_is_written_is_read(three_checkpoints):
+    step = three_checkpoints / 'ckpt' / '3'
+    edit_metadata(step, ['lora'], LORA)
+    edit_metadata(step, ['tokenizer'], {'kind': 'char', 'chars': 'ab'})
+    assert choose_checkpoint(three_checkpoints)[0] == 3
+
+
 def test_a_checkpoint_that_has_lost_its_checksums_is_damaged(three_checkpoints, capsys):
     (three_checkpoints / 'ckpt' / '3' / 'checksums.json').unlink()
     assert choose_checkpoint(three_checkpoints)[0] == 2

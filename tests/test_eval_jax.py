@@ -192,6 +192,17 @@ def test_a_bundle_reads_no_task_outside_of_its_folder(uri, run, tmp_path):
     assert_refused(done, 'leads out of its folder')
 
 
+@pytest.mark.parametrize('task, message', [
+    ('[' * 5000, 'RecursionError'), ('3', "'int' object"), ('{label: [a]}', 'label must be a text'),
+    ('{label: a, num_fewshot: [x]}', 'num_fewshot must be'), ('{label: a, num_fewshot: []}', 'IndexError'),
+    ('{label: a, num_fewshot: [1], dataset_uri: {}}', 'dataset_uri must be a text')])
+def test_a_bundle_whose_types_are_wrong_is_refused_in_one_line(tmp_path, task, message):
+    (tmp_path / 'core.yaml').write_text(f'icl_tasks:\n- {task}\n')
+    (tmp_path / 'eval_meta_data.csv').write_text('Eval Task,Random baseline\na,25\n')
+    done = run_script('eval_jax.py', '--out_dir=none', f'--tasks={tmp_path}')
+    assert_refused(done, f'not in the form of the CORE bundle .*{message}')
+
+
 def test_two_tasks_of_one_name_and_none_at_all_are_refused(run, tmp_path):
     (tmp_path / 'more').mkdir()
     paths = [write_lines(folder / 'a.jsonl', ITEMS) for folder in (tmp_path, tmp_path / 'more')]

@@ -48,7 +48,9 @@ def test_a_deleted_out_dir_is_made_again_for_the_metrics(tmp_path):
         plot_losses(tmp_path / 'out')  # of nothing
 
 
-@pytest.mark.parametrize('line', [b'3', b'[]', b'{"loss": 2}', b'{"iter": "x"}', b'\xff', b'[' * 100000])
+@pytest.mark.parametrize('line', [b'3', b'[]', b'{"loss": 2}', b'{"iter": "x"}', b'\xff', b'{"iter": -1}',
+    b'{"iter": 1, "val_loss": 2.0, "val_bpb": "x"}', b'{"iter": 1, "loss": [2.0]}', b'{"iter": 1, "loss": true}',
+    b'{"iter": 1, "loss": 1' + b'0' * 400 + b'}', b'[' * 100000])
 def test_metrics_end_at_a_damaged_line(tmp_path, line):
     (tmp_path / 'metrics.jsonl').write_bytes(b'{"iter": 0}\n' + line + b'\n{"iter": 2}\n')
     assert [*read_metrics(tmp_path)] == [{'iter': 0}]

@@ -216,6 +216,9 @@ def test_a_run_that_was_deterministic_is_so_when_it_is_resumed(init_from, is_set
     monkeypatch.setenv('XLA_FLAGS', '')
     configure_process('cuda', False, init_from, tmp_path)
     assert os.environ['XLA_FLAGS'] == ''  # there is no config.json yet
+    (tmp_path / 'config.json').write_text('{"deterministic": "yes"}')  # no value of the flag
+    configure_process('cuda', False, init_from, tmp_path)
+    assert os.environ['XLA_FLAGS'] == ''
     (tmp_path / 'config.json').write_text('{"deterministic": true}')
     configure_process('cuda', False, init_from, tmp_path)
     assert ('--xla_gpu_deterministic_ops=true' in os.environ['XLA_FLAGS']) == is_set

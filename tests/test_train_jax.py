@@ -28,9 +28,9 @@ import pytest
 
 from jax_files.checkpoints import checkpoint_steps, choose_checkpoint, find_damage, load_run, read_val_loss
 from jax_files.metrics import read_metrics
-from jax_flags import config_block
+from jax_flags import UserError, config_block
 from jax_pretrained import load_pretrained
-from jax_train_utils import MODEL_FLAGS, config_from_flags, flags_from_config
+from jax_train_utils import MODEL_FLAGS, config_from_flags, flags_from_config, merge_resumed_flags
 from tests.common import SHORT, TUNE, records_with
 
 
@@ -512,6 +512,16 @@ def test_signals_during_a_slow_save_neither_spoil_it_nor_are_lost(flags, tmp_pat
     steps = checkpoint_steps(tmp_path)
     assert f'at iteration {steps[0]}, saved' in result.stdout
     assert steps[-1] == 3 and not any(find_damage(tmp_path / 'ckpt' / str(step)) for step in steps)
+
+
+@pytest.mark.parametrize('name, value', [
+    ('batch_size', 'x'), ('learning_rate', None), ('dataset', 3), ('decay_lr', 1), ('n_layer', [1])])
+def test_a_checkpoint_whose_flags_have_other_types_is_not_resumed(name, value):
+    flags = {'out_dir': 'out', 'batch_size': 1, 'learning_rate': 1e-3, 'dataset': 'fox', 'decay_lr': True, 'n_layer': 1}
+    assert merge_resumed_flags(flags, {}, {'learning_rate': 1}) == flags | {
+        'learning_rate': 1, 'lora_rank': 0, 'quantize': ''}
+    with pytest.raises(UserError, match=f'the checkpoint in out says {name}='):
+        merge_resumed_flags(flags, {}, {name: value})
 
 
 def test_a_run_from_scratch_does_not_overwrite_another_by_mistake(finished, run_copy, flags):
