@@ -7,14 +7,11 @@
 import bisect
 import contextlib
 import dataclasses
-import functools
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
@@ -27,17 +24,14 @@ from jax_files.data import load_dataset_meta
 from jax_files.tokenizers import (
     describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped, same_tokens, strip_partial_utf8)
 from jax_files.weight_files import local_path
-from jax_flags import UserError, ceil_div, check_choice, check_ranges
-from jax_cache import CACHE_DTYPES, PAD, grow_caches, select_rows
-from jax_generate import PrefixCache, commit, generate_stream, prefill, prefill_pieces
+from jax_flags import UserError
+from jax_generate import PrefixCache, generate_stream
 from jax_ops.decode_weights import (
-    convert_params_for_decoding, devices_of, order_columns_by_rank, transpose_kernels)
-from jax_ops.sharding import shard
-from jax_ops.vocabulary import lm_logits
+    convert_params_for_decoding, order_columns_by_rank, transpose_kernels)
 from jax_lora import merge_updates
 from jax_pretrained import load_pretrained
-from jax_sizes import PIECE, filled, power_of_two, row_width
-from jax_transformer import GPT, GPTConfig, cross_entropy
+from jax_score import right_padded, score
+from jax_transformer import GPTConfig
 
 SAMPLING = {'temperature': 0.8, 'top_k': 200}  # nanoGPT's; the other controls are off
 STREAM_CHUNK = 8  # tokens generated between two updates of a text that is shown while it grows
@@ -340,122 +334,3 @@ class Generation:
             ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop, len(prompt_text))) >= 0]
             self.texts.append(text[:min(ends)[1]] if ends else text)  # of the first to be complete, in any chunks
             self.stopped.append(bool(ends))
-
-
-# -----------------------------------------------------------------------------
-# log-probabilities of given tokens. P of shared tokens, R rows of some items, N tokens after the shared ones
-
-SCORED_AT_ONCE = 1024  # positions whose logits are materialized at a time
-
-
-def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='auto'):
-    """The natural log-probabilities of given tokens: for each item a list of (float32 [n], bool [n]: no token is
-    likelier), one pair per row. params: as decoding reads them.
-
-    items: lists of rows (ids, start), of which ids[start:] are scored, start at least 1. What the rows of an item begin
-    with in common is computed once, and they share its KV cache. max_length: the most tokens of context, the config's
-    block_size if 0; a longer row is split by windows(). batch_size: rows of up to PIECE tokens that are computed
-    together, fewer of longer ones. Raises UserError for what makes no sense."""
-    max_length = max_length or config.block_size
-    if not 1 <= max_length <= config.block_size:
-        raise UserError(f'max_length must be between 1 and {config.block_size}, the context of the model, not '
-                        f'{max_length}')
-    check_ranges({'batch_size': batch_size})
-    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
-    results, groups = [], []
-    for item in items:
-        group = []
-        results.append([])
-        for ids, start in item:
-            found = np.zeros(len(ids) - start, np.float32), np.zeros(len(ids) - start, bool)
-            results[-1].append(found)
-            for first, scored, end in windows(len(ids), start, max_length):
-                group.append((list(ids[first:end]), scored - first, [x[scored - start:end - start] for x in found]))
-        groups += [group] if len(group) == len(item) else [[row] for row in group]
-    longest = lambda group: max(len(ids) for ids, _, _ in group)
-    groups.sort(key=longest, reverse=True)
-    while groups:
-        most = max(1, min(batch_size, batch_size * PIECE // longest(groups[0])))
-        score_groups(params, config, groups[:most], most, cache_dtype)
-        groups = groups[most:]
-    return results
-
-
-def windows(n_tokens, start, max_length):
-    """Yields (first, scored, end): tokens scored .. end - 1 are predicted from those from `first` on, at most
-    max_length. Each token from `start` on is predicted once, and the last window is full, as in lm-eval."""
-    while start < n_tokens:
-        end = min(n_tokens, start + max_length)
-        yield max(0, end - max_length - 1), start, end
-        start = end
-
-
-def score_groups(params, config, groups, most, cache_dtype):
-    """Writes the results of at most `most` groups of rows (ids, start, (log-probabilities, is likeliest)).
-
-    The tokens that the rows of a group share are prefilled once. Then `most` rows at a time, those with equally many
-    other tokens together, are fed, and scored from their starts on."""
-    longest = max(len(ids) for group in groups for ids, _, _ in group)
-    n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))
-    as_bits = all(device.platform == 'cpu' for device in devices_of(params))
-    new_cache = lambda n_rows: commit(grow_caches(
-        (), configs=(config,), batch_size=n_rows, n_slots=n_slots, dtype=cache_dtype, n_draft=0, as_bits=as_bits),
-        params)[0]
-    shared = [min(len(os.path.commonprefix([ids for ids, _, _ in group])), min(start for _, start, _ in group) - 1)
-              for group in groups]
-    cache = None
-    if any(shared):
-        held_B = np.array(filled(shared, most), np.int32)
-        tokens_BxP = right_padded([group[0][0][:n] for group, n in zip(filled(groups, most), held_B)], 1)
-        cache = prefill_pieces(params, config, new_cache(len(held_B)), tokens_BxP, 0, held_B, row_width(max(shared)))
-    rows = [(b, shared[b], *row) for b, group in enumerate(groups) for row in group]
-    rows.sort(key=lambda row: row[1] - len(row[2]))
-    for i in range(0, len(rows), most):
-        chosen = filled(rows[i:i + most], most)
-        row_cache = select_rows(cache, np.array([b for b, *_ in chosen])) if cache else new_cache(len(chosen))
-        score_rows(params, config, row_cache, [row for _, *row in chosen])
-
-
-def score_rows(params, config, cache, rows):
-    """Writes the results of rows (number of first tokens that the cache holds, ids, start, results)."""
-    held_R = np.array([held for held, _, _, _ in rows], np.int32)
-    fed_R = np.array([len(ids) - 1 - held for held, ids, _, _ in rows])
-    first_R = np.array([start - 1 - held for held, _, start, _ in rows])  # the first that predicts a scored token
-    n_fed = int(fed_R.max())
-    width = row_width(n_fed)
-    tail_RxN = right_padded([ids[held:] for held, ids, _, _ in rows], width * ceil_div(n_fed, width) + 1)
-    tables = {name: p for name, p in params.items() if not name.startswith('h_')}
-    n_scored = max(1, SCORED_AT_ONCE // len(rows))
-    logprob_RxN, likeliest_RxN = np.zeros(tail_RxN.shape, np.float32), np.zeros(tail_RxN.shape, bool)
-    for i in range(0, n_fed, width):
-        index_T = i + np.arange(width)
-        position_RxT = np.where(index_T < fed_R[:, None], held_R[:, None] + index_T, PAD).astype(np.int32)
-        x_RxTxD, cache = prefill(params, cache, tail_RxN[:, i:i + width], position_RxT, config=config, with_output=True)
-        for j in range(i, min(i + width, n_fed), n_scored):
-            if first_R.min() < j + n_scored:
-                span = slice(j, min(j + n_scored, i + width))
-                logprob_RxN[:, span], likeliest_RxN[:, span] = jax.device_get(score_targets(
-                    tables, x_RxTxD[:, j - i:j - i + n_scored], tail_RxN[:, span.start + 1:span.stop + 1],
-                    config=config))
-        jax.block_until_ready(cache)  # as in prefill_pieces
-    for r, (_, _, _, (logprobs, likeliest)) in enumerate(rows):
-        logprobs[:] = logprob_RxN[r, first_R[r]:fed_R[r]]
-        likeliest[:] = likeliest_RxN[r, first_R[r]:fed_R[r]]
-
-
-@functools.partial(jax.jit, static_argnames='config')
-def score_targets(tables, x_BxTxD, target_BxT, *, config):
-    """(log-probability of each target [B, T]; whether no token is likelier) of the last layer's output."""
-    head = lambda model, x_BxTxD: lm_logits(model.ln_f(x_BxTxD), model.lm_head_VxD, config.logit_cap)
-    logits_BxTxV = GPT(config).apply({'params': tables}, x_BxTxD, method=head)
-    target_logit_BxT = jnp.take_along_axis(logits_BxTxV, target_BxT[..., None], axis=-1)[..., 0]
-    found = -cross_entropy(logits_BxTxV, target_BxT), target_logit_BxT >= logits_BxTxV.max(-1)
-    return tuple(shard(x, None, None) for x in found)
-
-
-def right_padded(rows, width=0):
-    """The lists of tokens, int32 [B, T]; T is the length of the longest, at least width."""
-    padded = np.zeros((len(rows), max([width, *map(len, rows)])), np.int32)
-    for to, row in zip(padded, rows):
-        to[:len(row)] = row
-    return padded

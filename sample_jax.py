@@ -3,14 +3,10 @@
 $ python sample_jax.py --out_dir=out-pystdlib-char
 $ python sample_jax.py --init_from=gpt2-xl --start="The answer to life, the universe and everything is" --num_samples=5
 """
-import contextlib
 import json
 import os
-import re
-import select
 import sys
 import time
-from pathlib import Path
 
 from jax_flags import (
     SamplingOptions, UserError, check_needs, check_ranges, check_source, read_flags, read_text, start_script,
@@ -76,13 +72,12 @@ if os.path.isdir(output):
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import jax
-import numpy as np
 
 from jax_devices.processes import check_agreement, initialize_distributed
-from jax_devices.setup import configure_process, measure_bandwidth, trim_malloc
-from jax_files.chats import final_answer
-from jax_cache import cache_bytes
-from jax_generate import PrefixCache, bytes_read_per_step, drafts_are_useless
+from jax_chat import COMMANDS, Chat, warn_if_too_long
+from jax_devices.setup import configure_process
+from jax_generate import PrefixCache
+from jax_speed import report_speed
 from jax_text import Generation, load
 
 configure_process(device)
@@ -96,186 +91,64 @@ if jax.process_count() > 1 and interactive:
 imports_s = time.perf_counter() - started
 
 
-def warn_if_too_long(prompts):
-    """Says so if a prompt has more tokens than the context of the model."""
-    longest, block_size = max(map(len, prompts)), model.config.block_size
-    if longest > block_size and master:
-        print(f'the prompt has {longest:,} tokens, the context of the model {block_size:,}: the text is continued from '
-              f'the last {block_size:,}', file=sys.stderr)
+def read_prompts():
+    """The prompts that --start gives. Raises UserError if it has none."""
+    if not start.startswith('FILE:'):
+        return [start]
+    path = start.removeprefix('FILE:')
+    text = read_text(path)
+    if path.endswith('.jsonl'):
+        prompts = [read_prompt(path, number, line) for number, line in enumerate(text.split('\n'), 1) if line.strip()]
+    elif each_line:
+        prompts = [line for line in text.split('\n') if line]
+    else:
+        prompts = [text]
+    if not prompts:
+        raise UserError('the file has no prompts, only empty lines')
+    return prompts
 
 
-def read_prompt(number, line):
+def read_prompt(path, number, line):
     """The prompt in a line of prompts.jsonl: "a text" or {"prompt": "a text"}."""
     try:
         prompt = json.loads(line)
     except (ValueError, RecursionError):
         prompt = None
-    prompt = prompt.get('prompt') if isinstance(prompt, dict) else prompt
+    if isinstance(prompt, dict):
+        prompt = prompt.get('prompt')
     if not isinstance(prompt, str) or not prompt:
-        raise UserError(f'{start[5:]}, line {number}: neither "a text" nor {{"prompt": "a text"}}')
+        raise UserError(f'{path}, line {number}: neither "a text" nor {{"prompt": "a text"}}')
     return prompt
 
 
-def report_speed(model, generations):
-    """Prints the time of compilation, prefill and decoding, and the bandwidth: a decode step reads all weights and the
-    KV cache. Empties model.params: the bandwidth is measured in their memory."""
-    results, laps = [g.result for g in generations], [lap for g in generations for lap in g.laps]
-    prefill_s = sum(g.laps[0].running for g in generations)
-    decode_s = sum(lap.running for g in generations for lap in g.laps[1:])
-    n_new = sum(int(np.sum(g.result.lengths - g.lengths)) for g in generations)
-    n_samples = sum(len(g.prompts) for g in generations)
-    report = (f'{n_samples:,} samples of {len(lines):,} prompts, {n_new:,} tokens, in '
-              f'{time.perf_counter() - started:.1f} s\n'
-              f'first token: imports {imports_s:.2f} s, weights {model.loading.running:.2f} s, '
-              f'compiling {model.loading.compiling + laps[0].compiling:.2f} s, running {laps[0].running:.2f} s\n'
-              f'compiled in {sum(lap.compiling for lap in laps):.1f} s, prefill {prefill_s * 1000:.1f} ms')
-    if decode_s:
-        batch_size = len(generations[0].prompts)
-        tokens_per_sec = (n_new - batch_size * len(generations)) / decode_s  # without the tokens of the first laps
-        weight_bytes = bytes_read_per_step(model.params)
-        gb_read = sum(result.steps * (weight_bytes + result.cache_bytes) for result in results) / 1e9
-        model.params.clear()
-        trim_malloc()
-        devices = model.parallel.devices
-        bandwidth = measure_bandwidth(devices[0], 2**27) * len(devices)  # each device reads its own shard
-        report += (f', then {tokens_per_sec:,.0f} tok/s ({tokens_per_sec / batch_size:,.0f} per sequence) '
-                   f'for {n_new:,} tokens\n'
-                   f'weights {weight_bytes / 1e6:,.4g} MB, {gb_read / decode_s:.1f} GB/s, which is '
-                   f'{gb_read / decode_s / bandwidth:.0%} of the {bandwidth:.1f} GB/s that this machine reads')
-        drafted, accepted = sum(result.drafted for result in results), sum(result.accepted for result in results)
-        if drafted:
-            report += f'\ndrafts: {accepted:,} of {drafted:,} tokens accepted, {accepted / drafted:.0%}'
-            if any(drafts_are_useless(result.drafted, result.accepted, batch_size) for result in results):
-                report += '; too few, so they were switched off'
-    length = min(model.config.block_size, max(max(g.lengths) for g in generations) + max_new_tokens)
-    kv_bytes = cache_bytes(model.config, length, cache_dtype)
-    report += f'\nKV cache: {kv_bytes:,} bytes for a sequence of {length:,} tokens, {kv_bytes / length:,.0f} per token'
-    print(report, file=sys.stderr)
-
-# -----------------------------------------------------------------------------
-# interactive mode
-
-COMMANDS = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctrl-D leaves'
+def note(line):
+    """Prints a line beside the samples, on stderr."""
+    if master:
+        print(line, file=sys.stderr)
 
 
-def read_turn():
-    """What the user types; lines that are pasted together are one turn."""
-    text = input('> ')
-    while os.name == 'posix' and sys.stdin.isatty() and select.select([sys.stdin], [], [], 0.05)[0]:
-        text += '\n' + input()
-    return text
-
-
-class Chat:
-    """A conversation: each line is answered, and the lines and answers so far are the context of the next answer."""
-
-    def __init__(self, model, system, options):
-        self.model, self.options = model, options
-        self.system = [{'role': 'system', 'content': system}] if system else []
-        self.messages = []  # of the user and the model, in turn
-        self.n_answers = 0
-        self.prefix_cache = PrefixCache()
-
-    def run(self):
-        """Asks for lines until the user leaves."""
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, line editing and history for input()
-        while True:
-            try:
-                line = read_turn()
-            except EOFError:
-                return print()
-            except KeyboardInterrupt:
-                print('\n(Ctrl-D leaves)')
-                continue
-            if line in ('/exit', '/quit'):
-                return
-            if line == '/help':
-                print(f'({COMMANDS})')
-            elif line == '/clear':
-                self.messages = []
-            elif line == '/save':
-                print('(/save needs the name of a file)')
-            elif line.startswith('/save '):
-                self.save(line[6:].strip())
-            elif line == '/retry' and not self.messages:
-                print('(there is no answer yet)')
-            elif line == '/retry':
-                self.answer(self.messages[:-2], self.messages[-2]['content'])
-            elif re.fullmatch(r'/\w+( .*)?', line):
-                print(f'(there is no command {line}; {COMMANDS})')
-            elif line:
-                self.answer(self.messages, line)
-
-    def encode(self, messages):
-        """The token ids of the messages: a chat if the model has a template, else plain text, a line for each turn."""
-        if self.model.tokenizer.chat_template is not None:
-            return self.model.encode([*self.system, *messages])
-        lines = ['\n' * (m['role'] == 'user') + m['content'] for m in messages]
-        return self.model.encode(''.join(lines)[1:])
-
-    def forget_oldest(self, messages):
-        """The messages without the oldest turns, if not all of them fit into the context with an answer."""
-        block_size = self.model.config.block_size
-        room = block_size - min(self.options['max_new_tokens'], block_size // 2)
-        kept = messages
-        while len(kept) > 1 and len(self.encode(kept)) > room:
-            kept = kept[2:]
-        if n_forgotten := (len(messages) - len(kept)) // 2:
-            forgotten = 'turn is' if n_forgotten == 1 else f'{n_forgotten} turns are'
-            print(f'(the context of {block_size:,} tokens is full: the oldest {forgotten} forgotten)')
-        return kept
-
-    def answer(self, messages, line):
-        """Prints the answer to a line that follows the messages; Ctrl-C ends the answer. The conversation is then these
-        messages, line and answer, or stays as it was if the line cannot be answered."""
-        answer = ''
-        try:
-            messages = self.forget_oldest([*messages, {'role': 'user', 'content': line}])
-            prompt = self.encode(messages)
-            warn_if_too_long([prompt])
-            generation = Generation(self.model, [prompt], first_sample=self.n_answers, streaming=True,
-                                    prefix_cache=self.prefix_cache, **self.options)
-            with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
-                for piece in pieces:
-                    answer += piece
-                    print(piece, end='', flush=True)
-            print(f"\n(cut at max_new_tokens={self.options['max_new_tokens']})" if generation.was_cut(0) else '')
-        except KeyboardInterrupt:
-            print('\n(interrupted)')
-        except Exception as error:  # whatever it is, the conversation goes on
-            name = '' if isinstance(error, UserError) else f'{type(error).__name__}: '
-            return print(f'error: {name}{error}')
-        finally:
-            self.n_answers += 1
-        self.messages = [*messages, {'role': 'assistant', 'content': final_answer(answer)}]
-
-    def save(self, path):
-        """Writes the conversation as one line of JSON, {"messages": [{"role": ..., "content": ...}]}."""
-        n_turns = len(self.messages) // 2
-        try:
-            text = json.dumps({'messages': self.system + self.messages}, ensure_ascii=False)
-            Path(path).write_text(f'{text}\n', encoding='utf-8')
-            print(f"({n_turns} turn{'s' * (n_turns != 1)} in {path})")
-        except (OSError, ValueError) as error:  # ValueError: a name with a NUL
-            print(f'error: cannot write {path}: {error}')
-
-# -----------------------------------------------------------------------------
-# load and sample
-
+# load the model
 is_run = init_from == 'resume'
 model = load(out_dir if is_run else init_from, checkpoint=checkpoint if is_run else '', base=base, dataset=dataset,
              draft=draft, device=device, dtype=dtype, quantize=quantize, tensor=tensor, expert=expert)
-if model.warning and master:
-    print(model.warning, file=sys.stderr)
+if model.warning:
+    note(model.warning)
 if (chat or system) and model.tokenizer.chat_template is None:
     raise UserError('the model has no chat template, which --chat and --system need')
+
+# how to sample: as the flags say; those that were not given, as the model's makers do
 header = model.title
-if defaults := {name: value for name, value in model.tokenizer.sampling.items() if name not in given}:
-    header += f"; {', '.join(f'{name}={value}' for name, value in defaults.items())} (its generation_config.json)"
-options = dict(
-    max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
-    repetition_penalty=repetition_penalty, cache_dtype=cache_dtype, n_draft=n_draft) | defaults
+options = {
+    'max_new_tokens': max_new_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'min_p': min_p,
+    'repetition_penalty': repetition_penalty, 'stop': stop, 'seed': seed, 'cache_dtype': cache_dtype,
+    'n_draft': n_draft}
+defaults = {name: value for name, value in model.tokenizer.sampling.items() if name not in given}
+if defaults:
+    options.update(defaults)
+    described = ', '.join(f'{name}={value}' for name, value in defaults.items())
+    header += f'; {described} (its generation_config.json)'
+
+# a conversation
 conversation = Chat(model, system, options)
 if interactive:
     print(f'{header}\n{COMMANDS}', file=sys.stderr)
@@ -283,45 +156,53 @@ if interactive:
     sys.exit(0)
 
 # encode the prompts
-lines = [start]
-if start.startswith('FILE:'):
-    text = read_text(start[5:])
-    lines = [line for line in text.split('\n') if line] if each_line else [text]
-    if start.endswith('.jsonl'):
-        lines = [read_prompt(number, line) for number, line in enumerate(text.split('\n'), 1) if line.strip()]
-    if not lines:
-        raise UserError('the file has no prompts, only empty lines')
+lines = read_prompts()
 if options['temperature'] == 0 and num_samples > 1:
-    if master:
-        print(f'at temperature=0 the {num_samples} samples of a prompt are equal: one is made', file=sys.stderr)
+    note(f'at temperature=0 the {num_samples} samples of a prompt are equal: one is made')
     num_samples = 1
-prompts = [conversation.encode([{'role': 'user', 'content': line}]) if chat else model.encode(line) for line in lines]
+if chat:
+    prompts = [conversation.encode([{'role': 'user', 'content': line}]) for line in lines]
+else:
+    prompts = [model.encode(line) for line in lines]
 
-# generate and print
+# generate and print: each sample while it grows, or all in one batch
 generations = []
 if stream:
     stream_cache = PrefixCache()  # the samples of a prompt share its prefill
     for line, prompt in zip(lines, prompts):
-        warn_if_too_long([prompt])
+        if master:
+            warn_if_too_long(model, [prompt])
         for i in range(num_samples):
             if chat:
                 print(f'> {line}')
-            generations.append(Generation(
-                model, [prompt], first_sample=i, streaming=True, prefix_cache=stream_cache, **options))
-            for piece in generations[-1].pieces(with_prompt=not chat):
+            generation = Generation(
+                model, [prompt], first_sample=i, streaming=True, prefix_cache=stream_cache, **options)
+            generations.append(generation)
+            for piece in generation.pieces(with_prompt=not chat):
                 print(piece, end='', flush=True)
             print('\n---------------')
 else:
-    warn_if_too_long(prompts)
-    generations.append(Generation(model, prompts, num_samples=num_samples, **options).finish())
-    for i, (text, prompt_text) in enumerate(zip(generations[0].texts, generations[0].prompt_texts)):
-        print(f'> {lines[i // num_samples]}\n{text[len(prompt_text):]}' if chat else text)
+    if master:
+        warn_if_too_long(model, prompts)
+    generation = Generation(model, prompts, num_samples=num_samples, **options).finish()
+    generations.append(generation)
+    for i, (text, prompt_text) in enumerate(zip(generation.texts, generation.prompt_texts)):
+        if chat:
+            print(f'> {lines[i // num_samples]}')
+            text = text[len(prompt_text):]
+        print(text)
         print('---------------')
+
+# the samples as lines of JSON
 if output:
-    samples = [g.describe(i) for g in generations for i in range(len(g.prompts))]
-    rows = [json.dumps(sample | {'index': i % num_samples}, ensure_ascii=False) for i, sample in enumerate(samples)]
+    samples = [generation.describe(i) for generation in generations for i in range(len(generation.prompts))]
+    for i, sample in enumerate(samples):
+        sample['index'] = i % num_samples
+    rows = [json.dumps(sample, ensure_ascii=False) for sample in samples]
     if master:
         write_text(output, '\n'.join(rows) + '\n')
+
 if master:
     print(header, file=sys.stderr)
-    report_speed(model, generations)
+    print(report_speed(model, generations, n_prompts=len(lines), started=started, imports_s=imports_s,
+                       cache_dtype=cache_dtype), file=sys.stderr)

@@ -16,6 +16,7 @@ from tests.common import (
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from jax_files.tokenizers import HFTokenizer
 from jax_generate import GenerationResult
@@ -315,7 +316,7 @@ def test_an_interrupted_answer_stays_in_the_conversation(speaking, tmp_path, mon
 
 def test_only_the_final_channel_of_an_answer_stays_in_the_conversation(speaking, tmp_path, monkeypatch):
     channels = '<|channel|>', '<|message|>', '<|start|>', '<|end|>'
-    tokenizer = HFTokenizer(speaking).tokenizer
+    tokenizer = tokenizers.Tokenizer.from_file(str(speaking / 'tokenizer.json'))
     tokenizer.add_special_tokens(list(channels))
     tokenizer.save(str(speaking / 'tokenizer.json'))
     answers = ['<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>so</s>',
@@ -560,7 +561,7 @@ def test_int8_weights_are_quantized_while_they_are_loaded_and_freed_before_the_b
         return 1.0
 
     monkeypatch.setattr('jax_text.load_pretrained', watched)
-    monkeypatch.setattr('jax_devices.setup.measure_bandwidth', bandwidth)
+    monkeypatch.setattr('jax_speed.measure_bandwidth', bandwidth)
     succeeded(sample('none', f'--init_from={speaking}', '--quantize=int8', '--start=ab', '--num_samples=1',
                      '--max_new_tokens=2'))
     assert {kind for name, kind in kinds if name in ('kernel', 'wte', 'lm_head')} == {'Int8'}

@@ -22,7 +22,7 @@ LEVELS = {
     'jax_ops.choose_attention': 5, 'jax_ops.decode_weights': 4, 'jax_sizes': 1, 'jax_cache': 4,
     'jax_transformer': 5, 'jax_generate': 6, 'jax_devices.parallel': 7,
     'jax_optimizers': 5, 'jax_log': 1, 'jax_pretrained': 7, 'jax_lora': 8, 'jax_files.checkpoints': 9,
-    'jax_train_utils': 10, 'jax_text': 10,
+    'jax_train_utils': 10, 'jax_score': 7, 'jax_speed': 7, 'jax_text': 10, 'jax_chat': 11,
 }
 SCRIPTS = ('train_jax', 'sample_jax', 'eval_jax', 'export_jax', 'bench_jax')
 FOLDERS = ('jax_ops', 'jax_files', 'jax_devices', 'tools')
@@ -82,7 +82,7 @@ def test_a_folder_is_one_paragraph_and_exports_nothing():
 def test_names_are_exported_again_by_train_utils_and_transformer_only():
     """A name imported and not used is an export. Pyflakes finds the others."""
     exporting = {name for name, path in product_files().items() if 'noqa: F401' in path.read_text(encoding='utf-8')}
-    assert exporting <= {'jax_train_utils.py', 'jax_transformer.py', 'sample_jax.py'}  # sample_jax.py: readline
+    assert exporting <= {'jax_train_utils.py', 'jax_transformer.py', 'jax_chat.py'}  # jax_chat.py: readline
 
 
 def test_no_private_name_of_jax_is_imported_at_the_top_of_a_file():

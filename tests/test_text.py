@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
+import jax_score
 import jax_text
 from jax_flags import UserError
 from jax_generate import generate
@@ -194,7 +195,7 @@ def rows_to_score(seed=0):
 def score_uncached(config, params, ids, start, max_length):
     """The log-probabilities of ids[start:], each window in one call of the model without a KV cache."""
     found = []
-    for first, scored, end in jax_text.windows(len(ids), start, max_length):
+    for first, scored, end in jax_score.windows(len(ids), start, max_length):
         idx = np.pad(ids[first:end - 1], (0, max_length - (end - 1 - first)))[None]  # one shape, so one compilation
         logits = apply(config, params, idx)[0]
         logprobs = np.asarray(jax.nn.log_softmax(logits))[np.arange(end - first - 1), ids[first + 1:end]]
@@ -210,7 +211,7 @@ def test_log_probabilities_are_those_of_the_uncached_model_in_any_batch(name):
     converted = convert_params_for_decoding(dict(params), 'float32')
     expected = [[score_uncached(config, params, *row, 16) for row in item] for item in items]
     for batch_size in (1, 16):
-        scores = jax_text.score(converted, config, items, batch_size=batch_size)
+        scores = jax_score.score(converted, config, items, batch_size=batch_size)
         for item, item_expected in zip(scores, expected):
             for (logprobs, _), row_expected in zip(item, item_expected, strict=True):
                 np.testing.assert_allclose(logprobs, row_expected, atol=2e-5)
@@ -221,14 +222,14 @@ def test_a_token_is_likeliest_if_greedy_sampling_generates_it():
     params = convert_params_for_decoding(dict(random_params(TINY)), 'float32')
     ids = generate(params, TINY, np.array([[3, 4]]), 8, rng=jax.random.key(0), temperature=0)[0].tolist()
     other = [*ids[:5], (ids[5] + 1) % 37, *ids[6:]]
-    (_, same), (_, changed) = jax_text.score(params, TINY, [[(ids, 2), (other, 2)]])[0]
+    (_, same), (_, changed) = jax_score.score(params, TINY, [[(ids, 2), (other, 2)]])[0]
     assert same.all() and changed[:3].all() and not changed[3]
 
 
 def test_windows_are_those_of_lm_eval():
-    assert list(jax_text.windows(11, 1, 4)) == [(0, 1, 5), (4, 5, 9), (6, 9, 11)]  # the example in lm-eval's docs
-    assert list(jax_text.windows(11, 9, 4)) == [(6, 9, 11)]
-    assert list(jax_text.windows(5, 2, 4)) == [(0, 2, 5)]
+    assert list(jax_score.windows(11, 1, 4)) == [(0, 1, 5), (4, 5, 9), (6, 9, 11)]  # the example in lm-eval's docs
+    assert list(jax_score.windows(11, 9, 4)) == [(6, 9, 11)]
+    assert list(jax_score.windows(5, 2, 4)) == [(0, 2, 5)]
 
 
 @pytest.mark.parametrize('how, tolerance', [

@@ -1,0 +1,144 @@
+"""A conversation in a terminal: each line is answered, and the lines and answers so far are the context of the next.
+
+sample_jax.py --interactive=True runs it; its commands are listed by /help.
+"""
+import contextlib
+import json
+import os
+import re
+import select
+import sys
+from pathlib import Path
+
+from jax_files.chats import final_answer
+from jax_flags import UserError
+from jax_generate import PrefixCache
+from jax_text import Generation
+
+COMMANDS = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctrl-D leaves'
+
+
+def read_turn():
+    """What the user types; lines that are pasted together are one turn."""
+    text = input('> ')
+    while os.name == 'posix' and sys.stdin.isatty() and select.select([sys.stdin], [], [], 0.05)[0]:
+        text += '\n' + input()
+    return text
+
+
+class Chat:
+    """A conversation: each line is answered, and the lines and answers so far are the context of the next answer."""
+
+    def __init__(self, model, system, options):
+        self.model, self.options = model, options
+        self.system = [{'role': 'system', 'content': system}] if system else []
+        self.messages = []  # of the user and the model, in turn
+        self.n_answers = 0
+        self.prefix_cache = PrefixCache()
+
+    def run(self):
+        """Asks for lines until the user leaves."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401, line editing and history for input()
+        while True:
+            try:
+                line = read_turn()
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print('\n(Ctrl-D leaves)')
+                continue
+            if line in ('/exit', '/quit'):
+                return
+            if re.fullmatch(r'/\w+( .*)?', line):
+                self.obey(line)
+            elif line:
+                self.answer(self.messages, line)
+
+    def obey(self, line):
+        """Executes one of COMMANDS."""
+        if line == '/help':
+            print(f'({COMMANDS})')
+        elif line == '/clear':
+            self.messages = []
+        elif line == '/save':
+            print('(/save needs the name of a file)')
+        elif line.startswith('/save '):
+            self.save(line.removeprefix('/save ').strip())
+        elif line == '/retry' and not self.messages:
+            print('(there is no answer yet)')
+        elif line == '/retry':
+            self.answer(self.messages[:-2], self.messages[-2]['content'])
+        else:
+            print(f'(there is no command {line}; {COMMANDS})')
+
+    def encode(self, messages):
+        """The token ids of the messages: a chat if the model has a template, else plain text, a line for each turn."""
+        if self.model.tokenizer.chat_template is not None:
+            return self.model.encode([*self.system, *messages])
+        text = ''
+        for i, message in enumerate(messages):
+            if message['role'] == 'user' and i > 0:
+                text += '\n'
+            text += message['content']
+        return self.model.encode(text)
+
+    def forget_oldest(self, messages):
+        """The messages without the oldest turns, if not all of them fit into the context with an answer."""
+        block_size = self.model.config.block_size
+        room = block_size - min(self.options['max_new_tokens'], block_size // 2)
+        kept = messages
+        while len(kept) > 1 and len(self.encode(kept)) > room:
+            kept = kept[2:]
+        n_forgotten = (len(messages) - len(kept)) // 2
+        if n_forgotten:
+            forgotten = 'turn is' if n_forgotten == 1 else f'{n_forgotten} turns are'
+            print(f'(the context of {block_size:,} tokens is full: the oldest {forgotten} forgotten)')
+        return kept
+
+    def answer(self, messages, line):
+        """Prints the answer to a line that follows the messages; Ctrl-C ends the answer. The conversation is then these
+        messages, line and answer, or stays as it was if the line cannot be answered."""
+        answer = ''
+        try:
+            messages = self.forget_oldest([*messages, {'role': 'user', 'content': line}])
+            prompt = self.encode(messages)
+            warn_if_too_long(self.model, [prompt])
+            generation = Generation(self.model, [prompt], first_sample=self.n_answers, streaming=True,
+                                    prefix_cache=self.prefix_cache, **self.options)
+            with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
+                for piece in pieces:
+                    answer += piece
+                    print(piece, end='', flush=True)
+            print()
+            if generation.was_cut(0):
+                print(f"(cut at max_new_tokens={self.options['max_new_tokens']})")
+        except KeyboardInterrupt:
+            print('\n(interrupted)')
+        except Exception as error:  # whatever it is, the conversation goes on
+            name = '' if isinstance(error, UserError) else f'{type(error).__name__}: '
+            print(f'error: {name}{error}')
+            return
+        finally:
+            self.n_answers += 1
+        self.messages = [*messages, {'role': 'assistant', 'content': final_answer(answer)}]
+
+    def save(self, path):
+        """Writes the conversation as one line of JSON, {"messages": [{"role": ..., "content": ...}]}."""
+        n_turns = len(self.messages) // 2
+        try:
+            text = json.dumps({'messages': self.system + self.messages}, ensure_ascii=False)
+            Path(path).write_text(f'{text}\n', encoding='utf-8')
+            turns = '1 turn' if n_turns == 1 else f'{n_turns} turns'
+            print(f'({turns} in {path})')
+        except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+            print(f'error: cannot write {path}: {error}')
+
+
+def warn_if_too_long(model, prompts):
+    """Says so on stderr if a prompt has more tokens than the context of the model."""
+    longest, block_size = max(map(len, prompts)), model.config.block_size
+    if longest > block_size:
+        print(f'the prompt has {longest:,} tokens, the context of the model {block_size:,}: the text is continued from '
+              f'the last {block_size:,}', file=sys.stderr)
