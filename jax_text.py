@@ -71,7 +71,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
         part = parallel.device_put(part)
         return flatten_dict(convert_params_for_decoding(part, dtype, quantize))[path]
 
-    def read(source, checkpoint='', base=''):
+    def read(source, checkpoint='', base='', is_draft=False):
         """(params for decoding on the mesh, config, description of the tokenizer or None, name, warning)."""
         warning = ''
         if is_run(source) or checkpoint:
@@ -85,7 +85,9 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
         else:
             path = local_path(source, base=base)
             config, params = load_pretrained(path, 'stored' if quantize else dtype, place)
-            description, name = describe_tokenizer(path, config.vocab_size), str(source)
+            is_told = dataset or is_draft  # a tokenizer beside the weights, which may not be readable, is not asked
+            description = None if is_told else describe_tokenizer(path, config.vocab_size)
+            name = str(source)
         parallel.validate(config)
         with parallel.mesh_context():
             params = order_columns_by_rank(params, config)
@@ -103,7 +105,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
         raise UserError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}')
     draft_model = None
     if draft:
-        *draft_model, draft_description, _, _ = read(draft)
+        *draft_model, draft_description, _, _ = read(draft, is_draft=True)
         if is_run(draft) and not same_tokens(draft_description, description):
             raise UserError(f'{draft} was trained with other tokens than {name}: it cannot draft for it')
     title = f'{name}; {tensor} x {devices[0].device_kind}, compute in {dtype} ({reason})'

@@ -157,9 +157,9 @@ def gpt2_encoding():
 
 def load_model_tokenizer(model):
     """The tokenizer of a Hugging Face folder or owner/name, and its vocabulary. Raises UserError."""
-    from jax_files.tokenizers import TOKENIZER_FILES, copy_tokenizer, load_tokenizer
+    from jax_files.tokenizers import READ_FILES, copy_tokenizer, load_tokenizer
     from jax_files.weight_files import local_path
-    source = {'kind': 'folder', 'path': local_path(model, TOKENIZER_FILES)}
+    source = {'kind': 'folder', 'path': local_path(model, READ_FILES)}
     enc = load_tokenizer(source)
     with tempfile.TemporaryDirectory() as folder:
         copy_tokenizer(source, folder)

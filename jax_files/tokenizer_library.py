@@ -20,7 +20,14 @@ GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                 r'|\s*[\r\n]+|\s+(?!\S)|\s+')
 QWEN2_SPLIT = LLAMA3_SPLIT.replace('{1,3}', '')  # that of bpe:N, too
-KNOWN_PATTERNS = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, r'\p{N}', r'\p{N}{1,3}', r'\s+', ' ', ' {2,}', r'\d'}
+UPPER, LOWER = r'[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]', r'[\p{Ll}\p{Lm}\p{Lo}\p{M}]'
+ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K_SPLIT = '|'.join([  # that of gpt-oss
+    rf'[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDINGS}', rf'[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDINGS}',
+    r'\p{N}{1,3}', r' ?[^\s\p{L}\p{N}]+[\r\n/]*', r'\s*[\r\n]+', r'\s+(?!\S)', r'\s+'])
+TEKKEN_SPLIT = O200K_SPLIT.replace(ENDINGS, '').replace('{1,3}', '')  # that of newer Mistrals
+KNOWN_PATTERNS = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, O200K_SPLIT, TEKKEN_SPLIT, r'\p{N}', r'\p{N}{1,3}', r'\s+',
+                  r'\d', ' ', ' {2,}'}
 
 
 class SafeTokenizer:

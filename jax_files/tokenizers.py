@@ -16,6 +16,7 @@ from jax_flags import SAMPLING_NAMES, UserError, read_json, regular_file, write_
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
                    'generation_config.json')  # of a Hugging Face folder; all but the first may be missing
+READ_FILES = (*TOKENIZER_FILES, 'config.json', 'added_tokens.json', 'vocab.json', 'merges.txt')  # that tell of one
 
 
 class CharTokenizer:
@@ -285,6 +286,7 @@ def strip_partial_utf8(text):
 def load_tokenizer(description):
     """The tokenizer, an object like CharTokenizer, of a description {'kind': 'char', 'chars': ...}, {'kind': 'gpt2'} or
     {'kind': 'folder', 'path': ...}. Raises UserError for any other."""
+    check_description(description)
     kind = description.get('kind')
     if kind == 'char':
         return CharTokenizer(description['chars'])
@@ -293,6 +295,16 @@ def load_tokenizer(description):
     if kind == 'folder':
         return HFTokenizer(description['path'])
     raise UserError(f'unknown kind of tokenizer {kind!r}')
+
+
+def check_description(description):
+    """Raises UserError for what cannot be the description of a tokenizer, as a damaged meta.json has it."""
+    needed = {'char': 'chars', 'folder': 'path'}
+    is_object = isinstance(description, dict)
+    key = needed.get(description.get('kind')) if is_object and isinstance(description.get('kind'), str) else None
+    if not is_object or (key and not isinstance(description.get(key), str)):
+        raise UserError(f'{description!r:.100} does not describe a tokenizer, as meta.json should; prepare the data '
+                        'set again')
 
 
 def load_token_bytes(description, vocab_size):
@@ -322,6 +334,7 @@ def describe_tokenizer(model_path, vocab_size):
 
 def locate_tokenizer(description, folder):
     """The description with its path, if it has one, relative to the current folder instead of relative to `folder`."""
+    check_description(description)
     if description.get('kind') != 'folder':
         return description
     return description | {'path': os.path.join(folder, os.path.expanduser(description['path']))}

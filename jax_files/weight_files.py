@@ -116,7 +116,8 @@ WEIGHT_FILES = ('model.safetensors', 'model.safetensors.index.json', 'pytorch_mo
                 'pytorch_model.bin.index.json', GGUF_PATH, ADAPTER_PATH)  # of a folder
 
 
-HUB_FILES = ('*.json', '*.safetensors', '*.jinja', 'merges.txt')  # of a model
+HUB_FILES = ('*.json', '*.safetensors', '*.jinja',  # of a model
+             'merges.txt', 'vocab.txt', '*.model', '*.tiktoken')  # that tell a tokenizer without a tokenizer.json
 HUB_FILES_OF_TORCH = (*HUB_FILES, 'pytorch_model*.bin', 'adapter_model.bin')  # of one without safetensors
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from jax_files import tokenizer_library
 from jax_files.tokenizers import (
-    HFTokenizer, copy_tokenizer, describe_tokenizer, load_token_bytes, load_tokenizer, strip_partial_utf8,
-    write_char_tokenizer)
+    HFTokenizer, copy_tokenizer, describe_tokenizer, load_token_bytes, load_tokenizer, locate_tokenizer,
+    strip_partial_utf8, write_char_tokenizer)
 from jax_files.metrics import read_metrics
 from jax_flags import UserError
 from tests.common import CONVERSATION, PADDED, TUNE, prepare
@@ -337,6 +337,25 @@ def test_characters_that_an_evaluation_cannot_score_are_counted_and_named(speaki
 
 # -----------------------------------------------------------------------------
 # strangers' files
+
+
+@pytest.mark.parametrize('description', [
+    None, [], 'gpt2', {'kind': 'char'}, {'kind': 'char', 'chars': ['a']}, {'kind': 'folder', 'path': 3},
+    {'kind': ['char']}])
+def test_what_describes_no_tokenizer_is_refused(description):
+    assert re.search('does not describe a tokenizer|unknown kind', refusal(load_tokenizer, description))
+    if not isinstance(description, dict) or description['kind'] == 'folder':
+        assert 'does not describe a tokenizer' in refusal(locate_tokenizer, description, '.')
+
+
+@pytest.mark.parametrize('pattern, is_strange', [
+    (tokenizer_library.O200K_SPLIT, False), (tokenizer_library.QWEN2_SPLIT, False), ('a+', True)])
+def test_patterns_of_the_published_families_are_called_directly(pattern, is_strange, speaking):
+    edit_json(speaking / 'tokenizer.json', pre_tokenizer={
+        'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False})
+    tokenizer = HFTokenizer(speaking)
+    assert tokenizer.tokenizer.is_strange == is_strange
+    assert tokenizer.decode(tokenizer.encode('hello, again.')) == 'hello, again.'
 
 
 @pytest.mark.parametrize('change, message', [
