@@ -109,16 +109,30 @@ def read_prompts():
 
 
 def read_prompt(path, number, line):
-    """The prompt in a line of prompts.jsonl: "a text" or {"prompt": "a text"}."""
+    """The prompt in a line of prompts.jsonl: "a text" or {"prompt": "a text"}; in a chat also {"messages": [...]}, with
+    "tools" and "chat_template_kwargs", which is returned as it is, with its place."""
     try:
         prompt = json.loads(line)
     except (ValueError, RecursionError):
         prompt = None
+    if chat and isinstance(prompt, dict) and isinstance(prompt.get('messages'), list) and prompt['messages']:
+        return prompt | {'where': f'{path}, line {number}'}
     if isinstance(prompt, dict):
         prompt = prompt.get('prompt')
     if not isinstance(prompt, str) or not prompt:
         raise UserError(f'{path}, line {number}: neither "a text" nor {{"prompt": "a text"}}')
     return prompt
+
+
+def encode_prompt(prompt):
+    """The token ids of a prompt of read_prompts, in a chat of the question that it is. Raises UserError."""
+    if isinstance(prompt, str):
+        return conversation.encode([{'role': 'user', 'content': prompt}]) if chat else model.encode(prompt)
+    try:
+        return model.encode([*conversation.system, *prompt['messages']], tools=prompt.get('tools'),
+                            chat_template_kwargs=prompt.get('chat_template_kwargs'))
+    except UserError as error:
+        raise UserError(f'{prompt["where"]}: {error}') from None
 
 
 def note(line):
@@ -160,10 +174,9 @@ lines = read_prompts()
 if options['temperature'] == 0 and num_samples > 1:
     note(f'at temperature=0 the {num_samples} samples of a prompt are equal: one is made')
     num_samples = 1
-if chat:
-    prompts = [conversation.encode([{'role': 'user', 'content': line}]) for line in lines]
-else:
-    prompts = [model.encode(line) for line in lines]
+prompts = [encode_prompt(line) for line in lines]
+# of a conversation, its last message is shown
+lines = [line if isinstance(line, str) else line['messages'][-1].get('content') for line in lines]
 
 # generate and print: each sample while it grows, or all in one batch
 generations = []

@@ -619,6 +619,22 @@ def test_each_sample_is_a_line_of_json_with_its_reason_and_log_probability(finis
         assert line['logprob'] == pytest.approx(logprobs.sum(), abs=1e-4)
 
 
+@pytest.mark.slow
+def test_a_line_of_prompts_may_be_a_chat_with_tools(speaking, tmp_path):
+    template = '{% if tools %}b{% endif %}{{ d }}{% for m in messages %}{{ m.content }}{% endfor %}<model>'
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    row = {'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': 'a'}]}], 'tools': [{'name': 'f'}],
+           'chat_template_kwargs': {'d': 'd'}}
+    prompts, out = tmp_path / 'prompts.jsonl', tmp_path / 'out.jsonl'
+    flags = ['--chat=True', '--num_samples=1', '--max_new_tokens=2', f'--start=FILE:{prompts}', f'--output={out}']
+    prompts.write_text(json.dumps(row) + '\n{"prompt": "c"}\n')
+    assert sample('none', f'--init_from={speaking}', *flags).returncode == 0
+    assert [json.loads(line)['prompt'] for line in out.read_text().splitlines()] == ['bda', 'c']
+    prompts.write_text('"c"\n' + json.dumps(row | {'tools': 3}))
+    result = sample('none', f'--init_from={speaking}', *flags)
+    assert result.returncode == 2 and 'prompts.jsonl, line 2: "tools" must be a list' in result.stderr
+
+
 @pytest.mark.parametrize('line', ['{"prompt": 3}', '{"text": "a"}', '""', 'the quick'])
 def test_a_line_that_is_no_prompt_is_named(line, tmp_path):
     (tmp_path / 'prompts.jsonl').write_text(f'"a"\n{line}\n')
