@@ -12,8 +12,8 @@ Prompts of different lengths are padded on the right and need no bookkeeping: a 
 the position PAD, which is later than every query (masked) and outside of the cache (not written).
 
 A layer's cache is a dict {name: array [B, G, S, K]}, usually of 'k' and 'v'; latent attention has
-'latent' and 'rope'. int8 and float8 caches have a scale per vector, {name_scale: [B, G, S]}.
-Heads come before slots, because a head's keys are then one piece of memory (docs/lab_log.md#kv-cache).
+'latent' and 'rope'. int8 and float8 caches have a scale per vector, {name_scale: [B, G, S]}. Heads
+come before slots, because a head's keys are then one piece of memory (docs/lab_log.md#kv-cache).
 
 Letters of the shapes are those of jax_transformer.py. `config` is a GPTConfig.
 """
@@ -98,7 +98,8 @@ def update_ring_cache(config, layer_type, cache, new_kv, position_BxT):
 def write_cache(cache, new_kv, slot_BxT):
     """Returns a layer's cache with new_kv {name: [B, T, G, K]} in the given slots.
 
-    Slots that are out of range are ignored. int8 and float8 caches are quantized vector by vector."""
+    Slots that are out of range are ignored. int8 and float8 caches are quantized vector by
+    vector."""
     new_cache = {}
     for name, x_BxTxGxK in new_kv.items():
         slots = jnp.broadcast_to(slot_BxT, x_BxTxGxK.shape[:2])
@@ -132,7 +133,8 @@ def held_dtype(cache):
 
 
 def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
-    """Computes cache.at[b, :, slot].set(x) in the cache's dtype; K may follow the last axis of both.
+    """Computes cache.at[b, :, slot].set(x) in the cache's dtype; K may follow the last axis of
+    both.
 
     Slots out of range are ignored. Two things are for the compilers:
     - Each head is indexed, too: otherwise XLA:TPU stores the cache with heads next to K, and copies

@@ -1,4 +1,5 @@
-"""A conversation in a terminal: each line is answered, and the lines and answers so far are the context of the next.
+"""A conversation in a terminal: each line is answered, and the lines and answers so far are the
+context of the next.
 
 sample_jax.py --interactive=True runs it; its commands are listed by /help.
 """
@@ -27,7 +28,8 @@ def read_turn():
 
 
 class Chat:
-    """A conversation: each line is answered, and the lines and answers so far are the context of the next answer."""
+    """A conversation: each line is answered, and the lines and answers so far are the context of
+    the next answer."""
 
     def __init__(self, model, system, options):
         self.model, self.options = model, options
@@ -74,7 +76,8 @@ class Chat:
             print(f'(there is no command {line}; {COMMANDS})')
 
     def encode(self, messages):
-        """The token ids of the messages: a chat if the model has a template, else plain text, a line for each turn."""
+        """The token ids of the messages: a chat if the model has a template, else plain text, a
+        line for each turn."""
         if self.model.tokenizer.chat_template is not None:
             return self.model.encode([*self.system, *messages])
         text = ''
@@ -85,7 +88,8 @@ class Chat:
         return self.model.encode(text)
 
     def forget_oldest(self, messages):
-        """The messages without the oldest turns, if not all of them fit into the context with an answer."""
+        """The messages without the oldest turns, if not all of them fit into the context with an
+        answer."""
         block_size = self.model.config.block_size
         room = block_size - min(self.options['max_new_tokens'], block_size // 2)
         kept = messages
@@ -98,8 +102,9 @@ class Chat:
         return kept
 
     def answer(self, messages, line):
-        """Prints the answer to a line that follows the messages; Ctrl-C ends the answer. The conversation is then these
-        messages, line and answer, or stays as it was if the line cannot be answered."""
+        """Prints the answer to a line that follows the messages; Ctrl-C ends the answer. The
+        conversation is then these messages, line and answer, or stays as it was if the line cannot
+        be answered."""
         answer = ''
         try:
             messages = self.forget_oldest([*messages, {'role': 'user', 'content': line}])
@@ -125,7 +130,8 @@ class Chat:
         self.messages = [*messages, {'role': 'assistant', 'content': final_answer(answer)}]
 
     def save(self, path):
-        """Writes the conversation as one line of JSON, {"messages": [{"role": ..., "content": ...}]}."""
+        """Writes the conversation as one line of JSON, {"messages": [{"role": ..., "content":
+        ...}]}."""
         n_turns = len(self.messages) // 2
         try:
             text = json.dumps({'messages': self.system + self.messages}, ensure_ascii=False)

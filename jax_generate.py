@@ -1,10 +1,12 @@
-"""Generation: prompt ids to new ids, by prefill and decode with a KV cache, sampling, speculative decoding, streaming.
+"""Generation: prompt ids to new ids, by prefill and decode with a KV cache, sampling, speculative
+decoding, streaming.
 
-`generate` returns all tokens, `generate_stream` yields while they are made; jax_text.py does both for texts. Read from
-the top: how a token is sampled; the compiled functions, prefill and decode with its three steps; the Decoder, which
-calls them; the two public functions.
+`generate` returns all tokens, `generate_stream` yields while they are made; jax_text.py does both
+for texts. Read from the top: how a token is sampled; the compiled functions, prefill and decode
+with its three steps; the Decoder, which calls them; the two public functions.
 
-Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J the number of drafts.
+Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J
+the number of drafts.
 """
 import functools
 from typing import Any, NamedTuple
@@ -29,7 +31,8 @@ MAX_DRAFT = 16
 # sampling
 
 class Sampling(struct.PyTreeNode):
-    """How tokens are sampled, for compiled functions: other numbers do not recompile. None is off."""
+    """How tokens are sampled, for compiled functions: other numbers do not recompile. None is
+    off."""
     n_vocab: int = struct.field(pytree_node=False)  # only ids below it
     stop_tokens: tuple = struct.field(pytree_node=False, default=())
     temperature: Any = None  # None is greedy
@@ -63,14 +66,16 @@ def create_sampling(config, options, *, n_vocab=None, stop_tokens=()):
 
 def sample_token(logits_BxV, key_B, sampling):
     """One token id per row of float32 logits, [B]."""
-    logits_BxV = shard(logits_BxV, None, None)[:, :sampling.n_vocab]  # all-gathered over the vocabulary
+    # all-gathered over the vocabulary
+    logits_BxV = shard(logits_BxV, None, None)[:, :sampling.n_vocab]
     if sampling.temperature is None:  # argmax; on XLA:CPU two plain reductions are faster
         is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
         return jnp.where(is_max_BxV, jnp.arange(sampling.n_vocab), sampling.n_vocab - 1).min(-1)
     logits_BxV /= sampling.temperature
     if sampling.top_k is not None:
         logits_BxV = keep_largest(logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), sampling.top_k)
-    if sampling.top_p is not None:  # keep the likeliest until their probabilities reach top_p (arXiv:1904.09751)
+    # keep the likeliest until their probabilities reach top_p (arXiv:1904.09751)
+    if sampling.top_p is not None:
         logits_BxV = keep_largest(logits_BxV, jax.nn.softmax(logits_BxV), sampling.top_p)
     if sampling.min_p is not None:  # min_p times the likeliest one's, or more (arXiv:2407.01082)
         least_Bx1 = logits_BxV.max(-1, keepdims=True) + jnp.log(sampling.min_p)
@@ -79,11 +84,13 @@ def sample_token(logits_BxV, key_B, sampling):
 
 
 def keep_largest(logits_BxV, weight_BxV, amount):
-    """The logits, with -inf for all but the largest ones: as few as weigh at least `amount` together, and those equal
-    to the smallest of them. weight_BxV: 1 for top-k (amount is k), the probabilities for top-p.
+    """The logits, with -inf for all but the largest ones: as few as weigh at least `amount`
+    together, and those equal to the smallest of them. weight_BxV: 1 for top-k (amount is k), the
+    probabilities for top-p.
 
-    The threshold t is found bit by bit, because a sort (which lax.top_k is on XLA:CPU, docs/lab_log.md#sampling) is
-    slower: floats are mapped to uint32 in the same order, and a bit of t is set if the logits >= t weigh enough."""
+    The threshold t is found bit by bit, because a sort (which lax.top_k is on XLA:CPU,
+    docs/lab_log.md#sampling) is slower: floats are mapped to uint32 in the same order, and a bit of
+    t is set if the logits >= t weigh enough."""
     sign = jnp.uint32(1 << 31)
     bits_BxV = jax.lax.bitcast_convert_type(logits_BxV, jnp.uint32)
     order_BxV = jnp.where(bits_BxV >= sign, ~bits_BxV, bits_BxV | sign)
@@ -94,13 +101,15 @@ def keep_largest(logits_BxV, weight_BxV, amount):
         return jnp.where(weight_Bx1 >= amount, higher_Bx1, t_Bx1)
 
     t_Bx1 = jax.lax.fori_loop(0, 32, find_bit, jnp.zeros((len(logits_BxV), 1), jnp.uint32))
-    # if all together weigh less than `amount` (rounding), t stays 0, whose float is NaN: no logit is below NaN
+    # if all together weigh less than `amount` (rounding), t stays 0, whose float is NaN: no logit
+    # is below NaN
     least_Bx1 = jax.lax.bitcast_convert_type(jnp.where(t_Bx1 >= sign, t_Bx1 ^ sign, ~t_Bx1), jnp.float32)
     return jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
 
 
 def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
-    """Divides positive logits of tokens that the row has by `penalty`, multiplies negative ones (arXiv:1909.05858)."""
+    """Divides positive logits of tokens that the row has by `penalty`, multiplies negative ones
+    (arXiv:1909.05858)."""
     is_filled_BxN = jnp.arange(tokens_BxN.shape[1]) < length_B[:, None]
     rows_Bx1 = jnp.arange(len(tokens_BxN))[:, None]
     present_BxV = jnp.zeros(logits_BxV.shape, bool).at[rows_Bx1, tokens_BxN].max(is_filled_BxN)
@@ -111,7 +120,8 @@ def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
 # prefill and decode
 
 class DecodeState(struct.PyTreeNode):
-    """State of a generation: row b of tokens_BxN holds length_B[b] tokens, of which n_generated_B[b] were generated."""
+    """State of a generation: row b of tokens_BxN holds length_B[b] tokens, of which
+    n_generated_B[b] were generated."""
     tokens_BxN: jax.Array
     length_B: jax.Array
     n_generated_B: jax.Array
@@ -139,10 +149,11 @@ def sample_and_append(state, logits_BxV, active_B, sampling):
 
 
 def prefill(params, cache, idx_BxT, position_BxT, *, config, with_output=False):
-    """The KV cache with one piece of the prompts, layer by layer; PAD in position_BxT marks padding. with_output: the
-    last layer's output [B, T, D] and the cache.
+    """The KV cache with one piece of the prompts, layer by layer; PAD in position_BxT marks
+    padding. with_output: the last layer's output [B, T, D] and the cache.
 
-    Each layer is a call of its own, because XLA then compiles one layer of each kind instead of all of them."""
+    Each layer is a call of its own, because XLA then compiles one layer of each kind instead of all
+    of them."""
     tables = {name: p for name, p in params.items() if not name.startswith('h_')}
     x_BxTxD = commit(embed_prompts(tables, idx_BxT, position_BxT, config=config), params)
     new_cache = {}
@@ -161,15 +172,17 @@ def embed_prompts(tables, idx_BxT, position_BxT, *, config):
 
 @functools.partial(jax.jit, donate_argnames='cache', static_argnames=('config', 'layer', 'is_last'))
 def prefill_layer(params, cache, x_BxTxD, position_BxT, *, config, layer, is_last):
-    """(input of the next layer [B, T, D], the layer's cache); the last layer is computed as far as its cache needs."""
+    """(input of the next layer [B, T, D], the layer's cache); the last layer is computed as far as
+    its cache needs."""
     x_BxTxD, cache = Block(config, *layer).apply({'params': params}, x_BxTxD, position_BxT, cache)
     return None if is_last else x_BxTxD, cache
 
 
 @functools.partial(jax.jit, static_argnames=('configs', 'n_draft', 'use_cache'), donate_argnames='state')
 def decode(weights, state, sampling, n_end, max_length, n_slots, *, configs, n_draft, use_cache):
-    """Generates until every row has n_end new tokens, is longer than max_length, or is done: one compiled loop over one
-    of the three steps below. Ends early when a row is longer than the cache's n_slots, or when drafts are useless.
+    """Generates until every row has n_end new tokens, is longer than max_length, or is done: one
+    compiled loop over one of the three steps below. Ends early when a row is longer than the
+    cache's n_slots, or when drafts are useless.
     weights, configs: of the model, and of the draft model if there is one."""
     def room(state):
         """Number of tokens that each row may still get."""
@@ -193,12 +206,14 @@ def decode(weights, state, sampling, n_end, max_length, n_slots, *, configs, n_d
 
 
 def drafts_are_useless(drafted, accepted, batch_size):
-    """Whether fewer than 30% of at least 64 drafts per row were accepted: a step then costs more than it saves."""
+    """Whether fewer than 30% of at least 64 drafts per row were accepted: a step then costs more
+    than it saves."""
     return (drafted >= 64 * batch_size) & (accepted < 0.3 * drafted)
 
 
 def step_uncached(params, state, active_B, config, sampling):
-    """One token per active row from its last block_size tokens, recomputed, as nanoGPT does for every token."""
+    """One token per active row from its last block_size tokens, recomputed, as nanoGPT does for
+    every token."""
     start_B = jnp.maximum(state.length_B - config.block_size, 0)
 
     def window(tokens_N, start):
@@ -220,10 +235,12 @@ def step_cached(params, state, active_B, config, sampling):
 
 
 def step_speculative(weights, state, room_B, configs, sampling, n_draft):
-    """Up to 1 + n_draft tokens per row, at most room_B (speculative decoding, arXiv:2211.17192): drafts are fed along
-    with the last token, and accepted as long as they equal the tokens that the model samples (the paper: at random).
+    """Up to 1 + n_draft tokens per row, at most room_B (speculative decoding, arXiv:2211.17192):
+    drafts are fed along with the last token, and accepted as long as they equal the tokens that the
+    model samples (the paper: at random).
 
-    Draft model and model draw with the same random numbers, so the result is that of n_draft=0, in fewer steps."""
+    Draft model and model draw with the same random numbers, so the result is that of n_draft=0, in
+    fewer steps."""
     active_B = room_B > 0
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
@@ -238,7 +255,8 @@ def step_speculative(weights, state, room_B, configs, sampling, n_draft):
     state = state.replace(caches=(cache, *state.caches[1:]), drafted=state.drafted + usable_B.sum())
     for t in range(1 + n_draft):
         state, token_B = sample_and_append(state, logits_BxTxV[:, t], active_B, sampling)
-        if t < n_draft:  # accept draft t only if it equals the sampled token; otherwise this row stops here
+        # accept draft t only if it equals the sampled token; otherwise this row stops here
+        if t < n_draft:
             active_B &= (token_B == drafts_BxJ[:, t]) & (t < usable_B)
             state = state.replace(accepted=state.accepted + active_B.sum())
             active_B &= ~state.done_B
@@ -246,8 +264,9 @@ def step_speculative(weights, state, room_B, configs, sampling, n_draft):
 
 
 def draft_tokens(params, state, n_draft, config, sampling):
-    """Drafts [B, n_draft] by a smaller model, token by token, and the state with its cache. The draft model draws with
-    the random numbers that the model will draw with, so both sample the same token wherever they agree."""
+    """Drafts [B, n_draft] by a smaller model, token by token, and the state with its cache. The
+    draft model draws with the random numbers that the model will draw with, so both sample the same
+    token wherever they agree."""
     def draft(n, idx_BxT, position_BxT, cache):
         """(draft n, the token after the given ones [B]; the cache)."""
         logits_BxTxV, cache = GPT(config).apply(
@@ -260,7 +279,8 @@ def draft_tokens(params, state, n_draft, config, sampling):
         carry = draft(n, token_B[:, None], state.length_B[:, None] + n - 1, cache)
         return carry, carry[0]
 
-    # re-feed the second-to-last token: if every draft was accepted, the draft model has not cached it yet
+    # re-feed the second-to-last token: if every draft was accepted, the draft model has not cached
+    # it yet
     position_BxT = jnp.maximum(state.length_B[:, None] - jnp.array([2, 1]), 0)
     idx_BxT = jnp.take_along_axis(state.tokens_BxN, position_BxT, axis=1)
     first_B, cache = draft(0, idx_BxT, position_BxT, state.caches[1])
@@ -269,9 +289,10 @@ def draft_tokens(params, state, n_draft, config, sampling):
 
 
 def prompt_lookup_draft(tokens_N, length, n_draft):
-    """Drafts [n_draft]: what followed the most recent earlier occurrence of the row's last tokens, up to NGRAM of them
-    (prompt lookup, https://github.com/apoorvumang/prompt-lookup-decoding). A continuation that reaches the end of the
-    row wraps around to its start, as a text that repeats itself does."""
+    """Drafts [n_draft]: what followed the most recent earlier occurrence of the row's last tokens,
+    up to NGRAM of them (prompt lookup, https://github.com/apoorvumang/prompt-lookup-decoding). A
+    continuation that reaches the end of the row wraps around to its start, as a text that repeats
+    itself does."""
     i_N = jnp.arange(len(tokens_N))
     last = length - 1
     matches_N = i_N < last
@@ -287,21 +308,23 @@ def prompt_lookup_draft(tokens_N, length, n_draft):
 # the Decoder calls the compiled functions
 
 def commit(tree, params):
-    """The tree on the one device of params, committed to it, as results are: decode and prefill are then not compiled
-    a second time for their own results. On several devices the tree as it is."""
+    """The tree on the one device of params, committed to it, as results are: decode and prefill are
+    then not compiled a second time for their own results. On several devices the tree as it is."""
     devices = devices_of(params)
     return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
 
 class Decoder:
-    """A batch of rows, the model that continues them, its draft model if there is one, and their KV caches.
+    """A batch of rows, the model that continues them, its draft model if there is one, and their KV
+    caches.
 
-    prefill() reads the prompts, decode() adds tokens to the rows, whose DecodeState is `state`. grow() enlarges the
-    caches when the rows need it; drop_drafts() goes on without drafts where they turn out to be useless."""
+    prefill() reads the prompts, decode() adds tokens to the rows, whose DecodeState is `state`.
+    grow() enlarges the caches when the rows need it; drop_drafts() goes on without drafts where
+    they turn out to be useless."""
 
     def __init__(self, params, config, state, *, cache_dtype, n_draft, draft, longest):
-        """state: a DecodeState without caches. longest: the number of tokens of the longest row at its end. The other
-        arguments are those of generate."""
+        """state: a DecodeState without caches. longest: the number of tokens of the longest row at
+        its end. The other arguments are those of generate."""
         self.state = state
         self.weights, self.configs = (params,), (config,)
         if draft and n_draft:
@@ -310,7 +333,8 @@ class Decoder:
         self.n_draft = n_draft
         self.longest = longest
         self.block_size = config.block_size
-        # the longest row that the KV cache can continue: learned positions end, those of RoPE do not
+        # the longest row that the KV cache can continue: learned positions end, those of RoPE do
+        # not
         self.max_cached = config.block_size if config.position == 'learned' else PAD
         self.n_slots = 0  # of the caches; 0 is none yet
         on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
@@ -324,7 +348,8 @@ class Decoder:
         return caches[:1]
 
     def grow(self, caches, needed, batch_size):
-        """Returns caches with at least `needed` slots: these, larger copies, or new ones if there are none."""
+        """Returns caches with at least `needed` slots: these, larger copies, or new ones if there
+        are none."""
         if self.n_slots >= min(needed, self.block_size):
             return caches
         self.n_slots = choose_slots(needed, self.longest, self.block_size)
@@ -335,8 +360,9 @@ class Decoder:
     def prefill(self, tokens_BxT, length_B, caches=(), n_held=0, least_width=16):
         """Fills the caches with every row up to its last token, which the first decode step feeds.
 
-        A row that is too long for a cache is left out. Equal prompts are computed once. caches: those of one row that
-        hold its first n_held tokens already. least_width: of the pieces in which prompts are computed."""
+        A row that is too long for a cache is left out. Equal prompts are computed once. caches:
+        those of one row that hold its first n_held tokens already. least_width: of the pieces in
+        which prompts are computed."""
         fits_B = length_B <= self.max_cached
         if not fits_B.any():
             return
@@ -356,7 +382,8 @@ class Decoder:
     def decode(self, sampling, n_end):
         """Adds tokens until every row has n_end new ones or is done.
 
-        It takes several compiled loops if the caches grow, rows leave them, or drafts turn out useless."""
+        It takes several compiled loops if the caches grow, rows leave them, or drafts turn out
+        useless."""
         B = len(self.state.tokens_BxN)
         while True:
             length_B = active_lengths(self.state, n_end)
@@ -386,15 +413,18 @@ def active_lengths(state, n_end):
 
 
 def unique_prompts(tokens_BxT, end_B):
-    """(the first row of each distinct prompt, its first end_B[b] tokens; for each row the index of its prompt)."""
+    """(the first row of each distinct prompt, its first end_B[b] tokens; for each row the index of
+    its prompt)."""
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(chosen)  # as in tokens_BxT, so that a batch without repetitions stays as it is
+    # as in tokens_BxT, so that a batch without repetitions stays as it is
+    order = np.argsort(chosen)
     return chosen[order], np.argsort(order)[row_B.ravel()]
 
 
 def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, width):
-    """The KV cache with the tokens first .. end_B[b] - 1 of each row, in pieces of at most `width` tokens."""
+    """The KV cache with the tokens first .. end_B[b] - 1 of each row, in pieces of at most `width`
+    tokens."""
     n_tokens = int(end_B.max()) - first
     width = min(config.block_size, width)
     for start in range(first, first + n_tokens, width):
@@ -402,13 +432,14 @@ def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, width):
         idx_BxT = tokens_BxT[:, np.minimum(position, tokens_BxT.shape[1] - 1)]
         position_BxT = np.where(position < end_B[:, None], position, PAD).astype(np.int32)
         cache = prefill(params, cache, idx_BxT, position_BxT, config=config)
-        jax.block_until_ready(cache)  # pieces in flight would have their temporaries allocated side by side
+        # pieces in flight would have their temporaries allocated side by side
+        jax.block_until_ready(cache)
     return cache
 
 
 class PrefixCache:
-    """Keeps the KV cache of one text between calls of generate_stream (batches of 1), which then compute only what
-    follows the tokens that the texts have in common (a chat)."""
+    """Keeps the KV cache of one text between calls of generate_stream (batches of 1), which then
+    compute only what follows the tokens that the texts have in common (a chat)."""
 
     def __init__(self):
         self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the caches
@@ -418,7 +449,8 @@ class PrefixCache:
         self.drafts_are_useless = False
 
     def take(self, tokens_T):
-        """(caches, their number of slots, the number of first tokens of tokens_T that they hold)."""
+        """(caches, their number of slots, the number of first tokens of tokens_T that they
+        hold)."""
         caches, self.caches = self.caches, ()
         if not caches or any(x.is_deleted() for x in jax.tree.leaves(caches)):
             return (), 0, 0
@@ -429,7 +461,8 @@ class PrefixCache:
         return caches, self.n_slots, n_common
 
     def keep(self, state, n_slots, n_draft, max_cached):
-        """Takes the caches of a DecodeState, of n_slots and n_draft slots, which hold max_cached tokens at most."""
+        """Takes the caches of a DecodeState, of n_slots and n_draft slots, which hold max_cached
+        tokens at most."""
         self.caches = ()
         if any(x.is_deleted() for x in jax.tree.leaves(state)):  # interrupted
             return
@@ -441,7 +474,8 @@ class PrefixCache:
 
 
 def bytes_read_per_step(params):
-    """Bytes of the parameters that a decode step reads: of tables it is a row each, left out. Overcounts experts."""
+    """Bytes of the parameters that a decode step reads: of tables it is a row each, left out.
+    Overcounts experts."""
     return sum(x.nbytes for x in jax.tree.leaves(without_tables(params)))
 
 
@@ -461,28 +495,34 @@ class GenerationResult(NamedTuple):
 def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None, sample_index_B=None,
              temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=None, n_vocab=None,
              stop_tokens=(), cache_dtype='auto', n_draft=0, draft=None):
-    """Continues each prompt by max_new_tokens tokens. Returns all tokens, int32 [B, T + max_new_tokens], 0 after a
-    row's last token.
+    """Continues each prompt by max_new_tokens tokens. Returns all tokens, int32 [B, T +
+    max_new_tokens], 0 after a row's last token.
 
     params: as decoding reads them, see convert_params_for_decoding.
-    idx_BxT: prompts, right-padded; prompt_lengths_B: their lengths, T each if not given. Every row continues right
+    idx_BxT: prompts, right-padded; prompt_lengths_B: their lengths, T each if not given. Every row
+    continues right
         after its own prompt.
-    rng: a jax.random key. Row b draws its n-th token from fold_in(fold_in(rng, sample_index_B[b]), n), independent of
+    rng: a jax.random key. Row b draws its n-th token from fold_in(fold_in(rng, sample_index_B[b]),
+    n), independent of
         the rest of the batch; sample_index_B is 0, 1, 2, ... if not given.
-    temperature: 0 is greedy. top_k: only the k likeliest tokens (clamped to the vocabulary; 0 is all). top_p: only the
-        likeliest tokens that together reach this probability, in (0, 1]. min_p: only tokens at least this times as
-        likely as the likeliest, in [0, 1]. repetition_penalty: above 1 makes tokens that are already there less
-        likely. n_vocab: only ids below it, for padded vocabularies.
+    temperature: 0 is greedy. top_k: only the k likeliest tokens (clamped to the vocabulary; 0 is
+    all). top_p: only the
+        likeliest tokens that together reach this probability, in (0, 1]. min_p: only tokens at
+        least this times as likely as the likeliest, in [0, 1]. repetition_penalty: above 1 makes
+        tokens that are already there less likely. n_vocab: only ids below it, for padded
+        vocabularies.
     stop_tokens: a row ends with the first of these that it generates.
     cache_dtype: of the KV cache, one of CACHE_DTYPES; 'auto' is the config's dtype.
-    n_draft: number of drafts per step: the same tokens, faster where drafts are accepted. Drafts are switched off where
-        they are not, see drafts_are_useless. draft: (params, config) of a draft model with the same vocabulary; without
-        it the row itself is searched, see prompt_lookup_draft.
+    n_draft: number of drafts per step: the same tokens, faster where drafts are accepted. Drafts
+    are switched off where
+        they are not, see drafts_are_useless. draft: (params, config) of a draft model with the same
+        vocabulary; without it the row itself is searched, see prompt_lookup_draft.
 
-    The prompts are prefilled in pieces, equal prompts once, up to their last token, which the first decode step feeds.
-    A token costs one position of computation. With learned positions, nanoGPT's rule holds past block_size: a token is
-    conditioned on the last block_size tokens, whose positions have all changed, and costs block_size positions. With
-    RoPE, positions continue past block_size, and every layer attends to the last block_size keys.
+    The prompts are prefilled in pieces, equal prompts once, up to their last token, which the first
+    decode step feeds. A token costs one position of computation. With learned positions, nanoGPT's
+    rule holds past block_size: a token is conditioned on the last block_size tokens, whose
+    positions have all changed, and costs block_size positions. With RoPE, positions continue past
+    block_size, and every layer attends to the last block_size keys.
 
     Raises UserError for prompts or controls that make no sense."""
     stream = generate_stream(
@@ -497,10 +537,13 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=N
 def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None, sample_index_B=None,
                     temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=None, n_vocab=None,
                     stop_tokens=(), cache_dtype='auto', n_draft=0, draft=None, chunk=None, prefix_cache=None):
-    """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then after every `chunk`.
+    """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then
+    after every `chunk`.
 
-    chunk: number of tokens between two results, all at once if not given; a function is asked for it before each chunk.
-    prefix_cache: a PrefixCache, for one row that begins as in the last call with it. All else is as in generate."""
+    chunk: number of tokens between two results, all at once if not given; a function is asked for
+    it before each chunk.
+    prefix_cache: a PrefixCache, for one row that begins as in the last call with it. All else is as
+    in generate."""
     options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
     sampling = create_sampling(config, options, n_vocab=n_vocab, stop_tokens=stop_tokens)
     tokens_BxT, length_B = check_prompts(config, idx_BxT, prompt_lengths_B)
@@ -571,7 +614,8 @@ def copy_result(state, n_columns):
 
 
 def check_prompts(config, idx_BxT, prompt_lengths_B):
-    """(tokens int32 [B, T] with 0 for padding, lengths int32 [B]). Raises UserError for prompts that make no sense."""
+    """(tokens int32 [B, T] with 0 for padding, lengths int32 [B]). Raises UserError for prompts
+    that make no sense."""
     tokens_BxT = np.asarray(idx_BxT, np.int32)
     if tokens_BxT.ndim != 2 or 0 in tokens_BxT.shape:
         raise UserError(f'prompts must be [batch, tokens] with at least one token, not of shape {tokens_BxT.shape}')
@@ -587,7 +631,8 @@ def check_prompts(config, idx_BxT, prompt_lengths_B):
 
 
 def check_drafts(config, n_draft, draft, n_vocab, n_cached):
-    """Raises UserError for drafts that make no sense. n_cached: the most positions that the KV cache will hold."""
+    """Raises UserError for drafts that make no sense. n_cached: the most positions that the KV
+    cache will hold."""
     most = min(MAX_DRAFT, config.block_size - 1)
     if not 0 <= n_draft <= most:
         raise UserError(f'n_draft must be between 0 (no speculation) and {most}, not {n_draft}')

@@ -1,7 +1,8 @@
-"""Token ids -> the log-probabilities of given tokens: what evaluations and TextModel.logprobs are made of.
+"""Token ids -> the log-probabilities of given tokens: what evaluations and TextModel.logprobs are
+made of.
 
-Letters of the shapes are jax_transformer.py's; in addition R is rows of some items, N tokens after those that the rows
-of an item share, P tokens that they share.
+Letters of the shapes are jax_transformer.py's; in addition R is rows of some items, N tokens after
+those that the rows of an item share, P tokens that they share.
 """
 import functools
 import os
@@ -32,13 +33,15 @@ class Row(NamedTuple):
 
 
 def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='auto'):
-    """Returns the natural log-probabilities of given tokens: for each item a list of (float32 [n], bool [n]: no token
-    is likelier), one pair per row.
+    """Returns the natural log-probabilities of given tokens: for each item a list of (float32 [n],
+    bool [n]: no token is likelier), one pair per row.
 
     params: as decoding reads them.
-    items: lists of rows (ids, start), of which ids[start:] are scored, start at least 1. What the rows of an item begin
+    items: lists of rows (ids, start), of which ids[start:] are scored, start at least 1. What the
+    rows of an item begin
         with in common is computed once, and they share its KV cache.
-    max_length: the most tokens of context, the config's block_size if 0; a longer row is split by windows().
+    max_length: the most tokens of context, the config's block_size if 0; a longer row is split by
+    windows().
     batch_size: rows of up to PIECE tokens that are computed together, fewer of longer ones.
     Raises UserError for what makes no sense."""
     max_length = max_length or config.block_size
@@ -48,7 +51,8 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
     check_ranges({'batch_size': batch_size})
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
 
-    # groups of rows that share their beginning: those of an item, unless it has rows in several windows
+    # groups of rows that share their beginning: those of an item, unless it has rows in several
+    # windows
     results, groups = [], []
     for item in items:
         group = []
@@ -80,8 +84,9 @@ def longest_row(group):
 
 
 def windows(n_tokens, start, max_length):
-    """Yields (first, scored, end): tokens scored .. end - 1 are predicted from those from `first` on, at most
-    max_length. Each token from `start` on is predicted once, and the last window is full, as in lm-eval."""
+    """Yields (first, scored, end): tokens scored .. end - 1 are predicted from those from `first`
+    on, at most max_length. Each token from `start` on is predicted once, and the last window is
+    full, as in lm-eval."""
     while start < n_tokens:
         end = min(n_tokens, start + max_length)
         yield max(0, end - max_length - 1), start, end
@@ -91,8 +96,8 @@ def windows(n_tokens, start, max_length):
 def score_groups(params, config, groups, most, cache_dtype):
     """Writes the results of at most `most` groups of Rows.
 
-    The tokens that the rows of a group share are prefilled once. Then `most` rows at a time, those with equally many
-    other tokens together, are fed, and scored from their starts on."""
+    The tokens that the rows of a group share are prefilled once. Then `most` rows at a time, those
+    with equally many other tokens together, are fed, and scored from their starts on."""
     n_slots = min(config.block_size, max(64, power_of_two(max(map(longest_row, groups)) - 1)))
     on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
 
@@ -131,7 +136,8 @@ def score_rows(params, config, cache, held, rows):
     """Writes the results of Rows of which the cache holds the first held[r] tokens each."""
     held_R = np.array(held, np.int32)
     fed_R = np.array([len(row.ids) - 1 - n for n, row in zip(held, rows)])
-    first_R = np.array([row.start - 1 - n for n, row in zip(held, rows)])  # the first that predicts a scored token
+    # the first that predicts a scored token
+    first_R = np.array([row.start - 1 - n for n, row in zip(held, rows)])
     n_fed = int(fed_R.max())
     width = row_width(n_fed)
     tail_RxN = right_padded([row.ids[n:] for n, row in zip(held, rows)], width * ceil_div(n_fed, width) + 1)
@@ -158,7 +164,8 @@ def score_rows(params, config, cache, held, rows):
 
 @functools.partial(jax.jit, static_argnames='config')
 def score_targets(tables, x_BxTxD, target_BxT, *, config):
-    """Returns (log-probability of each target [B, T]; whether no token is likelier) of the last layer's output."""
+    """Returns (log-probability of each target [B, T]; whether no token is likelier) of the last
+    layer's output."""
     def head(model, x_BxTxD):
         return lm_logits(model.ln_f(x_BxTxD), model.lm_head_VxD, config.logit_cap)
 

@@ -9,8 +9,8 @@ from jax_generate import bytes_read_per_step, drafts_are_useless
 
 
 def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dtype):
-    """Returns lines on the time of compilation, prefill and decoding, and on the bandwidth: a decode step reads all
-    weights and the KV cache.
+    """Returns lines on the time of compilation, prefill and decoding, and on the bandwidth: a
+    decode step reads all weights and the KV cache.
 
     started: time.perf_counter() when the script started. imports_s: seconds that its imports took.
     Empties model.params: the bandwidth is measured in their memory."""
@@ -32,19 +32,22 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
 
 
 def report_decoding(model, generations, n_new):
-    """Returns the lines on decoding, '' if all ended with their first tokens. n_new: tokens generated in all."""
+    """Returns the lines on decoding, '' if all ended with their first tokens. n_new: tokens
+    generated in all."""
     results = [generation.result for generation in generations]
     decode_s = sum(lap.running for generation in generations for lap in generation.laps[1:])
     if not decode_s:
         return ''
     batch_size = len(generations[0].prompts)
-    tokens_per_sec = (n_new - batch_size * len(generations)) / decode_s  # without the tokens of the first laps
+    # without the tokens of the first laps
+    tokens_per_sec = (n_new - batch_size * len(generations)) / decode_s
     weight_bytes = bytes_read_per_step(model.params)
     gb_read = sum(result.steps * (weight_bytes + result.cache_bytes) for result in results) / 1e9
     model.params.clear()
     trim_malloc()
     devices = model.parallel.devices
-    bandwidth = measure_bandwidth(devices[0], 2**27) * len(devices)  # each device reads its own shard
+    # each device reads its own shard
+    bandwidth = measure_bandwidth(devices[0], 2**27) * len(devices)
     report = (f', then {tokens_per_sec:,.0f} tok/s ({tokens_per_sec / batch_size:,.0f} per sequence) '
               f'for {n_new:,} tokens\n'
               f'weights {weight_bytes / 1e6:,.4g} MB, {gb_read / decode_s:.1f} GB/s, which is '

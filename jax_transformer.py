@@ -39,28 +39,37 @@ from jax_ops.vocabulary import (  # noqa: F401, ParallelLMHead and VocabParallel
 # -----------------------------------------------------------------------------
 # config
 
-ACTIVATIONS = ('gelu', 'gelu_tanh')  # exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
-REMAT = ('none', 'dots', 'full')  # recomputed in the backward pass: nothing; all but matmul outputs; whole blocks
+# exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
+ACTIVATIONS = ('gelu', 'gelu_tanh')
+# recomputed in the backward pass: nothing; all but matmul outputs; whole blocks
+REMAT = ('none', 'dots', 'full')
 NORMS = ('layer', 'rms')
-BLOCK_NORMS = {  # of the inputs of attention and MLP (GPT-2), of their outputs (OLMo 2), of both (Gemma 3)
+# of the inputs of attention and MLP (GPT-2), of their outputs (OLMo 2), of both (Gemma 3)
+BLOCK_NORMS = {
     'pre': ('ln_1', 'ln_2'),
     'post': ('ln_1_post', 'ln_2_post'),
     'both': ('ln_1', 'ln_1_post', 'ln_2', 'ln_2_post')}
 POSITIONS = ('learned', 'rope')
 ROPE_SCALINGS = ('linear', 'llama3', 'yarn', 'longrope')
-QK_NORMS = ('', 'learned', 'all_heads', 'plain')  # of each head, of all together; without gain, in layers with RoPE
-LAYER_TYPES = ('full', 'window', 'chunk', 'nope')  # attention to all keys; a sliding window; a chunk; all, no RoPE
-MLPS = ('gelu', 'swiglu', 'swiglu_clamped', 'geglu')  # GPT-2; gated (arXiv:2002.05202), clamped (gpt-oss), by GELU
+# of each head, of all together; without gain, in layers with RoPE
+QK_NORMS = ('', 'learned', 'all_heads', 'plain')
+# attention to all keys; a sliding window; a chunk; all, no RoPE
+LAYER_TYPES = ('full', 'window', 'chunk', 'nope')
+# GPT-2; gated (arXiv:2002.05202), clamped (gpt-oss), by GELU
+MLPS = ('gelu', 'swiglu', 'swiglu_clamped', 'geglu')
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How RoPE's frequencies change for sequences longer than those of pretraining, see rope_inv_freq."""
+    """How RoPE's frequencies change for sequences longer than those of pretraining, see
+    rope_inv_freq."""
     kind: str  # one of ROPE_SCALINGS
     factor: float  # context extension factor
     original_length: int  # of pretraining
-    low: float = 1.0  # low_freq_factor (yarn: beta_slow): pairs with fewer rotations are slowed down by the factor
-    high: float = 4.0  # high_freq_factor (yarn: beta_fast): pairs with more rotations keep their frequency
+    # low_freq_factor (yarn: beta_slow): pairs with fewer rotations are slowed down by the factor
+    low: float = 1.0
+    # high_freq_factor (yarn: beta_fast): pairs with more rotations keep their frequency
+    high: float = 4.0
     truncate: bool = True  # yarn: the transition starts and ends at whole pairs
     amplitude: float = 1.0  # of cosine and sine
     pair_factors: tuple = ()  # longrope: by how much each pair is slowed down
@@ -90,7 +99,8 @@ class MoEConfig:
     score: str = 'softmax'  # or 'sigmoid': turns the router's logits into expert weights
     normalize: bool = True  # the weights of the chosen experts sum to 1
     scale: float = 1.0  # of the weights
-    selection_bias: bool = False  # a bias added to the scores for choosing experts, not to their weights
+    # a bias added to the scores for choosing experts, not to their weights
+    selection_bias: bool = False
     n_group: int = 1  # expert groups (group-limited routing)
     n_group_used: int = 1  # groups a token may route to
     weigh_input: bool = False  # the weight scales an expert's input, not its output
@@ -110,7 +120,8 @@ class MoEConfig:
 class GPTConfig:
     """What the model is. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
 
-    Groups (rope_scaling, mla, moe) may be dicts, tuples may be lists. Raises UserError for what makes no model."""
+    Groups (rope_scaling, mla, moe) may be dicts, tuples may be lists. Raises UserError for what
+    makes no model."""
     block_size: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded up to a multiple of 64 for efficiency
     n_layer: int = 12
@@ -121,10 +132,12 @@ class GPTConfig:
     # numerics
     activation: str = 'gelu'  # of mlp='gelu' and 'geglu', one of ACTIVATIONS
     norm_eps: float = 1e-5
-    dtype: str = 'float32'  # of activations and matmuls; parameters, softmax, logits and loss are always float32
+    # of activations and matmuls; parameters, softmax, logits and loss are always float32
+    dtype: str = 'float32'
     # execution: same parameters, same results up to rounding; not stored in checkpoints
     attention: str = 'xla'  # one of ATTENTION; a call with a KV cache always uses 'xla'
-    scan_layers: bool = False  # compile one block and loop over the layers; dropout draws other masks
+    # compile one block and loop over the layers; dropout draws other masks
+    scan_layers: bool = False
     remat: str = 'none'  # one of REMAT
     # other models
     tied_head: bool = True  # False: lm_head is a matrix of its own
@@ -135,7 +148,8 @@ class GPTConfig:
     rope_theta: float = 10000.0  # RoPE base
     rope_scaling: RopeScaling | None = None
     rope_width: int = 0  # the first channels of a head, which RoPE rotates; 0 is all
-    window_rope_theta: float = 0.0  # RoPE base of 'window' layers, which then have no rope_scaling; 0 is as the others
+    # RoPE base of 'window' layers, which then have no rope_scaling; 0 is as the others
+    window_rope_theta: float = 0.0
     n_kv_head: int = 0  # key and value heads (GQA); 0 is n_head
     head_dim: int = 0  # 0 is n_embd / n_head
     attention_scale: float = 0.0  # of the scores; 0 is head_dim**-0.5
@@ -178,7 +192,8 @@ class GPTConfig:
         return self.layer_types[i % len(self.layer_types)], is_moe
 
     def span_limits(self, layer_type):
-        """The options of causal_mask that limit a layer's attention: {'window': n}, {'chunk': n}, or {}."""
+        """The options of causal_mask that limit a layer's attention: {'window': n}, {'chunk': n},
+        or {}."""
         if layer_type in ('window', 'chunk'):
             return {layer_type: getattr(self, layer_type)}
         return {}
@@ -188,7 +203,8 @@ class GPTConfig:
         return self.span_limits(layer_type).get(layer_type, self.block_size)
 
     def architecture(self):
-        """{name: value} of the fields that say what the model is: GPTConfig(**config.architecture())."""
+        """{name: value} of the fields that say what the model is:
+        GPTConfig(**config.architecture())."""
         values = dataclasses.asdict(self)
         for execution_option in ('attention', 'scan_layers', 'remat'):
             del values[execution_option]
@@ -196,7 +212,8 @@ class GPTConfig:
 
 
 def init_config(config):
-    """Makes the groups of a GPTConfig from dicts. Raises UserError for values out of range or in conflict."""
+    """Makes the groups of a GPTConfig from dicts. Raises UserError for values out of range or in
+    conflict."""
     for name, group in (('rope_scaling', RopeScaling), ('mla', MLAConfig), ('moe', MoEConfig)):
         values = getattr(config, name)
         if isinstance(values, dict):
@@ -253,8 +270,8 @@ def check_layer_types(config):
 
 
 def check_numbers(group):
-    """Raises UserError for a number of a GPTConfig or of one of its groups that is of a wrong type, negative, not
-    finite or larger than MOST says. None: a group that is not there."""
+    """Raises UserError for a number of a GPTConfig or of one of its groups that is of a wrong type,
+    negative, not finite or larger than MOST says. None: a group that is not there."""
     for field in dataclasses.fields(group) if group else ():
         value = getattr(group, field.name)
         if field.type in (int, 'int'):
@@ -277,7 +294,8 @@ def check_layers(config, layers, source):
 
 
 def check_room(config, n_numbers, source):
-    """Raises UserError if a file of n_numbers numbers is too small to be that of a model of this config."""
+    """Raises UserError if a file of n_numbers numbers is too small to be that of a model of this
+    config."""
     D, moe, mla = config.n_embd, config.moe, config.mla
     n_moe = sum(config.layer(i)[1] for i in range(config.n_layer))
     sizes = {'vocab_size * n_embd': config.vocab_size * D,
@@ -335,13 +353,15 @@ def rms_normalize(x, eps):
 
 
 def norm(config, name=None):
-    """The config's kind of norm of the width of the residual stream. name: of the module; None is flax's choice."""
+    """The config's kind of norm of the width of the residual stream. name: of the module; None is
+    flax's choice."""
     kind = RMSNorm if config.norm == 'rms' else LayerNorm
     return kind(config, name=name)
 
 
 def matrix_param(module, name, shape, init_std=INIT_STD):
-    """A float32 parameter of a module, or the Int8, Transposed or LowRank that decoding or LoRA puts in its place."""
+    """A float32 parameter of a module, or the Int8, Transposed or LowRank that decoding or LoRA
+    puts in its place."""
     value = module.get_variable('params', name)
     if isinstance(value, (Int8, Transposed, LowRank)):
         return value
@@ -349,12 +369,13 @@ def matrix_param(module, name, shape, init_std=INIT_STD):
 
 
 class Dense(nn.Module):
-    """x [..., I] @ kernel + bias -> [..., features] in the config's dtype. A tuple of features stores several
-    projections side by side in one kernel and returns a list (c_attn: q, k, v)."""
+    """x [..., I] @ kernel + bias -> [..., features] in the config's dtype. A tuple of features
+    stores several projections side by side in one kernel and returns a list (c_attn: q, k, v)."""
     config: GPTConfig
     features: int | tuple
     init_std: float = INIT_STD
-    tp: tuple = COLUMN_PARALLEL  # how tensor parallelism shards the kernel, or ROW_PARALLEL, or () for not at all
+    # how tensor parallelism shards the kernel, or ROW_PARALLEL, or () for not at all
+    tp: tuple = COLUMN_PARALLEL
 
     @nn.compact
     def __call__(self, x):
@@ -369,14 +390,15 @@ class Dense(nn.Module):
 
 
 def residual_dense(config):
-    """The Dense layer that writes to the residual stream; initial values scaled by 1 / sqrt(2 n_layer), as GPT-2's."""
+    """The Dense layer that writes to the residual stream; initial values scaled by 1 / sqrt(2
+    n_layer), as GPT-2's."""
     init_std = INIT_STD / (2 * config.n_layer)**0.5
     return Dense(config, config.n_embd, init_std, ROW_PARALLEL, name='c_proj')
 
 
 def dropout_keys(module, seq_id_B):
-    """One dropout key per sequence, fold_in(key, seq_id_B[b]); None where dropout is off. Masks do not depend on
-    micro-batching or sharding, so 1 and 8 devices give the same loss curve."""
+    """One dropout key per sequence, fold_in(key, seq_id_B[b]); None where dropout is off. Masks do
+    not depend on micro-batching or sharding, so 1 and 8 devices give the same loss curve."""
     if seq_id_B is None or module.config.dropout == 0:
         return None
     key = module.make_rng('dropout')  # of the seed, the iteration and the path of the module
@@ -397,10 +419,10 @@ def dropout(module, x, seq_id_B):
 def rope_inv_freq(theta, width, scaling=None):
     """Radians per position by which RoPE rotates each of the width / 2 pairs, numpy.
 
-    scaling: 'linear' slows all pairs down by the factor (arXiv:2306.15595), 'longrope' each by its own
-    (arXiv:2402.13753). Otherwise pairs with many rotations over the original length keep their frequency and pairs with
-    few are slowed down, with a linear transition between: over the number of rotations in Llama 3, over the pairs in
-    YaRN (arXiv:2309.00071)."""
+    scaling: 'linear' slows all pairs down by the factor (arXiv:2306.15595), 'longrope' each by its
+    own (arXiv:2402.13753). Otherwise pairs with many rotations over the original length keep their
+    frequency and pairs with few are slowed down, with a linear transition between: over the number
+    of rotations in Llama 3, over the pairs in YaRN (arXiv:2309.00071)."""
     frequencies = theta ** (-np.arange(0, width, 2) / width)
     if scaling is None:
         return frequencies
@@ -423,9 +445,11 @@ def rope_inv_freq(theta, width, scaling=None):
 
 
 def rope_of_layer(config, layer_type, head_width):
-    """Returns (radians per position of the pairs that RoPE rotates in a layer, numpy; factor of cosine and sine).
+    """Returns (radians per position of the pairs that RoPE rotates in a layer, numpy; factor of
+    cosine and sine).
 
-    layer_type: one of LAYER_TYPES. head_width: channels of a head, or of the part of it that has RoPE."""
+    layer_type: one of LAYER_TYPES. head_width: channels of a head, or of the part of it that has
+    RoPE."""
     width = config.rope_width or head_width
     if layer_type == 'window' and config.window_rope_theta:
         return rope_inv_freq(config.window_rope_theta, width), 1.0
@@ -434,10 +458,12 @@ def rope_of_layer(config, layer_type, head_width):
 
 
 def apply_rope(config, layer_type, x_BxTxHxK, position_BxT):
-    """Rotates the pairs (x_j, x_{j + K/2}) by position * frequency_j (RoPE, arXiv:2104.09864), in float32. With
-    config.rope_width the pairs are those of the first channels, and the others stay as they are."""
+    """Rotates the pairs (x_j, x_{j + K/2}) by position * frequency_j (RoPE, arXiv:2104.09864), in
+    float32. With config.rope_width the pairs are those of the first channels, and the others stay
+    as they are."""
     frequencies, amplitude = rope_of_layer(config, layer_type, x_BxTxHxK.shape[-1])
-    angle = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)  # [B, T, 1, K / 2]
+    # [B, T, 1, K / 2]
+    angle = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)
     cos, sin = amplitude * jnp.cos(angle), amplitude * jnp.sin(angle)
     rotated, rest = jnp.split(x_BxTxHxK, [2 * len(frequencies)], axis=-1)
     a, b = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
@@ -446,7 +472,8 @@ def apply_rope(config, layer_type, x_BxTxHxK, position_BxT):
 
 
 def apply_positions(config, layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT):
-    """RoPE of q and k, then the norm without gain if the config has it; 'nope' layers only scale q by query_growth."""
+    """RoPE of q and k, then the norm without gain if the config has it; 'nope' layers only scale q
+    by query_growth."""
     if layer_type == 'nope':
         growth_BxT = jnp.log1p((position_BxT + 1) // config.query_growth_every)
         scale_BxTx1x1 = (1 + config.query_growth * growth_BxT)[..., None, None]
@@ -464,11 +491,13 @@ def apply_positions(config, layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT):
 
 def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, cap=0.0, sinks_H=None,
                           dropout_rate=0.0, key_B=None):
-    """For G = H: softmax(einsum('bthk,bshk->bhts', q, k) * scale) v over the keys that the mask allows -> [B, T, H, K].
+    """For G = H: softmax(einsum('bthk,bshk->bhts', q, k) * scale) v over the keys that the mask
+    allows -> [B, T, H, K].
 
-    Softmax is in float32. scale: K**-0.5 if not given. cap: of soft_cap. GQA: query head h attends to key head
-    h // Q, Q = H / G; the Q heads of a group are folded into the time axis. sinks_H: one more logit per head, whose
-    probability goes nowhere. key_B: dropout keys of the sequences, if any. Values may have another width than keys."""
+    Softmax is in float32. scale: K**-0.5 if not given. cap: of soft_cap. GQA: query head h attends
+    to key head h // Q, Q = H / G; the Q heads of a group are folded into the time axis. sinks_H:
+    one more logit per head, whose probability goes nowhere. key_B: dropout keys of the sequences,
+    if any. Values may have another width than keys."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
@@ -490,10 +519,12 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
 
 
 def attention_mask(config, layer_type, key_position_BxS, position_BxT, start_BxT=None):
-    """[B, T, S], True where a query may attend to a key: at its own position and before, within its window or chunk.
+    """[B, T, S], True where a query may attend to a key: at its own position and before, within its
+    window or chunk.
     start_BxT: of packed rows, see GPT.loss; a query attends to the keys with its own start."""
     limits = config.span_limits(layer_type)
-    is_longer_than_a_block = key_position_BxS.shape[1] > config.block_size  # a ring and the keys that overwrite it
+    # a ring and the keys that overwrite it
+    is_longer_than_a_block = key_position_BxS.shape[1] > config.block_size
     if not limits and is_longer_than_a_block:
         limits = {'window': config.block_size}
     mask_BxTxS = causal_mask(key_position_BxS[:, None, :], position_BxT[:, :, None], **limits)
@@ -508,19 +539,23 @@ class Positions:
     query_BxT: jax.Array
     key_BxS: jax.Array
     start_BxT: jax.Array | None  # of packed rows, see GPT.loss
-    are_indices: bool  # whether queries and keys are the T tokens of this call, in order: there is no KV cache
+    # whether queries and keys are the T tokens of this call, in order: there is no KV cache
+    are_indices: bool
 
 
 def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, positions, *, scale, sinks_H=None, key_B=None):
     """Attention by the best of three ways to compute the same -> [B, T, H, K].
 
-    - Training, and calls without a KV cache: the keys are those of the call itself, so that a fused kernel can mask by
+    - Training, and calls without a KV cache: the keys are those of the call itself, so that a fused
+    kernel can mask by
       index, the one that choose_attention (jax_ops) has put into config.attention.
     - A piece of a long prompt with its KV cache: blockwise, which never materializes all scores.
-    - Otherwise, so in every decode step, the plain formula: there are few queries, and keys are slots of the cache,
+    - Otherwise, so in every decode step, the plain formula: there are few queries, and keys are
+    slots of the cache,
       whose positions decide what is masked.
 
-    positions: Positions. key_B: dropout keys of the sequences; the rest as in dot_product_attention."""
+    positions: Positions. key_B: dropout keys of the sequences; the rest as in
+    dot_product_attention."""
     T, S = q_BxTxHxK.shape[1], k_BxSxGxK.shape[1]
     options = {'scale': scale, 'cap': config.attention_cap, 'sinks_H': sinks_H}
     dropout_options = {'dropout_rate': config.dropout, 'key_B': key_B}
@@ -542,12 +577,13 @@ class CausalSelfAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD, position_BxT=None, cache=None, seq_id_B=None, start_BxT=None):
-        """Returns (y_BxTxD, cache). position_BxT: position ids; None is 0 .. T-1 without a KV cache. cache: see
-        update_kv_cache. seq_id_B: see dropout(). start_BxT: see GPT.loss."""
+        """Returns (y_BxTxD, cache). position_BxT: position ids; None is 0 .. T-1 without a KV
+        cache. cache: see update_kv_cache. seq_id_B: see dropout(). start_BxT: see GPT.loss."""
         cfg = self.config
         B, T, D = x_BxTxD.shape
         H, G, K = cfg.n_head, cfg.kv_heads, cfg.head_width
-        # packed rows have positions of their own, but the keys of a query are still those of this call
+        # packed rows have positions of their own, but the keys of a query are still those of this
+        # call
         are_indices = (position_BxT is None or start_BxT is not None) and not self.is_initializing()
         if position_BxT is None:
             position_BxT = jnp.arange(T)[None]
@@ -563,7 +599,8 @@ class CausalSelfAttention(nn.Module):
         if cfg.position == 'rope':
             q_BxTxHxK, k_BxTxGxK = apply_positions(cfg, self.layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT)
 
-        # with a KV cache: the keys and values of this call are written to it, and all that it holds is attended to
+        # with a KV cache: the keys and values of this call are written to it, and all that it holds
+        # is attended to
         new_kv = {'k': k_BxTxGxK, 'v': v_BxTxGxK}
         kv, key_position_BxS, cache = update_kv_cache(cfg, self.layer_type, cache, new_kv, position_BxT)
 
@@ -580,7 +617,8 @@ class CausalSelfAttention(nn.Module):
 
 @functools.partial(jax.checkpoint, static_argnums=1)
 def gelu(x, approximate):
-    """GELU (arXiv:1606.08415) in float32, the result in x's dtype; recomputed from x in the backward pass."""
+    """GELU (arXiv:1606.08415) in float32, the result in x's dtype; recomputed from x in the
+    backward pass."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate).astype(x.dtype)
 
 
@@ -626,8 +664,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT(config).apply({'params': params}, idx_BxT) -> float32 logits [B, T, vocab_size]; with method='loss' or
-    method='with_cache', what those methods return."""
+    """GPT(config).apply({'params': params}, idx_BxT) -> float32 logits [B, T, vocab_size]; with
+    method='loss' or method='with_cache', what those methods return."""
     config: GPTConfig
 
     def setup(self):
@@ -646,8 +684,9 @@ class GPT(nn.Module):
     def __call__(self, idx_BxT, *, position_BxT=None, deterministic=True, seq_id_B=None, logit_position_B=None):
         """Logits of the token after each position, float32 [B, T, V].
 
-        position_BxT: position ids; 0 .. T-1 if not given. deterministic: False turns dropout on, which needs
-        rngs={'dropout': key}. seq_id_B: the ids of the sequences, by which dropout draws; 0, 1, 2, ... if not given.
+        position_BxT: position ids; 0 .. T-1 if not given. deterministic: False turns dropout on,
+        which needs rngs={'dropout': key}. seq_id_B: the ids of the sequences, by which dropout
+        draws; 0, 1, 2, ... if not given.
         logit_position_B: logits of this one index into T of each sequence only, [B, 1, V]."""
         x_BxTxD, _ = self.hidden(idx_BxT, position_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
         if logit_position_B is not None:
@@ -655,15 +694,16 @@ class GPT(nn.Module):
         return lm_logits(x_BxTxD, self.lm_head_VxD, self.config.logit_cap)
 
     def with_cache(self, idx_BxT, cache, *, position_BxT):
-        """(logits as in __call__, cache): the T tokens are written to the KV cache (see init_cache in jax_cache.py),
-        and attend to it. PAD in position_BxT marks padding."""
+        """(logits as in __call__, cache): the T tokens are written to the KV cache (see init_cache
+        in jax_cache.py), and attend to it. PAD in position_BxT marks padding."""
         x_BxTxD, cache = self.hidden(idx_BxT, position_BxT, cache)
         return lm_logits(x_BxTxD, self.lm_head_VxD, self.config.logit_cap), cache
 
     def loss(self, idx_BxT, targets_BxT, *, loss_chunk=0, deterministic=True, seq_id_B=None, start_BxT=None):
-        """Cross-entropy of each target, float32 [B, T]. loss_chunk: logits are materialized for this many positions at
-        a time, which must divide T; 0 is all. start_BxT: in rows packed with conversations, where that of each token
-        starts: it attends to this conversation alone, and its position is counted from there."""
+        """Cross-entropy of each target, float32 [B, T]. loss_chunk: logits are materialized for
+        this many positions at a time, which must divide T; 0 is all. start_BxT: in rows packed with
+        conversations, where that of each token starts: it attends to this conversation alone, and
+        its position is counted from there."""
         position_BxT = None
         if start_BxT is not None:
             position_BxT = jnp.arange(idx_BxT.shape[1]) - start_BxT
@@ -711,7 +751,8 @@ class GPT(nn.Module):
 
 
 def cross_entropy(logits_BxTxV, targets_BxT):
-    """-log softmax(logits)[target], [B, T]. Of vocabulary-sharded logits XLA all-reduces [B, T] numbers."""
+    """-log softmax(logits)[target], [B, T]. Of vocabulary-sharded logits XLA all-reduces [B, T]
+    numbers."""
     with jax.named_scope('cross_entropy'):
         return jax.lax.platform_dependent(logits_BxTxV, targets_BxT, cuda=masked_cross_entropy,
                                           default=optax.softmax_cross_entropy_with_integer_labels)
@@ -727,22 +768,26 @@ class TrainState(train_state.TrainState):
 
 
 def create_train_state(rng, config, tx):
-    """TrainState with newly initialized float32 parameters and the state of the optax optimizer `tx` for them."""
+    """TrainState with newly initialized float32 parameters and the state of the optax optimizer
+    `tx` for them."""
     model = GPT(config)
     params = jax.jit(model.init)(rng, jnp.zeros((1, 1), jnp.int32))['params']
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx, loss_scale=initial_loss_scale(config.dtype))
-    return state.replace(step=jnp.int32(0))  # not flax's weakly typed 0, which would trigger a second compilation
+    # not flax's weakly typed 0, which would trigger a second compilation
+    return state.replace(step=jnp.int32(0))
 
 
 def initial_loss_scale(dtype):
-    """For float16, the 2**16 that torch.amp.GradScaler starts with; None where nothing is scaled."""
+    """For float16, the 2**16 that torch.amp.GradScaler starts with; None where nothing is
+    scaled."""
     if dtype != 'float16':
         return None
     return {'scale': jnp.float32(2**16), 'good_steps': jnp.int32(0)}
 
 
 def without_tables(params):
-    """The parameters by which activations are multiplied: all but wpe, and wte if lm_head is a matrix of its own."""
+    """The parameters by which activations are multiplied: all but wpe, and wte if lm_head is a
+    matrix of its own."""
     tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)
     return {name: part for name, part in params.items() if name not in tables}
 
@@ -755,10 +800,12 @@ def count_params(params, non_embedding=True):
 
 
 def estimate_mfu(n_params, config, tokens_per_sec, peak_flops, n_frozen=0):
-    """Model FLOPs utilization: the share of `peak_flops` (FLOP/s of all devices together) that the training achieves.
-    6 FLOPs per trained parameter and token, forward and backward, 4 per parameter of n_frozen, which have no gradient,
-    and attention's 12 L H K T (PaLM, arXiv:2204.02311, appendix B), T being the layer's attention span. n_params, of
-    the trained parameters, and n_frozen are count_params(params); experts that a token does not use do not count."""
+    """Model FLOPs utilization: the share of `peak_flops` (FLOP/s of all devices together) that the
+    training achieves. 6 FLOPs per trained parameter and token, forward and backward, 4 per
+    parameter of n_frozen, which have no gradient, and attention's 12 L H K T (PaLM,
+    arXiv:2204.02311, appendix B), T being the layer's attention span. n_params, of the trained
+    parameters, and n_frozen are count_params(params); experts that a token does not use do not
+    count."""
     layers = [config.layer(i) for i in range(config.n_layer)]
     moe = config.moe
     if moe:
@@ -778,19 +825,23 @@ def estimate_mfu(n_params, config, tokens_per_sec, peak_flops, n_frozen=0):
 
 
 # -----------------------------------------------------------------------------
-# other models (skip on first reading): each part can be read alone, and acts only if the config asks for it.
-# More letters: Q query heads per key head, C width of a latent, P tokens of a call (B T), E experts, U used per token
+# other models (skip on first reading): each part can be read alone, and acts only if the config
+# asks for it.
+# More letters: Q query heads per key head, C width of a latent, P tokens of a call (B T), E
+# experts, U used per token
 
 # --- multi-head latent attention
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): K and V of all heads are projected from one low-rank
-    latent per token; a second key part, shared by all heads, carries RoPE. Only these two are cached."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): K and V of all heads are
+    projected from one low-rank latent per token; a second key part, shared by all heads, carries
+    RoPE. Only these two are cached."""
     config: GPTConfig
     layer_type: str = 'full'
 
     @nn.compact
     def __call__(self, x_BxTxD, position_BxT=None, cache=None, seq_id_B=None, start_BxT=None):
-        """As CausalSelfAttention's; the cache holds {'latent': [B, 1, S, C], 'rope': [B, 1, S, rope_dim]}."""
+        """As CausalSelfAttention's; the cache holds {'latent': [B, 1, S, C], 'rope': [B, 1, S,
+        rope_dim]}."""
         cfg, mla, H = self.config, self.config.mla, self.config.n_head
         B, T, D = x_BxTxD.shape
         are_indices = (position_BxT is None or start_BxT is not None) and not self.is_initializing()
@@ -819,14 +870,16 @@ class LatentAttention(nn.Module):
         scale = cfg.attention_scale or (mla.nope_dim + mla.rope_dim)**-0.5
         options = {'scale': scale, 'key_B': dropout_keys(self, seq_id_B)}
 
-        # Two forms of the same result; the one with fewer multiplications is taken. Absorbed (decode): kv_b is folded
-        # into q and the output, T S H 2C. Projected (prefill): K and V from latents, (S C + T S) H (nope + v).
+        # Two forms of the same result; the one with fewer multiplications is taken. Absorbed
+        # (decode): kv_b is folded into q and the output, T S H 2C. Projected (prefill): K and V
+        # from latents, (S C + T S) H (nope + v).
         absorbed = T * (2 * mla.kv_rank - mla.nope_dim - mla.v_dim) < mla.kv_rank * (mla.nope_dim + mla.v_dim)
         if absorbed:
             q_latent_BxTxHxC = jnp.einsum('bthk,chk->bthc', q_nope_BxTxHxK, wk_CxHxK)
             q_BxTxHxC = jnp.concatenate([q_latent_BxTxHxC, q_rope_BxTxHxK], axis=-1)
             k_BxSx1xC = jnp.concatenate([kv['latent'], kv['rope']], axis=-1)
-            positions = dataclasses.replace(positions, are_indices=False)  # no kernel has such wide heads
+            # no kernel has such wide heads
+            positions = dataclasses.replace(positions, are_indices=False)
             y_BxTxHxC = attend(cfg, self.layer_type, q_BxTxHxC, k_BxSx1xC, kv['latent'], positions, **options)
             y_BxTxHxK = jnp.einsum('bthc,chk->bthk', y_BxTxHxC, wv_CxHxK)
         else:
@@ -842,7 +895,8 @@ class LatentAttention(nn.Module):
 
 # --- gated MLPs
 def gated_activation(config, gate, up):
-    """SwiGLU or GEGLU (arXiv:2002.05202), or gpt-oss's clamped variant, of the outputs of c_gate and c_fc."""
+    """SwiGLU or GEGLU (arXiv:2002.05202), or gpt-oss's clamped variant, of the outputs of c_gate
+    and c_fc."""
     if config.mlp == 'swiglu':
         return jax.nn.silu(gate) * up
     if config.mlp == 'geglu':
@@ -872,7 +926,8 @@ class Router(nn.Module):
         rank_PxE = score_PxE
         if moe.selection_bias:
             rank_PxE += self.param('selection_bias', nn.initializers.zeros, (E,))
-        if moe.n_group > 1:  # group score = sum of its top-2 expert scores; experts of other groups are not eligible
+        # group score = sum of its top-2 expert scores; experts of other groups are not eligible
+        if moe.n_group > 1:
             rank_by_group = rank_PxE.reshape(B * T, moe.n_group, -1)
             group_score = jax.lax.top_k(rank_by_group, 2)[0].sum(-1)
             _, best_groups = jax.lax.top_k(group_score, moe.n_group_used)
@@ -883,8 +938,9 @@ class Router(nn.Module):
         if moe.normalize:
             weight_PxU /= weight_PxU.sum(-1, keepdims=True) + 1e-20
 
-        # Load-balancing loss (Switch, arXiv:2101.03961): E * sum(share of tokens * mean score), 1 if balanced. Per
-        # sequence (DeepSeek-V3, arXiv:2412.19437), so the loss does not depend on batch sharding.
+        # Load-balancing loss (Switch, arXiv:2101.03961): E * sum(share of tokens * mean score), 1
+        # if balanced. Per sequence (DeepSeek-V3, arXiv:2412.19437), so the loss does not depend on
+        # batch sharding.
         share_BxE = jax.nn.one_hot(expert_PxU, E).reshape(B, -1, E).mean(1)
         mean_score_BxE = (score_PxE / score_PxE.sum(-1, keepdims=True)).reshape(B, -1, E).mean(1)
         self.sow('losses', 'balance', moe.balance * E * (share_BxE * mean_score_BxE).sum(-1).mean())
@@ -906,7 +962,8 @@ class ExpertDense(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """A mixture of experts: a router sends each token through n_used of n_expert MLPs; no token is dropped."""
+    """A mixture of experts: a router sends each token through n_used of n_expert MLPs; no token is
+    dropped."""
     config: GPTConfig
 
     @nn.compact
@@ -935,7 +992,8 @@ class MoELayer(nn.Module):
 
 
 def __getattr__(name):
-    """`from jax_transformer import generate` works: jax_generate imports this file, so it is imported on first use."""
+    """`from jax_transformer import generate` works: jax_generate imports this file, so it is
+    imported on first use."""
     if name == 'generate':
         from jax_generate import generate
         return generate

@@ -1,4 +1,5 @@
-"""Causal attention without materialized scores (chunked, blockwise, cuDNN, splash), and the causal mask."""
+"""Causal attention without materialized scores (chunked, blockwise, cuDNN, splash), and the causal
+mask."""
 import dataclasses
 import functools
 import math
@@ -13,17 +14,19 @@ from jax_ops.dropout import hash_dropout
 from jax_ops.matmul import matmul, soft_cap
 from jax_ops.sharding import batch_axes, current_mesh
 
-ATTENTION = ('xla', 'chunked', 'cudnn', 'splash')  # 'xla': dot_product_attention of jax_transformer.py; others: here
+# 'xla': dot_product_attention of jax_transformer.py; others: here
+ATTENTION = ('xla', 'chunked', 'cudnn', 'splash')
 
 
 def causal_mask(key_position, position, *, window=0, chunk=0):
-    """True where a query may attend to a key: at its own position and before; with `window` among the last `window`
-    positions only, with `chunk` within its chunk of that many positions.
+    """True where a query may attend to a key: at its own position and before; with `window` among
+    the last `window` positions only, with `chunk` within its chunk of that many positions.
 
-    Training and decoding mask in different places, because a kernel of training knows its keys by index, and decoding
-    by the positions in the slots of a KV cache (attend in jax_transformer.py chooses): attention_mask makes the mask
-    for dot_product_attention and blockwise_attention, which apply it; chunked_attention applies it in its attend_block;
-    cudnn_attention and splash_kernel have their kernels do so."""
+    Training and decoding mask in different places, because a kernel of training knows its keys by
+    index, and decoding by the positions in the slots of a KV cache (attend in jax_transformer.py
+    chooses): attention_mask makes the mask for dot_product_attention and blockwise_attention, which
+    apply it; chunked_attention applies it in its attend_block; cudnn_attention and splash_kernel
+    have their kernels do so."""
     mask = key_position <= position
     if window:
         mask &= key_position > position - window
@@ -33,8 +36,8 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
 
 
 def first_key_of(position, window, chunk, start_BxT=None):
-    """The first position to which causal_mask lets a query at this position attend. In packed rows chunks begin where
-    a conversation does, so that a query may see chunk positions before it."""
+    """The first position to which causal_mask lets a query at this position attend. In packed rows
+    chunks begin where a conversation does, so that a query may see chunk positions before it."""
     if start_BxT is not None:
         window, chunk = window or chunk, 0
     if chunk:
@@ -44,12 +47,15 @@ def first_key_of(position, window, chunk, start_BxT=None):
 
 def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, window=0,
                            chunk=0, sinks_H=None, dropout_rate=0.0, key_B=None, start_BxT=None):
-    """dot_product_attention of jax_transformer.py with the causal_mask of positions 0 .. T-1 -> [B, T, H, K].
+    """dot_product_attention of jax_transformer.py with the causal_mask of positions 0 .. T-1 -> [B,
+    T, H, K].
 
-    start_BxT: of packed rows (GPT.loss): a query attends to the keys from its start on, and chunks begin there.
+    start_BxT: of packed rows (GPT.loss): a query attends to the keys from its start on, and chunks
+    begin there.
 
-    implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs). On a mesh each device computes
-    its heads of its sequences. Raises UserError for what the kernels of cuDNN and TPUs do not compute."""
+    implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs). On a mesh
+    each device computes its heads of its sequences. Raises UserError for what the kernels of cuDNN
+    and TPUs do not compute."""
     options = {'scale': scale or q_BxTxHxK.shape[-1]**-0.5, 'cap': cap, 'window': window, 'chunk': chunk}
 
     def attend(first_group, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT):
@@ -93,12 +99,13 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, s
 
 def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT, *, kernel, first_group, window, chunk,
                       scale, cap, dropout_rate):
-    """fused_causal_attention on one of C (n_context) devices, each with T consecutive positions of a sequence, inside
-    shard_map. kernel: of splash_kernel; None is chunked attention.
+    """fused_causal_attention on one of C (n_context) devices, each with T consecutive positions of
+    a sequence, inside shard_map. kernel: of splash_kernel; None is chunked attention.
 
-    Keys and values are all-gathered. The queries are exchanged so that every device has the same work: of each of the C
-    parts of the sequence, device i computes the i-th of C pieces, which attends to the parts up to its own. That is
-    (C + 1) / 2C of all scores, where causal attention needs 1/2."""
+    Keys and values are all-gathered. The queries are exchanged so that every device has the same
+    work: of each of the C parts of the sequence, device i computes the i-th of C pieces, which
+    attends to the parts up to its own. That is (C + 1) / 2C of all scores, where causal attention
+    needs 1/2."""
     n_context = jax.lax.axis_size('context')
     T = q_BxTxHxK.shape[1]
     n = T // n_context
@@ -137,7 +144,8 @@ def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=0
 
 def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, cap=0.0, window=0, chunk=0, sinks_H=None,
                      interpret=False, kernel=None, start_BxT=None, key_start_BxS=None):
-    """fused_causal_attention by the splash attention kernel for TPUs that JAX ships. kernel: another splash_kernel."""
+    """fused_causal_attention by the splash attention kernel for TPUs that JAX ships. kernel:
+    another splash_kernel."""
     T, H = q_BxTxHxK.shape[1:3]
     attend = kernel or splash_kernel(T, H, window, chunk, cap=cap, interpret=interpret)
     q, k, v = (x.swapaxes(1, 2) for x in ((q_BxTxHxK * scale).astype(q_BxTxHxK.dtype), k_BxTxGxK, v_BxTxGxK))
@@ -150,8 +158,9 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, cap=0.0, window=
 
 @functools.lru_cache(maxsize=8)  # its tables are computed on the CPU, a minute for T = 131,072
 def splash_kernel(T, H, window=0, chunk=0, context=1, cap=0.0, *, interpret=False):
-    """The splash attention kernel for H heads of T positions, of which `context` devices compute the queries as
-    context_attention says. Blocks of 512 positions, as MaxText's, where they divide a device's queries; else 128."""
+    """The splash attention kernel for H heads of T positions, of which `context` devices compute
+    the queries as context_attention says. Blocks of 512 positions, as MaxText's, where they divide
+    a device's queries; else 128."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     mask = masks.CausalMask((T, T))
@@ -159,7 +168,8 @@ def splash_kernel(T, H, window=0, chunk=0, context=1, cap=0.0, *, interpret=Fals
         mask = masks.LocalMask((T, T), (window - 1, 0), 0)
     if chunk and chunk < T:
         mask = masks.ChunkedCausalMask((T, T), chunk)
-    positions = np.arange(T, dtype=np.int32).reshape(context, context, -1)  # [part, piece, position]
+    # [part, piece, position]
+    positions = np.arange(T, dtype=np.int32).reshape(context, context, -1)
     mask.q_sequence = np.ascontiguousarray(positions.swapaxes(0, 1)).ravel()
     block = 512 if T // context % 512 == 0 else 128
     names = [field.name for field in dataclasses.fields(kernel.BlockSizes) if field.name.startswith('block_')]
@@ -174,13 +184,16 @@ def splash_kernel(T, H, window=0, chunk=0, context=1, cap=0.0, *, interpret=Fals
 def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, window=0, chunk=0, sinks_H=None,
                       dropout_rate=0.0, key_B=None, first_group=0, first=0, first_key=0, n_positions=None,
                       start_BxT=None):
-    """fused_causal_attention in blocks of queries, on any backend. Values may be wider or narrower than keys.
+    """fused_causal_attention in blocks of queries, on any backend. Values may be wider or narrower
+    than keys.
 
-    A block of queries is computed at a time, against the keys that it may attend to: on a CPU 128 queries of one
-    sequence, so that the probabilities stay in its L2 cache, elsewhere 512 of all sequences. Probabilities are never
-    stored, but recomputed in the backward pass (docs/lab_log.md#chunked-attention). first_group: the number of this
-    device's first key head, for the dropout masks. n_positions: length of the sequence, if these are not all of its
-    positions; first and first_key: then the positions of the first query and key. With jit, layers share a trace."""
+    A block of queries is computed at a time, against the keys that it may attend to: on a CPU 128
+    queries of one sequence, so that the probabilities stay in its L2 cache, elsewhere 512 of all
+    sequences. Probabilities are never stored, but recomputed in the backward pass
+    (docs/lab_log.md#chunked-attention). first_group: the number of this device's first key head,
+    for the dropout masks. n_positions: length of the sequence, if these are not all of its
+    positions; first and first_key: then the positions of the first query and key. With jit, layers
+    share a trace."""
     B, T, H, K = q_BxTxHxK.shape
     in_pieces = n_positions is not None
     n_positions = n_positions or T
@@ -194,7 +207,8 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
         scores_GxTQxS = soft_cap(scores_GxTQxS, cap)
         position_TQx1 = jnp.repeat(first + jnp.arange(n), Q)[:, None]
         key_position = jnp.arange(first_key, end)
-        if start_T is not None:  # both counted from the start of the query's conversation; what is before is not seen
+        # both counted from the start of the query's conversation; what is before is not seen
+        if start_T is not None:
             start_TQx1 = jnp.repeat(start_T, Q)[:, None]
             key_position = jnp.where(key_position < start_TQx1, 2**30, key_position - start_TQx1)
             position_TQx1 -= start_TQx1
@@ -208,7 +222,8 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
             g, tq, s = (jax.lax.broadcasted_iota(jnp.uint32, scores_GxTQxS.shape[:2] + (end - first_key,), axis)
                         for axis in range(3))
             tq += jnp.uint32(first * Q)
-            # flat_index of this block in the probabilities of all devices, [H / Q, n_positions Q, n_positions]
+            # flat_index of this block in the probabilities of all devices, [H / Q, n_positions Q,
+            # n_positions]
             counter_GxTQxS = first_counter + (g * jnp.uint32(n_positions * Q) + tq) * jnp.uint32(n_positions) + (
                 s + jnp.uint32(first_key))
             probs_GxTQxS = hash_dropout(probs_GxTQxS[None], dropout_rate, key[None], counter_GxTQxS)[0]
@@ -219,7 +234,8 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
         n *= max(1, T // (64 * n))  # at most 64 blocks, because each is compiled
         attend = jax.checkpoint(attend_block, prevent_cse=not in_loop, static_argnums=(0, 1))
         sizes = [min(n, T - first) for first in range(0, T, n)]
-        # split and concatenated again, in float32: the gradients of a key are then added by block, none padded to [T]
+        # split and concatenated again, in float32: the gradients of a key are then added by block,
+        # none padded to [T]
         qs = jax.lax.split(q_GxTQxK, [size * Q for size in sizes], axis=1)
         ks = jax.lax.split(k_GxTxK.astype(jnp.float32), sizes, axis=1)
         vs = jax.lax.split(v_GxTxK.astype(jnp.float32), sizes, axis=1)
@@ -234,7 +250,8 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
     def attend_piece(sequence):
         q_GxTQxK, k_GxSxK, v_GxSxK, key, start_T = sequence
         n = math.gcd(T, 128)
-        k_GxSxK, v_GxSxK = k_GxSxK.astype(jnp.float32), v_GxSxK.astype(jnp.float32)  # so that gradients are added in it
+        # so that gradients are added in it
+        k_GxSxK, v_GxSxK = k_GxSxK.astype(jnp.float32), v_GxSxK.astype(jnp.float32)
         attend = jax.checkpoint(attend_block, prevent_cse=False, static_argnums=1)
 
         def attend_next(block):
@@ -247,7 +264,8 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
 
     q_BxGxTQxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(1, 2).reshape(B, G, T * Q, K)
     sequences = q_BxGxTQxK, k_BxTxGxK.swapaxes(1, 2), v_BxTxGxK.swapaxes(1, 2), key_B, start_BxT
-    # checkpointed again, so that the loop does not stack the keys of each block: 0.71 of the time (docs/lab_log.md)
+    # checkpointed again, so that the loop does not stack the keys of each block: 0.71 of the time
+    # (docs/lab_log.md)
     attend_one = jax.checkpoint(functools.partial(attend_sequence, n=128, in_loop=True), prevent_cse=False)
     one_by_one = functools.partial(jax.lax.map, attend_one)
     all_at_once = jax.vmap(functools.partial(attend_sequence, n=512, in_loop=False))
@@ -259,11 +277,13 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
 
 
 def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, cap=0.0, sinks_H=None):
-    """dot_product_attention of jax_transformer.py, for a piece of a long prompt; without dropout and gradients.
+    """dot_product_attention of jax_transformer.py, for a piece of a long prompt; without dropout
+    and gradients.
 
-    256 queries at a time, and blocks of n = 256 keys with a running softmax (arXiv:2205.14135): scores take [B, G, TQ,
-    n], not [B, G, TQ, S], and blocks of which the mask allows no key are skipped. In a cache of more than 2,048 slots n
-    is 512: larger matmuls, 0.95 of the time for 4,096 tokens of SmolLM2."""
+    256 queries at a time, and blocks of n = 256 keys with a running softmax (arXiv:2205.14135):
+    scores take [B, G, TQ, n], not [B, G, TQ, S], and blocks of which the mask allows no key are
+    skipped. In a cache of more than 2,048 slots n is 512: larger matmuls, 0.95 of the time for
+    4,096 tokens of SmolLM2."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     if T > 256 and T % 256 == 0:

@@ -1,4 +1,5 @@
-"""The one place where training's attention is chosen: by device, model and sizes, with its reason."""
+"""The one place where training's attention is chosen: by device, model and sizes, with its
+reason."""
 import jax
 import jax.numpy as jnp
 
@@ -6,17 +7,20 @@ from jax_devices.setup import nvidia_capability
 from jax_flags import UserError, check_choice
 from jax_ops.attention import ATTENTION, fused_causal_attention
 
-# Blocks of this size and longer take chunked attention: on a CPU because it is faster (docs/performance.md), on GPUs
-# and TPUs without flash attention because the scores would take most of the memory (docs/parallelism.md#attention)
+# Blocks of this size and longer take chunked attention: on a CPU because it is faster
+# (docs/performance.md), on GPUs and TPUs without flash attention because the scores would take most
+# of the memory (docs/parallelism.md#attention)
 CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
 
 
 def choose_attention(attention, config, device, *, tensor=1, context=1, deterministic=False, packed=False):
-    """(implementation, reason) for the flag --attention and training on `device`, one of `tensor` that share the heads
-    and `context` that share a sequence. deterministic: of a GPU, that of plain XLA alone. packed: see GPT.loss.
+    """(implementation, reason) for the flag --attention and training on `device`, one of `tensor`
+    that share the heads and `context` that share a sequence. deterministic: of a GPU, that of plain
+    XLA alone. packed: see GPT.loss.
 
-    'auto' is the device's flash attention (cuDNN or splash) where it computes this model, else chunked attention for
-    blocks of CHUNKED_FROM tokens and longer, else plain XLA. Raises UserError for an unknown or impossible one."""
+    'auto' is the device's flash attention (cuDNN or splash) where it computes this model, else
+    chunked attention for blocks of CHUNKED_FROM tokens and longer, else plain XLA. Raises UserError
+    for an unknown or impossible one."""
     check_choice('attention', attention, ('auto', *ATTENTION))
     if deterministic and device.platform == 'gpu':
         if attention == 'cudnn':
@@ -54,13 +58,15 @@ def why_not_flash(config):
 
 
 def why_not_cudnn(config, device, *, tensor=1, context=1):
-    """Why cuDNN's attention cannot train this model on this device, or None if it can. The last check compiles it."""
+    """Why cuDNN's attention cannot train this model on this device, or None if it can. The last
+    check compiles it."""
     if context > 1:
         return 'it does not shard a sequence'
     width = config.head_width
     capability = nvidia_capability(device)
     version = device.platform == 'gpu' and device.client.platform_version
-    if not version or not ('cuda' in version or 'NVIDIA' in version):  # NVIDIA: compiled ahead of time
+    # NVIDIA: compiled ahead of time
+    if not version or not ('cuda' in version or 'NVIDIA' in version):
         return 'it is for NVIDIA GPUs'
     if capability < 8:
         return f'it needs compute capability 8.0, this is {capability}'
@@ -84,7 +90,8 @@ def why_not_cudnn(config, device, *, tensor=1, context=1):
 
 
 def compile_cudnn(config, device, layer_type='full', tensor=1):
-    """Compiles a layer's attention and its gradient for a sequence and a device's heads. Raises if cuDNN refuses."""
+    """Compiles a layer's attention and its gradient for a sequence and a device's heads. Raises if
+    cuDNN refuses."""
     here = jax.sharding.SingleDeviceSharding(device)
     q, k = (jax.ShapeDtypeStruct((1, config.block_size, n // tensor, config.head_width), config.dtype, sharding=here)
             for n in (config.n_head, config.kv_heads))

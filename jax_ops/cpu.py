@@ -14,7 +14,8 @@ from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, current_mesh
 
 
 def as_row_major(x):
-    """x. On a CPU, XLA is told to lay it out row-major at this point; on a mesh it could not partition that."""
+    """x. On a CPU, XLA is told to lay it out row-major at this point; on a mesh it could not
+    partition that."""
     try:
         from jax.experimental.layout import Layout, with_layout_constraint
     except ImportError:  # only slower
@@ -29,15 +30,17 @@ def as_row_major(x):
 
 
 def transpose_materialized(x):
-    """x.swapaxes(-1, -2). bfloat16 on a CPU is also moved in memory: XLA:CPU's fast bfloat16 matmul takes row-major [M,
-    K] and [K, N] only, and converts everything else to float32 (2.3 times slower, docs/lab_log.md#matmul)."""
+    """x.swapaxes(-1, -2). bfloat16 on a CPU is also moved in memory: XLA:CPU's fast bfloat16 matmul
+    takes row-major [M, K] and [K, N] only, and converts everything else to float32 (2.3 times
+    slower, docs/lab_log.md#matmul)."""
     x = x.swapaxes(-1, -2)
     return as_row_major(x) if x.dtype == jnp.bfloat16 else x
 
 
 def two_rows(multiply, x, y):
-    """multiply(x, y). A single row x [..., 1, K] is multiplied twice: for a matmul of one row XLA:CPU converts a
-    bfloat16 matrix to float32, and hoists the copies of all weights out of the decode loop."""
+    """multiply(x, y). A single row x [..., 1, K] is multiplied twice: for a matmul of one row
+    XLA:CPU converts a bfloat16 matrix to float32, and hoists the copies of all weights out of the
+    decode loop."""
     if x.size > x.shape[-1]:
         return multiply(x, y)
     return multiply(jnp.concatenate([x, x], axis=-2), y)[..., :1, :]
@@ -52,7 +55,8 @@ def nt_cpu(x_RxI, w_OxI, dtype=jnp.float32):
 
 
 def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
-    """x @ w.T as (w @ x.T).T. The barrier keeps XLA from swapping the operands back and from fusing what follows."""
+    """x @ w.T as (w @ x.T).T. The barrier keeps XLA from swapping the operands back and from fusing
+    what follows."""
     R = len(x_RxI)
     n_padding = -R % 4 if R > 1 else 0  # five rows take longer than eight
     x_RxI = jnp.pad(x_RxI, ((0, n_padding), (0, 0)))
@@ -60,15 +64,16 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
 
 
 def fusion_barrier(condition, f, otherwise, *args):
-    """f(*args), which is `otherwise` everywhere where the condition is false. XLA:CPU moves nothing across a condition:
-    it neither computes x for each row of the weights, nor converts the weights ahead of the decode loop."""
+    """f(*args), which is `otherwise` everywhere where the condition is false. XLA:CPU moves nothing
+    across a condition: it neither computes x for each row of the weights, nor converts the weights
+    ahead of the decode loop."""
     y = jax.eval_shape(f, *args)
     return jax.lax.cond(condition, f, lambda *args: jnp.full(y.shape, otherwise, y.dtype), *args)
 
 
 def lane_terms(n, least, most):
-    """The largest t from `least` to `most` for which 32 t divides n, or None: a row of n elements is then split into
-    blocks, each summed as 32 sums of t terms side by side."""
+    """The largest t from `least` to `most` for which 32 t divides n, or None: a row of n elements
+    is then split into blocks, each summed as 32 sums of t terms side by side."""
     return max((terms for terms in range(least, most + 1) if n % (32 * terms) == 0), default=None)
 
 
@@ -77,10 +82,12 @@ int16_lane_terms = functools.partial(lane_terms, least=3, most=6)  # of nt_int16
 
 
 def nt_bfloat16_row(x_1xI, w_OxI):
-    """x @ w.T -> float32 [1, O] of bfloat16 arrays, one row of x: twice as fast (docs/lab_log.md#bfloat16-rows).
+    """x @ w.T -> float32 [1, O] of bfloat16 arrays, one row of x: twice as fast
+    (docs/lab_log.md#bfloat16-rows).
 
-    The loop is shaped for XLA:CPU: 32 sums side by side fill vector registers; at most 20 terms each, or LLVM does not
-    unroll them; two halves of the rows in one reduction, or it is a slow library call; then a matmul with ones."""
+    The loop is shaped for XLA:CPU: 32 sums side by side fill vector registers; at most 20 terms
+    each, or LLVM does not unroll them; two halves of the rows in one reduction, or it is a slow
+    library call; then a matmul with ones."""
     O, I = w_OxI.shape
     n_pairs, terms = O // 2, bfloat16_lane_terms(I)
     n_blocks = I // (32 * terms)
@@ -98,14 +105,15 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     return fusion_barrier(~jnp.isnan(x_I[0]), multiply, np.nan, x_I, w_OxI)
 
 # -----------------------------------------------------------------------------
-# int8 weights, in the order of a decode step: linear (matmul.py) meets an Int8, matmul_int8 quantizes x to int16 and
-# calls multiply_integers. One row, of a multiple of 96, 128, 160 or 192 features: x and weights are widened to int32
-# (nt_int16_row). Others: x as two halves in int8, (u)int8 x int8 -> int32 (nt_int16, nt_uint8). The weights became Int8
-# in convert_params_for_decoding (jax_generate.py), as_uint8 where cpu_multiplies_uint8.
+# int8 weights, in the order of a decode step: linear (matmul.py) meets an Int8, matmul_int8
+# quantizes x to int16 and calls multiply_integers. One row, of a multiple of 96, 128, 160 or 192
+# features: x and weights are widened to int32 (nt_int16_row). Others: x as two halves in int8,
+# (u)int8 x int8 -> int32 (nt_int16, nt_uint8). The weights became Int8 in
+# convert_params_for_decoding (jax_generate.py), as_uint8 where cpu_multiplies_uint8.
 
 def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
-    """multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies with its shard of w. XLA's partitioner would
-    gather w where nt_int16_row splits its rows."""
+    """multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies with its shard of w. XLA's
+    partitioner would gather w where nt_int16_row splits its rows."""
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh else 1
     if n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0:
@@ -121,13 +129,14 @@ def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
 
 
 def int16_levels(n):
-    """The largest magnitude to which n activations are quantized: a sum of n matmul terms fits into int32, and a level
-    is 256 a + b with a and b in int8. 22,016 for 768 activations."""
+    """The largest magnitude to which n activations are quantized: a sum of n matmul terms fits into
+    int32, and a level is 256 a + b with a and b in int8. 22,016 for 768 activations."""
     return min(127 * 256 + 127, (2**31 - 1) // (127 * n))
 
 
 def multiply_integers(x_RxI, w_OxI):
-    """x @ w.T of int16 x and the values of an Int8, exact, then in float32; called by matmul_int8 (matmul.py)."""
+    """x @ w.T of int16 x and the values of an Int8, exact, then in float32; called by matmul_int8
+    (matmul.py)."""
     multiply = nt_int16_row if len(x_RxI) == 1 and int16_lane_terms(x_RxI.shape[1]) else nt_int16
     y_RxO = multiply(x_RxI, w_OxI)
     if w_OxI.dtype == jnp.uint8:  # values + 128: int32 wraps around, and the difference is exact
@@ -136,8 +145,9 @@ def multiply_integers(x_RxI, w_OxI):
 
 
 def nt_int16_row(x_1xI, w_OxI):
-    """nt_int16 for one row: 32 integer sums side by side. The terms of a block are added one by one: a reduction over
-    terms and another over sums are one loop in jaxlib 0.10 only (docs/lab_log.md#int8-matmuls)."""
+    """nt_int16 for one row: 32 integer sums side by side. The terms of a block are added one by
+    one: a reduction over terms and another over sums are one loop in jaxlib 0.10 only
+    (docs/lab_log.md#int8-matmuls)."""
     terms = int16_lane_terms(x_1xI.shape[1])
     w, x = (a.reshape(len(a), -1, terms, 32) for a in (w_OxI, x_1xI))
     sums = sum(w[:, :, i].astype(jnp.int32) * x[:, :, i].astype(jnp.int32) for i in range(terms))
@@ -145,7 +155,8 @@ def nt_int16_row(x_1xI, w_OxI):
 
 
 def nt_int16(x_RxI, w_OxI):
-    """x @ w.T -> int32 of int16 x and (u)int8 weights. XLA:CPU's fast matmuls take x in int8: x = 256 high + low."""
+    """x @ w.T -> int32 of int16 x and (u)int8 weights. XLA:CPU's fast matmuls take x in int8: x =
+    256 high + low."""
     high_RxI = (x_RxI + 128) >> 8
     low_RxI = x_RxI - 256 * high_RxI
     y_2RxO = nt_weights_left(jnp.concatenate([high_RxI, low_RxI]).astype(jnp.int8), w_OxI, jnp.int32)
@@ -155,8 +166,9 @@ def nt_int16(x_RxI, w_OxI):
 
 @functools.cache
 def nt_uint8():
-    """The primitive x @ w.T of uint8 x (weights, see nt_weights_left) and int8 w -> int32, by VNNI: int8 by int8 takes
-    1.4 to 2.6 times as long. JAX's own lowering converts operands of two dtypes to int32."""
+    """The primitive x @ w.T of uint8 x (weights, see nt_weights_left) and int8 w -> int32, by VNNI:
+    int8 by int8 takes 1.4 to 2.6 times as long. JAX's own lowering converts operands of two dtypes
+    to int32."""
     from jax.extend.core import Primitive
     from jax.extend.mlir import ir
     from jax.extend.mlir.dialects import stablehlo
@@ -174,7 +186,8 @@ def nt_uint8():
 
 @functools.cache
 def cpu_multiplies_uint8():
-    """Whether nt_uint8 compiles: XLA may not have it for this CPU, and a later JAX not what it is made of."""
+    """Whether nt_uint8 compiles: XLA may not have it for this CPU, and a later JAX not what it is
+    made of."""
     shapes = (jax.ShapeDtypeStruct((64, 64), jnp.uint8), jax.ShapeDtypeStruct((2, 64), jnp.int8))
     try:
         with jax.default_device(jax.local_devices(backend='cpu')[0]):

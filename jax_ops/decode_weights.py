@@ -1,7 +1,7 @@
 """Weights as decoding reads them: cast once, quantized, transposed, in the order of tensor ranks.
 
-A decode step reads every weight once for each token, so how they lie in memory decides its speed. linear() in
-matmul.py takes each of these forms in the place of an array [I, O].
+A decode step reads every weight once for each token, so how they lie in memory decides its speed.
+linear() in matmul.py takes each of these forms in the place of an array [I, O].
 """
 import functools
 
@@ -16,10 +16,12 @@ from jax_ops.sharding import current_mesh, shard
 
 
 def convert_params_for_decoding(params, dtype, quantize=''):
-    """Returns the parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is 'int8'.
+    """Returns the parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is
+    'int8'.
 
-    On one GPU kernels become Transposed, on one CPU device those of float32 and bfloat16. Removes each block from the
-    dict `params` as it is converted, so that memory need not hold the model twice."""
+    On one GPU kernels become Transposed, on one CPU device those of float32 and bfloat16. Removes
+    each block from the dict `params` as it is converted, so that memory need not hold the model
+    twice."""
     check_choice('quantize', quantize, ('', 'int8'))
     converted = {}
     for name in list(params):
@@ -53,8 +55,8 @@ def quantize_params(params, stored_as=jnp.int8):
 
 
 def quantize_param(path, p, stored_as=jnp.int8):
-    """A matrix (kernel, wte, lm_head) as Int8, with one scale per output; other parameters as they are: wpe, kv_b and
-    the router are small, and routing is sensitive. stored_as: see Int8."""
+    """A matrix (kernel, wte, lm_head) as Int8, with one scale per output; other parameters as they
+    are: wpe, kv_b and the router are small, and routing is sensitive. stored_as: see Int8."""
     if path[-1] not in ('kernel', 'wte', 'lm_head') or 'router' in path:
         return p
     if isinstance(p, Transposed):
@@ -64,7 +66,8 @@ def quantize_param(path, p, stored_as=jnp.int8):
 
 @functools.partial(jax.jit, static_argnames=('transpose', 'stored_as'))
 def quantize_matrix(p, *, transpose, stored_as):
-    """A matrix [..., O, I], or [..., I, O] with transpose, as Int8. Compiled: no temporaries as large as p."""
+    """A matrix [..., O, I], or [..., I, O] with transpose, as Int8. Compiled: no temporaries as
+    large as p."""
     if transpose:
         p = p.swapaxes(-1, -2)
     values, scale = quantize(p, jnp.int8)
@@ -84,7 +87,8 @@ def cast_matrices(params, dtype):
 
 
 def transpose_kernels(params):
-    """The parameters with every kernel [I, O] as Transposed; the router and experts stay as they are."""
+    """The parameters with every kernel [I, O] as Transposed; the router and experts stay as they
+    are."""
     def transposed(path, p):
         is_left = path[-1] != 'kernel' or 'router' in path or isinstance(p, (Int8, Transposed)) or p.ndim != 2
         return p if is_left else Transposed(p.T)
@@ -93,8 +97,9 @@ def transpose_kernels(params):
 
 
 def order_columns_by_rank(params, config):
-    """The parameters of convert_params_for_decoding with c_attn's columns in the order of the current mesh's tensor
-    ranks (order_by_rank), each with its own: no decode step moves them. Replaces one layer after the other in place."""
+    """The parameters of convert_params_for_decoding with c_attn's columns in the order of the
+    current mesh's tensor ranks (order_by_rank), each with its own: no decode step moves them.
+    Replaces one layer after the other in place."""
     mesh = current_mesh()
     if mesh is None or mesh.shape['tensor'] == 1 or config.mla:
         return params

@@ -1,7 +1,8 @@
 """Dropout masks that do not depend on how many devices, micro-batches or tiles compute them.
 
-An element is kept or dropped by the key of its sequence (dropout_keys in jax_transformer.py: of seed, layer and number
-in the run, make_batch's seq_id) and by its index in the array of one device: a shard has its keys, and its indices."""
+An element is kept or dropped by the key of its sequence (dropout_keys in jax_transformer.py: of
+seed, layer and number in the run, make_batch's seq_id) and by its index in the array of one device:
+a shard has its keys, and its indices."""
 import jax
 import jax.numpy as jnp
 
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 def hash_dropout(x, rate, key_B, counter):
     """jnp.where(bernoulli(1 - rate), x / (1 - rate), 0) for x [B, ...], from a counter-based hash.
 
-    The mask is a hash of (the sequence's key, counter), so tiling and sharding do not change it; counter numbers the
-    elements, uint32 [...], usually flat_index(x.shape[1:]). See docs/lab_log.md#dropout."""
+    The mask is a hash of (the sequence's key, counter), so tiling and sharding do not change it;
+    counter numbers the elements, uint32 [...], usually flat_index(x.shape[1:]). See
+    docs/lab_log.md#dropout."""
     words = jax.random.key_data(key_B).reshape(len(x), -1, *(1,) * (x.ndim - 1))
     bits = mix_bits(mix_bits(counter + words[:, 0]) ^ words[:, 1])
     scaled = x.astype(jnp.float32) / (1 - rate)  # bfloat16 would round 1 / (1 - rate) by up to 0.2%

@@ -10,11 +10,13 @@ from jax_ops.sharding import EXPERTS, batch_axes, current_mesh
 
 
 def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False):
-    """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in x's dtype.
+    """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in x's
+    dtype.
 
-    weights: tree of [E, ...]. scale_input: the weight scales f's input instead of its output. On a mesh (expert
-    parallelism) a device has some experts: it all-gathers the tokens over the expert axis, computes its own experts,
-    and reduce-scatters the sums back. From 4 U ranks on, tokens are sent only where they are used (exchange_tokens)."""
+    weights: tree of [E, ...]. scale_input: the weight scales f's input instead of its output. On a
+    mesh (expert parallelism) a device has some experts: it all-gathers the tokens over the expert
+    axis, computes its own experts, and reduce-scatters the sums back. From 4 U ranks on, tokens are
+    sent only where they are used (exchange_tokens)."""
     def mix(weights, first_expert, x_PxD, expert_PxU, weight_PxU):
         x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, x_PxD.shape[1]))
         scale_PxUx1 = weight_PxU[..., None]
@@ -22,7 +24,8 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
             x_PxUxD = (x_PxUxD * scale_PxUx1).astype(x_PxD.dtype)
             scale_PxUx1 = 1
         y_RxD = grouped_experts(f, weights, x_PxUxD.reshape(-1, x_PxD.shape[1]), expert_PxU.ravel() - first_expert)
-        return (y_RxD.reshape(x_PxUxD.shape) * scale_PxUx1).sum(1).astype(x_PxD.dtype)  # before it is sent
+        # before it is sent
+        return (y_RxD.reshape(x_PxUxD.shape) * scale_PxUx1).sum(1).astype(x_PxD.dtype)
 
     mesh = current_mesh()
     if mesh is None:
@@ -32,7 +35,8 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
     batch = batch_axes(len(x_PxD))
 
     def mix_own(weights, *tokens):
-        """The part of this device's experts, summed over tensor; over expert, too, if tokens are replicated there."""
+        """The part of this device's experts, summed over tensor; over expert, too, if tokens are
+        replicated there."""
         first_expert = jax.lax.axis_index(axes) * len(jax.tree.leaves(weights)[0])
         y_PxD = mix(weights, first_expert, *tokens)
         with jax.named_scope('reduce_scatter'):
@@ -40,7 +44,8 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
 
     def mix_local(weights, *tokens):
         n_tokens, U = tokens[1].shape
-        capacity = max(64, ceil_div(2 * n_tokens * U, n_ranks))  # twice those of balanced routing; few rows vary more
+        # twice those of balanced routing; few rows vary more
+        capacity = max(64, ceil_div(2 * n_tokens * U, n_ranks))
         if batch and 2 * capacity <= n_tokens:  # at most half of what the all-gather sends
             return exchange_tokens(mix_own, E // n_ranks, capacity, weights, *tokens)
         if batch:
@@ -56,19 +61,23 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
 
 
 def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU, weight_PxU):
-    """reduce_scatter(mix(weights, *all_gather(tokens))) over the expert axis, inside shard_map, where mix computes the
-    experts of its rank and ignores the others; each token is sent only to the ranks of its experts, once to each.
+    """reduce_scatter(mix(weights, *all_gather(tokens))) over the expert axis, inside shard_map,
+    where mix computes the experts of its rank and ignores the others; each token is sent only to
+    the ranks of its experts, once to each.
 
-    A round is an all-to-all of `capacity` rows for each of M ranks, unused ones with expert -1, mix, and an all-to-all
-    of the results. There are as many rounds as the largest number of rows from one rank to another needs, so no token
-    is dropped; with balanced routing one is enough. (ragged_all_to_all needs no capacity; XLA:CPU cannot run it.)"""
+    A round is an all-to-all of `capacity` rows for each of M ranks, unused ones with expert -1,
+    mix, and an all-to-all of the results. There are as many rounds as the largest number of rows
+    from one rank to another needs, so no token is dropped; with balanced routing one is enough.
+    (ragged_all_to_all needs no capacity; XLA:CPU cannot run it.)"""
     n_tokens, U = expert_PxU.shape
     M = jax.lax.axis_size('expert')
     rank_PxU = expert_PxU // experts_per_rank
-    is_repeat_PxU = jnp.tril(rank_PxU[:, :, None] == rank_PxU[:, None], -1).any(2)  # an earlier expert has this rank
+    # an earlier expert has this rank
+    is_repeat_PxU = jnp.tril(rank_PxU[:, :, None] == rank_PxU[:, None], -1).any(2)
     rank_R = jnp.where(is_repeat_PxU, M, rank_PxU).ravel()
     is_sent_RxM = jax.nn.one_hot(rank_R, M, dtype=jnp.int32)
-    slot_R = (jnp.cumsum(is_sent_RxM, 0) * is_sent_RxM).sum(1) - 1  # among the rows for this rank; -1 is not sent
+    # among the rows for this rank; -1 is not sent
+    slot_R = (jnp.cumsum(is_sent_RxM, 0) * is_sent_RxM).sum(1) - 1
     n_rounds = ceil_div(jax.lax.pmax(is_sent_RxM.sum(0).max(), 'expert'), capacity)
 
     def all_to_all(x_RxD):
@@ -96,8 +105,8 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_rounds(f, n, args, constants):
-    """sum(f(i, args, constants) for i in range(n)), where n is traced, and 1 as a rule: only the first call saves what
-    its backward pass needs, the others are recomputed."""
+    """sum(f(i, args, constants) for i in range(n)), where n is traced, and 1 as a rule: only the
+    first call saves what its backward pass needs, the others are recomputed."""
     return jax.lax.fori_loop(1, n, lambda i, y: y + f(i, args, constants), f(0, args, constants))
 
 
@@ -121,15 +130,19 @@ sum_rounds.defvjp(sum_rounds_fwd, sum_rounds_bwd)
 
 
 def grouped_experts(f, weights, x_RxD, expert_R):
-    """[f(weights[expert_R[r]], x_RxD[r]) for every row r], zeros where expert_R[r] is not in 0 .. E-1.
+    """[f(weights[expert_R[r]], x_RxD[r]) for every row r], zeros where expert_R[r] is not in 0 ..
+    E-1.
 
-    Rows are sorted by expert and padded to blocks of b rows of one expert each. Example with b = 2, experts of the rows
-    [1, 0, 1, 1]: sorted rows 1 | 0 2 3, blocks [1, -] [0, 2] [3, -], experts of the blocks [0, 1, 1]. The
-    arrays have n blocks, the most that R rows can need; only those in use are computed."""
+    Rows are sorted by expert and padded to blocks of b rows of one expert each. Example with b = 2,
+    experts of the rows [1, 0, 1, 1]: sorted rows 1 | 0 2 3, blocks [1, -] [0, 2] [3, -], experts of
+    the blocks [0, 1, 1]. The arrays have n blocks, the most that R rows can need; only those in use
+    are computed."""
     E = len(jax.tree.leaves(weights)[0])
     R, D = x_RxD.shape
-    expert_R = jnp.where((expert_R >= 0) & (expert_R < E), expert_R, E)  # rows of no expert are sorted to the end
-    b = max(1, min(ceil_div(R, E), 64))  # larger blocks pad more, smaller ones read weights more often
+    # rows of no expert are sorted to the end
+    expert_R = jnp.where((expert_R >= 0) & (expert_R < E), expert_R, E)
+    # larger blocks pad more, smaller ones read weights more often
+    b = max(1, min(ceil_div(R, E), 64))
     n = R // b + min(E, R)
     rows_E = jnp.zeros(E, jnp.int32).at[expert_R].add(1, mode='drop')
     blocks_E = ceil_div(rows_E, b)
@@ -138,7 +151,8 @@ def grouped_experts(f, weights, x_RxD, expert_R):
     shift_E = (block_end_E - blocks_E) * b - (jnp.cumsum(rows_E) - rows_E)
     order_R = jnp.argsort(expert_R)
     sorted_expert_R = expert_R[order_R]
-    shift_R = jnp.where(sorted_expert_R < E, shift_E[sorted_expert_R], n * b)  # n * b is out of range
+    # n * b is out of range
+    shift_R = jnp.where(sorted_expert_R < E, shift_E[sorted_expert_R], n * b)
     slot_R = jnp.zeros(R, jnp.int32).at[order_R].set(shift_R + jnp.arange(R))
     expert_n = jnp.searchsorted(block_end_E, jnp.arange(n), side='right').clip(0, E - 1)
     x_nxbxD = jnp.zeros((n * b, D), x_RxD.dtype).at[slot_R].set(x_RxD, mode='drop', unique_indices=True)
@@ -150,7 +164,8 @@ def grouped_experts(f, weights, x_RxD, expert_R):
 def grouped_apply(f, weights, x_nxbxD, expert_n, n_used):
     """[f(weights[expert_n[i]], x[i]) for i in range(n_used)], zeros for the other blocks [b, D].
 
-    The gradients of the weights are accumulated in place; JAX's rule adds zeros for all experts in every iteration."""
+    The gradients of the weights are accumulated in place; JAX's rule adds zeros for all experts in
+    every iteration."""
     def block(i, y):
         return y.at[i].set(f(take_expert(weights, expert_n[i]), x_nxbxD[i]))
 

@@ -6,8 +6,8 @@ from jax_ops.sharding import current_mesh, gather_positions
 
 
 def scan_blocks(gpt, x_BxTxD, position_BxT, seq_id_B, start_BxT):
-    """for block in gpt.h: x = block(x, ...), compiled as one loop over parameters that are stacked in every call; the
-    state and checkpoints keep h_0, h_1, ..."""
+    """for block in gpt.h: x = block(x, ...), compiled as one loop over parameters that are stacked
+    in every call; the state and checkpoints keep h_0, h_1, ..."""
     cfg = gpt.config
     block = gpt.h[0].clone(parent=None)
     layers = [gpt.variables['params'][f'h_{i}'] for i in range(cfg.n_layer)]
@@ -29,7 +29,8 @@ def scan_blocks(gpt, x_BxTxD, position_BxT, seq_id_B, start_BxT):
 
 
 def remat_policy(remat):
-    """Which activations are saved for the backward pass: 'dots' saves the outputs of linear(), 'full' nothing."""
+    """Which activations are saved for the backward pass: 'dots' saves the outputs of linear(),
+    'full' nothing."""
     policies = jax.checkpoint_policies
     return {'dots': policies.save_only_these_names('dense'), 'full': policies.nothing_saveable}[remat]
 

@@ -16,8 +16,9 @@ from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, current_mesh, gather
 
 
 def all_gather_param(param, dtype, tp=()):
-    """The same parameter; on a mesh, with the values of dtype and all-gathered over fsdp: cast first, which reduces
-    traffic. Its gradient is a sum in the parameter's dtype. tp: (storage, compute) sharding. Int8 passes unchanged."""
+    """The same parameter; on a mesh, with the values of dtype and all-gathered over fsdp: cast
+    first, which reduces traffic. Its gradient is a sum in the parameter's dtype. tp: (storage,
+    compute) sharding. Int8 passes unchanged."""
     def gather(param):
         with jax.named_scope('all_gather'):
             for spec in tp:
@@ -40,15 +41,17 @@ def matmul_f32_acc(x, y, dtype=None):
 
     if x.dtype != jnp.bfloat16:
         return direct(x, y)
-    # GPUs and TPUs accumulate in float32 in either case; XLA:CPU does only where the result is float32
+    # GPUs and TPUs accumulate in float32 in either case; XLA:CPU does only where the result is
+    # float32
     return jax.lax.platform_dependent(x, y, cpu=through_f32, default=direct)
 
 
 def weight_grad(x, g, dtype):
     """x.T @ g for x [..., R, I] and g [..., R, O].
 
-    Transposes the activation x; JAX's rule transposes g, slower on CPUs (docs/lab_log.md#matmul). In bfloat16 a
-    transpose is a copy: if g and the result together are smaller than x, (g.T @ x).T is computed instead."""
+    Transposes the activation x; JAX's rule transposes g, slower on CPUs (docs/lab_log.md#matmul).
+    In bfloat16 a transpose is a copy: if g and the result together are smaller than x, (g.T @ x).T
+    is computed instead."""
     result_size = math.prod(x.shape[:-2]) * x.shape[-1] * g.shape[-1]
     if x.dtype == jnp.bfloat16 and x.size > g.size + result_size:
         return as_row_major(matmul_f32_acc(transpose_materialized(g), x, dtype)).swapaxes(-1, -2)
@@ -57,11 +60,13 @@ def weight_grad(x, g, dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def matmul(x, y, transpose_rhs=False, dtype=None, tp=()):
-    """x @ y (x @ y.T with transpose_rhs) in x's dtype, accumulated in float32; the result in dtype (default: x's).
+    """x @ y (x @ y.T with transpose_rhs) in x's dtype, accumulated in float32; the result in dtype
+    (default: x's).
 
-    x is [..., I] with a kernel y [I, O] of any dtype, or both have the same leading axes. tp: COLUMN_PARALLEL or
-    ROW_PARALLEL for a kernel on a mesh: it is all-gathered over fsdp, and again in the backward pass, because keeping
-    it would materialize the full model (ZeRO-3, arXiv:1910.02054)."""
+    x is [..., I] with a kernel y [I, O] of any dtype, or both have the same leading axes. tp:
+    COLUMN_PARALLEL or ROW_PARALLEL for a kernel on a mesh: it is all-gathered over fsdp, and again
+    in the backward pass, because keeping it would materialize the full model (ZeRO-3,
+    arXiv:1910.02054)."""
     y = all_gather_param(y, x.dtype, tp).astype(x.dtype)
     return matmul_f32_acc(x, transpose_materialized(y) if transpose_rhs else y, dtype)
 
@@ -76,9 +81,9 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     if tp == ROW_PARALLEL:
         g = gather_positions(g)
     if tp and current_mesh():
-        # The barrier prevents CSE with the forward all-gather, and moving this one out of a loop of micro-steps. It
-        # ties the weights to x, not to g, so that XLA can prefetch them before g is known
-        # (docs/parallelism.md#overlap).
+        # The barrier prevents CSE with the forward all-gather, and moving this one out of a loop of
+        # micro-steps. It ties the weights to x, not to g, so that XLA can prefetch them before g is
+        # known (docs/parallelism.md#overlap).
         y_stored, x = jax.lax.optimization_barrier((y_stored, x))
     y = all_gather_param(y_stored, x.dtype, tp).astype(x.dtype)
     dx = matmul_f32_acc(g, y if transpose_rhs else transpose_materialized(y))
@@ -99,12 +104,14 @@ def nt(x_RxI, w_OxI, dtype=jnp.float32):
 
 
 def soft_cap(x, cap):
-    """cap * tanh(x / cap): scores or logits that stay within +-cap (Gemma 2, arXiv:2408.00118); x if cap is 0."""
+    """cap * tanh(x / cap): scores or logits that stay within +-cap (Gemma 2, arXiv:2408.00118); x
+    if cap is 0."""
     return cap * jnp.tanh(x / cap) if cap else x
 
 
 def matmul_nt(x, w_OxI):
-    """x [..., I] @ w.T -> float32 [..., O]: the matmul of decoding, where weights [O, I] are read once per step.
+    """x [..., I] @ w.T -> float32 [..., O]: the matmul of decoding, where weights [O, I] are read
+    once per step.
 
     XLA:CPU repacks the right operand, so for few rows the weights are the left one
     (docs/lab_log.md#weights-on-the-left). In bfloat16 one row has a loop of its own."""
@@ -112,7 +119,8 @@ def matmul_nt(x, w_OxI):
     w_OxI = w_OxI.astype(x.dtype)
     R, I = x_RxI.shape
     on_cpu = functools.partial(two_rows, nt)
-    if R <= 64 and x.dtype == jnp.float32:  # 64 rows take 15% less time, 256 rows the same time on either side
+    # 64 rows take 15% less time, 256 rows the same time on either side
+    if R <= 64 and x.dtype == jnp.float32:
         on_cpu = nt_weights_left
     elif R == 1 and x.dtype == jnp.bfloat16 and bfloat16_lane_terms(I) and not current_mesh():
         on_cpu = nt_bfloat16_row
@@ -120,13 +128,14 @@ def matmul_nt(x, w_OxI):
     return y_RxO.reshape(*x.shape[:-1], -1)
 
 
-# Kernels of decoding (see convert_params_for_decoding in jax_generate.py) are values of their own, which linear() takes
-# in place of an array [I, O]. All hold one row per output. n_ranks: the outputs of a fused kernel are in the order of
-# this many tensor ranks, see order_by_rank.
+# Kernels of decoding (see convert_params_for_decoding in jax_generate.py) are values of their own,
+# which linear() takes in place of an array [I, O]. All hold one row per output. n_ranks: the
+# outputs of a fused kernel are in the order of this many tensor ranks, see order_by_rank.
 
 class Int8(struct.PyTreeNode):
-    """A matrix [I, O] quantized to int8 with one scale per output: values [..., O, I] and float32 scale [..., O]. As an
-    embedding table [V, D] it has one scale per token. For CPUs, values may be stored as uint8, see as_uint8."""
+    """A matrix [I, O] quantized to int8 with one scale per output: values [..., O, I] and float32
+    scale [..., O]. As an embedding table [V, D] it has one scale per token. For CPUs, values may be
+    stored as uint8, see as_uint8."""
     values: jax.Array
     scale: jax.Array
     n_ranks: int = struct.field(pytree_node=False, default=1)
@@ -145,13 +154,15 @@ def as_int8(values):
 
 
 class Transposed(struct.PyTreeNode):
-    """A matrix [I, O] stored as [O, I], which is read faster for one row (docs/lab_log.md#weights-on-the-left)."""
+    """A matrix [I, O] stored as [O, I], which is read faster for one row
+    (docs/lab_log.md#weights-on-the-left)."""
     values: jax.Array
     n_ranks: int = struct.field(pytree_node=False, default=1)
 
 
 class LowRank(struct.PyTreeNode):
-    """A frozen matrix [I, O], an array or Int8, and its update by LoRA, base + scale * a @ b; a [I, r], b [r, O]."""
+    """A frozen matrix [I, O], an array or Int8, and its update by LoRA, base + scale * a @ b; a [I,
+    r], b [r, O]."""
     base: Any
     a: jax.Array
     b: jax.Array
@@ -164,7 +175,8 @@ def low_rank_update(x, kernel):
 
 
 def linear(x, kernel, bias=None, *, tp=()):
-    """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8, Transposed or LowRank."""
+    """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8, Transposed
+    or LowRank."""
     if isinstance(kernel, LowRank):
         return linear(x, kernel.base, bias, tp=tp) + low_rank_update(x, kernel)
     if tp == COLUMN_PARALLEL:
@@ -184,9 +196,11 @@ def linear(x, kernel, bias=None, *, tp=()):
 
 
 def fused_linear(x, kernel, bias, widths):
-    """jnp.split(linear(x, kernel, bias), ...): several projections fused into one kernel [I, sum(widths)], as c_attn.
+    """jnp.split(linear(x, kernel, bias), ...): several projections fused into one kernel [I,
+    sum(widths)], as c_attn.
 
-    With tensor parallelism the fused columns are brought into the order of ranks, unless stored in it."""
+    With tensor parallelism the fused columns are brought into the order of ranks, unless stored in
+    it."""
     if isinstance(kernel, LowRank):
         updates = jnp.split(low_rank_update(x, kernel), np.cumsum(widths)[:-1], axis=-1)
         return [y + update for y, update in zip(fused_linear(x, kernel.base, bias, widths), updates)]
@@ -196,7 +210,8 @@ def fused_linear(x, kernel, bias, widths):
     else:
         n_ranks = mesh.shape['tensor'] if mesh else 1
         if n_ranks > 1:
-            # stored sharded by rows, so that the order is local; an all-to-all follows, once per step
+            # stored sharded by rows, so that the order is local; an all-to-all follows, once per
+            # step
             def order(kernel):
                 return shard(order_by_rank(kernel, widths, n_ranks), *COLUMN_PARALLEL[0])
 
@@ -209,14 +224,16 @@ def fused_linear(x, kernel, bias, widths):
 
 
 def order_by_rank(x, widths, n_ranks):
-    """x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...]: n_ranks parts, whole heads."""
+    """x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...]: n_ranks
+    parts, whole heads."""
     parts = [part.reshape(*x.shape[:-1], n_ranks, -1) for part in jnp.split(x, np.cumsum(widths)[:-1], axis=-1)]
     return jnp.concatenate(parts, axis=-1).reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def computed_in(dtype, f, x):
-    """f(x) for a linear f that only moves elements, of x cast to dtype; the gradient stays in x's dtype."""
+    """f(x) for a linear f that only moves elements, of x cast to dtype; the gradient stays in x's
+    dtype."""
     return f(x.astype(dtype)).astype(x.dtype)
 
 
@@ -242,7 +259,8 @@ def add_bias_fwd(x, bias):
 
 
 def add_bias_bwd(zero, g):
-    # without the barrier XLA:GPU stores g in float32, too: GPT-2's step moves 56.0 GB instead of 51.7
+    # without the barrier XLA:GPU stores g in float32, too: GPT-2's step moves 56.0 GB instead of
+    # 51.7
     g = jax.lax.platform_dependent(g, cuda=jax.lax.optimization_barrier, default=lambda g: g)
     return g, g.sum(range(g.ndim - 1), dtype=jnp.float32).astype(zero.dtype)
 
@@ -251,8 +269,9 @@ add_bias.defvjp(add_bias_fwd, add_bias_bwd)
 
 
 def quantize(x, dtype, largest=None):
-    """x [..., n] -> (values [..., n] in dtype, an integer or a float8; float32 scale [...]), x being about values *
-    scale: the scale maps the largest magnitude of the last axis to `largest`, by default 127 or the largest float8."""
+    """x [..., n] -> (values [..., n] in dtype, an integer or a float8; float32 scale [...]), x
+    being about values * scale: the scale maps the largest magnitude of the last axis to `largest`,
+    by default 127 or the largest float8."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     largest = largest or (127 if is_integer else float(jnp.finfo(dtype).max))
     magnitude = jnp.maximum(x.max(-1), -x.min(-1))  # for abs(x).max(-1) XLA:CPU stores abs(x)
@@ -263,11 +282,13 @@ def quantize(x, dtype, largest=None):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def matmul_int8(x, w_OxI, scale_O, tp=()):
-    """x [..., I] @ (w * scale).T -> float32 [..., O], for the values and scales of an Int8; tp as in linear().
+    """x [..., I] @ (w * scale).T -> float32 [..., O], for the values and scales of an Int8; tp as
+    in linear().
 
-    On a CPU decoding is bound by reading the weights, and XLA:CPU has fast integer matmuls, so up to 64 rows of x (32
-    where values are int8) are quantized as well, each with one scale: to int16, because int8 costs precision
-    (docs/lab_log.md#int8-matmuls). More rows, and other devices, convert the weights instead."""
+    On a CPU decoding is bound by reading the weights, and XLA:CPU has fast integer matmuls, so up
+    to 64 rows of x (32 where values are int8) are quantized as well, each with one scale: to int16,
+    because int8 costs precision (docs/lab_log.md#int8-matmuls). More rows, and other devices,
+    convert the weights instead."""
     def converted(x_RxI, w_OxI):
         return nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))
 

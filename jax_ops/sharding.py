@@ -12,8 +12,9 @@ AXES = ('data', 'fsdp', 'tensor', 'expert', 'context')
 BATCH = ('data', 'fsdp', 'expert')
 EXPERTS = ('expert', 'tensor')
 
-# How each parameter (and its optimizer state) is stored, by the end of its path; parameters not listed are replicated.
-# c_attn stores [q | k | v], so column shards would not align with heads: see docs/parallelism.md#partition-rules.
+# How each parameter (and its optimizer state) is stored, by the end of its path; parameters not
+# listed are replicated. c_attn stores [q | k | v], so column shards would not align with heads: see
+# docs/parallelism.md#partition-rules.
 PARTITION_RULES = (
     ('(wte|lm_head)', Spec('tensor', 'fsdp')),
     ('wpe', Spec(None, 'fsdp')),
@@ -25,14 +26,16 @@ PARTITION_RULES = (
     (r'experts_\w+/bias', Spec(EXPERTS, None)),
 )
 
-# (storage, compute) sharding of the kernels of column-parallel and row-parallel layers (Megatron-LM, arXiv:1909.08053)
+# (storage, compute) sharding of the kernels of column-parallel and row-parallel layers
+# (Megatron-LM, arXiv:1909.08053)
 COLUMN_PARALLEL = ('fsdp', 'tensor'), (None, 'tensor')
 ROW_PARALLEL = ('tensor', 'fsdp'), ('tensor', None)
 
 
 def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
-    """Mesh of `devices` with the axes AXES, of sizes (the rest, fsdp, tp_size, expert, context); ranks of a tensor
-    group, which communicate most, are neighbours. Raises UserError if the sizes do not divide the number of devices."""
+    """Mesh of `devices` with the axes AXES, of sizes (the rest, fsdp, tp_size, expert, context);
+    ranks of a tensor group, which communicate most, are neighbours. Raises UserError if the sizes
+    do not divide the number of devices."""
     if min(tp_size, fsdp, expert, context) < 1 or len(devices) % (tp_size * fsdp * expert * context):
         valid = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
         raise UserError(f'fsdp={fsdp} x tensor={tp_size} x expert={expert} x context={context} does not divide '
@@ -46,19 +49,21 @@ def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
 
 
 def current_mesh():
-    """The mesh set by the caller (jax.set_mesh); None if there is none, inside shard_map, where code is that of one
-    device, and under pmap, whose mesh has other axes than AXES."""
+    """The mesh set by the caller (jax.set_mesh); None if there is none, inside shard_map, where
+    code is that of one device, and under pmap, whose mesh has other axes than AXES."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if mesh.axis_names == AXES and AxisType.Manual not in mesh.axis_types else None
 
 
 def shard(x, *spec):
-    """x; on a mesh, sharded by `spec`: per dimension the name of an axis, a tuple of names, or None (replicated)."""
+    """x; on a mesh, sharded by `spec`: per dimension the name of an axis, a tuple of names, or None
+    (replicated)."""
     return jax.lax.with_sharding_constraint(x, Spec(*spec)) if current_mesh() else x
 
 
 def position_axes(n_positions, *axes):
-    """Those of `axes` over which n_positions are sharded on the mesh: from the last, dropped until they divide."""
+    """Those of `axes` over which n_positions are sharded on the mesh: from the last, dropped until
+    they divide."""
     mesh = current_mesh()
     while axes and (mesh is None or n_positions % math.prod(mesh.shape[axis] for axis in axes)):
         axes = axes[:-1]
@@ -66,8 +71,9 @@ def position_axes(n_positions, *axes):
 
 
 def shard_positions(x):
-    """x [B, T, ...]; on a mesh, its positions are sharded over context and tensor, as between blocks, where norms and
-    sums need one position at a time (sequence parallelism, arXiv:2205.05198)."""
+    """x [B, T, ...]; on a mesh, its positions are sharded over context and tensor, as between
+    blocks, where norms and sums need one position at a time (sequence parallelism,
+    arXiv:2205.05198)."""
     return shard(x, BATCH, position_axes(x.shape[1], 'context', 'tensor'), *[None] * (x.ndim - 2))
 
 
@@ -78,15 +84,17 @@ def gather_positions(x):
 
 
 def batch_axes(n_rows):
-    """The axes over which n_rows rows are sharded: BATCH, or () if they do not divide or there is no mesh."""
+    """The axes over which n_rows rows are sharded: BATCH, or () if they do not divide or there is
+    no mesh."""
     mesh = current_mesh()
     return () if not mesh or n_rows % math.prod(mesh.shape[axis] for axis in BATCH) else BATCH
 
 
 def partition_specs(tree, mesh, *, over_replicas=False):
-    """PARTITION_RULES applied to the leaves of a parameter tree or TrainState. A rule describes the last dimensions of
-    a leaf; where a dimension is not divisible, mesh axes are dropped from the right until it is. over_replicas: what is
-    sharded over fsdp is sharded over data and context in addition."""
+    """PARTITION_RULES applied to the leaves of a parameter tree or TrainState. A rule describes the
+    last dimensions of a leaf; where a dimension is not divisible, mesh axes are dropped from the
+    right until it is. over_replicas: what is sharded over fsdp is sharded over data and context in
+    addition."""
     def spec_of(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
         rule = next((spec for end, spec in PARTITION_RULES if re.search(rf'(^|/){end}$', name)), Spec())
@@ -98,7 +106,8 @@ def partition_specs(tree, mesh, *, over_replicas=False):
         for size, axes in zip(shape[n_leading:], rule):
             axes = (axes,) if isinstance(axes, str) else axes or ()
             if over_replicas and 'fsdp' in axes:
-                axes = (*axes, 'data', 'context')  # last: a part of what the device holds without them
+                # last: a part of what the device holds without them
+                axes = (*axes, 'data', 'context')
             while size % math.prod(mesh.shape[axis] for axis in axes):
                 axes = axes[:-1]
             spec.append(axes or None)
@@ -110,7 +119,8 @@ def partition_specs(tree, mesh, *, over_replicas=False):
 
 
 def shard_params(tree, *, over_replicas=False):
-    """The same parameters, gradients or optimizer state; on a mesh, sharded as partition_specs says."""
+    """The same parameters, gradients or optimizer state; on a mesh, sharded as partition_specs
+    says."""
     mesh = current_mesh()
     if mesh is None:
         return tree
@@ -118,7 +128,8 @@ def shard_params(tree, *, over_replicas=False):
 
 
 def run_on_mesh(function, mesh):
-    """A compiled function(table, ...) with the rows of the table sharded over the mesh's tensor axis."""
+    """A compiled function(table, ...) with the rows of the table sharded over the mesh's tensor
+    axis."""
     @jax.jit
     def run(table, *args):
         table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, Spec('tensor')))

@@ -15,12 +15,14 @@ INIT_STD = 0.02  # of the initial tables and matrices, as GPT-2's
 
 
 def embed_tokens(table_VxD, idx_BxT, dtype=None):
-    """table[idx] -> [B, T, D] in dtype (default: the table's); an id beyond the table gives its last row.
+    """table[idx] -> [B, T, D] in dtype (default: the table's); an id beyond the table gives its
+    last row.
 
-    On a mesh a device has some columns (fsdp) of the rows of one vocabulary range (tensor). It looks up these columns
-    for all sequences of its fsdp group: zeros for ids of other ranges, an all-reduce over tensor, then an all-to-all
-    over fsdp, columns for sequences. The table itself does not move, and its gradient is a sum in the table's dtype,
-    float32: in bfloat16 a sum over the many tokens of one id stagnates."""
+    On a mesh a device has some columns (fsdp) of the rows of one vocabulary range (tensor). It
+    looks up these columns for all sequences of its fsdp group: zeros for ids of other ranges, an
+    all-reduce over tensor, then an all-to-all over fsdp, columns for sequences. The table itself
+    does not move, and its gradient is a sum in the table's dtype, float32: in bfloat16 a sum over
+    the many tokens of one id stagnates."""
     if isinstance(table_VxD, Int8):
         x_BxTxD = as_int8(jnp.take(table_VxD.values, idx_BxT, axis=0, mode='clip')).astype(dtype)
         return x_BxTxD * jnp.take(table_VxD.scale, idx_BxT, mode='clip')[..., None].astype(dtype)
@@ -44,7 +46,8 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
 
     padded_VxD = pad_rows(table_VxD, mesh.shape['tensor'])
     idx_BxT = jnp.clip(idx_BxT, 0, len(table_VxD) - 1)
-    table_spec = Spec('tensor', 'fsdp' if batch else None)  # a batch that is not sharded: with all columns
+    # a batch that is not sharded: with all columns
+    table_spec = Spec('tensor', 'fsdp' if batch else None)
     return jax.shard_map(lookup, in_specs=(table_spec, tokens), out_specs=tokens)(padded_VxD, idx_BxT)
 
 
@@ -61,9 +64,11 @@ def lookup_range(rows_VxD, idx, start):
 
 
 def lm_logits(x_BxTxD, table_VxD, cap=0.0, *, training=False):
-    """soft_cap(x @ table.T, cap) -> float32 [B, T, V]. On a mesh each device keeps the logits of its vocabulary range.
+    """soft_cap(x @ table.T, cap) -> float32 [B, T, V]. On a mesh each device keeps the logits of
+    its vocabulary range.
 
-    training: use matmul(), which pays for many tokens; without it the table is read in place, which suits decoding."""
+    training: use matmul(), which pays for many tokens; without it the table is read in place, which
+    suits decoding."""
     x_BxTxD = gather_positions(x_BxTxD)
     if isinstance(table_VxD, Int8):
         logits_BxTxV = matmul_int8(x_BxTxD, table_VxD.values, table_VxD.scale, COLUMN_PARALLEL)
@@ -75,8 +80,9 @@ def lm_logits(x_BxTxD, table_VxD, cap=0.0, *, training=False):
 
 
 def masked_cross_entropy(logits_BxTxV, targets_BxT):
-    """optax.softmax_cross_entropy_with_integer_labels, with a mask in place of a gather: the gradient of a gather is a
-    scatter, for which XLA:GPU stores softmax(logits) in float32 first (GPT-2's step moves 68 GB instead of 56)."""
+    """optax.softmax_cross_entropy_with_integer_labels, with a mask in place of a gather: the
+    gradient of a gather is a scatter, for which XLA:GPU stores softmax(logits) in float32 first
+    (GPT-2's step moves 68 GB instead of 56)."""
     is_target_BxTxV = targets_BxT[..., None] == jnp.arange(logits_BxTxV.shape[-1])
     return jax.nn.logsumexp(logits_BxTxV, axis=-1) - jnp.where(is_target_BxTxV, logits_BxTxV, 0).sum(-1)
 
@@ -87,12 +93,13 @@ class VocabParallel(nn.Module):
     GPT itself calls embed_tokens and lm_logits; these classes are the interface for code of one's
     own with a sharded vocabulary (docs/parallelism.md#a-sharded-vocabulary-of-your-own).
 
-    A table [num_embeddings, embedding_dim] whose rows are sharded over tp_size ranks: rank r has the n_rows ids from
-    r * n_rows on, n_rows = ceil(num_embeddings / tp_size), padded with rows of zeros.
+    A table [num_embeddings, embedding_dim] whose rows are sharded over tp_size ranks: rank r has
+    the n_rows ids from r * n_rows on, n_rows = ceil(num_embeddings / tp_size), padded with rows of
+    zeros.
 
-    Calling a layer computes the part of its tp_rank on any device: its parameter `weight` is that rank's
-    [n_rows, embedding_dim], as load_weight_shard slices it. sharded_forward computes all parts on a mesh: its parameter
-    `weight` is the full [num_embeddings, embedding_dim]."""
+    Calling a layer computes the part of its tp_rank on any device: its parameter `weight` is that
+    rank's [n_rows, embedding_dim], as load_weight_shard slices it. sharded_forward computes all
+    parts on a mesh: its parameter `weight` is the full [num_embeddings, embedding_dim]."""
     num_embeddings: int
     embedding_dim: int
     tp_size: int = 1
@@ -104,7 +111,8 @@ class VocabParallel(nn.Module):
         return ceil_div(self.num_embeddings, self.tp_size)
 
     def load_weight_shard(self, full):
-        """This rank's rows of a table, or bias, of num_embeddings rows. Raises UserError for another number of rows."""
+        """This rank's rows of a table, or bias, of num_embeddings rows. Raises UserError for
+        another number of rows."""
         if len(full) != self.num_embeddings:
             raise UserError(f'a table of {len(full)} rows is not one of {self.num_embeddings}')
         return pad_rows(jnp.asarray(full), self.tp_size)[self.tp_rank * self.n_rows:][:self.n_rows]
@@ -123,13 +131,15 @@ class VocabParallelEmbedding(VocabParallel):
 
     @nn.compact
     def sharded_forward(self, tokens, mesh):
-        """The embedding [B, T, D], looked up on the devices of a mesh (create_mesh) and all-reduced."""
+        """The embedding [B, T, D], looked up on the devices of a mesh (create_mesh) and
+        all-reduced."""
         return run_on_mesh(embed_tokens, mesh)(self.table(self.num_embeddings), tokens)
 
 
 class ParallelLMHead(VocabParallel):
-    """Logits of x [B, T, D] by a table sharded over ranks, see VocabParallel. bias: adds a parameter `bias`, [n_rows]
-    or, in sharded_forward, [num_embeddings]. last_B: logits of position last_B[b] of each sequence only."""
+    """Logits of x [B, T, D] by a table sharded over ranks, see VocabParallel. bias: adds a
+    parameter `bias`, [n_rows] or, in sharded_forward, [num_embeddings]. last_B: logits of position
+    last_B[b] of each sequence only."""
     bias: bool = False
 
     @nn.compact
@@ -141,7 +151,8 @@ class ParallelLMHead(VocabParallel):
 
     @nn.compact
     def sharded_forward(self, x_BxTxD, mesh, last_B=None, gathered=False):
-        """All logits, float32 [B, T, num_embeddings]: each device of the mesh keeps its range, or all if `gathered`."""
+        """All logits, float32 [B, T, num_embeddings]: each device of the mesh keeps its range, or
+        all if `gathered`."""
         logits = self.logits(x_BxTxD, last_B, self.num_embeddings, mesh)
         return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, Spec())) if gathered else logits
 

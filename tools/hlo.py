@@ -16,7 +16,8 @@ def bytes_of(shapes):
 
 
 def parse_hlo(text):
-    """{computation: [(name, shapes of the result, operation, rest of the line)]}; 'ENTRY' is the main one."""
+    """{computation: [(name, shapes of the result, operation, rest of the line)]}; 'ENTRY' is the
+    main one."""
     computations = {}
     for line in text.splitlines():
         header = re.match(r'(ENTRY )?%?([\w.\-]+) .*\{$', line)
@@ -41,15 +42,18 @@ def trip_count(computations, rest):
         number = re.match(r'\d+', value)
         if operation == 'constant' and number:
             limits.append(int(number[0]))
-    if not limits:  # the data decide: the blocks of experts, or the rounds of exchange_tokens after the first
+    # the data decide: the blocks of experts, or the rounds of exchange_tokens after the first
+    if not limits:
         body = executed(computations, re.search(r'body=%?([\w.\-]+)', rest)[1])
         return 0 if any(computations[name][i][2].startswith(COLLECTIVES) for name, i, _ in body) else 1
     limit = max(limits)
-    return -(-limit // 2) if 'windowed_dot_general' in rest else limit  # these do two steps at a time
+    # these do two steps at a time
+    return -(-limit // 2) if 'windowed_dot_general' in rest else limit
 
 
 def executed(computations, name='ENTRY', times=1):
-    """[(computation, index in it, times executed)] of the instructions of a program, through its loops and calls."""
+    """[(computation, index in it, times executed)] of the instructions of a program, through its
+    loops and calls."""
     found = []
     for i, (_, _, operation, rest) in enumerate(computations[name]):
         found.append((name, i, times))
@@ -88,10 +92,12 @@ def replica_group(rest, n_devices):
 
 
 def collectives_in(computations):
-    """[(kind, shapes of the result, attributes, times executed, exposed)] of the collectives of a compiled step.
+    """[(kind, shapes of the result, attributes, times executed, exposed)] of the collectives of a
+    compiled step.
     Exposed: XLA's schedule has no computation between the start and the end."""
     found = []
-    fused = {}  # a TPU's asynchronous collective is fused with others: a start, computations beside it, an end
+    # a TPU's asynchronous collective is fused with others: a start, computations beside it, an end
+    fused = {}
     computing = ('fusion', 'custom-call', 'dot', 'convolution', 'while', 'call')
     for name, i, times in executed(computations):
         result, shapes, operation, rest = computations[name][i]
@@ -121,8 +127,9 @@ def collectives_in(computations):
 
 
 def collective_table(computations, mesh, n_steps=1):
-    """[{kind, axis, n, dtype, count, bytes, exposed, hosts}]: what a device sends per step of a program of n_steps, in
-    rings, by kind, axes and dtype; how many bytes of it are exposed; whether a group spans hosts."""
+    """[{kind, axis, n, dtype, count, bytes, exposed, hosts}]: what a device sends per step of a
+    program of n_steps, in rings, by kind, axes and dtype; how many bytes of it are exposed; whether
+    a group spans hosts."""
     table = {}
     for kind, shapes, rest, times, exposed in collectives_in(computations):
         group = replica_group(rest, mesh.devices.size)
@@ -131,7 +138,8 @@ def collective_table(computations, mesh, n_steps=1):
         axis = '+'.join(name for name, place in zip(mesh.axis_names, places) if len(set(place)) > 1) or '-'
         times /= n_steps
         size = bytes_of(shapes)
-        if kind == 'reduce-scatter' and 'dimensions=' in rest:  # not in the all-reduce that a TPU's fusion wraps
+        # not in the all-reduce that a TPU's fusion wraps
+        if kind == 'reduce-scatter' and 'dimensions=' in rest:
             size *= n
         sent = times * size * {'all-reduce': 2 * (n - 1) / n, 'collective-permute': 1}.get(kind, (n - 1) / n)
         dtypes = '+'.join(sorted(set(re.findall(r'(\w+)\[', shapes))))
@@ -145,7 +153,8 @@ def collective_table(computations, mesh, n_steps=1):
 
 
 def memory_traffic(computations):
-    """Bytes that the operations of a step read and write, each operand and result once, as if there were no cache."""
+    """Bytes that the operations of a step read and write, each operand and result once, as if there
+    were no cache."""
     free = ('parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'call', 'after-all', 'copy-done')
     total, sizes = 0, {}
     for name, i, times in executed(computations):

@@ -1,7 +1,9 @@
-"""A step of training or decoding -> its plan for devices that are not here: what it needs and what it sends.
+"""A step of training or decoding -> its plan for devices that are not here: what it needs and what
+it sends.
 
-The step is compiled by XLA for the devices of a topology, and its program is read. Nothing is a measurement: times are
-bounds, bytes divided by the speeds of data sheets. `flags` are those of bench_jax.py, as attributes.
+The step is compiled by XLA for the devices of a topology, and its program is read. Nothing is a
+measurement: times are bounds, bytes divided by the speeds of data sheets. `flags` are those of
+bench_jax.py, as attributes.
 """
 import dataclasses
 import functools
@@ -74,8 +76,8 @@ def compile_train_step(flags, config, devices):
 
 
 def compile_decode(flags, config, devices):
-    """Compiles the loop of max_new_tokens decode steps for batch_size sequences, on tensor x expert of the devices, as
-    sample_jax.py decodes."""
+    """Compiles the loop of max_new_tokens decode steps for batch_size sequences, on tensor x expert
+    of the devices, as sample_jax.py decodes."""
     parallel = setup_distributed_training(
         devices[:flags.tensor * flags.expert], tensor=flags.tensor, expert=flags.expert)
     parallel.validate(config)
@@ -130,7 +132,8 @@ def abstract_decode_params(flags, config, parallel):
 
 
 def plan_step(flags, config, devices):
-    """Compiles a step for `devices` and prints its plan. Returns ({name: value}, table of collectives).
+    """Compiles a step for `devices` and prints its plan. Returns ({name: value}, table of
+    collectives).
 
     Of decoding, bytes and times are those of a step, the mean of max_new_tokens."""
     limit, memory_speed, link_speed, host_speed = DATA_SHEETS[flags.topology.partition(':')[0]]

@@ -10,8 +10,8 @@ import jax
 
 from jax_flags import UserError
 
-# Data sheets, per device: usable memory in bytes; bytes/s to memory, to devices of the host (NVLink, or all links of a
-# TPU) and to other hosts
+# Data sheets, per device: usable memory in bytes; bytes/s to memory, to devices of the host
+# (NVLink, or all links of a TPU) and to other hosts
 DATA_SHEETS = {'h100': (84.9e9, 3350e9, 450e9, 50e9), 'v5e': (15.75 * 2**30, 819e9, 200e9, 200e9),
                'cpu': (math.inf, None, None, None)}
 # Target of XLA's CUDA compiler
@@ -25,8 +25,8 @@ device_description_str: "NVIDIA H100 80GB HBM3"'''
 
 
 def topology_devices(topology):
-    """Devices to compile for: 'v5e:4x4' (a slice of TPUs), 'h100:2x8' (hosts x GPUs) or 'cpu:1x8' (the CPU devices of
-    this process). Raises UserError if the compiler is not installed."""
+    """Devices to compile for: 'v5e:4x4' (a slice of TPUs), 'h100:2x8' (hosts x GPUs) or 'cpu:1x8'
+    (the CPU devices of this process). Raises UserError if the compiler is not installed."""
     kind, _, shape = topology.partition(':')
     sizes = shape.split('x')
     if kind not in DATA_SHEETS or not all(re.fullmatch('[1-9][0-9]*', size) for size in sizes):
