@@ -236,6 +236,8 @@ MOST = {
     'q_rank': 2**20, 'kv_rank': 2**20, 'nope_dim': 2**16, 'rope_dim': 2**16, 'v_dim': 2**16,
     'query_growth_every': 2**31 - 1, 'original_length': 2**30 - 1}
 
+MOST_FLOAT = 3e38  # of other numbers: they are float32 where they are computed with
+
 RANGES = {  # of flags: (the lowest value, what the value is below)
     **dict.fromkeys(('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
                      'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'keep', 'num_samples', 'prompt_len',

@@ -26,7 +26,7 @@ from flax import linen as nn
 from flax.training import train_state
 
 from jax_cache import update_kv_cache
-from jax_flags import DTYPES, MOST, UserError, check_choice, check_ranges
+from jax_flags import DTYPES, MOST, MOST_FLOAT, UserError, check_choice, check_ranges
 from jax_ops.attention import ATTENTION, blockwise_attention, causal_mask, fused_causal_attention
 from jax_ops.dropout import flat_index, hash_dropout
 from jax_ops.experts import mix_experts
@@ -111,7 +111,8 @@ class MoEConfig:
         if not 1 <= self.n_used <= self.n_expert:
             raise UserError(f'a token can use 1 to {self.n_expert} of {self.n_expert} experts, not {self.n_used}')
         check_choice("the experts' score", self.score, ('softmax', 'sigmoid'))
-        if self.n_expert % self.n_group or not 1 <= self.n_group_used <= self.n_group:
+        has_pairs = self.n_group == 1 or self.n_expert >= 2 * self.n_group  # two experts rank a group
+        if self.n_expert % self.n_group or not has_pairs or not 1 <= self.n_group_used <= self.n_group:
             raise UserError(f'{self.n_expert} experts cannot be {self.n_group} equal groups of which '
                             f'{self.n_group_used} are used')
 
@@ -253,6 +254,8 @@ def check_heads(config):
     for name, width in (('n_head * head_dim', config.n_head * config.head_width), ('n_inner', config.mlp_width)):
         if width > MOST['n_inner']:
             raise UserError(f'{name} must be at most {MOST["n_inner"]}, not {width}')
+    if config.mla and config.mla.rope_dim % 2:
+        raise UserError(f'rope turns pairs: rope_dim must be even, not {config.mla.rope_dim}')
     if config.rope_width % 2 or config.rope_width > config.head_width:
         raise UserError(f'rope_width must be even and at most the width of a head, not {config.rope_width}')
     if config.position == 'rope' and config.head_width % 2 and not config.mla and not config.rope_width:
@@ -280,7 +283,7 @@ def check_numbers(group):
                 raise UserError(f'{field.name} must be a whole number of at most {most}, not {str(value)[:40]}')
         if field.type in (float, 'float'):
             is_number = type(value) in (int, float)
-            if not is_number or not 0 <= value < np.inf:
+            if not is_number or not 0 <= value < MOST_FLOAT:
                 raise UserError(f'{field.name} must be a finite number of at least 0, not {str(value)[:40]}')
 
 

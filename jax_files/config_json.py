@@ -5,7 +5,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from jax_flags import MOST, UserError
+from jax_flags import MOST, MOST_FLOAT, UserError
 
 # A key of config.json: the field of GPTConfig, or of its groups, whose largest value in MOST is
 # also that of the key
@@ -115,7 +115,8 @@ class JsonConfig:
                 raise UserError(
                     f'{self.source}: {key} should be {least} to {most}, not {shown(value)}'
                 )
-        if type(value) is float and not 0 < value < math.inf:
+        least = 0.0 if key in MAY_BE_ZERO else 1e-300
+        if type(value) is float and not least <= value < MOST_FLOAT:
             raise UserError(
                 f'{self.source}: {key} should be above 0 and finite, not {shown(value)}'
             )

@@ -116,6 +116,22 @@ def test_damage_to_any_file_of_a_checkpoint_is_named_and_the_newest_intact_one_i
     assert choose_checkpoint(three_checkpoints, which)[0] == 2
 
 
+@pytest.mark.parametrize('changes, named', [
+    ({'n_layer': 9999}, 'its config says 9999'), ({'n_layer': 10**9}, 'n_layer must be'),
+    ({'n_embd': 10**18}, 'n_embd'), ({'vocab_size': -1}, 'vocab_size'), ({'block_size': True}, 'block_size'),
+    ({'norm_eps': float('nan')}, 'norm_eps')])
+def test_metadata_of_a_size_that_no_model_has_is_refused_before_anything_of_it_is_made(
+        three_checkpoints, changes, named):
+    for step in three_checkpoints.glob('ckpt/*'):
+        (step / 'checksums.json').unlink()  # as one who changes the metadata would
+        path = step / 'meta' / 'metadata'
+        meta = json.loads(path.read_text())
+        meta['model'].update(changes)
+        meta['checksums'] = False
+        path.write_text(json.dumps(meta))
+    assert named in refusal(load_run, three_checkpoints)
+
+
 def test_without_an_intact_checkpoint_one_line_says_so(three_checkpoints):
     for path in three_checkpoints.glob('ckpt/*/params/_METADATA'):
         damage(path, 'flip a bit')

@@ -215,6 +215,19 @@ def test_a_config_of_a_size_that_no_model_has_is_refused(field, value):
         GPTConfig(**{field: value})
 
 
+@pytest.mark.parametrize(
+    'name, key, value, named',
+    [
+        ('deepseek_v3', 'n_group', 8, '8 equal groups'),
+        ('deepseek_v3', 'qk_rope_head_dim', 7, 'rope_dim'),
+    ],
+)
+def test_experts_and_heads_that_cannot_be_computed_are_refused(name, key, value, named, tmp_path):
+    folder = copy_folder(FOLDERS[name], tmp_path)
+    edit_json(folder / 'config.json', head_dim=None, **{key: value})
+    assert named in refusal(open_model, folder)
+
+
 def test_a_huge_value_is_shown_in_part():
     with pytest.raises(UserError) as error:
         JsonConfig({'n': list(range(10**5))}, 'config.json').get('n')

@@ -453,3 +453,10 @@ def test_a_file_with_a_tokenizer_is_a_start_for_every_script(speaking, tmp_path)
     assert not (tmp_path / 'folder' / 'gguf_path').exists()
     score = run_script('eval_jax.py', f'--init_from={tmp_path / "moved.gguf"}', f'--text={tmp_path / "a.txt"}')
     assert 'bits_per_byte' in succeeded(score).stdout
+
+
+@pytest.mark.parametrize('key, value, named', [
+    ('block_count', 9999, 'its config says 9999'), ('block_count', 10**9, 'num_hidden_layers'),
+    ('embedding_length', 2**31, 'hidden_size'), ('feed_forward_length', 2**31, 'intermediate_size')])
+def test_a_size_that_no_model_has_is_refused_before_anything_of_it_is_made(key, value, named, written, tmp_path):
+    assert named in refusal(load_pretrained, rewrite(written, tmp_path / 'a.gguf', **{f'llama.{key}': value}))

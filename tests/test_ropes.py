@@ -4,13 +4,16 @@
 import functools
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from jax_families import read_config
 from jax_flags import UserError
+from jax_generate import generate
+from jax_pretrained import load_pretrained
 from jax_transformer import rope_of_layer
-from tests.common import GOLDEN
+from tests.common import GOLDEN, apply
 from tests.golden.rope_cases import ABSENT, BASES, LENGTH, cases, config_of, scaled
 
 HEAD = 16  # channels of a head in all cases
@@ -107,3 +110,18 @@ def test_phi3_rotates_a_part_of_each_head_wherever_the_key_stands(part, rotated)
 def test_a_base_that_no_rope_has_is_refused(theta):
     assert 'rope_theta' in refusal_of('llama', rope_theta=theta)
     assert 'rope_theta' in refusal_of('gemma3_text', rope_theta=theta)
+
+
+@pytest.mark.slow
+def test_a_phi4_has_the_logits_of_transformers_up_to_the_length_of_pretraining():
+    """With a part of each head rotated, by longrope: tests/golden/make_phi4.py."""
+    expected = np.load(GOLDEN / 'phi4' / 'expected.npz')
+    config, params = load_pretrained(GOLDEN / 'phi4')
+    np.testing.assert_allclose(
+        apply(config, params, expected['idx']), expected['logits'], atol=1e-4
+    )
+    tokens = generate(
+        params, config, expected['idx'][:, :30], 8, rng=jax.random.key(0), temperature=0
+    )
+    again = apply(config, params, tokens[:, :-1]).argmax(-1)[:, 29:]
+    np.testing.assert_array_equal(again, tokens[:, 30:])  # through the cache
