@@ -5,9 +5,11 @@ import array
 import bisect
 import collections
 import http.client
+import contextlib
 import itertools
 import json
 import os
+import signal
 import sys
 import tempfile
 import urllib.request
@@ -19,7 +21,69 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from jax_flags import UserError, exit_on_user_error
 from reading import read_text  # noqa: F401 (of the scripts)
 
-sys.excepthook = exit_on_user_error
+
+class Stopped(KeyboardInterrupt):
+    """A signal has come that ends the script: Ctrl-C, SIGTERM, or SIGHUP of a terminal that closes."""
+    number = signal.SIGINT
+
+
+class Signals:
+    """What stop() is to do."""
+    held = False  # whether to wait for the end of an unstopped() block
+    number = None  # of the signal that has come
+
+
+def stop(number, frame):
+    """Handles a signal: raises Stopped, once, so that another one does not disturb what is tidied up then."""
+    if Signals.number is None:
+        Signals.number = number
+        if not Signals.held:
+            raise_stopped()
+
+
+def raise_stopped():
+    error = Stopped()
+    error.number = Signals.number
+    raise error
+
+
+@contextlib.contextmanager
+def unstopped():
+    """Holds a signal until the block has ended."""
+    Signals.held = True
+    try:
+        yield
+    finally:
+        Signals.held = False
+    if Signals.number is not None:
+        raise_stopped()
+
+
+def end_at_signals():
+    """Ends the script at a signal, after tidying up; nohup, which ignores one, still does."""
+    for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):
+        number = getattr(signal, name, None)  # Windows lacks one
+        if number is not None and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, stop)
+
+
+def say_stopped(error, remedy):
+    """Says on stderr that a signal has ended the script. Returns the exit code."""
+    number = getattr(error, 'number', signal.SIGINT)
+    said = '\ninterrupted' if number == signal.SIGINT else f'stopped by {signal.Signals(number).name}'
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print(f'{said}; run the same command {remedy}', file=sys.stderr)
+    return 128 + number
+
+
+def end_script(kind, error, traceback):
+    """A sys.excepthook, as exit_on_user_error, with a line for a signal."""
+    if isinstance(error, KeyboardInterrupt):
+        sys.exit(say_stopped(error, 'again'))
+    exit_on_user_error(kind, error, traceback)
+
+
+sys.excepthook = end_script
 SHAKESPEARE = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 
 
@@ -38,7 +102,9 @@ def positive(text):
 
 
 def create_parser(doc, out_dir, *, rows=False):
-    """The parser of a script with this docstring, with the flag --out_dir and its default, and with --rows if asked."""
+    """The parser of a script with this docstring, with the flag --out_dir and its default, and with --rows if asked.
+    From here on a signal ends the script with a line."""
+    end_at_signals()
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', default=out_dir, help="where the files go (default: this script's folder)")
     if rows:
@@ -62,7 +128,7 @@ def download(url, path):
 def cut(blocks, size=2**20):
     """Yields (piece, is_last) of a text that comes in blocks. A piece has at most `size` characters, and ends where a
     line begins with a character that is no space, if there is such a place: GPT-2's BPE, bpe:N and their like start a
-    new token there."""
+    new token there. Else it ends before a space between two words, where most others do, too."""
     rest = ''
     for block in blocks:
         rest += block
@@ -71,11 +137,19 @@ def cut(blocks, size=2**20):
             newline = rest.rfind('\n', start, start + size)
             while newline > start and rest[newline + 1].isspace():
                 newline = rest.rfind('\n', start, newline)
-            end = newline + 1 if newline > start else start + size
+            end = newline + 1 if newline > start else end_of_word(rest, start, start + size)
             yield rest[start:end], False
             start = end
         rest = rest[start:]
     yield rest, True
+
+
+def end_of_word(text, start, stop):
+    """Where the last word of text[start:stop] ends that a single space and another word follow; stop if none does."""
+    end = text.rfind(' ', start + 1, stop)
+    while end > start and (text[end - 1].isspace() or text[end + 1].isspace()):
+        end = text.rfind(' ', start + 1, end)
+    return end if end > start else stop
 
 
 # -----------------------------------------------------------------------------
@@ -214,12 +288,58 @@ class Unit(NamedTuple):
     is_first: bool = True  # of its document
     is_last: bool = True
     is_val: bool = False
+    before: str = ''  # the end of the piece before it, BEFORE characters or less
+
+
+BEFORE = 200
+
+
+def starts_with(ids, head):
+    return list(ids[:len(head)]) == list(head)
+
+
+class PieceEncoder:
+    """Encodes a document in pieces to the ids that it has as a whole.
+
+    Many tokenizers put a space before a text, which a piece in the middle must not have. So it is encoded together with
+    the end of the piece before it, whose ids are left out then. encode: text -> list of ids."""
+
+    def __init__(self, encode):
+        self.encode = encode
+        # then a piece ends before a space: a newline may be a part of the word that follows
+        self.puts_space = list(encode('a\nb')) != [*encode('a\n'), *encode('b')]
+
+    def __call__(self, unit):
+        text, before = unit.text, unit.before
+        n_moved = self.count_moved(text[-BEFORE:])
+        if n_moved and not unit.is_last:
+            text = text[:-n_moved]
+        n_moved = self.count_moved(before)
+        if n_moved:
+            text = before[-n_moved:] + text
+            before = before[:-n_moved]
+        # a token may extend over the cut: then after fewer characters, or after what is seldom a part of one
+        contexts = [before[-n:] for n in (BEFORE, 20, 5, 3, 2, 1)] + ['\n', '.']
+        for context in contexts if before else ():
+            head = self.encode(context)
+            ids = self.encode(context + text)
+            if head and starts_with(ids, head):
+                return ids[len(head):]
+        return self.encode(text)
+
+    def count_moved(self, end):
+        """How many of the last characters of a piece, given its end, go to the next piece."""
+        if not self.puts_space:
+            return 0
+        stop = len(end) - 1  # behind the space comes a word
+        return len(end) - end_of_word(end, 0, stop) if end_of_word(end, 0, stop) < stop else 0
 
 
 def create_encoder(vocabulary):
     """A function that encodes a list of units: it returns the number of tokens of each, negative for val, all tokens in
     a row, how many characters they had, and {character: how often} of those that were left out."""
     encode, dtype = encode_function(vocabulary), token_dtype(vocabulary.size)
+    encode_piece = PieceEncoder(encode) if vocabulary.tokenizer['kind'] == 'folder' else lambda unit: encode(unit.text)
     count_dropped = drop_counter(vocabulary)
 
     def encode_units(units):
@@ -227,7 +347,7 @@ def create_encoder(vocabulary):
         dropped = collections.Counter()
         for unit in units:
             dropped.update(count_dropped(unit.text))
-            ids = vocabulary.begin * unit.is_first, encode(unit.text), vocabulary.end * unit.is_last
+            ids = vocabulary.begin * unit.is_first, encode_piece(unit), vocabulary.end * unit.is_last
             lengths.append(sum(map(len, ids)) * (-1 if unit.is_val else 1))
             parts += [np.array(part, dtype) for part in ids]
         return np.array(lengths, np.int32), np.concatenate(parts), sum(len(unit.text) for unit in units), dropped
@@ -315,9 +435,10 @@ def save(folder, files):
         with tempfile.TemporaryDirectory(prefix='tmp-', dir=folder) as tmp:
             for name, content in files.items():
                 write_file(os.path.join(tmp, name), content)
-            if 'meta.json' in files:
-                remove_data_set(folder)
-            move_files(tmp, folder, files)
+            with unstopped():
+                if 'meta.json' in files:
+                    remove_data_set(folder)
+                move_files(tmp, folder, files)
     except OSError as e:
         fail(f'cannot write to {folder} ({e.strerror}); free some space or choose another folder with --out_dir')
 

@@ -15,8 +15,8 @@ import sys
 
 import numpy as np  # the rest is imported where it is needed: every worker process runs this file
 from common import (
-    Vocabulary, create_encoder, describe, fail, fill_rows, move_files, remove, remove_data_set, row_length, token_dtype,
-    tokenizer_files, write_file)
+    Vocabulary, create_encoder, describe, fail, fill_rows, move_files, remove, remove_data_set, row_length, say_stopped,
+    token_dtype, tokenizer_files, unstopped, write_file)
 from jax_flags import UserError, read_json, write_json
 
 try:
@@ -173,7 +173,13 @@ def locked(folder):
 def stream(out_dir, *args, **options):
     """write_data_set, with out_dir locked."""
     with locked(out_dir):
-        write_data_set(out_dir, *args, **options)
+        try:
+            write_data_set(out_dir, *args, **options)
+        except KeyboardInterrupt:
+            lengths_path = os.path.join(out_dir, SCRATCH[1])
+            if not (os.path.exists(lengths_path) and os.path.getsize(lengths_path)):
+                discard(out_dir, [os.path.join(out_dir, part) for part in SCRATCH])  # nothing to continue from
+            raise
 
 
 def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, remedy, block_size=0,
@@ -269,8 +275,9 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
             vocabulary, train_tokens, val_tokens, max(train_max, val_max), **row_length(block_size))}
         for file, content in files.items():
             write_file(os.path.join(tmp, file), content)
-        remove_data_set(out_dir)
-        move_files(tmp, out_dir, ['train.bin', 'val.bin', *files])
+        with unstopped():
+            remove_data_set(out_dir)
+            move_files(tmp, out_dir, ['train.bin', 'val.bin', *files])
     except OSError as e:
         fail(f'cannot write to {out_dir} ({e.strerror}); free some space and run the same command to continue')
     finally:
@@ -298,9 +305,8 @@ def run(main):
             sys.excepthook(type(e), e, e.__traceback__)
     except SystemExit as e:
         code = e.code or 0
-    except KeyboardInterrupt:
-        print('\ninterrupted; run the same command to continue', file=sys.stderr)
-        code = 130
+    except KeyboardInterrupt as e:
+        code = say_stopped(e, 'to continue')
     atexit._run_exitfuncs() # tqdm's semaphore is removed
     sys.stdout.flush()
     sys.stderr.flush()

@@ -108,13 +108,43 @@ def remedy_for(data_dir):
         f'there is no {prepare} to make it; see "Your own text" in README.md')
 
 
+NANOGPT_META = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}  # without a meta.json
+META_LIMITS = {  # the least and the largest value of the integers of meta.json; all but the first may be missing
+    'vocab_size': (1, LARGEST_VOCABULARY), 'row_length': (2, 2**31), 'max_id': (0, 2**32), 'train_tokens': (0, 2**62),
+    'val_tokens': (0, 2**62)}
+
+
+def check_meta(meta):
+    """Raises ValueError, or what its types raise, for what a meta.json cannot say."""
+    for name, (least, largest) in META_LIMITS.items():
+        value = meta[name]
+        is_missing = value is None and name != 'vocab_size'
+        if not is_missing and not (type(value) is int and least <= value <= largest):
+            raise ValueError(f'{name} {value!r:.100} is not a number from {least} to {largest:,}')
+    if meta['dtype'] not in ('uint16', 'uint32'):
+        raise ValueError(f'dtype {meta["dtype"]!r:.100} is not uint16 or uint32')
+    if meta['kind'] not in (None, 'chats', 'pairs'):
+        raise ValueError(f'kind {meta["kind"]!r:.100} is neither chats nor pairs')
+    tokenizer = meta['tokenizer']
+    is_known = tokenizer['kind'] == 'gpt2'
+    if tokenizer['kind'] == 'char':
+        chars = tokenizer['chars']
+        is_known = isinstance(chars, str) and len(chars) == meta['vocab_size']
+        chars.encode()  # half a character cannot be written
+    if tokenizer['kind'] == 'folder':
+        is_known = isinstance(tokenizer['path'], str) and '\0' not in tokenizer['path']
+    if not is_known:
+        raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
+                         '{"kind": "folder", "path": where its tokenizer.json is}')
+
+
 def load_dataset_meta(data_dir):
     """{'vocab_size', 'dtype', 'tokenizer', 'max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length'} of a data set,
     from its meta.json, the last five None if it lacks them; 'chats' and 'pairs' have masks. A folder without meta.json
     is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a missing data set and a damaged meta.json."""
     data_dir = relative_path(data_dir)
     remedy = remedy_for(data_dir)
-    meta = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
+    meta = dict(NANOGPT_META)
     checked = dict.fromkeys(('max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length'))  # as prepare.py counts
     if (data_dir / 'meta.json').exists():
         text = read_text(plain_file(data_dir / 'meta.json'))
@@ -122,21 +152,9 @@ def load_dataset_meta(data_dir):
             found = json.loads(text)
             meta = {key: found[key] for key in meta}
             checked = {key: found.get(key) for key in checked}
-            vocab_size, dtype, tokenizer = meta.values()
-            if dtype not in ('uint16', 'uint32'):
-                raise ValueError(f'dtype {dtype!r} is not uint16 or uint32')
-            if checked['kind'] not in (None, 'chats', 'pairs'):
-                raise ValueError(f'kind {checked["kind"]!r} is neither chats nor pairs')
-            if not all(type(n) is int and n > 0 for n in (vocab_size, checked['row_length'] or 2)):
-                raise ValueError(f'vocab_size {vocab_size!r} or row_length {checked["row_length"]!r} is not a number')
-            if vocab_size > LARGEST_VOCABULARY:
-                raise ValueError(f'vocab_size is {vocab_size!r:.20}, and at most {LARGEST_VOCABULARY:,} is read')
-            if tokenizer['kind'] not in ('char', 'gpt2', 'folder') or (
-                    tokenizer['kind'] == 'char' and len(list(map(ord, tokenizer['chars']))) != vocab_size):
-                raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
-                                 '{"kind": "folder", "path": where its tokenizer.json is}')
-            meta['tokenizer'] = locate_tokenizer(tokenizer, data_dir)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            check_meta(meta | checked)
+            meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], data_dir)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
     elif (data_dir / 'meta.pkl').exists():
         program = relative_path(Path(__file__).parents[1] / 'data' / 'convert_meta.py')
@@ -452,11 +470,19 @@ def load_pairs(data_dir, splits, masks, block_size, length_normalized):
     """{split: Pairs} of a data set, from data_dir/{train,val}_ends.bin, int64. Raises UserError for damaged files."""
     pairs = {}
     for split, tokens in splits.items():
-        path = relative_path(data_dir) / f'{split}_ends.bin'
-        ends = np.fromfile(plain_file(path), np.int64) if path.exists() else np.array([], np.int64)
-        # a difference of two int64 may overflow: not of those between 0 and the number of tokens
-        are_inside = len(ends) > 0 and ends.min() >= 0 and ends.max() <= len(tokens)
-        if not are_inside or len(ends) % 2 or np.diff(ends, prepend=0).min() < 2 or ends[-1] != len(tokens):
-            raise UserError(f'{path} is missing or damaged; {remedy_for(path.parent)}')
+        ends = load_ends(relative_path(data_dir) / f'{split}_ends.bin', len(tokens))
         pairs[split] = Pairs(tokens, masks[split], ends, block_size, length_normalized, split)
     return pairs
+
+
+def load_ends(path, n_tokens):
+    """The ends of the conversations of a split of n_tokens, int64: increasing, of at least two tokens each, an even
+    number. Raises UserError for a file that is missing or says something else."""
+    if path.exists():
+        size = path.stat().st_size
+        ends = np.fromfile(plain_file(path), np.int64)
+        is_whole = size > 0 and size == ends.nbytes and len(ends) % 2 == 0
+        # the range first: differences of what lies outside could overflow
+        if is_whole and ends.min() > 0 and ends.max() == ends[-1] == n_tokens and np.diff(ends, prepend=0).min() >= 2:
+            return ends
+    raise UserError(f'{path} is missing or damaged; {remedy_for(path.parent)}')

@@ -196,8 +196,16 @@ def test_the_fingerprint_of_data_tells_one_token_and_the_tokenizer():
     ('{"vocab_size": 28.5, "dtype": "uint16", "tokenizer": {}}', '28.5'),
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": null}', 'damaged'),
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "gpt2"}, "row_length": 9.0}', '9.0 is not a number'),
+    ('{"vocab_size": 274877906944, "dtype": "uint16", "tokenizer": {"kind": "gpt2"}}', 'vocab_size 274877906944'),
+    ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "gpt2"}, "max_id": -1}', 'max_id -1 is not a number'),
+    ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "gpt2"}, "row_length": 1}', 'row_length 1 is not'),
+    ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "gpt2"}, "val_tokens": "9"}', "val_tokens '9'"),
+    ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "gpt2"}, "kind": []}', 'neither chats nor pairs'),
+    ('{"vocab_size": 2, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": ["a", "b"]}}', 'damaged'),
+    ('{"vocab_size": 2, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": "a\\ud800"}}', 'surrogates'),
+    ('{"vocab_size": 2, "dtype": "uint16", "tokenizer": {"kind": "folder", "path": "a\\u0000"}}', 'is none of'),
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "word"}}', 'tokenizer is none of'),
-    ('{"vocab_size": 99999999999, "dtype": "uint16", "tokenizer": {"kind": "gpt2"}}', 'at most 4,194,304 is read'),
+    ('{"vocab_size": 99999999999, "dtype": "uint16", "tokenizer": {"kind": "gpt2"}}', 'from 1 to 4,194,304'),
     ('{"vocab_size": 1, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": [3]}}', 'damaged'),
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": "ab"}}', 'tokenizer is none of')])
 def test_a_dataset_with_a_damaged_meta_json_is_refused(tmp_path, meta, message):
@@ -229,6 +237,22 @@ def test_ends_of_pairs_that_are_not_those_of_the_tokens_are_refused(ends, tmp_pa
     np.array(ends, np.int64).tofile(tmp_path / 'val_ends.bin')
     with pytest.raises(UserError, match='val_ends.bin is missing or damaged'):
         load_pairs(tmp_path, {'val': np.arange(20)}, {'val': np.ones(20)}, 16, False)
+
+
+@pytest.mark.parametrize('ends', [
+    b'', b'\x02', np.array([2, 4]).tobytes() + b'\0', [4, 2], [2, 6], [-2, 4], [1, 4], [2, 2, 4, 4], [2, 4, 6],
+    [2**62, 2**63 - 1, -2**63, 4], [0, 4], [4], [4, 4]])
+def test_ends_of_conversations_that_cannot_be_are_refused(tmp_path, ends):
+    write_dataset(tmp_path, np.arange(4), np.arange(4))
+    splits = load_dataset(tmp_path, 1)[0]
+    masks = {split: np.ones(4, np.uint8) for split in splits}
+    for split in splits:
+        (tmp_path / f'{split}_ends.bin').write_bytes(np.array([2, 4]).tobytes())
+    assert load_pairs(tmp_path, splits, masks, 8, False)['val'].bounds.tolist() == [0, 2, 4]
+    content = ends if isinstance(ends, bytes) else np.array(ends, np.int64).tobytes()
+    (tmp_path / 'val_ends.bin').write_bytes(content)
+    with pytest.raises(UserError, match='val_ends.bin is missing or damaged'):
+        load_pairs(tmp_path, splits, masks, 8, False)
 
 
 def test_a_meta_pkl_is_converted_by_the_command_that_the_message_gives(tmp_path):

@@ -726,6 +726,115 @@ def test_a_table_and_json_are_read_by_their_key_and_with_their_keys_if_that_is_e
         assert said in refuse('text', tmp_path / name, '--tokenizer=char', '--out_dir', tmp_path / 'no', env=env)
 
 
+def spaced_tokenizers(texts):
+    """{name: tokenizer} that put a space before a text, each in its way."""
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+    metaspace, split = pre_tokenizers.Metaspace, pre_tokenizers.WhitespaceSplit()
+    legacy = normalizers.Sequence([normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')])
+    as_space = normalizers.Replace('\n', ' ')
+    found = {}
+    for name, normalizer, pre_tokenizer in (
+            ('first', None, metaspace(prepend_scheme='first')), ('always', None, metaspace(prepend_scheme='always')),
+            ('whole', None, metaspace(prepend_scheme='first', split=False)), ('llama', legacy, None),
+            ('t5', None, pre_tokenizers.Sequence([split, metaspace(prepend_scheme='always')])),
+            ('newline is space', as_space, metaspace(prepend_scheme='first')),
+            ('gpt2', None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
+            ('no space', None, pre_tokenizers.ByteLevel(add_prefix_space=False))):
+        tokenizer = Tokenizer(models.BPE(unk_token='?'))
+        if normalizer:
+            tokenizer.normalizer = normalizer
+        # a BPE of a whole text is learned from words, as sentencepiece does
+        by_words = metaspace(prepend_scheme='never')
+        tokenizer.pre_tokenizer = by_words if name in ('whole', 'llama') else pre_tokenizer
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=['?', '<s>'], show_progress=False)
+        tokenizer.train_from_iterator(texts, trainer)
+        if name in ('whole', 'llama'):
+            tokenizer = Tokenizer(tokenizer.model)
+            tokenizer.decoder = decoders.Metaspace()
+            if name == 'llama':
+                tokenizer.normalizer = normalizer
+            else:
+                tokenizer.pre_tokenizer = pre_tokenizer
+        found[name] = tokenizer
+    return found
+
+
+@pytest.mark.parametrize('separator', ['\n', ' ', '\n\n', '.\n'])
+def test_a_text_in_pieces_has_the_ids_that_it_has_as_a_whole(monkeypatch, separator):
+    monkeypatch.setattr(sys, 'path', [str(DATA), *sys.path])
+    common = importlib.import_module('common')
+    lines = [words(8, seed=i).replace('\n', ' ').strip() for i in range(60)]
+    text = separator.join(lines)
+    for name, tokenizer in spaced_tokenizers([text, '\n'.join(lines)]).items():
+        files = {'tokenizer.json': tokenizer.to_str()}
+        vocabulary = common.Vocabulary({'kind': 'folder'}, 400, [], [1], files)
+        whole = common.create_encoder(vocabulary)([common.Unit(text)])[1].tolist()
+        for size in (150, 400, 10**5):
+            units, before = [], ''
+            for piece, is_last in common.cut([text], size):
+                units.append(common.Unit(piece, not units, is_last, False, before))
+                before = piece[-common.BEFORE:]
+            lengths, ids, n_characters, _ = common.create_encoder(vocabulary)(units)
+            assert ids.tolist() == whole, (name, size)
+            assert n_characters == len(text) and lengths.sum() == len(ids) and len(units) > 1 or size == 10**5
+
+
+def test_a_text_without_words_gets_no_space_where_it_is_cut(monkeypatch):
+    monkeypatch.setattr(sys, 'path', [str(DATA), *sys.path])
+    common = importlib.import_module('common')
+    text = ''.join(random.Random(0).choices('\u4e00\u4e01\u4e02', k=1000))
+    for name, tokenizer in spaced_tokenizers([text[i:i + 7] + ' ' + text[i:i + 9] for i in range(900)]).items():
+        encode = common.create_encoder(common.Vocabulary({'kind': 'folder'}, 400, [], [], {
+            'tokenizer.json': tokenizer.to_str()}))
+        whole = tokenizer.decode(encode([common.Unit(text)])[1].tolist())
+        units, before = [], ''
+        for piece, is_last in common.cut([text], 100):
+            units.append(common.Unit(piece, not units, is_last, False, before))
+            before = piece[-common.BEFORE:]
+        assert tokenizer.decode(encode(units)[1].tolist()) == whole, name
+
+
+@pytest.mark.parametrize('name, code', [('SIGINT', 130), ('SIGTERM', 143), ('SIGHUP', 129)])
+def test_a_signal_ends_a_preparation_in_one_line_and_it_continues(tmp_path, bpe_env, name, code):
+    if not hasattr(signal, name) or not Path('/proc/self/task').is_dir():
+        pytest.skip('needs POSIX signals, and finds the workers in /proc')
+    (tmp_path / 'in').mkdir()
+    for i in range(60):
+        (tmp_path / 'in' / f'{i:03}.txt').write_text(words(40_000, seed=i % 3), newline='')
+    args = 'text', tmp_path / 'in', '--tokenizer=gpt2', '--num_proc=2', '--out_dir', tmp_path / 'out'
+    run = subprocess.Popen(command(*args), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                           env=bpe_env | {'SECONDS_PER_DOCUMENT': '0.2'})
+    wait_for_documents(tmp_path / 'out', run)
+    run.send_signal(getattr(signal, name))
+    err = run.communicate(timeout=300)[1]  # the workers share stderr: returns when they have ended too
+    said = '\ninterrupted' if name == 'SIGINT' else f'stopped by {name}'
+    assert (run.returncode, err) == (code, f'{said}; run the same command to continue\n')
+    assert files_in(tmp_path / 'out') == ['lengths.part.bin', 'source.part.json', 'tokens.part.bin']
+
+
+def test_a_signal_before_anything_is_done_leaves_nothing(tmp_path, env):
+    path = text_file(tmp_path, words(10**6))
+    for script, flags in (('text', ['--tokenizer=bpe:20000']), ('pystdlib', ['--tokenizer=bpe:20000'])):
+        given = path if script == 'text' else []
+        args = [*([given] if given else []), *flags, '--out_dir', tmp_path / 'out']
+        run = subprocess.Popen(command(script, *args), stderr=subprocess.PIPE, text=True, env=env)
+        wait_for('the script to begin', lambda: (tmp_path / 'out').exists() or script == 'pystdlib', run)
+        if script == 'pystdlib':
+            wait_for('its handler', lambda: caught(run.pid, signal.SIGTERM), run)
+        run.send_signal(signal.SIGTERM)
+        line, = run.communicate(timeout=300)[1].splitlines()
+        assert run.returncode == 143 and line.startswith('stopped by SIGTERM; run the same command')
+        assert not (tmp_path / 'out').exists()
+
+
+def caught(pid, number):
+    """Whether a process handles a signal."""
+    status = Path(f'/proc/{pid}/status').read_text()
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith('SigCgt'))
+    return int(mask, 16) >> (number - 1) & 1
+
+
 @pytest.mark.slow
 def test_a_long_text_has_the_ids_that_it_has_as_a_whole(tmp_path, bpe_env, encode):
     text = words(700_000) # more than two pieces

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import TOKENIZER_HELP, Unit, UserError, choose_vocabulary, create_parser, cut, fail, positive
+from common import (
+    BEFORE, TOKENIZER_HELP, Unit, UserError, choose_vocabulary, create_parser, cut, fail, positive)
 from jax_flags import whole_characters
 from reading import COMPRESSED_ENDINGS, REMEDY, BadRow, kind_of_file, name_some, read_blocks, read_rows
 from stream import run, stream
@@ -216,10 +217,12 @@ class Texts:
     def units(self):
         for is_val, blocks in self.parts():
             is_first = True
+            before = ''
             for piece, is_last in cut(blocks):
                 if piece:
-                    yield Unit(piece, is_first, is_last, is_val)
+                    yield Unit(piece, is_first, is_last, is_val, before)
                 is_first = False
+                before = piece[-BEFORE:]
 
     def batches(self, done):
         """Yields lists of units, after the first `done`, of a million characters or a few more."""
