@@ -11,7 +11,7 @@ plain equivalent. jax_cache.py has the KV cache.
 Shapes are in the names, so `q_BxTxHxK` needs no comment:
     B  batch (sequences)        D  n_embd, the width        H  attention heads
     T  positions of this call   F  MLP width, 4 D           K  head width, D / H
-    S  slots of the KV cache    V  vocabulary               G  key and value heads (GQA; G = H in GPT-2)
+    S  slots of the KV cache    V  vocabulary               G  key and value heads (GPT-2: G = H)
 A name that ends in _B holds one value per sequence.
 """
 import dataclasses
@@ -31,10 +31,13 @@ from jax_ops.attention import ATTENTION, blockwise_attention, causal_mask, fused
 from jax_ops.dropout import flat_index, hash_dropout
 from jax_ops.experts import mix_experts
 from jax_ops.layers import map_sequence_chunks, remat_policy, scan_blocks
-from jax_ops.matmul import Int8, LowRank, Transposed, all_gather_param, fused_linear, linear, soft_cap
-from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, create_mesh  # noqa: F401, create_mesh: public here
-from jax_ops.vocabulary import (  # noqa: F401, ParallelLMHead and VocabParallelEmbedding: public here
-    INIT_STD, ParallelLMHead, VocabParallelEmbedding, embed_tokens, lm_logits, masked_cross_entropy)
+from jax_ops.matmul import (
+    Int8, LowRank, Transposed, all_gather_param, fused_linear, linear, soft_cap)
+# create_mesh, ParallelLMHead and VocabParallelEmbedding are public names of this module
+from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, create_mesh  # noqa: F401
+from jax_ops.vocabulary import (  # noqa: F401
+    INIT_STD, ParallelLMHead, VocabParallelEmbedding, embed_tokens, lm_logits,
+    masked_cross_entropy)
 
 # -----------------------------------------------------------------------------
 # config
@@ -109,12 +112,15 @@ class MoEConfig:
     def __post_init__(self):
         object.__setattr__(self, 'layers', tuple(bool(x) for x in self.layers))
         if not 1 <= self.n_used <= self.n_expert:
-            raise UserError(f'a token can use 1 to {self.n_expert} of {self.n_expert} experts, not {self.n_used}')
+            raise UserError(f'a token can use 1 to {self.n_expert} of {self.n_expert} experts, '
+                            f'not {self.n_used}')
         check_choice("the experts' score", self.score, ('softmax', 'sigmoid'))
-        has_pairs = self.n_group == 1 or self.n_expert >= 2 * self.n_group  # two experts rank a group
-        if self.n_expert % self.n_group or not has_pairs or not 1 <= self.n_group_used <= self.n_group:
-            raise UserError(f'{self.n_expert} experts cannot be {self.n_group} equal groups of which '
-                            f'{self.n_group_used} are used')
+        # two experts rank a group
+        has_pairs = self.n_group == 1 or self.n_expert >= 2 * self.n_group
+        uses_groups_that_are_there = 1 <= self.n_group_used <= self.n_group
+        if self.n_expert % self.n_group or not has_pairs or not uses_groups_that_are_there:
+            raise UserError(f'{self.n_expert} experts cannot be {self.n_group} equal groups '
+                            f'of which {self.n_group_used} are used')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,16 +233,26 @@ def init_config(config):
     check_heads(config)
     check_layer_types(config)
     if config.attention in ('cudnn', 'splash') and config.mla:
-        raise UserError(f'attention={config.attention} has no latent attention: use attention=chunked')
+        raise UserError(f'attention={config.attention} has no latent attention: '
+                        'use attention=chunked')
     if config.scan_layers and len(set(map(config.layer, range(config.n_layer)))) > 1:
-        raise UserError('scan_layers needs layers that are all alike; these differ in layer_types or experts')
+        raise UserError('scan_layers needs layers that are all alike; these differ in layer_types '
+                        'or experts')
 
 
 def check_choices(config):
     """Raises UserError for a field whose value is none of the known ones."""
     choices = {
-        'dtype': DTYPES, 'activation': ACTIVATIONS, 'attention': ATTENTION, 'remat': REMAT, 'norm': NORMS,
-        'block_norms': BLOCK_NORMS, 'position': POSITIONS, 'mlp': MLPS, 'qk_norm': QK_NORMS}
+        'dtype': DTYPES,
+        'activation': ACTIVATIONS,
+        'attention': ATTENTION,
+        'remat': REMAT,
+        'norm': NORMS,
+        'block_norms': BLOCK_NORMS,
+        'position': POSITIONS,
+        'mlp': MLPS,
+        'qk_norm': QK_NORMS,
+    }
     for name, known in choices.items():
         check_choice(name, getattr(config, name), known)
     if config.rope_scaling:
@@ -247,19 +263,25 @@ def check_heads(config):
     """Raises UserError for numbers and widths of heads that do not fit together."""
     if config.n_embd % config.n_head and not config.head_dim and not config.mla:
         valid = [h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0]
-        raise UserError(f'n_head={config.n_head} does not divide n_embd={config.n_embd}; it may be one of {valid}')
+        raise UserError(f'n_head={config.n_head} does not divide n_embd={config.n_embd}; '
+                        f'it may be one of {valid}')
     if config.n_head % config.kv_heads:
         valid = [h for h in range(1, config.n_head + 1) if config.n_head % h == 0]
-        raise UserError(f'n_kv_head={config.n_kv_head} does not divide n_head={config.n_head}; one of {valid} does')
-    for name, width in (('n_head * head_dim', config.n_head * config.head_width), ('n_inner', config.mlp_width)):
+        raise UserError(f'n_kv_head={config.n_kv_head} does not divide n_head={config.n_head}; '
+                        f'one of {valid} does')
+    widths = {'n_head * head_dim': config.n_head * config.head_width, 'n_inner': config.mlp_width}
+    for name, width in widths.items():
         if width > MOST['n_inner']:
             raise UserError(f'{name} must be at most {MOST["n_inner"]}, not {width}')
     if config.mla and config.mla.rope_dim % 2:
         raise UserError(f'rope turns pairs: rope_dim must be even, not {config.mla.rope_dim}')
     if config.rope_width % 2 or config.rope_width > config.head_width:
-        raise UserError(f'rope_width must be even and at most the width of a head, not {config.rope_width}')
-    if config.position == 'rope' and config.head_width % 2 and not config.mla and not config.rope_width:
-        raise UserError(f'rope turns pairs: the width of a head must be even, not {config.head_width}')
+        raise UserError(f'rope_width must be even and at most the width of a head, '
+                        f'not {config.rope_width}')
+    turns_whole_heads = config.position == 'rope' and not config.mla and not config.rope_width
+    if turns_whole_heads and config.head_width % 2:
+        raise UserError(f'rope turns pairs: the width of a head must be even, '
+                        f'not {config.head_width}')
 
 
 def check_layer_types(config):
@@ -275,16 +297,20 @@ def check_layer_types(config):
 def check_numbers(group):
     """Raises UserError for a number of a GPTConfig or of one of its groups that is of a wrong type,
     negative, not finite or larger than MOST says. None: a group that is not there."""
-    for field in dataclasses.fields(group) if group else ():
+    if group is None:
+        return
+    for field in dataclasses.fields(group):
         value = getattr(group, field.name)
         if field.type in (int, 'int'):
             most = MOST[field.name]
             if type(value) is not int or not 0 <= value <= most:
-                raise UserError(f'{field.name} must be a whole number of at most {most}, not {str(value)[:40]}')
+                raise UserError(f'{field.name} must be a whole number of at most {most}, '
+                                f'not {str(value)[:40]}')
         if field.type in (float, 'float'):
             is_number = type(value) in (int, float)
             if not is_number or not 0 <= value < MOST_FLOAT:
-                raise UserError(f'{field.name} must be a finite number of at least 0, not {str(value)[:40]}')
+                raise UserError(f'{field.name} must be a finite number of at least 0, '
+                                f'not {str(value)[:40]}')
 
 
 def check_layers(config, layers, source):
@@ -309,14 +335,17 @@ def check_room(config, n_numbers, source):
         sizes['layers * n_expert * n_embd * width'] = n_moe * moe.n_expert * D * moe.width
         sizes['layers * n_embd * shared_width'] = n_moe * D * moe.shared_width
     if mla:
-        sizes['layers * n_embd * rank'] = config.n_layer * D * (mla.q_rank + mla.kv_rank + mla.rope_dim)
+        ranks = mla.q_rank + mla.kv_rank + mla.rope_dim
+        sizes['layers * n_embd * rank'] = config.n_layer * D * ranks
         sizes['kv_rank * n_head * width'] = mla.kv_rank * config.n_head * (mla.nope_dim + mla.v_dim)
         sizes['n_head * q width'] = config.n_head * (mla.nope_dim + mla.rope_dim)
     else:
-        sizes['layers * n_embd * n_head * head_dim'] = config.n_layer * D * config.n_head * config.head_width
+        heads = config.n_head * config.head_width
+        sizes['layers * n_embd * n_head * head_dim'] = config.n_layer * D * heads
     for name, size in sizes.items():
         if size > n_numbers:
-            raise UserError(f'{source} holds {n_numbers:,} numbers, but its config says {name} = {size:,}')
+            raise UserError(f'{source} holds {n_numbers:,} numbers, but its config says '
+                            f'{name} = {size:,}')
 
 
 # -----------------------------------------------------------------------------
@@ -346,7 +375,8 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x):
         scale = self.param('scale', nn.initializers.ones, x.shape[-1:])
-        return (rms_normalize(x, self.eps or self.config.norm_eps) * scale).astype(self.config.dtype)
+        y = rms_normalize(x, self.eps or self.config.norm_eps) * scale
+        return y.astype(self.config.dtype)
 
 
 def rms_normalize(x, eps):
@@ -438,7 +468,8 @@ def rope_inv_freq(theta, width, scaling=None):
         keep = (rotations - scaling.low) / max(scaling.high - scaling.low, 1e-9)
     else:
         turns = np.array([scaling.high, scaling.low])
-        first, last = width * np.log(scaling.original_length / (2 * np.pi * turns)) / (2 * np.log(theta))
+        wavelengths = scaling.original_length / (2 * np.pi * turns)
+        first, last = width * np.log(wavelengths) / (2 * np.log(theta))
         if scaling.truncate:
             first, last = np.floor(first), np.ceil(last)
         first, last = max(first, 0), min(last, width - 1)
@@ -470,7 +501,8 @@ def apply_rope(config, layer_type, x_BxTxHxK, position_BxT):
     cos, sin = amplitude * jnp.cos(angle), amplitude * jnp.sin(angle)
     rotated, rest = jnp.split(x_BxTxHxK, [2 * len(frequencies)], axis=-1)
     a, b = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BxTxHxK.dtype)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    turned = turned.astype(x_BxTxHxK.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
@@ -492,8 +524,8 @@ def apply_positions(config, layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT):
 # -----------------------------------------------------------------------------
 # attention
 
-def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, cap=0.0, sinks_H=None,
-                          dropout_rate=0.0, key_B=None):
+def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, cap=0.0,
+                          sinks_H=None, dropout_rate=0.0, key_B=None):
     """For G = H: softmax(einsum('bthk,bshk->bhts', q, k) * scale) v over the keys that the mask
     allows -> [B, T, H, K].
 
@@ -504,20 +536,32 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
+    # the Q heads of a group become Q times as many queries
     q_BxTQxGxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(2, 3).reshape(B, T * Q, G, K)
     # heads first, as the KV cache is stored
-    q_BxGxTQxK, k_BxGxSxK, v_BxGxSxK = (x.swapaxes(1, 2) for x in (q_BxTQxGxK, k_BxSxGxK, v_BxSxGxK))
-    scores_BxGxTQxS = jnp.einsum('bgtk,bgsk->bgts', q_BxGxTQxK, k_BxGxSxK, preferred_element_type=jnp.float32)
+    q_BxGxTQxK = q_BxTQxGxK.swapaxes(1, 2)
+    k_BxGxSxK = k_BxSxGxK.swapaxes(1, 2)
+    v_BxGxSxK = v_BxSxGxK.swapaxes(1, 2)
+
+    # scores of the keys that the mask allows
+    scores_BxGxTQxS = jnp.einsum('bgtk,bgsk->bgts', q_BxGxTQxK, k_BxGxSxK,
+                                 preferred_element_type=jnp.float32)
     scores_BxGxTQxS = soft_cap(scores_BxGxTQxS * (scale or K**-0.5), cap)
     mask_Bx1xTQxS = jnp.repeat(mask_BxTxS, Q, axis=1)[:, None]
-    scores_BxGxTQxS = jnp.where(mask_Bx1xTQxS, scores_BxGxTQxS, jnp.finfo(jnp.float32).min)
+    least = jnp.finfo(jnp.float32).min
+    scores_BxGxTQxS = jnp.where(mask_Bx1xTQxS, scores_BxGxTQxS, least)
     if sinks_H is not None:
-        sinks_BxGxTQx1 = jnp.broadcast_to(jnp.tile(sinks_H.reshape(G, Q), T)[..., None], (B, G, T * Q, 1))
+        sinks_GxTQ = jnp.tile(sinks_H.reshape(G, Q), T)
+        sinks_BxGxTQx1 = jnp.broadcast_to(sinks_GxTQ[..., None], (B, G, T * Q, 1))
         scores_BxGxTQxS = jnp.concatenate([scores_BxGxTQxS, sinks_BxGxTQx1], axis=-1)
+
+    # probabilities, and the values that they weigh
     probs_BxGxTQxS = jax.nn.softmax(scores_BxGxTQxS)[..., :S].astype(v_BxSxGxK.dtype)
     if key_B is not None:
-        probs_BxGxTQxS = hash_dropout(probs_BxGxTQxS, dropout_rate, key_B, flat_index(probs_BxGxTQxS.shape[1:]))
-    y_BxTQxGxK = jnp.einsum('bgts,bgsk->bgtk', probs_BxGxTQxS, v_BxGxSxK).swapaxes(1, 2)
+        index_GxTQxS = flat_index(probs_BxGxTQxS.shape[1:])
+        probs_BxGxTQxS = hash_dropout(probs_BxGxTQxS, dropout_rate, key_B, index_GxTQxS)
+    y_BxGxTQxK = jnp.einsum('bgts,bgsk->bgtk', probs_BxGxTQxS, v_BxGxSxK)
+    y_BxTQxGxK = y_BxGxTQxK.swapaxes(1, 2)
     return y_BxTQxGxK.reshape(B, T, Q, G, -1).swapaxes(2, 3).reshape(B, T, H, -1)
 
 
@@ -546,7 +590,8 @@ class Positions:
     are_indices: bool
 
 
-def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, positions, *, scale, sinks_H=None, key_B=None):
+def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, positions, *, scale,
+           sinks_H=None, key_B=None):
     """Attention by the best of three ways to compute the same -> [B, T, H, K].
 
     - Training, and calls without a KV cache: the keys are those of the call itself, so that a fused
@@ -566,11 +611,13 @@ def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, positions, *, sc
         return fused_causal_attention(
             config.attention, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, start_BxT=positions.start_BxT,
             **config.span_limits(layer_type), **options, **dropout_options)
-    mask_BxTxS = attention_mask(config, layer_type, positions.key_BxS, positions.query_BxT, positions.start_BxT)
+    mask_BxTxS = attention_mask(
+        config, layer_type, positions.key_BxS, positions.query_BxT, positions.start_BxT)
     is_piece_of_a_long_prompt = T < S and T * S >= 2**18  # has neither dropout nor gradients
     if is_piece_of_a_long_prompt:
         return blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, **options)
-    return dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, **options, **dropout_options)
+    return dot_product_attention(
+        q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, **options, **dropout_options)
 
 
 class CausalSelfAttention(nn.Module):
@@ -595,22 +642,29 @@ class CausalSelfAttention(nn.Module):
         qkv_cfg = dataclasses.replace(cfg, bias=cfg.bias or cfg.qkv_bias)
         q, k, v = Dense(qkv_cfg, (H * K, G * K, G * K), name='c_attn')(x_BxTxD)
         if cfg.qk_norm == 'all_heads':
-            q, k = RMSNorm(cfg, name='q_norm')(q), RMSNorm(cfg, name='k_norm')(k)
-        q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = q.reshape(B, T, H, K), k.reshape(B, T, G, K), v.reshape(B, T, G, K)
+            q = RMSNorm(cfg, name='q_norm')(q)
+            k = RMSNorm(cfg, name='k_norm')(k)
+        q_BxTxHxK = q.reshape(B, T, H, K)
+        k_BxTxGxK = k.reshape(B, T, G, K)
+        v_BxTxGxK = v.reshape(B, T, G, K)
         if cfg.qk_norm == 'learned':
-            q_BxTxHxK, k_BxTxGxK = RMSNorm(cfg, name='q_norm')(q_BxTxHxK), RMSNorm(cfg, name='k_norm')(k_BxTxGxK)
+            q_BxTxHxK = RMSNorm(cfg, name='q_norm')(q_BxTxHxK)
+            k_BxTxGxK = RMSNorm(cfg, name='k_norm')(k_BxTxGxK)
         if cfg.position == 'rope':
-            q_BxTxHxK, k_BxTxGxK = apply_positions(cfg, self.layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT)
+            q_BxTxHxK, k_BxTxGxK = apply_positions(
+                cfg, self.layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT)
 
         # with a KV cache: the keys and values of this call are written to it, and all that it holds
         # is attended to
         new_kv = {'k': k_BxTxGxK, 'v': v_BxTxGxK}
-        kv, key_position_BxS, cache = update_kv_cache(cfg, self.layer_type, cache, new_kv, position_BxT)
+        kv, key_position_BxS, cache = update_kv_cache(
+            cfg, self.layer_type, cache, new_kv, position_BxT)
 
         positions = Positions(position_BxT, key_position_BxS, start_BxT, are_indices)
         sinks_H = self.param('sinks', nn.initializers.zeros, (H,)) if cfg.sinks else None
-        y_BxTxHxK = attend(cfg, self.layer_type, q_BxTxHxK, kv['k'], kv['v'], positions, scale=cfg.attention_scale,
-                           sinks_H=sinks_H, key_B=dropout_keys(self, seq_id_B))
+        y_BxTxHxK = attend(
+            cfg, self.layer_type, q_BxTxHxK, kv['k'], kv['v'], positions,
+            scale=cfg.attention_scale, sinks_H=sinks_H, key_B=dropout_keys(self, seq_id_B))
         y_BxTxD = residual_dense(cfg)(y_BxTxHxK.reshape(B, T, H * K))
         return dropout(self, y_BxTxD, seq_id_B), cache
 
@@ -684,14 +738,16 @@ class GPT(nn.Module):
             lm_head_VxD = matrix_param(self, 'lm_head', (cfg.vocab_size, cfg.n_embd))
         self.lm_head_VxD = all_gather_param(lm_head_VxD, cfg.dtype, ROW_PARALLEL)
 
-    def __call__(self, idx_BxT, *, position_BxT=None, deterministic=True, seq_id_B=None, logit_position_B=None):
+    def __call__(self, idx_BxT, *, position_BxT=None, deterministic=True, seq_id_B=None,
+                 logit_position_B=None):
         """Logits of the token after each position, float32 [B, T, V].
 
         position_BxT: position ids; 0 .. T-1 if not given. deterministic: False turns dropout on,
         which needs rngs={'dropout': key}. seq_id_B: the ids of the sequences, by which dropout
         draws; 0, 1, 2, ... if not given.
         logit_position_B: logits of this one index into T of each sequence only, [B, 1, V]."""
-        x_BxTxD, _ = self.hidden(idx_BxT, position_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
+        x_BxTxD, _ = self.hidden(
+            idx_BxT, position_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
         if logit_position_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, logit_position_B[:, None, None], axis=1)
         return lm_logits(x_BxTxD, self.lm_head_VxD, self.config.logit_cap)
@@ -702,7 +758,8 @@ class GPT(nn.Module):
         x_BxTxD, cache = self.hidden(idx_BxT, position_BxT, cache)
         return lm_logits(x_BxTxD, self.lm_head_VxD, self.config.logit_cap), cache
 
-    def loss(self, idx_BxT, targets_BxT, *, loss_chunk=0, deterministic=True, seq_id_B=None, start_BxT=None):
+    def loss(self, idx_BxT, targets_BxT, *, loss_chunk=0, deterministic=True, seq_id_B=None,
+             start_BxT=None):
         """Cross-entropy of each target, float32 [B, T]. loss_chunk: logits are materialized for
         this many positions at a time, which must divide T; 0 is all. start_BxT: in rows packed with
         conversations, where that of each token starts: it attends to this conversation alone, and
@@ -710,10 +767,12 @@ class GPT(nn.Module):
         position_BxT = None
         if start_BxT is not None:
             position_BxT = jnp.arange(idx_BxT.shape[1]) - start_BxT
-        x_BxTxD, _ = self.hidden(idx_BxT, position_BxT, None, start_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
+        x_BxTxD, _ = self.hidden(
+            idx_BxT, position_BxT, None, start_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
 
         def loss_of(x_BxTxD, target_BxT):
-            logits_BxTxV = lm_logits(x_BxTxD, self.lm_head_VxD, self.config.logit_cap, training=True)
+            logits_BxTxV = lm_logits(
+                x_BxTxD, self.lm_head_VxD, self.config.logit_cap, training=True)
             return cross_entropy(logits_BxTxV, target_BxT)
 
         return map_sequence_chunks(loss_of, loss_chunk, x_BxTxD, targets_BxT)
@@ -721,26 +780,33 @@ class GPT(nn.Module):
     def embed(self, idx_BxT, position_BxT, seq_id_B=None):
         """The input of the first block, [B, T, D]."""
         cfg = self.config
-        x_BxTxD = embed_tokens(self.wte_VxD, idx_BxT, cfg.dtype) * jnp.asarray(cfg.embed_scale, cfg.dtype)
+        x_BxTxD = embed_tokens(self.wte_VxD, idx_BxT, cfg.dtype)
+        x_BxTxD = x_BxTxD * jnp.asarray(cfg.embed_scale, cfg.dtype)
         if cfg.position == 'learned':
             if position_BxT is None:
                 position_BxT = jnp.arange(idx_BxT.shape[1])[None]
             x_BxTxD += jnp.take(self.wpe, position_BxT, axis=0, mode='clip').astype(cfg.dtype)
         return dropout(self, x_BxTxD, seq_id_B)
 
-    def hidden(self, idx_BxT, position_BxT=None, cache=None, start_BxT=None, *, deterministic=True, seq_id_B=None):
+    def hidden(self, idx_BxT, position_BxT=None, cache=None, start_BxT=None, *, deterministic=True,
+               seq_id_B=None):
         """(activations after the last norm [B, T, D], the new cache)."""
         cfg = self.config
         if idx_BxT.shape[1] > cfg.block_size:
             raise ValueError(f'{idx_BxT.shape[1]} tokens do not fit in block_size {cfg.block_size}')
+        # dropout is on where the sequences have ids
         if deterministic:
             seq_id_B = None
         elif seq_id_B is None:
             seq_id_B = jnp.arange(len(idx_BxT))
         x_BxTxD = self.embed(idx_BxT, position_BxT, seq_id_B)
-        if cfg.scan_layers and cache is None and not self.is_initializing():
-            return self.ln_f(scan_blocks(self, x_BxTxD, position_BxT, seq_id_B, start_BxT)), None
 
+        # all blocks in one compiled loop
+        if cfg.scan_layers and cache is None and not self.is_initializing():
+            x_BxTxD = scan_blocks(self, x_BxTxD, position_BxT, seq_id_B, start_BxT)
+            return self.ln_f(x_BxTxD), None
+
+        # or block after block
         run = Block.__call__
         if cfg.remat != 'none' and cache is None:
             run = nn.remat(run, policy=remat_policy(cfg.remat))
@@ -749,7 +815,8 @@ class GPT(nn.Module):
         new_cache = {}
         for i, block in enumerate(self.h):
             layer_cache = cache[f'h_{i}'] if cache else None
-            x_BxTxD, new_cache[f'h_{i}'] = run(block, x_BxTxD, position_BxT, layer_cache, seq_id_B, start_BxT)
+            x_BxTxD, new_cache[f'h_{i}'] = run(
+                block, x_BxTxD, position_BxT, layer_cache, seq_id_B, start_BxT)
         return self.ln_f(x_BxTxD), new_cache
 
 
@@ -775,7 +842,8 @@ def create_train_state(rng, config, tx):
     `tx` for them."""
     model = GPT(config)
     params = jax.jit(model.init)(rng, jnp.zeros((1, 1), jnp.int32))['params']
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx, loss_scale=initial_loss_scale(config.dtype))
+    state = TrainState.create(
+        apply_fn=model.apply, params=params, tx=tx, loss_scale=initial_loss_scale(config.dtype))
     # not flax's weakly typed 0, which would trigger a second compilation
     return state.replace(step=jnp.int32(0))
 
@@ -820,7 +888,9 @@ def estimate_mfu(n_params, config, tokens_per_sec, peak_flops, n_frozen=0):
             n_frozen -= unused
         else:
             n_params -= unused
-    spans = sum(min(config.block_size, config.attention_span(layer_type)) for layer_type, _ in layers)
+    spans = 0
+    for layer_type, _ in layers:
+        spans += min(config.block_size, config.attention_span(layer_type))
     mla = config.mla
     width = (mla.nope_dim + mla.rope_dim + mla.v_dim) / 2 if mla else config.head_width
     flops_per_token = 6 * n_params + 4 * n_frozen + 12 * config.n_head * width * spans
@@ -854,8 +924,10 @@ class LatentAttention(nn.Module):
         # queries: each head has a part without position and a part with RoPE
         q_in = x_BxTxD
         if mla.q_rank:
-            q_in = RMSNorm(cfg, 1e-6, name='q_norm')(Dense(cfg, mla.q_rank, tp=(), name='q_a')(x_BxTxD))
-        q_BxTxHxK = Dense(cfg, H * (mla.nope_dim + mla.rope_dim), name='q_b')(q_in).reshape(B, T, H, -1)
+            q_in = Dense(cfg, mla.q_rank, tp=(), name='q_a')(x_BxTxD)
+            q_in = RMSNorm(cfg, 1e-6, name='q_norm')(q_in)
+        q = Dense(cfg, H * (mla.nope_dim + mla.rope_dim), name='q_b')(q_in)
+        q_BxTxHxK = q.reshape(B, T, H, -1)
         q_nope_BxTxHxK, q_rope_BxTxHxK = jnp.split(q_BxTxHxK, [mla.nope_dim], axis=-1)
         q_rope_BxTxHxK = apply_rope(cfg, self.layer_type, q_rope_BxTxHxK, position_BxT)
 
@@ -865,10 +937,13 @@ class LatentAttention(nn.Module):
         latent_BxTxC = RMSNorm(cfg, 1e-6, name='kv_norm')(latent_BxTxC)
         k_rope_BxTx1xK = apply_rope(cfg, self.layer_type, k_rope_BxTxK[:, :, None], position_BxT)
         new_kv = {'latent': latent_BxTxC[:, :, None], 'rope': k_rope_BxTx1xK}
-        kv, key_position_BxS, cache = update_kv_cache(cfg, self.layer_type, cache, new_kv, position_BxT)
+        kv, key_position_BxS, cache = update_kv_cache(
+            cfg, self.layer_type, cache, new_kv, position_BxT)
 
-        kv_b = self.param('kv_b', nn.initializers.normal(INIT_STD), (mla.kv_rank, H * (mla.nope_dim + mla.v_dim)))
-        wk_CxHxK, wv_CxHxK = jnp.split(kv_b.astype(cfg.dtype).reshape(mla.kv_rank, H, -1), [mla.nope_dim], axis=-1)
+        kv_b_shape = mla.kv_rank, H * (mla.nope_dim + mla.v_dim)
+        kv_b = self.param('kv_b', nn.initializers.normal(INIT_STD), kv_b_shape)
+        kv_b = kv_b.astype(cfg.dtype).reshape(mla.kv_rank, H, -1)
+        wk_CxHxK, wv_CxHxK = jnp.split(kv_b, [mla.nope_dim], axis=-1)
         positions = Positions(position_BxT, key_position_BxS, start_BxT, are_indices)
         scale = cfg.attention_scale or (mla.nope_dim + mla.rope_dim)**-0.5
         options = {'scale': scale, 'key_B': dropout_keys(self, seq_id_B)}
@@ -876,14 +951,16 @@ class LatentAttention(nn.Module):
         # Two forms of the same result; the one with fewer multiplications is taken. Absorbed
         # (decode): kv_b is folded into q and the output, T S H 2C. Projected (prefill): K and V
         # from latents, (S C + T S) H (nope + v).
-        absorbed = T * (2 * mla.kv_rank - mla.nope_dim - mla.v_dim) < mla.kv_rank * (mla.nope_dim + mla.v_dim)
+        n_kv = mla.nope_dim + mla.v_dim
+        absorbed = T * (2 * mla.kv_rank - n_kv) < mla.kv_rank * n_kv
         if absorbed:
             q_latent_BxTxHxC = jnp.einsum('bthk,chk->bthc', q_nope_BxTxHxK, wk_CxHxK)
             q_BxTxHxC = jnp.concatenate([q_latent_BxTxHxC, q_rope_BxTxHxK], axis=-1)
             k_BxSx1xC = jnp.concatenate([kv['latent'], kv['rope']], axis=-1)
             # no kernel has such wide heads
             positions = dataclasses.replace(positions, are_indices=False)
-            y_BxTxHxC = attend(cfg, self.layer_type, q_BxTxHxC, k_BxSx1xC, kv['latent'], positions, **options)
+            y_BxTxHxC = attend(
+                cfg, self.layer_type, q_BxTxHxC, k_BxSx1xC, kv['latent'], positions, **options)
             y_BxTxHxK = jnp.einsum('bthc,chk->bthk', y_BxTxHxC, wv_CxHxK)
         else:
             latent_BxSxC = kv['latent'][:, :, 0]
@@ -892,8 +969,10 @@ class LatentAttention(nn.Module):
             q_BxTxHxK = jnp.concatenate([q_nope_BxTxHxK, q_rope_BxTxHxK], axis=-1)
             k_BxSxHxK = jnp.concatenate([k_nope_BxSxHxK, k_rope_BxSxHxK], axis=-1)
             v_BxSxHxK = jnp.einsum('bsc,chk->bshk', latent_BxSxC, wv_CxHxK)
-            y_BxTxHxK = attend(cfg, self.layer_type, q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, positions, **options)
-        return dropout(self, residual_dense(cfg)(y_BxTxHxK.reshape(B, T, -1)), seq_id_B), cache
+            y_BxTxHxK = attend(
+                cfg, self.layer_type, q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, positions, **options)
+        y_BxTxD = residual_dense(cfg)(y_BxTxHxK.reshape(B, T, -1))
+        return dropout(self, y_BxTxD, seq_id_B), cache
 
 
 # --- gated MLPs
@@ -923,7 +1002,10 @@ class Router(nn.Module):
         logits_PxE = x_BxTxD.reshape(-1, D).astype(jnp.float32) @ kernel.astype(jnp.float32)
         if cfg.bias:
             logits_PxE += self.param('bias', nn.initializers.zeros, (E,))
-        score_PxE = jax.nn.softmax(logits_PxE) if moe.score == 'softmax' else jax.nn.sigmoid(logits_PxE)
+        if moe.score == 'softmax':
+            score_PxE = jax.nn.softmax(logits_PxE)
+        else:
+            score_PxE = jax.nn.sigmoid(logits_PxE)
 
         # the best experts, by a rank that may differ from the score
         rank_PxE = score_PxE
@@ -960,7 +1042,9 @@ class ExpertDense(nn.Module):
     def __call__(self):
         E = self.config.moe.n_expert
         kernel = matrix_param(self, 'kernel', (E, *self.shape), self.init_std)
-        bias = self.param('bias', nn.initializers.zeros, (E, self.shape[1])) if self.config.bias else None
+        bias = None
+        if self.config.bias:
+            bias = self.param('bias', nn.initializers.zeros, (E, self.shape[1]))
         return {'kernel': kernel, 'bias': bias}
 
 
@@ -975,8 +1059,11 @@ class MoELayer(nn.Module):
         x_PxD = x_BxTxD.reshape(-1, D)
         expert_PxU, weight_PxU = Router(cfg, name='router')(x_BxTxD)
         names = ('c_fc',) if cfg.mlp == 'gelu' else ('c_gate', 'c_fc')
-        weights = {name: ExpertDense(cfg, (D, moe.width), name=f'experts_{name}')() for name in names}
-        weights['c_proj'] = ExpertDense(cfg, (moe.width, D), INIT_STD / (2 * cfg.n_layer)**0.5, name='experts_c_proj')()
+        weights = {}
+        for name in names:
+            weights[name] = ExpertDense(cfg, (D, moe.width), name=f'experts_{name}')()
+        init_std = INIT_STD / (2 * cfg.n_layer)**0.5  # as residual_dense
+        weights['c_proj'] = ExpertDense(cfg, (moe.width, D), init_std, name='experts_c_proj')()
 
         def expert(weights, x_bxD):
             """One expert's MLP."""
@@ -987,7 +1074,8 @@ class MoELayer(nn.Module):
                 h_bxF = gated_activation(cfg, linear(x_bxD, **weights['c_gate']), h_bxF)
             return linear(h_bxF, **weights['c_proj'])
 
-        y_PxD = mix_experts(expert, weights, x_PxD, expert_PxU, weight_PxU, scale_input=moe.weigh_input)
+        y_PxD = mix_experts(
+            expert, weights, x_PxD, expert_PxU, weight_PxU, scale_input=moe.weigh_input)
         y_BxTxD = y_PxD.reshape(x_BxTxD.shape)
         if moe.shared_width:
             y_BxTxD += MLP(cfg, moe.shared_width, name='shared')(x_BxTxD)
