@@ -103,7 +103,8 @@ def keep_largest(logits_BxV, weight_BxV, amount):
     t_Bx1 = jax.lax.fori_loop(0, 32, find_bit, jnp.zeros((len(logits_BxV), 1), jnp.uint32))
     # if all together weigh less than `amount` (rounding), t stays 0, whose float is NaN: no logit
     # is below NaN
-    least_Bx1 = jax.lax.bitcast_convert_type(jnp.where(t_Bx1 >= sign, t_Bx1 ^ sign, ~t_Bx1), jnp.float32)
+    least_bits_Bx1 = jnp.where(t_Bx1 >= sign, t_Bx1 ^ sign, ~t_Bx1)
+    least_Bx1 = jax.lax.bitcast_convert_type(least_bits_Bx1, jnp.float32)
     return jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
 
 
@@ -138,13 +139,18 @@ def sample_and_append(state, logits_BxV, active_B, sampling):
     if sampling.repetition_penalty is not None:
         logits_BxV = penalize_repetition(
             logits_BxV, state.tokens_BxN, state.length_B, sampling.repetition_penalty)
+    # the n-th token of a row is drawn by its own key, whatever else is in the batch
     key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B)
     token_B = sample_token(logits_BxV, key_B, sampling).astype(jnp.int32)
-    is_next_BxN = (jnp.arange(state.tokens_BxN.shape[1]) == state.length_B[:, None]) & active_B[:, None]
     is_stop_B = (token_B[:, None] == jnp.array(sampling.stop_tokens, jnp.int32)).any(-1)
+
+    index_N = jnp.arange(state.tokens_BxN.shape[1])
+    is_next_BxN = (index_N == state.length_B[:, None]) & active_B[:, None]
     state = state.replace(
-        tokens_BxN=jnp.where(is_next_BxN, token_B[:, None], state.tokens_BxN), length_B=state.length_B + active_B,
-        n_generated_B=state.n_generated_B + active_B, done_B=state.done_B | (active_B & is_stop_B))
+        tokens_BxN=jnp.where(is_next_BxN, token_B[:, None], state.tokens_BxN),
+        length_B=state.length_B + active_B,
+        n_generated_B=state.n_generated_B + active_B,
+        done_B=state.done_B | (active_B & is_stop_B))
     return state, token_B
 
 
@@ -159,10 +165,13 @@ def prefill(params, cache, idx_BxT, position_BxT, *, config, with_output=False):
     new_cache = {}
     for i in range(config.n_layer):
         name = f'h_{i}'
-        x_BxTxD, new_cache[name] = prefill_layer(params[name], cache[name], x_BxTxD, position_BxT, config=config,
-                                                 layer=config.layer(i),
-                                                 is_last=i == config.n_layer - 1 and not with_output)
-    return (x_BxTxD, new_cache) if with_output else new_cache
+        is_last = i == config.n_layer - 1 and not with_output
+        x_BxTxD, new_cache[name] = prefill_layer(
+            params[name], cache[name], x_BxTxD, position_BxT, config=config,
+            layer=config.layer(i), is_last=is_last)
+    if with_output:
+        return x_BxTxD, new_cache
+    return new_cache
 
 
 @functools.partial(jax.jit, static_argnames='config')
@@ -178,7 +187,8 @@ def prefill_layer(params, cache, x_BxTxD, position_BxT, *, config, layer, is_las
     return None if is_last else x_BxTxD, cache
 
 
-@functools.partial(jax.jit, static_argnames=('configs', 'n_draft', 'use_cache'), donate_argnames='state')
+@functools.partial(
+    jax.jit, static_argnames=('configs', 'n_draft', 'use_cache'), donate_argnames='state')
 def decode(weights, state, sampling, n_end, max_length, n_slots, *, configs, n_draft, use_cache):
     """Generates until every row has n_end new tokens, is longer than max_length, or is done: one
     compiled loop over one of the three steps below. Ends early when a row is longer than the
@@ -186,7 +196,9 @@ def decode(weights, state, sampling, n_end, max_length, n_slots, *, configs, n_d
     weights, configs: of the model, and of the draft model if there is one."""
     def room(state):
         """Number of tokens that each row may still get."""
-        return jnp.where(state.done_B, 0, jnp.minimum(n_end - state.n_generated_B, max_length + 1 - state.length_B))
+        new_tokens_B = n_end - state.n_generated_B
+        positions_B = max_length + 1 - state.length_B
+        return jnp.where(state.done_B, 0, jnp.minimum(new_tokens_B, positions_B))
 
     def should_continue(state):
         active_B = room(state) > 0
@@ -219,8 +231,9 @@ def step_uncached(params, state, active_B, config, sampling):
     def window(tokens_N, start):
         return jax.lax.dynamic_slice(tokens_N, (start,), (config.block_size,))
 
-    logits_Bx1xV = GPT(config).apply({'params': params}, jax.vmap(window)(state.tokens_BxN, start_B),
-                                     logit_position_B=state.length_B - start_B - 1)
+    logits_Bx1xV = GPT(config).apply(
+        {'params': params}, jax.vmap(window)(state.tokens_BxN, start_B),
+        logit_position_B=state.length_B - start_B - 1)
     return sample_and_append(state, logits_Bx1xV[:, 0], active_B, sampling)[0]
 
 
@@ -229,7 +242,8 @@ def step_cached(params, state, active_B, config, sampling):
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
     logits_Bx1xV, cache = GPT(config).apply(
-        {'params': params}, last_Bx1, state.caches[0], position_BxT=position_Bx1, method='with_cache')
+        {'params': params}, last_Bx1, state.caches[0], position_BxT=position_Bx1,
+        method='with_cache')
     state = state.replace(caches=(cache, *state.caches[1:]))
     return sample_and_append(state, logits_Bx1xV[:, 0], active_B, sampling)[0]
 
@@ -247,8 +261,11 @@ def step_speculative(weights, state, room_B, configs, sampling, n_draft):
     if len(configs) == 2:
         drafts_BxJ, state = draft_tokens(weights[1], state, n_draft, configs[1], sampling)
     else:
-        drafts_BxJ = jax.vmap(prompt_lookup_draft, (0, 0, None))(state.tokens_BxN, state.length_B, n_draft)
+        look_up = jax.vmap(prompt_lookup_draft, (0, 0, None))
+        drafts_BxJ = look_up(state.tokens_BxN, state.length_B, n_draft)
     usable_B = jnp.clip(room_B - 1, 0, n_draft)
+
+    # the last token and the drafts in one forward pass
     logits_BxTxV, cache = GPT(configs[0]).apply(
         {'params': weights[0]}, jnp.concatenate([last_Bx1, drafts_BxJ], axis=1), state.caches[0],
         position_BxT=position_Bx1 + jnp.arange(1 + n_draft), method='with_cache')
@@ -285,7 +302,8 @@ def draft_tokens(params, state, n_draft, config, sampling):
     idx_BxT = jnp.take_along_axis(state.tokens_BxN, position_BxT, axis=1)
     first_B, cache = draft(0, idx_BxT, position_BxT, state.caches[1])
     (_, cache), later_JxB = jax.lax.scan(step, (first_B, cache), jnp.arange(1, n_draft))
-    return jnp.concatenate([first_B[None], later_JxB]).T, state.replace(caches=(state.caches[0], cache))
+    drafts_BxJ = jnp.concatenate([first_B[None], later_JxB]).T
+    return drafts_BxJ, state.replace(caches=(state.caches[0], cache))
 
 
 def prompt_lookup_draft(tokens_N, length, n_draft):
@@ -353,8 +371,9 @@ class Decoder:
         if self.n_slots >= min(needed, self.block_size):
             return caches
         self.n_slots = choose_slots(needed, self.longest, self.block_size)
-        caches = grow_caches(caches, configs=self.configs, batch_size=batch_size, n_slots=self.n_slots,
-                             **self.cache_options)
+        caches = grow_caches(
+            caches, configs=self.configs, batch_size=batch_size, n_slots=self.n_slots,
+            **self.cache_options)
         return commit(caches, self.weights[0])
 
     def prefill(self, tokens_BxT, length_B, caches=(), n_held=0, least_width=16):
@@ -372,8 +391,9 @@ class Decoder:
         width = piece_length(int(end_B.max()) - n_held, least_width)
         filled_caches = []
         for params, config, cache in zip(self.weights, self.configs, caches):
-            filled_caches.append(
-                prefill_pieces(params, config, cache, tokens_BxT[chosen], n_held, end_B[chosen], width))
+            cache = prefill_pieces(
+                params, config, cache, tokens_BxT[chosen], n_held, end_B[chosen], width)
+            filled_caches.append(cache)
         caches = tuple(filled_caches)
         if len(chosen) < len(tokens_BxT):
             caches = select_rows(caches, row_B)
@@ -395,15 +415,18 @@ class Decoder:
             n_slots = PAD  # without a limit
             max_length = PAD
             if use_cache:
-                self.state = self.state.replace(caches=self.grow(self.state.caches, cached_B.max(), B))
+                caches = self.grow(self.state.caches, cached_B.max(), B)
+                self.state = self.state.replace(caches=caches)
                 max_length = self.max_cached
                 if self.n_slots < self.block_size:
                     n_slots = self.n_slots
-            if self.n_draft and drafts_are_useless(int(self.state.drafted), int(self.state.accepted), B):
+            drafted, accepted = int(self.state.drafted), int(self.state.accepted)
+            if self.n_draft and drafts_are_useless(drafted, accepted, B):
                 self.state = self.state.replace(caches=self.drop_drafts(self.state.caches))
             self.state = decode(
-                self.weights, self.state, sampling, np.int32(n_end), np.int32(max_length), np.int32(n_slots),
-                configs=self.configs, n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
+                self.weights, self.state, sampling, np.int32(n_end), np.int32(max_length),
+                np.int32(n_slots), configs=self.configs,
+                n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
 
 
 def active_lengths(state, n_end):
@@ -470,7 +493,8 @@ class PrefixCache:
         self.tokens = np.array(state.tokens_BxN)[0, :min(int(state.length_B[0]) - 1, max_cached)]
         n_positions = min((x.shape[2] for x in jax.tree.leaves(self.caches)), default=0) - n_draft
         self.has_wrapped = len(self.tokens) > n_positions
-        self.drafts_are_useless |= bool(drafts_are_useless(int(state.drafted), int(state.accepted), 1))
+        drafted, accepted = int(state.drafted), int(state.accepted)
+        self.drafts_are_useless |= bool(drafts_are_useless(drafted, accepted, 1))
 
 
 def bytes_read_per_step(params):
@@ -492,9 +516,10 @@ class GenerationResult(NamedTuple):
     accepted: int = 0
 
 
-def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None, sample_index_B=None,
-             temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=None, n_vocab=None,
-             stop_tokens=(), cache_dtype='auto', n_draft=0, draft=None):
+def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None,
+             sample_index_B=None, temperature=1.0, top_k=None, top_p=None, min_p=None,
+             repetition_penalty=None, n_vocab=None, stop_tokens=(), cache_dtype='auto', n_draft=0,
+             draft=None):
     """Continues each prompt by max_new_tokens tokens. Returns all tokens, int32 [B, T +
     max_new_tokens], 0 after a row's last token.
 
@@ -527,16 +552,17 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=N
     Raises UserError for prompts or controls that make no sense."""
     stream = generate_stream(
         params, config, idx_BxT, max_new_tokens, rng=rng, prompt_lengths_B=prompt_lengths_B,
-        sample_index_B=sample_index_B, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, n_vocab=n_vocab, stop_tokens=stop_tokens, cache_dtype=cache_dtype,
-        n_draft=n_draft, draft=draft)
+        sample_index_B=sample_index_B, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, repetition_penalty=repetition_penalty, n_vocab=n_vocab,
+        stop_tokens=stop_tokens, cache_dtype=cache_dtype, n_draft=n_draft, draft=draft)
     *_, result = stream
     return result.tokens
 
 
-def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None, sample_index_B=None,
-                    temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=None, n_vocab=None,
-                    stop_tokens=(), cache_dtype='auto', n_draft=0, draft=None, chunk=None, prefix_cache=None):
+def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None,
+                    sample_index_B=None, temperature=1.0, top_k=None, top_p=None, min_p=None,
+                    repetition_penalty=None, n_vocab=None, stop_tokens=(), cache_dtype='auto',
+                    n_draft=0, draft=None, chunk=None, prefix_cache=None):
     """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then
     after every `chunk`.
 
@@ -554,7 +580,8 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     if prefix_cache is not None and B != 1:
         raise UserError(f'a prefix cache is for one row, not {B}')
     is_learned = config.position == 'learned'
-    check_drafts(config, n_draft, draft, sampling.n_vocab, min(n_total, config.block_size if is_learned else PAD))
+    n_cached = min(n_total, config.block_size) if is_learned else n_total
+    check_drafts(config, n_draft, draft, sampling.n_vocab, n_cached)
     if max_new_tokens == 0:
         yield GenerationResult(tokens_BxT, length_B)
         return
@@ -570,7 +597,9 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     state = commit(create_decode_state(tokens_BxT, length_B, key_B, N), params)
 
     # prefill
-    decoder = Decoder(params, config, state, cache_dtype=cache_dtype, n_draft=n_draft, draft=draft, longest=longest)
+    decoder = Decoder(
+        params, config, state, cache_dtype=cache_dtype, n_draft=n_draft, draft=draft,
+        longest=longest)
     if prefix_cache is None:
         decoder.prefill(tokens_BxT, length_B)
     else:
@@ -597,19 +626,27 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
 def create_decode_state(tokens_BxT, length_B, key_B, n_columns):
     """The DecodeState of prompts, with room for rows of n_columns tokens."""
     B, T = tokens_BxT.shape
+    tokens_BxN = np.pad(tokens_BxT, ((0, 0), (0, n_columns - T)))
     return DecodeState(
-        tokens_BxN=jnp.asarray(np.pad(tokens_BxT, ((0, 0), (0, n_columns - T)))), length_B=jnp.asarray(length_B),
-        n_generated_B=jnp.zeros(B, jnp.int32), done_B=jnp.zeros(B, bool), key_B=key_B,
+        tokens_BxN=jnp.asarray(tokens_BxN),
+        length_B=jnp.asarray(length_B),
+        n_generated_B=jnp.zeros(B, jnp.int32),
+        done_B=jnp.zeros(B, bool),
+        key_B=key_B,
         steps=jnp.int32(-1),  # the first token's step is not counted
-        drafted=jnp.int32(0), accepted=jnp.int32(0))
+        drafted=jnp.int32(0),
+        accepted=jnp.int32(0))
 
 
 def copy_result(state, n_columns):
     """The GenerationResult of a state, copied, because the next step donates the state."""
     model_cache = state.caches[:1]
     return GenerationResult(
-        tokens=np.array(state.tokens_BxN)[:, :n_columns], lengths=np.array(state.length_B), steps=int(state.steps),
-        cache_bytes=sum(x.nbytes for x in jax.tree.leaves(model_cache)), drafted=int(state.drafted),
+        tokens=np.array(state.tokens_BxN)[:, :n_columns],
+        lengths=np.array(state.length_B),
+        steps=int(state.steps),
+        cache_bytes=sum(x.nbytes for x in jax.tree.leaves(model_cache)),
+        drafted=int(state.drafted),
         accepted=int(state.accepted))
 
 
@@ -618,15 +655,19 @@ def check_prompts(config, idx_BxT, prompt_lengths_B):
     that make no sense."""
     tokens_BxT = np.asarray(idx_BxT, np.int32)
     if tokens_BxT.ndim != 2 or 0 in tokens_BxT.shape:
-        raise UserError(f'prompts must be [batch, tokens] with at least one token, not of shape {tokens_BxT.shape}')
+        raise UserError('prompts must be [batch, tokens] with at least one token, not of shape '
+                        f'{tokens_BxT.shape}')
     B, T = tokens_BxT.shape
     length_B = np.full(B, T) if prompt_lengths_B is None else np.asarray(prompt_lengths_B)
-    if length_B.shape != (B,) or length_B.dtype.kind not in 'iu' or length_B.min() < 1 or length_B.max() > T:
-        raise UserError(f'prompt_lengths_B must be {B} lengths between 1 and {T}, not {length_B.tolist()}')
+    are_whole = length_B.shape == (B,) and length_B.dtype.kind in 'iu'
+    if not are_whole or length_B.min() < 1 or length_B.max() > T:
+        raise UserError(f'prompt_lengths_B must be {B} lengths between 1 and {T}, '
+                        f'not {length_B.tolist()}')
     tokens_BxT = np.where(np.arange(T) < length_B[:, None], tokens_BxT, 0)
     if tokens_BxT.min() < 0 or tokens_BxT.max() >= config.vocab_size:
         wrong = tokens_BxT.min() if tokens_BxT.min() < 0 else tokens_BxT.max()
-        raise UserError(f'the prompt has token id {wrong}; the model knows 0 to {config.vocab_size - 1}')
+        raise UserError(f'the prompt has token id {wrong}; the model knows 0 to '
+                        f'{config.vocab_size - 1}')
     return tokens_BxT, length_B.astype(np.int32)
 
 
@@ -640,7 +681,8 @@ def check_drafts(config, n_draft, draft, n_vocab, n_cached):
         return
     _, draft_config = draft
     if draft_config.vocab_size < n_vocab:
-        raise UserError(f'the draft model has a vocabulary of {draft_config.vocab_size}, the model {n_vocab}')
+        raise UserError(f'the draft model has a vocabulary of {draft_config.vocab_size}, '
+                        f'the model {n_vocab}')
     if draft_config.position == 'learned' and draft_config.block_size < n_cached:
-        raise UserError(f'the draft model knows {draft_config.block_size} positions, this takes {n_cached}: use fewer '
-                        'max_new_tokens or no draft')
+        raise UserError(f'the draft model knows {draft_config.block_size} positions, this takes '
+                        f'{n_cached}: use fewer max_new_tokens or no draft')
