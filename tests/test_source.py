@@ -1,4 +1,4 @@
-"""What holds for the source code itself: the direction of imports, and the sizes that keep it readable."""
+"""What holds for the source code itself: the direction of imports, and thermometers of how it reads."""
 import ast
 
 import pytest
@@ -59,7 +59,10 @@ def is_lazy_import(node):
 def test_every_module_has_a_level_and_is_there():
     modules = {module_name(name) for name in product_files()}
     packages = {f'{folder}.__init__' for folder in FOLDERS}
-    assert modules - packages == LEVELS.keys() | {script for script in SCRIPTS if (ROOT / f'{script}.py').exists()}
+    known = LEVELS.keys() | set(SCRIPTS)
+    assert not modules - packages - known, (
+        'a new module: give it a level in LEVELS (tests/test_source.py), one above the modules that it imports')
+    assert not known - modules, 'a module that is gone: take it out of LEVELS or SCRIPTS (tests/test_source.py)'
 
 
 @pytest.mark.parametrize('module', LEVELS)
@@ -68,21 +71,24 @@ def test_a_module_imports_only_what_is_below_it(module):
     if module == 'jax_transformer':  # the one exception: `from jax_transformer import generate`
         tree.body = [node for node in tree.body if not is_lazy_import(node)]
     imported = set(imported_modules(tree))
-    assert not imported & {*SCRIPTS}
+    assert not imported & {*SCRIPTS}, f'{module} imports a script: move what it needs to a module'
     for name in imported & LEVELS.keys():
-        assert LEVELS[name] < LEVELS[module], f'{module} imports {name}'
+        assert LEVELS[name] < LEVELS[module], (
+            f'{module} imports {name}, which is not below it: see "Where does X go" in CONTRIBUTING.md; move the '
+            'function to the lower room, or give the modules other levels if no circle comes of it')
 
 
 def test_a_folder_is_one_paragraph_and_exports_nothing():
     for folder in FOLDERS:
         tree = ast.parse((ROOT / folder / '__init__.py').read_text())
-        assert len(tree.body) == 1 and ast.get_docstring(tree), folder
+        assert len(tree.body) == 1 and ast.get_docstring(tree), f'{folder}/__init__.py is a docstring and nothing else'
 
 
 def test_names_are_exported_again_by_train_utils_and_transformer_only():
     """A name imported and not used is an export. Pyflakes finds the others."""
     exporting = {name for name, path in product_files().items() if 'noqa: F401' in path.read_text(encoding='utf-8')}
-    assert exporting <= {'jax_train_utils.py', 'jax_transformer.py', 'jax_chat.py'}  # jax_chat.py: readline
+    allowed = {'jax_train_utils.py', 'jax_transformer.py', 'jax_chat.py'}  # jax_chat.py: readline
+    assert exporting <= allowed, 'import a name from the module that defines it, not through another one'
 
 
 def test_no_private_name_of_jax_is_imported_at_the_top_of_a_file():
@@ -90,7 +96,9 @@ def test_no_private_name_of_jax_is_imported_at_the_top_of_a_file():
         for node in ast.parse(path.read_text(encoding='utf-8')).body:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 names = set(imported_modules(ast.Module([node], []))) - {'jaxlib', 'jaxlib.__version__'}
-                assert not [name for name in names if f'{name}.'.startswith(PRIVATE)], f'{path}:{node.lineno}'
+                private = [name for name in names if f'{name}.'.startswith(PRIVATE)]
+                assert not private, (f'{path}:{node.lineno}: {private} may be gone in another version of jax: import '
+                                     'it in the function that uses it, with a fallback')
 
 
 def test_the_lazy_import_is_jax_generates():
@@ -107,7 +115,8 @@ def test_the_lazy_import_is_jax_generates():
 def test_a_script_imports_no_other_script(script):
     if (ROOT / f'{script}.py').exists():
         tree = ast.parse((ROOT / f'{script}.py').read_text())
-        assert not set(imported_modules(tree)) & {*SCRIPTS}
+        imported = set(imported_modules(tree))
+        assert not imported & {*SCRIPTS}, f'{script} imports a script: move what it needs to a module'
 
 
 def test_nothing_is_imported_with_a_star():
@@ -123,8 +132,49 @@ def test_test_modules_share_code_through_common_only():
         assert not [name for name in names if name.removeprefix('tests.').startswith('test_')], path
 
 
-def test_lines_have_at_most_120_characters():
-    long = [f'{path.relative_to(ROOT)}:{number}' for path in source_files()
-            for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), start=1) if len(line) > 120]
-    assert not long
+# -----------------------------------------------------------------------------
+# thermometers (CONTRIBUTING.md): printed, and failing for gross values only. `python -m pytest -n 0 -s
+# tests/test_source.py -k thermometer` shows them.
 
+GROSS = {'lines of a function': 120, 'parameters of a function': 20, 'columns': 120}
+
+
+def test_lines_have_at_most_120_columns():
+    long = [f'{path.relative_to(ROOT)}:{number}' for path in source_files()
+            for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), start=1)
+            if len(line) > GROSS['columns']]
+    assert not long, 'lines of more than 120 columns: give a part of the line a name, or wrap it at 100'
+
+
+def functions_of(path):
+    """(name with place, lines, parameters) of every function of a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+        if isinstance(node, ast.FunctionDef):
+            n_parameters = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+            yield f'{path.name}:{node.lineno} {node.name}', node.end_lineno - node.lineno + 1, n_parameters
+
+
+def test_a_thermometer_of_functions_is_printed():
+    warm = []
+    for path in product_files().values():
+        for name, n_lines, n_parameters in functions_of(path):
+            if n_lines > 60 or n_parameters > 8:
+                warm.append(name)
+                print(f'{name}: {n_lines} lines, {n_parameters} parameters')
+            assert n_lines <= GROSS['lines of a function'], f'{name} has {n_lines} lines: split it at its comments'
+            assert n_parameters <= GROSS['parameters of a function'], (
+                f'{name} has {n_parameters} parameters: those that travel together are one object')
+    print(f'{len(warm)} functions are longer than 60 lines or have more than 8 parameters (public functions that list '
+          'their options count, too)')
+
+
+def test_a_thermometer_of_lines_is_printed():
+    lines = []
+    for path in product_files().values():
+        lines += [line for line in path.read_text(encoding='utf-8').splitlines() if line.strip()]
+    n_comments = sum(line.strip().startswith('#') for line in lines)
+    n_long = sum(len(line) > 100 for line in lines)
+    mean = sum(map(len, lines)) / len(lines)
+    print(f'{len(lines):,} lines, {mean:.1f} columns on average, {n_comments / len(lines):.1%} comments, '
+          f'{n_long} of more than 100 columns')
+    assert mean < 70, 'the code is pressed into columns: one statement a line, and a comment before a step'
