@@ -108,14 +108,15 @@ import numpy as np
 from jax_devices.parallel import setup_distributed_training, split_batch
 from jax_devices.setup import (
     Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth, setup_jax_environment)
-from jax_files.data import get_windows, load_dataset
+from jax_files.data import load_dataset
+from jax_files.sources import open_source
 from jax_generate import bytes_read_per_step, generate_stream
 from jax_ops.choose_attention import choose_attention
 from jax_ops.decode_weights import convert_params_for_decoding
+from jax_start import config_from_flags, flags_from_config
 from jax_text import load
 from jax_train_utils import (
-    config_from_flags, create_learning_rate_schedule, create_optimizer_with_schedule, flags_from_config,
-    language_model, make_train_step)
+    create_learning_rate_schedule, create_optimizer_with_schedule, language_model, make_train_step)
 from jax_transformer import count_params, create_train_state, estimate_mfu
 from tools.plan import plan_step
 from tools.topologies import topology_devices
@@ -221,7 +222,7 @@ def make_prompts(vocab_size):
         return np.random.default_rng(seed).integers(vocab_size, size=(batch_size, prompt_len))
     tokens = load_dataset(Path(__file__).parent / 'data' / dataset, prompt_len)[0]['val']
     starts = np.linspace(0, len(tokens) - prompt_len - 1, batch_size).astype(int)
-    return get_windows(tokens, starts, prompt_len)[0]
+    return open_source(tokens, block_size=prompt_len, seed=seed).read(starts)['x']
 
 
 # -----------------------------------------------------------------------------

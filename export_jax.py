@@ -35,11 +35,11 @@ if shard_gb <= 0:
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 from jax_devices.setup import setup_jax_environment
-from jax_files.checkpoints import load_run
 from jax_files.gguf_files import why_no_gguf
 from jax_files.metrics import read_metrics
 from jax_files.tokenizers import HFTokenizer, describe_tokenizer, write_char_tokenizer, write_gpt2_tokenizer
 from jax_files.weight_files import find_config_json, kept_config_json, local_path
+from jax_lora import load_run
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_transformer import count_params
 

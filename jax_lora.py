@@ -1,6 +1,7 @@
-"""Pretrained weights to train, and LoRA (arXiv:2106.09685): low-rank updates of frozen weights."""
+"""LoRA (arXiv:2106.09685): low-rank updates of frozen weights; runs with their updates merged."""
+import dataclasses
+import functools
 import os
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -8,30 +9,13 @@ import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jax_files.weight_files import local_path
+from jax_devices.parallel import setup_distributed_training
+from jax_files.checkpoints import NUMBER, choose_checkpoint, restore_items, saved_layers
 from jax_flags import UserError
 from jax_ops.decode_weights import quantize_param
 from jax_ops.matmul import Int8, LowRank
-from jax_pretrained import load_pretrained
-from jax_transformer import count_params, create_train_state
-
-
-def load_weights(source, config, parallel, change=None):
-    """(parameters of a pretrained model, sharded as `parallel` says; a checksum of them).
-
-    change(path in the tree, array): what becomes of each float32 parameter before it is moved to its devices, and
-    before the next one is read. Of a position table, the first block_size rows are taken."""
-    crc = 0
-
-    def place(path, array):
-        nonlocal crc
-        crc = zlib.crc32(np.ascontiguousarray(array), crc)
-        if path == ('wpe',):
-            array = array[:config.block_size]
-        array = change(path, array) if change else array
-        return flatten_dict(parallel.device_put(unflatten_dict({path: array})))[path]
-
-    return load_pretrained(local_path(source), place=place)[1], crc
+from jax_pretrained import load_weights
+from jax_transformer import GPTConfig, check_layers, count_params, create_train_state
 
 
 def create_lora_state(rng, config, tx, rank):
@@ -128,3 +112,59 @@ def full_path(source):
     """The absolute path of a model's folder or file, which a checkpoint can remember; a hub's name as it is."""
     on_disk = os.path.expanduser(source)
     return os.path.abspath(on_disk) if os.path.exists(on_disk) else source
+
+
+# -----------------------------------------------------------------------------
+# runs, with and without LoRA
+
+def choose_run(out_dir, which='latest', **options):
+    """choose_checkpoint, of those whose model this version knows and which hold all its layers."""
+    return choose_checkpoint(out_dir, which, check_model=check_saved_model, **options)
+
+
+def check_saved_model(model, step):
+    """Raises an exception if the checkpoint in the folder `step` does not hold this model, before
+    anything is made for each of its layers."""
+    for field in dataclasses.fields(GPTConfig):
+        if field.name in model:  # earlier versions had fewer
+            check_field(field, model[field.name])
+    config = GPTConfig(**model)
+    layers = saved_layers(step)
+    if layers is not None:
+        check_layers(config, layers, step)
+
+
+def check_field(field, value):
+    """Raises ValueError for a value of another type than that of the default of this field of
+    GPTConfig, as JSON has it, or for a number that is too large."""
+    kind = type(field.default)
+    # bool, int and str are themselves
+    in_json = {float: NUMBER, tuple: list, type(None): (dict, type(None))}
+    is_of_kind = isinstance(value, in_json.get(kind, kind))
+    is_fitting = is_of_kind and isinstance(value, bool) == (kind is bool)
+    is_too_large = isinstance(value, NUMBER) and not abs(value) < 2**31  # or NaN
+    if not is_fitting or is_too_large:
+        raise ValueError(f'{field.name} of its model is {str(value)[:100]!r}')
+
+
+def load_run(out_dir, which='best', parallel=None, base=''):
+    """Loads a run's model: (config, params, metadata) of its best or latest checkpoint.
+
+    The params are sharded as `parallel` says (by default, on the first device), with LoRA's
+    updates merged. base: see move_base. Raises UserError if there is no checkpoint."""
+    step, meta = choose_run(out_dir, which, items=('params', 'meta', 'metrics'))
+    config = GPTConfig(**meta['model'])
+    lora = move_base(meta.get('lora'), base)
+    parallel = parallel or setup_distributed_training(jax.devices()[:1])
+    create = create_train_state
+    if lora:
+        create = functools.partial(create_lora_state, rank=lora['rank'])
+    try:
+        state = parallel.abstract_state(create, jax.random.key(0), config, optax.identity())
+    except (OverflowError, TypeError, ValueError) as error:
+        raise UserError(f'checkpoint {step} in {out_dir} is of no model that can be built: '
+                        f'{error}') from error
+    params = restore_items(out_dir, step, {'params': state.params})['params']
+    if lora:
+        params = load_merged(lora, config, parallel, params)
+    return config, params, meta

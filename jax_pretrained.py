@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import re
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -455,6 +456,32 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
 
 # -----------------------------------------------------------------------------
 # Hugging Face folders and nanoGPT
+
+def load_config(path_or_name):
+    """Returns the GPTConfig of a pretrained model, without reading its weights."""
+    return open_model(path_or_name)[0]
+
+
+def load_weights(source, config, parallel, change=None):
+    """Loads the parameters of a pretrained model onto devices, sharded as `parallel` says.
+
+    change: a function of (path in the tree, array) that makes of each float32 parameter what is
+    moved to its devices, before the next one is read. A table of learned positions is cut to the
+    config's block_size. Returns (parameters, a checksum of those in the file)."""
+    crc = 0
+
+    def place(path, array):
+        nonlocal crc
+        crc = zlib.crc32(np.ascontiguousarray(array), crc)
+        if path == ('wpe',):
+            array = array[:config.block_size]
+        if change:
+            array = change(path, array)
+        return flatten_dict(parallel.device_put(unflatten_dict({path: array})))[path]
+
+    _, params = load_pretrained(source, place=place)
+    return params, crc
+
 
 def open_model(path_or_name):
     """(config, family, {name: array}, file of the weights) of what load_pretrained reads. The arrays of safetensors are

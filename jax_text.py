@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax_devices.parallel import DataParallel, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
 from jax_files.chats import final_answer
-from jax_files.checkpoints import checkpoint_steps, load_run
+from jax_files.checkpoints import checkpoint_steps
 from jax_files.data import load_dataset_meta
 from jax_files.tokenizers import (
     describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped, same_tokens, strip_partial_utf8)
@@ -28,7 +28,7 @@ from jax_flags import UserError
 from jax_generate import PrefixCache, generate_stream
 from jax_ops.decode_weights import (
     convert_params_for_decoding, order_columns_by_rank, transpose_kernels)
-from jax_lora import merge_updates
+from jax_lora import load_run, merge_updates
 from jax_pretrained import load_pretrained
 from jax_score import right_padded, score
 from jax_transformer import GPTConfig

@@ -1,4 +1,4 @@
-"""What training is made of: the model's flags, the schedule, objectives, train and eval steps."""
+"""What training is made of: the schedule, objectives, train and eval steps, evaluation."""
 import dataclasses
 import functools
 import math
@@ -9,139 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_devices.parallel import fit_layout
-from jax_devices.processes import check_agreement, in_all_processes
-from jax_devices.setup import setup_jax_environment
-from jax_files.checkpoints import checkpoint_steps, choose_checkpoint
-from jax_files.data import (
-    DROPOUT, Pairs, check_ids, counted_bytes, counted_share, evaluated_windows, find_starts, get_windows)
-from jax_flags import (
-    CHOICES, UserError, ceil_div, check_choice, check_flags, check_given, rising_learning_rate)
-from jax_lora import base_params, model_params
-from jax_optimizers import create_optimizer_with_schedule
-from jax_transformer import GPT, GPTConfig
+from jax_devices.setup import device_peak_flops
+from jax_flags import CHOICES, UserError, ceil_div, check_choice
+from jax_lora import base_params, count_frozen, model_params
+from jax_transformer import GPT, count_params, estimate_mfu
 
-# public here, defined in jax_devices/ and jax_files/
+# public here, defined elsewhere
 from jax_devices.parallel import pmap_train_step, setup_distributed_training  # noqa: F401
-from jax_devices.setup import check_device_availability  # noqa: F401
+from jax_devices.setup import check_device_availability, setup_jax_environment  # noqa: F401
 from jax_files.checkpoints import load_checkpoint, save_checkpoint  # noqa: F401
-from jax_files.data import get_batch_jax  # noqa: F401
+from jax_files.sources import get_batch_jax  # noqa: F401
+from jax_optimizers import create_optimizer_with_schedule  # noqa: F401
+
+DROPOUT = 1  # the purpose of these random numbers, beside the seed; DATA, of sources.py, is 0
 
 # -----------------------------------------------------------------------------
-# the model's flags
-
-# the flags that a checkpoint fixes
-MODEL_FLAGS = {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'norm', 'position', 'n_kv_head', 'qk_norm',
-               'layer_types', 'window', 'mlp', 'n_inner', 'tied_head', 'n_expert', 'n_expert_used'}
-
-# the flags that a resumed run does not take from its checkpoint
-NOT_RESUMED = ('device', 'overwrite', 'eval_only', 'out_dir', 'coordinator_address', 'num_processes', 'process_id',
-               'profile', 'base')
-
-
-def merge_resumed_flags(flags, given, saved):
-    """The flags of a resumed run: those `saved` in its checkpoint, overridden by those `given` now. Another batch_size
-    continues elsewhere in the data. flags: of read_flags, for what the checkpoint lacks or what is not resumed.
-
-    Raises UserError if the given flags ask for another optimizer or architecture."""
-    saved = {name: value for name, value in saved.items() if name in flags and name not in NOT_RESUMED}
-    for name, value in saved.items():
-        if type(value) is not type(flags[name]) and not (type(value) is int and type(flags[name]) is float):
-            raise UserError(f"the checkpoint in {flags['out_dir']} says {name}={str(value)[:100]!r}, which is no value "
-                            f'of this flag: it is damaged, or of another program')
-    if given.get('minutes'):  # the command that started the run; what it has measured stays
-        if given['minutes'] != saved.get('minutes'):
-            raise UserError(f"minutes is for a new run: leave it out, and {flags['out_dir']} continues to its "
-                            f"max_iters={saved['max_iters']}, or give --minutes=0 with another max_iters")
-        fixed = 'max_iters', 'lr_decay_iters', 'warmup_iters'
-        given = {name: value for name, value in given.items() if name not in fixed}
-    optimizer = saved.get('optimizer', 'adamw')
-    if given.get('optimizer', optimizer) != optimizer:
-        raise UserError(f"cannot resume with another optimizer: {flags['out_dir']} holds the state of {optimizer}")
-    saved = {'lora_rank': 0, 'quantize': ''} | saved
-    for name in (MODEL_FLAGS | {'lora_rank', 'lora_alpha', 'quantize'}) & given.keys() & saved.keys():
-        if given[name] != saved[name]:
-            raise UserError(f"cannot resume with another architecture: {flags['out_dir']} was trained with "
-                            f"{name}={saved[name]!r}, not {name}={given[name]!r}")
-    return {**flags, **saved, **given}
-
-
-def resolve_flags(flags, given):
-    """(the flags of this run, the metadata of the checkpoint that it resumes or None, its devices, its compute dtype),
-    from what read_flags returned: init_from=auto becomes 'resume' or 'scratch', a resumed run keeps its flags except
-    for those given now, and takes a layout that fits the devices. All processes must agree. Raises UserError for flags
-    that are out of range, ask for another architecture or optimizer than the checkpoint's, or for devices not here."""
-    own = ('process_id', 'out_dir', 'dataset')  # each process may have its own, if the content is the same
-    check_agreement('flags', {name: value for name, value in flags.items() if name not in own} | {
-        'the list of given flags': sorted(given.keys() - own)})
-    out_dir = flags['out_dir']
-    steps = checkpoint_steps(out_dir)
-    if flags['init_from'] == 'auto':
-        init_from = 'resume' if steps else 'scratch'
-        flags, given = flags | {'init_from': init_from}, given | {'init_from': init_from}
-    check_agreement('out_dir', {'init_from': flags['init_from'], 'checkpoints': steps})
-    resumed = None
-    if flags['init_from'] == 'resume':
-        _, resumed = choose_checkpoint(out_dir)
-        flags = merge_resumed_flags(flags, given, resumed['flags'])
-    elif flags['minutes']:
-        flags = flags | {'max_iters': 0, 'lr_decay_iters': 0}  # not known yet
-    for name in ('compile', 'backend'):
-        if name in given:
-            print(f'--{name}={flags[name]} has no effect here: JAX always compiles, and picks its own communication')
-    check_flags(flags)
-    check_given(flags, given)
-    warning = rising_learning_rate(flags)
-    if warning:
-        print(f'warning: {warning}')
-    devices, dtype, reason = in_all_processes(setup_jax_environment, flags['device'], flags['dtype'])
-    if resumed:
-        layout = {name: flags[name] for name in ('fsdp', 'tensor', 'expert', 'context')}
-        fitting = fit_layout(layout, given, len(devices), resumed['model']['n_embd'])
-        if fitting != layout:
-            print(f'{layout} of the resumed run does not fit {len(devices)} devices: taking {fitting}')
-        flags = flags | fitting
-    print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
-    return flags, resumed, devices, dtype
-
-
-def config_from_flags(flags, **more):
-    """The GPTConfig that the model's flags mean, with `more` of its fields. n_inner is the width of each expert too."""
-    fields = {name: flags[name] for name in (*MODEL_FLAGS, 'dropout') if name not in ('n_expert', 'n_expert_used')}
-    fields['layer_types'] = tuple(layer_type.strip() for layer_type in flags['layer_types'].split(','))
-    if flags['n_expert']:
-        fields['moe'] = {'n_expert': flags['n_expert'], 'n_used': flags['n_expert_used'],
-                         'width': flags['n_inner'] or 4 * flags['n_embd'], 'balance': flags['expert_balance']}
-    config = GPTConfig(**fields, **more)
-    if config.window and 'window' not in config.layer_types:
-        raise UserError(f'window={config.window} needs window layers, as in --layer_types=window,full')
-    return config
-
-
-def flags_from_config(config, given=None):
-    """The model's flags for a config that did not come from flags; fields without a flag are left out. Raises UserError
-    if the flags `given` by the user, but for block_size, are others."""
-    flags = {name: getattr(config, name) for name in MODEL_FLAGS if name not in ('n_expert', 'n_expert_used')}
-    flags['layer_types'] = ','.join(config.layer_types)
-    flags['n_expert'] = config.moe.n_expert if config.moe else 0
-    flags['n_expert_used'] = config.moe.n_used if config.moe else 2
-    if config.moe:
-        flags['expert_balance'] = config.moe.balance
-    for name in sorted((MODEL_FLAGS - {'block_size'}) & (given or {}).keys()):
-        if given[name] != flags[name]:
-            raise UserError(f'{name}={given[name]} is not of this model, which has {name}={flags[name]}: leave it out')
-    return flags
-
-
-def for_this_run(config, flags, given, dtype):
-    """The config of a trained model with the dropout, the dtype and, if it is given, the expert_balance of this run."""
-    moe = config.moe
-    if moe and 'expert_balance' in given:
-        moe = dataclasses.replace(moe, balance=flags['expert_balance'])
-    return dataclasses.replace(config, dropout=flags['dropout'], dtype=dtype, moe=moe)
-
-# -----------------------------------------------------------------------------
-# optimizer and schedule
+# schedule and clipping
 
 def create_learning_rate_schedule(learning_rate, *, decay_lr=True, warmup_iters=0, lr_decay_iters=0, min_lr=0.0,
                                   lr_schedule='cosine'):
@@ -167,21 +50,6 @@ def create_learning_rate_schedule(learning_rate, *, decay_lr=True, warmup_iters=
     linear = optax.linear_schedule(learning_rate, min_lr, decay_iters)
     decay = lambda step: jnp.maximum(linear(step), min_lr)  # rounding ends below
     return optax.join_schedules([warm_up, stable, decay], [warmup_iters, lr_decay_iters - decay_iters])
-
-
-def optimizer_from_flags(flags):
-    """(schedule, None, optimizer). With --minutes the schedule is not known when the training step is compiled:
-    (schedule, its values, float32 [lr_decay_iters + 1], for the batches, optimizer with learning rate 1). Until
-    max_iters is known, the learning rate stays the highest after the warm-up."""
-    measuring = flags['minutes'] and not flags['max_iters']
-    schedule = create_learning_rate_schedule(
-        flags['learning_rate'], lr_schedule='constant' if measuring else flags['lr_schedule'],
-        **{name: flags[name] for name in ('decay_lr', 'warmup_iters', 'lr_decay_iters', 'min_lr')})
-    n = max(flags['warmup_iters'], flags['lr_decay_iters']) + 1
-    lrs = np.asarray(jax.vmap(schedule)(np.arange(n)), np.float32) if flags['minutes'] else None
-    return schedule, lrs, create_optimizer_with_schedule(
-        (lambda step: 1.0) if flags['minutes'] else schedule,
-        **{name: flags[name] for name in ('beta1', 'beta2', 'weight_decay', 'optimizer')})
 
 
 def clip_gradients(grads, max_norm):
@@ -262,6 +130,11 @@ def dpo(beta):
     return Objective(means, sums, metrics=('loss', 'margin', 'accuracy'))
 
 
+def choose_objective(has_pairs, beta):
+    """Returns dpo(beta) for a data set of pairs of answers, language_model for all others."""
+    return dpo(beta) if has_pairs else language_model
+
+
 def token_losses(config, loss_chunk, batch, params):
     """Computes the loss of each token of a batch, float32 [B, T], without dropout."""
     return GPT(config).apply(
@@ -287,10 +160,7 @@ def make_train_step(config, objective, layout, schedule, *, seed, grad_clip, los
     grad_norm, before clipping; lr. A metric that is added here is logged by itself.
 
     Raises UserError if loss_chunk does not divide block_size."""
-    if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
-        divisors = [n for n in range(1, config.block_size) if config.block_size % n == 0]
-        raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
-                        f'it may be one of {divisors}')
+    check_loss_chunk(config, loss_chunk)
 
     def loss_fn(params, frozen, micro_batch, scale):
         """Returns (the loss times scale, the metrics of the objective) of a micro-batch."""
@@ -325,9 +195,6 @@ def make_train_step(config, objective, layout, schedule, *, seed, grad_clip, los
         return total
 
     def train_step(state, batch, scale=1.0):
-        batch = dict(batch)
-        lr_MxB = batch.pop('lr', None)  # --minutes: the schedule was not known when this is traced
-        lr = schedule(state.step) if lr_MxB is None else lr_MxB[0, 0]
         n_micro = len(batch['x'])
         # forward and backward: the sums over the micro-batches, reduced over the devices
         total_gradients = layout.reduce_gradients(sum_gradients)
@@ -338,11 +205,9 @@ def make_train_step(config, objective, layout, schedule, *, seed, grad_clip, los
             grads, grad_norm = clip_gradients(grads, grad_clip)
         metrics = {name: total / n_micro for name, total in totals.items()}
         metrics['grad_norm'] = grad_norm
-        metrics['lr'] = jnp.float32(lr)
+        metrics['lr'] = jnp.float32(schedule(state.step))
         with jax.named_scope('optimizer'):
             updates, opt_state = state.tx.update(grads, state.opt_state, params)
-            if lr_MxB is not None:
-                updates = jax.tree.map(lambda u: lr * u, updates)
             params = optax.apply_updates(params, updates)
         state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
         return state, metrics
@@ -350,6 +215,14 @@ def make_train_step(config, objective, layout, schedule, *, seed, grad_clip, los
     if config.dtype == 'float16':
         return with_loss_scale(train_step, layout.n_losses)
     return train_step
+
+
+def check_loss_chunk(config, loss_chunk):
+    """Raises UserError if loss_chunk does not divide block_size."""
+    if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
+        divisors = [n for n in range(1, config.block_size) if config.block_size % n == 0]
+        raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
+                        f'it may be one of {divisors}')
 
 
 def with_loss_scale(train_step, n_losses):
@@ -400,71 +273,99 @@ def make_eval_step(config, objective, layout, *, loss_chunk=0):
     return eval_step
 
 
-def estimate_loss_jax(eval_step, params, splits, parallel, *, block_size, batch_size, eval_iters,
-                      masks=None, vocab_size=2**32, token_bytes=None, metrics=('loss',), stop_signal=lambda: 0):
-    """{'train': loss, 'val': loss}, each the mean over eval_iters * batch_size windows spread evenly over the split:
-    the same windows at every evaluation, for any seed and number of devices, so that curves can be compared.
-    eval_step: parallel.eval_step(make_eval_step(config)), which evaluates batch_size sequences per device and call.
-    masks: see load_masks; the mean is that over the tokens that count. Raises UserError if there is none.
-    splits: of Pairs, each is evaluated once at most; 'train_margin', 'train_accuracy' and those of val are means too.
-    vocab_size: of the data set. Raises UserError for a token id that is not below it.
-    token_bytes: of each id; 'train_bpb' and 'val_bpb' are then bits per byte of the tokens that count and have bytes.
-    stop_signal(): a number, the same in all processes; None is returned as soon as it is not 0."""
-    losses, stop = {}, 0
-    per_call = batch_size * parallel.n_data_shards
-    for split, tokens in splits.items():
-        n_rows = eval_iters * batch_size
-        is_pairs = isinstance(tokens, Pairs)
-        places = tokens.evaluated(n_rows) if is_pairs else evaluated_windows(tokens, block_size, n_rows)
-        n_rows = len(places)
+def estimate_loss_jax(eval_step, params, splits, layout, *, batch_size, eval_iters,
+                      token_bytes=None, metrics=('loss',), stop_signal=lambda: 0):
+    """Evaluates sources: {'train': loss, 'val': loss}, each the mean over eval_iters * batch_size
+    sequences, the same at every evaluation, for any seed and number of devices, so that curves
+    can be compared. Of a source with a mask it is the mean over the tokens that count.
+
+    eval_step: layout.eval_step(make_eval_step(...)), which evaluates batch_size sequences per
+    device and call. splits: {'train', 'val'}: a source of jax_files/sources.py, not a Mixture.
+    token_bytes: number of bytes of each token id. 'train_bpb' and 'val_bpb' are then bits per byte
+    of the tokens that count and have bytes.
+    metrics: those of the objective. Others than the loss are 'train_NAME' and 'val_NAME'.
+    stop_signal: a function that returns a number, the same in all processes. None is returned as
+    soon as it is not 0.
+    Raises UserError if no token counts, and for a token id outside the vocabulary."""
+    results = {}
+    stop = 0
+    for split, source in splits.items():
+        evaluation = source.evaluation(eval_iters * batch_size, token_bytes)
         totals = 0.0
-        share = counted_share(masks[split], block_size, n_rows, split) if masks else 1.0
-        if token_bytes is not None:
-            mask = masks[split] if masks else None
-            n_bytes, has_special = counted_bytes(tokens, places, block_size, mask, token_bytes)
-        for first in range(0, n_rows, per_call):
+        for batch in evaluation_batches(source, evaluation, layout, batch_size, token_bytes):
             if int(stop):  # one call late: reading it waits for the device
                 return None
             stop = stop_signal()
-            rows = first + parallel.local_rows(per_call)  # rows past the end have weight 0 and fill up the last call
-            place = places[rows % n_rows]
-            is_row = (rows < n_rows).astype(np.float32)
-            if is_pairs:
-                batch = tokens.read(place) | {'is_row': is_row}
-            else:
-                x, y = get_windows(tokens, place, block_size)
-                batch = {'x': x, 'y': y, 'is_row': is_row}
-                if masks:
-                    mask_x, mask_y = get_windows(masks[split], place, block_size)
-                    batch['weight'] = is_row[:, None] * (mask_y == 1)
-                    batch |= {'start': find_starts(mask_x)} if tokens.ndim == 2 else {}
-            check_ids(batch['x'], batch['y'], vocab_size, split)
-            if token_bytes is not None and has_special:  # else it is a step as without bytes
-                weight = batch.get('weight', is_row[:, None])
-                batch['spelled'] = weight * (token_bytes[y] > 0).astype(np.float32)
-            totals += eval_step(params, parallel.shard_batch(batch, (batch_size,)))
+            totals += eval_step(params, layout.shard_batch(batch, (batch_size,)))
         totals = np.asarray(totals, float)
+        n_rows = len(evaluation.places)
         for name, total in zip(metrics, totals):
             key = split if name == 'loss' else f'{split}_{name}'
-            losses[key] = float(total) / n_rows / share
-        if token_bytes is not None:
-            nats = float(totals[-1]) * block_size  # the last sum is that of the tokens that have bytes
-            losses[f'{split}_bpb'] = nats / math.log(2) / n_bytes
-    return losses
+            results[key] = float(total) / n_rows / evaluation.share
+        if evaluation.n_bytes is not None:
+            # the last sum is that of the tokens that have bytes
+            nats = float(totals[-1]) * source.block_size
+            results[f'{split}_bpb'] = nats / math.log(2) / evaluation.n_bytes
+    return results
 
 
-def estimate_losses(eval_step, params, sets, parallel, **options):
-    """estimate_loss_jax of DataSets, of several the mean weighted by their fractions, and in addition each one's:
-    'val_loss_NAME', 'val_bpb_NAME'. None is returned as soon as stop_signal() is not 0."""
-    found = [estimate_loss_jax(eval_step, params, one.splits, parallel, masks=one.masks, **options) for one in sets]
-    if None in found:
-        return None
-    means = {name: sum(one.fraction * losses[name] for one, losses in zip(sets, found)) for name in found[0]}
-    for one, losses in zip(sets, found) if len(sets) > 1 else ():
-        means[f'val_loss_{one.name}'] = losses['val']
-        if 'val_bpb' in losses:
-            means[f'val_bpb_{one.name}'] = losses['val_bpb']
+def evaluation_batches(source, evaluation, layout, batch_size, token_bytes):
+    """Yields this process's part of the batches of an evaluation, see make_eval_step.
+
+    The last one is filled up with sequences that do not count."""
+    n_rows = len(evaluation.places)
+    per_call = batch_size * layout.n_data_shards
+    for first in range(0, n_rows, per_call):
+        rows = first + layout.local_rows(per_call)
+        batch = source.read(evaluation.places[rows % n_rows])
+        is_row = (rows < n_rows).astype(np.float32)
+        batch['is_row'] = is_row
+        if 'weight' in batch:
+            batch['weight'] = is_row[:, None] * batch['weight']
+        if evaluation.has_special:  # else all that counts has bytes
+            has_bytes = (token_bytes[batch['y']] > 0).astype(np.float32)
+            batch['spelled'] = batch.get('weight', is_row[:, None]) * has_bytes
+        yield batch
+
+
+def estimate_losses(eval_step, state, sets, layout, **options):
+    """Evaluates the model of a TrainState on DataSets, as estimate_loss_jax on splits.
+
+    Of several sets it returns the means, weighted by their fractions, and in addition each set's
+    'val_loss_NAME' and 'val_bpb_NAME'. None is returned as soon as stop_signal() is not 0."""
+    params = model_params(state.params, state.frozen)
+    found = []
+    for one in sets:
+        losses = estimate_loss_jax(eval_step, params, one.splits, layout, **options)
+        if losses is None:
+            return None
+        found.append(losses)
+    means = {}
+    for name in found[0]:
+        means[name] = sum(one.fraction * losses[name] for one, losses in zip(sets, found))
+    if len(sets) > 1:
+        for one, losses in zip(sets, found):
+            means[f'val_loss_{one.name}'] = losses['val']
+            if 'val_bpb' in losses:
+                means[f'val_bpb_{one.name}'] = losses['val_bpb']
     return means
+
+
+def count_trained(state):
+    """Counts the parameters of a TrainState: (those that are trained, those that LoRA updates)."""
+    n_frozen = count_frozen(state.frozen) if state.frozen else 0
+    return count_params(state.params), n_frozen
+
+
+def mfu_estimator(state, config, devices):
+    """Makes a function of the tokens per second that returns the model FLOPs utilization; None if
+    the peak of these devices is unknown."""
+    peak_flops = device_peak_flops(devices[0])
+    if not peak_flops:
+        return None
+    n_params, n_frozen = count_trained(state)
+    return functools.partial(estimate_mfu, n_params, config, peak_flops=peak_flops * len(devices),
+                             n_frozen=n_frozen)
 
 
 @jax.jit

@@ -4,8 +4,6 @@ $ python train_jax.py config/train_pystdlib_char.py
 $ python train_jax.py config/train_shakespeare_char.py --batch_size=32 --device=cpu
 $ python train_jax.py --init_from=resume --out_dir=out-pystdlib-char   # resumes that run, bit for bit
 """
-import dataclasses
-import functools
 import math
 import os
 import sys
@@ -13,7 +11,7 @@ import time
 from pathlib import Path
 
 from jax_flags import (
-    UserError, ceil_div, check_flags, check_given, check_needs, exit_if_peer_died, read_flags, start_script, write_json)
+    UserError, check_flags, check_given, exit_if_peer_died, read_flags, start_script)
 
 # -----------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in the order given.
@@ -103,7 +101,8 @@ backend = 'nccl' # has no effect: JAX picks its own
 # -----------------------------------------------------------------------------
 started = time.perf_counter()
 start_script()
-flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
+# all flags of the block above, and those that the user gave
+flags, given = read_flags(__file__, globals())
 check_flags(flags)
 if init_from not in ('resume', 'auto'):
     check_given(flags, given)
@@ -115,232 +114,169 @@ import jaxlib
 import numpy as np
 
 from jax_devices.parallel import setup_distributed_training, split_batch
-from jax_devices.processes import StopSignal, check_agreement, in_all_processes, initialize_distributed, signal_name
-from jax_devices.setup import Profile, Stopwatch, TimeBudget, configure_process, device_peak_flops, is_synchronous
+from jax_devices.processes import StopSignal, initialize_distributed, signal_name
+from jax_devices.setup import Profile, Stopwatch, configure_process, is_synchronous
 from jax_files.checkpoints import (
-    add_val_loss, checkpoint_steps, finish_checkpoints, load_checkpoint, lock_out_dir, open_checkpoints,
-    save_checkpoint)
-from jax_files.data import (
-    DataChanged, counted_share, describe_data, draw_batch, load_mixture, load_mixture_meta, load_pairs)
-from jax_files.metrics import MetricsLog, plot_losses
-from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, load_token_bytes, same_tokens
-from jax_files.weight_files import find_config_json, keep_config_json, local_path
-from jax_lora import count_frozen, create_lora_state, full_path, load_frozen, load_weights, model_params, move_base
+    add_val_loss, checkpoint_steps, finish_checkpoints, save_checkpoint)
+from jax_files.data import DataChanged
+from jax_files.metrics import MetricsLog
+from jax_files.sources import open_data
 from jax_log import IterationLog, progress_bar, start_wandb
-from jax_ops.choose_attention import choose_attention
-from jax_pretrained import open_model
-from jax_text import create_sampler, sample_while_training
+from jax_minutes import fit_to_minutes
+from jax_start import (
+    OutDir, check_fits, open_run, open_sampler, optimizer_from_flags, start_state, training_config)
 from jax_train_utils import (
-    all_finite, config_from_flags, dpo, estimate_losses, flags_from_config, for_this_run, language_model,
-    make_eval_step, make_train_step, optimizer_from_flags, resolve_flags)
-from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu, initial_loss_scale
+    all_finite, choose_objective, count_trained, estimate_losses, make_eval_step, make_train_step,
+    mfu_estimator)
 
 configure_process(flags['device'], flags['deterministic'], flags['init_from'], flags['out_dir'])
 clock = Stopwatch()
 imports_s = clock.start - started
-initialize_distributed(flags['coordinator_address'], flags['num_processes'], flags['process_id'])
-stop = StopSignal(nothing_to_save=jax.process_count() == 1)  # several processes stop together, in the loop
+initialize_distributed(
+    flags['coordinator_address'], flags['num_processes'], flags['process_id'])
+stop = StopSignal(nothing_to_save=jax.process_count() == 1)  # several stop together, in the loop
 master = jax.process_index() == 0  # the process that prints and writes the logs
 if not master:
     sys.stdout = open(os.devnull, 'w')
 
-flags, resumed, devices, compute_dtype = resolve_flags(flags, given)
-globals().update(flags)
-dtype = compute_dtype  # flags, which the checkpoints hold, may say auto
-resumed_at = resumed['iter_num'] if resumed else None
-iter_num = resumed_at or 0
-best_val_loss = resumed['best_val_loss'] if resumed else 1e9
-wandb_id = resumed['wandb_id'] if resumed else None
+# -----------------------------------------------------------------------------
+# 1. choose the model: of the checkpoint, from scratch, or pretrained
+run = open_run(flags, given, data_root=Path(__file__).parent / 'data')
+globals().update(run.flags)  # the config block as this run has it: read-only from here on
+devices = run.devices
 parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
-n_micro, micro_batch = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
+n_micro, micro_batch = split_batch(
+    gradient_accumulation_steps, batch_size, parallel.n_data_shards)
 
-# model: of the checkpoint, from scratch, or pretrained (block_size may be less than the model's)
-shares, data = in_all_processes(load_mixture_meta, dataset, Path(__file__).parent / 'data')
-lora = None  # saved in the checkpoints, which hold the updates alone
-if resumed:
-    config = for_this_run(GPTConfig(**resumed['model']), flags, given, dtype)
-    tokenizer = resumed['tokenizer']
-    lora = move_base(resumed.get('lora'), base)
-    if not same_tokens(data['tokenizer'], tokenizer):
-        raise UserError(f'{out_dir} was trained with other tokens than those of dataset {dataset}: '
-                        'their ids mean something else')
-    if dtype != resumed['model']['dtype']:
-        print(f"this run has computed in {resumed['model']['dtype']} so far, and continues in {dtype}")
-    print(f'resuming {out_dir} at iteration {iter_num}, best val loss {best_val_loss:.4f}')
-elif init_from == 'scratch':
-    tokenizer = data['tokenizer']
-    vocab_size = data['vocab_size']
-    if tokenizer['kind'] != 'char':
-        vocab_size = ceil_div(vocab_size, 64) * 64  # as nanoGPT pads GPT-2's 50257 to 50304, for efficiency
-    config = config_from_flags(flags, vocab_size=vocab_size, dtype=dtype)
-    print(f'initializing a new model from scratch, vocab_size {vocab_size}')
-else:
-    path = local_path(init_from)
-    config = in_all_processes(open_model, path)[0]
-    if block_size > config.block_size and 'block_size' in given:
-        raise UserError(f'block_size={block_size}, but {init_from} knows only {config.block_size} positions')
-    block_size = min(block_size, config.block_size)
-    if config.position == 'learned':
-        config = dataclasses.replace(config, block_size=block_size)
-    config = for_this_run(config, flags, given, dtype)
-    flags.update(flags_from_config(config, given) | {'block_size': block_size})  # in the checkpoints, for a resume
-    known = describe_tokenizer(path, config.vocab_size)
-    tokenizer = check_tokens(data['tokenizer'], dataset, known, init_from, config.vocab_size)
-    if lora_rank:
-        lora = {'base': full_path(init_from), 'rank': lora_rank, 'alpha': lora_alpha, 'quantize': quantize,
-                'checksum': None}
-    print(f'initializing from {init_from}, dropout {dropout}, block_size {block_size}')
-if data['vocab_size'] > config.vocab_size:
-    raise UserError(f"dataset {dataset} has a vocabulary of {data['vocab_size']}, the model only {config.vocab_size}")
-if quantize and config.moe:
-    raise UserError('quantize=int8 does not train models with experts; use --quantize=')
-is_pairs = data['kind'] == 'pairs'
-check_needs('train_jax', flags | {'is_pairs': is_pairs}, given)
-if is_pairs and not lora:
-    raise UserError(f'dataset {dataset} has pairs of answers, which LoRA learns from: see config/finetune_dpo.py')
-if is_pairs and micro_batch % 2:
-    raise UserError(f'the two sequences of a pair go to one device: batch_size={batch_size} must be a multiple of '
-                    f'{2 * batch_size // micro_batch}')
-sets = in_all_processes(load_mixture, shares, 0 if is_pairs else block_size)
-sampler = in_all_processes(create_sampler, sample_prompt, config, tokenizer, devices[0])
-token_bytes = load_token_bytes(data['tokenizer'], data['vocab_size'])
-if is_pairs or int(parallel.max_over_processes(int(token_bytes is None))):  # no process has any then
-    token_bytes = None
-check_agreement('data', describe_data(sets, data['tokenizer']))
-if is_pairs:
-    pairs = in_all_processes(load_pairs, *shares, *sets[0][2:], block_size, length_normalized)
-    sets = [sets[0]._replace(splits=pairs, masks={})]
-masks = [item for one in sets for item in one.masks.items()]
-for split, mask in masks:
-    counted_share(mask, block_size, eval_iters * batch_size, split)  # before anything is written or compiled
-is_packed = any(mask.ndim == 2 for _, mask in masks)
-architecture = config.architecture()  # saved in the checkpoints: a RoPE model keeps its context
-config = dataclasses.replace(config, block_size=block_size)  # training sees sequences of this length only
-implementation, attention_reason = choose_attention(attention, config, devices[0], tensor=tensor, context=context,
-                                                    deterministic=deterministic, packed=is_packed)
-config = dataclasses.replace(config, attention=implementation, scan_layers=scan_layers, remat=remat)
-print(f'attention: {implementation} ({attention_reason})')
-parallel.validate(config)
+# 2. check that the model and the data fit
+check_fits(run, micro_batch)
+
+# 3. open the data; what cannot be evaluated is refused before anything is written or compiled
+data = open_data(run.shares, run.data, block_size=block_size, seed=seed,
+                 length_normalized=length_normalized)
+data.check(eval_iters * batch_size)
+sampler = open_sampler(run)
+
+# what a step computes: eval_only writes nothing, and an earlier run is never overwritten by mistake
+config = training_config(run, data, parallel)
+objective = choose_objective(run.has_pairs, beta)
+eval_step = parallel.eval_step(make_eval_step(config, objective, parallel, loss_chunk=loss_chunk))
+out = None if eval_only else OutDir(run)
+
+
+def make_step(schedule):
+    """Makes the compiled train_step(state, batch): forward and backward of all micro-steps,
+    clipping and the update."""
+    return parallel.train_step(make_train_step(
+        config, objective, parallel, schedule, seed=seed, grad_clip=grad_clip,
+        loss_chunk=loss_chunk))
+
+
+def make_batch(iter_num):
+    """Draws the sequences of one iteration onto the devices: iter_num * n_rows and following of an
+    endless shuffled stream, so that (seed, iter_num) are the place in the data. None if no token
+    counts."""
+    n_rows = gradient_accumulation_steps * batch_size
+    numbers = iter_num * n_rows + np.arange(n_rows)
+    rows = parallel.local_rows(n_rows)  # those that this process loads
+    batch = data.train.draw(numbers, rows)
+    if batch is None:
+        return None
+    batch['seq_id'] = numbers[rows].astype(np.uint32)
+    return parallel.shard_batch(batch, (n_micro, micro_batch))
+
+
+def measure_losses(state):
+    """Evaluates a state: {'train', 'val', ...}, see estimate_losses; None if a signal comes."""
+    return estimate_losses(
+        eval_step, state, data.sets, parallel, batch_size=batch_size, eval_iters=eval_iters,
+        token_bytes=data.token_bytes, metrics=objective.metrics,
+        stop_signal=lambda: parallel.max_over_processes(stop.signum))
+
+
+# --minutes: how many iterations fit is measured before the run
+if run.is_timed and not eval_only:
+    run.flags = fit_to_minutes(
+        run, config, parallel, started=started, clock=clock, make_step=make_step,
+        make_batch=make_batch, evaluate=measure_losses, get_signal=lambda: stop.signum)
+n_iters = run.flags['max_iters']
 
 # optimizer and state
-budget = TimeBudget(minutes, started) if minutes and not max_iters else None  # until fix_iterations sets max_iters
-schedule, lrs, tx = optimizer_from_flags(flags)
-objective = dpo(beta) if is_pairs else language_model
-train_step = parallel.train_step(make_train_step(
-    config, objective, parallel, schedule, seed=seed, grad_clip=grad_clip, loss_chunk=loss_chunk))
-eval_step = parallel.eval_step(make_eval_step(config, objective, parallel, loss_chunk=loss_chunk))
-
-# out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake
-if not eval_only:
-    earlier = () if resumed else checkpoint_steps(out_dir)
-    if earlier and not overwrite:
-        raise UserError(f'{out_dir} holds a run at iteration {earlier[0]}; continue it with --init_from=resume, choose '
-                        'another --out_dir, or delete its checkpoints with --overwrite=True')
-    lock = lock_out_dir(out_dir, resumed_at)
-
-
-def build_state():
-    """The state to start from: the checkpoint's, or new, with the parameters of the pretrained model if there is one;
-    with LoRA, that model's are frozen, and their checksum is remembered."""
-    key = jax.random.key(seed)
-    create = functools.partial(create_lora_state, rank=lora['rank']) if lora else create_train_state
-    if resumed:
-        saved = GPTConfig(**resumed['model'])
-        state = load_checkpoint(out_dir, iter_num, parallel.abstract_state(create, key, saved, tx))
-        if (dtype == 'float16') != (saved.dtype == 'float16'):
-            state = state.replace(loss_scale=parallel.device_put(initial_loss_scale(dtype)))
-    elif init_from == 'scratch' or lora:
-        state = parallel.init_sharded(create, key, config, tx)
-    else:
-        params, _ = in_all_processes(load_weights, path, config, parallel)
-        without_params = lambda *args: create(*args).replace(params=None)  # compiled, it does not compute them
-        state = parallel.init_sharded(without_params, key, config, tx).replace(params=params)
-    if lora:
-        frozen, lora['checksum'] = in_all_processes(load_frozen, lora, config, parallel)
-        state = state.replace(frozen=frozen)
-    return state
-
-
-state = build_state()
-n_params = count_params(state.params)
-n_frozen = count_frozen(state.frozen) if lora else 0
-of_updates = f" of LoRA's updates, of {n_frozen / 1e6:.2f}M frozen ones" if lora else ''
+schedule, tx = optimizer_from_flags(run.flags)
+train_step = make_step(schedule)
+state = start_state(run, config, parallel, tx)
+n_params, n_frozen = count_trained(state)
+of_updates = ''
+if run.lora:
+    of_updates = f" of LoRA's updates, of {n_frozen / 1e6:.2f}M frozen ones"
 print(f'number of parameters: {n_params / 1e6:.2f}M{of_updates}')
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
 print(f'tokens per iteration will be: {tokens_per_iter:,}')
 
-mfu = None
-if peak_flops := device_peak_flops(devices[0]):
-    mfu = functools.partial(estimate_mfu, n_params, config, peak_flops=peak_flops * len(devices), n_frozen=n_frozen)
-
-if not eval_only:
-    checkpoints = open_checkpoints(out_dir, keep)
+# checkpoints and logs
+if out:
+    checkpoints = out.open()
+wandb_id = run.wandb_id
 if wandb_log and master:  # after all that can be refused, before an earlier run is deleted
-    wandb_run = start_wandb(project=wandb_project, name=wandb_run_name, id=wandb_id, config=flags)
+    wandb_run = start_wandb(project=wandb_project, name=wandb_run_name, id=wandb_id,
+                            config=run.flags)
     wandb_id = wandb_run.id
-if not eval_only:
-    for step in earlier:
-        checkpoints.delete(step)
+metrics_log = None
+if out:
+    out.begin(checkpoints)
     stop.saving = checkpoints.is_saving_in_progress
     if master:
-        write_json(Path(out_dir, 'config.json'), flags | {'dtype': dtype})
-        copy_tokenizer(tokenizer, Path(out_dir, 'tokenizer'))
-        if not resumed:
-            keep_config_json(None if init_from == 'scratch' else find_config_json(path), out_dir)
-metrics_log = MetricsLog(out_dir, iter_num) if master and not eval_only else None
-versions = {'python': sys.version.split()[0]} | {p.__name__: p.__version__ for p in (jax, jaxlib, flax)}
-
-
-def make_batch(iter_num):
-    """The sequences of one iteration, on the devices: iter_num * n_rows and following of an endless shuffled stream, so
-    that (seed, iter_num) are the place in the data. None if no token counts."""
-    n_rows = gradient_accumulation_steps * batch_size
-    rows = parallel.local_rows(n_rows)
-    if (batch := draw_batch(sets, block_size, n_rows, seed, iter_num, rows, data['vocab_size'])) is None:
-        return None
-    batch['seq_id'] = (iter_num * n_rows + rows).astype(np.uint32)
-    if minutes:
-        batch['lr'] = np.full(len(rows), lrs[min(iter_num, len(lrs) - 1)])
-    return parallel.shard_batch(batch, (n_micro, micro_batch))
+        metrics_log = MetricsLog(out_dir, run.iter_num)
+versions = {'python': sys.version.split()[0]}
+for package in (jax, jaxlib, flax):
+    versions[package.__name__] = package.__version__
 
 
 def evaluate():
-    """The validation loss, after logging both losses; None if a signal comes. UserError if they are not finite."""
-    params = model_params(state.params, state.frozen)
-    losses = estimate_losses(eval_step, params, sets, parallel, block_size=block_size, batch_size=batch_size,
-                             eval_iters=eval_iters, vocab_size=data['vocab_size'], token_bytes=token_bytes,
-                             metrics=objective.metrics,
-                             stop_signal=lambda: parallel.max_over_processes(stop.signum))
+    """Logs the losses, and returns the validation loss; None if a signal comes. Raises UserError
+    if they are not finite."""
+    losses = measure_losses(state)
     if losses is None:
         return None
-    more = {name: value for name, value in losses.items() if name.startswith('val_') or name == 'train_bpb'}
-    said = ''.join(f', {name.replace("_", " ", 2)} {value:.4f}' for name, value in more.items() if name != 'train_bpb')
-    bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}{said}")
+    more = {}
+    for name, value in losses.items():
+        if name.startswith('val_') or name == 'train_bpb':
+            more[name] = value
+    in_line = ''
+    for name, value in more.items():
+        if name != 'train_bpb':
+            in_line += f', {name.replace("_", " ", 2)} {value:.4f}'
+    bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, "
+              f"val loss {losses['val']:.4f}{in_line}")
     if not math.isfinite(sum(losses.values())):
-        raise UserError(f'the loss is not finite at iteration {iter_num}; {out_dir} has checkpoints from before')
+        raise UserError(f'the loss is not finite at iteration {iter_num}; {out_dir} has '
+                        'checkpoints from before')
     if sampler:
-        more['sample'] = sample_while_training(sampler, state, lora, sample_prompt, seed)
+        more['sample'] = sampler(state)
         bar.write(f"{more['sample']}\n---------------")
     if metrics_log:
-        metrics_log.write({'iter': iter_num, 'train_loss': losses['train'], 'val_loss': losses['val']} | more)
-        plot_losses(out_dir)
+        metrics_log.write({'iter': iter_num, 'train_loss': losses['train'],
+                           'val_loss': losses['val'], **more})
+        metrics_log.plot()
     if master and wandb_log:
-        wandb_run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'], **more,
-                       'lr': float(schedule(int(state.step))), 'mfu': log.mfu and 100 * log.mfu})  # percent
+        wandb_run.log({
+            'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'], **more,
+            'lr': float(schedule(int(state.step))),
+            'mfu': log.mfu and 100 * log.mfu})  # percent
     return losses['val']
 
 
 def evaluate_or_save():
-    """What evaluate() returns. If it fails unexpectedly, because memory runs out or wandb is not reached, what was
-    trained since the last checkpoint is saved before the error ends the run. Several processes cannot: the others wait
-    in the evaluation for the one that has failed."""
+    """Returns what evaluate() does. If it fails unexpectedly, because memory runs out or wandb is
+    not reached, what was trained since the last checkpoint is saved before the error ends the run.
+    Several processes cannot: the others wait in the evaluation for the one that has failed."""
     try:
         return evaluate()
     except UserError:
         raise
     except Exception:
-        is_new = iter_num > 0 and iter_num != resumed_at
-        if is_new and not eval_only and jax.process_count() == 1:
+        is_new = iter_num > 0 and iter_num != run.resumed_at
+        if is_new and out and jax.process_count() == 1:
             save(None)
             bar.write(f'the evaluation at iteration {iter_num} has failed; the model is saved')
         raise
@@ -349,81 +285,90 @@ def evaluate_or_save():
 def save(val_loss):
     """Saves a checkpoint of this iteration. Raises UserError if the parameters are not finite."""
     if not all_finite(state.params):  # an update can spoil them after a finite loss
-        raise UserError(f'parameters are not finite at iteration {iter_num}; {out_dir} has checkpoints from before')
-    save_checkpoint(checkpoints, iter_num, state, val_loss=val_loss, meta={
-        'model': architecture, 'iter_num': iter_num, 'best_val_loss': best_val_loss,
-        'tokenizer': tokenizer | ({'path': 'tokenizer'} if 'path' in tokenizer else {}), 'flags': flags,
-        'versions': versions, 'wandb_id': wandb_id, 'lora': lora})
+        raise UserError(f'parameters are not finite at iteration {iter_num}; {out_dir} has '
+                        'checkpoints from before')
+    tokenizer = dict(run.tokenizer)
+    if 'path' in tokenizer:
+        tokenizer['path'] = 'tokenizer'  # beside the checkpoints, see OutDir
+    meta = {
+        'model': run.config.architecture(), 'iter_num': iter_num, 'best_val_loss': best_val_loss,
+        'tokenizer': tokenizer, 'flags': run.flags, 'versions': versions, 'wandb_id': wandb_id,
+        'lora': run.lora}
+    save_checkpoint(checkpoints, iter_num, state, val_loss=val_loss, meta=meta)
 
 
-def fix_iterations(save_due):
-    """Sets max_iters, and what follows from it, as soon as `budget` knows how many iterations fit."""
-    global budget, schedule, lrs, max_iters, batch
-    n = budget.iterations(iter_num, state, save_due, eval_s, eval_interval) if master else 0
-    if n := int(parallel.max_over_processes(n)):  # after a short warm-up, the learning rate has stayed the highest
-        warmup = max(flags['warmup_iters'] if flags['warmup_iters'] < n else n // 10, iter_num)
-        bar.write(f'minutes={minutes:g}: max_iters={n}, also lr_decay_iters, warmup_iters={warmup} ({budget.said})')
-        flags.update(max_iters=n, lr_decay_iters=n, warmup_iters=warmup)
-        schedule, lrs, _ = optimizer_from_flags(flags)
-        budget, max_iters, bar.total, log.max_iters = None, n, n, n
-        batch = make_batch(iter_num)  # with the learning rate that a resumed run gives it
-        if master:
-            write_json(Path(out_dir, 'config.json'), flags | {'dtype': dtype})
-
-
+# -----------------------------------------------------------------------------
 # training loop
-first_iter = iter_num
-bar = progress_bar(iter_num, max_iters)
+iter_num = run.iter_num
+best_val_loss = run.best_val_loss
+bar = progress_bar(iter_num, n_iters)
 stop.nothing_to_save &= eval_only
-stop_signal = int(parallel.max_over_processes(stop.signum))  # the signal that all processes stop for; 0 is none
-tracer = Profile(Path(out_dir, 'profile') if profile and master else None, bar, first_iter, max_iters or 8)
-compile_s, eval_s = None, 0.0  # seconds for compiling the training step and for an evaluation, once they are known
+# the signal that all processes stop for; 0 is none
+stop_signal = int(parallel.max_over_processes(stop.signum))
+trace_folder = Path(out_dir, 'profile') if profile and master else None
+tracer = Profile(trace_folder, bar, iter_num, n_iters)
+compile_s = None  # seconds for compiling the training step, once they are known
 batch = make_batch(iter_num)
-log = IterationLog(bar, clock, metrics_log, out_dir=out_dir, log_interval=log_interval, max_iters=max_iters,
-                   tokens_per_iter=tokens_per_iter, mfu=mfu, imports_s=imports_s, in_line=objective.metrics[1:])
+log = IterationLog(
+    bar, clock, metrics_log, out_dir=out_dir, log_interval=log_interval, max_iters=n_iters,
+    tokens_per_iter=tokens_per_iter, mfu=mfu_estimator(state, config, devices),
+    imports_s=imports_s, in_line=objective.metrics[1:])
 try:
     while True:
-        save_due = save_interval and iter_num % save_interval == 0
-        if budget and iter_num > first_iter:
-            fix_iterations(save_due or iter_num % eval_interval == 0)
-        is_last = iter_num >= max_iters and not budget
-        eval_due = not stop_signal and (iter_num % eval_interval == 0 or is_last or eval_only)
-        val_loss = None
-        if eval_due:
-            log.flush()
-            eval_started = time.perf_counter() - clock.compiling
-            val_loss = evaluate_or_save()
-            eval_s = time.perf_counter() - clock.compiling - eval_started
-            if val_loss is None:
-                stop_signal = int(parallel.max_over_processes(stop.signum))
-            else:
-                save_due = save_due or always_save_checkpoint or val_loss < best_val_loss
-                best_val_loss = min(best_val_loss, val_loss)
-                if iter_num == resumed_at and not eval_only:
-                    add_val_loss(checkpoints, iter_num, val_loss)
-        if finished := is_last or stop_signal:
-            stop.saving = lambda: True  # a second signal does not spoil the last save
-        if finished or save_due:
-            log.flush()
-        if (finished or save_due) and iter_num > 0 and iter_num != resumed_at and not eval_only:
-            save(val_loss)
-        if finished or eval_only:
-            break
-        if eval_due or save_due:
-            log.restart_clock()  # evaluating and saving do not count as an iteration's time
+        # what is to be done at this iteration, before it is made
+        must_stop = iter_num >= n_iters or stop_signal > 0
+        is_interval = iter_num % eval_interval == 0
+        must_evaluate = stop_signal == 0 and (is_interval or must_stop or eval_only)
+        must_save = save_interval > 0 and iter_num % save_interval == 0
 
+        # evaluate the loss on train and val
+        val_loss = None
+        if must_evaluate:
+            log.flush()
+            val_loss = evaluate_or_save()
+            if val_loss is None:  # a signal has come meanwhile
+                stop_signal = int(parallel.max_over_processes(stop.signum))
+                must_stop = True
+            else:
+                must_save = must_save or always_save_checkpoint or val_loss < best_val_loss
+                best_val_loss = min(best_val_loss, val_loss)
+                if out and iter_num == run.resumed_at:
+                    add_val_loss(checkpoints, iter_num, val_loss)
+
+        # save a checkpoint, at the end always
+        if must_stop:
+            must_save = True
+            stop.saving = lambda: True  # a second signal does not spoil the last save
+        if must_save:
+            log.flush()
+            is_new = iter_num > 0 and iter_num != run.resumed_at
+            if is_new and out:
+                save(val_loss)
+
+        # termination conditions
+        if must_stop or eval_only:
+            break
+        if must_evaluate or must_save:
+            log.restart_clock()  # they do not count as an iteration's time
+
+        # forward, backward and update: one compiled function, see make_step. It is dispatched
+        # only, unless is_synchronous.
         tracer.start(iter_num)
-        stop_requested = parallel.max_over_processes(stop.signum)  # all processes stop after the same iteration
-        # forward, backward, gradient accumulation, clipping and the update are one compiled function: make_train_step
-        compiled_before = clock.compiling
+        # all processes stop after the same iteration
+        stop_requested = parallel.max_over_processes(stop.signum)
         metrics = None
-        if batch:  # else none of its tokens counts
-            state, metrics = train_step(state, batch)  # dispatched only, unless is_synchronous
-        if metrics and compile_s is None:  # this call has compiled it
-            compile_s = clock.compiling - compiled_before
-            log.start += compile_s  # does not count as the iteration's time
-            bar.write(f'compiled the training step in {compile_s:.1f} s')
+        if batch is not None:
+            compiled_before = clock.compiling
+            state, metrics = train_step(state, batch)
+            if compile_s is None:  # this call has compiled it
+                compile_s = clock.compiling - compiled_before
+                log.start += compile_s  # does not count as the iteration's time
+                bar.write(f'compiled the training step in {compile_s:.1f} s')
+
+        # the next batch, while the devices compute
         batch = make_batch(iter_num + 1)
+
+        # timing and logging: of this iteration, or where it is not awaited of the one before
         if metrics is None:
             log.skip(iter_num)
         else:
@@ -432,12 +377,13 @@ try:
         tracer.stop(iter_num, state, is_end=False)
         stop_signal = int(stop_requested)
 except DataChanged as error:
-    if not eval_only:
+    if out:
         checkpoints.wait_until_finished()
     steps = checkpoint_steps(out_dir)
     kept = 'there is no checkpoint yet'
     if steps:
-        kept = f'{out_dir} has the checkpoint of iteration {steps[0]}: continue with --init_from=resume'
+        kept = (f'{out_dir} has the checkpoint of iteration {steps[0]}: continue with '
+                '--init_from=resume')
     raise UserError(f'{error}; make the data set again; {kept}') from None
 except Exception as error:
     exit_if_peer_died(error)
@@ -445,12 +391,14 @@ except Exception as error:
 finally:  # however the run ends, the checkpoints saved so far are completed on disk
     tracer.stop(iter_num, state)
     bar.close()
-    if not eval_only:
+    if out:
         finish_checkpoints(checkpoints)
 
 if stop_signal:
-    if master and iter_num and not eval_only:
-        plot_losses(out_dir)
-    saved = f', saved; continue with --init_from=resume --out_dir={out_dir}' if iter_num and not eval_only else ''
+    if metrics_log and iter_num:
+        metrics_log.plot()
+    saved = ''
+    if iter_num and out:
+        saved = f', saved; continue with --init_from=resume --out_dir={out_dir}'
     print(f'stopped by {signal_name(stop_signal)} at iteration {iter_num}{saved}')
     sys.exit(128 + stop_signal)

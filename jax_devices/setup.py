@@ -236,6 +236,7 @@ class Stopwatch:
 
     def __init__(self):
         self.compiling = 0.0
+        self.saved = 0.0  # seconds of compilation that the cache of compiled programs has saved
         self.start = time.perf_counter()
         # jax reports the duration of tracing, of lowering and of compiling as separate events
         jax.monitoring.register_event_duration_secs_listener(self.count)
@@ -243,6 +244,8 @@ class Stopwatch:
     def count(self, event, seconds, **attributes):
         if event.startswith('/jax/core/compile/'):
             self.compiling += seconds
+        if event == '/jax/compilation_cache/compile_time_saved_sec':
+            self.saved += seconds
 
     def lap(self):
         """The seconds since the last lap. Block until the device is done before calling it."""
@@ -251,28 +254,6 @@ class Stopwatch:
         self.compiling = 0.0
         self.start = time.perf_counter()
         return Lap(compiling, running)
-
-
-class TimeBudget:
-    """How many iterations fit into --minutes, which begin at `started` (time.perf_counter()), but for 2% for saves."""
-
-    def __init__(self, minutes, started):
-        self.end, self.enough, self.start, self.said = started + 58.8 * minutes, 3 * minutes, None, ''
-
-    def iterations(self, iter_num, state, save_due, eval_s, eval_interval):
-        """The max_iters that fits, called before iteration iter_num, which is not the first of the process: 0 until
-        iterations were timed for 5% of the minutes, or a checkpoint is due, which is to know it."""
-        if self.start and not (save_due or time.perf_counter() - self.start > self.enough):
-            return 0
-        jax.block_until_ready(state.params)
-        now = time.perf_counter()
-        if self.start is None:
-            self.start, self.first = now, iter_num
-            return 0
-        seconds = (now - self.start) / (iter_num - self.first)
-        self.said = f'{iter_num - self.first} iterations took {seconds * 1000:.2f}ms each'
-        evaluating = eval_s / eval_interval if eval_interval > 1 else 0  # 1: they are among what was timed
-        return iter_num + max(1, int((self.end - now - eval_s) / (seconds + evaluating)))
 
 
 class Profile:

@@ -1,6 +1,4 @@
 """TrainState <-> out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or absent."""
-import dataclasses
-import functools
 import json
 import logging
 import math
@@ -15,15 +13,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_devices.parallel import setup_distributed_training
 from jax_devices.processes import gather_texts, in_all_processes
 from jax_files.tokenizers import locate_tokenizer
-from jax_flags import UserError, check_choice, exit_if_peer_died, path_inside, read_json, write_text
-from jax_lora import create_lora_state, load_merged, move_base
-from jax_transformer import GPTConfig, check_layers, create_train_state
+from jax_flags import (
+    UserError, check_choice, exit_if_peer_died, path_inside, read_json, write_text)
 
 try:
     import fcntl
@@ -240,9 +235,13 @@ def opt_state_item(state):
     return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
 
 
-def choose_checkpoint(out_dir, which='latest', items=ITEMS):
-    """(iteration, metadata) of the 'latest' or 'best' checkpoint in out_dir. One of which one of these items is damaged
-    is named on stderr, and the newest intact one is taken instead. Raises UserError if there is none."""
+def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
+    """Chooses the 'latest' or the 'best' checkpoint in out_dir: (iteration, metadata). One of which
+    one of these items is damaged is named on stderr, and the newest intact one is taken instead.
+
+    check_model: a function of (the model's config in the metadata, the checkpoint's folder) that
+    raises an exception if it is none of this program; see choose_run in jax_lora.py. Raises
+    UserError if there is no intact checkpoint."""
     check_choice('checkpoint', which, ('latest', 'best'))
     folder = Path(out_dir, 'ckpt')
     if not (steps := checkpoint_steps(out_dir)):
@@ -255,7 +254,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
         problem = find_damage(folder / str(step), items)
         try:
             if not problem:
-                meta = read_meta(folder / str(step))
+                meta = read_meta(folder / str(step), check_model)
         except Exception as error:  # of an earlier version, without checksums
             problem = f'{type(error).__name__}: {" ".join(str(error).split())}'
         if problem:
@@ -294,28 +293,16 @@ def check_meta(meta):
             raise ValueError(f"the rank of its lora is {meta['lora']['rank']}")
     if not 0 <= meta['iter_num'] < 2**31:
         raise ValueError(f"its iter_num is {meta['iter_num']}")
-    for field in dataclasses.fields(GPTConfig):
-        if field.name in meta['model']:  # earlier versions had fewer
-            check_field(field, meta['model'][field.name])
 
 
-def check_field(field, value):
-    """Raises ValueError for a value of another type than that of the default of this field of GPTConfig."""
-    kind = type(field.default)
-    in_json = {float: NUMBER, tuple: list, type(None): (dict, type(None))}  # bool, int and str are themselves
-    is_fitting = isinstance(value, in_json.get(kind, kind)) and isinstance(value, bool) == (kind is bool)
-    is_too_large = isinstance(value, NUMBER) and not abs(value) < 2**31  # or NaN
-    if not is_fitting or is_too_large:
-        raise ValueError(f'{field.name} of its model is {str(value)[:100]!r}')
-
-
-def read_meta(step):
+def read_meta(step, check_model=None):
     """The metadata of the checkpoint in the folder `step`. Raises an exception if it is not one of this program."""
     meta = read_json(step / 'meta' / 'metadata')
     if missing := {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys():
         raise ValueError(f'its metadata lacks {sorted(missing)}')
     check_meta(meta)
-    check_saved_layers(step, GPTConfig(**meta['model']))
+    if check_model:
+        check_model(meta['model'], step)
     if meta.pop('checksums', False) and not (step / 'checksums.json').exists():  # earlier versions wrote none
         raise ValueError('its checksums.json is missing')
     out_dir = step.parent.parent
@@ -325,14 +312,15 @@ def read_meta(step):
     return meta
 
 
-def check_saved_layers(step, config):
-    """Raises UserError if the checkpoint in the folder `step` holds fewer layers than its config says, before anything
-    is made for each of them."""
+def saved_layers(step):
+    """Returns the numbers of the layers of which the checkpoint in the folder `step` holds
+    parameters, or None if it does not say: restoring it then says what is missing."""
     path = step / 'params' / '_METADATA'
-    if path.exists():  # else restoring says what is missing
-        arrays = json.loads(path.read_text(encoding='utf-8'))['tree_metadata'].values()
-        names = {str(array['key_metadata'][0]['key']) for array in arrays}
-        check_layers(config, {int(name[2:]) for name in names if re.fullmatch(r'h_\d{1,9}', name)}, step)
+    if not path.exists():
+        return None
+    arrays = json.loads(path.read_text(encoding='utf-8'))['tree_metadata'].values()
+    names = {str(array['key_metadata'][0]['key']) for array in arrays}
+    return {int(name[2:]) for name in names if re.fullmatch(r'h_\d{1,9}', name)}
 
 
 def restore_items(out_dir, step, items):
@@ -346,21 +334,6 @@ def restore_items(out_dir, step, items):
     except Exception as error:
         exit_if_peer_died(error)
         raise UserError(f'{folder} does not fit the model or is damaged: {type(error).__name__}: {error}') from error
-
-
-def load_run(out_dir, which='best', parallel=None, base=''):
-    """(config, params, metadata) of the best or latest checkpoint in out_dir, params sharded as `parallel` says (by
-    default, on the first device), LoRA's updates merged (`base`: see move_base). Raises UserError if there is none."""
-    step, meta = choose_checkpoint(out_dir, which, ('params', 'meta', 'metrics'))
-    config, lora = GPTConfig(**meta['model']), move_base(meta.get('lora'), base)
-    parallel = parallel or setup_distributed_training(jax.devices()[:1])
-    create = functools.partial(create_lora_state, rank=lora['rank']) if lora else create_train_state
-    try:
-        state = parallel.abstract_state(create, jax.random.key(0), config, optax.identity())
-    except (OverflowError, TypeError, ValueError) as error:
-        raise UserError(f'checkpoint {step} in {out_dir} is of no model that can be built: {error}') from error
-    params = restore_items(out_dir, step, {'params': state.params})['params']
-    return config, load_merged(lora, config, parallel, params) if lora else params, meta
 
 
 def load_checkpoint(out_dir, step, state):

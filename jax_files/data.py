@@ -1,5 +1,4 @@
-"""Token files, contiguous uint16 or uint32 without a header -> batches, by seed and iteration alone."""
-import functools
+"""The folders of data sets: meta.json, token files (uint16 or uint32, no header) and masks."""
 import json
 import math
 import os
@@ -7,9 +6,7 @@ import re
 import sys
 import threading
 import weakref
-import zlib
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -221,15 +218,21 @@ def load_masks(data_dir, splits):
         masks[split] = TokenFile(paths[split], np.uint8, tokens.shape[1] if tokens.ndim == 2 else None)
     return masks
 
+
+def load_ends(path, n_tokens):
+    """The ends of the conversations of a split of n_tokens, int64: increasing, of at least two tokens each, an even
+    number. Raises UserError for a file that is missing or says something else."""
+    if path.exists():
+        size = path.stat().st_size
+        ends = np.fromfile(plain_file(path), np.int64)
+        is_whole = size > 0 and size == ends.nbytes and len(ends) % 2 == 0
+        # the range first: differences of what lies outside could overflow
+        if is_whole and ends.min() > 0 and ends.max() == ends[-1] == n_tokens and np.diff(ends, prepend=0).min() >= 2:
+            return ends
+    raise UserError(f'{path} is missing or damaged; {remedy_for(path.parent)}')
+
 # -----------------------------------------------------------------------------
 # mixtures of data sets
-
-class DataSet(NamedTuple):
-    name: str
-    fraction: float  # of the sequences of a run
-    splits: dict  # {'train', 'val'}: tokens, see load_dataset
-    masks: dict  # see load_masks
-
 
 def parse_mixture(dataset, root):
     """{folder: fraction} for the flag --dataset: a folder, by its name under `root` or its path, or a mixture such as
@@ -254,235 +257,3 @@ def load_mixture_meta(dataset, root):
         if other['vocab_size'] != meta['vocab_size'] or not same_tokens(other['tokenizer'], meta['tokenizer']):
             raise UserError(f'{folder} has other tokens than {first}: prepare both with the same --tokenizer')
     return shares, meta
-
-
-def load_mixture(shares, block_size):
-    """The DataSets of {folder: fraction}. If one has masks, all have: every token of the others counts."""
-    splits = [load_dataset(folder, block_size)[0] for folder in shares]
-    masks = [load_masks(folder, split) for folder, split in zip(shares, splits)]
-    if any(masks):
-        ones = lambda split: {name: np.broadcast_to(np.uint8(1), tokens.shape) for name, tokens in split.items()}
-        masks = [mask or ones(split) for mask, split in zip(masks, splits)]
-    return [DataSet(folder.name, *of_set) for (folder, *of_set) in zip(shares, shares.values(), splits, masks)]
-
-
-def assign(numbers, fractions):
-    """(which data set, which sequence of its own stream), int64 [B], for the sequences of these numbers of a run. Of
-    the first N sequences each set has its fraction, for every N, to within as many sequences as there are sets."""
-    ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)
-    which, own = np.zeros_like(numbers), numbers
-    for k in range(len(ends) - 1, 0, -1):  # set k against all before it
-        before, after = own * ends[k - 1] // ends[k], (own + 1) * ends[k - 1] // ends[k]  # how many theirs are
-        is_here = (which == 0) & (before == after)
-        own = np.where(which > 0, own, np.where(is_here, own - before, before))
-        which = np.where(is_here, k, which)
-    return which, own
-
-
-def describe_data(sets, tokenizer):
-    """A fingerprint of DataSets, {name: number}: of the tokenizer, sizes, and the first and last million tokens."""
-    values = {'the tokenizer': zlib.crc32(json.dumps(tokenizer).encode()), 'fractions': [s.fraction for s in sets]}
-    arrays = [(f'{name}{i or ""}.bin', array) for i, one in enumerate(sets) for name, array in
-              (one.splits | {f'{split}_mask': mask for split, mask in one.masks.items()}).items()]
-    for name, array in arrays:
-        n = 10**6 // array[0].size
-        values[f'tokens in {name}'] = len(array)
-        values[f'content of {name}'] = zlib.crc32(array[-n:].tobytes(), zlib.crc32(array[:n].tobytes()))
-    return values
-
-
-def check_ids(x, y, vocab_size, split):
-    """Raises UserError if windows of a split hold an id that is not below vocab_size: load_dataset trusts meta.json."""
-    if max(x.view(np.uint32).max(), y.view(np.uint32).max()) >= vocab_size:
-        raise UserError(f'the {split} tokens have an id outside the vocabulary of {vocab_size}, which meta.json '
-                        'denies: they have been changed; run the prepare.py of the data set again')
-
-
-DATA, DROPOUT = range(2)  # RNG stream ids
-
-
-@functools.cache
-def epochs(n_tokens, block_size, seed):
-    """shuffled_windows as a function of the epoch; the latest two are remembered, for each data set of a mixture."""
-    return functools.lru_cache(maxsize=2)(functools.partial(shuffled_windows, n_tokens, block_size, seed))
-
-
-def shuffled_windows(n_tokens, block_size, seed, epoch):
-    """The windows of an epoch: a random offset, and the order of the contiguous windows of block_size tokens that
-    follow it. block_size 0: no offset, and the order of n_tokens rows."""
-    n_windows = count_windows(n_tokens, block_size)
-    rng = np.random.default_rng([seed, DATA, epoch])
-    offset = rng.integers(n_tokens - n_windows * block_size) if block_size else 0
-    return offset, rng.permutation(np.arange(n_windows, dtype=np.min_scalar_type(n_windows)))
-
-
-def count_windows(n_tokens, block_size):
-    """Windows in an epoch: one less than fit, if several do, for block_size offsets or more. block_size 0: all rows."""
-    return max(1, (n_tokens - 1) // block_size - 1) if block_size else n_tokens
-
-
-def get_windows(tokens, start, block_size):
-    """x, y, int32 [len(start), block_size]: the windows, or rows, of `tokens` at `start`, and these shifted by one."""
-    if tokens.ndim == 2:
-        window = tokens[start]
-    elif isinstance(tokens, TokenFile):
-        window = tokens.read(start, block_size + 1)
-    else:
-        window = tokens[start[:, None] + np.arange(block_size + 1)]
-    window = window.astype(np.int32)
-    return window[:, :-1], window[:, 1:]
-
-
-def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
-    """The sequences of one iteration, x and y, int32 [n_rows, block_size]; only those numbered `rows`, if given.
-    A pure function of its arguments: sequences iteration * n_rows and following of an endless shuffled stream, in which
-    an epoch holds every window, or row, once. (nanoGPT draws windows at random: an epoch's worth misses 1/e of the
-    tokens.) With another n_rows the same iteration means other sequences. tokens: an array, or a mixture
-    [(array, fraction)], each array of which has a stream of its own."""
-    mixture = tokens if isinstance(tokens, list) else [(tokens, 1.0)]
-    numbers = iteration * n_rows + (np.arange(n_rows) if rows is None else rows)
-    which, own = assign(numbers, [fraction for _, fraction in mixture])
-    drawn = np.empty((2, len(numbers), block_size), np.int32)
-    for k in np.unique(which):
-        drawn[:, which == k] = draw_windows(mixture[k][0], block_size, seed, own[which == k])
-    return drawn[0], drawn[1]
-
-
-def draw_windows(tokens, block_size, seed, numbers):
-    """x and y, int32 [B, block_size], of the sequences of these numbers, int64 [B], in the stream of one array."""
-    step = block_size if tokens.ndim == 1 else 0
-    epoch, index = np.divmod(numbers, count_windows(len(tokens), step))
-    start = np.empty(len(numbers), np.int64)
-    for e in np.unique(epoch):
-        offset, order = epochs(len(tokens), step, seed)(int(e))
-        start[epoch == e] = offset + max(1, step) * order[index[epoch == e]].astype(np.int64)
-    return get_windows(tokens, start, block_size)
-
-
-def get_loss_weights(mask, block_size, n_rows, seed, iteration, rows):
-    """{'weight': that of each target of get_batch_jax(tokens, ...), float32 [len(rows), block_size]}: 0 where the mask
-    of the tokens is not 1, and a mean of 1 over all n_rows sequences, so that the mean of the weighted losses is that
-    of the tokens that count, however the sequences are split into micro-batches and over devices. None if no token of
-    the iteration counts. Of packed rows 'start' too, see find_starts."""
-    x, y = get_batch_jax(mask, block_size, n_rows, seed, iteration)
-    counts = y == 1
-    if not counts.any():
-        return None
-    weights = {'weight': (counts[rows] * (counts.size / counts.sum())).astype(np.float32)}
-    is_packed = any(array.ndim == 2 for array, _ in mask) if isinstance(mask, list) else mask.ndim == 2
-    return weights | ({'start': find_starts(x[rows])} if is_packed else {})
-
-
-def find_starts(mask_x):
-    """Where in its row the conversation of each token starts, int32, see GPT.loss; mask_x: of packed rows."""
-    return np.maximum.accumulate(np.where(mask_x == 2, np.arange(mask_x.shape[1], dtype=np.int32), 0), axis=1)
-
-
-def draw_batch(sets, block_size, n_rows, seed, iteration, rows, vocab_size):
-    """{'x', 'y', 'weight'}, each [len(rows), block_size]: get_batch_jax of DataSets and, if they have masks,
-    get_loss_weights; of Pairs, what they draw. None if no token of it counts. Raises UserError as check_ids does."""
-    tokens = [(one.splits['train'], one.fraction) for one in sets]
-    if isinstance(tokens[0][0], Pairs):
-        batch = tokens[0][0].draw(n_rows, seed, iteration, rows)
-    else:
-        batch = dict(zip('xy', get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows)))
-    check_ids(batch['x'], batch['y'], vocab_size, 'train')
-    weights = {}
-    if sets[0].masks:
-        mask = [(one.masks['train'], one.fraction) for one in sets]
-        weights = get_loss_weights(mask, block_size, n_rows, seed, iteration, rows)
-    return None if weights is None else batch | weights
-
-
-def evaluated_windows(tokens, block_size, n_rows):
-    """The starts of the n_rows windows of a split that every evaluation reads, spread evenly over the split."""
-    if tokens.ndim == 2:  # each row as often as any other, to within one
-        return np.arange(n_rows) * len(tokens) // n_rows
-    last = len(tokens) - 1 - block_size  # the start of the last window
-    return np.arange(n_rows) * last // max(1, n_rows - 1)
-
-
-def counted_bytes(tokens, start, block_size, mask, token_bytes):
-    """(bytes of the targets of the windows at `start` that count, at least 1; whether one that counts has none)."""
-    y = get_windows(tokens, start, block_size)[1]
-    n_bytes = token_bytes[np.minimum(y, len(token_bytes) - 1)]  # check_ids refuses others later
-    counts = get_windows(mask, start, block_size)[1] == 1 if mask is not None else np.ones_like(y)
-    return max(1, int((counts * n_bytes).sum())), bool((counts * (n_bytes == 0)).any())
-
-
-def counted_share(mask, block_size, n_rows, split):
-    """The share of the tokens of evaluated_windows that count in the loss. Raises UserError if none does."""
-    share = (get_windows(mask, evaluated_windows(mask, block_size, n_rows), block_size)[1] == 1).mean()
-    if not share:
-        raise UserError(f'none of the {n_rows} {split} windows of an evaluation has a token that counts, such as an '
-                        "assistant's: use more eval_iters or a larger block_size")
-    return share
-
-# -----------------------------------------------------------------------------
-# pairs of answers, for DPO
-
-class Pairs:
-    """The pairs of a split that fit in rows of block_size positions. Conversations 2 i and 2 i + 1 are the same prompt
-    with the chosen and the rejected answer. Rows 2 p and 2 p + 1 of an iteration are a pair, padded at their ends.
-
-    ends: where each conversation ends in the tokens. mask: 1 for the answers. length_normalized: a token weighs
-    1 / number of tokens of its answer, not 1. Raises UserError if no pair fits."""
-
-    def __init__(self, tokens, mask, ends, block_size, length_normalized, split):
-        self.tokens, self.mask, self.bounds = tokens, mask, np.append(0, ends)
-        self.block_size, self.length_normalized = block_size, length_normalized
-        longest = np.diff(self.bounds).reshape(-1, 2).max(1) - 1  # positions of a row
-        self.fitting = np.flatnonzero(longest <= block_size)
-        if not len(self.fitting):
-            raise UserError(f'all {split} pairs are longer than block_size={block_size}: use at least {longest.min()}')
-        if n_left_out := len(longest) - len(self.fitting):
-            print(f'{n_left_out} of {len(longest)} {split} pairs are longer than block_size={block_size}: left out')
-
-    def read(self, conversations):
-        """{'x', 'y', 'weight' [len(conversations), block_size]} of the conversations of these numbers."""
-        ids = np.zeros((len(conversations), self.block_size + 1), np.int32)
-        counts = np.zeros(ids.shape, np.float32)
-        for i, conversation in enumerate(conversations):
-            start, end = self.bounds[conversation:conversation + 2]
-            ids[i, :end - start] = self.tokens[start:end]
-            counts[i, :end - start] = self.mask[start:end]
-        weight = counts[:, 1:]
-        if self.length_normalized:
-            weight /= np.maximum(weight.sum(1, keepdims=True), 1)
-        return {'x': ids[:, :-1], 'y': ids[:, 1:], 'weight': weight}
-
-    def draw(self, n_rows, seed, iteration, rows):
-        """read() of the rows numbered `rows` of the n_rows of an iteration: as get_batch_jax, of an endless shuffled
-        stream in which an epoch holds every pair once."""
-        pair, is_rejected = np.divmod(iteration * n_rows + rows, 2)
-        epoch, index = np.divmod(pair, len(self.fitting))
-        shuffled = epochs(len(self.fitting), 0, seed)
-        drawn = [shuffled(int(e))[1][i] for e, i in zip(epoch, index)]
-        return self.read(2 * self.fitting[drawn] + is_rejected)
-
-    def evaluated(self, n_rows):
-        """The numbers of the n_rows conversations that every evaluation reads, or of all if there are fewer."""
-        n = min(n_rows // 2, len(self.fitting))
-        return (2 * self.fitting[np.arange(n) * len(self.fitting) // n, None] + [0, 1]).ravel()
-
-
-def load_pairs(data_dir, splits, masks, block_size, length_normalized):
-    """{split: Pairs} of a data set, from data_dir/{train,val}_ends.bin, int64. Raises UserError for damaged files."""
-    pairs = {}
-    for split, tokens in splits.items():
-        ends = load_ends(relative_path(data_dir) / f'{split}_ends.bin', len(tokens))
-        pairs[split] = Pairs(tokens, masks[split], ends, block_size, length_normalized, split)
-    return pairs
-
-
-def load_ends(path, n_tokens):
-    """The ends of the conversations of a split of n_tokens, int64: increasing, of at least two tokens each, an even
-    number. Raises UserError for a file that is missing or says something else."""
-    if path.exists():
-        size = path.stat().st_size
-        ends = np.fromfile(plain_file(path), np.int64)
-        is_whole = size > 0 and size == ends.nbytes and len(ends) % 2 == 0
-        # the range first: differences of what lies outside could overflow
-        if is_whole and ends.min() > 0 and ends.max() == ends[-1] == n_tokens and np.diff(ends, prepend=0).min() >= 2:
-            return ends
-    raise UserError(f'{path} is missing or damaged; {remedy_for(path.parent)}')

@@ -24,7 +24,7 @@ class MetricsLog:
         self.evaluated = last['iter'] if 'val_loss' in last else None
         write_text(self.path, ''.join(kept))
         self.file = open(self.path, 'a', buffering=1)  # flushed after every line
-        loss_figure()  # imports matplotlib now: --minutes times the first evaluation
+        loss_figure()  # imports matplotlib now, not in the first evaluation
 
     def write(self, record):
         """Appends a record; a float that is not finite becomes null. Raises UserError if it cannot be written."""
@@ -39,6 +39,10 @@ class MetricsLog:
         except OSError as error:
             raise UserError(f'cannot write {self.path}: {error.strerror}; the checkpoints in its folder are complete, '
                             'continue with --init_from=resume') from error
+
+    def plot(self):
+        """Draws loss.png beside it."""
+        plot_losses(self.path.parent)
 
 
 def read_metrics(out_dir):

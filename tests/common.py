@@ -27,7 +27,7 @@ from safetensors.numpy import load_file, save_file
 
 from jax_devices.parallel import setup_distributed_training, split_batch
 from jax_files.checkpoints import choose_checkpoint
-from jax_files.data import get_batch_jax
+from jax_files.sources import get_batch_jax, open_source
 from jax_files.metrics import read_metrics
 from jax_flags import UserError
 from jax_ops.cpu import cpu_multiplies_uint8
@@ -70,6 +70,22 @@ def write_dataset(folder, train, val, vocab_size=37, dtype='uint16', chars=None)
     chars = chars or ''.join(chr(48 + i) for i in range(vocab_size))
     meta = {'vocab_size': len(chars), 'dtype': dtype, 'tokenizer': {'kind': 'char', 'chars': chars}}
     (folder / 'meta.json').write_text(json.dumps(meta))
+
+
+def write_rows(folder, n, row_length=17, **meta):
+    """A data set of n rows in train, whose tokens are the row's number, and 5 in val."""
+    for_each = lambda n: np.repeat(np.arange(n), row_length)
+    write_dataset(folder, for_each(n), for_each(5))
+    edit_json(folder / 'meta.json', row_length=row_length, **meta)
+
+
+def sources_of(splits, block_size, masks=None):
+    """{split: source} of arrays {split: tokens} and, if given, their masks."""
+    sources = {}
+    for split, tokens in splits.items():
+        mask = masks[split] if masks else None
+        sources[split] = open_source(tokens, mask, block_size=block_size, seed=0, split=split)
+    return sources
 
 
 def write_text_dataset(folder):

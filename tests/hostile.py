@@ -24,26 +24,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_files.checkpoints import checksum, load_run
-from jax_files.data import (
-    counted_share,
-    describe_data,
-    draw_batch,
-    load_mixture,
-    load_mixture_meta,
-    load_pairs,
-)
+from jax_files.checkpoints import checksum
+from jax_files.data import load_mixture_meta
 from jax_files.metrics import MetricsLog, plot_losses
+from jax_files.sources import open_data
 from jax_files.tokenizers import (
     copy_tokenizer,
     describe_tokenizer,
-    load_token_bytes,
     load_tokenizer,
     same_tokens,
     write_char_tokenizer,
 )
 from jax_files.weight_files import local_path
 from jax_flags import SamplingOptions, UserError
+from jax_lora import load_run
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_transformer import GPTConfig
 from tests.common import (
@@ -513,18 +507,10 @@ def run_program(script, *args, main=''):
 
 def read_data(folder):
     """Reads a data set and its first batch, as train_jax.py does."""
-    shares, data = load_mixture_meta(str(folder), folder.parent)
-    is_pairs = data['kind'] == 'pairs'
-    sets = load_mixture(shares, 0 if is_pairs else 16)
-    load_token_bytes(data['tokenizer'], data['vocab_size'])
-    describe_data(sets, data['tokenizer'])
-    if is_pairs:
-        pairs = load_pairs(*shares, *sets[0][2:], 16, False)
-        sets = [sets[0]._replace(splits=pairs, masks={})]
-    for one in sets:
-        for split, mask in one.masks.items():
-            counted_share(mask, 16, 8, split)
-    draw_batch(sets, 16, 8, 0, 0, np.arange(8), data['vocab_size'])
+    shares, meta = load_mixture_meta(str(folder), folder.parent)
+    data = open_data(shares, meta, block_size=16, seed=0)
+    data.check(8)
+    data.train.draw(np.arange(8))
 
 
 def read_metrics_file(folder):

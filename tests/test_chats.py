@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ops.choose_attention
 from jax_devices.parallel import setup_distributed_training, split_batch
-from jax_files.data import find_starts, get_batch_jax, get_loss_weights, get_windows, load_dataset_meta
+from jax_files.data import load_dataset_meta
+from jax_files.sources import find_starts, open_source
 from jax_files.metrics import read_metrics
 from jax_flags import UserError
 from jax_ops.attention import chunked_attention, fused_causal_attention, splash_attention
@@ -52,8 +53,7 @@ def make_rows(n_rows, longest=70, seed=0):
 
 def read_row(tokens, mask, row):
     """A batch of one row."""
-    (x, y), (mask_x, mask_y) = get_windows(tokens, np.array([row]), BLOCK), get_windows(mask, np.array([row]), BLOCK)
-    return {'x': x, 'y': y, 'weight': (mask_y == 1).astype(np.float32), 'start': find_starts(mask_x)}
+    return open_source(tokens, mask, block_size=BLOCK, seed=0).read(np.array([row]))
 
 
 # -----------------------------------------------------------------------------
@@ -98,10 +98,11 @@ def test_rows_too_short_for_any_token_that_counts_are_refused(chatting, tmp_path
 
 def test_an_epoch_holds_every_row_once_and_each_process_reads_its_own_rows():
     tokens, mask = make_rows(7)
-    drawn = np.concatenate([get_batch_jax(tokens, BLOCK, 2, 5, i)[0] for i in range(7)]).reshape(2, 7, BLOCK)
+    source = open_source(tokens, mask, block_size=BLOCK, seed=5)
+    drawn = np.concatenate([source.draw(2 * i + np.arange(2))['x'] for i in range(7)]).reshape(2, 7, BLOCK)
     assert sorted(drawn[0].tolist()) == sorted(drawn[1].tolist()) == sorted(tokens[:, :-1].tolist())
     assert (drawn[0] != drawn[1]).any()
-    whole, part = (get_loss_weights(mask, BLOCK, 4, 5, 3, rows) for rows in (np.arange(4), np.array([2, 3])))
+    whole, part = (source.draw(12 + np.arange(4), rows) for rows in (np.arange(4), np.array([2, 3])))
     for name in ('weight', 'start'):
         np.testing.assert_array_equal(part[name], whole[name][2:])
     assert whole['weight'].mean() == pytest.approx(1) and len(np.unique(whole['weight'])) == 2
@@ -195,10 +196,10 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
     config = dataclasses.replace(CONFIG, **CONFIGS['llama'], n_layer=1, attention='chunked')
     (tokens, mask), curves, evaluated = make_rows(12), [], []
     tx, params = optax.adam(1e-2), random_params(config)
+    source = open_source(tokens, mask, block_size=BLOCK, seed=0)
 
     def draw(i, rows):
-        return dict(zip('xy', get_batch_jax(tokens, BLOCK, 8, 0, i, rows))) | get_loss_weights(
-            mask, BLOCK, 8, 0, i, rows)
+        return source.draw(8 * i + np.arange(8), rows)
 
     initial = TrainState.create(apply_fn=None, params=params, tx=tx)
     for accumulation, layout in ((1, (1,)), (4, (1,)), (1, (4,)), (2, (4, 2, 2)), (1, (4, 1, 1, 1, 2))):
@@ -213,9 +214,8 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
             state, metrics = step(state, parallel.shard_batch(batch, shape))
             curve.append([float(metrics[name]) for name in ('loss', 'grad_norm')])
         curves.append(curve)
-        loss = estimate_loss_jax(eval_step_of(parallel, config), state.params, {'val': tokens}, parallel,
-                                 block_size=BLOCK, batch_size=2, eval_iters=6, masks={'val': mask},
-                                 token_bytes=np.arange(41) % 4)
+        loss = estimate_loss_jax(eval_step_of(parallel, config), state.params, {'val': source}, parallel,
+                                 batch_size=2, eval_iters=6, token_bytes=np.arange(41) % 4)
         evaluated.append([loss['val'], loss['val_bpb']])
     np.testing.assert_allclose(curves[1:], [curves[0]] * (len(curves) - 1), rtol=1e-4)
     np.testing.assert_allclose(evaluated[1:], [evaluated[0]] * (len(curves) - 1), rtol=1e-4)

@@ -15,9 +15,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_files.checkpoints import (
-    checkpoint_steps, choose_checkpoint, finish_checkpoints, load_checkpoint, load_run, lock_out_dir, open_checkpoints,
-    opt_state_item, save_checkpoint)
+    checkpoint_steps, choose_checkpoint, finish_checkpoints, load_checkpoint, lock_out_dir,
+    open_checkpoints, opt_state_item, save_checkpoint)
 from jax_flags import UserError
+from jax_lora import choose_run, load_run
 from jax_train_utils import create_optimizer_with_schedule
 from jax_transformer import create_train_state
 
@@ -185,7 +186,7 @@ LORA = {'base': 'gpt2', 'rank': 8, 'alpha': 16.0, 'quantize': '', 'checksum': No
     (['model', 'layer_types'], 'full')])
 def test_metadata_of_other_types_or_sizes_is_damage(three_checkpoints, capsys, path, value):
     edit_metadata(three_checkpoints / 'ckpt' / '3', path, value)
-    assert choose_checkpoint(three_checkpoints)[0] == 2
+    assert choose_run(three_checkpoints)[0] == 2
     assert 'ckpt/3 is damaged' in capsys.readouterr().err
 
 
@@ -193,7 +194,7 @@ def test_metadata_as_it_is_written_is_read(three_checkpoints):
     step = three_checkpoints / 'ckpt' / '3'
     edit_metadata(step, ['lora'], LORA)
     edit_metadata(step, ['tokenizer'], {'kind': 'char', 'chars': 'ab'})
-    assert choose_checkpoint(three_checkpoints)[0] == 3
+    assert choose_run(three_checkpoints)[0] == 3
 
 
 def test_a_checkpoint_that_has_lost_its_checksums_is_damaged(three_checkpoints, capsys):

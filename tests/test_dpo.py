@@ -11,7 +11,8 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_devices.parallel import setup_distributed_training, split_batch
-from jax_files.data import Pairs, load_dataset_meta
+from jax_files.data import load_dataset_meta
+from jax_files.sources import Pairs
 from jax_lora import create_lora_state, load_frozen
 from jax_pretrained import load_pretrained
 from jax_files.metrics import read_metrics
@@ -60,8 +61,8 @@ def read_pairs(n, block_size, split='train', **options):
     lengths = 3 + rng.integers(1, 7, size=2 * n)
     mask = np.concatenate([np.arange(length) >= 3 for length in lengths]).astype(np.uint8)
     tokens = rng.integers(1, 30, size=len(mask)).astype(np.uint16)
-    options = {'length_normalized': False} | options
-    return Pairs(tokens, mask, np.cumsum(lengths), block_size, split=split, **options)
+    options = {'length_normalized': False, 'seed': 5, **options}
+    return Pairs(tokens, mask, np.cumsum(lengths), block_size=block_size, split=split, **options)
 
 
 # -----------------------------------------------------------------------------
@@ -106,13 +107,13 @@ def test_a_pair_with_an_answer_of_which_the_template_writes_nothing_is_named(cha
 
 def test_an_epoch_holds_every_pair_once_and_each_process_reads_its_own_rows():
     pairs = read_pairs(7, 12)
-    batches = [pairs.draw(4, 5, i, np.arange(4)) for i in range(7)]  # two epochs
+    batches = [pairs.draw(4 * i + np.arange(4)) for i in range(7)]  # two epochs
     rows = np.concatenate([batch['x'] for batch in batches]).reshape(14, 2, 12)
     every = pairs.read(np.arange(14))['x'].reshape(7, 2, 12)
     for epoch in (rows[:7], rows[7:]):
         assert sorted(epoch.tolist()) == sorted(every.tolist())
     assert not (rows[:7] == rows[7:]).all()
-    part = pairs.draw(4, 5, 3, np.array([2, 3]))
+    part = pairs.draw(12 + np.arange(4), np.array([2, 3]))
     for name, values in part.items():
         np.testing.assert_array_equal(values, batches[3][name][2:])
 
@@ -128,8 +129,8 @@ def test_a_row_holds_a_conversation_the_weights_of_its_answer_and_padding():
     np.testing.assert_array_equal(row['weight'], [0, 0, *[1] * (n - 2), *[0] * (12 - n)])
     normalized = read_pairs(7, 12, length_normalized=True).read(np.arange(14))['weight']
     np.testing.assert_allclose(normalized.sum(1), 1, rtol=1e-6)
-    assert pairs.evaluated(100).tolist() == list(range(14))
-    assert pairs.evaluated(4).tolist() == [0, 1, 6, 7]
+    assert pairs.evaluation(100).places.tolist() == list(range(14))
+    assert pairs.evaluation(4).places.tolist() == [0, 1, 6, 7]
 
 
 def test_pairs_longer_than_a_row_are_left_out_and_counted(capsys):
@@ -172,9 +173,9 @@ def test_loss_margin_accuracy_and_gradients_are_those_of_pytorch(kind, n_micro):
     sequences = [golden()[f'{name}/{i}'] for i in range(4) for name in ('chosen', 'rejected')]
     prompts = np.repeat(golden()['prompt_lengths'], 2)
     mask = np.concatenate([np.arange(len(ids)) >= n for ids, n in zip(sequences, prompts)]).astype(np.uint8)
-    pairs = Pairs(np.concatenate(sequences), mask, np.cumsum([len(ids) for ids in sequences]), config.block_size,
-                  kind == 'mean', 'train')
-    batch = pairs.draw(8, 0, 0, np.arange(8)) | {'seq_id': np.arange(8, dtype=np.uint32)}
+    pairs = Pairs(np.concatenate(sequences), mask, np.cumsum([len(ids) for ids in sequences]),
+                  length_normalized=kind == 'mean', block_size=config.block_size, split='train', seed=0)
+    batch = pairs.draw(np.arange(8)) | {'seq_id': np.arange(8, dtype=np.uint32)}
     step = train_step_of(parallel, config, lambda step: 1.0, dpo(beta), grad_clip=0.0)
     state, metrics = step(state, parallel.shard_batch(batch, (n_micro, 8 // n_micro)))
     found = [metrics[name] for name in ('loss', 'margin', 'accuracy')]
@@ -188,7 +189,7 @@ def test_loss_margin_accuracy_and_gradients_are_those_of_pytorch(kind, n_micro):
 @pytest.mark.slow
 def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device():
     curves = []
-    pairs = read_pairs(12, 16)
+    pairs = read_pairs(12, 16, seed=0)
     for layout in (1,), (2,), (8, 2, 2):
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         state, config = tuned_state(FAMILIES / 'llama', optax.adam(1e-2), 4, 2.0, parallel)
@@ -197,7 +198,7 @@ def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device():
         curve = []
         for i in range(3):
             rows = parallel.local_rows(16)
-            batch = pairs.draw(16, 0, i, rows) | {'seq_id': rows.astype(np.uint32)}
+            batch = pairs.draw(16 * i + np.arange(16), rows) | {'seq_id': rows.astype(np.uint32)}
             if shape[1] % 2:
                 pytest.fail(f'{layout} splits pairs')
             state, metrics = step(state, parallel.shard_batch(batch, shape))

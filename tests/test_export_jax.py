@@ -5,7 +5,8 @@ from tests.common import CHAT_TEMPLATE, RESUME, assert_refused, run_script, samp
 import numpy as np
 import pytest
 
-from jax_files.checkpoints import choose_checkpoint, load_run
+from jax_files.checkpoints import choose_checkpoint
+from jax_lora import load_run
 from jax_files.tokenizers import HFTokenizer
 from jax_pretrained import save_pretrained
 from jax_transformer import count_params

@@ -8,8 +8,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jax_devices.parallel import setup_distributed_training
-from jax_files.checkpoints import choose_checkpoint, load_run
-from jax_lora import count_frozen, create_lora_state, load_frozen, model_params
+from jax_files.checkpoints import choose_checkpoint
+from jax_lora import count_frozen, create_lora_state, load_frozen, load_run, model_params
 from jax_ops.matmul import Int8
 from jax_pretrained import load_pretrained
 from jax_transformer import count_params, estimate_mfu

@@ -21,7 +21,7 @@ from jax_devices.parallel import (
     DataParallel, MeshParallel, fit_layout, reduce_over_replicas, setup_distributed_training,
     split_batch)
 from jax_files.checkpoints import finish_checkpoints, load_checkpoint, open_checkpoints, opt_state_item, save_checkpoint
-from jax_files.data import get_batch_jax
+from jax_files.sources import get_batch_jax
 from jax_flags import UserError
 from jax_cache import init_cache
 from jax_generate import DecodeState, Sampling, decode, prefill
@@ -36,7 +36,7 @@ from jax_train_utils import create_optimizer_with_schedule, estimate_loss_jax
 from jax_transformer import GPT, GPTConfig, MoEConfig, create_train_state
 from tests.common import (
     ALL, BOTH, CONFIG, FLAGS, FSDP, ONE, PMAP, SCHEDULE, TENSOR, ZERO_1, ZERO_2, ZERO_2_ON_MESH, collectives,
-    compile_step, eval_step_of, train_step_of)
+    compile_step, eval_step_of, sources_of, train_step_of)
 
 
 def numbers(log):
@@ -139,7 +139,7 @@ def test_positions_of_a_sequence_are_loaded_and_evaluated_where_they_are_compute
         eval_step = eval_step_of(parallel, CONTEXT, loss_chunk=16)
         params = parallel.device_put(initial_state(CONTEXT).params)
         losses.append(estimate_loss_jax(
-            eval_step, params, splits, parallel, block_size=64, batch_size=4, eval_iters=2))
+            eval_step, params, sources_of(splits, 64), parallel, batch_size=4, eval_iters=2))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -198,7 +198,7 @@ def test_evaluation_is_the_same_on_a_mesh():
         eval_step = eval_step_of(parallel, CONFIG)
         params = parallel.device_put(initial_state(CONFIG).params)
         losses.append(estimate_loss_jax(
-            eval_step, params, splits, parallel, block_size=16, batch_size=4, eval_iters=3))
+            eval_step, params, sources_of(splits, 16), parallel, batch_size=4, eval_iters=3))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 

@@ -6,19 +6,17 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
 import jax
 import jaxlib
-import numpy as np
 import pytest
 
 import jax_devices.processes
 import jax_devices.setup
 from jax_devices.setup import (
-    TimeBudget, can_cache_on_cpu, check_device_availability, configure_process, cpu_name, default_dtype,
+    can_cache_on_cpu, check_device_availability, configure_process, cpu_name, default_dtype,
     device_peak_flops, enable_compilation_cache, finds_accelerator, setup_jax_environment)
 from jax_flags import UserError
 from tests.common import ROOT, output_of
@@ -317,19 +315,3 @@ def test_a_second_process_loads_what_the_first_has_compiled_and_computes_the_sam
     assert {process[2] for process in (off, cold, side_by_side, warm, damaged)} == {off[2]}
     assert off[3] == warm[3] == ''
     assert 'Error reading persistent compilation cache' in damaged[3]
-
-
-@pytest.mark.parametrize('eval_interval', [1, 50])
-def test_minutes_are_filled_with_iterations_and_evaluations(monkeypatch, eval_interval):
-    """A run by a clock of its own: 20 s until the first iteration is done, 0.1 s each, an evaluation takes 2 s."""
-    clock = [120.0]
-    monkeypatch.setattr(time, 'perf_counter', lambda: clock[0])
-    budget, n, iter_num = TimeBudget(10, started=100.0), 0, 0
-    state = types.SimpleNamespace(params=np.zeros(1))
-    while n == 0 or iter_num < n:
-        iter_num += 1
-        n = n or budget.iterations(iter_num, state, iter_num % eval_interval == 0, 2.0, eval_interval)
-        clock[0] += 0.1 + 2.0 * (iter_num % eval_interval == 0)
-    assert budget.said == ('1 iterations took 2100.00ms each' if eval_interval == 1 else
-                           '49 iterations took 100.00ms each')
-    assert 576 < clock[0] + 2.0 - 100 < 594  # 2% are left for saves

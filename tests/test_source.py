@@ -15,14 +15,16 @@ LEVELS = {
     'jax_files.metrics': 1, 'jax_files.chats': 1, 'jax_files.torch_files': 1, 'jax_files.adapters': 1,
     'jax_files.tokenizer_library': 1,
     'jax_files.tokenizer_folders': 2, 'jax_files.tokenizers': 3, 'jax_files.data': 4, 'jax_files.gguf_files': 4,
+    'jax_files.sources': 5, 'jax_files.checkpoints': 4,
     'jax_files.weight_files': 5,
     'jax_ops.sharding': 1, 'jax_ops.dropout': 1, 'jax_ops.cpu': 2, 'jax_ops.matmul': 3,
     'jax_ops.attention': 4, 'jax_ops.experts': 4, 'jax_ops.vocabulary': 4, 'jax_ops.layers': 4,
     'jax_files.config_json': 1, 'jax_ropes': 2, 'jax_families': 6,
     'jax_ops.choose_attention': 5, 'jax_ops.decode_weights': 4, 'jax_sizes': 1, 'jax_cache': 4,
     'jax_transformer': 5, 'jax_generate': 6, 'jax_devices.parallel': 7,
-    'jax_optimizers': 5, 'jax_log': 1, 'jax_pretrained': 7, 'jax_lora': 8, 'jax_files.checkpoints': 9,
-    'jax_train_utils': 10, 'jax_score': 7, 'jax_speed': 7, 'jax_text': 10, 'jax_chat': 11,
+    'jax_optimizers': 5, 'jax_log': 1, 'jax_pretrained': 8, 'jax_lora': 9,
+    'jax_train_utils': 10, 'jax_score': 7, 'jax_speed': 7, 'jax_text': 10, 'jax_chat': 11, 'jax_start': 11,
+    'jax_minutes': 12,
 }
 SCRIPTS = ('train_jax', 'sample_jax', 'eval_jax', 'export_jax', 'bench_jax')
 FOLDERS = ('jax_ops', 'jax_files', 'jax_devices', 'tools')

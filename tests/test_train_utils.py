@@ -9,7 +9,7 @@ import sys
 import tests.common
 from tests.common import (
     GOLDEN, ROOT, apply, column, compiled_once, device_batch, eval_step_of, fresh_run, host_batch,
-    make_step, next_line, run_steps, slow, write_dataset)
+    make_step, next_line, run_steps, slow, sources_of, write_dataset)
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import optax
 import pytest
 
 from jax_devices.parallel import DataParallel, split_batch
-from jax_files.data import get_windows, load_dataset
+from jax_files.data import load_dataset
 from jax_flags import UserError
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
@@ -224,14 +224,15 @@ def test_2000_good_steps_double_the_scale():
 @pytest.mark.slow
 def test_evaluation_is_the_mean_of_the_same_windows_on_any_number_of_devices(tmp_path):
     write_dataset(tmp_path, np.arange(3000) % 37, np.arange(2000) % 31)
-    splits = load_dataset(tmp_path, 16)[0]
+    sources = sources_of(load_dataset(tmp_path, 16)[0], 16)
     results = []
     for n_devices in (1, 2, 8):
         parallel, state, _ = fresh_run((n_devices,), DROPOUT_ON)
         eval_step = eval_step_of(parallel, DROPOUT_ON)
         results.append(estimate_loss_jax(
-            eval_step, state.params, splits, parallel, block_size=16, batch_size=4, eval_iters=3))
-    x, y = get_windows(splits['val'], np.arange(12) * (2000 - 17) // 11, 16)
+            eval_step, state.params, sources, parallel, batch_size=4, eval_iters=3))
+    batch = sources['val'].read(np.arange(12) * (2000 - 17) // 11)
+    x, y = batch['x'], batch['y']
     expected = mean_loss(TINY, state.params, x, y)
     for result in results:
         assert result['val'] == pytest.approx(float(expected), rel=1e-5)
@@ -247,13 +248,14 @@ def test_bits_per_byte_leave_out_what_has_no_bytes_or_does_not_count(n_devices, 
     token_bytes = np.arange(37) % 4  # every fourth is a special token
     parallel, state, _ = fresh_run((n_devices,), DROPOUT_ON)
     eval_step = eval_step_of(parallel, DROPOUT_ON)
-    options = dict(block_size=16, batch_size=4, eval_iters=3, masks=masks if masked else None)
-    losses = estimate_loss_jax(eval_step, state.params, splits, parallel, token_bytes=token_bytes, **options)
-    without = estimate_loss_jax(eval_step, state.params, splits, parallel, **options)
+    options = dict(batch_size=4, eval_iters=3)
+    sources = sources_of(splits, 16, masks if masked else None)
+    losses = estimate_loss_jax(eval_step, state.params, sources, parallel, token_bytes=token_bytes, **options)
+    without = estimate_loss_jax(eval_step, state.params, sources, parallel, **options)
     assert {split: losses[split] for split in splits} == without
     start = np.arange(12) * (2000 - 17) // 11
-    x, y = get_windows(splits['val'], start, 16)
-    counts = get_windows(masks['val'], start, 16)[1] if masked else 1
+    batch = sources['val'].read(start)
+    x, y, counts = batch['x'], batch['y'], batch.get('weight', 1)
     nats = jax.jit(functools.partial(GPT(DROPOUT_ON).apply, method='loss'))(
         {'params': jax.device_get(state.params)}, x, y)
     expected = (nats * counts * (token_bytes[y] > 0)).sum() / np.log(2) / (token_bytes[y] * counts).sum()
@@ -262,14 +264,14 @@ def test_bits_per_byte_leave_out_what_has_no_bytes_or_does_not_count(n_devices, 
 
 def test_an_evaluation_ends_when_a_signal_comes():
     parallel, state, _ = fresh_run((1,), DROPOUT_ON)
-    splits = {'train': np.arange(3000) % 37}
+    sources = sources_of({'train': np.arange(3000, dtype=np.int32) % 37}, 16)
     calls = []
 
     def eval_step(params, batch):
         calls.append(len(calls))
         return np.zeros(1)
 
-    evaluate = functools.partial(estimate_loss_jax, eval_step, None, splits, parallel, block_size=16, batch_size=4)
+    evaluate = functools.partial(estimate_loss_jax, eval_step, None, sources, parallel, batch_size=4)
     assert evaluate(eval_iters=1000, stop_signal=lambda: 15 if len(calls) >= 3 else 0) is None
     assert len(calls) <= 5
 

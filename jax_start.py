@@ -1,0 +1,443 @@
+"""Flags to the run to start from: from scratch, from a pretrained model, or where a run ended.
+
+What a resume restores, and where from (out_dir/ckpt/<iteration> holds the checkpoint, of which
+`meta` is the JSON part):
+
+| what | from | by |
+|---|---|---|
+| flags, overridden by those given now; NOT_RESUMED are not | meta | `merge_resumed_flags` |
+| --deterministic, before jax starts | out_dir/config.json | `configure_process` |
+| the layout over devices, if it fits those that are here | flags | `fit_layout` |
+| the model's config | meta | `continued_model` |
+| the tokenizer, if the data set still has it | meta | `continued_model` |
+| LoRA's base (or --base), rank, alpha and checksum | meta | `continued_model` |
+| iteration, best validation loss, wandb's id | meta | `open_run` |
+| parameters, or LoRA's updates | checkpoint | `start_state` |
+| the optimizer's state and the number of updates | checkpoint | `start_state` |
+| float16's loss scale; another dtype begins anew | checkpoint | `start_state` |
+| LoRA's frozen weights, if their checksum is the same | the base | `start_state` |
+| metrics.jsonl up to that iteration | out_dir | `MetricsLog` |
+| later checkpoints are set aside | out_dir | `lock_out_dir` |
+| data order, dropout, learning rate | nothing | functions of seed and iteration |
+"""
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+
+from jax_devices.parallel import fit_layout
+from jax_devices.processes import check_agreement, in_all_processes
+from jax_devices.setup import setup_jax_environment
+from jax_files.checkpoints import (
+    checkpoint_steps, load_checkpoint, lock_out_dir, open_checkpoints)
+from jax_files.data import load_mixture_meta
+from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, same_tokens
+from jax_files.weight_files import find_config_json, keep_config_json, local_path
+from jax_flags import (
+    UserError, ceil_div, check_flags, check_given, check_needs, rising_learning_rate, write_json)
+from jax_lora import choose_run, create_lora_state, full_path, load_frozen, move_base
+from jax_ops.choose_attention import choose_attention
+from jax_optimizers import create_optimizer_with_schedule
+from jax_pretrained import load_config, load_weights
+from jax_text import create_sampler, sample_while_training
+from jax_train_utils import check_loss_chunk, create_learning_rate_schedule
+from jax_transformer import GPTConfig, create_train_state, initial_loss_scale
+
+# the flags that a checkpoint fixes
+MODEL_FLAGS = {
+    'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'norm', 'position', 'n_kv_head', 'qk_norm',
+    'layer_types', 'window', 'mlp', 'n_inner', 'tied_head', 'n_expert', 'n_expert_used'}
+
+# the flags that a resumed run does not take from its checkpoint
+NOT_RESUMED = (
+    'device', 'overwrite', 'eval_only', 'out_dir', 'coordinator_address', 'num_processes',
+    'process_id', 'profile', 'base')
+
+# the flags that --minutes sets, by the measured speed
+FIXED_BY_MINUTES = ('max_iters', 'lr_decay_iters', 'warmup_iters')
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run starts from. Filled in by open_run, and read-only from then on."""
+    flags: dict  # all of them, as the checkpoints of this run hold them
+    given: dict  # those that the user gave
+    devices: list
+    dtype: str  # of computation; flags['dtype'] may be 'auto'
+    resumed: dict | None  # the metadata of the checkpoint that is continued
+    shares: dict  # {folder of a data set: fraction}
+    data: dict  # what meta.json says of the first data set, see load_dataset_meta
+    iter_num: int = 0  # iterations made so far
+    best_val_loss: float = 1e9
+    wandb_id: str | None = None
+    # the model
+    config: GPTConfig | None = None
+    tokenizer: dict | None = None
+    lora: dict | None = None  # {'base', 'rank', 'alpha', 'quantize', 'checksum'}
+    path: str | None = None  # of a pretrained model
+
+    @property
+    def has_pairs(self):
+        """Whether the data set has pairs of answers."""
+        return self.data['kind'] == 'pairs'
+
+    @property
+    def resumed_at(self):
+        """The iteration at which the run goes on; None for a new run."""
+        return self.iter_num if self.resumed else None
+
+    @property
+    def is_timed(self):
+        """Whether --minutes is to set the number of iterations: that of a new run, or of one that
+        an earlier version stopped while it measured."""
+        is_known = self.resumed and self.flags['max_iters']
+        return self.flags['minutes'] > 0 and not is_known
+
+
+def open_run(flags, given, data_root):
+    """Decides what the run starts from: scratch, a pretrained model, LoRA on one, or a checkpoint.
+
+    flags, given: of read_flags. data_root: the folder of the data sets. Returns a Run. Nothing is
+    written. Raises UserError for all that resolve_flags refuses, and for a model or a data set
+    that is missing or does not fit the other."""
+    flags, resumed, devices, dtype = resolve_flags(flags, given)
+    shares, data = in_all_processes(load_mixture_meta, flags['dataset'], data_root)
+    run = Run(flags, given, devices, dtype, resumed, shares, data)
+    if resumed:
+        run.iter_num = resumed['iter_num']
+        run.best_val_loss = resumed['best_val_loss']
+        run.wandb_id = resumed['wandb_id']
+        continued_model(run)
+    elif flags['init_from'] == 'scratch':
+        new_model(run)
+    else:
+        pretrained_model(run)
+    return run
+
+
+def new_model(run):
+    """Sets the config and the tokenizer of a model that is trained from scratch."""
+    run.tokenizer = run.data['tokenizer']
+    vocab_size = run.data['vocab_size']
+    if run.tokenizer['kind'] != 'char':
+        # as nanoGPT pads GPT-2's 50257 to 50304, for efficiency
+        vocab_size = ceil_div(vocab_size, 64) * 64
+    run.config = config_from_flags(run.flags, vocab_size=vocab_size, dtype=run.dtype)
+    print(f'initializing a new model from scratch, vocab_size {vocab_size}')
+
+
+def continued_model(run):
+    """Sets the config, the tokenizer and LoRA of a run that is resumed."""
+    flags, resumed = run.flags, run.resumed
+    run.config = for_this_run(GPTConfig(**resumed['model']), flags, run.given, run.dtype)
+    run.tokenizer = resumed['tokenizer']
+    run.lora = move_base(resumed.get('lora'), flags['base'])
+    if not same_tokens(run.data['tokenizer'], run.tokenizer):
+        raise UserError(f"{flags['out_dir']} was trained with other tokens than those of dataset "
+                        f"{flags['dataset']}: their ids mean something else")
+    if run.dtype != resumed['model']['dtype']:
+        print(f"this run has computed in {resumed['model']['dtype']} so far, and continues in "
+              f'{run.dtype}')
+    print(f"resuming {flags['out_dir']} at iteration {run.iter_num}, best val loss "
+          f'{run.best_val_loss:.4f}')
+
+
+def pretrained_model(run):
+    """Sets the config, the tokenizer and LoRA of a run that starts from another model's weights.
+    block_size may be less than the model's."""
+    flags, given, source = run.flags, run.given, run.flags['init_from']
+    run.path = local_path(source)
+    config = in_all_processes(load_config, run.path)
+    block_size = flags['block_size']
+    if block_size > config.block_size and 'block_size' in given:
+        raise UserError(f'block_size={block_size}, but {source} knows only {config.block_size} '
+                        'positions')
+    block_size = min(block_size, config.block_size)
+    if config.position == 'learned':
+        config = dataclasses.replace(config, block_size=block_size)
+    run.config = for_this_run(config, flags, given, run.dtype)
+    run.flags = {**flags, **flags_from_config(run.config, given), 'block_size': block_size}
+    known = describe_tokenizer(run.path, config.vocab_size)
+    run.tokenizer = check_tokens(run.data['tokenizer'], flags['dataset'], known, source,
+                                 config.vocab_size)
+    if flags['lora_rank']:
+        run.lora = {'base': full_path(source), 'rank': flags['lora_rank'],
+                    'alpha': flags['lora_alpha'], 'quantize': flags['quantize'], 'checksum': None}
+    print(f"initializing from {source}, dropout {flags['dropout']}, block_size {block_size}")
+
+
+def check_fits(run, micro_batch):
+    """Raises UserError if the model and the data do not fit, before the data is read.
+
+    micro_batch: the number of sequences that a device computes at a time."""
+    flags = run.flags
+    dataset, batch_size = flags['dataset'], flags['batch_size']
+    vocab_size = run.data['vocab_size']
+    if vocab_size > run.config.vocab_size:
+        raise UserError(f'dataset {dataset} has a vocabulary of {vocab_size}, the model only '
+                        f'{run.config.vocab_size}')
+    if not run.is_timed:
+        optimizer_from_flags(flags)  # a schedule that cannot be
+    if flags['quantize'] and run.config.moe:
+        raise UserError('quantize=int8 does not train models with experts; use --quantize=')
+    check_needs('train_jax', {**flags, 'is_pairs': run.has_pairs}, run.given)
+    if not run.has_pairs:
+        return
+    if not run.lora:
+        raise UserError(f'dataset {dataset} has pairs of answers, which LoRA learns from: see '
+                        'config/finetune_dpo.py')
+    if micro_batch % 2:
+        raise UserError('the two sequences of a pair go to one device: '
+                        f'batch_size={batch_size} must be a multiple of '
+                        f'{2 * batch_size // micro_batch}')
+
+
+def training_config(run, data, parallel):
+    """Returns the config as training executes it: for sequences of block_size, with the chosen
+    attention, which is printed. Raises UserError for what the devices cannot split or compute.
+
+    Checkpoints hold run.config.architecture(): a RoPE model keeps its context."""
+    flags = run.flags
+    config = dataclasses.replace(run.config, block_size=flags['block_size'])
+    attention, reason = choose_attention(
+        flags['attention'], config, run.devices[0], tensor=flags['tensor'],
+        context=flags['context'], deterministic=flags['deterministic'],
+        packed=data.train.is_packed)
+    config = dataclasses.replace(config, attention=attention, scan_layers=flags['scan_layers'],
+                                 remat=flags['remat'])
+    print(f'attention: {attention} ({reason})')
+    parallel.validate(config)
+    check_loss_chunk(config, flags['loss_chunk'])
+    return config
+
+
+def open_sampler(run):
+    """Makes a function of a TrainState that continues --sample_prompt, as sample_jax.py would from
+    its checkpoint; None without a prompt. Raises UserError for one that cannot be continued."""
+    prompt = run.flags['sample_prompt']
+    sampler = in_all_processes(create_sampler, prompt, run.config, run.tokenizer, run.devices[0])
+    if sampler is None:
+        return None
+
+    def sample(state):
+        return sample_while_training(sampler, state, run.lora, prompt, run.flags['seed'])
+
+    return sample
+
+
+def start_state(run, config, parallel, tx):
+    """Makes the TrainState to start from: that of the checkpoint, or a new one, with the
+    parameters of the pretrained model if there is one. With LoRA, that model's are frozen, and
+    their checksum is remembered in run.lora.
+
+    config: the run's, as training executes it. tx: the optimizer."""
+    key = jax.random.key(run.flags['seed'])
+    create = create_train_state
+    if run.lora:
+        create = functools.partial(create_lora_state, rank=run.lora['rank'])
+    if run.resumed:
+        saved = GPTConfig(**run.resumed['model'])
+        abstract = parallel.abstract_state(create, key, saved, tx)
+        state = load_checkpoint(run.flags['out_dir'], run.iter_num, abstract)
+        if (run.dtype == 'float16') != (saved.dtype == 'float16'):
+            loss_scale = parallel.device_put(initial_loss_scale(run.dtype))
+            state = state.replace(loss_scale=loss_scale)
+    elif run.path and not run.lora:
+        params, _ = in_all_processes(load_weights, run.path, config, parallel)
+        state = parallel.init_sharded(without_params, create, key, config, tx)
+        state = state.replace(params=params)
+    else:
+        state = parallel.init_sharded(create, key, config, tx)
+    if run.lora:
+        frozen, checksum = in_all_processes(load_frozen, run.lora, config, parallel)
+        run.lora = {**run.lora, 'checksum': checksum}
+        state = state.replace(frozen=frozen)
+    return state
+
+
+def without_params(create, *args):
+    """Makes a state whose parameters are loaded afterwards: compiled, it does not compute any."""
+    return create(*args).replace(params=None)
+
+
+# -----------------------------------------------------------------------------
+# out_dir
+
+class OutDir:
+    """The folder of a run, locked until the process ends. An earlier run in it is never overwritten
+    by mistake: UserError."""
+
+    def __init__(self, run):
+        self.run = run
+        self.path = run.flags['out_dir']
+        self.earlier = []  # iterations of the checkpoints that are to be deleted
+        if not run.resumed:
+            self.earlier = checkpoint_steps(self.path)
+        if self.earlier and not run.flags['overwrite']:
+            raise UserError(
+                f'{self.path} holds a run at iteration {self.earlier[0]}; continue it with '
+                '--init_from=resume, choose another --out_dir, or delete its checkpoints with '
+                '--overwrite=True')
+        self.lock = lock_out_dir(self.path, run.resumed_at)
+
+    def open(self):
+        """Opens its checkpoints: returns Orbax's manager."""
+        return open_checkpoints(self.path, self.run.flags['keep'])
+
+    def begin(self, checkpoints):
+        """Deletes an earlier run, and writes what is beside the checkpoints: config.json, the
+        tokenizer, and the config.json of a pretrained model."""
+        run = self.run
+        for step in self.earlier:
+            checkpoints.delete(step)
+        if jax.process_index() > 0:
+            return
+        write_json(Path(self.path, 'config.json'), {**run.flags, 'dtype': run.dtype})
+        copy_tokenizer(run.tokenizer, Path(self.path, 'tokenizer'))
+        if not run.resumed:
+            source = find_config_json(run.path) if run.path else None
+            keep_config_json(source, self.path)
+
+
+# -----------------------------------------------------------------------------
+# flags
+
+def resolve_flags(flags, given):
+    """Completes the flags of a run, from what read_flags returned: init_from=auto becomes 'resume'
+    or 'scratch'; a resumed run keeps its flags except for those given now, and takes a layout that
+    fits the devices. All processes must agree.
+
+    Returns (flags, the metadata of the checkpoint that is resumed or None, the devices, the
+    compute dtype). Raises UserError for flags that are out of range, ask for another architecture
+    or optimizer than the checkpoint's, or for devices that are not here."""
+    # each process may have its own of these, if the content is the same
+    own = ('process_id', 'out_dir', 'dataset')
+    shared = {name: value for name, value in flags.items() if name not in own}
+    shared['the list of given flags'] = sorted(given.keys() - own)
+    check_agreement('flags', shared)
+    out_dir = flags['out_dir']
+    steps = checkpoint_steps(out_dir)
+    if flags['init_from'] == 'auto':
+        init_from = 'resume' if steps else 'scratch'
+        flags = {**flags, 'init_from': init_from}
+        given = {**given, 'init_from': init_from}
+    check_agreement('out_dir', {'init_from': flags['init_from'], 'checkpoints': steps})
+    resumed = None
+    if flags['init_from'] == 'resume':
+        _, resumed = choose_run(out_dir)
+        flags = merge_resumed_flags(flags, given, resumed['flags'])
+    for name in ('compile', 'backend'):
+        if name in given:
+            print(f'--{name}={flags[name]} has no effect here: JAX always compiles, and picks its '
+                  'own communication')
+    check_flags(flags)
+    check_given(flags, given)
+    warning = rising_learning_rate(flags)
+    if warning:
+        print(f'warning: {warning}')
+    devices, dtype, reason = in_all_processes(setup_jax_environment, flags['device'], flags['dtype'])
+    if resumed:
+        layout = {name: flags[name] for name in ('fsdp', 'tensor', 'expert', 'context')}
+        fitting = fit_layout(layout, given, len(devices), resumed['model']['n_embd'])
+        if fitting != layout:
+            print(f'{layout} of the resumed run does not fit {len(devices)} devices: taking '
+                  f'{fitting}')
+        flags = {**flags, **fitting}
+    print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
+    return flags, resumed, devices, dtype
+
+
+def merge_resumed_flags(flags, given, saved):
+    """Returns the flags of a resumed run: those `saved` in its checkpoint, overridden by those
+    `given` now. Another batch_size continues elsewhere in the data.
+
+    flags: of read_flags, for what the checkpoint lacks and for NOT_RESUMED. Raises UserError if
+    the given flags ask for another optimizer or architecture."""
+    out_dir = flags['out_dir']
+    kept = {'lora_rank': 0, 'quantize': ''}  # what the first versions did not save
+    for name, value in saved.items():
+        if name not in flags or name in NOT_RESUMED:
+            continue
+        is_int_for_float = type(value) is int and type(flags[name]) is float
+        if type(value) is not type(flags[name]) and not is_int_for_float:
+            raise UserError(
+                f'the checkpoint in {out_dir} says {name}={str(value)[:100]!r}, which is no value '
+                'of this flag: it is damaged, or of another program')
+        kept[name] = value
+    if given.get('minutes'):
+        # the command that started the run; what was fixed then stays
+        if given['minutes'] != kept.get('minutes'):
+            raise UserError(
+                f'minutes is for a new run: leave it out, and {out_dir} continues to its '
+                f"max_iters={kept['max_iters']}, or give --minutes=0 with another max_iters")
+        given = {name: value for name, value in given.items() if name not in FIXED_BY_MINUTES}
+    optimizer = kept.get('optimizer', 'adamw')
+    if given.get('optimizer', optimizer) != optimizer:
+        raise UserError(f'cannot resume with another optimizer: {out_dir} holds the state of '
+                        f'{optimizer}')
+    fixed = MODEL_FLAGS | {'lora_rank', 'lora_alpha', 'quantize'}
+    for name in fixed & given.keys() & kept.keys():
+        if given[name] != kept[name]:
+            raise UserError(
+                f'cannot resume with another architecture: {out_dir} was trained with '
+                f'{name}={kept[name]!r}, not {name}={given[name]!r}')
+    return {**flags, **kept, **given}
+
+
+def config_from_flags(flags, **more):
+    """Makes the GPTConfig that the model's flags mean, with `more` of its fields. n_inner is the
+    width of each expert too. Raises UserError for flags that do not go together."""
+    names = (MODEL_FLAGS | {'dropout'}) - {'n_expert', 'n_expert_used'}
+    fields = {name: flags[name] for name in names}
+    layer_types = flags['layer_types'].split(',')
+    fields['layer_types'] = tuple(layer_type.strip() for layer_type in layer_types)
+    if flags['n_expert']:
+        fields['moe'] = {
+            'n_expert': flags['n_expert'],
+            'n_used': flags['n_expert_used'],
+            'width': flags['n_inner'] or 4 * flags['n_embd'],
+            'balance': flags['expert_balance']}
+    config = GPTConfig(**fields, **more)
+    if config.window and 'window' not in config.layer_types:
+        raise UserError(f'window={config.window} needs window layers, as in '
+                        '--layer_types=window,full')
+    return config
+
+
+def flags_from_config(config, given=None):
+    """Returns the model's flags for a config that did not come from flags; fields without a flag
+    are left out. Raises UserError if flags `given` by the user, but for block_size, are others."""
+    names = MODEL_FLAGS - {'n_expert', 'n_expert_used'}
+    flags = {name: getattr(config, name) for name in names}
+    flags['layer_types'] = ','.join(config.layer_types)
+    flags['n_expert'] = config.moe.n_expert if config.moe else 0
+    flags['n_expert_used'] = config.moe.n_used if config.moe else 2
+    if config.moe:
+        flags['expert_balance'] = config.moe.balance
+    for name in sorted((MODEL_FLAGS - {'block_size'}) & (given or {}).keys()):
+        if given[name] != flags[name]:
+            raise UserError(f'{name}={given[name]} is not of this model, which has '
+                            f'{name}={flags[name]}: leave it out')
+    return flags
+
+
+def for_this_run(config, flags, given, dtype):
+    """Returns the config of a trained model with the dropout, the dtype and, if it is given, the
+    expert_balance of this run."""
+    moe = config.moe
+    if moe and 'expert_balance' in given:
+        moe = dataclasses.replace(moe, balance=flags['expert_balance'])
+    return dataclasses.replace(config, dropout=flags['dropout'], dtype=dtype, moe=moe)
+
+
+def optimizer_from_flags(flags):
+    """Makes (the schedule of the learning rate, the optimizer) that the flags mean."""
+    schedule = create_learning_rate_schedule(
+        flags['learning_rate'], decay_lr=flags['decay_lr'], warmup_iters=flags['warmup_iters'],
+        lr_decay_iters=flags['lr_decay_iters'], min_lr=flags['min_lr'],
+        lr_schedule=flags['lr_schedule'])
+    tx = create_optimizer_with_schedule(
+        schedule, beta1=flags['beta1'], beta2=flags['beta2'], weight_decay=flags['weight_decay'],
+        optimizer=flags['optimizer'])
+    return schedule, tx

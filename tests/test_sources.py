@@ -1,0 +1,220 @@
+"""Token files become batches: windows, rows, mixtures. tests/test_dpo.py has the pairs."""
+import dataclasses
+from tests.common import (
+    TINY, make_step, sources_of, write_dataset, write_rows)
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jax_files.data import load_dataset_meta
+from jax_files.sources import (
+    Data, DataSet, Mixture, WindowOrder, assign, count_windows, get_batch_jax, open_data, open_source)
+from jax_train_utils import create_learning_rate_schedule
+from jax_transformer import GPT, create_train_state, cross_entropy
+
+
+def open_folders(shares, seed):
+    """The data of {folder: fraction}."""
+    return open_data(shares, load_dataset_meta(next(iter(shares))), block_size=16, seed=seed)
+
+# -----------------------------------------------------------------------------
+# windows
+
+def test_targets_are_the_next_tokens_and_batches_a_function_of_seed_and_iteration():
+    tokens = np.arange(1000, dtype=np.uint16)
+    x, y = get_batch_jax(tokens, 16, 12, 1337, 5)
+    assert x.shape == (12, 16)
+    assert x.dtype == np.int32
+    np.testing.assert_array_equal(y, x + 1)
+    np.testing.assert_array_equal(x, get_batch_jax(tokens, 16, 12, 1337, 5)[0])
+    for other in ((1338, 5), (1337, 6)):
+        assert not np.array_equal(x, get_batch_jax(tokens, 16, 12, *other)[0])
+
+
+def test_the_sequences_do_not_depend_on_how_they_are_batched():
+    tokens = np.arange(500, dtype=np.uint16)
+    small = np.concatenate([get_batch_jax(tokens, 16, 4, 7, i)[0] for i in range(30)])
+    large = np.concatenate([get_batch_jax(tokens, 16, 12, 7, i)[0] for i in range(10)])
+    np.testing.assert_array_equal(small, large)
+
+
+@pytest.mark.parametrize('n', [17, 18, 33, 40, 500])
+def test_an_epoch_shows_every_window_once_and_the_next_one_others(n):
+    tokens = np.arange(n, dtype=np.uint16)
+    n_windows = count_windows(n, 16)
+    first, second = (get_batch_jax(tokens, 16, n_windows, 7, i)[0] for i in (0, 1))
+    assert len(np.unique(first)) == first.size  # no token twice
+    assert first.size >= min(n - 1, max(16, n - 3 * 16))
+    assert first.max() <= n - 2  # the last token has a target
+    if n >= 40:
+        assert not np.array_equal(np.sort(first, 0), np.sort(second, 0))
+
+
+def test_the_order_of_the_windows_has_not_changed():
+    tokens = np.arange(500, dtype=np.uint16)
+    assert [get_batch_jax(tokens, 16, 4, 7, i)[0][:, 0].tolist() for i in (0, 9)] == [
+        [242, 178, 370, 82], [462, 286, 126, 414]]
+
+
+def test_the_order_takes_the_smallest_integers_and_is_that_of_the_larger_ones():
+    for n_windows, itemsize in ((200, 1), (2000, 2), (70_000, 4)):
+        offset, order = WindowOrder(16 * (n_windows + 2), 16, 7).shuffle(3)
+        rng = np.random.default_rng([7, 0, 3])
+        assert offset == rng.integers(32)
+        np.testing.assert_array_equal(order, rng.permutation(n_windows))
+        assert order.itemsize == itemsize
+
+
+def test_the_fingerprint_of_data_tells_one_token_and_the_tokenizer():
+    splits = {'train': np.arange(50, dtype=np.uint16), 'val': np.arange(9, dtype=np.uint16)}
+
+    def describe(splits, kind='gpt2'):
+        sources = sources_of(splits, 8)
+        return Data([DataSet('', 1.0, sources)], sources['train']).fingerprint({'kind': kind})
+
+    one = describe(splits)
+    assert one == describe(splits)
+    other = describe(splits | {'val': splits['val'] ^ np.uint16(1)}, 'char')
+    assert {name for name in one if one[name] != other[name]} == {'content of val.bin', 'the tokenizer'}
+    shorter = describe(splits | {'train': splits['train'][:-1]})
+    assert {name for name in one if one[name] != shorter[name]} == {'tokens in train.bin', 'content of train.bin'}
+
+
+@pytest.mark.slow
+def test_the_loss_of_masked_tokens_counts_the_others_only_however_the_batch_is_split():
+    mask = np.random.default_rng(0).integers(2, size=500).astype(np.uint8)
+    tokens = np.random.default_rng(1).integers(37, size=500)
+    source = open_source(tokens, mask, block_size=16, seed=0)
+    numbers = 3 * 8 + np.arange(8)
+    batch = source.draw(numbers)
+    x, y, weights = batch['x'], batch['y'], batch['weight']
+    targets = get_batch_jax(mask, 16, 8, 0, 3)[1]
+    assert (weights[targets == 0] == 0).all()
+    np.testing.assert_allclose(weights.mean(), 1, rtol=1e-6)
+    np.testing.assert_array_equal(source.draw(numbers, np.arange(2, 5))['weight'], weights[2:5])
+    # a step with weights has the gradient of the mean over the tokens that count
+    config = dataclasses.replace(TINY, n_layer=1)
+    schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
+    step = make_step(config, schedule, grad_clip=0.0)
+    state = create_train_state(jax.random.key(0), config, optax.sgd(1.0))
+    by_micro_batch = lambda a: a.reshape(2, 4, *a.shape[1:])
+    batch = {'x': x, 'y': y, 'seq_id': np.arange(8, dtype=np.uint32), 'weight': weights}
+    after, metrics = jax.jit(step)(state, jax.tree.map(by_micro_batch, batch))
+
+    def mean_loss(params):
+        return (cross_entropy(GPT(config).apply({'params': params}, x), y) * targets).sum() / targets.sum()
+
+    loss, grads = jax.jit(jax.value_and_grad(mean_loss))(state.params)
+    np.testing.assert_allclose(metrics['loss'], loss, rtol=1e-5)
+    check = lambda before, after, grad: np.testing.assert_allclose(before - after, grad, atol=1e-6)
+    jax.tree.map(check, state.params, after.params, grads)
+
+# -----------------------------------------------------------------------------
+# mixtures
+
+def test_the_example_of_how_sequences_are_assigned_to_the_parts_of_a_mixture():
+    which, own = assign(np.arange(8), [0.5, 0.25, 0.25])
+    assert which.tolist() == [2, 1, 0, 0, 2, 1, 0, 0] and own.tolist() == [0, 0, 0, 1, 1, 1, 2, 3]
+
+
+ARRAYS = [(np.arange(400, dtype=np.uint16), 0.7), (np.arange(1000, 1230, dtype=np.uint16), 0.2),
+         (np.arange(2000, 2300, dtype=np.uint16), 0.1)]
+
+
+def mixture(block_size=16, seed=7):
+    sources = [open_source(tokens, block_size=block_size, seed=seed) for tokens, _ in ARRAYS]
+    return Mixture(sources, [fraction for _, fraction in ARRAYS])
+
+
+def draw(source, n_rows, iteration, rows=slice(None)):
+    """(x, y) of an iteration."""
+    batch = source.draw(iteration * n_rows + np.arange(n_rows), rows)
+    return batch['x'], batch['y']
+
+
+@pytest.mark.parametrize('n_rows', [1, 7, 12])
+def test_a_mixture_has_its_fractions_after_any_number_of_iterations(n_rows):
+    drawn = np.zeros(3)
+    mixed = mixture()
+    for iteration in range(1000):
+        x, _ = draw(mixed, n_rows, iteration)
+        drawn += np.bincount(x[:, 0] // 1000, minlength=3)
+        assert np.abs(drawn - (iteration + 1) * n_rows * np.array([0.7, 0.2, 0.1])).max() < 3  # sequences
+    assert np.abs(drawn / drawn.sum() - [0.7, 0.2, 0.1]).max() < 0.001 or n_rows == 1
+
+
+def test_every_window_of_each_set_of_a_mixture_is_drawn_once_per_epoch_of_that_set():
+    drawn = np.concatenate([draw(mixture(), 12, i)[0] for i in range(30)])
+    for k, (tokens, _) in enumerate(ARRAYS):
+        own = drawn[drawn[:, 0] // 1000 == k]
+        n = count_windows(len(tokens), 16)
+        assert len(own) > 2 * n
+        for epoch in range(2):
+            windows = own[epoch * n:][:n]
+            assert len(np.unique(windows)) == windows.size  # no token twice
+        np.testing.assert_array_equal(own[:n], get_batch_jax(tokens, 16, n, 7, 0)[0])  # the stream it has alone
+
+
+def test_the_sequences_of_a_mixture_are_the_same_however_they_are_batched_and_shared():
+    x, y = draw(mixture(), 12, 5)
+    np.testing.assert_array_equal(y, x + 1)
+    for rows in (np.arange(4), np.array([3, 4, 11])):
+        np.testing.assert_array_equal(draw(mixture(), 12, 5, rows), (x[rows], y[rows]))
+    halves = np.concatenate([draw(mixture(), 6, i)[0] for i in (10, 11)])
+    np.testing.assert_array_equal(halves, x)
+
+
+def test_beside_a_set_with_masks_every_token_of_the_others_counts(tmp_path):
+    for name in 'ab':
+        write_dataset(tmp_path / name, np.arange(200) % 37, np.arange(60) % 37)
+    for split, n in (('train', 200), ('val', 60)):
+        (np.arange(n) % 2).astype(np.uint8).tofile(tmp_path / 'a' / f'{split}_mask.bin')
+    data = open_folders({tmp_path / 'a': 0.5, tmp_path / 'b': 0.5}, seed=0)
+    batch = data.train.draw(24 + np.arange(8))
+    assert sorted((batch['weight'] > 0).mean(1).tolist()) == [0.5] * 4 + [1] * 4
+    assert batch['weight'].mean() == pytest.approx(1)
+    assert len(data.fingerprint({'kind': 'gpt2'})) == 2 + 2 * 8
+
+# -----------------------------------------------------------------------------
+# rows
+
+@pytest.mark.parametrize('others', [{}, {'b': 0.25}])
+def test_rows_are_drawn_whole_and_each_once_per_epoch(tmp_path, others):
+    for name in ('a', *others):
+        write_rows(tmp_path / name, 30)
+    shares = {tmp_path / name: fraction for name, fraction in {'a': 1 - sum(others.values()), **others}.items()}
+    data = open_folders(shares, seed=7)
+    drawn = [data.train.draw(12 * i + np.arange(12)) for i in range(20)]
+    rows = np.concatenate([batch['x'] for batch in drawn])
+    np.testing.assert_array_equal(rows, np.concatenate([batch['y'] for batch in drawn]))
+    assert (rows == rows[:, :1]).all()  # no row has tokens of two
+    if not others:
+        first, second = rows[:30, 0], rows[30:60, 0]
+        assert sorted(first) == sorted(second) == list(range(30)) and list(first) != list(second)
+    val = data.sets[0].splits['val']
+    assert val.read(val.evaluation(5).places)['y'][:, -1].tolist() == [0, 1, 2, 3, 4]
+    assert len(data.fingerprint({'kind': 'gpt2'})) == 2 + 4 * len(data.sets)
+
+
+@pytest.mark.parametrize('n', [1, 2, 3, 7, 40, 1000])
+def test_an_evaluation_reads_every_row_as_often_as_any_other_or_once_more(n):
+    rows = open_source(np.zeros((n, 17), np.uint16), block_size=16, seed=0)
+    places = rows.evaluation(40).places
+    counts = np.bincount(places, minlength=n)
+    assert len(places) == 40 and counts.max() - counts.min() <= 1
+
+
+def test_in_a_mixture_only_the_packed_rows_have_conversations_that_start_within_a_row(tmp_path):
+    write_rows(tmp_path / 'chats', 30)
+    for split, n in (('train', 30), ('val', 5)):
+        np.tile(np.uint8([2, 1, 1, 0, 2, 1] + 11 * [0]), (n, 1)).tofile(tmp_path / 'chats' / f'{split}_mask.bin')
+    write_dataset(tmp_path / 'text', np.arange(200) % 7 + 30, np.arange(60) % 7 + 30)
+    data = open_folders({tmp_path / 'chats': 0.5, tmp_path / 'text': 0.5}, seed=0)
+    batch = data.train.draw(24 + np.arange(8))
+    of_text = batch['x'][:, 0] >= 30
+    assert of_text.sum() == 4
+    assert (batch['start'][of_text] == 0).all()
+    assert (batch['start'][~of_text] == [0] * 4 + [4] * 12).all()
+    assert ((batch['weight'] > 0).sum(1) == np.where(of_text, 16, 3)).all()
