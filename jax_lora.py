@@ -19,97 +19,136 @@ from jax_transformer import GPTConfig, check_layers, count_params, create_train_
 
 
 def create_lora_state(rng, config, tx, rank):
-    """TrainState whose params are the updates {'a': [I, rank], 'b': [rank, O]} of every kernel [I, O] of attention and
-    MLPs, not of experts: a is random, b zero. Its `frozen`, {'weights', 'scale'}, is filled in by load_frozen. Call it
-    under jit: the model's own initial parameters, of which only the shapes are used, are then not computed."""
+    """Makes a TrainState whose params are the updates {'a': [I, rank], 'b': [rank, O]} of every
+    kernel [I, O] of attention and MLPs, not of experts: a is random, b zero.
+
+    Its `frozen`, {'weights', 'scale'}, is filled in by load_frozen. Call it under jit: the model's
+    own initial parameters, of which only the shapes are used, are then not computed."""
     state = create_train_state(rng, config, optax.identity())
     updates = {}
     for i, (path, kernel) in enumerate(flatten_dict(state.params).items()):
-        if path[-1] == 'kernel' and path[-2] != 'router' and kernel.ndim == 2:
-            a = jax.random.normal(jax.random.fold_in(rng, i), (len(kernel), rank)) * len(kernel)**-0.5
-            updates[path] = {'a': a, 'b': jnp.zeros((rank, kernel.shape[1]))}
+        is_kernel = path[-1] == 'kernel' and kernel.ndim == 2
+        if is_kernel and path[-2] != 'router':
+            n_in, n_out = kernel.shape
+            a = jax.random.normal(jax.random.fold_in(rng, i), (n_in, rank)) * n_in**-0.5
+            updates[path] = {'a': a, 'b': jnp.zeros((rank, n_out))}
     updates = unflatten_dict(updates)
     return state.replace(params=updates, tx=tx, opt_state=tx.init(updates))
 
 
 def model_params(params, frozen):
-    """The parameters of the model, given those of a TrainState and its `frozen`: LowRank where LoRA trains a kernel."""
+    """Returns the parameters of the model, given those of a TrainState and its `frozen`: LowRank
+    where LoRA trains a kernel."""
     if frozen is None:
         return params
 
     def join(weights, updates):
         if updates.keys() == {'a', 'b'}:
             return LowRank(weights, **updates, scale=frozen['scale'])
-        return {name: join(part, updates[name]) if name in updates else part for name, part in weights.items()}
+        joined = dict(weights)
+        for name in updates:
+            joined[name] = join(weights[name], updates[name])
+        return joined
 
     return join(frozen['weights'], params)
 
 
 def base_params(params):
-    """The parameters of the model without LoRA's updates, given those with them (model_params)."""
-    is_low_rank = lambda x: isinstance(x, LowRank)
-    return jax.tree.map(lambda x: x.base if is_low_rank(x) else x, params, is_leaf=is_low_rank)
+    """Returns the parameters of the model without LoRA's updates, given those with them, of
+    model_params."""
+    def is_low_rank(x):
+        return isinstance(x, LowRank)
+
+    def base(x):
+        return x.base if is_low_rank(x) else x
+
+    return jax.tree.map(base, params, is_leaf=is_low_rank)
 
 
 def count_frozen(frozen):
-    """Number of parameters of the model that LoRA updates, as count_params; scales of int8 do not count."""
-    is_int8 = lambda x: isinstance(x, Int8)
-    return count_params(jax.tree.map(lambda x: x.values if is_int8(x) else x, frozen['weights'], is_leaf=is_int8))
+    """Counts the parameters of the model that LoRA updates, as count_params does; scales of int8
+    do not count."""
+    def is_int8(x):
+        return isinstance(x, Int8)
+
+    def values(x):
+        return x.values if is_int8(x) else x
+
+    return count_params(jax.tree.map(values, frozen['weights'], is_leaf=is_int8))
 
 
 def load_frozen(lora, config, parallel):
-    """({'weights', 'scale'}, checksum) for TrainState.frozen, from what a checkpoint says of LoRA; see load_base."""
-    weights, crc = load_base(lora, config, parallel, quantize_param if lora['quantize'] else None)
-    return {'weights': weights, 'scale': parallel.device_put(np.float32(lora['alpha'] / lora['rank']))}, crc
+    """Loads the weights to which LoRA adds: ({'weights', 'scale'} for TrainState.frozen, their
+    checksum). lora: what a checkpoint says of LoRA; see load_base."""
+    change = quantize_param if lora['quantize'] else None
+    weights, crc = load_base(lora, config, parallel, change)
+    scale = parallel.device_put(np.float32(lora['alpha'] / lora['rank']))
+    return {'weights': weights, 'scale': scale}, crc
 
 
 def load_merged(lora, config, parallel, updates):
-    """The parameters of a LoRA run with its updates added to the weights, in float32; see load_base."""
-    def change(path, array):
-        return merge(path, quantize_param(path, array) if lora['quantize'] else array, lora, updates)
-
+    """Loads the parameters of a LoRA run with its updates added to the weights, in float32; see
+    load_base."""
     updates = flatten_dict(updates)
+
+    def change(path, array):
+        if lora['quantize']:
+            array = quantize_param(path, array)
+        return merge(path, array, lora, updates)
+
     return load_base(lora, config, parallel, change)[0]
 
 
 def merge_updates(weights, lora, updates):
-    """What load_merged returns, given the weights of `frozen` and the updates in the memory of the host."""
+    """Returns what load_merged does, given the weights of `frozen` and the updates in the memory
+    of the host."""
     updates = flatten_dict(updates)
-    return unflatten_dict({path: merge(path, array, lora, updates) for path, array in flatten_dict(weights).items()})
+    merged = {}
+    for path, array in flatten_dict(weights).items():
+        merged[path] = merge(path, array, lora, updates)
+    return unflatten_dict(merged)
 
 
 def merge(path, array, lora, updates):
-    """A frozen parameter with its update, if it has one, float32; updates: {path: array}."""
+    """Adds its update to a frozen parameter, if it has one: float32. updates: {path: array}."""
     if isinstance(array, Int8):
         array = np.asarray(array.values, np.float32) * np.asarray(array.scale)[..., None]
-        array = array.swapaxes(-1, -2) if path[-1] == 'kernel' else array
+        if path[-1] == 'kernel':
+            array = array.swapaxes(-1, -2)
     if (*path, 'a') in updates:
-        a, b = (np.asarray(updates[*path, name]) for name in 'ab')
+        a = np.asarray(updates[*path, 'a'])
+        b = np.asarray(updates[*path, 'b'])
         array = array + lora['alpha'] / lora['rank'] * (a @ b)
     return np.asarray(array, np.float32)
 
 
 def load_base(lora, config, parallel, change):
-    """load_weights of the model that LoRA updates. Raises UserError if it has moved or changed."""
-    if os.path.isabs(lora['base']) and not os.path.exists(lora['base']):
-        raise UserError(f"{lora['base']}, the model that LoRA has updated, does not exist; name its new place with "
-                        '--base=FOLDER')
-    params, crc = load_weights(lora['base'], config, parallel, change)
+    """Loads the weights of the model that LoRA updates, as load_weights does. Raises UserError if
+    it has moved or changed."""
+    base = lora['base']
+    if os.path.isabs(base) and not os.path.exists(base):
+        raise UserError(f'{base}, the model that LoRA has updated, does not exist; name its new '
+                        'place with --base=FOLDER')
+    params, crc = load_weights(base, config, parallel, change)
     if lora['checksum'] not in (None, crc):
-        raise UserError(f"{lora['base']} has other weights than those that LoRA was trained with; put these back, or "
-                        'name where they are with --base=FOLDER')
+        raise UserError(f'{base} has other weights than those that LoRA was trained with; put '
+                        'these back, or name where they are with --base=FOLDER')
     return params, crc
 
 
 def move_base(lora, base):
-    """What a checkpoint says of LoRA, with the place where its base is now; '' is the same. UserError without LoRA."""
-    if base and not lora:
+    """Returns what a checkpoint says of LoRA, with the place where its base is now; '' is the same
+    place. Raises UserError for a base without LoRA."""
+    if not base:
+        return lora
+    if not lora:
         raise UserError('base is for a LoRA run, and this one is not')
-    return lora | {'base': full_path(base)} if base else lora
+    return {**lora, 'base': full_path(base)}
 
 
 def full_path(source):
-    """The absolute path of a model's folder or file, which a checkpoint can remember; a hub's name as it is."""
+    """Returns the absolute path of a model's folder or file, which a checkpoint can remember; a
+    hub's name as it is."""
     on_disk = os.path.expanduser(source)
     return os.path.abspath(on_disk) if os.path.exists(on_disk) else source
 

@@ -336,7 +336,8 @@ def resolve_flags(flags, given):
     warning = rising_learning_rate(flags)
     if warning:
         print(f'warning: {warning}')
-    devices, dtype, reason = in_all_processes(setup_jax_environment, flags['device'], flags['dtype'])
+    devices, dtype, reason = in_all_processes(
+        setup_jax_environment, flags['device'], flags['dtype'])
     if resumed:
         layout = {name: flags[name] for name in ('fsdp', 'tensor', 'expert', 'context')}
         fitting = fit_layout(layout, given, len(devices), resumed['model']['n_embd'])

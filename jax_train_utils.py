@@ -26,34 +26,46 @@ DROPOUT = 1  # the purpose of these random numbers, beside the seed; DATA, of so
 # -----------------------------------------------------------------------------
 # schedule and clipping
 
-def create_learning_rate_schedule(learning_rate, *, decay_lr=True, warmup_iters=0, lr_decay_iters=0, min_lr=0.0,
-                                  lr_schedule='cosine'):
-    """step -> learning rate: linear warm-up from learning_rate / (warmup_iters + 1), then nanoGPT's cosine to min_lr at
-    lr_decay_iters, and min_lr after that. lr_schedule: 'linear' decays linearly instead; 'wsd' (warm-up, stable, decay;
-    arXiv:2404.06395) decays linearly in the last fifth; 'constant' never. decay_lr=False: learning_rate throughout,
-    without a warm-up. Raises UserError for an unknown schedule or a decay that ends within the warm-up."""
+def create_learning_rate_schedule(
+        learning_rate, *, decay_lr=True, warmup_iters=0, lr_decay_iters=0, min_lr=0.0,
+        lr_schedule='cosine'):
+    """Makes a function of the number of updates that returns the learning rate.
+
+    It warms up linearly from learning_rate / (warmup_iters + 1), follows nanoGPT's cosine to min_lr
+    at lr_decay_iters, and is min_lr after that.
+    lr_schedule: 'linear' decays linearly instead; 'wsd' (warm-up, stable, decay; arXiv:2404.06395)
+    decays linearly in the last fifth; 'constant' never.
+    decay_lr: False is learning_rate throughout, without a warm-up.
+    Raises UserError for an unknown schedule or a decay that ends within the warm-up."""
     check_choice('lr_schedule', lr_schedule, CHOICES['lr_schedule'])
     if not decay_lr:
         return optax.constant_schedule(learning_rate)
-    warm_up = optax.linear_schedule(learning_rate / (warmup_iters + 1), learning_rate, warmup_iters)
+    first = learning_rate / (warmup_iters + 1)
+    warm_up = optax.linear_schedule(first, learning_rate, warmup_iters)
     stable = optax.constant_schedule(learning_rate)
     if lr_schedule == 'constant':
         return optax.join_schedules([warm_up, stable], [warmup_iters])
     decay_iters = lr_decay_iters - warmup_iters
     if decay_iters <= 0:
-        raise UserError(f'lr_decay_iters={lr_decay_iters} must be more than warmup_iters={warmup_iters}')
+        raise UserError(f'lr_decay_iters={lr_decay_iters} must be more than '
+                        f'warmup_iters={warmup_iters}')
     if lr_schedule == 'cosine':
-        return optax.warmup_cosine_decay_schedule(learning_rate / (warmup_iters + 1), learning_rate, warmup_iters,
-                                                  lr_decay_iters, min_lr)
+        return optax.warmup_cosine_decay_schedule(
+            first, learning_rate, warmup_iters, lr_decay_iters, min_lr)
     if lr_schedule == 'wsd':
         decay_iters = ceil_div(decay_iters, 5)
     linear = optax.linear_schedule(learning_rate, min_lr, decay_iters)
-    decay = lambda step: jnp.maximum(linear(step), min_lr)  # rounding ends below
-    return optax.join_schedules([warm_up, stable, decay], [warmup_iters, lr_decay_iters - decay_iters])
+
+    def decay(step):
+        return jnp.maximum(linear(step), min_lr)  # rounding ends below
+
+    decay_from = lr_decay_iters - decay_iters
+    return optax.join_schedules([warm_up, stable, decay], [warmup_iters, decay_from])
 
 
 def clip_gradients(grads, max_norm):
-    """(grads, scaled down to a global norm of max_norm as by torch's clip_grad_norm_, if not 0; the norm before)."""
+    """Scales gradients down to a global norm of max_norm, as torch's clip_grad_norm_ does; 0 does
+    not clip. Returns (gradients, their norm before)."""
     norm = optax.tree.norm(grads)
     if max_norm:
         scale = jnp.minimum(1, max_norm / (norm + 1e-6))

@@ -18,9 +18,11 @@ global_max = jax.jit(jnp.max)  # of an array that is sharded over processes
 
 @dataclasses.dataclass(frozen=True)
 class DataParallel:
-    """Replicated data parallelism over `devices`: the same step function, under jit on one device, pmap on several.
+    """Replicated data parallelism over `devices`: the same step function, under jit on one device,
+    under pmap on several.
 
-    The global batch is split into n_data_shards contiguous shards; a process loads the shards of its own devices."""
+    The global batch is split into n_data_shards contiguous shards; a process loads the shards of
+    its own devices."""
     devices: tuple
 
     @functools.cached_property
@@ -34,59 +36,78 @@ class DataParallel:
     @functools.cached_property
     def local_data_shards(self):
         """The numbers of the batch shards that this process loads, ascending."""
-        return [i for i, device in enumerate(self.devices) if device.process_index == jax.process_index()]
+        own = jax.process_index()
+        return [i for i, device in enumerate(self.devices) if device.process_index == own]
 
     def shardings(self, tree):
-        """The sharding of each leaf of a tree of parameters, or of a TrainState."""
+        """Returns the sharding of each leaf of a tree of parameters, or of a TrainState."""
         return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), tree)
 
     def device_put(self, tree):
-        """A tree of host arrays (the same in every process) -> device arrays, sharded as shardings() says."""
-        put = lambda x, sharding: jax.make_array_from_callback(np.shape(x), sharding, np.asarray(x).__getitem__)
+        """Moves a tree of host arrays, the same in every process, to the devices, sharded as
+        shardings() says."""
+        def put(x, sharding):
+            values = np.asarray(x)
+            return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
+
         return jax.tree.map(put, tree, self.shardings(tree))
 
     def init_sharded(self, make, *args):
-        """make(*args) under jit with sharded outputs: no device materializes the full tree."""
+        """Computes make(*args) under jit with sharded outputs: no device materializes the full
+        tree."""
         tree = jax.eval_shape(lambda: make(*args))
-        leaves = jax.jit(lambda: jax.tree.leaves(make(*args)), out_shardings=jax.tree.leaves(self.shardings(tree)))()
-        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+        shardings = jax.tree.leaves(self.shardings(tree))
+        make_leaves = jax.jit(lambda: jax.tree.leaves(make(*args)), out_shardings=shardings)
+        return jax.tree.unflatten(jax.tree.structure(tree), make_leaves())
 
     def abstract_state(self, make, *args):
-        """The ShapeDtypeStructs, with shardings, of init_sharded(make, *args), which is not run."""
+        """Returns the ShapeDtypeStructs, with shardings, of init_sharded(make, *args), which is not
+        run."""
+        def abstract(x, sharding):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
         tree = jax.eval_shape(lambda: make(*args))
-        abstract = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         return jax.tree.map(abstract, tree, self.shardings(tree))
 
     def local_rows(self, n_rows):
-        """Which of the n_rows sequences of an iteration this process loads, for shard_batch()."""
+        """Returns which of the n_rows sequences of an iteration this process loads, for
+        shard_batch()."""
         each = n_rows // self.n_data_shards
         return np.concatenate([i * each + np.arange(each) for i in self.local_data_shards])
 
     def shard_batch(self, batch, shape):
-        """This process's sequences [n, ...] -> device arrays [*shape, ...], with a leading device axis if several."""
+        """Moves this process's sequences [n, ...] to the devices, as [*shape, ...], with a leading
+        axis of devices if there are several."""
         if len(self.devices) == 1:
-            return jax.device_put(jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch), self.devices[0])
+            batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
+            return jax.device_put(batch, self.devices[0])
         sharding = NamedSharding(self.mesh, P('data'))
 
         def put(x):
-            local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
-            return jax.make_array_from_callback((self.n_data_shards, *shape, *x.shape[1:]), sharding,
-                                                lambda index: local[index[0].start][None])
+            shards = x.reshape(-1, *shape, *x.shape[1:])
+            local = dict(zip(self.local_data_shards, shards))
+            return jax.make_array_from_callback(
+                (self.n_data_shards, *shards.shape[1:]), sharding,
+                lambda index: local[index[0].start][None])
+
         return jax.tree.map(put, batch)
 
     def max_over_processes(self, number):
-        """The maximum of `number` over all processes: an int, or with several processes a device array, not awaited."""
+        """Returns the maximum of `number` over all processes: as it is if there is one process,
+        else a device array, which is not awaited: int() of it is."""
         if jax.process_count() == 1:
             return number
         sharding = NamedSharding(Mesh(np.array(self.devices), ('data',)), P('data'))
-        return global_max(jax.make_array_from_callback((len(self.devices),), sharding, lambda _: np.array([number])))
+        numbers = jax.make_array_from_callback(
+            (len(self.devices),), sharding, lambda _: np.array([number]))
+        return global_max(numbers)
 
     def mesh_context(self):
-        """The context to run compiled functions in: on a mesh, jax.set_mesh."""
+        """Returns the context to run compiled functions in: on a mesh, jax.set_mesh."""
         return contextlib.nullcontext()
 
     def validate(self, config):
-        """Raises UserError for a model that the mesh cannot split."""
+        """Raises UserError for a model that the devices cannot split: replicas split none."""
 
     @property
     def n_losses(self):
@@ -156,9 +177,11 @@ class MeshParallel(DataParallel):
 
     @functools.cached_property
     def local_data_shards(self):
-        devices = np.moveaxis(self.mesh.devices, [AXES.index('tensor'), AXES.index('context')], [-2, -1])
+        # along these axes devices share sequences
+        sharing = [AXES.index('tensor'), AXES.index('context')]
+        devices = np.moveaxis(self.mesh.devices, sharing, [-2, -1])
         local = []
-        for i, group in enumerate(devices.reshape(self.n_data_shards, -1)):  # its devices have the same sequences
+        for i, group in enumerate(devices.reshape(self.n_data_shards, -1)):
             if any(device.process_index == jax.process_index() for device in group):
                 local.append(i)
         return local
@@ -166,19 +189,27 @@ class MeshParallel(DataParallel):
     def shardings(self, tree):
         specs = partition_specs(tree, self.mesh)
         if self.zero and hasattr(tree, 'opt_state'):
-            specs = specs.replace(opt_state=partition_specs(tree.opt_state, self.mesh, over_replicas=True))
+            over_replicas = partition_specs(tree.opt_state, self.mesh, over_replicas=True)
+            specs = specs.replace(opt_state=over_replicas)
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def shard_batch(self, batch, shape):
-        """As DataParallel's, with the shards side by side on the last axis of `shape`, and positions over context."""
+        """Moves this process's sequences to the devices as DataParallel's does, with the shards
+        side by side on the last axis of `shape`, and positions sharded over context."""
         axis = len(shape) - 1
         each = shape[-1]
 
         def put(x):
+            spec = P(*[None] * axis, BATCH, *['context'] * (x.ndim - 1))
+            whole = (*shape[:-1], self.n_data_shards * each, *x.shape[1:])
             local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
-            sharding = NamedSharding(self.mesh, P(*[None] * axis, BATCH, *['context'] * (x.ndim - 1)))
-            part = lambda index: local[(index[axis].start or 0) // each][..., *index[axis + 1:]]
-            return jax.make_array_from_callback((*shape[:-1], self.n_data_shards * each, *x.shape[1:]), sharding, part)
+
+            def part(index):
+                shard_number = (index[axis].start or 0) // each
+                return local[shard_number][..., *index[axis + 1:]]
+
+            return jax.make_array_from_callback(whole, NamedSharding(self.mesh, spec), part)
+
         return jax.tree.map(put, batch)
 
     @property
@@ -202,37 +233,48 @@ class MeshParallel(DataParallel):
         return sums  # XLA takes one sum over all sequences
 
     def on_mesh(self, step):
+        """Makes a function like step(state, batch) that is traced on the mesh."""
         def step_on_mesh(state, batch):
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return step(state, batch)
         return step_on_mesh
 
     def train_step(self, step):
+        """Compiles the step of make_train_step; the state that it is given is donated."""
         def sharded_step(state, batch):
-            state, metrics = step(state, batch)  # with zero, the constraint all-gathers the parameters again
-            return jax.lax.with_sharding_constraint(state, self.shardings(state)), jax.tree.map(shard, metrics)
+            state, metrics = step(state, batch)
+            # with zero, this all-gathers the parameters again
+            state = jax.lax.with_sharding_constraint(state, self.shardings(state))
+            return state, jax.tree.map(shard, metrics)
         return jax.jit(self.on_mesh(sharded_step), donate_argnums=0)
 
     def eval_step(self, step):
+        """Compiles the step of make_eval_step."""
         return jax.jit(self.on_mesh(lambda params, batch: shard(step(params, batch))))
 
     def mesh_context(self):
         return jax.set_mesh(self.mesh)
 
     def validate(self, config):
+        """Raises UserError for a model that the mesh cannot split."""
         n_devices = len(self.devices)
-        n_expert = config.moe.n_expert if config.moe else 1
-        for flag, name, size in (('tensor', 'n_head', config.n_head), ('tensor', 'n_kv_head', config.kv_heads),
-                                 ('fsdp', 'n_embd', config.n_embd), ('expert', 'n_expert', n_expert)):
+        sizes = [
+            ('tensor', 'n_head', config.n_head),
+            ('tensor', 'n_kv_head', config.kv_heads),
+            ('fsdp', 'n_embd', config.n_embd),
+            ('expert', 'n_expert', config.moe.n_expert if config.moe else 1)]
+        for flag, name, size in sizes:
             n = getattr(self, flag)
             if size % n:
                 valid = [m for m in range(1, n_devices + 1) if size % m == 0 and n_devices % m == 0]
-                raise UserError(f'{flag}={n} does not divide {name}={size}; on {n_devices} devices it may be one of '
-                                f'{valid}')
+                raise UserError(f'{flag}={n} does not divide {name}={size}; on {n_devices} devices '
+                                f'it may be one of {valid}')
         if config.block_size % self.context**2:
-            raise UserError(f'context={self.context}: its square must divide block_size={config.block_size}')
+            raise UserError(f'context={self.context}: its square must divide '
+                            f'block_size={config.block_size}')
         if self.context > 1 and config.attention not in ('chunked', 'splash'):
-            raise UserError(f'attention={config.attention} does not shard a sequence: use attention=auto with context')
+            raise UserError(f'attention={config.attention} does not shard a sequence: use '
+                            'attention=auto with context')
 
 
 def reduce_over_replicas(sum_gradients):
@@ -264,13 +306,16 @@ def reduce_over_replicas(sum_gradients):
 
 
 def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
-    """How a model runs on these devices: replicated, or on a mesh if fsdp, tensor, expert or context is more than 1,
-    or zero more than 0. Raises UserError if their product does not divide the number of devices."""
+    """Chooses how a model runs on these devices: replicated, or on a mesh if fsdp, tensor, expert
+    or context is more than 1, or zero more than 0.
+
+    Raises UserError if their product does not divide the number of devices."""
     if zero not in (0, 1, 2):
         raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is --fsdp')
     is_replicated = fsdp == tensor == expert == context == 1
     if zero == 1 and not is_replicated:
-        raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use --zero=2')
+        raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use '
+                        '--zero=2')
     if is_replicated and not zero:
         return DataParallel(tuple(devices))
     create_mesh(devices, tensor, fsdp, expert, context)  # raises
@@ -278,13 +323,15 @@ def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, z
 
 
 def fit_layout(layout, given, n_devices, n_embd):
-    """The layout {'fsdp', 'tensor', 'expert', 'context'} of a resumed run on n_devices: `layout` if it fits. Otherwise
-    the sizes that are not among the flags `given` now are replaced: fsdp becomes as large as it can, the others 1."""
-    if not n_devices % max(1, math.prod(layout.values())):
+    """Returns the layout {'fsdp', 'tensor', 'expert', 'context'} of a resumed run on n_devices:
+    `layout` if it fits. Otherwise the sizes that are not among the flags `given` now are replaced:
+    fsdp becomes as large as it can, the others 1."""
+    if n_devices % max(1, math.prod(layout.values())) == 0:
         return layout
     fitting = {name: size if name in given else 1 for name, size in layout.items()}
     if 'fsdp' not in given and layout['fsdp'] > 1:
-        fitting['fsdp'] = math.gcd(n_devices // math.gcd(n_devices, math.prod(fitting.values())), n_embd)
+        left = n_devices // math.gcd(n_devices, math.prod(fitting.values()))
+        fitting['fsdp'] = math.gcd(left, n_embd)
     return fitting
 
 
@@ -302,14 +349,19 @@ def pmap_train_step(step, devices):
 
 
 def split_batch(gradient_accumulation_steps, batch_size, n_devices):
-    """(micro-steps, micro-batch size) of each device. Devices split the micro-steps first, then the micro-batch: no
-    device ever holds more than batch_size sequences. Raises UserError if they do not divide."""
+    """Returns (micro-steps, micro-batch size) of each device. Devices split the micro-steps first,
+    then the micro-batch: no device ever holds more than batch_size sequences.
+
+    Raises UserError if they do not divide."""
+    def batch_shards_of(n):
+        return n // math.gcd(gradient_accumulation_steps, n)
+
     step_shards = math.gcd(gradient_accumulation_steps, n_devices)
-    batch_shards = n_devices // step_shards
+    batch_shards = batch_shards_of(n_devices)
     if batch_size % batch_shards:
-        divides = lambda n: batch_size % (n // math.gcd(gradient_accumulation_steps, n)) == 0
-        valid = [n for n in range(1, n_devices + 1) if divides(n)]
-        raise UserError(f'gradient_accumulation_steps={gradient_accumulation_steps} x batch_size={batch_size} '
-                        f'sequences cannot be shared equally by {n_devices} devices; these numbers of devices can: '
-                        f'{valid}; or make batch_size a multiple of {batch_shards}')
+        valid = [n for n in range(1, n_devices + 1) if batch_size % batch_shards_of(n) == 0]
+        raise UserError(
+            f'gradient_accumulation_steps={gradient_accumulation_steps} x batch_size={batch_size} '
+            f'sequences cannot be shared equally by {n_devices} devices; these numbers of devices '
+            f'can: {valid}; or make batch_size a multiple of {batch_shards}')
     return gradient_accumulation_steps // step_shards, batch_size // batch_shards
