@@ -203,7 +203,12 @@ def write_letters(folder):
     """Makes `folder` a tokenizer of letters with a chat template, without weights."""
     write_speaking_llama(folder)
     (folder / 'model.safetensors').unlink()
+    settings = json.loads((folder / 'tokenizer_config.json').read_text())
+    end = "{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}"
+    settings['chat_template'] = CHAT_TEMPLATE.replace('{{ m.content }}', end)
+    (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
     (folder / 'chats.jsonl').write_text('\n'.join(json.dumps(chat) for chat in CHATS * 3))
+    (folder / 'forms.jsonl').write_text('\n'.join(json.dumps(row) for row in FORMS * 2))
     (folder / 'pairs.jsonl').write_text('\n'.join(json.dumps(pair) for pair in PAIRS * 3))
 
 
@@ -418,10 +423,20 @@ def make_honest(folder, names=HONEST):
 # readers: what the scripts do with a folder
 
 MESSAGES = [{'role': 'user', 'content': 'abc'}, {'role': 'assistant', 'content': 'defg'}]
+TOOLS = [{'type': 'function', 'function': {'name': 'f', 'parameters': {'type': 'object'}}}]
+PARTS = [{'type': 'text', 'text': 'ab'}, {'type': 'text', 'text': 'c'}]
 CHATS = [
     {'messages': MESSAGES},
     {'messages': [{'role': 'system', 'content': 'be kind'}, *MESSAGES]},
-    {'messages': [MESSAGES[0], MESSAGES[1] | {'weight': 1}]},
+    {'messages': [MESSAGES[0], MESSAGES[1] | {'weight': 1}], 'tools': TOOLS},
+    {'messages': [MESSAGES[0] | {'content': PARTS}, MESSAGES[1]], 'chat_template_kwargs': {'x': 1}},
+]
+FORMS = [
+    {'conversations': [{'from': 'human', 'value': 'abc'}, {'from': 'gpt', 'value': 'def'}]},
+    {'instruction': 'say it', 'input': 'abc', 'output': 'def'},
+    {'prompt': 'abc', 'completion': 'def'},
+    {'prompt': MESSAGES[:1], 'completion': MESSAGES[1:]},
+    {'messages': [MESSAGES[0], MESSAGES[1] | {'train': True}], 'tools': json.dumps(TOOLS)},
 ]
 PAIRS = [
     {'messages': MESSAGES[:1], 'chosen': 'yes', 'rejected': 'no'},
@@ -497,6 +512,7 @@ def run_program(script, *args, main=''):
     """Runs a script in this process, or only its function `main`; its exceptions pass."""
     argv, hook, path = sys.argv, sys.excepthook, list(sys.path)
     sys.argv = [script, *map(str, args)]
+    sys.path.insert(0, str((ROOT / script).parent))  # as the interpreter does
     try:
         names = runpy.run_path(str(ROOT / script), run_name='hostile' if main else '__main__')
         if main:
@@ -631,6 +647,9 @@ READERS = {
     'metrics.jsonl': Reader('metrics', 'metrics.jsonl', mutate_lines, read_metrics_file),
     'chats.jsonl': Reader(
         'letters', 'chats.jsonl', mutate_lines, read_chats('chats.jsonl'), is_named=True
+    ),
+    'forms.jsonl': Reader(
+        'letters', 'forms.jsonl', mutate_lines, read_chats('forms.jsonl'), is_named=True
     ),
     'pairs.jsonl': Reader(
         'letters', 'pairs.jsonl', mutate_lines, read_chats('pairs.jsonl'), is_named=True
