@@ -18,7 +18,8 @@ from flax import struct
 
 from jax_cache import CACHE_DTYPES, PAD, grow_caches, select_rows
 from jax_flags import SamplingOptions, UserError, check_choice, check_ranges
-from jax_ops.decode_weights import devices_of
+from jax_ops.decode_weights import (  # noqa: F401, but for devices_of: public here
+    convert_params_for_decoding, devices_of, order_columns_by_rank)
 from jax_ops.sharding import shard
 from jax_sizes import choose_slots, piece_length, round_up_slots
 from jax_transformer import GPT, Block, without_tables

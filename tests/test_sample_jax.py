@@ -355,6 +355,8 @@ def test_prompts_can_be_questions_of_a_chat(speaking, tmp_path):
     first, second = samples_of(sample('none', *flags, f'--start=FILE:{tmp_path}/questions.txt', '--each_line=True'))
     assert first.startswith('> ab\n')
     assert second.startswith('> cd\n')
+    tokenizer = (speaking / 'tokenizer.json').read_text()
+    (speaking / 'tokenizer.json').write_text(tokenizer.replace('"D"', '"\\u2028"'))
     (tmp_path / 'marked.txt').write_text('ab\u2028c\n', encoding='utf-8-sig')
     kept, = samples_of(sample('none', *flags, f'--start=FILE:{tmp_path}/marked.txt', '--each_line=True'))
     assert kept.startswith('> ab\u2028c\n')

@@ -86,10 +86,11 @@ def test_a_folder_is_one_paragraph_and_exports_nothing():
         assert len(tree.body) == 1 and ast.get_docstring(tree), f'{folder}/__init__.py is a docstring and nothing else'
 
 
-def test_names_are_exported_again_by_train_utils_and_transformer_only():
+def test_names_are_exported_again_by_modules_of_which_users_import_them_only():
     """A name imported and not used is an export. Pyflakes finds the others."""
     exporting = {name for name, path in product_files().items() if 'noqa: F401' in path.read_text(encoding='utf-8')}
-    allowed = {'jax_train_utils.py', 'jax_transformer.py', 'jax_chat.py'}  # jax_chat.py: readline
+    documented = {'jax_train_utils.py', 'jax_transformer.py', 'jax_generate.py'}
+    allowed = documented | {'jax_chat.py'}  # jax_chat.py: readline
     assert exporting <= allowed, 'import a name from the module that defines it, not through another one'
 
 
