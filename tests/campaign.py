@@ -608,6 +608,7 @@ def limit_resources():
 # hostile files
 
 BATCH = 250  # inputs that one process reads
+HONEST_REFUSED = 3  # exit code of such a process: the mutations would say nothing
 
 
 def choose_files(n_inputs, chosen):
@@ -640,7 +641,8 @@ def files_section(work, n_inputs, seed=1, chosen='', minutes=1e9):
             break
         for number, finding, said in read_files(work, name, numbers, seed, honest):
             if finding and finding.kind == 'time':  # other work on this machine may have caused it
-                _, finding, said = read_files(work, name, [number], seed, honest)[0]
+                again = read_files(work, name, [number], seed, honest)
+                _, finding, said = again[0] if again else (number, finding, said)
             counts[name]['found' if finding else 'read' if said == 'read' else 'refused'] += 1
             log.write(f'{name}:{number} seed {seed}: {finding or said}\n')
             if finding:
@@ -671,6 +673,9 @@ def read_files(work, name, numbers, seed, honest):
         done = [(number, finding and hostile.Finding(*finding), said) for number, finding, said in lines]
         results += done
         rest = rest[len(done):]
+        if code == HONEST_REFUSED:
+            failed(f'{name}: {run.says()}')
+            break
         if rest and code:
             place, is_late = where_it_hung(run.err)
             kind = 'time' if is_late else f'crash {code}'
@@ -699,8 +704,8 @@ def read_in_this_process(name, numbers, seed, honest, report):
     shutil.copytree(honest / source, folder)
     finding, said = hostile.read_input(name, folder)
     if said != 'read':
-        print(f'the honest {name} is refused: {said}', file=sys.stderr)
-        sys.exit(1)
+        print(f'the honest file is refused: {said}', file=sys.stderr)
+        sys.exit(HONEST_REFUSED)
     n_threads = threading.active_count()
     with open(report, 'a', buffering=1) as lines:
         for number in numbers:

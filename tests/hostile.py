@@ -559,7 +559,7 @@ def read_run(folder):
     """Reads the checkpoint of a run to sample from it, and to resume it without data."""
     load_run(folder)
     run_until(
-        'there is no data',
+        'train.bin; ',
         'train_jax.py',
         f'--out_dir={folder}',
         '--init_from=resume',
