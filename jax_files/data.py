@@ -130,6 +130,7 @@ def check_meta(meta):
         chars.encode()  # half a character cannot be written
     if tokenizer['kind'] == 'folder':
         is_known = isinstance(tokenizer['path'], str) and '\0' not in tokenizer['path']
+        tokenizer['path'].encode()  # as above
     if not is_known:
         raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
                          '{"kind": "folder", "path": where its tokenizer.json is}')

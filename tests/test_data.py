@@ -144,6 +144,7 @@ def test_a_dataset_on_another_drive_than_the_current_folder_is_read(tmp_path, mo
     ('{"vocab_size": 2, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": ["a", "b"]}}', 'damaged'),
     ('{"vocab_size": 2, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": "a\\ud800"}}', 'surrogates'),
     ('{"vocab_size": 2, "dtype": "uint16", "tokenizer": {"kind": "folder", "path": "a\\u0000"}}', 'is none of'),
+    ('{"vocab_size": 2, "dtype": "uint16", "tokenizer": {"kind": "folder", "path": "a\\ud800"}}', 'surrogates'),
     ('{"vocab_size": 37, "dtype": "uint16", "tokenizer": {"kind": "word"}}', 'tokenizer is none of'),
     ('{"vocab_size": 99999999999, "dtype": "uint16", "tokenizer": {"kind": "gpt2"}}', 'from 1 to 4,194,304'),
     ('{"vocab_size": 1, "dtype": "uint16", "tokenizer": {"kind": "char", "chars": [3]}}', 'damaged'),
