@@ -26,7 +26,7 @@ LEVELS = {
     'jax_train_utils': 10, 'jax_score': 7, 'jax_speed': 7, 'jax_text': 10, 'jax_chat': 11, 'jax_start': 11,
     'jax_minutes': 12,
 }
-SCRIPTS = ('train_jax', 'sample_jax', 'eval_jax', 'export_jax', 'bench_jax')
+SCRIPTS = ('train_jax', 'sample_jax', 'eval_jax', 'export_jax', 'bench_jax', 'plot_jax')
 FOLDERS = ('jax_ops', 'jax_files', 'jax_devices', 'tools')
 PRIVATE = ('jaxlib.', 'jax._src.', 'jax.interpreters.', 'jax.extend.', 'jax.lib.')  # of jax: may change in any version
 

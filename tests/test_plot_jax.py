@@ -1,0 +1,46 @@
+"""plot_jax.py: runs in one picture and one table."""
+import json
+import os
+from tests.common import assert_refused, run_script, succeeded
+
+
+def write_run(folder, learning_rate, vals, **flags):
+    """Makes an out_dir as a run leaves it: settings, and an evaluation for each of vals, in bits per byte."""
+    folder.mkdir()
+    settings = {'learning_rate': learning_rate, 'batch_size': 4, 'gradient_accumulation_steps': 2, 'block_size': 8}
+    (folder / 'config.json').write_text(json.dumps(settings | flags | {'out_dir': str(folder)}))
+    records = []
+    for i, val in enumerate(vals):
+        records.append({'iter': 10 * i, 'train_loss': 2 * val, 'val_loss': 2 * val, 'train_bpb': val, 'val_bpb': val})
+        records.append({'iter': 10 * i, 'loss': 2 * val, 'time_ms': 500.0, 'tokens_per_sec': 128.0})
+    (folder / 'metrics.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+    return folder
+
+
+def test_runs_are_compared_by_what_differs_the_best_first(tmp_path):
+    a = write_run(tmp_path / 'out-a', 0.1, [3.0, 2.5, 2.75], seed=1)
+    b = write_run(tmp_path / 'out-b', 0.3, [3.0, 2.25], seed=1)
+    picture = tmp_path / 'sweep.png'
+    result = succeeded(run_script('plot_jax.py', a, b, '--x=tokens', f'--output={picture}'))
+    header, best, other, saved = result.stdout.splitlines()
+    assert header.split() == ['run', 'learning_rate', 'best', 'val', 'last', 'val', 'in', 'tok/s', 'seconds']
+    assert best.split() == [str(b), '0.3', '2.2500', '2.2500', 'bits', 'per', 'byte', '128', '6']
+    assert other.split() == [str(a), '0.1', '2.5000', '2.7500', 'bits', 'per', 'byte', '128', '10']
+    assert picture.read_bytes().startswith(b'\x89PNG') and saved == f'saved {picture}'
+
+
+def test_a_run_without_an_evaluation_is_refused_and_no_picture_drawn(tmp_path):
+    a = write_run(tmp_path / 'out-a', 0.1, [])
+    picture = tmp_path / 'compare.png'
+    assert_refused(run_script('plot_jax.py', a, f'--output={picture}'), 'has no evaluation in metrics.jsonl')
+    assert_refused(run_script('plot_jax.py', '--x=tokens'), 'name the runs to compare')
+    assert_refused(run_script('plot_jax.py', a, '--x=hours'), 'x must be one of iterations, tokens, seconds')
+    assert not os.path.exists(picture)
+
+
+def test_a_run_under_way_is_read_up_to_its_last_whole_line(tmp_path):
+    a = write_run(tmp_path / 'out-a', 0.1, [3.0, 2.5])
+    with open(a / 'metrics.jsonl', 'a') as file:
+        file.write('{"iter": 20, "val_lo')
+    result = succeeded(run_script('plot_jax.py', a, f'--output={tmp_path / "c.png"}'))
+    assert result.stdout.splitlines()[1].split()[1:3] == ['2.5000', '2.5000']
