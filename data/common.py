@@ -238,7 +238,7 @@ def load_model_tokenizer(model):
     with tempfile.TemporaryDirectory() as folder:
         copy_tokenizer(source, folder)
         files = {}
-        for name in os.listdir(folder):
+        for name in list_files(folder):
             with open(os.path.join(folder, name), 'rb') as f:
                 files[name] = f.read().decode()
     end = [] if enc.end_token is None else [enc.end_token]
@@ -459,10 +459,19 @@ def remove_data_set(folder):
     """Removes what says that an older data set is complete, train.bin and meta.json, its tokenizer and its masks: new
     .bin files do not fit them."""
     tokenizer = os.path.join(folder, 'tokenizer')
-    names = [os.path.join('tokenizer', name) for name in (os.listdir(tokenizer) if os.path.isdir(tokenizer) else [])]
+    names = [os.path.join('tokenizer', name) for name in list_files(tokenizer)]
     remove([os.path.join(folder, 'train.bin')])
     remove([os.path.join(folder, name) for name in ['meta.json', *names] if name.endswith(('.json', '.jinja'))])
     remove([os.path.join(folder, f'{split}_{of}.bin') for split in ('train', 'val') for of in ('mask', 'ends')])
+
+
+def list_files(folder):
+    """The names of the files of a folder and of its folders, as paths from it; [] if there is no such folder."""
+    names = []
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            names.append(os.path.relpath(os.path.join(parent, name), folder))
+    return names
 
 
 def remove(paths):

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from jax_flags import UserError, read_text, regular_file
 
 REASONING = ('reasoning_content', 'thinking', 'reasoning')  # keys of a message, the first is what most templates read
 
+MORE_TEMPLATES = 'additional_chat_templates'  # a folder in a Hugging Face folder
 MAX_SOURCE = 2**20  # characters of a chat template: published ones have 20,000 at most
 
 
@@ -29,9 +31,8 @@ def read_chat_templates(folder, settings):
     path = Path(regular_file(folder, 'chat_template.jinja'))
     if path.exists():
         templates['default'] = read_text(path, newline='')
-    more = Path(folder, 'additional_chat_templates')
-    for path in sorted(more.glob('*.jinja')):
-        templates[path.stem] = read_text(regular_file(folder, os.path.join(more.name, path.name)), newline='')
+    for name in more_template_files(folder):
+        templates[Path(name).stem] = read_text(regular_file(folder, name), newline='')
     if templates:
         return templates
     found = settings.get('chat_template')
@@ -45,6 +46,26 @@ def read_chat_templates(folder, settings):
         if not isinstance(source, str):
             raise TypeError(f'chat template {name!r} is no text')
     return found
+
+
+def more_template_files(folder):
+    """Returns the names additional_chat_templates/NAME.jinja of the files in a folder, sorted."""
+    paths = Path(folder, MORE_TEMPLATES).glob('*.jinja')
+    return sorted(f'{MORE_TEMPLATES}/{path.name}' for path in paths)
+
+
+def copy_more_templates(source, folder):
+    """Copies the files of more_template_files to another folder, and removes others that are there.
+
+    Raises UserError for what is no regular file of the folder `source`."""
+    files = {name: regular_file(source, name) for name in more_template_files(source)}
+    for name in more_template_files(folder):
+        if name not in files:
+            os.remove(os.path.join(folder, name))
+    if files:
+        os.makedirs(os.path.join(folder, MORE_TEMPLATES), exist_ok=True)
+    for name, path in files.items():
+        shutil.copyfile(path, os.path.join(folder, name))
 
 
 # -----------------------------------------------------------------------------

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_files.chats import ChatTemplate, encode_training_chat, read_chat, read_chat_templates
+from jax_files.chats import (
+    MORE_TEMPLATES, ChatTemplate, copy_more_templates, encode_training_chat, read_chat, read_chat_templates,
+)
 from jax_files.tokenizer_folders import other_tokenizer_files, read_tokenizer_folder, unread_files
 from jax_files.tokenizer_library import LARGEST_ID, name_characters
 from jax_flags import SAMPLING_NAMES, UserError, read_json, regular_file, write_json, write_text
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
                    'generation_config.json')  # of a Hugging Face folder; all but the first may be missing
-READ_FILES = (*TOKENIZER_FILES, 'config.json', 'added_tokens.json', 'vocab.json', 'merges.txt')  # that tell of one
+READ_FILES = (  # patterns of those that tell of one
+    *TOKENIZER_FILES, f'{MORE_TEMPLATES}/*.jinja', 'config.json', 'added_tokens.json', 'vocab.json', 'merges.txt')
 
 
 class CharTokenizer:
@@ -377,6 +380,7 @@ def copy_tokenizer(description, folder):
             shutil.copyfile(source, os.path.join(folder, name))
         elif os.path.exists(os.path.join(folder, name)):
             os.remove(os.path.join(folder, name))  # an earlier tokenizer's
+    copy_more_templates(description['path'], folder)
     if not tokenizer.is_as_filed:
         write_text(os.path.join(folder, 'tokenizer.json'), tokenizer.tokenizer.to_str())
         path = os.path.join(folder, 'tokenizer_config.json')

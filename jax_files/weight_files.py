@@ -16,6 +16,7 @@ import numpy as np
 import safetensors
 
 from jax_files.adapters import find_adapter_file, is_adapter, merge_adapter, read_adapter_config
+from jax_files.chats import copy_more_templates
 from jax_files.gguf_files import GGUF_PATH, gguf_tensors, open_gguf
 from jax_files.torch_files import read_state_dict
 from jax_flags import (
@@ -133,6 +134,7 @@ def copy_tokenizer_files(source, folder):
             is_wanted = is_description and file != 'config.json' and not is_of_weights
         if is_wanted:
             shutil.copyfile(regular_file(source, file), os.path.join(folder, file))
+    copy_more_templates(source, folder)
 
 
 # -----------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jax_files.chats import PROCESS, encode_training_chats, read_chat
-from jax_files.tokenizers import HFTokenizer
+from jax_files.tokenizers import HFTokenizer, copy_tokenizer
+from jax_files.weight_files import write_folder
 from jax_flags import UserError
 from tests.common import ROOT, assert_refused, edit_json, prepare, refusal, succeeded
 
@@ -118,6 +119,31 @@ def test_template_files_take_the_place_of_those_in_the_settings(made, tmp_path):
     assert 'none that is named default' in message
 
 
+def test_template_files_are_in_the_copies_of_a_folder_and_an_earlier_tokenizers_are_not(made, tmp_path):
+    made('settings')
+    more = tmp_path / 'additional_chat_templates'
+    more.mkdir()
+    (more / 'default.jinja').write_text(QWEN)
+    (more / 'tool_use.jinja').write_text('more')
+    chats = tmp_path / 'chats.jsonl'
+    chats.write_text((json.dumps({'messages': TURNS}) + '\n') * 3)
+    run = prepare('chat', str(chats), f'--tokenizer={tmp_path}', f'--out_dir={tmp_path / "data"}')
+    assert run.returncode == 0, run.stderr
+    write_folder(str(tmp_path / 'export'), {}, {}, None, 'float32', str(tmp_path), 2**20)
+    copy_tokenizer({'kind': 'folder', 'path': str(tmp_path)}, tmp_path / 'copy')
+    for folder in (tmp_path / 'data' / 'tokenizer', tmp_path / 'export', tmp_path / 'copy'):
+        texts = [HFTokenizer(folder).render_chat([ASK], add_generation_prompt=True, tools=tools)
+                 for tools in (None, [TOOL])]
+        assert texts == ['<user>ab</s><assistant>', 'more']
+    (more / 'tool_use.jinja').unlink()
+    copy_tokenizer({'kind': 'folder', 'path': str(tmp_path)}, tmp_path / 'copy')
+    assert os.listdir(tmp_path / 'copy' / 'additional_chat_templates') == ['default.jinja']
+    (more / 'tool_use.jinja').symlink_to('/etc/hostname')
+    with pytest.raises(UserError, match='leads out of its folder'):
+        copy_tokenizer({'kind': 'folder', 'path': str(tmp_path)}, tmp_path / 'copy')
+    assert os.listdir(tmp_path / 'copy' / 'additional_chat_templates') == ['default.jinja']
+
+
 # -----------------------------------------------------------------------------
 # what counts
 
@@ -213,11 +239,36 @@ def test_the_extras_of_the_forms_are_read():
     {'prompt': 'ab', 'messages': TURNS, 'chosen': TURNS, 'rejected': [ASK, ANSWER | {'content': 'e'}]},
     {'chosen': TURNS, 'rejected': [ASK, ANSWER | {'content': 'e'}]},
     {'conversations': [{'from': 'human', 'value': 'ab'}], 'chosen': {'from': 'gpt', 'value': 'cd'},
-     'rejected': {'from': 'gpt', 'value': 'e'}}])
+     'rejected': {'from': 'gpt', 'value': 'e'}},
+    {'messages': TURNS, 'rejected_response': 'e'}, {'query': 'ab', 'response': 'cd', 'rejected_response': 'e'},
+    {'messages': TURNS, 'rejected_messages': [ASK, ANSWER | {'content': 'e'}]},
+    {'chosen': '\n\nHuman: ab\n\nAssistant: cd', 'rejected': '\n\nHuman: ab\n\nAssistant: e'}])
 def test_the_forms_of_pairs_are_one(row):
     example = read_example(row)
     assert [chat.messages for chat in example.chats] == [TURNS, [ASK, ANSWER | {'content': 'e'}]]
     assert example.counted == [[1], [1]]
+
+
+def test_transcripts_of_several_turns_share_their_question():
+    start = '\n\nHuman: a\n\nstill a\n\nAssistant: b\n\nHuman: c'
+    example = read_example({'chosen': f'{start}\n\nAssistant: d', 'rejected': f'{start}\n\nAssistant: e'})
+    assert [[m['content'] for m in chat.messages] for chat in example.chats] == [
+        ['a\n\nstill a', 'b', 'c', 'd'], ['a\n\nstill a', 'b', 'c', 'e']]
+    assert example.counted == [[3], [3]] and 'Human:' in example.form
+    asked = read_example({'prompt': 'ab', 'chosen': '\n\nHuman: ab\n\nAssistant: cd', 'rejected': 'e'})
+    assert asked.chats[0].messages[1]['content'] == '\n\nHuman: ab\n\nAssistant: cd'  # an answer, given the question
+
+
+@pytest.mark.parametrize('row, message', [
+    ({'messages': [ASK], 'rejected_response': 'e'}, 'beside "messages" that do not end with an answer'),
+    ({'rejected_response': 'e'}, 'neither "response" nor "messages"'),
+    ({'response': 'cd', 'rejected_response': 'e'}, 'no question in front'),
+    ({'messages': TURNS, 'rejected_response': ''}, 'no "rejected", or an empty one'),
+    ({'chosen': 'Human: a\n\nAssistant: b', 'rejected': 'Human: a\n\nAssistant:'}, 'a transcript in "rejected"'),
+    ({'chosen': 'Human: a\n\nAssistant: b', 'rejected': 'c'}, 'no question in front')])
+def test_other_forms_of_pairs_are_refused_by_what_they_lack(row, message):
+    with pytest.raises(UserError, match=message):
+        read_example(row)
 
 
 @pytest.mark.parametrize('name', ['weight', 'train', 'training', 'train_on_turn', 'loss', 'loss_mask'])

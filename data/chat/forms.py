@@ -1,5 +1,6 @@
 """The forms in which people keep conversations, and what of them is taught."""
 import json
+import re
 from typing import NamedTuple
 
 from jax_files.chats import Chat, read_chat
@@ -15,8 +16,11 @@ ROLES = {  # of ShareGPT's "from"
     'function': 'tool', 'function_response': 'tool'}
 TEXTS = (  # names of a question and of the answer to it
     ('instruction', 'output'), ('instruction', 'response'), ('prompt', 'completion'), ('prompt', 'response'),
-    ('question', 'answer'), ('question', 'response'))
-KEYS = ('messages', 'conversations', 'conversation', 'chosen', 'instruction', 'prompt', 'question')  # of any row
+    ('question', 'answer'), ('question', 'response'), ('query', 'response'))
+QUESTIONS = ('prompt', 'instruction', 'question', 'query')  # that "chosen" and "rejected" answer
+LISTS = ('messages', 'conversations', 'conversation')  # of messages
+KEYS = (*LISTS, 'chosen', *QUESTIONS)  # of any row
+SPEAKERS = {'Human': 'user', 'Assistant': 'assistant'}  # of a transcript, as Anthropic's hh-rlhf has them
 
 
 class Example(NamedTuple):
@@ -35,7 +39,9 @@ def read_example(row):
     variables = row.get('chat_template_kwargs')
     if isinstance(variables, str):  # parquet has no column of any objects
         variables = parse(variables, '"chat_template_kwargs"')
-    if 'rejected' in row or 'chosen' in row:
+    if 'rejected_response' in row or 'rejected_messages' in row:
+        conversations, n_given, form = read_swift_pair(row)
+    elif 'rejected' in row or 'chosen' in row:
         conversations, n_given, form = read_pair(row)
     else:
         messages, n_given, form = read_conversation(row)
@@ -171,9 +177,14 @@ def read_conversation(row):
 def read_pair(row):
     """((messages with the chosen answer, with the rejected one), how many of them at the beginning are the question,
     form). Raises UserError."""
+    is_asked = any(name in row for name in LISTS + QUESTIONS)
+    are_transcripts = not is_asked and is_transcript(row.get('chosen')) and is_transcript(row.get('rejected'))
     answers = []
     for name in ('chosen', 'rejected'):
-        answer = read_answer(row.get(name), name)
+        if are_transcripts:
+            answer = read_transcript(row[name], name)
+        else:
+            answer = read_answer(row.get(name), name)
         if not answer or all(is_empty(message) for message in answer):
             raise UserError(f'has no "{name}", or an empty one')
         answers.append(answer)
@@ -183,6 +194,8 @@ def read_pair(row):
         n_shared = count_shared(chosen, rejected)
         question, form = with_system(row, chosen[:n_shared]), 'whole conversations in "chosen" and "rejected"'
         chosen, rejected = chosen[n_shared:], rejected[n_shared:]
+        if are_transcripts:
+            form = 'transcripts of "Human:" and "Assistant:" in "chosen" and "rejected"'
     elif any(are_whole):
         raise UserError('"chosen" and "rejected" must both begin with the question, or both with the answer')
     else:
@@ -196,12 +209,54 @@ def read_pair(row):
     return (question + chosen, question + rejected), len(question), form
 
 
+def read_swift_pair(row):
+    """What read_pair returns, of a pair in ms-swift's form: the answer that was chosen is "response", or ends the
+    "messages"; the other one is "rejected_response", or ends "rejected_messages". Raises UserError."""
+    row = dict(row)
+    name = 'rejected_response' if 'rejected_response' in row else 'rejected_messages'
+    row['rejected'] = row.pop(name)
+    if 'response' in row:
+        answer = 'response'
+        row['chosen'] = row.pop('response')
+    elif 'messages' in row:
+        answer = 'messages'
+        messages = read_turns(row.pop('messages'), 'messages')
+        if not messages or role_of(messages[-1]) != 'assistant':
+            raise UserError(f'has "{name}" beside "messages" that do not end with an answer of the role "assistant", '
+                            'the one that was chosen')
+        if name == 'rejected_messages':
+            row['chosen'] = messages
+        else:
+            row['chosen'] = messages[-1:]
+            row['messages'] = messages[:-1]
+    else:
+        raise UserError(f'has "{name}", but neither "response" nor "messages" with the answer that was chosen')
+    conversations, n_given, _ = read_pair(row)
+    return conversations, n_given, f'"{answer}" and "{name}"'
+
+
+def is_transcript(text):
+    """Whether a value is a text of turns that begin with "Human: " and "Assistant: ", the first with "Human: "."""
+    return isinstance(text, str) and text.lstrip().startswith('Human:') and '\n\nAssistant:' in text
+
+
+def read_transcript(text, name):
+    """The messages of a transcript. Raises UserError for one that does not end with an answer."""
+    parts = re.split('(?:^|\n\n)(Human|Assistant):', '\n\n' + text.strip())
+    messages = []
+    for speaker, content in zip(parts[1::2], parts[2::2], strict=True):
+        messages.append({'role': SPEAKERS[speaker], 'content': content.strip()})
+    if role_of(messages[-1]) != 'assistant' or is_empty(messages[-1]):
+        raise UserError(f'has a transcript in "{name}" that does not end with an answer after "Assistant:"')
+    return messages
+
+
 def read_asked(row):
     """(messages, form) of the question that "chosen" and "rejected" answer. Raises UserError."""
     messages, form = read_list(row)
     if messages is not None:
         return messages, form
-    for name in ('prompt', 'instruction', 'question'):
+    for name in QUESTIONS:
         if name in row:
             return read_question(row, name), f'"{name}", "chosen" and "rejected"'
     return [], ''
@@ -223,7 +278,7 @@ def read_list(row):
     """(messages, form) of a row that has a list of them; (None, '') of another. Raises UserError."""
     if 'messages' in row:
         return with_system(row, read_turns(row['messages'], 'messages')), ''
-    for name in ('conversations', 'conversation'):
+    for name in LISTS[1:]:
         if name in row:
             turns = row[name]
             is_sharegpt = 'from' in str(turns)[:20]

@@ -35,6 +35,16 @@ def pieces():
     return json.loads(tokenizer.to_str())
 
 
+def byte_level():
+    """A byte-level BPE that keeps digits apart, as those of DeepSeek do."""
+    tokenizer = Tokenizer(models.BPE(VOCAB, [('a', 'b')]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken('<|endoftext|>', special=True, normalized=False)])
+    return json.loads(tokenizer.to_str())
+
+
 def token(content, **options):
     return PLAIN | {'content': content} | options
 
@@ -89,6 +99,10 @@ FOLDERS = {
     'the names of a class': {
         'tokenizer.json': letters(AddedToken('<unk>', special=True)),
         'tokenizer_config.json': {'tokenizer_class': 'LlamaTokenizerFast'}},
+    'a byte-level BPE that is declared as LlamaTokenizer': {
+        'tokenizer.json': byte_level(), 'tokenizer_config.json': {
+            'tokenizer_class': 'LlamaTokenizerFast', 'bos_token': '<|endoftext|>', 'eos_token': '<|im_end|>',
+            'legacy': True, 'add_bos_token': True}},
     'vocab.json of GPT-2': {
         'vocab.json': VOCAB, 'merges.txt': MERGES, 'config.json': {'model_type': 'gpt2'}},
     'vocab.json with a space before': {
