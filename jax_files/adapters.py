@@ -1,4 +1,5 @@
-"""LoRA adapters that peft has saved: adapter_config.json and adapter_model.safetensors or .bin, merged into a model.
+"""LoRA adapters that peft has saved: adapter_config.json and adapter_model.safetensors or .bin,
+merged into a model.
 
 References:
 1) https://huggingface.co/docs/peft/developer_guides/checkpoint
@@ -17,24 +18,33 @@ from jax_flags import UserError, printable, read_json, regular_file
 ADAPTER_CONFIG = 'adapter_config.json'
 ADAPTER_FILES = ('adapter_model.safetensors', 'adapter_model.bin')
 
-# Settings that are computed with, or change nothing once the adapter is trained. Any other one that is set is refused.
+# Settings that are computed with, or change nothing once the adapter is trained. Any other one that
+# is set is refused.
 KNOWN_SETTINGS = {
-    'alpha_pattern', 'auto_mapping', 'base_model_name_or_path', 'bias', 'ensure_weight_tying', 'eva_config',
-    'exclude_modules', 'fan_in_fan_out', 'inference_mode', 'init_lora_weights', 'layers_pattern',
-    'layers_to_transform', 'lora_alpha', 'lora_dropout', 'megatron_core', 'modules_to_save', 'peft_type',
-    'peft_version', 'qalora_group_size', 'r', 'rank_pattern', 'revision', 'target_modules', 'task_type', 'use_rslora'}
-INITIALIZATIONS = (None, True, False, 'gaussian', 'eva', 'orthogonal')  # others change the model's weights, too
-PREFIX = 'base_model.model.'  # of the name of each tensor
-CONV1D = ('c_attn', 'c_proj', 'c_fc')  # modules of GPT-2 whose weight is [in, out] on disk
+    'alpha_pattern', 'auto_mapping', 'base_model_name_or_path', 'bias', 'ensure_weight_tying',
+    'eva_config', 'exclude_modules', 'fan_in_fan_out', 'inference_mode', 'init_lora_weights',
+    'layers_pattern', 'layers_to_transform', 'lora_alpha', 'lora_dropout', 'megatron_core',
+    'modules_to_save', 'peft_type', 'peft_version', 'qalora_group_size', 'r', 'rank_pattern',
+    'revision', 'target_modules', 'task_type', 'use_rslora'}
+
+# Values of init_lora_weights. The others of peft change the model's weights, too.
+INITIALIZATIONS = (None, True, False, 'gaussian', 'eva', 'orthogonal')
+
+# How the name of each tensor of an adapter begins.
+PREFIX = 'base_model.model.'
+
+# The modules of GPT-2 whose weight is [in, out] on disk; every other one is [out, in].
+CONV1D = ('c_attn', 'c_proj', 'c_fc')
 
 
 class LowRankSum(NamedTuple):
-    """A weight with its update, weight + scale * b @ a, which is computed in float32 when it is indexed."""
-    weight: np.ndarray  # or what gives one when it is indexed
+    """A weight with its update, weight + scale * b @ a, which is computed in float32 when it is
+    indexed."""
+    weight: np.ndarray  # or an object that returns one when it is indexed
     a: np.ndarray  # [rank, in]
     b: np.ndarray  # [out, rank]
     scale: float
-    transposed: bool  # the weight is [in, out]
+    transposed: bool  # whether the weight is [in, out]
 
     dtype = np.dtype(np.float32)
 
@@ -43,44 +53,55 @@ class LowRankSum(NamedTuple):
         return self.weight.shape
 
     def __getitem__(self, index):
-        update = np.asarray(self.b, np.float32) @ np.asarray(self.a, np.float32) * np.float32(self.scale)
-        update = update.T if self.transposed else update
-        return (np.asarray(self.weight[...], np.float32) + update)[index]
+        a = np.asarray(self.a, np.float32)
+        b = np.asarray(self.b, np.float32)
+        update = b @ a * np.float32(self.scale)
+        if self.transposed:
+            update = update.T
+        weight = np.asarray(self.weight[...], np.float32)
+        return (weight + update)[index]
 
 
 def is_adapter(path):
-    """Whether a path is the folder of an adapter."""
+    """Returns whether a path is the folder of an adapter."""
     return os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
 
 
 def find_adapter_file(folder):
-    """The path of the tensors of an adapter."""
+    """Returns the path of the file that holds an adapter's tensors. Raises UserError if it is not
+    there."""
     for name in ADAPTER_FILES:
         path = regular_file(folder, name)
         if os.path.exists(path):
             return path
-    raise UserError(f'{folder} has an {ADAPTER_CONFIG}, but none of {", ".join(ADAPTER_FILES)} is beside it; copy or '
-                    'download it, too')
+    raise UserError(f'{folder} has an {ADAPTER_CONFIG}, but none of {", ".join(ADAPTER_FILES)} is '
+                    'beside it; copy or download it, too')
 
 
 def read_adapter_config(folder):
-    """The settings in a folder's adapter_config.json. Raises UserError for one that is not computed here."""
+    """Returns the settings in a folder's adapter_config.json. Raises UserError for a setting that
+    is not computed here, and for a value that no adapter has."""
     path = regular_file(folder, ADAPTER_CONFIG)
     settings = read_json(path)
     kind = settings.get('peft_type')
     if kind != 'LORA':
-        raise UserError(f'{path}: peft_type={json.dumps(kind)} is not supported, only "LORA"; merge the adapter with '
-                        'peft and give the folder that it saves')
+        raise UserError(f'{path}: peft_type={json.dumps(kind)} is not supported, only "LORA"; '
+                        'merge the adapter with peft and give the folder that it saves')
+
+    # A setting that is on and not known may change what is computed.
     for key, value in settings.items():
         if value and key not in KNOWN_SETTINGS:
             refuse_setting(path, key, value)
     if settings.get('revision') not in (None, '', 'main'):
         refuse_setting(path, 'revision', settings['revision'])
     start = settings.get('init_lora_weights')
-    if not isinstance(start, (str, bool, type(None))) or start not in INITIALIZATIONS:
+    has_type = isinstance(start, (str, bool, type(None)))
+    if not has_type or start not in INITIALIZATIONS:
         refuse_setting(path, 'init_lora_weights', start)
     if type(settings.get('use_rslora', False)) is not bool:
         refuse_setting(path, 'use_rslora', settings['use_rslora'])
+
+    # Rank and alpha, of all modules and of those that patterns name.
     check_number(path, 'r', settings.get('r'), int)
     check_number(path, 'lora_alpha', settings.get('lora_alpha'), (int, float))
     for name, kind in (('rank_pattern', int), ('alpha_pattern', (int, float))):
@@ -94,28 +115,37 @@ def read_adapter_config(folder):
 
 
 def refuse_setting(path, key, value):
-    raise UserError(f'{path}: {printable(key)}={json.dumps(value)[:200]} is not supported; merge the adapter with peft '
-                    '(merge_and_unload) and give the folder that it saves')
+    """Raises UserError for a setting that is not computed here."""
+    raise UserError(f'{path}: {printable(key)}={json.dumps(value)[:200]} is not supported; merge '
+                    'the adapter with peft (merge_and_unload) and give the folder that it saves')
 
 
 def check_number(path, name, value, kind):
-    if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 2**31:
-        raise UserError(f'{path}: {printable(name)} should be a number above 0, not {json.dumps(value)[:200]}')
+    """Raises UserError unless the value of a setting is a number above 0, and of this type."""
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_number or not 0 < value < 2**31:
+        raise UserError(f'{path}: {printable(name)} should be a number above 0, not '
+                        f'{json.dumps(value)[:200]}')
 
 
 def check_pattern(path, name, pattern):
-    """Raises UserError for a regular expression that may take any time: repetitions of groups, or many of them."""
-    n_repetitions = len(re.findall(r'[*+?{]', pattern))
+    """Raises UserError for a regular expression that may take any time: repetitions of groups, or
+    many of them."""
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError):
         refuse_setting(path, name, {pattern: '...'})
-    if re.search(r'\)[*+?{]', pattern) or n_repetitions > 4 or len(pattern) > 200:
+    n_repetitions = len(re.findall(r'[*+?{]', pattern))
+    repeats_group = re.search(r'\)[*+?{]', pattern) is not None
+    if repeats_group or n_repetitions > 4 or len(pattern) > 200:
         refuse_setting(path, name, {pattern: '...'})
 
 
 def value_for(module, patterns, default):
-    """The value of the first pattern that is the end of a module's name, as peft chooses it."""
+    """Returns the value of the first pattern that matches the end of a module's name, as peft
+    chooses it, or the default.
+
+    patterns: {regular expression: value}, or None."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf'(.*\.)?({pattern})$', module):
             return value
@@ -123,29 +153,43 @@ def value_for(module, patterns, default):
 
 
 def merge_adapter(tensors, updates, settings, model_type, source):
-    """The tensors {name: array} of a model with those of an adapter, `updates`, merged; they add when they are indexed.
+    """Returns the tensors {name: array} of a model, merged with the tensors of an adapter; the sums
+    are made when they are indexed.
 
-    settings: of read_adapter_config. model_type: of the model's config.json. source: path of the adapter, for
-    messages. Raises UserError for a tensor that is of another model or another kind of adapter."""
+    tensors: the model's. updates: the adapter's. settings: what read_adapter_config returns.
+    model_type: a key of the model's config.json. source: the path of the adapter, for messages.
+    Raises UserError for a tensor that is of another model or another kind of adapter."""
+    # Pair the two halves of each update, and put in place what is saved whole.
     result = dict(tensors)
     halves = {}  # {(name on disk, module, is an embedding): {'A': array, 'B': array}}
     for name, x in updates.items():
+        # The tensor is NAME.lora_A.weight, or of an embedding NAME.lora_embedding_A.
         bare = name.removeprefix(PREFIX)
         found = re.fullmatch(r'(.+)\.lora_(embedding_)?([AB])(\.weight)?', bare)
-        if found is not None and name.startswith(PREFIX) and bool(found[2]) != bool(found[4]):
-            place = find_tensor(f'{found[1]}.weight', tensors, name, source)
-            halves.setdefault((place, found[1], bool(found[2])), {})[found[3]] = x
+        is_half = found is not None and bool(found[2]) != bool(found[4])
+        if is_half and name.startswith(PREFIX):
+            module = found[1]
+            is_embedding = bool(found[2])
+            place = find_tensor(f'{module}.weight', tensors, name, source)
+            half = halves.setdefault((place, module, is_embedding), {})
+            half[found[3]] = x
         elif 'lora_' in name or not name.startswith(PREFIX):
-            raise UserError(f'{source}: the tensor {printable(repr(name))} is not supported; merge the adapter with '
-                            'peft (merge_and_unload) and give the folder that it saves')
-        else:  # saved whole: modules_to_save, biases
-            whole = re.sub(r'\.(base_layer|modules_to_save\.default)\.(?=weight$|bias$)', '.', bare)
+            raise UserError(f'{source}: the tensor {printable(repr(name))} is not supported; merge '
+                            'the adapter with peft (merge_and_unload) and give the folder that it '
+                            'saves')
+        else:
+            # modules_to_save and biases are saved whole, with peft's wrapper in their names.
+            wrapper = r'\.(base_layer|modules_to_save\.default)\.(?=weight$|bias$)'
+            whole = re.sub(wrapper, '.', bare)
             result[find_tensor(whole, tensors, name, source)] = x
+
+    # Add each update to its weight.
     for (place, module, is_embedding), half in halves.items():
         if half.keys() != {'A', 'B'}:
-            raise UserError(f'{source} has one of lora_A and lora_B of {printable(module)}, but not both; copy it '
-                            'again')
-        is_transposed = is_embedding or model_type == 'gpt2' and module.split('.')[-1] in CONV1D
+            raise UserError(f'{source} has one of lora_A and lora_B of {printable(module)}, but '
+                            'not both; copy it again')
+        is_conv1d = model_type == 'gpt2' and module.split('.')[-1] in CONV1D
+        is_transposed = is_embedding or is_conv1d
         scale = scale_of(module, half['A'], settings, source)
         result[place] = LowRankSum(result[place], half['A'], half['B'], scale, is_transposed)
         check_shapes(result[place], module, source)
@@ -153,31 +197,51 @@ def merge_adapter(tensors, updates, settings, model_type, source):
 
 
 def find_tensor(name, tensors, theirs, source):
-    """The name in the model of a tensor that an adapter names, with or without the model's class around it."""
+    """Returns the name in the model of a tensor that an adapter names, with or without the model's
+    class around it.
+
+    name: the adapter's name without peft's parts. tensors: the model's. theirs: the adapter's name,
+    for messages. Raises UserError if the model has no such tensor."""
     bare = name.removeprefix('transformer.').removeprefix('model.')
-    for candidate in (name, bare, f'transformer.{bare}', f'model.{bare}', f'language_model.model.{bare}'):
+    candidates = (
+        name, bare, f'transformer.{bare}', f'model.{bare}', f'language_model.model.{bare}')
+    for candidate in candidates:
         if candidate in tensors:
             return candidate
-    raise UserError(f'{source} changes {printable(repr(theirs))}, which the model does not have; it is for another one')
+    raise UserError(f'{source} changes {printable(repr(theirs))}, which the model does not have; '
+                    'it is for another one')
 
 
 def scale_of(module, a, settings, source):
-    """The factor of a module's update."""
+    """Returns the factor of a module's update: alpha / rank, or alpha / sqrt(rank) with rslora.
+
+    a: the module's lora_A, whose rank is checked. Raises UserError if it has another one."""
     rank = value_for(module, settings.get('rank_pattern'), settings['r'])
     alpha = value_for(module, settings.get('alpha_pattern'), settings['lora_alpha'])
     if a.ndim != 2 or len(a) != rank:
-        raise UserError(f'{source}: lora_A of {module} has the shape {a.shape}, and its rank should be {rank}')
-    return alpha / math.sqrt(rank) if settings.get('use_rslora') else alpha / rank
+        raise UserError(f'{source}: lora_A of {module} has the shape {a.shape}, and its rank '
+                        f'should be {rank}')
+    if settings.get('use_rslora'):
+        return alpha / math.sqrt(rank)
+    return alpha / rank
 
 
 def check_shapes(x, module, source):
-    """Raises UserError unless the update of a LowRankSum has the shape of its weight."""
+    """Raises UserError unless the update of a LowRankSum has the shape of its weight, and is
+    floating point."""
+    # The two halves fit each other.
     if x.b.ndim != 2 or x.b.shape[1] != len(x.a):
-        raise UserError(f'{source}: lora_B {x.b.shape} of {module} does not fit its lora_A {x.a.shape}')
+        raise UserError(f'{source}: lora_B {x.b.shape} of {module} does not fit its lora_A '
+                        f'{x.a.shape}')
+
+    # Their product fits the weight.
     shape = (x.b.shape[0], x.a.shape[1])
-    if tuple(x.shape) != (shape[::-1] if x.transposed else shape):
-        raise UserError(f'{source}: the update of {module} {shape} does not fit its weight {tuple(x.shape)}; the '
-                        'adapter is for another model')
+    shape_on_disk = shape[::-1] if x.transposed else shape
+    if tuple(x.shape) != shape_on_disk:
+        raise UserError(f'{source}: the update of {module} {shape} does not fit its weight '
+                        f'{tuple(x.shape)}; the adapter is for another model')
+
     for half in (x.a, x.b):
         if half.dtype.name not in ('float32', 'bfloat16', 'float16', 'float64'):
-            raise UserError(f'{source}: the update of {module} is {half.dtype}, not floating point of 16 bits or more')
+            raise UserError(f'{source}: the update of {module} is {half.dtype}, not floating point '
+                            'of 16 bits or more')

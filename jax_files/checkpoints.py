@@ -1,4 +1,5 @@
-"""TrainState <-> out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or absent."""
+"""TrainState <-> out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or
+absent."""
 import json
 import logging
 import math
@@ -25,35 +26,60 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+# The folders of a checkpoint, and the name of one that Orbax is writing, in ATOMIC_RENAME.
+ITEMS = ('params', 'opt_state', 'meta', 'metrics')
+UNFINISHED = '*.orbax-checkpoint-tmp'
+
+# -----------------------------------------------------------------------------
+# the manager, and checksums
+
 
 def open_checkpoints(out_dir, keep=2):
-    """Orbax's manager of out_dir/ckpt: it keeps the latest `keep` checkpoints and the one with the lowest validation
-    loss. Raises UserError if out_dir cannot be written."""
+    """Returns Orbax's manager of out_dir/ckpt, which keeps the latest `keep` checkpoints and the
+    one with the lowest validation loss. Raises UserError if out_dir cannot be written."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import checkpoint_managers as policies
     quiet_orbax()
-    val_loss = lambda metrics: metrics['val_loss']
     folder = Path(out_dir, 'ckpt').absolute()
+
+    def val_loss(metrics):
+        return metrics['val_loss']
+
+    # What is kept. Orbax prefers the highest metric, which `reverse` turns around. Saves between
+    # evaluations have no metrics; only LatestN keeps them.
+    best = policies.BestN(
+        get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+    preservation = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
+
+    # A checkpoint is complete once its folder has its name. By default Orbax gives it 20 minutes,
+    # which is too little for slow disks, and for a clock that is set. If it made folders in the
+    # background, threads would wait 5 minutes for one that cannot be made.
+    atomicity = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.ATOMIC_RENAME)
+    background = ocp.options.AsyncOptions(
+        timeout_secs=10**6,
+        create_directories_asynchronously=False,
+        post_finalization_callback=lambda: write_checksums(folder))
+
     options = ocp.CheckpointManagerOptions(
-        preservation_policy=policies.AnyPreservationPolicy([
-            policies.LatestN(keep),
-            # reverse: Orbax prefers the highest. Saves between evaluations have no metrics; only LatestN keeps them
-            policies.BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)]),
-        best_fn=val_loss, best_mode='min', cleanup_tmp_directories=True, create=True,
-        atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.ATOMIC_RENAME),
-        async_options=ocp.options.AsyncOptions(
-            timeout_secs=10**6,  # 20 minutes by default: too little for slow disks, and for a clock that is set
-            create_directories_asynchronously=False,  # else threads wait 5 minutes for one that cannot be made
-            post_finalization_callback=lambda: write_checksums(folder)))
+        preservation_policy=preservation,
+        best_fn=val_loss,
+        best_mode='min',
+        cleanup_tmp_directories=True,
+        create=True,
+        atomicity_options=atomicity,
+        async_options=background)
+    items = ('params', 'opt_state', 'meta')
     try:
         folder.mkdir(parents=True, exist_ok=True)  # Orbax would take a file in its place
-        return ocp.CheckpointManager(folder, options=options, item_names=('params', 'opt_state', 'meta'))
+        return ocp.CheckpointManager(folder, options=options, item_names=items)
     except OSError as error:
-        raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another --out_dir') from error
+        raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another '
+                        '--out_dir') from error
 
 
 def quiet_orbax():
-    """Silences Orbax's log, as failures are reported below, and complaints of its other writes after a failed one."""
+    """Silences Orbax's log, because this module reports failures, and what its other writes say
+    after a failed one."""
     for name in ('absl', 'asyncio'):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -64,77 +90,114 @@ def quiet_orbax():
     sys.unraisablehook = report
 
 
-UNFINISHED = '*.orbax-checkpoint-tmp'  # the checkpoint that Orbax is writing, in ATOMIC_RENAME
-
-
 def write_checksums(folder):
-    """Writes checksums.json, {file: CRC-32}, into the one checkpoint in `folder` that is complete but for its name.
-    Orbax calls it in one process, before it renames the checkpoint, and gives the checkpoint up if this raises."""
-    if not (steps := list(folder.glob(UNFINISHED))):
-        raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another version of Orbax?')
+    """Writes checksums.json, {file: CRC-32}, into the one checkpoint in `folder` that is complete
+    but for its name.
+
+    Orbax calls it in one process, before it renames the checkpoint, and gives the checkpoint up if
+    this raises."""
+    steps = list(folder.glob(UNFINISHED))
+    if not steps:
+        raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another '
+                           'version of Orbax?')
     for step in steps:
-        # of params, opt_state, meta, metrics; Orbax has yet to change the files in `step` itself
+        # The files of all ITEMS. Orbax has yet to change those that are in `step` itself.
         files = sorted(path for path in step.glob('*/**/*') if path.is_file())
         sums = {path.relative_to(step).as_posix(): checksum(path) for path in files}
         (step / 'checksums.json').write_text(json.dumps(sums, indent=0))
 
 
 def checksum(path):
+    """Returns the CRC-32 of a file, of which memory holds 16 MiB at a time."""
     crc = 0
     with open(path, 'rb') as file:
-        while block := file.read(2**24):
+        block = file.read(2**24)
+        while block:
             crc = zlib.crc32(block, crc)
+            block = file.read(2**24)
     return crc
 
 
-ITEMS = 'params', 'opt_state', 'meta', 'metrics'  # the folders of a checkpoint
-
-
 def find_damage(step, items=ITEMS):
-    """The first file among these items of the checkpoint folder `step` that is not as it was written, or ''. Several
-    processes each read some of the files. A checkpoint without checksums.json is not checked: see read_meta."""
+    """Returns the first file among these items of the checkpoint folder `step` that is not as it
+    was written, or ''.
+
+    Several processes each read some of the files, and all return the same. A checkpoint without
+    checksums.json is not checked: see read_meta."""
+    damaged = ''
     try:
         sums = read_json(step / 'checksums.json', optional=True)
-        names = sorted(name for name in sums if name.split('/')[0] not in set(ITEMS) - set(items))
-        is_damaged = lambda name: not (step / name).is_file() or checksum(step / name) != sums[name]
-        damaged = next(filter(is_damaged, names[jax.process_index()::jax.process_count()]), '')
+        others = set(ITEMS) - set(items)
+        names = sorted(name for name in sums if name.split('/')[0] not in others)
+        for name in names[jax.process_index()::jax.process_count()]:
+            if not (step / name).is_file() or checksum(step / name) != sums[name]:
+                damaged = name
+                break
     except (OSError, ValueError, AttributeError, RecursionError):
         damaged = 'checksums.json'
-    return next(filter(None, gather_texts(damaged)), '')
+
+    # The first process that found something decides for all.
+    for found in gather_texts(damaged):
+        if found:
+            return found
+    return ''
 
 
 def checkpoint_steps(out_dir):
-    """The iterations of the complete checkpoints in out_dir, the latest first."""
+    """Returns the iterations of the complete checkpoints in out_dir, the latest first."""
     folder = Path(out_dir, 'ckpt')
     if not folder.is_dir():
         return []
-    return sorted((int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir()), reverse=True)
+    steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+    return sorted(steps, reverse=True)
 
+
+# -----------------------------------------------------------------------------
+# the lock
 
 def lock_out_dir(out_dir, resumed_at=None):
-    """Locks out_dir for this run until the process ends, however it ends; out_dir/lock says who holds it. Several
-    processes lock it together, which shows that all of them see the same folder. Damaged checkpoints, newer than
-    `resumed_at` or with unreadable metrics, are renamed to <iteration>.damaged, out of Orbax's sight.
-    Returns the open file. Raises UserError if another run holds the lock."""
+    """Locks out_dir for this run until the process ends, however it ends, and returns the open
+    file; out_dir/lock says who holds it. Raises UserError if another run holds the lock.
+
+    Several processes lock it together, which shows that all of them see the same folder. Damaged
+    checkpoints, newer than `resumed_at` or with unreadable metrics, are renamed to
+    <iteration>.damaged, out of Orbax's sight."""
     path = Path(out_dir, 'lock')
-    holder = gather_texts(f'process {os.getpid()} on {socket.gethostname()} since {time.strftime("%F %T")}')[0]
-    is_first, wait = jax.process_index() == 0, lambda *args: None
-    file = in_all_processes(take_lock if is_first else wait, path, holder, resumed_at)
-    in_all_processes(wait if is_first else see_lock, path, holder)
+    machine = socket.gethostname()
+    mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'
+    holder = gather_texts(mine)[0]
+    is_first = jax.process_index() == 0
+
+    def wait():
+        """Has nothing to do while the other processes do something."""
+
+    # Process 0 takes the lock, then the others see it.
+    def take():
+        return take_lock(path, holder, resumed_at)
+
+    def see():
+        see_lock(path, holder)
+
+    file = in_all_processes(take if is_first else wait)
+    in_all_processes(wait if is_first else see)
     return file
 
 
 def take_lock(path, holder, resumed_at):
+    """Takes the lock in process 0, writes into it who holds it, and sets damaged checkpoints
+    aside."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, 'a')
     except OSError as error:
-        raise UserError(f'cannot write to {path.parent}: {error.strerror}; choose another --out_dir') from error
+        raise UserError(f'cannot write to {path.parent}: {error.strerror}; choose another '
+                        '--out_dir') from error
     try:
         if fcntl:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise UserError(f'{path.parent} is in use by {path.read_text()}; choose another --out_dir') from None
+        raise UserError(f'{path.parent} is in use by {path.read_text()}; choose another '
+                        '--out_dir') from None
     except OSError:
         pass  # a file system without locks
     file.truncate(0)
@@ -145,26 +208,39 @@ def take_lock(path, holder, resumed_at):
 
 
 def see_lock(path, holder):
-    for _ in range(30):  # what another machine has written may take a moment to be seen
+    """Raises UserError unless this process sees the lock that process 0 holds. It waits up to 3 s:
+    what another machine has written may take a moment to be seen."""
+    for _ in range(30):
         found = os.listdir(path.parent) if path.parent.is_dir() else ()  # makes NFS look again
         if path.name in found and path.read_text() == holder:
             return
         time.sleep(0.1)
-    raise UserError(f'{path.parent} is not the folder of process 0: it has to be on a file system that all processes '
-                    'share')
+    raise UserError(f'{path.parent} is not the folder of process 0: it has to be on a file system '
+                    'that all processes share')
 
 
 def set_damaged_aside(folder, resumed_at):
+    """Renames damaged checkpoints: those that are newer than the one that the run resumes at, and
+    those with unreadable metrics."""
     for step in checkpoint_steps(folder.parent):
         path = folder / str(step)
-        if read_val_loss(path) == -math.inf or resumed_at is not None and step > resumed_at:
-            free = next(name for n in range(100) if not (name := folder / f'{step}.damaged{n or ""}').exists())
+        is_damaged = read_val_loss(path) == -math.inf
+        is_newer = resumed_at is not None and step > resumed_at
+        if is_damaged or is_newer:
+            free = free_name(folder, step)
             os.rename(path, free)
             print(f'{path} is damaged: renamed to {free.name}')
 
 
+def free_name(folder, step):
+    """Returns the first of <step>.damaged, <step>.damaged1, ... that is not in the folder."""
+    names = [f'{step}.damaged'] + [f'{step}.damaged{n}' for n in range(1, 100)]
+    return next(folder / name for name in names if not (folder / name).exists())
+
+
 def read_val_loss(step):
-    """The validation loss of the checkpoint in this folder: infinity if not evaluated, -infinity if it is damaged."""
+    """Returns the validation loss of the checkpoint in this folder: infinity if it was not
+    evaluated, -infinity if it is damaged."""
     path = step / 'metrics' / 'metrics'
     if not path.exists():
         return math.inf
@@ -172,21 +248,30 @@ def read_val_loss(step):
         val_loss = float(read_json(path)['val_loss'])
     except (KeyError, TypeError, ValueError, OSError, OverflowError):  # a UserError is a ValueError
         return -math.inf
-    return val_loss if math.isfinite(val_loss) else -math.inf
+    if not math.isfinite(val_loss):
+        return -math.inf
+    return val_loss
 
+
+# -----------------------------------------------------------------------------
+# saving
 
 def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
-    """Saves the state after iter_num iterations. Returns once the values are copied; writing is asynchronous.
+    """Saves the state after iter_num iterations. Returns once the values are copied; writing is
+    asynchronous.
 
-    meta: JSON metadata, see train_jax.py. val_loss: makes the checkpoint a candidate for the best.
-    Raises UserError if this checkpoint or the one before it cannot be written (a full disk)."""
+    meta: JSON metadata, see train_jax.py. val_loss: the validation loss, which makes the checkpoint
+    a candidate for the best; None without an evaluation. Raises UserError if this checkpoint or the
+    one before it cannot be written (a full disk)."""
     import orbax.checkpoint as ocp
     state = jax.tree.map(as_replicated_global_array, state)
+    metrics = None if val_loss is None else {'val_loss': val_loss}
+    items = ocp.args.Composite(
+        params=ocp.args.StandardSave(state.params),
+        opt_state=ocp.args.StandardSave(opt_state_item(state)),
+        meta=ocp.args.JsonSave({**meta, 'checksums': True}))
     try:
-        saved = manager.save(
-            iter_num, metrics=None if val_loss is None else {'val_loss': val_loss}, args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params), opt_state=ocp.args.StandardSave(opt_state_item(state)),
-                meta=ocp.args.JsonSave(meta | {'checksums': True})))
+        saved = manager.save(iter_num, metrics=metrics, args=items)
     except (OSError, ValueError, RuntimeError) as error:
         exit_if_peer_died(error)
         raise UserError(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
@@ -196,8 +281,9 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
 
 
 def as_replicated_global_array(x):
-    """With several processes, pmap's results are arrays of this process's devices. Returns them as global arrays,
-    replicated over the devices of all processes, as Orbax expects."""
+    """Returns an array of this process's devices as a global array, replicated over the devices of
+    all processes, as Orbax expects it. Such are pmap's results with several processes; whatever
+    else x is, it is returned as it is."""
     if jax.process_count() == 1 or not isinstance(x, jax.Array) or not x.is_fully_addressable:
         return x
     copies = [copy.data for copy in x.addressable_shards]
@@ -206,22 +292,27 @@ def as_replicated_global_array(x):
 
 
 def cannot_write(what, manager, error):
+    """Returns the message for a checkpoint that cannot be written."""
     free = shutil.disk_usage(manager.directory).free / 1e6
-    return (f'cannot write {what} to {manager.directory}, where {free:,.0f} MB are free; what it holds is complete, '
-            f'continue with --init_from=resume ({str(error)[:200]})')
+    return (f'cannot write {what} to {manager.directory}, where {free:,.0f} MB are free; what it '
+            f'holds is complete, continue with --init_from=resume ({str(error)[:200]})')
 
 
 def add_val_loss(manager, step, val_loss):
-    """Makes a checkpoint a candidate for the best, if it was saved without an evaluation, as a signal may do."""
+    """Makes a checkpoint a candidate for the best, if it was saved without an evaluation, as a
+    signal may do."""
     path = Path(manager.directory, str(step), 'metrics', 'metrics')
     if jax.process_index() == 0 and not path.exists():
         write_text(path, json.dumps({'val_loss': val_loss}))
-    gather_texts('')  # no process reads it before it is there
+
+    # No process reads it before it is there.
+    gather_texts('')
     manager.reload()
 
 
 def finish_checkpoints(manager):
-    """Waits until all checkpoints are on disk. Raises UserError if the last one cannot be written."""
+    """Waits until all checkpoints are on disk. Raises UserError if the last one cannot be
+    written."""
     try:
         manager.wait_until_finished()
         manager.close()
@@ -231,34 +322,47 @@ def finish_checkpoints(manager):
 
 
 def opt_state_item(state):
-    """All of the state but the parameters, which are a separate item so that sampling can restore them alone."""
+    """Returns all of the state but the parameters, which are a separate item so that sampling can
+    restore them alone."""
     return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
+
+# -----------------------------------------------------------------------------
+# choosing and restoring
 
 
 def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
-    """Chooses the 'latest' or the 'best' checkpoint in out_dir: (iteration, metadata). One of which
-    one of these items is damaged is named on stderr, and the newest intact one is taken instead.
+    """Chooses the 'latest' or the 'best' checkpoint in out_dir and returns (iteration, metadata).
+    If one of these items of it is damaged, stderr says so, and the newest intact one is taken
+    instead.
 
     check_model: a function of (the model's config in the metadata, the checkpoint's folder) that
     raises an exception if it is none of this program; see choose_run in jax_lora.py. Raises
     UserError if there is no intact checkpoint."""
     check_choice('checkpoint', which, ('latest', 'best'))
     folder = Path(out_dir, 'ckpt')
-    if not (steps := checkpoint_steps(out_dir)):
+    steps = checkpoint_steps(out_dir)
+    if not steps:
         raise UserError(f'there is no complete checkpoint in {folder}; name the out_dir of a run')
+
+    # The best one first, the others newest first. Sorting is stable: of checkpoints without an
+    # evaluation the latest is the best.
     if which == 'best':
-        steps.sort(key=lambda step: read_val_loss(folder / str(step)))  # stable: the latest first, if none is evaluated
-        steps[1:] = sorted(steps[1:], reverse=True)
+        steps.sort(key=lambda step: read_val_loss(folder / str(step)))
+        best, *others = steps
+        steps = [best, *sorted(others, reverse=True)]
+
+    # Take the first that is intact.
     problems = []
     for step in steps:
-        problem = find_damage(folder / str(step), items)
+        path = folder / str(step)
+        problem = find_damage(path, items)
         try:
             if not problem:
-                meta = read_meta(folder / str(step), check_model)
-        except Exception as error:  # of an earlier version, without checksums
+                meta = read_meta(path, check_model)
+        except Exception as error:  # a checkpoint of an earlier version, without checksums
             problem = f'{type(error).__name__}: {" ".join(str(error).split())}'
         if problem:
-            problems.append(f'{folder / str(step)} is damaged or not a checkpoint of this program ({problem})')
+            problems.append(f'{path} is damaged or not a checkpoint of this program ({problem})')
             continue
         if problems and jax.process_index() == 0:
             print(f'{"; ".join(problems)}; taking checkpoint {step} instead', file=sys.stderr)
@@ -266,16 +370,35 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
     raise UserError(f'{"; ".join(problems)}; there is no intact one')
 
 
+# The types of a checkpoint's metadata, of its lora and of its tokenizer. A value that may be
+# missing has None's among its types.
 NUMBER = (int, float)
-META_TYPES = {  # of a checkpoint's metadata; what may be missing has None among its types
-    'model': dict, 'iter_num': int, 'best_val_loss': NUMBER, 'tokenizer': dict, 'flags': dict,
-    'wandb_id': (str, type(None)), 'lora': (dict, type(None))}
-LORA_TYPES = {'base': str, 'rank': int, 'alpha': NUMBER, 'quantize': str, 'checksum': (int, type(None))}
-TOKENIZER_TYPES = {'kind': (str, type(None)), 'chars': (str, type(None)), 'path': (str, type(None))}
+META_TYPES = {
+    'model': dict,
+    'iter_num': int,
+    'best_val_loss': NUMBER,
+    'tokenizer': dict,
+    'flags': dict,
+    'wandb_id': (str, type(None)),
+    'lora': (dict, type(None)),
+}
+LORA_TYPES = {
+    'base': str,
+    'rank': int,
+    'alpha': NUMBER,
+    'quantize': str,
+    'checksum': (int, type(None)),
+}
+TOKENIZER_TYPES = {
+    'kind': (str, type(None)),
+    'chars': (str, type(None)),
+    'path': (str, type(None)),
+}
 
 
 def check_types(what, values, types):
-    """Raises ValueError unless each of the values, {name: value}, is there and of its type; True is no number."""
+    """Raises ValueError unless each of the values, {name: value}, is there and of its type; True is
+    no number."""
     for name, expected in types.items():
         value = values.get(name)
         if not isinstance(value, expected) or isinstance(value, bool):
@@ -283,8 +406,8 @@ def check_types(what, values, types):
 
 
 def check_meta(meta):
-    """Raises an exception for metadata whose values have other types than train_jax.py writes, or sizes that nothing
-    has: they would be believed."""
+    """Raises an exception for metadata whose values have other types than train_jax.py writes, or
+    sizes that nothing has: they would be believed."""
     check_types('metadata', meta, META_TYPES)
     check_types('tokenizer', meta['tokenizer'], TOKENIZER_TYPES)
     if meta.get('lora') is not None:
@@ -296,15 +419,22 @@ def check_meta(meta):
 
 
 def read_meta(step, check_model=None):
-    """The metadata of the checkpoint in the folder `step`. Raises an exception if it is not one of this program."""
+    """Returns the metadata of the checkpoint in the folder `step`. Raises an exception if it is not
+    one of this program. check_model: as for choose_checkpoint."""
     meta = read_json(step / 'meta' / 'metadata')
-    if missing := {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys():
+    missing = {'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
+    if missing:
         raise ValueError(f'its metadata lacks {sorted(missing)}')
     check_meta(meta)
     if check_model:
         check_model(meta['model'], step)
-    if meta.pop('checksums', False) and not (step / 'checksums.json').exists():  # earlier versions wrote none
+
+    # Earlier versions wrote no checksums; since then the metadata says that they are there.
+    has_checksums = meta.pop('checksums', False)
+    if has_checksums and not (step / 'checksums.json').exists():
         raise ValueError('its checksums.json is missing')
+
+    # The tokenizer is in the run's folder, wherever that is now.
     out_dir = step.parent.parent
     meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], out_dir)
     if 'path' in meta['tokenizer']:
@@ -319,12 +449,19 @@ def saved_layers(step):
     if not path.exists():
         return None
     arrays = json.loads(path.read_text(encoding='utf-8'))['tree_metadata'].values()
-    names = {str(array['key_metadata'][0]['key']) for array in arrays}
-    return {int(name[2:]) for name in names if re.fullmatch(r'h_\d{1,9}', name)}
+    layers = set()
+    for array in arrays:
+        name = str(array['key_metadata'][0]['key'])
+        if re.fullmatch(r'h_\d{1,9}', name):
+            layers.add(int(name[2:]))
+    return layers
 
 
 def restore_items(out_dir, step, items):
-    """Restores items {name: abstract tree, sharded} of checkpoint `step`. Raises UserError if they do not fit."""
+    """Restores items of checkpoint `step` and returns {name: tree}.
+
+    items: {name: abstract tree, with shapes, types and shardings}. Raises UserError if they do not
+    fit."""
     import orbax.checkpoint as ocp
     quiet_orbax()
     folder = Path(out_dir, 'ckpt', str(step)).absolute()
@@ -333,10 +470,13 @@ def restore_items(out_dir, step, items):
             return {name: checkpointer.restore(folder / name, tree) for name, tree in items.items()}
     except Exception as error:
         exit_if_peer_died(error)
-        raise UserError(f'{folder} does not fit the model or is damaged: {type(error).__name__}: {error}') from error
+        raise UserError(f'{folder} does not fit the model or is damaged: '
+                        f'{type(error).__name__}: {error}') from error
 
 
 def load_checkpoint(out_dir, step, state):
-    """The TrainState of checkpoint `step`; `state` is its abstract tree. Raises UserError if it does not fit."""
-    restored = restore_items(out_dir, step, {'params': state.params, 'opt_state': opt_state_item(state)})
+    """Returns the TrainState of checkpoint `step`; `state` is its abstract tree. Raises UserError
+    if it does not fit."""
+    items = {'params': state.params, 'opt_state': opt_state_item(state)}
+    restored = restore_items(out_dir, step, items)
     return state.replace(params=restored['params'], **restored['opt_state'])
