@@ -4,10 +4,11 @@ References:
 1) transformers: https://github.com/huggingface/transformers/tree/main/src/transformers/models
 2) nanoGPT's model: https://github.com/karpathy/nanoGPT/blob/master/model.py
 
-A family of models is two things: how its config.json becomes a GPTConfig (jax_families.py), and how its tensors on disk
-differ from Llama's (LAYOUTS), of which family_tensor_maps makes a table {parameter path: [TensorMap]}.
-Loading and saving use the same table, and the config.json that was read is written back; SAVED_AS has other names of
-families. GGUF needs a row in ARCHITECTURES (jax_files/gguf_files.py), and in LAYOUTS if rows have another order there.
+A family of models is two things: how its config.json becomes a GPTConfig (jax_families.py), and how
+its tensors on disk differ from Llama's (LAYOUTS), of which family_tensor_maps makes a table
+{parameter path: [TensorMap]}. Loading and saving use the same table, and the config.json that was
+read is written back; SAVED_AS has other names of families. GGUF needs a row in ARCHITECTURES
+(jax_files/gguf_files.py), and in LAYOUTS if rows have another order there.
 """
 import dataclasses
 import functools
@@ -36,16 +37,18 @@ from jax_transformer import GPT, GPTConfig, check_layers, check_room
 
 
 def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: array):
-    """(config, params) of a Hugging Face folder or hub name, a GGUF file, or nanoGPT's ckpt.pt (or its folder).
+    """(config, params) of a Hugging Face folder or hub name, a GGUF file, or nanoGPT's ckpt.pt (or
+    its folder).
 
-    params is the tree of GPT(config).init as numpy arrays: matrices in `dtype`, vectors in float32, kernels [in, out].
-    config.dropout is 0 and config.dtype is `dtype`.
-    dtype: one of DTYPES; or 'stored': each matrix in the file's dtype, if that is one of DTYPES, else in float32, and
-    config.dtype is 'float32'.
-    place(path in the tree, array): called for each parameter before the next one is read, for example to move it to its
-    devices; params holds what place returns. A kernel that is [out, in] on disk stays so in memory: its transpose, not
-    the array itself, is C-contiguous.
-    Raises UserError for files that are missing or damaged, models that GPT does not compute, and an unknown dtype."""
+    params is the tree of GPT(config).init as numpy arrays: matrices in `dtype`, vectors in float32,
+    kernels [in, out]. config.dropout is 0 and config.dtype is `dtype`.
+    dtype: one of DTYPES; or 'stored': each matrix in the file's dtype, if that is one of DTYPES,
+    else in float32, and config.dtype is 'float32'.
+    place(path in the tree, array): called for each parameter before the next one is read, for
+    example to move it to its devices; params holds what place returns. A kernel that is [out, in]
+    on disk stays so in memory: its transpose, not the array itself, is C-contiguous.
+    Raises UserError for files that are missing or damaged, models that GPT does not compute, and an
+    unknown dtype."""
     check_choice('dtype', dtype, (*DTYPES, 'stored'))
     config, family, tensors, file = open_model(path_or_name)
     params = params_from_tensors(tensors, config, family_tensor_maps(config, family), file, dtype, place)
@@ -54,18 +57,22 @@ def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: arr
 
 def save_pretrained(params, config, folder, *, config_json=None, dtype='float32', tokenizer=None,
                     shard_bytes=5 * 10**9):
-    """Writes params as a Hugging Face folder: config.json, the weights as safetensors, and the tokenizer's files.
+    """Writes params as a Hugging Face folder: config.json, the weights as safetensors, and the
+    tokenizer's files.
 
-    The folder is for the model of transformers that computes what GPT(config) does. A GPT-2 without biases is saved
-    with biases of zero, which gives the same logits.
-    config_json: path of that of the model that params come from, to be written back with all its keys; where it is
-    None, a config.json is derived from `config`, which is possible for the models that flags of train_jax.py make.
-    dtype: of the file, one of DTYPES. tokenizer: folder of a tokenizer.json and what belongs to it, to be copied.
-    folder: if its name ends in .gguf, a GGUF file for llama.cpp is written instead; dtype is one of GGUF_DTYPES then,
-    and tokenizer a description for load_tokenizer.
+    The folder is for the model of transformers that computes what GPT(config) does. A GPT-2 without
+    biases is saved with biases of zero, which gives the same logits.
+    config_json: path of that of the model that params come from, to be written back with all its
+    keys; where it is None, a config.json is derived from `config`, which is possible for the models
+    that flags of train_jax.py make.
+    dtype: of the file, one of DTYPES. tokenizer: folder of a tokenizer.json and what belongs to it,
+    to be copied.
+    folder: if its name ends in .gguf, a GGUF file for llama.cpp is written instead; dtype is one of
+    GGUF_DTYPES then, and tokenizer a description for load_tokenizer.
     shard_bytes: weights that need more are split into several files with an index.
-    The folder must not exist or be empty; it appears when it is complete. Raises UserError if it cannot be written,
-    params are not those of GPT(config), or config_json is missing or that of another model."""
+    The folder must not exist or be empty; it appears when it is complete. Raises UserError if it
+    cannot be written, params are not those of GPT(config), or config_json is missing or that of
+    another model."""
     is_gguf = str(folder).endswith('.gguf')
     check_choice('dtype', dtype, GGUF_DTYPES if is_gguf else DTYPES)
     hf_config = read_config_json_of(config, config_json) if config_json else derive_config_json(config)
@@ -102,16 +109,19 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
 # -----------------------------------------------------------------------------
 # GPTConfig -> config.json
 
-# what is saved for a model that transformers has under another name or as a part: (model_type, architecture)
+# what is saved for a model that transformers has under another name or as a part: (model_type,
+# architecture)
 SAVED_AS = {'gemma3': ('gemma3_text', 'Gemma3ForCausalLM'), 'llama4': ('llama4_text', 'Llama4ForCausalLM'),
             'kimi_k2': ('deepseek_v3', 'DeepseekV3ForCausalLM')}
 
-# keys of a config.json that do not hold for what is saved: the packed format, code beside the file, the older dtype
+# keys of a config.json that do not hold for what is saved: the packed format, code beside the file,
+# the older dtype
 NOT_SAVED = ('quantization_config', 'auto_map', 'torch_dtype')
 
 
 def read_config_json_of(config, path):
-    """The config.json at `path`, of the model that GPT(config) was loaded from, with the changes that saving needs."""
+    """The config.json at `path`, of the model that GPT(config) was loaded from, with the changes
+    that saving needs."""
     hf = read_json(path)
     read_config(hf, path)
     family = hf['model_type']
@@ -123,7 +133,8 @@ def read_config_json_of(config, path):
         hf['model_type'], architecture = SAVED_AS[family]
         hf['architectures'] = [architecture]
     hf = {key: value for key, value in hf.items() if key not in NOT_SAVED}
-    for key in {'n_positions', 'n_ctx'} & hf.keys():  # GPT-2's, of which a run may have kept the first positions only
+    # GPT-2's, of which a run may have kept the first positions only
+    for key in {'n_positions', 'n_ctx'} & hf.keys():
         hf[key] = config.block_size
     if wrong := differences(config, hf, path):
         raise UserError(f'{path} is not that of the model to be saved, which has {", ".join(wrong)}')
@@ -135,7 +146,8 @@ GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype'
 
 
 def derive_config_json(config):
-    """The config.json of the model of transformers that computes what GPT(config) does, for models that flags make."""
+    """The config.json of the model of transformers that computes what GPT(config) does, for models
+    that flags make."""
     if config == GPTConfig(**{name: getattr(config, name) for name in GPT2_FIELDS}):
         return derive_gpt2_config_json(config)
     layer_types, is_moe = zip(*[config.layer(i) for i in range(config.n_layer)])
@@ -171,7 +183,8 @@ def derive_config_json(config):
 
 
 def derive_gpt2_config_json(config):
-    end_of_text = 50256 if config.vocab_size > 50256 else None  # GPT-2's token; other vocabularies have none at that id
+    # GPT-2's token; other vocabularies have none at that id
+    end_of_text = 50256 if config.vocab_size > 50256 else None
     return {
         'architectures': ['GPT2LMHeadModel'], 'model_type': 'gpt2', 'dtype': 'float32', 'vocab_size': config.vocab_size,
         'tie_word_embeddings': config.tied_head, **{key: getattr(config, field) for field, key in GPT2_SIZES.items()},
@@ -182,13 +195,15 @@ def derive_gpt2_config_json(config):
 
 
 def differences(config, hf, source):
-    """['name=value'] of the fields of config that mean another model than the config.json `hf` does."""
+    """['name=value'] of the fields of config that mean another model than the config.json `hf`
+    does."""
     theirs = meaning(read_config(hf, source)[0])
     return [f'{name}={getattr(config, name)!r}' for name, value in meaning(config).items() if value != theirs[name]]
 
 
 def meaning(config):
-    """{field: value} of a config, with what zeros and patterns stand for, and without what leaves the logits alone."""
+    """{field: value} of a config, with what zeros and patterns stand for, and without what leaves
+    the logits alone."""
     layer_types, is_moe = zip(*[config.layer(i) for i in range(config.n_layer)])
     values = config.architecture() | {
         'head_dim': config.head_width, 'n_kv_head': config.kv_heads, 'n_inner': config.mlp_width,
@@ -203,7 +218,8 @@ def meaning(config):
 # parameters <-> tensors on disk
 
 class TensorMap(NamedTuple):
-    """Where a tensor on disk belongs: parameter[dst] = tensor[src][rows] + offset, transposed if `transpose`."""
+    """Where a tensor on disk belongs: parameter[dst] = tensor[src][rows] + offset, transposed if
+    `transpose`."""
     name: str  # of the tensor on disk
     shape: tuple  # of the tensor on disk
     transpose: bool = False  # [out, in] on disk, [in, out] in the parameter
@@ -250,9 +266,11 @@ def param_shapes(config):
 
 
 def gpt2_tensor_maps(config, *, transpose, prefix):
-    """{path: [TensorMap]} of GPT-2: ('h_0', 'attn', 'c_attn', 'kernel') is h.0.attn.c_attn.weight on disk.
+    """{path: [TensorMap]} of GPT-2: ('h_0', 'attn', 'c_attn', 'kernel') is h.0.attn.c_attn.weight
+    on disk.
 
-    transpose: kernels are [out, in] on disk, as nanoGPT's nn.Linear has them; Hugging Face's Conv1D has [in, out]."""
+    transpose: kernels are [out, in] on disk, as nanoGPT's nn.Linear has them; Hugging Face's Conv1D
+    has [in, out]."""
     tensor_maps = {}
     for path, shape in param_shapes(config).items():
         *modules, leaf = path
@@ -264,15 +282,19 @@ def gpt2_tensor_maps(config, *, transpose, prefix):
 
 
 class Layout(NamedTuple):
-    """How the families that use Llama's tensor names differ. The defaults are Llama's and Qwen3's."""
+    """How the families that use Llama's tensor names differ. The defaults are Llama's and
+    Qwen3's."""
     prefix: str = ''  # of every name
     mlp: str = 'mlp'  # name of the MLP or mixture of experts in a layer
     router: str = 'gate'  # name of the router in a mixture of experts
-    shared: str = 'shared_experts'  # name of the MLP that every token uses in addition to its experts
-    experts: str = 'separate'  # a tensor for each expert, or one for all, in which the columns of gate and up are
-    #                            'interleaved' (gate, up, gate, up, ...) or 'concatenated' (all of gate, all of up)
+    # name of the MLP that every token uses in addition to its experts
+    shared: str = 'shared_experts'
+    # 'separate': a tensor for each expert; else one for all, in which the columns of gate and up are
+    # 'interleaved' (gate, up, gate, up, ...) or 'concatenated' (all of gate, all of up)
+    experts: str = 'separate'
     fused: bool = False  # one tensor for q, k and v, and one for gate and up
-    interleaved_rope: bool = False  # RoPE rotates channels (2j, 2j + 1); apply_rope() rotates (j, j + width / 2)
+    # RoPE rotates channels (2j, 2j + 1); apply_rope() rotates (j, j + width / 2)
+    interleaved_rope: bool = False
     norm_offset: float = 0.0  # the gain of a norm is the tensor on disk + norm_offset
 
 
@@ -299,8 +321,9 @@ BLOCK_NORM_NAMES = {
 
 
 def deinterleave_rope(n_rows, head_width, rope_width):
-    """The numbers of the rows of a matrix [heads * head_width, in]. Of each head the last rope_width, which are pairs
-    (2j, 2j + 1) on disk, are in the order of apply_rope(): the first rows of all pairs, then the second ones."""
+    """The numbers of the rows of a matrix [heads * head_width, in]. Of each head the last
+    rope_width, which are pairs (2j, 2j + 1) on disk, are in the order of apply_rope(): the first
+    rows of all pairs, then the second ones."""
     heads = np.arange(n_rows).reshape(-1, head_width)
     nope = heads[:, :head_width - rope_width]
     rope = heads[:, head_width - rope_width:]
@@ -308,7 +331,8 @@ def deinterleave_rope(n_rows, head_width, rope_width):
 
 
 def llama_names(config, layout):
-    """{module of ours: its name on disk}, without the block's, in the families that use Llama's tensor names."""
+    """{module of ours: its name on disk}, without the block's, in the families that use Llama's
+    tensor names."""
     mlp, shared, mla = layout.mlp, f'{layout.mlp}.{layout.shared}', config.mla
     return BLOCK_NORM_NAMES[config.block_norms] | {
         'attn': 'self_attn', 'attn/c_proj': 'self_attn.o_proj', 'attn/k_norm': 'self_attn.k_norm',
@@ -321,7 +345,8 @@ def llama_names(config, layout):
 
 
 def llama_tensor_maps(config, layout):
-    """{path: [TensorMap]} of the families that use Llama's tensor names. Linear layers are [out, in] on disk."""
+    """{path: [TensorMap]} of the families that use Llama's tensor names. Linear layers are [out,
+    in] on disk."""
     names = llama_names(config, layout)
     ends = {'kernel': 'weight', 'scale': 'weight', 'selection_bias': 'e_score_correction_bias',
             'kv_b': 'kv_b_proj.weight'}
@@ -356,14 +381,16 @@ def llama_tensor_maps(config, layout):
 
 
 def family_tensor_maps(config, family, prefix=''):
-    """{path: [TensorMap]} of a model of Hugging Face, of nanoGPT, or 'gguf FAMILY'. prefix: of GPT-2's names."""
+    """{path: [TensorMap]} of a model of Hugging Face, of nanoGPT, or 'gguf FAMILY'. prefix: of
+    GPT-2's names."""
     if family in ('gpt2', 'nanogpt', 'gguf gpt2'):
         return gpt2_tensor_maps(config, transpose=family != 'gpt2', prefix=prefix)
     return llama_tensor_maps(config, LAYOUTS.get(family, Layout()))
 
 
 def qkv_tensor_maps(config, layout, name, leaf):
-    """Attention with query heads that share key and value heads: q, k and v are side by side in our c_attn."""
+    """Attention with query heads that share key and value heads: q, k and v are side by side in our
+    c_attn."""
     D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_width
     if layout.fused:
         return [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
@@ -381,7 +408,8 @@ def qkv_tensor_maps(config, layout, name, leaf):
 
 
 def expert_tensor_maps(layout, name, ours, leaf, shape):
-    """One of the matrices or biases of all experts. Each is read separately: its tensor may be dequantized on the way.
+    """One of the matrices or biases of all experts. Each is read separately: its tensor may be
+    dequantized on the way.
 
     shape: of our parameter, [E, in, out] or [E, out]."""
     E, *_, n_out = shape
@@ -402,7 +430,8 @@ def expert_tensor_maps(layout, name, ours, leaf, shape):
 
 
 def check_sizes(tensors, config, source):
-    """Raises UserError if the tensors {name: array} of a file are too few or too small for GPT(config)."""
+    """Raises UserError if the tensors {name: array} of a file are too few or too small for
+    GPT(config)."""
     names = [name for name in tensors if not any(re.search(ignored, name) for ignored in IGNORED)]
     layers = {int(i) for name in names for i in re.findall(r'(?:^|\.)(?:h|layers)\.(\d{1,9})\.', name)}
     check_layers(config, layers, source)
@@ -421,11 +450,13 @@ def is_needed(name, config):
     if any(re.search(ignored, name) for ignored in IGNORED):
         return False
     layer = re.search(r'\bmodel\.layers\.(\d+)\.', name)
-    return layer is None or int(layer[1]) < config.n_layer  # DeepSeek-V3's layers beyond n_layer predict later tokens
+    # DeepSeek-V3's layers beyond n_layer predict later tokens
+    return layer is None or int(layer[1]) < config.n_layer
 
 
 def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
-    """The parameters of GPT(config) from the tensors {name: array} of a file; see load_pretrained."""
+    """The parameters of GPT(config) from the tensors {name: array} of a file; see
+    load_pretrained."""
     tensors = {name: x for name, x in tensors.items() if is_needed(name, config)}
     embedding = tensor_maps['wte',][0].name
     if embedding == 'wte.weight':  # GPT-2, with or without a prefix
@@ -449,7 +480,8 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
             array[tensor_map.dst] = tensor_map.to_parameter(tensor)
         for _, tensor in parts:
             if isinstance(tensor, np.memmap) and hasattr(tensor._mmap, 'madvise'):
-                tensor._mmap.madvise(mmap.MADV_DONTNEED)  # the file's pages count as this process's memory until then
+                # the file's pages count as this process's memory until then
+                tensor._mmap.madvise(mmap.MADV_DONTNEED)
         params[path] = place(path, array)
         del array
     return unflatten_dict(params)
@@ -484,8 +516,9 @@ def load_weights(source, config, parallel, change=None):
 
 
 def open_model(path_or_name):
-    """(config, family, {name: array}, file of the weights) of what load_pretrained reads. The arrays of safetensors are
-    memory-mapped, and what is quantized dequantizes when it is indexed."""
+    """(config, family, {name: array}, file of the weights) of what load_pretrained reads. The
+    arrays of safetensors are memory-mapped, and what is quantized dequantizes when it is
+    indexed."""
     file = weight_file(local_path(path_or_name))
     source = find_config_json(file)
     if source is None:
@@ -515,8 +548,10 @@ def read_nanogpt(path):
     require_keys(['model', 'model_args'], checkpoint, path, 'a checkpoint of nanoGPT')
     args, tensors = checkpoint['model_args'], checkpoint['model']
     require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
-    bias = args.get('bias') is not False  # nanoGPT's first checkpoints lack the entry; they have biases
+    # nanoGPT's first checkpoints lack the entry; they have biases
+    bias = args.get('bias') is not False
     config = make_config({name: args[name] for name in GPT2_SIZES} | {'bias': bias}, path)
     if not is_state_dict(tensors):
         raise UserError(f'{path} does not hold a state dict, names with their tensors')
-    return config, {name.removeprefix('_orig_mod.'): x for name, x in tensors.items()}  # torch.compile's prefix
+    # torch.compile's prefix
+    return config, {name.removeprefix('_orig_mod.'): x for name, x in tensors.items()}

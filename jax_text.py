@@ -43,13 +43,16 @@ STOP_CHUNK = 64  # tokens generated between two searches for the stop text
 def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = '', draft: str = '',
          device: str = 'auto', dtype: str = 'auto', quantize: str = '', tensor: int = 1,
          expert: int = 1) -> 'TextModel':
-    """The model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), a ckpt.pt or .gguf.
+    """The model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), a ckpt.pt
+    or .gguf.
 
-    checkpoint: of a run, 'best' (lowest validation loss; the default) or 'latest'. base: where the pretrained
-    model of a LoRA run or of an adapter of peft is now, if it has moved. dataset: the folder under data/ whose
-    meta.json describes the tokenizer of a ckpt.pt. draft: a smaller model with the same tokens, for n_draft.
-    device, dtype: see setup_jax_environment. quantize: 'int8' or '' (off). tensor, expert: the number of devices over
-    which heads, MLP width and vocabulary, or the experts, are sharded; several processes must take all devices.
+    checkpoint: of a run, 'best' (lowest validation loss; the default) or 'latest'. base: where the
+    pretrained model of a LoRA run or of an adapter of peft is now, if it has moved. dataset: the
+    folder under data/ whose meta.json describes the tokenizer of a ckpt.pt. draft: a smaller model
+    with the same tokens, for n_draft.
+    device, dtype: see setup_jax_environment. quantize: 'int8' or '' (off). tensor, expert: the
+    number of devices over which heads, MLP width and vocabulary, or the experts, are sharded;
+    several processes must take all devices.
 
     Raises UserError for what is not there, is damaged, or does not fit."""
     devices, dtype, reason = setup_jax_environment(device, dtype)
@@ -63,16 +66,18 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     parallel = setup_distributed_training(devices[:n_devices], tensor=tensor, expert=expert)
 
     def place(path, array):
-        """Moves one parameter to its devices, sharded and as decoding reads it, before the next one is read: no memory
-        ever holds the model in float32 that is to be int8."""
+        """Moves one parameter to its devices, sharded and as decoding reads it, before the next one
+        is read: no memory ever holds the model in float32 that is to be int8."""
         part = unflatten_dict({path: array})
         if n_devices == 1 and devices[0].platform == 'cpu':
-            part = transpose_kernels(part)  # views: the device takes over kernels that the file stores [out, in]
+            # views: the device takes over kernels that the file stores [out, in]
+            part = transpose_kernels(part)
         part = parallel.device_put(part)
         return flatten_dict(convert_params_for_decoding(part, dtype, quantize))[path]
 
     def read(source, checkpoint='', base='', is_draft=False):
-        """(params for decoding on the mesh, config, description of the tokenizer or None, name, warning)."""
+        """(params for decoding on the mesh, config, description of the tokenizer or None, name,
+        warning)."""
         warning = ''
         if is_run(source) or checkpoint:
             config, params, meta = load_run(source, checkpoint or 'best', parallel, base)
@@ -85,7 +90,8 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
         else:
             path = local_path(source, base=base)
             config, params = load_pretrained(path, 'stored' if quantize else dtype, place)
-            is_told = dataset or is_draft  # a tokenizer beside the weights, which may not be readable, is not asked
+            # a tokenizer beside the weights, which may not be readable, is not asked
+            is_told = dataset or is_draft
             description = None if is_told else describe_tokenizer(path, config.vocab_size)
             name = str(source)
         parallel.validate(config)
@@ -131,34 +137,36 @@ class TextModel:
     loading: Lap  # seconds
 
     def generate(self, texts: list[str], **options) -> list[str]:
-        """The texts, each with its continuation, all in one batch; num_samples of each if that is given.
+        """The texts, each with its continuation, all in one batch; num_samples of each if that is
+        given.
 
-        A continuation depends on the text, the options and the number of the sample only, not on the batch: equal texts
-        have equal continuations. Raises UserError for a text or an option that makes no sense."""
+        A continuation depends on the text, the options and the number of the sample only, not on
+        the batch: equal texts have equal continuations. Raises UserError for a text or an option
+        that makes no sense."""
         if isinstance(texts, str):
             raise UserError('generate takes a list of texts: [text]')
         return Generation(self, [self.encode(text) for text in texts], **options).finish().texts
 
     def stream(self, prompt: str | list[dict[str, str]], **options) -> Iterator[str]:
-        """Yields the text that generate returns in pieces while it is generated; of the messages of a chat, the
-        answer alone. Raises UserError as generate does."""
+        """Yields the text that generate returns in pieces while it is generated; of the messages of
+        a chat, the answer alone. Raises UserError as generate does."""
         generation = Generation(self, [self.encode(prompt)], streaming=True, **options)
         return generation.pieces(with_prompt=isinstance(prompt, str))
 
     def chat(self, messages: list[dict[str, Any]], *, tools: list[dict] | None = None,
              chat_template_kwargs: dict[str, Any] | None = None, **options) -> str:
-        """The answer to the messages of a chat, [{'role': 'system', 'user' or 'assistant', 'content': text}]; of
-        gpt-oss's, the final channel. tools: JSON schemas of functions that it may call. chat_template_kwargs: more
-        variables of the chat template, as {'enable_thinking': False}. Raises UserError as generate does, and without a
-        chat template."""
+        """The answer to the messages of a chat, [{'role': 'system', 'user' or 'assistant',
+        'content': text}]; of gpt-oss's, the final channel. tools: JSON schemas of functions that it
+        may call. chat_template_kwargs: more variables of the chat template, as {'enable_thinking':
+        False}. Raises UserError as generate does, and without a chat template."""
         prompt = self.encode(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
         generation = Generation(self, [prompt], **options).finish()
         return final_answer(generation.texts[0][len(generation.prompt_texts[0]):])
 
     def logprobs(self, texts: list[str], **options) -> list[tuple[list[int], np.ndarray]]:
-        """For each text (ids, the natural log-probability of each). A text follows the token that begins or else ends a
-        document; of a tokenizer without either (characters), the first token is left out. options: of score. Raises
-        UserError for a text of fewer than two tokens."""
+        """For each text (ids, the natural log-probability of each). A text follows the token that
+        begins or else ends a document; of a tokenizer without either (characters), the first token
+        is left out. options: of score. Raises UserError for a text of fewer than two tokens."""
         rows = [self.encode_document(text) for text in texts]
         if any(len(self.tokenizer.encode(text)) < 2 for text in texts):
             raise UserError('a text needs at least two tokens')
@@ -166,19 +174,22 @@ class TextModel:
                 zip(rows, self.score([[(ids, 1)] for ids in rows], **options))]
 
     def score(self, items, **options):
-        """The log-probabilities of tokens, see the function score, whose other arguments are the options."""
+        """The log-probabilities of tokens, see the function score, whose other arguments are the
+        options."""
         with self.parallel.mesh_context():
             return score(self.params, self.config, items, **options)
 
     def encode_document(self, text: str) -> list[int]:
-        """The token ids of a text after the token that begins or else ends a document, if there is one."""
+        """The token ids of a text after the token that begins or else ends a document, if there is
+        one."""
         ids, start = self.tokenizer.encode(text), self.tokenizer.start_token
         return ids if start is None or self.tokenizer.encode('')[:1] == [start] else [start, *ids]
 
     def encode(self, prompt: str | list[dict[str, Any]], *, tools: list[dict] | None = None,
                chat_template_kwargs: dict[str, Any] | None = None) -> list[int]:
-        """The token ids of a text, or of the messages of a chat with the beginning of the next answer; tools and
-        chat_template_kwargs as for chat. Raises UserError for what the tokenizer or the chat template does not know."""
+        """The token ids of a text, or of the messages of a chat with the beginning of the next
+        answer; tools and chat_template_kwargs as for chat. Raises UserError for what the tokenizer
+        or the chat template does not know."""
         if not isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
                 raise UserError('the model has no chat template')
@@ -190,13 +201,15 @@ class TextModel:
         return ids
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """A row for score, (ids, start): the continuation is scored. Divided into tokens as by lm-eval: spaces at the
-        end of the context belong to the continuation. Raises UserError if the continuation has no token of its own."""
+        """A row for score, (ids, start): the continuation is scored. Divided into tokens as by
+        lm-eval: spaces at the end of the context belong to the continuation. Raises UserError if
+        the continuation has no token of its own."""
         before = context.rstrip()
         text = context + continuation
         tokenizer = self.tokenizer
         if before:
-            # a text that begins with the name of the token that begins a document gets no second one
+            # a text that begins with the name of the token that begins a document gets no second
+            # one
             begin = tokenizer.start_text is None or not before.startswith(tokenizer.start_text)
             ids = tokenizer.encode(before, begin)
             row, start = ids + tokenizer.encode(text, begin)[len(ids):], len(ids)
@@ -212,8 +225,9 @@ class TextModel:
 
 
 def create_sampler(prompt: str, config: GPTConfig, description: dict, device) -> TextModel | None:
-    """The model without parameters, on one device of the kind of `device`, for sample_while_training; None without a
-    prompt. Raises UserError for a prompt that it cannot continue."""
+    """The model without parameters, on one device of the kind of `device`, for
+    sample_while_training; None without a prompt. Raises UserError for a prompt that it cannot
+    continue."""
     if not prompt:
         return None
     parallel = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
@@ -223,8 +237,9 @@ def create_sampler(prompt: str, config: GPTConfig, description: dict, device) ->
 
 
 def sample_while_training(sampler: TextModel, state, lora: dict | None, prompt: str, seed: int) -> str:
-    """The beginning of the first sample that sample_jax.py gives of the parameters of this TrainState, which stay as
-    they are. lora: what the checkpoint says of LoRA. All processes call this, and all have the text."""
+    """The beginning of the first sample that sample_jax.py gives of the parameters of this
+    TrainState, which stay as they are. lora: what the checkpoint says of LoRA. All processes call
+    this, and all have the text."""
     whole = lambda x: np.asarray(x if x.is_fully_addressable or x.is_fully_replicated else
                                  multihost_utils.process_allgather(x, tiled=True))
     params = jax.tree.map(whole, state.params)
@@ -236,19 +251,23 @@ def sample_while_training(sampler: TextModel, state, lora: dict | None, prompt: 
 
 
 class Generation:
-    """A batch of prompts and their continuations, while they grow: iterating over it generates chunk by chunk.
+    """A batch of prompts and their continuations, while they grow: iterating over it generates
+    chunk by chunk.
 
-    prompts: lists of token ids, each prompt num_samples times. texts: prompt and continuation so far, up to the stop
-    text. stopped: whether each has met the stop text. result: the GenerationResult. laps: the seconds of each chunk;
-    the first is the prefill and the first decode step."""
+    prompts: lists of token ids, each prompt num_samples times. texts: prompt and continuation so
+    far, up to the stop text. stopped: whether each has met the stop text. result: the
+    GenerationResult. laps: the seconds of each chunk; the first is the prefill and the first decode
+    step."""
 
     def __init__(self, model: TextModel, prompts: list[list[int]], *, num_samples: int = 1, first_sample: int = 0,
                  max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337, cache_dtype: str = 'auto',
                  n_draft: int = 0, streaming: bool = False, prefix_cache: PrefixCache | None = None, **sampling: float):
-        """num_samples: of each prompt. first_sample: the number of the random stream of a prompt's first sample.
-        max_new_tokens: of each sample. stop: a sample ends before this text, or before the first of several; '' is
-        off. streaming: in small chunks. sampling: temperature, top_k, top_p, min_p, repetition_penalty; those not given
-        are as generation_config.json says, else as SAMPLING. The others: see jax_generate.generate_stream.
+        """num_samples: of each prompt. first_sample: the number of the random stream of a prompt's
+        first sample.
+        max_new_tokens: of each sample. stop: a sample ends before this text, or before the first of
+        several; '' is off. streaming: in small chunks. sampling: temperature, top_k, top_p, min_p,
+        repetition_penalty; those not given are as generation_config.json says, else as SAMPLING.
+        The others: see jax_generate.generate_stream.
 
         What makes no sense raises UserError when the first chunk is generated."""
         self.model, self.max_new_tokens, self.streaming = model, max_new_tokens, streaming
@@ -290,12 +309,14 @@ class Generation:
         return self
 
     def pieces(self, *, with_prompt: bool = True) -> Iterator[str]:
-        """Generates, and yields what is new of the first text, and will not change, after each chunk."""
+        """Generates, and yields what is new of the first text, and will not change, after each
+        chunk."""
         n_shown = 0 if with_prompt else len(self.prompt_texts[0])
         with contextlib.closing(iter(self)) as chunks:
             for _ in chunks:
                 text = self.texts[0]
-                if not self.stopped[0]:  # its end may be an incomplete character, or the beginning of the stop text
+                # its end may be an incomplete character, or the beginning of the stop text
+                if not self.stopped[0]:
                     text = strip_partial_utf8(text)
                     text = text[:max(0, len(text) - max(map(len, self.stops), default=0))]
                 yield text[n_shown:]
@@ -309,8 +330,8 @@ class Generation:
         return bool(is_full and not self.stopped[i] and last not in self.model.tokenizer.stop_tokens)
 
     def describe(self, i: int) -> dict:
-        """Sample i: its prompt, text, finish reason ('stop' text, 'end' token or 'length') and log-probability, that of
-        the tokens which reach the end of the text."""
+        """Sample i: its prompt, text, finish reason ('stop' text, 'end' token or 'length') and
+        log-probability, that of the tokens which reach the end of the text."""
         tokens, n_prompt = self.result.tokens[i, :self.result.lengths[i]].tolist(), self.lengths[i]
         if self.stopped[i]:
             reaches = lambda n: len(self.model.tokenizer.decode(tokens[:n])) >= len(self.texts[i])
@@ -321,8 +342,9 @@ class Generation:
                 'logprob': float(logprobs.sum(dtype=np.float64))}
 
     def choose_chunk(self):
-        """Number of tokens to generate until the texts are looked at again. For a reader 1, until one took less than
-        SLOW_TOKEN, then STREAM_CHUNK, as always in several processes, whose clocks differ."""
+        """Number of tokens to generate until the texts are looked at again. For a reader 1, until
+        one took less than SLOW_TOKEN, then STREAM_CHUNK, as always in several processes, whose
+        clocks differ."""
         if self.streaming:
             fastest = min((lap.running for lap in self.laps[1:]), default=SLOW_TOKEN)
             return STREAM_CHUNK if fastest < SLOW_TOKEN or jax.process_count() > 1 else 1
@@ -334,5 +356,6 @@ class Generation:
         for row, length, prompt_text in zip(self.result.tokens.tolist(), self.result.lengths, self.prompt_texts):
             text = self.model.tokenizer.decode(row[:length])
             ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop, len(prompt_text))) >= 0]
-            self.texts.append(text[:min(ends)[1]] if ends else text)  # of the first to be complete, in any chunks
+            # of the first to be complete, in any chunks
+            self.texts.append(text[:min(ends)[1]] if ends else text)
             self.stopped.append(bool(ends))

@@ -1,5 +1,5 @@
-"""What the scripts data/*/prepare.py share: tokenizers and writing a data set; reading.py reads. Importing this file
-makes their errors one line, with exit code 2."""
+"""What the scripts data/*/prepare.py share: tokenizers and writing a data set; reading.py reads.
+Importing this file makes their errors one line, with exit code 2."""
 import argparse
 import array
 import bisect
@@ -23,7 +23,8 @@ from reading import read_text  # noqa: F401 (of the scripts)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has come that ends the script: Ctrl-C, SIGTERM, or SIGHUP of a terminal that closes."""
+    """A signal has come that ends the script: Ctrl-C, SIGTERM, or SIGHUP of a terminal that
+    closes."""
     number = signal.SIGINT
 
 
@@ -34,7 +35,8 @@ class Signals:
 
 
 def stop(number, frame):
-    """Handles a signal: raises Stopped, once, so that another one does not disturb what is tidied up then."""
+    """Handles a signal: raises Stopped, once, so that another one does not disturb what is tidied
+    up then."""
     if Signals.number is None:
         Signals.number = number
         if not Signals.held:
@@ -102,8 +104,8 @@ def positive(text):
 
 
 def create_parser(doc, out_dir, *, rows=False):
-    """The parser of a script with this docstring, with the flag --out_dir and its default, and with --rows if asked.
-    From here on a signal ends the script with a line."""
+    """The parser of a script with this docstring, with the flag --out_dir and its default, and with
+    --rows if asked. From here on a signal ends the script with a line."""
     end_at_signals()
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', default=out_dir, help="where the files go (default: this script's folder)")
@@ -126,9 +128,10 @@ def download(url, path):
 
 
 def cut(blocks, size=2**20):
-    """Yields (piece, is_last) of a text that comes in blocks. A piece has at most `size` characters, and ends where a
-    line begins with a character that is no space, if there is such a place: GPT-2's BPE, bpe:N and their like start a
-    new token there. Else it ends before a space between two words, where most others do, too."""
+    """Yields (piece, is_last) of a text that comes in blocks. A piece has at most `size`
+    characters, and ends where a line begins with a character that is no space, if there is such a
+    place: GPT-2's BPE, bpe:N and their like start a new token there. Else it ends before a space
+    between two words, where most others do, too."""
     rest = ''
     for block in blocks:
         rest += block
@@ -145,7 +148,8 @@ def cut(blocks, size=2**20):
 
 
 def end_of_word(text, start, stop):
-    """Where the last word of text[start:stop] ends that a single space and another word follow; stop if none does."""
+    """Where the last word of text[start:stop] ends that a single space and another word follow;
+    stop if none does."""
     end = text.rfind(' ', start + 1, stop)
     while end > start and (text[end - 1].isspace() or text[end + 1].isspace()):
         end = text.rfind(' ', start + 1, end)
@@ -170,8 +174,9 @@ class Vocabulary(NamedTuple):
 
 
 def choose_vocabulary(wanted, texts=None, train_texts=None):
-    """The vocabulary that --tokenizer asks for, see TOKENIZER_HELP. texts and train_texts: functions that return an
-    iterable of all texts, and of those that bpe:N learns from. Raises UserError."""
+    """The vocabulary that --tokenizer asks for, see TOKENIZER_HELP. texts and train_texts:
+    functions that return an iterable of all texts, and of those that bpe:N learns from. Raises
+    UserError."""
     if wanted == 'char':
         chars = set()
         for text in texts():
@@ -194,11 +199,13 @@ def choose_vocabulary(wanted, texts=None, train_texts=None):
 
 
 def train_bpe(texts, size):
-    """A byte-level BPE of at most `size` tokens: END, the 256 bytes, and the merges that occur twice in the texts.
+    """A byte-level BPE of at most `size` tokens: END, the 256 bytes, and the merges that occur
+    twice in the texts.
 
-    A token is a part of one match: a word with the space before it, a digit, or punctuation with the newlines after it.
-    The pattern is Qwen2's, because llama.cpp splits by patterns that it knows only; one in which a newline takes the
-    indentation that follows has 4% (bpe:1024) to 6% (bpe:4096) fewer tokens of Python."""
+    A token is a part of one match: a word with the space before it, a digit, or punctuation with
+    the newlines after it. The pattern is Qwen2's, because llama.cpp splits by patterns that it
+    knows only; one in which a newline takes the indentation that follows has 4% (bpe:1024) to 6%
+    (bpe:4096) fewer tokens of Python."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from jax_files.tokenizer_library import QWEN2_SPLIT
@@ -230,7 +237,8 @@ def gpt2_encoding():
 
 
 def load_model_tokenizer(model):
-    """The tokenizer of a Hugging Face folder or owner/name, and its vocabulary. Raises UserError."""
+    """The tokenizer of a Hugging Face folder or owner/name, and its vocabulary. Raises
+    UserError."""
     from jax_files.tokenizers import READ_FILES, copy_tokenizer, load_tokenizer
     from jax_files.weight_files import local_path
     source = {'kind': 'folder', 'path': local_path(model, READ_FILES)}
@@ -247,7 +255,8 @@ def load_model_tokenizer(model):
 
 
 def encode_function(vocabulary):
-    """text -> ids, without those at the beginning and the end of a document. Names of special tokens are plain text."""
+    """text -> ids, without those at the beginning and the end of a document. Names of special
+    tokens are plain text."""
     if vocabulary.tokenizer['kind'] == 'char':
         chars = vocabulary.tokenizer['chars']
         table = np.full(sys.maxunicode + 1, -1, np.int32) # from code point to id
@@ -268,7 +277,8 @@ def encode_function(vocabulary):
 
 
 def read_tokenizer(vocabulary):
-    """The SafeTokenizer of a vocabulary of the kind 'folder'; for it names of special tokens are plain text."""
+    """The SafeTokenizer of a vocabulary of the kind 'folder'; for it names of special tokens are
+    plain text."""
     from jax_files.tokenizer_library import SafeTokenizer
     tokenizer = SafeTokenizer.from_str(vocabulary.files['tokenizer.json'])
     tokenizer.raw.encode_special_tokens = True
@@ -276,8 +286,10 @@ def read_tokenizer(vocabulary):
 
 
 def drop_counter(vocabulary):
-    """A function from a text to {character: how often} of those that the vocabulary lacks and leaves out."""
-    if vocabulary.tokenizer['kind'] != 'folder': # characters raise an error, and GPT-2 has all bytes
+    """A function from a text to {character: how often} of those that the vocabulary lacks and
+    leaves out."""
+    # characters raise an error, and GPT-2 has all bytes
+    if vocabulary.tokenizer['kind'] != 'folder':
         return lambda text: {}
     return read_tokenizer(vocabulary).count_dropped
 
@@ -301,8 +313,9 @@ def starts_with(ids, head):
 class PieceEncoder:
     """Encodes a document in pieces to the ids that it has as a whole.
 
-    Many tokenizers put a space before a text, which a piece in the middle must not have. So it is encoded together with
-    the end of the piece before it, whose ids are left out then. encode: text -> list of ids."""
+    Many tokenizers put a space before a text, which a piece in the middle must not have. So it is
+    encoded together with the end of the piece before it, whose ids are left out then. encode: text
+    -> list of ids."""
 
     def __init__(self, encode):
         self.encode = encode
@@ -318,7 +331,8 @@ class PieceEncoder:
         if n_moved:
             text = before[-n_moved:] + text
             before = before[:-n_moved]
-        # a token may extend over the cut: then after fewer characters, or after what is seldom a part of one
+        # a token may extend over the cut: then after fewer characters, or after what is seldom a
+        # part of one
         contexts = [before[-n:] for n in (BEFORE, 20, 5, 3, 2, 1)] + ['\n', '.']
         for context in contexts if before else ():
             head = self.encode(context)
@@ -336,8 +350,9 @@ class PieceEncoder:
 
 
 def create_encoder(vocabulary):
-    """A function that encodes a list of units: it returns the number of tokens of each, negative for val, all tokens in
-    a row, how many characters they had, and {character: how often} of those that were left out."""
+    """A function that encodes a list of units: it returns the number of tokens of each, negative
+    for val, all tokens in a row, how many characters they had, and {character: how often} of those
+    that were left out."""
     encode, dtype = encode_function(vocabulary), token_dtype(vocabulary.size)
     encode_piece = PieceEncoder(encode) if vocabulary.tokenizer['kind'] == 'folder' else lambda unit: encode(unit.text)
     count_dropped = drop_counter(vocabulary)
@@ -373,10 +388,10 @@ def row_length(block_size):
 
 
 def fill_rows(lengths, block_size, n_waiting=1000):
-    """Which documents fill rows of block_size + 1 tokens, in order, and how many tokens of each, given the numbers of
-    tokens of all. By best fit, as nanochat's loader: always the longest of the next n_waiting documents that fits into
-    the rest of the row; where none does, the shortest, cropped. Prints how much that crops. Raises UserError if no row
-    becomes full."""
+    """Which documents fill rows of block_size + 1 tokens, in order, and how many tokens of each,
+    given the numbers of tokens of all. By best fit, as nanochat's loader: always the longest of the
+    next n_waiting documents that fits into the rest of the row; where none does, the shortest,
+    cropped. Prints how much that crops. Raises UserError if no row becomes full."""
     documents, taken = array.array('q'), array.array('q')
     coming, waiting, space, n_full = enumerate(map(int, lengths)), [], block_size + 1, 0
     while True:
@@ -414,8 +429,8 @@ def describe(vocabulary, train_tokens, val_tokens, max_id, **more):
 
 
 def save_tokens(folder, train_ids, val_ids, vocabulary, files=(), **meta):
-    """Writes a data set: train.bin, val.bin, meta.json with the keys of `meta`, the files of its tokenizer, and more
-    `files`, {name: bytes}. Raises UserError."""
+    """Writes a data set: train.bin, val.bin, meta.json with the keys of `meta`, the files of its
+    tokenizer, and more `files`, {name: bytes}. Raises UserError."""
     dtype = token_dtype(vocabulary.size)
     train_ids, val_ids = np.asarray(train_ids, dtype), np.asarray(val_ids, dtype)
     meta = describe(vocabulary, len(train_ids), len(val_ids), int(max(train_ids.max(), val_ids.max())), **meta)
@@ -428,8 +443,9 @@ def tokenizer_files(vocabulary):
 
 
 def save(folder, files):
-    """Writes the files {name: bytes} aside, then renames them, train.bin last: an interrupted run leaves no half data
-    set (without meta.json, train.bin would count as GPT-2's tokens). Raises UserError."""
+    """Writes the files {name: bytes} aside, then renames them, train.bin last: an interrupted run
+    leaves no half data set (without meta.json, train.bin would count as GPT-2's tokens). Raises
+    UserError."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix='tmp-', dir=folder) as tmp:
@@ -456,8 +472,8 @@ def move_files(source, folder, names):
 
 
 def remove_data_set(folder):
-    """Removes what says that an older data set is complete, train.bin and meta.json, its tokenizer and its masks: new
-    .bin files do not fit them."""
+    """Removes what says that an older data set is complete, train.bin and meta.json, its tokenizer
+    and its masks: new .bin files do not fit them."""
     tokenizer = os.path.join(folder, 'tokenizer')
     names = [os.path.join('tokenizer', name) for name in list_files(tokenizer)]
     remove([os.path.join(folder, 'train.bin')])
@@ -466,7 +482,8 @@ def remove_data_set(folder):
 
 
 def list_files(folder):
-    """The names of the files of a folder and of its folders, as paths from it; [] if there is no such folder."""
+    """The names of the files of a folder and of its folders, as paths from it; [] if there is no
+    such folder."""
     names = []
     for parent, _, files in os.walk(folder):
         for name in files:

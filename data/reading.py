@@ -500,8 +500,8 @@ def read_parquet(path, keys, columns=None):
 
 
 def count_rows(file, columns):
-    """How many rows of these columns of an open parquet file to read at a time: fewer where they are
-    large, one where a dictionary may make any of them larger than the file says."""
+    """How many rows of these columns of an open parquet file to read at a time: fewer where they
+    are large, one where a dictionary may make any of them larger than the file says."""
     n_bytes = 0
     for i in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(i)
@@ -516,8 +516,8 @@ def count_rows(file, columns):
 
 
 def has_large_dictionary(chunk):
-    """Whether a column chunk of parquet has a dictionary that is larger than writers make them, 1 MB,
-    or shrinks as no text does."""
+    """Whether a column chunk of parquet has a dictionary that is larger than writers make them, 1
+    MB, or shrinks as no text does."""
     if not chunk.has_dictionary_page:
         return False
     n_bytes = chunk.data_page_offset - chunk.dictionary_page_offset

@@ -1,6 +1,6 @@
-"""Writes a data set that may be larger than the memory. Pass 1 appends the tokens of units (documents, or pieces of
-long ones) to a file, in the order of the source; pass 2 copies them into train.bin and val.bin. A killed run
-continues."""
+"""Writes a data set that may be larger than the memory. Pass 1 appends the tokens of units
+(documents, or pieces of long ones) to a file, in the order of the source; pass 2 copies them into
+train.bin and val.bin. A killed run continues."""
 import atexit
 import collections
 import concurrent.futures
@@ -24,7 +24,8 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-# pass 1 leaves its work in these files until the data set is there; without the first, the others are void
+# pass 1 leaves its work in these files until the data set is there; without the first, the others
+# are void
 SCRATCH = ('source.part.json', 'lengths.part.bin', 'tokens.part.bin')
 FILES = 'files.part' # the folder of pass 2
 
@@ -33,13 +34,14 @@ PIPE_ERRORS = EOFError, OSError, pickle.UnpicklingError # the process at the oth
 
 
 def start_worker():
-    """A process of work(). Its own process group, because Ctrl-C in a terminal is the main process's business."""
+    """A process of work(). Its own process group, because Ctrl-C in a terminal is the main
+    process's business."""
     return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 
 
 def work():
-    """Answers on stdout every batch on stdin with what create_encoder's function returns or raises, until stdin ends.
-    The vocabulary comes first."""
+    """Answers on stdout every batch on stdin with what create_encoder's function returns or raises,
+    until stdin ends. The vocabulary comes first."""
     batches, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr # for what libraries print
     try:
@@ -62,12 +64,13 @@ def send(worker, content):
 
 
 def encode_all(vocabulary, batches, num_proc):
-    """Yields what create_encoder's function returns for each batch, in order, computed by num_proc processes (threads
-    share a lock in tiktoken's regular expressions)."""
+    """Yields what create_encoder's function returns for each batch, in order, computed by num_proc
+    processes (threads share a lock in tiktoken's regular expressions)."""
     if num_proc == 1:
         yield from map(create_encoder(vocabulary), batches)
         return
-    ahead = collections.deque() # the batches that are read already: not all, they would fill the memory
+    # the batches that are read already: not all, they would fill the memory
+    ahead = collections.deque()
     errors = []
     idle = [None] * num_proc # workers; None is one to start
 
@@ -121,8 +124,8 @@ def count_done(lengths_path, tokens_path, width):
 
 
 def copy_units(path, units, lengths, tokens_path, dtype, block_size):
-    """Pass 2: writes the tokens of these units, in this order, or rows of them. Returns how many tokens, and the
-    largest."""
+    """Pass 2: writes the tokens of these units, in this order, or rows of them. Returns how many
+    tokens, and the largest."""
     from tqdm import tqdm
     taken = np.abs(lengths)[units]
     starts = (np.cumsum(np.abs(lengths), dtype=np.int64) - np.abs(lengths))[units]
@@ -130,7 +133,8 @@ def copy_units(path, units, lengths, tokens_path, dtype, block_size):
         order, taken = fill_rows(taken, block_size)
         starts = starts[order]
     largest = 0
-    with open(tokens_path, 'rb') as tokens, open(path, 'wb') as f: # a memmap would keep all that it has read
+    # a memmap would keep all that it has read
+    with open(tokens_path, 'rb') as tokens, open(path, 'wb') as f:
         for start, n in tqdm(zip(starts, taken, strict=True), total=len(starts),
                              desc=f'writing {os.path.basename(path)}', disable=None):
             tokens.seek(start * dtype.itemsize)
@@ -149,7 +153,8 @@ def discard(folder, paths):
 
 @contextlib.contextmanager
 def locked(folder):
-    """Makes the folder, and keeps other processes from working in it. Raises UserError if one does."""
+    """Makes the folder, and keeps other processes from working in it. Raises UserError if one
+    does."""
     try:
         os.makedirs(folder, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY) if fcntl else None
@@ -178,21 +183,24 @@ def stream(out_dir, *args, **options):
         except KeyboardInterrupt:
             lengths_path = os.path.join(out_dir, SCRATCH[1])
             if not (os.path.exists(lengths_path) and os.path.getsize(lengths_path)):
-                discard(out_dir, [os.path.join(out_dir, part) for part in SCRATCH])  # nothing to continue from
+                # nothing to continue from
+                discard(out_dir, [os.path.join(out_dir, part) for part in SCRATCH])
             raise
 
 
 def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, remedy, block_size=0,
                    report=None):
-    """Writes a data set that is larger than the memory, and prints its counts. Interrupted at any moment and called
-    again with the same arguments, it continues, and writes the same bytes.
+    """Writes a data set that is larger than the memory, and prints its counts. Interrupted at any
+    moment and called again with the same arguments, it continues, and writes the same bytes.
 
-    name: of the input, for messages. source: what tells it from others, such as names and sizes of files, as JSON.
-    choose: a function that returns the vocabulary. batches: a function: batches(n) yields lists of units, after the
-    first n. split: a function from the units' numbers of tokens (negative where is_val) to the units of train and val,
-    in order. num_proc: processes. remedy: the end of the message if the input cannot be read. block_size: of rows, see
-    fill_rows. report: a function that says, once all is read, what it was: {'lines': to print, 'bytes': of the texts}.
-    Raises UserError."""
+    name: of the input, for messages. source: what tells it from others, such as names and sizes of
+    files, as JSON.
+    choose: a function that returns the vocabulary. batches: a function: batches(n) yields lists of
+    units, after the first n. split: a function from the units' numbers of tokens (negative where
+    is_val) to the units of train and val, in order. num_proc: processes. remedy: the end of the
+    message if the input cannot be read. block_size: of rows, see fill_rows. report: a function that
+    says, once all is read, what it was: {'lines': to print, 'bytes': of the texts}. Raises
+    UserError."""
     from tqdm import tqdm
 
     from jax_files.tokenizer_library import warn_of_dropped
@@ -228,7 +236,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
                     contextlib.closing(encode_all(vocabulary, batches(done), num_proc)) as encoded:
                 for lengths, tokens, n_characters, left_out in encoded:
                     dropped.update(left_out)
-                    # a unit counts as done once its length is on disk, so its tokens have to be there before
+                    # a unit counts as done once its length is on disk, so its tokens have to be
+                    # there before
                     for f, array in ((tokens_file, tokens), (lengths_file, lengths)):
                         f.write(array.tobytes())
                         f.flush()
@@ -294,8 +303,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
 
 
 def run(main):
-    """Runs a script that uses threads of pyarrow: one of them may still read ahead, and the process aborts if it enters
-    Python while that shuts down."""
+    """Runs a script that uses threads of pyarrow: one of them may still read ahead, and the process
+    aborts if it enters Python while that shuts down."""
     code = 0
     try:
         try:

@@ -1,8 +1,8 @@
 """A process of its own that runs chat templates, with limits: a template is a stranger's program.
 
-Each line on stdin is a JSON list of requests; it answers each of them by a line on stdout, see `answer`, until stdin
-ends. It imports nothing of the project, so that it starts at once. What runs longer than SECONDS ends the process, and
-whoever asks sees that the answer is missing.
+Each line on stdin is a JSON list of requests; it answers each of them by a line on stdout, see
+`answer`, until stdin ends. It imports nothing of the project, so that it starts at once. What runs
+longer than SECONDS ends the process, and whoever asks sees that the answer is missing.
 """
 import contextlib
 import faulthandler
@@ -19,16 +19,19 @@ MEMORY = 2**30  # bytes of address space of this process
 TEXT = 2**20  # characters of a rendered chat, and TEXT_GROWTH for each character of the request
 TEXT_GROWTH = 10
 
-GENERATION_MARKS = '\ufdd0\ufdd1'  # around what {% generation %} marks: noncharacters, which no text has
+# around what {% generation %} marks: noncharacters, which no text has
+GENERATION_MARKS = '\ufdd0\ufdd1'
 MARK = '\ufdd2'  # in place of an answer, to see where a template writes it
 
 
 class ChatError(Exception):
-    """What is wrong with a template or with the messages for it, as the end of a sentence about the template."""
+    """What is wrong with a template or with the messages for it, as the end of a sentence about the
+    template."""
 
 
 def create_jinja():
-    """The environment of chat templates. What {% generation %} ... {% endgeneration %} marks is between marks."""
+    """The environment of chat templates. What {% generation %} ... {% endgeneration %} marks is
+    between marks."""
     import jinja2.ext
     import jinja2.sandbox
 
@@ -58,13 +61,15 @@ class Renderer:
     """A chat template with the variables of a request: its text for any messages."""
 
     def __init__(self, template, variables, max_length):
-        """template: of Jinja. variables: {name: value} besides the messages. max_length: characters of a text."""
+        """template: of Jinja. variables: {name: value} besides the messages. max_length: characters
+        of a text."""
         self.template = template
         self.variables = variables
         self.max_length = max_length
 
     def render(self, messages, *, add_generation_prompt=False):
-        """The text of the messages, with GENERATION_MARKS. Raises ChatError if the template refuses or fails."""
+        """The text of the messages, with GENERATION_MARKS. Raises ChatError if the template refuses
+        or fails."""
         try:
             text = self.template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self.variables)
@@ -80,8 +85,8 @@ class Renderer:
 
 
 def mark_answer(message):
-    """The message with MARK in place of what it says, or in the name of its last call of a tool if it has any: many
-    templates write no text beside a call."""
+    """The message with MARK in place of what it says, or in the name of its last call of a tool if
+    it has any: many templates write no text beside a call."""
     if not message.get('tool_calls'):
         return message | {'content': MARK}
     *calls, last = message['tool_calls']
@@ -95,13 +100,13 @@ def mark_answer(message):
 def find_answer(renderer, messages, i, text):
     """Where answer i is in `text`, the rendering of all messages: [start, marked, limit, is_whole].
 
-    start: the end of the request for it. marked: the end of what it says, or of the name of its last call. limit: up to
-    where the template writes the same behind it whether messages follow or not. is_whole: whether nothing but that
-    is written behind it at the end of a conversation.
+    start: the end of the request for it. marked: the end of what it says, or of the name of its
+    last call. limit: up to where the template writes the same behind it whether messages follow or
+    not. is_whole: whether nothing but that is written behind it at the end of a conversation.
 
-    Other renderings, with a mark in place of the answer, tell what the template writes around it, whatever it says and
-    whatever the template rewrites of earlier turns. Raises ChatError for an answer that is elsewhere than it is asked
-    for."""
+    Other renderings, with a mark in place of the answer, tell what the template writes around it,
+    whatever it says and whatever the template rewrites of earlier turns. Raises ChatError for an
+    answer that is elsewhere than it is asked for."""
     refusal = ChatError(f'does not write answer {i} where it asks for it; mark what the assistant says in it by '
                         '{% generation %} ... {% endgeneration %}')
     marked = [*messages[:i], mark_answer(messages[i])]
@@ -122,9 +127,11 @@ def find_answer(renderer, messages, i, text):
     request = renderer.render(messages[:i], add_generation_prompt=True)
 
     start = len(request)
-    if not text.startswith(request):  # the template writes earlier turns differently when others follow
+    # the template writes earlier turns differently when others follow
+    if not text.startswith(request):
         prompt = request.removeprefix(renderer.render(messages[:i]))
-        introduction = before_last.removeprefix(request)  # what the template writes between request and answer
+        # what the template writes between request and answer
+        introduction = before_last.removeprefix(request)
         if not text.startswith(before) or not before.endswith(prompt + introduction):
             raise refusal
         start = len(before) - len(introduction)
@@ -141,9 +148,11 @@ def call_name(message):
 
 
 def find_marked_answers(renderer, messages, counted, pieces):
-    """[[start, end]] of what the template marks by {% generation %}, without that of answers that do not count.
+    """[[start, end]] of what the template marks by {% generation %}, without that of answers that
+    do not count.
 
-    pieces: the rendering of all messages, split at the marks. counted: the numbers of the answers that count."""
+    pieces: the rendering of all messages, split at the marks. counted: the numbers of the answers
+    that count."""
     spans, end = [], 0
     for number, piece in enumerate(pieces):
         start, end = end, end + len(piece)
@@ -162,12 +171,13 @@ def find_marked_answers(renderer, messages, counted, pieces):
 
 
 def answer(jinja_templates, request):
-    """What a request asks for, as a dict for JSON. The keys of a request: 'source' of the template, 'variables',
-    'messages', 'want'.
+    """What a request asks for, as a dict for JSON. The keys of a request: 'source' of the template,
+    'variables', 'messages', 'want'.
 
-    want='text': {'text': ...}, with 'add_generation_prompt' of the request. want='answers': {'text', 'answers': as
-    find_answer's of each answer in 'counted'} or {'text', 'spans': [[start, end]] that the template marks}.
-    want='next': {'text': what the template writes behind answer number 'answer'}. {'error': ...} if there is none."""
+    want='text': {'text': ...}, with 'add_generation_prompt' of the request. want='answers':
+    {'text', 'answers': as find_answer's of each answer in 'counted'} or {'text', 'spans': [[start,
+    end]] that the template marks}. want='next': {'text': what the template writes behind answer
+    number 'answer'}. {'error': ...} if there is none."""
     try:
         template = jinja_templates.get(request['source'])
         if template is None:

@@ -1,4 +1,5 @@
-"""Conversations as text and token ids: chat templates, and what of a conversation counts in training."""
+"""Conversations as text and token ids: chat templates, and what of a conversation counts in
+training."""
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -17,16 +18,18 @@ import numpy as np
 from jax_files import chat_worker
 from jax_flags import UserError, read_text, regular_file
 
-REASONING = ('reasoning_content', 'thinking', 'reasoning')  # keys of a message, the first is what most templates read
+# keys of a message, the first is what most templates read
+REASONING = ('reasoning_content', 'thinking', 'reasoning')
 
 MORE_TEMPLATES = 'additional_chat_templates'  # a folder in a Hugging Face folder
 MAX_SOURCE = 2**20  # characters of a chat template: published ones have 20,000 at most
 
 
 def read_chat_templates(folder, settings):
-    """The chat templates of a Hugging Face folder with these settings, of tokenizer_config.json, as {name: source}, as
-    transformers 5 reads them: chat_template.jinja is 'default', and takes the place of all in the settings, as does
-    additional_chat_templates/NAME.jinja. Raises TypeError for what is no template."""
+    """The chat templates of a Hugging Face folder with these settings, of tokenizer_config.json, as
+    {name: source}, as transformers 5 reads them: chat_template.jinja is 'default', and takes the
+    place of all in the settings, as does additional_chat_templates/NAME.jinja. Raises TypeError for
+    what is no template."""
     templates = {}
     path = Path(regular_file(folder, 'chat_template.jinja'))
     if path.exists():
@@ -76,11 +79,13 @@ class Chat:
     """A conversation as a chat template takes it."""
     messages: list  # [{'role': ..., 'content': text, 'tool_calls': [...]}], see read_messages
     tools: list | None = None  # JSON schemas of the functions that the assistant may call
-    variables: dict = dataclasses.field(default_factory=dict)  # others of the template, as {'enable_thinking': False}
+    # others of the template, as {'enable_thinking': False}
+    variables: dict = dataclasses.field(default_factory=dict)
 
 
 def read_chat(messages, tools=None, variables=None):
-    """The Chat of what a user gives: messages, tools and more variables of the template. Raises UserError."""
+    """The Chat of what a user gives: messages, tools and more variables of the template. Raises
+    UserError."""
     if tools is not None:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise UserError('"tools" must be a list of JSON schemas, [{"type": "function", "function": {...}}]')
@@ -93,8 +98,9 @@ def read_chat(messages, tools=None, variables=None):
 
 
 def read_messages(messages):
-    """The messages of a chat as its template takes them. As in transformers 5, keys without a value are left out, and
-    the reasoning of a message has all its names; contents in parts of text are joined. Raises UserError."""
+    """The messages of a chat as its template takes them. As in transformers 5, keys without a value
+    are left out, and the reasoning of a message has all its names; contents in parts of text are
+    joined. Raises UserError."""
     if not isinstance(messages, list) or not messages:
         raise UserError('messages must be a list of {"role": ..., "content": text} with at least one')
     return [read_message(i, message) for i, message in enumerate(messages)]
@@ -135,7 +141,8 @@ def check_tool_calls(i, calls):
 
 
 def join_parts(i, parts):
-    """The text of the content of message i that is given in parts. Raises UserError for parts that are no text."""
+    """The text of the content of message i that is given in parts. Raises UserError for parts that
+    are no text."""
     texts = []
     for part in parts:
         if isinstance(part, dict) and part.get('type', 'text') != 'text':
@@ -151,8 +158,8 @@ def join_parts(i, parts):
 # the process of the templates
 
 class TemplateProcess:
-    """The process that runs all chat templates of this one, see jax_files/chat_worker.py. It starts with the first
-    request, and again after one that has ended it."""
+    """The process that runs all chat templates of this one, see jax_files/chat_worker.py. It starts
+    with the first request, and again after one that has ended it."""
 
     def __init__(self):
         self.process = None
@@ -160,8 +167,9 @@ class TemplateProcess:
         self.lock = threading.Lock()
 
     def ask(self, requests):
-        """The answers of chat_worker.answer to requests, in order. In the place of an answer is a UserError if there is
-        none: because of the request, or because its template does not keep the limits."""
+        """The answers of chat_worker.answer to requests, in order. In the place of an answer is a
+        UserError if there is none: because of the request, or because its template does not keep
+        the limits."""
         answers = [None] * len(requests)
         lines = {}
         for i, request in enumerate(requests):
@@ -177,7 +185,8 @@ class TemplateProcess:
         return answers
 
     def exchange(self, lines):
-        """What the process answers to these requests, up to the first that ends it, and a UserError for that one."""
+        """What the process answers to these requests, up to the first that ends it, and a UserError
+        for that one."""
         if self.process is None or self.owner != os.getpid():
             self.start()
         replies = []
@@ -217,7 +226,8 @@ class TemplateProcess:
 
 
 def encode_request(request):
-    """The JSON of a request. Raises UserError for what is not JSON, or has a character that is used here."""
+    """The JSON of a request. Raises UserError for what is not JSON, or has a character that is used
+    here."""
     try:
         text = json.dumps(request, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -234,8 +244,8 @@ class ChatTemplate:
     """The programs in Jinja that write a conversation as a text, as a model has learned it."""
 
     def __init__(self, sources, special):
-        """sources: {name: template}, as of read_chat_templates. special: {name: text} of the tokens that they may
-        write, such as 'bos_token'."""
+        """sources: {name: template}, as of read_chat_templates. special: {name: text} of the tokens
+        that they may write, such as 'bos_token'."""
         self.sources = sources
         self.special = special
         self.next_ends = {}  # see find_next_end
@@ -268,8 +278,9 @@ class ChatTemplate:
         return reply
 
     def render(self, chat, *, add_generation_prompt):
-        """The text of a Chat, followed by the beginning of the next answer if add_generation_prompt. Raises UserError
-        if the template refuses it, fails, or takes too long or too much memory."""
+        """The text of a Chat, followed by the beginning of the next answer if
+        add_generation_prompt. Raises UserError if the template refuses it, fails, or takes too long
+        or too much memory."""
         return self.ask(chat, 'text', add_generation_prompt=add_generation_prompt)['text']
 
 
@@ -280,16 +291,17 @@ BATCH = 32  # conversations that are rendered together
 
 
 def encode_training_chat(tokenizer, chat, counted=None):
-    """(ids, mask) of a conversation by the chat template of an HFTokenizer; the mask, as long as the ids, is 1 for the
-    tokens that count in training.
+    """(ids, mask) of a conversation by the chat template of an HFTokenizer; the mask, as long as
+    the ids, is 1 for the tokens that count in training.
 
-    chat: a Chat. counted: the numbers of the assistant's messages that count, None for all. Of those count the tokens
-    that the template marks by {% generation %}; without such marks the whole answer, from the end of the request for it
-    (the generation prompt) to the special token that ends it. If the template leaves that token to the message that
-    follows, the last answer gets it here.
+    chat: a Chat. counted: the numbers of the assistant's messages that count, None for all. Of
+    those count the tokens that the template marks by {% generation %}; without such marks the whole
+    answer, from the end of the request for it (the generation prompt) to the special token that
+    ends it. If the template leaves that token to the message that follows, the last answer gets it
+    here.
 
-    Raises UserError if the template refuses the messages, writes an answer where it does not ask for one, or if the
-    tokenizer does not keep what an answer says."""
+    Raises UserError if the template refuses the messages, writes an answer where it does not ask
+    for one, or if the tokenizer does not keep what an answer says."""
     encoded, = encode_training_chats(tokenizer, [(chat, counted)])
     if isinstance(encoded, UserError):
         raise encoded
@@ -297,8 +309,8 @@ def encode_training_chat(tokenizer, chat, counted=None):
 
 
 def encode_training_chats(tokenizer, chats):
-    """Yields for each (chat, counted) what encode_training_chat returns, or the UserError that it raises. The next
-    conversations are rendered, in another process, while these become ids."""
+    """Yields for each (chat, counted) what encode_training_chat returns, or the UserError that it
+    raises. The next conversations are rendered, in another process, while these become ids."""
     chats = ((chat, find_counted(chat, counted)) for chat, counted in chats)
 
     def render_batch():
@@ -321,7 +333,8 @@ def encode_training_chats(tokenizer, chats):
 
 
 def find_counted(chat, counted):
-    """The numbers of the assistant's messages in a Chat, of those in `counted` if that is not None."""
+    """The numbers of the assistant's messages in a Chat, of those in `counted` if that is not
+    None."""
     answers = [i for i, message in enumerate(chat.messages) if message['role'] == 'assistant']
     return answers if counted is None else [i for i in answers if i in counted]
 
@@ -335,7 +348,8 @@ def request_answers(template, batch):
 
 
 def encode_reply(tokenizer, chat, counted, reply):
-    """(ids, mask) of a Chat, given what chat_worker.answer says of it, see encode_training_chat. Raises UserError."""
+    """(ids, mask) of a Chat, given what chat_worker.answer says of it, see encode_training_chat.
+    Raises UserError."""
     text = reply['text']
     encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
     ids = encoding.ids
@@ -371,8 +385,9 @@ def encode_reply(tokenizer, chat, counted, reply):
 def find_end(answer, text, specials, stop_tokens, has_calls):
     """(start, end) of an answer, as it counts in training, in the text of all messages.
 
-    answer: as of chat_worker.find_answer. specials: (start, end, id) of the special tokens of the text. An answer that
-    calls tools may have special tokens around the calls; others end with the first behind what they say."""
+    answer: as of chat_worker.find_answer. specials: (start, end, id) of the special tokens of the
+    text. An answer that calls tools may have special tokens around the calls; others end with the
+    first behind what they say."""
     start, said, limit, is_whole = answer
     behind = [special for special in specials if special[0] >= start and special[1] > said]
     for special_start, special_end, id in behind:
@@ -383,7 +398,8 @@ def find_end(answer, text, specials, stop_tokens, has_calls):
             continue
         follows = not text[limit if has_calls else said:special_start].strip()
         if follows and (is_stop or not is_whole and not has_calls):
-            # the first token of the next message (GLM), or another one than at the end of a conversation (gpt-oss)
+            # the first token of the next message (GLM), or another one than at the end of a
+            # conversation (gpt-oss)
             return start, special_end
         break
     last = [special_end for _, special_end, _ in behind if special_end <= limit][-1:]
@@ -393,7 +409,8 @@ def find_end(answer, text, specials, stop_tokens, has_calls):
 
 
 def find_next_end(tokenizer, chat, behind):
-    """encode_next_end, which is the same for all chats with a template that end with a call, or without one."""
+    """encode_next_end, which is the same for all chats with a template that end with a call, or
+    without one."""
     template = tokenizer.template
     key = template.choose(chat.tools), bool(chat.messages[-1].get('tool_calls'))
     if key not in template.next_ends:
@@ -402,8 +419,8 @@ def find_next_end(tokenizer, chat, behind):
 
 
 def encode_next_end(tokenizer, chat, behind):
-    """The ids that end the last answer of a chat if the template writes them at the beginning of a message that
-    follows: what a model generates there before it stops. [] if there are none.
+    """The ids that end the last answer of a chat if the template writes them at the beginning of a
+    message that follows: what a model generates there before it stops. [] if there are none.
 
     behind: what the template writes behind the answer now."""
     has_calls = bool(chat.messages[-1].get('tool_calls'))
@@ -425,8 +442,8 @@ def encode_next_end(tokenizer, chat, behind):
 
 
 def check_kept(tokenizer, said, ids):
-    """Raises UserError unless the ids decode to what an answer says: a tokenizer without a token for unknown characters
-    leaves them out, and gives the place of the others wrongly."""
+    """Raises UserError unless the ids decode to what an answer says: a tokenizer without a token
+    for unknown characters leaves them out, and gives the place of the others wrongly."""
     decoded = tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
     if decoded == said or is_kept(tokenizer, said, decoded, ids):
         return
@@ -437,8 +454,9 @@ def check_kept(tokenizer, said, ids):
 
 
 def is_kept(tokenizer, said, decoded, ids):
-    """Whether a text that became these ids, and these became `decoded`, differs only as a tokenizer changes texts on
-    purpose: by a token for what it does not know, or by a character of which it shares bytes with a neighbor."""
+    """Whether a text that became these ids, and these became `decoded`, differs only as a tokenizer
+    changes texts on purpose: by a token for what it does not know, or by a character of which it
+    shares bytes with a neighbor."""
     probe = tokenizer.tokenizer.encode(chat_worker.MARK, add_special_tokens=False)
     unknown = [id for id, token in zip(probe.ids, probe.tokens) if token != '\u2581']
     if len(unknown) == 1 and unknown[0] in ids:
@@ -449,7 +467,8 @@ def is_kept(tokenizer, said, decoded, ids):
 
 
 def simplified(tokenizer, text):
-    """The text without what a tokenizer may change on purpose: spaces, forms and case of characters, accents."""
+    """The text without what a tokenizer may change on purpose: spaces, forms and case of
+    characters, accents."""
     normalizer = tokenizer.tokenizer.raw.normalizer
     if normalizer is not None:
         text = tokenizer.tokenizer.call(normalizer.normalize_str, text)
@@ -458,8 +477,9 @@ def simplified(tokenizer, text):
 
 
 def final_answer(text):
-    """What of an answer belongs to the conversation. gpt-oss writes <|channel|>analysis<|message|>...<|end|> first,
-    which its template takes for an error in a message. (The other models' templates drop <think>...</think>.)"""
+    """What of an answer belongs to the conversation. gpt-oss writes
+    <|channel|>analysis<|message|>...<|end|> first, which its template takes for an error in a
+    message. (The other models' templates drop <think>...</think>.)"""
     if '<|channel|>' not in text:
         return text
     return text.partition('<|channel|>final<|message|>')[2].partition('<|end|>')[0]

@@ -1,5 +1,5 @@
-"""What the files of a Hugging Face folder say of a tokenizer, as transformers 5 reads them: which tokens are added, and
-which of them begin and end a text."""
+"""What the files of a Hugging Face folder say of a tokenizer, as transformers 5 reads them: which
+tokens are added, and which of them begin and end a text."""
 import os
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ from jax_flags import UserError, read_json, regular_file
 
 NAMES = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
 END = '<|endoftext|>'
-# what a class of transformers names its tokens where no file does, as far as the vocabulary has them
+# what a class of transformers names its tokens where no file does, as far as the vocabulary has
+# them
 CLASS_NAMES = {
     'GPT2Tokenizer': {'unk_token': END, 'bos_token': END, 'eos_token': END},
     'GPTNeoXTokenizer': {'unk_token': END, 'bos_token': END, 'eos_token': END, 'pad_token': '<|padding|>'},
@@ -20,13 +21,16 @@ CLASS_NAMES = {
     'CohereTokenizer': {'unk_token': '<UNK>', 'bos_token': '<BOS_TOKEN>', 'eos_token': '<|END_OF_TURN_TOKEN|>',
                         'pad_token': '<PAD>', 'cls_token': '<CLS>', 'sep_token': '<SEP>',
                         'mask_token': '<MASK_TOKEN>'}}
-# the class of a family whose files name none; 'generic' is one without names of its own, whatever the files say
+# the class of a family whose files name none; 'generic' is one without names of its own, whatever
+# the files say
 FAMILY_CLASSES = {'gpt2': 'GPT2Tokenizer', 'qwen2': 'Qwen2Tokenizer', 'qwen3': 'Qwen2Tokenizer',
                   'qwen3_moe': 'Qwen2Tokenizer', 'gemma2': 'GemmaTokenizer', 'gemma3': 'GemmaTokenizer',
                   'gemma3_text': 'GemmaTokenizer', 'mistral': 'generic', 'phi3': 'generic', 'olmo2': 'generic',
                   'olmo3': 'generic'}
-WRONGLY_DECLARED = ('qwen2',)  # families whose files often name a wrong class, which transformers ignores
-BUILT_CLASSES = ('GPT2Tokenizer', 'GPTNeoXTokenizer', 'Qwen2Tokenizer')  # from vocab.json and merges.txt
+# families whose files often name a wrong class, which transformers ignores
+WRONGLY_DECLARED = ('qwen2',)
+# from vocab.json and merges.txt
+BUILT_CLASSES = ('GPT2Tokenizer', 'GPTNeoXTokenizer', 'Qwen2Tokenizer')
 # of tokenizers without a tokenizer.json
 OTHER_FILES = ('vocab.json', 'merges.txt', 'tokenizer.model', 'vocab.txt', 'spiece.model', 'sentencepiece.bpe.model',
                'spm.model', 'tiktoken.model', 'tekken.json', 'vocab.bpe', 'encoder.json')
@@ -73,7 +77,8 @@ def read_tokenizer_folder(folder):
 
 
 def class_of(settings, config):
-    """The name of the class that transformers would make of these files, as far as it is in CLASS_NAMES."""
+    """The name of the class that transformers would make of these files, as far as it is in
+    CLASS_NAMES."""
     family = config.get('model_type')
     of_family = FAMILY_CLASSES.get(family if isinstance(family, str) else None)
     declared = settings.get('tokenizer_class') or config.get('tokenizer_class')
@@ -88,7 +93,8 @@ def has_vocab_and_merges(folder):
 
 
 def other_tokenizer_files(folder):
-    """The names of the files in a folder that may hold a tokenizer of another form than tokenizer.json."""
+    """The names of the files in a folder that may hold a tokenizer of another form than
+    tokenizer.json."""
     try:
         found = sorted(os.listdir(folder or '.'))
     except OSError:
@@ -97,7 +103,8 @@ def other_tokenizer_files(folder):
 
 
 def build_tokenizer(folder, kind, settings):
-    """The SafeTokenizer of vocab.json and merges.txt, as the class `kind` of transformers builds it.
+    """The SafeTokenizer of vocab.json and merges.txt, as the class `kind` of transformers builds
+    it.
 
     Raises UserError if the files are damaged, or the class is not in BUILT_CLASSES."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -124,8 +131,8 @@ def build_tokenizer(folder, kind, settings):
 
 
 def add_ends(tokenizer, names, settings):
-    """Lets a tokenizer that was built put tokens around each text, as add_bos_token and add_eos_token say; beside a
-    tokenizer.json transformers ignores both."""
+    """Lets a tokenizer that was built put tokens around each text, as add_bos_token and
+    add_eos_token say; beside a tokenizer.json transformers ignores both."""
     from tokenizers import processors
     begin, end = ([names[name]] if settings.get(f'add_{name}') and names.get(name) else []
                   for name in ('bos_token', 'eos_token'))
@@ -145,12 +152,12 @@ def unread_files(folder, names):
 # declared tokens
 
 def add_declared_tokens(folder, tokenizer, settings, defaults, kind):
-    """Adds the tokens that the files of a folder declare to its SafeTokenizer, in transformers' order, new ones with
-    the next ids; returns their names {'bos_token': text, ...}.
+    """Adds the tokens that the files of a folder declare to its SafeTokenizer, in transformers'
+    order, new ones with the next ids; returns their names {'bos_token': text, ...}.
 
-    settings: of tokenizer_config.json. defaults: {name: text} of the tokens that no file names. kind: the class. The
-    other files are read only if the settings have no added_tokens_decoder. Raises TypeError, KeyError, ValueError or
-    UserError for malformed ones."""
+    settings: of tokenizer_config.json. defaults: {name: text} of the tokens that no file names.
+    kind: the class. The other files are read only if the settings have no added_tokens_decoder.
+    Raises TypeError, KeyError, ValueError or UserError for malformed ones."""
     from tokenizers import AddedToken
     values = {key: value for key, value in settings.items() if key != 'chat_template'}
     if values.get('additional_special_tokens') and not values.get('extra_special_tokens'):
@@ -188,7 +195,8 @@ def add_declared_tokens(folder, tokenizer, settings, defaults, kind):
 
 
 def take_names(values, kinds):
-    """{name: token} of the tokens with names that only some models have, as image_token, removed from the values."""
+    """{name: token} of the tokens with names that only some models have, as image_token, removed
+    from the values."""
     names = [key for key, value in values.items()
              if key.endswith('_token') and key not in NAMES and isinstance(value, kinds)]
     named = {name: values.pop(name) for name in names}
@@ -198,7 +206,8 @@ def take_names(values, kinds):
 
 
 def merge_special_tokens_map(folder, values, named):
-    """Overwrites values of tokenizer_config.json with those of special_tokens_map.json, as transformers does."""
+    """Overwrites values of tokenizer_config.json with those of special_tokens_map.json, as
+    transformers does."""
     for key, value in read_json(regular_file(folder, 'special_tokens_map.json'), optional=True).items():
         if key == 'extra_special_tokens' and isinstance(value, list):
             known = list(values.get(key) or [])
@@ -211,8 +220,8 @@ def merge_special_tokens_map(folder, values, named):
 
 
 def legacy_tokens(folder, values, tokenizer):
-    """{id: AddedToken} of added_tokens.json and tokenizer.json; the former are special if the others name them, in
-    tokenizer_config.json as a text, not as an object."""
+    """{id: AddedToken} of added_tokens.json and tokenizer.json; the former are special if the
+    others name them, in tokenizer_config.json as a text, not as an object."""
     from tokenizers import AddedToken
     declared = [values.get(name) for name in NAMES] + list(values.get('extra_special_tokens') or [])
     special = {text_of(token) for token in declared if isinstance(token, (str, AddedToken))}
@@ -226,8 +235,8 @@ def legacy_tokens(folder, values, tokenizer):
 
 
 def add_missing_tokens(tokenizer, by_id, names, extra):
-    """Adds the tokens that are new or declared otherwise, in transformers' order: those by id, those with a name, the
-    others. Those with a name become special, which decoding leaves out."""
+    """Adds the tokens that are new or declared otherwise, in transformers' order: those by id,
+    those with a name, the others. Those with a name become special, which decoding leaves out."""
     from tokenizers import AddedToken
     added = tokenizer.get_added_tokens_decoder().values()
     tokens = [token for _, token in sorted(by_id.items(), key=first_of)]
@@ -250,7 +259,8 @@ def first_of(pair):
 
 
 def text_of(token):
-    """The text of a token that is given as a text, an AddedToken or an object in JSON; None for None.
+    """The text of a token that is given as a text, an AddedToken or an object in JSON; None for
+    None.
 
     Raises TypeError for anything else."""
     if token is None or isinstance(token, str):

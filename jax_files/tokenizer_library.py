@@ -1,4 +1,5 @@
-"""Calls of the tokenizers library: what a stranger's tokenizer.json makes of them is a result or one line."""
+"""Calls of the tokenizers library: what a stranger's tokenizer.json makes of them is a result or
+one line."""
 import collections
 import contextlib
 import functools
@@ -12,7 +13,8 @@ from jax_flags import UserError, whole_characters
 
 LARGEST_ID = 2**22  # of a token: the largest vocabularies that are known have a million
 LARGEST_GROWTH = 1000  # of a text while it is normalized or decoded, per character
-SECONDS = 5  # that a call may take with patterns that are not known, and one more per CHARACTERS_PER_SECOND
+# that a call may take with patterns that are not known, and one more per CHARACTERS_PER_SECOND
+SECONDS = 5
 CHARACTERS_PER_SECOND = 20_000  # a hundredth of what honest patterns reach
 
 # patterns at which a text is split before BPE
@@ -31,19 +33,22 @@ KNOWN_PATTERNS = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, O200K_SPLIT, TEKKEN_SPL
 
 
 class SafeTokenizer:
-    """A Tokenizer of the tokenizers library with those of its methods that are used here. Whatever fails in them is a
-    UserError of one line: the library raises plain Exceptions, and PanicException, which is none.
+    """A Tokenizer of the tokenizers library with those of its methods that are used here. Whatever
+    fails in them is a UserError of one line: the library raises plain Exceptions, and
+    PanicException, which is none.
 
-    A regular expression of a stranger may take centuries, and nothing stops the library: with a pattern that is not in
-    KNOWN_PATTERNS a call is made in a thread of its own, and left behind when its time is over."""
+    A regular expression of a stranger may take centuries, and nothing stops the library: with a
+    pattern that is not in KNOWN_PATTERNS a call is made in a thread of its own, and left behind
+    when its time is over."""
 
     def __init__(self, raw, source):
-        """raw: a function without arguments that makes the library's Tokenizer. source: the file or folder that
-        messages name."""
+        """raw: a function without arguments that makes the library's Tokenizer. source: the file or
+        folder that messages name."""
         self.source = str(source)
         self.is_strange = False
         self.raw = self.call(raw)
-        self.call(self.raw.no_truncation)  # transformers writes what the last call set into the file, and ignores it
+        # transformers writes what the last call set into the file, and ignores it
+        self.call(self.raw.no_truncation)
         self.call(self.raw.no_padding)
         self.check_ids()
         self.check_parts()
@@ -72,7 +77,8 @@ class SafeTokenizer:
                             'or download it again') from None
 
     def call_in_time(self, n_characters, function, *args, **options):
-        """The result of a function that lets other threads run. Raises UserError if it fails or takes too long."""
+        """The result of a function that lets other threads run. Raises UserError if it fails or
+        takes too long."""
         seconds = SECONDS + n_characters / CHARACTERS_PER_SECOND
         found, errors = [], []
 
@@ -94,20 +100,23 @@ class SafeTokenizer:
         return found[0]
 
     def check_ids(self):
-        """Raises UserError for ids that no vocabulary reaches: a table of all tokens would fill the memory."""
+        """Raises UserError for ids that no vocabulary reaches: a table of all tokens would fill the
+        memory."""
         largest = max(self.get_vocab().values(), default=0)
         if largest > LARGEST_ID:
             raise UserError(f'{self.source} has a token with the id {largest:,}, and none above {LARGEST_ID:,} is '
                             'supported; copy or download it again')
 
     def check_parts(self):
-        """Finds out whether this tokenizer is_strange. Raises UserError for one that blows up a text."""
+        """Finds out whether this tokenizer is_strange. Raises UserError for one that blows up a
+        text."""
         for part in (self.raw.normalizer, self.raw.pre_tokenizer, self.raw.decoder):
             growth = 1
             for step in steps_of(describe_part(part)):
                 pattern = step.get('Regex')
                 is_strange_pattern = isinstance(pattern, str) and pattern not in KNOWN_PATTERNS
-                is_strange_strip = 'stop' in step and (step.get('start', 0) > 1 or step['stop'] > 0)  # may panic
+                # may panic
+                is_strange_strip = 'stop' in step and (step.get('start', 0) > 1 or step['stop'] > 0)
                 self.is_strange = self.is_strange or is_strange_pattern or is_strange_strip
                 for key in ('content', 'prepend'):
                     added = step.get(key)
@@ -116,14 +125,16 @@ class SafeTokenizer:
                 raise UserError(f'{self.source} makes each character of a text up to {growth:,}; use another tokenizer')
 
     def encode(self, text, add_special_tokens=True):
-        """The library's Encoding of a text: its ids, tokens, offsets. Half a character counts as U+FFFD."""
+        """The library's Encoding of a text: its ids, tokens, offsets. Half a character counts as
+        U+FFFD."""
         text = whole_characters(text)
         if not self.is_strange:
             return self.call(self.raw.encode, text, add_special_tokens=add_special_tokens)
         return self.call_in_time(len(text), self.raw.encode_batch, [text], add_special_tokens=add_special_tokens)[0]
 
     def encode_fast(self, text):
-        """The ids of a text without special tokens, in half the time: the Encoding has no offsets."""
+        """The ids of a text without special tokens, in half the time: the Encoding has no
+        offsets."""
         call = functools.partial(self.call_in_time, len(text)) if self.is_strange else self.call
         return call(self.raw.encode_batch_fast, [text], add_special_tokens=False)[0].ids
 
@@ -135,7 +146,8 @@ class SafeTokenizer:
         return self.call_in_time(len(ids), self.raw.decode_batch, [ids], skip_special_tokens=skip_special_tokens)[0]
 
     def decode_parts(self, parts):
-        """The text of tokens that are given as texts, by the decoder; with spaces between them if there is none."""
+        """The text of tokens that are given as texts, by the decoder; with spaces between them if
+        there is none."""
         decoder = self.raw.decoder
         return ' '.join(parts) if decoder is None else self.call(decoder.decode, list(parts))
 
@@ -148,7 +160,8 @@ class SafeTokenizer:
         return self.call(self.raw.get_added_tokens_decoder)
 
     def add_tokens(self, tokens):
-        """Adds AddedTokens, each with the next id if it is new, and changes those that are there already."""
+        """Adds AddedTokens, each with the next id if it is new, and changes those that are there
+        already."""
         self.call(self.raw.add_tokens, tokens)
 
     def token_to_id(self, token):
@@ -171,8 +184,9 @@ class SafeTokenizer:
     # characters that are left out
 
     def count_dropped(self, text):
-        """{character: how often} of the characters in a text that become no token, because the tokenizer lacks them and
-        has no token for what it does not know; the ids do not decode to the text then."""
+        """{character: how often} of the characters in a text that become no token, because the
+        tokenizer lacks them and has no token for what it does not know; the ids do not decode to
+        the text then."""
         if not self.may_drop:
             return {}
         text = whole_characters(text)
@@ -188,7 +202,8 @@ class SafeTokenizer:
 
     @functools.cached_property
     def may_drop(self):
-        """Whether there can be characters that become no token: a BPE that lacks them, and has no unknown token."""
+        """Whether there can be characters that become no token: a BPE that lacks them, and has no
+        unknown token."""
         from tokenizers import models, pre_tokenizers
         model = self.raw.model
         if not isinstance(model, models.BPE) or model.unk_token is not None:
@@ -201,7 +216,8 @@ class SafeTokenizer:
         return not (model.byte_fallback and all(f'<0x{byte:02X}>' in vocab for byte in range(256)))
 
     def drops(self, character):
-        """Whether a character reaches the BPE and becomes no token there, or for a part of its bytes none."""
+        """Whether a character reaches the BPE and becomes no token there, or for a part of its
+        bytes none."""
         with silent_stderr() if self.is_strange else contextlib.nullcontext():
             return self.call(self.loses_a_part, whole_characters(character))
 
@@ -229,7 +245,8 @@ def name_characters(counts, most=20):
 
 
 def warn_of_dropped(counts, place):
-    """Prints a line on stderr that says which characters of a text became no token, if there are any."""
+    """Prints a line on stderr that says which characters of a text became no token, if there are
+    any."""
     if counts:
         n = sum(counts.values())
         print(f'warning: {place}: {n:,} character{"s" * (n > 1)} left out, for which the tokenizer has no token: '
@@ -261,7 +278,8 @@ def raise_error(error):
 
 @contextlib.contextmanager
 def silent_stderr():
-    """While it lasts, what this process writes to stderr is discarded, also from other languages than Python."""
+    """While it lasts, what this process writes to stderr is discarded, also from other languages
+    than Python."""
     try:
         kept = os.dup(2)
     except OSError:  # there is no stderr

@@ -17,14 +17,16 @@ from jax_files.tokenizer_library import LARGEST_ID, name_characters
 from jax_flags import SAMPLING_NAMES, UserError, read_json, regular_file, write_json, write_text
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json',
-                   'generation_config.json')  # of a Hugging Face folder; all but the first may be missing
+                   # of a Hugging Face folder; all but the first may be missing
+                   'generation_config.json')
 READ_FILES = (  # patterns of those that tell of one
     *TOKENIZER_FILES, f'{MORE_TEMPLATES}/*.jinja', 'config.json', 'added_tokens.json', 'vocab.json', 'merges.txt')
 
 
 class CharTokenizer:
     stop_tokens = ()  # ids that end a text
-    start_token = None  # before a text that is scored: the token that begins a document, else the one that ends it
+    # before a text that is scored: the token that begins a document, else the one that ends it
+    start_token = None
     start_text = None  # its name, which may be at the beginning of a text
     chat_template = None  # how a chat is written as a text
     sampling = {}  # what the model's makers sample with, {'temperature': 0.6, ...}
@@ -45,7 +47,8 @@ class CharTokenizer:
         return ''.join(self.chars[i] for i in ids)
 
     def token_bytes(self):
-        """The number of UTF-8 bytes of each token, 0 for special tokens; None if it is not known."""
+        """The number of UTF-8 bytes of each token, 0 for special tokens; None if it is not
+        known."""
         return [len(c.encode()) for c in self.chars]
 
 
@@ -67,7 +70,8 @@ def write_gpt2_tokenizer(folder):
     """Writes the tokenizer.json of GPT-2's BPE, with the merges that tiktoken's ranks imply."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     bpe = GPT2Tokenizer().bpe
-    kept = [b for b in range(256) if chr(b).isprintable() and b != 32]  # bytes that stand for themselves
+    # bytes that stand for themselves
+    kept = [b for b in range(256) if chr(b).isprintable() and b != 32]
     letters = {b: chr(b) for b in kept} | {b: chr(256 + i) for i, b in enumerate(sorted({*range(256)} - {*kept}))}
     ranks = bpe._mergeable_ranks
     merges = []
@@ -117,9 +121,10 @@ class GPT2Tokenizer:
 
 
 class HFTokenizer:
-    """The tokenizer of a Hugging Face folder, as transformers 5 reads it: tokenizer.json (or vocab.json and merges.txt)
-    with the special tokens, the stop tokens, the chat template and the sampling defaults from the folder's other files.
-    A prompt may contain special tokens; decoding leaves them out."""
+    """The tokenizer of a Hugging Face folder, as transformers 5 reads it: tokenizer.json (or
+    vocab.json and merges.txt) with the special tokens, the stop tokens, the chat template and the
+    sampling defaults from the folder's other files. A prompt may contain special tokens; decoding
+    leaves them out."""
 
     def __init__(self, folder):
         folder = Path(folder)
@@ -141,8 +146,8 @@ class HFTokenizer:
         self.is_as_filed = found.is_as_filed
 
     def read_ends(self, found):
-        """Sets the tokens that begin and end a text. Those without a name are as the ids in generation_config.json,
-        or else config.json, say."""
+        """Sets the tokens that begin and end a text. Those without a name are as the ids in
+        generation_config.json, or else config.json, say."""
         sources = (found.generation, found.config, text_config(found.config))
         begin_ids, end_ids = (
             [id for source in sources for id in token_ids(source.get(key))] for key in ('bos_token_id', 'eos_token_id'))
@@ -160,19 +165,22 @@ class HFTokenizer:
         self.ids = vocab
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_ids = {id for id, token in added.items() if token.special}
-        # also if tokenizer.json takes them for text: they would be shown, saved, and doubled in the next prompt
+        # also if tokenizer.json takes them for text: they would be shown, saved, and doubled in the
+        # next prompt
         self.special_ids |= added.keys() & {begin_token, end_token, *self.stop_tokens}
-        self.vocab_size = max(vocab.values(), default=-1) + 1  # not their number: ids may have holes
+        # not their number: ids may have holes
+        self.vocab_size = max(vocab.values(), default=-1) + 1
         self.byte_of = {}  # {id: its byte} where tokens stand for single bytes of characters
         if 'ByteFallback' in self.tokenizer.decoder_kinds():
             self.byte_of = {id: int(token[1:-1], 16) for token, id in vocab.items()
                             if re.fullmatch('<0x[0-9A-F]{2}>', token)}
         is_plain = self.tokenizer.raw.normalizer is None and self.tokenizer.raw.pre_tokenizer is None
-        self.has_letters_only = is_plain and all(len(token) == 1 for token in vocab)  # write_char_tokenizer's
+        # write_char_tokenizer's
+        self.has_letters_only = is_plain and all(len(token) == 1 for token in vocab)
 
     def encode(self, text, begin=True):
-        """The ids of a text, with those that the tokenizer puts before each text unless begin is False, but without
-        those that it puts behind: what follows here is scored or generated."""
+        """The ids of a text, with those that the tokenizer puts before each text unless begin is
+        False, but without those that it puts behind: what follows here is scored or generated."""
         if self.has_letters_only:  # it would leave out what it lacks
             check_characters(text, self.ids)
         ids = self.tokenizer.encode(text, add_special_tokens=begin).ids
@@ -191,8 +199,9 @@ class HFTokenizer:
         return [], []
 
     def count_dropped(self, text):
-        """{character: how often} of the characters in a text that become no token, because the tokenizer lacks them and
-        has no token for what it does not know; the ids do not decode to the text then."""
+        """{character: how often} of the characters in a text that become no token, because the
+        tokenizer lacks them and has no token for what it does not know; the ids do not decode to
+        the text then."""
         return {} if self.has_letters_only else self.tokenizer.count_dropped(text)
 
     def decode(self, ids):
@@ -225,12 +234,14 @@ class HFTokenizer:
         return n_bytes
 
     def render_chat(self, messages, *, add_generation_prompt, tools=None, variables=None):
-        """The text of the messages of a chat; tools, variables: see jax_files.chats.read_chat. Raises UserError."""
+        """The text of the messages of a chat; tools, variables: see jax_files.chats.read_chat.
+        Raises UserError."""
         chat = read_chat(messages, tools, variables)
         return self.template.render(chat, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(self, messages, *, tools=None, variables=None):
-        """The ids of render_chat, with the beginning of the answer; the template writes all special tokens."""
+        """The ids of render_chat, with the beginning of the answer; the template writes all special
+        tokens."""
         text = self.render_chat(messages, add_generation_prompt=True, tools=tools, variables=variables)
         refuse_dropped(self.count_dropped(text))
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -246,7 +257,8 @@ def text_config(config):
 
 
 def token_ids(value):
-    """The ids of a value of a config, an id, several or None. Raises TypeError for anything else."""
+    """The ids of a value of a config, an id, several or None. Raises TypeError for anything
+    else."""
     values = value if isinstance(value, (list, tuple)) else [value]
     return [operator.index(id) for id in values if id is not None]
 
@@ -269,26 +281,29 @@ def read_sampling(generation):
 
 
 def refuse_dropped(counts):
-    """Raises UserError if a prompt has characters that become no token, see HFTokenizer.count_dropped."""
+    """Raises UserError if a prompt has characters that become no token, see
+    HFTokenizer.count_dropped."""
     if counts:
         raise UserError('the prompt has characters for which the tokenizer has no token, and which it would leave '
                         f'out: {name_characters(counts)}; write the prompt without them')
 
 
 def limit_vocabulary(tokenizer, size):
-    """Leaves out special tokens past the `size` of a model's embedding: Gemma 3's text models have one, for images."""
+    """Leaves out special tokens past the `size` of a model's embedding: Gemma 3's text models have
+    one, for images."""
     if getattr(tokenizer, 'special_ids', set()).issuperset(range(size, tokenizer.vocab_size)):
         tokenizer.vocab_size = min(tokenizer.vocab_size, size)
 
 
 def strip_partial_utf8(text):
-    """The text without an incomplete character at its end: a token may end within one, which decodes to U+FFFD."""
+    """The text without an incomplete character at its end: a token may end within one, which
+    decodes to U+FFFD."""
     return text.rstrip('\ufffd')
 
 
 def load_tokenizer(description):
-    """The tokenizer, an object like CharTokenizer, of a description {'kind': 'char', 'chars': ...}, {'kind': 'gpt2'} or
-    {'kind': 'folder', 'path': ...}. Raises UserError for any other."""
+    """The tokenizer, an object like CharTokenizer, of a description {'kind': 'char', 'chars': ...},
+    {'kind': 'gpt2'} or {'kind': 'folder', 'path': ...}. Raises UserError for any other."""
     check_description(description)
     kind = description.get('kind')
     if kind == 'char':
@@ -301,7 +316,8 @@ def load_tokenizer(description):
 
 
 def check_description(description):
-    """Raises UserError for what cannot be the description of a tokenizer, as a damaged meta.json has it."""
+    """Raises UserError for what cannot be the description of a tokenizer, as a damaged meta.json
+    has it."""
     needed = {'char': 'chars', 'folder': 'path'}
     is_object = isinstance(description, dict)
     key = needed.get(description.get('kind')) if is_object and isinstance(description.get('kind'), str) else None
@@ -311,7 +327,8 @@ def check_description(description):
 
 
 def load_token_bytes(description, vocab_size):
-    """token_bytes of the tokenizer that a description means, as an array [vocab_size]; None if it cannot be loaded."""
+    """token_bytes of the tokenizer that a description means, as an array [vocab_size]; None if it
+    cannot be loaded."""
     try:
         n_bytes = load_tokenizer(description).token_bytes()
     except UserError:
@@ -320,10 +337,12 @@ def load_token_bytes(description, vocab_size):
 
 
 def describe_tokenizer(model_path, vocab_size):
-    """The description of the tokenizer of a pretrained model: its folder's tokenizer.json, or vocab.json and
-    merges.txt, or GPT-2's if the size of the vocabulary is GPT-2's; None if it is unknown.
+    """The description of the tokenizer of a pretrained model: its folder's tokenizer.json, or
+    vocab.json and merges.txt, or GPT-2's if the size of the vocabulary is GPT-2's; None if it is
+    unknown.
 
-    Raises UserError if the folder has a tokenizer that cannot be read: the model's is not GPT-2's then."""
+    Raises UserError if the folder has a tokenizer that cannot be read: the model's is not GPT-2's
+    then."""
     folder = model_path if os.path.isdir(model_path) else os.path.dirname(model_path)
     if os.path.exists(os.path.join(folder, 'tokenizer.json')):
         return {'kind': 'folder', 'path': os.path.abspath(folder)}
@@ -336,7 +355,8 @@ def describe_tokenizer(model_path, vocab_size):
 
 
 def locate_tokenizer(description, folder):
-    """The description with its path, if it has one, relative to the current folder instead of relative to `folder`."""
+    """The description with its path, if it has one, relative to the current folder instead of
+    relative to `folder`."""
     check_description(description)
     if description.get('kind') != 'folder':
         return description
@@ -355,8 +375,9 @@ def same_tokens(a, b):
 
 
 def check_tokens(data, dataset, model, model_name, vocab_size):
-    """The description of the tokenizer of a run that trains a pretrained model with a data set, given those of both,
-    the model's None if it is unknown. Raises UserError unless their ids mean the same tokens."""
+    """The description of the tokenizer of a run that trains a pretrained model with a data set,
+    given those of both, the model's None if it is unknown. Raises UserError unless their ids mean
+    the same tokens."""
     if model and same_tokens(data, model):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
@@ -368,8 +389,8 @@ def check_tokens(data, dataset, model, model_name, vocab_size):
 
 
 def copy_tokenizer(description, folder):
-    """Copies the files of a tokenizer of the kind 'folder' to `folder`: tokenizer.json with all tokens, also those that
-    other files declare, and generation_config.json with all end tokens."""
+    """Copies the files of a tokenizer of the kind 'folder' to `folder`: tokenizer.json with all
+    tokens, also those that other files declare, and generation_config.json with all end tokens."""
     if description['kind'] != 'folder' or os.path.realpath(description['path']) == os.path.realpath(folder):
         return
     tokenizer = HFTokenizer(description['path'])

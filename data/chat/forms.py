@@ -20,7 +20,8 @@ TEXTS = (  # names of a question and of the answer to it
 QUESTIONS = ('prompt', 'instruction', 'question', 'query')  # that "chosen" and "rejected" answer
 LISTS = ('messages', 'conversations', 'conversation')  # of messages
 KEYS = (*LISTS, 'chosen', *QUESTIONS)  # of any row
-SPEAKERS = {'Human': 'user', 'Assistant': 'assistant'}  # of a transcript, as Anthropic's hh-rlhf has them
+# of a transcript, as Anthropic's hh-rlhf has them
+SPEAKERS = {'Human': 'user', 'Assistant': 'assistant'}
 
 
 class Example(NamedTuple):
@@ -31,7 +32,8 @@ class Example(NamedTuple):
 
 
 def read_example(row):
-    """The Example of a row, a dict. Raises UserError, with a text that follows the number of the row."""
+    """The Example of a row, a dict. Raises UserError, with a text that follows the number of the
+    row."""
     if not isinstance(row, dict):
         raise UserError('has no "messages": it is no object')
     row = {key: value for key, value in row.items() if value is not None}
@@ -110,7 +112,8 @@ def read_turn(i, turn):
 
 
 def read_sharegpt(i, turn):
-    """The message that a turn of ShareGPT is. Raises UserError for one that has another role or no text."""
+    """The message that a turn of ShareGPT is. Raises UserError for one that has another role or no
+    text."""
     turn = dict(turn)
     speaker = turn.pop('from')
     text = turn.pop('value', None)
@@ -127,8 +130,9 @@ def read_sharegpt(i, turn):
 
 
 def find_counted(messages):
-    """The numbers of the messages that count in training: the assistant's, without those of the weight 0. Raises
-    UserError for other weights than 0 and 1, and for what counts and is no answer."""
+    """The numbers of the messages that count in training: the assistant's, without those of the
+    weight 0. Raises UserError for other weights than 0 and 1, and for what counts and is no
+    answer."""
     counted = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
@@ -160,7 +164,8 @@ def without_weights(message):
 # rows
 
 def read_conversation(row):
-    """(messages, how many of them at the beginning never count, form) of a row. Raises UserError."""
+    """(messages, how many of them at the beginning never count, form) of a row. Raises
+    UserError."""
     messages, form = read_list(row)
     if messages is not None:
         return messages, 0, form
@@ -175,8 +180,8 @@ def read_conversation(row):
 
 
 def read_pair(row):
-    """((messages with the chosen answer, with the rejected one), how many of them at the beginning are the question,
-    form). Raises UserError."""
+    """((messages with the chosen answer, with the rejected one), how many of them at the beginning
+    are the question, form). Raises UserError."""
     is_asked = any(name in row for name in LISTS + QUESTIONS)
     are_transcripts = not is_asked and is_transcript(row.get('chosen')) and is_transcript(row.get('rejected'))
     answers = []
@@ -210,8 +215,9 @@ def read_pair(row):
 
 
 def read_swift_pair(row):
-    """What read_pair returns, of a pair in ms-swift's form: the answer that was chosen is "response", or ends the
-    "messages"; the other one is "rejected_response", or ends "rejected_messages". Raises UserError."""
+    """What read_pair returns, of a pair in ms-swift's form: the answer that was chosen is
+    "response", or ends the "messages"; the other one is "rejected_response", or ends
+    "rejected_messages". Raises UserError."""
     row = dict(row)
     name = 'rejected_response' if 'rejected_response' in row else 'rejected_messages'
     row['rejected'] = row.pop(name)
@@ -236,7 +242,8 @@ def read_swift_pair(row):
 
 
 def is_transcript(text):
-    """Whether a value is a text of turns that begin with "Human: " and "Assistant: ", the first with "Human: "."""
+    """Whether a value is a text of turns that begin with "Human: " and "Assistant: ", the first
+    with "Human: "."""
     return isinstance(text, str) and text.lstrip().startswith('Human:') and '\n\nAssistant:' in text
 
 
@@ -263,8 +270,8 @@ def read_asked(row):
 
 
 def count_shared(chosen, rejected):
-    """How many messages at the beginning of two conversations are their question: those that are equal in both, but not
-    the last of either."""
+    """How many messages at the beginning of two conversations are their question: those that are
+    equal in both, but not the last of either."""
     n = 0
     longest = min(len(chosen), len(rejected)) - 1
     while n < longest and chosen[n] == rejected[n]:
@@ -275,7 +282,8 @@ def count_shared(chosen, rejected):
 
 
 def read_list(row):
-    """(messages, form) of a row that has a list of them; (None, '') of another. Raises UserError."""
+    """(messages, form) of a row that has a list of them; (None, '') of another. Raises
+    UserError."""
     if 'messages' in row:
         return with_system(row, read_turns(row['messages'], 'messages')), ''
     for name in LISTS[1:]:
@@ -300,8 +308,8 @@ def has_input(row):
 
 
 def read_question(row, name):
-    """The messages of a question that is a text, with the row's "input" in the next line and its "history" of pairs
-    before it, or that is a list of messages. Raises UserError."""
+    """The messages of a question that is a text, with the row's "input" in the next line and its
+    "history" of pairs before it, or that is a list of messages. Raises UserError."""
     asked = row[name]
     if not isinstance(asked, str):
         return with_system(row, read_turns(asked, name))

@@ -1,7 +1,8 @@
 """
-Prepare conversations for finetuning a chat model: a file of rows, each with "messages" of "role" and "content".
-JSON lines, a JSON array, CSV or parquet; ShareGPT, Alpaca and other forms are read too, see readme.md.
-They are written by the chat template of the model, and only the assistant's tokens count in the loss:
+Prepare conversations for finetuning a chat model: a file of rows, each with "messages" of "role"
+and "content". JSON lines, a JSON array, CSV or parquet; ShareGPT, Alpaca and other forms are read
+too, see readme.md. They are written by the chat template of the model, and only the assistant's
+tokens count in the loss:
 $ python data/chat/prepare.py mychats.jsonl --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mychats
 Rows of "messages" that ask, "chosen" and "rejected", two answers, make pairs for DPO; see config/finetune_dpo.py.
 With --rows=1024 each row of training holds whole conversations, which do not see each other; without it, windows
@@ -29,7 +30,8 @@ here = os.path.dirname(os.path.abspath(__file__))
 
 
 def with_whole_characters(row):
-    """The row with U+FFFD for each half of a character in its texts. Raises UserError for what is not JSON."""
+    """The row with U+FFFD for each half of a character in its texts. Raises UserError for what is
+    not JSON."""
     try:
         text = json.dumps(row, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as e:
@@ -42,7 +44,8 @@ def with_whole_characters(row):
 
 
 def read_chats(path, forms):
-    """Yields (where, Example) of each row of a file, and counts the rows by form. Raises UserError."""
+    """Yields (where, Example) of each row of a file, and counts the rows by form. Raises
+    UserError."""
     n_chats = 0
     for where, row in read_rows(path, KEYS):
         try:
@@ -81,8 +84,9 @@ def encode_examples(path, found, enc):
 
 
 def read_examples(path, enc):
-    """([[(ids, mask)]], numbers of rows by form, number left out): the conversations of each row of a file, one or a
-    pair. Rows whose answers all have the weight 0 are left out. Raises UserError."""
+    """([[(ids, mask)]], numbers of rows by form, number left out): the conversations of each row of
+    a file, one or a pair. Rows whose answers all have the weight 0 are left out. Raises
+    UserError."""
     forms, left_out = collections.Counter(), []
 
     def are_counted():
@@ -97,8 +101,8 @@ def read_examples(path, enc):
 
 
 def check_ends(ids, mask, enc):
-    """What a user must know about the tokens that end the answers, '' if nothing. Raises UserError if none ends one: a
-    model that learns from these answers would never stop.
+    """What a user must know about the tokens that end the answers, '' if nothing. Raises UserError
+    if none ends one: a model that learns from these answers would never stop.
 
     ids, mask: of all conversations in a row."""
     ends = ids[(mask == 1) & (np.append(mask[1:], 0) != 1)]
@@ -115,9 +119,10 @@ def check_ends(ids, mask, enc):
 
 
 def pack(chats, size):
-    """(ids, mask, numbers of rows, of conversations that were cut, and left out): rows of `size` tokens with whole
-    conversations, the longest first, each in the row with the least room for it. Only those longer than a row are cut;
-    of which no token counts then, those are left out. The mask is 2 where a conversation or the padding starts."""
+    """(ids, mask, numbers of rows, of conversations that were cut, and left out): rows of `size`
+    tokens with whole conversations, the longest first, each in the row with the least room for it.
+    Only those longer than a row are cut; of which no token counts then, those are left out. The
+    mask is 2 where a conversation or the padding starts."""
     rows, free = [], [] # free: (tokens left, row), sorted
     kept = [(ids[:size], mask[:size]) for ids, mask in chats if mask[1:size].any()]
     for ids, mask in sorted(kept, key=lambda chat: -len(chat[0])):

@@ -1,12 +1,14 @@
 """
-Prepare texts of your own, with a vocabulary of their own or with that of a model. A path is a text file, a file of rows
-(JSON lines, a JSON array, CSV, parquet; .gz and .zst too), or a folder of such; a text file or a row is a document:
+Prepare texts of your own, with a vocabulary of their own or with that of a model. A path is a text
+file, a file of rows (JSON lines, a JSON array, CSV, parquet; .gz and .zst too), or a folder of
+such; a text file or a row is a document:
 $ python data/text/prepare.py mytext.txt --tokenizer=bpe:4096 --out_dir data/mine
 $ python data/text/prepare.py mycode mynotes --suffix=.py,.md --tokenizer=bpe:4096 --out_dir data/mine
 $ python data/text/prepare.py chunks/*.jsonl --key=content --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mine
 Every tenth document is for validation; of fewer than 20 documents, the last tenth of each. The texts may be larger than
 the memory. Interrupted at any moment and started again, it continues where it stopped.
-Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the folder tokenizer.
+Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the folder
+tokenizer.
 """
 import collections
 import itertools
@@ -24,7 +26,8 @@ from reading import COMPRESSED_ENDINGS, REMEDY, BadRow, kind_of_file, name_some,
 from stream import run, stream
 
 few = 20 # documents: of fewer, each has a part in train and in val
-bpe_bytes = 2**27 # of larger inputs, bpe:N learns from about as much, taken evenly from the train part
+# of larger inputs, bpe:N learns from about as much, taken evenly from the train part
+bpe_bytes = 2**27
 first_rows = 1000 # a file in which none of so many has a text is refused at once
 
 def refuse(error):
@@ -39,8 +42,9 @@ class Files(NamedTuple):
     left_out: collections.Counter  # how many files of a folder end in what is not asked for
 
 def find_files(paths, suffixes):
-    """The Files of these paths: the files, and those in the folders that end in one of the suffixes, in whatever case,
-    in the order of their names. Raises UserError for what is no regular file."""
+    """The Files of these paths: the files, and those in the folders that end in one of the
+    suffixes, in whatever case, in the order of their names. Raises UserError for what is no regular
+    file."""
     files = Files([], collections.Counter())
     for root in paths:
         if os.path.isfile(root):
@@ -80,7 +84,8 @@ def count_bytes(path, key):
     """The bytes of a file; of a parquet file, those of this column before compression."""
     n_bytes = os.path.getsize(path)
     if kind_of_file(path, [key]) != 'parquet':
-        return n_bytes * (4 if path.lower().endswith(COMPRESSED_ENDINGS) else 1) # a text shrinks to a quarter or so
+        # a text shrinks to a quarter or so
+        return n_bytes * (4 if path.lower().endswith(COMPRESSED_ENDINGS) else 1)
     import pyarrow.parquet
     with pyarrow.parquet.ParquetFile(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
@@ -198,7 +203,8 @@ class Texts:
             self.refuse_rows(*first)
 
     def refuse_rows(self, place, row, reason):
-        """Raises UserError if a file of which no row has a text, such as this one, has it by another name."""
+        """Raises UserError if a file of which no row has a text, such as this one, has it by
+        another name."""
         if isinstance(row, dict) and self.key not in row:
             fail(f'{place} and all others have no {self.key!r}, only {name_some(row)}; name what is '
                  'the text with --key, or take files as they are with --key=')
@@ -250,7 +256,8 @@ def main():
     parser.add_argument('--num_proc', type=positive, help='worker processes (default: one per core, if much is to do)')
     args = parser.parse_args()
     files = find_files(args.input, tuple(args.suffix.lower().split(',')))
-    source = [[name, os.path.getsize(path)] for name, path in files.found] # a folder may move, but not change
+    # a folder may move, but not change
+    source = [[name, os.path.getsize(path)] for name, path in files.found]
     texts = Texts([path for _, path in files.found], args.key, args.strict)
     num_proc = args.num_proc or (1 if texts.n_bytes < 2**24 else os.cpu_count())
 
