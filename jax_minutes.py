@@ -34,26 +34,18 @@ def fit_to_minutes(run, config, parallel, *, started, clock, make_step, make_bat
     # the first iteration compiles the step
     step = make_step(schedule)
     begun = clock.compiling + clock.saved
-    batch = first_batch(make_batch)
-    state, metrics = step(state, batch)
+    state, metrics = step(state, first_batch(make_batch))
     jax.block_until_ready(metrics)
     compile_s = clock.compiling + clock.saved - begun
 
-    # the next ones are timed, with the drawing of their batches
-    n_timed = 0
-    is_enough = False
-    begun = time.perf_counter()
-    while not is_enough:
-        batch = make_batch(n_timed) or batch
-        previous = metrics
-        state, metrics = step(state, batch)
-        jax.block_until_ready(previous)  # as the log does, one iteration late
-        n_timed += 1
-        seconds = time.perf_counter() - begun
-        is_last = seconds > 60 * flags['minutes'] * MEASURING or get_signal() > 0
-        is_enough = int(parallel.max_over_processes(int(is_last))) > 0
-    jax.block_until_ready(metrics)
-    seconds = (time.perf_counter() - begun) / n_timed
+    # the next ones are timed
+    at_least = 60 * flags['minutes'] * MEASURING
+
+    def must_stop(seconds):
+        is_enough = seconds > at_least or get_signal() > 0
+        return int(parallel.max_over_processes(int(is_enough))) > 0
+
+    state, n_timed, seconds = time_iterations(state, step, make_batch, must_stop)
 
     # an evaluation
     begun = time.perf_counter() - clock.compiling
@@ -75,9 +67,26 @@ def fit_to_minutes(run, config, parallel, *, started, clock, make_step, make_bat
     return {**flags, 'max_iters': n, 'lr_decay_iters': n, 'warmup_iters': warmup}
 
 
-def first_batch(make_batch):
-    """Returns the batch of the first iteration of which a token counts."""
-    iteration = 0
+def time_iterations(state, step, make_batch, must_stop):
+    """Makes iterations, with the drawing of their batches, until must_stop(seconds since the first
+    one began). Returns (state, how many they were, seconds of each)."""
+    n_timed = 0
+    metrics = None
+    is_last = False
+    begun = time.perf_counter()
+    while not is_last:
+        batch = first_batch(make_batch, n_timed)
+        previous = metrics
+        state, metrics = step(state, batch)
+        jax.block_until_ready(previous)  # as the log does, one iteration late
+        n_timed += 1
+        is_last = must_stop(time.perf_counter() - begun)
+    jax.block_until_ready(metrics)
+    return state, n_timed, (time.perf_counter() - begun) / n_timed
+
+
+def first_batch(make_batch, iteration=0):
+    """Returns the batch of the first iteration, from this one on, of which a token counts."""
     while True:
         batch = make_batch(iteration)
         if batch:

@@ -173,7 +173,41 @@ def make_train_step(config, objective, layout, schedule, *, seed, grad_clip, los
 
     Raises UserError if loss_chunk does not divide block_size."""
     check_loss_chunk(config, loss_chunk)
+    sum_gradients = make_gradients(config, objective, layout, seed, loss_chunk)
 
+    def train_step(state, batch, scale=1.0):
+        n_micro = len(batch['x'])
+
+        # forward and backward: the sums over the micro-batches, reduced over the devices
+        reduced_gradients = layout.reduce_gradients(sum_gradients)
+        grads, totals = reduced_gradients(state.params, state.frozen, batch, scale)
+        grads, params = layout.shard_update(grads, state.params)
+
+        # clip the mean gradients
+        with jax.named_scope('clip'):
+            grads = jax.tree.map(lambda g: g / (n_micro * scale), grads)
+            grads, grad_norm = clip_gradients(grads, grad_clip)
+
+        # update the parameters
+        with jax.named_scope('optimizer'):
+            updates, opt_state = state.tx.update(grads, state.opt_state, params)
+            params = optax.apply_updates(params, updates)
+        updated = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+
+        # what is logged
+        metrics = {name: total / n_micro for name, total in totals.items()}
+        metrics['grad_norm'] = grad_norm
+        metrics['lr'] = jnp.float32(schedule(state.step))
+        return updated, metrics
+
+    if config.dtype == 'float16':
+        return with_loss_scale(train_step, layout.n_losses)
+    return train_step
+
+
+def make_gradients(config, objective, layout, seed, loss_chunk):
+    """Makes sum_gradients(params, frozen, batch, scale) -> (gradients, metrics), each the sum over
+    the micro-batches of a batch; see make_train_step. The loss is multiplied by `scale`."""
     def loss_fn(params, frozen, micro_batch, scale):
         """Returns (the loss times scale, the metrics of the objective) of a micro-batch."""
         params = model_params(params, frozen)
@@ -184,49 +218,30 @@ def make_train_step(config, objective, layout, schedule, *, seed, grad_clip, los
             deterministic=False, seq_id_B=micro_batch['seq_id'], rngs={'dropout': dropout_key},
             mutable=['losses'])
         losses = functools.partial(token_losses, config, loss_chunk, micro_batch)
-        metrics = objective.means(loss_BxT, micro_batch, params, losses)
+        means = objective.means(loss_BxT, micro_batch, params, losses)
         balance = sum(jax.tree.leaves(sown))  # the loss that keeps experts equally busy
-        return (metrics['loss'] + balance) * scale, metrics
+        metrics = {name: means[name] for name in objective.metrics}
+        return (means['loss'] + balance) * scale, metrics
 
     def gradients(params, frozen, micro_batch, scale):
         grads, metrics = jax.grad(loss_fn, has_aux=True)(params, frozen, micro_batch, scale)
         return layout.shard_gradients(grads), metrics
 
     def sum_gradients(params, frozen, batch, scale):
-        """Returns (gradients, metrics), each the sum over the micro-batches."""
         def micro_step(total, micro_batch):
             found = gradients(params, frozen, micro_batch, scale)
             return jax.tree.map(jnp.add, total, found), None
 
+        # one micro-batch is no loop: that would cost another pass over the gradients
         if len(batch['x']) == 1:
-            # without accumulation, which would cost another pass over the gradients
             return gradients(params, frozen, jax.tree.map(lambda x: x[0], batch), scale)
+
         no_gradients = layout.shard_gradients(jax.tree.map(jnp.zeros_like, params))
         no_metrics = {name: jnp.zeros(()) for name in objective.metrics}
         total, _ = jax.lax.scan(micro_step, (no_gradients, no_metrics), batch)
         return total
 
-    def train_step(state, batch, scale=1.0):
-        n_micro = len(batch['x'])
-        # forward and backward: the sums over the micro-batches, reduced over the devices
-        total_gradients = layout.reduce_gradients(sum_gradients)
-        grads, totals = total_gradients(state.params, state.frozen, batch, scale)
-        grads, params = layout.shard_update(grads, state.params)
-        with jax.named_scope('clip'):
-            grads = jax.tree.map(lambda g: g / (n_micro * scale), grads)
-            grads, grad_norm = clip_gradients(grads, grad_clip)
-        metrics = {name: total / n_micro for name, total in totals.items()}
-        metrics['grad_norm'] = grad_norm
-        metrics['lr'] = jnp.float32(schedule(state.step))
-        with jax.named_scope('optimizer'):
-            updates, opt_state = state.tx.update(grads, state.opt_state, params)
-            params = optax.apply_updates(params, updates)
-        state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
-        return state, metrics
-
-    if config.dtype == 'float16':
-        return with_loss_scale(train_step, layout.n_losses)
-    return train_step
+    return sum_gradients
 
 
 def check_loss_chunk(config, loss_chunk):

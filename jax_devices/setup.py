@@ -144,7 +144,8 @@ def configure_malloc():
     """Tells glibc never to return memory to the system, and Linux to use huge pages for it: XLA:CPU allocates its
     temporaries in every step, and page faults took half of it or more (docs/lab_log.md#malloc).
 
-    Call it before jax starts its threads: one that already has an arena of its own keeps it."""
+    Call it before jax starts its threads: a thread that already has an arena of its own keeps it,
+    and takes what does not fit into that (64 MiB) from the system each time."""
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if not hasattr(libc, 'mallopt'):  # only glibc has it
         return
