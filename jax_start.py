@@ -60,7 +60,8 @@ FIXED_BY_MINUTES = ('max_iters', 'lr_decay_iters', 'warmup_iters')
 
 @dataclasses.dataclass
 class Run:
-    """What a run starts from. Filled in by open_run, and read-only from then on."""
+    """What a run starts from, filled in by open_run. Later only fit_to_minutes changes its flags,
+    and start_state the checksum of LoRA's base."""
     flags: dict  # all of them, as the checkpoints of this run hold them
     given: dict  # those that the user gave
     devices: list

@@ -104,7 +104,7 @@ start_script()
 # all flags of the block above, and those that the user gave
 flags, given = read_flags(__file__, globals())
 check_flags(flags)
-if init_from not in ('resume', 'auto'):
+if flags['init_from'] not in ('resume', 'auto'):
     check_given(flags, given)
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
@@ -157,10 +157,12 @@ data = open_data(run.shares, run.data, block_size=block_size, seed=seed,
 data.check(eval_iters * batch_size)
 sampler = open_sampler(run)
 
-# what a step computes: eval_only writes nothing, and an earlier run is never overwritten by mistake
+# what is computed, and how
 config = training_config(run, data, parallel)
 objective = choose_objective(run.has_pairs, beta)
 eval_step = parallel.eval_step(make_eval_step(config, objective, parallel, loss_chunk=loss_chunk))
+
+# out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake
 out = None if eval_only else OutDir(run)
 
 

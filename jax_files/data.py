@@ -99,16 +99,20 @@ class TokenFile:
 
 
 def remedy_for(data_dir):
-    """What to do about a data set that is missing or damaged."""
+    """Says what to do about a data set that is missing or damaged."""
     prepare = data_dir / 'prepare.py'
-    return f'run: python {prepare}' if prepare.exists() else (
-        f'there is no {prepare} to make it; see "Your own text" in README.md')
+    if prepare.exists():
+        return f'run: python {prepare}'
+    return f'there is no {prepare} to make it; see "Your own text" in README.md'
 
 
-NANOGPT_META = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}  # without a meta.json
-META_LIMITS = {  # the least and the largest value of the integers of meta.json; all but the first may be missing
-    'vocab_size': (1, LARGEST_VOCABULARY), 'row_length': (2, 2**31), 'max_id': (0, 2**32), 'train_tokens': (0, 2**62),
-    'val_tokens': (0, 2**62)}
+# without a meta.json
+NANOGPT_META = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
+
+# the least and the largest value of the integers of meta.json; all but the first may be missing
+META_LIMITS = {
+    'vocab_size': (1, LARGEST_VOCABULARY), 'row_length': (2, 2**31), 'max_id': (0, 2**32),
+    'train_tokens': (0, 2**62), 'val_tokens': (0, 2**62)}
 
 
 def check_meta(meta):
@@ -132,129 +136,182 @@ def check_meta(meta):
         is_known = isinstance(tokenizer['path'], str) and '\0' not in tokenizer['path']
         tokenizer['path'].encode()  # as above
     if not is_known:
-        raise ValueError('tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
-                         '{"kind": "folder", "path": where its tokenizer.json is}')
+        raise ValueError(
+            'tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
+            '{"kind": "folder", "path": where its tokenizer.json is}')
 
 
 def load_dataset_meta(data_dir):
-    """{'vocab_size', 'dtype', 'tokenizer', 'max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length'} of a data set,
-    from its meta.json, the last five None if it lacks them; 'chats' and 'pairs' have masks. A folder without meta.json
-    is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a missing data set and a damaged meta.json."""
+    """Reads what meta.json says of a data set: {'vocab_size', 'dtype', 'tokenizer', 'max_id',
+    'train_tokens', 'val_tokens', 'kind', 'row_length'}, of which the last five are None if it lacks
+    them. Data of the kinds 'chats' and 'pairs' have masks.
+
+    A folder without meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a
+    missing data set and a damaged meta.json."""
     data_dir = relative_path(data_dir)
     remedy = remedy_for(data_dir)
+    path = data_dir / 'meta.json'
     meta = dict(NANOGPT_META)
-    checked = dict.fromkeys(('max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length'))  # as prepare.py counts
-    if (data_dir / 'meta.json').exists():
-        text = read_text(plain_file(data_dir / 'meta.json'))
+    # as prepare.py counts
+    counted = dict.fromkeys(('max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length'))
+    if path.exists():
+        text = read_text(plain_file(path))
         try:
             found = json.loads(text)
             meta = {key: found[key] for key in meta}
-            checked = {key: found.get(key) for key in checked}
-            check_meta(meta | checked)
+            counted = {key: found.get(key) for key in counted}
+            check_meta({**meta, **counted})
             meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], data_dir)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f'{data_dir / "meta.json"} is damaged ({error}); {remedy}') from None
+            raise UserError(f'{path} is damaged ({error}); {remedy}') from None
     elif (data_dir / 'meta.pkl').exists():
         program = relative_path(Path(__file__).parents[1] / 'data' / 'convert_meta.py')
-        raise UserError(f'{data_dir / "meta.pkl"} is a pickle, which can run programs and is not loaded; if you trust '
-                        f'it, convert it once: {sys.executable} {program} {data_dir}')
+        raise UserError(
+            f'{data_dir / "meta.pkl"} is a pickle, which can run programs and is not loaded; if '
+            f'you trust it, convert it once: {sys.executable} {program} {data_dir}')
     elif not (data_dir / 'train.bin').exists():
         raise UserError(f'there is no {data_dir / "train.bin"}; {remedy}')
-    return meta | checked
+    return {**meta, **counted}
 
 
 def load_dataset(data_dir, block_size):
-    """Opens data_dir/{train,val}.bin as prepare.py wrote them. Where meta.json holds the largest id, max_id, and the
-    numbers of tokens, only the sizes are checked; otherwise all tokens are read, each process its share.
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them. Where meta.json holds the largest id,
+    max_id, and the numbers of tokens, only the sizes are checked; otherwise all tokens are read,
+    each process its share.
 
-    Returns ({'train': TokenFile, 'val': TokenFile}, vocab_size, tokenizer description), see load_dataset_meta; a file
-    is [n_tokens], or [n_rows, block_size + 1] if the data set was prepared in rows. Raises UserError for missing, short
-    or damaged files, rows of another length, and token ids outside the vocabulary."""
+    Returns ({'train': TokenFile, 'val': TokenFile}, vocab_size, tokenizer description), see
+    load_dataset_meta; a file is [n_tokens], or [n_rows, block_size + 1] if the data set was
+    prepared in rows. Raises UserError for missing, short or damaged files, rows of another length,
+    and token ids outside the vocabulary."""
     data_dir = relative_path(data_dir)
     meta = load_dataset_meta(data_dir)
-    remedy = remedy_for(data_dir)
-    width = np.dtype(meta['dtype']).itemsize
-    splits = {}
     row_length = meta['row_length']
     if row_length not in (None, block_size + 1):
-        raise UserError(f'{data_dir} has rows of {row_length} tokens, one more than a block_size that fits; prepare it '
-                        f'with --rows={block_size}, or use another --block_size')
+        raise UserError(
+            f'{data_dir} has rows of {row_length} tokens, one more than a block_size that fits; '
+            f'prepare it with --rows={block_size}, or use another --block_size')
+    splits = {}
     for split in ('train', 'val'):
         path = data_dir / f'{split}.bin'
-        if not path.exists():
-            raise UserError(f'there is no {path}; {remedy}')
-        size, rest = divmod(plain_file(path).stat().st_size, width)
-        if rest:
-            raise UserError(f'{path} has {size * width + rest} bytes, not a multiple of {width} ({meta["dtype"]}): '
-                            f'it is cut short or of another type; {remedy}')
-        if size <= block_size:
-            raise UserError(f'{path} has {size} tokens, and block_size={block_size} needs {block_size + 1}; '
-                            'use more text or a smaller --block_size')
-        n_tokens = meta[f'{split}_tokens']
-        if n_tokens not in (None, size):
-            raise UserError(f'{path} has {size} tokens, its meta.json says {n_tokens}: the file is damaged or '
-                            f'of another data set; {remedy}')
-        tokens = TokenFile(path, meta['dtype'])
-        largest = meta['max_id']
-        if type(largest) is not int or n_tokens is None:  # a wrong id would train silently: read every token
-            starts = range(0, size, 10**7)[jax.process_index()::jax.process_count()]
-            largest = max((int(tokens[i:i + 10**7].max()) for i in starts), default=0)
-        if largest >= meta['vocab_size']:
-            raise UserError(f"{path} has token id {largest}, outside the vocabulary of {meta['vocab_size']}; {remedy}")
-        splits[split] = TokenFile(path, meta['dtype'], row_length) if row_length else tokens
+        check_size(path, meta, split, block_size)
+        check_largest_id(path, meta, split)
+        splits[split] = TokenFile(path, meta['dtype'], row_length)
     return splits, meta['vocab_size'], meta['tokenizer']
 
 
+def check_size(path, meta, split, block_size):
+    """Raises UserError unless the file of a split has as many tokens as its meta.json says, and
+    more than block_size."""
+    remedy = remedy_for(path.parent)
+    if not path.exists():
+        raise UserError(f'there is no {path}; {remedy}')
+    width = np.dtype(meta['dtype']).itemsize
+    size, rest = divmod(plain_file(path).stat().st_size, width)
+    if rest:
+        raise UserError(
+            f'{path} has {size * width + rest} bytes, not a multiple of {width} ({meta["dtype"]}): '
+            f'it is cut short or of another type; {remedy}')
+    if size <= block_size:
+        raise UserError(
+            f'{path} has {size} tokens, and block_size={block_size} needs {block_size + 1}; use '
+            'more text or a smaller --block_size')
+    n_tokens = meta[f'{split}_tokens']
+    if n_tokens not in (None, size):
+        raise UserError(
+            f'{path} has {size} tokens, its meta.json says {n_tokens}: the file is damaged or of '
+            f'another data set; {remedy}')
+
+
+def check_largest_id(path, meta, split):
+    """Raises UserError for a token id outside the vocabulary, which would train silently."""
+    largest = meta['max_id']
+    if largest is None or meta[f'{split}_tokens'] is None:
+        # prepare.py has not counted: each process reads its share of the tokens
+        tokens = TokenFile(path, meta['dtype'])
+        starts = range(0, len(tokens), 10**7)[jax.process_index()::jax.process_count()]
+        largest = max((int(tokens[i:i + 10**7].max()) for i in starts), default=0)
+    if largest >= meta['vocab_size']:
+        raise UserError(f"{path} has token id {largest}, outside the vocabulary of "
+                        f"{meta['vocab_size']}; {remedy_for(path.parent)}")
+
+
 def load_masks(data_dir, splits):
-    """{split: mask} of data_dir/{train,val}_mask.bin, a byte for each token: 1 where it counts in the loss, as an
-    assistant's tokens do, else 0; in packed rows 2 where a conversation, or the padding, starts. {} for a data set
-    without masks, in which all tokens count. Raises UserError for a mask that is missing or of another length."""
-    paths = {split: relative_path(data_dir) / f'{split}_mask.bin' for split in splits}
-    sizes = {split: plain_file(path).stat().st_size for split, path in paths.items() if path.exists()}
-    if (sizes or load_dataset_meta(data_dir)['kind']) and sizes != {split: splits[split].size for split in splits}:
-        raise UserError(f'the masks of {data_dir} are missing or of other tokens; {remedy_for(Path(data_dir))}')
+    """Opens the masks of a data set, data_dir/{train,val}_mask.bin: {split: TokenFile}.
+
+    A mask has a byte for each token: 1 where it counts in the loss, as an assistant's tokens do,
+    else 0; in packed rows 2 where a conversation, or the padding, starts. {} for a data set without
+    masks, in which all tokens count. Raises UserError for a mask that is missing or of another
+    length."""
+    paths = {}
+    sizes = {}
+    for split in splits:
+        paths[split] = relative_path(data_dir) / f'{split}_mask.bin'
+        if paths[split].exists():
+            sizes[split] = plain_file(paths[split]).stat().st_size
+    needs_masks = bool(sizes) or load_dataset_meta(data_dir)['kind'] is not None
+    if needs_masks and sizes != {split: tokens.size for split, tokens in splits.items()}:
+        raise UserError(f'the masks of {data_dir} are missing or of other tokens; '
+                        f'{remedy_for(Path(data_dir))}')
     masks = {}
     for split in sizes:
         tokens = splits[split]
-        masks[split] = TokenFile(paths[split], np.uint8, tokens.shape[1] if tokens.ndim == 2 else None)
+        row_length = tokens.shape[1] if tokens.ndim == 2 else None
+        masks[split] = TokenFile(paths[split], np.uint8, row_length)
     return masks
 
 
 def load_ends(path, n_tokens):
-    """The ends of the conversations of a split of n_tokens, int64: increasing, of at least two tokens each, an even
-    number. Raises UserError for a file that is missing or says something else."""
-    if path.exists():
-        size = path.stat().st_size
-        ends = np.fromfile(plain_file(path), np.int64)
-        is_whole = size > 0 and size == ends.nbytes and len(ends) % 2 == 0
-        # the range first: differences of what lies outside could overflow
-        if is_whole and ends.min() > 0 and ends.max() == ends[-1] == n_tokens and np.diff(ends, prepend=0).min() >= 2:
-            return ends
-    raise UserError(f'{path} is missing or damaged; {remedy_for(path.parent)}')
+    """Reads where the conversations of a split of n_tokens end, int64: increasing, of at least two
+    tokens each, an even number. Raises UserError for a file that is missing or says something
+    else."""
+    damaged = UserError(f'{path} is missing or damaged; {remedy_for(path.parent)}')
+    if not path.exists():
+        raise damaged
+    size = path.stat().st_size
+    ends = np.fromfile(plain_file(path), np.int64)
+    is_whole = size > 0 and size == ends.nbytes and len(ends) % 2 == 0
+    # the range first: differences of what lies outside could overflow
+    is_inside = is_whole and ends.min() > 0 and ends.max() == ends[-1] == n_tokens
+    if not is_inside or np.diff(ends, prepend=0).min() < 2:
+        raise damaged
+    return ends
+
 
 # -----------------------------------------------------------------------------
 # mixtures of data sets
 
 def parse_mixture(dataset, root):
-    """{folder: fraction} for the flag --dataset: a folder, by its name under `root` or its path, or a mixture such as
-    'web:0.7,code:0.3'. Raises UserError for anything else."""
+    """Returns {folder: fraction} for the flag --dataset: a folder, by its name under `root` or its
+    path, or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
     if ':' not in dataset or (Path(root) / dataset).is_dir():
         return {Path(root) / dataset: 1.0}
-    parts = [re.fullmatch(r'([^:]+):([01]?\.\d+|1)', part) for part in dataset.split(',')]
-    shares = {Path(root) / part[1].strip(): float(part[2]) for part in parts if part and float(part[2]) >= 1e-6}
-    if len({folder.name for folder in shares}) < len(parts) or abs(sum(shares.values()) - 1) > 1e-6:
-        raise UserError(f'dataset={dataset} must be a folder, or a mixture such as web:0.7,code:0.3 of data sets with '
-                        'different names, whose fractions are above 0 and sum to 1')
+    parts = dataset.split(',')
+    shares = {}
+    for part in parts:
+        found = re.fullmatch(r'([^:]+):([01]?\.\d+|1)', part)
+        if found and float(found[2]) >= 1e-6:
+            shares[Path(root) / found[1].strip()] = float(found[2])
+    names = {folder.name for folder in shares}
+    if len(names) < len(parts) or abs(sum(shares.values()) - 1) > 1e-6:
+        raise UserError(
+            f'dataset={dataset} must be a folder, or a mixture such as web:0.7,code:0.3 of data '
+            'sets with different names, whose fractions are above 0 and sum to 1')
     return shares
 
 
 def load_mixture_meta(dataset, root):
-    """(parse_mixture, load_dataset_meta of its first data set). Raises UserError if another cannot be mixed with it."""
+    """Returns (parse_mixture, load_dataset_meta of its first data set). Raises UserError if another
+    cannot be mixed with it."""
     shares = parse_mixture(dataset, root)
-    (first, meta), *others = [(relative_path(folder), load_dataset_meta(folder)) for folder in shares]
-    for folder, other in others:
+    folders = [relative_path(folder) for folder in shares]
+    metas = [load_dataset_meta(folder) for folder in shares]
+    meta = metas[0]
+    for folder, other in zip(folders[1:], metas[1:]):
         if 'pairs' in (meta['kind'], other['kind']):
-            raise UserError('pairs of answers cannot be mixed with other data: give --dataset one folder')
-        if other['vocab_size'] != meta['vocab_size'] or not same_tokens(other['tokenizer'], meta['tokenizer']):
-            raise UserError(f'{folder} has other tokens than {first}: prepare both with the same --tokenizer')
+            raise UserError('pairs of answers cannot be mixed with other data: give --dataset one '
+                            'folder')
+        has_same_size = other['vocab_size'] == meta['vocab_size']
+        if not has_same_size or not same_tokens(other['tokenizer'], meta['tokenizer']):
+            raise UserError(f'{folder} has other tokens than {folders[0]}: prepare both with the '
+                            'same --tokenizer')
     return shares, meta

@@ -310,11 +310,12 @@ def test_a_run_of_minutes_resumes_with_the_same_bits_and_does_not_measure_again(
 
 @pytest.mark.slow
 def test_a_run_that_an_earlier_version_stopped_while_it_measured_is_measured_when_it_is_resumed(run_copy):
-    step, meta = choose_checkpoint(run_copy)
+    step, _ = choose_checkpoint(run_copy)
     folder = run_copy / 'ckpt' / str(step)
-    unknown = meta['flags'] | {'minutes': 0.2, 'max_iters': 0, 'lr_decay_iters': 0}
-    (folder / 'checksums.json').unlink()
-    edit_json(folder / 'meta' / 'metadata', flags=unknown, checksums=None)
+    (folder / 'checksums.json').write_text('{}')  # as if it had been written so
+    meta = json.loads((folder / 'meta' / 'metadata').read_text())
+    meta['flags'].update(minutes=0.2, max_iters=0, lr_decay_iters=0)
+    (folder / 'meta' / 'metadata').write_text(json.dumps(meta))
     said = succeeded(train(run_copy, *RESUME, '--minutes=0.2')).stdout
     n, _ = fixed_iterations(said)
     assert f'at iteration {step}' in said and n > step and f'step {n}: ' in said
@@ -535,6 +536,10 @@ def test_a_checkpoint_whose_flags_have_other_types_is_not_resumed(name, value):
         'learning_rate': 1, 'lora_rank': 0, 'quantize': ''}
     with pytest.raises(UserError, match=f'the checkpoint in out says {name}='):
         merge_resumed_flags(flags, {}, {name: value})
+
+
+def test_flags_given_to_a_resumed_run_are_checked_with_those_of_its_checkpoint(run_copy):
+    succeeded(train(run_copy, *RESUME, '--min_lr=5e-3', '--eval_only=True'))  # its learning_rate is 1e-2
 
 
 def test_a_run_from_scratch_does_not_overwrite_another_by_mistake(finished, run_copy, flags):
