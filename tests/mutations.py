@@ -153,13 +153,15 @@ def changed_value(rng, value):
 
 
 def change_somewhere(rng, values):
-    """Changes one value at any depth, in place where it can be; returns the whole."""
+    """The values with another one in place of one of them, at any depth."""
     is_inner = isinstance(values, (dict, list)) and values
     if not is_inner or rng.random() < 0.1:
         return changed_value(rng, values)
+    # a copy: values that are drawn are shared, and a value may be in two places
+    changed = dict(values) if isinstance(values, dict) else list(values)
     key = rng.choice([*values] if isinstance(values, dict) else range(len(values)))
-    values[key] = change_somewhere(rng, values[key])
-    return values
+    changed[key] = change_somewhere(rng, values[key])
+    return changed
 
 
 def mutate_values(rng, values):

@@ -11,8 +11,6 @@ from tests.hostile import (
 
 N_INPUTS = 20
 SEED = 0  # of tests/campaign.py --sections=files --seed=0 --files=20, too
-# readers with findings that are known and not mended yet: some of them end the process
-KNOWN = set()
 
 
 @pytest.fixture(scope='session')
@@ -45,15 +43,24 @@ def limit_time():
         signal.signal(signal.SIGALRM, handler)
 
 
-@pytest.mark.parametrize('name', [name for name in READERS if name not in KNOWN])
+def read_within_limits(name, folder):
+    """The Finding of an input, or None."""
+    with limit_memory(), limit_time():
+        return read_input(name, folder)[0]
+
+
+@pytest.mark.parametrize('name', READERS)
 def test_a_hostile_file_is_read_or_refused_in_one_line(name, honest, tmp_path):
     make_honest(honest, READERS[name].folders.split(','))
     found = {}
     for number in range(N_INPUTS):
         folder = tmp_path / f'{number}'
         write_input(name, SEED, number, honest, folder)
-        with limit_memory(), limit_time():
-            finding, _ = read_input(name, folder)
+        finding = read_within_limits(name, folder)
+        if finding and finding.kind == 'time':  # other work on this machine may have caused it
+            shutil.rmtree(folder)
+            write_input(name, SEED, number, honest, folder)
+            finding = read_within_limits(name, folder)
         if finding:
             found[f'{name}:{number}'] = finding
         shutil.rmtree(folder)
@@ -66,7 +73,8 @@ def test_the_honest_file_is_read(name, honest, tmp_path):
     make_honest(honest, folders)
     for source in folders:
         shutil.copytree(honest / source, tmp_path / source)
-        assert read_input(name, tmp_path / source) == (None, 'read')
+        _, said = read_input(name, tmp_path / source)
+        assert said == 'read'
 
 
 def test_every_honest_folder_is_read_by_a_reader():
