@@ -79,3 +79,16 @@ def test_every_snippet_of_python_runs_or_says_that_it_is_not_run(code, folder_wi
         return
     monkeypatch.chdir(folder_with_a_run)
     exec(compile(code, 'snippet', 'exec'), {'__name__': 'snippet'})
+
+
+def test_every_function_of_the_code_index_is_in_a_file_that_its_row_names():
+    text = (ROOT / 'docs' / 'from_pytorch.md').read_text(encoding='utf-8')
+    index = text.split('## Code index')[1].split('\n## ')[0]
+    for row in index.splitlines():
+        files = [name for name in re.findall(r'`([\w/]+\.py)`', row)]
+        if not files:
+            continue
+        sources = ''.join((ROOT / name).read_text(encoding='utf-8') for name in files)
+        _, _, _, functions, _ = row.split('|')
+        for name in re.findall(r'`(?:\w+\.)?([A-Za-z_]\w+)`', functions):
+            assert re.search(rf'\b{name}\b', sources), f'the row "{row}" names {name}, which is in none of its files'
