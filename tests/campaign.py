@@ -668,7 +668,7 @@ def read_files(work, name, numbers, seed, honest):
         shutil.rmtree(folder, ignore_errors=True)
         report = folder / 'report.jsonl'
         run = Run(folder, read_in_this_process, name, rest, seed, honest, report)
-        code = run.wait(60 + (hostile.LIMIT_S + 5) * len(rest))
+        code = run.wait(60 + (hostile.HANG_S + 5) * len(rest))
         lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
         done = [(number, finding and hostile.Finding(*finding), said) for number, finding, said in lines]
         results += done
@@ -679,7 +679,7 @@ def read_files(work, name, numbers, seed, honest):
         if rest and code:
             place, is_late = where_it_hung(run.err)
             kind = 'time' if is_late else f'crash {code}'
-            said = f'more than {hostile.LIMIT_S} s' if is_late else run.says()[-300:]
+            said = f'more than {hostile.HANG_S} s' if is_late else run.says()[-300:]
             results.append((rest[0], hostile.Finding(kind, place, said), said))
             rest = rest[1:]
     return results
@@ -696,7 +696,7 @@ def where_it_hung(dump):
 def read_in_this_process(name, numbers, seed, honest, report):
     """Makes and reads inputs of a reader, and appends a line of JSON for each to `report`.
 
-    An input that takes LIMIT_S ends the process, with a dump of where it is: it may be in code that no signal of Python
+    An input that takes HANG_S ends the process, with a dump of where it is: it may be in code that no signal of Python
     interrupts."""
     faulthandler.enable(sys.__stderr__)
     folder = report.parent / 'honest'
@@ -711,7 +711,7 @@ def read_in_this_process(name, numbers, seed, honest, report):
         for number in numbers:
             folder = report.parent / f'{number}'
             hostile.write_input(name, seed, number, honest, folder)
-            faulthandler.dump_traceback_later(hostile.LIMIT_S, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(hostile.HANG_S, exit=True, file=sys.__stderr__)
             with hostile.limit_memory():
                 finding, said = hostile.read_input(name, folder)
             faulthandler.cancel_dump_traceback_later()

@@ -79,7 +79,8 @@ TINY_RUN = [
     '--eval_iters=1',
     '--device=cpu:0',
 ]
-LIMIT_S = 7  # of an input, by the clock on the wall
+LIMIT_S = 7  # of an input, by the clock on the wall, without what it waits for a core
+HANG_S = 3 * LIMIT_S  # with that
 LIMIT_BYTES = 2 * 2**30  # of memory that an input may take
 SECRET = 'a text outside of the folder'  # what the paths of the attacks lead to
 
@@ -753,7 +754,7 @@ def read_input(name, folder):
     memory to spare: see limit_memory."""
     read = READERS[name].read
     around = set(os.listdir(folder.parent))
-    started = time.monotonic()
+    started = time.monotonic() - seconds_in_queue()
     error = None
     with quiet(folder):
         try:
@@ -762,7 +763,7 @@ def read_input(name, folder):
             raise
         except BaseException as raised:  # a PanicException of Rust is no Exception
             error = raised
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - seconds_in_queue() - started
     is_mistake = isinstance(error, UserError)
     said = (
         'read' if error is None else f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
@@ -781,6 +782,12 @@ def read_input(name, folder):
     elif error is not None and not is_mistake:
         finding = Finding(type(error).__name__, place_of(error), said)
     return finding, said
+
+
+def seconds_in_queue():
+    """The time that this thread could have run if others had not; 0 where the system does not say."""
+    path = Path('/proc/self/schedstat')
+    return int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0
 
 
 def find_marker(folder):

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.hostile import (
-    HONEST, LIMIT_S, READERS, limit_memory, make_honest, read_input, write_input)
+    HANG_S, HONEST, READERS, limit_memory, make_honest, read_input, write_input)
 
 N_INPUTS = 20
 SEED = 0  # of tests/campaign.py --sections=files --seed=0 --files=20, too
@@ -27,14 +27,14 @@ class TimeIsUp(BaseException):
 
 @contextlib.contextmanager
 def limit_time():
-    """Interrupts what takes twice as long as it may, or ends this process."""
+    """Interrupts what hangs, or ends this process."""
 
     def interrupt(*args):
         raise TimeIsUp
 
     handler = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 2 * LIMIT_S)
-    faulthandler.dump_traceback_later(8 * LIMIT_S, exit=True)
+    signal.setitimer(signal.ITIMER_REAL, HANG_S)
+    faulthandler.dump_traceback_later(4 * HANG_S, exit=True)
     try:
         yield
     finally:
