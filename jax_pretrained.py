@@ -25,13 +25,13 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_families import COMPOSITE, GPT2_FIXED, GPT2_SIZES, HF_ACTIVATIONS, make_config, read_config
-from jax_files.config_json import JsonConfig, shown
 from jax_files.gguf_files import GGUF_DTYPES, GGUF_PATH, write_gguf
 from jax_files.tokenizers import load_tokenizer
 from jax_files.torch_files import is_state_dict, read_torch_checkpoint
 from jax_files.weight_files import (
-    SPECIAL_TOKENS, aligned_empty, check_tensors, common_dtype, dequantize_lazily, find_config_json,
-    kept_config_json, local_path, read_tensors, require_keys, weight_file, write_folder)
+    SPECIAL_TOKENS, aligned_empty, check_tensors, common_dtype, dequantize_lazily,
+    find_config_json, kept_config_json, local_path, read_block, read_tensors, require_keys,
+    weight_file, write_folder)
 from jax_flags import DTYPES, UserError, check_choice, read_json
 from jax_transformer import GPT, GPTConfig, check_layers, check_room
 
@@ -531,15 +531,6 @@ def open_model(path_or_name):
     tensors = dequantize_lazily(read_tensors(file), read_block(hf, source), file)
     check_sizes(tensors, config, file)
     return config, family, tensors, file
-
-
-def read_block(hf, source):
-    """Returns [rows, columns] of the blocks of numbers that share a scale, from a config.json."""
-    quantization = JsonConfig(hf.get('quantization_config') or {}, source)
-    block = quantization.get_list('weight_block_size', [128, 128])
-    if len(block) != 2 or min(block) < 1:
-        raise UserError(f'{source}: weight_block_size should list two numbers above 0, not {shown(block)}')
-    return block
 
 
 def read_nanogpt(path):

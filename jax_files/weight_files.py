@@ -17,12 +17,14 @@ import safetensors
 
 from jax_files.adapters import find_adapter_file, is_adapter, merge_adapter, read_adapter_config
 from jax_files.chats import copy_more_templates
+from jax_files.config_json import JsonConfig, shown
 from jax_files.gguf_files import GGUF_PATH, gguf_tensors, open_gguf
 from jax_files.torch_files import read_state_dict
 from jax_flags import (
     DTYPES, UserError, ceil_div, printable, read_json, regular_file, write_json)
 
 # The keys of config.json that name tokens.
+FLOATS = ('float32', 'bfloat16', 'float16', 'float64')  # names of dtypes
 SPECIAL_TOKENS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 
 # Models on the Hugging Face hub that have a short name: openai-community/<name>.
@@ -164,7 +166,7 @@ def check_tensors(tensors, shapes, source):
         if tuple(x.shape) != shape:
             raise UserError(f'{source}: {name} should have shape {shape} for this config but has '
                             f'{x.shape}')
-        if x.dtype.name not in ('float32', 'bfloat16', 'float16', 'float64', 'float8_e5m2'):
+        if x.dtype.name not in (*FLOATS, 'float8_e5m2'):
             raise UserError(f'{source}: {name} is {x.dtype}; floating point of 16 bits or more can '
                             'be loaded, E5M2, MXFP4, and E4M3 with scales')
 
@@ -334,8 +336,7 @@ def open_adapter(adapter, base):
 
     def read():
         weights = weight_file(model)
-        quantization = config.get('quantization_config') or {}
-        block = quantization.get('weight_block_size', [128, 128])
+        block = read_block(config, config_path)
         tensors = dequantize_lazily(read_tensors(weights), block, weights)
         updates = read_weight_file(file)
         return merge_adapter(tensors, updates, settings, config.get('model_type'), file)
@@ -602,6 +603,18 @@ class ScaledBlocks(NamedTuple):
         return (self.weight.astype(np.float32) * scale)[index]
 
 
+def read_block(config, source):
+    """Returns [rows, columns] of the blocks of numbers that share a scale.
+
+    config: the content of a config.json, source: its path. Raises UserError for other values."""
+    quantization = JsonConfig(config.get('quantization_config') or {}, source)
+    block = quantization.get_list('weight_block_size', [128, 128])
+    if len(block) != 2 or min(block) < 1:
+        raise UserError(f'{source}: weight_block_size should list two numbers above 0, '
+                        f'not {shown(block)}')
+    return block
+
+
 def dequantize_lazily(tensors, block, source):
     """Returns {name: array}, where each quantized tensor and its scales are replaced by one object
     that dequantizes when it is indexed.
@@ -615,7 +628,9 @@ def dequantize_lazily(tensors, block, source):
         if name.endswith('_blocks') and scales_name in tensors:
             blocks = result.pop(name)
             scales = result.pop(scales_name)
-            if blocks.ndim != 4 or blocks.shape[-1] != 16 or scales.shape != blocks.shape[:-1]:
+            are_bytes = blocks.dtype == scales.dtype == np.uint8
+            has_shape = blocks.ndim == 4 and blocks.shape[-1] == 16
+            if not are_bytes or not has_shape or scales.shape != blocks.shape[:-1]:
                 raise UserError(f'{source}: {name} {blocks.shape} and its scales {scales.shape} '
                                 'are not MXFP4')
             result[name.removesuffix('_blocks')] = MXFP4(blocks, scales)
@@ -626,8 +641,11 @@ def dequantize_lazily(tensors, block, source):
             scale = result.pop(name)
             weight = tensors[weight_name]
             n_blocks = tuple(ceil_div(n, size) for n, size in zip(weight.shape, block))
-            if scale.shape != n_blocks:
+            if scale.shape != n_blocks or weight.ndim != 2:
                 raise UserError(f'{source}: {name} {scale.shape} does not fit {weight_name} '
                                 f'{weight.shape} in blocks of {block}')
+            if not weight.dtype.name.startswith('float8') or scale.dtype.name not in FLOATS:
+                raise UserError(f'{source}: {weight_name} is {weight.dtype} with scales of '
+                                f'{scale.dtype}, not float8 with scales in floating point')
             result[weight_name] = ScaledBlocks(weight, scale, tuple(block))
     return result

@@ -601,7 +601,9 @@ class Reader(NamedTuple):
     seal: Callable | None = None  # folder -> None: makes the checksums of the folder fit again
 
 
-MOE = 'qwen3_moe,gpt_oss,deepseek_v3,llama4,llama4_published,kimi_k2'
+MOE = (
+    'qwen3_moe,gpt_oss,gpt_oss_packed,deepseek_v3,deepseek_v3_packed,llama4,llama4_published,kimi_k2'
+)
 OTHER_FAMILIES = 'gemma2,gemma3,mistral,olmo2,olmo3,phi3,qwen2,qwen3,smollm3'
 READERS = {
     'safetensors': Reader('gpt2,llama', 'model.safetensors', mutate_safetensors, read_model),

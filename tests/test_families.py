@@ -888,3 +888,14 @@ def test_packed_weights_without_their_scales_are_refused(name, tensor, tmp_path)
     renamed = tensor[:-3] + 'xyz'
     path.write_bytes(path.read_bytes().replace(tensor.encode(), renamed.encode()))
     assert renamed in refusal(load_pretrained, path.parent)
+
+
+@pytest.mark.parametrize('name, old, new, message', [
+    ('gpt_oss_packed', b'"dtype":"U8"', b'"dtype":"I8"', 'are not MXFP4'),
+    ('deepseek_v3_packed', b'"dtype":"F8_E4M3"', b'"dtype":"I8"', 'not float8 with scales')])
+def test_packed_weights_of_another_type_are_refused(name, old, new, message, tmp_path):
+    path = copy_folder(FAMILIES / name, tmp_path) / 'model.safetensors'
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new.ljust(len(old))))
+    assert message in refusal(load_pretrained, path.parent)
