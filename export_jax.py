@@ -1,4 +1,5 @@
-"""Saves a trained model as a Hugging Face folder with a model card, or as a GGUF file, for llama.cpp.
+"""Saves a trained model as a Hugging Face folder with a model card, or as a GGUF file, for
+llama.cpp.
 
 $ python export_jax.py --out_dir=out-mine --folder=my-model --dtype=bfloat16
 $ python export_jax.py --init_from=nanogpt/out/ckpt.pt --folder=my-model
@@ -9,7 +10,8 @@ import re
 import tempfile
 from pathlib import Path
 
-from jax_flags import UserError, check_needs, check_source, is_read, read_flags, read_json, start_script, write_text
+from jax_flags import (
+    UserError, check_needs, check_source, is_read, read_flags, read_json, start_script, write_text)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt, a .gguf
@@ -37,49 +39,113 @@ if shard_gb <= 0:
 from jax_devices.setup import setup_jax_environment
 from jax_files.gguf_files import why_no_gguf
 from jax_files.metrics import read_metrics
-from jax_files.tokenizers import HFTokenizer, describe_tokenizer, write_char_tokenizer, write_gpt2_tokenizer
+from jax_files.tokenizers import (
+    HFTokenizer, describe_tokenizer, write_char_tokenizer, write_gpt2_tokenizer)
 from jax_files.weight_files import find_config_json, kept_config_json, local_path
 from jax_lora import load_run
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_transformer import count_params
 
-RECIPE = ('init_from', 'max_iters', 'gradient_accumulation_steps', 'batch_size', 'block_size', 'optimizer', 'dtype',
-          'learning_rate', 'min_lr', 'lr_schedule', 'warmup_iters', 'lr_decay_iters', 'weight_decay', 'beta1', 'beta2',
-          'grad_clip', 'dropout', 'lora_rank', 'lora_alpha', 'quantize', 'beta', 'length_normalized', 'seed')
+# The flags of training that a model card lists, if the run read them.
+RECIPE = (
+    'init_from', 'max_iters', 'gradient_accumulation_steps', 'batch_size', 'block_size',
+    'optimizer', 'dtype', 'learning_rate', 'min_lr', 'lr_schedule', 'warmup_iters',
+    'lr_decay_iters', 'weight_decay', 'beta1', 'beta2', 'grad_clip', 'dropout', 'lora_rank',
+    'lora_alpha', 'quantize', 'beta', 'length_normalized', 'seed')
 
-SCHEDULE = ('min_lr', 'lr_schedule', 'warmup_iters', 'lr_decay_iters')  # without effect at decay_lr=False
+# The ones among them that have no effect at decay_lr=False.
+SCHEDULE = ('min_lr', 'lr_schedule', 'warmup_iters', 'lr_decay_iters')
 
 
 def model_card(family, name):
-    """README.md of the exported folder: what the model is, its data, recipe and figures, how to load it."""
-    base, origin = '', f'Converted from {os.path.basename(init_from)}.'
-    if init_from == 'resume':
-        run, iteration = meta['flags'], meta['iter_num']
-        counted = ('gradient_accumulation_steps', 'batch_size', 'block_size')
-        is_whole = all(type(run.get(name)) is int for name in counted)
-        if not is_whole or not all(type(run.get(name)) is str for name in ('dataset', 'init_from')):
-            raise UserError(f'{out_dir} was not written by train_jax.py: the flags of its checkpoint are incomplete')
-        figures = next((row for row in read_metrics(out_dir) if row['iter'] == iteration and 'val_loss' in row), {})
-        table = {key: f'{x:.4f}' for key, x in figures.items() if isinstance(x, float)}
-        if not run.get('decay_lr', True):
-            run = {key: value for key, value in run.items() if key not in SCHEDULE}
-        facts = run | {'is_pairs': any('margin' in row for row in read_metrics(out_dir))}
-        table |= {key: run[key] for key in RECIPE if run.get(key) and is_read('train_jax', key, facts)}
-        n_tokens = iteration * run['gradient_accumulation_steps'] * run['batch_size'] * run['block_size']
-        origin = (f"Trained for {iteration:,} iterations, {n_tokens:,} tokens, on the data set {run['dataset']}.\n\n"
-                  '| figure, setting | |\n|---|---|') + ''.join(f'\n| {key} | {x} |' for key, x in table.items())
-        if re.fullmatch(r'\w[\w.-]*/[\w.-]+', run['init_from']) and not os.path.exists(run['init_from']):
-            base = f"\nbase_model: {run['init_from']}"
-    is_chat = os.path.exists(os.path.join(folder, 'tokenizer.json')) and HFTokenizer(folder).chat_template
-    to_gguf = (f'convert_hf_to_gguf.py {name} --outfile {name}.gguf' if why_no_gguf(config, family) else
-               f'export_jax.py --init_from={name} --gguf={name}.gguf')
-    card = (Path(__file__).parent / 'jax_files' / 'model_card.md').read_text(encoding='utf-8')
-    return card.format(family=family, base=base, name=name, dtype=dtype, config=config, origin=origin, to_gguf=to_gguf,
-                       n_params=count_params(params, non_embedding=False), n_new=min(50, config.block_size // 2),
-                       prompt="[{'role': 'user', 'content': 'Hello'}]" if is_chat else "'Once upon a time'")
+    """Returns the README.md of the exported folder: what the model is, its data, recipe and
+    figures, how to load it.
 
+    family: the model_type of its config.json. name: the folder's name."""
+    # Where the weights are from.
+    base = ''
+    origin = f'Converted from {os.path.basename(init_from)}.'
+    if init_from == 'resume':
+        check_run(meta['flags'])
+        base = base_on_hub(meta['flags']['init_from'])
+        origin = describe_run(meta['flags'], meta['iter_num'])
+
+    # How to use it: as a chat or to continue a text, and as a GGUF file.
+    has_tokenizer = os.path.exists(os.path.join(folder, 'tokenizer.json'))
+    prompt = "'Once upon a time'"
+    if has_tokenizer and HFTokenizer(folder).chat_template:
+        prompt = "[{'role': 'user', 'content': 'Hello'}]"
+    to_gguf = f'export_jax.py --init_from={name} --gguf={name}.gguf'
+    if why_no_gguf(config, family):
+        to_gguf = f'convert_hf_to_gguf.py {name} --outfile {name}.gguf'
+
+    template = Path(__file__).parent / 'jax_files' / 'model_card.md'
+    card = template.read_text(encoding='utf-8')
+    return card.format(
+        family=family, base=base, name=name, dtype=dtype, config=config, origin=origin,
+        to_gguf=to_gguf, n_params=count_params(params, non_embedding=False),
+        n_new=min(50, config.block_size // 2), prompt=prompt)
+
+
+def check_run(run):
+    """Raises UserError unless the flags of a checkpoint are those of train_jax.py, as far as a
+    model card needs them."""
+    numbers = ('gradient_accumulation_steps', 'batch_size', 'block_size')
+    texts = ('dataset', 'init_from')
+    has_numbers = all(type(run.get(name)) is int for name in numbers)
+    has_texts = all(type(run.get(name)) is str for name in texts)
+    if not has_numbers or not has_texts:
+        raise UserError(f'{out_dir} was not written by train_jax.py: the flags of its checkpoint '
+                        'are incomplete')
+
+
+def base_on_hub(source):
+    """Returns the card's line about the model on the hub from which a run was trained further, or
+    ''. source: the run's init_from."""
+    is_name = re.fullmatch(r'\w[\w.-]*/[\w.-]+', source) is not None
+    if is_name and not os.path.exists(source):
+        return f'\nbase_model: {source}'
+    return ''
+
+
+def describe_run(run, iteration):
+    """Returns the card's text about the training: its length, then a table of figures and settings.
+
+    run: the flags of the run, {name: value}. iteration: the checkpoint's."""
+    # The losses of the evaluation with which the checkpoint was saved.
+    table = {}
+    for row in read_metrics(out_dir):
+        if row['iter'] == iteration and 'val_loss' in row:
+            table = {key: f'{x:.4f}' for key, x in row.items() if isinstance(x, float)}
+            break
+
+    # The settings that the run read.
+    read = dict(run)
+    if not run.get('decay_lr', True):
+        for key in SCHEDULE:
+            read.pop(key, None)
+    facts = dict(read)
+    facts['is_pairs'] = any('margin' in row for row in read_metrics(out_dir))
+    for key in RECIPE:
+        if read.get(key) and is_read('train_jax', key, facts):
+            table[key] = read[key]
+
+    n_sequences = iteration * run['gradient_accumulation_steps'] * run['batch_size']
+    n_tokens = n_sequences * run['block_size']
+    text = (f"Trained for {iteration:,} iterations, {n_tokens:,} tokens, on the data set "
+            f"{run['dataset']}.\n\n| figure, setting | |\n|---|---|")
+    for key, x in table.items():
+        text += f'\n| {key} | {x} |'
+    return text
+
+
+# -----------------------------------------------------------------------------
+# load, save, describe
 
 setup_jax_environment('cpu')
+
+# The model, the description of its tokenizer, and its config.json, which may be kept from a model
+# that was trained further.
 if init_from == 'resume':
     config, params, meta = load_run(out_dir, checkpoint, base=base)
     tokenizer = meta['tokenizer']
@@ -90,11 +156,13 @@ else:
     config, params = load_pretrained(path)
     config_json = find_config_json(path)
     tokenizer = describe_tokenizer(path, config.vocab_size) or {}
+
+# A folder gets the files of the tokenizer, a GGUF file the tokenizer itself.
 with tempfile.TemporaryDirectory() as made:
     if gguf:
         if not tokenizer:
-            raise UserError("a GGUF file holds the tokenizer, and this model's is unknown: put its tokenizer.json "
-                            'beside the weights')
+            raise UserError("a GGUF file holds the tokenizer, and this model's is unknown: put its "
+                            'tokenizer.json beside the weights')
         if tokenizer['kind'] == 'gpt2':
             write_gpt2_tokenizer(made)
             tokenizer = {'kind': 'folder', 'path': made}
@@ -106,6 +174,8 @@ with tempfile.TemporaryDirectory() as made:
         print("without a tokenizer.json: it is GPT-2's, or unknown")
     save_pretrained(params, config, gguf or folder, config_json=config_json, dtype=dtype,
                     tokenizer=tokenizer.get('path'), shard_bytes=int(shard_gb * 1e9))
+
+# The model card of a folder.
 if folder:
     folder = os.path.abspath(os.path.expanduser(folder))
     family = read_json(os.path.join(folder, 'config.json'))['model_type']

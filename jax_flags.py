@@ -1,5 +1,8 @@
-"""The flags of the scripts, how a script ends, and what all modules use: UserError, JSON and text files. This file
-imports no jax, so that --help and a wrong flag are answered at once: importing jax takes a second."""
+"""The flags of the scripts, how a script ends, and what all modules use: UserError, JSON and text
+files.
+
+This file imports no jax, so that --help and a wrong flag are answered at once: importing jax takes
+a second."""
 import ast
 import atexit
 import dataclasses
@@ -18,21 +21,28 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-DTYPES = ('float32', 'bfloat16', 'float16')  # of computation
+# The types in which a model can be computed.
+DTYPES = ('float32', 'bfloat16', 'float16')
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct. The scripts print it as one line and exit with code 2."""
+    """A mistake that the user can correct. The scripts print it as one line, and exit with 2."""
 
 
 def check_choice(name, value, choices):
-    """Raises UserError unless the value of the flag or option `name` is one of the choices; '' may stand for off."""
+    """Raises UserError unless the value of the flag or option `name` is one of the choices. The
+    choice '' stands for off, and the message does not name it."""
     if value not in choices:
-        raise UserError(f'{name} must be one of {", ".join(filter(None, choices))}, not {value!r}')
+        named = [choice for choice in choices if choice]
+        raise UserError(f'{name} must be one of {", ".join(named)}, not {value!r}')
+
+# -----------------------------------------------------------------------------
+# files
 
 
 def read_text(path, *, newline=None):
-    """The text of a UTF-8 file without its byte-order mark; newline as for open(). UserError if it cannot be read."""
+    """Returns the text of a UTF-8 file without its byte-order mark. newline: as for open(). Raises
+    UserError if it cannot be read."""
     try:
         with open(path, encoding='utf-8-sig', newline=newline) as file:
             return file.read()
@@ -43,32 +53,37 @@ def read_text(path, *, newline=None):
 
 
 def path_inside(folder, name):
-    """The path of the file or folder `name` of a folder that may be a stranger's; there need not be any.
+    """Returns the path of the file or folder `name` in a folder that may be a stranger's. It need
+    not be there.
 
-    A link may lead to another place in the folder. In Hugging Face's cache, where a snapshot consists of links, it may
-    lead to the files of the same model. Raises UserError for a name or a link that leads out of the folder."""
+    A link may lead to another place in the folder. In Hugging Face's cache, where a snapshot
+    consists of links, it may lead to the files of the same model. Raises UserError for a name or a
+    link that leads out of the folder."""
     path = os.path.join(folder, name)
     if '\0' in str(name):
         raise UserError(f'{folder} names a file {name!r}, and no file has such a name')
     target = Path(os.path.realpath(path))
-    if not target.is_relative_to(folder_of_model(Path(os.path.realpath(folder)))):
-        raise UserError(f'{printable(path)} is not read: it leads out of its folder, to {printable(str(target))}; if '
-                        'you trust it, put a copy into the folder')
+    allowed = folder_of_model(Path(os.path.realpath(folder)))
+    if not target.is_relative_to(allowed):
+        raise UserError(f'{printable(path)} is not read: it leads out of its folder, to '
+                        f'{printable(str(target))}; if you trust it, put a copy into the folder')
     return path
 
 
 def regular_file(folder, name):
-    """The path_inside of a file. Every reader of a folder that may be a stranger's asks for its files here.
+    """Returns the path_inside of a file. Every reader of a folder that may be a stranger's asks for
+    its files here.
 
-    Raises UserError as path_inside and plain_file do."""
+    Raises UserError for a name or a link that leads out of the folder, and for what is no regular
+    file."""
     return plain_file(path_inside(folder, name))
 
 
 def plain_file(path):
-    """The path of a file, to which a link may lead; there need not be any.
+    """Returns the path of a file, which may be a link. It need not be there.
 
-    Raises UserError for what is there but no regular file: a folder, a pipe, which a reader would wait for without an
-    end, or a device, which has no end."""
+    Raises UserError for what is there but no regular file: a folder, a pipe, which a reader would
+    wait for without an end, or a device, which has no end."""
     try:
         mode = os.stat(path).st_mode
     except OSError:  # not there, or out of reach: its reader knows what that means
@@ -79,7 +94,8 @@ def plain_file(path):
 
 
 def folder_of_model(folder):
-    """The folder in which links of a model's folder may end: of models--NAME/snapshots/REVISION, the first."""
+    """Returns the folder in which the links of a model's folder may end: the folder itself, or in
+    Hugging Face's cache models--NAME, for models--NAME/snapshots/REVISION."""
     for snapshots in folder.parents:
         if snapshots.name == 'snapshots' and snapshots.parent.name.startswith('models--'):
             return snapshots.parent
@@ -87,22 +103,31 @@ def folder_of_model(folder):
 
 
 def printable(name):
-    """A name from a stranger's file, for a message of one line: what does not fit one is escaped, or left out."""
+    """Returns a name from a stranger's file as it fits a message of one line: with what is not
+    printable escaped, and cut off after 200 characters."""
     shown = name if name.isprintable() else repr(name)
-    return shown if len(shown) <= 200 else f'{shown[:200]}...'
+    if len(shown) > 200:
+        return f'{shown[:200]}...'
+    return shown
 
 
 def whole_characters(text):
-    """The text with U+FFFD for each half of a character, as "\\ud83d" in JSON or a byte that is not UTF-8 leaves it."""
+    """Returns the text with U+FFFD for each half of a character. "\\ud83d" in JSON leaves one, and
+    so does a byte that is not UTF-8."""
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 def write_text(path, text):
-    """Writes a file atomically, it is complete or not there, and makes its folder."""
-    path = os.path.realpath(path)  # a link stays one
+    """Writes a file atomically, so that it is complete or not there, and makes its folder."""
+    path = Path(os.path.realpath(path))  # a link stays one
+
+    # A pipe or /dev/null is written as it is. For a folder this is an OSError.
     if os.path.exists(path) and not os.path.isfile(path):
-        return Path(path).write_text(text, encoding='utf-8')  # a pipe or /dev/null; a folder is an OSError
-    partial = Path(path).with_name(f'{Path(path).name}.tmp-{os.getpid()}')
+        path.write_text(text, encoding='utf-8')
+        return
+
+    # Another file, which then gets the name.
+    partial = path.with_name(f'{path.name}.tmp-{os.getpid()}')
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:
         partial.write_text(text, encoding='utf-8')
@@ -112,7 +137,8 @@ def write_text(path, text):
 
 
 def read_json(path, *, optional=False):
-    """The object in a JSON file. optional: {} if there is no such file. Raises UserError if it cannot be read."""
+    """Returns the object in a JSON file. optional: whether the file may be missing, which gives {}.
+    Raises UserError if it cannot be read."""
     if optional and not os.path.exists(path):
         return {}
     text = read_text(plain_file(path))
@@ -126,100 +152,143 @@ def read_json(path, *, optional=False):
 
 
 def write_json(path, values):
-    """Writes JSON as write_text does."""
+    """Writes a JSON file, atomically."""
     write_text(path, json.dumps(values, indent=2) + '\n')
 
 
 def ceil_div(a, b):
-    """ceil(a / b) of integers."""
+    """Returns a / b, rounded up, of integers."""
     return -(-a // b)
 
 # -----------------------------------------------------------------------------
 # flags
 
 def config_block(script):
-    """The flags of a script, {name: comment}: the assignments between its first two rulers (lines of dashes). Raises
-    UserError for a flag without a trailing comment, because --help prints the comments."""
+    """Returns the flags of a script, {name: comment}: the assignments between its first two rulers
+    (lines of dashes).
+
+    Raises UserError for a flag without a trailing comment, because --help prints the comments."""
     source = Path(script).read_text(encoding='utf-8')
     block = re.split(r'^# -{20,}\n', source, maxsplit=2, flags=re.M)[1]
     comments = {}
     for name, rest in re.findall(r'^(\w+) *=(.*)$', block, flags=re.M):
         _, mark, comment = rest.rpartition('# ')
         if not mark:
-            raise UserError(f'{Path(script).name}: the flag {name} has no comment; write {name} = ... # what it does')
+            raise UserError(f'{Path(script).name}: the flag {name} has no comment; write {name} = '
+                            '... # what it does')
         comments[name] = comment
     return comments
 
 
 def read_flags(script, namespace, argv=None, *, ignored=()):
-    """(flags, given): all flags of the script, {name: value}, and the ones that the user gave. Config files (Python
-    files of assignments) and --name=value are applied in the order given. --help prints the block and exits.
+    """Returns (flags, given): all flags of the script, {name: value}, and the ones that the user
+    gave.
 
-    A config file gives the flags that it assigns at its top level, also those whose value stays the default, and all
-    others whose value it changes, with `from base import *` or exec(open('base.py').read()).
+    Config files (Python files of assignments) and --name=value are applied in the order given.
+    --help prints the flags and exits. A config file gives the flags that it assigns at its top
+    level, also those whose value stays the default, and all others whose value it changes, with
+    `from base import *` or exec(open('base.py').read()).
 
-    namespace: the script's globals(), which hold the defaults. ignored: names that are accepted without effect.
-    Raises UserError for an unknown name or a value of another type; an int is accepted as a float."""
+    script: the path of the script. namespace: its globals(), which hold the defaults. argv: the
+    arguments, by default the command line's. ignored: names that are accepted without effect.
+    Raises UserError for an unknown name or a value of another type; an int is accepted as a
+    float."""
     argv = sys.argv[1:] if argv is None else argv
     comments = config_block(script)
-    flags = {name: namespace[name] for name in comments}
-    given = {}
+    defaults = {name: namespace[name] for name in comments}
     if '--help' in argv or '-h' in argv:
         print(f'usage: python {Path(script).name} [config/file.py ...] [--name=value ...]\n')
         for name, comment in comments.items():
-            print(f'  --{name}={flags[name]!r}  # {comment}')
+            print(f'  --{name}={defaults[name]!r}  # {comment}')
         sys.exit(0)
 
-    def override(name, value):
-        if name not in flags:
-            if name in ignored:
-                return
-            near = difflib.get_close_matches(name, flags, n=3, cutoff=0.6)
-            hint = f'python {Path(script).name} --help lists all flags'
-            if near:
-                hint = f'did you mean --{" or --".join(near)}?'
-            raise UserError(f'unknown flag --{name}; {hint}')
-        default = namespace[name]
-        if type(default) is float and type(value) is int:
-            value = float(value)
-        if type(value) is not type(default):
-            raise UserError(f'--{name} takes a value of type {type(default).__name__}, as in --{name}={default!r}; '
-                            f'got {value!r}')
-        if type(value) is int and abs(value) >= 2**31 and name != 'seed':
-            raise UserError(f'--{name} must be below 2**31')
-        flags[name] = given[name] = value
-
+    flags = dict(defaults)
+    given = {}
     for arg in argv:
-        if not arg.startswith('--'):
-            if not Path(arg).is_file():
-                raise UserError(f'there is no config file {arg}; flags are written --name=value')
-            try:
-                tree = ast.parse(Path(arg).read_text(encoding='utf-8'))
-                values = runpy.run_path(arg, init_globals=flags)
-            except Exception as error:
-                raise UserError(f'config file {arg}: {type(error).__name__}: {error}') from error
-            assigned = [name for name in assigned_names(tree) if name in values and not name.startswith('_')]
-            changed = [name for name, before in flags.items() if repr(values.get(name, before)) != repr(before)]
-            for name in [*assigned, *changed]:
-                override(name, values[name])
-            continue
-        name, equals, text = arg[2:].partition('=')
-        if not equals:
-            raise UserError(f'flags are written --name=value; got {arg}')
-        try:
-            value = ast.literal_eval(text)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # all that literal_eval documents
-            value = text
-        if isinstance(namespace.get(name), str):
-            value = text  # as typed: --start=123 is a prompt
-        override(name, value)
+        if arg.startswith('--'):
+            name, value = parse_flag(arg, defaults)
+            values = {name: value}
+        else:
+            values = run_config_file(arg, flags)
+        for name, value in values.items():
+            if name in defaults:
+                value = check_value(name, value, defaults[name])
+                flags[name] = value
+                given[name] = value
+            elif name not in ignored:
+                raise UserError(f'unknown flag --{name}; {hint_for(name, flags, script)}')
     return flags, given
 
 
+def parse_flag(arg, defaults):
+    """Returns (name, value) of an argument --name=value. Raises UserError if it is written
+    otherwise.
+
+    The value is a Python literal, else a text. For a flag whose default is a text it is the text as
+    typed: --start=123 is a prompt."""
+    name, equals, text = arg[2:].partition('=')
+    if not equals:
+        raise UserError(f'flags are written --name=value; got {arg}')
+    if isinstance(defaults.get(name), str):
+        return name, text
+    try:
+        return name, ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # what it documents
+        return name, text
+
+
+def run_config_file(path, flags):
+    """Runs a config file and returns what it gives, {name: value}.
+
+    flags: {name: value} before it, which it may read. Raises UserError for a file that is not there
+    or that fails."""
+    if not Path(path).is_file():
+        raise UserError(f'there is no config file {path}; flags are written --name=value')
+    try:
+        tree = ast.parse(Path(path).read_text(encoding='utf-8'))
+        values = runpy.run_path(path, init_globals=flags)
+    except Exception as error:
+        raise UserError(f'config file {path}: {type(error).__name__}: {error}') from error
+
+    # What it assigns itself, and what another file that it runs has changed.
+    given = {}
+    for name in assigned_names(tree):
+        if name in values and not name.startswith('_'):
+            given[name] = values[name]
+    for name, before in flags.items():
+        value = values.get(name, before)
+        if repr(value) != repr(before):
+            given[name] = value
+    return given
+
+
+def check_value(name, value, default):
+    """Returns the value of a flag, of the type of its default: an int is accepted as a float.
+    Raises UserError for another type, and for an int that does not fit 32 bits."""
+    if type(default) is float and type(value) is int:
+        value = float(value)
+    if type(value) is not type(default):
+        raise UserError(f'--{name} takes a value of type {type(default).__name__}, as in '
+                        f'--{name}={default!r}; got {value!r}')
+    if type(value) is int and abs(value) >= 2**31 and name != 'seed':
+        raise UserError(f'--{name} must be below 2**31')
+    return value
+
+
+def hint_for(name, flags, script):
+    """Returns what to do about an unknown flag."""
+    near = difflib.get_close_matches(name, flags, n=3, cutoff=0.6)
+    if near:
+        return f'did you mean --{" or --".join(near)}?'
+    return f'python {Path(script).name} --help lists all flags'
+
+
 def assigned_names(tree):
-    """The names that the syntax tree of a module assigns, outside of functions, classes and comprehensions."""
-    scopes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
-              ast.GeneratorExp)
+    """Yields the names that the syntax tree of a module assigns, outside of functions, classes and
+    comprehensions."""
+    scopes = (
+        ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda,
+        ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
@@ -227,32 +296,67 @@ def assigned_names(tree):
             yield from assigned_names(node)
 
 
-# The largest value of each size of a model, by its field in GPTConfig or in a group of it: far above every model that
-# is known, and low enough that a file's wrong number is refused before anything of that size is made
+# The largest value of each size of a model, by its field in GPTConfig or in a group of it: far
+# above every model that is known, and low enough that a file's wrong number is refused before
+# anything of that size is made.
 MOST = {
-    'n_layer': 10_000, 'block_size': 2**30 - 1, 'window': 2**31 - 1, 'chunk': 2**31 - 1, 'vocab_size': 2**27,
-    'n_embd': 2**20, 'n_head': 2**16, 'n_kv_head': 2**16, 'head_dim': 2**16, 'rope_width': 2**16, 'n_inner': 2**24,
-    'n_expert': 2**16, 'n_used': 2**16, 'width': 2**24, 'shared_width': 2**24, 'n_group': 2**16, 'n_group_used': 2**16,
-    'q_rank': 2**20, 'kv_rank': 2**20, 'nope_dim': 2**16, 'rope_dim': 2**16, 'v_dim': 2**16,
-    'query_growth_every': 2**31 - 1, 'original_length': 2**30 - 1}
+    'n_layer': 10_000,
+    'vocab_size': 2**27,
+    # lengths of texts, in tokens
+    'block_size': 2**30 - 1,
+    'window': 2**31 - 1,
+    'chunk': 2**31 - 1,
+    'original_length': 2**30 - 1,
+    'query_growth_every': 2**31 - 1,
+    # widths
+    'n_embd': 2**20,
+    'n_inner': 2**24,
+    'n_head': 2**16,
+    'n_kv_head': 2**16,
+    'head_dim': 2**16,
+    'rope_width': 2**16,
+    # experts
+    'n_expert': 2**16,
+    'n_used': 2**16,
+    'width': 2**24,
+    'shared_width': 2**24,
+    'n_group': 2**16,
+    'n_group_used': 2**16,
+    # MLA
+    'q_rank': 2**20,
+    'kv_rank': 2**20,
+    'nope_dim': 2**16,
+    'rope_dim': 2**16,
+    'v_dim': 2**16,
+}
 
-MOST_FLOAT = 3e38  # of other numbers: they are float32 where they are computed with
+# The largest value of the other numbers: they are float32 where they are computed with.
+MOST_FLOAT = 3e38
 
-RANGES = {  # of flags: (the lowest value, what the value is below)
-    **dict.fromkeys(('eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
-                     'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'keep', 'num_samples', 'prompt_len',
-                     'repeats'), (1, math.inf)),
-    **dict.fromkeys(('max_iters', 'minutes', 'save_interval', 'warmup_iters', 'learning_rate', 'min_lr', 'weight_decay',
-                     'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert', 'expert_balance',
-                     'window', 'max_new_tokens'), (0, math.inf)),
-    **dict.fromkeys(('beta1', 'beta2', 'dropout'), (0, 1)), 'seed': (0, 2**32)}
+AT_LEAST_1 = (
+    'eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
+    'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'keep', 'num_samples', 'prompt_len',
+    'repeats')
+AT_LEAST_0 = (
+    'max_iters', 'minutes', 'save_interval', 'warmup_iters', 'learning_rate', 'min_lr',
+    'weight_decay', 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert',
+    'expert_balance', 'window', 'max_new_tokens')
+# {flag: (the lowest value, what the value is below)}
+RANGES = {
+    **dict.fromkeys(AT_LEAST_1, (1, math.inf)),
+    **dict.fromkeys(AT_LEAST_0, (0, math.inf)),
+    **dict.fromkeys(('beta1', 'beta2', 'dropout'), (0, 1)),
+    'seed': (0, 2**32),
+}
 
 
 def check_ranges(flags):
     """Raises UserError for flags that are not in RANGES."""
     for name, (low, high) in RANGES.items():
         if name in flags and not low <= flags[name] < high:
-            allowed = f'in [{low}, {high})' if high < math.inf else f'at least {low}'
+            allowed = f'at least {low}'
+            if high < math.inf:
+                allowed = f'in [{low}, {high})'
             raise UserError(f'{name} must be {allowed}, not {flags[name]}')
 
 
@@ -260,7 +364,7 @@ class Need(NamedTuple):
     """What a flag needs, because nothing reads it otherwise."""
     switch: str  # the name of another flag, or of a fact that the script adds to the flags
     remedy: str  # follows "nothing reads NAME=VALUE without"
-    values: tuple = ()  # of the switch, with which the flag is read; () is all but 0, '' and False
+    values: tuple = ()  # the switch's values with which the flag is read; () is all that are true
 
 
 EXPERTS = Need('n_expert', 'experts: add --n_expert=8')
@@ -268,90 +372,142 @@ LORA = Need('lora_rank', 'LoRA: add --lora_rank=8')
 PAIRS = Need('is_pairs', 'a data set of pairs of answers')
 CHAT = Need('is_chat', 'a chat: add --chat=True or --interactive=True')
 PROMPTS = Need('takes_prompts', 'prompts that are given: leave out --interactive')
-# of bench_jax.py: the steps that read a flag
-TRAINED = Need('step', 'a training step: --mode=train, or --mode=compile', ('train', 'compile train'))
-DECODED = Need('step', 'decoding: --mode=decode, or --mode=compile --plan=decode', ('decode', 'compile decode'))
-SHARDED = Need('step', '--mode=train or --mode=compile', ('train', 'compile train', 'compile decode'))
+# The steps of bench_jax.py that read a flag.
+TRAINED = Need(
+    'step', 'a training step: --mode=train, or --mode=compile', ('train', 'compile train'))
+DECODED = Need(
+    'step', 'decoding: --mode=decode, or --mode=compile --plan=decode',
+    ('decode', 'compile decode'))
+SHARDED = Need(
+    'step', '--mode=train or --mode=compile', ('train', 'compile train', 'compile decode'))
 COMPILED = Need('step', '--mode=compile', ('compile train', 'compile decode'))
 DECODED_HERE = Need('step', '--mode=decode', ('decode',))
 MEASURED = Need('step', '--mode=train or --mode=decode', ('train', 'decode'))
 
-# {script: {flag: what it needs}}. Not here are flags that nanoGPT has too, of which it accepts any combination, as
-# wandb_project without wandb_log; nor what needs a switch that is on unless it is named, as lr_schedule needs decay_lr.
+# {script: {flag: what it needs}}. Not here are flags that nanoGPT has too, of which it accepts any
+# combination, as wandb_project without wandb_log; nor what needs a switch that is on unless it is
+# named, as lr_schedule needs decay_lr.
 NEEDS = {
     'train_jax': {
-        'n_expert_used': EXPERTS, 'expert_balance': EXPERTS, 'lora_alpha': LORA, 'quantize': LORA,
-        'beta': PAIRS, 'length_normalized': PAIRS},
+        'n_expert_used': EXPERTS,
+        'expert_balance': EXPERTS,
+        'lora_alpha': LORA,
+        'quantize': LORA,
+        'beta': PAIRS,
+        'length_normalized': PAIRS},
     'sample_jax': {
         'each_line': Need('has_file', 'a file of prompts: add --start=FILE:prompts.txt'),
-        'system': CHAT, 'draft': Need('n_draft', 'the number of tokens to guess per step: add --n_draft=3'),
-        'start': PROMPTS, 'num_samples': PROMPTS, 'output': PROMPTS},
+        'system': CHAT,
+        'draft': Need('n_draft', 'the number of tokens to guess per step: add --n_draft=3'),
+        'start': PROMPTS,
+        'num_samples': PROMPTS,
+        'output': PROMPTS},
     'eval_jax': {
         'logprobs': Need('tasks', 'tasks: add --tasks=items.jsonl')},
     'export_jax': {
         'shard_gb': Need('folder', '--folder: a GGUF file is one file')},
     'bench_jax': {
-        'n_expert_used': EXPERTS, 'expert_balance': EXPERTS,
-        **dict.fromkeys(('optimizer', 'attention', 'loss_chunk', 'scan_layers', 'remat', 'fsdp', 'zero', 'context'),
-                        TRAINED),
-        **dict.fromkeys(('prompt_len', 'max_new_tokens', 'quantize', 'cache_dtype'), DECODED),
-        **dict.fromkeys(('n_draft', 'out_dir', 'dataset'), DECODED_HERE),
-        **dict.fromkeys(('tensor', 'expert'), SHARDED), **dict.fromkeys(('plan', 'topology'), COMPILED),
+        'n_expert_used': EXPERTS,
+        'expert_balance': EXPERTS,
+        'optimizer': TRAINED,
+        'attention': TRAINED,
+        'loss_chunk': TRAINED,
+        'scan_layers': TRAINED,
+        'remat': TRAINED,
+        'fsdp': TRAINED,
+        'zero': TRAINED,
+        'context': TRAINED,
+        'prompt_len': DECODED,
+        'max_new_tokens': DECODED,
+        'quantize': DECODED,
+        'cache_dtype': DECODED,
+        'n_draft': DECODED_HERE,
+        'out_dir': DECODED_HERE,
+        'dataset': DECODED_HERE,
+        'tensor': SHARDED,
+        'expert': SHARDED,
+        'plan': COMPILED,
+        'topology': COMPILED,
         'repeats': MEASURED},
 }
 
 
 def is_read(script, name, flags):
-    """Whether something reads the flag `name` of this script, given the other flags, {name: value}, and the facts among
-    them. True if what it needs is not among them: it is not known yet."""
+    """Returns whether something reads the flag `name` of this script.
+
+    flags: {name: value} of all flags, with the facts that the script knows. If what the flag needs
+    is not among them, it is not known yet, and the answer is True."""
     need = NEEDS[script].get(name)
     if need is None or need.switch not in flags:
         return True
     value = flags[need.switch]
-    return value in need.values if need.values else bool(value)
+    if need.values:
+        return value in need.values
+    return bool(value)
 
 
 def check_needs(script, flags, given):
-    """Raises UserError for a given flag that nothing reads: see NEEDS. What is off itself (0, '', False) is not asked
-    for, and a switch that is turned off by name (--lora_rank=0) may follow a config file that has more flags for it.
+    """Raises UserError for a given flag that nothing reads: see NEEDS.
 
-    flags: all flags, {name: value}, with the facts that the script knows. given: those that the user gave."""
+    flags: all flags, {name: value}, with the facts that the script knows. given: the flags that the
+    user gave."""
     for name, value in given.items():
+        # A flag that is off itself (0, '', False) asks for nothing.
         if not value or is_read(script, name, flags):
             continue
+        # A switch that is turned off by name (--lora_rank=0) may follow a config file that has more
+        # flags for it.
         need = NEEDS[script][name]
         if need.switch not in given:
-            raise UserError(f'nothing reads {name}={value} without {need.remedy}; or leave {name} out')
+            raise UserError(f'nothing reads {name}={value} without {need.remedy}; or leave {name} '
+                            'out')
 
 
 def rising_learning_rate(flags):
-    """A warning if the learning rate of these training flags rises to min_lr instead of falling to it, else ''."""
+    """Returns a warning if the learning rate of these training flags rises to min_lr instead of
+    falling to it, else ''."""
     decays = flags['decay_lr'] and flags['lr_schedule'] != 'constant'
-    if not decays or flags['min_lr'] <= flags['learning_rate']:
+    if not decays:
         return ''
-    return (f"min_lr={flags['min_lr']:g} is above learning_rate={flags['learning_rate']:g}, which would rise to it: "
-            f"add --min_lr={flags['learning_rate'] / 10:g}, or --decay_lr=False")
+    highest = flags['learning_rate']
+    lowest = flags['min_lr']
+    if lowest <= highest:
+        return ''
+    return (f'min_lr={lowest:g} is above learning_rate={highest:g}, which would rise to it: '
+            f'add --min_lr={highest / 10:g}, or --decay_lr=False')
 
 
 def check_given(flags, given):
-    """Raises UserError for training flags that the user gave and that cannot be meant so. Call it with the flags of the
-    run: of one that is resumed, with those of its checkpoint."""
-    if 'min_lr' in given and rising_learning_rate(flags):  # nanoGPT's default may be above, and is only said
-        raise UserError(rising_learning_rate(flags))
-    if flags['init_from'] == 'scratch':  # others know their model, and its flags, later
+    """Raises UserError for training flags that the user gave and that cannot be meant so. Call it
+    with the flags of the run: of one that is resumed, with those of its checkpoint."""
+    # nanoGPT's default of min_lr may be above, too, which is only a warning.
+    if 'min_lr' in given:
+        warning = rising_learning_rate(flags)
+        if warning:
+            raise UserError(warning)
+
+    # A run from other weights knows its model, and the flags of it, later.
+    if flags['init_from'] == 'scratch':
         check_needs('train_jax', flags, given)
 
 
 def check_source(flags, given):
-    """Raises UserError if flags of sampling, evaluation or export were given that init_from leaves without effect."""
-    ignored = {'out_dir', 'checkpoint'} & given.keys()  # local_path refuses base where there is no adapter
+    """Raises UserError if flags of sampling, evaluation or export were given that init_from leaves
+    without effect."""
+    # `base` is not among them: local_path refuses it where there is no adapter.
+    ignored = {'out_dir', 'checkpoint'} & given.keys()
     if flags['init_from'] != 'resume' and ignored:
-        raise UserError(f"{min(ignored)} is of a run, and init_from={flags['init_from']} is another model: give either")
+        raise UserError(f"{min(ignored)} is of a run, and init_from={flags['init_from']} is "
+                        'another model: give either')
 
 
-CHOICES = {  # of training flags whose values need no module to be known
-    'optimizer': ('adamw', 'muon'), 'lr_schedule': ('cosine', 'linear', 'wsd', 'constant'),
-    'dtype': ('auto', *DTYPES), 'quantize': ('', 'int8')}
+# The values of training flags that are known without another module.
+CHOICES = {
+    'optimizer': ('adamw', 'muon'),
+    'lr_schedule': ('cosine', 'linear', 'wsd', 'constant'),
+    'dtype': ('auto', *DTYPES),
+    'quantize': ('', 'int8'),
+}
 
 
 def check_flags(flags):
@@ -362,17 +518,23 @@ def check_flags(flags):
     if not flags['out_dir']:
         raise UserError('out_dir is empty; name a folder')
     if is_url(flags['out_dir']):
-        raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where the bucket is mounted")
-    is_new = flags['init_from'] not in ('resume', 'auto')  # the rank of a resumed run is in its checkpoint
+        raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where "
+                        'the bucket is mounted')
     for name in ('lora_alpha', 'beta'):
         if not 0 < flags[name] < math.inf:
             raise UserError(f'{name} must be above 0, not {flags[name]}')
+
+    # LoRA. The base and the rank of a resumed run are in its checkpoint.
+    is_new = flags['init_from'] not in ('resume', 'auto')
     if flags['lora_rank'] and flags['zero']:
-        raise UserError('zero shards what is trained, and the updates of LoRA are small: leave zero at 0')
+        raise UserError('zero shards what is trained, and the updates of LoRA are small: leave '
+                        'zero at 0')
     if flags['lora_rank'] and flags['optimizer'] == 'muon':
-        raise UserError('muon is for whole matrices, and LoRA trains updates of them: leave optimizer at adamw')
+        raise UserError('muon is for whole matrices, and LoRA trains updates of them: leave '
+                        'optimizer at adamw')
     if flags['base'] and is_new:
-        raise UserError('base is for a LoRA run that is resumed, sampled or exported; a new run takes init_from')
+        raise UserError('base is for a LoRA run that is resumed, sampled or exported; a new run '
+                        'takes init_from')
     if flags['lora_rank'] and flags['init_from'] == 'scratch':
         raise UserError('LoRA trains updates of a pretrained model: name it with --init_from')
 
@@ -384,13 +546,14 @@ class SamplingOptions:
     top_k: int | None = None  # only this many likeliest tokens
     top_p: float | None = None  # only the likeliest tokens that together have this probability
     min_p: float | None = None  # only tokens at least this times as likely as the likeliest
-    repetition_penalty: float | None = None  # above 1 makes tokens that are already there less likely
+    repetition_penalty: float | None = None  # above 1: tokens that are there become less likely
 
     def check(self):
         """Raises UserError for controls that make no sense."""
-        # a temperature below 1e-6 would overflow float32
+        # A temperature below 1e-6 would overflow float32.
         if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:
-            raise UserError(f'temperature must be 0 (greedy) or at least 1e-6, not {self.temperature}')
+            raise UserError('temperature must be 0 (greedy) or at least 1e-6, not '
+                            f'{self.temperature}')
         if self.top_k is not None and self.top_k < 0:
             raise UserError(f'top_k must be at least 0, not {self.top_k}')
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -406,7 +569,8 @@ SAMPLING_NAMES = tuple(field.name for field in dataclasses.fields(SamplingOption
 
 
 def is_url(path):
-    """Whether a path is a URL such as gs://bucket/run: a scheme of one letter is a drive of Windows."""
+    """Returns whether a path is a URL such as gs://bucket/run. A scheme of one letter is none, but
+    a drive of Windows."""
     return bool(re.match('[A-Za-z][A-Za-z0-9+.-]+://', path))
 
 # -----------------------------------------------------------------------------
@@ -414,26 +578,43 @@ def is_url(path):
 
 
 def start_script():
-    """Called first by every script: from here on its errors end it as exit_on_user_error says, and a line is written
-    when it is printed, into a pipe or a file as on a terminal."""
+    """Makes the settings with which every script begins: from here on its errors end it as
+    exit_on_user_error says, and a line is written when it is printed, into a pipe or a file as on a
+    terminal."""
     sys.excepthook = exit_on_user_error
-    if hasattr(sys.stdout, 'reconfigure'):  # not a StringIO
-        sys.stdout.reconfigure(line_buffering=True, errors='replace')  # a terminal may lack characters of a sample
+
+    # A terminal may lack characters of a sample, which are replaced. A StringIO has no such
+    # settings.
+    if hasattr(sys.stdout, 'reconfigure'):
+        sys.stdout.reconfigure(line_buffering=True, errors='replace')
+
+
+# The errors of a disk that its user can do something about. Windows has no ESTALE.
+DISK_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR,
+    errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.EFBIG,
+    getattr(errno, 'ESTALE', None))
 
 
 def exit_on_user_error(kind, error, traceback):
-    """A sys.excepthook: a UserError, a disk error or a lack of memory becomes one line on stderr and exit code 2.
-    If the reader of stdout has closed it, as `head -1` does, the script ends quietly. Others print a traceback."""
+    """Ends the script, as a sys.excepthook: a UserError, a disk error or a lack of memory becomes
+    one line on stderr and exit code 2.
+
+    If the reader of stdout has closed it, as `head -1` does, the script ends quietly. Other errors
+    print a traceback."""
+    # Nobody reads the output, or another process has died.
     if isinstance(error, BrokenPipeError) and discard_unread_output():
         sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
     exit_if_peer_died(error)
-    disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR,
-            errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.EFBIG, getattr(errno, 'ESTALE', None))
-    if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]:
+
+    is_memory = isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]
+    is_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
+    if is_memory:
         error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
-    elif not isinstance(error, UserError) and not (isinstance(error, OSError) and error.errno in disk):
+    elif not isinstance(error, UserError) and not is_disk:
         sys.__excepthook__(kind, error, traceback)
-        return exit_before_others(1)
+        exit_before_others(1)
+        return
     print(f'error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
     exit_before_others(2)
     sys.exit(2)
@@ -441,7 +622,8 @@ def exit_on_user_error(kind, error, traceback):
 
 @atexit.register  # runs before the interpreter flushes stdout, which would fail and print a message
 def discard_unread_output():
-    """Redirects stdout to os.devnull if its reader has closed it, and returns whether it has."""
+    """Sends what follows on stdout to os.devnull if its reader has closed it, and returns whether
+    it has."""
     try:
         poll = select.poll()
         poll.register(sys.stdout, 0)  # errors only
@@ -454,29 +636,41 @@ def discard_unread_output():
 
 
 def exit_before_others(code):
-    """Ends this process with this exit code, if it is one of several: the usual way out waits for the others, which may
-    not have failed, and after 60 s JAX aborts them all (134). Those that have failed too have 3 s to say so: with
-    process 0 ends JAX's coordination service, and then JAX aborts the others."""
-    jax = sys.modules.get('jax')
+    """Ends this process with this exit code, if it is one of several.
+
+    The usual way out waits for the others, which may not have failed, and after 60 s JAX aborts
+    them all (134). Process 0 waits 3 s, in which others that have failed too can say so: with it
+    ends JAX's coordination service, and then JAX aborts the others."""
+    jax = sys.modules.get('jax')  # None: the script has not come that far
     if jax and jax.distributed.is_initialized() and jax.process_count() > 1:
         sys.stdout.flush()
         time.sleep(3 if jax.process_index() == 0 else 0.5)
         os._exit(code)
 
 
-PEER_DIED = 75  # exit code, EX_TEMPFAIL of sysexits.h: start all processes again
+# The exit code that says: start all processes again. It is EX_TEMPFAIL of sysexits.h.
+PEER_DIED = 75
+
+# How messages of JAX begin that speak of other processes. It raises ValueErrors with them, too.
+PEER_STATUS = r'(ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): '
 
 
 def exit_if_peer_died(error):
-    """Ends this process at once, with one line on stderr, if `error` is caused by the death of another process: the
-    usual way out (completing a checkpoint, shutting down jax.distributed) would wait for the dead process."""
+    """Ends this process at once, with one line on stderr, if `error` is caused by the death of
+    another process: the usual way out (completing a checkpoint, shutting down jax.distributed)
+    would wait for the dead process."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
-    causes = error, error.__cause__, error.__context__
+
+    # What the error says, and what the errors behind it say.
     text = ' '.join(str(error).split())
-    status = 'ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN'  # JAX raises ValueErrors for these too
-    lost = any(type(cause).__name__ == 'JaxRuntimeError' or re.match(f'({status}): ', str(cause)) for cause in causes)
-    lost = lost or 'barrier' in text
-    if lost and jax and jax.process_count() > 1 and 'RESOURCE_EXHAUSTED' not in text:
-        print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; start all of them '
-              f'again, with --init_from=resume ({text[:300]})', file=sys.stderr, flush=True)
+    is_lost = 'barrier' in text
+    for cause in (error, error.__cause__, error.__context__):
+        is_runtime_error = type(cause).__name__ == 'JaxRuntimeError'
+        if is_runtime_error or re.match(PEER_STATUS, str(cause)):
+            is_lost = True
+
+    if is_lost and jax and jax.process_count() > 1 and 'RESOURCE_EXHAUSTED' not in text:
+        print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; '
+              f'start all of them again, with --init_from=resume ({text[:300]})',
+              file=sys.stderr, flush=True)
         os._exit(PEER_DIED)
