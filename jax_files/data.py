@@ -19,7 +19,8 @@ LARGEST_VOCABULARY = 2**22  # of a data set: the largest that are known have a m
 
 
 def relative_path(path):
-    """The path from the current folder, short in messages; unchanged if it is on another drive (Windows)."""
+    """Returns the path from the current folder, short in messages; unchanged if it is on another
+    drive (Windows)."""
     try:
         return Path(os.path.relpath(path))
     except ValueError:
@@ -31,11 +32,11 @@ class DataChanged(UserError):
 
 
 class TokenFile:
-    """The numbers of a file without a header, as an array [n_numbers], or [n_rows, row_length], of which
-    slices and rows are read when they are asked for. What does not fill a row is left out.
+    """The numbers of a file without a header, as an array [n_numbers], or [n_rows, row_length], of
+    which slices and rows are read when they are asked for. What does not fill a row is left out.
 
-    Not mapped into memory: a mapped file that is cut short ends the process by a signal, without a
-    word. The file stays the one that was opened, also if another one gets its name."""
+    It is not mapped into memory: a mapped file that is cut short ends the process by a signal,
+    without a word. The file stays the one that was opened, also if another one gets its name."""
 
     lock = threading.Lock()  # of the position in a file, where there is no pread (Windows)
 
@@ -53,7 +54,8 @@ class TokenFile:
         return self.shape[0]
 
     def __getitem__(self, index):
-        """The numbers, or rows, of a slice without a step, of an integer, or of an array of integers [n]."""
+        """Reads the numbers, or rows, of a slice without a step, of an integer, or of an array of
+        integers [n]."""
         if isinstance(index, slice):
             start, stop, _ = index.indices(len(self))
             return self.read([start], max(0, stop - start))[0]
@@ -68,8 +70,8 @@ class TokenFile:
         return self[:].tolist()
 
     def read(self, starts, n):
-        """[len(starts), n] numbers, or [len(starts), n, row_length] of rows: n from each start on. Raises DataChanged
-        if the file has become shorter."""
+        """Reads n numbers from each start on, [len(starts), n], or n rows, [len(starts), n,
+        row_length]. Raises DataChanged if the file has become shorter."""
         found = np.empty((len(starts), n, *self.shape[1:]), self.dtype)
         n_bytes = found[:1].nbytes
         width = self.dtype.itemsize * math.prod(self.shape[1:])
@@ -81,8 +83,9 @@ class TokenFile:
                 n_read = self.read_into(part, offset)
                 if not n_read:
                     size = os.fstat(self.descriptor).st_size
-                    raise DataChanged(f'{self.path} was cut short while it was read: it has {size:,} bytes '
-                                      f'now, {self.size * self.dtype.itemsize:,} at the start')
+                    raise DataChanged(
+                        f'{self.path} was cut short while it was read: it has {size:,} bytes now, '
+                        f'{self.size * self.dtype.itemsize:,} at the start')
                 part = part[n_read:]
                 offset += n_read
         return found
@@ -175,9 +178,9 @@ def load_dataset_meta(data_dir):
 
 
 def load_dataset(data_dir, block_size):
-    """Opens data_dir/{train,val}.bin as prepare.py wrote them. Where meta.json holds the largest id,
-    max_id, and the numbers of tokens, only the sizes are checked; otherwise all tokens are read,
-    each process its share.
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them. Where meta.json holds the largest
+    id, max_id, and the numbers of tokens, only the sizes are checked; otherwise all tokens are
+    read, each process its share.
 
     Returns ({'train': TokenFile, 'val': TokenFile}, vocab_size, tokenizer description), see
     load_dataset_meta; a file is [n_tokens], or [n_rows, block_size + 1] if the data set was
