@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tests.common
 from tests.common import (
-    GOLDEN, ROOT, apply, column, compiled_once, device_batch, eval_step_of, fresh_run, host_batch,
+    GOLDEN, ROOT, SCHEDULE, apply, column, compiled_once, device_batch, eval_step_of, fresh_run, host_batch,
     make_step, next_line, run_steps, slow, sources_of, write_dataset)
 
 import jax
@@ -22,7 +22,7 @@ from jax_files.data import load_dataset
 from jax_flags import UserError
 from jax_pretrained import load_pretrained
 from jax_train_utils import (
-    clip_gradients, create_learning_rate_schedule, create_optimizer_with_schedule, estimate_loss_jax)
+    Objective, clip_gradients, create_learning_rate_schedule, create_optimizer_with_schedule, estimate_loss_jax)
 from jax_transformer import GPT, create_train_state
 from tests.common import mean_loss
 
@@ -166,6 +166,21 @@ def test_five_steps_of_adamw_with_clipping_are_torchs(name):
         assert float(metrics['grad_norm']) == pytest.approx(float(grad_norm), abs=1e-5)
     logits = apply(config, state.params, golden['x'][0])
     np.testing.assert_allclose(logits, golden['logits_after'], atol=1e-4)
+
+@pytest.mark.parametrize('n_micro', [1, 2])
+def test_the_step_returns_the_metrics_that_its_objective_names(n_micro):
+    def means(loss_BxT, batch, params, losses):
+        return {'loss': loss_BxT.mean(), 'worst': loss_BxT.max(), 'hidden': loss_BxT.min()}
+
+    objective = Objective(means, means, metrics=('loss', 'worst'))
+    _, make, _ = compiled_once((1,), TINY)
+    tokens = jax.ShapeDtypeStruct((n_micro, 2, 16), jnp.int32)
+    batch = {'x': tokens, 'y': tokens, 'seq_id': jax.ShapeDtypeStruct((n_micro, 2), jnp.uint32)}
+    step = make_step(TINY, SCHEDULE, objective=objective)
+    _, metrics = jax.eval_shape(step, jax.eval_shape(make), batch)
+    assert metrics.keys() == {'loss', 'worst', 'grad_norm', 'lr'}
+    assert all(metric.shape == () for metric in metrics.values())
+
 
 # -----------------------------------------------------------------------------
 # float16
