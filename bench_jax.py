@@ -1,12 +1,12 @@
-"""Times training or decoding with random weights and random tokens, or compiles a step for devices that are not here
-and says what it needs. Prints a table, then one JSON line.
+"""Times training or decoding with random weights and random tokens, or compiles a step for devices
+that are not here and says what it needs. Prints a table, then one JSON line.
 
 $ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
 $ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16
 $ python bench_jax.py --mode=decode --prompt_len=16 --max_new_tokens=128
-$ python bench_jax.py --mode=decode --out_dir=out-shakespeare-char --dataset=shakespeare_char --n_draft=4
+$ python bench_jax.py --mode=decode --out_dir=out-char --dataset=shakespeare_char --n_draft=4
 $ python bench_jax.py config/train_gpt2.py --mode=compile --topology=h100:1x8 --fsdp=8
-$ python bench_jax.py --mode=compile --plan=decode --topology=v5e:2x4 --tensor=4 --quantize=int8 --batch_size=32
+$ python bench_jax.py --mode=compile --plan=decode --topology=v5e:2x4 --tensor=4 --quantize=int8
 """
 import dataclasses
 import json
@@ -15,7 +15,8 @@ import sys
 import types
 from pathlib import Path
 
-from jax_flags import UserError, check_choice, check_needs, check_ranges, config_block, read_flags, start_script
+from jax_flags import (
+    UserError, check_choice, check_needs, check_ranges, config_block, read_flags, start_script)
 
 # -----------------------------------------------------------------------------
 mode = 'train' # 'train', 'decode' or 'compile' (a step for devices that are not here)
@@ -66,31 +67,49 @@ device = 'auto' # as in train_jax.py
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'
 # -----------------------------------------------------------------------------
 start_script()
+
+# {preset: the flags that it sets}
 PRESETS = {
     '': {},
-    'nanogpt_cpu': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, vocab_size=65),
-    'baby': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, vocab_size=65, dropout=0.2),
-    'gpt2': dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, vocab_size=50304),
+    'nanogpt_cpu': {
+        'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'block_size': 64, 'batch_size': 12,
+        'vocab_size': 65},
+    'baby': {
+        'n_layer': 6, 'n_head': 6, 'n_embd': 384, 'block_size': 256, 'batch_size': 64,
+        'vocab_size': 65, 'dropout': 0.2},
+    'gpt2': {
+        'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'block_size': 1024, 'batch_size': 12,
+        'vocab_size': 50304},
 }
 
 
 def check_typed_flags():
-    """Raises UserError for a flag on the command line that this mode does not read. Config files are those of training:
-    what they say beside the model is left alone."""
+    """Raises UserError for a flag on the command line that this mode does not read. Config files
+    are those of training: what they say beside the model is left alone."""
     typed = [arg[2:].partition('=')[0] for arg in sys.argv[1:] if arg.startswith('--')]
-    step = f'compile {plan}' if mode == 'compile' else mode
-    check_needs('bench_jax', flags | {'step': step}, {name: flags[name] for name in typed if name in flags})
+    facts = dict(flags)
+    facts['step'] = f'compile {plan}' if mode == 'compile' else mode
+    typed_here = {name: flags[name] for name in typed if name in flags}
+    check_needs('bench_jax', facts, typed_here)
+
+    # compile and backend are nanoGPT's, and mean nothing in train_jax.py either.
     for name in typed:
-        if name not in flags and name not in ('compile', 'backend'):  # which mean nothing in train_jax.py either
-            raise UserError(f'nothing reads {name} here, it is a flag of train_jax.py: leave it out')
+        if name not in flags and name not in ('compile', 'backend'):
+            raise UserError(f'nothing reads {name} here, it is a flag of train_jax.py: leave it '
+                            'out')
 
 
-TRAIN_FLAGS = config_block(Path(__file__).with_name('train_jax.py'))  # its config files may be used as they are
-flags, given = read_flags(__file__, globals(), ignored=TRAIN_FLAGS)  # all flags of the block above, the user's
-for name, choices in (('preset', PRESETS), ('mode', ('train', 'decode', 'compile')), ('plan', ('train', 'decode')),
-                      ('quantize', ('', 'int8'))):
-    check_choice(name, flags[name], choices)
-flags |= PRESETS[flags['preset']] | given
+# The config files of train_jax.py may be used as they are: flags that it alone has are ignored.
+train_flags = config_block(Path(__file__).with_name('train_jax.py'))
+flags, given = read_flags(__file__, globals(), ignored=train_flags)
+check_choice('preset', flags['preset'], PRESETS)
+check_choice('mode', flags['mode'], ('train', 'decode', 'compile'))
+check_choice('plan', flags['plan'], ('train', 'decode'))
+check_choice('quantize', flags['quantize'], ('', 'int8'))
+
+# A preset comes before what the user gave.
+flags.update(PRESETS[flags['preset']])
+flags.update(given)
 globals().update(flags)
 check_ranges(flags)
 check_typed_flags()
@@ -107,7 +126,8 @@ import numpy as np
 
 from jax_devices.parallel import setup_distributed_training, split_batch
 from jax_devices.setup import (
-    Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth, setup_jax_environment)
+    Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth,
+    setup_jax_environment)
 from jax_files.data import load_dataset
 from jax_files.sources import open_source
 from jax_generate import bytes_read_per_step, generate_stream
@@ -133,94 +153,142 @@ clock = Stopwatch()
 
 
 def bench_train():
-    """Times training steps on a batch that is already on the devices."""
+    """Times training steps on a batch that is already on the devices, and returns {name: value}."""
+    # The model, the optimizer and the state, as in train_jax.py.
     parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
     config = dataclasses.replace(model_config, scan_layers=scan_layers, remat=remat)
-    implementation, _ = choose_attention(attention, config, devices[0], tensor=tensor, context=context)
+    implementation, _ = choose_attention(
+        attention, config, devices[0], tensor=tensor, context=context)
     config = dataclasses.replace(config, attention=implementation)
     parallel.validate(config)
     schedule = create_learning_rate_schedule(6e-4, decay_lr=False)
     tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
     state = parallel.init_sharded(create_train_state, jax.random.key(seed), config, tx)
     n_params = count_params(state.params)
+
+    # A batch of random tokens.
     n_rows = gradient_accumulation_steps * batch_size
-    tokens = np.random.default_rng(seed).integers(vocab_size, size=(n_rows, block_size + 1)).astype(np.int32)
-    batch = {'x': tokens[:, :-1], 'y': tokens[:, 1:], 'seq_id': np.arange(n_rows, dtype=np.uint32)}
+    random = np.random.default_rng(seed)
+    tokens = random.integers(vocab_size, size=(n_rows, block_size + 1)).astype(np.int32)
+    seq_id = np.arange(n_rows, dtype=np.uint32)
+    batch = {'x': tokens[:, :-1], 'y': tokens[:, 1:], 'seq_id': seq_id}
     shape = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
     batch = parallel.shard_batch(batch, shape)
+
+    # The step.
     clock.lap()
     step = parallel.train_step(make_train_step(
-        config, language_model, parallel, schedule, seed=seed, grad_clip=1.0, loss_chunk=loss_chunk))
+        config, language_model, parallel, schedule, seed=seed, grad_clip=1.0,
+        loss_chunk=loss_chunk))
     step = step.lower(state, batch).compile()
     compile_s = sum(clock.lap())
+
+    # Time it. As in train_jax.py, accelerators keep one step in flight: the loop waits for the
+    # metrics of the step before.
     seconds = []
-    running = None  # the metrics of the step before: as in train_jax.py, accelerators keep one step in flight
+    running = None
     for _ in range(repeats + 3):  # the first three warm up
         state, metrics = step(state, batch)
         jax.block_until_ready(metrics if is_synchronous(devices[0]) else running)
         running = metrics
         seconds.append(clock.lap().running)
     seconds = seconds[3:]
-    tokens_per_sec = n_rows * block_size / np.median(seconds)
+    median = np.median(seconds)
+
+    # The share of the peak, where it is known.
+    tokens_per_sec = n_rows * block_size / median
     peak = device_peak_flops(devices[0])
+    mfu = None
+    if peak:
+        mfu = estimate_mfu(n_params, config, tokens_per_sec, peak * len(devices))
     return {
-        'ms_per_iter': np.median(seconds) * 1e3, 'ms_per_iter_min': min(seconds) * 1e3,
+        'ms_per_iter': median * 1e3,
+        'ms_per_iter_min': min(seconds) * 1e3,
         'tokens_per_sec': tokens_per_sec,
-        'mfu': peak and estimate_mfu(n_params, config, tokens_per_sec, peak * len(devices)),
-        'compile_s': compile_s, 'n_params': n_params,
-        # the compiler's plan for what a step needs in addition to parameters, optimizer state and batch
-        'temporary_gb': step.memory_analysis().temp_size_in_bytes / 1e9, 'peak_memory_gb': peak_memory_gb()}
+        'mfu': mfu,
+        'compile_s': compile_s,
+        'n_params': n_params,
+        # what a step needs beside parameters, optimizer state and batch, by the compiler's plan
+        'temporary_gb': step.memory_analysis().temp_size_in_bytes / 1e9,
+        'peak_memory_gb': peak_memory_gb(),
+    }
 
 
 # -----------------------------------------------------------------------------
 # decoding
 
 def bench_decode():
-    """Times calls of generate, each a prefill and then one step per token."""
+    """Times calls of generate, each a prefill and then one step per token, and returns
+    {name: value}."""
     config, params = load_model()
     if prompt_len + max_new_tokens > config.block_size:
-        raise UserError(f'prompt_len + max_new_tokens must be at most block_size={config.block_size}')
+        raise UserError('prompt_len + max_new_tokens must be at most '
+                        f'block_size={config.block_size}')
     prompts = make_prompts(config.vocab_size)
-    calls, bandwidths = [], []  # (prefill lap, decode lap), GB/s
-    for _ in range(repeats + 1):  # the first one compiles
+
+    # Time it. The bandwidth is measured after each call, because it varies on a shared machine.
+    calls = []  # [prefill's lap, decoding's lap] of each
+    bandwidths = []  # GB/s
+    for _ in range(repeats + 1):
         clock.lap()
         laps = []
         for result in generate_stream(
-                params, config, prompts, max_new_tokens, rng=jax.random.key(seed), temperature=0, n_draft=n_draft,
-                cache_dtype=cache_dtype):
+                params, config, prompts, max_new_tokens, rng=jax.random.key(seed), temperature=0,
+                n_draft=n_draft, cache_dtype=cache_dtype):
             laps.append(clock.lap())
         calls.append(laps)
-        bandwidths.append(measure_bandwidth(devices[0]))  # after each call, because it varies on a shared machine
-    prefill_s, decode_s = np.median([[lap.running for lap in laps] for laps in calls[1:]], axis=0)
+        bandwidths.append(measure_bandwidth(devices[0]))
+
+    # The first call compiles.
+    compile_s = sum(lap.compiling for lap in calls[0])
+    calls = calls[1:]
+    bandwidths = bandwidths[1:]
+    seconds = [[prefill.running, decoding.running] for prefill, decoding in calls]
+    prefill_s, decode_s = np.median(seconds, axis=0)
+
+    # A step reads the weights and the cache; how much of the bandwidth that takes, in each call.
     weight_bytes = bytes_read_per_step(params)
     gb_read = (weight_bytes + result.cache_bytes) / 1e9 * result.steps
-    shares = [gb_read / laps[1].running / bandwidth for laps, bandwidth in zip(calls[1:], bandwidths[1:])]
+    shares = []
+    for (_, decoding), bandwidth in zip(calls, bandwidths):
+        shares.append(gb_read / decoding.running / bandwidth)
+    accepted = None
+    if result.drafted:
+        accepted = result.accepted / result.drafted
     return {
         'ms_per_iter': decode_s * 1e3 / result.steps,
         'tokens_per_sec': batch_size * max_new_tokens / (prefill_s + decode_s),
         'tokens_per_sec_decode': batch_size * (max_new_tokens - 1) / decode_s,
-        'prefill_ms': prefill_s * 1e3, 'compile_s': sum(lap.compiling for lap in calls[0]),
-        'weights_mb': weight_bytes / 1e6, 'cache_mb': result.cache_bytes / 1e6, 'gb_per_sec': gb_read / decode_s,
-        'measured_bandwidth_gb_per_sec': np.median(bandwidths[1:]), 'share_of_bandwidth': np.median(shares),
-        'accepted': result.accepted / result.drafted if result.drafted else None}
+        'prefill_ms': prefill_s * 1e3,
+        'compile_s': compile_s,
+        'weights_mb': weight_bytes / 1e6,
+        'cache_mb': result.cache_bytes / 1e6,
+        'gb_per_sec': gb_read / decode_s,
+        'measured_bandwidth_gb_per_sec': np.median(bandwidths),
+        'share_of_bandwidth': np.median(shares),
+        'accepted': accepted,
+    }
 
 
 def load_model():
-    """(config, parameters for decoding) of out_dir, or of a new random model."""
+    """Returns (config, parameters for decoding) of out_dir, or of a new random model."""
     if out_dir:
         model = load(out_dir, device=device, dtype=dtype, quantize=quantize)
         flags.update(flags_from_config(model.config, given), vocab_size=model.config.vocab_size)
         return model.config, model.params
     tx = create_optimizer_with_schedule(lambda step: 0)
-    params = jax.device_put(create_train_state(jax.random.key(seed), model_config, tx).params, devices[0])
+    state = create_train_state(jax.random.key(seed), model_config, tx)
+    params = jax.device_put(state.params, devices[0])
     return model_config, convert_params_for_decoding(params, dtype, quantize)
 
 
 def make_prompts(vocab_size):
-    """Prompts [batch_size, prompt_len] of random tokens, or spread evenly over val.bin."""
+    """Returns prompts [batch_size, prompt_len] of random tokens, or spread evenly over val.bin."""
     if not dataset:
-        return np.random.default_rng(seed).integers(vocab_size, size=(batch_size, prompt_len))
-    tokens = load_dataset(Path(__file__).parent / 'data' / dataset, prompt_len)[0]['val']
+        random = np.random.default_rng(seed)
+        return random.integers(vocab_size, size=(batch_size, prompt_len))
+    datasets, *_ = load_dataset(Path(__file__).parent / 'data' / dataset, prompt_len)
+    tokens = datasets['val']
     starts = np.linspace(0, len(tokens) - prompt_len - 1, batch_size).astype(int)
     return open_source(tokens, block_size=prompt_len, seed=seed).read(starts)['x']
 
@@ -230,7 +298,8 @@ def make_prompts(vocab_size):
 
 
 def bench_compile(plan_devices):
-    """({name: value}, table of collectives) of the plan of a step, which is printed; see tools/plan.py."""
+    """Prints the plan of a step and returns it, ({name: value}, table of collectives): see
+    tools/plan.py."""
     try:
         return plan_step(types.SimpleNamespace(**flags), model_config, plan_devices)
     except jax.errors.JaxRuntimeError as error:
@@ -247,7 +316,8 @@ def bench_compile(plan_devices):
 
 
 def peak_memory_gb():
-    """Of the first device; on a CPU, of the process."""
+    """Returns the most memory of the first device that was in use, in GB; of a CPU, the process's;
+    None where it is not known."""
     stats = devices[0].memory_stats()
     if stats:
         return stats['peak_bytes_in_use'] / 1e9
@@ -255,13 +325,21 @@ def peak_memory_gb():
         import resource
     except ImportError:  # Windows
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == 'darwin' else 1e6)
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == 'darwin':
+        return size / 1e9  # bytes
+    return size / 1e6  # kilobytes
 
 
 def formatted(value):
-    if value is None or isinstance(value, (bool, str)):
-        return 'n/a' if value is None else str(value)
-    return f'{value:,.4g}' if value < 1e4 else f'{value:,.0f}'
+    """Returns a value as the table shows it."""
+    if value is None:
+        return 'n/a'
+    if isinstance(value, (bool, str)):
+        return str(value)
+    if value < 1e4:
+        return f'{value:,.4g}'
+    return f'{value:,.0f}'
 
 
 if mode == 'train':
@@ -270,7 +348,10 @@ elif mode == 'compile':
     plan_devices = topology_devices(topology)
     results, table = bench_compile(plan_devices)
 else:
-    results = bench_decode() | {'peak_memory_gb': peak_memory_gb()}
+    results = bench_decode()
+    results['peak_memory_gb'] = peak_memory_gb()
+
+# The table.
 hardware = f'{len(devices)} x {devices[0].device_kind}'
 if mode == 'compile':
     n_planned = tensor * expert if plan == 'decode' else len(plan_devices)
@@ -279,7 +360,13 @@ print(f'{mode}, {hardware}, {dtype} ({reason}), jax {jax.__version__}')
 for name, value in results.items():
     print(f'{name:>30}  {formatted(value)}')
 
+# The JSON line.
 if mode == 'compile':
     results['collectives'] = table
-print(json.dumps({'program': 'bench_jax', 'settings': flags, 'environment': describe_environment(devices),
-                  'results': results}))
+document = {
+    'program': 'bench_jax',
+    'settings': flags,
+    'environment': describe_environment(devices),
+    'results': results,
+}
+print(json.dumps(document))

@@ -4,20 +4,41 @@ import re
 
 import numpy as np
 
-COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
-DTYPE_BYTES = {'pred': 1, 's8': 1, 'u8': 1, 'bf16': 2, 'f16': 2, 's16': 2, 'u16': 2, 'f32': 4, 's32': 4, 'u32': 4,
-               's64': 8, 'u64': 8, 'f64': 8}
+from jax_flags import ceil_div
+
+# The operations that send something.
+COLLECTIVES = (
+    'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute',
+    'ragged-all-to-all')
+
+# The operations that compute something while a collective is under way.
+COMPUTING = ('fusion', 'custom-call', 'dot', 'convolution', 'while', 'call')
+
+# The operations that read and write nothing themselves.
+WITHOUT_TRAFFIC = (
+    'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'call',
+    'after-all', 'copy-done')
+
+# {type in HLO: bytes of an element}
+DTYPE_BYTES = {
+    'pred': 1, 's8': 1, 'u8': 1,
+    'bf16': 2, 'f16': 2, 's16': 2, 'u16': 2,
+    'f32': 4, 's32': 4, 'u32': 4,
+    's64': 8, 'u64': 8, 'f64': 8}
 
 
 def bytes_of(shapes):
-    """Bytes of all arrays in a piece of HLO text, as in '(f32[8,2], bf16[])'."""
-    arrays = re.findall(r'(\w+)\[([\d,]*)\]', shapes)
-    return sum(DTYPE_BYTES.get(dtype, 0) * math.prod(map(int, filter(None, dims.split(',')))) for dtype, dims in arrays)
+    """Returns the bytes of all arrays in a piece of HLO text, as in '(f32[8,2], bf16[])'."""
+    total = 0
+    for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', shapes):
+        sizes = [int(size) for size in dims.split(',') if size]  # none: a number
+        total += DTYPE_BYTES.get(dtype, 0) * math.prod(sizes)
+    return total
 
 
 def parse_hlo(text):
-    """{computation: [(name, shapes of the result, operation, rest of the line)]}; 'ENTRY' is the
-    main one."""
+    """Parses the text of a compiled program and returns {computation: [(name, shapes of the result,
+    operation, rest of the line)]}; 'ENTRY' is the main one."""
     computations = {}
     for line in text.splitlines():
         header = re.match(r'(ENTRY )?%?([\w.\-]+) .*\{$', line)
@@ -32,28 +53,39 @@ def parse_hlo(text):
 
 
 def trip_count(computations, rest):
-    """How often a loop is executed, from its attributes or its condition."""
+    """Returns how often a loop is executed, by its attributes or its condition.
+
+    rest: the rest of the loop's line."""
+    # XLA may have written it there.
     known = re.search(r'known_trip_count\D*(\d+)', rest)
     if known:
         return int(known[1])
+
+    # Else the condition compares a counter with a constant.
     condition = computations[re.search(r'condition=%?([\w.\-]+)', rest)[1]]
     limits = []
     for *_, operation, value in condition:
         number = re.match(r'\d+', value)
         if operation == 'constant' and number:
             limits.append(int(number[0]))
-    # the data decide: the blocks of experts, or the rounds of exchange_tokens after the first
-    if not limits:
-        body = executed(computations, re.search(r'body=%?([\w.\-]+)', rest)[1])
-        return 0 if any(computations[name][i][2].startswith(COLLECTIVES) for name, i, _ in body) else 1
-    limit = max(limits)
-    # these do two steps at a time
-    return -(-limit // 2) if 'windowed_dot_general' in rest else limit
+    if limits:
+        limit = max(limits)
+        does_two_steps = 'windowed_dot_general' in rest
+        return ceil_div(limit, 2) if does_two_steps else limit
+
+    # Without a constant the data decide. With collectives these are the rounds of exchange_tokens
+    # after the first, of which there is none if routing is balanced; else the blocks of experts.
+    body = re.search(r'body=%?([\w.\-]+)', rest)[1]
+    for name, i, _ in executed(computations, body):
+        operation = computations[name][i][2]
+        if operation.startswith(COLLECTIVES):
+            return 0
+    return 1
 
 
 def executed(computations, name='ENTRY', times=1):
-    """[(computation, index in it, times executed)] of the instructions of a program, through its
-    loops and calls."""
+    """Returns [(computation, index in it, times executed)] of the instructions of a program,
+    through its loops and calls."""
     found = []
     for i, (_, _, operation, rest) in enumerate(computations[name]):
         found.append((name, i, times))
@@ -65,103 +97,187 @@ def executed(computations, name='ENTRY', times=1):
 
 
 def replica_group(rest, n_devices):
-    """The numbers of the devices of the first group of a collective, from its attributes."""
-    def iota(dims, permutation):
-        ids = np.arange(n_devices).reshape([int(n) for n in dims.split(',')])
-        return ids.transpose([int(n) for n in permutation.split(',')]) if permutation else ids
+    """Returns the numbers of the devices of the first group of a collective.
 
-    mesh = re.search(r"mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}", rest)
+    rest: the rest of the collective's line, which writes its groups in one of three ways."""
+    # 1) The axes of a mesh.
+    mesh = re.search(r'mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?'
+                     r'\{([^}]*)\}', rest)
     if mesh:
-        sizes, dims, permutation, axes = mesh.groups()
-        # a part of an axis is written 'axis':(number of parts before it)size
-        parts = {axis: (int(first), int(size)) for axis, first, size in re.findall(r"'(\w+)':\((\d+)\)(\d+)", axes)}
-        shape, inner = [], []
-        for axis, size in re.findall(r"'(\w+)'=(\d+)", sizes):
-            first, part = parts.get(axis, (1, int(size)))
-            if f"'{axis}'" in axes:
-                inner.append(len(shape) + 1)
-            shape += [first, part, int(size) // (first * part)]
-        ids = (iota(dims, permutation) if dims else np.arange(n_devices)).reshape(shape)
-        ids = np.moveaxis(ids, inner, range(-len(inner), 0))
-        return ids.reshape(-1, math.prod(shape[i] for i in inner))[0]
+        return mesh_group(n_devices, *mesh.groups())
+
+    # 2) A shape of groups, of numbers that count up.
     groups = re.search(r'replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', rest)
     if groups:
-        return iota(groups[3], groups[4]).reshape(int(groups[1]), int(groups[2]))[0]
+        ids = iota(n_devices, groups[3], groups[4])
+        return ids.reshape(int(groups[1]), int(groups[2]))[0]
+
+    # 3) A list of groups; none is a group of all devices.
     listed = re.search(r'(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}', rest)
-    return np.array(listed[1].split(','), int) if listed else np.arange(n_devices)
+    if listed:
+        return np.array(listed[1].split(','), int)
+    return np.arange(n_devices)
+
+
+def iota(n_devices, dims, permutation):
+    """Returns the numbers 0 ... n_devices - 1 in the shape `dims`, transposed. dims, permutation:
+    texts such as '4,2' and '1,0', or None."""
+    ids = np.arange(n_devices)
+    if dims:
+        ids = ids.reshape([int(n) for n in dims.split(',')])
+    if permutation:
+        ids = ids.transpose([int(n) for n in permutation.split(',')])
+    return ids
+
+
+def mesh_group(n_devices, sizes, dims, permutation, axes):
+    """Returns the numbers of the devices of the first group along axes of a mesh.
+
+    sizes: the mesh, as "'data'=4, 'tensor'=2". dims, permutation: how its devices are numbered, for
+    iota. axes: the group's, as "'tensor'"; a part of an axis is written 'axis':(number of parts
+    before it)size."""
+    parts = {}
+    for axis, first, size in re.findall(r"'(\w+)':\((\d+)\)(\d+)", axes):
+        parts[axis] = (int(first), int(size))
+
+    # Each axis of the mesh becomes three: what is before the part, the part, what is after it.
+    shape = []
+    inner = []  # the numbers of those that are the group's
+    for axis, size in re.findall(r"'(\w+)'=(\d+)", sizes):
+        first, part = parts.get(axis, (1, int(size)))
+        if f"'{axis}'" in axes:
+            inner.append(len(shape) + 1)
+        shape += [first, part, int(size) // (first * part)]
+
+    # The group's axes go last, and the first row is the first group.
+    ids = iota(n_devices, dims, permutation).reshape(shape)
+    ids = np.moveaxis(ids, inner, range(-len(inner), 0))
+    group_size = math.prod(shape[i] for i in inner)
+    return ids.reshape(-1, group_size)[0]
 
 
 def collectives_in(computations):
-    """[(kind, shapes of the result, attributes, times executed, exposed)] of the collectives of a
-    compiled step.
-    Exposed: XLA's schedule has no computation between the start and the end."""
+    """Returns [(kind, shapes of the result, attributes, times executed, exposed)] of the
+    collectives of a compiled step.
+
+    A collective is exposed if XLA's schedule has no computation between its start and its end."""
     found = []
-    # a TPU's asynchronous collective is fused with others: a start, computations beside it, an end
-    fused = {}
-    computing = ('fusion', 'custom-call', 'dot', 'convolution', 'while', 'call')
+    fused = {}  # {channel: the pieces of a collective that is fused with computations}
     for name, i, times in executed(computations):
         result, shapes, operation, rest = computations[name][i]
         kind = operation.removesuffix('-start')
         if kind in COLLECTIVES:
             exposed = True
             if operation != kind:
-                later = computations[name][i + 1:]
-                uses = rf'%?{re.escape(result)}\b'
-                end = next(j for j, (*_, operands) in enumerate(later) if re.match(uses, operands))
-                exposed = not any(other in computing for _, _, other, _ in later[:end])
-                if kind != 'all-reduce':  # (operands, results, ...)
-                    arrays = [array for array in re.findall(r'\w+\[[\d,]*\]', shapes)
-                              if kind != 'collective-permute' or not array.endswith('[]')]
-                    shapes = ' '.join(arrays[len(arrays) // 2:])
+                exposed = is_exposed(result, computations[name][i + 1:])
+                shapes = started_shapes(kind, shapes)
             found.append((kind, shapes, rest, times, exposed))
         elif operation == 'fusion':
             called = re.search(r'calls=%?([\w.\-]+)', rest)[1]
-            for _, shapes, kind, rest in computations[called]:
-                if kind in COLLECTIVES:
-                    kind = 'reduce-scatter' if 'all-reduce-scatter' in called else kind
-                    channel = re.search(r'channel_id=(\d+)|$', rest)[1]
-                    fused.setdefault(channel, []).append((kind, shapes, rest, times))
+            for piece in fused_collectives(computations[called], called):
+                channel = re.search(r'channel_id=(\d+)|$', piece[2])[1]
+                fused.setdefault(channel, []).append((*piece, times))
+
+    # A TPU's asynchronous collective is a start, computations beside it, and an end: each is a
+    # fusion with a piece of it. Two pieces have no computations between them.
     for pieces in fused.values():
         found.append((*pieces[0], len(pieces) <= 2))
     return found
 
 
+def is_exposed(result, later):
+    """Returns whether nothing is computed between the start of a collective and its end.
+
+    result: the name of the start. later: the instructions after it."""
+    uses = rf'%?{re.escape(result)}\b'
+    for _, _, operation, operands in later:
+        if re.match(uses, operands):
+            return True
+        if operation in COMPUTING:
+            return False
+    raise ValueError(f'{result} is started and does not end')
+
+
+def started_shapes(kind, shapes):
+    """Returns the shapes of a collective's results, given those of its start: (operands, results).
+    An all-reduce has only results; a permutation's start has counters, too."""
+    if kind == 'all-reduce':
+        return shapes
+    arrays = re.findall(r'\w+\[[\d,]*\]', shapes)
+    if kind == 'collective-permute':
+        arrays = [array for array in arrays if not array.endswith('[]')]
+    return ' '.join(arrays[len(arrays) // 2:])
+
+
+def fused_collectives(computation, called):
+    """Yields (kind, shapes, rest) of the collectives in a fusion. called: the name of its
+    computation, which tells a reduce-scatter."""
+    for _, shapes, kind, rest in computation:
+        if kind in COLLECTIVES:
+            if 'all-reduce-scatter' in called:
+                kind = 'reduce-scatter'
+            yield kind, shapes, rest
+
+
 def collective_table(computations, mesh, n_steps=1):
-    """[{kind, axis, n, dtype, count, bytes, exposed, hosts}]: what a device sends per step of a
-    program of n_steps, in rings, by kind, axes and dtype; how many bytes of it are exposed; whether
-    a group spans hosts."""
+    """Returns what a device sends per step, [{kind, axis, n, dtype, count, bytes, exposed, hosts}],
+    one row for each kind, axes and dtype.
+
+    Collectives are counted as rings. n: the devices of a group. exposed: how many of the bytes are.
+    hosts: whether a group spans several. n_steps: how many steps the program makes."""
     table = {}
     for kind, shapes, rest, times, exposed in collectives_in(computations):
+        # The axes of the mesh along which the devices of a group differ.
         group = replica_group(rest, mesh.devices.size)
         n = len(group)
         places = np.unravel_index(group, mesh.devices.shape)
-        axis = '+'.join(name for name, place in zip(mesh.axis_names, places) if len(set(place)) > 1) or '-'
+        axes = [name for name, place in zip(mesh.axis_names, places) if len(set(place)) > 1]
+        axis = '+'.join(axes) or '-'
         times /= n_steps
+
+        # The whole array. A reduce-scatter's result is a part of it, but not that of the all-reduce
+        # which a TPU's fusion wraps.
         size = bytes_of(shapes)
-        # not in the all-reduce that a TPU's fusion wraps
         if kind == 'reduce-scatter' and 'dimensions=' in rest:
             size *= n
-        sent = times * size * {'all-reduce': 2 * (n - 1) / n, 'collective-permute': 1}.get(kind, (n - 1) / n)
+        sent = times * size * share_sent(kind, n)
+
+        # Add it to its row.
         dtypes = '+'.join(sorted(set(re.findall(r'(\w+)\[', shapes))))
-        row = table.setdefault((kind, axis, dtypes), dict(
-            kind=kind, axis=axis, n=n, dtype=dtypes, count=0, bytes=0, exposed=0,
-            hosts=len({device.process_index for device in mesh.devices.ravel()[group]}) > 1))
+        hosts = {device.process_index for device in mesh.devices.ravel()[group]}
+        new_row = {
+            'kind': kind, 'axis': axis, 'n': n, 'dtype': dtypes, 'count': 0, 'bytes': 0,
+            'exposed': 0, 'hosts': len(hosts) > 1}
+        row = table.setdefault((kind, axis, dtypes), new_row)
         row['count'] += times * len(re.findall(r'\w+\[', shapes))
         row['bytes'] += sent
-        row['exposed'] += sent * exposed
+        row['exposed'] += sent if exposed else 0.0
     return sorted(table.values(), key=lambda row: -row['bytes'])
 
 
+def share_sent(kind, n):
+    """Returns the share of an array that each of n devices sends, in a ring."""
+    if kind == 'all-reduce':
+        return 2 * (n - 1) / n  # a reduce-scatter and an all-gather
+    if kind == 'collective-permute':
+        return 1
+    return (n - 1) / n
+
+
 def memory_traffic(computations):
-    """Bytes that the operations of a step read and write, each operand and result once, as if there
-    were no cache."""
-    free = ('parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'call', 'after-all', 'copy-done')
-    total, sizes = 0, {}
+    """Returns the bytes that the operations of a step read and write, each operand and result once,
+    as if there were no cache."""
+    total = 0
+    sizes = {}  # {computation: {name of an instruction: bytes of its result}}
     for name, i, times in executed(computations):
         if name not in sizes:
             sizes[name] = {result: bytes_of(shapes) for result, shapes, _, _ in computations[name]}
         result, _, operation, rest = computations[name][i]
-        if operation not in free and not operation.endswith('-done'):
-            operands = re.findall(r'%([\w.\-]+)', rest.split(')')[0])
-            total += times * (sizes[name][result] + sum(sizes[name].get(operand, 0) for operand in operands))
+        if operation in WITHOUT_TRAFFIC or operation.endswith('-done'):
+            continue
+        operands = re.findall(r'%([\w.\-]+)', rest.split(')')[0])
+        n_bytes = sizes[name][result]
+        for operand in operands:
+            n_bytes += sizes[name].get(operand, 0)
+        total += times * n_bytes
     return total

@@ -31,16 +31,17 @@ from tools.topologies import DATA_SHEETS
 
 @dataclasses.dataclass
 class CompiledStep:
-    """A program, and what its arguments are."""
+    """A compiled program, and what its arguments are."""
     program: object  # jax's compiled function
     mesh: jax.sharding.Mesh
     attention: str  # the implementation and its reason
     parts: dict  # {'parameters': tree, ...} of ShapeDtypeStructs with shardings
-    n_steps: int = 1  # that the program makes
+    n_steps: int = 1  # the number of steps that the program makes
 
 
 def compile_train_step(flags, config, devices):
-    """Compiles the step that train_jax.py runs."""
+    """Compiles the step that train_jax.py runs, and returns a CompiledStep."""
+    # The model, the optimizer and the shapes of the state, as in train_jax.py.
     parallel = setup_distributed_training(
         devices, flags.fsdp, flags.tensor, flags.expert, flags.context, flags.zero)
     config = dataclasses.replace(config, scan_layers=flags.scan_layers, remat=flags.remat)
@@ -52,14 +53,19 @@ def compile_train_step(flags, config, devices):
     tx = create_optimizer_with_schedule(schedule, optimizer=flags.optimizer)
     state = parallel.abstract_state(create_train_state, jax.random.key(flags.seed), config, tx)
 
-    # the batch: [micro-steps, sequences, T] on a mesh; replicas have an axis of devices in front
-    n_micro, per_device = split_batch(flags.gradient_accumulation_steps, flags.batch_size, parallel.n_data_shards)
+    # The batch: [micro-steps, sequences, T] on a mesh; replicas have an axis of devices in front.
+    n_shards = parallel.n_data_shards
+    n_micro, per_device = split_batch(
+        flags.gradient_accumulation_steps, flags.batch_size, n_shards)
     if hasattr(parallel, 'fsdp'):
-        shape, spec = (n_micro, per_device * parallel.n_data_shards), (None, BATCH, 'context')
+        shape = (n_micro, per_device * n_shards)
+        spec = (None, BATCH, 'context')
     elif len(devices) > 1:
-        shape, spec = (len(devices), n_micro, per_device), ('data',)
+        shape = (len(devices), n_micro, per_device)
+        spec = ('data',)
     else:
-        shape, spec = (n_micro, per_device), ()
+        shape = (n_micro, per_device)
+        spec = ()
 
     def abstract(shape, dtype):
         sharding = NamedSharding(parallel.mesh, P(*spec[:len(shape)]))
@@ -67,6 +73,8 @@ def compile_train_step(flags, config, devices):
 
     tokens = abstract((*shape, flags.block_size), np.int32)
     batch = {'x': tokens, 'y': tokens, 'seq_id': abstract(shape, np.uint32)}
+
+    # The step.
     step = parallel.train_step(make_train_step(
         config, language_model, parallel, schedule, seed=flags.seed, grad_clip=1.0,
         loss_chunk=flags.loss_chunk))
@@ -77,7 +85,7 @@ def compile_train_step(flags, config, devices):
 
 def compile_decode(flags, config, devices):
     """Compiles the loop of max_new_tokens decode steps for batch_size sequences, on tensor x expert
-    of the devices, as sample_jax.py decodes."""
+    of the devices, as sample_jax.py decodes. Returns a CompiledStep."""
     parallel = setup_distributed_training(
         devices[:flags.tensor * flags.expert], tensor=flags.tensor, expert=flags.expert)
     parallel.validate(config)
@@ -85,8 +93,13 @@ def compile_decode(flags, config, devices):
 
     def placed(shapes, spec):
         sharding = NamedSharding(parallel.mesh, spec)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
+        def place(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        return jax.tree.map(place, shapes)
+
+    # The shapes of the parameters, of the cache and of the state.
     params = abstract_decode_params(flags, config, parallel)
     n_tokens = flags.prompt_len + flags.max_new_tokens
     n_slots = choose_slots(n_tokens, n_tokens, flags.block_size)
@@ -110,13 +123,15 @@ def compile_decode(flags, config, devices):
         return jax.lax.fori_loop(0, flags.max_new_tokens, step, state)
 
     program = jax.jit(on_mesh(decode), donate_argnums=1).lower(params, state).compile()
-    return CompiledStep(program, parallel.mesh, 'xla', {'parameters': params, 'cache': cache}, flags.max_new_tokens)
+    parts = {'parameters': params, 'cache': cache}
+    return CompiledStep(program, parallel.mesh, 'xla', parts, flags.max_new_tokens)
 
 
 def abstract_decode_params(flags, config, parallel):
-    """The parameters as decoding reads them, as ShapeDtypeStructs with shardings."""
+    """Returns the parameters as decoding reads them, as ShapeDtypeStructs with shardings."""
     tx = create_optimizer_with_schedule(lambda step: 0)
-    params = parallel.abstract_state(create_train_state, jax.random.key(flags.seed), config, tx).params
+    state = parallel.abstract_state(
+        create_train_state, jax.random.key(flags.seed), config, tx)
 
     @jax.jit
     def convert(params):
@@ -124,35 +139,41 @@ def abstract_decode_params(flags, config, parallel):
             params = quantize_params(params)
         return order_columns_by_rank(cast_matrices(params, config.dtype), config)
 
+    def place(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     with parallel.mesh_context():
-        shardings = convert.lower(params).compile().output_shardings
-        shapes = jax.eval_shape(convert, params)
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings)
+        shardings = convert.lower(state.params).compile().output_shardings
+        shapes = jax.eval_shape(convert, state.params)
+        return jax.tree.map(place, shapes, shardings)
 
 
 def plan_step(flags, config, devices):
     """Compiles a step for `devices` and prints its plan. Returns ({name: value}, table of
     collectives).
 
-    Of decoding, bytes and times are those of a step, the mean of max_new_tokens."""
-    limit, memory_speed, link_speed, host_speed = DATA_SHEETS[flags.topology.partition(':')[0]]
+    The bytes and times of decoding are those of one step, the mean of max_new_tokens."""
+    limit = DATA_SHEETS[flags.topology.partition(':')[0]][0]
     is_decode = flags.plan == 'decode'
     start = time.perf_counter()
-    compiled = compile_decode(flags, config, devices) if is_decode else compile_train_step(flags, config, devices)
+    if is_decode:
+        compiled = compile_decode(flags, config, devices)
+    else:
+        compiled = compile_train_step(flags, config, devices)
     computations = parse_hlo(compiled.program.as_text())
     table = collective_table(computations, compiled.mesh, compiled.n_steps)
     compile_s = time.perf_counter() - start
 
-    # memory
+    # Memory.
     memory = compiled.program.memory_analysis()
-    unaliased = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = max(memory.peak_memory_in_bytes, unaliased + memory.temp_size_in_bytes)
-    results = {f'{name}_gb': shard_bytes(part) / 1e9 for name, part in compiled.parts.items()}
+    peak = peak_of(memory)
+    results = {}
+    for name, part in compiled.parts.items():
+        results[f'{name}_gb'] = shard_bytes(part) / 1e9
     results['temporary_gb'] = memory.temp_size_in_bytes / 1e9
     results['peak_gb'] = peak / 1e9
 
-    # what moves
+    # What moves.
     params = compiled.parts['parameters']
     results['sent_gb'] = sum(row['bytes'] for row in table) / 1e9
     results['exposed_gb'] = sum(row['exposed'] for row in table) / 1e9
@@ -165,29 +186,54 @@ def plan_step(flags, config, devices):
     results['memory_traffic_gb'] = traffic / 1e9
     print(f'attention: {compiled.attention}')
     print_collectives(table)
-    if not memory_speed:
-        return results, table
 
-    # bounds of the time, by the speeds of the data sheet
-    reading_s = traffic / memory_speed
-    links_s = sum(row['bytes'] / (host_speed if row['hosts'] else link_speed) for row in table)
-    results['memory_bound_ms'] = reading_s * 1e3
-    results['link_bound_ms'] = links_s * 1e3
-    if is_decode:
-        results['tokens_per_sec_at_most'] = flags.batch_size / max(reading_s, links_s)
-    else:
-        tokens = flags.gradient_accumulation_steps * flags.batch_size * flags.block_size / len(devices)
-        compute_s = estimate_mfu(count_params(params), config, tokens, device_peak_flops(devices[0]))
-        results['compute_bound_ms'] = compute_s * 1e3
-        results['best_bound_ms'] = max(compute_s, links_s) * 1e3
-        results['worst_bound_ms'] = (max(compute_s, reading_s) + links_s) * 1e3
+    # How long that takes at least, and whether it fits. The process's own CPUs have no data sheet.
+    if limit == math.inf:
+        return results, table
+    results.update(time_bounds(flags, config, devices, params, traffic, table))
     results['fits'] = peak <= limit
-    print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {"fits" if peak <= limit else "does not fit"}')
+    verdict = 'fits' if peak <= limit else 'does not fit'
+    print(f'peak {peak / 1e9:.2f} GB of {limit / 1e9:.2f} GB: {verdict}')
     return results, table
 
 
+def time_bounds(flags, config, devices, params, traffic, table):
+    """Returns {name: milliseconds} of a step by the speeds of the data sheet, or for decoding the
+    most tokens per second.
+
+    params: the parameters. traffic: the bytes that the step reads and writes. table: what it
+    sends."""
+    _, memory_speed, link_speed, host_speed = DATA_SHEETS[flags.topology.partition(':')[0]]
+    links_s = 0
+    for row in table:
+        links_s += row['bytes'] / (host_speed if row['hosts'] else link_speed)
+    reading_s = traffic / memory_speed
+    bounds = {'memory_bound_ms': reading_s * 1e3, 'link_bound_ms': links_s * 1e3}
+    if flags.plan == 'decode':
+        bounds['tokens_per_sec_at_most'] = flags.batch_size / max(reading_s, links_s)
+        return bounds
+
+    # A training step computes, too. At best all three overlap, at worst the links wait.
+    n_sequences = flags.gradient_accumulation_steps * flags.batch_size
+    n_tokens = n_sequences * flags.block_size / len(devices)
+    peak_flops = device_peak_flops(devices[0])
+    compute_s = estimate_mfu(count_params(params), config, n_tokens, peak_flops)
+    bounds['compute_bound_ms'] = compute_s * 1e3
+    bounds['best_bound_ms'] = max(compute_s, links_s) * 1e3
+    bounds['worst_bound_ms'] = (max(compute_s, reading_s) + links_s) * 1e3
+    return bounds
+
+
+def peak_of(memory):
+    """Returns the most bytes that a program needs of a device: arguments, results and temporaries,
+    if the compiler does not say more. memory: jax's memory_analysis of the program."""
+    arguments = memory.argument_size_in_bytes
+    new_results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return max(memory.peak_memory_in_bytes, arguments + new_results + memory.temp_size_in_bytes)
+
+
 def shard_bytes(tree):
-    """Bytes of one device's shards of a tree of ShapeDtypeStructs."""
+    """Returns the bytes of one device's shards of a tree of ShapeDtypeStructs."""
     total = 0
     for x in jax.tree.leaves(tree):
         is_array = hasattr(x, 'shape') and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -198,9 +244,14 @@ def shard_bytes(tree):
 
 def print_collectives(table):
     """Prints the table of what a device sends."""
-    print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} {"MB sent":>10} {"exposed":>10}')
+    print(f'{"collective":>20} {"axis":>14} {"devices":>8} {"dtype":>10} {"arrays":>7} '
+          f'{"MB sent":>10} {"exposed":>10}')
+    sends_tokens = False
     for row in table:
-        print(f'{row["kind"]:>20} {row["axis"]:>14} {row["n"]:>8} {row["dtype"]:>10} {row["count"]:>7.4g} '
-              f'{row["bytes"] / 1e6:>10,.2f} {row["exposed"] / 1e6:>10,.2f}')
-    if any(row['kind'] == 'all-to-all' and row['axis'] == 'expert' for row in table):
-        print('tokens are sent to experts in one round, as when routing is balanced; others send more')
+        print(f'{row["kind"]:>20} {row["axis"]:>14} {row["n"]:>8} {row["dtype"]:>10} '
+              f'{row["count"]:>7.4g} {row["bytes"] / 1e6:>10,.2f} {row["exposed"] / 1e6:>10,.2f}')
+        if row['kind'] == 'all-to-all' and row['axis'] == 'expert':
+            sends_tokens = True
+    if sends_tokens:
+        print('tokens are sent to experts in one round, as when routing is balanced; others send '
+              'more')

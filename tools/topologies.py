@@ -10,39 +10,59 @@ import jax
 
 from jax_flags import UserError
 
-# Data sheets, per device: usable memory in bytes; bytes/s to memory, to devices of the host
-# (NVLink, or all links of a TPU) and to other hosts
-DATA_SHEETS = {'h100': (84.9e9, 3350e9, 450e9, 50e9), 'v5e': (15.75 * 2**30, 819e9, 200e9, 200e9),
-               'cpu': (math.inf, None, None, None)}
-# Target of XLA's CUDA compiler
-H100 = '''gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-    shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-    block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000
-    l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
-    cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 9 patch: 0 }
+# The data sheet of each device: usable memory in bytes; bytes/s to memory, to devices of the host
+# (NVLink, or all links of a TPU) and to other hosts.
+DATA_SHEETS = {
+    'h100': (84.9e9, 3350e9, 450e9, 50e9),
+    'v5e': (15.75 * 2**30, 819e9, 200e9, 200e9),
+    'cpu': (math.inf, None, None, None),
+}
+
+# The target of XLA's CUDA compiler, as XLA writes it.
+H100 = '''gpu_device_info {
+    threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+    shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+    shared_memory_per_core: 233472 core_count: 132 fpus_per_core: 128
+    block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+    memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+    device_memory_size: 84929347584 cuda_compute_capability { major: 9 }
+    registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 }
+runtime_version { major: 12 minor: 9 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"'''
 
 
 def topology_devices(topology):
-    """Devices to compile for: 'v5e:4x4' (a slice of TPUs), 'h100:2x8' (hosts x GPUs) or 'cpu:1x8'
-    (the CPU devices of this process). Raises UserError if the compiler is not installed."""
+    """Returns the devices to compile for: 'v5e:4x4' (a slice of TPUs), 'h100:2x8' (hosts x GPUs) or
+    'cpu:1x8' (the CPU devices of this process). Raises UserError if the compiler is not
+    installed."""
     kind, _, shape = topology.partition(':')
     sizes = shape.split('x')
-    if kind not in DATA_SHEETS or not all(re.fullmatch('[1-9][0-9]*', size) for size in sizes):
-        raise UserError(f'topology must be like v5e:4x4 (a TPU slice) or h100:2x8 (hosts x GPUs), not {topology!r}')
+    are_numbers = all(re.fullmatch('[1-9][0-9]*', size) for size in sizes)
+    if kind not in DATA_SHEETS or not are_numbers:
+        raise UserError('topology must be like v5e:4x4 (a TPU slice) or h100:2x8 (hosts x GPUs), '
+                        f'not {topology!r}')
     if kind == 'cpu':
-        return cpu_devices(topology, math.prod(map(int, sizes)))
-    package, extra = {'v5e': ('libtpu', 'tpu'), 'h100': ('jax_cuda12_plugin', 'cuda12')}[kind]
+        n_devices = math.prod(int(size) for size in sizes)
+        return cpu_devices(topology, n_devices)
+
+    # The compiler is a package of its own.
+    compilers = {'v5e': ('libtpu', 'tpu'), 'h100': ('jax_cuda12_plugin', 'cuda12')}
+    package, extra = compilers[kind]
     if importlib.util.find_spec(package) is None:
-        raise UserError(f'compiling for {kind} needs its compiler: pip install "jax[{extra}]=={jax.__version__}"')
+        raise UserError(f'compiling for {kind} needs its compiler: pip install '
+                        f'"jax[{extra}]=={jax.__version__}"')
+
+    # It has to work without the device.
     if kind == 'v5e':
         prepare_tpu_compiler()
-        options = dict(platform='tpu', topology_name=topology)
+        options = {'platform': 'tpu', 'topology_name': topology}
     else:
         prepare_cuda_compiler()
         name_gpus_cuda()
-        options = dict(platform='cuda', topology_name='', target_config=H100, topology=f'1x{shape}')
+        options = {
+            'platform': 'cuda', 'topology_name': '', 'target_config': H100,
+            'topology': f'1x{shape}'}
     from jax.experimental import topologies
     try:
         return tuple(topologies.get_topology_desc(**options).devices)
@@ -51,7 +71,7 @@ def topology_devices(topology):
 
 
 def cpu_devices(topology, n_devices):
-    """The first n_devices CPU devices of this process. Raises UserError if it has fewer."""
+    """Returns the first n_devices CPU devices of this process. Raises UserError if it has fewer."""
     devices = tuple(jax.devices('cpu'))
     if len(devices) < n_devices:
         raise UserError(f'{topology} needs JAX_NUM_CPU_DEVICES={n_devices}; this process has '
@@ -61,15 +81,18 @@ def cpu_devices(topology, n_devices):
 
 def prepare_tpu_compiler():
     """Tells libtpu that it runs on a slice, which it would otherwise ask the machine."""
-    os.environ.update(TPU_SKIP_MDS_QUERY='1', TPU_WORKER_HOSTNAMES='localhost', ALLOW_MULTIPLE_LIBTPU_LOAD='1',
-                      TPU_ACCELERATOR_TYPE='v5litepod-16')
+    os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+    os.environ['TPU_WORKER_HOSTNAMES'] = 'localhost'
+    os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
+    os.environ['TPU_ACCELERATOR_TYPE'] = 'v5litepod-16'
 
 
 def prepare_cuda_compiler():
     """Lets XLA find the CUDA tools among the Python packages, and compile without a GPU."""
     nvidia = Path(importlib.util.find_spec('nvidia').submodule_search_locations[0])
     flags = f'--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={nvidia}/cuda_nvcc '
-    os.environ.update(CUDA_VISIBLE_DEVICES='-1', JAX_SKIP_CUDA_CONSTRAINTS_CHECK='1')
+    os.environ['CUDA_VISIBLE_DEVICES'] = '-1'
+    os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK'] = '1'
     os.environ['PATH'] = f'{nvidia}/cuda_nvcc/bin:{os.environ["PATH"]}'
     os.environ['XLA_FLAGS'] = flags + os.environ.get('XLA_FLAGS', '')
     for library in nvidia.glob('nvjitlink/lib/libnvJitLink.so*'):
