@@ -80,6 +80,17 @@ def test_a_module_imports_only_what_is_below_it(module):
             'function to the lower room, or give the modules other levels if no circle comes of it')
 
 
+@pytest.mark.parametrize('module', [module for module in LEVELS if module.startswith('jax_files.')])
+def test_what_is_on_disk_knows_no_model(module):
+    tree = ast.parse((ROOT / f'{module.replace(".", "/")}.py').read_text())
+    own = {name for name in imported_modules(tree) if name in LEVELS}
+    allowed = {name for name in LEVELS if name.startswith('jax_files.')} | {
+        'jax_flags', 'jax_devices.setup', 'jax_devices.processes'}
+    assert own <= allowed, (
+        f'{module} imports {own - allowed}: what reads or writes a file takes plain values; move what knows the model '
+        'to the module that calls it')
+
+
 def test_a_folder_is_one_paragraph_and_exports_nothing():
     for folder in FOLDERS:
         tree = ast.parse((ROOT / folder / '__init__.py').read_text())
