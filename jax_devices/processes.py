@@ -29,7 +29,8 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     if num_processes == 1 and not coordinator_address and process_id < 1:
         return
     if num_processes or process_id >= 0:
-        if ':' not in coordinator_address or not 0 <= process_id < num_processes:
+        host, _, port = coordinator_address.rpartition(':')
+        if not host or not port.isdecimal() or not 0 <= process_id < num_processes:
             raise UserError('several processes need --coordinator_address=host:port of process 0, --num_processes=N '
                             f'and --process_id=0 to N-1; got {coordinator_address!r}, {num_processes}, {process_id}')
     elif coordinator_address not in ('', 'auto'):
@@ -47,7 +48,24 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     cluster = {}  # JAX detects it
     if coordinator_address not in ('', 'auto'):
         cluster = dict(coordinator_address=coordinator_address, num_processes=num_processes, process_id=process_id)
+        if process_id == 0:
+            check_port_is_free(int(port))
     join(**cluster)
+
+
+def check_port_is_free(port):
+    """Raises UserError if another program listens where process 0 is to: mostly another process 0. Two of them can
+    listen on one port, and each would wait for the others for 5 minutes."""
+    with socket.socket() as listener:
+        if os.name == 'posix':
+            # connections of an earlier run that are still closing do not count
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(('', port))
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f'process 0 cannot listen on port {port} ({error}): is there another one with --process_id=0? '
+                'Each process needs its own; or choose another port in --coordinator_address') from error
 
 
 def join_torchrun():

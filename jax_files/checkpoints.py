@@ -293,9 +293,15 @@ def as_replicated_global_array(x):
 
 def cannot_write(what, manager, error):
     """Returns the message for a checkpoint that cannot be written."""
-    free = shutil.disk_usage(manager.directory).free / 1e6
-    return (f'cannot write {what} to {manager.directory}, where {free:,.0f} MB are free; what it '
-            f'holds is complete, continue with --init_from=resume ({str(error)[:200]})')
+    folder = manager.directory
+    reason = str(error)[:200]
+    try:
+        free = shutil.disk_usage(folder).free / 1e6
+    except OSError:
+        # deleted under the run, or what it was mounted on has gone
+        return f'cannot write {what} to {folder}, which is not there any more ({reason})'
+    return (f'cannot write {what} to {folder}, where {free:,.0f} MB are free; what it holds is '
+            f'complete, continue with --init_from=resume ({reason})')
 
 
 def add_val_loss(manager, step, val_loss):
@@ -356,6 +362,10 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
     for step in steps:
         path = folder / str(step)
         problem = find_damage(path, items)
+        # A run that resumes sets such a checkpoint aside, whatever its checksums say.
+        has_metrics = 'metrics' in items
+        if not problem and has_metrics and read_val_loss(path) == -math.inf:
+            problem = 'metrics/metrics'
         try:
             if not problem:
                 meta = read_meta(path, check_model)

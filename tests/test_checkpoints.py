@@ -2,6 +2,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -152,6 +153,24 @@ def test_damaged_checkpoints_are_renamed_so_that_training_can_save_again(three_c
     finish_checkpoints(manager)
     assert checkpoint_steps(three_checkpoints) == [3]
     assert choose_checkpoint(three_checkpoints)[0] == 3
+
+
+@pytest.mark.parametrize('text', ['[]', '{"val_loss": "x"}', '{"val_loss": NaN}', '{'])
+def test_a_checkpoint_whose_metrics_are_none_is_damaged_whatever_its_checksums_say(three_checkpoints, capsys, text):
+    step = three_checkpoints / 'ckpt' / '3'
+    (step / 'checksums.json').write_text('{}')
+    (step / 'metrics' / 'metrics').write_text(text)
+    assert choose_checkpoint(three_checkpoints)[0] == 2  # lock_out_dir sets 3 aside
+    assert 'ckpt/3 is damaged' in capsys.readouterr().err
+
+
+def test_a_folder_of_checkpoints_that_has_gone_ends_the_run_with_a_line(tmp_path, tiny_state):
+    (tmp_path / 'out').mkdir()
+    manager = open_checkpoints(tmp_path / 'out')
+    shutil.rmtree(tmp_path / 'out')
+    (tmp_path / 'out').write_text('')  # nothing can be made in it, as in a read-only folder
+    said = refusal(save_checkpoint, manager, 3, tiny_state, meta_of(TINY))
+    assert 'cannot write checkpoint 3' in said and 'which is not there any more' in said
 
 
 def test_a_checkpoint_of_an_earlier_version_without_checksums_is_read(three_checkpoints):

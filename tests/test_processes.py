@@ -95,6 +95,20 @@ def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeyp
     assert joined == ['auto', 1, 'auto']
 
 
+def test_a_second_process_0_and_a_port_that_is_none_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: None)
+    with socket.socket() as taken:
+        taken.bind(('127.0.0.1', 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refusal(initialize_distributed, f'127.0.0.1:{port}', 2, 0)
+        assert f'port {port}' in said and 'another one with --process_id=0' in said
+        initialize_distributed(f'127.0.0.1:{port}', 2, 1)  # connects to it
+    initialize_distributed(f'127.0.0.1:{port}', 2, 0)
+    assert 'port 99999' in refusal(initialize_distributed, '127.0.0.1:99999', 2, 0)
+    assert 'host:port' in refusal(initialize_distributed, '127.0.0.1:x', 2, 1)
+
+
 def test_a_kubernetes_job_of_one_pod_needs_no_package_and_one_of_several_names_it(monkeypatch):
     joined = []
     monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
