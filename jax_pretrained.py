@@ -6,9 +6,12 @@ References:
 
 A family of models is two things: how its config.json becomes a GPTConfig (jax_families.py), and how
 its tensors on disk differ from Llama's (LAYOUTS), of which family_tensor_maps makes a table
-{parameter path: [TensorMap]}. Loading and saving use the same table, and the config.json that was
-read is written back; SAVED_AS has other names of families. GGUF needs a row in ARCHITECTURES
-(jax_files/gguf_files.py), and in LAYOUTS if rows have another order there.
+{parameter path: [TensorMap]}.
+
+Loading and saving use the same table, and the config.json that was read is written back. SAVED_AS
+names the families that transformers has under another name. A GGUF file of a family needs a row in
+ARCHITECTURES of jax_files/gguf_files.py, where settings and names are GPT-2's or Llama's, and one
+in LAYOUTS, 'gguf FAMILY', if its rows have another order.
 """
 import dataclasses
 import functools
@@ -36,23 +39,30 @@ from jax_flags import DTYPES, UserError, check_choice, read_json
 from jax_transformer import GPT, GPTConfig, check_layers, check_room
 
 
-def load_pretrained(path_or_name, dtype='float32', place=lambda path, array: array):
-    """(config, params) of a Hugging Face folder or hub name, a GGUF file, or nanoGPT's ckpt.pt (or
-    its folder).
+def keep_in_place(path, array):
+    """Returns a parameter as it is: load_pretrained without a `place`."""
+    return array
+
+
+def load_pretrained(path_or_name, dtype='float32', place=keep_in_place):
+    """Returns (config, params) of a Hugging Face folder or hub name, a GGUF file, or nanoGPT's
+    ckpt.pt (or its folder).
 
     params is the tree of GPT(config).init as numpy arrays: matrices in `dtype`, vectors in float32,
     kernels [in, out]. config.dropout is 0 and config.dtype is `dtype`.
     dtype: one of DTYPES; or 'stored': each matrix in the file's dtype, if that is one of DTYPES,
     else in float32, and config.dtype is 'float32'.
-    place(path in the tree, array): called for each parameter before the next one is read, for
-    example to move it to its devices; params holds what place returns. A kernel that is [out, in]
-    on disk stays so in memory: its transpose, not the array itself, is C-contiguous.
+    place: a function of (path in the tree, array) that is called for each parameter before the next
+    one is read, for example to move it to its devices; params holds what it returns. A kernel that
+    is [out, in] on disk stays so in memory: its transpose, not the array itself, is C-contiguous.
     Raises UserError for files that are missing or damaged, models that GPT does not compute, and an
     unknown dtype."""
     check_choice('dtype', dtype, (*DTYPES, 'stored'))
     config, family, tensors, file = open_model(path_or_name)
-    params = params_from_tensors(tensors, config, family_tensor_maps(config, family), file, dtype, place)
-    return dataclasses.replace(config, dtype='float32' if dtype == 'stored' else dtype), params
+    tensor_maps = family_tensor_maps(config, family)
+    params = params_from_tensors(tensors, config, tensor_maps, file, dtype, place)
+    compute_dtype = 'float32' if dtype == 'stored' else dtype
+    return dataclasses.replace(config, dtype=compute_dtype), params
 
 
 def save_pretrained(params, config, folder, *, config_json=None, dtype='float32', tokenizer=None,
@@ -62,30 +72,38 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
 
     The folder is for the model of transformers that computes what GPT(config) does. A GPT-2 without
     biases is saved with biases of zero, which gives the same logits.
-    config_json: path of that of the model that params come from, to be written back with all its
-    keys; where it is None, a config.json is derived from `config`, which is possible for the models
-    that flags of train_jax.py make.
-    dtype: of the file, one of DTYPES. tokenizer: folder of a tokenizer.json and what belongs to it,
-    to be copied.
-    folder: if its name ends in .gguf, a GGUF file for llama.cpp is written instead; dtype is one of
-    GGUF_DTYPES then, and tokenizer a description for load_tokenizer.
-    shard_bytes: weights that need more are split into several files with an index.
-    The folder must not exist or be empty; it appears when it is complete. Raises UserError if it
-    cannot be written, params are not those of GPT(config), or config_json is missing or that of
-    another model."""
+    folder: the path of a folder that does not exist or is empty; it appears when it is complete. If
+    its name ends in .gguf, a GGUF file for llama.cpp is written instead.
+    config_json: the path of the config.json of the model that params come from, to be written back
+    with all its keys. Where it is None, a config.json is derived from `config`, which is possible
+    for the models that flags of train_jax.py make.
+    dtype: the dtype of the file, one of DTYPES, or of GGUF_DTYPES for a GGUF file.
+    tokenizer: a folder with a tokenizer.json and what belongs to it, to be copied; for a GGUF file
+    a description for load_tokenizer.
+    shard_bytes: the size above which weights are split into several files with an index.
+    Raises UserError if the folder cannot be written, params are not those of GPT(config), or
+    config_json is missing or that of another model."""
     is_gguf = str(folder).endswith('.gguf')
     check_choice('dtype', dtype, GGUF_DTYPES if is_gguf else DTYPES)
-    hf_config = read_config_json_of(config, config_json) if config_json else derive_config_json(config)
+    if config_json:
+        hf_config = read_config_json_of(config, config_json)
+    else:
+        hf_config = derive_config_json(config)
+    family = hf_config['model_type']
+
+    # the parameters, of the expected shapes
     arrays = flatten_dict(params)
     shapes = {'/'.join(path): shape for path, shape in param_shapes(config).items()}
     check_tensors({'/'.join(path): x for path, x in arrays.items()}, shapes, 'params')
-    if hf_config['model_type'] == 'gpt2' and not config.bias:
+    if family == 'gpt2' and not config.bias:
         config = dataclasses.replace(config, bias=True)
-        arrays = {path: np.zeros(shape) for path, shape in param_shapes(config).items()} | arrays
-    family = hf_config['model_type']
-    tensor_maps = family_tensor_maps(config, f'gguf {family}' if is_gguf else family, prefix='transformer.')
+        zeros = {path: np.zeros(shape) for path, shape in param_shapes(config).items()}
+        arrays = {**zeros, **arrays}
 
-    sources = {}  # what each tensor on disk is made of: [(parameter path, TensorMap)]
+    # what each tensor on disk is made of: [(parameter path, TensorMap)]
+    layout_name = f'gguf {family}' if is_gguf else family
+    tensor_maps = family_tensor_maps(config, layout_name, prefix='transformer.')
+    sources = {}
     for path, group in tensor_maps.items():
         for tensor_map in group:
             sources.setdefault(tensor_map.name, []).append((path, tensor_map))
@@ -98,20 +116,27 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
         return tensor
 
     if is_gguf:
-        return write_gguf(folder, config, family, shapes, make_tensor, dtype, load_tokenizer(tokenizer))
+        return write_gguf(folder, config, family, shapes, make_tensor, dtype,
+                          load_tokenizer(tokenizer))
     hf_config['dtype'] = dtype
-    for file in ('config.json', 'generation_config.json') if tokenizer else ():
-        ids = read_json(os.path.join(tokenizer, file), optional=True)
-        hf_config |= {key: ids[key] for key in SPECIAL_TOKENS if ids.get(key) is not None}
-    write_folder(os.path.abspath(os.path.expanduser(folder)), hf_config, shapes, make_tensor, dtype, tokenizer,
-                 shard_bytes)
+    if tokenizer:
+        # the ids of special tokens are the tokenizer's
+        for file in ('config.json', 'generation_config.json'):
+            ids = read_json(os.path.join(tokenizer, file), optional=True)
+            for key in SPECIAL_TOKENS:
+                if ids.get(key) is not None:
+                    hf_config[key] = ids[key]
+    folder = os.path.abspath(os.path.expanduser(folder))
+    write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard_bytes)
+
 
 # -----------------------------------------------------------------------------
 # GPTConfig -> config.json
 
-# what is saved for a model that transformers has under another name or as a part: (model_type,
-# architecture)
-SAVED_AS = {'gemma3': ('gemma3_text', 'Gemma3ForCausalLM'), 'llama4': ('llama4_text', 'Llama4ForCausalLM'),
+# model_type and architecture of what is saved, where transformers has the model under another name
+# or as a part of a larger one
+SAVED_AS = {'gemma3': ('gemma3_text', 'Gemma3ForCausalLM'),
+            'llama4': ('llama4_text', 'Llama4ForCausalLM'),
             'kimi_k2': ('deepseek_v3', 'DeepseekV3ForCausalLM')}
 
 # keys of a config.json that do not hold for what is saved: the packed format, code beside the file,
@@ -120,34 +145,38 @@ NOT_SAVED = ('quantization_config', 'auto_map', 'torch_dtype')
 
 
 def read_config_json_of(config, path):
-    """The config.json at `path`, of the model that GPT(config) was loaded from, with the changes
-    that saving needs."""
+    """Returns the config.json at `path`, of the model that GPT(config) was loaded from, with the
+    changes that saving needs."""
     hf = read_json(path)
     read_config(hf, path)
     family = hf['model_type']
     if family in COMPOSITE and 'text_config' in hf:
+        # only the language model is saved
         ids = {key: hf[key] for key in SPECIAL_TOKENS if key in hf}
-        hf = {'model_type': family} | ids | hf['text_config']
+        hf = {'model_type': family, **ids, **hf['text_config']}
         hf['tie_word_embeddings'] = config.tied_head  # Gemma 3 has the key outside of text_config
     if family in SAVED_AS:
         hf['model_type'], architecture = SAVED_AS[family]
         hf['architectures'] = [architecture]
     hf = {key: value for key, value in hf.items() if key not in NOT_SAVED}
-    # GPT-2's, of which a run may have kept the first positions only
-    for key in {'n_positions', 'n_ctx'} & hf.keys():
-        hf[key] = config.block_size
-    if wrong := differences(config, hf, path):
-        raise UserError(f'{path} is not that of the model to be saved, which has {", ".join(wrong)}')
+    # GPT-2's number of positions, of which a run may have kept the first ones only
+    for key in ('n_positions', 'n_ctx'):
+        if key in hf:
+            hf[key] = config.block_size
+    wrong = differences(config, hf, path)
+    if wrong:
+        raise UserError(f'{path} is not that of the model to be saved, which has '
+                        f'{", ".join(wrong)}')
     return hf
 
 
-GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype', 'attention', 'scan_layers', 'remat',
-               'tied_head')
+GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype', 'attention',
+               'scan_layers', 'remat', 'tied_head')
 
 
 def derive_config_json(config):
-    """The config.json of the model of transformers that computes what GPT(config) does, for models
-    that flags make."""
+    """Returns the config.json of the model of transformers that computes what GPT(config) does, for
+    models that flags make. Raises UserError for others."""
     if config == GPTConfig(**{name: getattr(config, name) for name in GPT2_FIELDS}):
         return derive_gpt2_config_json(config)
     layer_types, is_moe = zip(*[config.layer(i) for i in range(config.n_layer)])
@@ -158,59 +187,98 @@ def derive_config_json(config):
         family, name = 'qwen3', 'Qwen3'
     elif set(layer_types) == {'window'}:
         family, name = 'mistral', 'Mistral'
-    hf = {'architectures': [f'{name}ForCausalLM'], 'model_type': family, 'vocab_size': config.vocab_size,
-          'tie_word_embeddings': config.tied_head, 'hidden_size': config.n_embd, 'num_hidden_layers': config.n_layer,
-          'num_attention_heads': config.n_head, 'num_key_value_heads': config.kv_heads, 'head_dim': config.head_width,
-          'intermediate_size': config.mlp_width, 'max_position_embeddings': config.block_size,
-          'rms_norm_eps': config.norm_eps, 'hidden_act': 'silu',
-          'rope_parameters': {'rope_type': 'default', 'rope_theta': config.rope_theta},
-          'attention_bias': False, 'attention_dropout': config.dropout,
-          'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None}
+    hf = {
+        'architectures': [f'{name}ForCausalLM'],
+        'model_type': family,
+        'vocab_size': config.vocab_size,
+        'tie_word_embeddings': config.tied_head,
+        'hidden_size': config.n_embd,
+        'num_hidden_layers': config.n_layer,
+        'num_attention_heads': config.n_head,
+        'num_key_value_heads': config.kv_heads,
+        'head_dim': config.head_width,
+        'intermediate_size': config.mlp_width,
+        'max_position_embeddings': config.block_size,
+        'rms_norm_eps': config.norm_eps,
+        'hidden_act': 'silu',
+        'rope_parameters': {'rope_type': 'default', 'rope_theta': config.rope_theta},
+        'attention_bias': False,
+        'attention_dropout': config.dropout,
+        'bos_token_id': None,
+        'eos_token_id': None,
+        'pad_token_id': None,
+    }
     if family in ('mistral', 'qwen3'):
-        hf |= {'sliding_window': config.window or None}
+        hf['sliding_window'] = config.window or None
     if family == 'qwen3':
         names = {'window': 'sliding_attention'}
-        hf |= {'layer_types': [names.get(layer_type, 'full_attention') for layer_type in layer_types],
-               'use_sliding_window': 'window' in layer_types, 'max_window_layers': config.n_layer}
+        hf['layer_types'] = [names.get(layer_type, 'full_attention') for layer_type in layer_types]
+        hf['use_sliding_window'] = 'window' in layer_types
+        hf['max_window_layers'] = config.n_layer
     if family == 'qwen3_moe':
-        hf |= {'num_experts': config.moe.n_expert, 'num_experts_per_tok': config.moe.n_used,
-               'moe_intermediate_size': config.moe.width, 'norm_topk_prob': config.moe.normalize,
-               'decoder_sparse_step': 1, 'mlp_only_layers': [i for i in range(config.n_layer) if not is_moe[i]]}
-    if wrong := differences(config, hf, 'the derived config.json'):
-        raise UserError(f'no config.json can be derived for a model with {", ".join(wrong)}; copy that of the model '
-                        f'that it was trained from to {kept_config_json("out_dir")}, where the export reads it')
+        hf['num_experts'] = config.moe.n_expert
+        hf['num_experts_per_tok'] = config.moe.n_used
+        hf['moe_intermediate_size'] = config.moe.width
+        hf['norm_topk_prob'] = config.moe.normalize
+        hf['decoder_sparse_step'] = 1
+        hf['mlp_only_layers'] = [i for i in range(config.n_layer) if not is_moe[i]]
+    wrong = differences(config, hf, 'the derived config.json')
+    if wrong:
+        raise UserError(f'no config.json can be derived for a model with {", ".join(wrong)}; copy '
+                        'that of the model that it was trained from to '
+                        f'{kept_config_json("out_dir")}, where the export reads it')
     return hf
 
 
 def derive_gpt2_config_json(config):
+    """Returns the config.json of a GPT-2."""
     # GPT-2's token; other vocabularies have none at that id
     end_of_text = 50256 if config.vocab_size > 50256 else None
+    activations = [theirs for theirs, ours in HF_ACTIVATIONS.items() if ours == config.activation]
     return {
-        'architectures': ['GPT2LMHeadModel'], 'model_type': 'gpt2', 'dtype': 'float32', 'vocab_size': config.vocab_size,
-        'tie_word_embeddings': config.tied_head, **{key: getattr(config, field) for field, key in GPT2_SIZES.items()},
+        'architectures': ['GPT2LMHeadModel'],
+        'model_type': 'gpt2',
+        'dtype': 'float32',
+        'vocab_size': config.vocab_size,
+        'tie_word_embeddings': config.tied_head,
+        **{key: getattr(config, field) for field, key in GPT2_SIZES.items()},
         'layer_norm_epsilon': config.norm_eps,
-        'activation_function': next(theirs for theirs, ours in HF_ACTIVATIONS.items() if ours == config.activation),
-        'attn_pdrop': config.dropout, 'embd_pdrop': config.dropout, 'resid_pdrop': config.dropout,
-        'bos_token_id': end_of_text, 'eos_token_id': end_of_text, **GPT2_FIXED}
+        'activation_function': activations[0],
+        'attn_pdrop': config.dropout,
+        'embd_pdrop': config.dropout,
+        'resid_pdrop': config.dropout,
+        'bos_token_id': end_of_text,
+        'eos_token_id': end_of_text,
+        **GPT2_FIXED,
+    }
 
 
 def differences(config, hf, source):
-    """['name=value'] of the fields of config that mean another model than the config.json `hf`
-    does."""
+    """Returns ['name=value'] of the fields of config that mean another model than the config.json
+    `hf` does."""
     theirs = meaning(read_config(hf, source)[0])
-    return [f'{name}={getattr(config, name)!r}' for name, value in meaning(config).items() if value != theirs[name]]
+    different = []
+    for name, value in meaning(config).items():
+        if value != theirs[name]:
+            different.append(f'{name}={getattr(config, name)!r}')
+    return different
 
 
 def meaning(config):
-    """{field: value} of a config, with what zeros and patterns stand for, and without what leaves
-    the logits alone."""
+    """Returns {field: value} of a config, with what zeros and patterns stand for, and without what
+    leaves the logits alone."""
     layer_types, is_moe = zip(*[config.layer(i) for i in range(config.n_layer)])
-    values = config.architecture() | {
-        'head_dim': config.head_width, 'n_kv_head': config.kv_heads, 'n_inner': config.mlp_width,
-        'layer_types': layer_types, 'window': config.window if 'window' in layer_types else 0,
-        'dropout': 0.0, 'dtype': ''}
+    values = config.architecture()
+    values['head_dim'] = config.head_width
+    values['n_kv_head'] = config.kv_heads
+    values['n_inner'] = config.mlp_width
+    values['layer_types'] = layer_types
+    values['window'] = config.window if 'window' in layer_types else 0
+    values['dropout'] = 0.0
+    values['dtype'] = ''
     if config.moe:
-        values['moe'] |= {'layers': is_moe, 'balance': 0.0}
+        values['moe']['layers'] = is_moe
+        values['moe']['balance'] = 0.0
     return values
 
 
@@ -229,7 +297,7 @@ class TensorMap(NamedTuple):
     offset: float = 0.0  # added in float32
 
     def to_parameter(self, tensor):
-        """What the tensor on disk puts into parameter[dst]."""
+        """Returns what the tensor on disk puts into parameter[dst]."""
         x = tensor[self.src][self.rows]
         if self.offset:
             x = x.astype(np.float32) + self.offset
@@ -245,12 +313,13 @@ class TensorMap(NamedTuple):
 
 @functools.lru_cache
 def param_shapes(config):
-    """{path: shape} of every parameter of GPT(config). Traces one layer of each kind."""
+    """Returns {path: shape} of every parameter of GPT(config). Traces one layer of each kind."""
     kind_of_layer = [config.layer(i) for i in range(config.n_layer)]
     kinds = list(dict.fromkeys(kind_of_layer))
     layer_types, is_moe = zip(*kinds)
     moe = config.moe and dataclasses.replace(config.moe, layers=is_moe)
-    model = GPT(dataclasses.replace(config, n_layer=len(kinds), layer_types=layer_types, moe=moe, scan_layers=False))
+    model = GPT(dataclasses.replace(config, n_layer=len(kinds), layer_types=layer_types, moe=moe,
+                                    scan_layers=False))
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
     shapes = {}
     of_kind = {kind: {} for kind in kinds}
@@ -266,8 +335,8 @@ def param_shapes(config):
 
 
 def gpt2_tensor_maps(config, *, transpose, prefix):
-    """{path: [TensorMap]} of GPT-2: ('h_0', 'attn', 'c_attn', 'kernel') is h.0.attn.c_attn.weight
-    on disk.
+    """Returns {path: [TensorMap]} of GPT-2: ('h_0', 'attn', 'c_attn', 'kernel') is
+    h.0.attn.c_attn.weight on disk.
 
     transpose: kernels are [out, in] on disk, as nanoGPT's nn.Linear has them; Hugging Face's Conv1D
     has [in, out]."""
@@ -275,9 +344,12 @@ def gpt2_tensor_maps(config, *, transpose, prefix):
     for path, shape in param_shapes(config).items():
         *modules, leaf = path
         end = {'kernel': 'weight', 'scale': 'weight', 'bias': 'bias'}.get(leaf, f'{leaf}.weight')
-        name = prefix * (leaf != 'lm_head') + re.sub('^h_', 'h.', '.'.join([*modules, end]))
+        name = re.sub('^h_', 'h.', '.'.join([*modules, end]))
+        if leaf != 'lm_head':
+            name = prefix + name
         is_transposed = transpose and leaf == 'kernel'
-        tensor_maps[path] = [TensorMap(name, shape[::-1] if is_transposed else shape, is_transposed)]
+        tensor_maps[path] = [TensorMap(name, shape[::-1] if is_transposed else shape,
+                                       is_transposed)]
     return tensor_maps
 
 
@@ -289,8 +361,8 @@ class Layout(NamedTuple):
     router: str = 'gate'  # name of the router in a mixture of experts
     # name of the MLP that every token uses in addition to its experts
     shared: str = 'shared_experts'
-    # 'separate': a tensor for each expert; else one for all, in which the columns of gate and up are
-    # 'interleaved' (gate, up, gate, up, ...) or 'concatenated' (all of gate, all of up)
+    # 'separate': a tensor for each expert; else one for all, in which the columns of gate and up
+    # are 'interleaved' (gate, up, gate, up, ...) or 'concatenated' (all of gate, all of up)
     experts: str = 'separate'
     fused: bool = False  # one tensor for q, k and v, and one for gate and up
     # RoPE rotates channels (2j, 2j + 1); apply_rope() rotates (j, j + width / 2)
@@ -316,12 +388,13 @@ MODEL_NAMES = {('wte',): 'model.embed_tokens.weight', ('ln_f', 'scale'): 'model.
 BLOCK_NORM_NAMES = {
     'pre': {'ln_1': 'input_layernorm', 'ln_2': 'post_attention_layernorm'},
     'post': {'ln_1_post': 'post_attention_layernorm', 'ln_2_post': 'post_feedforward_layernorm'},
-    'both': {'ln_1': 'input_layernorm', 'ln_1_post': 'post_attention_layernorm', 'ln_2': 'pre_feedforward_layernorm',
+    'both': {'ln_1': 'input_layernorm', 'ln_1_post': 'post_attention_layernorm',
+             'ln_2': 'pre_feedforward_layernorm',
              'ln_2_post': 'post_feedforward_layernorm'}}
 
 
 def deinterleave_rope(n_rows, head_width, rope_width):
-    """The numbers of the rows of a matrix [heads * head_width, in]. Of each head the last
+    """Returns the numbers of the rows of a matrix [heads * head_width, in]. Of each head the last
     rope_width, which are pairs (2j, 2j + 1) on disk, are in the order of apply_rope(): the first
     rows of all pairs, then the second ones."""
     heads = np.arange(n_rows).reshape(-1, head_width)
@@ -331,66 +404,102 @@ def deinterleave_rope(n_rows, head_width, rope_width):
 
 
 def llama_names(config, layout):
-    """{module of ours: its name on disk}, without the block's, in the families that use Llama's
-    tensor names."""
-    mlp, shared, mla = layout.mlp, f'{layout.mlp}.{layout.shared}', config.mla
-    return BLOCK_NORM_NAMES[config.block_norms] | {
-        'attn': 'self_attn', 'attn/c_proj': 'self_attn.o_proj', 'attn/k_norm': 'self_attn.k_norm',
-        'attn/q_norm': 'self_attn.q_a_layernorm' if mla else 'self_attn.q_norm',
-        'attn/q_a': 'self_attn.q_a_proj', 'attn/q_b': f'self_attn.{"q_b" if mla and mla.q_rank else "q"}_proj',
-        'attn/kv_a': 'self_attn.kv_a_proj_with_mqa', 'attn/kv_norm': 'self_attn.kv_a_layernorm',
-        'mlp/c_gate': f'{mlp}.gate_proj', 'mlp/c_fc': f'{mlp}.up_proj', 'mlp/c_proj': f'{mlp}.down_proj',
-        'mlp/shared/c_gate': f'{shared}.gate_proj', 'mlp/shared/c_fc': f'{shared}.up_proj',
-        'mlp/shared/c_proj': f'{shared}.down_proj', 'mlp/router': f'{mlp}.{layout.router}'}
+    """Returns {module of ours: its name on disk}, without the block's, in the families that use
+    Llama's tensor names."""
+    attention = 'self_attn'
+    mlp = layout.mlp
+    shared = f'{mlp}.{layout.shared}'
+    has_q_rank = config.mla and config.mla.q_rank
+    q_norm = 'q_a_layernorm' if config.mla else 'q_norm'
+    q_b = 'q_b_proj' if has_q_rank else 'q_proj'
+    return {
+        **BLOCK_NORM_NAMES[config.block_norms],
+        'attn': attention,
+        'attn/c_proj': f'{attention}.o_proj',
+        'attn/k_norm': f'{attention}.k_norm',
+        'attn/q_norm': f'{attention}.{q_norm}',
+        'attn/q_a': f'{attention}.q_a_proj',
+        'attn/q_b': f'{attention}.{q_b}',
+        'attn/kv_a': f'{attention}.kv_a_proj_with_mqa',
+        'attn/kv_norm': f'{attention}.kv_a_layernorm',
+        'mlp/c_gate': f'{mlp}.gate_proj',
+        'mlp/c_fc': f'{mlp}.up_proj',
+        'mlp/c_proj': f'{mlp}.down_proj',
+        'mlp/shared/c_gate': f'{shared}.gate_proj',
+        'mlp/shared/c_fc': f'{shared}.up_proj',
+        'mlp/shared/c_proj': f'{shared}.down_proj',
+        'mlp/router': f'{mlp}.{layout.router}',
+    }
+
+
+# ends of names on disk, by the parameter's; others are the same
+LEAF_NAMES = {'kernel': 'weight', 'scale': 'weight', 'selection_bias': 'e_score_correction_bias',
+              'kv_b': 'kv_b_proj.weight'}
 
 
 def llama_tensor_maps(config, layout):
-    """{path: [TensorMap]} of the families that use Llama's tensor names. Linear layers are [out,
-    in] on disk."""
+    """Returns {path: [TensorMap]} of the families that use Llama's tensor names. Linear layers are
+    [out, in] on disk."""
     names = llama_names(config, layout)
-    ends = {'kernel': 'weight', 'scale': 'weight', 'selection_bias': 'e_score_correction_bias',
-            'kv_b': 'kv_b_proj.weight'}
-    rows = {}
-    if config.mla and layout.interleaved_rope:
-        q_width, kv_width = config.mla.nope_dim + config.mla.rope_dim, config.mla.kv_rank + config.mla.rope_dim
-        rows = {'attn/q_b': deinterleave_rope(config.n_head * q_width, q_width, config.mla.rope_dim),
-                'attn/kv_a': deinterleave_rope(kv_width, kv_width, config.mla.rope_dim)}
+    rows = latent_rows(config, layout)
     tensor_maps = {}
     for path, shape in param_shapes(config).items():
         *modules, leaf = path
-        block, module = f'{layout.prefix}model.layers.{path[0][2:]}', '/'.join(modules[1:])
+        block = f'{layout.prefix}model.layers.{path[0][2:]}'
+        module = '/'.join(modules[1:])
         if path in MODEL_NAMES:
             parts = [TensorMap(layout.prefix + MODEL_NAMES[path], shape)]
         elif module == 'attn/c_attn':
             parts = qkv_tensor_maps(config, layout, f'{block}.self_attn', leaf)
         elif module.startswith('mlp/experts_'):
-            parts = expert_tensor_maps(layout, f'{block}.{layout.mlp}.experts', modules[-1], leaf, shape)
+            experts = f'{block}.{layout.mlp}.experts'
+            parts = expert_tensor_maps(layout, experts, modules[-1], leaf, shape)
         elif layout.fused and module in ('mlp/c_gate', 'mlp/c_fc'):
-            D, F = shape
-            rows_of_module = slice(0, F) if module == 'mlp/c_gate' else slice(F, None)
-            parts = [TensorMap(f'{block}.mlp.gate_up_proj.weight', (2 * F, D), transpose=True, src=rows_of_module)]
+            parts = [fused_mlp_tensor_map(block, module, shape)]
         elif leaf in ('kernel', 'kv_b'):
-            parts = [TensorMap(f'{block}.{names[module]}.{ends[leaf]}', shape[::-1], transpose=True,
-                               rows=rows.get(module, ...))]
+            name = f'{block}.{names[module]}.{LEAF_NAMES[leaf]}'
+            parts = [TensorMap(name, shape[::-1], transpose=True, rows=rows.get(module, ...))]
         else:
-            parts = [TensorMap(f'{block}.{names[module]}.{ends.get(leaf, leaf)}', shape)]
+            name = f'{block}.{names[module]}.{LEAF_NAMES.get(leaf, leaf)}'
+            parts = [TensorMap(name, shape)]
         if leaf == 'scale':
             parts = [part._replace(offset=layout.norm_offset) for part in parts]
         tensor_maps[path] = parts
     return tensor_maps
 
 
+def latent_rows(config, layout):
+    """Returns {module: the numbers of its rows on disk} of multi-head latent attention, where the
+    channels that RoPE rotates are interleaved on disk; {} in other models."""
+    mla = config.mla
+    if not mla or not layout.interleaved_rope:
+        return {}
+    q_width = mla.nope_dim + mla.rope_dim
+    kv_width = mla.kv_rank + mla.rope_dim
+    return {'attn/q_b': deinterleave_rope(config.n_head * q_width, q_width, mla.rope_dim),
+            'attn/kv_a': deinterleave_rope(kv_width, kv_width, mla.rope_dim)}
+
+
+def fused_mlp_tensor_map(block, module, shape):
+    """Returns the TensorMap of the gate or of the other half of an MLP, which are one tensor on
+    disk."""
+    D, F = shape
+    rows_of_module = slice(0, F) if module == 'mlp/c_gate' else slice(F, None)
+    return TensorMap(f'{block}.mlp.gate_up_proj.weight', (2 * F, D), transpose=True,
+                     src=rows_of_module)
+
+
 def family_tensor_maps(config, family, prefix=''):
-    """{path: [TensorMap]} of a model of Hugging Face, of nanoGPT, or 'gguf FAMILY'. prefix: of
-    GPT-2's names."""
+    """Returns {path: [TensorMap]} of a model of Hugging Face, of nanoGPT, or 'gguf FAMILY'. prefix:
+    of GPT-2's names."""
     if family in ('gpt2', 'nanogpt', 'gguf gpt2'):
         return gpt2_tensor_maps(config, transpose=family != 'gpt2', prefix=prefix)
     return llama_tensor_maps(config, LAYOUTS.get(family, Layout()))
 
 
 def qkv_tensor_maps(config, layout, name, leaf):
-    """Attention with query heads that share key and value heads: q, k and v are side by side in our
-    c_attn."""
+    """Returns the TensorMaps of attention with query heads that share key and value heads: q, k and
+    v are side by side in our c_attn."""
     D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_width
     if layout.fused:
         return [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
@@ -399,92 +508,148 @@ def qkv_tensor_maps(config, layout, name, leaf):
         columns = slice(first * K, (first + n) * K)
         if leaf == 'bias':
             parts.append(TensorMap(f'{name}.{theirs}_proj.bias', (n * K,), dst=columns))
-        else:
-            interleaved = layout.interleaved_rope and theirs in 'qk'
-            rows = deinterleave_rope(n * K, K, K) if interleaved else ...
-            parts.append(TensorMap(f'{name}.{theirs}_proj.weight', (n * K, D), transpose=True, rows=rows,
-                                   dst=(slice(None), columns)))
+            continue
+        rows = ...
+        if layout.interleaved_rope and theirs in ('q', 'k'):
+            rows = deinterleave_rope(n * K, K, K)
+        parts.append(TensorMap(f'{name}.{theirs}_proj.weight', (n * K, D), transpose=True,
+                               rows=rows, dst=(slice(None), columns)))
     return parts
 
 
 def expert_tensor_maps(layout, name, ours, leaf, shape):
-    """One of the matrices or biases of all experts. Each is read separately: its tensor may be
-    dequantized on the way.
+    """Returns the TensorMaps of one of the matrices or biases of all experts. Each expert's part is
+    read separately: its tensor may be dequantized on the way.
 
-    shape: of our parameter, [E, in, out] or [E, out]."""
+    shape: the shape of our parameter, [E, in, out] or [E, out]."""
     E, *_, n_out = shape
     if layout.experts == 'separate':
-        theirs = {'experts_c_gate': 'gate', 'experts_c_fc': 'up', 'experts_c_proj': 'down'}[ours]
-        return [TensorMap(f'{name}.{e}.{theirs}_proj.weight', (n_out, shape[1]), transpose=True, dst=e)
+        names = {'experts_c_gate': 'gate', 'experts_c_fc': 'up', 'experts_c_proj': 'down'}
+        return [TensorMap(f'{name}.{e}.{names[ours]}_proj.weight', (n_out, shape[1]),
+                          transpose=True, dst=e)
                 for e in range(E)]
-    tensor, columns = 'down_proj', slice(None)
+    # one tensor for all experts; gate and up share one
+    tensor = 'down_proj'
+    columns = slice(None)
     if ours != 'experts_c_proj':
-        first = ours == 'experts_c_gate'
+        is_gate = ours == 'experts_c_gate'
         tensor = 'gate_up_proj'
-        columns = slice(0, n_out) if first else slice(n_out, None)
         if layout.experts == 'interleaved':
-            columns = slice(0, None, 2) if first else slice(1, None, 2)
-        shape = *shape[:-1], 2 * n_out
-    tensor += '_bias' if leaf == 'bias' else ''
+            columns = slice(0, None, 2) if is_gate else slice(1, None, 2)
+        else:
+            columns = slice(0, n_out) if is_gate else slice(n_out, None)
+        shape = (*shape[:-1], 2 * n_out)
+    if leaf == 'bias':
+        tensor += '_bias'
     return [TensorMap(f'{name}.{tensor}', shape, dst=e, src=(e, ..., columns)) for e in range(E)]
 
 
-def check_sizes(tensors, config, source):
-    """Raises UserError if the tensors {name: array} of a file are too few or too small for
-    GPT(config)."""
-    names = [name for name in tensors if not any(re.search(ignored, name) for ignored in IGNORED)]
-    layers = {int(i) for name in names for i in re.findall(r'(?:^|\.)(?:h|layers)\.(\d{1,9})\.', name)}
-    check_layers(config, layers, source)
-    check_room(config, sum(math.prod(tensors[name].shape) for name in names), source)
-    experts = {int(i) for name in names for i in re.findall(r'\.experts\.(\d{1,9})\.', name)}
-    if config.moe and experts and len(experts) < config.moe.n_expert:
-        raise UserError(f'{source} holds {len(experts)} experts, but its config says {config.moe.n_expert}')
+# -----------------------------------------------------------------------------
+# the tensors of a file
+
+# tensors that are no parameters: causal masks, and what a model for images has besides
+IGNORED = (r'(^|\.)h\.\d+\.attn\.(masked_)?bias$', r'rotary_emb\.inv_freq$',
+           r'^(vision_model|vision_tower|multi_modal_projector)\.')
 
 
-IGNORED = (r'(^|\.)h\.\d+\.attn\.(masked_)?bias$',  # causal masks
-           r'rotary_emb\.inv_freq$', r'^(vision_model|vision_tower|multi_modal_projector)\.')
+def is_ignored(name):
+    """Whether a tensor on disk is no parameter of any GPT."""
+    return any(re.search(pattern, name) for pattern in IGNORED)
 
 
 def is_needed(name, config):
     """Whether a tensor on disk is a parameter of GPT(config), as far as its name tells."""
-    if any(re.search(ignored, name) for ignored in IGNORED):
+    if is_ignored(name):
         return False
     layer = re.search(r'\bmodel\.layers\.(\d+)\.', name)
     # DeepSeek-V3's layers beyond n_layer predict later tokens
     return layer is None or int(layer[1]) < config.n_layer
 
 
+def check_sizes(tensors, config, source):
+    """Raises UserError if the tensors {name: array} of a file are too few or too small for
+    GPT(config)."""
+    names = [name for name in tensors if not is_ignored(name)]
+    layers = numbers_in(names, r'(?:^|\.)(?:h|layers)\.(\d{1,9})\.')
+    check_layers(config, layers, source)
+    n_held = sum(math.prod(tensors[name].shape) for name in names)
+    check_room(config, n_held, source)
+    experts = numbers_in(names, r'\.experts\.(\d{1,9})\.')
+    if config.moe and experts and len(experts) < config.moe.n_expert:
+        raise UserError(f'{source} holds {len(experts)} experts, but its config says '
+                        f'{config.moe.n_expert}')
+
+
+def numbers_in(names, pattern):
+    """Returns the set of the numbers that a pattern finds in names."""
+    numbers = set()
+    for name in names:
+        numbers.update(map(int, re.findall(pattern, name)))
+    return numbers
+
+
+def size_of_parameter(item):
+    """Returns the number of elements of a (path, shape)."""
+    return math.prod(item[1])
+
+
 def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
-    """The parameters of GPT(config) from the tensors {name: array} of a file; see
-    load_pretrained."""
+    """Returns the parameters of GPT(config) from the tensors {name: array} of a file; see
+    load_pretrained. Raises UserError if a tensor is missing or has another shape."""
     tensors = {name: x for name, x in tensors.items() if is_needed(name, config)}
     embedding = tensor_maps['wte',][0].name
     if embedding == 'wte.weight':  # GPT-2, with or without a prefix
         tensors = {name.removeprefix('transformer.'): x for name, x in tensors.items()}
-    head = next((name for name in tensors if name.endswith('lm_head.weight')), None)
-    tied = tensors.pop(head, None) if config.tied_head else None
-    shapes = {tensor_map.name: tensor_map.shape for group in tensor_maps.values() for tensor_map in group}
+
+    # a tied head may be there twice
+    heads = [name for name in tensors if name.endswith('lm_head.weight')]
+    head, tied = None, None
+    if config.tied_head and heads:
+        head = heads[0]
+        tied = tensors.pop(head)
+    shapes = {}
+    for group in tensor_maps.values():
+        for tensor_map in group:
+            shapes[tensor_map.name] = tensor_map.shape
     check_tensors(tensors, shapes, source)
     if tied is not None and not np.array_equal(tied[...], tensors[embedding][...]):
-        raise UserError(f'{source}: {head} differs from {embedding}, to which the config says that it is tied')
+        raise UserError(f'{source}: {head} differs from {embedding}, to which the config says that '
+                        'it is tied')
+
     params = {}
     # largest first, so that its temporary copies do not add to the rest
-    for path, shape in sorted(param_shapes(config).items(), key=lambda item: -math.prod(item[1])):
+    for path, shape in sorted(param_shapes(config).items(), key=size_of_parameter, reverse=True):
         parts = [(tensor_map, tensors[tensor_map.name]) for tensor_map in tensor_maps[path]]
-        matrix_dtype = common_dtype(tensor for _, tensor in parts) if dtype == 'stored' else dtype
-        # [out, in] on disk: the same in memory, because a copy that transposes takes longer
-        is_transposed = len(shape) == 2 and all(tensor_map.transpose for tensor_map, _ in parts)
-        array = aligned_empty(shape[::-1] if is_transposed else shape, matrix_dtype if len(shape) >= 2 else np.float32)
-        array = array.T if is_transposed else array
-        for tensor_map, tensor in parts:
-            array[tensor_map.dst] = tensor_map.to_parameter(tensor)
-        for _, tensor in parts:
-            if isinstance(tensor, np.memmap) and hasattr(tensor._mmap, 'madvise'):
-                # the file's pages count as this process's memory until then
-                tensor._mmap.madvise(mmap.MADV_DONTNEED)
+        array = assemble_parameter(parts, shape, dtype)
+        release_pages(tensor for _, tensor in parts)
         params[path] = place(path, array)
         del array
     return unflatten_dict(params)
+
+
+def assemble_parameter(parts, shape, dtype):
+    """Returns a parameter of this shape from its parts [(TensorMap, tensor)]."""
+    if len(shape) < 2:
+        dtype = np.float32
+    elif dtype == 'stored':
+        dtype = common_dtype(tensor for _, tensor in parts)
+    # [out, in] on disk: the same in memory, because a copy that transposes takes longer
+    is_transposed = len(shape) == 2 and all(tensor_map.transpose for tensor_map, _ in parts)
+    if is_transposed:
+        array = aligned_empty(shape[::-1], dtype).T
+    else:
+        array = aligned_empty(shape, dtype)
+    for tensor_map, tensor in parts:
+        array[tensor_map.dst] = tensor_map.to_parameter(tensor)
+    return array
+
+
+def release_pages(tensors):
+    """Lets go of the pages of memory-mapped files, which count as this process's memory."""
+    for tensor in tensors:
+        if isinstance(tensor, np.memmap) and hasattr(tensor._mmap, 'madvise'):
+            tensor._mmap.madvise(mmap.MADV_DONTNEED)
+
 
 # -----------------------------------------------------------------------------
 # Hugging Face folders and nanoGPT
@@ -516,8 +681,8 @@ def load_weights(source, config, parallel, change=None):
 
 
 def open_model(path_or_name):
-    """(config, family, {name: array}, file of the weights) of what load_pretrained reads. The
-    arrays of safetensors are memory-mapped, and what is quantized dequantizes when it is
+    """Returns (config, family, {name: array}, file of the weights) of what load_pretrained reads.
+    The arrays of safetensors are memory-mapped, and what is quantized dequantizes when it is
     indexed."""
     file = weight_file(local_path(path_or_name))
     source = find_config_json(file)
@@ -527,21 +692,23 @@ def open_model(path_or_name):
         return config, 'nanogpt', tensors, file
     hf = read_json(source)
     config, family = read_config(hf, source)
-    family = f'gguf {family}' if os.path.basename(file) == GGUF_PATH else family
+    if os.path.basename(file) == GGUF_PATH:
+        family = f'gguf {family}'
     tensors = dequantize_lazily(read_tensors(file), read_block(hf, source), file)
     check_sizes(tensors, config, file)
     return config, family, tensors, file
 
 
 def read_nanogpt(path):
-    """(config, {name: array}) of a ckpt.pt that nanoGPT's train.py wrote."""
+    """Returns (config, {name: array}) of a ckpt.pt that nanoGPT's train.py wrote."""
     checkpoint = read_torch_checkpoint(path)
     require_keys(['model', 'model_args'], checkpoint, path, 'a checkpoint of nanoGPT')
     args, tensors = checkpoint['model_args'], checkpoint['model']
     require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
     # nanoGPT's first checkpoints lack the entry; they have biases
     bias = args.get('bias') is not False
-    config = make_config({name: args[name] for name in GPT2_SIZES} | {'bias': bias}, path)
+    fields = {name: args[name] for name in GPT2_SIZES}
+    config = make_config({**fields, 'bias': bias}, path)
     if not is_state_dict(tensors):
         raise UserError(f'{path} does not hold a state dict, names with their tensors')
     # torch.compile's prefix

@@ -37,8 +37,8 @@ BATCH_BYTES = 2**24  # of parquet, about
 # bytes and characters
 
 def ending(path):
-    """The ending of a file's name in small letters, without that of its compression: '.jsonl' of
-    A.JSONL.GZ."""
+    """Returns the ending of a file's name in small letters, without that of its compression:
+    '.jsonl' of A.JSONL.GZ."""
     name = path.lower()
     for compressed in COMPRESSED_ENDINGS:
         name = name.removesuffix(compressed)
@@ -84,9 +84,9 @@ def open_bytes(path):
 
 
 def find_encoding(start, are_rows):
-    """The encoding of a text that begins with these bytes: what its byte-order mark says, else
-    UTF-8. Rows may lack the mark, because they begin with ASCII: there the zeros tell UTF-16 and
-    UTF-32."""
+    """Returns the encoding of a text that begins with these bytes: what its byte-order mark says,
+    else UTF-8. Rows may lack the mark, because they begin with ASCII: there the zeros tell UTF-16
+    and UTF-32."""
     if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return 'utf-32'
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -183,7 +183,7 @@ def has_parquet(path):
 
 
 def kind_of_rows(path):
-    """'parquet', 'csv' or 'json', for a file of rows."""
+    """Returns 'parquet', 'csv' or 'json', for a file of rows."""
     if has_parquet(path) or ending(path) in PARQUET_ENDINGS:
         return 'parquet'
     if ending(path) in CSV_ENDINGS and peek_json(path) is None:
@@ -192,9 +192,9 @@ def kind_of_rows(path):
 
 
 def kind_of_file(path, keys):
-    """'text', or what kind_of_rows says. A file has rows by its ending; .txt, or a file without an
-    ending, by its content, if that begins with JSON that has a text by one of the keys. A program
-    or a Markdown file with JSON in it is a text; without keys, all but parquet is."""
+    """Returns 'text', or what kind_of_rows says. A file has rows by its ending; .txt, or a file
+    without an ending, by its content, if that begins with JSON that has a text by one of the keys.
+    A program or a Markdown file with JSON in it is a text; without keys, all but parquet is."""
     if has_parquet(path):
         return 'parquet'
     if not keys:
@@ -211,8 +211,8 @@ def kind_of_file(path, keys):
 
 
 def peek_json(path):
-    """The first value of a JSON text, [its first element] of an array; None if it does not begin
-    with one, or with one of more than BLOCK characters."""
+    """Returns the first value of a JSON text, [its first element] of an array; None if it does not
+    begin with one, or with one of more than BLOCK characters."""
     size = 2**12
     try:
         with contextlib.closing(read_blocks(path, are_rows=True, size=size)) as blocks:
@@ -261,13 +261,13 @@ class JsonStream:
         self.at = self.counted = 0
 
     def number(self):
-        """The number of the line in which the next value begins."""
+        """Returns the number of the line in which the next value begins."""
         self.line += self.text.count('\n', self.counted, self.at)
         self.counted = self.at
         return self.line
 
     def peek(self):
-        """The next character that is no space; '' at the end."""
+        """Returns the next character that is no space; '' at the end."""
         while True:
             self.at = NO_SPACE.match(self.text, self.at).end()
             if self.at < len(self.text):
@@ -277,7 +277,7 @@ class JsonStream:
             self.read()
 
     def value(self):
-        """The next value. Raises UserError if it is not JSON."""
+        """Returns the next value. Raises UserError if it is not JSON."""
         while True:
             try:
                 value, end = self.decode(self.text, self.at)
@@ -327,7 +327,7 @@ NO_SPACE = re.compile(r'[ \t\n\r]*')
 
 
 def take(blocks, size):
-    """The first characters of a text, at least `size` if there are so many."""
+    """Returns the first characters of a text, at least `size` if there are so many."""
     parts = []
     for block in blocks:
         parts.append(block)
@@ -452,7 +452,7 @@ def read_csv(path, keys):
 
 
 def read_header(header, path, keys):
-    """(names, delimiter) of a table: the one with which its header has one of the keys."""
+    """Returns (names, delimiter) of a table: the one with which its header has one of the keys."""
     tables = {}
     for delimiter in ',\t;|':
         try:
@@ -477,7 +477,7 @@ def refuse_columns(path, keys, names):
 
 
 def name_some(names):
-    """A list of names for a message, not longer than a line."""
+    """Returns a list of names for a message, not longer than a line."""
     text = ', '.join(str(name) for name in names)
     return text if len(text) <= 200 else text[:200] + ' ...'
 
@@ -500,8 +500,8 @@ def read_parquet(path, keys, columns=None):
 
 
 def count_rows(file, columns):
-    """How many rows of these columns of an open parquet file to read at a time: fewer where they
-    are large, one where a dictionary may make any of them larger than the file says."""
+    """Returns how many rows of these columns of an open parquet file to read at a time: fewer where
+    they are large, one where a dictionary may make any of them larger than the file says."""
     n_bytes = 0
     for i in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(i)
@@ -525,7 +525,7 @@ def has_large_dictionary(chunk):
 
 
 def column_values(column):
-    """The values of a column, as Python has them; bytes for a text that is not UTF-8."""
+    """Returns the values of a column, as Python has them; bytes for a text that is not UTF-8."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:

@@ -79,7 +79,7 @@ class JsonConfig:
         self.what = what
 
     def get(self, key, default=REQUIRED, kind=int):
-        """The checked value of `key`, or None where it is null and may be.
+        """Returns the checked value of `key`, or None where it is null and may be.
 
         default: what a missing key means; if not given, that of self.defaults. Without one, a
         missing key is an error.
@@ -126,8 +126,8 @@ class JsonConfig:
             )
 
     def get_list(self, key, default=REQUIRED, kind=int):
-        """The list at `key`, or None where it is null and may be. kind: the type of its entries;
-        numbers are finite."""
+        """Returns the list at `key`, or None where it is null and may be. kind: the type of its
+        entries; numbers are finite."""
         values = self.get(key, default, kind=list)
         if values is None:
             return None
@@ -160,7 +160,7 @@ class JsonConfig:
 
 
 def as_float(number):
-    """An int as a float; infinite if it has more digits than a float can have."""
+    """Returns an int as a float; infinite if it has more digits than a float can have."""
     try:
         return float(number)
     except OverflowError:
@@ -168,7 +168,7 @@ def as_float(number):
 
 
 def shown(value):
-    """The start of a value of a JSON file, as it is written there, for an error message."""
+    """Returns the start of a value of a JSON file, as it is written there, for an error message."""
     if (
         type(value) is int and value.bit_length() > 200
     ):  # Python refuses to print more than 4,300 digits
