@@ -60,7 +60,7 @@ def path_inside(folder, name):
     consists of links, it may lead to the files of the same model. Raises UserError for a name or a
     link that leads out of the folder."""
     path = os.path.join(folder, name)
-    if '\0' in str(name):
+    if not can_be_a_path(path):
         raise UserError(f'{folder} names a file {name!r}, and no file has such a name')
     target = Path(os.path.realpath(path))
     allowed = folder_of_model(Path(os.path.realpath(folder)))
@@ -68,6 +68,14 @@ def path_inside(folder, name):
         raise UserError(f'{printable(path)} is not read: it leads out of its folder, to '
                         f'{printable(str(target))}; if you trust it, put a copy into the folder')
     return path
+
+
+def can_be_a_path(path):
+    """Returns whether a file could have this path: not with a zero, or with half of a character."""
+    try:
+        return b'\0' not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 def regular_file(folder, name):

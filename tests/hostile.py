@@ -321,6 +321,18 @@ def write_kept_config(folder):
     shutil.copyfile(folder / 'config.json', folder / 'out' / 'tokenizer' / 'config.json')
 
 
+def write_bin_shards(folder):
+    """Makes `folder` a model whose pytorch_model.bin has an index."""
+    shutil.copytree(GOLDEN / 'hf_bin', folder)
+    shard = 'pytorch_model-00001-of-00001.bin'
+    (folder / 'pytorch_model.bin').rename(folder / shard)
+    header = (GOLDEN / 'hf' / 'model.safetensors').read_bytes()
+    size = int.from_bytes(header[:8], 'little')
+    names = [name for name in json.loads(header[8:8 + size]) if name != '__metadata__']
+    index = {'metadata': {}, 'weight_map': dict.fromkeys(names, shard)}
+    (folder / 'pytorch_model.bin.index.json').write_text(json.dumps(index))
+
+
 def write_adapter(folder):
     """Makes `folder` an adapter of peft with its base in it."""
     shutil.copytree(GOLDEN / 'peft' / 'plain', folder)
@@ -391,6 +403,7 @@ HONEST = {  # name: the function that makes the folder
     'gpt2': copied(GOLDEN / 'hf'),
     'sharded': copied(GOLDEN / 'hf_sharded'),
     'bin': copied(GOLDEN / 'hf_bin'),
+    'bin shards': write_bin_shards,
     'nanogpt': copied(GOLDEN / 'nanogpt'),
     'gguf bpe': write_gguf_bpe,
     'gguf char': write_gguf_chars,
@@ -615,6 +628,9 @@ READERS = {
     'config.json moe': Reader(MOE, 'config.json', mutate_json, read_model),
     'config.json others': Reader(OTHER_FAMILIES, 'config.json', mutate_json, read_model),
     'index.json': Reader('sharded', 'model.safetensors.index.json', mutate_json, read_model),
+    'index.json of bin': Reader(
+        'bin shards', 'pytorch_model.bin.index.json', mutate_json, read_model
+    ),
     'gguf bpe': Reader('gguf bpe', 'model.gguf', mutate_gguf, read_gguf),
     'gguf char': Reader('gguf char', 'model.gguf', mutate_gguf, read_gguf),
     'ckpt.pt': Reader('nanogpt', 'ckpt.pt', mutate_torch, read_model),
