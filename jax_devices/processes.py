@@ -1,4 +1,4 @@
-"""Several processes: how they find each other, and agree; the signals that stop one."""
+"""Several processes: how they find each other and agree; the signals that stop one."""
 import errno
 import importlib.util
 import json
@@ -19,70 +19,99 @@ PEER_TIMEOUT = 60  # seconds of silence after which a process counts as dead
 
 
 def initialize_distributed(coordinator_address='', num_processes=0, process_id=-1):
-    """jax.distributed.initialize, if several processes train together. Call it before JAX initializes its backends.
+    """Calls jax.distributed.initialize, if several processes train together. Call it before JAX
+    initializes its backends.
 
-    coordinator_address: host:port of process 0, to which the others connect, with num_processes and process_id; 'auto'
-        lets JAX detect all three (a TPU pod). JAX also detects them where coordinator_address is empty and Slurm,
-        Open MPI or an indexed Kubernetes job has started several processes; torchrun's variables are understood too.
-    num_processes=1 starts alone, also where the environment speaks of several (a Kubernetes job of one pod).
-    Raises UserError if the flags do not go together or the processes do not find each other."""
+    coordinator_address: host:port of process 0, to which the others connect. 'auto' lets JAX detect
+    all three options (on a TPU pod). JAX also detects them where coordinator_address is empty and
+    Slurm, Open MPI or an indexed Kubernetes job has started several processes; torchrun's variables
+    are understood too.
+    num_processes: the number of processes. 1 starts alone, also where the environment speaks of
+    several (a Kubernetes job of one pod).
+    process_id: the number of this process, from 0.
+
+    Raises UserError if the flags do not go together, or if the processes do not find each other."""
+    # One process, by name.
     if num_processes == 1 and not coordinator_address and process_id < 1:
         return
+
+    # The flags: all three or none.
+    is_detected = coordinator_address in ('', 'auto')
     if num_processes or process_id >= 0:
         host, _, port = coordinator_address.rpartition(':')
-        if not host or not port.isdecimal() or not 0 <= process_id < num_processes:
-            raise UserError('several processes need --coordinator_address=host:port of process 0, --num_processes=N '
-                            f'and --process_id=0 to N-1; got {coordinator_address!r}, {num_processes}, {process_id}')
-    elif coordinator_address not in ('', 'auto'):
-        raise UserError(f'--coordinator_address={coordinator_address} needs --num_processes and --process_id')
-    elif not coordinator_address and int(os.environ.get('WORLD_SIZE') or 1) > 1 and 'RANK' in os.environ:
-        return join_torchrun()
-    in_pod = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys()
-    several = (int(os.environ.get('SLURM_NTASKS') or 1) > 1 and 'SLURM_STEP_NODELIST' in os.environ
-               or int(os.environ.get('OMPI_COMM_WORLD_SIZE') or 1) > 1 or in_pod)
-    if not coordinator_address and not several:
+        is_address = host and port.isdecimal()
+        if not is_address or not 0 <= process_id < num_processes:
+            raise UserError('several processes need --coordinator_address=host:port of process 0, '
+                            '--num_processes=N and --process_id=0 to N-1; got '
+                            f'{coordinator_address!r}, {num_processes}, {process_id}')
+    elif not is_detected:
+        raise UserError(f'--coordinator_address={coordinator_address} needs --num_processes and '
+                        '--process_id')
+    elif not coordinator_address and has_several('WORLD_SIZE') and 'RANK' in os.environ:
+        join_torchrun()
         return
-    if in_pod and coordinator_address in ('', 'auto') and importlib.util.find_spec('kubernetes') is None:
-        raise UserError('JAX finds the pods of a Kubernetes job with the package kubernetes: pip install "jax[k8s]"; '
-                        'for a job of one pod add --num_processes=1')
-    cluster = {}  # JAX detects it
-    if coordinator_address not in ('', 'auto'):
-        cluster = dict(coordinator_address=coordinator_address, num_processes=num_processes, process_id=process_id)
-        if process_id == 0:
-            check_port_is_free(int(port))
-    join(**cluster)
+
+    # The environment: does it speak of several processes?
+    in_slurm = has_several('SLURM_NTASKS') and 'SLURM_STEP_NODELIST' in os.environ
+    in_open_mpi = has_several('OMPI_COMM_WORLD_SIZE')
+    in_pod = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys()
+    if not coordinator_address and not (in_slurm or in_open_mpi or in_pod):
+        return
+    if in_pod and is_detected and importlib.util.find_spec('kubernetes') is None:
+        raise UserError('JAX finds the pods of a Kubernetes job with the package kubernetes: pip '
+                        'install "jax[k8s]"; for a job of one pod add --num_processes=1')
+
+    # Join, as JAX detects it or as the flags say.
+    if is_detected:
+        join()
+        return
+    if process_id == 0:
+        check_port_is_free(int(port))
+    join(coordinator_address=coordinator_address, num_processes=num_processes,
+         process_id=process_id)
+
+
+def has_several(variable):
+    """Returns whether a variable of the environment is a number above 1."""
+    return int(os.environ.get(variable) or 1) > 1
 
 
 def check_port_is_free(port):
-    """Raises UserError if another program listens where process 0 is to: mostly another process 0. Two of them can
-    listen on one port, and each would wait for the others for 5 minutes."""
+    """Raises UserError if another program listens where process 0 is to: mostly another process 0.
+    Two of them can listen on one port, and each would wait for the others for 5 minutes."""
     with socket.socket() as listener:
+        # Connections of an earlier run that are still closing do not count.
         if os.name == 'posix':
-            # connections of an earlier run that are still closing do not count
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(('', port))
         except (OSError, OverflowError) as error:
-            raise UserError(
-                f'process 0 cannot listen on port {port} ({error}): is there another one with --process_id=0? '
-                'Each process needs its own; or choose another port in --coordinator_address') from error
+            raise UserError(f'process 0 cannot listen on port {port} ({error}): is there another '
+                            'one with --process_id=0? Each process needs its own; or choose '
+                            'another port in --coordinator_address') from error
 
 
 def join_torchrun():
-    """Joins the processes that torchrun started, each with the one GPU that LOCAL_RANK names. MASTER_PORT is torchrun's
-    own, the coordinator listens on the next one. Raises UserError for variables that are missing or not numbers."""
+    """Joins the processes that torchrun started, each with the one GPU that LOCAL_RANK names.
+
+    MASTER_PORT is torchrun's own, so the coordinator listens on the next one. Raises UserError for
+    variables that are missing or not numbers."""
     env = os.environ
     try:
-        join(coordinator_address=f"{env['MASTER_ADDR']}:{int(env['MASTER_PORT']) + 1}",
+        port = int(env['MASTER_PORT']) + 1
+        join(coordinator_address=f"{env['MASTER_ADDR']}:{port}",
              num_processes=int(env['WORLD_SIZE']), process_id=int(env['RANK']),
              local_device_ids=int(env['LOCAL_RANK']) if 'LOCAL_RANK' in env else None)
     except (KeyError, ValueError) as error:
-        raise UserError(f"torchrun's variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are incomplete ({error}); "
-                        'set them all, or unset WORLD_SIZE to train in one process') from error
+        raise UserError("torchrun's variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are "
+                        f'incomplete ({error}); set them all, or unset WORLD_SIZE to train in one '
+                        'process') from error
 
 
 def join(**cluster):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the wait for the others, up to 5 minutes
+    """Joins the other processes. cluster: what jax.distributed.initialize shall not detect."""
+    # Ctrl-C ends the wait for the others, which is up to 5 minutes.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         jax.distributed.initialize(**cluster, heartbeat_timeout_seconds=PEER_TIMEOUT,
                                    shutdown_timeout_seconds=PEER_TIMEOUT)
@@ -91,83 +120,119 @@ def join(**cluster):
 
 
 def gather_texts(text):
-    """The texts of all processes, each of at most 64 kB, in the order of the processes."""
+    """Returns the texts of all processes, each of at most 64 kB, in the order of the processes. All
+    processes have to call it."""
     if jax.process_count() == 1:
         return [text]
     from jax.experimental import multihost_utils
+
+    # JAX gathers arrays, of the same shape in all processes: bytes, filled up with zeros.
     mine = np.zeros(2**16, np.uint8)
     encoded = text.encode()[:len(mine)]
     mine[:len(encoded)] = list(encoded)
-    return [bytes(row).rstrip(b'\0').decode(errors='ignore') for row in multihost_utils.process_allgather(mine)]
+    texts = []
+    for row in multihost_utils.process_allgather(mine):
+        encoded = bytes(row).rstrip(b'\0')
+        texts.append(encoded.decode(errors='ignore'))
+    return texts
 
 
 def in_all_processes(function, *args):
-    """function(*args), called in all processes: a UserError in one of them is raised in all, so that none waits."""
-    result, message = None, ''
+    """Returns function(*args), called in all processes: a UserError in one of them is raised in
+    all, so that none waits."""
+    result = None
+    message = ''
     try:
         result = function(*args)
     except UserError as error:
         message = str(error)
+
     messages = gather_texts(message)
+    are_same = len(set(messages)) == 1
     for i, message in enumerate(messages):
+        if message and are_same:
+            raise UserError(message)
         if message:
-            raise UserError(message if len(set(messages)) == 1 else f'process {i}: {message}')
+            raise UserError(f'process {i}: {message}')
     return result
 
 
 def check_agreement(what, values):
-    """Raises UserError in all processes if `values`, {name: JSON value}, are not the same in all of them."""
-    first, *others = [json.loads(text) for text in gather_texts(json.dumps(values))]
+    """Raises UserError in all processes if `values`, {name: JSON value}, are not the same in all of
+    them."""
+    texts = gather_texts(json.dumps(values))
+    first, *others = [json.loads(text) for text in texts]
     for i, other in enumerate(others, start=1):
-        different = [f'{name} is {first.get(name)} and {other.get(name)}' for name in first | other
-                     if first.get(name) != other.get(name)]
+        different = []
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                different.append(f'{name} is {first.get(name)} and {other.get(name)}')
         if different:
             raise UserError(f'processes 0 and {i} have different {what}, all must have the same: '
                             f'{", ".join(different)}')
 
+# -----------------------------------------------------------------------------
+# signals
 
-# The signals that stop a run. When a terminal closes, or a login ends, a process gets SIGHUP, from the shell and from
-# the system, and perhaps SIGTERM beside it.
+
+# The signals that stop a run. When a terminal closes, or a login ends, a process gets SIGHUP, from
+# the shell and from the system, and perhaps SIGTERM beside it.
 HANGUP = getattr(signal, 'SIGHUP', None)  # Windows has none
-STOP_SIGNALS = [signum for signum in (signal.SIGTERM, signal.SIGINT, HANGUP) if signum is not None]
-HANGUP_SECONDS = 1.0  # within which the signals of one closed terminal come
+STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT]
+if HANGUP is not None:
+    STOP_SIGNALS.append(HANGUP)
+HANGUP_SECONDS = 1.0  # the time within which the signals of one closed terminal come
 
 
 class StopSignal:
-    """Catches SIGTERM, SIGINT and SIGHUP so that the loop can save and stop. A second one ends the process at once, but
-    not while it saves, and not if it is of the same closed terminal. With nothing_to_save the first one ends the
-    process. SIGHUP stays ignored where it is, as nohup wants it.
+    """Catches SIGTERM, SIGINT and SIGHUP, so that the loop can save and stop.
 
-    Each signal is answered by one line on stderr, at once: by a thread, because Python runs the handlers of signals
-    only between two steps of the main thread, and a training step, a compilation or loading the weights is one.
-    What is printed after the terminal has closed is discarded: see AfterHangup."""
+    A second signal ends the process at once, but not while it saves, and not if it comes from the
+    same closed terminal. With nothing_to_save the first one ends the process. SIGHUP stays ignored
+    where it is, as nohup wants it.
+
+    Each signal is answered by one line on stderr, at once: by a thread, because Python runs the
+    handlers of signals only between two steps of the main thread, and a training step, a
+    compilation or loading the weights is one. What is printed after the terminal has closed is
+    discarded: see AfterHangup."""
 
     def __init__(self, nothing_to_save=False):
         self.nothing_to_save = nothing_to_save
-        self.saving = lambda: False  # whether a save is under way
-        self.signum = 0  # none yet
+        self.saving = lambda: False  # replaced by a function: whether a save is under way
+        self.signum = 0  # the first signal; 0 before it
         self.came_at = math.inf  # time.monotonic() of the first signal
         self.answered = threading.Event()
-        if sys.stdout is not None:  # python train_jax.py >&- has none
+
+        # A process that was started with >&- has no stdout.
+        if sys.stdout is not None:
             sys.stdout = AfterHangup(sys.stdout, self)
         if sys.stderr is not None:
             sys.stderr = AfterHangup(sys.stderr, self)
+
+        # Python writes the number of each signal as a byte into a socket, which the thread reads.
         received, sender = socket.socketpair()
         sender.setblocking(False)
-        signal.set_wakeup_fd(sender.detach())  # gets the number of each signal as a byte
+        signal.set_wakeup_fd(sender.detach())
         threading.Thread(target=self.answer, args=(received,), daemon=True).start()
+
         for signum in STOP_SIGNALS:
-            if signum != HANGUP or signal.getsignal(signum) != signal.SIG_IGN:
+            is_nohup = signum == HANGUP and signal.getsignal(signum) == signal.SIG_IGN
+            if not is_nohup:
                 signal.signal(signum, self.receive)
 
     def receive(self, signum, frame):
+        """Is called in the main thread for each signal, between two steps of Python."""
         if self.nothing_to_save:
             self.answered.wait(5)
             sys.exit(128 + signum)
 
     def answer(self, received):
-        while received_byte := received.recv(1):
-            signum = received_byte[0]
+        """Answers the signals, in a thread of its own, until the socket is closed."""
+        while True:
+            number = received.recv(1)
+            if not number:
+                return
+            signum = number[0]
             if signum in STOP_SIGNALS:
                 self.answer_one(signum)
                 self.answered.set()
@@ -184,12 +249,18 @@ class StopSignal:
             elif signum == HANGUP:
                 say('stopping after this iteration, then saving: the terminal has closed (SIGHUP)')
             else:
-                say(f'stopping after this iteration, then saving; {name} again ends at once, without saving')
+                say(f'stopping after this iteration, then saving; {name} again ends at once, '
+                    'without saving')
             return
-        # Bash and the system both send SIGHUP, and systemd sends SIGTERM beside it: they are one event
-        is_of_same_hangup = self.signum == HANGUP and time.monotonic() - self.came_at < HANGUP_SECONDS
-        if signum == HANGUP or is_of_same_hangup:
+
+        # Bash and the system both send SIGHUP, and systemd sends SIGTERM beside it: they are one
+        # event.
+        is_soon = time.monotonic() - self.came_at < HANGUP_SECONDS
+        is_same_hangup = self.signum == HANGUP and is_soon
+        if signum == HANGUP or is_same_hangup:
             return
+
+        # A second signal: the user does not want to wait.
         if self.saving():
             say(f'{name} has to wait: a checkpoint is being written')
             return
@@ -198,11 +269,11 @@ class StopSignal:
 
 
 class AfterHangup:
-    """A text stream, sys.stdout or sys.stderr, that discards what is written after its terminal has closed: an error of
-    print must not cost the run that is to be saved. A reader that goes away without SIGHUP, as `head -1` does, raises
-    BrokenPipeError as ever.
+    """A text stream, in the place of sys.stdout or sys.stderr, that discards what is written after
+    its terminal has closed: an error of print must not cost the run that is to be saved.
 
-    stream: what is written to. stop: the StopSignal that sees SIGHUP."""
+    A reader that goes away without SIGHUP, as `head -1` does, raises BrokenPipeError as ever.
+    stream: the stream that is written to. stop: the StopSignal that sees SIGHUP."""
 
     def __init__(self, stream, stop):
         self.stream = stream
@@ -227,16 +298,20 @@ class AfterHangup:
             self.stream.flush()
 
     def discard(self, error):
-        """Sends this and all later output to os.devnull, if the terminal has closed; raises the error if not."""
+        """Sends this and all later output to os.devnull, if the terminal has closed; raises the
+        error if not."""
         is_closed_terminal = self.was_terminal and error.errno == errno.EIO
-        if not is_closed_terminal and not (error.errno == errno.EPIPE and self.sees_hangup()):
+        is_closed_pipe = not is_closed_terminal and error.errno == errno.EPIPE
+        is_hangup = is_closed_terminal or is_closed_pipe and self.sees_hangup()
+        if not is_hangup:
             raise error
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.stream.fileno())
         os.close(null)
 
     def sees_hangup(self):
-        """Whether SIGHUP has come, for which it waits a moment: the reader of a pipe may have got it earlier."""
+        """Returns whether SIGHUP has come. It waits a moment for it: the reader of a pipe may have
+        got it earlier."""
         deadline = time.monotonic() + HANGUP_SECONDS
         while not self.stop.signum and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -244,10 +319,13 @@ class AfterHangup:
 
 
 def signal_name(signum):
-    """As users know the signal: Ctrl-C, or SIGTERM."""
-    return 'Ctrl-C' if signum == signal.SIGINT else signal.Signals(signum).name
+    """Returns the name by which users know a signal: Ctrl-C, or SIGTERM."""
+    if signum == signal.SIGINT:
+        return 'Ctrl-C'
+    return signal.Signals(signum).name
 
 
 def say(text):
-    """Prints a line on stderr, below a progress bar."""
-    print(f'\n{text}' if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    """Prints a line on stderr. On a terminal it is below a progress bar."""
+    line = f'\n{text}' if sys.stderr.isatty() else text
+    print(line, file=sys.stderr, flush=True)

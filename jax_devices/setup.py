@@ -20,89 +20,147 @@ import numpy as np
 
 from jax_flags import DTYPES, UserError, ceil_div, check_choice, read_json
 
-# dense bfloat16 FLOP/s of one device, from the vendors' data sheets; the first name found in jax's device_kind counts
+# Dense bfloat16 FLOP/s of one device, from the vendors' data sheets. The first name that is found
+# in jax's device_kind counts, so 'H100 PCIe' comes before 'H100'.
 PEAK_FLOPS = {
-    'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'GH200': 989e12, 'B200': 2250e12, 'A100': 312e12,
-    'L40S': 362e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12, 'T4': 65e12,
-    'TPU v2': 45e12, 'TPU v3': 123e12, 'TPU v4': 275e12, 'TPU v5 lite': 197e12, 'TPU v5e': 197e12, 'TPU v5': 459e12,
+    'H200': 989e12,
+    'H100 PCIe': 756e12,
+    'H100': 989e12,
+    'GH200': 989e12,
+    'B200': 2250e12,
+    'A100': 312e12,
+    'L40S': 362e12,
+    'RTX 4090': 165e12,
+    'RTX 3090': 71e12,
+    'V100': 125e12,
+    'T4': 65e12,
+    'TPU v2': 45e12,
+    'TPU v3': 123e12,
+    'TPU v4': 275e12,
+    'TPU v5 lite': 197e12,
+    'TPU v5e': 197e12,
+    'TPU v5': 459e12,
     'TPU v6': 918e12,
 }
 
 
 def device_peak_flops(device):
-    """Peak FLOP/s of a device for the MFU, or None if the device is not in PEAK_FLOPS."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name.lower() in device.device_kind.lower()), None)
+    """Returns the peak FLOP/s of a device for the MFU, or None if it is not in PEAK_FLOPS."""
+    kind = device.device_kind.lower()
+    for name, peak in PEAK_FLOPS.items():
+        if name.lower() in kind:
+            return peak
+    return None
 
+
+# -----------------------------------------------------------------------------
+# devices and dtype
 
 def check_device_availability(device='auto'):
-    """The list of jax devices that the flag `device` means: all of 'cpu', 'gpu' or 'cuda', 'tpu', or 'auto' (the best
-    of these); 'cuda:1' is one of them. Raises UserError if it is not there."""
+    """Returns the list of jax devices that the flag `device` means.
+
+    'cpu', 'gpu' or 'cuda', and 'tpu' are all devices of the kind, 'auto' all of the best kind that
+    is there, and 'cuda:1' is one of them. Raises UserError if it is not there."""
     kind, _, index = device.partition(':')
-    if kind not in ('auto', 'cpu', 'gpu', 'cuda', 'tpu') or (index and not index.isdigit()):
+    is_known = kind in ('auto', 'cpu', 'gpu', 'cuda', 'tpu')
+    if not is_known or (index and not index.isdigit()):
         hint = '; JAX has no MPS, use cpu' if kind == 'mps' else ''
-        raise UserError(f"device must be auto, cpu, cuda, tpu, or one of several as in cuda:0, not {device!r}{hint}")
+        raise UserError('device must be auto, cpu, cuda, tpu, or one of several as in cuda:0, '
+                        f'not {device!r}{hint}')
+
+    # All devices of the kind.
+    backends = {'auto': None, 'cuda': 'gpu'}
     try:
-        devices = jax.devices(None if kind == 'auto' else {'cuda': 'gpu'}.get(kind, kind))
+        devices = jax.devices(backends.get(kind, kind))
     except RuntimeError:
-        raise UserError(f'jax sees no {kind} here, only {jax.devices()[0].platform}; for an NVIDIA GPU install '
-                        'jax[cuda13] (or jax[cuda12]), for a TPU jax[tpu]') from None
+        raise UserError(f'jax sees no {kind} here, only {jax.devices()[0].platform}; for an NVIDIA '
+                        'GPU install jax[cuda13] (or jax[cuda12]), for a TPU jax[tpu]') from None
     if not index:
         return devices
+
+    # One of them. If configure_process has hidden the other GPUs, it is the only one.
     if jax.process_count() > 1:
-        raise UserError(f'device={device}, but several processes share all devices; leave out the number')
-    if kind != 'cpu' and jax.config.jax_cuda_visible_devices == index:  # set by configure_process
+        raise UserError(f'device={device}, but several processes share all devices; leave out the '
+                        'number')
+    if kind != 'cpu' and jax.config.jax_cuda_visible_devices == index:
         return devices
     if int(index) >= len(devices):
-        raise UserError(f'there is no device {device}; there are {len(devices)} of the kind, counted from 0')
+        raise UserError(f'there is no device {device}; there are {len(devices)} of the kind, '
+                        'counted from 0')
     return [devices[int(index)]]
 
 
 def configure_process(device, deterministic=False, init_from='', out_dir=''):
-    """Process settings that must precede the initialization of JAX's backends: call it first. deterministic: GPUs
-    compute the same bits in every run, at a cost; CPUs do so anyway. A resumed run's config.json may ask for it."""
+    """Makes the settings of the process that must precede the initialization of JAX's backends:
+    call it first.
+
+    device: the flag. deterministic: whether GPUs compute the same bits in every run, at a cost;
+    CPUs do so anyway. init_from, out_dir: the flags of training; the config.json of a run that is
+    resumed may ask for deterministic, too."""
     if init_from in ('resume', 'auto'):
-        deterministic |= read_json(Path(out_dir, 'config.json'), optional=True).get('deterministic') is True
+        saved = read_json(Path(out_dir, 'config.json'), optional=True)
+        deterministic |= saved.get('deterministic') is True
+
+    # Do not initialize a GPU that is not used: it would reserve the GPU's memory.
     kind, _, index = device.partition(':')
     if kind == 'cpu':
-        jax.config.update('jax_platforms', 'cpu')  # do not initialize a GPU, which would reserve its memory
-    if kind in ('cuda', 'gpu') and index:  # nor the other GPUs
+        jax.config.update('jax_platforms', 'cpu')
+    if kind in ('cuda', 'gpu') and index:
         jax.config.update('jax_cuda_visible_devices', index)
         jax.config.update('jax_rocm_visible_devices', index)
+
     if deterministic:
-        os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_deterministic_ops=true'
+        xla_flags = os.environ.get('XLA_FLAGS', '')
+        os.environ['XLA_FLAGS'] = xla_flags + ' --xla_gpu_deterministic_ops=true'
     if kind == 'cpu' or kind == 'auto' and not finds_accelerator():
         configure_malloc()
     jax.config.update('jax_cpu_enable_async_dispatch', False)  # see is_synchronous
 
 
 def is_synchronous(device):
-    """Whether a computation of this device alone is done, and its temporaries are freed, when its call returns. If not,
-    the next call on a CPU often allocates its own before that (docs/lab_log.md#synchronous-dispatch)."""
+    """Returns whether a computation of this device alone is done, and its temporaries are freed,
+    when its call returns.
+
+    A CPU is made so by configure_process: otherwise the next call often allocates its temporaries
+    before those of the last one are freed (docs/lab_log.md#synchronous-dispatch)."""
     return device.platform == 'cpu'
 
 
 def finds_accelerator(dev=Path('/dev')):
-    """Whether --device=auto probably means a GPU or TPU: a plugin of JAX for one is installed, and Linux has such a
-    device. JAX itself knows only once its backends are initialized, too late for configure_malloc."""
-    plugins = importlib.metadata.entry_points(group='jax_plugins') or importlib.util.find_spec('libtpu')
-    devices = [name for pattern in ('nvidia[0-9]*', 'kfd', 'accel[0-9]*', 'vfio/[0-9]*') for name in dev.glob(pattern)]
-    return jax.config.jax_platforms != 'cpu' and bool(plugins and devices)
+    """Returns whether --device=auto probably means a GPU or TPU: a plugin of JAX for one is
+    installed, and Linux has such a device.
+
+    JAX itself knows only once its backends are initialized, which is too late for
+    configure_malloc."""
+    plugins = importlib.metadata.entry_points(group='jax_plugins')
+    has_plugin = bool(plugins) or importlib.util.find_spec('libtpu') is not None
+    patterns = ('nvidia[0-9]*', 'kfd', 'accel[0-9]*', 'vfio/[0-9]*')
+    has_device = any(list(dev.glob(pattern)) for pattern in patterns)
+    return jax.config.jax_platforms != 'cpu' and has_plugin and has_device
 
 
 def setup_jax_environment(device='auto', dtype='auto'):
-    """Picks the devices and the compute dtype. Call it, or configure_process() and then it, before anything uses jax.
+    """Picks the devices and the compute dtype. Call it, or configure_process() and then it, before
+    anything uses jax.
 
-    Returns (devices, dtype, reason): bfloat16 where the hardware multiplies it fast, float32 elsewhere. With float32,
-    matmuls are computed in float32 on GPUs and TPUs too; JAX's default there is TF32 and bfloat16.
-    Raises UserError for a device that is not there and for an unknown dtype."""
+    Returns (devices, dtype, reason): bfloat16 where the hardware multiplies it fast, float32
+    elsewhere. With float32, matmuls are computed in float32 on GPUs and TPUs too; JAX's default
+    there is TF32 and bfloat16. Raises UserError for a device that is not there and for an unknown
+    dtype."""
+    # The devices.
     configure_process(device)
     devices = check_device_availability(device)
     platform = devices[0].platform
     enable_compilation_cache(platform)
     if platform == 'cpu' and jax.process_count() == 1:
         hide_slow_compile_alarm()
+
+    # The dtype.
     check_choice('dtype', dtype, ('auto', *DTYPES))
-    dtype, reason = (dtype, 'as asked') if dtype != 'auto' else default_dtype(devices[0])
+    if dtype == 'auto':
+        dtype, reason = default_dtype(devices[0])
+    else:
+        reason = 'as asked'
     if dtype == 'float32' and platform != 'cpu':
         jax.config.update('jax_default_matmul_precision', 'highest')
         reason += '; matmuls in full float32, not TF32 or bfloat16'
@@ -110,15 +168,17 @@ def setup_jax_environment(device='auto', dtype='auto'):
 
 
 def hide_slow_compile_alarm():
-    """Hides what XLA logs on stderr when a compilation takes long, and with it all that does not end the process. Not
-    for several processes, whose coordination service logs there why it fails."""
+    """Hides what XLA logs on stderr when a compilation takes long, and with it everything that does
+    not end the process.
+
+    Don't call it in several processes: their coordination service logs there why it fails."""
     with contextlib.suppress(ImportError):  # then the alarm is printed
         from jaxlib.utils import absl_set_min_log_level
         absl_set_min_log_level(3)  # fatal
 
 
 def default_dtype(device):
-    """(dtype, reason): what --dtype=auto is on this device."""
+    """Returns (dtype, reason): what --dtype=auto is on this device."""
     if device.platform == 'tpu':
         return 'bfloat16', 'TPUs multiply bfloat16'
     if device.platform != 'gpu':
@@ -128,32 +188,44 @@ def default_dtype(device):
         return 'bfloat16', f'AMD GPU {capability}'
     if nvidia_capability(device) >= 8:
         return 'bfloat16', f'compute capability {capability}; from 8.0 on bfloat16 is fast'
-    return 'float32', f'compute capability {capability}, where bfloat16 is slow; --dtype=float16 is fast from 7.0 on'
+    return 'float32', (f'compute capability {capability}, where bfloat16 is slow; --dtype=float16 '
+                       'is fast from 7.0 on')
 
 
 def nvidia_capability(device):
-    """The compute capability of an NVIDIA GPU, 8.0 for '8.0'; 0.0 for other devices (an AMD GPU has 'gfx90a')."""
+    """Returns the compute capability of an NVIDIA GPU, 8.0 for '8.0'; 0.0 for other devices (an AMD
+    GPU has 'gfx90a')."""
     try:
         return float(getattr(device, 'compute_capability', None) or 0)
     except ValueError:
         return 0.0
 
 
+# -----------------------------------------------------------------------------
+# memory of the CPU
+
 @functools.cache  # one call is enough
 def configure_malloc():
-    """Tells glibc never to return memory to the system, and Linux to use huge pages for it: XLA:CPU allocates its
-    temporaries in every step, and page faults took half of it or more (docs/lab_log.md#malloc).
+    """Tells glibc never to return memory to the system, and Linux to use huge pages for it: XLA:CPU
+    allocates its temporaries in every step, and page faults took half of the step or more
+    (docs/lab_log.md#malloc).
 
-    Call it before jax starts its threads: a thread that already has an arena of its own keeps it,
-    and takes what does not fit into that (64 MiB) from the system each time."""
+    Call it before jax starts its threads. A thread that already has its own arena keeps it, and
+    takes what does not fit into that (64 MiB) from the system each time."""
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if not hasattr(libc, 'mallopt'):  # only glibc has it
         return
-    M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
+
+    # Keep memory. The numbers are malloc.h's.
+    M_TRIM_THRESHOLD = -1
+    M_MMAP_MAX = -4
+    M_ARENA_MAX = -8
     libc.mallopt(M_ARENA_MAX, 1)  # all threads use the main heap, the only one without a size limit
     libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from the heap too
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # free memory at the end of the heap is kept
-    # Mark half of the machine's memory as huge pages. Reserving it costs nothing until it is written to.
+
+    # Mark half of the machine's memory as huge pages. Reserving it costs nothing until it is
+    # written to.
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
@@ -161,75 +233,108 @@ def configure_malloc():
     MADV_HUGEPAGE = 14  # mman.h
     page = os.sysconf('SC_PAGE_SIZE')
     size = os.sysconf('SC_PHYS_PAGES') // 2 * page
-    if block := libc.malloc(size):
-        libc.madvise(ceil_div(block, page) * page, size - page, MADV_HUGEPAGE)
+    block = libc.malloc(size)
+    if block:
+        first_page = ceil_div(block, page) * page
+        libc.madvise(first_page, size - page, MADV_HUGEPAGE)
         libc.free(block)
 
 
 def trim_malloc():
-    """Returns freed memory to the system, which after configure_malloc glibc does only when told to."""
+    """Gives freed memory back to the system, which after configure_malloc glibc does only when told
+    to."""
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if hasattr(libc, 'malloc_trim'):
         libc.malloc_trim(0)
 
 
+# -----------------------------------------------------------------------------
+# compiled programs
+
 def enable_compilation_cache(platform):
-    """Keeps compiled programs in a folder that only this user can read, so that a second run starts at once. Each
-    version of jaxlib, each platform and each kind of CPU has its own folder, because programs of others may not load.
-    The environment's JAX_COMPILATION_CACHE_DIR takes precedence."""
-    if jax.config.jax_compilation_cache_dir is not None or (platform == 'cpu' and not can_cache_on_cpu()):
+    """Keeps compiled programs in a folder that only this user can read, so that a second run starts
+    at once.
+
+    Each version of jaxlib, each platform and each kind of CPU has its own folder, because programs
+    of others may not load. The environment's JAX_COMPILATION_CACHE_DIR takes precedence."""
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    if platform == 'cpu' and not can_cache_on_cpu():
         return
     name = cpu_name() if platform == 'cpu' else platform
     home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     folder = Path(home) / 'jax_transformer' / f'{name}-jaxlib-{jaxlib.__version__}'
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs in it are executed: keep others out
+        # Programs in it are executed: keep others out.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
         return  # the home folder is read-only: compile in every run
     jax.config.update('jax_compilation_cache_dir', str(folder))
-    if platform == 'cpu':  # many small programs, which take 2 s to compile and 0.2 s to load
+
+    # On a CPU many small programs take 2 s to compile and 0.2 s to load: keep all of them.
+    if platform == 'cpu':
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
 
 
 def can_cache_on_cpu():
-    """Whether compiled programs of this CPU load again: not for certain before jaxlib 0.10.2, which prints two lines
-    about SIGILL for each program loaded where there is AVX-512 (jax-ml/jax#38445), nor tested elsewhere than on Linux,
-    nor for several processes, of which only the first writes."""
+    """Returns whether compiled programs of this CPU load again. This is so from jaxlib 0.10.2 on:
+    the versions before it print two lines about SIGILL for each program that is loaded where there
+    is AVX-512 (jax-ml/jax#38445). It was tested on Linux only, and of several processes only the
+    first one writes."""
     version = tuple(int(part) for part in jaxlib.__version__.split('.')[:3])
     return version >= (0, 10, 2) and sys.platform == 'linux' and jax.process_count() == 1
 
 
 def cpu_name():
-    """'cpu-' and a hash of what XLA compiles for: the CPU's model and instruction sets, and the number of threads."""
-    fields = {line for line in Path('/proc/cpuinfo').read_text().splitlines()
-              if re.match('(vendor_id|model name|flags|CPU implementer|CPU part|Features)\\b', line)}
-    threads = os.environ.get('NPROC'), len(os.sched_getaffinity(0))  # XLA:CPU reads both
-    return f'cpu-{zlib.crc32(repr((sorted(fields), threads)).encode()):08x}'
+    """Returns 'cpu-' and a hash of what XLA compiles for: the CPU's model and instruction sets, and
+    the number of threads."""
+    known = r'(vendor_id|model name|flags|CPU implementer|CPU part|Features)\b'
+    lines = Path('/proc/cpuinfo').read_text().splitlines()
+    fields = {line for line in lines if re.match(known, line)}
+    threads = (os.environ.get('NPROC'), len(os.sched_getaffinity(0)))  # XLA:CPU reads both
+    described = repr((sorted(fields), threads))
+    return f'cpu-{zlib.crc32(described.encode()):08x}'
 
+
+# -----------------------------------------------------------------------------
+# measuring
 
 def describe_environment(devices):
-    """What a figure was measured on, for its JSON document."""
-    return {'device': devices[0].device_kind, 'n_devices': len(devices), 'machine': platform.machine(),
-            'python': platform.python_version(), 'jax': jax.__version__, 'jaxlib': jaxlib.__version__}
+    """Returns what a figure was measured on, for its JSON document."""
+    return {
+        'device': devices[0].device_kind,
+        'n_devices': len(devices),
+        'machine': platform.machine(),
+        'python': platform.python_version(),
+        'jax': jax.__version__,
+        'jaxlib': jaxlib.__version__,
+    }
 
 
 def measure_bandwidth(device, n_bytes=2**29):
-    """Memory bandwidth of the device in GB/s, reading: the median of ten reductions over n_bytes (512 MiB are larger
-    than any cache). The median, not the best: on a shared machine the sustained bandwidth is lower than the peak."""
+    """Returns the memory bandwidth of a device in GB/s, reading: the median of ten reductions over
+    n_bytes (512 MiB are larger than any cache).
+
+    It is the median and not the best, because on a shared machine the sustained bandwidth is lower
+    than the peak."""
     x = jax.device_put(jnp.ones(n_bytes // 4, jnp.float32), device)
     total = jax.jit(jnp.sum)
-    n_calls = 1 if is_synchronous(device) else 16  # an H100 reads the array in 0.2 ms, about the time of a call
+
+    # An H100 reads the array in 0.2 ms, about the time of a call: several calls are timed together.
+    n_calls = 1 if is_synchronous(device) else 16
     seconds = []
     for _ in range(11):
         start = time.perf_counter()
         jax.block_until_ready([total(x) for _ in range(n_calls)])
         seconds.append(time.perf_counter() - start)
-    return n_calls * x.nbytes / np.median(seconds[1:]) / 1e9  # the first one compiles
+    median = np.median(seconds[1:])  # the first one compiles
+    return n_calls * x.nbytes / median / 1e9
 
 
 class Lap(NamedTuple):
-    compiling: float  # seconds
-    running: float
+    """The seconds between two calls of Stopwatch.lap."""
+    compiling: float
+    running: float  # all other time
 
 
 class Stopwatch:
@@ -239,17 +344,20 @@ class Stopwatch:
         self.compiling = 0.0
         self.saved = 0.0  # seconds of compilation that the cache of compiled programs has saved
         self.start = time.perf_counter()
-        # jax reports the duration of tracing, of lowering and of compiling as separate events
+
+        # jax reports the duration of tracing, of lowering and of compiling as separate events.
         jax.monitoring.register_event_duration_secs_listener(self.count)
 
     def count(self, event, seconds, **attributes):
+        """Is called by jax for each event."""
         if event.startswith('/jax/core/compile/'):
             self.compiling += seconds
         if event == '/jax/compilation_cache/compile_time_saved_sec':
             self.saved += seconds
 
     def lap(self):
-        """The seconds since the last lap. Block until the device is done before calling it."""
+        """Returns the seconds since the last lap. Block until the device is done before calling
+        it."""
         compiling = self.compiling
         running = max(0.0, time.perf_counter() - self.start - compiling)
         self.compiling = 0.0
@@ -258,20 +366,35 @@ class Stopwatch:
 
 
 class Profile:
-    """Traces three iterations, after the first ones if possible, into `folder`; none if folder is None."""
+    """Traces three iterations of training into a folder.
+
+    folder: where the trace goes; None traces nothing. bar: the progress bar, below which a line
+    says what was traced. first_iter: the iteration at which this process begins. max_iters: the one
+    at which it ends."""
 
     def __init__(self, folder, bar, first_iter, max_iters):
-        self.folder, self.bar, self.is_running = folder, bar, False
-        self.first = min(first_iter + 5, max(first_iter, max_iters - 3))
+        self.folder = folder
+        self.bar = bar
+        self.is_running = False
+
+        # After the first five iterations, which compile and warm up, if so many are left.
+        last_start = max(first_iter, max_iters - 3)
+        self.first = min(first_iter + 5, last_start)
 
     def start(self, iter_num):
+        """Starts the trace, if it is time. Call it before iteration iter_num."""
         if self.folder and iter_num == self.first:
             jax.profiler.start_trace(self.folder)
             self.is_running = True
 
     def stop(self, iter_num, state, is_end=True):
-        if self.is_running and (is_end or iter_num == self.first + 3):
+        """Stops the trace, if it is running and three iterations are done, or at the end.
+
+        iter_num: the number of iterations that are done. state: the TrainState after them."""
+        is_done = is_end or iter_num == self.first + 3
+        if self.is_running and is_done:
             jax.block_until_ready(state.params)
             jax.profiler.stop_trace()
-            self.bar.write(f'traced iterations {self.first} to {max(self.first, iter_num - 1)} into {self.folder}')
+            last = max(self.first, iter_num - 1)
+            self.bar.write(f'traced iterations {self.first} to {last} into {self.folder}')
             self.is_running = False
