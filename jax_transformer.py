@@ -27,7 +27,8 @@ from flax.training import train_state
 
 from jax_cache import update_kv_cache
 from jax_flags import DTYPES, MOST, MOST_FLOAT, UserError, check_choice, check_ranges
-from jax_ops.attention import ATTENTION, blockwise_attention, causal_mask, fused_causal_attention
+from jax_ops.attention import (
+    ATTENTION, Dropout, Scores, blockwise_attention, causal_mask, fused_causal_attention)
 from jax_ops.dropout import flat_index, hash_dropout
 from jax_ops.experts import mix_experts
 from jax_ops.layers import map_sequence_chunks, remat_policy, scan_blocks
@@ -605,19 +606,20 @@ def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, positions, *, sc
     positions: Positions. key_B: dropout keys of the sequences; the rest as in
     dot_product_attention."""
     T, S = q_BxTxHxK.shape[1], k_BxSxGxK.shape[1]
-    options = {'scale': scale, 'cap': config.attention_cap, 'sinks_H': sinks_H}
-    dropout_options = {'dropout_rate': config.dropout, 'key_B': key_B}
     if positions.are_indices and config.attention != 'xla':
+        scores = Scores(scale, config.attention_cap, **config.span_limits(layer_type))
         return fused_causal_attention(
-            config.attention, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, start_BxT=positions.start_BxT,
-            **config.span_limits(layer_type), **options, **dropout_options)
+            config.attention, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, sinks_H=sinks_H,
+            dropout=Dropout(key_B, config.dropout), start_BxT=positions.start_BxT)
     mask_BxTxS = attention_mask(
         config, layer_type, positions.key_BxS, positions.query_BxT, positions.start_BxT)
+    options = {'scale': scale, 'cap': config.attention_cap, 'sinks_H': sinks_H}
     is_piece_of_a_long_prompt = T < S and T * S >= 2**18  # has neither dropout nor gradients
     if is_piece_of_a_long_prompt:
         return blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, **options)
     return dot_product_attention(
-        q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, **options, **dropout_options)
+        q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, **options, dropout_rate=config.dropout,
+        key_B=key_B)
 
 
 class CausalSelfAttention(nn.Module):

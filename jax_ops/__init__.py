@@ -1,4 +1,5 @@
-"""How the model is computed and sharded, never what: a first reader may skip this folder. Each
-docstring opens with the plain equivalent; measurements are in docs/performance.md and
-docs/lab_log.md. Letters of the shapes are those of jax_transformer.py; in addition I and O are
-input and output features, R is rows (tokens)."""
+"""How the model is computed and sharded, never what: a first reader may skip this folder.
+
+Each operation's docstring opens with its plain equivalent; the measurements behind the choices are
+in docs/performance.md and docs/lab_log.md. Letters of the shapes are those of jax_transformer.py;
+in addition I and O are input and output features, R is rows (tokens)."""

@@ -1,12 +1,17 @@
 """Causal attention without materialized scores (chunked, blockwise, cuDNN, splash), and the causal
-mask."""
+mask.
+
+What travels together is one value here: Scores and Dropout say what is computed, Piece which part
+of a sequence a device has, and Sequence and Common are what the blocks of chunked_attention see."""
 import dataclasses
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec as Spec
 
 from jax_flags import UserError
@@ -16,6 +21,34 @@ from jax_ops.sharding import batch_axes, current_mesh
 
 # 'xla': dot_product_attention of jax_transformer.py; others: here
 ATTENTION = ('xla', 'chunked', 'cudnn', 'splash')
+
+MASKED = jnp.finfo(jnp.float32).min  # the score of a key that a query may not see
+
+
+# -----------------------------------------------------------------------------
+# what is computed
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How a layer's products q k^T become scores. Hashable: jit takes it as a static argument."""
+    scale: float | None = None  # factor of the products; None is K**-0.5, K the width of a head
+    cap: float = 0.0  # soft_cap keeps scores within +-cap; 0 is no cap
+    window: int = 0  # number of last positions that a query sees (causal_mask); 0 is all
+    chunk: int = 0  # number of positions in a chunk (causal_mask); 0 is one chunk for all
+
+    def scale_of(self, width):
+        """Returns the factor of the products of heads of this width."""
+        return self.scale or width**-0.5
+
+
+class Dropout(struct.PyTreeNode):
+    """Which probabilities are dropped, see hash_dropout."""
+    key_B: jax.Array | None = None  # a key for each sequence; None is no dropout
+    rate: float = struct.field(pytree_node=False, default=0.0)  # share that is dropped
+    first_group: Any = 0  # number of the first key head here, where a device has some of them
+
+
+NO_DROPOUT = Dropout()
 
 
 def causal_mask(key_position, position, *, window=0, chunk=0):
@@ -35,72 +68,90 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
     return mask
 
 
-def first_key_of(position, window, chunk, start_BxT=None):
-    """The first position to which causal_mask lets a query at this position attend. In packed rows
-    chunks begin where a conversation does, so that a query may see chunk positions before it."""
+def first_key_of(position, scores, start_BxT=None):
+    """Returns the first position to which causal_mask lets a query at this position attend. In
+    packed rows chunks begin where a conversation does, so that a query may see chunk positions
+    before it."""
+    window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
+        # wherever the conversation began, a query sees at most this many positions
         window, chunk = window or chunk, 0
     if chunk:
         return position // chunk * chunk
-    return max(0, position + 1 - window) if window else 0
+    if window:
+        return max(0, position + 1 - window)
+    return 0
 
 
-def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, window=0,
-                           chunk=0, sinks_H=None, dropout_rate=0.0, key_B=None, start_BxT=None):
+# -----------------------------------------------------------------------------
+# the choice between the kernels, on one device and on a mesh
+
+def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H=None,
+                           dropout=NO_DROPOUT, start_BxT=None):
     """dot_product_attention of jax_transformer.py with the causal_mask of positions 0 .. T-1 -> [B,
-    T, H, K].
+    T, H, K]. On a mesh each device computes its heads of its sequences.
 
-    start_BxT: of packed rows (GPT.loss): a query attends to the keys from its start on, and chunks
-    begin there.
-
-    implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs). On a mesh
-    each device computes its heads of its sequences. Raises UserError for what the kernels of cuDNN
-    and TPUs do not compute."""
-    options = {'scale': scale or q_BxTxHxK.shape[-1]**-0.5, 'cap': cap, 'window': window, 'chunk': chunk}
-
-    def attend(first_group, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT):
-        qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
-        if implementation == 'chunked':
-            return chunked_attention(*qkv, sinks_H=sinks_H, dropout_rate=dropout_rate, key_B=key_B,
-                                     first_group=first_group, start_BxT=start_BxT, **options)
-        if key_B is not None:
-            raise UserError(f'{implementation} attention has no dropout: use attention=chunked, or dropout=0')
-        if implementation == 'splash':
-            return splash_attention(*qkv, sinks_H=sinks_H, start_BxT=start_BxT, **options)
-        if sinks_H is not None or cap or start_BxT is not None:
-            raise UserError('cudnn attention has no sinks, cap of scores or packed rows: use attention=chunked')
-        return cudnn_attention(*qkv, scale=options['scale'], window=window, chunk=chunk)
-
+    implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs).
+    scores: a Scores. dropout: a Dropout. sinks_H: see dot_product_attention.
+    start_BxT: the first position of each token's conversation in packed rows (GPT.loss): a query
+    attends to the keys from its start on, and chunks begin there.
+    Raises UserError for what the kernels of cuDNN and TPUs do not compute."""
     mesh = current_mesh()
     if mesh is None:
-        return attend(0, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT)
+        return attend_on_device(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores,
+                                sinks_H=sinks_H, dropout=dropout, start_BxT=start_BxT)
+
+    # splash's tables are sharded with the queries, so they enter shard_map as an argument
     T, H = q_BxTxHxK.shape[1:3]
     n_context = mesh.shape['context']
     kernel, kernel_spec = None, None
     if n_context > 1 and implementation == 'splash':
-        kernel = splash_kernel(T, H // mesh.shape['tensor'], window, chunk, n_context, cap)
+        kernel = splash_kernel(T, H // mesh.shape['tensor'], scores, n_context)
         kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, Spec(None, 'context')))
 
-    def attend_local(kernel, *args):
-        q_BxTxHxK, k_BxTxGxK, *_ = args
+    def attend_local(kernel, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT):
         first_group = jax.lax.axis_index('tensor') * k_BxTxGxK.shape[2]
+        qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
+        options = {'sinks_H': sinks_H, 'dropout': Dropout(key_B, dropout.rate, first_group),
+                   'start_BxT': start_BxT}
         if n_context == 1:
-            return attend(first_group, *args)
+            return attend_on_device(implementation, *qkv, scores, **options)
         if implementation == 'cudnn':
-            raise UserError('cudnn attention does not shard a sequence: use attention=chunked with context')
-        return context_attention(*args, kernel=kernel, first_group=first_group, dropout_rate=dropout_rate, **options)
+            raise UserError('cudnn attention does not shard a sequence: use attention=chunked with '
+                            'context')
+        return context_attention(*qkv, scores, kernel=kernel, **options)
 
+    # sequences over the batch axes, positions over context, heads over tensor
     batch = batch_axes(len(q_BxTxHxK))
     heads = Spec(batch, 'context', 'tensor')
     specs = (kernel_spec, heads, heads, heads, Spec('tensor'), Spec(batch), Spec(batch, 'context'))
     attend_sharded = jax.shard_map(attend_local, in_specs=specs, out_specs=heads, check_vma=False)
-    return attend_sharded(kernel, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT)
+    return attend_sharded(
+        kernel, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, dropout.key_B, start_BxT)
 
 
-def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT, *, kernel, first_group, window, chunk,
-                      scale, cap, dropout_rate):
+def attend_on_device(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropout,
+                     start_BxT):
+    """fused_causal_attention of whole sequences on one device."""
+    qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
+    if implementation == 'chunked':
+        return chunked_attention(*qkv, scores, sinks_H=sinks_H, dropout=dropout,
+                                 start_BxT=start_BxT)
+    if dropout.key_B is not None:
+        raise UserError(f'{implementation} attention has no dropout: use attention=chunked, or '
+                        'dropout=0')
+    if implementation == 'splash':
+        return splash_attention(*qkv, scores, sinks_H=sinks_H, start_BxT=start_BxT)
+    if sinks_H is not None or scores.cap or start_BxT is not None:
+        raise UserError('cudnn attention has no sinks, cap of scores or packed rows: use '
+                        'attention=chunked')
+    return cudnn_attention(*qkv, scores)
+
+
+def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropout, start_BxT,
+                      kernel):
     """fused_causal_attention on one of C (n_context) devices, each with T consecutive positions of
-    a sequence, inside shard_map. kernel: of splash_kernel; None is chunked attention.
+    a sequence, inside shard_map. kernel: a splash_kernel; None is chunked attention.
 
     Keys and values are all-gathered. The queries are exchanged so that every device has the same
     work: of each of the C parts of the sequence, device i computes the i-th of C pieces, which
@@ -109,80 +160,186 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT
     n_context = jax.lax.axis_size('context')
     T = q_BxTxHxK.shape[1]
     n = T // n_context
-    exchange = functools.partial(jax.lax.all_to_all, axis_name='context', split_axis=1, concat_axis=1, tiled=True)
-    key_start_BxS = start_BxT if start_BxT is None else jax.lax.all_gather(start_BxT, 'context', axis=1, tiled=True)
+
+    def exchange(x):
+        return jax.lax.all_to_all(x, 'context', split_axis=1, concat_axis=1, tiled=True)
+
+    def gather(x):
+        return jax.lax.all_gather(x, 'context', axis=1, tiled=True)
+
+    # this device's pieces of the queries, and the keys and values of all positions
+    key_start_BxS = None
+    if start_BxT is not None:
+        key_start_BxS = gather(start_BxT)
     with jax.named_scope('all_to_all'):
         q_BxTxHxK, start_BxT = jax.tree.map(exchange, (q_BxTxHxK, start_BxT))
     with jax.named_scope('all_gather'):
-        k_BxSxGxK, v_BxSxGxK = (jax.lax.all_gather(x, 'context', axis=1, tiled=True) for x in (k_BxTxGxK, v_BxTxGxK))
+        k_BxSxGxK = gather(k_BxTxGxK)
+        v_BxSxGxK = gather(v_BxTxGxK)
+
+    # splash: its mask knows the pieces
     if kernel:
-        return exchange(splash_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scale=scale, sinks_H=sinks_H, kernel=kernel,
-                                         start_BxT=start_BxT, key_start_BxS=key_start_BxS))
+        y_BxTxHxK = splash_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, kernel=kernel,
+                                     sinks_H=sinks_H, start_BxT=start_BxT,
+                                     key_start_BxS=key_start_BxS)
+        return exchange(y_BxTxHxK)
+
+    # chunked: one piece after the other, each with the keys of the parts up to its own
     ys = []
     for part in range(n_context):
-        first_key = first_key_of(part * T, window, chunk, start_BxT)
+        own = slice(part * n, (part + 1) * n)
+        first_key = first_key_of(part * T, scores, start_BxT)
         seen = slice(first_key, (part + 1) * T)
-        start_Bxn = None if start_BxT is None else start_BxT[:, part * n:(part + 1) * n]
-        ys.append(chunked_attention(
-            q_BxTxHxK[:, part * n:(part + 1) * n], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scale=scale, cap=cap,
-            window=window, chunk=chunk, sinks_H=sinks_H, dropout_rate=dropout_rate, key_B=key_B,
-            first_group=first_group, first=part * T + jax.lax.axis_index('context') * n, first_key=first_key,
-            n_positions=n_context * T, start_BxT=start_Bxn))
+        piece = Piece(first=part * T + jax.lax.axis_index('context') * n, first_key=first_key,
+                      n_positions=n_context * T)
+        start_Bxn = None
+        if start_BxT is not None:
+            start_Bxn = start_BxT[:, own]
+        ys.append(chunked_attention_of_piece(
+            q_BxTxHxK[:, own], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scores, piece,
+            sinks_H=sinks_H, dropout=dropout, start_BxT=start_Bxn))
     return exchange(jnp.concatenate(ys, axis=1))
 
 
-def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, window=0, chunk=0):
-    """fused_causal_attention by cuDNN's flash attention. `chunk` divides T or is at least T."""
-    B, T = q_BxTxHxK.shape[:2]
+# -----------------------------------------------------------------------------
+# kernels that come with GPUs and TPUs
+
+def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores):
+    """fused_causal_attention by cuDNN's flash attention. A chunk of `scores` divides T or is at
+    least T; its cap is 0."""
+    B, T, H, K = q_BxTxHxK.shape
     qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
+    chunk, window = scores.chunk, scores.window
     if chunk and chunk < T:  # chunks attend like sequences of their own
         qkv = [x.reshape(B * T // chunk, chunk, *x.shape[2:]) for x in qkv]
-    y = jax.nn.dot_product_attention(*qkv, scale=scale, is_causal=True, implementation='cudnn',
-                                     local_window_size=(window - 1, 0) if window else None)
+    local_window_size = None
+    if window:
+        local_window_size = (window - 1, 0)  # positions before the query, and after it
+    y = jax.nn.dot_product_attention(*qkv, scale=scores.scale_of(K), is_causal=True,
+                                     implementation='cudnn', local_window_size=local_window_size)
     return y.reshape(q_BxTxHxK.shape)
 
 
-def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale, cap=0.0, window=0, chunk=0, sinks_H=None,
-                     interpret=False, kernel=None, start_BxT=None, key_start_BxS=None):
-    """fused_causal_attention by the splash attention kernel for TPUs that JAX ships. kernel:
-    another splash_kernel."""
-    T, H = q_BxTxHxK.shape[1:3]
-    attend = kernel or splash_kernel(T, H, window, chunk, cap=cap, interpret=interpret)
-    q, k, v = (x.swapaxes(1, 2) for x in ((q_BxTxHxK * scale).astype(q_BxTxHxK.dtype), k_BxTxGxK, v_BxTxGxK))
+def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, sinks_H=None,
+                     start_BxT=None, key_start_BxS=None):
+    """fused_causal_attention by the splash attention kernel for TPUs that JAX ships.
+
+    kernel: another splash_kernel than that of whole sequences on one device.
+    key_start_BxS: the starts of the keys, where they are not those of the queries."""
+    T, H, K = q_BxTxHxK.shape[1:]
+    attend = kernel or splash_kernel(T, H, scores)
+
+    # the kernel has no scale, and takes one sequence, heads first
+    scaled_BxTxHxK = (q_BxTxHxK * scores.scale_of(K)).astype(q_BxTxHxK.dtype)
+    q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = (
+        x.swapaxes(1, 2) for x in (scaled_BxTxHxK, k_BxTxGxK, v_BxTxGxK))
+
+    def attend_sequence(q, k, v, *segment_ids):
+        return attend(q, k, v, *segment_ids, sinks=sinks_H)
+
     if start_BxT is None:
-        return jax.vmap(lambda q, k, v: attend(q, k, v, sinks=sinks_H))(q, k, v).swapaxes(1, 2)
+        return jax.vmap(attend_sequence)(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK).swapaxes(1, 2)
+
+    # the start of a conversation is a number that only its tokens have
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
-    ids = SegmentIds(q=start_BxT, kv=start_BxT if key_start_BxS is None else key_start_BxS)
-    return jax.vmap(lambda q, k, v, ids: attend(q, k, v, ids, sinks=sinks_H))(q, k, v, ids).swapaxes(1, 2)
+    if key_start_BxS is None:
+        key_start_BxS = start_BxT
+    ids = SegmentIds(q=start_BxT, kv=key_start_BxS)
+    return jax.vmap(attend_sequence)(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, ids).swapaxes(1, 2)
 
 
 @functools.lru_cache(maxsize=8)  # its tables are computed on the CPU, a minute for T = 131,072
-def splash_kernel(T, H, window=0, chunk=0, context=1, cap=0.0, *, interpret=False):
-    """The splash attention kernel for H heads of T positions, of which `context` devices compute
-    the queries as context_attention says. Blocks of 512 positions, as MaxText's, where they divide
-    a device's queries; else 128."""
+def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
+    """Returns the splash attention kernel for H heads of T positions, of which n_context devices
+    compute the queries as context_attention says. interpret: runs it without a TPU, slowly.
+
+    Blocks of 512 positions, as MaxText's, where they divide a device's queries; else 128."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     mask = masks.CausalMask((T, T))
-    if window:
-        mask = masks.LocalMask((T, T), (window - 1, 0), 0)
-    if chunk and chunk < T:
-        mask = masks.ChunkedCausalMask((T, T), chunk)
-    # [part, piece, position]
-    positions = np.arange(T, dtype=np.int32).reshape(context, context, -1)
+    if scores.window:
+        mask = masks.LocalMask((T, T), (scores.window - 1, 0), 0)
+    if scores.chunk and scores.chunk < T:
+        mask = masks.ChunkedCausalMask((T, T), scores.chunk)
+
+    # the order in which the devices have the queries: [part, piece, position] by piece
+    positions = np.arange(T, dtype=np.int32).reshape(n_context, n_context, -1)
     mask.q_sequence = np.ascontiguousarray(positions.swapaxes(0, 1)).ravel()
-    block = 512 if T // context % 512 == 0 else 128
-    names = [field.name for field in dataclasses.fields(kernel.BlockSizes) if field.name.startswith('block_')]
+
+    # every block of the forward and the backward pass has the same size
+    size = 512 if T // n_context % 512 == 0 else 128
+    fields = dataclasses.fields(kernel.BlockSizes)
+    names = [field.name for field in fields if field.name.startswith('block_')]
+    sizes = kernel.BlockSizes(**dict.fromkeys(names, size))
     with jax.ensure_compile_time_eval():
         return kernel.make_splash_mha(
-            masks.MultiHeadMask([mask] * H), head_shards=1, q_seq_shards=context, interpret=interpret,
-            attn_logits_soft_cap=cap or None, block_sizes=kernel.BlockSizes(**dict.fromkeys(names, block)))
+            masks.MultiHeadMask([mask] * H), head_shards=1, q_seq_shards=n_context,
+            interpret=interpret, attn_logits_soft_cap=scores.cap or None, block_sizes=sizes)
 
 
-@functools.partial(jax.jit, static_argnames=(
-    'scale', 'cap', 'window', 'chunk', 'dropout_rate', 'first_key', 'n_positions'))
-def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, window=0, chunk=0, sinks_H=None,
-                      dropout_rate=0.0, key_B=None, first_group=0, first=0, first_key=0, n_positions=None,
+# -----------------------------------------------------------------------------
+# chunked attention: training on any backend
+
+class Sequence(NamedTuple):
+    """Queries, keys and values of one sequence (with a leading axis: of all), heads first. The Q =
+    H / G query heads of a group are folded into the time axis, as in dot_product_attention."""
+    q_GxTQxK: jax.Array
+    k_GxSxK: jax.Array
+    v_GxSxK: jax.Array
+    key: jax.Array | None  # the sequence's dropout key; None is no dropout
+    start_T: jax.Array | None  # where each query's conversation begins; None if rows are not packed
+
+
+class Piece(struct.PyTreeNode):
+    """Which positions of a sequence are computed, where they are not all."""
+    first: Any  # the position of the first query
+    first_key: int = struct.field(pytree_node=False)  # the position of the first key
+    n_positions: int = struct.field(pytree_node=False)  # the length of the sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Common:
+    """What all blocks of a call of chunked_attention have in common."""
+    scores: Scores
+    Q: int  # query heads of a group
+    n_positions: int  # the length of a sequence, also where a piece of it is computed
+    sinks_H: jax.Array | None
+    rate: float  # share of the probabilities that dropout drops
+    first_counter: jax.Array  # flat_index of this device's first probability, for dropout
+
+
+def fold_groups(q_BxTxHxK, G):
+    """q[b, t, g Q + i] -> q[b, g, t Q + i], [B, G, T Q, K]: the Q = H / G query heads of a group
+    are folded into the time axis, as in dot_product_attention."""
+    B, T, H, K = q_BxTxHxK.shape
+    q_BxGxTxQxK = q_BxTxHxK.reshape(B, T, G, H // G, K).swapaxes(1, 2)
+    return q_BxGxTxQxK.reshape(B, G, T * (H // G), K)
+
+
+def unfold_groups(y_BxGxTQxK, T):
+    """The inverse of fold_groups: [B, G, T Q, K] -> [B, T, G Q, K]."""
+    B, G, TQ = y_BxGxTQxK.shape[:3]
+    y_BxTxGxQxK = y_BxGxTQxK.reshape(B, G, T, TQ // T, -1).swapaxes(1, 2)
+    return y_BxTxGxQxK.reshape(B, T, G * (TQ // T), -1)
+
+
+def fold_sequences(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, key_B, start_BxT):
+    """Returns the Sequence [B, ...] of queries, keys and values as the model has them."""
+    q_BxGxTQxK = fold_groups(q_BxTxHxK, k_BxSxGxK.shape[2])
+    return Sequence(q_BxGxTQxK, k_BxSxGxK.swapaxes(1, 2), v_BxSxGxK.swapaxes(1, 2), key_B,
+                    start_BxT)
+
+
+def common_of(scores, Q, n_positions, sinks_H, dropout):
+    """Returns the Common of a call, of which this device has the key heads from
+    dropout.first_group on."""
+    probs_of_group = jnp.uint32(n_positions * Q * n_positions % 2**32)
+    first_counter = jnp.uint32(dropout.first_group) * probs_of_group
+    return Common(scores, Q, n_positions, sinks_H, dropout.rate, first_counter)
+
+
+@functools.partial(jax.jit, static_argnames='scores')
+def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H=None, dropout=NO_DROPOUT,
                       start_BxT=None):
     """fused_causal_attention in blocks of queries, on any backend. Values may be wider or narrower
     than keys.
@@ -190,93 +347,153 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *, scale=None, cap=0.0, w
     A block of queries is computed at a time, against the keys that it may attend to: on a CPU 128
     queries of one sequence, so that the probabilities stay in its L2 cache, elsewhere 512 of all
     sequences. Probabilities are never stored, but recomputed in the backward pass
-    (docs/lab_log.md#chunked-attention). first_group: the number of this device's first key head,
-    for the dropout masks. n_positions: length of the sequence, if these are not all of its
-    positions; first and first_key: then the positions of the first query and key. With jit, layers
-    share a trace."""
-    B, T, H, K = q_BxTxHxK.shape
-    in_pieces = n_positions is not None
-    n_positions = n_positions or T
-    G = k_BxTxGxK.shape[2]
-    Q = H // G  # query heads of a group are folded into the time axis, as in dot_product_attention
-    first_counter = jnp.uint32(first_group) * jnp.uint32(n_positions * Q * n_positions % 2**32)
+    (docs/lab_log.md#chunked-attention). It is under jit so that all layers with the same `scores`
+    share one trace."""
+    T, H = q_BxTxHxK.shape[1:3]
+    Q = H // k_BxTxGxK.shape[2]
+    common = common_of(scores, Q, T, sinks_H, dropout)
+    sequences = fold_sequences(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, dropout.key_B, start_BxT)
 
-    def attend_block(first, first_key, q_GxTQxK, k_GxSxK, v_GxSxK, key, start_T):
-        n, end = q_GxTQxK.shape[1] // Q, first_key + k_GxSxK.shape[1]
-        scores_GxTQxS = matmul(q_GxTQxK, k_GxSxK, transpose_rhs=True, dtype=jnp.float32) * (scale or K**-0.5)
-        scores_GxTQxS = soft_cap(scores_GxTQxS, cap)
-        position_TQx1 = jnp.repeat(first + jnp.arange(n), Q)[:, None]
-        key_position = jnp.arange(first_key, end)
-        # both counted from the start of the query's conversation; what is before is not seen
-        if start_T is not None:
-            start_TQx1 = jnp.repeat(start_T, Q)[:, None]
-            key_position = jnp.where(key_position < start_TQx1, 2**30, key_position - start_TQx1)
-            position_TQx1 -= start_TQx1
-        mask_TQxS = causal_mask(key_position, position_TQx1, window=window, chunk=chunk)
-        scores_GxTQxS = jnp.where(mask_TQxS, scores_GxTQxS, jnp.finfo(jnp.float32).min)
-        if sinks_H is not None:
-            sinks_GxTQx1 = jnp.tile(sinks_H.reshape(G, Q), n)[..., None]
-            scores_GxTQxS = jnp.concatenate([scores_GxTQxS, sinks_GxTQx1], axis=-1)
-        probs_GxTQxS = jax.nn.softmax(scores_GxTQxS)[..., :end - first_key]
-        if key is not None:
-            g, tq, s = (jax.lax.broadcasted_iota(jnp.uint32, scores_GxTQxS.shape[:2] + (end - first_key,), axis)
-                        for axis in range(3))
-            tq += jnp.uint32(first * Q)
-            # flat_index of this block in the probabilities of all devices, [H / Q, n_positions Q,
-            # n_positions]
-            counter_GxTQxS = first_counter + (g * jnp.uint32(n_positions * Q) + tq) * jnp.uint32(n_positions) + (
-                s + jnp.uint32(first_key))
-            probs_GxTQxS = hash_dropout(probs_GxTQxS[None], dropout_rate, key[None], counter_GxTQxS)[0]
-        return matmul(probs_GxTQxS.astype(v_GxSxK.dtype), v_GxSxK)
-
-    def attend_sequence(sequence, n, in_loop):
-        q_GxTQxK, k_GxTxK, v_GxTxK, key, start_T = sequence
-        n *= max(1, T // (64 * n))  # at most 64 blocks, because each is compiled
-        attend = jax.checkpoint(attend_block, prevent_cse=not in_loop, static_argnums=(0, 1))
-        sizes = [min(n, T - first) for first in range(0, T, n)]
-        # split and concatenated again, in float32: the gradients of a key are then added by block,
-        # none padded to [T]
-        qs = jax.lax.split(q_GxTQxK, [size * Q for size in sizes], axis=1)
-        ks = jax.lax.split(k_GxTxK.astype(jnp.float32), sizes, axis=1)
-        vs = jax.lax.split(v_GxTxK.astype(jnp.float32), sizes, axis=1)
-        ys = []
-        for i, q in enumerate(qs):
-            seen = slice(first_key_of(i * n, window, chunk, start_T) // n, i + 1)
-            k, v = (jnp.concatenate(blocks[seen], axis=1).astype(v_GxTxK.dtype) for blocks in (ks, vs))
-            starts = None if start_T is None else start_T[i * n:(i + 1) * n]
-            ys.append(attend(i * n, seen.start * n, q, k, v, key, starts))
-        return jnp.concatenate(ys, axis=1)
-
-    def attend_piece(sequence):
-        q_GxTQxK, k_GxSxK, v_GxSxK, key, start_T = sequence
-        n = math.gcd(T, 128)
-        # so that gradients are added in it
-        k_GxSxK, v_GxSxK = k_GxSxK.astype(jnp.float32), v_GxSxK.astype(jnp.float32)
-        attend = jax.checkpoint(attend_block, prevent_cse=False, static_argnums=1)
-
-        def attend_next(block):
-            k, v = k_GxSxK.astype(v_BxTxGxK.dtype), v_GxSxK.astype(v_BxTxGxK.dtype)
-            return attend(first + block[0] * n, first_key, block[1], k, v, key, block[2])
-
-        blocks = q_GxTQxK.reshape(G, T // n, n * Q, K).swapaxes(0, 1)
-        starts = start_T if start_T is None else start_T.reshape(T // n, n)
-        return jax.lax.map(attend_next, (jnp.arange(T // n), blocks, starts)).swapaxes(0, 1).reshape(G, T * Q, -1)
-
-    q_BxGxTQxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(1, 2).reshape(B, G, T * Q, K)
-    sequences = q_BxGxTQxK, k_BxTxGxK.swapaxes(1, 2), v_BxTxGxK.swapaxes(1, 2), key_B, start_BxT
     # checkpointed again, so that the loop does not stack the keys of each block: 0.71 of the time
     # (docs/lab_log.md)
-    attend_one = jax.checkpoint(functools.partial(attend_sequence, n=128, in_loop=True), prevent_cse=False)
+    attend_one = functools.partial(attend_sequence, common, n=128, in_loop=True)
+    attend_one = jax.checkpoint(attend_one, prevent_cse=False)
     one_by_one = functools.partial(jax.lax.map, attend_one)
-    all_at_once = jax.vmap(functools.partial(attend_sequence, n=512, in_loop=False))
-    if in_pieces:
-        y_BxGxTQxK = jax.lax.map(attend_piece, sequences)
-    else:
-        y_BxGxTQxK = jax.lax.platform_dependent(sequences, cpu=one_by_one, default=all_at_once)
-    return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
+    all_at_once = jax.vmap(functools.partial(attend_sequence, common, n=512, in_loop=False))
+    y_BxGxTQxK = jax.lax.platform_dependent(sequences, cpu=one_by_one, default=all_at_once)
+    return unfold_groups(y_BxGxTQxK, T)
 
 
-def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, cap=0.0, sinks_H=None):
+@functools.partial(jax.jit, static_argnames='scores')
+def chunked_attention_of_piece(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, piece, *, sinks_H, dropout,
+                               start_BxT):
+    """chunked_attention of T consecutive queries and S consecutive keys of a sequence, at the
+    positions that `piece` says."""
+    T, H = q_BxTxHxK.shape[1:3]
+    Q = H // k_BxSxGxK.shape[2]
+    common = common_of(scores, Q, piece.n_positions, sinks_H, dropout)
+    sequences = fold_sequences(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, dropout.key_B, start_BxT)
+    y_BxGxTQxK = jax.lax.map(functools.partial(attend_piece, common, piece), sequences)
+    return unfold_groups(y_BxGxTQxK, T)
+
+
+def attend_sequence(common, sequence, n, in_loop):
+    """chunked_attention of one Sequence, n queries at a time -> [G, T Q, K]. in_loop: it is the
+    body of a loop, where nothing merges a block's recomputation with its forward pass."""
+    T = sequence.k_GxSxK.shape[1]
+    n *= max(1, T // (64 * n))  # at most 64 blocks, because each is compiled
+    attend = jax.checkpoint(functools.partial(attend_block, common), prevent_cse=not in_loop,
+                            static_argnums=(0, 1))
+
+    # split and concatenated again, in float32: the gradients of a key are then added by block,
+    # none padded to [T]
+    sizes = [min(n, T - first) for first in range(0, T, n)]
+    qs = jax.lax.split(sequence.q_GxTQxK, [size * common.Q for size in sizes], axis=1)
+    ks = jax.lax.split(sequence.k_GxSxK.astype(jnp.float32), sizes, axis=1)
+    vs = jax.lax.split(sequence.v_GxSxK.astype(jnp.float32), sizes, axis=1)
+    dtype = sequence.v_GxSxK.dtype
+    ys = []
+    for i, q in enumerate(qs):
+        # the keys from the block on in which the first one is that any of these queries sees
+        first_block = first_key_of(i * n, common.scores, sequence.start_T) // n
+        seen = slice(first_block, i + 1)
+        k = jnp.concatenate(ks[seen], axis=1).astype(dtype)
+        v = jnp.concatenate(vs[seen], axis=1).astype(dtype)
+        start_n = None
+        if sequence.start_T is not None:
+            start_n = sequence.start_T[i * n:(i + 1) * n]
+        block = Sequence(q, k, v, sequence.key, start_n)
+        ys.append(attend(i * n, first_block * n, block))
+    return jnp.concatenate(ys, axis=1)
+
+
+def attend_piece(common, piece, sequence):
+    """chunked_attention of the Piece of one Sequence -> [G, T Q, K], in one loop over blocks of up
+    to 128 queries, each against all keys: `first` is known at run time only."""
+    G, TQ, K = sequence.q_GxTQxK.shape
+    T = TQ // common.Q
+    n = math.gcd(T, 128)
+    dtype = sequence.v_GxSxK.dtype
+    attend = jax.checkpoint(functools.partial(attend_block, common), prevent_cse=False,
+                            static_argnums=1)
+
+    # in float32, so that the gradients of all blocks are added in it
+    k_GxSxK = sequence.k_GxSxK.astype(jnp.float32)
+    v_GxSxK = sequence.v_GxSxK.astype(jnp.float32)
+
+    def attend_next(block):
+        i, q_GxnQxK, start_n = block
+        k, v = k_GxSxK.astype(dtype), v_GxSxK.astype(dtype)
+        return attend(piece.first + i * n, piece.first_key,
+                      Sequence(q_GxnQxK, k, v, sequence.key, start_n))
+
+    # [blocks, G, n Q, K]
+    q_blocks = sequence.q_GxTQxK.reshape(G, T // n, n * common.Q, K).swapaxes(0, 1)
+    start_blocks = None
+    if sequence.start_T is not None:
+        start_blocks = sequence.start_T.reshape(T // n, n)
+    y_blocks = jax.lax.map(attend_next, (jnp.arange(T // n), q_blocks, start_blocks))
+    return y_blocks.swapaxes(0, 1).reshape(G, TQ, -1)
+
+
+def attend_block(common, first, first_key, block):
+    """softmax(mask(q k^T * scale)) v of some queries and keys of one sequence -> [G, T Q, K].
+
+    first, first_key: the positions of the first query and key. block: their Sequence."""
+    q_GxTQxK, k_GxSxK, v_GxSxK, key, start_T = block
+    G, TQ, K = q_GxTQxK.shape
+    n_queries, n_keys = TQ // common.Q, k_GxSxK.shape[1]
+
+    # the scores of the keys that each query may see
+    products_GxTQxS = matmul(q_GxTQxK, k_GxSxK, transpose_rhs=True, dtype=jnp.float32)
+    scores_GxTQxS = products_GxTQxS * common.scores.scale_of(K)
+    scores_GxTQxS = soft_cap(scores_GxTQxS, common.scores.cap)
+    position_TQx1 = jnp.repeat(first + jnp.arange(n_queries), common.Q)[:, None]
+    key_position = jnp.arange(first_key, first_key + n_keys)
+    if start_T is not None:
+        # both counted from the start of the query's conversation; what is before is not seen
+        start_TQx1 = jnp.repeat(start_T, common.Q)[:, None]
+        key_position = jnp.where(key_position < start_TQx1, 2**30, key_position - start_TQx1)
+        position_TQx1 -= start_TQx1
+    mask_TQxS = causal_mask(key_position, position_TQx1, window=common.scores.window,
+                            chunk=common.scores.chunk)
+    scores_GxTQxS = jnp.where(mask_TQxS, scores_GxTQxS, MASKED)
+
+    # probabilities; a sink is one more logit, whose probability goes nowhere
+    if common.sinks_H is not None:
+        sinks_GxTQx1 = jnp.tile(common.sinks_H.reshape(G, common.Q), n_queries)[..., None]
+        scores_GxTQxS = jnp.concatenate([scores_GxTQxS, sinks_GxTQx1], axis=-1)
+    probs_GxTQxS = jax.nn.softmax(scores_GxTQxS)[..., :n_keys]
+    if key is not None:
+        counter_GxTQxS = count_probs(common, first, first_key, probs_GxTQxS.shape)
+        probs_GxTQxS = hash_dropout(probs_GxTQxS[None], common.rate, key[None], counter_GxTQxS)[0]
+    return matmul(probs_GxTQxS.astype(v_GxSxK.dtype), v_GxSxK)
+
+
+def count_probs(common, first, first_key, shape):
+    """Returns a block's part of flat_index([H / Q, n_positions Q, n_positions]), which numbers the
+    probabilities of a sequence on all devices: a block drops what one device alone would drop.
+
+    first, first_key: the positions of the first query and key. shape: of the block, [G, T Q, S]."""
+    g, tq, s = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(3))
+    tq += jnp.uint32(first * common.Q)
+    n_rows = jnp.uint32(common.n_positions * common.Q)
+    n_columns = jnp.uint32(common.n_positions)
+    return common.first_counter + (g * n_rows + tq) * n_columns + (s + jnp.uint32(first_key))
+
+
+# -----------------------------------------------------------------------------
+# blockwise attention: a piece of a long prompt
+
+class RunningSoftmax(NamedTuple):
+    """The softmax over the blocks of keys seen so far, and the values that it weighs."""
+    max_BxGxTQx1: jax.Array  # the largest score
+    sum_BxGxTQx1: jax.Array  # the sum of exp(score - max)
+    y_BxGxTQxK: jax.Array  # the sum of exp(score - max) times the values
+
+
+def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, cap=0.0,
+                        sinks_H=None):
     """dot_product_attention of jax_transformer.py, for a piece of a long prompt; without dropout
     and gradients.
 
@@ -285,49 +502,75 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
     skipped. In a cache of more than 2,048 slots n is 512: larger matmuls, 0.95 of the time for
     4,096 tokens of SmolLM2."""
     B, T, H, K = q_BxTxHxK.shape
+
+    def attend(queries):
+        q_BxnxHxK, mask_BxnxS = queries
+        return attend_to_blocks(q_BxnxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxnxS, Scores(scale, cap),
+                                sinks_H)
+
+    if T <= 256 or T % 256:
+        return attend((q_BxTxHxK, mask_BxTxS))
+
+    def split(x):
+        return x.reshape(B, T // 256, 256, *x.shape[2:]).swapaxes(0, 1)
+
+    y_nxBx256xHxK = jax.lax.map(attend, (split(q_BxTxHxK), split(mask_BxTxS)))
+    return y_nxBx256xHxK.swapaxes(0, 1).reshape(B, T, H, -1)
+
+
+def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_H):
+    """blockwise_attention of some queries, in a loop over the blocks of keys that the mask
+    allows."""
+    B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
-    if T > 256 and T % 256 == 0:
-        def attend(queries):
-            q_Bx256xHxK, mask_Bx256xS = queries
-            return blockwise_attention(q_Bx256xHxK, k_BxSxGxK, v_BxSxGxK, mask_Bx256xS, scale=scale, cap=cap,
-                                       sinks_H=sinks_H)
-
-        def split(x):
-            return x.reshape(B, T // 256, 256, *x.shape[2:]).swapaxes(0, 1)
-
-        y_nxBx256xHxK = jax.lax.map(attend, (split(q_BxTxHxK), split(mask_BxTxS)))
-        return y_nxBx256xHxK.swapaxes(0, 1).reshape(B, T, H, -1)
-    Q = H // G  # query heads of a group are folded into the time axis, as in dot_product_attention
+    Q = H // G
     n = min(512 if S > 2048 else 256, S)
-    q_BxGxTQxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(1, 2).reshape(B, G, T * Q, K)
+    q_BxGxTQxK = fold_groups(q_BxTxHxK, G)
 
-    def attend_block(j, carry):
-        max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK = carry
+    def attend_next(j, softmax):
+        # the j-th block in use; the last of all blocks overlaps the one before, whose keys are
+        # not counted again
         i = block_n[j]
-        start = jnp.minimum(i * n, S - n)  # the last block overlaps the one before
-        k_BxGxnxK, v_BxGxnxK = (jax.lax.dynamic_slice_in_dim(x, start, n, axis=1).swapaxes(1, 2)
-                                for x in (k_BxSxGxK, v_BxSxGxK))
-        mask_BxTxn = jax.lax.dynamic_slice_in_dim(mask_BxTxS, start, n, axis=2) & (start + jnp.arange(n) >= i * n)
-        scores_BxGxTQxn = matmul(q_BxGxTQxK, k_BxGxnxK, transpose_rhs=True, dtype=jnp.float32)
-        scores_BxGxTQxn = soft_cap(scores_BxGxTQxn * (scale or K**-0.5), cap)
-        scores_BxGxTQxn = jnp.where(jnp.repeat(mask_BxTxn, Q, axis=1)[:, None], scores_BxGxTQxn,
-                                    jnp.finfo(jnp.float32).min)
-        new_max_BxGxTQx1 = jnp.maximum(max_BxGxTQx1, scores_BxGxTQxn.max(-1, keepdims=True))
-        exp_BxGxTQxn = jnp.exp(scores_BxGxTQxn - new_max_BxGxTQx1)
-        decay_BxGxTQx1 = jnp.exp(max_BxGxTQx1 - new_max_BxGxTQx1)
-        y_BxGxTQxK = y_BxGxTQxK * decay_BxGxTQx1 + matmul(
-            exp_BxGxTQxn.astype(v_BxGxnxK.dtype), v_BxGxnxK, dtype=jnp.float32)
-        return new_max_BxGxTQx1, sum_BxGxTQx1 * decay_BxGxTQx1 + exp_BxGxTQxn.sum(-1, keepdims=True), y_BxGxTQxK
+        start = jnp.minimum(i * n, S - n)
+        k_BxGxnxK = jax.lax.dynamic_slice_in_dim(k_BxSxGxK, start, n, axis=1).swapaxes(1, 2)
+        v_BxGxnxK = jax.lax.dynamic_slice_in_dim(v_BxSxGxK, start, n, axis=1).swapaxes(1, 2)
+        mask_BxTxn = jax.lax.dynamic_slice_in_dim(mask_BxTxS, start, n, axis=2)
+        mask_BxTxn &= start + jnp.arange(n) >= i * n
 
+        # its scores
+        scores_BxGxTQxn = matmul(q_BxGxTQxK, k_BxGxnxK, transpose_rhs=True, dtype=jnp.float32)
+        scores_BxGxTQxn = soft_cap(scores_BxGxTQxn * scores.scale_of(K), scores.cap)
+        mask_Bx1xTQxn = jnp.repeat(mask_BxTxn, Q, axis=1)[:, None]
+        scores_BxGxTQxn = jnp.where(mask_Bx1xTQxn, scores_BxGxTQxn, MASKED)
+        return add_block(softmax, scores_BxGxTQxn, v_BxGxnxK)
+
+    # the numbers of the blocks, those in use first
     is_used_n = jnp.pad(mask_BxTxS.any((0, 1)), (0, -S % n)).reshape(-1, n).any(1)
-    block_n = jnp.argsort(~is_used_n)  # those in use first
-    max_BxGxTQx1 = jnp.full((B, G, T * Q, 1), jnp.finfo(jnp.float32).min)
+    block_n = jnp.argsort(~is_used_n)
+
+    # nothing seen yet but the sink: one more logit, whose value is 0
+    max_BxGxTQx1 = jnp.full((B, G, T * Q, 1), MASKED)
     sum_BxGxTQx1 = jnp.zeros((B, G, T * Q, 1))
-    if sinks_H is not None:  # one more logit, whose value is 0
-        max_BxGxTQx1 = jnp.maximum(max_BxGxTQx1, jnp.tile(sinks_H.reshape(G, Q), T)[..., None])
+    if sinks_H is not None:
+        sinks_GxTQx1 = jnp.tile(sinks_H.reshape(G, Q), T)[..., None]
+        max_BxGxTQx1 = jnp.maximum(max_BxGxTQx1, sinks_GxTQx1)
         sum_BxGxTQx1 += 1
     y_BxGxTQxK = jnp.zeros((B, G, T * Q, v_BxSxGxK.shape[-1]))
-    carry = max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK
-    _, sum_BxGxTQx1, y_BxGxTQxK = jax.lax.fori_loop(0, is_used_n.sum(), attend_block, carry)
-    y_BxGxTQxK = (y_BxGxTQxK / sum_BxGxTQx1).astype(v_BxSxGxK.dtype)
-    return y_BxGxTQxK.reshape(B, G, T, Q, -1).swapaxes(1, 2).reshape(B, T, H, -1)
+
+    softmax = RunningSoftmax(max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK)
+    softmax = jax.lax.fori_loop(0, is_used_n.sum(), attend_next, softmax)
+    y_BxGxTQxK = (softmax.y_BxGxTQxK / softmax.sum_BxGxTQx1).astype(v_BxSxGxK.dtype)
+    return unfold_groups(y_BxGxTQxK, T)
+
+
+def add_block(softmax, scores_BxGxTQxn, v_BxGxnxK):
+    """Returns the RunningSoftmax with the scores and values of another block of keys: what was
+    summed so far is scaled to the new maximum."""
+    block_max_BxGxTQx1 = scores_BxGxTQxn.max(-1, keepdims=True)
+    max_BxGxTQx1 = jnp.maximum(softmax.max_BxGxTQx1, block_max_BxGxTQx1)
+    exp_BxGxTQxn = jnp.exp(scores_BxGxTQxn - max_BxGxTQx1)
+    decay_BxGxTQx1 = jnp.exp(softmax.max_BxGxTQx1 - max_BxGxTQx1)
+    values_BxGxTQxK = matmul(exp_BxGxTQxn.astype(v_BxGxnxK.dtype), v_BxGxnxK, dtype=jnp.float32)
+    y_BxGxTQxK = softmax.y_BxGxTQxK * decay_BxGxTQx1 + values_BxGxTQxK
+    sum_BxGxTQx1 = softmax.sum_BxGxTQx1 * decay_BxGxTQx1 + exp_BxGxTQxn.sum(-1, keepdims=True)
+    return RunningSoftmax(max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK)

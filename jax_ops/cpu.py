@@ -1,8 +1,8 @@
 """Loops shaped for XLA:CPU, some through private names of JAX.
 
 No other platform runs them: every caller chooses by jax.lax.platform_dependent, beside the plain
-form. Without this file CPUs would compute the same, slower; docs/performance.md has the price of
-each."""
+form. Without this file CPUs would compute the same, slower; docs/performance.md says by how much
+for each of them."""
 import functools
 
 import jax
@@ -26,7 +26,10 @@ def as_row_major(x):
     def row_major(x):
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
-    return jax.lax.platform_dependent(x, cpu=row_major, default=lambda x: x)
+    def as_it_is(x):
+        return x
+
+    return jax.lax.platform_dependent(x, cpu=row_major, default=as_it_is)
 
 
 def transpose_materialized(x):
@@ -34,14 +37,17 @@ def transpose_materialized(x):
     takes row-major [M, K] and [K, N] only, and converts everything else to float32 (2.3 times
     slower, docs/lab_log.md#matmul)."""
     x = x.swapaxes(-1, -2)
-    return as_row_major(x) if x.dtype == jnp.bfloat16 else x
+    if x.dtype == jnp.bfloat16:
+        x = as_row_major(x)
+    return x
 
 
 def two_rows(multiply, x, y):
     """multiply(x, y). A single row x [..., 1, K] is multiplied twice: for a matmul of one row
     XLA:CPU converts a bfloat16 matrix to float32, and hoists the copies of all weights out of the
     decode loop."""
-    if x.size > x.shape[-1]:
+    has_several_rows = x.size > x.shape[-1]
+    if has_several_rows:
         return multiply(x, y)
     return multiply(jnp.concatenate([x, x], axis=-2), y)[..., :1, :]
 
@@ -55,12 +61,15 @@ def nt_cpu(x_RxI, w_OxI, dtype=jnp.float32):
 
 
 def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
-    """x @ w.T as (w @ x.T).T. The barrier keeps XLA from swapping the operands back and from fusing
-    what follows."""
+    """x @ w.T as (w @ x.T).T: XLA:CPU repacks the right operand, which is then the small one
+    (docs/lab_log.md#weights-on-the-left)."""
+    # five rows take longer than eight
     R = len(x_RxI)
-    n_padding = -R % 4 if R > 1 else 0  # five rows take longer than eight
+    n_padding = -R % 4 if R > 1 else 0
     x_RxI = jnp.pad(x_RxI, ((0, n_padding), (0, 0)))
-    return jax.lax.optimization_barrier(nt_cpu(w_OxI, x_RxI, dtype)).T[:R]
+    # the barrier keeps XLA from swapping the operands back and from fusing what follows
+    y_OxR = jax.lax.optimization_barrier(nt_cpu(w_OxI, x_RxI, dtype))
+    return y_OxR.T[:R]
 
 
 def fusion_barrier(condition, f, otherwise, *args):
@@ -68,128 +77,183 @@ def fusion_barrier(condition, f, otherwise, *args):
     across a condition: it neither computes x for each row of the weights, nor converts the weights
     ahead of the decode loop."""
     y = jax.eval_shape(f, *args)
-    return jax.lax.cond(condition, f, lambda *args: jnp.full(y.shape, otherwise, y.dtype), *args)
+
+    def constant(*args):
+        return jnp.full(y.shape, otherwise, y.dtype)
+
+    return jax.lax.cond(condition, f, constant, *args)
 
 
 def lane_terms(n, least, most):
-    """The largest t from `least` to `most` for which 32 t divides n, or None: a row of n elements
-    is then split into blocks, each summed as 32 sums of t terms side by side."""
-    return max((terms for terms in range(least, most + 1) if n % (32 * terms) == 0), default=None)
+    """Returns the largest t from `least` to `most` for which 32 t divides n, or None: a row of n
+    elements is then split into blocks, each summed as 32 sums of t terms side by side."""
+    for terms in range(most, least - 1, -1):
+        if n % (32 * terms) == 0:
+            return terms
+    return None
 
 
-bfloat16_lane_terms = functools.partial(lane_terms, least=4, most=20)  # of nt_bfloat16_row
-int16_lane_terms = functools.partial(lane_terms, least=3, most=6)  # of nt_int16_row
+def bfloat16_lane_terms(n):
+    """Returns the lane_terms of nt_bfloat16_row."""
+    return lane_terms(n, least=4, most=20)
+
+
+def int16_lane_terms(n):
+    """Returns the lane_terms of nt_int16_row."""
+    return lane_terms(n, least=3, most=6)
 
 
 def nt_bfloat16_row(x_1xI, w_OxI):
     """x @ w.T -> float32 [1, O] of bfloat16 arrays, one row of x: twice as fast
     (docs/lab_log.md#bfloat16-rows).
 
-    The loop is shaped for XLA:CPU: 32 sums side by side fill vector registers; at most 20 terms
-    each, or LLVM does not unroll them; two halves of the rows in one reduction, or it is a slow
-    library call; then a matmul with ones."""
+    The loop is shaped for XLA:CPU:
+    - 32 sums side by side fill vector registers;
+    - each has at most 20 terms, or LLVM does not unroll them;
+    - the two halves of the rows are one reduction, because a reduction of one operand is compiled
+      as a library call, which is slower, and because two streams of weights are prefetched faster
+      than one;
+    - a matmul with ones adds up the 32 sums of all blocks."""
     O, I = w_OxI.shape
     n_pairs, terms = O // 2, bfloat16_lane_terms(I)
     n_blocks = I // (32 * terms)
 
+    def add_pairs(a, b):
+        return [a[0] + b[0], a[1] + b[1]]
+
     def multiply(x_I, w_OxI):
-        halves = w_OxI[:2 * n_pairs].astype(jnp.float32).reshape(2, n_pairs, n_blocks, terms, 32)
-        products = [half * x_I.reshape(n_blocks, terms, 32) for half in halves]
-        sums = jax.lax.reduce(products, [np.float32(0)] * 2, lambda a, b: [a[0] + b[0], a[1] + b[1]], (2,))
+        # all products, of both halves of the rows
+        w_2xPxNxtx32 = w_OxI[:2 * n_pairs].astype(jnp.float32).reshape(
+            2, n_pairs, n_blocks, terms, 32)
+        products = [half * x_I.reshape(n_blocks, terms, 32) for half in w_2xPxNxtx32]
+        # the terms of each sum, then the 32 sums of all blocks
+        sums = jax.lax.reduce(products, [np.float32(0)] * 2, add_pairs, (2,))
         sums = [half.reshape(n_pairs, n_blocks * 32) for half in jax.lax.optimization_barrier(sums)]
         sums = [nt_weights_left(jnp.ones((1, n_blocks * 32)), half) for half in sums]
+        # the last row, if their number is odd
         odd_row = nt_cpu(x_I[None], w_OxI[2 * n_pairs:].astype(jnp.float32))
         return jnp.concatenate([*sums, odd_row], axis=1)
 
     x_I = x_1xI[0].astype(jnp.float32)
     return fusion_barrier(~jnp.isnan(x_I[0]), multiply, np.nan, x_I, w_OxI)
 
+
 # -----------------------------------------------------------------------------
 # int8 weights, in the order of a decode step: linear (matmul.py) meets an Int8, matmul_int8
-# quantizes x to int16 and calls multiply_integers. One row, of a multiple of 96, 128, 160 or 192
-# features: x and weights are widened to int32 (nt_int16_row). Others: x as two halves in int8,
-# (u)int8 x int8 -> int32 (nt_int16, nt_uint8). The weights became Int8 in
-# convert_params_for_decoding (jax_generate.py), as_uint8 where cpu_multiplies_uint8.
+# quantizes x to int16 and calls multiply_integers.
+# - One row, of a multiple of 96, 128, 160 or 192 features: x and weights are widened to int32
+#   (nt_int16_row).
+# - Others: x is split into two halves in int8, and multiplied as (u)int8 x int8 -> int32 (nt_int16,
+#   nt_uint8).
+# The weights became Int8 in convert_params_for_decoding (decode_weights.py), and are stored as
+# uint8 (as_uint8) where cpu_multiplies_uint8.
 
 def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
     """multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies with its shard of w. XLA's
     partitioner would gather w where nt_int16_row splits its rows."""
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh else 1
-    if n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0:
-        specs = {'in_specs': (Spec(), Spec('tensor')), 'out_specs': Spec(None, 'tensor')}
-        return jax.shard_map(multiply, **specs, axis_names={'tensor'}, check_vma=False)(x_RxI, w_OxI)
-    if n_ranks > 1 and tp == ROW_PARALLEL and x_RxI.shape[1] % n_ranks == 0:
-        def partial_sum(x_RxI, w_OxI):
-            return jax.lax.psum(multiply(x_RxI, w_OxI), 'tensor')
+    by_outputs = n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0
+    by_inputs = n_ranks > 1 and tp == ROW_PARALLEL and x_RxI.shape[1] % n_ranks == 0
+    if not by_outputs and not by_inputs:
+        return multiply(x_RxI, w_OxI)
 
-        specs = {'in_specs': (Spec(None, 'tensor'), Spec(None, 'tensor')), 'out_specs': Spec()}
-        return jax.shard_map(partial_sum, **specs, axis_names={'tensor'}, check_vma=False)(x_RxI, w_OxI)
-    return multiply(x_RxI, w_OxI)
+    if by_outputs:  # each rank has some outputs
+        multiply_shard = jax.shard_map(
+            multiply, in_specs=(Spec(), Spec('tensor')), out_specs=Spec(None, 'tensor'),
+            axis_names={'tensor'}, check_vma=False)
+        return multiply_shard(x_RxI, w_OxI)
+
+    def sum_over_ranks(x_RxI, w_OxI):
+        return jax.lax.psum(multiply(x_RxI, w_OxI), 'tensor')
+
+    # each rank has some inputs, and a part of every sum
+    multiply_shard = jax.shard_map(
+        sum_over_ranks, in_specs=(Spec(None, 'tensor'), Spec(None, 'tensor')), out_specs=Spec(),
+        axis_names={'tensor'}, check_vma=False)
+    return multiply_shard(x_RxI, w_OxI)
 
 
 def int16_levels(n):
-    """The largest magnitude to which n activations are quantized: a sum of n matmul terms fits into
-    int32, and a level is 256 a + b with a and b in int8. 22,016 for 768 activations."""
-    return min(127 * 256 + 127, (2**31 - 1) // (127 * n))
+    """Returns the largest magnitude to which n activations are quantized: a sum of n terms of a
+    matmul fits into int32, and a level is 256 a + b with a and b in int8. For 768 activations it is
+    22,016."""
+    most_in_two_halves = 127 * 256 + 127
+    most_in_a_sum = (2**31 - 1) // (127 * n)
+    return min(most_in_two_halves, most_in_a_sum)
 
 
 def multiply_integers(x_RxI, w_OxI):
     """x @ w.T of int16 x and the values of an Int8, exact, then in float32; called by matmul_int8
     (matmul.py)."""
-    multiply = nt_int16_row if len(x_RxI) == 1 and int16_lane_terms(x_RxI.shape[1]) else nt_int16
-    y_RxO = multiply(x_RxI, w_OxI)
+    R, I = x_RxI.shape
+    if R == 1 and int16_lane_terms(I):
+        y_RxO = nt_int16_row(x_RxI, w_OxI)
+    else:
+        y_RxO = nt_int16(x_RxI, w_OxI)
     if w_OxI.dtype == jnp.uint8:  # values + 128: int32 wraps around, and the difference is exact
         y_RxO -= 128 * x_RxI.sum(1, keepdims=True, dtype=jnp.int32)
     return y_RxO.astype(jnp.float32)
 
 
 def nt_int16_row(x_1xI, w_OxI):
-    """nt_int16 for one row: 32 integer sums side by side. The terms of a block are added one by
-    one: a reduction over terms and another over sums are one loop in jaxlib 0.10 only
-    (docs/lab_log.md#int8-matmuls)."""
+    """x @ w.T -> int32 [1, O] of one row of int16 x: 32 integer sums side by side.
+
+    The terms of a block are added one by one: a reduction over terms and another over sums are one
+    loop in jaxlib 0.10 only (docs/lab_log.md#int8-matmuls)."""
     terms = int16_lane_terms(x_1xI.shape[1])
-    w, x = (a.reshape(len(a), -1, terms, 32) for a in (w_OxI, x_1xI))
-    sums = sum(w[:, :, i].astype(jnp.int32) * x[:, :, i].astype(jnp.int32) for i in range(terms))
+    w = w_OxI.reshape(len(w_OxI), -1, terms, 32)
+    x = x_1xI.reshape(1, -1, terms, 32)
+    sums = 0
+    for i in range(terms):
+        sums += w[:, :, i].astype(jnp.int32) * x[:, :, i].astype(jnp.int32)
     return sums.sum((1, 2))[None]
 
 
 def nt_int16(x_RxI, w_OxI):
-    """x @ w.T -> int32 of int16 x and (u)int8 weights. XLA:CPU's fast matmuls take x in int8: x =
-    256 high + low."""
+    """x @ w.T -> int32 of int16 x and (u)int8 weights. XLA:CPU's fast matmuls take x in int8, so it
+    is split: x = 256 high + low."""
     high_RxI = (x_RxI + 128) >> 8
     low_RxI = x_RxI - 256 * high_RxI
-    y_2RxO = nt_weights_left(jnp.concatenate([high_RxI, low_RxI]).astype(jnp.int8), w_OxI, jnp.int32)
+    x_2RxI = jnp.concatenate([high_RxI, low_RxI]).astype(jnp.int8)
+    y_2RxO = nt_weights_left(x_2RxI, w_OxI, jnp.int32)
     high_RxO, low_RxO = jnp.split(y_2RxO, 2)
     return 256 * high_RxO + low_RxO
 
 
 @functools.cache
 def nt_uint8():
-    """The primitive x @ w.T of uint8 x (weights, see nt_weights_left) and int8 w -> int32, by VNNI:
-    int8 by int8 takes 1.4 to 2.6 times as long. JAX's own lowering converts operands of two dtypes
-    to int32."""
+    """Returns the primitive x @ w.T -> int32 of uint8 x (weights, see nt_weights_left) and int8 w.
+
+    It is compiled to the CPU's VNNI instructions; int8 by int8 takes 1.4 to 2.6 times as long. A
+    primitive of its own, because JAX's lowering converts operands of two dtypes to int32."""
     from jax.extend.core import Primitive
     from jax.extend.mlir import ir
     from jax.extend.mlir.dialects import stablehlo
     from jax.interpreters import mlir
 
+    def result_type(x_RxI, w_OxI):
+        return jax.core.ShapedArray((x_RxI.shape[0], w_OxI.shape[0]), np.dtype('int32'))
+
     def lower(context, x_RxI, w_OxI):
-        y_RxO = ir.RankedTensorType.get(context.avals_out[0].shape, ir.IntegerType.get_signless(32))
-        return [stablehlo.dot_general(y_RxO, x_RxI, w_OxI, stablehlo.DotDimensionNumbers.get([], [], [1], [1]))]
+        int32 = ir.IntegerType.get_signless(32)
+        y_RxO = ir.RankedTensorType.get(context.avals_out[0].shape, int32)
+        last_axes = stablehlo.DotDimensionNumbers.get([], [], [1], [1])
+        return [stablehlo.dot_general(y_RxO, x_RxI, w_OxI, last_axes)]
 
     primitive = Primitive('nt_uint8')
-    primitive.def_abstract_eval(lambda x, w: jax.core.ShapedArray((x.shape[0], w.shape[0]), np.dtype('int32')))
+    primitive.def_abstract_eval(result_type)
     mlir.register_lowering(primitive, lower, platform='cpu')
     return primitive
 
 
 @functools.cache
 def cpu_multiplies_uint8():
-    """Whether nt_uint8 compiles: XLA may not have it for this CPU, and a later JAX not what it is
-    made of."""
+    """Tells whether nt_uint8 compiles: XLA may not have it for this CPU, and a later JAX not what
+    it is made of."""
     shapes = (jax.ShapeDtypeStruct((64, 64), jnp.uint8), jax.ShapeDtypeStruct((2, 64), jnp.int8))
     try:
+        # on a CPU, also where the default device is another one
         with jax.default_device(jax.local_devices(backend='cpu')[0]):
             jax.jit(nt_uint8().bind).lower(*shapes).compile()
     except (ImportError, AttributeError, jax.errors.JaxRuntimeError):

@@ -27,36 +27,45 @@ def convert_params_for_decoding(params, dtype, quantize=''):
     for name in list(params):
         part = {name: params.pop(name)}
         devices = devices_of(part)
+        platforms = {device.platform for device in devices}
         is_one_device = len(devices) == 1
-        on_cpu = all(device.platform == 'cpu' for device in devices)
-        on_gpu = all(device.platform == 'gpu' for device in devices)
+        on_cpu = platforms == {'cpu'}
+        on_gpu = platforms == {'gpu'}
         if is_one_device:  # without a mesh of one device, see commit in jax_generate.py
             part = jax.tree.map(lambda x: jnp.asarray(x).addressable_data(0), part)
+
+        # values in dtype or int8, then the order in memory
         if quantize:
-            stored_as = jnp.uint8 if on_cpu and cpu_multiplies_uint8() else jnp.int8
+            stored_as = jnp.int8
+            if on_cpu and cpu_multiplies_uint8():
+                stored_as = jnp.uint8
             part = quantize_params(part, stored_as)
         part = cast_matrices(part, dtype)
         reads_rows_faster = on_gpu or on_cpu and dtype in ('float32', 'bfloat16')
         if is_one_device and reads_rows_faster:
             part = transpose_kernels(part)
+
         # wait, so that the old buffers are freed before the next conversion
         converted[name] = jax.block_until_ready(part)[name]
     return converted
 
 
 def devices_of(tree):
-    """The set of devices that hold the first leaf of a tree."""
+    """Returns the set of devices that hold the first leaf of a tree."""
     return jnp.asarray(jax.tree.leaves(tree)[0]).devices()
 
 
 def quantize_params(params, stored_as=jnp.int8):
-    """The parameters with Int8 matrices, see quantize_param: a quarter of float32's bytes."""
+    """Returns the parameters with Int8 matrices, see quantize_param: a quarter of
+    float32's bytes."""
     return path_aware_map(functools.partial(quantize_param, stored_as=stored_as), params)
 
 
 def quantize_param(path, p, stored_as=jnp.int8):
-    """A matrix (kernel, wte, lm_head) as Int8, with one scale per output; other parameters as they
-    are: wpe, kv_b and the router are small, and routing is sensitive. stored_as: see Int8."""
+    """Returns a matrix (kernel, wte, lm_head) as Int8, with one scale per output, and other
+    parameters as they are: wpe, kv_b and the router are small, and routing is sensitive.
+
+    stored_as: the dtype of its values, int8 or uint8, see Int8."""
     if path[-1] not in ('kernel', 'wte', 'lm_head') or 'router' in path:
         return p
     if isinstance(p, Transposed):
@@ -66,8 +75,8 @@ def quantize_param(path, p, stored_as=jnp.int8):
 
 @functools.partial(jax.jit, static_argnames=('transpose', 'stored_as'))
 def quantize_matrix(p, *, transpose, stored_as):
-    """A matrix [..., O, I], or [..., I, O] with transpose, as Int8. Compiled: no temporaries as
-    large as p."""
+    """Returns a matrix [..., O, I], or [..., I, O] with transpose, as Int8. It is compiled, so that
+    there are no temporaries as large as p."""
     if transpose:
         p = p.swapaxes(-1, -2)
     values, scale = quantize(p, jnp.int8)
@@ -77,33 +86,40 @@ def quantize_matrix(p, *, transpose, stored_as):
 
 
 def cast_matrices(params, dtype):
-    """The parameters with matrices in the compute dtype, cast once instead of in every step."""
+    """Returns the parameters with matrices in the compute dtype, cast once instead of in every
+    step."""
+    def is_int8(p):
+        return isinstance(p, Int8)
+
     def cast(p):
-        if isinstance(p, Int8) or p.ndim < 2:
+        if is_int8(p) or p.ndim < 2:
             return p
         return p.astype(dtype)
 
-    return jax.tree.map(cast, params, is_leaf=lambda p: isinstance(p, Int8))
+    return jax.tree.map(cast, params, is_leaf=is_int8)
 
 
 def transpose_kernels(params):
-    """The parameters with every kernel [I, O] as Transposed; the router and experts stay as they
-    are."""
+    """Returns the parameters with every kernel [I, O] as Transposed; the router and experts stay as
+    they are."""
     def transposed(path, p):
-        is_left = path[-1] != 'kernel' or 'router' in path or isinstance(p, (Int8, Transposed)) or p.ndim != 2
-        return p if is_left else Transposed(p.T)
+        is_kernel = path[-1] == 'kernel' and 'router' not in path
+        if not is_kernel or isinstance(p, (Int8, Transposed)) or p.ndim != 2:
+            return p
+        return Transposed(p.T)
 
     return path_aware_map(transposed, params)
 
 
 def order_columns_by_rank(params, config):
-    """The parameters of convert_params_for_decoding with c_attn's columns in the order of the
-    current mesh's tensor ranks (order_by_rank), each with its own: no decode step moves them.
-    Replaces one layer after the other in place."""
+    """Returns the parameters of convert_params_for_decoding with c_attn's columns in the order of
+    the current mesh's tensor ranks (order_by_rank): each rank has its own, so that no decode step
+    moves them. Replaces one layer after the other in place."""
     mesh = current_mesh()
     if mesh is None or mesh.shape['tensor'] == 1 or config.mla:
         return params
-    widths = tuple(n * config.head_width for n in (config.n_head, config.kv_heads, config.kv_heads))
+    kv_width = config.kv_heads * config.head_width
+    widths = (config.n_head * config.head_width, kv_width, kv_width)
     for i in range(config.n_layer):
         c_attn = params[f'h_{i}']['attn']['c_attn']
         c_attn['kernel'] = order_kernel(c_attn['kernel'], widths, mesh.shape['tensor'])
@@ -112,12 +128,13 @@ def order_columns_by_rank(params, config):
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def order_kernel(kernel, widths, n_ranks):
-    """An array [I, O] or Int8 with its columns in the order of n_ranks, as Transposed or Int8."""
-
+    """Returns an array [I, O] or Int8 with its columns in the order of n_ranks, as Transposed or
+    Int8."""
     def order(x_IxO):
         return order_by_rank(x_IxO, widths, n_ranks)
 
     if isinstance(kernel, Int8):
-        values, scale = order(kernel.values.T).T, order(kernel.scale)
+        values = order(kernel.values.T).T
+        scale = order(kernel.scale)
         return Int8(shard(values, 'tensor', None), shard(scale, 'tensor'), n_ranks)
     return Transposed(shard(order(kernel).T, 'tensor', None), n_ranks)

@@ -1,8 +1,9 @@
 """Dropout masks that do not depend on how many devices, micro-batches or tiles compute them.
 
-An element is kept or dropped by the key of its sequence (dropout_keys in jax_transformer.py: of
-seed, layer and number in the run, make_batch's seq_id) and by its index in the array of one device:
-a shard has its keys, and its indices."""
+An element is kept or dropped by the key of its sequence (dropout_keys in jax_transformer.py makes
+it of the seed, the layer and seq_id, the number of the sequence in the run, see make_batch in
+train_jax.py), and by its index in the array that one device would have. A shard has the same keys,
+and its own indices."""
 import jax
 import jax.numpy as jnp
 
@@ -13,14 +14,20 @@ def hash_dropout(x, rate, key_B, counter):
     The mask is a hash of (the sequence's key, counter), so tiling and sharding do not change it;
     counter numbers the elements, uint32 [...], usually flat_index(x.shape[1:]). See
     docs/lab_log.md#dropout."""
-    words = jax.random.key_data(key_B).reshape(len(x), -1, *(1,) * (x.ndim - 1))
+    # the two words of each sequence's key, hashed with the counter, are 32 bits for each element
+    axes_of_x = (1,) * (x.ndim - 1)
+    words = jax.random.key_data(key_B).reshape(len(x), -1, *axes_of_x)
     bits = mix_bits(mix_bits(counter + words[:, 0]) ^ words[:, 1])
-    scaled = x.astype(jnp.float32) / (1 - rate)  # bfloat16 would round 1 / (1 - rate) by up to 0.2%
-    return jnp.where(bits < jnp.uint32(min(round((1 - rate) * 2**32), 2**32 - 1)), scaled, 0).astype(x.dtype)
+
+    # a share 1 - rate of all numbers of 32 bits is below this one; bfloat16 would round
+    # 1 / (1 - rate) by up to 0.2%
+    scaled = x.astype(jnp.float32) / (1 - rate)
+    end = jnp.uint32(min(round((1 - rate) * 2**32), 2**32 - 1))
+    return jnp.where(bits < end, scaled, 0).astype(x.dtype)
 
 
 def mix_bits(x):
-    """A bijective hash of uint32 (lowbias32, https://nullprogram.com/blog/2018/07/31)."""
+    """Hashes uint32 to uint32, bijectively (lowbias32, https://nullprogram.com/blog/2018/07/31)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7feb352d)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846ca68b)
     return x ^ (x >> 16)

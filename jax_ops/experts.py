@@ -13,51 +13,69 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
     """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in x's
     dtype.
 
-    weights: tree of [E, ...]. scale_input: the weight scales f's input instead of its output. On a
-    mesh (expert parallelism) a device has some experts: it all-gathers the tokens over the expert
-    axis, computes its own experts, and reduce-scatters the sums back. From 4 U ranks on, tokens are
-    sent only where they are used (exchange_tokens)."""
-    def mix(weights, first_expert, x_PxD, expert_PxU, weight_PxU):
-        x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, x_PxD.shape[1]))
-        scale_PxUx1 = weight_PxU[..., None]
-        if scale_input:
-            x_PxUxD = (x_PxUxD * scale_PxUx1).astype(x_PxD.dtype)
-            scale_PxUx1 = 1
-        y_RxD = grouped_experts(f, weights, x_PxUxD.reshape(-1, x_PxD.shape[1]), expert_PxU.ravel() - first_expert)
-        # before it is sent
-        return (y_RxD.reshape(x_PxUxD.shape) * scale_PxUx1).sum(1).astype(x_PxD.dtype)
+    weights: a tree of arrays [E, ...]. scale_input: whether the weight scales f's input instead of
+    its output.
 
+    On a mesh (expert parallelism) a device has some experts: it all-gathers the tokens over the
+    expert axis, computes its own experts, and reduce-scatters the sums back. From 4 U ranks on,
+    tokens are sent only where they are used (exchange_tokens)."""
+    mix = functools.partial(mix_range, f, scale_input)
     mesh = current_mesh()
     if mesh is None:
-        return mix(weights, 0, x_PxD, expert_PxU, weight_PxU)
-    E, n_ranks = len(jax.tree.leaves(weights)[0]), mesh.shape['expert']
+        return mix(0, weights, x_PxD, expert_PxU, weight_PxU)
+
+    # experts are sharded over expert and, where they divide, over tensor; tokens over the batch
+    E = len(jax.tree.leaves(weights)[0])
+    n_ranks = mesh.shape['expert']
     axes = EXPERTS if E % (n_ranks * mesh.shape['tensor']) == 0 else ('expert',)
     batch = batch_axes(len(x_PxD))
 
+    # sums are over tensor; over expert, too, if tokens are replicated there
+    sum_axes = [axis for axis in axes if axis != 'expert' or not batch]
+
     def mix_own(weights, *tokens):
-        """The part of this device's experts, summed over tensor; over expert, too, if tokens are
-        replicated there."""
+        """The part of this device's experts in the sums."""
         first_expert = jax.lax.axis_index(axes) * len(jax.tree.leaves(weights)[0])
-        y_PxD = mix(weights, first_expert, *tokens)
+        y_PxD = mix(first_expert, weights, *tokens)
         with jax.named_scope('reduce_scatter'):
-            return jax.lax.psum(y_PxD, [axis for axis in axes if axis != 'expert' or not batch])
+            return jax.lax.psum(y_PxD, sum_axes)
 
     def mix_local(weights, *tokens):
+        if not batch:
+            return mix_own(weights, *tokens)
+        # send tokens to the ranks of their experts, if that is at most half of what the all-gather
+        # sends; room for twice the rows of balanced routing, few rows vary more
         n_tokens, U = tokens[1].shape
-        # twice those of balanced routing; few rows vary more
         capacity = max(64, ceil_div(2 * n_tokens * U, n_ranks))
-        if batch and 2 * capacity <= n_tokens:  # at most half of what the all-gather sends
+        if 2 * capacity <= n_tokens:
             return exchange_tokens(mix_own, E // n_ranks, capacity, weights, *tokens)
-        if batch:
-            with jax.named_scope('all_gather'):
-                tokens = [jax.lax.all_gather(x, 'expert', tiled=True) for x in tokens]
+        # or all tokens to all ranks
+        with jax.named_scope('all_gather'):
+            tokens = [jax.lax.all_gather(x, 'expert', tiled=True) for x in tokens]
         y_PxD = mix_own(weights, *tokens)
         with jax.named_scope('reduce_scatter'):
-            return jax.lax.psum_scatter(y_PxD, 'expert', tiled=True) if batch else y_PxD
+            return jax.lax.psum_scatter(y_PxD, 'expert', tiled=True)
 
     in_specs = (Spec(axes), Spec(batch), Spec(batch), Spec(batch))
-    mix_sharded = jax.shard_map(mix_local, in_specs=in_specs, out_specs=Spec(batch), check_vma=False)
+    mix_sharded = jax.shard_map(mix_local, in_specs=in_specs, out_specs=Spec(batch),
+                                check_vma=False)
     return mix_sharded(weights, x_PxD, expert_PxU, weight_PxU)
+
+
+def mix_range(f, scale_input, first_expert, weights, x_PxD, expert_PxU, weight_PxU):
+    """mix_experts on one device that has the `weights` of the experts from first_expert on, and
+    takes the others for 0."""
+    D = x_PxD.shape[1]
+    x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, D))
+    scale_PxUx1 = weight_PxU[..., None]
+    if scale_input:
+        x_PxUxD = (x_PxUxD * scale_PxUx1).astype(x_PxD.dtype)
+        scale_PxUx1 = 1
+    own_expert_R = expert_PxU.ravel() - first_expert
+    y_RxD = grouped_experts(f, weights, x_PxUxD.reshape(-1, D), own_expert_R)
+    y_PxUxD = y_RxD.reshape(x_PxUxD.shape)
+    # the sum over u is cast here, before it is sent
+    return (y_PxUxD * scale_PxUx1).sum(1).astype(x_PxD.dtype)
 
 
 def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU, weight_PxU):
@@ -71,12 +89,14 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
     (ragged_all_to_all needs no capacity; XLA:CPU cannot run it.)"""
     n_tokens, U = expert_PxU.shape
     M = jax.lax.axis_size('expert')
+
+    # to which rank each row goes: none if an earlier expert of the token has the same rank
     rank_PxU = expert_PxU // experts_per_rank
-    # an earlier expert has this rank
     is_repeat_PxU = jnp.tril(rank_PxU[:, :, None] == rank_PxU[:, None], -1).any(2)
     rank_R = jnp.where(is_repeat_PxU, M, rank_PxU).ravel()
     is_sent_RxM = jax.nn.one_hot(rank_R, M, dtype=jnp.int32)
-    # among the rows for this rank; -1 is not sent
+
+    # its number among the rows for this rank, -1 if it is not sent
     slot_R = (jnp.cumsum(is_sent_RxM, 0) * is_sent_RxM).sum(1) - 1
     n_rounds = ceil_div(jax.lax.pmax(is_sent_RxM.sum(0).max(), 'expert'), capacity)
 
@@ -87,19 +107,28 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
     def exchange(i, args, routing):
         weights, x_PxD, weight_PxU = args
         expert_PxU, rank_R, slot_R = routing
+
+        # where each row of this round is among the rows that are sent; others are out of range
         out_of_range_R = M * capacity + jnp.arange(len(slot_R))
-        row_R = jnp.where(slot_R // capacity == i, rank_R * capacity + slot_R % capacity, out_of_range_R)
+        is_in_round_R = slot_R // capacity == i
+        sent_row_R = rank_R * capacity + slot_R % capacity
+        row_R = jnp.where(is_in_round_R, sent_row_R, out_of_range_R)
 
         def send(x_PxW, unused):
             rows = jnp.full((M * capacity, x_PxW.shape[1]), unused, x_PxW.dtype)
-            rows = rows.at[row_R].set(jnp.repeat(x_PxW, U, axis=0), mode='drop', unique_indices=True)
+            x_RxW = jnp.repeat(x_PxW, U, axis=0)
+            rows = rows.at[row_R].set(x_RxW, mode='drop', unique_indices=True)
             return all_to_all(rows)
 
-        y_RxD = all_to_all(mix(weights, send(x_PxD, 0), send(expert_PxU, -1), send(weight_PxU, 0)))
+        # there, be mixed, and back
+        sent = send(x_PxD, 0), send(expert_PxU, -1), send(weight_PxU, 0)
+        y_RxD = all_to_all(mix(weights, *sent))
         y_RxD = y_RxD.at[row_R].get(mode='fill', fill_value=0, unique_indices=True)
         return y_RxD.reshape(n_tokens, U, -1).sum(1, dtype=jnp.float32)
 
-    y_PxD = sum_rounds(exchange, n_rounds, (weights, x_PxD, weight_PxU), (expert_PxU, rank_R, slot_R))
+    args = weights, x_PxD, weight_PxU  # what has gradients
+    routing = expert_PxU, rank_R, slot_R
+    y_PxD = sum_rounds(exchange, n_rounds, args, routing)
     return y_PxD.astype(x_PxD.dtype)
 
 
@@ -107,12 +136,21 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
 def sum_rounds(f, n, args, constants):
     """sum(f(i, args, constants) for i in range(n)), where n is traced, and 1 as a rule: only the
     first call saves what its backward pass needs, the others are recomputed."""
-    return jax.lax.fori_loop(1, n, lambda i, y: y + f(i, args, constants), f(0, args, constants))
+    def add_round(i, y):
+        return y + f(i, args, constants)
+
+    return jax.lax.fori_loop(1, n, add_round, f(0, args, constants))
 
 
 def sum_rounds_fwd(f, n, args, constants):
-    y, vjp = jax.vjp(lambda args: f(0, args, constants), args)
-    y = jax.lax.fori_loop(1, n, lambda i, y: y + f(i, args, constants), y)
+    def first_round(args):
+        return f(0, args, constants)
+
+    def add_round(i, y):
+        return y + f(i, args, constants)
+
+    y, vjp = jax.vjp(first_round, args)
+    y = jax.lax.fori_loop(1, n, add_round, y)
     return y, (vjp, n, args, constants)
 
 
@@ -120,7 +158,10 @@ def sum_rounds_bwd(f, residuals, g):
     vjp, n, args, constants = residuals
 
     def add_round(i, grads):
-        _, vjp = jax.vjp(lambda args: f(i, args, constants), args)
+        def ith_round(args):
+            return f(i, args, constants)
+
+        _, vjp = jax.vjp(ith_round, args)
         return jax.tree.map(jnp.add, grads, vjp(g)[0])
 
     return None, jax.lax.fori_loop(1, n, add_round, vjp(g)[0]), None
@@ -130,7 +171,7 @@ sum_rounds.defvjp(sum_rounds_fwd, sum_rounds_bwd)
 
 
 def grouped_experts(f, weights, x_RxD, expert_R):
-    """[f(weights[expert_R[r]], x_RxD[r]) for every row r], zeros where expert_R[r] is not in 0 ..
+    """[f(weights[expert_R[r]], x_RxD[r]) for r in range(R)], zeros where expert_R[r] is not in 0 ..
     E-1.
 
     Rows are sorted by expert and padded to blocks of b rows of one expert each. Example with b = 2,
@@ -141,22 +182,31 @@ def grouped_experts(f, weights, x_RxD, expert_R):
     R, D = x_RxD.shape
     # rows of no expert are sorted to the end
     expert_R = jnp.where((expert_R >= 0) & (expert_R < E), expert_R, E)
+
     # larger blocks pad more, smaller ones read weights more often
     b = max(1, min(ceil_div(R, E), 64))
     n = R // b + min(E, R)
+
+    # the rows and blocks of each expert
     rows_E = jnp.zeros(E, jnp.int32).at[expert_R].add(1, mode='drop')
     blocks_E = ceil_div(rows_E, b)
     block_end_E = jnp.cumsum(blocks_E)
-    # row s of the sorted rows belongs in slot s + shift of its expert
+
+    # the slot of each row in the blocks: row s of the sorted rows belongs in slot s + shift of its
+    # expert; n * b is out of range
     shift_E = (block_end_E - blocks_E) * b - (jnp.cumsum(rows_E) - rows_E)
     order_R = jnp.argsort(expert_R)
     sorted_expert_R = expert_R[order_R]
-    # n * b is out of range
     shift_R = jnp.where(sorted_expert_R < E, shift_E[sorted_expert_R], n * b)
     slot_R = jnp.zeros(R, jnp.int32).at[order_R].set(shift_R + jnp.arange(R))
+
+    # the expert of each block
     expert_n = jnp.searchsorted(block_end_E, jnp.arange(n), side='right').clip(0, E - 1)
-    x_nxbxD = jnp.zeros((n * b, D), x_RxD.dtype).at[slot_R].set(x_RxD, mode='drop', unique_indices=True)
-    y_nxbxD = grouped_apply(f, weights, x_nxbxD.reshape(n, b, D), expert_n, block_end_E[-1])
+
+    # rows to blocks, and back
+    x_SxD = jnp.zeros((n * b, D), x_RxD.dtype)
+    x_SxD = x_SxD.at[slot_R].set(x_RxD, mode='drop', unique_indices=True)
+    y_nxbxD = grouped_apply(f, weights, x_SxD.reshape(n, b, D), expert_n, block_end_E[-1])
     return y_nxbxD.reshape(n * b, D).at[slot_R].get(mode='fill', fill_value=0)
 
 
@@ -174,7 +224,10 @@ def grouped_apply(f, weights, x_nxbxD, expert_n, n_used):
 
 def take_expert(weights, e):
     """weights[e] of every leaf [E, ...]."""
-    return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, e, keepdims=False), weights)
+    def take(w):
+        return jax.lax.dynamic_index_in_dim(w, e, keepdims=False)
+
+    return jax.tree.map(take, weights)
 
 
 def grouped_apply_fwd(f, *args):
@@ -187,10 +240,16 @@ def grouped_apply_bwd(f, residuals, g_nxbxD):
     def block(i, grads):
         dweights, dx_nxbxD = grads
         e = expert_n[i]
-        dw, dx = jax.vjp(f, take_expert(weights, e), x_nxbxD[i])[1](g_nxbxD[i])
-        return jax.tree.map(lambda total, d: total.at[e].add(d), dweights, dw), dx_nxbxD.at[i].set(dx)
 
-    dweights, dx_nxbxD = jax.lax.fori_loop(0, n_used, block, jax.tree.map(jnp.zeros_like, (weights, x_nxbxD)))
+        def add_to_expert(total, d):
+            return total.at[e].add(d)
+
+        _, vjp = jax.vjp(f, take_expert(weights, e), x_nxbxD[i])
+        dw, dx = vjp(g_nxbxD[i])
+        return jax.tree.map(add_to_expert, dweights, dw), dx_nxbxD.at[i].set(dx)
+
+    zeros = jax.tree.map(jnp.zeros_like, (weights, x_nxbxD))
+    dweights, dx_nxbxD = jax.lax.fori_loop(0, n_used, block, zeros)
     return dweights, dx_nxbxD, None, None
 
 

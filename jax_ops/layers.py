@@ -1,4 +1,6 @@
 """All layers as one loop, gradient checkpointing, and a function of positions in chunks."""
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -11,15 +13,20 @@ def scan_blocks(gpt, x_BxTxD, position_BxT, seq_id_B, start_BxT):
     cfg = gpt.config
     block = gpt.h[0].clone(parent=None)
     layers = [gpt.variables['params'][f'h_{i}'] for i in range(cfg.n_layer)]
-    key = gpt.make_rng('dropout') if gpt.has_rng('dropout') else None
+    key = None
+    if gpt.has_rng('dropout'):
+        key = gpt.make_rng('dropout')
 
     def body(x, layer):
         params, i = layer
-        rngs = None if key is None else {'dropout': jax.random.fold_in(key, i)}
-        (x, _), sown = block.apply({'params': params}, x, position_BxT, None, seq_id_B, start_BxT, rngs=rngs,
-                                   mutable=['losses'])
+        rngs = None
+        if key is not None:
+            rngs = {'dropout': jax.random.fold_in(key, i)}
+        (x, _), sown = block.apply({'params': params}, x, position_BxT, None, seq_id_B, start_BxT,
+                                   rngs=rngs, mutable=['losses'])
         return x, sum(jax.tree.leaves(sown), jnp.float32(0))
 
+    # the loop over the stacked parameters; the balance losses of experts are added up
     if cfg.remat != 'none':
         body = jax.checkpoint(body, policy=remat_policy(cfg.remat), prevent_cse=False)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
@@ -29,28 +36,38 @@ def scan_blocks(gpt, x_BxTxD, position_BxT, seq_id_B, start_BxT):
 
 
 def remat_policy(remat):
-    """Which activations are saved for the backward pass: 'dots' saves the outputs of linear(),
-    'full' nothing."""
-    policies = jax.checkpoint_policies
-    return {'dots': policies.save_only_these_names('dense'), 'full': policies.nothing_saveable}[remat]
+    """Returns which activations jax.checkpoint saves for the backward pass: with 'dots' the outputs
+    of linear(), with 'full' none."""
+    if remat == 'dots':
+        return jax.checkpoint_policies.save_only_these_names('dense')
+    return jax.checkpoint_policies.nothing_saveable
 
 
 def map_sequence_chunks(f, chunk, *xs_BxT):
     """f(*xs) -> [B, T], computed for `chunk` of the T positions at a time and recomputed in the
     backward pass, so that f's intermediate values (logits) exist for one chunk only.
 
-    chunk divides T; 0 is all. On a mesh each context rank has a part of each chunk."""
+    chunk: a divisor of T; 0 is all. On a mesh each context rank has a part of each chunk."""
     B, T = xs_BxT[0].shape[:2]
     if not chunk or chunk >= T:
         return f(*xs_BxT)
     mesh = current_mesh()
-    n = mesh.shape['context'] if mesh and chunk % mesh.shape['context'] == 0 else 1
+    n = 1
+    if mesh and chunk % mesh.shape['context'] == 0:
+        n = mesh.shape['context']
 
     def split(x):
+        # [B, T, ...] -> [chunks, B, chunk, ...]; a chunk has a part of each of the n ranks
         x = gather_positions(x).reshape(B, n, T // chunk, chunk // n, *x.shape[2:])
         return jnp.moveaxis(x, 2, 0).reshape(T // chunk, B, chunk, *x.shape[4:])
 
-    f_recomputed = jax.checkpoint(lambda xs: f(*xs), prevent_cse=False)
-    y = jax.lax.map(f_recomputed, tuple(map(split, xs_BxT)))
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def f_recomputed(xs):
+        return f(*xs)
+
+    chunks = tuple(split(x) for x in xs_BxT)
+    y = jax.lax.map(f_recomputed, chunks)
+
+    # [chunks, B, chunk] -> [B, T]
     y = y.reshape(T // chunk, B, n, chunk // n)
     return jnp.moveaxis(y, 0, 2).reshape(B, T)

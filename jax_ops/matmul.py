@@ -10,22 +10,27 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ops.cpu import (
-    as_row_major, bfloat16_lane_terms, fusion_barrier, int16_levels, multiply_integers, nt_bfloat16_row,
-    nt_weights_left, on_tensor_ranks, transpose_materialized, two_rows)
-from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, current_mesh, gather_positions, shard, shard_positions
+    as_row_major, bfloat16_lane_terms, fusion_barrier, int16_levels, multiply_integers,
+    nt_bfloat16_row, nt_weights_left, on_tensor_ranks, transpose_materialized, two_rows)
+from jax_ops.sharding import (
+    COLUMN_PARALLEL, ROW_PARALLEL, current_mesh, gather_positions, shard, shard_positions)
 
 
 def all_gather_param(param, dtype, tp=()):
-    """The same parameter; on a mesh, with the values of dtype and all-gathered over fsdp: cast
-    first, which reduces traffic. Its gradient is a sum in the parameter's dtype. tp: (storage,
-    compute) sharding. Int8 passes unchanged."""
+    """Returns the same parameter; on a mesh, with the values of dtype and all-gathered over fsdp.
+    It is cast first, which reduces traffic; its gradient is a sum in the parameter's dtype.
+
+    tp: its sharding as (storage, compute). An Int8 passes unchanged."""
+    if isinstance(param, Int8) or not current_mesh():
+        return param
+
     def gather(param):
         with jax.named_scope('all_gather'):
             for spec in tp:
                 param = shard(param, *spec)
         return param
 
-    return param if isinstance(param, Int8) or not current_mesh() else computed_in(dtype, gather, param)
+    return computed_in(dtype, gather, param)
 
 
 def matmul_f32_acc(x, y, dtype=None):
@@ -54,7 +59,8 @@ def weight_grad(x, g, dtype):
     is computed instead."""
     result_size = math.prod(x.shape[:-2]) * x.shape[-1] * g.shape[-1]
     if x.dtype == jnp.bfloat16 and x.size > g.size + result_size:
-        return as_row_major(matmul_f32_acc(transpose_materialized(g), x, dtype)).swapaxes(-1, -2)
+        transposed = matmul_f32_acc(transpose_materialized(g), x, dtype)
+        return as_row_major(transposed).swapaxes(-1, -2)
     return matmul_f32_acc(transpose_materialized(x), g, dtype)
 
 
@@ -63,12 +69,14 @@ def matmul(x, y, transpose_rhs=False, dtype=None, tp=()):
     """x @ y (x @ y.T with transpose_rhs) in x's dtype, accumulated in float32; the result in dtype
     (default: x's).
 
-    x is [..., I] with a kernel y [I, O] of any dtype, or both have the same leading axes. tp:
-    COLUMN_PARALLEL or ROW_PARALLEL for a kernel on a mesh: it is all-gathered over fsdp, and again
-    in the backward pass, because keeping it would materialize the full model (ZeRO-3,
-    arXiv:1910.02054)."""
+    x is [..., I] with a kernel y [I, O] of any dtype, or both have the same leading axes.
+    tp: COLUMN_PARALLEL or ROW_PARALLEL for a kernel on a mesh. The kernel is all-gathered over
+    fsdp, and again in the backward pass, because keeping it would materialize the full model
+    (ZeRO-3, arXiv:1910.02054)."""
     y = all_gather_param(y, x.dtype, tp).astype(x.dtype)
-    return matmul_f32_acc(x, transpose_materialized(y) if transpose_rhs else y, dtype)
+    if transpose_rhs:
+        y = transpose_materialized(y)
+    return matmul_f32_acc(x, y, dtype)
 
 
 def matmul_fwd(x, y, transpose_rhs, dtype, tp):
@@ -85,13 +93,25 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
         # micro-steps. It ties the weights to x, not to g, so that XLA can prefetch them before g is
         # known (docs/parallelism.md#overlap).
         y_stored, x = jax.lax.optimization_barrier((y_stored, x))
+
+    # the gradient of x
     y = all_gather_param(y_stored, x.dtype, tp).astype(x.dtype)
-    dx = matmul_f32_acc(g, y if transpose_rhs else transpose_materialized(y))
+    if transpose_rhs:
+        dx = matmul_f32_acc(g, y)
+    else:
+        dx = matmul_f32_acc(g, transpose_materialized(y))
+
+    # the gradient of y: of a kernel, a sum over all rows
     if y.ndim == 2:
         x = x.reshape(-1, x.shape[-1])
         g = g.reshape(-1, g.shape[-1])
-    dy = weight_grad(g, x, y_stored.dtype) if transpose_rhs else weight_grad(x, g, y_stored.dtype)
-    return dx, shard(dy, *tp[0]) if tp else dy  # reduce-scattered to the stored shard
+    if transpose_rhs:
+        dy = weight_grad(g, x, y_stored.dtype)
+    else:
+        dy = weight_grad(x, g, y_stored.dtype)
+    if tp:
+        dy = shard(dy, *tp[0])  # reduce-scattered to the stored shard
+    return dx, dy
 
 
 matmul.defvjp(matmul_fwd, matmul_bwd)
@@ -106,7 +126,9 @@ def nt(x_RxI, w_OxI, dtype=jnp.float32):
 def soft_cap(x, cap):
     """cap * tanh(x / cap): scores or logits that stay within +-cap (Gemma 2, arXiv:2408.00118); x
     if cap is 0."""
-    return cap * jnp.tanh(x / cap) if cap else x
+    if not cap:
+        return x
+    return cap * jnp.tanh(x / cap)
 
 
 def matmul_nt(x, w_OxI):
@@ -118,18 +140,21 @@ def matmul_nt(x, w_OxI):
     x_RxI = x.reshape(-1, x.shape[-1])
     w_OxI = w_OxI.astype(x.dtype)
     R, I = x_RxI.shape
+    # on the left, 64 rows take 15% less time than on the right, and 256 rows the same time
+    is_for_weights_left = R <= 64 and x.dtype == jnp.float32
+    is_bfloat16_row = R == 1 and x.dtype == jnp.bfloat16 and bfloat16_lane_terms(I)
     on_cpu = functools.partial(two_rows, nt)
-    # 64 rows take 15% less time, 256 rows the same time on either side
-    if R <= 64 and x.dtype == jnp.float32:
+    if is_for_weights_left:
         on_cpu = nt_weights_left
-    elif R == 1 and x.dtype == jnp.bfloat16 and bfloat16_lane_terms(I) and not current_mesh():
+    elif is_bfloat16_row and not current_mesh():  # it splits the rows, see on_tensor_ranks
         on_cpu = nt_bfloat16_row
     y_RxO = jax.lax.platform_dependent(x_RxI, w_OxI, cpu=on_cpu, default=nt)
     return y_RxO.reshape(*x.shape[:-1], -1)
 
 
-# Kernels of decoding (see convert_params_for_decoding in jax_generate.py) are values of their own,
-# which linear() takes in place of an array [I, O]. All hold one row per output. n_ranks: the
+# -----------------------------------------------------------------------------
+# Kernels of decoding (see convert_params_for_decoding in decode_weights.py) are values of their
+# own, which linear() takes in place of an array [I, O]. All hold one row per output. n_ranks: the
 # outputs of a fused kernel are in the order of this many tensor ranks, see order_by_rank.
 
 class Int8(struct.PyTreeNode):
@@ -161,22 +186,21 @@ class Transposed(struct.PyTreeNode):
 
 
 class LowRank(struct.PyTreeNode):
-    """A frozen matrix [I, O], an array or Int8, and its update by LoRA, base + scale * a @ b; a [I,
-    r], b [r, O]."""
-    base: Any
-    a: jax.Array
-    b: jax.Array
-    scale: jax.Array
+    """A frozen matrix and its update in training: base + scale * a @ b (LoRA, arXiv:2106.09685)."""
+    base: Any  # [I, O], an array or Int8
+    a: jax.Array  # [I, r]
+    b: jax.Array  # [r, O]
+    scale: jax.Array  # a scalar
 
 
 def low_rank_update(x, kernel):
-    """What the update of a LowRank kernel adds to x @ kernel.base, in x's dtype."""
+    """scale * x @ a @ b, in x's dtype: what a LowRank kernel adds to x @ base."""
     return matmul(matmul(x, kernel.a), kernel.b) * kernel.scale.astype(x.dtype)
 
 
 def linear(x, kernel, bias=None, *, tp=()):
     """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8, Transposed
-    or LowRank."""
+    or LowRank. tp: COLUMN_PARALLEL or ROW_PARALLEL, if it is sharded over tensor ranks."""
     if isinstance(kernel, LowRank):
         return linear(x, kernel.base, bias, tp=tp) + low_rank_update(x, kernel)
     if tp == COLUMN_PARALLEL:
@@ -203,20 +227,26 @@ def fused_linear(x, kernel, bias, widths):
     it."""
     if isinstance(kernel, LowRank):
         updates = jnp.split(low_rank_update(x, kernel), np.cumsum(widths)[:-1], axis=-1)
-        return [y + update for y, update in zip(fused_linear(x, kernel.base, bias, widths), updates)]
+        ys = fused_linear(x, kernel.base, bias, widths)
+        return [y + update for y, update in zip(ys, updates)]
+
+    # the kernel and bias in the order of ranks
     mesh = current_mesh()
-    if isinstance(kernel, (Int8, Transposed)):
+    is_stored_in_order = isinstance(kernel, (Int8, Transposed))
+    if is_stored_in_order:
         n_ranks = kernel.n_ranks
     else:
         n_ranks = mesh.shape['tensor'] if mesh else 1
-        if n_ranks > 1:
-            # stored sharded by rows, so that the order is local; an all-to-all follows, once per
-            # step
-            def order(kernel):
-                return shard(order_by_rank(kernel, widths, n_ranks), *COLUMN_PARALLEL[0])
+    if n_ranks > 1 and not is_stored_in_order:
+        # stored sharded by rows, so that the order is local; an all-to-all follows, once per step
+        def order(kernel):
+            return shard(order_by_rank(kernel, widths, n_ranks), *COLUMN_PARALLEL[0])
 
-            kernel = computed_in(x.dtype, order, kernel)
-    bias = None if bias is None else order_by_rank(bias, widths, n_ranks)
+        kernel = computed_in(x.dtype, order, kernel)
+    if bias is not None:
+        bias = order_by_rank(bias, widths, n_ranks)
+
+    # one matmul, of which each rank has a part of every projection
     y = linear(x, kernel, bias, tp=COLUMN_PARALLEL)
     ends = np.cumsum(widths)[:-1] // n_ranks
     parts = jnp.split(y.reshape(*y.shape[:-1], n_ranks, -1), ends, axis=-1)
@@ -225,8 +255,9 @@ def fused_linear(x, kernel, bias, widths):
 
 def order_by_rank(x, widths, n_ranks):
     """x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...]: n_ranks
-    parts, whole heads."""
-    parts = [part.reshape(*x.shape[:-1], n_ranks, -1) for part in jnp.split(x, np.cumsum(widths)[:-1], axis=-1)]
+    parts of whole heads."""
+    parts = jnp.split(x, np.cumsum(widths)[:-1], axis=-1)
+    parts = [part.reshape(*x.shape[:-1], n_ranks, -1) for part in parts]
     return jnp.concatenate(parts, axis=-1).reshape(x.shape)
 
 
@@ -259,9 +290,12 @@ def add_bias_fwd(x, bias):
 
 
 def add_bias_bwd(zero, g):
+    def as_it_is(g):
+        return g
+
     # without the barrier XLA:GPU stores g in float32, too: GPT-2's step moves 56.0 GB instead of
     # 51.7
-    g = jax.lax.platform_dependent(g, cuda=jax.lax.optimization_barrier, default=lambda g: g)
+    g = jax.lax.platform_dependent(g, cuda=jax.lax.optimization_barrier, default=as_it_is)
     return g, g.sum(range(g.ndim - 1), dtype=jnp.float32).astype(zero.dtype)
 
 
@@ -269,15 +303,22 @@ add_bias.defvjp(add_bias_fwd, add_bias_bwd)
 
 
 def quantize(x, dtype, largest=None):
-    """x [..., n] -> (values [..., n] in dtype, an integer or a float8; float32 scale [...]), x
-    being about values * scale: the scale maps the largest magnitude of the last axis to `largest`,
-    by default 127 or the largest float8."""
+    """x [..., n] -> (values [..., n] in dtype, scale [...] in float32) with x about values * scale.
+
+    dtype: an integer type or a float8.
+    largest: the value for the largest magnitude of the last axis, by default 127 or the largest
+    float8."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
-    largest = largest or (127 if is_integer else float(jnp.finfo(dtype).max))
+    if not largest and is_integer:
+        largest = 127
+    elif not largest:
+        largest = float(jnp.finfo(dtype).max)
     magnitude = jnp.maximum(x.max(-1), -x.min(-1))  # for abs(x).max(-1) XLA:CPU stores abs(x)
     scale = jnp.maximum(magnitude.astype(jnp.float32), 1e-30) / largest
     x = x.astype(jnp.float32) / scale[..., None]
-    return (jnp.round(x) if is_integer else x).astype(dtype), scale
+    if is_integer:
+        x = jnp.round(x)
+    return x.astype(dtype), scale
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -294,13 +335,18 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
 
     def in_integers(x_RxI, w_OxI):
         R, I = x_RxI.shape
-        if R > (64 if w_OxI.dtype == jnp.uint8 else 32):
+        most_rows = 64 if w_OxI.dtype == jnp.uint8 else 32
+        if R > most_rows:
             return fusion_barrier(x_RxI.any(), converted, 0, x_RxI, w_OxI)
+        # of x = 0 the scale is 1e-30 / levels, and the product is 0
         x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(I))
-        return fusion_barrier((scale_R > 1e-32).any(), multiply_integers, 0, x_RxI, w_OxI) * scale_R[:, None]
+        is_used = (scale_R > 1e-32).any()
+        y_RxO = fusion_barrier(is_used, multiply_integers, 0, x_RxI, w_OxI)
+        return y_RxO * scale_R[:, None]
 
+    x_RxI = x.reshape(-1, x.shape[-1])
     on_cpu = functools.partial(on_tensor_ranks, in_integers, tp=tp)
-    y_RxO = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), w_OxI, cpu=on_cpu, default=converted)
+    y_RxO = jax.lax.platform_dependent(x_RxI, w_OxI, cpu=on_cpu, default=converted)
     return (y_RxO * scale_O).reshape(*x.shape[:-1], -1)
 
 
@@ -309,9 +355,11 @@ def matmul_int8_fwd(x, w_OxI, scale_O, tp):
 
 
 def matmul_int8_bwd(tp, residuals, g):
-    """The gradient of x; the weights are frozen."""
+    """Returns the gradient of x; the weights are frozen."""
     zero, w_OxI, scale_O = residuals
-    return matmul_f32_acc((g * scale_O).astype(zero.dtype), as_int8(w_OxI).astype(zero.dtype)), None, None
+    scaled_g = (g * scale_O).astype(zero.dtype)
+    dx = matmul_f32_acc(scaled_g, as_int8(w_OxI).astype(zero.dtype))
+    return dx, None, None
 
 
 matmul_int8.defvjp(matmul_int8_fwd, matmul_int8_bwd)

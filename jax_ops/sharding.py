@@ -13,8 +13,10 @@ BATCH = ('data', 'fsdp', 'expert')
 EXPERTS = ('expert', 'tensor')
 
 # How each parameter (and its optimizer state) is stored, by the end of its path; parameters not
-# listed are replicated. c_attn stores [q | k | v], so column shards would not align with heads: see
-# docs/parallelism.md#partition-rules.
+# listed are replicated. c_attn stores [q | k | v], so column shards would not align with heads. It
+# is stored row-sharded and all-gathered per use: 3 D^2 / tensor elements, less than moving q, k and
+# v (3 B T D / tensor) whenever there are more tokens than channels
+# (docs/parallelism.md#partition-rules).
 PARTITION_RULES = (
     ('(wte|lm_head)', Spec('tensor', 'fsdp')),
     ('wpe', Spec(None, 'fsdp')),
@@ -33,14 +35,19 @@ ROW_PARALLEL = ('tensor', 'fsdp'), ('tensor', None)
 
 
 def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
-    """Mesh of `devices` with the axes AXES, of sizes (the rest, fsdp, tp_size, expert, context);
-    ranks of a tensor group, which communicate most, are neighbours. Raises UserError if the sizes
-    do not divide the number of devices."""
-    if min(tp_size, fsdp, expert, context) < 1 or len(devices) % (tp_size * fsdp * expert * context):
-        valid = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
-        raise UserError(f'fsdp={fsdp} x tensor={tp_size} x expert={expert} x context={context} does not divide '
-                        f'{len(devices)} devices; the product may be one of {valid}')
-    shape = (len(devices) // (fsdp * expert * context * tp_size), fsdp, expert, context, tp_size)
+    """Returns the mesh of `devices` with the axes AXES, of sizes (the rest, fsdp, tp_size, expert,
+    context). The ranks of a tensor group, which communicate most, are neighbours.
+
+    Raises UserError if the sizes do not divide the number of devices."""
+    n_devices = len(devices)
+    size = tp_size * fsdp * expert * context
+    if min(tp_size, fsdp, expert, context) < 1 or n_devices % size:
+        valid = [n for n in range(1, n_devices + 1) if n_devices % n == 0]
+        raise UserError(f'fsdp={fsdp} x tensor={tp_size} x expert={expert} x context={context} '
+                        f'does not divide {n_devices} devices; the product may be one of {valid}')
+
+    # laid out with tensor last, so that its ranks are neighbours; then in the order of AXES
+    shape = (n_devices // size, fsdp, expert, context, tp_size)
     if devices[0].platform == 'tpu':  # neighbours on the torus of links
         from jax.experimental import mesh_utils
         devices = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
@@ -49,68 +56,93 @@ def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
 
 
 def current_mesh():
-    """The mesh set by the caller (jax.set_mesh); None if there is none, inside shard_map, where
-    code is that of one device, and under pmap, whose mesh has other axes than AXES."""
+    """Returns the mesh set by the caller (jax.set_mesh); None if there is none, inside shard_map,
+    where code is that of one device, and under pmap, whose mesh has other axes than AXES."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh if mesh.axis_names == AXES and AxisType.Manual not in mesh.axis_types else None
+    is_inside_shard_map = AxisType.Manual in mesh.axis_types
+    if mesh.axis_names != AXES or is_inside_shard_map:
+        return None
+    return mesh
 
 
 def shard(x, *spec):
     """x; on a mesh, sharded by `spec`: per dimension the name of an axis, a tuple of names, or None
     (replicated)."""
-    return jax.lax.with_sharding_constraint(x, Spec(*spec)) if current_mesh() else x
+    if not current_mesh():
+        return x
+    return jax.lax.with_sharding_constraint(x, Spec(*spec))
 
 
 def position_axes(n_positions, *axes):
-    """Those of `axes` over which n_positions are sharded on the mesh: from the last, dropped until
-    they divide."""
+    """Returns those of `axes` over which n_positions are sharded on the mesh: the last ones are
+    dropped until the others divide n_positions."""
     mesh = current_mesh()
-    while axes and (mesh is None or n_positions % math.prod(mesh.shape[axis] for axis in axes)):
+    if mesh is None:
+        return ()
+    while n_positions % count_shards(mesh, axes):
         axes = axes[:-1]
     return axes
+
+
+def count_shards(mesh, axes):
+    """Returns the product of the sizes of some axes of a mesh; 1 of none."""
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def shard_positions(x):
     """x [B, T, ...]; on a mesh, its positions are sharded over context and tensor, as between
     blocks, where norms and sums need one position at a time (sequence parallelism,
     arXiv:2205.05198)."""
-    return shard(x, BATCH, position_axes(x.shape[1], 'context', 'tensor'), *[None] * (x.ndim - 2))
+    other_axes = [None] * (x.ndim - 2)
+    return shard(x, BATCH, position_axes(x.shape[1], 'context', 'tensor'), *other_axes)
 
 
 def gather_positions(x):
     """x [B, T, ...] of shard_positions; on a mesh, its positions are all-gathered over tensor."""
     x = shard_positions(x)  # or XLA would gather it before a cast
-    return shard(x, BATCH, position_axes(x.shape[1], 'context'), *[None] * (x.ndim - 2))
+    other_axes = [None] * (x.ndim - 2)
+    return shard(x, BATCH, position_axes(x.shape[1], 'context'), *other_axes)
 
 
 def batch_axes(n_rows):
-    """The axes over which n_rows rows are sharded: BATCH, or () if they do not divide or there is
-    no mesh."""
+    """Returns the axes over which n_rows rows are sharded: BATCH, or () if these do not divide
+    n_rows or there is no mesh."""
     mesh = current_mesh()
-    return () if not mesh or n_rows % math.prod(mesh.shape[axis] for axis in BATCH) else BATCH
+    if not mesh or n_rows % count_shards(mesh, BATCH):
+        return ()
+    return BATCH
 
 
 def partition_specs(tree, mesh, *, over_replicas=False):
-    """PARTITION_RULES applied to the leaves of a parameter tree or TrainState. A rule describes the
-    last dimensions of a leaf; where a dimension is not divisible, mesh axes are dropped from the
-    right until it is. over_replicas: what is sharded over fsdp is sharded over data and context in
+    """Returns the tree of shardings of a parameter tree or TrainState, by PARTITION_RULES. A rule
+    describes the last dimensions of a leaf; where a dimension is not divisible, mesh axes are
+    dropped from the right until it is.
+
+    over_replicas: whether what is sharded over fsdp is sharded over data and context in
     addition."""
     def spec_of(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
-        rule = next((spec for end, spec in PARTITION_RULES if re.search(rf'(^|/){end}$', name)), Spec())
+        rule = rule_of(name)
         shape = np.shape(leaf)
         n_leading = len(shape) - len(rule)
         if n_leading < 0:
             return Spec()
+
+        # the axes of each dimension
         spec = [None] * n_leading
         for size, axes in zip(shape[n_leading:], rule):
-            axes = (axes,) if isinstance(axes, str) else axes or ()
+            if axes is None:
+                axes = ()
+            elif isinstance(axes, str):
+                axes = (axes,)
             if over_replicas and 'fsdp' in axes:
                 # last: a part of what the device holds without them
                 axes = (*axes, 'data', 'context')
-            while size % math.prod(mesh.shape[axis] for axis in axes):
+            while size % count_shards(mesh, axes):
                 axes = axes[:-1]
             spec.append(axes or None)
+
+        # without the last Nones, as jax writes the specs of its results
         while spec and spec[-1] is None:
             spec.pop()
         return Spec(*spec)
@@ -118,21 +150,31 @@ def partition_specs(tree, mesh, *, over_replicas=False):
     return jax.tree_util.tree_map_with_path(spec_of, tree)
 
 
+def rule_of(name):
+    """Returns the spec of PARTITION_RULES for a parameter, given its path with slashes."""
+    for end, spec in PARTITION_RULES:
+        if re.search(rf'(^|/){end}$', name):
+            return spec
+    return Spec()
+
+
 def shard_params(tree, *, over_replicas=False):
-    """The same parameters, gradients or optimizer state; on a mesh, sharded as partition_specs
-    says."""
+    """Returns the same parameters, gradients or optimizer state; on a mesh, sharded as
+    partition_specs says."""
     mesh = current_mesh()
     if mesh is None:
         return tree
-    return jax.lax.with_sharding_constraint(tree, partition_specs(tree, mesh, over_replicas=over_replicas))
+    specs = partition_specs(tree, mesh, over_replicas=over_replicas)
+    return jax.lax.with_sharding_constraint(tree, specs)
 
 
 def run_on_mesh(function, mesh):
-    """A compiled function(table, ...) with the rows of the table sharded over the mesh's tensor
-    axis."""
+    """Returns the compiled function(table, ...), with the rows of the table sharded over the mesh's
+    tensor axis."""
     @jax.jit
     def run(table, *args):
         table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, Spec('tensor')))
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return function(table, *args)
+
     return run

@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_flags import UserError
 from jax_ops.attention import (
-    blockwise_attention, causal_mask, chunked_attention, fused_causal_attention, splash_attention, splash_kernel)
+    Dropout, Scores, blockwise_attention, causal_mask, chunked_attention, fused_causal_attention, splash_attention,
+    splash_kernel)
 from jax_ops.sharding import BATCH, create_mesh
 from jax_transformer import GPT, MLAConfig, dot_product_attention
 from tests.common import LONG_BLOCK, assert_same_loss_and_gradients, compiled, loss_and_gradients, temporary_bytes
@@ -97,8 +98,10 @@ def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and
     position = np.arange(256)[None]
     mask = causal_mask(position[:, None], position[:, :, None], **spans)
     plain = functools.partial(dot_product_attention, mask_BxTxS=mask, scale=0.1, cap=cap)
-    splash = functools.partial(splash_attention, scale=0.1, cap=cap, interpret=True, **spans)
-    chunked = functools.partial(chunked_attention, scale=0.1, cap=cap, **spans)
+    scores = Scores(scale=0.1, cap=cap, **spans)
+    kernel = splash_kernel(256, 4, scores, interpret=True)
+    splash = functools.partial(splash_attention, scores=scores, kernel=kernel)
+    chunked = functools.partial(chunked_attention, scores=scores)
 
     def values_and_gradients(attention, **options):
         total = lambda q, k, v: jnp.sin(attention(q, k, v, **options)).sum()
@@ -138,8 +141,8 @@ def test_blockwise_attention_never_reads_blocks_of_keys_that_the_mask_forbids():
 @pytest.mark.slow
 def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
     q, k, v, _ = attention_arguments(B=4, T=160, H=4, G=2, K=8)
-    options = dict(dropout_rate=0.3, key_B=jax.random.split(jax.random.key(1), 4))
-    attention = functools.partial(fused_causal_attention, 'chunked', **options)
+    dropout = Dropout(jax.random.split(jax.random.key(1), 4), rate=0.3)
+    attention = functools.partial(fused_causal_attention, 'chunked', scores=Scores(), dropout=dropout)
     mesh = create_mesh(jax.devices()[:4], tp_size=2, fsdp=2)
     heads = NamedSharding(mesh, P(BATCH, None, 'tensor'))
 
@@ -156,7 +159,8 @@ def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
 @pytest.mark.parametrize('limits', [{}, {'window': 200}, {'chunk': 256}])
 def test_splash_attention_computes_the_queries_of_one_of_several_devices(limits):
     C, T, H, K = 2, 512, 2, 64
-    kernel = splash_kernel(T, H, **limits, context=C, interpret=True)
+    scores = Scores(scale=0.1, **limits)
+    kernel = splash_kernel(T, H, scores, C, interpret=True)
     specs = kernel.manual_sharding_spec(NamedSharding(Mesh(jax.devices()[:C], 'context'), P(None, 'context')))
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, T, H, K)).astype(np.float32) for _ in range(3))
@@ -176,8 +180,8 @@ def test_splash_attention_computes_the_queries_of_one_of_several_devices(limits)
                              kernel, specs)
         weight = np.zeros_like(q)
         weight[:, own] = np.cos(np.arange(T // C * H * K)).reshape(1, -1, H, K)
-        splash = lambda q, k, v: splash_attention(q[:, own], k, v, scale=0.1, kernel=local)
-        chunked = lambda q, k, v: chunked_attention(q, k, v, scale=0.1, **limits)
+        splash = lambda q, k, v: splash_attention(q[:, own], k, v, scores, kernel=local)
+        chunked = lambda q, k, v: chunked_attention(q, k, v, scores)
         values, gradients = values_and_gradients(splash, weight[:, own])
         expected_values, expected_gradients = values_and_gradients(chunked, weight)
         np.testing.assert_allclose(values, expected_values[:, own], atol=1e-5)

@@ -17,7 +17,7 @@ from jax_files.data import load_dataset_meta
 from jax_files.sources import find_starts, open_source
 from jax_files.metrics import read_metrics
 from jax_flags import UserError
-from jax_ops.attention import chunked_attention, fused_causal_attention, splash_attention
+from jax_ops.attention import Scores, chunked_attention, fused_causal_attention, splash_attention, splash_kernel
 from jax_ops.sharding import BATCH, create_mesh
 from jax_ops.choose_attention import choose_attention
 from jax_train_utils import estimate_loss_jax
@@ -160,12 +160,14 @@ def test_the_kernel_for_tpus_and_chunked_attention_keep_conversations_apart(span
         mask = mask & (index[None, None] > index[None, :, None] - 40)
 
     def values_and_gradients(attention, **options):
-        total = lambda q, k, v: jnp.sin(attention(q, k, v, scale=0.1, **options)).sum()
+        total = lambda q, k, v: jnp.sin(attention(q, k, v, **options)).sum()
         return jax.tree.leaves(jax.jit(jax.value_and_grad(total, (0, 1, 2)))(q, k, v))
 
-    expected = values_and_gradients(dot_product_attention, mask_BxTxS=mask)
-    for got in (values_and_gradients(chunked_attention, start_BxT=start, **spans),
-                values_and_gradients(splash_attention, start_BxT=start.astype(np.int32), interpret=True, **spans)):
+    scores = Scores(scale=0.1, **spans)
+    kernel = splash_kernel(256, 4, scores, interpret=True)
+    expected = values_and_gradients(dot_product_attention, scale=0.1, mask_BxTxS=mask)
+    for got in (values_and_gradients(chunked_attention, scores=scores, start_BxT=start),
+                values_and_gradients(splash_attention, scores=scores, start_BxT=start.astype(np.int32), kernel=kernel)):
         for a, b in zip(got, expected):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
 
@@ -177,7 +179,7 @@ def test_conversations_stay_apart_on_a_mesh(spans, axes):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(4, 160, n, 8)).astype(np.float32) for n in (4, 2, 2))
     start = find_starts(make_rows(4)[1][:, :-1])
-    attention = functools.partial(fused_causal_attention, 'chunked', **spans)
+    attention = functools.partial(fused_causal_attention, 'chunked', scores=Scores(**spans))
     n_devices = int(np.prod(list(axes.values())))
     mesh = create_mesh(jax.devices()[:n_devices], **{'tp_size': 1} | axes)
 
@@ -239,7 +241,8 @@ def test_auto_takes_chunked_attention_for_packed_rows_where_cudnn_would_be_and_s
     with pytest.raises(UserError, match='attention=cudnn does not work here: it does not keep'):
         choose_attention('cudnn', config, gpu, packed=True)
     with pytest.raises(UserError, match='cudnn attention has no sinks, cap of scores or packed rows'):
-        fused_causal_attention('cudnn', *np.zeros((3, 1, 8, 2, 8), np.float32), start_BxT=np.zeros((1, 8), np.int32))
+        fused_causal_attention(
+            'cudnn', *np.zeros((3, 1, 8, 2, 8), np.float32), Scores(), start_BxT=np.zeros((1, 8), np.int32))
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from jax_files.sources import get_batch_jax
 from jax_flags import UserError
 from jax_cache import init_cache
 from jax_generate import DecodeState, Sampling, decode, prefill
-from jax_ops.attention import fused_causal_attention
+from jax_ops.attention import Dropout, Scores, fused_causal_attention
 from jax_ops.choose_attention import choose_attention
 from jax_ops.decode_weights import convert_params_for_decoding, order_columns_by_rank
 from jax_ops.experts import mix_experts
@@ -331,7 +331,7 @@ def trace_chunked_attention():
     q, kv, keys = jnp.zeros((4, 256, 4, 16)), jnp.zeros((4, 256, 2, 16)), jax.random.split(jax.random.key(0), 4)
 
     def total(q, k, v):
-        return fused_causal_attention('chunked', q, k, v, dropout_rate=0.1, key_B=keys).sum()
+        return fused_causal_attention('chunked', q, k, v, Scores(), dropout=Dropout(keys, 0.1)).sum()
 
     return jax.grad(total, (0, 1, 2))(q, kv, kv)
 
@@ -465,15 +465,15 @@ def test_what_cudnn_cannot_do_falls_back_to_xla_and_is_refused_where_cudnn_was_a
     position='rope', layer_types=('window', 'full', 'nope', 'chunk'), window=8, chunk=80)])
 def test_cudnn_takes_shared_key_heads_windows_and_chunks_and_is_compiled_with_them(monkeypatch, changes):
     compiled = []
-    monkeypatch.setattr(jax_ops.choose_attention, 'fused_causal_attention', lambda implementation, q, k, v, **options: (
-        compiled.append((q.shape[2], k.shape[2], options['scale'], options.get('window'), options.get('chunk'))) or q))
+    monkeypatch.setattr(jax_ops.choose_attention, 'fused_causal_attention', lambda implementation, q, k, v, scores: (
+        compiled.append((q.shape[2], k.shape[2], scores.scale, scores.window, scores.chunk)) or q))
     config = dataclasses.replace(LONG_BF16, **changes)
     device = jax.devices()[0]
     for layer_type in config.layer_types:
         jax_ops.choose_attention.compile_cudnn(config, device, layer_type, tensor=2)
     assert {heads[:3] for heads in compiled} == {(config.n_head // 2, config.kv_heads // 2, config.attention_scale)}
     assert {spans[3:] for spans in compiled} == {
-        {'window': (8, None), 'chunk': (None, 80)}.get(layer_type, (None, None)) for layer_type in config.layer_types}
+        {'window': (8, 0), 'chunk': (0, 80)}.get(layer_type, (0, 0)) for layer_type in config.layer_types}
 
 
 def test_a_tpu_takes_splash_attention_for_heads_of_64_and_128():
