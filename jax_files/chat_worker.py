@@ -16,6 +16,7 @@ import time
 SECONDS = 5  # for one request, and MESSAGE_SECONDS for each message that it makes a template write
 MESSAGE_SECONDS = 0.002
 MEMORY = 2**30  # bytes of address space of this process
+TOO_MUCH_MEMORY = f'is not used: it takes more than {MEMORY // 2**20:,} MB of memory'
 TEXT = 2**20  # characters of a rendered chat, and TEXT_GROWTH for each character of the request
 TEXT_GROWTH = 10
 
@@ -30,8 +31,8 @@ class ChatError(Exception):
 
 
 def create_jinja():
-    """The environment of chat templates. What {% generation %} ... {% endgeneration %} marks is
-    between marks."""
+    """Returns the environment of chat templates. What {% generation %} ... {% endgeneration %}
+    marks is between marks."""
     import jinja2.ext
     import jinja2.sandbox
 
@@ -40,14 +41,18 @@ def create_jinja():
 
         def parse(self, parser):
             next(parser.stream)
-            begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in GENERATION_MARKS)
+            begin, end = map(output_of, GENERATION_MARKS)
             return [begin, *parser.parse_statements(['name:endgeneration'], drop_needle=True), end]
+
+    def output_of(text):
+        return jinja2.nodes.Output([jinja2.nodes.TemplateData(text)])
 
     def raise_exception(message):
         raise ChatError(f'refuses: {message}')
 
     def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)
 
     jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', GenerationTag])
@@ -68,15 +73,15 @@ class Renderer:
         self.max_length = max_length
 
     def render(self, messages, *, add_generation_prompt=False):
-        """The text of the messages, with GENERATION_MARKS. Raises ChatError if the template refuses
-        or fails."""
+        """Returns the text of the messages, with GENERATION_MARKS. Raises ChatError if the template
+        refuses or fails."""
         try:
             text = self.template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self.variables)
         except ChatError:
             raise
         except MemoryError:
-            raise ChatError(f'is not used: it takes more than {MEMORY // 2**20:,} MB of memory') from None
+            raise ChatError(TOO_MUCH_MEMORY) from None
         except Exception as error:  # a template is a program
             raise ChatError(f'cannot be rendered: {type(error).__name__}: {error}') from None
         if len(text) > self.max_length:
@@ -85,20 +90,21 @@ class Renderer:
 
 
 def mark_answer(message):
-    """The message with MARK in place of what it says, or in the name of its last call of a tool if
-    it has any: many templates write no text beside a call."""
+    """Returns the message with MARK in place of what it says, or in the name of its last call of a
+    tool if it has any: many templates write no text beside a call."""
     if not message.get('tool_calls'):
-        return message | {'content': MARK}
+        return {**message, 'content': MARK}
     *calls, last = message['tool_calls']
     if isinstance(last.get('function'), dict):
-        last = last | {'function': last['function'] | {'name': MARK}}
+        last = {**last, 'function': {**last['function'], 'name': MARK}}
     else:
-        last = last | {'name': MARK}
-    return message | {'tool_calls': [*calls, last]}
+        last = {**last, 'name': MARK}
+    return {**message, 'tool_calls': [*calls, last]}
 
 
 def find_answer(renderer, messages, i, text):
-    """Where answer i is in `text`, the rendering of all messages: [start, marked, limit, is_whole].
+    """Returns where answer i is in `text`, the rendering of all messages: [start, marked, limit,
+    is_whole].
 
     start: the end of the request for it. marked: the end of what it says, or of the name of its
     last call. limit: up to where the template writes the same behind it whether messages follow or
@@ -107,18 +113,24 @@ def find_answer(renderer, messages, i, text):
     Other renderings, with a mark in place of the answer, tell what the template writes around it,
     whatever it says and whatever the template rewrites of earlier turns. Raises ChatError for an
     answer that is elsewhere than it is asked for."""
-    refusal = ChatError(f'does not write answer {i} where it asks for it; mark what the assistant says in it by '
-                        '{% generation %} ... {% endgeneration %}')
+    refusal = ChatError(f'does not write answer {i} where it asks for it; mark what the assistant '
+                        'says in it by {% generation %} ... {% endgeneration %}')
+    # what the template writes around a mark in its place: among all messages, and at the end
     marked = [*messages[:i], mark_answer(messages[i])]
     around = renderer.render(marked + messages[i + 1:]).split(MARK)
     around_last = renderer.render(marked).split(MARK)
     n_marks = len(around_last) - 1
     # a call's name may be written again where its result is
     has_calls = bool(messages[i].get('tool_calls'))
-    if n_marks < 1 or len(around) <= n_marks or not has_calls and len(around) > 2:
+    is_there = 1 <= n_marks < len(around)
+    is_repeated = not has_calls and len(around) > 2
+    if not is_there or is_repeated:
         raise refusal
-    before, before_last = around[0], around_last[0]
-    after, after_last = MARK.join(around[n_marks:]), around_last[-1]
+    # what is written before and behind the answer, among all messages and at the end
+    before = around[0]
+    before_last = around_last[0]
+    after = MARK.join(around[n_marks:])
+    after_last = around_last[-1]
     if has_calls:
         after = after.replace(MARK, call_name(messages[i]))
     if not text.endswith(after):
@@ -142,74 +154,92 @@ def find_answer(renderer, messages, i, text):
 
 
 def call_name(message):
-    """The name of the last call of a tool in a message."""
+    """Returns the name of the last call of a tool in a message."""
     last = message['tool_calls'][-1]
-    return last['function']['name'] if isinstance(last.get('function'), dict) else last['name']
+    if isinstance(last.get('function'), dict):
+        return last['function']['name']
+    return last['name']
 
 
 def find_marked_answers(renderer, messages, counted, pieces):
-    """[[start, end]] of what the template marks by {% generation %}, without that of answers that
-    do not count.
+    """Returns [[start, end]] of what the template marks by {% generation %}, without that of
+    answers that do not count.
 
     pieces: the rendering of all messages, split at the marks. counted: the numbers of the answers
     that count."""
-    spans, end = [], 0
+    # every second piece is between two marks
+    spans = []
+    start = 0
     for number, piece in enumerate(pieces):
-        start, end = end, end + len(piece)
+        end = start + len(piece)
         if number % 2:
             spans.append([start, end])
+        start = end
+
+    # where the answers are that do not count
     answers = [i for i, message in enumerate(messages) if message['role'] == 'assistant']
     left_out = set()
     for i in set(answers).difference(counted):
         marked = [*messages[:i], mark_answer(messages[i]), *messages[i + 1:]]
         found = re.split(f'[{GENERATION_MARKS}]', renderer.render(marked))
         places = [number for number, piece in enumerate(found) if MARK in piece]
-        if len(found) != len(pieces) or len(places) != 1 or places[0] % 2 == 0:
-            raise ChatError(f'does not mark answer {i}, which does not count, apart from the others')
+        is_apart = len(found) == len(pieces) and len(places) == 1 and places[0] % 2 == 1
+        if not is_apart:
+            raise ChatError(f'does not mark answer {i}, which does not count, apart from the '
+                            'others')
         left_out.add(places[0] // 2)
     return [span for number, span in enumerate(spans) if number not in left_out]
 
 
 def answer(jinja_templates, request):
-    """What a request asks for, as a dict for JSON. The keys of a request: 'source' of the template,
-    'variables', 'messages', 'want'.
+    """Returns what a request asks for, as a dict for JSON.
+
+    The keys of a request: 'source' of the
+    template, 'variables', 'messages', 'want'.
 
     want='text': {'text': ...}, with 'add_generation_prompt' of the request. want='answers':
     {'text', 'answers': as find_answer's of each answer in 'counted'} or {'text', 'spans': [[start,
     end]] that the template marks}. want='next': {'text': what the template writes behind answer
     number 'answer'}. {'error': ...} if there is none."""
     try:
-        template = jinja_templates.get(request['source'])
-        if template is None:
-            template = jinja_templates[request['source']] = compile_template(request['source'])
-        renderer = Renderer(template, request['variables'], TEXT + TEXT_GROWTH * len(str(request['messages'])))
+        source = request['source']
+        if source not in jinja_templates:
+            jinja_templates[source] = compile_template(source)
         messages = request['messages']
+        max_length = TEXT + TEXT_GROWTH * len(str(messages))
+        renderer = Renderer(jinja_templates[source], request['variables'], max_length)
         if request['want'] == 'text':
             text = renderer.render(messages, add_generation_prompt=request['add_generation_prompt'])
             return {'text': without_marks(text)}
         if request['want'] == 'next':
             i = request['answer']
             marked = [*messages[:i], mark_answer(messages[i]), *messages[i + 1:]]
-            return {'text': without_marks(renderer.render(marked)).rpartition(MARK)[2]}
+            text = without_marks(renderer.render(marked))
+            _, _, behind = text.rpartition(MARK)
+            return {'text': behind}
         pieces = re.split(f'[{GENERATION_MARKS}]', renderer.render(messages))
         text = ''.join(pieces)
+        counted = request['counted']
         if len(pieces) > 1:
-            return {'text': text, 'spans': find_marked_answers(renderer, messages, request['counted'], pieces)}
-        return {'text': text, 'answers': [find_answer(renderer, messages, i, text) for i in request['counted']]}
+            spans = find_marked_answers(renderer, messages, counted, pieces)
+            return {'text': text, 'spans': spans}
+        answers = [find_answer(renderer, messages, i, text) for i in counted]
+        return {'text': text, 'answers': answers}
     except ChatError as error:
         return {'error': str(error)[:500]}
 
 
 def without_marks(text):
+    """Returns the text without GENERATION_MARKS."""
     return re.sub(f'[{GENERATION_MARKS}]', '', text)
 
 
 def compile_template(source):
-    """The template of a source. Raises ChatError if it is malformed."""
+    """Returns the template of a source. Raises ChatError if it is malformed."""
     try:
         return create_jinja().from_string(source)
     except MemoryError:
-        raise ChatError(f'is not used: it takes more than {MEMORY // 2**20:,} MB of memory') from None
+        raise ChatError(TOO_MUCH_MEMORY) from None
     except Exception as error:
         raise ChatError(f'cannot be rendered: {type(error).__name__}: {error}') from None
 

@@ -26,10 +26,10 @@ MAX_SOURCE = 2**20  # characters of a chat template: published ones have 20,000 
 
 
 def read_chat_templates(folder, settings):
-    """The chat templates of a Hugging Face folder with these settings, of tokenizer_config.json, as
-    {name: source}, as transformers 5 reads them: chat_template.jinja is 'default', and takes the
-    place of all in the settings, as does additional_chat_templates/NAME.jinja. Raises TypeError for
-    what is no template."""
+    """Returns the chat templates of a Hugging Face folder with these settings, of
+    tokenizer_config.json, as {name: source}, as transformers 5 reads them: chat_template.jinja is
+    'default', and takes the place of all in the settings, as does
+    additional_chat_templates/NAME.jinja. Raises TypeError for what is no template."""
     templates = {}
     path = Path(regular_file(folder, 'chat_template.jinja'))
     if path.exists():
@@ -84,11 +84,12 @@ class Chat:
 
 
 def read_chat(messages, tools=None, variables=None):
-    """The Chat of what a user gives: messages, tools and more variables of the template. Raises
-    UserError."""
+    """Returns the Chat of what a user gives: messages, tools and more variables of the template.
+    Raises UserError."""
     if tools is not None:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise UserError('"tools" must be a list of JSON schemas, [{"type": "function", "function": {...}}]')
+            raise UserError('"tools" must be a list of JSON schemas, [{"type": "function", '
+                            '"function": {...}}]')
     if variables is not None and not isinstance(variables, dict):
         raise UserError('"chat_template_kwargs" must be an object, {"name": value}')
     taken = {'messages', 'tools', 'add_generation_prompt'}.intersection(variables or {})
@@ -98,11 +99,12 @@ def read_chat(messages, tools=None, variables=None):
 
 
 def read_messages(messages):
-    """The messages of a chat as its template takes them. As in transformers 5, keys without a value
-    are left out, and the reasoning of a message has all its names; contents in parts of text are
-    joined. Raises UserError."""
+    """Returns the messages of a chat as its template takes them. As in transformers 5, keys without
+    a value are left out, and the reasoning of a message has all its names; contents in parts of
+    text are joined. Raises UserError."""
     if not isinstance(messages, list) or not messages:
-        raise UserError('messages must be a list of {"role": ..., "content": text} with at least one')
+        raise UserError('messages must be a list of {"role": ..., "content": text} with at least '
+                        'one')
     return [read_message(i, message) for i, message in enumerate(messages)]
 
 
@@ -134,19 +136,20 @@ def check_tool_calls(i, calls):
     for call in calls:
         function = call.get('function', call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get('name'), str):
-            raise UserError(f'message {i} has a call of a tool that is not {{"type": "function", "function": '
-                            '{"name": ..., "arguments": ...}}')
+            raise UserError(f'message {i} has a call of a tool that is not {{"type": "function", '
+                            '"function": {"name": ..., "arguments": ...}}')
         if not isinstance(function.get('arguments', {}), (dict, str)):
             raise UserError(f'message {i} has a call of a tool whose "arguments" are no object')
 
 
 def join_parts(i, parts):
-    """The text of the content of message i that is given in parts. Raises UserError for parts that
-    are no text."""
+    """Returns the text of the content of message i that is given in parts. Raises UserError for
+    parts that are no text."""
     texts = []
     for part in parts:
         if isinstance(part, dict) and part.get('type', 'text') != 'text':
-            raise UserError(f'message {i} has a part of the type {part["type"]!r}, and only text is read')
+            raise UserError(f'message {i} has a part of the type {part["type"]!r}, and only text '
+                            'is read')
         text = part.get('text') if isinstance(part, dict) else part
         if not isinstance(text, str):
             raise UserError(f'message {i} has a part that is not {{"type": "text", "text": ...}}')
@@ -167,9 +170,9 @@ class TemplateProcess:
         self.lock = threading.Lock()
 
     def ask(self, requests):
-        """The answers of chat_worker.answer to requests, in order. In the place of an answer is a
-        UserError if there is none: because of the request, or because its template does not keep
-        the limits."""
+        """Returns the answers of chat_worker.answer to requests, in order. In the place of an
+        answer is a UserError if there is none: because of the request, or because its template does
+        not keep the limits."""
         answers = [None] * len(requests)
         lines = {}
         for i, request in enumerate(requests):
@@ -185,8 +188,8 @@ class TemplateProcess:
         return answers
 
     def exchange(self, lines):
-        """What the process answers to these requests, up to the first that ends it, and a UserError
-        for that one."""
+        """Returns what the process answers to these requests, up to the first that ends it, and a
+        UserError for that one."""
         if self.process is None or self.owner != os.getpid():
             self.start()
         replies = []
@@ -226,14 +229,16 @@ class TemplateProcess:
 
 
 def encode_request(request):
-    """The JSON of a request. Raises UserError for what is not JSON, or has a character that is used
-    here."""
+    """Returns the JSON of a request. Raises UserError for what is not JSON, or has a character that
+    is used here."""
     try:
         text = json.dumps(request, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f'messages, tools and chat_template_kwargs must be JSON ({error})') from None
+        raise UserError(
+            f'messages, tools and chat_template_kwargs must be JSON ({error})') from None
     if any(mark in text for mark in chat_worker.GENERATION_MARKS + chat_worker.MARK):
-        raise UserError('there is a character from U+FDD0 to U+FDD2, which stands for nothing; remove it')
+        raise UserError('there is a character from U+FDD0 to U+FDD2, which stands for nothing; '
+                        'remove it')
     return text.encode('utf-8', 'surrogatepass')
 
 
@@ -251,34 +256,38 @@ class ChatTemplate:
         self.next_ends = {}  # see find_next_end
 
     def choose(self, tools):
-        """The source for a chat with these tools. Raises UserError without one."""
+        """Returns the source for a chat with these tools. Raises UserError without one."""
         if not self.sources:
-            raise UserError('the model has no chat template: there is none beside its tokenizer.json')
-        name = 'tool_use' if tools is not None and 'tool_use' in self.sources else 'default'
+            raise UserError('the model has no chat template: there is none beside its '
+                            'tokenizer.json')
+        name = 'default'
+        if tools is not None and 'tool_use' in self.sources:
+            name = 'tool_use'
         if name not in self.sources:
-            raise UserError(f'the model has the chat templates {", ".join(self.sources)}, and none that is '
-                            'named default')
+            raise UserError(f'the model has the chat templates {", ".join(self.sources)}, and none '
+                            'that is named default')
         source = self.sources[name]
         if len(source) > MAX_SOURCE:
-            raise UserError(f"the model's chat template has {len(source):,} characters, more than a template "
+            raise UserError(f"the model's chat template has {len(source):,} characters, more than "
+                            f"a template "
                             'needs; take another one')
         return source
 
     def request(self, chat, want, **more):
-        """The request to chat_worker.answer for a Chat. Raises UserError."""
+        """Returns the request to chat_worker.answer for a Chat. Raises UserError."""
         variables = {**self.special, 'documents': None, **chat.variables, 'tools': chat.tools}
-        return {'source': self.choose(chat.tools), 'variables': variables, 'messages': chat.messages, 'want': want,
-                **more}
+        return {'source': self.choose(chat.tools), 'variables': variables,
+                'messages': chat.messages, 'want': want, **more}
 
     def ask(self, chat, want, **more):
-        """What chat_worker.answer gives for a Chat. Raises UserError."""
+        """Returns what chat_worker.answer gives for a Chat. Raises UserError."""
         reply, = PROCESS.ask([self.request(chat, want, **more)])
         if isinstance(reply, UserError):
             raise reply
         return reply
 
     def render(self, chat, *, add_generation_prompt):
-        """The text of a Chat, followed by the beginning of the next answer if
+        """Returns the text of a Chat, followed by the beginning of the next answer if
         add_generation_prompt. Raises UserError if the template refuses it, fails, or takes too long
         or too much memory."""
         return self.ask(chat, 'text', add_generation_prompt=add_generation_prompt)['text']
@@ -291,8 +300,8 @@ BATCH = 32  # conversations that are rendered together
 
 
 def encode_training_chat(tokenizer, chat, counted=None):
-    """(ids, mask) of a conversation by the chat template of an HFTokenizer; the mask, as long as
-    the ids, is 1 for the tokens that count in training.
+    """Returns (ids, mask) of a conversation by the chat template of an HFTokenizer; the mask, as
+    long as the ids, is 1 for the tokens that count in training.
 
     chat: a Chat. counted: the numbers of the assistant's messages that count, None for all. Of
     those count the tokens that the template marks by {% generation %}; without such marks the whole
@@ -333,33 +342,43 @@ def encode_training_chats(tokenizer, chats):
 
 
 def find_counted(chat, counted):
-    """The numbers of the assistant's messages in a Chat, of those in `counted` if that is not
-    None."""
+    """Returns the numbers of the assistant's messages in a Chat, of those in `counted` if that is
+    not None."""
     answers = [i for i, message in enumerate(chat.messages) if message['role'] == 'assistant']
-    return answers if counted is None else [i for i in answers if i in counted]
+    if counted is None:
+        return answers
+    return [i for i in answers if i in counted]
 
 
 def request_answers(template, batch):
-    """The answers of chat_worker.answer, or UserErrors, for [(chat, counted)]."""
+    """Returns the answers of chat_worker.answer, or UserErrors, for [(chat, counted)]."""
     try:
-        return PROCESS.ask([template.request(chat, 'answers', counted=counted) for chat, counted in batch])
+        return PROCESS.ask([template.request(chat, 'answers', counted=counted)
+                            for chat, counted in batch])
     except UserError as error:  # no template
         return [error] * len(batch)
 
 
 def encode_reply(tokenizer, chat, counted, reply):
-    """(ids, mask) of a Chat, given what chat_worker.answer says of it, see encode_training_chat.
-    Raises UserError."""
+    """Returns (ids, mask) of a Chat, given what chat_worker.answer says of it, see
+    encode_training_chat. Raises UserError."""
     text = reply['text']
     encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
     ids = encoding.ids
     starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     is_special = np.isin(ids, list(tokenizer.special_ids.union(tokenizer.stop_tokens)))
+
+    # the parts of the text that count: as the template marks them, or else the answers with their
+    # ends
     spans = reply.get('spans')
     if spans is None:
         specials = [(int(starts[at]), int(ends[at]), ids[at]) for at in np.flatnonzero(is_special)]
-        spans = [find_end(answer, text, specials, tokenizer.stop_tokens, bool(chat.messages[i].get('tool_calls')))
-                 for answer, i in zip(reply['answers'], counted)]
+        spans = []
+        for answer, i in zip(reply['answers'], counted):
+            has_calls = bool(chat.messages[i].get('tool_calls'))
+            spans.append(find_end(answer, text, specials, tokenizer.stop_tokens, has_calls))
+
+    # their tokens
     mask = np.zeros(len(ids), np.uint8)
     for start, end in spans:
         # a special token that takes in the spaces after it belongs to what it follows
@@ -368,9 +387,12 @@ def encode_reply(tokenizer, chat, counted, reply):
         places = np.flatnonzero(counts)
         said = text[start:end]
         if len(places):
-            said = text[min(start, int(starts[places[0]])):max(end, int(ends[places[-1]]))]
+            first = min(start, int(starts[places[0]]))
+            last = max(end, int(ends[places[-1]]))
+            said = text[first:last]
         check_kept(tokenizer, said, [ids[at] for at in places])
 
+    # the token that ends the last answer, if the template leaves it to the next message
     is_last = bool(counted) and counted[-1] == len(chat.messages) - 1
     if is_last and 'answers' in reply and spans[-1][1] == len(text) and ids[-1:]:
         has_calls = bool(chat.messages[-1].get('tool_calls'))
@@ -383,10 +405,11 @@ def encode_reply(tokenizer, chat, counted, reply):
 
 
 def find_end(answer, text, specials, stop_tokens, has_calls):
-    """(start, end) of an answer, as it counts in training, in the text of all messages.
+    """Returns (start, end) of an answer, as it counts in training, in the text of all messages.
 
-    answer: as of chat_worker.find_answer. specials: (start, end, id) of the special tokens of the
-    text. An answer that calls tools may have special tokens around the calls; others end with the
+    answer: what chat_worker.find_answer says of it.
+    specials: (start, end, id) of the special tokens of the text.
+    An answer that calls tools may have special tokens around the calls; others end with the
     first behind what they say."""
     start, said, limit, is_whole = answer
     behind = [special for special in specials if special[0] >= start and special[1] > said]
@@ -409,8 +432,8 @@ def find_end(answer, text, specials, stop_tokens, has_calls):
 
 
 def find_next_end(tokenizer, chat, behind):
-    """encode_next_end, which is the same for all chats with a template that end with a call, or
-    without one."""
+    """Returns encode_next_end's ids, which are the same for all chats with a template that end with
+    a call, or without one."""
     template = tokenizer.template
     key = template.choose(chat.tools), bool(chat.messages[-1].get('tool_calls'))
     if key not in template.next_ends:
@@ -419,8 +442,9 @@ def find_next_end(tokenizer, chat, behind):
 
 
 def encode_next_end(tokenizer, chat, behind):
-    """The ids that end the last answer of a chat if the template writes them at the beginning of a
-    message that follows: what a model generates there before it stops. [] if there are none.
+    """Returns the ids that end the last answer of a chat if the template writes them at the
+    beginning of a message that follows: what a model generates there before it stops. [] if there
+    are none.
 
     behind: what the template writes behind the answer now."""
     has_calls = bool(chat.messages[-1].get('tool_calls'))
@@ -449,8 +473,8 @@ def check_kept(tokenizer, said, ids):
         return
     lost = sorted(set(said) - set(decoded) - {' '})
     hint = f'it has no token for {" ".join(map(repr, lost[:5]))}; ' if lost else ''
-    raise UserError(f'the tokenizer does not keep an answer: {said!r:.60} becomes {decoded!r:.60}; {hint}take a '
-                    'tokenizer that knows all characters, or change the text')
+    raise UserError(f'the tokenizer does not keep an answer: {said!r:.60} becomes {decoded!r:.60}; '
+                    f'{hint}take a tokenizer that knows all characters, or change the text')
 
 
 def is_kept(tokenizer, said, decoded, ids):
@@ -467,17 +491,23 @@ def is_kept(tokenizer, said, decoded, ids):
 
 
 def simplified(tokenizer, text):
-    """The text without what a tokenizer may change on purpose: spaces, forms and case of
+    """Returns the text without what a tokenizer may change on purpose: spaces, forms and case of
     characters, accents."""
     normalizer = tokenizer.tokenizer.raw.normalizer
     if normalizer is not None:
         text = tokenizer.tokenizer.call(normalizer.normalize_str, text)
     text = unicodedata.normalize('NFKD', text).casefold()
-    return ''.join(c for c in text if not c.isspace() and c != '\u2581' and not unicodedata.combining(c))
+    kept = []
+    for c in text:
+        is_space = c.isspace() or c == '\u2581'
+        is_accent = unicodedata.combining(c)
+        if not is_space and not is_accent:
+            kept.append(c)
+    return ''.join(kept)
 
 
 def final_answer(text):
-    """What of an answer belongs to the conversation. gpt-oss writes
+    """Returns what of an answer belongs to the conversation. gpt-oss writes
     <|channel|>analysis<|message|>...<|end|> first, which its template takes for an error in a
     message. (The other models' templates drop <think>...</think>.)"""
     if '<|channel|>' not in text:

@@ -12,27 +12,33 @@ END = '<|endoftext|>'
 # them
 CLASS_NAMES = {
     'GPT2Tokenizer': {'unk_token': END, 'bos_token': END, 'eos_token': END},
-    'GPTNeoXTokenizer': {'unk_token': END, 'bos_token': END, 'eos_token': END, 'pad_token': '<|padding|>'},
+    'GPTNeoXTokenizer': {'unk_token': END, 'bos_token': END, 'eos_token': END,
+                         'pad_token': '<|padding|>'},
     'Qwen2Tokenizer': {'unk_token': END, 'eos_token': END, 'pad_token': END},
     'LlamaTokenizer': {'unk_token': '<unk>', 'bos_token': '<s>', 'eos_token': '</s>'},
     'CodeLlamaTokenizer': {'unk_token': '<unk>', 'bos_token': '<s>', 'eos_token': '</s>'},
-    'GemmaTokenizer': {'unk_token': '<unk>', 'bos_token': '<bos>', 'eos_token': '<eos>', 'pad_token': '<pad>',
+    'GemmaTokenizer': {'unk_token': '<unk>', 'bos_token': '<bos>', 'eos_token': '<eos>',
+                       'pad_token': '<pad>',
                        'mask_token': '<mask>'},
-    'CohereTokenizer': {'unk_token': '<UNK>', 'bos_token': '<BOS_TOKEN>', 'eos_token': '<|END_OF_TURN_TOKEN|>',
+    'CohereTokenizer': {'unk_token': '<UNK>', 'bos_token': '<BOS_TOKEN>',
+                        'eos_token': '<|END_OF_TURN_TOKEN|>',
                         'pad_token': '<PAD>', 'cls_token': '<CLS>', 'sep_token': '<SEP>',
                         'mask_token': '<MASK_TOKEN>'}}
 # the class of a family whose files name none; 'generic' is one without names of its own, whatever
 # the files say
 FAMILY_CLASSES = {'gpt2': 'GPT2Tokenizer', 'qwen2': 'Qwen2Tokenizer', 'qwen3': 'Qwen2Tokenizer',
-                  'qwen3_moe': 'Qwen2Tokenizer', 'gemma2': 'GemmaTokenizer', 'gemma3': 'GemmaTokenizer',
-                  'gemma3_text': 'GemmaTokenizer', 'mistral': 'generic', 'phi3': 'generic', 'olmo2': 'generic',
+                  'qwen3_moe': 'Qwen2Tokenizer', 'gemma2': 'GemmaTokenizer',
+                  'gemma3': 'GemmaTokenizer',
+                  'gemma3_text': 'GemmaTokenizer', 'mistral': 'generic', 'phi3': 'generic',
+                  'olmo2': 'generic',
                   'olmo3': 'generic'}
 # families whose files often name a wrong class, which transformers ignores
 WRONGLY_DECLARED = ('qwen2',)
 # from vocab.json and merges.txt
 BUILT_CLASSES = ('GPT2Tokenizer', 'GPTNeoXTokenizer', 'Qwen2Tokenizer')
 # of tokenizers without a tokenizer.json
-OTHER_FILES = ('vocab.json', 'merges.txt', 'tokenizer.model', 'vocab.txt', 'spiece.model', 'sentencepiece.bpe.model',
+OTHER_FILES = ('vocab.json', 'merges.txt', 'tokenizer.model', 'vocab.txt', 'spiece.model',
+               'sentencepiece.bpe.model',
                'spm.model', 'tiktoken.model', 'tekken.json', 'vocab.bpe', 'encoder.json')
 OTHER_ENDINGS = ('.tiktoken', '.spm')
 
@@ -48,39 +54,59 @@ class TokenizerFolder(NamedTuple):
 
 
 def read_tokenizer_folder(folder):
-    """The TokenizerFolder of a folder with a tokenizer.json, or vocab.json and merges.txt.
+    """Returns the TokenizerFolder of a folder with a tokenizer.json, or vocab.json and merges.txt.
 
     Raises UserError if a file cannot be read or is malformed."""
-    settings, generation, config = (
-        read_json(regular_file(folder, name), optional=True)
-        for name in ('tokenizer_config.json', 'generation_config.json', 'config.json'))
+    settings = read_json(regular_file(folder, 'tokenizer_config.json'), optional=True)
+    generation = read_json(regular_file(folder, 'generation_config.json'), optional=True)
+    config = read_json(regular_file(folder, 'config.json'), optional=True)
     path = regular_file(folder, 'tokenizer.json')
     is_filed = os.path.exists(path) or not has_vocab_and_merges(folder)
     try:
         kind = class_of(settings, config)
-        tokenizer = SafeTokenizer.from_file(path) if is_filed else build_tokenizer(folder, kind, settings)
-        before = repr(sorted(tokenizer.get_added_tokens_decoder().items()))
+        if is_filed:
+            tokenizer = SafeTokenizer.from_file(path)
+        else:
+            tokenizer = build_tokenizer(folder, kind, settings)
+        before = describe_added_tokens(tokenizer)
         if kind == 'LlamaTokenizer' and 'ByteLevel' in tokenizer.decoder_kinds():
             kind = 'generic'  # transformers reads such a tokenizer.json as it is
-        defaults = {name: token for name, token in CLASS_NAMES.get(kind, {}).items()
-                    if not is_filed or tokenizer.token_to_id(token) is not None}
+        # the names of a class, as far as the vocabulary has them
+        defaults = {}
+        for name, token in CLASS_NAMES.get(kind, {}).items():
+            if not is_filed or tokenizer.token_to_id(token) is not None:
+                defaults[name] = token
         names = add_declared_tokens(folder, tokenizer, settings, defaults, kind)
         if not is_filed:
             add_ends(tokenizer, names, settings)
     except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
-        raise UserError(f"the tokenizer's settings in {folder} are malformed ({type(error).__name__}: {error}); "
-                        'copy or download them again') from None
+        raise UserError(f"the tokenizer's settings in {folder} are malformed "
+                        f'({type(error).__name__}: {error}); copy or download them '
+                        'again') from None
     tokenizer.check_ids()
-    is_unchanged = before == repr(sorted(tokenizer.get_added_tokens_decoder().items()))
-    is_named = all(text_of(settings.get(name)) == token for name, token in names.items() if name in defaults)
-    return TokenizerFolder(tokenizer, names, settings, generation, config, is_filed and is_unchanged and is_named)
+
+    # whether a copy of tokenizer.json and the settings says the same
+    is_unchanged = before == describe_added_tokens(tokenizer)
+    is_named = True
+    for name in defaults:
+        if name in names and text_of(settings.get(name)) != names[name]:
+            is_named = False
+    is_as_filed = is_filed and is_unchanged and is_named
+    return TokenizerFolder(tokenizer, names, settings, generation, config, is_as_filed)
+
+
+def describe_added_tokens(tokenizer):
+    """Returns a text that tells all added tokens of a SafeTokenizer."""
+    return repr(sorted(tokenizer.get_added_tokens_decoder().items()))
 
 
 def class_of(settings, config):
-    """The name of the class that transformers would make of these files, as far as it is in
+    """Returns the name of the class that transformers would make of these files, as far as it is in
     CLASS_NAMES."""
     family = config.get('model_type')
-    of_family = FAMILY_CLASSES.get(family if isinstance(family, str) else None)
+    of_family = None
+    if isinstance(family, str):
+        of_family = FAMILY_CLASSES.get(family)
     declared = settings.get('tokenizer_class') or config.get('tokenizer_class')
     if declared is None or family in WRONGLY_DECLARED or of_family == 'generic':
         return of_family or 'generic'
@@ -93,7 +119,7 @@ def has_vocab_and_merges(folder):
 
 
 def other_tokenizer_files(folder):
-    """The names of the files in a folder that may hold a tokenizer of another form than
+    """Returns the names of the files in a folder that may hold a tokenizer of another form than
     tokenizer.json."""
     try:
         found = sorted(os.listdir(folder or '.'))
@@ -103,14 +129,15 @@ def other_tokenizer_files(folder):
 
 
 def build_tokenizer(folder, kind, settings):
-    """The SafeTokenizer of vocab.json and merges.txt, as the class `kind` of transformers builds
-    it.
+    """Returns the SafeTokenizer of vocab.json and merges.txt, as the class `kind` of transformers
+    builds it.
 
     Raises UserError if the files are damaged, or the class is not in BUILT_CLASSES."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     if kind not in BUILT_CLASSES:
         raise UserError(unread_files(folder, ['merges.txt', 'vocab.json']))
-    vocab, merges = (regular_file(folder, name) for name in ('vocab.json', 'merges.txt'))
+    vocab = regular_file(folder, 'vocab.json')
+    merges = regular_file(folder, 'merges.txt')
     adds_space = settings.get('add_prefix_space') or False
     if not isinstance(adds_space, bool):
         raise TypeError(f'add_prefix_space is {adds_space!r}')
@@ -134,18 +161,21 @@ def add_ends(tokenizer, names, settings):
     """Lets a tokenizer that was built put tokens around each text, as add_bos_token and
     add_eos_token say; beside a tokenizer.json transformers ignores both."""
     from tokenizers import processors
-    begin, end = ([names[name]] if settings.get(f'add_{name}') and names.get(name) else []
-                  for name in ('bos_token', 'eos_token'))
-    parts = [*begin, '$A', *end]
-    special = [(text, tokenizer.token_to_id(text)) for text in {*begin, *end}]
+    parts = ['$A']
+    if settings.get('add_bos_token') and names.get('bos_token'):
+        parts.insert(0, names['bos_token'])
+    if settings.get('add_eos_token') and names.get('eos_token'):
+        parts.append(names['eos_token'])
+    special = [(text, tokenizer.token_to_id(text)) for text in {*parts} - {'$A'}]
     tokenizer.raw.post_processor = tokenizer.call(
         processors.TemplateProcessing, single=parts, special_tokens=special)
 
 
 def unread_files(folder, names):
-    """The message that these files of a folder are not read, and what to do."""
-    return (f'{folder} has no tokenizer.json, and {", ".join(names)} beside the weights, which is not read; make a '
-            f"tokenizer.json with transformers: AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')")
+    """Returns the message that these files of a folder are not read, and what to do."""
+    return (f'{folder} has no tokenizer.json, and {", ".join(names)} beside the weights, which is '
+            'not read; make a tokenizer.json with transformers: '
+            f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')")
 
 
 # -----------------------------------------------------------------------------
@@ -155,13 +185,17 @@ def add_declared_tokens(folder, tokenizer, settings, defaults, kind):
     """Adds the tokens that the files of a folder declare to its SafeTokenizer, in transformers'
     order, new ones with the next ids; returns their names {'bos_token': text, ...}.
 
-    settings: of tokenizer_config.json. defaults: {name: text} of the tokens that no file names.
-    kind: the class. The other files are read only if the settings have no added_tokens_decoder.
-    Raises TypeError, KeyError, ValueError or UserError for malformed ones."""
+    settings: the content of tokenizer_config.json.
+    defaults: {name: text} of the tokens that no file names.
+    kind: the name of the class.
+    The other files are read only if the settings have no added_tokens_decoder. Raises TypeError,
+    KeyError, ValueError or UserError for malformed ones."""
     from tokenizers import AddedToken
     values = {key: value for key, value in settings.items() if key != 'chat_template'}
     if values.get('additional_special_tokens') and not values.get('extra_special_tokens'):
         values['extra_special_tokens'] = values.pop('additional_special_tokens')
+
+    # tokens by their ids, which other files have if the settings do not
     named = take_names(values, str)
     by_id = {}
     if 'added_tokens_decoder' in settings:
@@ -171,11 +205,13 @@ def add_declared_tokens(folder, tokenizer, settings, defaults, kind):
         merge_special_tokens_map(folder, values, named)
         by_id = legacy_tokens(folder, values, tokenizer)
     values = {key: as_tokens(value) for key, value in values.items()}
-    named = take_names(values, (str, AddedToken)) | named  # in this order
+    named = {**take_names(values, (str, AddedToken)), **named}  # in this order
     extra = values.get('extra_special_tokens', values.get('additional_special_tokens')) or []
     if isinstance(extra, dict):
-        named |= extra
+        named.update(extra)
         extra = []
+
+    # tokens by their names; those that have an id, too, are the same
     by_text = {token.content: token for token in by_id.values()}
     names = {}
     for name in NAMES:
@@ -184,7 +220,8 @@ def add_declared_tokens(folder, tokenizer, settings, defaults, kind):
             token = defaults.get(name)
         if token is not None:
             names[name] = by_text.get(text_of(token), token)
-    names |= {name: make_special_token(token) for name, token in named.items()}
+    for name, token in named.items():
+        names[name] = make_special_token(token)
     extra = [make_special_token(token) for token in extra]
     add_missing_tokens(tokenizer, by_id, names, extra)
     texts = {name: text_of(token) for name, token in names.items()}
@@ -195,23 +232,25 @@ def add_declared_tokens(folder, tokenizer, settings, defaults, kind):
 
 
 def take_names(values, kinds):
-    """{name: token} of the tokens with names that only some models have, as image_token, removed
-    from the values."""
+    """Returns {name: token} of the tokens with names that only some models have, as image_token,
+    removed from the values."""
     names = [key for key, value in values.items()
              if key.endswith('_token') and key not in NAMES and isinstance(value, kinds)]
     named = {name: values.pop(name) for name in names}
     if isinstance(values.get('extra_special_tokens'), dict):
-        named |= values.pop('extra_special_tokens')
+        named.update(values.pop('extra_special_tokens'))
     return named
 
 
 def merge_special_tokens_map(folder, values, named):
     """Overwrites values of tokenizer_config.json with those of special_tokens_map.json, as
     transformers does."""
-    for key, value in read_json(regular_file(folder, 'special_tokens_map.json'), optional=True).items():
+    path = regular_file(folder, 'special_tokens_map.json')
+    for key, value in read_json(path, optional=True).items():
         if key == 'extra_special_tokens' and isinstance(value, list):
             known = list(values.get(key) or [])
-            value = known + [token for token in map(make_special_token, value) if token not in known]
+            tokens = [make_special_token(token) for token in value]
+            value = known + [token for token in tokens if token not in known]
         elif isinstance(value, dict) and key != 'extra_special_tokens':
             value = make_special_token(value)
         values[key] = value
@@ -220,8 +259,8 @@ def merge_special_tokens_map(folder, values, named):
 
 
 def legacy_tokens(folder, values, tokenizer):
-    """{id: AddedToken} of added_tokens.json and tokenizer.json; the former are special if the
-    others name them, in tokenizer_config.json as a text, not as an object."""
+    """Returns {id: AddedToken} of added_tokens.json and tokenizer.json; the former are special if
+    the others name them, in tokenizer_config.json as a text, not as an object."""
     from tokenizers import AddedToken
     declared = [values.get(name) for name in NAMES] + list(values.get('extra_special_tokens') or [])
     special = {text_of(token) for token in declared if isinstance(token, (str, AddedToken))}
@@ -231,7 +270,7 @@ def legacy_tokens(folder, values, tokenizer):
             raise TypeError(f'the id of {text!r} is {id!r}')
         is_special = text in special
         by_id[id] = AddedToken(text, normalized=not is_special, special=is_special)
-    return by_id | tokenizer.get_added_tokens_decoder()
+    return {**by_id, **tokenizer.get_added_tokens_decoder()}
 
 
 def add_missing_tokens(tokenizer, by_id, names, extra):
@@ -259,8 +298,8 @@ def first_of(pair):
 
 
 def text_of(token):
-    """The text of a token that is given as a text, an AddedToken or an object in JSON; None for
-    None.
+    """Returns the text of a token that is given as a text, an AddedToken or an object in JSON; None
+    for None.
 
     Raises TypeError for anything else."""
     if token is None or isinstance(token, str):
@@ -273,22 +312,28 @@ def text_of(token):
 
 
 def make_token(token, **options):
-    """The AddedToken of an object in JSON; a text stays one. Raises TypeError for anything else."""
+    """Returns the AddedToken of an object in JSON; a text stays one. Raises TypeError for anything
+    else."""
     from tokenizers import AddedToken
     if isinstance(token, (str, AddedToken)):
         return token
     if not isinstance(token, dict) or not isinstance(token.get('content'), str):
         raise TypeError(f'a token is {token!r}')
-    known = ('content', 'single_word', 'lstrip', 'rstrip', 'normalized', 'special')
-    return AddedToken(**{key: value for key, value in token.items() if key in known} | options)
+    values = {}
+    for key in ('content', 'single_word', 'lstrip', 'rstrip', 'normalized', 'special'):
+        if key in token:
+            values[key] = token[key]
+    values.update(options)
+    return AddedToken(**values)
 
 
 def make_special_token(token):
+    """Returns make_token's result, as a special token."""
     return make_token(token, special=True)
 
 
 def as_tokens(value):
-    """A value of tokenizer_config.json with AddedTokens for the objects that are such."""
+    """Returns a value of tokenizer_config.json with AddedTokens for the objects that are such."""
     is_token = isinstance(value, dict) and isinstance(value.get('content'), str)
     if is_token:
         return make_special_token(value) if '__type' not in value else make_token(value)

@@ -13,23 +13,26 @@ from jax_flags import UserError, whole_characters
 
 LARGEST_ID = 2**22  # of a token: the largest vocabularies that are known have a million
 LARGEST_GROWTH = 1000  # of a text while it is normalized or decoded, per character
-# that a call may take with patterns that are not known, and one more per CHARACTERS_PER_SECOND
+# seconds that a call may take with patterns that are not known, and one more per
+# CHARACTERS_PER_SECOND of the text
 SECONDS = 5
 CHARACTERS_PER_SECOND = 20_000  # a hundredth of what honest patterns reach
 
 # patterns at which a text is split before BPE
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                r'|\s*[\r\n]+|\s+(?!\S)|\s+')
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
 QWEN2_SPLIT = LLAMA3_SPLIT.replace('{1,3}', '')  # that of bpe:N, too
 UPPER, LOWER = r'[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]', r'[\p{Ll}\p{Lm}\p{Lo}\p{M}]'
 ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 O200K_SPLIT = '|'.join([  # that of gpt-oss
-    rf'[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDINGS}', rf'[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDINGS}',
+    rf'[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDINGS}',
+    rf'[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDINGS}',
     r'\p{N}{1,3}', r' ?[^\s\p{L}\p{N}]+[\r\n/]*', r'\s*[\r\n]+', r'\s+(?!\S)', r'\s+'])
 TEKKEN_SPLIT = O200K_SPLIT.replace(ENDINGS, '').replace('{1,3}', '')  # that of newer Mistrals
-KNOWN_PATTERNS = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, O200K_SPLIT, TEKKEN_SPLIT, r'\p{N}', r'\p{N}{1,3}', r'\s+',
-                  r'\d', ' ', ' {2,}'}
+KNOWN_PATTERNS = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, O200K_SPLIT, TEKKEN_SPLIT, r'\p{N}',
+                  r'\p{N}{1,3}', r'\s+', r'\d', ' ', ' {2,}'}
 
 
 class SafeTokenizer:
@@ -67,18 +70,18 @@ class SafeTokenizer:
         return cls(functools.partial(Tokenizer.from_str, content), 'a tokenizer.json')
 
     def call(self, function, *args, **options):
-        """The result of a function of the library. Raises UserError if it fails."""
+        """Returns the result of a function of the library. Raises UserError if it fails."""
         try:
             return function(*args, **options)
         except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # PanicException is a BaseException
-            raise UserError(f'cannot use {self.source}: the tokenizers library fails with it ({describe(error)}); copy '
-                            'or download it again') from None
+            raise UserError(f'cannot use {self.source}: the tokenizers library fails with it '
+                            f'({describe(error)}); copy or download it again') from None
 
     def call_in_time(self, n_characters, function, *args, **options):
-        """The result of a function that lets other threads run. Raises UserError if it fails or
-        takes too long."""
+        """Returns the result of a function that lets other threads run. Raises UserError if it
+        fails or takes too long."""
         seconds = SECONDS + n_characters / CHARACTERS_PER_SECOND
         found, errors = [], []
 
@@ -93,8 +96,9 @@ class SafeTokenizer:
             thread.start()
             thread.join(seconds)
         if thread.is_alive():
-            raise UserError(f'cannot use {self.source}: a pattern in it takes more than {seconds:.0f} s for a text of '
-                            f'{n_characters:,} characters; use another tokenizer')
+            raise UserError(f'cannot use {self.source}: a pattern in it takes more than '
+                            f'{seconds:.0f} s for a text of {n_characters:,} characters; use '
+                            'another tokenizer')
         if errors:
             self.call(raise_error, errors[0])
         return found[0]
@@ -104,8 +108,8 @@ class SafeTokenizer:
         memory."""
         largest = max(self.get_vocab().values(), default=0)
         if largest > LARGEST_ID:
-            raise UserError(f'{self.source} has a token with the id {largest:,}, and none above {LARGEST_ID:,} is '
-                            'supported; copy or download it again')
+            raise UserError(f'{self.source} has a token with the id {largest:,}, and none above '
+                            f'{LARGEST_ID:,} is supported; copy or download it again')
 
     def check_parts(self):
         """Finds out whether this tokenizer is_strange. Raises UserError for one that blows up a
@@ -122,41 +126,46 @@ class SafeTokenizer:
                     added = step.get(key)
                     growth *= max(1, len(added)) if isinstance(added, str) else 1
             if growth > LARGEST_GROWTH:
-                raise UserError(f'{self.source} makes each character of a text up to {growth:,}; use another tokenizer')
+                raise UserError(f'{self.source} makes each character of a text up to {growth:,}; '
+                                'use another tokenizer')
 
     def encode(self, text, add_special_tokens=True):
-        """The library's Encoding of a text: its ids, tokens, offsets. Half a character counts as
-        U+FFFD."""
+        """Returns the library's Encoding of a text: its ids, tokens, offsets. Half a character
+        counts as U+FFFD."""
         text = whole_characters(text)
         if not self.is_strange:
             return self.call(self.raw.encode, text, add_special_tokens=add_special_tokens)
-        return self.call_in_time(len(text), self.raw.encode_batch, [text], add_special_tokens=add_special_tokens)[0]
+        encoding, = self.call_in_time(
+            len(text), self.raw.encode_batch, [text], add_special_tokens=add_special_tokens)
+        return encoding
 
     def encode_fast(self, text):
-        """The ids of a text without special tokens, in half the time: the Encoding has no
+        """Returns the ids of a text without special tokens, in half the time: the Encoding has no
         offsets."""
         call = functools.partial(self.call_in_time, len(text)) if self.is_strange else self.call
         return call(self.raw.encode_batch_fast, [text], add_special_tokens=False)[0].ids
 
     def decode(self, ids, skip_special_tokens=True):
-        """The text of token ids."""
+        """Returns the text of token ids."""
         ids = list(ids)
         if not self.is_strange:
             return self.call(self.raw.decode, ids, skip_special_tokens=skip_special_tokens)
-        return self.call_in_time(len(ids), self.raw.decode_batch, [ids], skip_special_tokens=skip_special_tokens)[0]
+        text, = self.call_in_time(
+            len(ids), self.raw.decode_batch, [ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def decode_parts(self, parts):
-        """The text of tokens that are given as texts, by the decoder; with spaces between them if
-        there is none."""
+        """Returns the text of tokens that are given as texts, by the decoder; with spaces between
+        them if there is none."""
         decoder = self.raw.decoder
         return ' '.join(parts) if decoder is None else self.call(decoder.decode, list(parts))
 
     def get_vocab(self):
-        """{token: id} with the added tokens."""
+        """Returns {token: id} with the added tokens."""
         return self.call(self.raw.get_vocab)
 
     def get_added_tokens_decoder(self):
-        """{id: AddedToken}."""
+        """Returns {id: AddedToken}."""
         return self.call(self.raw.get_added_tokens_decoder)
 
     def add_tokens(self, tokens):
@@ -165,35 +174,36 @@ class SafeTokenizer:
         self.call(self.raw.add_tokens, tokens)
 
     def token_to_id(self, token):
-        """The id of a token, given as a text; None if there is no such token."""
+        """Returns the id of a token, given as a text; None if there is no such token."""
         return self.call(self.raw.token_to_id, token)
 
     def id_to_token(self, id):
-        """The text of the token with this id; None if there is no such token."""
+        """Returns the text of the token with this id; None if there is no such token."""
         return self.call(self.raw.id_to_token, id)
 
     def to_str(self):
-        """The content of a tokenizer.json."""
+        """Returns the content of a tokenizer.json."""
         return self.call(self.raw.to_str)
 
     def decoder_kinds(self):
-        """The types of the decoder's steps, a set: 'ByteLevel', 'Fuse'."""
+        """Returns the types of the decoder's steps, a set: 'ByteLevel', 'Fuse'."""
         return {step.get('type') for step in steps_of(describe_part(self.raw.decoder))}
 
     # -------------------------------------------------------------------------
     # characters that are left out
 
     def count_dropped(self, text):
-        """{character: how often} of the characters in a text that become no token, because the
-        tokenizer lacks them and has no token for what it does not know; the ids do not decode to
-        the text then."""
+        """Returns {character: how often} of the characters in a text that become no token, because
+        the tokenizer lacks them and has no token for what it does not know; the ids do not decode
+        to the text then."""
         if not self.may_drop:
             return {}
         text = whole_characters(text)
         added = [token.content for token in self.get_added_tokens_decoder().values()
                  if token.content and not (token.special and self.raw.encode_special_tokens)]
         if added:
-            text = re.sub('|'.join(re.escape(content) for content in sorted(added, key=len, reverse=True)), '', text)
+            longest_first = sorted(added, key=len, reverse=True)
+            text = re.sub('|'.join(map(re.escape, longest_first)), '', text)
         counts = collections.Counter(text)
         for character in counts:
             if character not in self.dropped:
@@ -239,9 +249,13 @@ class SafeTokenizer:
 
 
 def name_characters(counts, most=20):
-    """The characters of {character: how often} in a message, the most frequent ones first."""
+    """Returns the characters of {character: how often} in a message, the most frequent ones
+    first."""
     names = [repr(character) for character in sorted(counts, key=counts.get, reverse=True)]
-    return ' '.join(names[:most]) + (f' and {len(names) - most} others' if len(names) > most else '')
+    text = ' '.join(names[:most])
+    if len(names) > most:
+        text += f' and {len(names) - most} others'
+    return text
 
 
 def warn_of_dropped(counts, place):
@@ -249,12 +263,13 @@ def warn_of_dropped(counts, place):
     any."""
     if counts:
         n = sum(counts.values())
-        print(f'warning: {place}: {n:,} character{"s" * (n > 1)} left out, for which the tokenizer has no token: '
-              f'{name_characters(counts)}', file=sys.stderr)
+        characters = 'character' if n == 1 else 'characters'
+        print(f'warning: {place}: {n:,} {characters} left out, for which the tokenizer has no '
+              f'token: {name_characters(counts)}', file=sys.stderr)
 
 
 def describe_part(part):
-    """A part of a Tokenizer as tokenizer.json has it; {} for None."""
+    """Returns a part of a Tokenizer as tokenizer.json has it; {} for None."""
     return {} if part is None else json.loads(part.__getstate__())
 
 
@@ -262,13 +277,17 @@ def steps_of(value):
     """Yields all objects in a JSON value."""
     if isinstance(value, dict):
         yield value
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    children = ()
+    if isinstance(value, dict):
+        children = value.values()
+    elif isinstance(value, list):
+        children = value
     for child in children:
         yield from steps_of(child)
 
 
 def describe(error):
-    """The kind and the first words of an error, for a message."""
+    """Returns the kind and the first words of an error, for a message."""
     return f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'
 
 
