@@ -1,5 +1,6 @@
 """A model that takes and gives text, from Python: the same texts as sample_jax.py's, and nothing printed."""
 import dataclasses
+import inspect
 import json
 
 import jax
@@ -13,7 +14,7 @@ from jax_flags import UserError
 from jax_generate import generate
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.sharding import current_mesh
-from jax_text import Generation, load
+from jax_text import Generation, TextModel, load
 from jax_transformer import MLAConfig, MoEConfig
 from tests.common import GOLDEN, TINY, apply, random_params, sample, succeeded
 
@@ -154,6 +155,25 @@ def test_a_sample_that_has_all_its_tokens_was_cut(run):
 def test_what_makes_no_sense_is_refused(use, error, message, run):
     with pytest.raises(error, match=message):
         use(load(run, device='cpu:0'))
+
+
+def keyword_options(function):
+    """{name: default} of the options of a function that are given by name."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def test_the_methods_of_a_model_list_all_options_with_their_defaults():
+    options = keyword_options(Generation.__init__)
+    assert keyword_options(TextModel.generate) == {k: v for k, v in options.items() if k != 'streaming'}
+    of_one_prompt = {k: v for k, v in options.items() if k not in ('streaming', 'num_samples')}
+    assert keyword_options(TextModel.stream) == of_one_prompt
+    of_chats = {'tools': None, 'chat_template_kwargs': None}
+    assert keyword_options(TextModel.chat) == of_chats | of_one_prompt
+    for method in (TextModel.score, TextModel.logprobs):
+        assert keyword_options(method) == keyword_options(jax_score.score)
+    for method in (TextModel.generate, TextModel.stream, TextModel.chat, TextModel.score, TextModel.logprobs, load):
+        assert all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(method).parameters.values())
 
 
 def test_a_model_that_is_not_there_is_named(run):
