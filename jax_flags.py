@@ -156,7 +156,27 @@ def read_json(path, *, optional=False):
         raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
     if not isinstance(values, dict):
         raise UserError(f'{path} is not a JSON object; copy or download it again')
+    if is_deeper(values, MOST_LEVELS):
+        raise UserError(f'{path} has values in more than {MOST_LEVELS} levels, one in the other; copy '
+                        'or download it again')
     return values
+
+
+MOST_LEVELS = 100  # of JSON: what goes down into it by recursion has an end
+
+
+def is_deeper(value, n_levels):
+    """Returns whether a value of JSON has more levels of lists and objects."""
+    level = [value]
+    for _ in range(n_levels):
+        inner = []
+        for parent in level:
+            children = parent.values() if isinstance(parent, dict) else parent
+            inner += [child for child in children if isinstance(child, (dict, list))]
+        if not inner:
+            return False
+        level = inner
+    return True
 
 
 def write_json(path, values):

@@ -458,7 +458,7 @@ def saved_layers(step):
     path = step / 'params' / '_METADATA'
     if not path.exists():
         return None
-    arrays = json.loads(path.read_text(encoding='utf-8'))['tree_metadata'].values()
+    arrays = read_json(path)['tree_metadata'].values()
     layers = set()
     for array in arrays:
         name = str(array['key_metadata'][0]['key'])

@@ -13,7 +13,7 @@ import pytest
 
 from jax_flags import (
     NEEDS, UserError, check_given, check_needs, config_block, exit_if_peer_died, exit_on_user_error, is_url, read_flags,
-    read_text, regular_file, rising_learning_rate, write_text)
+    read_json, read_text, regular_file, rising_learning_rate, write_text)
 
 # -----------------------------------------------------------------------------
 # flags
@@ -348,3 +348,12 @@ def test_the_links_of_hugging_faces_cache_lead_to_the_files_of_the_same_model_on
     assert regular_file(snapshot / 'onnx', 'config.json') == os.path.join(snapshot, 'onnx', 'config.json')
     with pytest.raises(UserError, match='leads out of its folder'):
         regular_file(snapshot, 'theirs')
+
+
+def test_json_of_more_levels_than_functions_can_go_down_is_refused(tmp_path):
+    path = tmp_path / 'deep.json'
+    path.write_text('{"a": ' + '[' * 99 + ']' * 99 + '}')
+    assert read_json(path)['a']
+    path.write_text('{"a": ' + '[' * 100 + '{"b": 1}' + ']' * 100 + '}')
+    with pytest.raises(UserError, match='in more than 100 levels'):
+        read_json(path)
