@@ -20,20 +20,34 @@ COMMANDS = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctr
 
 
 def read_turn():
-    """What the user types; lines that are pasted together are one turn."""
+    """Returns what the user types; lines that are pasted together are one turn."""
     text = input('> ')
-    while os.name == 'posix' and sys.stdin.isatty() and select.select([sys.stdin], [], [], 0.05)[0]:
+    while has_more_input():
         text += '\n' + input()
     return text
 
 
+def has_more_input():
+    """Tells whether a terminal has another line within 0.05 s, so faster than anyone types."""
+    if os.name != 'posix' or not sys.stdin.isatty():
+        return False
+    ready, _, _ = select.select([sys.stdin], [], [], 0.05)
+    return bool(ready)
+
+
 class Chat:
-    """A conversation: each line is answered, and the lines and answers so far are the context of
-    the next answer."""
+    """Holds a conversation: each line is answered, and the lines and answers so far are the context
+    of the next answer.
+
+    model: a TextModel. system: the text of the system prompt, '' for none. options: how to sample,
+    a dict of Generation's options."""
 
     def __init__(self, model, system, options):
-        self.model, self.options = model, options
-        self.system = [{'role': 'system', 'content': system}] if system else []
+        self.model = model
+        self.options = options
+        self.system = []
+        if system:
+            self.system = [{'role': 'system', 'content': system}]
         self.messages = []  # of the user and the model, in turn
         self.n_answers = 0
         self.prefix_cache = PrefixCache()
@@ -76,8 +90,8 @@ class Chat:
             print(f'(there is no command {line}; {COMMANDS})')
 
     def encode(self, messages):
-        """The token ids of the messages: a chat if the model has a template, else plain text, a
-        line for each turn."""
+        """Returns the token ids of the messages: those of a chat if the model has a template, else
+        those of plain text, a line for each turn."""
         if self.model.tokenizer.chat_template is not None:
             return self.model.encode([*self.system, *messages])
         text = ''
@@ -88,8 +102,9 @@ class Chat:
         return self.model.encode(text)
 
     def forget_oldest(self, messages):
-        """The messages without the oldest turns, if not all of them fit into the context with an
-        answer."""
+        """Returns the messages without the oldest turns, if not all of them fit into the context
+        with an answer."""
+        # a turn is a question and its answer; the last question stays
         block_size = self.model.config.block_size
         room = block_size - min(self.options['max_new_tokens'], block_size // 2)
         kept = messages
@@ -98,7 +113,8 @@ class Chat:
         n_forgotten = (len(messages) - len(kept)) // 2
         if n_forgotten:
             forgotten = 'turn is' if n_forgotten == 1 else f'{n_forgotten} turns are'
-            print(f'(the context of {block_size:,} tokens is full: the oldest {forgotten} forgotten)')
+            print(f'(the context of {block_size:,} tokens is full: the oldest {forgotten} '
+                  'forgotten)')
         return kept
 
     def answer(self, messages, line):
@@ -107,11 +123,15 @@ class Chat:
         be answered."""
         answer = ''
         try:
+            # the prompt, within the context
             messages = self.forget_oldest([*messages, {'role': 'user', 'content': line}])
             prompt = self.encode(messages)
             warn_if_too_long(self.model, [prompt])
-            generation = Generation(self.model, [prompt], first_sample=self.n_answers, streaming=True,
-                                    prefix_cache=self.prefix_cache, **self.options)
+
+            # the answer, printed as it grows; each has a random key of its own
+            generation = Generation(
+                self.model, [prompt], first_sample=self.n_answers, streaming=True,
+                prefix_cache=self.prefix_cache, **self.options)
             with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
                 for piece in pieces:
                     answer += piece
@@ -144,7 +164,8 @@ class Chat:
 
 def warn_if_too_long(model, prompts):
     """Says so on stderr if a prompt has more tokens than the context of the model."""
-    longest, block_size = max(map(len, prompts)), model.config.block_size
+    block_size = model.config.block_size
+    longest = max(len(prompt) for prompt in prompts)
     if longest > block_size:
-        print(f'the prompt has {longest:,} tokens, the context of the model {block_size:,}: the text is continued from '
-              f'the last {block_size:,}', file=sys.stderr)
+        print(f'the prompt has {longest:,} tokens, the context of the model {block_size:,}: the '
+              f'text is continued from the last {block_size:,}', file=sys.stderr)

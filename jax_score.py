@@ -38,16 +38,15 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
 
     params: as decoding reads them.
     items: lists of rows (ids, start), of which ids[start:] are scored, start at least 1. What the
-    rows of an item begin
-        with in common is computed once, and they share its KV cache.
+    rows of an item begin with in common is computed once, and they share its KV cache.
     max_length: the most tokens of context, the config's block_size if 0; a longer row is split by
     windows().
     batch_size: rows of up to PIECE tokens that are computed together, fewer of longer ones.
     Raises UserError for what makes no sense."""
     max_length = max_length or config.block_size
     if not 1 <= max_length <= config.block_size:
-        raise UserError(f'max_length must be between 1 and {config.block_size}, the context of the model, not '
-                        f'{max_length}')
+        raise UserError(f'max_length must be between 1 and {config.block_size}, the context of the '
+                        f'model, not {max_length}')
     check_ranges({'batch_size': batch_size})
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
 
@@ -55,16 +54,18 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
     # windows
     results, groups = [], []
     for item in items:
-        group = []
-        results.append([])
+        item_results, group = [], []
         for ids, start in item:
             logprobs = np.zeros(len(ids) - start, np.float32)
             is_likeliest = np.zeros(len(ids) - start, bool)
-            results[-1].append((logprobs, is_likeliest))
+            item_results.append((logprobs, is_likeliest))
             for first, scored, end in windows(len(ids), start, max_length):
                 part = slice(scored - start, end - start)  # views: written in place
-                group.append(Row(list(ids[first:end]), scored - first, logprobs[part], is_likeliest[part]))
-        if len(group) == len(item):
+                group.append(Row(
+                    list(ids[first:end]), scored - first, logprobs[part], is_likeliest[part]))
+        results.append(item_results)
+        has_one_window_per_row = len(group) == len(item)
+        if has_one_window_per_row:
             groups.append(group)
         else:
             groups += [[row] for row in group]
@@ -98,12 +99,13 @@ def score_groups(params, config, groups, most, cache_dtype):
 
     The tokens that the rows of a group share are prefilled once. Then `most` rows at a time, those
     with equally many other tokens together, are fed, and scored from their starts on."""
-    n_slots = min(config.block_size, max(64, power_of_two(max(map(longest_row, groups)) - 1)))
+    longest = max(longest_row(group) for group in groups)
+    n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))
     on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
 
     def new_cache(n_rows):
-        caches = grow_caches((), configs=(config,), batch_size=n_rows, n_slots=n_slots, dtype=cache_dtype, n_draft=0,
-                             as_bits=on_cpu)
+        caches = grow_caches((), configs=(config,), batch_size=n_rows, n_slots=n_slots,
+                             dtype=cache_dtype, n_draft=0, as_bits=on_cpu)
         return commit(caches, params)[0]
 
     # the shared tokens of each group; the last token before a scored one is fed with its row
@@ -114,8 +116,11 @@ def score_groups(params, config, groups, most, cache_dtype):
     cache = None
     if any(shared):
         held_B = np.array(filled(shared, most), np.int32)
-        tokens_BxP = right_padded([group[0].ids[:n] for group, n in zip(filled(groups, most), held_B)], 1)
-        cache = prefill_pieces(params, config, new_cache(len(held_B)), tokens_BxP, 0, held_B, row_width(max(shared)))
+        prefixes = [group[0].ids[:n] for group, n in zip(filled(groups, most), held_B)]
+        tokens_BxP = right_padded(prefixes, 1)
+        width = row_width(max(shared))
+        cache = prefill_pieces(
+            params, config, new_cache(len(held_B)), tokens_BxP, 0, held_B, width)
 
     # (group, tokens that the cache holds, row), those with the most other tokens first
     rows = []
@@ -123,40 +128,53 @@ def score_groups(params, config, groups, most, cache_dtype):
         for row in group:
             rows.append((b, shared[b], row))
     rows.sort(key=lambda item: item[1] - len(item[2].ids))
+
+    # some rows at a time, each with a copy of its group's cache
     for i in range(0, len(rows), most):
-        chosen = filled(rows[i:i + most], most)
+        group_of_row, held, chosen = zip(*filled(rows[i:i + most], most))
         if cache:
-            row_cache = select_rows(cache, np.array([b for b, _, _ in chosen]))
+            row_cache = select_rows(cache, np.array(group_of_row))
         else:
             row_cache = new_cache(len(chosen))
-        score_rows(params, config, row_cache, [held for _, held, _ in chosen], [row for _, _, row in chosen])
+        score_rows(params, config, row_cache, held, chosen)
 
 
 def score_rows(params, config, cache, held, rows):
     """Writes the results of Rows of which the cache holds the first held[r] tokens each."""
+    # counted from the tokens that the cache holds: how many are fed, all but a row's last one, and
+    # the first that predicts a scored one
     held_R = np.array(held, np.int32)
     fed_R = np.array([len(row.ids) - 1 - n for n, row in zip(held, rows)])
-    # the first that predicts a scored token
     first_R = np.array([row.start - 1 - n for n, row in zip(held, rows)])
+
+    # the tokens that are fed, in pieces of one width, and one more as the last target
     n_fed = int(fed_R.max())
     width = row_width(n_fed)
-    tail_RxN = right_padded([row.ids[n:] for n, row in zip(held, rows)], width * ceil_div(n_fed, width) + 1)
+    tails = [row.ids[n:] for n, row in zip(held, rows)]
+    tail_RxN = right_padded(tails, width * ceil_div(n_fed, width) + 1)
+
+    # what turns the last layer's output into logits
     tables = {name: p for name, p in params.items() if not name.startswith('h_')}
     n_scored = max(1, SCORED_AT_ONCE // len(rows))
-    logprob_RxN, likeliest_RxN = np.zeros(tail_RxN.shape, np.float32), np.zeros(tail_RxN.shape, bool)
+    logprob_RxN = np.zeros(tail_RxN.shape, np.float32)
+    likeliest_RxN = np.zeros(tail_RxN.shape, bool)
     for i in range(0, n_fed, width):
         # feed a piece of all rows
         index_T = i + np.arange(width)
-        position_RxT = np.where(index_T < fed_R[:, None], held_R[:, None] + index_T, PAD).astype(np.int32)
-        x_RxTxD, cache = prefill(params, cache, tail_RxN[:, i:i + width], position_RxT, config=config, with_output=True)
+        position_RxT = np.where(index_T < fed_R[:, None], held_R[:, None] + index_T, PAD)
+        x_RxTxD, cache = prefill(params, cache, tail_RxN[:, i:i + width],
+                                 position_RxT.astype(np.int32), config=config, with_output=True)
         # score it, some positions at a time, from the first scored token on
         for j in range(i, min(i + width, n_fed), n_scored):
-            if first_R.min() < j + n_scored:
-                span = slice(j, min(j + n_scored, i + width))
-                logprob_RxN[:, span], likeliest_RxN[:, span] = jax.device_get(score_targets(
-                    tables, x_RxTxD[:, j - i:j - i + n_scored], tail_RxN[:, span.start + 1:span.stop + 1],
-                    config=config))
+            if first_R.min() >= j + n_scored:
+                continue
+            end = min(j + n_scored, i + width)
+            scores = score_targets(tables, x_RxTxD[:, j - i:j - i + n_scored],
+                                   tail_RxN[:, j + 1:end + 1], config=config)
+            logprob_RxN[:, j:end], likeliest_RxN[:, j:end] = jax.device_get(scores)
         jax.block_until_ready(cache)  # as in prefill_pieces
+
+    # each row has its part of them
     for r, row in enumerate(rows):
         row.logprobs[:] = logprob_RxN[r, first_R[r]:fed_R[r]]
         row.is_likeliest[:] = likeliest_RxN[r, first_R[r]:fed_R[r]]
@@ -164,8 +182,8 @@ def score_rows(params, config, cache, held, rows):
 
 @functools.partial(jax.jit, static_argnames='config')
 def score_targets(tables, x_BxTxD, target_BxT, *, config):
-    """Returns (log-probability of each target [B, T]; whether no token is likelier) of the last
-    layer's output."""
+    """Returns (the log-probability of each target [B, T]; whether no token is likelier), from the
+    last layer's output."""
     def head(model, x_BxTxD):
         return lm_logits(model.ln_f(x_BxTxD), model.lm_head_VxD, config.logit_cap)
 
@@ -177,8 +195,10 @@ def score_targets(tables, x_BxTxD, target_BxT, *, config):
 
 
 def right_padded(rows, width=0):
-    """Returns lists of tokens as int32 [B, T]; T is the length of the longest, at least width."""
-    padded = np.zeros((len(rows), max([width, *map(len, rows)])), np.int32)
-    for to, row in zip(padded, rows):
-        to[:len(row)] = row
+    """Returns lists of tokens as int32 [B, T], with zeros at their ends; T is the length of the
+    longest, at least width."""
+    lengths = [len(row) for row in rows]
+    padded = np.zeros((len(rows), max([width, *lengths])), np.int32)
+    for b, row in enumerate(rows):
+        padded[b, :len(row)] = row
     return padded

@@ -49,16 +49,22 @@ compile = True # has no effect: JAX always compiles
 # -----------------------------------------------------------------------------
 started = time.perf_counter()
 start_script()
-flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
+flags, given = read_flags(__file__, globals())  # all flags, and those that the user gave
 globals().update(flags)
+has_file = start.startswith('FILE:')
 if 'compile' in given:
     print(f'--compile={compile} has no effect here: JAX always compiles')
+
+# refuse what makes no sense, alone or together
 check_ranges(flags)
 check_source(flags, given)
 SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty).check()
-check_needs('sample_jax', flags | {
-    'has_file': start.startswith('FILE:'), 'is_chat': chat or interactive, 'takes_prompts': not interactive}, given)
-if start.startswith('FILE:') and start.endswith('.jsonl'):
+state = {**flags, 'has_file': has_file, 'is_chat': chat or interactive,
+         'takes_prompts': not interactive}
+check_needs('sample_jax', state, given)
+
+# what the flags mean
+if has_file and start.endswith('.jsonl'):
     each_line = True
 if stop.startswith('['):
     try:
@@ -85,20 +91,23 @@ initialize_distributed(coordinator_address, num_processes, process_id)
 master = jax.process_index() == 0  # the process that prints; all run the same program
 if not master:
     sys.stdout = open(os.devnull, 'w')
-check_agreement('flags', flags | {'process_id': 'its own'})
+check_agreement('flags', {**flags, 'process_id': 'its own'})
 if jax.process_count() > 1 and interactive:
     raise UserError('interactive takes one process')
 imports_s = time.perf_counter() - started
 
 
 def read_prompts():
-    """The prompts that --start gives. Raises UserError if it has none."""
-    if not start.startswith('FILE:'):
+    """Returns the prompts that --start gives. Raises UserError if it has none."""
+    if not has_file:
         return [start]
     path = start.removeprefix('FILE:')
     text = read_text(path)
     if path.endswith('.jsonl'):
-        prompts = [read_prompt(path, number, line) for number, line in enumerate(text.split('\n'), 1) if line.strip()]
+        prompts = []
+        for number, line in enumerate(text.split('\n'), start=1):
+            if line.strip():
+                prompts.append(read_prompt(path, number, line))
     elif each_line:
         prompts = [line for line in text.split('\n') if line]
     else:
@@ -109,14 +118,18 @@ def read_prompts():
 
 
 def read_prompt(path, number, line):
-    """The prompt in a line of prompts.jsonl: "a text" or {"prompt": "a text"}; in a chat also {"messages": [...]}, with
-    "tools" and "chat_template_kwargs", which is returned as it is, with its place."""
+    """Returns the prompt in a line of prompts.jsonl: "a text" or {"prompt": "a text"}. In a chat it
+    may be {"messages": [...]}, with "tools" and "chat_template_kwargs", which is returned as it is,
+    with its place."""
     try:
         prompt = json.loads(line)
     except (ValueError, RecursionError):
         prompt = None
-    if chat and isinstance(prompt, dict) and isinstance(prompt.get('messages'), list) and prompt['messages']:
-        return prompt | {'where': f'{path}, line {number}'}
+    messages = None
+    if isinstance(prompt, dict):
+        messages = prompt.get('messages')
+    if chat and messages and isinstance(messages, list):
+        return {**prompt, 'where': f'{path}, line {number}'}
     if isinstance(prompt, dict):
         prompt = prompt.get('prompt')
     if not isinstance(prompt, str) or not prompt:
@@ -125,9 +138,12 @@ def read_prompt(path, number, line):
 
 
 def encode_prompt(prompt):
-    """The token ids of a prompt of read_prompts, in a chat of the question that it is. Raises UserError."""
+    """Returns the token ids of a prompt of read_prompts, in a chat those of a question. Raises
+    UserError for messages that the chat template refuses."""
+    if isinstance(prompt, str) and chat:
+        return conversation.encode([{'role': 'user', 'content': prompt}])
     if isinstance(prompt, str):
-        return conversation.encode([{'role': 'user', 'content': prompt}]) if chat else model.encode(prompt)
+        return model.encode(prompt)
     try:
         return model.encode([*conversation.system, *prompt['messages']], tools=prompt.get('tools'),
                             chat_template_kwargs=prompt.get('chat_template_kwargs'))
@@ -142,9 +158,12 @@ def note(line):
 
 
 # load the model
-is_run = init_from == 'resume'
-model = load(out_dir if is_run else init_from, checkpoint=checkpoint if is_run else '', base=base, dataset=dataset,
-             draft=draft, device=device, dtype=dtype, quantize=quantize, tensor=tensor, expert=expert)
+if init_from == 'resume':
+    source, of_run = out_dir, checkpoint
+else:
+    source, of_run = init_from, ''
+model = load(source, checkpoint=of_run, base=base, dataset=dataset, draft=draft, device=device,
+             dtype=dtype, quantize=quantize, tensor=tensor, expert=expert)
 if model.warning:
     note(model.warning)
 if (chat or system) and model.tokenizer.chat_template is None:
@@ -153,10 +172,11 @@ if (chat or system) and model.tokenizer.chat_template is None:
 # how to sample: as the flags say; those that were not given, as the model's makers do
 header = model.title
 options = {
-    'max_new_tokens': max_new_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'min_p': min_p,
-    'repetition_penalty': repetition_penalty, 'stop': stop, 'seed': seed, 'cache_dtype': cache_dtype,
-    'n_draft': n_draft}
-defaults = {name: value for name, value in model.tokenizer.sampling.items() if name not in given}
+    'max_new_tokens': max_new_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p,
+    'min_p': min_p, 'repetition_penalty': repetition_penalty, 'stop': stop, 'seed': seed,
+    'cache_dtype': cache_dtype, 'n_draft': n_draft}
+makers = model.tokenizer.sampling
+defaults = {name: value for name, value in makers.items() if name not in given}
 if defaults:
     options.update(defaults)
     described = ', '.join(f'{name}={value}' for name, value in defaults.items())
@@ -175,8 +195,9 @@ if options['temperature'] == 0 and num_samples > 1:
     note(f'at temperature=0 the {num_samples} samples of a prompt are equal: one is made')
     num_samples = 1
 prompts = [encode_prompt(line) for line in lines]
-# of a conversation, its last message is shown
-lines = [line if isinstance(line, str) else line['messages'][-1].get('content') for line in lines]
+for i, line in enumerate(lines):
+    if not isinstance(line, str):  # of a conversation, its last message is shown
+        lines[i] = line['messages'][-1].get('content')
 
 # generate and print: each sample while it grows, or all in one batch
 generations = []
@@ -188,8 +209,8 @@ if stream:
         for i in range(num_samples):
             if chat:
                 print(f'> {line}')
-            generation = Generation(
-                model, [prompt], first_sample=i, streaming=True, prefix_cache=stream_cache, **options)
+            generation = Generation(model, [prompt], first_sample=i, streaming=True,
+                                    prefix_cache=stream_cache, **options)
             generations.append(generation)
             for piece in generation.pieces(with_prompt=not chat):
                 print(piece, end='', flush=True)
@@ -208,14 +229,17 @@ else:
 
 # the samples as lines of JSON
 if output:
-    samples = [generation.describe(i) for generation in generations for i in range(len(generation.prompts))]
-    for i, sample in enumerate(samples):
-        sample['index'] = i % num_samples
-    rows = [json.dumps(sample, ensure_ascii=False) for sample in samples]
+    rows = []
+    for generation in generations:
+        for i in range(len(generation.prompts)):
+            sample = generation.describe(i)
+            sample['index'] = len(rows) % num_samples
+            rows.append(json.dumps(sample, ensure_ascii=False))
     if master:
         write_text(output, '\n'.join(rows) + '\n')
 
+# what it cost
 if master:
     print(header, file=sys.stderr)
-    print(report_speed(model, generations, n_prompts=len(lines), started=started, imports_s=imports_s,
-                       cache_dtype=cache_dtype), file=sys.stderr)
+    print(report_speed(model, generations, n_prompts=len(lines), started=started,
+                       imports_s=imports_s, cache_dtype=cache_dtype), file=sys.stderr)
