@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_devices.processes import gather_texts, in_all_processes
 from jax_files.tokenizers import locate_tokenizer
 from jax_flags import (
-    UserError, check_choice, exit_if_peer_died, path_inside, read_json, write_text)
+    UserError, check_choice, exit_if_peer_died, path_inside, printable, read_json, write_text)
 
 try:
     import fcntl
@@ -372,7 +372,8 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
         except Exception as error:  # a checkpoint of an earlier version, without checksums
             problem = f'{type(error).__name__}: {" ".join(str(error).split())}'
         if problem:
-            problems.append(f'{path} is damaged or not a checkpoint of this program ({problem})')
+            problems.append(f'{path} is damaged or not a checkpoint of this program '
+                            f'({printable(problem)})')
             continue
         if problems and jax.process_index() == 0:
             print(f'{"; ".join(problems)}; taking checkpoint {step} instead', file=sys.stderr)

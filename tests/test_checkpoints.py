@@ -164,6 +164,13 @@ def test_a_checkpoint_whose_metrics_are_none_is_damaged_whatever_its_checksums_s
     assert 'ckpt/3 is damaged' in capsys.readouterr().err
 
 
+def test_a_file_name_in_checksums_json_does_not_break_the_line(three_checkpoints, capsys):
+    (three_checkpoints / 'ckpt' / '3' / 'checksums.json').write_text(json.dumps({'params/a\nb\udfff': 1}))
+    assert choose_checkpoint(three_checkpoints)[0] == 2
+    said = capsys.readouterr().err
+    assert said.count('\n') == 1 and r'params/a\nb\udfff' in said
+
+
 def test_a_folder_of_checkpoints_that_has_gone_ends_the_run_with_a_line(tmp_path, tiny_state):
     (tmp_path / 'out').mkdir()
     manager = open_checkpoints(tmp_path / 'out')
