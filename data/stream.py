@@ -15,8 +15,8 @@ import sys
 
 import numpy as np  # the rest is imported where it is needed: every worker process runs this file
 from common import (
-    Vocabulary, create_encoder, describe, fail, fill_rows, move_files, remove, remove_data_set, row_length, say_stopped,
-    token_dtype, tokenizer_files, unstopped, write_file)
+    Vocabulary, create_encoder, describe, fail, fill_rows, move_files, remove, remove_data_set,
+    row_length, say_stopped, token_dtype, tokenizer_files, unstopped, write_file)
 from jax_flags import UserError, read_json, write_json
 
 try:
@@ -34,9 +34,10 @@ PIPE_ERRORS = EOFError, OSError, pickle.UnpicklingError # the process at the oth
 
 
 def start_worker():
-    """A process of work(). Its own process group, because Ctrl-C in a terminal is the main
+    """Returns a process of work(). Its own process group, because Ctrl-C in a terminal is the main
     process's business."""
-    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, process_group=0)
 
 
 def work():
@@ -59,6 +60,7 @@ def work():
 
 
 def send(worker, content):
+    """Writes a value to the stdin of a worker."""
     pickle.dump(content, worker.stdin)
     worker.stdin.flush()
 
@@ -89,7 +91,8 @@ def encode_all(vocabulary, batches, num_proc):
             send(worker, batch)
             answer = pickle.load(worker.stdout)
         except PIPE_ERRORS:
-            raise ChildProcessError('a worker process was killed; a smaller --num_proc takes less memory') from None
+            raise ChildProcessError('a worker process was killed; a smaller --num_proc takes less '
+                                    'memory') from None
         finally:
             idle.append(worker)
         if isinstance(answer, Exception):
@@ -108,7 +111,9 @@ def encode_all(vocabulary, batches, num_proc):
                 raise errors[0]
         finally:
             pool.shutdown(cancel_futures=True)
-            for worker in filter(None, idle): # all: no task is running
+            for worker in idle: # all: no task is running
+                if worker is None:
+                    continue
                 with contextlib.suppress(OSError): # it was killed
                     worker.stdin.close()
                 worker.wait()
@@ -117,9 +122,11 @@ def encode_all(vocabulary, batches, num_proc):
 def count_done(lengths_path, tokens_path, width):
     """Cuts the scratch files back to the units that are there whole, and counts these."""
     ends = np.cumsum(np.abs(np.fromfile(lengths_path, np.int32)), dtype=np.int64)
-    done = int(np.searchsorted(ends, os.path.getsize(tokens_path) // width, side='right'))
+    n_tokens = os.path.getsize(tokens_path) // width
+    done = int(np.searchsorted(ends, n_tokens, side='right'))
+    n_kept = int(ends[done - 1]) if done else 0
     os.truncate(lengths_path, 4 * done)
-    os.truncate(tokens_path, width * int(ends[done-1]) if done else 0)
+    os.truncate(tokens_path, width * n_kept)
     return done
 
 
@@ -127,8 +134,9 @@ def copy_units(path, units, lengths, tokens_path, dtype, block_size):
     """Pass 2: writes the tokens of these units, in this order, or rows of them. Returns how many
     tokens, and the largest."""
     from tqdm import tqdm
-    taken = np.abs(lengths)[units]
-    starts = (np.cumsum(np.abs(lengths), dtype=np.int64) - np.abs(lengths))[units]
+    lengths = np.abs(lengths)
+    taken = lengths[units]
+    starts = (np.cumsum(lengths, dtype=np.int64) - lengths)[units]
     if block_size:
         order, taken = fill_rows(taken, block_size)
         starts = starts[order]
@@ -165,7 +173,8 @@ def locked(folder):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        fail(f'another process prepares a data set in {folder}; wait for it, or choose another --out_dir')
+        fail(f'another process prepares a data set in {folder}; wait for it, or choose another '
+             '--out_dir')
     except OSError:
         pass # a file system without locks
     try:
@@ -176,7 +185,7 @@ def locked(folder):
 
 
 def stream(out_dir, *args, **options):
-    """write_data_set, with out_dir locked."""
+    """Calls write_data_set with these arguments, with out_dir locked."""
     with locked(out_dir):
         try:
             write_data_set(out_dir, *args, **options)
@@ -193,35 +202,43 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
     """Writes a data set that is larger than the memory, and prints its counts. Interrupted at any
     moment and called again with the same arguments, it continues, and writes the same bytes.
 
-    name: of the input, for messages. source: what tells it from others, such as names and sizes of
-    files, as JSON.
-    choose: a function that returns the vocabulary. batches: a function: batches(n) yields lists of
-    units, after the first n. split: a function from the units' numbers of tokens (negative where
-    is_val) to the units of train and val, in order. num_proc: processes. remedy: the end of the
-    message if the input cannot be read. block_size: of rows, see fill_rows. report: a function that
-    says, once all is read, what it was: {'lines': to print, 'bytes': of the texts}. Raises
-    UserError."""
+    name: the name of the input, for messages.
+    source: what tells it from others, such as names and sizes of files, as JSON.
+    choose: a function that returns the vocabulary.
+    batches: a function of n that yields lists of units, after the first n.
+    split: a function from the units' numbers of tokens (negative where is_val) to the units of
+    train and val, in order.
+    num_proc: the number of processes.
+    remedy: the end of the message if the input cannot be read.
+    block_size: that of a data set of rows, see fill_rows.
+    report: a function that says, once all is read, what it was: {'lines': to print, 'bytes': of the
+    texts}.
+    Raises UserError."""
     from tqdm import tqdm
 
     from jax_files.tokenizer_library import warn_of_dropped
-    parts = source_path, lengths_path, tokens_path = [os.path.join(out_dir, part) for part in SCRATCH]
-    vocabulary, done = None, 0
+    parts = [os.path.join(out_dir, part) for part in SCRATCH]
+    source_path, lengths_path, tokens_path = parts
+    vocabulary = None
+    done = 0
     if all(os.path.exists(path) for path in parts):
         try:
             state = read_json(source_path)
             saved, vocabulary = state['source'], Vocabulary(**state['vocabulary'])
         except (UserError, LookupError, TypeError):
-            fail(f'{source_path} is damaged; delete {", ".join(SCRATCH)} in {out_dir} to start over')
+            fail(f'{source_path} is damaged; delete {", ".join(SCRATCH)} in {out_dir} to start '
+                 'over')
         if saved != source:
-            fail(f'{out_dir} has the unfinished work on another source, or with another tokenizer ({state["name"]}, as '
-                 f'it was then); finish that one first, choose another --out_dir, or delete {", ".join(SCRATCH)} there '
-                 'to start over')
+            fail(f'{out_dir} has the unfinished work on another source, or with another tokenizer '
+                 f'({state["name"]}, as it was then); finish that one first, choose another '
+                 f'--out_dir, or delete {", ".join(SCRATCH)} there to start over')
 
     # pass 1, from where an earlier run left it
     try:
         if vocabulary is None:
             vocabulary = choose()
-            state = {'name': name, 'source': source, 'vocabulary': vocabulary._asdict(), 'units': None}
+            state = {'name': name, 'source': source, 'vocabulary': vocabulary._asdict(),
+                     'units': None}
             for path in (lengths_path, tokens_path):
                 open(path, 'wb').close()
             write_json(source_path, state)
@@ -232,7 +249,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
             print(f'continuing after {done:,} documents or pieces', file=sys.stderr)
         if state['units'] is None or done != state['units']:
             with open(lengths_path, 'ab') as lengths_file, open(tokens_path, 'ab') as tokens_file, \
-                    tqdm(desc='tokenizing', unit=' characters', unit_scale=True, disable=None) as bar, \
+                    tqdm(desc='tokenizing', unit=' characters', unit_scale=True,
+                         disable=None) as bar, \
                     contextlib.closing(encode_all(vocabulary, batches(done), num_proc)) as encoded:
                 for lengths, tokens, n_characters, left_out in encoded:
                     dropped.update(left_out)
@@ -247,7 +265,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
             state['units'] = count_done(lengths_path, tokens_path, dtype.itemsize)
             state['report'] = report() if report else None
             write_json(source_path, state)
-    except Exception as e: # whatever a network, a disk or a damaged file raises through the libraries
+    except Exception as e:
+        # whatever a network, a disk or a damaged file raises through the libraries
         if vocabulary is not None and all(os.path.exists(path) for path in parts):
             done = count_done(lengths_path, tokens_path, token_dtype(vocabulary.size).itemsize)
         if done == 0:
@@ -257,10 +276,14 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
         if isinstance(e, ChildProcessError):
             remedy = 'run it again'
         if done:
-            remedy = (f'{done:,} documents or pieces are done: run the same command to continue, or, if an input has '
-                      f'changed, delete {", ".join(SCRATCH)} in {out_dir} first')
-        if isinstance(e, OSError) and (e.errno in (errno.ENOSPC, errno.EROFS) or str(e.filename).startswith(out_dir)):
-            remedy = 'free some space and run the same command to continue, or choose another --out_dir'
+            remedy = (f'{done:,} documents or pieces are done: run the same command to continue, '
+                      f'or, if an input has changed, delete {", ".join(SCRATCH)} in {out_dir} '
+                      'first')
+        if isinstance(e, OSError):
+            is_full = e.errno in (errno.ENOSPC, errno.EROFS)
+            if is_full or str(e.filename).startswith(out_dir):
+                remedy = ('free some space and run the same command to continue, or choose another '
+                          '--out_dir')
         if isinstance(e, UserError):
             fail(f'{e}; {remedy}')
         fail(f'cannot tokenize {name} ({type(e).__name__}: {e}); {remedy}')
@@ -271,7 +294,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
     for units in (train, val):
         if np.abs(lengths[units]).sum() < 2: # an input and a target at the very least
             discard(out_dir, parts)
-            fail(f'{name} has only {np.abs(lengths).sum():,} tokens, too few for a train and a val part; give it more')
+            fail(f'{name} has only {np.abs(lengths).sum():,} tokens, too few for a train and a val '
+                 'part; give it more')
     tmp = os.path.join(out_dir, FILES)
     shutil.rmtree(tmp, ignore_errors=True) # of a killed run
     try:
@@ -280,15 +304,18 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
             os.path.join(tmp, 'val.bin'), val, lengths, tokens_path, dtype, block_size)
         train_tokens, train_max = copy_units(
             os.path.join(tmp, 'train.bin'), train, lengths, tokens_path, dtype, block_size)
-        files = tokenizer_files(vocabulary) | {'meta.json': describe(
-            vocabulary, train_tokens, val_tokens, max(train_max, val_max), **row_length(block_size))}
+        files = tokenizer_files(vocabulary)
+        files['meta.json'] = describe(
+            vocabulary, train_tokens, val_tokens, max(train_max, val_max),
+            **row_length(block_size))
         for file, content in files.items():
             write_file(os.path.join(tmp, file), content)
         with unstopped():
             remove_data_set(out_dir)
             move_files(tmp, out_dir, ['train.bin', 'val.bin', *files])
     except OSError as e:
-        fail(f'cannot write to {out_dir} ({e.strerror}); free some space and run the same command to continue')
+        fail(f'cannot write to {out_dir} ({e.strerror}); free some space and run the same command '
+             'to continue')
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     remove(parts)

@@ -7,15 +7,18 @@ from jax_files.chats import Chat, read_chat
 from jax_flags import UserError
 
 # what says of a message whether it counts: OpenAI, axolotl, ms-swift, slime and their like
-WEIGHTS = ('weight', 'train', 'training', 'train_on_turn', 'trainable', 'loss', 'loss_mask', 'step_loss_mask')
+WEIGHTS = ('weight', 'train', 'training', 'train_on_turn', 'trainable', 'loss', 'loss_mask',
+           'step_loss_mask')
 DETAILS = ('train_detail', 'training_detail')  # of axolotl: parts of an answer
 ROLES = {  # of ShareGPT's "from"
-    'human': 'user', 'user': 'user', 'gpt': 'assistant', 'assistant': 'assistant', 'chatgpt': 'assistant',
-    'bing': 'assistant', 'bard': 'assistant', 'model': 'assistant', 'bot': 'assistant', 'function_call': 'assistant',
-    'system': 'system', 'developer': 'developer', 'tool': 'tool', 'tool_response': 'tool', 'observation': 'tool',
+    'human': 'user', 'user': 'user', 'gpt': 'assistant', 'assistant': 'assistant',
+    'chatgpt': 'assistant', 'bing': 'assistant', 'bard': 'assistant', 'model': 'assistant',
+    'bot': 'assistant', 'function_call': 'assistant', 'system': 'system',
+    'developer': 'developer', 'tool': 'tool', 'tool_response': 'tool', 'observation': 'tool',
     'function': 'tool', 'function_response': 'tool'}
 TEXTS = (  # names of a question and of the answer to it
-    ('instruction', 'output'), ('instruction', 'response'), ('prompt', 'completion'), ('prompt', 'response'),
+    ('instruction', 'output'), ('instruction', 'response'), ('prompt', 'completion'),
+    ('prompt', 'response'),
     ('question', 'answer'), ('question', 'response'), ('query', 'response'))
 QUESTIONS = ('prompt', 'instruction', 'question', 'query')  # that "chosen" and "rejected" answer
 LISTS = ('messages', 'conversations', 'conversation')  # of messages
@@ -32,8 +35,8 @@ class Example(NamedTuple):
 
 
 def read_example(row):
-    """The Example of a row, a dict. Raises UserError, with a text that follows the number of the
-    row."""
+    """Returns the Example of a row, a dict. Raises UserError, with a text that follows the number
+    of the row."""
     if not isinstance(row, dict):
         raise UserError('has no "messages": it is no object')
     row = {key: value for key, value in row.items() if value is not None}
@@ -48,17 +51,20 @@ def read_example(row):
     else:
         messages, n_given, form = read_conversation(row)
         if not any(role_of(message) == 'assistant' for message in messages[n_given:]):
-            raise UserError('has no message with the role "assistant", so there is nothing to learn')
+            raise UserError('has no message with the role "assistant", so there is nothing to '
+                            'learn')
         conversations = [messages]
-    chats, counted = [], []
+    chats = []
+    counted = []
     for messages in conversations:
         counted.append([i for i in find_counted(messages) if i >= n_given])
-        chats.append(read_chat([without_weights(message) for message in messages], tools, variables))
+        messages = [without_weights(message) for message in messages]
+        chats.append(read_chat(messages, tools, variables))
     return Example(chats, counted, form)
 
 
 def parse(text, name):
-    """The value of JSON in a text. Raises UserError."""
+    """Returns the value of JSON in a text. Raises UserError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -66,7 +72,7 @@ def parse(text, name):
 
 
 def read_tools(row):
-    """The JSON schemas of the tools of a row, None without any. Raises UserError."""
+    """Returns the JSON schemas of the tools of a row, None without any. Raises UserError."""
     tools = row.get('tools')
     if isinstance(tools, str):
         tools = parse(tools, '"tools"') if tools.strip() else None
@@ -82,11 +88,13 @@ def read_tools(row):
 # messages
 
 def role_of(message):
+    """Returns the role of a message, None if it has none."""
     return message.get('role') if isinstance(message, dict) else None
 
 
 def read_turns(turns, name):
-    """The messages of a list of messages in OpenAI's form, or in ShareGPT's. Raises UserError."""
+    """Returns the messages of a list of messages in OpenAI's form, or in ShareGPT's. Raises
+    UserError."""
     if isinstance(turns, str):  # of a table
         turns = parse(turns, f'"{name}"')
     if not isinstance(turns, list):
@@ -95,7 +103,7 @@ def read_turns(turns, name):
 
 
 def read_turn(i, turn):
-    """The message that a turn is, in OpenAI's form. Raises UserError."""
+    """Returns the message that a turn is, in OpenAI's form. Raises UserError."""
     if not isinstance(turn, dict):
         raise UserError(f'message {i} is not {{"role": ..., "content": text}}')
     turn = {key: value for key, value in turn.items() if value is not None}
@@ -112,8 +120,8 @@ def read_turn(i, turn):
 
 
 def read_sharegpt(i, turn):
-    """The message that a turn of ShareGPT is. Raises UserError for one that has another role or no
-    text."""
+    """Returns the message that a turn of ShareGPT is. Raises UserError for one that has another
+    role or no text."""
     turn = dict(turn)
     speaker = turn.pop('from')
     text = turn.pop('value', None)
@@ -125,13 +133,15 @@ def read_sharegpt(i, turn):
     if speaker != 'function_call':
         return {'role': role, 'content': text, **turn}
     calls = parse(text, f'the call of a function in message {i}')
-    calls = calls if isinstance(calls, list) else [calls]
-    return {'role': role, 'tool_calls': [{'type': 'function', 'function': call} for call in calls], **turn}
+    if not isinstance(calls, list):
+        calls = [calls]
+    calls = [{'type': 'function', 'function': call} for call in calls]
+    return {'role': role, 'tool_calls': calls, **turn}
 
 
 def find_counted(messages):
-    """The numbers of the messages that count in training: the assistant's, without those of the
-    weight 0. Raises UserError for other weights than 0 and 1, and for what counts and is no
+    """Returns the numbers of the messages that count in training: the assistant's, without those of
+    the weight 0. Raises UserError for other weights than 0 and 1, and for what counts and is no
     answer."""
     counted = []
     for i, message in enumerate(messages):
@@ -140,21 +150,23 @@ def find_counted(messages):
         weights = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
         for name, weight in weights.items():
             if not isinstance(weight, (bool, int, float)) or weight not in (0, 1):
-                raise UserError(f'message {i} has "{name}": {json.dumps(weight):.50}, and an answer counts or not: '
-                                'it must be 0 or 1, false or true')
+                raise UserError(f'message {i} has "{name}": {json.dumps(weight):.50}, and an '
+                                'answer counts or not: it must be 0 or 1, false or true')
             if weight and role_of(message) != 'assistant':
-                raise UserError(f'message {i} has "{name}": {json.dumps(weight)} and the role "{role_of(message)}", '
-                                'and only answers of the role "assistant" can count')
+                raise UserError(f'message {i} has "{name}": {json.dumps(weight)} and the role '
+                                f'"{role_of(message)}", and only answers of the role "assistant" '
+                                'can count')
         for name in DETAILS:
             if message.get(name) is not None:
-                raise UserError(f'message {i} has "{name}", and only whole answers can be left out: by "train": false')
+                raise UserError(f'message {i} has "{name}", and only whole answers can be left '
+                                'out: by "train": false')
         if role_of(message) == 'assistant' and all(weights.values()):
             counted.append(i)
     return counted
 
 
 def without_weights(message):
-    """The message without what says whether it counts, which is not for the template."""
+    """Returns the message without what says whether it counts, which is not for the template."""
     if not isinstance(message, dict):
         return message
     return {key: value for key, value in message.items() if key not in WEIGHTS + DETAILS}
@@ -164,7 +176,7 @@ def without_weights(message):
 # rows
 
 def read_conversation(row):
-    """(messages, how many of them at the beginning never count, form) of a row. Raises
+    """Returns (messages, how many of them at the beginning never count, form) of a row. Raises
     UserError."""
     messages, form = read_list(row)
     if messages is not None:
@@ -175,15 +187,16 @@ def read_conversation(row):
             answered = read_answer(row[answer], answer)
             extra = ', "input"' if has_input(row) else ''
             return asked + answered, len(asked), f'"{question}"{extra} and "{answer}"'
-    raise UserError('has no "messages"; other forms are "conversations", "instruction" and "output", "prompt" and '
-                    '"completion", see data/chat/readme.md')
+    raise UserError('has no "messages"; other forms are "conversations", "instruction" and '
+                    '"output", "prompt" and "completion", see data/chat/readme.md')
 
 
 def read_pair(row):
-    """((messages with the chosen answer, with the rejected one), how many of them at the beginning
-    are the question, form). Raises UserError."""
+    """Returns ((messages with the chosen answer, with the rejected one), how many of them at the
+    beginning are the question, form). Raises UserError."""
     is_asked = any(name in row for name in LISTS + QUESTIONS)
-    are_transcripts = not is_asked and is_transcript(row.get('chosen')) and is_transcript(row.get('rejected'))
+    are_transcripts = (not is_asked and is_transcript(row.get('chosen'))
+                       and is_transcript(row.get('rejected')))
     answers = []
     for name in ('chosen', 'rejected'):
         if are_transcripts:
@@ -197,17 +210,21 @@ def read_pair(row):
     are_whole = [role_of(answer[0]) != 'assistant' for answer in answers]
     if all(are_whole):
         n_shared = count_shared(chosen, rejected)
-        question, form = with_system(row, chosen[:n_shared]), 'whole conversations in "chosen" and "rejected"'
-        chosen, rejected = chosen[n_shared:], rejected[n_shared:]
+        question = with_system(row, chosen[:n_shared])
+        chosen = chosen[n_shared:]
+        rejected = rejected[n_shared:]
         if are_transcripts:
             form = 'transcripts of "Human:" and "Assistant:" in "chosen" and "rejected"'
+        else:
+            form = 'whole conversations in "chosen" and "rejected"'
     elif any(are_whole):
-        raise UserError('"chosen" and "rejected" must both begin with the question, or both with the answer')
+        raise UserError('"chosen" and "rejected" must both begin with the question, or both with '
+                        'the answer')
     else:
         question, form = read_asked(row)
     if not question or role_of(question[-1]) == 'assistant':
-        raise UserError('has no question in front of the answers "chosen" and "rejected": "messages" must end with '
-                        'one, or there must be a "prompt"')
+        raise UserError('has no question in front of the answers "chosen" and "rejected": '
+                        '"messages" must end with one, or there must be a "prompt"')
     for name, answer in (('chosen', chosen), ('rejected', rejected)):
         if not any(role_of(message) == 'assistant' for message in answer):
             raise UserError(f'has no answer of the role "assistant" in "{name}"')
@@ -215,7 +232,7 @@ def read_pair(row):
 
 
 def read_swift_pair(row):
-    """What read_pair returns, of a pair in ms-swift's form: the answer that was chosen is
+    """Returns what read_pair returns, of a pair in ms-swift's form: the answer that was chosen is
     "response", or ends the "messages"; the other one is "rejected_response", or ends
     "rejected_messages". Raises UserError."""
     row = dict(row)
@@ -228,15 +245,16 @@ def read_swift_pair(row):
         answer = 'messages'
         messages = read_turns(row.pop('messages'), 'messages')
         if not messages or role_of(messages[-1]) != 'assistant':
-            raise UserError(f'has "{name}" beside "messages" that do not end with an answer of the role "assistant", '
-                            'the one that was chosen')
+            raise UserError(f'has "{name}" beside "messages" that do not end with an answer of the '
+                            'role "assistant", the one that was chosen')
         if name == 'rejected_messages':
             row['chosen'] = messages
         else:
             row['chosen'] = messages[-1:]
             row['messages'] = messages[:-1]
     else:
-        raise UserError(f'has "{name}", but neither "response" nor "messages" with the answer that was chosen')
+        raise UserError(f'has "{name}", but neither "response" nor "messages" with the answer that '
+                        'was chosen')
     conversations, n_given, _ = read_pair(row)
     return conversations, n_given, f'"{answer}" and "{name}"'
 
@@ -248,18 +266,21 @@ def is_transcript(text):
 
 
 def read_transcript(text, name):
-    """The messages of a transcript. Raises UserError for one that does not end with an answer."""
+    """Returns the messages of a transcript. Raises UserError for one that does not end with an
+    answer."""
     parts = re.split('(?:^|\n\n)(Human|Assistant):', '\n\n' + text.strip())
     messages = []
     for speaker, content in zip(parts[1::2], parts[2::2], strict=True):
         messages.append({'role': SPEAKERS[speaker], 'content': content.strip()})
     if role_of(messages[-1]) != 'assistant' or is_empty(messages[-1]):
-        raise UserError(f'has a transcript in "{name}" that does not end with an answer after "Assistant:"')
+        raise UserError(f'has a transcript in "{name}" that does not end with an answer after '
+                        '"Assistant:"')
     return messages
 
 
 def read_asked(row):
-    """(messages, form) of the question that "chosen" and "rejected" answer. Raises UserError."""
+    """Returns (messages, form) of the question that "chosen" and "rejected" answer. Raises
+    UserError."""
     messages, form = read_list(row)
     if messages is not None:
         return messages, form
@@ -270,8 +291,8 @@ def read_asked(row):
 
 
 def count_shared(chosen, rejected):
-    """How many messages at the beginning of two conversations are their question: those that are
-    equal in both, but not the last of either."""
+    """Returns how many messages at the beginning of two conversations are their question: those
+    that are equal in both, but not the last of either."""
     n = 0
     longest = min(len(chosen), len(rejected)) - 1
     while n < longest and chosen[n] == rejected[n]:
@@ -282,7 +303,7 @@ def count_shared(chosen, rejected):
 
 
 def read_list(row):
-    """(messages, form) of a row that has a list of them; (None, '') of another. Raises
+    """Returns (messages, form) of a row that has a list of them; (None, '') of another. Raises
     UserError."""
     if 'messages' in row:
         return with_system(row, read_turns(row['messages'], 'messages')), ''
@@ -290,13 +311,16 @@ def read_list(row):
         if name in row:
             turns = row[name]
             is_sharegpt = 'from' in str(turns)[:20]
-            form = f'ShareGPT: "{name}" of "from" and "value"' if is_sharegpt else f'"{name}" of "role" and "content"'
+            if is_sharegpt:
+                form = f'ShareGPT: "{name}" of "from" and "value"'
+            else:
+                form = f'"{name}" of "role" and "content"'
             return with_system(row, read_turns(turns, name)), form
     return None, ''
 
 
 def with_system(row, messages):
-    """The messages after the row's "system", if it has one beside them."""
+    """Returns the messages after the row's "system", if it has one beside them."""
     system = row.get('system')
     if not isinstance(system, str) or not system or messages and role_of(messages[0]) == 'system':
         return messages
@@ -304,12 +328,13 @@ def with_system(row, messages):
 
 
 def has_input(row):
+    """Whether a row has a text as its "input", which belongs to the question."""
     return isinstance(row.get('input'), str) and row['input'] != ''
 
 
 def read_question(row, name):
-    """The messages of a question that is a text, with the row's "input" in the next line and its
-    "history" of pairs before it, or that is a list of messages. Raises UserError."""
+    """Returns the messages of a question that is a text, with the row's "input" in the next line
+    and its "history" of pairs before it, or that is a list of messages. Raises UserError."""
     asked = row[name]
     if not isinstance(asked, str):
         return with_system(row, read_turns(asked, name))
@@ -329,15 +354,19 @@ def read_question(row, name):
 
 
 def read_answer(answer, name):
-    """The messages of an answer: a text, a message, or a list of them. Raises UserError."""
+    """Returns the messages of an answer: a text, a message, or a list of them. Raises UserError."""
     if isinstance(answer, str):
         return [{'role': 'assistant', 'content': answer}]
     if isinstance(answer, dict):
         return [read_turn(0, answer)]
-    return read_turns(answer, name) if answer is not None else []
+    if answer is None:
+        return []
+    return read_turns(answer, name)
 
 
 def is_empty(message):
     """Whether a message says nothing, and calls nothing."""
     content = message.get('content')
-    return not message.get('tool_calls') and (content is None or isinstance(content, str) and not content.strip())
+    if message.get('tool_calls'):
+        return False
+    return content is None or isinstance(content, str) and not content.strip()

@@ -4,11 +4,12 @@ and "content". JSON lines, a JSON array, CSV or parquet; ShareGPT, Alpaca and ot
 too, see readme.md. They are written by the chat template of the model, and only the assistant's
 tokens count in the loss:
 $ python data/chat/prepare.py mychats.jsonl --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mychats
-Rows of "messages" that ask, "chosen" and "rejected", two answers, make pairs for DPO; see config/finetune_dpo.py.
-With --rows=1024 each row of training holds whole conversations, which do not see each other; without it, windows
-of that length are cut from all of them in a row. Without a file, example.jsonl beside this script. Saves train.bin and
-val.bin with the ids, train_mask.bin and val_mask.bin with a byte for each of them, meta.json that says how to read
-them, and a copy of the tokenizer.
+Rows of "messages" that ask, "chosen" and "rejected", two answers, make pairs for DPO; see
+config/finetune_dpo.py. With --rows=1024 each row of training holds whole conversations, which do
+not see each other; without it, windows of that length are cut from all of them in a row. Without a
+file, example.jsonl beside this script. Saves train.bin and val.bin with the ids, train_mask.bin and
+val_mask.bin with a byte for each of them, meta.json that says how to read them, and a copy of the
+tokenizer.
 """
 import bisect
 import collections
@@ -30,8 +31,8 @@ here = os.path.dirname(os.path.abspath(__file__))
 
 
 def with_whole_characters(row):
-    """The row with U+FFFD for each half of a character in its texts. Raises UserError for what is
-    not JSON."""
+    """Returns the row with U+FFFD for each half of a character in its texts. Raises UserError for
+    what is not JSON."""
     try:
         text = json.dumps(row, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as e:
@@ -53,7 +54,8 @@ def read_chats(path, forms):
                 raise UserError(row.reason)
             example = read_example(with_whole_characters(row))
             if n_chats and len(example.chats) != n_chats:
-                raise UserError('has one answer where those before have "chosen" and "rejected", or the reverse')
+                raise UserError('has one answer where those before have "chosen" and "rejected", '
+                                'or the reverse')
         except UserError as e:
             fail(f'{path}, {where}: {e}')
         n_chats = len(example.chats)
@@ -79,15 +81,17 @@ def encode_examples(path, found, enc):
                 fail(f'{path}, {where}: {result}')
             if not result[1].any():
                 answer = chat.messages[counted[-1]].get('content')
-                fail(f'{path}, {where}: has an answer of which the template writes nothing: {answer!r:.100}')
+                fail(f'{path}, {where}: has an answer of which the template writes nothing: '
+                     f'{answer!r:.100}')
         yield encoded
 
 
 def read_examples(path, enc):
-    """([[(ids, mask)]], numbers of rows by form, number left out): the conversations of each row of
-    a file, one or a pair. Rows whose answers all have the weight 0 are left out. Raises
+    """Returns ([[(ids, mask)]], numbers of rows by form, number left out): the conversations of
+    each row of a file, one or a pair. Rows whose answers all have the weight 0 are left out. Raises
     UserError."""
-    forms, left_out = collections.Counter(), []
+    forms = collections.Counter()
+    left_out = []
 
     def are_counted():
         for where, example in read_chats(path, forms):
@@ -101,31 +105,39 @@ def read_examples(path, enc):
 
 
 def check_ends(ids, mask, enc):
-    """What a user must know about the tokens that end the answers, '' if nothing. Raises UserError
-    if none ends one: a model that learns from these answers would never stop.
+    """Returns what a user must know about the tokens that end the answers, '' if nothing. Raises
+    UserError if none ends one: a model that learns from these answers would never stop.
 
-    ids, mask: of all conversations in a row."""
-    ends = ids[(mask == 1) & (np.append(mask[1:], 0) != 1)]
-    last = {int(id) for id in np.unique(ends)}
-    if not last & (enc.special_ids | set(enc.stop_tokens)):
-        fail('no answer ends with a token that ends it, so the model would not learn to stop: its chat template must '
-             'write one, and the tokenizer must know it ("eos_token" in tokenizer_config.json, or "eos_token_id" in '
-             'generation_config.json)')
+    ids, mask: the arrays of all conversations in a row."""
+    counts = mask == 1
+    counts_next = np.append(mask[1:], 0) == 1
+    last = {int(id) for id in np.unique(ids[counts & ~counts_next])}
+    ends = enc.special_ids | set(enc.stop_tokens)
+    if not last & ends:
+        fail('no answer ends with a token that ends it, so the model would not learn to stop: its '
+             'chat template must write one, and the tokenizer must know it ("eos_token" in '
+             'tokenizer_config.json, or "eos_token_id" in generation_config.json)')
     if last & set(enc.stop_tokens):
         return ''
     names = ' '.join(sorted(str(enc.tokenizer.id_to_token(id)) for id in last & enc.special_ids))
-    return (f'answers end with {names}, at which sampling will not stop: add its id to "eos_token_id" in '
-            'generation_config.json')
+    return (f'answers end with {names}, at which sampling will not stop: add its id to '
+            '"eos_token_id" in generation_config.json')
 
 
 def pack(chats, size):
-    """(ids, mask, numbers of rows, of conversations that were cut, and left out): rows of `size`
-    tokens with whole conversations, the longest first, each in the row with the least room for it.
-    Only those longer than a row are cut; of which no token counts then, those are left out. The
-    mask is 2 where a conversation or the padding starts."""
-    rows, free = [], [] # free: (tokens left, row), sorted
+    """Returns (ids, mask, numbers of rows, of conversations that were cut, and left out).
+
+    The rows of `size` tokens have whole conversations, the longest first, each in the row with the
+    least room for it. Only those longer than a row are cut; those of which no token counts then are
+    left out. The mask is 2 where a conversation or the padding starts."""
     kept = [(ids[:size], mask[:size]) for ids, mask in chats if mask[1:size].any()]
-    for ids, mask in sorted(kept, key=lambda chat: -len(chat[0])):
+    n_cut = sum(len(ids) > size for ids, _ in chats)
+    n_left_out = len(chats) - len(kept)
+
+    # which conversations are in which row
+    rows = []
+    free = [] # (tokens left, row), sorted
+    for ids, mask in sorted(kept, key=length_of, reverse=True):
         at = bisect.bisect_left(free, (len(ids), 0))
         if at == len(free):
             free.append((size, len(rows)))
@@ -135,29 +147,44 @@ def pack(chats, size):
         bisect.insort(free, (room - len(ids), row))
     if not rows:
         fail(f'no token of a part counts within --rows={size - 1}: use a larger one')
-    tokens, masks = np.zeros((len(rows), size), np.int64), np.zeros((len(rows), size), np.uint8)
+
+    # the rows
+    tokens = np.zeros((len(rows), size), np.int64)
+    masks = np.zeros((len(rows), size), np.uint8)
     for row, to, mask_to in zip(rows, tokens, masks):
         at = 0
         for ids, mask in row:
-            to[at:at + len(ids)], mask_to[at:at + len(ids)] = ids, mask
+            end = at + len(ids)
+            to[at:end] = ids
+            mask_to[at:end] = mask
             mask_to[at] = 2
-            at += len(ids)
+            at = end
         mask_to[at:at + 1] = 2
-    return tokens.ravel(), masks.ravel(), len(rows), sum(len(ids) > size for ids, _ in chats), len(chats) - len(kept)
+    return tokens.ravel(), masks.ravel(), len(rows), n_cut, n_left_out
+
+
+def length_of(chat):
+    """Returns the number of tokens of (ids, mask)."""
+    return len(chat[0])
+
 
 def main():
+    """Prepares the data set that the flags ask for."""
     parser = create_parser(__doc__, here)
     parser.add_argument('input', nargs='?', default=os.path.join(here, 'example.jsonl'),
                         help='a file of rows: JSON lines, a JSON array, CSV or parquet')
-    parser.add_argument('--tokenizer', required=True, help='the model: a Hugging Face folder or owner/name')
-    parser.add_argument('--rows', type=int, default=0, help='pack whole conversations into rows of this block_size')
+    parser.add_argument('--tokenizer', required=True,
+                        help='the model: a Hugging Face folder or owner/name')
+    parser.add_argument('--rows', type=int, default=0,
+                        help='pack whole conversations into rows of this block_size')
     args = parser.parse_args()
 
     enc, vocabulary = load_model_tokenizer(args.tokenizer)
     examples, forms, n_left_out = read_examples(args.input, enc)
     n_train = min(len(examples) - 1, int(len(examples)*0.9)) # the last tenth is for validation
     if n_train < 1:
-        fail(f'{args.input} has {len(examples)} conversations, too few for a train and a val part; give it at least 2')
+        fail(f'{args.input} has {len(examples)} conversations, too few for a train and a val part; '
+             'give it at least 2')
     is_pairs = len(examples[0]) == 2
     if args.rows < 0 or is_pairs and args.rows:
         fail('--rows packs conversations, not pairs, into rows of at least 1 token')
@@ -165,25 +192,33 @@ def main():
     said = [f'{n:,} rows read as {form}' for form, n in forms.items() if form]
     if n_left_out:
         said.append(f'{n_left_out:,} rows left out: no answer in them counts')
-    tokens, files, warning = {}, {}, ''
+    tokens = {}
+    files = {}
+    warning = ''
     for split, part in (('train', examples[:n_train]), ('val', examples[n_train:])):
         chats = [chat for example in part for chat in example]
-        ids, mask = (np.concatenate(arrays) for arrays in zip(*chats))
+        ids = np.concatenate([ids for ids, _ in chats])
+        mask = np.concatenate([mask for _, mask in chats])
         if split == 'train':
             warning = check_ends(ids, mask, enc)
         packed = ''
         if args.rows:
             ids, mask, n_rows, n_cut, n_without = pack(chats, args.rows + 1)
-            packed = f', in {n_rows:,} rows; {n_cut:,} longer than a row were cut, {n_without:,} left out'
+            packed = (f', in {n_rows:,} rows; {n_cut:,} longer than a row were cut, '
+                      f'{n_without:,} left out')
         tokens[split] = ids
         files[f'{split}_mask.bin'] = mask.tobytes()
         if is_pairs:
-            files[f'{split}_ends.bin'] = np.cumsum([len(ids) for ids, _ in chats], dtype=np.int64).tobytes()
-        said.append(f'{split} has {len(part):,} {"pairs" if is_pairs else "conversations"}, {len(ids):,} tokens, '
+            ends = np.cumsum([len(ids) for ids, _ in chats], dtype=np.int64)
+            files[f'{split}_ends.bin'] = ends.tobytes()
+        kind = 'pairs' if is_pairs else 'conversations'
+        said.append(f'{split} has {len(part):,} {kind}, {len(ids):,} tokens, '
                     f"{(mask == 1).sum():,} of them the assistant's{packed}")
-    meta = {'kind': 'pairs' if is_pairs else 'chats'} | row_length(args.rows)
+    if warning:
+        said.append(warning)
+    meta = {'kind': 'pairs' if is_pairs else 'chats', **row_length(args.rows)}
     save_tokens(args.out_dir, tokens['train'], tokens['val'], vocabulary, files, **meta)
-    print('\n'.join(said + [warning] * bool(warning)))
+    print('\n'.join(said))
 
 
 if __name__ == '__main__':

@@ -5,10 +5,10 @@ such; a text file or a row is a document:
 $ python data/text/prepare.py mytext.txt --tokenizer=bpe:4096 --out_dir data/mine
 $ python data/text/prepare.py mycode mynotes --suffix=.py,.md --tokenizer=bpe:4096 --out_dir data/mine
 $ python data/text/prepare.py chunks/*.jsonl --key=content --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mine
-Every tenth document is for validation; of fewer than 20 documents, the last tenth of each. The texts may be larger than
-the memory. Interrupted at any moment and started again, it continues where it stopped.
-Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the folder
-tokenizer.
+Every tenth document is for validation; of fewer than 20 documents, the last tenth of each. The
+texts may be larger than the memory. Interrupted at any moment and started again, it continues where
+it stopped. Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the
+folder tokenizer.
 """
 import collections
 import itertools
@@ -22,7 +22,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
     BEFORE, TOKENIZER_HELP, Unit, UserError, choose_vocabulary, create_parser, cut, fail, positive)
 from jax_flags import whole_characters
-from reading import COMPRESSED_ENDINGS, REMEDY, BadRow, kind_of_file, name_some, read_blocks, read_rows
+from reading import (
+    COMPRESSED_ENDINGS, REMEDY, BadRow, kind_of_file, name_some, read_blocks, read_rows)
 from stream import run, stream
 
 few = 20 # documents: of fewer, each has a part in train and in val
@@ -31,9 +32,11 @@ bpe_bytes = 2**27
 first_rows = 1000 # a file in which none of so many has a text is refused at once
 
 def refuse(error):
+    """Raises UserError for an OSError."""
     fail(f'cannot read {error.filename} ({error.strerror}); make it readable or leave it out')
 
 def truth(text):
+    """Returns the bool that a flag gives. Raises KeyError for another value."""
     return {'true': True, 'false': False}[text.lower()]
 
 class Files(NamedTuple):
@@ -42,7 +45,7 @@ class Files(NamedTuple):
     left_out: collections.Counter  # how many files of a folder end in what is not asked for
 
 def find_files(paths, suffixes):
-    """The Files of these paths: the files, and those in the folders that end in one of the
+    """Returns the Files of these paths: the files, and those in the folders that end in one of the
     suffixes, in whatever case, in the order of their names. Raises UserError for what is no regular
     file."""
     files = Files([], collections.Counter())
@@ -54,14 +57,16 @@ def find_files(paths, suffixes):
         elif os.path.exists(root):
             fail(f'{root} is no regular file; save what it gives as one first')
         else:
-            fail(f'there is no {root}; name text files, JSON lines, parquet files, or folders of such')
+            fail(f'there is no {root}; name text files, JSON lines, parquet files, or folders of '
+                 'such')
     if not files.found:
         others = f'; it has {name_endings(files)}' if files.left_out else ''
-        fail(f'{", ".join(paths)} has no file that ends in {" or ".join(suffixes)}{others}; name another end with '
-             '--suffix')
+        fail(f'{", ".join(paths)} has no file that ends in {" or ".join(suffixes)}{others}; name '
+             'another end with --suffix')
     return files
 
 def find_in_folder(root, suffixes, files):
+    """Adds the files of a folder to these Files, see find_files."""
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith('.'))
         for name in sorted(names):
@@ -74,26 +79,34 @@ def find_in_folder(root, suffixes, files):
                 files.left_out['no regular file'] += 1
 
 def name_endings(files):
-    """How many files are left out, by ending: '3 .csv, 1 .png'."""
+    """Returns how many files are left out, by ending: '3 .csv, 1 .png'."""
     most = files.left_out.most_common(5)
     said = ', '.join(f'{n:,} {end}' for end, n in most)
     n_more = files.left_out.total() - sum(n for _, n in most)
-    return said + (f' and {n_more:,} others' if n_more else '')
+    if n_more:
+        said += f' and {n_more:,} others'
+    return said
 
 def count_bytes(path, key):
-    """The bytes of a file; of a parquet file, those of this column before compression."""
+    """Returns the bytes of a file; of a parquet file, those of this column before compression."""
     n_bytes = os.path.getsize(path)
     if kind_of_file(path, [key]) != 'parquet':
-        # a text shrinks to a quarter or so
-        return n_bytes * (4 if path.lower().endswith(COMPRESSED_ENDINGS) else 1)
+        if path.lower().endswith(COMPRESSED_ENDINGS):
+            n_bytes *= 4 # a text shrinks to a quarter or so
+        return n_bytes
     import pyarrow.parquet
     with pyarrow.parquet.ParquetFile(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-    columns = [group.column(j) for group in groups for j in range(group.num_columns)]
-    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == key)
+    n_bytes = 0
+    for group in groups:
+        for j in range(group.num_columns):
+            column = group.column(j)
+            if column.path_in_schema == key:
+                n_bytes += column.total_uncompressed_size
+    return n_bytes
 
 def text_of(row, key):
-    """(text, None) of a row, or (None, the reason why it has none)."""
+    """Returns (text, None) of a row, or (None, the reason why it has none)."""
     text = row.get(key) if isinstance(row, dict) else row
     if isinstance(text, bytes): # a parquet column of bytes
         try:
@@ -112,11 +125,15 @@ class Counts:
     """What one reading of all documents has found."""
 
     def __init__(self):
-        self.documents = self.characters = self.n_bytes = 0
+        self.documents = 0
+        self.characters = 0
+        self.n_bytes = 0
         self.skipped = {} # {reason: [number of rows, place of the first]}
 
     def skip(self, reason, place):
-        self.skipped.setdefault(reason, [0, place])[0] += 1
+        """Counts a row without a text."""
+        found = self.skipped.setdefault(reason, [0, place])
+        found[0] += 1
 
     def count(self, blocks):
         """Yields the blocks of a document."""
@@ -129,12 +146,14 @@ class Counts:
         self.characters += size
 
     def lines(self, n_files):
-        """What is said of them at the end."""
-        said = [f'read {self.documents:,} documents of {n_files:,} files: {self.characters:,} characters, '
-                f'{self.n_bytes:,} bytes']
+        """Returns what is said of them at the end."""
+        said = [f'read {self.documents:,} documents of {n_files:,} files: {self.characters:,} '
+                f'characters, {self.n_bytes:,} bytes']
         if self.skipped:
-            reasons = [f'{n:,} {reason} (the first: {place})' for reason, (n, place) in self.skipped.items()]
-            said.append(f'skipped {sum(n for n, _ in self.skipped.values()):,} rows: {", ".join(reasons)}')
+            reasons = [f'{n:,} {reason} (the first: {place})'
+                       for reason, (n, place) in self.skipped.items()]
+            n_rows = sum(n for n, _ in self.skipped.values())
+            said.append(f'skipped {n_rows:,} rows: {", ".join(reasons)}')
         return said
 
 def clip(blocks, start, stop):
@@ -145,17 +164,21 @@ def clip(blocks, start, stop):
         at += len(block)
 
 class Texts:
-    """The documents of text files and files of rows, which are read as they are needed.
-
-    strict: refuse a row without a text, which is skipped otherwise."""
+    """The documents of text files and files of rows, which are read as they are needed."""
 
     def __init__(self, paths, key, strict):
-        self.paths, self.key, self.strict, self.reading = paths, key, strict, ''
+        """key: the name of the text in a row. strict: whether a row without a text is refused,
+        which is skipped otherwise."""
+        self.paths = paths
+        self.key = key
+        self.strict = strict
+        self.reading = '' # the path of the file that is being read
         self.counts = Counts() # of the last reading that came to the end
         try:
             self.kinds = [kind_of_file(path, [key] if key else []) for path in paths]
             self.file_sizes = [os.path.getsize(path) for path in paths]
-            self.sizes = [sum(map(len, blocks)) for blocks in itertools.islice(self.documents(), few)]
+            first = itertools.islice(self.documents(), few)
+            self.sizes = [sum(map(len, blocks)) for blocks in first]
             self.n_bytes = 0
             for self.reading in paths:
                 self.n_bytes += count_bytes(self.reading, key)
@@ -206,21 +229,27 @@ class Texts:
         """Raises UserError if a file of which no row has a text, such as this one, has it by
         another name."""
         if isinstance(row, dict) and self.key not in row:
-            fail(f'{place} and all others have no {self.key!r}, only {name_some(row)}; name what is '
-                 'the text with --key, or take files as they are with --key=')
+            fail(f'{place} and all others have no {self.key!r}, only {name_some(row)}; name what '
+                 'is the text with --key, or take files as they are with --key=')
         if not isinstance(row, dict) or row[self.key] not in (None, ''):
             fail(f'{place} and all others are rows {reason}; name what is the text with --key')
 
     def parts(self):
         """Yields (is_val, blocks) of each document, or of each part of one."""
         if len(self.sizes) == few:
-            yield from ((i % 10 == 9, blocks) for i, blocks in enumerate(self.documents()))
+            for i, blocks in enumerate(self.documents()):
+                yield i % 10 == 9, blocks
             return
         for is_val in (False, True):
             for n, blocks in zip(self.sizes, self.documents(), strict=True):
-                yield is_val, clip(blocks, int(n*0.9), n) if is_val else clip(blocks, 0, int(n*0.9))
+                n_train = int(n*0.9)
+                if is_val:
+                    yield True, clip(blocks, n_train, n)
+                else:
+                    yield False, clip(blocks, 0, n_train)
 
     def units(self):
+        """Yields the documents as Units."""
         for is_val, blocks in self.parts():
             is_first = True
             before = ''
@@ -232,34 +261,46 @@ class Texts:
 
     def batches(self, done):
         """Yields lists of units, after the first `done`, of a million characters or a few more."""
-        batch, size = [], 0
+        batch = []
+        size = 0
         for unit in itertools.islice(self.units(), done, None):
             batch.append(unit)
             size += len(unit.text) + 100 # the shortest takes time, too
             if size >= 2**20:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
         yield batch
 
 def main():
+    """Prepares the data set that the flags ask for."""
     parser = create_parser(__doc__, os.path.dirname(os.path.abspath(__file__)), rows=True)
     parser.add_argument('input', nargs='+',
-                        help='text files, files of rows (.jsonl, .json, .csv, .parquet), or folders')
-    parser.add_argument('--tokenizer', default='bpe:4096', help=f'{TOKENIZER_HELP} (default: bpe:4096)')
+                        help='text files, files of rows (.jsonl, .json, .csv, .parquet), or '
+                             'folders')
+    parser.add_argument('--tokenizer', default='bpe:4096',
+                        help=f'{TOKENIZER_HELP} (default: bpe:4096)')
     parser.add_argument('--suffix', default='.txt,.md,.jsonl,.ndjson,.parquet',
                         help='of files in folders, in whatever case (%(default)s)')
     parser.add_argument('--key', default='text',
                         help='the text of a row of JSON, CSV or parquet (default: text); --key= '
                         'takes JSON and CSV as they are, with their keys')
-    parser.add_argument('--strict', nargs='?', const=True, default=False, type=truth, metavar='True',
+    parser.add_argument('--strict', nargs='?', const=True, default=False, type=truth,
+                        metavar='True',
                         help='refuse a row without a text, which is skipped and counted otherwise')
-    parser.add_argument('--num_proc', type=positive, help='worker processes (default: one per core, if much is to do)')
+    parser.add_argument('--num_proc', type=positive,
+                        help='worker processes (default: one per core, if much is to do)')
     args = parser.parse_args()
     files = find_files(args.input, tuple(args.suffix.lower().split(',')))
     # a folder may move, but not change
     source = [[name, os.path.getsize(path)] for name, path in files.found]
     texts = Texts([path for _, path in files.found], args.key, args.strict)
-    num_proc = args.num_proc or (1 if texts.n_bytes < 2**24 else os.cpu_count())
+    num_proc = args.num_proc
+    if not num_proc:
+        num_proc = 1 if texts.n_bytes < 2**24 else os.cpu_count()
+
+    def choose():
+        return choose_vocabulary(args.tokenizer, all_texts, train_texts)
 
     def all_texts():
         return itertools.chain.from_iterable(texts.documents())
@@ -278,9 +319,10 @@ def main():
     def split(lengths):
         return np.flatnonzero(lengths >= 0), np.flatnonzero(lengths < 0)
 
-    name = ', '.join(args.input[:3]) + f' and {len(args.input) - 3} more' * (len(args.input) > 3)
-    stream(args.out_dir, name, [source, args.tokenizer, args.key],
-           lambda: choose_vocabulary(args.tokenizer, all_texts, train_texts), texts.batches, split,
+    name = ', '.join(args.input[:3])
+    if len(args.input) > 3:
+        name += f' and {len(args.input) - 3} more'
+    stream(args.out_dir, name, [source, args.tokenizer, args.key], choose, texts.batches, split,
            num_proc=num_proc, block_size=args.rows, remedy=REMEDY, report=report)
 
 if __name__ == '__main__':
