@@ -3,11 +3,12 @@
 $ python eval_jax.py --out_dir=out-pystdlib-char --text=README.md
 $ python eval_jax.py --init_from=gpt2 --text=a.txt,b.txt --tasks=questions.jsonl,eval_bundle
 
-A task is a file of JSON lines: {"query", "choices", "gold"} (multiple choice; gold is the index of the right one),
-{"context_options", "continuation", "gold"} (schema) or {"context", "continuation"} (language modeling, right if every
-token is the likeliest), with a space between the parts. Accuracy and accuracy_norm are lm-eval's acc and acc_norm: by
-the log-probability, and by that per character of the choice. A folder is a bundle in the form of DCLM's CORE: the
-accuracy of its tasks is by the log-probability per token, and centered such that guessing gets 0.
+A task is a file of JSON lines: {"query", "choices", "gold"} (multiple choice; gold is the index of
+the right one), {"context_options", "continuation", "gold"} (schema) or {"context", "continuation"}
+(language modeling, right if every token is the likeliest), with a space between the parts. Accuracy
+and accuracy_norm are lm-eval's acc and acc_norm: by the log-probability, and by that per character
+of the choice. A folder is a bundle in the form of DCLM's CORE: the accuracy of its tasks is by the
+log-probability per token, and centered such that guessing gets 0.
 """
 import collections
 import csv
@@ -45,10 +46,12 @@ num_processes = 0 # number of processes that evaluate together, on tensor x expe
 process_id = -1 # number of this process, from 0
 # -----------------------------------------------------------------------------
 KINDS = {  # of items, with their keys: what precedes, what is scored, the index of the right option
-    'multiple_choice': ('query', 'choices', 'gold'), 'schema': ('context_options', 'continuation', 'gold'),
+    'multiple_choice': ('query', 'choices', 'gold'),
+    'schema': ('context_options', 'continuation', 'gold'),
     'language_modeling': ('context', 'continuation')}
 start_script()
-flags, given = read_flags(__file__, globals())  # all flags of the block above, and those that the user gave
+# all flags of the block above, and those that the user gave
+flags, given = read_flags(__file__, globals())
 globals().update(flags)
 check_source(flags, given)
 check_needs('eval_jax', flags, given)
@@ -57,118 +60,96 @@ if not (text + tasks).strip(', '):
 
 
 def at(place, function, *args):
-    """function(*args), with the place before the message of a UserError."""
+    """Returns function(*args), with the place before the message of a UserError."""
     try:
         return function(*args)
     except UserError as error:
         raise UserError(f'{place}: {error}') from None
 
 
+# -----------------------------------------------------------------------------
+# files of tasks
+
 def read_items(path, kind=''):
-    """The items of a file of JSON lines with 'kind', 'index' and 'place'. kind: of all items, which may then have more
-    keys. Raises UserError, with the line, for what is not an item."""
+    """Returns the items of a file of JSON lines with 'kind', 'index' and 'place'.
+
+    kind: the kind of all items, which may then have more keys.
+    Raises UserError, with the line, for what is not an item."""
     items = []
     for number, line in enumerate(read_text(path).split('\n'), 1):
+        if not line.strip():
+            continue
         place = f'{path}, line {number}'
-        if line.strip():
-            items.append(at(place, read_item, line, kind) | {'index': len(items), 'place': place})
+        item = at(place, read_item, line, kind)
+        item['index'] = len(items)
+        item['place'] = place
+        items.append(item)
     if not items:
         raise UserError(f'{path} has no items')
     return items
 
 
 def read_item(line, kind):
+    """Returns the item of a line, with its 'kind'. Raises UserError."""
     try:
         item = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f'not JSON ({error})') from None
-    found = set(item) if isinstance(item, dict) else set()
-    fitting = [name for name, keys in KINDS.items()
-               if (name == kind and found >= set(keys)) or (not kind and found == set(keys))]
-    if not fitting:
-        allowed = ' or '.join(str(KINDS[name]) for name in ([kind] if kind else KINDS))
-        raise UserError(f'an item has the keys {allowed}, not {sorted(found)}')
-    for name in KINDS[fitting[0]][:2]:
-        values = item[name] if name in ('choices', 'context_options') else [item[name]]
-        if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
-            raise UserError(f'{name} must be {"a list of texts" if values is item[name] else "a text"}')
+    kind = find_kind(item, kind)
+    keys = KINDS[kind]
+
+    # what precedes and what is scored: a text, or several to choose from
+    for name in keys[:2]:
+        is_list = name in ('choices', 'context_options')
+        values = item[name] if is_list else [item[name]]
+        are_texts = (isinstance(values, list) and bool(values)
+                     and all(isinstance(value, str) for value in values))
+        if not are_texts:
+            raise UserError(f'{name} must be {"a list of texts" if is_list else "a text"}')
         if name in ('choices', 'continuation') and '' in values:
             raise UserError(f'{name}: a text is empty')
-    item = {name: item[name] for name in KINDS[fitting[0]]} | {'kind': fitting[0]}
+
+    # which of them is right
+    item = {name: item[name] for name in keys}
+    item['kind'] = kind
     n_options = len(pairs(item, ''))
-    if 'gold' in KINDS[fitting[0]] and (type(item['gold']) is not int or not 0 <= item['gold'] < n_options):
-        raise UserError(f'gold must be an index below {n_options}, not {item["gold"]!r}')
+    if 'gold' in keys:
+        gold = item['gold']
+        if type(gold) is not int or not 0 <= gold < n_options:
+            raise UserError(f'gold must be an index below {n_options}, not {gold!r}')
     return item
 
 
+def find_kind(item, kind):
+    """Returns the kind of an item: `kind`, of which it must have the keys, or if that is '', the one
+    of which it has the keys and no other. Raises UserError if there is none."""
+    found = set(item) if isinstance(item, dict) else set()
+    for name, keys in KINDS.items():
+        has_all = found >= set(keys)
+        has_no_other = found == set(keys)
+        if (kind == name and has_all) or (not kind and has_no_other):
+            return name
+    names = [kind] if kind else KINDS
+    allowed = ' or '.join(str(KINDS[name]) for name in names)
+    raise UserError(f'an item has the keys {allowed}, not {sorted(found)}')
+
+
 def pairs(item, delimiter):
-    """[(context, continuation)] of an item, one for each option."""
-    contexts, continuations = (
-        item[name] if isinstance(item[name], list) else [item[name]] for name in KINDS[item['kind']][:2])
-    return [(context, delimiter + continuation) for context in contexts for continuation in continuations]
-
-
-def encode_item(items, index, n_examples, delimiter, in_bundle):
-    """The rows of items[index], in tokens as by lm-eval; in a bundle after examples, other items with their answers,
-    all as by nanochat: what differs between the options is scored, in a schema what they end with in common."""
-    def prompts_of(item):
-        strip = str.strip if item['kind'] == 'language_modeling' else str
-        return [strip(context) + continuation for context, continuation in pairs(item, delimiter)]
-
-    if not in_bundle:
-        return [model.encode_pair(*pair) for pair in pairs(items[index], delimiter)]
-    item, others = items[index], items[:index] + items[index + 1:]
-    if n_examples > len(others):
-        raise UserError(f'the task takes {n_examples} other items as examples, and there are {len(others)}')
-    before = ''.join(prompts_of(other)[other.get('gold', 0)] + '\n\n'
-                     for other in random.Random(1234 + index).sample(others, n_examples))
-    rows = [model.encode_document(before + prompt) for prompt in prompts_of(item)]
-    starts = [len(os.path.commonprefix(rows))] * len(rows)
-    if item['kind'] == 'schema':
-        n_scored = len(os.path.commonprefix([ids[::-1] for ids in rows]))
-        starts = [len(ids) - n_scored for ids in rows]
-    elif item['kind'] == 'language_modeling':
-        context = model.encode_document((before + item['context'].strip() + delimiter).strip())
-        starts = [len(os.path.commonprefix([rows[0], context]))]
-    return [(ids, max(1, min(start, len(ids) - 1))) for ids, start in zip(rows, starts)]
-
-
-def evaluate_task(name, items, n_examples, delimiter, guessing):
-    """{'accuracy', 'accuracy_norm', 'n'} of a task. guessing: of a bundle's, the accuracy of guessing, for 'centered';
-    its accuracy is by the log-probability per token, and as by nanochat, prompts are cut to max_length tokens."""
-    in_bundle = guessing is not None
-    rows = [at(item['place'], encode_item, items, i, n_examples, delimiter, in_bundle) for i, item in enumerate(items)]
-    dropped = collections.Counter()
-    for item in items:
-        for pair in pairs(item, delimiter):
-            dropped.update(model.tokenizer.count_dropped(''.join(pair)))
-    warn_of_dropped(dropped, name)
-    cut = {'max_length': max(1, (max_length or model.config.block_size) - 1)} if in_bundle else {}  # of context
-    right, right_norm = [], []
-    for item, scores in zip(items, model.score(rows, **options | cut)):
-        sums = np.array([found.sum(dtype=np.float64) for found, _ in scores])
-        best = int(np.argmax(sums / [len(found) for found, _ in scores] if in_bundle else sums))
-        best_norm = int(np.argmax(sums / [len(continuation) for _, continuation in pairs(item, '')]))
-        gold = item.get('gold', 0 if scores[0][1].all() else None)  # a continuation is right if it is the likeliest
-        right.append(best == gold)
-        right_norm.append(best_norm == gold)
-        lines.append({'task': name, 'item': item['index'], 'logprobs': sums.tolist(), 'best': best})
-    found = {'accuracy': float(np.mean(right)), 'accuracy_norm': float(np.mean(right_norm)), 'n': len(items)}
-    return found | {'centered': (found['accuracy'] - guessing) / (1 - guessing)} if in_bundle else found
+    """Returns [(context, continuation)] of an item, one for each option."""
+    parts = []
+    for name in KINDS[item['kind']][:2]:
+        value = item[name]
+        parts.append(value if isinstance(value, list) else [value])
+    contexts, continuations = parts
+    return [(context, delimiter + continuation)
+            for context in contexts for continuation in continuations]
 
 
 def read_bundle(folder):
-    """The tasks of a bundle: [(name, items, number of examples, delimiter, accuracy of guessing)]."""
+    """Returns the tasks of a bundle: [(name, items, number of examples, delimiter, accuracy of
+    guessing)]. Raises UserError."""
     import yaml
     read = []
-
-    def text_of(task, name, default=None):
-        """The text `name` of a task. Raises ValueError for another type: a few letters of YAML may mean gigabytes."""
-        value = task.get(name, default)
-        if not isinstance(value, str):
-            raise ValueError(f'{name} must be a text')
-        return value
-
     try:
         table = csv.DictReader(read_text(regular_file(folder, 'eval_meta_data.csv')).split('\n'))
         guessing = {row['Eval Task']: float(row['Random baseline']) / 100 for row in table}
@@ -187,18 +168,156 @@ def read_bundle(folder):
             read.append((label, items, n_examples, delimiter, guessing[label]))
     except UserError:
         raise
-    except (yaml.YAMLError, csv.Error, LookupError, AttributeError, TypeError, ValueError, ArithmeticError,
-            RecursionError) as error:
+    except (yaml.YAMLError, csv.Error, LookupError, AttributeError, TypeError, ValueError,
+            ArithmeticError, RecursionError) as error:
         reason = f'{type(error).__name__}: {str(error)[:300]}'
         raise UserError(f'{folder} is not in the form of the CORE bundle ({reason})') from None
     return read
 
 
-# jax is imported after the flags and the files, so that --help and a mistake in these are answered at once
+def text_of(task, name, default=None):
+    """Returns the text `name` of a task of a bundle. Raises ValueError for another type: a few
+    letters of YAML may mean gigabytes."""
+    value = task.get(name, default)
+    if not isinstance(value, str):
+        raise ValueError(f'{name} must be a text')
+    return value
+
+
+def read_tasks(path):
+    """Returns the tasks of a bundle, or the one of a file, as read_bundle does: a file has no
+    examples and no accuracy of guessing."""
+    if os.path.isdir(path):
+        return read_bundle(path)
+    return [(Path(path).stem, read_items(path), 0, ' ', None)]
+
+
+# -----------------------------------------------------------------------------
+# evaluation
+
+def encode_item(items, index, n_examples, delimiter, in_bundle):
+    """Returns the rows of items[index], in tokens as by lm-eval.
+
+    In a bundle they are as by nanochat: they follow examples, other items with their answers, and
+    what differs between the options is scored, in a schema what they end with in common."""
+    item = items[index]
+    if not in_bundle:
+        return [model.encode_pair(*pair) for pair in pairs(item, delimiter)]
+
+    # the examples, and the prompts of all options after them
+    others = items[:index] + items[index + 1:]
+    if n_examples > len(others):
+        raise UserError(f'the task takes {n_examples} other items as examples, and there are '
+                        f'{len(others)}')
+    before = ''
+    for other in random.Random(1234 + index).sample(others, n_examples):
+        right = other.get('gold', 0)
+        before += prompts_of(other, delimiter)[right] + '\n\n'
+    prompts = prompts_of(item, delimiter)
+    rows = [model.encode_document(before + prompt) for prompt in prompts]
+
+    # from where on they are scored
+    starts = [len(os.path.commonprefix(rows))] * len(rows)
+    if item['kind'] == 'schema':
+        n_scored = len(os.path.commonprefix([ids[::-1] for ids in rows]))
+        starts = [len(ids) - n_scored for ids in rows]
+    elif item['kind'] == 'language_modeling':
+        context = model.encode_document((before + item['context'].strip() + delimiter).strip())
+        starts = [len(os.path.commonprefix([rows[0], context]))]
+    # something follows, and something is scored
+    return [(ids, max(1, min(start, len(ids) - 1))) for ids, start in zip(rows, starts)]
+
+
+def prompts_of(item, delimiter):
+    """Returns the texts of an item of a bundle, one for each option."""
+    prompts = []
+    for context, continuation in pairs(item, delimiter):
+        if item['kind'] == 'language_modeling':
+            context = context.strip()
+        prompts.append(context + continuation)
+    return prompts
+
+
+def evaluate_task(name, items, n_examples, delimiter, guessing):
+    """Returns {'accuracy', 'accuracy_norm', 'n'} of a task.
+
+    guessing: the accuracy of guessing in a task of a bundle, for 'centered', else None. The
+    accuracy of such a task is by the log-probability per token, and as by nanochat, prompts are cut
+    to max_length tokens."""
+    in_bundle = guessing is not None
+    rows = []
+    dropped = collections.Counter()
+    for i, item in enumerate(items):
+        rows.append(at(item['place'], encode_item, items, i, n_examples, delimiter, in_bundle))
+        for pair in pairs(item, delimiter):
+            dropped.update(model.tokenizer.count_dropped(''.join(pair)))
+    warn_of_dropped(dropped, name)
+
+    task_options = dict(options)
+    if in_bundle:
+        task_options['max_length'] = max(1, (max_length or model.config.block_size) - 1)
+    right = []
+    right_norm = []
+    for item, scores in zip(items, model.score(rows, **task_options)):
+        sums = np.array([found.sum(dtype=np.float64) for found, _ in scores])
+        n_tokens = [len(found) for found, _ in scores]
+        n_characters = [len(continuation) for _, continuation in pairs(item, '')]
+        best = int(np.argmax(sums / n_tokens if in_bundle else sums))
+        best_norm = int(np.argmax(sums / n_characters))
+        if 'gold' in item:
+            gold = item['gold']
+        else:  # a continuation is right if each of its tokens is the likeliest
+            are_likeliest = scores[0][1]
+            gold = 0 if are_likeliest.all() else None
+        right.append(best == gold)
+        right_norm.append(best_norm == gold)
+        lines.append({'task': name, 'item': item['index'], 'logprobs': sums.tolist(),
+                      'best': best})
+    found = {'accuracy': float(np.mean(right)), 'accuracy_norm': float(np.mean(right_norm)),
+             'n': len(items)}
+    if in_bundle:
+        found['centered'] = (found['accuracy'] - guessing) / (1 - guessing)
+    return found
+
+
+def evaluate_text(path):
+    """Returns the bits per byte of a text, and other figures of it."""
+    content = texts[path]
+    log = functools.partial(model.logprobs, **options)
+    (ids, found), = at(path, log, [content])
+    dropped = model.tokenizer.count_dropped(content)
+    warn_of_dropped(dropped, path)
+    # what is not scored does not count: the first token, unless one that begins a document precedes
+    # it, and the characters that the tokenizer leaves out
+    if model.tokenizer.start_token is None:
+        n_bytes = len(model.tokenizer.decode(ids).encode())
+    else:
+        n_bytes = len(content.encode())
+        n_bytes -= sum(n * len(character.encode()) for character, n in dropped.items())
+    nats = -float(found.sum(dtype=np.float64))
+    return {'bits_per_byte': nats / math.log(2) / n_bytes, 'nats_per_token': nats / len(ids),
+            'perplexity': math.exp(nats / len(ids)), 'tokens': len(ids), 'bytes': n_bytes}
+
+
+def report(group, name, evaluate, *args):
+    """Keeps and prints the results of a text or a task, and the seconds that it took."""
+    started = time.perf_counter()
+    found = evaluate(*args)
+    results[group][name] = found
+    values = []
+    for key, value in found.items():
+        values.append(f'{key} {value:,.4f}' if isinstance(value, float) else f'{key} {value:,}')
+    print(f"{name}: {', '.join(values)}; {time.perf_counter() - started:.1f} s")
+
+
+# -----------------------------------------------------------------------------
+# jax is imported after the flags and the files, so that --help and a mistake in these are answered
+# at once
 texts = {path: read_text(path, newline='') for path in text.split(',') if path}
-names = [path.rstrip('/') for path in tasks.split(',') if path]
-all_tasks = [task for path in names for task in
-             (read_bundle(path) if os.path.isdir(path) else [(Path(path).stem, read_items(path), 0, ' ', None)])]
+all_tasks = []
+for path in tasks.split(','):
+    if path:
+        all_tasks += read_tasks(path.rstrip('/'))
 if len({name for name, *_ in all_tasks}) < len(all_tasks):
     raise UserError('two of the tasks have the same name: evaluate them one after the other')
 import jax
@@ -214,45 +333,33 @@ initialize_distributed(coordinator_address, num_processes, process_id)
 master = jax.process_index() == 0  # the process that prints; all run the same program
 if not master:
     sys.stdout = sys.stderr = open(os.devnull, 'w')
-check_agreement('flags', flags | {'process_id': 'its own'})
+check_agreement('flags', {**flags, 'process_id': 'its own'})
+
+# the model
 is_run = init_from == 'resume'
-model = load(out_dir if is_run else init_from, checkpoint=checkpoint if is_run else '', base=base, dataset=dataset,
-             device=device, dtype=dtype, quantize=quantize, tensor=tensor, expert=expert)
-print(*filter(None, (model.warning, model.title)), sep='\n', file=sys.stderr)
-options = dict(max_length=max_length, batch_size=batch_size, cache_dtype=cache_dtype)
+model = load(
+    out_dir if is_run else init_from, checkpoint=checkpoint if is_run else '', base=base,
+    dataset=dataset, device=device, dtype=dtype, quantize=quantize, tensor=tensor, expert=expert)
+for line in (model.warning, model.title):
+    if line:
+        print(line, file=sys.stderr)
+
+# texts and tasks, one after the other
+options = {'max_length': max_length, 'batch_size': batch_size, 'cache_dtype': cache_dtype}
 results = {'texts': {}, 'tasks': {}}
 lines = []  # of the file that logprobs names
-
-
-def report(group, name, evaluate, *args):
-    """Keeps and prints the results of a text or a task, and the seconds that it took."""
-    started = time.perf_counter()
-    found = results[group][name] = evaluate(*args)
-    values = [f'{key} {value:,.4f}' if isinstance(value, float) else f'{key} {value:,}' for key, value in found.items()]
-    print(f"{name}: {', '.join(values)}; {time.perf_counter() - started:.1f} s")
-
-
-def evaluate_text(path):
-    (ids, found), = at(path, functools.partial(model.logprobs, **options), [texts[path]])
-    is_whole = model.tokenizer.start_token is not None  # or else its first token is not scored
-    dropped = model.tokenizer.count_dropped(texts[path])
-    warn_of_dropped(dropped, path)
-    n_bytes = len((texts[path] if is_whole else model.tokenizer.decode(ids)).encode())
-    if is_whole:  # what is not scored does not count
-        n_bytes -= sum(n * len(character.encode()) for character, n in dropped.items())
-    nats = -float(found.sum(dtype=np.float64))
-    return {'bits_per_byte': nats / math.log(2) / n_bytes, 'nats_per_token': nats / len(ids),
-            'perplexity': math.exp(nats / len(ids)), 'tokens': len(ids), 'bytes': n_bytes}
-
-
 for path in texts:
     report('texts', path, evaluate_text, path)
 for task in all_tasks:
     report('tasks', task[0], evaluate_task, *task)
-if centered := [task['centered'] for task in results['tasks'].values() if 'centered' in task]:
+centered = [task['centered'] for task in results['tasks'].values() if 'centered' in task]
+if centered:
     results['core'] = float(np.mean(centered))
     print(f"CORE: {results['core']:.4f}")
-print(json.dumps({'program': 'eval_jax', 'settings': flags | {'dtype': model.config.dtype},
-                  'environment': describe_environment(model.parallel.devices), 'results': results}))
+
+# all results, for programs
+print(json.dumps({
+    'program': 'eval_jax', 'settings': {**flags, 'dtype': model.config.dtype},
+    'environment': describe_environment(model.parallel.devices), 'results': results}))
 if logprobs and master:
     write_text(logprobs, ''.join(json.dumps(line) + '\n' for line in lines))
