@@ -93,6 +93,7 @@ def copied(script, folder):
     for name in ('common.py', 'reading.py'):
         shutil.copy(DATA / name, folder / 'data')
     shutil.copy(DATA.parent / 'jax_flags.py', folder)
+    shutil.copytree(DATA.parent / 'jax_files', folder / 'jax_files', ignore=shutil.ignore_patterns('__pycache__'))
     return copy
 
 
