@@ -29,7 +29,7 @@ BASES = {  # by model_type
     'gpt_oss': dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16),
     'deepseek_v3': dict(
         MOE,
-        n_routed_experts=8,
+        n_routed_experts=16,  # two for each of the 8 groups that are the default
         kv_lora_rank=16,
         qk_nope_head_dim=8,
         qk_rope_head_dim=16,
