@@ -553,6 +553,7 @@ def write_safetensors(path, shapes, make_tensor, dtype):
                 f.write(x.view(np.uint8).data)  # without a copy
             else:
                 f.write(x.tobytes())  # numpy views no scalar in another type
+            del x  # or it would be held while the next one is made
 
 
 # -----------------------------------------------------------------------------
