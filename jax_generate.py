@@ -252,7 +252,7 @@ def step_cached(params, state, active_B, config, sampling):
 def step_speculative(weights, state, room_B, configs, sampling, n_draft):
     """Up to 1 + n_draft tokens per row, at most room_B (speculative decoding, arXiv:2211.17192):
     drafts are fed along with the last token, and accepted as long as they equal the tokens that the
-    model samples (the paper: at random).
+    model samples. (The paper accepts a draft with a probability: that keeps the distribution only.)
 
     Draft model and model draw with the same random numbers, so the result is that of n_draft=0, in
     fewer steps."""
@@ -525,24 +525,24 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=N
     max_new_tokens], 0 after a row's last token.
 
     params: as decoding reads them, see convert_params_for_decoding.
-    idx_BxT: prompts, right-padded; prompt_lengths_B: their lengths, T each if not given. Every row
-    continues right
-        after its own prompt.
-    rng: a jax.random key. Row b draws its n-th token from fold_in(fold_in(rng, sample_index_B[b]),
-    n), independent of
-        the rest of the batch; sample_index_B is 0, 1, 2, ... if not given.
-    temperature: 0 is greedy. top_k: only the k likeliest tokens (clamped to the vocabulary; 0 is
-    all). top_p: only the
-        likeliest tokens that together reach this probability, in (0, 1]. min_p: only tokens at
-        least this times as likely as the likeliest, in [0, 1]. repetition_penalty: above 1 makes
-        tokens that are already there less likely. n_vocab: only ids below it, for padded
-        vocabularies.
+    idx_BxT: prompts, right-padded.
+    prompt_lengths_B: their lengths, T each if not given. Every row continues right after its own
+        prompt.
+    rng: a jax.random key. Row b draws its n-th token from
+        fold_in(fold_in(rng, sample_index_B[b]), n), independent of the rest of the batch.
+    sample_index_B: 0, 1, 2, ... if not given.
+    temperature: 0 is greedy.
+    top_k: only the k likeliest tokens (clamped to the vocabulary; 0 is all).
+    top_p: only the likeliest tokens that together reach this probability, in (0, 1].
+    min_p: only tokens at least this times as likely as the likeliest, in [0, 1].
+    repetition_penalty: above 1 makes tokens that are already there less likely.
+    n_vocab: only ids below it, for padded vocabularies.
     stop_tokens: a row ends with the first of these that it generates.
     cache_dtype: of the KV cache, one of CACHE_DTYPES; 'auto' is the config's dtype.
     n_draft: number of drafts per step: the same tokens, faster where drafts are accepted. Drafts
-    are switched off where
-        they are not, see drafts_are_useless. draft: (params, config) of a draft model with the same
-        vocabulary; without it the row itself is searched, see prompt_lookup_draft.
+        are switched off where they are not, see drafts_are_useless.
+    draft: (params, config) of a draft model with the same vocabulary; without it the row itself
+        is searched, see prompt_lookup_draft.
 
     The prompts are prefilled in pieces, equal prompts once, up to their last token, which the first
     decode step feeds. A token costs one position of computation. With learned positions, nanoGPT's

@@ -40,7 +40,8 @@ def create_optimizer_with_schedule(
 
 def is_decayed(path, p):
     """Tells whether a parameter has weight decay: matrices and embeddings have (LoRA's a and b,
-    too), norms and biases have not, even where those of experts have two dimensions."""
+    too). Norms have one dimension; biases are left out by name, because those of experts have
+    two."""
     return p.ndim >= 2 and path[-1].key != 'bias'
 
 

@@ -162,8 +162,9 @@ def make_train_step(config, objective, layout, schedule, *, seed, grad_clip, los
 
     objective: an Objective. layout: of setup_distributed_training; it says how gradients are
     reduced over devices. schedule: the learning rate by the number of updates, to be logged.
-    seed: of dropout, which depends on (seed, seq_id) alone. grad_clip: see clip_gradients.
-    loss_chunk: number of positions whose logits are materialized at a time; 0 is all.
+    seed: of dropout, whose mask in a layer depends on (seed, seq_id) alone, not on devices or
+    micro-batches. grad_clip: see clip_gradients. loss_chunk: number of positions whose logits are
+    materialized at a time; 0 is all.
 
     batch: x and y [M, B, T] and seq_id [M, B], M micro-batches whose gradients are averaged into
     one update; weight and start [M, B, T] where the data has them. seq_id numbers the sequences

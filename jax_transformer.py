@@ -435,7 +435,8 @@ def dropout_keys(module, seq_id_B):
     not depend on micro-batching or sharding, so 1 and 8 devices give the same loss curve."""
     if seq_id_B is None or module.config.dropout == 0:
         return None
-    key = module.make_rng('dropout')  # of the seed, the iteration and the path of the module
+    # of the seed and the path of the module; the iteration enters through the ids of its sequences
+    key = module.make_rng('dropout')
     return jax.vmap(jax.random.fold_in, (None, 0))(key, seq_id_B)
 
 

@@ -70,8 +70,8 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
 
 def first_key_of(position, scores, start_BxT=None):
     """Returns the first position to which causal_mask lets a query at this position attend. In
-    packed rows chunks begin where a conversation does, so that a query may see chunk positions
-    before it."""
+    packed rows chunks begin where a conversation does, so that a query may see up to `chunk`
+    positions, counted back from itself."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
         # wherever the conversation began, a query sees at most this many positions
