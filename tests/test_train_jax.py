@@ -246,9 +246,9 @@ def test_a_mixture_gives_eight_devices_the_curve_of_one(flags, mixture, tmp_path
 # -----------------------------------------------------------------------------
 # --minutes
 
-MINUTES = ['--minutes=0.2', '--eval_interval=100000', '--save_interval=50', '--keep=1000', '--lr_schedule=linear',
+MINUTES = ['--minutes=0.1', '--eval_interval=100000', '--save_interval=50', '--keep=1000', '--lr_schedule=linear',
            '--min_lr=1e-5', '--warmup_iters=5']
-SAYS_MINUTES = (r'^minutes=0.2: max_iters=(\d+), also lr_decay_iters, warmup_iters=(\d+) '
+SAYS_MINUTES = (r'^minutes=[\d.]+: max_iters=(\d+), also lr_decay_iters, warmup_iters=(\d+) '
                 r'\((\d+) iterations took [\d.]+ms each\)$')
 
 
@@ -269,10 +269,10 @@ def timed(flags, tmp_path_factory):
 def test_a_run_of_minutes_fixes_its_iterations_and_has_its_schedule_from_the_first_one_on(timed):
     out, said = timed
     n, warmup = fixed_iterations(said)
-    assert said.index('minutes=0.2: ') < said.index('step 0: ')
+    assert said.index('minutes=0.1: ') < said.index('step 0: ')
     flags, (step, meta) = json.loads((out / 'config.json').read_text()), choose_checkpoint(out)
     for recorded in (flags, meta['flags']):
-        assert (recorded['max_iters'], recorded['lr_decay_iters'], recorded['minutes']) == (n, n, 0.2)
+        assert (recorded['max_iters'], recorded['lr_decay_iters'], recorded['minutes']) == (n, n, 0.1)
         assert recorded['warmup_iters'] == warmup == (5 if n > 5 else n // 10)
     assert step == n
     rates = np.array([record['lr'] for record in records_with(out, 'lr')])
@@ -301,11 +301,11 @@ def test_a_run_of_minutes_resumes_with_the_same_bits_and_does_not_measure_again(
     for iteration in saved[1:]:
         shutil.rmtree(part / 'ckpt' / str(iteration))
     resumed = succeeded(train(part, *flags, *MINUTES, '--init_from=resume')).stdout  # the same command
-    assert f'at iteration {saved[0]}' in resumed and 'minutes=0.2: ' not in resumed
+    assert f'at iteration {saved[0]}' in resumed and 'minutes=0.1: ' not in resumed
     assert_same_run(part, whole)
     extended = succeeded(train(part, *RESUME, f'--max_iters={saved[-1] + 3}')).stdout
     assert f'step {saved[-1] + 3}: ' in extended
-    assert_refused(train(part, *RESUME, '--minutes=0.1'), 'minutes is for a new run: .*max_iters=')
+    assert_refused(train(part, *RESUME, '--minutes=0.2'), 'minutes is for a new run: .*max_iters=')
 
 
 @pytest.mark.slow
@@ -314,16 +314,16 @@ def test_a_run_that_an_earlier_version_stopped_while_it_measured_is_measured_whe
     folder = run_copy / 'ckpt' / str(step)
     (folder / 'checksums.json').write_text('{}')  # as if it had been written so
     meta = json.loads((folder / 'meta' / 'metadata').read_text())
-    meta['flags'].update(minutes=0.2, max_iters=0, lr_decay_iters=0)
+    meta['flags'].update(minutes=0.05, max_iters=0, lr_decay_iters=0, eval_interval=100000)
     (folder / 'meta' / 'metadata').write_text(json.dumps(meta))
-    said = succeeded(train(run_copy, *RESUME, '--minutes=0.2')).stdout
+    said = succeeded(train(run_copy, *RESUME, '--minutes=0.05')).stdout
     n, _ = fixed_iterations(said)
     assert f'at iteration {step}' in said and n > step and f'step {n}: ' in said
 
 
 @pytest.mark.slow
 def test_a_warm_up_that_does_not_fit_into_the_minutes_is_a_tenth_of_them(flags, tmp_path):
-    said = succeeded(train(tmp_path, *flags, *MINUTES, '--warmup_iters=1000000')).stdout
+    said = succeeded(train(tmp_path, *flags, *MINUTES, '--minutes=0.05', '--warmup_iters=1000000')).stdout
     n, warmup = fixed_iterations(said)
     assert warmup == n // 10
     rates = [record['lr'] for record in records_with(tmp_path, 'lr')]
@@ -332,7 +332,7 @@ def test_a_warm_up_that_does_not_fit_into_the_minutes_is_a_tenth_of_them(flags, 
 
 @pytest.mark.slow
 def test_minutes_on_eight_devices(flags, tmp_path):
-    out = succeeded(train(tmp_path, *flags, *MINUTES, '--batch_size=8', '--device=cpu', '--fsdp=2')).stdout
+    out = succeeded(train(tmp_path, *flags, *MINUTES, '--minutes=0.05', '--batch_size=8', '--device=cpu', '--fsdp=2')).stdout
     assert choose_checkpoint(tmp_path)[0] == fixed_iterations(out)[0]
 
 
@@ -697,7 +697,7 @@ class FakeWandb:
 @pytest.mark.slow
 def test_wandb_gets_nanogpts_values_with_mfu_in_percent(flags, tmp_path, monkeypatch):
     wandb = FakeWandb(monkeypatch)
-    monkeypatch.setattr(jax_devices.setup, 'device_peak_flops', lambda device: 1e12)
+    monkeypatch.setattr(jax_train_utils, 'device_peak_flops', lambda device: 1e12)
     succeeded(train(tmp_path, *flags, '--wandb_log=True'))
     assert [set(record) for record in wandb.logged] == [{
         'iter', 'train/loss', 'val/loss', 'train_bpb', 'val_bpb', 'lr', 'mfu'}] * 3
