@@ -271,7 +271,9 @@ def run_config_file(path, flags):
     flags: {name: value} before it, which it may read. Raises UserError for a file that is not there
     or that fails."""
     if not Path(path).is_file():
-        raise UserError(f'there is no config file {path}; flags are written --name=value')
+        folder = Path(path).parent
+        near = did_you_mean(path, [str(file) for file in folder.glob('*.py')])
+        raise UserError(f'there is no config file {path}{near} flags are written --name=value')
     try:
         tree = ast.parse(Path(path).read_text(encoding='utf-8'))
         values = runpy.run_path(path, init_globals=flags)
@@ -303,9 +305,58 @@ def check_value(name, value, default):
     return value
 
 
+# The names that other programs give to flags.
+ALIASES = {
+    'lr': 'learning_rate',
+    'wd': 'weight_decay',
+    'bs': 'batch_size',
+    'micro_batch_size': 'batch_size',
+    'grad_accum': 'gradient_accumulation_steps',
+    'accum_steps': 'gradient_accumulation_steps',
+    'steps': 'max_iters',
+    'max_steps': 'max_iters',
+    'num_steps': 'max_iters',
+    'iters': 'max_iters',
+    'warmup': 'warmup_iters',
+    'warmup_steps': 'warmup_iters',
+    'schedule': 'lr_schedule',
+    'context_length': 'block_size',
+    'seq_len': 'block_size',
+    'sequence_length': 'block_size',
+    'max_seq_len': 'block_size',
+    'layers': 'n_layer',
+    'depth': 'n_layer',
+    'heads': 'n_head',
+    'd_model': 'n_embd',
+    'hidden_size': 'n_embd',
+    'data': 'dataset',
+    'output_dir': 'out_dir',
+    'model': 'init_from',
+    'resume': 'init_from',
+    'precision': 'dtype',
+    'rank': 'lora_rank',
+    'alpha': 'lora_alpha',
+    'prompt': 'start',
+    'n_samples': 'num_samples',
+    'max_tokens': 'max_new_tokens',
+    'temp': 'temperature',
+}
+
+
+def did_you_mean(name, known, n=1):
+    """Returns '; did you mean NAME?' if there are up to n names that look like this one, else ';',
+    for a message that goes on."""
+    near = difflib.get_close_matches(name, known, n=n, cutoff=0.6)
+    if not near:
+        return ';'
+    return f'; did you mean {" or ".join(near)}?'
+
+
 def hint_for(name, flags, script):
     """Returns what to do about an unknown flag."""
     near = difflib.get_close_matches(name, flags, n=3, cutoff=0.6)
+    if ALIASES.get(name) in flags:
+        near = [ALIASES[name]]
     if near:
         return f'did you mean --{" or --".join(near)}?'
     return f'python {Path(script).name} --help lists all flags'

@@ -20,35 +20,63 @@ class IterationLog:
     """Logs the iterations, on accelerators each after the next step is dispatched: fetching the
     metrics waits for the device.
 
-    bar: of progress_bar. clock: a Stopwatch.
-    metrics_log: a MetricsLog, or None in processes that do not log.
+    bar: of progress_bar. metrics_log: a MetricsLog, or None in processes that do not log.
     mfu: a function of the tokens per second that returns the model FLOPs utilization, or None if
     the device's peak is unknown.
-    imports_s: seconds that the start of the script took.
+    started: the time.perf_counter() at which the script started. imports_s: seconds that its
+    imports took.
     in_line: names of metrics that are printed at the end of an iteration's line. metrics.jsonl
-    has all metrics that a step returns."""
+    has all metrics that a step returns.
 
-    def __init__(self, bar, clock, metrics_log, *, out_dir, log_interval, max_iters,
-                 tokens_per_iter, mfu, imports_s, in_line=()):
+    The time of a line is the mean of the iterations since the line before. While the model is
+    evaluated or saved, between pause() and resume(), the clock stands still."""
+
+    def __init__(self, bar, metrics_log, *, out_dir, log_interval, max_iters, tokens_per_iter, mfu,
+                 started, imports_s, in_line=()):
         self.bar = bar
-        self.clock = clock
         self.metrics_log = metrics_log
         self.out_dir = out_dir
         self.log_interval = log_interval
         self.max_iters = max_iters
         self.tokens_per_iter = tokens_per_iter
         self.estimate_mfu = mfu
+        self.started = started
         self.imports_s = imports_s
         self.in_line = in_line
         self.pending = None  # (iter_num, metrics) of the latest iteration, until they are fetched
+        self.first_line = None  # that of the first iteration, until its eta is known
         self.mfu = None  # the latest
-        self.first = True  # no iteration fetched yet
+        self.is_first = True  # no iteration fetched yet
+        self.is_paused = False
         self.restart_clock()
 
     def restart_clock(self):
-        """Starts the time of the next line anew: evaluating and saving are no iterations."""
+        """Starts the time of the next line."""
         self.start = time.perf_counter()
-        self.n_timed = 0  # iterations fetched since
+        self.seconds = 0.0  # of the iterations since the line before, up to the latest pause
+        self.n_timed = 0  # iterations fetched since the line before
+
+    def pause(self):
+        """Logs the pending iteration, and stops the clock."""
+        self.flush()
+        self.write_first_line(seconds=None)
+        if not self.is_paused:
+            self.seconds += time.perf_counter() - self.start
+            self.is_paused = True
+
+    def resume(self):
+        """Lets the clock go on after a pause."""
+        if self.is_paused:
+            self.start = time.perf_counter()
+            self.is_paused = False
+
+    def exclude(self, seconds):
+        """Takes what was no training, as the seconds of compilation, out of the time."""
+        self.seconds -= seconds
+
+    def mean_seconds(self):
+        """Returns the mean time of the iterations since the line before."""
+        return (self.seconds + time.perf_counter() - self.start) / self.n_timed
 
     def add(self, iter_num, metrics, *, wait):
         """Logs the previous iteration and, if `wait`, this one."""
@@ -72,17 +100,26 @@ class IterationLog:
             return
         iter_num, metrics = self.pending
         self.pending = None
-        self.bar.update()
+
+        # this waits for the device
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.check_finite(iter_num, metrics)
-        if self.first:
-            self.first = False
-            lap = self.clock.lap()
-            self.bar.write(f'first iteration: imports {self.imports_s:.2f} s, '
-                           f'compiling {lap.compiling:.2f} s, running {lap.running:.2f} s')
         self.n_timed += 1
+        self.bar.update()
+        self.bar.set_postfix_str(f'loss {metrics["loss"]:.4f}', refresh=False)
+
+        # the first iteration tells how long the start took, the second one how long the run takes
+        is_first = self.is_first
+        self.is_first = False
+        if is_first:
+            seconds = time.perf_counter() - self.started
+            self.bar.write(f'first iteration: {seconds:.2f} s after the start, of which imports '
+                           f'took {self.imports_s:.2f} s')
+        else:
+            self.write_first_line(self.mean_seconds())
+
         if iter_num % self.log_interval == 0 and self.metrics_log:
-            self.write(iter_num, metrics)
+            self.write(iter_num, metrics, is_first)
 
     def check_finite(self, iter_num, metrics):
         """Raises UserError if the loss or the gradient is not finite. float16 may overflow: such
@@ -95,25 +132,44 @@ class IterationLog:
                         f'stopping; the checkpoints in {self.out_dir} are from before; try a '
                         'lower learning_rate, longer warmup_iters or dtype=float32')
 
-    def write(self, iter_num, metrics):
-        """Prints and records an iteration; its time is the mean since the line before."""
-        seconds = (time.perf_counter() - self.start) / self.n_timed
+    def write(self, iter_num, metrics, is_first):
+        """Records and prints an iteration."""
+        seconds = self.mean_seconds()
         self.restart_clock()
         tokens_per_sec = self.tokens_per_iter / seconds
         mfu = 'n/a'
         if self.estimate_mfu:
             self.mfu = self.estimate_mfu(tokens_per_sec)
             mfu = f'{self.mfu:.2%}'
+        speed = {'time_ms': seconds * 1000, 'tokens_per_sec': tokens_per_sec, 'mfu': self.mfu}
+        self.metrics_log.write({'iter': iter_num, **metrics, **speed})
+
+        line = (f'iter {iter_num}: loss {metrics["loss"]:.4f}, time {seconds * 1000:.2f}ms, '
+                f'mfu {mfu}, {tokens_per_sec:,.0f} tok/s, grad norm {metrics["grad_norm"]:.3f}')
+        more = ''.join(f', {name} {metrics[name]:.4f}' for name in self.in_line)
+        if is_first:
+            self.first_line = iter_num, seconds, line, more
+        else:
+            self.print_line(iter_num, seconds, line, more)
+
+    def write_first_line(self, seconds):
+        """Prints the line of the first iteration, if that is yet to be done. It takes several
+        times as long as those that follow, so its eta is by the time of the second one.
+
+        seconds: of the second iteration; None if the run pauses before it."""
+        if self.first_line is None:
+            return
+        iter_num, first_seconds, line, more = self.first_line
+        self.first_line = None
+        self.print_line(iter_num, seconds or first_seconds, line, more)
+
+    def print_line(self, iter_num, seconds, line, more):
+        """Prints a line with its eta, given the seconds of an iteration."""
         eta = 'n/a'
         if self.max_iters:
             remaining_s = round((self.max_iters - iter_num - 1) * seconds)
             eta = datetime.timedelta(seconds=remaining_s)
-        more = ''.join(f', {name} {metrics[name]:.4f}' for name in self.in_line)
-        self.bar.write(
-            f'iter {iter_num}: loss {metrics["loss"]:.4f}, time {seconds * 1000:.2f}ms, mfu {mfu}, '
-            f'{tokens_per_sec:,.0f} tok/s, grad norm {metrics["grad_norm"]:.3f}, eta {eta}{more}')
-        speed = {'time_ms': seconds * 1000, 'tokens_per_sec': tokens_per_sec, 'mfu': self.mfu}
-        self.metrics_log.write({'iter': iter_num, **metrics, **speed})
+        self.bar.write(f'{line}, eta {eta}{more}')
 
 
 def start_wandb(**settings):

@@ -2,6 +2,7 @@
 import dataclasses
 import functools
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,12 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_devices.parallel import setup_distributed_training
-from jax_files.checkpoints import NUMBER, choose_checkpoint, restore_items, saved_layers
+from jax_files.checkpoints import (
+    NUMBER, choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items, saved_layers)
 from jax_flags import UserError
 from jax_ops.decode_weights import quantize_param
 from jax_ops.matmul import Int8, LowRank
-from jax_pretrained import load_weights
+from jax_pretrained import Placing, load_weights
 from jax_transformer import GPTConfig, check_layers, count_params, create_train_state
 
 
@@ -129,7 +131,7 @@ def load_base(lora, config, parallel, change):
     if os.path.isabs(base) and not os.path.exists(base):
         raise UserError(f'{base}, the model that LoRA has updated, does not exist; name its new '
                         'place with --base=FOLDER')
-    params, crc = load_weights(base, config, parallel, change)
+    params, crc = load_start_weights(base, config, parallel, change)
     if lora['checksum'] not in (None, crc):
         raise UserError(f'{base} has other weights than those that LoRA was trained with; put '
                         'these back, or name where they are with --base=FOLDER')
@@ -143,7 +145,10 @@ def move_base(lora, base):
         return lora
     if not lora:
         raise UserError('base is for a LoRA run, and this one is not')
-    return {**lora, 'base': full_path(base)}
+    path = full_path(base)
+    if is_run(path):  # of its checkpoints the one that LoRA has updated
+        path = os.path.join(path, 'ckpt', os.path.basename(lora['base']))
+    return {**lora, 'base': path}
 
 
 def full_path(source):
@@ -184,6 +189,48 @@ def check_field(field, value):
     is_too_large = isinstance(value, NUMBER) and not abs(value) < 2**31  # or NaN
     if not is_fitting or is_too_large:
         raise ValueError(f'{field.name} of its model is {str(value)[:100]!r}')
+
+
+class OnHost:
+    """Stands for a layout over devices where parameters stay in the memory of the host."""
+
+    @staticmethod
+    def device_put(tree):
+        return tree
+
+
+def load_start_weights(source, config, parallel, change=None):
+    """Loads the parameters from which a run starts, as load_weights does: of a pretrained model, or
+    of the checkpoint of a run in the folder out_dir/ckpt/ITERATION, with LoRA's updates merged."""
+    if not is_checkpoint(source):
+        return load_weights(source, config, parallel, change)
+
+    # the checkpoint as numpy arrays
+    meta = open_checkpoint(Path(source), ('params', 'meta'), check_saved_model)
+    saved = GPTConfig(**meta['model'])
+    params = restore_params(source, saved, meta.get('lora'))
+    if meta.get('lora'):
+        params = load_merged(meta['lora'], saved, OnHost(), params)
+
+    # one parameter after the other to its devices
+    place = Placing(config, parallel, change)
+    placed = {}
+    for path, array in flatten_dict(params).items():
+        placed[path] = place(path, array)
+    return unflatten_dict(placed), place.crc
+
+
+def restore_params(checkpoint, config, lora):
+    """Restores the parameters of a checkpoint, or LoRA's updates if it is of a LoRA run, as numpy
+    arrays. checkpoint: its folder. config, lora: what its metadata says."""
+    create = create_train_state
+    if lora:
+        create = functools.partial(create_lora_state, rank=lora['rank'])
+    create = functools.partial(create, config=config, tx=optax.identity())
+    shapes = jax.eval_shape(create, jax.random.key(0)).params
+    arrays = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
+    out_dir, step = os.path.split(checkpoint)
+    return restore_items(os.path.dirname(out_dir), step, {'params': arrays})['params']
 
 
 def load_run(out_dir, which='best', parallel=None, base=''):

@@ -8,6 +8,7 @@ from jax_start import optimizer_from_flags, start_state
 
 FOR_SAVES = 0.02  # of the time
 MEASURING = 0.03  # of the time, at least one iteration
+FEW = 50  # iterations below which a line says so
 
 
 def fit_to_minutes(run, config, parallel, *, started, clock, make_step, make_batch, evaluate,
@@ -65,6 +66,17 @@ def fit_to_minutes(run, config, parallel, *, started, clock, make_step, make_bat
           f'warmup_iters={warmup} ({n_timed} iterations took {seconds * 1000:.2f}ms each)')
     clock.lap()  # what was measured here does not count as the run's
     return {**flags, 'max_iters': n, 'lr_decay_iters': n, 'warmup_iters': warmup}
+
+
+def say_if_few(flags, source):
+    """Says how many iterations fit if they are fewer than FEW. flags: of fit_to_minutes. source: of
+    the training data."""
+    n = flags['max_iters']
+    if n >= FEW:
+        return
+    n_sequences = n * flags['gradient_accumulation_steps'] * flags['batch_size']
+    print(f"only {n} iterations fit into {flags['minutes']:g} minutes "
+          f'({source.count_passes(n_sequences):.1f} passes over the data)')
 
 
 def time_iterations(state, step, make_batch, must_stop):

@@ -665,19 +665,29 @@ def load_weights(source, config, parallel, change=None):
     change: a function of (path in the tree, array) that makes of each float32 parameter what is
     moved to its devices, before the next one is read. A table of learned positions is cut to the
     config's block_size. Returns (parameters, a checksum of those in the file)."""
-    crc = 0
-
-    def place(path, array):
-        nonlocal crc
-        crc = zlib.crc32(np.ascontiguousarray(array), crc)
-        if path == ('wpe',):
-            array = array[:config.block_size]
-        if change:
-            array = change(path, array)
-        return flatten_dict(parallel.device_put(unflatten_dict({path: array})))[path]
-
+    place = Placing(config, parallel, change)
     _, params = load_pretrained(source, place=place)
-    return params, crc
+    return params, place.crc
+
+
+class Placing:
+    """Moves parameters to their devices, one after the other, and takes their checksum `crc`; see
+    load_weights."""
+
+    def __init__(self, config, parallel, change=None):
+        self.config = config
+        self.parallel = parallel
+        self.change = change
+        self.crc = 0
+
+    def __call__(self, path, array):
+        """Returns a float32 parameter on its devices. path: in the tree of parameters."""
+        self.crc = zlib.crc32(np.ascontiguousarray(array), self.crc)
+        if path == ('wpe',):
+            array = array[:self.config.block_size]
+        if self.change:
+            array = self.change(path, array)
+        return flatten_dict(self.parallel.device_put(unflatten_dict({path: array})))[path]
 
 
 def open_model(path_or_name):

@@ -22,6 +22,7 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 """
 import dataclasses
 import functools
+import os
 from pathlib import Path
 
 import jax
@@ -30,16 +31,20 @@ from jax_devices.parallel import fit_layout
 from jax_devices.processes import check_agreement, in_all_processes
 from jax_devices.setup import setup_jax_environment
 from jax_files.checkpoints import (
-    checkpoint_steps, load_checkpoint, lock_out_dir, open_checkpoints)
+    checkpoint_steps, is_checkpoint, is_run, load_checkpoint, lock_out_dir, open_checkpoints)
 from jax_files.data import load_mixture_meta
-from jax_files.tokenizers import check_tokens, copy_tokenizer, describe_tokenizer, same_tokens
-from jax_files.weight_files import find_config_json, keep_config_json, local_path
+from jax_files.tokenizers import (
+    check_tokens, copy_tokenizer, describe_tokenizer, remedy_for_tokens, same_tokens)
+from jax_files.weight_files import (
+    PUBLISHED, find_config_json, is_hub_name, keep_config_json, kept_config_json, local_path)
 from jax_flags import (
-    UserError, ceil_div, check_flags, check_given, check_needs, rising_learning_rate, write_json)
-from jax_lora import choose_run, create_lora_state, full_path, load_frozen, move_base
+    UserError, ceil_div, check_flags, check_given, check_needs, did_you_mean, rising_learning_rate,
+    write_json)
+from jax_lora import (
+    choose_run, create_lora_state, full_path, load_frozen, load_start_weights, move_base)
 from jax_ops.choose_attention import choose_attention
 from jax_optimizers import create_optimizer_with_schedule
-from jax_pretrained import load_config, load_weights
+from jax_pretrained import load_config
 from jax_text import create_sampler, sample_while_training
 from jax_train_utils import check_loss_chunk, create_learning_rate_schedule
 from jax_transformer import GPTConfig, create_train_state, initial_loss_scale
@@ -76,7 +81,7 @@ class Run:
     config: GPTConfig | None = None
     tokenizer: dict | None = None
     lora: dict | None = None  # {'base', 'rank', 'alpha', 'quantize', 'checksum'}
-    path: str | None = None  # of a pretrained model
+    path: str | None = None  # of a pretrained model, or the folder of another run's checkpoint
 
     @property
     def has_pairs(self):
@@ -103,6 +108,7 @@ def open_run(flags, given, data_root):
     written. Raises UserError for all that resolve_flags refuses, and for a model or a data set
     that is missing or does not fit the other."""
     flags, resumed, devices, dtype = resolve_flags(flags, given)
+    in_all_processes(check_init_from, flags['init_from'])
     shares, data = in_all_processes(load_mixture_meta, flags['dataset'], data_root)
     run = Run(flags, given, devices, dtype, resumed, shares, data)
     if resumed:
@@ -115,6 +121,20 @@ def open_run(flags, given, data_root):
     else:
         pretrained_model(run)
     return run
+
+
+def check_init_from(source):
+    """Raises UserError for a word, file or folder that is not there, before the data is opened."""
+    words = ('scratch', 'resume', 'auto')
+    if source in words or is_hub_name(source) or os.path.exists(os.path.expanduser(source)):
+        return
+    known = [*words, *PUBLISHED]
+    folder = os.path.dirname(source)
+    if os.path.isdir(folder or '.'):
+        known += [os.path.join(folder, name) for name in os.listdir(folder or '.')]
+    raise UserError(f'init_from: {source} does not exist{did_you_mean(source, known)} it takes '
+                    f"{', '.join(words)}, a run's out_dir, a folder or name of Hugging Face, "
+                    f"ckpt.pt, .gguf, or one of {', '.join(PUBLISHED)}")
 
 
 def new_model(run):
@@ -131,41 +151,110 @@ def new_model(run):
 def continued_model(run):
     """Sets the config, the tokenizer and LoRA of a run that is resumed."""
     flags, resumed = run.flags, run.resumed
-    run.config = for_this_run(GPTConfig(**resumed['model']), flags, run.given, run.dtype)
-    run.tokenizer = resumed['tokenizer']
+    out_dir = flags['out_dir']
+
+    # the model; only without learned positions may block_size be another
+    config = GPTConfig(**resumed['model'])
+    if config.position != 'learned':
+        config = with_block_size(config, flags['block_size'], out_dir)
+    run.config = for_this_run(config, flags, run.given, run.dtype)
     run.lora = move_base(resumed.get('lora'), flags['base'])
+
+    # its tokenizer, of which the data set may have more text by now
+    run.tokenizer = resumed['tokenizer']
     if not same_tokens(run.data['tokenizer'], run.tokenizer):
-        raise UserError(f"{flags['out_dir']} was trained with other tokens than those of dataset "
-                        f"{flags['dataset']}: their ids mean something else")
+        remedy = remedy_for_tokens(run.tokenizer, os.path.join(out_dir, 'tokenizer'))
+        raise UserError(f'{out_dir} was trained with other tokens than those of dataset '
+                        f"{flags['dataset']}: their ids mean something else; {remedy}")
     if run.dtype != resumed['model']['dtype']:
         print(f"this run has computed in {resumed['model']['dtype']} so far, and continues in "
               f'{run.dtype}')
-    print(f"resuming {flags['out_dir']} at iteration {run.iter_num}, best val loss "
-          f'{run.best_val_loss:.4f}')
+    print(f'resuming {out_dir} at iteration {run.iter_num}, best val loss {run.best_val_loss:.4f}')
+    print_what_is_left(run)
+
+
+def print_what_is_left(run):
+    """Says of a resumed run that has no iterations left what makes it longer, and of one that was
+    made longer without its schedule that the learning rate stays low."""
+    flags = run.flags
+    max_iters, decay_iters = flags['max_iters'], flags['lr_decay_iters']
+    decays = flags['decay_lr'] and flags['lr_schedule'] != 'constant'
+    if run.iter_num >= max_iters:
+        longer = f'--max_iters={2 * max_iters}'
+        if decays:
+            longer += f' --lr_decay_iters={2 * max_iters}'
+        print(f'already at max_iters={max_iters}; a longer run: {longer}')
+    elif decays and decay_iters < max_iters and 'lr_decay_iters' not in run.given:
+        first = max(decay_iters, run.iter_num)
+        print(f"iterations {first} to {max_iters} train at min_lr={flags['min_lr']:g}, because the "
+              f'schedule ends at lr_decay_iters={decay_iters}; a longer one: '
+              f'--lr_decay_iters={max_iters}')
 
 
 def pretrained_model(run):
-    """Sets the config, the tokenizer and LoRA of a run that starts from another model's weights.
-    block_size may be less than the model's."""
-    flags, given, source = run.flags, run.given, run.flags['init_from']
-    run.path = local_path(source)
-    config = in_all_processes(load_config, run.path)
+    """Sets the config, the tokenizer and LoRA of a run that starts from another model's weights:
+    those of a run, or of a pretrained model."""
+    flags, given = run.flags, run.given
+    source = os.path.expanduser(flags['init_from'])
+
+    # the model and its tokenizer
+    if is_run(source):
+        config, known = checkpoint_of_run(run, source)
+        name = os.path.join(source, 'tokenizer')
+        base = full_path(run.path)
+        source = f'{source}, iteration {os.path.basename(run.path)}'
+    else:
+        if 'checkpoint' in given:
+            raise UserError(f'checkpoint is of a run, and {source} is another model: leave it out')
+        run.path = local_path(source)
+        config = in_all_processes(load_config, run.path)
+        known = describe_tokenizer(run.path, config.vocab_size)
+        name = source
+        base = full_path(source)
+    run.tokenizer = check_tokens(run.data['tokenizer'], flags['dataset'], known, name,
+                                 config.vocab_size)
+
+    # the sequences of this run may be shorter, and with RoPE longer than those of the model
     block_size = flags['block_size']
-    if block_size > config.block_size and 'block_size' in given:
-        raise UserError(f'block_size={block_size}, but {source} knows only {config.block_size} '
-                        'positions')
-    block_size = min(block_size, config.block_size)
-    if config.position == 'learned':
-        config = dataclasses.replace(config, block_size=block_size)
+    if 'block_size' not in given:
+        block_size = min(block_size, config.block_size)
+    config = with_block_size(config, block_size, source)
     run.config = for_this_run(config, flags, given, run.dtype)
     run.flags = {**flags, **flags_from_config(run.config, given), 'block_size': block_size}
-    known = describe_tokenizer(run.path, config.vocab_size)
-    run.tokenizer = check_tokens(run.data['tokenizer'], flags['dataset'], known, source,
-                                 config.vocab_size)
     if flags['lora_rank']:
-        run.lora = {'base': full_path(source), 'rank': flags['lora_rank'],
-                    'alpha': flags['lora_alpha'], 'quantize': flags['quantize'], 'checksum': None}
+        run.lora = {'base': base, 'rank': flags['lora_rank'], 'alpha': flags['lora_alpha'],
+                    'quantize': flags['quantize'], 'checksum': None}
     print(f"initializing from {source}, dropout {flags['dropout']}, block_size {block_size}")
+
+
+def checkpoint_of_run(run, source):
+    """Chooses the checkpoint --checkpoint of the run in the folder `source` and sets run.path to its
+    folder. Returns (the model's config, the description of its tokenizer)."""
+    choose = functools.partial(choose_run, items=('params', 'meta', 'metrics'))
+    step, meta = in_all_processes(choose, source, run.flags['checkpoint'])
+    run.path = os.path.join(source, 'ckpt', str(step))
+    return GPTConfig(**meta['model']), meta['tokenizer']
+
+
+def with_block_size(config, block_size, source):
+    """Returns the config of a trained model for sequences of block_size tokens. A table of learned
+    positions is cut. A model with RoPE keeps its context if that is longer, and gets a longer one
+    otherwise, which is printed. Raises UserError if the table is too short.
+
+    source: the name of the model, for messages."""
+    if config.position == 'learned':
+        if block_size > config.block_size:
+            raise UserError(f'block_size={block_size}, but {source} knows only {config.block_size} '
+                            'positions, which it has learned: it cannot read longer sequences')
+        return dataclasses.replace(config, block_size=block_size)
+    if block_size <= config.block_size:
+        return config
+    scaling = 'no scaling'
+    if config.rope_scaling:
+        scaling = f"its scaling '{config.rope_scaling.kind}'"
+    print(f'{source} was trained with sequences of {config.block_size} tokens and learns to read '
+          f'{block_size}: RoPE keeps theta={config.rope_theta:g} and {scaling}')
+    return dataclasses.replace(config, block_size=block_size)
 
 
 def check_fits(run, micro_batch):
@@ -245,7 +334,7 @@ def start_state(run, config, parallel, tx):
             loss_scale = parallel.device_put(initial_loss_scale(run.dtype))
             state = state.replace(loss_scale=loss_scale)
     elif run.path and not run.lora:
-        params, _ = in_all_processes(load_weights, run.path, config, parallel)
+        params, _ = in_all_processes(load_start_weights, run.path, config, parallel)
         state = parallel.init_sharded(without_params, create, key, config, tx)
         state = state.replace(params=params)
     else:
@@ -297,8 +386,18 @@ class OutDir:
         write_json(Path(self.path, 'config.json'), {**run.flags, 'dtype': run.dtype})
         copy_tokenizer(run.tokenizer, Path(self.path, 'tokenizer'))
         if not run.resumed:
-            source = find_config_json(run.path) if run.path else None
-            keep_config_json(source, self.path)
+            keep_config_json(config_json_of(run.path), self.path)
+
+
+def config_json_of(source):
+    """Returns the path of the config.json of the model that a run starts from, or None if it has
+    none. source: Run.path."""
+    if source is None:
+        return None
+    if not is_checkpoint(source):
+        return find_config_json(source)
+    kept = kept_config_json(Path(source).parent.parent)
+    return kept if os.path.exists(kept) else None
 
 
 # -----------------------------------------------------------------------------
@@ -379,6 +478,8 @@ def merge_resumed_flags(flags, given, saved):
         raise UserError(f'cannot resume with another optimizer: {out_dir} holds the state of '
                         f'{optimizer}')
     fixed = MODEL_FLAGS | {'lora_rank', 'lora_alpha', 'quantize'}
+    if kept.get('position', 'learned') != 'learned':
+        fixed = fixed - {'block_size'}
     for name in fixed & given.keys() & kept.keys():
         if given[name] != kept[name]:
             raise UserError(

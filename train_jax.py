@@ -26,7 +26,8 @@ eval_only = False # if True, evaluate once and stop; nothing is written
 always_save_checkpoint = True # if False, an evaluation only saves when the validation loss has improved
 save_interval = 0 # also save every this many iterations; 0 is off
 keep = 2 # keep the latest this many checkpoints, and the best
-init_from = 'scratch' # 'resume', 'auto' (resume, or scratch), 'gpt2', Hugging Face folder or name, ckpt.pt, .gguf
+init_from = 'scratch' # 'resume', 'auto' (resume or scratch), another run's out_dir, 'gpt2', Hugging Face folder or name
+checkpoint = 'best' # of another run to start from: 'best' (lowest validation loss) or 'latest'
 # wandb logging
 wandb_log = False # log to Weights & Biases; with WANDB_MODE=offline it needs no account
 wandb_project = 'owt' # name of the project at wandb
@@ -122,7 +123,7 @@ from jax_files.data import DataChanged
 from jax_files.metrics import MetricsLog
 from jax_files.sources import open_data
 from jax_log import IterationLog, progress_bar, start_wandb
-from jax_minutes import fit_to_minutes
+from jax_minutes import fit_to_minutes, say_if_few
 from jax_start import (
     OutDir, check_fits, open_run, open_sampler, optimizer_from_flags, start_state, training_config)
 from jax_train_utils import (
@@ -201,6 +202,7 @@ if run.is_timed and not eval_only:
     run.flags = fit_to_minutes(
         run, config, parallel, started=started, clock=clock, make_step=make_step,
         make_batch=make_batch, evaluate=measure_losses, get_signal=lambda: stop.signum)
+    say_if_few(run.flags, data.train)
 n_iters = run.flags['max_iters']
 
 # optimizer and state
@@ -253,7 +255,8 @@ def evaluate():
     if not math.isfinite(sum(losses.values())):
         raise UserError(f'the loss is not finite at iteration {iter_num}; {out_dir} has '
                         'checkpoints from before')
-    if sampler:
+    is_untrained = iter_num == 0 and run.path is None
+    if sampler and not is_untrained:
         more['sample'] = sampler(state)
         bar.write(f"{more['sample']}\n---------------")
     if metrics_log:
@@ -312,8 +315,8 @@ tracer = Profile(trace_folder, bar, iter_num, n_iters)
 compile_s = None  # seconds for compiling the training step, once they are known
 batch = make_batch(iter_num)
 log = IterationLog(
-    bar, clock, metrics_log, out_dir=out_dir, log_interval=log_interval, max_iters=n_iters,
-    tokens_per_iter=tokens_per_iter, mfu=mfu_estimator(state, config, devices),
+    bar, metrics_log, out_dir=out_dir, log_interval=log_interval, max_iters=n_iters,
+    tokens_per_iter=tokens_per_iter, mfu=mfu_estimator(state, config, devices), started=started,
     imports_s=imports_s, in_line=objective.metrics[1:])
 try:
     while True:
@@ -326,7 +329,7 @@ try:
         # evaluate the loss on train and val
         val_loss = None
         if must_evaluate:
-            log.flush()
+            log.pause()
             val_loss = evaluate_or_save()
             if val_loss is None:  # a signal has come meanwhile
                 stop_signal = int(parallel.max_over_processes(stop.signum))
@@ -342,7 +345,7 @@ try:
             must_save = True
             stop.saving = lambda: True  # a second signal does not spoil the last save
         if must_save:
-            log.flush()
+            log.pause()
             is_new = iter_num > 0 and iter_num != run.resumed_at
             if is_new and out:
                 save(val_loss)
@@ -350,8 +353,7 @@ try:
         # termination conditions
         if must_stop or eval_only:
             break
-        if must_evaluate or must_save:
-            log.restart_clock()  # they do not count as an iteration's time
+        log.resume()
 
         # forward, backward and update: one compiled function, see make_step. It is dispatched
         # only, unless is_synchronous.
@@ -360,11 +362,14 @@ try:
         stop_requested = parallel.max_over_processes(stop.signum)
         metrics = None
         if batch is not None:
-            compiled_before = clock.compiling
+            is_first_call = compile_s is None
+            if is_first_call:
+                bar.write('compiling the training step ...')
+                compiled_before = clock.compiling
             state, metrics = train_step(state, batch)
-            if compile_s is None:  # this call has compiled it
+            if is_first_call:
                 compile_s = clock.compiling - compiled_before
-                log.start += compile_s  # does not count as the iteration's time
+                log.exclude(compile_s)
                 bar.write(f'compiled the training step in {compile_s:.1f} s')
 
         # the next batch, while the devices compute

@@ -7,6 +7,7 @@ out_dir = 'out-pystdlib'
 eval_interval = 500
 eval_iters = 20
 log_interval = 50
+sample_prompt = 'def ' # what the model makes of it, at every evaluation but the first
 
 dataset = 'pystdlib'
 # 1 * 3 * 256 = 768 tokens of the BPE, about 2,600 characters, per iteration; 3000 iterations are 0.98 epochs

@@ -143,6 +143,17 @@ def find_damage(step, items=ITEMS):
     return ''
 
 
+def is_run(source):
+    """Whether the folder is the out_dir of a run."""
+    return Path(source, 'ckpt').is_dir()
+
+
+def is_checkpoint(source):
+    """Whether the folder is a checkpoint of a run, out_dir/ckpt/ITERATION."""
+    path = Path(source)
+    return path.parent.name == 'ckpt' and path.name.isdecimal() and path.is_dir()
+
+
 def checkpoint_steps(out_dir):
     """Returns the iterations of the complete checkpoints in out_dir, the latest first."""
     folder = Path(out_dir, 'ckpt')
@@ -360,25 +371,32 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
     # Take the first that is intact.
     problems = []
     for step in steps:
-        path = folder / str(step)
-        problem = find_damage(path, items)
-        # A run that resumes sets such a checkpoint aside, whatever its checksums say.
-        has_metrics = 'metrics' in items
-        if not problem and has_metrics and read_val_loss(path) == -math.inf:
-            problem = 'metrics/metrics'
         try:
-            if not problem:
-                meta = read_meta(path, check_model)
-        except Exception as error:  # a checkpoint of an earlier version, without checksums
-            problem = f'{type(error).__name__}: {" ".join(str(error).split())}'
-        if problem:
-            problems.append(f'{path} is damaged or not a checkpoint of this program '
-                            f'({printable(problem)})')
+            meta = open_checkpoint(folder / str(step), items, check_model)
+        except UserError as error:
+            problems.append(str(error))
             continue
         if problems and jax.process_index() == 0:
             print(f'{"; ".join(problems)}; taking checkpoint {step} instead', file=sys.stderr)
         return step, meta
     raise UserError(f'{"; ".join(problems)}; there is no intact one')
+
+
+def open_checkpoint(path, items=ITEMS, check_model=None):
+    """Returns the metadata of the checkpoint in this folder; see choose_checkpoint. Raises UserError
+    if one of these items is damaged."""
+    problem = find_damage(path, items)
+    # A run that resumes sets such a checkpoint aside, whatever its checksums say.
+    has_metrics = 'metrics' in items
+    if not problem and has_metrics and read_val_loss(path) == -math.inf:
+        problem = 'metrics/metrics'
+    if not problem:
+        try:
+            return read_meta(path, check_model)
+        except Exception as error:  # a checkpoint of an earlier version, without checksums
+            problem = f'{type(error).__name__}: {" ".join(str(error).split())}'
+    raise UserError(f'{path} is damaged or not a checkpoint of this program '
+                    f'({printable(problem)})')
 
 
 # The types of a checkpoint's metadata, of its lora and of its tokenizer. A value that may be

@@ -5,6 +5,7 @@
     read(places)                the batch of sequences at these places of the files
     check(n_rows)               refuses what cannot be evaluated, before anything is written
     fingerprint(name)           numbers by which processes compare their data
+    count_passes(n_sequences)   how often the run reads the data
 
 A batch is a function of the seed and of the numbers of its sequences alone. So a run that is
 resumed continues with the next sequence, and the same run on more devices sees the same data."""
@@ -200,6 +201,10 @@ class Windows:
         batch['weight'] = (batch['weight'] * (n_targets / n_counted)).astype(np.float32)
         return batch
 
+    def count_passes(self, n_sequences):
+        """Returns how many times so many sequences are all that there is to read."""
+        return n_sequences / self.order.n
+
     def spread(self, n_rows):
         """Returns the places of n_rows windows that are spread evenly over the split."""
         last = len(self.tokens) - 1 - self.block_size  # the start of the last window
@@ -270,8 +275,10 @@ class Rows(Windows):
         return {'weight': weight, 'start': find_starts(mask_x)}
 
     def spread(self, n_rows):
-        """Returns n_rows rows, each as often as any other, to within one."""
-        return np.arange(n_rows) * len(self.tokens) // n_rows
+        """Returns the places of n_rows rows that are spread evenly over the split, or of all rows
+        if there are fewer."""
+        n = min(n_rows, len(self.tokens))
+        return np.arange(n) * len(self.tokens) // n
 
 
 def find_starts(mask_x):
@@ -338,6 +345,9 @@ class Pairs(Windows):
         pair, is_rejected = np.divmod(numbers, 2)
         return 2 * self.fitting[self.order.locate(pair)] + is_rejected
 
+    def count_passes(self, n_sequences):
+        return n_sequences / (2 * self.order.n)
+
     def draw(self, numbers, rows=slice(None)):
         """Draws the sequences of these numbers at the indices `rows`; see read()."""
         return self.read(self.locate(numbers[rows]))
@@ -390,6 +400,13 @@ class Mixture:
         n_targets = len(numbers) * self.block_size
         batch['weight'] = (batch['weight'] * (n_targets / n_counted)).astype(np.float32)
         return batch
+
+    def count_passes(self, n_sequences):
+        """Returns the most passes over one of the parts."""
+        passes = []
+        for part, fraction in zip(self.parts, self.fractions):
+            passes.append(part.count_passes(fraction * n_sequences))
+        return max(passes)
 
     def evaluation(self, n_rows, token_bytes=None):
         """Returns the evaluations of the parts: each is evaluated by itself."""

@@ -459,13 +459,22 @@ def check_tokens(data, dataset, model, model_name, vocab_size):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
         return data
+    remedy = f'put the tokenizer.json of {model_name} beside its weights'
     if model:
-        remedy = ('make it with: python data/text/prepare.py my.txt '
-                  f'--tokenizer={model_name} --out_dir=data/mine')
-    else:
-        remedy = f'put the tokenizer.json of {model_name} beside its weights'
+        remedy = remedy_for_tokens(model, model_name)
     raise UserError(f'dataset {dataset} has other tokens than {model_name}, their ids mean '
                     f'something else; {remedy}')
+
+
+def remedy_for_tokens(description, name):
+    """Returns what makes a data set with the tokens of this tokenizer, for messages. name: of the
+    model or the folder that has it."""
+    if description['kind'] == 'char':
+        return 'the model knows characters: take a data set with the same ones'
+    if description['kind'] == 'gpt2':
+        name = 'gpt2'
+    return (f'make it with: python data/text/prepare.py my.txt --tokenizer={name} '
+            '--out_dir=data/mine')
 
 
 def copy_tokenizer(description, folder):

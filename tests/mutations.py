@@ -369,9 +369,10 @@ def mutate_safetensors(rng, content):
             case 0:
                 values[name]['dtype'] = rng.choice(SAFETENSORS_TYPES)
             case 1:
-                values[name]['shape'] = changed_value(rng, values[name]['shape'])
+                values[name]['shape'] = changed_value(rng, values[name].get('shape', []))
             case 2:
-                values[name]['data_offsets'] = changed_value(rng, values[name]['data_offsets'])
+                offsets = values[name].get('data_offsets', [])
+                values[name]['data_offsets'] = changed_value(rng, offsets)
             case 3:
                 values[rng.choice(TEXTS)] = values.pop(name)
             case 4:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jax_minutes
-from jax_minutes import fit_to_minutes
+from jax_files.sources import Rows
+from jax_minutes import fit_to_minutes, say_if_few
 
 FLAGS = {
     'minutes': 10.0, 'warmup_iters': 100, 'learning_rate': 1e-3, 'decay_lr': True, 'lr_schedule': 'cosine',
@@ -71,6 +72,14 @@ def test_minutes_are_filled_with_iterations_and_evaluations(monkeypatch, capsys,
     for _ in range(n // eval_interval + 2):
         machine.evaluate(None)
     assert 570 < machine.now - 100 < 594  # 2% are left for saves
+
+
+@pytest.mark.parametrize('n, said', [
+    (7, 'only 7 iterations fit into 3 minutes (1.6 passes over the data)\n'), (50, '')])
+def test_so_few_iterations_that_little_is_learned_are_said(capsys, n, said):
+    rows = Rows(np.zeros((18, 5), np.uint16), block_size=4, seed=0)
+    say_if_few({'max_iters': n, 'minutes': 3.0, 'gradient_accumulation_steps': 2, 'batch_size': 2}, rows)
+    assert capsys.readouterr().out == said
 
 
 def test_a_signal_ends_the_measuring(monkeypatch):

@@ -40,8 +40,9 @@ def topology_devices(topology):
     sizes = shape.split('x')
     are_numbers = all(re.fullmatch('[1-9][0-9]*', size) for size in sizes)
     if kind not in DATA_SHEETS or not are_numbers:
-        raise UserError('topology must be like v5e:4x4 (a TPU slice) or h100:2x8 (hosts x GPUs), '
-                        f'not {topology!r}')
+        raise UserError('topology must be like v5e:4x4 (a TPU slice), h100:2x8 (hosts x GPUs) or '
+                        f'cpu:1x8 (CPU devices of this process), not {topology!r}: only '
+                        f'{", ".join(DATA_SHEETS)} are known')
     if kind == 'cpu':
         n_devices = math.prod(int(size) for size in sizes)
         return cpu_devices(topology, n_devices)

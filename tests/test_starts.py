@@ -1,0 +1,164 @@
+"""A new run from the weights of another run, and runs that go on longer or with longer sequences."""
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_files.checkpoints import choose_checkpoint
+from jax_flags import UserError
+from jax_lora import load_run
+from jax_pretrained import load_pretrained
+from jax_start import check_init_from, print_what_is_left
+from jax_transformer import GPT
+from tests.common import (
+    RESUME, SHORT, assert_refused, copy_folder, records_with, run_script, sample, succeeded, train, write_dataset)
+
+LORA = ['--lora_rank=2', '--lora_alpha=4', '--learning_rate=1e-2', '--decay_lr=False']
+
+
+@pytest.fixture(scope='module')
+def more(dataset):
+    """The flags of a short run from another one."""
+    return [f'--dataset={dataset}', '--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=2', *SHORT,
+            '--max_iters=2', '--eval_interval=2']
+
+
+def first_and_last(out):
+    losses = [record['val_loss'] for record in records_with(out, 'val_loss')]
+    return losses[0], losses[-1]
+
+
+def test_a_new_run_starts_from_the_weights_of_another_one(finished, more, tmp_path):
+    first, _ = finished
+    said = succeeded(train(tmp_path / 'out', *more, f'--init_from={first}')).stdout
+    assert f'initializing from {first}, iteration 20, dropout 0.1, block_size 16' in said
+    start, end = first_and_last(tmp_path / 'out')
+    assert start == first_and_last(first)[1] and end != start
+    assert [record['iter'] for record in records_with(tmp_path / 'out', 'loss')] == [0, 1]
+    assert choose_checkpoint(tmp_path / 'out')[1]['flags']['init_from'] == str(first)
+    succeeded(train(tmp_path / 'out', *RESUME, '--max_iters=3'))
+
+
+def test_the_best_checkpoint_of_the_other_run_is_taken_or_the_latest(finished, more, tmp_path):
+    first = copy_folder(finished[0], tmp_path)
+    folder = first / 'ckpt' / '10'
+    (folder / 'checksums.json').write_text('{}')
+    (folder / 'metrics' / 'metrics').write_text(json.dumps({'val_loss': 0.0}))
+    for which, iteration in (('best', 10), ('latest', 20)):
+        said = succeeded(train(tmp_path / which, *more, f'--init_from={first}', f'--checkpoint={which}')).stdout
+        assert f'iteration {iteration}, dropout' in said
+    assert_refused(train(tmp_path / 'no', *more, f'--init_from={first}', '--checkpoint=last'), 'checkpoint must be one')
+
+
+def test_lora_trains_updates_of_another_run_and_a_run_from_them_has_them_merged(finished, more, tmp_path):
+    base = copy_folder(finished[0], tmp_path)
+    succeeded(train(tmp_path / 'lora', *more, *LORA, f'--init_from={base}'))
+    start, end = first_and_last(tmp_path / 'lora')
+    assert start == first_and_last(base)[1] and end != start
+    succeeded(train(tmp_path / 'full', *more, f'--init_from={tmp_path / "lora"}'))
+    assert first_and_last(tmp_path / 'full')[0] == pytest.approx(end, abs=1e-5)
+    # the base moves
+    moved = base.rename(tmp_path / 'moved')
+    assert_refused(sample(tmp_path / 'lora'), 'does not exist; name its new place with --base')
+    succeeded(sample(tmp_path / 'lora', f'--base={moved}', '--num_samples=1', '--max_new_tokens=2'))
+    # the base was trained further, into the same folder: the checkpoint that was updated is meant
+    succeeded(train(moved, *RESUME, '--max_iters=21'))
+    succeeded(train(tmp_path / 'lora', *RESUME, '--max_iters=3', f'--base={moved}'))
+
+
+def test_a_run_from_a_run_keeps_its_tokenizer_and_config_json(tuned, tmp_path):
+    data, first = tuned
+    succeeded(train(tmp_path / 'next', f'--dataset={data}', f'--init_from={first}', '--block_size=16', '--batch_size=4',
+                    '--gradient_accumulation_steps=1', *SHORT, '--max_iters=2'))
+    kept = tmp_path / 'next' / 'tokenizer'
+    assert (kept / 'tokenizer.json').read_bytes() == (first / 'tokenizer' / 'tokenizer.json').read_bytes()
+    succeeded(run_script('export_jax.py', f'--out_dir={tmp_path / "next"}', f'--folder={tmp_path / "hf"}'))
+    assert load_pretrained(tmp_path / 'hf')[0].n_layer == load_run(first)[0].n_layer
+
+
+def test_other_tokens_than_those_of_the_run_are_refused_with_the_remedy(tuned, dataset, finished, tmp_path):
+    data, first = tuned
+    flags = ['--block_size=16', '--batch_size=4', *SHORT]
+    result = train(tmp_path / 'next', f'--dataset={dataset}', f'--init_from={first}', *flags)
+    assert_refused(result, f'has other tokens than {first}/tokenizer.*--tokenizer={first}/tokenizer ')
+    result = train(first, *RESUME, f'--dataset={dataset}')
+    assert_refused(result, f'their ids mean something else; make it with: .*--tokenizer={first}/tokenizer ')
+    write_dataset(tmp_path / 'other', range(30), range(30), vocab_size=31)
+    assert_refused(train(finished[0], *RESUME, f'--dataset={tmp_path / "other"}'), 'the model knows characters')
+
+
+# -----------------------------------------------------------------------------
+# longer sequences
+
+def loss_of_each_position(out, dataset, length):
+    """The mean loss of the model of a run at each position, [length], over 8 windows of the text it validates on."""
+    config, params, _ = load_run(out, 'latest')
+    tokens = np.fromfile(dataset / 'val.bin', np.uint16)
+    starts = np.arange(8) * 31
+    windows = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    loss_BxT = GPT(config).apply({'params': params}, jnp.array(windows[:, :-1]), jnp.array(windows[:, 1:]),
+                                 method='loss')
+    return np.asarray(loss_BxT).mean(0)
+
+
+@pytest.mark.slow
+def test_a_rope_model_learns_longer_sequences_from_its_run_or_resumed(dataset, tmp_path):
+    model = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--position=rope', f'--dataset={dataset}', '--batch_size=8',
+             '--gradient_accumulation_steps=1', *SHORT, '--dropout=0.0']
+    short = tmp_path / 'short'
+    succeeded(train(short, *model, '--block_size=8', '--max_iters=60', '--lr_decay_iters=60', '--eval_interval=60'))
+    start = ['--init_from=' + str(short), '--block_size=32', '--max_iters=40', '--eval_interval=40']
+    said = succeeded(train(tmp_path / 'long', *model, *start)).stdout
+    assert 'was trained with sequences of 8 tokens and learns to read 32: RoPE keeps theta=10000 and no scaling' in said
+    assert load_run(tmp_path / 'long')[0].block_size == 32
+    resumed = copy_folder(short, tmp_path / 'resumed')
+    said = succeeded(train(resumed, *RESUME, '--block_size=32', '--max_iters=100', '--lr_decay_iters=100')).stdout
+    assert 'learns to read 32' in said and load_run(resumed, 'latest')[0].block_size == 32
+    succeeded(train(resumed, *RESUME, '--max_iters=101'))  # stays so
+    # every position, seen before or not, is at least as good afterwards
+    config, _, _ = load_run(short, 'latest')
+    assert config.block_size == 8
+    first_8 = loss_of_each_position(short, dataset, 8)
+    for out in (tmp_path / 'long', resumed):
+        after = loss_of_each_position(out, dataset, 32)
+        assert after[:8].mean() < first_8.mean() + 0.05
+        assert after[8:].mean() < first_8[-1] + 0.05
+
+
+def test_learned_positions_end_where_the_run_ended(finished, more, tmp_path):
+    longer = [flag.replace('--block_size=16', '--block_size=32') for flag in more]
+    assert_refused(train(tmp_path / 'out', *longer, f'--init_from={finished[0]}'), 'knows only 16 positions, which it')
+    assert_refused(train(finished[0], *RESUME, '--block_size=32'), 'with another architecture')
+
+
+# -----------------------------------------------------------------------------
+# what a start says
+
+@pytest.mark.parametrize('iter_num, given, changed, said', [
+    (20, {}, {}, 'already at max_iters=20; a longer run: --max_iters=40 --lr_decay_iters=40\n'),
+    (20, {}, {'decay_lr': False}, 'already at max_iters=20; a longer run: --max_iters=40\n'),
+    (20, {'max_iters': 50}, {'max_iters': 50}, 'iterations 20 to 50 train at min_lr=0.1, because the schedule ends at '
+     'lr_decay_iters=20; a longer one: --lr_decay_iters=50\n'),
+    (20, {'max_iters': 50}, {'max_iters': 50, 'lr_schedule': 'constant'}, ''),
+    (20, {'max_iters': 50, 'lr_decay_iters': 30}, {'max_iters': 50, 'lr_decay_iters': 30}, ''),
+    (10, {}, {}, '')])
+def test_a_resumed_run_says_what_it_has_left(capsys, iter_num, given, changed, said):
+    class Run:
+        flags = {'max_iters': 20, 'lr_decay_iters': 20, 'decay_lr': True, 'lr_schedule': 'cosine', 'min_lr': 0.1}
+
+    run = Run()
+    run.iter_num, run.given, run.flags = iter_num, given, Run.flags | changed
+    print_what_is_left(run)
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize('source, message', [
+    ('resum', 'did you mean resume'), ('gpt2-medum', 'did you mean gpt2-medium'), ('out-mne', 'did you mean out-mine')])
+def test_a_start_that_is_not_there_is_refused_with_what_was_meant(tmp_path, monkeypatch, source, message):
+    (tmp_path / 'out-mine').mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f'{source} does not exist; {message}'):
+        check_init_from(source)
+    for fine in ('scratch', 'auto', 'resume', 'gpt2', 'out-mine', 'owner/name'):
+        check_init_from(fine)
