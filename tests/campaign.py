@@ -635,7 +635,8 @@ def files_section(work, n_inputs, seed=1, chosen='', minutes=1e9):
     finish(Run(work, hostile.make_honest, honest, name='.honest'), 'the honest folders')
     counts = {name: collections.Counter() for name in hostile.READERS}
     found = {}  # {(reader, what findings of one cause have in common): how many}
-    log = open(work / 'files.log', 'a', buffering=1)
+    # a message may hold half of a character
+    log = open(work / 'files.log', 'a', buffering=1, errors='backslashreplace')
     for name, numbers in choose_files(n_inputs, chosen):
         if time.monotonic() > deadline:
             break
@@ -945,6 +946,7 @@ def main():
     parser.add_argument('--pages', type=int, default=1, help='pages of 4 kB between two sizes of a full disk')
     parser.add_argument('--iters', type=int, default=20000)
     flags = parser.parse_args()
+    sys.stdout.reconfigure(errors='backslashreplace')
     rng.seed(flags.seed)
     sections = dict(kill=(kill_section, flags.kills), input=(input_section, flags.inputs),
                     files=(files_section, flags.files), disk=(disk_section, flags.pages),
