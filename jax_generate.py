@@ -21,7 +21,7 @@ from jax_flags import SamplingOptions, UserError, check_choice, check_ranges
 from jax_ops.decode_weights import (  # noqa: F401, but for devices_of: public here
     convert_params_for_decoding, devices_of, order_columns_by_rank)
 from jax_ops.sharding import shard
-from jax_sizes import choose_slots, piece_length, round_up_slots
+from jax_sizes import choose_slots, filled, piece_length, power_of_two, round_up_slots
 from jax_transformer import GPT, Block, without_tables
 
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
@@ -35,7 +35,7 @@ class Sampling(struct.PyTreeNode):
     """How tokens are sampled, for compiled functions: other numbers do not recompile. None is
     off."""
     n_vocab: int = struct.field(pytree_node=False)  # only ids below it
-    stop_tokens: tuple = struct.field(pytree_node=False, default=())
+    stop_tokens: Any = ()  # int32 [n]; another number of them does recompile
     temperature: Any = None  # None is greedy
     top_k: Any = None
     top_p: Any = None
@@ -50,8 +50,9 @@ def create_sampling(config, options, *, n_vocab=None, stop_tokens=()):
         n_vocab = config.vocab_size
     if not 0 < n_vocab <= config.vocab_size:
         raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
-    sampling = Sampling(n_vocab, tuple(int(token) for token in np.ravel(stop_tokens)))
     controls = {}
+    if np.size(stop_tokens):
+        controls['stop_tokens'] = np.ravel(stop_tokens).astype(np.int32)
     if options.temperature:
         controls['temperature'] = np.float32(options.temperature)
     if options.top_k:
@@ -62,16 +63,25 @@ def create_sampling(config, options, *, n_vocab=None, stop_tokens=()):
         controls['min_p'] = np.float32(options.min_p)
     if options.repetition_penalty is not None and options.repetition_penalty != 1:
         controls['repetition_penalty'] = np.float32(options.repetition_penalty)
-    return sampling.replace(**controls)
+    return Sampling(n_vocab, **controls)
 
 
 def sample_token(logits_BxV, key_B, sampling):
     """One token id per row of float32 logits, [B]."""
-    # all-gathered over the vocabulary
-    logits_BxV = shard(logits_BxV, None, None)[:, :sampling.n_vocab]
+    logits_BxV = sampling_logits(logits_BxV, sampling)
     if sampling.temperature is None:  # argmax; on XLA:CPU two plain reductions are faster
         is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
         return jnp.where(is_max_BxV, jnp.arange(sampling.n_vocab), sampling.n_vocab - 1).min(-1)
+    return jax.vmap(jax.random.categorical)(key_B, logits_BxV)
+
+
+def sampling_logits(logits_BxV, sampling):
+    """The logits of the distribution that is sampled from: -inf for tokens that it excludes. Greedy
+    sampling takes the largest."""
+    # all-gathered over the vocabulary
+    logits_BxV = shard(logits_BxV, None, None)[:, :sampling.n_vocab]
+    if sampling.temperature is None:
+        return logits_BxV
     logits_BxV /= sampling.temperature
     if sampling.top_k is not None:
         logits_BxV = keep_largest(logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), sampling.top_k)
@@ -81,17 +91,20 @@ def sample_token(logits_BxV, key_B, sampling):
     if sampling.min_p is not None:  # min_p times the likeliest one's, or more (arXiv:2407.01082)
         least_Bx1 = logits_BxV.max(-1, keepdims=True) + jnp.log(sampling.min_p)
         logits_BxV = jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
-    return jax.vmap(jax.random.categorical)(key_B, logits_BxV)
+    return logits_BxV
 
 
 def keep_largest(logits_BxV, weight_BxV, amount):
-    """The logits, with -inf for all but the largest ones: as few as weigh at least `amount`
-    together, and those equal to the smallest of them. weight_BxV: 1 for top-k (amount is k), the
-    probabilities for top-p.
+    """Keeps the largest logits of each row and sets all others to -inf.
 
-    The threshold t is found bit by bit, because a sort (which lax.top_k is on XLA:CPU,
-    docs/lab_log.md#sampling) is slower: floats are mapped to uint32 in the same order, and a bit of
-    t is set if the logits >= t weigh enough."""
+    Every token has a weight, weight_BxV: 1 for top-k, its probability for top-p. Going from the
+    largest logit down, tokens are kept until the weights of those kept sum to `amount` (k, or p).
+    Tokens whose logit equals the last one's are kept, too.
+
+    So each row has a threshold, the logit of the last token that is kept. A sort would find it, but
+    is slow on XLA:CPU (docs/lab_log.md#sampling). Instead the threshold's 32 bits are found one
+    after the other, from the highest. For that, floats become unsigned integers in the same order;
+    a bit is set if the tokens at or above the integer with this bit still weigh enough."""
     sign = jnp.uint32(1 << 31)
     bits_BxV = jax.lax.bitcast_convert_type(logits_BxV, jnp.uint32)
     order_BxV = jnp.where(bits_BxV >= sign, ~bits_BxV, bits_BxV | sign)
@@ -107,6 +120,12 @@ def keep_largest(logits_BxV, weight_BxV, amount):
     least_bits_Bx1 = jnp.where(t_Bx1 >= sign, t_Bx1 ^ sign, ~t_Bx1)
     least_Bx1 = jax.lax.bitcast_convert_type(least_bits_Bx1, jnp.float32)
     return jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
+
+
+def log_probability(logits_BxV, token_B):
+    """The natural log of each token's probability in the softmax of its row, float32 [B]."""
+    logit_B = jnp.take_along_axis(logits_BxV, token_B[:, None], axis=-1)[:, 0]
+    return logit_B - jax.nn.logsumexp(logits_BxV, axis=-1)
 
 
 def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
@@ -127,16 +146,21 @@ class DecodeState(struct.PyTreeNode):
     tokens_BxN: jax.Array
     length_B: jax.Array
     n_generated_B: jax.Array
-    done_B: jax.Array  # the row has met a stop token
+    done_B: jax.Array  # the row has met a stop token, or the caller has ended it
     key_B: jax.Array
     caches: tuple = ()  # KV caches of the model and of the draft model, if any
     steps: Any = 0  # of decode so far
     drafted: Any = 0  # drafts proposed so far, of all active rows
     accepted: Any = 0  # drafts accepted so far
+    # of the generated tokens, see GenerationResult; None where they are not asked for, which leaves
+    # the compiled program without them
+    logprob_BxN: Any = None
+    sampling_logprob_BxN: Any = None
 
 
 def sample_and_append(state, logits_BxV, active_B, sampling):
     """Samples each row's next token and appends it to the active rows. Returns (state, token_B)."""
+    plain_BxV = logits_BxV
     if sampling.repetition_penalty is not None:
         logits_BxV = penalize_repetition(
             logits_BxV, state.tokens_BxN, state.length_B, sampling.repetition_penalty)
@@ -147,12 +171,28 @@ def sample_and_append(state, logits_BxV, active_B, sampling):
 
     index_N = jnp.arange(state.tokens_BxN.shape[1])
     is_next_BxN = (index_N == state.length_B[:, None]) & active_B[:, None]
+    if state.logprob_BxN is not None:
+        state = append_logprobs(state, plain_BxV, logits_BxV, token_B, is_next_BxN, sampling)
     state = state.replace(
         tokens_BxN=jnp.where(is_next_BxN, token_B[:, None], state.tokens_BxN),
         length_B=state.length_B + active_B,
         n_generated_B=state.n_generated_B + active_B,
         done_B=state.done_B | (active_B & is_stop_B))
     return state, token_B
+
+
+def append_logprobs(state, plain_BxV, logits_BxV, token_B, is_next_BxN, sampling):
+    """The state with the log-probabilities of token_B where is_next_BxN. plain_BxV: the model's
+    logits; logits_BxV: with the repetition penalty."""
+    logprob_B = log_probability(shard(plain_BxV, None, None), token_B)
+    if sampling.temperature is None:  # the likeliest token is certain
+        sampling_logprob_B = jnp.zeros_like(logprob_B)
+    else:
+        sampling_logprob_B = log_probability(sampling_logits(logits_BxV, sampling), token_B)
+    return state.replace(
+        logprob_BxN=jnp.where(is_next_BxN, logprob_B[:, None], state.logprob_BxN),
+        sampling_logprob_BxN=jnp.where(
+            is_next_BxN, sampling_logprob_B[:, None], state.sampling_logprob_BxN))
 
 
 def prefill(params, cache, idx_BxT, position_BxT, *, config, with_output=False):
@@ -388,6 +428,7 @@ class Decoder:
             return
         end_B = np.where(fits_B, length_B - 1, 0)
         chosen, row_B = unique_prompts(tokens_BxT, end_B)
+        is_shared = len(chosen) < len(tokens_BxT)
         caches = self.grow(caches, end_B.max() + 1, len(chosen))
         width = piece_length(int(end_B.max()) - n_held, least_width)
         filled_caches = []
@@ -396,7 +437,7 @@ class Decoder:
                 params, config, cache, tokens_BxT[chosen], n_held, end_B[chosen], width)
             filled_caches.append(cache)
         caches = tuple(filled_caches)
-        if len(chosen) < len(tokens_BxT):
+        if is_shared:
             caches = select_rows(caches, row_B)
         self.state = self.state.replace(caches=caches)
 
@@ -429,6 +470,11 @@ class Decoder:
                 np.int32(n_slots), configs=self.configs,
                 n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
 
+    def end_rows(self, is_over_B):
+        """Lets the rows where is_over_B, bool [B], get no more tokens."""
+        if np.any(is_over_B):
+            self.state = self.state.replace(done_B=self.state.done_B | np.asarray(is_over_B))
+
 
 def active_lengths(state, n_end):
     """Lengths of the rows that are neither done nor have n_end new tokens."""
@@ -437,13 +483,19 @@ def active_lengths(state, n_end):
 
 
 def unique_prompts(tokens_BxT, end_B):
-    """(the first row of each distinct prompt, its first end_B[b] tokens; for each row the index of
-    its prompt)."""
+    """(the rows that are prefilled; for each row the index among them of one that begins with the
+    same end_B[b] tokens).
+
+    These are a row of each distinct prompt and copies of the first: a power of two, so that other
+    numbers of distinct prompts compile nothing new; or all rows, where that is not more."""
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    # as in tokens_BxT, so that a batch without repetitions stays as it is
+    all_rows = np.arange(len(rows))
+    if power_of_two(len(chosen)) >= len(rows):
+        return all_rows, all_rows
+    # in the order of tokens_BxT
     order = np.argsort(chosen)
-    return chosen[order], np.argsort(order)[row_B.ravel()]
+    return np.array(filled(chosen[order].tolist(), len(rows))), np.argsort(order)[row_B.ravel()]
 
 
 def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, width):
@@ -508,21 +560,28 @@ def bytes_read_per_step(params):
 # generate
 
 class GenerationResult(NamedTuple):
-    """The tokens so far, and what they have cost."""
-    tokens: np.ndarray  # int32 [B, N]
-    lengths: np.ndarray  # of each row, int32 [B]
+    """The tokens so far, what ended the rows, and what they have cost."""
+    tokens: np.ndarray  # int32 [B, N], 0 after a row's last token
+    lengths: np.ndarray  # of each row, int32 [B]: tokens[b, :lengths[b]] are its tokens
     steps: int = 0  # of decode after the first token
     cache_bytes: int = 0  # that the last step read
     drafted: int = 0  # number of drafts, and of those accepted
     accepted: int = 0
+    # of each row: 'stop' (a stop token), 'length' (max_new_tokens), or '' while it goes on
+    finish_reasons: tuple = ()
+    # natural log-probabilities of the generated tokens, float32 [B, N], 0 elsewhere; None if they
+    # were not asked for. The first are those of the model, softmax(logits). The others are those of
+    # the distribution that was sampled from, after all controls: 0 if greedy
+    logprobs: np.ndarray | None = None
+    sampling_logprobs: np.ndarray | None = None
 
 
 def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None,
              sample_index_B=None, temperature=1.0, top_k=None, top_p=None, min_p=None,
              repetition_penalty=None, n_vocab=None, stop_tokens=(), cache_dtype='auto', n_draft=0,
-             draft=None):
+             draft=None, as_result=False, logprobs=False):
     """Continues each prompt by max_new_tokens tokens. Returns all tokens, int32 [B, T +
-    max_new_tokens], 0 after a row's last token.
+    max_new_tokens], 0 after a row's last token; or all that is known of them, a GenerationResult.
 
     params: as decoding reads them, see convert_params_for_decoding.
     idx_BxT: prompts, right-padded.
@@ -543,6 +602,9 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=N
         are switched off where they are not, see drafts_are_useless.
     draft: (params, config) of a draft model with the same vocabulary; without it the row itself
         is searched, see prompt_lookup_draft.
+    as_result: whether to return a GenerationResult: which tokens are a row's (0 may be one of
+        them), and what ended it.
+    logprobs: the same, with the log-probabilities of the generated tokens.
 
     The prompts are prefilled in pieces, equal prompts once, up to their last token, which the first
     decode step feeds. A token costs one position of computation. With learned positions, nanoGPT's
@@ -555,22 +617,26 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=N
         params, config, idx_BxT, max_new_tokens, rng=rng, prompt_lengths_B=prompt_lengths_B,
         sample_index_B=sample_index_B, temperature=temperature, top_k=top_k, top_p=top_p,
         min_p=min_p, repetition_penalty=repetition_penalty, n_vocab=n_vocab,
-        stop_tokens=stop_tokens, cache_dtype=cache_dtype, n_draft=n_draft, draft=draft)
+        stop_tokens=stop_tokens, cache_dtype=cache_dtype, n_draft=n_draft, draft=draft,
+        logprobs=logprobs)
     *_, result = stream
+    if as_result or logprobs:
+        return result
     return result.tokens
 
 
 def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None,
                     sample_index_B=None, temperature=1.0, top_k=None, top_p=None, min_p=None,
                     repetition_penalty=None, n_vocab=None, stop_tokens=(), cache_dtype='auto',
-                    n_draft=0, draft=None, chunk=None, prefix_cache=None):
+                    n_draft=0, draft=None, logprobs=False, chunk=None, prefix_cache=None):
     """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then
-    after every `chunk`.
+    after every `chunk`. The caller may send which rows it wants no more tokens of, bool [B].
 
     chunk: number of tokens between two results, all at once if not given; a function is asked for
     it before each chunk.
     prefix_cache: a PrefixCache, for one row that begins as in the last call with it. All else is as
     in generate."""
+    # refuse what makes no sense, before anything is computed
     options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
     sampling = create_sampling(config, options, n_vocab=n_vocab, stop_tokens=stop_tokens)
     tokens_BxT, length_B = check_prompts(config, idx_BxT, prompt_lengths_B)
@@ -584,7 +650,8 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     n_cached = min(n_total, config.block_size) if is_learned else n_total
     check_drafts(config, n_draft, draft, sampling.n_vocab, n_cached)
     if max_new_tokens == 0:
-        yield GenerationResult(tokens_BxT, length_B)
+        state = create_decode_state(tokens_BxT, length_B, rng, T, logprobs=logprobs)
+        yield copy_result(state.replace(steps=0), T, max_new_tokens)
         return
 
     # the state: one row of tokens for each prompt, with a random key of its own
@@ -595,7 +662,8 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     if sample_index_B is None:
         sample_index_B = np.arange(B)
     key_B = jax.vmap(jax.random.fold_in, (None, 0))(rng, np.asarray(sample_index_B))
-    state = commit(create_decode_state(tokens_BxT, length_B, key_B, N), params)
+    state = create_decode_state(tokens_BxT, length_B, key_B, N, logprobs=logprobs)
+    state = commit(state, params)
 
     # prefill
     decoder = Decoder(
@@ -614,7 +682,9 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     try:
         while True:
             decoder.decode(sampling, n_end)
-            yield copy_result(decoder.state, T + max_new_tokens)
+            is_over_B = yield copy_result(decoder.state, T + max_new_tokens, max_new_tokens)
+            if is_over_B is not None:
+                decoder.end_rows(is_over_B)
             if n_end == max_new_tokens or chunk and bool(decoder.state.done_B.all()):
                 return
             n_new = chunk() if callable(chunk) else chunk or max_new_tokens
@@ -624,11 +694,12 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
             prefix_cache.keep(decoder.state, decoder.n_slots, n_draft, decoder.max_cached)
 
 
-def create_decode_state(tokens_BxT, length_B, key_B, n_columns):
-    """The DecodeState of prompts, with room for rows of n_columns tokens."""
+def create_decode_state(tokens_BxT, length_B, key_B, n_columns, *, logprobs=False):
+    """The DecodeState of prompts, with room for rows of n_columns tokens, and for their
+    log-probabilities if these are asked for."""
     B, T = tokens_BxT.shape
     tokens_BxN = np.pad(tokens_BxT, ((0, 0), (0, n_columns - T)))
-    return DecodeState(
+    state = DecodeState(
         tokens_BxN=jnp.asarray(tokens_BxN),
         length_B=jnp.asarray(length_B),
         n_generated_B=jnp.zeros(B, jnp.int32),
@@ -637,18 +708,39 @@ def create_decode_state(tokens_BxT, length_B, key_B, n_columns):
         steps=jnp.int32(-1),  # the first token's step is not counted
         drafted=jnp.int32(0),
         accepted=jnp.int32(0))
+    if not logprobs:
+        return state
+    # two arrays, because the compiled loop updates each in place
+    return state.replace(
+        logprob_BxN=jnp.zeros((B, n_columns)), sampling_logprob_BxN=jnp.zeros((B, n_columns)))
 
 
-def copy_result(state, n_columns):
+def copy_result(state, n_columns, max_new_tokens):
     """The GenerationResult of a state, copied, because the next step donates the state."""
+    def copy_columns(x_BxN):
+        return None if x_BxN is None else np.array(x_BxN)[:, :n_columns]
+
+    # why each row has ended; a row whose last token is a stop token has met it
+    finish_reasons = []
+    for is_done, n_generated in zip(np.array(state.done_B), np.array(state.n_generated_B)):
+        if is_done:
+            finish_reasons.append('stop')
+        elif n_generated == max_new_tokens:
+            finish_reasons.append('length')
+        else:
+            finish_reasons.append('')
+
     model_cache = state.caches[:1]
     return GenerationResult(
-        tokens=np.array(state.tokens_BxN)[:, :n_columns],
+        tokens=copy_columns(state.tokens_BxN),
         lengths=np.array(state.length_B),
         steps=int(state.steps),
         cache_bytes=sum(x.nbytes for x in jax.tree.leaves(model_cache)),
         drafted=int(state.drafted),
-        accepted=int(state.accepted))
+        accepted=int(state.accepted),
+        finish_reasons=tuple(finish_reasons),
+        logprobs=copy_columns(state.logprob_BxN),
+        sampling_logprobs=copy_columns(state.sampling_logprob_BxN))
 
 
 def check_prompts(config, idx_BxT, prompt_lengths_B):

@@ -22,7 +22,7 @@ from jax_files.chats import final_answer
 from jax_files.checkpoints import checkpoint_steps
 from jax_files.data import load_dataset_meta
 from jax_files.tokenizers import (
-    describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped, same_tokens,
+    CharTokenizer, describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped, same_tokens,
     strip_partial_utf8)
 from jax_files.weight_files import local_path
 from jax_flags import UserError
@@ -39,7 +39,8 @@ SAMPLING = {'temperature': 0.8, 'top_k': 200}  # nanoGPT's; the other controls a
 STREAM_CHUNK = 8
 SLOW_TOKEN = 0.05  # seconds: a text with slower tokens is updated after each
 SAMPLE_TOKENS = 100  # of a sample while training
-STOP_CHUNK = 64  # tokens generated between two searches for the stop text
+# tokens generated until stop texts are searched for: this many, later an eighth of those so far
+STOP_CHUNK = 8
 
 
 def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = '', draft: str = '',
@@ -416,6 +417,11 @@ class Generation:
         self.streaming = streaming
         stops = [stop] if isinstance(stop, str) else stop
         self.stops = [text for text in stops if text]
+        # a stop text that is one token ends a row in the compiled loop; others are searched for
+        tokenizer = model.tokenizer
+        stop_tokens = [token_of_letter(text, tokenizer) for text in self.stops]
+        self.must_search = None in stop_tokens
+        stop_tokens = [token for token in stop_tokens if token is not None]
         self.prompts = [prompt for prompt in prompts for _ in range(num_samples)]
         self.prompt_texts = [model.tokenizer.decode(prompt) for prompt in self.prompts]
         self.lengths = [len(prompt) for prompt in self.prompts]
@@ -435,18 +441,23 @@ class Generation:
         self.results = generate_stream(
             model.params, model.config, right_padded(self.prompts), max_new_tokens,
             rng=jax.random.key(seed), prompt_lengths_B=self.lengths,
-            n_vocab=model.tokenizer.vocab_size, stop_tokens=model.tokenizer.stop_tokens,
+            n_vocab=tokenizer.vocab_size, stop_tokens=[*tokenizer.stop_tokens, *stop_tokens],
             sample_index_B=sample_numbers, cache_dtype=cache_dtype, n_draft=n_draft,
             draft=model.draft, chunk=self.choose_chunk, prefix_cache=prefix_cache, **controls)
 
     def __iter__(self) -> Iterator['Generation']:
         """Generates, and yields itself after each chunk. It can be done once."""
+        self.texts = list(self.prompt_texts)
+        self.stopped = [False] * len(self.prompts)
+        self.n_read = list(self.lengths)  # of each row, the number of tokens of which texts tells
+        is_over = None  # the rows that have met a stop text; the first result needs none
         with contextlib.closing(self.results):
             while True:
                 self.model.clock.lap()
-                with self.model.parallel.mesh_context():
-                    result = next(self.results, None)
-                if result is None:
+                try:
+                    with self.model.parallel.mesh_context():
+                        result = self.results.send(is_over)
+                except StopIteration:
                     return
                 self.laps.append(self.model.clock.lap())
                 self.result = result
@@ -454,6 +465,7 @@ class Generation:
                 yield self
                 if all(self.stopped):
                     return
+                is_over = self.stopped
 
     def finish(self) -> 'Generation':
         """Generates all, and returns itself."""
@@ -519,29 +531,53 @@ class Generation:
         """Returns the number of tokens to generate until the texts are looked at again.
 
         For a reader it is 1, until one took less than SLOW_TOKEN, then STREAM_CHUNK, as always in
-        several processes, whose clocks differ."""
-        if not self.streaming:
-            return STOP_CHUNK if self.stops else self.max_new_tokens
-        fastest = min((lap.running for lap in self.laps[1:]), default=SLOW_TOKEN)
-        if fastest < SLOW_TOKEN or jax.process_count() > 1:
-            return STREAM_CHUNK
-        return 1
+        several processes, whose clocks differ. Where a stop text is searched for, it is STOP_CHUNK,
+        or an eighth of the tokens so far, which bounds both what is generated past the stop text
+        and how often a long text is searched. Else it is all."""
+        if self.streaming:
+            fastest = min((lap.running for lap in self.laps[1:]), default=SLOW_TOKEN)
+            if fastest < SLOW_TOKEN or jax.process_count() > 1:
+                return STREAM_CHUNK
+            return 1
+        if self.must_search:
+            n_generated = int(np.max(self.result.lengths - self.lengths))
+            return max(STOP_CHUNK, n_generated // 8)
+        return self.max_new_tokens
 
     def read_texts(self):
         """Sets texts and stopped; a stop text counts after the prompt."""
-        self.texts = []
-        self.stopped = []
-        rows = self.result.tokens.tolist()
-        for row, length, prompt_text in zip(rows, self.result.lengths, self.prompt_texts):
-            text = self.model.tokenizer.decode(row[:length])
+        for i, length in enumerate(self.result.lengths.tolist()):
+            # a row that has ended is as it was
+            if length == self.n_read[i]:
+                continue
+            self.n_read[i] = length
+            text = self.model.tokenizer.decode(self.result.tokens[i, :length].tolist())
             # (end, start) of each stop text; the one that is complete first counts, in any chunks
             found = []
             for stop in self.stops:
-                start = text.find(stop, len(prompt_text))
+                start = text.find(stop, len(self.prompt_texts[i]))
                 if start >= 0:
                     found.append((start + len(stop), start))
             if found:
                 _, start = min(found)
                 text = text[:start]
-            self.texts.append(text)
-            self.stopped.append(bool(found))
+            self.texts[i] = text
+            self.stopped[i] = bool(found)
+
+
+def token_of_letter(text, tokenizer):
+    """Returns the id of the token that is this character, if every token is a character of the
+    text, so that no other one can bring it; else None."""
+    if len(text) != 1:
+        return None
+    if isinstance(tokenizer, CharTokenizer):
+        is_unique = tokenizer.chars.count(text) == 1
+        return tokenizer.ids[text] if is_unique else None
+    # a Hugging Face folder of characters, as write_char_tokenizer makes it
+    is_of_letters = getattr(tokenizer, 'has_letters_only', False)
+    if not is_of_letters or tokenizer.tokenizer.decoder_kinds() != {'Fuse'}:
+        return None
+    token = tokenizer.ids.get(text)
+    if token in tokenizer.special_ids:  # which decoding leaves out
+        return None
+    return token

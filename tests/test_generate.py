@@ -131,6 +131,17 @@ def test_a_prompt_of_several_samples_is_prefilled_once(prefilled):
         alone = last_result(TINY, idx[b:b + 1], 5, temperature=1.0, sample_index_B=[b])
         np.testing.assert_array_equal(result.tokens[b], alone.tokens[0])
 
+
+
+def test_other_numbers_of_equal_prompts_are_prefilled_in_the_same_shape(prefilled):
+    distinct = random_tokens(4, 9)
+    for rows, n_prefilled in (([0] * 9, 1), ([0, 1, 2] * 3, 4), ([0, 1, 2, 3, 2, 1, 0, 1, 2], 4),
+                              ([3, 2, 1, 2], 4)):
+        prefilled.clear()
+        tokens = last_result(TINY, distinct[rows], 5).tokens
+        assert [len(piece) for piece in prefilled] == [n_prefilled]
+        np.testing.assert_array_equal(tokens, last_result(TINY, distinct, 5).tokens[rows])
+
 # -----------------------------------------------------------------------------
 # the cache grows
 
@@ -267,6 +278,99 @@ def test_a_text_goes_on_after_its_drafts_turned_useless_in_the_last_step_of_the_
     longer[0, :25] = result.tokens[0, :25]  # 600 tokens need a larger cache
     continued = last_result(config, longer, 6, **options)
     np.testing.assert_array_equal(continued.tokens, last_result(config, longer, 6).tokens)
+
+# -----------------------------------------------------------------------------
+# what is known of the tokens
+
+CONTROLS = dict(rng=RNG, temperature=0.7, top_k=9, top_p=0.9, min_p=0.05, repetition_penalty=1.3)
+
+
+def expected_logprobs(row, n_prompt, length):
+    """(of the model, of the distribution that CONTROLS sample from): the log-probabilities of a row's generated tokens,
+    by numpy from the logits of the model without a cache."""
+    logits_TxV = np.asarray(apply(TINY, random_params(TINY), np.pad(row, (0, 16))[None, :16])[0], np.float64)
+    plain, sampled = [], []
+    for t in range(n_prompt, length):
+        logits = logits_TxV[t - 1]
+        plain.append(logits[row[t]] - np.log(np.exp(logits).sum()))
+        seen = np.isin(np.arange(len(logits)), row[:t])
+        logits = np.where(seen, np.where(logits > 0, logits / 1.3, logits * 1.3), logits) / 0.7
+        # k, then p: from the likeliest on, until they reach it; then those that are likely enough
+        logits[np.argsort(-logits)[9:]] = -np.inf
+        order = np.argsort(-logits)
+        probs = np.exp(logits) / np.exp(logits).sum()
+        n_kept = (np.cumsum(probs[order]) < 0.9).sum() + 1
+        logits[order[n_kept:]] = -np.inf
+        logits[logits < logits.max() + np.log(0.05)] = -np.inf
+        sampled.append(logits[row[t]] - np.log(np.exp(logits).sum()))
+    return plain, sampled
+
+
+@pytest.mark.parametrize('options', [dict(), dict(n_draft=3)])
+def test_log_probabilities_are_those_of_the_model_and_of_the_distribution_sampled_from(options):
+    params, idx, n_prompt = random_params(TINY), random_tokens(2, 6), [6, 3]
+    options = CONTROLS | options | dict(prompt_lengths_B=n_prompt)
+    plain = generate(params, TINY, idx, 8, **options)
+    stop = int(plain[0, 9])
+    result = generate(params, TINY, idx, 8, logprobs=True, stop_tokens=[stop], **options)
+    assert result.lengths[0] == list(plain[0, 6:]).index(stop) + 7 <= 10 and result.finish_reasons[0] == 'stop'
+    for b in range(2):
+        own = slice(n_prompt[b], result.lengths[b])
+        np.testing.assert_array_equal(result.tokens[b, :own.stop], plain[b, :own.stop])
+        of_model, of_sampling = expected_logprobs(result.tokens[b], own.start, own.stop)
+        np.testing.assert_allclose(result.logprobs[b, own], of_model, atol=1e-5)
+        np.testing.assert_allclose(result.sampling_logprobs[b, own], of_sampling, atol=1e-5)
+        for logprobs in (result.logprobs[b], result.sampling_logprobs[b]):
+            assert not logprobs[:own.start].any() and not logprobs[own.stop:].any()
+
+
+def test_a_greedy_token_is_certain_and_has_the_log_probability_of_the_model():
+    result = generate(random_params(TINY), TINY, random_tokens(1, 4), 5, rng=RNG, temperature=0, logprobs=True)
+    assert not result.sampling_logprobs.any()
+    assert (result.logprobs[0, 4:] < 0).all() and not result.logprobs[0, :4].any()
+
+
+def test_lengths_tell_padding_from_token_0_and_reasons_what_ended_a_row():
+    idx, params = random_tokens(2, 4), random_params(TINY)
+    free = generate(params, TINY, idx, 6, rng=RNG)
+    stop = next(token for token in free[0, 4:8].tolist() if token not in free[1, 4:])
+    result = generate(params, TINY, idx, 6, rng=RNG, stop_tokens=[stop], as_result=True)
+    assert result.finish_reasons == ('stop', 'length') and result.logprobs is None
+    assert result.lengths.tolist() == [free[0, 4:].tolist().index(stop) + 5, 10]
+    for row, length, expected in zip(result.tokens, result.lengths, free):
+        assert row[:length].tolist() == expected[:length].tolist() and not row[length:].any()
+    nothing = generate(params, TINY, idx, 0, rng=RNG, logprobs=True)
+    assert nothing.finish_reasons == ('length', 'length') and nothing.logprobs.shape == (2, 4)
+
+
+def test_without_log_probabilities_the_compiled_loop_computes_none():
+    def count_logarithms(**more):
+        state = jax_generate.create_decode_state(random_tokens(1, 4), np.array([4]), jax.random.split(RNG, 1), 16)
+        state = state.replace(caches=(init_cache(TINY, 1, 16),), **more)
+        program = decode.lower((random_params(TINY),), state, jax_generate.Sampling(37), 8, 16, 16, configs=(TINY,),
+                               n_draft=0, use_cache=True)
+        return program.as_text().count('stablehlo.log ')
+
+    zeros = jnp.zeros((1, 16))
+    assert count_logarithms() == 0
+    assert count_logarithms(logprob_BxN=zeros, sampling_logprob_BxN=zeros) > 0
+
+
+def test_other_stop_tokens_compile_nothing():
+    last_result(TINY, random_tokens(1, 4), 3, stop_tokens=[5])
+    n_programs = decode._cache_size()
+    last_result(TINY, random_tokens(1, 4), 3, stop_tokens=[6])
+    assert decode._cache_size() == n_programs
+
+
+def test_rows_that_the_caller_ends_get_no_more_tokens():
+    stream = generate_stream(random_params(TINY), TINY, random_tokens(2, 4), 9, rng=RNG, chunk=3)
+    next(stream)
+    stream.send([True, False])
+    *_, result = stream
+    assert result.lengths.tolist() == [5, 13] and result.finish_reasons == ('stop', 'length')
+    np.testing.assert_array_equal(
+        result.tokens[1], generate(random_params(TINY), TINY, random_tokens(2, 4), 9, rng=RNG)[1])
 
 # -----------------------------------------------------------------------------
 # drafts and sampling

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 import jax_score
 import jax_text
+from jax_files.tokenizers import HFTokenizer, write_char_tokenizer
 from jax_flags import UserError
 from jax_generate import generate
 from jax_ops.decode_weights import convert_params_for_decoding
@@ -81,6 +82,48 @@ def test_of_overlapping_stop_texts_the_first_to_be_complete_counts_in_chunks_of_
     expected = text[:text.find(stops[0], 3)]
     assert model.generate(['the'], max_new_tokens=40, stop=stops) == [expected]
     assert ''.join(model.stream('the', max_new_tokens=40, stop=stops)) == expected
+
+
+def test_a_stop_text_that_is_one_character_of_a_character_tokenizer_ends_its_row_at_once(run, monkeypatch):
+    model, prompts = load(run, device='cpu:0'), ['the', 'fox', 'a']
+    free = [text[len(prompt):] for prompt, text in zip(prompts, model.generate(prompts, max_new_tokens=40))]
+    for stop in (free[0][12], [free[1][9], free[2][20:22]]):
+        def generate():
+            ids = [model.encode(prompt) for prompt in prompts]
+            return Generation(model, ids, max_new_tokens=40, stop=stop).finish()
+
+        at_once = generate()
+        with monkeypatch.context() as patch:
+            patch.setattr(jax_text, 'token_of_letter', lambda text, tokenizer: None)
+            searched = generate()
+        assert (at_once.texts, at_once.stopped) == (searched.texts, searched.stopped)
+        assert [at_once.describe(i) for i in range(3)] == [searched.describe(i) for i in range(3)]
+        assert at_once.stopped[isinstance(stop, list)] and (at_once.result.lengths <= searched.result.lengths).all()
+        for row, length, was_stopped, text in zip(
+                at_once.result.tokens, at_once.result.lengths, at_once.stopped, at_once.texts):
+            if was_stopped and isinstance(stop, str):
+                assert model.tokenizer.decode(row[:length].tolist()) == text + stop
+        assert at_once.must_search == isinstance(stop, list)
+
+
+def test_only_a_character_that_no_other_token_brings_is_a_stop_token(run, speaking, tmp_path):
+    characters = load(run, device='cpu:0').tokenizer
+    write_char_tokenizer('abc', tmp_path)
+    assert jax_text.token_of_letter('t', characters) == characters.ids['t']
+    assert jax_text.token_of_letter('b', HFTokenizer(tmp_path)) == 1
+    for text, tokenizer in (('th', characters), ('|', HFTokenizer(tmp_path)), ('a', HFTokenizer(speaking))):
+        assert jax_text.token_of_letter(text, tokenizer) is None
+
+
+def test_a_row_that_has_met_the_stop_text_gets_no_more_tokens(run):
+    model = load(run, device='cpu:0')
+    free = model.generate(['the', 'fox'], max_new_tokens=40)
+    stop = next(free[0][i:i + 3] for i in range(3, 20) if free[0][i:i + 3] not in free[1][3:])
+    generation = Generation(model, [[*map(model.tokenizer.ids.get, text)] for text in ('the', 'fox')],
+                            max_new_tokens=40, stop=stop).finish()
+    n_new = free[0].index(stop, 3)  # of characters: before the stop text
+    assert n_new + 3 <= generation.result.lengths[0] < n_new + 3 + jax_text.STOP_CHUNK
+    assert generation.result.lengths[1] == 43 and generation.texts == [free[0][:n_new], free[1]]
 
 
 @pytest.mark.slow
