@@ -19,14 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jax_files.tokenizer_classes import AS_FILED, GGUF_PATH
 from jax_files.tokenizer_library import GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT
 from jax_files.tokenizers import write_char_tokenizer
 from jax_flags import UserError, printable, write_json
 
 GGUF_DTYPES = ('float32', 'float16', 'q8_0')
-
-# The file in the folder of open_gguf that says where the weights are.
-GGUF_PATH = 'gguf_path'
 
 # {model_type of config.json: architecture of llama.cpp}. It computes a Mistral as a Llama.
 ARCHITECTURES = {
@@ -711,7 +709,7 @@ def write_tokenizer(values, path, folder):
         chars = [unescape_char(text) for text in tokens]
         if all(len(c) == 1 for c in chars):
             write_char_tokenizer(''.join(chars), folder)
-            return {}
+            return {'tokenizer_config.json': {'tokenizer_class': AS_FILED}}
 
     # Every other one has to be a BPE that splits text in a known way.
     split = SAME_SPLITS.get(found.get('pre'), found.get('pre'))
@@ -781,7 +779,7 @@ def write_bpe_tokenizer(values, found, split, tokens, path, folder):
     # write_gguf names a beginning token in any case: an end token that is not added is none.
     is_bos = adds['bos'] or ids['bos'] not in ends
     settings = {
-        'tokenizer_class': 'PreTrainedTokenizerFast',
+        'tokenizer_class': AS_FILED,
         'clean_up_tokenization_spaces': False,
         'bos_token': texts['bos'] if is_bos else None,
         'eos_token': texts['eos'],

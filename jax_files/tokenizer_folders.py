@@ -1,41 +1,17 @@
 """What the files of a Hugging Face folder say of a tokenizer, as transformers 5 reads them: which
 tokens are added, and which of them begin and end a text."""
+import functools
+import json
 import os
 from typing import NamedTuple
 
-from jax_files.tokenizer_library import QWEN2_SPLIT, SafeTokenizer
+from jax_files.tokenizer_classes import (
+    BUILT_CLASSES, CLASS_NAMES, GGUF_PATH, WITH_PADDING, build_pieces, check_class, class_of,
+    describe_with_pieces, has_pieces, is_byte_level)
+from jax_files.tokenizer_library import SafeTokenizer
 from jax_flags import UserError, read_json, regular_file
 
 NAMES = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
-END = '<|endoftext|>'
-# what a class of transformers names its tokens where no file does, as far as the vocabulary has
-# them
-CLASS_NAMES = {
-    'GPT2Tokenizer': {'unk_token': END, 'bos_token': END, 'eos_token': END},
-    'GPTNeoXTokenizer': {'unk_token': END, 'bos_token': END, 'eos_token': END,
-                         'pad_token': '<|padding|>'},
-    'Qwen2Tokenizer': {'unk_token': END, 'eos_token': END, 'pad_token': END},
-    'LlamaTokenizer': {'unk_token': '<unk>', 'bos_token': '<s>', 'eos_token': '</s>'},
-    'CodeLlamaTokenizer': {'unk_token': '<unk>', 'bos_token': '<s>', 'eos_token': '</s>'},
-    'GemmaTokenizer': {'unk_token': '<unk>', 'bos_token': '<bos>', 'eos_token': '<eos>',
-                       'pad_token': '<pad>',
-                       'mask_token': '<mask>'},
-    'CohereTokenizer': {'unk_token': '<UNK>', 'bos_token': '<BOS_TOKEN>',
-                        'eos_token': '<|END_OF_TURN_TOKEN|>',
-                        'pad_token': '<PAD>', 'cls_token': '<CLS>', 'sep_token': '<SEP>',
-                        'mask_token': '<MASK_TOKEN>'}}
-# the class of a family whose files name none; 'generic' is one without names of its own, whatever
-# the files say
-FAMILY_CLASSES = {'gpt2': 'GPT2Tokenizer', 'qwen2': 'Qwen2Tokenizer', 'qwen3': 'Qwen2Tokenizer',
-                  'qwen3_moe': 'Qwen2Tokenizer', 'gemma2': 'GemmaTokenizer',
-                  'gemma3': 'GemmaTokenizer',
-                  'gemma3_text': 'GemmaTokenizer', 'mistral': 'generic', 'phi3': 'generic',
-                  'olmo2': 'generic',
-                  'olmo3': 'generic'}
-# families whose files often name a wrong class, which transformers ignores
-WRONGLY_DECLARED = ('qwen2',)
-# from vocab.json and merges.txt
-BUILT_CLASSES = ('GPT2Tokenizer', 'GPTNeoXTokenizer', 'Qwen2Tokenizer')
 # of tokenizers without a tokenizer.json
 OTHER_FILES = ('vocab.json', 'merges.txt', 'tokenizer.model', 'vocab.txt', 'spiece.model',
                'sentencepiece.bpe.model',
@@ -64,21 +40,32 @@ def read_tokenizer_folder(folder):
     is_filed = os.path.exists(path) or not has_vocab_and_merges(folder)
     try:
         kind = class_of(settings, config)
+        check_class(kind, folder)
+        if os.path.exists(os.path.join(folder, GGUF_PATH)):
+            kind = 'generic'
+        if kind == 'LlamaTokenizer' and os.path.exists(path) and is_byte_level(path):
+            kind = 'generic'
+        filed = None
         if is_filed:
-            tokenizer = SafeTokenizer.from_file(path)
+            filed = SafeTokenizer.from_file(path)
+            before = describe_added_tokens(filed)
+        defaults = dict(CLASS_NAMES.get(kind, {}))
+        if filed is not None and filed.pad_token and kind not in WITH_PADDING:
+            defaults['pad_token'] = filed.pad_token
+        declared = read_declared_tokens(folder, filed, settings, defaults)
+        pieces = build_pieces(kind, settings, text_of(declared.names.get('unk_token')))
+        if not is_filed:
+            tokenizer = build_tokenizer(folder, kind, pieces)
+        elif pieces:
+            tokenizer = with_pieces(filed, path, pieces, declared)
         else:
-            tokenizer = build_tokenizer(folder, kind, settings)
-        before = describe_added_tokens(tokenizer)
-        if kind == 'LlamaTokenizer' and 'ByteLevel' in tokenizer.decoder_kinds():
-            kind = 'generic'  # transformers reads such a tokenizer.json as it is
-        # the names of a class, as far as the vocabulary has them
-        defaults = {}
-        for name, token in CLASS_NAMES.get(kind, {}).items():
-            if not is_filed or tokenizer.token_to_id(token) is not None:
-                defaults[name] = token
-        names = add_declared_tokens(folder, tokenizer, settings, defaults, kind)
+            tokenizer = filed
+        names = add_declared_tokens(tokenizer, declared, kind)
         if not is_filed:
             add_ends(tokenizer, names, settings)
+        elif pieces and pieces.ends is not None:
+            add_ends(tokenizer, names, pieces.ends)
+        tokenizer.raw.encode_special_tokens = bool(settings.get('split_special_tokens'))
     except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
         raise UserError(f"the tokenizer's settings in {folder} are malformed "
                         f'({type(error).__name__}: {error}); copy or download them '
@@ -86,31 +73,18 @@ def read_tokenizer_folder(folder):
     tokenizer.check_ids()
 
     # whether a copy of tokenizer.json and the settings says the same
-    is_unchanged = before == describe_added_tokens(tokenizer)
-    is_named = True
+    is_as_filed = tokenizer is filed and before == describe_added_tokens(tokenizer)
+    if pieces and pieces.ends is not None:
+        is_as_filed = False
     for name in defaults:
         if name in names and text_of(settings.get(name)) != names[name]:
-            is_named = False
-    is_as_filed = is_filed and is_unchanged and is_named
+            is_as_filed = False
     return TokenizerFolder(tokenizer, names, settings, generation, config, is_as_filed)
 
 
 def describe_added_tokens(tokenizer):
     """Returns a text that tells all added tokens of a SafeTokenizer."""
     return repr(sorted(tokenizer.get_added_tokens_decoder().items()))
-
-
-def class_of(settings, config):
-    """Returns the name of the class that transformers would make of these files, as far as it is in
-    CLASS_NAMES."""
-    family = config.get('model_type')
-    of_family = None
-    if isinstance(family, str):
-        of_family = FAMILY_CLASSES.get(family)
-    declared = settings.get('tokenizer_class') or config.get('tokenizer_class')
-    if declared is None or family in WRONGLY_DECLARED or of_family == 'generic':
-        return of_family or 'generic'
-    return str(declared).removesuffix('Fast')
 
 
 def has_vocab_and_merges(folder):
@@ -128,33 +102,38 @@ def other_tokenizer_files(folder):
     return [name for name in found if name in OTHER_FILES or name.endswith(OTHER_ENDINGS)]
 
 
-def build_tokenizer(folder, kind, settings):
-    """Returns the SafeTokenizer of vocab.json and merges.txt, as the class `kind` of transformers
-    builds it.
+def build_tokenizer(folder, kind, pieces):
+    """Returns the SafeTokenizer of vocab.json and merges.txt, with the Pieces of the class `kind`.
 
     Raises UserError if the files are damaged, or the class is not in BUILT_CLASSES."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, models
     if kind not in BUILT_CLASSES:
         raise UserError(unread_files(folder, ['merges.txt', 'vocab.json']))
     vocab = regular_file(folder, 'vocab.json')
     merges = regular_file(folder, 'merges.txt')
-    adds_space = settings.get('add_prefix_space') or False
-    if not isinstance(adds_space, bool):
-        raise TypeError(f'add_prefix_space is {adds_space!r}')
 
     def build():
         raw = Tokenizer(models.BPE.from_file(vocab, merges))
-        raw.decoder = decoders.ByteLevel()
-        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
-        if kind != 'GPT2Tokenizer':
-            raw.normalizer = normalizers.NFC()
-        if kind == 'Qwen2Tokenizer':
-            raw.pre_tokenizer = pre_tokenizers.Sequence([
-                pre_tokenizers.Split(Regex(QWEN2_SPLIT), 'isolated'),
-                pre_tokenizers.ByteLevel(add_prefix_space=adds_space, use_regex=False)])
+        raw.normalizer = pieces.normalizer
+        raw.pre_tokenizer = pieces.pre_tokenizer
+        raw.decoder = pieces.decoder
         return raw
 
     return SafeTokenizer(build, folder)
+
+
+def with_pieces(filed, path, pieces, declared):
+    """Returns a SafeTokenizer with the vocabulary and merges of a tokenizer.json and with Pieces,
+    still without added tokens.
+
+    filed: what the file says by itself, which is returned if it means the same."""
+    from tokenizers import Tokenizer
+    by_id = {id: repr(token) for id, token in declared.by_id.items()}
+    added = {id: repr(token) for id, token in filed.get_added_tokens_decoder().items()}
+    if added == by_id and has_pieces(filed.raw, pieces):
+        return filed
+    content = json.dumps(describe_with_pieces(read_json(path), pieces))
+    return SafeTokenizer(functools.partial(Tokenizer.from_str, content), path)
 
 
 def add_ends(tokenizer, names, settings):
@@ -181,13 +160,19 @@ def unread_files(folder, names):
 # -----------------------------------------------------------------------------
 # declared tokens
 
-def add_declared_tokens(folder, tokenizer, settings, defaults, kind):
-    """Adds the tokens that the files of a folder declare to its SafeTokenizer, in transformers'
-    order, new ones with the next ids; returns their names {'bos_token': text, ...}.
+class DeclaredTokens(NamedTuple):
+    """The tokens that the files of a folder declare; a token is a text or an AddedToken."""
+    by_id: dict  # {id: AddedToken}
+    names: dict  # {'bos_token': token, ...}
+    extra: list  # the other special ones
 
+
+def read_declared_tokens(folder, filed, settings, defaults):
+    """Returns the DeclaredTokens of a folder.
+
+    filed: the SafeTokenizer of its tokenizer.json, or None.
     settings: the content of tokenizer_config.json.
     defaults: {name: text} of the tokens that no file names.
-    kind: the name of the class.
     The other files are read only if the settings have no added_tokens_decoder. Raises TypeError,
     KeyError, ValueError or UserError for malformed ones."""
     from tokenizers import AddedToken
@@ -203,7 +188,7 @@ def add_declared_tokens(folder, tokenizer, settings, defaults, kind):
             by_id[int(id)] = make_token(token)
     else:
         merge_special_tokens_map(folder, values, named)
-        by_id = legacy_tokens(folder, values, tokenizer)
+        by_id = legacy_tokens(folder, values, filed)
     values = {key: as_tokens(value) for key, value in values.items()}
     named = {**take_names(values, (str, AddedToken)), **named}  # in this order
     extra = values.get('extra_special_tokens', values.get('additional_special_tokens')) or []
@@ -220,14 +205,27 @@ def add_declared_tokens(folder, tokenizer, settings, defaults, kind):
             token = defaults.get(name)
         if token is not None:
             names[name] = by_text.get(text_of(token), token)
-    for name, token in named.items():
+    own = {name: token for name, token in defaults.items() if name not in NAMES}
+    for name, token in {**own, **named}.items():
         names[name] = make_special_token(token)
-    extra = [make_special_token(token) for token in extra]
-    add_missing_tokens(tokenizer, by_id, names, extra)
-    texts = {name: text_of(token) for name, token in names.items()}
+    return DeclaredTokens(by_id, names, [make_special_token(token) for token in extra])
+
+
+def add_declared_tokens(tokenizer, declared, kind):
+    """Adds DeclaredTokens to a SafeTokenizer, in transformers' order, new ones with the next ids;
+    returns their names {'bos_token': text, ...}. kind: the name of the class."""
+    from tokenizers import AddedToken
+    add_missing_tokens(tokenizer, declared.by_id, declared.names, declared.extra)
+    texts = {name: text_of(token) for name, token in declared.names.items()}
+    special = dict.fromkeys([*texts.values(), *map(text_of, declared.extra)])
     if kind == 'Qwen2Tokenizer':
-        special = dict.fromkeys([*texts.values(), *map(text_of, extra)])
         tokenizer.add_tokens([AddedToken(text, special=True) for text in special])
+    if kind == 'CohereTokenizer':
+        tokens = [*declared.names.values(), *declared.extra]
+        for i, token in enumerate(tokens):
+            if isinstance(token, str):
+                tokens[i] = AddedToken(token, special=True, normalized=False)
+        tokenizer.call(tokenizer.raw.add_special_tokens, tokens)
     return texts
 
 
@@ -258,8 +256,8 @@ def merge_special_tokens_map(folder, values, named):
         named.update(values.pop('extra_special_tokens'))
 
 
-def legacy_tokens(folder, values, tokenizer):
-    """Returns {id: AddedToken} of added_tokens.json and tokenizer.json; the former are special if
+def legacy_tokens(folder, values, filed):
+    """Returns {id: AddedToken} of added_tokens.json and a tokenizer.json; the former are special if
     the others name them, in tokenizer_config.json as a text, not as an object."""
     from tokenizers import AddedToken
     declared = [values.get(name) for name in NAMES] + list(values.get('extra_special_tokens') or [])
@@ -270,7 +268,9 @@ def legacy_tokens(folder, values, tokenizer):
             raise TypeError(f'the id of {text!r} is {id!r}')
         is_special = text in special
         by_id[id] = AddedToken(text, normalized=not is_special, special=is_special)
-    return {**by_id, **tokenizer.get_added_tokens_decoder()}
+    if filed is not None:
+        by_id.update(filed.get_added_tokens_decoder())
+    return by_id
 
 
 def add_missing_tokens(tokenizer, by_id, names, extra):

@@ -24,6 +24,8 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
 QWEN2_SPLIT = LLAMA3_SPLIT.replace('{1,3}', '')  # that of bpe:N, too
+QWEN3_5_SPLIT = QWEN2_SPLIT.replace(r'?\p{L}+', r'?[\p{L}\p{M}]+').replace(
+    r'[^\s\p{L}\p{N}]', r'[^\s\p{L}\p{M}\p{N}]')
 UPPER, LOWER = r'[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]', r'[\p{Ll}\p{Lm}\p{Lo}\p{M}]'
 ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 O200K_SPLIT = '|'.join([  # that of gpt-oss
@@ -31,7 +33,7 @@ O200K_SPLIT = '|'.join([  # that of gpt-oss
     rf'[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDINGS}',
     r'\p{N}{1,3}', r' ?[^\s\p{L}\p{N}]+[\r\n/]*', r'\s*[\r\n]+', r'\s+(?!\S)', r'\s+'])
 TEKKEN_SPLIT = O200K_SPLIT.replace(ENDINGS, '').replace('{1,3}', '')  # that of newer Mistrals
-KNOWN_PATTERNS = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, O200K_SPLIT, TEKKEN_SPLIT, r'\p{N}',
+KNOWN_PATTERNS = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, QWEN3_5_SPLIT, O200K_SPLIT, TEKKEN_SPLIT, r'\p{N}',
                   r'\p{N}{1,3}', r'\s+', r'\d', ' ', ' {2,}'}
 
 
@@ -50,7 +52,9 @@ class SafeTokenizer:
         self.source = str(source)
         self.is_strange = False
         self.raw = self.call(raw)
-        # transformers writes what the last call set into the file, and ignores it
+        # transformers writes what the last call set into the file, and ignores it but for the name
+        # of the token
+        self.pad_token = (self.call(getattr, self.raw, 'padding') or {}).get('pad_token')
         self.call(self.raw.no_truncation)
         self.call(self.raw.no_padding)
         self.check_ids()

@@ -13,6 +13,7 @@ from jax_files.chats import (
     MORE_TEMPLATES, ChatTemplate, copy_more_templates, encode_training_chat, read_chat,
     read_chat_templates,
 )
+from jax_files.tokenizer_classes import AS_FILED
 from jax_files.tokenizer_folders import other_tokenizer_files, read_tokenizer_folder, unread_files
 from jax_files.tokenizer_library import LARGEST_ID, name_characters
 from jax_flags import SAMPLING_NAMES, UserError, read_json, regular_file, write_json, write_text
@@ -97,7 +98,8 @@ def write_gpt2_tokenizer(folder):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(os.path.join(folder, 'tokenizer.json'))
-    write_json(os.path.join(folder, 'tokenizer_config.json'), {'eos_token': '<|endoftext|>'})
+    settings = {'tokenizer_class': AS_FILED, 'eos_token': '<|endoftext|>'}
+    write_json(os.path.join(folder, 'tokenizer_config.json'), settings)
 
 
 def byte_letters():
@@ -498,10 +500,16 @@ def copy_tokenizer(description, folder):
     copy_more_templates(source_folder, folder)
 
     # what they do not say, or what only files say that are not copied
+    path = os.path.join(folder, 'tokenizer_config.json')
+    settings = read_json(path, optional=True)
     if not tokenizer.is_as_filed:
         write_text(os.path.join(folder, 'tokenizer.json'), tokenizer.tokenizer.to_str())
-        path = os.path.join(folder, 'tokenizer_config.json')
-        settings = read_json(path, optional=True)
-        write_json(path, {**tokenizer.special, **settings})
+        settings = {**tokenizer.special, **settings}
+        if 'added_tokens_decoder' in settings:
+            added = tokenizer.tokenizer.get_added_tokens_decoder()
+            by_id = {id: token.__getstate__() for id, token in added.items()}
+            settings['added_tokens_decoder'] = by_id
+    # the class whose code splits text was followed; now tokenizer.json says it all
+    write_json(path, {**settings, 'tokenizer_class': AS_FILED})
     generation = {**tokenizer.generation, 'eos_token_id': list(tokenizer.stop_tokens)}
     write_json(os.path.join(folder, 'generation_config.json'), generation)

@@ -19,6 +19,8 @@ from jax_files.adapters import find_adapter_file, is_adapter, merge_adapter, rea
 from jax_files.chats import copy_more_templates
 from jax_files.config_json import JsonConfig, shown
 from jax_files.gguf_files import GGUF_PATH, gguf_tensors, open_gguf
+from jax_files.tokenizer_classes import AS_FILED, class_of
+from jax_files.tokenizers import copy_tokenizer
 from jax_files.torch_files import read_state_dict
 from jax_flags import (
     DTYPES, UserError, ceil_div, printable, read_json, regular_file, write_json)
@@ -95,7 +97,7 @@ def write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard
                             'another')
         os.makedirs(unfinished)
         if tokenizer:
-            write_tokenizer_files(tokenizer, unfinished)
+            write_tokenizer_files(tokenizer, unfinished, hf_config)
         write_json(os.path.join(unfinished, 'config.json'), hf_config)
         write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
 
@@ -109,19 +111,25 @@ def write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def write_tokenizer_files(source, folder):
+def write_tokenizer_files(source, folder, hf_config):
     """Copies the files of a tokenizer into a new folder, and adds the settings that transformers
-    needs to split text as they say."""
+    needs to split text as they say.
+
+    hf_config: the content of the new folder's config.json. transformers may split text in the way
+    of its model type, whatever the files say."""
     copy_tokenizer_files(source, folder)
-    has_tokenizer = os.path.exists(os.path.join(folder, 'tokenizer.json'))
-    settings = os.path.join(folder, 'tokenizer_config.json')
-    if has_tokenizer and not os.path.exists(settings):
-        # Without a class transformers takes that of the model type, which may split text in its
-        # own way.
-        write_json(settings, {
-            'tokenizer_class': 'PreTrainedTokenizerFast',
-            'clean_up_tokenization_spaces': False,
-        })
+    if not os.path.exists(os.path.join(folder, 'tokenizer.json')):
+        return
+    path = os.path.join(folder, 'tokenizer_config.json')
+    has_settings = os.path.exists(path)
+    settings = read_json(path) if has_settings else {'clean_up_tokenization_spaces': False}
+    source_config = read_json(regular_file(source, 'config.json'), optional=True)
+    kind = class_of(settings, source_config)
+    is_changed = kind != class_of(settings, hf_config)
+    if kind == 'generic' and (is_changed or not has_settings):
+        write_json(path, {**settings, 'tokenizer_class': AS_FILED})
+    elif is_changed:
+        copy_tokenizer({'kind': 'folder', 'path': source}, folder)
 
 
 def copy_tokenizer_files(source, folder):

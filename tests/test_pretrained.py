@@ -320,4 +320,6 @@ def test_an_exported_tokenizer_keeps_its_own_settings(tmp_path):
     write_char_tokenizer('ab', tmp_path)
     (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "b"}')
     save_pretrained(params, config, tmp_path / 'model', tokenizer=tmp_path)
-    assert (tmp_path / 'model' / 'tokenizer_config.json').read_text() == '{"eos_token": "b"}'
+    # without a class transformers would split text as GPT-2 does
+    assert json.loads((tmp_path / 'model' / 'tokenizer_config.json').read_text()) == {
+        'eos_token': 'b', 'tokenizer_class': 'PreTrainedTokenizerFast'}

@@ -214,14 +214,39 @@ def test_tokens_that_any_file_declares_have_the_ids_of_transformers(name, tmp_pa
     tokenizer = HFTokenizer(folder)
     assert tokenizer.special == case['names']
     assert (tokenizer.ids.get(tokenizer.special.get('bos_token')), tokenizer.end_token) == (case['bos'], case['eos'])
-    if case['ids']:
-        assert [tokenizer.encode(text) for text in TRANSFORMERS['texts']] == case['ids']
+    assert [tokenizer.encode(text) for text in TRANSFORMERS['texts']] == case['ids']
     copy_tokenizer({'kind': 'folder', 'path': str(folder)}, tmp_path / 'copy')
     copied = HFTokenizer(tmp_path / 'copy')  # which has no config.json and no vocab.json
     assert (copied.special, copied.ids, copied.start_token) == (tokenizer.special, tokenizer.ids, tokenizer.start_token)
     assert [copied.encode(text) for text in TRANSFORMERS['texts']] == [
         tokenizer.encode(text) for text in TRANSFORMERS['texts']]
     assert copied.special_ids == tokenizer.special_ids
+
+
+def read_all(folder):
+    """What a folder's tokenizer makes of the texts of the classes: ids, offsets, what they decode to."""
+    tokenizer = HFTokenizer(folder).tokenizer
+    found = [tokenizer.encode(text) for text in TRANSFORMERS['class_texts']]
+    return ([encoding.ids for encoding in found], [[list(offset) for offset in encoding.offsets] for encoding in found],
+            [tokenizer.decode(encoding.ids, skip_special_tokens=False) for encoding in found])
+
+
+@pytest.mark.parametrize('name', TRANSFORMERS['classes'])
+def test_a_class_that_splits_text_by_its_own_code_gives_the_ids_of_transformers(name, tmp_path):
+    case = TRANSFORMERS['classes'][name]
+    files = {**case['files'], 'tokenizer.json': TRANSFORMERS['bases'][case['base']]}
+    folder = write_files(tmp_path / 'model', files)
+    assert read_all(folder) == (case['ids'], case['offsets'], case['decoded'])
+    tokenizer = HFTokenizer(folder)
+    assert tokenizer.special == case['names']
+    assert (tokenizer.ids.get(tokenizer.special.get('bos_token')), tokenizer.end_token) == (case['bos'], case['eos'])
+    copy_tokenizer({'kind': 'folder', 'path': str(folder)}, tmp_path / 'copy')  # which has no config.json
+    assert read_all(tmp_path / 'copy') == (case['ids'], case['offsets'], case['decoded'])
+
+
+def test_a_class_whose_code_is_not_known_is_refused(speaking):
+    edit_json(speaking / 'tokenizer_config.json', tokenizer_class='T5TokenizerFast')
+    assert "T5Tokenizer, its tokenizer_class, splits text by code of transformers" in refusal(HFTokenizer, speaking)
 
 
 @pytest.mark.parametrize('generation, config, ends, start', [

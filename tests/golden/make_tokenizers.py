@@ -3,13 +3,15 @@ Run by hand; needs transformers 5:
 
     python tests/golden/make_tokenizers.py
 
-A case is {name: {'files': {file: content}, 'ids': [ids of each text], 'names': special_tokens_map, 'bos', 'eos'}}.
+A case is {name: {'files': {file: content}, 'ids': [ids of each text], 'names': special_tokens_map, 'bos', 'eos'}}. A
+class is a case whose tokenizer.json is one of 'bases', with other texts and, besides, what the ids decode to and where
+the tokens are in the text.
 """
 import json
 import tempfile
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 HERE = Path(__file__).parent
@@ -115,16 +117,100 @@ FOLDERS = {
         'vocab.json': VOCAB, 'merges.txt': MERGES, 'config.json': {'model_type': 'llama'},
         'tokenizer_config.json': {'tokenizer_class': 'GPT2Tokenizer', 'additional_special_tokens': ['<x>']}}}
 
-cases = {}
-for name, files in FOLDERS.items():
-    files = {'config.json': {'model_type': 'llama'}} | files
+# -----------------------------------------------------------------------------
+# classes that split text by their own code, whatever tokenizer.json says
+
+CLASS_TEXTS = [
+    '', ' ', '   ', 'a', ' ab', '  ab  cd', 'ab\n\n cd\n', '\n\nab\t', '12 345a', '\u00e9 \u20ac \U0001f600!',
+    'e\u0301', '<s>ab', '<s> ab</s>cd', '</s>  <s>', 'a <tool> b', '<tool>a', '\u2581ab', '[INST] ab [/INST]cd',
+    "don't . , !", '\u65e5']
+BYTES = [f'<0x{byte:02X}>' for byte in range(256)]
+FUSE = [decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse()]
+
+
+def with_byte_fallback(special, normalizer, decoder, **options):
+    """A BPE as Llama 2's and Gemma's: pieces, and tokens for the bytes of other characters; it begins each text."""
+    letters_ = ["\u2581", *"abcdINST[]/.!'", 'ab', 'cd', '\u2581ab', '\u2581\u2581', '[I']
+    vocab = {token: i for i, token in enumerate([*special, *BYTES, *letters_])}
+    merges = [('a', 'b'), ('c', 'd'), ('\u2581', 'ab'), ('\u2581', '\u2581'), ('[', 'I')]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, **options))
+    tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    begin = special[1]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        f'{begin} $A', f'{begin} $A {begin} $B', [(begin, vocab[begin])])
+    return json.loads(tokenizer.to_str())
+
+
+LLAMA_2 = with_byte_fallback(
+    ['<unk>', '<s>', '</s>'], normalizers.Sequence([normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')]),
+    decoders.Sequence([*FUSE, decoders.Strip(' ', 1, 0)]), unk_token='<unk>', fuse_unk=True)
+GEMMA = with_byte_fallback(
+    ['<pad>', '<bos>', '<eos>', '<unk>', '<mask>'], normalizers.Replace(' ', '\u2581'), decoders.Sequence(FUSE),
+    unk_token='<unk>', fuse_unk=True)
+BASES = {'llama 2': LLAMA_2, 'gemma': GEMMA, 'digits': byte_level(), 'unigram': pieces()}
+CLASSES = {
+    'LlamaTokenizer of a Llama 2': ('llama 2', {'tokenizer_class': 'LlamaTokenizer'}, 'llama'),
+    'LlamaTokenizerFast, legacy': ('llama 2', {'tokenizer_class': 'LlamaTokenizerFast', 'legacy': True}, 'llama'),
+    'LlamaTokenizer without a first space': (
+        'llama 2', {'tokenizer_class': 'LlamaTokenizer', 'add_prefix_space': False, 'legacy': None}, 'llama'),
+    'LlamaTokenizer with an end': (
+        'llama 2', {'tokenizer_class': 'LlamaTokenizer', 'add_eos_token': True, 'add_bos_token': False}, 'llama'),
+    'LlamaTokenizer of a Mistral': ('llama 2', {'tokenizer_class': 'LlamaTokenizer'}, 'mistral'),
+    'LlamaTokenizer of a Phi 3': ('llama 2', {'tokenizer_class': 'LlamaTokenizerFast'}, 'phi3'),
+    'LlamaTokenizer without a config.json': ('llama 2', {'tokenizer_class': 'LlamaTokenizer'}, None),
+    'LlamaTokenizer of some added tokens': ('llama 2', {
+        'tokenizer_class': 'LlamaTokenizer', 'added_tokens_decoder': {
+            '1': token('<s>', special=True), '290': token('<tool>', lstrip=True, special=True)}}, 'llama'),
+    'LlamaTokenizer of a Unigram': ('unigram', {'tokenizer_class': 'LlamaTokenizer'}, 'llama'),
+    'LlamaTokenizer of a byte-level BPE': ('digits', {'tokenizer_class': 'LlamaTokenizer'}, 'llama'),
+    'LlamaTokenizer that splits special tokens': (
+        'llama 2', {'tokenizer_class': 'LlamaTokenizer', 'split_special_tokens': True}, 'llama'),
+    'no class of a Llama 2': ('llama 2', {}, 'llama'),
+    'CodeLlamaTokenizer': ('llama 2', {'tokenizer_class': 'CodeLlamaTokenizerFast'}, 'llama'),
+    'GemmaTokenizer': ('gemma', {'tokenizer_class': 'GemmaTokenizer'}, 'gemma3_text'),
+    'GemmaTokenizer of a Llama 2': ('llama 2', {}, 'gemma2'),
+    'PreTrainedTokenizerFast of a Gemma': ('llama 2', {'tokenizer_class': 'PreTrainedTokenizerFast'}, 'gemma2'),
+    'GPT2Tokenizer of a SmolLM': ('digits', {'tokenizer_class': 'GPT2Tokenizer'}, 'llama'),
+    'GPT2Tokenizer by its family': ('digits', {'add_prefix_space': True}, 'gpt2'),
+    'GPTNeoXTokenizer': ('digits', {'tokenizer_class': 'GPTNeoXTokenizer'}, 'llama'),
+    'Qwen2Tokenizer': ('digits', {'tokenizer_class': 'Qwen2Tokenizer', 'pad_token': '<tool>'}, 'qwen3'),
+    'Qwen2Tokenizer instead of what is declared': ('digits', {'tokenizer_class': 'PreTrainedTokenizerFast'}, 'qwen2'),
+    'a class that is not known': ('digits', {'tokenizer_class': 'TikTokenTokenizer'}, 'kimi_k2'),
+    'a padded Llama 2': ('padded', {'tokenizer_class': 'LlamaTokenizer'}, 'llama')}
+BASES['padded'] = {**LLAMA_2, 'padding': {
+    'strategy': 'BatchLongest', 'direction': 'Right', 'pad_to_multiple_of': None, 'pad_id': 0, 'pad_type_id': 0,
+    'pad_token': '<tool>'}}
+
+
+def load(files):
+    """The tokenizer that transformers makes of a folder with these files."""
     with tempfile.TemporaryDirectory() as folder:
         for file, content in files.items():
             Path(folder, file).write_text(content if isinstance(content, str) else json.dumps(content))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = [tokenizer.encode(text) for text in TEXTS]
-    if name == 'the names of a class':  # LlamaTokenizer builds a tokenizer of its own, whatever tokenizer.json says
-        ids = None
-    cases[name] = {'files': files, 'ids': ids, 'names': tokenizer.special_tokens_map,
-                   'bos': tokenizer.bos_token_id, 'eos': tokenizer.eos_token_id}
-(HERE / 'tokenizers.json').write_text(json.dumps({'texts': TEXTS, 'cases': cases}) + '\n')
+        return AutoTokenizer.from_pretrained(folder)
+
+
+def names_of(tokenizer):
+    return {'names': tokenizer.special_tokens_map, 'bos': tokenizer.bos_token_id, 'eos': tokenizer.eos_token_id}
+
+
+cases = {}
+for name, files in FOLDERS.items():
+    files = {'config.json': {'model_type': 'llama'}} | files
+    tokenizer = load(files)
+    cases[name] = {'files': files, 'ids': [tokenizer.encode(text) for text in TEXTS], **names_of(tokenizer)}
+classes = {}
+for name, (base, settings, family) in CLASSES.items():
+    files = {'tokenizer_config.json': settings}
+    if family:
+        files['config.json'] = {'model_type': family}
+    tokenizer = load({**files, 'tokenizer.json': BASES[base]})
+    found = [tokenizer(text, return_offsets_mapping=True) for text in CLASS_TEXTS]
+    classes[name] = {
+        'base': base, 'files': files, 'ids': [each['input_ids'] for each in found],
+        'offsets': [each['offset_mapping'] for each in found],
+        'decoded': [tokenizer.decode(each['input_ids']) for each in found], **names_of(tokenizer)}
+(HERE / 'tokenizers.json').write_text(json.dumps({
+    'texts': TEXTS, 'cases': cases, 'class_texts': CLASS_TEXTS, 'bases': BASES, 'classes': classes}) + '\n')
