@@ -162,6 +162,12 @@ class Chat:
             print(f'error: cannot write {path}: {error}')
 
 
+def rendered_prompt(model, prompt):
+    """Returns the text of the token ids of a prompt, as the chat template wrote it: with its special
+    tokens."""
+    return model.tokenizer.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
 def warn_if_too_long(model, prompts):
     """Says so on stderr if a prompt has more tokens than the context of the model."""
     block_size = model.config.block_size

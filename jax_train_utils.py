@@ -121,7 +121,8 @@ def dpo(beta):
 
     beta: how much the margin counts: beta times the gain in log probability, over the reference,
     of the chosen answer less that of the rejected one. The reference is the model without LoRA's
-    updates. The loss is -log sigmoid(margin); accuracy is 1 where the margin is positive."""
+    updates. The loss is -log sigmoid(margin); accuracy is 1 where the margin is positive, and 1/2
+    where it is 0: before the first update, in all pairs."""
     def terms(loss_BxT, batch, params, losses):
         reference_BxT = losses(base_params(params))
         gain_Px2 = ((reference_BxT - loss_BxT) * batch['weight']).sum(-1).reshape(-1, 2)
@@ -129,7 +130,7 @@ def dpo(beta):
         return {
             'loss': -jax.nn.log_sigmoid(margin_P),
             'margin': margin_P,
-            'accuracy': (margin_P > 0).astype(jnp.float32)}
+            'accuracy': (jnp.sign(margin_P) + 1) / 2}
 
     def means(*args):
         return {name: term_P.mean() for name, term_P in terms(*args).items()}

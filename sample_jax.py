@@ -80,7 +80,7 @@ if os.path.isdir(output):
 import jax
 
 from jax_devices.processes import check_agreement, initialize_distributed
-from jax_chat import COMMANDS, Chat, warn_if_too_long
+from jax_chat import COMMANDS, Chat, rendered_prompt, warn_if_too_long
 from jax_devices.setup import configure_process
 from jax_generate import PrefixCache
 from jax_speed import report_speed
@@ -233,6 +233,10 @@ if output:
     for generation in generations:
         for i in range(len(generation.prompts)):
             sample = generation.describe(i)
+            if chat:
+                # the question as it was given, then what the chat template has made of it
+                sample['prompt'] = lines[len(rows) // num_samples]
+                sample['rendered'] = rendered_prompt(model, generation.prompts[i])
             sample['index'] = len(rows) % num_samples
             rows.append(json.dumps(sample, ensure_ascii=False))
     if master:

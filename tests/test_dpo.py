@@ -186,6 +186,21 @@ def test_loss_margin_accuracy_and_gradients_are_those_of_pytorch(kind, n_micro):
         np.testing.assert_allclose(grad, expected[path], rtol=0, atol=1e-5, err_msg=str(path))
 
 
+def test_a_tie_counts_as_half_a_pair_in_training_and_in_an_evaluation():
+    objective = dpo(0.5)
+    batch = {'weight': np.ones((6, 1), np.float32), 'is_row': np.ones(6, np.float32)}
+    loss = np.array([[1.0], [2], [3], [3], [2], [1]], np.float32)  # better, a tie, worse
+
+    def reference(params):
+        return np.full((6, 1), 3, np.float32)
+
+    means = objective.means(loss, batch, {}, reference)
+    sums = objective.sums(loss, batch, {}, reference)
+    assert means['accuracy'] == 0.5 and sums['accuracy'] == 6 * 0.5
+    at_the_start = objective.means(reference({}), batch, {}, reference)
+    assert at_the_start['accuracy'] == 0.5 and at_the_start['margin'] == 0
+
+
 @pytest.mark.slow
 def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device():
     curves = []
@@ -227,7 +242,7 @@ def test_the_margin_grows_on_pairs_that_were_held_out_and_a_resumed_run_is_the_s
     assert evaluated[0]['val_loss'] == pytest.approx(math.log(2), abs=1e-6)
     margins = [record['val_margin'] for record in evaluated]
     assert margins[0] == pytest.approx(0, abs=1e-6) and margins[0] < margins[1] < margins[2] and margins[2] > 0.05
-    assert evaluated[-1]['val_accuracy'] == 1
+    assert evaluated[0]['val_accuracy'] == 0.5 and evaluated[-1]['val_accuracy'] == 1
     assert {'margin', 'accuracy'} <= records[-2].keys()
     succeeded(tune(tmp_path / 'again', *flags, '--max_iters=5'))
     succeeded(train(tmp_path / 'again', *RESUME, '--max_iters=8'))

@@ -631,7 +631,9 @@ def test_a_line_of_prompts_may_be_a_chat_with_tools(speaking, tmp_path):
     flags = ['--chat=True', '--num_samples=1', '--max_new_tokens=2', f'--start=FILE:{prompts}', f'--output={out}']
     prompts.write_text(json.dumps(row) + '\n{"prompt": "c"}\n')
     assert sample('none', f'--init_from={speaking}', *flags).returncode == 0
-    assert [json.loads(line)['prompt'] for line in out.read_text().splitlines()] == ['bda', 'c']
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line['prompt'] for line in found] == [row['messages'][0]['content'], 'c']
+    assert [line['rendered'] for line in found] == ['bda<model>', 'c<model>']
     prompts.write_text('"c"\n' + json.dumps(row | {'tools': 3}))
     result = sample('none', f'--init_from={speaking}', *flags)
     assert result.returncode == 2 and 'prompts.jsonl, line 2: "tools" must be a list' in result.stderr
