@@ -32,6 +32,7 @@ base = '' # of a LoRA run or an adapter of peft: where the pretrained model is n
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
 text = '' # files whose bits per byte are measured, with commas between them
 tasks = '' # files of JSON lines, and folders in the form of the CORE bundle, with commas between them
+output = '' # file to which all results are written, a line of JSON; a pipe gets that line as its last one, too
 logprobs = '' # file to which a line per item of the tasks is written: {"task", "item", "logprobs", "best"}
 max_length = 0 # most tokens of context; 0 is as many as the model knows
 batch_size = 16 # rows (a choice each) of up to 512 tokens that are computed together, fewer of longer ones
@@ -57,6 +58,8 @@ check_source(flags, given)
 check_needs('eval_jax', flags, given)
 if not (text + tasks).strip(', '):
     raise UserError('there is nothing to evaluate: name --text=FILE or --tasks=FILE')
+if os.path.isdir(output):
+    raise UserError(f'output={output} is a folder; name a file')
 
 
 def at(place, function, *args):
@@ -357,9 +360,14 @@ if centered:
     results['core'] = float(np.mean(centered))
     print(f"CORE: {results['core']:.4f}")
 
-# all results, for programs
-print(json.dumps({
+# all results, for programs: to a file, and to what reads the output unless that is a person
+everything = json.dumps({
     'program': 'eval_jax', 'settings': {**flags, 'dtype': model.config.dtype},
-    'environment': describe_environment(model.parallel.devices), 'results': results}))
-if logprobs and master:
-    write_text(logprobs, ''.join(json.dumps(line) + '\n' for line in lines))
+    'environment': describe_environment(model.parallel.devices), 'results': results})
+if not sys.stdout.isatty():
+    print(everything)
+if master:
+    if output:
+        write_text(output, everything + '\n')
+    if logprobs:
+        write_text(logprobs, ''.join(json.dumps(line) + '\n' for line in lines))

@@ -1,17 +1,22 @@
-"""Saves a trained model as a Hugging Face folder with a model card, or as a GGUF file, for
-llama.cpp.
+"""Saves a trained model as a Hugging Face folder with a model card, as a GGUF file for llama.cpp,
+or what LoRA has trained as an adapter of peft.
 
 $ python export_jax.py --out_dir=out-mine --folder=my-model --dtype=bfloat16
 $ python export_jax.py --init_from=nanogpt/out/ckpt.pt --folder=my-model
 $ python export_jax.py --out_dir=out-mine --gguf=my-model.gguf --dtype=q8_0
+$ python export_jax.py --out_dir=out-lora --adapter=my-adapter
 """
 import os
 import re
+import shlex
+import string
+import sys
 import tempfile
 from pathlib import Path
 
 from jax_flags import (
-    UserError, check_needs, check_source, is_read, read_flags, read_json, start_script, write_text)
+    DTYPES, UserError, check_choice, check_needs, check_source, is_read, read_flags, read_json,
+    start_script, write_text)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt, a .gguf
@@ -20,6 +25,7 @@ checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
 base = '' # of a LoRA run or an adapter of peft: where the pretrained model is now, if it has moved
 folder = '' # the new folder
 gguf = '' # or a new file, model.gguf
+adapter = '' # or a new folder, of what a LoRA run has trained, for peft
 dtype = 'float32' # of the weights: 'float32', 'bfloat16', 'float16'; of a GGUF file 'float32', 'float16', 'q8_0'
 shard_gb = 5.0 # weights that need more are split into several files
 # -----------------------------------------------------------------------------
@@ -27,11 +33,17 @@ start_script()
 flags, given = read_flags(__file__, globals())
 globals().update(flags)
 check_source(flags, given)
-if bool(folder) == bool(gguf):
-    raise UserError('name the new folder or file: --folder=my-model or --gguf=model.gguf')
+if len([path for path in (folder, gguf, adapter) if path]) != 1:
+    raise UserError('name one new folder or file: --folder=my-model, --gguf=model.gguf or '
+                    '--adapter=my-adapter')
 check_needs('export_jax', flags, given)
 if gguf and not gguf.endswith('.gguf'):
     raise UserError(f'the name of a GGUF file ends in .gguf, not {gguf!r}')
+if adapter and init_from != 'resume':
+    raise UserError(f'adapter is what a LoRA run has trained, and init_from={init_from} is a '
+                    'model: name the run with --out_dir')
+if not gguf:
+    check_choice('dtype', dtype, DTYPES)
 if shard_gb <= 0:
     raise UserError(f'shard_gb must be more than 0, not {shard_gb}')
 
@@ -40,10 +52,10 @@ from jax_devices.setup import setup_jax_environment
 from jax_files.gguf_files import why_no_gguf
 from jax_files.metrics import read_metrics
 from jax_files.tokenizers import (
-    HFTokenizer, describe_tokenizer, write_char_tokenizer, write_gpt2_tokenizer)
+    HFTokenizer, describe_tokenizer, load_tokenizer, write_char_tokenizer, write_gpt2_tokenizer)
 from jax_files.weight_files import find_config_json, kept_config_json, local_path
-from jax_lora import load_run
-from jax_pretrained import load_pretrained, save_pretrained
+from jax_lora import load_run, load_updates
+from jax_pretrained import load_pretrained, save_adapter, save_pretrained
 from jax_transformer import count_params
 
 # The flags of training that a model card lists, if the run read them.
@@ -140,24 +152,93 @@ def describe_run(run, iteration):
 
 
 # -----------------------------------------------------------------------------
+# what is said at the end
+
+def report(path, description):
+    """Prints what was written, and a command that uses it.
+
+    path: the new folder or file. description: that of the model's tokenizer, see load_tokenizer;
+    {} if it is unknown."""
+    written = os.path.expanduser(path)
+    sizes = {}
+    if os.path.isdir(written):
+        for name in sorted(os.listdir(written)):
+            file = os.path.join(written, name)
+            if os.path.isfile(file):
+                sizes[name] = os.path.getsize(file)
+        total = sum(sizes.values())
+    else:
+        total = os.path.getsize(written)
+    print(f'saved {path}, weights in {dtype}, {readable(total)}')
+    for name, size in sizes.items():
+        print(f'  {name}, {readable(size)}')
+
+    if not description:
+        print('its tokenizer is unknown: put its tokenizer.json there before you sample')
+    print(f'next: {sample_command(path, description)}')
+
+
+def readable(n_bytes):
+    """Returns a number of bytes in a unit that fits it."""
+    if n_bytes < 1e5:
+        return f'{n_bytes:,} bytes'
+    return f'{n_bytes / 1e6:,.1f} MB'
+
+
+def sample_command(path, description):
+    """Returns the command that samples from what was written, with a prompt that its tokenizer can
+    write; path, description: see report."""
+    # a text or a question; GPT-2's tokenizer, which may have to be downloaded, writes any
+    kind = description.get('kind')
+    text = 'Once upon a time'
+    flags = f'--init_from={shlex.quote(path)} --num_samples=1'
+    if kind in ('char', 'folder'):
+        tokenizer = load_tokenizer(description)
+        if tokenizer.chat_template:
+            text = 'Hello'
+            flags += ' --chat=True'
+        text = first_known(tokenizer, (text, *string.ascii_letters))
+    if text:
+        flags += f' --start={shlex.quote(text)}'
+    script = os.path.join(os.path.dirname(sys.argv[0]), 'sample_jax.py')
+    return f'python {shlex.quote(script)} {flags}'
+
+
+def first_known(tokenizer, texts):
+    """Returns the first of the texts of which a tokenizer leaves nothing out, '' if there is none."""
+    for candidate in texts:
+        try:
+            ids = tokenizer.encode(candidate)
+        except UserError:
+            continue
+        if ids and not tokenizer.count_dropped(candidate):
+            return candidate
+    return ''
+
+
+# -----------------------------------------------------------------------------
 # load, save, describe
 
 setup_jax_environment('cpu')
 
 # The model, the description of its tokenizer, and its config.json, which may be kept from a model
-# that was trained further.
-if init_from == 'resume':
+# that was trained further; or of a LoRA run the updates alone.
+if adapter:
+    config, updates, lora, meta = load_updates(out_dir, checkpoint, base)
+    description = meta['tokenizer']
+elif init_from == 'resume':
     config, params, meta = load_run(out_dir, checkpoint, base=base)
-    tokenizer = meta['tokenizer']
+    description = meta['tokenizer']
     kept = kept_config_json(out_dir)
     config_json = kept if os.path.exists(kept) else None
 else:
     path = local_path(init_from, base=base)
     config, params = load_pretrained(path)
     config_json = find_config_json(path)
-    tokenizer = describe_tokenizer(path, config.vocab_size) or {}
+    description = describe_tokenizer(path, config.vocab_size) or {}
 
 # A folder gets the files of the tokenizer, a GGUF file the tokenizer itself.
+tokenizer = description
 with tempfile.TemporaryDirectory() as made:
     if gguf:
         if not tokenizer:
@@ -172,12 +253,22 @@ with tempfile.TemporaryDirectory() as made:
         tokenizer = {'path': made}
     elif 'path' not in tokenizer:
         print("without a tokenizer.json: it is GPT-2's, or unknown")
-    save_pretrained(params, config, gguf or folder, config_json=config_json, dtype=dtype,
-                    tokenizer=tokenizer.get('path'), shard_bytes=int(shard_gb * 1e9))
+    if adapter:
+        save_adapter(updates, config, adapter, base=lora['base'], rank=lora['rank'],
+                     alpha=lora['alpha'], dtype=dtype, tokenizer=tokenizer.get('path'))
+    else:
+        save_pretrained(params, config, gguf or folder, config_json=config_json, dtype=dtype,
+                        tokenizer=tokenizer.get('path'), shard_bytes=int(shard_gb * 1e9))
 
 # The model card of a folder.
+target = folder or gguf or adapter
 if folder:
     folder = os.path.abspath(os.path.expanduser(folder))
     family = read_json(os.path.join(folder, 'config.json'))['model_type']
     write_text(os.path.join(folder, 'README.md'), model_card(family, os.path.basename(folder)))
-print(f'saved {gguf or folder}')
+if adapter:
+    print(f"an update of rank {lora['rank']} for {lora['base']}")
+    if lora['quantize']:
+        print(f"the run has trained with that model in {lora['quantize']}; on its weights as they "
+              'are, the logits differ slightly')
+report(target, description)

@@ -484,7 +484,7 @@ NEEDS = {
     'eval_jax': {
         'logprobs': Need('tasks', 'tasks: add --tasks=items.jsonl')},
     'export_jax': {
-        'shard_gb': Need('folder', '--folder: a GGUF file is one file')},
+        'shard_gb': Need('folder', '--folder: a GGUF file and an adapter are one file')},
     'bench_jax': {
         'n_expert_used': EXPERTS,
         'expert_balance': EXPERTS,

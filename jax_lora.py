@@ -16,7 +16,8 @@ from jax_files.checkpoints import (
 from jax_flags import UserError
 from jax_ops.decode_weights import quantize_param
 from jax_ops.matmul import Int8, LowRank
-from jax_pretrained import Placing, load_weights
+from jax_pretrained import (
+    Placing, checksum_of_weights, config_of_base, largest_first, load_weights)
 from jax_transformer import GPTConfig, check_layers, count_params, create_train_state
 
 
@@ -127,15 +128,25 @@ def merge(path, array, lora, updates):
 def load_base(lora, config, parallel, change):
     """Loads the weights of the model that LoRA updates, as load_weights does. Raises UserError if
     it has moved or changed."""
+    check_place(lora)
+    params, crc = load_start_weights(lora['base'], config, parallel, change)
+    check_checksum(lora, crc)
+    return params, crc
+
+
+def check_place(lora):
+    """Raises UserError if the model that LoRA updates has moved."""
     base = lora['base']
     if os.path.isabs(base) and not os.path.exists(base):
         raise UserError(f'{base}, the model that LoRA has updated, does not exist; name its new '
                         'place with --base=FOLDER')
-    params, crc = load_start_weights(base, config, parallel, change)
+
+
+def check_checksum(lora, crc):
+    """Raises UserError if this is not the checksum of the model that LoRA updates."""
     if lora['checksum'] not in (None, crc):
-        raise UserError(f'{base} has other weights than those that LoRA was trained with; put '
-                        'these back, or name where they are with --base=FOLDER')
-    return params, crc
+        raise UserError(f"{lora['base']} has other weights than those that LoRA was trained with; "
+                        'put these back, or name where they are with --base=FOLDER')
 
 
 def move_base(lora, base):
@@ -212,11 +223,13 @@ def load_start_weights(source, config, parallel, change=None):
     if meta.get('lora'):
         params = load_merged(meta['lora'], saved, OnHost(), params)
 
-    # one parameter after the other to its devices
+    # one parameter after the other to its devices, in the order of load_pretrained: so a folder to
+    # which the run is exported has the same checksum
     place = Placing(config, parallel, change)
+    params = flatten_dict(params)
     placed = {}
-    for path, array in flatten_dict(params).items():
-        placed[path] = place(path, array)
+    for path in largest_first(saved):
+        placed[path] = place(path, params[path])
     return unflatten_dict(placed), place.crc
 
 
@@ -238,10 +251,20 @@ def load_run(out_dir, which='best', parallel=None, base=''):
 
     The params are sharded as `parallel` says (by default, on the first device), with LoRA's
     updates merged. base: see move_base. Raises UserError if there is no checkpoint."""
+    parallel = parallel or setup_distributed_training(jax.devices()[:1])
+    config, params, lora, meta = restore_run(out_dir, which, parallel, base)
+    if lora:
+        params = load_merged(lora, config, parallel, params)
+    return config, params, meta
+
+
+def restore_run(out_dir, which, parallel, base):
+    """Loads what a run has trained: (config, params, what move_base returns, metadata) of its best
+    or latest checkpoint. With LoRA params holds the updates alone. Raises UserError if there is no
+    checkpoint."""
     step, meta = choose_run(out_dir, which, items=('params', 'meta', 'metrics'))
     config = GPTConfig(**meta['model'])
     lora = move_base(meta.get('lora'), base)
-    parallel = parallel or setup_distributed_training(jax.devices()[:1])
     create = create_train_state
     if lora:
         create = functools.partial(create_lora_state, rank=lora['rank'])
@@ -251,6 +274,22 @@ def load_run(out_dir, which='best', parallel=None, base=''):
         raise UserError(f'checkpoint {step} in {out_dir} is of no model that can be built: '
                         f'{error}') from error
     params = restore_items(out_dir, step, {'params': state.params})['params']
-    if lora:
-        params = load_merged(lora, config, parallel, params)
-    return config, params, meta
+    return config, params, lora, meta
+
+
+def load_updates(out_dir, which='best', base=''):
+    """Loads what a LoRA run has trained, for save_adapter: (config, updates in the memory of the
+    host, what the checkpoint says of LoRA, metadata).
+
+    The arguments are those of load_run. Raises UserError for a run without LoRA, for a model that
+    peft cannot load, and for one that has moved or changed: peft adds an adapter to any weights of
+    its shapes."""
+    parallel = setup_distributed_training(jax.devices()[:1])
+    config, updates, lora, meta = restore_run(out_dir, which, parallel, base)
+    if not lora:
+        raise UserError(f'{out_dir} was not trained with LoRA, so it has no adapter: export it '
+                        'with --folder')
+    check_place(lora)
+    config_of_base(lora['base'])
+    check_checksum(lora, checksum_of_weights(lora['base'], config))
+    return config, jax.device_get(updates), lora, meta

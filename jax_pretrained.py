@@ -28,13 +28,15 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_families import COMPOSITE, GPT2_FIXED, GPT2_SIZES, HF_ACTIVATIONS, make_config, read_config
+from jax_files.adapters import Halves, make_adapter
+from jax_files.checkpoints import is_checkpoint, is_run
 from jax_files.gguf_files import GGUF_DTYPES, GGUF_PATH, write_gguf
 from jax_files.tokenizers import load_tokenizer
 from jax_files.torch_files import is_state_dict, read_torch_checkpoint
 from jax_files.weight_files import (
-    SPECIAL_TOKENS, aligned_empty, check_tensors, common_dtype, dequantize_lazily,
-    find_config_json, kept_config_json, local_path, read_block, read_tensors, require_keys,
-    weight_file, write_folder)
+    ADAPTER_PATH, PUBLISHED, SPECIAL_TOKENS, aligned_empty, check_tensors, common_dtype,
+    dequantize_lazily, find_config_json, kept_config_json, local_path, read_block, read_tensors,
+    require_keys, weight_file, write_adapter, write_folder)
 from jax_flags import DTYPES, UserError, check_choice, read_json
 from jax_transformer import GPT, GPTConfig, check_layers, check_room
 
@@ -128,6 +130,84 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
                     hf_config[key] = ids[key]
     folder = os.path.abspath(os.path.expanduser(folder))
     write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard_bytes)
+
+
+def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32', tokenizer=None):
+    """Writes LoRA's updates as a folder that peft reads: adapter_config.json and
+    adapter_model.safetensors. On the model `base` they give the logits of that model with the
+    updates merged.
+
+    updates: the tree {..., 'a': [in, rank], 'b': [rank, out]} of create_lora_state, in the memory
+    of the host. config: a GPTConfig. base: the Hugging Face folder or hub name of the model that
+    they are for. rank, alpha: an update is alpha / rank * a b. folder, dtype, tokenizer: as for
+    save_pretrained. Raises UserError if the base is no model of Hugging Face, or if the folder
+    cannot be written."""
+    check_choice('dtype', dtype, DTYPES)
+    hf_config = config_of_base(base)
+    family = hf_config['model_type']
+    modules, others = adapter_modules(updates, config, family)
+    named = f'openai-community/{base}' if base in PUBLISHED else base
+    settings, tensors = make_adapter(
+        modules, rank=rank, alpha=alpha, base=named, model_type=family, others=others)
+    folder = os.path.abspath(os.path.expanduser(folder))
+    write_adapter(folder, settings, tensors, dtype, tokenizer, hf_config)
+
+
+def config_of_base(base):
+    """Returns the content of the config.json of the model that an adapter is for. Raises UserError
+    for one that peft cannot load."""
+    is_of_run = is_run(base) or is_checkpoint(base)
+    path = base if is_of_run else local_path(base)
+    config_json = None if is_of_run else find_config_json(path)
+    # what a GGUF file or another adapter is opened as lasts as long as this process
+    is_opened = config_json and os.path.basename(weight_file(path)) in (GGUF_PATH, ADAPTER_PATH)
+    if not config_json or is_opened:
+        raise UserError(f'peft cannot load {base}, the model that LoRA has updated: export that as '
+                        'a folder and name it with --base=FOLDER, or export the run merged, with '
+                        '--folder instead of --adapter')
+    return read_json(config_json)
+
+
+def adapter_modules(updates, config, family):
+    """Returns ({module: Halves}, modules without an update), by the names of transformers.
+
+    A matrix of ours that is several on disk, as q, k and v, has one a: each of them gets it, with
+    its part of b. Where several of ours are one on disk, as gate and up of Phi 3, their updates are
+    side by side in one of the sum of their ranks."""
+    updates = flatten_dict(updates)
+    found = {}  # {module: [Halves]}
+    others = []
+    for path, tensor_maps in family_tensor_maps(config, family, prefix='transformer.').items():
+        for tensor_map in tensor_maps:
+            module = module_in_transformers(tensor_map.name.removesuffix('.weight'), family)
+            if (*path, 'a') not in updates:
+                others.append(module)
+                continue
+            a = np.asarray(updates[*path, 'a'])
+            b = np.asarray(updates[*path, 'b'])
+            if tensor_map.transpose:
+                # what makes the columns of a parameter the rows of a tensor does it with those of b
+                b_on_disk = np.zeros((tensor_map.shape[0], b.shape[0]), b.dtype)
+                tensor_map.fill(b_on_disk, b)
+            else:
+                b_on_disk = b.T
+            found.setdefault(module, []).append(Halves(a.T, b_on_disk))
+
+    modules = {}
+    for module, parts in found.items():
+        a = np.concatenate([part.a for part in parts])
+        b = np.concatenate([part.b for part in parts], axis=1)
+        modules[module] = Halves(a, b)
+    return modules, others
+
+
+def module_in_transformers(module, family):
+    """Returns the name that AutoModelForCausalLM has for a module, given that on disk. A model that
+    sees too has its language model under another name."""
+    bare = module.removeprefix('language_model.')
+    if bare != module and family == 'gemma3':
+        return f"model.language_model.{bare.removeprefix('model.')}"
+    return bare
 
 
 # -----------------------------------------------------------------------------
@@ -588,9 +668,10 @@ def numbers_in(names, pattern):
     return numbers
 
 
-def size_of_parameter(item):
-    """Returns the number of elements of a (path, shape)."""
-    return math.prod(item[1])
+def largest_first(config):
+    """Returns the paths of the parameters of GPT(config), the largest first."""
+    shapes = param_shapes(config)
+    return sorted(shapes, key=lambda path: math.prod(shapes[path]), reverse=True)
 
 
 def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
@@ -618,9 +699,9 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
 
     params = {}
     # largest first, so that its temporary copies do not add to the rest
-    for path, shape in sorted(param_shapes(config).items(), key=size_of_parameter, reverse=True):
+    for path in largest_first(config):
         parts = [(tensor_map, tensors[tensor_map.name]) for tensor_map in tensor_maps[path]]
-        array = assemble_parameter(parts, shape, dtype)
+        array = assemble_parameter(parts, param_shapes(config)[path], dtype)
         release_pages(tensor for _, tensor in parts)
         params[path] = place(path, array)
         del array
@@ -688,6 +769,22 @@ class Placing:
         if self.change:
             array = self.change(path, array)
         return flatten_dict(self.parallel.device_put(unflatten_dict({path: array})))[path]
+
+
+def checksum_of_weights(source, config):
+    """Returns the checksum that load_weights does, holding one tensor at a time. Biases of zero
+    that GPT(config) does not have, as save_pretrained adds them to a GPT-2, do not count."""
+    crc = 0
+    shapes = param_shapes(config)
+
+    def place(path, array):
+        nonlocal crc
+        is_added = path not in shapes and not array.any()
+        if not is_added:
+            crc = zlib.crc32(np.ascontiguousarray(array), crc)
+
+    load_pretrained(source, place=place)
+    return crc
 
 
 def open_model(path_or_name):

@@ -1,6 +1,7 @@
 """Weights of any model on disk: safetensors, shards, MXFP4 and fp8 blocks, torch.save, GGUF,
 Hugging Face's hub."""
 import atexit
+import contextlib
 import functools
 import json
 import logging
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from jax_files.adapters import find_adapter_file, is_adapter, merge_adapter, read_adapter_config
+from jax_files.adapters import (
+    ADAPTER_CONFIG, ADAPTER_FILES, find_adapter_file, is_adapter, merge_adapter, read_adapter_config)
 from jax_files.chats import copy_more_templates
 from jax_files.config_json import JsonConfig, shown
 from jax_files.gguf_files import GGUF_PATH, gguf_tensors, open_gguf
@@ -89,6 +91,35 @@ def write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard
     folder whose tokenizer is copied, or None. shard_bytes: the size of the largest file of weights.
 
     Raises UserError if the folder cannot be written, or is there and not empty."""
+    with new_folder(folder) as unfinished:
+        if tokenizer:
+            write_tokenizer_files(tokenizer, unfinished, hf_config)
+        write_json(os.path.join(unfinished, 'config.json'), hf_config)
+        write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
+
+
+def write_adapter(folder, settings, tensors, dtype, tokenizer, hf_config):
+    """Writes the folder of a LoRA adapter, which appears when it is complete, as write_folder.
+
+    settings: the content of its adapter_config.json. tensors: {name: array}. dtype: the name of
+    the type that they get. hf_config: the content of its model's config.json."""
+    shapes = {name: x.shape for name, x in tensors.items()}
+
+    def make_tensor(name):
+        return np.ascontiguousarray(tensors[name], dtype)
+
+    with new_folder(folder) as unfinished:
+        if tokenizer:
+            write_tokenizer_files(tokenizer, unfinished, hf_config)
+        write_json(os.path.join(unfinished, ADAPTER_CONFIG), settings)
+        path = os.path.join(unfinished, ADAPTER_FILES[0])
+        write_safetensors(path, shapes, make_tensor, dtype)
+
+
+@contextlib.contextmanager
+def new_folder(folder):
+    """Gives the path of a folder to fill, which gets the name `folder` at the end of the block, if
+    that does not fail. Raises UserError if it cannot be written, or is there and not empty."""
     unfinished = f'{folder}.tmp-{os.getpid()}'
     try:
         is_empty_folder = os.path.isdir(folder) and not os.listdir(folder)
@@ -96,10 +127,7 @@ def write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard
             raise UserError(f'{folder} exists and is not an empty folder; remove it or choose '
                             'another')
         os.makedirs(unfinished)
-        if tokenizer:
-            write_tokenizer_files(tokenizer, unfinished, hf_config)
-        write_json(os.path.join(unfinished, 'config.json'), hf_config)
-        write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
+        yield unfinished
 
         # The folder gets its name. Windows does not replace one, not even an empty one.
         if os.path.isdir(folder):

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from jax_devices.parallel import setup_distributed_training, split_batch
@@ -116,6 +118,25 @@ def random_params(config, seed=0):
         return jnp.asarray((mean + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32))
 
     return jax.tree.map_with_path(draw, tree)
+
+
+# bases of the adapters in golden/peft/written: GPT-2, q, k and v apart, one tensor for each of them, RoPE in pairs
+WRITTEN = {'hf': GOLDEN / 'hf', 'llama': FAMILIES / 'llama', 'phi3': FAMILIES / 'phi3', 'llama4': FAMILIES / 'llama4'}
+
+
+def random_updates(params, rank=2):
+    """LoRA's updates of the parameters of a model, as create_lora_state makes them, far from zero."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return (0.3 * rng.normal(size=shape)).astype(np.float32)
+
+    updates = {}
+    for path, x in sorted(flatten_dict(params).items()):
+        if path[-1] == 'kernel' and x.ndim == 2 and path[-2] != 'router':
+            updates[*path, 'a'] = draw(x.shape[0], rank)
+            updates[*path, 'b'] = draw(rank, x.shape[1])
+    return unflatten_dict(updates)
 
 
 def random_tokens(*shape, seed=0, config=TINY):
@@ -289,6 +310,13 @@ def run_script(script, *args):
     finally:
         sys.argv, sys.excepthook = argv, hook
     return subprocess.CompletedProcess(sys.argv, code, out.getvalue(), err.getvalue())
+
+
+def run_next(result):
+    """Runs the command that an export prints last."""
+    command = shlex.split(result.stdout.strip().split('\n')[-1].removeprefix('next: '))
+    assert command[0] == 'python'
+    return run_script(*command[1:])
 
 
 RESUME = ['--init_from=resume', '--device=cpu:0']

@@ -2,6 +2,7 @@
 import json
 import pickle
 import shutil
+from functools import partial
 
 import jax
 import ml_dtypes
@@ -9,14 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jax_files.adapters import KNOWN_SETTINGS
+from jax_files.adapters import KNOWN_SETTINGS, Halves, find_tensor, make_adapter
 from jax_files.tokenizers import HFTokenizer, describe_tokenizer, write_char_tokenizer
 from jax_files.weight_files import find_config_json, local_path, open_adapter
 from jax_flags import UserError
-from jax_pretrained import load_pretrained, save_pretrained
+from jax_lora import merge_updates
+from jax_pretrained import load_pretrained, module_in_transformers, save_adapter, save_pretrained
 from tests.common import (
-    FAMILIES, GOLDEN, TINY, TUNE, apply, assert_refused, copy_folder, edit_json, random_params, refusal, run_script,
-    sample, samples_of, succeeded, train, write_dataset)
+    FAMILIES, GOLDEN, TINY, TUNE, WRITTEN, apply, assert_refused, copy_folder, edit_json, random_params,
+    random_updates, refusal, run_script, sample, samples_of, succeeded, train, write_dataset)
 
 PEFT = GOLDEN / 'peft'
 LOGITS = np.load(PEFT / 'logits.npz')
@@ -45,6 +47,49 @@ def test_an_adapter_has_the_logits_that_it_has_in_peft(name, tmp_path):
     np.testing.assert_allclose(logits, LOGITS[name], atol=1e-4)
     plain = apply(*load_pretrained(base), np.arange(min(24, config.vocab_size))[None])
     assert np.abs(plain - LOGITS[name]).max() > 0.05
+
+
+@pytest.mark.parametrize('name', sorted(WRITTEN))
+def test_an_adapter_that_is_saved_has_the_logits_that_it_has_in_peft(name, tmp_path):
+    base = copy_folder(WRITTEN[name], tmp_path)
+    config, params = load_pretrained(base)
+    updates = random_updates(params)
+    save_adapter(updates, config, tmp_path / 'saved', base=str(base), rank=2, alpha=3.0)
+    golden = PEFT / 'written' / name
+    settings = json.loads((golden / 'adapter_config.json').read_text())
+    saved = json.loads((tmp_path / 'saved' / 'adapter_config.json').read_text())
+    assert saved == settings | {'base_model_name_or_path': str(base)}
+    tensors = load_file(golden / 'adapter_model.safetensors')
+    jax.tree.map(np.testing.assert_array_equal, load_file(tmp_path / 'saved' / 'adapter_model.safetensors'), tensors)
+
+    merged = merge_updates(params, {'rank': 2, 'alpha': 3.0}, updates)
+    read_again = load_pretrained(tmp_path / 'saved')[1]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), read_again, merged)
+    logits = apply(config, merged, np.arange(min(24, config.vocab_size))[None])
+    np.testing.assert_allclose(logits, LOGITS[f'written/{name}'], atol=1e-4)
+
+
+def test_what_peft_would_take_for_something_else_is_not_saved(tmp_path):
+    config, params = load_pretrained(FAMILIES / 'deepseek_v3')
+    options = {'base': str(FAMILIES / 'deepseek_v3'), 'rank': 2, 'alpha': 3.0}
+    message = refusal(partial(save_adapter, random_updates(params), config, tmp_path / 'a', **options))
+    assert 'peft takes an update of down_proj for one of the experts' in message
+    for base in (GOLDEN / 'nanogpt', PEFT / 'plain'):
+        with pytest.raises(UserError, match='peft cannot load|which does not exist'):
+            save_adapter({}, config, tmp_path / 'a', **options | {'base': str(base)})
+    assert not (tmp_path / 'a').exists()
+
+
+def test_modules_of_a_model_that_sees_are_named_as_transformers_names_them(adapter, tmp_path):
+    name = 'model.layers.0.self_attn.q_proj'
+    assert module_in_transformers(f'language_model.{name}', 'llama4') == name
+    theirs = module_in_transformers(f'language_model.{name}', 'gemma3')
+    assert theirs == 'model.language_model.layers.0.self_attn.q_proj'
+    on_disk = f'language_model.{name}.weight'
+    assert find_tensor(f'{theirs}.weight', {on_disk: None}, theirs, 'source') == on_disk
+    half = Halves(np.ones((2, 3)), np.ones((4, 2)))
+    settings, _ = make_adapter({theirs: half}, rank=2, alpha=0.5, base='b', model_type='gemma3')
+    assert settings['target_modules'] == [theirs] and settings['lora_alpha'] == 0.5
 
 
 def test_the_base_is_where_the_settings_say_beside_the_adapter_or_where_base_says(adapter, tmp_path):

@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from jax_files.data import load_dataset_meta
+from jax_files.tokenizers import same_tokens
 from jax_flags import UserError
 from tests.common import PADDED, edit_json, wait_for
 
@@ -701,6 +703,8 @@ def test_rows_of_parquet_without_a_text_are_skipped_and_counted(tmp_path, env):
 
 def test_what_was_read_is_said(tmp_path, env):
     (tmp_path / 'in' / 'sub').mkdir(parents=True)
+    (tmp_path / 'in' / '.git').mkdir()
+    (tmp_path / 'in' / 'loop').symlink_to(tmp_path / 'in', target_is_directory=True)
     for name, text in (('a.txt', 'caf\u00e9\n' * 30), ('B.TXT', 'abc\n' * 10), ('empty.md', ''), ('c.csv', 'text\na'),
                        ('d.csv', 'text\nb'), ('sub/e.jsonl', '{"text": "' + 'd' * 40 + '"}'), ('LICENSE', 'x')):
         (tmp_path / 'in' / name).write_text(text)
@@ -708,10 +712,26 @@ def test_what_was_read_is_said(tmp_path, env):
     train, val, _ = read(tmp_path / 'out')
     assert said.splitlines() == [
         'read 3 documents of 4 files: 230 characters, 260 bytes',
+        f'skipped a file without a text (the first: {tmp_path / "in" / "empty.md"})',
         'left out 3 files: 2 .csv, 1 without an ending; --suffix names what to read',
+        'left out 2 folders: .git (hidden), loop (a link)',
         f'train has {len(train)} tokens', f'val has {len(val)} tokens', '230 tokens, 1.13 bytes per token']
     line = refuse('text', tmp_path / 'in', '--suffix=.json', '--out_dir', tmp_path / 'no', env=env)
     assert 'no file that ends in .json; it has 2 .txt, 2 .csv, 1 without an ending, 1 .md, 1 .jsonl; name' in line
+
+
+def test_more_text_in_the_tokens_of_an_earlier_data_set_is_more_of_the_same_data(tmp_path, env):
+    notes, grown = tmp_path / 'notes.txt', tmp_path / 'grown'
+    grown.mkdir()
+    notes.write_text('a note of the first week\n' * 40)
+    prepare('text', notes, '--tokenizer=bpe:300', '--out_dir', tmp_path / 'notes', env=env)
+    notes.rename(grown / 'notes.txt')
+    (grown / 'more.txt').write_text('zebras, which the first notes did not have\n' * 40)
+    tokenizer = f'--tokenizer={tmp_path / "notes" / "tokenizer"}'
+    prepare('text', grown, tokenizer, '--out_dir', tmp_path / 'notes3', env=env)
+    first, more = load_dataset_meta(tmp_path / 'notes'), load_dataset_meta(tmp_path / 'notes3')
+    assert first['vocab_size'] == more['vocab_size'] and more['train_tokens'] > 2 * first['train_tokens']
+    assert same_tokens(first['tokenizer'], more['tokenizer'])  # what a resumed run asks for
 
 
 def test_a_table_and_json_are_read_by_their_key_and_with_their_keys_if_that_is_empty(tmp_path, env):

@@ -1,5 +1,6 @@
 """eval_jax.py: bits per byte of texts, and accuracy in tasks, by the log-probabilities of tests/test_text.py."""
 import importlib.util
+import io
 import json
 import math
 import random
@@ -58,6 +59,25 @@ def test_bits_per_byte_of_a_text_of_characters_is_its_loss_over_ln_2(flags, run,
     assert result['nats_per_token'] == pytest.approx(-logprobs.mean(), rel=tolerance)
     assert result['bits_per_byte'] == pytest.approx(result['nats_per_token'] / math.log(2), rel=1e-12)
     assert result['perplexity'] == pytest.approx(math.exp(result['nats_per_token']))
+
+
+class Terminal(io.StringIO):
+    """A standard output before which a person sits."""
+
+    def isatty(self):
+        return True
+
+
+def test_the_json_goes_to_a_file_and_to_a_pipe_but_not_to_a_terminal(run, tmp_path, monkeypatch):
+    (tmp_path / 'a.txt').write_text(TEXT)
+    flags = [f'--text={tmp_path / "a.txt"}', f'--output={tmp_path / "results" / "a.json"}']
+    piped = evaluate(run, *flags)
+    assert json.loads((tmp_path / 'results' / 'a.json').read_text()) == piped
+    monkeypatch.setattr('tests.common.io.StringIO', Terminal)
+    lines = run_script('eval_jax.py', f'--out_dir={run}', '--device=cpu', *flags).stdout.splitlines()
+    assert len(lines) == 1 and 'bits_per_byte' in lines[0] and '{' not in lines[0]
+    result = run_script('eval_jax.py', f'--out_dir={run}', flags[0], f'--output={tmp_path}')
+    assert_refused(result, 'is a folder; name a file')
 
 
 @pytest.mark.slow

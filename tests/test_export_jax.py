@@ -1,6 +1,6 @@
 """The export script."""
 import json
-from tests.common import CHAT_TEMPLATE, RESUME, assert_refused, run_script, sample, succeeded, train
+from tests.common import CHAT_TEMPLATE, RESUME, assert_refused, run_next, run_script, sample, succeeded, train
 
 import numpy as np
 import pytest
@@ -33,7 +33,9 @@ def test_export_writes_a_folder_that_needs_nothing_else(finished, tmp_path):
     assert samples_of(exported) == samples_of(sample(out, *flags))
     assert 'python export_jax.py --init_from=model --gguf=model.gguf' in read_card(tmp_path / 'model')[1]
     assert_refused(run_script('export_jax.py', f'--out_dir={out}', f'--folder={tmp_path}'), 'not an empty folder')
-    assert_refused(run_script('export_jax.py', f'--out_dir={out}'), 'name the new folder')
+    assert_refused(run_script('export_jax.py', f'--out_dir={out}'), 'name one new folder')
+    export = run_script('export_jax.py', f'--out_dir={out}', f'--adapter={tmp_path / "adapter"}')
+    assert_refused(export, 'was not trained with LoRA, so it has no adapter')
 
 
 @pytest.mark.slow
@@ -86,12 +88,20 @@ def test_the_card_of_a_run_has_its_data_recipe_and_figures(qwen, tmp_path):
 
 
 def test_the_card_of_a_converted_chat_model_says_so(speaking, tmp_path):
-    succeeded(run_script('export_jax.py', f'--init_from={speaking}', f'--folder={tmp_path / "my-chat"}'))
+    said = succeeded(run_script('export_jax.py', f'--init_from={speaking}', f'--folder={tmp_path / "my-chat"}'))
     data, text = read_card(tmp_path / 'my-chat')
     assert data['tags'] == ['llama', 'jax'] and 'base_model' not in data
     assert 'Converted from llama.' in text and 'iterations' not in text
     assert "('text-generation', 'my-chat')([{'role': 'user', 'content': 'Hello'}]" in text
     assert 'python convert_hf_to_gguf.py my-chat' in text  # it has rope scaling, of which no GGUF is written
+
+    # what the script says: each file with its size, and a command that works
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / 'my-chat').iterdir()}
+    assert f'saved {tmp_path / "my-chat"}, weights in float32, {sum(sizes.values()):,} bytes\n' in said.stdout
+    for name, size in sizes.items():
+        assert f'\n  {name}, {size:,} bytes\n' in said.stdout
+    assert '--chat=True --start=a' in said.stdout  # this tokenizer has no H
+    assert len(samples_of(run_next(said))) == 1
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from jax_ropes import read_rope
 from jax_transformer import GPTConfig, RopeScaling, rope_inv_freq
 from tests.common import (
     CHAT_TEMPLATE, FAMILIES, GOLDEN, TUNE, apply, assert_refused, edit_json, prepare, random_params, refusal,
-    run_script, sample, samples_of, succeeded, train)
+    run_next, run_script, sample, samples_of, succeeded, train)
 
 gguf = pytest.importorskip('gguf')  # of requirements_jax.txt
 CHARS = '\n !,.\\abcdefghijklmnopqrstuvwxyz\u00e4\u00e9\u4e2d\U0001f642'
@@ -86,7 +86,8 @@ def test_a_gguf_file_has_the_chat_template_and_the_end_tokens(speaking, tmp_path
     assert_refused(refused, 'llama.cpp has no equivalent of this tokenizer.json')
     assert not list(tmp_path.glob('model.gguf*'))
     (speaking / 'tokenizer.json').write_text(json.dumps(tokenizer))
-    succeeded(run_script('export_jax.py', f'--init_from={speaking}', f'--gguf={path}', '--dtype=float16'))
+    said = succeeded(run_script('export_jax.py', f'--init_from={speaking}', f'--gguf={path}', '--dtype=float16'))
+    assert f'saved {path}, weights in float16, {path.stat().st_size:,} bytes\nnext: python ' in said.stdout
     values, _ = read(path)
     assert values['tokenizer.chat_template'] == CHAT_TEMPLATE
     assert values['tokenizer.ggml.tokens'][values['tokenizer.ggml.eos_token_id']] == '</s>'
@@ -104,7 +105,7 @@ def test_what_llama_cpp_does_not_have_is_refused(tmp_path):
                         tokenizer=CHAR_TOKENIZER)
     with pytest.raises(UserError, match='dtype must be one of float32, float16, q8_0'):
         save_pretrained(random_params(LLAMA), LLAMA, tmp_path / 'model.gguf', dtype='bfloat16')
-    assert_refused(run_script('export_jax.py', '--gguf=model.gguf', '--folder=model'), 'name the new folder or file')
+    assert_refused(run_script('export_jax.py', '--gguf=model.gguf', '--folder=model'), 'name one new folder or file')
 
 
 @pytest.mark.parametrize('family', CONFIGS)
@@ -430,7 +431,8 @@ def test_a_file_with_a_tokenizer_is_a_start_for_every_script(speaking, tmp_path)
     (speaking / 'tokenizer.json').write_text(json.dumps(tokenizer))
     edit_json(speaking / 'config.json', rope_parameters={'rope_type': 'default', 'rope_theta': 10000.0})
     path = tmp_path / 'model.gguf'
-    succeeded(run_script('export_jax.py', f'--init_from={speaking}', f'--gguf={path}'))
+    said = succeeded(run_script('export_jax.py', f'--init_from={speaking}', f'--gguf={path}'))
+    assert len(samples_of(run_next(said))) == 1
     ours, theirs = HFTokenizer(local_path(path)), HFTokenizer(speaking)
     assert ours.encode('ab, cab.abba<user>b') == theirs.encode('ab, cab.abba<user>b')
     assert 35 in ours.encode('ab') and ours.ids == theirs.ids

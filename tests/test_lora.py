@@ -15,7 +15,7 @@ from jax_pretrained import load_pretrained
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
     FAMILIES, RESUME, apply, assert_refused, assert_same_run, copy_folder, device_batch,
-    edit_tensors, read_tensors, records_without_times, run_script, sample, samples_of,
+    edit_tensors, read_tensors, records_without_times, run_next, run_script, sample, samples_of,
     succeeded, train, train_step_of)
 
 FLAGS = ['--lora_rank=4', '--lora_alpha=8', '--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=16',
@@ -111,6 +111,34 @@ def test_what_is_sampled_and_exported_is_the_base_with_its_updates_added(run, ba
 
 
 @pytest.mark.slow
+def test_the_adapter_of_a_run_is_read_as_the_run_and_its_export_says_what_comes_next(run, base, tmp_path):
+    flags, out = run
+    folder = tmp_path / 'my adapter'
+    export = ['export_jax.py', f'--out_dir={out}', '--checkpoint=latest', f'--adapter={folder}']
+    said = succeeded(run_script(*export))
+    settings = json.loads((folder / 'adapter_config.json').read_text())
+    assert settings['base_model_name_or_path'] == str(base) and settings['r'] == 4 and settings['lora_alpha'] == 8
+    assert f'saved {folder}, weights in float32, ' in said.stdout and '\n  adapter_model.safetensors, ' in said.stdout
+    is_int8 = '--quantize=int8' in flags
+    assert ('has trained with that model in int8' in said.stdout) == is_int8
+    assert len(samples_of(run_next(said))) == 1
+    merged = load_run(out, 'latest')[1]
+    read_again = load_pretrained(folder)[1]
+    atol = 0.1 if is_int8 else 1e-6  # peft adds to the weights as they are, not to int8
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), read_again, merged)
+
+    assert_refused(run_script(*export), 'exists and is not an empty folder')
+    export[-1] = f'--adapter={tmp_path / "other"}'
+    for more, message in (([f'--folder={tmp_path / "model"}'], 'name one new folder or file'),
+                          (['--dtype=q8_0'], "dtype must be one of .*, not 'q8_0'"),
+                          (['--shard_gb=1.0'], 'nothing reads shard_gb=1.0 without --folder')):
+        assert_refused(run_script(*export, *more), message)
+    assert_refused(run_script('export_jax.py', f'--init_from={base}', f'--adapter={tmp_path / "other"}'),
+                   'adapter is what a LoRA run has trained')
+    assert not (tmp_path / 'other').exists()
+
+
+@pytest.mark.slow
 def test_a_lora_run_that_samples_has_the_same_bits_and_sample_jax_gives_its_samples(run, tmp_path):
     flags, out = run
     succeeded(train(tmp_path, *flags, '--sample_prompt=01'))
@@ -182,7 +210,8 @@ def test_a_base_that_has_changed_or_gone_is_named_in_one_line(run, data, base, t
     out = tmp_path / 'out'
     succeeded(train(out, f'--dataset={data}', f'--init_from={changed}', *FLAGS, '--max_iters=2'))
     edit_tensors(changed, {'model.norm.weight': 2 * read_tensors(changed)['model.norm.weight']})
-    for result in (sample(out, '--start=0'), train(out, *RESUME, '--max_iters=3')):
+    export = run_script('export_jax.py', f'--out_dir={out}', f'--adapter={tmp_path / "adapter"}')
+    for result in (sample(out, '--start=0'), train(out, *RESUME, '--max_iters=3'), export):
         assert_refused(result, 'has other weights than those that LoRA was trained with')
     changed.rename(tmp_path / 'elsewhere')
     assert_refused(sample(out, '--start=0'), f'{changed}, .*does not exist; .*--base=FOLDER')

@@ -43,12 +43,13 @@ class Files(NamedTuple):
     """What a command names."""
     found: list  # (name, path) of each file to read
     left_out: collections.Counter  # how many files of a folder end in what is not asked for
+    folders: list  # those in folders that are not read, with the reason: '.git (hidden)'
 
 def find_files(paths, suffixes):
     """Returns the Files of these paths: the files, and those in the folders that end in one of the
     suffixes, in whatever case, in the order of their names. Raises UserError for what is no regular
     file."""
-    files = Files([], collections.Counter())
+    files = Files([], collections.Counter(), [])
     for root in paths:
         if os.path.isfile(root):
             files.found.append((os.path.basename(root), root))
@@ -68,7 +69,16 @@ def find_files(paths, suffixes):
 def find_in_folder(root, suffixes, files):
     """Adds the files of a folder to these Files, see find_files."""
     for folder, subfolders, names in os.walk(root, onerror=refuse):
+        # which folders in it are read, too
+        for name in sorted(subfolders):
+            path = os.path.join(folder, name)
+            if name.startswith('.'):
+                files.folders.append(f'{os.path.relpath(path, root)} (hidden)')
+            elif os.path.islink(path):
+                files.folders.append(f'{os.path.relpath(path, root)} (a link)')
         subfolders[:] = sorted(name for name in subfolders if not name.startswith('.'))
+
+        # its files, by their endings
         for name in sorted(names):
             path = os.path.join(folder, name)
             if not name.lower().endswith(suffixes):
@@ -84,6 +94,14 @@ def name_endings(files):
     said = ', '.join(f'{n:,} {end}' for end, n in most)
     n_more = files.left_out.total() - sum(n for _, n in most)
     if n_more:
+        said += f' and {n_more:,} others'
+    return said
+
+def name_folders(files):
+    """Returns which folders are left out, the first five by name."""
+    said = ', '.join(files.folders[:5])
+    n_more = len(files.folders) - 5
+    if n_more > 0:
         said += f' and {n_more:,} others'
     return said
 
@@ -129,6 +147,7 @@ class Counts:
         self.characters = 0
         self.n_bytes = 0
         self.skipped = {} # {reason: [number of rows, place of the first]}
+        self.empty = [] # paths of files without a document
 
     def skip(self, reason, place):
         """Counts a row without a text."""
@@ -154,6 +173,9 @@ class Counts:
                        for reason, (n, place) in self.skipped.items()]
             n_rows = sum(n for n, _ in self.skipped.values())
             said.append(f'skipped {n_rows:,} rows: {", ".join(reasons)}')
+        if self.empty:
+            n_files = 'a file' if len(self.empty) == 1 else f'{len(self.empty):,} files'
+            said.append(f'skipped {n_files} without a text (the first: {self.empty[0]})')
         return said
 
 def clip(blocks, start, stop):
@@ -192,11 +214,14 @@ class Texts:
         counts = Counts()
         for path, kind, size in zip(self.paths, self.kinds, self.file_sizes):
             self.reading = path
+            n_before = counts.documents
             if kind == 'text':
                 yield counts.count(read_blocks(path))
             else:
                 for text in self.texts(path, counts):
                     yield counts.count([text])
+            if counts.documents == n_before:
+                counts.empty.append(path)
             if os.path.getsize(path) != size:
                 fail(f'{path} has changed while it was read; {REMEDY}')
         self.counts = counts
@@ -314,6 +339,8 @@ def main():
         if files.left_out:
             lines.append(f'left out {files.left_out.total():,} files: {name_endings(files)}; '
                          '--suffix names what to read')
+        if files.folders:
+            lines.append(f'left out {len(files.folders):,} folders: {name_folders(files)}')
         return {'lines': lines, 'bytes': texts.counts.n_bytes}
 
     def split(lengths):
