@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax.traverse_util import flatten_dict
 
 from jax_devices.parallel import setup_distributed_training
 from jax_files.checkpoints import choose_checkpoint
@@ -136,6 +137,22 @@ def test_the_adapter_of_a_run_is_read_as_the_run_and_its_export_says_what_comes_
     assert_refused(run_script('export_jax.py', f'--init_from={base}', f'--adapter={tmp_path / "other"}'),
                    'adapter is what a LoRA run has trained')
     assert not (tmp_path / 'other').exists()
+
+
+@pytest.mark.slow
+def test_the_adapter_of_a_run_on_top_of_another_run_is_for_the_folder_to_which_that_is_exported(
+        finished, dataset, tmp_path):
+    out, base, folder = tmp_path / 'out', tmp_path / 'base', tmp_path / 'adapter'
+    succeeded(train(out, f'--dataset={dataset}', f'--init_from={finished[0]}', *FLAGS, '--max_iters=2'))
+    export = ['export_jax.py', f'--out_dir={out}', '--checkpoint=latest', f'--adapter={folder}']
+    assert_refused(run_script(*export), 'peft cannot load .*: export that as a folder and name it with --base=FOLDER')
+    succeeded(run_script('export_jax.py', f'--out_dir={finished[0]}', f'--folder={base}'))
+    succeeded(run_script(*export, f'--base={base}'))
+    merged, read_again = load_run(out, 'latest')[1], load_pretrained(folder)[1]
+    for path, x in flatten_dict(merged).items():
+        np.testing.assert_allclose(flatten_dict(read_again)[path], x, rtol=0, atol=1e-6)
+    settings = json.loads((folder / 'adapter_config.json').read_text())
+    assert settings['fan_in_fan_out'] and settings['target_modules'] == ['c_attn', 'c_fc', 'c_proj']
 
 
 @pytest.mark.slow
