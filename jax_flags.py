@@ -352,9 +352,14 @@ def did_you_mean(name, known, n=1):
     return f'; did you mean {" or ".join(near)}?'
 
 
+def nearest_names(name, known):
+    """Returns the known names that a name may be a typing error of, the nearest first."""
+    return difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+
+
 def hint_for(name, flags, script):
     """Returns what to do about an unknown flag."""
-    near = difflib.get_close_matches(name, flags, n=3, cutoff=0.6)
+    near = nearest_names(name, flags)
     if ALIASES.get(name) in flags:
         near = [ALIASES[name]]
     if near:

@@ -7,7 +7,9 @@
 import bisect
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +27,12 @@ from jax_files.tokenizers import (
     CharTokenizer, describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped, same_tokens,
     strip_partial_utf8)
 from jax_files.weight_files import local_path
-from jax_flags import UserError
+from jax_flags import UserError, nearest_names
 from jax_generate import PrefixCache, generate_stream
+from jax_lora import load_run, merge_updates
 from jax_ops.decode_weights import (
     convert_params_for_decoding, order_columns_by_rank, transpose_kernels)
-from jax_lora import load_run, merge_updates
+from jax_ops.matmul import Int8
 from jax_pretrained import load_pretrained
 from jax_score import right_padded, score
 from jax_transformer import GPTConfig
@@ -43,6 +46,24 @@ SAMPLE_TOKENS = 100  # of a sample while training
 STOP_CHUNK = 8
 
 
+def suggest_options(function: Callable) -> Callable:
+    """Returns the function such that an option that it does not have raises a TypeError that names
+    the nearest ones that it has."""
+    options = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args, **given):
+        for name in given:
+            near = nearest_names(name, options)
+            if name not in options and near:
+                raise TypeError(f'{function.__name__} has no option {name}: did you mean '
+                                f'{" or ".join(near)}?')
+        return function(*args, **given)
+
+    return call
+
+
+@suggest_options
 def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = '', draft: str = '',
          device: str = 'auto', dtype: str = 'auto', quantize: str = '', tensor: int = 1,
          expert: int = 1) -> 'TextModel':
@@ -190,7 +211,7 @@ class Loader:
         return flatten_dict(converted)[path]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class TextModel:
     """A model for texts. The options of its methods mean what they do in Generation."""
     params: dict  # as decoding reads them
@@ -203,6 +224,17 @@ class TextModel:
     clock: Stopwatch
     loading: Lap  # seconds
 
+    def __repr__(self):
+        return (f'{self.title}; {count_weights(self.params):,} parameters, context of '
+                f'{self.config.block_size:,} tokens')
+
+    @property
+    def defaults(self) -> dict[str, float]:
+        """How tokens are sampled where a call does not say: as the model's generation_config.json
+        says, else as nanoGPT does."""
+        return {**SAMPLING, **self.tokenizer.sampling}
+
+    @suggest_options
     def generate(self, texts: list[str], *, num_samples: int = 1, first_sample: int = 0,
                  max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337,
                  temperature: float | None = None, top_k: int | None = None,
@@ -224,6 +256,7 @@ class TextModel:
             prefix_cache=prefix_cache)
         return generation.finish().texts
 
+    @suggest_options
     def stream(self, prompt: str | list[dict[str, str]], *, first_sample: int = 0,
                max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337,
                temperature: float | None = None, top_k: int | None = None,
@@ -241,6 +274,7 @@ class TextModel:
             cache_dtype=cache_dtype, n_draft=n_draft, prefix_cache=prefix_cache)
         return generation.pieces(with_prompt=isinstance(prompt, str))
 
+    @suggest_options
     def chat(self, messages: list[dict[str, Any]], *, tools: list[dict] | None = None,
              chat_template_kwargs: dict[str, Any] | None = None, first_sample: int = 0,
              max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337,
@@ -263,6 +297,7 @@ class TextModel:
             prefix_cache=prefix_cache).finish()
         return final_answer(generation.texts[0][len(generation.prompt_texts[0]):])
 
+    @suggest_options
     def logprobs(self, texts: list[str], *, max_length: int = 0, batch_size: int = 16,
                  cache_dtype: str = 'auto') -> list[tuple[list[int], np.ndarray]]:
         """Returns for each text (ids, the natural log-probability of each).
@@ -281,6 +316,7 @@ class TextModel:
             results.append((ids[1:], logprobs))
         return results
 
+    @suggest_options
     def score(self, items, *, max_length: int = 0, batch_size: int = 16,
               cache_dtype: str = 'auto'):
         """Returns the log-probabilities of tokens, as the function jax_score.score does."""
@@ -342,6 +378,17 @@ class TextModel:
         if len(row) <= start:
             raise UserError('a continuation has no token of its own')
         return row, start
+
+
+def count_weights(params: dict) -> int:
+    """Returns the number of a model's parameters; the scales of int8 matrices do not count."""
+    def is_int8(x):
+        return isinstance(x, Int8)
+
+    n_weights = 0
+    for x in jax.tree.leaves(params, is_leaf=is_int8):
+        n_weights += x.values.size if is_int8(x) else x.size
+    return n_weights
 
 
 def create_sampler(prompt: str, config: GPTConfig, description: dict, device) -> TextModel | None:
@@ -428,7 +475,7 @@ class Generation:
         self.laps = []
 
         # how to sample: as the caller says, else as the model's makers do, else as nanoGPT does
-        controls = {**SAMPLING, **model.tokenizer.sampling}
+        controls = model.defaults
         given = {
             'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'min_p': min_p,
             'repetition_penalty': repetition_penalty}

@@ -2,6 +2,7 @@
 import dataclasses
 import inspect
 import json
+import pydoc
 
 import jax
 import numpy as np
@@ -13,10 +14,11 @@ import jax_text
 from jax_files.tokenizers import HFTokenizer, write_char_tokenizer
 from jax_flags import UserError
 from jax_generate import generate
+from jax_lora import load_run
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.sharding import current_mesh
 from jax_text import Generation, TextModel, load
-from jax_transformer import MLAConfig, MoEConfig
+from jax_transformer import MLAConfig, MoEConfig, count_params
 from tests.common import GOLDEN, TINY, apply, random_params, sample, succeeded
 
 END = '\n---------------\n'
@@ -193,7 +195,10 @@ def test_a_sample_that_has_all_its_tokens_was_cut(run):
     (lambda model: model.generate([]), UserError, 'at least one token'),
     (lambda model: model.generate(['Z']), UserError, "does not know: 'Z'"),
     (lambda model: model.generate(['the'], top_p=2), UserError, 'top_p must be in'),
-    (lambda model: model.generate(['the'], temprature=1), TypeError, 'temprature'),
+    (lambda model: model.generate(['the'], temprature=1), TypeError,
+     'generate has no option temprature: did you mean temperature?'),
+    (lambda model: model.logprobs(['the'], batchsize=1), TypeError, 'did you mean batch_size'),
+    (lambda model: model.stream('the', qqq=1), TypeError, "unexpected keyword argument 'qqq'"),
     (lambda model: model.chat([{'role': 'user', 'content': 'the'}]), UserError, 'has no chat template')])
 def test_what_makes_no_sense_is_refused(use, error, message, run):
     with pytest.raises(error, match=message):
@@ -217,6 +222,20 @@ def test_the_methods_of_a_model_list_all_options_with_their_defaults():
         assert keyword_options(method) == keyword_options(jax_score.score)
     for method in (TextModel.generate, TextModel.stream, TextModel.chat, TextModel.score, TextModel.logprobs, load):
         assert all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(method).parameters.values())
+    assert 'temperature: float | None = None, top_k: int | None = None' in pydoc.render_doc(TextModel.chat)
+
+
+def test_a_model_is_one_line_in_a_notebook(run):
+    for quantize in ('', 'int8'):
+        model = load(run, device='cpu:0', quantize=quantize)
+        n_params = count_params(load_run(run, 'best', model.parallel)[1], non_embedding=False)
+        assert repr(model) == str(model) == f'{model.title}; {n_params:,} parameters, context of 16 tokens'
+        assert model.title.startswith(f'{run}, checkpoint of iteration')
+
+
+def test_the_defaults_of_a_model_are_its_makers_or_nanogpts(speaking):
+    (speaking / 'generation_config.json').write_text('{"temperature": 2, "top_p": 0.5}')
+    assert load(speaking, device='cpu:0').defaults == {'temperature': 2, 'top_k': 200, 'top_p': 0.5}
 
 
 def test_a_model_that_is_not_there_is_named(run):
