@@ -29,6 +29,7 @@ from jax_files.tokenizers import (
 from jax_files.weight_files import local_path
 from jax_flags import UserError, nearest_names
 from jax_generate import PrefixCache, generate_stream
+from jax_inside import look_inside
 from jax_lora import load_run, merge_updates
 from jax_ops.decode_weights import (
     convert_params_for_decoding, order_columns_by_rank, transpose_kernels)
@@ -323,6 +324,32 @@ class TextModel:
         with self.parallel.mesh_context():
             return score(self.params, self.config, items, max_length=max_length,
                          batch_size=batch_size, cache_dtype=cache_dtype)
+
+    def logits(self, text: str) -> np.ndarray:
+        """Returns the logits of the token after each token of a text, float32 [T, V].
+
+        Its tokens are encode(text), those that generate continues. Raises UserError for a model on
+        several devices, and for a text that is longer than its context."""
+        return self.look_inside(text, 'logits')
+
+    def hidden_states(self, text: str) -> np.ndarray:
+        """Returns the input of the first layer and the output of each, float32 [n_layer + 1, T, D];
+        the last is after the final norm, as transformers' output_hidden_states. Text and errors as
+        for logits."""
+        return self.look_inside(text, 'hidden_states')
+
+    def attention(self, text: str) -> np.ndarray:
+        """Returns how much the head of a layer at each token of a text attends to each token,
+        float32 [n_layer, H, T, T], as transformers' output_attentions. Text and errors as for
+        logits."""
+        return self.look_inside(text, 'attention')
+
+    def look_inside(self, text, part):
+        """Returns one of the parts of jax_inside.look_inside."""
+        if len(self.parallel.devices) > 1:
+            raise UserError(f'{part} is for a model on one device: load it without tensor and '
+                            'expert')
+        return look_inside(self.params, self.config, self.encode(text), part)
 
     def encode_document(self, text: str) -> list[int]:
         """Returns the token ids of a text after the token that begins or else ends a document, if

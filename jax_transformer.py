@@ -622,6 +622,20 @@ def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, positions, *, sc
         key_B=key_B)
 
 
+def record_attention(module, q_BxTxHxK, k_BxSxGxK, positions, **options):
+    """Records the probabilities of a layer's attend, [B, T, H, S], for jax_inside.py, which asks for
+    what flax calls intermediates; for everyone else it does nothing.
+
+    They are the attention to unit vectors as values, whatever masks, caps and sinks it has."""
+    if not module.is_mutable_collection('intermediates'):
+        return
+    B, S, G = k_BxSxGxK.shape[:3]
+    unit_BxSxGxS = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, G, S))
+    probs_BxTxHxS = attend(
+        module.config, module.layer_type, q_BxTxHxK, k_BxSxGxK, unit_BxSxGxS, positions, **options)
+    module.sow('intermediates', 'probs', probs_BxTxHxS)
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a query attends to the keys at its own position and before."""
     config: GPTConfig
@@ -664,9 +678,11 @@ class CausalSelfAttention(nn.Module):
 
         positions = Positions(position_BxT, key_position_BxS, start_BxT, are_indices)
         sinks_H = self.param('sinks', nn.initializers.zeros, (H,)) if cfg.sinks else None
+        options = {'scale': cfg.attention_scale, 'sinks_H': sinks_H}
         y_BxTxHxK = attend(
-            cfg, self.layer_type, q_BxTxHxK, kv['k'], kv['v'], positions,
-            scale=cfg.attention_scale, sinks_H=sinks_H, key_B=dropout_keys(self, seq_id_B))
+            cfg, self.layer_type, q_BxTxHxK, kv['k'], kv['v'], positions, **options,
+            key_B=dropout_keys(self, seq_id_B))
+        record_attention(self, q_BxTxHxK, kv['k'], positions, **options)
         y_BxTxD = residual_dense(cfg)(y_BxTxHxK.reshape(B, T, H * K))
         return dropout(self, y_BxTxD, seq_id_B), cache
 
@@ -948,7 +964,7 @@ class LatentAttention(nn.Module):
         wk_CxHxK, wv_CxHxK = jnp.split(kv_b, [mla.nope_dim], axis=-1)
         positions = Positions(position_BxT, key_position_BxS, start_BxT, are_indices)
         scale = cfg.attention_scale or (mla.nope_dim + mla.rope_dim)**-0.5
-        options = {'scale': scale, 'key_B': dropout_keys(self, seq_id_B)}
+        key_B = dropout_keys(self, seq_id_B)
 
         # Two forms of the same result; the one with fewer multiplications is taken. Absorbed
         # (decode): kv_b is folded into q and the output, T S H 2C. Projected (prefill): K and V
@@ -962,7 +978,9 @@ class LatentAttention(nn.Module):
             # no kernel has such wide heads
             positions = dataclasses.replace(positions, are_indices=False)
             y_BxTxHxC = attend(
-                cfg, self.layer_type, q_BxTxHxC, k_BxSx1xC, kv['latent'], positions, **options)
+                cfg, self.layer_type, q_BxTxHxC, k_BxSx1xC, kv['latent'], positions, scale=scale,
+                key_B=key_B)
+            record_attention(self, q_BxTxHxC, k_BxSx1xC, positions, scale=scale)
             y_BxTxHxK = jnp.einsum('bthc,chk->bthk', y_BxTxHxC, wv_CxHxK)
         else:
             latent_BxSxC = kv['latent'][:, :, 0]
@@ -972,7 +990,9 @@ class LatentAttention(nn.Module):
             k_BxSxHxK = jnp.concatenate([k_nope_BxSxHxK, k_rope_BxSxHxK], axis=-1)
             v_BxSxHxK = jnp.einsum('bsc,chk->bshk', latent_BxSxC, wv_CxHxK)
             y_BxTxHxK = attend(
-                cfg, self.layer_type, q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, positions, **options)
+                cfg, self.layer_type, q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, positions, scale=scale,
+                key_B=key_B)
+            record_attention(self, q_BxTxHxK, k_BxSxHxK, positions, scale=scale)
         y_BxTxD = residual_dense(cfg)(y_BxTxHxK.reshape(B, T, -1))
         return dropout(self, y_BxTxD, seq_id_B), cache
 

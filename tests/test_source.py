@@ -22,7 +22,7 @@ LEVELS = {
     'jax_ops.attention': 4, 'jax_ops.experts': 4, 'jax_ops.vocabulary': 4, 'jax_ops.layers': 4,
     'jax_files.config_json': 1, 'jax_ropes': 2, 'jax_families': 7,
     'jax_ops.choose_attention': 5, 'jax_ops.decode_weights': 4, 'jax_sizes': 1, 'jax_cache': 4,
-    'jax_transformer': 5, 'jax_generate': 6, 'jax_devices.parallel': 7,
+    'jax_transformer': 5, 'jax_inside': 6, 'jax_generate': 6, 'jax_devices.parallel': 7,
     'jax_optimizers': 5, 'jax_log': 1, 'jax_pretrained': 8, 'jax_lora': 9,
     'jax_train_utils': 10, 'jax_score': 7, 'jax_speed': 7, 'jax_text': 10, 'jax_chat': 11, 'jax_start': 11,
     'jax_minutes': 12,
