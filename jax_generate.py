@@ -50,6 +50,7 @@ def create_sampling(config, options, *, n_vocab=None, stop_tokens=()):
         n_vocab = config.vocab_size
     if not 0 < n_vocab <= config.vocab_size:
         raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
+    # a control that is off stays None: its computation is not compiled
     controls = {}
     if np.size(stop_tokens):
         controls['stop_tokens'] = np.ravel(stop_tokens).astype(np.int32)
@@ -69,7 +70,8 @@ def create_sampling(config, options, *, n_vocab=None, stop_tokens=()):
 def sample_token(logits_BxV, key_B, sampling):
     """One token id per row of float32 logits, [B]."""
     logits_BxV = sampling_logits(logits_BxV, sampling)
-    if sampling.temperature is None:  # argmax; on XLA:CPU two plain reductions are faster
+    # greedy: the first of the largest logits (argmax); two plain reductions are faster on XLA:CPU
+    if sampling.temperature is None:
         is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
         return jnp.where(is_max_BxV, jnp.arange(sampling.n_vocab), sampling.n_vocab - 1).min(-1)
     return jax.vmap(jax.random.categorical)(key_B, logits_BxV)
@@ -82,13 +84,15 @@ def sampling_logits(logits_BxV, sampling):
     logits_BxV = shard(logits_BxV, None, None)[:, :sampling.n_vocab]
     if sampling.temperature is None:
         return logits_BxV
+    # the controls, in the order of transformers: each sees what the one before has left
     logits_BxV /= sampling.temperature
     if sampling.top_k is not None:
         logits_BxV = keep_largest(logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), sampling.top_k)
     # keep the likeliest until their probabilities reach top_p (arXiv:1904.09751)
     if sampling.top_p is not None:
         logits_BxV = keep_largest(logits_BxV, jax.nn.softmax(logits_BxV), sampling.top_p)
-    if sampling.min_p is not None:  # min_p times the likeliest one's, or more (arXiv:2407.01082)
+    # keep those that are at least min_p times as likely as the likeliest (arXiv:2407.01082)
+    if sampling.min_p is not None:
         least_Bx1 = logits_BxV.max(-1, keepdims=True) + jnp.log(sampling.min_p)
         logits_BxV = jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
     return logits_BxV
@@ -105,18 +109,21 @@ def keep_largest(logits_BxV, weight_BxV, amount):
     is slow on XLA:CPU (docs/lab_log.md#sampling). Instead the threshold's 32 bits are found one
     after the other, from the highest. For that, floats become unsigned integers in the same order;
     a bit is set if the tokens at or above the integer with this bit still weigh enough."""
+    # integers in the order of the floats: the bits of a positive float grow with it, and get the
+    # highest bit; those of a negative float shrink when it grows, and are inverted
     sign = jnp.uint32(1 << 31)
     bits_BxV = jax.lax.bitcast_convert_type(logits_BxV, jnp.uint32)
     order_BxV = jnp.where(bits_BxV >= sign, ~bits_BxV, bits_BxV | sign)
 
+    # the threshold: t is the largest integer so far that keeps enough weight, i its next lower bit
     def find_bit(i, t_Bx1):
         higher_Bx1 = t_Bx1 | (sign >> jnp.uint32(i))
         weight_Bx1 = jnp.where(order_BxV >= higher_Bx1, weight_BxV, 0).sum(-1, keepdims=True)
         return jnp.where(weight_Bx1 >= amount, higher_Bx1, t_Bx1)
 
     t_Bx1 = jax.lax.fori_loop(0, 32, find_bit, jnp.zeros((len(logits_BxV), 1), jnp.uint32))
-    # if all together weigh less than `amount` (rounding), t stays 0, whose float is NaN: no logit
-    # is below NaN
+    # back to a float; if all together weigh less than `amount` (rounding), t stays 0, whose float
+    # is NaN, and no logit is below NaN
     least_bits_Bx1 = jnp.where(t_Bx1 >= sign, t_Bx1 ^ sign, ~t_Bx1)
     least_Bx1 = jax.lax.bitcast_convert_type(least_bits_Bx1, jnp.float32)
     return jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
@@ -131,6 +138,7 @@ def log_probability(logits_BxV, token_B):
 def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
     """Divides positive logits of tokens that the row has by `penalty`, multiplies negative ones
     (arXiv:1909.05858)."""
+    # which tokens of the vocabulary each row has; its buffer is filled up to its length
     is_filled_BxN = jnp.arange(tokens_BxN.shape[1]) < length_B[:, None]
     rows_Bx1 = jnp.arange(len(tokens_BxN))[:, None]
     present_BxV = jnp.zeros(logits_BxV.shape, bool).at[rows_Bx1, tokens_BxN].max(is_filled_BxN)
@@ -169,6 +177,7 @@ def sample_and_append(state, logits_BxV, active_B, sampling):
     token_B = sample_token(logits_BxV, key_B, sampling).astype(jnp.int32)
     is_stop_B = (token_B[:, None] == jnp.array(sampling.stop_tokens, jnp.int32)).any(-1)
 
+    # append it behind the row's last token; a row that is not active stays as it is
     index_N = jnp.arange(state.tokens_BxN.shape[1])
     is_next_BxN = (index_N == state.length_B[:, None]) & active_B[:, None]
     if state.logprob_BxN is not None:
@@ -201,8 +210,10 @@ def prefill(params, cache, idx_BxT, position_BxT, *, config, with_output=False):
 
     Each layer is a call of its own, because XLA then compiles one layer of each kind instead of all
     of them."""
+    # the input of the first layer needs the embeddings only
     tables = {name: p for name, p in params.items() if not name.startswith('h_')}
     x_BxTxD = commit(embed_prompts(tables, idx_BxT, position_BxT, config=config), params)
+    # layer after layer; nobody reads the output of the last one, unless it is asked for
     new_cache = {}
     for i in range(config.n_layer):
         name = f'h_{i}'
@@ -267,6 +278,7 @@ def drafts_are_useless(drafted, accepted, batch_size):
 def step_uncached(params, state, active_B, config, sampling):
     """One token per active row from its last block_size tokens, recomputed, as nanoGPT does for
     every token."""
+    # each row's last block_size tokens, or all of a shorter row, then with padding behind them
     start_B = jnp.maximum(state.length_B - config.block_size, 0)
 
     def window(tokens_N, start):
@@ -280,6 +292,7 @@ def step_uncached(params, state, active_B, config, sampling):
 
 def step_cached(params, state, active_B, config, sampling):
     """One token per active row: feeds its last token through the KV cache."""
+    # the last token is in the buffer, but not yet in the cache: this call writes it there
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
     logits_Bx1xV, cache = GPT(config).apply(
@@ -296,6 +309,7 @@ def step_speculative(weights, state, room_B, configs, sampling, n_draft):
 
     Draft model and model draw with the same random numbers, so the result is that of n_draft=0, in
     fewer steps."""
+    # the drafts: a smaller model's, or what followed these tokens earlier in the row
     active_B = room_B > 0
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
@@ -304,6 +318,7 @@ def step_speculative(weights, state, room_B, configs, sampling, n_draft):
     else:
         look_up = jax.vmap(prompt_lookup_draft, (0, 0, None))
         drafts_BxJ = look_up(state.tokens_BxN, state.length_B, n_draft)
+    # one token is the model's own, so that a row with room for n tokens can use n - 1 drafts
     usable_B = jnp.clip(room_B - 1, 0, n_draft)
 
     # the last token and the drafts in one forward pass
@@ -311,6 +326,7 @@ def step_speculative(weights, state, room_B, configs, sampling, n_draft):
         {'params': weights[0]}, jnp.concatenate([last_Bx1, drafts_BxJ], axis=1), state.caches[0],
         position_BxT=position_Bx1 + jnp.arange(1 + n_draft), method='with_cache')
     state = state.replace(caches=(cache, *state.caches[1:]), drafted=state.drafted + usable_B.sum())
+    # sample after each of them, as without drafts; the logits after a wrong draft are never used
     for t in range(1 + n_draft):
         state, token_B = sample_and_append(state, logits_BxTxV[:, t], active_B, sampling)
         # accept draft t only if it equals the sampled token; otherwise this row stops here
@@ -341,6 +357,7 @@ def draft_tokens(params, state, n_draft, config, sampling):
     # it yet
     position_BxT = jnp.maximum(state.length_B[:, None] - jnp.array([2, 1]), 0)
     idx_BxT = jnp.take_along_axis(state.tokens_BxN, position_BxT, axis=1)
+    # the first draft follows two tokens, the others one: two programs, however many drafts
     first_B, cache = draft(0, idx_BxT, position_BxT, state.caches[1])
     (_, cache), later_JxB = jax.lax.scan(step, (first_B, cache), jnp.arange(1, n_draft))
     drafts_BxJ = jnp.concatenate([first_B[None], later_JxB]).T
@@ -352,6 +369,7 @@ def prompt_lookup_draft(tokens_N, length, n_draft):
     up to NGRAM of them (prompt lookup, https://github.com/apoorvumang/prompt-lookup-decoding). A
     continuation that reaches the end of the row wraps around to its start, as a text that repeats
     itself does."""
+    # for each place, how many of the tokens that end there are the last tokens of the row
     i_N = jnp.arange(len(tokens_N))
     last = length - 1
     matches_N = i_N < last
@@ -359,6 +377,7 @@ def prompt_lookup_draft(tokens_N, length, n_draft):
     for n in range(NGRAM):
         matches_N &= (i_N >= n) & (jnp.roll(tokens_N, n) == tokens_N[last - n])
         match_length_N += matches_N
+    # the longest match, of several the latest; what follows it are the drafts
     best = jnp.argmax(jnp.where(i_N < last, match_length_N * len(tokens_N) + i_N, -1))
     return tokens_N[best + 1 + jnp.arange(n_draft) % jnp.maximum(last - best, 1)]
 
@@ -384,6 +403,7 @@ class Decoder:
     def __init__(self, params, config, state, *, cache_dtype, n_draft, draft, longest):
         """state: a DecodeState without caches. longest: the number of tokens of the longest row at
         its end. The other arguments are those of generate."""
+        # the model, and behind it the draft model if there is one
         self.state = state
         self.weights, self.configs = (params,), (config,)
         if draft and n_draft:
@@ -423,13 +443,16 @@ class Decoder:
         A row that is too long for a cache is left out. Equal prompts are computed once. caches:
         those of one row that hold its first n_held tokens already. least_width: of the pieces in
         which prompts are computed."""
+        # where each row's prefilled tokens end: at 0 if it is too long for a cache
         fits_B = length_B <= self.max_cached
         if not fits_B.any():
             return
         end_B = np.where(fits_B, length_B - 1, 0)
+        # equal prompts once
         chosen, row_B = unique_prompts(tokens_BxT, end_B)
         is_shared = len(chosen) < len(tokens_BxT)
         caches = self.grow(caches, end_B.max() + 1, len(chosen))
+        # the caches of the model and of its draft model, then a copy for each row
         width = piece_length(int(end_B.max()) - n_held, least_width)
         filled_caches = []
         for params, config, cache in zip(self.weights, self.configs, caches):
@@ -462,9 +485,11 @@ class Decoder:
                 max_length = self.max_cached
                 if self.n_slots < self.block_size:
                     n_slots = self.n_slots
+            # drafts that are useless end a compiled loop, and the next one has none
             drafted, accepted = int(self.state.drafted), int(self.state.accepted)
             if self.n_draft and drafts_are_useless(drafted, accepted, B):
                 self.state = self.state.replace(caches=self.drop_drafts(self.state.caches))
+            # one compiled loop; it may end before the rows do
             self.state = decode(
                 self.weights, self.state, sampling, np.int32(n_end), np.int32(max_length),
                 np.int32(n_slots), configs=self.configs,
@@ -488,6 +513,7 @@ def unique_prompts(tokens_BxT, end_B):
 
     These are a row of each distinct prompt and copies of the first: a power of two, so that other
     numbers of distinct prompts compile nothing new; or all rows, where that is not more."""
+    # the first row of each distinct prompt; padding and a row's last token make no difference
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     all_rows = np.arange(len(rows))
@@ -502,6 +528,7 @@ def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, width):
     """The KV cache with the tokens first .. end_B[b] - 1 of each row, in pieces of at most `width`
     tokens."""
     n_tokens = int(end_B.max()) - first
+    # a row that ends before a piece has padding there, whose position is PAD
     width = min(config.block_size, width)
     for start in range(first, first + n_tokens, width):
         position = start + np.arange(width)
@@ -530,6 +557,8 @@ class PrefixCache:
         caches, self.caches = self.caches, ()
         if not caches or any(x.is_deleted() for x in jax.tree.leaves(caches)):
             return (), 0, 0
+        # the tokens that both texts begin with; a ring has lost its first tokens, so that it can
+        # only be continued where it ends
         n = min(len(self.tokens), len(tokens_T))
         n_common = int(np.cumprod(self.tokens[:n] == tokens_T[:n]).sum())
         if n_common < len(self.tokens) and self.has_wrapped:
@@ -544,6 +573,7 @@ class PrefixCache:
             return
         self.caches, self.n_slots = state.caches, n_slots
         self.tokens = np.array(state.tokens_BxN)[0, :min(int(state.length_B[0]) - 1, max_cached)]
+        # a cache with fewer slots than tokens is a ring that has overwritten some
         n_positions = min((x.shape[2] for x in jax.tree.leaves(self.caches)), default=0) - n_draft
         self.has_wrapped = len(self.tokens) > n_positions
         drafted, accepted = int(state.drafted), int(state.accepted)
@@ -750,12 +780,14 @@ def check_prompts(config, idx_BxT, prompt_lengths_B):
     if tokens_BxT.ndim != 2 or 0 in tokens_BxT.shape:
         raise UserError('prompts must be [batch, tokens] with at least one token, not of shape '
                         f'{tokens_BxT.shape}')
+    # the lengths, all of the same if they are not given
     B, T = tokens_BxT.shape
     length_B = np.full(B, T) if prompt_lengths_B is None else np.asarray(prompt_lengths_B)
     are_whole = length_B.shape == (B,) and length_B.dtype.kind in 'iu'
     if not are_whole or length_B.min() < 1 or length_B.max() > T:
         raise UserError(f'prompt_lengths_B must be {B} lengths between 1 and {T}, '
                         f'not {length_B.tolist()}')
+    # whatever is in the padding is not looked at
     tokens_BxT = np.where(np.arange(T) < length_B[:, None], tokens_BxT, 0)
     if tokens_BxT.min() < 0 or tokens_BxT.max() >= config.vocab_size:
         wrong = tokens_BxT.min() if tokens_BxT.min() < 0 else tokens_BxT.max()
@@ -772,6 +804,7 @@ def check_drafts(config, n_draft, draft, n_vocab, n_cached):
         raise UserError(f'n_draft must be between 0 (no speculation) and {most}, not {n_draft}')
     if not draft or not n_draft:
         return
+    # a draft model must know the tokens, and the positions, that the model may come to
     _, draft_config = draft
     if draft_config.vocab_size < n_vocab:
         raise UserError(f'the draft model has a vocabulary of {draft_config.vocab_size}, '

@@ -13,6 +13,7 @@ def piece_length(n_tokens, least):
     """Returns the width of the pieces in which the prompts of generation are prefilled.
 
     16 (unless `least` is more) or 64 for short prompts, PIECE for long ones."""
+    # a piece is computed with its padding, so that a short prompt has a narrow one
     if n_tokens <= 256:
         return max(least, 16 if n_tokens <= 16 else 64)
     return PIECE
@@ -23,6 +24,7 @@ def row_width(n_tokens):
 
     It is at most PIECE, one of four sizes per octave, from 4 on: rows are often short, and padding
     to the next power of two would double their work."""
+    # as few pieces as PIECE allows, of equal widths, rounded up to the sizes
     width = ceil_div(n_tokens, ceil_div(n_tokens, PIECE))
     step = max(4, power_of_two(width) // 8)
     return ceil_div(width, step) * step
@@ -47,6 +49,7 @@ def choose_slots(needed, longest, block_size):
 
     That is all of them at once if they are at most twice round_up_slots(needed), else
     round_up_slots(needed), and the cache grows later. Never more than block_size."""
+    # the slots at the end in steps of 32: a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)
     at_end = 32 * ceil_div(min(longest, block_size), 32)
     if at_end <= 2 * n_slots:

@@ -48,6 +48,7 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
 def report_decoding(model, generations, n_new):
     """Returns the lines on decoding, '' if all ended with their first tokens. n_new: the number of
     tokens generated in all."""
+    # the first lap of a generation is its prefill and first step, and does not count
     decode_s = sum(lap.running for generation in generations for lap in generation.laps[1:])
     if not decode_s:
         return ''

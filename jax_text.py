@@ -24,8 +24,8 @@ from jax_files.chats import final_answer
 from jax_files.checkpoints import checkpoint_steps
 from jax_files.data import load_dataset_meta
 from jax_files.tokenizers import (
-    CharTokenizer, describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped, same_tokens,
-    strip_partial_utf8)
+    CharTokenizer, describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped,
+    same_tokens, strip_partial_utf8)
 from jax_files.weight_files import local_path
 from jax_flags import UserError, nearest_names
 from jax_generate import PrefixCache, generate_stream
@@ -81,6 +81,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     experts, are sharded; several processes must take all devices.
 
     Raises UserError for what is not there, is damaged, or does not fit."""
+    # the devices, of which tensor * expert are taken
     devices, dtype, reason = setup_jax_environment(device, dtype)
     clock = Stopwatch()
     check_layout(devices, tensor, expert)
@@ -169,6 +170,7 @@ class Loader:
             found = self.read_run(source, checkpoint, base)
         else:
             found = self.read_pretrained(source, base, with_tokenizer)
+        # whatever it was stored as, it computes in this dtype, on a mesh in columns by device
         self.parallel.validate(found.config)
         with self.parallel.mesh_context():
             params = order_columns_by_rank(found.params, found.config)
@@ -178,8 +180,10 @@ class Loader:
     def read_run(self, source, checkpoint, base):
         """Returns the LoadedModel of a run. It warns where the best checkpoint is taken and a later
         one is there."""
+        # the checkpoint, as decoding reads it
         config, params, meta = load_run(source, checkpoint or 'best', self.parallel, base)
         params = convert_params_for_decoding(params, self.dtype, self.quantize)
+        # a run that overfits has a best checkpoint long before the latest
         taken = meta['iter_num']
         latest = checkpoint_steps(source)[0]
         warning = ''
@@ -290,6 +294,7 @@ class TextModel:
         chat_template_kwargs: more variables of the chat template, as {'enable_thinking': False}.
         The other options are explained in Generation. Raises UserError as generate does, and
         without a chat template."""
+        # of the text that is generated, what follows the prompt and is meant for the reader
         prompt = self.encode(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
         generation = Generation(
             self, [prompt], first_sample=first_sample, max_new_tokens=max_new_tokens, stop=stop,
@@ -306,6 +311,7 @@ class TextModel:
         A text follows the token that begins or else ends a document; of a tokenizer without either
         (characters), the first token is left out. The options are explained in jax_score.score.
         Raises UserError for a text of fewer than two tokens."""
+        # an item of one row for each text, of which all tokens but the first are scored
         rows = [self.encode_document(text) for text in texts]
         if any(len(self.tokenizer.encode(text)) < 2 for text in texts):
             raise UserError('a text needs at least two tokens')
@@ -354,6 +360,7 @@ class TextModel:
     def encode_document(self, text: str) -> list[int]:
         """Returns the token ids of a text after the token that begins or else ends a document, if
         there is one."""
+        # a tokenizer may put the token there by itself
         ids = self.tokenizer.encode(text)
         start = self.tokenizer.start_token
         has_start = self.tokenizer.encode('')[:1] == [start]
@@ -368,10 +375,12 @@ class TextModel:
 
         tools, chat_template_kwargs: as for chat.
         Raises UserError for what the tokenizer or the chat template does not know."""
+        # messages become a text by the chat template, which writes all special tokens
         if not isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
                 raise UserError('the model has no chat template')
             return self.tokenizer.encode_chat(prompt, tools=tools, variables=chat_template_kwargs)
+        # a text that the tokens would not show as it is, is refused
         refuse_dropped(self.tokenizer.count_dropped(prompt))
         ids = self.tokenizer.encode(prompt)
         if not ids:
@@ -383,6 +392,8 @@ class TextModel:
 
         It is divided into tokens as by lm-eval: spaces at the end of the context belong to the
         continuation. Raises UserError if the continuation has no token of its own."""
+        # the tokens of the context, then those of both texts together: what comes behind as many as
+        # the context has is scored, whatever a token at the border holds
         before = context.rstrip()
         text = context + continuation
         tokenizer = self.tokenizer
@@ -438,6 +449,7 @@ def sample_while_training(sampler: TextModel, state, lora: dict | None, prompt: 
     TrainState, which stay as they are. All processes call this, and all have the text.
 
     lora: what the checkpoint says of LoRA."""
+    # the parameters as decoding reads them, on one device
     params = jax.tree.map(whole_array, state.params)
     if lora:
         base = jax.tree.map(whole_array, state.frozen['weights'])
@@ -550,6 +562,7 @@ class Generation:
     def pieces(self, *, with_prompt: bool = True) -> Iterator[str]:
         """Generates, and yields what is new of the first text, and will not change, after each
         chunk."""
+        # what was shown stays; what may still become a stop text is held back
         n_shown = 0 if with_prompt else len(self.prompt_texts[0])
         longest_stop = max(map(len, self.stops), default=0)
         with contextlib.closing(iter(self)) as chunks:
@@ -561,10 +574,12 @@ class Generation:
                     text = text[:max(0, len(text) - longest_stop)]
                 yield text[n_shown:]
                 n_shown = max(n_shown, len(text))
+        # the end, which nothing can change any more
         yield self.texts[0][n_shown:]
 
     def was_cut(self, i: int) -> bool:
         """Whether sample i ends because it has max_new_tokens tokens."""
+        # a row may have met its end with the last token that it could have
         length = self.result.lengths[i]
         is_full = length == self.lengths[i] + self.max_new_tokens
         last = self.result.tokens[i, length - 1]
@@ -574,6 +589,7 @@ class Generation:
     def describe(self, i: int) -> dict:
         """Returns sample i: its prompt, text, finish reason ('stop' text, 'end' token or 'length')
         and log-probability, which is that of the tokens that reach the end of the text."""
+        # the log-probability of the text that is shown
         tokens = self.result.tokens[i, :self.result.lengths[i]].tolist()
         n_prompt = self.lengths[i]
         if self.stopped[i]:
@@ -592,6 +608,8 @@ class Generation:
     def tokens_to_the_end(self, i, tokens):
         """Returns the first of the tokens of sample i: as many as reach the end of its text, which
         is before the stop text."""
+        # more tokens have a longer text, so that the first number that reaches it is searched by
+        # halving
         length = len(self.texts[i])
 
         def reaches_the_end(n):

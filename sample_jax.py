@@ -101,6 +101,7 @@ def read_prompts():
     """Returns the prompts that --start gives. Raises UserError if it has none."""
     if not has_file:
         return [start]
+    # the file is lines of JSON, lines of text, or one prompt as a whole
     path = start.removeprefix('FILE:')
     text = read_text(path)
     if path.endswith('.jsonl'):
@@ -121,10 +122,12 @@ def read_prompt(path, number, line):
     """Returns the prompt in a line of prompts.jsonl: "a text" or {"prompt": "a text"}. In a chat it
     may be {"messages": [...]}, with "tools" and "chat_template_kwargs", which is returned as it is,
     with its place."""
+    # what is no JSON is refused below, with all else that is no prompt
     try:
         prompt = json.loads(line)
     except (ValueError, RecursionError):
         prompt = None
+    # messages are given to the chat template as they are
     messages = None
     if isinstance(prompt, dict):
         messages = prompt.get('messages')
@@ -140,6 +143,7 @@ def read_prompt(path, number, line):
 def encode_prompt(prompt):
     """Returns the token ids of a prompt of read_prompts, in a chat those of a question. Raises
     UserError for messages that the chat template refuses."""
+    # a question of a chat, a text, or messages, in front of which --system is put
     if isinstance(prompt, str) and chat:
         return conversation.encode([{'role': 'user', 'content': prompt}])
     if isinstance(prompt, str):

@@ -52,14 +52,16 @@ NO_DROPOUT = Dropout()
 
 
 def causal_mask(key_position, position, *, window=0, chunk=0):
-    """True where a query may attend to a key: at its own position and before; with `window` among
-    the last `window` positions only, with `chunk` within its chunk of that many positions.
+    """Returns True where a query may attend to a key: at its own position and before.
 
-    Training and decoding mask in different places, because a kernel of training knows its keys by
-    index, and decoding by the positions in the slots of a KV cache (attend in jax_transformer.py
-    chooses): attention_mask makes the mask for dot_product_attention and blockwise_attention, which
-    apply it; chunked_attention applies it in its attend_block; cudnn_attention and splash_kernel
-    have their kernels do so."""
+    window: a query sees this many positions only, its own and those just before it; 0 is all.
+    chunk: positions are divided into chunks of this many, and a query sees its own chunk only; 0 is
+    one chunk for all.
+
+    All attention follows this rule, but not all code calls this function. Where a mask is an array,
+    it is made here: attention_mask in jax_transformer.py makes it of the positions in a KV cache,
+    attend_block of chunked_attention of the numbers of queries and keys. The kernels of cuDNN and
+    TPUs (cudnn_attention, splash_kernel) mask by themselves, and are told window and chunk."""
     mask = key_position <= position
     if window:
         mask &= key_position > position - window
