@@ -139,6 +139,7 @@ def find_kind(item, kind):
 
 def pairs(item, delimiter):
     """Returns [(context, continuation)] of an item, one for each option."""
+    # Each of the two is one text, or several to choose from.
     parts = []
     for name in KINDS[item['kind']][:2]:
         value = item[name]
@@ -154,10 +155,13 @@ def read_bundle(folder):
     import yaml
     read = []
     try:
+        # How often a guess is right, by task.
         table = csv.DictReader(read_text(regular_file(folder, 'eval_meta_data.csv')).split('\n'))
         guessing = {row['Eval Task']: float(row['Random baseline']) / 100 for row in table}
         if not all(0 <= accuracy < 1 for accuracy in guessing.values()):
             raise ValueError('a random baseline is not in [0, 100)')
+
+        # The tasks, each with the file of its items.
         for task in yaml.safe_load(read_text(regular_file(folder, 'core.yaml')))['icl_tasks']:
             label = text_of(task, 'label')
             n_examples = task['num_fewshot'][0]
@@ -247,6 +251,7 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
     guessing: the accuracy of guessing in a task of a bundle, for 'centered', else None. The
     accuracy of such a task is by the log-probability per token, and as by nanochat, prompts are cut
     to max_length tokens."""
+    # The rows of all items: one for each option.
     in_bundle = guessing is not None
     rows = []
     dropped = collections.Counter()
@@ -256,9 +261,13 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
             dropped.update(model.tokenizer.count_dropped(''.join(pair)))
     warn_of_dropped(dropped, name)
 
+    # How much of a prompt is seen.
     task_options = dict(options)
     if in_bundle:
         task_options['max_length'] = max(1, (max_length or model.config.block_size) - 1)
+
+    # Of each item: which option is the likeliest, in both ways of counting, and whether it is the
+    # right one.
     right = []
     right_norm = []
     for item, scores in zip(items, model.score(rows, **task_options)):
@@ -276,6 +285,8 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
         right_norm.append(best_norm == gold)
         lines.append({'task': name, 'item': item['index'], 'logprobs': sums.tolist(),
                       'best': best})
+
+    # The means; 'centered' is 0 for guessing and 1 for all right.
     found = {'accuracy': float(np.mean(right)), 'accuracy_norm': float(np.mean(right_norm)),
              'n': len(items)}
     if in_bundle:
@@ -297,6 +308,8 @@ def evaluate_text(path):
     else:
         n_bytes = len(content.encode())
         n_bytes -= sum(n * len(character.encode()) for character, n in dropped.items())
+
+    # Nats of all tokens, in bits, over the bytes that they stand for.
     nats = -float(found.sum(dtype=np.float64))
     return {'bits_per_byte': nats / math.log(2) / n_bytes, 'nats_per_token': nats / len(ids),
             'perplexity': math.exp(nats / len(ids)), 'tokens': len(ids), 'bytes': n_bytes}

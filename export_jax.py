@@ -142,6 +142,7 @@ def describe_run(run, iteration):
         if read.get(key) and is_read('train_jax', key, facts):
             table[key] = read[key]
 
+    # How much it has read, then the table.
     n_sequences = iteration * run['gradient_accumulation_steps'] * run['batch_size']
     n_tokens = n_sequences * run['block_size']
     text = (f"Trained for {iteration:,} iterations, {n_tokens:,} tokens, on the data set "
@@ -159,6 +160,7 @@ def report(path, description):
 
     path: the new folder or file. description: that of the model's tokenizer, see load_tokenizer;
     {} if it is unknown."""
+    # A folder's files with their sizes; a GGUF file is one.
     written = os.path.expanduser(path)
     sizes = {}
     if os.path.isdir(written):

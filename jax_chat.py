@@ -54,6 +54,7 @@ class Chat:
 
     def run(self):
         """Asks for lines until the user leaves."""
+        # Each round takes a line, until there is none.
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401, line editing and history for input()
         while True:
@@ -65,6 +66,8 @@ class Chat:
             except KeyboardInterrupt:
                 print('\n(Ctrl-D leaves)')
                 continue
+
+            # A command, or a line that the model answers.
             if line in ('/exit', '/quit'):
                 return
             if re.fullmatch(r'/\w+( .*)?', line):
@@ -107,9 +110,13 @@ class Chat:
         # a turn is a question and its answer; the last question stays
         block_size = self.model.config.block_size
         room = block_size - min(self.options['max_new_tokens'], block_size // 2)
+
+        # Without the oldest turn, until the rest fits.
         kept = messages
         while len(kept) > 1 and len(self.encode(kept)) > room:
             kept = kept[2:]
+
+        # Nothing is forgotten silently.
         n_forgotten = (len(messages) - len(kept)) // 2
         if n_forgotten:
             forgotten = 'turn is' if n_forgotten == 1 else f'{n_forgotten} turns are'

@@ -28,6 +28,8 @@ def create_lora_state(rng, config, tx, rank):
     Its `frozen`, {'weights', 'scale'}, is filled in by load_frozen. Call it under jit: the model's
     own initial parameters, of which only the shapes are used, are then not computed."""
     state = create_train_state(rng, config, optax.identity())
+
+    # With b zero, the first forward pass is that of the base.
     updates = {}
     for i, (path, kernel) in enumerate(flatten_dict(state.params).items()):
         is_kernel = path[-1] == 'kernel' and kernel.ndim == 2
@@ -114,6 +116,7 @@ def merge_updates(weights, lora, updates):
 
 def merge(path, array, lora, updates):
     """Adds its update to a frozen parameter, if it has one: float32. updates: {path: array}."""
+    # Of int8 a row has a scale, and a kernel is [out, in].
     if isinstance(array, Int8):
         array = np.asarray(array.values, np.float32) * np.asarray(array.scale)[..., None]
         if path[-1] == 'kernel':
@@ -193,7 +196,7 @@ def check_field(field, value):
     """Raises ValueError for a value of another type than that of the default of this field of
     GPTConfig, as JSON has it, or for a number that is too large."""
     kind = type(field.default)
-    # bool, int and str are themselves
+    # In JSON bool, int and str are themselves, tuples are lists, and whole floats may be ints.
     in_json = {float: NUMBER, tuple: list, type(None): (dict, type(None))}
     is_of_kind = isinstance(value, in_json.get(kind, kind))
     is_fitting = is_of_kind and isinstance(value, bool) == (kind is bool)
@@ -262,9 +265,12 @@ def restore_run(out_dir, which, parallel, base):
     """Loads what a run has trained: (config, params, what move_base returns, metadata) of its best
     or latest checkpoint. With LoRA params holds the updates alone. Raises UserError if there is no
     checkpoint."""
+    # Which checkpoint, and what it says of its model.
     step, meta = choose_run(out_dir, which, items=('params', 'meta', 'metrics'))
     config = GPTConfig(**meta['model'])
     lora = move_base(meta.get('lora'), base)
+
+    # The shapes of what it holds: of a LoRA run the updates alone.
     create = create_train_state
     if lora:
         create = functools.partial(create_lora_state, rank=lora['rank'])

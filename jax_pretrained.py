@@ -146,6 +146,8 @@ def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32',
     hf_config = config_of_base(base)
     family = hf_config['model_type']
     modules, others = adapter_modules(updates, config, family)
+
+    # peft looks for the base by this name; the short ones are this project's.
     named = f'openai-community/{base}' if base in PUBLISHED else base
     settings, tensors = make_adapter(
         modules, rank=rank, alpha=alpha, base=named, model_type=family, others=others)
@@ -180,6 +182,8 @@ def adapter_modules(updates, config, family):
     for path, tensor_maps in family_tensor_maps(config, family, prefix='transformer.').items():
         for tensor_map in tensor_maps:
             module = module_in_transformers(tensor_map.name.removesuffix('.weight'), family)
+
+            # LoRA leaves embeddings, norms, experts and routers alone.
             if (*path, 'a') not in updates:
                 others.append(module)
                 continue
@@ -193,6 +197,7 @@ def adapter_modules(updates, config, family):
                 b_on_disk = b.T
             found.setdefault(module, []).append(Halves(a.T, b_on_disk))
 
+    # Several updates of one tensor: b @ a of the halves side by side is their sum.
     modules = {}
     for module, parts in found.items():
         a = np.concatenate([part.a for part in parts])
@@ -259,6 +264,8 @@ def derive_config_json(config):
     models that flags make. Raises UserError for others."""
     if config == GPTConfig(**{name: getattr(config, name) for name in GPT2_FIELDS}):
         return derive_gpt2_config_json(config)
+
+    # The family of transformers that has the model's parts.
     layer_types, is_moe = zip(*[config.layer(i) for i in range(config.n_layer)])
     family, name = 'llama', 'Llama'
     if config.moe:
@@ -288,6 +295,8 @@ def derive_config_json(config):
         'eos_token_id': None,
         'pad_token_id': None,
     }
+
+    # What one of them has besides: windows, and which layers have them or experts.
     if family in ('mistral', 'qwen3'):
         hf['sliding_window'] = config.window or None
     if family == 'qwen3':
@@ -302,6 +311,8 @@ def derive_config_json(config):
         hf['norm_topk_prob'] = config.moe.normalize
         hf['decoder_sparse_step'] = 1
         hf['mlp_only_layers'] = [i for i in range(config.n_layer) if not is_moe[i]]
+
+    # Flags can make models that are none of these: the file must mean the same model.
     wrong = differences(config, hf, 'the derived config.json')
     if wrong:
         raise UserError(f'no config.json can be derived for a model with {", ".join(wrong)}; copy '
@@ -394,6 +405,7 @@ class TensorMap(NamedTuple):
 @functools.lru_cache
 def param_shapes(config):
     """Returns {path: shape} of every parameter of GPT(config). Traces one layer of each kind."""
+    # A model with one layer of each kind has all shapes that there are.
     kind_of_layer = [config.layer(i) for i in range(config.n_layer)]
     kinds = list(dict.fromkeys(kind_of_layer))
     layer_types, is_moe = zip(*kinds)
@@ -408,6 +420,8 @@ def param_shapes(config):
             of_kind[kinds[int(first[2:])]][tuple(rest)] = x.shape
         else:
             shapes[first, *rest] = x.shape
+
+    # Each layer of the whole model has the shapes of its kind.
     for i, kind in enumerate(kind_of_layer):
         for rest, shape in of_kind[kind].items():
             shapes[f'h_{i}', *rest] = shape
@@ -486,6 +500,7 @@ def deinterleave_rope(n_rows, head_width, rope_width):
 def llama_names(config, layout):
     """Returns {module of ours: its name on disk}, without the block's, in the families that use
     Llama's tensor names."""
+    # The names that depend on the family, or on how queries are compressed.
     attention = 'self_attn'
     mlp = layout.mlp
     shared = f'{mlp}.{layout.shared}'
@@ -527,6 +542,8 @@ def llama_tensor_maps(config, layout):
         *modules, leaf = path
         block = f'{layout.prefix}model.layers.{path[0][2:]}'
         module = '/'.join(modules[1:])
+
+        # The one or several tensors of which this parameter is made.
         if path in MODEL_NAMES:
             parts = [TensorMap(layout.prefix + MODEL_NAMES[path], shape)]
         elif module == 'attn/c_attn':
@@ -542,6 +559,8 @@ def llama_tensor_maps(config, layout):
         else:
             name = f'{block}.{names[module]}.{LEAF_NAMES.get(leaf, leaf)}'
             parts = [TensorMap(name, shape)]
+
+        # Gemma saves a gain as its difference from 1.
         if leaf == 'scale':
             parts = [part._replace(offset=layout.norm_offset) for part in parts]
         tensor_maps[path] = parts
@@ -583,6 +602,8 @@ def qkv_tensor_maps(config, layout, name, leaf):
     D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_width
     if layout.fused:
         return [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
+
+    # A tensor for each: which columns of c_attn it fills, and in which order its rows do.
     parts = []
     for theirs, first, n in (('q', 0, H), ('k', H, G), ('v', H + G, G)):
         columns = slice(first * K, (first + n) * K)
@@ -603,6 +624,8 @@ def expert_tensor_maps(layout, name, ours, leaf, shape):
 
     shape: the shape of our parameter, [E, in, out] or [E, out]."""
     E, *_, n_out = shape
+
+    # A tensor for each expert.
     if layout.experts == 'separate':
         names = {'experts_c_gate': 'gate', 'experts_c_fc': 'up', 'experts_c_proj': 'down'}
         return [TensorMap(f'{name}.{e}.{names[ours]}_proj.weight', (n_out, shape[1]),

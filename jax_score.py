@@ -99,6 +99,7 @@ def score_groups(params, config, groups, most, cache_dtype):
 
     The tokens that the rows of a group share are prefilled once. Then `most` rows at a time, those
     with equally many other tokens together, are fed, and scored from their starts on."""
+    # A cache for the longest row, in one of few sizes.
     longest = max(longest_row(group) for group in groups)
     n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))
     on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
@@ -187,6 +188,7 @@ def score_targets(tables, x_BxTxD, target_BxT, *, config):
     def head(model, x_BxTxD):
         return lm_logits(model.ln_f(x_BxTxD), model.lm_head_VxD, config.logit_cap)
 
+    # Logits of all tokens, of which those of the targets are taken.
     logits_BxTxV = GPT(config).apply({'params': tables}, x_BxTxD, method=head)
     target_logit_BxT = jnp.take_along_axis(logits_BxTxV, target_BxT[..., None], axis=-1)[..., 0]
     logprob_BxT = -cross_entropy(logits_BxTxV, target_BxT)

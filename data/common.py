@@ -151,9 +151,12 @@ def cut(blocks, size=2**20):
         rest += block
         start = 0
         while len(rest) - start > size:
+            # The last line in reach that does not begin with a space.
             newline = rest.rfind('\n', start, start + size)
             while newline > start and rest[newline + 1].isspace():
                 newline = rest.rfind('\n', start, newline)
+
+            # Without one, the end of a word.
             if newline > start:
                 end = newline + 1
             else:
@@ -213,6 +216,8 @@ def choose_vocabulary(wanted, texts=None, train_texts=None):
     if '/' not in wanted and not os.path.exists(wanted):
         fail(f'--tokenizer={wanted}: it may be char, gpt2, bpe:4096, or the folder or owner/name '
              'of a model')
+
+    # A document has to end.
     _, vocabulary = load_model_tokenizer(wanted)
     if not vocabulary.end:
         fail(f'the tokenizer {wanted} has no end token: name one, "eos_token", in its '
@@ -231,16 +236,22 @@ def train_bpe(texts, size):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from jax_files.tokenizer_library import QWEN2_SPLIT
+
+    # How text is split, and ids become text again.
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(QWEN2_SPLIT), 'isolated'),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     bpe.decoder = decoders.ByteLevel()
+
+    # Learn the merges; any byte has a token from the start.
     trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=2, special_tokens=[END],
                                   show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     pieces = (piece for text in texts for piece, _ in cut([text], 2**16))
     bpe.train_from_iterator(pieces, trainer)
+
+    # What transformers reads.
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': END,
               'clean_up_tokenization_spaces': False}
     files = {'tokenizer.json': bpe.to_str(pretty=True),
@@ -287,6 +298,7 @@ def load_model_tokenizer(model):
 def encode_function(vocabulary):
     """Returns text -> ids, without those at the beginning and the end of a document. Names of
     special tokens are plain text."""
+    # Of characters: a table of all that Unicode has, which takes a text at once.
     if vocabulary.tokenizer['kind'] == 'char':
         chars = vocabulary.tokenizer['chars']
         table = np.full(sys.maxunicode + 1, -1, np.int32) # from code point to id
@@ -416,10 +428,13 @@ def create_encoder(vocabulary):
         n_characters = 0
         dropped = collections.Counter()
         for unit in units:
+            # The ids of this piece, with what begins and ends a document.
             dropped.update(count_dropped(unit.text))
             begin = vocabulary.begin if unit.is_first else []
             end = vocabulary.end if unit.is_last else []
             ids = (begin, encode_piece(unit), end)
+
+            # A negative length says that it is for validation.
             n_tokens = sum(map(len, ids))
             lengths.append(-n_tokens if unit.is_val else n_tokens)
             parts += [np.array(part, dtype) for part in ids]
@@ -456,17 +471,22 @@ def fill_rows(lengths, block_size, n_waiting=1000):
     It is by best fit, as in nanochat's loader: always the longest of the next n_waiting documents
     that fits into the rest of the row; where none does, the shortest, cropped. Prints how much that
     crops. Raises UserError if no row becomes full."""
+    # The documents in the order of the rows, and how much of each is used.
     documents = array.array('q')
     taken = array.array('q')
     coming = enumerate(map(int, lengths))
     waiting = [] # (tokens, document), sorted
     space = block_size + 1 # of the row
     n_full = 0 # documents in full rows
+
+    # Each round puts one document into the row.
     while True:
         for i, n in itertools.islice(coming, n_waiting - len(waiting)):
             bisect.insort(waiting, (n, i))
         if not waiting:
             break
+
+        # The longest that fits, or else the shortest.
         best = bisect.bisect(waiting, (space, len(lengths))) - 1
         n, i = waiting.pop(max(0, best))
         n = min(n, space)
@@ -476,11 +496,15 @@ def fill_rows(lengths, block_size, n_waiting=1000):
         if space == 0:
             space = block_size + 1
             n_full = len(documents) # what follows may be an incomplete row
+
+    # Only full rows count.
     documents = np.array(documents[:n_full], np.int64)
     taken = np.array(taken[:n_full], np.int64)
     if not n_full:
         fail(f'{lengths.sum():,} tokens do not fill a row of {block_size + 1}; use fewer --rows or '
              'more text')
+
+    # Say how much of the text the rows leave out.
     n = taken.sum()
     print(f'{n // (block_size + 1):,} rows of {block_size + 1} tokens; {1 - n / lengths.sum():.1%} '
           'of the tokens are cropped')

@@ -64,13 +64,19 @@ def open_bytes(path):
     several files."""
     file = open_regular(path)
     start = file.peek(265)[:265]
+
+    # How it is packed, by its first bytes.
     kind = None
     for name, magic in MAGIC.items():
         if start.startswith(magic):
             kind = name
+
+    # zip and tar hold several files: which of them are meant is not known.
     if start.startswith((b'PK\3\4', b'PK\5\6')) or start[257:262] == b'ustar':
         file.close()
         raise UserError(f'{path} is an archive; unpack it, and name the folder')
+
+    # A reader of the bytes before packing.
     if kind == 'gzip':
         return gzip.GzipFile(fileobj=file)
     if kind == 'xz':
@@ -289,6 +295,8 @@ class JsonStream:
             except (ValueError, RecursionError) as e:
                 is_cut = False
                 error = e
+
+            # It may end in what is not read yet.
             if is_cut and not self.is_whole:
                 self.read()
                 continue
@@ -367,6 +375,7 @@ def read_json_lines(blocks, path):
 def read_json_rows(path, keys):
     """Yields (where, row) of JSON lines, of an array, or of values that take several lines."""
     with contextlib.closing(read_blocks(path, are_rows=True)) as blocks:
+        # Rows in lines, elements of an array, or values one after the other.
         head = take(blocks, HEAD)
         whole = itertools.chain([head], blocks)
         if are_json_lines(head):
@@ -377,6 +386,8 @@ def read_json_rows(path, keys):
                 yield from stream.elements()
                 return
             rows = stream.values()
+
+        # A single value may hold all rows.
         first_two = list(itertools.islice(rows, 2))
         if len(first_two) == 1:
             yield from rows_of_object(*first_two[0], path, keys)
@@ -390,6 +401,8 @@ def rows_of_object(where, value, path, keys):
     rows, or one that holds columns, as pandas writes them. Raises UserError if it is not clear
     which list has the rows."""
     found = [key for key in keys if isinstance(value, dict) and key in value]
+
+    # It has a key of a row: it is one, unless there is a column under that key.
     if found:
         column = value[found[0]]
         if isinstance(column, dict):
@@ -402,6 +415,7 @@ def rows_of_object(where, value, path, keys):
                 yield f'row {number}', {found[0]: text}
             return
     elif isinstance(value, dict):
+        # Else a list in it has the rows, if only one can.
         lists = {}
         for name, rows in value.items():
             if isinstance(rows, list) and any(isinstance(row, (dict, str)) for row in rows):
@@ -428,6 +442,8 @@ def read_csv(path, keys):
     csv.field_size_limit(MAX_ROW)
     with contextlib.closing(read_blocks(path, are_rows=True)) as blocks:
         lines = (line + '\n' for line in read_lines(blocks, path))
+
+        # The first line with anything in it is the header.
         header = ''
         before = 0
         for header in lines:
@@ -435,6 +451,8 @@ def read_csv(path, keys):
                 break
             before += 1
         names, delimiter = read_header(header, path, keys)
+
+        # Its fields give the names, and those of each row that follows the values.
         rows = csv.reader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
         try:
             next(rows, None)

@@ -82,6 +82,7 @@ def encode_all(vocabulary, batches, num_proc):
         except Exception as e: # raised once what was read before is encoded
             errors.append(e)
 
+    # What a thread does: it gives a batch to a worker that is idle, and waits for the answer.
     def encode(batch):
         worker = idle.pop()
         try:
@@ -101,15 +102,19 @@ def encode_all(vocabulary, batches, num_proc):
 
     with concurrent.futures.ThreadPoolExecutor(num_proc) as pool: # a thread waits for each worker
         try:
+            # Answers leave in the order of the batches; a few are always ahead of them.
             for batch in read():
                 ahead.append(pool.submit(encode, batch))
                 if len(ahead) > 4 * num_proc:
                     yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
+
+            # What reading has raised comes after all that was read before it.
             if errors:
                 raise errors[0]
         finally:
+            # Whatever has happened, no worker stays.
             pool.shutdown(cancel_futures=True)
             for worker in idle: # all: no task is running
                 if worker is None:
@@ -121,10 +126,13 @@ def encode_all(vocabulary, batches, num_proc):
 
 def count_done(lengths_path, tokens_path, width):
     """Cuts the scratch files back to the units that are there whole, and counts these."""
+    # A unit is whole if the tokens up to its end are there.
     ends = np.cumsum(np.abs(np.fromfile(lengths_path, np.int32)), dtype=np.int64)
     n_tokens = os.path.getsize(tokens_path) // width
     done = int(np.searchsorted(ends, n_tokens, side='right'))
     n_kept = int(ends[done - 1]) if done else 0
+
+    # What follows it is written again.
     os.truncate(lengths_path, 4 * done)
     os.truncate(tokens_path, width * n_kept)
     return done
@@ -134,12 +142,17 @@ def copy_units(path, units, lengths, tokens_path, dtype, block_size):
     """Pass 2: writes the tokens of these units, in this order, or rows of them. Returns how many
     tokens, and the largest."""
     from tqdm import tqdm
+
+    # Where the tokens of each unit are in the file of pass 1.
     lengths = np.abs(lengths)
     taken = lengths[units]
     starts = (np.cumsum(lengths, dtype=np.int64) - lengths)[units]
+
+    # Of a data set of rows, which units fill them, and how far.
     if block_size:
         order, taken = fill_rows(taken, block_size)
         starts = starts[order]
+
     largest = 0
     # a memmap would keep all that it has read
     with open(tokens_path, 'rb') as tokens, open(path, 'wb') as f:
@@ -165,6 +178,8 @@ def locked(folder):
     does."""
     try:
         os.makedirs(folder, exist_ok=True)
+
+        # The lock is on the folder itself, and ends with this process.
         descriptor = os.open(folder, os.O_RDONLY) if fcntl else None
     except OSError as e:
         fail(f'cannot write to {folder!r} ({e.strerror}); choose another --out_dir')
@@ -217,6 +232,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
     from tqdm import tqdm
 
     from jax_files.tokenizer_library import warn_of_dropped
+
+    # What an earlier run of the same command has left.
     parts = [os.path.join(out_dir, part) for part in SCRATCH]
     source_path, lengths_path, tokens_path = parts
     vocabulary = None
@@ -228,6 +245,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
         except (UserError, LookupError, TypeError):
             fail(f'{source_path} is damaged; delete {", ".join(SCRATCH)} in {out_dir} to start '
                  'over')
+
+        # Work on something else is not continued, and not lost.
         if saved != source:
             fail(f'{out_dir} has the unfinished work on another source, or with another tokenizer '
                  f'({state["name"]}, as it was then); finish that one first, choose another '
@@ -247,6 +266,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
         dropped = collections.Counter()
         if done:
             print(f'continuing after {done:,} documents or pieces', file=sys.stderr)
+
+        # Unless all is tokenized already: a run may have been killed in pass 2.
         if state['units'] is None or done != state['units']:
             with open(lengths_path, 'ab') as lengths_file, open(tokens_path, 'ab') as tokens_file, \
                     tqdm(desc='tokenizing', unit=' characters', unit_scale=True,
@@ -261,6 +282,9 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
                         f.flush()
                         os.fsync(f.fileno())
                     bar.update(n_characters)
+
+            # All is tokenized: what was read, to be said at the end, even if that comes in a later
+            # run.
             warn_of_dropped(dropped, f'{name}, since document or piece {done:,}' if done else name)
             state['units'] = count_done(lengths_path, tokens_path, dtype.itemsize)
             state['report'] = report() if report else None
@@ -269,6 +293,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
         # whatever a network, a disk or a damaged file raises through the libraries
         if vocabulary is not None and all(os.path.exists(path) for path in parts):
             done = count_done(lengths_path, tokens_path, token_dtype(vocabulary.size).itemsize)
+
+        # Scratch files from which nothing can be continued are removed.
         if done == 0:
             discard(out_dir, parts)
         if isinstance(e, UserError) and not done:
@@ -318,6 +344,8 @@ def write_data_set(out_dir, name, source, choose, batches, split, *, num_proc, r
              'to continue')
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
+
+    # The data set is there.
     remove(parts)
     found = state.get('report')
     if found:

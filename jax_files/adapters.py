@@ -56,6 +56,7 @@ class LowRankSum(NamedTuple):
         return self.weight.shape
 
     def __getitem__(self, index):
+        # as peft merges: in float32, whatever the two are stored in
         a = np.asarray(self.a, np.float32)
         b = np.asarray(self.b, np.float32)
         update = b @ a * np.float32(self.scale)
@@ -219,6 +220,7 @@ def scale_of(module, a, settings, source):
     """Returns the factor of a module's update: alpha / rank, or alpha / sqrt(rank) with rslora.
 
     a: the module's lora_A, whose rank is checked. Raises UserError if it has another one."""
+    # The rank and alpha of this module, which patterns may set.
     rank = value_for(module, settings.get('rank_pattern'), settings['r'])
     alpha = value_for(module, settings.get('alpha_pattern'), settings['lora_alpha'])
     if a.ndim != 2 or len(a) != rank:
@@ -266,6 +268,7 @@ def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
     updates became one, its rank is a multiple of it, and so is its alpha. base: the model's path,
     or its name on the hub. model_type: a key of its config.json. others: the modules that have no
     update."""
+    # Their tensors, and the modules whose rank is another one.
     tensors = {}
     ranks = {}
     alphas = {}
@@ -278,6 +281,7 @@ def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
             ranks[last] = n_updates * rank
             alphas[last] = as_peft_number(n_updates * alpha)
 
+    # What peft needs to make the modules, and to find the base.
     settings = {
         'peft_type': 'LORA',
         'task_type': 'CAUSAL_LM',

@@ -36,6 +36,7 @@ def create_jinja():
     import jinja2.ext
     import jinja2.sandbox
 
+    # The tag {% generation %}, which Jinja does not know.
     class GenerationTag(jinja2.ext.Extension):
         tags = {'generation'}
 
@@ -47,6 +48,7 @@ def create_jinja():
     def output_of(text):
         return jinja2.nodes.Output([jinja2.nodes.TemplateData(text)])
 
+    # What templates call.
     def raise_exception(message):
         raise ChatError(f'refuses: {message}')
 
@@ -54,6 +56,7 @@ def create_jinja():
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                           sort_keys=sort_keys)
 
+    # The sandbox, with the settings of transformers.
     jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', GenerationTag])
     jinja.filters['tojson'] = tojson
@@ -84,6 +87,8 @@ class Renderer:
             raise ChatError(TOO_MUCH_MEMORY) from None
         except Exception as error:  # a template is a program
             raise ChatError(f'cannot be rendered: {type(error).__name__}: {error}') from None
+
+        # A short template can write a text without end.
         if len(text) > self.max_length:
             raise ChatError(f'is not used: it makes a text of {len(text):,} characters of so few')
         return text
@@ -138,6 +143,7 @@ def find_answer(renderer, messages, i, text):
     content_end = len(text) - len(after)
     request = renderer.render(messages[:i], add_generation_prompt=True)
 
+    # Where the answer begins: behind the request for it.
     start = len(request)
     # the template writes earlier turns differently when others follow
     if not text.startswith(request):
@@ -202,6 +208,7 @@ def answer(jinja_templates, request):
     end]] that the template marks}. want='next': {'text': what the template writes behind answer
     number 'answer'}. {'error': ...} if there is none."""
     try:
+        # The compiled template, and how long a text may become.
         source = request['source']
         if source not in jinja_templates:
             jinja_templates[source] = compile_template(source)
@@ -211,12 +218,17 @@ def answer(jinja_templates, request):
         if request['want'] == 'text':
             text = renderer.render(messages, add_generation_prompt=request['add_generation_prompt'])
             return {'text': without_marks(text)}
+
+        # What is written behind an answer.
         if request['want'] == 'next':
             i = request['answer']
             marked = [*messages[:i], mark_answer(messages[i]), *messages[i + 1:]]
             text = without_marks(renderer.render(marked))
             _, _, behind = text.rpartition(MARK)
             return {'text': behind}
+
+        # Where the answers are: as the template marks them, or found by renderings with a mark in
+        # their place.
         pieces = re.split(f'[{GENERATION_MARKS}]', renderer.render(messages))
         text = ''.join(pieces)
         counted = request['counted']
@@ -265,6 +277,8 @@ def main():
         limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
         with contextlib.suppress(ValueError, OSError):  # macOS has no such limit either
             resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+    # A line has several requests; each has its own time.
     jinja_templates = {}
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     for line in requests:

@@ -30,6 +30,7 @@ def read_chat_templates(folder, settings):
     tokenizer_config.json, as {name: source}, as transformers 5 reads them: chat_template.jinja is
     'default', and takes the place of all in the settings, as does
     additional_chat_templates/NAME.jinja. Raises TypeError for what is no template."""
+    # Files of templates, which take the place of the settings.
     templates = {}
     path = Path(regular_file(folder, 'chat_template.jinja'))
     if path.exists():
@@ -38,6 +39,8 @@ def read_chat_templates(folder, settings):
         templates[Path(name).stem] = read_text(regular_file(folder, name), newline='')
     if templates:
         return templates
+
+    # The settings: one template, or several by their names.
     found = settings.get('chat_template')
     if found is None:
         return {}
@@ -86,12 +89,15 @@ class Chat:
 def read_chat(messages, tools=None, variables=None):
     """Returns the Chat of what a user gives: messages, tools and more variables of the template.
     Raises UserError."""
+    # What a template gets besides the messages.
     if tools is not None:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise UserError('"tools" must be a list of JSON schemas, [{"type": "function", '
                             '"function": {...}}]')
     if variables is not None and not isinstance(variables, dict):
         raise UserError('"chat_template_kwargs" must be an object, {"name": value}')
+
+    # Variables do not take the names that have a meaning already.
     taken = {'messages', 'tools', 'add_generation_prompt'}.intersection(variables or {})
     if taken:
         raise UserError(f'"chat_template_kwargs" has {min(taken)!r}, which has a place of its own')
@@ -113,9 +119,13 @@ def read_message(i, message):
     if not isinstance(message, dict) or not isinstance(message.get('role'), str):
         raise UserError(f'message {i} is not {{"role": ..., "content": text}}')
     message = {key: value for key, value in message.items() if value is not None}
+
+    # Calls of tools, of which a message may consist.
     calls = message.get('tool_calls')
     if calls is not None:
         check_tool_calls(i, calls)
+
+    # What it says: a text, or parts of one.
     content = message.get('content')
     if isinstance(content, list):
         message['content'] = join_parts(i, content)
@@ -123,6 +133,8 @@ def read_message(i, message):
         raise UserError(f'message {i} has no "content", and no "tool_calls"')
     elif content is not None and not isinstance(content, str):
         raise UserError(f'message {i} has a "content" that is no text')
+
+    # Templates know the reasoning by different names.
     reasoning = [message[key] for key in REASONING if key in message]
     if reasoning:
         message = {'thinking': reasoning[0], **message, 'reasoning_content': reasoning[0]}
@@ -192,6 +204,8 @@ class TemplateProcess:
         UserError for that one."""
         if self.process is None or self.owner != os.getpid():
             self.start()
+
+        # One answer for each request, as long as the process answers.
         replies = []
         try:
             self.process.stdin.write(b'[' + b','.join(lines) + b']\n')
@@ -266,6 +280,8 @@ class ChatTemplate:
         if name not in self.sources:
             raise UserError(f'the model has the chat templates {", ".join(self.sources)}, and none '
                             'that is named default')
+
+        # A template that is too long to be one.
         source = self.sources[name]
         if len(source) > MAX_SOURCE:
             raise UserError(f"the model's chat template has {len(source):,} characters, more than "
@@ -327,9 +343,12 @@ def encode_training_chats(tokenizer, chats):
         return batch, pool.submit(request_answers, tokenizer.template, batch)
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        # While a batch becomes ids, the next one is rendered.
         batch, replies = render_batch()
         while batch:
             ahead = render_batch()
+
+            # An error is that of one conversation; the others go on.
             for (chat, counted), reply in zip(batch, replies.result()):
                 try:
                     if isinstance(reply, UserError):
@@ -411,6 +430,7 @@ def find_end(answer, text, specials, stop_tokens, has_calls):
     specials: (start, end, id) of the special tokens of the text.
     An answer that calls tools may have special tokens around the calls; others end with the
     first behind what they say."""
+    # The special tokens behind what it says, in order; the first that can end it does.
     start, said, limit, is_whole = answer
     behind = [special for special in specials if special[0] >= start and special[1] > said]
     for special_start, special_end, id in behind:
@@ -425,6 +445,8 @@ def find_end(answer, text, specials, stop_tokens, has_calls):
             # conversation (gpt-oss)
             return start, special_end
         break
+
+    # Without one: the last that the template writes behind the answer, or all that it writes there.
     last = [special_end for _, special_end, _ in behind if special_end <= limit][-1:]
     if last:
         return start, last[0]
@@ -447,6 +469,7 @@ def encode_next_end(tokenizer, chat, behind):
     are none.
 
     behind: what the template writes behind the answer now."""
+    # Render the conversation with a message that follows.
     has_calls = bool(chat.messages[-1].get('tool_calls'))
     follower = {'role': 'tool' if has_calls else 'user', 'content': 'x'}
     try:
@@ -454,6 +477,8 @@ def encode_next_end(tokenizer, chat, behind):
         text = tokenizer.template.ask(longer, 'next', answer=len(chat.messages) - 1)['text']
     except UserError:  # a template may allow nothing there
         return []
+
+    # What is new behind the answer, and whether it begins with a token at which sampling stops.
     if not text.startswith(behind):
         return []
     text = text[len(behind):]
@@ -471,6 +496,8 @@ def check_kept(tokenizer, said, ids):
     decoded = tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
     if decoded == said or is_kept(tokenizer, said, decoded, ids):
         return
+
+    # Which characters are gone, for the message.
     lost = sorted(set(said) - set(decoded) - {' '})
     hint = f'it has no token for {" ".join(map(repr, lost[:5]))}; ' if lost else ''
     raise UserError(f'the tokenizer does not keep an answer: {said!r:.60} becomes {decoded!r:.60}; '
@@ -481,10 +508,13 @@ def is_kept(tokenizer, said, decoded, ids):
     """Whether a text that became these ids, and these became `decoded`, differs only as a tokenizer
     changes texts on purpose: by a token for what it does not know, or by a character of which it
     shares bytes with a neighbor."""
+    # The token for what the tokenizer does not know.
     probe = tokenizer.tokenizer.encode(chat_worker.MARK, add_special_tokens=False)
     unknown = [id for id, token in zip(probe.ids, probe.tokens) if token != '\u2581']
     if len(unknown) == 1 and unknown[0] in ids:
         return True
+
+    # The same text, up to what tokenizers change on purpose.
     said, decoded = simplified(tokenizer, said), simplified(tokenizer, decoded)
     whole = decoded.strip('\ufffd')
     return decoded == said or whole != decoded and whole in said
@@ -493,10 +523,13 @@ def is_kept(tokenizer, said, decoded, ids):
 def simplified(tokenizer, text):
     """Returns the text without what a tokenizer may change on purpose: spaces, forms and case of
     characters, accents."""
+    # As the tokenizer itself changes it, then what others change.
     normalizer = tokenizer.tokenizer.raw.normalizer
     if normalizer is not None:
         text = tokenizer.tokenizer.call(normalizer.normalize_str, text)
     text = unicodedata.normalize('NFKD', text).casefold()
+
+    # Without spaces and accents.
     kept = []
     for c in text:
         is_space = c.isspace() or c == '\u2581'

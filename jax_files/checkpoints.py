@@ -126,6 +126,7 @@ def find_damage(step, items=ITEMS):
     checksums.json is not checked: see read_meta."""
     damaged = ''
     try:
+        # Each process compares its share of the files.
         sums = read_json(step / 'checksums.json', optional=True)
         others = set(ITEMS) - set(items)
         names = sorted(name for name in sums if name.split('/')[0] not in others)
@@ -198,6 +199,7 @@ def take_lock(path, holder, resumed_at):
     """Takes the lock in process 0, writes into it who holds it, and sets damaged checkpoints
     aside."""
     try:
+        # Take it: the system lets go of it when this process ends, however that happens.
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, 'a')
     except OSError as error:
@@ -211,6 +213,8 @@ def take_lock(path, holder, resumed_at):
                         '--out_dir') from None
     except OSError:
         pass  # a file system without locks
+
+    # Say who has it, to the processes that look for it.
     file.truncate(0)
     file.write(holder)
     file.flush()
@@ -282,6 +286,7 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
         opt_state=ocp.args.StandardSave(opt_state_item(state)),
         meta=ocp.args.JsonSave({**meta, 'checksums': True}))
     try:
+        # This also waits for the one before, and raises what went wrong with it.
         saved = manager.save(iter_num, metrics=metrics, args=items)
     except (OSError, ValueError, RuntimeError) as error:
         exit_if_peer_died(error)

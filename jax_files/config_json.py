@@ -85,6 +85,7 @@ class JsonConfig:
         missing key is an error.
         kind: the type of the value where there is no default that has it; an int is a valid
         float."""
+        # What a missing key means, and what type it has by that.
         if default is REQUIRED:
             default = self.defaults.get(key, REQUIRED)
         may_be_null = isinstance(default, OrNull)
@@ -108,6 +109,7 @@ class JsonConfig:
     def check_size(self, key, value):
         """Raises UserError for a number that is too large for its key, not positive, infinite or
         NaN."""
+        # A whole number in the range of its field.
         if type(value) is int:
             least = 0 if key in MAY_BE_ZERO else 1
             most = MOST[FIELD_OF_KEY[key]] if key in FIELD_OF_KEY else 2**31 - 1
@@ -115,6 +117,8 @@ class JsonConfig:
                 raise UserError(
                     f'{self.source}: {key} should be {least} to {most}, not {shown(value)}'
                 )
+
+        # A number that is finite, and a list of a length that a model may have.
         least = 0.0 if key in MAY_BE_ZERO else 1e-300
         if type(value) is float and not least <= value < MOST_FLOAT:
             raise UserError(

@@ -72,10 +72,13 @@ class TokenFile:
     def read(self, starts, n):
         """Reads n numbers from each start on, [len(starts), n], or n rows, [len(starts), n,
         row_length]. Raises DataChanged if the file has become shorter."""
+        # Space for all numbers, which is filled as bytes.
         found = np.empty((len(starts), n, *self.shape[1:]), self.dtype)
         n_bytes = found[:1].nbytes
         width = self.dtype.itemsize * math.prod(self.shape[1:])
         buffer = memoryview(found.reshape(-1).view(np.uint8))
+
+        # A read may return less than was asked for: it goes on until all is there.
         for i, start in enumerate(np.asarray(starts).tolist()):
             part = buffer[i * n_bytes:(i + 1) * n_bytes]
             offset = start * width
@@ -120,15 +123,20 @@ META_LIMITS = {
 
 def check_meta(meta):
     """Raises ValueError, or what its types raise, for what a meta.json cannot say."""
+    # Numbers, in the ranges that make sense.
     for name, (least, largest) in META_LIMITS.items():
         value = meta[name]
         is_missing = value is None and name != 'vocab_size'
         if not is_missing and not (type(value) is int and least <= value <= largest):
             raise ValueError(f'{name} {value!r:.100} is not a number from {least} to {largest:,}')
+
+    # Names, of those that are known.
     if meta['dtype'] not in ('uint16', 'uint32'):
         raise ValueError(f'dtype {meta["dtype"]!r:.100} is not uint16 or uint32')
     if meta['kind'] not in (None, 'chats', 'pairs'):
         raise ValueError(f'kind {meta["kind"]!r:.100} is neither chats nor pairs')
+
+    # The description of a tokenizer, with what its kind needs.
     tokenizer = meta['tokenizer']
     is_known = tokenizer['kind'] == 'gpt2'
     if tokenizer['kind'] == 'char':
@@ -157,6 +165,8 @@ def load_dataset_meta(data_dir):
     meta = dict(NANOGPT_META)
     # as prepare.py counts
     counted = dict.fromkeys(('max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length'))
+
+    # What the file says, checked.
     if path.exists():
         text = read_text(plain_file(path))
         try:
@@ -167,6 +177,7 @@ def load_dataset_meta(data_dir):
             meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], data_dir)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f'{path} is damaged ({error}); {remedy}') from None
+    # Without one: nanoGPT's older form, nothing at all, or GPT-2's tokens.
     elif (data_dir / 'meta.pkl').exists():
         program = relative_path(Path(__file__).parents[1] / 'data' / 'convert_meta.py')
         raise UserError(
@@ -188,11 +199,15 @@ def load_dataset(data_dir, block_size):
     and token ids outside the vocabulary."""
     data_dir = relative_path(data_dir)
     meta = load_dataset_meta(data_dir)
+
+    # Rows have a length, which is that of the training.
     row_length = meta['row_length']
     if row_length not in (None, block_size + 1):
         raise UserError(
             f'{data_dir} has rows of {row_length} tokens, one more than a block_size that fits; '
             f'prepare it with --rows={block_size}, or use another --block_size')
+
+    # The two files, each compared with what meta.json says of it.
     splits = {}
     for split in ('train', 'val'):
         path = data_dir / f'{split}.bin'
@@ -208,6 +223,8 @@ def check_size(path, meta, split, block_size):
     remedy = remedy_for(path.parent)
     if not path.exists():
         raise UserError(f'there is no {path}; {remedy}')
+
+    # A whole number of tokens, and at least one sequence.
     width = np.dtype(meta['dtype']).itemsize
     size, rest = divmod(plain_file(path).stat().st_size, width)
     if rest:
@@ -218,6 +235,8 @@ def check_size(path, meta, split, block_size):
         raise UserError(
             f'{path} has {size} tokens, and block_size={block_size} needs {block_size + 1}; use '
             'more text or a smaller --block_size')
+
+    # As many as were written.
     n_tokens = meta[f'{split}_tokens']
     if n_tokens not in (None, size):
         raise UserError(
@@ -251,10 +270,14 @@ def load_masks(data_dir, splits):
         paths[split] = relative_path(data_dir) / f'{split}_mask.bin'
         if paths[split].exists():
             sizes[split] = plain_file(paths[split]).stat().st_size
+
+    # Both or none, and a byte for each token.
     needs_masks = bool(sizes) or load_dataset_meta(data_dir)['kind'] is not None
     if needs_masks and sizes != {split: tokens.size for split, tokens in splits.items()}:
         raise UserError(f'the masks of {data_dir} are missing or of other tokens; '
                         f'{remedy_for(Path(data_dir))}')
+
+    # Opened as the tokens are: in rows, if these have rows.
     masks = {}
     for split in sizes:
         tokens = splits[split]
@@ -270,6 +293,8 @@ def load_ends(path, n_tokens):
     damaged = UserError(f'{path} is missing or damaged; {remedy_for(path.parent)}')
     if not path.exists():
         raise damaged
+
+    # A whole number of pairs, in which the last one ends with the file.
     size = path.stat().st_size
     ends = np.fromfile(plain_file(path), np.int64)
     is_whole = size > 0 and size == ends.nbytes and len(ends) % 2 == 0
@@ -288,12 +313,16 @@ def parse_mixture(dataset, root):
     path, or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
     if ':' not in dataset or (Path(root) / dataset).is_dir():
         return {Path(root) / dataset: 1.0}
+
+    # Each part is a name and a fraction.
     parts = dataset.split(',')
     shares = {}
     for part in parts:
         found = re.fullmatch(r'([^:]+):([01]?\.\d+|1)', part)
         if found and float(found[2]) >= 1e-6:
             shares[Path(root) / found[1].strip()] = float(found[2])
+
+    # None is left out, named twice, or too much.
     names = {folder.name for folder in shares}
     if len(names) < len(parts) or abs(sum(shares.values()) - 1) > 1e-6:
         raise UserError(
@@ -309,6 +338,8 @@ def load_mixture_meta(dataset, root):
     folders = [relative_path(folder) for folder in shares]
     metas = [load_dataset_meta(folder) for folder in shares]
     meta = metas[0]
+
+    # The others have the same tokens, and are no pairs.
     for folder, other in zip(folders[1:], metas[1:]):
         if 'pairs' in (meta['kind'], other['kind']):
             raise UserError('pairs of answers cannot be mixed with other data: give --dataset one '

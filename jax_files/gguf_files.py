@@ -374,6 +374,8 @@ def split_patterns(pre_tokenizer):
     patterns = []
     for step in steps:
         is_last = step is steps[-1]
+
+        # Each step is a split at a pattern; the last one turns bytes into letters.
         match step:
             case {'type': 'ByteLevel', 'add_prefix_space': False,
                   'use_regex': uses_regex} if is_last:
@@ -431,6 +433,7 @@ def read_gguf(path):
                 raise ValueError('a size in its header is larger than the file')
             return super()._get(offset, dtype, count, override_order)
 
+    # Read the header.
     if not os.path.isfile(path):
         raise UserError(f'cannot read {path}: there is no such file')
     reader = Reader(path)

@@ -86,9 +86,13 @@ def is_record(record):
     iteration, and with losses that are numbers or null."""
     if not isinstance(record, dict):
         return False
+
+    # An iteration that a run can reach.
     iteration = record.get('iter')
     if type(iteration) is not int or not 0 <= iteration < 2**31:
         return False
+
+    # Losses, of which those that are not finite are null.
     for name, value in record.items():
         is_loss = 'loss' in name or 'bpb' in name
         is_number = type(value) is float or type(value) is int and abs(value) < 2**31

@@ -437,6 +437,7 @@ def assign(numbers, fractions):
 
     From the last part to the first, each takes its sequences from those that are left: of the
     first `own` of these, before(own) go to the parts before it."""
+    # Whole numbers, so that all processes come to the same parts.
     ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)  # in millionths
     which = np.zeros_like(numbers)
     own = numbers
@@ -492,15 +493,21 @@ def open_data(shares, meta, *, block_size, seed, length_normalized=False):
         sets = [in_all_processes(open_pairs, folder, length_normalized, options)]
     else:
         sets = in_all_processes(open_texts, shares, options)
+
+    # What is trained on: the only set, or a mixture of all.
     train = sets[0].splits['train']
     if len(sets) > 1:
         train = Mixture([one.splits['train'] for one in sets], [one.fraction for one in sets])
+
+    # For bits per byte: how many bytes each token stands for.
     token_bytes = None
     if not train.has_pairs:
         token_bytes = load_token_bytes(meta['tokenizer'], meta['vocab_size'])
         known = gather_texts('known' if token_bytes is not None else '')
         if not all(known):  # all processes have them, or none
             token_bytes = None
+
+    # All processes have the same data, or none of them goes on.
     data = Data(sets, train, token_bytes)
     check_agreement('data', data.fingerprint(meta['tokenizer']))
     return data
@@ -514,6 +521,8 @@ def open_texts(shares, options):
     for folder in shares:
         tokens[folder] = load_dataset(folder, options['block_size'])[0]
         masks[folder] = load_masks(folder, tokens[folder])
+
+    # A set without a mask gets one in which all tokens count, if others have masks.
     is_masked = any(masks.values())
     sets = []
     for folder, fraction in shares.items():

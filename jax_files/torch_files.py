@@ -29,6 +29,7 @@ def read_torch_checkpoint(path):
     damaged file, for the format of torch before 1.6, and for a file that holds anything but
     containers, numbers, strings and tensors."""
     try:
+        # A zip archive holds a pickle and the bytes of the tensors.
         with open(path, 'rb') as f:
             start = f.read(4)
         if zipfile.is_zipfile(path):
@@ -181,6 +182,7 @@ class TorchUnpickler(pickle._Unpickler):
 
     def find_class(self, module, name):
         """Returns what stands for `module.name` in this pickle."""
+        # All that a file of tensors needs.
         allowed = {
             ('collections', 'OrderedDict'): self.new_dict,
             ('torch', 'Size'): tuple,

@@ -343,6 +343,7 @@ def open_adapter(adapter, base):
 
     adapter: the adapter's folder. base: as for local_path. Raises UserError for settings that are
     not computed here, and if the model is not found."""
+    # What the adapter says, and the model that it updates.
     settings = read_adapter_config(adapter)
     file = find_adapter_file(adapter)
     model = find_base(adapter, settings, base)
@@ -370,6 +371,7 @@ def open_adapter(adapter, base):
     write_json(os.path.join(folder, 'config.json'), config)
     write_json(os.path.join(folder, ADAPTER_PATH), {'path': adapter})
 
+    # How its tensors are made, once they are asked for.
     def read():
         weights = weight_file(model)
         block = read_block(config, config_path)
@@ -446,6 +448,8 @@ def weight_file(path):
 def read_tensors(file):
     """Returns {name: array} of one of WEIGHT_FILES, given its path."""
     folder, name = os.path.split(file)
+
+    # What was opened in a folder of its own: a GGUF file, or an adapter with its base.
     if name == GGUF_PATH:
         return gguf_tensors(folder)
     if name == ADAPTER_PATH:
@@ -509,6 +513,7 @@ def read_safetensors(path):
 
 def read_shards(index_file):
     """Returns {name: array} of all files that an index names, given the path of the index."""
+    # Which file holds which tensor.
     index = read_json(index_file)
     require_keys(['weight_map'], index, index_file, 'an index of shards')
     weight_map = index['weight_map']
@@ -581,6 +586,7 @@ def write_safetensors(path, shapes, make_tensor, dtype):
     text = json.dumps(header).encode()
     text += b' ' * (-len(text) % 8)
 
+    # The header, then one tensor after the other.
     with open(path, 'wb') as f:
         f.write(len(text).to_bytes(8, 'little') + text)
         for name, shape in shapes.items():

@@ -40,10 +40,14 @@ def read_example(row):
     if not isinstance(row, dict):
         raise UserError('has no "messages": it is no object')
     row = {key: value for key, value in row.items() if value is not None}
+
+    # What stands beside the messages, for the template.
     tools = read_tools(row)
     variables = row.get('chat_template_kwargs')
     if isinstance(variables, str):  # parquet has no column of any objects
         variables = parse(variables, '"chat_template_kwargs"')
+
+    # The conversations, and how many messages at their beginning are given.
     if 'rejected_response' in row or 'rejected_messages' in row:
         conversations, n_given, form = read_swift_pair(row)
     elif 'rejected' in row or 'chosen' in row:
@@ -54,6 +58,8 @@ def read_example(row):
             raise UserError('has no message with the role "assistant", so there is nothing to '
                             'learn')
         conversations = [messages]
+
+    # Which of the other messages count, and the messages as the template takes them.
     chats = []
     counted = []
     for messages in conversations:
@@ -130,6 +136,8 @@ def read_sharegpt(i, turn):
         raise UserError(f'message {i} is from {speaker!r}, and those are known: {", ".join(ROLES)}')
     if not isinstance(text, str):
         raise UserError(f'message {i} has no text as its "value"')
+
+    # A text, or the call of a function in JSON.
     if speaker != 'function_call':
         return {'role': role, 'content': text, **turn}
     calls = parse(text, f'the call of a function in message {i}')
@@ -147,6 +155,8 @@ def find_counted(messages):
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             continue
+
+        # What the message says of its weight, by whatever name.
         weights = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
         for name, weight in weights.items():
             if not isinstance(weight, (bool, int, float)) or weight not in (0, 1):
@@ -156,6 +166,8 @@ def find_counted(messages):
                 raise UserError(f'message {i} has "{name}": {json.dumps(weight)} and the role '
                                 f'"{role_of(message)}", and only answers of the role "assistant" '
                                 'can count')
+
+        # Parts of an answer cannot be left out here.
         for name in DETAILS:
             if message.get(name) is not None:
                 raise UserError(f'message {i} has "{name}", and only whole answers can be left '
@@ -194,6 +206,7 @@ def read_conversation(row):
 def read_pair(row):
     """Returns ((messages with the chosen answer, with the rejected one), how many of them at the
     beginning are the question, form). Raises UserError."""
+    # What both fields hold: answers, transcripts, or whole conversations.
     is_asked = any(name in row for name in LISTS + QUESTIONS)
     are_transcripts = (not is_asked and is_transcript(row.get('chosen'))
                        and is_transcript(row.get('rejected')))
@@ -206,6 +219,8 @@ def read_pair(row):
         if not answer or all(is_empty(message) for message in answer):
             raise UserError(f'has no "{name}", or an empty one')
         answers.append(answer)
+
+    # Which question they answer: that in front of both, or one that the row has apart.
     chosen, rejected = answers
     are_whole = [role_of(answer[0]) != 'assistant' for answer in answers]
     if all(are_whole):
@@ -222,6 +237,8 @@ def read_pair(row):
                         'the answer')
     else:
         question, form = read_asked(row)
+
+    # There has to be a question, and two answers to it.
     if not question or role_of(question[-1]) == 'assistant':
         raise UserError('has no question in front of the answers "chosen" and "rejected": '
                         '"messages" must end with one, or there must be a "prompt"')
@@ -235,9 +252,12 @@ def read_swift_pair(row):
     """Returns what read_pair returns, of a pair in ms-swift's form: the answer that was chosen is
     "response", or ends the "messages"; the other one is "rejected_response", or ends
     "rejected_messages". Raises UserError."""
+    # The answer that was rejected.
     row = dict(row)
     name = 'rejected_response' if 'rejected_response' in row else 'rejected_messages'
     row['rejected'] = row.pop(name)
+
+    # The one that was chosen.
     if 'response' in row:
         answer = 'response'
         row['chosen'] = row.pop('response')
@@ -255,6 +275,8 @@ def read_swift_pair(row):
     else:
         raise UserError(f'has "{name}", but neither "response" nor "messages" with the answer that '
                         'was chosen')
+
+    # Under these names it is any pair.
     conversations, n_given, _ = read_pair(row)
     return conversations, n_given, f'"{answer}" and "{name}"'
 
@@ -293,10 +315,13 @@ def read_asked(row):
 def count_shared(chosen, rejected):
     """Returns how many messages at the beginning of two conversations are their question: those
     that are equal in both, but not the last of either."""
+    # As far as both are equal, but for the last message of each.
     n = 0
     longest = min(len(chosen), len(rejected)) - 1
     while n < longest and chosen[n] == rejected[n]:
         n += 1
+
+    # A question ends before an answer begins.
     while n and role_of(chosen[n - 1]) == 'assistant':
         n -= 1
     return n
@@ -338,6 +363,8 @@ def read_question(row, name):
     asked = row[name]
     if not isinstance(asked, str):
         return with_system(row, read_turns(asked, name))
+
+    # The turns before it.
     messages = []
     history = row.get('history', [])
     if not isinstance(history, list):
@@ -347,6 +374,8 @@ def read_question(row, name):
             raise UserError('"history" must be a list of [question, answer]')
         messages.append({'role': 'user', 'content': pair[0]})
         messages.append({'role': 'assistant', 'content': pair[1]})
+
+    # The question itself.
     if has_input(row):
         asked = f'{asked}\n{row["input"]}'
     messages.append({'role': 'user', 'content': asked})

@@ -72,10 +72,13 @@ def encode_examples(path, found, enc):
             ahead.append((where, example))
             yield from zip(example.chats, example.counted)
 
+    # Conversations are rendered ahead, in another process; their rows wait in `ahead`.
     results = encode_training_chats(enc, ask())
     for result in results:
         where, example = ahead.popleft()
         encoded = [result, *itertools.islice(results, len(example.chats) - 1)]
+
+        # Refuse what the template refuses, and answers of which nothing is learned.
         for chat, counted, result in zip(example.chats, example.counted, encoded):
             if isinstance(result, UserError):
                 fail(f'{path}, {where}: {result}')
@@ -100,6 +103,7 @@ def read_examples(path, enc):
             else:
                 left_out.append(where)
 
+    # Generators: memory holds the ids, not the rows.
     examples = list(encode_examples(path, are_counted(), enc))
     return examples, forms, len(left_out)
 
@@ -109,6 +113,7 @@ def check_ends(ids, mask, enc):
     UserError if none ends one: a model that learns from these answers would never stop.
 
     ids, mask: the arrays of all conversations in a row."""
+    # The tokens with which answers end.
     counts = mask == 1
     counts_next = np.append(mask[1:], 0) == 1
     last = {int(id) for id in np.unique(ids[counts & ~counts_next])}
@@ -117,6 +122,8 @@ def check_ends(ids, mask, enc):
         fail('no answer ends with a token that ends it, so the model would not learn to stop: its '
              'chat template must write one, and the tokenizer must know it ("eos_token" in '
              'tokenizer_config.json, or "eos_token_id" in generation_config.json)')
+
+    # Sampling stops at some of them, or at none.
     if last & set(enc.stop_tokens):
         return ''
     names = ' '.join(sorted(str(enc.tokenizer.id_to_token(id)) for id in last & enc.special_ids))
@@ -179,6 +186,7 @@ def main():
                         help='pack whole conversations into rows of this block_size')
     args = parser.parse_args()
 
+    # The conversations of all rows, as ids with their masks.
     enc, vocabulary = load_model_tokenizer(args.tokenizer)
     examples, forms, n_left_out = read_examples(args.input, enc)
     n_train = min(len(examples) - 1, int(len(examples)*0.9)) # the last tenth is for validation
@@ -189,9 +197,12 @@ def main():
     if args.rows < 0 or is_pairs and args.rows:
         fail('--rows packs conversations, not pairs, into rows of at least 1 token')
 
+    # What is said at the end, once the files are there.
     said = [f'{n:,} rows read as {form}' for form, n in forms.items() if form]
     if n_left_out:
         said.append(f'{n_left_out:,} rows left out: no answer in them counts')
+
+    # The two splits: their ids, masks and, of pairs, ends.
     tokens = {}
     files = {}
     warning = ''
@@ -216,6 +227,8 @@ def main():
                     f"{(mask == 1).sum():,} of them the assistant's{packed}")
     if warning:
         said.append(warning)
+
+    # Write all of it, then say what it is.
     meta = {'kind': 'pairs' if is_pairs else 'chats', **row_length(args.rows)}
     save_tokens(args.out_dir, tokens['train'], tokens['val'], vocabulary, files, **meta)
     print('\n'.join(said))

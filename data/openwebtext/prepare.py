@@ -43,6 +43,8 @@ def main():
     args = parser.parse_args()
     if args.tokenizer == 'char' or args.tokenizer.startswith('bpe:'):
         fail(f'--tokenizer={args.tokenizer}: python data/text/prepare.py learns a vocabulary, and takes parquet files')
+
+    # Parquet files that are here, or the hub.
     files, source = None, hub_name
     if args.input is not None:
         if not os.path.isdir(args.input):
@@ -54,6 +56,7 @@ def main():
         # the folder may move, but not change
         source = [[name, os.path.getsize(f)] for name, f in zip(names, files, strict=True)]
 
+    # What write_data_set asks for as it goes.
     def batches(done):
         documents = load_documents(files, done)
         while batch := [Unit(text) for text in itertools.islice(documents, batch_size)]:

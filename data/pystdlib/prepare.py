@@ -49,6 +49,8 @@ def main(doc, out_dir, tokenizer):
     files = read_code(root)
     # shuffled, so that train and val are alike, but by the hash of the name: the same order on every disk
     texts = [files[path] for path in sorted(files, key=lambda path: hashlib.sha1(path.encode()).digest())]
+
+    # The first nine tenths of the characters are for training, by whole files.
     n = sum(map(len, texts))
     n_train = i = 0
     while i < len(texts) and n_train + len(texts[i]) <= int(n*0.9): # val is the last tenth, by whole files

@@ -112,6 +112,8 @@ def count_bytes(path, key):
         if path.lower().endswith(COMPRESSED_ENDINGS):
             n_bytes *= 4 # a text shrinks to a quarter or so
         return n_bytes
+
+    # A parquet file says it of each column, in each of its parts.
     import pyarrow.parquet
     with pyarrow.parquet.ParquetFile(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
@@ -229,6 +231,7 @@ class Texts:
     def texts(self, path, counts):
         """Yields the text of each row of a file; '' for an empty one, which takes its turn in the
         split. Raises UserError if the rows are others than asked for."""
+        # Rows are counted with and without a text: a file in which no row has one has other keys.
         n_rows = n_texts = 0
         first = None # that has no text: (place, row, reason)
         for where, row in read_rows(path, [self.key], [self.key]):
@@ -238,6 +241,8 @@ class Texts:
                 n_texts += 1
                 yield text
                 continue
+
+            # This row has none: it ends the script, or is counted.
             place = f'{path}, {where}'
             if self.strict:
                 fail(f'{place} is a row {reason}; mend it, or leave out --strict')
@@ -261,10 +266,13 @@ class Texts:
 
     def parts(self):
         """Yields (is_val, blocks) of each document, or of each part of one."""
+        # Many documents: every tenth as a whole.
         if len(self.sizes) == few:
             for i, blocks in enumerate(self.documents()):
                 yield i % 10 == 9, blocks
             return
+
+        # Few: of each the first nine tenths, then of each the rest.
         for is_val in (False, True):
             for n, blocks in zip(self.sizes, self.documents(), strict=True):
                 n_train = int(n*0.9)
@@ -320,10 +328,14 @@ def main():
     # a folder may move, but not change
     source = [[name, os.path.getsize(path)] for name, path in files.found]
     texts = Texts([path for _, path in files.found], args.key, args.strict)
+
+    # Processes take a second to start: a small input needs none.
     num_proc = args.num_proc
     if not num_proc:
         num_proc = 1 if texts.n_bytes < 2**24 else os.cpu_count()
 
+    # What write_data_set asks for as it goes: the vocabulary, what was read, which documents are
+    # for validation.
     def choose():
         return choose_vocabulary(args.tokenizer, all_texts, train_texts)
 
