@@ -121,7 +121,9 @@ SPLITS = {
     'qwen2': ((QWEN2_SPLIT,), False),
 }
 # {another name of a split: its name in SPLITS}
-SAME_SPLITS = {'llama3': 'llama-bpe', 'llama-v3': 'llama-bpe', 'deepseek-r1-qwen': 'qwen2'}
+SAME_SPLITS = {
+    'llama3': 'llama-bpe', 'llama-v3': 'llama-bpe', 'deepseek-r1-qwen': 'qwen2', 'mpt': 'gpt-2',
+    'starcoder': 'smollm', 'refact': 'smollm', 'command-r': 'smollm'}
 # The splits with which llama.cpp puts the beginning token, unless add_bos_token says otherwise.
 BEGINS_BY_DEFAULT = ('llama-bpe',)
 

@@ -243,6 +243,23 @@ def effect_of(part):
     return description
 
 
+def may_take_pieces(raw):
+    """Whether a Tokenizer of the library is a BPE of which all options can be changed."""
+    from tokenizers import models
+    is_bpe = isinstance(raw.model, models.BPE)
+    return is_bpe and not (raw.model.continuing_subword_prefix or raw.model.end_of_word_suffix)
+
+
+def take_pieces(raw, pieces):
+    """Gives Pieces to a Tokenizer that may_take_pieces, and returns it."""
+    for name, value in {**DEFAULT_OPTIONS, **pieces.options}.items():
+        setattr(raw.model, name, value)
+    raw.normalizer = pieces.normalizer
+    raw.pre_tokenizer = pieces.pre_tokenizer
+    raw.decoder = pieces.decoder
+    return raw
+
+
 def describe_with_pieces(description, pieces):
     """Returns the content of a tokenizer.json with Pieces instead of its own, and without added
     tokens.

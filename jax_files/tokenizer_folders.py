@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jax_files.tokenizer_classes import (
     BUILT_CLASSES, CLASS_NAMES, GGUF_PATH, WITH_PADDING, build_pieces, check_class, class_of,
-    describe_with_pieces, has_pieces, is_byte_level)
+    describe_with_pieces, has_pieces, is_byte_level, may_take_pieces, take_pieces)
 from jax_files.tokenizer_library import SafeTokenizer
 from jax_flags import UserError, read_json, regular_file
 
@@ -55,11 +55,11 @@ def read_tokenizer_folder(folder):
         declared = read_declared_tokens(folder, filed, settings, defaults)
         pieces = build_pieces(kind, settings, text_of(declared.names.get('unk_token')))
         if not is_filed:
-            tokenizer = build_tokenizer(folder, kind, pieces)
+            tokenizer, is_changed = build_tokenizer(folder, kind, pieces), True
         elif pieces:
-            tokenizer = with_pieces(filed, path, pieces, declared)
+            tokenizer, is_changed = with_pieces(filed, path, pieces, declared)
         else:
-            tokenizer = filed
+            tokenizer, is_changed = filed, False
         names = add_declared_tokens(tokenizer, declared, kind)
         if not is_filed:
             add_ends(tokenizer, names, settings)
@@ -73,7 +73,7 @@ def read_tokenizer_folder(folder):
     tokenizer.check_ids()
 
     # whether a copy of tokenizer.json and the settings says the same
-    is_as_filed = tokenizer is filed and before == describe_added_tokens(tokenizer)
+    is_as_filed = not is_changed and before == describe_added_tokens(tokenizer)
     if pieces and pieces.ends is not None:
         is_as_filed = False
     for name in defaults:
@@ -113,27 +113,28 @@ def build_tokenizer(folder, kind, pieces):
     merges = regular_file(folder, 'merges.txt')
 
     def build():
-        raw = Tokenizer(models.BPE.from_file(vocab, merges))
-        raw.normalizer = pieces.normalizer
-        raw.pre_tokenizer = pieces.pre_tokenizer
-        raw.decoder = pieces.decoder
-        return raw
+        return take_pieces(Tokenizer(models.BPE.from_file(vocab, merges)), pieces)
 
     return SafeTokenizer(build, folder)
 
 
 def with_pieces(filed, path, pieces, declared):
-    """Returns a SafeTokenizer with the vocabulary and merges of a tokenizer.json and with Pieces,
-    still without added tokens.
+    """Returns (SafeTokenizer, whether it is another one than the file's) with the vocabulary and
+    merges of a tokenizer.json and with Pieces.
 
-    filed: what the file says by itself, which is returned if it means the same."""
+    filed: what the file says by itself, which is changed if it is a BPE with the declared tokens
+    and no others; else the result is new, and has no added tokens yet."""
     from tokenizers import Tokenizer
     by_id = {id: repr(token) for id, token in declared.by_id.items()}
     added = {id: repr(token) for id, token in filed.get_added_tokens_decoder().items()}
     if added == by_id and has_pieces(filed.raw, pieces):
-        return filed
+        return filed, False
+    if added == by_id and may_take_pieces(filed.raw):
+        filed.call(take_pieces, filed.raw, pieces)
+        filed.check_parts()
+        return filed, True
     content = json.dumps(describe_with_pieces(read_json(path), pieces))
-    return SafeTokenizer(functools.partial(Tokenizer.from_str, content), path)
+    return SafeTokenizer(functools.partial(Tokenizer.from_str, content), path), True
 
 
 def add_ends(tokenizer, names, settings):

@@ -33,8 +33,14 @@ O200K_SPLIT = '|'.join([  # that of gpt-oss
     rf'[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDINGS}',
     r'\p{N}{1,3}', r' ?[^\s\p{L}\p{N}]+[\r\n/]*', r'\s*[\r\n]+', r'\s+(?!\S)', r'\s+'])
 TEKKEN_SPLIT = O200K_SPLIT.replace(ENDINGS, '').replace('{1,3}', '')  # that of newer Mistrals
-KNOWN_PATTERNS = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, QWEN3_5_SPLIT, O200K_SPLIT, TEKKEN_SPLIT, r'\p{N}',
-                  r'\p{N}{1,3}', r'\s+', r'\d', ' ', ' {2,}'}
+# those of DeepSeek V3, of which the last has line ends where others have escapes for them
+DEEPSEEK_SPLITS = (r'\p{N}{1,3}', '[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+', '|'.join([
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
+    '[^\r\n' r'\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+',
+    r' ?[\p{P}\p{S}]+' '[\r\n]*', r'\s*' '[\r\n]+', r'\s+(?!\S)', r'\s+']))
+KNOWN_PATTERNS = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, QWEN3_5_SPLIT, O200K_SPLIT, TEKKEN_SPLIT,
+                  *DEEPSEEK_SPLITS, r'\p{N}', r'\p{N}{1,3}', r'\s+', r'\d', ' ', ' {2,}',
+                  '\\A\u2581'}  # the last one is of SentencePiece models, as transformers 5 saves them
 
 
 class SafeTokenizer:
@@ -50,7 +56,6 @@ class SafeTokenizer:
         """raw: a function without arguments that makes the library's Tokenizer. source: the file or
         folder that messages name."""
         self.source = str(source)
-        self.is_strange = False
         self.raw = self.call(raw)
         # transformers writes what the last call set into the file, and ignores it but for the name
         # of the token
@@ -118,6 +123,7 @@ class SafeTokenizer:
     def check_parts(self):
         """Finds out whether this tokenizer is_strange. Raises UserError for one that blows up a
         text."""
+        self.is_strange = False
         for part in (self.raw.normalizer, self.raw.pre_tokenizer, self.raw.decoder):
             growth = 1
             for step in steps_of(describe_part(part)):

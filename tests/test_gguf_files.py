@@ -346,6 +346,15 @@ def test_the_tokens_around_a_text_are_llama_cpps(pre, begins, add_bos, add_eos, 
                 write_tokenizer(without, 'a.gguf', tmp_path)
 
 
+@pytest.mark.parametrize('pre, ids', [('mpt', [2]), *((pre, [0, 1]) for pre in ('starcoder', 'refact', 'command-r'))])
+def test_splits_of_other_names_set_digits_apart_where_llama_cpp_does(pre, ids, tmp_path):
+    values = {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': pre, 'tokenizer.ggml.merges': ['1 2'],
+              'tokenizer.ggml.tokens': ['1', '2', '12', '</s>'], 'tokenizer.ggml.token_type': [1, 1, 1, 3],
+              'tokenizer.ggml.eos_token_id': 3}
+    write_tokenizer(values, 'a.gguf', tmp_path)
+    assert HFTokenizer(tmp_path).tokenizer.encode('12').ids == ids
+
+
 @pytest.mark.parametrize('changed, message', [
     ({'tokens': ['a', 'b', 'a', '<s>', '</s>']}, "has 'a' twice"),
     ({'token_type': [1, 1]}, '5 tokens have 2 types'),

@@ -11,6 +11,7 @@ from jax_files.tokenizers import (
     HFTokenizer, copy_tokenizer, describe_tokenizer, load_token_bytes, load_tokenizer, locate_tokenizer,
     strip_partial_utf8, write_char_tokenizer)
 from jax_files.metrics import read_metrics
+from jax_files.weight_files import write_tokenizer_files
 from jax_flags import UserError
 from tests.common import CONVERSATION, PADDED, TUNE, prepare
 
@@ -244,6 +245,16 @@ def test_a_class_that_splits_text_by_its_own_code_gives_the_ids_of_transformers(
     assert read_all(tmp_path / 'copy') == (case['ids'], case['offsets'], case['decoded'])
 
 
+@pytest.mark.parametrize('family, exported_as', [
+    ('gpt2', 'llama'), ('llama', 'gpt2'), ('llama', 'qwen3'), ('llama', 'llama')])
+def test_an_export_of_another_family_splits_text_as_before(family, exported_as, tmp_path):
+    files = {'tokenizer.json': TRANSFORMERS['bases']['digits'], 'config.json': {'model_type': family}}
+    source = write_files(tmp_path / 'source', {**files, 'tokenizer_config.json': {'eos_token': '<|endoftext|>'}})
+    folder = write_files(tmp_path / 'folder', {'config.json': {'model_type': exported_as}})
+    write_tokenizer_files(source, folder, {'model_type': exported_as})
+    assert read_all(folder) == read_all(source)
+
+
 def test_a_class_whose_code_is_not_known_is_refused(speaking):
     edit_json(speaking / 'tokenizer_config.json', tokenizer_class='T5TokenizerFast')
     assert "T5Tokenizer, its tokenizer_class, splits text by code of transformers" in refusal(HFTokenizer, speaking)
@@ -374,7 +385,8 @@ def test_what_describes_no_tokenizer_is_refused(description):
 
 
 @pytest.mark.parametrize('pattern, is_strange', [
-    (tokenizer_library.O200K_SPLIT, False), (tokenizer_library.QWEN2_SPLIT, False), ('a+', True)])
+    (tokenizer_library.O200K_SPLIT, False), (tokenizer_library.QWEN2_SPLIT, False), ('a+', True),
+    *[(pattern, False) for pattern in tokenizer_library.DEEPSEEK_SPLITS]])
 def test_patterns_of_the_published_families_are_called_directly(pattern, is_strange, speaking):
     edit_json(speaking / 'tokenizer.json', pre_tokenizer={
         'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False})
