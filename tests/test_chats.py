@@ -112,8 +112,9 @@ def test_an_epoch_holds_every_row_once_and_each_process_reads_its_own_rows():
 # the model
 
 @pytest.mark.slow
-@pytest.mark.parametrize('attention', ['xla', 'chunked'])
-@pytest.mark.parametrize('name', CONFIGS)
+@pytest.mark.parametrize('name, attention', [
+    *[(name, 'xla') for name in CONFIGS],
+    *[(name, 'chunked') for name in ('llama', 'windows, sinks, caps', 'chunks')]])
 def test_a_conversation_in_a_row_has_the_loss_and_the_gradients_that_it_has_alone(name, attention):
     config = dataclasses.replace(CONFIG, **CONFIGS[name], attention=attention)
     params, (tokens, mask) = random_params(config), make_rows(1)
@@ -121,7 +122,6 @@ def test_a_conversation_in_a_row_has_the_loss_and_the_gradients_that_it_has_alon
     bounds = np.append(np.flatnonzero(mask[0] == 2), BLOCK + 1)
     assert len(bounds) > 4
 
-    @jax.jit
     def total(params, batch):
         loss_BxT = GPT(config).apply({'params': params}, batch['x'], batch['y'], start_BxT=batch.get('start'),
                                      method='loss')
@@ -135,7 +135,7 @@ def test_a_conversation_in_a_row_has_the_loss_and_the_gradients_that_it_has_alon
         del only['start']
         return only
 
-    grad = jax.grad(total, has_aux=True)
+    grad = jax.jit(jax.grad(total, has_aux=True))
     gradients, losses = grad(params, batch)
     spans = list(zip(bounds, bounds[1:]))[:-1]  # without the padding
     parts = [grad(params, alone(*span)) for span in spans]
