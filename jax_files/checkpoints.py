@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_devices.processes import gather_texts, in_all_processes
 from jax_files.tokenizers import locate_tokenizer
 from jax_flags import (
-    UserError, check_choice, exit_if_peer_died, path_inside, printable, read_json, write_text)
+    UserError, check_choice, exit_if_peer_died, path_inside, plain_file, printable, read_json,
+    write_text)
 
 try:
     import fcntl
@@ -499,6 +500,8 @@ def restore_items(out_dir, step, items):
     import orbax.checkpoint as ocp
     quiet_orbax()
     folder = Path(out_dir, 'ckpt', str(step)).absolute()
+    for name in items:
+        check_regular_files(folder / name)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             return {name: checkpointer.restore(folder / name, tree) for name, tree in items.items()}
@@ -506,6 +509,14 @@ def restore_items(out_dir, step, items):
         exit_if_peer_died(error)
         raise UserError(f'{folder} does not fit the model or is damaged: '
                         f'{type(error).__name__}: {error}') from error
+
+
+def check_regular_files(folder):
+    """Raises UserError if there is something else than files in this folder and those in it, such
+    as a pipe, for which TensorStore would wait without an end."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            plain_file(os.path.join(parent, name))
 
 
 def load_checkpoint(out_dir, step, state):

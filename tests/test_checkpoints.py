@@ -2,6 +2,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_files.checkpoints import (
+    restore_items,
     checkpoint_steps, choose_checkpoint, finish_checkpoints, load_checkpoint, lock_out_dir,
     open_checkpoints, opt_state_item, save_checkpoint)
 from jax_flags import UserError
@@ -214,6 +216,14 @@ def test_metadata_of_other_types_or_sizes_is_damage(three_checkpoints, capsys, p
     edit_metadata(three_checkpoints / 'ckpt' / '3', path, value)
     assert choose_run(three_checkpoints)[0] == 2
     assert 'ckpt/3 is damaged' in capsys.readouterr().err
+
+
+def test_a_pipe_among_the_arrays_of_a_checkpoint_is_refused(three_checkpoints):
+    data = next((three_checkpoints / 'ckpt' / '3' / 'params' / 'd').iterdir())
+    data.unlink()
+    os.mkfifo(data)
+    with pytest.raises(UserError, match='is not a regular file'):
+        restore_items(three_checkpoints, 3, {'params': {}})
 
 
 def test_metadata_as_it_is_written_is_read(three_checkpoints):
