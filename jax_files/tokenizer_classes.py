@@ -1,5 +1,6 @@
 """What transformers 5 makes of a tokenizer's folder by the name of a class: which class that is, and
 how the class splits text, whatever tokenizer.json says."""
+import os
 from typing import Any, NamedTuple
 
 from jax_files.tokenizer_library import QWEN2_SPLIT, QWEN3_5_SPLIT, describe_part, steps_of
@@ -84,11 +85,21 @@ def class_of(settings, config):
     if isinstance(family, str):
         of_family = FAMILY_CLASSES.get(family)
     declared = settings.get('tokenizer_class') or config.get('tokenizer_class')
-    if declared is None or family in WRONGLY_DECLARED or of_family == 'generic':
+    is_ignored = family in WRONGLY_DECLARED or of_family == 'generic'
+    if declared is None or is_ignored and not has_code(settings):
         return of_family or 'generic'
     name = str(declared).removesuffix('Fast')
     is_code = name in CLASS_NAMES or name.removesuffix('Tokenizer') in UNKNOWN_CLASSES
     return name if is_code else 'generic'
+
+
+def has_code(settings):
+    """Whether a folder has code for its tokenizer, which is not run: transformers then takes the
+    declared class, without a look at the family."""
+    auto_map = settings.get('auto_map')
+    if isinstance(auto_map, dict):
+        auto_map = auto_map.get('AutoTokenizer')
+    return auto_map is not None
 
 
 def check_class(kind, folder):
@@ -101,8 +112,10 @@ def check_class(kind, folder):
 
 
 def is_byte_level(path):
-    """Whether a tokenizer.json has byte-level pieces, as transformers finds it out: it then ignores
-    the class LlamaTokenizer."""
+    """Whether there is a tokenizer.json with byte-level pieces, as transformers finds it out: it
+    then ignores the class LlamaTokenizer."""
+    if not os.path.exists(path):
+        return False
     with open(path, 'rb') as f:
         return b'"ByteLevel"' in f.read()
 

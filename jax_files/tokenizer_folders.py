@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jax_files.tokenizer_classes import (
     BUILT_CLASSES, CLASS_NAMES, GGUF_PATH, WITH_PADDING, build_pieces, check_class, class_of,
-    describe_with_pieces, has_pieces, is_byte_level, may_take_pieces, take_pieces)
+    describe_with_pieces, has_code, has_pieces, is_byte_level, may_take_pieces, take_pieces)
 from jax_files.tokenizer_library import SafeTokenizer
 from jax_flags import UserError, read_json, regular_file
 
@@ -43,7 +43,7 @@ def read_tokenizer_folder(folder):
         check_class(kind, folder)
         if os.path.exists(os.path.join(folder, GGUF_PATH)):
             kind = 'generic'
-        if kind == 'LlamaTokenizer' and os.path.exists(path) and is_byte_level(path):
+        if kind == 'LlamaTokenizer' and not has_code(settings) and is_byte_level(path):
             kind = 'generic'
         filed = None
         if is_filed:

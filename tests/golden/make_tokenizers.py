@@ -159,6 +159,8 @@ CLASSES = {
         'llama 2', {'tokenizer_class': 'LlamaTokenizer', 'add_eos_token': True, 'add_bos_token': False}, 'llama'),
     'LlamaTokenizer of a Mistral': ('llama 2', {'tokenizer_class': 'LlamaTokenizer'}, 'mistral'),
     'LlamaTokenizer of a Phi 3': ('llama 2', {'tokenizer_class': 'LlamaTokenizerFast'}, 'phi3'),
+    'LlamaTokenizer of a Mistral with code': (
+        'llama 2', {'tokenizer_class': 'LlamaTokenizer', 'auto_map': {'AutoTokenizer': [None, 'a.B']}}, 'mistral'),
     'LlamaTokenizer without a config.json': ('llama 2', {'tokenizer_class': 'LlamaTokenizer'}, None),
     'LlamaTokenizer of some added tokens': ('llama 2', {
         'tokenizer_class': 'LlamaTokenizer', 'added_tokens_decoder': {
