@@ -597,7 +597,7 @@ class GenerationResult(NamedTuple):
     cache_bytes: int = 0  # that the last step read
     drafted: int = 0  # number of drafts, and of those accepted
     accepted: int = 0
-    # of each row: 'stop' (a stop token), 'length' (max_new_tokens), or '' while it goes on
+    # of each row: 'stop' (a stop token, or the caller), 'length' (max_new_tokens), '' (it goes on)
     finish_reasons: tuple = ()
     # natural log-probabilities of the generated tokens, float32 [B, N], 0 elsewhere; None if they
     # were not asked for. The first are those of the model, softmax(logits). The others are those of
