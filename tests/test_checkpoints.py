@@ -17,9 +17,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_files.checkpoints import (
-    restore_items,
     checkpoint_steps, choose_checkpoint, finish_checkpoints, load_checkpoint, lock_out_dir,
-    open_checkpoints, opt_state_item, save_checkpoint)
+    open_checkpoints, opt_state_item, restore_items, save_checkpoint)
 from jax_flags import UserError
 from jax_lora import choose_run, load_run
 from jax_train_utils import create_optimizer_with_schedule
