@@ -81,6 +81,8 @@ class DataParallel:
         if len(self.devices) == 1:
             batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
             return jax.device_put(batch, self.devices[0])
+
+        # Each device gets one shard, from the process that has loaded it.
         sharding = NamedSharding(self.mesh, P('data'))
 
         def put(x):
@@ -97,6 +99,7 @@ class DataParallel:
         else a device array, which is not awaited: int() of it is."""
         if jax.process_count() == 1:
             return number
+        # An array with a number for each device, of which the maximum is an all-reduce.
         sharding = NamedSharding(Mesh(np.array(self.devices), ('data',)), P('data'))
         numbers = jax.make_array_from_callback(
             (len(self.devices),), sharding, lambda _: np.array([number]))
@@ -188,6 +191,7 @@ class MeshParallel(DataParallel):
 
     def shardings(self, tree):
         specs = partition_specs(tree, self.mesh)
+        # ZeRO shards the optimizer state alone; the parameters are whole between two steps.
         if self.zero and hasattr(tree, 'opt_state'):
             over_replicas = partition_specs(tree.opt_state, self.mesh, over_replicas=True)
             specs = specs.replace(opt_state=over_replicas)
@@ -200,10 +204,12 @@ class MeshParallel(DataParallel):
         each = shape[-1]
 
         def put(x):
+            # The whole array, as all devices together hold it: [..., shards * each, positions].
             spec = P(*[None] * axis, BATCH, *['context'] * (x.ndim - 1))
             whole = (*shape[:-1], self.n_data_shards * each, *x.shape[1:])
             local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
 
+            # What one device holds of it: its positions of the sequences of one shard.
             def part(index):
                 shard_number = (index[axis].start or 0) // each
                 return local[shard_number][..., *index[axis + 1:]]
@@ -258,6 +264,8 @@ class MeshParallel(DataParallel):
     def validate(self, config):
         """Raises UserError for a model that the mesh cannot split."""
         n_devices = len(self.devices)
+
+        # Each axis of the mesh divides what it shards.
         sizes = [
             ('tensor', 'n_head', config.n_head),
             ('tensor', 'n_kv_head', config.kv_heads),
@@ -269,6 +277,8 @@ class MeshParallel(DataParallel):
                 valid = [m for m in range(1, n_devices + 1) if size % m == 0 and n_devices % m == 0]
                 raise UserError(f'{flag}={n} does not divide {name}={size}; on {n_devices} devices '
                                 f'it may be one of {valid}')
+
+        # Attention splits the part of each device again, so that all have as much work.
         if config.block_size % self.context**2:
             raise UserError(f'context={self.context}: its square must divide '
                             f'block_size={config.block_size}')
@@ -281,6 +291,7 @@ def reduce_over_replicas(sum_gradients):
     """Makes a function like sum_gradients(params, frozen, batch, scale) of the sequences of all
     devices, on a mesh whose only axis is data: each device computes the gradients of its own
     sequences; then they are reduce-scattered, once."""
+    # A gradient is scattered along the dimension along which the optimizer state is sharded.
     def mean_shard(spec, grad):
         n_devices = jax.lax.axis_size('data')
         for dimension, axes in enumerate(spec):
@@ -329,6 +340,7 @@ def fit_layout(layout, given, n_devices, n_embd):
     if n_devices % max(1, math.prod(layout.values())) == 0:
         return layout
     fitting = {name: size if name in given else 1 for name, size in layout.items()}
+    # fsdp takes what the given sizes leave, as far as it divides the width.
     if 'fsdp' not in given and layout['fsdp'] > 1:
         left = n_devices // math.gcd(n_devices, math.prod(fitting.values()))
         fitting['fsdp'] = math.gcd(left, n_embd)
@@ -356,6 +368,7 @@ def split_batch(gradient_accumulation_steps, batch_size, n_devices):
     def batch_shards_of(n):
         return n // math.gcd(gradient_accumulation_steps, n)
 
+    # Some devices compute different micro-steps, the others different sequences of a micro-step.
     step_shards = math.gcd(gradient_accumulation_steps, n_devices)
     batch_shards = batch_shards_of(n_devices)
     if batch_size % batch_shards:
