@@ -247,7 +247,8 @@ def bench_decode():
     prefill_s, decode_s = np.median(seconds, axis=0)
 
     # A step reads the weights and the cache; how much of the bandwidth that takes, in each call.
-    weight_bytes = bytes_read_per_step(params)
+    n_tokens = batch_size + result.drafted / max(1, result.steps)  # of a step, of all rows
+    weight_bytes = bytes_read_per_step(params, config, n_tokens)
     gb_read = (weight_bytes + result.cache_bytes) / 1e9 * result.steps
     shares = []
     for (_, decoding), bandwidth in zip(calls, bandwidths):

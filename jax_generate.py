@@ -580,10 +580,26 @@ class PrefixCache:
         self.drafts_are_useless |= bool(drafts_are_useless(drafted, accepted, 1))
 
 
-def bytes_read_per_step(params):
-    """Bytes of the parameters that a decode step reads: of tables it is a row each, left out.
-    Overcounts experts."""
-    return sum(x.nbytes for x in jax.tree.leaves(without_tables(params)))
+def bytes_read_per_step(params, config, n_tokens):
+    """Returns the bytes of the parameters that a decode step of n_tokens tokens, those of all rows,
+    reads. Of tables it is a row each, which is left out; of experts those that it chooses, for
+    which the expected number of distinct ones is taken, see expected_experts."""
+    share = 1.0
+    if config.moe:
+        share = expected_experts(config.moe, n_tokens) / config.moe.n_expert
+    n_bytes = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(without_tables(params)):
+        is_expert = any(str(getattr(key, 'key', '')).startswith('experts_') for key in path)
+        n_bytes += leaf.nbytes * (share if is_expert else 1)
+    return round(n_bytes)
+
+
+def expected_experts(moe, n_tokens):
+    """Returns the expected number of distinct experts that n_tokens tokens choose, of which each
+    takes n_used different ones, all equally often: a trained router that prefers some chooses
+    fewer."""
+    unused = (1 - moe.n_used / moe.n_expert) ** n_tokens
+    return moe.n_expert * (1 - unused)
 
 
 # -----------------------------------------------------------------------------

@@ -58,12 +58,14 @@ def report_decoding(model, generations, n_new):
     tokens_per_sec = (n_new - batch_size * len(generations)) / decode_s
 
     # bytes read, and tokens drafted
-    weight_bytes = bytes_read_per_step(model.params)
+    weight_bytes = bytes_read_per_step(model.params, model.config, batch_size)
     bytes_read, drafted, accepted = 0, 0, 0
     were_useless = False
     for generation in generations:
         result = generation.result
-        bytes_read += result.steps * (weight_bytes + result.cache_bytes)
+        n_tokens = batch_size + result.drafted / max(1, result.steps)  # of a step, of all rows
+        step_bytes = bytes_read_per_step(model.params, model.config, n_tokens)
+        bytes_read += result.steps * (step_bytes + result.cache_bytes)
         drafted += result.drafted
         accepted += result.accepted
         were_useless |= drafts_are_useless(result.drafted, result.accepted, batch_size)
@@ -75,9 +77,12 @@ def report_decoding(model, generations, n_new):
     devices = model.parallel.devices
     bandwidth = measure_bandwidth(devices[0], 2**27) * len(devices)
 
+    what = 'weights'
+    if model.config.moe:
+        what = 'weights, with the experts that tokens choose on average,'
     report = (f', then {tokens_per_sec:,.0f} tok/s ({tokens_per_sec / batch_size:,.0f} per '
               f'sequence) for {n_new:,} tokens\n'
-              f'weights {weight_bytes / 1e6:,.4g} MB, {gb_per_s:.1f} GB/s, which is '
+              f'{what} {weight_bytes / 1e6:,.4g} MB, {gb_per_s:.1f} GB/s, which is '
               f'{gb_per_s / bandwidth:.0%} of the {bandwidth:.1f} GB/s that this machine reads')
     if drafted:
         report += (f'\ndrafts: {accepted:,} of {drafted:,} tokens accepted, '

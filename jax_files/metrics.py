@@ -113,15 +113,29 @@ def loss_figure():
     axes = figure.add_axes((0.09, 0.11, 0.89, 0.86))
     axes.set(xlabel='iteration', ylabel='loss (nats per token)')
     axes.grid(alpha=0.3)
-    loss, = axes.plot([], [], label='train, iterations', color='0.8', lw=0.8)
+    loss, = axes.plot([], [], label='train, each iteration', color='0.8', lw=0.8)
+    smoothed, = axes.plot([], [], label='train, smoothed', color='0.4', lw=1.2)
     train_loss, = axes.plot([], [], label='train', marker='.')
     val_loss, = axes.plot([], [], label='val', marker='.')
-    return figure, {'loss': loss, 'train_loss': train_loss, 'val_loss': val_loss}
+    return figure, {'loss': loss, 'smoothed': smoothed, 'train_loss': train_loss,
+                    'val_loss': val_loss}
+
+
+# Evaluations below which loss.png has a smoothed curve of the iterations.
+FEW_EVALUATIONS = 10
+
+
+def smooth(points):
+    """Returns the moving averages [n, 2] of points [N, 2], iterations and losses, over 5% of them."""
+    width = max(1, len(points) // 20)
+    sums = np.cumsum(np.concatenate([np.zeros((1, 2)), points]), axis=0)
+    return (sums[width:] - sums[:-width]) / width
 
 
 def plot_losses(out_dir):
     """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of at most 5,000 of the logged
-    iterations, and the losses of training and validation data of every evaluation.
+    iterations, and the losses of training and validation data of every evaluation. With fewer than
+    FEW_EVALUATIONS the iterations are drawn smoothed, too, because two or three points are no curve.
 
     Holds 16 bytes per point: a long run's records would fill the memory."""
     figure, lines = loss_figure()
@@ -137,8 +151,11 @@ def plot_losses(out_dir):
                 points.extend((record['iter'], record[key]))
 
     # Draw every n-th of them.
+    points_of = {key: np.asarray(curve).reshape(-1, 2) for key, curve in curves.items()}
+    if len(points_of['train_loss']) < FEW_EVALUATIONS:
+        points_of['smoothed'] = smooth(points_of['loss'])
     for key, line in lines.items():
-        points = np.asarray(curves[key]).reshape(-1, 2)
+        points = points_of[key]
         every = ceil_div(max(len(points), 1), 5000)
         line.set_data(points[::every].T)
 

@@ -13,10 +13,13 @@ import jax_sizes
 from jax_devices.parallel import setup_distributed_training
 from jax_flags import UserError
 from jax_cache import PAD, init_cache, update_ring_cache
-from jax_generate import PrefixCache, decode, generate, generate_stream, keep_largest, prefill_layer
+from jax_generate import (
+    PrefixCache, bytes_read_per_step, decode, expected_experts, generate, generate_stream, keep_largest,
+    prefill_layer)
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.vocabulary import embed_tokens
 from jax_pretrained import load_pretrained
+from jax_transformer import MoEConfig, without_tables
 from tests.common import FAMILIES, TINY, apply, apply_with_cache, random_params, random_tokens
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
@@ -486,3 +489,15 @@ def test_the_last_layer_is_prefilled_as_far_as_its_cache_needs():
         return lowered.compile().as_text().count(' dot(')
 
     assert (n_matmuls(is_last=False), n_matmuls(is_last=True)) == (6, 1)
+
+
+@pytest.mark.parametrize('n_tokens, n_chosen', [(1, 2), (2, 3.5), (10**6, 8)])
+def test_a_step_is_said_to_read_the_experts_that_its_tokens_choose(n_tokens, n_chosen):
+    moe = MoEConfig(n_expert=8, n_used=2, width=8)
+    assert expected_experts(moe, n_tokens) == pytest.approx(n_chosen)
+    config = dataclasses.replace(TINY, mlp='swiglu', moe=moe, bias=False)
+    params = random_params(config)
+    one_expert = 4 * 3 * 16 * 8 * config.n_layer  # bytes of three matrices of each layer
+    rest = bytes_read_per_step(params, config, 0)
+    assert bytes_read_per_step(params, config, n_tokens) == pytest.approx(rest + n_chosen * one_expert)
+    assert rest == sum(leaf.nbytes for leaf in jax.tree.leaves(without_tables(params))) - 8 * one_expert

@@ -4,9 +4,10 @@ import shutil
 import tracemalloc
 import warnings
 
+import numpy as np
 import pytest
 
-from jax_files.metrics import MetricsLog, plot_losses, read_metrics
+from jax_files.metrics import MetricsLog, loss_figure, plot_losses, read_metrics
 
 
 def test_reopened_metrics_hold_each_iteration_once(tmp_path):
@@ -75,3 +76,15 @@ def test_an_evaluation_at_the_iteration_of_a_resume_is_kept_and_not_written_agai
         log.write(record)
     assert [record['iter'] for record in read_metrics(tmp_path)] == [1, 2, 2, 3]
     assert [record.get('val_loss') for record in read_metrics(tmp_path)] == [None, 2.0, None, None]
+
+
+@pytest.mark.parametrize('n_evaluations, has_curve', [(3, True), (12, False)])
+def test_with_few_evaluations_the_picture_has_a_smoothed_curve_of_the_iterations(tmp_path, n_evaluations, has_curve):
+    records = [{'iter': i, 'loss': 5.0 - i / 100 + i % 2} for i in range(200)]
+    records += [{'iter': 10 * i, 'train_loss': 4.0, 'val_loss': 4.5} for i in range(n_evaluations)]
+    (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+    plot_losses(tmp_path)
+    smoothed = loss_figure()[1]['smoothed'].get_ydata()
+    assert len(smoothed) == (191 if has_curve else 0)
+    if has_curve:
+        np.testing.assert_allclose(np.diff(smoothed), -0.01, atol=1e-9)  # the zigzag is gone
