@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax_devices.parallel import DataParallel, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
 from jax_files.chats import final_answer
-from jax_files.checkpoints import checkpoint_steps
+from jax_files.checkpoints import checkpoint_steps, is_run
 from jax_files.data import load_dataset_meta
 from jax_files.tokenizers import (
     CharTokenizer, describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped,
@@ -137,11 +137,6 @@ def load_fitting_tokenizer(description, source, config):
         raise UserError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model only '
                         f'{config.vocab_size}')
     return tokenizer
-
-
-def is_run(source):
-    """Whether the folder is the out_dir of a run."""
-    return Path(source, 'ckpt').is_dir()
 
 
 class LoadedModel(NamedTuple):
