@@ -602,8 +602,8 @@ def check_flags(flags):
     if not flags['out_dir']:
         raise UserError('out_dir is empty; name a folder')
     if is_url(flags['out_dir']):
-        raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder, such as one where "
-                        'the bucket is mounted')
+        raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder on a disk, and copy "
+                        'what it holds to the bucket when the run has ended')
     for name in ('lora_alpha', 'beta'):
         if not 0 < flags[name] < math.inf:
             raise UserError(f'{name} must be above 0, not {flags[name]}')

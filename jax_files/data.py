@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jax_files.tokenizers import locate_tokenizer, same_tokens
-from jax_flags import UserError, plain_file, read_text
+from jax_flags import UserError, is_url, plain_file, read_text
 
 
 LARGEST_VOCABULARY = 2**22  # of a data set: the largest that are known have a million tokens
@@ -315,6 +315,8 @@ def parse_mixture(dataset, root):
         return {Path(root) / dataset: 1.0}
 
     # Each part is a name and a fraction.
+    if is_url(dataset):
+        raise UserError(f'dataset={dataset} is a URL; copy the data set into a folder')
     parts = dataset.split(',')
     shares = {}
     for part in parts:
