@@ -123,6 +123,7 @@ if mode == 'compile':
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import jax
 import numpy as np
+import optax
 
 from jax_devices.parallel import setup_distributed_training, split_batch
 from jax_devices.setup import (
@@ -277,9 +278,10 @@ def load_model():
         model = load(out_dir, device=device, dtype=dtype, quantize=quantize)
         flags.update(flags_from_config(model.config, given), vocab_size=model.config.vocab_size)
         return model.config, model.params
-    tx = create_optimizer_with_schedule(lambda step: 0)
-    state = create_train_state(jax.random.key(seed), model_config, tx)
+    # Without an optimizer, whose state would take twice the memory of the weights.
+    state = create_train_state(jax.random.key(seed), model_config, optax.identity())
     params = jax.device_put(state.params, devices[0])
+    del state  # the conversion frees each float32 weight as it goes
     return model_config, convert_params_for_decoding(params, dtype, quantize)
 
 
