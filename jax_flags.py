@@ -273,7 +273,7 @@ def run_config_file(path, flags):
     if not Path(path).is_file():
         folder = Path(path).parent
         near = did_you_mean(path, [str(file) for file in folder.glob('*.py')])
-        raise UserError(f'there is no config file {path}{near} flags are written --name=value')
+        raise UserError(f'there is no config file {path}{near}; flags are written --name=value')
     try:
         tree = ast.parse(Path(path).read_text(encoding='utf-8'))
         values = runpy.run_path(path, init_globals=flags)
@@ -343,18 +343,15 @@ ALIASES = {
 }
 
 
-def did_you_mean(name, known, n=1):
-    """Returns '; did you mean NAME?' if there are up to n names that look like this one, else ';',
-    for a message that goes on."""
-    near = difflib.get_close_matches(name, known, n=n, cutoff=0.6)
-    if not near:
-        return ';'
-    return f'; did you mean {" or ".join(near)}?'
-
-
 def nearest_names(name, known):
     """Returns the known names that a name may be a typing error of, the nearest first."""
     return difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+
+
+def did_you_mean(name, known):
+    """Returns ' (did you mean NAME?)' of the nearest known name, '' if none is near."""
+    near = nearest_names(name, known)
+    return f' (did you mean {near[0]}?)' if near else ''
 
 
 def hint_for(name, flags, script):

@@ -132,7 +132,7 @@ def check_init_from(source):
     folder = os.path.dirname(source)
     if os.path.isdir(folder or '.'):
         known += [os.path.join(folder, name) for name in os.listdir(folder or '.')]
-    raise UserError(f'init_from: {source} does not exist{did_you_mean(source, known)} it takes '
+    raise UserError(f'init_from: {source} does not exist{did_you_mean(source, known)}; it takes '
                     f"{', '.join(words)}, a run's out_dir, a folder or name of Hugging Face, "
                     f"ckpt.pt, .gguf, or one of {', '.join(PUBLISHED)}")
 

@@ -64,7 +64,7 @@ def test_a_value_may_hold_equals_signs_and_a_prompt_may_look_like_a_number(read)
     ('--batch_sise=3', 'unknown flag --batch_sise; did you mean --batch_size'),
     ('--zzz=3', '--help lists all'),
     ('--lr=1e-3', 'did you mean --learning_rate'),
-    ('config/train_pystdlb.py', 'no config file config/train_pystdlb.py; did you mean config/train_pystdlib.py'),
+    ('config/train_pystdlb.py', 'no config file config/train_pystdlb.py .did you mean config/train_pystdlib.py'),
     ('--batch_size', '--name=value'),
     ('--batch_size=1.5', '--batch_size takes a value of type int'),
     ('--compile=1', 'type bool'),

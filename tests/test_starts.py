@@ -158,7 +158,7 @@ def test_a_resumed_run_says_what_it_has_left(capsys, iter_num, given, changed, s
 def test_a_start_that_is_not_there_is_refused_with_what_was_meant(tmp_path, monkeypatch, source, message):
     (tmp_path / 'out-mine').mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=f'{source} does not exist; {message}'):
+    with pytest.raises(UserError, match=f'{source} does not exist .{message}'):
         check_init_from(source)
     for fine in ('scratch', 'auto', 'resume', 'gpt2', 'out-mine', 'owner/name'):
         check_init_from(fine)
