@@ -196,7 +196,8 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
 
     A layer has as many slots as count_slots says; padding must be marked as PAD.
     dtype: one of CACHE_DTYPES, or 'auto' for the config's.
-    n_draft: the number of tokens per step that may be rejected and fed again.
+    n_draft: the number of tokens per step that may be rejected and fed again. A ring has as many
+    slots more: a rejected draft would otherwise overwrite a key that is still in the window.
     as_bits: whether to store bfloat16 and float8 as unsigned integers, see STORED_AS."""
     dtype = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
     stored = STORED_AS.get(dtype.dtype.name, dtype) if as_bits else dtype

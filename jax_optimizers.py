@@ -30,12 +30,14 @@ def create_optimizer_with_schedule(
                         weight_decay=weight_decay, mask=decay_mask)
     if optimizer == 'adamw':
         return adamw
-    muon = optax.chain(
-        optax.trace(0.95, nesterov=True),
-        orthogonalize,
-        optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(schedule))
-    return optax.partition({'muon': muon, 'adamw': adamw}, labels)
+    if optimizer == 'muon':
+        muon = optax.chain(
+            optax.trace(0.95, nesterov=True),
+            orthogonalize,
+            optax.add_decayed_weights(weight_decay),
+            optax.scale_by_learning_rate(schedule))
+        return optax.partition({'muon': muon, 'adamw': adamw}, labels)
+    raise ValueError(f'optimizer={optimizer} has no branch in create_optimizer_with_schedule')
 
 
 def is_decayed(path, p):

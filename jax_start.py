@@ -5,7 +5,8 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 
 | what | from | by |
 |---|---|---|
-| flags, overridden by those given now; NOT_RESUMED are not | meta | `merge_resumed_flags` |
+| flags except NOT_RESUMED; those given now win | meta | `merge_resumed_flags` |
+| which checkpoint: the latest that is intact | out_dir | `choose_run` |
 | --deterministic, before jax starts | out_dir/config.json | `configure_process` |
 | the layout over devices, if it fits those that are here | flags | `fit_layout` |
 | the model's config | meta | `continued_model` |
@@ -17,7 +18,7 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 | float16's loss scale; another dtype begins anew | checkpoint | `start_state` |
 | LoRA's frozen weights, if their checksum is the same | the base | `start_state` |
 | metrics.jsonl up to that iteration | out_dir | `MetricsLog` |
-| later checkpoints are set aside | out_dir | `lock_out_dir` |
+| damaged later checkpoints are renamed to <iteration>.damaged | out_dir | `lock_out_dir` |
 | data order, dropout, learning rate | nothing | functions of seed and iteration |
 """
 import dataclasses
@@ -49,7 +50,8 @@ from jax_text import create_sampler, sample_while_training
 from jax_train_utils import check_loss_chunk, create_learning_rate_schedule
 from jax_transformer import GPTConfig, create_train_state, initial_loss_scale
 
-# the flags that a checkpoint fixes
+# the flags that say what the model is. A resume may not change them, but for block_size where
+# positions are not learned.
 MODEL_FLAGS = {
     'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'norm', 'position', 'n_kv_head', 'qk_norm',
     'layer_types', 'window', 'mlp', 'n_inner', 'tied_head', 'n_expert', 'n_expert_used'}

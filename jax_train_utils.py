@@ -52,6 +52,9 @@ def create_learning_rate_schedule(
     if lr_schedule == 'cosine':
         return optax.warmup_cosine_decay_schedule(
             first, learning_rate, warmup_iters, lr_decay_iters, min_lr)
+    if lr_schedule not in ('linear', 'wsd'):
+        raise ValueError(f'lr_schedule={lr_schedule} has no branch in '
+                         'create_learning_rate_schedule')
     if lr_schedule == 'wsd':
         decay_iters = ceil_div(decay_iters, 5)
     linear = optax.linear_schedule(learning_rate, min_lr, decay_iters)

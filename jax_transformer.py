@@ -60,7 +60,9 @@ QK_NORMS = ('', 'learned', 'all_heads', 'plain')
 # attention to all keys; a sliding window; a chunk; all, no RoPE
 LAYER_TYPES = ('full', 'window', 'chunk', 'nope')
 # GPT-2; gated (arXiv:2002.05202), clamped (gpt-oss), by GELU
-MLPS = ('gelu', 'swiglu', 'swiglu_clamped', 'geglu')
+UNGATED = ('gelu',)  # MLPs of two matrices
+GATED = ('swiglu', 'swiglu_clamped', 'geglu')  # of three
+MLPS = UNGATED + GATED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +183,10 @@ class GPTConfig:
 
     def __post_init__(self):
         init_config(self)
+
+    @property
+    def has_gate(self):
+        return self.mlp in GATED
 
     @property
     def kv_heads(self):
@@ -697,6 +703,16 @@ def gelu(x, approximate):
     return jax.nn.gelu(x.astype(jnp.float32), approximate).astype(x.dtype)
 
 
+def activate(config, h, gate=None):
+    """Applies the function between the matrices of an MLP to h, the output of c_fc. gate: that of
+    c_gate, if config.has_gate. Raises ValueError for one of MLPS that has no branch."""
+    if config.mlp == 'gelu':
+        return gelu(h, config.activation == 'gelu_tanh')
+    if config.has_gate:
+        return gated_activation(config, gate, h)
+    raise ValueError(f'mlp={config.mlp} has no branch in activate')
+
+
 class MLP(nn.Module):
     config: GPTConfig
     width: int
@@ -705,11 +721,8 @@ class MLP(nn.Module):
     def __call__(self, x_BxTxD, seq_id_B=None):
         cfg = self.config
         h_BxTxF = Dense(cfg, self.width, name='c_fc')(x_BxTxD)
-        if cfg.mlp == 'gelu':
-            h_BxTxF = gelu(h_BxTxF, cfg.activation == 'gelu_tanh')
-        else:
-            gate_BxTxF = Dense(cfg, self.width, name='c_gate')(x_BxTxD)
-            h_BxTxF = gated_activation(cfg, gate_BxTxF, h_BxTxF)
+        gate_BxTxF = Dense(cfg, self.width, name='c_gate')(x_BxTxD) if cfg.has_gate else None
+        h_BxTxF = activate(cfg, h_BxTxF, gate_BxTxF)
         return dropout(self, residual_dense(cfg)(h_BxTxF), seq_id_B)
 
 
@@ -898,7 +911,7 @@ def estimate_mfu(n_params, config, tokens_per_sec, peak_flops, n_frozen=0):
     layers = [config.layer(i) for i in range(config.n_layer)]
     moe = config.moe
     if moe:
-        n_matrices = 2 if config.mlp == 'gelu' else 3
+        n_matrices = 3 if config.has_gate else 2
         expert_size = n_matrices * config.n_embd * moe.width
         n_moe_layers = sum(is_moe for _, is_moe in layers)
         unused = n_moe_layers * (moe.n_expert - moe.n_used) * expert_size
@@ -1005,9 +1018,11 @@ def gated_activation(config, gate, up):
         return jax.nn.silu(gate) * up
     if config.mlp == 'geglu':
         return gelu(gate, config.activation == 'gelu_tanh') * up
-    gate = jnp.minimum(gate, config.swiglu_limit)
-    up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
-    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+    if config.mlp == 'swiglu_clamped':
+        gate = jnp.minimum(gate, config.swiglu_limit)
+        up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
+        return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+    raise ValueError(f'mlp={config.mlp} has no branch in gated_activation')
 
 
 # --- mixture of experts
@@ -1080,7 +1095,7 @@ class MoELayer(nn.Module):
         cfg, moe, D = self.config, self.config.moe, self.config.n_embd
         x_PxD = x_BxTxD.reshape(-1, D)
         expert_PxU, weight_PxU = Router(cfg, name='router')(x_BxTxD)
-        names = ('c_fc',) if cfg.mlp == 'gelu' else ('c_gate', 'c_fc')
+        names = ('c_gate', 'c_fc') if cfg.has_gate else ('c_fc',)
         weights = {}
         for name in names:
             weights[name] = ExpertDense(cfg, (D, moe.width), name=f'experts_{name}')()
@@ -1090,11 +1105,8 @@ class MoELayer(nn.Module):
         def expert(weights, x_bxD):
             """One expert's MLP."""
             h_bxF = linear(x_bxD, **weights['c_fc'])
-            if cfg.mlp == 'gelu':
-                h_bxF = gelu(h_bxF, cfg.activation == 'gelu_tanh')
-            else:
-                h_bxF = gated_activation(cfg, linear(x_bxD, **weights['c_gate']), h_bxF)
-            return linear(h_bxF, **weights['c_proj'])
+            gate_bxF = linear(x_bxD, **weights['c_gate']) if cfg.has_gate else None
+            return linear(activate(cfg, h_bxF, gate_bxF), **weights['c_proj'])
 
         y_PxD = mix_experts(
             expert, weights, x_PxD, expert_PxU, weight_PxU, scale_input=moe.weigh_input)

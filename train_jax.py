@@ -68,7 +68,7 @@ length_normalized = False # compare log probabilities per token of an answer, no
 optimizer = 'adamw' # or 'muon', for the blocks' matrices: often as good in half of the iterations
 learning_rate = 6e-4 # the highest, reached after warmup_iters
 max_iters = 600000 # total number of updates
-minutes = 0.0 # end after this long, all included: sets max_iters and lr_decay_iters by the measured speed; 0 is off
+minutes = 0.0 # end after this long, all included: sets max_iters, lr_decay_iters, warmup_iters by the speed; 0 is off
 weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms
 beta1 = 0.9 # decay of AdamW's mean of gradients
 beta2 = 0.95 # decay of AdamW's mean of squared gradients
@@ -135,24 +135,28 @@ clock = Stopwatch()
 imports_s = clock.start - started
 initialize_distributed(
     flags['coordinator_address'], flags['num_processes'], flags['process_id'])
-stop = StopSignal(nothing_to_save=jax.process_count() == 1)  # several stop together, in the loop
+# Until the loop begins, a signal ends a single process at once: there is nothing to save yet.
+# Several processes stop together, in the loop.
+stop = StopSignal(nothing_to_save=jax.process_count() == 1)
 master = jax.process_index() == 0  # the process that prints and writes the logs
 if not master:
     sys.stdout = open(os.devnull, 'w')
 
 # -----------------------------------------------------------------------------
-# 1. choose the model: of the checkpoint, from scratch, or pretrained
+# choose the model: of the checkpoint, from scratch, or pretrained
 run = open_run(flags, given, data_root=Path(__file__).parent / 'data')
-globals().update(run.flags)  # the config block as this run has it: read-only from here on
+# the config block as this run has it, read-only from here on. --minutes sets some of run.flags
+# later, of which n_iters is read below.
+globals().update(run.flags)
 devices = run.devices
 parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
 n_micro, micro_batch = split_batch(
     gradient_accumulation_steps, batch_size, parallel.n_data_shards)
 
-# 2. check that the model and the data fit
+# check that the model and the data fit
 check_fits(run, micro_batch)
 
-# 3. open the data; what cannot be evaluated is refused before anything is written or compiled
+# open the data; what cannot be evaluated is refused before anything is written or compiled
 data = open_data(run.shares, run.data, block_size=block_size, seed=seed,
                  length_normalized=length_normalized)
 data.check(eval_iters * batch_size)
@@ -236,6 +240,8 @@ for package in (jax, jaxlib, flax):
     versions[package.__name__] = package.__version__
 
 
+# The next three functions read the loop's variables, below: iter_num, best_val_loss, bar, log.
+
 def evaluate():
     """Logs the losses, and returns the validation loss; None if a signal comes. Raises UserError
     if they are not finite."""
@@ -307,7 +313,7 @@ def save(val_loss):
 iter_num = run.iter_num
 best_val_loss = run.best_val_loss
 bar = progress_bar(iter_num, n_iters)
-stop.nothing_to_save &= eval_only
+stop.nothing_to_save &= eval_only  # from here on there is something, unless the run only evaluates
 # the signal that all processes stop for; 0 is none
 stop_signal = int(parallel.max_over_processes(stop.signum))
 trace_folder = Path(out_dir, 'profile') if profile and master else None
@@ -355,10 +361,11 @@ try:
             break
         log.resume()
 
-        # forward, backward and update: one compiled function, see make_step. It is dispatched
-        # only, unless is_synchronous.
+        # forward, backward and update: one compiled function, see make_step. The call returns
+        # before the devices are done, except on CPUs (is_synchronous).
         tracer.start(iter_num)
-        # all processes stop after the same iteration
+        # All processes stop after the same iteration: they agree before the step and read the
+        # answer after it, so that the exchange takes place meanwhile.
         stop_requested = parallel.max_over_processes(stop.signum)
         metrics = None
         if batch is not None:
@@ -375,7 +382,8 @@ try:
         # the next batch, while the devices compute
         batch = make_batch(iter_num + 1)
 
-        # timing and logging: of this iteration, or where it is not awaited of the one before
+        # timing and logging: on a CPU of this iteration, elsewhere of the one before, so that the
+        # device never waits
         if metrics is None:
             log.skip(iter_num)
         else:

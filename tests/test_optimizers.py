@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flags import UserError
+from jax_flags import CHOICES, UserError
 from jax_optimizers import POLAR_EXPRESS, create_optimizer_with_schedule, orthogonalize
-from jax_transformer import MLAConfig, MoEConfig, create_train_state
+from jax_train_utils import create_learning_rate_schedule
+from jax_transformer import MLPS, MLAConfig, MoEConfig, activate, create_train_state
 
 TINY = dataclasses.replace(tests.common.TINY, n_layer=1)
 
@@ -95,3 +96,30 @@ def test_muon_orthogonalizes_q_k_and_v_each_by_itself():
     expected = jnp.concatenate([apart[name]['kernel'] for name in 'qkv'], axis=1)
     np.testing.assert_allclose(together['c_attn']['kernel'], expected, rtol=1e-5)
     np.testing.assert_allclose(together['c_proj']['kernel'], apart['c_proj']['kernel'], rtol=1e-5)
+
+
+def all_different(values):
+    return all(not np.array_equal(a, b) for i, a in enumerate(values) for b in values[:i])
+
+
+def test_each_optimizer_that_can_be_chosen_updates_in_its_own_way():
+    params = {'c_fc': {'kernel': jnp.arange(1.0, 7).reshape(2, 3)}}
+
+    def updated(name):
+        tx = create_optimizer_with_schedule(lambda step: 0.1, optimizer=name)
+        return tx.update(params, tx.init(params), params)[0]['c_fc']['kernel']
+
+    assert all_different([updated(name) for name in CHOICES['optimizer']])
+
+
+def test_each_schedule_that_can_be_chosen_has_a_curve_of_its_own():
+    def curve(name):
+        schedule = create_learning_rate_schedule(0.1, warmup_iters=2, lr_decay_iters=20, min_lr=0.01, lr_schedule=name)
+        return [float(schedule(step)) for step in range(20)]
+
+    assert all_different([curve(name) for name in CHOICES['lr_schedule']])
+
+
+def test_each_mlp_that_can_be_chosen_has_a_function_of_its_own():
+    x, gate = jnp.linspace(-9, 9, 7), jnp.linspace(8, -8, 7)  # beyond the limit of the clamped one
+    assert all_different([activate(dataclasses.replace(TINY, mlp=name), x, gate) for name in MLPS])
