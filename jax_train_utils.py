@@ -133,7 +133,7 @@ def dpo(beta):
         return {
             'loss': -jax.nn.log_sigmoid(margin_P),
             'margin': margin_P,
-            'accuracy': (jnp.sign(margin_P) + 1) / 2}
+            'accuracy': jnp.heaviside(margin_P, 0.5)}
 
     def means(*args):
         return {name: term_P.mean() for name, term_P in terms(*args).items()}
