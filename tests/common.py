@@ -45,6 +45,10 @@ FAMILIES = GOLDEN / 'families'
 TEXT = 'the quick brown fox jumps over the lazy dog and runs away\n'
 
 
+# under nohup, as on Windows, a closed terminal says nothing to a process
+hangs_up = hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+needs_hangup = pytest.mark.skipif(not hangs_up, reason='SIGHUP is ignored here')
+
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # one case of a test
 
 

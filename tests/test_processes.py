@@ -23,7 +23,7 @@ from jax_files.metrics import read_metrics
 from jax_flags import UserError
 from jax_train_utils import create_optimizer_with_schedule
 from jax_transformer import GPTConfig, create_train_state
-from tests.common import FLAGS
+from tests.common import FLAGS, needs_hangup
 
 # -----------------------------------------------------------------------------
 # agreement of several processes, with the texts of another one made up
@@ -215,6 +215,7 @@ def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_fo
     jax.tree.map(np.testing.assert_array_equal, restored_state(killed), restored_state(whole))
 
 
+@needs_hangup
 @pytest.mark.slow
 def test_two_processes_of_two_devices_on_a_mesh_give_the_curve_stop_together_and_one_device_resumes(
         dataset, tmp_path, losses_of_one_process):

@@ -115,7 +115,6 @@ def test_a_rope_model_learns_longer_sequences_from_its_run_or_resumed(dataset, t
     resumed = copy_folder(short, tmp_path / 'resumed')
     said = succeeded(train(resumed, *RESUME, '--block_size=32', '--max_iters=100', '--lr_decay_iters=100')).stdout
     assert 'learns to read 32' in said and load_run(resumed, 'latest')[0].block_size == 32
-    succeeded(train(resumed, *RESUME, '--max_iters=101'))  # stays so
     # every position, seen before or not, is at least as good afterwards
     config, _, _ = load_run(short, 'latest')
     assert config.block_size == 8

@@ -21,10 +21,11 @@ here = os.path.dirname(os.path.abspath(__file__))
 hub_name, n_hub = 'Skylion007/openwebtext', 8_013_769 # the documents it has
 batch_size = 1000 # documents that a worker takes at a time
 
-def load_documents(files, done):
-    """Yields the documents after the first `done`."""
+def load_documents(files, done, skipped):
+    """Yields the documents after the first `done`. In files rows without a text are no documents: the list `skipped`
+    gets them."""
     if files is not None:
-        yield from itertools.islice((text for path in files for text in read_column(path, 'text')), done, None)
+        yield from itertools.islice(read_texts(files, skipped), done, None)
         return
     try:
         import datasets
@@ -33,6 +34,15 @@ def load_documents(files, done):
     datasets.logging.set_verbosity(datasets.logging.CRITICAL) # what goes wrong is reported by us, in one line
     for row in datasets.load_dataset(hub_name, split='train', streaming=True).skip(done):
         yield row['text']
+
+def read_texts(files, skipped):
+    """Yields the texts in the column "text" of parquet files, and appends what is none to `skipped`."""
+    for path in files:
+        for text in read_column(path, 'text'):
+            if isinstance(text, str):
+                yield text
+            else:
+                skipped.append(text)
 
 def main():
     parser = create_parser(__doc__, here, rows=True)
@@ -57,8 +67,9 @@ def main():
         source = [[name, os.path.getsize(f)] for name, f in zip(names, files, strict=True)]
 
     # What write_data_set asks for as it goes.
+    skipped = []
     def batches(done):
-        documents = load_documents(files, done)
+        documents = load_documents(files, done, skipped)
         while batch := [Unit(text) for text in itertools.islice(documents, batch_size)]:
             yield batch
 
@@ -75,6 +86,8 @@ def main():
         remedy = 'name a folder of whole parquet files with a column "text"'
     stream(args.out_dir, args.input or hub_name, [source, args.tokenizer], lambda: choose_vocabulary(args.tokenizer),
            batches, split, num_proc=args.num_proc, block_size=args.rows, remedy=remedy)
+    if skipped:
+        print(f'skipped {len(skipped):,} rows without a text')
     if args.tokenizer == 'gpt2':
         print('the whole of openwebtext has 9,035,582,198 and 4,434,897')
 
