@@ -384,14 +384,19 @@ def encode_reply(tokenizer, chat, counted, reply):
     text = reply['text']
     encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
     ids = encoding.ids
-    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    is_special = np.isin(ids, list(tokenizer.special_ids.union(tokenizer.stop_tokens)))
+    # np.array of a list of pairs takes twice as long
+    offsets = itertools.chain.from_iterable(encoding.offsets)
+    starts, ends = np.fromiter(offsets, np.int64, count=2 * len(ids)).reshape(-1, 2).T
+    special_ids = tokenizer.special_ids.union(tokenizer.stop_tokens)
+    special_places = [at for at, id in enumerate(ids) if id in special_ids]
+    is_special = np.zeros(len(ids), bool)
+    is_special[special_places] = True
 
     # the parts of the text that count: as the template marks them, or else the answers with their
     # ends
     spans = reply.get('spans')
     if spans is None:
-        specials = [(int(starts[at]), int(ends[at]), ids[at]) for at in np.flatnonzero(is_special)]
+        specials = [(int(starts[at]), int(ends[at]), ids[at]) for at in special_places]
         spans = []
         for answer, i in zip(reply['answers'], counted):
             has_calls = bool(chat.messages[i].get('tool_calls'))
@@ -404,12 +409,14 @@ def encode_reply(tokenizer, chat, counted, reply):
         counts = (starts < end) & (ends > start) & ~(is_special & (starts < start))
         mask[counts] = 1
         places = np.flatnonzero(counts)
-        said = text[start:end]
+        said, said_ids = text[start:end], []
         if len(places):
-            first = min(start, int(starts[places[0]]))
-            last = max(end, int(ends[places[-1]]))
-            said = text[first:last]
-        check_kept(tokenizer, said, [ids[at] for at in places])
+            first, last = places[0], places[-1]
+            said = text[min(start, int(starts[first])):max(end, int(ends[last]))]
+            said_ids = ids[first:last + 1]
+            if len(said_ids) != len(places):  # one between them does not count
+                said_ids = [ids[at] for at in places]
+        check_kept(tokenizer, said, said_ids)
 
     # the token that ends the last answer, if the template leaves it to the next message
     is_last = bool(counted) and counted[-1] == len(chat.messages) - 1
