@@ -131,7 +131,7 @@ from jax_devices.setup import (
     setup_jax_environment)
 from jax_files.data import load_dataset
 from jax_files.sources import open_source
-from jax_generate import bytes_read_per_step, generate_stream
+from jax_generate import bytes_read_per_step, generate_stream, tokens_per_step
 from jax_ops.choose_attention import choose_attention
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_start import config_from_flags, flags_from_config
@@ -248,8 +248,7 @@ def bench_decode():
     prefill_s, decode_s = np.median(seconds, axis=0)
 
     # A step reads the weights and the cache; how much of the bandwidth that takes, in each call.
-    n_tokens = batch_size + result.drafted / max(1, result.steps)  # of a step, of all rows
-    weight_bytes = bytes_read_per_step(params, config, n_tokens)
+    weight_bytes = bytes_read_per_step(params, config, tokens_per_step(result))
     gb_read = (weight_bytes + result.cache_bytes) / 1e9 * result.steps
     shares = []
     for (_, decoding), bandwidth in zip(calls, bandwidths):

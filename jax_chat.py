@@ -54,9 +54,10 @@ class Chat:
 
     def run(self):
         """Asks for lines until the user leaves."""
-        # Each round takes a line, until there is none.
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401, line editing and history for input()
+
+        # Each round takes a line, until there is none.
         while True:
             try:
                 line = read_turn()

@@ -544,11 +544,15 @@ def check_needs(script, flags, given):
                             'out')
 
 
+def decays_learning_rate(flags):
+    """Whether the learning rate of these training flags decays to min_lr."""
+    return flags['decay_lr'] and flags['lr_schedule'] != 'constant'
+
+
 def rising_learning_rate(flags):
     """Returns a warning if the learning rate of these training flags rises to min_lr instead of
     falling to it, else ''."""
-    decays = flags['decay_lr'] and flags['lr_schedule'] != 'constant'
-    if not decays:
+    if not decays_learning_rate(flags):
         return ''
     highest = flags['learning_rate']
     lowest = flags['min_lr']

@@ -594,6 +594,12 @@ def bytes_read_per_step(params, config, n_tokens):
     return round(n_bytes)
 
 
+def tokens_per_step(result):
+    """Returns the number of tokens, those of all rows and their drafts, that a decode step of a
+    GenerationResult computed on average."""
+    return len(result.lengths) + result.drafted / max(1, result.steps)
+
+
 def expected_experts(moe, n_tokens):
     """Returns the expected number of distinct experts that n_tokens tokens choose, of which each
     takes n_used different ones, all equally often: a trained router that prefers some chooses
@@ -803,7 +809,7 @@ def check_prompts(config, idx_BxT, prompt_lengths_B):
     if not are_whole or length_B.min() < 1 or length_B.max() > T:
         raise UserError(f'prompt_lengths_B must be {B} lengths between 1 and {T}, '
                         f'not {length_B.tolist()}')
-    # whatever is in the padding is not looked at
+    # what is in the padding is not looked at
     tokens_BxT = np.where(np.arange(T) < length_B[:, None], tokens_BxT, 0)
     if tokens_BxT.min() < 0 or tokens_BxT.max() >= config.vocab_size:
         wrong = tokens_BxT.min() if tokens_BxT.min() < 0 else tokens_BxT.max()

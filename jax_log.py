@@ -65,7 +65,7 @@ class IterationLog:
             self.is_paused = True
 
     def resume(self):
-        """Lets the clock go on after a pause."""
+        """Lets the clock run again after a pause."""
         if self.is_paused:
             self.start = time.perf_counter()
             self.is_paused = False

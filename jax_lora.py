@@ -41,6 +41,14 @@ def create_lora_state(rng, config, tx, rank):
     return state.replace(params=updates, tx=tx, opt_state=tx.init(updates))
 
 
+def state_creator(lora):
+    """Returns the function of (rng, config, tx) that makes the TrainState of a run; lora: what its
+    checkpoint says of LoRA, or None."""
+    if not lora:
+        return create_train_state
+    return functools.partial(create_lora_state, rank=lora['rank'])
+
+
 def model_params(params, frozen):
     """Returns the parameters of the model, given those of a TrainState and its `frozen`: LowRank
     where LoRA trains a kernel."""
@@ -73,13 +81,18 @@ def base_params(params):
 def count_frozen(frozen):
     """Counts the parameters of the model that LoRA updates, as count_params does; scales of int8
     do not count."""
+    return count_params(without_scales(frozen['weights']))
+
+
+def without_scales(params):
+    """Returns the tree of parameters with the values alone of what is Int8."""
     def is_int8(x):
         return isinstance(x, Int8)
 
     def values(x):
         return x.values if is_int8(x) else x
 
-    return count_params(jax.tree.map(values, frozen['weights'], is_leaf=is_int8))
+    return jax.tree.map(values, params, is_leaf=is_int8)
 
 
 def load_frozen(lora, config, parallel):
@@ -212,6 +225,12 @@ class OnHost:
     def device_put(tree):
         return tree
 
+    @staticmethod
+    def abstract_state(make, *args):
+        """Returns a tree like make(*args), which is not run, of arrays with any content."""
+        tree = jax.eval_shape(lambda: make(*args))
+        return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), tree)
+
 
 def load_start_weights(source, config, parallel, change=None):
     """Loads the parameters from which a run starts, as load_weights does: of a pretrained model, or
@@ -222,7 +241,8 @@ def load_start_weights(source, config, parallel, change=None):
     # the checkpoint as numpy arrays
     meta = open_checkpoint(Path(source), ('params', 'meta'), check_saved_model)
     saved = GPTConfig(**meta['model'])
-    params = restore_params(source, saved, meta.get('lora'))
+    out_dir, step = Path(source).parent.parent, Path(source).name
+    params = restore_params(out_dir, step, saved, meta.get('lora'), OnHost())
     if meta.get('lora'):
         params = load_merged(meta['lora'], saved, OnHost(), params)
 
@@ -236,17 +256,17 @@ def load_start_weights(source, config, parallel, change=None):
     return unflatten_dict(placed), place.crc
 
 
-def restore_params(checkpoint, config, lora):
-    """Restores the parameters of a checkpoint, or LoRA's updates if it is of a LoRA run, as numpy
-    arrays. checkpoint: its folder. config, lora: what its metadata says."""
-    create = create_train_state
-    if lora:
-        create = functools.partial(create_lora_state, rank=lora['rank'])
-    create = functools.partial(create, config=config, tx=optax.identity())
-    shapes = jax.eval_shape(create, jax.random.key(0)).params
-    arrays = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
-    out_dir, step = os.path.split(checkpoint)
-    return restore_items(os.path.dirname(out_dir), step, {'params': arrays})['params']
+def restore_params(out_dir, step, config, lora, parallel):
+    """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run, where
+    `parallel` puts them. config, lora: what its metadata says. Raises UserError if they make no
+    model, or if it does not fit."""
+    try:
+        state = parallel.abstract_state(
+            state_creator(lora), jax.random.key(0), config, optax.identity())
+    except (OverflowError, TypeError, ValueError) as error:
+        raise UserError(f'checkpoint {step} in {out_dir} is of no model that can be built: '
+                        f'{error}') from error
+    return restore_items(out_dir, step, {'params': state.params})['params']
 
 
 def load_run(out_dir, which='best', parallel=None, base=''):
@@ -265,21 +285,10 @@ def restore_run(out_dir, which, parallel, base):
     """Loads what a run has trained: (config, params, what move_base returns, metadata) of its best
     or latest checkpoint. With LoRA params holds the updates alone. Raises UserError if there is no
     checkpoint."""
-    # Which checkpoint, and what it says of its model.
     step, meta = choose_run(out_dir, which, items=('params', 'meta', 'metrics'))
     config = GPTConfig(**meta['model'])
     lora = move_base(meta.get('lora'), base)
-
-    # The shapes of what it holds: of a LoRA run the updates alone.
-    create = create_train_state
-    if lora:
-        create = functools.partial(create_lora_state, rank=lora['rank'])
-    try:
-        state = parallel.abstract_state(create, jax.random.key(0), config, optax.identity())
-    except (OverflowError, TypeError, ValueError) as error:
-        raise UserError(f'checkpoint {step} in {out_dir} is of no model that can be built: '
-                        f'{error}') from error
-    params = restore_items(out_dir, step, {'params': state.params})['params']
+    params = restore_params(out_dir, step, config, lora, parallel)
     return config, params, lora, meta
 
 

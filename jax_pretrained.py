@@ -296,7 +296,7 @@ def derive_config_json(config):
         'pad_token_id': None,
     }
 
-    # What one of them has besides: windows, and which layers have them or experts.
+    # What one of them has in addition: windows, and which layers have them or experts.
     if family in ('mistral', 'qwen3'):
         hf['sliding_window'] = config.window or None
     if family == 'qwen3':
@@ -421,7 +421,7 @@ def param_shapes(config):
         else:
             shapes[first, *rest] = x.shape
 
-    # Each layer of the whole model has the shapes of its kind.
+    # Each layer of the full model has the shapes of its kind.
     for i, kind in enumerate(kind_of_layer):
         for rest, shape in of_kind[kind].items():
             shapes[f'h_{i}', *rest] = shape

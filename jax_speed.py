@@ -5,7 +5,7 @@ import numpy as np
 
 from jax_cache import cache_bytes
 from jax_devices.setup import measure_bandwidth, trim_malloc
-from jax_generate import bytes_read_per_step, drafts_are_useless
+from jax_generate import bytes_read_per_step, drafts_are_useless, tokens_per_step
 
 
 def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dtype):
@@ -63,8 +63,7 @@ def report_decoding(model, generations, n_new):
     were_useless = False
     for generation in generations:
         result = generation.result
-        n_tokens = batch_size + result.drafted / max(1, result.steps)  # of a step, of all rows
-        step_bytes = bytes_read_per_step(model.params, model.config, n_tokens)
+        step_bytes = bytes_read_per_step(model.params, model.config, tokens_per_step(result))
         bytes_read += result.steps * (step_bytes + result.cache_bytes)
         drafted += result.drafted
         accepted += result.accepted

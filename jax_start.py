@@ -39,16 +39,16 @@ from jax_files.tokenizers import (
 from jax_files.weight_files import (
     PUBLISHED, find_config_json, is_hub_name, keep_config_json, kept_config_json, local_path)
 from jax_flags import (
-    UserError, ceil_div, check_flags, check_given, check_needs, did_you_mean, rising_learning_rate,
-    write_json)
+    UserError, ceil_div, check_flags, check_given, check_needs, decays_learning_rate, did_you_mean,
+    rising_learning_rate, write_json)
 from jax_lora import (
-    choose_run, create_lora_state, full_path, load_frozen, load_start_weights, move_base)
+    choose_run, full_path, load_frozen, load_start_weights, move_base, state_creator)
 from jax_ops.choose_attention import choose_attention
 from jax_optimizers import create_optimizer_with_schedule
 from jax_pretrained import load_config
 from jax_text import create_sampler, sample_while_training
 from jax_train_utils import check_loss_chunk, create_learning_rate_schedule
-from jax_transformer import GPTConfig, create_train_state, initial_loss_scale
+from jax_transformer import GPTConfig, initial_loss_scale
 
 # the flags that say what the model is. A resume may not change them, but for block_size where
 # positions are not learned.
@@ -180,7 +180,7 @@ def print_what_is_left(run):
     made longer without its schedule that the learning rate stays low."""
     flags = run.flags
     max_iters, decay_iters = flags['max_iters'], flags['lr_decay_iters']
-    decays = flags['decay_lr'] and flags['lr_schedule'] != 'constant'
+    decays = decays_learning_rate(flags)
     if run.iter_num >= max_iters:
         longer = f'--max_iters={2 * max_iters}'
         if decays:
@@ -325,9 +325,7 @@ def start_state(run, config, parallel, tx):
 
     config: the run's, as training executes it. tx: the optimizer."""
     key = jax.random.key(run.flags['seed'])
-    create = create_train_state
-    if run.lora:
-        create = functools.partial(create_lora_state, rank=run.lora['rank'])
+    create = state_creator(run.lora)
     if run.resumed:
         saved = GPTConfig(**run.resumed['model'])
         abstract = parallel.abstract_state(create, key, saved, tx)

@@ -30,13 +30,12 @@ from jax_files.weight_files import local_path
 from jax_flags import UserError, nearest_names
 from jax_generate import PrefixCache, generate_stream
 from jax_inside import look_inside
-from jax_lora import load_run, merge_updates
+from jax_lora import load_run, merge_updates, without_scales
 from jax_ops.decode_weights import (
     convert_params_for_decoding, order_columns_by_rank, transpose_kernels)
-from jax_ops.matmul import Int8
 from jax_pretrained import load_pretrained
 from jax_score import right_padded, score
-from jax_transformer import GPTConfig
+from jax_transformer import GPTConfig, count_params
 
 SAMPLING = {'temperature': 0.8, 'top_k': 200}  # nanoGPT's; the other controls are off
 # tokens generated between two updates of a text that is shown while it grows
@@ -165,7 +164,7 @@ class Loader:
             found = self.read_run(source, checkpoint, base)
         else:
             found = self.read_pretrained(source, base, with_tokenizer)
-        # whatever it was stored as, it computes in this dtype, on a mesh in columns by device
+        # regardless of how it was stored, it computes in this dtype, on a mesh in columns by device
         self.parallel.validate(found.config)
         with self.parallel.mesh_context():
             params = order_columns_by_rank(found.params, found.config)
@@ -225,7 +224,8 @@ class TextModel:
     loading: Lap  # seconds
 
     def __repr__(self):
-        return (f'{self.title}; {count_weights(self.params):,} parameters, context of '
+        n_params = count_params(without_scales(self.params), non_embedding=False)
+        return (f'{self.title}; {n_params:,} parameters, context of '
                 f'{self.config.block_size:,} tokens')
 
     @property
@@ -388,7 +388,7 @@ class TextModel:
         It is divided into tokens as by lm-eval: spaces at the end of the context belong to the
         continuation. Raises UserError if the continuation has no token of its own."""
         # the tokens of the context, then those of both texts together: what comes behind as many as
-        # the context has is scored, whatever a token at the border holds
+        # the context has is scored, also if a token lies across the border
         before = context.rstrip()
         text = context + continuation
         tokenizer = self.tokenizer
@@ -411,17 +411,6 @@ class TextModel:
         if len(row) <= start:
             raise UserError('a continuation has no token of its own')
         return row, start
-
-
-def count_weights(params: dict) -> int:
-    """Returns the number of a model's parameters; the scales of int8 matrices do not count."""
-    def is_int8(x):
-        return isinstance(x, Int8)
-
-    n_weights = 0
-    for x in jax.tree.leaves(params, is_leaf=is_int8):
-        n_weights += x.values.size if is_int8(x) else x.size
-    return n_weights
 
 
 def create_sampler(prompt: str, config: GPTConfig, description: dict, device) -> TextModel | None:

@@ -632,7 +632,7 @@ def record_attention(module, q_BxTxHxK, k_BxSxGxK, positions, **options):
     """Records the probabilities of a layer's attend, [B, T, H, S], for jax_inside.py, which asks for
     what flax calls intermediates; for everyone else it does nothing.
 
-    They are the attention to unit vectors as values, whatever masks, caps and sinks it has."""
+    They are the attention to unit vectors as values, with its masks, caps and sinks."""
     if not module.is_mutable_collection('intermediates'):
         return
     B, S, G = k_BxSxGxK.shape[:3]

@@ -56,7 +56,7 @@ class LowRankSum(NamedTuple):
         return self.weight.shape
 
     def __getitem__(self, index):
-        # as peft merges: in float32, whatever the two are stored in
+        # as peft merges: in float32, regardless of how the two are stored
         a = np.asarray(self.a, np.float32)
         b = np.asarray(self.b, np.float32)
         update = b @ a * np.float32(self.scale)

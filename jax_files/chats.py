@@ -89,7 +89,7 @@ class Chat:
 def read_chat(messages, tools=None, variables=None):
     """Returns the Chat of what a user gives: messages, tools and more variables of the template.
     Raises UserError."""
-    # What a template gets besides the messages.
+    # What a template gets in addition to the messages.
     if tools is not None:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise UserError('"tools" must be a list of JSON schemas, [{"type": "function", '

@@ -314,9 +314,10 @@ def parse_mixture(dataset, root):
     if ':' not in dataset or (Path(root) / dataset).is_dir():
         return {Path(root) / dataset: 1.0}
 
-    # Each part is a name and a fraction.
     if is_url(dataset):
         raise UserError(f'dataset={dataset} is a URL; copy the data set into a folder')
+
+    # Each part is a name and a fraction.
     parts = dataset.split(',')
     shares = {}
     for part in parts:

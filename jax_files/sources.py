@@ -202,7 +202,7 @@ class Windows:
         return batch
 
     def count_passes(self, n_sequences):
-        """Returns how many times so many sequences are all that there is to read."""
+        """Returns how often reading n_sequences reads all sequences of the split."""
         return n_sequences / self.order.n
 
     def spread(self, n_rows):

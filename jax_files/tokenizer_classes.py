@@ -1,5 +1,5 @@
 """What transformers 5 makes of a tokenizer's folder by the name of a class: which class that is, and
-how the class splits text, whatever tokenizer.json says."""
+how the class splits text, regardless of tokenizer.json."""
 import os
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ FAMILIES = {
     'GemmaTokenizer': (
         'gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text recurrent_gemma shieldgemma2'),
     'CohereTokenizer': 'cohere cohere2 aya_vision',
-    # no class of their own, whatever the files say
+    # no class of their own, regardless of the files
     'generic': (
         'mistral mistral3 mixtral ministral ministral3 pixtral voxtral phi3 phi3_v phimoe olmo2 '
         'olmo3 olmo_hybrid flex_olmo glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe gpt_bigcode '

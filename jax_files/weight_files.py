@@ -144,7 +144,7 @@ def write_tokenizer_files(source, folder, hf_config):
     needs to split text as they say.
 
     hf_config: the content of the new folder's config.json. transformers may split text in the way
-    of its model type, whatever the files say."""
+    of its model type, regardless of the files."""
     copy_tokenizer_files(source, folder)
     if not os.path.exists(os.path.join(folder, 'tokenizer.json')):
         return

@@ -156,7 +156,7 @@ def find_counted(messages):
         if not isinstance(message, dict):
             continue
 
-        # What the message says of its weight, by whatever name.
+        # What the message says of its weight, by any of the names.
         weights = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
         for name, weight in weights.items():
             if not isinstance(weight, (bool, int, float)) or weight not in (0, 1):
@@ -220,7 +220,7 @@ def read_pair(row):
             raise UserError(f'has no "{name}", or an empty one')
         answers.append(answer)
 
-    # Which question they answer: that in front of both, or one that the row has apart.
+    # Which question they answer: that in front of both, or one that the row has separately.
     chosen, rejected = answers
     are_whole = [role_of(answer[0]) != 'assistant' for answer in answers]
     if all(are_whole):

@@ -91,17 +91,17 @@ def find_in_folder(root, suffixes, files):
 def name_endings(files):
     """Returns how many files are left out, by ending: '3 .csv, 1 .png'."""
     most = files.left_out.most_common(5)
-    said = ', '.join(f'{n:,} {end}' for end, n in most)
-    n_more = files.left_out.total() - sum(n for _, n in most)
-    if n_more:
-        said += f' and {n_more:,} others'
-    return said
+    n_named = sum(n for _, n in most)
+    return and_others([f'{n:,} {end}' for end, n in most], files.left_out.total() - n_named)
 
 def name_folders(files):
     """Returns which folders are left out, the first five by name."""
-    said = ', '.join(files.folders[:5])
-    n_more = len(files.folders) - 5
-    if n_more > 0:
+    return and_others(files.folders[:5], len(files.folders[5:]))
+
+def and_others(names, n_more):
+    """Returns the names with commas between them, and how many others there are."""
+    said = ', '.join(names)
+    if n_more:
         said += f' and {n_more:,} others'
     return said
 
