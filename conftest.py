@@ -40,6 +40,14 @@ def bounded_memory():
         trim_malloc()
 
 
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    """Leaves out loss.png of the runs that a test makes in its own process: a fifth of the time of a short run. Runs
+    that several tests share are made before this and draw theirs, and so do runs in processes of their own."""
+    from jax_files.metrics import MetricsLog
+    monkeypatch.setattr(MetricsLog, 'plot', lambda log: None)
+
+
 @pytest.fixture(scope='session')
 def dataset(tmp_path_factory):
     """A folder with a data set of characters, which no test changes."""
