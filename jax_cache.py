@@ -2,8 +2,9 @@
 
 THE SLOT RULE. A layer's cache has S slots. The token at position p is in slot p, or, where
 has_ring_cache, in slot p % S: a ring buffer, which is the same until the ring is full. So a slot
-tells the position that it holds, and the causal mask alone hides what a query must not see:
-slots that are not written yet hold later positions than any query.
+tells the position that it holds, and the mask that training has (attention_mask: causal, and the
+layer's window) hides what a query must not see: slots that are not written yet hold later
+positions than any query.
 
     position     0  1  2  3  4  5  6  7  8           S = 4, a ring; the newest token is at 8
     slot         0  1  2  3  0  1  2  3  0           slots hold the positions 8 5 6 7

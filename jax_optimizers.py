@@ -34,7 +34,7 @@ def create_optimizer_with_schedule(
         muon = optax.chain(
             optax.trace(0.95, nesterov=True),
             orthogonalize,
-            optax.add_decayed_weights(weight_decay),
+            optax.add_decayed_weights(weight_decay),  # no mask: all that it gets are matrices
             optax.scale_by_learning_rate(schedule))
         return optax.partition({'muon': muon, 'adamw': adamw}, labels)
     raise ValueError(f'optimizer={optimizer} has no branch in create_optimizer_with_schedule')

@@ -9,7 +9,7 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 | which checkpoint: the latest that is intact | out_dir | `choose_run` |
 | --deterministic, before jax starts | out_dir/config.json | `configure_process` |
 | the layout over devices, if it fits those that are here | flags | `fit_layout` |
-| the model's config | meta | `continued_model` |
+| the model's config; dropout, dtype, expert_balance are those of the flags | meta | `for_this_run` |
 | the tokenizer, if the data set still has it | meta | `continued_model` |
 | LoRA's base (or --base), rank, alpha and checksum | meta | `continued_model` |
 | iteration, best validation loss, wandb's id | meta | `open_run` |
@@ -19,7 +19,9 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 | LoRA's frozen weights, if their checksum is the same | the base | `start_state` |
 | metrics.jsonl up to that iteration | out_dir | `MetricsLog` |
 | damaged later checkpoints are renamed to <iteration>.damaged | out_dir | `lock_out_dir` |
-| data order, dropout, learning rate | nothing | functions of seed and iteration |
+| the learning rate | nothing | a function of the number of updates |
+| data order, dropout | nothing | functions of seed and iteration |
+| dtype=auto, attention=auto | nothing | chosen anew for the devices that are here |
 """
 import dataclasses
 import functools

@@ -83,9 +83,10 @@ def clip_gradients(grads, max_norm):
 class Objective:
     """What a training step minimizes, and what an evaluation measures.
 
-    Both functions take (loss_BxT, batch, params, losses): the model's loss of each token of the
-    batch {'x', 'y' [B, T], ...} with the parameters `params`, and losses(other params), the same
-    of another model, without dropout. They return {name: scalar}.
+    Both functions take (loss_BxT, batch, params, losses_of): the model's loss of each token of the
+    batch {'x', 'y' [B, T], ...} with the parameters `params`, and a function losses_of(other
+    params) that computes the same of another model, without dropout: DPO's reference. They return
+    {name: scalar}.
     means: over the samples of a training batch. The step minimizes 'loss' and logs `metrics`.
     sums: over the sequences of an evaluation's batch whose is_row [B] is 1; the others fill up the
     last batch. A sample of several sequences counts as often as it has sequences."""
@@ -94,14 +95,14 @@ class Objective:
     metrics: tuple[str, ...] = ('loss',)
 
 
-def language_model_means(loss_BxT, batch, params, losses):
+def language_model_means(loss_BxT, batch, params, losses_of):
     """Takes the mean loss of the tokens, times their 'weight' [B, T] if the batch has one."""
     if 'weight' in batch:
         loss_BxT = loss_BxT * batch['weight']
     return {'loss': loss_BxT.mean()}
 
 
-def language_model_sums(loss_BxT, batch, params, losses):
+def language_model_sums(loss_BxT, batch, params, losses_of):
     """Adds up the mean losses of the sequences.
 
     'weight' [B, T], if the batch has one, is 0 in sequences that fill it up; so is 'spelled'
@@ -126,8 +127,8 @@ def dpo(beta):
     of the chosen answer less that of the rejected one. The reference is the model without LoRA's
     updates. The loss is -log sigmoid(margin); accuracy is 1 where the margin is positive, and 1/2
     where it is 0: before the first update, in all pairs."""
-    def terms(loss_BxT, batch, params, losses):
-        reference_BxT = losses(base_params(params))
+    def terms(loss_BxT, batch, params, losses_of):
+        reference_BxT = losses_of(base_params(params))
         gain_Px2 = ((reference_BxT - loss_BxT) * batch['weight']).sum(-1).reshape(-1, 2)
         margin_P = beta * (gain_Px2[:, 0] - gain_Px2[:, 1])
         return {
@@ -138,9 +139,9 @@ def dpo(beta):
     def means(*args):
         return {name: term_P.mean() for name, term_P in terms(*args).items()}
 
-    def sums(loss_BxT, batch, params, losses):
+    def sums(loss_BxT, batch, params, losses_of):
         is_row_Px2 = batch['is_row'].reshape(-1, 2)
-        found = terms(loss_BxT, batch, params, losses)
+        found = terms(loss_BxT, batch, params, losses_of)
         return {name: (term_P[:, None] * is_row_Px2).sum() for name, term_P in found.items()}
 
     return Objective(means, sums, metrics=('loss', 'margin', 'accuracy'))
@@ -181,11 +182,13 @@ def make_train_step(config, objective, layout, schedule, *, seed, grad_clip, los
     sum_gradients = make_gradients(config, objective, layout, seed, loss_chunk)
 
     def train_step(state, batch, scale=1.0):
+        """Makes one update. scale: the factor of each micro-batch's loss, which is divided out of
+        the gradients again; only with_loss_scale gives another one than 1."""
         n_micro = len(batch['x'])
 
-        # forward and backward: the sums over the micro-batches, reduced over the devices
-        reduced_gradients = layout.reduce_gradients(sum_gradients)
-        grads, totals = reduced_gradients(state.params, state.frozen, batch, scale)
+        # forward and backward: summed over the micro-batches, reduced over the devices
+        compute_gradients = layout.reduce_gradients(sum_gradients)
+        grads, totals = compute_gradients(state.params, state.frozen, batch, scale)
         grads, params = layout.shard_update(grads, state.params)
 
         # clip the mean gradients
@@ -222,8 +225,8 @@ def make_gradients(config, objective, layout, seed, loss_chunk):
             start_BxT=micro_batch.get('start'), method='loss',
             deterministic=False, seq_id_B=micro_batch['seq_id'], rngs={'dropout': dropout_key},
             mutable=['losses'])
-        losses = functools.partial(token_losses, config, loss_chunk, micro_batch)
-        means = objective.means(loss_BxT, micro_batch, params, losses)
+        losses_of = functools.partial(token_losses, config, loss_chunk, micro_batch)
+        means = objective.means(loss_BxT, micro_batch, params, losses_of)
         balance = sum(jax.tree.leaves(sown))  # the loss that keeps experts equally busy
         metrics = {name: means[name] for name in objective.metrics}
         return (means['loss'] + balance) * scale, metrics
@@ -298,8 +301,8 @@ def make_eval_step(config, objective, layout, *, loss_chunk=0):
     batch: x and y [B, T], is_row [B], 0 for sequences that do not count, and what the objective
     reads."""
     def eval_step(params, batch):
-        losses = functools.partial(token_losses, config, loss_chunk, batch)
-        sums = objective.sums(losses(params), batch, params, losses)
+        losses_of = functools.partial(token_losses, config, loss_chunk, batch)
+        sums = objective.sums(losses_of(params), batch, params, losses_of)
         return layout.sum_over_devices(jnp.stack([*sums.values()]))
 
     return eval_step

@@ -602,12 +602,11 @@ def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, positions, *, sc
            sinks_H=None, key_B=None):
     """Attention by the best of three ways to compute the same -> [B, T, H, K].
 
-    - Training, and calls without a KV cache: the keys are those of the call itself, so that a fused
-      kernel can mask by index, the one that choose_attention (jax_ops) has put into
-      config.attention.
+    - Training, and other calls without a KV cache: the keys are those of the call itself, so that
+      the kernel that choose_attention (jax_ops) has put into config.attention can mask by index.
     - A piece of a long prompt with its KV cache: blockwise, which never materializes all scores.
-    - Otherwise, so in every decode step, the plain formula: there are few queries, and keys are
-      slots of the cache, whose positions decide what is masked.
+    - Otherwise the plain formula: training with attention='xla', and every decode step, where there
+      are few queries, and keys are slots of the cache, whose positions decide what is masked.
 
     positions: Positions. key_B: dropout keys of the sequences; the rest as in
     dot_product_attention."""

@@ -145,8 +145,9 @@ if not master:
 # -----------------------------------------------------------------------------
 # choose the model: of the checkpoint, from scratch, or pretrained
 run = open_run(flags, given, data_root=Path(__file__).parent / 'data')
-# the config block as this run has it, read-only from here on. --minutes sets some of run.flags
-# later, of which n_iters is read below.
+# The names of the config block now have the values of this run, and are read-only from here on.
+# --minutes changes max_iters, lr_decay_iters and warmup_iters later, in run.flags only: read
+# n_iters, not max_iters.
 globals().update(run.flags)
 devices = run.devices
 parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
@@ -180,9 +181,9 @@ def make_step(schedule):
 
 
 def make_batch(iter_num):
-    """Draws the sequences of one iteration onto the devices: iter_num * n_rows and following of an
-    endless shuffled stream, so that (seed, iter_num) are the place in the data. None if no token
-    counts."""
+    """Draws the sequences of one iteration onto the devices: numbers iter_num * n_rows to
+    (iter_num + 1) * n_rows - 1 of the run's endless shuffled stream, so that (seed, iter_num) alone
+    say where the run is in its data. None if no token counts."""
     n_rows = gradient_accumulation_steps * batch_size
     numbers = iter_num * n_rows + np.arange(n_rows)
     rows = parallel.local_rows(n_rows)  # those that this process loads
@@ -225,7 +226,7 @@ print(f'tokens per iteration will be: {tokens_per_iter:,}')
 if out:
     checkpoints = out.open()
 wandb_id = run.wandb_id
-if wandb_log and master:  # after all that can be refused, before an earlier run is deleted
+if wandb_log and master:  # after all that can be refused, before out.begin deletes an earlier run
     wandb_run = start_wandb(project=wandb_project, name=wandb_run_name, id=wandb_id,
                             config=run.flags)
     wandb_id = wandb_run.id
@@ -313,7 +314,8 @@ def save(val_loss):
 iter_num = run.iter_num
 best_val_loss = run.best_val_loss
 bar = progress_bar(iter_num, n_iters)
-stop.nothing_to_save &= eval_only  # from here on there is something, unless the run only evaluates
+if not eval_only:
+    stop.nothing_to_save = False  # from here on a signal has something to save
 # the signal that all processes stop for; 0 is none
 stop_signal = int(parallel.max_over_processes(stop.signum))
 trace_folder = Path(out_dir, 'profile') if profile and master else None
@@ -343,6 +345,7 @@ try:
             else:
                 must_save = must_save or always_save_checkpoint or val_loss < best_val_loss
                 best_val_loss = min(best_val_loss, val_loss)
+                # a signal may have saved that checkpoint without an evaluation; now it can be best
                 if out and iter_num == run.resumed_at:
                     add_val_loss(checkpoints, iter_num, val_loss)
 
@@ -382,8 +385,8 @@ try:
         # the next batch, while the devices compute
         batch = make_batch(iter_num + 1)
 
-        # timing and logging: on a CPU of this iteration, elsewhere of the one before, so that the
-        # device never waits
+        # timing and logging: on a CPU this iteration is logged, elsewhere the one before, so that
+        # nobody waits for the step that has just begun
         if metrics is None:
             log.skip(iter_num)
         else:

@@ -143,8 +143,9 @@ def nt_bfloat16_row(x_1xI, w_OxI):
 # quantizes x to int16 and calls multiply_integers.
 # - One row, of a multiple of 96, 128, 160 or 192 features: x and weights are widened to int32
 #   (nt_int16_row).
-# - Others: x is split into two halves in int8, and multiplied as (u)int8 x int8 -> int32 (nt_int16,
-#   nt_uint8).
+# - Others: x is split into two halves in int8, x = 256 high + low (nt_int16), which are multiplied
+#   by nt_weights_left: of int8 weights as int8 x int8 -> int32, of uint8 by nt_uint8 (VNNI).
+# - Many rows (matmul_int8 says how many): the weights are converted to x's dtype instead.
 # The weights became Int8 in convert_params_for_decoding (decode_weights.py), and are stored as
 # uint8 (as_uint8) where cpu_multiplies_uint8.
 

@@ -3,7 +3,8 @@
 An element is kept or dropped by the key of its sequence (dropout_keys in jax_transformer.py makes
 it of the seed, the layer and seq_id, the number of the sequence in the run, see make_batch in
 train_jax.py), and by its index in the array that one device would have. A shard has the same keys,
-and its own indices."""
+and the indices of its part: XLA shards flat_index with the array, and kernels of attention number
+their elements from the first of their tile (count_probs in attention.py)."""
 import jax
 import jax.numpy as jnp
 
