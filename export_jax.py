@@ -49,6 +49,7 @@ if shard_gb <= 0:
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 from jax_devices.setup import setup_jax_environment
+from jax_files.checkpoints import run_folder
 from jax_files.gguf_files import why_no_gguf
 from jax_files.metrics import read_metrics
 from jax_files.tokenizers import (
@@ -124,9 +125,13 @@ def describe_run(run, iteration):
     """Returns the card's text about the training: its length, then a table of figures and settings.
 
     run: the flags of the run, {name: value}. iteration: the checkpoint's."""
+    source = run_folder(out_dir)
+    source.refresh(with_metrics=True)
+    records = list(read_metrics(source.files))
+
     # The losses of the evaluation with which the checkpoint was saved.
     table = {}
-    for row in read_metrics(out_dir):
+    for row in records:
         if row['iter'] == iteration and 'val_loss' in row:
             table = {key: f'{x:.4f}' for key, x in row.items() if isinstance(x, float)}
             break
@@ -137,7 +142,7 @@ def describe_run(run, iteration):
         for key in SCHEDULE:
             read.pop(key, None)
     facts = dict(read)
-    facts['is_pairs'] = any('margin' in row for row in read_metrics(out_dir))
+    facts['is_pairs'] = any('margin' in row for row in records)
     for key in RECIPE:
         if read.get(key) and is_read('train_jax', key, facts):
             table[key] = read[key]
@@ -231,7 +236,7 @@ if adapter:
 elif init_from == 'resume':
     config, params, meta = load_run(out_dir, checkpoint, base=base)
     description = meta['tokenizer']
-    kept = kept_config_json(out_dir)
+    kept = kept_config_json(run_folder(out_dir).files)
     config_json = kept if os.path.exists(kept) else None
 else:
     path = local_path(init_from, base=base)

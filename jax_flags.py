@@ -602,9 +602,7 @@ def check_flags(flags):
         check_choice(name, flags[name], choices)
     if not flags['out_dir']:
         raise UserError('out_dir is empty; name a folder')
-    if is_url(flags['out_dir']):
-        raise UserError(f"out_dir={flags['out_dir']} is a URL; name a folder on a disk, and copy "
-                        'what it holds to the bucket when the run has ended')
+    check_url('out_dir', flags['out_dir'])
     for name in ('lora_alpha', 'beta'):
         if not 0 < flags[name] < math.inf:
             raise UserError(f'{name} must be above 0, not {flags[name]}')
@@ -657,6 +655,18 @@ def is_url(path):
     """Returns whether a path is a URL such as gs://bucket/run. A scheme of one letter is none, but
     a drive of Windows."""
     return bool(re.match('[A-Za-z][A-Za-z0-9+.-]+://', path))
+
+
+
+def check_url(flag, path):
+    """Raises UserError for a URL that is not gs://, the one kind that is read and written."""
+    if not is_url(str(path)) or str(path).startswith('gs://'):
+        return
+    why = 'it is none of gs://'
+    if str(path).startswith('s3://'):
+        why = ('Orbax 0.12, which writes the checkpoints, takes s3:// for a folder on this disk '
+               '(google/orbax#359)')
+    raise UserError(f'{flag}={path} cannot be used: {why}; name a folder, or gs://bucket/folder')
 
 # -----------------------------------------------------------------------------
 # how a script starts and ends

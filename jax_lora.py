@@ -2,7 +2,6 @@
 import dataclasses
 import functools
 import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_devices.parallel import setup_distributed_training
 from jax_files.checkpoints import (
-    NUMBER, choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items, saved_layers)
+    NUMBER, choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items, saved_layers,
+    split_checkpoint)
 from jax_flags import UserError
 from jax_ops.decode_weights import quantize_param
 from jax_ops.matmul import Int8, LowRank
@@ -239,9 +239,9 @@ def load_start_weights(source, config, parallel, change=None):
         return load_weights(source, config, parallel, change)
 
     # the checkpoint as numpy arrays
-    meta = open_checkpoint(Path(source), ('params', 'meta'), check_saved_model)
+    out_dir, step = split_checkpoint(source)
+    meta = open_checkpoint(out_dir, step, ('params', 'meta'), check_saved_model)
     saved = GPTConfig(**meta['model'])
-    out_dir, step = Path(source).parent.parent, Path(source).name
     params = restore_params(out_dir, step, saved, meta.get('lora'), OnHost())
     if meta.get('lora'):
         params = load_merged(meta['lora'], saved, OnHost(), params)

@@ -31,18 +31,19 @@ from pathlib import Path
 import jax
 
 from jax_devices.parallel import fit_layout
-from jax_devices.processes import check_agreement, in_all_processes
+from jax_devices.processes import check_agreement, in_all_processes, in_first_process
 from jax_devices.setup import setup_jax_environment
 from jax_files.checkpoints import (
-    checkpoint_steps, is_checkpoint, is_run, load_checkpoint, lock_out_dir, open_checkpoints)
+    checkpoint_steps, finish_checkpoints, is_checkpoint, is_run, load_checkpoint, lock_out_dir,
+    open_checkpoints, run_folder, split_checkpoint)
 from jax_files.data import load_mixture_meta
 from jax_files.tokenizers import (
     check_tokens, copy_tokenizer, describe_tokenizer, remedy_for_tokens, same_tokens)
 from jax_files.weight_files import (
     PUBLISHED, find_config_json, is_hub_name, keep_config_json, kept_config_json, local_path)
 from jax_flags import (
-    UserError, ceil_div, check_flags, check_given, check_needs, decays_learning_rate, did_you_mean,
-    rising_learning_rate, write_json)
+    UserError, ceil_div, check_flags, check_given, check_needs, check_url, decays_learning_rate,
+    did_you_mean, is_url, rising_learning_rate, write_json)
 from jax_lora import (
     choose_run, full_path, load_frozen, load_start_weights, move_base, state_creator)
 from jax_ops.choose_attention import choose_attention
@@ -130,7 +131,9 @@ def open_run(flags, given, data_root):
 def check_init_from(source):
     """Raises UserError for a word, file or folder that is not there, before the data is opened."""
     words = ('scratch', 'resume', 'auto')
-    if source in words or is_hub_name(source) or os.path.exists(os.path.expanduser(source)):
+    check_url('init_from', source)
+    is_there = is_url(source) or os.path.exists(os.path.expanduser(source))
+    if source in words or is_hub_name(source) or is_there:
         return
     known = [*words, *PUBLISHED]
     folder = os.path.dirname(source)
@@ -363,6 +366,7 @@ class OutDir:
     def __init__(self, run):
         self.run = run
         self.path = run.flags['out_dir']
+        self.folder = run_folder(self.path)
         self.earlier = []  # iterations of the checkpoints that are to be deleted
         if not run.resumed:
             self.earlier = checkpoint_steps(self.path)
@@ -385,10 +389,17 @@ class OutDir:
             checkpoints.delete(step)
         if jax.process_index() > 0:
             return
-        write_json(Path(self.path, 'config.json'), {**run.flags, 'dtype': run.dtype})
-        copy_tokenizer(run.tokenizer, Path(self.path, 'tokenizer'))
+        files = self.folder.files
+        write_json(files / 'config.json', {**run.flags, 'dtype': run.dtype})
+        copy_tokenizer(run.tokenizer, files / 'tokenizer')
         if not run.resumed:
-            keep_config_json(config_json_of(run.path), self.path)
+            keep_config_json(config_json_of(run.path), files)
+        self.folder.upload()
+
+    def finish(self, checkpoints):
+        """Waits until all checkpoints are complete, and gives the lock back."""
+        finish_checkpoints(checkpoints)
+        self.folder.upload()
 
 
 def config_json_of(source):
@@ -398,7 +409,8 @@ def config_json_of(source):
         return None
     if not is_checkpoint(source):
         return find_config_json(source)
-    kept = kept_config_json(Path(source).parent.parent)
+    out_dir, _ = split_checkpoint(source)
+    kept = kept_config_json(run_folder(out_dir).files)
     return kept if os.path.exists(kept) else None
 
 
@@ -419,7 +431,10 @@ def resolve_flags(flags, given):
     shared['the list of given flags'] = sorted(given.keys() - own)
     check_agreement('flags', shared)
     out_dir = flags['out_dir']
-    steps = checkpoint_steps(out_dir)
+    if flags['init_from'] in ('resume', 'auto') and not flags['eval_only']:
+        # a run that died may be about to save a checkpoint until its lock is free
+        in_first_process(run_folder(out_dir).wait_until_free)
+    steps = in_all_processes(checkpoint_steps, out_dir)
     if flags['init_from'] == 'auto':
         init_from = 'resume' if steps else 'scratch'
         flags = {**flags, 'init_from': init_from}

@@ -22,7 +22,7 @@ from jax_devices.parallel import DataParallel, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
 from jax_files.chats import final_answer
 from jax_files.checkpoints import checkpoint_steps, is_run
-from jax_files.data import load_dataset_meta
+from jax_files.data import dataset_folder, load_dataset_meta
 from jax_files.tokenizers import (
     CharTokenizer, describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped,
     same_tokens, strip_partial_utf8)
@@ -92,7 +92,8 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     found = loader.read(source, checkpoint, base, with_tokenizer=not dataset)
     description = found.tokenizer
     if dataset and not is_run(source):
-        description = load_dataset_meta(Path(__file__).parent / 'data' / dataset)['tokenizer']
+        folder = dataset_folder(dataset, Path(__file__).parent / 'data')
+        description = load_dataset_meta(folder)['tokenizer']
     tokenizer = load_fitting_tokenizer(description, source, found.config)
 
     # a model that drafts for it

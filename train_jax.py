@@ -118,7 +118,7 @@ from jax_devices.parallel import setup_distributed_training, split_batch
 from jax_devices.processes import StopSignal, initialize_distributed, signal_name
 from jax_devices.setup import Profile, Stopwatch, configure_process, is_synchronous
 from jax_files.checkpoints import (
-    add_val_loss, checkpoint_steps, finish_checkpoints, save_checkpoint)
+    add_val_loss, checkpoint_steps, run_folder, save_checkpoint)
 from jax_files.data import DataChanged
 from jax_files.metrics import MetricsLog
 from jax_files.sources import open_data
@@ -130,7 +130,8 @@ from jax_train_utils import (
     all_finite, choose_objective, count_trained, estimate_losses, make_eval_step, make_train_step,
     mfu_estimator)
 
-configure_process(flags['device'], flags['deterministic'], flags['init_from'], flags['out_dir'])
+files = run_folder(flags['out_dir']).files  # out_dir itself, or of a bucket a copy on this disk
+configure_process(flags['device'], flags['deterministic'], flags['init_from'], files)
 clock = Stopwatch()
 imports_s = clock.start - started
 initialize_distributed(
@@ -235,7 +236,7 @@ if out:
     out.begin(checkpoints)
     stop.saving = checkpoints.is_saving_in_progress
     if master:
-        metrics_log = MetricsLog(out_dir, run.iter_num)
+        metrics_log = MetricsLog(files, run.iter_num)
 versions = {'python': sys.version.split()[0]}
 for package in (jax, jaxlib, flax):
     versions[package.__name__] = package.__version__
@@ -270,6 +271,7 @@ def evaluate():
         metrics_log.write({'iter': iter_num, 'train_loss': losses['train'],
                            'val_loss': losses['val'], **more})
         metrics_log.plot()
+        out.folder.upload()
     if master and wandb_log:
         wandb_run.log({
             'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'], **more,
@@ -318,7 +320,7 @@ if not eval_only:
     stop.nothing_to_save = False  # from here on a signal has something to save
 # the signal that all processes stop for; 0 is none
 stop_signal = int(parallel.max_over_processes(stop.signum))
-trace_folder = Path(out_dir, 'profile') if profile and master else None
+trace_folder = Path(files, 'profile') if profile and master else None
 tracer = Profile(trace_folder, bar, iter_num, n_iters)
 compile_s = None  # seconds for compiling the training step, once they are known
 batch = make_batch(iter_num)
@@ -410,11 +412,12 @@ finally:  # however the run ends, the checkpoints saved so far are completed on 
     tracer.stop(iter_num, state)
     bar.close()
     if out:
-        finish_checkpoints(checkpoints)
+        out.finish(checkpoints)
 
 if stop_signal:
     if metrics_log and iter_num:
         metrics_log.plot()
+        out.folder.upload()
     saved = ''
     if iter_num and out:
         saved = f', saved; continue with --init_from=resume --out_dir={out_dir}'

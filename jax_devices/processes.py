@@ -157,6 +157,15 @@ def in_all_processes(function, *args):
     return result
 
 
+def in_first_process(function, *args):
+    """Returns function(*args) in process 0 and None in the others, which wait for it: a UserError
+    is raised in all."""
+    def call():
+        return function(*args) if jax.process_index() == 0 else None
+
+    return in_all_processes(call)
+
+
 def check_agreement(what, values):
     """Raises UserError in all processes if `values`, {name: JSON value}, are not the same in all of
     them."""

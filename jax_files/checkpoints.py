@@ -16,11 +16,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_devices.processes import gather_texts, in_all_processes
+from jax_devices.processes import gather_texts, in_all_processes, in_first_process
 from jax_files.tokenizers import locate_tokenizer
 from jax_flags import (
-    UserError, check_choice, exit_if_peer_died, path_inside, plain_file, printable, read_json,
-    write_text)
+    UserError, check_choice, check_url, exit_if_peer_died, is_url, path_inside, plain_file,
+    printable, read_json, write_text)
 
 try:
     import fcntl
@@ -32,6 +32,96 @@ ITEMS = ('params', 'opt_state', 'meta', 'metrics')
 UNFINISHED = '*.orbax-checkpoint-tmp'
 
 # -----------------------------------------------------------------------------
+# where a run is
+
+
+def run_folder(out_dir):
+    """Returns the folder of a run: a DiskRun, or for gs://bucket/run a BucketRun, which has the same
+    methods. Raises UserError for a URL that is neither, and a bucket that cannot be read."""
+    if not is_url(str(out_dir)):
+        return DiskRun(out_dir)
+    check_url('out_dir', out_dir)
+    from jax_files.buckets import bucket_run
+    return bucket_run(str(out_dir))
+
+
+class DiskRun:
+    """The folder of a run on a disk.
+
+    `files` is the folder from which config.json, metrics.jsonl, tokenizer/ and the small files of
+    the complete checkpoints are read, and to which they are written: the folder itself."""
+
+    def __init__(self, out_dir):
+        self.files = Path(out_dir)
+
+    @property
+    def checkpoints(self):
+        """The folder of the checkpoints, for Orbax."""
+        return Path(self.files, 'ckpt').absolute()
+
+    def make_checkpoints(self):
+        """Makes the folder of the checkpoints: Orbax would take a file in its place."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def atomicity(self):
+        """Returns how Orbax completes a checkpoint: its folder gets its name."""
+        from orbax.checkpoint import options
+        return options.AtomicityOptions(mode=options.AtomicityMode.ATOMIC_RENAME)
+
+    def shown(self, text):
+        """Returns a text with paths in `files` as the user knows them: unchanged."""
+        return str(text)
+
+    def refresh(self, with_metrics=False):
+        """Brings `files` up to date: they always are."""
+
+    def upload(self):
+        """Writes what has changed in `files` to where the run is: there it is."""
+
+    # the lock
+
+    def wait_until_free(self):
+        """Waits for the lock of a run that has died: the system lets go of it at once."""
+
+    def lock(self, holder):
+        """Takes the lock; see take_lock. Returns what holds it until it is closed."""
+        return take_lock(self.files / 'lock', holder)
+
+    def is_locked_by(self, holder):
+        """Returns whether process 0, whose name this is, has the lock that this process sees."""
+        found = os.listdir(self.files) if self.files.is_dir() else ()  # makes NFS look again
+        return 'lock' in found and (self.files / 'lock').read_text() == holder
+
+    # checkpoints
+
+    def write_checksums(self):
+        """Writes the checksums of the checkpoint that is complete but for its name."""
+        write_checksums(self.checkpoints)
+
+    def differs(self, step, name, expected):
+        """Returns whether a file of the checkpoint in the folder `step` is not as it was written.
+        expected: what checksums.json says of it."""
+        return not (step / name).is_file() or checksum(step / name) != expected
+
+    def set_aside(self, step, free):
+        """Renames the folder `step` of a damaged checkpoint to `free`."""
+        os.rename(step, free)
+
+    def write_metrics(self, step, text):
+        """Writes the metrics of checkpoint `step`, which has none."""
+        write_text(self.checkpoints / str(step) / 'metrics' / 'metrics', text)
+
+    def check(self):
+        """Raises UserError if the run may not write there: the system says so itself."""
+
+    def space(self):
+        """Returns what a message says of the space that is left. Raises OSError if the folder is
+        gone."""
+        free = shutil.disk_usage(self.checkpoints).free / 1e6
+        return f', where {free:,.0f} MB are free'
+
+
+# -----------------------------------------------------------------------------
 # the manager, and checksums
 
 
@@ -41,7 +131,7 @@ def open_checkpoints(out_dir, keep=2):
     import orbax.checkpoint as ocp
     from orbax.checkpoint import checkpoint_managers as policies
     quiet_orbax()
-    folder = Path(out_dir, 'ckpt').absolute()
+    folder = run_folder(out_dir)
 
     def val_loss(metrics):
         return metrics['val_loss']
@@ -52,14 +142,13 @@ def open_checkpoints(out_dir, keep=2):
         get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
     preservation = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
 
-    # A checkpoint is complete once its folder has its name. By default Orbax gives it 20 minutes,
-    # which is too little for slow disks, and for a clock that is set. If it made folders in the
-    # background, threads would wait 5 minutes for one that cannot be made.
-    atomicity = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.ATOMIC_RENAME)
+    # By default Orbax gives a checkpoint 20 minutes, which is too little for slow disks, and for a
+    # clock that is set. If it made folders in the background, threads would wait 5 minutes for one
+    # that cannot be made.
     background = ocp.options.AsyncOptions(
         timeout_secs=10**6,
         create_directories_asynchronously=False,
-        post_finalization_callback=lambda: write_checksums(folder))
+        post_finalization_callback=folder.write_checksums)
 
     options = ocp.CheckpointManagerOptions(
         preservation_policy=preservation,
@@ -67,13 +156,14 @@ def open_checkpoints(out_dir, keep=2):
         best_mode='min',
         cleanup_tmp_directories=True,
         create=True,
-        atomicity_options=atomicity,
+        atomicity_options=folder.atomicity(),
         async_options=background)
     items = ('params', 'opt_state', 'meta')
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # Orbax would take a file in its place
-        return ocp.CheckpointManager(folder, options=options, item_names=items)
+        folder.make_checkpoints()
+        return ocp.CheckpointManager(folder.checkpoints, options=options, item_names=items)
     except OSError as error:
+        folder.check()
         raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another '
                         '--out_dir') from error
 
@@ -119,20 +209,21 @@ def checksum(path):
     return crc
 
 
-def find_damage(step, items=ITEMS):
+def find_damage(step, items=ITEMS, differs=None):
     """Returns the first file among these items of the checkpoint folder `step` that is not as it
-    was written, or ''.
+    was written, or ''. differs: of the run's folder; by default of one on a disk.
 
     Several processes each read some of the files, and all return the same. A checkpoint without
     checksums.json is not checked: see read_meta."""
     damaged = ''
+    differs = differs or run_folder(step.parent.parent).differs
     try:
         # Each process compares its share of the files.
         sums = read_json(step / 'checksums.json', optional=True)
         others = set(ITEMS) - set(items)
         names = sorted(name for name in sums if name.split('/')[0] not in others)
         for name in names[jax.process_index()::jax.process_count()]:
-            if not (step / name).is_file() or checksum(step / name) != sums[name]:
+            if differs(step, name, sums[name]):
                 damaged = name
                 break
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -146,19 +237,37 @@ def find_damage(step, items=ITEMS):
 
 
 def is_run(source):
-    """Whether the folder is the out_dir of a run."""
+    """Whether the folder is the out_dir of a run. In a bucket there is nothing else that is read,
+    but a checkpoint: see is_checkpoint."""
+    if is_url(str(source)):
+        return not is_checkpoint(source)
     return Path(source, 'ckpt').is_dir()
 
 
 def is_checkpoint(source):
     """Whether the folder is a checkpoint of a run, out_dir/ckpt/ITERATION."""
     path = Path(source)
-    return path.parent.name == 'ckpt' and path.name.isdecimal() and path.is_dir()
+    if path.parent.name != 'ckpt' or not path.name.isdecimal():
+        return False
+    out_dir, step = split_checkpoint(source)
+    return (run_folder(out_dir).files / 'ckpt' / step).is_dir()
+
+
+def split_checkpoint(source):
+    """Returns (out_dir, iteration as a text) of a checkpoint out_dir/ckpt/ITERATION."""
+    folder, step = os.path.split(str(source).rstrip('/'))
+    return os.path.dirname(folder), step
 
 
 def checkpoint_steps(out_dir):
     """Returns the iterations of the complete checkpoints in out_dir, the latest first."""
-    folder = Path(out_dir, 'ckpt')
+    run = run_folder(out_dir)
+    run.refresh()
+    return list_steps(run.files / 'ckpt')
+
+
+def list_steps(folder):
+    """Returns the iterations of the complete checkpoints in the folder ckpt/, the latest first."""
     if not folder.is_dir():
         return []
     steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
@@ -175,30 +284,29 @@ def lock_out_dir(out_dir, resumed_at=None):
     Several processes lock it together, which shows that all of them see the same folder. Damaged
     checkpoints, newer than `resumed_at` or with unreadable metrics, are renamed to
     <iteration>.damaged, out of Orbax's sight."""
-    path = Path(out_dir, 'lock')
+    run = run_folder(out_dir)
     machine = socket.gethostname()
     mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'
     holder = gather_texts(mine)[0]
-    is_first = jax.process_index() == 0
 
-    def wait():
-        """Has nothing to do while the other processes do something."""
-
-    # Process 0 takes the lock, then the others see it.
     def take():
-        return take_lock(path, holder, resumed_at)
+        held = run.lock(holder)
+        set_damaged_aside(run, resumed_at)
+        return held
 
     def see():
-        see_lock(path, holder)
+        if jax.process_index() > 0:
+            see_lock(run, out_dir, holder)
 
-    file = in_all_processes(take if is_first else wait)
-    in_all_processes(wait if is_first else see)
-    return file
+    # Process 0 takes the lock, then the others see it.
+    held = in_first_process(take)
+    in_all_processes(see)
+    return held
 
 
-def take_lock(path, holder, resumed_at):
-    """Takes the lock in process 0, writes into it who holds it, and sets damaged checkpoints
-    aside."""
+def take_lock(path, holder):
+    """Takes the lock of a folder on a disk in process 0, and writes into it who holds it. Returns
+    the open file."""
     try:
         # Take it: the system lets go of it when this process ends, however that happens.
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -219,33 +327,32 @@ def take_lock(path, holder, resumed_at):
     file.truncate(0)
     file.write(holder)
     file.flush()
-    set_damaged_aside(path.with_name('ckpt'), resumed_at)
     return file
 
 
-def see_lock(path, holder):
+def see_lock(run, out_dir, holder):
     """Raises UserError unless this process sees the lock that process 0 holds. It waits up to 3 s:
     what another machine has written may take a moment to be seen."""
     for _ in range(30):
-        found = os.listdir(path.parent) if path.parent.is_dir() else ()  # makes NFS look again
-        if path.name in found and path.read_text() == holder:
+        if run.is_locked_by(holder):
             return
         time.sleep(0.1)
-    raise UserError(f'{path.parent} is not the folder of process 0: it has to be on a file system '
-                    'that all processes share')
+    raise UserError(f'{out_dir} is not the folder of process 0: it has to be on a file system '
+                    'that all processes share, or in a bucket, gs://bucket/run')
 
 
-def set_damaged_aside(folder, resumed_at):
-    """Renames damaged checkpoints: those that are newer than the one that the run resumes at, and
-    those with unreadable metrics."""
-    for step in checkpoint_steps(folder.parent):
+def set_damaged_aside(run, resumed_at):
+    """Renames damaged checkpoints of a run's folder: those that are newer than the one that it
+    resumes at, and those with unreadable metrics."""
+    folder = run.files / 'ckpt'
+    for step in list_steps(folder):
         path = folder / str(step)
         is_damaged = read_val_loss(path) == -math.inf
         is_newer = resumed_at is not None and step > resumed_at
         if is_damaged or is_newer:
             free = free_name(folder, step)
-            os.rename(path, free)
-            print(f'{path} is damaged: renamed to {free.name}')
+            run.set_aside(path, free)
+            print(f'{run.shown(path)} is damaged: renamed to {free.name}')
 
 
 def free_name(folder, step):
@@ -312,21 +419,29 @@ def cannot_write(what, manager, error):
     """Returns the message for a checkpoint that cannot be written."""
     folder = manager.directory
     reason = str(error)[:200]
+    run = run_of(manager)
+    run.check()
     try:
-        free = shutil.disk_usage(folder).free / 1e6
+        space = run.space()
     except OSError:
         # deleted under the run, or what it was mounted on has gone
         return f'cannot write {what} to {folder}, which is not there any more ({reason})'
-    return (f'cannot write {what} to {folder}, where {free:,.0f} MB are free; what it holds is '
-            f'complete, continue with --init_from=resume ({reason})')
+    return (f'cannot write {what} to {folder}{space}; what it holds is complete, continue with '
+            f'--init_from=resume ({reason})')
+
+
+def run_of(manager):
+    """Returns the folder of the run whose checkpoints these are."""
+    return run_folder(os.path.dirname(str(manager.directory)))
 
 
 def add_val_loss(manager, step, val_loss):
     """Makes a checkpoint a candidate for the best, if it was saved without an evaluation, as a
     signal may do."""
-    path = Path(manager.directory, str(step), 'metrics', 'metrics')
+    run = run_of(manager)
+    path = run.files / 'ckpt' / str(step) / 'metrics' / 'metrics'
     if jax.process_index() == 0 and not path.exists():
-        write_text(path, json.dumps({'val_loss': val_loss}))
+        run.write_metrics(step, json.dumps({'val_loss': val_loss}))
 
     # No process reads it before it is there.
     gather_texts('')
@@ -362,10 +477,12 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
     raises an exception if it is none of this program; see choose_run in jax_lora.py. Raises
     UserError if there is no intact checkpoint."""
     check_choice('checkpoint', which, ('latest', 'best'))
-    folder = Path(out_dir, 'ckpt')
     steps = checkpoint_steps(out_dir)
+    run = run_folder(out_dir)
+    folder = run.files / 'ckpt'
     if not steps:
-        raise UserError(f'there is no complete checkpoint in {folder}; name the out_dir of a run')
+        raise UserError(f'there is no complete checkpoint in {run.shown(folder)}; name the out_dir '
+                        'of a run')
 
     # The best one first, the others newest first. Sorting is stable: of checkpoints without an
     # evaluation the latest is the best.
@@ -378,7 +495,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
     problems = []
     for step in steps:
         try:
-            meta = open_checkpoint(folder / str(step), items, check_model)
+            meta = open_checkpoint(out_dir, step, items, check_model)
         except UserError as error:
             problems.append(str(error))
             continue
@@ -388,10 +505,12 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
     raise UserError(f'{"; ".join(problems)}; there is no intact one')
 
 
-def open_checkpoint(path, items=ITEMS, check_model=None):
-    """Returns the metadata of the checkpoint in this folder; see choose_checkpoint. Raises UserError
-    if one of these items is damaged."""
-    problem = find_damage(path, items)
+def open_checkpoint(out_dir, step, items=ITEMS, check_model=None):
+    """Returns the metadata of checkpoint `step`; see choose_checkpoint. Raises UserError if one of
+    these items is damaged."""
+    run = run_folder(out_dir)
+    path = run.files / 'ckpt' / str(step)
+    problem = find_damage(path, items, run.differs)
     # A run that resumes sets such a checkpoint aside, whatever its checksums say.
     has_metrics = 'metrics' in items
     if not problem and has_metrics and read_val_loss(path) == -math.inf:
@@ -401,8 +520,8 @@ def open_checkpoint(path, items=ITEMS, check_model=None):
             return read_meta(path, check_model)
         except Exception as error:  # a checkpoint of an earlier version, without checksums
             problem = f'{type(error).__name__}: {" ".join(str(error).split())}'
-    raise UserError(f'{path} is damaged or not a checkpoint of this program '
-                    f'({printable(problem)})')
+    raise UserError(f'{run.shown(path)} is damaged or not a checkpoint of this program '
+                    f'({printable(run.shown(problem))})')
 
 
 # The types of a checkpoint's metadata, of its lora and of its tokenizer. A value that may be
@@ -499,14 +618,16 @@ def restore_items(out_dir, step, items):
     fit."""
     import orbax.checkpoint as ocp
     quiet_orbax()
-    folder = Path(out_dir, 'ckpt', str(step)).absolute()
+    run = run_folder(out_dir)
+    folder = run.checkpoints / str(step)
     for name in items:
-        check_regular_files(folder / name)
+        check_regular_files(run.files / 'ckpt' / str(step) / name)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             return {name: checkpointer.restore(folder / name, tree) for name, tree in items.items()}
     except Exception as error:
         exit_if_peer_died(error)
+        run.check()
         raise UserError(f'{folder} does not fit the model or is damaged: '
                         f'{type(error).__name__}: {error}') from error
 

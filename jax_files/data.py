@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jax_files.tokenizers import locate_tokenizer, same_tokens
-from jax_flags import UserError, is_url, plain_file, read_text
+from jax_flags import UserError, check_url, is_url, plain_file, read_text
 
 
 LARGEST_VOCABULARY = 2**22  # of a data set: the largest that are known have a million tokens
@@ -311,27 +311,38 @@ def load_ends(path, n_tokens):
 def parse_mixture(dataset, root):
     """Returns {folder: fraction} for the flag --dataset: a folder, by its name under `root` or its
     path, or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
+    check_url('dataset', dataset)
     if ':' not in dataset or (Path(root) / dataset).is_dir():
         return {Path(root) / dataset: 1.0}
-
-    if is_url(dataset):
-        raise UserError(f'dataset={dataset} is a URL; copy the data set into a folder')
+    is_one_url = is_url(dataset) and dataset.count(':') == 1
+    if is_one_url:
+        return {dataset_folder(dataset, root): 1.0}
 
     # Each part is a name and a fraction.
     parts = dataset.split(',')
     shares = {}
     for part in parts:
-        found = re.fullmatch(r'([^:]+):([01]?\.\d+|1)', part)
+        found = re.fullmatch(r' *((?:gs://)?[^:]+):([01]?\.\d+|1)', part)
         if found and float(found[2]) >= 1e-6:
-            shares[Path(root) / found[1].strip()] = float(found[2])
+            shares[found[1].strip()] = float(found[2])
 
     # None is left out, named twice, or too much.
-    names = {folder.name for folder in shares}
+    names = {Path(folder).name for folder in shares}
     if len(names) < len(parts) or abs(sum(shares.values()) - 1) > 1e-6:
         raise UserError(
             f'dataset={dataset} must be a folder, or a mixture such as web:0.7,code:0.3 of data '
             'sets with different names, whose fractions are above 0 and sum to 1')
-    return shares
+    return {dataset_folder(name, root): fraction for name, fraction in shares.items()}
+
+
+def dataset_folder(name, root):
+    """Returns the folder of a data set, given its name under `root` or its path. That of
+    gs://bucket/folder is a copy on this machine, which is fetched if it is not there."""
+    check_url('dataset', name)
+    if not is_url(name):
+        return Path(root) / name
+    from jax_files.buckets import fetch_dataset
+    return fetch_dataset(name)
 
 
 def load_mixture_meta(dataset, root):
