@@ -397,9 +397,15 @@ class OutDir:
         self.folder.upload()
 
     def finish(self, checkpoints):
-        """Waits until all checkpoints are complete, and gives the lock back."""
+        """Waits until all checkpoints are complete."""
         finish_checkpoints(checkpoints)
         self.folder.upload()
+
+    def close(self):
+        """Gives the lock back: from here on nothing is written."""
+        self.folder.upload()
+        if self.lock:
+            self.lock.close()
 
 
 def config_json_of(source):

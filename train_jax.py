@@ -414,10 +414,11 @@ finally:  # however the run ends, the checkpoints saved so far are completed on 
     if out:
         out.finish(checkpoints)
 
+if stop_signal and metrics_log and iter_num:
+    metrics_log.plot()
+if out:
+    out.close()
 if stop_signal:
-    if metrics_log and iter_num:
-        metrics_log.plot()
-        out.folder.upload()
     saved = ''
     if iter_num and out:
         saved = f', saved; continue with --init_from=resume --out_dir={out_dir}'

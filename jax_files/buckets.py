@@ -54,7 +54,7 @@ def open_client():
     except ImportError as error:
         raise UserError(f'gs:// needs two packages ({error}): pip install gcsfs '
                         'google-cloud-storage') from None
-    logging.getLogger('gcsfs').setLevel(logging.ERROR)  # it warns of each bucket without folders
+    logging.getLogger('gcsfs').setLevel(logging.CRITICAL)  # what it raises is said once
     return storage.Client(project=None)
 
 
@@ -95,8 +95,7 @@ def explain(url, error):
     reason = printable(' '.join(str(error).split()))
     is_network = isinstance(error, (RequestException, ConnectionError, TimeoutError, TransportError))
     if is_network or isinstance(error, (exceptions.ServerError, exceptions.TooManyRequests)):
-        return (f'{bucket} does not answer ({reason}); what it holds is complete: continue with '
-                '--init_from=resume when it does')
+        return no_answer(url, reason)
     if isinstance(error, (exceptions.Unauthorized, GoogleAuthError)):
         return (f'{bucket}: the credentials are missing or have expired ({reason}); renew them, as '
                 'with: gcloud auth application-default login')
@@ -108,6 +107,12 @@ def explain(url, error):
     if isinstance(error, exceptions.GoogleAPICallError):
         return f'{bucket} refuses a request ({reason})'
     return None
+
+
+def no_answer(url, reason):
+    """Returns the line for a bucket that does not answer."""
+    return (f'gs://{split_url(url)[0]} does not answer ({reason}); what {url} holds is complete: '
+            'continue with --init_from=resume when it does')
 
 
 def split_url(url):
@@ -182,7 +187,9 @@ class Folder:
     def now(self):
         """Returns the time by the bucket's clock, which is that of an object written now. The
         clocks of machines differ."""
-        return self.put('lock.probe', '').updated
+        blob = self.put('lock.probe', '')
+        self.delete('lock.probe')
+        return blob.updated
 
 
 # -----------------------------------------------------------------------------
@@ -202,6 +209,9 @@ class Lease:
         self.is_lost = False
         self.mutex = threading.Lock()  # of the generation: the thread and confirm() write
         self.ended = threading.Event()
+        self.heard_at = time.monotonic()  # when the bucket answered last
+        self.is_watched = False  # whether this run waits for the bucket
+        self.is_said = False  # whether an error says that it does not answer
 
     def wait_until_free(self):
         """Waits for the lease of another run until it has run out, and returns the generation under
@@ -211,7 +221,6 @@ class Lease:
         while True:
             found = self.folder.get('lock')
             if found is None:
-                self.folder.delete('lock.probe')
                 return 0
             said = self.read(found)
             holder = f'{self.folder.url} is in use by {printable(said["holder"])}'
@@ -220,11 +229,10 @@ class Lease:
             age = (self.folder.now() - found.updated).total_seconds()
             left = said['seconds'] - age
             if left < 0:
-                self.folder.delete('lock.probe')
                 return found.generation
             if first is None:
-                print(f'{holder}, whose last word came {age:.0f} s ago: waiting, for '
-                      f'{left:.0f} s if it has died', file=sys.stderr, flush=True)
+                print(f'{holder}, which last said so {age:.0f} s ago: waiting for up to '
+                      f'{left:.0f} s, in case it has died', file=sys.stderr, flush=True)
             first = found
             time.sleep(min(left + 0.1, said['seconds'] / 12))
 
@@ -254,6 +262,7 @@ class Lease:
                             '--out_dir')
         self.is_held = True
         threading.Thread(target=self.renew, daemon=True).start()
+        threading.Thread(target=self.watch, daemon=True).start()
 
     def write(self, options):
         """Writes the object, if nobody else has; sets is_lost if somebody has. options: of the
@@ -266,6 +275,7 @@ class Lease:
                     blob.upload_from_string(self.text, if_generation_match=self.generation,
                                             **options)
                     self.generation = blob.generation
+                    self.heard_at = time.monotonic()
                     return
                 except PreconditionFailed:
                     # perhaps a write of ours has arrived, and its answer has not
@@ -284,12 +294,29 @@ class Lease:
             if self.is_lost:
                 return
 
+    def watch(self):
+        """Ends the process once it has waited for PATIENCE for a bucket that does not answer. Orbax
+        would wait for a quarter of an hour, also where the process ends."""
+        while not self.ended.wait(min(1, PATIENCE / 4)):
+            silence = time.monotonic() - self.heard_at
+            if self.is_watched and silence > PATIENCE + LEASE / 2:
+                if not self.is_said:
+                    reason = f'for {silence:.0f} s'
+                    print(f'error: {no_answer(self.folder.url, reason)}', file=sys.stderr,
+                          flush=True)
+                sys.stdout.flush()
+                os._exit(2)
+
     def confirm(self):
         """Renews the lease now, after which no other run can take it for LEASE seconds. Raises
         UserError if another one has."""
         if not self.is_lost:
-            with explained(self.folder.url):
-                self.write(patient())
+            try:
+                with explained(self.folder.url):
+                    self.write(patient())
+            except UserError:
+                self.is_said = True
+                raise
         if self.is_lost:
             raise UserError(
                 f'another run has taken over {self.folder.url}, because this one gave no sign for '
@@ -519,6 +546,19 @@ class BucketRun:
             self.lease.confirm()
         else:
             self.folder.get('config.json')
+
+    @contextlib.contextmanager
+    def waiting(self, until_the_end=False):
+        """Marks where this run waits for the bucket, which may have gone: see Lease.watch.
+        until_the_end: whether it also waits afterwards, while the process ends."""
+        if not self.is_writer:
+            yield
+            return
+        self.lease.is_watched = True
+        try:
+            yield
+        finally:
+            self.lease.is_watched = until_the_end
 
     def space(self):
         """Returns what a message says of the space that is left: nothing."""

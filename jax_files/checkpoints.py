@@ -1,5 +1,6 @@
 """TrainState <-> out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or
 absent."""
+import contextlib
 import json
 import logging
 import math
@@ -113,6 +114,10 @@ class DiskRun:
 
     def check(self):
         """Raises UserError if the run may not write there: the system says so itself."""
+
+    def waiting(self, until_the_end=False):
+        """Marks where the run waits for its folder: a disk fails by itself."""
+        return contextlib.nullcontext()
 
     def space(self):
         """Returns what a message says of the space that is left. Raises OSError if the folder is
@@ -395,7 +400,8 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
         meta=ocp.args.JsonSave({**meta, 'checksums': True}))
     try:
         # This also waits for the one before, and raises what went wrong with it.
-        saved = manager.save(iter_num, metrics=metrics, args=items)
+        with run_of(manager).waiting():
+            saved = manager.save(iter_num, metrics=metrics, args=items)
     except (OSError, ValueError, RuntimeError) as error:
         exit_if_peer_died(error)
         raise UserError(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
@@ -452,8 +458,9 @@ def finish_checkpoints(manager):
     """Waits until all checkpoints are on disk. Raises UserError if the last one cannot be
     written."""
     try:
-        manager.wait_until_finished()
-        manager.close()
+        with run_of(manager).waiting(until_the_end=True):
+            manager.wait_until_finished()
+            manager.close()
     except (OSError, ValueError, RuntimeError) as error:
         exit_if_peer_died(error)
         raise UserError(cannot_write('the last checkpoint', manager, error)) from error
