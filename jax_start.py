@@ -26,7 +26,6 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 import dataclasses
 import functools
 import os
-from pathlib import Path
 
 import jax
 

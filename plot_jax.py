@@ -9,7 +9,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from jax_flags import UserError, check_choice, read_flags, read_json, start_script
+from jax_flags import (
+    UserError, check_choice, check_url, is_url, read_flags, read_json, start_script)
 
 # -----------------------------------------------------------------------------
 x = 'iterations' # the horizontal axis: 'iterations', 'tokens' or 'seconds' (of training, without evaluations)
@@ -25,14 +26,26 @@ if not folders:
 from jax_files.metrics import read_metrics
 
 
+def files_of(folder):
+    """Returns the folder with the files of a run: itself, or of a bucket a copy on this disk."""
+    check_url('a run', folder)
+    if not is_url(folder):
+        return Path(folder)
+    from jax_files.buckets import bucket_run
+    run = bucket_run(folder)
+    run.refresh(with_metrics=True)
+    return run.files
+
+
 def read_run(folder):
     """Returns {'flags', 'points': [(x, train, val)], 'unit', 'speed', ...} of the run in a folder.
     Raises UserError if it has no evaluation."""
-    settings = read_json(Path(folder) / 'config.json', optional=True)
+    files = files_of(folder)
+    settings = read_json(files / 'config.json', optional=True)
     sizes = ('gradient_accumulation_steps', 'batch_size', 'block_size')
     tokens_per_iter = math.prod(settings.get(name, 0) for name in sizes)
     points, speeds, seconds, last_iter = [], [], 0.0, -1
-    for record in read_metrics(folder):
+    for record in read_metrics(files):
         if isinstance(record.get('time_ms'), float):
             # the mean of the iterations since the line before
             seconds += record['time_ms'] / 1000 * (record['iter'] - last_iter)

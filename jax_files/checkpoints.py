@@ -1,5 +1,6 @@
 """TrainState <-> out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or
 absent."""
+import base64
 import contextlib
 import json
 import logging
@@ -102,7 +103,12 @@ class DiskRun:
     def differs(self, step, name, expected):
         """Returns whether a file of the checkpoint in the folder `step` is not as it was written.
         expected: what checksums.json says of it."""
-        return not (step / name).is_file() or checksum(step / name) != expected
+        path = step / name
+        if not path.is_file():
+            return True
+        if isinstance(expected, list):
+            return differs_from_object(path, *expected)
+        return checksum(path) != expected
 
     def set_aside(self, step, free):
         """Renames the folder `step` of a damaged checkpoint to `free`."""
@@ -212,6 +218,22 @@ def checksum(path):
             crc = zlib.crc32(block, crc)
             block = file.read(2**24)
     return crc
+
+
+def differs_from_object(path, size, crc32c):
+    """Returns whether a file is not as the object of a bucket from which it was copied. crc32c: as
+    the bucket says it, the base64 of 4 bytes; without Google's package the size has to do."""
+    if path.stat().st_size != size:
+        return True
+    try:
+        import google_crc32c
+    except ImportError:
+        return False
+    found = google_crc32c.Checksum()
+    with open(path, 'rb') as file:
+        for _ in found.consume(file, 2**24):
+            pass
+    return base64.b64encode(found.digest()).decode() != crc32c
 
 
 def find_damage(step, items=ITEMS, differs=None):

@@ -58,7 +58,7 @@ OTHER_TEXTS = [
 PATHS = [
     '..', '../..', '../secret', '../secret/secret.json', '/etc/passwd', '/dev/zero', '/dev/stdin',
     '.', '/', '~', 'a/../../secret', 'x' * 300, 'a\0b', f'../{MARKER}', '\\\\x\\y', 'C:\\x',
-    'file:///etc/passwd', 'gs://x/y']
+    'file:///etc/passwd', 's3://x/y']
 TEXTS = OTHER_TEXTS + PATHS
 
 

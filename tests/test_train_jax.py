@@ -772,8 +772,8 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
     (['--lora_alpha=32'], 'nothing reads lora_alpha=32.0 without LoRA: add --lora_rank=8; or leave lora_alpha out'),
     (['--min_lr=0.02'], 'min_lr=0.02 is above learning_rate=0.01, .*: add --min_lr=0.001, or --decay_lr=False'),
     (['--out_dir=' + 'x' * 300], 'File name too long'),
-    (['--out_dir=gs://bucket/run'], 'out_dir=gs://bucket/run is a URL; name a folder on a disk'),
-    (['--dataset=gs://bucket/data'], 'dataset=gs://bucket/data is a URL; copy the data set')])
+    (['--out_dir=s3://bucket/run'], 'out_dir=s3://bucket/run cannot be used: Orbax 0.12, .*, takes s3:// for a folder'),
+    (['--dataset=s3://bucket/data'], 'dataset=s3://bucket/data cannot be used: .*; name a folder, or gs://bucket')])
 def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(flags, tmp_path, bad, message):
     if bad == ['--dataset=openwebtext'] and (ROOT / 'data' / 'openwebtext' / 'train.bin').exists():
         pytest.skip('openwebtext has been prepared here')
