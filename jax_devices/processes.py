@@ -24,8 +24,8 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
 
     coordinator_address: host:port of process 0, to which the others connect. 'auto' lets JAX detect
     all three options (on a TPU pod). JAX also detects them where coordinator_address is empty and
-    Slurm, Open MPI or an indexed Kubernetes job has started several processes; torchrun's variables
-    are understood too.
+    Slurm, Open MPI or an indexed Kubernetes job has started several processes; the variables of
+    torchrun and SkyPilot are understood too. JAX_COORDINATOR_ADDRESS stands for an empty one.
     num_processes: the number of processes. 1 starts alone, also where the environment speaks of
     several (a Kubernetes job of one pod).
     process_id: the number of this process, from 0.
@@ -34,6 +34,11 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     # One process, by name.
     if num_processes == 1 and not coordinator_address and process_id < 1:
         return
+
+    # The address may be in the environment, beside the flags or what JAX detects.
+    is_in_env = not coordinator_address and 'JAX_COORDINATOR_ADDRESS' in os.environ
+    if is_in_env and (num_processes or process_id >= 0):
+        coordinator_address = os.environ['JAX_COORDINATOR_ADDRESS']
 
     # The flags: all three or none.
     is_detected = coordinator_address in ('', 'auto')
@@ -50,20 +55,31 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     elif not coordinator_address and has_several('WORLD_SIZE') and 'RANK' in os.environ:
         join_torchrun()
         return
+    elif not coordinator_address and has_several('SKYPILOT_NUM_NODES') and not is_in_env:
+        join_skypilot()
+        return
 
     # The environment: does it speak of several processes?
     in_slurm = has_several('SLURM_NTASKS') and 'SLURM_STEP_NODELIST' in os.environ
     in_open_mpi = has_several('OMPI_COMM_WORLD_SIZE')
     in_pod = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys()
-    if not coordinator_address and not (in_slurm or in_open_mpi or in_pod):
+    if not coordinator_address and not (in_slurm or in_open_mpi or in_pod or is_in_env):
         return
-    if in_pod and is_detected and importlib.util.find_spec('kubernetes') is None:
+    # on a TPU slice of GKE, JAX finds the pods in this variable
+    in_gpu_pod = in_pod and 'TPU_WORKER_HOSTNAMES' not in os.environ
+    if in_gpu_pod and is_detected and importlib.util.find_spec('kubernetes') is None:
         raise UserError('JAX finds the pods of a Kubernetes job with the package kubernetes: pip '
                         'install "jax[k8s]"; for a job of one pod add --num_processes=1')
 
     # Join, as JAX detects it or as the flags say.
     if is_detected:
-        join()
+        try:
+            join()
+        except UserError as error:
+            if not is_in_env:
+                raise
+            raise UserError(f'JAX_COORDINATOR_ADDRESS is set: {error}; add --num_processes=N and '
+                            '--process_id=0 to N-1, or unset it') from None
         return
     if process_id == 0:
         check_port_is_free(int(port))
@@ -106,6 +122,25 @@ def join_torchrun():
         raise UserError("torchrun's variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are "
                         f'incomplete ({error}); set them all, or unset WORLD_SIZE to train in one '
                         'process') from error
+
+
+SKYPILOT_PORT = 12355  # where process 0 listens, on its own machine
+
+
+def join_skypilot():
+    """Joins the processes that SkyPilot started, one on each node. Raises UserError for variables
+    that are missing or not numbers."""
+    env = os.environ
+    try:
+        first = env['SKYPILOT_NODE_IPS'].split()[0]
+        process_id = int(env['SKYPILOT_NODE_RANK'])
+        num_processes = int(env['SKYPILOT_NUM_NODES'])
+    except (KeyError, ValueError, IndexError) as error:
+        raise UserError("SkyPilot's variables SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK, "
+                        f'SKYPILOT_NUM_NODES are incomplete ({error}); set them all, or unset '
+                        'SKYPILOT_NUM_NODES to train in one process') from error
+    join(coordinator_address=f'{first}:{SKYPILOT_PORT}', num_processes=num_processes,
+         process_id=process_id)
 
 
 def join(**cluster):

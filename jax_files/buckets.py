@@ -49,12 +49,12 @@ SMALL = ('checksums.json', 'meta/metadata', 'metrics/metrics', 'params/_METADATA
 def open_client():
     """Returns the client of google-cloud-storage. Raises UserError without the packages."""
     try:
-        import gcsfs  # noqa: F401  (Orbax writes with it)
+        import gcsfs  # with which Orbax writes
         from google.cloud import storage
     except ImportError as error:
         raise UserError(f'gs:// needs two packages ({error}): pip install gcsfs '
                         'google-cloud-storage') from None
-    logging.getLogger('gcsfs').setLevel(logging.CRITICAL)  # what it raises is said once
+    logging.getLogger(gcsfs.__name__).setLevel(logging.CRITICAL)  # what it raises is said once
     return storage.Client(project=None)
 
 

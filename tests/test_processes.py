@@ -56,6 +56,7 @@ def test_a_mistake_of_one_process_is_reported_by_all(other_says):
 # mistakes
 
 TORCHRUN = {'RANK': '3', 'WORLD_SIZE': '4', 'LOCAL_RANK': '1', 'MASTER_ADDR': 'host', 'MASTER_PORT': '29500'}
+SKYPILOT = {'SKYPILOT_NUM_NODES': '2', 'SKYPILOT_NODE_RANK': '1', 'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2\n'}
 
 
 def test_torchruns_variables_are_understood(monkeypatch):
@@ -74,14 +75,58 @@ def test_torchruns_variables_are_understood(monkeypatch):
     assert len(joined) == 1
 
 
+def without_launcher(monkeypatch):
+    for name in ('SLURM_NTASKS', 'SLURM_STEP_NODELIST', 'OMPI_COMM_WORLD_SIZE', 'KUBERNETES_SERVICE_HOST',
+                 'JOB_COMPLETION_INDEX', 'JAX_COORDINATOR_ADDRESS', 'TPU_WORKER_HOSTNAMES', *TORCHRUN, *SKYPILOT):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_skypilots_variables_are_understood(monkeypatch):
+    without_launcher(monkeypatch)
+    joined = []
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
+    for name, value in SKYPILOT.items():
+        monkeypatch.setenv(name, value)
+    initialize_distributed()
+    expected = dict(coordinator_address='10.0.0.1:12355', num_processes=2, process_id=1)
+    assert expected.items() <= joined[0].items()
+    initialize_distributed('host:1234', 4, 3)  # flags win
+    assert joined[1]['coordinator_address'] == 'host:1234'
+    initialize_distributed(num_processes=1)
+    monkeypatch.setenv('SKYPILOT_NODE_IPS', '')
+    assert "SkyPilot's variables" in refusal(initialize_distributed)
+    monkeypatch.setenv('SKYPILOT_NUM_NODES', '1')
+    initialize_distributed()
+    assert len(joined) == 2
+
+
+def test_jax_coordinator_address_counts_without_auto(monkeypatch):
+    without_launcher(monkeypatch)
+    joined = []
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
+    monkeypatch.setenv('JAX_COORDINATOR_ADDRESS', 'host:1234')
+    initialize_distributed(num_processes=2, process_id=1)
+    expected = dict(coordinator_address='host:1234', num_processes=2, process_id=1)
+    assert expected.items() <= joined[0].items()
+    initialize_distributed()  # JAX reads the address itself, and detects the rest
+    assert not expected.keys() & joined[1].keys()
+    initialize_distributed(num_processes=1)
+    assert len(joined) == 2
+
+    def detect_nothing(**given):
+        raise ValueError('Number of processes must be defined.')
+
+    monkeypatch.setattr(jax.distributed, 'initialize', detect_nothing)
+    assert 'JAX_COORDINATOR_ADDRESS is set' in refusal(initialize_distributed)
+    assert 'Number of processes' in refusal(initialize_distributed)
+
+
 def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeypatch):
     joined = []
     monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given.get('process_id', 'auto')))
-    for name in ('SLURM_NTASKS', 'SLURM_STEP_NODELIST', 'OMPI_COMM_WORLD_SIZE', 'KUBERNETES_SERVICE_HOST',
-                 'JOB_COMPLETION_INDEX', *TORCHRUN):
-        monkeypatch.delenv(name, raising=False)
+    without_launcher(monkeypatch)
     initialize_distributed()
-    for name in ('SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'WORLD_SIZE', 'RANK'):
+    for name in ('SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'WORLD_SIZE', 'RANK', 'SKYPILOT_NUM_NODES'):
         monkeypatch.setenv(name, '')  # as a job's template may leave them
     initialize_distributed()
     monkeypatch.setenv('SLURM_NTASKS', '4')
@@ -112,6 +157,7 @@ def test_a_second_process_0_and_a_port_that_is_none_are_refused_at_once(monkeypa
 def test_a_kubernetes_job_of_one_pod_needs_no_package_and_one_of_several_names_it(monkeypatch):
     joined = []
     monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
+    without_launcher(monkeypatch)
     for name, value in {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '0'}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
@@ -120,9 +166,13 @@ def test_a_kubernetes_job_of_one_pod_needs_no_package_and_one_of_several_names_i
         initialize_distributed()
     assert not joined
     initialize_distributed('host:1234', 2, 1)
+    monkeypatch.setenv('TPU_WORKER_HOSTNAMES', 'tpu-0.tpu,tpu-1.tpu')  # a slice of GKE, which JAX finds without it
+    initialize_distributed()
+    assert joined[1:] == [{'heartbeat_timeout_seconds': 60, 'shutdown_timeout_seconds': 60}]
+    monkeypatch.delenv('TPU_WORKER_HOSTNAMES')
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name)
     initialize_distributed()
-    assert len(joined) == 2
+    assert len(joined) == 3
 
 
 # -----------------------------------------------------------------------------
