@@ -65,21 +65,10 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     in_pod = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys()
     if not coordinator_address and not (in_slurm or in_open_mpi or in_pod or is_in_env):
         return
-    # on a TPU slice of GKE, JAX finds the pods in this variable
-    in_gpu_pod = in_pod and 'TPU_WORKER_HOSTNAMES' not in os.environ
-    if in_gpu_pod and is_detected and importlib.util.find_spec('kubernetes') is None:
-        raise UserError('JAX finds the pods of a Kubernetes job with the package kubernetes: pip '
-                        'install "jax[k8s]"; for a job of one pod add --num_processes=1')
 
     # Join, as JAX detects it or as the flags say.
     if is_detected:
-        try:
-            join()
-        except UserError as error:
-            if not is_in_env:
-                raise
-            raise UserError(f'JAX_COORDINATOR_ADDRESS is set: {error}; add --num_processes=N and '
-                            '--process_id=0 to N-1, or unset it') from None
+        join_detected(in_pod)
         return
     if process_id == 0:
         check_port_is_free(int(port))
@@ -122,6 +111,23 @@ def join_torchrun():
         raise UserError("torchrun's variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are "
                         f'incomplete ({error}); set them all, or unset WORLD_SIZE to train in one '
                         'process') from error
+
+
+def join_detected(in_pod):
+    """Joins the processes that JAX detects; in_pod: whether that may be by the pods of a Kubernetes
+    job. Raises UserError if it cannot."""
+    # On a TPU slice of GKE, JAX finds the pods in this variable, otherwise by the package.
+    is_slice = 'TPU_WORKER_HOSTNAMES' in os.environ
+    if in_pod and not is_slice and importlib.util.find_spec('kubernetes') is None:
+        raise UserError('JAX finds the pods of a Kubernetes job with the package kubernetes: pip '
+                        'install "jax[k8s]"; for a job of one pod add --num_processes=1')
+    try:
+        join()
+    except UserError as error:
+        if 'JAX_COORDINATOR_ADDRESS' not in os.environ:
+            raise
+        raise UserError(f'JAX_COORDINATOR_ADDRESS is set: {error}; add --num_processes=N and '
+                        '--process_id=0 to N-1, or unset it') from None
 
 
 SKYPILOT_PORT = 12355  # where process 0 listens, on its own machine

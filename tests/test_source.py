@@ -11,8 +11,8 @@ from tests.common import ROOT, source_files
 LEVELS = {
     'jax_flags': 0,
     'jax_devices.setup': 1, 'jax_devices.processes': 1, 'tools.topologies': 1, 'tools.hlo': 1, 'tools.plan': 11,
-    'jax_files.chat_worker': 0,
-    'jax_files.buckets': 1, 'jax_files.metrics': 1, 'jax_files.chats': 1, 'jax_files.torch_files': 1, 'jax_files.adapters': 1,
+    'jax_files.chat_worker': 0, 'jax_files.buckets': 1,
+    'jax_files.metrics': 1, 'jax_files.chats': 1, 'jax_files.torch_files': 1, 'jax_files.adapters': 1,
     'jax_files.tokenizer_library': 1,
     'jax_files.tokenizer_classes': 2, 'jax_files.tokenizer_folders': 3, 'jax_files.tokenizers': 4,
     'jax_files.data': 5, 'jax_files.gguf_files': 5,
