@@ -13,7 +13,7 @@ from jax_devices.parallel import setup_distributed_training
 from jax_files.checkpoints import (
     NUMBER, choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items, saved_layers,
     split_checkpoint)
-from jax_flags import UserError
+from jax_flags import UserError, is_url
 from jax_ops.decode_weights import quantize_param
 from jax_ops.matmul import Int8, LowRank
 from jax_pretrained import (
@@ -153,7 +153,10 @@ def load_base(lora, config, parallel, change):
 def check_place(lora):
     """Raises UserError if the model that LoRA updates has moved."""
     base = lora['base']
-    if os.path.isabs(base) and not os.path.exists(base):
+    has_gone = os.path.isabs(base) and not os.path.exists(base)
+    if is_url(base):
+        has_gone = not is_checkpoint(base)
+    if has_gone:
         raise UserError(f'{base}, the model that LoRA has updated, does not exist; name its new '
                         'place with --base=FOLDER')
 

@@ -321,7 +321,7 @@ if not eval_only:
 # the signal that all processes stop for; 0 is none
 stop_signal = int(parallel.max_over_processes(stop.signum))
 trace_folder = Path(files, 'profile') if profile and master else None
-tracer = Profile(trace_folder, bar, iter_num, n_iters)
+tracer = Profile(trace_folder, f'{out_dir}/profile', bar, iter_num, n_iters)
 compile_s = None  # seconds for compiling the training step, once they are known
 batch = make_batch(iter_num)
 log = IterationLog(

@@ -368,12 +368,13 @@ class Stopwatch:
 class Profile:
     """Traces three iterations of training into a folder.
 
-    folder: where the trace goes; None traces nothing. bar: the progress bar, below which a line
-    says what was traced. first_iter: the iteration at which this process begins. max_iters: the one
-    at which it ends."""
+    folder: where the trace goes; None traces nothing. place: what the user calls it. bar: the
+    progress bar, below which a line says what was traced. first_iter: the iteration at which this
+    process begins. max_iters: the one at which it ends."""
 
-    def __init__(self, folder, bar, first_iter, max_iters):
+    def __init__(self, folder, place, bar, first_iter, max_iters):
         self.folder = folder
+        self.place = place
         self.bar = bar
         self.is_running = False
 
@@ -396,5 +397,5 @@ class Profile:
             jax.block_until_ready(state.params)
             jax.profiler.stop_trace()
             last = max(self.first, iter_num - 1)
-            self.bar.write(f'traced iterations {self.first} to {last} into {self.folder}')
+            self.bar.write(f'traced iterations {self.first} to {last} into {self.place}')
             self.is_running = False

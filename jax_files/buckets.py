@@ -299,7 +299,7 @@ class Lease:
         would wait for a quarter of an hour, also where the process ends."""
         while not self.ended.wait(min(1, PATIENCE / 4)):
             silence = time.monotonic() - self.heard_at
-            if self.is_watched and silence > PATIENCE + LEASE / 2:
+            if self.is_watched and not self.is_lost and silence > PATIENCE + LEASE / 2:
                 if not self.is_said:
                     reason = f'for {silence:.0f} s'
                     print(f'error: {no_answer(self.folder.url, reason)}', file=sys.stderr,
@@ -355,6 +355,8 @@ class BucketRun:
 
     `files` is the mirror: config.json, tokenizer/ and, of each complete checkpoint, SMALL. It is
     read from the bucket by refresh(). The run that holds the lease writes there and uploads."""
+
+    more_errors = (Exception,)  # each of the three clients has its own
 
     def __init__(self, url):
         self.folder = Folder(url)
@@ -579,15 +581,27 @@ def file_state(path):
 def temporary_folder():
     """Makes a folder that is deleted when this process ends; those of processes that were killed
     are deleted now. Returns its path."""
-    parent = Path(tempfile.gettempdir(), f'jax_transformer-{os.getuid() if fcntl else ""}')
+    if not fcntl:
+        folder = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return folder
+
+    # The folder of this user, in which each folder has a lock beside it.
+    parent = Path(tempfile.gettempdir(), f'jax_transformer-{os.getuid()}')
     parent.mkdir(mode=0o700, exist_ok=True)
-    if fcntl:
-        for lock in parent.glob('*.lock'):
-            remove_if_abandoned(lock)
-    folder = Path(tempfile.mkdtemp(dir=parent))
-    file = open(folder.with_suffix('.lock'), 'w')
-    if fcntl:
+    if parent.lstat().st_uid != os.getuid():
+        raise UserError(f'{parent} belongs to another user; set TMPDIR to a folder of your own')
+    for lock in parent.glob('*.lock'):
+        remove_if_abandoned(lock)
+
+    # Another process may take a lock for abandoned before it is held.
+    is_mine = False
+    while not is_mine:
+        file = tempfile.NamedTemporaryFile(dir=parent, suffix='.lock', delete=False)
         fcntl.flock(file, fcntl.LOCK_EX)
+        is_mine = os.path.exists(file.name)
+    folder = Path(file.name).with_suffix('')
+    folder.mkdir()
 
     def remove():
         shutil.rmtree(folder, ignore_errors=True)
@@ -637,7 +651,10 @@ def fetch_dataset(url):
 def fetch_changed(source, target):
     """Fetches the objects that `target` does not have as they are, the large ones last. Returns
     False if one was replaced meanwhile."""
-    objects = source.list()
+    objects = {}
+    for name, blob in source.list().items():
+        if not name.startswith('.'):  # its own files are
+            objects[name] = blob
     if 'train.bin' not in objects:
         raise UserError(f'there is no {source.url}/train.bin; upload a data set, as with: gcloud '
                         f'storage cp -r data/mine {source.url}')

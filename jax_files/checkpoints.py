@@ -53,6 +53,8 @@ class DiskRun:
     `files` is the folder from which config.json, metrics.jsonl, tokenizer/ and the small files of
     the complete checkpoints are read, and to which they are written: the folder itself."""
 
+    more_errors = ()  # exceptions of its requests that are no OSError
+
     def __init__(self, out_dir):
         self.files = Path(out_dir)
 
@@ -173,10 +175,10 @@ def open_checkpoints(out_dir, keep=2):
     try:
         folder.make_checkpoints()
         return ocp.CheckpointManager(folder.checkpoints, options=options, item_names=items)
-    except OSError as error:
+    except (OSError, *folder.more_errors) as error:
         folder.check()
-        raise UserError(f'cannot write to {out_dir}: {error.strerror}; choose another '
-                        '--out_dir') from error
+        reason = getattr(error, 'strerror', None) or str(error)[:200]
+        raise UserError(f'cannot write to {out_dir}: {reason}; choose another --out_dir') from error
 
 
 def quiet_orbax():
@@ -420,11 +422,13 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
         params=ocp.args.StandardSave(state.params),
         opt_state=ocp.args.StandardSave(opt_state_item(state)),
         meta=ocp.args.JsonSave({**meta, 'checksums': True}))
+    run = run_of(manager)
     try:
         # This also waits for the one before, and raises what went wrong with it.
-        with run_of(manager).waiting():
+        with run.waiting():
             saved = manager.save(iter_num, metrics=metrics, args=items)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, *run.more_errors) as error:
+        run.check()
         exit_if_peer_died(error)
         raise UserError(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
     if not saved:
@@ -447,10 +451,8 @@ def cannot_write(what, manager, error):
     """Returns the message for a checkpoint that cannot be written."""
     folder = manager.directory
     reason = str(error)[:200]
-    run = run_of(manager)
-    run.check()
     try:
-        space = run.space()
+        space = run_of(manager).space()
     except OSError:
         # deleted under the run, or what it was mounted on has gone
         return f'cannot write {what} to {folder}, which is not there any more ({reason})'
@@ -479,11 +481,13 @@ def add_val_loss(manager, step, val_loss):
 def finish_checkpoints(manager):
     """Waits until all checkpoints are on disk. Raises UserError if the last one cannot be
     written."""
+    run = run_of(manager)
     try:
-        with run_of(manager).waiting(until_the_end=True):
+        with run.waiting(until_the_end=True):
             manager.wait_until_finished()
             manager.close()
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, *run.more_errors) as error:
+        run.check()
         exit_if_peer_died(error)
         raise UserError(cannot_write('the last checkpoint', manager, error)) from error
 
@@ -655,8 +659,8 @@ def restore_items(out_dir, step, items):
         with ocp.StandardCheckpointer() as checkpointer:
             return {name: checkpointer.restore(folder / name, tree) for name, tree in items.items()}
     except Exception as error:
-        exit_if_peer_died(error)
         run.check()
+        exit_if_peer_died(error)
         raise UserError(f'{folder} does not fit the model or is damaged: '
                         f'{type(error).__name__}: {error}') from error
 
