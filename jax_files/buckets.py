@@ -539,11 +539,13 @@ class BucketRun:
 
     def write_metrics(self, step, text):
         """Writes the metrics of a checkpoint that has none."""
+        self.check()
         self.folder.put(f'ckpt/{step}/metrics/metrics', text)
         self.refresh()
 
     def check(self):
-        """Raises UserError if this run may not write to the bucket any more."""
+        """Raises UserError if the bucket does not answer or refuses, or if another run has taken this
+        one's lease."""
         if self.is_writer:
             self.lease.confirm()
         else:

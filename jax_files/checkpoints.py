@@ -108,7 +108,8 @@ class DiskRun:
         path = step / name
         if not path.is_file():
             return True
-        if isinstance(expected, list):
+        is_of_bucket = isinstance(expected, list) and len(expected) == 2
+        if is_of_bucket:
             return differs_from_object(path, *expected)
         return checksum(path) != expected
 
