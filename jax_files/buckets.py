@@ -131,7 +131,8 @@ class Folder:
     def __init__(self, url):
         name, self.prefix = split_url(url)
         self.url = f'gs://{name}/{self.prefix}'
-        self.bucket = open_client().bucket(name)
+        with explained(self.url):
+            self.bucket = open_client().bucket(name)
 
     def blob(self, name):
         return self.bucket.blob(f'{self.prefix}/{name}')
@@ -222,7 +223,7 @@ class Lease:
             found = self.folder.get('lock')
             if found is None:
                 return 0
-            said = self.read(found)
+            said = self.read()
             holder = f'{self.folder.url} is in use by {printable(said["holder"])}'
             if first and found.generation != first.generation:
                 raise UserError(f'{holder}; choose another --out_dir')
@@ -236,9 +237,11 @@ class Lease:
             first = found
             time.sleep(min(left + 0.1, said['seconds'] / 12))
 
-    def read(self, blob):
-        """Returns {'holder', 'seconds', 'id'} of a lease that was found; of another object in its
+    def read(self):
+        """Returns {'holder', 'seconds', 'id'} of the lease that is there now; of another object in its
         place the same, as far as it can be read."""
+        from google.api_core.exceptions import NotFound
+        blob = self.folder.blob('lock')
         said = {'holder': 'an unknown run', 'seconds': LEASE, 'id': ''}
         with explained(self.folder.url):
             try:
@@ -246,7 +249,7 @@ class Lease:
                 said['holder'] = str(found['holder'])
                 said['seconds'] = min(max(0.0, float(found['seconds'])), 3600.0)
                 said['id'] = str(found['id'])
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (NotFound, ValueError, TypeError, KeyError, RecursionError):
                 pass
         return said
 
@@ -280,7 +283,7 @@ class Lease:
                 except PreconditionFailed:
                     # perhaps a write of ours has arrived, and its answer has not
                     found = self.folder.bucket.get_blob(blob.name, **options)
-                    if found is None or self.read(found)['id'] != self.id:
+                    if found is None or self.read()['id'] != self.id:
                         break
                     self.generation = found.generation
             self.is_lost = True
@@ -485,8 +488,7 @@ class BucketRun:
 
     def is_locked_by(self, holder):
         """Returns whether process 0, whose name this is, has the lock that this process sees."""
-        found = self.folder.get('lock')
-        return found is not None and Lease(self.folder).read(found)['holder'] == holder
+        return Lease(self.folder).read()['holder'] == holder
 
     def steps(self):
         """Returns the names of the complete checkpoints in the mirror."""

@@ -462,6 +462,14 @@ def test_a_bucket_that_stalls_is_waited_for(finished, flags, url, server, tmp_pa
     assert_same_as_on_disk(bucket, url, finished[0], tmp_path)
 
 
+def test_missing_credentials_are_named(monkeypatch, tmp_path):
+    import jax_files.buckets as buckets
+    monkeypatch.setattr(buckets, 'open_client', buckets.open_client.__wrapped__)
+    monkeypatch.delenv('STORAGE_EMULATOR_HOST')
+    monkeypatch.setenv('GOOGLE_APPLICATION_CREDENTIALS', str(tmp_path / 'none.json'))
+    assert 'gs://bucket: the credentials are missing' in refusal(run_folder, 'gs://bucket/not-there')
+
+
 def test_a_missing_package_is_named(monkeypatch):
     import jax_files.buckets as buckets
     monkeypatch.setattr(buckets, 'open_client', buckets.open_client.__wrapped__)
