@@ -133,6 +133,7 @@ from jax_files.data import load_dataset
 from jax_files.sources import open_source
 from jax_generate import bytes_read_per_step, generate_stream, tokens_per_step
 from jax_ops.choose_attention import choose_attention
+from jax_ops.choose_experts import choose_experts
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_start import config_from_flags, flags_from_config
 from jax_text import load
@@ -160,7 +161,8 @@ def bench_train():
     config = dataclasses.replace(model_config, scan_layers=scan_layers, remat=remat)
     implementation, _ = choose_attention(
         attention, config, devices[0], tensor=tensor, context=context)
-    config = dataclasses.replace(config, attention=implementation)
+    experts, _ = choose_experts(config, devices[0])
+    config = dataclasses.replace(config, attention=implementation, experts=experts)
     parallel.validate(config)
     schedule = create_learning_rate_schedule(6e-4, decay_lr=False)
     tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
@@ -281,7 +283,9 @@ def load_model():
     state = create_train_state(jax.random.key(seed), model_config, optax.identity())
     params = jax.device_put(state.params, devices[0])
     del state  # the conversion frees each float32 weight as it goes
-    return model_config, convert_params_for_decoding(params, dtype, quantize)
+    experts, _ = choose_experts(model_config, devices[0])
+    config = dataclasses.replace(model_config, experts=experts)
+    return config, convert_params_for_decoding(params, dtype, quantize)
 
 
 def make_prompts(vocab_size):

@@ -580,17 +580,23 @@ class PrefixCache:
         self.drafts_are_useless |= bool(drafts_are_useless(drafted, accepted, 1))
 
 
-def bytes_read_per_step(params, config, n_tokens):
+def bytes_of(leaf):
+    """Returns the bytes of an array."""
+    return leaf.nbytes
+
+
+def bytes_read_per_step(params, config, n_tokens, bytes_of=bytes_of):
     """Returns the bytes of the parameters that a decode step of n_tokens tokens, those of all rows,
     reads. Of tables it is a row each, which is left out; of experts those that it chooses, for
-    which the expected number of distinct ones is taken, see expected_experts."""
+    which the expected number of distinct ones is taken, see expected_experts. bytes_of: a function
+    of a leaf of params."""
     share = 1.0
     if config.moe:
         share = expected_experts(config.moe, n_tokens) / config.moe.n_expert
     n_bytes = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(without_tables(params)):
         is_expert = any(str(getattr(key, 'key', '')).startswith('experts_') for key in path)
-        n_bytes += leaf.nbytes * (share if is_expert else 1)
+        n_bytes += bytes_of(leaf) * (share if is_expert else 1)
     return round(n_bytes)
 
 

@@ -46,6 +46,7 @@ from jax_flags import (
 from jax_lora import (
     choose_run, full_path, load_frozen, load_start_weights, move_base, state_creator)
 from jax_ops.choose_attention import choose_attention
+from jax_ops.choose_experts import choose_experts
 from jax_optimizers import create_optimizer_with_schedule
 from jax_pretrained import load_config
 from jax_text import create_sampler, sample_while_training
@@ -291,7 +292,8 @@ def check_fits(run, micro_batch):
 
 def training_config(run, data, parallel):
     """Returns the config as training executes it: for sequences of block_size, with the chosen
-    attention, which is printed. Raises UserError for what the devices cannot split or compute.
+    attention and way of computing experts, which are printed. Raises UserError for what the devices
+    cannot split or compute.
 
     Checkpoints hold run.config.architecture(): a RoPE model keeps its context."""
     flags = run.flags
@@ -300,9 +302,13 @@ def training_config(run, data, parallel):
         flags['attention'], config, run.devices[0], tensor=flags['tensor'],
         context=flags['context'], deterministic=flags['deterministic'],
         packed=data.train.is_packed)
-    config = dataclasses.replace(config, attention=attention, scan_layers=flags['scan_layers'],
-                                 remat=flags['remat'])
+    experts, why_experts = choose_experts(config, run.devices[0])
+    config = dataclasses.replace(
+        config, attention=attention, experts=experts, scan_layers=flags['scan_layers'],
+        remat=flags['remat'])
     print(f'attention: {attention} ({reason})')
+    if config.moe:
+        print(f'experts: {experts} ({why_experts})')
     parallel.validate(config)
     check_loss_chunk(config, flags['loss_chunk'])
     return config

@@ -31,6 +31,7 @@ from jax_flags import UserError, nearest_names
 from jax_generate import PrefixCache, generate_stream
 from jax_inside import look_inside
 from jax_lora import load_run, merge_updates, without_scales
+from jax_ops.choose_experts import choose_experts
 from jax_ops.decode_weights import (
     convert_params_for_decoding, order_columns_by_rank, transpose_kernels)
 from jax_pretrained import load_pretrained
@@ -170,6 +171,8 @@ class Loader:
         with self.parallel.mesh_context():
             params = order_columns_by_rank(found.params, found.config)
         config = dataclasses.replace(found.config, dtype=self.dtype)
+        experts, _ = choose_experts(config, self.devices[0])
+        config = dataclasses.replace(config, experts=experts)
         return found._replace(params=params, config=config)
 
     def read_run(self, source, checkpoint, base):
@@ -423,6 +426,8 @@ def create_sampler(prompt: str, config: GPTConfig, description: dict, device) ->
         return None
     parallel = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
     tokenizer = load_tokenizer(description)
+    experts, _ = choose_experts(config, device)
+    config = dataclasses.replace(config, experts=experts)
     sampler = TextModel({}, config, tokenizer, parallel, None, '', '', Stopwatch(), None)
     sampler.encode(prompt)
     return sampler

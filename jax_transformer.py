@@ -30,6 +30,7 @@ from jax_flags import DTYPES, MOST, MOST_FLOAT, UserError, check_choice, check_r
 from jax_ops.attention import (
     ATTENTION, Dropout, Scores, blockwise_attention, causal_mask, fused_causal_attention)
 from jax_ops.dropout import flat_index, hash_dropout
+from jax_ops.choose_experts import EXPERT_WAYS
 from jax_ops.experts import mix_experts
 from jax_ops.layers import map_sequence_chunks, remat_policy, scan_blocks
 from jax_ops.matmul import (
@@ -146,6 +147,7 @@ class GPTConfig:
     dtype: str = 'float32'
     # execution: same parameters, same results up to rounding; not stored in checkpoints
     attention: str = 'xla'  # one of ATTENTION; a call with a KV cache always uses 'xla'
+    experts: str = 'loop'  # how a mixture of experts is computed, one of EXPERT_WAYS
     # compile one block and loop over the layers; dropout draws other masks
     scan_layers: bool = False
     remat: str = 'none'  # one of REMAT
@@ -220,7 +222,7 @@ class GPTConfig:
         """{name: value} of the fields that say what the model is:
         GPTConfig(**config.architecture())."""
         values = dataclasses.asdict(self)
-        for execution_option in ('attention', 'scan_layers', 'remat'):
+        for execution_option in ('attention', 'experts', 'scan_layers', 'remat'):
             del values[execution_option]
         return values
 
@@ -253,6 +255,7 @@ def check_choices(config):
         'dtype': DTYPES,
         'activation': ACTIVATIONS,
         'attention': ATTENTION,
+        'experts': EXPERT_WAYS,
         'remat': REMAT,
         'norm': NORMS,
         'block_norms': BLOCK_NORMS,
@@ -1108,7 +1111,8 @@ class MoELayer(nn.Module):
             return linear(activate(cfg, h_bxF, gate_bxF), **weights['c_proj'])
 
         y_PxD = mix_experts(
-            expert, weights, x_PxD, expert_PxU, weight_PxU, scale_input=moe.weigh_input)
+            expert, weights, x_PxD, expert_PxU, weight_PxU, scale_input=moe.weigh_input,
+            way=cfg.experts)
         y_BxTxD = y_PxD.reshape(x_BxTxD.shape)
         if moe.shared_width:
             y_BxTxD += MLP(cfg, moe.shared_width, name='shared')(x_BxTxD)

@@ -3,23 +3,27 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as Spec
 
 from jax_flags import ceil_div
+from jax_ops.choose_experts import way_for_rows
+from jax_ops.grouped import Blocks, Grouped, rows_per_block
+from jax_ops.matmul import Transposed
 from jax_ops.sharding import EXPERTS, batch_axes, current_mesh
 
 
-def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False):
+def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False, way='loop'):
     """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in x's
     dtype.
 
     weights: a tree of arrays [E, ...]. scale_input: whether the weight scales f's input instead of
-    its output.
+    its output. way: see choose_experts; for 'triton' and 'ragged' f multiplies by linear() only.
 
     On a mesh (expert parallelism) a device has some experts: it all-gathers the tokens over the
     expert axis, computes its own experts, and reduce-scatters the sums back. From 4 U ranks on,
     tokens are sent only where they are used (exchange_tokens)."""
-    mix = functools.partial(mix_range, f, scale_input)
+    mix = functools.partial(mix_range, f, scale_input, way)
     mesh = current_mesh()
     if mesh is None:
         return mix(0, weights, x_PxD, expert_PxU, weight_PxU)
@@ -62,7 +66,7 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False)
     return mix_sharded(weights, x_PxD, expert_PxU, weight_PxU)
 
 
-def mix_range(f, scale_input, first_expert, weights, x_PxD, expert_PxU, weight_PxU):
+def mix_range(f, scale_input, way, first_expert, weights, x_PxD, expert_PxU, weight_PxU):
     """mix_experts on one device that has the `weights` of the experts from first_expert on, and
     takes the others for 0."""
     D = x_PxD.shape[1]
@@ -72,7 +76,7 @@ def mix_range(f, scale_input, first_expert, weights, x_PxD, expert_PxU, weight_P
         x_PxUxD = (x_PxUxD * scale_PxUx1).astype(x_PxD.dtype)
         scale_PxUx1 = 1
     own_expert_R = expert_PxU.ravel() - first_expert
-    y_RxD = grouped_experts(f, weights, x_PxUxD.reshape(-1, D), own_expert_R)
+    y_RxD = grouped_experts(f, weights, x_PxUxD.reshape(-1, D), own_expert_R, way)
     y_PxUxD = y_RxD.reshape(x_PxUxD.shape)
     # the sum over u is cast here, before it is sent
     return (y_PxUxD * scale_PxUx1).sum(1).astype(x_PxD.dtype)
@@ -128,7 +132,9 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
 
     args = weights, x_PxD, weight_PxU  # what has gradients
     routing = expert_PxU, rank_R, slot_R
-    y_PxD = sum_rounds(exchange, n_rounds, args, routing)
+    most_more = ceil_div(n_tokens, capacity) - 1  # all tokens to one rank
+    with jax.named_scope(f'more_rounds_at_most_{most_more}'):  # tools/hlo.py reads it
+        y_PxD = sum_rounds(exchange, n_rounds, args, routing)
     return y_PxD.astype(x_PxD.dtype)
 
 
@@ -170,22 +176,20 @@ def sum_rounds_bwd(f, residuals, g):
 sum_rounds.defvjp(sum_rounds_fwd, sum_rounds_bwd)
 
 
-def grouped_experts(f, weights, x_RxD, expert_R):
+def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
     """[f(weights[expert_R[r]], x_RxD[r]) for r in range(R)], zeros where expert_R[r] is not in 0 ..
     E-1.
 
     Rows are sorted by expert and padded to blocks of b rows of one expert each. Example with b = 2,
     experts of the rows [1, 0, 1, 1]: sorted rows 1 | 0 2 3, blocks [1, -] [0, 2] [3, -], experts of
-    the blocks [0, 1, 1]. The arrays have n blocks, the most that R rows can need; only those in use
-    are computed."""
+    the blocks [0, 1, 1]. The arrays have n blocks, the most that R rows can need. way: how blocks
+    are computed, see choose_experts."""
     E = len(jax.tree.leaves(weights)[0])
     R, D = x_RxD.shape
+    way = way_for_rows(way, weights, R)
     # rows of no expert are sorted to the end
     expert_R = jnp.where((expert_R >= 0) & (expert_R < E), expert_R, E)
-
-    # larger blocks pad more, smaller ones read weights more often
-    b = max(1, min(ceil_div(R, E), 64))
-    n = R // b + min(E, R)
+    b, n = block_sizes(way, R, E)
 
     # the rows and blocks of each expert
     rows_E = jnp.zeros(E, jnp.int32).at[expert_R].add(1, mode='drop')
@@ -200,14 +204,68 @@ def grouped_experts(f, weights, x_RxD, expert_R):
     shift_R = jnp.where(sorted_expert_R < E, shift_E[sorted_expert_R], n * b)
     slot_R = jnp.zeros(R, jnp.int32).at[order_R].set(shift_R + jnp.arange(R))
 
-    # the expert of each block
-    expert_n = jnp.searchsorted(block_end_E, jnp.arange(n), side='right').clip(0, E - 1)
+    # the expert of each block, E of those that are not in use
+    expert_n = jnp.searchsorted(
+        block_end_E, jnp.arange(n), side='right', method='compare_all')
 
     # rows to blocks, and back
     x_SxD = jnp.zeros((n * b, D), x_RxD.dtype)
     x_SxD = x_SxD.at[slot_R].set(x_RxD, mode='drop', unique_indices=True)
-    y_nxbxD = grouped_apply(f, weights, x_SxD.reshape(n, b, D), expert_n, block_end_E[-1])
+    x_nxbxD = x_SxD.reshape(n, b, D)
+    if way == 'loop':
+        with jax.named_scope(f'blocks_of_experts_at_most_{n}'):  # tools/hlo.py reads it
+            y_nxbxD = grouped_apply(f, weights, x_nxbxD, expert_n.clip(0, E - 1), block_end_E[-1])
+    elif way == 'batched':
+        y_nxbxD = batched_apply(f, weights, x_nxbxD, expert_n)
+    else:
+        first_F = jnp.append(0, block_end_E).astype(jnp.int32)
+        y_nxbxD = f(grouped_weights(weights, Blocks(expert_n, first_F, way)), x_nxbxD)
     return y_nxbxD.reshape(n * b, D).at[slot_R].get(mode='fill', fill_value=0)
+
+
+def block_sizes(way, R, E):
+    """Returns (rows of a block, the most blocks of which R rows of E experts fill a part)."""
+    if way == 'loop':
+        # larger blocks pad more, smaller ones read weights more often
+        b = max(1, min(ceil_div(R, E), 64))
+        return b, R // b + min(E, R)
+    if way == 'batched':
+        # each block reads its expert's weights: as few as pad less than 12.5% if routing is balanced
+        b = max(1, R // (4 * E))
+    else:
+        b = rows_per_block(R, E)
+    # of each expert, the last block may have one row only
+    return b, (R + min(E, R) * (b - 1)) // b
+
+
+def batched_apply(f, weights, x_nxbxD, expert_n):
+    """[f(weights[expert_n[i]], x[i]) for i in range(n)] in batched matmuls, for which the weights
+    of each block are materialized; in the backward pass again. An expert_n of E is the last
+    expert's."""
+    def apply(weights, x_nxbxD):
+        def take(w):
+            return checkpoint_name(jnp.take(w, expert_n, axis=0, mode='clip'), 'of_blocks')
+
+        return jax.vmap(f)(jax.tree.map(take, weights), x_nxbxD)
+
+    keep = jax.checkpoint_policies.save_anything_except_these_names('of_blocks')
+    return jax.checkpoint(apply, policy=keep)(weights, x_nxbxD)
+
+
+def grouped_weights(weights, blocks):
+    """The weights of all experts as linear() takes them for rows [n, b, D]: kernels as Grouped,
+    biases [E, O] as those of the blocks [n, O]."""
+    def is_transposed(w):
+        return isinstance(w, Transposed)
+
+    def group(w):
+        if is_transposed(w):
+            return Grouped(w.values, blocks, is_transposed=True)
+        if w.ndim == 2:
+            return jnp.take(w, blocks.expert_n, axis=0, mode='clip')
+        return Grouped(w, blocks)
+
+    return jax.tree.map(group, weights, is_leaf=is_transposed)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

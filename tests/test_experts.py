@@ -5,8 +5,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_ops.experts import mix_experts
+from jax_ops.choose_experts import EXPERT_WAYS, choose_experts
+from jax_ops.experts import block_sizes, grouped_experts, mix_experts
+from jax_ops.matmul import Int8, Transposed, linear, quantize
 from jax_ops.sharding import BATCH, EXPERTS, create_mesh
+from jax_transformer import GPTConfig, MoEConfig
 from tests.common import collectives, sizes_of
 
 # -----------------------------------------------------------------------------
@@ -50,3 +53,122 @@ def test_tokens_sent_to_their_experts_give_the_values_and_gradients_of_one_devic
     found = collectives(first_round)
     assert sum(sizes_of(found, 'all-to-all')) == 4 * M * C * D + 3 * M * C * n_used  # there and back, with gradients
     assert not sizes_of(found, 'all-gather', 'reduce-scatter')
+
+
+# -----------------------------------------------------------------------------
+# the same results in every way; Triton's kernels are interpreted here
+
+E, D, F = 4, 64, 128
+ROUTINGS = {
+    'one row': [2],
+    'fewer rows than experts': [1, 1, 3],
+    'all rows to one expert': [2] * 70,
+    'an expert without rows': [0, 1, 3] * 23 + [1],
+    'rows of experts that are elsewhere': [-1, 4] * 20 + [1] * 30,
+    'a block for each expert': [0, 1, 2, 3] * 17,
+}
+
+
+def random_experts(rng):
+    def draw(*shape):
+        return rng.normal(size=shape).astype(np.float32) / 8
+
+    return {'up': {'kernel': draw(E, D, F), 'bias': draw(E, F)}, 'down': {'kernel': draw(E, F, D), 'bias': draw(E, D)}}
+
+
+def mlp(weights, x):
+    return linear(jnp.tanh(linear(x, **weights['up'])), **weights['down'])
+
+
+def one_row_after_the_other(weights, x_RxD, expert_R):
+    """The plain formula."""
+    rows = []
+    for x, e in zip(x_RxD, expert_R):
+        if not 0 <= e < E:
+            rows.append(jnp.zeros(D))
+            continue
+        up, down = ({name: w[e] for name, w in weights[layer].items()} for layer in ('up', 'down'))
+        rows.append(jnp.tanh(x @ up['kernel'] + up['bias']) @ down['kernel'] + down['bias'])
+    return jnp.stack(rows)
+
+
+@pytest.mark.parametrize('routing', ROUTINGS)
+def test_every_way_has_the_values_and_gradients_of_the_plain_formula(routing):
+    rng = np.random.default_rng(0)
+    expert_R = np.array(ROUTINGS[routing])
+    weights, x_RxD = random_experts(rng), rng.normal(size=(len(expert_R), D)).astype(np.float32)
+
+    def results(apply):
+        def total(weights, x_RxD):
+            y_RxD = apply(weights, x_RxD)
+            return jnp.sin(y_RxD).sum(), y_RxD
+
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(weights, x_RxD))
+
+    expected = results(lambda *args: one_row_after_the_other(*args, expert_R))
+    for way in EXPERT_WAYS:
+        got = results(lambda *args: grouped_experts(mlp, *args, jnp.asarray(expert_R), way))
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4, err_msg=way)
+
+
+def test_every_way_takes_experts_as_decoding_stores_them():
+    rng = np.random.default_rng(0)
+    weights, x = random_experts(rng), rng.normal(size=(30, D)).astype(np.float32)
+    expert = jnp.asarray(rng.integers(E, size=30))
+    expected = grouped_experts(mlp, weights, x, expert, 'loop')
+    transposed, int8 = {}, {}
+    for layer, w in weights.items():
+        kernel_ExOxI = jnp.asarray(w['kernel'].swapaxes(1, 2))
+        transposed[layer] = w | {'kernel': Transposed(kernel_ExOxI)}
+        int8[layer] = w | {'kernel': Int8(*quantize(kernel_ExOxI, jnp.int8))}
+    for way in EXPERT_WAYS:
+        np.testing.assert_allclose(grouped_experts(mlp, transposed, x, expert, way), expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(grouped_experts(mlp, int8, x, expert, way), expected, rtol=0, atol=0.1)
+
+
+def test_a_mesh_computes_its_experts_in_every_way():
+    rng = np.random.default_rng(0)
+    weights, x = random_experts(rng), rng.normal(size=(64, D)).astype(np.float32)
+    expert, weight = rng.integers(E, size=(64, 2)), rng.random((64, 2)).astype(np.float32)
+    expected = mix_experts(mlp, weights, x, expert, weight)
+    mesh = create_mesh(jax.devices(), 1, expert=2)
+    for way in EXPERT_WAYS:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            got = jax.jit(lambda *args: mix_experts(mlp, *args, way=way))(
+                jax.device_put(weights, NamedSharding(mesh, P(EXPERTS))),
+                *jax.device_put((x, expert, weight), NamedSharding(mesh, P(BATCH))))
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5, err_msg=way)
+
+
+def test_arrays_hold_every_routing_and_little_more():
+    for way in ('batched', 'triton', 'ragged'):
+        for n_rows, n_experts in ((1, 16), (15, 16), (16, 16), (1000, 16), (24576, 16), (24576, 128)):
+            b, n = block_sizes(way, n_rows, n_experts)
+            # the worst routing: all experts but one have one row
+            fullest = n_rows - min(n_experts, n_rows) + 1
+            assert n >= min(n_experts, n_rows) - 1 + -(-fullest // b)
+            if n_rows >= 64 * n_experts:
+                assert n * b <= 1.25 * n_rows
+
+
+class FakeDevice:
+    def __init__(self, platform, capability=None):
+        self.platform = platform
+        self.compute_capability = capability
+
+
+@pytest.mark.parametrize('device, changed, way, reason', [
+    (FakeDevice('cpu'), {}, 'loop', 'cache'),
+    (FakeDevice('tpu'), {}, 'ragged', 'a kernel for all experts; batched for fewer than 4 rows'),
+    (FakeDevice('gpu', '7.5'), {}, 'batched', 'needs compute capability 8.0, this is 7.5'),
+    (FakeDevice('gpu', 'gfx90a'), {}, 'batched', 'it is for NVIDIA GPUs'),
+    (FakeDevice('gpu', '9.0'), {'dtype': 'float32'}, 'batched', 'it computes in 16 bits, not in float32'),
+    (FakeDevice('gpu', '9.0'), {'moe': MoEConfig(E, 2, 100)}, 'batched', '64 does not divide the width 100'),
+    (FakeDevice('gpu', '9.0'), {}, 'batched', 'no loop over experts; not triton: '),  # there is no such device
+    (FakeDevice('gpu', '9.0'), {'moe': None}, 'loop', 'no experts'),
+])
+def test_the_way_is_chosen_by_device_and_model_with_its_reason(device, changed, way, reason):
+    config = GPTConfig(**{'n_embd': D, 'n_head': 2, 'dtype': 'bfloat16', 'moe': MoEConfig(E, 2, F)} | changed)
+    chosen, why = choose_experts(config, device)
+    assert chosen == way and reason in why

@@ -7,6 +7,8 @@ from tests.common import assert_refused, run_script
 
 import pytest
 
+from tools.hlo import collectives_in, count_kernels, loops_of_unknown_length, memory_traffic, parse_hlo
+
 # -----------------------------------------------------------------------------
 # sampling, tracing, scaling
 
@@ -61,3 +63,44 @@ def test_a_plan_for_a_device_without_its_compiler_says_what_to_install():
     for topology, message in (('abacus:8', 'topology must be like v5e:4x4'), ('cpu:1x0', 'topology must be like'),
                               ('cpu:2x8', 'cpu:2x8 needs JAX_NUM_CPU_DEVICES=16; this process has 8 CPU devices')):
         assert_refused(run_script('bench_jax.py', *PLAN, f'--topology={topology}'), message)
+
+
+# a loop over the blocks of experts, which the data end, in one of three layers; and the rounds of exchange_tokens
+LOOPS = """
+%blocks (b: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %b = (s32[], f32[8,4]) parameter(0)
+  %y = f32[8,4] get-tuple-element(%b), index=1
+  %a = f32[8,4] add(%y, %y)
+  ROOT %t = (s32[], f32[8,4]) tuple(%i, %a)
+}
+%rounds (b: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %b = (s32[], f32[8,4]) parameter(0)
+  %y = f32[8,4] get-tuple-element(%b), index=1
+  ROOT %sent = f32[8,4] all-to-all(%y), replica_groups={{0,1}}
+}
+%layers (b: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %b = (s32[], f32[8,4]) parameter(0)
+  ROOT %inner = (s32[], f32[8,4]) while(%b), condition=%ended, body=%blocks, metadata={op_name="EXPERTS"}
+}
+%ended (b: (s32[], f32[8,4])) -> pred[] {
+  %b = (s32[], f32[8,4]) parameter(0)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {
+  %x = f32[8,4] parameter(0)
+  %all = (s32[], f32[8,4]) while(%x), body=%layers, backend_config={"known_trip_count":{"n":"3"}}
+  %more = (s32[], f32[8,4]) while(%x), condition=%ended, body=%rounds, metadata={op_name="ROUNDS"}
+  ROOT %other = (s32[], f32[8,4]) while(%x), condition=%ended, body=%blocks
+}
+""".replace('EXPERTS', 'jit(step)/more_rounds_at_most_3/blocks_of_experts_at_most_400/while').replace(
+    'ROUNDS', 'jit(step)/transpose(more_rounds_at_most_3)/while')
+
+
+def test_loops_whose_length_the_data_decide_are_named_and_counted_at_their_worst_case():
+    program = parse_hlo(LOOPS)
+    assert loops_of_unknown_length(program) == {
+        'blocks_of_experts': (400, 400, 3), 'more_rounds': (0, 3, 1), 'blocks': (1, None, 1)}
+    additions = 3 * 400 + 1
+    assert memory_traffic(program) == additions * (2 + 1) * 4 * 8 * 4
+    assert count_kernels(program) == additions
+    assert [times for *_, times, _ in collectives_in(program)] == [0]  # with balanced routing one round is enough

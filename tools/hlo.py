@@ -52,10 +52,9 @@ def parse_hlo(text):
     return computations
 
 
-def trip_count(computations, rest):
-    """Returns how often a loop is executed, by its attributes or its condition.
-
-    rest: the rest of the loop's line."""
+def known_length(computations, rest):
+    """Returns how often a loop is executed, by its attributes or its condition; None if the data
+    decide. rest: the rest of the loop's line."""
     # XLA may have written it there.
     known = re.search(r'known_trip_count\D*(\d+)', rest)
     if known:
@@ -72,15 +71,46 @@ def trip_count(computations, rest):
         limit = max(limits)
         does_two_steps = 'windowed_dot_general' in rest
         return ceil_div(limit, 2) if does_two_steps else limit
+    return None
 
-    # Without a constant the data decide. With collectives these are the rounds of exchange_tokens
-    # after the first, of which there is none if routing is balanced; else the blocks of experts.
-    body = re.search(r'body=%?([\w.\-]+)', rest)[1]
-    for name, i, _ in executed(computations, body):
-        operation = computations[name][i][2]
-        if operation.startswith(COLLECTIVES):
-            return 0
-    return 1
+
+def trip_count(computations, rest):
+    """Returns how often a loop is counted. rest: the rest of its line."""
+    known = known_length(computations, rest)
+    if known is not None:
+        return known
+
+    # Without a constant the data decide, and the worst case is counted.
+    name, most = unknown_length(rest)
+    if name == 'more_rounds':  # of exchange_tokens: none if routing is balanced
+        return 0
+    return most or 1
+
+
+def unknown_length(rest):
+    """Returns (name, most iterations) of a loop whose length the data decide, which has a scope
+    NAME_at_most_N; without it the name that XLA gives it, and None.
+
+    rest: the rest of the loop's line."""
+    scopes = re.findall(r'(\w+)_at_most_(\d+)', rest)
+    if scopes:
+        name, most = scopes[-1]  # the innermost
+        return name, int(most)
+    return re.search(r'body=%?([\w.\-]+)', rest)[1], None
+
+
+def loops_of_unknown_length(computations):
+    """Returns {name: (iterations counted, most iterations or None, times executed)} of the loops of
+    a program whose length the data decide."""
+    loops = {}
+    for name, i, times in executed(computations):
+        _, _, operation, rest = computations[name][i]
+        if operation != 'while' or known_length(computations, rest) is not None:
+            continue
+        loop, most = unknown_length(rest)
+        _, _, times_before = loops.get(loop, (0, 0, 0))
+        loops[loop] = (trip_count(computations, rest), most, times_before + times)
+    return loops
 
 
 def executed(computations, name='ENTRY', times=1):
@@ -262,6 +292,17 @@ def share_sent(kind, n):
     if kind == 'collective-permute':
         return 1
     return (n - 1) / n
+
+
+def count_kernels(computations):
+    """Returns how many operations that read or write something a step executes, each of which an
+    accelerator starts as a kernel of its own."""
+    total = 0
+    for name, i, times in executed(computations):
+        operation = computations[name][i][2]
+        if operation not in WITHOUT_TRAFFIC and not operation.endswith('-done'):
+            total += times
+    return total
 
 
 def memory_traffic(computations):

@@ -17,15 +17,17 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jax_cache import init_cache
 from jax_devices.parallel import setup_distributed_training, split_batch
 from jax_devices.setup import device_peak_flops
-from jax_generate import DecodeState, Sampling, step_cached
+from jax_generate import DecodeState, Sampling, bytes_read_per_step, step_cached
 from jax_ops.choose_attention import choose_attention
+from jax_ops.choose_experts import choose_experts
 from jax_ops.decode_weights import cast_matrices, order_columns_by_rank, quantize_params
 from jax_ops.sharding import BATCH
 from jax_sizes import choose_slots
 from jax_train_utils import (
     create_learning_rate_schedule, create_optimizer_with_schedule, language_model, make_train_step)
-from jax_transformer import count_params, create_train_state, estimate_mfu, without_tables
-from tools.hlo import collective_table, memory_traffic, parse_hlo
+from jax_transformer import count_params, create_train_state, estimate_mfu
+from tools.hlo import (
+    collective_table, count_kernels, loops_of_unknown_length, memory_traffic, parse_hlo)
 from tools.topologies import DATA_SHEETS
 
 
@@ -35,6 +37,7 @@ class CompiledStep:
     program: object  # jax's compiled function
     mesh: jax.sharding.Mesh
     attention: str  # the implementation and its reason
+    experts: str  # the way of computing them and its reason
     parts: dict  # {'parameters': tree, ...} of ShapeDtypeStructs with shardings
     n_steps: int = 1  # the number of steps that the program makes
 
@@ -47,7 +50,8 @@ def compile_train_step(flags, config, devices):
     config = dataclasses.replace(config, scan_layers=flags.scan_layers, remat=flags.remat)
     implementation, reason = choose_attention(
         flags.attention, config, devices[0], tensor=flags.tensor, context=flags.context)
-    config = dataclasses.replace(config, attention=implementation)
+    experts, why_experts = choose_experts(config, devices[0])
+    config = dataclasses.replace(config, attention=implementation, experts=experts)
     parallel.validate(config)
     schedule = create_learning_rate_schedule(6e-4, warmup_iters=2000, lr_decay_iters=600000)
     tx = create_optimizer_with_schedule(schedule, optimizer=flags.optimizer)
@@ -80,7 +84,8 @@ def compile_train_step(flags, config, devices):
         loss_chunk=flags.loss_chunk))
     program = step.lower(state, batch).compile()
     parts = {'parameters': state.params, 'optimizer': state.opt_state}
-    return CompiledStep(program, parallel.mesh, f'{implementation} ({reason})', parts)
+    return CompiledStep(
+        program, parallel.mesh, f'{implementation} ({reason})', f'{experts} ({why_experts})', parts)
 
 
 def compile_decode(flags, config, devices):
@@ -88,6 +93,8 @@ def compile_decode(flags, config, devices):
     of the devices, as sample_jax.py decodes. Returns a CompiledStep."""
     parallel = setup_distributed_training(
         devices[:flags.tensor * flags.expert], tensor=flags.tensor, expert=flags.expert)
+    experts, why_experts = choose_experts(config, devices[0])
+    config = dataclasses.replace(config, experts=experts)
     parallel.validate(config)
     on_mesh = getattr(parallel, 'on_mesh', lambda step: step)
 
@@ -124,7 +131,8 @@ def compile_decode(flags, config, devices):
 
     program = jax.jit(on_mesh(decode), donate_argnums=1).lower(params, state).compile()
     parts = {'parameters': params, 'cache': cache}
-    return CompiledStep(program, parallel.mesh, 'xla', parts, flags.max_new_tokens)
+    return CompiledStep(
+        program, parallel.mesh, 'xla', f'{experts} ({why_experts})', parts, flags.max_new_tokens)
 
 
 def abstract_decode_params(flags, config, parallel):
@@ -179,12 +187,17 @@ def plan_step(flags, config, devices):
     results['exposed_gb'] = sum(row['exposed'] for row in table) / 1e9
     results['compile_s'] = compile_s
     if is_decode:
-        traffic = shard_bytes(without_tables(params)) + shard_bytes(compiled.parts['cache'])
+        weights = bytes_read_per_step(params, config, flags.batch_size, shard_bytes)
+        traffic = weights + shard_bytes(compiled.parts['cache'])
     else:
         traffic = memory_traffic(computations)
         results['n_params'] = count_params(params, non_embedding=False)
     results['memory_traffic_gb'] = traffic / 1e9
+    results['kernels'] = count_kernels(computations) / compiled.n_steps
     print(f'attention: {compiled.attention}')
+    if config.moe:
+        print(f'experts: {compiled.experts}')
+    print_loops(loops_of_unknown_length(computations), compiled.n_steps)
     print_collectives(table)
 
     # How long that takes at least, and whether it fits. The process's own CPUs have no data sheet.
@@ -240,6 +253,15 @@ def shard_bytes(tree):
         if is_array:
             total += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     return total
+
+
+def print_loops(loops, n_steps):
+    """Prints the loops whose length the data decide, and how often the plan counts them.
+
+    loops: {name: (iterations counted, iterations at most or None, times executed)}."""
+    for name, (counted, most, times) in loops.items():
+        limit = 'of unknown length' if most is None else f'at most {most:,} iterations'
+        print(f'loop {name}: {limit}, counted as {counted:,}; {times / n_steps:,.4g} per step')
 
 
 def print_collectives(table):
