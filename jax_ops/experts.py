@@ -213,7 +213,8 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
     x_SxD = x_SxD.at[slot_R].set(x_RxD, mode='drop', unique_indices=True)
     x_nxbxD = x_SxD.reshape(n, b, D)
     if way == 'loop':
-        with jax.named_scope(f'blocks_of_experts_at_most_{n}'):  # tools/hlo.py reads it
+        most = (R + min(E, R) * (b - 1)) // b
+        with jax.named_scope(f'blocks_of_experts_at_most_{most}'):  # tools/hlo.py reads it
             y_nxbxD = grouped_apply(f, weights, x_nxbxD, expert_n.clip(0, E - 1), block_end_E[-1])
     elif way == 'batched':
         y_nxbxD = batched_apply(f, weights, x_nxbxD, expert_n)

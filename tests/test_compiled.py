@@ -83,6 +83,32 @@ def test_h100s_return_the_results_of_experts_in_bfloat16():
     assert sent(report, kind='reduce-scatter', axis='expert', dtype='f32') < tokens / 2
 
 
+EXPERTS = ['--n_expert=8', '--n_inner=256', '--mlp=swiglu', '--batch_size=16']
+
+
+@on_h100
+def test_h100s_compute_all_experts_in_kernels_without_a_loop_over_blocks():
+    report = plan('h100:1x1', *EXPERTS)
+    assert report['loops_of_unknown_length'] == 0
+    assert report['kernels'] < 300  # the loop over blocks of 64 rows: 6,000
+
+
+@on_h100
+def test_h100s_decode_few_rows_with_their_experts_in_batched_matmuls():
+    report = plan('h100:1x1', *EXPERTS, '--plan=decode', '--batch_size=1', '--max_new_tokens=16')
+    assert report['loops_of_unknown_length'] == 0
+    weights_of_an_expert = 2 * 3 * D * 256
+    assert report['temporary_gb'] * 1e9 < 8 * weights_of_an_expert  # not those of all experts
+
+
+@on_v5e
+def test_v5es_compute_all_experts_in_kernels_without_a_loop_over_blocks():
+    report = plan('v5e:2x4', '--fsdp=8', *EXPERTS)
+    assert report['loops_of_unknown_length'] == 0
+    # every expert for every row would be 8 hidden rows for each of the 2 x 256 x 2
+    assert report['temporary_gb'] * 1e9 < 8 * 2 * (2 * T * 2) * 8 * 256 * 2
+
+
 def sends_tokens_to_their_experts_only(topology):
     report = plan(topology, '--expert=16', '--n_expert=64', '--n_inner=128', '--batch_size=32')
     rows_of_tokens = 16 * 2 * (2 * T) * 2 // 16  # 2 sequences per device, 2 experts per token, twice the balanced share

@@ -104,3 +104,33 @@ def test_loops_whose_length_the_data_decide_are_named_and_counted_at_their_worst
     assert memory_traffic(program) == additions * (2 + 1) * 4 * 8 * 4
     assert count_kernels(program) == additions
     assert [times for *_, times, _ in collectives_in(program)] == [0]  # with balanced routing one round is enough
+
+
+# an iteration of a loop: of eight blocks, one is read, and its place in the results written
+SLICES = """
+%fused (p0: f32[8,4], p1: f32[8,4], p2: s32[], p3: f32[4]) -> f32[8,4] {
+  %p0 = f32[8,4] parameter(0)
+  %p1 = f32[8,4] parameter(1)
+  %p2 = s32[] parameter(2)
+  %p3 = f32[4] parameter(3)
+  %same = f32[8,4] bitcast(%p0)
+  %block = f32[1,4] dynamic-slice(%same, %p2), dynamic_slice_sizes={1,4}
+  %y = f32[1,4] add(%block, %p3)
+  ROOT %updated = f32[8,4] dynamic-update-slice(%p1, %y, %p2)
+}
+ENTRY %main (x: f32[8,4], y: f32[8,4], i: s32[], z: f32[4]) -> f32[8,4] {
+  %x = f32[8,4] parameter(0)
+  %y = f32[8,4] parameter(1)
+  %i = s32[] parameter(2)
+  %z = f32[4] parameter(3)
+  ROOT %fusion = f32[8,4] fusion(%x, %y, %i, %z), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_memory_traffic_counts_the_slices_of_arrays_that_a_fusion_reads_and_updates_in_place():
+    block = 4 * 4
+    index = 4
+    assert memory_traffic(parse_hlo(SLICES)) == block + block + block + index  # of x, in y; z
+    whole = SLICES.replace('add(%block, %p3)', 'add(%block, %p0)')  # x is needed whole, and z not at all
+    assert memory_traffic(parse_hlo(whole)) == 8 * block + block + index

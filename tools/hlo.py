@@ -316,9 +316,48 @@ def memory_traffic(computations):
         result, _, operation, rest = computations[name][i]
         if operation in WITHOUT_TRAFFIC or operation.endswith('-done'):
             continue
-        operands = re.findall(r'%([\w.\-]+)', rest.split(')')[0])
         n_bytes = sizes[name][result]
-        for operand in operands:
+        for operand in operands_of(rest):
             n_bytes += sizes[name].get(operand, 0)
+        if operation == 'fusion':
+            n_bytes -= bytes_left_alone(computations[re.search(r'calls=%?([\w.\-]+)', rest)[1]])
         total += times * n_bytes
     return total
+
+
+def operands_of(rest):
+    """Returns the names of the operands of an operation. rest: the rest of its line."""
+    return re.findall(r'%([\w.\-]+)', rest.split(')')[0])
+
+
+def bytes_left_alone(fusion):
+    """Returns the bytes of the arguments and results of a fusion that it does not touch: of an
+    array of which it only reads slices, all but these; of one that it updates in place, all but the
+    update, in the argument and in the result. In a loop these are the other iterations' parts.
+
+    fusion: the instructions of its computation."""
+    sizes = {}
+    arguments = {}  # {name of an argument, or of a bitcast of it: name of the argument}
+    touched = {}  # {argument: bytes}; infinite if an operation needs it whole
+    updated = 0
+    for name, shapes, operation, rest in fusion:
+        sizes[name] = bytes_of(shapes)
+        operands = operands_of(rest)
+        if operation == 'parameter':
+            arguments[name] = name
+            touched[name] = 0
+            continue
+        if operation == 'bitcast' and operands[0] in arguments:
+            arguments[name] = arguments[operands[0]]
+            continue
+        for position, operand in enumerate(operands):
+            if operand not in arguments:
+                continue
+            argument = arguments[operand]
+            if operation == 'dynamic-slice' and position == 0:
+                touched[argument] += sizes[name]
+            elif operation == 'dynamic-update-slice' and position == 0:
+                updated += sizes[argument] - sizes.get(operands[1], 0)
+            else:
+                touched[argument] = math.inf
+    return updated + sum(max(0, sizes[name] - n_bytes) for name, n_bytes in touched.items())

@@ -194,10 +194,13 @@ def plan_step(flags, config, devices):
         results['n_params'] = count_params(params, non_embedding=False)
     results['memory_traffic_gb'] = traffic / 1e9
     results['kernels'] = count_kernels(computations) / compiled.n_steps
+    loops = loops_of_unknown_length(computations)
+    n_loops = sum(times for *_, times in loops.values())
+    results['loops_of_unknown_length'] = n_loops / compiled.n_steps
     print(f'attention: {compiled.attention}')
     if config.moe:
         print(f'experts: {compiled.experts}')
-    print_loops(loops_of_unknown_length(computations), compiled.n_steps)
+    print_loops(loops, compiled.n_steps)
     print_collectives(table)
 
     # How long that takes at least, and whether it fits. The process's own CPUs have no data sheet.
