@@ -263,7 +263,8 @@ def grouped_weights(weights, blocks):
         if is_transposed(w):
             return Grouped(w.values, blocks, is_transposed=True)
         if w.ndim == 2:
-            return jnp.take(w, blocks.expert_n, axis=0, mode='clip')
+            # a block that is not in use has none: its results are those of the memory's on TPUs
+            return jnp.take(w, blocks.expert_n, axis=0, mode='fill', fill_value=0)
         return Grouped(w, blocks)
 
     return jax.tree.map(group, weights, is_leaf=is_transposed)

@@ -60,7 +60,7 @@ grouped_matmul.defvjp(grouped_matmul_fwd, grouped_matmul_bwd)
 
 
 # -----------------------------------------------------------------------------
-# jax.lax.ragged_dot, for TPUs
+# jax.lax.ragged_dot and a kernel of JAX's, for TPUs; on a CPU they are interpreted, for tests
 
 def rows_of_experts(n_rows, blocks):
     """The number of rows [E] in the blocks of each expert, of n_rows in all blocks."""
@@ -79,11 +79,28 @@ def ragged_matmul(x_SxI, w_ExIxO, blocks, transpose_rhs):
 
 
 def ragged_weight_grad(x_SxI, g_SxO, blocks, dtype):
-    """[x[rows of e].T @ g[rows of e] for e in range(E)] in dtype, by jax.lax.ragged_dot."""
-    numbers = jax.lax.RaggedDotDimensionNumbers(
-        (((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
-    return jax.lax.ragged_dot_general(
-        x_SxI, g_SxO, rows_of_experts(len(x_SxI), blocks), numbers, preferred_element_type=dtype)
+    """[x[rows of e].T @ g[rows of e] for e in range(E)] in dtype, by megablox: of this form of
+    ragged_dot XLA:TPU makes a matmul of every expert with every row."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+    S = len(x_SxI)
+    tiles = S // len(blocks.expert_n), widest_tile(x_SxI.shape[1]), widest_tile(g_SxO.shape[1])
+    arrays = x_SxI.T, g_SxO, rows_of_experts(S, blocks)
+
+    def sums(*arrays, interpret):
+        return tgmm(*arrays, dtype, tiles, interpret=interpret)
+
+    return jax.lax.platform_dependent(
+        *arrays, cpu=functools.partial(sums, interpret=True),
+        default=functools.partial(sums, interpret=False))
+
+
+def widest_tile(width):
+    """Returns the width of megablox's tiles: what divides `width`, else 128, of which it masks the
+    rest."""
+    for tile in (512, 384, 256):
+        if width % tile == 0:
+            return tile
+    return 128
 
 
 # -----------------------------------------------------------------------------
