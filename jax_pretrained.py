@@ -10,8 +10,9 @@ its tensors on disk differ from Llama's (LAYOUTS), of which family_tensor_maps m
 
 Loading and saving use the same table, and the config.json that was read is written back. SAVED_AS
 names the families that transformers has under another name. A GGUF file of a family needs a row in
-ARCHITECTURES of jax_files/gguf_files.py, where settings and names are GPT-2's or Llama's, and one
-in LAYOUTS, 'gguf FAMILY', if its rows have another order.
+ARCHITECTURES of jax_files/gguf_files.py, where settings and names are GPT-2's or Llama's unless
+SETTINGS and TENSORS say otherwise, and one in LAYOUTS, 'gguf FAMILY', if its rows have another
+order.
 """
 import dataclasses
 import functools
@@ -455,8 +456,8 @@ class Layout(NamedTuple):
     router: str = 'gate'  # name of the router in a mixture of experts
     # name of the MLP that every token uses in addition to its experts
     shared: str = 'shared_experts'
-    # 'separate': a tensor for each expert; else one for all, in which the columns of gate and up
-    # are 'interleaved' (gate, up, gate, up, ...) or 'concatenated' (all of gate, all of up)
+    # 'separate': a tensor for each expert; 'stacked': one for all; else gate and up of all are one,
+    # its columns 'interleaved' (gate, up, gate, up, ...) or 'concatenated' (all of gate, all of up)
     experts: str = 'separate'
     fused: bool = False  # one tensor for q, k and v, and one for gate and up
     # RoPE rotates channels (2j, 2j + 1); apply_rope() rotates (j, j + width / 2)
@@ -471,6 +472,7 @@ LAYOUTS = {  # by model_type; the others have Layout()
     'gemma2': Layout(norm_offset=1.0), 'gemma3_text': Layout(norm_offset=1.0),
     'gemma3': Layout(prefix='language_model.', norm_offset=1.0),
     'gguf llama': Layout(interleaved_rope=True), 'gguf mistral': Layout(interleaved_rope=True),
+    'gguf qwen3_moe': Layout(experts='stacked'),
     'phi3': Layout(fused=True), 'gpt_oss': Layout(router='router', experts='interleaved'),
     'deepseek_v3': Layout(interleaved_rope=True), 'kimi_k2': Layout(interleaved_rope=True),
     'llama4_text': LLAMA4, 'llama4': LLAMA4._replace(prefix='language_model.')}
@@ -624,12 +626,16 @@ def expert_tensor_maps(layout, name, ours, leaf, shape):
 
     shape: the shape of our parameter, [E, in, out] or [E, out]."""
     E, *_, n_out = shape
+    names = {'experts_c_gate': 'gate', 'experts_c_fc': 'up', 'experts_c_proj': 'down'}
 
-    # A tensor for each expert.
+    # A tensor for each expert, or one for all.
     if layout.experts == 'separate':
-        names = {'experts_c_gate': 'gate', 'experts_c_fc': 'up', 'experts_c_proj': 'down'}
         return [TensorMap(f'{name}.{e}.{names[ours]}_proj.weight', (n_out, shape[1]),
                           transpose=True, dst=e)
+                for e in range(E)]
+    if layout.experts == 'stacked':
+        return [TensorMap(f'{name}.{names[ours]}_proj.weight', (E, n_out, shape[1]),
+                          transpose=True, dst=e, src=e)
                 for e in range(E)]
     # one tensor for all experts; gate and up share one
     tensor = 'down_proj'

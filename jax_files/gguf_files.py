@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import math
+import operator
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ ARCHITECTURES = {
     'mistral': 'llama',
     'qwen2': 'qwen2',
     'qwen3': 'qwen3',
+    'qwen3_moe': 'qwen3moe',
 }
 
 # {key of GGUF without the architecture: (field or property of GPTConfig, key of config.json)}
@@ -57,10 +59,18 @@ LLAMA_SETTINGS = {
     'rope.freq_base': ('rope_theta', 'rope_theta'),
     'attention.layer_norm_rms_epsilon': ('norm_eps', 'rms_norm_eps'),
 }
+QWEN3_MOE_SETTINGS = {
+    **LLAMA_SETTINGS,
+    'expert_count': ('moe.n_expert', 'num_experts'),
+    'expert_used_count': ('moe.n_used', 'num_experts_per_tok'),
+    'expert_feed_forward_length': ('moe.width', 'moe_intermediate_size'),
+}
+SETTINGS = {'gpt2': GPT2_SETTINGS, 'qwen3moe': QWEN3_MOE_SETTINGS}  # the others have Llama's
 
 REQUIRED = (
     'context_length', 'embedding_length', 'block_count', 'feed_forward_length',
     'attention.head_count')
+REQUIRED_OF_EXPERTS = ('expert_count', 'expert_used_count')
 
 # The other keys of an architecture. A key that is in none of these tables is refused by name: it
 # may change numbers.
@@ -111,6 +121,15 @@ LLAMA_TENSORS = {
     'mlp.up_proj': 'ffn_up',
     'mlp.down_proj': 'ffn_down',
 }
+# The experts of a layer are one tensor, which has no name on Hugging Face: 'stacked' in LAYOUTS.
+QWEN3_MOE_TENSORS = {
+    **LLAMA_TENSORS,
+    'mlp.gate': 'ffn_gate_inp',
+    'mlp.experts.gate_proj': 'ffn_gate_exps',
+    'mlp.experts.up_proj': 'ffn_up_exps',
+    'mlp.experts.down_proj': 'ffn_down_exps',
+}
+TENSORS = {'gpt2': GPT2_TENSORS, 'qwen3moe': QWEN3_MOE_TENSORS}  # the others have Llama's
 
 # {tokenizer.ggml.pre of llama.cpp: (the patterns at which it splits text before BPE,
 # ignore_merges of tokenizer.json)}
@@ -172,6 +191,11 @@ def why_no_gguf(config, family):
         return 'a model with sliding windows, layers without RoPE or rope scaling'
     if family not in ARCHITECTURES:
         return f'a {family}, only of {", ".join(ARCHITECTURES)}'
+    # llama.cpp's Qwen3-MoE
+    has_experts_alone = all(config.layer(i)[1] for i in range(config.n_layer))
+    if config.moe and not (has_experts_alone and config.moe.normalize):
+        return ('a mixture of experts with layers without experts, or with weights of experts that '
+                'do not sum to 1')
     return ''
 
 
@@ -195,9 +219,8 @@ def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenize
 
     # The tables of this architecture.
     architecture = ARCHITECTURES[family]
-    is_gpt2 = architecture == 'gpt2'
-    settings = GPT2_SETTINGS if is_gpt2 else LLAMA_SETTINGS
-    names = GPT2_TENSORS if is_gpt2 else LLAMA_TENSORS
+    settings = SETTINGS.get(architecture, LLAMA_SETTINGS)
+    names = TENSORS.get(architecture, LLAMA_TENSORS)
 
     # The temporary file holds the tensors until the end: memory need not hold all of them.
     unfinished = f'{path}.tmp-{os.getpid()}'
@@ -205,7 +228,7 @@ def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenize
     try:
         # The settings, each with its type.
         for key, (field, _) in settings.items():
-            value = getattr(config, field)
+            value = operator.attrgetter(field)(config)
             if isinstance(value, float):
                 writer.add_float32(f'{architecture}.{key}', value)
             else:
@@ -239,7 +262,7 @@ def gguf_name(name, names):
     """Returns GGUF's name of a tensor: blk.0.attn_q.weight for
     model.layers.0.self_attn.q_proj.weight.
 
-    names: {Hugging Face's name: GGUF's name}, GPT2_TENSORS or LLAMA_TENSORS."""
+    names: {Hugging Face's name: GGUF's name}, as LLAMA_TENSORS."""
     pattern = r'(transformer\.h\.|model\.layers\.)?(?(1)(\d+)\.)(.+)\.(weight|bias)'
     _, layer, stem, leaf = re.fullmatch(pattern, name).groups()
     theirs = names[re.sub(r'^(transformer|model)\.', '', stem)]
@@ -251,9 +274,11 @@ def gguf_name(name, names):
 def tensor_type(name, shape, dtype, types):
     """Returns the type of a tensor in GGUF, one of `types`, which is gguf.GGMLQuantizationType.
 
-    Rows that are not whole blocks of 32 are in float16 instead of q8_0, as llama.cpp has them."""
+    Rows that are not whole blocks of 32 are in float16 instead of q8_0, as llama.cpp has them; so
+    are the tensors that stay in float32, the router of experts among them."""
     is_vector = len(shape) < 2
-    if dtype == 'float32' or is_vector or name == 'position_embd.weight':
+    is_kept = name == 'position_embd.weight' or name.endswith('.ffn_gate_inp.weight')
+    if dtype == 'float32' or is_vector or is_kept:
         return types.F32
     has_whole_blocks = shape[-1] % 32 == 0
     if dtype == 'q8_0' and has_whole_blocks:
@@ -408,6 +433,8 @@ class Quantized(NamedTuple):
 
     def __getitem__(self, index):
         with reading(self.path):
+            if isinstance(index, int):  # one expert of a stack
+                return import_gguf().dequantize(self.rows[index], self.kind)
             return import_gguf().dequantize(self.rows, self.kind)[index]
 
 
@@ -517,7 +544,7 @@ def read_gguf_tensors(reader, architecture, path):
     rope_freqs.weight or None)."""
     gguf = import_gguf()
     is_gpt2 = architecture == 'gpt2'
-    table = GPT2_TENSORS if is_gpt2 else LLAMA_TENSORS
+    table = TENSORS.get(architecture, LLAMA_TENSORS)
     names = {theirs: ours for ours, theirs in table.items()}
     tensors = {}
     factors = None
@@ -573,7 +600,7 @@ def hf_name(name, names, is_gpt2):
 def read_settings(values, architecture, path):
     """Returns the config.json of a GGUF file, given its {key: value}. Raises UserError for a key
     that is missing, and for one that this program does not compute with."""
-    settings = GPT2_SETTINGS if architecture == 'gpt2' else LLAMA_SETTINGS
+    settings = SETTINGS.get(architecture, LLAMA_SETTINGS)
     prefix = f'{architecture}.'
     found = {}
     for key, value in values.items():
@@ -582,12 +609,14 @@ def read_settings(values, architecture, path):
 
     # What every model has to say.
     epsilon = next(key for key in settings if key.endswith('epsilon'))
-    for key in (*REQUIRED, epsilon):
+    of_experts = [key for key in REQUIRED_OF_EXPERTS if key in settings]
+    for key in (*REQUIRED, epsilon, *of_experts):
         if key not in found:
             raise UserError(f'{path} lacks {architecture}.{key}; convert the model again')
 
     n_tokens = len(values.get('tokenizer.ggml.tokens', ()))
-    config = {'model_type': architecture, 'vocab_size': n_tokens}
+    family = next(key for key, name in ARCHITECTURES.items() if name == architecture)
+    config = {'model_type': family, 'vocab_size': n_tokens}
     for key, value in found.items():
         # A list has one value for each layer; one that is the same for all is a number.
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
@@ -614,6 +643,10 @@ def read_settings(values, architecture, path):
         config.setdefault('num_key_value_heads', config['num_attention_heads'])
         config.setdefault('head_dim', config['hidden_size'] // config['num_attention_heads'])
         config.setdefault('rope_theta', 10000.0)
+    if of_experts:
+        width = config['intermediate_size'] // config['num_experts_per_tok']
+        config.setdefault('moe_intermediate_size', width)
+        config['norm_topk_prob'] = True  # the weights of the chosen experts sum to 1
     return config
 
 

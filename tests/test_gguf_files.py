@@ -18,7 +18,7 @@ from jax_flags import UserError
 from jax_generate import generate
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_ropes import read_rope
-from jax_transformer import GPTConfig, RopeScaling, rope_inv_freq
+from jax_transformer import GPTConfig, MoEConfig, RopeScaling, rope_inv_freq
 from tests.common import (
     CHAT_TEMPLATE, FAMILIES, GOLDEN, TUNE, apply, assert_refused, edit_json, prepare, random_params, refusal,
     run_next, run_script, sample, samples_of, succeeded, train)
@@ -29,8 +29,10 @@ GPT2 = GPTConfig(block_size=64, vocab_size=len(CHARS), n_layer=2, n_head=2, n_em
 LLAMA = GPTConfig(block_size=64, vocab_size=len(CHARS), n_layer=2, n_head=4, n_kv_head=2, n_embd=64, n_inner=96,
                   norm='rms', position='rope', mlp='swiglu', bias=False, tied_head=False)
 QWEN3 = dataclasses.replace(LLAMA, qk_norm='learned')
+QWEN3_MOE = dataclasses.replace(QWEN3, moe=MoEConfig(n_expert=8, n_used=3, width=32, layers=(True, True)))
 CONFIGS = {'gpt2': GPT2, 'gpt2 without biases': dataclasses.replace(GPT2, bias=False),
-           'gpt2 with a head': dataclasses.replace(GPT2, tied_head=False), 'llama': LLAMA, 'qwen3': QWEN3}
+           'gpt2 with a head': dataclasses.replace(GPT2, tied_head=False), 'llama': LLAMA, 'qwen3': QWEN3,
+          'qwen3_moe': QWEN3_MOE}
 CHAR_TOKENIZER = {'kind': 'char', 'chars': CHARS}
 
 
@@ -47,11 +49,16 @@ def test_a_gguf_file_holds_the_weights_and_the_settings(family, tmp_path):
     params = random_params(config)
     save_pretrained(params, config, tmp_path / 'model.gguf', tokenizer=CHAR_TOKENIZER)
     values, tensors = read(tmp_path / 'model.gguf')
-    assert values['general.architecture'] == family
-    assert values[f'{family}.context_length'] == 64 and values[f'{family}.block_count'] == 2
+    architecture = family.replace('_', '')
+    assert values['general.architecture'] == architecture
+    assert values[f'{architecture}.context_length'] == 64 and values[f'{architecture}.block_count'] == 2
     np.testing.assert_array_equal(tensors['token_embd.weight'], params['wte'])
-    kernel = params['h_1']['mlp']['c_fc']['kernel']
-    np.testing.assert_array_equal(tensors['blk.1.ffn_up.weight'], np.asarray(kernel).T)
+    ours, theirs = ('experts_c_fc', 'ffn_up_exps') if config.moe else ('c_fc', 'ffn_up')
+    kernel = params['h_1']['mlp'][ours]['kernel']
+    np.testing.assert_array_equal(tensors[f'blk.1.{theirs}.weight'], np.asarray(kernel).swapaxes(-1, -2))
+    if config.moe:
+        experts = [values[f'qwen3moe.expert_{key}'] for key in ('count', 'used_count', 'feed_forward_length')]
+        assert experts == [8, 3, 32]
     q = np.asarray(params['h_0']['attn']['c_attn']['kernel']).T[:64]
     if family == 'llama':  # RoPE rotates neighbours there
         q = q.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
@@ -67,6 +74,17 @@ def test_q8_0_is_within_one_part_in_127_of_the_largest_of_its_block(tmp_path):
     error = np.abs(tensors['blk.0.ffn_gate.weight'] - want).reshape(-1, 32).max(1)
     assert (0 < error).any() and (error <= np.abs(want).reshape(-1, 32).max(1) / 127).all()
     assert tensors['blk.0.attn_norm.weight'].dtype == np.float32
+
+
+def test_the_experts_of_a_q8_0_file_are_read_as_they_are_dequantized_and_its_router_is_exact(tmp_path):
+    params = random_params(QWEN3_MOE)
+    save_pretrained(params, QWEN3_MOE, tmp_path / 'model.gguf', dtype='q8_0', tokenizer=CHAR_TOKENIZER)
+    _, tensors = read(tmp_path / 'model.gguf')
+    mlp = load_pretrained(tmp_path / 'model.gguf')[1]['h_1']['mlp']
+    np.testing.assert_array_equal(mlp['router']['kernel'], params['h_1']['mlp']['router']['kernel'])
+    down = tensors['blk.1.ffn_down_exps.weight'].swapaxes(1, 2)
+    np.testing.assert_array_equal(mlp['experts_c_proj']['kernel'], down)
+    assert (down != params['h_1']['mlp']['experts_c_proj']['kernel']).any()
 
 
 def test_a_vocabulary_that_prepare_has_learned_is_split_by_llama_cpp_too(tmp_path):
@@ -103,6 +121,9 @@ def test_what_llama_cpp_does_not_have_is_refused(tmp_path):
     with pytest.raises(UserError, match='no GGUF is written of a olmo2'):
         save_pretrained(params, config, tmp_path / 'model.gguf', config_json=FAMILIES / 'olmo2' / 'config.json',
                         tokenizer=CHAR_TOKENIZER)
+    no_sum = dataclasses.replace(QWEN3_MOE, moe=dataclasses.replace(QWEN3_MOE.moe, normalize=False))
+    with pytest.raises(UserError, match='no GGUF is written of a mixture of experts with'):
+        save_pretrained(random_params(no_sum), no_sum, tmp_path / 'model.gguf', tokenizer=CHAR_TOKENIZER)
     with pytest.raises(UserError, match='dtype must be one of float32, float16, q8_0'):
         save_pretrained(random_params(LLAMA), LLAMA, tmp_path / 'model.gguf', dtype='bfloat16')
     assert_refused(run_script('export_jax.py', '--gguf=model.gguf', '--folder=model'), 'name one new folder or file')
@@ -208,7 +229,7 @@ def test_a_file_of_another_kind_is_one_line(written, tmp_path):
 
     other = rewrite(written, tmp_path / 'a.gguf', architecture='rwkv7')
     assert_refused(run_script('sample_jax.py', f'--init_from={other}'),
-                   "a.gguf: the architecture 'rwkv7' is not supported; supported: gpt2, llama, qwen2, qwen3")
+                   "a.gguf: the architecture 'rwkv7' is not supported; supported: gpt2, llama, qwen2, qwen3, qwen3moe")
     int8 = tmp_path / 'int8.gguf'
     writer = gguf.GGUFWriter(int8, 'llama')
     writer.add_token_list(['a'])
@@ -278,6 +299,13 @@ def test_what_llama_cpp_takes_where_a_key_is_missing(written, tmp_path):
     config = load_pretrained(rewrite(tmp_path / 'qwen3.gguf', tmp_path / 'b.gguf', architecture='qwen3', **changed))[0]
     assert config == load_pretrained(tmp_path / 'qwen3.gguf')[0]
     assert (config.head_width, config.rope_theta) == (16, 10000.0)
+    save_pretrained(random_params(QWEN3_MOE), QWEN3_MOE, tmp_path / 'moe.gguf', tokenizer=CHAR_TOKENIZER)
+    width = {'qwen3moe.expert_feed_forward_length': None, 'qwen3moe.feed_forward_length': 96}
+    config = load_pretrained(rewrite(tmp_path / 'moe.gguf', tmp_path / 'c.gguf', architecture='qwen3moe', **width))[0]
+    assert config.moe == load_pretrained(tmp_path / 'moe.gguf')[0].moe  # 96 / 3 are 32
+    with pytest.raises(UserError, match='lacks qwen3moe.expert_used_count'):
+        load_pretrained(rewrite(tmp_path / 'moe.gguf', tmp_path / 'd.gguf', architecture='qwen3moe',
+                                **{'qwen3moe.expert_used_count': None}))
     for key in ('attention.layer_norm_rms_epsilon', 'context_length'):
         with pytest.raises(UserError, match=f'lacks llama.{key}'):
             load_pretrained(rewrite(written, tmp_path / f'{key}.gguf', **{f'llama.{key}': None}))
