@@ -5,6 +5,8 @@ import jax.numpy as jnp
 
 from jax_devices.setup import nvidia_capability
 from jax_ops.grouped import STEP, Blocks, grouped_matmul
+from jax_ops.matmul import Int8, Transposed, can_be_chosen
+from jax_ops.sharding import current_mesh
 
 # loop: one block of rows of an expert after the other. batched: all blocks in batched matmuls, with
 # the weights of each block materialized. triton, ragged: one kernel for all experts, see grouped.py
@@ -29,7 +31,11 @@ def choose_experts(config, device):
 
 def way_for_rows(way, weights, n_rows):
     """Returns the way for n_rows rows of the experts that a device has, given the one that
-    choose_experts chose."""
+    choose_experts chose: one of EXPERT_WAYS, or 'one by one' for few rows in decoding on a CPU."""
+    # on a mesh a device has only some experts
+    if way == 'loop' and current_mesh() is None:
+        are_for_rows = [can_be_chosen(matrix, n_rows) for matrix in matrices(weights)]
+        return 'one by one' if all(are_for_rows) else 'loop'
     leaves = jax.tree.leaves(weights)
     # fewer rows than experts: of the chosen ones the weights are read, and nothing is padded
     are_few = n_rows < len(leaves[0])
@@ -37,6 +43,17 @@ def way_for_rows(way, weights, n_rows):
     if way in ('triton', 'ragged') and (are_few or are_int8):
         return 'batched'
     return way
+
+
+def is_stack(x):
+    """Tells whether x is a stack of matrices as decoding has them."""
+    return isinstance(x, (Int8, Transposed))
+
+
+def matrices(weights):
+    """Returns the stacks of matrices, without the biases [E, O], in a tree of weights."""
+    leaves = jax.tree.leaves(weights, is_leaf=is_stack)
+    return [leaf for leaf in leaves if is_stack(leaf) or leaf.ndim > 2]
 
 
 def why_not_triton(config, device):

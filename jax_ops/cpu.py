@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as Spec
 
+from jax_flags import ceil_div
 from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, current_mesh
 
 
@@ -118,24 +119,67 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     n_pairs, terms = O // 2, bfloat16_lane_terms(I)
     n_blocks = I // (32 * terms)
 
-    def add_pairs(a, b):
-        return [a[0] + b[0], a[1] + b[1]]
-
     def multiply(x_I, w_OxI):
-        # all products, of both halves of the rows
+        # both halves of the rows
         w_2xPxNxtx32 = w_OxI[:2 * n_pairs].astype(jnp.float32).reshape(
             2, n_pairs, n_blocks, terms, 32)
-        products = [half * x_I.reshape(n_blocks, terms, 32) for half in w_2xPxNxtx32]
-        # the terms of each sum, then the 32 sums of all blocks
-        sums = jax.lax.reduce(products, [np.float32(0)] * 2, add_pairs, (2,))
-        sums = [half.reshape(n_pairs, n_blocks * 32) for half in jax.lax.optimization_barrier(sums)]
-        sums = [nt_weights_left(jnp.ones((1, n_blocks * 32)), half) for half in sums]
+        halves = add_up([half * x_I.reshape(n_blocks, terms, 32) for half in w_2xPxNxtx32])
         # the last row, if their number is odd
         odd_row = nt_cpu(x_I[None], w_OxI[2 * n_pairs:].astype(jnp.float32))
-        return jnp.concatenate([*sums, odd_row], axis=1)
+        return jnp.concatenate([*halves, odd_row], axis=1)
 
     x_I = x_1xI[0].astype(jnp.float32)
     return fusion_barrier(~jnp.isnan(x_I[0]), multiply, np.nan, x_I, w_OxI)
+
+
+def add_up(products):
+    """[x.sum((1, 2, 3))[None] for x in products], of two float32 arrays [rows, blocks, terms, 32] of
+    nt_bfloat16_row."""
+    def add_pairs(a, b):
+        return [a[0] + b[0], a[1] + b[1]]
+
+    # the terms of each sum, then the 32 sums of all blocks
+    sums = jax.lax.reduce(products, [np.float32(0)] * 2, add_pairs, (2,))
+    n_rows, n_blocks, lanes = sums[0].shape
+    sums = [half.reshape(n_rows, n_blocks * lanes) for half in jax.lax.optimization_barrier(sums)]
+    return [nt_weights_left(jnp.ones((1, half.shape[1])), half) for half in sums]
+
+
+# -----------------------------------------------------------------------------
+# One matrix of a stack for each row of x: the experts that tokens chose, in decoding.
+
+def chosen_rows(w_ExOxI, matrix_R, shape):
+    """w[matrix_R] -> [R, O, *shape], where shape is that of a row of I elements.
+
+    It is a gather of R O rows, which XLA:CPU computes inside of the loop that reads it. A slice at
+    w[e] is copied, or its loop is not vectorized: LLVM then loads e again for each element
+    (docs/lab_log.md#experts-in-decoding)."""
+    E, O, _ = w_ExOxI.shape
+    row_RxO = matrix_R[:, None] * O + jnp.arange(O)
+    return w_ExOxI.reshape(E * O, *shape).at[row_RxO].get(mode='promise_in_bounds')
+
+
+def nt_bfloat16_chosen(x_RxI, w_ExOxI, matrix_R):
+    """[x[r] @ w[matrix_R[r]].T for r in range(R)] -> float32 [R, O] of bfloat16 arrays: each row as
+    in nt_bfloat16_row."""
+    R, I = x_RxI.shape
+    O = w_ExOxI.shape[1]
+    terms = bfloat16_lane_terms(I)
+    n_first = ceil_div(O, 2)
+
+    def multiply(x_RxI, w_ExOxI, matrix_R):
+        w_RxOxNxtx32 = chosen_rows(w_ExOxI, matrix_R, (-1, terms, 32))
+        x_Rx1xNxtx32 = x_RxI.reshape(R, 1, -1, terms, 32)
+        # both halves of the outputs, which share one if their number is odd
+        products = []
+        for half in w_RxOxNxtx32[:, :n_first], w_RxOxNxtx32[:, O - n_first:]:
+            product = half.astype(jnp.float32) * x_Rx1xNxtx32
+            products.append(product.reshape(-1, *product.shape[2:]))
+        first, second = [half.reshape(R, n_first) for half in add_up(products)]
+        return jnp.concatenate([first, second[:, 2 * n_first - O:]], axis=1)
+
+    x_RxI = x_RxI.astype(jnp.float32)
+    return fusion_barrier(~jnp.isnan(x_RxI).all(), multiply, np.nan, x_RxI, w_ExOxI, matrix_R)
 
 
 # -----------------------------------------------------------------------------
@@ -184,11 +228,14 @@ def int16_levels(n):
     return min(most_in_two_halves, most_in_a_sum)
 
 
-def multiply_integers(x_RxI, w_OxI):
+def multiply_integers(x_RxI, w_OxI, matrix_R=None):
     """x @ w.T of int16 x and the values of an Int8, exact, then in float32; called by matmul_int8
-    (matmul.py)."""
+    and matmul_chosen (matmul.py). matrix_R: the matrix of each row, if w is a stack [E, O, I]."""
     R, I = x_RxI.shape
-    if R == 1 and int16_lane_terms(I):
+    if matrix_R is not None:
+        w_RxOxI = chosen_rows(w_OxI, matrix_R, (I,))
+        y_RxO = int16_sums(x_RxI[:, None], w_RxOxI)
+    elif R == 1 and int16_lane_terms(I):
         y_RxO = nt_int16_row(x_RxI, w_OxI)
     else:
         y_RxO = nt_int16(x_RxI, w_OxI)
@@ -198,17 +245,23 @@ def multiply_integers(x_RxI, w_OxI):
 
 
 def nt_int16_row(x_1xI, w_OxI):
-    """x @ w.T -> int32 [1, O] of one row of int16 x: 32 integer sums side by side.
+    """x @ w.T -> int32 [1, O] of one row of int16 x."""
+    return int16_sums(x_1xI, w_OxI)[None]
+
+
+def int16_sums(x, w):
+    """(x * w).sum(-1) in int32, of int16 x [..., I] and (u)int8 w [..., I]: 32 integer sums side by
+    side.
 
     The terms of a block are added one by one: a reduction over terms and another over sums are one
     loop in jaxlib 0.10 only (docs/lab_log.md#int8-matmuls)."""
-    terms = int16_lane_terms(x_1xI.shape[1])
-    w = w_OxI.reshape(len(w_OxI), -1, terms, 32)
-    x = x_1xI.reshape(1, -1, terms, 32)
+    terms = int16_lane_terms(x.shape[-1])
+    w = w.reshape(*w.shape[:-1], -1, terms, 32)
+    x = x.reshape(*x.shape[:-1], -1, terms, 32)
     sums = 0
     for i in range(terms):
-        sums += w[:, :, i].astype(jnp.int32) * x[:, :, i].astype(jnp.int32)
-    return sums.sum((1, 2))[None]
+        sums += w[..., i, :].astype(jnp.int32) * x[..., i, :].astype(jnp.int32)
+    return sums.sum((-2, -1))
 
 
 def nt_int16(x_RxI, w_OxI):

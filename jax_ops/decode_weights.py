@@ -19,9 +19,9 @@ def convert_params_for_decoding(params, dtype, quantize=''):
     """Returns the parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is
     'int8'.
 
-    On one GPU kernels become Transposed, on one CPU device those of float32 and bfloat16. Removes
-    each block from the dict `params` as it is converted, so that memory need not hold the model
-    twice."""
+    On one GPU kernels become Transposed, on one CPU device those of float32 and bfloat16; of
+    experts those of bfloat16 on a CPU. Removes each block from the dict `params` as it is converted,
+    so that memory need not hold the model twice."""
     check_choice('quantize', quantize, ('', 'int8'))
     converted = {}
     for name in list(params):
@@ -43,7 +43,8 @@ def convert_params_for_decoding(params, dtype, quantize=''):
         part = cast_matrices(part, dtype)
         reads_rows_faster = on_gpu or on_cpu and dtype in ('float32', 'bfloat16')
         if is_one_device and reads_rows_faster:
-            part = transpose_kernels(part)
+            # experts in float32 are not read faster
+            part = transpose_kernels(part, with_experts=on_cpu and dtype == 'bfloat16')
 
         # wait, so that the old buffers are freed before the next conversion
         converted[name] = jax.block_until_ready(part)[name]
@@ -99,14 +100,16 @@ def cast_matrices(params, dtype):
     return jax.tree.map(cast, params, is_leaf=is_int8)
 
 
-def transpose_kernels(params):
-    """Returns the parameters with every kernel [I, O] as Transposed; the router and experts stay as
-    they are."""
+def transpose_kernels(params, with_experts=False):
+    """Returns the parameters with every kernel [I, O] as Transposed, with_experts also those of
+    experts, [E, I, O]; the router stays as it is."""
     def transposed(path, p):
         is_kernel = path[-1] == 'kernel' and 'router' not in path
-        if not is_kernel or isinstance(p, (Int8, Transposed)) or p.ndim != 2:
+        if not is_kernel or isinstance(p, (Int8, Transposed)):
             return p
-        return Transposed(p.T)
+        if p.ndim > 2 and not with_experts:
+            return p
+        return Transposed(p.swapaxes(-1, -2))
 
     return path_aware_map(transposed, params)
 

@@ -7,9 +7,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as Spec
 
 from jax_flags import ceil_div
-from jax_ops.choose_experts import way_for_rows
+from jax_ops.choose_experts import is_stack, way_for_rows
 from jax_ops.grouped import Blocks, Grouped, rows_per_block
-from jax_ops.matmul import Transposed
+from jax_ops.matmul import Chosen, Transposed
 from jax_ops.sharding import EXPERTS, batch_axes, current_mesh
 
 
@@ -180,13 +180,34 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
     """[f(weights[expert_R[r]], x_RxD[r]) for r in range(R)], zeros where expert_R[r] is not in 0 ..
     E-1.
 
+    way: see choose_experts. Few rows of decoding are computed one by one on a CPU, with weights as
+    convert_params_for_decoding makes them; all others in blocks of one expert each."""
+    way = way_for_rows(way, weights, len(expert_R))
+    if way != 'one by one':
+        return experts_in_blocks(f, way, weights, x_RxD, expert_R)
+    one_by_one = functools.partial(experts_one_by_one, f)
+    in_blocks = functools.partial(experts_in_blocks, f, 'loop')
+    return jax.lax.platform_dependent(weights, x_RxD, expert_R, cpu=one_by_one, default=in_blocks)
+
+
+def experts_one_by_one(f, weights, x_RxD, expert_R):
+    """grouped_experts where each row reads the weights of its own expert, without a copy of them and
+    without a loop around f: linear() takes a matrix for each row, see Chosen."""
+    def choose(w):
+        return Chosen(w, expert_R) if is_stack(w) else w[expert_R]
+
+    return f(jax.tree.map(choose, weights, is_leaf=is_stack), x_RxD)
+
+
+def experts_in_blocks(f, way, weights, x_RxD, expert_R):
+    """grouped_experts for any number of rows, in blocks.
+
     Rows are sorted by expert and padded to blocks of b rows of one expert each. Example with b = 2,
     experts of the rows [1, 0, 1, 1]: sorted rows 1 | 0 2 3, blocks [1, -] [0, 2] [3, -], experts of
     the blocks [0, 1, 1]. The arrays have n blocks, the most that R rows can need. way: how blocks
-    are computed, see choose_experts."""
+    are computed, one of EXPERT_WAYS."""
     E = len(jax.tree.leaves(weights)[0])
     R, D = x_RxD.shape
-    way = way_for_rows(way, weights, R)
     # rows of no expert are sorted to the end
     expert_R = jnp.where((expert_R >= 0) & (expert_R < E), expert_R, E)
     b, n = block_sizes(way, R, E)

@@ -10,8 +10,9 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ops.cpu import (
-    as_row_major, bfloat16_lane_terms, fusion_barrier, int16_levels, multiply_integers,
-    nt_bfloat16_row, nt_weights_left, on_tensor_ranks, transpose_materialized, two_rows)
+    as_row_major, bfloat16_lane_terms, fusion_barrier, int16_lane_terms, int16_levels,
+    multiply_integers, nt_bfloat16_chosen, nt_bfloat16_row, nt_weights_left, on_tensor_ranks,
+    transpose_materialized, two_rows)
 from jax_ops.grouped import Grouped, grouped_matmul
 from jax_ops.sharding import (
     COLUMN_PARALLEL, ROW_PARALLEL, current_mesh, gather_positions, shard, shard_positions)
@@ -186,6 +187,12 @@ class Transposed(struct.PyTreeNode):
     n_ranks: int = struct.field(pytree_node=False, default=1)
 
 
+class Chosen(struct.PyTreeNode):
+    """The matrices of the R rows of x: stack[matrix_R[r]] for x[r]. For CPUs only."""
+    stack: Any  # an Int8 or Transposed of values [E, O, I]
+    matrix_R: jax.Array
+
+
 class LowRank(struct.PyTreeNode):
     """A frozen matrix and its update in training: base + scale * a @ b (LoRA, arXiv:2106.09685)."""
     base: Any  # [I, O], an array or Int8
@@ -200,8 +207,8 @@ def low_rank_update(x, kernel):
 
 
 def linear(x, kernel, bias=None, *, tp=()):
-    """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8, Transposed
-    or LowRank. tp: COLUMN_PARALLEL or ROW_PARALLEL, if it is sharded over tensor ranks.
+    """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8, Transposed,
+    Chosen or LowRank. tp: COLUMN_PARALLEL or ROW_PARALLEL, if it is sharded over tensor ranks.
 
     A Grouped kernel is for blocks x [n, b, I], which have a bias each [n, O]."""
     if isinstance(kernel, Grouped):
@@ -217,6 +224,8 @@ def linear(x, kernel, bias=None, *, tp=()):
         y = matmul_int8(x, kernel.values, kernel.scale, tp).astype(x.dtype)
     elif isinstance(kernel, Transposed):
         y = matmul_nt(x, kernel.values).astype(x.dtype)
+    elif isinstance(kernel, Chosen):
+        y = matmul_chosen(x, kernel).astype(x.dtype)
     else:
         y = matmul(x, kernel, tp=tp)
     if tp == ROW_PARALLEL:  # each rank holds a partial sum
@@ -346,16 +355,22 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
         most_rows = 64 if w_OxI.dtype == jnp.uint8 else 32
         if R > most_rows:
             return fusion_barrier(x_RxI.any(), converted, 0, x_RxI, w_OxI)
-        # of x = 0 the scale is 1e-30 / levels, and the product is 0
-        x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(I))
-        is_used = (scale_R > 1e-32).any()
-        y_RxO = fusion_barrier(is_used, multiply_integers, 0, x_RxI, w_OxI)
-        return y_RxO * scale_R[:, None]
+        return multiply_quantized(x_RxI, w_OxI)
 
     x_RxI = x.reshape(-1, x.shape[-1])
     on_cpu = functools.partial(on_tensor_ranks, in_integers, tp=tp)
     y_RxO = jax.lax.platform_dependent(x_RxI, w_OxI, cpu=on_cpu, default=converted)
     return (y_RxO * scale_O).reshape(*x.shape[:-1], -1)
+
+
+def multiply_quantized(x_RxI, *weights):
+    """multiply_integers(x, *weights), of x quantized to int16, each row with one scale -> float32
+    [R, O]."""
+    # of x = 0 the scale is 1e-30 / levels, and the product is 0
+    x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(x_RxI.shape[1]))
+    is_used = (scale_R > 1e-32).any()
+    y_RxO = fusion_barrier(is_used, multiply_integers, 0, x_RxI, *weights)
+    return y_RxO * scale_R[:, None]
 
 
 def matmul_int8_fwd(x, w_OxI, scale_O, tp):
@@ -371,3 +386,29 @@ def matmul_int8_bwd(tp, residuals, g):
 
 
 matmul_int8.defvjp(matmul_int8_fwd, matmul_int8_bwd)
+
+
+# -----------------------------------------------------------------------------
+# experts of few tokens on a CPU
+
+def can_be_chosen(stack, n_rows):
+    """Tells whether matmul_chosen is for n_rows rows and a stack of matrices [E, O, I]: an Int8, or
+    a Transposed of bfloat16, whose rows are split into lanes. More rows read the weights more often
+    than blocks of an expert each do (docs/lab_log.md#experts-in-decoding)."""
+    if not isinstance(stack, (Int8, Transposed)):
+        return False
+    E, _, I = stack.values.shape
+    if isinstance(stack, Int8):
+        return n_rows <= E and bool(int16_lane_terms(I))
+    is_bfloat16 = stack.values.dtype == jnp.bfloat16
+    return is_bfloat16 and n_rows <= 8 * E and bool(bfloat16_lane_terms(I))
+
+
+def matmul_chosen(x_RxI, kernel):
+    """[linear(x[r], stack[matrix_R[r]]) for r in range(R)] -> float32 [R, O], for a Chosen kernel, on
+    a CPU: one loop that reads the weights where they lie."""
+    stack, matrix_R = kernel.stack, kernel.matrix_R
+    if isinstance(stack, Int8):
+        y_RxO = multiply_quantized(x_RxI, stack.values, matrix_R)
+        return y_RxO * stack.scale[matrix_R]
+    return nt_bfloat16_chosen(x_RxI.astype(jnp.bfloat16), stack.values, matrix_R)

@@ -1,4 +1,5 @@
 """Tokens reach their experts, and come back."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
