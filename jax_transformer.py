@@ -29,8 +29,8 @@ from jax_cache import update_kv_cache
 from jax_flags import DTYPES, MOST, MOST_FLOAT, UserError, check_choice, check_ranges
 from jax_ops.attention import (
     ATTENTION, Dropout, Scores, blockwise_attention, causal_mask, fused_causal_attention)
-from jax_ops.dropout import flat_index, hash_dropout
 from jax_ops.choose_experts import EXPERT_WAYS
+from jax_ops.dropout import flat_index, hash_dropout
 from jax_ops.experts import mix_experts
 from jax_ops.layers import map_sequence_chunks, remat_policy, scan_blocks
 from jax_ops.matmul import (

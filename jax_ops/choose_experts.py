@@ -1,5 +1,7 @@
 """The one place where the way to compute a mixture of experts is chosen: by device, model and number
 of rows, with its reason."""
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -70,24 +72,25 @@ def why_not_triton(config, device):
         if width % STEP:
             return f'{STEP} does not divide the width {width}'
     try:
-        compile_triton(config, device)
+        compile_triton(config.dtype, config.n_embd, config.moe.width, device)
     except Exception as error:  # of many types, with messages of many lines
         return f'{type(error).__name__}: {" ".join(str(error).split())[:150]}'
     return None
 
 
-def compile_triton(config, device):
-    """Compiles the product of two blocks of 128 rows with two experts, and its gradients. Raises an
-    exception of XLA's if a kernel cannot be compiled."""
+@functools.cache  # a run asks for training and for its samples
+def compile_triton(dtype, width, hidden_width, device):
+    """Compiles the product of two blocks of 128 rows with two matrices [width, hidden_width], and
+    its gradients. Raises an exception of XLA's if a kernel cannot be compiled."""
     here = jax.sharding.SingleDeviceSharding(device)
 
-    def array(*shape, dtype=config.dtype):
+    def array(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
 
     def total(x, w, blocks):
         return grouped_matmul(x, w, blocks).astype(jnp.float32).sum()
 
     blocks = Blocks(array(2, dtype=jnp.int32), array(3, dtype=jnp.int32), 'triton')
-    x = array(2, 128, config.n_embd)
-    w = array(2, config.n_embd, config.moe.width, dtype='float32')
+    x = array(2, 128, width)
+    w = array(2, width, hidden_width, dtype='float32')
     jax.jit(jax.grad(total, (0, 1))).lower(x, w, blocks).compile()

@@ -284,7 +284,7 @@ def grouped_weights(weights, blocks):
         if is_transposed(w):
             return Grouped(w.values, blocks, is_transposed=True)
         if w.ndim == 2:
-            # a block that is not in use has none: its results are those of the memory's on TPUs
+            # none for a block that is not in use: on TPUs its results are whatever is in memory
             return jnp.take(w, blocks.expert_n, axis=0, mode='fill', fill_value=0)
         return Grouped(w, blocks)
 
