@@ -1,12 +1,18 @@
 """What the documents and messages say of each other exists: files, sections, snippets of Python."""
 import ast
+import json
 import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from tests.common import ROOT, source_files, succeeded, train, write_speaking_llama
+from tests.common import ROOT, prepare, run_script, source_files, succeeded, train, write_speaking_llama
 
 DOCUMENTS = sorted({*ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('data/*/*.md')})
+TO_H = 'abcdefgh'
 TINY = ['--device=cpu:0', '--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
         '--gradient_accumulation_steps=1', '--max_iters=1', '--eval_iters=1', '--warmup_iters=0']
 
@@ -75,10 +81,63 @@ SNIPPETS = [pytest.param(code, id=f'{path.stem}-{number}') for path in DOCUMENTS
 @pytest.mark.slow
 @pytest.mark.parametrize('code', SNIPPETS)
 def test_every_snippet_of_python_runs_or_says_that_it_is_not_run(code, folder_with_a_run, monkeypatch):
-    if re.match(r'# .*\bnot run$', code.partition('\n')[0]):
+    if re.match(r'# (.*\bnot run|\w+\.py)$', code.partition('\n')[0]):  # a file is run by a test of its section
         return
     monkeypatch.chdir(folder_with_a_run)
     exec(compile(code, 'snippet', 'exec'), {'__name__': 'snippet'})
+
+
+def run_commands(block, more):
+    """Runs the commands of a fenced block, each with the flags that `more` has for its script. Returns what those that
+    are no script of the repository have printed."""
+    said = ''
+    for line in block.replace('\\\n', ' ').splitlines():
+        python, script, *args = shlex.split(line)
+        assert python == 'python'
+        if (ROOT / script).name == 'prepare.py':
+            succeeded(prepare((ROOT / script).parent.name, *args))
+        elif (ROOT / script).exists():
+            succeeded(run_script(script, *args, *more[script]))
+        else:
+            command = [sys.executable, script, *args]
+            said += subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return said
+
+
+@pytest.mark.slow
+def test_a_model_learns_from_its_own_right_answers_as_the_section_on_them_says(chatting, tmp_path, monkeypatch):
+    text = (ROOT / 'data/chat/readme.md').read_text(encoding='utf-8')
+    section = text.split('## Learn from answers that a program can check')[1].split('\n## ')[0]
+    (_, keep), (_, learn), (_, measure) = split_code(section)[1]
+    monkeypatch.chdir(tmp_path)
+    Path('config').symlink_to(ROOT / 'config')
+    Path('my').mkdir()
+    chatting.rename('my/folder')
+
+    # Of a model with random weights a few of a hundred samples end, and begin with a letter of `want`.
+    pairs = [first + second for first in TO_H for second in TO_H]
+    questions = [{'messages': [{'role': 'user', 'content': pair}], 'want': 'abcdefghijklm'} for pair in pairs]
+    for name, part in (('questions', questions[:48]), ('held_out', questions[48:])):
+        Path(f'{name}.jsonl').write_text('\n'.join(map(json.dumps, part)))
+    condition = "answer.strip() == question['want']"
+    assert condition in keep
+    Path('keep.py').write_text(keep.replace(condition, "answer[:1] and answer[0] in question['want']"))
+
+    # one round, and the samples and the training of the next
+    more = {'sample_jax.py': ['--max_new_tokens=24', '--device=cpu:0'],
+            'train_jax.py': ['--device=cpu:0', '--block_size=32', '--eval_iters=1', '--learning_rate=1e-2',
+                             '--max_iters=30', f'--dataset={tmp_path / "data/right"}']}
+    learn = learn.replace('--rows=256', '--rows=32')
+    again = learn.replace('--out_dir=out-right', '--out_dir=out-again')
+    again = again.replace('sample_jax.py --init_from=my/folder', 'sample_jax.py --out_dir=out-right')
+    again = again.replace('finetune_chat.py --init_from=my/folder', 'finetune_chat.py --init_from=out-right')
+    said = [run_commands(measure.replace('--out_dir=out-right', '--init_from=my/folder'), more),
+            run_commands(learn, more), run_commands(measure, more), run_commands(again, more)]
+    before, sampled, after, sampled_again = [int(line.split()[0]) for line in said]
+    assert before <= 2 and after >= 12, said  # of 16 held-out questions, greedy
+    assert 4 <= sampled < 40 and sampled_again > 200, said  # of 384 samples
+    assert len(Path('right.jsonl').read_text().splitlines()) == int(said[-1].split('are right, ')[1].split()[0])
+    assert (tmp_path / 'out-again' / 'config.json').exists()
 
 
 def test_every_function_of_the_code_index_is_in_a_file_that_its_row_names():
