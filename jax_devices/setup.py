@@ -223,9 +223,12 @@ def configure_malloc():
     libc.mallopt(M_ARENA_MAX, 1)  # all threads use the main heap, the only one without a size limit
     libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from the heap too
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # free memory at the end of the heap is kept
+    mark_huge_pages(libc)
 
-    # Mark half of the machine's memory as huge pages. Reserving it costs nothing until it is
-    # written to.
+
+def mark_huge_pages(libc):
+    """Makes Linux take huge pages for the next half of the machine's memory by which the heap grows.
+    Reserving it costs nothing until it is written to."""
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
@@ -246,6 +249,7 @@ def trim_malloc():
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if hasattr(libc, 'malloc_trim'):
         libc.malloc_trim(0)
+        mark_huge_pages(libc)  # the end of the heap has lost its mark
 
 
 # -----------------------------------------------------------------------------

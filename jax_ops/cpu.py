@@ -133,8 +133,8 @@ def nt_bfloat16_row(x_1xI, w_OxI):
 
 
 def add_up(products):
-    """[x.sum((1, 2, 3))[None] for x in products], of two float32 arrays [rows, blocks, terms, 32] of
-    nt_bfloat16_row."""
+    """[x.sum((1, 2, 3))[None] for x in products], of the two halves of all products of
+    nt_bfloat16_row, float32 [rows, blocks, terms, 32]."""
     def add_pairs(a, b):
         return [a[0] + b[0], a[1] + b[1]]
 

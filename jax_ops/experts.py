@@ -191,8 +191,8 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
 
 
 def experts_one_by_one(f, weights, x_RxD, expert_R):
-    """grouped_experts where each row reads the weights of its own expert, without a copy of them and
-    without a loop around f: linear() takes a matrix for each row, see Chosen."""
+    """grouped_experts where each row reads the weights of its own expert, without a copy of them or
+    a loop around f: linear() takes a matrix for each row, see Chosen."""
     def choose(w):
         return Chosen(w, expert_R) if is_stack(w) else w[expert_R]
 

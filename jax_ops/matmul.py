@@ -405,8 +405,8 @@ def can_be_chosen(stack, n_rows):
 
 
 def matmul_chosen(x_RxI, kernel):
-    """[linear(x[r], stack[matrix_R[r]]) for r in range(R)] -> float32 [R, O], for a Chosen kernel, on
-    a CPU: one loop that reads the weights where they lie."""
+    """[linear(x[r], stack[matrix_R[r]]) for r in range(R)] -> float32 [R, O], of a Chosen kernel,
+    on a CPU: one loop that reads the weights where they lie."""
     stack, matrix_R = kernel.stack, kernel.matrix_R
     if isinstance(stack, Int8):
         y_RxO = multiply_quantized(x_RxI, stack.values, matrix_R)
