@@ -43,7 +43,7 @@ def convert_params_for_decoding(params, dtype, quantize=''):
         part = cast_matrices(part, dtype)
         reads_rows_faster = on_gpu or on_cpu and dtype in ('float32', 'bfloat16')
         if is_one_device and reads_rows_faster:
-            # experts in float32 are not read faster
+            # experts in float32 keep the order of their sums
             part = transpose_kernels(part, with_experts=on_cpu and dtype == 'bfloat16')
 
         # wait, so that the old buffers are freed before the next conversion

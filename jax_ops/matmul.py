@@ -394,14 +394,15 @@ matmul_int8.defvjp(matmul_int8_fwd, matmul_int8_bwd)
 def can_be_chosen(stack, n_rows):
     """Tells whether matmul_chosen is for n_rows rows and a stack of matrices [E, O, I]: an Int8, or
     a Transposed of bfloat16, whose rows are split into lanes. More rows read the weights more often
-    than blocks of an expert each do (docs/lab_log.md#experts-in-decoding)."""
+    than blocks of an expert each do (docs/lab_log.md#experts-in-decoding); the sums of more than
+    128 rows take too much memory."""
     if not isinstance(stack, (Int8, Transposed)):
         return False
     E, _, I = stack.values.shape
     if isinstance(stack, Int8):
-        return n_rows <= E and bool(int16_lane_terms(I))
+        return n_rows <= min(E, 128) and bool(int16_lane_terms(I))
     is_bfloat16 = stack.values.dtype == jnp.bfloat16
-    return is_bfloat16 and n_rows <= 8 * E and bool(bfloat16_lane_terms(I))
+    return is_bfloat16 and n_rows <= min(8 * E, 128) and bool(bfloat16_lane_terms(I))
 
 
 def matmul_chosen(x_RxI, kernel):

@@ -17,7 +17,7 @@ ROWS = {
     'fewer rows than experts': [5, 0],
     'all rows on one expert': [3] * E,
     'an expert without rows': [0, 1, 1, 5, 4, 1],
-    'many rows': [*range(E - 1)] * 16,  # in blocks
+    'many rows': [*range(E - 1)] * 10,  # in blocks
 }
 
 
