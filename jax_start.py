@@ -36,6 +36,7 @@ from jax_files.checkpoints import (
     checkpoint_steps, finish_checkpoints, is_checkpoint, is_run, load_checkpoint, lock_out_dir,
     open_checkpoints, run_folder, split_checkpoint)
 from jax_files.data import load_mixture_meta
+from jax_files.metrics import MetricsLog
 from jax_files.tokenizers import (
     check_tokens, copy_tokenizer, describe_tokenizer, remedy_for_tokens, same_tokens)
 from jax_files.weight_files import (
@@ -388,18 +389,21 @@ class OutDir:
 
     def begin(self, checkpoints):
         """Deletes an earlier run, and writes what is beside the checkpoints: config.json, the
-        tokenizer, and the config.json of a pretrained model."""
+        tokenizer, and the config.json of a pretrained model. Returns the MetricsLog, which process
+        0 has; in the others None."""
         run = self.run
         for step in self.earlier:
             checkpoints.delete(step)
         if jax.process_index() > 0:
-            return
+            return None
         files = self.folder.files
         write_json(files / 'config.json', {**run.flags, 'dtype': run.dtype})
         copy_tokenizer(run.tokenizer, files / 'tokenizer')
         if not run.resumed:
             keep_config_json(config_json_of(run.path), files)
+        metrics_log = MetricsLog(files, run.iter_num)
         self.folder.upload()
+        return metrics_log
 
     def finish(self, checkpoints):
         """Waits until all checkpoints are complete."""

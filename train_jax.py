@@ -120,7 +120,6 @@ from jax_devices.setup import Profile, Stopwatch, configure_process, is_synchron
 from jax_files.checkpoints import (
     add_val_loss, checkpoint_steps, run_folder, save_checkpoint)
 from jax_files.data import DataChanged
-from jax_files.metrics import MetricsLog
 from jax_files.sources import open_data
 from jax_log import IterationLog, progress_bar, start_wandb
 from jax_minutes import fit_to_minutes, say_if_few
@@ -231,12 +230,10 @@ if wandb_log and master:  # after all that can be refused, before out.begin dele
     wandb_run = start_wandb(project=wandb_project, name=wandb_run_name, id=wandb_id,
                             config=run.flags)
     wandb_id = wandb_run.id
-metrics_log = None
+metrics_log = None  # of process 0
 if out:
-    out.begin(checkpoints)
+    metrics_log = out.begin(checkpoints)
     stop.saving = checkpoints.is_saving_in_progress
-    if master:
-        metrics_log = MetricsLog(files, run.iter_num)
 versions = {'python': sys.version.split()[0]}
 for package in (jax, jaxlib, flax):
     versions[package.__name__] = package.__version__
