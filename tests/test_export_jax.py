@@ -82,7 +82,8 @@ def test_the_card_of_a_run_has_its_data_recipe_and_figures(qwen, tmp_path):
                  f"iterations, {n_tokens:,} tokens, on the data set {meta['flags']['dataset']}",
                  f"| val_loss | {evaluated['val_loss']:.4f} |", f"| learning_rate | {meta['flags']['learning_rate']} |",
                  f"'my-model')('Once upon a time', max_new_tokens={config.block_size // 2})",  # fits the context
-                 'python sample_jax.py --init_from=my-model', 'python export_jax.py --init_from=my-model --gguf=my-model.gguf'):
+                 'python sample_jax.py --init_from=my-model',
+                 'python export_jax.py --init_from=my-model --gguf=my-model.gguf'):
         assert line in text, line
     assert 'lora_rank' not in text and 'None' not in text
 
