@@ -22,7 +22,6 @@ from jax_files.checkpoints import (
     checkpoint_steps, choose_checkpoint, finish_checkpoints, lock_out_dir, open_checkpoints, run_folder,
     save_checkpoint)
 from jax_files.data import load_mixture_meta
-from jax_files.metrics import read_metrics
 from jax_flags import UserError
 from jax_text import load
 from tests.common import (
@@ -539,36 +538,3 @@ def test_a_run_and_its_data_may_both_be_in_a_bucket_and_data_sets_are_mixed(uplo
                                             '--overwrite=True')).stdout
     refused = train(tmp_path / 'out', *flags, f'--dataset={url}-none')
     assert_refused(refused, f'there is no {url}-none/train.bin; upload a data set')
-
-
-# -----------------------------------------------------------------------------
-# several processes
-
-@pytest.mark.slow
-def test_two_processes_that_share_nothing_but_the_bucket_go_on_after_a_kill(flags, url, tmp_path, bucket):
-    def start():
-        port = fake_gcs_server._find_free_port()
-        runs = []
-        for i in range(2):
-            home = tmp_path / str(i)
-            home.mkdir(exist_ok=True)
-            command = [sys.executable, ROOT / 'train_jax.py', *flags, '--device=cpu', f'--out_dir={url}',
-                       '--init_from=auto', '--num_processes=2',
-                       f'--coordinator_address=127.0.0.1:{port}', f'--process_id={i}']
-            env = dict(os.environ, JAX_NUM_CPU_DEVICES='1', HOME=str(home), TMPDIR=str(home))
-            runs.append(subprocess.Popen(command, env=env, cwd=home, text=True, stdout=subprocess.PIPE,
-                                         stderr=subprocess.PIPE))
-        return runs
-
-    first, second = start()
-    next_line(first.stdout, first, 'iter 15:')
-    for run in (first, second):
-        run.kill()  # both: one that is left may notice it after a minute only, as on a disk
-        output_of(run)
-    runs = start()
-    (out, err), _ = [output_of(run) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], err
-    assert f'resuming {url} at iteration' in out
-    records = read_metrics(download(bucket, url, tmp_path / 'copy'))
-    assert [record['iter'] for record in records if 'loss' in record] == list(range(20))
-    assert checkpoint_steps(url)[0] == 20
