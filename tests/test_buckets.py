@@ -4,6 +4,7 @@ faults."""
 import contextlib
 import gc
 import http.client
+import json
 import os
 import re
 import shutil
@@ -223,6 +224,12 @@ def test_a_run_in_a_bucket_has_the_numbers_and_arrays_of_one_on_a_disk_and_is_re
     assert sample(url, '--num_samples=1', '--max_new_tokens=9').stdout == sample(
         out, '--num_samples=1', '--max_new_tokens=9').stdout
     assert load(url).generate(['the']) == load(str(out)).generate(['the'])
+    text = tmp_path / 'a.txt'
+    text.write_text('the quick brown fox')
+    for source, result in ((url, 'a.json'), (out, 'b.json')):
+        succeeded(run_script('eval_jax.py', f'--out_dir={source}', f'--text={text}', f'--output={tmp_path / result}'))
+    bits = [json.loads((tmp_path / result).read_text())['results'] for result in ('a.json', 'b.json')]
+    assert bits[0] == bits[1]
     table = succeeded(run_script('plot_jax.py', url, f'--output={tmp_path / "a.png"}')).stdout
     assert url in table
     for source, folder in ((url, 'a/model'), (out, 'b/model')):
@@ -538,3 +545,43 @@ def test_a_run_and_its_data_may_both_be_in_a_bucket_and_data_sets_are_mixed(uplo
                                             '--overwrite=True')).stdout
     refused = train(tmp_path / 'out', *flags, f'--dataset={url}-none')
     assert_refused(refused, f'there is no {url}-none/train.bin; upload a data set')
+
+
+# -----------------------------------------------------------------------------
+# several processes
+
+@pytest.mark.slow
+def test_two_processes_that_share_nothing_but_the_bucket_go_on_after_a_kill(flags, url, tmp_path, bucket):
+    def command(out_dir, max_iters):
+        return [sys.executable, ROOT / 'train_jax.py', *flags, '--device=cpu', f'--out_dir={out_dir}',
+                '--save_interval=5', f'--max_iters={max_iters}']
+
+    def start(max_iters):
+        port = fake_gcs_server._find_free_port()
+        runs = []
+        for i in range(2):
+            home = tmp_path / str(i)
+            home.mkdir(exist_ok=True)
+            several = ['--init_from=auto', '--num_processes=2', f'--coordinator_address=127.0.0.1:{port}',
+                       f'--process_id={i}']
+            env = dict(os.environ, JAX_NUM_CPU_DEVICES='1', HOME=str(home), TMPDIR=str(home))
+            runs.append(subprocess.Popen([*command(url, max_iters), *several], env=env, cwd=home, text=True,
+                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        return runs
+
+    runs = start(max_iters=100000)
+    wait_for('a checkpoint', lambda: checkpoint_steps(url), *runs)
+    for run in runs:
+        run.kill()  # both: one that is left may notice it after a minute only, as on a disk
+        output_of(run)
+    latest = checkpoint_steps(url)[0]
+    runs = start(max_iters=latest + 5)
+    (out, err), _ = [output_of(run) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], err
+    assert f'resuming {url} at iteration {latest}' in out
+    assert checkpoint_steps(url)[0] == latest + 5
+    # one process with two devices, on a disk and without a kill
+    succeeded(subprocess.run(command(tmp_path / 'out', latest + 5), env=dict(os.environ, JAX_NUM_CPU_DEVICES='2'),
+                             text=True, capture_output=True))
+    copy = download(bucket, url, tmp_path / 'copy')
+    assert records_without_times(copy) == records_without_times(tmp_path / 'out')
