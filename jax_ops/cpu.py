@@ -94,8 +94,8 @@ def lane_terms(n, least, most):
     return None
 
 
-def bfloat16_lane_terms(n):
-    """Returns the lane_terms of nt_bfloat16_row."""
+def float_lane_terms(n):
+    """Returns the lane_terms of nt_bfloat16_row and nt_chosen."""
     return lane_terms(n, least=4, most=20)
 
 
@@ -116,7 +116,7 @@ def nt_bfloat16_row(x_1xI, w_OxI):
       than one;
     - a matmul with ones adds up the 32 sums of all blocks."""
     O, I = w_OxI.shape
-    n_pairs, terms = O // 2, bfloat16_lane_terms(I)
+    n_pairs, terms = O // 2, float_lane_terms(I)
     n_blocks = I // (32 * terms)
 
     def multiply(x_I, w_OxI):
@@ -159,12 +159,12 @@ def chosen_rows(w_ExOxI, matrix_R, shape):
     return w_ExOxI.reshape(E * O, *shape).at[row_RxO].get(mode='promise_in_bounds')
 
 
-def nt_bfloat16_chosen(x_RxI, w_ExOxI, matrix_R):
-    """[x[r] @ w[matrix_R[r]].T for r in range(R)] -> float32 [R, O] of bfloat16 arrays: each row as
-    in nt_bfloat16_row."""
+def nt_chosen(x_RxI, w_ExOxI, matrix_R):
+    """[x[r] @ w[matrix_R[r]].T for r in range(R)] -> float32 [R, O] of bfloat16 or float32 arrays:
+    each row as in nt_bfloat16_row."""
     R, I = x_RxI.shape
     O = w_ExOxI.shape[1]
-    terms = bfloat16_lane_terms(I)
+    terms = float_lane_terms(I)
     n_first = ceil_div(O, 2)
 
     def multiply(x_RxI, w_ExOxI, matrix_R):
@@ -250,18 +250,31 @@ def nt_int16_row(x_1xI, w_OxI):
 
 
 def int16_sums(x, w):
-    """(x * w).sum(-1) in int32, of int16 x [..., I] and (u)int8 w [..., I]: 32 integer sums side by
-    side.
+    """(x * w).sum(-1) in int32, of int16 x [..., 1, I] and (u)int8 w [..., O, I]: 32 integer sums
+    side by side, of two rows of w at a time, as in nt_bfloat16_row.
 
     The terms of a block are added one by one: a reduction over terms and another over sums are one
     loop in jaxlib 0.10 only (docs/lab_log.md#int8-matmuls)."""
-    terms = int16_lane_terms(x.shape[-1])
-    w = w.reshape(*w.shape[:-1], -1, terms, 32)
-    x = x.reshape(*x.shape[:-1], -1, terms, 32)
-    sums = 0
-    for i in range(terms):
-        sums += w[..., i, :].astype(jnp.int32) * x[..., i, :].astype(jnp.int32)
-    return sums.sum((-2, -1))
+    O, I = w.shape[-2:]
+    n_first = ceil_div(O, 2)
+    terms = int16_lane_terms(I)
+    x = x.reshape(*x.shape[:-1], -1, terms, 32).astype(jnp.int32)
+
+    def sum_terms(w):
+        w = w.reshape(*w.shape[:-1], -1, terms, 32)
+        sums = 0
+        for i in range(terms):
+            sums += w[..., i, :].astype(jnp.int32) * x[..., i, :]
+        return sums
+
+    def add_pairs(a, b):
+        return [a[0] + b[0], a[1] + b[1]]
+
+    # both halves of the outputs, which share one if their number is odd
+    halves = [sum_terms(w[..., :n_first, :]), sum_terms(w[..., O - n_first:, :])]
+    axes = (halves[0].ndim - 2, halves[0].ndim - 1)
+    first, second = jax.lax.reduce(halves, [np.int32(0)] * 2, add_pairs, axes)
+    return jnp.concatenate([first, second[..., 2 * n_first - O:]], axis=-1)
 
 
 def nt_int16(x_RxI, w_OxI):

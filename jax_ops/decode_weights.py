@@ -19,8 +19,8 @@ def convert_params_for_decoding(params, dtype, quantize=''):
     """Returns the parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is
     'int8'.
 
-    On one GPU kernels become Transposed, on one CPU device those of float32 and bfloat16; of
-    experts those of bfloat16 on a CPU. Removes each block from the dict `params` as it is
+    On one GPU kernels become Transposed, those of experts excepted; on one CPU device those of
+    float32 and bfloat16. Removes each block from the dict `params` as it is
     converted, so that memory need not hold the model twice."""
     check_choice('quantize', quantize, ('', 'int8'))
     converted = {}
@@ -43,8 +43,7 @@ def convert_params_for_decoding(params, dtype, quantize=''):
         part = cast_matrices(part, dtype)
         reads_rows_faster = on_gpu or on_cpu and dtype in ('float32', 'bfloat16')
         if is_one_device and reads_rows_faster:
-            # experts in float32 keep the order of their sums
-            part = transpose_kernels(part, with_experts=on_cpu and dtype == 'bfloat16')
+            part = transpose_kernels(part, with_experts=on_cpu)
 
         # wait, so that the old buffers are freed before the next conversion
         converted[name] = jax.block_until_ready(part)[name]

@@ -10,8 +10,8 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ops.cpu import (
-    as_row_major, bfloat16_lane_terms, fusion_barrier, int16_lane_terms, int16_levels,
-    multiply_integers, nt_bfloat16_chosen, nt_bfloat16_row, nt_weights_left, on_tensor_ranks,
+    as_row_major, float_lane_terms, fusion_barrier, int16_lane_terms, int16_levels,
+    multiply_integers, nt_bfloat16_row, nt_chosen, nt_weights_left, on_tensor_ranks,
     transpose_materialized, two_rows)
 from jax_ops.grouped import Grouped, grouped_matmul
 from jax_ops.sharding import (
@@ -144,7 +144,7 @@ def matmul_nt(x, w_OxI):
     R, I = x_RxI.shape
     # on the left, 64 rows take 15% less time than on the right, and 256 rows the same time
     is_for_weights_left = R <= 64 and x.dtype == jnp.float32
-    is_bfloat16_row = R == 1 and x.dtype == jnp.bfloat16 and bfloat16_lane_terms(I)
+    is_bfloat16_row = R == 1 and x.dtype == jnp.bfloat16 and float_lane_terms(I)
     on_cpu = functools.partial(two_rows, nt)
     if is_for_weights_left:
         on_cpu = nt_weights_left
@@ -392,17 +392,20 @@ matmul_int8.defvjp(matmul_int8_fwd, matmul_int8_bwd)
 # experts of few tokens on a CPU
 
 def can_be_chosen(stack, n_rows):
-    """Tells whether matmul_chosen is for n_rows rows and a stack of matrices [E, O, I]: an Int8, or
-    a Transposed of bfloat16, whose rows are split into lanes. More rows read the weights more often
-    than blocks of an expert each do (docs/lab_log.md#experts-in-decoding); the sums of more than
-    128 rows take too much memory."""
+    """Tells whether matmul_chosen is for n_rows rows and a stack of matrices [E, O, I]: an Int8 or
+    a Transposed whose rows are split into lanes. More rows read the weights more often than blocks
+    of an expert each do (docs/lab_log.md#experts-in-decoding); the sums of more than 128 rows take
+    too much memory."""
     if not isinstance(stack, (Int8, Transposed)):
         return False
     E, _, I = stack.values.shape
     if isinstance(stack, Int8):
-        return n_rows <= min(E, 128) and bool(int16_lane_terms(I))
-    is_bfloat16 = stack.values.dtype == jnp.bfloat16
-    return is_bfloat16 and n_rows <= min(8 * E, 128) and bool(bfloat16_lane_terms(I))
+        rows_per_expert, terms = 1, int16_lane_terms(I)
+    elif stack.values.dtype == jnp.bfloat16:
+        rows_per_expert, terms = 8, float_lane_terms(I)
+    else:
+        rows_per_expert, terms = 2, float_lane_terms(I)
+    return n_rows <= min(rows_per_expert * E, 128) and terms is not None
 
 
 def matmul_chosen(x_RxI, kernel):
@@ -412,4 +415,4 @@ def matmul_chosen(x_RxI, kernel):
     if isinstance(stack, Int8):
         y_RxO = multiply_quantized(x_RxI, stack.values, matrix_R)
         return y_RxO * stack.scale[matrix_R]
-    return nt_bfloat16_chosen(x_RxI.astype(jnp.bfloat16), stack.values, matrix_R)
+    return nt_chosen(x_RxI.astype(stack.values.dtype), stack.values, matrix_R)

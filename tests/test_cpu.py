@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jax_ops.cpu
-from jax_ops.cpu import bfloat16_lane_terms, cpu_multiplies_uint8, int16_levels
+from jax_ops.cpu import float_lane_terms, cpu_multiplies_uint8, int16_levels
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.matmul import Transposed, as_int8, as_uint8, linear, matmul_int8, matmul_nt, quantize
 from tests.common import operands, stored
@@ -63,7 +63,7 @@ def test_one_bfloat16_row_is_multiplied_without_rounding_products_or_sums(n_out,
     rng = np.random.default_rng(0)
     x, w = (rng.normal(size=(n, n_in)).astype(jnp.bfloat16) for n in (1, n_out))
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    assert bfloat16_lane_terms(n_in)
+    assert float_lane_terms(n_in)
     np.testing.assert_allclose(jax.jit(matmul_nt)(x, w), expected, rtol=0, atol=1e-4)
     for position in (0, n_in - 1):
         spoiled = x.copy()
