@@ -132,12 +132,14 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     return fusion_barrier(~jnp.isnan(x_I[0]), multiply, np.nan, x_I, w_OxI)
 
 
+def add_pairs(a, b):
+    """[a[0] + b[0], a[1] + b[1]]: the reduction of two operands at once."""
+    return [a[0] + b[0], a[1] + b[1]]
+
+
 def add_up(products):
     """[x.sum((1, 2, 3))[None] for x in products], of the two halves of all products of
     nt_bfloat16_row, float32 [rows, blocks, terms, 32]."""
-    def add_pairs(a, b):
-        return [a[0] + b[0], a[1] + b[1]]
-
     # the terms of each sum, then the 32 sums of all blocks
     sums = jax.lax.reduce(products, [np.float32(0)] * 2, add_pairs, (2,))
     n_rows, n_blocks, lanes = sums[0].shape
@@ -266,9 +268,6 @@ def int16_sums(x, w):
         for i in range(terms):
             sums += w[..., i, :].astype(jnp.int32) * x[..., i, :]
         return sums
-
-    def add_pairs(a, b):
-        return [a[0] + b[0], a[1] + b[1]]
 
     # both halves of the outputs, which share one if their number is odd
     halves = [sum_terms(w[..., :n_first, :]), sum_terms(w[..., O - n_first:, :])]
