@@ -269,6 +269,9 @@ def int16_sums(x, w):
             sums += w[..., i, :].astype(jnp.int32) * x[..., i, :]
         return sums
 
+    if current_mesh():  # XLA's partitioner would gather w, whose rows may be sharded
+        return sum_terms(w).sum((-2, -1))
+
     # both halves of the outputs, which share one if their number is odd
     halves = [sum_terms(w[..., :n_first, :]), sum_terms(w[..., O - n_first:, :])]
     axes = (halves[0].ndim - 2, halves[0].ndim - 1)
