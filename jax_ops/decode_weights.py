@@ -20,8 +20,8 @@ def convert_params_for_decoding(params, dtype, quantize=''):
     'int8'.
 
     On one GPU kernels become Transposed, those of experts excepted; on one CPU device those of
-    float32 and bfloat16. Removes each block from the dict `params` as it is
-    converted, so that memory need not hold the model twice."""
+    float32 and bfloat16. Removes each block from the dict `params` as it is converted, so that
+    memory need not hold the model twice."""
     check_choice('quantize', quantize, ('', 'int8'))
     converted = {}
     for name in list(params):
