@@ -161,24 +161,34 @@ def chosen_rows(w_ExOxI, matrix_R, shape):
     return w_ExOxI.reshape(E * O, *shape).at[row_RxO].get(mode='promise_in_bounds')
 
 
+def halves_of_outputs(w):
+    """The two halves of w [..., O, N, t, 32] by outputs, which share one if O is odd."""
+    O = w.shape[-4]
+    n = ceil_div(O, 2)
+    return [w[..., :n, :, :, :], w[..., O - n:, :, :, :]]
+
+
+def join_halves(halves, O):
+    """The results [..., O] of halves_of_outputs, of those of each half."""
+    first, second = halves
+    return jnp.concatenate([first, second[..., O % 2:]], axis=-1)
+
+
 def nt_chosen(x_RxI, w_ExOxI, matrix_R):
     """[x[r] @ w[matrix_R[r]].T for r in range(R)] -> float32 [R, O] of bfloat16 or float32 arrays:
     each row as in nt_bfloat16_row."""
     R, I = x_RxI.shape
     O = w_ExOxI.shape[1]
     terms = float_lane_terms(I)
-    n_first = ceil_div(O, 2)
 
     def multiply(x_RxI, w_ExOxI, matrix_R):
         w_RxOxNxtx32 = chosen_rows(w_ExOxI, matrix_R, (-1, terms, 32))
         x_Rx1xNxtx32 = x_RxI.reshape(R, 1, -1, terms, 32)
-        # both halves of the outputs, which share one if their number is odd
         products = []
-        for half in w_RxOxNxtx32[:, :n_first], w_RxOxNxtx32[:, O - n_first:]:
+        for half in halves_of_outputs(w_RxOxNxtx32):
             product = half.astype(jnp.float32) * x_Rx1xNxtx32
             products.append(product.reshape(-1, *product.shape[2:]))
-        first, second = [half.reshape(R, n_first) for half in add_up(products)]
-        return jnp.concatenate([first, second[:, 2 * n_first - O:]], axis=1)
+        return join_halves([half.reshape(R, -1) for half in add_up(products)], O)
 
     x_RxI = x_RxI.astype(jnp.float32)
     return fusion_barrier(~jnp.isnan(x_RxI).all(), multiply, np.nan, x_RxI, w_ExOxI, matrix_R)
@@ -258,12 +268,11 @@ def int16_sums(x, w):
     The terms of a block are added one by one: a reduction over terms and another over sums are one
     loop in jaxlib 0.10 only (docs/lab_log.md#int8-matmuls)."""
     O, I = w.shape[-2:]
-    n_first = ceil_div(O, 2)
     terms = int16_lane_terms(I)
+    w = w.reshape(*w.shape[:-1], -1, terms, 32)
     x = x.reshape(*x.shape[:-1], -1, terms, 32).astype(jnp.int32)
 
     def sum_terms(w):
-        w = w.reshape(*w.shape[:-1], -1, terms, 32)
         sums = 0
         for i in range(terms):
             sums += w[..., i, :].astype(jnp.int32) * x[..., i, :]
@@ -272,11 +281,9 @@ def int16_sums(x, w):
     if current_mesh():  # XLA's partitioner would gather w, whose rows may be sharded
         return sum_terms(w).sum((-2, -1))
 
-    # both halves of the outputs, which share one if their number is odd
-    halves = [sum_terms(w[..., :n_first, :]), sum_terms(w[..., O - n_first:, :])]
-    axes = (halves[0].ndim - 2, halves[0].ndim - 1)
-    first, second = jax.lax.reduce(halves, [np.int32(0)] * 2, add_pairs, axes)
-    return jnp.concatenate([first, second[..., 2 * n_first - O:]], axis=-1)
+    sums = [sum_terms(half) for half in halves_of_outputs(w)]
+    axes = (sums[0].ndim - 2, sums[0].ndim - 1)
+    return join_halves(jax.lax.reduce(sums, [np.int32(0)] * 2, add_pairs, axes), O)
 
 
 def nt_int16(x_RxI, w_OxI):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jax_ops.cpu
-from jax_ops.cpu import float_lane_terms, cpu_multiplies_uint8, int16_levels
+from jax_ops.cpu import cpu_multiplies_uint8, float_lane_terms, int16_levels
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.matmul import Transposed, as_int8, as_uint8, linear, matmul_int8, matmul_nt, quantize
 from tests.common import operands, stored
