@@ -300,7 +300,8 @@ def random_params(config):
             rng = jax.random.fold_in(jax.random.key(seed), i)
             part = unflatten_dict({path: random_param(rng, path, shape)})
             params.update(flatten_dict(convert_params_for_decoding(part, dtype, quantize)))
-    trim_malloc()
+            # the holes that a parameter of another size leaves in the heap add up to gigabytes
+            trim_malloc()
     return unflatten_dict(params)
 
 

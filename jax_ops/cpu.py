@@ -13,6 +13,10 @@ from jax.sharding import PartitionSpec as Spec
 from jax_flags import ceil_div
 from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, current_mesh
 
+# The sums that are computed side by side of a row of weights, of floats and of int8.
+FLOAT_LANES = 16
+INT_LANES = 32
+
 
 def as_row_major(x):
     """x. On a CPU, XLA is told to lay it out row-major at this point; on a mesh it could not
@@ -85,23 +89,23 @@ def fusion_barrier(condition, f, otherwise, *args):
     return jax.lax.cond(condition, f, constant, *args)
 
 
-def lane_terms(n, least, most):
-    """Returns the largest t from `least` to `most` for which 32 t divides n, or None: a row of n
-    elements is then split into blocks, each summed as 32 sums of t terms side by side."""
+def lane_terms(n, lanes, least, most):
+    """Returns the largest t from `least` to `most` for which lanes * t divides n, or None: a row of
+    n elements is then split into blocks, each summed as `lanes` sums of t terms side by side."""
     for terms in range(most, least - 1, -1):
-        if n % (32 * terms) == 0:
+        if n % (lanes * terms) == 0:
             return terms
     return None
 
 
 def float_lane_terms(n):
     """Returns the lane_terms of nt_bfloat16_row and nt_chosen."""
-    return lane_terms(n, least=4, most=20)
+    return lane_terms(n, FLOAT_LANES, least=4, most=20)
 
 
 def int16_lane_terms(n):
     """Returns the lane_terms of nt_int16_row."""
-    return lane_terms(n, least=3, most=6)
+    return lane_terms(n, INT_LANES, least=3, most=6)
 
 
 def nt_bfloat16_row(x_1xI, w_OxI):
@@ -109,21 +113,23 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     (docs/lab_log.md#bfloat16-rows).
 
     The loop is shaped for XLA:CPU:
-    - 32 sums side by side fill vector registers;
+    - 16 sums side by side fill vector registers; with 32 a core skips every other cache line of
+      float32 weights at first (docs/lab_log.md#sixteen-lanes);
     - each has at most 20 terms, or LLVM does not unroll them;
     - the two halves of the rows are one reduction, because a reduction of one operand is compiled
       as a library call, which is slower, and because two streams of weights are prefetched faster
       than one;
-    - a matmul with ones adds up the 32 sums of all blocks."""
+    - a matmul with ones adds up the 16 sums of all blocks."""
     O, I = w_OxI.shape
     n_pairs, terms = O // 2, float_lane_terms(I)
-    n_blocks = I // (32 * terms)
+    n_blocks = I // (FLOAT_LANES * terms)
 
     def multiply(x_I, w_OxI):
         # both halves of the rows
-        w_2xPxNxtx32 = w_OxI[:2 * n_pairs].astype(jnp.float32).reshape(
-            2, n_pairs, n_blocks, terms, 32)
-        halves = add_up([half * x_I.reshape(n_blocks, terms, 32) for half in w_2xPxNxtx32])
+        w_2xPxNxtxL = w_OxI[:2 * n_pairs].astype(jnp.float32).reshape(
+            2, n_pairs, n_blocks, terms, FLOAT_LANES)
+        x_NxtxL = x_I.reshape(n_blocks, terms, FLOAT_LANES)
+        halves = add_up([half * x_NxtxL for half in w_2xPxNxtxL])
         # the last row, if their number is odd
         odd_row = nt_cpu(x_I[None], w_OxI[2 * n_pairs:].astype(jnp.float32))
         return jnp.concatenate([*halves, odd_row], axis=1)
@@ -139,11 +145,11 @@ def add_pairs(a, b):
 
 def add_up(products):
     """[x.sum((1, 2, 3))[None] for x in products], of the two halves of all products of
-    nt_bfloat16_row, float32 [rows, blocks, terms, 32]."""
-    # the terms of each sum, then the 32 sums of all blocks
+    nt_bfloat16_row, float32 [rows, blocks, terms, lanes]."""
+    # the terms of each sum, then the sums of all lanes and blocks
     sums = jax.lax.reduce(products, [np.float32(0)] * 2, add_pairs, (2,))
-    n_rows, n_blocks, lanes = sums[0].shape
-    sums = [half.reshape(n_rows, n_blocks * lanes) for half in jax.lax.optimization_barrier(sums)]
+    n_rows, n_blocks, n_lanes = sums[0].shape
+    sums = [half.reshape(n_rows, n_blocks * n_lanes) for half in jax.lax.optimization_barrier(sums)]
     return [nt_weights_left(jnp.ones((1, half.shape[1])), half) for half in sums]
 
 
@@ -162,7 +168,7 @@ def chosen_rows(w_ExOxI, matrix_R, shape):
 
 
 def halves_of_outputs(w):
-    """The two halves of w [..., O, N, t, 32] by outputs, which share one if O is odd."""
+    """The two halves of w [..., O, N, t, lanes] by outputs, which share one if O is odd."""
     O = w.shape[-4]
     n = ceil_div(O, 2)
     return [w[..., :n, :, :, :], w[..., O - n:, :, :, :]]
@@ -182,11 +188,11 @@ def nt_chosen(x_RxI, w_ExOxI, matrix_R):
     terms = float_lane_terms(I)
 
     def multiply(x_RxI, w_ExOxI, matrix_R):
-        w_RxOxNxtx32 = chosen_rows(w_ExOxI, matrix_R, (-1, terms, 32))
-        x_Rx1xNxtx32 = x_RxI.reshape(R, 1, -1, terms, 32)
+        w_RxOxNxtxL = chosen_rows(w_ExOxI, matrix_R, (-1, terms, FLOAT_LANES))
+        x_Rx1xNxtxL = x_RxI.reshape(R, 1, -1, terms, FLOAT_LANES)
         products = []
-        for half in halves_of_outputs(w_RxOxNxtx32):
-            product = half.astype(jnp.float32) * x_Rx1xNxtx32
+        for half in halves_of_outputs(w_RxOxNxtxL):
+            product = half.astype(jnp.float32) * x_Rx1xNxtxL
             products.append(product.reshape(-1, *product.shape[2:]))
         return join_halves([half.reshape(R, -1) for half in add_up(products)], O)
 
@@ -269,8 +275,8 @@ def int16_sums(x, w):
     loop in jaxlib 0.10 only (docs/lab_log.md#int8-matmuls)."""
     O, I = w.shape[-2:]
     terms = int16_lane_terms(I)
-    w = w.reshape(*w.shape[:-1], -1, terms, 32)
-    x = x.reshape(*x.shape[:-1], -1, terms, 32).astype(jnp.int32)
+    w = w.reshape(*w.shape[:-1], -1, terms, INT_LANES)
+    x = x.reshape(*x.shape[:-1], -1, terms, INT_LANES).astype(jnp.int32)
 
     def sum_terms(w):
         sums = 0
