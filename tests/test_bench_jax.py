@@ -43,6 +43,18 @@ def test_the_decoding_benchmark_ends_with_one_json_line():
     n_params = 40 * 16 + 12 * 16**2 + 13 * 16 + 2 * 16
     assert figures['weights_mb'] * 1e6 == pytest.approx(4 * n_params, rel=1e-3)
     assert figures['cache_mb'] * 1e6 == 2 * 4 * 2 * 16 * 32  # slots: at most block_size
+    assert figures['expected_experts'] is None
+
+
+@pytest.mark.slow
+def test_the_decoding_benchmark_counts_the_experts_that_a_step_is_expected_to_read():
+    experts = ['--n_expert=4', '--n_expert_used=2', '--n_inner=8', '--mlp=swiglu', '--bias=False']
+    result = run_script('bench_jax.py', '--mode=decode', *BENCH, *experts, '--prompt_len=4', '--max_new_tokens=8')
+    figures = report_of(result)['results']
+    assert figures['expected_experts'] == pytest.approx(3)  # of two tokens: 4 (1 - (1 - 2 / 4)^2)
+    matrices = 40 * 16 + 4 * 16**2 + 3 * (3 * 16 * 8)  # the head, attention, three experts
+    router_and_norms = 4 * 16 + 3 * 16
+    assert figures['weights_mb'] * 1e6 == pytest.approx(4 * (matrices + router_and_norms))
 
 
 def test_alternated_programs_are_compared_round_by_round(tmp_path, monkeypatch):
