@@ -133,8 +133,7 @@ from jax_devices.setup import (
     setup_jax_environment, trim_malloc)
 from jax_files.data import load_dataset
 from jax_files.sources import open_source
-from jax_generate import (
-    bytes_read_per_step, expected_experts, generate_stream, tokens_per_step)
+from jax_generate import bytes_read_per_step, expected_experts, generate_stream, tokens_per_step
 from jax_ops.choose_attention import choose_attention
 from jax_ops.choose_experts import choose_experts
 from jax_ops.decode_weights import convert_params_for_decoding
@@ -266,9 +265,9 @@ def bench_decode():
     accepted = None
     if result.drafted:
         accepted = result.accepted / result.drafted
-    n_experts = None
+    experts_per_layer = None
     if config.moe:
-        n_experts = expected_experts(config.moe, n_tokens)
+        experts_per_layer = expected_experts(config.moe, n_tokens)
     return {
         'ms_per_iter': decode_s * 1e3 / result.steps,
         'tokens_per_sec': batch_size * max_new_tokens / (prefill_s + decode_s),
@@ -276,8 +275,8 @@ def bench_decode():
         'prefill_ms': prefill_s * 1e3,
         'compile_s': compile_s,
         'weights_mb': weight_bytes / 1e6,
-        # the distinct ones of a layer that a step reads, counted in weights_mb
-        'expected_experts': n_experts,
+        # of each layer, the distinct ones that a step reads: weights_mb counts these
+        'expected_experts': experts_per_layer,
         'cache_mb': result.cache_bytes / 1e6,
         'gb_per_sec': gb_read / decode_s,
         'measured_bandwidth_gb_per_sec': np.median(bandwidths),

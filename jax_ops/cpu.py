@@ -113,13 +113,13 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     (docs/lab_log.md#bfloat16-rows).
 
     The loop is shaped for XLA:CPU:
-    - 16 sums side by side fill vector registers; with 32 a core skips every other cache line of
-      float32 weights at first (docs/lab_log.md#sixteen-lanes);
+    - FLOAT_LANES sums side by side fill vector registers; with 32 a core skips every other cache
+      line of float32 weights at first (docs/lab_log.md#sixteen-lanes);
     - each has at most 20 terms, or LLVM does not unroll them;
     - the two halves of the rows are one reduction, because a reduction of one operand is compiled
       as a library call, which is slower, and because two streams of weights are prefetched faster
       than one;
-    - a matmul with ones adds up the 16 sums of all blocks."""
+    - a matmul with ones adds up the sums of all blocks."""
     O, I = w_OxI.shape
     n_pairs, terms = O // 2, float_lane_terms(I)
     n_blocks = I // (FLOAT_LANES * terms)
@@ -268,7 +268,7 @@ def nt_int16_row(x_1xI, w_OxI):
 
 
 def int16_sums(x, w):
-    """(x * w).sum(-1) in int32, of int16 x [..., 1, I] and (u)int8 w [..., O, I]: 32 integer sums
+    """(x * w).sum(-1) in int32, of int16 x [..., 1, I] and (u)int8 w [..., O, I]: INT_LANES sums
     side by side, of two rows of w at a time, as in nt_bfloat16_row.
 
     The terms of a block are added one by one: a reduction over terms and another over sums are one
