@@ -28,10 +28,10 @@ pytest.register_assert_rewrite('tests.common')
 @pytest.fixture(autouse=True)
 def bounded_memory():
     """Keeps a test process below 2 GB: jax holds every program that it has compiled, 4.5 GB in each of two workers.
-    Above 1.2 GB they are dropped; the tests that follow load what they need again from the cache on disk."""
+    Above 1.6 GB they are dropped; the tests that follow load what they need again from the cache on disk."""
     yield
     statm = Path('/proc/self/statm')  # Linux only
-    if statm.exists() and int(statm.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE') > 1.2e9:
+    if statm.exists() and int(statm.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE') > 1.6e9:
         import jax
 
         from jax_devices.setup import trim_malloc
