@@ -360,7 +360,7 @@ def test_rejected_drafts_leave_a_windowed_cache_intact(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name, stored_as', [
-    ('qwen3_moe', 'int8'), ('qwen3_moe', 'uint8'), ('gpt_oss', 'int8'), ('deepseek_v3', 'uint8')])
+    ('qwen3_moe', 'int8'), ('gpt_oss', 'int8'), ('deepseek_v3', 'uint8')])
 def test_int8_weights_and_caches_keep_the_logits_of_every_family_within_a_few_percent(name, stored_as):
     skip_without_matmul_of(stored_as)
     config, params = load(name)
@@ -474,7 +474,8 @@ def test_experts_may_be_mlps_of_gpt2_with_biases():
     for e in range(4):
         h = jax.nn.gelu(x[0] @ c_fc['kernel'][e] + c_fc['bias'][e], approximate=False)
         expected += score[:, e, None] * (h @ c_proj['kernel'][e] + c_proj['bias'][e])
-    np.testing.assert_allclose(MoELayer(config).apply({'params': mlp}, x)[0], expected, rtol=1e-4, atol=1e-4)
+    got = jax.jit(MoELayer(config).apply)({'params': mlp}, x)[0]
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_balancing_loss_is_its_weight_for_equally_busy_experts_and_more_for_others():

@@ -78,7 +78,7 @@ def test_muon_moves_matrices_by_their_singular_vectors_and_the_steps_of_their_si
     grads = jax.tree.map(lambda p: jnp.square(p) - 0.5, params)
     ours = create_optimizer_with_schedule(lambda step: 0.1, optimizer='muon', weight_decay=0.1)
     kernels = lambda tree: {name: {'kernel': leaf} for name, leaf in tree.items()}
-    updates = ours.update(kernels(grads), ours.init(kernels(params)), kernels(params))[0]
+    updates = jax.jit(ours.update)(kernels(grads), ours.init(kernels(params)), kernels(params))[0]
     for name, shape in shapes.items():
         u, values, v = np.linalg.svd(np.asarray(grads[name], np.float64), full_matrices=False)
         norm = (values**4).sum(-1, keepdims=True)**0.25
