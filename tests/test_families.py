@@ -360,7 +360,7 @@ def test_rejected_drafts_leave_a_windowed_cache_intact(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name, stored_as', [
-    ('qwen3_moe', 'int8'), ('gpt_oss', 'int8'), ('deepseek_v3', 'uint8')])
+    ('qwen3_moe', 'int8'), ('qwen3_moe', 'uint8'), ('gpt_oss', 'int8'), ('deepseek_v3', 'uint8')])
 def test_int8_weights_and_caches_keep_the_logits_of_every_family_within_a_few_percent(name, stored_as):
     skip_without_matmul_of(stored_as)
     config, params = load(name)
