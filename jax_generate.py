@@ -70,11 +70,16 @@ def create_sampling(config, options, *, n_vocab=None, stop_tokens=()):
 def sample_token(logits_BxV, key_B, sampling):
     """One token id per row of float32 logits, [B]."""
     logits_BxV = sampling_logits(logits_BxV, sampling)
-    # greedy: the first of the largest logits (argmax); two plain reductions are faster on XLA:CPU
-    if sampling.temperature is None:
-        is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
-        return jnp.where(is_max_BxV, jnp.arange(sampling.n_vocab), sampling.n_vocab - 1).min(-1)
-    return jax.vmap(jax.random.categorical)(key_B, logits_BxV)
+    # the largest of logits with Gumbel noise is a draw from their softmax; noise made of 23 bits,
+    # jax's default, would never draw a token of 1e-7 beside a likely one
+    if sampling.temperature is not None:
+        def add_noise(logits_V, key):
+            return logits_V + jax.random.gumbel(key, logits_V.shape, mode='high')
+
+        logits_BxV = jax.vmap(add_noise)(logits_BxV, key_B)
+    # the first of the largest (argmax); two plain reductions are faster on XLA:CPU
+    is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
+    return jnp.where(is_max_BxV, jnp.arange(sampling.n_vocab), sampling.n_vocab - 1).min(-1)
 
 
 def sampling_logits(logits_BxV, sampling):
@@ -645,7 +650,7 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=N
     idx_BxT: prompts, right-padded.
     prompt_lengths_B: their lengths, T each if not given. Every row continues right after its own
         prompt.
-    rng: a jax.random key. Row b draws its n-th token from
+    rng: a jax.random key, or one for each row. Row b draws its n-th token from
         fold_in(fold_in(rng, sample_index_B[b]), n), independent of the rest of the batch.
     sample_index_B: 0, 1, 2, ... if not given.
     temperature: 0 is greedy.
@@ -719,7 +724,8 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     N = round_up_slots(max(longest, T, config.block_size if is_learned else 0))
     if sample_index_B is None:
         sample_index_B = np.arange(B)
-    key_B = jax.vmap(jax.random.fold_in, (None, 0))(rng, np.asarray(sample_index_B))
+    rng_B = jnp.broadcast_to(rng, B)
+    key_B = jax.vmap(jax.random.fold_in)(rng_B, np.asarray(sample_index_B))
     state = create_decode_state(tokens_BxT, length_B, key_B, N, logprobs=logprobs)
     state = commit(state, params)
 

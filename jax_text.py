@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from jax_files.tokenizers import (
     CharTokenizer, describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped,
     same_tokens, strip_partial_utf8)
 from jax_files.weight_files import local_path
-from jax_flags import UserError, nearest_names
+from jax_flags import UserError, check_ranges, nearest_names
 from jax_generate import PrefixCache, generate_stream
 from jax_inside import look_inside
 from jax_lora import load_run, merge_updates, without_scales
@@ -248,7 +249,8 @@ class TextModel:
         """Returns the texts, each with its continuation, all in one batch; num_samples of each.
 
         A continuation depends on the text, the options and the number of the sample only, not on
-        the batch: equal texts have equal continuations. The options are explained in Generation.
+        the batch: generate([text] * 8) is eight equal texts, num_samples=8 makes different ones.
+        The options are explained in Generation.
         Raises UserError for a text or an option that makes no sense."""
         if isinstance(texts, str):
             raise UserError('generate takes a list of texts: [text]')
@@ -479,10 +481,12 @@ class Generation:
         """Prepares the batch; what makes no sense raises UserError when the first chunk is
         generated.
 
-        num_samples: the number of samples of each prompt.
+        num_samples: the number of samples of each prompt, which differ. A prompt that is given
+        twice has the same samples twice.
         first_sample: the number of the random stream of a prompt's first sample.
         max_new_tokens: the length at which a sample ends.
         stop: a sample ends before this text, or before the first of several; '' is off.
+        seed: of the samples, with the prompt and the number of the sample; below 2^32.
         temperature, top_k, top_p, min_p, repetition_penalty: controls of sampling, see
         jax_generate.generate; those that are None are as generation_config.json says, else as
         SAMPLING.
@@ -512,11 +516,15 @@ class Generation:
             if value is not None:
                 controls[name] = value
 
-        # a continuation is a function of its prompt and of the number of its sample
+        # a sample's random numbers are a function of the seed, its prompt and its number: equal
+        # prompts have equal samples, samples of different prompts are independent
+        check_ranges({'seed': seed})
+        key = jax.random.key(seed)
+        key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, prompt_numbers(self.prompts))
         sample_numbers = list(range(first_sample, first_sample + num_samples)) * len(prompts)
         self.results = generate_stream(
             model.params, model.config, right_padded(self.prompts), max_new_tokens,
-            rng=jax.random.key(seed), prompt_lengths_B=self.lengths,
+            rng=key_B, prompt_lengths_B=self.lengths,
             n_vocab=tokenizer.vocab_size, stop_tokens=[*tokenizer.stop_tokens, *stop_tokens],
             sample_index_B=sample_numbers, cache_dtype=cache_dtype, n_draft=n_draft,
             draft=model.draft, chunk=self.choose_chunk, prefix_cache=prefix_cache, **controls)
@@ -645,6 +653,12 @@ class Generation:
                 text = text[:start]
             self.texts[i] = text
             self.stopped[i] = bool(found)
+
+
+def prompt_numbers(prompts):
+    """Returns a number for each prompt, uint32 [B], which is that of its token ids alone: their
+    CRC-32 as int32 in little-endian order."""
+    return np.array([zlib.crc32(np.array(ids, '<i4').tobytes()) for ids in prompts], np.uint32)
 
 
 def token_of_letter(text, tokenizer):

@@ -247,6 +247,11 @@ def init_config(config):
     if config.scan_layers and len(set(map(config.layer, range(config.n_layer)))) > 1:
         raise UserError('scan_layers needs layers that are all alike; these differ in layer_types '
                         'or experts')
+    # its masks are hashes of 32-bit counters, which number a sequence's probabilities
+    if config.dropout and config.n_head * config.block_size**2 > 2**32:
+        raise UserError(f'dropout numbers the attention probabilities of a sequence up to 2^32; '
+                        f'n_head={config.n_head} x block_size={config.block_size}^2 are more: use '
+                        'dropout=0')
 
 
 def check_choices(config):

@@ -145,6 +145,7 @@ def test_dropout_zeroes_its_share_and_keeps_the_mean():
 
 @pytest.mark.parametrize('bad, message', [
     (dict(n_head=0), r'n_head must be at least 1, not 0'),
+    (dict(n_head=16, dropout=0.1, block_size=2**14 + 1), 'dropout numbers the attention probabilities'),
     (dict(n_head=3), r'n_head=3 does not divide n_embd=16.*\[1, 2, 4, 8, 16\]'),
     (dict(dropout=1.0), 'dropout'),
     (dict(dtype='int8'), 'dtype'),

@@ -129,11 +129,12 @@ def test_a_model_learns_from_its_own_right_answers_as_the_section_on_them_says(c
     learn = learn.replace('--rows=256', '--rows=32')
     learn = learn.replace('--dataset=right', f'--dataset={tmp_path / "data/right"} --max_iters=20')
     again = learn.replace('--out_dir=out-right', '--out_dir=out-again').replace('--max_iters=20', '--max_iters=2')
+    again = again.replace('--seed=1', '--seed=2')
     again = again.replace('sample_jax.py --init_from=my/folder', 'sample_jax.py --out_dir=out-right')
     again = again.replace('finetune_chat.py --init_from=my/folder', 'finetune_chat.py --init_from=out-right')
     said = [run_commands(commands, more) for commands in (learn, measure, again)]
     sampled, greedy, sampled_again = [int(line.split()[0]) for line in said]
-    assert 4 <= sampled < 96 and sampled_again > 288, said  # of 384
+    assert 4 <= sampled < 96 and sampled_again > 2 * sampled, said  # of 384
     assert greedy >= 12, said  # of 16 held-out questions
     assert len(Path('right.jsonl').read_text().splitlines()) == int(said[-1].split('are right, ')[1].split()[0])
     assert (tmp_path / 'out-again' / 'config.json').exists()

@@ -14,8 +14,8 @@ from jax_devices.parallel import setup_distributed_training
 from jax_flags import UserError
 from jax_cache import PAD, init_cache, update_ring_cache
 from jax_generate import (
-    PrefixCache, bytes_read_per_step, decode, expected_experts, generate, generate_stream, keep_largest,
-    prefill_layer)
+    PrefixCache, Sampling, bytes_read_per_step, decode, expected_experts, generate, generate_stream,
+    keep_largest, prefill_layer, sample_token)
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.vocabulary import embed_tokens
 from jax_pretrained import load_pretrained
@@ -405,6 +405,15 @@ def test_the_draft_model_is_compiled_for_one_and_two_tokens_however_many_drafts_
     last_result(config, random_tokens(1, 1), 8, n_draft=7, draft=(random_params(small), small))
     assert set(traced) == {(1, 1), (1, 2), (config.n_layer, 1 + 7)}
     assert traced.count((1, 1)) == traced.count((1, 2))  # not once per draft
+
+
+def test_tokens_are_drawn_as_by_categorical_in_its_fine_mode_which_reaches_rare_ones():
+    logits_BxV = 3 * jax.random.normal(RNG, (50, 37))
+    logits_BxV = jnp.where(logits_BxV < -3, -jnp.inf, logits_BxV)
+    key_B = jax.random.split(RNG, 50)
+    expected_B = [jax.random.categorical(key, logits, mode='high') for key, logits in zip(key_B, logits_BxV)]
+    tokens_B = sample_token(logits_BxV, key_B, Sampling(n_vocab=37, temperature=1.0))
+    np.testing.assert_array_equal(tokens_B, expected_B)
 
 
 @pytest.mark.parametrize('kind', ['random', 'ties', 'half -inf', 'zeros of both signs'])

@@ -376,7 +376,7 @@ def test_the_system_prompt_is_the_first_message_of_a_chat(speaking):
 
 @pytest.mark.slow
 def test_a_model_is_sampled_as_its_generation_config_says_unless_told_otherwise(speaking):
-    flags = [f'--init_from={speaking}', '--start=ab', '--max_new_tokens=12', '--num_samples=2']
+    flags = [f'--init_from={speaking}', '--start=ab c', '--max_new_tokens=12', '--num_samples=4']
     plain = sample('none', *flags, '--temperature=2.0', '--top_k=5')
     edit_json(speaking / 'generation_config.json', min_p=0.5)
     by_min_p = sample('none', *flags, '--temperature=2.0', '--top_k=5')
@@ -564,7 +564,7 @@ def test_int8_weights_are_quantized_while_they_are_loaded_and_freed_before_the_b
 
     monkeypatch.setattr('jax_text.load_pretrained', watched)
     monkeypatch.setattr('jax_speed.measure_bandwidth', bandwidth)
-    done = succeeded(sample('none', f'--init_from={speaking}', '--quantize=int8', '--start=ab', '--num_samples=1',
+    done = succeeded(sample('none', f'--init_from={speaking}', '--quantize=int8', '--start=ab c', '--num_samples=1',
                             '--max_new_tokens=2'))
     assert 'which is 100% of the' in done.stderr  # never more
     assert {kind for name, kind in kinds if name in ('kernel', 'wte', 'lm_head')} == {'Int8'}

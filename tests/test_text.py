@@ -13,7 +13,7 @@ import jax_score
 import jax_text
 from jax_files.tokenizers import HFTokenizer, write_char_tokenizer
 from jax_flags import UserError
-from jax_generate import generate
+from jax_generate import PrefixCache, generate
 from jax_lora import load_run
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.sharding import current_mesh
@@ -59,6 +59,53 @@ def test_texts_of_a_batch_are_what_they_are_alone(run):
     assert model.generate(texts, max_new_tokens=12, stop=together[1][6:8])[1] == together[1][:6]
 
 
+def random_model(run):
+    """A model of random weights with the tokenizer of a run, whose next token is hard to guess."""
+    model = load(run, device='cpu:0')
+    params = convert_params_for_decoding(dict(random_params(model.config)), 'float32')
+    return dataclasses.replace(model, params=params)
+
+
+def variance_beside_independent_draws(draw, n_seeds=40):
+    """The variance over seeds of the share of the texts draw(seed) that end with a letter of the alphabet's first half,
+    as a multiple of what it would be if the texts were independent."""
+    is_early = np.array([[text[-1] < 'n' for text in draw(seed)] for seed in range(n_seeds)])
+    of_each_text = is_early.var(0, ddof=1)
+    return is_early.mean(1).var(ddof=1) / (of_each_text.sum() / is_early.shape[1]**2)
+
+
+def test_samples_of_different_prompts_are_independent(run):
+    model = random_model(run)
+    letters = model.tokenizer.chars.strip()
+    prompts = [a + b for a in letters[:12] for b in letters[:10]]
+    options = dict(max_new_tokens=1, temperature=1, top_k=0)
+    assert variance_beside_independent_draws(lambda seed: model.generate(prompts, seed=seed, **options)) < 1.8
+    assert variance_beside_independent_draws(  # in calls of their own
+        lambda seed: [model.generate([prompt], seed=seed, **options)[0] for prompt in prompts[::10]]) < 1.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('prompt', ['the quick', 'fox ' * 6])  # the context has 16 tokens
+def test_a_sample_depends_on_its_seed_prompt_and_number_alone(prompt, run):
+    model = random_model(run)
+    options = dict(max_new_tokens=9, temperature=1, seed=5)
+    samples = model.generate([prompt], num_samples=3, **options)
+    assert len(set(samples)) == 3
+    assert model.generate(['a', prompt, 'the', prompt], num_samples=3, **options)[3:6] == samples
+    assert model.generate([prompt] * 2, **options) == samples[:1] * 2
+    for how in (dict(), dict(n_draft=3), dict(prefix_cache=PrefixCache())):
+        assert [''.join(model.stream(prompt, first_sample=i, **how, **options)) for i in range(3)] == samples
+    assert model.generate([prompt], **options | dict(seed=6)) != samples[:1]
+
+
+def test_an_empty_prompt_is_a_prompt_where_a_token_begins_every_text(speaking):
+    model = load(speaking, device='cpu:0')
+    options = dict(max_new_tokens=9, temperature=2)
+    texts = model.generate(['', 'ab'], **options)
+    assert texts == [model.generate([''], **options)[0], ''.join(model.stream('ab', **options))]
+    assert texts[0] != texts[1][2:]
+
+
 @pytest.mark.slow
 def test_streamed_pieces_join_to_the_text_before_the_stop_text(run):
     model = load(run, device='cpu:0')
@@ -72,7 +119,7 @@ def test_streamed_pieces_join_to_the_text_before_the_stop_text(run):
 def test_a_prompt_longer_than_the_context_streams_all_its_tokens(run):
     model = load(run, device='cpu:0')
     prompt = 'the quick brown fox ' * 25  # 500 tokens; 512 slots are the first size of the cache
-    options = dict(max_new_tokens=40, prefix_cache=jax_text.PrefixCache())
+    options = dict(max_new_tokens=40, prefix_cache=PrefixCache())
     text, = model.generate([prompt], max_new_tokens=40)
     assert ''.join(model.stream(prompt, **options)) == text and len(text) == len(prompt) + 40
 
@@ -164,10 +211,10 @@ def test_the_parameters_are_converted_for_decoding(run):
 
 def test_controls_that_are_not_given_are_the_generation_configs(speaking):
     (speaking / 'generation_config.json').write_text('{"temperature": 2, "top_k": 5}')
-    given = load(speaking, device='cpu:0').generate(['ab'], max_new_tokens=12, temperature=2, top_k=5)
-    assert load(speaking, device='cpu:0').generate(['ab'], max_new_tokens=12) == given
+    given = load(speaking, device='cpu:0').generate(['ab c'], max_new_tokens=12, temperature=2, top_k=5)
+    assert load(speaking, device='cpu:0').generate(['ab c'], max_new_tokens=12) == given
     (speaking / 'generation_config.json').unlink()
-    assert load(speaking, device='cpu:0').generate(['ab'], max_new_tokens=12) != given
+    assert load(speaking, device='cpu:0').generate(['ab c'], max_new_tokens=12) != given
 
 
 @pytest.mark.slow
@@ -195,6 +242,8 @@ def test_a_sample_that_has_all_its_tokens_was_cut(run):
     (lambda model: model.generate([]), UserError, 'at least one token'),
     (lambda model: model.generate(['Z']), UserError, "does not know: 'Z'"),
     (lambda model: model.generate(['the'], top_p=2), UserError, 'top_p must be in'),
+    (lambda model: model.generate(['the'], seed=2**32), UserError, 'seed must be in'),
+    (lambda model: model.stream('the', seed=-1), UserError, 'seed must be in'),
     (lambda model: model.generate(['the'], temprature=1), TypeError,
      'generate has no option temprature: did you mean temperature?'),
     (lambda model: model.logprobs(['the'], batchsize=1), TypeError, 'did you mean batch_size'),
