@@ -1,0 +1,307 @@
+"""Compares what this tree computes with what a commit computes, on this machine, bit for bit.
+
+$ python tools/same_bits.py HEAD~1            # the tree beside that commit, some three minutes
+$ python tools/same_bits.py HEAD~1 --only=data_sets,gpt
+
+Each case is a few commands, run in a checkout of the commit and in the tree, of which it keeps
+numbers and digests by name: losses of 20 iterations, sampled texts, bytes of data sets, tensors of
+exports; the last case goes on with the commit's runs. Equal, or the differences by name and exit
+code 1. Bits differ from CPU to CPU and between versions of jax, so that nothing is
+stored.
+"""
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+SHORT = (
+    '--device=cpu --max_iters=20 --lr_decay_iters=20 --warmup_iters=4 --eval_interval=10 '
+    '--eval_iters=2 --log_interval=1 --batch_size=4 --gradient_accumulation_steps=2 '
+    '--learning_rate=1e-2').split()
+GPT = '--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --dropout=0.1 --bias=True'.split()
+QWEN = (
+    '--n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=32 --block_size=32 --norm=rms --position=rope '
+    '--qk_norm=learned --mlp=swiglu --n_inner=48 --dtype=float32').split()
+SHARDED = '--fsdp=2 --tensor=2 --dtype=bfloat16'.split()
+CHAT_TEMPLATE = (
+    '{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}'
+    '{% if m.role == "assistant" %}</s>{% endif %}{% endfor %}'
+    '{% if add_generation_prompt %}<assistant>{% endif %}')
+QUESTIONS = ('2 + 2?', 'who was Bach?', 'say hello', 'and then?')
+
+
+class Tree:
+    """A checkout, and the folder for what its commands write."""
+
+    def __init__(self, path, work):
+        self.path = path
+        self.work = work
+        work.mkdir()
+
+    def run(self, script, *args, devices=1):
+        """Runs a script of the tree in the work folder. Exits if it fails."""
+        env = {**os.environ, 'JAX_NUM_CPU_DEVICES': str(devices), 'JAX_PLATFORMS': 'cpu'}
+        command = [sys.executable, str(self.path / script), *map(str, args)]
+        done = subprocess.run(command, cwd=self.work, env=env, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f'{self.path}: {" ".join(command[1:])}\n{done.stderr[-3000:]}')
+
+    def train(self, out, *flags, devices=1):
+        self.run('train_jax.py', f'--out_dir={out}', *SHORT, *flags, devices=devices)
+
+    def data(self, name):
+        return f'--dataset={self.work / name}'
+
+
+def write_text(folder):
+    """Writes the text of all data sets, some 100 kB of this repository's docs as they are now."""
+    text = ''.join(
+        path.read_text(encoding='utf-8') for path in sorted((ROOT / 'docs').glob('*.md')))
+    (folder / 'text.txt').write_text(text[:100_000] + 'é 漢 🙂\n', encoding='utf-8')
+    rows = [json.dumps({'text': part}) for part in text[:60_000].split('\n\n')]
+    (folder / 'rows.jsonl').write_text('\n'.join(rows) + '\n', encoding='utf-8')
+    chats = []
+    for i in range(40):
+        question = QUESTIONS[i % len(QUESTIONS)] + ' please' * (i % 3)
+        messages = [{'role': 'user', 'content': question},
+                    {'role': 'assistant', 'content': f'{question} is {i}'}]
+        chats.append(json.dumps({'messages': messages * (1 + i % 2)}))
+    (folder / 'chats.jsonl').write_text('\n'.join(chats) + '\n', encoding='utf-8')
+
+
+def write_model(folder):
+    """Makes a folder of a small Llama of random weights that chats, as a Hugging Face folder."""
+    from safetensors.numpy import save_file
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(name, special=True) for name in ('<s>', '</s>', '<user>', '<assistant>')]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(QUESTIONS, trainer)
+    folder.mkdir()
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': '<s>',
+                'eos_token': '</s>', 'chat_template': CHAT_TEMPLATE}
+    (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
+    d, width, n_vocab = 32, 48, tokenizer.get_vocab_size()
+    config = {
+        'model_type': 'llama', 'vocab_size': n_vocab, 'hidden_size': d,
+        'intermediate_size': width, 'num_hidden_layers': 2, 'num_attention_heads': 4,
+        'num_key_value_heads': 2, 'max_position_embeddings': 64, 'rms_norm_eps': 1e-5,
+        'rope_theta': 1e4, 'tie_word_embeddings': False, 'bos_token_id': 0, 'eos_token_id': 1}
+    (folder / 'config.json').write_text(json.dumps(config))
+    shapes = {'model.embed_tokens': (n_vocab, d), 'model.norm': (d,), 'lm_head': (n_vocab, d)}
+    for i in range(2):
+        layer = f'model.layers.{i}'
+        shapes |= {
+            f'{layer}.input_layernorm': (d,), f'{layer}.post_attention_layernorm': (d,),
+            f'{layer}.self_attn.q_proj': (d, d), f'{layer}.self_attn.k_proj': (d // 2, d),
+            f'{layer}.self_attn.v_proj': (d // 2, d), f'{layer}.self_attn.o_proj': (d, d),
+            f'{layer}.mlp.gate_proj': (width, d), f'{layer}.mlp.up_proj': (width, d),
+            f'{layer}.mlp.down_proj': (d, width)}
+    rng = np.random.default_rng(0)
+    tensors = {f'{name}.weight': rng.normal(0, 0.2, shape).astype(np.float32)
+               for name, shape in shapes.items()}
+    save_file(tensors, folder / 'model.safetensors')
+
+
+# -----------------------------------------------------------------------------
+# what is kept
+
+def digest(data):
+    """Returns the beginning of the SHA-256 of bytes."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def losses(out):
+    """Returns {name: value} of all that a run has logged but times."""
+    found = {}
+    for line in (out / 'metrics.jsonl').read_text().splitlines():
+        row = json.loads(line)
+        for name, value in row.items():
+            if name not in ('time_ms', 'tokens_per_sec', 'mfu', 'iter'):
+                found[f'{name} at {row["iter"]}'] = value
+    return found
+
+
+def files(folder):
+    """Returns {path: digest} of the files of a folder."""
+    paths = sorted(path for path in folder.rglob('*') if path.is_file())
+    return {str(path.relative_to(folder)): digest(path.read_bytes()) for path in paths}
+
+
+def samples(tree, *args):
+    """Returns {name: text} of samples, and of what sample_jax.py says of them."""
+    path = tree.work / 'samples.jsonl'
+    tree.run('sample_jax.py', '--device=cpu', f'--output={path}', '--num_samples=2',
+             '--max_new_tokens=24', '--seed=5', *args)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {f'sample {i} {name}': value for i, row in enumerate(rows)
+            for name, value in row.items()}
+
+
+def tensors(path):
+    """Returns {name: digest} of the tensors of an exported folder or GGUF file, and of the
+    fields of the latter."""
+    if path.is_dir():
+        from safetensors.numpy import load_file
+        found = {}
+        for file in sorted(path.glob('*.safetensors')):
+            found |= load_file(file)
+        found = {name: digest(array.tobytes()) for name, array in found.items()}
+        for name in ('config.json', 'tokenizer.json'):
+            if (path / name).exists():
+                found[name] = json.loads((path / name).read_text())
+        return found
+    from gguf import GGUFReader
+    reader = GGUFReader(path)
+    found = {tensor.name: digest(tensor.data.tobytes()) for tensor in reader.tensors}
+    for name, field in reader.fields.items():
+        found[name] = digest(repr(field.contents()).encode())
+    return found
+
+
+# -----------------------------------------------------------------------------
+# the cases: tree, folder of the inputs -> {name: value}
+
+def data_sets(tree, inputs):
+    """Data sets of characters, of an own BPE, of rows, of chats with and without rows."""
+    text, out = inputs / 'text.txt', tree.work
+    commands = {
+        'chars': ['text', text, '--tokenizer=char'],
+        'bpe': ['text', text, '--tokenizer=bpe:400'],
+        'rows': ['text', inputs / 'rows.jsonl', f'--tokenizer={inputs / "model"}'],
+        'chats': ['chat', inputs / 'chats.jsonl', f'--tokenizer={inputs / "model"}'],
+        'packed': ['chat', inputs / 'chats.jsonl', f'--tokenizer={inputs / "model"}', '--rows=64']}
+    found = {}
+    for name, (kind, *args) in commands.items():
+        tree.run(f'data/{kind}/prepare.py', *args, '--out_dir', out / name)
+        for path, value in files(out / name).items():
+            if path.endswith(('.bin', 'tokenizer.json')):
+                found[f'{name}/{path}'] = value
+    return found
+
+
+def gpt(tree, inputs):
+    """A GPT-2 with dropout, and its samples in float32, in int8, with drafts."""
+    out = tree.work / 'out-gpt'
+    tree.train(out, *GPT, tree.data('chars'))
+    found = losses(out)
+    ways = {'float32': [], 'int8': ['--quantize=int8'], 'drafts': ['--n_draft=3'],
+            'greedy': ['--temperature=0']}
+    for way, flags in ways.items():
+        for name, value in samples(tree, f'--out_dir={out}', '--start=the ', *flags).items():
+            found[f'{way} {name}'] = value
+    return found
+
+
+def resumed(tree, inputs):
+    """The same GPT, stopped after ten iterations and resumed."""
+    out = tree.work / 'out-resumed'
+    tree.train(out, *GPT, tree.data('chars'), '--max_iters=10')
+    tree.train(out, '--init_from=resume')
+    return losses(out)
+
+
+def qwen(tree, inputs):
+    """A Qwen3 with Muon and a BPE of its own, and its exports."""
+    out = tree.work / 'out-qwen'
+    tree.train(out, *QWEN, tree.data('bpe'), '--optimizer=muon')
+    found = losses(out)
+    found |= samples(tree, f'--out_dir={out}', '--start=the ')
+    source = f'--out_dir={out}'
+    tree.run('export_jax.py', source, f'--folder={tree.work / "folder"}')
+    tree.run('export_jax.py', source, f'--gguf={tree.work / "m.gguf"}', '--dtype=q8_0')
+    for path in (tree.work / 'folder', tree.work / 'm.gguf'):
+        found |= {f'{path.name}/{name}': value for name, value in tensors(path).items()}
+    return found
+
+
+def chat(tree, inputs):
+    """A Llama of a folder, tuned on packed chats by LoRA; its answers."""
+    out = tree.work / 'out-chat'
+    tree.train(out, tree.data('packed'), f'--init_from={inputs / "model"}', '--block_size=64',
+               '--lora_rank=4', '--quantize=int8')
+    found = losses(out)
+    found |= samples(tree, f'--out_dir={out}', '--chat=True', '--start=who was Bach?')
+    return found
+
+
+def sharded(tree, inputs):
+    """The Qwen3 on eight devices, fsdp x tensor, in bfloat16."""
+    out = tree.work / 'out-sharded'
+    tree.train(out, *QWEN, *SHARDED, tree.data('bpe'), devices=8)
+    return losses(out)
+
+
+def old_runs_go_on(tree, inputs):
+    """Runs that the commit has made, resumed for ten iterations and sampled."""
+    found = {}
+    for name, data, question in (
+            ('gpt', 'chars', []), ('qwen', 'bpe', []), ('chat', 'packed', ['--chat=True'])):
+        out = tree.work / f'old-{name}'
+        shutil.copytree(tree.work.parent / 'old' / f'out-{name}', out)
+        tree.train(out, '--init_from=resume', tree.data(data), '--max_iters=30')
+        of_run = losses(out) | samples(tree, f'--out_dir={out}', '--start=the ', *question)
+        found |= {f'{name}: {key}': value for key, value in of_run.items()}
+    return found
+
+
+CASES = (data_sets, gpt, resumed, qwen, chat, sharded, old_runs_go_on)
+
+
+def compare(old, new):
+    """Returns the lines that say what differs."""
+    lines = []
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name):
+            lines.append(f'    {name}: {str(old.get(name))[:70]} -> {str(new.get(name))[:70]}')
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('commit', help='the commit to compare with')
+    parser.add_argument('--only', default='', help='names of cases, with those whose files they read')
+    args = parser.parse_args()
+    names = args.only.split(',') if args.only else [case.__name__ for case in CASES]
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        inputs = folder / 'inputs'
+        inputs.mkdir()
+        write_text(inputs)
+        write_model(inputs / 'model')
+        checkout = folder / 'checkout'
+        archive = subprocess.run(['git', 'archive', args.commit], cwd=ROOT, capture_output=True,
+                                 check=True).stdout
+        checkout.mkdir()
+        subprocess.run(['tar', '-x', '-C', checkout], input=archive, check=True)
+        trees = [Tree(checkout, folder / 'old'), Tree(ROOT, folder / 'new')]
+
+        # each case in both
+        n_different = 0
+        for case in CASES:
+            if case.__name__ not in names:
+                continue
+            old, new = [case(tree, inputs) for tree in trees]
+            lines = compare(old, new)
+            n_different += len(lines)
+            print(f'{case.__name__}: {len(old)} values, {len(lines)} differ', flush=True)
+            for line in lines[:20]:
+                print(line)
+    sys.exit(1 if n_different else 0)
+
+
+if __name__ == '__main__':
+    main()
