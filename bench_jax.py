@@ -127,23 +127,24 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jax_devices.parallel import setup_distributed_training, split_batch
+from jax_devices.choose import choose_attention, choose_experts
+from jax_devices.layout import setup_distributed_training, split_batch
 from jax_devices.setup import (
     Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth,
     setup_jax_environment, trim_malloc)
-from jax_files.data import load_dataset
-from jax_files.sources import open_source
-from jax_generate import bytes_read_per_step, expected_experts, generate_stream, tokens_per_step
-from jax_ops.choose_attention import choose_attention
-from jax_ops.choose_experts import choose_experts
+from jax_generate import generate_stream
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_pretrained import param_shapes
-from jax_start import config_from_flags, flags_from_config
+from jax_run.data import load_dataset
+from jax_run.sources import open_source
+from jax_run.start import config_from_flags, flags_from_config
 from jax_text import load
 from jax_train_utils import (
-    create_learning_rate_schedule, create_optimizer_with_schedule, language_model, make_train_step)
-from jax_transformer import INIT_STD, count_params, create_train_state, estimate_mfu
+    create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state,
+    language_model, make_train_step)
+from jax_transformer import INIT_STD, count_params, estimate_mfu
 from tools.plan import plan_step
+from tools.speed import bytes_read_per_step, expected_experts, tokens_per_step
 from tools.topologies import topology_devices
 
 devices, dtype, reason = setup_jax_environment(device, dtype)
@@ -160,16 +161,17 @@ clock = Stopwatch()
 def bench_train():
     """Times training steps on a batch that is already on the devices, and returns {name: value}."""
     # The model, the optimizer and the state, as in train_jax.py.
-    parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
+    layout = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
     config = dataclasses.replace(model_config, scan_layers=scan_layers, remat=remat)
     implementation, _ = choose_attention(
         attention, config, devices[0], tensor=tensor, context=context)
     experts, _ = choose_experts(config, devices[0])
     config = dataclasses.replace(config, attention=implementation, experts=experts)
-    parallel.validate(config)
+    layout.validate(config)
     schedule = create_learning_rate_schedule(6e-4, decay_lr=False)
     tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
-    state = parallel.init_sharded(create_train_state, jax.random.key(seed), config, tx)
+    state = layout.init_sharded(create_train_state, jax.random.key(seed), config, tx)
+    state = state.replace(schedule=layout.device_put(schedule))
     n_params = count_params(state.params)
 
     # A batch of random tokens.
@@ -178,14 +180,13 @@ def bench_train():
     tokens = random.integers(vocab_size, size=(n_rows, block_size + 1)).astype(np.int32)
     seq_id = np.arange(n_rows, dtype=np.uint32)
     batch = {'x': tokens[:, :-1], 'y': tokens[:, 1:], 'seq_id': seq_id}
-    shape = split_batch(gradient_accumulation_steps, batch_size, parallel.n_data_shards)
-    batch = parallel.shard_batch(batch, shape)
+    shape = split_batch(gradient_accumulation_steps, batch_size, layout.n_data_shards)
+    batch = layout.shard_batch(batch, shape)
 
     # The step.
     clock.lap()
-    step = parallel.train_step(make_train_step(
-        config, language_model, parallel, schedule, seed=seed, grad_clip=1.0,
-        loss_chunk=loss_chunk))
+    step = layout.compile_step(make_train_step(
+        config, language_model, layout, seed=seed, grad_clip=1.0, loss_chunk=loss_chunk))
     step = step.lower(state, batch).compile()
     compile_s = sum(clock.lap())
 
@@ -342,12 +343,11 @@ def make_prompts(vocab_size):
 
 
 # -----------------------------------------------------------------------------
-# steps compiled for devices that are not here: what they need, what they send, never a measurement
+# steps compiled for devices that are not here: what they need, never a measurement
 
 
 def bench_compile(plan_devices):
-    """Prints the plan of a step and returns it, ({name: value}, table of collectives): see
-    tools/plan.py."""
+    """Compiles a step, and returns {name: value} of what it needs: see tools/plan.py."""
     try:
         return plan_step(types.SimpleNamespace(**flags), model_config, plan_devices)
     except jax.errors.JaxRuntimeError as error:
@@ -355,8 +355,7 @@ def bench_compile(plan_devices):
             raise
         message = ' '.join(str(error).split())
         used = re.search(r'Used [\d.]+\w+ of [\d.]+\w+', message)
-        print(f'does not fit: {used[0] if used else message[:200]}')
-        return {'fits': False}, []
+        return {'fits': False, 'why': used[0] if used else message[:200]}
 
 
 # -----------------------------------------------------------------------------
@@ -394,7 +393,7 @@ if mode == 'train':
     results = bench_train()
 elif mode == 'compile':
     plan_devices = topology_devices(topology)
-    results, table = bench_compile(plan_devices)
+    results = bench_compile(plan_devices)
 else:
     results = bench_decode()
     results['peak_memory_gb'] = peak_memory_gb()
@@ -409,8 +408,6 @@ for name, value in results.items():
     print(f'{name:>30}  {formatted(value)}')
 
 # The JSON line.
-if mode == 'compile':
-    results['collectives'] = table
 document = {
     'program': 'bench_jax',
     'settings': flags,

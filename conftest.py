@@ -44,8 +44,10 @@ def bounded_memory():
 def without_pictures(monkeypatch):
     """Leaves out loss.png of the runs that a test makes in its own process: a fifth of the time of a short run. Runs
     that several tests share are made before this and draw theirs, and so do runs in processes of their own."""
-    from jax_files.metrics import MetricsLog
-    monkeypatch.setattr(MetricsLog, 'plot', lambda log: None)
+    import jax_run.log
+    import jax_run.out_dir
+    for module in (jax_run.log, jax_run.out_dir):
+        monkeypatch.setattr(module, 'plot_losses', lambda out_dir: None)
 
 
 @pytest.fixture(scope='session')

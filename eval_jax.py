@@ -10,7 +10,6 @@ and accuracy_norm are lm-eval's acc and acc_norm: by the log-probability, and by
 of the choice. A folder is a bundle in the form of DCLM's CORE: the accuracy of its tasks is by the
 log-probability per token, and centered such that guessing gets 0.
 """
-import collections
 import csv
 import functools
 import json
@@ -22,13 +21,13 @@ import time
 from pathlib import Path
 
 from jax_flags import (
-    UserError, check_needs, check_source, read_flags, read_text, regular_file, start_script, write_text)
+    UserError, check_needs, check_source, read_flags, read_text, path_inside, start_script, write_text)
 
 # -----------------------------------------------------------------------------
-init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
+init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt
 out_dir = 'out' # the run to evaluate; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
-base = '' # of a LoRA run or an adapter of peft: where the pretrained model is now, if it has moved
+base = '' # where the pretrained model of a LoRA run is now, if it has moved
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
 text = '' # files whose bits per byte are measured, with commas between them
 tasks = '' # files of JSON lines, and folders in the form of the CORE bundle, with commas between them
@@ -156,18 +155,18 @@ def read_bundle(folder):
     read = []
     try:
         # How often a guess is right, by task.
-        table = csv.DictReader(read_text(regular_file(folder, 'eval_meta_data.csv')).split('\n'))
+        table = csv.DictReader(read_text(path_inside(folder, 'eval_meta_data.csv')).split('\n'))
         guessing = {row['Eval Task']: float(row['Random baseline']) / 100 for row in table}
         if not all(0 <= accuracy < 1 for accuracy in guessing.values()):
             raise ValueError('a random baseline is not in [0, 100)')
 
         # The tasks, each with the file of its items.
-        for task in yaml.safe_load(read_text(regular_file(folder, 'core.yaml')))['icl_tasks']:
+        for task in yaml.safe_load(read_text(path_inside(folder, 'core.yaml')))['icl_tasks']:
             label = text_of(task, 'label')
             n_examples = task['num_fewshot'][0]
             if type(n_examples) is not int or n_examples < 0:
                 raise ValueError('num_fewshot must be a list of one number')
-            path = regular_file(folder, f"eval_data/{text_of(task, 'dataset_uri')}")
+            path = path_inside(folder, f"eval_data/{text_of(task, 'dataset_uri')}")
             items = read_items(path, text_of(task, 'icl_task_type'))
             # as nanochat, which draws examples by the new order
             random.Random(1337).shuffle(items)
@@ -254,12 +253,8 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
     # The rows of all items: one for each option.
     in_bundle = guessing is not None
     rows = []
-    dropped = collections.Counter()
     for i, item in enumerate(items):
         rows.append(at(item['place'], encode_item, items, i, n_examples, delimiter, in_bundle))
-        for pair in pairs(item, delimiter):
-            dropped.update(model.tokenizer.count_dropped(''.join(pair)))
-    warn_of_dropped(dropped, name)
 
     # How much of a prompt is seen.
     task_options = dict(options)
@@ -299,15 +294,12 @@ def evaluate_text(path):
     content = texts[path]
     log = functools.partial(model.logprobs, **options)
     (ids, found), = at(path, log, [content])
-    dropped = model.tokenizer.count_dropped(content)
-    warn_of_dropped(dropped, path)
     # what is not scored does not count: the first token, unless one that begins a document precedes
-    # it, and the characters that the tokenizer leaves out
+    # it
     if model.tokenizer.start_token is None:
         n_bytes = len(model.tokenizer.decode(ids).encode())
     else:
         n_bytes = len(content.encode())
-        n_bytes -= sum(n * len(character.encode()) for character, n in dropped.items())
 
     # Nats of all tokens, in bits, over the bytes that they stand for.
     nats = -float(found.sum(dtype=np.float64))
@@ -341,7 +333,6 @@ import numpy as np
 
 from jax_devices.processes import check_agreement, initialize_distributed
 from jax_devices.setup import configure_process, describe_environment
-from jax_files.tokenizer_library import warn_of_dropped
 from jax_text import load
 
 configure_process(device)
@@ -376,7 +367,7 @@ if centered:
 # all results, for programs: to a file, and to what reads the output unless that is a person
 everything = json.dumps({
     'program': 'eval_jax', 'settings': {**flags, 'dtype': model.config.dtype},
-    'environment': describe_environment(model.parallel.devices), 'results': results})
+    'environment': describe_environment(model.layout.devices), 'results': results})
 if not sys.stdout.isatty():
     print(everything)
 if master:

@@ -19,10 +19,10 @@ from jax_flags import (
     start_script, write_text)
 
 # -----------------------------------------------------------------------------
-init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt, a .gguf
+init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt
 out_dir = 'out' # the run to export
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
-base = '' # of a LoRA run or an adapter of peft: where the pretrained model is now, if it has moved
+base = '' # where the pretrained model of a LoRA run is now, if it has moved
 folder = '' # the new folder
 gguf = '' # or a new file, model.gguf
 adapter = '' # or a new folder, of what a LoRA run has trained, for peft
@@ -49,14 +49,14 @@ if shard_gb <= 0:
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 from jax_devices.setup import setup_jax_environment
-from jax_files.checkpoints import run_folder
-from jax_files.gguf_files import why_no_gguf
-from jax_files.metrics import read_metrics
-from jax_files.tokenizers import (
+from jax_hub.folders import find_config_json, kept_config_json, local_path
+from jax_hub.gguf_files import why_no_gguf
+from jax_hub.tokenizers import (
     HFTokenizer, describe_tokenizer, load_tokenizer, write_char_tokenizer, write_gpt2_tokenizer)
-from jax_files.weight_files import find_config_json, kept_config_json, local_path
-from jax_lora import load_run, load_updates
 from jax_pretrained import load_pretrained, save_adapter, save_pretrained
+from jax_run.checkpoints import run_folder
+from jax_run.load import load_run, load_updates
+from jax_run.log import read_metrics
 from jax_transformer import count_params
 
 # The flags of training that a model card lists, if the run read them.
@@ -92,7 +92,7 @@ def model_card(family, name):
     if why_no_gguf(config, family):
         to_gguf = f'convert_hf_to_gguf.py {name} --outfile {name}.gguf'
 
-    template = Path(__file__).parent / 'jax_files' / 'model_card.md'
+    template = Path(__file__).parent / 'jax_hub' / 'model_card.md'
     card = template.read_text(encoding='utf-8')
     return card.format(
         family=family, base=base, name=name, dtype=dtype, config=config, origin=origin,
@@ -125,9 +125,7 @@ def describe_run(run, iteration):
     """Returns the card's text about the training: its length, then a table of figures and settings.
 
     run: the flags of the run, {name: value}. iteration: the checkpoint's."""
-    source = run_folder(out_dir)
-    source.refresh(with_metrics=True)
-    records = list(read_metrics(source.files))
+    records = list(read_metrics(run_folder(out_dir).files))
 
     # The losses of the evaluation with which the checkpoint was saved.
     table = {}
@@ -182,7 +180,8 @@ def report(path, description):
 
     if not description:
         print('its tokenizer is unknown: put its tokenizer.json there before you sample')
-    print(f'next: {sample_command(path, description)}')
+    if 'config.json' in sizes:  # a folder, which this project reads, too
+        print(f'next: {sample_command(path, description)}')
 
 
 def readable(n_bytes):
@@ -212,13 +211,13 @@ def sample_command(path, description):
 
 
 def first_known(tokenizer, texts):
-    """Returns the first of the texts of which a tokenizer leaves nothing out, '' if there is none."""
+    """Returns the first of the texts that a tokenizer gives back, '' if there is none."""
     for candidate in texts:
         try:
             ids = tokenizer.encode(candidate)
-        except UserError:
+        except UserError:  # of unknown characters
             continue
-        if ids and not tokenizer.count_dropped(candidate):
+        if ids and tokenizer.decode(ids) == candidate:
             return candidate
     return ''
 
@@ -239,7 +238,9 @@ elif init_from == 'resume':
     kept = kept_config_json(run_folder(out_dir).files)
     config_json = kept if os.path.exists(kept) else None
 else:
-    path = local_path(init_from, base=base)
+    if base:
+        raise UserError(f'base is for a LoRA run, and {init_from} is none')
+    path = local_path(init_from)
     config, params = load_pretrained(path)
     config_json = find_config_json(path)
     description = describe_tokenizer(path, config.vocab_size) or {}

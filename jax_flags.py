@@ -15,7 +15,6 @@ import re
 import runpy
 import select
 import signal
-import stat
 import sys
 import time
 from pathlib import Path
@@ -60,44 +59,11 @@ def path_inside(folder, name):
     consists of links, it may lead to the files of the same model. Raises UserError for a name or a
     link that leads out of the folder."""
     path = os.path.join(folder, name)
-    if not can_be_a_path(path):
-        raise UserError(f'{folder} names a file {name!r}, and no file has such a name')
     target = Path(os.path.realpath(path))
     allowed = folder_of_model(Path(os.path.realpath(folder)))
     if not target.is_relative_to(allowed):
         raise UserError(f'{printable(path)} is not read: it leads out of its folder, to '
                         f'{printable(str(target))}; if you trust it, put a copy into the folder')
-    return path
-
-
-def can_be_a_path(path):
-    """Returns whether a file could have this path: not with a zero, or with half of a character."""
-    try:
-        return b'\0' not in os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
-
-
-def regular_file(folder, name):
-    """Returns the path_inside of a file. Every reader of a folder that may be a stranger's asks for
-    its files here.
-
-    Raises UserError for a name or a link that leads out of the folder, and for what is no regular
-    file."""
-    return plain_file(path_inside(folder, name))
-
-
-def plain_file(path):
-    """Returns the path of a file, which may be a link. It need not be there.
-
-    Raises UserError for what is there but no regular file: a folder, a pipe, which a reader would
-    wait for without an end, or a device, which has no end."""
-    try:
-        mode = os.stat(path).st_mode
-    except OSError:  # not there, or out of reach: its reader knows what that means
-        return path
-    if not stat.S_ISREG(mode):
-        raise UserError(f'{path} is not a regular file; put the file itself there')
     return path
 
 
@@ -149,34 +115,14 @@ def read_json(path, *, optional=False):
     Raises UserError if it cannot be read."""
     if optional and not os.path.exists(path):
         return {}
-    text = read_text(plain_file(path))
+    text = read_text(path)
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
     if not isinstance(values, dict):
         raise UserError(f'{path} is not a JSON object; copy or download it again')
-    if is_deeper(values, MOST_LEVELS):
-        raise UserError(f'{path} has values in more than {MOST_LEVELS} levels, one in the other; copy '
-                        'or download it again')
     return values
-
-
-MOST_LEVELS = 100  # of JSON: what goes down into it by recursion has an end
-
-
-def is_deeper(value, n_levels):
-    """Returns whether a value of JSON has more levels of lists and objects."""
-    level = [value]
-    for _ in range(n_levels):
-        inner = []
-        for parent in level:
-            children = parent.values() if isinstance(parent, dict) else parent
-            inner += [child for child in children if isinstance(child, (dict, list))]
-        if not inner:
-            return False
-        level = inner
-    return True
 
 
 def write_json(path, values):
@@ -305,41 +251,20 @@ def check_value(name, value, default):
     return value
 
 
-# The names that other programs give to flags.
+# The names that other programs give to flags, which spelling does not find.
 ALIASES = {
     'lr': 'learning_rate',
     'wd': 'weight_decay',
     'bs': 'batch_size',
-    'micro_batch_size': 'batch_size',
-    'grad_accum': 'gradient_accumulation_steps',
-    'accum_steps': 'gradient_accumulation_steps',
     'steps': 'max_iters',
     'max_steps': 'max_iters',
-    'num_steps': 'max_iters',
-    'iters': 'max_iters',
-    'warmup': 'warmup_iters',
-    'warmup_steps': 'warmup_iters',
-    'schedule': 'lr_schedule',
-    'context_length': 'block_size',
     'seq_len': 'block_size',
-    'sequence_length': 'block_size',
-    'max_seq_len': 'block_size',
-    'layers': 'n_layer',
+    'context_length': 'block_size',
     'depth': 'n_layer',
-    'heads': 'n_head',
     'd_model': 'n_embd',
-    'hidden_size': 'n_embd',
-    'data': 'dataset',
-    'output_dir': 'out_dir',
-    'model': 'init_from',
     'resume': 'init_from',
-    'precision': 'dtype',
-    'rank': 'lora_rank',
-    'alpha': 'lora_alpha',
     'prompt': 'start',
-    'n_samples': 'num_samples',
     'max_tokens': 'max_new_tokens',
-    'temp': 'temperature',
 }
 
 
@@ -376,43 +301,6 @@ def assigned_names(tree):
         elif not isinstance(node, scopes):
             yield from assigned_names(node)
 
-
-# The largest value of each size of a model, by its field in GPTConfig or in a group of it: far
-# above every model that is known, and low enough that a file's wrong number is refused before
-# anything of that size is made.
-MOST = {
-    'n_layer': 10_000,
-    'vocab_size': 2**27,
-    # lengths of texts, in tokens
-    'block_size': 2**30 - 1,
-    'window': 2**31 - 1,
-    'chunk': 2**31 - 1,
-    'original_length': 2**30 - 1,
-    'query_growth_every': 2**31 - 1,
-    # widths
-    'n_embd': 2**20,
-    'n_inner': 2**24,
-    'n_head': 2**16,
-    'n_kv_head': 2**16,
-    'head_dim': 2**16,
-    'rope_width': 2**16,
-    # experts
-    'n_expert': 2**16,
-    'n_used': 2**16,
-    'width': 2**24,
-    'shared_width': 2**24,
-    'n_group': 2**16,
-    'n_group_used': 2**16,
-    # MLA
-    'q_rank': 2**20,
-    'kv_rank': 2**20,
-    'nope_dim': 2**16,
-    'rope_dim': 2**16,
-    'v_dim': 2**16,
-}
-
-# The largest value of the other numbers: they are float32 where they are computed with.
-MOST_FLOAT = 3e38
 
 AT_LEAST_1 = (
     'eval_interval', 'log_interval', 'eval_iters', 'gradient_accumulation_steps', 'batch_size',
@@ -623,17 +511,26 @@ def check_flags(flags):
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingOptions:
-    """The controls of sampling. None is off, as is 0 for top_k and min_p, and 1 for the others."""
-    temperature: float = 1.0  # 0 is greedy
+class Sampling:
+    """How prompts are continued. A control that is None is off, as is 0 for top_k and min_p, and 1
+    for the others; in jax_text it is as the model's makers say, see TextModel.defaults."""
+    max_new_tokens: int = 500
+    temperature: float | None = 1.0  # 0 is greedy
     top_k: int | None = None  # only this many likeliest tokens
     top_p: float | None = None  # only the likeliest tokens that together have this probability
     min_p: float | None = None  # only tokens at least this times as likely as the likeliest
     repetition_penalty: float | None = None  # above 1: tokens that are there become less likely
+    stop: str | tuple = ()  # texts before the first of which a text ends
+    stop_tokens: tuple = ()  # a row ends with the first of these that it generates
+    n_vocab: int | None = None  # only ids below it; None is all
+    seed: int = 1337  # of texts: rows of tokens have keys
+    cache_dtype: str = 'auto'  # of the KV cache
+    n_draft: int = 0  # drafts per step
 
     def check(self):
-        """Raises UserError for controls that make no sense."""
-        # A temperature below 1e-6 would overflow float32.
+        """Raises UserError for values that make no sense."""
+        check_ranges({'max_new_tokens': self.max_new_tokens, 'seed': self.seed})
+        # a temperature below 1e-6 would overflow float32
         if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:
             raise UserError('temperature must be 0 (greedy) or at least 1e-6, not '
                             f'{self.temperature}')
@@ -647,8 +544,15 @@ class SamplingOptions:
         if penalty is not None and not 0 < penalty < math.inf:
             raise UserError(f'repetition_penalty must be above 0, not {penalty}')
 
+    @classmethod
+    def from_flags(cls, flags):
+        """Returns the Sampling that flags of sample_jax.py ask for."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: flags[name] for name in names if name in flags})
 
-SAMPLING_NAMES = tuple(field.name for field in dataclasses.fields(SamplingOptions))
+
+# what a generation_config.json may say of sampling
+SAMPLING_NAMES = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
 
 
 def is_url(path):

@@ -1,14 +1,17 @@
-"""Generation: prompt ids to new ids, by prefill and decode with a KV cache, sampling, speculative
-decoding, streaming.
+"""Prompt ids to new ids, by prefill and decode with a KV cache, sampling, speculative decoding,
+streaming; and the log-probabilities of given ids.
 
 `generate` returns all tokens, `generate_stream` yields while they are made; jax_text.py does both
 for texts. Read from the top: how a token is sampled; the compiled functions, prefill and decode
-with its three steps; the Decoder, which calls them; the two public functions.
+with its three steps; the Decoder, which calls them; the two public functions; `score`; the sizes of
+what is compiled.
 
 Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J
-the number of drafts.
+the number of drafts; where rows are scored, R is rows of some items, N tokens after those that the
+rows of an item share, P tokens that they share.
 """
 import functools
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -16,14 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jax_cache import CACHE_DTYPES, PAD, grow_caches, select_rows
-from jax_flags import SamplingOptions, UserError, check_choice, check_ranges
+from jax_flags import Sampling, UserError, ceil_div, check_choice, check_ranges
 from jax_ops.decode_weights import (  # noqa: F401, but for devices_of: public here
     convert_params_for_decoding, devices_of, order_columns_by_rank)
 from jax_ops.sharding import shard
-from jax_sizes import choose_slots, filled, piece_length, power_of_two, round_up_slots
-from jax_transformer import GPT, Block, without_tables
+from jax_ops.vocabulary import cross_entropy
+from jax_transformer import (
+    CACHE_DTYPES, GPT, PAD, PIECE, Block, create_call, grow_caches, select_rows)
 
+SCORED_AT_ONCE = 1024  # positions whose logits are materialized at a time
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
 MAX_DRAFT = 16
 
@@ -31,9 +35,9 @@ MAX_DRAFT = 16
 # -----------------------------------------------------------------------------
 # sampling
 
-class Sampling(struct.PyTreeNode):
-    """How tokens are sampled, for compiled functions: other numbers do not recompile. None is
-    off."""
+class Controls(struct.PyTreeNode):
+    """The controls of a Sampling, for compiled functions: other numbers do not recompile. None is
+    off, and its computation is not compiled."""
     n_vocab: int = struct.field(pytree_node=False)  # only ids below it
     stop_tokens: Any = ()  # int32 [n]; another number of them does recompile
     temperature: Any = None  # None is greedy
@@ -43,62 +47,60 @@ class Sampling(struct.PyTreeNode):
     repetition_penalty: Any = None
 
 
-def create_sampling(config, options, *, n_vocab=None, stop_tokens=()):
-    """Returns the Sampling of SamplingOptions. Raises UserError for values that make no sense."""
-    options.check()
-    if n_vocab is None:
-        n_vocab = config.vocab_size
+def create_controls(config, sampling):
+    """Returns the Controls of a Sampling. Raises UserError for values that make no sense."""
+    sampling.check()
+    n_vocab = config.vocab_size if sampling.n_vocab is None else sampling.n_vocab
     if not 0 < n_vocab <= config.vocab_size:
         raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
-    # a control that is off stays None: its computation is not compiled
     controls = {}
-    if np.size(stop_tokens):
-        controls['stop_tokens'] = np.ravel(stop_tokens).astype(np.int32)
-    if options.temperature:
-        controls['temperature'] = np.float32(options.temperature)
-    if options.top_k:
-        controls['top_k'] = np.float32(min(options.top_k, n_vocab))
-    if options.top_p is not None and options.top_p != 1:
-        controls['top_p'] = np.float32(options.top_p)
-    if options.min_p:
-        controls['min_p'] = np.float32(options.min_p)
-    if options.repetition_penalty is not None and options.repetition_penalty != 1:
-        controls['repetition_penalty'] = np.float32(options.repetition_penalty)
-    return Sampling(n_vocab, **controls)
+    if np.size(sampling.stop_tokens):
+        controls['stop_tokens'] = np.ravel(sampling.stop_tokens).astype(np.int32)
+    if sampling.temperature:
+        controls['temperature'] = np.float32(sampling.temperature)
+    if sampling.top_k:
+        controls['top_k'] = np.float32(min(sampling.top_k, n_vocab))
+    if sampling.top_p not in (None, 1):
+        controls['top_p'] = np.float32(sampling.top_p)
+    if sampling.min_p:
+        controls['min_p'] = np.float32(sampling.min_p)
+    if sampling.repetition_penalty not in (None, 1):
+        controls['repetition_penalty'] = np.float32(sampling.repetition_penalty)
+    return Controls(n_vocab, **controls)
 
 
-def sample_token(logits_BxV, key_B, sampling):
+def sample_token(logits_BxV, key_B, controls):
     """One token id per row of float32 logits, [B]."""
-    logits_BxV = sampling_logits(logits_BxV, sampling)
+    logits_BxV = sampling_logits(logits_BxV, controls)
     # the largest of logits with Gumbel noise is a draw from their softmax; noise made of 23 bits,
     # jax's default, would never draw a token of 1e-7 beside a likely one
-    if sampling.temperature is not None:
+    if controls.temperature is not None:
         def add_noise(logits_V, key):
             return logits_V + jax.random.gumbel(key, logits_V.shape, mode='high')
 
         logits_BxV = jax.vmap(add_noise)(logits_BxV, key_B)
     # the first of the largest (argmax); two plain reductions are faster on XLA:CPU
     is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
-    return jnp.where(is_max_BxV, jnp.arange(sampling.n_vocab), sampling.n_vocab - 1).min(-1)
+    return jnp.where(is_max_BxV, jnp.arange(controls.n_vocab), controls.n_vocab - 1).min(-1)
 
 
-def sampling_logits(logits_BxV, sampling):
+def sampling_logits(logits_BxV, controls):
     """The logits of the distribution that is sampled from: -inf for tokens that it excludes. Greedy
     sampling takes the largest."""
     # all-gathered over the vocabulary
-    logits_BxV = shard(logits_BxV, None, None)[:, :sampling.n_vocab]
-    if sampling.temperature is None:
+    logits_BxV = shard(logits_BxV, None, None)[:, :controls.n_vocab]
+    if controls.temperature is None:
         return logits_BxV
     # the controls, in the order of transformers: each sees what the one before has left
-    logits_BxV /= sampling.temperature
-    if sampling.top_k is not None:
-        logits_BxV = keep_largest(logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), sampling.top_k)
+    logits_BxV /= controls.temperature
+    if controls.top_k is not None:
+        logits_BxV = keep_largest(logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), controls.top_k)
     # keep the likeliest until their probabilities reach top_p (arXiv:1904.09751)
-    if sampling.top_p is not None:
-        logits_BxV = keep_largest(logits_BxV, jax.nn.softmax(logits_BxV), sampling.top_p)
+    if controls.top_p is not None:
+        logits_BxV = keep_largest(logits_BxV, jax.nn.softmax(logits_BxV), controls.top_p)
     # keep those that are at least min_p times as likely as the likeliest (arXiv:2407.01082)
-    if sampling.min_p is not None:
-        least_Bx1 = logits_BxV.max(-1, keepdims=True) + jnp.log(sampling.min_p)
+    if controls.min_p is not None:
+        least_Bx1 = logits_BxV.max(-1, keepdims=True) + jnp.log(controls.min_p)
         logits_BxV = jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
     return logits_BxV
 
@@ -171,22 +173,22 @@ class DecodeState(struct.PyTreeNode):
     sampling_logprob_BxN: Any = None
 
 
-def sample_and_append(state, logits_BxV, active_B, sampling):
+def sample_and_append(state, logits_BxV, active_B, controls):
     """Samples each row's next token and appends it to the active rows. Returns (state, token_B)."""
     plain_BxV = logits_BxV
-    if sampling.repetition_penalty is not None:
+    if controls.repetition_penalty is not None:
         logits_BxV = penalize_repetition(
-            logits_BxV, state.tokens_BxN, state.length_B, sampling.repetition_penalty)
+            logits_BxV, state.tokens_BxN, state.length_B, controls.repetition_penalty)
     # the n-th token of a row is drawn by its own key, whatever else is in the batch
     key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B)
-    token_B = sample_token(logits_BxV, key_B, sampling).astype(jnp.int32)
-    is_stop_B = (token_B[:, None] == jnp.array(sampling.stop_tokens, jnp.int32)).any(-1)
+    token_B = sample_token(logits_BxV, key_B, controls).astype(jnp.int32)
+    is_stop_B = (token_B[:, None] == jnp.array(controls.stop_tokens, jnp.int32)).any(-1)
 
     # append it behind the row's last token; a row that is not active stays as it is
     index_N = jnp.arange(state.tokens_BxN.shape[1])
     is_next_BxN = (index_N == state.length_B[:, None]) & active_B[:, None]
     if state.logprob_BxN is not None:
-        state = append_logprobs(state, plain_BxV, logits_BxV, token_B, is_next_BxN, sampling)
+        state = append_logprobs(state, plain_BxV, logits_BxV, token_B, is_next_BxN, controls)
     state = state.replace(
         tokens_BxN=jnp.where(is_next_BxN, token_B[:, None], state.tokens_BxN),
         length_B=state.length_B + active_B,
@@ -195,14 +197,14 @@ def sample_and_append(state, logits_BxV, active_B, sampling):
     return state, token_B
 
 
-def append_logprobs(state, plain_BxV, logits_BxV, token_B, is_next_BxN, sampling):
+def append_logprobs(state, plain_BxV, logits_BxV, token_B, is_next_BxN, controls):
     """The state with the log-probabilities of token_B where is_next_BxN. plain_BxV: the model's
     logits; logits_BxV: with the repetition penalty."""
     logprob_B = log_probability(shard(plain_BxV, None, None), token_B)
-    if sampling.temperature is None:  # the likeliest token is certain
+    if controls.temperature is None:  # the likeliest token is certain
         sampling_logprob_B = jnp.zeros_like(logprob_B)
     else:
-        sampling_logprob_B = log_probability(sampling_logits(logits_BxV, sampling), token_B)
+        sampling_logprob_B = log_probability(sampling_logits(logits_BxV, controls), token_B)
     return state.replace(
         logprob_BxN=jnp.where(is_next_BxN, logprob_B[:, None], state.logprob_BxN),
         sampling_logprob_BxN=jnp.where(
@@ -217,36 +219,38 @@ def prefill(params, cache, idx_BxT, position_BxT, *, config, with_output=False):
     of them."""
     # the input of the first layer needs the embeddings only
     tables = {name: p for name, p in params.items() if not name.startswith('h_')}
-    x_BxTxD = commit(embed_prompts(tables, idx_BxT, position_BxT, config=config), params)
+    stream = commit(embed_prompts(tables, idx_BxT, position_BxT, config=config), params)
     # layer after layer; nobody reads the output of the last one, unless it is asked for
     new_cache = {}
     for i in range(config.n_layer):
         name = f'h_{i}'
         is_last = i == config.n_layer - 1 and not with_output
-        x_BxTxD, new_cache[name] = prefill_layer(
-            params[name], cache[name], x_BxTxD, position_BxT, config=config,
+        stream, new_cache[name] = prefill_layer(
+            params[name], cache[name], stream, idx_BxT, position_BxT, config=config,
             layer=config.layer(i), is_last=is_last)
     if with_output:
-        return x_BxTxD, new_cache
+        return stream.x_BxTxD, new_cache
     return new_cache
 
 
 @functools.partial(jax.jit, static_argnames='config')
 def embed_prompts(tables, idx_BxT, position_BxT, *, config):
-    return GPT(config).apply({'params': tables}, idx_BxT, position_BxT, method='embed')
+    call = create_call(idx_BxT, position_BxT)
+    return GPT(config).apply({'params': tables}, idx_BxT, call, method='embed')
 
 
 @functools.partial(jax.jit, donate_argnames='cache', static_argnames=('config', 'layer', 'is_last'))
-def prefill_layer(params, cache, x_BxTxD, position_BxT, *, config, layer, is_last):
-    """(input of the next layer [B, T, D], the layer's cache); the last layer is computed as far as
-    its cache needs."""
-    x_BxTxD, cache = Block(config, *layer).apply({'params': params}, x_BxTxD, position_BxT, cache)
-    return None if is_last else x_BxTxD, cache
+def prefill_layer(params, cache, stream, idx_BxT, position_BxT, *, config, layer, is_last):
+    """(the Stream into the next layer, the layer's cache); the last layer is computed as far as its
+    cache needs."""
+    call = create_call(idx_BxT, position_BxT)
+    stream, cache = Block(config, *layer).apply({'params': params}, stream, call, cache)
+    return None if is_last else stream, cache
 
 
 @functools.partial(
     jax.jit, static_argnames=('configs', 'n_draft', 'use_cache'), donate_argnames='state')
-def decode(weights, state, sampling, n_end, max_length, n_slots, *, configs, n_draft, use_cache):
+def decode(weights, state, controls, n_end, max_length, n_slots, *, configs, n_draft, use_cache):
     """Generates until every row has n_end new tokens, is longer than max_length, or is done: one
     compiled loop over one of the three steps below. Ends early when a row is longer than the
     cache's n_slots, or when drafts are useless.
@@ -266,10 +270,10 @@ def decode(weights, state, sampling, n_end, max_length, n_slots, *, configs, n_d
     def step(state):
         state = state.replace(steps=state.steps + 1)
         if not use_cache:
-            return step_uncached(weights[0], state, room(state) > 0, configs[0], sampling)
+            return step_uncached(weights[0], state, room(state) > 0, configs[0], controls)
         if n_draft == 0:
-            return step_cached(weights[0], state, room(state) > 0, configs[0], sampling)
-        return step_speculative(weights, state, room(state), configs, sampling, n_draft)
+            return step_cached(weights[0], state, room(state) > 0, configs[0], controls)
+        return step_speculative(weights, state, room(state), configs, controls, n_draft)
 
     return jax.lax.while_loop(should_continue, step, state)
 
@@ -280,7 +284,7 @@ def drafts_are_useless(drafted, accepted, batch_size):
     return (drafted >= 64 * batch_size) & (accepted < 0.3 * drafted)
 
 
-def step_uncached(params, state, active_B, config, sampling):
+def step_uncached(params, state, active_B, config, controls):
     """One token per active row from its last block_size tokens, recomputed, as nanoGPT does for
     every token."""
     # each row's last block_size tokens, or all of a shorter row, then with padding behind them
@@ -292,10 +296,10 @@ def step_uncached(params, state, active_B, config, sampling):
     logits_Bx1xV = GPT(config).apply(
         {'params': params}, jax.vmap(window)(state.tokens_BxN, start_B),
         logit_position_B=state.length_B - start_B - 1)
-    return sample_and_append(state, logits_Bx1xV[:, 0], active_B, sampling)[0]
+    return sample_and_append(state, logits_Bx1xV[:, 0], active_B, controls)[0]
 
 
-def step_cached(params, state, active_B, config, sampling):
+def step_cached(params, state, active_B, config, controls):
     """One token per active row: feeds its last token through the KV cache."""
     # the last token is in the buffer, but not yet in the cache: this call writes it there
     position_Bx1 = state.length_B[:, None] - 1
@@ -304,10 +308,10 @@ def step_cached(params, state, active_B, config, sampling):
         {'params': params}, last_Bx1, state.caches[0], position_BxT=position_Bx1,
         method='with_cache')
     state = state.replace(caches=(cache, *state.caches[1:]))
-    return sample_and_append(state, logits_Bx1xV[:, 0], active_B, sampling)[0]
+    return sample_and_append(state, logits_Bx1xV[:, 0], active_B, controls)[0]
 
 
-def step_speculative(weights, state, room_B, configs, sampling, n_draft):
+def step_speculative(weights, state, room_B, configs, controls, n_draft):
     """Up to 1 + n_draft tokens per row, at most room_B (speculative decoding, arXiv:2211.17192):
     drafts are fed along with the last token, and accepted as long as they equal the tokens that the
     model samples. (The paper accepts a draft with a probability: that keeps the distribution only.)
@@ -319,7 +323,7 @@ def step_speculative(weights, state, room_B, configs, sampling, n_draft):
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
     if len(configs) == 2:
-        drafts_BxJ, state = draft_tokens(weights[1], state, n_draft, configs[1], sampling)
+        drafts_BxJ, state = draft_tokens(weights[1], state, n_draft, configs[1], controls)
     else:
         look_up = jax.vmap(prompt_lookup_draft, (0, 0, None))
         drafts_BxJ = look_up(state.tokens_BxN, state.length_B, n_draft)
@@ -333,7 +337,7 @@ def step_speculative(weights, state, room_B, configs, sampling, n_draft):
     state = state.replace(caches=(cache, *state.caches[1:]), drafted=state.drafted + usable_B.sum())
     # sample after each of them, as without drafts; the logits after a wrong draft are never used
     for t in range(1 + n_draft):
-        state, token_B = sample_and_append(state, logits_BxTxV[:, t], active_B, sampling)
+        state, token_B = sample_and_append(state, logits_BxTxV[:, t], active_B, controls)
         # accept draft t only if it equals the sampled token; otherwise this row stops here
         if t < n_draft:
             active_B &= (token_B == drafts_BxJ[:, t]) & (t < usable_B)
@@ -342,7 +346,7 @@ def step_speculative(weights, state, room_B, configs, sampling, n_draft):
     return state
 
 
-def draft_tokens(params, state, n_draft, config, sampling):
+def draft_tokens(params, state, n_draft, config, controls):
     """Drafts [B, n_draft] by a smaller model, token by token, and the state with its cache. The
     draft model draws with the random numbers that the model will draw with, so both sample the same
     token wherever they agree."""
@@ -351,7 +355,7 @@ def draft_tokens(params, state, n_draft, config, sampling):
         logits_BxTxV, cache = GPT(config).apply(
             {'params': params}, idx_BxT, cache, position_BxT=position_BxT, method='with_cache')
         key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B + n)
-        return sample_token(logits_BxTxV[:, -1], key_B, sampling).astype(jnp.int32), cache
+        return sample_token(logits_BxTxV[:, -1], key_B, controls).astype(jnp.int32), cache
 
     def step(carry, n):
         token_B, cache = carry
@@ -401,20 +405,21 @@ class Decoder:
     """A batch of rows, the model that continues them, its draft model if there is one, and their KV
     caches.
 
-    prefill() reads the prompts, decode() adds tokens to the rows, whose DecodeState is `state`.
-    grow() enlarges the caches when the rows need it; drop_drafts() goes on without drafts where
-    they turn out to be useless."""
+    prefill() reads the prompts, decode() adds tokens to the rows, whose DecodeState is `state`; the
+    state holds the caches. grow() enlarges them when the rows need it; drop_drafts() goes on without
+    drafts where they turn out to be useless."""
 
-    def __init__(self, params, config, state, *, cache_dtype, n_draft, draft, longest):
-        """state: a DecodeState without caches. longest: the number of tokens of the longest row at
-        its end. The other arguments are those of generate."""
+    def __init__(self, params, config, state, sampling, *, draft, longest):
+        """state: a DecodeState without caches. sampling: a Sampling, of which n_draft and cache_dtype
+        are read. draft: (params, config) of the draft model, or None. longest: the number of tokens
+        of the longest row at its end."""
         # the model, and behind it the draft model if there is one
-        self.state = state
+        self.state = commit(state, params)
         self.weights, self.configs = (params,), (config,)
-        if draft and n_draft:
+        self.n_draft = sampling.n_draft
+        if draft and self.n_draft:
             draft_params, draft_config = draft
             self.weights, self.configs = (params, draft_params), (config, draft_config)
-        self.n_draft = n_draft
         self.longest = longest
         self.block_size = config.block_size
         # the longest row that the KV cache can continue: learned positions end, those of RoPE do
@@ -423,53 +428,62 @@ class Decoder:
         self.n_slots = 0  # of the caches; 0 is none yet
         on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
         # a cache keeps the slots of drafts when they are dropped, so n_draft stays here
-        self.cache_options = {'dtype': cache_dtype, 'n_draft': n_draft, 'as_bits': on_cpu}
+        self.cache_options = {
+            'dtype': sampling.cache_dtype, 'n_draft': self.n_draft, 'as_bits': on_cpu}
 
-    def drop_drafts(self, caches):
-        """Goes on without drafts. Returns the caches without the draft model's."""
+    def continue_from(self, prefix_cache, tokens_T):
+        """Takes over the caches of a PrefixCache. Returns how many of the first tokens_T they
+        hold."""
+        caches, self.n_slots, n_held = prefix_cache.take(tokens_T)
+        self.state = self.state.replace(caches=caches)
+        if prefix_cache.drafts_are_useless:
+            self.drop_drafts()
+        return n_held
+
+    def drop_drafts(self):
+        """Goes on without drafts."""
         self.n_draft = 0
         self.weights, self.configs = self.weights[:1], self.configs[:1]
-        return caches[:1]
+        self.state = self.state.replace(caches=self.state.caches[:1])
 
-    def grow(self, caches, needed, batch_size):
-        """Returns caches with at least `needed` slots: these, larger copies, or new ones if there
-        are none."""
+    def grow(self, needed, batch_size):
+        """Makes room for `needed` slots in the caches, or makes new ones if there are none."""
         if self.n_slots >= min(needed, self.block_size):
-            return caches
+            return
         self.n_slots = choose_slots(needed, self.longest, self.block_size)
         caches = grow_caches(
-            caches, configs=self.configs, batch_size=batch_size, n_slots=self.n_slots,
+            self.state.caches, configs=self.configs, batch_size=batch_size, n_slots=self.n_slots,
             **self.cache_options)
-        return commit(caches, self.weights[0])
+        self.state = self.state.replace(caches=commit(caches, self.weights[0]))
 
-    def prefill(self, tokens_BxT, length_B, caches=(), n_held=0, least_width=16):
+    def prefill(self, tokens_BxT, length_B, n_held=0, least_width=16):
         """Fills the caches with every row up to its last token, which the first decode step feeds.
 
-        A row that is too long for a cache is left out. Equal prompts are computed once. caches:
-        those of one row that hold its first n_held tokens already. least_width: of the pieces in
-        which prompts are computed."""
+        A row that is too long for a cache is left out. Equal prompts are computed once. n_held: the
+        number of first tokens that the caches hold already. least_width: of the pieces in which
+        prompts are computed."""
         # where each row's prefilled tokens end: at 0 if it is too long for a cache
         fits_B = length_B <= self.max_cached
         if not fits_B.any():
+            self.state = self.state.replace(caches=())
             return
         end_B = np.where(fits_B, length_B - 1, 0)
         # equal prompts once
         chosen, row_B = unique_prompts(tokens_BxT, end_B)
         is_shared = len(chosen) < len(tokens_BxT)
-        caches = self.grow(caches, end_B.max() + 1, len(chosen))
+        self.grow(end_B.max() + 1, len(chosen))
         # the caches of the model and of its draft model, then a copy for each row
         width = piece_length(int(end_B.max()) - n_held, least_width)
-        filled_caches = []
-        for params, config, cache in zip(self.weights, self.configs, caches):
-            cache = prefill_pieces(
-                params, config, cache, tokens_BxT[chosen], n_held, end_B[chosen], width)
-            filled_caches.append(cache)
-        caches = tuple(filled_caches)
+        caches = []
+        for params, config, cache in zip(self.weights, self.configs, self.state.caches):
+            caches.append(prefill_pieces(
+                params, config, cache, tokens_BxT[chosen], n_held, end_B[chosen], width))
+        caches = tuple(caches)
         if is_shared:
             caches = select_rows(caches, row_B)
         self.state = self.state.replace(caches=caches)
 
-    def decode(self, sampling, n_end):
+    def decode(self, controls, n_end):
         """Adds tokens until every row has n_end new ones or is done.
 
         It takes several compiled loops if the caches grow, rows leave them, or drafts turn out
@@ -485,18 +499,17 @@ class Decoder:
             n_slots = PAD  # without a limit
             max_length = PAD
             if use_cache:
-                caches = self.grow(self.state.caches, cached_B.max(), B)
-                self.state = self.state.replace(caches=caches)
+                self.grow(cached_B.max(), B)
                 max_length = self.max_cached
                 if self.n_slots < self.block_size:
                     n_slots = self.n_slots
             # drafts that are useless end a compiled loop, and the next one has none
             drafted, accepted = int(self.state.drafted), int(self.state.accepted)
             if self.n_draft and drafts_are_useless(drafted, accepted, B):
-                self.state = self.state.replace(caches=self.drop_drafts(self.state.caches))
+                self.drop_drafts()
             # one compiled loop; it may end before the rows do
             self.state = decode(
-                self.weights, self.state, sampling, np.int32(n_end), np.int32(max_length),
+                self.weights, self.state, controls, np.int32(n_end), np.int32(max_length),
                 np.int32(n_slots), configs=self.configs,
                 n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
 
@@ -570,53 +583,21 @@ class PrefixCache:
             n_common = 0
         return caches, self.n_slots, n_common
 
-    def keep(self, state, n_slots, n_draft, max_cached):
-        """Takes the caches of a DecodeState, of n_slots and n_draft slots, which hold max_cached
-        tokens at most."""
+    def keep(self, decoder):
+        """Takes the caches of a Decoder."""
         self.caches = ()
+        state = decoder.state
         if any(x.is_deleted() for x in jax.tree.leaves(state)):  # interrupted
             return
-        self.caches, self.n_slots = state.caches, n_slots
-        self.tokens = np.array(state.tokens_BxN)[0, :min(int(state.length_B[0]) - 1, max_cached)]
+        self.caches, self.n_slots = state.caches, decoder.n_slots
+        n_tokens = min(int(state.length_B[0]) - 1, decoder.max_cached)
+        self.tokens = np.array(state.tokens_BxN)[0, :n_tokens]
         # a cache with fewer slots than tokens is a ring that has overwritten some
+        n_draft = decoder.cache_options['n_draft']
         n_positions = min((x.shape[2] for x in jax.tree.leaves(self.caches)), default=0) - n_draft
         self.has_wrapped = len(self.tokens) > n_positions
         drafted, accepted = int(state.drafted), int(state.accepted)
         self.drafts_are_useless |= bool(drafts_are_useless(drafted, accepted, 1))
-
-
-def bytes_of(leaf):
-    """Returns the bytes of an array."""
-    return leaf.nbytes
-
-
-def bytes_read_per_step(params, config, n_tokens, bytes_of=bytes_of):
-    """Returns the bytes of the parameters that a decode step of n_tokens tokens, those of all rows,
-    reads. Of tables it is a row each, which is left out; of experts those that it chooses, for
-    which the expected number of distinct ones is taken, see expected_experts. bytes_of: a function
-    of a leaf of params."""
-    share = 1.0
-    if config.moe:
-        share = expected_experts(config.moe, n_tokens) / config.moe.n_expert
-    n_bytes = 0.0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(without_tables(params)):
-        is_expert = any(str(getattr(key, 'key', '')).startswith('experts_') for key in path)
-        n_bytes += bytes_of(leaf) * (share if is_expert else 1)
-    return round(n_bytes)
-
-
-def tokens_per_step(result):
-    """Returns the number of tokens, those of all rows and their drafts, that a decode step of a
-    GenerationResult computed on average."""
-    return len(result.lengths) + result.drafted / max(1, result.steps)
-
-
-def expected_experts(moe, n_tokens):
-    """Returns the expected number of distinct experts that n_tokens tokens choose, of which each
-    takes n_used different ones, all equally often: a trained router that prefers some chooses
-    fewer."""
-    unused = (1 - moe.n_used / moe.n_expert) ** n_tokens
-    return moe.n_expert * (1 - unused)
 
 
 # -----------------------------------------------------------------------------
@@ -676,13 +657,12 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=N
     block_size, and every layer attends to the last block_size keys.
 
     Raises UserError for prompts or controls that make no sense."""
-    stream = generate_stream(
-        params, config, idx_BxT, max_new_tokens, rng=rng, prompt_lengths_B=prompt_lengths_B,
-        sample_index_B=sample_index_B, temperature=temperature, top_k=top_k, top_p=top_p,
-        min_p=min_p, repetition_penalty=repetition_penalty, n_vocab=n_vocab,
-        stop_tokens=stop_tokens, cache_dtype=cache_dtype, n_draft=n_draft, draft=draft,
-        logprobs=logprobs)
-    *_, result = stream
+    sampling = Sampling(
+        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
+        stop_tokens=stop_tokens, n_vocab=n_vocab, cache_dtype=cache_dtype, n_draft=n_draft)
+    *_, result = continue_rows(
+        params, config, idx_BxT, sampling, rng=rng, prompt_lengths_B=prompt_lengths_B,
+        sample_index_B=sample_index_B, draft=draft, logprobs=logprobs)
     if as_result or logprobs:
         return result
     return result.tokens
@@ -699,19 +679,28 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     it before each chunk.
     prefix_cache: a PrefixCache, for one row that begins as in the last call with it. All else is as
     in generate."""
+    sampling = Sampling(
+        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
+        stop_tokens=stop_tokens, n_vocab=n_vocab, cache_dtype=cache_dtype, n_draft=n_draft)
+    yield from continue_rows(
+        params, config, idx_BxT, sampling, rng=rng, prompt_lengths_B=prompt_lengths_B,
+        sample_index_B=sample_index_B, draft=draft, logprobs=logprobs, chunk=chunk,
+        prefix_cache=prefix_cache)
+
+
+def continue_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=None,
+                  sample_index_B=None, draft=None, logprobs=False, chunk=None, prefix_cache=None):
+    """generate_stream, with a Sampling in place of its controls."""
     # refuse what makes no sense, before anything is computed
-    options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
-    sampling = create_sampling(config, options, n_vocab=n_vocab, stop_tokens=stop_tokens)
+    controls = create_controls(config, sampling)
     tokens_BxT, length_B = check_prompts(config, idx_BxT, prompt_lengths_B)
     B, T = tokens_BxT.shape
+    max_new_tokens = sampling.max_new_tokens
     n_total = int(length_B.max()) + max_new_tokens
-    check_ranges({'max_new_tokens': max_new_tokens})
-    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
+    check_choice('cache_dtype', sampling.cache_dtype, ('auto', *CACHE_DTYPES))
     if prefix_cache is not None and B != 1:
         raise UserError(f'a prefix cache is for one row, not {B}')
-    is_learned = config.position == 'learned'
-    n_cached = min(n_total, config.block_size) if is_learned else n_total
-    check_drafts(config, n_draft, draft, sampling.n_vocab, n_cached)
+    check_drafts(config, sampling.n_draft, draft, controls.n_vocab, n_total)
     if max_new_tokens == 0:
         state = create_decode_state(tokens_BxT, length_B, rng, T, logprobs=logprobs)
         yield copy_result(state.replace(steps=0), T, max_new_tokens)
@@ -721,41 +710,38 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     longest = n_total
     if prefix_cache is not None:  # a chat, which goes on: its sizes stay the same from call to call
         longest = max(n_total, config.block_size + max_new_tokens)
+    is_learned = config.position == 'learned'
     N = round_up_slots(max(longest, T, config.block_size if is_learned else 0))
     if sample_index_B is None:
         sample_index_B = np.arange(B)
     rng_B = jnp.broadcast_to(rng, B)
     key_B = jax.vmap(jax.random.fold_in)(rng_B, np.asarray(sample_index_B))
     state = create_decode_state(tokens_BxT, length_B, key_B, N, logprobs=logprobs)
-    state = commit(state, params)
 
     # prefill
-    decoder = Decoder(
-        params, config, state, cache_dtype=cache_dtype, n_draft=n_draft, draft=draft,
-        longest=longest)
+    decoder = Decoder(params, config, state, sampling, draft=draft, longest=longest)
     if prefix_cache is None:
         decoder.prefill(tokens_BxT, length_B)
     else:
-        caches, decoder.n_slots, n_held = prefix_cache.take(tokens_BxT[0, :length_B[0] - 1])
-        if prefix_cache.drafts_are_useless:
-            caches = decoder.drop_drafts(caches)
-        decoder.prefill(tokens_BxT, length_B, caches, n_held, least_width=64)
+        n_held = decoder.continue_from(prefix_cache, tokens_BxT[0, :length_B[0] - 1])
+        decoder.prefill(tokens_BxT, length_B, n_held, least_width=64)
 
     # decode, chunk by chunk
     n_end = 1
     try:
         while True:
-            decoder.decode(sampling, n_end)
+            decoder.decode(controls, n_end)
             is_over_B = yield copy_result(decoder.state, T + max_new_tokens, max_new_tokens)
             if is_over_B is not None:
                 decoder.end_rows(is_over_B)
-            if n_end == max_new_tokens or chunk and bool(decoder.state.done_B.all()):
+            is_over = chunk is not None and bool(decoder.state.done_B.all())
+            if n_end == max_new_tokens or is_over:
                 return
             n_new = chunk() if callable(chunk) else chunk or max_new_tokens
             n_end = min(n_end + n_new, max_new_tokens)
     finally:
         if prefix_cache is not None:
-            prefix_cache.keep(decoder.state, decoder.n_slots, n_draft, decoder.max_cached)
+            prefix_cache.keep(decoder)
 
 
 def create_decode_state(tokens_BxT, length_B, key_B, n_columns, *, logprobs=False):
@@ -830,9 +816,9 @@ def check_prompts(config, idx_BxT, prompt_lengths_B):
     return tokens_BxT, length_B.astype(np.int32)
 
 
-def check_drafts(config, n_draft, draft, n_vocab, n_cached):
-    """Raises UserError for drafts that make no sense. n_cached: the most positions that the KV
-    cache will hold."""
+def check_drafts(config, n_draft, draft, n_vocab, n_total):
+    """Raises UserError for drafts that make no sense. n_total: the most tokens of a row."""
+    n_cached = min(n_total, config.block_size) if config.position == 'learned' else n_total
     most = min(MAX_DRAFT, config.block_size - 1)
     if not 0 <= n_draft <= most:
         raise UserError(f'n_draft must be between 0 (no speculation) and {most}, not {n_draft}')
@@ -846,3 +832,244 @@ def check_drafts(config, n_draft, draft, n_vocab, n_cached):
     if draft_config.position == 'learned' and draft_config.block_size < n_cached:
         raise UserError(f'the draft model knows {draft_config.block_size} positions, this takes '
                         f'{n_cached}: use fewer max_new_tokens or no draft')
+
+
+# -----------------------------------------------------------------------------
+# log-probabilities of given ids
+
+class Row(NamedTuple):
+    """A sequence of which ids[start:] are scored."""
+    ids: list
+    start: int  # at least 1
+    logprobs: np.ndarray  # float32 [len(ids) - start], to be written
+    is_likeliest: np.ndarray  # bool, likewise
+
+
+def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='auto'):
+    """Returns the natural log-probabilities of given tokens: for each item a list of (float32 [n],
+    bool [n]: no token is likelier), one pair per row.
+
+    params: as decoding reads them.
+    items: lists of rows (ids, start), of which ids[start:] are scored, start at least 1. What the
+    rows of an item begin with in common is computed once, and they share its KV cache.
+    max_length: the most tokens of context, the config's block_size if 0; a longer row is split by
+    windows().
+    batch_size: rows of up to PIECE tokens that are computed together, fewer of longer ones.
+    Raises UserError for what makes no sense."""
+    max_length = max_length or config.block_size
+    if not 1 <= max_length <= config.block_size:
+        raise UserError(f'max_length must be between 1 and {config.block_size}, the context of the '
+                        f'model, not {max_length}')
+    check_ranges({'batch_size': batch_size})
+    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
+
+    # groups of rows that share their beginning: those of an item, unless it has rows in several
+    # windows
+    results, groups = [], []
+    for item in items:
+        item_results, group = [], []
+        for ids, start in item:
+            logprobs = np.zeros(len(ids) - start, np.float32)
+            is_likeliest = np.zeros(len(ids) - start, bool)
+            item_results.append((logprobs, is_likeliest))
+            for first, scored, end in windows(len(ids), start, max_length):
+                part = slice(scored - start, end - start)  # views: written in place
+                group.append(Row(
+                    list(ids[first:end]), scored - first, logprobs[part], is_likeliest[part]))
+        results.append(item_results)
+        has_one_window_per_row = len(group) == len(item)
+        if has_one_window_per_row:
+            groups.append(group)
+        else:
+            groups += [[row] for row in group]
+
+    # the longest first, so that a batch has rows of about equal lengths
+    groups.sort(key=longest_row, reverse=True)
+    while groups:
+        most = max(1, min(batch_size, batch_size * PIECE // longest_row(groups[0])))
+        score_groups(params, config, groups[:most], most, cache_dtype)
+        groups = groups[most:]
+    return results
+
+
+def longest_row(group):
+    """Returns the number of tokens of the longest row of a group."""
+    return max(len(row.ids) for row in group)
+
+
+def windows(n_tokens, start, max_length):
+    """Yields (first, scored, end): tokens scored .. end - 1 are predicted from those from `first`
+    on, at most max_length. Each token from `start` on is predicted once, and the last window is
+    full, as in lm-eval."""
+    while start < n_tokens:
+        end = min(n_tokens, start + max_length)
+        yield max(0, end - max_length - 1), start, end
+        start = end
+
+
+def score_groups(params, config, groups, most, cache_dtype):
+    """Writes the results of at most `most` groups of Rows.
+
+    The tokens that the rows of a group share are prefilled once. Then `most` rows at a time, those
+    with equally many other tokens together, are fed, and scored from their starts on."""
+    # a cache for the longest row, in one of few sizes
+    longest = max(longest_row(group) for group in groups)
+    n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))
+    on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
+
+    def new_cache(n_rows):
+        caches = grow_caches((), configs=(config,), batch_size=n_rows, n_slots=n_slots,
+                             dtype=cache_dtype, n_draft=0, as_bits=on_cpu)
+        return commit(caches, params)[0]
+
+    # the shared tokens of each group; the last token before a scored one is fed with its row
+    shared = []
+    for group in groups:
+        n_common = len(os.path.commonprefix([row.ids for row in group]))
+        shared.append(min(n_common, min(row.start for row in group) - 1))
+    cache = None
+    if any(shared):
+        held_B = np.array(filled(shared, most), np.int32)
+        prefixes = [group[0].ids[:n] for group, n in zip(filled(groups, most), held_B)]
+        tokens_BxP = right_padded(prefixes, 1)
+        width = row_width(max(shared))
+        cache = prefill_pieces(
+            params, config, new_cache(len(held_B)), tokens_BxP, 0, held_B, width)
+
+    # (group, tokens that the cache holds, row), those with the most other tokens first
+    rows = []
+    for b, group in enumerate(groups):
+        for row in group:
+            rows.append((b, shared[b], row))
+    rows.sort(key=lambda item: item[1] - len(item[2].ids))
+
+    # some rows at a time, each with a copy of its group's cache
+    for i in range(0, len(rows), most):
+        group_of_row, held, chosen = zip(*filled(rows[i:i + most], most))
+        if cache:
+            row_cache = select_rows(cache, np.array(group_of_row))
+        else:
+            row_cache = new_cache(len(chosen))
+        score_rows(params, config, row_cache, held, chosen)
+
+
+def score_rows(params, config, cache, held, rows):
+    """Writes the results of Rows of which the cache holds the first held[r] tokens each."""
+    # counted from the tokens that the cache holds: how many are fed, all but a row's last one, and
+    # the first that predicts a scored one
+    held_R = np.array(held, np.int32)
+    fed_R = np.array([len(row.ids) - 1 - n for n, row in zip(held, rows)])
+    first_R = np.array([row.start - 1 - n for n, row in zip(held, rows)])
+
+    # the tokens that are fed, in pieces of one width, and one more as the last target
+    n_fed = int(fed_R.max())
+    width = row_width(n_fed)
+    tails = [row.ids[n:] for n, row in zip(held, rows)]
+    tail_RxN = right_padded(tails, width * ceil_div(n_fed, width) + 1)
+
+    # what turns the last layer's output into logits
+    tables = {name: p for name, p in params.items() if not name.startswith('h_')}
+    n_scored = max(1, SCORED_AT_ONCE // len(rows))
+    logprob_RxN = np.zeros(tail_RxN.shape, np.float32)
+    likeliest_RxN = np.zeros(tail_RxN.shape, bool)
+    for i in range(0, n_fed, width):
+        # feed a piece of all rows
+        index_T = i + np.arange(width)
+        position_RxT = np.where(index_T < fed_R[:, None], held_R[:, None] + index_T, PAD)
+        x_RxTxD, cache = prefill(params, cache, tail_RxN[:, i:i + width],
+                                 position_RxT.astype(np.int32), config=config, with_output=True)
+        # score it, some positions at a time, from the first scored token on
+        for j in range(i, min(i + width, n_fed), n_scored):
+            if first_R.min() >= j + n_scored:
+                continue
+            end = min(j + n_scored, i + width)
+            scores = score_targets(tables, x_RxTxD[:, j - i:j - i + n_scored],
+                                   tail_RxN[:, j + 1:end + 1], config=config)
+            logprob_RxN[:, j:end], likeliest_RxN[:, j:end] = jax.device_get(scores)
+        jax.block_until_ready(cache)  # as in prefill_pieces
+
+    # each row has its part of them
+    for r, row in enumerate(rows):
+        row.logprobs[:] = logprob_RxN[r, first_R[r]:fed_R[r]]
+        row.is_likeliest[:] = likeliest_RxN[r, first_R[r]:fed_R[r]]
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def score_targets(tables, x_BxTxD, target_BxT, *, config):
+    """Returns (the log-probability of each target [B, T]; whether no token is likelier), from the
+    last layer's output."""
+    def head(model, x_BxTxD):
+        return model.head(model.ln_f(x_BxTxD), training=False)
+
+    # logits of all tokens, of which those of the targets are taken
+    logits_BxTxV = GPT(config).apply({'params': tables}, x_BxTxD, method=head)
+    target_logit_BxT = jnp.take_along_axis(logits_BxTxV, target_BxT[..., None], axis=-1)[..., 0]
+    logprob_BxT = -cross_entropy(logits_BxTxV, target_BxT)
+    is_likeliest_BxT = target_logit_BxT >= logits_BxTxV.max(-1)
+    return shard(logprob_BxT, None, None), shard(is_likeliest_BxT, None, None)
+
+
+def right_padded(rows, width=0):
+    """Returns lists of tokens as int32 [B, T], with zeros at their ends; T is the length of the
+    longest, at least width."""
+    lengths = [len(row) for row in rows]
+    padded = np.zeros((len(rows), max([width, *lengths])), np.int32)
+    for b, row in enumerate(rows):
+        padded[b, :len(row)] = row
+    return padded
+
+
+# -----------------------------------------------------------------------------
+# sizes of what is compiled: few different ones, because each shape is a program of its own
+
+def power_of_two(n):
+    """Returns the least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def piece_length(n_tokens, least):
+    """Returns the width of the pieces in which the prompts of generation are prefilled.
+
+    16 (unless `least` is more) or 64 for short prompts, PIECE for long ones."""
+    # a piece is computed with its padding, so that a short prompt has a narrow one
+    if n_tokens <= 256:
+        return max(least, 16 if n_tokens <= 16 else 64)
+    return PIECE
+
+
+def row_width(n_tokens):
+    """Returns the width of the equal pieces in which rows that are scored are fed.
+
+    It is at most PIECE, one of four sizes per octave, from 4 on: rows are often short, and padding
+    to the next power of two would double their work."""
+    # as few pieces as PIECE allows, of equal widths, rounded up to the sizes
+    width = ceil_div(n_tokens, ceil_div(n_tokens, PIECE))
+    step = max(4, power_of_two(width) // 8)
+    return ceil_div(width, step) * step
+
+
+def filled(rows, most):
+    """Returns the rows and copies of the first: a power of two of them, or `most`."""
+    n_rows = min(most, power_of_two(len(rows)))
+    return rows + rows[:1] * (n_rows - len(rows))
+
+
+def round_up_slots(n):
+    """Returns the first of 512, 2048, 8192, ... that is at least n: slots of a KV cache."""
+    n_slots = 512
+    while n_slots < n:
+        n_slots *= 4
+    return n_slots
+
+
+def choose_slots(needed, longest, block_size):
+    """Returns the slots of a KV cache that needs `needed` now and `longest` at the end.
+
+    That is all of them at once if they are at most twice round_up_slots(needed), else
+    round_up_slots(needed), and the cache grows later. Never more than block_size."""
+    # the slots at the end in steps of 32: a cache that never grows need not be a power of two
+    n_slots = round_up_slots(needed)
+    at_end = 32 * ceil_div(min(longest, block_size), 32)
+    if at_end <= 2 * n_slots:
+        n_slots = at_end
+    return min(block_size, n_slots)

@@ -4,14 +4,13 @@ References:
 1) transformers: https://github.com/huggingface/transformers/tree/main/src/transformers/models
 2) nanoGPT's model: https://github.com/karpathy/nanoGPT/blob/master/model.py
 
-A family of models is two things: how its config.json becomes a GPTConfig (jax_families.py), and how
-its tensors on disk differ from Llama's (LAYOUTS), of which family_tensor_maps makes a table
+A family of models is two things: how its config.json becomes a GPTConfig (jax_hub/families.py), and
+how its tensors on disk differ from Llama's (NAMINGS), of which family_tensor_maps makes a table
 {parameter path: [TensorMap]}.
 
 Loading and saving use the same table, and the config.json that was read is written back. SAVED_AS
 names the families that transformers has under another name. A GGUF file of a family needs a row in
-ARCHITECTURES of jax_files/gguf_files.py, where settings and names are GPT-2's or Llama's unless
-SETTINGS and TENSORS say otherwise, and one in LAYOUTS, 'gguf FAMILY', if its rows have another
+ARCHITECTURES of jax_hub/gguf_files.py, and one in NAMINGS, 'gguf FAMILY', if its rows have another
 order.
 """
 import dataclasses
@@ -28,18 +27,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jax_families import COMPOSITE, GPT2_FIXED, GPT2_SIZES, HF_ACTIVATIONS, make_config, read_config
-from jax_files.adapters import Halves, make_adapter
-from jax_files.checkpoints import is_checkpoint, is_run
-from jax_files.gguf_files import GGUF_DTYPES, GGUF_PATH, write_gguf
-from jax_files.tokenizers import load_tokenizer
-from jax_files.torch_files import is_state_dict, read_torch_checkpoint
-from jax_files.weight_files import (
-    ADAPTER_PATH, PUBLISHED, SPECIAL_TOKENS, aligned_empty, check_tensors, common_dtype,
-    dequantize_lazily, find_config_json, kept_config_json, local_path, read_block, read_tensors,
-    require_keys, weight_file, write_adapter, write_folder)
-from jax_flags import DTYPES, UserError, check_choice, read_json
-from jax_transformer import GPT, GPTConfig, check_layers, check_room
+from jax_flags import DTYPES, UserError, check_choice, is_url, read_json, write_json
+from jax_hub.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Halves, make_adapter
+from jax_hub.families import (
+    COMPOSITE, GPT2_FIXED, GPT2_SIZES, HF_ACTIVATIONS, make_config, read_config)
+from jax_hub.folders import (
+    PUBLISHED, find_config_json, kept_config_json, local_path, new_folder, read_config_json,
+    weight_file)
+from jax_hub.gguf_files import GGUF_DTYPES, write_gguf
+from jax_hub.tokenizers import copy_tokenizer, load_tokenizer
+from jax_hub.torch_files import is_state_dict, read_torch_checkpoint
+from jax_hub.weights import (
+    aligned_empty, check_tensors, common_dtype, dequantize_lazily, read_block, read_tensors,
+    require_keys, write_safetensors, write_shards)
+from jax_transformer import GPT, GPTConfig
+
+# keys of config.json that name tokens
+SPECIAL_TOKENS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 
 
 def keep_in_place(path, array):
@@ -48,8 +52,8 @@ def keep_in_place(path, array):
 
 
 def load_pretrained(path_or_name, dtype='float32', place=keep_in_place):
-    """Returns (config, params) of a Hugging Face folder or hub name, a GGUF file, or nanoGPT's
-    ckpt.pt (or its folder).
+    """Returns (config, params) of a Hugging Face folder or hub name, or nanoGPT's ckpt.pt (or its
+    folder).
 
     params is the tree of GPT(config).init as numpy arrays: matrices in `dtype`, vectors in float32,
     kernels [in, out]. config.dropout is 0 and config.dtype is `dtype`.
@@ -104,8 +108,8 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
         arrays = {**zeros, **arrays}
 
     # what each tensor on disk is made of: [(parameter path, TensorMap)]
-    layout_name = f'gguf {family}' if is_gguf else family
-    tensor_maps = family_tensor_maps(config, layout_name, prefix='transformer.')
+    naming = f'gguf {family}' if is_gguf else family
+    tensor_maps = family_tensor_maps(config, naming, prefix='transformer.')
     sources = {}
     for path, group in tensor_maps.items():
         for tensor_map in group:
@@ -129,8 +133,11 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
             for key in SPECIAL_TOKENS:
                 if ids.get(key) is not None:
                     hf_config[key] = ids[key]
-    folder = os.path.abspath(os.path.expanduser(folder))
-    write_folder(folder, hf_config, shapes, make_tensor, dtype, tokenizer, shard_bytes)
+    with new_folder(os.path.abspath(os.path.expanduser(folder))) as unfinished:
+        if tokenizer:
+            copy_tokenizer({'kind': 'folder', 'path': tokenizer}, unfinished)
+        write_json(os.path.join(unfinished, 'config.json'), hf_config)
+        write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
 
 
 def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32', tokenizer=None):
@@ -152,23 +159,28 @@ def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32',
     named = f'openai-community/{base}' if base in PUBLISHED else base
     settings, tensors = make_adapter(
         modules, rank=rank, alpha=alpha, base=named, model_type=family, others=others)
-    folder = os.path.abspath(os.path.expanduser(folder))
-    write_adapter(folder, settings, tensors, dtype, tokenizer, hf_config)
+    shapes = {name: x.shape for name, x in tensors.items()}
+
+    def make_tensor(name):
+        return np.ascontiguousarray(tensors[name], dtype)
+
+    with new_folder(os.path.abspath(os.path.expanduser(folder))) as unfinished:
+        if tokenizer:
+            copy_tokenizer({'kind': 'folder', 'path': tokenizer}, unfinished)
+        write_json(os.path.join(unfinished, ADAPTER_CONFIG), settings)
+        write_safetensors(os.path.join(unfinished, ADAPTER_FILE), shapes, make_tensor, dtype)
 
 
 def config_of_base(base):
     """Returns the content of the config.json of the model that an adapter is for. Raises UserError
     for one that peft cannot load."""
-    is_of_run = is_run(base) or is_checkpoint(base)
-    path = base if is_of_run else local_path(base)
-    config_json = None if is_of_run else find_config_json(path)
-    # what a GGUF file or another adapter is opened as lasts as long as this process
-    is_opened = config_json and os.path.basename(weight_file(path)) in (GGUF_PATH, ADAPTER_PATH)
-    if not config_json or is_opened:
+    config_json = os.path.join(base if is_url(base) else local_path(base), 'config.json')
+    settings = read_json(config_json, optional=True)
+    if 'model_type' not in settings:  # a ckpt.pt, or a run of ours, whose config.json has its flags
         raise UserError(f'peft cannot load {base}, the model that LoRA has updated: export that as '
                         'a folder and name it with --base=FOLDER, or export the run merged, with '
                         '--folder instead of --adapter')
-    return read_json(config_json)
+    return settings
 
 
 def adapter_modules(updates, config, family):
@@ -448,7 +460,7 @@ def gpt2_tensor_maps(config, *, transpose, prefix):
     return tensor_maps
 
 
-class Layout(NamedTuple):
+class Naming(NamedTuple):
     """How the families that use Llama's tensor names differ. The defaults are Llama's and
     Qwen3's."""
     prefix: str = ''  # of every name
@@ -465,16 +477,16 @@ class Layout(NamedTuple):
     norm_offset: float = 0.0  # the gain of a norm is the tensor on disk + norm_offset
 
 
-LLAMA4 = Layout(mlp='feed_forward', router='router', shared='shared_expert', experts='concatenated',
+LLAMA4 = Naming(mlp='feed_forward', router='router', shared='shared_expert', experts='concatenated',
                 interleaved_rope=True)
 
-LAYOUTS = {  # by model_type; the others have Layout()
-    'gemma2': Layout(norm_offset=1.0), 'gemma3_text': Layout(norm_offset=1.0),
-    'gemma3': Layout(prefix='language_model.', norm_offset=1.0),
-    'gguf llama': Layout(interleaved_rope=True), 'gguf mistral': Layout(interleaved_rope=True),
-    'gguf qwen3_moe': Layout(experts='stacked'),
-    'phi3': Layout(fused=True), 'gpt_oss': Layout(router='router', experts='interleaved'),
-    'deepseek_v3': Layout(interleaved_rope=True), 'kimi_k2': Layout(interleaved_rope=True),
+NAMINGS = {  # by model_type; the others have Naming()
+    'gemma2': Naming(norm_offset=1.0), 'gemma3_text': Naming(norm_offset=1.0),
+    'gemma3': Naming(prefix='language_model.', norm_offset=1.0),
+    'gguf llama': Naming(interleaved_rope=True), 'gguf mistral': Naming(interleaved_rope=True),
+    'gguf qwen3_moe': Naming(experts='stacked'),
+    'phi3': Naming(fused=True), 'gpt_oss': Naming(router='router', experts='interleaved'),
+    'deepseek_v3': Naming(interleaved_rope=True), 'kimi_k2': Naming(interleaved_rope=True),
     'llama4_text': LLAMA4, 'llama4': LLAMA4._replace(prefix='language_model.')}
 
 MODEL_NAMES = {('wte',): 'model.embed_tokens.weight', ('ln_f', 'scale'): 'model.norm.weight',
@@ -499,13 +511,13 @@ def deinterleave_rope(n_rows, head_width, rope_width):
     return np.concatenate([nope, rope[:, 0::2], rope[:, 1::2]], axis=1).reshape(-1)
 
 
-def llama_names(config, layout):
+def llama_names(config, naming):
     """Returns {module of ours: its name on disk}, without the block's, in the families that use
     Llama's tensor names."""
     # The names that depend on the family, or on how queries are compressed.
     attention = 'self_attn'
-    mlp = layout.mlp
-    shared = f'{mlp}.{layout.shared}'
+    mlp = naming.mlp
+    shared = f'{mlp}.{naming.shared}'
     has_q_rank = config.mla and config.mla.q_rank
     q_norm = 'q_a_layernorm' if config.mla else 'q_norm'
     q_b = 'q_b_proj' if has_q_rank else 'q_proj'
@@ -525,7 +537,7 @@ def llama_names(config, layout):
         'mlp/shared/c_gate': f'{shared}.gate_proj',
         'mlp/shared/c_fc': f'{shared}.up_proj',
         'mlp/shared/c_proj': f'{shared}.down_proj',
-        'mlp/router': f'{mlp}.{layout.router}',
+        'mlp/router': f'{mlp}.{naming.router}',
     }
 
 
@@ -534,26 +546,26 @@ LEAF_NAMES = {'kernel': 'weight', 'scale': 'weight', 'selection_bias': 'e_score_
               'kv_b': 'kv_b_proj.weight'}
 
 
-def llama_tensor_maps(config, layout):
+def llama_tensor_maps(config, naming):
     """Returns {path: [TensorMap]} of the families that use Llama's tensor names. Linear layers are
     [out, in] on disk."""
-    names = llama_names(config, layout)
-    rows = latent_rows(config, layout)
+    names = llama_names(config, naming)
+    rows = latent_rows(config, naming)
     tensor_maps = {}
     for path, shape in param_shapes(config).items():
         *modules, leaf = path
-        block = f'{layout.prefix}model.layers.{path[0][2:]}'
+        block = f'{naming.prefix}model.layers.{path[0][2:]}'
         module = '/'.join(modules[1:])
 
         # The one or several tensors of which this parameter is made.
         if path in MODEL_NAMES:
-            parts = [TensorMap(layout.prefix + MODEL_NAMES[path], shape)]
+            parts = [TensorMap(naming.prefix + MODEL_NAMES[path], shape)]
         elif module == 'attn/c_attn':
-            parts = qkv_tensor_maps(config, layout, f'{block}.self_attn', leaf)
+            parts = qkv_tensor_maps(config, naming, f'{block}.self_attn', leaf)
         elif module.startswith('mlp/experts_'):
-            experts = f'{block}.{layout.mlp}.experts'
-            parts = expert_tensor_maps(layout, experts, modules[-1], leaf, shape)
-        elif layout.fused and module in ('mlp/c_gate', 'mlp/c_fc'):
+            experts = f'{block}.{naming.mlp}.experts'
+            parts = expert_tensor_maps(naming, experts, modules[-1], leaf, shape)
+        elif naming.fused and module in ('mlp/c_gate', 'mlp/c_fc'):
             parts = [fused_mlp_tensor_map(block, module, shape)]
         elif leaf in ('kernel', 'kv_b'):
             name = f'{block}.{names[module]}.{LEAF_NAMES[leaf]}'
@@ -564,16 +576,16 @@ def llama_tensor_maps(config, layout):
 
         # Gemma saves a gain as its difference from 1.
         if leaf == 'scale':
-            parts = [part._replace(offset=layout.norm_offset) for part in parts]
+            parts = [part._replace(offset=naming.norm_offset) for part in parts]
         tensor_maps[path] = parts
     return tensor_maps
 
 
-def latent_rows(config, layout):
+def latent_rows(config, naming):
     """Returns {module: the numbers of its rows on disk} of multi-head latent attention, where the
     channels that RoPE rotates are interleaved on disk; {} in other models."""
     mla = config.mla
-    if not mla or not layout.interleaved_rope:
+    if not mla or not naming.interleaved_rope:
         return {}
     q_width = mla.nope_dim + mla.rope_dim
     kv_width = mla.kv_rank + mla.rope_dim
@@ -595,14 +607,14 @@ def family_tensor_maps(config, family, prefix=''):
     of GPT-2's names."""
     if family in ('gpt2', 'nanogpt', 'gguf gpt2'):
         return gpt2_tensor_maps(config, transpose=family != 'gpt2', prefix=prefix)
-    return llama_tensor_maps(config, LAYOUTS.get(family, Layout()))
+    return llama_tensor_maps(config, NAMINGS.get(family, Naming()))
 
 
-def qkv_tensor_maps(config, layout, name, leaf):
+def qkv_tensor_maps(config, naming, name, leaf):
     """Returns the TensorMaps of attention with query heads that share key and value heads: q, k and
     v are side by side in our c_attn."""
     D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_width
-    if layout.fused:
+    if naming.fused:
         return [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
 
     # A tensor for each: which columns of c_attn it fills, and in which order its rows do.
@@ -613,14 +625,14 @@ def qkv_tensor_maps(config, layout, name, leaf):
             parts.append(TensorMap(f'{name}.{theirs}_proj.bias', (n * K,), dst=columns))
             continue
         rows = ...
-        if layout.interleaved_rope and theirs in ('q', 'k'):
+        if naming.interleaved_rope and theirs in ('q', 'k'):
             rows = deinterleave_rope(n * K, K, K)
         parts.append(TensorMap(f'{name}.{theirs}_proj.weight', (n * K, D), transpose=True,
                                rows=rows, dst=(slice(None), columns)))
     return parts
 
 
-def expert_tensor_maps(layout, name, ours, leaf, shape):
+def expert_tensor_maps(naming, name, ours, leaf, shape):
     """Returns the TensorMaps of one of the matrices or biases of all experts. Each expert's part is
     read separately: its tensor may be dequantized on the way.
 
@@ -629,11 +641,11 @@ def expert_tensor_maps(layout, name, ours, leaf, shape):
     names = {'experts_c_gate': 'gate', 'experts_c_fc': 'up', 'experts_c_proj': 'down'}
 
     # A tensor for each expert, or one for all.
-    if layout.experts == 'separate':
+    if naming.experts == 'separate':
         return [TensorMap(f'{name}.{e}.{names[ours]}_proj.weight', (n_out, shape[1]),
                           transpose=True, dst=e)
                 for e in range(E)]
-    if layout.experts == 'stacked':
+    if naming.experts == 'stacked':
         return [TensorMap(f'{name}.{names[ours]}_proj.weight', (E, n_out, shape[1]),
                           transpose=True, dst=e, src=e)
                 for e in range(E)]
@@ -643,7 +655,7 @@ def expert_tensor_maps(layout, name, ours, leaf, shape):
     if ours != 'experts_c_proj':
         is_gate = ours == 'experts_c_gate'
         tensor = 'gate_up_proj'
-        if layout.experts == 'interleaved':
+        if naming.experts == 'interleaved':
             columns = slice(0, None, 2) if is_gate else slice(1, None, 2)
         else:
             columns = slice(0, n_out) if is_gate else slice(n_out, None)
@@ -676,25 +688,21 @@ def is_needed(name, config):
 
 
 def check_sizes(tensors, config, source):
-    """Raises UserError if the tensors {name: array} of a file are too few or too small for
-    GPT(config)."""
+    """Raises UserError if the tensors {name: array} of a file are of fewer layers, experts or numbers
+    than GPT(config) has, before anything of that size is made."""
     names = [name for name in tensors if not is_ignored(name)]
-    layers = numbers_in(names, r'(?:^|\.)(?:h|layers)\.(\d{1,9})\.')
-    check_layers(config, layers, source)
-    n_held = sum(math.prod(tensors[name].shape) for name in names)
-    check_room(config, n_held, source)
-    experts = numbers_in(names, r'\.experts\.(\d{1,9})\.')
-    if config.moe and experts and len(experts) < config.moe.n_expert:
-        raise UserError(f'{source} holds {len(experts)} experts, but its config says '
-                        f'{config.moe.n_expert}')
-
-
-def numbers_in(names, pattern):
-    """Returns the set of the numbers that a pattern finds in names."""
-    numbers = set()
-    for name in names:
-        numbers.update(map(int, re.findall(pattern, name)))
-    return numbers
+    layers = {int(n) for n in re.findall(r'\b(?:h|layers)\.(\d{1,9})\.', ' '.join(names))}
+    experts = set(re.findall(r'\.experts\.(\d{1,9})\.', ' '.join(names)))
+    counts = {'layers': (len(layers.intersection(range(config.n_layer))), config.n_layer)}
+    if config.moe and experts:
+        counts['experts'] = (len(experts), config.moe.n_expert)
+    for what, (held, needed) in counts.items():
+        if held < needed:
+            raise UserError(f'{source} holds {held:,} {what}, but its config says {needed:,}')
+    held = sum(math.prod(tensors[name].shape) for name in names)
+    needed = sum(map(math.prod, param_shapes(config).values()))
+    if 2 * held < needed:  # of single tensors that are missing check_tensors tells
+        raise UserError(f'{source} holds {held:,} numbers, and a model of its config has {needed:,}')
 
 
 def largest_first(config):
@@ -769,13 +777,13 @@ def load_config(path_or_name):
     return open_model(path_or_name)[0]
 
 
-def load_weights(source, config, parallel, change=None):
-    """Loads the parameters of a pretrained model onto devices, sharded as `parallel` says.
+def load_weights(source, config, layout, change=None):
+    """Loads the parameters of a pretrained model onto devices, sharded as `layout` says.
 
     change: a function of (path in the tree, array) that makes of each float32 parameter what is
     moved to its devices, before the next one is read. A table of learned positions is cut to the
     config's block_size. Returns (parameters, a checksum of those in the file)."""
-    place = Placing(config, parallel, change)
+    place = Placing(config, layout, change)
     _, params = load_pretrained(source, place=place)
     return params, place.crc
 
@@ -784,9 +792,9 @@ class Placing:
     """Moves parameters to their devices, one after the other, and takes their checksum `crc`; see
     load_weights."""
 
-    def __init__(self, config, parallel, change=None):
+    def __init__(self, config, layout, change=None):
         self.config = config
-        self.parallel = parallel
+        self.layout = layout
         self.change = change
         self.crc = 0
 
@@ -797,7 +805,7 @@ class Placing:
             array = array[:self.config.block_size]
         if self.change:
             array = self.change(path, array)
-        return flatten_dict(self.parallel.device_put(unflatten_dict({path: array})))[path]
+        return flatten_dict(self.layout.device_put(unflatten_dict({path: array})))[path]
 
 
 def checksum_of_weights(source, config):
@@ -826,10 +834,8 @@ def open_model(path_or_name):
         config, tensors = read_nanogpt(file)
         check_sizes(tensors, config, file)
         return config, 'nanogpt', tensors, file
-    hf = read_json(source)
+    hf = read_config_json(os.path.dirname(source))
     config, family = read_config(hf, source)
-    if os.path.basename(file) == GGUF_PATH:
-        family = f'gguf {family}'
     tensors = dequantize_lazily(read_tensors(file), read_block(hf, source), file)
     check_sizes(tensors, config, file)
     return config, family, tensors, file

@@ -1,4 +1,4 @@
-"""A model that takes and gives text, from a run, a Hugging Face folder or name, a ckpt.pt or .gguf.
+"""A model that takes and gives text, from a run, a Hugging Face folder or name, or a ckpt.pt.
 
     from jax_text import load
     model = load('out-mine')
@@ -8,36 +8,40 @@ import bisect
 import contextlib
 import dataclasses
 import functools
-import inspect
+import json
+import os
+import re
+import select
+import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 
-from jax_devices.parallel import DataParallel, setup_distributed_training
+from jax_devices.choose import choose_experts
+from jax_devices.layout import Layout, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
-from jax_files.chats import final_answer
-from jax_files.checkpoints import checkpoint_steps, is_run
-from jax_files.data import dataset_folder, load_dataset_meta
-from jax_files.tokenizers import (
-    CharTokenizer, describe_tokenizer, limit_vocabulary, load_tokenizer, refuse_dropped,
-    same_tokens, strip_partial_utf8)
-from jax_files.weight_files import local_path
-from jax_flags import UserError, check_ranges, nearest_names
-from jax_generate import PrefixCache, generate_stream
-from jax_inside import look_inside
-from jax_lora import load_run, merge_updates, without_scales
-from jax_ops.choose_experts import choose_experts
+from jax_flags import Sampling, UserError
+from jax_generate import PrefixCache, continue_rows, power_of_two, right_padded, score
+from jax_hub.chats import final_answer
+from jax_hub.folders import local_path
+from jax_hub.tokenizers import (
+    CharTokenizer, decoder_kinds, describe_tokenizer, limit_vocabulary, load_tokenizer, same_tokens,
+    strip_partial_utf8)
 from jax_ops.decode_weights import (
     convert_params_for_decoding, order_columns_by_rank, transpose_kernels)
 from jax_pretrained import load_pretrained
-from jax_score import right_padded, score
-from jax_transformer import GPTConfig, count_params
+from jax_run.checkpoints import checkpoint_steps, is_run
+from jax_run.data import dataset_folder, load_dataset_meta
+from jax_run.load import load_run, merge_updates
+from jax_train_utils import without_scales
+from jax_transformer import GPT, Block, GPTConfig, count_params
 
 SAMPLING = {'temperature': 0.8, 'top_k': 200}  # nanoGPT's; the other controls are off
 # tokens generated between two updates of a text that is shown while it grows
@@ -48,32 +52,14 @@ SAMPLE_TOKENS = 100  # of a sample while training
 STOP_CHUNK = 8
 
 
-def suggest_options(function: Callable) -> Callable:
-    """Returns the function such that an option that it does not have raises a TypeError that names
-    the nearest ones that it has."""
-    options = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def call(*args, **given):
-        for name in given:
-            near = nearest_names(name, options)
-            if name not in options and near:
-                raise TypeError(f'{function.__name__} has no option {name}: did you mean '
-                                f'{" or ".join(near)}?')
-        return function(*args, **given)
-
-    return call
-
-
-@suggest_options
 def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = '', draft: str = '',
          device: str = 'auto', dtype: str = 'auto', quantize: str = '', tensor: int = 1,
          expert: int = 1) -> 'TextModel':
-    """Returns the model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), a
-    ckpt.pt or .gguf.
+    """Returns the model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), or
+    a ckpt.pt.
 
     checkpoint: which one of a run, 'best' (lowest validation loss; the default) or 'latest'.
-    base: where the pretrained model of a LoRA run or of an adapter of peft is now, if it has moved.
+    base: where the pretrained model of a LoRA run is now, if it has moved.
     dataset: the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt.
     draft: a smaller model with the same tokens, for n_draft.
     device, dtype: as in setup_jax_environment.
@@ -87,8 +73,8 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     clock = Stopwatch()
     check_layout(devices, tensor, expert)
     devices = devices[:tensor * expert]
-    parallel = setup_distributed_training(devices, tensor=tensor, expert=expert)
-    loader = Loader(parallel, devices, dtype, quantize)
+    layout = setup_distributed_training(devices, tensor=tensor, expert=expert)
+    loader = Loader(layout, devices, dtype, quantize)
 
     # the model, and its tokenizer
     found = loader.read(source, checkpoint, base, with_tokenizer=not dataset)
@@ -109,7 +95,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
 
     title = f'{found.name}; {tensor} x {devices[0].device_kind}, compute in {dtype} ({reason})'
     loading = clock.lap()
-    return TextModel(found.params, found.config, tokenizer, parallel, draft_model, title,
+    return TextModel(found.params, found.config, tokenizer, layout, draft_model, title,
                      found.warning, clock, loading)
 
 
@@ -153,8 +139,8 @@ class LoadedModel(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Loader:
     """Reads models for decoding."""
-    parallel: DataParallel
-    devices: list  # those of `parallel`
+    layout: Layout
+    devices: list  # those of `layout`
     dtype: str  # the compute dtype
     quantize: str  # 'int8' or ''
 
@@ -168,8 +154,8 @@ class Loader:
         else:
             found = self.read_pretrained(source, base, with_tokenizer)
         # regardless of how it was stored, it computes in this dtype, on a mesh in columns by device
-        self.parallel.validate(found.config)
-        with self.parallel.mesh_context():
+        self.layout.validate(found.config)
+        with self.layout.mesh_context():
             params = order_columns_by_rank(found.params, found.config)
         config = dataclasses.replace(found.config, dtype=self.dtype)
         experts, _ = choose_experts(config, self.devices[0])
@@ -180,7 +166,7 @@ class Loader:
         """Returns the LoadedModel of a run. It warns where the best checkpoint is taken and a later
         one is there."""
         # the checkpoint, as decoding reads it
-        config, params, meta = load_run(source, checkpoint or 'best', self.parallel, base)
+        config, params, meta = load_run(source, checkpoint or 'best', self.layout, base)
         params = convert_params_for_decoding(params, self.dtype, self.quantize)
         # a run that overfits has a best checkpoint long before the latest
         taken = meta['iter_num']
@@ -193,8 +179,10 @@ class Loader:
         return LoadedModel(params, config, meta['tokenizer'], name, warning)
 
     def read_pretrained(self, source, base, with_tokenizer):
-        """Returns the LoadedModel of anything that load_pretrained reads, or of an adapter."""
-        path = local_path(source, base=base)
+        """Returns the LoadedModel of anything that load_pretrained reads."""
+        if base:
+            raise UserError(f'base is for a LoRA run, and {source} is none')
+        path = local_path(source)
         # a matrix that becomes int8 is read as it is stored
         stored_dtype = 'stored' if self.quantize else self.dtype
         config, params = load_pretrained(path, stored_dtype, self.place)
@@ -210,7 +198,7 @@ class Loader:
         if len(self.devices) == 1 and self.devices[0].platform == 'cpu':
             # views: the device takes over kernels that the file stores [out, in]
             part = transpose_kernels(part)
-        part = self.parallel.device_put(part)
+        part = self.layout.device_put(part)
         converted = convert_params_for_decoding(part, self.dtype, self.quantize)
         return flatten_dict(converted)[path]
 
@@ -221,7 +209,7 @@ class TextModel:
     params: dict  # as decoding reads them
     config: GPTConfig  # its dtype is the compute dtype
     tokenizer: Any
-    parallel: DataParallel
+    layout: Layout
     draft: tuple | None  # (params, config) of the draft model
     title: str  # a line for the user: where the model is from, and how it computes
     warning: str  # another one, or ''
@@ -239,7 +227,6 @@ class TextModel:
         says, else as nanoGPT does."""
         return {**SAMPLING, **self.tokenizer.sampling}
 
-    @suggest_options
     def generate(self, texts: list[str], *, num_samples: int = 1, first_sample: int = 0,
                  max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337,
                  temperature: float | None = None, top_k: int | None = None,
@@ -250,19 +237,18 @@ class TextModel:
 
         A continuation depends on the text, the options and the number of the sample only, not on
         the batch: generate([text] * 8) is eight equal texts, num_samples=8 makes different ones.
-        The options are explained in Generation.
+        The options are explained in Sampling and Generation.
         Raises UserError for a text or an option that makes no sense."""
         if isinstance(texts, str):
             raise UserError('generate takes a list of texts: [text]')
+        sampling = Sampling(
+            max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed=seed,
+            cache_dtype=cache_dtype, n_draft=n_draft)
         generation = Generation(
-            self, [self.encode(text) for text in texts], num_samples=num_samples,
-            first_sample=first_sample, max_new_tokens=max_new_tokens, stop=stop, seed=seed,
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, cache_dtype=cache_dtype, n_draft=n_draft,
-            prefix_cache=prefix_cache)
+            self, [self.encode(text) for text in texts], sampling, num_samples=num_samples,
+            first_sample=first_sample, prefix_cache=prefix_cache)
         return generation.finish().texts
 
-    @suggest_options
     def stream(self, prompt: str | list[dict[str, str]], *, first_sample: int = 0,
                max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337,
                temperature: float | None = None, top_k: int | None = None,
@@ -273,14 +259,14 @@ class TextModel:
         a chat, the answer alone.
 
         The options are explained in Generation. Raises UserError as generate does."""
+        sampling = Sampling(
+            max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed=seed,
+            cache_dtype=cache_dtype, n_draft=n_draft)
         generation = Generation(
-            self, [self.encode(prompt)], streaming=True, first_sample=first_sample,
-            max_new_tokens=max_new_tokens, stop=stop, seed=seed, temperature=temperature,
-            top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-            cache_dtype=cache_dtype, n_draft=n_draft, prefix_cache=prefix_cache)
+            self, [self.encode(prompt)], sampling, first_sample=first_sample, streaming=True,
+            prefix_cache=prefix_cache)
         return generation.pieces(with_prompt=isinstance(prompt, str))
 
-    @suggest_options
     def chat(self, messages: list[dict[str, Any]], *, tools: list[dict] | None = None,
              chat_template_kwargs: dict[str, Any] | None = None, first_sample: int = 0,
              max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337,
@@ -297,20 +283,19 @@ class TextModel:
         without a chat template."""
         # of the text that is generated, what follows the prompt and is meant for the reader
         prompt = self.encode(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        sampling = Sampling(
+            max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed=seed,
+            cache_dtype=cache_dtype, n_draft=n_draft)
         generation = Generation(
-            self, [prompt], first_sample=first_sample, max_new_tokens=max_new_tokens, stop=stop,
-            seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, cache_dtype=cache_dtype, n_draft=n_draft,
-            prefix_cache=prefix_cache).finish()
+            self, [prompt], sampling, first_sample=first_sample, prefix_cache=prefix_cache).finish()
         return final_answer(generation.texts[0][len(generation.prompt_texts[0]):])
 
-    @suggest_options
     def logprobs(self, texts: list[str], *, max_length: int = 0, batch_size: int = 16,
                  cache_dtype: str = 'auto') -> list[tuple[list[int], np.ndarray]]:
         """Returns for each text (ids, the natural log-probability of each).
 
         A text follows the token that begins or else ends a document; of a tokenizer without either
-        (characters), the first token is left out. The options are explained in jax_score.score.
+        (characters), the first token is left out. The options are explained in jax_generate.score.
         Raises UserError for a text of fewer than two tokens."""
         # an item of one row for each text, of which all tokens but the first are scored
         rows = [self.encode_document(text) for text in texts]
@@ -324,11 +309,10 @@ class TextModel:
             results.append((ids[1:], logprobs))
         return results
 
-    @suggest_options
     def score(self, items, *, max_length: int = 0, batch_size: int = 16,
               cache_dtype: str = 'auto'):
-        """Returns the log-probabilities of tokens, as the function jax_score.score does."""
-        with self.parallel.mesh_context():
+        """Returns the log-probabilities of tokens, as the function jax_generate.score does."""
+        with self.layout.mesh_context():
             return score(self.params, self.config, items, max_length=max_length,
                          batch_size=batch_size, cache_dtype=cache_dtype)
 
@@ -352,8 +336,8 @@ class TextModel:
         return self.look_inside(text, 'attention')
 
     def look_inside(self, text, part):
-        """Returns one of the parts of jax_inside.look_inside."""
-        if len(self.parallel.devices) > 1:
+        """Returns one of the parts of look_inside."""
+        if len(self.layout.devices) > 1:
             raise UserError(f'{part} is for a model on one device: load it without tensor and '
                             'expert')
         return look_inside(self.params, self.config, self.encode(text), part)
@@ -381,8 +365,6 @@ class TextModel:
             if self.tokenizer.chat_template is None:
                 raise UserError('the model has no chat template')
             return self.tokenizer.encode_chat(prompt, tools=tools, variables=chat_template_kwargs)
-        # a text that the tokens would not show as it is, is refused
-        refuse_dropped(self.tokenizer.count_dropped(prompt))
         ids = self.tokenizer.encode(prompt)
         if not ids:
             raise UserError('the prompt is empty; give at least one character, as in --start="A"')
@@ -426,11 +408,11 @@ def create_sampler(prompt: str, config: GPTConfig, description: dict, device) ->
     Raises UserError for a prompt that it cannot continue."""
     if not prompt:
         return None
-    parallel = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
+    layout = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
     tokenizer = load_tokenizer(description)
     experts, _ = choose_experts(config, device)
     config = dataclasses.replace(config, experts=experts)
-    sampler = TextModel({}, config, tokenizer, parallel, None, '', '', Stopwatch(), None)
+    sampler = TextModel({}, config, tokenizer, layout, None, '', '', Stopwatch(), None)
     sampler.encode(prompt)
     return sampler
 
@@ -446,7 +428,7 @@ def sample_while_training(sampler: TextModel, state, lora: dict | None, prompt: 
     if lora:
         base = jax.tree.map(whole_array, state.frozen['weights'])
         params = merge_updates(base, lora, params)
-    params = sampler.parallel.device_put(params)
+    params = sampler.layout.device_put(params)
     params = convert_params_for_decoding(params, sampler.config.dtype)
     model = dataclasses.replace(sampler, params=params)
     return model.generate([prompt], max_new_tokens=SAMPLE_TOKENS, seed=seed)[0]
@@ -471,32 +453,22 @@ class Generation:
     result: the GenerationResult.
     laps: the seconds of each chunk; the first is the prefill and the first decode step."""
 
-    def __init__(self, model: TextModel, prompts: list[list[int]], *, num_samples: int = 1,
-                 first_sample: int = 0, max_new_tokens: int = 500, stop: str | Sequence[str] = '',
-                 seed: int = 1337, temperature: float | None = None, top_k: int | None = None,
-                 top_p: float | None = None, min_p: float | None = None,
-                 repetition_penalty: float | None = None, cache_dtype: str = 'auto',
-                 n_draft: int = 0, streaming: bool = False,
-                 prefix_cache: PrefixCache | None = None):
+    def __init__(self, model: TextModel, prompts: list[list[int]], sampling: Sampling, *,
+                 num_samples: int = 1, first_sample: int = 0, streaming: bool = False,
+                 prefix_cache: PrefixCache | None = None, logprobs: bool = False):
         """Prepares the batch; what makes no sense raises UserError when the first chunk is
         generated.
 
+        sampling: its controls that are None are as generation_config.json says, else as SAMPLING.
         num_samples: the number of samples of each prompt, which differ. A prompt that is given
         twice has the same samples twice.
         first_sample: the number of the random stream of a prompt's first sample.
-        max_new_tokens: the length at which a sample ends.
-        stop: a sample ends before this text, or before the first of several; '' is off.
-        seed: of the samples, with the prompt and the number of the sample; below 2^32.
-        temperature, top_k, top_p, min_p, repetition_penalty: controls of sampling, see
-        jax_generate.generate; those that are None are as generation_config.json says, else as
-        SAMPLING.
         streaming: whether chunks are small, for a reader.
-        The other options are those of jax_generate.generate_stream."""
+        prefix_cache, logprobs: as for jax_generate.generate_stream."""
         self.model = model
-        self.max_new_tokens = max_new_tokens
         self.streaming = streaming
-        stops = [stop] if isinstance(stop, str) else stop
-        self.stops = [text for text in stops if text]
+        stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
+        self.stops = [text for text in stop if text]
         # a stop text that is one token ends a row in the compiled loop; others are searched for
         tokenizer = model.tokenizer
         stop_tokens = [token_of_letter(text, tokenizer) for text in self.stops]
@@ -508,26 +480,22 @@ class Generation:
         self.laps = []
 
         # how to sample: as the caller says, else as the model's makers do, else as nanoGPT does
-        controls = model.defaults
-        given = {
-            'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'min_p': min_p,
-            'repetition_penalty': repetition_penalty}
-        for name, value in given.items():
-            if value is not None:
-                controls[name] = value
+        missing = {name: value for name, value in model.defaults.items()
+                   if getattr(sampling, name) is None}
+        self.sampling = dataclasses.replace(
+            sampling, **missing, n_vocab=tokenizer.vocab_size,
+            stop_tokens=(*tokenizer.stop_tokens, *stop_tokens))
+        self.sampling.check()
 
         # a sample's random numbers are a function of the seed, its prompt and its number: equal
         # prompts have equal samples, samples of different prompts are independent
-        check_ranges({'seed': seed})
-        key = jax.random.key(seed)
+        key = jax.random.key(sampling.seed)
         key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, prompt_numbers(self.prompts))
         sample_numbers = list(range(first_sample, first_sample + num_samples)) * len(prompts)
-        self.results = generate_stream(
-            model.params, model.config, right_padded(self.prompts), max_new_tokens,
-            rng=key_B, prompt_lengths_B=self.lengths,
-            n_vocab=tokenizer.vocab_size, stop_tokens=[*tokenizer.stop_tokens, *stop_tokens],
-            sample_index_B=sample_numbers, cache_dtype=cache_dtype, n_draft=n_draft,
-            draft=model.draft, chunk=self.choose_chunk, prefix_cache=prefix_cache, **controls)
+        self.results = continue_rows(
+            model.params, model.config, right_padded(self.prompts), self.sampling, rng=key_B,
+            prompt_lengths_B=self.lengths, sample_index_B=sample_numbers, draft=model.draft,
+            chunk=self.choose_chunk, prefix_cache=prefix_cache, logprobs=logprobs)
 
     def __iter__(self) -> Iterator['Generation']:
         """Generates, and yields itself after each chunk. It can be done once."""
@@ -539,7 +507,7 @@ class Generation:
             while True:
                 self.model.clock.lap()
                 try:
-                    with self.model.parallel.mesh_context():
+                    with self.model.layout.mesh_context():
                         result = self.results.send(is_over)
                 except StopIteration:
                     return
@@ -579,43 +547,42 @@ class Generation:
         """Whether sample i ends because it has max_new_tokens tokens."""
         # a row may have met its end with the last token that it could have
         length = self.result.lengths[i]
-        is_full = length == self.lengths[i] + self.max_new_tokens
+        is_full = length == self.lengths[i] + self.sampling.max_new_tokens
         last = self.result.tokens[i, length - 1]
         has_ended = self.stopped[i] or last in self.model.tokenizer.stop_tokens
         return bool(is_full and not has_ended)
 
     def describe(self, i: int) -> dict:
-        """Returns sample i: its prompt, text, finish reason ('stop' text, 'end' token or 'length')
-        and log-probability, which is that of the tokens that reach the end of the text."""
-        # the log-probability of the text that is shown
-        tokens = self.result.tokens[i, :self.result.lengths[i]].tolist()
-        n_prompt = self.lengths[i]
-        if self.stopped[i]:
-            tokens = self.tokens_to_the_end(i, tokens)
-        (logprobs, _), = self.model.score([[(tokens, n_prompt)]])[0]
+        """Returns sample i, generated with logprobs: its prompt, text, finish reason ('stop' text,
+        'end' token or 'length') and log-probability, which is that of the tokens that reach the end
+        of the text."""
         if self.stopped[i]:
             reason = 'stop'
         elif self.was_cut(i):
             reason = 'length'
         else:
             reason = 'end'
+        end = self.result.lengths[i]
+        if self.stopped[i]:
+            end = self.tokens_to_the_end(i)
+        logprobs = self.result.logprobs[i, self.lengths[i]:end]
         return {
             'prompt': self.prompt_texts[i], 'text': self.texts[i][len(self.prompt_texts[i]):],
             'finish_reason': reason, 'logprob': float(logprobs.sum(dtype=np.float64))}
 
-    def tokens_to_the_end(self, i, tokens):
-        """Returns the first of the tokens of sample i: as many as reach the end of its text, which
-        is before the stop text."""
+    def tokens_to_the_end(self, i):
+        """Returns how many of the tokens of sample i reach the end of its text, which is before the
+        stop text."""
         # more tokens have a longer text, so that the first number that reaches it is searched by
         # halving
+        tokens = self.result.tokens[i, :self.result.lengths[i]].tolist()
         length = len(self.texts[i])
 
         def reaches_the_end(n):
             return len(self.model.tokenizer.decode(tokens[:n])) >= length
 
-        n = bisect.bisect_left(
+        return bisect.bisect_left(
             range(len(tokens)), True, lo=self.lengths[i], key=reaches_the_end)
-        return tokens[:n]
 
     def choose_chunk(self):
         """Returns the number of tokens to generate until the texts are looked at again.
@@ -632,7 +599,7 @@ class Generation:
         if self.must_search:
             n_generated = int(np.max(self.result.lengths - self.lengths))
             return max(STOP_CHUNK, n_generated // 8)
-        return self.max_new_tokens
+        return self.sampling.max_new_tokens
 
     def read_texts(self):
         """Sets texts and stopped; a stop text counts after the prompt."""
@@ -671,9 +638,247 @@ def token_of_letter(text, tokenizer):
         return tokenizer.ids[text] if is_unique else None
     # a Hugging Face folder of characters, as write_char_tokenizer makes it
     is_of_letters = getattr(tokenizer, 'has_letters_only', False)
-    if not is_of_letters or tokenizer.tokenizer.decoder_kinds() != {'Fuse'}:
+    if not is_of_letters or decoder_kinds(tokenizer.tokenizer) != {'Fuse'}:
         return None
     token = tokenizer.ids.get(text)
     if token in tokenizer.special_ids:  # which decoding leaves out
         return None
     return token
+
+
+# -----------------------------------------------------------------------------
+# a conversation in a terminal: sample_jax.py --interactive=True
+
+COMMANDS = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctrl-D leaves'
+
+
+def read_turn():
+    """Returns what the user types; lines that are pasted together are one turn."""
+    text = input('> ')
+    while has_more_input():
+        text += '\n' + input()
+    return text
+
+
+def has_more_input():
+    """Tells whether a terminal has another line within 0.05 s, so faster than anyone types."""
+    if os.name != 'posix' or not sys.stdin.isatty():
+        return False
+    ready, _, _ = select.select([sys.stdin], [], [], 0.05)
+    return bool(ready)
+
+
+class Chat:
+    """Holds a conversation: each line is answered, and the lines and answers so far are the context
+    of the next answer.
+
+    model: a TextModel. system: the text of the system prompt, '' for none. sampling: a
+    Sampling."""
+
+    def __init__(self, model, system, sampling):
+        self.model = model
+        self.sampling = sampling
+        self.system = []
+        if system:
+            self.system = [{'role': 'system', 'content': system}]
+        self.messages = []  # of the user and the model, in turn
+        self.n_answers = 0
+        self.prefix_cache = PrefixCache()
+
+    def run(self):
+        """Asks for lines until the user leaves."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401, line editing and history for input()
+
+        # Each round takes a line, until there is none.
+        while True:
+            try:
+                line = read_turn()
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print('\n(Ctrl-D leaves)')
+                continue
+
+            # A command, or a line that the model answers.
+            if line in ('/exit', '/quit'):
+                return
+            if re.fullmatch(r'/\w+( .*)?', line):
+                self.obey(line)
+            elif line:
+                self.answer(self.messages, line)
+
+    def obey(self, line):
+        """Executes one of COMMANDS."""
+        if line == '/help':
+            print(f'({COMMANDS})')
+        elif line == '/clear':
+            self.messages = []
+        elif line == '/save':
+            print('(/save needs the name of a file)')
+        elif line.startswith('/save '):
+            self.save(line.removeprefix('/save ').strip())
+        elif line == '/retry' and not self.messages:
+            print('(there is no answer yet)')
+        elif line == '/retry':
+            self.answer(self.messages[:-2], self.messages[-2]['content'])
+        else:
+            print(f'(there is no command {line}; {COMMANDS})')
+
+    def encode(self, messages):
+        """Returns the token ids of the messages: those of a chat if the model has a template, else
+        those of plain text, a line for each turn."""
+        if self.model.tokenizer.chat_template is not None:
+            return self.model.encode([*self.system, *messages])
+        text = ''
+        for i, message in enumerate(messages):
+            if message['role'] == 'user' and i > 0:
+                text += '\n'
+            text += message['content']
+        return self.model.encode(text)
+
+    def forget_oldest(self, messages):
+        """Returns the messages without the oldest turns, if not all of them fit into the context
+        with an answer."""
+        # a turn is a question and its answer; the last question stays
+        block_size = self.model.config.block_size
+        room = block_size - min(self.sampling.max_new_tokens, block_size // 2)
+
+        # Without the oldest turn, until the rest fits.
+        kept = messages
+        while len(kept) > 1 and len(self.encode(kept)) > room:
+            kept = kept[2:]
+
+        # Nothing is forgotten silently.
+        n_forgotten = (len(messages) - len(kept)) // 2
+        if n_forgotten:
+            forgotten = 'turn is' if n_forgotten == 1 else f'{n_forgotten} turns are'
+            print(f'(the context of {block_size:,} tokens is full: the oldest {forgotten} '
+                  'forgotten)')
+        return kept
+
+    def answer(self, messages, line):
+        """Prints the answer to a line that follows the messages; Ctrl-C ends the answer. The
+        conversation is then these messages, line and answer, or stays as it was if the line cannot
+        be answered."""
+        answer = ''
+        try:
+            # the prompt, within the context
+            messages = self.forget_oldest([*messages, {'role': 'user', 'content': line}])
+            prompt = self.encode(messages)
+            warn_if_too_long(self.model, [prompt])
+
+            # the answer, printed as it grows; each has a random key of its own
+            generation = Generation(
+                self.model, [prompt], self.sampling, first_sample=self.n_answers, streaming=True,
+                prefix_cache=self.prefix_cache)
+            with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
+                for piece in pieces:
+                    answer += piece
+                    print(piece, end='', flush=True)
+            print()
+            if generation.was_cut(0):
+                print(f'(cut at max_new_tokens={self.sampling.max_new_tokens})')
+        except KeyboardInterrupt:
+            print('\n(interrupted)')
+        except Exception as error:  # whatever it is, the conversation goes on
+            name = '' if isinstance(error, UserError) else f'{type(error).__name__}: '
+            print(f'error: {name}{error}')
+            return
+        finally:
+            self.n_answers += 1
+        self.messages = [*messages, {'role': 'assistant', 'content': final_answer(answer)}]
+
+    def save(self, path):
+        """Writes the conversation as one line of JSON, {"messages": [{"role": ..., "content":
+        ...}]}."""
+        n_turns = len(self.messages) // 2
+        try:
+            text = json.dumps({'messages': self.system + self.messages}, ensure_ascii=False)
+            Path(path).write_text(f'{text}\n', encoding='utf-8')
+            turns = '1 turn' if n_turns == 1 else f'{n_turns} turns'
+            print(f'({turns} in {path})')
+        except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+            print(f'error: cannot write {path}: {error}')
+
+
+def rendered_prompt(model, prompt):
+    """Returns the text of the token ids of a prompt, as the chat template wrote it: with its special
+    tokens."""
+    return model.tokenizer.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def warn_if_too_long(model, prompts):
+    """Says so on stderr if a prompt has more tokens than the context of the model."""
+    block_size = model.config.block_size
+    longest = max(len(prompt) for prompt in prompts)
+    if longest > block_size:
+        print(f'the prompt has {longest:,} tokens, the context of the model {block_size:,}: the '
+              f'text is continued from the last {block_size:,}', file=sys.stderr)
+
+
+# -----------------------------------------------------------------------------
+# what a model computes on the way: flax collects what its modules return, and record_attention
+# (jax_transformer.py) adds the probabilities. L is the number of layers.
+
+COLLECTION = 'intermediates'  # flax's name of what is collected
+PARTS = ('logits', 'hidden_states', 'attention')
+
+
+def look_inside(params, config, ids, part):
+    """Returns one of PARTS of the tokens `ids`, float32:
+    - 'logits' [T, V], of the token after each;
+    - 'hidden_states' [L + 1, T, D]: the input of the first block, then the output of each block,
+      the last after the final norm, as transformers' output_hidden_states;
+    - 'attention' [L, H, T, T]: the probability with which a head at each position (third axis)
+      attends to each key (last axis), as transformers' output_attentions. A row adds up to less
+      than 1 where there is a sink.
+
+    params: as decoding reads them, on one device. Raises UserError for no tokens or too many."""
+    n_tokens = len(ids)
+    if not 1 <= n_tokens <= config.block_size:
+        raise UserError(f'the text has {n_tokens:,} tokens; it may have 1 to {config.block_size:,}, '
+                        'the context of the model')
+
+    # few lengths, because each is a compilation; no token attends to the padding behind it
+    width = min(config.block_size, power_of_two(n_tokens))
+    idx_1xT = np.zeros((1, width), np.int32)
+    idx_1xT[0, :n_tokens] = ids
+
+    # layers by the plain formula, one after the other
+    config = dataclasses.replace(config, attention='xla', scan_layers=False, remat='none')
+    result = np.asarray(compute_part(params, idx_1xT, config=config, part=part))
+    if part == 'attention':
+        return result[:, :, :n_tokens, :n_tokens]
+    if part == 'hidden_states':
+        return result[:, :n_tokens]
+    return result[:n_tokens]
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'part'))
+def compute_part(params, idx_1xT, *, config, part):
+    """look_inside of one padded row."""
+    model = GPT(config)
+    if part == 'logits':
+        return model.apply({'params': params}, idx_1xT)[0]
+
+    def is_kept(module, method):
+        is_block = isinstance(module, Block) and method == '__call__'
+        return is_block or method in ('embed', 'hidden')
+
+    _, found = model.apply(
+        {'params': params}, idx_1xT, method='hidden', mutable=[COLLECTION],
+        capture_intermediates=is_kept)
+    found = found[COLLECTION]
+    layers = [found[f'h_{i}'] for i in range(config.n_layer)]
+    if part == 'attention':
+        return jnp.stack([layer['attn']['probs'][0][0].swapaxes(0, 1) for layer in layers])
+
+    # each call of a method is one entry; a block returns its output and its cache
+    states = [found['embed'][0].x_BxTxD]
+    for layer in layers[:-1]:
+        output, _ = layer['__call__'][0]
+        states.append(output.x_BxTxD)
+    last, _ = found['hidden'][0]
+    return jnp.concatenate([*states, last.x_BxTxD]).astype(jnp.float32)

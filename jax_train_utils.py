@@ -1,35 +1,85 @@
-"""What training is made of: the schedule, objectives, train and eval steps, evaluation."""
+"""What training is made of: schedule, optimizer, objectives, state, train and eval steps, and the
+evaluation."""
 import dataclasses
 import functools
+import importlib
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import struct
+from flax.training import train_state
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_devices.setup import device_peak_flops
 from jax_flags import CHOICES, UserError, ceil_div, check_choice
-from jax_lora import base_params, count_frozen, model_params
+from jax_ops.matmul import Int8, LowRank
+from jax_ops.sharding import batch_axes, shard, shard_params
 from jax_transformer import GPT, count_params, estimate_mfu
-
-# public here, defined elsewhere
-from jax_devices.parallel import pmap_train_step, setup_distributed_training  # noqa: F401
-from jax_devices.setup import check_device_availability, setup_jax_environment  # noqa: F401
-from jax_files.checkpoints import load_checkpoint, save_checkpoint  # noqa: F401
-from jax_files.sources import get_batch_jax  # noqa: F401
-from jax_optimizers import create_optimizer_with_schedule  # noqa: F401
 
 DROPOUT = 1  # the purpose of these random numbers, beside the seed; DATA, of sources.py, is 0
 
 # -----------------------------------------------------------------------------
-# schedule and clipping
+# schedule
+
+class Schedule(struct.PyTreeNode):
+    """The learning rate by the number of updates made, schedule(n). Its numbers, float32, are
+    arguments of the compiled step: another learning rate or length compiles nothing.
+
+    They are made of exact ones beforehand, see create_learning_rate_schedule: compiled code, which
+    divides by arguments and by constants with different rounding, only multiplies and adds."""
+    peak: Any  # learning_rate
+    first_less_peak: Any  # the first rate less the peak
+    peak_less_min: Any
+    min_rate: Any
+    min_share: Any  # min_lr / learning_rate
+    rest_share: Any  # 1 - min_share
+    warmup_iters: Any
+    per_warmup: Any  # 1 / warmup_iters
+    decay_from: Any  # the number of updates before the decay
+    decay_iters: Any
+    per_decay: Any  # 1 / decay_iters
+    name: str = struct.field(pytree_node=False)  # a key of SCHEDULES, or '' for peak throughout
+
+    def __call__(self, n):
+        if not self.name:
+            return jnp.float32(self.peak)
+        n_warm = jnp.clip(n, 0, self.warmup_iters)
+        warm_up = self.first_less_peak * (1 - n_warm * self.per_warmup) + self.peak
+        return jnp.where(n < self.warmup_iters, warm_up, SCHEDULES[self.name](self, n))
+
+
+def cosine(schedule, n):
+    """Follows nanoGPT's cosine from the peak to the minimum."""
+    n_decayed = jnp.minimum(n - schedule.decay_from, schedule.decay_iters)
+    share = 0.5 * (1 + jnp.cos(jnp.pi * n_decayed * schedule.per_decay))
+    return schedule.peak * (schedule.rest_share * share + schedule.min_share)
+
+
+def linear(schedule, n):
+    """Stays at the peak, then decays linearly to the minimum."""
+    n_decayed = jnp.clip(n - schedule.decay_from, 0, schedule.decay_iters)
+    rate = schedule.peak_less_min * (1 - n_decayed * schedule.per_decay) + schedule.min_rate
+    rate = jnp.maximum(rate, schedule.min_rate)  # rounding ends below
+    return jnp.where(n < schedule.decay_from, schedule.peak, rate)
+
+
+def constant(schedule, n):
+    """Stays at the peak."""
+    return schedule.peak
+
+
+SCHEDULES = {'cosine': cosine, 'linear': linear, 'wsd': linear, 'constant': constant}
+
 
 def create_learning_rate_schedule(
         learning_rate, *, decay_lr=True, warmup_iters=0, lr_decay_iters=0, min_lr=0.0,
         lr_schedule='cosine'):
-    """Makes a function of the number of updates that returns the learning rate.
+    """Makes a Schedule, a function of the number of updates that returns the learning rate.
 
     It warms up linearly from learning_rate / (warmup_iters + 1), follows nanoGPT's cosine to min_lr
     at lr_decay_iters, and is min_lr after that.
@@ -37,33 +87,244 @@ def create_learning_rate_schedule(
     decays linearly in the last fifth; 'constant' never.
     decay_lr: False is learning_rate throughout, without a warm-up.
     Raises UserError for an unknown schedule or a decay that ends within the warm-up."""
-    check_choice('lr_schedule', lr_schedule, CHOICES['lr_schedule'])
-    if not decay_lr:
-        return optax.constant_schedule(learning_rate)
-    first = learning_rate / (warmup_iters + 1)
-    warm_up = optax.linear_schedule(first, learning_rate, warmup_iters)
-    stable = optax.constant_schedule(learning_rate)
-    if lr_schedule == 'constant':
-        return optax.join_schedules([warm_up, stable], [warmup_iters])
+    check_choice('lr_schedule', lr_schedule, SCHEDULES)
     decay_iters = lr_decay_iters - warmup_iters
-    if decay_iters <= 0:
+    if decay_lr and lr_schedule != 'constant' and decay_iters <= 0:
         raise UserError(f'lr_decay_iters={lr_decay_iters} must be more than '
                         f'warmup_iters={warmup_iters}')
-    if lr_schedule == 'cosine':
-        return optax.warmup_cosine_decay_schedule(
-            first, learning_rate, warmup_iters, lr_decay_iters, min_lr)
-    if lr_schedule not in ('linear', 'wsd'):
-        raise ValueError(f'lr_schedule={lr_schedule} has no branch in '
-                         'create_learning_rate_schedule')
     if lr_schedule == 'wsd':
         decay_iters = ceil_div(decay_iters, 5)
-    linear = optax.linear_schedule(learning_rate, min_lr, decay_iters)
+    min_share = min_lr / learning_rate if learning_rate else 0.0
+    numbers = {
+        'peak': learning_rate,
+        'first_less_peak': learning_rate / (warmup_iters + 1) - learning_rate,
+        'peak_less_min': learning_rate - min_lr,
+        'min_rate': min_lr,
+        'min_share': min_share,
+        'rest_share': 1 - min_share,
+        'warmup_iters': warmup_iters,
+        'per_warmup': 1 / np.float32(warmup_iters or 1),
+        'decay_from': lr_decay_iters - decay_iters,
+        'decay_iters': decay_iters,
+        'per_decay': 1 / np.float32(decay_iters or 1)}
+    numbers = {name: np.float32(value) for name, value in numbers.items()}
+    return Schedule(**numbers, name=lr_schedule if decay_lr else '')
 
-    def decay(step):
-        return jnp.maximum(linear(step), min_lr)  # rounding ends below
 
-    decay_from = lr_decay_iters - decay_iters
-    return optax.join_schedules([warm_up, stable, decay], [warmup_iters, decay_from])
+# -----------------------------------------------------------------------------
+# optimizer: gradients to updates, by AdamW, and by Muon for the matrices of the blocks
+
+class Group(NamedTuple):
+    """How the parameters of a group are trained."""
+    is_decayed: bool  # by weight decay
+    has_muon: bool  # with --optimizer=muon; the others have AdamW
+
+
+GROUPS = {
+    'embedding': Group(is_decayed=True, has_muon=False),  # wte, wpe
+    'head': Group(is_decayed=True, has_muon=False),  # lm_head, if it is not tied to wte
+    'matrix': Group(is_decayed=True, has_muon=True),  # of the blocks, but for the router's
+    'router': Group(is_decayed=True, has_muon=False),
+    'update': Group(is_decayed=True, has_muon=False),  # LoRA's a and b
+    'vector': Group(is_decayed=False, has_muon=False)}  # norms and biases, those of experts too
+
+
+def group_of(path, p):
+    """Names the group of a parameter, a key of GROUPS, by its path in the tree."""
+    name = path[-1].key
+    if name == 'bias' or p.ndim < 2:
+        return 'vector'
+    if name in ('a', 'b'):
+        return 'update'
+    if name in ('wte', 'wpe'):
+        return 'embedding'
+    if name == 'lm_head':
+        return 'head'
+    return 'router' if path[-2].key == 'router' else 'matrix'
+
+
+def create_optimizer_with_schedule(
+        schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
+    """Makes the optax optimizer: AdamW (arXiv:1711.05101), or Muon for the matrices of the blocks.
+
+    schedule: a function of the number of updates made, which returns the learning rate.
+    weight_decay: of the groups that GROUPS says, with both optimizers.
+    optimizer: 'adamw' for all parameters, or 'muon', which takes the matrices of the blocks at
+    AdamW's learning rate and leaves the rest to AdamW.
+
+    Its update() takes schedule=..., another Schedule than this one: the compiled step's argument.
+    The tree of its state is part of the file format of checkpoints. It does not clip: see
+    clip_gradients. Raises UserError for any other optimizer."""
+    check_choice('optimizer', optimizer, CHOICES['optimizer'])
+
+    def groups(params):
+        return jax.tree.map_with_path(group_of, params)
+
+    def decay_mask(params):
+        return jax.tree.map(lambda group: GROUPS[group].is_decayed, groups(params))
+
+    def optimizers(params):
+        return jax.tree.map(
+            lambda group: 'muon' if GROUPS[group].has_muon else 'adamw', groups(params))
+
+    adamw = optax.chain(
+        optax.scale_by_adam(b1=beta1, b2=beta2, eps=1e-8),
+        optax.add_decayed_weights(weight_decay, decay_mask),
+        scale_by_schedule(schedule))
+    if optimizer == 'adamw':
+        return adamw
+    muon = optax.chain(
+        optax.trace(0.95, nesterov=True),
+        orthogonalize,
+        optax.add_decayed_weights(weight_decay),  # no mask: all that it gets are matrices
+        scale_by_schedule(schedule))
+    return optax.partition({'muon': muon, 'adamw': adamw}, optimizers)
+
+
+def scale_by_schedule(schedule):
+    """optax.scale_by_learning_rate(schedule), whose update() takes another schedule, as an argument
+    of the compiled step."""
+    default = schedule
+
+    def init(params):
+        return optax.ScaleByScheduleState(count=jnp.zeros([], jnp.int32))
+
+    def update(updates, state, params=None, *, schedule=None, **more):
+        rate = (schedule or default)(state.count)
+        updates = jax.tree.map(lambda g: jnp.array(-rate, dtype=g.dtype) * g, updates)
+        return updates, optax.ScaleByScheduleState(optax.safe_increment(state.count))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+# --- Muon (https://kellerjordan.github.io/posts/muon): the update of a matrix is its momentum, made
+# nearly orthogonal. M matrices of the same shape are computed together, [M, I, O].
+
+# x -> a x + b x^3 + c x^5 + d x^7 + e x^9, one after the other: each brings singular values that
+# were in [0.003, 1] as close to 1 as its degree can (arXiv:2505.16932), the last to [0.55, 1.45]
+POLAR_EXPRESS = (
+    (14.8009, -144.4595, 480.2614, -617.0302, 268.3830),
+    (6.4106, -15.3546, 13.0939, -4.3580, 0.4929),
+    (2.0034, -0.5702, 0, 0, 0))
+
+
+@optax.stateless
+def orthogonalize(updates, params=None):
+    """Replaces every matrix, with the singular value decomposition U S V^T, by about U V^T.
+
+    It is scaled by 0.2 sqrt(longer side), to the size of AdamW's updates (arXiv:2502.16982). A
+    leaf [E, I, O] holds E matrices, c_attn three: q, k and v, each by itself."""
+    apart = split_qkv(updates)
+    orthogonal = map_stacked_by_shape(orthogonalize_stack, apart)
+    return join_qkv(orthogonal)
+
+
+def orthogonalize_stack(x_MxIxO):
+    """Orthogonalizes M matrices. On a mesh they are shared by the devices, if these divide M."""
+    x_MxIxO = shard(x_MxIxO, batch_axes(len(x_MxIxO)), None, None)
+    n_rows, n_columns = x_MxIxO.shape[1:]
+    if n_rows > n_columns:
+        x_MxIxO = polar_express_gram(x_MxIxO.swapaxes(1, 2)).swapaxes(1, 2)
+    elif n_rows < n_columns:
+        x_MxIxO = polar_express_gram(x_MxIxO)
+    else:
+        x_MxIxO = polar_express(x_MxIxO)
+    return 0.2 * max(n_rows, n_columns)**0.5 * x_MxIxO
+
+
+def polar_express(x_MxIxO):
+    """Brings the singular values of M matrices close to 1, in the steps of POLAR_EXPRESS."""
+    x_MxIxO, gram_MxIxI = normalize(x_MxIxO)
+    for coefficients in POLAR_EXPRESS:
+        x_MxIxO = matmul_f32(even_polynomial(gram_MxIxI, coefficients), x_MxIxO)
+        gram_MxIxI = matmul_f32(x_MxIxO, x_MxIxO.swapaxes(1, 2))
+    return x_MxIxO
+
+
+def polar_express_gram(x_MxIxO):
+    """Computes polar_express of wide matrices, I < O, with x only at the beginning and the end.
+
+    In between are the Gram matrix x x^T and the product of all polynomials of it, [I, I]. The
+    Gram matrix holds the squares of the singular values, so all matmuls are in float32
+    (docs/lab_log.md#muon-in-three-steps)."""
+    x_MxIxO, gram_MxIxI = normalize(x_MxIxO)
+    product_MxIxI = None
+    for coefficients in POLAR_EXPRESS:
+        factor_MxIxI = even_polynomial(gram_MxIxI, coefficients)
+        if product_MxIxI is None:
+            product_MxIxI = factor_MxIxI
+        else:
+            product_MxIxI = matmul_f32(factor_MxIxI, product_MxIxI)
+        gram_MxIxI = matmul_f32(matmul_f32(factor_MxIxI, gram_MxIxI), factor_MxIxI)
+    return matmul_f32(product_MxIxI, x_MxIxO)
+
+
+def normalize(x_MxIxO):
+    """Divides M matrices by the root of |x x^T|, which is at least their largest singular value.
+
+    Returns (x, x x^T) of the divided ones."""
+    gram_MxIxI = matmul_f32(x_MxIxO, x_MxIxO.swapaxes(1, 2))
+    norm = jnp.linalg.norm(gram_MxIxI, axis=(1, 2), keepdims=True) + 1e-16
+    return x_MxIxO / jnp.sqrt(norm), gram_MxIxI / norm
+
+
+def even_polynomial(gram_MxIxI, coefficients):
+    """Computes a + b g + c g^2 + d g^3 + e g^4 of Gram matrices g: times x, it is a step of
+    POLAR_EXPRESS."""
+    a, b, c, d, e = coefficients
+    result_MxIxI = a * jnp.eye(gram_MxIxI.shape[-1]) + b * gram_MxIxI
+    if c:
+        square_MxIxI = matmul_f32(gram_MxIxI, gram_MxIxI)
+        last_terms_MxIxI = matmul_f32(square_MxIxI, d * gram_MxIxI + e * square_MxIxI)
+        result_MxIxI += c * square_MxIxI + last_terms_MxIxI
+    return result_MxIxI
+
+
+def matmul_f32(a, b):
+    """a @ b, in float32 on GPUs and TPUs too."""
+    return jnp.matmul(a, b, precision='highest')
+
+
+def map_stacked_by_shape(f, tree):
+    """Applies f to the matrices of a tree, those of the same shape stacked.
+
+    f: a function of float32 [M, I, O] that returns the same shape. A leaf may hold several
+    matrices, [..., I, O]. Returns a tree like `tree`, of the same dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    indices_of = {}  # by shape
+    for i, leaf in enumerate(leaves):
+        indices_of.setdefault(leaf.shape, []).append(i)
+    for shape, indices in indices_of.items():
+        stacked = jnp.stack([leaves[i] for i in indices]).astype(jnp.float32)
+        results = f(stacked.reshape(-1, *shape[-2:])).reshape(-1, *shape)
+        for i, result in zip(indices, results):
+            leaves[i] = result.astype(leaves[i].dtype)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def split_qkv(tree):
+    """Puts a list [q, k, v] in place of each c_attn kernel [D, (H + 2 G) K].
+
+    As one matrix they make the loss 11% higher with two of three seeds
+    (docs/lab_log.md#the-recipe-part-by-part)."""
+    flat = flatten_dict(tree)
+    for path, kernel in flat.items():
+        if path[-2:] == ('c_attn', 'kernel'):
+            n_query = flat[*path[:-2], 'c_proj', 'kernel'].shape[0]
+            end_of_keys = (n_query + kernel.shape[1]) // 2
+            flat[path] = jnp.split(kernel, [n_query, end_of_keys], axis=1)
+    return unflatten_dict(flat)
+
+
+def join_qkv(tree):
+    """Undoes split_qkv."""
+    def is_list(x):
+        return isinstance(x, list)
+
+    def join(x):
+        return jnp.concatenate(x, axis=1) if is_list(x) else x
+
+    return jax.tree.map(join, tree, is_leaf=is_list)
 
 
 def clip_gradients(grads, max_norm):
@@ -83,26 +344,27 @@ def clip_gradients(grads, max_norm):
 class Objective:
     """What a training step minimizes, and what an evaluation measures.
 
-    Both functions take (loss_BxT, batch, params, losses_of): the model's loss of each token of the
-    batch {'x', 'y' [B, T], ...} with the parameters `params`, and a function losses_of(other
-    params) that computes the same of another model, without dropout: DPO's reference. They return
-    {name: scalar}.
+    Both functions take (loss_BxT, batch): the model's loss of each token, and the batch {'x', 'y'
+    [B, T], ...}. They return {name: scalar}.
     means: over the samples of a training batch. The step minimizes 'loss' and logs `metrics`.
     sums: over the sequences of an evaluation's batch whose is_row [B] is 1; the others fill up the
-    last batch. A sample of several sequences counts as often as it has sequences."""
+    last batch. A sample of several sequences counts as often as it has sequences.
+    has_reference: whether batch['reference_loss'] [B, T] is needed: the loss of each token by the
+    model without LoRA's updates, without dropout."""
     means: Callable
     sums: Callable
     metrics: tuple[str, ...] = ('loss',)
+    has_reference: bool = False
 
 
-def language_model_means(loss_BxT, batch, params, losses_of):
+def language_model_means(loss_BxT, batch):
     """Takes the mean loss of the tokens, times their 'weight' [B, T] if the batch has one."""
     if 'weight' in batch:
         loss_BxT = loss_BxT * batch['weight']
     return {'loss': loss_BxT.mean()}
 
 
-def language_model_sums(loss_BxT, batch, params, losses_of):
+def language_model_sums(loss_BxT, batch):
     """Adds up the mean losses of the sequences.
 
     'weight' [B, T], if the batch has one, is 0 in sequences that fill it up; so is 'spelled'
@@ -127,55 +389,144 @@ def dpo(beta):
     of the chosen answer less that of the rejected one. The reference is the model without LoRA's
     updates. The loss is -log sigmoid(margin); accuracy is 1 where the margin is positive, and 1/2
     where it is 0: before the first update, in all pairs."""
-    def terms(loss_BxT, batch, params, losses_of):
-        reference_BxT = losses_of(base_params(params))
-        gain_Px2 = ((reference_BxT - loss_BxT) * batch['weight']).sum(-1).reshape(-1, 2)
+    def terms(loss_BxT, batch):
+        gain_BxT = (batch['reference_loss'] - loss_BxT) * batch['weight']
+        gain_Px2 = gain_BxT.sum(-1).reshape(-1, 2)
         margin_P = beta * (gain_Px2[:, 0] - gain_Px2[:, 1])
         return {
             'loss': -jax.nn.log_sigmoid(margin_P),
             'margin': margin_P,
             'accuracy': jnp.heaviside(margin_P, 0.5)}
 
-    def means(*args):
-        return {name: term_P.mean() for name, term_P in terms(*args).items()}
+    def means(loss_BxT, batch):
+        return {name: term_P.mean() for name, term_P in terms(loss_BxT, batch).items()}
 
-    def sums(loss_BxT, batch, params, losses_of):
+    def sums(loss_BxT, batch):
         is_row_Px2 = batch['is_row'].reshape(-1, 2)
-        found = terms(loss_BxT, batch, params, losses_of)
+        found = terms(loss_BxT, batch)
         return {name: (term_P[:, None] * is_row_Px2).sum() for name, term_P in found.items()}
 
-    return Objective(means, sums, metrics=('loss', 'margin', 'accuracy'))
+    return Objective(means, sums, metrics=('loss', 'margin', 'accuracy'), has_reference=True)
 
 
-def choose_objective(has_pairs, beta):
-    """Returns dpo(beta) for a data set of pairs of answers, language_model for all others."""
-    return dpo(beta) if has_pairs else language_model
+# -----------------------------------------------------------------------------
+# the state, with LoRA or without
+
+class TrainState(train_state.TrainState):
+    """What a step reads and returns: flax's TrainState (step, params, opt_state, tx), and:"""
+    loss_scale: Any = None  # {'scale': float32, 'good_steps': int32} of float16; None elsewhere
+    frozen: Any = None  # {'weights', 'scale'} of the model to which LoRA adds, see load_frozen
+    schedule: Any = None  # a Schedule, in place of the optimizer's; a function of the run's flags
 
 
-def token_losses(config, loss_chunk, batch, params):
-    """Computes the loss of each token of a batch, float32 [B, T], without dropout."""
-    return GPT(config).apply(
-        {'params': params}, batch['x'], batch['y'], loss_chunk=loss_chunk,
-        start_BxT=batch.get('start'), method='loss')
+def create_train_state(rng, config, tx):
+    """TrainState with newly initialized float32 parameters and the state of the optax optimizer
+    `tx` for them."""
+    model = GPT(config)
+    params = jax.jit(model.init)(rng, jnp.zeros((1, 1), jnp.int32))['params']
+    state = TrainState.create(
+        apply_fn=model.apply, params=params, tx=tx, loss_scale=initial_loss_scale(config.dtype))
+    # not flax's weakly typed 0, which would trigger a second compilation
+    return state.replace(step=jnp.int32(0))
+
+
+def initial_loss_scale(dtype):
+    """For float16, the 2**16 that torch.amp.GradScaler starts with; None where nothing is
+    scaled."""
+    if dtype != 'float16':
+        return None
+    return {'scale': jnp.float32(2**16), 'good_steps': jnp.int32(0)}
+
+
+def create_lora_state(rng, config, tx, rank):
+    """Makes a TrainState whose params are the updates {'a': [I, rank], 'b': [rank, O]} of every
+    kernel [I, O] of attention and MLPs, not of experts: a is random, b zero.
+
+    Its `frozen`, {'weights', 'scale'}, is filled in by load_frozen. Call it under jit: the model's
+    own initial parameters, of which only the shapes are used, are then not computed."""
+    state = create_train_state(rng, config, optax.identity())
+
+    # With b zero, the first forward pass is that of the base.
+    updates = {}
+    for i, (path, kernel) in enumerate(flatten_dict(state.params).items()):
+        is_kernel = path[-1] == 'kernel' and kernel.ndim == 2
+        if is_kernel and path[-2] != 'router':
+            n_in, n_out = kernel.shape
+            a = jax.random.normal(jax.random.fold_in(rng, i), (n_in, rank)) * n_in**-0.5
+            updates[path] = {'a': a, 'b': jnp.zeros((rank, n_out))}
+    updates = unflatten_dict(updates)
+    return state.replace(params=updates, tx=tx, opt_state=tx.init(updates))
+
+
+def model_params(params, frozen):
+    """Returns the parameters of the model, given those of a TrainState and its `frozen`: LowRank
+    where LoRA trains a kernel."""
+    if frozen is None:
+        return params
+
+    def join(weights, updates):
+        if updates.keys() == {'a', 'b'}:
+            return LowRank(weights, **updates, scale=frozen['scale'])
+        joined = dict(weights)
+        for name in updates:
+            joined[name] = join(weights[name], updates[name])
+        return joined
+
+    return join(frozen['weights'], params)
+
+
+def base_params(params):
+    """Returns the parameters of the model without LoRA's updates, given those with them, of
+    model_params."""
+    def is_low_rank(x):
+        return isinstance(x, LowRank)
+
+    def base(x):
+        return x.base if is_low_rank(x) else x
+
+    return jax.tree.map(base, params, is_leaf=is_low_rank)
+
+
+def count_frozen(frozen):
+    """Counts the parameters of the model that LoRA updates, as count_params does; scales of int8
+    do not count."""
+    return count_params(without_scales(frozen['weights']))
+
+
+def without_scales(params):
+    """Returns the tree of parameters with the values alone of what is Int8."""
+    def is_int8(x):
+        return isinstance(x, Int8)
+
+    def values(x):
+        return x.values if is_int8(x) else x
+
+    return jax.tree.map(values, params, is_leaf=is_int8)
+
+
+def count_trained(state):
+    """Counts the parameters of a TrainState: (those that are trained, those that LoRA updates)."""
+    n_frozen = count_frozen(state.frozen) if state.frozen else 0
+    return count_params(state.params), n_frozen
 
 
 # -----------------------------------------------------------------------------
 # the training step
 
-def make_train_step(config, objective, layout, schedule, *, seed, grad_clip, loss_chunk=0):
-    """Makes train_step(state, batch) -> (state, metrics), which layout.train_step compiles.
+def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0):
+    """Makes train_step(state, batch) -> (state, metrics), which layout.compile_step compiles.
 
-    objective: an Objective. layout: of setup_distributed_training; it says how gradients are
-    reduced over devices. schedule: the learning rate by the number of updates, to be logged.
-    seed: of dropout, whose mask in a layer depends on (seed, seq_id) alone, not on devices or
-    micro-batches. grad_clip: see clip_gradients. loss_chunk: number of positions whose logits are
-    materialized at a time; 0 is all.
+    objective: an Objective. layout: of setup_distributed_training. seed: of dropout, whose mask in
+    a layer depends on (seed, seq_id) alone, not on devices or micro-batches. grad_clip: see
+    clip_gradients. loss_chunk: number of positions whose logits are materialized at a time; 0 is
+    all.
 
     batch: x and y [M, B, T] and seq_id [M, B], M micro-batches whose gradients are averaged into
-    one update; weight and start [M, B, T] where the data has them. seq_id numbers the sequences
-    of the run.
-    metrics: float32 scalars: those of the objective, means over micro-batches and devices;
-    grad_norm, before clipping; lr. A metric that is added here is logged by itself.
+    one update; weight, start and padding [M, B, T] where the data has them. seq_id numbers the
+    sequences of the run.
+    metrics: float32 scalars: those of the objective and, with experts, 'balance', means over
+    micro-batches and devices; grad_norm, before clipping; lr. A metric that is added here is logged
+    by itself.
 
     Raises UserError if loss_chunk does not divide block_size."""
     check_loss_chunk(config, loss_chunk)
@@ -186,10 +537,13 @@ def make_train_step(config, objective, layout, schedule, *, seed, grad_clip, los
         the gradients again; only with_loss_scale gives another one than 1."""
         n_micro = len(batch['x'])
 
-        # forward and backward: summed over the micro-batches, reduced over the devices
-        compute_gradients = layout.reduce_gradients(sum_gradients)
-        grads, totals = compute_gradients(state.params, state.frozen, batch, scale)
-        grads, params = layout.shard_update(grads, state.params)
+        # forward and backward, summed over the micro-batches; the sums of each replica's own
+        # sequences are all-reduced (on a mesh XLA does so where they need it)
+        compute = layout.map_replicas(lambda *args: layout.all_reduce(*sum_gradients(*args)))
+        grads, totals = compute(state.params, state.frozen, batch, scale)
+        params = state.params
+        if layout.zero:  # each device updates its shard
+            grads, params = shard_params((grads, params), over_replicas=True)
 
         # clip the mean gradients
         with jax.named_scope('clip'):
@@ -198,14 +552,16 @@ def make_train_step(config, objective, layout, schedule, *, seed, grad_clip, los
 
         # update the parameters
         with jax.named_scope('optimizer'):
-            updates, opt_state = state.tx.update(grads, state.opt_state, params)
+            options = {'schedule': state.schedule} if state.schedule else {}
+            updates, opt_state = state.tx.update(grads, state.opt_state, params, **options)
             params = optax.apply_updates(params, updates)
         updated = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
 
         # what is logged
         metrics = {name: total / n_micro for name, total in totals.items()}
         metrics['grad_norm'] = grad_norm
-        metrics['lr'] = jnp.float32(schedule(state.step))
+        if state.schedule:
+            metrics['lr'] = state.schedule(state.step)
         return updated, metrics
 
     if config.dtype == 'float16':
@@ -216,24 +572,32 @@ def make_train_step(config, objective, layout, schedule, *, seed, grad_clip, los
 def make_gradients(config, objective, layout, seed, loss_chunk):
     """Makes sum_gradients(params, frozen, batch, scale) -> (gradients, metrics), each the sum over
     the micro-batches of a batch; see make_train_step. The loss is multiplied by `scale`."""
+    names = list(objective.metrics)
+    has_balance = config.moe is not None and config.moe.balance > 0
+    if has_balance:
+        names.append('balance')
+
     def loss_fn(params, frozen, micro_batch, scale):
-        """Returns (the loss times scale, the metrics of the objective) of a micro-batch."""
+        """Returns (the loss times scale, the metrics) of a micro-batch."""
         params = model_params(params, frozen)
         dropout_key = jax.random.fold_in(jax.random.key(seed), DROPOUT)
         loss_BxT, sown = GPT(config).apply(
             {'params': params}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk,
-            start_BxT=micro_batch.get('start'), method='loss',
-            deterministic=False, seq_id_B=micro_batch['seq_id'], rngs={'dropout': dropout_key},
-            mutable=['losses'])
-        losses_of = functools.partial(token_losses, config, loss_chunk, micro_batch)
-        means = objective.means(loss_BxT, micro_batch, params, losses_of)
-        balance = sum(jax.tree.leaves(sown))  # the loss that keeps experts equally busy
-        metrics = {name: means[name] for name in objective.metrics}
-        return (means['loss'] + balance) * scale, metrics
+            start_BxT=micro_batch.get('start'), padding_BxT=micro_batch.get('padding'),
+            method='loss', deterministic=False, seq_id_B=micro_batch['seq_id'],
+            rngs={'dropout': dropout_key}, mutable=['losses'])
+        if objective.has_reference:
+            reference = token_losses(config, loss_chunk, micro_batch, base_params(params))
+            micro_batch = {**micro_batch, 'reference_loss': reference}
+        metrics = objective.means(loss_BxT, micro_batch)
+        # the loss that keeps experts equally busy
+        metrics['balance'] = sum(jax.tree.leaves(sown))
+        loss = (metrics['loss'] + metrics['balance']) * scale
+        return loss, {name: metrics[name] for name in names}
 
     def gradients(params, frozen, micro_batch, scale):
         grads, metrics = jax.grad(loss_fn, has_aux=True)(params, frozen, micro_batch, scale)
-        return layout.shard_gradients(grads), metrics
+        return shard_params(grads, over_replicas=layout.zero == 2), metrics
 
     def sum_gradients(params, frozen, batch, scale):
         def micro_step(total, micro_batch):
@@ -244,12 +608,20 @@ def make_gradients(config, objective, layout, seed, loss_chunk):
         if len(batch['x']) == 1:
             return gradients(params, frozen, jax.tree.map(lambda x: x[0], batch), scale)
 
-        no_gradients = layout.shard_gradients(jax.tree.map(jnp.zeros_like, params))
-        no_metrics = {name: jnp.zeros(()) for name in objective.metrics}
+        no_gradients = jax.tree.map(jnp.zeros_like, params)
+        no_gradients = shard_params(no_gradients, over_replicas=layout.zero == 2)
+        no_metrics = {name: jnp.zeros(()) for name in names}
         total, _ = jax.lax.scan(micro_step, (no_gradients, no_metrics), batch)
         return total
 
     return sum_gradients
+
+
+def token_losses(config, loss_chunk, batch, params):
+    """Computes the loss of each token of a batch, float32 [B, T], without dropout."""
+    return GPT(config).apply(
+        {'params': params}, batch['x'], batch['y'], loss_chunk=loss_chunk,
+        start_BxT=batch.get('start'), method='loss')
 
 
 def check_loss_chunk(config, loss_chunk):
@@ -291,34 +663,56 @@ def skip_overflow(state, updated, grad_norm):
         'good_steps': good_steps % 2000})
 
 
+@jax.jit
+def all_finite(tree):
+    """Whether all elements of all leaves are finite."""
+    return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+
+
+def mfu_estimator(state, config, devices):
+    """Makes a function of the tokens per second that returns the model FLOPs utilization; None if
+    the peak of these devices is unknown."""
+    peak_flops = device_peak_flops(devices[0])
+    if not peak_flops:
+        return None
+    n_params, n_frozen = count_trained(state)
+    return functools.partial(estimate_mfu, n_params, config, peak_flops=peak_flops * len(devices),
+                             n_frozen=n_frozen)
+
+
 # -----------------------------------------------------------------------------
 # evaluation
 
 def make_eval_step(config, objective, layout, *, loss_chunk=0):
-    """Makes eval_step(params, batch) -> the sums of the objective over the sequences, in the order
-    in which it returns them, float32 [n]; layout.eval_step compiles it.
+    """Makes eval_step(params, batch) -> {name: sum over the sequences, float32}, which
+    layout.compile_eval_step compiles; see Objective.
 
     batch: x and y [B, T], is_row [B], 0 for sequences that do not count, and what the objective
     reads."""
     def eval_step(params, batch):
-        losses_of = functools.partial(token_losses, config, loss_chunk, batch)
-        sums = objective.sums(losses_of(params), batch, params, losses_of)
-        return layout.sum_over_devices(jnp.stack([*sums.values()]))
+        loss_BxT = token_losses(config, loss_chunk, batch, params)
+        if objective.has_reference:
+            reference = token_losses(config, loss_chunk, batch, base_params(params))
+            batch = {**batch, 'reference_loss': reference}
+        sums = objective.sums(loss_BxT, batch)
+        if layout.has_pmap:  # of a device's own sequences
+            sums = jax.lax.psum(sums, 'data')
+        return sums
 
     return eval_step
 
 
 def estimate_loss_jax(eval_step, params, splits, layout, *, batch_size, eval_iters,
-                      token_bytes=None, metrics=('loss',), stop_signal=lambda: 0):
-    """Evaluates sources: {'train': loss, 'val': loss}, each the mean over eval_iters * batch_size
-    sequences, the same at every evaluation, for any seed and number of devices, so that curves
-    can be compared. Of a source with a mask it is the mean over the tokens that count.
+                      token_bytes=None, stop_signal=lambda: 0):
+    """Evaluates sources: {'train': {'loss': loss}, 'val': {'loss': loss}}, each the mean over
+    eval_iters * batch_size sequences, the same at every evaluation, for any seed and number of
+    devices, so that curves can be compared. Of a source with a mask it is the mean over the tokens
+    that count. Other metrics of the objective stand beside the loss.
 
-    eval_step: layout.eval_step(make_eval_step(...)), which evaluates batch_size sequences per
-    device and call. splits: {'train', 'val'}: a source of jax_files/sources.py, not a Mixture.
-    token_bytes: number of bytes of each token id. 'train_bpb' and 'val_bpb' are then bits per byte
-    of the tokens that count and have bytes.
-    metrics: those of the objective. Others than the loss are 'train_NAME' and 'val_NAME'.
+    eval_step: layout.compile_eval_step(make_eval_step(...)), which evaluates batch_size sequences
+    per device and call. splits: {'train', 'val'}: a source of sources.py, not a Mixture.
+    token_bytes: number of bytes of each token id. 'bpb' is then bits per byte of the tokens that
+    count and have bytes.
     stop_signal: a function that returns a number, the same in all processes. None is returned as
     soon as it is not 0.
     Raises UserError if no token counts, and for a token id outside the vocabulary."""
@@ -326,21 +720,26 @@ def estimate_loss_jax(eval_step, params, splits, layout, *, batch_size, eval_ite
     stop = 0
     for split, source in splits.items():
         evaluation = source.evaluation(eval_iters * batch_size, token_bytes)
-        totals = 0.0
+        totals = {}
         for batch in evaluation_batches(source, evaluation, layout, batch_size, token_bytes):
             if int(stop):  # one call late: reading it waits for the device
                 return None
             stop = stop_signal()
-            totals += eval_step(params, layout.shard_batch(batch, (batch_size,)))
-        totals = np.asarray(totals, float)
+            sums = eval_step(params, layout.shard_batch(batch, (batch_size,)))
+            for name, value in sums.items():
+                totals[name] = totals.get(name, 0.0) + value
+        totals = {name: float(total) for name, total in totals.items()}
+
+        # of the tokens that have bytes, if these are not all
+        spelled = totals.pop('spelled', totals['loss'])
         n_rows = len(evaluation.places)
-        for name, total in zip(metrics, totals):
-            key = split if name == 'loss' else f'{split}_{name}'
-            results[key] = float(total) / n_rows / evaluation.share
+        means = {}
+        for name, total in totals.items():
+            means[name] = total / n_rows / evaluation.share
         if evaluation.n_bytes is not None:
-            # the last sum is that of the tokens that have bytes
-            nats = float(totals[-1]) * source.block_size
-            results[f'{split}_bpb'] = nats / math.log(2) / evaluation.n_bytes
+            nats = spelled * source.block_size
+            means['bpb'] = nats / math.log(2) / evaluation.n_bytes
+        results[split] = means
     return results
 
 
@@ -363,11 +762,11 @@ def evaluation_batches(source, evaluation, layout, batch_size, token_bytes):
         yield batch
 
 
-def estimate_losses(eval_step, state, sets, layout, **options):
+def estimate_losses(state, eval_step, sets, layout, **options):
     """Evaluates the model of a TrainState on DataSets, as estimate_loss_jax on splits.
 
-    Of several sets it returns the means, weighted by their fractions, and in addition each set's
-    'val_loss_NAME' and 'val_bpb_NAME'. None is returned as soon as stop_signal() is not 0."""
+    Of several sets it returns the means, weighted by their fractions, and in addition {'val_NAME':
+    the validation losses of the set NAME}. None is returned as soon as stop_signal() is not 0."""
     params = model_params(state.params, state.frozen)
     found = []
     for one in sets:
@@ -375,35 +774,33 @@ def estimate_losses(eval_step, state, sets, layout, **options):
         if losses is None:
             return None
         found.append(losses)
-    means = {}
-    for name in found[0]:
-        means[name] = sum(one.fraction * losses[name] for one, losses in zip(sets, found))
-    if len(sets) > 1:
-        for one, losses in zip(sets, found):
-            means[f'val_loss_{one.name}'] = losses['val']
-            if 'val_bpb' in losses:
-                means[f'val_bpb_{one.name}'] = losses['val_bpb']
-    return means
+    if len(sets) == 1:
+        return found[0]
+    results = {}
+    for split, metrics in found[0].items():
+        results[split] = {}
+        for name in metrics:
+            results[split][name] = sum(
+                one.fraction * losses[split][name] for one, losses in zip(sets, found))
+    for one, losses in zip(sets, found):
+        results[f'val_{one.name}'] = losses['val']
+    return results
 
 
-def count_trained(state):
-    """Counts the parameters of a TrainState: (those that are trained, those that LoRA updates)."""
-    n_frozen = count_frozen(state.frozen) if state.frozen else 0
-    return count_params(state.params), n_frozen
+# -----------------------------------------------------------------------------
+# public here, defined elsewhere; imported on first use
+
+ELSEWHERE = {
+    'pmap_train_step': 'jax_devices.layout',
+    'setup_distributed_training': 'jax_devices.layout',
+    'check_device_availability': 'jax_devices.setup',
+    'setup_jax_environment': 'jax_devices.setup',
+    'get_batch_jax': 'jax_run.sources',
+    'load_checkpoint': 'jax_run.checkpoints',
+    'save_checkpoint': 'jax_run.checkpoints'}
 
 
-def mfu_estimator(state, config, devices):
-    """Makes a function of the tokens per second that returns the model FLOPs utilization; None if
-    the peak of these devices is unknown."""
-    peak_flops = device_peak_flops(devices[0])
-    if not peak_flops:
-        return None
-    n_params, n_frozen = count_trained(state)
-    return functools.partial(estimate_mfu, n_params, config, peak_flops=peak_flops * len(devices),
-                             n_frozen=n_frozen)
-
-
-@jax.jit
-def all_finite(tree):
-    """Whether all elements of all leaves are finite."""
-    return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+def __getattr__(name):
+    if name not in ELSEWHERE:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return getattr(importlib.import_module(ELSEWHERE[name]), name)

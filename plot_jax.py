@@ -23,7 +23,7 @@ check_choice('x', flags['x'], ('iterations', 'tokens', 'seconds'))
 if not folders:
     raise UserError('name the runs to compare, as in python plot_jax.py out-a out-b')
 
-from jax_files.metrics import read_metrics
+from jax_run.log import read_metrics
 
 
 def files_of(folder):
@@ -31,10 +31,8 @@ def files_of(folder):
     check_url('a run', folder)
     if not is_url(folder):
         return Path(folder)
-    from jax_files.buckets import bucket_run
-    run = bucket_run(folder)
-    run.refresh(with_metrics=True)
-    return run.files
+    from jax_run.buckets import bucket_run
+    return bucket_run(folder).files
 
 
 def read_run(folder):

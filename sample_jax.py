@@ -3,20 +3,20 @@
 $ python sample_jax.py --out_dir=out-pystdlib-char
 $ python sample_jax.py --init_from=gpt2-xl --start="The answer to life, the universe and everything is" --num_samples=5
 """
+import dataclasses
 import json
 import os
 import sys
 import time
 
 from jax_flags import (
-    SamplingOptions, UserError, check_needs, check_ranges, check_source, read_flags, read_text, start_script,
-    write_text)
+    Sampling, UserError, check_needs, check_ranges, check_source, read_flags, read_text, start_script, write_text)
 
 # -----------------------------------------------------------------------------
-init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt, .gguf
+init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt
 out_dir = 'out' # the run to sample from; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
-base = '' # of a LoRA run or an adapter of peft: where the pretrained model is now, if it has moved
+base = '' # where the pretrained model of a LoRA run is now, if it has moved
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
 start = '\n' # the prompt, 'FILE:prompt.txt' to read it from a file, or 'FILE:prompts.jsonl', a prompt in each line
 each_line = False # each line of the FILE is a prompt of its own; all are generated in one batch
@@ -58,10 +58,11 @@ if 'compile' in given:
 # refuse what makes no sense, alone or together
 check_ranges(flags)
 check_source(flags, given)
-SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty).check()
-state = {**flags, 'has_file': has_file, 'is_chat': chat or interactive,
+sampling = Sampling.from_flags(flags)
+sampling.check()
+facts = {**flags, 'has_file': has_file, 'is_chat': chat or interactive,
          'takes_prompts': not interactive}
-check_needs('sample_jax', state, given)
+check_needs('sample_jax', facts, given)
 
 # what the flags mean
 if has_file and start.endswith('.jsonl'):
@@ -80,11 +81,10 @@ if os.path.isdir(output):
 import jax
 
 from jax_devices.processes import check_agreement, initialize_distributed
-from jax_chat import COMMANDS, Chat, rendered_prompt, warn_if_too_long
 from jax_devices.setup import configure_process
 from jax_generate import PrefixCache
-from jax_speed import report_speed
-from jax_text import Generation, load
+from jax_text import COMMANDS, Chat, Generation, load, rendered_prompt, warn_if_too_long
+from tools.speed import report_speed
 
 configure_process(device)
 initialize_distributed(coordinator_address, num_processes, process_id)
@@ -175,19 +175,14 @@ if (chat or system) and model.tokenizer.chat_template is None:
 
 # how to sample: as the flags say; those that were not given, as the model's makers do
 header = model.title
-options = {
-    'max_new_tokens': max_new_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p,
-    'min_p': min_p, 'repetition_penalty': repetition_penalty, 'stop': stop, 'seed': seed,
-    'cache_dtype': cache_dtype, 'n_draft': n_draft}
-makers = model.tokenizer.sampling
-defaults = {name: value for name, value in makers.items() if name not in given}
-if defaults:
-    options.update(defaults)
-    described = ', '.join(f'{name}={value}' for name, value in defaults.items())
+makers = {name: value for name, value in model.tokenizer.sampling.items() if name not in given}
+sampling = dataclasses.replace(sampling, **makers, stop=stop)
+if makers:
+    described = ', '.join(f'{name}={value}' for name, value in makers.items())
     header += f'; {described} (its generation_config.json)'
 
 # a conversation
-conversation = Chat(model, system, options)
+conversation = Chat(model, system, sampling)
 if interactive:
     print(f'{header}\n{COMMANDS}', file=sys.stderr)
     conversation.run()
@@ -195,7 +190,7 @@ if interactive:
 
 # encode the prompts
 lines = read_prompts()
-if options['temperature'] == 0 and num_samples > 1:
+if sampling.temperature == 0 and num_samples > 1:
     note(f'at temperature=0 the {num_samples} samples of a prompt are equal: one is made')
     num_samples = 1
 prompts = [encode_prompt(line) for line in lines]
@@ -213,8 +208,9 @@ if stream:
         for i in range(num_samples):
             if chat:
                 print(f'> {line}')
-            generation = Generation(model, [prompt], first_sample=i, streaming=True,
-                                    prefix_cache=stream_cache, **options)
+            generation = Generation(
+                model, [prompt], sampling, first_sample=i, streaming=True,
+                prefix_cache=stream_cache, logprobs=bool(output))
             generations.append(generation)
             for piece in generation.pieces(with_prompt=not chat):
                 print(piece, end='', flush=True)
@@ -222,7 +218,8 @@ if stream:
 else:
     if master:
         warn_if_too_long(model, prompts)
-    generation = Generation(model, prompts, num_samples=num_samples, **options).finish()
+    generation = Generation(
+        model, prompts, sampling, num_samples=num_samples, logprobs=bool(output)).finish()
     generations.append(generation)
     for i, (text, prompt_text) in enumerate(zip(generation.texts, generation.prompt_texts)):
         if chat:

@@ -12,12 +12,12 @@ from flax import linen as nn
 import jax_generate
 import jax_transformer
 from jax_flags import UserError
-from jax_cache import init_cache
 from jax_generate import (
-    PrefixCache, Sampling, generate, generate_stream, penalize_repetition, prompt_lookup_draft, sample_token)
+    Controls, PrefixCache, generate, generate_stream, penalize_repetition, prompt_lookup_draft, sample_token)
 from jax_ops.decode_weights import cast_matrices, convert_params_for_decoding, quantize_params, transpose_kernels
 from jax_ops.matmul import Transposed
-from jax_transformer import GPTConfig, count_params, create_train_state, estimate_mfu
+from jax_train_utils import create_train_state
+from jax_transformer import GPTConfig, count_params, create_call, estimate_mfu, init_cache
 from tests.common import TINY, apply, cached_logits, random_params, random_tokens, slow
 
 
@@ -134,7 +134,7 @@ def test_dropout_zeroes_its_share_and_keeps_the_mean():
 
         @nn.compact
         def __call__(self, x):
-            return jax_transformer.dropout(self, x, jnp.arange(len(x)))
+            return jax_transformer.dropout(self, x, create_call(x, seq_id_B=jnp.arange(len(x))))
 
     model = OnlyDropout(dataclasses.replace(TINY, dropout=0.2))
     y = model.apply({}, jnp.ones((50, 2000)), rngs={'dropout': jax.random.key(0)})
@@ -391,7 +391,7 @@ def test_a_sample_depends_on_seed_and_row_and_on_nothing_else_in_the_batch():
 
 def picks(logits, n_vocab=None, top_k=None, top_p=None, min_p=None, temperature=1.0):
     """How often each token is drawn from these logits, as a share of 4000 draws."""
-    sampling = Sampling(n_vocab or len(logits), (), temperature, top_k, top_p, min_p)
+    sampling = Controls(n_vocab or len(logits), (), temperature, top_k, top_p, min_p)
     logits_BxV = jnp.tile(jnp.asarray(logits, jnp.float32), (4000, 1))
     keys = jax.random.split(jax.random.key(0), 4000)
     ids = jax.jit(sample_token)(logits_BxV, keys, sampling)

@@ -4,14 +4,15 @@ $ python train_jax.py config/train_pystdlib_char.py
 $ python train_jax.py config/train_shakespeare_char.py --batch_size=32 --device=cpu
 $ python train_jax.py --init_from=resume --out_dir=out-pystdlib-char   # resumes that run, bit for bit
 """
-import math
+import argparse
+import contextlib
+import functools
 import os
 import sys
 import time
 from pathlib import Path
 
-from jax_flags import (
-    UserError, check_flags, check_given, exit_if_peer_died, read_flags, start_script)
+from jax_flags import check_flags, check_given, read_flags, start_script
 
 # -----------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in the order given.
@@ -109,24 +110,21 @@ if flags['init_from'] not in ('resume', 'auto'):
     check_given(flags, given)
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
-import flax
 import jax
-import jaxlib
 import numpy as np
 
-from jax_devices.parallel import setup_distributed_training, split_batch
+from jax_devices.layout import setup_distributed_training, split_batch
 from jax_devices.processes import StopSignal, initialize_distributed, signal_name
 from jax_devices.setup import Profile, Stopwatch, configure_process, is_synchronous
-from jax_files.checkpoints import (
-    add_val_loss, checkpoint_steps, run_folder, save_checkpoint)
-from jax_files.data import DataChanged
-from jax_files.sources import open_data
-from jax_log import IterationLog, progress_bar, start_wandb
-from jax_minutes import fit_to_minutes, say_if_few
-from jax_start import (
-    OutDir, check_fits, open_run, open_sampler, optimizer_from_flags, start_state, training_config)
+from jax_run.checkpoints import run_folder
+from jax_run.log import RunLog
+from jax_run.minutes import first_batch, fit_to_minutes, say_if_few
+from jax_run.out_dir import OutDir
+from jax_run.sources import open_data
+from jax_run.start import (
+    check_fits, open_run, open_sampler, optimizer_from_flags, start_state, training_config)
 from jax_train_utils import (
-    all_finite, choose_objective, count_trained, estimate_losses, make_eval_step, make_train_step,
+    count_trained, dpo, estimate_losses, language_model, make_eval_step, make_train_step,
     mfu_estimator)
 
 files = run_folder(flags['out_dir']).files  # out_dir itself, or of a bucket a copy on this disk
@@ -135,289 +133,184 @@ clock = Stopwatch()
 imports_s = clock.start - started
 initialize_distributed(
     flags['coordinator_address'], flags['num_processes'], flags['process_id'])
-# Until the loop begins, a signal ends a single process at once: there is nothing to save yet.
-# Several processes stop together, in the loop.
-stop = StopSignal(nothing_to_save=jax.process_count() == 1)
-master = jax.process_index() == 0  # the process that prints and writes the logs
-if not master:
+is_master = jax.process_index() == 0  # the process that prints and writes the logs
+if not is_master:
     sys.stdout = open(os.devnull, 'w')
 
-# -----------------------------------------------------------------------------
-# choose the model: of the checkpoint, from scratch, or pretrained
-run = open_run(flags, given, data_root=Path(__file__).parent / 'data')
-# The names of the config block now have the values of this run, and are read-only from here on.
-# --minutes changes max_iters, lr_decay_iters and warmup_iters later, in run.flags only: read
-# n_iters, not max_iters.
-globals().update(run.flags)
-devices = run.devices
-parallel = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
-n_micro, micro_batch = split_batch(
-    gradient_accumulation_steps, batch_size, parallel.n_data_shards)
+with contextlib.ExitStack() as at_end:  # what is done however the run ends, the last first
+    # until the loop begins, a signal ends a single process at once: there is nothing to save yet;
+    # several processes stop together, in the loop
+    stop = StopSignal(nothing_to_save=jax.process_count() == 1)
+    at_end.callback(stop.close)
 
-# check that the model and the data fit
-check_fits(run, micro_batch)
+    # -----------------------------------------------------------------------------
+    # the model: of the checkpoint, from scratch, or pretrained; cfg: the flags, those of the
+    # checkpoint if the run is resumed
+    run = open_run(flags, given, data_root=Path(__file__).parent / 'data')
+    cfg = argparse.Namespace(**run.flags)
+    layout = setup_distributed_training(
+        run.devices, cfg.fsdp, cfg.tensor, cfg.expert, cfg.context, cfg.zero)
+    n_micro, micro_batch = split_batch(
+        cfg.gradient_accumulation_steps, cfg.batch_size, layout.n_data_shards)
+    check_fits(run, micro_batch)
 
-# open the data; what cannot be evaluated is refused before anything is written or compiled
-data = open_data(run.shares, run.data, block_size=block_size, seed=seed,
-                 length_normalized=length_normalized)
-data.check(eval_iters * batch_size)
-sampler = open_sampler(run)
+    # the data; what cannot be evaluated is refused before anything is written or compiled
+    data = open_data(run.shares, run.data, block_size=cfg.block_size, seed=cfg.seed,
+                     length_normalized=cfg.length_normalized)
+    data.check(cfg.eval_iters * cfg.batch_size)
+    sampler = open_sampler(run)
 
-# what is computed, and how
-config = training_config(run, data, parallel)
-objective = choose_objective(run.has_pairs, beta)
-eval_step = parallel.eval_step(make_eval_step(config, objective, parallel, loss_chunk=loss_chunk))
+    # what is computed: forward and backward of all micro-steps, clipping and the update are one
+    # compiled function, train_step(state, batch)
+    config = training_config(run, data, layout)
+    objective = dpo(cfg.beta) if run.has_pairs else language_model
+    train_step = layout.compile_step(make_train_step(
+        config, objective, layout, seed=cfg.seed, grad_clip=cfg.grad_clip,
+        loss_chunk=cfg.loss_chunk))
+    eval_step = layout.compile_eval_step(make_eval_step(
+        config, objective, layout, loss_chunk=cfg.loss_chunk))
 
-# out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake
-out = None if eval_only else OutDir(run)
+    # out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake
+    if not cfg.eval_only:
+        out = OutDir(run)
+        at_end.callback(out.close)
 
+    def make_batch(iter_num):
+        """Draws the sequences of one iteration onto the devices: numbers iter_num * n_rows to
+        (iter_num + 1) * n_rows - 1 of the run's endless shuffled stream, so that (seed, iter_num)
+        alone say where the run is in its data. None if no token counts."""
+        n_rows = cfg.gradient_accumulation_steps * cfg.batch_size
+        numbers = iter_num * n_rows + np.arange(n_rows)
+        rows = layout.local_rows(n_rows)  # those that this process loads
+        batch = data.train.draw(numbers, rows)
+        if batch is None:
+            return None
+        batch['seq_id'] = numbers[rows].astype(np.uint32)
+        return layout.shard_batch(batch, (n_micro, micro_batch))
 
-def make_step(schedule):
-    """Makes the compiled train_step(state, batch): forward and backward of all micro-steps,
-    clipping and the update."""
-    return parallel.train_step(make_train_step(
-        config, objective, parallel, schedule, seed=seed, grad_clip=grad_clip,
-        loss_chunk=loss_chunk))
+    def find_signal():
+        """Returns the signal that all processes stop for, 0 for none; several exchange it, which
+        int() of it awaits."""
+        return layout.max_over_processes(stop.signum)
 
+    # evaluate(state) -> {'train': {'loss', ...}, 'val': ...}; None if a signal comes
+    evaluate = functools.partial(
+        estimate_losses, eval_step=eval_step, sets=data.sets, layout=layout,
+        batch_size=cfg.batch_size, eval_iters=cfg.eval_iters, token_bytes=data.token_bytes,
+        stop_signal=find_signal)
 
-def make_batch(iter_num):
-    """Draws the sequences of one iteration onto the devices: numbers iter_num * n_rows to
-    (iter_num + 1) * n_rows - 1 of the run's endless shuffled stream, so that (seed, iter_num) alone
-    say where the run is in its data. None if no token counts."""
-    n_rows = gradient_accumulation_steps * batch_size
-    numbers = iter_num * n_rows + np.arange(n_rows)
-    rows = parallel.local_rows(n_rows)  # those that this process loads
-    batch = data.train.draw(numbers, rows)
-    if batch is None:
-        return None
-    batch['seq_id'] = numbers[rows].astype(np.uint32)
-    return parallel.shard_batch(batch, (n_micro, micro_batch))
+    # the state: parameters, optimizer, learning rate
+    tx = optimizer_from_flags(run.flags)
+    state = start_state(run, config, layout, tx)
+    n_params, n_frozen = count_trained(state)
+    of_updates = ''
+    if run.lora:
+        of_updates = f" in LoRA's updates of {n_frozen / 1e6:.2f}M frozen ones"
+    print(f'number of parameters: {n_params / 1e6:.2f}M{of_updates}')
+    tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+    print(f'tokens per iteration will be: {tokens_per_iter:,}')
 
+    # evaluate only
+    if cfg.eval_only:
+        log = RunLog(run, tokens_per_iter=tokens_per_iter)
+        at_end.callback(log.close)
+        losses = evaluate(state)
+        if losses:
+            log.evaluation(run.iter_num, losses, sampler(state))
+        sys.exit(128 + stop.signum if stop.signum else 0)
 
-def measure_losses(state):
-    """Evaluates a state: {'train', 'val', ...}, see estimate_losses; None if a signal comes."""
-    return estimate_losses(
-        eval_step, state, data.sets, parallel, batch_size=batch_size, eval_iters=eval_iters,
-        token_bytes=data.token_bytes, metrics=objective.metrics,
-        stop_signal=lambda: parallel.max_over_processes(stop.signum))
+    # compile the step
+    batch = make_batch(run.iter_num)
+    print('compiling the training step ...')
+    compiled_before = clock.compiling
+    train_step = train_step.lower(state, batch or first_batch(make_batch)).compile()
+    print(f'compiled the training step in {clock.compiling - compiled_before:.1f} s')
 
+    # --minutes: how many iterations fit is measured before the run, on a state that is thrown away
+    if run.is_timed:
+        fit_to_minutes(run, state, train_step, layout, started=started, clock=clock,
+                       make_batch=make_batch, evaluate=evaluate,
+                       get_signal=lambda: stop.signum)
+        say_if_few(run.flags, data.train)
+        state = start_state(run, config, layout, tx)
+    n_iters = run.flags['max_iters']
 
-# --minutes: how many iterations fit is measured before the run
-if run.is_timed and not eval_only:
-    run.flags = fit_to_minutes(
-        run, config, parallel, started=started, clock=clock, make_step=make_step,
-        make_batch=make_batch, evaluate=measure_losses, get_signal=lambda: stop.signum)
-    say_if_few(run.flags, data.train)
-n_iters = run.flags['max_iters']
+    # checkpoints and logs
+    out.begin()
+    at_end.enter_context(out.finishing())
+    stop.saving = out.is_saving
+    log = RunLog(run, out.metrics_log, out.wandb_run, tokens_per_iter=tokens_per_iter,
+                 mfu=mfu_estimator(state, config, run.devices),
+                 is_synchronous=is_synchronous(run.devices[0]), started=started,
+                 imports_s=imports_s, in_line=objective.metrics[1:])
+    at_end.callback(log.close)
+    tracer = Profile(Path(files, 'profile') if cfg.profile and is_master else None,
+                     f'{cfg.out_dir}/profile', log, run.iter_num, n_iters)
+    at_end.callback(tracer.close)
 
-# optimizer and state
-schedule, tx = optimizer_from_flags(run.flags)
-train_step = make_step(schedule)
-state = start_state(run, config, parallel, tx)
-n_params, n_frozen = count_trained(state)
-of_updates = ''
-if run.lora:
-    of_updates = f" of LoRA's updates, of {n_frozen / 1e6:.2f}M frozen ones"
-print(f'number of parameters: {n_params / 1e6:.2f}M{of_updates}')
-tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
-print(f'tokens per iteration will be: {tokens_per_iter:,}')
-
-# checkpoints and logs
-if out:
-    checkpoints = out.open()
-wandb_id = run.wandb_id
-if wandb_log and master:  # after all that can be refused, before out.begin deletes an earlier run
-    wandb_run = start_wandb(project=wandb_project, name=wandb_run_name, id=wandb_id,
-                            config=run.flags)
-    wandb_id = wandb_run.id
-metrics_log = None  # of process 0
-if out:
-    metrics_log = out.begin(checkpoints)
-    stop.saving = checkpoints.is_saving_in_progress
-versions = {'python': sys.version.split()[0]}
-for package in (jax, jaxlib, flax):
-    versions[package.__name__] = package.__version__
-
-
-# The next three functions read the loop's variables, below: iter_num, best_val_loss, bar, log.
-
-def evaluate():
-    """Logs the losses, and returns the validation loss; None if a signal comes. Raises UserError
-    if they are not finite."""
-    losses = measure_losses(state)
-    if losses is None:
-        return None
-    more = {}
-    for name, value in losses.items():
-        if name.startswith('val_') or name == 'train_bpb':
-            more[name] = value
-    in_line = ''
-    for name, value in more.items():
-        if name != 'train_bpb':
-            in_line += f', {name.replace("_", " ", 2)} {value:.4f}'
-    bar.write(f"step {iter_num}: train loss {losses['train']:.4f}, "
-              f"val loss {losses['val']:.4f}{in_line}")
-    if not math.isfinite(sum(losses.values())):
-        raise UserError(f'the loss is not finite at iteration {iter_num}; {out_dir} has '
-                        'checkpoints from before')
-    is_untrained = iter_num == 0 and run.path is None
-    if sampler and not is_untrained:
-        more['sample'] = sampler(state)
-        bar.write(f"{more['sample']}\n---------------")
-    if metrics_log:
-        metrics_log.write({'iter': iter_num, 'train_loss': losses['train'],
-                           'val_loss': losses['val'], **more})
-        metrics_log.plot()
-        out.folder.upload()
-    if master and wandb_log:
-        wandb_run.log({
-            'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'], **more,
-            'lr': float(schedule(int(state.step))),
-            'mfu': log.mfu and 100 * log.mfu})  # percent
-    return losses['val']
-
-
-def evaluate_or_save():
-    """Returns what evaluate() does. If it fails unexpectedly, because memory runs out or wandb is
-    not reached, what was trained since the last checkpoint is saved before the error ends the run.
-    Several processes cannot: the others wait in the evaluation for the one that has failed."""
-    try:
-        return evaluate()
-    except UserError:
-        raise
-    except Exception:
-        is_new = iter_num > 0 and iter_num != run.resumed_at
-        if is_new and out and jax.process_count() == 1:
-            save(None)
-            bar.write(f'the evaluation at iteration {iter_num} has failed; the model is saved')
-        raise
-
-
-def save(val_loss):
-    """Saves a checkpoint of this iteration. Raises UserError if the parameters are not finite."""
-    if not all_finite(state.params):  # an update can spoil them after a finite loss
-        raise UserError(f'parameters are not finite at iteration {iter_num}; {out_dir} has '
-                        'checkpoints from before')
-    tokenizer = dict(run.tokenizer)
-    if 'path' in tokenizer:
-        tokenizer['path'] = 'tokenizer'  # beside the checkpoints, see OutDir
-    meta = {
-        'model': run.config.architecture(), 'iter_num': iter_num, 'best_val_loss': best_val_loss,
-        'tokenizer': tokenizer, 'flags': run.flags, 'versions': versions, 'wandb_id': wandb_id,
-        'lora': run.lora}
-    save_checkpoint(checkpoints, iter_num, state, val_loss=val_loss, meta=meta)
-
-
-# -----------------------------------------------------------------------------
-# training loop
-iter_num = run.iter_num
-best_val_loss = run.best_val_loss
-bar = progress_bar(iter_num, n_iters)
-if not eval_only:
+    # -----------------------------------------------------------------------------
+    # training loop
+    iter_num = run.iter_num
+    best_val_loss = run.best_val_loss
     stop.nothing_to_save = False  # from here on a signal has something to save
-# the signal that all processes stop for; 0 is none
-stop_signal = int(parallel.max_over_processes(stop.signum))
-trace_folder = Path(files, 'profile') if profile and master else None
-tracer = Profile(trace_folder, f'{out_dir}/profile', bar, iter_num, n_iters)
-compile_s = None  # seconds for compiling the training step, once they are known
-batch = make_batch(iter_num)
-log = IterationLog(
-    bar, metrics_log, out_dir=out_dir, log_interval=log_interval, max_iters=n_iters,
-    tokens_per_iter=tokens_per_iter, mfu=mfu_estimator(state, config, devices), started=started,
-    imports_s=imports_s, in_line=objective.metrics[1:])
-try:
+    stop_signal = int(find_signal())
     while True:
-        # what is to be done at this iteration, before it is made
-        must_stop = iter_num >= n_iters or stop_signal > 0
-        is_interval = iter_num % eval_interval == 0
-        must_evaluate = stop_signal == 0 and (is_interval or must_stop or eval_only)
-        must_save = save_interval > 0 and iter_num % save_interval == 0
+        # what is due before this iteration
+        is_last = iter_num >= n_iters or stop_signal > 0
+        must_evaluate = not stop_signal and (is_last or iter_num % cfg.eval_interval == 0)
+        must_save = is_last or (cfg.save_interval > 0 and iter_num % cfg.save_interval == 0)
 
         # evaluate the loss on train and val
         val_loss = None
         if must_evaluate:
             log.pause()
-            val_loss = evaluate_or_save()
-            if val_loss is None:  # a signal has come meanwhile
-                stop_signal = int(parallel.max_over_processes(stop.signum))
-                must_stop = True
+            with out.saved_on_failure(iter_num, state, best_val_loss):
+                losses = evaluate(state)
+                if losses:
+                    log.evaluation(iter_num, losses, sampler(state))
+            if losses is None:  # a signal has come meanwhile
+                stop_signal = int(find_signal())
+                is_last = must_save = True
             else:
-                must_save = must_save or always_save_checkpoint or val_loss < best_val_loss
+                val_loss = losses['val']['loss']
+                must_save |= cfg.always_save_checkpoint or val_loss < best_val_loss
                 best_val_loss = min(best_val_loss, val_loss)
-                # a signal may have saved that checkpoint without an evaluation; now it can be best
-                if out and iter_num == run.resumed_at:
-                    add_val_loss(checkpoints, iter_num, val_loss)
+                out.after_evaluation(iter_num, val_loss)
 
-        # save a checkpoint, at the end always
-        if must_stop:
-            must_save = True
-            stop.saving = lambda: True  # a second signal does not spoil the last save
+        # save a checkpoint, at the end always; a second signal does not spoil that one
         if must_save:
             log.pause()
-            is_new = iter_num > 0 and iter_num != run.resumed_at
-            if is_new and out:
-                save(val_loss)
-
-        # termination conditions
-        if must_stop or eval_only:
+            if is_last:
+                stop.saving = lambda: True
+            out.save(iter_num, state, best_val_loss, val_loss)
+        if is_last:
             break
         log.resume()
 
-        # forward, backward and update: one compiled function, see make_step. The call returns
-        # before the devices are done, except on CPUs (is_synchronous).
+        # forward, backward and update; the call returns before the devices are done, except on CPUs
         tracer.start(iter_num)
-        # All processes stop after the same iteration: they agree before the step and read the
-        # answer after it, so that the exchange takes place meanwhile.
-        stop_requested = parallel.max_over_processes(stop.signum)
+        # all processes stop after the same iteration: they agree before the step and read the
+        # answer after it, so that the exchange takes place meanwhile
+        stop_requested = find_signal()
         metrics = None
         if batch is not None:
-            is_first_call = compile_s is None
-            if is_first_call:
-                bar.write('compiling the training step ...')
-                compiled_before = clock.compiling
             state, metrics = train_step(state, batch)
-            if is_first_call:
-                compile_s = clock.compiling - compiled_before
-                log.exclude(compile_s)
-                bar.write(f'compiled the training step in {compile_s:.1f} s')
 
         # the next batch, while the devices compute
         batch = make_batch(iter_num + 1)
 
-        # timing and logging: on a CPU this iteration is logged, elsewhere the one before, so that
-        # nobody waits for the step that has just begun
-        if metrics is None:
-            log.skip(iter_num)
-        else:
-            log.add(iter_num, metrics, wait=is_synchronous(devices[0]))
+        # timing and logging
+        log.iteration(iter_num, metrics)
         iter_num += 1
-        tracer.stop(iter_num, state, is_end=False)
+        tracer.stop(iter_num, state)
         stop_signal = int(stop_requested)
-except DataChanged as error:
-    if out:
-        checkpoints.wait_until_finished()
-    steps = checkpoint_steps(out_dir)
-    kept = 'there is no checkpoint yet'
-    if steps:
-        kept = (f'{out_dir} has the checkpoint of iteration {steps[0]}: continue with '
-                '--init_from=resume')
-    raise UserError(f'{error}; make the data set again; {kept}') from None
-except Exception as error:
-    exit_if_peer_died(error)
-    raise
-finally:  # however the run ends, the checkpoints saved so far are completed on disk
-    tracer.stop(iter_num, state)
-    bar.close()
-    if out:
-        out.finish(checkpoints)
 
-if stop_signal and metrics_log and iter_num:
-    metrics_log.plot()
-if out:
-    out.close()
+    if stop_signal and iter_num:
+        out.plot()
+
 if stop_signal:
     saved = ''
-    if iter_num and out:
-        saved = f', saved; continue with --init_from=resume --out_dir={out_dir}'
+    if iter_num:
+        saved = f', saved; continue with --init_from=resume --out_dir={cfg.out_dir}'
     print(f'stopped by {signal_name(stop_signal)} at iteration {iter_num}{saved}')
     sys.exit(128 + stop_signal)

@@ -372,19 +372,20 @@ class Stopwatch:
 class Profile:
     """Traces three iterations of training into a folder.
 
-    folder: where the trace goes; None traces nothing. place: what the user calls it. bar: the
-    progress bar, below which a line says what was traced. first_iter: the iteration at which this
+    folder: where the trace goes; None traces nothing. place: what the user calls it. log: has a
+    method say(), for the line that says what was traced. first_iter: the iteration at which this
     process begins. max_iters: the one at which it ends."""
 
-    def __init__(self, folder, place, bar, first_iter, max_iters):
+    def __init__(self, folder, place, log, first_iter, max_iters):
         self.folder = folder
         self.place = place
-        self.bar = bar
+        self.log = log
         self.is_running = False
 
-        # After the first five iterations, which compile and warm up, if so many are left.
+        # After the first five iterations, which warm up, if so many are left.
         last_start = max(first_iter, max_iters - 3)
         self.first = min(first_iter + 5, last_start)
+        self.last = self.first
 
     def start(self, iter_num):
         """Starts the trace, if it is time. Call it before iteration iter_num."""
@@ -392,14 +393,18 @@ class Profile:
             jax.profiler.start_trace(self.folder)
             self.is_running = True
 
-    def stop(self, iter_num, state, is_end=True):
-        """Stops the trace, if it is running and three iterations are done, or at the end.
+    def stop(self, iter_num, state):
+        """Stops the trace, if it is running and three iterations are done.
 
         iter_num: the number of iterations that are done. state: the TrainState after them."""
-        is_done = is_end or iter_num == self.first + 3
-        if self.is_running and is_done:
+        self.last = max(self.first, iter_num - 1)
+        if self.is_running and iter_num == self.first + 3:
             jax.block_until_ready(state.params)
+            self.close()
+
+    def close(self):
+        """Stops the trace, if it is running: the run is over."""
+        if self.is_running:
             jax.profiler.stop_trace()
-            last = max(self.first, iter_num - 1)
-            self.bar.write(f'traced iterations {self.first} to {last} into {self.place}')
+            self.log.say(f'traced iterations {self.first} to {self.last} into {self.place}')
             self.is_running = False

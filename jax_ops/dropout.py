@@ -1,12 +1,30 @@
 """Dropout masks that do not depend on how many devices, micro-batches or tiles compute them.
 
-An element is kept or dropped by the key of its sequence (dropout_keys in jax_transformer.py makes
-it of the seed, the layer and seq_id, the number of the sequence in the run, see make_batch in
-train_jax.py), and by its index in the array that one device would have. A shard has the same keys,
-and the indices of its part: XLA shards flat_index with the array, and kernels of attention number
-their elements from the first of their tile (count_probs in attention.py)."""
+An element is kept or dropped by the key of its sequence, which dropout_keys makes of the seed, the
+layer and seq_id, the number of the sequence in the run (make_batch in train_jax.py), and by its
+index in the array that one device would have. A shard has the same keys, and the indices of its
+part: XLA shards flat_index with the array, and kernels of attention number their elements from the
+first of their tile (count_probs in attention.py)."""
 import jax
 import jax.numpy as jnp
+
+
+def dropout(module, x, call):
+    """nn.Dropout of x [B, ...] in a module, where the Call has it on."""
+    key_B = dropout_keys(module, call)
+    if key_B is None:
+        return x
+    return hash_dropout(x, module.config.dropout, key_B, flat_index(x.shape[1:]))
+
+
+def dropout_keys(module, call):
+    """One dropout key per sequence, fold_in(key, seq_id_B[b]); None where dropout is off. Masks do
+    not depend on micro-batching or sharding, so 1 and 8 devices give the same loss curve."""
+    if call is None or call.seq_id_B is None or module.config.dropout == 0:
+        return None
+    # made of the seed and the path of the module; the iteration enters through the ids
+    key = module.make_rng('dropout')
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, call.seq_id_B)
 
 
 def hash_dropout(x, rate, key_B, counter):

@@ -7,10 +7,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as Spec
 
 from jax_flags import ceil_div
-from jax_ops.choose_experts import is_stack, way_for_rows
 from jax_ops.grouped import Blocks, Grouped, rows_per_block
-from jax_ops.matmul import Chosen, Transposed
+from jax_ops.matmul import Chosen, Int8, Transposed, can_be_chosen
 from jax_ops.sharding import EXPERTS, batch_axes, current_mesh
+
+
+# loop: one block of rows of an expert after the other. batched: all blocks in batched matmuls, with
+# the weights of each block materialized. ragged: one kernel for all experts, see grouped.py
+EXPERT_WAYS = ('loop', 'batched', 'ragged')
 
 
 def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False, way='loop'):
@@ -18,7 +22,7 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     dtype.
 
     weights: a tree of arrays [E, ...]. scale_input: whether the weight scales f's input instead of
-    its output. way: see choose_experts; for 'triton' and 'ragged' f multiplies by linear() only.
+    its output. way: see choose_experts; for 'ragged' f multiplies by linear() only.
 
     On a mesh (expert parallelism) a device has some experts: it all-gathers the tokens over the
     expert axis, computes its own experts, and reduce-scatters the sums back. From 4 U ranks on,
@@ -132,9 +136,7 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
 
     args = weights, x_PxD, weight_PxU  # what has gradients
     routing = expert_PxU, rank_R, slot_R
-    most_more = ceil_div(n_tokens, capacity) - 1  # all tokens to one rank
-    with jax.named_scope(f'more_rounds_at_most_{most_more}'):  # tools/hlo.py reads it
-        y_PxD = sum_rounds(exchange, n_rounds, args, routing)
+    y_PxD = sum_rounds(exchange, n_rounds, args, routing)
     return y_PxD.astype(x_PxD.dtype)
 
 
@@ -234,14 +236,12 @@ def experts_in_blocks(f, way, weights, x_RxD, expert_R):
     x_SxD = x_SxD.at[slot_R].set(x_RxD, mode='drop', unique_indices=True)
     x_nxbxD = x_SxD.reshape(n, b, D)
     if way == 'loop':
-        most = (R + min(E, R) * (b - 1)) // b
-        with jax.named_scope(f'blocks_of_experts_at_most_{most}'):  # tools/hlo.py reads it
-            y_nxbxD = grouped_apply(f, weights, x_nxbxD, expert_n.clip(0, E - 1), block_end_E[-1])
+        y_nxbxD = grouped_apply(f, weights, x_nxbxD, expert_n.clip(0, E - 1), block_end_E[-1])
     elif way == 'batched':
         y_nxbxD = batched_apply(f, weights, x_nxbxD, expert_n)
     else:
         first_F = jnp.append(0, block_end_E).astype(jnp.int32)
-        y_nxbxD = f(grouped_weights(weights, Blocks(expert_n, first_F, way)), x_nxbxD)
+        y_nxbxD = f(grouped_weights(weights, Blocks(expert_n, first_F)), x_nxbxD)
     return y_nxbxD.reshape(n * b, D).at[slot_R].get(mode='fill', fill_value=0)
 
 
@@ -335,3 +335,33 @@ def grouped_apply_bwd(f, residuals, g_nxbxD):
 
 
 grouped_apply.defvjp(grouped_apply_fwd, grouped_apply_bwd)
+
+
+# -----------------------------------------------------------------------------
+# which way for this number of rows
+
+def way_for_rows(way, weights, n_rows):
+    """Returns the way for n_rows rows of the experts that a device has, given the one that
+    choose_experts chose: one of EXPERT_WAYS, or 'one by one' for few rows in decoding on a CPU."""
+    # on a mesh a device has only some experts
+    if way == 'loop' and current_mesh() is None:
+        are_for_rows = [can_be_chosen(matrix, n_rows) for matrix in matrices(weights)]
+        return 'one by one' if all(are_for_rows) else 'loop'
+    leaves = jax.tree.leaves(weights)
+    # fewer rows than experts: of the chosen ones the weights are read, and nothing is padded
+    are_few = n_rows < len(leaves[0])
+    are_int8 = any(jnp.issubdtype(w.dtype, jnp.integer) for w in leaves)
+    if way == 'ragged' and (are_few or are_int8):
+        return 'batched'
+    return way
+
+
+def is_stack(x):
+    """Tells whether x is a stack of matrices as decoding has them."""
+    return isinstance(x, (Int8, Transposed))
+
+
+def matrices(weights):
+    """Returns the stacks of matrices, without the biases [E, O], in a tree of weights."""
+    leaves = jax.tree.leaves(weights, is_leaf=is_stack)
+    return [leaf for leaf in leaves if is_stack(leaf) or leaf.ndim > 2]

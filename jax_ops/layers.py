@@ -1,15 +1,34 @@
-"""All layers as one loop, gradient checkpointing, and a function of positions in chunks."""
+"""The parameter of a layer, all layers as one loop, gradient checkpointing, and a function of
+positions in chunks."""
 import functools
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
+from jax_ops.matmul import Int8, LowRank, Transposed
 from jax_ops.sharding import current_mesh, gather_positions
+from jax_ops.vocabulary import INIT_STD
+
+# what jax.checkpoint saves for the backward pass: with 'dots' the outputs of linear(), with 'full'
+# nothing
+REMAT_POLICIES = {
+    'dots': jax.checkpoint_policies.save_only_these_names('dense'),
+    'full': jax.checkpoint_policies.nothing_saveable}
 
 
-def scan_blocks(gpt, x_BxTxD, position_BxT, seq_id_B, start_BxT):
-    """for block in gpt.h: x = block(x, ...), compiled as one loop over parameters that are stacked
-    in every call; the state and checkpoints keep h_0, h_1, ..."""
+def matrix_param(module, name, shape, init_std=INIT_STD):
+    """module.param(name, nn.initializers.normal(init_std), shape), in float32; or the Int8,
+    Transposed or LowRank that decoding or LoRA puts in its place."""
+    value = module.get_variable('params', name)
+    if isinstance(value, (Int8, Transposed, LowRank)):
+        return value
+    return module.param(name, nn.initializers.normal(init_std), shape)
+
+
+def scan_blocks(gpt, stream, call):
+    """for block in gpt.h: stream, _ = block(stream, call), compiled as one loop over parameters
+    that are stacked in every call; the state and checkpoints keep h_0, h_1, ..."""
     cfg = gpt.config
     block = gpt.h[0].clone(parent=None)
     layers = [gpt.variables['params'][f'h_{i}'] for i in range(cfg.n_layer)]
@@ -17,30 +36,22 @@ def scan_blocks(gpt, x_BxTxD, position_BxT, seq_id_B, start_BxT):
     if gpt.has_rng('dropout'):
         key = gpt.make_rng('dropout')
 
-    def body(x, layer):
+    def body(stream, layer):
         params, i = layer
         rngs = None
         if key is not None:
             rngs = {'dropout': jax.random.fold_in(key, i)}
-        (x, _), sown = block.apply({'params': params}, x, position_BxT, None, seq_id_B, start_BxT,
-                                   rngs=rngs, mutable=['losses'])
-        return x, sum(jax.tree.leaves(sown), jnp.float32(0))
+        (stream, _), sown = block.apply(
+            {'params': params}, stream, call, rngs=rngs, mutable=['losses'])
+        return stream, sum(jax.tree.leaves(sown), jnp.float32(0))
 
     # the loop over the stacked parameters; the balance losses of experts are added up
     if cfg.remat != 'none':
-        body = jax.checkpoint(body, policy=remat_policy(cfg.remat), prevent_cse=False)
+        body = jax.checkpoint(body, policy=REMAT_POLICIES[cfg.remat], prevent_cse=False)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    x_BxTxD, losses = jax.lax.scan(body, x_BxTxD, (stacked, jnp.arange(cfg.n_layer)))
+    stream, losses = jax.lax.scan(body, stream, (stacked, jnp.arange(cfg.n_layer)))
     gpt.sow('losses', 'balance', losses.sum())
-    return x_BxTxD
-
-
-def remat_policy(remat):
-    """Returns which activations jax.checkpoint saves for the backward pass: with 'dots' the outputs
-    of linear(), with 'full' none."""
-    if remat == 'dots':
-        return jax.checkpoint_policies.save_only_these_names('dense')
-    return jax.checkpoint_policies.nothing_saveable
+    return stream
 
 
 def map_sequence_chunks(f, chunk, *xs_BxT):

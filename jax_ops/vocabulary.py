@@ -1,8 +1,10 @@
 """Embedding and LM head of a vocabulary that is sharded over the tensor axis."""
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec as Spec
 
@@ -97,6 +99,14 @@ def lm_logits(x_BxTxD, table_VxD, cap=0.0, *, training=False):
     return shard(logits_BxTxV, BATCH, positions, 'tensor')
 
 
+def cross_entropy(logits_BxTxV, targets_BxT):
+    """-log softmax(logits)[target], [B, T]. Of vocabulary-sharded logits XLA all-reduces [B, T]
+    numbers."""
+    with jax.named_scope('cross_entropy'):
+        return jax.lax.platform_dependent(logits_BxTxV, targets_BxT, cuda=masked_cross_entropy,
+                                          default=optax.softmax_cross_entropy_with_integer_labels)
+
+
 def masked_cross_entropy(logits_BxTxV, targets_BxT):
     """optax.softmax_cross_entropy_with_integer_labels, with a mask in place of a gather: the
     gradient of a gather is a scatter, for which XLA:GPU stores softmax(logits) in float32 first
@@ -108,23 +118,25 @@ def masked_cross_entropy(logits_BxTxV, targets_BxT):
 
 
 class VocabParallel(nn.Module):
-    """Holds the table of an embedding or a head as a layer that can be used alone, outside of GPT.
-
-    GPT itself calls embed_tokens and lm_logits; these classes are the interface for code of one's
-    own with a sharded vocabulary (docs/parallelism.md#a-sharded-vocabulary-of-your-own).
+    """Holds the table of an embedding or a head: in GPT the whole one, or in code of one's own a
+    rank's part of it (docs/parallelism.md#a-sharded-vocabulary-of-your-own).
 
     A table [num_embeddings, embedding_dim] whose rows are sharded over tp_size ranks: rank r has
     the n_rows ids from r * n_rows on, n_rows = ceil(num_embeddings / tp_size), padded with rows of
     zeros.
 
-    Calling a layer computes the part of its tp_rank on any device: its parameter `weight` is that
-    rank's [n_rows, embedding_dim], as load_weight_shard slices it. sharded_forward computes all
-    parts on a mesh: its parameter `weight` is the full [num_embeddings, embedding_dim]."""
+    Calling a layer of tp_size=1 computes all of it: on the current mesh, sharded. Otherwise it
+    computes the part of its tp_rank on any device: its parameter `weight` is that rank's [n_rows,
+    embedding_dim], as load_weight_shard slices it. sharded_forward computes all parts on a mesh.
+
+    shared_table: the table of a module that has it as a parameter of its own, in place of
+    `weight`."""
     num_embeddings: int
     embedding_dim: int
     tp_size: int = 1
     tp_rank: int = 0
     dtype: Any = 'float32'
+    shared_table: Any = None
 
     @property
     def n_rows(self):
@@ -140,10 +152,11 @@ class VocabParallel(nn.Module):
         return pad_rows(jnp.asarray(full), self.tp_size)[first:first + self.n_rows]
 
     def table(self, n_rows):
-        """Returns the parameter `weight` of n_rows rows, in the compute dtype."""
+        """Returns the shared table, or the parameter `weight` of n_rows rows."""
+        if self.shared_table is not None:
+            return self.shared_table
         shape = n_rows, self.embedding_dim
-        weight = self.param('weight', nn.initializers.normal(INIT_STD), shape)
-        return weight.astype(self.dtype)
+        return self.param('weight', nn.initializers.normal(INIT_STD), shape)
 
 
 class VocabParallelEmbedding(VocabParallel):
@@ -151,15 +164,18 @@ class VocabParallelEmbedding(VocabParallel):
 
     @nn.compact
     def __call__(self, tokens):
-        """Returns this rank's part [B, T, D] of the sum that is the embedding: zeros for ids of
-        other ranks."""
-        return lookup_range(self.table(self.n_rows), tokens, self.tp_rank * self.n_rows)
+        """Returns the embedding [B, T, D]; of several ranks this one's part of the sum that it is,
+        zeros for ids of other ranks."""
+        table = self.table(self.n_rows)
+        if self.tp_size == 1:
+            return embed_tokens(table, tokens, self.dtype)
+        return lookup_range(table, tokens, self.tp_rank * self.n_rows).astype(self.dtype)
 
     @nn.compact
     def sharded_forward(self, tokens, mesh):
         """Returns the embedding [B, T, D], looked up on the devices of a mesh (create_mesh) and
         all-reduced."""
-        embed = run_on_mesh(embed_tokens, mesh)
+        embed = run_on_mesh(functools.partial(embed_tokens, dtype=self.dtype), mesh)
         return embed(self.table(self.num_embeddings), tokens)
 
 
@@ -167,15 +183,19 @@ class ParallelLMHead(VocabParallel):
     """Computes the logits of x [B, T, D] by a table that is sharded over ranks, see VocabParallel.
 
     bias: whether there is a parameter `bias`, [n_rows] or, in sharded_forward, [num_embeddings].
+    cap: of soft_cap.
     Its calls take last_B: if it is given, the logits are those of position last_B[b] of each
     sequence b only, [B, 1, ...]."""
     bias: bool = False
+    cap: float = 0.0
 
     @nn.compact
-    def __call__(self, x_BxTxD, last_B=None):
-        """Returns this rank's logits, float32 [B, T, n_rows]; those beyond the vocabulary are
-        -inf."""
-        logits = self.logits(x_BxTxD, last_B, self.n_rows)
+    def __call__(self, x_BxTxD, last_B=None, *, training=True):
+        """Returns the logits, float32 [B, T, V]; of several ranks this one's [B, T, n_rows], where
+        those beyond the vocabulary are -inf. training: see lm_logits."""
+        logits = self.logits(x_BxTxD, last_B, self.n_rows, training=training)
+        if self.tp_size == 1:
+            return logits
         ids = self.tp_rank * self.n_rows + jnp.arange(self.n_rows)
         return jnp.where(ids < self.num_embeddings, logits, -jnp.inf)
 
@@ -188,13 +208,13 @@ class ParallelLMHead(VocabParallel):
             logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, Spec()))
         return logits
 
-    def logits(self, x_BxTxD, last_B, n_rows, mesh=None):
+    def logits(self, x_BxTxD, last_B, n_rows, mesh=None, *, training=True):
         """Returns the logits of the first n_rows rows of the table, on a mesh if one is given."""
         if last_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
 
         def multiply(table, x):
-            return lm_logits(x, table, training=True)
+            return lm_logits(x, table, self.cap, training=training)
 
         if mesh is not None:
             multiply = run_on_mesh(multiply, mesh)

@@ -27,17 +27,18 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from jax_devices.parallel import setup_distributed_training, split_batch
-from jax_files.checkpoints import choose_checkpoint
-from jax_files.sources import get_batch_jax, open_source
-from jax_files.metrics import read_metrics
+from jax_devices.layout import setup_distributed_training, split_batch
 from jax_flags import UserError
 from jax_ops.cpu import cpu_multiplies_uint8
 from jax_ops.matmul import as_uint8, quantize
+from jax_ops.vocabulary import cross_entropy
+from jax_run.checkpoints import choose_checkpoint
+from jax_run.log import read_metrics
+from jax_run.sources import get_batch_jax, open_source
 from jax_train_utils import (
-    create_learning_rate_schedule, create_optimizer_with_schedule, language_model, make_eval_step,
+    create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state, language_model, make_eval_step,
     make_train_step)
-from jax_transformer import GPT, GPTConfig, create_train_state, cross_entropy
+from jax_transformer import GPT, GPTConfig
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / 'tests' / 'golden'
@@ -176,20 +177,18 @@ SCHEDULE = create_learning_rate_schedule(1e-2, decay_lr=False)
 ADAMW = create_optimizer_with_schedule(SCHEDULE)
 
 
-def make_step(config, schedule, parallel=None, objective=language_model, *, seed=3, grad_clip=1.0,
-              loss_chunk=0):
+def make_step(config, parallel=None, objective=language_model, *, seed=3, grad_clip=1.0, loss_chunk=0):
     """make_train_step, by default of a language model on one device; not compiled."""
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
-    return make_train_step(config, objective, parallel, schedule, seed=seed, grad_clip=grad_clip,
-                           loss_chunk=loss_chunk)
+    return make_train_step(config, objective, parallel, seed=seed, grad_clip=grad_clip, loss_chunk=loss_chunk)
 
 
-def train_step_of(parallel, config, schedule, *args, **options):
-    return parallel.train_step(make_step(config, schedule, parallel, *args, **options))
+def train_step_of(parallel, config, *args, **options):
+    return parallel.compile_step(make_step(config, parallel, *args, **options))
 
 
 def eval_step_of(parallel, config, **options):
-    return parallel.eval_step(make_eval_step(config, language_model, parallel, **options))
+    return parallel.compile_eval_step(make_eval_step(config, language_model, parallel, **options))
 
 
 @functools.cache
@@ -200,9 +199,9 @@ def compiled_once(layout, config):
     parallel = setup_distributed_training(jax.devices()[:n_devices], *axes)
 
     def make():  # without apply_fn, which differs from call to call: each would have a training step of its own
-        return create_train_state(jax.random.key(0), config, ADAMW).replace(apply_fn=None)
+        return create_train_state(jax.random.key(0), config, ADAMW).replace(apply_fn=None, schedule=SCHEDULE)
 
-    return parallel, make, train_step_of(parallel, config, SCHEDULE)
+    return parallel, make, train_step_of(parallel, config)
 
 
 @functools.cache
@@ -273,7 +272,7 @@ def write_speaking_llama(folder):
     begin, end = tokenizer.token_to_id('<s>'), tokenizer.token_to_id('</s>')
     tokenizer.post_processor = processors.TemplateProcessing('<s> $0', special_tokens=[('<s>', begin)])
     tokenizer.save(str(folder / 'tokenizer.json'))
-    settings = {'bos_token': {'content': '<s>'}, 'eos_token': '</s>', 'chat_template': CHAT_TEMPLATE}
+    settings = {'bos_token': '<s>', 'eos_token': '</s>', 'chat_template': CHAT_TEMPLATE}
     (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
     (folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': [end]}))
     return folder

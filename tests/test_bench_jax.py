@@ -2,7 +2,7 @@
 import json
 import sys
 import jax_devices.setup
-from jax_files.checkpoints import choose_checkpoint
+from jax_run.checkpoints import choose_checkpoint
 from tests.common import assert_refused, run_script, succeeded
 
 import pytest

@@ -11,20 +11,19 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-import jax_ops.choose_attention
-from jax_devices.parallel import setup_distributed_training, split_batch
-from jax_files.data import load_dataset_meta
-from jax_files.sources import find_starts, open_source
-from jax_files.metrics import read_metrics
+import jax_devices.choose
+from jax_devices.choose import choose_attention
+from jax_devices.layout import setup_distributed_training, split_batch
 from jax_flags import UserError
 from jax_ops.attention import Scores, chunked_attention, fused_causal_attention, splash_attention, splash_kernel
 from jax_ops.sharding import BATCH, create_mesh
-from jax_ops.choose_attention import choose_attention
-from jax_train_utils import estimate_loss_jax
-from jax_transformer import GPT, GPTConfig, MLAConfig, TrainState, dot_product_attention
+from jax_run.data import load_dataset_meta
+from jax_run.log import read_metrics
+from jax_run.sources import find_starts, open_source
+from jax_train_utils import TrainState, estimate_loss_jax
+from jax_transformer import GPT, GPTConfig, MLAConfig, dot_product_attention
 from tests.common import (
-    RESUME, TINY, assert_refused, eval_step_of, final_state, prepare, random_params, succeeded,
-    train, train_step_of)
+    RESUME, TINY, assert_refused, eval_step_of, final_state, prepare, random_params, succeeded, train, train_step_of)
 
 BLOCK = 160  # two blocks of chunked attention
 ROPE = dict(position='rope', norm='rms', mlp='swiglu', bias=False)
@@ -93,7 +92,7 @@ def test_rows_too_short_for_any_token_that_counts_are_refused(chatting, tmp_path
     said = succeeded(prepare_chats([2, 1, 2], chatting, tmp_path, '--rows=4')).stdout
     assert '; 1 longer than a row were cut, 0 left out' in said
     assert_refused(prepare_chats([2, 1, 2], chatting, tmp_path, '--rows=2'), 'no token of a part counts')
-    assert_refused(prepare_chats([2, 1, 2], chatting, tmp_path, '--rows=-2'), 'into rows of at least 1 token')
+    assert_refused(prepare_chats([2, 1, 2], chatting, tmp_path, '--rows=-2'), "invalid positive value: '-2'")
 
 
 def test_an_epoch_holds_every_row_once_and_each_process_reads_its_own_rows():
@@ -103,8 +102,9 @@ def test_an_epoch_holds_every_row_once_and_each_process_reads_its_own_rows():
     assert sorted(drawn[0].tolist()) == sorted(drawn[1].tolist()) == sorted(tokens[:, :-1].tolist())
     assert (drawn[0] != drawn[1]).any()
     whole, part = (source.draw(12 + np.arange(4), rows) for rows in (np.arange(4), np.array([2, 3])))
-    for name in ('weight', 'start'):
+    for name in ('weight', 'start', 'padding'):
         np.testing.assert_array_equal(part[name], whole[name][2:])
+    np.testing.assert_array_equal(whole['padding'], whole['x'] == 0)  # a user's text is none
     assert whole['weight'].mean() == pytest.approx(1) and len(np.unique(whole['weight'])) == 2
 
 
@@ -207,7 +207,7 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
     for accumulation, layout in ((1, (1,)), (4, (1,)), (1, (4,)), (2, (4, 2, 2)), (1, (4, 1, 1, 1, 2))):
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         state = parallel.device_put(initial)
-        step = train_step_of(parallel, config, lambda step: 1e-2)
+        step = train_step_of(parallel, config)
         curve = []
         for i in range(3):
             rows = parallel.local_rows(8)
@@ -218,7 +218,7 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
         curves.append(curve)
         loss = estimate_loss_jax(eval_step_of(parallel, config), state.params, {'val': source}, parallel,
                                  batch_size=2, eval_iters=6, token_bytes=np.arange(41) % 4)
-        evaluated.append([loss['val'], loss['val_bpb']])
+        evaluated.append([loss['val']['loss'], loss['val']['bpb']])
     np.testing.assert_allclose(curves[1:], [curves[0]] * (len(curves) - 1), rtol=1e-4)
     np.testing.assert_allclose(evaluated[1:], [evaluated[0]] * (len(curves) - 1), rtol=1e-4)
 
@@ -231,7 +231,7 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
 # the choice of attention, and the script
 
 def test_auto_takes_chunked_attention_for_packed_rows_where_cudnn_would_be_and_says_why(monkeypatch):
-    monkeypatch.setattr(jax_ops.choose_attention, 'compile_cudnn', lambda *args: None)
+    monkeypatch.setattr(jax_devices.choose, 'compile_cudnn', lambda *args: None)
     client = types.SimpleNamespace(platform_version='PJRT C API\ncuda 13000')
     gpu = types.SimpleNamespace(platform='gpu', device_kind='NVIDIA H200', compute_capability='9.0', client=client)
     config = dataclasses.replace(TINY, block_size=2048, dtype='bfloat16')

@@ -10,16 +10,16 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jax_devices.parallel import setup_distributed_training, split_batch
-from jax_files.data import load_dataset_meta
-from jax_files.sources import Pairs
-from jax_lora import create_lora_state, load_frozen
+from jax_devices.layout import setup_distributed_training, split_batch
 from jax_pretrained import load_pretrained
-from jax_files.metrics import read_metrics
-from jax_train_utils import dpo
+from jax_run.data import load_dataset_meta
+from jax_run.load import load_frozen
+from jax_run.log import read_metrics
+from jax_run.sources import Pairs
+from jax_train_utils import create_lora_state, dpo
 from tests.common import (
-    FAMILIES, GOLDEN, RESUME, assert_refused, edit_json, final_state, prepare,
-    records_without_times, refusal, run_script, sample, slow, succeeded, train, train_step_of)
+    FAMILIES, GOLDEN, RESUME, assert_refused, edit_json, final_state, prepare, records_without_times, refusal,
+    run_script, sample, slow, succeeded, train, train_step_of)
 
 LETTERS = 'abcdefghijklmnop'
 FLAGS = ['--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=24',
@@ -176,7 +176,7 @@ def test_loss_margin_accuracy_and_gradients_are_those_of_pytorch(kind, n_micro):
     pairs = Pairs(np.concatenate(sequences), mask, np.cumsum([len(ids) for ids in sequences]),
                   length_normalized=kind == 'mean', block_size=config.block_size, split='train', seed=0)
     batch = pairs.draw(np.arange(8)) | {'seq_id': np.arange(8, dtype=np.uint32)}
-    step = train_step_of(parallel, config, lambda step: 1.0, dpo(beta), grad_clip=0.0)
+    step = train_step_of(parallel, config, dpo(beta), grad_clip=0.0)
     state, metrics = step(state, parallel.shard_batch(batch, (n_micro, 8 // n_micro)))
     found = [metrics[name] for name in ('loss', 'margin', 'accuracy')]
     np.testing.assert_allclose(found, golden()[f'{kind}/metrics'], rtol=1e-5)
@@ -188,16 +188,13 @@ def test_loss_margin_accuracy_and_gradients_are_those_of_pytorch(kind, n_micro):
 
 def test_a_tie_counts_as_half_a_pair_in_training_and_in_an_evaluation():
     objective = dpo(0.5)
-    batch = {'weight': np.ones((6, 1), np.float32), 'is_row': np.ones(6, np.float32)}
+    reference = np.full((6, 1), 3, np.float32)
+    batch = {'weight': np.ones((6, 1), np.float32), 'is_row': np.ones(6, np.float32), 'reference_loss': reference}
     loss = np.array([[1.0], [2], [3], [3], [2], [1]], np.float32)  # better, a tie, worse
-
-    def reference(params):
-        return np.full((6, 1), 3, np.float32)
-
-    means = objective.means(loss, batch, {}, reference)
-    sums = objective.sums(loss, batch, {}, reference)
+    means = objective.means(loss, batch)
+    sums = objective.sums(loss, batch)
     assert means['accuracy'] == 0.5 and sums['accuracy'] == 6 * 0.5
-    at_the_start = objective.means(reference({}), batch, {}, reference)
+    at_the_start = objective.means(reference, batch)
     assert at_the_start['accuracy'] == 0.5 and at_the_start['margin'] == 0
 
 
@@ -208,7 +205,7 @@ def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device():
     for layout in (1,), (2,), (8, 2, 2):
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         state, config = tuned_state(FAMILIES / 'llama', optax.adam(1e-2), 4, 2.0, parallel)
-        step = train_step_of(parallel, config, lambda step: 1e-2, dpo(0.5), loss_chunk=8)
+        step = train_step_of(parallel, config, dpo(0.5), loss_chunk=8)
         shape = split_batch(2, 8, parallel.n_data_shards)
         curve = []
         for i in range(3):
@@ -233,7 +230,7 @@ def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device():
 def test_the_margin_grows_on_pairs_that_were_held_out_and_a_resumed_run_is_the_same(toy, tmp_path):
     flags, _ = toy
     said = succeeded(tune(tmp_path / 'out', *flags)).stdout
-    assert re.search(r'step 8: .*, val margin \d\.\d{4}, val accuracy 1\.0000\n', said)
+    assert re.search(r'step 8: .*, val accuracy 1\.0000, val margin \d\.\d{4}\n', said)
     assert re.search(r'iter 7: .*, margin \d\.\d{4}, accuracy \d\.\d{4}\n', said)
     records = [*read_metrics(tmp_path / 'out')]
     losses = [record['loss'] for record in records if 'loss' in record]

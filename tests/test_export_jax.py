@@ -5,10 +5,10 @@ from tests.common import CHAT_TEMPLATE, RESUME, assert_refused, run_next, run_sc
 import numpy as np
 import pytest
 
-from jax_files.checkpoints import choose_checkpoint
-from jax_lora import load_run
-from jax_files.tokenizers import HFTokenizer
+from jax_hub.tokenizers import HFTokenizer
 from jax_pretrained import save_pretrained
+from jax_run.checkpoints import choose_checkpoint
+from jax_run.load import load_run
 from jax_transformer import count_params
 from tests.common import samples_of
 

@@ -13,7 +13,7 @@ import pytest
 
 from jax_flags import (
     NEEDS, UserError, check_given, check_needs, config_block, exit_if_peer_died, exit_on_user_error, is_url, read_flags,
-    read_json, read_text, regular_file, rising_learning_rate, write_text)
+    read_text, path_inside, rising_learning_rate, write_text)
 
 # -----------------------------------------------------------------------------
 # flags
@@ -314,8 +314,8 @@ def test_no_name_and_no_link_leads_out_of_a_folder(name, strangers):
     (strangers / 'link').symlink_to('../secret')
     (strangers / 'sub' / 'link').symlink_to('/etc/passwd')
     (strangers / 'linked').symlink_to('..')
-    with pytest.raises(UserError, match='leads out of its folder|is not a regular file'):
-        regular_file(strangers, name)
+    with pytest.raises(UserError, match='leads out of its folder'):
+        path_inside(strangers, name)
 
 
 def test_links_within_a_folder_and_a_folder_that_is_a_link_are_read(strangers, tmp_path):
@@ -323,17 +323,7 @@ def test_links_within_a_folder_and_a_folder_that_is_a_link_are_read(strangers, t
     (tmp_path / 'other').symlink_to(strangers)
     for folder in (strangers, tmp_path / 'other'):
         for name in ('a.json', 'sub/b.json', 'sub/../a.json', 'link', 'not there'):
-            assert regular_file(folder, name) == os.path.join(folder, name)
-
-
-def test_a_pipe_a_folder_and_a_name_that_is_none_are_refused(strangers):
-    os.mkfifo(strangers / 'pipe')
-    for name in ('pipe', 'sub', '', '.'):
-        with pytest.raises(UserError, match='is not a regular file'):
-            regular_file(strangers, name)
-    for name in ('a\0b', 'a\ud800'):
-        with pytest.raises(UserError, match='no file has such a name'):
-            regular_file(strangers, name)
+            assert path_inside(folder, name) == os.path.join(folder, name)
 
 
 def test_the_links_of_hugging_faces_cache_lead_to_the_files_of_the_same_model_only(tmp_path):
@@ -346,16 +336,7 @@ def test_the_links_of_hugging_faces_cache_lead_to_the_files_of_the_same_model_on
     (snapshot / 'config.json').symlink_to('../../blobs/ff')
     (snapshot / 'onnx' / 'config.json').symlink_to('../../../blobs/ff')
     (snapshot / 'theirs').symlink_to(other / 'blobs' / 'ff')
-    assert regular_file(snapshot, 'config.json') == os.path.join(snapshot, 'config.json')
-    assert regular_file(snapshot / 'onnx', 'config.json') == os.path.join(snapshot, 'onnx', 'config.json')
+    assert path_inside(snapshot, 'config.json') == os.path.join(snapshot, 'config.json')
+    assert path_inside(snapshot / 'onnx', 'config.json') == os.path.join(snapshot, 'onnx', 'config.json')
     with pytest.raises(UserError, match='leads out of its folder'):
-        regular_file(snapshot, 'theirs')
-
-
-def test_json_of_more_levels_than_functions_can_go_down_is_refused(tmp_path):
-    path = tmp_path / 'deep.json'
-    path.write_text('{"a": ' + '[' * 99 + ']' * 99 + '}')
-    assert read_json(path)['a']
-    path.write_text('{"a": ' + '[' * 100 + '{"b": 1}' + ']' * 100 + '}')
-    with pytest.raises(UserError, match='in more than 100 levels'):
-        read_json(path)
+        path_inside(snapshot, 'theirs')

@@ -7,20 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_cache
+import jax_transformer
 import jax_generate
-import jax_sizes
-from jax_devices.parallel import setup_distributed_training
+from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
-from jax_cache import PAD, init_cache, update_ring_cache
 from jax_generate import (
-    PrefixCache, Sampling, bytes_read_per_step, decode, expected_experts, generate, generate_stream,
-    keep_largest, prefill_layer, sample_token)
+    Controls, PrefixCache, decode, generate, generate_stream, keep_largest, prefill_layer, sample_token)
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.vocabulary import embed_tokens
 from jax_pretrained import load_pretrained
-from jax_transformer import MoEConfig, without_tables
+from jax_transformer import PAD, MoEConfig, Stream, init_cache, update_ring_cache, without_tables
 from tests.common import FAMILIES, TINY, apply, apply_with_cache, random_params, random_tokens
+from tools.speed import bytes_read_per_step, expected_experts
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
 ROPE = dataclasses.replace(TINY, position='rope', norm='rms', bias=False)
@@ -90,10 +88,10 @@ def test_a_long_prompt_never_has_all_its_scores_in_memory_and_gives_the_same_tex
     monkeypatch.setattr(jax_generate, 'piece_length', lambda *args: 64)  # too short for blocks of keys
     np.testing.assert_array_equal(in_blocks, generate(params, config, idx, 6, **options))
 
-    cache = jax.eval_shape(lambda: jax_cache.init_cache(config, 1, 4096))
+    cache = jax.eval_shape(lambda: jax_transformer.init_cache(config, 1, 4096))
     memory = prefill_layer.lower(
-        params['h_0'], cache['h_0'], jnp.zeros((1, 512, config.n_embd)), jnp.zeros((1, 512), jnp.int32), config=config,
-        layer=config.layer(0), is_last=False).compile().memory_analysis()
+        params['h_0'], cache['h_0'], Stream(jnp.zeros((1, 512, config.n_embd))), *jnp.zeros((2, 1, 512), jnp.int32),
+        config=config, layer=config.layer(0), is_last=False).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.7 * config.n_head * 512 * 4096 * 4  # bytes of all scores of a piece
 
 
@@ -101,13 +99,13 @@ def test_a_long_prompt_never_has_all_its_scores_in_memory_and_gives_the_same_tex
 def test_a_prompt_longer_than_a_large_ring_is_prefilled_without_a_copy_of_the_ring(monkeypatch):
     config = dataclasses.replace(ROPE, block_size=2048, n_layer=3, layer_types=('full', 'window', 'chunk'), window=32,
                                  chunk=2048)
-    slots = [jax_cache.count_slots(config, layer_type, 2048) for layer_type in config.layer_types]
+    slots = [jax_transformer.count_slots(config, layer_type, 2048) for layer_type in config.layer_types]
     assert slots == [2048 + 512, 32, 2048 + 512]
-    assert jax_cache.count_slots(config, 'full', 2047) == 2047  # not yet a ring
+    assert jax_transformer.count_slots(config, 'full', 2047) == 2047  # not yet a ring
 
-    cache = jax_cache.init_cache(config, 1, 2048)
+    cache = jax_transformer.init_cache(config, 1, 2048)
     new_kv = {name: jnp.zeros((1, 512, heads, width))
-              for name, (heads, width) in jax_cache.cache_entry_shapes(config).items()}
+              for name, (heads, width) in jax_transformer.cache_entry_shapes(config).items()}
     copies_ring = ['concatenate[dimension=1]' in str(jax.make_jaxpr(update_ring_cache, static_argnums=(0, 1))(
         config, layer_type, cache[f'h_{i}'], new_kv, jnp.arange(512)[None]))
         for i, layer_type in enumerate(config.layer_types)]
@@ -150,7 +148,7 @@ def test_other_numbers_of_equal_prompts_are_prefilled_in_the_same_shape(prefille
 
 
 def test_a_cache_grows_by_four_unless_all_fits_into_twice_its_size():
-    slots = jax_sizes.choose_slots
+    slots = jax_generate.choose_slots
     assert slots(20, 520, 8192) == 544  # a multiple of 32
     assert slots(20, 8020, 8192) == 512
     assert slots(513, 8020, 8192) == 2048
@@ -350,7 +348,7 @@ def test_without_log_probabilities_the_compiled_loop_computes_none():
     def count_logarithms(**more):
         state = jax_generate.create_decode_state(random_tokens(1, 4), np.array([4]), jax.random.split(RNG, 1), 16)
         state = state.replace(caches=(init_cache(TINY, 1, 16),), **more)
-        program = decode.lower((random_params(TINY),), state, jax_generate.Sampling(37), 8, 16, 16, configs=(TINY,),
+        program = decode.lower((random_params(TINY),), state, jax_generate.Controls(37), 8, 16, 16, configs=(TINY,),
                                n_draft=0, use_cache=True)
         return program.as_text().count('stablehlo.log ')
 
@@ -412,7 +410,7 @@ def test_tokens_are_drawn_as_by_categorical_in_its_fine_mode_which_reaches_rare_
     logits_BxV = jnp.where(logits_BxV < -3, -jnp.inf, logits_BxV)
     key_B = jax.random.split(RNG, 50)
     expected_B = [jax.random.categorical(key, logits, mode='high') for key, logits in zip(key_B, logits_BxV)]
-    tokens_B = sample_token(logits_BxV, key_B, Sampling(n_vocab=37, temperature=1.0))
+    tokens_B = sample_token(logits_BxV, key_B, Controls(n_vocab=37, temperature=1.0))
     np.testing.assert_array_equal(tokens_B, expected_B)
 
 
@@ -493,8 +491,8 @@ def test_prefill_compiles_one_layer_of_each_kind_and_the_last_layer(layer_types,
 def test_the_last_layer_is_prefilled_as_far_as_its_cache_needs():
     def n_matmuls(*, is_last):
         lowered = prefill_layer.lower(
-            random_params(ROPE)['h_0'], init_cache(ROPE, 1, 16)['h_0'], jnp.zeros((1, 4, ROPE.n_embd)),
-            jnp.arange(4)[None], config=ROPE, layer=ROPE.layer(0), is_last=is_last)
+            random_params(ROPE)['h_0'], init_cache(ROPE, 1, 16)['h_0'], Stream(jnp.zeros((1, 4, ROPE.n_embd))),
+            jnp.zeros((1, 4), int), jnp.arange(4)[None], config=ROPE, layer=ROPE.layer(0), is_last=is_last)
         return lowered.compile().as_text().count(' dot(')
 
     assert (n_matmuls(is_last=False), n_matmuls(is_last=True)) == (6, 1)

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from jax_flags import UserError
-from jax_inside import look_inside
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_pretrained import load_pretrained
-from jax_text import load
+from jax_text import load, look_inside
 from jax_transformer import GPT
 from tests.common import FAMILIES, GOLDEN, TINY, random_params, random_tokens
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jax_transformer import GPT, GPTConfig, create_train_state
+from jax_train_utils import create_train_state
+from jax_transformer import GPT, GPTConfig
 from tests.common import LONG_BLOCK, assert_same_loss_and_gradients, loss_and_gradients, temporary_bytes
 
 

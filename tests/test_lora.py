@@ -6,18 +6,17 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax.traverse_util import flatten_dict
 
-from jax_devices.parallel import setup_distributed_training
-from jax_files.checkpoints import choose_checkpoint
-from jax_lora import count_frozen, create_lora_state, load_frozen, load_run, model_params
+from jax_devices.layout import setup_distributed_training
 from jax_ops.matmul import Int8
 from jax_pretrained import load_pretrained
+from jax_run.checkpoints import choose_checkpoint
+from jax_run.load import load_frozen, load_run
+from jax_train_utils import count_frozen, create_lora_state, model_params
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
-    FAMILIES, RESUME, apply, assert_refused, assert_same_run, copy_folder, device_batch,
-    edit_tensors, read_tensors, records_without_times, run_next, run_script, sample, samples_of,
-    succeeded, train, train_step_of)
+    FAMILIES, RESUME, apply, assert_refused, assert_same_run, copy_folder, device_batch, edit_tensors, read_tensors,
+    records_without_times, run_script, sample, samples_of, succeeded, train, train_step_of)
 
 FLAGS = ['--lora_rank=4', '--lora_alpha=8', '--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=16',
          '--eval_iters=2', '--eval_interval=2', '--max_iters=4', '--learning_rate=1e-2', '--decay_lr=False',
@@ -122,11 +121,8 @@ def test_the_adapter_of_a_run_is_read_as_the_run_and_its_export_says_what_comes_
     assert f'saved {folder}, weights in float32, ' in said.stdout and '\n  adapter_model.safetensors, ' in said.stdout
     is_int8 = '--quantize=int8' in flags
     assert ('has trained with that model in int8' in said.stdout) == is_int8
-    assert len(samples_of(run_next(said))) == 1
-    merged = load_run(out, 'latest')[1]
-    read_again = load_pretrained(folder)[1]
-    atol = 0.1 if is_int8 else 1e-6  # peft adds to the weights as they are, not to int8
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), read_again, merged)
+    assert 'next: ' not in said.stdout  # this project does not read it
+    assert_refused(sample('none', f'--init_from={folder}'), 'is an adapter of peft: merge it into its model')
 
     assert_refused(run_script(*export), 'exists and is not an empty folder')
     export[-1] = f'--adapter={tmp_path / "other"}'
@@ -148,9 +144,6 @@ def test_the_adapter_of_a_run_on_top_of_another_run_is_for_the_folder_to_which_t
     assert_refused(run_script(*export), 'peft cannot load .*: export that as a folder and name it with --base=FOLDER')
     succeeded(run_script('export_jax.py', f'--out_dir={finished[0]}', f'--folder={base}'))
     succeeded(run_script(*export, f'--base={base}'))
-    merged, read_again = load_run(out, 'latest')[1], load_pretrained(folder)[1]
-    for path, x in flatten_dict(merged).items():
-        np.testing.assert_allclose(flatten_dict(read_again)[path], x, rtol=0, atol=1e-6)
     settings = json.loads((folder / 'adapter_config.json').read_text())
     assert settings['fan_in_fan_out'] and settings['target_modules'] == ['c_attn', 'c_fc', 'c_proj']
 
@@ -201,7 +194,7 @@ def lora_run(base, config, *layout, quantize=''):
     lora = {'base': str(base), 'rank': 4, 'alpha': 8.0, 'quantize': quantize, 'checksum': None}
     state = parallel.init_sharded(create_lora_state, jax.random.key(0), config, tx, 4)
     state = state.replace(frozen=load_frozen(lora, config, parallel)[0])
-    return state, train_step_of(parallel, config, lambda step: 1e-2)
+    return state, train_step_of(parallel, config)
 
 
 @pytest.mark.slow

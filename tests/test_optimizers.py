@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jax_flags import CHOICES, UserError
-from jax_optimizers import POLAR_EXPRESS, create_optimizer_with_schedule, orthogonalize
-from jax_train_utils import create_learning_rate_schedule
-from jax_transformer import MLPS, MLAConfig, MoEConfig, activate, create_train_state
+from jax_train_utils import (
+    POLAR_EXPRESS, create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state, orthogonalize)
+from jax_transformer import MLPS, MLAConfig, MoEConfig
 
 TINY = dataclasses.replace(tests.common.TINY, n_layer=1)
 
@@ -122,4 +122,4 @@ def test_each_schedule_that_can_be_chosen_has_a_curve_of_its_own():
 
 def test_each_mlp_that_can_be_chosen_has_a_function_of_its_own():
     x, gate = jnp.linspace(-9, 9, 7), jnp.linspace(8, -8, 7)  # beyond the limit of the clamped one
-    assert all_different([activate(dataclasses.replace(TINY, mlp=name), x, gate) for name in MLPS])
+    assert all_different([MLPS[name](dataclasses.replace(TINY, mlp=name), x, gate) for name in MLPS])

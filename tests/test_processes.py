@@ -1,8 +1,10 @@
-"""Several processes: joining, agreeing, failing together."""
-import importlib.metadata
+"""Several processes: joining, agreeing, failing together; and the signals that stop one."""
+import contextlib
+import io
 import os
 import random
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -10,19 +12,20 @@ import sys
 import time
 import jax_devices.processes
 from tests.common import (
-    ROOT, assert_refused, output_of, records_without_times, refusal, run_script, train, wait_for, wait_for_iteration)
+    ROOT, assert_refused, next_line, output_of, records_without_times, refusal, run_script, train, wait_for,
+    wait_for_iteration)
 
 import jax
 import numpy as np
 import pytest
 
-from jax_devices.parallel import setup_distributed_training
-from jax_devices.processes import check_agreement, in_all_processes, initialize_distributed
-from jax_files.checkpoints import choose_checkpoint, load_checkpoint, opt_state_item
-from jax_files.metrics import read_metrics
+from jax_devices.layout import setup_distributed_training
+from jax_devices.processes import STOP_SIGNALS, check_agreement, in_all_processes, initialize_distributed
 from jax_flags import UserError
-from jax_train_utils import create_optimizer_with_schedule
-from jax_transformer import GPTConfig, create_train_state
+from jax_run.checkpoints import choose_checkpoint, load_checkpoint, opt_state_item
+from jax_run.log import read_metrics
+from jax_train_utils import create_optimizer_with_schedule, create_train_state
+from jax_transformer import GPTConfig
 from tests.common import FLAGS, needs_hangup
 
 # -----------------------------------------------------------------------------
@@ -55,76 +58,21 @@ def test_a_mistake_of_one_process_is_reported_by_all(other_says):
 # -----------------------------------------------------------------------------
 # mistakes
 
-TORCHRUN = {'RANK': '3', 'WORLD_SIZE': '4', 'LOCAL_RANK': '1', 'MASTER_ADDR': 'host', 'MASTER_PORT': '29500'}
-SKYPILOT = {'SKYPILOT_NUM_NODES': '2', 'SKYPILOT_NODE_RANK': '1', 'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2\n'}
+LAUNCHERS = ('SLURM_NTASKS', 'SLURM_STEP_NODELIST', 'OMPI_COMM_WORLD_SIZE', 'KUBERNETES_SERVICE_HOST',
+             'JOB_COMPLETION_INDEX', 'JAX_COORDINATOR_ADDRESS', 'WORLD_SIZE', 'RANK', 'SKYPILOT_NUM_NODES')
 
 
-def test_torchruns_variables_are_understood(monkeypatch):
-    joined = []
-    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    initialize_distributed()
-    expected = dict(coordinator_address='host:29501', num_processes=4, process_id=3, local_device_ids=1)
-    assert expected.items() <= joined[0].items()
-    monkeypatch.delenv('MASTER_ADDR')
-    with pytest.raises(UserError, match="torchrun's variables .* are incomplete .'MASTER_ADDR'"):
-        initialize_distributed()
-    monkeypatch.setenv('WORLD_SIZE', '1')
-    initialize_distributed()
-    assert len(joined) == 1
-
-
-def without_launcher(monkeypatch):
-    for name in ('SLURM_NTASKS', 'SLURM_STEP_NODELIST', 'OMPI_COMM_WORLD_SIZE', 'KUBERNETES_SERVICE_HOST',
-                 'JOB_COMPLETION_INDEX', 'JAX_COORDINATOR_ADDRESS', 'TPU_WORKER_HOSTNAMES', *TORCHRUN, *SKYPILOT):
+@pytest.fixture
+def joined(monkeypatch):
+    """The (coordinator_address, num_processes, process_id) that JAX is called with; no launcher has started this."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda *given, **timeouts: calls.append(given))
+    for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
+    return calls
 
 
-def test_skypilots_variables_are_understood(monkeypatch):
-    without_launcher(monkeypatch)
-    joined = []
-    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
-    for name, value in SKYPILOT.items():
-        monkeypatch.setenv(name, value)
-    initialize_distributed()
-    expected = dict(coordinator_address='10.0.0.1:12355', num_processes=2, process_id=1)
-    assert expected.items() <= joined[0].items()
-    initialize_distributed('host:1234', 4, 3)  # flags win
-    assert joined[1]['coordinator_address'] == 'host:1234'
-    initialize_distributed(num_processes=1)
-    monkeypatch.setenv('SKYPILOT_NODE_IPS', '')
-    assert "SkyPilot's variables" in refusal(initialize_distributed)
-    monkeypatch.setenv('SKYPILOT_NUM_NODES', '1')
-    initialize_distributed()
-    assert len(joined) == 2
-
-
-def test_jax_coordinator_address_counts_without_auto(monkeypatch):
-    without_launcher(monkeypatch)
-    joined = []
-    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
-    monkeypatch.setenv('JAX_COORDINATOR_ADDRESS', 'host:1234')
-    initialize_distributed(num_processes=2, process_id=1)
-    expected = dict(coordinator_address='host:1234', num_processes=2, process_id=1)
-    assert expected.items() <= joined[0].items()
-    initialize_distributed()  # JAX reads the address itself, and detects the rest
-    assert not expected.keys() & joined[1].keys()
-    initialize_distributed(num_processes=1)
-    assert len(joined) == 2
-
-    def detect_nothing(**given):
-        raise ValueError('Number of processes must be defined.')
-
-    monkeypatch.setattr(jax.distributed, 'initialize', detect_nothing)
-    assert 'JAX_COORDINATOR_ADDRESS is set' in refusal(initialize_distributed)
-    assert 'Number of processes' in refusal(initialize_distributed)
-
-
-def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeypatch):
-    joined = []
-    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given.get('process_id', 'auto')))
-    without_launcher(monkeypatch)
+def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeypatch, joined):
     initialize_distributed()
     for name in ('SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'WORLD_SIZE', 'RANK', 'SKYPILOT_NUM_NODES'):
         monkeypatch.setenv(name, '')  # as a job's template may leave them
@@ -132,16 +80,43 @@ def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeyp
     monkeypatch.setenv('SLURM_NTASKS', '4')
     initialize_distributed()  # inside an allocation, but not started by srun
     assert joined == []
+    detected = (None, None, None)
     monkeypatch.setenv('SLURM_STEP_NODELIST', 'node[1-4]')
     initialize_distributed()
     initialize_distributed('host:1234', 2, 1)
+    initialize_distributed(num_processes=1)  # alone, whatever the environment says
     monkeypatch.delenv('SLURM_NTASKS')
     initialize_distributed('auto')
-    assert joined == ['auto', 1, 'auto']
+    assert joined == [detected, ('host:1234', 2, 1), detected]
+    for name, value in {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '0'}.items():
+        initialize_distributed()  # a pod that is not of an indexed job
+        monkeypatch.setenv(name, value)
+    initialize_distributed()
+    monkeypatch.setenv('JAX_COORDINATOR_ADDRESS', 'other:1234')
+    initialize_distributed(num_processes=2, process_id=1)
+    assert joined[3:] == [detected, ('other:1234', 2, 1)]
 
 
-def test_a_second_process_0_and_a_port_that_is_none_are_refused_at_once(monkeypatch):
-    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: None)
+@pytest.mark.parametrize('variables', [{'WORLD_SIZE': '4', 'RANK': '3'}, {'SKYPILOT_NUM_NODES': '2'}])
+def test_processes_that_jax_does_not_detect_do_not_train_alone(monkeypatch, joined, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert 'each would train alone: name them as in docs/parallelism.md' in refusal(initialize_distributed)
+    initialize_distributed(num_processes=1)
+    initialize_distributed('host:1234', 4, 3)
+    assert joined == [('host:1234', 4, 3)]
+
+
+def test_flags_that_do_not_go_together_are_refused(monkeypatch, joined):
+    monkeypatch.undo()
+    for flags in (('127.0.0.1:23456', 2, 2), ('127.0.0.1:23456',), ('', 2), ('', 0, 1)):
+        said = refusal(initialize_distributed, *flags)
+        assert 'do not find each other' in said and '--process_id=0 to N-1' in said
+    for address in ('127.0.0.1', ':1234', '127.0.0.1:x'):
+        assert 'is not host:port of process 0' in refusal(initialize_distributed, address, 2, 1)
+
+
+def test_a_second_process_0_and_a_port_that_is_none_are_refused_at_once(joined):
     with socket.socket() as taken:
         taken.bind(('127.0.0.1', 0))
         taken.listen()
@@ -151,28 +126,6 @@ def test_a_second_process_0_and_a_port_that_is_none_are_refused_at_once(monkeypa
         initialize_distributed(f'127.0.0.1:{port}', 2, 1)  # connects to it
     initialize_distributed(f'127.0.0.1:{port}', 2, 0)
     assert 'port 99999' in refusal(initialize_distributed, '127.0.0.1:99999', 2, 0)
-    assert 'host:port' in refusal(initialize_distributed, '127.0.0.1:x', 2, 1)
-
-
-def test_a_kubernetes_job_of_one_pod_needs_no_package_and_one_of_several_names_it(monkeypatch):
-    joined = []
-    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: joined.append(given))
-    without_launcher(monkeypatch)
-    for name, value in {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '0'}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    initialize_distributed(num_processes=1)
-    with pytest.raises(UserError, match=r'pip install "jax.k8s."; for a job of one pod add --num_processes=1'):
-        initialize_distributed()
-    assert not joined
-    initialize_distributed('host:1234', 2, 1)
-    monkeypatch.setenv('TPU_WORKER_HOSTNAMES', 'tpu-0.tpu,tpu-1.tpu')  # a slice of GKE, which JAX finds without it
-    initialize_distributed()
-    assert joined[1:] == [{'heartbeat_timeout_seconds': 60, 'shutdown_timeout_seconds': 60}]
-    monkeypatch.delenv('TPU_WORKER_HOSTNAMES')
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name)
-    initialize_distributed()
-    assert len(joined) == 3
 
 
 # -----------------------------------------------------------------------------
@@ -281,7 +234,7 @@ def test_two_processes_of_two_devices_on_a_mesh_give_the_curve_stop_together_and
     np.testing.assert_allclose(losses_of_run(tmp_path)[:30], losses_of_one_process, atol=2e-4)
     result = train(tmp_path, '--init_from=resume', '--device=cpu:0', f'--max_iters={saved + 2}')
     assert result.returncode == 0, result.stderr
-    assert "does not fit 1 devices: taking {'fsdp': 1, 'tensor': 1, 'expert': 1, 'context': 1}" in result.stdout
+    assert "do not fit 1 devices: taking {'fsdp': 1, 'tensor': 1, 'expert': 1, 'context': 1}" in result.stdout
     assert f'at iteration {saved}' in result.stdout
     refused = train(tmp_path, '--init_from=resume', '--device=cpu:0', '--fsdp=2')
     assert_refused(refused, 'fsdp=2 x tensor=1 x expert=1 x context=1 does not divide 1 devices')
@@ -341,6 +294,96 @@ def test_a_signal_before_the_first_iteration_stops_all_processes(dataset, tmp_pa
         processes.processes[1].send_signal(signal.SIGTERM)
         results = processes.results()
     assert [code for code, *_ in results] == [128 + signal.SIGTERM] * 2, results
+
+
+# -----------------------------------------------------------------------------
+# signals
+
+SIGNALLED = """
+import time
+import jax
+from jax_devices.processes import StopSignal
+stop = StopSignal(nothing_to_save={nothing_to_save})
+stop.saving = lambda: {saving}
+print('ready', flush=True)
+{then}
+"""
+ENDLESS_STEP = 'jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2, jax.numpy.sin, x))(1.0).block_until_ready()'
+
+
+@contextlib.contextmanager
+def signalled(nothing_to_save=False, saving=False, then=ENDLESS_STEP):
+    """A process with a StopSignal, and a function that sends it a signal and returns the line that it answers."""
+    program = SIGNALLED.format(nothing_to_save=nothing_to_save, saving=saving, then=then)
+    with subprocess.Popen([sys.executable, '-c', program], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        def send(signum):
+            process.send_signal(signum)
+            return next_line(process.stderr, process)
+
+        try:
+            assert next_line(process.stdout, process) == 'ready\n'
+            yield process, send
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_signal_is_answered_at_once_also_during_a_step_and_a_second_one_ends_the_process():
+    with signalled() as (process, send):
+        assert send(signal.SIGINT) == ('stopping after this iteration, then saving; Ctrl-C again ends at once, '
+                                       'without saving\n')
+        assert send(signal.SIGINT) == 'ended by Ctrl-C\n'
+        assert process.wait(timeout=300) == 128 + signal.SIGINT
+
+
+def test_a_second_signal_has_to_wait_for_a_save():
+    with signalled(saving=True, then='time.sleep(60); time.sleep(60); time.sleep(60)') as (process, send):
+        assert send(signal.SIGTERM).startswith('stopping after this iteration, then saving; SIGTERM again ends')
+        for _ in range(2):
+            assert send(signal.SIGTERM) == 'SIGTERM has to wait: a checkpoint is being written\n'
+        assert process.poll() is None
+
+
+def test_a_signal_while_a_run_starts_ends_it_with_a_line():
+    with signalled(nothing_to_save=True, then='time.sleep(60)') as (process, send):
+        assert send(signal.SIGINT) == 'stopping: there is nothing to save; Ctrl-C again ends at once\n'
+        assert process.wait(timeout=300) == 128 + signal.SIGINT
+
+
+def test_a_terminal_that_closes_before_sighup_comes_raises_nothing():
+    then = 'while not stop.signum: print("more", flush=True)'
+    program = SIGNALLED.format(nothing_to_save=False, saving=False, then=then)
+    terminal, inside = os.openpty()  # of another session: no signal comes with its end
+    with subprocess.Popen([sys.executable, '-c', program], cwd=ROOT, stdout=inside, stderr=inside) as process:
+        os.close(inside)
+        assert b'ready' in os.read(terminal, 100)
+        os.close(terminal)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(timeout=300) == 0
+
+
+class TerminalOfTheTest(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_script_leaves_handlers_and_streams_as_they_were(flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
+    monkeypatch.setattr(sys, 'stdout', TerminalOfTheTest())
+
+    def seen():
+        return [signal.getsignal(signum) for signum in STOP_SIGNALS], sys.stdout, sys.stderr
+
+    before = seen()
+    for max_iters in (1, 2):
+        args = [*flags, f'--out_dir={tmp_path}', '--init_from=auto', f'--max_iters={max_iters}']
+        monkeypatch.setattr(sys, 'argv', ['train_jax.py', *args])
+        runpy.run_path(str(ROOT / 'train_jax.py'), run_name='__main__')
+        assert seen() == before and signal.set_wakeup_fd(-1) == -1
+    assert 'iter 1:' in sys.stdout.getvalue()
 
 
 # -----------------------------------------------------------------------------

@@ -1,109 +1,68 @@
-"""RoPE of every family from every combination of keys, as transformers computes it
-(tests/golden/make_ropes.py)."""
-
-import functools
-import json
-
+"""RoPE as transformers reads it: refused where GPT does not compute it, wherever the keys stand."""
 import jax
 import numpy as np
 import pytest
 
-from jax_families import read_config
 from jax_flags import UserError
 from jax_generate import generate
+from jax_hub.families import read_config
 from jax_pretrained import load_pretrained
-from jax_transformer import rope_of_layer
 from tests.common import GOLDEN, apply
-from tests.golden.rope_cases import ABSENT, BASES, LENGTH, cases, config_of, scaled
 
-HEAD = 16  # channels of a head in all cases
-NAMES = {'full': 'full_attention', 'window': 'sliding_attention', 'chunk': 'full_attention'}
-
-
-@functools.cache
-def golden():
-    return json.loads((GOLDEN / 'ropes.json').read_text())
+SIZES = dict(
+    vocab_size=44, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+    intermediate_size=48, max_position_embeddings=256)
+BASES = {  # by model_type
+    'llama': {}, 'phi3': {}, 'olmo3': {}, 'gpt_oss': dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+    'gemma3_text': dict(head_dim=16)}
 
 
-def may_be_refused(family, case, expected):
-    """Whether GPT refuses a config that transformers computes: what it does not compute, wherever
-    it stands."""
-    kinds = {kind for kind, _, _ in expected['layers'].values()}
-    sliding = expected['layers'].get('sliding_attention', ['default'])
-    has_partial = '"partial_rotary_factor"' in json.dumps(case) and family != 'phi3'
-    return 'dynamic' in kinds or sliding[0] != 'default' or has_partial
+def read(family, **keys):
+    return read_config(dict(SIZES, **BASES[family], model_type=family, **keys), 'config.json')[0]
 
 
-@pytest.mark.parametrize('family', BASES)
-def test_rope_is_that_of_transformers_for_every_combination_of_keys(family):
-    n_same = 0
-    indices = golden()['families'][family]
-    all_cases = list(cases(family))
-    assert len(indices) == len(all_cases)
-    for case, index in zip(all_cases, indices):
-        expected = golden()['results'][index]
-        try:
-            config, _ = read_config(config_of(family, case), 'config.json')
-        except UserError:
-            assert expected is None or may_be_refused(family, case, expected), case
-            continue
-        assert expected is not None, case
-        for layer_type in set(config.layer_types) - {'nope'}:
-            name = NAMES[layer_type] if family in ('olmo3', 'gemma3_text') else 'full_attention'
-            _, frequencies, amplitude = expected['layers'][name]
-            got, got_amplitude = rope_of_layer(config, layer_type, HEAD)
-            np.testing.assert_allclose(got, frequencies, rtol=2e-6, err_msg=str(case))
-            np.testing.assert_allclose(got_amplitude, amplitude, rtol=1e-6, err_msg=str(case))
-        if family == 'deepseek_v3':
-            width = config.mla.nope_dim + config.mla.rope_dim
-            np.testing.assert_allclose(
-                config.attention_scale * width**0.5, expected['scores'], rtol=1e-6
-            )
-        n_same += 1
-    assert n_same > len(indices) / 5
-
-
-def read(family, **case):
-    return read_config(config_of(family, case), 'config.json')[0]
-
-
-def refusal_of(family, **case):
+def refusal_of(family, **keys):
     with pytest.raises(UserError) as error:
-        read(family, **case)
+        read(family, **keys)
     return str(error.value)
 
 
 @pytest.mark.parametrize('family', BASES)
 def test_what_is_not_computed_is_refused_by_name_wherever_it_stands(family):
-    dynamic = scaled('type', 'dynamic')
-    parameters = dynamic
+    dynamic = parameters = {'rope_type': 'dynamic', 'factor': 4.0}
     if family in ('olmo3', 'gemma3_text'):
         parameters = {'full_attention': dynamic, 'sliding_attention': {'rope_type': 'default'}}
-        dynamic = scaled(
-            'rope_type', 'dynamic'
-        )  # the older name does not count there, as in transformers
     assert 'dynamic' in refusal_of(family, rope_parameters=parameters)
-    assert 'dynamic' in refusal_of(family, rope_parameters=ABSENT, rope_scaling=dynamic)
+    assert 'dynamic' in refusal_of(family, rope_scaling=dynamic)
     if family != 'phi3':
         assert 'partial_rotary_factor=0.5' in refusal_of(family, partial_rotary_factor=0.5)
 
 
+@pytest.mark.parametrize('keys', [
+    dict(rope_theta=5e5, rope_scaling=dict(type='yarn', factor=4.0), original_max_position_embeddings=64),
+    dict(rope_parameters=dict(
+        rope_type='yarn', factor=4.0, rope_theta=5e5, original_max_position_embeddings=64))])
+def test_the_older_and_the_newer_keys_mean_the_same(keys):
+    config = read('llama', **keys)
+    assert config.rope_theta == 5e5
+    assert (config.rope_scaling.kind, config.rope_scaling.original_length) == ('yarn', 64)
+    assert config.rope_scaling.amplitude == pytest.approx(0.1 * np.log(4) + 1)
+
+
 def test_longrope_is_read_up_to_the_length_of_pretraining():
-    longrope = scaled('type', 'longrope')
-    config = read('phi3', rope_scaling=longrope, **{LENGTH: 64})
+    factors = [1.0 + i / 4 for i in range(8)]
+    longrope = dict(type='longrope', short_factor=factors, long_factor=[3 * x for x in factors])
+    config = read('phi3', rope_scaling=longrope, original_max_position_embeddings=64)
     assert config.block_size == 64  # of 256: beyond it transformers computes all positions again
-    assert config.rope_scaling.pair_factors == tuple(longrope['short_factor'])
+    assert config.rope_scaling.pair_factors == tuple(factors)
+    assert 'must have length 8' in refusal_of('phi3', rope_scaling=dict(longrope, short_factor=factors[:3]))
 
 
 @pytest.mark.parametrize('part, rotated', [(0.75, 12), (0.5, 8), (1.0, 0)])
 def test_phi3_rotates_a_part_of_each_head_wherever_the_key_stands(part, rotated):
     assert read('phi3', partial_rotary_factor=part).rope_width == rotated
-    assert (
-        read(
-            'phi3', rope_parameters={'rope_type': 'default', 'partial_rotary_factor': part}
-        ).rope_width
-        == rotated
-    )
+    parameters = {'rope_type': 'default', 'partial_rotary_factor': part}
+    assert read('phi3', rope_parameters=parameters).rope_width == rotated
 
 
 @pytest.mark.parametrize('theta', [0, -1.0, float('nan'), float('inf'), True, '500000', 10**400])
@@ -117,11 +76,7 @@ def test_a_phi4_has_the_logits_of_transformers_up_to_the_length_of_pretraining()
     """With a part of each head rotated, by longrope: tests/golden/make_phi4.py."""
     expected = np.load(GOLDEN / 'phi4' / 'expected.npz')
     config, params = load_pretrained(GOLDEN / 'phi4')
-    np.testing.assert_allclose(
-        apply(config, params, expected['idx']), expected['logits'], atol=1e-4
-    )
-    tokens = generate(
-        params, config, expected['idx'][:, :30], 8, rng=jax.random.key(0), temperature=0
-    )
+    np.testing.assert_allclose(apply(config, params, expected['idx']), expected['logits'], atol=1e-4)
+    tokens = generate(params, config, expected['idx'][:, :30], 8, rng=jax.random.key(0), temperature=0)
     again = apply(config, params, tokens[:, :-1]).argmax(-1)[:, 29:]
     np.testing.assert_array_equal(again, tokens[:, 30:])  # through the cache

@@ -16,8 +16,8 @@ import pytest
 import jax_devices.processes
 import jax_devices.setup
 from jax_devices.setup import (
-    can_cache_on_cpu, check_device_availability, configure_process, cpu_name, default_dtype,
-    device_peak_flops, enable_compilation_cache, finds_accelerator, setup_jax_environment)
+    can_cache_on_cpu, check_device_availability, configure_process, cpu_name, default_dtype, device_peak_flops,
+    enable_compilation_cache, finds_accelerator, setup_jax_environment)
 from jax_flags import UserError
 from tests.common import ROOT, output_of
 

@@ -11,10 +11,12 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_devices.parallel import setup_distributed_training
+from jax_devices.layout import setup_distributed_training
 from jax_ops.matmul import linear
 from jax_ops.sharding import BATCH, ROW_PARALLEL, create_mesh, partition_specs, shard
-from jax_transformer import GPTConfig, create_train_state, cross_entropy
+from jax_ops.vocabulary import cross_entropy
+from jax_train_utils import create_train_state
+from jax_transformer import GPTConfig
 from tests.common import ALL, CONFIG, ZERO_1, ZERO_2, ZERO_2_ON_MESH, collectives, compile_step, sizes_of
 
 # -----------------------------------------------------------------------------

@@ -1,35 +1,25 @@
 """What holds for the source code itself: the direction of imports, and thermometers of how it reads."""
 import ast
+import collections
+import io
+import subprocess
+import sys
+import tokenize
 
+import numpy as np
 import pytest
 
 import jax_generate
+import jax_train_utils
 import jax_transformer
-from tests.common import ROOT, source_files
+from tests.common import FLAGS, ROOT, source_files, write_dataset
 
-# a module imports only those of lower levels; the scripts are above all of them
-LEVELS = {
-    'jax_flags': 0,
-    'jax_devices.setup': 1, 'jax_devices.processes': 1, 'tools.topologies': 1, 'tools.hlo': 1, 'tools.plan': 12,
-    'jax_files.chat_worker': 0, 'jax_files.buckets': 1,
-    'jax_files.metrics': 1, 'jax_files.chats': 1, 'jax_files.torch_files': 1, 'jax_files.adapters': 1,
-    'jax_files.tokenizer_library': 1,
-    'jax_files.tokenizer_classes': 2, 'jax_files.tokenizer_folders': 3, 'jax_files.tokenizers': 4,
-    'jax_files.data': 6, 'jax_files.gguf_files': 6,
-    'jax_files.sources': 7, 'jax_files.checkpoints': 6,
-    'jax_files.weight_files': 7,
-    'jax_ops.sharding': 1, 'jax_ops.dropout': 1, 'jax_ops.cpu': 2, 'jax_ops.grouped': 2, 'jax_ops.matmul': 3,
-    'jax_ops.attention': 4, 'jax_ops.experts': 5, 'jax_ops.vocabulary': 4, 'jax_ops.layers': 4,
-    'jax_files.config_json': 1, 'jax_ropes': 2, 'jax_families': 8,
-    'jax_ops.choose_attention': 5, 'jax_ops.choose_experts': 4, 'jax_ops.decode_weights': 4,
-    'jax_sizes': 1, 'jax_cache': 4,
-    'jax_transformer': 6, 'jax_inside': 7, 'jax_generate': 7, 'jax_devices.parallel': 8,
-    'jax_optimizers': 6, 'jax_log': 1, 'jax_pretrained': 9, 'jax_lora': 10,
-    'jax_train_utils': 11, 'jax_score': 8, 'jax_speed': 8, 'jax_text': 11, 'jax_chat': 12, 'jax_start': 12,
-    'jax_minutes': 13,
-}
+# imports go down: a module imports those of its own room and of rooms before it, without a circle
+ROOMS = [
+    ('jax_flags',), ('jax_ops',), ('jax_devices',), ('jax_transformer',), ('jax_generate',),
+    ('jax_hub', 'jax_pretrained'), ('jax_run', 'jax_train_utils'), ('jax_text',), ('jax_run.start',), ('tools',)]
 SCRIPTS = ('train_jax', 'sample_jax', 'eval_jax', 'export_jax', 'bench_jax', 'plot_jax')
-FOLDERS = ('jax_ops', 'jax_files', 'jax_devices', 'tools')
+FOLDERS = ('jax_ops', 'jax_run', 'jax_hub', 'jax_devices', 'tools')
 PRIVATE = ('jaxlib.', 'jax._src.', 'jax.interpreters.', 'jax.extend.', 'jax.lib.')  # of jax: may change in any version
 
 
@@ -52,45 +42,47 @@ def imported_modules(tree):
         if isinstance(node, ast.ImportFrom):
             yield node.module
             yield from (f'{node.module}.{alias.name}' for alias in node.names)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ('__import__', 'importlib.import_module'):
-            yield ast.literal_eval(node.args[0])
 
 
-def is_lazy_import(node):
-    return isinstance(node, ast.FunctionDef) and node.name == '__getattr__'
+def level(module):
+    """The number of a module's room, that of the longest name in ROOMS that it begins with."""
+    found = [(len(name), i) for i, room in enumerate(ROOMS) for name in room if f'{module}.'.startswith(f'{name}.')]
+    return max(found)[1] if found else None
 
 
-def test_every_module_has_a_level_and_is_there():
-    modules = {module_name(name) for name in product_files()}
-    packages = {f'{folder}.__init__' for folder in FOLDERS}
-    known = LEVELS.keys() | set(SCRIPTS)
-    assert not modules - packages - known, (
-        'a new module: give it a level in LEVELS (tests/test_source.py), one above the modules that it imports')
-    assert not known - modules, 'a module that is gone: take it out of LEVELS or SCRIPTS (tests/test_source.py)'
+def own_imports():
+    """{module: the modules of the product that it imports, but in a __getattr__}."""
+    modules = {module_name(name): path for name, path in product_files().items()}
+    imports = {}
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text(encoding='utf-8'))
+        tree.body = [node for node in tree.body if getattr(node, 'name', '') != '__getattr__']
+        imports[module] = set(imported_modules(tree)) & modules.keys()
+    return imports
 
 
-@pytest.mark.parametrize('module', LEVELS)
-def test_a_module_imports_only_what_is_below_it(module):
-    tree = ast.parse((ROOT / f'{module.replace(".", "/")}.py').read_text())
-    if module == 'jax_transformer':  # the one exception: `from jax_transformer import generate`
-        tree.body = [node for node in tree.body if not is_lazy_import(node)]
-    imported = set(imported_modules(tree))
-    assert not imported & {*SCRIPTS}, f'{module} imports a script: move what it needs to a module'
-    for name in imported & LEVELS.keys():
-        assert LEVELS[name] < LEVELS[module], (
-            f'{module} imports {name}, which is not below it: see "Where does X go" in CONTRIBUTING.md; move the '
-            'function to the lower room, or give the modules other levels if no circle comes of it')
+def test_at_most_twelve_modules_are_at_the_top_and_each_has_a_room():
+    modules = [module for module in own_imports() if module.split('.')[-1] != '__init__']
+    assert sum('.' not in module for module in modules) <= 12, 'a new module goes into a wing, see CONTRIBUTING.md'
+    homeless = [module for module in modules if level(module) is None and module not in SCRIPTS]
+    assert not homeless, 'a new room: add it to ROOMS (tests/test_source.py), and to CONTRIBUTING.md'
 
 
-@pytest.mark.parametrize('module', [module for module in LEVELS if module.startswith('jax_files.')])
-def test_what_is_on_disk_knows_no_model(module):
-    tree = ast.parse((ROOT / f'{module.replace(".", "/")}.py').read_text())
-    own = {name for name in imported_modules(tree) if name in LEVELS}
-    allowed = {name for name in LEVELS if name.startswith('jax_files.')} | {
-        'jax_flags', 'jax_devices.setup', 'jax_devices.processes'}
-    assert own <= allowed, (
-        f'{module} imports {own - allowed}: what reads or writes a file takes plain values; move what knows the model '
-        'to the module that calls it')
+def test_imports_go_down():
+    for module, imported in own_imports().items():
+        assert not imported & {*SCRIPTS}, f'{module} imports a script: move what it needs to a module'
+        above = [name for name in imported if module not in SCRIPTS and level(name) > level(module)]
+        assert not above, (f'{module} imports {above}, which are above it: see "Where does X go" in CONTRIBUTING.md, '
+                           'and move the function to the lower room')
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    left = own_imports()
+    while left:
+        free = [module for module, imported in left.items() if not imported & left.keys()]
+        assert free, f'a circle of imports among {sorted(left)}'
+        for module in free:
+            del left[module]
 
 
 def test_a_folder_is_one_paragraph_and_exports_nothing():
@@ -102,8 +94,7 @@ def test_a_folder_is_one_paragraph_and_exports_nothing():
 def test_names_are_exported_again_by_modules_of_which_users_import_them_only():
     """A name imported and not used is an export. Pyflakes finds the others."""
     exporting = {name for name, path in product_files().items() if 'noqa: F401' in path.read_text(encoding='utf-8')}
-    documented = {'jax_train_utils.py', 'jax_transformer.py', 'jax_generate.py'}
-    allowed = documented | {'jax_chat.py'}  # jax_chat.py: readline
+    allowed = {'jax_transformer.py', 'jax_generate.py', 'jax_text.py'}  # jax_text.py: readline
     assert exporting <= allowed, 'import a name from the module that defines it, not through another one'
 
 
@@ -117,22 +108,14 @@ def test_no_private_name_of_jax_is_imported_at_the_top_of_a_file():
                                      'it in the function that uses it, with a fallback')
 
 
-def test_the_lazy_import_is_jax_generates():
-    tree = ast.parse((ROOT / 'jax_transformer.py').read_text())
-    lazy = [name for node in tree.body if is_lazy_import(node) for name in imported_modules(node)]
-    assert set(lazy) == {'jax_generate', 'jax_generate.generate'}
+def test_names_that_are_defined_above_are_imported_on_first_use():
+    from jax_train_utils import create_train_state, save_checkpoint
     from jax_transformer import generate
-    assert generate is jax_generate.generate
-    with pytest.raises(AttributeError, match='no_such_name'):
-        jax_transformer.no_such_name
-
-
-@pytest.mark.parametrize('script', SCRIPTS)
-def test_a_script_imports_no_other_script(script):
-    if (ROOT / f'{script}.py').exists():
-        tree = ast.parse((ROOT / f'{script}.py').read_text())
-        imported = set(imported_modules(tree))
-        assert not imported & {*SCRIPTS}, f'{script} imports a script: move what it needs to a module'
+    assert generate is jax_generate.generate and create_train_state is jax_train_utils.create_train_state
+    assert save_checkpoint.__module__ == 'jax_run.checkpoints'
+    for module in (jax_transformer, jax_train_utils):
+        with pytest.raises(AttributeError, match='no_such_name'):
+            module.no_such_name
 
 
 def test_nothing_is_imported_with_a_star():
@@ -194,3 +177,66 @@ def test_a_thermometer_of_lines_is_printed():
     print(f'{len(lines):,} lines, {mean:.1f} columns on average, {n_comments / len(lines):.1%} comments, '
           f'{n_long} of more than 100 columns')
     assert mean < 70, 'the code is pressed into columns: one statement a line, and a comment before a step'
+
+
+def count_tokens(path):
+    """The number of Python's tokens in a file, without comments, docstrings and ends of lines."""
+    text = path.read_text(encoding='utf-8')
+    ignored = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in ignored]
+    docs = [node for node in ast.walk(ast.parse(text))
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None]
+    return len(tokens) - len(docs)
+
+
+def test_a_thermometer_of_rooms_is_printed():
+    sizes = collections.Counter()
+    for path in source_files():
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith(('tests/', 'test_', 'conftest', 'tools/', 'peers/', 'config/')):
+            sizes[name.split('/')[0].removesuffix('.py')] += count_tokens(path)
+    for room, n_tokens in sizes.most_common():
+        print(f'{room}: {n_tokens:,} tokens')
+    print(f'all rooms: {sizes.total():,} tokens (goal: 95,000)')
+    assert sizes.total() < 125_000
+
+
+TRACE = """
+import runpy, sys
+seen = set()
+root, sys.argv = sys.argv[1], sys.argv[2:]
+sys.path.insert(0, root)
+def trace(frame, event, argument):
+    code = frame.f_code
+    is_function = code.co_flags & 2 and not code.co_name.startswith('<')  # no class body, lambda or comprehension
+    if event == 'call' and code.co_filename.startswith(root) and is_function:
+        seen.add((code.co_filename, code.co_qualname))
+sys.setprofile(trace)
+try:
+    runpy.run_path(f'{root}/{sys.argv[0]}', run_name='__main__')
+finally:
+    sys.setprofile(None)
+    print('\\nfiles:', len({file for file, _ in seen}), 'functions:', len(seen))
+"""
+
+
+def trace(script, *args):
+    """(the files, the functions) of the product that a run of a script executes; without lambdas and comprehensions."""
+    done = subprocess.run([sys.executable, '-c', TRACE, str(ROOT), script, *map(str, args)], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _, files, _, functions = done.stdout.split('\n')[-2].split()
+    return int(files), int(functions)
+
+
+@pytest.mark.slow
+def test_a_thermometer_of_the_way_is_printed(tmp_path):
+    write_dataset(tmp_path / 'data', np.arange(900) % 37, np.arange(90) % 37)
+    out = f'--out_dir={tmp_path / "out"}'
+    n_files, n_functions = trace('train_jax.py', *FLAGS, f'--dataset={tmp_path / "data"}', out, '--max_iters=2')
+    print(f'two iterations of training: {n_files} files, {n_functions} functions (at most 22, 230; goal 18, 200)')
+    assert n_files <= 24 and n_functions <= 290
+    n_files, n_functions = trace('sample_jax.py', out, '--device=cpu', '--max_new_tokens=4', '--num_samples=1',
+                               '--start=ABC')
+    print(f'a sample of four tokens: {n_files} files, {n_functions} functions (at most 20, 190; goal 16, 160)')
+    assert n_files <= 22 and n_functions <= 222

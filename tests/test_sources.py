@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from jax_files.data import load_dataset_meta
-from jax_files.sources import (
-    Data, DataSet, Mixture, WindowOrder, assign, count_windows, get_batch_jax, open_data, open_source)
-from jax_train_utils import create_learning_rate_schedule
-from jax_transformer import GPT, create_train_state, cross_entropy
+from jax_ops.vocabulary import cross_entropy
+from jax_run.data import load_dataset_meta
+from jax_run.sources import Data, DataSet, Mixture, assign, get_batch_jax, open_data, open_source, window_order
+from jax_train_utils import create_train_state
+from jax_transformer import GPT
 
 
 def open_folders(shares, seed):
@@ -43,7 +43,7 @@ def test_the_sequences_do_not_depend_on_how_they_are_batched():
 @pytest.mark.parametrize('n', [17, 18, 33, 40, 500])
 def test_an_epoch_shows_every_window_once_and_the_next_one_others(n):
     tokens = np.arange(n, dtype=np.uint16)
-    n_windows = count_windows(n, 16)
+    n_windows = window_order(n, 16, 0).n
     first, second = (get_batch_jax(tokens, 16, n_windows, 7, i)[0] for i in (0, 1))
     assert len(np.unique(first)) == first.size  # no token twice
     assert first.size >= min(n - 1, max(16, n - 3 * 16))
@@ -60,7 +60,7 @@ def test_the_order_of_the_windows_has_not_changed():
 
 def test_the_order_takes_the_smallest_integers_and_is_that_of_the_larger_ones():
     for n_windows, itemsize in ((200, 1), (2000, 2), (70_000, 4)):
-        offset, order = WindowOrder(16 * (n_windows + 2), 16, 7).shuffle(3)
+        offset, order = window_order(16 * (n_windows + 2), 16, 7).shuffle(3)
         rng = np.random.default_rng([7, 0, 3])
         assert offset == rng.integers(32)
         np.testing.assert_array_equal(order, rng.permutation(n_windows))
@@ -96,8 +96,7 @@ def test_the_loss_of_masked_tokens_counts_the_others_only_however_the_batch_is_s
     np.testing.assert_array_equal(source.draw(numbers, np.arange(2, 5))['weight'], weights[2:5])
     # a step with weights has the gradient of the mean over the tokens that count
     config = dataclasses.replace(TINY, n_layer=1)
-    schedule = create_learning_rate_schedule(1e-2, decay_lr=False)
-    step = make_step(config, schedule, grad_clip=0.0)
+    step = make_step(config, grad_clip=0.0)
     state = create_train_state(jax.random.key(0), config, optax.sgd(1.0))
     by_micro_batch = lambda a: a.reshape(2, 4, *a.shape[1:])
     batch = {'x': x, 'y': y, 'seq_id': np.arange(8, dtype=np.uint32), 'weight': weights}
@@ -149,7 +148,7 @@ def test_every_window_of_each_set_of_a_mixture_is_drawn_once_per_epoch_of_that_s
     drawn = np.concatenate([draw(mixture(), 12, i)[0] for i in range(30)])
     for k, (tokens, _) in enumerate(ARRAYS):
         own = drawn[drawn[:, 0] // 1000 == k]
-        n = count_windows(len(tokens), 16)
+        n = window_order(len(tokens), 16, 0).n
         assert len(own) > 2 * n
         for epoch in range(2):
             windows = own[epoch * n:][:n]

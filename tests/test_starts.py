@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from jax_files.checkpoints import choose_checkpoint
 from jax_flags import UserError
-from jax_lora import load_run
 from jax_pretrained import load_pretrained
-from jax_start import check_init_from, print_what_is_left
+from jax_run.checkpoints import choose_checkpoint
+from jax_run.load import load_run
+from jax_run.start import check_init_from, print_what_is_left
 from jax_transformer import GPT
 from tests.common import (
     RESUME, SHORT, assert_refused, copy_folder, records_with, run_script, sample, succeeded, train, write_dataset)

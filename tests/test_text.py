@@ -9,19 +9,24 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
-import jax_score
+import jax_generate
 import jax_text
-from jax_files.tokenizers import HFTokenizer, write_char_tokenizer
-from jax_flags import UserError
+from jax_flags import Sampling, UserError
 from jax_generate import PrefixCache, generate
-from jax_lora import load_run
+from jax_hub.tokenizers import HFTokenizer, write_char_tokenizer
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.sharding import current_mesh
+from jax_run.load import load_run
 from jax_text import Generation, TextModel, load
 from jax_transformer import MLAConfig, MoEConfig, count_params
 from tests.common import GOLDEN, TINY, apply, random_params, sample, succeeded
 
 END = '\n---------------\n'
+
+
+def sampling(**options):
+    """A Sampling with the model's own controls, as the methods of a model make it."""
+    return Sampling(**dict(temperature=None) | options)
 
 
 @pytest.fixture(scope='session')
@@ -139,7 +144,7 @@ def test_a_stop_text_that_is_one_character_of_a_character_tokenizer_ends_its_row
     for stop in (free[0][12], [free[1][9], free[2][20:22]]):
         def generate():
             ids = [model.encode(prompt) for prompt in prompts]
-            return Generation(model, ids, max_new_tokens=40, stop=stop).finish()
+            return Generation(model, ids, sampling(max_new_tokens=40, stop=stop), logprobs=True).finish()
 
         at_once = generate()
         with monkeypatch.context() as patch:
@@ -168,8 +173,8 @@ def test_a_row_that_has_met_the_stop_text_gets_no_more_tokens(run):
     model = load(run, device='cpu:0')
     free = model.generate(['the', 'fox'], max_new_tokens=40)
     stop = next(free[0][i:i + 3] for i in range(3, 20) if free[0][i:i + 3] not in free[1][3:])
-    generation = Generation(model, [[*map(model.tokenizer.ids.get, text)] for text in ('the', 'fox')],
-                            max_new_tokens=40, stop=stop).finish()
+    prompts = [[*map(model.tokenizer.ids.get, text)] for text in ('the', 'fox')]
+    generation = Generation(model, prompts, sampling(max_new_tokens=40, stop=stop)).finish()
     n_new = free[0].index(stop, 3)  # of characters: before the stop text
     assert n_new + 3 <= generation.result.lengths[0] < n_new + 3 + jax_text.STOP_CHUNK
     assert generation.result.lengths[1] == 43 and generation.texts == [free[0][:n_new], free[1]]
@@ -232,7 +237,7 @@ def test_a_sample_that_has_all_its_tokens_was_cut(run):
     model = load(run, device='cpu:0')
     stop = model.generate(['the'], max_new_tokens=9)[0][6:8]
     for options, was_cut in ((dict(), True), (dict(stop=stop), False)):
-        generation = Generation(model, [model.encode('the')], max_new_tokens=9, **options).finish()
+        generation = Generation(model, [model.encode('the')], sampling(max_new_tokens=9, **options)).finish()
         assert generation.was_cut(0) == was_cut
 
 
@@ -244,9 +249,6 @@ def test_a_sample_that_has_all_its_tokens_was_cut(run):
     (lambda model: model.generate(['the'], top_p=2), UserError, 'top_p must be in'),
     (lambda model: model.generate(['the'], seed=2**32), UserError, 'seed must be in'),
     (lambda model: model.stream('the', seed=-1), UserError, 'seed must be in'),
-    (lambda model: model.generate(['the'], temprature=1), TypeError,
-     'generate has no option temprature: did you mean temperature?'),
-    (lambda model: model.logprobs(['the'], batchsize=1), TypeError, 'did you mean batch_size'),
     (lambda model: model.stream('the', qqq=1), TypeError, "unexpected keyword argument 'qqq'"),
     (lambda model: model.chat([{'role': 'user', 'content': 'the'}]), UserError, 'has no chat template')])
 def test_what_makes_no_sense_is_refused(use, error, message, run):
@@ -261,23 +263,23 @@ def keyword_options(function):
 
 
 def test_the_methods_of_a_model_list_all_options_with_their_defaults():
-    options = keyword_options(Generation.__init__)
-    assert keyword_options(TextModel.generate) == {k: v for k, v in options.items() if k != 'streaming'}
-    of_one_prompt = {k: v for k, v in options.items() if k not in ('streaming', 'num_samples')}
-    assert keyword_options(TextModel.stream) == of_one_prompt
-    of_chats = {'tools': None, 'chat_template_kwargs': None}
-    assert keyword_options(TextModel.chat) == of_chats | of_one_prompt
-    for method in (TextModel.score, TextModel.logprobs):
-        assert keyword_options(method) == keyword_options(jax_score.score)
-    for method in (TextModel.generate, TextModel.stream, TextModel.chat, TextModel.score, TextModel.logprobs, load):
+    of_sampling = {field.name: field.default for field in dataclasses.fields(Sampling)}
+    for method in (TextModel.generate, TextModel.stream, TextModel.chat):
+        options = keyword_options(method)
         assert all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(method).parameters.values())
+        assert not of_sampling.keys() - options.keys() - {'stop_tokens', 'n_vocab'}
+        for name in ('max_new_tokens', 'seed', 'cache_dtype', 'n_draft'):
+            assert options[name] == of_sampling[name]
+        assert options['temperature'] is None
+    for method in (TextModel.score, TextModel.logprobs):
+        assert keyword_options(method) == keyword_options(jax_generate.score)
     assert 'temperature: float | None = None, top_k: int | None = None' in pydoc.render_doc(TextModel.chat)
 
 
 def test_a_model_is_one_line_in_a_notebook(run):
     for quantize in ('', 'int8'):
         model = load(run, device='cpu:0', quantize=quantize)
-        n_params = count_params(load_run(run, 'best', model.parallel)[1], non_embedding=False)
+        n_params = count_params(load_run(run, 'best', model.layout)[1], non_embedding=False)
         assert repr(model) == str(model) == f'{model.title}; {n_params:,} parameters, context of 16 tokens'
         assert model.title.startswith(f'{run}, checkpoint of iteration')
 
@@ -326,7 +328,7 @@ def rows_to_score(seed=0):
 def score_uncached(config, params, ids, start, max_length):
     """The log-probabilities of ids[start:], each window in one call of the model without a KV cache."""
     found = []
-    for first, scored, end in jax_score.windows(len(ids), start, max_length):
+    for first, scored, end in jax_generate.windows(len(ids), start, max_length):
         idx = np.pad(ids[first:end - 1], (0, max_length - (end - 1 - first)))[None]  # one shape, so one compilation
         logits = apply(config, params, idx)[0]
         logprobs = np.asarray(jax.nn.log_softmax(logits))[np.arange(end - first - 1), ids[first + 1:end]]
@@ -342,7 +344,7 @@ def test_log_probabilities_are_those_of_the_uncached_model_in_any_batch(name):
     converted = convert_params_for_decoding(dict(params), 'float32')
     expected = [[score_uncached(config, params, *row, 16) for row in item] for item in items]
     for batch_size in (1, 16):
-        scores = jax_score.score(converted, config, items, batch_size=batch_size)
+        scores = jax_generate.score(converted, config, items, batch_size=batch_size)
         for item, item_expected in zip(scores, expected):
             for (logprobs, _), row_expected in zip(item, item_expected, strict=True):
                 np.testing.assert_allclose(logprobs, row_expected, atol=2e-5)
@@ -353,14 +355,14 @@ def test_a_token_is_likeliest_if_greedy_sampling_generates_it():
     params = convert_params_for_decoding(dict(random_params(TINY)), 'float32')
     ids = generate(params, TINY, np.array([[3, 4]]), 8, rng=jax.random.key(0), temperature=0)[0].tolist()
     other = [*ids[:5], (ids[5] + 1) % 37, *ids[6:]]
-    (_, same), (_, changed) = jax_score.score(params, TINY, [[(ids, 2), (other, 2)]])[0]
+    (_, same), (_, changed) = jax_generate.score(params, TINY, [[(ids, 2), (other, 2)]])[0]
     assert same.all() and changed[:3].all() and not changed[3]
 
 
 def test_windows_are_those_of_lm_eval():
-    assert list(jax_score.windows(11, 1, 4)) == [(0, 1, 5), (4, 5, 9), (6, 9, 11)]  # the example in lm-eval's docs
-    assert list(jax_score.windows(11, 9, 4)) == [(6, 9, 11)]
-    assert list(jax_score.windows(5, 2, 4)) == [(0, 2, 5)]
+    assert list(jax_generate.windows(11, 1, 4)) == [(0, 1, 5), (4, 5, 9), (6, 9, 11)]  # the example in lm-eval's docs
+    assert list(jax_generate.windows(11, 9, 4)) == [(6, 9, 11)]
+    assert list(jax_generate.windows(5, 2, 4)) == [(0, 2, 5)]
 
 
 @pytest.mark.parametrize('how, tolerance', [
@@ -436,11 +438,6 @@ def test_a_prompt_is_not_ended_before_it_is_continued(speaking):
     tokenizer.post_processor = processors.TemplateProcessing('<s> $0 </s>', special_tokens=ends)
     tokenizer.save(str(speaking / 'tokenizer.json'))
     assert load(speaking, device='cpu:0').encode('hello') == expected
-
-
-def test_a_prompt_with_characters_that_would_be_left_out_is_refused(speaking):
-    with pytest.raises(UserError, match=r"has no token, and which it would leave out: '\|'"):
-        load(speaking, device='cpu:0').generate(['a|b'], max_new_tokens=1)
 
 
 @pytest.mark.parametrize('options, match', [

@@ -1,5 +1,6 @@
 """The training script: runs, resumes, mistakes."""
 import ast
+import dataclasses
 import json
 import math
 import os
@@ -12,10 +13,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-import jax_devices.parallel
+import jax_devices.layout
 import jax_devices.setup
-import jax_files.checkpoints
-import jax_files.sources
+import jax_run.checkpoints
+import jax_run.sources
 import jax_train_utils
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, ROOT, assert_refused, assert_same_run, copy_folder, edit_json, final_state, next_line,
@@ -26,13 +27,12 @@ import jax
 import numpy as np
 import pytest
 
-from jax_files.checkpoints import checkpoint_steps, choose_checkpoint, find_damage, read_val_loss
-from jax_files.metrics import read_metrics
-from jax_flags import UserError, config_block
-from jax_lora import load_run
+from jax_flags import Sampling, UserError, config_block
 from jax_pretrained import load_pretrained
-from jax_start import (
-    MODEL_FLAGS, config_from_flags, flags_from_config, merge_resumed_flags)
+from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, find_damage, read_val_loss
+from jax_run.load import load_run
+from jax_run.log import RunLog, read_metrics
+from jax_run.start import MODEL_FLAGS, config_from_flags, flags_from_config, merge_resumed_flags
 from tests.common import SHORT, TUNE, needs_hangup, records_with
 
 
@@ -50,14 +50,16 @@ def saved_iterations(out_dir):
 def test_every_knob_is_live(script):
     tree = ast.parse((ROOT / script).read_text())
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    used |= set(re.findall(r"\bflags\['(\w+)'\]", ast.unparse(tree)))
+    used |= set(re.findall(r"\b(?:flags\['|cfg\.)(\w+)", ast.unparse(tree)))
+    if 'Sampling' in used:
+        used |= {field.name for field in dataclasses.fields(Sampling)}
     if 'open_run' in used:  # says that these have no effect
         used |= {'compile', 'backend'}
     if 'config_from_flags' in used or 'open_run' in used:  # reads the model's flags, see the next test
         used |= {*MODEL_FLAGS, 'dropout', 'expert_balance'}
     if 'open_run' in used:
-        for module in ('jax_start.py', 'jax_minutes.py'):
-            used |= set(re.findall(r"\bflags\['(\w+)'\]", (ROOT / module).read_text()))
+        for module in (ROOT / 'jax_run').glob('*.py'):
+            used |= set(re.findall(r"\bflags\['(\w+)'\]", module.read_text()))
     knobs = config_block(ROOT / script)
     assert len(knobs) > 10
     assert not knobs.keys() - used
@@ -512,7 +514,7 @@ def test_an_evaluation_that_fails_does_not_cost_what_was_trained(finished, flags
 
 @pytest.mark.slow
 def test_signals_during_a_slow_save_neither_spoil_it_nor_are_lost(flags, tmp_path, monkeypatch):
-    write = jax_files.checkpoints.write_checksums
+    write = jax_run.checkpoints.write_checksums
 
     def write_slowly(folder):  # Orbax calls it in a thread of its own, the save's last step but one
         if not checkpoint_steps(tmp_path):
@@ -520,7 +522,7 @@ def test_signals_during_a_slow_save_neither_spoil_it_nor_are_lost(flags, tmp_pat
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.5)
         write(folder)
-    monkeypatch.setattr(jax_files.checkpoints, 'write_checksums', write_slowly)
+    monkeypatch.setattr(jax_run.checkpoints, 'write_checksums', write_slowly)
     result = train(tmp_path, *flags, '--max_iters=100000', '--eval_interval=100000', '--save_interval=3',
                    '--keep=100')
     assert result.returncode == 128 + signal.SIGTERM, result.stderr
@@ -860,14 +862,14 @@ def test_a_token_id_that_meta_json_denies_is_found_when_it_is_drawn(dataset, fla
 @pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
 def test_data_that_is_cut_short_ends_a_run_with_its_last_checkpoint(dataset, flags, tmp_path, monkeypatch, name):
     data = copy_folder(dataset, tmp_path)
-    draw = jax_files.sources.Windows.draw
+    draw = jax_run.sources.Windows.draw
 
     def cut_later(source, numbers, rows):
         if numbers[0] == 6 * len(numbers):  # iteration 6
             os.truncate(data / name, 40)
         return draw(source, numbers, rows)
 
-    monkeypatch.setattr(jax_files.sources.Windows, 'draw', cut_later)
+    monkeypatch.setattr(jax_run.sources.Windows, 'draw', cut_later)
     changed = ['--save_interval=2', '--eval_interval=8', f'--dataset={data}']
     result = train(tmp_path / 'out', *flags, *changed)
     kept = 4 if name == 'train.bin' else 6
@@ -919,21 +921,17 @@ def test_a_run_with_muon_resumes_bit_for_bit_and_with_other_execution_options(fl
 def test_the_loop_reads_an_iteration_when_the_next_is_on_its_way_or_at_once_where_calls_are_synchronous(
         is_synchronous, expected, flags, tmp_path, monkeypatch):
     monkeypatch.setattr(jax_devices.setup, 'is_synchronous', lambda device: is_synchronous)
-    events, compile_step, device_get = [], jax_devices.parallel.DataParallel.train_step, jax.device_get
+    events, iteration, device_get = [], RunLog.iteration, jax.device_get
 
-    def recording_train_step(self, step):
-        compiled = compile_step(self, step)
-
-        def recording_step(*args):
-            events.append('start')
-            return compiled(*args)
-        return recording_step
+    def recording_iteration(*args):
+        events.append('start')
+        iteration(*args)
 
     def recording_get(tree):
         events.append('read')
         return device_get(tree)
 
-    monkeypatch.setattr(jax_devices.parallel.DataParallel, 'train_step', recording_train_step)
+    monkeypatch.setattr(RunLog, 'iteration', recording_iteration)
     monkeypatch.setattr(jax, 'device_get', recording_get)
     succeeded(train(tmp_path / 'out', *flags, '--max_iters=6', '--eval_interval=100'))
     assert events == expected

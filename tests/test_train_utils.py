@@ -1,15 +1,11 @@
 """What jax_train_utils.py promises on one device and replicated over several; tests/test_parallel.py has the meshes."""
-import contextlib
 import dataclasses
 import functools
 import math
-import signal
-import subprocess
-import sys
 import tests.common
 from tests.common import (
-    GOLDEN, ROOT, SCHEDULE, apply, column, compiled_once, device_batch, eval_step_of, fresh_run, host_batch,
-    make_step, next_line, run_steps, slow, sources_of, write_dataset)
+    GOLDEN, apply, column, compiled_once, device_batch, eval_step_of, fresh_run, host_batch,
+    make_step, run_steps, slow, sources_of, write_dataset)
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +13,14 @@ import numpy as np
 import optax
 import pytest
 
-from jax_devices.parallel import DataParallel, split_batch
-from jax_files.data import load_dataset
+from jax_devices.layout import Layout, split_batch
 from jax_flags import UserError
 from jax_pretrained import load_pretrained
+from jax_run.data import load_dataset
 from jax_train_utils import (
-    Objective, clip_gradients, create_learning_rate_schedule, create_optimizer_with_schedule, estimate_loss_jax)
-from jax_transformer import GPT, create_train_state
+    Objective, clip_gradients, create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state,
+    estimate_loss_jax)
+from jax_transformer import GPT
 from tests.common import mean_loss
 
 TINY = dataclasses.replace(tests.common.TINY, n_layer=1)
@@ -127,9 +124,10 @@ def test_the_loss_is_the_mean_over_all_micro_steps_and_devices():
 def test_the_logged_learning_rate_is_the_one_applied():
     schedule = create_learning_rate_schedule(1e-2, warmup_iters=3, lr_decay_iters=6, min_lr=1e-3)
     state = jax.jit(lambda: create_train_state(jax.random.key(0), TINY, optax.sgd(schedule)))()
-    step = jax.jit(make_step(TINY, schedule, grad_clip=0.0))
+    state = state.replace(schedule=schedule)
+    step = jax.jit(make_step(TINY, grad_clip=0.0))
     distance = jax.jit(lambda before, after: optax.tree.norm(jax.tree.map(jnp.subtract, before, after)))
-    parallel = DataParallel(jax.devices()[:1])
+    parallel = Layout(jax.devices()[:1])
     for i in range(8):
         before = state.params
         state, metrics = step(state, device_batch(parallel, 1, 8, i, TINY))
@@ -142,7 +140,7 @@ def test_the_logged_learning_rate_is_the_one_applied():
 @pytest.mark.parametrize('n_micro, n_loops', [(1, 0), (2, 1)])
 def test_one_micro_step_is_not_a_loop(n_micro, n_loops):
     _, make, _ = compiled_once((1,), TINY)
-    step = make_step(TINY, create_learning_rate_schedule(1e-3, decay_lr=False))
+    step = make_step(TINY)
     tokens = jax.ShapeDtypeStruct((n_micro, 2, 16), jnp.int32)
     batch = {'x': tokens, 'y': tokens, 'seq_id': jax.ShapeDtypeStruct((n_micro, 2), jnp.uint32)}
     lowered = jax.jit(step).lower(jax.eval_shape(make), batch)
@@ -157,7 +155,7 @@ def test_five_steps_of_adamw_with_clipping_are_torchs(name):
     schedule = lambda step: jnp.asarray(golden['lrs'])[step]
     state = create_train_state(jax.random.key(0), config, create_optimizer_with_schedule(schedule))
     state = state.replace(params=params)
-    step = jax.jit(make_step(config, schedule))
+    step = jax.jit(make_step(config))
     assert (golden['grad_norms'] > 1).any()  # clipping acts
     for x, y, loss, grad_norm in zip(golden['x'], golden['y'], golden['losses'], golden['grad_norms'], strict=True):
         batch = {'x': x[None], 'y': y[None], 'seq_id': np.zeros((1, len(x)), np.uint32)}
@@ -169,14 +167,14 @@ def test_five_steps_of_adamw_with_clipping_are_torchs(name):
 
 @pytest.mark.parametrize('n_micro', [1, 2])
 def test_the_step_returns_the_metrics_that_its_objective_names(n_micro):
-    def means(loss_BxT, batch, params, losses):
+    def means(loss_BxT, batch):
         return {'loss': loss_BxT.mean(), 'worst': loss_BxT.max(), 'hidden': loss_BxT.min()}
 
     objective = Objective(means, means, metrics=('loss', 'worst'))
     _, make, _ = compiled_once((1,), TINY)
     tokens = jax.ShapeDtypeStruct((n_micro, 2, 16), jnp.int32)
     batch = {'x': tokens, 'y': tokens, 'seq_id': jax.ShapeDtypeStruct((n_micro, 2), jnp.uint32)}
-    step = make_step(TINY, SCHEDULE, objective=objective)
+    step = make_step(TINY, objective=objective)
     _, metrics = jax.eval_shape(step, jax.eval_shape(make), batch)
     assert metrics.keys() == {'loss', 'worst', 'grad_norm', 'lr'}
     assert all(metric.shape == () for metric in metrics.values())
@@ -250,7 +248,7 @@ def test_evaluation_is_the_mean_of_the_same_windows_on_any_number_of_devices(tmp
     x, y = batch['x'], batch['y']
     expected = mean_loss(TINY, state.params, x, y)
     for result in results:
-        assert result['val'] == pytest.approx(float(expected), rel=1e-5)
+        assert result['val']['loss'] == pytest.approx(float(expected), rel=1e-5)
         assert result['train'] == pytest.approx(results[0]['train'], rel=1e-5)
         assert result['train'] != result['val']
 
@@ -267,14 +265,14 @@ def test_bits_per_byte_leave_out_what_has_no_bytes_or_does_not_count(n_devices, 
     sources = sources_of(splits, 16, masks if masked else None)
     losses = estimate_loss_jax(eval_step, state.params, sources, parallel, token_bytes=token_bytes, **options)
     without = estimate_loss_jax(eval_step, state.params, sources, parallel, **options)
-    assert {split: losses[split] for split in splits} == without
+    assert {split: {'loss': losses[split]['loss']} for split in splits} == without
     start = np.arange(12) * (2000 - 17) // 11
     batch = sources['val'].read(start)
     x, y, counts = batch['x'], batch['y'], batch.get('weight', 1)
     nats = jax.jit(functools.partial(GPT(DROPOUT_ON).apply, method='loss'))(
         {'params': jax.device_get(state.params)}, x, y)
     expected = (nats * counts * (token_bytes[y] > 0)).sum() / np.log(2) / (token_bytes[y] * counts).sum()
-    assert losses['val_bpb'] == pytest.approx(float(expected), rel=1e-5)
+    assert losses['val']['bpb'] == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_an_evaluation_ends_when_a_signal_comes():
@@ -284,63 +282,8 @@ def test_an_evaluation_ends_when_a_signal_comes():
 
     def eval_step(params, batch):
         calls.append(len(calls))
-        return np.zeros(1)
+        return {'loss': np.zeros(())}
 
     evaluate = functools.partial(estimate_loss_jax, eval_step, None, sources, parallel, batch_size=4)
     assert evaluate(eval_iters=1000, stop_signal=lambda: 15 if len(calls) >= 3 else 0) is None
     assert len(calls) <= 5
-
-
-# -----------------------------------------------------------------------------
-# signals
-
-SIGNALLED = """
-import time
-import jax
-from jax_devices.processes import StopSignal
-stop = StopSignal(nothing_to_save={nothing_to_save})
-stop.saving = lambda: {saving}
-print('ready', flush=True)
-{then}
-"""
-ENDLESS_STEP = 'jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2, jax.numpy.sin, x))(1.0).block_until_ready()'
-
-
-@contextlib.contextmanager
-def signalled(nothing_to_save=False, saving=False, then=ENDLESS_STEP):
-    """A process with a StopSignal, and a function that sends it a signal and returns the line that it answers."""
-    program = SIGNALLED.format(nothing_to_save=nothing_to_save, saving=saving, then=then)
-    with subprocess.Popen([sys.executable, '-c', program], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as process:
-        def send(signum):
-            process.send_signal(signum)
-            return next_line(process.stderr, process)
-
-        try:
-            assert next_line(process.stdout, process) == 'ready\n'
-            yield process, send
-        finally:
-            process.kill()
-
-
-@pytest.mark.slow
-def test_a_signal_is_answered_at_once_also_during_a_step_and_a_second_one_ends_the_process():
-    with signalled() as (process, send):
-        assert send(signal.SIGINT) == ('stopping after this iteration, then saving; Ctrl-C again ends at once, '
-                                       'without saving\n')
-        assert send(signal.SIGINT) == 'ended by Ctrl-C\n'
-        assert process.wait(timeout=300) == 128 + signal.SIGINT
-
-
-def test_a_second_signal_has_to_wait_for_a_save():
-    with signalled(saving=True, then='time.sleep(60); time.sleep(60); time.sleep(60)') as (process, send):
-        assert send(signal.SIGTERM).startswith('stopping after this iteration, then saving; SIGTERM again ends')
-        for _ in range(2):
-            assert send(signal.SIGTERM) == 'SIGTERM has to wait: a checkpoint is being written\n'
-        assert process.poll() is None
-
-
-def test_a_signal_while_a_run_starts_ends_it_with_a_line():
-    with signalled(nothing_to_save=True, then='time.sleep(60)') as (process, send):
-        assert send(signal.SIGINT) == 'stopping: there is nothing to save; Ctrl-C again ends at once\n'
-        assert process.wait(timeout=300) == 128 + signal.SIGINT

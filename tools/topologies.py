@@ -1,4 +1,4 @@
-"""The name of a topology -> devices to compile for, and their data sheets."""
+"""The name of a topology -> devices to compile for."""
 import ctypes
 import importlib.util
 import math
@@ -10,13 +10,8 @@ import jax
 
 from jax_flags import UserError
 
-# The data sheet of each device: usable memory in bytes; bytes/s to memory, to devices of the host
-# (NVLink, or all links of a TPU) and to other hosts.
-DATA_SHEETS = {
-    'h100': (84.9e9, 3350e9, 450e9, 50e9),
-    'v5e': (15.75 * 2**30, 819e9, 200e9, 200e9),
-    'cpu': (math.inf, None, None, None),
-}
+# The usable memory of each kind of device, in bytes. The process's own CPUs have no limit.
+DEVICE_MEMORY = {'h100': 84.9e9, 'v5e': 15.75 * 2**30, 'cpu': None}
 
 # The target of XLA's CUDA compiler, as XLA writes it.
 H100 = '''gpu_device_info {
@@ -39,10 +34,10 @@ def topology_devices(topology):
     kind, _, shape = topology.partition(':')
     sizes = shape.split('x')
     are_numbers = all(re.fullmatch('[1-9][0-9]*', size) for size in sizes)
-    if kind not in DATA_SHEETS or not are_numbers:
+    if kind not in DEVICE_MEMORY or not are_numbers:
         raise UserError('topology must be like v5e:4x4 (a TPU slice), h100:2x8 (hosts x GPUs) or '
                         f'cpu:1x8 (CPU devices of this process), not {topology!r}: only '
-                        f'{", ".join(DATA_SHEETS)} are known')
+                        f'{", ".join(DEVICE_MEMORY)} are known')
     if kind == 'cpu':
         n_devices = math.prod(int(size) for size in sizes)
         return cpu_devices(topology, n_devices)

@@ -11,8 +11,7 @@ import sys
 import sysconfig
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import (
-    TOKENIZER_HELP, choose_vocabulary, create_parser, encode_documents, fail, row_length, save_tokens)
+from common import TOKENIZER_HELP, choose_vocabulary, create_parser, encode_documents, fail, save_documents
 
 # not the library itself: installed packages, tests, applications, generated tables
 skip = {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test', 'idlelib', 'lib2to3',
@@ -62,13 +61,13 @@ def main(doc, out_dir, tokenizer):
              'more')
 
     vocabulary = choose_vocabulary(args.tokenizer, lambda: texts, lambda: train)
-    train_ids, val_ids = (encode_documents(part, vocabulary, args.rows) for part in (train, val))
-    save_tokens(args.out_dir, train_ids, val_ids, vocabulary, **row_length(args.rows))
+    documents = {'train': encode_documents(train, vocabulary), 'val': encode_documents(val, vocabulary)}
+    sizes = save_documents(args.out_dir, documents, vocabulary, args.rows)
     print(f'{len(files)} files of {root}, Python {platform.python_version()}')
     print(f'length of dataset in characters: {n:,}')
     print(f'vocab size: {vocabulary.size:,}')
-    print(f'train has {len(train_ids):,} tokens')
-    print(f'val has {len(val_ids):,} tokens')
+    for split, n in sizes.items():
+        print(f'{split} has {n:,} tokens')
 
 if __name__ == '__main__':
     main(__doc__, os.path.dirname(os.path.abspath(__file__)), 'bpe:2048')

@@ -10,7 +10,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
-    SHAKESPEARE, TOKENIZER_HELP, choose_vocabulary, create_parser, download, encode_documents, fail, save_tokens)
+    SHAKESPEARE, TOKENIZER_HELP, choose_vocabulary, create_parser, download, encode_documents, save_documents)
 from reading import read_text
 
 here = os.path.dirname(os.path.abspath(__file__))
@@ -35,15 +35,12 @@ for text in texts:
     n_train = max(0, n_train - len(text))
 
 vocabulary = choose_vocabulary(args.tokenizer, lambda: texts, lambda: train_texts)
-train_ids, val_ids = (encode_documents(part, vocabulary) for part in (train_texts, val_texts))
-if args.tokenizer == 'gpt2':
-    train_ids, val_ids = train_ids[:-1], val_ids[:-1] # as nanoGPT's: the end token is only between two documents
-if min(len(train_ids), len(val_ids)) < 2: # an input and a target at the very least
-    fail(f'{", ".join(input_file_paths)} has only {n} characters, too few for a train and a val part; give it more '
-         'text')
-save_tokens(args.out_dir, train_ids, val_ids, vocabulary)
-print(f'train has {len(train_ids):,} tokens')
-print(f'val has {len(val_ids):,} tokens')
+documents = {'train': encode_documents(train_texts, vocabulary), 'val': encode_documents(val_texts, vocabulary)}
+if args.tokenizer == 'gpt2': # as nanoGPT's: the end token is only between two documents
+    for ids in documents.values():
+        ids[-1:] = [part[:-1] for part in ids[-1:]]
+for split, n in save_documents(args.out_dir, documents, vocabulary).items():
+    print(f'{split} has {n:,} tokens')
 if not args.input and args.tokenizer == 'gpt2':
     print('tiny shakespeare has 301,966 and 36,059')
 

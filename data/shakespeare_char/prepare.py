@@ -8,8 +8,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import (
-    SHAKESPEARE, choose_vocabulary, create_parser, download, encode_documents, fail, save_tokens)
+from common import SHAKESPEARE, choose_vocabulary, create_parser, download, encode_documents, save_documents
 from reading import read_text
 
 here = os.path.dirname(os.path.abspath(__file__))
@@ -24,21 +23,18 @@ if args.input is None:
     download(SHAKESPEARE, input_file_path)
 data = read_text(input_file_path)
 n = len(data)
-if n - int(n*0.9) < 2: # val needs an input and a target at the very least
-    fail(f'{input_file_path} has only {n} characters, too few for a train and a val part; give it more text')
 
 # all the unique characters that occur in this text; a character's id is its place among them
 vocabulary = choose_vocabulary('char', lambda: [data])
 chars, vocab_size = vocabulary.tokenizer['chars'], vocabulary.size
-ids = encode_documents([data], vocabulary)
-train_ids, val_ids = ids[:int(n*0.9)], ids[int(n*0.9):]
-save_tokens(args.out_dir, train_ids, val_ids, vocabulary)
+ids, = encode_documents([data], vocabulary)
+sizes = save_documents(args.out_dir, {'train': [ids[:int(n*0.9)]], 'val': [ids[int(n*0.9):]]}, vocabulary)
 
 print(f'length of dataset in characters: {n:,}')
 print(f'all the unique characters: {ascii(chars[:100])}{"..." if vocab_size > 100 else ""}')
 print(f'vocab size: {vocab_size:,}')
-print(f'train has {len(train_ids):,} tokens')
-print(f'val has {len(val_ids):,} tokens')
+for split, n in sizes.items():
+    print(f'{split} has {n:,} tokens')
 if args.input is None:
     print('tiny shakespeare has 1,003,854 and 111,540, with a vocab size of 65')
 

@@ -1,0 +1,63 @@
+"""
+Save FineWeb's sample of 10 billion tokens as GPT-2 BPE tokens, in the order of modded-nanogpt: its files by their
+names, their documents as they stand there, each behind the token <|endoftext|>; val.bin has the first 100 million
+tokens. The files come from the Hugging Face hub (28 GB), or are on this disk:
+$ python data/fineweb/prepare.py path/to/sample/10BT/*.parquet
+Saves train.bin and val.bin with the ids, and meta.json that says how to read them.
+"""
+import itertools
+import os
+import sys
+
+from tqdm import tqdm
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from common import choose_vocabulary, create_encoder, create_parser, fail, finish_data_set, join, make_folder, positive
+from reading import read_rows
+
+here = os.path.dirname(os.path.abspath(__file__))
+hub_name, sample = 'HuggingFaceFW/fineweb', 'sample/10BT'
+batch_size = 1000 # documents
+
+def download():
+    """The parquet files of the sample, from the hub or its cache."""
+    from huggingface_hub import snapshot_download
+    try:
+        folder = snapshot_download(hub_name, repo_type='dataset', allow_patterns=f'{sample}/*.parquet')
+    except Exception as e: # no network
+        fail(f'cannot download {hub_name} ({type(e).__name__}: {e}); name the parquet files of {sample}, downloaded by '
+             'hand')
+    folder = os.path.join(folder, sample)
+    return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
+
+def read_texts(paths):
+    """Yields the text of each document of these files."""
+    for path in paths:
+        for _, row in read_rows(path, ['text']):
+            if 'text' not in row:
+                fail(f'{path} has no column "text", only {", ".join(row):.200}')
+            yield row['text']
+
+parser = create_parser(__doc__, here)
+parser.add_argument('input', nargs='*', help=f'parquet files, in this order (default: {hub_name} from the hub)')
+parser.add_argument('--tokenizer', default='gpt2', help='gpt2, or a Hugging Face folder or owner/name')
+parser.add_argument('--val_tokens', type=positive, default=10**8, help='the first tokens, for val.bin (default: 10**8)')
+parser.add_argument('--num_proc', type=positive, default=os.cpu_count(), help='threads (default: one per core)')
+args = parser.parse_args()
+os.environ['RAYON_NUM_THREADS'] = str(args.num_proc) # of the library tokenizers
+vocabulary = choose_vocabulary(args.tokenizer)
+encode = create_encoder(vocabulary, args.num_proc)
+before = vocabulary.begin or vocabulary.end # of each document
+
+make_folder(args.out_dir)
+texts = iter(tqdm(read_texts(args.input or download()), unit=' documents', disable=None))
+n_left = args.val_tokens # until val.bin is full
+path = os.path.join(args.out_dir, '{}.part.bin')
+with open(path.format('val'), 'wb') as val, open(path.format('train'), 'wb') as train:
+    while batch := list(itertools.islice(texts, batch_size)):
+        ids = join([part for document in encode(batch) for part in (before, document)], vocabulary.dtype)
+        val.write(ids[:n_left])
+        train.write(ids[n_left:])
+        n_left = max(0, n_left - len(ids))
+for split, n in finish_data_set(args.out_dir, vocabulary).items():
+    print(f'{split} has {n:,} tokens')

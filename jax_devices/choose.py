@@ -1,0 +1,156 @@
+"""Which way a device computes attention and experts: chosen by device, model and sizes, with the
+reason."""
+import jax
+import jax.numpy as jnp
+
+from jax_devices.setup import nvidia_capability
+from jax_flags import UserError, check_choice
+from jax_ops.attention import ATTENTION, Scores, fused_causal_attention
+
+# The least block_size that takes chunked attention: on a CPU because it is then faster
+# (docs/performance.md), on GPUs and TPUs without flash attention because the scores would take most
+# of the memory (docs/parallelism.md#attention)
+CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
+
+
+def choose_attention(attention, config, device, *, tensor=1, context=1, deterministic=False,
+                     packed=False):
+    """Returns (implementation, reason) for the flag --attention and training on `device`, one of
+    `tensor` devices that share the heads and `context` devices that share a sequence.
+
+    'auto' is the device's flash attention (cuDNN or splash) where it computes this model, else
+    chunked attention for blocks of CHUNKED_FROM tokens and longer, else plain XLA.
+    deterministic: whether a step has to give the same bits each time; on GPUs only plain XLA does.
+    packed: whether rows hold several conversations, see GPT.loss.
+    Raises UserError for an unknown or impossible attention."""
+    check_choice('attention', attention, ('auto', *ATTENTION))
+    if deterministic and device.platform == 'gpu':
+        if attention == 'cudnn':
+            raise UserError('attention=cudnn is not deterministic; use --attention=auto, or '
+                            '--deterministic=False')
+        return 'xla', 'deterministic'
+    if attention in ('xla', 'chunked'):
+        return attention, 'as asked'
+
+    # flash attention, if it is asked for or the device has one
+    is_auto = attention == 'auto'
+    flash = attention
+    if is_auto:
+        flash = {'gpu': 'cudnn', 'tpu': 'splash'}.get(device.platform)
+    why_not = ''
+    if flash:
+        refuses = {'cudnn': why_not_cudnn, 'splash': why_not_splash}[flash]
+        refusal = refuses(config, device, tensor=tensor, context=context)
+        if packed and (flash == 'cudnn' or 'chunk' in config.layer_types):
+            refusal = 'it does not keep the conversations of a row apart'
+        if not refusal and is_auto:
+            return flash, 'flash attention'
+        if not refusal:
+            return flash, 'as asked'
+        if not is_auto:
+            raise UserError(f'attention={attention} does not work here: {refusal}; use '
+                            '--attention=auto')
+        why_not = f'; not {flash}: {refusal}'
+
+    # else by the size of the scores
+    least = CHUNKED_FROM.get(device.platform, 128)
+    if config.block_size < least and context == 1:
+        return 'xla', f'a block below {least} has small scores{why_not}'
+    if device.platform == 'cpu':
+        return 'chunked', "keeps the probabilities in the CPU's cache"
+    return 'chunked', f'never stores the scores{why_not}'
+
+
+def why_not_flash(config):
+    """Returns why neither cuDNN nor splash attention can train this model, or None."""
+    if config.mla:
+        return 'latent attention has keys and values of different widths'
+    if config.dropout:
+        return 'it has no dropout'
+    return None
+
+
+def why_not_cudnn(config, device, *, tensor=1, context=1):
+    """Returns why cuDNN's attention cannot train this model on this device, or None if it can. The
+    last check compiles it."""
+    if context > 1:
+        return 'it does not shard a sequence'
+
+    # the device; the version of one that is not here, for which a plan is compiled, names NVIDIA
+    capability = nvidia_capability(device)
+    version = ''
+    if device.platform == 'gpu':
+        version = device.client.platform_version
+    if 'cuda' not in version and 'NVIDIA' not in version:
+        return 'it is for NVIDIA GPUs'
+    if capability < 8:
+        return f'it needs compute capability 8.0, this is {capability}'
+
+    # the model
+    width = config.head_width
+    widest = 256 if capability >= 9 else 128
+    if config.dtype not in ('bfloat16', 'float16'):
+        return f'it computes in 16 bits, not in {config.dtype}'
+    if width % 8 or width > widest:
+        return f'heads of {width} are not a multiple of 8 or too wide'
+    if config.sinks or config.attention_cap:
+        return 'it has neither sinks nor a cap of scores'
+    has_chunks = 'chunk' in config.layer_types and config.chunk < config.block_size
+    if has_chunks and config.block_size % config.chunk:
+        return f'chunks of {config.chunk} do not divide block_size={config.block_size}'
+    reason = why_not_flash(config)
+    if reason:
+        return reason
+
+    # whatever else cuDNN refuses, it says when it is compiled
+    try:
+        for layer_type in sorted(set(config.layer_types)):
+            compile_cudnn(config, device, layer_type, tensor)
+    except Exception as error:  # of many types, with messages of many lines
+        return f'{type(error).__name__}: {" ".join(str(error).split())[:150]}'
+    return None
+
+
+def compile_cudnn(config, device, layer_type='full', tensor=1):
+    """Compiles a layer's attention and its gradient for a sequence and a device's heads. Raises an
+    exception of XLA's if cuDNN refuses."""
+    here = jax.sharding.SingleDeviceSharding(device)
+
+    def heads(n_heads):
+        shape = 1, config.block_size, n_heads // tensor, config.head_width
+        return jax.ShapeDtypeStruct(shape, config.dtype, sharding=here)
+
+    q, k = heads(config.n_head), heads(config.kv_heads)
+
+    scores = Scores(config.attention_scale, **config.span_limits(layer_type))
+
+    def total(q, k, v):
+        y = fused_causal_attention('cudnn', q, k, v, scores)
+        return y.astype(jnp.float32).sum()
+
+    jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()
+
+
+def why_not_splash(config, device, *, tensor=1, context=1):
+    """Returns why TPUs' splash attention cannot train this model on this device, or None if it
+    can."""
+    if device.platform != 'tpu':
+        return 'it is for TPUs'
+    if config.head_width not in (64, 128):
+        return f'heads are {config.head_width} wide, not 64 or 128'
+    if config.block_size % (128 * context):
+        return f'{128 * context} does not divide block_size={config.block_size}'
+    return why_not_flash(config)
+
+
+def choose_experts(config, device):
+    """Returns (one of EXPERT_WAYS, reason) for a model's mixtures of experts on `device`; without
+    experts ('loop', 'no experts')."""
+    if config.moe is None:
+        return 'loop', 'no experts'
+    if device.platform == 'cpu':
+        return 'loop', "a block of rows stays in the CPU's cache"
+    if device.platform == 'tpu':
+        few = f'batched for fewer than {config.moe.n_expert} rows'
+        return 'ragged', f'a kernel for all experts; {few}'
+    return 'batched', 'no loop over experts'

@@ -1,0 +1,343 @@
+"""How a step runs on the devices: replicated (pmap) or sharded over a mesh (jit).
+
+One Layout says where everything is. Between two steps, and where a step has whole values:
+
+| flags | parameters | optimizer state | gradients | batch | the gradients are summed by |
+|---|---|---|---|---|---|
+| none, one device | whole | whole | whole | whole | nobody |
+| none | whole | whole | whole | data | pmean under pmap, once an update |
+| zero=1 | whole | over replicas | over replicas | data | psum_scatter in shard_map, once |
+| zero=2 | by rules | over replicas | over replicas | BATCH | XLA, after each micro-batch |
+| fsdp, tensor, ... | by rules | by rules | by rules | BATCH, context | XLA, where needed |
+
+"By rules": PARTITION_RULES of jax_ops/sharding.py. "Over replicas": the same, and what is sharded
+over fsdp also over data and context.
+"""
+import contextlib
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jax_flags import UserError
+from jax_ops.sharding import (
+    AXES, BATCH, create_mesh, current_mesh, partition_specs, shard)
+
+global_max = jax.jit(jnp.max)  # of an array that is sharded over processes
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where parameters, optimizer state, gradients and batch are on `devices`, see the table above.
+
+    The global batch is split into n_data_shards contiguous shards; a process loads the shards of
+    its own devices.
+    zero: 1 (ZeRO-1, arXiv:1910.02054) goes without other axes than data: each device updates its
+    shard of the parameters, which are all-gathered again at the end of the step. 2 is ZeRO-2."""
+    devices: tuple
+    fsdp: int = 1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
+    zero: int = 0
+
+    @functools.cached_property
+    def is_replicated(self):
+        """Whether each device has the whole state."""
+        return self.fsdp == self.tensor == self.expert == self.context == 1 and not self.zero
+
+    @functools.cached_property
+    def has_pmap(self):
+        """Whether pmap runs the step, on several devices with the whole state each."""
+        return self.is_replicated and len(self.devices) > 1
+
+    @functools.cached_property
+    def mesh(self):
+        if self.is_replicated:  # in the order of the devices, which is pmap's
+            return Mesh(np.array(self.devices).reshape(-1, 1, 1, 1, 1), AXES)
+        return create_mesh(self.devices, self.tensor, self.fsdp, self.expert, self.context)
+
+    @functools.cached_property
+    def n_data_shards(self):
+        return math.prod(self.mesh.shape[axis] for axis in BATCH)
+
+    @functools.cached_property
+    def local_data_shards(self):
+        """The numbers of the batch shards that this process loads, ascending."""
+        # along these axes devices share sequences
+        sharing = [AXES.index('tensor'), AXES.index('context')]
+        devices = np.moveaxis(self.mesh.devices, sharing, [-2, -1])
+        local = []
+        for i, group in enumerate(devices.reshape(self.n_data_shards, -1)):
+            if any(device.process_index == jax.process_index() for device in group):
+                local.append(i)
+        return local
+
+    def validate(self, config):
+        """Raises UserError for a model that the devices cannot split."""
+        n_devices = len(self.devices)
+
+        # each axis of the mesh divides what it shards
+        sizes = [
+            ('tensor', 'n_head', config.n_head),
+            ('tensor', 'n_kv_head', config.kv_heads),
+            ('fsdp', 'n_embd', config.n_embd),
+            ('expert', 'n_expert', config.moe.n_expert if config.moe else 1)]
+        for flag, name, size in sizes:
+            n = getattr(self, flag)
+            if size % n:
+                valid = [m for m in range(1, n_devices + 1) if size % m == 0 and n_devices % m == 0]
+                raise UserError(f'{flag}={n} does not divide {name}={size}; on {n_devices} devices '
+                                f'it may be one of {valid}')
+
+        # attention splits the part of each device again, so that all have as much work
+        if config.block_size % self.context**2:
+            raise UserError(f'context={self.context}: its square must divide '
+                            f'block_size={config.block_size}')
+        if self.context > 1 and config.attention not in ('chunked', 'splash'):
+            raise UserError(f'attention={config.attention} does not shard a sequence: use '
+                            'attention=auto with context')
+
+    # --- between two steps: the state
+
+    def shardings(self, tree):
+        """Returns the sharding of each leaf of a tree of parameters, or of a TrainState."""
+        if self.is_replicated:
+            return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), tree)
+        specs = partition_specs(tree, self.mesh)
+        if self.zero and hasattr(tree, 'opt_state'):
+            over_replicas = partition_specs(tree.opt_state, self.mesh, over_replicas=True)
+            specs = specs.replace(opt_state=over_replicas)
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+    def device_put(self, tree):
+        """Moves a tree of host arrays, the same in every process, to the devices, sharded as
+        shardings() says."""
+        def put(x, sharding):
+            values = np.asarray(x)
+            return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
+
+        return jax.tree.map(put, tree, self.shardings(tree))
+
+    def init_sharded(self, make, *args):
+        """Computes make(*args) under jit with sharded outputs: no device materializes the full
+        tree."""
+        tree = jax.eval_shape(lambda: make(*args))
+        shardings = jax.tree.leaves(self.shardings(tree))
+        make_leaves = jax.jit(lambda: jax.tree.leaves(make(*args)), out_shardings=shardings)
+        return jax.tree.unflatten(jax.tree.structure(tree), make_leaves())
+
+    def abstract_state(self, make, *args):
+        """Returns the ShapeDtypeStructs, with shardings, of init_sharded(make, *args), which is not
+        run."""
+        def abstract(x, sharding):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        tree = jax.eval_shape(lambda: make(*args))
+        return jax.tree.map(abstract, tree, self.shardings(tree))
+
+    # --- the batch
+
+    def local_rows(self, n_rows):
+        """Returns which of the n_rows sequences of an iteration this process loads, for
+        shard_batch()."""
+        each = n_rows // self.n_data_shards
+        return np.concatenate([i * each + np.arange(each) for i in self.local_data_shards])
+
+    def whole_batch(self, shape, rest):
+        """Returns (the shape, the PartitionSpec) of an array of the batch, of which each device or
+        group of devices has a shard [*shape, *rest]. Under pmap a leading axis has the shards; on a
+        mesh they are side by side on the last axis of `shape`, and positions, the first axis of
+        `rest`, are sharded over context."""
+        if len(self.devices) == 1:
+            return (*shape, *rest), P()
+        if self.is_replicated:
+            return (self.n_data_shards, *shape, *rest), P('data')
+        *first, each = shape
+        spec = P(*[None] * len(first), BATCH, *['context'] * len(rest))
+        return (*first, self.n_data_shards * each, *rest), spec
+
+    def shard_batch(self, batch, shape):
+        """Moves this process's sequences [n, ...] to the devices, see whole_batch."""
+        if len(self.devices) == 1:
+            batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
+            return jax.device_put(batch, self.devices[0])
+        axis = 0 if self.is_replicated else len(shape) - 1
+        each = 1 if self.is_replicated else shape[-1]
+
+        def put(x):
+            whole, spec = self.whole_batch(shape, x.shape[1:])
+            local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
+
+            # what one device holds of it: one shard, or its positions of one
+            def part(index):
+                shard_number = (index[axis].start or 0) // each
+                if self.is_replicated:
+                    return local[shard_number][None]
+                return local[shard_number][..., *index[axis + 1:]]
+
+            return jax.make_array_from_callback(whole, NamedSharding(self.mesh, spec), part)
+
+        return jax.tree.map(put, batch)
+
+    def max_over_processes(self, number):
+        """Returns the maximum of `number` over all processes: as it is if there is one process,
+        else a device array, which is not awaited: int() of it is."""
+        if jax.process_count() == 1:
+            return number
+        # an array with a number for each device, of which the maximum is an all-reduce
+        sharding = NamedSharding(Mesh(np.array(self.devices), ('data',)), P('data'))
+        numbers = jax.make_array_from_callback(
+            (len(self.devices),), sharding, lambda _: np.array([number]))
+        return global_max(numbers)
+
+    # --- within a step
+
+    @property
+    def n_losses(self):
+        """Number of devices of which each takes the mean loss of its own sequences. On a mesh XLA
+        takes one mean over all sequences."""
+        return len(self.devices) if self.is_replicated or self.zero == 1 else 1
+
+    def map_replicas(self, gradients):
+        """Makes a function like gradients(params, frozen, batch, scale) of the sequences of all
+        devices, of one that computes those of a device's own and ends in all_reduce()."""
+        if self.zero != 1:
+            return gradients
+
+        def on_each_replica(params, frozen, batch, scale):
+            specs = partition_specs(params, current_mesh(), over_replicas=True)
+            run = jax.shard_map(
+                gradients, in_specs=(P(), P(), P(None, 'data'), P()), out_specs=(specs, P()),
+                check_vma=False)
+            return run(params, frozen, batch, scale)
+
+        return on_each_replica
+
+    def all_reduce(self, grads, metrics):
+        """Takes the mean of gradients and metrics over the replicas, where each has computed its
+        own; with zero=1 each keeps its shard of the gradients (reduce-scatter)."""
+        if self.has_pmap:
+            with jax.named_scope('all_reduce'):
+                return jax.lax.pmean((grads, metrics), 'data')
+        if self.zero == 1:
+            specs = partition_specs(grads, self.mesh, over_replicas=True)
+            with jax.named_scope('reduce_scatter'):
+                return jax.tree.map(mean_shard, specs, grads), jax.lax.pmean(metrics, 'data')
+        return grads, metrics
+
+    # --- compiled steps
+
+    def compile_step(self, step):
+        """Compiles the step of make_train_step; the state that it is given is donated."""
+        if self.has_pmap:
+            return pmap_train_step(step, self.devices)
+        if self.is_replicated:
+            return jax.jit(step, donate_argnums=0)
+
+        def sharded_step(state, batch):
+            state, metrics = step(state, batch)
+            # with zero, this all-gathers the parameters again
+            state = jax.lax.with_sharding_constraint(state, self.shardings(state))
+            return state, jax.tree.map(shard, metrics)
+
+        return jax.jit(self.on_mesh(sharded_step), donate_argnums=0)
+
+    def compile_eval_step(self, step):
+        """Compiles the step of make_eval_step."""
+        if self.has_pmap:
+            return pmap_step(step, self.devices)
+        if self.is_replicated:
+            return jax.jit(step)
+        return jax.jit(self.on_mesh(
+            lambda params, batch: jax.tree.map(shard, step(params, batch))))
+
+    def on_mesh(self, step):
+        """Makes a function like step(state, batch) that is traced on the mesh, if there is one."""
+        if self.is_replicated:
+            return step
+
+        def step_on_mesh(state, batch):
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return step(state, batch)
+        return step_on_mesh
+
+    def mesh_context(self):
+        """Returns the context to run other compiled functions in: on a mesh, jax.set_mesh."""
+        return contextlib.nullcontext() if self.is_replicated else jax.set_mesh(self.mesh)
+
+
+def mean_shard(spec, grad):
+    """Takes the mean of a gradient over the replicas, and keeps this device's shard of it, along
+    the dimension along which the optimizer state is sharded."""
+    n_devices = jax.lax.axis_size('data')
+    for dimension, axes in enumerate(spec):
+        if 'data' in (axes or ()):
+            total = jax.lax.psum_scatter(grad, 'data', scatter_dimension=dimension, tiled=True)
+            return total / n_devices
+    return jax.lax.pmean(grad, 'data')  # no dimension is divisible
+
+
+def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
+    """Returns the Layout of a model on these devices: replicated, or on a mesh if fsdp, tensor,
+    expert or context is more than 1, or zero more than 0.
+
+    Raises UserError if their product does not divide the number of devices."""
+    if zero not in (0, 1, 2):
+        raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is --fsdp')
+    if zero == 1 and not fsdp == tensor == expert == context == 1:
+        raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use '
+                        '--zero=2')
+    create_mesh(devices, tensor, fsdp, expert, context)  # raises
+    return Layout(tuple(devices), fsdp, tensor, expert, context, zero)
+
+
+def fit_sizes(sizes, given, n_devices, n_embd):
+    """Returns the sizes of the axes {'fsdp', 'tensor', 'expert', 'context'} of a resumed run on
+    n_devices: `sizes` if they fit. Otherwise those that are not among the flags `given` now are
+    replaced: fsdp becomes as large as it can, the others 1."""
+    if n_devices % max(1, math.prod(sizes.values())) == 0:
+        return sizes
+    fitting = {name: size if name in given else 1 for name, size in sizes.items()}
+    # fsdp takes what the given sizes leave, as far as it divides the width
+    if 'fsdp' not in given and sizes['fsdp'] > 1:
+        left = n_devices // math.gcd(n_devices, math.prod(fitting.values()))
+        fitting['fsdp'] = math.gcd(left, n_embd)
+    return fitting
+
+
+def pmap_step(step, devices, donate_argnums=()):
+    """Runs step(state, batch) over several devices: the state and all results are replicated (not
+    stacked), the batch has a leading device axis. `step` reduces over the axis 'data', so that
+    every device has the same result."""
+    return jax.pmap(step, axis_name='data', in_axes=(None, 0), out_axes=None, devices=devices,
+                    donate_argnums=donate_argnums)
+
+
+def pmap_train_step(step, devices):
+    """pmap_step with a donated state: the training step of replicated data parallelism."""
+    return pmap_step(step, devices, donate_argnums=0)
+
+
+def split_batch(gradient_accumulation_steps, batch_size, n_devices):
+    """Returns (micro-steps, micro-batch size) of each device. Devices split the micro-steps first,
+    then the micro-batch: no device ever holds more than batch_size sequences.
+
+    Raises UserError if they do not divide."""
+    def batch_shards_of(n):
+        return n // math.gcd(gradient_accumulation_steps, n)
+
+    # Some devices compute different micro-steps, the others different sequences of a micro-step.
+    step_shards = math.gcd(gradient_accumulation_steps, n_devices)
+    batch_shards = batch_shards_of(n_devices)
+    if batch_size % batch_shards:
+        valid = [n for n in range(1, n_devices + 1) if batch_size % batch_shards_of(n) == 0]
+        raise UserError(
+            f'gradient_accumulation_steps={gradient_accumulation_steps} x batch_size={batch_size} '
+            f'sequences cannot be shared equally by {n_devices} devices; these numbers of devices '
+            f'can: {valid}; or make batch_size a multiple of {batch_shards}')
+    return gradient_accumulation_steps // step_shards, batch_size // batch_shards

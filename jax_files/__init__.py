@@ -1,1 +1,0 @@
-"""What is on disk: token files, tokenizers, checkpoints, foreign weights."""

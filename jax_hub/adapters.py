@@ -1,0 +1,85 @@
+"""What LoRA has trained as an adapter of peft: adapter_config.json and adapter_model.safetensors.
+
+Reference: https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_flags import UserError
+
+ADAPTER_CONFIG = 'adapter_config.json'
+ADAPTER_FILE = 'adapter_model.safetensors'
+PREFIX = 'base_model.model.'  # of the name of each tensor
+EXPERT = re.compile(r'\.experts\.\d+\.')  # in the name of a module of one of several experts
+
+
+class Halves(NamedTuple):
+    """The update of a module: b @ a, times alpha / rank."""
+    a: np.ndarray  # [rank, in]
+    b: np.ndarray  # [out, rank]
+
+
+def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
+    """Returns (the content of adapter_config.json, {name: array}) of an adapter.
+
+    modules: {module of the model of transformers: Halves}. rank, alpha: of the run; where several
+    updates became one, its rank is a multiple of it, and so is its alpha. base: the model's path,
+    or its name on the hub. model_type: a key of its config.json. others: the modules that have no
+    update."""
+    # Their tensors, and the modules whose rank is another one.
+    tensors = {}
+    ranks = {}
+    alphas = {}
+    for module, half in modules.items():
+        tensors[f'{PREFIX}{module}.lora_A.weight'] = half.a
+        tensors[f'{PREFIX}{module}.lora_B.weight'] = half.b
+        n_updates = len(half.a) // rank
+        if n_updates > 1:
+            last = module.split('.')[-1]
+            ranks[last] = n_updates * rank
+            alphas[last] = as_peft_number(n_updates * alpha)
+
+    # What peft needs to make the modules, and to find the base.
+    settings = {
+        'peft_type': 'LORA',
+        'task_type': 'CAUSAL_LM',
+        'base_model_name_or_path': base,
+        'r': rank,
+        'lora_alpha': as_peft_number(alpha),
+        'rank_pattern': ranks,
+        'alpha_pattern': alphas,
+        'target_modules': name_targets(modules, others),
+        'fan_in_fan_out': model_type == 'gpt2',
+        'lora_dropout': 0.0,
+        'bias': 'none',
+        'use_rslora': False,
+        'use_dora': False,
+        'inference_mode': True}
+    return settings, tensors
+
+
+def as_peft_number(alpha):
+    """Returns an alpha as an int if it is one: peft's type of it."""
+    return int(alpha) if alpha == int(alpha) else alpha
+
+
+def name_targets(modules, others):
+    """Returns the modules of an adapter as peft finds them: the ends of their names, such as
+    'q_proj', or, where such an end is that of another module too, their whole names. Raises
+    UserError if peft would take them for another one anyhow."""
+    ends = {module.split('.')[-1] for module in modules}
+    other_ends = {module.split('.')[-1] for module in others}
+
+    # peft 0.21 reads these names of a model with experts as those of the experts, whole or not.
+    expert_ends = {module.split('.')[-1] for module in others if EXPERT.search(module)}
+    if not ends.isdisjoint(expert_ends):
+        raise UserError(f'peft takes an update of {min(ends & expert_ends)} for one of the '
+                        'experts, which have none here: export the run merged, with --folder '
+                        'instead of --adapter')
+
+    # What sees too has modules with these ends of which nothing is known here.
+    sees = any('language_model.' in module for module in modules)
+    is_ambiguous = sees or not ends.isdisjoint(other_ends)
+    return sorted(modules) if is_ambiguous else sorted(ends)

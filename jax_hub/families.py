@@ -1,0 +1,460 @@
+"""The families of models on Hugging Face's hub: from the config.json of each to a GPTConfig.
+
+transformers reads the file: it knows what a missing or an older key means, which layers have
+windows, and gives RoPE's parameters in one form. Here stands what GPT computes of it; all else is
+refused.
+
+Reference: https://github.com/huggingface/transformers/tree/main/src/transformers/models,
+configuration_*.py
+"""
+import copy
+import math
+
+from jax_flags import UserError, printable
+from jax_hub.folders import import_transformers
+from jax_transformer import GPTConfig
+
+# model_type: that of the class of transformers that reads it
+CLASS_OF = {'kimi_k2': 'deepseek_v3', 'gemma3': 'gemma3_text', 'llama4': 'llama4_text'}
+COMPOSITE = ('gemma3', 'llama4')  # with a text_config beside that of the part that sees
+# keys that are no part of the language model
+NOT_READ = ('quantization_config', 'num_labels', 'id2label', 'label2id')
+QUANTIZATIONS = (None, 'mxfp4', 'fp8')
+GPT2_SIZES = {
+    'block_size': 'n_positions',
+    'vocab_size': 'vocab_size',
+    'n_layer': 'n_layer',
+    'n_head': 'n_head',
+    'n_embd': 'n_embd',
+}  # field of GPTConfig and nanoGPT: key in config.json
+GPT2_FIXED = {
+    'scale_attn_weights': True,
+    'scale_attn_by_inverse_layer_idx': False,
+    'reorder_and_upcast_attn': False,
+    'add_cross_attention': False,
+}  # all that GPT computes
+HF_ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
+LAYER_TYPES = {
+    'full_attention': 'full',
+    'sliding_attention': 'window',
+    'chunked_attention': 'chunk',
+}
+
+
+def require(hf, **supported):
+    """Raises UserError for a value of a config that is not the one that is computed."""
+    for key, value in supported.items():
+        found = getattr(hf, key, value)
+        if found != value:
+            raise UserError(f'{key}={found!r:.80} is not supported, only {value!r}')
+
+
+# -----------------------------------------------------------------------------
+# the families: a config of transformers -> fields of GPTConfig
+
+def gpt2_config(hf):
+    """Returns GPT-2's fields."""
+    require(hf, **GPT2_FIXED)
+    if hf.n_inner is not None:
+        require(hf, n_inner=4 * hf.n_embd)
+    if hf.activation_function not in HF_ACTIVATIONS:
+        raise UserError(f'activation_function {hf.activation_function!r} is not supported')
+    fields = {field: getattr(hf, key) for field, key in GPT2_SIZES.items()}
+    return fields | dict(
+        activation=HF_ACTIVATIONS[hf.activation_function],
+        norm_eps=hf.layer_norm_epsilon,
+        tied_head=hf.tie_word_embeddings,
+    )
+
+
+def llama_fields(hf, *, activation='silu', attention_bias=False):
+    """Returns the fields that all families but GPT-2 have in common, without those of RoPE."""
+    name = 'hidden_activation' if hasattr(hf, 'hidden_activation') else 'hidden_act'
+    require(hf, **{name: activation}, attention_bias=attention_bias, mlp_bias=False)
+    return dict(
+        vocab_size=hf.vocab_size,
+        block_size=hf.max_position_embeddings,
+        n_layer=hf.num_hidden_layers,
+        n_head=hf.num_attention_heads,
+        n_embd=hf.hidden_size,
+        n_kv_head=hf.num_key_value_heads,
+        head_dim=head_width(hf),
+        n_inner=hf.intermediate_size,
+        tied_head=hf.tie_word_embeddings,
+        norm='rms',
+        norm_eps=hf.rms_norm_eps,
+        position='rope',
+        bias=False,
+        mlp='swiglu',
+    )
+
+
+def head_width(hf):
+    """Returns the channels of a head. Raises UserError for null where no model computes it."""
+    width = getattr(hf, 'head_dim', hf.hidden_size // hf.num_attention_heads)
+    if width is None:
+        raise UserError('head_dim=null is not supported for this family')
+    return width
+
+
+def llama_config(hf):
+    """Returns Llama's fields."""
+    return llama_fields(hf) | rope_fields(hf)
+
+
+def mistral_config(hf):
+    """Returns Mistral's fields."""
+    return llama_config(hf) | window_of_all_layers(hf)
+
+
+def window_of_all_layers(hf):
+    """Returns window and layer_types where all layers are alike, {} where they have no window."""
+    if hf.sliding_window is None:
+        return {}
+    return {'window': hf.sliding_window, 'layer_types': ('window',)}
+
+
+def phi3_config(hf):
+    """Returns the fields of Phi 3, which may rotate a part of each head."""
+    part = hf.rope_parameters['partial_rotary_factor']
+    width = int(head_width(hf) * part)
+    if width < 2 or width % 2 or part > 1:
+        raise UserError(f'partial_rotary_factor={part!r:.80} leaves no even number of channels')
+    is_part = width < head_width(hf)
+    return (llama_fields(hf) | window_of_all_layers(hf) | rope_fields(hf, width=width)
+            | {'rope_width': width if is_part else 0})
+
+
+def qwen2_config(hf):
+    """Returns Qwen 2's fields."""
+    return llama_config(hf) | window_fields(hf) | {'qkv_bias': True}
+
+
+def qwen3_config(hf):
+    """Returns Qwen 3's fields."""
+    return llama_config(hf) | window_fields(hf) | {'qk_norm': 'learned'}
+
+
+def window_fields(hf):
+    """Returns window and layer_types, {} where no layer has a window."""
+    types = tuple(LAYER_TYPES[layer_type] for layer_type in hf.layer_types)
+    if hf.sliding_window is not None:
+        return {'window': hf.sliding_window, 'layer_types': types}
+    if 'window' in types:
+        raise UserError('it lacks sliding_window, which its layers of sliding_attention need')
+    return {}
+
+
+def smollm3_config(hf):
+    """Returns the fields of a Llama in which some layers have no RoPE."""
+    require(hf, use_sliding_window=False, layer_types=['full_attention'] * hf.num_hidden_layers)
+    types = tuple('full' if has_rope else 'nope' for has_rope in layers_with_rope(hf))
+    return llama_config(hf) | {'layer_types': types}
+
+
+def layers_with_rope(hf):
+    """Returns for each layer whether it has RoPE (no_rope_layers, by its name, says the reverse)."""
+    if len(hf.no_rope_layers) != hf.num_hidden_layers:
+        raise UserError(f'no_rope_layers lists {len(hf.no_rope_layers)} of the '
+                        f'{hf.num_hidden_layers} layers')
+    return hf.no_rope_layers
+
+
+def olmo2_config(hf):
+    """Returns OLMo 2's fields."""
+    return llama_config(hf) | {'block_norms': 'post', 'qk_norm': 'all_heads'}
+
+
+def olmo3_config(hf):
+    """Returns OLMo 3's fields."""
+    return (llama_fields(hf) | ropes_by_layer_type(hf) | window_fields(hf)
+            | {'block_norms': 'post', 'qk_norm': 'all_heads'})
+
+
+def gemma_fields(hf):
+    """Returns the fields that Gemma 2 and 3 have in common, without those of RoPE."""
+    if hf.use_bidirectional_attention:
+        require(hf, use_bidirectional_attention=False)
+    return llama_fields(hf, activation='gelu_pytorch_tanh') | window_fields(hf) | dict(
+        embed_scale=hf.hidden_size**0.5,
+        block_norms='both',
+        mlp='geglu',
+        activation='gelu_tanh',
+        attention_scale=hf.query_pre_attn_scalar**-0.5,
+    )
+
+
+def gemma2_config(hf):
+    """Returns Gemma 2's fields; a cap of null is none."""
+    return gemma_fields(hf) | rope_fields(hf) | dict(
+        attention_cap=hf.attn_logit_softcapping or 0.0,
+        logit_cap=hf.final_logit_softcapping or 0.0,
+    )
+
+
+def gemma3_config(hf):
+    """Returns Gemma 3's fields."""
+    require(hf, final_logit_softcapping=None, attn_logit_softcapping=None)
+    return gemma_fields(hf) | ropes_by_layer_type(hf) | {'qk_norm': 'learned'}
+
+
+def qwen3_moe_config(hf):
+    """Returns the fields of a Qwen 3 with experts."""
+    require(hf, use_sliding_window=False)
+    are_moe = [i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0
+               for i in range(hf.num_hidden_layers)]
+    moe = dict(
+        n_expert=hf.num_local_experts,
+        n_used=hf.num_experts_per_tok,
+        width=hf.moe_intermediate_size,
+        normalize=hf.norm_topk_prob,
+        layers=are_moe,
+    )
+    return llama_config(hf) | {'qk_norm': 'learned', 'moe': moe}
+
+
+def gpt_oss_config(hf):
+    """Returns gpt-oss's fields."""
+    require(hf, swiglu_alpha=1.702)
+    moe = dict(
+        n_expert=hf.num_local_experts,
+        n_used=hf.num_experts_per_tok,
+        width=hf.intermediate_size,
+    )
+    return llama_fields(hf, attention_bias=True) | rope_fields(hf) | window_fields(hf) | dict(
+        bias=True, sinks=True, mlp='swiglu_clamped', swiglu_limit=hf.swiglu_limit, moe=moe
+    )
+
+
+def deepseek_config(hf):
+    """Returns the fields of DeepSeek V3 and Kimi K2."""
+    require(
+        hf,
+        scoring_func='sigmoid',
+        topk_method='noaux_tc',
+        moe_layer_freq=1,
+        rope_interleave=True,
+        num_key_value_heads=hf.num_attention_heads,
+    )
+    mla = dict(
+        q_rank=hf.q_lora_rank or 0,  # null: queries are not compressed
+        kv_rank=hf.kv_lora_rank,
+        nope_dim=hf.qk_nope_head_dim,
+        rope_dim=hf.qk_rope_head_dim,
+        v_dim=hf.v_head_dim,
+    )
+    scale = (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** -0.5
+    rope = hf.rope_parameters
+    if rope['rope_type'] != 'default' and rope.get('mscale_all_dim'):
+        scale *= yarn_mscale(rope['factor'], rope['mscale_all_dim']) ** 2
+    moe = dict(
+        n_expert=hf.n_routed_experts,
+        n_used=hf.num_experts_per_tok,
+        width=hf.moe_intermediate_size,
+        shared_width=hf.moe_intermediate_size * hf.n_shared_experts,
+        score='sigmoid',
+        selection_bias=True,
+        normalize=hf.norm_topk_prob,
+        scale=hf.routed_scaling_factor,
+        n_group=hf.n_group,
+        n_group_used=hf.topk_group,
+        layers=[i >= hf.first_k_dense_replace for i in range(hf.num_hidden_layers)],
+    )
+    return llama_config(hf) | dict(head_dim=0, n_kv_head=0, mla=mla, attention_scale=scale, moe=moe)
+
+
+def llama4_config(hf):
+    """Returns Llama 4's fields."""
+    types = []
+    for layer_type, has_rope in zip(hf.layer_types, layers_with_rope(hf)):
+        is_chunked = layer_type == 'chunked_attention'
+        if is_chunked and (not has_rope or hf.attention_chunk_size is None):
+            raise UserError('chunked_attention needs attention_chunk_size and RoPE')
+        types.append(LAYER_TYPES[layer_type] if has_rope else 'nope')
+    moe = dict(
+        n_expert=hf.num_local_experts,
+        n_used=hf.num_experts_per_tok,
+        width=hf.intermediate_size,
+        shared_width=hf.intermediate_size,
+        score='sigmoid',
+        normalize=False,
+        weigh_input=True,
+        layers=[i in hf.moe_layers for i in range(hf.num_hidden_layers)],
+    )
+    return llama_config(hf) | dict(
+        n_inner=hf.intermediate_size_mlp,
+        chunk=hf.attention_chunk_size or 0,
+        qk_norm='plain' if hf.use_qk_norm else '',
+        layer_types=tuple(types),
+        query_growth=hf.attn_scale if hf.attn_temperature_tuning else 0.0,
+        query_growth_every=hf.floor_scale,
+        moe=moe,
+    )
+
+
+FAMILIES = {  # by model_type
+    'gpt2': gpt2_config,
+    'llama': llama_config,
+    'mistral': mistral_config,
+    'qwen2': qwen2_config,
+    'phi3': phi3_config,
+    'smollm3': smollm3_config,
+    'qwen3': qwen3_config,
+    'qwen3_moe': qwen3_moe_config,
+    'olmo2': olmo2_config,
+    'olmo3': olmo3_config,
+    'gemma2': gemma2_config,
+    'gemma3_text': gemma3_config,
+    'gemma3': gemma3_config,
+    'gpt_oss': gpt_oss_config,
+    'deepseek_v3': deepseek_config,
+    'kimi_k2': deepseek_config,
+    'llama4_text': llama4_config,
+    'llama4': llama4_config,
+}
+
+
+# -----------------------------------------------------------------------------
+# RoPE, see modeling_rope_utils.py of transformers
+
+def rope_fields(hf, rope=None, width=None):
+    """Returns the fields rope_theta and rope_scaling of GPTConfig, and block_size where RoPE limits
+    it.
+
+    rope: its parameters, those of all layers by default. width: channels that are rotated, where a
+    family may rotate a part of a head."""
+    rope = hf.rope_parameters if rope is None else rope
+    theta = rope['rope_theta']
+    if type(theta) not in (int, float) or not 0 < theta < 1e300:
+        raise UserError(f'rope_theta should be a number above 0, not {theta!r:.80}')
+    part = rope.get('partial_rotary_factor', 1.0)
+    if width is None and part != 1:
+        raise UserError(f'partial_rotary_factor={part} is not supported for this family, only 1.0')
+    fields = {'rope_theta': float(theta)}
+    kind = rope['rope_type']
+    if kind == 'default':
+        return fields
+    if kind not in SCALINGS:
+        raise UserError(f'rope scaling {kind!r} is not supported; supported: {", ".join(SCALINGS)}')
+
+    # by how much, and from which length on
+    length = hf.max_position_embeddings
+    if kind != 'linear':
+        length = rope.get('original_max_position_embeddings', length)
+    factor = rope.get('factor') if kind == 'longrope' else rope['factor']
+    if factor is None and kind in ('yarn', 'longrope'):
+        factor = hf.max_position_embeddings / length
+    if kind == 'yarn' and theta == 1:
+        raise UserError('rope_theta=1 cannot be scaled by yarn')
+    if kind == 'longrope':
+        fields['block_size'] = min(hf.max_position_embeddings, length)
+    more = SCALINGS[kind](rope, factor, length)
+    scaling = {'kind': kind, 'factor': float(factor), 'original_length': length, **more}
+    return fields | {'rope_scaling': scaling}
+
+
+def linear(rope, factor, length):
+    """Returns no other values of RopeScaling: positions are divided by the factor."""
+    return {}
+
+
+def llama3(rope, factor, length):
+    """Returns RopeScaling's values of Llama 3."""
+    return {'low': float(rope['low_freq_factor']), 'high': float(rope['high_freq_factor'])}
+
+
+def yarn(rope, factor, length):
+    """Returns RopeScaling's values of YaRN (arXiv:2309.00071)."""
+    amplitude = rope.get('attention_factor')
+    if amplitude is None:
+        amplitude = yarn_mscale(factor)
+        if rope.get('mscale') and rope.get('mscale_all_dim'):
+            amplitude = yarn_mscale(factor, rope['mscale'])
+            amplitude /= yarn_mscale(factor, rope['mscale_all_dim'])
+    return {
+        'low': float(rope.get('beta_slow') or 1),
+        'high': float(rope.get('beta_fast') or 32),
+        'truncate': bool(rope.get('truncate', True)),
+        'amplitude': float(amplitude),
+    }
+
+
+def yarn_mscale(factor, mscale=1.0):
+    """Returns YaRN's factor on queries and keys for a context that is extended `factor` times."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def longrope(rope, factor, length):
+    """Returns RopeScaling's values of LongRoPE up to the context length of pretraining. Beyond it
+    transformers turns also the positions by other factors that a KV cache has: the context ends
+    there."""
+    amplitude = rope.get('attention_factor')
+    if amplitude is None:
+        amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+    return {'pair_factors': rope['short_factor'], 'amplitude': float(amplitude)}
+
+
+SCALINGS = {'linear': linear, 'llama3': llama3, 'yarn': yarn, 'longrope': longrope}
+
+
+def ropes_by_layer_type(hf):
+    """Returns the fields of a model whose layers with a window have another RoPE than the
+    others."""
+    full, sliding = (hf.rope_parameters[f'{kind}_attention'] for kind in ('full', 'sliding'))
+    if sliding['rope_type'] != 'default':
+        raise UserError('only the rope_type "default" of sliding_attention is supported')
+    # transformers looks for it beside the layer types
+    full = {**full, 'truncate': hf.rope_parameters.get('truncate', True)}
+    window_theta = rope_fields(hf, sliding)['rope_theta']
+    return rope_fields(hf, full) | {'window_rope_theta': window_theta}
+
+
+# -----------------------------------------------------------------------------
+# reading
+
+def read_config(values, source):
+    """Returns (GPTConfig, family) for the content of a config.json, as transformers reads it.
+
+    values: {key: value}, as of jax_hub.folders.read_config_json. source: its path, for messages.
+    Raises UserError for what is missing, of a wrong type, or not computed."""
+    family = values.get('model_type')
+    if family not in FAMILIES:
+        raise UserError(f'{source}: model_type {family!r:.80} is not supported; supported: '
+                        f'{", ".join(FAMILIES)}')
+    quantization = values.get('quantization_config') or {}
+    try:
+        if quantization.get('quant_method') not in QUANTIZATIONS:
+            raise UserError(f'quantization {quantization["quant_method"]!r:.80} is not supported; '
+                            'supported: mxfp4, fp8')
+        fields = FAMILIES[family](config_of_transformers(values, family))
+    except UserError as error:
+        raise UserError(f'{source}: {error}') from None
+    except Exception as error:  # of transformers, or of what it has let pass
+        reason = printable(' '.join(str(error).split()))
+        raise UserError(f'{source} is malformed ({type(error).__name__}: {reason})') from None
+    return make_config(fields, source), family
+
+
+def config_of_transformers(values, family):
+    """Returns the config of transformers' class for the language model of a config.json."""
+    if 'text_config' in values:
+        if family not in COMPOSITE:
+            raise UserError(f'text_config is not supported for {family}')
+        outer, values = values, values['text_config']
+        if family == 'gemma3':  # its head belongs to the whole model
+            tied = outer.get('tie_word_embeddings', True)
+            values = {**values, 'tie_word_embeddings': tied}
+    values = {key: value for key, value in values.items() if key not in NOT_READ}
+    classes = import_transformers().CONFIG_MAPPING
+    hf = classes[CLASS_OF.get(family, family)].from_dict(copy.deepcopy(values))  # it is changed
+    if hasattr(hf, 'rope_parameters'):
+        hf.standardize_rope_params()  # as its models do: with keys that the class does not have
+    return hf
+
+
+def make_config(fields, source):
+    """Returns GPTConfig(**fields); its UserErrors name the file that the fields come from."""
+    try:
+        return GPTConfig(**fields)
+    except (UserError, TypeError) as error:
+        raise UserError(f'{source}: {error}') from None

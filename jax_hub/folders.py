@@ -1,0 +1,191 @@
+"""The door for strangers' folders: where a model is, on this disk or on the hub, its config.json, and
+transformers, which reads what it defines."""
+import contextlib
+import logging
+import os
+import re
+import shutil
+
+from jax_flags import UserError, path_inside, read_json
+
+# Models on the Hugging Face hub that have a short name: openai-community/<name>.
+PUBLISHED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+
+# The files of a folder that hold or list its weights; the first one that is there counts.
+WEIGHT_FILES = (
+    'model.safetensors', 'model.safetensors.index.json',
+    'pytorch_model.bin', 'pytorch_model.bin.index.json')
+
+# The files of a model that are downloaded, those of its tokenizer in the second line.
+HUB_FILES = (
+    '*.json', '*.safetensors', '*.jinja',
+    'merges.txt', '*.model')
+# The files of a model without safetensors.
+HUB_FILES_OF_TORCH = (*HUB_FILES, 'pytorch_model*.bin')
+
+# The keys of a config.json of which transformers makes lists of that length, and the longest.
+LENGTHS = {'num_hidden_layers': 10_000, 'n_layer': 10_000, 'num_labels': 2**16}
+
+
+def import_transformers():
+    """Returns the package transformers, silent: what it warns of is refused here, or is right.
+
+    It is imported here alone, after jax has found its devices: where PyTorch is installed beside
+    it, transformers imports that, too. Raises UserError if it is not installed."""
+    os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'critical')
+    try:
+        import transformers
+    except ImportError:
+        raise UserError('a Hugging Face folder is read by the package transformers: '
+                        'pip install "transformers>=5.23,<6"') from None
+    return transformers
+
+
+# -----------------------------------------------------------------------------
+# the config.json of a model
+
+def read_config_json(folder):
+    """Returns the content of the config.json of a folder, {} without one. Raises UserError for one
+    of which lists would be made that fill the memory."""
+    path = path_inside(folder, 'config.json')
+    config = read_json(path, optional=True)
+    for part in (config, text_config(config)):
+        for key, most in LENGTHS.items():
+            if isinstance(part.get(key), (int, float)) and part[key] > most:
+                raise UserError(f'{path}: {key} must be at most {most:,}, not {part[key]:,}')
+    return config
+
+
+def text_config(config):
+    """Returns the part of a config.json that is of the language model."""
+    part = config.get('text_config')
+    return part if isinstance(part, dict) else config
+
+
+def find_config_json(path):
+    """Returns the path of the config.json of a Hugging Face folder, or of one of its files; None
+    for nanoGPT's ckpt.pt."""
+    folder, name = os.path.split(weight_file(path))
+    if name not in WEIGHT_FILES:
+        return None
+    return path_inside(folder, 'config.json')
+
+
+def kept_config_json(out_dir):
+    """Returns where a run in out_dir keeps the config.json of the Hugging Face model that it trains
+    further. There need not be one."""
+    return path_inside(out_dir, os.path.join('tokenizer', 'config.json'))
+
+
+def keep_config_json(source, out_dir):
+    """Copies a config.json to kept_config_json(out_dir).
+
+    source: the path of the config.json; None for a run without one, where an earlier run's is
+    removed."""
+    kept = kept_config_json(out_dir)
+    if source:
+        os.makedirs(os.path.dirname(kept), exist_ok=True)
+        shutil.copyfile(source, kept)
+    elif os.path.exists(kept):
+        os.remove(kept)
+
+
+@contextlib.contextmanager
+def new_folder(folder):
+    """Gives the path of a folder to fill, which gets the name `folder` at the end of the block, if
+    that does not fail. Raises UserError if it cannot be written, or is there and not empty."""
+    unfinished = f'{folder}.tmp-{os.getpid()}'
+    try:
+        is_empty_folder = os.path.isdir(folder) and not os.listdir(folder)
+        if os.path.exists(folder) and not is_empty_folder:
+            raise UserError(f'{folder} exists and is not an empty folder; remove it or choose '
+                            'another')
+        os.makedirs(unfinished)
+        yield unfinished
+
+        # The folder gets its name. Windows does not replace one, not even an empty one.
+        if os.path.isdir(folder):
+            os.rmdir(folder)
+        os.replace(unfinished, folder)
+    except OSError as error:
+        raise UserError(f'cannot write {folder}: {error}') from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+# -----------------------------------------------------------------------------
+# where a model is
+
+def local_path(path_or_name, files=HUB_FILES):
+    """Returns the local path of a model: the path itself, or the folder in the hub's cache of the
+    model of that name, downloaded unless it is there.
+
+    files: patterns of the files that are downloaded. Raises UserError if it cannot be
+    downloaded."""
+    path = os.path.expanduser(path_or_name)
+    if not is_hub_name(path_or_name) or os.path.exists(path):
+        return path
+    repo = path_or_name
+    if path_or_name in PUBLISHED:
+        repo = f'openai-community/{path_or_name}'
+    try:
+        return download(repo, files)
+    except Exception as error:  # no network, no such package, full disk, ...
+        reason = str(error).split('\n')[0]
+        raise UserError(f'cannot download {path_or_name} ({type(error).__name__}: {reason}). Put '
+                        f'config.json and model.safetensors of {repo}, Hugging Face hub, into a '
+                        'folder by hand and give its path instead') from None
+
+
+def is_hub_name(name):
+    """Returns whether this may be the name of a model on Hugging Face's hub."""
+    return name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(name)) is not None
+
+
+def download(repo, files):
+    """Returns the folder in the hub's cache of a model, downloaded unless it is there.
+
+    repo: its name on the hub. files: patterns of the files that are wanted."""
+    from huggingface_hub import snapshot_download
+    logging.getLogger('huggingface_hub').setLevel(logging.ERROR)  # it would report every retry
+    try:
+        folder = snapshot_download(repo, allow_patterns=files, local_files_only=True)
+    except FileNotFoundError:
+        folder = snapshot_download(repo, allow_patterns=files)
+    if files != HUB_FILES or has_weights(folder):
+        return folder
+
+    # The cache lacks the weights: an earlier call asked for the tokenizer alone.
+    folder = snapshot_download(repo, allow_patterns=files)
+    if has_weights(folder):
+        return folder
+
+    # Or the model has no safetensors.
+    return snapshot_download(repo, allow_patterns=HUB_FILES_OF_TORCH)
+
+
+def has_weights(folder):
+    """Returns whether a folder has files of weights."""
+    return any(name.endswith(('.safetensors', '.bin')) for name in os.listdir(folder))
+
+
+def weight_file(path):
+    """Returns the file that holds or lists the weights of a folder, or the path itself. Raises
+    UserError if there is none."""
+    if str(path).endswith('.gguf'):
+        raise UserError(f'{path}: GGUF files are written, not read; transformers reads them where '
+                        'PyTorch is installed, see "GGUF and adapters" in docs/from_pytorch.md')
+    if os.path.isfile(path):
+        return path
+    if not os.path.isdir(path):
+        raise UserError(f'{path} does not exist; give a folder, a nanoGPT ckpt.pt, or one of '
+                        f'{", ".join(PUBLISHED)}')
+    for name in (*WEIGHT_FILES, 'ckpt.pt'):
+        file = path_inside(path, name)
+        if os.path.exists(file):
+            return file
+    if os.path.exists(os.path.join(path, 'adapter_config.json')):
+        raise UserError(f'{path} is an adapter of peft: merge it into its model where peft is '
+                        'installed, see "GGUF and adapters" in docs/from_pytorch.md')
+    raise UserError(f'{path} holds no weights that can be read: none of '
+                    f'{", ".join(WEIGHT_FILES)}, ckpt.pt')

@@ -1,0 +1,266 @@
+"""A model and its tokenizer as a GGUF file, llama.cpp's file of weights, settings and tokens in one.
+The package gguf has the names of tensors and of settings.
+
+Reference: https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
+"""
+import json
+import logging
+import os
+
+import numpy as np
+
+from jax_flags import UserError
+
+GGUF_DTYPES = ('float32', 'float16', 'q8_0')
+
+# {model_type of config.json: architecture of llama.cpp}. It computes a Mistral as a Llama.
+ARCHITECTURES = {
+    'gpt2': 'gpt2',
+    'llama': 'llama',
+    'mistral': 'llama',
+    'qwen2': 'qwen2',
+    'qwen3': 'qwen3',
+    'qwen3_moe': 'qwen3moe',
+}
+
+# patterns at which a text is split before BPE
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
+QWEN2_SPLIT = LLAMA3_SPLIT.replace('{1,3}', '')
+# {tokenizer.ggml.pre of llama.cpp: (its patterns, ignore_merges of tokenizer.json)}
+SPLITS = {
+    'gpt-2': ((GPT2_SPLIT,), False),
+    'smollm': ((r'\p{N}', GPT2_SPLIT), False),
+    'llama-bpe': ((LLAMA3_SPLIT,), True),
+    'qwen2': ((QWEN2_SPLIT,), False),
+}
+
+
+def why_no_gguf(config, family):
+    """Returns '' if write_gguf can write this model, else the kind of models that it belongs to and
+    that write_gguf does not write."""
+    # a window that is as long as the longest text hides nothing
+    kinds = {config.layer(i)[0] for i in range(config.n_layer)}
+    has_idle_windows = kinds == {'window'} and config.window >= config.block_size
+    has_other_layers = bool(kinds - {'full'}) and not has_idle_windows
+    if config.rope_scaling or has_other_layers:
+        return 'a model with sliding windows, layers without RoPE or rope scaling'
+    if family not in ARCHITECTURES:
+        return f'a {family}, only of {", ".join(ARCHITECTURES)}'
+    # llama.cpp's Qwen3-MoE
+    has_experts_alone = all(config.layer(i)[1] for i in range(config.n_layer))
+    if config.moe and not (has_experts_alone and config.moe.normalize):
+        return ('a mixture of experts with layers without experts, or with weights of experts that '
+                'do not sum to 1')
+    return ''
+
+
+def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenizer):
+    """Writes a model and its tokenizer as a new GGUF file, which appears when it is complete.
+
+    config: the model's GPTConfig. family: its model_type. names_on_disk: Hugging Face's names of
+    its tensors. make_tensor(name): returns the tensor of that name, with its rows in the order of
+    GGUF. dtype: the type of matrices, one of GGUF_DTYPES; vectors and positions stay in float32.
+    tokenizer: an HFTokenizer or a CharTokenizer.
+
+    Raises UserError for a model or tokenizer that llama.cpp does not have, and for a file that is
+    there."""
+    try:
+        import gguf
+    except ImportError:
+        raise UserError('GGUF files need the package gguf: pip install gguf') from None
+    logging.getLogger('gguf').setLevel(logging.ERROR)
+    reason = why_no_gguf(config, family)
+    if reason:
+        raise UserError(f'no GGUF is written of {reason}; save a folder for '
+                        "llama.cpp's convert_hf_to_gguf.py")
+    if os.path.exists(path):
+        raise UserError(f'{path} exists; remove it or choose another')
+
+    # a temporary file holds the tensors until the end: memory need not hold all of them
+    architecture = ARCHITECTURES[family]
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[architecture], config.n_layer)
+    unfinished = f'{path}.tmp-{os.getpid()}'
+    writer = gguf.GGUFWriter(unfinished, architecture, use_temp_file=True)
+    try:
+        add_settings(writer, config, family)
+        add_tokenizer(writer, gguf.TokenType, tokenizer, config.vocab_size)
+        for name in names_on_disk:
+            theirs = names.get_name(name, try_suffixes=('.weight', '.bias'))
+            x = np.ascontiguousarray(make_tensor(name), np.float32)
+            kind = tensor_type(theirs, x.shape, dtype, gguf.GGMLQuantizationType)
+            writer.add_tensor(theirs, gguf.quantize(x, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise UserError(f'cannot write {path}: {error}') from None
+    finally:
+        writer.close()
+        if os.path.exists(unfinished):
+            os.remove(unfinished)
+
+
+def add_settings(writer, config, family):
+    """Adds the sizes of a model to a GGUFWriter."""
+    writer.add_context_length(config.block_size)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.mlp_width)
+    writer.add_head_count(config.n_head)
+    if family == 'gpt2':
+        writer.add_layer_norm_eps(config.norm_eps)
+        return
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_width)
+    writer.add_value_length(config.head_width)
+    writer.add_rope_dimension_count(config.head_width)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    if config.moe:
+        writer.add_expert_count(config.moe.n_expert)
+        writer.add_expert_used_count(config.moe.n_used)
+        writer.add_expert_feed_forward_length(config.moe.width)
+
+
+def tensor_type(name, shape, dtype, types):
+    """Returns the type of a tensor in GGUF, one of `types`, which is gguf.GGMLQuantizationType.
+
+    Rows that are not whole blocks of 32 are in float16 instead of q8_0, as llama.cpp has them; so
+    are the tensors that stay in float32, the router of experts among them."""
+    is_vector = len(shape) < 2
+    is_kept = name == 'position_embd.weight' or name.endswith('.ffn_gate_inp.weight')
+    if dtype == 'float32' or is_vector or is_kept:
+        return types.F32
+    has_whole_blocks = shape[-1] % 32 == 0
+    if dtype == 'q8_0' and has_whole_blocks:
+        return types.Q8_0
+    return types.F16
+
+
+def add_tokenizer(writer, types, tokenizer, vocab_size):
+    """Adds the tokens, merges, end tokens and chat template of a tokenizer to a GGUFWriter.
+
+    A vocabulary of characters is written as one of RWKV: of llama.cpp's tokenizers that take the
+    longest match, it is the one that needs no end token. types: gguf.TokenType."""
+    if hasattr(tokenizer, 'chars'):
+        writer.add_tokenizer_model('rwkv')
+        texts = [escape_char(c) for c in tokenizer.chars]
+        kinds = [types.NORMAL] * len(texts)
+        begins = []
+    else:
+        description = json.loads(tokenizer.tokenizer.to_str())
+        merges = description['model']['merges']
+        writer.add_tokenizer_model('gpt2')
+        writer.add_tokenizer_pre(split_of(description))
+        writer.add_token_merges(
+            [merge if isinstance(merge, str) else ' '.join(merge) for merge in merges])
+        texts, kinds = read_tokens(description, tokenizer, types)
+        begins = add_ends(writer, tokenizer)
+
+    # the embedding may have more rows than there are tokens
+    writer.add_token_list(texts + [f'[PAD{i}]' for i in range(len(texts), vocab_size)])
+    writer.add_token_types(kinds + [types.UNUSED] * (vocab_size - len(kinds)))
+    writer.add_add_bos_token(bool(begins))
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def escape_char(c):
+    """Returns a character as a token of RWKV: \\x and its bytes, if it is not printable."""
+    if c.isprintable() and c != '\\':
+        return c
+    return ''.join(f'\\x{byte:02x}' for byte in c.encode())
+
+
+def read_tokens(description, tokenizer, types):
+    """Returns the texts and types of the tokens of an HFTokenizer, one of each for every id.
+
+    description: the object in its tokenizer.json. types: gguf.TokenType. Raises UserError for a
+    token that llama.cpp does not have."""
+    # an id that the vocabulary leaves out is padding
+    texts = [f'[PAD{i}]' for i in range(tokenizer.vocab_size)]
+    kinds = [types.UNUSED] * len(texts)
+    for text, id in description['model']['vocab'].items():
+        texts[id] = text
+        kinds[id] = types.NORMAL
+    # added tokens are found in the text before it is split
+    for token in description['added_tokens']:
+        if token['lstrip'] or token['rstrip'] or token['single_word']:
+            raise UserError("llama.cpp has no equivalent of the tokenizer's "
+                            f"{token['content']!r}, which takes the spaces beside it")
+        is_special = token['special'] or token['id'] in tokenizer.special_ids
+        texts[token['id']] = token['content']
+        kinds[token['id']] = types.CONTROL if is_special else types.USER_DEFINED
+    return texts, kinds
+
+
+def add_ends(writer, tokenizer):
+    """Adds the tokens that begin and end a text to a GGUFWriter. Returns the ids that begin each.
+    Raises UserError where llama.cpp has no place for them."""
+    ends = [] if tokenizer.end_token is None else [tokenizer.end_token]
+    ends += [id for id in tokenizer.stop_tokens if id not in ends]
+    if not 1 <= len(ends) <= 3:
+        raise UserError(f'the tokenizer has {len(ends)} end tokens, and a GGUF needs 1 to 3: name '
+                        'one as eos_token in its tokenizer_config.json')
+    for add, id in zip((writer.add_eos_token_id, writer.add_eot_token_id,
+                        writer.add_eom_token_id), ends):
+        add(id)
+
+    # it has one token with which a text begins
+    bos = tokenizer.ids.get(tokenizer.special.get('bos_token'), ends[0])
+    writer.add_bos_token_id(bos)
+    begins = tokenizer.encode('')
+    if begins not in ([], [bos]):
+        raise UserError(f'llama.cpp cannot begin each text with {begins}, as this tokenizer does')
+    return begins
+
+
+def split_of(description):
+    """Returns llama.cpp's name for how a tokenizer.json splits text before BPE. Raises UserError if
+    it has none.
+
+    description: the object in the tokenizer.json."""
+    # llama.cpp has none of these options of a BPE, and normalizes as NFC at most
+    model = description['model']
+    options = (
+        'dropout', 'unk_token', 'continuing_subword_prefix', 'end_of_word_suffix', 'byte_fallback')
+    is_plain = model['type'] == 'BPE' and not any(model.get(key) for key in options)
+    normalizer = (description['normalizer'] or {}).get('type')
+    patterns = split_patterns(description['pre_tokenizer'])
+    for name, known in SPLITS.items():
+        is_known = known == (patterns, model.get('ignore_merges', False))
+        if is_known and is_plain and normalizer in (None, 'NFC'):
+            return name
+    raise UserError('llama.cpp has no equivalent of this tokenizer.json, which would be split '
+                    'differently: a GGUF needs a byte-level BPE that splits text as '
+                    f'{", ".join(SPLITS)} do')
+
+
+def split_patterns(pre_tokenizer):
+    """Returns the patterns at which a tokenizer.json splits text before a byte-level BPE, or None
+    if it does anything else. pre_tokenizer: the object of that name in the tokenizer.json."""
+    steps = (pre_tokenizer or {}).get('pretokenizers', [pre_tokenizer])
+    patterns = []
+    for step in steps:
+        is_last = step is steps[-1]
+        # each step is a split at a pattern; the last one turns bytes into letters
+        match step:
+            case {'type': 'ByteLevel', 'add_prefix_space': False,
+                  'use_regex': uses_regex} if is_last:
+                if uses_regex:
+                    patterns.append(GPT2_SPLIT)
+                return tuple(patterns)
+            case {'type': 'Digits', 'individual_digits': True}:
+                patterns.append(r'\p{N}')
+            case {'type': 'Split', 'behavior': 'Isolated', 'invert': False,
+                  'pattern': {'Regex': pattern}}:
+                patterns.append(pattern)
+            case _:
+                return None
+    return None

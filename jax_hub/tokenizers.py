@@ -1,0 +1,436 @@
+"""Text <-> token ids. A dict in meta.json and in every checkpoint describes a tokenizer."""
+import functools
+import json
+import os
+import re
+import shutil
+
+import numpy as np
+
+from jax_flags import (
+    SAMPLING_NAMES, UserError, path_inside, read_json, whole_characters, write_json)
+from jax_hub.chats import encode_training_chat, read_chat, render
+from jax_hub.folders import import_transformers, read_config_json, text_config
+
+# the class of transformers that reads tokenizer.json as it is, and adds nothing
+AS_FILED = 'PreTrainedTokenizerFast'
+LARGEST_ID = 2**22  # of a token: the largest vocabularies that are known have a million
+
+# files of a Hugging Face folder that tell of its tokenizer
+VOCABULARIES = ('tokenizer.json', 'vocab.json', 'merges.txt', 'tokenizer.model')
+TEMPLATES = ('chat_template.jinja', 'additional_chat_templates')
+READ_FILES = (
+    *VOCABULARIES, 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
+    'chat_template.jinja', 'additional_chat_templates/*.jinja', 'generation_config.json',
+    'config.json')
+
+
+class CharTokenizer:
+    """A token per character. The other classes have the same attributes and methods."""
+    stop_tokens = ()  # ids that end a text
+    # before a text that is scored: the token that begins a document, else the one that ends it
+    start_token = None
+    start_text = None  # its name, which may be at the beginning of a text
+    chat_template = None  # how a chat is written as a text
+    sampling = {}  # what the model's makers sample with, {'temperature': 0.6, ...}
+
+    def __init__(self, chars):
+        """chars: a text of the characters in the order of their ids."""
+        self.chars = chars
+        self.vocab_size = len(chars)
+        self.ids = {c: i for i, c in enumerate(chars)}
+
+    def encode(self, text, begin=True):
+        """Returns the ids of a text. Raises UserError for unknown characters."""
+        check_characters(text, self.ids)
+        return [self.ids[c] for c in text]
+
+    def decode(self, ids):
+        return ''.join(self.chars[i] for i in ids)
+
+    def token_bytes(self):
+        """Returns the number of UTF-8 bytes of each token, 0 for special tokens; None if it is not
+        known."""
+        return [len(c.encode()) for c in self.chars]
+
+
+def check_characters(text, known):
+    """Raises UserError if a text has others than the known characters."""
+    unknown = sorted(set(text) - set(known))
+    if unknown:
+        raise UserError('the prompt has characters that the model does not know: '
+                        f'{" ".join(map(repr, unknown))}; it knows {"".join(known)!r}')
+
+
+class GPT2Tokenizer:
+    """GPT-2's BPE, of tiktoken."""
+    stop_tokens = ()
+    start_text = '<|endoftext|>'
+    chat_template = None
+    sampling = {}
+
+    def __init__(self):
+        import tiktoken
+        try:
+            self.bpe = tiktoken.get_encoding('gpt2')
+        except Exception as error:  # the first use downloads two files
+            raise UserError(
+                f"tiktoken cannot load GPT-2's BPE ({type(error).__name__}); without a network set "
+                'TIKTOKEN_CACHE_DIR to the tiktoken cache of a machine that has used it (see '
+                '"Troubleshooting" in README.md)') from None
+        self.vocab_size = self.bpe.n_vocab
+        self.start_token = self.bpe.eot_token
+
+    def encode(self, text, begin=True):
+        return self.bpe.encode(text, allowed_special={'<|endoftext|>'})
+
+    def decode(self, ids):
+        return self.bpe.decode(ids)
+
+    def token_bytes(self):
+        n_bytes = [len(self.bpe.decode_single_token_bytes(id)) for id in range(self.start_token)]
+        return [*n_bytes, 0]
+
+
+class HFTokenizer:
+    """The tokenizer of a Hugging Face folder, as transformers reads it, with the stop tokens and the
+    sampling defaults from the folder's other files. A prompt may contain special tokens; decoding
+    leaves them out."""
+
+    def __init__(self, folder):
+        self.tokenizer, self.special, self.hf = read_folder(folder)
+        self.chat_template = self.hf and self.hf.chat_template
+        self.ids = self.tokenizer.get_vocab()  # with the added tokens
+        self.vocab_size = 1 + max(self.ids.values(), default=-1)  # ids may have holes
+        if self.vocab_size > LARGEST_ID:
+            raise UserError(f'the tokenizer in {folder} has a token with the id '
+                            f'{self.vocab_size - 1:,}, and none above {LARGEST_ID:,} is supported')
+        generation = read_json(path_inside(folder, 'generation_config.json'), optional=True)
+        config = read_config_json(folder)
+        self.sampling = read_sampling(generation)
+        size = text_config(config).get('vocab_size') or self.vocab_size
+        self.read_ends([generation, config, text_config(config)], size)
+        limit_vocabulary(self, size)
+
+        # whether write_char_tokenizer made it: it would leave out what it lacks
+        is_plain = self.tokenizer.normalizer is None and self.tokenizer.pre_tokenizer is None
+        self.has_letters_only = is_plain and all(len(token) == 1 for token in self.ids)
+
+    def read_ends(self, configs, size):
+        """Sets the tokens that begin and end a text: those with a name, then those whose ids the
+        configs give. size: of the model's embedding; a token past it is none."""
+        begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
+        begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]
+        end_ids = [*as_list(end), *(
+            id for config in configs for id in as_list(config.get('eos_token_id')))]
+        known = {id for id in self.ids.values() if id < size}
+
+        def first_known(ids):
+            return next((id for id in ids if id in known), None)
+
+        self.end_token = first_known(end_ids)  # of a document
+        self.start_token = first_known([begin, end, *begin_ids, *end_ids])
+        self.start_text = None
+        if self.start_token is not None:
+            self.start_text = self.tokenizer.id_to_token(self.start_token)
+        self.stop_tokens = tuple(sorted({id for id in end_ids if 0 <= id <= LARGEST_ID}))
+
+        # tokens that decoding leaves out; those that begin and end a text also if tokenizer.json
+        # takes them for text: they would be shown, saved, and doubled in the next prompt
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_ids = {id for id, token in added.items() if token.special}
+        self.special_ids |= added.keys() & {begin, end, *self.stop_tokens}
+
+    def encode(self, text, begin=True):
+        """Returns the ids of a text, with those that the tokenizer puts before each text unless
+        begin is False, but without those that it puts behind: what follows here is scored or
+        generated."""
+        if self.has_letters_only:
+            check_characters(text, self.ids)
+        ids = self.tokenizer.encode(whole_characters(text), add_special_tokens=begin).ids
+        return ids[:len(ids) - self.n_behind] if begin else ids
+
+    @functools.cached_property
+    def n_behind(self):
+        """The number of tokens that the tokenizer puts behind each text."""
+        is_added = self.tokenizer.encode('a').special_tokens_mask
+        return is_added[::-1].index(0) if 0 in is_added else 0
+
+    def decode(self, ids):
+        """Returns the text of ids, without special tokens."""
+        if '<|channel|>' in self.ids:
+            # gpt-oss separates its channels by special tokens: they stay, see final_answer
+            ids = [id for id in ids if id not in self.stop_tokens]
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self.tokenizer.decode([id for id in ids if id not in self.special_ids])
+
+    def token_bytes(self):
+        """Returns the number of UTF-8 bytes of each token, see CharTokenizer."""
+        kinds = decoder_kinds(self.tokenizer)
+        if not kinds & {'ByteLevel', 'ByteFallback', 'Metaspace', 'Fuse'}:
+            return None
+        n_bytes = [0] * (max(self.ids.values(), default=-1) + 1)
+        for token, id in self.ids.items():
+            if 'ByteLevel' in kinds:  # a character stands for each byte
+                n_bytes[id] = len(token)
+            elif 'ByteFallback' in kinds and re.fullmatch('<0x[0-9A-F]{2}>', token):
+                n_bytes[id] = 1
+            else:
+                n_bytes[id] = len(token.replace('\u2581', ' ').encode())
+        for id, token in self.tokenizer.get_added_tokens_decoder().items():
+            n_bytes[id] = 0 if id in self.special_ids else len(token.content.encode())
+        return n_bytes
+
+    def render_chat(self, messages, *, add_generation_prompt, tools=None, variables=None):
+        """Returns the text of the messages of a chat; tools, variables: see read_chat. Raises
+        UserError."""
+        self.check_template()
+        chat = read_chat(messages, tools, variables)
+        return render(self, chat, add_generation_prompt=add_generation_prompt)
+
+    def encode_chat(self, messages, *, tools=None, variables=None):
+        """Returns the ids of render_chat, with the beginning of the answer; the template writes all
+        special tokens."""
+        text = self.render_chat(messages, add_generation_prompt=True, tools=tools,
+                                variables=variables)
+        return self.tokenizer.encode(whole_characters(text), add_special_tokens=False).ids
+
+    def encode_training_chat(self, messages, *, counted=None, tools=None, variables=None):
+        """Returns (ids, mask) of a conversation, see jax_hub.chats.encode_training_chat."""
+        self.check_template()
+        return encode_training_chat(self, read_chat(messages, tools, variables), counted)
+
+    def check_template(self):
+        """Raises UserError without a chat template."""
+        if self.chat_template is None:
+            raise UserError('the model has no chat template')
+
+
+# -----------------------------------------------------------------------------
+# the tokenizer of a folder
+
+def read_folder(folder):
+    """Returns (Tokenizer, names of its special tokens, transformers' tokenizer) of a folder.
+
+    The first is of the library tokenizers, the names are {'bos_token': text, ...}, and the last is
+    None for a folder that says all in tokenizer.json: an own BPE, or the copy in a run.
+    Raises UserError for what cannot be read, and for a link out of the folder."""
+    paths = {name: path_inside(folder, name) for name in READ_FILES if '*' not in name}
+    settings = read_json(paths['tokenizer_config.json'], optional=True)
+    try:
+        if is_as_filed(folder, settings):
+            from tokenizers import Tokenizer
+            tokenizer = Tokenizer.from_file(paths['tokenizer.json'])
+            names = {name: text for name, text in settings.items()
+                     if name.endswith('_token') and isinstance(text, str)}
+            hf = None
+        else:
+            read_config_json(folder)  # transformers reads it, too
+            hf = import_transformers().AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True, mistral_format=False)
+            tokenizer = hf.backend_tokenizer
+            tokenizer.encode_special_tokens = hf.split_special_tokens
+            names = hf.special_tokens_map
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode('a')  # a pattern may fail only now
+    except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # PanicException of the library is no Exception
+        reason = ' '.join(str(error).split())[:300]
+        raise UserError(f'cannot read the tokenizer in {folder} ({type(error).__name__}: {reason}); '
+                        'copy or download it again') from None
+    return tokenizer, names, hf
+
+
+def is_as_filed(folder, settings):
+    """Whether tokenizer.json and its settings say all of a tokenizer: no class changes it, no other
+    file adds to it, and it has no chat template."""
+    others = ('config.json', 'special_tokens_map.json', 'added_tokens.json', *TEMPLATES)
+    return (settings.get('tokenizer_class') == AS_FILED
+            and not settings.keys() & {'chat_template', 'added_tokens_decoder', 'auto_map'}
+            and os.path.exists(os.path.join(folder, 'tokenizer.json'))
+            and not any(os.path.exists(os.path.join(folder, name)) for name in others))
+
+
+def as_list(value):
+    """Returns the ids of a value of a config: an id, several or None."""
+    ids = value if isinstance(value, list) else [value]
+    return [id for id in ids if type(id) is int]
+
+
+def read_sampling(generation):
+    """Returns what the model's makers sample with, {'temperature': 0.6, ...}, by
+    generation_config.json."""
+    found = {name: generation[name] for name in SAMPLING_NAMES
+             if type(generation.get(name)) in (int, float)}
+    if found.get('top_k', 0) < 0:  # many write -1 for off
+        found['top_k'] = 0
+    return found
+
+
+def decoder_kinds(tokenizer):
+    """Returns the types of the decoder's steps of a Tokenizer, a set: 'ByteLevel', 'Fuse'."""
+    decoder = json.loads(tokenizer.to_str())['decoder'] or {}
+    return {step['type'] for step in (decoder, *decoder.get('decoders', ())) if step}
+
+
+def limit_vocabulary(tokenizer, size):
+    """Leaves out special tokens past the `size` of a model's embedding: Gemma 3's text models have
+    one, for images."""
+    if getattr(tokenizer, 'special_ids', set()).issuperset(range(size, tokenizer.vocab_size)):
+        tokenizer.vocab_size = min(tokenizer.vocab_size, size)
+
+
+def strip_partial_utf8(text):
+    """Returns the text without an incomplete character at its end: a token may end within one,
+    which decodes to U+FFFD."""
+    return text.rstrip('\ufffd')
+
+
+# -----------------------------------------------------------------------------
+# descriptions
+
+def load_tokenizer(description):
+    """Returns the tokenizer, an object like CharTokenizer, of a description {'kind': 'char',
+    'chars': ...}, {'kind': 'gpt2'} or {'kind': 'folder', 'path': ...}. Raises UserError for any
+    other."""
+    match description:
+        case {'kind': 'char', 'chars': str(chars)}:
+            return CharTokenizer(chars)
+        case {'kind': 'gpt2'}:
+            return GPT2Tokenizer()
+        case {'kind': 'folder', 'path': str(path)}:
+            return HFTokenizer(path)
+    raise UserError(f'{description!r:.100} does not describe a tokenizer, as meta.json should; '
+                    'prepare the data set again')
+
+
+def load_token_bytes(description, vocab_size):
+    """Returns token_bytes of the tokenizer that a description means, as an array [vocab_size]; None
+    if it cannot be loaded."""
+    try:
+        n_bytes = load_tokenizer(description).token_bytes()
+    except UserError:
+        return None
+    if not n_bytes:
+        return n_bytes
+    return np.pad(np.array(n_bytes), (0, max(0, vocab_size - len(n_bytes))))
+
+
+def describe_tokenizer(model_path, vocab_size):
+    """Returns the description of the tokenizer of a pretrained model: that of its folder, or GPT-2's
+    if it has none and the size of the vocabulary is GPT-2's; None if it is unknown."""
+    folder = model_path if os.path.isdir(model_path) else os.path.dirname(model_path)
+    if any(os.path.exists(os.path.join(folder, name)) for name in VOCABULARIES):
+        return {'kind': 'folder', 'path': os.path.abspath(folder)}
+    return {'kind': 'gpt2'} if 50257 <= vocab_size <= 50304 else None
+
+
+def locate_tokenizer(description, folder):
+    """Returns the description with its path, if it has one, relative to the current folder instead
+    of relative to `folder`."""
+    if description.get('kind') != 'folder':
+        return description
+    path = os.path.join(folder, os.path.expanduser(description['path']))
+    return {**description, 'path': path}
+
+
+def same_tokens(a, b):
+    """Whether the ids of two tokenizers, given by their descriptions, mean the same tokens."""
+    kinds = {a['kind'], b['kind']}
+    if 'gpt2' not in kinds:
+        return load_tokenizer(a).ids == load_tokenizer(b).ids
+    if kinds == {'gpt2', 'folder'}:  # without loading GPT-2's BPE, which may need a network
+        ids = load_tokenizer(a if a['kind'] == 'folder' else b).ids
+        of_gpt2 = {'the': 1169, '\u0120the': 262, '<|endoftext|>': 50256}
+        return all(ids.get(token) == id for token, id in of_gpt2.items())
+    return kinds == {'gpt2'}
+
+
+def check_tokens(data, dataset, model, model_name, vocab_size):
+    """Returns the description of the tokenizer of a run that trains a pretrained model with a data
+    set, given those of both, the model's None if it is unknown. Raises UserError unless their ids
+    mean the same tokens."""
+    if model and same_tokens(data, model):
+        return model
+    if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
+        return data
+    remedy = f'put the tokenizer.json of {model_name} beside its weights'
+    if model:
+        remedy = remedy_for_tokens(model, model_name)
+    raise UserError(f'dataset {dataset} has other tokens than {model_name}, their ids mean '
+                    f'something else; {remedy}')
+
+
+def remedy_for_tokens(description, name):
+    """Returns what makes a data set with the tokens of this tokenizer, for messages. name: of the
+    model or the folder that has it."""
+    if description['kind'] == 'char':
+        return 'the model knows characters: take a data set with the same ones'
+    if description['kind'] == 'gpt2':
+        name = 'gpt2'
+    return (f'make it with: python data/text/prepare.py my.txt --tokenizer={name} '
+            '--out_dir=data/mine')
+
+
+# -----------------------------------------------------------------------------
+# writing
+
+def write_char_tokenizer(chars, folder):
+    """Writes the tokenizer.json of a vocabulary of characters: a BPE without merges."""
+    from tokenizers import Tokenizer, decoders, models
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(chars)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(os.path.join(folder, 'tokenizer.json'))
+    settings = {'tokenizer_class': AS_FILED, 'clean_up_tokenization_spaces': False}
+    write_json(os.path.join(folder, 'tokenizer_config.json'), settings)
+
+
+def write_gpt2_tokenizer(folder):
+    """Writes the tokenizer.json of GPT-2's BPE, from the two files that tiktoken has downloaded."""
+    from tiktoken.load import read_file_cached
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    GPT2Tokenizer()
+    url = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main'
+    vocab = json.loads(read_file_cached(f'{url}/encoder.json'))
+    lines = read_file_cached(f'{url}/vocab.bpe').decode().splitlines()
+    merges = [tuple(line.split()) for line in lines[1:]]  # the first is a comment
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.add_special_tokens([AddedToken('<|endoftext|>', special=True, normalized=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(os.path.join(folder, 'tokenizer.json'))
+    settings = {'tokenizer_class': AS_FILED, 'eos_token': '<|endoftext|>'}
+    write_json(os.path.join(folder, 'tokenizer_config.json'), settings)
+
+
+def copy_tokenizer(description, folder):
+    """Writes the files of a tokenizer of the kind 'folder' to `folder`: tokenizer.json with all
+    tokens, whatever other files and classes have added, and generation_config.json with all end
+    tokens."""
+    if description['kind'] != 'folder':
+        return
+    source = description['path']
+    if os.path.realpath(source) == os.path.realpath(folder):
+        return
+    tokenizer = HFTokenizer(source)
+    os.makedirs(folder, exist_ok=True)
+    for name in TEMPLATES:  # those of an earlier tokenizer
+        path = os.path.join(folder, name)
+        shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
+    if tokenizer.hf is None:
+        for name in ('tokenizer.json', 'tokenizer_config.json'):
+            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+    else:
+        import_transformers().PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.tokenizer, chat_template=tokenizer.chat_template,
+            split_special_tokens=tokenizer.hf.split_special_tokens, **tokenizer.special,
+        ).save_pretrained(folder)
+        path = os.path.join(folder, 'tokenizer_config.json')  # transformers 4 knows the older name
+        write_json(path, {**read_json(path), 'tokenizer_class': AS_FILED})
+    generation = read_json(os.path.join(source, 'generation_config.json'), optional=True)
+    if tokenizer.stop_tokens:
+        generation['eos_token_id'] = list(tokenizer.stop_tokens)
+    if generation:
+        write_json(os.path.join(folder, 'generation_config.json'), generation)

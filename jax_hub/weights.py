@@ -1,0 +1,337 @@
+"""Weights of any model on disk: safetensors, shards, MXFP4 and fp8 blocks, torch.save."""
+import json
+import math
+import os
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from jax_flags import DTYPES, UserError, ceil_div, path_inside, printable, read_json, write_json
+from jax_hub.torch_files import read_state_dict
+
+FLOATS = ('float32', 'bfloat16', 'float16', 'float64')  # names of dtypes
+
+
+# -----------------------------------------------------------------------------
+# checks of tensors
+
+def check_tensors(tensors, shapes, source):
+    """Raises UserError unless `tensors` has exactly the names of `shapes`, with these shapes, in
+    floating point.
+
+    tensors: {name: array}. shapes: {name: shape}. source: where they are from, for messages."""
+    refuse_mlx(tensors, source)
+
+    # The same names on both sides.
+    missing = shapes.keys() - tensors.keys()
+    unknown = {printable(name) for name in tensors.keys() - shapes.keys()}
+    wrong = []
+    if missing:
+        wrong.append(f'lacks {first_names(missing)}')
+    if unknown:
+        wrong.append(f'has unknown {first_names(unknown)}')
+    if wrong:
+        raise UserError(f'{source} is not for a model of this config: it {" and it ".join(wrong)}')
+
+    # The same shapes, in types that can be converted.
+    for name, shape in shapes.items():
+        x = tensors[name]
+        if tuple(x.shape) != shape:
+            raise UserError(f'{source}: {name} should have shape {shape} for this config but has '
+                            f'{x.shape}')
+        if x.dtype.name not in (*FLOATS, 'float8_e5m2'):
+            raise UserError(f'{source}: {name} is {x.dtype}; floating point of 16 bits or more can '
+                            'be loaded, E5M2, MXFP4, and E4M3 with scales')
+
+
+def first_names(names):
+    """Returns the first eight names of a set, sorted, and how many more there are."""
+    listed = ', '.join(sorted(names)[:8])
+    if len(names) > 8:
+        listed += f' and {len(names) - 8} more'
+    return listed
+
+
+def refuse_mlx(tensors, source):
+    """Raises UserError for the weights that MLX quantizes: several numbers in 32 bits, with scales
+    and biases."""
+    for name, x in tensors.items():
+        scales = f'{name.removesuffix("weight")}scales'
+        if name.endswith('.weight') and scales in tensors and x.dtype.name == 'uint32':
+            raise UserError(f'{source} is of MLX, quantized ({name} with {scales}), which only MLX '
+                            'computes; take the model that it was made from, or where mlx-lm is '
+                            'installed: mlx_lm.convert --dequantize --hf-path THIS --mlx-path NEW')
+
+
+def common_dtype(arrays):
+    """Returns the one of DTYPES that all arrays have, or 'float32'."""
+    names = {x.dtype.name for x in arrays}
+    if len(names) == 1 and names <= set(DTYPES):
+        return names.pop()
+    return 'float32'
+
+
+def aligned_empty(shape, dtype):
+    """Returns an array like np.empty, at a multiple of 64 bytes: a CPU device takes such an array
+    over, and copies others."""
+    n_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+    buffer = np.empty(n_bytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start:start + n_bytes].view(dtype).reshape(shape)
+
+
+def require_keys(keys, values, source, what):
+    """Raises UserError unless `values` is a dict with all `keys`.
+
+    source: the file that they are from. what: the kind of file that it should be."""
+    if isinstance(values, dict):
+        missing = [key for key in keys if key not in values]
+    else:
+        missing = ['keys']
+    if missing:
+        raise UserError(f'{source} lacks {", ".join(missing)}, so it is not {what}')
+
+
+# -----------------------------------------------------------------------------
+# reading
+
+def read_tensors(file):
+    """Returns {name: array} of one of WEIGHT_FILES, given its path."""
+    if file.endswith('.json'):
+        return read_shards(file)
+    return read_weight_file(file)
+
+
+def read_weight_file(file):
+    """Returns {name: array} of a pytorch_model.bin, of a safetensors file, or of a shard."""
+    if file.endswith('.bin'):
+        return read_state_dict(file)
+    return read_safetensors(file)
+
+
+# {a type's name in safetensors: its name in numpy, with ml_dtypes}
+SAFETENSORS_DTYPES = {
+    'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16',
+    'F8_E4M3': 'float8_e4m3fn', 'F8_E5M2': 'float8_e5m2', 'F8_E8M0': 'float8_e8m0fnu',
+    'I64': 'int64', 'I32': 'int32', 'I16': 'int16', 'I8': 'int8',
+    'U64': 'uint64', 'U32': 'uint32', 'U16': 'uint16', 'U8': 'uint8', 'BOOL': 'bool'}
+
+
+def read_safetensors(path):
+    """Returns {name: array} of a safetensors file, memory-mapped.
+
+    The library checks the file, but its numpy reader knows neither bfloat16 nor float8. Raises
+    UserError for a file that is damaged, and for a type that is not known."""
+    try:
+        # The library checks that the header fits the file, and that no tensors overlap.
+        with safetensors.safe_open(path, 'numpy'):
+            pass
+
+        # The file: the length of the header in 8 bytes, the header in JSON, the tensors.
+        file = np.memmap(path, np.uint8, 'r')
+        start = 8 + int.from_bytes(file[:8], 'little')
+        header = json.loads(bytes(file[8:start]))
+        header.pop('__metadata__', None)
+        data = file[start:]
+
+        tensors = {}
+        for name, x in header.items():
+            if x['dtype'] not in SAFETENSORS_DTYPES:
+                raise UserError(f"{path}: {printable(name)} is of the type {x['dtype']}, which "
+                                f'cannot be read; known are {", ".join(SAFETENSORS_DTYPES)}')
+            dtype = jnp.dtype(SAFETENSORS_DTYPES[x['dtype']])
+            first, end = x['data_offsets']
+            tensors[name] = data[first:end].view(dtype).reshape(x['shape'])
+        return tensors
+    except UserError:
+        raise
+    except Exception as error:  # safetensors' own, or OSError
+        reason = printable(str(error))
+        raise UserError(f'cannot read {path} ({reason}); if it is damaged, copy or download it '
+                        'again') from None
+
+
+def read_shards(index_file):
+    """Returns {name: array} of all files that an index names, given the path of the index."""
+    # Which file holds which tensor.
+    index = read_json(index_file)
+    require_keys(['weight_map'], index, index_file, 'an index of shards')
+    weight_map = index['weight_map']
+    require_keys([], weight_map, f"{index_file}'s weight_map", 'an index of shards')
+
+    tensors = {}
+    for file in sorted({str(file) for file in weight_map.values()}):
+        path = path_inside(os.path.dirname(index_file), file)
+        if not os.path.exists(path):
+            raise UserError(f'{index_file} names {printable(file)}, which is not beside it; copy '
+                            'or download that file, too')
+        tensors.update(read_weight_file(path))
+    return tensors
+
+
+# -----------------------------------------------------------------------------
+# writing
+
+def write_shards(folder, shapes, make_tensor, dtype, shard_bytes):
+    """Writes the tensors make_tensor(name) as model.safetensors, or as several files of at most
+    shard_bytes with an index. A tensor that is larger than shard_bytes has a file of its own.
+
+    shapes: {name: shape}. dtype: the name of their type."""
+    itemsize = jnp.dtype(dtype).itemsize
+    n_bytes = {name: math.prod(shapes[name]) * itemsize for name in sorted(shapes)}
+
+    # Fill one file after the other, in the order of the names.
+    shards = [[]]
+    size = 0
+    for name in n_bytes:
+        if shards[-1] and size + n_bytes[name] > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += n_bytes[name]
+
+    # Write them.
+    weight_map = {}
+    for i, names in enumerate(shards, start=1):
+        file = 'model.safetensors'
+        if len(shards) > 1:
+            file = f'model-{i:05}-of-{len(shards):05}.safetensors'
+        shapes_in_file = {name: shapes[name] for name in names}
+        write_safetensors(os.path.join(folder, file), shapes_in_file, make_tensor, dtype)
+        for name in names:
+            weight_map[name] = file
+
+    # The index of several files.
+    if len(shards) > 1:
+        index = {'metadata': {'total_size': sum(n_bytes.values())}, 'weight_map': weight_map}
+        write_json(os.path.join(folder, 'model.safetensors.index.json'), index)
+
+
+def write_safetensors(path, shapes, make_tensor, dtype):
+    """Writes a safetensors file of the tensors make_tensor(name), each made when it is written:
+    memory holds one at a time.
+
+    shapes: {name: shape}. dtype: the name of their type."""
+    # The header says where each tensor begins and ends.
+    code = next(code for code, name in SAFETENSORS_DTYPES.items() if name == dtype)
+    itemsize = jnp.dtype(dtype).itemsize
+    header = {'__metadata__': {'format': 'pt'}}
+    end = 0
+    for name, shape in shapes.items():
+        start = end
+        end = start + math.prod(shape) * itemsize
+        header[name] = {'dtype': code, 'shape': shape, 'data_offsets': [start, end]}
+
+    # Spaces fill it up, so that the tensors begin at a multiple of 8 bytes.
+    text = json.dumps(header).encode()
+    text += b' ' * (-len(text) % 8)
+
+    # The header, then one tensor after the other.
+    with open(path, 'wb') as f:
+        f.write(len(text).to_bytes(8, 'little') + text)
+        for name, shape in shapes.items():
+            x = make_tensor(name)
+            if shape:
+                f.write(x.view(np.uint8).data)  # without a copy
+            else:
+                f.write(x.tobytes())  # numpy views no scalar in another type
+            del x  # or it would be held while the next one is made
+
+
+# -----------------------------------------------------------------------------
+# quantized tensors
+
+class MXFP4(NamedTuple):
+    """Experts [E, in, out] as gpt-oss packs them: 4 bits a number, and 32 numbers along `in` share
+    an exponent.
+
+    x[e, ...] dequantizes expert e."""
+    blocks: np.ndarray  # uint8 [E, out, in / 32, 16]; the low half of each byte comes first
+    scales: np.ndarray  # uint8 [E, out, in / 32]
+
+    dtype = np.dtype(np.float32)
+
+    @property
+    def shape(self):
+        E, n_out, n_blocks, n_bytes = self.blocks.shape
+        return E, n_blocks * n_bytes * 2, n_out
+
+    def __getitem__(self, index):
+        e, *part = index
+        # The numbers that 4 bits stand for: sign, two bits of exponent, one of mantissa.
+        values = np.float32([0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6])
+        codes = np.stack([self.blocks[e] & 15, self.blocks[e] >> 4], axis=-1)
+        exponents = self.scales[e].astype(np.int32)[..., None, None] - 127
+        numbers = np.ldexp(values[codes], exponents)  # [out, in / 32, 16, 2]
+        return numbers.reshape(len(numbers), -1).T[tuple(part)]
+
+
+class ScaledBlocks(NamedTuple):
+    """A matrix in DeepSeek's float8: weight [out, in] times one scale per block. It dequantizes
+    when it is indexed."""
+    weight: np.ndarray
+    scale: np.ndarray  # float32 [ceil(out / rows), ceil(in / columns)]
+    block: tuple  # (rows, columns)
+
+    dtype = np.dtype(np.float32)
+
+    @property
+    def shape(self):
+        return self.weight.shape
+
+    def __getitem__(self, index):
+        block_of_row = np.arange(self.shape[0]) // self.block[0]
+        block_of_column = np.arange(self.shape[1]) // self.block[1]
+        scale = np.asarray(self.scale)[block_of_row][:, block_of_column]
+        return (self.weight.astype(np.float32) * scale)[index]
+
+
+def read_block(config, source):
+    """Returns [rows, columns] of the blocks of numbers that share a scale.
+
+    config: the content of a config.json, source: its path. Raises UserError for other values."""
+    block = (config.get('quantization_config') or {}).get('weight_block_size') or [128, 128]
+    are_sizes = isinstance(block, list) and len(block) == 2 and all(
+        type(size) is int and size > 0 for size in block)
+    if not are_sizes:
+        raise UserError(f'{source}: weight_block_size should list two numbers above 0, not '
+                        f'{block!r:.80}')
+    return block
+
+
+def dequantize_lazily(tensors, block, source):
+    """Returns {name: array}, where each quantized tensor and its scales are replaced by one object
+    that dequantizes when it is indexed.
+
+    tensors: {name: array}. block: (rows, columns) of a block of float8. source: where they are
+    from, for messages. Raises UserError for scales that do not fit."""
+    result = dict(tensors)
+    for name in tensors:
+        # MXFP4: NAME_blocks and NAME_scales become NAME.
+        scales_name = name.removesuffix('blocks') + 'scales'
+        if name.endswith('_blocks') and scales_name in tensors:
+            blocks = result.pop(name)
+            scales = result.pop(scales_name)
+            are_bytes = blocks.dtype == scales.dtype == np.uint8
+            has_shape = blocks.ndim == 4 and blocks.shape[-1] == 16
+            if not are_bytes or not has_shape or scales.shape != blocks.shape[:-1]:
+                raise UserError(f'{source}: {name} {blocks.shape} and its scales {scales.shape} '
+                                'are not MXFP4')
+            result[name.removesuffix('_blocks')] = MXFP4(blocks, scales)
+
+        # float8: NAME.weight and NAME.weight_scale_inv become NAME.weight.
+        weight_name = name.removesuffix('_scale_inv')
+        if name.endswith('.weight_scale_inv') and weight_name in tensors:
+            scale = result.pop(name)
+            weight = tensors[weight_name]
+            n_blocks = tuple(ceil_div(n, size) for n, size in zip(weight.shape, block))
+            if scale.shape != n_blocks or weight.ndim != 2:
+                raise UserError(f'{source}: {name} {scale.shape} does not fit {weight_name} '
+                                f'{weight.shape} in blocks of {block}')
+            if not weight.dtype.name.startswith('float8') or scale.dtype.name not in FLOATS:
+                raise UserError(f'{source}: {weight_name} is {weight.dtype} with scales of '
+                                f'{scale.dtype}, not float8 with scales in floating point')
+            result[weight_name] = ScaledBlocks(weight, scale, tuple(block))
+    return result

@@ -1,0 +1,422 @@
+"""Runs and data sets in a bucket of Google Cloud Storage, gs://bucket/folder.
+
+Orbax writes the checkpoints there. gcsfs copies the small files of a run and data sets between the
+bucket and folders of this machine, and google-cloud-storage writes the lease, by which one run at a
+time has the folder. This module is imported for gs:// alone."""
+import atexit
+import base64
+import contextlib
+import functools
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from jax_flags import UserError, read_json, write_json
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+# Seconds without a renewal after which the lease of a run is free.
+LEASE = float(os.environ.get('JAX_TRANSFORMER_LEASE', 60))
+
+# The object that completes a checkpoint, which Orbax writes last.
+COMMITTED = 'commit_success.txt'
+
+# The files of a checkpoint that this machine gets a copy of, below ckpt/<iteration>/.
+SMALL = ('checksums.json', 'meta/metadata', 'metrics/metrics', 'params/_METADATA')
+
+
+@functools.cache
+def open_clients():
+    """Returns (gcsfs's file system, the client of google-cloud-storage). Raises UserError without
+    the packages."""
+    try:
+        import gcsfs
+        from google.cloud import storage
+    except ImportError as error:
+        raise UserError(f'gs:// needs two packages ({error}): pip install gcsfs '
+                        'google-cloud-storage') from None
+    logging.getLogger(gcsfs.__name__).setLevel(logging.CRITICAL)  # what it raises is said once
+    return gcsfs.GCSFileSystem(use_listings_cache=False), storage.Client(project=None)
+
+
+@contextlib.contextmanager
+def explained(url):
+    """Turns what a request raises into a UserError of one line: each of the clients has exceptions
+    of its own."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        raise UserError(
+            f'{url} cannot be read or written ({reason}): there must be such a bucket, a network, '
+            'and credentials that may get the bucket and read, write and delete its objects, as '
+            'of: gcloud auth application-default login') from error
+
+
+class Folder:
+    """A folder of a bucket: its objects, by their names in it."""
+
+    def __init__(self, url):
+        bucket, _, self.prefix = url.removeprefix('gs://').strip('/').partition('/')
+        if not bucket or not self.prefix:
+            raise UserError(f'{url} names no folder of a bucket; a run or a data set is '
+                            'gs://bucket/folder')
+        self.path = f'{bucket}/{self.prefix}'
+        self.url = f'gs://{self.path}'
+        with explained(self.url):
+            self.files, client = open_clients()
+            self.bucket = client.bucket(bucket)  # of the lease
+
+    def list(self):
+        """Returns {name: {'size', 'crc32c', 'generation', ...}} of its objects, but for those whose
+        names lead out of a folder."""
+        with explained(self.url):
+            objects = self.files.find(self.path, detail=True)
+        found = {}
+        for path, details in objects.items():
+            name = path.removeprefix(f'{self.path}/')
+            if '..' not in name.split('/') and not name.endswith('/'):
+                found[name] = details
+        return found
+
+    def download(self, name, target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with explained(self.url):
+            self.files.get_file(f'{self.path}/{name}', str(target))
+
+    def write(self, name, text):
+        with explained(self.url):
+            self.files.pipe_file(f'{self.path}/{name}', text.encode())
+
+
+# -----------------------------------------------------------------------------
+# one run at a time
+
+class Lease:
+    """The object `lock` of a run, which says who writes there. Each write names the generation that
+    it replaces, so that of two writers one is refused. A thread renews it; it is free once it has
+    not been renewed for LEASE seconds by the bucket's clock."""
+
+    def __init__(self, folder):
+        self.url = folder.url
+        self.bucket = folder.bucket
+        self.name = f'{folder.prefix}/lock'
+        self.text = ''  # who has it, and a number of its own
+        self.generation = 0
+        self.mutex = threading.Lock()  # of the generation: the thread and confirm() write
+        self.ended = threading.Event()  # it was given back, or another run has taken it
+
+    def wait_until_free(self):
+        """Waits for the lease of another run until it has run out, and returns the generation under
+        which it can be taken; 0 if there is none. Raises UserError if it is renewed meanwhile: that
+        run lives."""
+        first = None
+        while True:
+            text, found = self.read()
+            if found is None:
+                return 0
+            said = f'{self.url} is in use by {text}'
+            if first and found.generation != first:
+                raise UserError(f'{said}; choose another --out_dir')
+            left = LEASE - (self.now() - found.updated).total_seconds()
+            if left < 0:
+                return found.generation
+            if not first:
+                print(f'{said}: waiting for up to {left:.0f} s, in case it has died',
+                      file=sys.stderr, flush=True)
+            first = found.generation
+            time.sleep(min(left + 0.1, LEASE / 12))
+
+    def read(self):
+        """Returns (text, blob) of the lease that is there now, ('', None) if there is none."""
+        from google.api_core.exceptions import NotFound
+        with explained(self.url):
+            blob = self.bucket.get_blob(self.name)
+            try:
+                return (blob.download_as_text(), blob) if blob else ('', None)
+            except NotFound:  # it has been renewed meanwhile
+                return self.read()
+
+    def now(self):
+        """Returns the time by the bucket's clock, which is that of an object written now."""
+        probe = self.bucket.blob(f'{self.name}.probe')
+        with explained(self.url):
+            probe.upload_from_string('')
+        return probe.updated
+
+    def take(self, holder):
+        """Takes the lease, when it is free, and renews it from here on. Raises UserError if another
+        run has it."""
+        self.text = f'{holder} ({uuid.uuid4().hex})'
+        self.generation = self.wait_until_free()
+        self.confirm()
+        atexit.register(self.close)
+        threading.Thread(target=self.renew, daemon=True).start()
+
+    def confirm(self):
+        """Renews the lease now, after which no other run can take it for LEASE seconds. Raises
+        UserError if another one has."""
+        from google.api_core.exceptions import PreconditionFailed
+        with self.mutex, explained(self.url):
+            blob = self.bucket.blob(self.name)
+            try:
+                blob.upload_from_string(self.text, if_generation_match=self.generation)
+            except PreconditionFailed:
+                # Perhaps a write of ours has arrived, and its answer has not.
+                text, blob = self.read()
+                if text != self.text:
+                    self.ended.set()
+                    raise UserError(
+                        f'another run has taken over {self.url}, as this one gave no sign for '
+                        f'{LEASE:g} s: it ends, and what it had not saved is lost') from None
+            self.generation = blob.generation
+
+    def renew(self):
+        """Renews the lease until it has ended. What fails here fails at the next save, too."""
+        while not self.ended.wait(LEASE / 4):
+            with contextlib.suppress(UserError):
+                self.confirm()
+
+    def close(self):
+        """Gives the lease back, if no other run has taken it. If the bucket does not answer, it runs
+        out."""
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        with self.mutex, contextlib.suppress(Exception):
+            blob = self.bucket.blob(self.name)
+            blob.delete(if_generation_match=self.generation, timeout=5, retry=None)
+
+
+# -----------------------------------------------------------------------------
+# a run
+
+@functools.cache
+def bucket_run(url):
+    """Returns the BucketRun of a URL, one in this process."""
+    run = BucketRun(url)
+    run.refresh()
+    return run
+
+
+class BucketRun:
+    """The folder of a run in a bucket, with the methods of DiskRun in checkpoints.py, which says what
+    they do.
+
+    `files` is a copy on this machine: config.json, metrics.jsonl, tokenizer/ and, of each complete
+    checkpoint, SMALL. The run that holds the lease writes there and uploads."""
+
+    more_errors = (Exception,)  # each of the clients has its own
+
+    def __init__(self, url):
+        self.folder = Folder(url)
+        self.files = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, self.files, ignore_errors=True)
+        self.lease = None
+        self.objects = {}  # as Folder.list returned them last
+        self.uploaded = {}  # {name: (size, time of change)} of the files that the bucket has
+        self.mutex = threading.Lock()  # of uploads: the loop and Orbax's thread make them
+
+    @property
+    def checkpoints(self):
+        """The folder of the checkpoints, for Orbax."""
+        from etils import epath
+        return epath.Path(self.folder.url) / 'ckpt'
+
+    def make_checkpoints(self):
+        pass  # a bucket has no folders
+
+    def atomicity(self):
+        return None  # what Orbax chooses for a bucket: it writes COMMITTED
+
+    def shown(self, text):
+        return str(text).replace(str(self.files), self.folder.url)
+
+    def space(self):
+        return ''
+
+    def refresh(self):
+        """Copies what has changed in the bucket, but for the files that this run writes."""
+        before = self.objects
+        self.objects = self.folder.list()
+        shutil.rmtree(self.files / 'ckpt', ignore_errors=True)
+        for name, details in self.objects.items():
+            step, in_step = split_checkpoint(name)
+            if step:
+                is_wanted = f'ckpt/{step}/{COMMITTED}' in self.objects and in_step in SMALL
+            elif self.lease:
+                is_wanted = False
+            else:
+                is_wanted = name in ('config.json', 'metrics.jsonl') or name.startswith('tokenizer/')
+            path = self.files / name
+            is_new = details['generation'] != before.get(name, {}).get('generation')
+            if is_wanted and (is_new or not path.exists()):
+                self.folder.download(name, path)
+                if not step:
+                    self.uploaded[name] = file_state(path)
+
+    def upload(self):
+        """Uploads the files that have changed, and deletes those that are gone, if this process
+        holds the lease. Raises UserError if another run has taken it."""
+        if not self.lease:
+            return
+        with self.mutex, explained(self.folder.url):
+            self.lease.confirm()
+            there = {}
+            for path in self.files.rglob('*'):
+                name = path.relative_to(self.files).as_posix()
+                if path.is_file() and '.tmp' not in name and not split_checkpoint(name)[0]:
+                    there[name] = file_state(path)
+                    if there[name] != self.uploaded.get(name):
+                        self.folder.files.put_file(str(path), f'{self.folder.path}/{name}')
+            for name in self.uploaded.keys() - there.keys():
+                self.folder.files.rm_file(f'{self.folder.path}/{name}')
+            self.uploaded = there
+
+    # the lock
+
+    def wait_until_free(self):
+        Lease(self.folder).wait_until_free()
+
+    def lock(self, holder):
+        """Takes the lease, and returns what has it until it is closed."""
+        lease = Lease(self.folder)
+        lease.take(holder)
+        self.refresh()
+        self.lease = lease
+        return self
+
+    def close(self):
+        """Gives the lease back."""
+        self.lease.close()
+        self.lease = None
+
+    def is_locked_by(self, holder):
+        return Lease(self.folder).read()[0].startswith(holder)
+
+    # checkpoints
+
+    def write_checksums(self):
+        """Writes checksums.json, {file: [size, CRC-32C]} as the bucket says them, into the one
+        checkpoint that is complete but for its commit, after the files of the run: what is
+        committed has its metrics.
+
+        Orbax calls it in one process, and gives the checkpoint up if this raises."""
+        self.upload()
+        objects = self.folder.list()
+        sums = {}
+        for name, details in objects.items():
+            step, in_step = split_checkpoint(name)
+            is_committed = f'ckpt/{step}/{COMMITTED}' in objects
+            if step.isdecimal() and '/' in in_step and not is_committed:
+                sums.setdefault(step, {})[in_step] = checksum(details)
+        for step in sums:
+            self.folder.write(f'ckpt/{step}/checksums.json', json.dumps(sums[step], indent=0))
+        self.lease.confirm()
+
+    def differs(self, step, name, expected):
+        details = self.objects.get(f'ckpt/{step.name}/{name}')
+        return details is None or checksum(details) != expected
+
+    def set_aside(self, step, free):
+        folder = f'{self.folder.path}/ckpt'
+        with explained(self.folder.url):
+            self.folder.files.mv(f'{folder}/{step.name}', f'{folder}/{free.name}', recursive=True)
+        self.refresh()
+
+    def write_metrics(self, step, text):
+        self.lease.confirm()
+        self.folder.write(f'ckpt/{step}/metrics/metrics', text)
+        self.refresh()
+
+
+def split_checkpoint(name):
+    """Returns (step, name in it) of an object ckpt/<step>/<name>; ('', name) of another one."""
+    top, _, rest = name.partition('/')
+    step, _, in_step = rest.partition('/')
+    return (step, in_step) if top == 'ckpt' else ('', name)
+
+
+def checksum(details):
+    """Returns what checksums.json says of an object."""
+    return [details['size'], details['crc32c']]
+
+
+def file_state(path):
+    """Returns what changes with a file."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def differs_from_object(path, size, crc32c):
+    """Returns whether a file is not as the object of a bucket from which it was copied. crc32c: as
+    the bucket says it, the base64 of 4 bytes; without Google's package the size has to do."""
+    if path.stat().st_size != size:
+        return True
+    try:
+        import google_crc32c
+    except ImportError:
+        return False
+    found = google_crc32c.Checksum()
+    with open(path, 'rb') as file:
+        for _ in found.consume(file, 2**24):
+            pass
+    return base64.b64encode(found.digest()).decode() != crc32c
+
+
+# -----------------------------------------------------------------------------
+# data sets
+
+def fetch_dataset(url):
+    """Copies the data set gs://bucket/folder to this machine, if it is not there as it is in the
+    bucket, and returns its folder.
+
+    Several processes of a machine wait for the one that fetches. Raises UserError for a data set
+    that is not there, and if the bucket refuses or does not answer."""
+    source = Folder(url)
+    default = Path.home() / '.cache' / 'jax_transformer' / 'data'
+    target = Path(os.environ.get('JAX_TRANSFORMER_DATA', default)) / source.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(f'{target}.lock', 'w') as file:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        objects = {name: checksum(details) for name, details in source.list().items()}
+        if 'train.bin' not in objects:
+            raise UserError(f'there is no {source.url}/train.bin; upload a data set, as with: '
+                            f'gcloud storage cp -r data/mine {source.url}')
+
+        # The last file that is written says what was fetched.
+        stamp = target / 'fetched.json'
+        fetched = read_json(stamp, optional=True)
+        is_there = fetched == objects
+        for name, (size, _) in objects.items():
+            path = target / name
+            is_there = is_there and path.is_file() and path.stat().st_size == size
+        if is_there:
+            return target
+
+        # A run that reads these files keeps them until it ends. One that is gone from the bucket
+        # would be read, too.
+        for name in ('fetched.json', *fetched, *objects):
+            (target / name).unlink(missing_ok=True)
+        n_bytes = sum(size for size, _ in objects.values())
+        print(f'fetching {source.url} ({n_bytes / 1e6:,.0f} MB) to {target}')
+        for name, sums in objects.items():
+            source.download(name, target / name)
+            if differs_from_object(target / name, *sums):
+                raise UserError(f'{source.url}/{name} has changed while it was fetched; try it '
+                                'again')
+        write_json(stamp, objects)
+    return target

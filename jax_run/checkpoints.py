@@ -1,0 +1,513 @@
+"""TrainState <-> out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or
+absent."""
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jax_devices.processes import gather_texts
+from jax_flags import (
+    UserError, check_choice, check_url, exit_if_peer_died, is_url, path_inside, printable,
+    read_json, write_text)
+from jax_hub.tokenizers import locate_tokenizer
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+# The folders of a checkpoint, and the name of one that Orbax is writing, in ATOMIC_RENAME.
+ITEMS = ('params', 'opt_state', 'meta', 'metrics')
+UNFINISHED = '*.orbax-checkpoint-tmp'
+
+# -----------------------------------------------------------------------------
+# where a run is
+
+
+def run_folder(out_dir):
+    """Returns the folder of a run: a DiskRun, or for gs://bucket/run a BucketRun, which has the same
+    methods. Raises UserError for a URL that is neither, and a bucket that cannot be read."""
+    if not is_url(str(out_dir)):
+        return DiskRun(out_dir)
+    check_url('out_dir', out_dir)
+    from jax_run.buckets import bucket_run
+    return bucket_run(str(out_dir))
+
+
+class DiskRun:
+    """The folder of a run on a disk.
+
+    `files` is the folder from which config.json, metrics.jsonl, tokenizer/ and the small files of
+    the complete checkpoints are read, and to which they are written: the folder itself."""
+
+    more_errors = ()  # exceptions of its requests that are no OSError
+
+    def __init__(self, out_dir):
+        self.files = Path(out_dir)
+
+    @property
+    def checkpoints(self):
+        """The folder of the checkpoints, for Orbax."""
+        return Path(self.files, 'ckpt').absolute()
+
+    def make_checkpoints(self):
+        """Makes the folder of the checkpoints: Orbax would take a file in its place."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def atomicity(self):
+        """Returns how Orbax completes a checkpoint: its folder gets its name."""
+        from orbax.checkpoint import options
+        return options.AtomicityOptions(mode=options.AtomicityMode.ATOMIC_RENAME)
+
+    def shown(self, text):
+        """Returns a text with paths in `files` as the user knows them: unchanged."""
+        return str(text)
+
+    def refresh(self):
+        """Brings `files` up to date: they always are."""
+
+    def upload(self):
+        """Writes what has changed in `files` to where the run is: there it is."""
+
+    # the lock
+
+    def wait_until_free(self):
+        """Waits for the lock of a run that has died: the system lets go of it at once."""
+
+    def lock(self, holder):
+        """Takes the lock; see take_lock. Returns what holds it until it is closed."""
+        return take_lock(self.files / 'lock', holder)
+
+    def is_locked_by(self, holder):
+        """Returns whether process 0, whose name this is, has the lock that this process sees."""
+        found = os.listdir(self.files) if self.files.is_dir() else ()  # makes NFS look again
+        return 'lock' in found and (self.files / 'lock').read_text() == holder
+
+    # checkpoints
+
+    def write_checksums(self):
+        """Writes the checksums of the checkpoint that is complete but for its name."""
+        write_checksums(self.checkpoints)
+
+    def differs(self, step, name, expected):
+        """Returns whether a file of the checkpoint in the folder `step` is not as it was written.
+        expected: what checksums.json says of it."""
+        path = step / name
+        if not path.is_file():
+            return True
+        is_of_bucket = isinstance(expected, list) and len(expected) == 2
+        if is_of_bucket:
+            from jax_run.buckets import differs_from_object
+            return differs_from_object(path, *expected)
+        return checksum(path) != expected
+
+    def set_aside(self, step, free):
+        """Renames the folder `step` of a damaged checkpoint to `free`."""
+        os.rename(step, free)
+
+    def write_metrics(self, step, text):
+        """Writes the metrics of checkpoint `step`, which has none."""
+        write_text(self.checkpoints / str(step) / 'metrics' / 'metrics', text)
+
+    def space(self):
+        """Returns what a message says of the space that is left. Raises OSError if the folder is
+        gone."""
+        free = shutil.disk_usage(self.checkpoints).free / 1e6
+        return f', where {free:,.0f} MB are free'
+
+
+def take_lock(path, holder):
+    """Takes the lock of a folder on a disk in process 0, and writes into it who holds it. Returns
+    the open file."""
+    try:
+        # Take it: the system lets go of it when this process ends, however that happens.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, 'a')
+    except OSError as error:
+        raise UserError(f'cannot write to {path.parent}: {error.strerror}; choose another '
+                        '--out_dir') from error
+    try:
+        if fcntl:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(f'{path.parent} is in use by {path.read_text()}; choose another '
+                        '--out_dir') from None
+    except OSError:
+        pass  # a file system without locks
+
+    # Say who has it, to the processes that look for it.
+    file.truncate(0)
+    file.write(holder)
+    file.flush()
+    return file
+
+
+# -----------------------------------------------------------------------------
+# the manager, and checksums
+
+
+def open_checkpoints(out_dir, keep=2):
+    """Returns Orbax's manager of out_dir/ckpt, which keeps the latest `keep` checkpoints and the
+    one with the lowest validation loss. Raises UserError if out_dir cannot be written."""
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint import checkpoint_managers as policies
+    quiet_orbax()
+    folder = run_folder(out_dir)
+
+    def val_loss(metrics):
+        return metrics['val_loss']
+
+    # What is kept. Orbax prefers the highest metric, which `reverse` turns around. Saves between
+    # evaluations have no metrics; only LatestN keeps them.
+    best = policies.BestN(
+        get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+    preservation = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
+
+    # By default Orbax gives a checkpoint 20 minutes, which is too little for slow disks, and for a
+    # clock that is set. If it made folders in the background, threads would wait 5 minutes for one
+    # that cannot be made.
+    background = ocp.options.AsyncOptions(
+        timeout_secs=10**6,
+        create_directories_asynchronously=False,
+        post_finalization_callback=folder.write_checksums)
+
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=preservation,
+        best_fn=val_loss,
+        best_mode='min',
+        cleanup_tmp_directories=True,
+        create=True,
+        atomicity_options=folder.atomicity(),
+        async_options=background)
+    items = ('params', 'opt_state', 'meta')
+    try:
+        folder.make_checkpoints()
+        return ocp.CheckpointManager(folder.checkpoints, options=options, item_names=items)
+    except (OSError, *folder.more_errors) as error:
+        reason = getattr(error, 'strerror', None) or str(error)[:200]
+        raise UserError(f'cannot write to {out_dir}: {reason}; choose another --out_dir') from error
+
+
+def quiet_orbax():
+    """Silences Orbax's log, because this module reports failures, and what its other writes say
+    after a failed one."""
+    for name in ('absl', 'asyncio'):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    def report(unraisable):
+        if str(unraisable.exc_value) != 'Event loop is closed':
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = report
+
+
+def write_checksums(folder):
+    """Writes checksums.json, {file: CRC-32}, into the one checkpoint in `folder` that is complete
+    but for its name.
+
+    Orbax calls it in one process, before it renames the checkpoint, and gives the checkpoint up if
+    this raises."""
+    steps = list(folder.glob(UNFINISHED))
+    if not steps:
+        raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another '
+                           'version of Orbax?')
+    for step in steps:
+        # The files of all ITEMS. Orbax has yet to change those that are in `step` itself.
+        files = sorted(path for path in step.glob('*/**/*') if path.is_file())
+        sums = {path.relative_to(step).as_posix(): checksum(path) for path in files}
+        (step / 'checksums.json').write_text(json.dumps(sums, indent=0))
+
+
+def checksum(path):
+    """Returns the CRC-32 of a file, of which memory holds 16 MiB at a time."""
+    crc = 0
+    with open(path, 'rb') as file:
+        block = file.read(2**24)
+        while block:
+            crc = zlib.crc32(block, crc)
+            block = file.read(2**24)
+    return crc
+
+
+def find_damage(step, items=ITEMS, differs=None):
+    """Returns the first file among these items of the checkpoint folder `step` that is not as it
+    was written, or ''. differs: of the run's folder; by default of one on a disk.
+
+    Several processes each read some of the files, and all return the same. A checkpoint without
+    checksums.json is not checked: see read_meta."""
+    damaged = ''
+    differs = differs or run_folder(step.parent.parent).differs
+    try:
+        # Each process compares its share of the files.
+        sums = read_json(step / 'checksums.json', optional=True)
+        others = set(ITEMS) - set(items)
+        names = sorted(name for name in sums if name.split('/')[0] not in others)
+        for name in names[jax.process_index()::jax.process_count()]:
+            if differs(step, name, sums[name]):
+                damaged = name
+                break
+    except (OSError, ValueError, AttributeError, RecursionError):
+        damaged = 'checksums.json'
+
+    # The first process that found something decides for all.
+    for found in gather_texts(damaged):
+        if found:
+            return found
+    return ''
+
+
+def is_run(source):
+    """Whether the folder is the out_dir of a run. In a bucket there is nothing else that is read,
+    but a checkpoint: see is_checkpoint."""
+    if is_url(str(source)):
+        return not is_checkpoint(source)
+    return Path(source, 'ckpt').is_dir()
+
+
+def is_checkpoint(source):
+    """Whether the folder is a checkpoint of a run, out_dir/ckpt/ITERATION."""
+    path = Path(source)
+    if path.parent.name != 'ckpt' or not path.name.isdecimal():
+        return False
+    out_dir, step = split_checkpoint(source)
+    return (run_folder(out_dir).files / 'ckpt' / step).is_dir()
+
+
+def split_checkpoint(source):
+    """Returns (out_dir, iteration as a text) of a checkpoint out_dir/ckpt/ITERATION."""
+    folder, step = os.path.split(str(source).rstrip('/'))
+    return os.path.dirname(folder), step
+
+
+def checkpoint_steps(out_dir):
+    """Returns the iterations of the complete checkpoints in out_dir, the latest first."""
+    run = run_folder(out_dir)
+    run.refresh()
+    return list_steps(run.files / 'ckpt')
+
+
+def list_steps(folder):
+    """Returns the iterations of the complete checkpoints in the folder ckpt/, the latest first."""
+    if not folder.is_dir():
+        return []
+    steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+    return sorted(steps, reverse=True)
+
+
+def read_val_loss(step):
+    """Returns the validation loss of the checkpoint in this folder: infinity if it was not
+    evaluated, -infinity if it is damaged."""
+    path = step / 'metrics' / 'metrics'
+    if not path.exists():
+        return math.inf
+    try:
+        val_loss = float(read_json(path)['val_loss'])
+    except (KeyError, TypeError, ValueError, OSError, OverflowError):  # a UserError is a ValueError
+        return -math.inf
+    if not math.isfinite(val_loss):
+        return -math.inf
+    return val_loss
+
+
+# -----------------------------------------------------------------------------
+# saving
+
+def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
+    """Saves the state after iter_num iterations. Returns once the values are copied; writing is
+    asynchronous.
+
+    meta: JSON metadata, see train_jax.py. val_loss: the validation loss, which makes the checkpoint
+    a candidate for the best; None without an evaluation. Raises UserError if this checkpoint or the
+    one before it cannot be written (a full disk)."""
+    import orbax.checkpoint as ocp
+    state = jax.tree.map(as_replicated_global_array, state)
+    metrics = None if val_loss is None else {'val_loss': val_loss}
+    items = ocp.args.Composite(
+        params=ocp.args.StandardSave(state.params),
+        opt_state=ocp.args.StandardSave(opt_state_item(state)),
+        meta=ocp.args.JsonSave({**meta, 'checksums': True}))
+    run = run_of(manager)
+    try:
+        # This also waits for the one before, and raises what went wrong with it.
+        saved = manager.save(iter_num, metrics=metrics, args=items)
+    except (OSError, ValueError, RuntimeError, *run.more_errors) as error:
+        exit_if_peer_died(error)
+        raise UserError(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
+    if not saved:
+        raise UserError(f'{manager.directory} refuses checkpoint {iter_num}: it holds later ones, '
+                        f'{manager.all_steps()}')
+
+
+def as_replicated_global_array(x):
+    """Returns an array of this process's devices as a global array, replicated over the devices of
+    all processes, as Orbax expects it. Such are pmap's results with several processes; whatever
+    else x is, it is returned as it is."""
+    if jax.process_count() == 1 or not isinstance(x, jax.Array) or not x.is_fully_addressable:
+        return x
+    copies = [copy.data for copy in x.addressable_shards]
+    mesh = Mesh(np.array(jax.devices(copies[0].device.platform)), ('data',))
+    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, P()), copies)
+
+
+def cannot_write(what, manager, error):
+    """Returns the message for a checkpoint that cannot be written."""
+    folder = manager.directory
+    reason = str(error)[:200]
+    try:
+        space = run_of(manager).space()
+    except OSError:
+        # deleted under the run, or what it was mounted on has gone
+        return f'cannot write {what} to {folder}, which is not there any more ({reason})'
+    return (f'cannot write {what} to {folder}{space}; what it holds is complete, continue with '
+            f'--init_from=resume ({reason})')
+
+
+def run_of(manager):
+    """Returns the folder of the run whose checkpoints these are."""
+    return run_folder(os.path.dirname(str(manager.directory)))
+
+
+def add_val_loss(manager, step, val_loss):
+    """Makes a checkpoint a candidate for the best, if it was saved without an evaluation, as a
+    signal may do."""
+    run = run_of(manager)
+    path = run.files / 'ckpt' / str(step) / 'metrics' / 'metrics'
+    if jax.process_index() == 0 and not path.exists():
+        run.write_metrics(step, json.dumps({'val_loss': val_loss}))
+
+    # No process reads it before it is there.
+    gather_texts('')
+    manager.reload()
+
+
+def finish_checkpoints(manager):
+    """Waits until all checkpoints are on disk. Raises UserError if the last one cannot be
+    written."""
+    run = run_of(manager)
+    try:
+        manager.wait_until_finished()
+        manager.close()
+    except (OSError, ValueError, RuntimeError, *run.more_errors) as error:
+        exit_if_peer_died(error)
+        raise UserError(cannot_write('the last checkpoint', manager, error)) from error
+
+
+def opt_state_item(state):
+    """Returns all of the state but the parameters, which are a separate item so that sampling can
+    restore them alone."""
+    return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
+
+# -----------------------------------------------------------------------------
+# choosing and restoring
+
+
+def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
+    """Chooses the 'latest' or the 'best' checkpoint in out_dir and returns (iteration, metadata).
+    If one of these items of it is damaged, stderr says so, and the newest intact one is taken
+    instead.
+
+    check_model: a function of the model's config in the metadata that raises an exception if it is
+    none of this program. Raises UserError if there is no intact checkpoint."""
+    check_choice('checkpoint', which, ('latest', 'best'))
+    steps = checkpoint_steps(out_dir)
+    run = run_folder(out_dir)
+    folder = run.files / 'ckpt'
+    if not steps:
+        raise UserError(f'there is no complete checkpoint in {run.shown(folder)}; name the out_dir '
+                        'of a run')
+
+    # The best one first, the others newest first. Sorting is stable: of checkpoints without an
+    # evaluation the latest is the best.
+    if which == 'best':
+        steps.sort(key=lambda step: read_val_loss(folder / str(step)))
+        best, *others = steps
+        steps = [best, *sorted(others, reverse=True)]
+
+    # Take the first that is intact.
+    problems = []
+    for step in steps:
+        try:
+            meta = open_checkpoint(out_dir, step, items, check_model)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if problems and jax.process_index() == 0:
+            print(f'{"; ".join(problems)}; taking checkpoint {step} instead', file=sys.stderr)
+        return step, meta
+    raise UserError(f'{"; ".join(problems)}; there is no intact one')
+
+
+def open_checkpoint(out_dir, step, items=ITEMS, check_model=None):
+    """Returns the metadata of checkpoint `step`; see choose_checkpoint. Raises UserError if one of
+    these items is damaged."""
+    run = run_folder(out_dir)
+    path = run.files / 'ckpt' / str(step)
+    problem = find_damage(path, items, run.differs)
+    # A run that resumes sets such a checkpoint aside, whatever its checksums say.
+    has_metrics = 'metrics' in items
+    if not problem and has_metrics and read_val_loss(path) == -math.inf:
+        problem = 'metrics/metrics'
+    if not problem:
+        try:
+            return read_meta(path, check_model)
+        except Exception as error:  # a checkpoint of an earlier version, without checksums
+            problem = f'{type(error).__name__}: {" ".join(str(error).split())}'
+    raise UserError(f'{run.shown(path)} is damaged or not a checkpoint of this program '
+                    f'({printable(run.shown(problem))})')
+
+
+def read_meta(step, check_model=None):
+    """Returns the metadata of the checkpoint in the folder `step`. Raises an exception if it is not
+    one of this program. check_model: as for choose_checkpoint."""
+    meta = read_json(step / 'meta' / 'metadata')
+    missing = {'model', 'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
+    if missing:
+        raise ValueError(f'its metadata lacks {sorted(missing)}')
+    if check_model:
+        check_model(meta['model'])
+
+    # Earlier versions wrote no checksums; since then the metadata says that they are there.
+    has_checksums = meta.pop('checksums', False)
+    if has_checksums and not (step / 'checksums.json').exists():
+        raise ValueError('its checksums.json is missing')
+
+    # The tokenizer is in the run's folder, wherever that is now.
+    out_dir = step.parent.parent
+    meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], out_dir)
+    if 'path' in meta['tokenizer']:
+        path_inside(out_dir, os.path.relpath(meta['tokenizer']['path'], out_dir))
+    return meta
+
+
+def restore_items(out_dir, step, items):
+    """Restores items of checkpoint `step` and returns {name: tree}.
+
+    items: {name: abstract tree, with shapes, types and shardings}. Raises UserError if they do not
+    fit."""
+    import orbax.checkpoint as ocp
+    quiet_orbax()
+    run = run_folder(out_dir)
+    folder = run.checkpoints / str(step)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            return {name: checkpointer.restore(folder / name, tree) for name, tree in items.items()}
+    except Exception as error:
+        exit_if_peer_died(error)
+        raise UserError(f'{folder} does not fit the model or is damaged: '
+                        f'{type(error).__name__}: {error}') from error
+
+
+def load_checkpoint(out_dir, step, state):
+    """Returns the TrainState of checkpoint `step`; `state` is its abstract tree. Raises UserError
+    if it does not fit."""
+    items = {'params': state.params, 'opt_state': opt_state_item(state)}
+    restored = restore_items(out_dir, step, items)
+    return state.replace(params=restored['params'], **restored['opt_state'])

@@ -1,0 +1,272 @@
+"""The folders of data sets: meta.json, token files (uint16 or uint32, no header) and masks."""
+import os
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jax_flags import UserError, check_url, is_url, read_json
+from jax_hub.tokenizers import locate_tokenizer, same_tokens
+
+
+def relative_path(path):
+    """Returns the path from the current folder, short in messages; unchanged if it is on another
+    drive (Windows)."""
+    try:
+        return Path(os.path.relpath(path))
+    except ValueError:
+        return Path(path)
+
+
+class DataChanged(UserError):
+    """A data set has changed while it was read."""
+
+
+def open_tokens(path, dtype, row_length=None):
+    """Opens the numbers of a file without a header, mapped into memory: [n_numbers], or [n_rows,
+    row_length] without what does not fill a row. It stays the file that was opened, also if another
+    one gets its name."""
+    numbers = np.memmap(path, dtype, 'r')
+    if row_length:
+        return numbers[:len(numbers) // row_length * row_length].reshape(-1, row_length)
+    return numbers
+
+
+def check_not_cut(array):
+    """Raises DataChanged if the file of open_tokens has become shorter: to read behind its end
+    would end this process by SIGBUS, without a word. Other arrays pass."""
+    file = getattr(array, '_mmap', None)
+    if file is not None and file.size() < array.nbytes:
+        raise DataChanged(f'{array.filename} was cut short while it was read: it has '
+                          f'{file.size():,} bytes now, {array.nbytes:,} at the start')
+
+
+def remedy_for(data_dir):
+    """Says what to do about a data set that is missing or damaged."""
+    prepare = data_dir / 'prepare.py'
+    if prepare.exists():
+        return f'run: python {prepare}'
+    return f'there is no {prepare} to make it; see "Your own text" in README.md'
+
+
+# without a meta.json
+NANOGPT_META = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
+
+# what else a meta.json may say, as prepare.py counts it
+COUNTED = ('max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length')
+
+
+def check_meta(meta):
+    """Raises ValueError or KeyError for what a meta.json cannot say."""
+    for name in ('vocab_size', 'row_length', 'max_id'):
+        is_optional = name != 'vocab_size'
+        if type(meta[name]) is not int and not (is_optional and meta[name] is None):
+            raise ValueError(f'{name} {meta[name]!r} is not a whole number')
+    if meta['dtype'] not in ('uint16', 'uint32'):
+        raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
+    if meta['kind'] not in (None, 'chats', 'pairs'):
+        raise ValueError(f'kind {meta["kind"]!r} is neither chats nor pairs')
+
+    # The description of a tokenizer.
+    tokenizer = meta['tokenizer']
+    is_known = tokenizer['kind'] in ('gpt2', 'folder')
+    if tokenizer['kind'] == 'char':
+        is_known = len(tokenizer['chars']) == meta['vocab_size']
+    if not is_known:
+        raise ValueError(
+            'tokenizer is none of {"kind": "gpt2"}, {"kind": "char", "chars": all characters}, '
+            '{"kind": "folder", "path": where its tokenizer.json is}')
+
+
+def load_dataset_meta(data_dir):
+    """Reads what meta.json says of a data set: {'vocab_size', 'dtype', 'tokenizer', 'max_id',
+    'train_tokens', 'val_tokens', 'kind', 'row_length'}, of which the last five are None if it lacks
+    them. Data of the kinds 'chats' and 'pairs' have masks.
+
+    A folder without meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a
+    missing data set and a damaged meta.json."""
+    data_dir = relative_path(data_dir)
+    remedy = remedy_for(data_dir)
+    path = data_dir / 'meta.json'
+    meta = dict.fromkeys(COUNTED) | NANOGPT_META
+
+    # What the file says, checked.
+    if path.exists():
+        try:
+            meta = dict.fromkeys(COUNTED) | read_json(path)
+            meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], data_dir)
+            check_meta(meta)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f'{path} is damaged ({error}); {remedy}') from None
+    # Without one: nanoGPT's older form, nothing at all, or GPT-2's tokens.
+    elif (data_dir / 'meta.pkl').exists():
+        program = relative_path(Path(__file__).parents[1] / 'data' / 'convert_meta.py')
+        raise UserError(
+            f'{data_dir / "meta.pkl"} is a pickle, which can run programs and is not loaded; if '
+            f'you trust it, convert it once: {sys.executable} {program} {data_dir}')
+    elif not (data_dir / 'train.bin').exists():
+        raise UserError(f'there is no {data_dir / "train.bin"}; {remedy}')
+    return meta
+
+
+def load_dataset(data_dir, block_size):
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them. Where meta.json holds the largest
+    id, max_id, and the numbers of tokens, only the sizes are checked; otherwise all tokens are
+    read, each process its share.
+
+    Returns ({'train': array, 'val': array}, vocab_size, tokenizer description), see
+    load_dataset_meta; an array is [n_tokens], or [n_rows, block_size + 1] if the data set was
+    prepared in rows. Raises UserError for missing, short or damaged files, rows of another length,
+    and token ids outside the vocabulary."""
+    data_dir = relative_path(data_dir)
+    meta = load_dataset_meta(data_dir)
+
+    # Rows have a length, which is that of the training.
+    row_length = meta['row_length']
+    if row_length not in (None, block_size + 1):
+        raise UserError(
+            f'{data_dir} has rows of {row_length} tokens, one more than a block_size that fits; '
+            f'prepare it with --rows={block_size}, or use another --block_size')
+
+    # The two files, each compared with what meta.json says of it.
+    splits = {}
+    for split in ('train', 'val'):
+        path = data_dir / f'{split}.bin'
+        check_size(path, meta, split, block_size)
+        splits[split] = open_tokens(path, meta['dtype'], row_length)
+        check_largest_id(splits[split], meta, split, remedy_for(data_dir))
+    return splits, meta['vocab_size'], meta['tokenizer']
+
+
+def check_size(path, meta, split, block_size):
+    """Raises UserError unless the file of a split has as many tokens as its meta.json says, and
+    more than block_size."""
+    remedy = remedy_for(path.parent)
+    if not path.exists():
+        raise UserError(f'there is no {path}; {remedy}')
+
+    # A whole number of tokens, and at least one sequence.
+    width = np.dtype(meta['dtype']).itemsize
+    size, rest = divmod(path.stat().st_size, width)
+    if rest:
+        raise UserError(
+            f'{path} has {size * width + rest} bytes, not a multiple of {width} ({meta["dtype"]}): '
+            f'it is cut short or of another type; {remedy}')
+    if size <= block_size:
+        raise UserError(
+            f'{path} has {size} tokens, and block_size={block_size} needs {block_size + 1}; use '
+            'more text or a smaller --block_size')
+
+    # As many as were written.
+    n_tokens = meta[f'{split}_tokens']
+    if n_tokens not in (None, size):
+        raise UserError(
+            f'{path} has {size} tokens, its meta.json says {n_tokens}: the file is damaged or of '
+            f'another data set; {remedy}')
+
+
+def check_largest_id(tokens, meta, split, remedy):
+    """Raises UserError for a token id outside the vocabulary, which would train silently."""
+    largest = meta['max_id']
+    if largest is None or meta[f'{split}_tokens'] is None:
+        # prepare.py has not counted: each process reads its share of the tokens
+        n = 10**7 // tokens[0].size
+        starts = range(0, len(tokens), n)[jax.process_index()::jax.process_count()]
+        largest = max((int(tokens[i:i + n].max()) for i in starts), default=0)
+    if largest >= meta['vocab_size']:
+        raise UserError(f"{split}.bin has token id {largest}, outside the vocabulary of "
+                        f"{meta['vocab_size']}; {remedy}")
+
+
+def load_masks(data_dir, splits):
+    """Opens the masks of a data set, data_dir/{train,val}_mask.bin: {split: array as the tokens}.
+
+    A mask has a byte for each token: 1 where it counts in the loss, as an assistant's tokens do,
+    else 0; in packed rows 2 where a conversation, or the padding, starts. {} for a data set without
+    masks, in which all tokens count. Raises UserError for a mask that is missing or of another
+    length."""
+    data_dir = relative_path(data_dir)
+    paths = {split: data_dir / f'{split}_mask.bin' for split in splits}
+    are_there = [path.exists() for path in paths.values()]
+    if not any(are_there) and load_dataset_meta(data_dir)['kind'] is None:
+        return {}
+    masks = {}
+    for split, tokens in splits.items():
+        if not all(are_there) or paths[split].stat().st_size != tokens.size:
+            raise UserError(f'the masks of {data_dir} are missing or of other tokens; '
+                            f'{remedy_for(data_dir)}')
+        masks[split] = open_tokens(paths[split], np.uint8).reshape(tokens.shape)
+    return masks
+
+
+def load_ends(path, n_tokens):
+    """Reads where the conversations of a split of n_tokens end, int64: increasing, of at least two
+    tokens each, an even number. Raises UserError for a file that is missing or says something
+    else."""
+    ends = np.fromfile(path, np.int64) if path.exists() else np.zeros(0, np.int64)
+    is_whole = len(ends) > 0 and len(ends) % 2 == 0 and ends[-1] == n_tokens
+    if not is_whole or np.diff(ends, prepend=0).min() < 2:
+        raise UserError(f'{path} is missing or damaged; {remedy_for(path.parent)}')
+    return ends
+
+
+# -----------------------------------------------------------------------------
+# mixtures of data sets
+
+def parse_mixture(dataset, root):
+    """Returns {folder: fraction} for the flag --dataset: a folder, by its name under `root` or its
+    path, or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
+    check_url('dataset', dataset)
+    if ':' not in dataset or (Path(root) / dataset).is_dir():
+        return {Path(root) / dataset: 1.0}
+    is_one_url = is_url(dataset) and dataset.count(':') == 1
+    if is_one_url:
+        return {dataset_folder(dataset, root): 1.0}
+
+    # Each part is a name and a fraction.
+    parts = dataset.split(',')
+    shares = {}
+    for part in parts:
+        found = re.fullmatch(r' *((?:gs://)?[^:]+):([01]?\.\d+|1)', part)
+        if found and float(found[2]) >= 1e-6:
+            shares[found[1].strip()] = float(found[2])
+
+    # None is left out, named twice, or too much.
+    names = {Path(folder).name for folder in shares}
+    if len(names) < len(parts) or abs(sum(shares.values()) - 1) > 1e-6:
+        raise UserError(
+            f'dataset={dataset} must be a folder, or a mixture such as web:0.7,code:0.3 of data '
+            'sets with different names, whose fractions are above 0 and sum to 1')
+    return {dataset_folder(name, root): fraction for name, fraction in shares.items()}
+
+
+def dataset_folder(name, root):
+    """Returns the folder of a data set, given its name under `root` or its path. That of
+    gs://bucket/folder is a copy on this machine, which is fetched if it is not there."""
+    check_url('dataset', name)
+    if not is_url(name):
+        return Path(root) / name
+    from jax_run.buckets import fetch_dataset
+    return fetch_dataset(name)
+
+
+def load_mixture_meta(dataset, root):
+    """Returns (parse_mixture, load_dataset_meta of its first data set). Raises UserError if another
+    cannot be mixed with it."""
+    shares = parse_mixture(dataset, root)
+    folders = [relative_path(folder) for folder in shares]
+    metas = [load_dataset_meta(folder) for folder in shares]
+    meta = metas[0]
+
+    # The others have the same tokens, and are no pairs.
+    for folder, other in zip(folders[1:], metas[1:]):
+        if 'pairs' in (meta['kind'], other['kind']):
+            raise UserError('pairs of answers cannot be mixed with other data: give --dataset one '
+                            'folder')
+        has_same_size = other['vocab_size'] == meta['vocab_size']
+        if not has_same_size or not same_tokens(other['tokenizer'], meta['tokenizer']):
+            raise UserError(f'{folder} has other tokens than {folders[0]}: prepare both with the '
+                            'same --tokenizer')
+    return shares, meta

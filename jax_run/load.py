@@ -1,0 +1,219 @@
+"""The weights of a run of ours: loaded, with LoRA's updates merged into their base, or frozen under
+them."""
+import os
+
+import jax
+import numpy as np
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jax_devices.layout import setup_distributed_training
+from jax_flags import UserError, is_url
+from jax_ops.decode_weights import quantize_param
+from jax_ops.matmul import Int8
+from jax_pretrained import Placing, checksum_of_weights, config_of_base, largest_first, load_weights
+from jax_run.checkpoints import (
+    choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items, split_checkpoint)
+from jax_train_utils import create_lora_state, create_train_state
+from jax_transformer import GPTConfig
+
+
+def load_frozen(lora, config, layout):
+    """Loads the weights to which LoRA adds: ({'weights', 'scale'} for TrainState.frozen, their
+    checksum). lora: what a checkpoint says of LoRA; see load_base."""
+    change = quantize_param if lora['quantize'] else None
+    weights, crc = load_base(lora, config, layout, change)
+    scale = layout.device_put(np.float32(lora['alpha'] / lora['rank']))
+    return {'weights': weights, 'scale': scale}, crc
+
+
+def load_merged(lora, config, layout, updates):
+    """Loads the parameters of a LoRA run with its updates added to the weights, in float32; see
+    load_base."""
+    updates = flatten_dict(updates)
+
+    def change(path, array):
+        if lora['quantize']:
+            array = quantize_param(path, array)
+        return merge(path, array, lora, updates)
+
+    return load_base(lora, config, layout, change)[0]
+
+
+def merge_updates(weights, lora, updates):
+    """Returns what load_merged does, given the weights of `frozen` and the updates in the memory
+    of the host."""
+    updates = flatten_dict(updates)
+    merged = {}
+    for path, array in flatten_dict(weights).items():
+        merged[path] = merge(path, array, lora, updates)
+    return unflatten_dict(merged)
+
+
+def merge(path, array, lora, updates):
+    """Adds its update to a frozen parameter, if it has one: float32. updates: {path: array}."""
+    # Of int8 a row has a scale, and a kernel is [out, in].
+    if isinstance(array, Int8):
+        array = np.asarray(array.values, np.float32) * np.asarray(array.scale)[..., None]
+        if path[-1] == 'kernel':
+            array = array.swapaxes(-1, -2)
+    if (*path, 'a') in updates:
+        a = np.asarray(updates[*path, 'a'])
+        b = np.asarray(updates[*path, 'b'])
+        array = array + lora['alpha'] / lora['rank'] * (a @ b)
+    return np.asarray(array, np.float32)
+
+
+def load_base(lora, config, layout, change):
+    """Loads the weights of the model that LoRA updates, as load_weights does. Raises UserError if
+    it has moved or changed."""
+    check_place(lora)
+    params, crc = load_start_weights(lora['base'], config, layout, change)
+    check_checksum(lora, crc)
+    return params, crc
+
+
+def check_place(lora):
+    """Raises UserError if the model that LoRA updates has moved."""
+    base = lora['base']
+    has_gone = os.path.isabs(base) and not os.path.exists(base)
+    if is_url(base):
+        has_gone = not is_checkpoint(base)
+    if has_gone:
+        raise UserError(f'{base}, the model that LoRA has updated, does not exist; name its new '
+                        'place with --base=FOLDER')
+
+
+def check_checksum(lora, crc):
+    """Raises UserError if this is not the checksum of the model that LoRA updates."""
+    if lora['checksum'] not in (None, crc):
+        raise UserError(f"{lora['base']} has other weights than those that LoRA was trained with; "
+                        'put these back, or name where they are with --base=FOLDER')
+
+
+def move_base(lora, base):
+    """Returns what a checkpoint says of LoRA, with the place where its base is now; '' is the same
+    place. Raises UserError for a base without LoRA."""
+    if not base:
+        return lora
+    if not lora:
+        raise UserError('base is for a LoRA run, and this one is not')
+    path = full_path(base)
+    if is_run(path):  # of its checkpoints the one that LoRA has updated
+        path = os.path.join(path, 'ckpt', os.path.basename(lora['base']))
+    return {**lora, 'base': path}
+
+
+def full_path(source):
+    """Returns the absolute path of a model's folder or file, which a checkpoint can remember; a
+    hub's name as it is."""
+    on_disk = os.path.expanduser(source)
+    return os.path.abspath(on_disk) if os.path.exists(on_disk) else source
+
+
+# -----------------------------------------------------------------------------
+# runs, with and without LoRA
+
+def choose_run(out_dir, which='latest', **options):
+    """choose_checkpoint, of those whose model this version knows."""
+    return choose_checkpoint(out_dir, which, check_model=check_saved_model, **options)
+
+
+def check_saved_model(model):
+    """Raises an exception for a config in a checkpoint that this version does not know."""
+    GPTConfig(**model)
+
+
+class OnHost:
+    """Stands for a layout over devices where parameters stay in the memory of the host."""
+
+    @staticmethod
+    def device_put(tree):
+        return tree
+
+    @staticmethod
+    def abstract_state(make, *args):
+        """Returns a tree like make(*args), which is not run, of arrays with any content."""
+        tree = jax.eval_shape(lambda: make(*args))
+        return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), tree)
+
+
+def load_start_weights(source, config, layout, change=None):
+    """Loads the parameters from which a run starts, as load_weights does: of a pretrained model, or
+    of the checkpoint of a run in the folder out_dir/ckpt/ITERATION, with LoRA's updates merged."""
+    if not is_checkpoint(source):
+        return load_weights(source, config, layout, change)
+
+    # the checkpoint as numpy arrays
+    out_dir, step = split_checkpoint(source)
+    meta = open_checkpoint(out_dir, step, ('params', 'meta'), check_saved_model)
+    saved = GPTConfig(**meta['model'])
+    params = restore_params(out_dir, step, saved, meta.get('lora'), OnHost())
+    if meta.get('lora'):
+        params = load_merged(meta['lora'], saved, OnHost(), params)
+
+    # one parameter after the other to its devices, in the order of load_pretrained: so a folder to
+    # which the run is exported has the same checksum
+    place = Placing(config, layout, change)
+    params = flatten_dict(params)
+    placed = {}
+    for path in largest_first(saved):
+        placed[path] = place(path, params[path])
+    return unflatten_dict(placed), place.crc
+
+
+def restore_params(out_dir, step, config, lora, layout):
+    """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run, where
+    `layout` puts them. config, lora: what its metadata says. Raises UserError if they make no
+    model, or if it does not fit."""
+    try:
+        args = jax.random.key(0), config, optax.identity()
+        if lora:
+            state = layout.abstract_state(create_lora_state, *args, lora['rank'])
+        else:
+            state = layout.abstract_state(create_train_state, *args)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise UserError(f'checkpoint {step} in {out_dir} is of no model that can be built: '
+                        f'{error}') from error
+    return restore_items(out_dir, step, {'params': state.params})['params']
+
+
+def load_run(out_dir, which='best', layout=None, base=''):
+    """Loads a run's model: (config, params, metadata) of its best or latest checkpoint.
+
+    The params are sharded as `layout` says (by default, on the first device), with LoRA's
+    updates merged. base: see move_base. Raises UserError if there is no checkpoint."""
+    layout = layout or setup_distributed_training(jax.devices()[:1])
+    config, params, lora, meta = restore_run(out_dir, which, layout, base)
+    if lora:
+        params = load_merged(lora, config, layout, params)
+    return config, params, meta
+
+
+def restore_run(out_dir, which, layout, base):
+    """Loads what a run has trained: (config, params, what move_base returns, metadata) of its best
+    or latest checkpoint. With LoRA params holds the updates alone. Raises UserError if there is no
+    checkpoint."""
+    step, meta = choose_run(out_dir, which, items=('params', 'meta', 'metrics'))
+    config = GPTConfig(**meta['model'])
+    lora = move_base(meta.get('lora'), base)
+    params = restore_params(out_dir, step, config, lora, layout)
+    return config, params, lora, meta
+
+
+def load_updates(out_dir, which='best', base=''):
+    """Loads what a LoRA run has trained, for save_adapter: (config, updates in the memory of the
+    host, what the checkpoint says of LoRA, metadata).
+
+    The arguments are those of load_run. Raises UserError for a run without LoRA, for a model that
+    peft cannot load, and for one that has moved or changed: peft adds an adapter to any weights of
+    its shapes."""
+    layout = setup_distributed_training(jax.devices()[:1])
+    config, updates, lora, meta = restore_run(out_dir, which, layout, base)
+    if not lora:
+        raise UserError(f'{out_dir} was not trained with LoRA, so it has no adapter: export it '
+                        'with --folder')
+    check_place(lora)
+    config_of_base(lora['base'])
+    check_checksum(lora, checksum_of_weights(lora['base'], config))
+    return config, jax.device_get(updates), lora, meta

@@ -1,0 +1,341 @@
+"""What a run says while it trains: lines on the screen, metrics.jsonl, loss.png, wandb."""
+import array
+import datetime
+import functools
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from tqdm.auto import tqdm
+
+from jax_flags import UserError, ceil_div, write_text
+
+
+class RunLog:
+    """Logs the iterations and evaluations of a run, on accelerators each iteration after the next
+    step is dispatched: fetching the metrics waits for the device.
+
+    run: a Run. metrics_log: a MetricsLog, or None in processes that do not log. wandb_run: of
+    start_wandb, or None.
+    tokens_per_iter: tokens of an iteration. mfu: a function of the tokens per second that returns
+    the model FLOPs utilization, or None if the device's peak is unknown.
+    is_synchronous: whether a step is done when its call returns, as on CPUs.
+    started: the time.perf_counter() at which the script started. imports_s: seconds that its
+    imports took.
+    in_line: names of metrics that are printed at the end of an iteration's line. metrics.jsonl
+    has all metrics that a step returns.
+
+    The time of a line is the mean of the iterations since the line before. While the model is
+    evaluated or saved, between pause() and resume(), the clock stands still."""
+
+    def __init__(self, run, metrics_log=None, wandb_run=None, *, tokens_per_iter, mfu=None,
+                 is_synchronous=True, started=0.0, imports_s=0.0, in_line=()):
+        self.metrics_log = metrics_log
+        self.wandb_run = wandb_run
+        self.out_dir = run.flags['out_dir']
+        self.log_interval = run.flags['log_interval']
+        self.max_iters = run.flags['max_iters']
+        self.tokens_per_iter = tokens_per_iter
+        self.estimate_mfu = mfu
+        self.is_synchronous = is_synchronous
+        self.started = started
+        self.imports_s = imports_s
+        self.in_line = in_line
+        # a bar on a terminal or in a notebook; write() prints a line above it
+        is_hidden = not sys.stderr.isatty() and 'ipykernel' not in sys.modules
+        self.bar = tqdm(initial=run.iter_num, total=self.max_iters, unit='iter', leave=False,
+                        disable=is_hidden)
+        self.say = self.bar.write
+        self.close = self.bar.close
+        self.pending = None  # (iter_num, metrics) of the latest iteration, until they are fetched
+        self.lr = None  # learning rate of the latest iteration fetched
+        self.mfu = None  # the latest
+        self.is_first = True  # no iteration fetched yet
+        self.is_paused = False
+        self.restart_clock()
+
+    # --- the clock
+
+    def restart_clock(self):
+        """Starts the time of the next line."""
+        self.start = time.perf_counter()
+        self.seconds = 0.0  # time of the iterations since the line before, up to the latest pause
+        self.n_timed = 0  # iterations fetched since the line before
+
+    def pause(self):
+        """Logs the pending iteration, and stops the clock."""
+        self.flush()
+        if not self.is_paused:
+            self.seconds += time.perf_counter() - self.start
+            self.is_paused = True
+
+    def resume(self):
+        """Lets the clock run again after a pause."""
+        if self.is_paused:
+            self.start = time.perf_counter()
+            self.is_paused = False
+
+    def mean_seconds(self):
+        """Returns the mean time of the iterations since the line before."""
+        return (self.seconds + time.perf_counter() - self.start) / self.n_timed
+
+    # --- iterations
+
+    def iteration(self, iter_num, metrics):
+        """Logs an iteration: on a CPU this one, elsewhere the one before, so that nobody waits for
+        the step that has just begun. metrics: None for one without an update, because none of its
+        tokens counts."""
+        self.flush()
+        if metrics is None:
+            self.bar.update()
+            self.say(f'iter {iter_num}: skipped, none of its tokens counts in the loss')
+            if self.metrics_log:
+                record = {'iter': iter_num, 'loss': None, 'grad_norm': None, 'lr': None}
+                self.metrics_log.write(record)
+            return
+        self.pending = iter_num, metrics
+        if self.is_synchronous:
+            self.flush()
+
+    def flush(self):
+        """Fetches the pending metrics and logs them. Raises UserError if they are not finite."""
+        if self.pending is None:
+            return
+        iter_num, metrics = self.pending
+        self.pending = None
+
+        # this waits for the device
+        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self.check_finite(iter_num, metrics)
+        self.lr = metrics['lr']
+        self.n_timed += 1
+        self.bar.update()
+        self.bar.set_postfix_str(f'loss {metrics["loss"]:.4f}', refresh=False)
+
+        if self.is_first:
+            self.is_first = False
+            seconds = time.perf_counter() - self.started
+            self.say(f'first iteration: {seconds:.2f} s after the start, of which imports took '
+                     f'{self.imports_s:.2f} s')
+        if iter_num % self.log_interval == 0 and self.metrics_log:
+            self.write(iter_num, metrics)
+
+    def check_finite(self, iter_num, metrics):
+        """Raises UserError if the loss or the gradient is not finite. float16 may overflow: such
+        an update is skipped, until the loss scale is below 1."""
+        loss, grad_norm = metrics['loss'], metrics['grad_norm']
+        may_overflow = metrics.get('loss_scale', 0) >= 1
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or may_overflow):
+            return
+        raise UserError(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: '
+                        f'stopping; the checkpoints in {self.out_dir} are from before; try a '
+                        'lower learning_rate, longer warmup_iters or dtype=float32')
+
+    def write(self, iter_num, metrics):
+        """Records and prints an iteration."""
+        seconds = self.mean_seconds()
+        self.restart_clock()
+        tokens_per_sec = self.tokens_per_iter / seconds
+        mfu = 'n/a'
+        if self.estimate_mfu:
+            self.mfu = self.estimate_mfu(tokens_per_sec)
+            mfu = f'{self.mfu:.2%}'
+        speed = {'time_ms': seconds * 1000, 'tokens_per_sec': tokens_per_sec, 'mfu': self.mfu}
+        self.metrics_log.write({'iter': iter_num, **metrics, **speed})
+
+        eta = 'n/a'
+        if self.max_iters:
+            remaining_s = round((self.max_iters - iter_num - 1) * seconds)
+            eta = datetime.timedelta(seconds=remaining_s)
+        line = (f'iter {iter_num}: loss {metrics["loss"]:.4f}, time {seconds * 1000:.2f}ms, '
+                f'mfu {mfu}, {tokens_per_sec:,.0f} tok/s, grad norm {metrics["grad_norm"]:.3f}, '
+                f'eta {eta}')
+        for name in self.in_line:
+            line += f', {name} {metrics[name]:.4f}'
+        self.say(line)
+
+    # --- evaluations
+
+    def evaluation(self, iter_num, losses, sample=''):
+        """Logs the losses of estimate_losses, and a text of the model. Raises UserError if the
+        losses are not finite."""
+        flat = flat_names(losses)
+        more = ''
+        for name, value in flat.items():
+            if name.startswith('val_') and name != 'val_loss':
+                more += f', {name.replace("_", " ", 2)} {value:.4f}'
+        self.say(f"step {iter_num}: train loss {flat['train_loss']:.4f}, "
+                 f"val loss {flat['val_loss']:.4f}{more}")
+        if not math.isfinite(sum(flat.values())):
+            raise UserError(f'the loss is not finite at iteration {iter_num}; {self.out_dir} has '
+                            'checkpoints from before')
+        if sample:
+            self.say(f'{sample}\n---------------')
+            flat['sample'] = sample
+        if self.metrics_log:
+            self.metrics_log.write({'iter': iter_num, **flat})
+            plot_losses(self.metrics_log.path.parent)
+        if self.wandb_run:
+            train, val = flat.pop('train_loss'), flat.pop('val_loss')
+            self.wandb_run.log({
+                'iter': iter_num, 'train/loss': train, 'val/loss': val, **flat, 'lr': self.lr,
+                'mfu': self.mfu and 100 * self.mfu})  # percent
+
+
+def flat_names(losses):
+    """Returns the losses {split: {metric: value}} as {'split_metric': value}; those of one set of
+    several, {'val_web': {'loss': value}}, as {'val_loss_web': value}."""
+    flat = {}
+    for split, metrics in losses.items():
+        split, _, data_set = split.partition('_')
+        for metric, value in metrics.items():
+            name = f'{split}_{metric}_{data_set}' if data_set else f'{split}_{metric}'
+            flat[name] = value
+    return flat
+
+
+def start_wandb(**settings):
+    """Starts a wandb run; with the id of an earlier run it continues that one.
+
+    Raises UserError if wandb does not start."""
+    try:
+        import wandb
+        return wandb.init(resume='allow', **settings)
+    except Exception as error:
+        raise UserError(
+            f'wandb does not start: {error}; log in (wandb login), set WANDB_MODE=offline, or '
+            'leave it out (--wandb_log=False)') from error
+
+
+# -----------------------------------------------------------------------------
+# metrics.jsonl, and its curves in loss.png
+
+class MetricsLog:
+    """The file out_dir/metrics.jsonl, one JSON object per line.
+
+    Opening it for iteration `iter_num` drops the records of an earlier run from there on, and an
+    incomplete last line: after a resume every iteration is there once. An evaluation at iter_num is
+    kept, and not written again."""
+
+    def __init__(self, out_dir, iter_num=0):
+        self.path = Path(out_dir) / 'metrics.jsonl'
+
+        # What a resumed run keeps. `evaluated` is the iteration of its last record, if that is an
+        # evaluation.
+        kept = []
+        self.evaluated = None
+        if iter_num:
+            for record in read_metrics(out_dir):
+                is_evaluation = 'val_loss' in record
+                is_evaluation_here = is_evaluation and record['iter'] == iter_num
+                if record['iter'] < iter_num or is_evaluation_here:
+                    kept.append(json.dumps(record) + '\n')
+                    self.evaluated = record['iter'] if is_evaluation else None
+
+        write_text(self.path, ''.join(kept))
+        self.file = open(self.path, 'a', buffering=1)  # flushed after every line
+        loss_figure()  # imports matplotlib now, not in the first evaluation
+
+    def write(self, record):
+        """Appends a record; a float that is not finite becomes null. Raises UserError if it cannot
+        be written."""
+        if 'val_loss' in record and record['iter'] == self.evaluated:
+            return
+
+        # JSON has no infinity and no NaN.
+        finite = {}
+        for name, value in record.items():
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            finite[name] = value if is_finite else None
+        try:
+            self.file.write(json.dumps(finite) + '\n')
+        except OSError as error:
+            raise UserError(f'cannot write {self.path}: {error.strerror}; the checkpoints in its '
+                            'folder are complete, continue with --init_from=resume') from error
+
+
+def read_metrics(out_dir):
+    """Yields the records of out_dir/metrics.jsonl up to an incomplete line, as a killed run may
+    leave it."""
+    path = Path(out_dir) / 'metrics.jsonl'
+    if not path.exists():
+        return
+    with open(path, encoding='utf-8', errors='replace') as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                return
+            yield record
+
+
+@functools.cache
+def loss_figure():
+    """Returns (figure, {key of metrics.jsonl: line}) without points, the same in every call.
+
+    matplotlib's figures are full of reference cycles, so a new one for every evaluation would keep
+    1.4 MB each until a full garbage collection."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    figure = FigureCanvasAgg(Figure(figsize=(7, 4.5))).figure
+    axes = figure.add_axes((0.09, 0.11, 0.89, 0.86))
+    axes.set(xlabel='iteration', ylabel='loss (nats per token)')
+    axes.grid(alpha=0.3)
+    loss, = axes.plot([], [], label='train, each iteration', color='0.8', lw=0.8)
+    smoothed, = axes.plot([], [], label='train, smoothed', color='0.4', lw=1.2)
+    train_loss, = axes.plot([], [], label='train', marker='.')
+    val_loss, = axes.plot([], [], label='val', marker='.')
+    return figure, {'loss': loss, 'smoothed': smoothed, 'train_loss': train_loss,
+                    'val_loss': val_loss}
+
+
+# Evaluations below which loss.png has a smoothed curve of the iterations.
+FEW_EVALUATIONS = 10
+
+
+def plot_losses(out_dir):
+    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of at most 5,000 of the logged
+    iterations, and the losses of training and validation data of every evaluation. With fewer than
+    FEW_EVALUATIONS the iterations are drawn smoothed, too, because two or three points are no
+    curve.
+
+    Holds 16 bytes per point: a long run's records would fill the memory."""
+    figure, lines = loss_figure()
+
+    # Read the points (iteration, loss) of each curve, one after the other.
+    curves = {key: array.array('d') for key in lines}
+    for record in read_metrics(out_dir):
+        if 'val_bpb' in record:
+            bits = record['val_bpb'] or math.nan
+            lines['val_loss'].set_label(f'val, {bits:.4f} bits per byte')
+        for key, points in curves.items():
+            if isinstance(record.get(key), (int, float)):
+                points.extend((record['iter'], record[key]))
+
+    # Draw every n-th of them.
+    points_of = {key: np.asarray(curve).reshape(-1, 2) for key, curve in curves.items()}
+    if len(points_of['train_loss']) < FEW_EVALUATIONS:
+        # moving averages of the points, iterations and losses, over 5% of them
+        points = points_of['loss']
+        width = max(1, len(points) // 20)
+        sums = np.cumsum(np.concatenate([np.zeros((1, 2)), points]), axis=0)
+        points_of['smoothed'] = (sums[width:] - sums[:-width]) / width
+    for key, line in lines.items():
+        points = points_of[key]
+        every = ceil_div(max(len(points), 1), 5000)
+        line.set_data(points[::every].T)
+
+    # Fit the axes, and name the curves that there are.
+    axes, = figure.axes
+    axes.relim()
+    axes.autoscale_view()
+    axes.legend(handles=[line for line in lines.values() if len(line.get_xdata())])
+
+    # The image appears when it is complete.
+    figure.savefig(Path(out_dir) / 'loss.tmp.png', dpi=120)
+    os.replace(Path(out_dir) / 'loss.tmp.png', Path(out_dir) / 'loss.png')

@@ -1,0 +1,89 @@
+"""--minutes to max_iters: the training step is timed before the run, which then starts as if the
+number of iterations had been given."""
+import time
+
+import jax
+
+FOR_SAVES = 0.02  # share of the time
+MEASURING = 0.03  # share of the time, at least one iteration
+FEW = 50  # iterations below which a line says so
+
+
+def fit_to_minutes(run, state, step, layout, *, started, clock, make_batch, evaluate, get_signal):
+    """Times training steps and an evaluation, and sets the run's max_iters, lr_decay_iters and
+    warmup_iters to what fits. All processes call this, and all come to the same.
+
+    state: like that of the run; it is used up. step: the compiled step.
+    started: the time.perf_counter() from which the minutes count. clock: a Stopwatch.
+    make_batch: a function of an iteration. evaluate: one of a state. get_signal: a function that
+    returns the number of the signal that asks this process to stop, or 0."""
+    flags = run.flags
+
+    # steps; the first one of a process takes longer
+    state, _ = step(state, first_batch(make_batch))
+    jax.block_until_ready(state.params)
+    at_least = 60 * flags['minutes'] * MEASURING
+
+    def must_stop(seconds):
+        is_enough = seconds > at_least or get_signal() > 0
+        return int(layout.max_over_processes(int(is_enough))) > 0
+
+    state, n_timed, seconds = time_iterations(state, step, make_batch, must_stop)
+
+    # an evaluation
+    begun = time.perf_counter() - clock.compiling
+    evaluate(state)
+    eval_s = time.perf_counter() - clock.compiling - begun
+
+    # what is left of the minutes, but for evaluations at the start and at the end
+    n = 0
+    if jax.process_index() == 0:  # the others take its number
+        left = started + 60 * flags['minutes'] * (1 - FOR_SAVES) - time.perf_counter()
+        left -= 2 * eval_s
+        fitting = int(left / (seconds + eval_s / flags['eval_interval']))
+        n = run.iter_num + max(1, fitting)
+    n = int(layout.max_over_processes(n))
+    warmup = flags['warmup_iters'] if flags['warmup_iters'] < n else n // 10
+    print(f"minutes={flags['minutes']:g}: max_iters={n}, also lr_decay_iters, "
+          f'warmup_iters={warmup} ({n_timed} iterations took {seconds * 1000:.2f}ms each)')
+    clock.lap()  # what was measured here does not count as the run's
+    run.flags = {**flags, 'max_iters': n, 'lr_decay_iters': n, 'warmup_iters': warmup}
+    run.has_fitted = True
+
+
+def say_if_few(flags, source):
+    """Says how many iterations fit if they are fewer than FEW. flags: of a run of
+    fit_to_minutes. source: of the training data."""
+    n = flags['max_iters']
+    if n >= FEW:
+        return
+    n_sequences = n * flags['gradient_accumulation_steps'] * flags['batch_size']
+    print(f"only {n} iterations fit into {flags['minutes']:g} minutes "
+          f'({source.count_passes(n_sequences):.1f} passes over the data)')
+
+
+def time_iterations(state, step, make_batch, must_stop):
+    """Makes iterations, with the drawing of their batches, until must_stop(seconds since the first
+    one began). Returns (state, how many they were, seconds of each)."""
+    n_timed = 0
+    metrics = None
+    is_last = False
+    begun = time.perf_counter()
+    while not is_last:
+        batch = first_batch(make_batch, n_timed)
+        previous = metrics
+        state, metrics = step(state, batch)
+        jax.block_until_ready(previous)  # as the log does, one iteration late
+        n_timed += 1
+        is_last = must_stop(time.perf_counter() - begun)
+    jax.block_until_ready(metrics)
+    return state, n_timed, (time.perf_counter() - begun) / n_timed
+
+
+def first_batch(make_batch, iteration=0):
+    """Returns the batch of the first iteration, from this one on, of which a token counts."""
+    batch = make_batch(iteration)
+    while batch is None:
+        iteration += 1
+        batch = make_batch(iteration)
+    return batch

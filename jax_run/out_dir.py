@@ -1,0 +1,224 @@
+"""What a run leaves in out_dir: its lock, checkpoints, config.json, tokenizer and metrics."""
+import contextlib
+import math
+import os
+import socket
+import sys
+import time
+
+import flax
+import jax
+import jaxlib
+
+from jax_devices.processes import gather_texts, in_all_processes, in_first_process
+from jax_flags import UserError, exit_if_peer_died, write_json
+from jax_hub.folders import find_config_json, keep_config_json, kept_config_json
+from jax_hub.tokenizers import copy_tokenizer
+from jax_run.checkpoints import (
+    add_val_loss, checkpoint_steps, finish_checkpoints, is_checkpoint, list_steps, open_checkpoints,
+    read_val_loss, run_folder, save_checkpoint, split_checkpoint)
+from jax_run.data import DataChanged
+from jax_run.log import MetricsLog, plot_losses, start_wandb
+from jax_train_utils import all_finite
+
+class OutDir:
+    """The folder of a run, locked from here until close() or the end of the process. An earlier run
+    in it is never overwritten by mistake: UserError."""
+
+    def __init__(self, run):
+        self.run = run
+        self.path = run.flags['out_dir']
+        self.folder = run_folder(self.path)
+        self.checkpoints = None  # Orbax's manager, from begin() on
+        self.metrics_log = None  # of process 0
+        self.wandb_run = None  # of process 0, with --wandb_log
+        self.earlier = []  # iterations of the checkpoints that are to be deleted
+        if not run.resumed:
+            self.earlier = checkpoint_steps(self.path)
+        if self.earlier and not run.flags['overwrite']:
+            raise UserError(
+                f'{self.path} holds a run at iteration {self.earlier[0]}; continue it with '
+                '--init_from=resume, choose another --out_dir, or delete its checkpoints with '
+                '--overwrite=True')
+        self.lock = lock_out_dir(self.path, run.iter_num if run.resumed else None)
+
+    def begin(self):
+        """Deletes an earlier run, and writes what is beside the checkpoints: config.json, the
+        tokenizer, and the config.json of a pretrained model."""
+        run, flags = self.run, self.run.flags
+        self.checkpoints = open_checkpoints(self.path, flags['keep'])
+        is_first = jax.process_index() == 0
+        # wandb may refuse, which must not cost the earlier run
+        if flags['wandb_log'] and is_first:
+            self.wandb_run = start_wandb(
+                project=flags['wandb_project'], name=flags['wandb_run_name'], id=run.wandb_id,
+                config=flags)
+            run.wandb_id = self.wandb_run.id
+        for step in self.earlier:
+            self.checkpoints.delete(step)
+        if not is_first:
+            return
+        files = self.folder.files
+        write_json(files / 'config.json', {**flags, 'dtype': run.dtype})
+        copy_tokenizer(run.tokenizer, files / 'tokenizer')
+        if not run.resumed:
+            keep_config_json(config_json_of(run.source), files)
+        self.metrics_log = MetricsLog(files, run.iter_num)
+        self.folder.upload()
+
+    def is_saving(self):
+        """Returns whether a checkpoint is being written in the background."""
+        return self.checkpoints.is_saving_in_progress()
+
+    def save(self, iter_num, state, best_val_loss, val_loss=None):
+        """Saves a checkpoint of this iteration, but for that at which the run began: it is there,
+        or is nothing. Raises UserError if the parameters are not finite."""
+        run = self.run
+        if iter_num == run.iter_num:
+            return
+        if not all_finite(state.params):  # an update can spoil them after a finite loss
+            raise UserError(f'parameters are not finite at iteration {iter_num}; {self.path} has '
+                            'checkpoints from before')
+        tokenizer = dict(run.tokenizer)
+        if 'path' in tokenizer:
+            tokenizer['path'] = 'tokenizer'  # beside the checkpoints
+        versions = {'python': sys.version.split()[0]}
+        for package in (jax, jaxlib, flax):
+            versions[package.__name__] = package.__version__
+        meta = {
+            'model': run.config.architecture(), 'iter_num': iter_num,
+            'best_val_loss': best_val_loss, 'tokenizer': tokenizer, 'flags': run.flags,
+            'versions': versions, 'wandb_id': run.wandb_id, 'lora': run.lora}
+        save_checkpoint(self.checkpoints, iter_num, state, val_loss=val_loss, meta=meta)
+
+    def after_evaluation(self, iter_num, val_loss):
+        """Writes metrics to where the run is. The checkpoint at which it was resumed becomes a
+        candidate for the best: a signal may have saved that one without an evaluation."""
+        if self.metrics_log:
+            self.folder.upload()
+        if self.run.resumed and iter_num == self.run.iter_num:
+            add_val_loss(self.checkpoints, iter_num, val_loss)
+
+    def plot(self):
+        """Draws loss.png anew."""
+        if self.metrics_log:
+            plot_losses(self.folder.files)
+
+    @contextlib.contextmanager
+    def saved_on_failure(self, iter_num, state, best_val_loss):
+        """Saves what was trained since the last checkpoint if an evaluation fails unexpectedly,
+        because memory runs out or wandb is not reached, before the error ends the run. Several
+        processes cannot: the others wait in the evaluation for the one that has failed."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception:
+            if iter_num != self.run.iter_num and jax.process_count() == 1:
+                self.save(iter_num, state, best_val_loss)
+                print(f'the evaluation at iteration {iter_num} has failed; the model is saved')
+            raise
+
+    def finish(self):
+        """Waits until all checkpoints are complete."""
+        finish_checkpoints(self.checkpoints)
+        self.folder.upload()
+
+    def close(self):
+        """Gives the lock back: from here on nothing is written."""
+        self.folder.upload()
+        if self.lock:
+            self.lock.close()
+
+    @contextlib.contextmanager
+    def finishing(self):
+        """Completes, however the run ends, the checkpoints saved so far. Data that have changed on
+        the disk become a UserError that says where the run can go on."""
+        try:
+            yield
+        except DataChanged as error:
+            self.checkpoints.wait_until_finished()
+            kept = 'there is no checkpoint yet'
+            steps = checkpoint_steps(self.path)
+            if steps:
+                kept = (f'{self.path} has the checkpoint of iteration {steps[0]}: continue with '
+                        '--init_from=resume')
+            raise UserError(f'{error}; make the data set again; {kept}') from None
+        except Exception as error:
+            exit_if_peer_died(error)
+            raise
+        finally:
+            self.finish()
+
+
+def config_json_of(source):
+    """Returns the path of the config.json of the model that a run starts from, or None if it has
+    none. source: Run.source."""
+    if source is None:
+        return None
+    if not is_checkpoint(source):
+        return find_config_json(source)
+    out_dir, _ = split_checkpoint(source)
+    kept = kept_config_json(run_folder(out_dir).files)
+    return kept if os.path.exists(kept) else None
+
+
+# -----------------------------------------------------------------------------
+# the lock
+
+def lock_out_dir(out_dir, resumed_at=None):
+    """Locks out_dir for this run until the process ends, however it ends, and returns the open
+    file; out_dir/lock says who holds it. Raises UserError if another run holds the lock.
+
+    Several processes lock it together, which shows that all of them see the same folder. Damaged
+    checkpoints, newer than `resumed_at` or with unreadable metrics, are renamed to
+    <iteration>.damaged, out of Orbax's sight."""
+    run = run_folder(out_dir)
+    machine = socket.gethostname()
+    mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'
+    holder = gather_texts(mine)[0]
+
+    def take():
+        held = run.lock(holder)
+        set_damaged_aside(run, resumed_at)
+        return held
+
+    def see():
+        if jax.process_index() > 0:
+            see_lock(run, out_dir, holder)
+
+    # Process 0 takes the lock, then the others see it.
+    held = in_first_process(take)
+    in_all_processes(see)
+    return held
+
+
+def see_lock(run, out_dir, holder):
+    """Raises UserError unless this process sees the lock that process 0 holds. It waits up to 3 s:
+    what another machine has written may take a moment to be seen."""
+    for _ in range(30):
+        if run.is_locked_by(holder):
+            return
+        time.sleep(0.1)
+    raise UserError(f'{out_dir} is not the folder of process 0: it has to be on a file system '
+                    'that all processes share, or in a bucket, gs://bucket/run')
+
+
+def set_damaged_aside(run, resumed_at):
+    """Renames damaged checkpoints of a run's folder: those that are newer than the one that it
+    resumes at, and those with unreadable metrics."""
+    folder = run.files / 'ckpt'
+    for step in list_steps(folder):
+        path = folder / str(step)
+        is_damaged = read_val_loss(path) == -math.inf
+        is_newer = resumed_at is not None and step > resumed_at
+        if is_damaged or is_newer:
+            free = free_name(folder, step)
+            run.set_aside(path, free)
+            print(f'{run.shown(path)} is damaged: renamed to {free.name}')
+
+
+def free_name(folder, step):
+    """Returns the first of <step>.damaged, <step>.damaged1, ... that is not in the folder."""
+    names = [f'{step}.damaged'] + [f'{step}.damaged{n}' for n in range(1, 100)]
+    return next(folder / name for name in names if not (folder / name).exists())

@@ -1,0 +1,526 @@
+"""Token files to batches: the kinds of data there are, each a class with the same methods.
+
+    draw(numbers, rows)         the sequences of these numbers in the run's endless shuffled stream
+    evaluation(n_rows, ...)     the sequences that every evaluation reads, and what is in them
+    read(places)                the batch of sequences at these places of the files
+    fingerprint(name)           numbers by which processes compare their data
+    count_passes(n_sequences)   how often the run reads the data
+
+A batch is a function of the seed and of the numbers of its sequences alone. So a run that is
+resumed continues with the next sequence, and the same run on more devices sees the same data."""
+import functools
+import json
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_devices.processes import check_agreement, gather_texts, in_all_processes
+from jax_flags import UserError
+from jax_hub.tokenizers import load_token_bytes
+from jax_run.data import check_not_cut, load_dataset, load_ends, load_masks, relative_path
+
+DATA = 0  # the purpose of these random numbers, beside the seed; DROPOUT has another
+
+# what a mask, a byte for each token, says of its token
+COUNTS = 1  # it counts in the loss, as an assistant's tokens do
+STARTS = 2  # of packed rows: a conversation, or the padding, starts here
+
+
+# -----------------------------------------------------------------------------
+# the order in which a run reads
+
+class Order:
+    """An endless stream of n rows or windows: each epoch holds every one once, in an order of its
+    own. Their places are 0, stride, 2 * stride, ..., from a random offset below n_offsets on."""
+
+    def __init__(self, n, seed, stride=1, n_offsets=0):
+        self.n = n
+        self.seed = seed
+        self.stride = stride
+        self.n_offsets = n_offsets
+        self.epoch = functools.lru_cache(maxsize=2)(self.shuffle)  # remembers the latest two
+
+    def shuffle(self, epoch):
+        """Shuffles an epoch: (its offset, its order in the smallest unsigned integers)."""
+        rng = np.random.default_rng([self.seed, DATA, epoch])
+        offset = rng.integers(self.n_offsets) if self.n_offsets else 0
+        return offset, rng.permutation(np.arange(self.n, dtype=np.min_scalar_type(self.n)))
+
+    def locate(self, numbers):
+        """Returns the places, int64 [B], of these numbers, int64 [B], of the stream."""
+        epochs, index = np.divmod(numbers, self.n)
+        places = np.empty(len(numbers), np.int64)
+        for epoch in np.unique(epochs):
+            is_here = epochs == epoch
+            offset, order = self.epoch(int(epoch))
+            places[is_here] = offset + self.stride * order[index[is_here]].astype(np.int64)
+        return places
+
+
+@functools.lru_cache(maxsize=8)
+def window_order(n_tokens, block_size, seed):
+    """Returns the Order of windows of block_size + 1 tokens, which share their last token with the
+    next one's first: one less than fit, if several do, so that there are block_size offsets or
+    more."""
+    n = max(1, (n_tokens - 1) // block_size - 1)
+    return Order(n, seed, stride=block_size, n_offsets=n_tokens - n * block_size)
+
+
+def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
+    """Draws the sequences of one iteration: x and y, int32 [n_rows, block_size].
+
+    tokens: an array [n_tokens]. rows: the numbers of the rows to return, all by
+    default. A pure function of its arguments: sequences iteration * n_rows and following of an
+    endless shuffled stream, in which an epoch holds every window once. (nanoGPT draws windows at
+    random: an epoch's worth misses 1/e of the tokens.) With another n_rows the same iteration
+    means other sequences."""
+    rows = np.arange(n_rows) if rows is None else rows
+    order = window_order(len(tokens), block_size, seed)
+    return read_windows(tokens, order.locate(iteration * n_rows + rows), block_size)
+
+
+def read_windows(tokens, starts, block_size):
+    """Returns x and y, int32 [len(starts), block_size]: the windows of `tokens` from each start
+    on, and these shifted by one."""
+    check_not_cut(tokens)
+    return inputs_and_targets(tokens[starts[:, None] + np.arange(block_size + 1)])
+
+
+def inputs_and_targets(windows):
+    windows = windows.astype(np.int32)
+    return windows[:, :-1], windows[:, 1:]
+
+
+# -----------------------------------------------------------------------------
+# the kinds of data
+
+class Evaluation(NamedTuple):
+    """The sequences that every evaluation reads: the same ones, for any seed and number of
+    devices, so that curves can be compared."""
+    places: np.ndarray
+    share: float = 1.0  # of their targets that count in the loss
+    n_bytes: int | None = None  # of the targets that count; None: bits per byte are not asked for
+    has_special: bool = False  # whether a target that counts has no bytes
+
+
+class Windows:
+    """A split of one long text: its sequences are windows of block_size tokens.
+
+    tokens: an array [n_tokens]. mask: for each token COUNTS or 0, see load_masks;
+    None where all tokens count. split, vocab_size: of the data set, for messages and checks."""
+    has_pairs = False
+    is_packed = False  # whether conversations start within a row
+
+    def __init__(self, tokens, mask=None, *, block_size, seed, split='train', vocab_size=2**32):
+        self.tokens = tokens
+        self.mask = mask
+        self.block_size = block_size
+        self.split = split
+        self.vocab_size = vocab_size
+        self.order = self.make_order(seed)
+
+    def make_order(self, seed):
+        return window_order(len(self.tokens), self.block_size, seed)
+
+    def get(self, array, places):
+        """Returns x and y, int32 [B, block_size], of the tokens or their mask."""
+        return read_windows(array, places, self.block_size)
+
+    def read(self, places):
+        """Reads the sequences at these places, [B].
+
+        Returns {'x', 'y' int32 [B, block_size]} and, where there is a mask, 'weight' float32: 1
+        for targets that count, 0 for others. Raises UserError for an id outside the vocabulary."""
+        x, y = self.get(self.tokens, places)
+        check_ids(x, y, self.vocab_size, self.split)
+        batch = {'x': x, 'y': y}
+        if self.mask is not None:
+            batch.update(self.read_mask(places))
+        return batch
+
+    def read_mask(self, places):
+        """Reads what the mask says: {'weight'}, see read()."""
+        _, mask_y = self.get(self.mask, places)
+        return {'weight': (mask_y == COUNTS).astype(np.float32)}
+
+    def locate(self, numbers):
+        """Returns the places of the sequences of these numbers in the stream of the run."""
+        return self.order.locate(numbers)
+
+    def count(self, places):
+        """Counts the targets at these places that count in the loss."""
+        _, mask_y = self.get(self.mask, places)
+        return (mask_y == COUNTS).sum()
+
+    def draw(self, numbers, rows=slice(None)):
+        """Draws a batch: of the sequences of these numbers, those at the indices `rows`.
+
+        Returns what read() does. The weights, where there are some, have a mean of 1 over all
+        `numbers`, so that the mean of the weighted losses is that of the tokens that count,
+        however the sequences are split into micro-batches and over devices. None if no token of
+        them counts."""
+        places = self.locate(numbers)
+        batch = self.read(places[rows])
+        if 'weight' not in batch:
+            return batch
+        n_counted = self.count(places)
+        if not n_counted:
+            return None
+        n_targets = len(numbers) * self.block_size
+        batch['weight'] = (batch['weight'] * (n_targets / n_counted)).astype(np.float32)
+        return batch
+
+    def count_passes(self, n_sequences):
+        """Returns how often reading n_sequences reads all sequences of the split."""
+        return n_sequences / self.order.n
+
+    def spread(self, n_rows):
+        """Returns the places of n_rows windows that are spread evenly over the split."""
+        last = len(self.tokens) - 1 - self.block_size  # the start of the last window
+        return np.arange(n_rows) * last // max(1, n_rows - 1)
+
+    def evaluation(self, n_rows, token_bytes=None):
+        """Chooses the n_rows sequences that every evaluation reads, and counts what is in them.
+
+        token_bytes: the bytes of each token id, for bits per byte; None where these are not asked
+        for. Raises UserError if none of the tokens counts."""
+        places = self.spread(n_rows)
+        if self.mask is None and token_bytes is None:
+            return Evaluation(places)
+        batch = self.read(places)
+        counts = np.ones(batch['y'].shape, bool)
+        if self.mask is not None:
+            counts = batch['weight'] > 0
+        if not counts.any():
+            raise UserError(
+                f'none of the {n_rows} {self.split} windows of an evaluation has a token that '
+                "counts, such as an assistant's: use more eval_iters or a larger block_size")
+        if token_bytes is None:
+            return Evaluation(places, counts.mean())
+        n_bytes = token_bytes[batch['y']]
+        return Evaluation(
+            places, counts.mean(),
+            n_bytes=max(1, int((counts * n_bytes).sum())),
+            has_special=bool((counts & (n_bytes == 0)).any()))
+
+    def fingerprint(self, name):
+        """Returns {what: number} of the sizes, and of the first and the last million tokens. name:
+        number of the data set, if there are several."""
+        arrays = {f'{self.split}{name}.bin': self.tokens}
+        if self.mask is not None:
+            arrays[f'{self.split}_mask{name}.bin'] = self.mask
+        values = {}
+        for file, array in arrays.items():
+            n = 10**6 // array[0].size
+            values[f'tokens in {file}'] = len(array)
+            first = zlib.crc32(array[:n].tobytes())
+            values[f'content of {file}'] = zlib.crc32(array[-n:].tobytes(), first)
+        return values
+
+
+class Rows(Windows):
+    """A split that was prepared in rows of block_size + 1 tokens, each read as a whole.
+
+    tokens and mask: [n_rows, block_size + 1]. With a mask, several conversations are packed into
+    a row, and batches have 'start' and 'padding' too."""
+
+    @property
+    def is_packed(self):
+        return self.mask is not None
+
+    def make_order(self, seed):
+        return Order(len(self.tokens), seed)
+
+    def get(self, array, places):
+        check_not_cut(array)
+        return inputs_and_targets(array[places])
+
+    def read_mask(self, places):
+        """Reads what the mask says: {'weight', 'start', 'padding'}, see GPT.loss."""
+        mask = self.mask[places]
+        mask_x, mask_y = inputs_and_targets(mask)
+        weight = (mask_y == COUNTS).astype(np.float32)
+        padding = find_padding(mask)[:, :-1]
+        return {'weight': weight, 'start': find_starts(mask_x), 'padding': padding}
+
+    def spread(self, n_rows):
+        """Returns the places of n_rows rows that are spread evenly over the split, or of all rows
+        if there are fewer."""
+        n = min(n_rows, len(self.tokens))
+        return np.arange(n) * len(self.tokens) // n
+
+
+def find_starts(mask_x):
+    """Finds where in its row the conversation of each token starts, int32."""
+    position = np.arange(mask_x.shape[1], dtype=np.int32)
+    return np.maximum.accumulate(np.where(mask_x == STARTS, position, 0), axis=1)
+
+
+def find_padding(mask):
+    """Finds the padding of rows, bool: what starts last and has no token that counts, as each
+    conversation has one."""
+    last_start = find_starts(mask)[:, -1:]
+    is_last = np.arange(mask.shape[1]) >= last_start
+    has_counts = (is_last & (mask == COUNTS)).any(1, keepdims=True)
+    return is_last & ~has_counts
+
+
+def check_ids(x, y, vocab_size, split):
+    """Raises UserError if sequences of a split hold an id that is not below vocab_size:
+    load_dataset trusts meta.json."""
+    if max(x.view(np.uint32).max(), y.view(np.uint32).max()) >= vocab_size:
+        raise UserError(f'the {split} tokens have an id outside the vocabulary of {vocab_size}, '
+                        'which meta.json denies: they have been changed; run the prepare.py of '
+                        'the data set again')
+
+
+class Pairs(Windows):
+    """The pairs of answers of a split that fit in rows of block_size positions, for DPO.
+
+    Conversations 2 i and 2 i + 1 are the same prompt with the chosen and the rejected answer.
+    Sequences 2 p and 2 p + 1 of the stream are a pair, padded at their ends.
+
+    ends: where each conversation ends in the tokens. mask: COUNTS for the answers.
+    length_normalized: a token weighs 1 / number of tokens of its answer, not 1.
+    Raises UserError if no pair fits."""
+    has_pairs = True
+
+    def __init__(self, tokens, mask, ends, *, length_normalized, block_size, split, **options):
+        self.bounds = np.append(0, ends)
+        self.length_normalized = length_normalized
+        longest = np.diff(self.bounds).reshape(-1, 2).max(1) - 1  # positions of a row
+        self.fitting = np.flatnonzero(longest <= block_size)
+        if not len(self.fitting):
+            raise UserError(f'all {split} pairs are longer than block_size={block_size}: use at '
+                            f'least {longest.min()}')
+        n_left_out = len(longest) - len(self.fitting)
+        if n_left_out:
+            print(f'{n_left_out} of {len(longest)} {split} pairs are longer than '
+                  f'block_size={block_size}: left out')
+        super().__init__(tokens, mask, block_size=block_size, split=split, **options)
+
+    def make_order(self, seed):
+        return Order(len(self.fitting), seed)
+
+    def read(self, conversations):
+        """Reads the conversations of these numbers, [B], each padded to a row.
+
+        Returns {'x', 'y' int32, 'weight' float32, 'padding' bool [B, block_size]}."""
+        check_not_cut(self.tokens)
+        check_not_cut(self.mask)
+        ids = np.zeros((len(conversations), self.block_size + 1), np.int32)
+        counts = np.zeros(ids.shape, np.float32)
+        is_padding = np.ones(ids.shape, bool)
+        for i, conversation in enumerate(conversations):
+            start, end = self.bounds[conversation:conversation + 2]
+            ids[i, :end - start] = self.tokens[start:end]
+            counts[i, :end - start] = self.mask[start:end]
+            is_padding[i, :end - start] = False
+        x, y = ids[:, :-1], ids[:, 1:]
+        check_ids(x, y, self.vocab_size, self.split)
+        weight = counts[:, 1:]
+        if self.length_normalized:
+            weight /= np.maximum(weight.sum(1, keepdims=True), 1)
+        return {'x': x, 'y': y, 'weight': weight, 'padding': is_padding[:, :-1]}
+
+    def locate(self, numbers):
+        pair, is_rejected = np.divmod(numbers, 2)
+        return 2 * self.fitting[self.order.locate(pair)] + is_rejected
+
+    def count_passes(self, n_sequences):
+        return n_sequences / (2 * self.order.n)
+
+    def draw(self, numbers, rows=slice(None)):
+        """Draws the sequences of these numbers at the indices `rows`; see read()."""
+        return self.read(self.locate(numbers[rows]))
+
+    def evaluation(self, n_rows, token_bytes=None):
+        """Chooses the n_rows conversations that every evaluation reads, or all if there are
+        fewer. Pairs have no bits per byte."""
+        n = min(n_rows // 2, len(self.fitting))
+        chosen = self.fitting[np.arange(n) * len(self.fitting) // n]
+        return Evaluation((2 * chosen[:, None] + [0, 1]).ravel())
+
+
+class Mixture:
+    """Several splits of which each has its fraction of the sequences.
+
+    parts: sources. fractions: of each, which sum to 1. Each part has a stream of its own. If one
+    has a mask, all have."""
+    has_pairs = False
+
+    def __init__(self, parts, fractions):
+        self.parts = parts
+        self.fractions = fractions
+        self.block_size = parts[0].block_size
+
+    @property
+    def is_packed(self):
+        return any(part.is_packed for part in self.parts)
+
+    def draw(self, numbers, rows=slice(None)):
+        """Draws a batch, as Windows.draw."""
+        which, own = assign(numbers, self.fractions)
+        batch = {}
+        for k in np.unique(which[rows]):
+            is_here = which[rows] == k
+            part = self.parts[k].read(self.parts[k].locate(own[rows][is_here]))
+            for name, values in part.items():
+                # zeros: only packed rows have a 'start', and in other rows it is the first token
+                zeros = np.zeros((len(is_here), self.block_size), values.dtype)
+                batch.setdefault(name, zeros)[is_here] = values
+        if 'weight' not in batch:
+            return batch
+        if self.is_packed:
+            zeros = np.zeros(batch['x'].shape, np.int32)
+            batch.setdefault('start', zeros)
+        n_counted = 0
+        for k in np.unique(which):
+            n_counted += self.parts[k].count(self.parts[k].locate(own[which == k]))
+        if not n_counted:
+            return None
+        n_targets = len(numbers) * self.block_size
+        batch['weight'] = (batch['weight'] * (n_targets / n_counted)).astype(np.float32)
+        return batch
+
+    def count_passes(self, n_sequences):
+        """Returns the most passes over one of the parts."""
+        passes = []
+        for part, fraction in zip(self.parts, self.fractions):
+            passes.append(part.count_passes(fraction * n_sequences))
+        return max(passes)
+
+    def evaluation(self, n_rows, token_bytes=None):
+        """Returns the evaluations of the parts: each is evaluated by itself."""
+        return [part.evaluation(n_rows, token_bytes) for part in self.parts]
+
+
+def assign(numbers, fractions):
+    """Says of the sequences of these numbers of a run to which part of a mixture they belong.
+
+    Returns (the part, the number of the sequence in the part's own stream), int64 [B]. Of the
+    first N sequences each part has its fraction, for every N, to within as many sequences as
+    there are parts. As an example, of fractions 0.5, 0.25, 0.25:
+
+        number    0  1  2  3  4  5  6  7
+        part      2  1  0  0  2  1  0  0
+        own       0  0  0  1  1  1  2  3
+
+    From the last part to the first, each takes its sequences from those that are left: of the
+    first `own` of these, before(own) go to the parts before it."""
+    # Whole numbers, so that all processes come to the same parts.
+    ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)  # in millionths
+    which = np.zeros_like(numbers)
+    own = numbers
+    for k in range(len(ends) - 1, 0, -1):
+        before = own * ends[k - 1] // ends[k]
+        after = (own + 1) * ends[k - 1] // ends[k]
+        is_left = which == 0
+        is_here = is_left & (before == after)  # the parts before do not get it
+        own = np.where(is_here, own - before, np.where(is_left, before, own))
+        which = np.where(is_here, k, which)
+    return which, own
+
+
+# -----------------------------------------------------------------------------
+# the data of a run
+
+class DataSet(NamedTuple):
+    name: str
+    fraction: float  # of the sequences of a run
+    splits: dict  # {'train', 'val'}: a source
+
+
+class Data(NamedTuple):
+    """What a run reads: sequences of `train`; each of the sets is evaluated."""
+    sets: list[DataSet]
+    train: Windows | Mixture
+    token_bytes: np.ndarray | None = None  # of each token id, for bits per byte; None: not known
+
+    def check(self, n_rows):
+        """Raises UserError if an evaluation of n_rows sequences would have no token that counts."""
+        for one in self.sets:
+            for source in one.splits.values():
+                source.evaluation(n_rows)
+
+    def fingerprint(self, tokenizer):
+        """Returns {what: number} by which processes compare their data."""
+        values = {'the tokenizer': zlib.crc32(json.dumps(tokenizer).encode())}
+        values['fractions'] = [one.fraction for one in self.sets]
+        for i, one in enumerate(self.sets):
+            for source in one.splits.values():
+                values.update(source.fingerprint(i or ''))
+        return values
+
+
+def open_data(shares, meta, *, block_size, seed, length_normalized=False):
+    """Opens the data sets of {folder: fraction}, whose meta.json is load_mixture_meta's.
+
+    length_normalized: of pairs. All processes call it, and compare what they have. Returns Data.
+    Raises UserError for files that are missing, damaged, or not the same for all processes."""
+    options = dict(block_size=block_size, seed=seed, vocab_size=meta['vocab_size'])
+    if meta['kind'] == 'pairs':
+        folder, = shares
+        sets = [in_all_processes(open_pairs, folder, length_normalized, options)]
+    else:
+        sets = in_all_processes(open_texts, shares, options)
+
+    # What is trained on: the only set, or a mixture of all.
+    train = sets[0].splits['train']
+    if len(sets) > 1:
+        train = Mixture([one.splits['train'] for one in sets], [one.fraction for one in sets])
+
+    # For bits per byte: how many bytes each token stands for.
+    token_bytes = None
+    if not train.has_pairs:
+        token_bytes = load_token_bytes(meta['tokenizer'], meta['vocab_size'])
+        known = gather_texts('known' if token_bytes is not None else '')
+        if not all(known):  # all processes have them, or none
+            token_bytes = None
+
+    # All processes have the same data, or none of them goes on.
+    data = Data(sets, train, token_bytes)
+    check_agreement('data', data.fingerprint(meta['tokenizer']))
+    return data
+
+
+def open_texts(shares, options):
+    """Opens data sets of texts or conversations: a list of DataSets. If one has masks, all have:
+    every token of the others counts. options: of the sources."""
+    tokens = {}
+    masks = {}
+    for folder in shares:
+        tokens[folder] = load_dataset(folder, options['block_size'])[0]
+        masks[folder] = load_masks(folder, tokens[folder])
+
+    # A set without a mask gets one in which all tokens count, if others have masks.
+    is_masked = any(masks.values())
+    sets = []
+    for folder, fraction in shares.items():
+        splits = {}
+        for split, array in tokens[folder].items():
+            mask = masks[folder].get(split)
+            if is_masked and mask is None:
+                mask = np.broadcast_to(np.uint8(COUNTS), array.shape)
+            splits[split] = open_source(array, mask, split=split, **options)
+        sets.append(DataSet(folder.name, fraction, splits))
+    return sets
+
+
+def open_source(tokens, mask=None, **options):
+    """Makes Rows of tokens that were prepared in rows, [n_rows, block_size + 1], else Windows."""
+    kind = Rows if tokens.ndim == 2 else Windows
+    return kind(tokens, mask, **options)
+
+
+def open_pairs(folder, length_normalized, options):
+    """Opens a data set of pairs: a DataSet. options: of the sources."""
+    tokens = load_dataset(folder, 0)[0]  # of any length
+    masks = load_masks(folder, tokens)
+    splits = {}
+    for split, array in tokens.items():
+        ends = load_ends(relative_path(folder) / f'{split}_ends.bin', len(array))
+        splits[split] = Pairs(array, masks[split], ends, length_normalized=length_normalized,
+                              split=split, **options)
+    return DataSet(folder.name, 1.0, splits)

@@ -1,0 +1,125 @@
+"""What generations have cost: seconds, tokens per second, share of the memory bandwidth."""
+import time
+
+import jax
+import numpy as np
+
+from jax_devices.setup import measure_bandwidth
+from jax_generate import drafts_are_useless
+from jax_transformer import cache_bytes, without_tables
+
+
+def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dtype):
+    """Returns lines on the time of compilation, prefill and decoding, and on the bandwidth: a
+    decode step reads all weights and the KV cache.
+
+    started: time.perf_counter() when the script started. imports_s: seconds that its imports took."""
+    # sums over all generations
+    laps = []
+    n_new, n_samples, prefill_s = 0, 0, 0
+    for generation in generations:
+        laps += generation.laps
+        n_new += int(np.sum(generation.result.lengths - generation.lengths))
+        n_samples += len(generation.prompts)
+        prefill_s += generation.laps[0].running
+
+    # the whole, up to the first token, and before the decode steps
+    total_s = time.perf_counter() - started
+    compiled_s = sum(lap.compiling for lap in laps)
+    first_compiled_s = model.loading.compiling + laps[0].compiling
+    report = (f'{n_samples:,} samples of {n_prompts:,} prompts, {n_new:,} tokens, in '
+              f'{total_s:.1f} s\n'
+              f'first token: imports {imports_s:.2f} s, weights {model.loading.running:.2f} s, '
+              f'compiling {first_compiled_s:.2f} s, running {laps[0].running:.2f} s\n'
+              f'compiled in {compiled_s:.1f} s, prefill {prefill_s * 1000:.1f} ms')
+
+    # the decode steps
+    report += report_decoding(model, generations, n_new)
+
+    # the KV cache of the longest sequence
+    longest = max(max(generation.lengths) for generation in generations)
+    length = min(model.config.block_size, longest + generations[0].sampling.max_new_tokens)
+    kv_bytes = cache_bytes(model.config, length, cache_dtype)
+    report += (f'\nKV cache: {kv_bytes:,} bytes for a sequence of {length:,} tokens, '
+               f'{kv_bytes / length:,.0f} per token')
+    return report
+
+
+def report_decoding(model, generations, n_new):
+    """Returns the lines on decoding, '' if all ended with their first tokens. n_new: the number of
+    tokens generated in all."""
+    # the first lap of a generation is its prefill and first step, and does not count
+    decode_s = sum(lap.running for generation in generations for lap in generation.laps[1:])
+    if not decode_s:
+        return ''
+
+    # tokens, without those of the first laps
+    batch_size = len(generations[0].prompts)
+    tokens_per_sec = (n_new - batch_size * len(generations)) / decode_s
+
+    # bytes read, and tokens drafted
+    weight_bytes = bytes_read_per_step(model.params, model.config, batch_size)
+    bytes_read, drafted, accepted = 0, 0, 0
+    were_useless = False
+    for generation in generations:
+        result = generation.result
+        step_bytes = bytes_read_per_step(model.params, model.config, tokens_per_step(result))
+        bytes_read += result.steps * (step_bytes + result.cache_bytes)
+        drafted += result.drafted
+        accepted += result.accepted
+        were_useless |= drafts_are_useless(result.drafted, result.accepted, batch_size)
+    gb_per_s = bytes_read / 1e9 / decode_s
+
+    # the bandwidth; each device reads its own shard
+    devices = model.layout.devices
+    bandwidth = measure_bandwidth(devices[0], 2**27) * len(devices)
+    # what decoding has read measures the bandwidth, too: it is at least that
+    bandwidth = max(bandwidth, gb_per_s)
+
+    what = 'weights'
+    if model.config.moe:
+        what = 'weights, with the experts that tokens choose on average,'
+    report = (f', then {tokens_per_sec:,.0f} tok/s ({tokens_per_sec / batch_size:,.0f} per '
+              f'sequence) for {n_new:,} tokens\n'
+              f'{what} {weight_bytes / 1e6:,.4g} MB, {gb_per_s:.1f} GB/s, which is '
+              f'{gb_per_s / bandwidth:.0%} of the {bandwidth:.1f} GB/s that this machine reads')
+    if drafted:
+        report += (f'\ndrafts: {accepted:,} of {drafted:,} tokens accepted, '
+                   f'{accepted / drafted:.0%}')
+    if drafted and were_useless:
+        report += '; too few, so they were switched off'
+    return report
+
+
+def bytes_of(leaf):
+    """Returns the bytes of an array."""
+    return leaf.nbytes
+
+
+def bytes_read_per_step(params, config, n_tokens, bytes_of=bytes_of):
+    """Returns the bytes of the parameters that a decode step of n_tokens tokens, those of all rows,
+    reads. Of tables it is a row each, which is left out; of experts those that it chooses, for
+    which the expected number of distinct ones is taken, see expected_experts. bytes_of: a function
+    of a leaf of params."""
+    share = 1.0
+    if config.moe:
+        share = expected_experts(config.moe, n_tokens) / config.moe.n_expert
+    n_bytes = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(without_tables(params)):
+        is_expert = any(str(getattr(key, 'key', '')).startswith('experts_') for key in path)
+        n_bytes += bytes_of(leaf) * (share if is_expert else 1)
+    return round(n_bytes)
+
+
+def tokens_per_step(result):
+    """Returns the number of tokens, those of all rows and their drafts, that a decode step of a
+    GenerationResult computed on average."""
+    return len(result.lengths) + result.drafted / max(1, result.steps)
+
+
+def expected_experts(moe, n_tokens):
+    """Returns the expected number of distinct experts that n_tokens tokens choose, of which each
+    takes n_used different ones, all equally often: a trained router that prefers some chooses
+    fewer."""
+    unused = (1 - moe.n_used / moe.n_expert) ** n_tokens
+    return moe.n_expert * (1 - unused)
