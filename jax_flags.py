@@ -314,7 +314,7 @@ AT_LEAST_0 = (
 RANGES = {
     **dict.fromkeys(AT_LEAST_1, (1, math.inf)),
     **dict.fromkeys(AT_LEAST_0, (0, math.inf)),
-    **dict.fromkeys(('beta1', 'beta2', 'dropout'), (0, 1)),
+    **dict.fromkeys(('beta1', 'beta2', 'ema', 'dropout'), (0, 1)),
     'seed': (0, 2**32),
 }
 

@@ -424,7 +424,7 @@ def sample_while_training(sampler: TextModel, state, lora: dict | None, prompt: 
 
     lora: what the checkpoint says of LoRA."""
     # the parameters as decoding reads them, on one device
-    params = jax.tree.map(whole_array, state.params)
+    params = jax.tree.map(whole_array, state.weights)
     if lora:
         base = jax.tree.map(whole_array, state.frozen['weights'])
         params = merge_updates(base, lora, params)

@@ -415,8 +415,14 @@ def dpo(beta):
 class TrainState(train_state.TrainState):
     """What a step reads and returns: flax's TrainState (step, params, opt_state, tx), and:"""
     loss_scale: Any = None  # {'scale': float32, 'good_steps': int32} of float16; None elsewhere
+    ema: Any = None  # the running mean of params, of --ema; a set of weights of its own
     frozen: Any = None  # {'weights', 'scale'} of the model to which LoRA adds, see load_frozen
     schedule: Any = None  # a Schedule, in place of the optimizer's; a function of the run's flags
+
+    @property
+    def weights(self):
+        """What is evaluated, sampled and exported: the running mean, if there is one."""
+        return self.params if self.ema is None else self.ema
 
 
 def create_train_state(rng, config, tx):
@@ -513,13 +519,13 @@ def count_trained(state):
 # -----------------------------------------------------------------------------
 # the training step
 
-def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0):
+def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0, ema=0.0):
     """Makes train_step(state, batch) -> (state, metrics), which layout.compile_step compiles.
 
     objective: an Objective. layout: of setup_distributed_training. seed: of dropout, whose mask in
     a layer depends on (seed, seq_id) alone, not on devices or micro-batches. grad_clip: see
     clip_gradients. loss_chunk: number of positions whose logits are materialized at a time; 0 is
-    all.
+    all. ema: the decay of state.ema, see running_mean.
 
     batch: x and y [M, B, T] and seq_id [M, B], M micro-batches whose gradients are averaged into
     one update; weight, start and padding [M, B, T] where the data has them. seq_id numbers the
@@ -555,7 +561,9 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0)
             options = {'schedule': state.schedule} if state.schedule else {}
             updates, opt_state = state.tx.update(grads, state.opt_state, params, **options)
             params = optax.apply_updates(params, updates)
-        updated = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+        mean = running_mean(state, params, ema)
+        updated = state.replace(
+            step=state.step + 1, params=params, opt_state=opt_state, ema=mean)
 
         # what is logged
         metrics = {name: total / n_micro for name, total in totals.items()}
@@ -567,6 +575,17 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0)
     if config.dtype == 'float16':
         return with_loss_scale(train_step, layout.n_losses)
     return train_step
+
+
+def running_mean(state, params, decay):
+    """Returns the next state.ema, decay * ema + (1 - decay) * params, or None without one. The first
+    updates count more, by the decay (1 + n) / (10 + n) after n of them, so that the weights from
+    which training starts are soon forgotten."""
+    if state.ema is None:
+        return None
+    n = state.step.astype(jnp.float32)
+    decay = jnp.minimum(decay, (1 + n) / (10 + n))
+    return jax.tree.map(lambda mean, p: decay * mean + (1 - decay) * p, state.ema, params)
 
 
 def make_gradients(config, objective, layout, seed, loss_chunk):
@@ -767,7 +786,7 @@ def estimate_losses(state, eval_step, sets, layout, **options):
 
     Of several sets it returns the means, weighted by their fractions, and in addition {'val_NAME':
     the validation losses of the set NAME}. None is returned as soon as stop_signal() is not 0."""
-    params = model_params(state.params, state.frozen)
+    params = model_params(state.weights, state.frozen)
     found = []
     for one in sets:
         losses = estimate_loss_jax(eval_step, params, one.splits, layout, **options)

@@ -73,6 +73,7 @@ minutes = 0.0 # end after this long, all included: sets max_iters, lr_decay_iter
 weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms
 beta1 = 0.9 # decay of AdamW's mean of gradients
 beta2 = 0.95 # decay of AdamW's mean of squared gradients
+ema = 0.0 # decay of a running mean of the weights, which is evaluated, sampled and exported; 0 is off
 grad_clip = 1.0 # maximum global norm of the gradients; 0 does not clip
 # learning rate schedule
 decay_lr = True # warm up, then follow lr_schedule; False is learning_rate throughout
@@ -166,7 +167,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
     objective = dpo(cfg.beta) if run.has_pairs else language_model
     train_step = layout.compile_step(make_train_step(
         config, objective, layout, seed=cfg.seed, grad_clip=cfg.grad_clip,
-        loss_chunk=cfg.loss_chunk))
+        loss_chunk=cfg.loss_chunk, ema=cfg.ema))
     eval_step = layout.compile_eval_step(make_eval_step(
         config, objective, layout, loss_chunk=cfg.loss_chunk))
 

@@ -24,8 +24,14 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-# The folders of a checkpoint, and the name of one that Orbax is writing, in ATOMIC_RENAME.
-ITEMS = ('params', 'opt_state', 'meta', 'metrics')
+# The sets of weights of a TrainState, by name. A checkpoint has the first and those that its run
+# keeps; the last that it has is the model.
+WEIGHTS = ('params', 'ema')
+
+# The folders of a checkpoint, those of them that a model needs, and the name of a checkpoint that
+# Orbax is writing, in ATOMIC_RENAME.
+ITEMS = (*WEIGHTS, 'opt_state', 'meta', 'metrics')
+MODEL_ITEMS = (*WEIGHTS, 'meta', 'metrics')
 UNFINISHED = '*.orbax-checkpoint-tmp'
 
 # -----------------------------------------------------------------------------
@@ -187,7 +193,7 @@ def open_checkpoints(out_dir, keep=2):
         create=True,
         atomicity_options=folder.atomicity(),
         async_options=background)
-    items = ('params', 'opt_state', 'meta')
+    items = (*WEIGHTS, 'opt_state', 'meta')
     try:
         folder.make_checkpoints()
         return ocp.CheckpointManager(folder.checkpoints, options=options, item_names=items)
@@ -330,10 +336,10 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
     import orbax.checkpoint as ocp
     state = jax.tree.map(as_replicated_global_array, state)
     metrics = None if val_loss is None else {'val_loss': val_loss}
-    items = ocp.args.Composite(
-        params=ocp.args.StandardSave(state.params),
-        opt_state=ocp.args.StandardSave(opt_state_item(state)),
-        meta=ocp.args.JsonSave({**meta, 'checksums': True}))
+    trees = {**weights_of(state), 'opt_state': opt_state_item(state)}
+    items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+    meta = {**meta, 'weights': list(weights_of(state)), 'checksums': True}
+    items = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
     run = run_of(manager)
     try:
         # This also waits for the one before, and raises what went wrong with it.
@@ -400,10 +406,17 @@ def finish_checkpoints(manager):
         raise UserError(cannot_write('the last checkpoint', manager, error)) from error
 
 
+def weights_of(state):
+    """Returns the sets of weights of a TrainState, {name: tree}. Each is an item, so that sampling
+    can restore one alone."""
+    sets = {name: getattr(state, name) for name in WEIGHTS}
+    return {name: tree for name, tree in sets.items() if tree is not None}
+
+
 def opt_state_item(state):
-    """Returns all of the state but the parameters, which are a separate item so that sampling can
-    restore them alone."""
+    """Returns what else the checkpoint holds of a TrainState."""
     return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
+
 
 # -----------------------------------------------------------------------------
 # choosing and restoring
@@ -496,18 +509,27 @@ def restore_items(out_dir, step, items):
     quiet_orbax()
     run = run_folder(out_dir)
     folder = run.checkpoints / str(step)
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            return {name: checkpointer.restore(folder / name, tree) for name, tree in items.items()}
-    except Exception as error:
-        exit_if_peer_died(error)
-        raise UserError(f'{folder} does not fit the model or is damaged: '
-                        f'{type(error).__name__}: {error}') from error
+    restored = {}
+    with ocp.StandardCheckpointer() as checkpointer:
+        for name, tree in items.items():
+            try:
+                restored[name] = checkpointer.restore(folder / name, tree)
+            except Exception as error:
+                exit_if_peer_died(error)
+                what = 'the model'
+                remedy = ''
+                if name == 'opt_state':
+                    what = "this version's optimizer"
+                    remedy = f'; a new run starts from its weights with --init_from={out_dir}'
+                raise UserError(f'{folder / name} does not fit {what}, or is damaged{remedy}: '
+                                f'{type(error).__name__}: {error}') from error
+    return restored
 
 
 def load_checkpoint(out_dir, step, state):
     """Returns the TrainState of checkpoint `step`; `state` is its abstract tree. Raises UserError
     if it does not fit."""
-    items = {'params': state.params, 'opt_state': opt_state_item(state)}
-    restored = restore_items(out_dir, step, items)
-    return state.replace(params=restored['params'], **restored['opt_state'])
+    restored = restore_items(
+        out_dir, step, {**weights_of(state), 'opt_state': opt_state_item(state)})
+    others = restored.pop('opt_state')
+    return state.replace(**restored, **others)

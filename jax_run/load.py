@@ -13,7 +13,7 @@ from jax_ops.decode_weights import quantize_param
 from jax_ops.matmul import Int8
 from jax_pretrained import Placing, checksum_of_weights, config_of_base, largest_first, load_weights
 from jax_run.checkpoints import (
-    choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items, split_checkpoint)
+    MODEL_ITEMS, WEIGHTS, choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items, split_checkpoint)
 from jax_train_utils import create_lora_state, create_train_state
 from jax_transformer import GPTConfig
 
@@ -146,9 +146,9 @@ def load_start_weights(source, config, layout, change=None):
 
     # the checkpoint as numpy arrays
     out_dir, step = split_checkpoint(source)
-    meta = open_checkpoint(out_dir, step, ('params', 'meta'), check_saved_model)
+    meta = open_checkpoint(out_dir, step, (*WEIGHTS, 'meta'), check_saved_model)
     saved = GPTConfig(**meta['model'])
-    params = restore_params(out_dir, step, saved, meta.get('lora'), OnHost())
+    params = restore_params(out_dir, step, saved, meta, OnHost())
     if meta.get('lora'):
         params = load_merged(meta['lora'], saved, OnHost(), params)
 
@@ -162,10 +162,11 @@ def load_start_weights(source, config, layout, change=None):
     return unflatten_dict(placed), place.crc
 
 
-def restore_params(out_dir, step, config, lora, layout):
+def restore_params(out_dir, step, config, meta, layout):
     """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run, where
-    `layout` puts them. config, lora: what its metadata says. Raises UserError if they make no
-    model, or if it does not fit."""
+    `layout` puts them: the mean of --ema if it has one. config, meta: the model's config and its
+    metadata. Raises UserError if they make no model, or if it does not fit."""
+    lora = meta.get('lora')
     try:
         args = jax.random.key(0), config, optax.identity()
         if lora:
@@ -175,7 +176,8 @@ def restore_params(out_dir, step, config, lora, layout):
     except (OverflowError, TypeError, ValueError) as error:
         raise UserError(f'checkpoint {step} in {out_dir} is of no model that can be built: '
                         f'{error}') from error
-    return restore_items(out_dir, step, {'params': state.params})['params']
+    name = meta.get('weights', ['params'])[-1]
+    return restore_items(out_dir, step, {name: state.params})[name]
 
 
 def load_run(out_dir, which='best', layout=None, base=''):
@@ -194,10 +196,10 @@ def restore_run(out_dir, which, layout, base):
     """Loads what a run has trained: (config, params, what move_base returns, metadata) of its best
     or latest checkpoint. With LoRA params holds the updates alone. Raises UserError if there is no
     checkpoint."""
-    step, meta = choose_run(out_dir, which, items=('params', 'meta', 'metrics'))
+    step, meta = choose_run(out_dir, which, items=MODEL_ITEMS)
     config = GPTConfig(**meta['model'])
     lora = move_base(meta.get('lora'), base)
-    params = restore_params(out_dir, step, config, lora, layout)
+    params = restore_params(out_dir, step, config, meta, layout)
     return config, params, lora, meta
 
 

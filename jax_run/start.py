@@ -14,6 +14,7 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 | LoRA's base (or --base), rank, alpha and checksum | meta | `continued_model` |
 | iteration, best validation loss, wandb's id | meta | `open_run` |
 | parameters, or LoRA's updates | checkpoint | `start_state` |
+| the mean of --ema; without one in the checkpoint it begins anew | checkpoint | `start_state` |
 | the optimizer's state and the number of updates | checkpoint | `start_state` |
 | float16's loss scale; another dtype begins anew | checkpoint | `start_state` |
 | LoRA's frozen weights, if their checksum is the same | the base | `start_state` |
@@ -28,6 +29,7 @@ import functools
 import os
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jax_devices.choose import choose_attention, choose_experts
@@ -40,7 +42,8 @@ from jax_flags import (
 from jax_hub.folders import PUBLISHED, is_hub_name, local_path
 from jax_hub.tokenizers import check_tokens, describe_tokenizer, remedy_for_tokens, same_tokens
 from jax_pretrained import load_config
-from jax_run.checkpoints import checkpoint_steps, is_run, load_checkpoint, run_folder
+from jax_run.checkpoints import (
+    MODEL_ITEMS, checkpoint_steps, is_run, load_checkpoint, run_folder)
 from jax_run.data import load_mixture_meta
 from jax_run.load import choose_run, full_path, load_frozen, load_start_weights, move_base
 from jax_text import create_sampler, sample_while_training
@@ -231,7 +234,7 @@ def pretrained_model(run):
 def checkpoint_of_run(run, source):
     """Chooses the checkpoint --checkpoint of the run in the folder `source` and sets run.source to its
     folder. Returns (the model's config, the description of its tokenizer)."""
-    choose = functools.partial(choose_run, items=('params', 'meta', 'metrics'))
+    choose = functools.partial(choose_run, items=MODEL_ITEMS)
     step, meta = in_all_processes(choose, source, run.flags['checkpoint'])
     run.source = os.path.join(source, 'ckpt', str(step))
     return GPTConfig(**meta['model']), meta['tokenizer']
@@ -337,6 +340,8 @@ def start_state(run, config, layout, tx):
     if run.resumed:
         saved = GPTConfig(**run.resumed['model'])
         abstract = layout.abstract_state(create, key, saved, tx)
+        if run.flags['ema'] and 'ema' in run.resumed.get('weights', ()):
+            abstract = abstract.replace(ema=abstract.params)
         state = load_checkpoint(run.flags['out_dir'], run.iter_num, abstract)
         if (run.dtype == 'float16') != (saved.dtype == 'float16'):
             loss_scale = layout.device_put(initial_loss_scale(run.dtype))
@@ -352,6 +357,8 @@ def start_state(run, config, layout, tx):
         run.lora = {**run.lora, 'checksum': checksum}
         state = state.replace(frozen=frozen)
     flags = run.flags
+    if flags['ema'] and state.ema is None:
+        state = state.replace(ema=jax.tree.map(jnp.copy, state.params))
     if run.is_timed:  # --minutes: the numbers follow later
         flags = {**flags, 'lr_decay_iters': flags['warmup_iters'] + 1}
     schedule = layout.device_put(schedule_from_flags(flags))

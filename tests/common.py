@@ -177,10 +177,10 @@ SCHEDULE = create_learning_rate_schedule(1e-2, decay_lr=False)
 ADAMW = create_optimizer_with_schedule(SCHEDULE)
 
 
-def make_step(config, parallel=None, objective=language_model, *, seed=3, grad_clip=1.0, loss_chunk=0):
+def make_step(config, parallel=None, objective=language_model, *, seed=3, grad_clip=1.0, **options):
     """make_train_step, by default of a language model on one device; not compiled."""
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
-    return make_train_step(config, objective, parallel, seed=seed, grad_clip=grad_clip, loss_chunk=loss_chunk)
+    return make_train_step(config, objective, parallel, seed=seed, grad_clip=grad_clip, **options)
 
 
 def train_step_of(parallel, config, *args, **options):
