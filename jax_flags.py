@@ -307,8 +307,8 @@ AT_LEAST_1 = (
     'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'keep', 'num_samples', 'prompt_len',
     'repeats')
 AT_LEAST_0 = (
-    'max_iters', 'minutes', 'save_interval', 'warmup_iters', 'learning_rate', 'min_lr',
-    'weight_decay', 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert',
+    'max_iters', 'minutes', 'save_interval', 'warmup_iters', 'lr_decay_iters', 'learning_rate',
+    'min_lr', 'weight_decay', 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert',
     'expert_balance', 'window', 'max_new_tokens')
 # {flag: (the lowest value, what the value is below)}
 RANGES = {

@@ -78,8 +78,8 @@ grad_clip = 1.0 # maximum global norm of the gradients; 0 does not clip
 # learning rate schedule
 decay_lr = True # warm up, then follow lr_schedule; False is learning_rate throughout
 lr_schedule = 'cosine' # or 'linear', 'wsd' (decays in the last fifth only), 'constant'
-warmup_iters = 2000 # iterations of linear warm-up
-lr_decay_iters = 600000 # iteration at which the schedule reaches min_lr; usually max_iters
+warmup_iters = 2000 # iterations of linear warm-up; a tenth of max_iters where it does not fit
+lr_decay_iters = 0 # iteration at which the schedule reaches min_lr; 0 is max_iters
 min_lr = 6e-5 # lowest learning rate; usually learning_rate / 10
 # system
 seed = 1337 # of weights, batches and dropout

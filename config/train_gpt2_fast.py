@@ -38,6 +38,5 @@ optimizer = 'muon'
 learning_rate = 3.3e-3
 lr_schedule = 'linear'
 max_iters = 5000 # 2.5B tokens, 20 per parameter (arXiv:2203.15556)
-lr_decay_iters = 5000 # as max_iters
 min_lr = 0.0
 warmup_iters = 170 # 3.3% of max_iters, as there

@@ -27,7 +27,6 @@ tied_head = False
 
 learning_rate = 2e-3
 max_iters = 6000
-lr_decay_iters = 6000 # as max_iters
 min_lr = 2e-4 # a tenth of learning_rate
 beta2 = 0.99 # few tokens per iteration make noisy gradients: average over more of them
 warmup_iters = 100

@@ -33,7 +33,6 @@ optimizer = 'muon'
 learning_rate = 8e-3
 lr_schedule = 'linear'
 max_iters = 3000
-lr_decay_iters = 3000 # as max_iters
 min_lr = 0.0
 warmup_iters = 100
 beta2 = 0.99

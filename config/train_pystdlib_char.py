@@ -19,7 +19,6 @@ dropout = 0.0 # 4.6M of the 7.5M characters are seen, each once: no overfitting 
 
 learning_rate = 2e-3
 max_iters = 6000
-lr_decay_iters = 6000 # as max_iters
 min_lr = 2e-4 # a tenth of learning_rate
 beta2 = 0.99 # few tokens per iteration make noisy gradients: average over more of them
 warmup_iters = 100

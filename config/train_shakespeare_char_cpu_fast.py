@@ -30,7 +30,6 @@ optimizer = 'muon'
 learning_rate = 8e-3 # 1e-2 ends 0.02 higher
 lr_schedule = 'linear'
 max_iters = 400
-lr_decay_iters = 400 # as max_iters
 min_lr = 0.0
 warmup_iters = 20
 beta2 = 0.99

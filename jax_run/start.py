@@ -401,6 +401,8 @@ def resolve_flags(flags, given):
     if flags['init_from'] == 'resume':
         _, resumed = choose_run(out_dir)
         flags = merge_resumed_flags(flags, given, resumed['flags'])
+    if resumed or not flags['minutes']:
+        flags = with_whole_schedule(flags)
     for name in ('compile', 'backend'):
         if name in given:
             print(f'--{name}={flags[name]} has no effect here: JAX always compiles, and picks its '
@@ -421,6 +423,21 @@ def resolve_flags(flags, given):
         flags = {**flags, **fitting}
     print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
     return flags, resumed, devices, dtype
+
+
+def with_whole_schedule(flags):
+    """Returns the flags of a run with lr_decay_iters=0 resolved: the schedule ends at max_iters, and a
+    warm-up that does not fit becomes a tenth of them. So --max_iters alone is a whole schedule."""
+    if flags['lr_decay_iters']:
+        return flags
+    n = max(1, flags['max_iters'])
+    warmup = flags['warmup_iters']
+    if warmup >= n:
+        warmup = n // 10
+        if flags['decay_lr']:
+            print(f"warmup_iters={flags['warmup_iters']} does not fit into max_iters="
+                  f"{flags['max_iters']}: taking {warmup}")
+    return {**flags, 'lr_decay_iters': n, 'warmup_iters': warmup}
 
 
 def merge_resumed_flags(flags, given, saved):

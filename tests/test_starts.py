@@ -13,7 +13,8 @@ from jax_run.load import load_run
 from jax_run.start import check_init_from, print_what_is_left
 from jax_transformer import GPT
 from tests.common import (
-    RESUME, SHORT, assert_refused, copy_folder, records_with, run_script, sample, succeeded, train, write_dataset)
+    FLAGS, RESUME, SHORT, assert_refused, copy_folder, read_metrics, records_with, records_without_times, run_script,
+    sample, succeeded, train, write_dataset)
 
 LORA = ['--lora_rank=2', '--lora_alpha=4', '--learning_rate=1e-2', '--decay_lr=False']
 
@@ -162,3 +163,22 @@ def test_a_start_that_is_not_there_is_refused_with_what_was_meant(tmp_path, monk
         check_init_from(source)
     for fine in ('scratch', 'auto', 'resume', 'gpt2', 'out-mine', 'owner/name'):
         check_init_from(fine)
+
+
+def test_max_iters_alone_is_a_whole_schedule_which_a_resume_keeps(dataset, tmp_path):
+    flags = [flag for flag in FLAGS if not flag.startswith(('--lr_decay_iters', '--warmup_iters'))]
+    short = [*flags, f'--dataset={dataset}', '--min_lr=1e-3', '--eval_interval=10', '--device=cpu:0']
+    alone = succeeded(train(tmp_path / 'alone', *short, '--max_iters=10'))
+    assert 'warmup_iters=2000 does not fit into max_iters=10: taking 1' in alone.stdout
+    succeeded(train(tmp_path / 'both', *short, '--max_iters=10', '--lr_decay_iters=10', '--warmup_iters=1'))
+    assert records_without_times(tmp_path / 'alone') == records_without_times(tmp_path / 'both')
+    saved = json.loads((tmp_path / 'alone' / 'config.json').read_text())
+    assert (saved['lr_decay_iters'], saved['warmup_iters']) == (10, 1)
+
+    # longer: what was resolved stays, unless it is asked for anew
+    said = succeeded(train(tmp_path / 'alone', *RESUME, '--max_iters=12')).stdout
+    assert 'iterations 10 to 12 train at min_lr=0.001' in said
+    succeeded(train(tmp_path / 'both', *RESUME, '--max_iters=12', '--lr_decay_iters=0'))
+    *_, low, _ = read_metrics(tmp_path / 'alone')
+    *_, higher, _ = read_metrics(tmp_path / 'both')
+    assert low['lr'] < higher['lr']
