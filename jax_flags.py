@@ -27,6 +27,15 @@ DTYPES = ('float32', 'bfloat16', 'float16')
 class UserError(ValueError):
     """A mistake that the user can correct. The scripts print it as one line, and exit with 2."""
 
+    def _render_traceback_(self):
+        """Returns the lines that a notebook shows in place of a traceback."""
+        return [one_line(self)]
+
+
+def one_line(error):
+    """Returns what the user sees of an error."""
+    return f'error: {" ".join(str(error).split())}'
+
 
 def check_choice(name, value, choices):
     """Raises UserError unless the value of the flag or option `name` is one of the choices. The
@@ -614,7 +623,7 @@ def exit_on_user_error(kind, error, traceback):
         sys.__excepthook__(kind, error, traceback)
         exit_before_others(1)
         return
-    print(f'error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
+    print(one_line(error), file=sys.stderr, flush=True)
     exit_before_others(2)
     sys.exit(2)
 

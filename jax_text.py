@@ -227,27 +227,30 @@ class TextModel:
         says, else as nanoGPT does."""
         return {**SAMPLING, **self.tokenizer.sampling}
 
-    def generate(self, texts: list[str], *, num_samples: int = 1, first_sample: int = 0,
+    def generate(self, texts: str | list[str], *, num_samples: int = 1, first_sample: int = 0,
                  max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337,
                  temperature: float | None = None, top_k: int | None = None,
                  top_p: float | None = None, min_p: float | None = None,
                  repetition_penalty: float | None = None, cache_dtype: str = 'auto',
-                 n_draft: int = 0, prefix_cache: PrefixCache | None = None) -> list[str]:
-        """Returns the texts, each with its continuation, all in one batch; num_samples of each.
+                 n_draft: int = 0, prefix_cache: PrefixCache | None = None) -> list[str] | str:
+        """Returns the texts, each with its continuation, all in one batch; num_samples of each. Of one
+        text, and one sample, it is a text.
 
         A continuation depends on the text, the options and the number of the sample only, not on
         the batch: generate([text] * 8) is eight equal texts, num_samples=8 makes different ones.
         The options are explained in Sampling and Generation.
         Raises UserError for a text or an option that makes no sense."""
-        if isinstance(texts, str):
-            raise UserError('generate takes a list of texts: [text]')
+        is_one = isinstance(texts, str)
+        if is_one:
+            texts = [texts]
         sampling = Sampling(
             max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed=seed,
             cache_dtype=cache_dtype, n_draft=n_draft)
         generation = Generation(
             self, [self.encode(text) for text in texts], sampling, num_samples=num_samples,
             first_sample=first_sample, prefix_cache=prefix_cache)
-        return generation.finish().texts
+        generated = generation.finish().texts
+        return generated[0] if is_one and num_samples == 1 else generated
 
     def stream(self, prompt: str | list[dict[str, str]], *, first_sample: int = 0,
                max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337,
@@ -267,7 +270,7 @@ class TextModel:
             prefix_cache=prefix_cache)
         return generation.pieces(with_prompt=isinstance(prompt, str))
 
-    def chat(self, messages: list[dict[str, Any]], *, tools: list[dict] | None = None,
+    def chat(self, messages: str | list[dict[str, Any]], *, tools: list[dict] | None = None,
              chat_template_kwargs: dict[str, Any] | None = None, first_sample: int = 0,
              max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337,
              temperature: float | None = None, top_k: int | None = None,
@@ -275,13 +278,15 @@ class TextModel:
              repetition_penalty: float | None = None, cache_dtype: str = 'auto',
              n_draft: int = 0, prefix_cache: PrefixCache | None = None) -> str:
         """Returns the answer to the messages of a chat, [{'role': 'system', 'user' or 'assistant',
-        'content': text}]; of gpt-oss's answers, the final channel.
+        'content': text}], or to a text, one user's message; of gpt-oss's answers, the final channel.
 
         tools: JSON schemas of functions that it may call.
         chat_template_kwargs: more variables of the chat template, as {'enable_thinking': False}.
         The other options are explained in Generation. Raises UserError as generate does, and
         without a chat template."""
         # of the text that is generated, what follows the prompt and is meant for the reader
+        if isinstance(messages, str):
+            messages = [{'role': 'user', 'content': messages}]
         prompt = self.encode(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
         sampling = Sampling(
             max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed=seed,

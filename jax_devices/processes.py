@@ -174,15 +174,19 @@ class StopSignal:
 
     A second signal ends the process at once, but not while it saves, and not beside SIGHUP, of
     which a closed terminal brings several. With nothing_to_save the first one ends the process.
+    In a process that lives on, a notebook's, a second one raises KeyboardInterrupt instead.
     SIGHUP stays ignored where it is, as nohup wants it.
 
     A thread answers each signal with a line on stderr, because Python runs the handlers of signals
     between two steps of the main thread, and a compilation or loading the weights is one step."""
 
+    owns_process = True  # whether the process ends with the run
+
     def __init__(self, nothing_to_save=False):
         self.nothing_to_save = nothing_to_save
         self.saving = lambda: False  # replaced by a function: whether a save is under way
         self.signum = 0  # the first signal; 0 before it
+        self.n_received = 0
         self.answered = threading.Event()
         self.streams = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = [
@@ -218,6 +222,9 @@ class StopSignal:
         if self.nothing_to_save:
             self.answered.wait(5)
             sys.exit(128 + signum)
+        self.n_received += 1
+        if not self.owns_process and self.n_received > 1 and not self.saving():
+            raise KeyboardInterrupt
 
     def answer(self, received):
         """Answers the signals, in a thread of its own, until the socket is closed."""
@@ -245,7 +252,8 @@ class StopSignal:
             say(f'{name} has to wait: a checkpoint is being written')
         else:
             say(f'ended by {name}')
-            os._exit(128 + signum)
+            if self.owns_process:
+                os._exit(128 + signum)
         self.answered.set()
 
 

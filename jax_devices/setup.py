@@ -64,7 +64,9 @@ def check_device_availability(device='auto'):
     kind, _, index = device.partition(':')
     is_known = kind in ('auto', 'cpu', 'gpu', 'cuda', 'tpu')
     if not is_known or (index and not index.isdigit()):
-        hint = '; JAX has no MPS, use cpu' if kind == 'mps' else ''
+        hint = ''
+        if kind == 'mps':
+            hint = '; the plugin jax-mps, which was not tried here, is --device=auto'
         raise UserError('device must be auto, cpu, cuda, tpu, or one of several as in cuda:0, '
                         f'not {device!r}{hint}')
 
@@ -151,6 +153,8 @@ def setup_jax_environment(device='auto', dtype='auto'):
     configure_process(device)
     devices = check_device_availability(device)
     platform = devices[0].platform
+    if device == 'auto' and platform == 'cpu' and finds_accelerator():
+        print(f'warning: {lost_accelerator()}', file=sys.stderr)
     enable_compilation_cache(platform)
     if platform == 'cpu' and jax.process_count() == 1:
         hide_slow_compile_alarm()
@@ -165,6 +169,20 @@ def setup_jax_environment(device='auto', dtype='auto'):
         jax.config.update('jax_default_matmul_precision', 'highest')
         reason += '; matmuls in full float32, not TF32 or bfloat16'
     return devices, dtype, reason
+
+
+def lost_accelerator():
+    """Returns what to tell the user of a GPU or TPU for which JAX has a plugin, but only the CPU has
+    come up."""
+    plugins = importlib.metadata.entry_points(group='jax_plugins')
+    names = [f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist]
+    extra = 'tpu'
+    for generation in ('cuda13', 'cuda12', 'rocm'):
+        if any(generation in name for name in names):
+            extra = generation
+    return (f'a GPU or TPU and {", ".join(names) or "libtpu"} are here, but with jaxlib '
+            f'{jaxlib.__version__} only the CPU came up: pip install '
+            f'"jax[{extra}]=={jax.__version__}", and start Python again')
 
 
 def hide_slow_compile_alarm():

@@ -16,6 +16,10 @@ from tqdm.auto import tqdm
 from jax_flags import UserError, ceil_div, write_text
 
 
+# functions of a Run, called when its log begins and after each evaluation: see jax_run/notebook.py
+watchers = []
+
+
 class RunLog:
     """Logs the iterations and evaluations of a run, on accelerators each iteration after the next
     step is dispatched: fetching the metrics waits for the device.
@@ -35,6 +39,7 @@ class RunLog:
 
     def __init__(self, run, metrics_log=None, wandb_run=None, *, tokens_per_iter, mfu=None,
                  is_synchronous=True, started=0.0, imports_s=0.0, in_line=()):
+        self.run = run
         self.metrics_log = metrics_log
         self.wandb_run = wandb_run
         self.out_dir = run.flags['out_dir']
@@ -58,6 +63,12 @@ class RunLog:
         self.is_first = True  # no iteration fetched yet
         self.is_paused = False
         self.restart_clock()
+        self.tell_watchers()
+
+    def tell_watchers(self):
+        """Calls the watchers."""
+        for watch in watchers:
+            watch(self.run)
 
     # --- the clock
 
@@ -185,6 +196,7 @@ class RunLog:
             self.wandb_run.log({
                 'iter': iter_num, 'train/loss': train, 'val/loss': val, **flat, 'lr': self.lr,
                 'mfu': self.mfu and 100 * self.mfu})  # percent
+        self.tell_watchers()
 
 
 def flat_names(losses):

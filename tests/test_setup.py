@@ -28,7 +28,7 @@ def test_device_flag():
     assert len(check_device_availability('cpu')) == 8
     assert len(check_device_availability('auto')) == 8
     assert check_device_availability('cpu:3') == [jax.devices()[3]]
-    for device, message in (('cpu:8', 'there are 8'), ('cuda', 'jax sees no cuda here, only cpu'), ('mps', 'no MPS'),
+    for device, message in (('cpu:8', 'there are 8'), ('cuda', 'jax sees no cuda here, only cpu'), ('mps', 'jax-mps'),
                             ('cpu:x', 'device must be')):
         with pytest.raises(UserError, match=message):
             check_device_availability(device)
@@ -134,6 +134,18 @@ assert slow(x).is_ready()  # so are its temporaries freed
     result = subprocess.run([sys.executable, '-c', program], cwd=ROOT, env=env, capture_output=True, text=True,
                             timeout=300)
     assert result.returncode == 0, result.stderr
+
+
+def test_an_accelerator_that_does_not_come_up_is_said(monkeypatch, capsys):
+    plugin = types.SimpleNamespace(dist=types.SimpleNamespace(name='jax-cuda12-plugin', version='0.7.2'))
+    monkeypatch.setattr(jax_devices.setup, 'finds_accelerator', lambda: True)
+    monkeypatch.setattr(importlib.metadata, 'entry_points', lambda group: [plugin])
+    setup_jax_environment('cpu')
+    assert not capsys.readouterr().err  # as asked
+    setup_jax_environment('auto')
+    said = capsys.readouterr().err
+    assert 'jax-cuda12-plugin 0.7.2 are here, but with jaxlib' in said and 'only the CPU came up' in said
+    assert f'pip install "jax[cuda12]=={jax.__version__}"' in said
 
 
 def test_memory_is_kept_only_where_the_cpu_computes(tmp_path, monkeypatch):

@@ -242,7 +242,6 @@ def test_a_sample_that_has_all_its_tokens_was_cut(run):
 
 
 @pytest.mark.parametrize('use, error, message', [
-    (lambda model: model.generate('the'), UserError, 'generate takes a list of texts'),
     (lambda model: model.generate(['the', '']), UserError, 'the prompt is empty'),
     (lambda model: model.generate([]), UserError, 'at least one token'),
     (lambda model: model.generate(['Z']), UserError, "does not know: 'Z'"),

@@ -7,11 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-from jax_run.checkpoints import save_checkpoint
 from jax_run.load import load_run
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from tests.common import (
-    FLAGS, RESUME, TINY, assert_refused, assert_same_run, make_step, read_metrics, run_script, sample,
+    FLAGS, RESUME, TINY, assert_refused, assert_same_run, make_step, read_metrics, sample,
     samples_of, succeeded, train)
 
 EMA = [*FLAGS, '--max_iters=4', '--lr_decay_iters=4', '--eval_interval=2', '--ema=0.8']

@@ -1,0 +1,101 @@
+"""Runs to one table and one figure, from their metrics.jsonl and config.json alone."""
+import math
+import statistics
+from pathlib import Path
+
+from jax_flags import UserError, check_choice, check_url, is_url, read_json
+from jax_run.log import read_metrics
+
+# the flags that no update depends on
+WITHOUT_EFFECT = {
+    'out_dir', 'overwrite', 'eval_interval', 'log_interval', 'eval_iters', 'sample_prompt',
+    'always_save_checkpoint', 'save_interval', 'keep', 'wandb_log', 'wandb_project',
+    'wandb_run_name', 'profile'}
+
+
+def compare_runs(folders, x='iterations'):
+    """Prints a table of the flags in which runs differ and of what came of them, the best first, and
+    returns a matplotlib figure of their curves.
+
+    folders: the out_dirs, also of runs that are under way. x: the horizontal axis, 'iterations',
+    'tokens' or 'seconds' (of training, without evaluations). Raises UserError for a folder that
+    has no evaluation."""
+    check_choice('x', x, ('iterations', 'tokens', 'seconds'))
+    runs = sorted((read_run(folder, x) for folder in folders), key=lambda run: run['best'])
+    print_table(runs)
+    return draw(runs, x)
+
+
+def files_of(folder):
+    """Returns the folder with the files of a run: itself, or of a bucket a copy on this disk."""
+    check_url('a run', str(folder))
+    if not is_url(str(folder)):
+        return Path(folder)
+    from jax_run.buckets import bucket_run
+    return bucket_run(str(folder)).files
+
+
+def read_run(folder, x):
+    """Returns {'flags', 'points': [(x, train, val)], 'unit', 'speed', ...} of the run in a folder.
+
+    x: 'iterations', 'tokens' or 'seconds' (of training, without evaluations). Raises UserError if
+    it has no evaluation."""
+    files = files_of(folder)
+    settings = read_json(files / 'config.json', optional=True)
+    sizes = ('gradient_accumulation_steps', 'batch_size', 'block_size')
+    tokens_per_iter = math.prod(settings.get(name, 0) for name in sizes)
+    points, speeds, seconds, last_iter = [], [], 0.0, -1
+    for record in read_metrics(files):
+        if isinstance(record.get('time_ms'), float):
+            # the mean of the iterations since the line before
+            seconds += record['time_ms'] / 1000 * (record['iter'] - last_iter)
+            last_iter = record['iter']
+            speeds.append(record.get('tokens_per_sec') or 0)
+        if record.get('val_loss') is not None:
+            at = {'iterations': record['iter'], 'tokens': record['iter'] * tokens_per_iter,
+                  'seconds': seconds}
+            kind = 'bpb' if record.get('val_bpb') else 'loss'
+            train = record.get(f'train_{kind}') or math.nan
+            points.append((at[x], train, record[f'val_{kind}']))
+    if not points:
+        raise UserError(f'{folder} has no evaluation in metrics.jsonl; name the out_dir of a run')
+    return {'folder': str(folder), 'flags': settings, 'points': points, 'seconds': seconds,
+            'best': min(val for _, _, val in points), 'speed': statistics.median(speeds or [0]),
+            'unit': 'bits per byte' if kind == 'bpb' else 'nats per token'}
+
+
+def print_table(runs):
+    """Prints a line for each run: the flags in which the runs differ, and what came of them."""
+    names = sorted({name for run in runs for name in run['flags']} - WITHOUT_EFFECT)
+    different = []
+    for name in names:
+        if len({str(run['flags'].get(name)) for run in runs}) > 1:
+            different.append(name)
+    rows = [['run', *different, 'best val', 'last val', 'in', 'tok/s', 'seconds']]
+    for run in runs:
+        values = [str(run['flags'].get(name)) for name in different]
+        last = run['points'][-1][2]
+        rows.append([run['folder'], *values, f'{run["best"]:.4f}', f'{last:.4f}', run['unit'],
+                     f'{run["speed"]:,.0f}', f'{run["seconds"]:,.0f}'])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def draw(runs, x):
+    """Draws the curves of all runs into one figure, which is returned: val, and train as a dotted
+    line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    figure = FigureCanvasAgg(Figure(figsize=(8, 5), layout='constrained')).figure
+    units = sorted({run['unit'] for run in runs})
+    axes = figure.add_subplot(xlabel=x, ylabel=' or '.join(units))
+    for run in runs:
+        positions, train, val = zip(*run['points'])
+        label = f'{run["folder"]}, best {run["best"]:.4f}'
+        line, = axes.plot(positions, val, marker='.', label=label)
+        axes.plot(positions, train, linestyle=':', color=line.get_color())
+    axes.plot([], [], linestyle=':', color='gray', label='train')
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
