@@ -28,6 +28,8 @@ def reading(path):
         yield
     except UserError:
         raise
+    except ImportError:
+        raise UserError(f'{path} is read by the package pyarrow: pip install pyarrow') from None
     except (OSError, EOFError, ValueError, csv.Error, lzma.LZMAError) as error:
         raise UserError(f'cannot read {path} ({error}); is it whole, and in UTF-8?') from None
 
@@ -113,7 +115,8 @@ def read_table(path):
 
 def read_parquet(path, columns):
     """Yields the rows of a parquet file, a few at a time."""
-    import pyarrow.parquet
+    with reading(path):
+        import pyarrow.parquet
     # without these options pyarrow would hold whole columns in memory
     with reading(path), pyarrow.parquet.ParquetFile(
             path, buffer_size=2**20, pre_buffer=False) as file:

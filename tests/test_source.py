@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 import tokenize
+import tomllib
 
 import numpy as np
 import pytest
@@ -240,3 +241,9 @@ def test_a_thermometer_of_the_way_is_printed(tmp_path):
                                '--start=ABC')
     print(f'a sample of four tokens: {n_files} files, {n_functions} functions (at most 20, 190; goal 16, 160)')
     assert n_files <= 22 and n_functions <= 222
+
+
+def test_the_extras_of_pyproject_are_the_requirements_of_the_tests():
+    lines = (ROOT / 'requirements_dev.txt').read_text().splitlines()
+    names = [line.split('#')[0].strip() for line in lines if not line.startswith(('#', '-r'))]
+    assert tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['optional-dependencies'] == {'dev': names}

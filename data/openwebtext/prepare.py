@@ -30,7 +30,10 @@ def main():
     args = parser.parse_args()
     vocabulary = choose_vocabulary(args.tokenizer)
     os.environ['TOKENIZERS_PARALLELISM'] = 'false' # the processes are parallel
-    from datasets import Features, List, Value, disable_progress_bars, load_dataset, logging
+    try:
+        from datasets import Features, List, Value, disable_progress_bars, load_dataset, logging
+    except ImportError:
+        fail('the documents are read by the package datasets: pip install datasets')
     logging.set_verbosity(logging.CRITICAL) # what goes wrong is said below, in one line
     if not sys.stderr.isatty():
         disable_progress_bars()
