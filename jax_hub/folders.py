@@ -174,7 +174,7 @@ def weight_file(path):
     UserError if there is none."""
     if str(path).endswith('.gguf'):
         raise UserError(f'{path}: GGUF files are written, not read; transformers reads them where '
-                        'PyTorch is installed, see "GGUF and adapters" in docs/from_pytorch.md')
+                        'PyTorch is installed, see "GGUF and adapters" in docs/models.md')
     if os.path.isfile(path):
         return path
     if not os.path.isdir(path):
@@ -186,6 +186,6 @@ def weight_file(path):
             return file
     if os.path.exists(os.path.join(path, 'adapter_config.json')):
         raise UserError(f'{path} is an adapter of peft: merge it into its model where peft is '
-                        'installed, see "GGUF and adapters" in docs/from_pytorch.md')
+                        'installed, see "GGUF and adapters" in docs/models.md')
     raise UserError(f'{path} holds no weights that can be read: none of '
                     f'{", ".join(WEIGHT_FILES)}, ckpt.pt')
