@@ -51,7 +51,7 @@ loss_chunk = 0 # positions whose logits are materialized at a time; 0 is all
 scan_layers = False # compile one block and loop over it
 remat = 'none' # gradient checkpointing: 'dots', 'full'
 quantize = '' # 'int8' weights, as in sample_jax.py, like the next two (decode)
-cache_dtype = 'auto' # of the KV cache
+cache_dtype = 'auto' # dtype of the KV cache
 n_draft = 0 # draft tokens per step
 out_dir = '' # a run, a Hugging Face folder or a ckpt.pt, whose weights to use instead of random ones (decode)
 dataset = '' # its folder under data/: takes prompts from its val.bin instead of random ones (decode)
@@ -63,7 +63,7 @@ tensor = 1 # heads, MLP width and vocabulary over this many devices
 expert = 1 # experts over this many devices
 context = 1 # each sequence over this many devices
 repeats = 20 # timed iterations (train) or calls (decode), not counting those that compile
-seed = 1337 # of weights and tokens
+seed = 1337 # seeds weights and tokens
 device = 'auto' # as in train_jax.py
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'
 # -----------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def bench_decode():
         'prefill_ms': prefill_s * 1e3,
         'compile_s': compile_s,
         'weights_mb': weight_bytes / 1e6,
-        # of each layer, the distinct ones that a step reads: weights_mb counts these
+        # distinct experts of a layer that a step reads: weights_mb counts these
         'expected_experts': experts_per_layer,
         'cache_mb': result.cache_bytes / 1e6,
         'gb_per_sec': gb_read / decode_s,

@@ -36,7 +36,7 @@ logprobs = '' # file to which a line per item of the tasks is written: {"task", 
 max_length = 0 # most tokens of context; 0 is as many as the model knows
 batch_size = 16 # rows (a choice each) of up to 512 tokens that are computed together, fewer of longer ones
 quantize = '' # 'int8': weights with a scale per output channel, 4x smaller than float32
-cache_dtype = 'auto' # of the KV cache: 'float32', 'bfloat16', 'float16', 'int8', 'float8'; auto is the compute dtype
+cache_dtype = 'auto' # KV cache in 'float32', 'bfloat16', 'float16', 'int8', 'float8'; auto is the compute dtype
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
 tensor = 1 # shard heads (with their KV cache), MLP width and vocabulary over this many devices (tensor parallelism)
@@ -45,7 +45,7 @@ coordinator_address = '' # host:port of process 0 of several that evaluate toget
 num_processes = 0 # number of processes that evaluate together, on tensor x expert devices
 process_id = -1 # number of this process, from 0
 # -----------------------------------------------------------------------------
-KINDS = {  # of items, with their keys: what precedes, what is scored, the index of the right option
+KINDS = {  # kinds of items, with the keys of what precedes, what is scored, the number of the right option
     'multiple_choice': ('query', 'choices', 'gold'),
     'schema': ('context_options', 'continuation', 'gold'),
     'language_modeling': ('context', 'continuation')}
@@ -354,7 +354,7 @@ for line in (model.warning, model.title):
 # texts and tasks, one after the other
 options = {'max_length': max_length, 'batch_size': batch_size, 'cache_dtype': cache_dtype}
 results = {'texts': {}, 'tasks': {}}
-lines = []  # of the file that logprobs names
+lines = []  # what the file that logprobs names will hold
 for path in texts:
     report('texts', path, evaluate_text, path)
 for task in all_tasks:

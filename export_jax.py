@@ -26,7 +26,7 @@ base = '' # where the pretrained model of a LoRA run is now, if it has moved
 folder = '' # the new folder
 gguf = '' # or a new file, model.gguf
 adapter = '' # or a new folder, of what a LoRA run has trained, for peft
-dtype = 'float32' # of the weights: 'float32', 'bfloat16', 'float16'; of a GGUF file 'float32', 'float16', 'q8_0'
+dtype = 'float32' # dtype of the weights: 'float32', 'bfloat16', 'float16'; in a GGUF file 'float32', 'float16', 'q8_0'
 shard_gb = 5.0 # weights that need more are split into several files
 # -----------------------------------------------------------------------------
 start_script()
@@ -215,7 +215,7 @@ def first_known(tokenizer, texts):
     for candidate in texts:
         try:
             ids = tokenizer.encode(candidate)
-        except UserError:  # of unknown characters
+        except UserError:  # it has unknown characters
             continue
         if ids and tokenizer.decode(ids) == candidate:
             return candidate

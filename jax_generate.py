@@ -164,11 +164,11 @@ class DecodeState(struct.PyTreeNode):
     done_B: jax.Array  # the row has met a stop token, or the caller has ended it
     key_B: jax.Array
     caches: tuple = ()  # KV caches of the model and of the draft model, if any
-    steps: Any = 0  # of decode so far
+    steps: Any = 0  # decode steps so far
     drafted: Any = 0  # drafts proposed so far, of all active rows
     accepted: Any = 0  # drafts accepted so far
-    # of the generated tokens, see GenerationResult; None where they are not asked for, which leaves
-    # the compiled program without them
+    # log-probabilities of the generated tokens, see GenerationResult; None where they are not asked
+    # for, which leaves the compiled program without them
     logprob_BxN: Any = None
     sampling_logprob_BxN: Any = None
 
@@ -425,7 +425,7 @@ class Decoder:
         # the longest row that the KV cache can continue: learned positions end, those of RoPE do
         # not
         self.max_cached = config.block_size if config.position == 'learned' else PAD
-        self.n_slots = 0  # of the caches; 0 is none yet
+        self.n_slots = 0  # slots of the caches; 0: there are none yet
         on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
         # a cache keeps the slots of drafts when they are dropped, so n_draft stays here
         self.cache_options = {
@@ -564,7 +564,7 @@ class PrefixCache:
 
     def __init__(self):
         self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the caches
-        self.caches = ()  # of the model and of the draft model, or none
+        self.caches = ()  # KV caches of the model and of the draft model, or none
         self.n_slots = 0
         self.has_wrapped = False  # whether a ring may have overwritten its first tokens
         self.drafts_are_useless = False
@@ -606,12 +606,12 @@ class PrefixCache:
 class GenerationResult(NamedTuple):
     """The tokens so far, what ended the rows, and what they have cost."""
     tokens: np.ndarray  # int32 [B, N], 0 after a row's last token
-    lengths: np.ndarray  # of each row, int32 [B]: tokens[b, :lengths[b]] are its tokens
-    steps: int = 0  # of decode after the first token
-    cache_bytes: int = 0  # that the last step read
+    lengths: np.ndarray  # int32 [B]: tokens[b, :lengths[b]] are the tokens of row b
+    steps: int = 0  # decode steps after the first token
+    cache_bytes: int = 0  # bytes of the cache that the last step read
     drafted: int = 0  # number of drafts, and of those accepted
     accepted: int = 0
-    # of each row: 'stop' (a stop token, or the caller), 'length' (max_new_tokens), '' (it goes on)
+    # why each row ended: 'stop' (a stop token, the caller), 'length' (max_new_tokens), '' goes on
     finish_reasons: tuple = ()
     # natural log-probabilities of the generated tokens, float32 [B, N], 0 elsewhere; None if they
     # were not asked for. The first are those of the model, softmax(logits). The others are those of

@@ -392,8 +392,8 @@ def meaning(config):
 class TensorMap(NamedTuple):
     """Where a tensor on disk belongs: parameter[dst] = tensor[src][rows] + offset, transposed if
     `transpose`."""
-    name: str  # of the tensor on disk
-    shape: tuple  # of the tensor on disk
+    name: str  # the tensor's, on disk
+    shape: tuple  # the tensor's, on disk
     transpose: bool = False  # [out, in] on disk, [in, out] in the parameter
     rows: Any = ...  # the rows on disk in our order; ... is the same order
     dst: Any = ...  # index of the part of the parameter that the tensor fills
@@ -463,7 +463,7 @@ def gpt2_tensor_maps(config, *, transpose, prefix):
 class Naming(NamedTuple):
     """How the families that use Llama's tensor names differ. The defaults are Llama's and
     Qwen3's."""
-    prefix: str = ''  # of every name
+    prefix: str = ''  # every name begins with it
     mlp: str = 'mlp'  # name of the MLP or mixture of experts in a layer
     router: str = 'gate'  # name of the router in a mixture of experts
     # name of the MLP that every token uses in addition to its experts
@@ -701,7 +701,7 @@ def check_sizes(tensors, config, source):
             raise UserError(f'{source} holds {held:,} {what}, but its config says {needed:,}')
     held = sum(math.prod(tensors[name].shape) for name in names)
     needed = sum(map(math.prod, param_shapes(config).values()))
-    if 2 * held < needed:  # of single tensors that are missing check_tensors tells
+    if 2 * held < needed:  # single tensors that are missing are named by check_tensors
         raise UserError(f'{source} holds {held:,} numbers, and a model of its config has {needed:,}')
 
 

@@ -47,7 +47,7 @@ SAMPLING = {'temperature': 0.8, 'top_k': 200}  # nanoGPT's; the other controls a
 # tokens generated between two updates of a text that is shown while it grows
 STREAM_CHUNK = 8
 SLOW_TOKEN = 0.05  # seconds: a text with slower tokens is updated after each
-SAMPLE_TOKENS = 100  # of a sample while training
+SAMPLE_TOKENS = 100  # length of a sample while training
 # tokens generated until stop texts are searched for: this many, later an eighth of those so far
 STOP_CHUNK = 8
 
@@ -140,7 +140,7 @@ class LoadedModel(NamedTuple):
 class Loader:
     """Reads models for decoding."""
     layout: Layout
-    devices: list  # those of `layout`
+    devices: list  # the same as layout.devices
     dtype: str  # the compute dtype
     quantize: str  # 'int8' or ''
 
@@ -506,7 +506,7 @@ class Generation:
         """Generates, and yields itself after each chunk. It can be done once."""
         self.texts = list(self.prompt_texts)
         self.stopped = [False] * len(self.prompts)
-        self.n_read = list(self.lengths)  # of each row, the number of tokens of which texts tells
+        self.n_read = list(self.lengths)  # number of tokens of each row that texts has
         is_over = None  # the rows that have met a stop text; the first result needs none
         with contextlib.closing(self.results):
             while True:
@@ -686,7 +686,7 @@ class Chat:
         self.system = []
         if system:
             self.system = [{'role': 'system', 'content': system}]
-        self.messages = []  # of the user and the model, in turn
+        self.messages = []  # the user's and the model's, in turn
         self.n_answers = 0
         self.prefix_cache = PrefixCache()
 

@@ -123,7 +123,7 @@ class Group(NamedTuple):
 GROUPS = {
     'embedding': Group(is_decayed=True, has_muon=False),  # wte, wpe
     'head': Group(is_decayed=True, has_muon=False),  # lm_head, if it is not tied to wte
-    'matrix': Group(is_decayed=True, has_muon=True),  # of the blocks, but for the router's
+    'matrix': Group(is_decayed=True, has_muon=True),  # matrices of the blocks, but for the router's
     'router': Group(is_decayed=True, has_muon=False),
     'update': Group(is_decayed=True, has_muon=False),  # LoRA's a and b
     'vector': Group(is_decayed=False, has_muon=False)}  # norms and biases, those of experts too
@@ -714,7 +714,7 @@ def make_eval_step(config, objective, layout, *, loss_chunk=0):
             reference = token_losses(config, loss_chunk, batch, base_params(params))
             batch = {**batch, 'reference_loss': reference}
         sums = objective.sums(loss_BxT, batch)
-        if layout.has_pmap:  # of a device's own sequences
+        if layout.has_pmap:  # each device has summed its own sequences
             sums = jax.lax.psum(sums, 'data')
         return sums
 
@@ -749,7 +749,7 @@ def estimate_loss_jax(eval_step, params, splits, layout, *, batch_size, eval_ite
                 totals[name] = totals.get(name, 0.0) + value
         totals = {name: float(total) for name, total in totals.items()}
 
-        # of the tokens that have bytes, if these are not all
+        # the loss of the tokens that have bytes, if not all have
         spelled = totals.pop('spelled', totals['loss'])
         n_rows = len(evaluation.places)
         means = {}

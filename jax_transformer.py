@@ -54,7 +54,7 @@ class GPTConfig:
     # numerics
     activation: str = 'gelu'  # the GELU of mlp='gelu' and 'geglu', a key of ACTIVATIONS
     norm_eps: float = 1e-5
-    dtype: str = 'float32'  # of activations and matmuls; params, softmax, logits, loss: float32
+    dtype: str = 'float32'  # activations and matmuls; params, softmax, logits, loss are float32
     # execution: same parameters, same results up to rounding; not stored in checkpoints
     attention: str = 'xla'  # one of ATTENTION; a call with a KV cache always uses 'xla'
     experts: str = 'loop'  # how a mixture of experts is computed, one of EXPERT_WAYS
@@ -146,7 +146,7 @@ class Call(struct.PyTreeNode):
     position_BxT: jax.Array  # position of each token in its sequence; [1, T] where all are alike
     # number of each sequence in the run, by which dropout draws; None: dropout is off
     seq_id_B: jax.Array | None = None
-    start_BxT: jax.Array | None = None  # of packed rows, see GPT.loss
+    start_BxT: jax.Array | None = None  # where packed conversations start, see GPT.loss
     padding_BxT: jax.Array | None = None  # True where rows are filled up, see GPT.loss
     # whether the T tokens stand side by side, so that a kernel can mask by their indices
     in_order: bool = struct.field(pytree_node=False, default=False)
@@ -587,7 +587,7 @@ def update_ring_cache(config, layer_type, cache, new_kv, position_BxT):
         p_BxS = last_Bx1 - (last_Bx1 - jnp.arange(S)) % S
         return jnp.where(p_BxS < 0, PAD, p_BxS)
 
-    # of a call longer than the ring, only the last S tokens are written
+    # if the call is longer than the ring, only the last S tokens are written
     last_Bx1 = jnp.where(position_BxT < PAD, position_BxT, -1).max(1, keepdims=True)
     stays_BxT = (position_BxT < PAD) & (position_BxT > last_Bx1 - S)
     out_of_range = S
@@ -824,8 +824,8 @@ def rms_normalize(x, eps):
 
 
 NORMS = {'layer': LayerNorm, 'rms': RMSNorm}
-# which norms a block has: of the inputs of attention and MLP (GPT-2), of their outputs (OLMo 2), or
-# of both (Gemma 3)
+# which norms a block has: they normalize the inputs of attention and MLP (GPT-2), their outputs
+# (OLMo 2), or both (Gemma 3)
 BLOCK_NORMS = {
     'pre': ('ln_1', 'ln_2'),
     'post': ('ln_1_post', 'ln_2_post'),
@@ -846,13 +846,13 @@ class RopeScaling:
     rope_inv_freq."""
     kind: str  # one of ROPE_SCALINGS
     factor: float  # context extension factor
-    original_length: int  # of pretraining
+    original_length: int  # tokens per sequence in pretraining
     # low_freq_factor (yarn: beta_slow): pairs with fewer rotations are slowed down by the factor
     low: float = 1.0
     # high_freq_factor (yarn: beta_fast): pairs with more rotations keep their frequency
     high: float = 4.0
     truncate: bool = True  # yarn: the transition starts and ends at whole pairs
-    amplitude: float = 1.0  # of cosine and sine
+    amplitude: float = 1.0  # factor of cosine and sine
     pair_factors: tuple = ()  # longrope: by how much each pair is slowed down
 
     def __post_init__(self):

@@ -32,12 +32,12 @@ repetition_penalty = 1.0 # above 1.0 makes tokens that have already occurred les
 stop = '' # end a sample before this text, or before the first of several, as in '["The end", "Q:"]'
 output = '' # file to which each sample is written as a line of JSON, with its finish reason and log-probability
 quantize = '' # 'int8': weights with a scale per output channel, 4x smaller than float32; faster, logits differ slightly
-cache_dtype = 'auto' # of the KV cache: 'float32', 'bfloat16', 'float16', 'int8', 'float8'; auto is the compute dtype
+cache_dtype = 'auto' # KV cache in 'float32', 'bfloat16', 'float16', 'int8', 'float8'; auto is the compute dtype
 n_draft = 0 # speculative decoding: draft tokens per step, 3 or 7; pays with temperature=0, where a text repeats itself
 draft = '' # draft model with the same tokenizer: its out_dir, or as init_from; '' drafts from the text so far
 stream = False # print the text while it is generated, one sample after the other
 interactive = False # ask for prompts, as a chat if the model has a chat template: /help lists its commands
-seed = 1337 # of the samples; need not be the training's
+seed = 1337 # seeds the samples; need not be the training's
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
 tensor = 1 # shard heads (with their KV cache), MLP width and vocabulary over this many devices (tensor parallelism)
@@ -195,7 +195,7 @@ if sampling.temperature == 0 and num_samples > 1:
     num_samples = 1
 prompts = [encode_prompt(line) for line in lines]
 for i, line in enumerate(lines):
-    if not isinstance(line, str):  # of a conversation, its last message is shown
+    if not isinstance(line, str):  # a conversation shows its last message
         lines[i] = line['messages'][-1].get('content')
 
 # generate and print: each sample while it grows, or all in one batch

@@ -28,7 +28,7 @@ always_save_checkpoint = True # if False, an evaluation only saves when the vali
 save_interval = 0 # also save every this many iterations; 0 is off
 keep = 2 # keep the latest this many checkpoints, and the best
 init_from = 'scratch' # 'resume', 'auto' (resume or scratch), another run's out_dir, 'gpt2', Hugging Face folder or name
-checkpoint = 'best' # of another run to start from: 'best' (lowest validation loss) or 'latest'
+checkpoint = 'best' # which one of another run to start from: 'best' (lowest validation loss) or 'latest'
 # wandb logging
 wandb_log = False # log to Weights & Biases; with WANDB_MODE=offline it needs no account
 wandb_project = 'owt' # name of the project at wandb
@@ -82,7 +82,7 @@ warmup_iters = 2000 # iterations of linear warm-up; a tenth of max_iters where i
 lr_decay_iters = 0 # iteration at which the schedule reaches min_lr; 0 is max_iters
 min_lr = 6e-5 # lowest learning rate; usually learning_rate / 10
 # system
-seed = 1337 # of weights, batches and dropout
+seed = 1337 # seeds weights, batches and dropout
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu': all of the kind; 'cuda:1': one of them
 dtype = 'auto' # 'float32', 'bfloat16', 'float16' (with loss scaling); auto is bfloat16 where the hardware is fast at it
 attention = 'auto' # 'cudnn' (NVIDIA), 'splash' (TPU), 'chunked' (some queries at a time), 'xla' (plain); auto says why

@@ -405,7 +405,7 @@ def fill_rows(lengths, size, n_waiting=1000):
     that fits into the rest of the row; where none does, the shortest, cropped."""
     coming = enumerate(map(int, lengths))
     waiting = []  # (tokens, document), sorted
-    space = size  # of the row
+    space = size  # what is left of the row
     while True:
         for document, n in itertools.islice(coming, n_waiting - len(waiting)):
             bisect.insort(waiting, (n, document))

@@ -8,8 +8,8 @@ from jax_flags import UserError, check_choice
 from jax_ops.attention import ATTENTION, Scores, fused_causal_attention
 
 # The least block_size that takes chunked attention: on a CPU because it is then faster
-# (docs/performance.md), on GPUs and TPUs without flash attention because the scores would take most
-# of the memory (docs/parallelism.md#attention)
+# (docs/performance.md), on GPUs and TPUs without flash attention because the scores would take
+# most of the memory (docs/parallelism.md#attention)
 CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
 
 
@@ -106,7 +106,7 @@ def why_not_cudnn(config, device, *, tensor=1, context=1):
     try:
         for layer_type in sorted(set(config.layer_types)):
             compile_cudnn(config, device, layer_type, tensor)
-    except Exception as error:  # of many types, with messages of many lines
+    except Exception as error:  # types and messages vary
         return f'{type(error).__name__}: {" ".join(str(error).split())[:150]}'
     return None
 

@@ -27,7 +27,7 @@ from jax_flags import UserError
 from jax_ops.sharding import (
     AXES, BATCH, create_mesh, current_mesh, partition_specs, shard)
 
-global_max = jax.jit(jnp.max)  # of an array that is sharded over processes
+global_max = jax.jit(jnp.max)  # maximum of an array that is sharded over processes
 
 
 @dataclasses.dataclass(frozen=True)

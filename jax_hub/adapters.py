@@ -11,7 +11,7 @@ from jax_flags import UserError
 
 ADAPTER_CONFIG = 'adapter_config.json'
 ADAPTER_FILE = 'adapter_model.safetensors'
-PREFIX = 'base_model.model.'  # of the name of each tensor
+PREFIX = 'base_model.model.'  # every tensor's name begins with it
 EXPERT = re.compile(r'\.experts\.\d+\.')  # in the name of a module of one of several experts
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_flags import UserError, whole_characters
 
-SECONDS = 5  # of a chat template, a stranger's program, for one text
+SECONDS = 5  # limit of a chat template, a stranger's program, for one text
 MARK = '\ufdd2'  # in place of an answer, to see where a template writes it: no character
 
 

@@ -429,7 +429,7 @@ def read_config(values, source):
         fields = FAMILIES[family](config_of_transformers(values, family))
     except UserError as error:
         raise UserError(f'{source}: {error}') from None
-    except Exception as error:  # of transformers, or of what it has let pass
+    except Exception as error:  # raised by transformers, or by what it has let pass
         reason = printable(' '.join(str(error).split()))
         raise UserError(f'{source} is malformed ({type(error).__name__}: {reason})') from None
     return make_config(fields, source), family

@@ -14,7 +14,7 @@ from jax_hub.folders import import_transformers, read_config_json, text_config
 
 # the class of transformers that reads tokenizer.json as it is, and adds nothing
 AS_FILED = 'PreTrainedTokenizerFast'
-LARGEST_ID = 2**22  # of a token: the largest vocabularies that are known have a million
+LARGEST_ID = 2**22  # the largest vocabularies that are known have a million ids
 
 # files of a Hugging Face folder that tell of its tokenizer
 VOCABULARIES = ('tokenizer.json', 'vocab.json', 'merges.txt', 'tokenizer.model')
@@ -128,7 +128,7 @@ class HFTokenizer:
         def first_known(ids):
             return next((id for id in ids if id in known), None)
 
-        self.end_token = first_known(end_ids)  # of a document
+        self.end_token = first_known(end_ids)  # ends a document
         self.start_token = first_known([begin, end, *begin_ids, *end_ids])
         self.start_text = None
         if self.start_token is not None:
@@ -416,7 +416,7 @@ def copy_tokenizer(description, folder):
         return
     tokenizer = HFTokenizer(source)
     os.makedirs(folder, exist_ok=True)
-    for name in TEMPLATES:  # those of an earlier tokenizer
+    for name in TEMPLATES:  # left by an earlier tokenizer
         path = os.path.join(folder, name)
         shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
     if tokenizer.hf is None:

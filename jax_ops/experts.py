@@ -256,7 +256,7 @@ def block_sizes(way, R, E):
         b = max(1, R // (4 * E))
     else:
         b = rows_per_block(R, E)
-    # of each expert, the last block may have one row only
+    # the last block of each expert may have one row only
     return b, (R + min(E, R) * (b - 1)) // b
 
 

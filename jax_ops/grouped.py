@@ -18,7 +18,7 @@ class Blocks(struct.PyTreeNode):
 class Grouped(struct.PyTreeNode):
     """The matrices of all experts in the place of a kernel, see linear() in matmul.py."""
     weights: jax.Array  # [E, I, O], or [E, O, I] if is_transposed
-    blocks: Blocks  # of the rows that are multiplied
+    blocks: Blocks  # whose expert multiplies which rows
     is_transposed: bool = struct.field(pytree_node=False, default=False)
 
 
@@ -40,7 +40,7 @@ def grouped_matmul_bwd(transpose_rhs, residuals, g_nxbxO):
     x_nxbxI, w_ExIxO, blocks = residuals
     dx_nxbxI = grouped_matmul(g_nxbxO, w_ExIxO, blocks, not transpose_rhs)
 
-    # of the weights: a sum over the rows of each expert
+    # the gradient of the weights is a sum over the rows of each expert
     x_SxI = x_nxbxI.reshape(-1, x_nxbxI.shape[-1])
     g_SxO = g_nxbxO.reshape(-1, g_nxbxO.shape[-1])
     if transpose_rhs:

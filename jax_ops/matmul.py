@@ -366,7 +366,7 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
 def multiply_quantized(x_RxI, *weights):
     """multiply_integers(x, *weights), of x quantized to int16, each row with one scale -> float32
     [R, O]."""
-    # of x = 0 the scale is 1e-30 / levels, and the product is 0
+    # where x = 0 the scale is 1e-30 / levels, and the product is 0
     x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(x_RxI.shape[1]))
     is_used = (scale_R > 1e-32).any()
     y_RxO = fusion_barrier(is_used, multiply_integers, 0, x_RxI, *weights)

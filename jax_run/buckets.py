@@ -77,7 +77,7 @@ class Folder:
         self.url = f'gs://{self.path}'
         with explained(self.url):
             self.files, client = open_clients()
-            self.bucket = client.bucket(bucket)  # of the lease
+            self.bucket = client.bucket(bucket)  # for the lease
 
     def list(self):
         """Returns {name: {'size', 'crc32c', 'generation', ...}} of its objects, but for those whose
@@ -115,7 +115,7 @@ class Lease:
         self.name = f'{folder.prefix}/lock'
         self.text = ''  # who has it, and a number of its own
         self.generation = 0
-        self.mutex = threading.Lock()  # of the generation: the thread and confirm() write
+        self.mutex = threading.Lock()  # guards the generation, which the thread and confirm() write
         self.ended = threading.Event()  # it was given back, or another run has taken it
 
     def wait_until_free(self):
@@ -227,7 +227,7 @@ class BucketRun:
         self.lease = None
         self.objects = {}  # as Folder.list returned them last
         self.uploaded = {}  # {name: (size, time of change)} of the files that the bucket has
-        self.mutex = threading.Lock()  # of uploads: the loop and Orbax's thread make them
+        self.mutex = threading.Lock()  # guards uploads, which the loop and Orbax's thread make
 
     @property
     def checkpoints(self):

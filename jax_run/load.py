@@ -99,7 +99,7 @@ def move_base(lora, base):
     if not lora:
         raise UserError('base is for a LoRA run, and this one is not')
     path = full_path(base)
-    if is_run(path):  # of its checkpoints the one that LoRA has updated
+    if is_run(path):  # the checkpoint that LoRA has updated
         path = os.path.join(path, 'ckpt', os.path.basename(lora['base']))
     return {**lora, 'base': path}
 

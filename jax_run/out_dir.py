@@ -30,8 +30,8 @@ class OutDir:
         self.path = run.flags['out_dir']
         self.folder = run_folder(self.path)
         self.checkpoints = None  # Orbax's manager, from begin() on
-        self.metrics_log = None  # of process 0
-        self.wandb_run = None  # of process 0, with --wandb_log
+        self.metrics_log = None  # process 0 has one
+        self.wandb_run = None  # process 0 has one, with --wandb_log
         self.earlier = []  # iterations of the checkpoints that are to be deleted
         if not run.resumed:
             self.earlier = checkpoint_steps(self.path)

@@ -24,7 +24,7 @@ DATA = 0  # the purpose of these random numbers, beside the seed; DROPOUT has an
 
 # what a mask, a byte for each token, says of its token
 COUNTS = 1  # it counts in the loss, as an assistant's tokens do
-STARTS = 2  # of packed rows: a conversation, or the padding, starts here
+STARTS = 2  # in packed rows: a conversation, or the padding, starts here
 
 
 # -----------------------------------------------------------------------------
@@ -99,8 +99,8 @@ class Evaluation(NamedTuple):
     """The sequences that every evaluation reads: the same ones, for any seed and number of
     devices, so that curves can be compared."""
     places: np.ndarray
-    share: float = 1.0  # of their targets that count in the loss
-    n_bytes: int | None = None  # of the targets that count; None: bits per byte are not asked for
+    share: float = 1.0  # share of their targets that count in the loss
+    n_bytes: int | None = None  # bytes of the targets that count; None: nobody asks for them
     has_special: bool = False  # whether a target that counts has no bytes
 
 
@@ -428,7 +428,7 @@ def assign(numbers, fractions):
 
 class DataSet(NamedTuple):
     name: str
-    fraction: float  # of the sequences of a run
+    fraction: float  # share of a run's sequences
     splits: dict  # {'train', 'val'}: a source
 
 
@@ -436,7 +436,7 @@ class Data(NamedTuple):
     """What a run reads: sequences of `train`; each of the sets is evaluated."""
     sets: list[DataSet]
     train: Windows | Mixture
-    token_bytes: np.ndarray | None = None  # of each token id, for bits per byte; None: not known
+    token_bytes: np.ndarray | None = None  # bytes of each token id; None: not known
 
     def check(self, n_rows):
         """Raises UserError if an evaluation of n_rows sequences would have no token that counts."""
@@ -516,7 +516,7 @@ def open_source(tokens, mask=None, **options):
 
 def open_pairs(folder, length_normalized, options):
     """Opens a data set of pairs: a DataSet. options: of the sources."""
-    tokens = load_dataset(folder, 0)[0]  # of any length
+    tokens = load_dataset(folder, 0)[0]  # sequences of any length
     masks = load_masks(folder, tokens)
     splits = {}
     for split, array in tokens.items():

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-PRESETS = {  # those of bench_jax.py
+PRESETS = {  # the same as bench_jax.py's
     'nanogpt_cpu': dict(n_layer=4, n_head=4, n_embd=128, n_positions=64, vocab_size=65, dropout=0.0, batch_size=12),
     'baby': dict(n_layer=6, n_head=6, n_embd=384, n_positions=256, vocab_size=65, dropout=0.2, batch_size=64),
     'gpt2': dict(n_layer=12, n_head=12, n_embd=768, n_positions=1024, vocab_size=50304, dropout=0.0, batch_size=12),

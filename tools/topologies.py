@@ -62,7 +62,7 @@ def topology_devices(topology):
     from jax.experimental import topologies
     try:
         return tuple(topologies.get_topology_desc(**options).devices)
-    except Exception as error:  # of many types
+    except Exception as error:  # its types vary
         raise UserError(f'{topology}: {" ".join(str(error).split())[:200]}') from error
 
 

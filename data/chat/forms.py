@@ -6,13 +6,13 @@ from jax_flags import UserError
 from reading import parse_json
 
 WEIGHTS = ('weight', 'train', 'loss')  # what says of a message whether it counts
-ROLES = {  # of ShareGPT's "from"
+ROLES = {  # ShareGPT's "from"
     'human': 'user', 'user': 'user', 'gpt': 'assistant', 'assistant': 'assistant',
     'function_call': 'assistant', 'system': 'system', 'tool': 'tool', 'observation': 'tool'}
 TEXTS = (  # names of a question and of the answer to it
     ('instruction', 'output'), ('instruction', 'response'), ('prompt', 'completion'),
     ('prompt', 'response'), ('question', 'answer'), ('question', 'response'))
-LISTS = ('messages', 'conversations', 'conversation')  # of messages
+LISTS = ('messages', 'conversations', 'conversation')  # keys that hold messages
 QUESTIONS = (*LISTS, 'prompt', 'instruction', 'question')  # that "chosen" and "rejected" answer
 
 

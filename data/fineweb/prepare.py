@@ -44,10 +44,10 @@ parser.add_argument('--tokenizer', default='gpt2', help='gpt2, or a Hugging Face
 parser.add_argument('--val_tokens', type=positive, default=10**8, help='the first tokens, for val.bin (default: 10**8)')
 parser.add_argument('--num_proc', type=positive, default=os.cpu_count(), help='threads (default: one per core)')
 args = parser.parse_args()
-os.environ['RAYON_NUM_THREADS'] = str(args.num_proc) # of the library tokenizers
+os.environ['RAYON_NUM_THREADS'] = str(args.num_proc) # threads of the library tokenizers
 vocabulary = choose_vocabulary(args.tokenizer)
 encode = create_encoder(vocabulary, args.num_proc)
-before = vocabulary.begin or vocabulary.end # of each document
+before = vocabulary.begin or vocabulary.end # token that precedes each document
 
 make_folder(args.out_dir)
 texts = iter(tqdm(read_texts(args.input or download()), unit=' documents', disable=None))

@@ -31,7 +31,7 @@ except ImportError:  # Windows
     fcntl = None
 
 FEW = 20  # documents: of fewer, each has a part in train and in val
-# of larger inputs, bpe:N learns from about as much, taken evenly from the train part
+# bpe:N learns from about as much of larger inputs, taken evenly from the train part
 BPE_BYTES = 2**27
 
 
@@ -252,7 +252,7 @@ def main():
     parser.add_argument('--num_proc', type=positive, default=os.cpu_count(),
                         help='threads that tokenize (default: one per core)')
     args = parser.parse_args()
-    os.environ['RAYON_NUM_THREADS'] = str(args.num_proc)  # of the library tokenizers
+    os.environ['RAYON_NUM_THREADS'] = str(args.num_proc)  # threads of the library tokenizers
 
     # Texts to tokens, tokens to a data set.
     files = find_files(args.input, tuple(args.suffix.lower().split(',')))
