@@ -1,1 +1,1 @@
-"""The machine: its devices and settings, several processes, replicated or sharded execution, costs of a program."""
+"""The machine: its devices and settings, several processes, where a state is, which way it computes."""
