@@ -284,7 +284,7 @@ class TextModel:
         chat_template_kwargs: more variables of the chat template, as {'enable_thinking': False}.
         The other options are explained in Generation. Raises UserError as generate does, and
         without a chat template."""
-        # of the text that is generated, what follows the prompt and is meant for the reader
+        # the answer is what the generated text has behind the prompt, for the reader
         if isinstance(messages, str):
             messages = [{'role': 'user', 'content': messages}]
         prompt = self.encode(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
