@@ -10,7 +10,7 @@ from jax_run.log import read_metrics
 WITHOUT_EFFECT = {
     'out_dir', 'overwrite', 'eval_interval', 'log_interval', 'eval_iters', 'sample_prompt',
     'always_save_checkpoint', 'save_interval', 'keep', 'wandb_log', 'wandb_project',
-    'wandb_run_name', 'profile'}
+    'wandb_run_name', 'profile', 'minutes'}
 
 
 def compare_runs(folders, x='iterations'):

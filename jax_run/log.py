@@ -2,6 +2,7 @@
 import array
 import datetime
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -51,8 +52,10 @@ class RunLog:
         self.started = started
         self.imports_s = imports_s
         self.in_line = in_line
-        # a bar on a terminal or in a notebook; write() prints a line above it
-        is_hidden = not sys.stderr.isatty() and 'ipykernel' not in sys.modules
+        # a bar on a terminal, or in a notebook that has widgets: as text, each of its states would
+        # stay in the notebook; write() prints a line above it
+        has_widgets = 'ipykernel' in sys.modules and importlib.util.find_spec('ipywidgets')
+        is_hidden = not sys.stderr.isatty() and not has_widgets
         self.bar = tqdm(initial=run.iter_num, total=self.max_iters, unit='iter', leave=False,
                         disable=is_hidden)
         self.say = self.bar.write

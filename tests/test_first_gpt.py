@@ -1,0 +1,37 @@
+"""notebooks/first_gpt.ipynb runs from top to bottom."""
+import json
+import os
+import shutil
+
+import pytest
+
+from tests.common import ROOT, write_speaking_llama
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_shows_curves_texts_and_an_export(tmp_path, monkeypatch):
+    nbformat, nbclient = pytest.importorskip('nbformat'), pytest.importorskip('nbclient')
+    pytest.importorskip('ipykernel')
+    tree = tmp_path / 'tree'
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns('.*', '*.bin', 'out-*', '__pycache__'))
+    monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '1')
+    monkeypatch.setenv('NOTEBOOK_MINUTES', '0.2')
+    monkeypatch.setenv('CHAT_MODEL', str(write_speaking_llama(tmp_path / 'llama')))
+    notebook = nbformat.read(tree / 'notebooks' / 'first_gpt.ipynb', 4)
+    client = nbclient.NotebookClient(notebook, timeout=600, resources={'metadata': {'path': tree / 'notebooks'}})
+    client.execute()
+
+    outputs = [output for cell in notebook.cells for output in cell.get('outputs', [])]
+    pictures = [output for output in outputs if 'image/png' in output.get('data', {})]
+    text = ''.join(output.get('text', '') for output in outputs)
+    assert len(pictures) == 5  # three curves, a comparison, a head
+    assert '1 x cpu' in text and 'learning_rate' in text and 'bits per byte' in text
+    assert 'next: python sample_jax.py --init_from=out-notebook-export' in text
+    assert os.path.exists(tree / 'out-notebook-export' / 'model.safetensors')
+
+
+def test_the_notebook_is_stored_with_its_pictures_and_small():
+    path = ROOT / 'notebooks' / 'first_gpt.ipynb'
+    cells = json.loads(path.read_text())['cells']
+    assert path.stat().st_size < 600_000
+    assert any('image/png' in output.get('data', {}) for cell in cells for output in cell.get('outputs', []))
