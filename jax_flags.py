@@ -318,7 +318,7 @@ AT_LEAST_1 = (
 AT_LEAST_0 = (
     'max_iters', 'minutes', 'save_interval', 'warmup_iters', 'lr_decay_iters', 'learning_rate',
     'min_lr', 'weight_decay', 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert',
-    'expert_balance', 'window', 'max_new_tokens')
+    'expert_balance', 'window', 'max_new_tokens', 'embedding_lr', 'head_lr', 'vector_lr')
 # {flag: (the lowest value, what the value is below)}
 RANGES = {
     **dict.fromkeys(AT_LEAST_1, (1, math.inf)),
@@ -369,6 +369,7 @@ NEEDS = {
     'train_jax': {
         'n_expert_used': EXPERTS,
         'expert_balance': EXPERTS,
+        'head_lr': Need('tied_head', 'a head of its own: add --tied_head=False', (False,)),
         'lora_alpha': LORA,
         'quantize': LORA,
         'beta': PAIRS,
@@ -485,7 +486,7 @@ def check_source(flags, given):
 
 # The values of training flags that are known without another module.
 CHOICES = {
-    'optimizer': ('adamw', 'muon'),
+    'optimizer': ('adamw', 'muon', 'normuon'),
     'lr_schedule': ('cosine', 'linear', 'wsd', 'constant'),
     'dtype': ('auto', *DTYPES),
     'quantize': ('', 'int8'),
@@ -509,7 +510,7 @@ def check_flags(flags):
     if flags['lora_rank'] and flags['zero']:
         raise UserError('zero shards what is trained, and the updates of LoRA are small: leave '
                         'zero at 0')
-    if flags['lora_rank'] and flags['optimizer'] == 'muon':
+    if flags['lora_rank'] and flags['optimizer'] != 'adamw':
         raise UserError('muon is for whole matrices, and LoRA trains updates of them: leave '
                         'optimizer at adamw')
     if flags['base'] and is_new:

@@ -117,7 +117,7 @@ def create_learning_rate_schedule(
 class Group(NamedTuple):
     """How the parameters of a group are trained."""
     is_decayed: bool  # by weight decay
-    has_muon: bool  # with --optimizer=muon; the others have AdamW
+    has_muon: bool  # with --optimizer=muon or normuon; the others have AdamW
 
 
 GROUPS = {
@@ -144,13 +144,14 @@ def group_of(path, p):
 
 
 def create_optimizer_with_schedule(
-        schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
+        schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw', rates=None):
     """Makes the optax optimizer: AdamW (arXiv:1711.05101), or Muon for the matrices of the blocks.
 
     schedule: a function of the number of updates made, which returns the learning rate.
     weight_decay: of the groups that GROUPS says, with both optimizers.
     optimizer: 'adamw' for all parameters, or 'muon', which takes the matrices of the blocks at
-    AdamW's learning rate and leaves the rest to AdamW.
+    AdamW's learning rate and leaves the rest to AdamW; 'normuon' is muon with normalize_neurons.
+    rates: {group: the multiple of the learning rate that it has}; 1 for the groups it leaves out.
 
     Its update() takes schedule=..., another Schedule than this one: the compiled step's argument.
     The tree of its state is part of the file format of checkpoints. It does not clip: see
@@ -170,28 +171,36 @@ def create_optimizer_with_schedule(
     adamw = optax.chain(
         optax.scale_by_adam(b1=beta1, b2=beta2, eps=1e-8),
         optax.add_decayed_weights(weight_decay, decay_mask),
-        scale_by_schedule(schedule))
+        scale_by_schedule(schedule, rates))
     if optimizer == 'adamw':
         return adamw
+    stages = [optax.trace(0.95, nesterov=True), orthogonalize]
+    if optimizer == 'normuon':
+        stages.append(normalize_neurons())
     muon = optax.chain(
-        optax.trace(0.95, nesterov=True),
-        orthogonalize,
+        *stages,
         optax.add_decayed_weights(weight_decay),  # no mask: all that it gets are matrices
         scale_by_schedule(schedule))
     return optax.partition({'muon': muon, 'adamw': adamw}, optimizers)
 
 
-def scale_by_schedule(schedule):
+def scale_by_schedule(schedule, rates=None):
     """optax.scale_by_learning_rate(schedule), whose update() takes another schedule, as an argument
-    of the compiled step."""
+    of the compiled step. rates: see create_optimizer_with_schedule."""
     default = schedule
+    rates = rates or {}
 
     def init(params):
         return optax.ScaleByScheduleState(count=jnp.zeros([], jnp.int32))
 
     def update(updates, state, params=None, *, schedule=None, **more):
         rate = (schedule or default)(state.count)
-        updates = jax.tree.map(lambda g: jnp.array(-rate, dtype=g.dtype) * g, updates)
+
+        def scale(path, g):
+            multiple = rates.get(group_of(path, g), 1.0)
+            return jnp.array(-rate * multiple, dtype=g.dtype) * g
+
+        updates = jax.tree.map_with_path(scale, updates)
         return updates, optax.ScaleByScheduleState(optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -230,6 +239,29 @@ def orthogonalize_stack(x_MxIxO):
     else:
         x_MxIxO = polar_express(x_MxIxO)
     return 0.2 * max(n_rows, n_columns)**0.5 * x_MxIxO
+
+
+def normalize_neurons(decay=0.95):
+    """NorMuon (arXiv:2510.05491), an optax transformation: divides what reaches each output of a
+    matrix [I, O] by the root of its running mean square, and restores the norm of the matrix; q, k
+    and v are one matrix each."""
+    def init(params):
+        return jax.tree.map(lambda p: jnp.zeros_like(p[..., :1, :]), params)
+
+    def update(updates, squares, params=None):
+        squares = jax.tree.map(
+            lambda square, x: decay * square + (1 - decay) * jnp.square(x).mean(-2, keepdims=True),
+            squares, updates)
+        normal = jax.tree.map(lambda x, square: x / (jnp.sqrt(square) + 1e-10), updates, squares)
+
+        def restore(x, before):
+            norms = [jnp.linalg.norm(y, axis=(-2, -1), keepdims=True) for y in (x, before)]
+            return x * (norms[1] / (norms[0] + 1e-10))
+
+        restored = jax.tree.map(restore, split_qkv(normal), split_qkv(updates))
+        return join_qkv(restored), squares
+
+    return optax.GradientTransformation(init, update)
 
 
 def polar_express(x_MxIxO):

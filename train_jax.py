@@ -66,8 +66,11 @@ quantize = '' # 'int8': the frozen weights, in a quarter of the memory
 beta = 0.1 # how much the margin between chosen and rejected answers counts; higher stays closer to the base
 length_normalized = False # compare log probabilities per token of an answer, not of answers
 # optimizer
-optimizer = 'adamw' # or 'muon', for the blocks' matrices: often as good in half of the iterations
+optimizer = 'adamw' # or 'muon' or 'normuon', for the blocks' matrices: often as good in half of the iterations
 learning_rate = 6e-4 # the highest, reached after warmup_iters
+embedding_lr = 1.0 # the embeddings have this multiple of the learning rate, with weight tying the head too
+head_lr = 1.0 # the head, without weight tying, has this multiple
+vector_lr = 1.0 # norms and biases have this multiple
 max_iters = 600000 # total number of updates
 minutes = 0.0 # end after this long, all included: sets max_iters, lr_decay_iters, warmup_iters by the speed; 0 is off
 weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms

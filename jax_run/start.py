@@ -537,6 +537,7 @@ def schedule_from_flags(flags):
 def optimizer_from_flags(flags):
     """Makes the optimizer that the flags mean. The learning rate is that of a state's schedule, see
     start_state."""
+    rates = {group: flags[f'{group}_lr'] for group in ('embedding', 'head', 'vector')}
     return create_optimizer_with_schedule(
         optax.constant_schedule(0.0), beta1=flags['beta1'], beta2=flags['beta2'],
-        weight_decay=flags['weight_decay'], optimizer=flags['optimizer'])
+        weight_decay=flags['weight_decay'], optimizer=flags['optimizer'], rates=rates)

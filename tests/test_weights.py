@@ -97,7 +97,7 @@ def test_the_tree_of_the_optimizer_state_is_that_of_every_earlier_run(optimizer,
 
 def test_an_optimizer_state_of_another_version_is_said_to_be_that(averaged, tmp_path, monkeypatch):
     out, flags = averaged
-    monkeypatch.setattr('jax_train_utils.scale_by_schedule', lambda schedule: optax.chain(
+    monkeypatch.setattr('jax_train_utils.scale_by_schedule', lambda schedule, rates=None: optax.chain(
         optax.scale(1.0), optax.trace(0.5), optax.scale_by_learning_rate(schedule)))
     refused = train(out, *RESUME, '--max_iters=6')
     assert_refused(refused, "opt_state does not fit this version's optimizer, or is damaged; a new run starts from its "
