@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jax_flags import config_block
 from tests.common import ROOT, prepare, run_script, source_files, succeeded, train, write_speaking_llama
 
 DOCUMENTS = sorted({*ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('data/*/*.md')})
@@ -152,3 +153,23 @@ def test_every_function_of_the_code_index_is_in_a_file_that_its_row_names():
         _, _, _, functions, _ = row.split('|')
         for name in re.findall(r'`(?:\w+\.)?([A-Za-z_]\w+)`', functions):
             assert re.search(rf'\b{name}\b', sources), f'the row "{row}" names {name}, which is in none of its files'
+
+
+def commands_of(document):
+    """The commands `python SCRIPT.py ...` in a document's blocks of sh: (script, the text behind it)."""
+    _, blocks = split_code(document.read_text(encoding='utf-8'))
+    for language, code in blocks:
+        if language == 'sh':
+            yield from re.findall(r'\bpython ([\w/]+\.py)\b([^\n#&|]*)', code.replace('\\\n', ' '))
+
+
+@pytest.mark.parametrize('document', DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_of_a_document_names_scripts_configs_and_flags_that_exist(document):
+    for script, args in commands_of(document):
+        if script in ('convert.py', 'keep.py'):  # of the document itself
+            continue
+        assert (ROOT / script).exists(), script
+        for config in re.findall(r'config/\w+\.py', args):
+            assert (ROOT / config).exists(), config
+        if '/' not in script:
+            assert {*re.findall(r'--(\w+)', args)} <= config_block(ROOT / script).keys(), (script, args)
