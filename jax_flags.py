@@ -325,6 +325,7 @@ RANGES = {
     **dict.fromkeys(AT_LEAST_0, (0, math.inf)),
     **dict.fromkeys(('beta1', 'beta2', 'ema', 'dropout'), (0, 1)),
     'seed': (0, 2**32),
+    'serve': (0, 2**16),
 }
 
 
@@ -348,8 +349,9 @@ class Need(NamedTuple):
 EXPERTS = Need('n_expert', 'experts: add --n_expert=8')
 LORA = Need('lora_rank', 'LoRA: add --lora_rank=8')
 PAIRS = Need('is_pairs', 'a data set of pairs of answers')
-CHAT = Need('is_chat', 'a chat: add --chat=True or --interactive=True')
-PROMPTS = Need('takes_prompts', 'prompts that are given: leave out --interactive')
+CHAT = Need('is_chat', 'a chat: add --chat=True, --interactive=True or --serve=8000')
+PROMPTS = Need('takes_prompts', 'prompts that are given: leave out --interactive and --serve')
+NO_SERVER = Need('is_alone', 'prompts of this command: leave out --serve')
 # The steps of bench_jax.py that read a flag.
 TRAINED = Need(
     'step', 'a training step: --mode=train, or --mode=compile', ('train', 'compile train'))
@@ -380,7 +382,11 @@ NEEDS = {
         'draft': Need('n_draft', 'the number of tokens to guess per step: add --n_draft=3'),
         'start': PROMPTS,
         'num_samples': PROMPTS,
-        'output': PROMPTS},
+        'output': PROMPTS,
+        'chat': NO_SERVER,
+        'stream': NO_SERVER,
+        'interactive': NO_SERVER,
+        'host': Need('serve', 'a server: add --serve=8000')},
     'eval_jax': {
         'logprobs': Need('tasks', 'tasks: add --tasks=items.jsonl')},
     'export_jax': {

@@ -37,6 +37,8 @@ n_draft = 0 # speculative decoding: draft tokens per step, 3 or 7; pays with tem
 draft = '' # draft model with the same tokenizer: its out_dir, or as init_from; '' drafts from the text so far
 stream = False # print the text while it is generated, one sample after the other
 interactive = False # ask for prompts, as a chat if the model has a chat template: /help lists its commands
+serve = 0 # port of a page to talk to the model, and of OpenAI's API, until Ctrl-C: --serve=8000
+host = '127.0.0.1' # the address that --serve listens on; 0.0.0.0 lets other machines in
 seed = 1337 # seeds the samples; need not be the training's
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
@@ -60,8 +62,8 @@ check_ranges(flags)
 check_source(flags, given)
 sampling = Sampling.from_flags(flags)
 sampling.check()
-facts = {**flags, 'has_file': has_file, 'is_chat': chat or interactive,
-         'takes_prompts': not interactive}
+facts = {**flags, 'has_file': has_file, 'is_chat': chat or interactive or serve,
+         'takes_prompts': not (interactive or serve), 'is_alone': not serve}
 check_needs('sample_jax', facts, given)
 
 # what the flags mean
@@ -80,7 +82,7 @@ if os.path.isdir(output):
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import jax
 
-from jax_devices.processes import check_agreement, initialize_distributed
+from jax_devices.processes import StopSignal, check_agreement, initialize_distributed
 from jax_devices.setup import configure_process
 from jax_generate import PrefixCache
 from jax_text import COMMANDS, Chat, Generation, load, rendered_prompt, warn_if_too_long
@@ -92,8 +94,12 @@ master = jax.process_index() == 0  # the process that prints; all run the same p
 if not master:
     sys.stdout = open(os.devnull, 'w')
 check_agreement('flags', {**flags, 'process_id': 'its own'})
-if jax.process_count() > 1 and interactive:
-    raise UserError('interactive takes one process')
+if jax.process_count() > 1 and (interactive or serve):
+    raise UserError('interactive and serve take one process')
+if serve:
+    from jax_run.serve import Server
+    StopSignal(nothing_to_save=True)
+    server = Server(host, serve)  # a port in use is told before the model is loaded
 imports_s = time.perf_counter() - started
 
 
@@ -187,6 +193,11 @@ if interactive:
     print(f'{header}\n{COMMANDS}', file=sys.stderr)
     conversation.run()
     sys.exit(0)
+
+# a server
+if serve:
+    print(f'{header}\n{server.url} is the page, {server.url}/v1 the API; Ctrl-C ends it')
+    server.run(model, sampling, conversation.system, name=os.path.basename(os.path.abspath(source)))
 
 # encode the prompts
 lines = read_prompts()
