@@ -1,0 +1,538 @@
+"""jax_run/serve.py: a page and OpenAI's API, sample_jax.py --serve."""
+import contextlib
+import http.client
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import jax_run.serve
+from jax_flags import Sampling
+from jax_hub.chats import SECONDS
+from jax_run.serve import BODY_BYTES, Server
+from jax_text import Generation, load
+from tests.common import (
+    ROOT, assert_refused, edit_json, next_line, output_of, sample, samples_of, slow, wait_for,
+    write_speaking_llama)
+
+openai = pytest.importorskip('openai')
+
+N_NEW = 40  # the longest answer
+ASKED = {'role': 'user', 'content': 'ab'}
+
+
+@contextlib.contextmanager
+def serving(source, system='', **options):
+    """Yields a Server of the model, named tiny, that runs in a thread."""
+    model = load(str(source), device='cpu:0')
+    messages = [{'role': 'system', 'content': system}] if system else []
+    server = Server('127.0.0.1', 0, **options)
+    arguments = (model, Sampling(N_NEW, 0.8, 200), messages, 'tiny')
+    thread = threading.Thread(target=server.run, args=arguments)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope='module')
+def of_run(finished):
+    """A server of a run, which has no chat template."""
+    with serving(finished[0]) as server:
+        yield server
+
+
+@pytest.fixture(scope='module')
+def chatting_folder(tmp_path_factory):
+    return write_speaking_llama(tmp_path_factory.mktemp('serve') / 'llama')
+
+
+@pytest.fixture(scope='module')
+def of_chats(chatting_folder):
+    """A server of a model with a chat template."""
+    with serving(chatting_folder) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def client_of(server):
+    with openai.DefaultHttpxClient(trust_env=False) as http_client:
+        yield openai.OpenAI(base_url=f'{server.url}/v1', api_key='none', max_retries=0, timeout=60,
+                            http_client=http_client)
+
+
+def complete(server, prompt='the fox', **options):
+    with client_of(server) as client:
+        return client.completions.create(model='tiny', prompt=prompt, **options)
+
+
+def complete_streamed(server, **options):
+    """(the text, the last chunk) of a stream."""
+    with client_of(server) as client:
+        chunks = list(client.completions.create(model='tiny', prompt='the fox', stream=True, **options))
+    return ''.join(chunk.choices[0].text for chunk in chunks if chunk.choices), chunks[-1]
+
+
+def ask(server, messages=(ASKED,), **options):
+    with client_of(server) as client:
+        answer = client.chat.completions.create(model='tiny', messages=messages, **options)
+        return list(answer) if options.get('stream') else answer
+
+
+def send(server, method, path, body=None, **headers):
+    """(status, what the server has sent) of a request; a body that is no text is sent as JSON."""
+    connection = http.client.HTTPConnection('127.0.0.1', server.server_port, timeout=60)
+    if body is not None:
+        headers = {'Content-Type': 'application/json', **headers}
+        body = body if isinstance(body, str) else json.dumps(body)
+    connection.request(method, path, body, headers)
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response.status, text
+
+
+def post(server, body, path='/v1/completions', **headers):
+    return send(server, 'POST', path, body, **headers)
+
+
+def open_request(server, **body):
+    """The socket of a client that has asked and does not read."""
+    content = json.dumps({'prompt': 'the fox', **body})
+    client = socket.create_connection(('127.0.0.1', server.server_port), timeout=60)
+    client.sendall(f'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+                   f'Content-Length: {len(content)}\r\n\r\n{content}'.encode())
+    return client
+
+
+def is_well(server):
+    """Whether the server answers."""
+    return post(server, {'prompt': 'a', 'max_tokens': 1})[0] == 200
+
+# -----------------------------------------------------------------------------
+# the API, through the package openai
+
+
+@pytest.mark.parametrize('given, more', [
+    ([], {}),
+    slow(['--temperature=1.5', '--top_p=0.9', '--stop=o'],
+         {'temperature': 1.5, 'top_p': 0.9, 'stop': ['o', 'never comes']})])
+def test_a_completion_is_the_text_of_sample_jax_with_the_same_seed_streamed_or_not(of_run, finished, given, more):
+    flags = ['--start=the fox', '--num_samples=1', '--max_new_tokens=30', '--seed=5', *given]
+    text, = samples_of(sample(finished[0], *flags))
+    options = {'max_tokens': 30, 'seed': 5, **more}
+    assert 'the fox' + complete(of_run, **options).choices[0].text == text
+    assert 'the fox' + complete_streamed(of_run, **options)[0] == text
+
+
+def test_a_chat_is_the_answer_of_sample_jax_with_the_same_seed_streamed_or_not(of_chats, chatting_folder):
+    said, = samples_of(sample('none', f'--init_from={chatting_folder}', '--chat=True', '--start=ab', '--num_samples=1',
+                              '--max_new_tokens=20', '--seed=5'))
+    answer = ask(of_chats, seed=5, max_completion_tokens=20)
+    assert f'> ab\n{answer.choices[0].message.content}' == said
+    assert answer.choices[0].message.role == 'assistant'
+    options = {'seed': 5, 'max_tokens': 20, 'stream_options': {'include_usage': True}}
+    *chunks, end, usage = ask(of_chats, stream=True, **options)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert ''.join(delta.content for delta in deltas) == answer.choices[0].message.content
+    assert [delta.role for delta in deltas] == ['assistant'] + [None] * (len(deltas) - 1)
+    assert end.choices[0].finish_reason == answer.choices[0].finish_reason
+    assert usage.usage == answer.usage and usage.choices == []
+
+
+def test_without_a_seed_each_answer_is_another_one(of_run):
+    assert len({complete(of_run).choices[0].text for _ in range(3)}) == 3
+
+
+def test_an_answer_says_how_many_tokens_it_has_and_why_it_ends(of_run):
+    free = complete(of_run, seed=1)
+    assert free.choices[0].finish_reason == 'length'
+    assert free.usage.to_dict() == {'prompt_tokens': 7, 'completion_tokens': N_NEW, 'total_tokens': 7 + N_NEW}
+    text = free.choices[0].text
+    stopped = complete(of_run, seed=1, stop=text[10:13])
+    found = text.find(text[10:13])
+    assert stopped.choices[0].text == text[:found]
+    assert stopped.choices[0].finish_reason == 'stop' and stopped.usage.completion_tokens == found
+
+
+@pytest.mark.parametrize('stop', [None, slow('o')])
+def test_logprobs_are_those_that_sample_jax_adds_up(of_run, finished, tmp_path, stop):
+    output = tmp_path / 'samples.jsonl'
+    sample(finished[0], '--start=the fox', '--num_samples=1', '--max_new_tokens=20', '--seed=5', f'--stop={stop or ""}',
+           f'--output={output}')
+    expected = json.loads(output.read_text())
+    options = {'max_tokens': 20, 'seed': 5, 'logprobs': 0, 'stop': stop}
+    choice = complete(of_run, **options).choices[0]
+    assert sum(choice.logprobs.token_logprobs) == pytest.approx(expected['logprob'], abs=1e-4)
+    assert ''.join(choice.logprobs.tokens) == choice.text == expected['text']
+    assert choice.logprobs.text_offset == list(range(len(choice.text)))
+    _, end = complete_streamed(of_run, **options)
+    assert end.choices[0].logprobs == choice.logprobs
+
+
+def test_a_chat_has_the_logprob_of_each_token(of_chats):
+    choice = ask(of_chats, logprobs=True, seed=5).choices[0]
+    assert ''.join(token.token for token in choice.logprobs.content) == choice.message.content
+    assert all(token.logprob < 0 for token in choice.logprobs.content)
+    assert ask(of_chats, logprobs=False).choices[0].logprobs is None
+
+
+def test_the_models_are_the_one_that_is_served(of_run, of_chats):
+    for server, has_template in ((of_run, False), (of_chats, True)):
+        with client_of(server) as client:
+            model, = client.models.list()
+        assert (model.id, model.has_chat_template) == ('tiny', has_template)
+        assert 'parameters, context of' in model.description
+
+
+def test_a_chat_goes_on_from_what_was_computed_before_it(of_chats):
+    first = ask(of_chats, seed=3, max_tokens=5).choices[0].message.content
+    messages = [ASKED, {'role': 'assistant', 'content': first}, {'role': 'user', 'content': 'c'}]
+    held = ask(of_chats, messages, seed=4).choices[0].message.content
+    ask(of_chats, [{'role': 'user', 'content': 'd'}])
+    assert ask(of_chats, messages, seed=4).choices[0].message.content == held
+
+
+def test_the_system_prompt_of_the_server_is_in_front_of_chats_that_have_none(chatting_folder):
+    with serving(chatting_folder, system='be brief') as server:
+        assert ask(server).usage.prompt_tokens == 14
+        assert ask(server, [{'role': 'system', 'content': 'a'}, ASKED]).usage.prompt_tokens == 7
+
+
+def test_a_prompt_longer_than_the_context_is_continued_at_its_end_if_the_request_says_so(of_run):
+    long = 'the quick brown fox jumps over the lazy dog'
+    with pytest.raises(openai.BadRequestError, match='the prompt has 43 tokens, the context 16') as refused:
+        complete(of_run, long)
+    assert refused.value.code == 'context_length_exceeded'
+    texts = [complete(of_run, prompt, seed=1, extra_body={'truncate_prompt_tokens': keep}).choices[0].text
+             for prompt, keep in ((long[-16:], None), (long, -1), (long, 99), (long[3:], 16))]
+    assert len(set(texts)) == 1
+
+
+# -----------------------------------------------------------------------------
+# mistakes
+
+@pytest.mark.parametrize('body, param', [
+    ({}, 'prompt'), ({'prompt': None}, 'prompt'), ({'prompt': ['a', 'b']}, 'prompt'), ({'prompt': [1]}, 'prompt'),
+    ({'prompt': {'a': 1}}, 'prompt'), ({'prompt': 'a', 'temperature': 'hot'}, 'temperature'),
+    ({'prompt': 'a', 'temperature': True}, 'temperature'), ({'prompt': 'a', 'temperature': 10**400}, 'temperature'),
+    ({'prompt': 'a', 'max_tokens': 0}, 'max_tokens'), ({'prompt': 'a', 'max_tokens': 1e99}, 'max_tokens'),
+    ({'prompt': 'a', 'max_tokens': N_NEW + 1}, 'max_tokens'), ({'prompt': 'a', 'seed': 1.5}, 'seed'),
+    ({'prompt': 'a', 'stop': [1]}, 'stop'), ({'prompt': 'a', 'stop': ['a'] * 5}, 'stop'),
+    ({'prompt': 'a', 'n': 2}, 'n'),
+    ({'prompt': 'a', 'logprobs': 5}, 'logprobs'), ({'prompt': 'a', 'stream': 1}, 'stream'),
+    ({'prompt': 'a', 'echo': True}, 'echo'), ({'prompt': 'a', 'tools': [{}]}, 'tools'),
+    ({'prompt': 'a', 'stream_options': []}, 'stream_options'), ({'prompt': 'a', 'seed': 2**32}, None),
+    ({'prompt': 'a', 'top_p': 0}, None), ({'prompt': 'a', 'top_k': -1}, None), ({'prompt': ''}, None),
+    ({'prompt': 'X'}, None), ({'prompt': '\ud800'}, None), ({'prompt': 'a', 'repetition_penalty': -1}, None),
+    ({'prompt': 'a', 'truncate_prompt_tokens': -2}, None)])
+def test_a_field_that_makes_no_sense_is_refused_by_name_streamed_or_not(of_run, body, param):
+    for more in ({}, {} if 'stream' in body else {'stream': True}):
+        status, text = post(of_run, {**body, **more})
+        error = json.loads(text)['error']
+        assert status == 400 and error['param'] == param and error['type'] == 'invalid_request_error', text
+        assert set(error) == {'message', 'type', 'param', 'code'}
+        assert (param or '') in error['message']
+
+
+@pytest.mark.parametrize('messages', [
+    None, 'ab', [], [1], ['ab'], [{}], [{'role': 'user'}], [{'role': 1, 'content': 'a'}],
+    [{'role': 'user', 'content': 1}], [{'role': 'user', 'content': {'a': 'b'}}], [ASKED] * 4])
+def test_messages_that_are_no_chat_are_refused(of_chats, messages):
+    status, text = post(of_chats, {'messages': messages}, '/v1/chat/completions')
+    assert status == 400 and 'messages' in text or 'message 0' in text or 'too long' in text
+
+
+def test_other_mistakes_have_the_errors_of_the_package(of_run):
+    with client_of(of_run) as client, pytest.raises(openai.NotFoundError, match='the model here is tiny') as refused:
+        client.completions.create(model='gpt-4', prompt='a')
+    assert refused.value.code == 'model_not_found'
+    with pytest.raises(openai.BadRequestError, match='no chat template'):
+        ask(of_run)
+    with client_of(of_run) as client, pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model='tiny', input='a')
+    assert post(of_run, '{"prompt": "a"}', **{'Content-Type': 'text/plain'})[0] == 415
+    assert post(of_run, 'x' * (BODY_BYTES + 1))[0] == 413
+    assert post(of_run, '[' * 100_000)[0] == 400
+
+
+def test_an_error_of_the_model_is_the_answer_and_the_server_goes_on(of_run, monkeypatch, capsys):
+    def fail(*args, **options):
+        raise RuntimeError('out of something')
+
+    monkeypatch.setattr(jax_run.serve, 'Generation', fail)
+    with pytest.raises(openai.InternalServerError, match='RuntimeError: out of something'):
+        complete(of_run)
+    monkeypatch.undo()
+    assert is_well(of_run)
+    assert 'out of something' in capsys.readouterr().err
+
+
+def malformed_request(rng):
+    """The bytes of a request that is none."""
+    head = 'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+    values = ['', 'x', -1, 10**400, 1e308, -0.5, [], {}, [[]], '\0', True, [None], {'a': {'a': []}}]
+
+    def with_body(body, path='/v1/completions'):
+        return head.replace('/v1/completions', path) + f'Content-Length: {len(body.encode())}\r\n\r\n{body}'
+
+    def cut(text):
+        return text[:rng.randrange(len(text))]
+
+    local = 'Host: localhost'
+    good = with_body('{"prompt": "a"}')
+
+    def wrong(**known):
+        name = rng.choice(['temperature', 'top_p', 'max_tokens', 'stream_options', 'n', 'logit_bias'])
+        bad = {'temperature': values[:4], 'top_p': values[:5], 'stream_options': values[:4] + values[6:7]}
+        return json.dumps({**known, name: rng.choice(bad.get(name, values[:5])), 'echo': 'yes'})
+
+    def with_head(line, *headers):
+        return '\r\n'.join([line, *headers, '', ''])
+
+    kinds = [
+        lambda: rng.randbytes(rng.randrange(1, 3000)).lstrip(b'\r\n') or b'x',
+        lambda: rng.choice('ABC') * rng.choice([10, 70_000]),
+        lambda: with_body(cut('{"prompt": "a", "max_tokens": 1}')),
+        lambda: with_body(rng.choice(['NaN', '{"prompt": "a", "temperature": Infinity}', '[]', '3', '"a"', 'null',
+                                      '{"a":' * 20_000, '1' * 10_000, '{"prompt": "a", "seed": ' + '9' * 5000 + '}'])),
+        lambda: with_body(wrong(prompt='a')),
+        lambda: with_body(json.dumps({'prompt': rng.choice(values[2:])})),
+        lambda: with_body(json.dumps({'messages': rng.choice(values)}), '/v1/chat/completions'),
+        lambda: with_body('{"prompt": "a"}', rng.choice(['/v1', '/../page.html', '//', '/jax_run', '/[', '*'])),
+        lambda: with_head(rng.choice(['PUT', 'DELETE', 'OPTIONS', 'POST', 'get', 'x']) + ' / HTTP/1.1', local),
+        lambda: with_head(f'GET {rng.choice(["/v1/completions", "/page.html", "/%2e%2e/a"])} HTTP/1.1', local),
+        lambda: with_head(f'GET / HTTP/{rng.choice(["9.9", "2.0", "x", "1", "1.1.1", "-1.0"])}', local),
+        lambda: with_head('GET / HTTP/1.1', rng.choice(['a: b', 'Host: evil.example', 'Host: [', 'x' * 70_000])),
+        lambda: with_head('GET / HTTP/1.1', local, *['a: b'] * 200),
+        lambda: head + rng.choice(['', 'Content-Length: -1\r\n', 'Content-Length: x\r\n', 'Content-Length: 1e3\r\n',
+                                   'Content-Length: 99999999\r\n', 'Transfer-Encoding: chunked\r\n']) + '\r\n{}',
+        lambda: good.replace('application/json', rng.choice(['text/plain', '', 'a/b/c', '\xff'])),
+        lambda: good.replace(local, f'{local}\r\nOrigin: {rng.choice(["null", "http://evil.example", "x"])}')]
+    request = rng.choice(kinds)()
+    return request if isinstance(request, bytes) else request.encode('latin-1', 'replace')
+
+
+def status_of(server, request):
+    """The status that a server answers to these bytes."""
+    with socket.create_connection(('127.0.0.1', server.server_port), timeout=60) as client:
+        with contextlib.suppress(ConnectionError):  # it may be refused before all is sent
+            client.sendall(request)
+            if b'\r\n\r\n' not in request:  # it has no end that can be seen
+                client.shutdown(socket.SHUT_WR)
+        answer = b''
+        while part := client.recv(2**16):
+            answer += part
+    assert answer.startswith(b'HTTP/1.0 '), (request[:300], answer[:300])
+    assert b'"error"' in answer, (request[:300], answer[:300])
+    return int(answer.split()[1])
+
+
+@pytest.mark.slow
+def test_a_thousand_malformed_requests_are_refused_and_the_server_lives(of_run, capsys):
+    rng = random.Random(0)
+    for _ in range(1000):
+        request = malformed_request(rng)
+        status = status_of(of_run, request)
+        assert 400 <= status < 500, (status, request[:300])
+    assert is_well(of_run)
+    assert capsys.readouterr().err == ''
+
+
+# -----------------------------------------------------------------------------
+# the page, and whose requests are answered
+
+def test_the_page_is_the_only_file_and_loads_nothing_from_elsewhere(of_run):
+    status, page = send(of_run, 'GET', '/')
+    assert status == 200 and page == (ROOT / 'jax_run/page.html').read_text(encoding='utf-8')
+    assert 'http' not in page and 'innerHTML' not in page and 'viewport' in page
+    for path in ('/page.html', '/jax_run/page.html', '/../README.md', '/%2e%2e/README.md', '//a', '/.git/config'):
+        assert send(of_run, 'GET', path)[0] == 404
+
+
+@pytest.mark.parametrize('headers, status', [
+    ({}, 200), ({'Host': 'localhost'}, 200), ({'Host': '192.168.1.7:8000'}, 200), ({'Host': '[::1]:8000'}, 200),
+    ({'Host': 'localhost:8000', 'Origin': 'http://localhost:8000'}, 200), ({'Host': 'evil.example:8000'}, 403),
+    ({'Host': 'localhost.evil.example'}, 403), ({'Host': ''}, 403), ({'Host': 'a b'}, 403),
+    ({'Host': 'localhost:8000', 'Origin': 'http://evil.example'}, 403), ({'Origin': 'null'}, 403),
+    ({'Host': 'localhost:8000', 'Origin': 'http://localhost:3000'}, 403),
+    ({'Host': 'evil.example', 'Origin': 'http://evil.example'}, 403)])
+def test_requests_of_another_sites_page_are_refused(of_run, headers, status):
+    assert send(of_run, 'GET', '/', **headers)[0] == status
+    assert send(of_run, 'GET', '/v1/models', **headers)[0] == status
+    assert post(of_run, {'prompt': 'a', 'max_tokens': 1}, **headers)[0] == status
+
+
+# -----------------------------------------------------------------------------
+# many clients
+
+class Slow(Generation):
+    """A Generation that waits for `allowed` before each piece."""
+    made = 0
+    allowed = threading.Event()
+
+    def pieces(self, **options):
+        for piece in super().pieces(**options):
+            Slow.made += 1
+            Slow.allowed.wait(0.05)
+            yield piece
+
+
+@pytest.fixture
+def slowly(monkeypatch):
+    monkeypatch.setattr(jax_run.serve, 'Generation', Slow)
+    monkeypatch.setattr('jax_text.STREAM_CHUNK', 1)
+    monkeypatch.setattr(Slow, 'made', 0)
+    Slow.allowed.clear()
+    yield Slow
+    Slow.allowed.set()
+
+
+def test_a_client_that_hangs_up_frees_the_model_within_a_token(of_run, slowly):
+    for is_stream in (True, False):
+        client = open_request(of_run, stream=is_stream)
+        before = slowly.made
+        wait_for('the first tokens', lambda: slowly.made > before + 3)
+        client.close()
+        n_made = slowly.made
+        assert is_well(of_run)  # which makes two pieces itself
+        assert slowly.made - n_made <= 4
+
+
+def test_a_full_queue_is_429_until_a_client_in_it_hangs_up(finished, slowly):
+    with serving(finished[0], n_queued=2) as server, contextlib.ExitStack() as clients:
+        first = clients.enter_context(open_request(server))
+        wait_for('the first token', lambda: slowly.made)
+        waiting = [clients.enter_context(open_request(server, max_tokens=3)) for _ in range(2)]
+        wait_for('the queue', lambda: len(server.jobs) == 2)
+        with pytest.raises(openai.RateLimitError, match='2 requests are waiting already'):
+            complete(server)
+        waiting[0].close()
+        last = clients.enter_context(open_request(server, max_tokens=3))
+        wait_for('a place', lambda: len(server.jobs) == 2 and server.jobs[0].connection.getpeername()
+                 == waiting[1].getsockname())
+        slowly.allowed.set()
+        for client in (first, waiting[1], last):
+            assert client.recv(100).startswith(b'HTTP/1.0 200')
+
+
+def test_of_eight_clients_half_hang_up_and_the_others_have_their_answers(of_run):
+    expected = complete(of_run, seed=7).choices[0].text
+    answers, errors = [], []
+
+    def be_client(i):
+        try:
+            if i % 2:
+                with open_request(of_run, seed=i, stream=i % 4 == 1) as client:
+                    client.settimeout(0.02 * i)
+                    with contextlib.suppress(TimeoutError):
+                        client.recv(10)
+            elif i % 4:
+                answers.append(complete_streamed(of_run, seed=7)[0])
+            else:
+                answers.append(complete(of_run, seed=7).choices[0].text)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=be_client, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == [] and answers == [expected] * 4
+    assert is_well(of_run)
+
+
+def test_connections_that_say_nothing_are_bounded_and_end(finished, monkeypatch):
+    monkeypatch.setattr(jax_run.serve, 'CONNECTIONS', 4)
+    monkeypatch.setattr(jax_run.serve.Handler, 'timeout', 0.5)
+    with serving(finished[0]) as server, contextlib.ExitStack() as clients:
+        silent = [clients.enter_context(socket.create_connection(('127.0.0.1', server.server_port), timeout=60))
+                  for _ in range(6)]
+        assert [client.recv(1) for client in silent] == [b''] * 6
+        wait_for('an end', lambda: server.places._value == 4)
+        assert is_well(server)
+
+
+# -----------------------------------------------------------------------------
+# the command
+
+def free_port():
+    with socket.create_server(('127.0.0.1', 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def start_serving(*flags):
+    """(sample_jax.py --serve in a process of its own, its port)."""
+    port = free_port()
+    command = [sys.executable, ROOT / 'sample_jax.py', f'--serve={port}', '--device=cpu:0', *map(str, flags)]
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    line = next_line(process.stdout, process, 'http://')
+    assert line == f'http://127.0.0.1:{port} is the page, http://127.0.0.1:{port}/v1 the API; Ctrl-C ends it\n'
+    return process, port
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('is_busy', [False, True])
+def test_ctrl_c_ends_the_server_with_one_line(finished, is_busy):
+    process, port = start_serving(f'--out_dir={finished[0]}', '--max_new_tokens=100_000')
+    if is_busy:
+        client = socket.create_connection(('127.0.0.1', port), timeout=60)
+        client.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+                       b'Content-Length: 31\r\n\r\n{"prompt": "the","stream":true}')
+        assert client.recv(9) == b'HTTP/1.0 '
+    process.send_signal(signal.SIGINT)
+    _, err = output_of(process, 60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert err == 'stopping: there is nothing to save; Ctrl-C again ends at once\n'
+
+
+@pytest.mark.slow
+def test_a_template_without_end_is_refused_and_the_server_goes_on(speaking):
+    endless = '{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}'
+    template = f'{{% if messages|length > 1 %}}{endless}{{% endif %}}ab'
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    process, port = start_serving(f'--init_from={speaking}', '--max_new_tokens=5')
+    connection = http.client.HTTPConnection('127.0.0.1', port, timeout=60)
+    for n, status in ((1, 200), (2, 400), (1, 200)):
+        started = time.perf_counter()
+        connection.request('POST', '/v1/chat/completions', json.dumps({'messages': [ASKED] * n}),
+                           {'Content-Type': 'application/json'})
+        response = connection.getresponse()
+        assert response.status == status and ('does not end' in response.read().decode()) == (n == 2)
+        assert n == 1 or time.perf_counter() - started < SECONDS + 20
+        connection.close()
+    process.send_signal(signal.SIGTERM)
+    output_of(process, 60)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_server_that_cannot_be_is_refused(finished):
+    for flags, message in [
+            (['--serve=70000'], r'serve must be in \[0, 65536\), not 70000'), (['--serve=-1'], 'serve must be in'),
+            (['--serve=8000', '--interactive=True'], 'nothing reads interactive=True without .* leave out --serve'),
+            (['--serve=8000', '--output=a.jsonl'], 'nothing reads output=a.jsonl without .* leave out .* --serve'),
+            (['--serve=8000', '--start=a'], 'nothing reads start=a'),
+            (['--serve=8000', '--chat=True'], 'nothing reads chat'),
+            (['--serve=8000', '--stream=True'], 'nothing reads stream'),
+            (['--host=a'], 'nothing reads host=a without a server'),
+            ([f'--serve={free_port()}', '--host=999.1.1.1'], 'cannot listen on 999.1.1.1'),
+            ([f'--serve={free_port()}', '--host=8.8.8.8'], 'cannot listen on 8.8.8.8'),
+            ([f'--serve={free_port()}', '--system=a'], 'no chat template, which --chat and --system need')]:
+        assert_refused(sample(finished[0], *flags), message)
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded():
+    with socket.create_server(('127.0.0.1', 0)) as listener:
+        port = listener.getsockname()[1]
+        refused = sample('nowhere', f'--serve={port}')
+        assert_refused(refused, f'cannot listen on 127.0.0.1:{port} .*in use')
