@@ -9,7 +9,6 @@ Standard library only; JAX and the model are behind jax_text. What this is not: 
 """
 import contextlib
 import dataclasses
-import ipaddress
 import itertools
 import json
 import queue
@@ -35,8 +34,9 @@ from jax_text import Generation
 PAGE = Path(__file__).with_name('page.html')
 BODY_BYTES = 2**20  # of a request, at most
 QUEUED = 16  # requests that wait for the model, at most; one more is refused with 429
-CONNECTIONS = 128  # at a time; one more is closed
+CONNECTIONS = 128  # and threads, at a time; one more is closed
 PATIENCE = 30  # seconds without a byte after which a client counts as gone
+PAUSE = 0.05  # seconds between two pieces of an answer, at least: to send one takes time, too
 LINGER = 1  # seconds for which what a client still sends is read, so that it can read the answer
 
 # what the page may do: nothing but its own script and style, and requests to this server
@@ -85,8 +85,8 @@ def read_field(body, name, *kinds):
 
 
 def read_sampling(body, sampling):
-    """Returns the Sampling that a request asks for; `sampling` says the rest, and how long an answer
-    may be. Raises Refusal."""
+    """Returns the Sampling that a request asks for; `sampling` says the rest, and how long an
+    answer may be. Raises Refusal."""
     for name, off in UNSUPPORTED.items():
         if body.get(name) not in (None, off):
             raise Refusal(400, f'{name} is not supported here', name)
@@ -144,29 +144,25 @@ class Job:
         if read_field(body, 'model', str) not in (None, server.name):
             raise Refusal(404, f'the model here is {server.name}', 'model', 'model_not_found')
 
-        # the prompt: messages, or a text
-        name = 'messages' if is_chat else 'prompt'
-        self.prompt = read_field(body, name, *((list,) if is_chat else (str, list)))
-        is_batch = not is_chat and isinstance(self.prompt, list)
-        if is_batch and len(self.prompt) == 1 and isinstance(self.prompt[0], str):
-            self.prompt, = self.prompt
-        elif self.prompt is None or is_batch:
-            raise Refusal(400, f'{name} must be {"a list of messages" if is_chat else "one text"}',
-                          name)
-        self.keep = read_field(body, 'truncate_prompt_tokens', int)
-        if self.keep is not None and self.keep < 1 and self.keep != -1:
+        # messages, or a text; of one that is too long, how many tokens are kept, -1 is all that fit
+        name, kind = ('messages', list) if is_chat else ('prompt', str)
+        self.prompt = read_field(body, name, kind)
+        if self.prompt is None:
+            raise Refusal(400, f'{name} is missing', name)
+        self.n_kept = read_field(body, 'truncate_prompt_tokens', int)
+        if self.n_kept is not None and self.n_kept < 1 and self.n_kept != -1:
             raise Refusal(400, 'truncate_prompt_tokens must be -1 or at least 1')
 
         # how it is answered
-        self.has_seed = read_field(body, 'seed', int) is not None
         self.sampling = read_sampling(body, server.sampling)
-        self.logprobs = read_field(body, 'logprobs', bool if is_chat else int)
-        if not is_chat and self.logprobs:
+        self.has_seed = body.get('seed') is not None
+        logprobs = read_field(body, 'logprobs', bool if is_chat else int)
+        if logprobs and not is_chat:
             raise Refusal(400, 'logprobs must be 0: those of the tokens themselves', 'logprobs')
-        self.wants_logprobs = self.logprobs is not None and (self.logprobs or not is_chat)
-        self.is_stream = bool(read_field(body, 'stream', bool))
+        self.wants_logprobs = logprobs if is_chat else logprobs is not None
+        self.is_stream = read_field(body, 'stream', bool)
         options = read_field(body, 'stream_options', dict) or {}
-        self.wants_usage = bool(read_field(options, 'include_usage', bool))
+        self.wants_usage = read_field(options, 'include_usage', bool)
 
         # the answer
         self.id = secrets.token_hex(12)
@@ -234,7 +230,6 @@ class Server(ThreadingHTTPServer):
         self.changed = threading.Condition()
         self.jobs = []  # those that wait; a None ends run()
         self.n_queued = n_queued
-        self.places = threading.BoundedSemaphore(CONNECTIONS)
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             self.address_family, _, _, _, address = found[0]
@@ -308,7 +303,7 @@ class Server(ThreadingHTTPServer):
                 self.n_answers += 1
             generation = Generation(
                 self.model, [prompt], job.sampling, first_sample=number, streaming=True,
-                prefix_cache=self.prefix_cache, logprobs=job.wants_logprobs)
+                prefix_cache=self.prefix_cache, logprobs=bool(job.wants_logprobs))
             if self.make_pieces(job, generation):
                 job.events.put(describe_end(job, generation))
         except UserError as error:
@@ -331,8 +326,8 @@ class Server(ThreadingHTTPServer):
         ids = self.model.encode(prompt)
         # of a longer one than the context sample_jax.py continues the end; here it is asked first
         most = self.model.config.block_size
-        if job.keep:
-            ids = ids[-(most if job.keep == -1 else min(job.keep, most)):]
+        if job.n_kept:
+            ids = ids[-(most if job.n_kept == -1 else min(job.n_kept, most)):]
         if len(ids) > most:
             raise Refusal(400, f'the prompt has {len(ids):,} tokens, the context {most:,}: shorten '
                           'it, or add "truncate_prompt_tokens": -1 to continue its end',
@@ -342,30 +337,34 @@ class Server(ThreadingHTTPServer):
     def make_pieces(self, job, generation):
         """Hands over the pieces of an answer, and returns whether the client has stayed to its
         end."""
-        text, n_shown = '', 0
+        text, n_shown, shown_at = '', 0, 0
         with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
             for piece in pieces:
                 if job.is_gone():
                     return False
                 text += piece
-                shown = final_answer(text) if job.is_chat else text
-                job.events.put(shown[n_shown:])
-                n_shown = len(shown)
+                if job.is_stream and time.monotonic() - shown_at >= PAUSE:
+                    shown_at = time.monotonic()
+                    n_shown = self.show(job, text, n_shown)
+        self.show(job, text, n_shown)
         return True
+
+    def show(self, job, text, n_shown):
+        """Hands over what of the text so far comes behind its first n_shown characters, and returns
+        how many there are now; of gpt-oss's answers, the final channel alone."""
+        if job.is_chat:
+            text = final_answer(text)
+        job.events.put(text[n_shown:])
+        return len(text)
 
     # connections
 
-    def process_request(self, request, client_address):
-        if not self.places.acquire(blocking=False):
-            request.close()
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request, client_address):
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.places.release()
+    def verify_request(self, request, client_address):
+        """Closes a connection that is one too many; returns whether it is not."""
+        if threading.active_count() <= CONNECTIONS:
+            return True
+        request.close()
+        return False
 
     def shutdown_request(self, request):
         """Closes a connection when the client has read all: closed before, with bytes of it unread,
@@ -373,10 +372,9 @@ class Server(ThreadingHTTPServer):
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_WR)
             request.settimeout(LINGER)
-            n_left = 4 * BODY_BYTES
-            while n_left > 0:
-                n_read = len(request.recv(2**16))
-                n_left = n_left - n_read if n_read else 0
+            for _ in range(1000):
+                if not request.recv(2**16):
+                    break
         request.close()
 
     def handle_error(self, request, client_address):
@@ -397,8 +395,8 @@ def describe_end(job, generation):
 
 
 def describe_logprobs(job, generation, end):
-    """Returns the log-probabilities of the tokens of an answer, in OpenAI's form. Their texts add up
-    to that of the answer: a character that is several tokens belongs to the last."""
+    """Returns the log-probabilities of the tokens of an answer, in OpenAI's form. Their texts add
+    up to that of the answer: a character that is several tokens belongs to the last."""
     n_prompt = generation.lengths[0]
     tokens = generation.result.tokens[0, :end].tolist()
     logprobs = generation.result.logprobs[0, n_prompt:end].tolist()
@@ -446,21 +444,16 @@ class Handler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def check_sender(self):
-        """Raises Refusal for a request of another site's page. The browser names the site in Origin;
-        and in Host the name under which the page has found this machine, which is not one of its
-        own if the site has pointed it here (DNS rebinding)."""
+        """Raises Refusal for a request of another site's page. The browser names the site in
+        Origin; and in Host the name under which the page has found this machine, which is neither
+        an address nor one of its own if the site has pointed it here (DNS rebinding)."""
         host = self.headers.get('Host', '')
-        try:
-            name = urlsplit(f'//{host}').hostname or ''
-        except ValueError:
-            name = ''
-        is_own = name in ('localhost', self.server.host.lower(), socket.gethostname().lower())
-        if not is_own:
-            try:
-                ipaddress.ip_address(name)
-            except ValueError:
-                raise Refusal(403, 'Host is no name of this server: add --host=NAME') from None
-        if self.headers.get('Origin', f'http://{host}').lower() != f'http://{host}'.lower():
+        names = ('localhost', self.server.host, socket.gethostname())
+        allowed = '|'.join([*map(re.escape, names), r'[0-9.]+', r'\[[0-9a-f:.]+\]'])
+        if not re.fullmatch(f'({allowed})(:[0-9]+)?', host, re.IGNORECASE):
+            raise Refusal(403, 'Host is no name of this server: add --host=NAME')
+        origin = self.headers.get('Origin')
+        if origin is not None and origin.lower() != f'http://{host}'.lower():
             raise Refusal(403, "requests of other sites' pages are refused")
 
     def send_page(self):
