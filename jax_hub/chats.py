@@ -45,11 +45,17 @@ def read_message(i, message):
     is_text = isinstance(content, str) or content is None and calls
     if not is_text:
         raise UserError(f'message {i} has no "content" that is a text, and no "tool_calls"')
-    if calls and not all(isinstance(call_of(message, n).get('name'), str)
-                         for n in range(len(calls))):
+    are_calls = isinstance(calls, list) and all(map(is_call, calls))
+    if calls and not are_calls:
         raise UserError(f'message {i} has a call of a tool that is not {{"type": "function", '
                         '"function": {"name": ..., "arguments": ...}}')
     return message
+
+
+def is_call(call):
+    """Whether this is a call of a tool, {'function': {'name': text, ...}} or {'name': text}."""
+    function = call.get('function', call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get('name'), str)
 
 
 def call_of(message, n=-1):

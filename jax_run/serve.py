@@ -93,10 +93,11 @@ def read_sampling(body, sampling):
     changes = {}
     for name, kinds in CONTROLS.items():
         value = read_field(body, name, *kinds)
+        limit = 2 if name == 'temperature' else 2**32 - 1
+        if value is not None and value > limit:
+            raise Refusal(400, f'{name} must be at most {limit}', name)
         if value is not None:
             changes[name] = value
-    if changes.get('temperature', 0) > 2:
-        raise Refusal(400, 'temperature must be at most 2', 'temperature')
 
     # the length of the answer
     most = sampling.max_new_tokens

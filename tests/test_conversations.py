@@ -136,7 +136,10 @@ def test_variables_reach_the_template_and_parts_of_text_are_joined(made):
             ([], 'messages must be a list'), ([{'content': 'a'}], 'message 0 is not'),
             ([{'role': 'user', 'content': [{'type': 'image'}]}], 'message 0 has no "content" that is a text'),
             ([ASK, {'role': 'assistant', 'content': None}], 'message 1 has no "content"'),
-            ([ASK, {'role': 'assistant', 'tool_calls': [{'id': 1}]}], 'message 1 has a call of a tool')):
+            ([ASK, {'role': 'assistant', 'tool_calls': [{'id': 1}]}], 'message 1 has a call of a tool'),
+            ([ASK, {'role': 'assistant', 'tool_calls': 'ab'}], 'message 1 has a call of a tool'),
+            ([ASK, {'role': 'assistant', 'tool_calls': {'a': 1}}], 'message 1 has a call of a tool'),
+            ([ASK, {'role': 'assistant', 'tool_calls': [{'function': 'f'}]}], 'message 1 has a call of a tool')):
         assert message in refusal(tokenizer.encode_chat, messages)
 
 

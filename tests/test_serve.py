@@ -231,8 +231,9 @@ def test_a_prompt_longer_than_the_context_is_continued_at_its_end_if_the_request
     ({'prompt': 'a', 'n': 2}, 'n'),
     ({'prompt': 'a', 'logprobs': 5}, 'logprobs'), ({'prompt': 'a', 'stream': 1}, 'stream'),
     ({'prompt': 'a', 'echo': True}, 'echo'), ({'prompt': 'a', 'tools': [{}]}, 'tools'),
-    ({'prompt': 'a', 'stream_options': []}, 'stream_options'), ({'prompt': 'a', 'seed': 2**32}, None),
-    ({'prompt': 'a', 'top_p': 0}, None), ({'prompt': 'a', 'top_k': -1}, None), ({'prompt': ''}, None),
+    ({'prompt': 'a', 'stream_options': []}, 'stream_options'), ({'prompt': 'a', 'seed': 2**32}, 'seed'),
+    ({'prompt': 'a', 'repetition_penalty': 10**400}, 'repetition_penalty'), ({'prompt': 'a', 'top_p': 0}, None),
+    ({'prompt': 'a', 'top_k': -1}, None), ({'prompt': ''}, None),
     ({'prompt': 'X'}, None), ({'prompt': '\ud800'}, None), ({'prompt': 'a', 'repetition_penalty': -1}, None),
     ({'prompt': 'a', 'truncate_prompt_tokens': -2}, None)])
 def test_a_field_that_makes_no_sense_is_refused_by_name_streamed_or_not(of_run, body, param):
