@@ -95,7 +95,7 @@ if not master:
     sys.stdout = open(os.devnull, 'w')
 check_agreement('flags', {**flags, 'process_id': 'its own'})
 if jax.process_count() > 1 and (interactive or serve):
-    raise UserError('interactive and serve take one process')
+    raise UserError(f'{"serve" if serve else "interactive"} takes one process')
 if serve:
     from jax_run.serve import Server
     StopSignal(nothing_to_save=True)

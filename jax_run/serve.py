@@ -23,7 +23,6 @@ import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from jax_flags import UserError
 from jax_generate import PrefixCache
@@ -426,21 +425,20 @@ class Handler(BaseHTTPRequestHandler):
     connection."""
     timeout = PATIENCE
     default_request_version = 'HTTP/1.0'
+
     def do_GET(self):
-        """Answers, also do_POST."""
+        """Answers, also as do_POST."""
         try:
             self.check_sender()
-            path = urlsplit(self.path).path
-            if path not in self.paths:
-                raise Refusal(404, f'there is no {path:.100} here')
-            command, answer = self.paths[path]
+            self.path = self.path.partition('?')[0]
+            if self.path not in self.paths:
+                raise Refusal(404, f'there is no {self.path:.100} here')
+            command, answer = self.paths[self.path]
             if command != self.command:
-                raise Refusal(405, f'{path} takes {command}, not {self.command}')
+                raise Refusal(405, f'{self.path} takes {command}, not {self.command}')
             answer(self)
         except Refusal as refusal:
             self.send_json(refusal.body, refusal.status)
-        except ValueError:  # of urlsplit
-            self.send_error(400, 'this is no path')
 
     do_POST = do_GET
 
@@ -495,7 +493,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_event(job.describe('', is_chunk=True))
             if job.wants_usage:
                 usage = {'choices': [], 'usage': job.usage()}
-                self.send_event(job.describe('', is_chunk=True) | usage)
+                self.send_event({**job.describe('', is_chunk=True), **usage})
             self.wfile.write(b'data: [DONE]\n\n')
         except Refusal as refusal:
             self.send_event(refusal.body)

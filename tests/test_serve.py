@@ -259,6 +259,7 @@ def test_other_mistakes_have_the_errors_of_the_package(of_run):
     assert refused.value.code == 'model_not_found'
     with pytest.raises(openai.BadRequestError, match='no chat template'):
         ask(of_run)
+    assert post(of_run, {'prompt': 'a', 'max_tokens': 1}, '/v1/completions?chat=1')[0] == 200
     with client_of(of_run) as client, pytest.raises(openai.NotFoundError):
         client.embeddings.create(model='tiny', input='a')
     assert post(of_run, '{"prompt": "a"}', **{'Content-Type': 'text/plain'})[0] == 415
