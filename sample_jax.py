@@ -37,7 +37,7 @@ n_draft = 0 # speculative decoding: draft tokens per step, 3 or 7; pays with tem
 draft = '' # draft model with the same tokenizer: its out_dir, or as init_from; '' drafts from the text so far
 stream = False # print the text while it is generated, one sample after the other
 interactive = False # ask for prompts, as a chat if the model has a chat template: /help lists its commands
-serve = 0 # port of a page to talk to the model, and of OpenAI's API, until Ctrl-C: --serve=8000
+serve = 0 # port of a page to talk to the model and of OpenAI's API, until Ctrl-C, as 8000; 0 is off
 host = '127.0.0.1' # the address that --serve listens on; 0.0.0.0 lets other machines in
 seed = 1337 # seeds the samples; need not be the training's
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
