@@ -69,20 +69,16 @@ def path_inside(folder, name):
     link that leads out of the folder."""
     path = os.path.join(folder, name)
     target = Path(os.path.realpath(path))
-    allowed = folder_of_model(Path(os.path.realpath(folder)))
+    # in the cache, models--NAME of models--NAME/snapshots/REVISION
+    allowed = Path(os.path.realpath(folder))
+    for snapshots in allowed.parents:
+        if snapshots.name == 'snapshots' and snapshots.parent.name.startswith('models--'):
+            allowed = snapshots.parent
+            break
     if not target.is_relative_to(allowed):
         raise UserError(f'{printable(path)} is not read: it leads out of its folder, to '
                         f'{printable(str(target))}; if you trust it, put a copy into the folder')
     return path
-
-
-def folder_of_model(folder):
-    """Returns the folder in which the links of a model's folder may end: the folder itself, or in
-    Hugging Face's cache models--NAME, for models--NAME/snapshots/REVISION."""
-    for snapshots in folder.parents:
-        if snapshots.name == 'snapshots' and snapshots.parent.name.startswith('models--'):
-            return snapshots.parent
-    return folder
 
 
 def printable(name):
@@ -194,12 +190,21 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
         else:
             values = run_config_file(arg, flags)
         for name, value in values.items():
-            if name in defaults:
-                value = check_value(name, value, defaults[name])
-                flags[name] = value
-                given[name] = value
-            elif name not in ignored:
+            if name not in defaults and name in ignored:
+                continue
+            if name not in defaults:
                 raise UserError(f'unknown flag --{name}; {hint_for(name, flags, script)}')
+
+            # the value has the type of the default, and an int 32 bits
+            default = defaults[name]
+            if type(default) is float and type(value) is int:
+                value = float(value)
+            if type(value) is not type(default):
+                raise UserError(f'--{name} takes a value of type {type(default).__name__}, as in '
+                                f'--{name}={default!r}; got {value!r}')
+            if type(value) is int and abs(value) >= 2**31 and name != 'seed':
+                raise UserError(f'--{name} must be below 2**31')
+            flags[name] = given[name] = value
     return flags, given
 
 
@@ -245,19 +250,6 @@ def run_config_file(path, flags):
         if repr(value) != repr(before):
             given[name] = value
     return given
-
-
-def check_value(name, value, default):
-    """Returns the value of a flag, of the type of its default: an int is accepted as a float.
-    Raises UserError for another type, and for an int that does not fit 32 bits."""
-    if type(default) is float and type(value) is int:
-        value = float(value)
-    if type(value) is not type(default):
-        raise UserError(f'--{name} takes a value of type {type(default).__name__}, as in '
-                        f'--{name}={default!r}; got {value!r}')
-    if type(value) is int and abs(value) >= 2**31 and name != 'seed':
-        raise UserError(f'--{name} must be below 2**31')
-    return value
 
 
 # The names that other programs give to flags, which spelling does not find.
@@ -436,31 +428,25 @@ def check_needs(script, flags, given):
 
     flags: all flags, {name: value}, with the facts that the script knows. given: the flags that the
     user gave."""
-    for name, value in given.items():
+    for name, need in NEEDS[script].items():
         # A flag that is off itself (0, '', False) asks for nothing.
+        value = given.get(name)
         if not value or is_read(script, name, flags):
             continue
         # A switch that is turned off by name (--lora_rank=0) may follow a config file that has more
         # flags for it.
-        need = NEEDS[script][name]
         if need.switch not in given:
             raise UserError(f'nothing reads {name}={value} without {need.remedy}; or leave {name} '
                             'out')
 
 
-def decays_learning_rate(flags):
-    """Whether the learning rate of these training flags decays to min_lr."""
-    return flags['decay_lr'] and flags['lr_schedule'] != 'constant'
-
-
 def rising_learning_rate(flags):
     """Returns a warning if the learning rate of these training flags rises to min_lr instead of
     falling to it, else ''."""
-    if not decays_learning_rate(flags):
-        return ''
+    decays = flags['decay_lr'] and flags['lr_schedule'] != 'constant'
     highest = flags['learning_rate']
     lowest = flags['min_lr']
-    if lowest <= highest:
+    if not decays or lowest <= highest:
         return ''
     return (f'min_lr={lowest:g} is above learning_rate={highest:g}, which would rise to it: '
             f'add --min_lr={highest / 10:g}, or --decay_lr=False')

@@ -490,7 +490,9 @@ class Decoder:
         useless."""
         B = len(self.state.tokens_BxN)
         while True:
-            length_B = active_lengths(self.state, n_end)
+            # the lengths of the rows that go on
+            is_active_B = np.array(self.state.n_generated_B) < n_end
+            length_B = np.array(self.state.length_B)[is_active_B & ~np.array(self.state.done_B)]
             if len(length_B) == 0:
                 return
             # rows that are too long for the cache wait until no other row is left
@@ -512,17 +514,6 @@ class Decoder:
                 self.weights, self.state, controls, np.int32(n_end), np.int32(max_length),
                 np.int32(n_slots), configs=self.configs,
                 n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
-
-    def end_rows(self, is_over_B):
-        """Lets the rows where is_over_B, bool [B], get no more tokens."""
-        if np.any(is_over_B):
-            self.state = self.state.replace(done_B=self.state.done_B | np.asarray(is_over_B))
-
-
-def active_lengths(state, n_end):
-    """Lengths of the rows that are neither done nor have n_end new tokens."""
-    is_active_B = ~np.array(state.done_B) & (np.array(state.n_generated_B) < n_end)
-    return np.array(state.length_B)[is_active_B]
 
 
 def unique_prompts(tokens_BxT, end_B):
@@ -700,7 +691,8 @@ def continue_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=No
     check_choice('cache_dtype', sampling.cache_dtype, ('auto', *CACHE_DTYPES))
     if prefix_cache is not None and B != 1:
         raise UserError(f'a prefix cache is for one row, not {B}')
-    check_drafts(config, sampling.n_draft, draft, controls.n_vocab, n_total)
+    if sampling.n_draft:
+        check_drafts(config, sampling.n_draft, draft, controls.n_vocab, n_total)
     if max_new_tokens == 0:
         state = create_decode_state(tokens_BxT, length_B, rng, T, logprobs=logprobs)
         yield copy_result(state.replace(steps=0), T, max_new_tokens)
@@ -732,8 +724,9 @@ def continue_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=No
         while True:
             decoder.decode(controls, n_end)
             is_over_B = yield copy_result(decoder.state, T + max_new_tokens, max_new_tokens)
-            if is_over_B is not None:
-                decoder.end_rows(is_over_B)
+            if is_over_B is not None and np.any(is_over_B):
+                done_B = decoder.state.done_B | np.asarray(is_over_B)
+                decoder.state = decoder.state.replace(done_B=done_B)
             is_over = chunk is not None and bool(decoder.state.done_B.all())
             if n_end == max_new_tokens or is_over:
                 return
@@ -767,9 +760,6 @@ def create_decode_state(tokens_BxT, length_B, key_B, n_columns, *, logprobs=Fals
 
 def copy_result(state, n_columns, max_new_tokens):
     """The GenerationResult of a state, copied, because the next step donates the state."""
-    def copy_columns(x_BxN):
-        return None if x_BxN is None else np.array(x_BxN)[:, :n_columns]
-
     # why each row has ended; a row whose last token is a stop token has met it
     finish_reasons = []
     for is_done, n_generated in zip(np.array(state.done_B), np.array(state.n_generated_B)):
@@ -780,17 +770,21 @@ def copy_result(state, n_columns, max_new_tokens):
         else:
             finish_reasons.append('')
 
+    logprobs = sampling_logprobs = None
+    if state.logprob_BxN is not None:
+        logprobs = np.array(state.logprob_BxN)[:, :n_columns]
+        sampling_logprobs = np.array(state.sampling_logprob_BxN)[:, :n_columns]
     model_cache = state.caches[:1]
     return GenerationResult(
-        tokens=copy_columns(state.tokens_BxN),
+        tokens=np.array(state.tokens_BxN)[:, :n_columns],
         lengths=np.array(state.length_B),
         steps=int(state.steps),
         cache_bytes=sum(x.nbytes for x in jax.tree.leaves(model_cache)),
         drafted=int(state.drafted),
         accepted=int(state.accepted),
         finish_reasons=tuple(finish_reasons),
-        logprobs=copy_columns(state.logprob_BxN),
-        sampling_logprobs=copy_columns(state.sampling_logprob_BxN))
+        logprobs=logprobs,
+        sampling_logprobs=sampling_logprobs)
 
 
 def check_prompts(config, idx_BxT, prompt_lengths_B):
@@ -822,7 +816,7 @@ def check_drafts(config, n_draft, draft, n_vocab, n_total):
     most = min(MAX_DRAFT, config.block_size - 1)
     if not 0 <= n_draft <= most:
         raise UserError(f'n_draft must be between 0 (no speculation) and {most}, not {n_draft}')
-    if not draft or not n_draft:
+    if not draft:
         return
     # a draft model must know the tokens, and the positions, that the model may come to
     _, draft_config = draft

@@ -133,7 +133,7 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
             for key in SPECIAL_TOKENS:
                 if ids.get(key) is not None:
                     hf_config[key] = ids[key]
-    with new_folder(os.path.abspath(os.path.expanduser(folder))) as unfinished:
+    with new_folder(folder) as unfinished:
         if tokenizer:
             copy_tokenizer({'kind': 'folder', 'path': tokenizer}, unfinished)
         write_json(os.path.join(unfinished, 'config.json'), hf_config)
@@ -164,7 +164,7 @@ def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32',
     def make_tensor(name):
         return np.ascontiguousarray(tensors[name], dtype)
 
-    with new_folder(os.path.abspath(os.path.expanduser(folder))) as unfinished:
+    with new_folder(folder) as unfinished:
         if tokenizer:
             copy_tokenizer({'kind': 'folder', 'path': tokenizer}, unfinished)
         write_json(os.path.join(unfinished, ADAPTER_CONFIG), settings)

@@ -71,8 +71,14 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     # the devices, of which tensor * expert are taken
     devices, dtype, reason = setup_jax_environment(device, dtype)
     clock = Stopwatch()
-    check_layout(devices, tensor, expert)
-    devices = devices[:tensor * expert]
+    n_devices = tensor * expert
+    if not 1 <= n_devices <= len(devices):
+        raise UserError(f'tensor={tensor} x expert={expert} needs {n_devices} devices, and there '
+                        f'are {len(devices)}')
+    if jax.process_count() > 1 and n_devices < len(devices):
+        raise UserError(f'tensor={tensor} x expert={expert} must be {len(devices)}, all devices of '
+                        f'the {jax.process_count()} processes')
+    devices = devices[:n_devices]
     layout = setup_distributed_training(devices, tensor=tensor, expert=expert)
     loader = Loader(layout, devices, dtype, quantize)
 
@@ -97,18 +103,6 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     loading = clock.lap()
     return TextModel(found.params, found.config, tokenizer, layout, draft_model, title,
                      found.warning, clock, loading)
-
-
-def check_layout(devices, tensor, expert):
-    """Raises UserError unless tensor x expert devices are there, and are all in several
-    processes."""
-    n_devices = tensor * expert
-    if not 1 <= n_devices <= len(devices):
-        raise UserError(f'tensor={tensor} x expert={expert} needs {n_devices} devices, and there '
-                        f'are {len(devices)}')
-    if jax.process_count() > 1 and n_devices < len(devices):
-        raise UserError(f'tensor={tensor} x expert={expert} must be {len(devices)}, all devices of '
-                        f'the {jax.process_count()} processes')
 
 
 def load_fitting_tokenizer(description, source, config):
@@ -155,11 +149,14 @@ class Loader:
             found = self.read_pretrained(source, base, with_tokenizer)
         # regardless of how it was stored, it computes in this dtype, on a mesh in columns by device
         self.layout.validate(found.config)
-        with self.layout.mesh_context():
-            params = order_columns_by_rank(found.params, found.config)
+        params = found.params
+        if self.layout.tensor > 1:
+            with self.layout.mesh_context():
+                params = order_columns_by_rank(params, found.config)
         config = dataclasses.replace(found.config, dtype=self.dtype)
-        experts, _ = choose_experts(config, self.devices[0])
-        config = dataclasses.replace(config, experts=experts)
+        if config.moe:
+            experts, _ = choose_experts(config, self.devices[0])
+            config = dataclasses.replace(config, experts=experts)
         return found._replace(params=params, config=config)
 
     def read_run(self, source, checkpoint, base):
@@ -406,17 +403,16 @@ class TextModel:
         return row, start
 
 
-def create_sampler(prompt: str, config: GPTConfig, description: dict, device) -> TextModel | None:
+def create_sampler(prompt: str, config: GPTConfig, description: dict, device) -> TextModel:
     """Returns the model without parameters, on one device of the kind of `device`, for
-    sample_while_training; None without a prompt.
+    sample_while_training.
 
     Raises UserError for a prompt that it cannot continue."""
-    if not prompt:
-        return None
     layout = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
     tokenizer = load_tokenizer(description)
-    experts, _ = choose_experts(config, device)
-    config = dataclasses.replace(config, experts=experts)
+    if config.moe:
+        experts, _ = choose_experts(config, device)
+        config = dataclasses.replace(config, experts=experts)
     sampler = TextModel({}, config, tokenizer, layout, None, '', '', Stopwatch(), None)
     sampler.encode(prompt)
     return sampler
@@ -492,10 +488,13 @@ class Generation:
             stop_tokens=(*tokenizer.stop_tokens, *stop_tokens))
         self.sampling.check()
 
-        # a sample's random numbers are a function of the seed, its prompt and its number: equal
-        # prompts have equal samples, samples of different prompts are independent
+        # a sample's random numbers are a function of the seed, its prompt (the CRC-32 of the ids,
+        # int32 in little-endian order) and its number: equal prompts have equal samples, samples
+        # of different prompts are independent
         key = jax.random.key(sampling.seed)
-        key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, prompt_numbers(self.prompts))
+        prompt_numbers = np.array(
+            [zlib.crc32(np.array(ids, '<i4').tobytes()) for ids in self.prompts], np.uint32)
+        key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, prompt_numbers)
         sample_numbers = list(range(first_sample, first_sample + num_samples)) * len(prompts)
         self.results = continue_rows(
             model.params, model.config, right_padded(self.prompts), self.sampling, rng=key_B,
@@ -625,12 +624,6 @@ class Generation:
                 text = text[:start]
             self.texts[i] = text
             self.stopped[i] = bool(found)
-
-
-def prompt_numbers(prompts):
-    """Returns a number for each prompt, uint32 [B], which is that of its token ids alone: their
-    CRC-32 as int32 in little-endian order."""
-    return np.array([zlib.crc32(np.array(ids, '<i4').tobytes()) for ids in prompts], np.uint32)
 
 
 def token_of_letter(text, tokenizer):

@@ -1,7 +1,6 @@
 """What training is made of: schedule, optimizer, objectives, state, train and eval steps, and the
 evaluation."""
 import dataclasses
-import functools
 import importlib
 import math
 from collections.abc import Callable
@@ -15,11 +14,10 @@ from flax import struct
 from flax.training import train_state
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jax_devices.setup import device_peak_flops
 from jax_flags import CHOICES, UserError, ceil_div, check_choice
 from jax_ops.matmul import Int8, LowRank
 from jax_ops.sharding import batch_axes, shard, shard_params
-from jax_transformer import GPT, count_params, estimate_mfu
+from jax_transformer import GPT, count_params
 
 DROPOUT = 1  # the purpose of these random numbers, beside the seed; DATA, of sources.py, is 0
 
@@ -158,15 +156,12 @@ def create_optimizer_with_schedule(
     clip_gradients. Raises UserError for any other optimizer."""
     check_choice('optimizer', optimizer, CHOICES['optimizer'])
 
-    def groups(params):
-        return jax.tree.map_with_path(group_of, params)
-
     def decay_mask(params):
-        return jax.tree.map(lambda group: GROUPS[group].is_decayed, groups(params))
+        return jax.tree.map_with_path(lambda *leaf: GROUPS[group_of(*leaf)].is_decayed, params)
 
     def optimizers(params):
-        return jax.tree.map(
-            lambda group: 'muon' if GROUPS[group].has_muon else 'adamw', groups(params))
+        return jax.tree.map_with_path(
+            lambda *leaf: 'muon' if GROUPS[group_of(*leaf)].has_muon else 'adamw', params)
 
     adamw = optax.chain(
         optax.scale_by_adam(b1=beta1, b2=beta2, eps=1e-8),
@@ -350,13 +345,15 @@ def split_qkv(tree):
 
 def join_qkv(tree):
     """Undoes split_qkv."""
-    def is_list(x):
-        return isinstance(x, list)
+    return map_nodes(list, lambda qkv: jnp.concatenate(qkv, axis=1), tree)
 
-    def join(x):
-        return jnp.concatenate(x, axis=1) if is_list(x) else x
 
-    return jax.tree.map(join, tree, is_leaf=is_list)
+def map_nodes(kind, f, tree):
+    """Replaces the nodes x of a tree that are of this type by f(x)."""
+    def is_node(x):
+        return isinstance(x, kind)
+
+    return jax.tree.map(lambda x: f(x) if is_node(x) else x, tree, is_leaf=is_node)
 
 
 def clip_gradients(grads, max_norm):
@@ -462,17 +459,15 @@ def create_train_state(rng, config, tx):
     `tx` for them."""
     model = GPT(config)
     params = jax.jit(model.init)(rng, jnp.zeros((1, 1), jnp.int32))['params']
+    loss_scale = initial_loss_scale() if config.dtype == 'float16' else None
     state = TrainState.create(
-        apply_fn=model.apply, params=params, tx=tx, loss_scale=initial_loss_scale(config.dtype))
+        apply_fn=model.apply, params=params, tx=tx, loss_scale=loss_scale)
     # not flax's weakly typed 0, which would trigger a second compilation
     return state.replace(step=jnp.int32(0))
 
 
-def initial_loss_scale(dtype):
-    """For float16, the 2**16 that torch.amp.GradScaler starts with; None where nothing is
-    scaled."""
-    if dtype != 'float16':
-        return None
+def initial_loss_scale():
+    """The 2**16 that torch.amp.GradScaler starts with, for float16."""
     return {'scale': jnp.float32(2**16), 'good_steps': jnp.int32(0)}
 
 
@@ -497,11 +492,8 @@ def create_lora_state(rng, config, tx, rank):
 
 
 def model_params(params, frozen):
-    """Returns the parameters of the model, given those of a TrainState and its `frozen`: LowRank
-    where LoRA trains a kernel."""
-    if frozen is None:
-        return params
-
+    """Returns the parameters of a model that LoRA trains, LowRank where it trains a kernel, given
+    the updates and the `frozen` of a TrainState."""
     def join(weights, updates):
         if updates.keys() == {'a', 'b'}:
             return LowRank(weights, **updates, scale=frozen['scale'])
@@ -516,13 +508,7 @@ def model_params(params, frozen):
 def base_params(params):
     """Returns the parameters of the model without LoRA's updates, given those with them, of
     model_params."""
-    def is_low_rank(x):
-        return isinstance(x, LowRank)
-
-    def base(x):
-        return x.base if is_low_rank(x) else x
-
-    return jax.tree.map(base, params, is_leaf=is_low_rank)
+    return map_nodes(LowRank, lambda kernel: kernel.base, params)
 
 
 def count_frozen(frozen):
@@ -533,19 +519,7 @@ def count_frozen(frozen):
 
 def without_scales(params):
     """Returns the tree of parameters with the values alone of what is Int8."""
-    def is_int8(x):
-        return isinstance(x, Int8)
-
-    def values(x):
-        return x.values if is_int8(x) else x
-
-    return jax.tree.map(values, params, is_leaf=is_int8)
-
-
-def count_trained(state):
-    """Counts the parameters of a TrainState: (those that are trained, those that LoRA updates)."""
-    n_frozen = count_frozen(state.frozen) if state.frozen else 0
-    return count_params(state.params), n_frozen
+    return map_nodes(Int8, lambda matrix: matrix.values, params)
 
 
 # -----------------------------------------------------------------------------
@@ -567,7 +541,6 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0,
     by itself.
 
     Raises UserError if loss_chunk does not divide block_size."""
-    check_loss_chunk(config, loss_chunk)
     sum_gradients = make_gradients(config, objective, layout, seed, loss_chunk)
 
     def train_step(state, batch, scale=1.0):
@@ -577,8 +550,12 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0,
 
         # forward and backward, summed over the micro-batches; the sums of each replica's own
         # sequences are all-reduced (on a mesh XLA does so where they need it)
-        compute = layout.map_replicas(lambda *args: layout.all_reduce(*sum_gradients(*args)))
-        grads, totals = compute(state.params, state.frozen, batch, scale)
+        inputs = state.params, state.frozen, batch, scale
+        if layout.zero == 1:  # in a function of each replica
+            compute = layout.map_replicas(lambda *args: layout.all_reduce(*sum_gradients(*args)))
+            grads, totals = compute(*inputs)
+        else:
+            grads, totals = layout.all_reduce(*sum_gradients(*inputs))
         params = state.params
         if layout.zero:  # each device updates its shard
             grads, params = shard_params((grads, params), over_replicas=True)
@@ -593,9 +570,9 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0,
             options = {'schedule': state.schedule} if state.schedule else {}
             updates, opt_state = state.tx.update(grads, state.opt_state, params, **options)
             params = optax.apply_updates(params, updates)
-        mean = running_mean(state, params, ema)
-        updated = state.replace(
-            step=state.step + 1, params=params, opt_state=opt_state, ema=mean)
+        updated = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+        if state.ema is not None:
+            updated = updated.replace(ema=running_mean(state, params, ema))
 
         # what is logged
         metrics = {name: total / n_micro for name, total in totals.items()}
@@ -610,11 +587,9 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0,
 
 
 def running_mean(state, params, decay):
-    """Returns the next state.ema, decay * ema + (1 - decay) * params, or None without one. The first
-    updates count more, by the decay (1 + n) / (10 + n) after n of them, so that the weights from
-    which training starts are soon forgotten."""
-    if state.ema is None:
-        return None
+    """Returns the next state.ema, decay * ema + (1 - decay) * params. The first updates count more,
+    by the decay (1 + n) / (10 + n) after n of them, so that the weights from which training starts
+    are soon forgotten."""
     n = state.step.astype(jnp.float32)
     decay = jnp.minimum(decay, (1 + n) / (10 + n))
     return jax.tree.map(lambda mean, p: decay * mean + (1 - decay) * p, state.ema, params)
@@ -623,6 +598,10 @@ def running_mean(state, params, decay):
 def make_gradients(config, objective, layout, seed, loss_chunk):
     """Makes sum_gradients(params, frozen, batch, scale) -> (gradients, metrics), each the sum over
     the micro-batches of a batch; see make_train_step. The loss is multiplied by `scale`."""
+    if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
+        divisors = [n for n in range(1, config.block_size) if config.block_size % n == 0]
+        raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
+                        f'it may be one of {divisors}')
     names = list(objective.metrics)
     has_balance = config.moe is not None and config.moe.balance > 0
     if has_balance:
@@ -630,7 +609,8 @@ def make_gradients(config, objective, layout, seed, loss_chunk):
 
     def loss_fn(params, frozen, micro_batch, scale):
         """Returns (the loss times scale, the metrics) of a micro-batch."""
-        params = model_params(params, frozen)
+        if frozen:
+            params = model_params(params, frozen)
         dropout_key = jax.random.fold_in(jax.random.key(seed), DROPOUT)
         loss_BxT, sown = GPT(config).apply(
             {'params': params}, micro_batch['x'], micro_batch['y'], loss_chunk=loss_chunk,
@@ -675,14 +655,6 @@ def token_losses(config, loss_chunk, batch, params):
         start_BxT=batch.get('start'), method='loss')
 
 
-def check_loss_chunk(config, loss_chunk):
-    """Raises UserError if loss_chunk does not divide block_size."""
-    if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
-        divisors = [n for n in range(1, config.block_size) if config.block_size % n == 0]
-        raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
-                        f'it may be one of {divisors}')
-
-
 def with_loss_scale(train_step, n_losses):
     """Wraps train_step in float16's dynamic loss scaling, as torch.amp.GradScaler does it.
 
@@ -718,17 +690,6 @@ def skip_overflow(state, updated, grad_norm):
 def all_finite(tree):
     """Whether all elements of all leaves are finite."""
     return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
-
-
-def mfu_estimator(state, config, devices):
-    """Makes a function of the tokens per second that returns the model FLOPs utilization; None if
-    the peak of these devices is unknown."""
-    peak_flops = device_peak_flops(devices[0])
-    if not peak_flops:
-        return None
-    n_params, n_frozen = count_trained(state)
-    return functools.partial(estimate_mfu, n_params, config, peak_flops=peak_flops * len(devices),
-                             n_frozen=n_frozen)
 
 
 # -----------------------------------------------------------------------------
@@ -771,8 +732,20 @@ def estimate_loss_jax(eval_step, params, splits, layout, *, batch_size, eval_ite
     stop = 0
     for split, source in splits.items():
         evaluation = source.evaluation(eval_iters * batch_size, token_bytes)
+        n_rows = len(evaluation.places)
+        per_call = batch_size * layout.n_data_shards
         totals = {}
-        for batch in evaluation_batches(source, evaluation, layout, batch_size, token_bytes):
+        for first in range(0, n_rows, per_call):
+            # this process's part of a batch; the last is filled up with rows that do not count
+            rows = first + layout.local_rows(per_call)
+            is_row = (rows < n_rows).astype(np.float32)
+            batch = {**source.read(evaluation.places[rows % n_rows]), 'is_row': is_row}
+            if 'weight' in batch:
+                batch['weight'] = is_row[:, None] * batch['weight']
+            if evaluation.has_special:  # else all that counts has bytes
+                has_bytes = (token_bytes[batch['y']] > 0).astype(np.float32)
+                batch['spelled'] = batch.get('weight', is_row[:, None]) * has_bytes
+
             if int(stop):  # one call late: reading it waits for the device
                 return None
             stop = stop_signal()
@@ -783,10 +756,7 @@ def estimate_loss_jax(eval_step, params, splits, layout, *, batch_size, eval_ite
 
         # the loss of the tokens that have bytes, if not all have
         spelled = totals.pop('spelled', totals['loss'])
-        n_rows = len(evaluation.places)
-        means = {}
-        for name, total in totals.items():
-            means[name] = total / n_rows / evaluation.share
+        means = {name: total / n_rows / evaluation.share for name, total in totals.items()}
         if evaluation.n_bytes is not None:
             nats = spelled * source.block_size
             means['bpb'] = nats / math.log(2) / evaluation.n_bytes
@@ -794,31 +764,14 @@ def estimate_loss_jax(eval_step, params, splits, layout, *, batch_size, eval_ite
     return results
 
 
-def evaluation_batches(source, evaluation, layout, batch_size, token_bytes):
-    """Yields this process's part of the batches of an evaluation, see make_eval_step.
-
-    The last one is filled up with sequences that do not count."""
-    n_rows = len(evaluation.places)
-    per_call = batch_size * layout.n_data_shards
-    for first in range(0, n_rows, per_call):
-        rows = first + layout.local_rows(per_call)
-        batch = source.read(evaluation.places[rows % n_rows])
-        is_row = (rows < n_rows).astype(np.float32)
-        batch['is_row'] = is_row
-        if 'weight' in batch:
-            batch['weight'] = is_row[:, None] * batch['weight']
-        if evaluation.has_special:  # else all that counts has bytes
-            has_bytes = (token_bytes[batch['y']] > 0).astype(np.float32)
-            batch['spelled'] = batch.get('weight', is_row[:, None]) * has_bytes
-        yield batch
-
-
 def estimate_losses(state, eval_step, sets, layout, **options):
     """Evaluates the model of a TrainState on DataSets, as estimate_loss_jax on splits.
 
     Of several sets it returns the means, weighted by their fractions, and in addition {'val_NAME':
     the validation losses of the set NAME}. None is returned as soon as stop_signal() is not 0."""
-    params = model_params(state.weights, state.frozen)
+    params = state.weights
+    if state.frozen:
+        params = model_params(params, state.frozen)
     found = []
     for one in sets:
         losses = estimate_loss_jax(eval_step, params, one.splits, layout, **options)

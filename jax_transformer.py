@@ -29,8 +29,9 @@ from jax_ops.attention import (
     ATTENTION, Dropout, Scores, blockwise_attention, causal_mask, fused_causal_attention)
 from jax_ops.dropout import dropout, dropout_keys, flat_index, hash_dropout
 from jax_ops.experts import EXPERT_WAYS, mix_experts
-from jax_ops.layers import REMAT_POLICIES, map_sequence_chunks, matrix_param, scan_blocks
-from jax_ops.matmul import all_gather_param, fused_linear, linear, quantize, soft_cap
+from jax_ops.layers import REMAT_POLICIES, map_sequence_chunks, scan_blocks
+from jax_ops.matmul import (
+    Int8, LowRank, Transposed, all_gather_param, fused_linear, linear, quantize, soft_cap)
 from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, shard
 from jax_ops.sharding import create_mesh  # noqa: F401, public here
 from jax_ops.vocabulary import INIT_STD, ParallelLMHead, VocabParallelEmbedding, cross_entropy
@@ -43,7 +44,7 @@ class GPTConfig:
     """What the model is. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
 
     Groups (rope_scaling, mla, moe) may be dicts, tuples may be lists. Raises UserError for values
-    of which no model can be made, see check_config."""
+    of which no model can be made, see check_numbers and check_config."""
     block_size: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded up to a multiple of 64 for efficiency
     n_layer: int = 12
@@ -92,23 +93,21 @@ class GPTConfig:
     moe: 'MoEConfig | None' = None
 
     def __post_init__(self):
-        complete_config(self)
-
-    @property
-    def has_gate(self):
-        return self.mlp in GATED
-
-    @property
-    def kv_heads(self):
-        return self.n_kv_head or self.n_head
-
-    @property
-    def head_width(self):
-        return self.head_dim or self.n_embd // self.n_head
-
-    @property
-    def mlp_width(self):
-        return self.n_inner or 4 * self.n_embd
+        """Makes the groups of dicts, checks the fields, and sets what follows from them: kv_heads,
+        head_width, mlp_width and has_gate."""
+        # a frozen dataclass is set by its __dict__
+        for name, group in (('rope_scaling', RopeScaling), ('mla', MLAConfig), ('moe', MoEConfig)):
+            values = getattr(self, name)
+            if isinstance(values, dict):
+                vars(self)[name] = group(**values)
+        vars(self)['layer_types'] = tuple(self.layer_types)
+        check_numbers(self)
+        vars(self).update(
+            kv_heads=self.n_kv_head or self.n_head,
+            head_width=self.head_dim or self.n_embd // self.n_head,
+            mlp_width=self.n_inner or 4 * self.n_embd,
+            has_gate=self.mlp in GATED)
+        check_config(self)
 
     def layer(self, i):
         """(layer type, whether the MLP is a mixture of experts) of layer i."""
@@ -181,6 +180,15 @@ class LayerNorm(nn.Module):
         return y.astype(self.config.dtype)
 
 
+def matrix_param(module, name, shape, init_std=INIT_STD):
+    """module.param(name, nn.initializers.normal(init_std), shape), in float32; or the Int8,
+    Transposed or LowRank that decoding or LoRA puts in its place."""
+    value = module.get_variable('params', name)
+    if isinstance(value, (Int8, Transposed, LowRank)):
+        return value
+    return module.param(name, nn.initializers.normal(init_std), shape)
+
+
 class Dense(nn.Module):
     """x [..., I] @ kernel + bias -> [..., features] in the config's dtype. A tuple of features
     stores several projections side by side in one kernel and returns a list (c_attn: q, k, v)."""
@@ -217,10 +225,10 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
     """For G = H: softmax(einsum('bthk,bshk->bhts', q, k) * scale) v over the keys that the mask
     allows -> [B, T, H, K].
 
-    Softmax is in float32. scale: K**-0.5 if not given. cap: of soft_cap. GQA: query head h attends
-    to key head h // Q, Q = H / G; the Q heads of a group are folded into the time axis. sinks_H:
-    one more logit per head, whose probability goes nowhere. key_B: dropout keys of the sequences,
-    if any. Values may have another width than keys."""
+    Softmax is in float32. scale: K**-0.5 if not given. cap: of soft_cap; 0 is none. GQA: query head
+    h attends to key head h // Q, Q = H / G; the Q heads of a group are folded into the time axis.
+    sinks_H: one more logit per head, whose probability goes nowhere. key_B: dropout keys of the
+    sequences, if any. Values may have another width than keys."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
@@ -234,7 +242,9 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
     # scores of the keys that the mask allows
     scores_BxGxTQxS = jnp.einsum('bgtk,bgsk->bgts', q_BxGxTQxK, k_BxGxSxK,
                                  preferred_element_type=jnp.float32)
-    scores_BxGxTQxS = soft_cap(scores_BxGxTQxS * (scale or K**-0.5), cap)
+    scores_BxGxTQxS *= scale or K**-0.5
+    if cap:
+        scores_BxGxTQxS = soft_cap(scores_BxGxTQxS, cap)
     mask_Bx1xTQxS = jnp.repeat(mask_BxTxS, Q, axis=1)[:, None]
     least = jnp.finfo(jnp.float32).min
     scores_BxGxTQxS = jnp.where(mask_Bx1xTQxS, scores_BxGxTQxS, least)
@@ -298,7 +308,8 @@ class CausalSelfAttention(nn.Module):
         y_BxTxHxK = attend(
             cfg, self.layer_type, q_BxTxHxK, kv['k'], kv['v'], call, key_position_BxS, **options,
             key_B=dropout_keys(self, call))
-        record_attention(self, q_BxTxHxK, kv['k'], call, **options)
+        if self.is_mutable_collection('intermediates'):
+            record_attention(self, q_BxTxHxK, kv['k'], call, **options)
         y_BxTxD = residual_dense(cfg)(y_BxTxHxK.reshape(B, T, H * K))
         return dropout(self, y_BxTxD, call), stream, cache
 
@@ -412,7 +423,9 @@ class GPT(nn.Module):
         def loss_of(x_BxTxD, target_BxT):
             return cross_entropy(self.head(x_BxTxD), target_BxT)
 
-        return map_sequence_chunks(loss_of, loss_chunk, stream.x_BxTxD, targets_BxT)
+        if 0 < loss_chunk < idx_BxT.shape[1]:
+            return map_sequence_chunks(loss_of, loss_chunk, stream.x_BxTxD, targets_BxT)
+        return loss_of(stream.x_BxTxD, targets_BxT)
 
     def embed(self, idx_BxT, call):
         """The Stream into the first block."""
@@ -507,11 +520,9 @@ def attention_mask(config, layer_type, call, key_position_BxS=None):
 
 def record_attention(module, q_BxTxHxK, k_BxSxGxK, call, **options):
     """Records the probabilities of a layer's attend, [B, T, H, S], for look_inside (jax_text.py),
-    which asks for what flax calls intermediates; for everyone else it does nothing.
+    which asks for what flax calls intermediates.
 
     They are the attention to unit vectors as values, with its masks, caps and sinks."""
-    if not module.is_mutable_collection('intermediates'):
-        return
     B, S, G = k_BxSxGxK.shape[:3]
     unit_BxSxGxS = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, G, S))
     probs_BxTxHxS = attend(
@@ -715,7 +726,9 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
     # on a mesh a device keeps its own heads; latents, which all heads share, are replicated
     heads_axis = None if config.mla else 'tensor'
 
-    def init_layer(layer_type):
+    caches = {}
+    for i in range(config.n_layer):
+        layer_type, _ = config.layer(i)
         n = count_slots(config, layer_type, n_slots) + n_draft
         cache = {}
         for name, (heads, width) in cache_entry_shapes(config).items():
@@ -724,9 +737,8 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
                 cache[f'{name}_scale'] = jnp.zeros((batch_size, heads, n), jnp.float32)
         for name, x in cache.items():
             cache[name] = shard(x, None, heads_axis, *[None] * (x.ndim - 2))
-        return cache
-
-    return {f'h_{i}': init_layer(config.layer(i)[0]) for i in range(config.n_layer)}
+        caches[f'h_{i}'] = cache
+    return caches
 
 
 @functools.partial(
@@ -1019,11 +1031,7 @@ class LatentAttention(nn.Module):
             k_BxSx1xC = jnp.concatenate([kv['latent'], kv['rope']], axis=-1)
             # no kernel has such wide heads
             call = call.replace(in_order=False)
-            y_BxTxHxC = attend(
-                cfg, self.layer_type, q_BxTxHxC, k_BxSx1xC, kv['latent'], call, key_position_BxS,
-                scale=scale, key_B=key_B)
-            record_attention(self, q_BxTxHxC, k_BxSx1xC, call, scale=scale)
-            y_BxTxHxK = jnp.einsum('bthc,chk->bthk', y_BxTxHxC, wv_CxHxK)
+            qkv = q_BxTxHxC, k_BxSx1xC, kv['latent']
         else:
             latent_BxSxC = kv['latent'][:, :, 0]
             k_nope_BxSxHxK = jnp.einsum('bsc,chk->bshk', latent_BxSxC, wk_CxHxK)
@@ -1031,10 +1039,13 @@ class LatentAttention(nn.Module):
             q_BxTxHxK = jnp.concatenate([q_nope_BxTxHxK, q_rope_BxTxHxK], axis=-1)
             k_BxSxHxK = jnp.concatenate([k_nope_BxSxHxK, k_rope_BxSxHxK], axis=-1)
             v_BxSxHxK = jnp.einsum('bsc,chk->bshk', latent_BxSxC, wv_CxHxK)
-            y_BxTxHxK = attend(
-                cfg, self.layer_type, q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, call, key_position_BxS,
-                scale=scale, key_B=key_B)
-            record_attention(self, q_BxTxHxK, k_BxSxHxK, call, scale=scale)
+            qkv = q_BxTxHxK, k_BxSxHxK, v_BxSxHxK
+        y_BxTxHxK = attend(
+            cfg, self.layer_type, *qkv, call, key_position_BxS, scale=scale, key_B=key_B)
+        if self.is_mutable_collection('intermediates'):
+            record_attention(self, *qkv[:2], call, scale=scale)
+        if absorbed:
+            y_BxTxHxK = jnp.einsum('bthc,chk->bthk', y_BxTxHxK, wv_CxHxK)
         y_BxTxD = residual_dense(cfg)(y_BxTxHxK.reshape(B, T, -1))
         return dropout(self, y_BxTxD, call), stream, cache
 
@@ -1218,55 +1229,45 @@ class MoELayer(nn.Module):
 # -----------------------------------------------------------------------------
 # checks of a config
 
-def complete_config(config):
-    """Makes the groups of a GPTConfig from dicts. Raises UserError for values out of range or in
-    conflict."""
-    for name, group in (('rope_scaling', RopeScaling), ('mla', MLAConfig), ('moe', MoEConfig)):
-        values = getattr(config, name)
-        if isinstance(values, dict):
-            object.__setattr__(config, name, group(**values))
-        check_numbers(getattr(config, name))
-    object.__setattr__(config, 'layer_types', tuple(config.layer_types))
-    check_numbers(config)
+# what these fields of a GPTConfig may be
+KNOWN = {
+    'dtype': DTYPES,
+    'activation': ACTIVATIONS,
+    'attention': ATTENTION,
+    'experts': EXPERT_WAYS,
+    'remat': ('none', *REMAT_POLICIES),
+    'norm': NORMS,
+    'block_norms': BLOCK_NORMS,
+    'position': POSITIONS,
+    'mlp': MLPS,
+    'qk_norm': QK_NORMS,
+}
+
+
+def check_numbers(config):
+    """Raises UserError for a number of a GPTConfig or of one of its groups that is of a wrong type,
+    negative, not finite or too small."""
+    for group in (config.rope_scaling, config.mla, config.moe, config):
+        for field in dataclasses.fields(group) if group else ():
+            value = getattr(group, field.name)
+            if field.type in (int, 'int') and (type(value) is not int or not 0 <= value < 2**31):
+                raise UserError(f'{field.name} must be a whole number below 2^31, not '
+                                f'{str(value)[:40]}')
+            is_number = type(value) in (int, float)
+            if field.type in (float, 'float') and (not is_number or not 0 <= value < 3e38):
+                raise UserError(f'{field.name} must be a finite number of at least 0, '
+                                f'not {str(value)[:40]}')
     check_ranges(vars(config))
-    check_choices(config)
-    check_heads(config)
-    check_layer_types(config)
-    if config.attention in ('cudnn', 'splash') and config.mla:
-        raise UserError(f'attention={config.attention} has no latent attention: '
-                        'use attention=chunked')
-    if config.scan_layers and len(set(map(config.layer, range(config.n_layer)))) > 1:
-        raise UserError('scan_layers needs layers that are all alike; these differ in layer_types '
-                        'or experts')
-    # its masks are hashes of 32-bit counters, which number a sequence's probabilities
-    if config.dropout and config.n_head * config.block_size**2 > 2**32:
-        raise UserError(f'dropout numbers the attention probabilities of a sequence up to 2^32; '
-                        f'n_head={config.n_head} x block_size={config.block_size}^2 are more: use '
-                        'dropout=0')
 
 
-def check_choices(config):
-    """Raises UserError for a field whose value is none of the known ones."""
-    choices = {
-        'dtype': DTYPES,
-        'activation': ACTIVATIONS,
-        'attention': ATTENTION,
-        'experts': EXPERT_WAYS,
-        'remat': ('none', *REMAT_POLICIES),
-        'norm': NORMS,
-        'block_norms': BLOCK_NORMS,
-        'position': POSITIONS,
-        'mlp': MLPS,
-        'qk_norm': QK_NORMS,
-    }
-    for name, known in choices.items():
+def check_config(config):
+    """Raises UserError for values of a GPTConfig that are unknown, or in conflict."""
+    for name, known in KNOWN.items():
         check_choice(name, getattr(config, name), known)
     if config.rope_scaling:
         check_choice('rope scaling', config.rope_scaling.kind, ROPE_SCALINGS)
 
-
-def check_heads(config):
-    """Raises UserError for numbers and widths of heads that do not fit together."""
+    # numbers and widths of heads
     if config.n_embd % config.n_head and not config.head_dim and not config.mla:
         valid = [h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0]
         raise UserError(f'n_head={config.n_head} does not divide n_embd={config.n_embd}; '
@@ -1285,9 +1286,7 @@ def check_heads(config):
         raise UserError(f'rope turns pairs: the width of a head must be even, '
                         f'not {config.head_width}')
 
-
-def check_layer_types(config):
-    """Raises UserError for layer types that are unknown or lack what they need."""
+    # types of layers
     if config.position != 'rope' and (config.qk_norm == 'plain' or 'nope' in config.layer_types):
         raise UserError("qk_norm=plain and nope layers need position='rope'")
     for layer_type in set(config.layer_types) or {''}:
@@ -1295,19 +1294,18 @@ def check_layer_types(config):
         if layer_type in ('window', 'chunk') and getattr(config, layer_type) < 1:
             raise UserError(f'{layer_type} layers need a size, as in {layer_type}=64')
 
-
-def check_numbers(group):
-    """Raises UserError for a number of a GPTConfig or of one of its groups that is of a wrong type,
-    negative or not finite. None: a group that is not there."""
-    for field in dataclasses.fields(group) if group else ():
-        value = getattr(group, field.name)
-        if field.type in (int, 'int') and (type(value) is not int or not 0 <= value < 2**31):
-            raise UserError(f'{field.name} must be a whole number below 2^31, not '
-                            f'{str(value)[:40]}')
-        is_number = type(value) in (int, float)
-        if field.type in (float, 'float') and (not is_number or not 0 <= value < 3e38):
-            raise UserError(f'{field.name} must be a finite number of at least 0, '
-                            f'not {str(value)[:40]}')
+    # how it is executed
+    if config.attention in ('cudnn', 'splash') and config.mla:
+        raise UserError(f'attention={config.attention} has no latent attention: '
+                        'use attention=chunked')
+    if config.scan_layers and len(set(map(config.layer, range(config.n_layer)))) > 1:
+        raise UserError('scan_layers needs layers that are all alike; these differ in layer_types '
+                        'or experts')
+    # its masks are hashes of 32-bit counters, which number a sequence's probabilities
+    if config.dropout and config.n_head * config.block_size**2 > 2**32:
+        raise UserError(f'dropout numbers the attention probabilities of a sequence up to 2^32; '
+                        f'n_head={config.n_head} x block_size={config.block_size}^2 are more: use '
+                        'dropout=0')
 
 
 def __getattr__(name):

@@ -93,9 +93,10 @@ initialize_distributed(coordinator_address, num_processes, process_id)
 master = jax.process_index() == 0  # the process that prints; all run the same program
 if not master:
     sys.stdout = open(os.devnull, 'w')
-check_agreement('flags', {**flags, 'process_id': 'its own'})
-if jax.process_count() > 1 and (interactive or serve):
-    raise UserError(f'{"serve" if serve else "interactive"} takes one process')
+if jax.process_count() > 1:
+    check_agreement('flags', {**flags, 'process_id': 'its own'})
+    if interactive or serve:
+        raise UserError(f'{"serve" if serve else "interactive"} takes one process')
 if serve:
     from jax_run.serve import Server
     StopSignal(nothing_to_save=True)
@@ -188,7 +189,8 @@ if makers:
     header += f'; {described} (its generation_config.json)'
 
 # a conversation
-conversation = Chat(model, system, sampling)
+if chat or interactive:
+    conversation = Chat(model, system, sampling)
 if interactive:
     print(f'{header}\n{COMMANDS}', file=sys.stderr)
     conversation.run()

@@ -116,20 +116,22 @@ if flags['init_from'] not in ('resume', 'auto'):
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import jax
 import numpy as np
+import optax
 
 from jax_devices.layout import setup_distributed_training, split_batch
 from jax_devices.processes import StopSignal, initialize_distributed, signal_name
-from jax_devices.setup import Profile, Stopwatch, configure_process, is_synchronous
+from jax_devices.setup import (
+    Profile, Stopwatch, configure_process, device_peak_flops, is_synchronous)
 from jax_run.checkpoints import run_folder
 from jax_run.log import RunLog
 from jax_run.minutes import first_batch, fit_to_minutes, say_if_few
 from jax_run.out_dir import OutDir
 from jax_run.sources import open_data
-from jax_run.start import (
-    check_fits, open_run, open_sampler, optimizer_from_flags, start_state, training_config)
+from jax_run.start import check_fits, open_run, open_sampler, start_state, training_config
 from jax_train_utils import (
-    count_trained, dpo, estimate_losses, language_model, make_eval_step, make_train_step,
-    mfu_estimator)
+    count_frozen, create_optimizer_with_schedule, dpo, estimate_losses, language_model,
+    make_eval_step, make_train_step)
+from jax_transformer import count_params, estimate_mfu
 
 files = run_folder(flags['out_dir']).files  # out_dir itself, or of a bucket a copy on this disk
 configure_process(flags['device'], flags['deterministic'], flags['init_from'], files)
@@ -162,7 +164,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
     data = open_data(run.shares, run.data, block_size=cfg.block_size, seed=cfg.seed,
                      length_normalized=cfg.length_normalized)
     data.check(cfg.eval_iters * cfg.batch_size)
-    sampler = open_sampler(run)
+    sampler = open_sampler(run) if cfg.sample_prompt else None
 
     # what is computed: forward and backward of all micro-steps, clipping and the update are one
     # compiled function, train_step(state, batch)
@@ -203,12 +205,17 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
         batch_size=cfg.batch_size, eval_iters=cfg.eval_iters, token_bytes=data.token_bytes,
         stop_signal=find_signal)
 
-    # the state: parameters, optimizer, learning rate
-    tx = optimizer_from_flags(run.flags)
+    # the optimizer, whose schedule is that of a state, and the state
+    rates = {'embedding': cfg.embedding_lr, 'head': cfg.head_lr, 'vector': cfg.vector_lr}
+    tx = create_optimizer_with_schedule(
+        optax.constant_schedule(0.0), beta1=cfg.beta1, beta2=cfg.beta2,
+        weight_decay=cfg.weight_decay, optimizer=cfg.optimizer, rates=rates)
     state = start_state(run, config, layout, tx)
-    n_params, n_frozen = count_trained(state)
+    n_params = count_params(state.params)
+    n_frozen = 0
     of_updates = ''
     if run.lora:
+        n_frozen = count_frozen(state.frozen)
         of_updates = f" in LoRA's updates of {n_frozen / 1e6:.2f}M frozen ones"
     print(f'number of parameters: {n_params / 1e6:.2f}M{of_updates}')
     tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
@@ -220,7 +227,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
         at_end.callback(log.close)
         losses = evaluate(state)
         if losses:
-            log.evaluation(run.iter_num, losses, sampler(state))
+            log.evaluation(run.iter_num, losses, sampler(state) if sampler else '')
         sys.exit(128 + stop.signum if stop.signum else 0)
 
     # compile the step
@@ -243,14 +250,20 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
     out.begin()
     at_end.enter_context(out.finishing())
     stop.saving = out.is_saving
-    log = RunLog(run, out.metrics_log, out.wandb_run, tokens_per_iter=tokens_per_iter,
-                 mfu=mfu_estimator(state, config, run.devices),
+    mfu = None  # a function of the tokens per second, where the peak of the devices is known
+    peak_flops = device_peak_flops(run.devices[0])
+    if peak_flops:
+        mfu = functools.partial(estimate_mfu, n_params, config, n_frozen=n_frozen,
+                                peak_flops=peak_flops * len(run.devices))
+    log = RunLog(run, out.metrics_log, out.wandb_run, tokens_per_iter=tokens_per_iter, mfu=mfu,
                  is_synchronous=is_synchronous(run.devices[0]), started=started,
                  imports_s=imports_s, in_line=objective.metrics[1:])
     at_end.callback(log.close)
-    tracer = Profile(Path(files, 'profile') if cfg.profile and is_master else None,
-                     f'{cfg.out_dir}/profile', log, run.iter_num, n_iters)
-    at_end.callback(tracer.close)
+    tracer = None
+    if cfg.profile and is_master:
+        tracer = Profile(Path(files, 'profile'), f'{cfg.out_dir}/profile', log, run.iter_num,
+                         n_iters)
+        at_end.callback(tracer.close)
 
     # -----------------------------------------------------------------------------
     # training loop
@@ -271,7 +284,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
             with out.saved_on_failure(iter_num, state, best_val_loss):
                 losses = evaluate(state)
                 if losses:
-                    log.evaluation(iter_num, losses, sampler(state))
+                    log.evaluation(iter_num, losses, sampler(state) if sampler else '')
             if losses is None:  # a signal has come meanwhile
                 stop_signal = int(find_signal())
                 is_last = must_save = True
@@ -292,7 +305,8 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
         log.resume()
 
         # forward, backward and update; the call returns before the devices are done, except on CPUs
-        tracer.start(iter_num)
+        if tracer:
+            tracer.start(iter_num)
         # all processes stop after the same iteration: they agree before the step and read the
         # answer after it, so that the exchange takes place meanwhile
         stop_requested = find_signal()
@@ -306,7 +320,8 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
         # timing and logging
         log.iteration(iter_num, metrics)
         iter_num += 1
-        tracer.stop(iter_num, state)
+        if tracer:
+            tracer.stop(iter_num, state)
         stop_signal = int(stop_requested)
 
     if stop_signal and iter_num:

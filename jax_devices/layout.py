@@ -14,8 +14,6 @@ One Layout says where everything is. Between two steps, and where a step has who
 over fsdp also over data and context.
 """
 import contextlib
-import dataclasses
-import functools
 import math
 
 import jax
@@ -30,52 +28,40 @@ from jax_ops.sharding import (
 global_max = jax.jit(jnp.max)  # maximum of an array that is sharded over processes
 
 
-@dataclasses.dataclass(frozen=True)
 class Layout:
     """Where parameters, optimizer state, gradients and batch are on `devices`, see the table above.
 
     The global batch is split into n_data_shards contiguous shards; a process loads the shards of
     its own devices.
     zero: 1 (ZeRO-1, arXiv:1910.02054) goes without other axes than data: each device updates its
-    shard of the parameters, which are all-gathered again at the end of the step. 2 is ZeRO-2."""
-    devices: tuple
-    fsdp: int = 1
-    tensor: int = 1
-    expert: int = 1
-    context: int = 1
-    zero: int = 0
+    shard of the parameters, which are all-gathered again at the end of the step. 2 is ZeRO-2.
+    Raises UserError if the product of the sizes does not divide the number of devices."""
 
-    @functools.cached_property
-    def is_replicated(self):
-        """Whether each device has the whole state."""
-        return self.fsdp == self.tensor == self.expert == self.context == 1 and not self.zero
-
-    @functools.cached_property
-    def has_pmap(self):
-        """Whether pmap runs the step, on several devices with the whole state each."""
-        return self.is_replicated and len(self.devices) > 1
-
-    @functools.cached_property
-    def mesh(self):
+    def __init__(self, devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
+        if zero not in (0, 1, 2):
+            raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is '
+                            '--fsdp')
+        if zero == 1 and not fsdp == tensor == expert == context == 1:
+            raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use '
+                            '--zero=2')
+        self.devices = tuple(devices)
+        self.fsdp, self.tensor, self.expert, self.context = fsdp, tensor, expert, context
+        self.zero = zero
+        self.mesh = create_mesh(self.devices, tensor, fsdp, expert, context)
+        # whether each device has the whole state; on several of them pmap runs the step
+        self.is_replicated = fsdp == tensor == expert == context == 1 and not zero
+        self.has_pmap = self.is_replicated and len(self.devices) > 1
         if self.is_replicated:  # in the order of the devices, which is pmap's
-            return Mesh(np.array(self.devices).reshape(-1, 1, 1, 1, 1), AXES)
-        return create_mesh(self.devices, self.tensor, self.fsdp, self.expert, self.context)
+            self.mesh = Mesh(np.array(self.devices).reshape(-1, 1, 1, 1, 1), AXES)
 
-    @functools.cached_property
-    def n_data_shards(self):
-        return math.prod(self.mesh.shape[axis] for axis in BATCH)
-
-    @functools.cached_property
-    def local_data_shards(self):
-        """The numbers of the batch shards that this process loads, ascending."""
-        # along these axes devices share sequences
+        # the shards of the batch; devices along tensor and context share sequences
+        self.n_data_shards = math.prod(self.mesh.shape[axis] for axis in BATCH)
         sharing = [AXES.index('tensor'), AXES.index('context')]
-        devices = np.moveaxis(self.mesh.devices, sharing, [-2, -1])
-        local = []
-        for i, group in enumerate(devices.reshape(self.n_data_shards, -1)):
-            if any(device.process_index == jax.process_index() for device in group):
-                local.append(i)
-        return local
+        groups = np.moveaxis(self.mesh.devices, sharing, [-2, -1]).reshape(self.n_data_shards, -1)
+        # the numbers of those that this process loads, ascending
+        self.local_data_shards = [
+            i for i, group in enumerate(groups)
+            if any(device.process_index == jax.process_index() for device in group)]
 
     def validate(self, config):
         """Raises UserError for a model that the devices cannot split."""
@@ -204,11 +190,9 @@ class Layout:
         return len(self.devices) if self.is_replicated or self.zero == 1 else 1
 
     def map_replicas(self, gradients):
-        """Makes a function like gradients(params, frozen, batch, scale) of the sequences of all
-        devices, of one that computes those of a device's own and ends in all_reduce()."""
-        if self.zero != 1:
-            return gradients
-
+        """Makes, for zero=1, a function like gradients(params, frozen, batch, scale) of the
+        sequences of all devices, of one that computes those of a device's own and ends in
+        all_reduce()."""
         def on_each_replica(params, frozen, batch, scale):
             specs = partition_specs(params, current_mesh(), over_replicas=True)
             run = jax.shard_map(
@@ -284,16 +268,8 @@ def mean_shard(spec, grad):
 
 def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
     """Returns the Layout of a model on these devices: replicated, or on a mesh if fsdp, tensor,
-    expert or context is more than 1, or zero more than 0.
-
-    Raises UserError if their product does not divide the number of devices."""
-    if zero not in (0, 1, 2):
-        raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is --fsdp')
-    if zero == 1 and not fsdp == tensor == expert == context == 1:
-        raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use '
-                        '--zero=2')
-    create_mesh(devices, tensor, fsdp, expert, context)  # raises
-    return Layout(tuple(devices), fsdp, tensor, expert, context, zero)
+    expert or context is more than 1, or zero more than 0. Raises UserError as Layout does."""
+    return Layout(devices, fsdp, tensor, expert, context, zero)
 
 
 def fit_sizes(sizes, given, n_devices, n_embd):
@@ -328,14 +304,12 @@ def split_batch(gradient_accumulation_steps, batch_size, n_devices):
     then the micro-batch: no device ever holds more than batch_size sequences.
 
     Raises UserError if they do not divide."""
-    def batch_shards_of(n):
-        return n // math.gcd(gradient_accumulation_steps, n)
-
     # Some devices compute different micro-steps, the others different sequences of a micro-step.
     step_shards = math.gcd(gradient_accumulation_steps, n_devices)
-    batch_shards = batch_shards_of(n_devices)
+    batch_shards = n_devices // step_shards
     if batch_size % batch_shards:
-        valid = [n for n in range(1, n_devices + 1) if batch_size % batch_shards_of(n) == 0]
+        valid = [n for n in range(1, n_devices + 1)
+                 if batch_size % (n // math.gcd(gradient_accumulation_steps, n)) == 0]
         raise UserError(
             f'gradient_accumulation_steps={gradient_accumulation_steps} x batch_size={batch_size} '
             f'sequences cannot be shared equally by {n_devices} devices; these numbers of devices '

@@ -137,10 +137,9 @@ def in_all_processes(function, *args):
 def in_first_process(function, *args):
     """Returns function(*args) in process 0 and None in the others, which wait for it: a UserError
     is raised in all."""
-    def call():
-        return function(*args) if jax.process_index() == 0 else None
-
-    return in_all_processes(call)
+    if jax.process_index() > 0:
+        return in_all_processes(lambda: None)
+    return in_all_processes(function, *args)
 
 
 def check_agreement(what, values):

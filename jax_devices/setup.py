@@ -157,7 +157,12 @@ def setup_jax_environment(device='auto', dtype='auto'):
         print(f'warning: {lost_accelerator()}', file=sys.stderr)
     enable_compilation_cache(platform)
     if platform == 'cpu' and jax.process_count() == 1:
-        hide_slow_compile_alarm()
+        # XLA's alarm when a compilation takes long, and with it all that it logs on stderr and that
+        # does not end the process; of several processes the coordination service says there why it
+        # fails
+        with contextlib.suppress(ImportError):  # then the alarm is printed
+            from jaxlib.utils import absl_set_min_log_level
+            absl_set_min_log_level(3)  # fatal
 
     # The dtype.
     check_choice('dtype', dtype, ('auto', *DTYPES))
@@ -183,16 +188,6 @@ def lost_accelerator():
     return (f'a GPU or TPU and {", ".join(names) or "libtpu"} are here, but with jaxlib '
             f'{jaxlib.__version__} only the CPU came up: pip install '
             f'"jax[{extra}]=={jax.__version__}", and start Python again')
-
-
-def hide_slow_compile_alarm():
-    """Hides what XLA logs on stderr when a compilation takes long, and with it everything that does
-    not end the process.
-
-    Don't call it in several processes: their coordination service logs there why it fails."""
-    with contextlib.suppress(ImportError):  # then the alarm is printed
-        from jaxlib.utils import absl_set_min_log_level
-        absl_set_min_log_level(3)  # fatal
 
 
 def default_dtype(device):
@@ -390,7 +385,7 @@ class Stopwatch:
 class Profile:
     """Traces three iterations of training into a folder.
 
-    folder: where the trace goes; None traces nothing. place: what the user calls it. log: has a
+    folder: where the trace goes. place: what the user calls it. log: has a
     method say(), for the line that says what was traced. first_iter: the iteration at which this
     process begins. max_iters: the one at which it ends."""
 
@@ -407,7 +402,7 @@ class Profile:
 
     def start(self, iter_num):
         """Starts the trace, if it is time. Call it before iteration iter_num."""
-        if self.folder and iter_num == self.first:
+        if iter_num == self.first:
             jax.profiler.start_trace(self.folder)
             self.is_running = True
 

@@ -94,6 +94,7 @@ def keep_config_json(source, out_dir):
 def new_folder(folder):
     """Gives the path of a folder to fill, which gets the name `folder` at the end of the block, if
     that does not fail. Raises UserError if it cannot be written, or is there and not empty."""
+    folder = os.path.abspath(os.path.expanduser(folder))
     unfinished = f'{folder}.tmp-{os.getpid()}'
     try:
         is_empty_folder = os.path.isdir(folder) and not os.listdir(folder)

@@ -409,8 +409,6 @@ def copy_tokenizer(description, folder):
     """Writes the files of a tokenizer of the kind 'folder' to `folder`: tokenizer.json with all
     tokens, whatever other files and classes have added, and generation_config.json with all end
     tokens."""
-    if description['kind'] != 'folder':
-        return
     source = description['path']
     if os.path.realpath(source) == os.path.realpath(folder):
         return

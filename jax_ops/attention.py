@@ -197,9 +197,9 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
         start_Bxn = None
         if start_BxT is not None:
             start_Bxn = start_BxT[:, own]
-        ys.append(chunked_attention_of_piece(
-            q_BxTxHxK[:, own], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scores, piece,
-            sinks_H=sinks_H, dropout=dropout, start_BxT=start_Bxn))
+        ys.append(chunked_attention(
+            q_BxTxHxK[:, own], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scores, sinks_H=sinks_H,
+            dropout=dropout, start_BxT=start_Bxn, piece=piece))
     return exchange(jnp.concatenate(ys, axis=1))
 
 
@@ -325,24 +325,9 @@ def unfold_groups(y_BxGxTQxK, T):
     return y_BxTxGxQxK.reshape(B, T, G * (TQ // T), -1)
 
 
-def fold_sequences(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, key_B, start_BxT):
-    """Returns the Sequence [B, ...] of queries, keys and values as the model has them."""
-    q_BxGxTQxK = fold_groups(q_BxTxHxK, k_BxSxGxK.shape[2])
-    return Sequence(q_BxGxTQxK, k_BxSxGxK.swapaxes(1, 2), v_BxSxGxK.swapaxes(1, 2), key_B,
-                    start_BxT)
-
-
-def common_of(scores, Q, n_positions, sinks_H, dropout):
-    """Returns the Common of a call, of which this device has the key heads from
-    dropout.first_group on."""
-    probs_of_group = jnp.uint32(n_positions * Q * n_positions % 2**32)
-    first_counter = jnp.uint32(dropout.first_group) * probs_of_group
-    return Common(scores, Q, n_positions, sinks_H, dropout.rate, first_counter)
-
-
 @functools.partial(jax.jit, static_argnames='scores')
-def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H=None, dropout=NO_DROPOUT,
-                      start_BxT=None):
+def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, dropout=NO_DROPOUT,
+                      start_BxT=None, piece=None):
     """fused_causal_attention in blocks of queries, on any backend. Values may be wider or narrower
     than keys.
 
@@ -350,11 +335,23 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H=None, 
     queries of one sequence, so that the probabilities stay in its L2 cache, elsewhere 512 of all
     sequences. Probabilities are never stored, but recomputed in the backward pass
     (docs/lab_log.md#chunked-attention). It is under jit so that all layers with the same `scores`
-    share one trace."""
+    share one trace.
+
+    piece: the Piece of the sequences that T consecutive queries and S consecutive keys are; by
+    default they are all of it."""
     T, H = q_BxTxHxK.shape[1:3]
-    Q = H // k_BxTxGxK.shape[2]
-    common = common_of(scores, Q, T, sinks_H, dropout)
-    sequences = fold_sequences(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, dropout.key_B, start_BxT)
+    G = k_BxSxGxK.shape[2]
+    Q = H // G
+    n_positions = piece.n_positions if piece else T
+    # this device has the key heads from dropout.first_group on
+    probs_of_group = jnp.uint32(n_positions * Q * n_positions % 2**32)
+    first_counter = jnp.uint32(dropout.first_group) * probs_of_group
+    common = Common(scores, Q, n_positions, sinks_H, dropout.rate, first_counter)
+    sequences = Sequence(fold_groups(q_BxTxHxK, G), k_BxSxGxK.swapaxes(1, 2),
+                         v_BxSxGxK.swapaxes(1, 2), dropout.key_B, start_BxT)
+    if piece:
+        y_BxGxTQxK = jax.lax.map(functools.partial(attend_piece, common, piece), sequences)
+        return unfold_groups(y_BxGxTQxK, T)
 
     # checkpointed again, so that the loop does not stack the keys of each block: 0.71 of the time
     # (docs/lab_log.md)
@@ -363,19 +360,6 @@ def chunked_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H=None, 
     one_by_one = functools.partial(jax.lax.map, attend_one)
     all_at_once = jax.vmap(functools.partial(attend_sequence, common, n=512, in_loop=False))
     y_BxGxTQxK = jax.lax.platform_dependent(sequences, cpu=one_by_one, default=all_at_once)
-    return unfold_groups(y_BxGxTQxK, T)
-
-
-@functools.partial(jax.jit, static_argnames='scores')
-def chunked_attention_of_piece(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, piece, *, sinks_H, dropout,
-                               start_BxT):
-    """chunked_attention of T consecutive queries and S consecutive keys of a sequence, at the
-    positions that `piece` says."""
-    T, H = q_BxTxHxK.shape[1:3]
-    Q = H // k_BxSxGxK.shape[2]
-    common = common_of(scores, Q, piece.n_positions, sinks_H, dropout)
-    sequences = fold_sequences(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, dropout.key_B, start_BxT)
-    y_BxGxTQxK = jax.lax.map(functools.partial(attend_piece, common, piece), sequences)
     return unfold_groups(y_BxGxTQxK, T)
 
 
@@ -449,7 +433,8 @@ def attend_block(common, first, first_key, block):
     # the scores of the keys that each query may see
     products_GxTQxS = matmul(q_GxTQxK, k_GxSxK, transpose_rhs=True, dtype=jnp.float32)
     scores_GxTQxS = products_GxTQxS * common.scores.scale_of(K)
-    scores_GxTQxS = soft_cap(scores_GxTQxS, common.scores.cap)
+    if common.scores.cap:
+        scores_GxTQxS = soft_cap(scores_GxTQxS, common.scores.cap)
     position_TQx1 = jnp.repeat(first + jnp.arange(n_queries), common.Q)[:, None]
     key_position = jnp.arange(first_key, first_key + n_keys)
     if start_T is not None:
@@ -541,7 +526,9 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
 
         # its scores
         scores_BxGxTQxn = matmul(q_BxGxTQxK, k_BxGxnxK, transpose_rhs=True, dtype=jnp.float32)
-        scores_BxGxTQxn = soft_cap(scores_BxGxTQxn * scores.scale_of(K), scores.cap)
+        scores_BxGxTQxn *= scores.scale_of(K)
+        if scores.cap:
+            scores_BxGxTQxn = soft_cap(scores_BxGxTQxn, scores.cap)
         mask_Bx1xTQxn = jnp.repeat(mask_BxTxn, Q, axis=1)[:, None]
         scores_BxGxTQxn = jnp.where(mask_Bx1xTQxn, scores_BxGxTQxn, MASKED)
         return add_block(softmax, scores_BxGxTQxn, v_BxGxnxK)

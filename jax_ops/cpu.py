@@ -57,10 +57,8 @@ def two_rows(multiply, x, y):
     return multiply(jnp.concatenate([x, x], axis=-2), y)[..., :1, :]
 
 
-def nt_cpu(x_RxI, w_OxI, dtype=jnp.float32):
-    """x @ w.T, accumulated in dtype; also of uint8 x and int8 w."""
-    if x_RxI.dtype == jnp.uint8:
-        return nt_uint8().bind(x_RxI, w_OxI)
+def nt(x_RxI, w_OxI, dtype=jnp.float32):
+    """x @ w.T, accumulated in dtype: the plain form of what follows."""
     last_axes = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(x_RxI, w_OxI, last_axes, preferred_element_type=dtype)
 
@@ -72,9 +70,12 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
     R = len(x_RxI)
     n_padding = -R % 4 if R > 1 else 0
     x_RxI = jnp.pad(x_RxI, ((0, n_padding), (0, 0)))
+    if w_OxI.dtype == jnp.uint8:
+        y_OxR = nt_uint8().bind(w_OxI, x_RxI)
+    else:
+        y_OxR = nt(w_OxI, x_RxI, dtype)
     # the barrier keeps XLA from swapping the operands back and from fusing what follows
-    y_OxR = jax.lax.optimization_barrier(nt_cpu(w_OxI, x_RxI, dtype))
-    return y_OxR.T[:R]
+    return jax.lax.optimization_barrier(y_OxR).T[:R]
 
 
 def fusion_barrier(condition, f, otherwise, *args):
@@ -131,7 +132,7 @@ def nt_bfloat16_row(x_1xI, w_OxI):
         x_NxtxL = x_I.reshape(n_blocks, terms, FLOAT_LANES)
         halves = add_up([half * x_NxtxL for half in w_2xPxNxtxL])
         # the last row, if their number is odd
-        odd_row = nt_cpu(x_I[None], w_OxI[2 * n_pairs:].astype(jnp.float32))
+        odd_row = nt(x_I[None], w_OxI[2 * n_pairs:].astype(jnp.float32))
         return jnp.concatenate([*halves, odd_row], axis=1)
 
     x_I = x_1xI[0].astype(jnp.float32)

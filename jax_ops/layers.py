@@ -1,29 +1,16 @@
-"""The parameter of a layer, all layers as one loop, gradient checkpointing, and a function of
-positions in chunks."""
+"""All layers as one loop, gradient checkpointing, and a function of positions in chunks."""
 import functools
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
-from jax_ops.matmul import Int8, LowRank, Transposed
 from jax_ops.sharding import current_mesh, gather_positions
-from jax_ops.vocabulary import INIT_STD
 
 # what jax.checkpoint saves for the backward pass: with 'dots' the outputs of linear(), with 'full'
 # nothing
 REMAT_POLICIES = {
     'dots': jax.checkpoint_policies.save_only_these_names('dense'),
     'full': jax.checkpoint_policies.nothing_saveable}
-
-
-def matrix_param(module, name, shape, init_std=INIT_STD):
-    """module.param(name, nn.initializers.normal(init_std), shape), in float32; or the Int8,
-    Transposed or LowRank that decoding or LoRA puts in its place."""
-    value = module.get_variable('params', name)
-    if isinstance(value, (Int8, Transposed, LowRank)):
-        return value
-    return module.param(name, nn.initializers.normal(init_std), shape)
 
 
 def scan_blocks(gpt, stream, call):
@@ -58,10 +45,8 @@ def map_sequence_chunks(f, chunk, *xs_BxT):
     """f(*xs) -> [B, T], computed for `chunk` of the T positions at a time and recomputed in the
     backward pass, so that f's intermediate values (logits) exist for one chunk only.
 
-    chunk: a divisor of T; 0 is all. On a mesh each context rank has a part of each chunk."""
+    chunk: a divisor of T. On a mesh each context rank has a part of each chunk."""
     B, T = xs_BxT[0].shape[:2]
-    if not chunk or chunk >= T:
-        return f(*xs_BxT)
     mesh = current_mesh()
     n = 1
     if mesh and chunk % mesh.shape['context'] == 0:

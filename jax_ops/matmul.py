@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ops.cpu import (
     as_row_major, float_lane_terms, fusion_barrier, int16_lane_terms, int16_levels,
-    multiply_integers, nt_bfloat16_row, nt_chosen, nt_weights_left, on_tensor_ranks,
+    multiply_integers, nt, nt_bfloat16_row, nt_chosen, nt_weights_left, on_tensor_ranks,
     transpose_materialized, two_rows)
 from jax_ops.grouped import Grouped, grouped_matmul
 from jax_ops.sharding import (
@@ -38,9 +38,7 @@ def all_gather_param(param, dtype, tp=()):
 def matmul_f32_acc(x, y, dtype=None):
     """x [..., M, K] @ y [..., K, N] in dtype (default: x's), accumulated in float32."""
     dtype = dtype or x.dtype
-
-    def direct(x, y):
-        return jnp.matmul(x, y, preferred_element_type=dtype)
+    direct = functools.partial(jnp.matmul, preferred_element_type=dtype)
 
     def through_f32(x, y):
         multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
@@ -88,9 +86,9 @@ def matmul_fwd(x, y, transpose_rhs, dtype, tp):
 def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     x, y_stored = residuals
     g = g.astype(x.dtype)
-    if tp == ROW_PARALLEL:
+    if current_mesh() and tp == ROW_PARALLEL:
         g = gather_positions(g)
-    if tp and current_mesh():
+    if current_mesh() and tp:
         # The barrier prevents CSE with the forward all-gather, and moving this one out of a loop of
         # micro-steps. It ties the weights to x, not to g, so that XLA can prefetch them before g is
         # known (docs/parallelism.md#overlap).
@@ -119,17 +117,8 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
 matmul.defvjp(matmul_fwd, matmul_bwd)
 
 
-def nt(x_RxI, w_OxI, dtype=jnp.float32):
-    """x @ w.T, accumulated in dtype."""
-    last_axes = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x_RxI, w_OxI, last_axes, preferred_element_type=dtype)
-
-
 def soft_cap(x, cap):
-    """cap * tanh(x / cap): scores or logits that stay within +-cap (Gemma 2, arXiv:2408.00118); x
-    if cap is 0."""
-    if not cap:
-        return x
+    """cap * tanh(x / cap): scores or logits that stay within +-cap (Gemma 2, arXiv:2408.00118)."""
     return cap * jnp.tanh(x / cap)
 
 
@@ -218,7 +207,8 @@ def linear(x, kernel, bias=None, *, tp=()):
         return checkpoint_name(y, 'dense')
     if isinstance(kernel, LowRank):
         return linear(x, kernel.base, bias, tp=tp) + low_rank_update(x, kernel)
-    if tp == COLUMN_PARALLEL:
+    is_on_mesh = current_mesh() is not None
+    if is_on_mesh and tp == COLUMN_PARALLEL:
         x = gather_positions(x)
     if isinstance(kernel, Int8):
         y = matmul_int8(x, kernel.values, kernel.scale, tp).astype(x.dtype)
@@ -228,7 +218,7 @@ def linear(x, kernel, bias=None, *, tp=()):
         y = matmul_chosen(x, kernel).astype(x.dtype)
     else:
         y = matmul(x, kernel, tp=tp)
-    if tp == ROW_PARALLEL:  # each rank holds a partial sum
+    if is_on_mesh and tp == ROW_PARALLEL:  # each rank holds a partial sum
         with jax.named_scope('reduce_scatter'):
             y = shard_positions(y)
     if bias is not None:

@@ -89,19 +89,17 @@ def count_shards(mesh, axes):
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def shard_positions(x):
+def shard_positions(x, axes=('context', 'tensor')):
     """x [B, T, ...]; on a mesh, its positions are sharded over context and tensor, as between
     blocks, where norms and sums need one position at a time (sequence parallelism,
     arXiv:2205.05198)."""
-    other_axes = [None] * (x.ndim - 2)
-    return shard(x, BATCH, position_axes(x.shape[1], 'context', 'tensor'), *other_axes)
+    return shard(x, BATCH, position_axes(x.shape[1], *axes), *[None] * (x.ndim - 2))
 
 
 def gather_positions(x):
     """x [B, T, ...] of shard_positions; on a mesh, its positions are all-gathered over tensor."""
     x = shard_positions(x)  # or XLA would gather it before a cast
-    other_axes = [None] * (x.ndim - 2)
-    return shard(x, BATCH, position_axes(x.shape[1], 'context'), *other_axes)
+    return shard_positions(x, ('context',))
 
 
 def batch_axes(n_rows):

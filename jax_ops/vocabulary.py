@@ -82,21 +82,26 @@ def lookup_range(rows_VxD, idx, start):
 
 
 def lm_logits(x_BxTxD, table_VxD, cap=0.0, *, training=False):
-    """soft_cap(x @ table.T, cap) -> float32 [B, T, V]. On a mesh each device keeps the logits of
-    its vocabulary range.
+    """soft_cap(x @ table.T, cap) -> float32 [B, T, V]; a cap of 0 is none. On a mesh each device
+    keeps the logits of its vocabulary range.
 
     training: whether to use matmul(), which pays for many tokens; without it the table is read in
     place, which suits decoding."""
-    x_BxTxD = gather_positions(x_BxTxD)
+    is_on_mesh = current_mesh() is not None
+    if is_on_mesh:
+        x_BxTxD = gather_positions(x_BxTxD)
     if isinstance(table_VxD, Int8):
         logits_BxTxV = matmul_int8(x_BxTxD, table_VxD.values, table_VxD.scale, COLUMN_PARALLEL)
     elif training:
         logits_BxTxV = matmul(x_BxTxD, table_VxD, transpose_rhs=True, dtype=jnp.float32)
     else:
         logits_BxTxV = matmul_nt(x_BxTxD, table_VxD)
-    logits_BxTxV = soft_cap(logits_BxTxV, cap)
-    positions = position_axes(logits_BxTxV.shape[1], 'context')
-    return shard(logits_BxTxV, BATCH, positions, 'tensor')
+    if cap:
+        logits_BxTxV = soft_cap(logits_BxTxV, cap)
+    if is_on_mesh:
+        positions = position_axes(logits_BxTxV.shape[1], 'context')
+        logits_BxTxV = shard(logits_BxTxV, BATCH, positions, 'tensor')
+    return logits_BxTxV
 
 
 def cross_entropy(logits_BxTxV, targets_BxT):
@@ -213,12 +218,14 @@ class ParallelLMHead(VocabParallel):
         if last_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
 
-        def multiply(table, x):
-            return lm_logits(x, table, self.cap, training=training)
-
-        if mesh is not None:
-            multiply = run_on_mesh(multiply, mesh)
-        logits = multiply(self.table(n_rows), x_BxTxD.astype(self.dtype))
+        x_BxTxD = x_BxTxD.astype(self.dtype)
+        table = self.table(n_rows)
+        if mesh is None:
+            logits = lm_logits(x_BxTxD, table, self.cap, training=training)
+        else:
+            multiply = run_on_mesh(
+                lambda table, x: lm_logits(x, table, self.cap, training=training), mesh)
+            logits = multiply(table, x_BxTxD)
         if self.bias:
             logits += self.param('bias', nn.initializers.zeros, (n_rows,))
         return logits

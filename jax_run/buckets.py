@@ -236,10 +236,7 @@ class BucketRun:
         return epath.Path(self.folder.url) / 'ckpt'
 
     def make_checkpoints(self):
-        pass  # a bucket has no folders
-
-    def atomicity(self):
-        return None  # what Orbax chooses for a bucket: it writes COMMITTED
+        """A bucket has no folders. Returns None: what Orbax chooses for it, it writes COMMITTED."""
 
     def shown(self, text):
         return str(text).replace(str(self.files), self.folder.url)

@@ -18,6 +18,7 @@ from jax_flags import (
     UserError, check_choice, check_url, exit_if_peer_died, is_url, path_inside, printable,
     read_json, write_text)
 from jax_hub.tokenizers import locate_tokenizer
+from jax_transformer import GPTConfig
 
 try:
     import fcntl
@@ -58,19 +59,13 @@ class DiskRun:
 
     def __init__(self, out_dir):
         self.files = Path(out_dir)
-
-    @property
-    def checkpoints(self):
-        """The folder of the checkpoints, for Orbax."""
-        return Path(self.files, 'ckpt').absolute()
+        self.checkpoints = Path(out_dir, 'ckpt').absolute()  # for Orbax
 
     def make_checkpoints(self):
-        """Makes the folder of the checkpoints: Orbax would take a file in its place."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-
-    def atomicity(self):
-        """Returns how Orbax completes a checkpoint: its folder gets its name."""
+        """Makes the folder of the checkpoints: Orbax would take a file in its place. Returns how
+        Orbax completes a checkpoint: its folder gets its name."""
         from orbax.checkpoint import options
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
         return options.AtomicityOptions(mode=options.AtomicityMode.ATOMIC_RENAME)
 
     def shown(self, text):
@@ -89,8 +84,30 @@ class DiskRun:
         """Waits for the lock of a run that has died: the system lets go of it at once."""
 
     def lock(self, holder):
-        """Takes the lock; see take_lock. Returns what holds it until it is closed."""
-        return take_lock(self.files / 'lock', holder)
+        """Takes the lock in process 0, and writes into it who holds it. Returns what holds it until
+        it is closed: the open file."""
+        path = self.files / 'lock'
+        try:
+            # Take it: the system lets go of it when this process ends, however that happens.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, 'a')
+        except OSError as error:
+            raise UserError(f'cannot write to {path.parent}: {error.strerror}; choose another '
+                            '--out_dir') from error
+        try:
+            if fcntl:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(f'{path.parent} is in use by {path.read_text()}; choose another '
+                            '--out_dir') from None
+        except OSError:
+            pass  # a file system without locks
+
+        # Say who has it, to the processes that look for it.
+        file.truncate(0)
+        file.write(holder)
+        file.flush()
+        return file
 
     def is_locked_by(self, holder):
         """Returns whether process 0, whose name this is, has the lock that this process sees."""
@@ -130,32 +147,6 @@ class DiskRun:
         return f', where {free:,.0f} MB are free'
 
 
-def take_lock(path, holder):
-    """Takes the lock of a folder on a disk in process 0, and writes into it who holds it. Returns
-    the open file."""
-    try:
-        # Take it: the system lets go of it when this process ends, however that happens.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, 'a')
-    except OSError as error:
-        raise UserError(f'cannot write to {path.parent}: {error.strerror}; choose another '
-                        '--out_dir') from error
-    try:
-        if fcntl:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        raise UserError(f'{path.parent} is in use by {path.read_text()}; choose another '
-                        '--out_dir') from None
-    except OSError:
-        pass  # a file system without locks
-
-    # Say who has it, to the processes that look for it.
-    file.truncate(0)
-    file.write(holder)
-    file.flush()
-    return file
-
-
 # -----------------------------------------------------------------------------
 # the manager, and checksums
 
@@ -185,17 +176,16 @@ def open_checkpoints(out_dir, keep=2):
         create_directories_asynchronously=False,
         post_finalization_callback=folder.write_checksums)
 
-    options = ocp.CheckpointManagerOptions(
-        preservation_policy=preservation,
-        best_fn=val_loss,
-        best_mode='min',
-        cleanup_tmp_directories=True,
-        create=True,
-        atomicity_options=folder.atomicity(),
-        async_options=background)
     items = (*WEIGHTS, 'opt_state', 'meta')
     try:
-        folder.make_checkpoints()
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation,
+            best_fn=val_loss,
+            best_mode='min',
+            cleanup_tmp_directories=True,
+            create=True,
+            atomicity_options=folder.make_checkpoints(),
+            async_options=background)
         return ocp.CheckpointManager(folder.checkpoints, options=options, item_names=items)
     except (OSError, *folder.more_errors) as error:
         reason = getattr(error, 'strerror', None) or str(error)[:200]
@@ -334,7 +324,8 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
     a candidate for the best; None without an evaluation. Raises UserError if this checkpoint or the
     one before it cannot be written (a full disk)."""
     import orbax.checkpoint as ocp
-    state = jax.tree.map(as_replicated_global_array, state)
+    if jax.process_count() > 1:
+        state = jax.tree.map(as_replicated_global_array, state)
     metrics = None if val_loss is None else {'val_loss': val_loss}
     trees = {**weights_of(state), 'opt_state': opt_state_item(state)}
     items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
@@ -356,7 +347,7 @@ def as_replicated_global_array(x):
     """Returns an array of this process's devices as a global array, replicated over the devices of
     all processes, as Orbax expects it. Such are pmap's results with several processes; whatever
     else x is, it is returned as it is."""
-    if jax.process_count() == 1 or not isinstance(x, jax.Array) or not x.is_fully_addressable:
+    if not isinstance(x, jax.Array) or not x.is_fully_addressable:
         return x
     copies = [copy.data for copy in x.addressable_shards]
     mesh = Mesh(np.array(jax.devices(copies[0].device.platform)), ('data',))
@@ -422,13 +413,10 @@ def opt_state_item(state):
 # choosing and restoring
 
 
-def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
+def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     """Chooses the 'latest' or the 'best' checkpoint in out_dir and returns (iteration, metadata).
     If one of these items of it is damaged, stderr says so, and the newest intact one is taken
-    instead.
-
-    check_model: a function of the model's config in the metadata that raises an exception if it is
-    none of this program. Raises UserError if there is no intact checkpoint."""
+    instead. Raises UserError if there is no intact checkpoint."""
     check_choice('checkpoint', which, ('latest', 'best'))
     steps = checkpoint_steps(out_dir)
     run = run_folder(out_dir)
@@ -448,7 +436,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
     problems = []
     for step in steps:
         try:
-            meta = open_checkpoint(out_dir, step, items, check_model)
+            meta = open_checkpoint(out_dir, step, items)
         except UserError as error:
             problems.append(str(error))
             continue
@@ -458,7 +446,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS, check_model=None):
     raise UserError(f'{"; ".join(problems)}; there is no intact one')
 
 
-def open_checkpoint(out_dir, step, items=ITEMS, check_model=None):
+def open_checkpoint(out_dir, step, items=ITEMS):
     """Returns the metadata of checkpoint `step`; see choose_checkpoint. Raises UserError if one of
     these items is damaged."""
     run = run_folder(out_dir)
@@ -470,22 +458,21 @@ def open_checkpoint(out_dir, step, items=ITEMS, check_model=None):
         problem = 'metrics/metrics'
     if not problem:
         try:
-            return read_meta(path, check_model)
+            return read_meta(path)
         except Exception as error:  # a checkpoint of an earlier version, without checksums
             problem = f'{type(error).__name__}: {" ".join(str(error).split())}'
     raise UserError(f'{run.shown(path)} is damaged or not a checkpoint of this program '
                     f'({printable(run.shown(problem))})')
 
 
-def read_meta(step, check_model=None):
+def read_meta(step):
     """Returns the metadata of the checkpoint in the folder `step`. Raises an exception if it is not
-    one of this program. check_model: as for choose_checkpoint."""
+    one of this program, or its model none that this version knows."""
     meta = read_json(step / 'meta' / 'metadata')
     missing = {'model', 'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
     if missing:
         raise ValueError(f'its metadata lacks {sorted(missing)}')
-    if check_model:
-        check_model(meta['model'])
+    GPTConfig(**meta['model'])
 
     # Earlier versions wrote no checksums; since then the metadata says that they are there.
     has_checksums = meta.pop('checksums', False)

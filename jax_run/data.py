@@ -88,7 +88,6 @@ def load_dataset_meta(data_dir):
     A folder without meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a
     missing data set and a damaged meta.json."""
     data_dir = relative_path(data_dir)
-    remedy = remedy_for(data_dir)
     path = data_dir / 'meta.json'
     meta = dict.fromkeys(COUNTED) | NANOGPT_META
 
@@ -99,7 +98,7 @@ def load_dataset_meta(data_dir):
             meta['tokenizer'] = locate_tokenizer(meta['tokenizer'], data_dir)
             check_meta(meta)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f'{path} is damaged ({error}); {remedy}') from None
+            raise UserError(f'{path} is damaged ({error}); {remedy_for(data_dir)}') from None
     # Without one: nanoGPT's older form, nothing at all, or GPT-2's tokens.
     elif (data_dir / 'meta.pkl').exists():
         program = relative_path(Path(__file__).parents[1] / 'data' / 'convert_meta.py')
@@ -107,7 +106,7 @@ def load_dataset_meta(data_dir):
             f'{data_dir / "meta.pkl"} is a pickle, which can run programs and is not loaded; if '
             f'you trust it, convert it once: {sys.executable} {program} {data_dir}')
     elif not (data_dir / 'train.bin').exists():
-        raise UserError(f'there is no {data_dir / "train.bin"}; {remedy}')
+        raise UserError(f'there is no {data_dir / "train.bin"}; {remedy_for(data_dir)}')
     return meta
 
 
@@ -135,17 +134,26 @@ def load_dataset(data_dir, block_size):
     for split in ('train', 'val'):
         path = data_dir / f'{split}.bin'
         check_size(path, meta, split, block_size)
-        splits[split] = open_tokens(path, meta['dtype'], row_length)
-        check_largest_id(splits[split], meta, split, remedy_for(data_dir))
+        splits[split] = tokens = open_tokens(path, meta['dtype'], row_length)
+
+        # a token id outside the vocabulary would train silently
+        largest = meta['max_id']
+        if largest is None or meta[f'{split}_tokens'] is None:
+            # prepare.py has not counted: each process reads its share of the tokens
+            n = 10**7 // tokens[0].size
+            starts = range(0, len(tokens), n)[jax.process_index()::jax.process_count()]
+            largest = max((int(tokens[i:i + n].max()) for i in starts), default=0)
+        if largest >= meta['vocab_size']:
+            raise UserError(f"{path.name} has token id {largest}, outside the vocabulary of "
+                            f"{meta['vocab_size']}; {remedy_for(data_dir)}")
     return splits, meta['vocab_size'], meta['tokenizer']
 
 
 def check_size(path, meta, split, block_size):
     """Raises UserError unless the file of a split has as many tokens as its meta.json says, and
     more than block_size."""
-    remedy = remedy_for(path.parent)
     if not path.exists():
-        raise UserError(f'there is no {path}; {remedy}')
+        raise UserError(f'there is no {path}; {remedy_for(path.parent)}')
 
     # A whole number of tokens, and at least one sequence.
     width = np.dtype(meta['dtype']).itemsize
@@ -153,7 +161,7 @@ def check_size(path, meta, split, block_size):
     if rest:
         raise UserError(
             f'{path} has {size * width + rest} bytes, not a multiple of {width} ({meta["dtype"]}): '
-            f'it is cut short or of another type; {remedy}')
+            f'it is cut short or of another type; {remedy_for(path.parent)}')
     if size <= block_size:
         raise UserError(
             f'{path} has {size} tokens, and block_size={block_size} needs {block_size + 1}; use '
@@ -164,20 +172,7 @@ def check_size(path, meta, split, block_size):
     if n_tokens not in (None, size):
         raise UserError(
             f'{path} has {size} tokens, its meta.json says {n_tokens}: the file is damaged or of '
-            f'another data set; {remedy}')
-
-
-def check_largest_id(tokens, meta, split, remedy):
-    """Raises UserError for a token id outside the vocabulary, which would train silently."""
-    largest = meta['max_id']
-    if largest is None or meta[f'{split}_tokens'] is None:
-        # prepare.py has not counted: each process reads its share of the tokens
-        n = 10**7 // tokens[0].size
-        starts = range(0, len(tokens), n)[jax.process_index()::jax.process_count()]
-        largest = max((int(tokens[i:i + n].max()) for i in starts), default=0)
-    if largest >= meta['vocab_size']:
-        raise UserError(f"{split}.bin has token id {largest}, outside the vocabulary of "
-                        f"{meta['vocab_size']}; {remedy}")
+            f'another data set; {remedy_for(path.parent)}')
 
 
 def load_masks(data_dir, splits):

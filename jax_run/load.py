@@ -92,10 +92,8 @@ def check_checksum(lora, crc):
 
 
 def move_base(lora, base):
-    """Returns what a checkpoint says of LoRA, with the place where its base is now; '' is the same
-    place. Raises UserError for a base without LoRA."""
-    if not base:
-        return lora
+    """Returns what a checkpoint says of LoRA, with the place where its base is now. Raises
+    UserError for a base without LoRA."""
     if not lora:
         raise UserError('base is for a LoRA run, and this one is not')
     path = full_path(base)
@@ -113,16 +111,6 @@ def full_path(source):
 
 # -----------------------------------------------------------------------------
 # runs, with and without LoRA
-
-def choose_run(out_dir, which='latest', **options):
-    """choose_checkpoint, of those whose model this version knows."""
-    return choose_checkpoint(out_dir, which, check_model=check_saved_model, **options)
-
-
-def check_saved_model(model):
-    """Raises an exception for a config in a checkpoint that this version does not know."""
-    GPTConfig(**model)
-
 
 class OnHost:
     """Stands for a layout over devices where parameters stay in the memory of the host."""
@@ -146,7 +134,7 @@ def load_start_weights(source, config, layout, change=None):
 
     # the checkpoint as numpy arrays
     out_dir, step = split_checkpoint(source)
-    meta = open_checkpoint(out_dir, step, (*WEIGHTS, 'meta'), check_saved_model)
+    meta = open_checkpoint(out_dir, step, (*WEIGHTS, 'meta'))
     saved = GPTConfig(**meta['model'])
     params = restore_params(out_dir, step, saved, meta, OnHost())
     if meta.get('lora'):
@@ -196,9 +184,9 @@ def restore_run(out_dir, which, layout, base):
     """Loads what a run has trained: (config, params, what move_base returns, metadata) of its best
     or latest checkpoint. With LoRA params holds the updates alone. Raises UserError if there is no
     checkpoint."""
-    step, meta = choose_run(out_dir, which, items=MODEL_ITEMS)
+    step, meta = choose_checkpoint(out_dir, which, items=MODEL_ITEMS)
     config = GPTConfig(**meta['model'])
-    lora = move_base(meta.get('lora'), base)
+    lora = move_base(meta.get('lora'), base) if base else meta.get('lora')
     params = restore_params(out_dir, step, config, meta, layout)
     return config, params, lora, meta
 

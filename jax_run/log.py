@@ -65,21 +65,13 @@ class RunLog:
         self.mfu = None  # the latest
         self.is_first = True  # no iteration fetched yet
         self.is_paused = False
-        self.restart_clock()
-        self.tell_watchers()
-
-    def tell_watchers(self):
-        """Calls the watchers."""
-        for watch in watchers:
-            watch(self.run)
-
-    # --- the clock
-
-    def restart_clock(self):
-        """Starts the time of the next line."""
         self.start = time.perf_counter()
         self.seconds = 0.0  # time of the iterations since the line before, up to the latest pause
         self.n_timed = 0  # iterations fetched since the line before
+        for watch in watchers:
+            watch(run)
+
+    # --- the clock
 
     def pause(self):
         """Logs the pending iteration, and stops the clock."""
@@ -93,10 +85,6 @@ class RunLog:
         if self.is_paused:
             self.start = time.perf_counter()
             self.is_paused = False
-
-    def mean_seconds(self):
-        """Returns the mean time of the iterations since the line before."""
-        return (self.seconds + time.perf_counter() - self.start) / self.n_timed
 
     # --- iterations
 
@@ -125,7 +113,15 @@ class RunLog:
 
         # this waits for the device
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        self.check_finite(iter_num, metrics)
+        loss, grad_norm = metrics['loss'], metrics['grad_norm']
+        # float16 may overflow: such an update is skipped, until the loss scale is below 1
+        may_overflow = metrics.get('loss_scale', 0) >= 1
+        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or may_overflow):
+            raise UserError(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: '
+                            f'stopping; the checkpoints in {self.out_dir} are from before; try a '
+                            'lower learning_rate, longer warmup_iters or dtype=float32')
+
+        # count it
         self.lr = metrics['lr']
         self.n_timed += 1
         self.bar.update()
@@ -139,21 +135,12 @@ class RunLog:
         if iter_num % self.log_interval == 0 and self.metrics_log:
             self.write(iter_num, metrics)
 
-    def check_finite(self, iter_num, metrics):
-        """Raises UserError if the loss or the gradient is not finite. float16 may overflow: such
-        an update is skipped, until the loss scale is below 1."""
-        loss, grad_norm = metrics['loss'], metrics['grad_norm']
-        may_overflow = metrics.get('loss_scale', 0) >= 1
-        if math.isfinite(loss) and (math.isfinite(grad_norm) or may_overflow):
-            return
-        raise UserError(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: '
-                        f'stopping; the checkpoints in {self.out_dir} are from before; try a '
-                        'lower learning_rate, longer warmup_iters or dtype=float32')
-
     def write(self, iter_num, metrics):
         """Records and prints an iteration."""
-        seconds = self.mean_seconds()
-        self.restart_clock()
+        # the mean of the iterations since the line before; the next line's begins now
+        now = time.perf_counter()
+        seconds = (self.seconds + now - self.start) / self.n_timed
+        self.start, self.seconds, self.n_timed = now, 0.0, 0
         tokens_per_sec = self.tokens_per_iter / seconds
         mfu = 'n/a'
         if self.estimate_mfu:
@@ -178,7 +165,14 @@ class RunLog:
     def evaluation(self, iter_num, losses, sample=''):
         """Logs the losses of estimate_losses, and a text of the model. Raises UserError if the
         losses are not finite."""
-        flat = flat_names(losses)
+        # 'val_loss'; of one set of several, {'val_web': {'loss': ...}}, 'val_loss_web'
+        flat = {}
+        for split, metrics in losses.items():
+            split, _, data_set = split.partition('_')
+            for metric, value in metrics.items():
+                flat[f'{split}_{metric}_{data_set}' if data_set else f'{split}_{metric}'] = value
+
+        # say them
         more = ''
         for name, value in flat.items():
             if name.startswith('val_') and name != 'val_loss':
@@ -188,6 +182,8 @@ class RunLog:
         if not math.isfinite(sum(flat.values())):
             raise UserError(f'the loss is not finite at iteration {iter_num}; {self.out_dir} has '
                             'checkpoints from before')
+
+        # record them
         if sample:
             self.say(f'{sample}\n---------------')
             flat['sample'] = sample
@@ -199,19 +195,8 @@ class RunLog:
             self.wandb_run.log({
                 'iter': iter_num, 'train/loss': train, 'val/loss': val, **flat, 'lr': self.lr,
                 'mfu': self.mfu and 100 * self.mfu})  # percent
-        self.tell_watchers()
-
-
-def flat_names(losses):
-    """Returns the losses {split: {metric: value}} as {'split_metric': value}; those of one set of
-    several, {'val_web': {'loss': value}}, as {'val_loss_web': value}."""
-    flat = {}
-    for split, metrics in losses.items():
-        split, _, data_set = split.partition('_')
-        for metric, value in metrics.items():
-            name = f'{split}_{metric}_{data_set}' if data_set else f'{split}_{metric}'
-            flat[name] = value
-    return flat
+        for watch in watchers:
+            watch(self.run)
 
 
 def start_wandb(**settings):

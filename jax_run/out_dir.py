@@ -60,8 +60,10 @@ class OutDir:
             return
         files = self.folder.files
         write_json(files / 'config.json', {**flags, 'dtype': run.dtype})
-        copy_tokenizer(run.tokenizer, files / 'tokenizer')
-        if not run.resumed:
+        if run.tokenizer['kind'] == 'folder':
+            copy_tokenizer(run.tokenizer, files / 'tokenizer')
+        # the config.json of the pretrained model, or none in place of an earlier run's
+        if not run.resumed and (run.source or (files / 'tokenizer').exists()):
             keep_config_json(config_json_of(run.source), files)
         self.metrics_log = MetricsLog(files, run.iter_num)
         self.folder.upload()
@@ -119,11 +121,6 @@ class OutDir:
                 print(f'the evaluation at iteration {iter_num} has failed; the model is saved')
             raise
 
-    def finish(self):
-        """Waits until all checkpoints are complete."""
-        finish_checkpoints(self.checkpoints)
-        self.folder.upload()
-
     def close(self):
         """Gives the lock back: from here on nothing is written."""
         self.folder.upload()
@@ -148,7 +145,8 @@ class OutDir:
             exit_if_peer_died(error)
             raise
         finally:
-            self.finish()
+            finish_checkpoints(self.checkpoints)
+            self.folder.upload()
 
 
 def config_json_of(source):
@@ -180,42 +178,34 @@ def lock_out_dir(out_dir, resumed_at=None):
 
     def take():
         held = run.lock(holder)
-        set_damaged_aside(run, resumed_at)
+        folder = run.files / 'ckpt'
+        for step in list_steps(folder):
+            path = folder / str(step)
+            is_newer = resumed_at is not None and step > resumed_at
+            if is_newer or read_val_loss(path) == -math.inf:
+                free = free_name(folder, step)
+                run.set_aside(path, free)
+                print(f'{run.shown(path)} is damaged: renamed to {free.name}')
         return held
-
-    def see():
-        if jax.process_index() > 0:
-            see_lock(run, out_dir, holder)
 
     # Process 0 takes the lock, then the others see it.
     held = in_first_process(take)
-    in_all_processes(see)
+    if jax.process_count() > 1:
+        in_all_processes(see_lock, run, out_dir, holder)
     return held
 
 
 def see_lock(run, out_dir, holder):
     """Raises UserError unless this process sees the lock that process 0 holds. It waits up to 3 s:
     what another machine has written may take a moment to be seen."""
+    if jax.process_index() == 0:
+        return
     for _ in range(30):
         if run.is_locked_by(holder):
             return
         time.sleep(0.1)
     raise UserError(f'{out_dir} is not the folder of process 0: it has to be on a file system '
                     'that all processes share, or in a bucket, gs://bucket/run')
-
-
-def set_damaged_aside(run, resumed_at):
-    """Renames damaged checkpoints of a run's folder: those that are newer than the one that it
-    resumes at, and those with unreadable metrics."""
-    folder = run.files / 'ckpt'
-    for step in list_steps(folder):
-        path = folder / str(step)
-        is_damaged = read_val_loss(path) == -math.inf
-        is_newer = resumed_at is not None and step > resumed_at
-        if is_damaged or is_newer:
-            free = free_name(folder, step)
-            run.set_aside(path, free)
-            print(f'{run.shown(path)} is damaged: renamed to {free.name}')
 
 
 def free_name(folder, step):

@@ -13,6 +13,7 @@ import json
 import zlib
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from jax_devices.processes import check_agreement, gather_texts, in_all_processes
@@ -76,20 +77,8 @@ def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
     random: an epoch's worth misses 1/e of the tokens.) With another n_rows the same iteration
     means other sequences."""
     rows = np.arange(n_rows) if rows is None else rows
-    order = window_order(len(tokens), block_size, seed)
-    return read_windows(tokens, order.locate(iteration * n_rows + rows), block_size)
-
-
-def read_windows(tokens, starts, block_size):
-    """Returns x and y, int32 [len(starts), block_size]: the windows of `tokens` from each start
-    on, and these shifted by one."""
-    check_not_cut(tokens)
-    return inputs_and_targets(tokens[starts[:, None] + np.arange(block_size + 1)])
-
-
-def inputs_and_targets(windows):
-    windows = windows.astype(np.int32)
-    return windows[:, :-1], windows[:, 1:]
+    windows = Windows(tokens, block_size=block_size, seed=seed)
+    return windows.get(tokens, windows.locate(iteration * n_rows + rows))
 
 
 # -----------------------------------------------------------------------------
@@ -124,8 +113,11 @@ class Windows:
         return window_order(len(self.tokens), self.block_size, seed)
 
     def get(self, array, places):
-        """Returns x and y, int32 [B, block_size], of the tokens or their mask."""
-        return read_windows(array, places, self.block_size)
+        """Returns x and y, int32 [B, block_size], of the tokens or their mask: the windows from
+        these places on, and these shifted by one."""
+        check_not_cut(array)
+        windows = array[places[:, None] + np.arange(self.block_size + 1)].astype(np.int32)
+        return windows[:, :-1], windows[:, 1:]
 
     def read(self, places):
         """Reads the sequences at these places, [B].
@@ -164,12 +156,7 @@ class Windows:
         batch = self.read(places[rows])
         if 'weight' not in batch:
             return batch
-        n_counted = self.count(places)
-        if not n_counted:
-            return None
-        n_targets = len(numbers) * self.block_size
-        batch['weight'] = (batch['weight'] * (n_targets / n_counted)).astype(np.float32)
-        return batch
+        return scale_weights(batch, self.count(places), len(numbers) * self.block_size)
 
     def count_passes(self, n_sequences):
         """Returns how often reading n_sequences reads all sequences of the split."""
@@ -234,21 +221,30 @@ class Rows(Windows):
 
     def get(self, array, places):
         check_not_cut(array)
-        return inputs_and_targets(array[places])
+        rows = array[places].astype(np.int32)
+        return rows[:, :-1], rows[:, 1:]
 
     def read_mask(self, places):
         """Reads what the mask says: {'weight', 'start', 'padding'}, see GPT.loss."""
         mask = self.mask[places]
-        mask_x, mask_y = inputs_and_targets(mask)
-        weight = (mask_y == COUNTS).astype(np.float32)
+        weight = (mask[:, 1:] == COUNTS).astype(np.float32)
         padding = find_padding(mask)[:, :-1]
-        return {'weight': weight, 'start': find_starts(mask_x), 'padding': padding}
+        return {'weight': weight, 'start': find_starts(mask[:, :-1]), 'padding': padding}
 
     def spread(self, n_rows):
         """Returns the places of n_rows rows that are spread evenly over the split, or of all rows
         if there are fewer."""
         n = min(n_rows, len(self.tokens))
         return np.arange(n) * len(self.tokens) // n
+
+
+def scale_weights(batch, n_counted, n_targets):
+    """Returns the batch with weights of a mean of 1 over the n_targets targets of its iteration, of
+    which n_counted count; None if none counts."""
+    if not n_counted:
+        return None
+    batch['weight'] = (batch['weight'] * (n_targets / n_counted)).astype(np.float32)
+    return batch
 
 
 def find_starts(mask_x):
@@ -378,11 +374,7 @@ class Mixture:
         n_counted = 0
         for k in np.unique(which):
             n_counted += self.parts[k].count(self.parts[k].locate(own[which == k]))
-        if not n_counted:
-            return None
-        n_targets = len(numbers) * self.block_size
-        batch['weight'] = (batch['weight'] * (n_targets / n_counted)).astype(np.float32)
-        return batch
+        return scale_weights(batch, n_counted, len(numbers) * self.block_size)
 
     def count_passes(self, n_sequences):
         """Returns the most passes over one of the parts."""
@@ -481,7 +473,8 @@ def open_data(shares, meta, *, block_size, seed, length_normalized=False):
 
     # All processes have the same data, or none of them goes on.
     data = Data(sets, train, token_bytes)
-    check_agreement('data', data.fingerprint(meta['tokenizer']))
+    if jax.process_count() > 1:
+        check_agreement('data', data.fingerprint(meta['tokenizer']))
     return data
 
 

@@ -6,7 +6,7 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 | what | from | by |
 |---|---|---|
 | flags except NOT_RESUMED; those given now win | meta | `merge_resumed_flags` |
-| which checkpoint: the latest that is intact | out_dir | `choose_run` |
+| which checkpoint: the latest that is intact | out_dir | `choose_checkpoint` |
 | --deterministic, before jax starts | out_dir/config.json | `configure_process` |
 | the sizes of the mesh, if they fit the devices that are here | flags | `fit_sizes` |
 | the model's config; dropout, dtype, expert_balance are those of the flags | meta | `for_this_run` |
@@ -30,26 +30,24 @@ import os
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jax_devices.choose import choose_attention, choose_experts
 from jax_devices.layout import fit_sizes
 from jax_devices.processes import check_agreement, in_all_processes, in_first_process
 from jax_devices.setup import setup_jax_environment
 from jax_flags import (
-    UserError, ceil_div, check_flags, check_given, check_needs, check_url, decays_learning_rate,
-    did_you_mean, is_url, rising_learning_rate)
+    UserError, ceil_div, check_flags, check_given, check_needs, check_url, did_you_mean, is_url,
+    rising_learning_rate)
 from jax_hub.folders import PUBLISHED, is_hub_name, local_path
 from jax_hub.tokenizers import check_tokens, describe_tokenizer, remedy_for_tokens, same_tokens
 from jax_pretrained import load_config
 from jax_run.checkpoints import (
-    MODEL_ITEMS, checkpoint_steps, is_run, load_checkpoint, run_folder)
+    MODEL_ITEMS, checkpoint_steps, choose_checkpoint, is_run, load_checkpoint, run_folder)
 from jax_run.data import load_mixture_meta
-from jax_run.load import choose_run, full_path, load_frozen, load_start_weights, move_base
+from jax_run.load import full_path, load_frozen, load_start_weights, move_base
 from jax_text import create_sampler, sample_while_training
 from jax_train_utils import (
-    check_loss_chunk, create_learning_rate_schedule, create_lora_state,
-    create_optimizer_with_schedule, create_train_state, initial_loss_scale)
+    create_learning_rate_schedule, create_lora_state, create_train_state, initial_loss_scale)
 from jax_transformer import GPTConfig
 
 # the flags that say what the model is. A resume may not change them, but for block_size where
@@ -110,7 +108,8 @@ def open_run(flags, given, data_root):
     written. Raises UserError for all that resolve_flags refuses, and for a model or a data set
     that is missing or does not fit the other."""
     flags, resumed, devices, dtype = resolve_flags(flags, given)
-    in_all_processes(check_init_from, flags['init_from'])
+    if flags['init_from'] not in ('scratch', 'resume'):
+        in_all_processes(check_init_from, flags['init_from'])
     shares, data = in_all_processes(load_mixture_meta, flags['dataset'], data_root)
     run = Run(flags, given, devices, dtype, resumed, shares, data)
     if resumed:
@@ -162,7 +161,9 @@ def continued_model(run):
     if config.position != 'learned':
         config = with_block_size(config, flags['block_size'], out_dir)
     run.config = for_this_run(config, flags, run.given, run.dtype)
-    run.lora = move_base(resumed.get('lora'), flags['base'])
+    run.lora = resumed.get('lora')
+    if flags['base']:
+        run.lora = move_base(run.lora, flags['base'])
 
     # its tokenizer, of which the data set may have more text by now
     run.tokenizer = resumed['tokenizer']
@@ -182,7 +183,7 @@ def print_what_is_left(run):
     made longer without its schedule that the learning rate stays low."""
     flags = run.flags
     max_iters, decay_iters = flags['max_iters'], flags['lr_decay_iters']
-    decays = decays_learning_rate(flags)
+    decays = flags['decay_lr'] and flags['lr_schedule'] != 'constant'
     if run.iter_num >= max_iters:
         longer = f'--max_iters={2 * max_iters}'
         if decays:
@@ -234,8 +235,8 @@ def pretrained_model(run):
 def checkpoint_of_run(run, source):
     """Chooses the checkpoint --checkpoint of the run in the folder `source` and sets run.source to its
     folder. Returns (the model's config, the description of its tokenizer)."""
-    choose = functools.partial(choose_run, items=MODEL_ITEMS)
-    step, meta = in_all_processes(choose, source, run.flags['checkpoint'])
+    step, meta = in_all_processes(
+        choose_checkpoint, source, run.flags['checkpoint'], MODEL_ITEMS)
     run.source = os.path.join(source, 'ckpt', str(step))
     return GPTConfig(**meta['model']), meta['tokenizer']
 
@@ -299,28 +300,26 @@ def training_config(run, data, layout):
         flags['attention'], config, run.devices[0], tensor=flags['tensor'],
         context=flags['context'], deterministic=flags['deterministic'],
         packed=data.train.is_packed)
-    experts, why_experts = choose_experts(config, run.devices[0])
     config = dataclasses.replace(
-        config, attention=attention, experts=experts, scan_layers=flags['scan_layers'],
-        remat=flags['remat'])
+        config, attention=attention, scan_layers=flags['scan_layers'], remat=flags['remat'])
     print(f'attention: {attention} ({reason})')
     if config.moe:
-        print(f'experts: {experts} ({why_experts})')
+        experts, reason = choose_experts(config, run.devices[0])
+        config = dataclasses.replace(config, experts=experts)
+        print(f'experts: {experts} ({reason})')
     layout.validate(config)
-    check_loss_chunk(config, flags['loss_chunk'])
     return config
 
 
 def open_sampler(run):
     """Makes a function of a TrainState that continues --sample_prompt, as sample_jax.py would from
-    its checkpoint; '' without a prompt, and of a model that has learned nothing yet. Raises
-    UserError for a prompt that cannot be continued."""
+    its checkpoint; '' of a model that has learned nothing yet. Raises UserError for a prompt that
+    cannot be continued."""
     prompt = run.flags['sample_prompt']
     sampler = in_all_processes(create_sampler, prompt, run.config, run.tokenizer, run.devices[0])
 
     def sample(state):
-        is_untrained = run.source is None and int(state.step) == 0
-        if sampler is None or is_untrained:
+        if run.source is None and int(state.step) == 0:
             return ''
         return sample_while_training(sampler, state, run.lora, prompt, run.flags['seed'])
 
@@ -343,9 +342,10 @@ def start_state(run, config, layout, tx):
         if run.flags['ema'] and 'ema' in run.resumed.get('weights', ()):
             abstract = abstract.replace(ema=abstract.params)
         state = load_checkpoint(run.flags['out_dir'], run.iter_num, abstract)
-        if (run.dtype == 'float16') != (saved.dtype == 'float16'):
-            loss_scale = layout.device_put(initial_loss_scale(run.dtype))
-            state = state.replace(loss_scale=loss_scale)
+        if saved.dtype != 'float16' and run.dtype == 'float16':
+            state = state.replace(loss_scale=layout.device_put(initial_loss_scale()))
+        if saved.dtype == 'float16' and run.dtype != 'float16':
+            state = state.replace(loss_scale=None)
     elif run.source and not run.lora:
         params, _ = in_all_processes(load_start_weights, run.source, config, layout)
         state = layout.init_sharded(without_params, create, key, config, tx)
@@ -382,11 +382,12 @@ def resolve_flags(flags, given):
     Returns (flags, the metadata of the checkpoint that is resumed or None, the devices, the
     compute dtype). Raises UserError for flags that are out of range, ask for another architecture
     or optimizer than the checkpoint's, or for devices that are not here."""
-    # each process may have its own of these, if the content is the same
-    own = ('process_id', 'out_dir', 'dataset')
-    shared = {name: value for name, value in flags.items() if name not in own}
-    shared['the list of given flags'] = sorted(given.keys() - own)
-    check_agreement('flags', shared)
+    if jax.process_count() > 1:
+        # each process may have its own of these, if the content is the same
+        own = ('process_id', 'out_dir', 'dataset')
+        shared = {name: value for name, value in flags.items() if name not in own}
+        shared['the list of given flags'] = sorted(given.keys() - own)
+        check_agreement('flags', shared)
     out_dir = flags['out_dir']
     if flags['init_from'] in ('resume', 'auto') and not flags['eval_only']:
         # a run that died may be about to save a checkpoint until its lock is free
@@ -396,10 +397,11 @@ def resolve_flags(flags, given):
         init_from = 'resume' if steps else 'scratch'
         flags = {**flags, 'init_from': init_from}
         given = {**given, 'init_from': init_from}
-    check_agreement('out_dir', {'init_from': flags['init_from'], 'checkpoints': steps})
+    if jax.process_count() > 1:
+        check_agreement('out_dir', {'init_from': flags['init_from'], 'checkpoints': steps})
     resumed = None
     if flags['init_from'] == 'resume':
-        _, resumed = choose_run(out_dir)
+        _, resumed = choose_checkpoint(out_dir)
         flags = merge_resumed_flags(flags, given, resumed['flags'])
     if resumed or not flags['minutes']:
         flags = with_whole_schedule(flags)
@@ -532,12 +534,3 @@ def schedule_from_flags(flags):
         flags['learning_rate'], decay_lr=flags['decay_lr'], warmup_iters=flags['warmup_iters'],
         lr_decay_iters=flags['lr_decay_iters'], min_lr=flags['min_lr'],
         lr_schedule=flags['lr_schedule'])
-
-
-def optimizer_from_flags(flags):
-    """Makes the optimizer that the flags mean. The learning rate is that of a state's schedule, see
-    start_state."""
-    rates = {group: flags[f'{group}_lr'] for group in ('embedding', 'head', 'vector')}
-    return create_optimizer_with_schedule(
-        optax.constant_schedule(0.0), beta1=flags['beta1'], beta2=flags['beta2'],
-        weight_decay=flags['weight_decay'], optimizer=flags['optimizer'], rates=rates)

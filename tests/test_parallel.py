@@ -5,6 +5,7 @@ import math
 import re
 import types
 import jax_devices.choose
+import jax_devices.layout
 import jax_ops.matmul
 from tests.common import (
     TINY, assert_refused, column, compiled_once, device_batch, initial_state, meta_of, random_params, run_script,
@@ -189,15 +190,15 @@ def test_evaluation_is_the_same_on_a_mesh():
         assert losses[1][split] == pytest.approx(losses[0][split], rel=1e-5)
 
 
-def test_a_process_reads_the_rows_of_its_own_devices_only():
+def test_a_process_reads_the_rows_of_its_own_devices_only(monkeypatch):
     devices = [types.SimpleNamespace(process_index=i // 2) for i in range(8)]  # four processes with two devices each
 
     def rows_of_process_0(n_rows, fsdp=1, tensor=1):
-        layout = Layout(tuple(devices), fsdp, tensor)
         shape = dict(zip(AXES, (8 // (fsdp * tensor), fsdp, tensor, 1, 1)))
         mesh = types.SimpleNamespace(devices=np.array(devices).reshape(*shape.values()), shape=shape)
-        object.__setattr__(layout, 'mesh', mesh)
-        return layout.local_rows(n_rows).tolist()
+        monkeypatch.setattr(jax_devices.layout, 'create_mesh', lambda *_: mesh)
+        monkeypatch.setattr(jax_devices.layout, 'Mesh', lambda *_: mesh)
+        return Layout(devices, fsdp, tensor).local_rows(n_rows).tolist()
 
     assert jax.process_index() == 0
     assert rows_of_process_0(16) == [0, 1, 2, 3]

@@ -707,7 +707,7 @@ class FakeWandb:
 @pytest.mark.slow
 def test_wandb_gets_nanogpts_values_with_mfu_in_percent(flags, tmp_path, monkeypatch):
     wandb = FakeWandb(monkeypatch)
-    monkeypatch.setattr(jax_train_utils, 'device_peak_flops', lambda device: 1e12)
+    monkeypatch.setattr(jax_devices.setup, 'device_peak_flops', lambda device: 1e12)
     succeeded(train(tmp_path, *flags, '--wandb_log=True'))
     assert [set(record) for record in wandb.logged] == [{
         'iter', 'train/loss', 'val/loss', 'train_bpb', 'val_bpb', 'lr', 'mfu'}] * 3

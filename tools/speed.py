@@ -67,7 +67,8 @@ def report_decoding(model, generations, n_new):
         bytes_read += result.steps * (step_bytes + result.cache_bytes)
         drafted += result.drafted
         accepted += result.accepted
-        were_useless |= drafts_are_useless(result.drafted, result.accepted, batch_size)
+        if result.drafted:
+            were_useless |= drafts_are_useless(result.drafted, result.accepted, batch_size)
     gb_per_s = bytes_read / 1e9 / decode_s
 
     # the bandwidth; each device reads its own shard
@@ -91,23 +92,17 @@ def report_decoding(model, generations, n_new):
     return report
 
 
-def bytes_of(leaf):
-    """Returns the bytes of an array."""
-    return leaf.nbytes
-
-
-def bytes_read_per_step(params, config, n_tokens, bytes_of=bytes_of):
+def bytes_read_per_step(params, config, n_tokens):
     """Returns the bytes of the parameters that a decode step of n_tokens tokens, those of all rows,
     reads. Of tables it is a row each, which is left out; of experts those that it chooses, for
-    which the expected number of distinct ones is taken, see expected_experts. bytes_of: a function
-    of a leaf of params."""
+    which the expected number of distinct ones is taken, see expected_experts."""
     share = 1.0
     if config.moe:
         share = expected_experts(config.moe, n_tokens) / config.moe.n_expert
     n_bytes = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(without_tables(params)):
         is_expert = any(str(getattr(key, 'key', '')).startswith('experts_') for key in path)
-        n_bytes += bytes_of(leaf) * (share if is_expert else 1)
+        n_bytes += leaf.nbytes * (share if is_expert else 1)
     return round(n_bytes)
 
 
