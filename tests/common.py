@@ -297,8 +297,9 @@ def signals_restored():
 
 def run_script(script, *args):
     """Runs a script in this process, which saves the start of another one. Returns what a shell would see of it."""
-    argv, hook = sys.argv, sys.excepthook
+    argv, hook, path = sys.argv, sys.excepthook, sys.path[:]
     sys.argv = [script, *map(str, args)]
+    sys.path.insert(0, str((ROOT / script).parent))  # as the interpreter does
     out, err, code = io.StringIO(), io.StringIO(), 0
     try:
         with signals_restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -311,7 +312,10 @@ def run_script(script, *args):
             except SystemExit as exit:
                 code = exit.code or 0
     finally:
-        sys.argv, sys.excepthook = argv, hook
+        sys.argv, sys.excepthook, sys.path[:] = argv, hook, path
+        for name in [*sys.modules]:  # what the scripts that prepare data share installs a hook when it is imported
+            if str(getattr(sys.modules[name], '__file__', None)).startswith(f'{ROOT / "data"}{os.sep}'):
+                del sys.modules[name]
     return subprocess.CompletedProcess(sys.argv, code, out.getvalue(), err.getvalue())
 
 
@@ -478,8 +482,7 @@ TUNE = ['--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=1', 
 
 
 def prepare(script, *args):
-    command = [sys.executable, str(ROOT / 'data' / script / 'prepare.py'), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return run_script(f'data/{script}/prepare.py', *args)
 
 
 CONVERSATION = {'messages': [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': 'c'},

@@ -118,6 +118,15 @@ def test_damage_to_any_file_of_a_checkpoint_is_named_and_the_newest_intact_one_i
     assert choose_checkpoint(three_checkpoints, which)[0] == 2
 
 
+def test_in_place_of_a_damaged_best_checkpoint_the_newest_is_taken_not_the_second_best(tmp_path, tiny_state):
+    manager = open_checkpoints(tmp_path, keep=3)
+    for i, val_loss in ((1, 0.2), (2, 0.1), (3, 0.3)):
+        save_checkpoint(manager, i, tiny_state, meta_of(TINY), val_loss=val_loss)
+    finish_checkpoints(manager)
+    damage(tmp_path / 'ckpt' / '2' / 'params' / '_METADATA', 'flip a bit')
+    assert choose_checkpoint(tmp_path, 'best')[0] == 3
+
+
 def test_without_an_intact_checkpoint_one_line_says_so(three_checkpoints):
     for path in three_checkpoints.glob('ckpt/*/params/_METADATA'):
         damage(path, 'flip a bit')

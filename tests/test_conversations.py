@@ -1,4 +1,5 @@
 """What people have as conversations: their forms, tools, weights, and templates of strangers."""
+import itertools
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import pytest
 
 from jax_flags import UserError
 from jax_hub.tokenizers import HFTokenizer, copy_tokenizer
-from tests.common import ROOT, assert_refused, edit_json, prepare, refusal, succeeded
+from tests.common import CONVERSATION, ROOT, assert_refused, edit_json, prepare, refusal, succeeded
 
 sys.path[:0] = [str(ROOT / 'data'), str(ROOT / 'data' / 'chat')]
 from forms import read_example  # noqa: E402
@@ -259,3 +260,91 @@ def test_rows_without_an_answer_that_counts_are_left_out_and_answers_without_an_
     edit_json(tmp_path / 'tokenizer_config.json', chat_template=GLM)
     result = prepare('chat', tmp_path / 'a.jsonl', f'--tokenizer={tmp_path}', f'--out_dir={tmp_path / "b"}')
     assert_refused(result, 'no answer ends with a token that ends it')
+
+
+# -----------------------------------------------------------------------------
+# which tokens count, as transformers counts them
+
+CHAT_MASKS = json.loads((ROOT / 'tests' / 'golden' / 'chat_masks.json').read_text(encoding='utf-8'))
+
+
+@pytest.fixture
+def made_tokenizer(tmp_path):
+    """A function of (chat template, kind of tokenizer) that makes the HFTokenizer with the golden cases' special
+    tokens: 'characters', 'bytes' as GPT-2's, 'newlines', the same with a token for two of them, or 'greedy',
+    characters with special tokens that take in the spaces after them, as Phi 3's."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    def make(template, kind='characters'):
+        if kind in ('bytes', 'newlines'):
+            vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+            merges = [('l', 'o'), ('H', 'e'), ('He', 'l'), ('Hel', 'lo'), ('\u0120', 'Y')]
+            merges += [('\u010a', '\u010a')] * (kind == 'newlines')
+            vocab |= {a + b: len(vocab) + i for i, (a, b) in enumerate(merges)}
+            tokenizer = Tokenizer(models.BPE(vocab, merges))
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+            tokenizer.decoder = decoders.ByteLevel()
+        else:
+            chars = sorted(set(str(CHAT_MASKS) + ''.join(sum((case['pieces'] for case in CHAT_MASKS['cases']), []))))
+            tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(chars)}, []))
+            tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_special_tokens([AddedToken(token, rstrip=kind == 'greedy') for token in CHAT_MASKS['special']])
+        tokenizer.save(str(tmp_path / 'tokenizer.json'))
+        settings = {'bos_token': '<s>', 'eos_token': '</s>', 'chat_template': template}
+        (tmp_path / 'tokenizer_config.json').write_text(json.dumps(settings))
+        return HFTokenizer(tmp_path)
+    return make
+
+
+def counted_pieces(tokenizer, messages, **options):
+    """The text in pieces that in turn do not count and count."""
+    ids, mask = tokenizer.encode_training_chat(messages, **options)
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
+    assert mask[0] == 0
+    return [tokenizer.tokenizer.decode(ids[a:b], skip_special_tokens=False) for a, b in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize('template', CHAT_MASKS['templates'])
+def test_every_answer_counts_to_its_end_token_as_transformers_counts(made_tokenizer, template):
+    cases = [case for case in CHAT_MASKS['cases'] if case['template'] == template]
+    assert len(cases) >= 10
+    for kind, templates in (('characters', 'templates'), ('characters', 'marked'), ('bytes', 'templates')):
+        tokenizer = made_tokenizer(CHAT_MASKS[templates][template], kind)
+        for case in cases:
+            assert counted_pieces(tokenizer, case['messages']) == case['pieces']
+
+
+@pytest.mark.parametrize('template', CHAT_MASKS['tool_templates'])
+def test_tools_and_calls_are_written_and_count_as_in_transformers(made_tokenizer, template):
+    cases = [case for case in CHAT_MASKS['tool_cases'] if case['template'] == template]
+    assert len(cases) == 5
+    for templates in ('tool_templates', 'tool_marked'):
+        tokenizer = made_tokenizer(CHAT_MASKS[templates][template])
+        for case in cases:
+            options = {'tools': case['tools'], 'variables': case['variables']}
+            prompt = tokenizer.render_chat(case['messages'][:1], add_generation_prompt=True, **options)
+            assert prompt == case['prompt']
+            assert counted_pieces(tokenizer, case['messages'], **options) == case['pieces']
+
+
+def test_a_token_counts_if_some_of_it_is_the_answers_unless_it_is_a_special_token_of_the_request(made_tokenizer):
+    messages = [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': '\n\nYes'}]
+    for kind, pieces in (
+            ('newlines', ['<|user|>\nHi<|end|>\n<|assistant|>', '\n\n\nYes<|end|>', '\n<|endoftext|>']),
+            ('greedy', ['<|user|>Hi<|end|><|assistant|>', 'Yes<|end|>', '<|endoftext|>'])):  # with their newlines
+        for templates in ('templates', 'marked'):
+            tokenizer = made_tokenizer(CHAT_MASKS[templates]['phi3'], kind)
+            assert counted_pieces(tokenizer, messages) == pieces
+
+
+@pytest.mark.parametrize('request_end, answer', [
+    ('<|Assistant|><think>\n', "'<|Assistant|>' + m.content + '</s>'"),  # DeepSeek-R1's
+    ('<|Assistant|>', "'<|Assistant|>' + (m.content + m.content) + '</s>'"),
+    ('<|Assistant|>', "'</s>'"), ('<|Assistant|>', "'Answer: ' + m.content + '</s>'")])
+def test_a_template_that_writes_answers_elsewhere_than_it_asks_for_them_is_refused(made_tokenizer, request_end, answer):
+    template = ('{% for m in messages %}{% if m.role == "user" %}{{ m.content }}{% else %}{{ ANSWER }}{% endif %}'
+                '{% endfor %}{% if add_generation_prompt %}REQUEST{% endif %}')
+    tokenizer = made_tokenizer(template.replace('ANSWER', answer).replace('REQUEST', request_end))
+    message = refusal(tokenizer.encode_training_chat, CONVERSATION['messages'])
+    assert 'does not write answer 1 where it asks for it; mark' in message

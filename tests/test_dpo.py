@@ -226,7 +226,6 @@ def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device():
 # -----------------------------------------------------------------------------
 # the script
 
-@pytest.mark.slow
 def test_the_margin_grows_on_pairs_that_were_held_out_and_a_resumed_run_is_the_same(toy, tmp_path):
     flags, _ = toy
     said = succeeded(tune(tmp_path / 'out', *flags)).stdout

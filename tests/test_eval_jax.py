@@ -106,7 +106,6 @@ def test_a_task_counts_what_each_item_alone_gives(flags, run, tmp_path):
     assert result == {'accuracy': right / 5, 'accuracy_norm': right_norm / 5, 'n': 5}
 
 
-@pytest.mark.slow
 def test_a_bundle_gets_nanochats_centered_accuracy(run, tmp_path):
     """One task of each kind, of which the expected accuracy is computed prompt by prompt."""
     words = TEXT.split()

@@ -24,7 +24,6 @@ def test_an_exported_model_gives_the_same_samples(qwen, dataset, tmp_path):
     assert samples_of(exported) == samples_of(sample(qwen, *flags))
 
 
-@pytest.mark.slow
 def test_export_writes_a_folder_that_needs_nothing_else(finished, tmp_path):
     out, _ = finished
     flags = ['--num_samples=2', '--max_new_tokens=10', '--start=the ']

@@ -56,7 +56,6 @@ def bytes_in(cache):
 # a loaded checkpoint computes what transformers computes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('name', NAMES)
 def test_logits_are_those_of_transformers(name):
     np.testing.assert_allclose(apply(*load(name), IDX), expected(name, 'logits'), rtol=0, atol=1e-4)
@@ -315,7 +314,7 @@ def test_a_layer_sees_its_window_or_chunk(layer_type, sees):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['gpt_oss', 'llama4', 'deepseek_v3', 'gemma3', 'gemma2', 'olmo3'])
+@pytest.mark.parametrize('name', ['gpt_oss', 'llama4', 'deepseek_v3'])
 def test_cached_logits_equal_uncached_ones_for_any_split_into_calls(name):
     config, params = load(name)
     logits, _ = cached_logits(config, params, IDX, init_cache(config, 2, 40), (29, 30, 31, 40))
@@ -361,7 +360,7 @@ def test_rejected_drafts_leave_a_windowed_cache_intact(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name, stored_as', [
-    ('qwen3_moe', 'int8'), ('qwen3_moe', 'uint8'), ('gpt_oss', 'int8'), ('deepseek_v3', 'uint8')])
+    ('gpt_oss', 'int8'), ('deepseek_v3', 'uint8')])
 def test_int8_weights_and_caches_keep_the_logits_of_every_family_within_a_few_percent(name, stored_as):
     skip_without_matmul_of(stored_as)
     config, params = load(name)

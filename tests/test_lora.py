@@ -1,4 +1,5 @@
 """LoRA: low-rank updates of frozen weights, through the scripts and on meshes."""
+import functools
 import json
 
 import jax
@@ -16,7 +17,7 @@ from jax_train_utils import count_frozen, create_lora_state, model_params
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
     FAMILIES, RESUME, apply, assert_refused, assert_same_run, copy_folder, device_batch, edit_tensors, read_tensors,
-    records_without_times, run_script, sample, samples_of, succeeded, train, train_step_of)
+    records_without_times, run_script, sample, samples_of, slow, succeeded, train, train_step_of)
 
 FLAGS = ['--lora_rank=4', '--lora_alpha=8', '--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=16',
          '--eval_iters=2', '--eval_interval=2', '--max_iters=4', '--learning_rate=1e-2', '--decay_lr=False',
@@ -42,20 +43,32 @@ def data(base, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope='module', params=['', 'int8'])
-def run(request, base, data, tmp_path_factory):
-    """(the flags of a run, its out_dir)."""
-    out = tmp_path_factory.mktemp('lora') / 'out'
-    flags = [f'--dataset={data}', f'--init_from={base}', *FLAGS, f'--quantize={request.param}']
-    succeeded(train(out, *flags))
-    return flags, out
+@pytest.fixture(scope='module')
+def make_run(base, data, tmp_path_factory):
+    """A function of --quantize that returns (the flags of a run, its out_dir), which it makes once."""
+    @functools.cache
+    def make(quantize):
+        out = tmp_path_factory.mktemp('lora') / 'out'
+        flags = [f'--dataset={data}', f'--init_from={base}', *FLAGS, f'--quantize={quantize}']
+        succeeded(train(out, *flags))
+        return flags, out
+    return make
+
+
+@pytest.fixture(scope='module', params=[slow(''), 'int8'])
+def run(request, make_run):
+    return make_run(request.param)
+
+
+@pytest.fixture(scope='module')
+def plain_run(make_run):
+    return make_run('')
 
 
 def losses(out):
     return [record['val_loss'] for record in records_without_times(out) if 'val_loss' in record]
 
 
-@pytest.mark.slow
 def test_a_lora_run_starts_at_the_loss_of_its_base_and_learns(run, base, data, tmp_path):
     flags, out = run
     full = [flag for flag in flags if 'lora' not in flag and 'quantize' not in flag]
@@ -93,7 +106,6 @@ def test_a_resumed_lora_run_equals_an_uninterrupted_one_bit_for_bit(run, tmp_pat
     assert_refused(train(tmp_path, *RESUME, '--lora_rank=8'), 'trained with lora_rank=4, not lora_rank=8')
 
 
-@pytest.mark.slow
 def test_what_is_sampled_and_exported_is_the_base_with_its_updates_added(run, base, tmp_path):
     flags, out = run
     config, merged, meta = load_run(out, 'latest')
@@ -110,7 +122,6 @@ def test_what_is_sampled_and_exported_is_the_base_with_its_updates_added(run, ba
     succeeded(sample(out, '--start=0', '--max_new_tokens=5', '--num_samples=1', '--quantize=int8'))
 
 
-@pytest.mark.slow
 def test_the_adapter_of_a_run_is_read_as_the_run_and_its_export_says_what_comes_next(run, base, tmp_path):
     flags, out = run
     folder = tmp_path / 'my adapter'
@@ -149,8 +160,8 @@ def test_the_adapter_of_a_run_on_top_of_another_run_is_for_the_folder_to_which_t
 
 
 @pytest.mark.slow
-def test_a_lora_run_that_samples_has_the_same_bits_and_sample_jax_gives_its_samples(run, tmp_path):
-    flags, out = run
+def test_a_lora_run_that_samples_has_the_same_bits_and_sample_jax_gives_its_samples(plain_run, tmp_path):
+    flags, out = plain_run
     succeeded(train(tmp_path, *flags, '--sample_prompt=01'))
     records = records_without_times(tmp_path)
     samples = [record.pop('sample') for record in records if 'sample' in record]
@@ -161,10 +172,9 @@ def test_a_lora_run_that_samples_has_the_same_bits_and_sample_jax_gives_its_samp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('quantize', ['', 'int8'])
-def test_the_frozen_weights_are_counted_apart_and_their_gradients_not_as_flops(base, quantize):
+def test_the_frozen_weights_are_counted_apart_and_their_gradients_not_as_flops(base):
     config, params = load_pretrained(base)
-    state, step = lora_run(base, config, 1, quantize=quantize)
+    state, step = lora_run(base, config, 1, quantize='int8')
     n_updates, n_frozen = count_params(state.params), count_frozen(state.frozen)
     assert n_frozen == count_params(params)
     batch = device_batch(setup_distributed_training(jax.devices()[:1]), 1, 4, 0, config)
@@ -215,7 +225,7 @@ def test_pmap_and_meshes_give_the_curve_of_one_device(base, quantize):
 
 
 @pytest.mark.slow
-def test_a_base_that_has_changed_or_gone_is_named_in_one_line(run, data, base, tmp_path):
+def test_a_base_that_has_changed_or_gone_is_named_in_one_line(data, base, tmp_path):
     changed = copy_folder(base, tmp_path)
     out = tmp_path / 'out'
     succeeded(train(out, f'--dataset={data}', f'--init_from={changed}', *FLAGS, '--max_iters=2'))
@@ -228,8 +238,8 @@ def test_a_base_that_has_changed_or_gone_is_named_in_one_line(run, data, base, t
 
 
 @pytest.mark.slow
-def test_a_base_that_has_moved_is_named_with_base_and_remembered_from_then_on(run, data, base, tmp_path):
-    flags, out = run
+def test_a_base_that_has_moved_is_named_with_base_and_remembered_from_then_on(plain_run, data, base, tmp_path):
+    flags, out = plain_run
     here = copy_folder(base, tmp_path)
     flags = [flag for flag in flags if 'init_from' not in flag]
     succeeded(train(tmp_path / 'out', *flags, f'--init_from={here}', '--max_iters=2'))

@@ -242,11 +242,11 @@ def test_two_processes_of_two_devices_on_a_mesh_give_the_curve_stop_together_and
 
 @pytest.mark.slow
 def test_processes_with_minutes_agree_on_their_iterations(dataset, tmp_path):
-    timed = ['--minutes=0.05', '--save_interval=30', '--eval_interval=100000']
+    timed = ['--minutes=0.02', '--save_interval=30', '--eval_interval=100000']
     with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, *timed) as processes:
         (code, out, err), (code_1, _, err_1) = processes.results()
     assert (code, code_1) == (0, 0), err + err_1
-    n = int(re.search(r'^minutes=0.05: max_iters=(\d+), ', out, re.M)[1])
+    n = int(re.search(r'^minutes=0.02: max_iters=(\d+), ', out, re.M)[1])
     assert choose_checkpoint(tmp_path)[0] == n == len(losses_of_run(tmp_path))
 
 
@@ -351,6 +351,7 @@ def test_a_signal_while_a_run_starts_ends_it_with_a_line():
         assert process.wait(timeout=300) == 128 + signal.SIGINT
 
 
+@needs_hangup
 def test_a_terminal_that_closes_before_sighup_comes_raises_nothing():
     then = 'while not stop.signum: print("more", flush=True)'
     program = SIGNALLED.format(nothing_to_save=False, saving=False, then=then)

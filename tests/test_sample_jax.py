@@ -1,6 +1,5 @@
 """The sampling script: prompts, streams, chats."""
 import io
-import itertools
 import jax_run.checkpoints
 import jax_generate
 import json
@@ -9,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from tests.common import (
-    GOLDEN, RESUME, ROOT, TEXT, assert_refused, edit_json, final_state, refusal, run_script, sample, succeeded, train,
+    GOLDEN, RESUME, ROOT, TEXT, assert_refused, edit_json, final_state, run_script, sample, succeeded, train,
     write_dataset)
 
 import numpy as np
@@ -18,7 +17,7 @@ import tokenizers
 
 from jax_generate import GenerationResult
 from jax_hub.tokenizers import HFTokenizer
-from tests.common import CONVERSATION, MODEL, SHORT, prepare, records_with, samples_of
+from tests.common import MODEL, SHORT, prepare, records_with, samples_of
 
 # -----------------------------------------------------------------------------
 # sampling
@@ -70,9 +69,8 @@ def test_sampling_says_that_a_later_checkpoint_than_the_best_exists(run_copy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('stop', [[], ['--stop=o']])
-def test_streamed_text_is_the_text(finished, stop):
-    arguments = [finished[0], '--num_samples=2', '--max_new_tokens=30', '--start=the fox', *stop]
+def test_streamed_text_is_the_text(finished):
+    arguments = [finished[0], '--num_samples=2', '--max_new_tokens=30', '--start=the fox', '--stop=o']
     assert samples_of(sample(*arguments, '--stream=True')) == samples_of(sample(*arguments))
 
 
@@ -83,7 +81,6 @@ def test_streaming_shows_nothing_of_a_stop_text_that_is_longer_than_the_text_so_
     assert samples_of(sample(*arguments, '--stream=True')) == samples_of(sample(*arguments)) == ['a']
 
 
-@pytest.mark.slow
 def test_each_line_of_a_file_is_continued_as_if_alone(finished, tmp_path):
     (tmp_path / 'prompts.txt').write_text('the quick\nfox\n\na\n')
     arguments = [finished[0], '--num_samples=2', '--max_new_tokens=12']
@@ -346,7 +343,6 @@ def test_the_oldest_turns_of_a_chat_go_when_the_context_is_full(speaking, monkey
     assert 'the prompt has 40 tokens, the context of the model 32: ' in result.stderr
 
 
-@pytest.mark.slow
 def test_prompts_can_be_questions_of_a_chat(speaking, tmp_path):
     (tmp_path / 'questions.txt').write_text('ab\ncd\n')
     flags = [f'--init_from={speaking}', '--chat=True', '--max_new_tokens=3', '--temperature=0', '--num_samples=1']
@@ -394,7 +390,6 @@ def test_a_text_ends_at_every_end_token_that_the_folder_names(speaking):
     assert HFTokenizer(speaking).stop_tokens == (1, 37, 38, 39)
 
 
-@pytest.mark.slow
 def test_a_text_with_a_bpe_of_its_own_is_trained_sampled_and_exported(tmp_path):
     (tmp_path / 'a.py').write_text('def f(x):\n    return x + 1\n' * 40)
     succeeded(prepare('text', tmp_path / 'a.py', '--tokenizer=bpe:280', '--out_dir', tmp_path / 'data'))
@@ -419,91 +414,6 @@ def test_conversations_are_split_at_newlines_only_and_may_begin_with_a_byte_orde
         succeeded(prepare('chat', tmp_path / f'{name}.jsonl', f'--tokenizer={chatting}',
                           f'--out_dir={tmp_path / name}'))
         assert np.fromfile(tmp_path / name / 'train.bin', np.uint16).tolist() == [38, 0, 1, 39, 2, 37] * 3
-
-
-CHAT_MASKS = json.loads((ROOT / 'tests' / 'golden' / 'chat_masks.json').read_text(encoding='utf-8'))
-
-
-@pytest.fixture
-def made_tokenizer(tmp_path):
-    """A function of (chat template, kind of tokenizer) that makes the HFTokenizer with the golden cases' special
-    tokens: 'characters', 'bytes' as GPT-2's, 'newlines', the same with a token for two of them, or 'greedy',
-    characters with special tokens that take in the spaces after them, as Phi 3's."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
-    def make(template, kind='characters'):
-        if kind in ('bytes', 'newlines'):
-            vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-            merges = [('l', 'o'), ('H', 'e'), ('He', 'l'), ('Hel', 'lo'), ('\u0120', 'Y')]
-            merges += [('\u010a', '\u010a')] * (kind == 'newlines')
-            vocab |= {a + b: len(vocab) + i for i, (a, b) in enumerate(merges)}
-            tokenizer = Tokenizer(models.BPE(vocab, merges))
-            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-            tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-            tokenizer.decoder = decoders.ByteLevel()
-        else:
-            chars = sorted(set(str(CHAT_MASKS) + ''.join(sum((case['pieces'] for case in CHAT_MASKS['cases']), []))))
-            tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(chars)}, []))
-            tokenizer.decoder = decoders.Fuse()
-        tokenizer.add_special_tokens([AddedToken(token, rstrip=kind == 'greedy') for token in CHAT_MASKS['special']])
-        tokenizer.save(str(tmp_path / 'tokenizer.json'))
-        settings = {'bos_token': '<s>', 'eos_token': '</s>', 'chat_template': template}
-        (tmp_path / 'tokenizer_config.json').write_text(json.dumps(settings))
-        return HFTokenizer(tmp_path)
-    return make
-
-
-def counted_pieces(tokenizer, messages, **options):
-    """The text in pieces that in turn do not count and count."""
-    ids, mask = tokenizer.encode_training_chat(messages, **options)
-    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
-    assert mask[0] == 0
-    return [tokenizer.tokenizer.decode(ids[a:b], skip_special_tokens=False) for a, b in itertools.pairwise(edges)]
-
-
-@pytest.mark.parametrize('template', CHAT_MASKS['templates'])
-def test_every_answer_counts_to_its_end_token_as_transformers_counts(made_tokenizer, template):
-    cases = [case for case in CHAT_MASKS['cases'] if case['template'] == template]
-    assert len(cases) >= 10
-    for kind, templates in (('characters', 'templates'), ('characters', 'marked'), ('bytes', 'templates')):
-        tokenizer = made_tokenizer(CHAT_MASKS[templates][template], kind)
-        for case in cases:
-            assert counted_pieces(tokenizer, case['messages']) == case['pieces']
-
-
-@pytest.mark.parametrize('template', CHAT_MASKS['tool_templates'])
-def test_tools_and_calls_are_written_and_count_as_in_transformers(made_tokenizer, template):
-    cases = [case for case in CHAT_MASKS['tool_cases'] if case['template'] == template]
-    assert len(cases) == 5
-    for templates in ('tool_templates', 'tool_marked'):
-        tokenizer = made_tokenizer(CHAT_MASKS[templates][template])
-        for case in cases:
-            options = {'tools': case['tools'], 'variables': case['variables']}
-            prompt = tokenizer.render_chat(case['messages'][:1], add_generation_prompt=True, **options)
-            assert prompt == case['prompt']
-            assert counted_pieces(tokenizer, case['messages'], **options) == case['pieces']
-
-
-def test_a_token_counts_if_some_of_it_is_the_answers_unless_it_is_a_special_token_of_the_request(made_tokenizer):
-    messages = [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': '\n\nYes'}]
-    for kind, pieces in (
-            ('newlines', ['<|user|>\nHi<|end|>\n<|assistant|>', '\n\n\nYes<|end|>', '\n<|endoftext|>']),
-            ('greedy', ['<|user|>Hi<|end|><|assistant|>', 'Yes<|end|>', '<|endoftext|>'])):  # with their newlines
-        for templates in ('templates', 'marked'):
-            tokenizer = made_tokenizer(CHAT_MASKS[templates]['phi3'], kind)
-            assert counted_pieces(tokenizer, messages) == pieces
-
-
-@pytest.mark.parametrize('request_end, answer', [
-    ('<|Assistant|><think>\n', "'<|Assistant|>' + m.content + '</s>'"),  # DeepSeek-R1's
-    ('<|Assistant|>', "'<|Assistant|>' + (m.content + m.content) + '</s>'"),
-    ('<|Assistant|>', "'</s>'"), ('<|Assistant|>', "'Answer: ' + m.content + '</s>'")])
-def test_a_template_that_writes_answers_elsewhere_than_it_asks_for_them_is_refused(made_tokenizer, request_end, answer):
-    template = ('{% for m in messages %}{% if m.role == "user" %}{{ m.content }}{% else %}{{ ANSWER }}{% endif %}'
-                '{% endfor %}{% if add_generation_prompt %}REQUEST{% endif %}')
-    tokenizer = made_tokenizer(template.replace('ANSWER', answer).replace('REQUEST', request_end))
-    message = refusal(tokenizer.encode_training_chat, CONVERSATION['messages'])
-    assert 'does not write answer 1 where it asks for it; mark' in message
 
 
 def masked_data(folder, train_mask, val_mask):

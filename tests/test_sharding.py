@@ -22,6 +22,13 @@ from tests.common import ALL, CONFIG, ZERO_1, ZERO_2, ZERO_2_ON_MESH, collective
 # -----------------------------------------------------------------------------
 # what is stored where
 
+def test_what_is_sharded_over_fsdp_is_in_the_optimizer_state_sharded_over_data_and_context_too():
+    mesh = create_mesh(jax.devices(), fsdp=2, context=2)
+    wpe = {'wpe': np.zeros((16, 16))}
+    assert partition_specs(wpe, mesh) == {'wpe': P(None, ('fsdp',))}
+    assert partition_specs(wpe, mesh, over_replicas=True) == {'wpe': P(None, ('fsdp', 'data', 'context'))}
+
+
 @pytest.mark.slow
 def test_every_matrix_and_its_optimizer_state_are_sharded_and_stay_so():
     config = dataclasses.replace(CONFIG, vocab_size=64)

@@ -10,7 +10,9 @@ import pytest
 
 from jax_ops.vocabulary import cross_entropy
 from jax_run.data import load_dataset_meta
-from jax_run.sources import Data, DataSet, Mixture, assign, get_batch_jax, open_data, open_source, window_order
+from jax_run.sources import (
+    Data, DataSet, Mixture, Pairs, assign, find_padding, find_starts, get_batch_jax, open_data, open_source,
+    window_order)
 from jax_train_utils import create_train_state
 from jax_transformer import GPT
 
@@ -18,6 +20,21 @@ from jax_transformer import GPT
 def open_folders(shares, seed):
     """The data of {folder: fraction}."""
     return open_data(shares, load_dataset_meta(next(iter(shares))), block_size=16, seed=seed)
+
+def test_what_fills_up_a_row_is_padding_and_a_conversation_that_ends_it_is_not():
+    # 2: a conversation starts, 1: its answers
+    mask = np.array([[2, 0, 1, 2, 0, 0], [2, 0, 1, 2, 0, 1], [2, 0, 0, 0, 1, 1]])
+    assert find_padding(mask).tolist() == [[False] * 3 + [True] * 3, [False] * 6, [False] * 6]
+    assert find_starts(mask).tolist() == [[0, 0, 0, 3, 3, 3]] * 2 + [[0] * 6]
+
+
+def test_pairs_that_are_too_long_are_never_drawn():
+    lengths = [3, 3, 9, 3, 4, 4, 3, 9]  # of the answers of four pairs, of which the second and the last do not fit
+    mask = np.ones(sum(lengths), np.uint8)
+    pairs = Pairs(np.arange(sum(lengths)), mask, np.cumsum(lengths), length_normalized=False, block_size=4, seed=0,
+                  split='train')
+    assert sorted(pairs.locate(np.arange(4))) == [0, 1, 4, 5]
+
 
 # -----------------------------------------------------------------------------
 # windows

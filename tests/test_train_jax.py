@@ -33,7 +33,7 @@ from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, find_damage
 from jax_run.load import load_run
 from jax_run.log import RunLog, read_metrics
 from jax_run.start import MODEL_FLAGS, config_from_flags, flags_from_config, merge_resumed_flags
-from tests.common import SHORT, TUNE, needs_hangup, records_with
+from tests.common import SHORT, TUNE, needs_hangup, records_with, slow
 
 
 def files_and_times(folder):
@@ -223,7 +223,6 @@ def mixture(dataset, tmp_path_factory):
     return f'--dataset={dataset}:0.75,{other}:0.25'
 
 
-@pytest.mark.slow
 def test_a_run_on_a_mixture_reports_each_set_and_resumes_with_the_same_bits(flags, mixture, dataset, tmp_path):
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
     out = succeeded(train(whole, *flags, mixture)).stdout
@@ -250,7 +249,7 @@ def test_a_mixture_gives_eight_devices_the_curve_of_one(flags, mixture, tmp_path
 # -----------------------------------------------------------------------------
 # --minutes
 
-MINUTES = ['--minutes=0.1', '--eval_interval=100000', '--save_interval=50', '--keep=1000', '--lr_schedule=linear',
+MINUTES = ['--minutes=0.05', '--eval_interval=100000', '--save_interval=20', '--keep=1000', '--lr_schedule=linear',
            '--min_lr=1e-5', '--warmup_iters=5']
 SAYS_MINUTES = (r'^minutes=[\d.]+: max_iters=(\d+), also lr_decay_iters, warmup_iters=(\d+) '
                 r'\((\d+) iterations took [\d.]+ms each\)$')
@@ -269,14 +268,13 @@ def timed(flags, tmp_path_factory):
     return out, succeeded(train(out, *flags, *MINUTES)).stdout
 
 
-@pytest.mark.slow
 def test_a_run_of_minutes_fixes_its_iterations_and_has_its_schedule_from_the_first_one_on(timed):
     out, said = timed
     n, warmup = fixed_iterations(said)
-    assert said.index('minutes=0.1: ') < said.index('step 0: ')
+    assert said.index('minutes=0.05: ') < said.index('step 0: ')
     flags, (step, meta) = json.loads((out / 'config.json').read_text()), choose_checkpoint(out)
     for recorded in (flags, meta['flags']):
-        assert (recorded['max_iters'], recorded['lr_decay_iters'], recorded['minutes']) == (n, n, 0.1)
+        assert (recorded['max_iters'], recorded['lr_decay_iters'], recorded['minutes']) == (n, n, 0.05)
         assert recorded['warmup_iters'] == warmup == (5 if n > 5 else n // 10)
     assert step == n
     rates = np.array([record['lr'] for record in records_with(out, 'lr')])
@@ -305,7 +303,7 @@ def test_a_run_of_minutes_resumes_with_the_same_bits_and_does_not_measure_again(
     for iteration in saved[1:]:
         shutil.rmtree(part / 'ckpt' / str(iteration))
     resumed = succeeded(train(part, *flags, *MINUTES, '--init_from=resume')).stdout  # the same command
-    assert f'at iteration {saved[0]}' in resumed and 'minutes=0.1: ' not in resumed
+    assert f'at iteration {saved[0]}' in resumed and 'minutes=0.05: ' not in resumed
     assert_same_run(part, whole)
     extended = succeeded(train(part, *RESUME, f'--max_iters={saved[-1] + 3}')).stdout
     assert f'step {saved[-1] + 3}: ' in extended
@@ -318,16 +316,16 @@ def test_a_run_that_an_earlier_version_stopped_while_it_measured_is_measured_whe
     folder = run_copy / 'ckpt' / str(step)
     (folder / 'checksums.json').write_text('{}')  # as if it had been written so
     meta = json.loads((folder / 'meta' / 'metadata').read_text())
-    meta['flags'].update(minutes=0.05, max_iters=0, lr_decay_iters=0, eval_interval=100000)
+    meta['flags'].update(minutes=0.02, max_iters=0, lr_decay_iters=0, eval_interval=100000)
     (folder / 'meta' / 'metadata').write_text(json.dumps(meta))
-    said = succeeded(train(run_copy, *RESUME, '--minutes=0.05')).stdout
+    said = succeeded(train(run_copy, *RESUME, '--minutes=0.02')).stdout
     n, _ = fixed_iterations(said)
     assert f'at iteration {step}' in said and n > step and f'step {n}: ' in said
 
 
 @pytest.mark.slow
 def test_a_warm_up_that_does_not_fit_into_the_minutes_is_a_tenth_of_them(flags, tmp_path):
-    said = succeeded(train(tmp_path, *flags, *MINUTES, '--minutes=0.05', '--warmup_iters=1000000')).stdout
+    said = succeeded(train(tmp_path, *flags, *MINUTES, '--minutes=0.02', '--warmup_iters=1000000')).stdout
     n, warmup = fixed_iterations(said)
     assert warmup == n // 10
     rates = [record['lr'] for record in records_with(tmp_path, 'lr')]
@@ -337,7 +335,7 @@ def test_a_warm_up_that_does_not_fit_into_the_minutes_is_a_tenth_of_them(flags, 
 @pytest.mark.slow
 def test_minutes_on_eight_devices(flags, tmp_path):
     layout = ['--batch_size=8', '--device=cpu', '--fsdp=2']
-    out = succeeded(train(tmp_path, *flags, *MINUTES, '--minutes=0.05', *layout)).stdout
+    out = succeeded(train(tmp_path, *flags, *MINUTES, '--minutes=0.02', *layout)).stdout
     assert choose_checkpoint(tmp_path)[0] == fixed_iterations(out)[0]
 
 
@@ -361,7 +359,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(finished, flags, 
     assert final_state(tmp_path) == final_state(finished[0])
 
 
-@pytest.mark.slow
 def test_a_run_killed_at_a_random_moment_equals_an_uninterrupted_one(flags, tmp_path):
     flags = [*flags, '--max_iters=60', '--lr_decay_iters=60', '--save_interval=7', '--dropout=0.2']
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
@@ -416,8 +413,7 @@ def test_a_signal_during_an_evaluation_is_obeyed_at_once(run_copy):
     assert records_without_times(run_copy) == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('signum', [slow(signal.SIGTERM), signal.SIGINT])
 def test_a_signal_saves_and_exits(flags, tmp_path, signum):
     process = start_training(tmp_path, *flags, '--max_iters=100000', '--eval_interval=100000')
     wait_for_iteration(tmp_path, 3, process)
@@ -595,7 +591,6 @@ def test_eval_only_writes_nothing(finished, flags, tmp_path):
     assert files_and_times(out) == before
 
 
-@pytest.mark.slow
 def test_eight_devices_give_the_curve_of_one_through_the_script(finished, flags, tmp_path):
     def curve(out_dir):
         return [record.get('loss') or record['val_loss'] for record in read_metrics(out_dir)]
@@ -607,9 +602,8 @@ def test_eight_devices_give_the_curve_of_one_through_the_script(finished, flags,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
-def test_low_precision_runs_and_resumes(flags, tmp_path, dtype):
-    flags = [*flags, f'--dtype={dtype}']
+def test_a_run_in_float16_resumes_with_the_same_bits(flags, tmp_path):
+    flags = [*flags, '--dtype=float16']
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
     succeeded(train(whole, *flags))
     succeeded(train(parts, *flags, '--max_iters=10'))
@@ -658,7 +652,8 @@ def test_finetuning_starts_from_foreign_weights_and_resumes(tmp_path, source, ac
     assert meta['iter_num'] == 5
     assert meta['model']['block_size'] == 24
     assert meta['model']['activation'] == activation
-    succeeded(sample(out, '--start=0', '--max_new_tokens=5', '--num_samples=1'))
+    if source == 'hf':  # the other one is sampled in the same way
+        succeeded(sample(out, '--start=0', '--max_new_tokens=5', '--num_samples=1'))
 
 
 @pytest.mark.parametrize('flag, message', [
@@ -878,7 +873,6 @@ def test_data_that_is_cut_short_ends_a_run_with_its_last_checkpoint(dataset, fla
     assert checkpoint_steps(tmp_path / 'out')[0] == kept
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoint(flags, tmp_path):
     diverging = ['--decay_lr=False', '--learning_rate=1e30', '--grad_clip=0', '--save_interval=1']
     assert_refused(train(tmp_path, *flags, *diverging), 'stopping')
@@ -1027,25 +1021,10 @@ def test_a_run_that_samples_has_the_same_bits_and_sample_jax_gives_its_samples(l
     assert losses_and_norms(sampled) == losses_and_norms(plain)
     last = records_with(sampled, 'sample')[-1]
     assert last['iter'] == 20 and last['sample'] in resumed.stdout
+    assert [record['iter'] for record in records_with(sampled, 'sample')] == [10, 20]
     text, = samples_of(sample(sampled, '--checkpoint=latest', '--start=the quick', '--num_samples=1',
                               '--max_new_tokens=100'))
     assert last['sample'] == text and len(text) == 109
-
-
-@pytest.mark.slow
-def test_a_run_that_samples_and_is_killed_ends_as_one_that_is_not(flags, tmp_path):
-    """With the same bits, and the same sample at every evaluation."""
-    flags = [*flags, '--sample_prompt=the quick', '--eval_interval=50', '--max_iters=200']
-    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
-    process = start_training(killed, *flags)
-    wait_for('a complete checkpoint', lambda: checkpoint_steps(killed), process)
-    process.kill()
-    output_of(process)
-    assert process.returncode == -signal.SIGKILL
-    succeeded(train(whole, *flags))
-    succeeded(train(killed, *RESUME))
-    assert [record['iter'] for record in records_with(killed, 'sample')] == [*range(50, 201, 50)]
-    assert_same_run(killed, whole)
 
 
 def losses_and_norms(out):
