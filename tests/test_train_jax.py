@@ -729,9 +729,9 @@ def test_a_start_that_is_refused_starts_no_wandb_run(finished, flags, tmp_path, 
 
 @pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py'])
 def test_a_mistake_ends_in_one_line_and_exit_code_2_in_a_real_process(script):
-    result = subprocess.run([sys.executable, ROOT / script, '--sede=1'], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, ROOT / script, '--devise=1'], capture_output=True, text=True, timeout=300)
     assert result.returncode == 2
-    assert result.stderr == 'error: unknown flag --sede; did you mean --seed?\n'
+    assert result.stderr == 'error: unknown flag --devise; did you mean --device?\n'
 
 
 @pytest.mark.parametrize('bad, message', [
