@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from tqdm.auto import tqdm
 
 from jax_flags import UserError, ceil_div, write_text
 
@@ -55,6 +54,10 @@ class RunLog:
         # a bar on a terminal, or in a notebook that has widgets: as text, each of its states would
         # stay in the notebook; write() prints a line above it
         has_widgets = 'ipykernel' in sys.modules and importlib.util.find_spec('ipywidgets')
+        if has_widgets:
+            from tqdm.notebook import tqdm
+        else:
+            from tqdm import tqdm
         is_hidden = not sys.stderr.isatty() and not has_widgets
         self.bar = tqdm(initial=run.iter_num, total=self.max_iters, unit='iter', leave=False,
                         disable=is_hidden)
