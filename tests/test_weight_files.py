@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from jax_hub.torch_files import read_torch_checkpoint
+from jax_hub.weights import ScaledBlocks
 from jax_pretrained import load_pretrained
 
 
@@ -50,6 +51,14 @@ def test_torch_checkpoint_of_every_dtype_and_stride():
             x = x.astype(np.float32)  # the .npz has no bfloat16
         np.testing.assert_array_equal(x, expected[name], strict=True)
     assert np.shares_memory(tensors['transposed'], tensors['sliced'])
+
+
+def test_blocks_of_float8_may_have_other_heights_than_widths_and_be_cut_at_the_edges():
+    weight = np.ones((5, 7), ml_dtypes.float8_e4m3fn)
+    scale = np.arange(1, 10, dtype=np.float32).reshape(3, 3)
+    expected = scale.repeat(2, axis=0).repeat(3, axis=1)[:5, :7]
+    np.testing.assert_array_equal(ScaledBlocks(weight, scale, (2, 3))[:], expected)
+
 
 def shard_bin(folder):
     """Splits the pytorch_model.bin of a folder into two files with an index, as older versions of transformers did."""

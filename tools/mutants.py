@@ -16,13 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 START = 'test_jax_transformer.py'
 ROOMS = {  # {room: (file of the product, test files, [(old text, which occurs once, new text)])}
-    'model': ('jax_transformer.py', f'{START} attention experts families', [
+    'model': ('jax_transformer.py', f'{START} pretrained attention experts families', [
         ('jnp.square(x - mean).mean', 'jnp.square(x).mean'),
         ('sinks_GxTQ = jnp.tile(sinks_H.reshape(G, Q), T)', 'sinks_GxTQ = jnp.repeat(sinks_H.reshape(G, Q), T, 1)'),
         ('jax.lax.top_k(rank_by_group, 2)', 'jax.lax.top_k(rank_by_group, 1)'),
-        ('score_BxTxE *= is_text_BxTx1', 'pass'),
-        ("limits = {'window': config.block_size}", 'limits = {}')]),
+        ('score_BxTxE *= is_text_BxTx1', 'pass')]),
     'cache': ('jax_transformer.py', f'{START} generate', [
+        ("limits = {'window': config.block_size}", 'limits = {}'),
         ('if T - 1 + span <= S or S < span:', 'if T - 2 + span <= S or S < span:'),
         ('(position_BxT > last_Bx1 - S)', '(position_BxT > last_Bx1 - S - 1)'),
         ('count_slots(config, layer_type, n_slots) + n_draft', 'count_slots(config, layer_type, n_slots)')]),
