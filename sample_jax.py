@@ -189,7 +189,7 @@ if makers:
     header += f'; {described} (its generation_config.json)'
 
 # a conversation
-if chat or interactive:
+if chat or interactive or serve:
     conversation = Chat(model, system, sampling)
 if interactive:
     print(f'{header}\n{COMMANDS}', file=sys.stderr)
