@@ -200,7 +200,7 @@ def test_a_thermometer_of_rooms_is_printed():
     for room, n_tokens in sizes.most_common():
         print(f'{room}: {n_tokens:,} tokens')
     print(f'all rooms: {sizes.total():,} tokens (goal: 95,000)')
-    assert sizes.total() < 115_000
+    assert sizes.total() < 125_000  # Python 3.12 and later count the parts of an f-string
 
 
 TRACE = """
