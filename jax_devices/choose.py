@@ -12,6 +12,9 @@ from jax_ops.attention import ATTENTION, Scores, fused_causal_attention
 # most of the memory (docs/parallelism.md#attention)
 CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
 
+# parts of the names of accelerators on which attention was measured (docs/performance.md#on-a-gpu)
+MEASURED = ('H100',)
+
 
 def choose_attention(attention, config, device, *, tensor=1, context=1, deterministic=False,
                      packed=False):
@@ -44,7 +47,8 @@ def choose_attention(attention, config, device, *, tensor=1, context=1, determin
         if packed and (flash == 'cudnn' or 'chunk' in config.layer_types):
             refusal = 'it does not keep the conversations of a row apart'
         if not refusal and is_auto:
-            return flash, 'flash attention'
+            is_measured = any(name in device.device_kind for name in MEASURED)
+            return flash, 'flash attention' + ('' if is_measured else ', not measured on this card')
         if not refusal:
             return flash, 'as asked'
         if not is_auto:

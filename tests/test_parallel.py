@@ -422,7 +422,8 @@ def test_auto_picks_attention_and_says_why(monkeypatch):
     assert choose_attention('auto', dataclasses.replace(LONG, block_size=64), cpu)[0] == 'xla'
     assert choose_attention('xla', LONG, cpu) == ('xla', 'as asked')
     monkeypatch.setattr(jax_devices.choose, 'compile_cudnn', lambda *args: None)
-    assert choose_attention('auto', LONG_BF16, gpu()) == ('cudnn', 'flash attention')
+    assert choose_attention('auto', LONG_BF16, gpu(device_kind='NVIDIA H100')) == ('cudnn', 'flash attention')
+    assert choose_attention('auto', LONG_BF16, gpu()) == ('cudnn', 'flash attention, not measured on this card')
     with pytest.raises(UserError, match='attention must be one of auto'):
         choose_attention('flash', LONG, cpu)
 
@@ -467,7 +468,7 @@ def test_a_tpu_takes_splash_attention_for_heads_of_64_and_128():
     tpu = types.SimpleNamespace(platform='tpu')
     config = GPTConfig(block_size=2048, vocab_size=64, n_layer=1, n_head=4, n_kv_head=2, n_embd=256, dtype='bfloat16',
                        layer_types=('window',), window=100, sinks=True)
-    assert choose_attention('auto', config, tpu) == ('splash', 'flash attention')
+    assert choose_attention('auto', config, tpu) == ('splash', 'flash attention, not measured on this card')
     refused = (dict(head_dim=32), '32 wide'), (dict(dropout=0.1), 'dropout'), (dict(block_size=2049), '128')
     for changes, why in refused:
         picked, reason = choose_attention('auto', dataclasses.replace(config, **changes), tpu)
