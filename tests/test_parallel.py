@@ -465,7 +465,7 @@ def test_cudnn_takes_shared_key_heads_windows_and_chunks_and_is_compiled_with_th
 
 
 def test_a_tpu_takes_splash_attention_for_heads_of_64_and_128():
-    tpu = types.SimpleNamespace(platform='tpu')
+    tpu = types.SimpleNamespace(platform='tpu', device_kind='TPU v5 lite')
     config = GPTConfig(block_size=2048, vocab_size=64, n_layer=1, n_head=4, n_kv_head=2, n_embd=256, dtype='bfloat16',
                        layer_types=('window',), window=100, sinks=True)
     assert choose_attention('auto', config, tpu) == ('splash', 'flash attention, not measured on this card')
