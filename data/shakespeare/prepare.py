@@ -18,6 +18,8 @@ here = os.path.dirname(os.path.abspath(__file__))
 parser = create_parser(__doc__, here)
 parser.add_argument('input', nargs='*', help='UTF-8 text files (default: input.txt beside this script, or download it)')
 parser.add_argument('--tokenizer', default='gpt2', help=TOKENIZER_HELP)
+parser.add_argument('--tune', action='store_true', help='leave val out: the last tenth of train takes its place, to '
+                    'choose settings by')
 args = parser.parse_args()
 
 # download the tiny shakespeare dataset, unless a text is there already
@@ -25,14 +27,21 @@ input_file_paths = args.input or [os.path.join(here, 'input.txt')]
 if not args.input:
     download(SHAKESPEARE, input_file_paths[0])
 texts = [read_text(path) for path in input_file_paths]
-# the last tenth of all characters is for validation
-n = sum(len(text) for text in texts)
-n_train = int(n*0.9)
-train_texts, val_texts = [], []
-for text in texts:
-    train_texts += [text[:n_train]] if text[:n_train] else []
-    val_texts += [text[n_train:]] if text[n_train:] else []
-    n_train = max(0, n_train - len(text))
+
+def split(texts):
+    """Returns (train, val) of texts: the last tenth of all characters is for validation."""
+    n = sum(len(text) for text in texts)
+    n_train = int(n*0.9)
+    train_texts, val_texts = [], []
+    for text in texts:
+        train_texts += [text[:n_train]] if text[:n_train] else []
+        val_texts += [text[n_train:]] if text[n_train:] else []
+        n_train = max(0, n_train - len(text))
+    return train_texts, val_texts
+
+if args.tune:
+    texts, _ = split(texts)
+train_texts, val_texts = split(texts)
 
 vocabulary = choose_vocabulary(args.tokenizer, lambda: texts, lambda: train_texts)
 documents = {'train': encode_documents(train_texts, vocabulary), 'val': encode_documents(val_texts, vocabulary)}
