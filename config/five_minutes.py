@@ -1,4 +1,4 @@
-# Tiny Shakespeare in five minutes of wall time, start and compilation included, on whatever computes here:
+# Tiny Shakespeare in five minutes of wall time, start and compilation included, on any device:
 #   python data/shakespeare_bpe/prepare.py && python train_jax.py config/five_minutes.py
 # The last line's val bpb is of all of val.bin; the line "minutes=5: max_iters=N" names the iterations, and with
 # --minutes=0 --max_iters=N the same seed gives the same bits. python tools/five_minutes.py runs three seeds and prints
