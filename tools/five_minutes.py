@@ -3,6 +3,7 @@
 $ python data/shakespeare_bpe/prepare.py && python tools/five_minutes.py      # a quarter of an hour, on a quiet machine
 $ python tools/five_minutes.py --seeds=1,2 --device=cpu --batch_size=6        # other flags are those of train_jax.py
 """
+import argparse
 import os
 import platform
 import re
@@ -38,13 +39,10 @@ def cpu_model():
 
 
 def main():
-    args = sys.argv[1:]
-    seeds = '1337,1338,1339'
-    for arg in args:
-        if arg.startswith('--seeds='):
-            seeds = arg.partition('=')[2]
-    flags = [arg for arg in args if not arg.startswith('--seeds=')]
-    runs = [run(seed, flags) for seed in seeds.split(',')]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument('--seeds', default='1337,1338,1339')
+    args, flags = parser.parse_known_args()
+    runs = [run(seed, flags) for seed in args.seeds.split(',')]
     n_iters, bits, devices = zip(*runs)
     settings = ' '.join(flags) or 'as it is'
     print('| machine | cores | device | jax | iterations | bits per byte: median, range | flags |')

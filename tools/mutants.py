@@ -6,6 +6,7 @@
 
 A mutant that survives is a claim that no test makes. Each runs in a copy of HEAD, where the test files of its room are
 run, the slow tests too, up to the first failure. Add mutants where a bug was found."""
+import argparse
 import os
 import shutil
 import subprocess
@@ -94,19 +95,21 @@ def passes(folder, names):
 
 
 def main():
-    revision = next((arg.split('=', 1)[1] for arg in sys.argv[1:] if arg.startswith('--against=')), '')
-    rooms = [arg for arg in sys.argv[1:] if not arg.startswith('--')] or list(ROOMS)
+    parser = argparse.ArgumentParser()
+    parser.add_argument('rooms', nargs='*', default=list(ROOMS))
+    parser.add_argument('--against', default='')
+    args = parser.parse_args()
     n_killed = n_all = 0
     with tempfile.TemporaryDirectory(prefix='mutants_') as temporary:
         tree = Path(temporary) / 'tree'
         tree.mkdir()
         extract(tree, 'HEAD')
-        if revision:
+        if args.against:
             shutil.rmtree(tree / 'tests')
-            extract(tree, revision, 'tests', 'conftest.py', START, 'pyproject.toml')
+            extract(tree, args.against, 'tests', 'conftest.py', START, 'pyproject.toml')
         os.environ['JAX_COMPILATION_CACHE_DIR'] = f'{temporary}/cache'  # what one mutant has compiled serves the next
         os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
-        for room in rooms:
+        for room in args.rooms:
             file, names, mutants = ROOMS[room]
             path, text = tree / file, (tree / file).read_text()
             wrong = [old for old, _ in mutants if text.count(old) != 1]
