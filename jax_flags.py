@@ -309,8 +309,9 @@ AT_LEAST_1 = (
     'repeats')
 AT_LEAST_0 = (
     'max_iters', 'minutes', 'save_interval', 'warmup_iters', 'lr_decay_iters', 'learning_rate',
-    'min_lr', 'weight_decay', 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head', 'n_expert',
-    'expert_balance', 'window', 'max_new_tokens', 'embedding_lr', 'head_lr', 'vector_lr')
+    'min_lr', 'weight_decay', 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head',
+    'n_expert', 'expert_balance', 'window', 'max_new_tokens', 'embedding_lr',
+    'head_lr', 'vector_lr')
 # {flag: (the lowest value, what the value is below)}
 RANGES = {
     **dict.fromkeys(AT_LEAST_1, (1, math.inf)),
@@ -440,13 +441,17 @@ def check_needs(script, flags, given):
                             'out')
 
 
+def decays_learning_rate(flags):
+    """Whether the learning rate of these training flags decays to min_lr."""
+    return flags['decay_lr'] and flags['lr_schedule'] != 'constant'
+
+
 def rising_learning_rate(flags):
     """Returns a warning if the learning rate of these training flags rises to min_lr instead of
     falling to it, else ''."""
-    decays = flags['decay_lr'] and flags['lr_schedule'] != 'constant'
     highest = flags['learning_rate']
     lowest = flags['min_lr']
-    if not decays or lowest <= highest:
+    if lowest <= highest or not decays_learning_rate(flags):
         return ''
     return (f'min_lr={lowest:g} is above learning_rate={highest:g}, which would rise to it: '
             f'add --min_lr={highest / 10:g}, or --decay_lr=False')

@@ -109,6 +109,11 @@ def create_learning_rate_schedule(
     return Schedule(**numbers, name=lr_schedule if decay_lr else '')
 
 
+def fitting_warmup(warmup_iters, n_iters):
+    """Returns warmup_iters if they are fewer than n_iters, else a tenth of these."""
+    return warmup_iters if warmup_iters < n_iters else n_iters // 10
+
+
 # -----------------------------------------------------------------------------
 # optimizer: gradients to updates, by AdamW, and by Muon for the matrices of the blocks
 
@@ -441,6 +446,11 @@ def dpo(beta):
 # -----------------------------------------------------------------------------
 # the state, with LoRA or without
 
+# The sets of weights of a TrainState, by name. It has the first and those that its run keeps; the
+# last that it has is the model.
+WEIGHTS = ('params', 'ema')
+
+
 class TrainState(train_state.TrainState):
     """What a step reads and returns: flax's TrainState (step, params, opt_state, tx), and:"""
     loss_scale: Any = None  # {'scale': float32, 'good_steps': int32} of float16; None elsewhere
@@ -448,10 +458,15 @@ class TrainState(train_state.TrainState):
     frozen: Any = None  # {'weights', 'scale'} of the model to which LoRA adds, see load_frozen
     schedule: Any = None  # a Schedule, in place of the optimizer's; a function of the run's flags
 
+    def weight_sets(self):
+        """Returns the sets of weights that there are, {name: tree}."""
+        sets = {name: getattr(self, name) for name in WEIGHTS}
+        return {name: tree for name, tree in sets.items() if tree is not None}
+
     @property
     def weights(self):
-        """What is evaluated, sampled and exported: the running mean, if there is one."""
-        return self.params if self.ema is None else self.ema
+        """What is evaluated, sampled and exported: the last set."""
+        return list(self.weight_sets().values())[-1]
 
 
 def create_train_state(rng, config, tx):

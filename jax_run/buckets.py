@@ -32,7 +32,7 @@ LEASE = float(os.environ.get('JAX_TRANSFORMER_LEASE', 60))
 COMMITTED = 'commit_success.txt'
 
 # The files of a checkpoint that this machine gets a copy of, below ckpt/<iteration>/.
-SMALL = ('checksums.json', 'meta/metadata', 'metrics/metrics', 'params/_METADATA')
+SMALL = ('checksums.json', 'meta/metadata', 'metrics/metrics')
 
 
 @functools.cache

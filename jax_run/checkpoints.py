@@ -18,6 +18,7 @@ from jax_flags import (
     UserError, check_choice, check_url, exit_if_peer_died, is_url, path_inside, printable,
     read_json, write_text)
 from jax_hub.tokenizers import locate_tokenizer
+from jax_train_utils import WEIGHTS
 from jax_transformer import GPTConfig
 
 try:
@@ -25,12 +26,8 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-# The sets of weights of a TrainState, by name. A checkpoint has the first and those that its run
-# keeps; the last that it has is the model.
-WEIGHTS = ('params', 'ema')
-
-# The folders of a checkpoint, those of them that a model needs, and the name of a checkpoint that
-# Orbax is writing, in ATOMIC_RENAME.
+# The folders of a checkpoint, each set of weights one, so that sampling can restore one alone; those
+# that a model needs; and the name of a checkpoint that Orbax is writing, in ATOMIC_RENAME.
 ITEMS = (*WEIGHTS, 'opt_state', 'meta', 'metrics')
 MODEL_ITEMS = (*WEIGHTS, 'meta', 'metrics')
 UNFINISHED = '*.orbax-checkpoint-tmp'
@@ -327,9 +324,10 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
     if jax.process_count() > 1:
         state = jax.tree.map(as_replicated_global_array, state)
     metrics = None if val_loss is None else {'val_loss': val_loss}
-    trees = {**weights_of(state), 'opt_state': opt_state_item(state)}
+    sets = state.weight_sets()
+    trees = {**sets, 'opt_state': opt_state_item(state)}
     items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-    meta = {**meta, 'weights': list(weights_of(state)), 'checksums': True}
+    meta = {**meta, 'weights': list(sets), 'checksums': True}
     items = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
     run = run_of(manager)
     try:
@@ -395,13 +393,6 @@ def finish_checkpoints(manager):
     except (OSError, ValueError, RuntimeError, *run.more_errors) as error:
         exit_if_peer_died(error)
         raise UserError(cannot_write('the last checkpoint', manager, error)) from error
-
-
-def weights_of(state):
-    """Returns the sets of weights of a TrainState, {name: tree}. Each is an item, so that sampling
-    can restore one alone."""
-    sets = {name: getattr(state, name) for name in WEIGHTS}
-    return {name: tree for name, tree in sets.items() if tree is not None}
 
 
 def opt_state_item(state):
@@ -517,6 +508,6 @@ def load_checkpoint(out_dir, step, state):
     """Returns the TrainState of checkpoint `step`; `state` is its abstract tree. Raises UserError
     if it does not fit."""
     restored = restore_items(
-        out_dir, step, {**weights_of(state), 'opt_state': opt_state_item(state)})
+        out_dir, step, {**state.weight_sets(), 'opt_state': opt_state_item(state)})
     others = restored.pop('opt_state')
     return state.replace(**restored, **others)

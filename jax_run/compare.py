@@ -14,8 +14,8 @@ WITHOUT_EFFECT = {
 
 
 def compare_runs(folders, x='iterations'):
-    """Prints a table of the flags in which runs differ and of what came of them, the best first, and
-    returns a matplotlib figure of their curves.
+    """Prints a table of the flags in which runs differ and of what came of them, the best first,
+    and returns a matplotlib figure of their curves.
 
     folders: the out_dirs, also of runs that are under way. x: the horizontal axis, 'iterations',
     'tokens' or 'seconds' (of training, without evaluations). Raises UserError for a folder that

@@ -13,8 +13,9 @@ from jax_ops.decode_weights import quantize_param
 from jax_ops.matmul import Int8
 from jax_pretrained import Placing, checksum_of_weights, config_of_base, largest_first, load_weights
 from jax_run.checkpoints import (
-    MODEL_ITEMS, WEIGHTS, choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items, split_checkpoint)
-from jax_train_utils import create_lora_state, create_train_state
+    MODEL_ITEMS, choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items,
+    split_checkpoint)
+from jax_train_utils import WEIGHTS, create_lora_state, create_train_state
 from jax_transformer import GPTConfig
 
 

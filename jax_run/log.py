@@ -15,7 +15,6 @@ import numpy as np
 
 from jax_flags import UserError, ceil_div, write_text
 
-
 # functions of a Run, called when its log begins and after each evaluation: see jax_run/notebook.py
 watchers = []
 

@@ -4,6 +4,8 @@ import time
 
 import jax
 
+from jax_train_utils import fitting_warmup
+
 FOR_SAVES = 0.02  # share of the time
 MEASURING = 0.03  # share of the time, at least one iteration
 FEW = 50  # iterations below which a line says so
@@ -43,7 +45,7 @@ def fit_to_minutes(run, state, step, layout, *, started, clock, make_batch, eval
         fitting = int(left / (seconds + eval_s / flags['eval_interval']))
         n = run.iter_num + max(1, fitting)
     n = int(layout.max_over_processes(n))
-    warmup = flags['warmup_iters'] if flags['warmup_iters'] < n else n // 10
+    warmup = fitting_warmup(flags['warmup_iters'], n)
     print(f"minutes={flags['minutes']:g}: max_iters={n}, also lr_decay_iters, "
           f'warmup_iters={warmup} ({n_timed} iterations took {seconds * 1000:.2f}ms each)')
     clock.lap()  # what was measured here does not count as the run's

@@ -1,7 +1,7 @@
 """Training from Python, in a notebook or another program: the script itself, in this process.
 
     from jax_run.notebook import compare, train
-    model, metrics = train('config/train_pystdlib.py', dataset='mine', out_dir='out-mine', minutes=2)
+    model, metrics = train('config/train_pystdlib.py', dataset='mine', out_dir='out-mine')
     compare(['out-mine', 'out-other'])
 """
 import contextlib
@@ -29,7 +29,7 @@ def train(config='', **flags):
     """Trains as `python train_jax.py CONFIG --name=value ...` does, by the same script, and returns
     (the model, as jax_text.load gives it; the records of metrics.jsonl), or None with eval_only.
 
-    In a notebook it shows loss.png, drawn anew at each evaluation. An interrupt saves and returns
+    In a notebook it shows loss.png, drawn again at each evaluation. An interrupt saves and returns
     what has been trained; a second one ends it at once, without saving.
     Raises UserError for all that the script refuses and for what this process cannot set any more,
     and KeyboardInterrupt if nothing has been saved."""
@@ -118,9 +118,10 @@ def watched():
 
 @contextlib.contextmanager
 def settings_kept():
-    """Puts back, at the end, what a script sets for its process: hooks, arguments, output, levels of
-    logging."""
-    saved = {name: getattr(sys, name) for name in ('argv', 'excepthook', 'unraisablehook', 'stdout')}
+    """Puts back, at the end, what a script sets for its process: hooks, arguments, output, levels
+    of logging."""
+    names = ('argv', 'excepthook', 'unraisablehook', 'stdout')
+    saved = {name: getattr(sys, name) for name in names}
     output = {name: getattr(sys.stdout, name, None) for name in ('line_buffering', 'errors')}
     loggers = [logging.getLogger(name) for name in ('absl', 'asyncio')]
     levels = [logger.level for logger in loggers]

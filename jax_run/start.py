@@ -36,7 +36,8 @@ from jax_devices.layout import fit_sizes
 from jax_devices.processes import check_agreement, in_all_processes, in_first_process
 from jax_devices.setup import setup_jax_environment
 from jax_flags import (
-    UserError, ceil_div, check_flags, check_given, check_needs, check_url, did_you_mean, is_url,
+    UserError, ceil_div, check_flags, check_given, check_needs, check_url, decays_learning_rate,
+    did_you_mean, is_url,
     rising_learning_rate)
 from jax_hub.folders import PUBLISHED, is_hub_name, local_path
 from jax_hub.tokenizers import check_tokens, describe_tokenizer, remedy_for_tokens, same_tokens
@@ -47,7 +48,8 @@ from jax_run.data import load_mixture_meta
 from jax_run.load import full_path, load_frozen, load_start_weights, move_base
 from jax_text import create_sampler, sample_while_training
 from jax_train_utils import (
-    create_learning_rate_schedule, create_lora_state, create_train_state, initial_loss_scale)
+    create_learning_rate_schedule, create_lora_state, create_train_state, fitting_warmup,
+    initial_loss_scale)
 from jax_transformer import GPTConfig
 
 # the flags that say what the model is. A resume may not change them, but for block_size where
@@ -183,7 +185,7 @@ def print_what_is_left(run):
     made longer without its schedule that the learning rate stays low."""
     flags = run.flags
     max_iters, decay_iters = flags['max_iters'], flags['lr_decay_iters']
-    decays = flags['decay_lr'] and flags['lr_schedule'] != 'constant'
+    decays = decays_learning_rate(flags)
     if run.iter_num >= max_iters:
         longer = f'--max_iters={2 * max_iters}'
         if decays:
@@ -428,17 +430,15 @@ def resolve_flags(flags, given):
 
 
 def with_whole_schedule(flags):
-    """Returns the flags of a run with lr_decay_iters=0 resolved: the schedule ends at max_iters, and a
-    warm-up that does not fit becomes a tenth of them. So --max_iters alone is a whole schedule."""
+    """Returns the flags of a run with lr_decay_iters=0 resolved: the schedule ends at max_iters,
+    with a warm-up that fits. So --max_iters alone is a full schedule."""
     if flags['lr_decay_iters']:
         return flags
     n = max(1, flags['max_iters'])
-    warmup = flags['warmup_iters']
-    if warmup >= n:
-        warmup = n // 10
-        if flags['decay_lr']:
-            print(f"warmup_iters={flags['warmup_iters']} does not fit into max_iters="
-                  f"{flags['max_iters']}: taking {warmup}")
+    warmup = fitting_warmup(flags['warmup_iters'], n)
+    if warmup != flags['warmup_iters'] and flags['decay_lr']:
+        print(f"warmup_iters={flags['warmup_iters']} does not fit into max_iters="
+              f"{flags['max_iters']}: taking {warmup}")
     return {**flags, 'lr_decay_iters': n, 'warmup_iters': warmup}
 
 
