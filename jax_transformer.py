@@ -1,13 +1,11 @@
-"""The model: ids to logits and loss, in one file. Config, then GPT-2 without a gap; then its KV
-cache; other models last.
+"""The model, ids to logits and loss, in one file: its config, GPT-2, the KV cache, other models.
 
 References: nanoGPT, https://github.com/karpathy/nanoGPT/blob/master/model.py;
 OpenAI's GPT-2, https://github.com/openai/gpt-2/blob/master/src/model.py
 
-Everything beyond GPT-2 is off by default. What most newer models share (RMSNorm, RoPE, GQA) is
-switched on where GPT-2's counterpart stands, and defined in "other models", for a second reading.
-jax_ops/ says *how* things are computed and sharded: the first line of each docstring there is the
-plain equivalent.
+Everything beyond GPT-2 is off by default: newer models' RMSNorm, RoPE, GQA are switched on where
+GPT-2's counterpart stands, and defined in "other models", for a second reading. jax_ops/ says *how*
+things are computed and sharded: the first line of each docstring there is the plain equivalent.
 
 Shapes are in the names, so `q_BxTxHxK` needs no comment:
     B  batch (sequences)        D  n_embd, the width        H  attention heads
@@ -26,7 +24,8 @@ from flax import struct
 
 from jax_flags import DTYPES, UserError, check_choice, check_ranges
 from jax_ops.attention import (
-    ATTENTION, Dropout, Scores, blockwise_attention, causal_mask, fused_causal_attention)
+    ATTENTION, Dropout, Scores, blockwise_attention, causal_mask, fused_causal_attention,
+    span_limits)
 from jax_ops.dropout import dropout, dropout_keys, flat_index, hash_dropout
 from jax_ops.experts import EXPERT_WAYS, mix_experts
 from jax_ops.layers import REMAT_POLICIES, map_sequence_chunks, scan_blocks
@@ -82,9 +81,7 @@ class GPTConfig:
     layer_types: tuple = ('full',)  # keys of LAYER_TYPES, one per layer; a shorter pattern repeats
     window: int = 0  # sliding-window size of 'window' layers, current token included
     chunk: int = 0  # 'chunk' layers attend within chunks of this many positions
-    # attention temperature of 'nope' layers (Llama 4): the query at position p is scaled by
-    # 1 + query_growth * ln(1 + floor((p + 1) / query_growth_every))
-    query_growth: float = 0.0
+    query_growth: float = 0.0  # attention temperature of 'nope' layers, see apply_positions
     query_growth_every: int = 8192
     mlp: str = 'gelu'  # a key of MLPS; 'gelu' has no gate, and the function `activation`
     n_inner: int = 0  # MLP width; 0 is 4 n_embd
@@ -113,17 +110,6 @@ class GPTConfig:
         """(layer type, whether the MLP is a mixture of experts) of layer i."""
         is_moe = self.moe is not None and self.moe.layers[i % len(self.moe.layers)]
         return self.layer_types[i % len(self.layer_types)], is_moe
-
-    def span_limits(self, layer_type):
-        """The options of causal_mask that limit a layer's attention: {'window': n}, {'chunk': n},
-        or {}."""
-        if layer_type in ('window', 'chunk'):
-            return {layer_type: getattr(self, layer_type)}
-        return {}
-
-    def attention_span(self, layer_type):
-        """The number of positions that a query attends to at most, its own included."""
-        return self.span_limits(layer_type).get(layer_type, self.block_size)
 
     def architecture(self):
         """{name: value} of the fields that say what the model is:
@@ -211,8 +197,7 @@ class Dense(nn.Module):
 
 
 def residual_dense(config):
-    """The Dense layer that writes to the residual stream; initial values scaled by 1 / sqrt(2
-    n_layer), as GPT-2's."""
+    """The Dense layer that writes to the residual stream, initially 1 / sqrt(2 n_layer) as large."""
     init_std = INIT_STD / (2 * config.n_layer)**0.5
     return Dense(config, config.n_embd, init_std, ROW_PARALLEL, name='c_proj')
 
@@ -282,15 +267,9 @@ class CausalSelfAttention(nn.Module):
         # queries, keys and values of all heads, in one matmul
         qkv_cfg = dataclasses.replace(cfg, bias=cfg.bias or cfg.qkv_bias)
         q, k, v = Dense(qkv_cfg, (H * K, G * K, G * K), name='c_attn')(x_BxTxD)
-        if cfg.qk_norm == 'all_heads':
-            q = RMSNorm(cfg, name='q_norm')(q)
-            k = RMSNorm(cfg, name='k_norm')(k)
-        q_BxTxHxK = q.reshape(B, T, H, K)
-        k_BxTxGxK = k.reshape(B, T, G, K)
+        q_BxTxHxK = norm_heads(cfg, 'q_norm', q.reshape(B, T, H, K))
+        k_BxTxGxK = norm_heads(cfg, 'k_norm', k.reshape(B, T, G, K))
         v_BxTxGxK = v.reshape(B, T, G, K)
-        if cfg.qk_norm == 'learned':
-            q_BxTxHxK = RMSNorm(cfg, name='q_norm')(q_BxTxHxK)
-            k_BxTxGxK = RMSNorm(cfg, name='k_norm')(k_BxTxGxK)
         if cfg.position == 'rope':
             q_BxTxHxK, k_BxTxGxK = apply_positions(
                 cfg, self.layer_type, q_BxTxHxK, k_BxTxGxK, call.position_BxT)
@@ -319,8 +298,7 @@ class CausalSelfAttention(nn.Module):
 
 @functools.partial(jax.checkpoint, static_argnums=1)
 def gelu(x, approximate):
-    """GELU (arXiv:1606.08415) in float32, the result in x's dtype; recomputed from x in the
-    backward pass."""
+    """GELU (arXiv:1606.08415), computed in float32, and again from x in the backward pass."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate).astype(x.dtype)
 
 
@@ -411,8 +389,7 @@ class GPT(nn.Module):
         0 is all.
         start_BxT: in rows packed with conversations, where that of each token starts: it attends to
         this conversation alone, and its position is counted from there.
-        padding_BxT: True for tokens that only fill up their row; experts are not balanced by
-        them."""
+        padding_BxT: True for tokens that only fill up their row; they do not balance experts."""
         position_BxT = None
         if start_BxT is not None:
             position_BxT = jnp.arange(idx_BxT.shape[1]) - start_BxT
@@ -490,7 +467,7 @@ def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, call, key_positi
     qkv = q_BxTxHxK, k_BxSxGxK, v_BxSxGxK
     is_cached = key_position_BxS is not None
     if call.in_order and not is_cached and config.attention != 'xla':
-        scores = Scores(scale, config.attention_cap, **config.span_limits(layer_type))
+        scores = Scores(scale, config.attention_cap, **span_limits(config, layer_type))
         return fused_causal_attention(
             config.attention, *qkv, scores, sinks_H=sinks_H,
             dropout=Dropout(key_B, config.dropout), start_BxT=call.start_BxT)
@@ -502,11 +479,16 @@ def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, call, key_positi
         *qkv, mask_BxTxS, **options, dropout_rate=config.dropout, key_B=key_B)
 
 
+def attention_span(config, layer_type):
+    """Returns the number of positions that a query attends to at most, its own included."""
+    return span_limits(config, layer_type).get(layer_type, config.block_size)
+
+
 def attention_mask(config, layer_type, call, key_position_BxS=None):
     """[B, T, S], True where a query may attend to a key: at its own position and before, within its
     window or chunk; in packed rows only to the keys of its own conversation, which have its
     start."""
-    limits = config.span_limits(layer_type)
+    limits = span_limits(config, layer_type)
     if key_position_BxS is None:
         key_position_BxS = call.position_BxT
     elif has_ring_cache(config, layer_type) and not limits:
@@ -567,7 +549,7 @@ def has_ring_cache(config, layer_type):
 
     It is where positions may exceed the span, so that keys are overwritten: in layers with a
     window or chunks, and with RoPE, whose positions continue past block_size."""
-    return bool(config.span_limits(layer_type)) or config.position == 'rope'
+    return bool(span_limits(config, layer_type)) or config.position == 'rope'
 
 
 def update_kv_cache(config, layer_type, cache, new_kv, position_BxT):
@@ -590,7 +572,7 @@ def update_ring_cache(config, layer_type, cache, new_kv, position_BxT):
     span holds the first S positions only."""
     B, T = next(iter(new_kv.values())).shape[:2]
     S = next(iter(cache.values())).shape[2]
-    span = config.attention_span(layer_type)
+    span = attention_span(config, layer_type)
     position_BxT = jnp.broadcast_to(position_BxT, (B, T))
 
     def positions_held(last_Bx1):
@@ -692,7 +674,7 @@ def count_slots(config, layer_type, n_slots):
 
     A ring of 2,048 slots or more has PIECE more: for a piece of a prompt update_ring_cache would
     otherwise put the old cache and the new keys side by side, a copy of the cache."""
-    span = config.attention_span(layer_type)
+    span = attention_span(config, layer_type)
     if has_ring_cache(config, layer_type) and n_slots >= span >= 2048:
         return span + PIECE
     return min(span, n_slots)
@@ -802,7 +784,7 @@ def estimate_mfu(n_params, config, tokens_per_sec, peak_flops, n_frozen=0):
             n_params -= unused
     spans = 0
     for layer_type, _ in layers:
-        spans += min(config.block_size, config.attention_span(layer_type))
+        spans += min(config.block_size, attention_span(config, layer_type))
     mla = config.mla
     width = (mla.nope_dim + mla.rope_dim + mla.v_dim) / 2 if mla else config.head_width
     flops_per_token = 6 * n_params + 4 * n_frozen + 12 * config.n_head * width * spans
@@ -833,6 +815,17 @@ def rms_normalize(x, eps):
     """x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+
+
+def norm_heads(config, name, x_BxTxHxK):
+    """Returns queries or keys normalized as config.qk_norm says: by head, all heads of a token
+    together, or not at all ('plain' acts after RoPE)."""
+    if config.qk_norm == 'learned':
+        return RMSNorm(config, name=name)(x_BxTxHxK)
+    if config.qk_norm == 'all_heads':
+        x_BxTxHK = x_BxTxHxK.reshape(*x_BxTxHxK.shape[:2], -1)
+        return RMSNorm(config, name=name)(x_BxTxHK).reshape(x_BxTxHxK.shape)
+    return x_BxTxHxK
 
 
 NORMS = {'layer': LayerNorm, 'rms': RMSNorm}
@@ -951,8 +944,10 @@ def apply_rope(config, layer_type, x_BxTxHxK, position_BxT):
 
 
 def apply_positions(config, layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT):
-    """RoPE of q and k, then the norm without gain if the config has it; 'nope' layers only scale q
-    by query_growth."""
+    """RoPE of q and k, then the norm without gain if the config has it.
+
+    'nope' layers have no RoPE, but an attention temperature (Llama 4): the query at position p is
+    scaled by 1 + query_growth * ln(1 + floor((p + 1) / query_growth_every))."""
     if layer_type == 'nope':
         growth_BxT = jnp.log1p((position_BxT + 1) // config.query_growth_every)
         scale_BxTx1x1 = (1 + config.query_growth * growth_BxT)[..., None, None]

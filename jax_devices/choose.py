@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jax_devices.setup import nvidia_capability
 from jax_flags import UserError, check_choice
-from jax_ops.attention import ATTENTION, Scores, fused_causal_attention
+from jax_ops.attention import ATTENTION, Scores, fused_causal_attention, span_limits
 
 # The least block_size that takes chunked attention: on a CPU because it is then faster
 # (docs/performance.md), on GPUs and TPUs without flash attention because the scores would take
@@ -126,7 +126,7 @@ def compile_cudnn(config, device, layer_type='full', tensor=1):
 
     q, k = heads(config.n_head), heads(config.kv_heads)
 
-    scores = Scores(config.attention_scale, **config.span_limits(layer_type))
+    scores = Scores(config.attention_scale, **span_limits(config, layer_type))
 
     def total(q, k, v):
         y = fused_causal_attention('cudnn', q, k, v, scores)

@@ -51,6 +51,14 @@ class Dropout(struct.PyTreeNode):
 NO_DROPOUT = Dropout()
 
 
+def span_limits(config, layer_type):
+    """Returns the options of causal_mask that limit a layer's attention: {'window': n}, {'chunk':
+    n}, or {}."""
+    if layer_type in ('window', 'chunk'):
+        return {layer_type: getattr(config, layer_type)}
+    return {}
+
+
 def causal_mask(key_position, position, *, window=0, chunk=0):
     """Returns True where a query may attend to a key: at its own position and before.
 
