@@ -154,7 +154,4 @@ def choose_experts(config, device):
         return 'loop', 'no experts'
     if device.platform == 'cpu':
         return 'loop', "a block of rows stays in the CPU's cache"
-    if device.platform == 'tpu':
-        few = f'batched for fewer than {config.moe.n_expert} rows'
-        return 'ragged', f'a kernel for all experts; {few}'
     return 'batched', 'no loop over experts'

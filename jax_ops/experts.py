@@ -7,14 +7,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as Spec
 
 from jax_flags import ceil_div
-from jax_ops.grouped import Blocks, Grouped, rows_per_block
 from jax_ops.matmul import Chosen, Int8, Transposed, can_be_chosen
 from jax_ops.sharding import EXPERTS, batch_axes, current_mesh
 
 
 # loop: one block of rows of an expert after the other. batched: all blocks in batched matmuls, with
-# the weights of each block materialized. ragged: one kernel for all experts, see grouped.py
-EXPERT_WAYS = ('loop', 'batched', 'ragged')
+# the weights of each block materialized
+EXPERT_WAYS = ('loop', 'batched')
 
 
 def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False, way='loop'):
@@ -22,7 +21,7 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     dtype.
 
     weights: a tree of arrays [E, ...]. scale_input: whether the weight scales f's input instead of
-    its output. way: see choose_experts; for 'ragged' f multiplies by linear() only.
+    its output. way: see choose_experts.
 
     On a mesh (expert parallelism) a device has some experts: it all-gathers the tokens over the
     expert axis, computes its own experts, and reduce-scatters the sums back. From 4 U ranks on,
@@ -237,11 +236,8 @@ def experts_in_blocks(f, way, weights, x_RxD, expert_R):
     x_nxbxD = x_SxD.reshape(n, b, D)
     if way == 'loop':
         y_nxbxD = grouped_apply(f, weights, x_nxbxD, expert_n.clip(0, E - 1), block_end_E[-1])
-    elif way == 'batched':
-        y_nxbxD = batched_apply(f, weights, x_nxbxD, expert_n)
     else:
-        first_F = jnp.append(0, block_end_E).astype(jnp.int32)
-        y_nxbxD = f(grouped_weights(weights, Blocks(expert_n, first_F)), x_nxbxD)
+        y_nxbxD = batched_apply(f, weights, x_nxbxD, expert_n)
     return y_nxbxD.reshape(n * b, D).at[slot_R].get(mode='fill', fill_value=0)
 
 
@@ -251,11 +247,8 @@ def block_sizes(way, R, E):
         # larger blocks pad more, smaller ones read weights more often
         b = max(1, min(ceil_div(R, E), 64))
         return b, R // b + min(E, R)
-    if way == 'batched':
-        # each block reads its expert's weights: as few as pad less than 12.5% if routing is balanced
-        b = max(1, R // (4 * E))
-    else:
-        b = rows_per_block(R, E)
+    # each block reads its expert's weights: as few as pad less than 12.5% if routing is balanced
+    b = max(1, R // (4 * E))
     # the last block of each expert may have one row only
     return b, (R + min(E, R) * (b - 1)) // b
 
@@ -272,23 +265,6 @@ def batched_apply(f, weights, x_nxbxD, expert_n):
 
     keep = jax.checkpoint_policies.save_anything_except_these_names('of_blocks')
     return jax.checkpoint(apply, policy=keep)(weights, x_nxbxD)
-
-
-def grouped_weights(weights, blocks):
-    """The weights of all experts as linear() takes them for rows [n, b, D]: kernels as Grouped,
-    biases [E, O] as those of the blocks [n, O]."""
-    def is_transposed(w):
-        return isinstance(w, Transposed)
-
-    def group(w):
-        if is_transposed(w):
-            return Grouped(w.values, blocks, is_transposed=True)
-        if w.ndim == 2:
-            # none for a block that is not in use: on TPUs its results are whatever is in memory
-            return jnp.take(w, blocks.expert_n, axis=0, mode='fill', fill_value=0)
-        return Grouped(w, blocks)
-
-    return jax.tree.map(group, weights, is_leaf=is_transposed)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -347,12 +323,6 @@ def way_for_rows(way, weights, n_rows):
     if way == 'loop' and current_mesh() is None:
         are_for_rows = [can_be_chosen(matrix, n_rows) for matrix in matrices(weights)]
         return 'one by one' if all(are_for_rows) else 'loop'
-    leaves = jax.tree.leaves(weights)
-    # fewer rows than experts: of the chosen ones the weights are read, and nothing is padded
-    are_few = n_rows < len(leaves[0])
-    are_int8 = any(jnp.issubdtype(w.dtype, jnp.integer) for w in leaves)
-    if way == 'ragged' and (are_few or are_int8):
-        return 'batched'
     return way
 
 

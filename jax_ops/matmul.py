@@ -13,7 +13,6 @@ from jax_ops.cpu import (
     as_row_major, float_lane_terms, fusion_barrier, int16_lane_terms, int16_levels,
     multiply_integers, nt, nt_bfloat16_row, nt_chosen, nt_weights_left, on_tensor_ranks,
     transpose_materialized, two_rows)
-from jax_ops.grouped import Grouped, grouped_matmul
 from jax_ops.sharding import (
     COLUMN_PARALLEL, ROW_PARALLEL, current_mesh, gather_positions, shard, shard_positions)
 
@@ -197,14 +196,7 @@ def low_rank_update(x, kernel):
 
 def linear(x, kernel, bias=None, *, tp=()):
     """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8, Transposed,
-    Chosen or LowRank. tp: COLUMN_PARALLEL or ROW_PARALLEL, if it is sharded over tensor ranks.
-
-    A Grouped kernel is for blocks x [n, b, I], which have a bias each [n, O]."""
-    if isinstance(kernel, Grouped):
-        y = grouped_matmul(x, kernel.weights, kernel.blocks, kernel.is_transposed)
-        if bias is not None:
-            y = jax.vmap(add_bias)(y, bias)
-        return checkpoint_name(y, 'dense')
+    Chosen or LowRank. tp: COLUMN_PARALLEL or ROW_PARALLEL, if it is sharded over tensor ranks."""
     if isinstance(kernel, LowRank):
         return linear(x, kernel.base, bias, tp=tp) + low_rank_update(x, kernel)
     is_on_mesh = current_mesh() is not None

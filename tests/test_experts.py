@@ -142,14 +142,13 @@ def test_a_mesh_computes_its_experts_in_every_way():
 
 
 def test_arrays_hold_every_routing_and_little_more():
-    for way in ('batched', 'ragged'):
-        for n_rows, n_experts in ((1, 16), (15, 16), (16, 16), (1000, 16), (24576, 16), (24576, 128)):
-            b, n = block_sizes(way, n_rows, n_experts)
-            # the worst routing: all experts but one have one row
-            fullest = n_rows - min(n_experts, n_rows) + 1
-            assert n >= min(n_experts, n_rows) - 1 + -(-fullest // b)
-            if n_rows >= 64 * n_experts:
-                assert n * b <= 1.25 * n_rows
+    for n_rows, n_experts in ((1, 16), (15, 16), (16, 16), (1000, 16), (24576, 16), (24576, 128)):
+        b, n = block_sizes('batched', n_rows, n_experts)
+        # the worst routing: all experts but one have one row
+        fullest = n_rows - min(n_experts, n_rows) + 1
+        assert n >= min(n_experts, n_rows) - 1 + -(-fullest // b)
+        if n_rows >= 64 * n_experts:
+            assert n * b <= 1.25 * n_rows
 
 
 class FakeDevice:
@@ -160,7 +159,7 @@ class FakeDevice:
 
 @pytest.mark.parametrize('device, changed, way, reason', [
     (FakeDevice('cpu'), {}, 'loop', 'cache'),
-    (FakeDevice('tpu'), {}, 'ragged', 'a kernel for all experts; batched for fewer than 4 rows'),
+    (FakeDevice('tpu'), {}, 'batched', 'no loop over experts'),
     (FakeDevice('gpu', '9.0'), {}, 'batched', 'no loop over experts'),
     (FakeDevice('gpu', '9.0'), {'moe': None}, 'loop', 'no experts'),
 ])

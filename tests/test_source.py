@@ -237,7 +237,7 @@ def test_a_thermometer_of_the_way_is_printed(tmp_path):
     out = f'--out_dir={tmp_path / "out"}'
     n_files, n_functions = trace('train_jax.py', *FLAGS, f'--dataset={tmp_path / "data"}', out, '--max_iters=2')
     print(f'two iterations of training: {n_files} files, {n_functions} functions (at most 22, 230; goal 18, 200)')
-    assert n_files <= 21 and n_functions <= 225
+    assert n_files <= 21 and n_functions <= 226
     n_files, n_functions = trace('sample_jax.py', out, '--device=cpu', '--max_new_tokens=4', '--num_samples=1',
                                '--start=ABC')
     print(f'a sample of four tokens: {n_files} files, {n_functions} functions (at most 20, 190; goal 16, 160)')
