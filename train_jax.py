@@ -110,7 +110,7 @@ start_script()
 # all flags of the block above, and those that the user gave
 flags, given = read_flags(__file__, globals())
 check_flags(flags)
-if flags['init_from'] not in ('resume', 'auto'):
+if flags['init_from'] not in ('resume', 'auto'):  # where most flags are those of the checkpoint
     check_given(flags, given)
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
@@ -205,7 +205,8 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
         batch_size=cfg.batch_size, eval_iters=cfg.eval_iters, token_bytes=data.token_bytes,
         stop_signal=find_signal)
 
-    # the optimizer, whose schedule is that of a state, and the state
+    # the optimizer and the state, which holds the schedule: an argument of the step, like the rest
+    # of the state, in place of the constant rate here
     rates = {'embedding': cfg.embedding_lr, 'head': cfg.head_lr, 'vector': cfg.vector_lr}
     tx = create_optimizer_with_schedule(
         optax.constant_schedule(0.0), beta1=cfg.beta1, beta2=cfg.beta2,
@@ -230,7 +231,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
             log.evaluation(run.iter_num, losses, sampler(state) if sampler else '')
         sys.exit(128 + stop.signum if stop.signum else 0)
 
-    # compile the step
+    # compile the step, for the shapes of a batch; a batch without a token that counts has none
     batch = make_batch(run.iter_num)
     print('compiling the training step ...')
     compiled_before = clock.compiling
@@ -244,7 +245,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
                        get_signal=lambda: stop.signum)
         say_if_few(run.flags, data.train)
         state = start_state(run, config, layout, tx)
-    n_iters = run.flags['max_iters']
+    n_iters = run.flags['max_iters']  # which --minutes has set
 
     # checkpoints and logs
     out.begin()
@@ -285,7 +286,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
                 losses = evaluate(state)
                 if losses:
                     log.evaluation(iter_num, losses, sampler(state) if sampler else '')
-            if losses is None:  # a signal has come meanwhile
+            if losses is None:  # a signal has come meanwhile: this iteration becomes the last one
                 stop_signal = int(find_signal())
                 is_last = must_save = True
             else:
