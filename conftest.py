@@ -27,38 +27,12 @@ pytest.register_assert_rewrite('tests.common')
 
 @pytest.fixture(autouse=True)
 def bounded_memory():
-    """Keeps a test process below 2 GB: jax holds every program that it has compiled, 4.5 GB in each of two workers.
-    Above 1.6 GB they are dropped; the tests that follow load what they need again from the cache on disk."""
+    """Drops the programs that jax holds, 4.5 GB in each of two workers, above 1.6 GB: the cache on disk has them."""
     yield
     statm = Path('/proc/self/statm')  # Linux only
     if statm.exists() and int(statm.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE') > 1.6e9:
         import jax
-
         from jax_devices.setup import trim_malloc
         jax.clear_caches()
         gc.collect()
         trim_malloc()
-
-
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    """Leaves out loss.png of the runs that a test makes in its own process: a fifth of the time of a short run. Runs
-    that several tests share are made before this and draw theirs, and so do runs in processes of their own."""
-    import jax_run.log
-    import jax_run.out_dir
-    for module in (jax_run.log, jax_run.out_dir):
-        monkeypatch.setattr(module, 'plot_losses', lambda out_dir: None)
-
-
-@pytest.fixture(scope='session')
-def dataset(tmp_path_factory):
-    """A folder with a data set of characters, which no test changes."""
-    from tests.common import write_text_dataset
-    return write_text_dataset(tmp_path_factory.mktemp('data') / 'fox')
-
-
-@pytest.fixture
-def speaking(tmp_path):
-    """The folder of a Llama with a tokenizer of letters."""
-    from tests.common import write_speaking_llama
-    return write_speaking_llama(tmp_path / 'llama')

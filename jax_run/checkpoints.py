@@ -32,6 +32,10 @@ ITEMS = (*WEIGHTS, 'opt_state', 'meta', 'metrics')
 MODEL_ITEMS = (*WEIGHTS, 'meta', 'metrics')
 UNFINISHED = '*.orbax-checkpoint-tmp'
 
+# What a save may take by the clock: Orbax's 20 minutes are too few for slow disks, and for a clock that
+# is set meanwhile.
+SAVE_SECONDS = 10**6
+
 # -----------------------------------------------------------------------------
 # where a run is
 
@@ -165,11 +169,10 @@ def open_checkpoints(out_dir, keep=2):
         get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
     preservation = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
 
-    # By default Orbax gives a checkpoint 20 minutes, which is too little for slow disks, and for a
-    # clock that is set. If it made folders in the background, threads would wait 5 minutes for one
-    # that cannot be made.
+    # If Orbax made folders in the background, threads would wait 5 minutes for one that cannot be
+    # made.
     background = ocp.options.AsyncOptions(
-        timeout_secs=10**6,
+        timeout_secs=SAVE_SECONDS,
         create_directories_asynchronously=False,
         post_finalization_callback=folder.write_checksums)
 

@@ -41,7 +41,7 @@ from jax_devices.layout import setup_distributed_training
 from jax_run.checkpoints import checkpoint_steps, checksum, choose_checkpoint, load_checkpoint
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from jax_transformer import GPTConfig
-from tests.common import records_without_times, wait_for, write_text_dataset
+from tests.common import TEXT, records_of, wait_for, write_dataset
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--device=cpu',
          '--gradient_accumulation_steps=2', '--dropout=0.1', '--learning_rate=1e-2', '--warmup_iters=2',
@@ -150,7 +150,7 @@ def write_state_hash(out_dir, path):
 def result_of(folder):
     """(records of metrics.jsonl without times, hash of the final state) of the run in a folder."""
     finish(Run(folder, write_state_hash, folder / 'out', folder / 'hash', name='.hash'), f'hash of {folder}')
-    return records_without_times(folder / 'out'), (folder / 'hash').read_text()
+    return records_of(folder / 'out'), (folder / 'hash').read_text()
 
 
 def damaged_checkpoints(out_dir):
@@ -224,8 +224,15 @@ def kill_at_random(out_dir, runs):
     return victim, saving, newest
 
 
+def write_text(folder):
+    """Makes a data set of characters, and returns the folder."""
+    ids, chars = np.unique([*TEXT * 40], return_inverse=True)[::-1]
+    write_dataset(folder, ids[:-400], ids[-400:], chars=''.join(chars))
+    return folder
+
+
 def kill_section(work, n_kills, only=''):
-    dataset = write_text_dataset(work / 'data' / 'fox')
+    dataset = write_text(work / 'data' / 'fox')
     layouts = (('1 device', 1, 1), ('8 virtual devices', 1, 8), ('2 processes', 2, 1))
     for i, (name, n_processes, devices) in enumerate(layouts):
         n = n_kills // len(layouts) + (i < n_kills % len(layouts))
@@ -291,7 +298,7 @@ def kill_layout(folder, name, n_kills, n_processes, devices, args):
 
 def disk_section(work, step):
     """step: pages of 4 kB between two sizes of a full disk."""
-    data = f'--dataset={write_text_dataset(work / "data" / "fox")}'
+    data = f'--dataset={write_text(work / "data" / "fox")}'
     args = [data, *SHORT_RUN]
     reference = work / 'reference'
     finish(train(reference, *args), 'uninterrupted')

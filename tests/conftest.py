@@ -1,7 +1,25 @@
 """Fixtures that several test modules share. A run that no test changes is made once in each test process."""
+import shutil
+
 import pytest
 
-from tests.common import MODEL, QWEN, SHORT, TUNE, copy_folder, edit_json, prepare, succeeded, train
+from tests.common import GOLDEN, MODEL, SHORT, TEXT, copy_folder, succeeded, train, write_dataset
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    """Leaves out loss.png, a fifth of the time of a short run in this process, but for runs that tests share."""
+    for module in ('log', 'out_dir'):
+        monkeypatch.setattr(f'jax_run.{module}.plot_losses', lambda out_dir: None)
+
+
+@pytest.fixture(scope='session')
+def dataset(tmp_path_factory):
+    """A folder with a data set of characters."""
+    folder, chars = tmp_path_factory.mktemp('data') / 'fox', ''.join(sorted(set(TEXT)))
+    ids = [chars.index(c) for c in TEXT * 40]
+    write_dataset(folder, ids[:-400], ids[-400:], chars=chars)
+    return folder
 
 
 @pytest.fixture(scope='session')
@@ -23,29 +41,13 @@ def run_copy(finished, tmp_path):
     return copy_folder(finished[0], tmp_path)
 
 
-@pytest.fixture(scope='session')
-def qwen(tmp_path_factory, flags):
-    """The out_dir of a small Qwen3-MoE that was trained for 20 iterations."""
-    out = tmp_path_factory.mktemp('qwen') / 'out'
-    succeeded(train(out, *flags, *QWEN))
-    return out
-
-
 @pytest.fixture
-def tuned(speaking, tmp_path):
-    """(folder of a data set with the tokens of the model `speaking`, out_dir of a run that trained it further)."""
-    for name in ('a', 'b'):
-        (tmp_path / f'{name}.txt').write_text(f'{name} hello, again and again. <s> ' * 20)
-    succeeded(prepare('shakespeare', tmp_path / 'a.txt', tmp_path / 'b.txt', f'--tokenizer={speaking}', '--out_dir',
-                      tmp_path / 'data'))
-    succeeded(train(tmp_path / 'out', f'--dataset={tmp_path / "data"}', f'--init_from={speaking}', *TUNE))
-    return tmp_path / 'data', tmp_path / 'out'
+def speaking(tmp_path):
+    """The folder of a Llama with a tokenizer of letters."""
+    return copy_folder(GOLDEN / 'letters', tmp_path)
 
 
 @pytest.fixture
 def chatting(speaking):
-    template = ('{% for m in messages %}{% if m.role == "user" %}<user>{{ m.content }}{% else %}<model>'
-                '{% generation %}{{ m.content|trim }}</s>{% endgeneration %}{% endif %}{% endfor %}'
-                '{% if add_generation_prompt %}<model>{% endif %}')
-    edit_json(speaking / 'tokenizer_config.json', chat_template=[{'name': 'default', 'template': template}])
-    return speaking
+    """The same with a chat template that marks what the model says."""
+    return shutil.copytree(GOLDEN / 'letters_marked', speaking, dirs_exist_ok=True)

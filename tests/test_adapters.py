@@ -5,16 +5,35 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file
 
 from jax_flags import UserError
 from jax_hub.adapters import Halves, make_adapter
 from jax_pretrained import load_pretrained, module_in_transformers, save_adapter
 from jax_run.load import merge_updates
-from tests.common import FAMILIES, GOLDEN, WRITTEN, apply, copy_folder, random_updates, refusal
+from tests.common import FAMILIES, GOLDEN, apply, copy_folder, refusal
 
 PEFT = GOLDEN / 'peft'
 LOGITS = np.load(PEFT / 'logits.npz')
+
+# bases of the adapters in golden/peft/written: GPT-2, q, k and v apart, one tensor for each of them, RoPE in pairs
+WRITTEN = {'hf': GOLDEN / 'hf', 'llama': FAMILIES / 'llama', 'phi3': FAMILIES / 'phi3', 'llama4': FAMILIES / 'llama4'}
+
+
+def random_updates(params, rank=2):
+    """LoRA's updates of the parameters of a model, as create_lora_state makes them, far from zero."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return (0.3 * rng.normal(size=shape)).astype(np.float32)
+
+    updates = {}
+    for path, x in sorted(flatten_dict(params).items()):
+        if path[-1] == 'kernel' and x.ndim == 2 and path[-2] != 'router':
+            updates[*path, 'a'] = draw(x.shape[0], rank)
+            updates[*path, 'b'] = draw(rank, x.shape[1])
+    return unflatten_dict(updates)
 
 
 @pytest.mark.parametrize('name', sorted(WRITTEN))

@@ -3,9 +3,9 @@ import json
 import sys
 import jax_devices.setup
 from jax_run.checkpoints import choose_checkpoint
-from tests.common import assert_refused, run_script, succeeded
 
 import pytest
+from tests.common import assert_refused, run_script, succeeded
 
 
 def report_of(result):

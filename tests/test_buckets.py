@@ -1,6 +1,7 @@
 """gs://: runs and data sets in a bucket, by a real server on loopback. It is fake-gcs-server, because it honours
 if-generation-match where the other emulators write without a word."""
 import contextlib
+import datetime
 import http.client
 import json
 import os
@@ -14,10 +15,7 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from etils import epath
 
 from jax_flags import UserError
 from jax_run import buckets
@@ -26,9 +24,10 @@ from jax_run.checkpoints import (
 from jax_run.data import load_mixture_meta
 from jax_run.out_dir import lock_out_dir
 from jax_text import load
+from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from tests.common import (
-    ROOT, TINY, TUNE, assert_refused, final_state, fresh_run, meta_of, next_line, output_of, records_without_times,
-    refusal, run_script, sample, start_training, succeeded, train, wait_for, write_text_dataset)
+    META, ROOT, SHORT, TINY, assert_refused, copy_folder, final_state, prepare, records_of, refusal, run_script, sample,
+    start, succeeded, train, wait_for)
 
 storage = pytest.importorskip('google.cloud.storage')
 os.environ['GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT'] = 'false'  # it would ask Google what kind of bucket this is
@@ -101,19 +100,10 @@ def upload(bucket, folder, url):
             bucket.blob(name).upload_from_filename(path)
 
 
-def arrays_of(url):
-    """{path: bytes} of what the latest checkpoint of a run holds, as final_state reads it of a disk."""
-    folder = epath.Path(url) / 'ckpt' / str(choose_checkpoint(url)[0])
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = [checkpointer.restore(folder / name) for name in ('params', 'opt_state')]
-    leaves = jax.tree_util.tree_leaves_with_path(restored)
-    return [(jax.tree_util.keystr(path), np.asarray(x).tobytes()) for path, x in leaves]
-
-
 def assert_same_as_on_disk(bucket, url, out_dir, tmp_path):
     copy = download(bucket, url, tmp_path / 'copy')
-    assert records_without_times(copy) == records_without_times(out_dir)
-    assert arrays_of(url) == final_state(out_dir)
+    assert records_of(copy) == records_of(out_dir)
+    assert final_state(url) == final_state(out_dir)
 
 
 # -----------------------------------------------------------------------------
@@ -152,15 +142,15 @@ def test_a_second_run_is_refused_and_one_that_is_killed_three_times_is_continued
     long = [*flags, '--max_iters=100000', '--save_interval=2', '--init_from=auto']
     latest = 0
     for kill in range(3):
-        run = start_training(url, *long)
-        next_line(run.stdout, run, f'iter {latest + 12}:')
+        run = start('train_jax.py', f'--out_dir={url}', *long)
+        next(line for line in run.stdout if line.startswith(f'iter {latest + 12}:'))
         if kill == 0:
             waiting, error = train(url, *flags, '--overwrite=True').stderr.splitlines()
             assert 'in case it has died' in waiting
             assert re.fullmatch(f'error: {url} is in use by process {run.pid} on .*; choose another --out_dir', error)
             assert run.poll() is None
         run.kill()
-        output_of(run)
+        run.communicate()
         assert 'lock' in names_in(bucket, url)
         assert checkpoint_steps(url)[0] > latest
         latest = checkpoint_steps(url)[0]
@@ -184,14 +174,17 @@ def test_a_run_that_ends_gives_its_lease_back_and_overwrite_deletes_it(flags, ur
     assert_refused(train(f'{url}-none', '--init_from=resume'), f'there is no complete checkpoint in {url}-none/ckpt')
 
 
-def test_a_tuned_model_with_its_tokenizer_is_tuned_on_with_lora_and_exported(tuned, speaking, url, tmp_path, bucket):
-    data, _ = tuned
-    succeeded(train(url, f'--dataset={data}', f'--init_from={speaking}', *TUNE))
+def test_a_tuned_model_with_its_tokenizer_is_tuned_on_with_lora_and_exported(speaking, url, tmp_path, bucket):
+    (tmp_path / 'a.txt').write_text('hello, again and again. ' * 40)
+    flags = [f'--dataset={tmp_path / "data"}', '--block_size=16', *SHORT, '--max_iters=2']
+    succeeded(prepare('text', tmp_path / 'a.txt', f'--tokenizer={speaking}', flags[0].replace(
+        'dataset', 'out_dir')))
+    succeeded(train(url, *flags, f'--init_from={speaking}'))
     assert 'tokenizer/tokenizer.json' in names_in(bucket, url)
     # its folder is not needed any more
     shutil.rmtree(speaking)
     updates = f'{url}-lora'
-    succeeded(train(updates, f'--dataset={data}', f'--init_from={url}', '--lora_rank=2', *TUNE))
+    succeeded(train(updates, *flags, f'--init_from={url}', '--lora_rank=2'))
     succeeded(train(updates, '--init_from=resume', '--device=cpu:0', '--max_iters=3'))
     assert checkpoint_steps(updates)[0] == 3
     succeeded(sample(updates, '--start=hello', '--num_samples=1', '--max_new_tokens=5'))
@@ -204,9 +197,9 @@ def test_a_tuned_model_with_its_tokenizer_is_tuned_on_with_lora_and_exported(tun
 # -----------------------------------------------------------------------------
 # complete or absent
 
-@pytest.fixture
+@pytest.fixture(scope='module')
 def tiny_state():
-    return fresh_run((1,), TINY)[1]
+    return create_train_state(jax.random.key(0), TINY, create_optimizer_with_schedule(lambda step: 0.1))
 
 
 @pytest.fixture
@@ -214,7 +207,7 @@ def three_checkpoints(url, tiny_state):
     lock = lock_out_dir(url)
     manager = open_checkpoints(url, keep=3)
     for i in (1, 2, 3):
-        save_checkpoint(manager, i, tiny_state, meta_of(TINY), val_loss=1.0 / i)
+        save_checkpoint(manager, i, tiny_state, META, val_loss=1.0 / i)
     finish_checkpoints(manager)
     lock.close()
     return url
@@ -244,7 +237,7 @@ def test_a_damaged_object_is_named_and_its_checkpoint_set_aside(three_checkpoint
     lock = lock_out_dir(three_checkpoints, 2)
     assert f'{three_checkpoints}/ckpt/3 is damaged: renamed to 3.damaged' in capsys.readouterr().out
     manager = open_checkpoints(three_checkpoints)
-    save_checkpoint(manager, 3, tiny_state, meta_of(TINY), val_loss=0.1)
+    save_checkpoint(manager, 3, tiny_state, META, val_loss=0.1)
     finish_checkpoints(manager)
     lock.close()
     assert choose_checkpoint(three_checkpoints)[0] == 3
@@ -262,7 +255,7 @@ def test_an_object_whose_name_leads_out_of_the_folder_is_left_alone(three_checkp
 def test_a_run_that_was_taken_over_gives_its_checkpoint_up_and_its_metrics(url, tiny_state, bucket, capsys):
     run = lock_out_dir(url)
     manager = open_checkpoints(url)
-    save_checkpoint(manager, 1, tiny_state, meta_of(TINY))
+    save_checkpoint(manager, 1, tiny_state, META)
     manager.wait_until_finished()
     run.lease.ended.set()  # as SIGSTOP would end its renewals
     began = time.monotonic()
@@ -274,7 +267,7 @@ def test_a_run_that_was_taken_over_gives_its_checkpoint_up_and_its_metrics(url, 
     assert said in refusal(run.upload)
     assert 'metrics.jsonl' not in names_in(bucket, url)
     with pytest.raises(UserError, match=said):
-        save_checkpoint(manager, 2, tiny_state, meta_of(TINY))
+        save_checkpoint(manager, 2, tiny_state, META)
         finish_checkpoints(manager)
     assert checkpoint_steps(url) == [1]
     run.close()
@@ -295,7 +288,9 @@ def leases(url):
 def test_a_lease_that_is_renewed_is_not_waited_for_whatever_the_clock_of_this_machine_says(leases, monkeypatch):
     one, other = leases
     one.take('one')
-    monkeypatch.setattr(time, 'time', lambda: 4e9)
+    updated = storage.Blob.updated.fget
+    years = datetime.timedelta(days=30 * 365)  # by which the bucket dates what is written before this machine does
+    monkeypatch.setattr(storage.Blob, 'updated', property(lambda blob: updated(blob) - years))
     began = time.monotonic()
     assert re.search('is in use by one .*; choose another --out_dir', refusal(other.take, 'other'))
     assert time.monotonic() - began < LEASE
@@ -348,8 +343,8 @@ def test_a_bucket_that_cannot_be_read_or_written_is_refused_in_one_line_before_t
         server.statuses = {'GET': get, 'POST': post}
         use_server(monkeypatch, server.server_address[1] if get else 1)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        run = start_training(url, *flags)
-        out, err = output_of(run)
+        run = start('train_jax.py', f'--out_dir={url}', *flags)
+        out, err = run.communicate()
         server.shutdown()
     assert run.returncode == 2 and 'iter 0' not in out
     assert re.fullmatch(f'error: {url} cannot be read or written .*{reason}.*: there must be such .*\n', err), err
@@ -358,12 +353,13 @@ def test_a_bucket_that_cannot_be_read_or_written_is_refused_in_one_line_before_t
 @pytest.mark.slow
 def test_a_bucket_that_is_deleted_in_the_middle_ends_the_run_with_one_line(flags):
     lost = storage.Client(project=None).create_bucket('lost')
-    run = start_training('gs://lost/run', *flags, '--max_iters=100000', '--save_interval=5', '--eval_interval=100000')
-    next_line(run.stdout, run, 'iter 12:')
+    endless = ['--max_iters=100000', '--save_interval=5', '--eval_interval=100000']
+    run = start('train_jax.py', '--out_dir=gs://lost/run', *flags, *endless)
+    next(line for line in run.stdout if line.startswith('iter 12:'))
     run.send_signal(signal.SIGSTOP)
     lost.delete(force=True)
     run.send_signal(signal.SIGCONT)
-    _, err = output_of(run, seconds=300)
+    _, err = run.communicate()
     lines = [line for line in err.splitlines() if 'google_auth_provider' not in line]
     assert run.returncode == 2 and len(lines) == 1 and re.match('error: .*gs://lost/run', lines[0]), err
 
@@ -426,7 +422,7 @@ def test_a_data_set_is_fetched_once_and_again_when_it_has_changed(uploaded, data
 
 
 def test_a_run_and_its_data_may_both_be_in_a_bucket_and_data_sets_are_mixed(uploaded, flags, url, dataset, tmp_path):
-    mixture = f'{uploaded}:0.5,{write_text_dataset(tmp_path / "web")}:0.5'
+    mixture = f'{uploaded}:0.5,{copy_folder(dataset, tmp_path)}:0.5'
     for value in (uploaded, mixture):
         assert 'iter 1:' in succeeded(train(tmp_path / 'out', *flags, f'--dataset={value}', '--max_iters=2',
                                             '--overwrite=True')).stdout
@@ -440,10 +436,10 @@ def test_a_run_and_its_data_may_both_be_in_a_bucket_and_data_sets_are_mixed(uplo
 @pytest.mark.slow
 def test_two_processes_that_share_nothing_but_the_bucket_go_on_after_a_kill(flags, url, tmp_path, bucket):
     def command(out_dir, max_iters):
-        return [sys.executable, ROOT / 'train_jax.py', *flags, '--device=cpu', f'--out_dir={out_dir}',
+        return [ROOT / 'train_jax.py', *flags, '--device=cpu', f'--out_dir={out_dir}',
                 '--save_interval=5', f'--max_iters={max_iters}']
 
-    def start(max_iters):
+    def start_two(max_iters):
         port = fake_gcs_server._find_free_port()
         runs = []
         for i in range(2):
@@ -452,23 +448,23 @@ def test_two_processes_that_share_nothing_but_the_bucket_go_on_after_a_kill(flag
             several = ['--init_from=auto', '--num_processes=2', f'--coordinator_address=127.0.0.1:{port}',
                        f'--process_id={i}']
             env = dict(os.environ, JAX_NUM_CPU_DEVICES='1', HOME=str(home), TMPDIR=str(home))
-            runs.append(subprocess.Popen([*command(url, max_iters), *several], env=env, cwd=home, text=True,
-                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+            runs.append(start(*command(url, max_iters), *several, env=env, cwd=home))
         return runs
 
-    runs = start(max_iters=100000)
+    runs = start_two(max_iters=100000)
     wait_for('a checkpoint', lambda: checkpoint_steps(url), *runs)
     for run in runs:
         run.kill()  # both: one that is left may notice it after a minute only, as on a disk
-        output_of(run)
+        run.communicate()
     latest = checkpoint_steps(url)[0]
-    runs = start(max_iters=latest + 5)
-    (out, err), _ = [output_of(run) for run in runs]
+    runs = start_two(max_iters=latest + 5)
+    (out, err), _ = [run.communicate() for run in runs]
     assert [run.returncode for run in runs] == [0, 0], err
     assert f'resuming {url} at iteration {latest}' in out
     assert checkpoint_steps(url)[0] == latest + 5
     # one process with two devices, on a disk and without a kill
-    succeeded(subprocess.run(command(tmp_path / 'out', latest + 5), env=dict(os.environ, JAX_NUM_CPU_DEVICES='2'),
-                             text=True, capture_output=True))
+    one = start(*command(tmp_path / 'out', latest + 5), env=dict(os.environ, JAX_NUM_CPU_DEVICES='2'))
+    _, err = one.communicate()
+    assert one.returncode == 0, err
     copy = download(bucket, url, tmp_path / 'copy')
-    assert records_without_times(copy) == records_without_times(tmp_path / 'out')
+    assert records_of(copy) == records_of(tmp_path / 'out')

@@ -20,10 +20,10 @@ from jax_ops.sharding import BATCH, create_mesh
 from jax_run.data import load_dataset_meta
 from jax_run.log import read_metrics
 from jax_run.sources import find_starts, open_source
-from jax_train_utils import TrainState, estimate_loss_jax
+from jax_train_utils import TrainState, estimate_loss_jax, language_model, make_eval_step
 from jax_transformer import GPT, GPTConfig, MLAConfig, dot_product_attention
 from tests.common import (
-    RESUME, TINY, assert_refused, eval_step_of, final_state, prepare, random_params, succeeded, train, train_step_of)
+    RESUME, TINY, assert_refused, final_state, make_step, prepare, random_params, succeeded, train)
 
 BLOCK = 160  # two blocks of chunked attention
 ROPE = dict(position='rope', norm='rms', mlp='swiglu', bias=False)
@@ -207,7 +207,7 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
     for accumulation, layout in ((1, (1,)), (4, (1,)), (1, (4,)), (2, (4, 2, 2)), (1, (4, 1, 1, 1, 2))):
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         state = parallel.device_put(initial)
-        step = train_step_of(parallel, config)
+        step = parallel.compile_step(make_step(config, parallel))
         curve = []
         for i in range(3):
             rows = parallel.local_rows(8)
@@ -216,8 +216,9 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
             state, metrics = step(state, parallel.shard_batch(batch, shape))
             curve.append([float(metrics[name]) for name in ('loss', 'grad_norm')])
         curves.append(curve)
-        loss = estimate_loss_jax(eval_step_of(parallel, config), state.params, {'val': source}, parallel,
-                                 batch_size=2, eval_iters=6, token_bytes=np.arange(41) % 4)
+        eval_step = parallel.compile_eval_step(make_eval_step(config, language_model, parallel))
+        loss = estimate_loss_jax(eval_step, state.params, {'val': source}, parallel, batch_size=2, eval_iters=6,
+                                 token_bytes=np.arange(41) % 4)
         evaluated.append([loss['val']['loss'], loss['val']['bpb']])
     np.testing.assert_allclose(curves[1:], [curves[0]] * (len(curves) - 1), rtol=1e-4)
     np.testing.assert_allclose(evaluated[1:], [evaluated[0]] * (len(curves) - 1), rtol=1e-4)

@@ -11,7 +11,7 @@ import pytest
 
 from jax_flags import UserError
 from jax_hub.tokenizers import HFTokenizer, copy_tokenizer
-from tests.common import CONVERSATION, ROOT, assert_refused, edit_json, prepare, refusal, succeeded
+from tests.common import ROOT, assert_refused, edit_json, prepare, refusal, succeeded
 
 sys.path[:0] = [str(ROOT / 'data'), str(ROOT / 'data' / 'chat')]
 from forms import read_example  # noqa: E402
@@ -346,5 +346,6 @@ def test_a_template_that_writes_answers_elsewhere_than_it_asks_for_them_is_refus
     template = ('{% for m in messages %}{% if m.role == "user" %}{{ m.content }}{% else %}{{ ANSWER }}{% endif %}'
                 '{% endfor %}{% if add_generation_prompt %}REQUEST{% endif %}')
     tokenizer = made_tokenizer(template.replace('ANSWER', answer).replace('REQUEST', request_end))
-    message = refusal(tokenizer.encode_training_chat, CONVERSATION['messages'])
+    said = ('user', 'ab'), ('assistant', 'c'), ('user', 'd'), ('assistant', ' ef ')
+    message = refusal(tokenizer.encode_training_chat, [{'role': role, 'content': text} for role, text in said])
     assert 'does not write answer 1 where it asks for it; mark' in message

@@ -1,4 +1,5 @@
 """Loops shaped for XLA:CPU compute what they replace."""
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +8,40 @@ import pytest
 
 import jax_ops.cpu
 from jax_ops.cpu import cpu_multiplies_uint8, float_lane_terms, int16_levels
-from jax_ops.decode_weights import convert_params_for_decoding
-from jax_ops.matmul import Transposed, as_int8, as_uint8, linear, matmul_int8, matmul_nt, quantize
-from tests.common import operands, stored
+from jax_ops.decode_weights import convert_params_for_decoding, quantize_params
+from jax_ops.experts import experts_one_by_one, grouped_experts
+from jax_ops.matmul import Int8, Transposed, as_int8, as_uint8, linear, matmul_int8, matmul_nt, quantize
 
 # -----------------------------------------------------------------------------
 # int8
+
+def skip_without_matmul_of(dtype):
+    """Skips a test of weights stored as uint8 where XLA has no matmul for them: decoding then stores int8."""
+    if dtype == 'uint8' and not cpu_multiplies_uint8():
+        pytest.skip('XLA has no matmul of uint8 by int8 for this CPU')
+
+
+def operands(rows, width):
+    """x [rows, width] with an outlier, as the activations of real models have them, and w [40, width] in int8."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, width), (40, width)))
+    x[:, 3] *= 100
+    return x, *jax.jit(quantize, static_argnums=1)(w, jnp.int8)
+
+
+def stored(weights, dtype):
+    skip_without_matmul_of(dtype)
+    return as_uint8(weights) if dtype == 'uint8' else weights
+
+
+@pytest.mark.parametrize('stored_as', ['int8', 'uint8'])
+@pytest.mark.parametrize('rows', [1, 4, 33, 65])
+def test_int8_weights_are_all_that_an_int8_matmul_rounds_visibly(rows, stored_as):
+    x, weights, scale = operands(rows, 768)
+    exact = np.float64(x) @ (np.float64(weights) * np.float64(scale)[:, None]).T
+    got = jax.jit(matmul_int8)(x, stored(weights, stored_as), scale)
+    np.testing.assert_allclose(got, exact, rtol=0, atol=1e-3 * np.abs(exact).max())  # in int8, x would give 3e-2
+
 
 # one row of width 24 is padded to four rows; of 256 and 1536 it takes the matvec of 32 lanes, with 8 and 24 terms each
 @pytest.mark.parametrize('stored_as', ['int8', 'uint8'])
@@ -114,3 +143,84 @@ def test_a_loop_over_many_rows_keeps_no_float32_copy_of_its_int8_weights(rows, s
 
     compiled = decode.lower(np.ones((rows, 256), np.float32), weights).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * 4 * 256 * 256
+
+# -----------------------------------------------------------------------------
+# rows of several experts, in the forms in which weights are stored for a CPU
+
+E, D, F = 6, 384, 128
+ROWS = {
+    'one row': [2],
+    'fewer rows than experts': [5, 0],
+    'all rows on one expert': [3] * E,
+    'an expert without rows': [0, 1, 1, 5, 4, 1],
+    'many rows': [*range(E - 1)] * 10,  # in blocks
+}
+
+
+def stacks(n_out):
+    """Parameters of E MLPs D -> F -> n_out with biases, by the names of MoELayer."""
+    rng = np.random.default_rng(0)
+    params = {}
+    for name, shape in (('experts_c_fc', (D, F)), ('experts_c_proj', (F, n_out))):
+        kernel = rng.normal(size=(E, *shape), scale=shape[0]**-0.5).astype(np.float32)
+        params[name] = {'kernel': kernel, 'bias': rng.normal(size=(E, shape[1])).astype(np.float32)}
+    return params
+
+
+def stored_experts(params, form):
+    """The parameters as convert_params_for_decoding stores them for a CPU."""
+    if 'int8' in form:
+        skip_without_matmul_of(form)
+        return quantize_params(params, jnp.dtype(form))
+    return convert_params_for_decoding(dict(params), form)
+
+
+def mlp(weights, x):
+    return linear(jnp.tanh(linear(x, **weights['experts_c_fc'])), **weights['experts_c_proj'])
+
+
+@pytest.mark.parametrize('form, kind, tolerance', [
+    ('float32', Transposed, 1e-6), ('bfloat16', Transposed, 0.01), ('int8', Int8, 0.02), ('uint8', Int8, 0.02)])
+def test_every_row_is_multiplied_with_the_weights_of_its_expert_in_every_form_of_decoding(form, kind, tolerance):
+    params = stacks(D)
+    weights = stored_experts(params, form)
+    assert isinstance(weights['experts_c_proj']['kernel'], kind)
+    up, down = (jax.tree.map(np.float64, params[name]) for name in ('experts_c_fc', 'experts_c_proj'))
+    for rows in ROWS.values():
+        x = np.random.default_rng(len(rows)).normal(size=(len(rows), D)).astype(np.float32)
+        x = jnp.asarray(x, 'bfloat16' if form == 'bfloat16' else 'float32')
+        want = []
+        for row, e in zip(np.float64(x), rows):
+            h = np.tanh(row @ up['kernel'][e] + up['bias'][e])
+            want.append(h @ down['kernel'][e] + down['bias'][e])
+        got = jax.jit(functools.partial(grouped_experts, mlp))(weights, x, np.array(rows))
+        assert got.dtype == x.dtype
+        np.testing.assert_allclose(np.float64(got), want, rtol=0, atol=tolerance * np.abs(want).max())
+
+
+@pytest.mark.parametrize('form', ['float32', 'bfloat16', 'uint8'])
+def test_an_odd_number_of_outputs_is_multiplied_too(form):
+    weights = stored_experts(stacks(D + 1), form)
+    x = jnp.ones((2, D), 'bfloat16' if form == 'bfloat16' else 'float32')
+
+    def project(weights, x):
+        return linear(x[:, :F], **weights['experts_c_proj'])
+
+    one_by_one = jax.jit(functools.partial(experts_one_by_one, project))(weights, x, np.array([4, 1]))
+    for y, e in zip(one_by_one, (4, 1)):
+        expert = jax.tree.map(lambda w: w[e], weights)
+        np.testing.assert_allclose(np.float64(y), np.float64(project(expert, x)[0]), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize('form', ['float32', 'bfloat16', 'uint8'])
+def test_a_decode_step_of_few_tokens_copies_no_experts(form):
+    weights = stored_experts(stacks(D), form)
+
+    def step(weights, x, expert):
+        return jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(grouped_experts(mlp, weights, x, expert + i)), x)
+
+    x = jnp.ones((2, D), 'bfloat16' if form == 'bfloat16' else 'float32')
+    compiled = jax.jit(step).lower(weights, x, np.array([1, 2])).compile()
+    sums = 0 if form == 'uint8' else 2 * D * 32 * 4  # 32 of each output, which integers need not store
+    one_matrix = weights['experts_c_fc']['kernel'].values.dtype.itemsize * D * F
+    assert compiled.memory_analysis().temp_size_in_bytes < sums + one_matrix

@@ -2,7 +2,6 @@
 import os
 import pickle
 import subprocess
-from tests.common import edit_json, refusal, write_dataset, write_rows
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from jax_flags import UserError
 from jax_run.data import (
     DataChanged, load_dataset, load_dataset_meta, load_ends, load_masks, load_mixture_meta, open_tokens, parse_mixture)
 from jax_run.sources import open_source
+from tests.common import edit_json, refusal, write_dataset
 
 # -----------------------------------------------------------------------------
 # data
@@ -192,7 +192,7 @@ def test_only_data_sets_of_the_same_tokens_are_mixed(tmp_path):
 # rows
 
 def test_rows_need_the_block_size_that_they_were_made_for(tmp_path):
-    write_rows(tmp_path, 30)
+    write_dataset(tmp_path, np.arange(30).repeat(17), np.arange(5).repeat(17), row_length=17)
     assert load_dataset(tmp_path, 16)[0]['train'].shape == (30, 17)
     for block_size in (15, 17, 32):
         message = refusal(load_dataset, tmp_path, block_size)
@@ -201,8 +201,7 @@ def test_rows_need_the_block_size_that_they_were_made_for(tmp_path):
 
 @pytest.mark.parametrize('row_length', [17, None])
 def test_conversations_need_their_masks(row_length, tmp_path):
-    write_rows(tmp_path, 30, row_length or 17)
-    edit_json(tmp_path / 'meta.json', kind='chats', row_length=row_length)
+    write_dataset(tmp_path, np.arange(30).repeat(17), np.arange(5).repeat(17), kind='chats', row_length=row_length)
     splits, *_ = load_dataset(tmp_path, 16)
     for split in ('train', 'val'):
         assert 'are missing or of other tokens' in refusal(load_masks, tmp_path, splits)

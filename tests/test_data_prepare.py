@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from jax_hub.tokenizers import same_tokens
 from jax_run.data import load_dataset_meta
-from tests.common import PADDED, assert_refused, edit_json, needs_hangup, run_script, wait_for
+from tests.common import assert_refused, needs_hangup, run_script, wait_for
 
 DATA = Path(__file__).resolve().parent.parent / 'data'
 EOT = 50256
@@ -458,7 +458,10 @@ def test_an_own_vocabulary_knows_nothing_of_the_val_part(tmp_path, env):
 def test_a_vocabulary_can_be_used_again_also_into_its_own_folder(tmp_path, env):
     text, out, again = text_file(tmp_path, words(3000)), tmp_path / 'out', tmp_path / 'again'
     prepare('text', text, '--tokenizer=bpe:300', '--out_dir', out, env=env)
-    edit_json(out / 'tokenizer' / 'tokenizer.json', **PADDED) # which no data set is
+    padded = Tokenizer.from_file(str(out / 'tokenizer' / 'tokenizer.json'))
+    padded.enable_truncation(2)
+    padded.enable_padding(length=99)
+    padded.save(str(out / 'tokenizer' / 'tokenizer.json')) # no data set is padded
     for script in ('text', 'shakespeare'):
         prepare(script, text, f'--tokenizer={out / "tokenizer"}', '--out_dir', again, env=env)
         assert [a.tolist() for a in read(again)[:2]] == [a.tolist() for a in read(out)[:2]]

@@ -18,8 +18,8 @@ from jax_run.log import read_metrics
 from jax_run.sources import Pairs
 from jax_train_utils import create_lora_state, dpo
 from tests.common import (
-    FAMILIES, GOLDEN, RESUME, assert_refused, edit_json, final_state, prepare, records_without_times, refusal,
-    run_script, sample, slow, succeeded, train, train_step_of)
+    FAMILIES, GOLDEN, RESUME, assert_refused, edit_json, final_state, make_step, prepare, records_of, refusal,
+    run_script, sample, slow, succeeded, train)
 
 LETTERS = 'abcdefghijklmnop'
 FLAGS = ['--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=24',
@@ -176,7 +176,7 @@ def test_loss_margin_accuracy_and_gradients_are_those_of_pytorch(kind, n_micro):
     pairs = Pairs(np.concatenate(sequences), mask, np.cumsum([len(ids) for ids in sequences]),
                   length_normalized=kind == 'mean', block_size=config.block_size, split='train', seed=0)
     batch = pairs.draw(np.arange(8)) | {'seq_id': np.arange(8, dtype=np.uint32)}
-    step = train_step_of(parallel, config, dpo(beta), grad_clip=0.0)
+    step = parallel.compile_step(make_step(config, parallel, dpo(beta), grad_clip=0.0))
     state, metrics = step(state, parallel.shard_batch(batch, (n_micro, 8 // n_micro)))
     found = [metrics[name] for name in ('loss', 'margin', 'accuracy')]
     np.testing.assert_allclose(found, golden()[f'{kind}/metrics'], rtol=1e-5)
@@ -205,7 +205,7 @@ def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device():
     for layout in (1,), (2,), (8, 2, 2):
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         state, config = tuned_state(FAMILIES / 'llama', optax.adam(1e-2), 4, 2.0, parallel)
-        step = train_step_of(parallel, config, dpo(0.5), loss_chunk=8)
+        step = parallel.compile_step(make_step(config, parallel, dpo(0.5), loss_chunk=8))
         shape = split_batch(2, 8, parallel.n_data_shards)
         curve = []
         for i in range(3):
@@ -243,8 +243,8 @@ def test_the_margin_grows_on_pairs_that_were_held_out_and_a_resumed_run_is_the_s
     succeeded(tune(tmp_path / 'again', *flags, '--max_iters=5'))
     succeeded(train(tmp_path / 'again', *RESUME, '--max_iters=8'))
     at_5 = lambda record: record['iter'] == 5 and 'val_loss' in record  # the last evaluation of the shorter run
-    resumed = [record for record in records_without_times(tmp_path / 'again') if not at_5(record)]
-    assert resumed == records_without_times(tmp_path / 'out')
+    resumed = [record for record in records_of(tmp_path / 'again') if not at_5(record)]
+    assert resumed == records_of(tmp_path / 'out')
     assert final_state(tmp_path / 'again') == final_state(tmp_path / 'out')
     succeeded(sample(tmp_path / 'out', '--start=a', '--max_new_tokens=5', '--num_samples=1'))
 

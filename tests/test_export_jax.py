@@ -1,19 +1,46 @@
 """The export script."""
 import json
-from tests.common import CHAT_TEMPLATE, RESUME, assert_refused, run_next, run_script, sample, succeeded, train
+import shlex
 
-import numpy as np
 import pytest
 
-from jax_hub.tokenizers import HFTokenizer
 from jax_pretrained import save_pretrained
 from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_run
 from jax_transformer import count_params
-from tests.common import samples_of
+from tests.common import (
+    RESUME, assert_refused, copy_folder, records_of, run_script, sample, samples_of, succeeded, train)
 
 # -----------------------------------------------------------------------------
 # newer models
+
+@pytest.fixture(scope='session')
+def qwen(tmp_path_factory, flags):
+    """The out_dir of a small Qwen3-MoE that was trained for 20 iterations."""
+    out = tmp_path_factory.mktemp('qwen') / 'out'
+    succeeded(train(out, *flags, '--norm=rms', '--position=rope', '--n_kv_head=1', '--qk_norm=learned', '--mlp=swiglu',
+                    '--n_inner=24', '--tied_head=False', '--bias=False', '--n_expert=4', '--n_expert_used=2'))
+    return out
+
+
+@pytest.mark.slow
+def test_a_model_with_experts_trains_resumes_and_samples(qwen, tmp_path):
+    losses = [record['val_loss'] for record in records_of(qwen, 'val_loss')]
+    assert losses[-1] < losses[0] - 0.3
+    out = copy_folder(qwen, tmp_path)
+    succeeded(train(out, *RESUME, '--max_iters=21'))
+    assert choose_checkpoint(out)[0] == 21
+    assert_refused(train(out, *RESUME, '--n_expert=2'), 'with n_expert=4, not n_expert=2')
+    loss = {}
+    for balance in ('0.01', '1000'):
+        other = copy_folder(qwen, tmp_path / balance)
+        succeeded(train(other, *RESUME, '--max_iters=23', f'--expert_balance={balance}'))
+        loss[balance] = records_of(other, 'loss')[-1]['loss']
+    assert loss['0.01'] != loss['1000']
+    sampled = succeeded(sample(qwen, '--num_samples=2', '--max_new_tokens=12', '--start=the '))
+    # keys and values of one head of width 8, float32: 64 bytes per token
+    assert 'KV cache: 1,024 bytes for a sequence of 16 tokens, 64 per token' in sampled.stderr
+
 
 @pytest.mark.slow
 def test_an_exported_model_gives_the_same_samples(qwen, dataset, tmp_path):
@@ -37,27 +64,6 @@ def test_export_writes_a_folder_that_needs_nothing_else(finished, tmp_path):
     assert_refused(export, 'was not trained with LoRA, so it has no adapter')
 
 
-@pytest.mark.slow
-def test_a_run_with_a_tokenizer_of_its_own_needs_nothing_but_its_folder(tuned, speaking, tmp_path):
-    data, out = tuned
-    tokens = np.fromfile(data / 'train.bin', np.uint16).tolist()
-    assert tokens[0] == 36  # what begins a text of this model
-    assert tokens.count(37) == 2 and tokens[-1] == 37  # each document ends
-    assert 38 not in tokens[1:]
-    moved = tmp_path / 'moved'
-    data.rename(tmp_path / 'data_elsewhere')
-    out.rename(moved)
-    speaking.rename(tmp_path / 'model_elsewhere')
-    assert choose_checkpoint(moved)[1]['model']['block_size'] == 64  # the model's context, not the training's
-    assert samples_of(sample(moved, '--start=ab c', '--num_samples=1', '--max_new_tokens=20'))[0].startswith('ab c')
-    succeeded(train(moved, *RESUME, f'--dataset={tmp_path / "data_elsewhere"}', '--max_iters=3'))
-    succeeded(run_script('export_jax.py', f'--out_dir={moved}', f'--folder={tmp_path / "model"}'))
-    assert HFTokenizer(tmp_path / 'model').chat_template == CHAT_TEMPLATE
-    config = json.loads((tmp_path / 'model' / 'config.json').read_text())
-    assert config['eos_token_id'] == [37]
-    assert config['max_position_embeddings'] == 64
-
-
 # -----------------------------------------------------------------------------
 # the model card
 
@@ -65,6 +71,13 @@ def read_card(folder):
     """(front matter as a dict, text) of a README.md, as the Hugging Face hub reads it."""
     card = pytest.importorskip('huggingface_hub').ModelCard.load(folder / 'README.md')
     return card.data.to_dict(), card.text
+
+
+def run_next(result):
+    """Runs the command that an export prints last."""
+    command = shlex.split(result.stdout.strip().split('\n')[-1].removeprefix('next: '))
+    assert command[0] == 'python'
+    return run_script(*command[1:])
 
 
 @pytest.mark.slow
@@ -105,14 +118,13 @@ def test_the_card_of_a_converted_chat_model_says_so(speaking, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_card_of_a_model_trained_further_names_its_base_on_the_hub(tuned, tmp_path):
-    _, out = tuned
+def test_the_card_of_a_model_trained_further_names_its_base_on_the_hub(run_copy, tmp_path):
     for base, named in (('owner/base-1B', 'owner/base-1B'), (str(tmp_path), None)):
-        for path in out.glob('ckpt/*/meta/metadata'):
+        for path in run_copy.glob('ckpt/*/meta/metadata'):
             meta = json.loads(path.read_text())
             path.write_text(json.dumps(meta | {'flags': meta['flags'] | {'init_from': base}}))
-        for path in out.glob('ckpt/*/checksums.json'):
+        for path in run_copy.glob('ckpt/*/checksums.json'):
             path.write_text('{}')
         folder = tmp_path / f'model-{named is None}'
-        succeeded(run_script('export_jax.py', f'--out_dir={out}', f'--folder={folder}'))
+        succeeded(run_script('export_jax.py', f'--out_dir={run_copy}', f'--folder={folder}'))
         assert read_card(folder)[0].get('base_model') == named

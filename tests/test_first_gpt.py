@@ -5,18 +5,18 @@ import shutil
 
 import pytest
 
-from tests.common import ROOT, write_speaking_llama
+from tests.common import ROOT
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_shows_curves_texts_and_an_export(tmp_path, monkeypatch):
+def test_the_notebook_runs_and_shows_curves_texts_and_an_export(speaking, tmp_path, monkeypatch):
     nbformat, nbclient = pytest.importorskip('nbformat'), pytest.importorskip('nbclient')
     pytest.importorskip('ipykernel')
     tree = tmp_path / 'tree'
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns('.*', '*.bin', 'out-*', '__pycache__'))
     monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '1')
     monkeypatch.setenv('NOTEBOOK_MINUTES', '0.2')
-    monkeypatch.setenv('CHAT_MODEL', str(write_speaking_llama(tmp_path / 'llama')))
+    monkeypatch.setenv('CHAT_MODEL', str(speaking))
     notebook = nbformat.read(tree / 'notebooks' / 'first_gpt.ipynb', 4)
     client = nbclient.NotebookClient(notebook, timeout=600, resources={'metadata': {'path': tree / 'notebooks'}})
     client.execute()

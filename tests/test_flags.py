@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from tests.common import ROOT, next_line
 
 import jax
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from jax_flags import (
     NEEDS, UserError, check_given, check_needs, config_block, exit_if_peer_died, exit_on_user_error, is_url, read_flags,
     read_text, path_inside, rising_learning_rate, write_text)
+from tests.common import ROOT, start
 
 # -----------------------------------------------------------------------------
 # flags
@@ -214,10 +214,8 @@ print('second' * {times}, end={end!r})
 def test_a_reader_that_goes_away_ends_a_script_quietly(options, times, end, then, code):
     environment = {name: value for name, value in os.environ.items() if name != 'PYTHONUNBUFFERED'}
     program = PRINTS.format(times=times, end=end, then=then)
-    with subprocess.Popen(
-            [sys.executable, *options, '-c', program], cwd=ROOT, env=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert next_line(process.stdout, process) == 'first\n'
+    with start(*options, '-c', program, env=environment, stdin=subprocess.PIPE) as process:
+        assert process.stdout.readline() == 'first\n'
         process.stdout.close()
         process.stdin.close()
         err = process.stderr.read()

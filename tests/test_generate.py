@@ -17,7 +17,7 @@ from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.vocabulary import embed_tokens
 from jax_pretrained import load_pretrained
 from jax_transformer import PAD, MoEConfig, Stream, init_cache, update_ring_cache, without_tables
-from tests.common import FAMILIES, TINY, apply, apply_with_cache, random_params, random_tokens
+from tests.common import FAMILIES, TINY, apply, random_params, random_tokens
 from tools.speed import bytes_read_per_step, expected_experts
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
@@ -470,8 +470,8 @@ def test_on_a_cpu_a_bfloat16_decode_loop_makes_no_float32_copy_of_the_embedding(
 def test_a_step_with_a_cache_is_traced_once_for_all_layers_of_a_kind(layer_types, kinds):
     def n_matmuls(n_layer):
         config = dataclasses.replace(ROPE, n_layer=n_layer, layer_types=layer_types, window=8)
-        lowered = jax.jit(apply_with_cache, static_argnums=0).lower(
-            config, random_params(config), random_tokens(1, 4), init_cache(config, 1, 16), jnp.arange(4)[None])
+        lowered = apply.lower(config, random_params(config), random_tokens(1, 4), init_cache(config, 1, 16),
+                              position_BxT=jnp.arange(4)[None], method='with_cache')
         return lowered.as_text().count('dot_general')
 
     matmuls_of_a_layer = 6

@@ -10,16 +10,16 @@ import pytest
 from jax_flags import UserError
 from jax_run import log, notebook
 from jax_run.notebook import compare, train
-from tests.common import FLAGS
+from tests.common import MODEL, SHORT
 
 # the flags of a short run, as keywords
-SHORT = dict(flag.removeprefix('--').split('=') for flag in FLAGS) | {
+SETTINGS = dict(flag.removeprefix('--').split('=') for flag in MODEL + SHORT) | {
     'device': 'cpu:0', 'max_iters': 4, 'eval_interval': 2, 'lr_decay_iters': 0}
 
 
 @pytest.fixture
 def short(dataset, tmp_path):
-    return {**SHORT, 'dataset': dataset, 'out_dir': tmp_path / 'out'}
+    return {**SETTINGS, 'dataset': dataset, 'out_dir': tmp_path / 'out'}
 
 
 def settings():

@@ -1,15 +1,10 @@
-"""What train_jax.py and sample_jax.py promise on many devices."""
+"""A run on many devices has the curve of one device; what is stored where, and what the compiled program sends."""
 import dataclasses
 import functools
+import json
 import math
 import re
 import types
-import jax_devices.choose
-import jax_devices.layout
-import jax_ops.matmul
-from tests.common import (
-    TINY, assert_refused, column, compiled_once, device_batch, initial_state, meta_of, random_params, run_script,
-    run_steps, train)
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +13,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import jax_devices.choose
+import jax_devices.layout
+import jax_ops.matmul
 from jax_devices.choose import choose_attention
 from jax_devices.layout import Layout, fit_sizes, setup_distributed_training, split_batch
 from jax_flags import UserError
@@ -25,26 +23,79 @@ from jax_generate import Controls, DecodeState, decode, prefill
 from jax_ops.attention import Dropout, Scores, fused_causal_attention
 from jax_ops.decode_weights import convert_params_for_decoding, order_columns_by_rank
 from jax_ops.experts import mix_experts
-from jax_ops.matmul import matmul_int8
-from jax_ops.sharding import AXES, BATCH, COLUMN_PARALLEL, ROW_PARALLEL, create_mesh
-from jax_ops.vocabulary import embed_tokens
-from jax_run.checkpoints import finish_checkpoints, load_checkpoint, open_checkpoints, opt_state_item, save_checkpoint
-from jax_run.sources import get_batch_jax
-from jax_train_utils import create_optimizer_with_schedule, create_train_state, estimate_loss_jax
+from jax_ops.matmul import linear, matmul_int8
+from jax_ops.sharding import (
+    AXES, BATCH, COLUMN_PARALLEL, EXPERTS, ROW_PARALLEL, create_mesh, partition_specs, shard)
+from jax_ops.vocabulary import cross_entropy, embed_tokens
+from jax_run.checkpoints import (
+    choose_checkpoint, finish_checkpoints, load_checkpoint, open_checkpoints, opt_state_item, save_checkpoint)
+from jax_run.load import load_run
+from jax_run.sources import get_batch_jax, open_source
+from jax_train_utils import (
+    create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state, estimate_loss_jax,
+    language_model, make_eval_step)
 from jax_transformer import GPT, GPTConfig, MoEConfig, init_cache
-from tests.common import (
-    ALL, BOTH, CONFIG, FLAGS, FSDP, ONE, PMAP, SCHEDULE, TENSOR, ZERO_1, ZERO_2, ZERO_2_ON_MESH, collectives,
-    compile_step, eval_step_of, slow, sources_of, train_step_of)
+from tests.common import META, MODEL, SHORT, TINY, assert_refused, make_step, random_params, run_script, slow, train
+
+# no tensor axis divides the vocabulary
+CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)
+PLAIN = dataclasses.replace(CONFIG, dropout=0.0)
+HALF = dataclasses.replace(PLAIN, dtype='float16')
+
+# layouts: (devices, fsdp, tensor, expert, context, zero), of which the last may be left out
+ONE, PMAP, FSDP, TENSOR, BOTH, ALL = (1,), (8,), (2, 2), (2, 1, 2), (4, 2, 2), (8, 4, 2)
+ZERO_1, ZERO_2, ZERO_2_ON_MESH = (8, 1, 1, 1, 1, 1), (8, 1, 1, 1, 1, 2), (8, 2, 2, 1, 1, 2)
+
+SCHEDULE = create_learning_rate_schedule(1e-2, decay_lr=False)
+ADAMW = create_optimizer_with_schedule(SCHEDULE)
 
 
-def numbers(log):
-    """[[loss, gradient norm]] of each iteration."""
-    return np.stack([column(log, 'loss'), column(log, 'grad_norm')], axis=1)
+def layout_of(n_devices, *sizes):
+    return setup_distributed_training(jax.devices()[:n_devices], *sizes)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def initial_state(config):
+    """The TrainState of all layouts; without apply_fn, which differs from call to call: each would have a training step
+    of its own."""
+    return create_train_state(jax.random.key(0), config, ADAMW).replace(apply_fn=None, schedule=SCHEDULE)
+
+
+@functools.cache
+def compiled_step(layout, config):
+    """(the Layout, the training step of `config` on it)."""
+    parallel = layout_of(*layout)
+    return parallel, parallel.compile_step(make_step(config, parallel))
+
+
+def fresh_run(layout, config):
+    """(the Layout, a new initial state, the training step)."""
+    parallel, step = compiled_step(layout, config)
+    return parallel, parallel.device_put(initial_state(config)), step
+
+
+def batch_of(parallel, g, b, iteration, config):
+    """The batch of an iteration of g micro-batches of b sequences on the devices of a Layout."""
+    tokens = np.random.default_rng(0).integers(8, size=4000).astype(np.uint16)  # only 8 kinds: quick to learn
+    x, y = get_batch_jax(tokens, config.block_size, g * b, 0, iteration)
+    batch = {'x': x, 'y': y, 'seq_id': (iteration * g * b + np.arange(g * b)).astype(np.uint32)}
+    return parallel.shard_batch(batch, split_batch(g, b, parallel.n_data_shards))
+
+
+def run_steps(layout, n_iters, config, g=2, b=8, state=None, first=0):
+    """(state after n_iters iterations of g micro-batches of b sequences, [[loss, gradient norm]] of each iteration)."""
+    parallel, step = compiled_step(layout, config)
+    state = state or parallel.device_put(initial_state(config))
+    log = []
+    for i in range(first, first + n_iters):
+        state, metrics = step(state, batch_of(parallel, g, b, i, config))
+        log.append([float(metrics['loss']), float(metrics['grad_norm'])])
+    return state, np.array(log)
 
 
 @functools.cache
 def curve(layout, dtype='float32'):
-    return numbers(run_steps(layout, 30, dataclasses.replace(CONFIG, dtype=dtype))[1])
+    return run_steps(layout, 30, dataclasses.replace(CONFIG, dtype=dtype))[1]
 
 
 # of [loss, gradient norm] between layouts, in 30 iterations; seen in bfloat16: 2.2e-4 and 1.7e-3
@@ -54,6 +105,39 @@ BOUNDS = {'float32': [2e-4, 2e-4], 'bfloat16': [1e-3, 5e-3]}
 def assert_same_curve(mesh, one, dtype='float32'):
     assert (abs(mesh - one) <= BOUNDS[dtype]).all(), abs(mesh - one).max(0)
 
+
+def evaluate(parallel, config, params, splits, masks=None, *, loss_chunk=0, **options):
+    """What estimate_loss_jax returns of arrays {split: tokens} and their masks."""
+    sources = {}
+    for split, tokens in splits.items():
+        mask = masks[split] if masks else None
+        sources[split] = open_source(tokens, mask, block_size=config.block_size, seed=0, split=split)
+    step = parallel.compile_eval_step(make_eval_step(config, language_model, parallel, loss_chunk=loss_chunk))
+    return estimate_loss_jax(step, params, sources, parallel, batch_size=4, **options)
+
+
+def collectives(program):
+    """[(name, number of elements of each result)] of all collectives in a compiled program."""
+    text = program if isinstance(program, str) else program.as_text()
+    names = 'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute'
+    found = []
+    for shapes, name in re.findall(rf'= (.*?) ({names})(?:-start)?\(', text):
+        dimensions = re.findall(r'\w\[([\d,]*)\]', shapes)
+        found.append((name, [math.prod(map(int, filter(None, dims.split(',')))) for dims in dimensions]))
+    return found
+
+
+def sizes_of(found, *names):
+    """The numbers of elements of the collectives of these names."""
+    return [size for name, sizes in found if name in names for size in sizes]
+
+
+def compile_step(layout, config, b=8):
+    """(the compiled training step of one micro-batch of b sequences per data shard, the abstract state)."""
+    parallel, step = compiled_step(layout, config)
+    state = parallel.abstract_state(initial_state, config)
+    return step.lower(state, batch_of(parallel, 1, b * parallel.n_data_shards, 0, config)).compile(), state
+
 # -----------------------------------------------------------------------------
 # the same run on every layout
 
@@ -62,9 +146,8 @@ def assert_same_curve(mesh, one, dtype='float32'):
     slow('float32', FSDP), slow('float32', ZERO_2), slow('bfloat16', ZERO_2)])
 def test_every_mesh_gives_the_curve_of_one_device(dtype, layout):
     if dtype == 'float32' and layout in (ALL, ZERO_2_ON_MESH):  # `curve` makes the state of all layouts on one device
-        parallel, make, _ = compiled_once(layout, CONFIG)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), parallel.init_sharded(make),
-                     initial_state(CONFIG))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6),
+                     layout_of(*layout).init_sharded(initial_state, CONFIG), initial_state(CONFIG))
     one, mesh = curve(ONE, dtype), curve(layout, dtype)
     assert one[-1, 0] < one[0, 0] - 1  # it learns
     assert_same_curve(mesh, one, dtype)
@@ -106,23 +189,19 @@ FEATURES = {
     ('latent attention and experts', (8, 1, 2, 2, 2))])
 def test_a_sequence_sharded_over_devices_learns_as_on_one(features, layout):
     config = dataclasses.replace(CONTEXT, **FEATURES[features])
-    one, several = (numbers(run_steps(on, 4, config, g=1)[1]) for on in (ONE, layout))
+    one, several = (run_steps(on, 4, config, g=1)[1] for on in (ONE, layout))
     assert_same_curve(several, one, config.dtype)
 
 
 @pytest.mark.slow
 def test_positions_of_a_sequence_are_loaded_and_evaluated_where_they_are_computed():
-    parallel, make, _ = compiled_once((4, 1, 1, 1, 4), CONTEXT)
-    x = device_batch(parallel, 1, 8, 0, CONTEXT)['x']
+    x = batch_of(layout_of(4, 1, 1, 1, 4), 1, 8, 0, CONTEXT)['x']
     assert {part.data.shape for part in x.addressable_shards} == {(1, 8, 16)}
     splits = {'train': np.arange(3000) % 37, 'val': np.arange(2000) % 31}
     losses = []
     for layout in (ONE, (4, 1, 1, 1, 4)):
-        parallel, make, _ = compiled_once(layout, CONTEXT)
-        eval_step = eval_step_of(parallel, CONTEXT, loss_chunk=16)
-        params = parallel.device_put(initial_state(CONTEXT).params)
-        losses.append(estimate_loss_jax(
-            eval_step, params, sources_of(splits, 64), parallel, batch_size=4, eval_iters=2))
+        parallel, state, _ = fresh_run(layout, CONTEXT)
+        losses.append(evaluate(parallel, CONTEXT, state.params, splits, loss_chunk=16, eval_iters=2))
     for split in splits:
         assert losses[1][split] == pytest.approx(losses[0][split], rel=1e-5)
 
@@ -134,25 +213,62 @@ def test_experts_on_several_devices_learn_as_on_one(layout):
     config = dataclasses.replace(CONFIG, mlp='swiglu', moe=moe, dropout=0.0, block_size=128)
     _, one = run_steps(ONE, 5, config)
     state, several = run_steps(layout, 5, config)
-    np.testing.assert_allclose(numbers(several), numbers(one), atol=2e-4)
+    np.testing.assert_allclose(several, one, atol=2e-4)
     experts = state.params['h_0']['mlp']['experts_c_fc']['kernel']
     stored = experts.addressable_shards[0].data.size / experts.size
     assert stored == 1 / math.prod(layout[1:])  # sharded over fsdp, tensor and expert
 
 
+@pytest.mark.parametrize('n_used, tensor', [(1, 1), slow(2, 1), slow(1, 2)])
+def test_tokens_sent_to_their_experts_give_the_values_and_gradients_of_one_device_for_every_routing(n_used, tensor):
+    E, D, F, M, C, n_tokens = 16, 8, 12, 8 // tensor, 64, 8 // tensor * 128
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    weights, x, weight = {'up': draw(E, D, F), 'down': draw(E, F, D)}, draw(n_tokens, D), draw(n_tokens, n_used)
+    balanced = rng.random((n_tokens, E)).argsort()[:, :n_used].astype(np.int32)
+    to_one_rank = np.tile(np.arange(n_used, dtype=np.int32), (n_tokens, 1))  # in two rounds of C rows
+    some_to_one_rank = np.where(np.arange(n_tokens)[:, None] < 128, to_one_rank, balanced)  # those of one device
+    mesh = create_mesh(jax.devices(), tensor, expert=M)
+
+    def expert_mlp(w, x):
+        return jnp.tanh(x @ w['up']) @ w['down']
+
+    def total(weights, x, weight, expert):
+        y = mix_experts(expert_mlp, weights, x, expert, weight)
+        return jnp.sin(y).sum(), y
+
+    gradients_and_values = jax.grad(total, (0, 1, 2), has_aux=True)
+
+    def on_mesh(*args):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return gradients_and_values(*args)
+
+    def arguments(expert):
+        tokens = jax.device_put((x, weight, expert), NamedSharding(mesh, P(BATCH)))
+        return jax.device_put(weights, NamedSharding(mesh, P(EXPERTS))), *tokens
+
+    program = jax.jit(on_mesh).lower(*arguments(balanced)).compile()
+    for expert in balanced, to_one_rank, some_to_one_rank:
+        got, expected = program(*arguments(expert)), jax.jit(gradients_and_values)(weights, x, weight, expert)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+    first_round = next(part for part in program.as_text().split('\n\n') if part.startswith('ENTRY'))
+    found = collectives(first_round)
+    assert sum(sizes_of(found, 'all-to-all')) == 4 * M * C * D + 3 * M * C * n_used  # there and back, with gradients
+    assert not sizes_of(found, 'all-gather', 'reduce-scatter')
+
+
 @pytest.mark.slow
 def test_float16_scales_its_loss_on_a_mesh_as_on_one_device():
-    half = dataclasses.replace(CONFIG, dtype='float16', dropout=0.0)
     losses = []
     for layout in (ONE, BOTH):
-        state, (first,) = run_steps(layout, 1, half)
-        parallel = compiled_once(layout, half)[0]
-        scale = parallel.device_put({'scale': np.float32(2.0**40), 'good_steps': np.int32(7)})
-        state, (overflow,) = run_steps(layout, 1, half, state=state.replace(loss_scale=scale), first=1)
-        assert not np.isfinite(overflow['grad_norm'])
+        state, [[loss, _]] = run_steps(layout, 1, HALF)
+        scale = layout_of(*layout).device_put({'scale': np.float32(2.0**40), 'good_steps': np.int32(7)})
+        state, [[_, grad_norm]] = run_steps(layout, 1, HALF, state=state.replace(loss_scale=scale), first=1)
+        assert not np.isfinite(grad_norm)
         assert state.step == 1
         assert state.loss_scale == {'scale': 2.0**39, 'good_steps': 0}
-        losses.append(first['loss'])
+        losses.append(loss)
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)
 
 
@@ -160,31 +276,95 @@ def test_float16_scales_its_loss_on_a_mesh_as_on_one_device():
 def test_execution_options_and_muon_give_the_curve_of_one_device_too():
     config = dataclasses.replace(CONFIG, n_layer=2, scan_layers=True, remat='full')
     tx = create_optimizer_with_schedule(SCHEDULE, optimizer='muon')
-    one = setup_distributed_training(jax.devices()[:1])
-    initial = jax.device_get(one.init_sharded(create_train_state, jax.random.key(0), config, tx))
+    initial = jax.device_get(layout_of(*ONE).init_sharded(create_train_state, jax.random.key(0), config, tx))
     losses = []
-    for n_devices, *axes in (ONE, BOTH):
-        parallel = setup_distributed_training(jax.devices()[:n_devices], *axes)
+    for parallel in (layout_of(*ONE), layout_of(*BOTH)):
         state = parallel.device_put(initial)
-        step = train_step_of(parallel, config, loss_chunk=4)
+        step = parallel.compile_step(make_step(config, parallel, loss_chunk=4))
         for i in range(4):
-            state, metrics = step(state, device_batch(parallel, 1, 8, i, config))
+            state, metrics = step(state, batch_of(parallel, 1, 8, i, config))
             losses.append(float(metrics['loss']))
     np.testing.assert_allclose(losses[4:], losses[:4], atol=2e-4)
 
 
 @pytest.mark.slow
-def test_evaluation_is_the_same_on_a_mesh():
-    splits = {'train': np.arange(3000) % 37, 'val': np.arange(2000) % 31}
-    losses = []
-    for layout in (ONE, BOTH):
-        parallel, make, _ = compiled_once(layout, CONFIG)
-        eval_step = eval_step_of(parallel, CONFIG)
-        params = parallel.device_put(initial_state(CONFIG).params)
-        losses.append(estimate_loss_jax(
-            eval_step, params, sources_of(splits, 16), parallel, batch_size=4, eval_iters=3))
-    for split in splits:
-        assert losses[1][split] == pytest.approx(losses[0][split], rel=1e-5)
+def test_replicas_stay_equal_to_the_bit():
+    state, _ = run_steps(PMAP, 5, CONFIG, g=1)
+    for leaf in jax.tree.leaves(state.params):
+        copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert len(copies) == 8
+        for copy in copies:
+            np.testing.assert_array_equal(copy, copies[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('layout', [ONE, PMAP])
+def test_the_state_is_donated(layout):
+    parallel, state, step = fresh_run(layout, CONFIG)
+    step(state, batch_of(parallel, 1, 8, 0, CONFIG))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+
+
+def mean_loss(params, x, y):
+    """That of PLAIN, on one device."""
+    logits = jax.jit(GPT(PLAIN).apply)({'params': jax.device_get(params)}, x)
+    return float(cross_entropy(logits, y).mean())
+
+
+def test_the_loss_is_the_mean_over_all_micro_steps_and_devices():
+    parallel, state, step = fresh_run((4,), PLAIN)
+    batch = batch_of(parallel, 8, 2, 0, PLAIN)
+    expected = mean_loss(state.params, *(np.reshape(batch[name], (16, 16)) for name in 'xy'))
+    _, metrics = step(state, batch)
+    assert float(metrics['loss']) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_split_overflows_no_earlier_than_as_a_whole():
+    def smallest_overflow(layout, g, b):
+        for power in range(16, 40):
+            parallel, state, step = fresh_run(layout, HALF)
+            scale = {'scale': np.float32(2.0**power), 'good_steps': np.int32(0)}
+            state = state.replace(loss_scale=parallel.device_put(scale))
+            if not np.isfinite(float(step(state, batch_of(parallel, g, b, 0, HALF))[1]['grad_norm'])):
+                return power
+
+    whole = smallest_overflow(ONE, 1, 8)
+    assert whole <= smallest_overflow(ONE, 8, 1) and whole <= smallest_overflow(PMAP, 1, 8)
+
+
+SPLITS = {'train': np.arange(3000, dtype=np.uint16) % 37, 'val': np.arange(2000, dtype=np.uint16) % 31}
+VAL_WINDOWS = (np.arange(12) * (2000 - 17) // 11)[:, None] + np.arange(17)  # of 3 evaluated batches of 4
+
+
+@pytest.mark.slow
+def test_evaluation_is_the_mean_of_the_same_windows_on_every_layout():
+    windows = SPLITS['val'][VAL_WINDOWS].astype(np.int32)
+    results = []
+    for layout in (ONE, (2,), PMAP, BOTH):
+        parallel, state, _ = fresh_run(layout, CONFIG)
+        results.append(evaluate(parallel, CONFIG, state.params, SPLITS, eval_iters=3))
+        assert results[-1]['val']['loss'] == pytest.approx(
+            mean_loss(state.params, windows[:, :-1], windows[:, 1:]), rel=1e-5)
+        assert results[-1]['train'] == pytest.approx(results[0]['train'], rel=1e-5)
+        assert results[-1]['train'] != results[-1]['val']
+
+
+@pytest.mark.parametrize('layout, masked', [(ONE, False), slow(PMAP, False), (ONE, True)])
+def test_the_loss_leaves_out_what_does_not_count_and_bits_per_byte_also_what_has_no_bytes(layout, masked):
+    masks = {split: (np.arange(len(tokens)) % 3 > 0).astype(np.uint8) for split, tokens in SPLITS.items()}
+    token_bytes = np.arange(37) % 4  # every fourth is a special token
+    parallel, state, _ = fresh_run(layout, CONFIG)
+    run = functools.partial(evaluate, parallel, CONFIG, state.params, SPLITS, masks if masked else None, eval_iters=3)
+    losses = run(token_bytes=token_bytes)
+    assert {split: {'loss': losses[split]['loss']} for split in SPLITS} == run()
+    windows = SPLITS['val'][VAL_WINDOWS].astype(np.int32)
+    x, y = windows[:, :-1], windows[:, 1:]
+    counts = masks['val'][VAL_WINDOWS][:, 1:] if masked else np.ones(y.shape)
+    nats = jax.jit(functools.partial(GPT(CONFIG).apply, method='loss'))({'params': jax.device_get(state.params)}, x, y)
+    expected = (nats * counts * (token_bytes[y] > 0)).sum() / np.log(2) / (token_bytes[y] * counts).sum()
+    assert losses['val']['bpb'] == pytest.approx(float(expected), rel=1e-5)
+    assert losses['val']['loss'] == pytest.approx(float((nats * counts).sum() / counts.sum()), rel=1e-5)
 
 
 def test_a_process_reads_the_rows_of_its_own_devices_only(monkeypatch):
@@ -215,17 +395,42 @@ def test_a_process_reads_the_rows_of_its_own_devices_only(monkeypatch):
 def test_a_checkpoint_resumes_on_any_other_layout_and_bit_for_bit_on_its_own(tmp_path, saved_on, resumed_on):
     state, _ = run_steps(saved_on, 8, CONFIG)
     manager = open_checkpoints(tmp_path)
-    save_checkpoint(manager, 8, state, meta_of(CONFIG))
+    save_checkpoint(manager, 8, state, META)
     finish_checkpoints(manager)
     saved = jax.tree.map(np.asarray, (state.params, opt_state_item(state)))
-    expected = numbers(run_steps(saved_on, 3, CONFIG, state=state, first=8)[1])
+    expected = run_steps(saved_on, 3, CONFIG, state=state, first=8)[1]
     for layout in resumed_on:
-        parallel, make, _ = compiled_once(layout, CONFIG)
-        restored = load_checkpoint(tmp_path, 8, parallel.abstract_state(make))
+        parallel = layout_of(*layout)
+        restored = load_checkpoint(tmp_path, 8, parallel.abstract_state(initial_state, CONFIG))
         restored = restored.replace(schedule=parallel.device_put(SCHEDULE))
         jax.tree.map(np.testing.assert_array_equal, (restored.params, opt_state_item(restored)), saved)
         log = run_steps(layout, 3, CONFIG, state=restored, first=8)[1]
-        np.testing.assert_allclose(numbers(log), expected, atol=0 if layout == saved_on else 2e-4)
+        np.testing.assert_allclose(log, expected, atol=0 if layout == saved_on else 2e-4)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_holds_the_state_of_its_iteration_while_training_continues_during_the_write(tmp_path):
+    # large enough for the write to take a while
+    config = dataclasses.replace(TINY, n_layer=1, n_embd=256, dtype='float16')
+    meta = META | {'model': dataclasses.asdict(config)}
+    expected = run_steps((2,), 6, config, g=1)[0]
+    expected = jax.tree.map(np.array, (expected.params, opt_state_item(expected)))
+
+    parallel, state, step = fresh_run((2,), config)
+    manager = open_checkpoints(tmp_path)
+    for i in range(10):
+        if i in (4, 6):
+            save_checkpoint(manager, i, state, meta, val_loss=1.0 / i)
+        state, _ = step(state, batch_of(parallel, 1, 8, i, config))  # donates the state that is being written
+    finish_checkpoints(manager)
+    iteration, meta_again = choose_checkpoint(tmp_path)
+    assert iteration == 6
+    assert meta_again == {**json.loads(json.dumps(meta)), 'weights': ['params']}
+    restored = load_checkpoint(tmp_path, iteration, parallel.abstract_state(initial_state, config))
+    jax.tree.map(np.testing.assert_array_equal, (restored.params, opt_state_item(restored)), expected)
+    jax.tree.map(np.testing.assert_array_equal, load_run(tmp_path, 'latest')[1], expected[0])
+    replicated = NamedSharding(parallel.mesh, P())
+    assert all(leaf.sharding == replicated for leaf in jax.tree.leaves(restored.params))
 
 # -----------------------------------------------------------------------------
 # mistakes
@@ -273,7 +478,7 @@ def test_sampling_with_sharded_heads_gives_the_text_of_one_device(finished):
 @pytest.mark.parametrize('quantize, B, D', [('', 3, 64), ('int8', 1, 256)])
 def test_the_kv_cache_is_sharded_over_heads_and_decoding_moves_no_weights(quantize, B, D):
     config = dataclasses.replace(CONFIG, n_embd=D, n_layer=2)
-    parallel = setup_distributed_training(jax.devices()[:4], tensor=4)
+    parallel = layout_of(4, 1, 4)
     params = parallel.init_sharded(create_train_state, jax.random.key(0), config, optax.identity()).params
     state = DecodeState(
         tokens_BxN=jnp.zeros((B, 24), jnp.int32), length_B=jnp.full(B, 4), n_generated_B=jnp.zeros(B, jnp.int32),
@@ -294,16 +499,170 @@ def test_the_kv_cache_is_sharded_over_heads_and_decoding_moves_no_weights(quanti
 
 @pytest.mark.slow
 def test_profile_leaves_a_trace_with_the_names_of_blocks_and_collectives(dataset, tmp_path):
-    result = train(tmp_path, f'--dataset={dataset}', *FLAGS, '--max_iters=9', '--profile=True', '--device=cpu:0')
+    result = train(tmp_path, f'--dataset={dataset}', *MODEL, *SHORT, '--max_iters=9', '--profile=True')
     assert f'traced iterations 5 to 7 into {tmp_path}/profile' in result.stdout, result.stderr
     assert list((tmp_path / 'profile').rglob('*.trace.json.gz'))
     short = tmp_path / 'short'
-    result = train(short, f'--dataset={dataset}', *FLAGS, '--max_iters=2', '--profile=True', '--device=cpu:0')
+    result = train(short, f'--dataset={dataset}', *MODEL, *SHORT, '--max_iters=2', '--profile=True')
     assert f'traced iterations 0 to 1 into {short}/profile' in result.stdout, result.stderr
     assert list((short / 'profile').rglob('*.trace.json.gz'))
     text = compile_step(BOTH, CONFIG)[0].as_text()
     for scope in ('h_0/attn/c_attn', 'h_0/mlp', 'all_gather', 'all_reduce', 'cross_entropy', 'clip', 'optimizer'):
         assert re.search(f'op_name="[^"]*{scope}', text), scope
+
+
+# -----------------------------------------------------------------------------
+# what is stored where
+
+def test_what_is_sharded_over_fsdp_is_in_the_optimizer_state_sharded_over_data_and_context_too():
+    mesh = create_mesh(jax.devices(), fsdp=2, context=2)
+    wpe = {'wpe': np.zeros((16, 16))}
+    assert partition_specs(wpe, mesh) == {'wpe': P(None, ('fsdp',))}
+    assert partition_specs(wpe, mesh, over_replicas=True) == {'wpe': P(None, ('fsdp', 'data', 'context'))}
+
+
+@pytest.mark.slow
+def test_every_matrix_and_its_optimizer_state_are_sharded_and_stay_so():
+    config = dataclasses.replace(CONFIG, vocab_size=64)
+    parallel, step = compiled_step(ALL, config)
+    state = parallel.init_sharded(initial_state, config)
+    initial = [x.sharding for x in jax.tree.leaves(state)]
+    for path, x in jax.tree_util.tree_leaves_with_path((state.params, state.opt_state)):
+        if x.ndim >= 2:
+            n_parts = x.size / x.addressable_shards[0].data.size
+            assert n_parts == (4 if 'wpe' in str(path) else 8), jax.tree_util.keystr(path)
+    shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+    assert shardings(state.params) == shardings(state.opt_state[0].mu)
+    for i in range(2):
+        state, _ = step(state, batch_of(parallel, 2, 8, i, config))
+        for x, sharding in zip(jax.tree.leaves(state), initial, strict=True):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    assert step._cache_size() == 1  # the second step needs no second compilation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('layout, n_copies', [(ZERO_1, 8), (ZERO_2, 8), (ZERO_2_ON_MESH, 2)])
+def test_zero_shards_the_optimizer_state_over_the_replicas_of_a_parameter(layout, n_copies):
+    parallel, state, step = fresh_run(layout, CONFIG)
+    state, _ = step(state, batch_of(parallel, 2, 8, 0, CONFIG))
+    n_stored = lambda x: x.addressable_shards[0].data.size
+    for name in ('c_attn', 'c_proj'):
+        param, mean = (tree['h_0']['attn'][name]['kernel'] for tree in (state.params, state.opt_state[0].mu))
+        assert n_stored(param) == param.size * n_copies // 8
+        assert n_stored(mean) == mean.size // 8
+
+
+@pytest.mark.slow
+def test_zero_1_reduces_gradients_once_per_step_not_per_micro_batch():
+    parallel, step = compiled_step(ZERO_1, CONFIG)
+    state = parallel.abstract_state(initial_state, CONFIG)
+    batch = jax.tree.map(lambda *x: jnp.concatenate(x), *[batch_of(parallel, 1, 8, i, CONFIG) for i in range(3)])
+    text = step.lower(state, batch).compile().as_text()
+    loops = [part for part in text.split('\n\n') if not part.startswith('ENTRY')]
+    assert not [found for part in loops for found in collectives(part) if max(found[1]) >= 16]
+    n_params = sum(x.size for x in jax.tree.leaves(state.params))
+    assert sum(sizes_of(collectives(text), 'all-reduce', 'reduce-scatter')) <= n_params + 100
+
+
+def test_what_does_not_divide_is_sharded_over_fewer_axes():
+    mesh = create_mesh(jax.devices(), 2, 4)
+
+    def spec(name, shape):
+        return partition_specs({'c_attn': {'kernel': np.zeros(shape)}, 'wte': np.zeros(shape)}, mesh)[name]
+
+    assert spec('wte', (37, 16)) == P(None, 'fsdp')
+    assert spec('wte', (38, 18)) == P('tensor')
+    assert spec('c_attn', (16, 48))['kernel'] == P(('fsdp', 'tensor'))
+    assert spec('c_attn', (12, 36))['kernel'] == P('fsdp')
+    assert spec('c_attn', (3, 16, 48))['kernel'] == P(None, ('fsdp', 'tensor'))  # layers on a leading axis
+
+
+@pytest.mark.slow
+def test_no_device_ever_holds_the_full_model():
+    config = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=128)
+    parallel = setup_distributed_training(jax.devices(), fsdp=8)
+    make = functools.partial(create_train_state, jax.random.key(0), config, optax.adamw(1e-3))
+    abstract = jax.eval_shape(make)
+    full_bytes = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(abstract))
+    before = {id(x) for x in jax.live_arrays()}
+    state = parallel.init_sharded(make)
+    bytes_on = dict.fromkeys(jax.devices(), 0)
+    for x in jax.live_arrays():
+        if id(x) not in before:
+            for part in x.addressable_shards:
+                bytes_on[part.device] += part.data.nbytes
+    assert sum(x.nbytes for x in jax.tree.leaves(state)) == full_bytes
+    assert max(bytes_on.values()) < full_bytes / 7
+    # nor while the state was made
+    shardings = jax.tree.leaves(parallel.shardings(abstract))
+    program = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=shardings).lower().compile()
+    memory = program.memory_analysis()
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < full_bytes / 4
+
+
+# -----------------------------------------------------------------------------
+# the compiled program
+
+@pytest.mark.slow
+def test_fsdp_gathers_each_kernel_by_itself_once_forward_and_once_backward():
+    config = GPTConfig(block_size=4, vocab_size=64, n_layer=2, n_head=2, n_embd=32)
+    program, state = compile_step((8, 8), config, b=2)
+    found = collectives(program)
+    D, tables = 32, [64 * 32, 4 * 32]  # of the head (and the position table): embedding gathers ids, not the table
+    ids = [8 * 2 * 4]
+    kernels = [3 * D * D, D * D, 4 * D * D, 4 * D * D]
+    assert sorted(sizes_of(found, 'all-gather')) == sorted(tables + ids + 2 * config.n_layer * kernels)
+    # every gradient is reduced: by a reduce-scatter, or by an all-reduce of which a device keeps its shard (on the CPU)
+    n_reduced = sum(sizes_of(found, 'all-reduce', 'reduce-scatter'))
+    assert n_reduced >= sum(x.size for x in jax.tree.leaves(state.params))
+
+
+def test_between_blocks_a_device_of_a_tensor_group_has_its_part_of_the_positions():
+    mesh = create_mesh(jax.devices(), 4)
+
+    def layer(x, kernel):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return linear(x, kernel, tp=ROW_PARALLEL)
+
+    for T, n_sharded in ((8, 2), (1, 1), (6, 6)):  # 8 / 4; what does not divide is replicated
+        x, kernel = jax.device_put((jnp.ones((2, T, 16)), jnp.ones((16, 12))), NamedSharding(mesh, P()))
+        y = jax.jit(layer)(x, kernel)
+        assert y.addressable_shards[0].data.shape == (1, n_sharded, 12)
+
+
+def test_no_device_gets_the_logits_of_other_vocabulary_ranges():
+    mesh, B, T, V, D = create_mesh(jax.devices(), 4), 4, 6, 64, 8
+
+    def loss(table, x, y):
+        logits = shard(jnp.einsum('btd,vd->btv', x, table), BATCH, None, 'tensor')
+        return cross_entropy(logits, y).mean()
+
+    def loss_and_gradients(*args):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.value_and_grad(loss, (0, 1))(*args)
+
+    def argument(shape, dtype, axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(axes)))
+
+    args = (argument((V, D), jnp.float32, 'tensor'), argument((B, T, D), jnp.float32, BATCH),
+            argument((B, T), jnp.int32, BATCH))
+    found = collectives(jax.jit(loss_and_gradients).lower(*args).compile())
+    assert {name for name, _ in found} == {'all-reduce'}
+    # at most the gradients of x and of the table's own rows: less than the logits of a device's sequences
+    largest = max(sizes_of(found, 'all-reduce'))
+    assert largest <= max(B // 2 * T * D, V // 4 * D)
+    assert largest < B // 2 * T * V // 4
+
+
+@pytest.mark.slow
+def test_gpt2_xl_on_eight_fsdp_devices_takes_less_than_a_sixth_of_the_memory():
+    xl = GPTConfig(vocab_size=50304, n_layer=48, n_head=25, n_embd=1600)
+    state = layout_of(8, 8).abstract_state(initial_state, xl)
+    n_params = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
+    replicated = 3 * 4 * n_params  # float32 parameters and AdamW's two moments
+    assert replicated > 18e9
+    stored = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert n_params < stored < replicated / 6
 
 
 # -----------------------------------------------------------------------------

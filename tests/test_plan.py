@@ -2,11 +2,11 @@
 import importlib.util
 import json
 import re
-from tests.common import assert_refused, run_script, succeeded
 
 import pytest
 
 from tools.plan import count_collectives
+from tests.common import assert_refused, run_script, succeeded
 
 MODEL = ['--mode=compile', '--n_layer=1', '--n_head=4', '--n_embd=64', '--block_size=32', '--vocab_size=64',
          '--batch_size=8', '--gradient_accumulation_steps=16']

@@ -4,19 +4,19 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from tests.common import (
-    FAMILIES, GOLDEN, apply, copy_folder, edit_json, edit_tensors, random_params, read_tensors, refusal)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
+from safetensors.numpy import load_file
 
 from jax_hub.folders import keep_config_json, kept_config_json
 from jax_hub.tokenizers import HFTokenizer, write_char_tokenizer
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_transformer import GPT, GPTConfig, generate
+from tests.common import FAMILIES, GOLDEN, apply, copy_folder, edit_json, edit_tensors, random_params, refusal
 
 
 LOGITS = dict(np.load(GOLDEN / 'logits.npz'))
@@ -80,7 +80,7 @@ def test_activations_by_their_name_in_transformers(theirs, ours, tmp_path):
 
 def test_bfloat16_weights_are_read(tmp_path):
     folder = copy_folder(GOLDEN / 'hf', tmp_path)
-    tensors = {name: x.astype(jnp.bfloat16) for name, x in read_tensors(folder).items()}
+    tensors = {name: x.astype(jnp.bfloat16) for name, x in load_file(folder / 'model.safetensors').items()}
     edit_tensors(folder, tensors)
     _, params = load_pretrained(folder)
     assert params['wte'].dtype == np.float32
@@ -161,7 +161,7 @@ def test_quantized_weights_are_refused(tmp_path):
 
 def test_a_head_is_accepted_only_if_it_is_the_embedding(tmp_path):
     folder = copy_folder(GOLDEN / 'hf', tmp_path)
-    wte = read_tensors(folder)['transformer.wte.weight']
+    wte = load_file(folder / 'model.safetensors')['transformer.wte.weight']
     edit_tensors(folder, {'lm_head.weight': wte})
     np.testing.assert_allclose(logits_of(*load_pretrained(folder)), LOGITS['hf'], atol=1e-4, rtol=0)
     edit_tensors(folder, {'lm_head.weight': wte + 1})
@@ -210,8 +210,8 @@ def test_what_is_saved_is_what_transformers_saves(name, tmp_path):
     theirs |= {'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0, 'architectures': ['GPT2LMHeadModel']}
     assert ours == {key: theirs[key] for key in ours}
     if name == 'hf':
-        tensors = read_tensors(tmp_path / 'model')
-        jax.tree.map(np.testing.assert_array_equal, tensors, read_tensors(GOLDEN / 'hf'))
+        tensors = load_file(tmp_path / 'model' / 'model.safetensors')
+        jax.tree.map(np.testing.assert_array_equal, tensors, load_file(GOLDEN / 'hf' / 'model.safetensors'))
     with safetensors.safe_open(tmp_path / 'model' / 'model.safetensors', 'np') as f:
         assert f.metadata() == {'format': 'pt'}
 

@@ -11,9 +11,6 @@ import subprocess
 import sys
 import time
 import jax_devices.processes
-from tests.common import (
-    ROOT, assert_refused, next_line, output_of, records_without_times, refusal, run_script, train, wait_for,
-    wait_for_iteration)
 
 import jax
 import numpy as np
@@ -26,7 +23,10 @@ from jax_run.checkpoints import choose_checkpoint, load_checkpoint, opt_state_it
 from jax_run.log import read_metrics
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from jax_transformer import GPTConfig
-from tests.common import FLAGS, needs_hangup
+from tests.common import (
+    MODEL, ROOT, SHORT, assert_refused, needs_hangup, records_of, refusal, run_script, start, train, wait_for)
+
+FLAGS = [*MODEL, *SHORT, '--max_iters=100', '--eval_interval=100', '--lr_decay_iters=30', '--device=cpu']
 
 # -----------------------------------------------------------------------------
 # agreement of several processes, with the texts of another one made up
@@ -146,13 +146,11 @@ class Processes:
     def __init__(self, n, out_dir, *flags, each=None, script='train_jax.py', n_started=None, devices=1):
         self.port = free_port()
         self.out_dir = out_dir
-        command = [sys.executable, ROOT / script, f'--out_dir={out_dir}', *flags,
-                   f'--coordinator_address=127.0.0.1:{self.port}', f'--num_processes={n}']
-        self.processes = [
-            subprocess.Popen([*command, f'--process_id={i}', *(each[i] if each else ())],
-                             env=dict(os.environ, JAX_NUM_CPU_DEVICES=str(devices)), text=True, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE)
-            for i in range(n_started or n)]
+        command = [script, f'--out_dir={out_dir}', *flags, f'--coordinator_address=127.0.0.1:{self.port}',
+                   f'--num_processes={n}']
+        env = dict(os.environ, JAX_NUM_CPU_DEVICES=str(devices))
+        self.processes = [start(*command, f'--process_id={i}', *(each[i] if each else ()), env=env)
+                          for i in range(n_started or n)]
 
     def __enter__(self):
         return self
@@ -160,14 +158,14 @@ class Processes:
     def __exit__(self, *error):
         for process in self.processes:
             process.kill()
-            output_of(process)
+            process.communicate()
 
     def wait_for_iteration(self, iteration):
-        wait_for_iteration(self.out_dir, iteration, *self.processes)
+        wait_for(f'iteration {iteration}', lambda: len(losses_of_run(self.out_dir)) > iteration, *self.processes)
 
     def results(self):
         """[(exit code, stdout, stderr)] of each, when all have ended."""
-        output = [output_of(process) for process in self.processes]
+        output = [process.communicate() for process in self.processes]
         return [(process.returncode, *texts) for process, texts in zip(self.processes, output)]
 
 
@@ -214,7 +212,7 @@ def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_fo
     assert 10 <= choose_checkpoint(killed)[0] < 100
     with Processes(2, killed, '--init_from=resume', '--device=cpu', '--max_iters=100') as processes:
         assert [code for code, *_ in processes.results()] == [0, 0]
-    assert records_without_times(killed) == records_without_times(whole)
+    assert records_of(killed) == records_of(whole)
     jax.tree.map(np.testing.assert_array_equal, restored_state(killed), restored_state(whole))
 
 
@@ -315,14 +313,13 @@ ENDLESS_STEP = 'jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2, jax.numpy.
 def signalled(nothing_to_save=False, saving=False, then=ENDLESS_STEP):
     """A process with a StopSignal, and a function that sends it a signal and returns the line that it answers."""
     program = SIGNALLED.format(nothing_to_save=nothing_to_save, saving=saving, then=then)
-    with subprocess.Popen([sys.executable, '-c', program], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as process:
+    with start('-c', program) as process:
         def send(signum):
             process.send_signal(signum)
-            return next_line(process.stderr, process)
+            return process.stderr.readline()
 
         try:
-            assert next_line(process.stdout, process) == 'ready\n'
+            assert process.stdout.readline() == 'ready\n'
             yield process, send
         finally:
             process.kill()

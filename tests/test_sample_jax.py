@@ -7,9 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from tests.common import (
-    GOLDEN, RESUME, ROOT, TEXT, assert_refused, edit_json, final_state, run_script, sample, succeeded, train,
-    write_dataset)
 
 import numpy as np
 import pytest
@@ -17,7 +14,9 @@ import tokenizers
 
 from jax_generate import GenerationResult
 from jax_hub.tokenizers import HFTokenizer
-from tests.common import MODEL, SHORT, prepare, records_with, samples_of
+from tests.common import (
+    GOLDEN, MODEL, RESUME, ROOT, SHORT, TEXT, assert_refused, edit_json, final_state, prepare, records_of, run_script,
+    sample, samples_of, succeeded, train, write_dataset)
 
 # -----------------------------------------------------------------------------
 # sampling
@@ -53,7 +52,7 @@ def test_sampling_takes_the_best_or_the_latest(finished):
         err = sample(out, '--max_new_tokens=1', f'--checkpoint={which}').stderr
         return int(re.search(r'checkpoint of iteration (\d+)', err)[1])
 
-    evaluations = [record for record in records_with(out, 'val_loss') if record['iter'] > 0]
+    evaluations = [record for record in records_of(out, 'val_loss') if record['iter'] > 0]
     assert iteration('latest') == 20
     assert iteration('best') == min(evaluations, key=lambda record: record['val_loss'])['iter']
 
@@ -431,11 +430,11 @@ def test_an_iteration_without_a_token_that_counts_is_skipped_and_resume_stays_ex
     train_mask = np.arange(16 * 20) % 64 < 8
     flags = [*masked_data(tmp_path / 'data', train_mask, train_mask), '--eval_interval=6']
     out = succeeded(train(tmp_path / 'a', *flags, '--max_iters=12')).stdout
-    skipped = [record for record in records_with(tmp_path / 'a', 'loss') if record['loss'] is None]
+    skipped = [record for record in records_of(tmp_path / 'a', 'loss') if record['loss'] is None]
     assert 2 <= len(skipped) <= 10
     assert [int(i) for i in re.findall(r'iter (\d+): skipped, none of its tokens counts', out)] == [
         record['iter'] for record in skipped]
-    assert all(record['loss'] > 0 for record in records_with(tmp_path / 'a', 'loss') if record not in skipped)
+    assert all(record['loss'] > 0 for record in records_of(tmp_path / 'a', 'loss') if record not in skipped)
     state = dict(final_state(tmp_path / 'a'))
     step, = (np.frombuffer(value, np.int32) for path, value in state.items() if path.endswith("['step']"))
     assert step == 12 - len(skipped)  # no update, no step of the schedule

@@ -5,8 +5,6 @@ import json
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,9 +15,7 @@ from jax_flags import Sampling
 from jax_hub.chats import SECONDS
 from jax_run.serve import BODY_BYTES, Server
 from jax_text import Generation, load
-from tests.common import (
-    ROOT, assert_refused, edit_json, next_line, output_of, sample, samples_of, slow, wait_for,
-    write_speaking_llama)
+from tests.common import GOLDEN, ROOT, assert_refused, edit_json, sample, samples_of, slow, start, wait_for
 
 openai = pytest.importorskip('openai')
 
@@ -51,15 +47,13 @@ def of_run(finished):
         yield server
 
 
-@pytest.fixture(scope='module')
-def chatting_folder(tmp_path_factory):
-    return write_speaking_llama(tmp_path_factory.mktemp('serve') / 'llama')
+LETTERS = GOLDEN / 'letters'  # which chats
 
 
 @pytest.fixture(scope='module')
-def of_chats(chatting_folder):
+def of_chats():
     """A server of a model with a chat template."""
-    with serving(chatting_folder) as server:
+    with serving(LETTERS) as server:
         yield server
 
 
@@ -134,8 +128,8 @@ def test_a_completion_is_the_text_of_sample_jax_with_the_same_seed_streamed_or_n
     assert 'the fox' + complete_streamed(of_run, **options)[0] == text
 
 
-def test_a_chat_is_the_answer_of_sample_jax_with_the_same_seed_streamed_or_not(of_chats, chatting_folder):
-    said, = samples_of(sample('none', f'--init_from={chatting_folder}', '--chat=True', '--start=ab', '--num_samples=1',
+def test_a_chat_is_the_answer_of_sample_jax_with_the_same_seed_streamed_or_not(of_chats):
+    said, = samples_of(sample('none', f'--init_from={LETTERS}', '--chat=True', '--start=ab', '--num_samples=1',
                               '--max_new_tokens=20', '--seed=5'))
     answer = ask(of_chats, seed=5, max_completion_tokens=20)
     assert f'> ab\n{answer.choices[0].message.content}' == said
@@ -202,8 +196,8 @@ def test_a_chat_goes_on_from_what_was_computed_before_it(of_chats):
     assert ask(of_chats, messages, seed=4).choices[0].message.content == held
 
 
-def test_the_system_prompt_of_the_server_is_in_front_of_chats_that_have_none(chatting_folder):
-    with serving(chatting_folder, system='be brief') as server:
+def test_the_system_prompt_of_the_server_is_in_front_of_chats_that_have_none():
+    with serving(LETTERS, system='be brief') as server:
         assert ask(server).usage.prompt_tokens == 14
         assert ask(server, [{'role': 'system', 'content': 'a'}, ASKED]).usage.prompt_tokens == 7
 
@@ -479,9 +473,8 @@ def free_port():
 def start_serving(*flags):
     """(sample_jax.py --serve in a process of its own, its port)."""
     port = free_port()
-    command = [sys.executable, ROOT / 'sample_jax.py', f'--serve={port}', '--device=cpu:0', *map(str, flags)]
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    line = next_line(process.stdout, process, 'http://')
+    process = start('sample_jax.py', f'--serve={port}', '--device=cpu:0', *flags)
+    line = next(line for line in process.stdout if line.startswith('http://'))
     assert line == f'http://127.0.0.1:{port} is the page, http://127.0.0.1:{port}/v1 the API; Ctrl-C ends it\n'
     return process, port
 
@@ -496,7 +489,7 @@ def test_ctrl_c_ends_the_server_with_one_line(finished, is_busy):
                        b'Content-Length: 31\r\n\r\n{"prompt": "the","stream":true}')
         assert client.recv(9) == b'HTTP/1.0 '
     process.send_signal(signal.SIGINT)
-    _, err = output_of(process, 60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     assert err == 'stopping: there is nothing to save; Ctrl-C again ends at once\n'
 
@@ -517,7 +510,7 @@ def test_a_template_without_end_is_refused_and_the_server_goes_on(speaking):
         assert n == 1 or time.perf_counter() - started < SECONDS + 20
         connection.close()
     process.send_signal(signal.SIGTERM)
-    output_of(process, 60)
+    process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
 
 

@@ -19,7 +19,7 @@ from jax_devices.setup import (
     can_cache_on_cpu, check_device_availability, configure_process, cpu_name, default_dtype, device_peak_flops,
     enable_compilation_cache, finds_accelerator, setup_jax_environment)
 from jax_flags import UserError
-from tests.common import ROOT, output_of
+from tests.common import ROOT, start
 
 # -----------------------------------------------------------------------------
 # devices
@@ -300,29 +300,28 @@ def test_a_second_process_loads_what_the_first_has_compiled_and_computes_the_sam
     environment = {name: value for name, value in os.environ.items() if 'CACHE' not in name and name != 'XLA_FLAGS'}
     environment |= {'XDG_CACHE_HOME': str(tmp_path), 'JAX_NUM_CPU_DEVICES': '1'}
 
-    def start(**more):
-        return subprocess.Popen([sys.executable, '-c', MODEL_STEP], cwd=ROOT, env=environment | more, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    def start_step(**more):
+        return start('-c', MODEL_STEP, env=environment | more)
 
     def end(process):
         """(cache hits, cache misses, the result, stderr)"""
-        out, err = output_of(process)
+        out, err = process.communicate()
         assert process.returncode == 0, err
         hits, misses, result = out.split()
         return int(hits), int(misses), result, err
 
-    off, cold, side_by_side = map(end, [start(JAX_ENABLE_COMPILATION_CACHE='0'), start(), start()])
+    off, cold, side_by_side = map(end, [start_step(JAX_ENABLE_COMPILATION_CACHE='0'), start_step(), start_step()])
     assert off[:2] == (0, 0)
     assert cold[0] + cold[1] == side_by_side[0] + side_by_side[1] > 0
     files = sorted(path for path in tmp_path.rglob('*-cache'))
     kept = [path.read_bytes() for path in files]
-    warm = end(start())
+    warm = end(start_step())
     assert warm[0] == len(files) == cold[0] + cold[1]
     assert warm[1] == 0
     assert [path.read_bytes() for path in files] == kept
     files[0].write_bytes(kept[0][:len(kept[0]) // 2])  # a process was killed while it wrote
     files[-1].write_bytes(kept[-1][:100] + bytes([kept[-1][100] ^ 1]) + kept[-1][101:])
-    damaged = end(start())
+    damaged = end(start_step())
     assert damaged[0] == len(files) - len({files[0], files[-1]})
     assert {process[2] for process in (off, cold, side_by_side, warm, damaged)} == {off[2]}
     assert off[3] == warm[3] == ''

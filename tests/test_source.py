@@ -13,7 +13,7 @@ import pytest
 import jax_generate
 import jax_train_utils
 import jax_transformer
-from tests.common import FLAGS, ROOT, source_files, write_dataset
+from tests.common import MODEL, ROOT, SHORT, write_dataset
 
 # imports go down: a module imports those of its own room and of rooms before it, without a circle
 ROOMS = [
@@ -23,6 +23,16 @@ ROOMS = [
 SCRIPTS = ('train_jax', 'sample_jax', 'eval_jax', 'export_jax', 'bench_jax', 'plot_jax')
 FOLDERS = ('jax_ops', 'jax_run', 'jax_hub', 'jax_devices', 'tools')
 PRIVATE = ('jaxlib.', 'jax._src.', 'jax.interpreters.', 'jax.extend.', 'jax.lib.')  # of jax: may change in any version
+
+
+def source_files():
+    """All Python files of the repository: those that git tracks, and new ones that it does not ignore."""
+    command = ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard', '*.py']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.skip('not a git checkout')
+    paths = [ROOT / name for name in sorted(set(done.stdout.split('\0'))) if name]
+    return [path for path in paths if path.exists()]
 
 
 def product_files():
@@ -235,7 +245,7 @@ def trace(script, *args):
 def test_a_thermometer_of_the_way_is_printed(tmp_path):
     write_dataset(tmp_path / 'data', np.arange(900) % 37, np.arange(90) % 37)
     out = f'--out_dir={tmp_path / "out"}'
-    n_files, n_functions = trace('train_jax.py', *FLAGS, f'--dataset={tmp_path / "data"}', out, '--max_iters=2')
+    n_files, n_functions = trace('train_jax.py', *MODEL, *SHORT, f'--dataset={tmp_path / "data"}', out, '--max_iters=2')
     print(f'two iterations of training: {n_files} files, {n_functions} functions (at most 22, 230; goal 18, 200)')
     assert n_files <= 21 and n_functions <= 226
     n_files, n_functions = trace('sample_jax.py', out, '--device=cpu', '--max_new_tokens=4', '--num_samples=1',

@@ -1,7 +1,5 @@
 """Token files become batches: windows, rows, mixtures. tests/test_dpo.py has the pairs."""
 import dataclasses
-from tests.common import (
-    TINY, make_step, sources_of, write_dataset, write_rows)
 
 import jax
 import numpy as np
@@ -15,6 +13,7 @@ from jax_run.sources import (
     window_order)
 from jax_train_utils import create_train_state
 from jax_transformer import GPT
+from tests.common import TINY, make_step, write_dataset
 
 
 def open_folders(shares, seed):
@@ -88,7 +87,7 @@ def test_the_fingerprint_of_data_tells_one_token_and_the_tokenizer():
     splits = {'train': np.arange(50, dtype=np.uint16), 'val': np.arange(9, dtype=np.uint16)}
 
     def describe(splits, kind='gpt2'):
-        sources = sources_of(splits, 8)
+        sources = {split: open_source(splits[split], block_size=8, seed=0, split=split) for split in splits}
         return Data([DataSet('', 1.0, sources)], sources['train']).fingerprint({'kind': kind})
 
     one = describe(splits)
@@ -199,7 +198,7 @@ def test_beside_a_set_with_masks_every_token_of_the_others_counts(tmp_path):
 @pytest.mark.parametrize('others', [{}, {'b': 0.25}])
 def test_rows_are_drawn_whole_and_each_once_per_epoch(tmp_path, others):
     for name in ('a', *others):
-        write_rows(tmp_path / name, 30)
+        write_dataset(tmp_path / name, np.arange(30).repeat(17), np.arange(5).repeat(17), row_length=17)
     shares = {tmp_path / name: fraction for name, fraction in {'a': 1 - sum(others.values()), **others}.items()}
     data = open_folders(shares, seed=7)
     drawn = [data.train.draw(12 * i + np.arange(12)) for i in range(20)]
@@ -223,7 +222,7 @@ def test_an_evaluation_reads_a_row_at_most_once_and_all_if_there_are_few(n):
 
 
 def test_in_a_mixture_only_the_packed_rows_have_conversations_that_start_within_a_row(tmp_path):
-    write_rows(tmp_path / 'chats', 30)
+    write_dataset(tmp_path / 'chats', np.arange(30).repeat(17), np.arange(5).repeat(17), row_length=17)
     for split, n in (('train', 30), ('val', 5)):
         np.tile(np.uint8([2, 1, 1, 0, 2, 1] + 11 * [0]), (n, 1)).tofile(tmp_path / 'chats' / f'{split}_mask.bin')
     write_dataset(tmp_path / 'text', np.arange(200) % 7 + 30, np.arange(60) % 7 + 30)

@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 from jax_flags import UserError
+from jax_hub.tokenizers import HFTokenizer
 from jax_pretrained import load_pretrained
 from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_run
+from jax_run.log import read_metrics
 from jax_run.start import check_init_from, print_what_is_left
 from jax_transformer import GPT
 from tests.common import (
-    FLAGS, RESUME, SHORT, assert_refused, copy_folder, read_metrics, records_with, records_without_times, run_script,
-    sample, succeeded, train, write_dataset)
+    MODEL, RESUME, SHORT, assert_refused, copy_folder, prepare, records_of, run_script, sample, samples_of,
+    succeeded, train, write_dataset)
 
 LORA = ['--lora_rank=2', '--lora_alpha=4', '--learning_rate=1e-2', '--decay_lr=False']
 
@@ -22,12 +24,11 @@ LORA = ['--lora_rank=2', '--lora_alpha=4', '--learning_rate=1e-2', '--decay_lr=F
 @pytest.fixture(scope='module')
 def more(dataset):
     """The flags of a short run from another one."""
-    return [f'--dataset={dataset}', '--block_size=16', '--batch_size=4', '--gradient_accumulation_steps=2', *SHORT,
-            '--max_iters=2', '--eval_interval=2']
+    return [f'--dataset={dataset}', '--block_size=16', *SHORT, '--max_iters=2', '--eval_interval=2']
 
 
 def first_and_last(out):
-    losses = [record['val_loss'] for record in records_with(out, 'val_loss')]
+    losses = [record['val_loss'] for record in records_of(out, 'val_loss')]
     return losses[0], losses[-1]
 
 
@@ -37,7 +38,7 @@ def test_a_new_run_starts_from_the_weights_of_another_one(finished, more, tmp_pa
     assert f'initializing from {first}, iteration 20, dropout 0.1, block_size 16' in said
     start, end = first_and_last(tmp_path / 'out')
     assert start == first_and_last(first)[1] and end != start
-    assert [record['iter'] for record in records_with(tmp_path / 'out', 'loss')] == [0, 1]
+    assert [record['iter'] for record in records_of(tmp_path / 'out', 'loss')] == [0, 1]
     assert choose_checkpoint(tmp_path / 'out')[1]['flags']['init_from'] == str(first)
     succeeded(train(tmp_path / 'out', *RESUME, '--max_iters=3'))
 
@@ -69,10 +70,44 @@ def test_lora_trains_updates_of_another_run_and_a_run_from_them_has_them_merged(
     succeeded(train(tmp_path / 'lora', *RESUME, '--max_iters=3', f'--base={moved}'))
 
 
+@pytest.fixture
+def tuned(speaking, tmp_path):
+    """(folder of a data set with the tokens of the model `speaking`, out_dir of a run that trained it further)."""
+    data, out = tmp_path / 'data', tmp_path / 'out'
+    for name in 'ab':
+        (tmp_path / f'{name}.txt').write_text(f'{name} hello, again and again. <s> ' * 20)
+    texts = tmp_path / 'a.txt', tmp_path / 'b.txt'
+    succeeded(prepare('shakespeare', *texts, f'--tokenizer={speaking}', f'--out_dir={data}'))
+    succeeded(train(out, f'--dataset={data}', f'--init_from={speaking}', '--block_size=16', *SHORT, '--max_iters=2'))
+    return data, out
+
+
+@pytest.mark.slow
+def test_a_run_with_a_tokenizer_of_its_own_needs_nothing_but_its_folder(tuned, speaking, tmp_path):
+    data, out = tuned
+    tokens = np.fromfile(data / 'train.bin', np.uint16).tolist()
+    assert tokens[0] == 36  # what begins a text of this model
+    assert tokens.count(37) == 2 and tokens[-1] == 37  # each document ends
+    assert 38 not in tokens[1:]
+    moved = tmp_path / 'moved'
+    data.rename(tmp_path / 'data_elsewhere')
+    out.rename(moved)
+    speaking.rename(tmp_path / 'model_elsewhere')
+    assert choose_checkpoint(moved)[1]['model']['block_size'] == 64  # the model's context, not the training's
+    assert samples_of(sample(moved, '--start=ab c', '--num_samples=1', '--max_new_tokens=20'))[0].startswith('ab c')
+    succeeded(train(moved, *RESUME, f'--dataset={tmp_path / "data_elsewhere"}', '--max_iters=3'))
+    succeeded(run_script('export_jax.py', f'--out_dir={moved}', f'--folder={tmp_path / "model"}'))
+    template = HFTokenizer(tmp_path / 'model_elsewhere').chat_template
+    assert template and HFTokenizer(tmp_path / 'model').chat_template == template
+    config = json.loads((tmp_path / 'model' / 'config.json').read_text())
+    assert config['eos_token_id'] == [37]
+    assert config['max_position_embeddings'] == 64
+
+
 def test_a_run_from_a_run_keeps_its_tokenizer_and_config_json(tuned, tmp_path):
     data, first = tuned
-    succeeded(train(tmp_path / 'next', f'--dataset={data}', f'--init_from={first}', '--block_size=16', '--batch_size=4',
-                    '--gradient_accumulation_steps=1', *SHORT, '--max_iters=2'))
+    succeeded(train(tmp_path / 'next', f'--dataset={data}', f'--init_from={first}', '--block_size=16', *SHORT,
+                    '--max_iters=2'))
     kept = tmp_path / 'next' / 'tokenizer'
     assert (kept / 'tokenizer.json').read_bytes() == (first / 'tokenizer' / 'tokenizer.json').read_bytes()
     succeeded(run_script('export_jax.py', f'--out_dir={tmp_path / "next"}', f'--folder={tmp_path / "hf"}'))
@@ -81,13 +116,25 @@ def test_a_run_from_a_run_keeps_its_tokenizer_and_config_json(tuned, tmp_path):
 
 def test_other_tokens_than_those_of_the_run_are_refused_with_the_remedy(tuned, dataset, finished, tmp_path):
     data, first = tuned
-    flags = ['--block_size=16', '--batch_size=4', *SHORT]
+    flags = ['--block_size=16', *SHORT]
     result = train(tmp_path / 'next', f'--dataset={dataset}', f'--init_from={first}', *flags)
     assert_refused(result, f'has other tokens than {first}/tokenizer.*--tokenizer={first}/tokenizer ')
     result = train(first, *RESUME, f'--dataset={dataset}')
     assert_refused(result, f'their ids mean something else; make it with: .*--tokenizer={first}/tokenizer ')
     write_dataset(tmp_path / 'other', range(30), range(30), vocab_size=31)
     assert_refused(train(finished[0], *RESUME, f'--dataset={tmp_path / "other"}'), 'the model knows characters')
+
+
+@pytest.mark.slow
+def test_data_of_other_tokens_than_the_models_is_refused(tuned, speaking, dataset, tmp_path):
+    flags = [f'--init_from={speaking}', '--block_size=16', *SHORT, '--max_iters=2']
+    assert_refused(train(tmp_path / 'new', f'--dataset={dataset}', *flags), 'has other tokens than .*--tokenizer=')
+    tokenizer = tuned[0] / 'tokenizer' / 'tokenizer.json'
+    tokenizer.write_text(tokenizer.read_text().replace('"a":0,', '"a":1,').replace('"b":1,', '"b":0,')
+                         .replace('"a": 0,', '"a": 1,').replace('"b": 1,', '"b": 0,'))
+    assert_refused(train(tmp_path / 'new', f'--dataset={tuned[0]}', *flags), 'has other tokens than')
+    assert_refused(train(tuned[1], *RESUME), 'was trained with other tokens')
+    assert not (tmp_path / 'new').exists()
 
 
 # -----------------------------------------------------------------------------
@@ -106,8 +153,7 @@ def loss_of_each_position(out, dataset, length):
 
 @pytest.mark.slow
 def test_a_rope_model_learns_longer_sequences_from_its_run_or_resumed(dataset, tmp_path):
-    model = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--position=rope', f'--dataset={dataset}', '--batch_size=8',
-             '--gradient_accumulation_steps=1', *SHORT, '--dropout=0.0']
+    model = [*MODEL, *SHORT, '--position=rope', f'--dataset={dataset}', '--dropout=0.0']
     short = tmp_path / 'short'
     succeeded(train(short, *model, '--block_size=8', '--max_iters=60', '--lr_decay_iters=60', '--eval_interval=60'))
     start = ['--init_from=' + str(short), '--block_size=32', '--max_iters=40', '--eval_interval=40']
@@ -166,12 +212,12 @@ def test_a_start_that_is_not_there_is_refused_with_what_was_meant(tmp_path, monk
 
 
 def test_max_iters_alone_is_a_whole_schedule_which_a_resume_keeps(dataset, tmp_path):
-    flags = [flag for flag in FLAGS if not flag.startswith(('--lr_decay_iters', '--warmup_iters'))]
-    short = [*flags, f'--dataset={dataset}', '--min_lr=1e-3', '--eval_interval=10', '--device=cpu:0']
+    flags = [flag for flag in MODEL + SHORT if not flag.startswith(('--lr_decay_iters', '--warmup_iters'))]
+    short = [*flags, f'--dataset={dataset}', '--min_lr=1e-3']
     alone = succeeded(train(tmp_path / 'alone', *short, '--max_iters=10'))
     assert 'warmup_iters=2000 does not fit into max_iters=10: taking 1' in alone.stdout
     succeeded(train(tmp_path / 'both', *short, '--max_iters=10', '--lr_decay_iters=10', '--warmup_iters=1'))
-    assert records_without_times(tmp_path / 'alone') == records_without_times(tmp_path / 'both')
+    assert records_of(tmp_path / 'alone') == records_of(tmp_path / 'both')
     saved = json.loads((tmp_path / 'alone' / 'config.json').read_text())
     assert (saved['lr_decay_iters'], saved['warmup_iters']) == (10, 1)
 

@@ -19,9 +19,7 @@ from jax_ops.sharding import current_mesh
 from jax_run.load import load_run
 from jax_text import Generation, TextModel, load
 from jax_transformer import MLAConfig, MoEConfig, count_params
-from tests.common import GOLDEN, TINY, apply, random_params, sample, slow, succeeded
-
-END = '\n---------------\n'
+from tests.common import GOLDEN, TINY, apply, random_params, sample, samples_of, slow
 
 
 def sampling(**options):
@@ -33,12 +31,6 @@ def sampling(**options):
 def run(finished):
     """The out_dir of a short run."""
     return finished[0]
-
-
-def samples_of(result):
-    *samples, end = succeeded(result).stdout.split(END)
-    assert end == ''
-    return samples
 
 
 @pytest.mark.parametrize('how', [

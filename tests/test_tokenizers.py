@@ -5,14 +5,14 @@ import sys
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from jax_flags import UserError
 from jax_hub.tokenizers import (
     HFTokenizer, copy_tokenizer, describe_tokenizer, load_token_bytes, load_tokenizer, strip_partial_utf8,
     write_char_tokenizer, write_gpt2_tokenizer)
 from jax_run.log import read_metrics
-from tests.common import (
-    CONVERSATION, MODEL, PADDED, ROOT, SHORT, TUNE, assert_refused, edit_json, prepare, refusal, succeeded, train)
+from tests.common import MODEL, ROOT, SHORT, assert_refused, edit_json, prepare, refusal, succeeded, train
 
 ASK = [{'role': 'user', 'content': 'ab'}]
 
@@ -157,7 +157,10 @@ def test_a_vocabulary_reaches_up_to_its_largest_id_which_has_a_limit(speaking):
 
 def test_truncation_and_padding_of_a_tokenizer_json_are_ignored(speaking):
     expected = HFTokenizer(speaking).encode('hello, again.')
-    edit_json(speaking / 'tokenizer.json', **PADDED)
+    padded = Tokenizer.from_file(str(speaking / 'tokenizer.json'))
+    padded.enable_truncation(2)
+    padded.enable_padding(length=99)
+    padded.save(str(speaking / 'tokenizer.json'))
     assert HFTokenizer(speaking).encode('hello, again.') == expected and 2 < len(expected) < 99
 
 
@@ -285,6 +288,10 @@ def test_a_chat_template_that_fails_says_so_in_one_line(speaking, template, said
     assert message.startswith("the model's chat template ") and said in message and len(message) < 400
 
 
+CONVERSATION = {'messages': [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': 'c'},
+                             {'role': 'user', 'content': 'd'}, {'role': 'assistant', 'content': ' ef '}]}
+
+
 @pytest.mark.slow
 def test_only_the_assistants_tokens_count(chatting, tmp_path):
     (tmp_path / 'chats.jsonl').write_text((json.dumps(CONVERSATION) + '\n') * 10)
@@ -292,7 +299,7 @@ def test_only_the_assistants_tokens_count(chatting, tmp_path):
     succeeded(prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', f'--out_dir={data}'))
     assert np.fromfile(data / 'val.bin', np.uint16).tolist() == [38, 0, 1, 39, 2, 37, 38, 3, 39, 4, 5, 37]
     assert np.fromfile(data / 'val_mask.bin', np.uint8).tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
-    flags = [f'--init_from={chatting}', f'--dataset={data}', *TUNE, '--block_size=8', '--dropout=0.0',
+    flags = [f'--init_from={chatting}', f'--dataset={data}', *SHORT, '--block_size=8', '--dropout=0.0',
              '--decay_lr=False', '--max_iters=30']
     succeeded(train(tmp_path / 'out', *flags))
     losses = [record['val_loss'] for record in read_metrics(tmp_path / 'out') if 'val_loss' in record]

@@ -18,10 +18,6 @@ import jax_devices.setup
 import jax_run.checkpoints
 import jax_run.sources
 import jax_train_utils
-from tests.common import (
-    FAMILIES, GOLDEN, RESUME, ROOT, assert_refused, assert_same_run, copy_folder, edit_json, final_state, next_line,
-    output_of, records_without_times, run_script, sample, samples_of, start_training, succeeded, train,
-    wait_for, wait_for_iteration)
 
 import jax
 import numpy as np
@@ -33,7 +29,9 @@ from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, find_damage
 from jax_run.load import load_run
 from jax_run.log import RunLog, read_metrics
 from jax_run.start import MODEL_FLAGS, config_from_flags, flags_from_config, merge_resumed_flags
-from tests.common import SHORT, TUNE, needs_hangup, records_with, slow
+from tests.common import (
+    FAMILIES, GOLDEN, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, final_state, needs_hangup,
+    records_of, run_script, sample, samples_of, slow, start, succeeded, train, wait_for)
 
 
 def files_and_times(folder):
@@ -186,7 +184,7 @@ def test_log_lines_have_nanogpts_form(finished):
 
 
 def test_training_learns(finished):
-    first, *_, last = records_with(finished[0], 'val_loss')
+    first, *_, last = records_of(finished[0], 'val_loss')
     assert first['val_loss'] > 3
     assert last['val_loss'] < 2.9
 
@@ -199,7 +197,7 @@ def test_out_dir_holds_what_was_promised(finished):
     assert flags.keys() == config_block(ROOT / 'train_jax.py').keys()
     assert flags['n_layer'] == 1
     assert flags['dtype'] == 'float32'
-    iterations, evaluations = records_with(out, 'loss'), records_with(out, 'val_loss')
+    iterations, evaluations = records_of(out, 'loss'), records_of(out, 'val_loss')
     assert [record['iter'] for record in iterations] == list(range(20))
     assert [record['iter'] for record in evaluations] == [0, 10, 20]
     assert iterations[0].keys() == {'iter', 'loss', 'lr', 'grad_norm', 'time_ms', 'tokens_per_sec', 'mfu'}
@@ -227,7 +225,7 @@ def test_a_run_on_a_mixture_reports_each_set_and_resumes_with_the_same_bits(flag
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
     out = succeeded(train(whole, *flags, mixture)).stdout
     names = dataset.name, 'other'
-    for record in records_with(whole, 'val_loss'):
+    for record in records_of(whole, 'val_loss'):
         for of_val, of_set in (('val_loss', 'val_loss_{}'), ('val_bpb', 'val_bpb_{}')):
             each = [record[of_set.format(name)] for name in names]
             assert each[0] != each[1]
@@ -243,7 +241,7 @@ def test_a_run_on_a_mixture_reports_each_set_and_resumes_with_the_same_bits(flag
 def test_a_mixture_gives_eight_devices_the_curve_of_one(flags, mixture, tmp_path):
     for name, device in (('one', 'cpu:0'), ('eight', 'cpu')):
         succeeded(train(tmp_path / name, *flags, mixture, f'--device={device}', '--batch_size=8'))
-    losses = [[record['loss'] for record in records_with(tmp_path / name, 'loss')] for name in ('one', 'eight')]
+    losses = [[record['loss'] for record in records_of(tmp_path / name, 'loss')] for name in ('one', 'eight')]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
 
 # -----------------------------------------------------------------------------
@@ -277,7 +275,7 @@ def test_a_run_of_minutes_fixes_its_iterations_and_has_its_schedule_from_the_fir
         assert (recorded['max_iters'], recorded['lr_decay_iters'], recorded['minutes']) == (n, n, 0.05)
         assert recorded['warmup_iters'] == warmup == (5 if n > 5 else n // 10)
     assert step == n
-    rates = np.array([record['lr'] for record in records_with(out, 'lr')])
+    rates = np.array([record['lr'] for record in records_of(out, 'lr')])
     assert len(rates) == n
     peak = flags['learning_rate']
     warm_up = peak * (1 + np.arange(warmup)) / (warmup + 1)
@@ -290,7 +288,8 @@ def test_a_run_of_minutes_is_the_run_that_has_its_iterations_given(timed, flags,
     n, warmup = fixed_iterations(timed[1])
     given = [f'--max_iters={n}', f'--lr_decay_iters={n}', f'--warmup_iters={warmup}']
     succeeded(train(tmp_path, *flags, *MINUTES, '--minutes=0', *given))
-    assert_same_run(tmp_path, timed[0])
+    assert records_of(tmp_path) == records_of(timed[0])
+    assert final_state(tmp_path) == final_state(timed[0])
 
 
 @pytest.mark.slow
@@ -304,7 +303,8 @@ def test_a_run_of_minutes_resumes_with_the_same_bits_and_does_not_measure_again(
         shutil.rmtree(part / 'ckpt' / str(iteration))
     resumed = succeeded(train(part, *flags, *MINUTES, '--init_from=resume')).stdout  # the same command
     assert f'at iteration {saved[0]}' in resumed and 'minutes=0.05: ' not in resumed
-    assert_same_run(part, whole)
+    assert records_of(part) == records_of(whole)
+    assert final_state(part) == final_state(whole)
     extended = succeeded(train(part, *RESUME, f'--max_iters={saved[-1] + 3}')).stdout
     assert f'step {saved[-1] + 3}: ' in extended
     assert_refused(train(part, *RESUME, '--minutes=0.2'), 'minutes is for a new run: .*max_iters=')
@@ -328,7 +328,7 @@ def test_a_warm_up_that_does_not_fit_into_the_minutes_is_a_tenth_of_them(flags, 
     said = succeeded(train(tmp_path, *flags, *MINUTES, '--minutes=0.02', '--warmup_iters=1000000')).stdout
     n, warmup = fixed_iterations(said)
     assert warmup == n // 10
-    rates = [record['lr'] for record in records_with(tmp_path, 'lr')]
+    rates = [record['lr'] for record in records_of(tmp_path, 'lr')]
     assert max(rates) == pytest.approx(0.01) and np.argmax(rates) == warmup
 
 
@@ -353,23 +353,29 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(finished, flags, 
     resumed = succeeded(train(tmp_path, *RESUME, '--max_iters=20'))  # all other flags are in the checkpoint
     assert 'at iteration 7' in resumed.stdout
     evaluation_at_7 = lambda record: record['iter'] == 7 and 'val_loss' in record  # at the end of the first part
-    records = records_without_times(tmp_path)
+    records = records_of(tmp_path)
     assert len([record for record in records if evaluation_at_7(record)]) == 1
-    assert [record for record in records if not evaluation_at_7(record)] == records_without_times(finished[0])
+    assert [record for record in records if not evaluation_at_7(record)] == records_of(finished[0])
     assert final_state(tmp_path) == final_state(finished[0])
+
+
+def wait_for_iteration(out_dir, iteration, process):
+    wait_for(f'iteration {iteration}', lambda: any(record['iter'] >= iteration for record in read_metrics(out_dir)),
+             process)
 
 
 def test_a_run_killed_at_a_random_moment_equals_an_uninterrupted_one(flags, tmp_path):
     flags = [*flags, '--max_iters=60', '--lr_decay_iters=60', '--save_interval=7', '--dropout=0.2']
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
     succeeded(train(whole, *flags))
-    process = start_training(killed, *flags)
+    process = start('train_jax.py', f'--out_dir={killed}', *flags)
     wait_for_iteration(killed, 30, process)
     time.sleep(random.random() * 0.1)
     process.kill()
-    output_of(process)
+    process.communicate()
     succeeded(train(killed, *flags, '--init_from=resume'))
-    assert_same_run(killed, whole)
+    assert records_of(killed) == records_of(whole)
+    assert final_state(killed) == final_state(whole)
 
 
 @pytest.mark.slow
@@ -389,7 +395,8 @@ def test_a_damaged_latest_checkpoint_stays_and_the_run_continues_from_the_one_be
     assert result.stderr.count('\n') == 1
     assert 'ckpt/20 is damaged' in result.stderr and 'taking checkpoint 10 instead' in result.stderr
     assert (run_copy / 'ckpt' / '20.damaged' / 'opt_state' / '_METADATA').stat().st_size == 100
-    assert_same_run(run_copy, finished[0])
+    assert records_of(run_copy) == records_of(finished[0])
+    assert final_state(run_copy) == final_state(finished[0])
 
 
 def test_without_an_intact_checkpoint_training_and_sampling_end_in_one_line(run_copy):
@@ -402,23 +409,24 @@ def test_without_an_intact_checkpoint_training_and_sampling_end_in_one_line(run_
 
 @pytest.mark.slow
 def test_a_signal_during_an_evaluation_is_obeyed_at_once(run_copy):
-    before = records_without_times(run_copy)
-    process = start_training(run_copy, *RESUME, '--max_iters=40', '--eval_iters=1000000')  # would take minutes
-    next_line(process.stdout, process, 'tokens per iteration')
+    before = records_of(run_copy)
+    more = ['--max_iters=40', '--eval_iters=1000000']  # which would take minutes
+    process = start('train_jax.py', f'--out_dir={run_copy}', *RESUME, *more)
+    next(line for line in process.stdout if line.startswith('tokens per iteration'))
     time.sleep(4)
     process.send_signal(signal.SIGTERM)
-    out, err = output_of(process)
+    out, err = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM, err
     assert 'step 20' not in out
-    assert records_without_times(run_copy) == before
+    assert records_of(run_copy) == before
 
 
 @pytest.mark.parametrize('signum', [slow(signal.SIGTERM), signal.SIGINT])
 def test_a_signal_saves_and_exits(flags, tmp_path, signum):
-    process = start_training(tmp_path, *flags, '--max_iters=100000', '--eval_interval=100000')
+    process = start('train_jax.py', f'--out_dir={tmp_path}', *flags, '--max_iters=100000', '--eval_interval=100000')
     wait_for_iteration(tmp_path, 3, process)
     process.send_signal(signum)
-    out, err = output_of(process)
+    out, err = process.communicate()
     name = 'Ctrl-C' if signum == signal.SIGINT else 'SIGTERM'
     assert process.returncode == 128 + signum
     assert err == f'stopping after this iteration, then saving; {name} again ends at once, without saving\n'
@@ -476,7 +484,7 @@ def test_nohup_keeps_a_run_alive_when_the_terminal_closes(flags, tmp_path):
 @needs_hangup
 @pytest.mark.slow
 def test_a_reader_of_the_log_that_dies_with_the_terminal_does_not_cost_the_save(flags, tmp_path):
-    process = start_training(tmp_path, *flags, *ENDLESS)  # ... | tee log
+    process = start('train_jax.py', f'--out_dir={tmp_path}', *flags, *ENDLESS)  # ... | tee log
     wait_for_iteration(tmp_path, 3, process)
     process.stdout.close()  # tee is gone first
     process.send_signal(signal.SIGHUP)
@@ -504,7 +512,8 @@ def test_an_evaluation_that_fails_does_not_cost_what_was_trained(finished, flags
     assert 'the evaluation at iteration 10 has failed; the model is saved' in result.stdout
     assert checkpoint_steps(tmp_path) == [10] and math.isinf(read_val_loss(tmp_path / 'ckpt' / '10'))
     succeeded(train(tmp_path, *RESUME, '--max_iters=20'))
-    assert_same_run(tmp_path, finished[0])  # the evaluation is made at the resume
+    assert records_of(tmp_path) == records_of(finished[0])  # the evaluation is made at the resume
+    assert final_state(tmp_path) == final_state(finished[0])
     assert not math.isinf(read_val_loss(tmp_path / 'ckpt' / '10'))
 
 
@@ -544,7 +553,7 @@ def test_flags_given_to_a_resumed_run_are_checked_with_those_of_its_checkpoint(r
 def test_a_run_from_scratch_does_not_overwrite_another_by_mistake(finished, run_copy, flags):
     flags = [*flags, '--max_iters=1']
     assert_refused(train(run_copy, *flags), 'holds a run at iteration 20.*--overwrite=True')
-    assert records_without_times(run_copy) == records_without_times(finished[0])
+    assert records_of(run_copy) == records_of(finished[0])
     assert choose_checkpoint(run_copy)[0] == 20
     succeeded(train(run_copy, *flags, '--overwrite=True'))
     assert choose_checkpoint(run_copy)[0] == 1
@@ -556,12 +565,13 @@ def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path)
     constant, better = tmp_path / 'constant', tmp_path / 'better'
     flags = [*flags, '--always_save_checkpoint=False']
     succeeded(train(constant, *flags, '--learning_rate=0', '--min_lr=0', '--max_iters=40'))
-    assert len({record['val_loss'] for record in records_with(constant, 'val_loss')}) == 1
+    assert len({record['val_loss'] for record in records_of(constant, 'val_loss')}) == 1
     assert saved_iterations(constant) == [40]
-    process = start_training(better, *flags, '--max_iters=100000', '--lr_decay_iters=100000', '--warmup_iters=100')
+    long = ['--max_iters=100000', '--lr_decay_iters=100000', '--warmup_iters=100']
+    process = start('train_jax.py', f'--out_dir={better}', *flags, *long)
     wait_for_iteration(better, 25, process)
     process.kill()
-    output_of(process)
+    process.communicate()
     assert choose_checkpoint(better)[0] >= 10  # saved while the validation loss was falling
 
 
@@ -571,7 +581,7 @@ def test_an_evaluation_where_a_run_resumes_counts_for_its_checkpoint(flags, tmp_
     shutil.rmtree(tmp_path / 'ckpt' / '10')  # 5 was saved without an evaluation, as by a signal during one
     assert math.isinf(read_val_loss(tmp_path / 'ckpt' / '5'))
     succeeded(train(tmp_path, *RESUME, '--eval_interval=5', '--max_iters=20', '--learning_rate=1', '--decay_lr=False'))
-    evaluated = {record['iter']: record['val_loss'] for record in records_with(tmp_path, 'val_loss')}
+    evaluated = {record['iter']: record['val_loss'] for record in records_of(tmp_path, 'val_loss')}
     assert min(evaluated, key=evaluated.get) == 5 and saved_iterations(tmp_path) == [5, 15, 20]
     assert choose_checkpoint(tmp_path, 'best')[0] == 5 and read_val_loss(tmp_path / 'ckpt' / '5') == evaluated[5]
     assert choose_checkpoint(tmp_path)[1]['best_val_loss'] == evaluated[5]
@@ -586,7 +596,7 @@ def test_eval_only_writes_nothing(finished, flags, tmp_path):
     out, _ = finished
     before = files_and_times(out)
     result = succeeded(train(out, *RESUME, '--eval_only=True'))
-    last = records_with(out, 'val_loss')[-1]
+    last = records_of(out, 'val_loss')[-1]
     assert f"step 20: train loss {last['train_loss']:.4f}, val loss {last['val_loss']:.4f}" in result.stdout
     assert files_and_times(out) == before
 
@@ -608,7 +618,7 @@ def test_a_run_in_float16_resumes_with_the_same_bits(flags, tmp_path):
     succeeded(train(whole, *flags))
     succeeded(train(parts, *flags, '--max_iters=10'))
     succeeded(train(parts, *RESUME, '--max_iters=20'))
-    assert records_without_times(parts) == records_without_times(whole)
+    assert records_of(parts) == records_of(whole)
     assert [*read_metrics(whole)][-1]['val_loss'] < 2.95
     succeeded(sample(whole, '--max_new_tokens=5'))
 
@@ -625,7 +635,7 @@ def test_the_dtype_auto_is_chosen_by_each_machine(finished, run_copy, monkeypatc
 def test_a_resume_may_change_the_dtype(run_copy):
     for dtype, end in (('float16', 22), ('bfloat16', 24)):
         succeeded(train(run_copy, *RESUME, f'--dtype={dtype}', f'--max_iters={end}'))
-        last = records_with(run_copy, 'loss')[-1]
+        last = records_of(run_copy, 'loss')[-1]
         assert ('loss_scale' in last) == (dtype == 'float16')
 
 
@@ -707,7 +717,7 @@ def test_wandb_gets_nanogpts_values_with_mfu_in_percent(flags, tmp_path, monkeyp
     assert [set(record) for record in wandb.logged] == [{
         'iter', 'train/loss', 'val/loss', 'train_bpb', 'val_bpb', 'lr', 'mfu'}] * 3
     assert [record['iter'] for record in wandb.logged] == [0, 10, 20]
-    mfu = {record['iter']: record['mfu'] for record in records_with(tmp_path, 'mfu')}
+    mfu = {record['iter']: record['mfu'] for record in records_of(tmp_path, 'mfu')}
     assert wandb.logged[0]['mfu'] is None
     assert [record['mfu'] for record in wandb.logged[1:]] == [100 * mfu[9], 100 * mfu[19]]
     assert 0 < mfu[19] < 1
@@ -791,7 +801,7 @@ def test_a_failing_start_does_not_overwrite_the_run_that_is_there(finished, run_
     monkeypatch.setattr(wandb, 'init', no_login)
     assert_refused(train(run_copy, *flags, '--overwrite=True', '--wandb_log=True'), 'wandb does not start')
     assert_refused(train(run_copy, *flags, '--wandb_log=True'), 'holds a run at iteration 20')  # wandb has not started
-    assert records_without_times(run_copy) == records_without_times(finished[0])
+    assert records_of(run_copy) == records_of(finished[0])
     assert choose_checkpoint(run_copy)[0] == 20
 
 
@@ -901,7 +911,7 @@ def test_a_run_with_muon_resumes_bit_for_bit_and_with_other_execution_options(fl
     succeeded(train(parts, *flags, '--max_iters=10'))
     other = Path(shutil.copytree(parts, tmp_path / 'other'))
     succeeded(train(parts, *RESUME, '--max_iters=20'))
-    assert records_without_times(parts) == records_without_times(whole)
+    assert records_of(parts) == records_of(whole)
     result = succeeded(train(other, *RESUME, '--max_iters=20', '--dropout=0.0', *FAST))
     assert 'attention: chunked (as asked)' in result.stdout
     assert 'attention' not in choose_checkpoint(other)[1]['model']
@@ -933,24 +943,6 @@ def test_the_loop_reads_an_iteration_when_the_next_is_on_its_way_or_at_once_wher
 
 # -----------------------------------------------------------------------------
 # newer models
-
-@pytest.mark.slow
-def test_a_model_with_experts_trains_resumes_and_samples(qwen, tmp_path):
-    losses = [record['val_loss'] for record in records_with(qwen, 'val_loss')]
-    assert losses[-1] < losses[0] - 0.3
-    out = copy_folder(qwen, tmp_path)
-    succeeded(train(out, *RESUME, '--max_iters=21'))
-    assert choose_checkpoint(out)[0] == 21
-    assert_refused(train(out, *RESUME, '--n_expert=2'), 'with n_expert=4, not n_expert=2')
-    loss = {}
-    for balance in ('0.01', '1000'):
-        other = copy_folder(qwen, tmp_path / balance)
-        succeeded(train(other, *RESUME, '--max_iters=23', f'--expert_balance={balance}'))
-        loss[balance] = records_with(other, 'loss')[-1]['loss']
-    assert loss['0.01'] != loss['1000']
-    sampled = succeeded(sample(qwen, '--num_samples=2', '--max_new_tokens=12', '--start=the '))
-    # keys and values of one head of width 8, float32: 64 bytes per token
-    assert 'KV cache: 1,024 bytes for a sequence of 16 tokens, 64 per token' in sampled.stderr
 
 
 @pytest.mark.slow
@@ -986,24 +978,12 @@ def test_a_checkpoint_of_any_family_is_trained_further(dataset, tmp_path):
     assert_refused(run_script(*export, f'--folder={tmp_path / "other"}'), 'no config.json can be derived .*tokenizer')
 
 
-@pytest.mark.slow
-def test_data_of_other_tokens_than_the_models_is_refused(tuned, speaking, dataset, tmp_path):
-    flags = [f'--init_from={speaking}', *TUNE]
-    assert_refused(train(tmp_path / 'new', f'--dataset={dataset}', *flags), 'has other tokens than .*--tokenizer=')
-    tokenizer = tuned[0] / 'tokenizer' / 'tokenizer.json'
-    tokenizer.write_text(tokenizer.read_text().replace('"a":0,', '"a":1,').replace('"b":1,', '"b":0,')
-                         .replace('"a": 0,', '"a": 1,').replace('"b": 1,', '"b": 0,'))
-    assert_refused(train(tmp_path / 'new', f'--dataset={tuned[0]}', *flags), 'has other tokens than')
-    assert_refused(train(tuned[1], *RESUME), 'was trained with other tokens')
-    assert not (tmp_path / 'new').exists()
-
-
 # -----------------------------------------------------------------------------
 # bits per byte, and a sample at every evaluation
 
 def test_bits_per_byte_of_characters_are_the_loss_over_ln_2(finished):
     out, printed = finished
-    for record in records_with(out, 'val_loss'):
+    for record in records_of(out, 'val_loss'):
         for split in ('train', 'val'):
             assert record[f'{split}_bpb'] == pytest.approx(record[f'{split}_loss'] / math.log(2), rel=1e-6)
         assert f"val loss {record['val_loss']:.4f}, val bpb {record['val_bpb']:.4f}" in printed
@@ -1019,9 +999,9 @@ def test_a_run_that_samples_has_the_same_bits_and_sample_jax_gives_its_samples(l
     succeeded(train(sampled, *flags, *layout, *prompt, '--max_iters=10'))
     resumed = succeeded(train(sampled, '--init_from=resume', *layout, *prompt, '--max_iters=20'))
     assert losses_and_norms(sampled) == losses_and_norms(plain)
-    last = records_with(sampled, 'sample')[-1]
+    last = records_of(sampled, 'sample')[-1]
     assert last['iter'] == 20 and last['sample'] in resumed.stdout
-    assert [record['iter'] for record in records_with(sampled, 'sample')] == [10, 20]
+    assert [record['iter'] for record in records_of(sampled, 'sample')] == [10, 20]
     text, = samples_of(sample(sampled, '--checkpoint=latest', '--start=the quick', '--num_samples=1',
                               '--max_new_tokens=100'))
     assert last['sample'] == text and len(text) == 109

@@ -1,12 +1,8 @@
-"""What jax_train_utils.py promises on one device and replicated over several; tests/test_parallel.py has the curves of
-all layouts."""
+"""What jax_train_utils.py promises, on one device; tests/test_parallel.py has several."""
 import dataclasses
 import functools
 import math
 import tests.common
-from tests.common import (
-    GOLDEN, apply, column, compiled_once, device_batch, eval_step_of, fresh_run, host_batch,
-    make_step, run_steps, slow, sources_of, write_dataset)
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +10,48 @@ import numpy as np
 import optax
 import pytest
 
-from jax_devices.layout import Layout, split_batch
+from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
 from jax_pretrained import load_pretrained
-from jax_run.data import load_dataset
+from jax_run.sources import get_batch_jax, open_source
 from jax_train_utils import (
     Objective, clip_gradients, create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state,
     estimate_loss_jax)
-from jax_transformer import GPT
-from tests.common import mean_loss
+from tests.common import GOLDEN, apply, make_step, slow
 
 TINY = dataclasses.replace(tests.common.TINY, n_layer=1)
+
+
+def initial_state(config, schedule, tx):
+    """A TrainState without apply_fn, which differs from call to call: each would have a training step of its own."""
+    state = jax.jit(lambda: create_train_state(jax.random.key(0), config, tx))()
+    return state.replace(apply_fn=None, schedule=schedule)
+
+
+SCHEDULE = create_learning_rate_schedule(1e-2, decay_lr=False)
+fresh_state = functools.partial(initial_state, schedule=SCHEDULE, tx=create_optimizer_with_schedule(SCHEDULE))
+
+
+@functools.cache
+def compiled_step(config):
+    return jax.jit(make_step(config))
+
+
+def batch_of(g, b, iteration):
+    """The batch of an iteration of g micro-batches of b sequences."""
+    tokens = np.random.default_rng(0).integers(8, size=4000).astype(np.uint16)  # only 8 kinds: quick to learn
+    x, y = get_batch_jax(tokens, 16, g * b, 0, iteration)
+    batch = {'x': x, 'y': y, 'seq_id': (iteration * g * b + np.arange(g * b)).astype(np.uint32)}
+    return {name: a.reshape(g, b, *a.shape[1:]) for name, a in batch.items()}
+
+
+def run_steps(n_iters, config, g=2, b=8):
+    """(state after n_iters iterations of g micro-batches of b sequences, [metrics of each iteration as floats])."""
+    state, log = fresh_state(config), []
+    for i in range(n_iters):
+        state, metrics = compiled_step(config)(state, batch_of(g, b, i))
+        log.append({name: float(value) for name, value in metrics.items()})
+    return state, log
 
 # -----------------------------------------------------------------------------
 # schedule and clipping
@@ -78,8 +105,8 @@ DROPOUT_ON = dataclasses.replace(TINY, dropout=0.2)
 
 
 def test_micro_steps_make_the_update_of_the_big_batch():
-    big, big_log = run_steps((1,), 3, DROPOUT_ON, g=1, b=8)
-    small, log = run_steps((1,), 3, DROPOUT_ON, g=4, b=2)
+    big, big_log = run_steps(3, DROPOUT_ON, g=1, b=8)
+    small, log = run_steps(3, DROPOUT_ON, g=4, b=2)
     for expected, metrics in zip(big_log, log):
         assert metrics == pytest.approx(expected, rel=1e-4)
     for expected, got in zip(jax.tree.leaves(big.params), jax.tree.leaves(small.params)):
@@ -87,42 +114,14 @@ def test_micro_steps_make_the_update_of_the_big_batch():
 
 
 @pytest.mark.slow
-def test_replicas_stay_equal_to_the_bit():
-    state, _ = run_steps((8,), 5, DROPOUT_ON, g=1)
-    for leaf in jax.tree.leaves(state.params):
-        copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
-        assert len(copies) == 8
-        for copy in copies:
-            np.testing.assert_array_equal(copy, copies[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('n_devices', [1, 8])
-def test_the_state_is_donated(n_devices):
-    parallel, state, step = fresh_run((n_devices,), TINY)
-    step(state, device_batch(parallel, 1, 8, 0, TINY))
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
-
-
-def test_the_loss_is_the_mean_over_all_micro_steps_and_devices():
-    parallel, state, step = fresh_run((4,), TINY)
-    batch = host_batch(parallel, 16, 0, TINY)
-    expected = mean_loss(TINY, state.params, batch['x'], batch['y'])
-    _, metrics = step(state, parallel.shard_batch(batch, split_batch(8, 2, 4)))
-    assert float(metrics['loss']) == pytest.approx(float(expected), rel=1e-5)
-
-
-@pytest.mark.slow
 def test_the_logged_learning_rate_is_the_one_applied():
     schedule = create_learning_rate_schedule(1e-2, warmup_iters=3, lr_decay_iters=6, min_lr=1e-3)
-    state = jax.jit(lambda: create_train_state(jax.random.key(0), TINY, optax.sgd(schedule)))()
-    state = state.replace(schedule=schedule)
+    state = initial_state(TINY, schedule, optax.sgd(schedule))
     step = jax.jit(make_step(TINY, grad_clip=0.0))
     distance = jax.jit(lambda before, after: optax.tree.norm(jax.tree.map(jnp.subtract, before, after)))
-    parallel = Layout(jax.devices()[:1])
     for i in range(8):
         before = state.params
-        state, metrics = step(state, device_batch(parallel, 1, 8, i, TINY))
+        state, metrics = step(state, batch_of(1, 8, i))
         moved = distance(before, state.params)
         assert moved / metrics['grad_norm'] == pytest.approx(float(metrics['lr']), rel=1e-3)
         assert metrics['lr'] == pytest.approx(float(schedule(i)))
@@ -131,11 +130,7 @@ def test_the_logged_learning_rate_is_the_one_applied():
 @pytest.mark.slow
 @pytest.mark.parametrize('n_micro, n_loops', [(1, 0), (2, 1)])
 def test_one_micro_step_is_not_a_loop(n_micro, n_loops):
-    _, make, _ = compiled_once((1,), TINY)
-    step = make_step(TINY)
-    tokens = jax.ShapeDtypeStruct((n_micro, 2, 16), jnp.int32)
-    batch = {'x': tokens, 'y': tokens, 'seq_id': jax.ShapeDtypeStruct((n_micro, 2), jnp.uint32)}
-    lowered = jax.jit(step).lower(jax.eval_shape(make), batch)
+    lowered = jax.jit(make_step(TINY)).lower(fresh_state(TINY), batch_of(n_micro, 2, 0))
     assert lowered.as_text().count('stablehlo.while') == n_loops
 
 
@@ -162,11 +157,8 @@ def test_the_step_returns_the_metrics_that_its_objective_names(n_micro):
         return {'loss': loss_BxT.mean(), 'worst': loss_BxT.max(), 'hidden': loss_BxT.min()}
 
     objective = Objective(means, means, metrics=('loss', 'worst'))
-    _, make, _ = compiled_once((1,), TINY)
-    tokens = jax.ShapeDtypeStruct((n_micro, 2, 16), jnp.int32)
-    batch = {'x': tokens, 'y': tokens, 'seq_id': jax.ShapeDtypeStruct((n_micro, 2), jnp.uint32)}
     step = make_step(TINY, objective=objective)
-    _, metrics = jax.eval_shape(step, jax.eval_shape(make), batch)
+    _, metrics = jax.eval_shape(step, fresh_state(TINY), batch_of(n_micro, 2, 0))
     assert metrics.keys() == {'loss', 'worst', 'grad_norm', 'lr'}
     assert all(metric.shape == () for metric in metrics.values())
 
@@ -178,8 +170,9 @@ HALF = dataclasses.replace(TINY, dtype='float16')
 
 
 def test_float16_trains_like_float32_and_scales_its_loss():
-    full, half = (run_steps((1,), 10, config)[1] for config in (TINY, HALF))
-    np.testing.assert_allclose(column(half, 'loss'), column(full, 'loss'), atol=0.02)
+    full, half = (run_steps(10, config)[1] for config in (TINY, HALF))
+    losses_of = lambda log: [metrics['loss'] for metrics in log]
+    np.testing.assert_allclose(losses_of(half), losses_of(full), atol=0.02)
     np.testing.assert_allclose(half[0]['grad_norm'], full[0]['grad_norm'], rtol=0.02)  # the scale is divided out again
     assert half[0]['loss_scale'] == 2**16
     assert 'loss_scale' not in full[0]
@@ -187,10 +180,9 @@ def test_float16_trains_like_float32_and_scales_its_loss():
 
 @pytest.mark.slow
 def test_an_overflow_skips_the_update_and_halves_the_scale():
-    parallel, state, step = fresh_run((1,), HALF)
-    state = state.replace(loss_scale={'scale': jnp.float32(2.0**40), 'good_steps': jnp.int32(7)})
+    state = fresh_state(HALF).replace(loss_scale={'scale': jnp.float32(2.0**40), 'good_steps': jnp.int32(7)})
     before = jax.tree.map(np.asarray, (state.params, state.opt_state))
-    state, metrics = step(state, device_batch(parallel, 1, 8, 0, HALF))
+    state, metrics = compiled_step(HALF)(state, batch_of(1, 8, 0))
     assert not np.isfinite(metrics['grad_norm'])
     assert np.isfinite(metrics['loss'])
     jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state))
@@ -199,24 +191,9 @@ def test_an_overflow_skips_the_update_and_halves_the_scale():
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_split_overflows_no_earlier_than_as_a_whole():
-    def smallest_overflow(layout, g, b):
-        for power in range(16, 40):
-            parallel, state, step = fresh_run(layout, HALF)
-            scale = {'scale': np.float32(2.0**power), 'good_steps': np.int32(0)}
-            state = state.replace(loss_scale=parallel.device_put(scale))
-            if not np.isfinite(float(step(state, device_batch(parallel, g, b, 0, HALF))[1]['grad_norm'])):
-                return power
-
-    whole = smallest_overflow((1,), 1, 8)
-    assert whole <= smallest_overflow((1,), 8, 1) and whole <= smallest_overflow((8,), 1, 8)
-
-
-@pytest.mark.slow
 def test_2000_good_steps_double_the_scale():
-    parallel, state, step = fresh_run((1,), HALF)
-    state = state.replace(loss_scale={'scale': jnp.float32(8), 'good_steps': jnp.int32(1999)})
-    state, metrics = step(state, device_batch(parallel, 1, 8, 1, HALF))
+    state = fresh_state(HALF).replace(loss_scale={'scale': jnp.float32(8), 'good_steps': jnp.int32(1999)})
+    state, metrics = compiled_step(HALF)(state, batch_of(1, 8, 1))
     assert np.isfinite(metrics['grad_norm'])
     assert state.loss_scale == {'scale': 16, 'good_steps': 0}
     assert state.step == 1
@@ -225,58 +202,16 @@ def test_2000_good_steps_double_the_scale():
 # -----------------------------------------------------------------------------
 # evaluation
 
-@pytest.mark.slow
-def test_evaluation_is_the_mean_of_the_same_windows_on_any_number_of_devices(tmp_path):
-    write_dataset(tmp_path, np.arange(3000) % 37, np.arange(2000) % 31)
-    sources = sources_of(load_dataset(tmp_path, 16)[0], 16)
-    results = []
-    for n_devices in (1, 2, 8):
-        parallel, state, _ = fresh_run((n_devices,), DROPOUT_ON)
-        eval_step = eval_step_of(parallel, DROPOUT_ON)
-        results.append(estimate_loss_jax(
-            eval_step, state.params, sources, parallel, batch_size=4, eval_iters=3))
-    batch = sources['val'].read(np.arange(12) * (2000 - 17) // 11)
-    x, y = batch['x'], batch['y']
-    expected = mean_loss(TINY, state.params, x, y)
-    for result in results:
-        assert result['val']['loss'] == pytest.approx(float(expected), rel=1e-5)
-        assert result['train'] == pytest.approx(results[0]['train'], rel=1e-5)
-        assert result['train'] != result['val']
-
-
-@pytest.mark.parametrize('n_devices, masked', [(1, False), slow(8, False), (1, True)])
-def test_the_loss_leaves_out_what_does_not_count_and_bits_per_byte_also_what_has_no_bytes(n_devices, masked, tmp_path):
-    write_dataset(tmp_path, np.arange(3000) % 37, np.arange(2000) % 31)
-    splits = load_dataset(tmp_path, 16)[0]
-    masks = {split: (np.arange(len(tokens)) % 3 > 0).astype(np.uint8) for split, tokens in splits.items()}
-    token_bytes = np.arange(37) % 4  # every fourth is a special token
-    parallel, state, _ = fresh_run((n_devices,), DROPOUT_ON)
-    eval_step = eval_step_of(parallel, DROPOUT_ON)
-    options = dict(batch_size=4, eval_iters=3)
-    sources = sources_of(splits, 16, masks if masked else None)
-    losses = estimate_loss_jax(eval_step, state.params, sources, parallel, token_bytes=token_bytes, **options)
-    without = estimate_loss_jax(eval_step, state.params, sources, parallel, **options)
-    assert {split: {'loss': losses[split]['loss']} for split in splits} == without
-    start = np.arange(12) * (2000 - 17) // 11
-    batch = sources['val'].read(start)
-    x, y, counts = batch['x'], batch['y'], batch.get('weight', 1)
-    nats = jax.jit(functools.partial(GPT(DROPOUT_ON).apply, method='loss'))(
-        {'params': jax.device_get(state.params)}, x, y)
-    expected = (nats * counts * (token_bytes[y] > 0)).sum() / np.log(2) / (token_bytes[y] * counts).sum()
-    assert losses['val']['bpb'] == pytest.approx(float(expected), rel=1e-5)
-    of_counted = (nats * counts).sum() / (np.ones(y.shape) * counts).sum()
-    assert losses['val']['loss'] == pytest.approx(float(of_counted), rel=1e-5)
-
 
 def test_an_evaluation_ends_when_a_signal_comes():
-    parallel, state, _ = fresh_run((1,), DROPOUT_ON)
-    sources = sources_of({'train': np.arange(3000, dtype=np.int32) % 37}, 16)
+    parallel = setup_distributed_training(jax.devices()[:1])
+    source = open_source(np.arange(3000, dtype=np.int32) % 37, block_size=16, seed=0, split='train')
     calls = []
 
     def eval_step(params, batch):
         calls.append(len(calls))
         return {'loss': np.zeros(())}
 
-    evaluate = functools.partial(estimate_loss_jax, eval_step, None, sources, parallel, batch_size=4)
+    evaluate = functools.partial(estimate_loss_jax, eval_step, None, {'train': source}, parallel, batch_size=4)
     assert evaluate(eval_iters=1000, stop_signal=lambda: 15 if len(calls) >= 3 else 0) is None
     assert len(calls) <= 5

@@ -1,7 +1,4 @@
 """Embedding, logits and loss of a sharded vocabulary."""
-import dataclasses
-from tests.common import (
-    LONG_BLOCK, assert_same_loss_and_gradients, loss_and_gradients, make_step, temporary_bytes)
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +12,6 @@ from jax_ops.vocabulary import ParallelLMHead, VocabParallelEmbedding, cross_ent
 
 # -----------------------------------------------------------------------------
 # memory: the loss in chunks, scanned layers, gradient checkpointing
-
-@pytest.mark.slow
-def test_the_loss_in_chunks_is_the_loss_and_holds_no_logits():
-    config = dataclasses.replace(LONG_BLOCK, vocab_size=4096)
-    full, chunked = loss_and_gradients(config), loss_and_gradients(config, loss_chunk=32)
-    assert_same_loss_and_gradients(full, chunked, 1e-4)
-    logits_bytes = 4 * 2 * 160 * 4096  # float32 [B, T, V]
-    table_bytes = 4 * 4096 * 16
-    assert temporary_bytes(config) > logits_bytes
-    assert temporary_bytes(config, loss_chunk=16) - 2 * table_bytes < logits_bytes / 2
-    with pytest.raises(UserError, match='loss_chunk=33 does not divide block_size=160'):
-        make_step(config, loss_chunk=33)
 
 
 def test_the_masked_cross_entropy_of_gpus_is_that_of_optax_in_values_and_gradients():

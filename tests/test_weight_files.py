@@ -8,18 +8,18 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from tests.common import (
-    FAMILIES, GOLDEN, ROOT, copy_folder, edit_json, edit_tensors, read_tensors, refusal)
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jax_hub.torch_files import read_torch_checkpoint
 from jax_hub.weights import ScaledBlocks
 from jax_pretrained import load_pretrained
+from tests.common import FAMILIES, GOLDEN, ROOT, copy_folder, edit_json, edit_tensors, refusal
 
 
 def edit_zip(path, edit):
@@ -99,8 +99,8 @@ def test_shards_of_pytorch_model_bin_are_read(tmp_path):
 
 def test_weights_in_e5m2_are_read(tmp_path):
     folder = copy_folder(GOLDEN / 'hf', tmp_path)
-    tensors = {name: np.asarray(x).astype(ml_dtypes.float8_e5m2) for name, x in read_tensors(folder).items()}
-    edit_tensors(folder, tensors)
+    tensors = load_file(folder / 'model.safetensors')
+    edit_tensors(folder, {name: np.asarray(x).astype(ml_dtypes.float8_e5m2) for name, x in tensors.items()})
     params = load_pretrained(folder)[1]
     want = tensors['transformer.wte.weight'].astype(np.float32)
     np.testing.assert_array_equal(params['wte'], want)
@@ -165,7 +165,7 @@ def test_a_snapshot_in_hugging_faces_cache_is_read(tmp_path):
 @pytest.mark.parametrize('dtype', ['uint16', 'uint32', 'uint64', 'float8_e4m3fn'])
 def test_a_tensor_of_a_type_that_is_no_weights_is_named_with_it(dtype, tmp_path):
     folder = copy_folder(GOLDEN / 'hf', tmp_path)
-    wte = np.asarray(read_tensors(folder)['transformer.wte.weight'])
+    wte = np.asarray(load_file(folder / 'model.safetensors')['transformer.wte.weight'])
     edit_tensors(folder, {'transformer.wte.weight': wte.astype(getattr(ml_dtypes, dtype, dtype))})
     message = refusal(load_pretrained, folder)
     assert f'wte.weight is {dtype}' in message and 'damaged' not in message

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 START = 'test_jax_transformer.py'
 ROOMS = {  # {room: (file of the product, test files, [(old text, which occurs once, new text)])}
-    'model': ('jax_transformer.py', f'{START} pretrained attention experts families', [
+    'model': ('jax_transformer.py', f'{START} pretrained attention layers experts families', [
         ('jnp.square(x - mean).mean', 'jnp.square(x).mean'),
         ('sinks_GxTQ = jnp.tile(sinks_H.reshape(G, Q), T)', 'sinks_GxTQ = jnp.repeat(sinks_H.reshape(G, Q), T, 1)'),
         ('jax.lax.top_k(rank_by_group, 2)', 'jax.lax.top_k(rank_by_group, 1)'),
@@ -33,7 +33,7 @@ ROOMS = {  # {room: (file of the product, test files, [(old text, which occurs o
         ('jnp.array([2, 1])', 'jnp.array([1, 1])'),
         ('(accepted < 0.3 * drafted)', '(accepted < 0.03 * drafted)'),
         ('(state.length_B > n_slots)', '(state.length_B > n_slots + 1)')]),
-    'step': ('jax_train_utils.py', 'train_utils', [
+    'step': ('jax_train_utils.py', 'train_utils parallel', [
         ('g / (n_micro * scale)', 'g / n_micro'),
         ('decay_iters = ceil_div(decay_iters, 5)', 'decay_iters = ceil_div(decay_iters, 4)'),
         ('good_steps == 2000, 2.0', 'good_steps == 2000, 1.0'),
@@ -50,11 +50,11 @@ ROOMS = {  # {room: (file of the product, test files, [(old text, which occurs o
     'checkpoints': ('jax_run/checkpoints.py', 'checkpoints', [
         ('steps = [best, *sorted(others, reverse=True)]', 'steps = [best, *others]'),
         ('if has_checksums and not', 'if False and not')]),
-    'layout': ('jax_devices/layout.py', 'parallel sharding compiled', [
+    'layout': ('jax_devices/layout.py', 'parallel compiled', [
         ('if self.zero and hasattr', 'if False and hasattr'),
         ('if config.block_size % self.context**2:', 'if config.block_size % self.context:'),
         ("fitting['fsdp'] = math.gcd(left, n_embd)", "fitting['fsdp'] = left")]),
-    'sharding': ('jax_ops/sharding.py', 'parallel sharding compiled', [
+    'sharding': ('jax_ops/sharding.py', 'parallel compiled', [
         ("axes = (*axes, 'data', 'context')", "axes = (*axes, 'data')"),
         ("('c_proj/kernel', Spec('tensor', 'fsdp'))", "('c_proj/kernel', Spec('fsdp', 'tensor'))")]),
     'tokenizers': ('jax_hub/tokenizers.py', 'tokenizers', [
