@@ -104,7 +104,7 @@ def test_the_card_of_a_converted_chat_model_says_so(speaking, tmp_path):
     said = succeeded(run_script('export_jax.py', f'--init_from={speaking}', f'--folder={tmp_path / "my-chat"}'))
     data, text = read_card(tmp_path / 'my-chat')
     assert data['tags'] == ['llama', 'jax'] and 'base_model' not in data
-    assert 'Converted from llama.' in text and 'iterations' not in text
+    assert 'Converted from letters.' in text and 'iterations' not in text
     assert "('text-generation', 'my-chat')([{'role': 'user', 'content': 'Hello'}]" in text
     assert 'python convert_hf_to_gguf.py my-chat' in text  # it has rope scaling, of which no GGUF is written
 

@@ -99,8 +99,9 @@ def test_shards_of_pytorch_model_bin_are_read(tmp_path):
 
 def test_weights_in_e5m2_are_read(tmp_path):
     folder = copy_folder(GOLDEN / 'hf', tmp_path)
-    tensors = load_file(folder / 'model.safetensors')
-    edit_tensors(folder, {name: np.asarray(x).astype(ml_dtypes.float8_e5m2) for name, x in tensors.items()})
+    stored = load_file(folder / 'model.safetensors')
+    tensors = {name: np.asarray(x).astype(ml_dtypes.float8_e5m2) for name, x in stored.items()}
+    edit_tensors(folder, tensors)
     params = load_pretrained(folder)[1]
     want = tensors['transformer.wte.weight'].astype(np.float32)
     np.testing.assert_array_equal(params['wte'], want)
