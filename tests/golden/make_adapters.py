@@ -6,7 +6,8 @@ logits that peft gives with them to peft/logits.npz.
 import shutil
 
 from jax_pretrained import load_pretrained, save_adapter
-from tests.common import GOLDEN, WRITTEN, edit_json, random_updates
+from tests.common import GOLDEN, edit_json
+from tests.test_adapters import WRITTEN, random_updates
 
 for name, base in WRITTEN.items():
     config, params = load_pretrained(base)
