@@ -587,7 +587,7 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0,
             params = optax.apply_updates(params, updates)
         updated = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
         if state.ema is not None:
-            updated = updated.replace(ema=running_mean(state, params, ema))
+            updated = updated.replace(ema=running_mean(state.ema, params, ema, state.step))
 
         # what is logged
         metrics = {name: total / n_micro for name, total in totals.items()}
@@ -601,13 +601,13 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0,
     return train_step
 
 
-def running_mean(state, params, decay):
-    """Returns the next state.ema, decay * ema + (1 - decay) * params. The first updates count more,
-    by the decay (1 + n) / (10 + n) after n of them, so that the weights from which training starts
-    are soon forgotten."""
-    n = state.step.astype(jnp.float32)
+def running_mean(means, params, decay, n_updates):
+    """Returns the next running mean of the weights, decay * mean + (1 - decay) * params. The first
+    updates count more, by the decay (1 + n) / (10 + n) after n of them, so that the weights from
+    which training starts are soon forgotten."""
+    n = n_updates.astype(jnp.float32)
     decay = jnp.minimum(decay, (1 + n) / (10 + n))
-    return jax.tree.map(lambda mean, p: decay * mean + (1 - decay) * p, state.ema, params)
+    return jax.tree.map(lambda mean, p: decay * mean + (1 - decay) * p, means, params)
 
 
 def make_gradients(config, objective, layout, seed, loss_chunk):

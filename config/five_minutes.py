@@ -7,12 +7,11 @@
 # prepare.py --tune, which leaves val out.
 
 out_dir = 'out-five-minutes'
-overwrite = True
 minutes = 5.0
 eval_interval = 1000000 # at the start and at the end
 eval_iters = 60 # 60 * 3 windows of 256 tokens: all of val.bin
 log_interval = 100
-sample_prompt = 'ROMEO:'
+sample_prompt = '\n'
 
 dataset = 'shakespeare_bpe'
 gradient_accumulation_steps = 1

@@ -48,8 +48,8 @@ from jax_run.data import load_mixture_meta
 from jax_run.load import full_path, load_frozen, load_start_weights, move_base
 from jax_text import create_sampler, sample_while_training
 from jax_train_utils import (
-    create_learning_rate_schedule, create_lora_state, create_train_state, fitting_warmup,
-    initial_loss_scale)
+    WEIGHTS, create_learning_rate_schedule, create_lora_state, create_train_state,
+    fitting_warmup, initial_loss_scale)
 from jax_transformer import GPTConfig
 
 # the flags that say what the model is. A resume may not change them, but for block_size where
@@ -335,14 +335,15 @@ def start_state(run, config, layout, tx):
 
     config: the run's, as training executes it. tx: the optimizer."""
     key = jax.random.key(run.flags['seed'])
+    means = {name for name in WEIGHTS[1:] if run.flags[name]}
     create = create_train_state
     if run.lora:
         create = functools.partial(create_lora_state, rank=run.lora['rank'])
     if run.resumed:
         saved = GPTConfig(**run.resumed['model'])
         abstract = layout.abstract_state(create, key, saved, tx)
-        if run.flags['ema'] and 'ema' in run.resumed.get('weights', ()):
-            abstract = abstract.replace(ema=abstract.params)
+        saved_sets = set(run.resumed.get('weights', ())) & means
+        abstract = abstract.replace(**{name: abstract.params for name in saved_sets})
         state = load_checkpoint(run.flags['out_dir'], run.iter_num, abstract)
         if saved.dtype != 'float16' and run.dtype == 'float16':
             state = state.replace(loss_scale=layout.device_put(initial_loss_scale()))
@@ -359,8 +360,9 @@ def start_state(run, config, layout, tx):
         run.lora = {**run.lora, 'checksum': checksum}
         state = state.replace(frozen=frozen)
     flags = run.flags
-    if flags['ema'] and state.ema is None:
-        state = state.replace(ema=jax.tree.map(jnp.copy, state.params))
+    # a running mean begins where training, or its flag, begins
+    for name in means - state.weight_sets().keys():
+        state = state.replace(**{name: jax.tree.map(jnp.copy, state.params)})
     if run.is_timed:  # --minutes: the numbers follow later
         flags = {**flags, 'lr_decay_iters': flags['warmup_iters'] + 1}
     schedule = layout.device_put(schedule_from_flags(flags))

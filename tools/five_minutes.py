@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run(seed, flags):
     """Trains with a seed; returns (iterations, bits per byte of all of val.bin, the device)."""
-    command = [sys.executable, 'train_jax.py', 'config/five_minutes.py', *flags, f'--seed={seed}']
+    command = [sys.executable, 'train_jax.py', 'config/five_minutes.py', '--overwrite=True', *flags, f'--seed={seed}']
     done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
     if done.returncode:
         sys.exit(done.returncode)
