@@ -673,36 +673,13 @@ IGNORED = (r'(^|\.)h\.\d+\.attn\.(masked_)?bias$', r'rotary_emb\.inv_freq$',
            r'^(vision_model|vision_tower|multi_modal_projector)\.')
 
 
-def is_ignored(name):
-    """Whether a tensor on disk is no parameter of any GPT."""
-    return any(re.search(pattern, name) for pattern in IGNORED)
-
-
 def is_needed(name, config):
     """Whether a tensor on disk is a parameter of GPT(config), as far as its name tells."""
-    if is_ignored(name):
+    if any(re.search(pattern, name) for pattern in IGNORED):  # no parameter of any GPT
         return False
     layer = re.search(r'\bmodel\.layers\.(\d+)\.', name)
     # DeepSeek-V3's layers beyond n_layer predict later tokens
     return layer is None or int(layer[1]) < config.n_layer
-
-
-def check_sizes(tensors, config, source):
-    """Raises UserError if the tensors {name: array} of a file are of fewer layers, experts or numbers
-    than GPT(config) has, before anything of that size is made."""
-    names = [name for name in tensors if not is_ignored(name)]
-    layers = {int(n) for n in re.findall(r'\b(?:h|layers)\.(\d{1,9})\.', ' '.join(names))}
-    experts = set(re.findall(r'\.experts\.(\d{1,9})\.', ' '.join(names)))
-    counts = {'layers': (len(layers.intersection(range(config.n_layer))), config.n_layer)}
-    if config.moe and experts:
-        counts['experts'] = (len(experts), config.moe.n_expert)
-    for what, (held, needed) in counts.items():
-        if held < needed:
-            raise UserError(f'{source} holds {held:,} {what}, but its config says {needed:,}')
-    held = sum(math.prod(tensors[name].shape) for name in names)
-    needed = sum(map(math.prod, param_shapes(config).values()))
-    if 2 * held < needed:  # single tensors that are missing are named by check_tensors
-        raise UserError(f'{source} holds {held:,} numbers, and a model of its config has {needed:,}')
 
 
 def largest_first(config):
@@ -832,12 +809,10 @@ def open_model(path_or_name):
     source = find_config_json(file)
     if source is None:
         config, tensors = read_nanogpt(file)
-        check_sizes(tensors, config, file)
         return config, 'nanogpt', tensors, file
     hf = read_config_json(os.path.dirname(source))
     config, family = read_config(hf, source)
     tensors = dequantize_lazily(read_tensors(file), read_block(hf, source), file)
-    check_sizes(tensors, config, file)
     return config, family, tensors, file
 
 
