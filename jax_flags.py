@@ -568,7 +568,6 @@ def is_url(path):
     return bool(re.match('[A-Za-z][A-Za-z0-9+.-]+://', path))
 
 
-
 def check_url(flag, path):
     """Raises UserError for a URL that is not gs://, the one kind that is read and written."""
     if not is_url(str(path)) or str(path).startswith('gs://'):

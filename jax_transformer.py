@@ -3,7 +3,7 @@
 References: nanoGPT, https://github.com/karpathy/nanoGPT/blob/master/model.py;
 OpenAI's GPT-2, https://github.com/openai/gpt-2/blob/master/src/model.py
 
-Everything beyond GPT-2 is off by default: newer models' RMSNorm, RoPE, GQA are switched on where
+Everything beyond GPT-2 is off by default: newer models' RMSNorm, RoPE and GQA are switched on where
 GPT-2's counterpart stands, and defined in "other models", for a second reading. jax_ops/ says *how*
 things are computed and sharded: the first line of each docstring there is the plain equivalent.
 
@@ -197,7 +197,8 @@ class Dense(nn.Module):
 
 
 def residual_dense(config):
-    """The Dense layer that writes to the residual stream, initially 1 / sqrt(2 n_layer) as large."""
+    """The Dense layer that writes to the residual stream; its initial values are 1 / sqrt(2
+    n_layer) of the others'."""
     init_std = INIT_STD / (2 * config.n_layer)**0.5
     return Dense(config, config.n_embd, init_std, ROW_PARALLEL, name='c_proj')
 
@@ -456,7 +457,7 @@ def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, call, key_positi
     """Attention by the best of three ways to compute the same -> [B, T, H, K].
 
     - Training, and other calls without a KV cache: the keys are those of the call itself, so that
-      the kernel that choose_attention (jax_ops) has put into config.attention can mask by index.
+      the kernel that choose_attention (jax_devices) has put into config.attention can mask by index.
     - A piece of a long prompt with its KV cache: blockwise, which never materializes all scores.
     - Otherwise the plain formula: training with attention='xla', and every decode step, where there
       are few queries, and keys are slots of the cache, whose positions decide what is masked.

@@ -205,8 +205,8 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
         batch_size=cfg.batch_size, eval_iters=cfg.eval_iters, token_bytes=data.token_bytes,
         stop_signal=find_signal)
 
-    # the optimizer and the state, which holds the schedule: an argument of the step, like the rest
-    # of the state, in place of the constant rate here
+    # the optimizer and the state; the schedule is a part of the state, so that another one compiles
+    # nothing, and the rate here is never used
     rates = {'embedding': cfg.embedding_lr, 'head': cfg.head_lr, 'vector': cfg.vector_lr}
     tx = create_optimizer_with_schedule(
         optax.constant_schedule(0.0), beta1=cfg.beta1, beta2=cfg.beta2,
@@ -231,7 +231,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
             log.evaluation(run.iter_num, losses, sampler(state) if sampler else '')
         sys.exit(128 + stop.signum if stop.signum else 0)
 
-    # compile the step, for the shapes of a batch; a batch without a token that counts has none
+    # compile the step for the shapes of a batch: the first one in which a token counts
     batch = make_batch(run.iter_num)
     print('compiling the training step ...')
     compiled_before = clock.compiling
@@ -245,7 +245,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
                        get_signal=lambda: stop.signum)
         say_if_few(run.flags, data.train)
         state = start_state(run, config, layout, tx)
-    n_iters = run.flags['max_iters']  # which --minutes has set
+    n_iters = run.flags['max_iters']  # --minutes may have set it
 
     # checkpoints and logs
     out.begin()

@@ -1,8 +1,8 @@
 # config/train_pystdlib.py's recipe (a Qwen3 with Muon) at GPT-2's size, 124M, for accelerators. It has not been run at
 # scale: no loss, no speed, and the learning rate comes from a rule; at 11M parameters it needs little more than half of
-# AdamW's tokens (docs/lab_log.md, The recipe beside AdamW). Any number of devices that divides 480:
+# AdamW's tokens (git show fb10e26~1:docs/lab_log.md, The recipe beside AdamW). Any number of devices that divides 480:
 #   python train_jax.py config/train_gpt2_fast.py
-# Compiled, not run: for 8 H100 (bench_jax.py --mode=compile --topology=h100:1x8, jax 0.10.2, bfloat16, cuDNN's
+# Compiled at 27b83e3, whose tool printed more, not run: for 8 H100 (bench_jax.py --mode=compile --topology=h100:1x8, jax 0.10.2, bfloat16, cuDNN's
 # attention): peak 9.99 of 84.90 GB per device, 865 MB sent per iteration (51 MB of it exposed); the bounds of an
 # iteration (docs/parallelism.md#what-the-compiled-programs-show) are 53 ms and 96 ms. For 8 v5e (--topology=v5e:2x4,
 # libtpu 0.0.42) add --scan_layers=True --loss_chunk=256: peak 16.54 of 16.91 GB per device (without loss_chunk 19.16:
@@ -39,4 +39,4 @@ learning_rate = 3.3e-3
 lr_schedule = 'linear'
 max_iters = 5000 # 2.5B tokens, 20 per parameter (arXiv:2203.15556)
 min_lr = 0.0
-warmup_iters = 170 # 3.3% of max_iters, as there
+warmup_iters = 170 # 3.4% of max_iters

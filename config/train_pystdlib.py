@@ -1,7 +1,6 @@
 # A small Qwen3 on the Python standard library, with a BPE of its own: needs no network, takes 3 to 6 minutes on two
-# CPU cores. Against config/train_pystdlib_char.py: 1.42 instead of 1.91 bits per byte on val, and 1.77 instead of 2.34
-# on code of other packages (docs/lab_log.md, A vocabulary of its own; what each part gains, and other seeds, which end
-# at 1.39 and 1.43 on val: The recipe, part by part).
+# CPU cores, and ends at 1.24 bits per byte over all of val, config/train_pystdlib_char.py at 1.91 (docs/performance.md,
+# Loss; what each part gains: docs/lab_log.md, The recipe, part by part).
 
 out_dir = 'out-pystdlib'
 eval_interval = 500

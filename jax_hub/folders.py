@@ -23,6 +23,9 @@ HUB_FILES = (
 # The files of a model without safetensors.
 HUB_FILES_OF_TORCH = (*HUB_FILES, 'pytorch_model*.bin')
 
+# The keys of a config.json of which transformers makes lists of that length, and the longest.
+LENGTHS = {'num_hidden_layers': 10_000, 'n_layer': 10_000, 'num_labels': 2**16}
+
 
 def import_transformers():
     """Returns the package transformers, silent: what it warns of is refused here, or is right.
@@ -42,8 +45,15 @@ def import_transformers():
 # the config.json of a model
 
 def read_config_json(folder):
-    """Returns the content of the config.json of a folder, {} without one."""
-    return read_json(path_inside(folder, 'config.json'), optional=True)
+    """Returns the content of the config.json of a folder, {} without one. Raises UserError for one
+    of which lists would be made that fill the memory."""
+    path = path_inside(folder, 'config.json')
+    config = read_json(path, optional=True)
+    for part in (config, text_config(config)):
+        for key, most in LENGTHS.items():
+            if isinstance(part.get(key), (int, float)) and part[key] > most:
+                raise UserError(f'{path}: {key} must be at most {most:,}, not {part[key]:,}')
+    return config
 
 
 def text_config(config):

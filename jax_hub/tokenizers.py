@@ -14,6 +14,7 @@ from jax_hub.folders import import_transformers, read_config_json, text_config
 
 # the class of transformers that reads tokenizer.json as it is, and adds nothing
 AS_FILED = 'PreTrainedTokenizerFast'
+LARGEST_ID = 2**22  # the largest vocabularies that are known have a million ids
 
 # files of a Hugging Face folder that tell of its tokenizer
 VOCABULARIES = ('tokenizer.json', 'vocab.json', 'merges.txt', 'tokenizer.model')
@@ -101,6 +102,9 @@ class HFTokenizer:
         self.chat_template = self.hf and self.hf.chat_template
         self.ids = self.tokenizer.get_vocab()  # with the added tokens
         self.vocab_size = 1 + max(self.ids.values(), default=-1)  # ids may have holes
+        if self.vocab_size > LARGEST_ID:
+            raise UserError(f'the tokenizer in {folder} has a token with the id '
+                            f'{self.vocab_size - 1:,}, and none above {LARGEST_ID:,} is supported')
         generation = read_json(path_inside(folder, 'generation_config.json'), optional=True)
         config = read_config_json(folder)
         self.sampling = read_sampling(generation)
@@ -129,7 +133,7 @@ class HFTokenizer:
         self.start_text = None
         if self.start_token is not None:
             self.start_text = self.tokenizer.id_to_token(self.start_token)
-        self.stop_tokens = tuple(sorted({id for id in end_ids if 0 <= id < 2**31}))
+        self.stop_tokens = tuple(sorted({id for id in end_ids if 0 <= id <= LARGEST_ID}))
 
         # tokens that decoding leaves out; those that begin and end a text also if tokenizer.json
         # takes them for text: they would be shown, saved, and doubled in the next prompt

@@ -32,8 +32,8 @@ ITEMS = (*WEIGHTS, 'opt_state', 'meta', 'metrics')
 MODEL_ITEMS = (*WEIGHTS, 'meta', 'metrics')
 UNFINISHED = '*.orbax-checkpoint-tmp'
 
-# What a save may take by the clock: Orbax's 20 minutes are too few for slow disks, and for a clock that
-# is set meanwhile.
+# What a save may take by the clock: Orbax's 20 minutes are too few for slow disks, and for a clock
+# that is set meanwhile.
 SAVE_SECONDS = 10**6
 
 # -----------------------------------------------------------------------------

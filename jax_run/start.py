@@ -335,14 +335,14 @@ def start_state(run, config, layout, tx):
 
     config: the run's, as training executes it. tx: the optimizer."""
     key = jax.random.key(run.flags['seed'])
-    means = {name for name in WEIGHTS[1:] if run.flags[name]}
+    means = [name for name in WEIGHTS[1:] if run.flags[name]]
     create = create_train_state
     if run.lora:
         create = functools.partial(create_lora_state, rank=run.lora['rank'])
     if run.resumed:
         saved = GPTConfig(**run.resumed['model'])
         abstract = layout.abstract_state(create, key, saved, tx)
-        saved_sets = set(run.resumed.get('weights', ())) & means
+        saved_sets = [name for name in means if name in run.resumed.get('weights', ())]
         abstract = abstract.replace(**{name: abstract.params for name in saved_sets})
         state = load_checkpoint(run.flags['out_dir'], run.iter_num, abstract)
         if saved.dtype != 'float16' and run.dtype == 'float16':
@@ -361,8 +361,9 @@ def start_state(run, config, layout, tx):
         state = state.replace(frozen=frozen)
     flags = run.flags
     # a running mean begins where training, or its flag, begins
-    for name in means - state.weight_sets().keys():
-        state = state.replace(**{name: jax.tree.map(jnp.copy, state.params)})
+    for name in means:
+        if getattr(state, name) is None:
+            state = state.replace(**{name: jax.tree.map(jnp.copy, state.params)})
     if run.is_timed:  # --minutes: the numbers follow later
         flags = {**flags, 'lr_decay_iters': flags['warmup_iters'] + 1}
     schedule = layout.device_put(schedule_from_flags(flags))

@@ -146,5 +146,3 @@ def test_splash_attention_computes_the_queries_of_one_of_several_devices(limits)
         np.testing.assert_allclose(values, expected_values[:, own], atol=1e-5)
         for got, expected in zip(gradients, expected_gradients):
             np.testing.assert_allclose(got, expected, atol=1e-4)
-
-

@@ -289,7 +289,7 @@ def test_a_lease_that_is_renewed_is_not_waited_for_whatever_the_clock_of_this_ma
     one, other = leases
     one.take('one')
     updated = storage.Blob.updated.fget
-    years = datetime.timedelta(days=30 * 365)  # by which the bucket dates what is written before this machine does
+    years = datetime.timedelta(days=30 * 365)  # by which the bucket's clock is behind this machine's
     monkeypatch.setattr(storage.Blob, 'updated', property(lambda blob: updated(blob) - years))
     began = time.monotonic()
     assert re.search('is in use by one .*; choose another --out_dir', refusal(other.take, 'other'))

@@ -1,5 +1,5 @@
-"""Every command of README runs, in its order, in a copy of the repository: on small models, for two iterations, with
-folders of this disk for the names of the Hugging Face hub."""
+"""Every command of README runs, but for openwebtext's 54 GB and --serve, in its order, in a copy of the repository: on
+small models, for two iterations, with folders of this disk for the names of the Hugging Face hub."""
 import io
 import json
 import re
@@ -28,7 +28,7 @@ MORE = {  # {script: flags behind those of README}
     'eval_jax.py': ['--device=cpu:0'],
     'data/pystdlib/prepare.py': ['jax_ops'],
     'data/chat/prepare.py': ['--rows=16'],
-    'data/shakespeare/prepare.py': ['--tokenizer=my/folder'],  # instead of OpenAI's BPE, which is on the hub
+    'data/shakespeare/prepare.py': ['--tokenizer=my/folder'],  # instead of OpenAI's BPE, which would be downloaded
 }
 
 

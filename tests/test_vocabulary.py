@@ -11,7 +11,7 @@ from jax_ops.sharding import create_mesh
 from jax_ops.vocabulary import ParallelLMHead, VocabParallelEmbedding, cross_entropy, masked_cross_entropy
 
 # -----------------------------------------------------------------------------
-# memory: the loss in chunks, scanned layers, gradient checkpointing
+# cross-entropy
 
 
 def test_the_masked_cross_entropy_of_gpus_is_that_of_optax_in_values_and_gradients():

@@ -1,2 +1,2 @@
-"""Plans for devices that are not here: a step is compiled for them and its program read, nothing
-runs. Called by bench_jax.py --mode=compile; no run needs this folder."""
+"""What training does not need: plans for devices that are not here (bench_jax.py --mode=compile), the
+report of speed that sample_jax.py prints, and tools for maintainers."""

@@ -3,7 +3,7 @@ hand; needs transformers, torch and lm_eval:
 
     python tests/golden/make_scores.py
 
-The model is tests/golden/letters, families/llama with a tokenizer of letters. lm-eval would score an end
+The model is families/llama with the vocabulary of tests/golden/letters. lm-eval would score an end
 token that is put behind a text, and would take it for the first token of the continuation: it gets the tokenizer
 without that.
 """
