@@ -1,5 +1,5 @@
 """The tests run on 8 virtual CPU devices. Most of their time is compilation: LLVM's optimizations are off, XLA:CPU's
-fusion emitters as well where it can do without them (it saved two fifths of the time), and a persistent cache keeps what one
+fusion emitters as well where it can do without them (two fifths of the time), and a persistent cache keeps what one
 test has compiled for the others. All must be set before jax is imported."""
 import atexit
 import gc

@@ -457,7 +457,7 @@ def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, call, key_positi
     """Attention by the best of three ways to compute the same -> [B, T, H, K].
 
     - Training, and other calls without a KV cache: the keys are those of the call itself, so that
-      the kernel that choose_attention (jax_devices) has put into config.attention can mask by index.
+      the kernel that choose_attention (jax_devices) has put into config.attention masks by index.
     - A piece of a long prompt with its KV cache: blockwise, which never materializes all scores.
     - Otherwise the plain formula: training with attention='xla', and every decode step, where there
       are few queries, and keys are slots of the cache, whose positions decide what is masked.

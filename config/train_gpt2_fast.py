@@ -2,11 +2,11 @@
 # scale: no loss, no speed, and the learning rate comes from a rule; at 11M parameters it needs little more than half of
 # AdamW's tokens (git show fb10e26~1:docs/lab_log.md, The recipe beside AdamW). Any number of devices that divides 480:
 #   python train_jax.py config/train_gpt2_fast.py
-# Compiled at 27b83e3, whose tool printed more, not run: for 8 H100 (bench_jax.py --mode=compile --topology=h100:1x8, jax 0.10.2, bfloat16, cuDNN's
-# attention): peak 9.99 of 84.90 GB per device, 865 MB sent per iteration (51 MB of it exposed); the bounds of an
-# iteration (docs/parallelism.md#what-the-compiled-programs-show) are 53 ms and 96 ms. For 8 v5e (--topology=v5e:2x4,
-# libtpu 0.0.42) add --scan_layers=True --loss_chunk=256: peak 16.54 of 16.91 GB per device (without loss_chunk 19.16:
-# does not fit), as many bytes sent, bounds of 267 ms and 3,805 ms
+# Compiled at 27b83e3, whose tool printed more, not run: for 8 H100 (bench_jax.py --mode=compile --topology=h100:1x8,
+# jax 0.10.2, bfloat16, cuDNN's attention): peak 9.99 of 84.90 GB per device, 865 MB sent per iteration (51 MB of it
+# exposed); the bounds of an iteration are 53 ms and 96 ms. For 8 v5e (--topology=v5e:2x4, libtpu 0.0.42) add
+# --scan_layers=True --loss_chunk=256: peak 16.54 of 16.91 GB per device (without loss_chunk 19.16: does not fit), as
+# many bytes sent, bounds of 267 ms and 3,805 ms
 
 out_dir = 'out-gpt2-fast'
 eval_interval = 250

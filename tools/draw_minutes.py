@@ -27,7 +27,7 @@ RUNS = {  # {label: flags of train_jax.py}
         '--n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0 --eval_interval=200',
     'config/train_shakespeare_char_cpu_fast.py':
         'config/train_shakespeare_char_cpu_fast.py --eval_interval=50'}
-POINTS = [  # (minutes, bits per byte, label, where it stands): ends of other runs: docs/performance.md#on-a-gpu, nanoGPT's README
+POINTS = [  # (minutes, bits per byte, label, where it stands): docs/performance.md#on-a-gpu, nanoGPT's README
     (1.5, 2.12, "nanoGPT's baby GPT, 10.7M\none H100, here", (-130, -30)),
     (3.0, 2.12, 'the same by nanoGPT\none A100, its README', (-78, -30))]
 
