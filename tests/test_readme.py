@@ -22,7 +22,8 @@ FOREVER = {'--serve=8000'}  # runs until it is stopped: tests/test_serve.py
 
 SMALL = ['--n_layer=1', '--n_head=4', '--n_embd=32', '--n_inner=0', '--overwrite=True']
 SHORT = ['--max_iters=2', '--lr_decay_iters=0', '--warmup_iters=0', '--eval_interval=2', '--eval_iters=1',
-         '--batch_size=8', '--gradient_accumulation_steps=2', '--block_size=16', '--wandb_log=False']
+         '--batch_size=8', '--gradient_accumulation_steps=2', '--block_size=16', '--minutes=0',
+         '--wandb_log=False']
 MORE = {  # {script: flags behind those of README}
     'sample_jax.py': ['--max_new_tokens=4', '--device=cpu:0'],
     'eval_jax.py': ['--device=cpu:0'],
