@@ -183,8 +183,9 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
 
     way: see choose_experts. Few rows of decoding are computed one by one on a CPU, with weights as
     convert_params_for_decoding makes them; all others in blocks of one expert each."""
-    way = way_for_rows(way, weights, len(expert_R))
-    if way != 'one by one':
+    has_all_experts = current_mesh() is None  # on a mesh a device has only some
+    are_few = all(can_be_chosen(w, len(expert_R)) for w in matrices(weights))
+    if way != 'loop' or not has_all_experts or not are_few:
         return experts_in_blocks(f, way, weights, x_RxD, expert_R)
     one_by_one = functools.partial(experts_one_by_one, f)
     in_blocks = functools.partial(experts_in_blocks, f, 'loop')
@@ -198,6 +199,17 @@ def experts_one_by_one(f, weights, x_RxD, expert_R):
         return Chosen(w, expert_R) if is_stack(w) else w[expert_R]
 
     return f(jax.tree.map(choose, weights, is_leaf=is_stack), x_RxD)
+
+
+def is_stack(x):
+    """Tells whether x is a stack of matrices as decoding has them."""
+    return isinstance(x, (Int8, Transposed))
+
+
+def matrices(weights):
+    """Returns the stacks of matrices, without the biases [E, O], in a tree of weights."""
+    leaves = jax.tree.leaves(weights, is_leaf=is_stack)
+    return [leaf for leaf in leaves if is_stack(leaf) or leaf.ndim > 2]
 
 
 def experts_in_blocks(f, way, weights, x_RxD, expert_R):
@@ -311,27 +323,3 @@ def grouped_apply_bwd(f, residuals, g_nxbxD):
 
 
 grouped_apply.defvjp(grouped_apply_fwd, grouped_apply_bwd)
-
-
-# -----------------------------------------------------------------------------
-# which way for this number of rows
-
-def way_for_rows(way, weights, n_rows):
-    """Returns the way for n_rows rows of the experts that a device has, given the one that
-    choose_experts chose: one of EXPERT_WAYS, or 'one by one' for few rows in decoding on a CPU."""
-    # on a mesh a device has only some experts
-    if way == 'loop' and current_mesh() is None:
-        are_for_rows = [can_be_chosen(matrix, n_rows) for matrix in matrices(weights)]
-        return 'one by one' if all(are_for_rows) else 'loop'
-    return way
-
-
-def is_stack(x):
-    """Tells whether x is a stack of matrices as decoding has them."""
-    return isinstance(x, (Int8, Transposed))
-
-
-def matrices(weights):
-    """Returns the stacks of matrices, without the biases [E, O], in a tree of weights."""
-    leaves = jax.tree.leaves(weights, is_leaf=is_stack)
-    return [leaf for leaf in leaves if is_stack(leaf) or leaf.ndim > 2]

@@ -37,8 +37,7 @@ from jax_devices.processes import check_agreement, in_all_processes, in_first_pr
 from jax_devices.setup import setup_jax_environment
 from jax_flags import (
     UserError, ceil_div, check_flags, check_given, check_needs, check_url, decays_learning_rate,
-    did_you_mean, is_url,
-    rising_learning_rate)
+    did_you_mean, is_url, rising_learning_rate)
 from jax_hub.folders import PUBLISHED, is_hub_name, local_path
 from jax_hub.tokenizers import check_tokens, describe_tokenizer, remedy_for_tokens, same_tokens
 from jax_pretrained import load_config

@@ -151,7 +151,7 @@ def prepare(script, *args):
 
 
 def start(*command, seconds=600, **options):
-    """A process of Python on one device, with pipes; it is killed after so many seconds, and nothing waits longer."""
+    """A process of Python on one device, with pipes, killed after `seconds`: nothing waits longer."""
     options = dict(env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'), cwd=ROOT, text=True, stdout=subprocess.PIPE,
                    stderr=subprocess.PIPE) | options
     process = subprocess.Popen([sys.executable, *map(str, command)], **options)

@@ -17,7 +17,7 @@ from tests.common import FAMILIES, GOLDEN, apply, copy_folder, refusal
 PEFT = GOLDEN / 'peft'
 LOGITS = np.load(PEFT / 'logits.npz')
 
-# bases of the adapters in golden/peft/written: GPT-2, q, k and v apart, one tensor for each of them, RoPE in pairs
+# bases of the adapters in golden/peft/written: GPT-2, separate q, k and v, one tensor for each of them, RoPE in pairs
 WRITTEN = {'hf': GOLDEN / 'hf', 'llama': FAMILIES / 'llama', 'phi3': FAMILIES / 'phi3', 'llama4': FAMILIES / 'llama4'}
 
 
