@@ -145,7 +145,7 @@ def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32',
     adapter_model.safetensors. On the model `base` they give the logits of that model with the
     updates merged.
 
-    updates: the tree {..., 'a': [in, rank], 'b': [rank, out]} of create_lora_state, in the memory
+    updates: the tree {..., 'a': [in, rank], 'b': [rank, out]} of create_updates, in the memory
     of the host. config: a GPTConfig. base: the Hugging Face folder or hub name of the model that
     they are for. rank, alpha: an update is alpha / rank * a b. folder, dtype, tokenizer: as for
     save_pretrained. Raises UserError if the base is no model of Hugging Face, or if the folder

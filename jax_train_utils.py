@@ -469,11 +469,17 @@ class TrainState(train_state.TrainState):
         return list(self.weight_sets().values())[-1]
 
 
-def create_train_state(rng, config, tx):
+def create_train_state(rng, config, tx, lora_rank=0):
     """TrainState with newly initialized float32 parameters and the state of the optax optimizer
-    `tx` for them."""
+    `tx` for them.
+
+    lora_rank: if it is not 0, the parameters are LoRA's updates of this rank, see create_updates,
+    and `frozen` is filled in by load_frozen. Call it under jit then: the model's own parameters, of
+    which only the shapes are used, are not computed."""
     model = GPT(config)
     params = jax.jit(model.init)(rng, jnp.zeros((1, 1), jnp.int32))['params']
+    if lora_rank:
+        params = create_updates(rng, params, lora_rank)
     loss_scale = initial_loss_scale() if config.dtype == 'float16' else None
     state = TrainState.create(
         apply_fn=model.apply, params=params, tx=tx, loss_scale=loss_scale)
@@ -486,24 +492,17 @@ def initial_loss_scale():
     return {'scale': jnp.float32(2**16), 'good_steps': jnp.int32(0)}
 
 
-def create_lora_state(rng, config, tx, rank):
-    """Makes a TrainState whose params are the updates {'a': [I, rank], 'b': [rank, O]} of every
-    kernel [I, O] of attention and MLPs, not of experts: a is random, b zero.
-
-    Its `frozen`, {'weights', 'scale'}, is filled in by load_frozen. Call it under jit: the model's
-    own initial parameters, of which only the shapes are used, are then not computed."""
-    state = create_train_state(rng, config, optax.identity())
-
-    # With b zero, the first forward pass is that of the base.
+def create_updates(rng, params, rank):
+    """Creates the updates {'a': [I, rank], 'b': [rank, O]} of every kernel [I, O] of attention and
+    MLPs, not of experts. a is random, b zero: the first forward pass is that of the base."""
     updates = {}
-    for i, (path, kernel) in enumerate(flatten_dict(state.params).items()):
+    for i, (path, kernel) in enumerate(flatten_dict(params).items()):
         is_kernel = path[-1] == 'kernel' and kernel.ndim == 2
         if is_kernel and path[-2] != 'router':
             n_in, n_out = kernel.shape
             a = jax.random.normal(jax.random.fold_in(rng, i), (n_in, rank)) * n_in**-0.5
             updates[path] = {'a': a, 'b': jnp.zeros((rank, n_out))}
-    updates = unflatten_dict(updates)
-    return state.replace(params=updates, tx=tx, opt_state=tx.init(updates))
+    return unflatten_dict(updates)
 
 
 def model_params(params, frozen):
@@ -552,25 +551,26 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0,
     one update; weight, start and padding [M, B, T] where the data has them. seq_id numbers the
     sequences of the run.
     metrics: float32 scalars: those of the objective and, with experts, 'balance', means over
-    micro-batches and devices; grad_norm, before clipping; lr. A metric that is added here is logged
-    by itself.
+    micro-batches and devices; grad_norm, before clipping; lr; loss_scale of float16. A metric that
+    is added here is logged by itself.
 
     Raises UserError if loss_chunk does not divide block_size."""
     sum_gradients = make_gradients(config, objective, layout, seed, loss_chunk)
+    all_reduced_gradients = layout.all_reduced(sum_gradients)
 
-    def train_step(state, batch, scale=1.0):
-        """Makes one update. scale: the factor of each micro-batch's loss, which is divided out of
-        the gradients again; only with_loss_scale gives another one than 1."""
+    def train_step(state, batch):
+        """Makes one update."""
         n_micro = len(batch['x'])
+        # Each micro-batch's loss is multiplied by `scale`; the gradients are divided by it below.
+        # With float16 the scaled loss is the mean over micro-batches and devices, as nanoGPT's: so
+        # a batch that is split overflows no earlier than as a whole.
+        scale = 1.0
+        if state.loss_scale:
+            scale = state.loss_scale['scale'] / (n_micro * layout.n_losses)
 
         # forward and backward, summed over the micro-batches; the sums of each replica's own
-        # sequences are all-reduced (on a mesh XLA does so where they need it)
-        inputs = state.params, state.frozen, batch, scale
-        if layout.zero == 1:  # in a function of each replica
-            compute = layout.map_replicas(lambda *args: layout.all_reduce(*sum_gradients(*args)))
-            grads, totals = compute(*inputs)
-        else:
-            grads, totals = layout.all_reduce(*sum_gradients(*inputs))
+        # sequences are all-reduced (on a mesh XLA inserts the all-reduces)
+        grads, totals = all_reduced_gradients(state.params, state.frozen, batch, scale)
         params = state.params
         if layout.zero:  # each device updates its shard
             grads, params = shard_params((grads, params), over_replicas=True)
@@ -594,10 +594,11 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0,
         metrics['grad_norm'] = grad_norm
         if state.schedule:
             metrics['lr'] = state.schedule(state.step)
+        if state.loss_scale:
+            metrics['loss_scale'] = state.loss_scale['scale']
+            updated = skip_overflow(state, updated, grad_norm)
         return updated, metrics
 
-    if config.dtype == 'float16':
-        return with_loss_scale(train_step, layout.n_losses)
     return train_step
 
 
@@ -622,6 +623,25 @@ def make_gradients(config, objective, layout, seed, loss_chunk):
     if has_balance:
         names.append('balance')
 
+    def sum_gradients(params, frozen, batch, scale):
+        def micro_step(total, micro_batch):
+            found = gradients(params, frozen, micro_batch, scale)
+            return jax.tree.map(jnp.add, total, found), None
+
+        # one micro-batch is no loop: that would cost another pass over the gradients
+        if len(batch['x']) == 1:
+            return gradients(params, frozen, jax.tree.map(lambda x: x[0], batch), scale)
+
+        no_gradients = jax.tree.map(jnp.zeros_like, params)
+        no_gradients = shard_params(no_gradients, over_replicas=layout.zero == 2)
+        no_metrics = {name: jnp.zeros(()) for name in names}
+        total, _ = jax.lax.scan(micro_step, (no_gradients, no_metrics), batch)
+        return total
+
+    def gradients(params, frozen, micro_batch, scale):
+        grads, metrics = jax.grad(loss_fn, has_aux=True)(params, frozen, micro_batch, scale)
+        return shard_params(grads, over_replicas=layout.zero == 2), metrics
+
     def loss_fn(params, frozen, micro_batch, scale):
         """Returns (the loss times scale, the metrics) of a micro-batch."""
         if frozen:
@@ -641,25 +661,6 @@ def make_gradients(config, objective, layout, seed, loss_chunk):
         loss = (metrics['loss'] + metrics['balance']) * scale
         return loss, {name: metrics[name] for name in names}
 
-    def gradients(params, frozen, micro_batch, scale):
-        grads, metrics = jax.grad(loss_fn, has_aux=True)(params, frozen, micro_batch, scale)
-        return shard_params(grads, over_replicas=layout.zero == 2), metrics
-
-    def sum_gradients(params, frozen, batch, scale):
-        def micro_step(total, micro_batch):
-            found = gradients(params, frozen, micro_batch, scale)
-            return jax.tree.map(jnp.add, total, found), None
-
-        # one micro-batch is no loop: that would cost another pass over the gradients
-        if len(batch['x']) == 1:
-            return gradients(params, frozen, jax.tree.map(lambda x: x[0], batch), scale)
-
-        no_gradients = jax.tree.map(jnp.zeros_like, params)
-        no_gradients = shard_params(no_gradients, over_replicas=layout.zero == 2)
-        no_metrics = {name: jnp.zeros(()) for name in names}
-        total, _ = jax.lax.scan(micro_step, (no_gradients, no_metrics), batch)
-        return total
-
     return sum_gradients
 
 
@@ -670,27 +671,10 @@ def token_losses(config, loss_chunk, batch, params):
         start_BxT=batch.get('start'), method='loss')
 
 
-def with_loss_scale(train_step, n_losses):
-    """Wraps train_step in float16's dynamic loss scaling, as torch.amp.GradScaler does it.
-
-    An update whose gradients overflow is skipped and halves the scale; 2000 good updates in a row
-    double it. state.step counts the updates made. n_losses: number of devices of which each takes
-    the mean of its own sequences."""
-    def scaled_step(state, batch):
-        loss_scale = state.loss_scale['scale']
-        # The scaled loss is the mean over micro-batches and devices, as nanoGPT's: so a batch that
-        # is split overflows no earlier than as a whole.
-        n_micro = len(batch['x'])
-        updated, metrics = train_step(state, batch, loss_scale / (n_micro * n_losses))
-        metrics['loss_scale'] = loss_scale
-        return skip_overflow(state, updated, metrics['grad_norm']), metrics
-
-    return scaled_step
-
-
 def skip_overflow(state, updated, grad_norm):
-    """Returns `updated` with its next loss scale, or `state` with half of it if grad_norm is not
-    finite."""
+    """Scales the loss of float16 dynamically, as torch.amp.GradScaler does it: returns `updated`,
+    or `state` with half of its loss scale if grad_norm is not finite. 2000 good updates in a row
+    double the scale; state.step counts the updates made."""
     is_finite = jnp.isfinite(grad_norm)
     chosen = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), updated, state)
     good_steps = jnp.where(is_finite, state.loss_scale['good_steps'] + 1, 0)

@@ -167,10 +167,10 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
     sampler = open_sampler(run) if cfg.sample_prompt else None
 
     # what is computed: forward and backward of all micro-steps, clipping and the update are one
-    # compiled function, train_step(state, batch)
+    # compiled function, step(state, batch)
     config = training_config(run, data, layout)
     objective = dpo(cfg.beta) if run.has_pairs else language_model
-    train_step = layout.compile_step(make_train_step(
+    step = layout.compile_step(make_train_step(
         config, objective, layout, seed=cfg.seed, grad_clip=cfg.grad_clip,
         loss_chunk=cfg.loss_chunk, ema=cfg.ema))
     eval_step = layout.compile_eval_step(make_eval_step(
@@ -235,7 +235,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
     batch = make_batch(run.iter_num)
     print('compiling the training step ...')
     compiled_before = clock.compiling
-    train_step = train_step.lower(state, batch or first_batch(make_batch)).compile()
+    train_step = step.lower(state, batch or first_batch(make_batch)).compile()
     print(f'compiled the training step in {clock.compiling - compiled_before:.1f} s')
 
     # --minutes: how many iterations fit is measured before the run, on a state that is thrown away
@@ -245,7 +245,6 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
                        get_signal=lambda: stop.signum)
         say_if_few(run.flags, data.train)
         state = start_state(run, config, layout, tx)
-    n_iters = run.flags['max_iters']  # --minutes may have set it
 
     # checkpoints and logs
     out.begin()
@@ -263,7 +262,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
     tracer = None
     if cfg.profile and is_master:
         tracer = Profile(Path(files, 'profile'), f'{cfg.out_dir}/profile', log, run.iter_num,
-                         n_iters)
+                         run.flags['max_iters'])
         at_end.callback(tracer.close)
 
     # -----------------------------------------------------------------------------
@@ -274,7 +273,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
     stop_signal = int(find_signal())
     while True:
         # what is due before this iteration
-        is_last = iter_num >= n_iters or stop_signal > 0
+        is_last = iter_num >= run.flags['max_iters'] or stop_signal > 0
         must_evaluate = not stop_signal and (is_last or iter_num % cfg.eval_interval == 0)
         must_save = is_last or (cfg.save_interval > 0 and iter_num % cfg.save_interval == 0)
 

@@ -189,30 +189,32 @@ class Layout:
         takes one mean over all sequences."""
         return len(self.devices) if self.is_replicated or self.zero == 1 else 1
 
-    def map_replicas(self, gradients):
-        """Makes, for zero=1, a function like gradients(params, frozen, batch, scale) of the
-        sequences of all devices, of one that computes those of a device's own and ends in
-        all_reduce()."""
-        def on_each_replica(params, frozen, batch, scale):
+    def all_reduced(self, compute):
+        """Wraps compute(params, frozen, batch, scale), which returns gradients and metrics of the
+        sequences that it is given, so that they are means over the replicas. With zero=1 a device
+        keeps only its shard of the gradients (reduce-scatter). On a mesh `compute` is returned
+        unchanged: XLA inserts the reductions."""
+        def mean(*inputs):
+            found = compute(*inputs)
+            with jax.named_scope('all_reduce'):
+                return jax.lax.pmean(found, 'data')
+
+        def mean_shards(params, frozen, batch, scale):
             specs = partition_specs(params, current_mesh(), over_replicas=True)
+
+            def on_each_replica(*inputs):
+                grads, metrics = compute(*inputs)
+                with jax.named_scope('reduce_scatter'):
+                    return jax.tree.map(mean_shard, specs, grads), jax.lax.pmean(metrics, 'data')
+
             run = jax.shard_map(
-                gradients, in_specs=(P(), P(), P(None, 'data'), P()), out_specs=(specs, P()),
+                on_each_replica, in_specs=(P(), P(), P(None, 'data'), P()), out_specs=(specs, P()),
                 check_vma=False)
             return run(params, frozen, batch, scale)
 
-        return on_each_replica
-
-    def all_reduce(self, grads, metrics):
-        """Takes the mean of gradients and metrics over the replicas, where each has computed its
-        own; with zero=1 each keeps its shard of the gradients (reduce-scatter)."""
         if self.has_pmap:
-            with jax.named_scope('all_reduce'):
-                return jax.lax.pmean((grads, metrics), 'data')
-        if self.zero == 1:
-            specs = partition_specs(grads, self.mesh, over_replicas=True)
-            with jax.named_scope('reduce_scatter'):
-                return jax.tree.map(mean_shard, specs, grads), jax.lax.pmean(metrics, 'data')
-        return grads, metrics
+            return mean
+        return mean_shards if self.zero == 1 else compute
 
     # --- compiled steps
 

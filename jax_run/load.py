@@ -14,8 +14,8 @@ from jax_ops.matmul import Int8
 from jax_pretrained import Placing, checksum_of_weights, config_of_base, largest_first, load_weights
 from jax_run.checkpoints import (
     MODEL_ITEMS, choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items,
-    split_checkpoint)
-from jax_train_utils import WEIGHTS, create_lora_state, create_train_state
+    run_folder, split_checkpoint)
+from jax_train_utils import create_train_state
 from jax_transformer import GPTConfig
 
 
@@ -135,7 +135,7 @@ def load_start_weights(source, config, layout, change=None):
 
     # the checkpoint as numpy arrays
     out_dir, step = split_checkpoint(source)
-    meta = open_checkpoint(out_dir, step, (*WEIGHTS, 'meta'))
+    meta = open_checkpoint(run_folder(out_dir), step, MODEL_ITEMS)
     saved = GPTConfig(**meta['model'])
     params = restore_params(out_dir, step, saved, meta, OnHost())
     if meta.get('lora'):
@@ -155,13 +155,10 @@ def restore_params(out_dir, step, config, meta, layout):
     """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run, where
     `layout` puts them: the mean of --ema if it has one. config, meta: the model's config and its
     metadata. Raises UserError if they make no model, or if it does not fit."""
-    lora = meta.get('lora')
+    lora_rank = meta['lora']['rank'] if meta.get('lora') else 0
     try:
-        args = jax.random.key(0), config, optax.identity()
-        if lora:
-            state = layout.abstract_state(create_lora_state, *args, lora['rank'])
-        else:
-            state = layout.abstract_state(create_train_state, *args)
+        state = layout.abstract_state(
+            create_train_state, jax.random.key(0), config, optax.identity(), lora_rank)
     except (OverflowError, TypeError, ValueError) as error:
         raise UserError(f'checkpoint {step} in {out_dir} is of no model that can be built: '
                         f'{error}') from error

@@ -25,7 +25,6 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 | dtype=auto, attention=auto | nothing | chosen anew for the devices that are here |
 """
 import dataclasses
-import functools
 import os
 
 import jax
@@ -47,8 +46,7 @@ from jax_run.data import load_mixture_meta
 from jax_run.load import full_path, load_frozen, load_start_weights, move_base
 from jax_text import create_sampler, sample_while_training
 from jax_train_utils import (
-    WEIGHTS, create_learning_rate_schedule, create_lora_state, create_train_state,
-    fitting_warmup, initial_loss_scale)
+    WEIGHTS, create_learning_rate_schedule, create_train_state, fitting_warmup, initial_loss_scale)
 from jax_transformer import GPTConfig
 
 # the flags that say what the model is. A resume may not change them, but for block_size where
@@ -205,10 +203,13 @@ def pretrained_model(run):
 
     # the model and its tokenizer
     if is_run(source):
-        config, known = checkpoint_of_run(run, source)
+        step, meta = in_all_processes(
+            choose_checkpoint, source, flags['checkpoint'], MODEL_ITEMS)
+        run.source = os.path.join(source, 'ckpt', str(step))
+        config, known = GPTConfig(**meta['model']), meta['tokenizer']
         name = os.path.join(source, 'tokenizer')
         base = full_path(run.source)
-        source = f'{source}, iteration {os.path.basename(run.source)}'
+        source = f'{source}, iteration {step}'
     else:
         if 'checkpoint' in given:
             raise UserError(f'checkpoint is of a run, and {source} is another model: leave it out')
@@ -231,15 +232,6 @@ def pretrained_model(run):
         run.lora = {'base': base, 'rank': flags['lora_rank'], 'alpha': flags['lora_alpha'],
                     'quantize': flags['quantize'], 'checksum': None}
     print(f"initializing from {source}, dropout {flags['dropout']}, block_size {block_size}")
-
-
-def checkpoint_of_run(run, source):
-    """Chooses the checkpoint --checkpoint of the run in the folder `source` and sets run.source to its
-    folder. Returns (the model's config, the description of its tokenizer)."""
-    step, meta = in_all_processes(
-        choose_checkpoint, source, run.flags['checkpoint'], MODEL_ITEMS)
-    run.source = os.path.join(source, 'ckpt', str(step))
-    return GPTConfig(**meta['model']), meta['tokenizer']
 
 
 def with_block_size(config, block_size, source):
@@ -333,46 +325,51 @@ def start_state(run, config, layout, tx):
     their checksum is remembered in run.lora.
 
     config: the run's, as training executes it. tx: the optimizer."""
-    key = jax.random.key(run.flags['seed'])
-    means = [name for name in WEIGHTS[1:] if run.flags[name]]
-    create = create_train_state
-    if run.lora:
-        create = functools.partial(create_lora_state, rank=run.lora['rank'])
+    flags = run.flags
+    key = jax.random.key(flags['seed'])
+    lora_rank = run.lora['rank'] if run.lora else 0
+    means = [name for name in WEIGHTS[1:] if flags[name]]
+
+    # the state of a checkpoint, which may have been computed in another dtype
     if run.resumed:
-        saved = GPTConfig(**run.resumed['model'])
-        abstract = layout.abstract_state(create, key, saved, tx)
+        saved = dataclasses.replace(run.config, dtype=run.resumed['model']['dtype'])
+        abstract = layout.abstract_state(create_train_state, key, saved, tx, lora_rank)
         saved_sets = [name for name in means if name in run.resumed.get('weights', ())]
         abstract = abstract.replace(**{name: abstract.params for name in saved_sets})
-        state = load_checkpoint(run.flags['out_dir'], run.iter_num, abstract)
-        if saved.dtype != 'float16' and run.dtype == 'float16':
-            state = state.replace(loss_scale=layout.device_put(initial_loss_scale()))
-        if saved.dtype == 'float16' and run.dtype != 'float16':
+        state = load_checkpoint(flags['out_dir'], run.iter_num, abstract)
+        if run.dtype != 'float16':
             state = state.replace(loss_scale=None)
+        elif state.loss_scale is None:
+            state = state.replace(loss_scale=layout.device_put(initial_loss_scale()))
+
+    # a pretrained model: its parameters are loaded; the rest is compiled without any, so that none
+    # are initialized
     elif run.source and not run.lora:
         params, _ = in_all_processes(load_start_weights, run.source, config, layout)
-        state = layout.init_sharded(without_params, create, key, config, tx)
-        state = state.replace(params=params)
+        create = lambda *args: create_train_state(*args).replace(params=None)
+        state = layout.init_sharded(create, key, config, tx).replace(params=params)
+
+    # or new ones
     else:
-        state = layout.init_sharded(create, key, config, tx)
+        state = layout.init_sharded(create_train_state, key, config, tx, lora_rank)
+
+    # the frozen weights of LoRA
     if run.lora:
         frozen, checksum = in_all_processes(load_frozen, run.lora, config, layout)
         run.lora = {**run.lora, 'checksum': checksum}
         state = state.replace(frozen=frozen)
-    flags = run.flags
+
     # a running mean begins where training, or its flag, begins
     for name in means:
         if getattr(state, name) is None:
             state = state.replace(**{name: jax.tree.map(jnp.copy, state.params)})
+
     if run.is_timed:  # --minutes: the numbers follow later
         flags = {**flags, 'lr_decay_iters': flags['warmup_iters'] + 1}
     schedule = layout.device_put(schedule_from_flags(flags))
-    # apply_fn would be another one for each state, and the compiled step refuse all but the first
+    # apply_fn is a new object in every state, and a compiled step accepts only the one that it was
+    # compiled with
     return state.replace(schedule=schedule, apply_fn=None)
-
-
-def without_params(create, *args):
-    """Makes a state whose parameters are loaded afterwards: compiled, it does not compute any."""
-    return create(*args).replace(params=None)
 
 
 # -----------------------------------------------------------------------------

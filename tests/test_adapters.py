@@ -22,7 +22,7 @@ WRITTEN = {'hf': GOLDEN / 'hf', 'llama': FAMILIES / 'llama', 'phi3': FAMILIES / 
 
 
 def random_updates(params, rank=2):
-    """LoRA's updates of the parameters of a model, as create_lora_state makes them, far from zero."""
+    """LoRA's updates of the parameters of a model, as create_updates makes them, far from zero."""
     rng = np.random.default_rng(0)
 
     def draw(*shape):

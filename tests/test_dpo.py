@@ -16,7 +16,7 @@ from jax_run.data import load_dataset_meta
 from jax_run.load import load_frozen
 from jax_run.log import read_metrics
 from jax_run.sources import Pairs
-from jax_train_utils import create_lora_state, dpo
+from jax_train_utils import create_train_state, dpo
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, assert_refused, edit_json, final_state, make_step, prepare, records_of, refusal,
     run_script, sample, slow, succeeded, train)
@@ -158,7 +158,7 @@ def tree_of(prefix):
 def tuned_state(base, tx, rank, scale, parallel):
     config = load_pretrained(base)[0]
     lora = {'base': str(base), 'rank': rank, 'alpha': scale * rank, 'quantize': '', 'checksum': None}
-    state = parallel.init_sharded(create_lora_state, jax.random.key(0), config, tx, rank)
+    state = parallel.init_sharded(create_train_state, jax.random.key(0), config, tx, rank)
     return state.replace(frozen=load_frozen(lora, config, parallel)[0]), config
 
 

@@ -14,7 +14,7 @@ from jax_ops.matmul import Int8
 from jax_pretrained import load_pretrained
 from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_frozen, load_run
-from jax_train_utils import count_frozen, create_lora_state, model_params
+from jax_train_utils import count_frozen, create_train_state, model_params
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
     FAMILIES, RESUME, apply, assert_refused, copy_folder, edit_tensors, final_state, make_step, records_of, run_script,
@@ -211,7 +211,7 @@ def lora_run(base, config, *layout, quantize=''):
     parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
     tx = optax.adam(1e-2)
     lora = {'base': str(base), 'rank': 4, 'alpha': 8.0, 'quantize': quantize, 'checksum': None}
-    state = parallel.init_sharded(create_lora_state, jax.random.key(0), config, tx, 4)
+    state = parallel.init_sharded(create_train_state, jax.random.key(0), config, tx, 4)
     state = state.replace(frozen=load_frozen(lora, config, parallel)[0])
     return state, parallel.compile_step(make_step(config, parallel))
 

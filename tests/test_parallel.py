@@ -698,10 +698,10 @@ def trace_gradient_reduction():
 
     def gradients(params, frozen, batch, scale):
         grads = {'kernel': batch['x'][0].T @ batch['x'][0], 'bias': batch['x'][0].sum(0)[:3]}
-        return layout.all_reduce(grads, batch['x'].sum())
+        return grads, batch['x'].sum()
 
     params = {'kernel': jnp.zeros((16, 16)), 'bias': jnp.zeros(3)}
-    return layout.map_replicas(gradients)(params, None, {'x': jnp.zeros((1, 8, 16))}, 1.0)
+    return layout.all_reduced(gradients)(params, None, {'x': jnp.zeros((1, 8, 16))}, 1.0)
 
 
 @pytest.mark.parametrize('trace, axes', [

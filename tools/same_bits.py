@@ -214,6 +214,13 @@ def resumed(tree, inputs):
     return losses(out)
 
 
+def float16(tree, inputs):
+    """The same GPT in float16, with its loss scale."""
+    out = tree.work / 'out-float16'
+    tree.train(out, *GPT, tree.data('chars'), '--dtype=float16')
+    return losses(out)
+
+
 def qwen(tree, inputs):
     """A Qwen3 with Muon and a BPE of its own, and its exports."""
     out = tree.work / 'out-qwen'
@@ -258,7 +265,7 @@ def old_runs_go_on(tree, inputs):
     return found
 
 
-CASES = (data_sets, gpt, resumed, qwen, chat, sharded, old_runs_go_on)
+CASES = (data_sets, gpt, resumed, float16, qwen, chat, sharded, old_runs_go_on)
 
 
 def compare(old, new):
