@@ -233,21 +233,20 @@ def checksum(path):
     return crc
 
 
-def find_damage(step, items=ITEMS, differs=None):
-    """Returns the first file among these items of the checkpoint folder `step` that is not as it
-    was written, or ''. differs: of the run's folder; by default of one on a disk.
+def find_damage(run, path, items=ITEMS):
+    """Returns the first file among these items of the checkpoint folder `path` of a run's folder
+    that is not as it was written, or ''.
 
     Several processes each read some of the files, and all return the same. A checkpoint without
     checksums.json is not checked: see read_meta."""
     damaged = ''
-    differs = differs or run_folder(step.parent.parent).differs
     try:
         # Each process compares its share of the files.
-        sums = read_json(step / 'checksums.json', optional=True)
+        sums = read_json(path / 'checksums.json', optional=True)
         others = set(ITEMS) - set(items)
         names = sorted(name for name in sums if name.split('/')[0] not in others)
         for name in names[jax.process_index()::jax.process_count()]:
-            if differs(step, name, sums[name]):
+            if run.differs(path, name, sums[name]):
                 damaged = name
                 break
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -412,9 +411,10 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     If one of these items of it is damaged, stderr says so, and the newest intact one is taken
     instead. Raises UserError if there is no intact checkpoint."""
     check_choice('checkpoint', which, ('latest', 'best'))
-    steps = checkpoint_steps(out_dir)
     run = run_folder(out_dir)
+    run.refresh()
     folder = run.files / 'ckpt'
+    steps = list_steps(folder)
     if not steps:
         raise UserError(f'there is no complete checkpoint in {run.shown(folder)}; name the out_dir '
                         'of a run')
@@ -430,7 +430,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     problems = []
     for step in steps:
         try:
-            meta = open_checkpoint(out_dir, step, items)
+            meta = open_checkpoint(run, step, items)
         except UserError as error:
             problems.append(str(error))
             continue
@@ -440,15 +440,13 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     raise UserError(f'{"; ".join(problems)}; there is no intact one')
 
 
-def open_checkpoint(out_dir, step, items=ITEMS):
-    """Returns the metadata of checkpoint `step`; see choose_checkpoint. Raises UserError if one of
-    these items is damaged."""
-    run = run_folder(out_dir)
+def open_checkpoint(run, step, items=ITEMS):
+    """Returns the metadata of checkpoint `step` in a run's folder; see choose_checkpoint. Raises
+    UserError if one of these items is damaged."""
     path = run.files / 'ckpt' / str(step)
-    problem = find_damage(path, items, run.differs)
+    problem = find_damage(run, path, items)
     # A run that resumes sets such a checkpoint aside, whatever its checksums say.
-    has_metrics = 'metrics' in items
-    if not problem and has_metrics and read_val_loss(path) == -math.inf:
+    if not problem and read_val_loss(path) == -math.inf:
         problem = 'metrics/metrics'
     if not problem:
         try:

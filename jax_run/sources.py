@@ -31,22 +31,13 @@ STARTS = 2  # in packed rows: a conversation, or the padding, starts here
 # -----------------------------------------------------------------------------
 # the order in which a run reads
 
-class Order:
+class Order(NamedTuple):
     """An endless stream of n rows or windows: each epoch holds every one once, in an order of its
     own. Their places are 0, stride, 2 * stride, ..., from a random offset below n_offsets on."""
-
-    def __init__(self, n, seed, stride=1, n_offsets=0):
-        self.n = n
-        self.seed = seed
-        self.stride = stride
-        self.n_offsets = n_offsets
-        self.epoch = functools.lru_cache(maxsize=2)(self.shuffle)  # remembers the latest two
-
-    def shuffle(self, epoch):
-        """Shuffles an epoch: (its offset, its order in the smallest unsigned integers)."""
-        rng = np.random.default_rng([self.seed, DATA, epoch])
-        offset = rng.integers(self.n_offsets) if self.n_offsets else 0
-        return offset, rng.permutation(np.arange(self.n, dtype=np.min_scalar_type(self.n)))
+    n: int
+    seed: int
+    stride: int = 1
+    n_offsets: int = 0
 
     def locate(self, numbers):
         """Returns the places, int64 [B], of these numbers, int64 [B], of the stream."""
@@ -54,12 +45,19 @@ class Order:
         places = np.empty(len(numbers), np.int64)
         for epoch in np.unique(epochs):
             is_here = epochs == epoch
-            offset, order = self.epoch(int(epoch))
+            offset, order = shuffle(self, int(epoch))
             places[is_here] = offset + self.stride * order[index[is_here]].astype(np.int64)
         return places
 
 
 @functools.lru_cache(maxsize=8)
+def shuffle(order, epoch):
+    """Shuffles an epoch of an Order: (its offset, its order in the smallest unsigned integers)."""
+    rng = np.random.default_rng([order.seed, DATA, epoch])
+    offset = rng.integers(order.n_offsets) if order.n_offsets else 0
+    return offset, rng.permutation(np.arange(order.n, dtype=np.min_scalar_type(order.n)))
+
+
 def window_order(n_tokens, block_size, seed):
     """Returns the Order of windows of block_size + 1 tokens, which share their last token with the
     next one's first: one less than fit, if several do, so that there are block_size offsets or
@@ -98,7 +96,6 @@ class Windows:
 
     tokens: an array [n_tokens]. mask: for each token COUNTS or 0, see load_masks;
     None where all tokens count. split, vocab_size: of the data set, for messages and checks."""
-    has_pairs = False
     is_packed = False  # whether conversations start within a row
 
     def __init__(self, tokens, mask=None, *, block_size, seed, split='train', vocab_size=2**32):
@@ -280,8 +277,6 @@ class Pairs(Windows):
     ends: where each conversation ends in the tokens. mask: COUNTS for the answers.
     length_normalized: a token weighs 1 / number of tokens of its answer, not 1.
     Raises UserError if no pair fits."""
-    has_pairs = True
-
     def __init__(self, tokens, mask, ends, *, length_normalized, block_size, split, **options):
         self.bounds = np.append(0, ends)
         self.length_normalized = length_normalized
@@ -344,8 +339,6 @@ class Mixture:
 
     parts: sources. fractions: of each, which sum to 1. Each part has a stream of its own. If one
     has a mask, all have."""
-    has_pairs = False
-
     def __init__(self, parts, fractions):
         self.parts = parts
         self.fractions = fractions
@@ -382,10 +375,6 @@ class Mixture:
         for part, fraction in zip(self.parts, self.fractions):
             passes.append(part.count_passes(fraction * n_sequences))
         return max(passes)
-
-    def evaluation(self, n_rows, token_bytes=None):
-        """Returns the evaluations of the parts: each is evaluated by itself."""
-        return [part.evaluation(n_rows, token_bytes) for part in self.parts]
 
 
 def assign(numbers, fractions):
@@ -465,7 +454,7 @@ def open_data(shares, meta, *, block_size, seed, length_normalized=False):
 
     # For bits per byte: how many bytes each token stands for.
     token_bytes = None
-    if not train.has_pairs:
+    if meta['kind'] != 'pairs':
         token_bytes = load_token_bytes(meta['tokenizer'], meta['vocab_size'])
         known = gather_texts('known' if token_bytes is not None else '')
         if not all(known):  # all processes have them, or none

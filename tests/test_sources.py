@@ -10,7 +10,7 @@ from jax_ops.vocabulary import cross_entropy
 from jax_run.data import load_dataset_meta
 from jax_run.sources import (
     Data, DataSet, Mixture, Pairs, assign, find_padding, find_starts, get_batch_jax, open_data, open_source,
-    window_order)
+    shuffle, window_order)
 from jax_train_utils import create_train_state
 from jax_transformer import GPT
 from tests.common import TINY, make_step, write_dataset
@@ -76,7 +76,7 @@ def test_the_order_of_the_windows_has_not_changed():
 
 def test_the_order_takes_the_smallest_integers_and_is_that_of_the_larger_ones():
     for n_windows, itemsize in ((200, 1), (2000, 2), (70_000, 4)):
-        offset, order = window_order(16 * (n_windows + 2), 16, 7).shuffle(3)
+        offset, order = shuffle(window_order(16 * (n_windows + 2), 16, 7), 3)
         rng = np.random.default_rng([7, 0, 3])
         assert offset == rng.integers(32)
         np.testing.assert_array_equal(order, rng.permutation(n_windows))
@@ -211,6 +211,13 @@ def test_rows_are_drawn_whole_and_each_once_per_epoch(tmp_path, others):
     val = data.sets[0].splits['val']
     assert val.read(val.evaluation(5).places)['y'][:, -1].tolist() == [0, 1, 2, 3, 4]
     assert len(data.fingerprint({'kind': 'gpt2'})) == 2 + 4 * len(data.sets)
+
+
+@pytest.mark.parametrize('n_rows', [2, 3, 40])
+def test_an_evaluation_reads_windows_from_the_first_to_the_last_token(n_rows):
+    text = open_source(np.arange(1000, dtype=np.uint16), block_size=16, seed=0)
+    batch = text.read(text.evaluation(n_rows).places)
+    assert len(batch['x']) == n_rows and batch['x'][0, 0] == 0 and batch['y'][-1, -1] == 999
 
 
 @pytest.mark.parametrize('n', [1, 2, 3, 7, 40, 1000])

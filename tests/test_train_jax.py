@@ -25,7 +25,7 @@ import pytest
 
 from jax_flags import Sampling, UserError, config_block
 from jax_pretrained import load_pretrained
-from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, find_damage, read_val_loss
+from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, find_damage, read_val_loss, run_folder
 from jax_run.load import load_run
 from jax_run.log import RunLog, read_metrics
 from jax_run.start import MODEL_FLAGS, config_from_flags, flags_from_config, merge_resumed_flags
@@ -534,7 +534,8 @@ def test_signals_during_a_slow_save_neither_spoil_it_nor_are_lost(flags, tmp_pat
     assert result.returncode == 128 + signal.SIGTERM, result.stderr
     steps = checkpoint_steps(tmp_path)
     assert f'at iteration {steps[0]}, saved' in result.stdout
-    assert steps[-1] == 3 and not any(find_damage(tmp_path / 'ckpt' / str(step)) for step in steps)
+    run = run_folder(tmp_path)
+    assert steps[-1] == 3 and not any(find_damage(run, tmp_path / 'ckpt' / str(step)) for step in steps)
 
 
 @pytest.mark.parametrize('name, value', [
