@@ -520,7 +520,8 @@ def check_flags(flags):
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How prompts are continued. A control that is None is off, as is 0 for top_k and min_p, and 1
-    for the others; in jax_text it is as the model's makers say, see TextModel.defaults."""
+    for the others (temperature is a number); in jax_text None is as the model's makers say, see
+    TextModel.defaults."""
     max_new_tokens: int = 500
     temperature: float | None = 1.0  # 0 is greedy
     top_k: int | None = None  # only this many likeliest tokens
@@ -553,9 +554,19 @@ class Sampling:
 
     @classmethod
     def from_flags(cls, flags):
-        """Returns the Sampling that flags of sample_jax.py ask for."""
+        """Returns the Sampling that flags of sample_jax.py ask for, of which `stop` may be a list of
+        texts in JSON. Raises UserError for any other list."""
         names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: flags[name] for name in names if name in flags})
+        values = {name: flags[name] for name in names if name in flags}
+        if values['stop'].startswith('['):
+            try:
+                values['stop'] = json.loads(values['stop'])
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f'stop begins with [ and is not a list in JSON ({error})') from None
+            if not all(isinstance(text, str) for text in values['stop']):
+                raise UserError(f'stop must be a list of texts, not {values["stop"]}')
+        return cls(**values)
 
 
 # what a generation_config.json may say of sampling

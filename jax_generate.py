@@ -405,9 +405,9 @@ class Decoder:
     """A batch of rows, the model that continues them, its draft model if there is one, and their KV
     caches.
 
-    prefill() reads the prompts, decode() adds tokens to the rows, whose DecodeState is `state`; the
-    state holds the caches. grow() enlarges them when the rows need it; drop_drafts() goes on without
-    drafts where they turn out to be useless."""
+    read_prompts() prefills the caches, extend() adds tokens to the rows, whose DecodeState is
+    `state`; the state holds the caches. grow() enlarges them when the rows need it; drop_drafts()
+    goes on without drafts where they turn out to be useless."""
 
     def __init__(self, params, config, state, sampling, *, draft, longest):
         """state: a DecodeState without caches. sampling: a Sampling, of which n_draft and cache_dtype
@@ -456,7 +456,7 @@ class Decoder:
             **self.cache_options)
         self.state = self.state.replace(caches=commit(caches, self.weights[0]))
 
-    def prefill(self, tokens_BxT, length_B, n_held=0, least_width=16):
+    def read_prompts(self, tokens_BxT, length_B, n_held=0, least_width=16):
         """Fills the caches with every row up to its last token, which the first decode step feeds.
 
         A row that is too long for a cache is left out. Equal prompts are computed once. n_held: the
@@ -483,7 +483,7 @@ class Decoder:
             caches = select_rows(caches, row_B)
         self.state = self.state.replace(caches=caches)
 
-    def decode(self, controls, n_end):
+    def extend(self, controls, n_end):
         """Adds tokens until every row has n_end new ones or is done.
 
         It takes several compiled loops if the caches grow, rows leave them, or drafts turn out
@@ -713,16 +713,16 @@ def continue_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=No
     # prefill
     decoder = Decoder(params, config, state, sampling, draft=draft, longest=longest)
     if prefix_cache is None:
-        decoder.prefill(tokens_BxT, length_B)
+        decoder.read_prompts(tokens_BxT, length_B)
     else:
         n_held = decoder.continue_from(prefix_cache, tokens_BxT[0, :length_B[0] - 1])
-        decoder.prefill(tokens_BxT, length_B, n_held, least_width=64)
+        decoder.read_prompts(tokens_BxT, length_B, n_held, least_width=64)
 
     # decode, chunk by chunk
     n_end = 1
     try:
         while True:
-            decoder.decode(controls, n_end)
+            decoder.extend(controls, n_end)
             is_over_B = yield copy_result(decoder.state, T + max_new_tokens, max_new_tokens)
             if is_over_B is not None and np.any(is_over_B):
                 done_B = decoder.state.done_B | np.asarray(is_over_B)

@@ -80,10 +80,10 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
                         f'the {jax.process_count()} processes')
     devices = devices[:n_devices]
     layout = setup_distributed_training(devices, tensor=tensor, expert=expert)
-    loader = Loader(layout, devices, dtype, quantize)
+    read = functools.partial(read_model, layout=layout, dtype=dtype, quantize=quantize)
 
     # the model, and its tokenizer
-    found = loader.read(source, checkpoint, base, with_tokenizer=not dataset)
+    found = read(source, checkpoint=checkpoint, base=base, with_tokenizer=not dataset)
     description = found.tokenizer
     if dataset and not is_run(source):
         folder = dataset_folder(dataset, Path(__file__).parent / 'data')
@@ -93,7 +93,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     # a model that drafts for it
     draft_model = None
     if draft:
-        drafting = loader.read(draft, with_tokenizer=False)
+        drafting = read(draft, with_tokenizer=False)
         if is_run(draft) and not same_tokens(drafting.tokenizer, description):
             raise UserError(f'{draft} was trained with other tokens than {found.name}: it cannot '
                             'draft for it')
@@ -101,8 +101,8 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
 
     title = f'{found.name}; {tensor} x {devices[0].device_kind}, compute in {dtype} ({reason})'
     loading = clock.lap()
-    return TextModel(found.params, found.config, tokenizer, layout, draft_model, title,
-                     found.warning, clock, loading)
+    return TextModel(found.params, found.config, tokenizer, layout, draft=draft_model, title=title,
+                     warning=found.warning, clock=clock, loading=loading)
 
 
 def load_fitting_tokenizer(description, source, config):
@@ -122,82 +122,78 @@ def load_fitting_tokenizer(description, source, config):
 
 
 class LoadedModel(NamedTuple):
-    """What Loader.read returns."""
+    """What read_model returns."""
     params: dict  # on the mesh, as decoding reads them
     config: GPTConfig  # its dtype is the compute dtype
     tokenizer: dict | None  # its description, None if it is unknown or was not asked for
     name: str  # for the user
-    warning: str  # for the user, or ''
+    warning: str = ''  # for the user
 
 
-@dataclasses.dataclass(frozen=True)
-class Loader:
-    """Reads models for decoding."""
-    layout: Layout
-    devices: list  # the same as layout.devices
-    dtype: str  # the compute dtype
-    quantize: str  # 'int8' or ''
+def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype, quantize):
+    """Returns the LoadedModel of a source; see load.
 
-    def read(self, source, checkpoint='', base='', *, with_tokenizer):
-        """Returns the LoadedModel of a source; see load.
+    with_tokenizer: whether to look for the tokenizer beside pretrained weights, which may not be
+    readable; a run's checkpoint describes it in any case."""
+    if is_run(source) or checkpoint:
+        found = read_run(source, checkpoint, base, layout, dtype, quantize)
+    elif base:
+        raise UserError(f'base is for a LoRA run, and {source} is none')
+    else:
+        found = read_pretrained(source, with_tokenizer, layout, dtype, quantize)
 
-        with_tokenizer: whether to look for the tokenizer beside pretrained weights, which may not
-        be readable; a run's checkpoint describes it in any case."""
-        if is_run(source) or checkpoint:
-            found = self.read_run(source, checkpoint, base)
-        else:
-            found = self.read_pretrained(source, base, with_tokenizer)
-        # regardless of how it was stored, it computes in this dtype, on a mesh in columns by device
-        self.layout.validate(found.config)
-        params = found.params
-        if self.layout.tensor > 1:
-            with self.layout.mesh_context():
-                params = order_columns_by_rank(params, found.config)
-        config = dataclasses.replace(found.config, dtype=self.dtype)
-        if config.moe:
-            experts, _ = choose_experts(config, self.devices[0])
-            config = dataclasses.replace(config, experts=experts)
-        return found._replace(params=params, config=config)
+    # it computes in `dtype`, however it was stored; with tensor parallelism c_attn's columns are
+    # ordered by rank
+    layout.validate(found.config)
+    params = found.params
+    if layout.tensor > 1:
+        with layout.mesh_context():
+            params = order_columns_by_rank(params, found.config)
+    config = dataclasses.replace(found.config, dtype=dtype)
+    if config.moe:
+        experts, _ = choose_experts(config, layout.devices[0])
+        config = dataclasses.replace(config, experts=experts)
+    return found._replace(params=params, config=config)
 
-    def read_run(self, source, checkpoint, base):
-        """Returns the LoadedModel of a run. It warns where the best checkpoint is taken and a later
-        one is there."""
-        # the checkpoint, as decoding reads it
-        config, params, meta = load_run(source, checkpoint or 'best', self.layout, base)
-        params = convert_params_for_decoding(params, self.dtype, self.quantize)
-        # a run that overfits has a best checkpoint long before the latest
-        taken = meta['iter_num']
-        latest = checkpoint_steps(source)[0]
-        warning = ''
-        if checkpoint != 'latest' and latest > taken:
-            warning = (f'taking the best checkpoint, iteration {taken}; a later one, {latest}, is '
-                       'there: --checkpoint=latest')
-        name = f'{source}, checkpoint of iteration {taken}'
-        return LoadedModel(params, config, meta['tokenizer'], name, warning)
 
-    def read_pretrained(self, source, base, with_tokenizer):
-        """Returns the LoadedModel of anything that load_pretrained reads."""
-        if base:
-            raise UserError(f'base is for a LoRA run, and {source} is none')
-        path = local_path(source)
-        # a matrix that becomes int8 is read as it is stored
-        stored_dtype = 'stored' if self.quantize else self.dtype
-        config, params = load_pretrained(path, stored_dtype, self.place)
-        description = None
-        if with_tokenizer:
-            description = describe_tokenizer(path, config.vocab_size)
-        return LoadedModel(params, config, description, str(source), '')
+def read_run(source, checkpoint, base, layout, dtype, quantize):
+    """Returns the LoadedModel of a run. It warns where the best checkpoint is taken and a later one
+    is there."""
+    # the checkpoint, as decoding reads it
+    config, params, meta = load_run(source, checkpoint or 'best', layout, base)
+    params = convert_params_for_decoding(params, dtype, quantize)
+    # a run that overfits has a best checkpoint long before the latest
+    taken = meta['iter_num']
+    latest = checkpoint_steps(source)[0]
+    warning = ''
+    if checkpoint != 'latest' and latest > taken:
+        warning = (f'taking the best checkpoint, iteration {taken}; a later one, {latest}, is '
+                   'there: --checkpoint=latest')
+    name = f'{source}, checkpoint of iteration {taken}'
+    return LoadedModel(params, config, meta['tokenizer'], name, warning)
 
-    def place(self, path, array):
+
+def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
+    """Returns the LoadedModel of anything that load_pretrained reads."""
+    is_one_cpu = len(layout.devices) == 1 and layout.devices[0].platform == 'cpu'
+
+    def place(path, array):
         """Moves one parameter to its devices, sharded and as decoding reads it, before the next one
         is read: no memory ever holds the model in float32 that is to be int8."""
         part = unflatten_dict({path: array})
-        if len(self.devices) == 1 and self.devices[0].platform == 'cpu':
+        if is_one_cpu:
             # views: the device takes over kernels that the file stores [out, in]
             part = transpose_kernels(part)
-        part = self.layout.device_put(part)
-        converted = convert_params_for_decoding(part, self.dtype, self.quantize)
-        return flatten_dict(converted)[path]
+        part = layout.device_put(part)
+        return flatten_dict(convert_params_for_decoding(part, dtype, quantize))[path]
+
+    # a matrix that becomes int8 is read as it is stored
+    path = local_path(source)
+    config, params = load_pretrained(path, 'stored' if quantize else dtype, place)
+    description = None
+    if with_tokenizer:
+        description = describe_tokenizer(path, config.vocab_size)
+    return LoadedModel(params, config, description, str(source))
 
 
 @dataclasses.dataclass(repr=False)
@@ -207,11 +203,11 @@ class TextModel:
     config: GPTConfig  # its dtype is the compute dtype
     tokenizer: Any
     layout: Layout
-    draft: tuple | None  # (params, config) of the draft model
-    title: str  # a line for the user: where the model is from, and how it computes
-    warning: str  # another one, or ''
-    clock: Stopwatch
-    loading: Lap  # seconds
+    draft: tuple | None = None  # (params, config) of the draft model
+    title: str = ''  # a line for the user: where the model is from, and how it computes
+    warning: str = ''  # another one
+    clock: Stopwatch = dataclasses.field(default_factory=Stopwatch)
+    loading: Lap | None = None  # seconds
 
     def __repr__(self):
         n_params = count_params(without_scales(self.params), non_embedding=False)
@@ -323,26 +319,19 @@ class TextModel:
 
         Its tokens are encode(text), those that generate continues. Raises UserError for a model on
         several devices, and for a text that is longer than its context."""
-        return self.look_inside(text, 'logits')
+        return look_inside(self, self.encode(text), 'logits')
 
     def hidden_states(self, text: str) -> np.ndarray:
         """Returns the input of the first layer and the output of each, float32 [n_layer + 1, T, D];
         the last is after the final norm, as transformers' output_hidden_states. Text and errors as
         for logits."""
-        return self.look_inside(text, 'hidden_states')
+        return look_inside(self, self.encode(text), 'hidden_states')
 
     def attention(self, text: str) -> np.ndarray:
         """Returns how much the head of a layer at each token of a text attends to each token,
         float32 [n_layer, H, T, T], as transformers' output_attentions. Text and errors as for
         logits."""
-        return self.look_inside(text, 'attention')
-
-    def look_inside(self, text, part):
-        """Returns one of the parts of look_inside."""
-        if len(self.layout.devices) > 1:
-            raise UserError(f'{part} is for a model on one device: load it without tensor and '
-                            'expert')
-        return look_inside(self.params, self.config, self.encode(text), part)
+        return look_inside(self, self.encode(text), 'attention')
 
     def encode_document(self, text: str) -> list[int]:
         """Returns the token ids of a text after the token that begins or else ends a document, if
@@ -413,7 +402,7 @@ def create_sampler(prompt: str, config: GPTConfig, description: dict, device) ->
     if config.moe:
         experts, _ = choose_experts(config, device)
         config = dataclasses.replace(config, experts=experts)
-    sampler = TextModel({}, config, tokenizer, layout, None, '', '', Stopwatch(), None)
+    sampler = TextModel({}, config, tokenizer, layout)
     sampler.encode(prompt)
     return sampler
 
@@ -479,6 +468,9 @@ class Generation:
         self.prompt_texts = [model.tokenizer.decode(prompt) for prompt in self.prompts]
         self.lengths = [len(prompt) for prompt in self.prompts]
         self.laps = []
+        self.texts = list(self.prompt_texts)
+        self.stopped = [False] * len(self.prompts)
+        self.n_read = list(self.lengths)  # number of tokens of each row that texts has
 
         # how to sample: as the caller says, else as the model's makers do, else as nanoGPT does
         missing = {name: value for name, value in model.defaults.items()
@@ -503,9 +495,6 @@ class Generation:
 
     def __iter__(self) -> Iterator['Generation']:
         """Generates, and yields itself after each chunk. It can be done once."""
-        self.texts = list(self.prompt_texts)
-        self.stopped = [False] * len(self.prompts)
-        self.n_read = list(self.lengths)  # number of tokens of each row that texts has
         is_over = None  # the rows that have met a stop text; the first result needs none
         with contextlib.closing(self.results):
             while True:
@@ -549,12 +538,7 @@ class Generation:
 
     def was_cut(self, i: int) -> bool:
         """Whether sample i ends because it has max_new_tokens tokens."""
-        # a row may have met its end with the last token that it could have
-        length = self.result.lengths[i]
-        is_full = length == self.lengths[i] + self.sampling.max_new_tokens
-        last = self.result.tokens[i, length - 1]
-        has_ended = self.stopped[i] or last in self.model.tokenizer.stop_tokens
-        return bool(is_full and not has_ended)
+        return self.result.finish_reasons[i] == 'length' and not self.stopped[i]
 
     def describe(self, i: int) -> dict:
         """Returns sample i, generated with logprobs: its prompt, text, finish reason ('stop' text,
@@ -821,11 +805,10 @@ def warn_if_too_long(model, prompts):
 # (jax_transformer.py) adds the probabilities. L is the number of layers.
 
 COLLECTION = 'intermediates'  # flax's name of what is collected
-PARTS = ('logits', 'hidden_states', 'attention')
 
 
-def look_inside(params, config, ids, part):
-    """Returns one of PARTS of the tokens `ids`, float32:
+def look_inside(model, ids, part):
+    """Returns what a TextModel on one device computes of the tokens `ids`, float32, by `part`:
     - 'logits' [T, V], of the token after each;
     - 'hidden_states' [L + 1, T, D]: the input of the first block, then the output of each block,
       the last after the final norm, as transformers' output_hidden_states;
@@ -833,7 +816,10 @@ def look_inside(params, config, ids, part):
       attends to each key (last axis), as transformers' output_attentions. A row adds up to less
       than 1 where there is a sink.
 
-    params: as decoding reads them, on one device. Raises UserError for no tokens or too many."""
+    Raises UserError for no tokens or too many, and for several devices."""
+    if len(model.layout.devices) > 1:
+        raise UserError(f'{part} is for a model on one device: load it without tensor and expert')
+    config = model.config
     n_tokens = len(ids)
     if not 1 <= n_tokens <= config.block_size:
         raise UserError(f'the text has {n_tokens:,} tokens; it may have 1 to {config.block_size:,}, '
@@ -846,7 +832,7 @@ def look_inside(params, config, ids, part):
 
     # layers by the plain formula, one after the other
     config = dataclasses.replace(config, attention='xla', scan_layers=False, remat='none')
-    result = np.asarray(compute_part(params, idx_1xT, config=config, part=part))
+    result = np.asarray(compute_part(model.params, idx_1xT, config=config, part=part))
     if part == 'attention':
         return result[:, :, :n_tokens, :n_tokens]
     if part == 'hidden_states':

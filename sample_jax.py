@@ -3,7 +3,7 @@
 $ python sample_jax.py --out_dir=out-pystdlib-char
 $ python sample_jax.py --init_from=gpt2-xl --start="The answer to life, the universe and everything is" --num_samples=5
 """
-import dataclasses
+import argparse
 import json
 import os
 import sys
@@ -52,32 +52,19 @@ compile = True # has no effect: JAX always compiles
 started = time.perf_counter()
 start_script()
 flags, given = read_flags(__file__, globals())  # all flags, and those that the user gave
-globals().update(flags)
-has_file = start.startswith('FILE:')
+cfg = argparse.Namespace(**flags)
 if 'compile' in given:
-    print(f'--compile={compile} has no effect here: JAX always compiles')
+    print(f'--compile={cfg.compile} has no effect here: JAX always compiles')
 
 # refuse what makes no sense, alone or together
 check_ranges(flags)
 check_source(flags, given)
-sampling = Sampling.from_flags(flags)
-sampling.check()
-facts = {**flags, 'has_file': has_file, 'is_chat': chat or interactive or serve,
-         'takes_prompts': not (interactive or serve), 'is_alone': not serve}
+Sampling.from_flags(flags).check()
+facts = {**flags, 'has_file': cfg.start.startswith('FILE:'), 'is_chat': cfg.chat or cfg.interactive or cfg.serve,
+         'takes_prompts': not (cfg.interactive or cfg.serve), 'is_alone': not cfg.serve}
 check_needs('sample_jax', facts, given)
-
-# what the flags mean
-if has_file and start.endswith('.jsonl'):
-    each_line = True
-if stop.startswith('['):
-    try:
-        stop = json.loads(stop)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f'stop begins with [ and is not a list in JSON ({error})') from None
-    if not all(isinstance(text, str) for text in stop):
-        raise UserError(f'stop must be a list of texts, not {stop}')
-if os.path.isdir(output):
-    raise UserError(f'output={output} is a folder; name a file')
+if os.path.isdir(cfg.output):
+    raise UserError(f'output={cfg.output} is a folder; name a file')
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import jax
@@ -88,25 +75,10 @@ from jax_generate import PrefixCache
 from jax_text import COMMANDS, Chat, Generation, load, rendered_prompt, warn_if_too_long
 from tools.speed import report_speed
 
-configure_process(device)
-initialize_distributed(coordinator_address, num_processes, process_id)
-master = jax.process_index() == 0  # the process that prints; all run the same program
-if not master:
-    sys.stdout = open(os.devnull, 'w')
-if jax.process_count() > 1:
-    check_agreement('flags', {**flags, 'process_id': 'its own'})
-    if interactive or serve:
-        raise UserError(f'{"serve" if serve else "interactive"} takes one process')
-if serve:
-    from jax_run.serve import Server
-    StopSignal(nothing_to_save=True)
-    server = Server(host, serve)  # a port in use is told before the model is loaded
-imports_s = time.perf_counter() - started
 
-
-def read_prompts():
+def read_prompts(start, each_line, chat):
     """Returns the prompts that --start gives. Raises UserError if it has none."""
-    if not has_file:
+    if not start.startswith('FILE:'):
         return [start]
     # the file is lines of JSON, lines of text, or one prompt as a whole
     path = start.removeprefix('FILE:')
@@ -115,7 +87,7 @@ def read_prompts():
         prompts = []
         for number, line in enumerate(text.split('\n'), start=1):
             if line.strip():
-                prompts.append(read_prompt(path, number, line))
+                prompts.append(read_prompt(path, number, line, chat))
     elif each_line:
         prompts = [line for line in text.split('\n') if line]
     else:
@@ -125,7 +97,7 @@ def read_prompts():
     return prompts
 
 
-def read_prompt(path, number, line):
+def read_prompt(path, number, line, chat):
     """Returns the prompt in a line of prompts.jsonl: "a text" or {"prompt": "a text"}. In a chat it
     may be {"messages": [...]}, with "tools" and "chat_template_kwargs", which is returned as it is,
     with its place."""
@@ -147,11 +119,12 @@ def read_prompt(path, number, line):
     return prompt
 
 
-def encode_prompt(prompt):
-    """Returns the token ids of a prompt of read_prompts, in a chat those of a question. Raises
-    UserError for messages that the chat template refuses."""
+def encode_prompt(model, prompt, conversation):
+    """Returns the token ids of a prompt of read_prompts, in a chat those of a question.
+    conversation: the Chat, None for texts. Raises UserError for messages that the chat template
+    refuses."""
     # a question of a chat, a text, or messages, in front of which --system is put
-    if isinstance(prompt, str) and chat:
+    if isinstance(prompt, str) and conversation:
         return conversation.encode([{'role': 'user', 'content': prompt}])
     if isinstance(prompt, str):
         return model.encode(prompt)
@@ -164,100 +137,115 @@ def encode_prompt(prompt):
 
 def note(line):
     """Prints a line beside the samples, on stderr."""
-    if master:
+    if is_master:
         print(line, file=sys.stderr)
 
 
+# the devices and processes
+configure_process(cfg.device)
+initialize_distributed(cfg.coordinator_address, cfg.num_processes, cfg.process_id)
+is_master = jax.process_index() == 0  # the process that prints; all run the same program
+if not is_master:
+    sys.stdout = open(os.devnull, 'w')
+if jax.process_count() > 1:
+    check_agreement('flags', {**flags, 'process_id': 'its own'})
+    if cfg.interactive or cfg.serve:
+        raise UserError(f'{"serve" if cfg.serve else "interactive"} takes one process')
+if cfg.serve:
+    from jax_run.serve import Server
+    StopSignal(nothing_to_save=True)
+    server = Server(cfg.host, cfg.serve)  # a port in use is told before the model is loaded
+imports_s = time.perf_counter() - started
+
 # load the model
-if init_from == 'resume':
-    source, of_run = out_dir, checkpoint
-else:
-    source, of_run = init_from, ''
-model = load(source, checkpoint=of_run, base=base, dataset=dataset, draft=draft, device=device,
-             dtype=dtype, quantize=quantize, tensor=tensor, expert=expert)
+source, of_run = cfg.init_from, ''
+if cfg.init_from == 'resume':
+    source, of_run = cfg.out_dir, cfg.checkpoint
+model = load(source, checkpoint=of_run, base=cfg.base, dataset=cfg.dataset, draft=cfg.draft, device=cfg.device,
+             dtype=cfg.dtype, quantize=cfg.quantize, tensor=cfg.tensor, expert=cfg.expert)
 if model.warning:
     note(model.warning)
-if (chat or system) and model.tokenizer.chat_template is None:
+if (cfg.chat or cfg.system) and model.tokenizer.chat_template is None:
     raise UserError('the model has no chat template, which --chat and --system need')
 
 # how to sample: as the flags say; those that were not given, as the model's makers do
 header = model.title
 makers = {name: value for name, value in model.tokenizer.sampling.items() if name not in given}
-sampling = dataclasses.replace(sampling, **makers, stop=stop)
+sampling = Sampling.from_flags({**flags, **makers})
 if makers:
     described = ', '.join(f'{name}={value}' for name, value in makers.items())
     header += f'; {described} (its generation_config.json)'
 
 # a conversation
-if chat or interactive or serve:
-    conversation = Chat(model, system, sampling)
-if interactive:
+conversation = None
+if cfg.chat or cfg.interactive or cfg.serve:
+    conversation = Chat(model, cfg.system, sampling)
+if cfg.interactive:
     print(f'{header}\n{COMMANDS}', file=sys.stderr)
     conversation.run()
     sys.exit(0)
 
-# a server
-if serve:
+# a server, until it is stopped
+if cfg.serve:
     print(f'{header}\n{server.url} is the page, {server.url}/v1 the API; Ctrl-C ends it')
     server.run(model, sampling, conversation.system, name=os.path.basename(os.path.abspath(source)))
 
 # encode the prompts
-lines = read_prompts()
+questions = read_prompts(cfg.start, cfg.each_line, cfg.chat)
+num_samples = cfg.num_samples
 if sampling.temperature == 0 and num_samples > 1:
     note(f'at temperature=0 the {num_samples} samples of a prompt are equal: one is made')
     num_samples = 1
-prompts = [encode_prompt(line) for line in lines]
-for i, line in enumerate(lines):
-    if not isinstance(line, str):  # a conversation shows its last message
-        lines[i] = line['messages'][-1].get('content')
+prompts = [encode_prompt(model, question, conversation) for question in questions]
+# what is shown of them: of a conversation its last message
+lines = [question if isinstance(question, str) else question['messages'][-1].get('content')
+         for question in questions]
+if is_master:
+    warn_if_too_long(model, prompts)
 
 # generate and print: each sample while it grows, or all in one batch
 generations = []
-if stream:
+if cfg.stream:
     stream_cache = PrefixCache()  # the samples of a prompt share its prefill
     for line, prompt in zip(lines, prompts):
-        if master:
-            warn_if_too_long(model, [prompt])
         for i in range(num_samples):
-            if chat:
+            if cfg.chat:
                 print(f'> {line}')
             generation = Generation(
                 model, [prompt], sampling, first_sample=i, streaming=True,
-                prefix_cache=stream_cache, logprobs=bool(output))
+                prefix_cache=stream_cache, logprobs=bool(cfg.output))
             generations.append(generation)
-            for piece in generation.pieces(with_prompt=not chat):
+            for piece in generation.pieces(with_prompt=not cfg.chat):
                 print(piece, end='', flush=True)
             print('\n---------------')
 else:
-    if master:
-        warn_if_too_long(model, prompts)
     generation = Generation(
-        model, prompts, sampling, num_samples=num_samples, logprobs=bool(output)).finish()
+        model, prompts, sampling, num_samples=num_samples, logprobs=bool(cfg.output)).finish()
     generations.append(generation)
     for i, (text, prompt_text) in enumerate(zip(generation.texts, generation.prompt_texts)):
-        if chat:
+        if cfg.chat:
             print(f'> {lines[i // num_samples]}')
             text = text[len(prompt_text):]
         print(text)
         print('---------------')
 
 # the samples as lines of JSON
-if output:
+if cfg.output:
     rows = []
     for generation in generations:
         for i in range(len(generation.prompts)):
             sample = generation.describe(i)
-            if chat:
+            if cfg.chat:
                 # the question as it was given, then what the chat template has made of it
                 sample['prompt'] = lines[len(rows) // num_samples]
                 sample['rendered'] = rendered_prompt(model, generation.prompts[i])
             sample['index'] = len(rows) % num_samples
             rows.append(json.dumps(sample, ensure_ascii=False))
-    if master:
-        write_text(output, '\n'.join(rows) + '\n')
+    if is_master:
+        write_text(cfg.output, '\n'.join(rows) + '\n')
 
 # what it cost
-if master:
-    print(header, file=sys.stderr)
-    print(report_speed(model, generations, n_prompts=len(lines), started=started,
-                       imports_s=imports_s, cache_dtype=cache_dtype), file=sys.stderr)
+if is_master:
+    note(header)
+    note(report_speed(model, generations, n_prompts=len(lines), started=started, imports_s=imports_s,
+                      cache_dtype=cfg.cache_dtype))

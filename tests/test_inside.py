@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import pytest
 
+from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_pretrained import load_pretrained
-from jax_text import load, look_inside
+from jax_text import TextModel, load, look_inside
 from jax_transformer import GPT
 from tests.common import FAMILIES, GOLDEN, TINY, random_params, random_tokens
 
@@ -20,8 +21,9 @@ FOLDERS = {'gpt2': GOLDEN / 'hf'} | {
 def test_what_a_model_computes_on_the_way_is_what_transformers_computes(name):
     config, params = load_pretrained(FOLDERS[name])
     params = convert_params_for_decoding(params, 'float32')
+    model = TextModel(params, config, None, setup_distributed_training(jax.devices()[:1]))
     for part in ('logits', 'hidden_states', 'attention'):
-        found, expected = look_inside(params, config, EXPECTED['ids'], part), EXPECTED[f'{name}/{part}']
+        found, expected = look_inside(model, EXPECTED['ids'], part), EXPECTED[f'{name}/{part}']
         assert found.dtype == np.float32 and found.shape == expected.shape
         np.testing.assert_allclose(found, expected, atol=1e-4)
     sums = found.sum(-1)

@@ -320,7 +320,7 @@ def test_only_the_final_channel_of_an_answer_stays_in_the_conversation(speaking,
     def continue_rows(params, config, idx, *args, prompt_lengths_B, **options):
         prompts.append(idx[0].tolist())
         row = prompts[-1] + tokenizer.encode(answers[len(prompts) - 1], add_special_tokens=False).ids
-        yield GenerationResult(np.array([row]), np.array([len(row)]))
+        yield GenerationResult(np.array([row]), np.array([len(row)]), finish_reasons=('stop',))
 
     monkeypatch.setattr('jax_text.continue_rows', continue_rows)
     monkeypatch.setattr('sys.stdin', io.StringIO(f'ab\nd\n/save {tmp_path}/chat.json\n'))
