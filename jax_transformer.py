@@ -24,8 +24,8 @@ from flax import struct
 
 from jax_flags import DTYPES, UserError, check_choice, check_ranges
 from jax_ops.attention import (
-    ATTENTION, Dropout, Scores, blockwise_attention, causal_mask, fused_causal_attention,
-    span_limits)
+    ATTENTION, Dropout, Scores, blockwise_attention, causal_mask, fold_groups,
+    fused_causal_attention, span_limits, unfold_groups)
 from jax_ops.dropout import dropout, dropout_keys, flat_index, hash_dropout
 from jax_ops.experts import EXPERT_WAYS, mix_experts
 from jax_ops.layers import REMAT_POLICIES, map_sequence_chunks, scan_blocks
@@ -137,14 +137,13 @@ class Call(struct.PyTreeNode):
     in_order: bool = struct.field(pytree_node=False, default=False)
 
 
-def create_call(idx_BxT, position_BxT=None, **more):
-    """The Call of these tokens. position_BxT: their positions; 0 .. T-1 if not given. more: other
-    fields."""
+def create_call(idx_BxT, position_BxT=None, seq_id_B=None, start_BxT=None, padding_BxT=None):
+    """The Call of these tokens; their positions are 0 .. T-1 if not given."""
     # packed rows have positions of their own, but the keys of a query are still those of the call
-    in_order = position_BxT is None or more.get('start_BxT') is not None
+    in_order = position_BxT is None or start_BxT is not None
     if position_BxT is None:
         position_BxT = jnp.arange(idx_BxT.shape[1])[None]
-    return Call(position_BxT, in_order=in_order, **more)
+    return Call(position_BxT, seq_id_B, start_BxT, padding_BxT, in_order)
 
 
 # -----------------------------------------------------------------------------
@@ -218,10 +217,8 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
-    # the Q heads of a group become Q times as many queries
-    q_BxTQxGxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(2, 3).reshape(B, T * Q, G, K)
-    # heads first, as the KV cache is stored
-    q_BxGxTQxK = q_BxTQxGxK.swapaxes(1, 2)
+    # heads first, as the KV cache is stored; the Q heads of a group become Q times as many queries
+    q_BxGxTQxK = fold_groups(q_BxTxHxK, G)
     k_BxGxSxK = k_BxSxGxK.swapaxes(1, 2)
     v_BxGxSxK = v_BxSxGxK.swapaxes(1, 2)
 
@@ -245,8 +242,7 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
         index_GxTQxS = flat_index(probs_BxGxTQxS.shape[1:])
         probs_BxGxTQxS = hash_dropout(probs_BxGxTQxS, dropout_rate, key_B, index_GxTQxS)
     y_BxGxTQxK = jnp.einsum('bgts,bgsk->bgtk', probs_BxGxTQxS, v_BxGxSxK)
-    y_BxTQxGxK = y_BxGxTQxK.swapaxes(1, 2)
-    return y_BxTQxGxK.reshape(B, T, Q, G, -1).swapaxes(2, 3).reshape(B, T, H, -1)
+    return unfold_groups(y_BxGxTQxK, T)
 
 
 class CausalSelfAttention(nn.Module):
@@ -415,8 +411,8 @@ class GPT(nn.Module):
         return Stream(dropout(self, x_BxTxD, call))
 
     def hidden(self, idx_BxT, position_BxT=None, cache=None, *, deterministic=True, seq_id_B=None,
-               **more):
-        """(the Stream after the last norm, the new cache). more: fields of Call."""
+               start_BxT=None, padding_BxT=None):
+        """(the Stream after the last norm, the new cache)."""
         cfg = self.config
         B, T = idx_BxT.shape
         if T > cfg.block_size:
@@ -426,7 +422,8 @@ class GPT(nn.Module):
             seq_id_B = None
         elif seq_id_B is None:
             seq_id_B = jnp.arange(B)
-        call = create_call(idx_BxT, position_BxT, seq_id_B=seq_id_B, **more)
+        call = create_call(
+            idx_BxT, position_BxT, seq_id_B=seq_id_B, start_BxT=start_BxT, padding_BxT=padding_BxT)
         if self.is_initializing():
             call = call.replace(in_order=False)  # one token, for which there is no kernel
         stream = self.embed(idx_BxT, call)
