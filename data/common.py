@@ -93,10 +93,6 @@ TOKENIZER_HELP = ("char: a token per character; gpt2: GPT-2's BPE; bpe:4096: a B
                   'tokens, learned from the train part; a Hugging Face folder or owner/name: its '
                   'tokens')
 END = '<|endoftext|>'
-# the pattern at which Qwen 2 splits a text before BPE, and bpe:N, too
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
 
 
 class Vocabulary(NamedTuple):
@@ -151,6 +147,8 @@ def train_bpe(texts, size):
     knows only; one in which a newline takes the indentation that follows has 4% (bpe:1024) to 6%
     (bpe:4096) fewer tokens of Python."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from jax_hub.gguf_files import QWEN2_SPLIT
 
     # How text is split, and ids become text again.
     bpe = Tokenizer(models.BPE())
