@@ -2,7 +2,8 @@
 CPU. The last line on stdout is a JSON object.
 
 llama-bench is built from llama.cpp's sources (`cmake -B build && cmake --build build --target llama-bench`), and
-a model in GGUF is made by its convert_hf_to_gguf.py, `--outtype=f32`, `bf16` or `q8_0`.
+a model in GGUF is made by its convert_hf_to_gguf.py, `--outtype=f32`, `bf16` or `q8_0`, or by export_jax.py. The
+program of the fork ik_llama.cpp, built likewise, takes the same flags.
 
 $ python peers/llama_bench.py --program=build/bin/llama-bench --model=model-q8_0.gguf
 """
@@ -22,8 +23,10 @@ parser.add_argument('--repeats', type=int, default=3)
 args = parser.parse_args()
 
 n_decoded = 0 if args.prompt_len else args.max_new_tokens
-command = [args.program, '-m', args.model, '-p', args.prompt_len, '-n', n_decoded, '-d', args.n_cached,
-           '-t', args.threads, '-r', args.repeats, '-o', 'json']
+command = [args.program, '-m', args.model, '-p', args.prompt_len, '-n', n_decoded, '-t', args.threads,
+           '-r', args.repeats, '-o', 'json']
+if args.n_cached:  # a flag that ik_llama.cpp's does not have
+    command += ['-d', args.n_cached]
 run = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, text=True, check=True)
 record = json.loads(run.stdout)[0]
 print(json.dumps({'program': 'llama_bench', 'settings': vars(args), 'results': {'tokens_per_sec': record['avg_ts']},
