@@ -4,6 +4,7 @@ $ python sample_jax.py --out_dir=out-pystdlib-char
 $ python sample_jax.py --init_from=gpt2-xl --start="The answer to life, the universe and everything is" --num_samples=5
 """
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -59,7 +60,8 @@ if 'compile' in given:
 # refuse what makes no sense, alone or together
 check_ranges(flags)
 check_source(flags, given)
-Sampling.from_flags(flags).check()
+sampling = Sampling.from_flags(flags)
+sampling.check()
 facts = {**flags, 'has_file': cfg.start.startswith('FILE:'), 'is_chat': cfg.chat or cfg.interactive or cfg.serve,
          'takes_prompts': not (cfg.interactive or cfg.serve), 'is_alone': not cfg.serve}
 check_needs('sample_jax', facts, given)
@@ -171,7 +173,7 @@ if (cfg.chat or cfg.system) and model.tokenizer.chat_template is None:
 # how to sample: as the flags say; those that were not given, as the model's makers do
 header = model.title
 makers = {name: value for name, value in model.tokenizer.sampling.items() if name not in given}
-sampling = Sampling.from_flags({**flags, **makers})
+sampling = dataclasses.replace(sampling, **makers)
 if makers:
     described = ', '.join(f'{name}={value}' for name, value in makers.items())
     header += f'; {described} (its generation_config.json)'
@@ -246,6 +248,6 @@ if cfg.output:
 
 # what it cost
 if is_master:
-    note(header)
-    note(report_speed(model, generations, n_prompts=len(lines), started=started, imports_s=imports_s,
-                      cache_dtype=cfg.cache_dtype))
+    print(header, file=sys.stderr)
+    print(report_speed(model, generations, n_prompts=len(lines), started=started,
+                       imports_s=imports_s, cache_dtype=cfg.cache_dtype), file=sys.stderr)

@@ -411,10 +411,9 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     If one of these items of it is damaged, stderr says so, and the newest intact one is taken
     instead. Raises UserError if there is no intact checkpoint."""
     check_choice('checkpoint', which, ('latest', 'best'))
+    steps = checkpoint_steps(out_dir)
     run = run_folder(out_dir)
-    run.refresh()
     folder = run.files / 'ckpt'
-    steps = list_steps(folder)
     if not steps:
         raise UserError(f'there is no complete checkpoint in {run.shown(folder)}; name the out_dir '
                         'of a run')
@@ -446,7 +445,8 @@ def open_checkpoint(run, step, items=ITEMS):
     path = run.files / 'ckpt' / str(step)
     problem = find_damage(run, path, items)
     # A run that resumes sets such a checkpoint aside, whatever its checksums say.
-    if not problem and read_val_loss(path) == -math.inf:
+    has_metrics = 'metrics' in items
+    if not problem and has_metrics and read_val_loss(path) == -math.inf:
         problem = 'metrics/metrics'
     if not problem:
         try:

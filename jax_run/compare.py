@@ -1,9 +1,9 @@
 """Runs to one table and one figure, from their metrics.jsonl and config.json alone."""
 import math
 import statistics
+from pathlib import Path
 
-from jax_flags import UserError, check_choice, read_json
-from jax_run.checkpoints import run_folder
+from jax_flags import UserError, check_choice, check_url, is_url, read_json
 from jax_run.log import read_metrics
 
 # the flags that no update depends on
@@ -26,12 +26,21 @@ def compare_runs(folders, x='iterations'):
     return draw(runs, x)
 
 
+def files_of(folder):
+    """Returns the folder with the files of a run: itself, or of a bucket a copy on this disk."""
+    check_url('a run', str(folder))
+    if not is_url(str(folder)):
+        return Path(folder)
+    from jax_run.buckets import bucket_run
+    return bucket_run(str(folder)).files
+
+
 def read_run(folder, x):
     """Returns {'flags', 'points': [(x, train, val)], 'unit', 'speed', ...} of the run in a folder.
 
     x: 'iterations', 'tokens' or 'seconds' (of training, without evaluations). Raises UserError if
     it has no evaluation."""
-    files = run_folder(folder).files
+    files = files_of(folder)
     settings = read_json(files / 'config.json', optional=True)
     sizes = ('gradient_accumulation_steps', 'batch_size', 'block_size')
     tokens_per_iter = math.prod(settings.get(name, 0) for name in sizes)
@@ -58,8 +67,10 @@ def read_run(folder, x):
 def print_table(runs):
     """Prints a line for each run: the flags in which the runs differ, and what came of them."""
     names = sorted({name for run in runs for name in run['flags']} - WITHOUT_EFFECT)
-    different = [name for name in names
-                 if len({str(run['flags'].get(name)) for run in runs}) > 1]
+    different = []
+    for name in names:
+        if len({str(run['flags'].get(name)) for run in runs}) > 1:
+            different.append(name)
     rows = [['run', *different, 'best val', 'last val', 'in', 'tok/s', 'seconds']]
     for run in runs:
         values = [str(run['flags'].get(name)) for name in different]

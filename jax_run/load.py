@@ -15,7 +15,7 @@ from jax_pretrained import Placing, checksum_of_weights, config_of_base, largest
 from jax_run.checkpoints import (
     MODEL_ITEMS, choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items,
     run_folder, split_checkpoint)
-from jax_train_utils import create_train_state
+from jax_train_utils import WEIGHTS, create_train_state
 from jax_transformer import GPTConfig
 
 
@@ -135,7 +135,7 @@ def load_start_weights(source, config, layout, change=None):
 
     # the checkpoint as numpy arrays
     out_dir, step = split_checkpoint(source)
-    meta = open_checkpoint(run_folder(out_dir), step, MODEL_ITEMS)
+    meta = open_checkpoint(run_folder(out_dir), step, (*WEIGHTS, 'meta'))
     saved = GPTConfig(**meta['model'])
     params = restore_params(out_dir, step, saved, meta, OnHost())
     if meta.get('lora'):
@@ -155,8 +155,8 @@ def restore_params(out_dir, step, config, meta, layout):
     """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run, where
     `layout` puts them: the mean of --ema if it has one. config, meta: the model's config and its
     metadata. Raises UserError if they make no model, or if it does not fit."""
-    lora_rank = meta['lora']['rank'] if meta.get('lora') else 0
     try:
+        lora_rank = meta['lora']['rank'] if meta.get('lora') else 0
         state = layout.abstract_state(
             create_train_state, jax.random.key(0), config, optax.identity(), lora_rank)
     except (OverflowError, TypeError, ValueError) as error:
