@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 
 from jax_flags import (
-    UserError, check_needs, check_source, read_flags, read_text, path_inside, start_script, write_text)
+    UserError, check_needs, check_source, read_flags, read_text, start_script, write_text)
+from jax_hub.folders import path_inside
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt

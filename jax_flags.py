@@ -60,27 +60,6 @@ def read_text(path, *, newline=None):
         raise UserError(f'cannot read {path}: it is not UTF-8 ({error})') from None
 
 
-def path_inside(folder, name):
-    """Returns the path of the file or folder `name` in a folder that may be a stranger's. It need
-    not be there.
-
-    A link may lead to another place in the folder. In Hugging Face's cache, where a snapshot
-    consists of links, it may lead to the files of the same model. Raises UserError for a name or a
-    link that leads out of the folder."""
-    path = os.path.join(folder, name)
-    target = Path(os.path.realpath(path))
-    # in the cache, models--NAME of models--NAME/snapshots/REVISION
-    allowed = Path(os.path.realpath(folder))
-    for snapshots in allowed.parents:
-        if snapshots.name == 'snapshots' and snapshots.parent.name.startswith('models--'):
-            allowed = snapshots.parent
-            break
-    if not target.is_relative_to(allowed):
-        raise UserError(f'{printable(path)} is not read: it leads out of its folder, to '
-                        f'{printable(str(target))}; if you trust it, put a copy into the folder')
-    return path
-
-
 def printable(name):
     """Returns a name from a stranger's file as it fits a message of one line: with what is not
     printable escaped, and cut off after 200 characters."""
@@ -497,7 +476,7 @@ def check_flags(flags):
         check_choice(name, flags[name], choices)
     if not flags['out_dir']:
         raise UserError('out_dir is empty; name a folder')
-    check_url('out_dir', flags['out_dir'])
+    is_in_bucket('out_dir', flags['out_dir'])  # refuses other URLs
     for name in ('lora_alpha', 'beta'):
         if not 0 < flags[name] < math.inf:
             raise UserError(f'{name} must be above 0, not {flags[name]}')
@@ -579,10 +558,11 @@ def is_url(path):
     return bool(re.match('[A-Za-z][A-Za-z0-9+.-]+://', path))
 
 
-def check_url(flag, path):
-    """Raises UserError for a URL that is not gs://, the one kind that is read and written."""
+def is_in_bucket(flag, path):
+    """Returns whether the path that a flag gives is gs://bucket/folder. Raises UserError for any
+    other URL: none is read or written."""
     if not is_url(str(path)) or str(path).startswith('gs://'):
-        return
+        return is_url(str(path))
     why = 'it is none of gs://'
     if str(path).startswith('s3://'):
         why = ('Orbax 0.12, which writes the checkpoints, takes s3:// for a folder on this disk '

@@ -30,16 +30,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax_flags import DTYPES, UserError, check_choice, is_url, read_json, write_json
 from jax_hub.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Halves, make_adapter
 from jax_hub.families import (
-    COMPOSITE, GPT2_FIXED, GPT2_SIZES, HF_ACTIVATIONS, make_config, read_config)
-from jax_hub.folders import (
-    PUBLISHED, find_config_json, kept_config_json, local_path, new_folder, read_config_json,
-    weight_file)
+    COMPOSITE, GPT2_FIXED, GPT2_SIZES, HF_ACTIVATIONS, read_config)
+from jax_hub.folders import PUBLISHED, kept_config_json, local_path, new_folder
 from jax_hub.gguf_files import GGUF_DTYPES, write_gguf
 from jax_hub.tokenizers import copy_tokenizer, load_tokenizer
-from jax_hub.torch_files import is_state_dict, read_torch_checkpoint
 from jax_hub.weights import (
-    aligned_empty, check_tensors, common_dtype, dequantize_lazily, read_block, read_tensors,
-    require_keys, write_safetensors, write_shards)
+    check_tensors, common_dtype, open_model, write_safetensors, write_shards)
 from jax_transformer import GPT, GPTConfig
 
 # keys of config.json that name tokens
@@ -739,6 +735,15 @@ def assemble_parameter(parts, shape, dtype):
     return array
 
 
+def aligned_empty(shape, dtype):
+    """Returns an array like np.empty, at a multiple of 64 bytes: a CPU device takes such an array
+    over, and copies others."""
+    n_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+    buffer = np.empty(n_bytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start:start + n_bytes].view(dtype).reshape(shape)
+
+
 def release_pages(tensors):
     """Lets go of the pages of memory-mapped files, which count as this process's memory."""
     for tensor in tensors:
@@ -799,34 +804,3 @@ def checksum_of_weights(source, config):
 
     load_pretrained(source, place=place)
     return crc
-
-
-def open_model(path_or_name):
-    """Returns (config, family, {name: array}, file of the weights) of what load_pretrained reads.
-    The arrays of safetensors are memory-mapped, and what is quantized dequantizes when it is
-    indexed."""
-    file = weight_file(local_path(path_or_name))
-    source = find_config_json(file)
-    if source is None:
-        config, tensors = read_nanogpt(file)
-        return config, 'nanogpt', tensors, file
-    hf = read_config_json(os.path.dirname(source))
-    config, family = read_config(hf, source)
-    tensors = dequantize_lazily(read_tensors(file), read_block(hf, source), file)
-    return config, family, tensors, file
-
-
-def read_nanogpt(path):
-    """Returns (config, {name: array}) of a ckpt.pt that nanoGPT's train.py wrote."""
-    checkpoint = read_torch_checkpoint(path)
-    require_keys(['model', 'model_args'], checkpoint, path, 'a checkpoint of nanoGPT')
-    args, tensors = checkpoint['model_args'], checkpoint['model']
-    require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
-    # nanoGPT's first checkpoints lack the entry; they have biases
-    bias = args.get('bias') is not False
-    fields = {name: args[name] for name in GPT2_SIZES}
-    config = make_config({**fields, 'bias': bias}, path)
-    if not is_state_dict(tensors):
-        raise UserError(f'{path} does not hold a state dict, names with their tensors')
-    # torch.compile's prefix
-    return config, {name.removeprefix('_orig_mod.'): x for name, x in tensors.items()}

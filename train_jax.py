@@ -119,7 +119,8 @@ import numpy as np
 import optax
 
 from jax_devices.layout import setup_distributed_training, split_batch
-from jax_devices.processes import StopSignal, initialize_distributed, signal_name
+from jax_devices.processes import (
+    StopSignal, check_agreement, initialize_distributed, signal_name)
 from jax_devices.setup import (
     Profile, Stopwatch, configure_process, device_peak_flops, is_synchronous)
 from jax_run.checkpoints import run_folder
@@ -139,6 +140,10 @@ clock = Stopwatch()
 imports_s = clock.start - started
 initialize_distributed(
     flags['coordinator_address'], flags['num_processes'], flags['process_id'])
+# all processes train alike; each may have its own paths, if the content is the same
+own = {'process_id', 'out_dir', 'dataset'}
+shared = {name: value for name, value in flags.items() if name not in own}
+check_agreement('flags', {**shared, 'the list of given flags': sorted(given.keys() - own)})
 is_master = jax.process_index() == 0  # the process that prints and writes the logs
 if not is_master:
     sys.stdout = open(os.devnull, 'w')

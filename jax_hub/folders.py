@@ -5,8 +5,9 @@ import logging
 import os
 import re
 import shutil
+from pathlib import Path
 
-from jax_flags import UserError, path_inside, read_json
+from jax_flags import UserError, printable, read_json
 
 # Models on the Hugging Face hub that have a short name: openai-community/<name>.
 PUBLISHED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
@@ -39,6 +40,27 @@ def import_transformers():
         raise UserError('a Hugging Face folder is read by the package transformers: '
                         'pip install "transformers>=5.23,<6"') from None
     return transformers
+
+
+def path_inside(folder, name):
+    """Returns the path of the file or folder `name` in a folder that may be a stranger's. It need
+    not be there.
+
+    A link may lead to another place in the folder. In Hugging Face's cache, where a snapshot
+    consists of links, it may lead to the files of the same model. Raises UserError for a name or a
+    link that leads out of the folder."""
+    path = os.path.join(folder, name)
+    target = Path(os.path.realpath(path))
+    # in the cache, models--NAME of models--NAME/snapshots/REVISION
+    allowed = Path(os.path.realpath(folder))
+    for snapshots in allowed.parents:
+        if snapshots.name == 'snapshots' and snapshots.parent.name.startswith('models--'):
+            allowed = snapshots.parent
+            break
+    if not target.is_relative_to(allowed):
+        raise UserError(f'{printable(path)} is not read: it leads out of its folder, to '
+                        f'{printable(str(target))}; if you trust it, put a copy into the folder')
+    return path
 
 
 # -----------------------------------------------------------------------------

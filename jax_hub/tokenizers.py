@@ -8,9 +8,9 @@ import shutil
 import numpy as np
 
 from jax_flags import (
-    SAMPLING_NAMES, UserError, path_inside, read_json, whole_characters, write_json)
+    SAMPLING_NAMES, UserError, read_json, whole_characters, write_json)
 from jax_hub.chats import encode_training_chat, read_chat, render
-from jax_hub.folders import import_transformers, read_config_json, text_config
+from jax_hub.folders import import_transformers, path_inside, read_config_json, text_config
 
 # the class of transformers that reads tokenizer.json as it is, and adds nothing
 AS_FILED = 'PreTrainedTokenizerFast'

@@ -43,19 +43,14 @@ def read_torch_checkpoint(path):
             'path)') from None
 
 
-def read_state_dict(path):
-    """Returns {name: array} of a file of torch.save that holds tensors by their names, such as
-    pytorch_model.bin."""
-    tensors = read_torch_checkpoint(path)
-    if not is_state_dict(tensors):
+def state_dict(tensors, path):
+    """Returns an object of read_torch_checkpoint(path) if it is a state dict, {name: array}. Raises
+    UserError for any other."""
+    is_state_dict = isinstance(tensors, dict) and all(
+        isinstance(name, str) and isinstance(x, np.ndarray) for name, x in tensors.items())
+    if not is_state_dict:
         raise UserError(f'{path} does not hold a state dict, names with their tensors')
     return tensors
-
-
-def is_state_dict(tensors):
-    """Returns whether an object of read_torch_checkpoint is a dict of names and arrays."""
-    return isinstance(tensors, dict) and all(
-        isinstance(name, str) and isinstance(x, np.ndarray) for name, x in tensors.items())
 
 
 class Storage(NamedTuple):

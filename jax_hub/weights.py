@@ -1,4 +1,5 @@
-"""Weights of any model on disk: safetensors, shards, MXFP4 and fp8 blocks, torch.save."""
+"""A model of others on disk: its config and its tensors, in safetensors, shards, MXFP4 and fp8
+blocks, or of torch.save."""
 import json
 import math
 import os
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from jax_flags import DTYPES, UserError, ceil_div, path_inside, printable, read_json, write_json
-from jax_hub.torch_files import read_state_dict
+from jax_flags import DTYPES, UserError, ceil_div, printable, read_json, write_json
+from jax_hub.families import GPT2_SIZES, make_config, read_config
+from jax_hub.folders import find_config_json, local_path, path_inside, read_config_json, weight_file
+from jax_hub.torch_files import read_torch_checkpoint, state_dict
 
 FLOATS = ('float32', 'bfloat16', 'float16', 'float64')  # names of dtypes
 
@@ -73,15 +76,6 @@ def common_dtype(arrays):
     return 'float32'
 
 
-def aligned_empty(shape, dtype):
-    """Returns an array like np.empty, at a multiple of 64 bytes: a CPU device takes such an array
-    over, and copies others."""
-    n_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
-    buffer = np.empty(n_bytes + 64, np.uint8)
-    start = -buffer.ctypes.data % 64
-    return buffer[start:start + n_bytes].view(dtype).reshape(shape)
-
-
 def require_keys(keys, values, source, what):
     """Raises UserError unless `values` is a dict with all `keys`.
 
@@ -92,6 +86,39 @@ def require_keys(keys, values, source, what):
         missing = ['keys']
     if missing:
         raise UserError(f'{source} lacks {", ".join(missing)}, so it is not {what}')
+
+
+# -----------------------------------------------------------------------------
+# a model on disk
+
+def open_model(path_or_name):
+    """Returns (config, family, {name: array}, file of the weights) of what load_pretrained reads.
+    The arrays of safetensors are memory-mapped, and what is quantized dequantizes when it is
+    indexed."""
+    file = weight_file(local_path(path_or_name))
+    source = find_config_json(file)
+    if source is None:
+        config, tensors = read_nanogpt(file)
+        return config, 'nanogpt', tensors, file
+    hf = read_config_json(os.path.dirname(source))
+    config, family = read_config(hf, source)
+    tensors = dequantize_lazily(read_tensors(file), read_block(hf, source), file)
+    return config, family, tensors, file
+
+
+def read_nanogpt(path):
+    """Returns (config, {name: array}) of a ckpt.pt that nanoGPT's train.py wrote."""
+    checkpoint = read_torch_checkpoint(path)
+    require_keys(['model', 'model_args'], checkpoint, path, 'a checkpoint of nanoGPT')
+    args = checkpoint['model_args']
+    require_keys(GPT2_SIZES, args, f"{path}'s model_args", 'a checkpoint of nanoGPT')
+    # nanoGPT's first checkpoints lack the entry; they have biases
+    bias = args.get('bias') is not False
+    fields = {name: args[name] for name in GPT2_SIZES}
+    config = make_config({**fields, 'bias': bias}, path)
+    # torch.compile's prefix
+    tensors = state_dict(checkpoint['model'], path)
+    return config, {name.removeprefix('_orig_mod.'): x for name, x in tensors.items()}
 
 
 # -----------------------------------------------------------------------------
@@ -107,7 +134,7 @@ def read_tensors(file):
 def read_weight_file(file):
     """Returns {name: array} of a pytorch_model.bin, of a safetensors file, or of a shard."""
     if file.endswith('.bin'):
-        return read_state_dict(file)
+        return state_dict(read_torch_checkpoint(file), file)
     return read_safetensors(file)
 
 

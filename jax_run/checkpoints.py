@@ -15,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_devices.processes import gather_texts
 from jax_flags import (
-    UserError, check_choice, check_url, exit_if_peer_died, is_url, path_inside, printable,
-    read_json, write_text)
+    UserError, check_choice, exit_if_peer_died, is_in_bucket, is_url, printable, read_json,
+    write_text)
+from jax_hub.folders import path_inside
 from jax_hub.tokenizers import locate_tokenizer
 from jax_train_utils import WEIGHTS
 from jax_transformer import GPTConfig
@@ -43,11 +44,10 @@ SAVE_SECONDS = 10**6
 def run_folder(out_dir):
     """Returns the folder of a run: a DiskRun, or for gs://bucket/run a BucketRun, which has the same
     methods. Raises UserError for a URL that is neither, and a bucket that cannot be read."""
-    if not is_url(str(out_dir)):
-        return DiskRun(out_dir)
-    check_url('out_dir', out_dir)
-    from jax_run.buckets import bucket_run
-    return bucket_run(str(out_dir))
+    if is_in_bucket('out_dir', out_dir):
+        from jax_run.buckets import bucket_run
+        return bucket_run(str(out_dir))
+    return DiskRun(out_dir)
 
 
 class DiskRun:
@@ -304,8 +304,8 @@ def read_val_loss(step):
     if not path.exists():
         return math.inf
     try:
-        val_loss = float(read_json(path)['val_loss'])
-    except (KeyError, TypeError, ValueError, OSError, OverflowError):  # a UserError is a ValueError
+        val_loss = float(json.loads(path.read_bytes())['val_loss'])
+    except (KeyError, TypeError, ValueError, OSError, OverflowError, RecursionError):
         return -math.inf
     if not math.isfinite(val_loss):
         return -math.inf

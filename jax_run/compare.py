@@ -3,7 +3,7 @@ import math
 import statistics
 from pathlib import Path
 
-from jax_flags import UserError, check_choice, check_url, is_url, read_json
+from jax_flags import UserError, check_choice, is_in_bucket, read_json
 from jax_run.log import read_metrics
 
 # the flags that no update depends on
@@ -28,8 +28,7 @@ def compare_runs(folders, x='iterations'):
 
 def files_of(folder):
     """Returns the folder with the files of a run: itself, or of a bucket a copy on this disk."""
-    check_url('a run', str(folder))
-    if not is_url(str(folder)):
+    if not is_in_bucket('a run', folder):
         return Path(folder)
     from jax_run.buckets import bucket_run
     return bucket_run(str(folder)).files

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_flags import UserError, check_url, is_url, read_json
+from jax_flags import UserError, is_in_bucket, read_json
 from jax_hub.tokenizers import locate_tokenizer, same_tokens
 
 
@@ -213,10 +213,9 @@ def load_ends(path, n_tokens):
 def parse_mixture(dataset, root):
     """Returns {folder: fraction} for the flag --dataset: a folder, by its name under `root` or its
     path, or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
-    check_url('dataset', dataset)
+    is_one_url = is_in_bucket('dataset', dataset) and dataset.count(':') == 1
     if ':' not in dataset or (Path(root) / dataset).is_dir():
         return {Path(root) / dataset: 1.0}
-    is_one_url = is_url(dataset) and dataset.count(':') == 1
     if is_one_url:
         return {dataset_folder(dataset, root): 1.0}
 
@@ -240,8 +239,7 @@ def parse_mixture(dataset, root):
 def dataset_folder(name, root):
     """Returns the folder of a data set, given its name under `root` or its path. That of
     gs://bucket/folder is a copy on this machine, which is fetched if it is not there."""
-    check_url('dataset', name)
-    if not is_url(name):
+    if not is_in_bucket('dataset', name):
         return Path(root) / name
     from jax_run.buckets import fetch_dataset
     return fetch_dataset(name)

@@ -35,8 +35,8 @@ from jax_devices.layout import fit_sizes
 from jax_devices.processes import check_agreement, in_all_processes, in_first_process
 from jax_devices.setup import setup_jax_environment
 from jax_flags import (
-    UserError, ceil_div, check_flags, check_given, check_needs, check_url, decays_learning_rate,
-    did_you_mean, is_url, rising_learning_rate)
+    UserError, ceil_div, check_flags, check_given, check_needs, decays_learning_rate,
+    did_you_mean, is_in_bucket, rising_learning_rate)
 from jax_hub.folders import PUBLISHED, is_hub_name, local_path
 from jax_hub.tokenizers import check_tokens, describe_tokenizer, remedy_for_tokens, same_tokens
 from jax_pretrained import load_config
@@ -126,8 +126,7 @@ def open_run(flags, given, data_root):
 def check_init_from(source):
     """Raises UserError for a word, file or folder that is not there, before the data is opened."""
     words = ('scratch', 'resume', 'auto')
-    check_url('init_from', source)
-    is_there = is_url(source) or os.path.exists(os.path.expanduser(source))
+    is_there = is_in_bucket('init_from', source) or os.path.exists(os.path.expanduser(source))
     if source in words or is_hub_name(source) or is_there:
         return
     known = [*words, *PUBLISHED]
@@ -383,12 +382,6 @@ def resolve_flags(flags, given):
     Returns (flags, the metadata of the checkpoint that is resumed or None, the devices, the
     compute dtype). Raises UserError for flags that are out of range, ask for another architecture
     or optimizer than the checkpoint's, or for devices that are not here."""
-    if jax.process_count() > 1:
-        # each process may have its own of these, if the content is the same
-        own = ('process_id', 'out_dir', 'dataset')
-        shared = {name: value for name, value in flags.items() if name not in own}
-        shared['the list of given flags'] = sorted(given.keys() - own)
-        check_agreement('flags', shared)
     out_dir = flags['out_dir']
     if flags['init_from'] in ('resume', 'auto') and not flags['eval_only']:
         # a run that died may be about to save a checkpoint until its lock is free
@@ -398,8 +391,7 @@ def resolve_flags(flags, given):
         init_from = 'resume' if steps else 'scratch'
         flags = {**flags, 'init_from': init_from}
         given = {**given, 'init_from': init_from}
-    if jax.process_count() > 1:
-        check_agreement('out_dir', {'init_from': flags['init_from'], 'checkpoints': steps})
+    check_agreement('out_dir', {'init_from': flags['init_from'], 'checkpoints': steps})
     resumed = None
     if flags['init_from'] == 'resume':
         _, resumed = choose_checkpoint(out_dir)

@@ -12,7 +12,8 @@ import pytest
 
 from jax_flags import (
     NEEDS, UserError, check_given, check_needs, config_block, exit_if_peer_died, exit_on_user_error, is_url, read_flags,
-    read_text, path_inside, rising_learning_rate, write_text)
+    read_text, rising_learning_rate, write_text)
+from jax_hub.folders import path_inside
 from tests.common import ROOT, start
 
 # -----------------------------------------------------------------------------
