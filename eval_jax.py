@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from jax_flags import (
-    UserError, check_needs, check_source, read_flags, read_text, start_script, write_text)
+    UserError, check_needs, check_source, parse_json, read_flags, read_text, start_script, write_text)
 from jax_hub.folders import path_inside
 
 # -----------------------------------------------------------------------------
@@ -94,10 +94,7 @@ def read_items(path, kind=''):
 
 def read_item(line, kind):
     """Returns the item of a line, with its 'kind'. Raises UserError."""
-    try:
-        item = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f'not JSON ({error})') from None
+    item = parse_json(line, 'it')
     kind = find_kind(item, kind)
     keys = KINDS[kind]
 

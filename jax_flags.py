@@ -5,6 +5,7 @@ This file imports no jax, so that --help and a wrong flag are answered at once: 
 a second."""
 import ast
 import atexit
+import contextlib
 import dataclasses
 import difflib
 import errno
@@ -19,6 +20,11 @@ import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 # The types in which a model can be computed.
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -84,14 +90,43 @@ def write_text(path, text):
         path.write_text(text, encoding='utf-8')
         return
 
-    # Another file, which then gets the name.
-    partial = path.with_name(f'{path.name}.tmp-{os.getpid()}')
-    partial.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path) as unfinished:
+        Path(unfinished).write_text(text, encoding='utf-8')
+
+
+@contextlib.contextmanager
+def new_file(path):
+    """Gives the path of a file to write, which gets the name `path` at the end of the block, if that
+    does not fail: what has the name is complete."""
+    unfinished = f'{path}.tmp-{os.getpid()}'
     try:
-        partial.write_text(text, encoding='utf-8')
-        os.replace(partial, path)
+        yield unfinished
+        os.replace(unfinished, path)
     finally:
-        partial.unlink(missing_ok=True)
+        Path(unfinished).unlink(missing_ok=True)
+
+
+def lock_file(file, *, wait=False):
+    """Locks an open file for this process until it is closed: the system lets go of it when the
+    process ends, however that happens. Returns whether it has; not if another process has it, which
+    wait=True waits for. Where there are no locks nothing is locked."""
+    try:
+        if fcntl:
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
+
+
+def parse_json(text, name):
+    """Returns the value of a JSON text. Raises UserError, which begins with the name."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'{name} is not JSON ({error})') from None
 
 
 def read_json(path, *, optional=False):
@@ -99,11 +134,7 @@ def read_json(path, *, optional=False):
     Raises UserError if it cannot be read."""
     if optional and not os.path.exists(path):
         return {}
-    text = read_text(path)
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f'{path} is not JSON ({error}); copy or download it again') from None
+    values = parse_json(read_text(path), path)
     if not isinstance(values, dict):
         raise UserError(f'{path} is not a JSON object; copy or download it again')
     return values
@@ -538,11 +569,7 @@ class Sampling:
         names = [field.name for field in dataclasses.fields(cls)]
         values = {name: flags[name] for name in names if name in flags}
         if values['stop'].startswith('['):
-            try:
-                values['stop'] = json.loads(values['stop'])
-            except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f'stop begins with [ and is not a list in JSON ({error})') from None
+            values['stop'] = parse_json(values['stop'], 'stop begins with [ and')
             if not all(isinstance(text, str) for text in values['stop']):
                 raise UserError(f'stop must be a list of texts, not {values["stop"]}')
         return cls(**values)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np  # the rest is imported where it is needed: most scripts need little
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from jax_flags import UserError, exit_on_user_error
+from jax_flags import UserError, exit_on_user_error, new_file
 
 sys.excepthook = exit_on_user_error
 SHAKESPEARE = ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/'
@@ -82,8 +82,8 @@ def download(url, path):
     except OSError as e:
         fail(f'cannot download {url} ({e}); save it by hand as {path}, or name a text file of your '
              'own')
-    Path(f'{path}.part').write_bytes(content)
-    os.replace(f'{path}.part', path)
+    with new_file(path) as unfinished:
+        Path(unfinished).write_bytes(content)
 
 
 # -----------------------------------------------------------------------------

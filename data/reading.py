@@ -4,11 +4,10 @@ import contextlib
 import csv
 import io
 import itertools
-import json
 import lzma
 import os
 
-from jax_flags import UserError
+from jax_flags import UserError, parse_json
 
 ROW_ENDINGS = ('.json', '.jsonl', '.ndjson', '.csv', '.tsv', '.parquet')
 PACKED_ENDINGS = ('.gz', '.zst', '.bz2', '.xz')
@@ -91,14 +90,6 @@ def read_json_rows(path):
         for where, line in numbered('line', itertools.chain([first], file)):
             if line.strip():
                 yield where, parse_json(line, f'{path}, {where}')
-
-
-def parse_json(text, name):
-    """Returns the value of a JSON text. Raises UserError, which begins with the name."""
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f'{name} is not JSON ({error})') from None
 
 
 def read_table(path):

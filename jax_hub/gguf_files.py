@@ -3,13 +3,14 @@ The package gguf has the names of tensors and of settings.
 
 Reference: https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
 """
+import contextlib
 import json
 import logging
 import os
 
 import numpy as np
 
-from jax_flags import UserError
+from jax_flags import UserError, new_file
 
 GGUF_DTYPES = ('float32', 'float16', 'q8_0')
 
@@ -83,27 +84,22 @@ def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenize
     architecture = ARCHITECTURES[family]
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[architecture], config.n_layer)
-    unfinished = f'{path}.tmp-{os.getpid()}'
-    writer = gguf.GGUFWriter(unfinished, architecture, use_temp_file=True)
     try:
-        add_settings(writer, config, family)
-        add_tokenizer(writer, gguf.TokenType, tokenizer, config.vocab_size)
-        for name in names_on_disk:
-            theirs = names.get_name(name, try_suffixes=('.weight', '.bias'))
-            x = np.ascontiguousarray(make_tensor(name), np.float32)
-            kind = tensor_type(theirs, x.shape, dtype, gguf.GGMLQuantizationType)
-            writer.add_tensor(theirs, gguf.quantize(x, kind), raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        os.replace(unfinished, path)
+        with new_file(path) as unfinished:
+            writer = gguf.GGUFWriter(unfinished, architecture, use_temp_file=True)
+            with contextlib.closing(writer):
+                add_settings(writer, config, family)
+                add_tokenizer(writer, gguf.TokenType, tokenizer, config.vocab_size)
+                for name in names_on_disk:
+                    theirs = names.get_name(name, try_suffixes=('.weight', '.bias'))
+                    x = np.ascontiguousarray(make_tensor(name), np.float32)
+                    kind = tensor_type(theirs, x.shape, dtype, gguf.GGMLQuantizationType)
+                    writer.add_tensor(theirs, gguf.quantize(x, kind), raw_dtype=kind)
+                writer.write_header_to_file()
+                writer.write_kv_data_to_file()
+                writer.write_tensors_to_file()
     except OSError as error:
         raise UserError(f'cannot write {path}: {error}') from None
-    finally:
-        writer.close()
-        if os.path.exists(unfinished):
-            os.remove(unfinished)
 
 
 def add_settings(writer, config, family):

@@ -18,12 +18,7 @@ import time
 import uuid
 from pathlib import Path
 
-from jax_flags import UserError, read_json, write_json
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from jax_flags import UserError, lock_file, read_json, write_json
 
 # Seconds without a renewal after which the lease of a run is free.
 LEASE = float(os.environ.get('JAX_TRANSFORMER_LEASE', 60))
@@ -387,8 +382,7 @@ def fetch_dataset(url):
     target = Path(os.environ.get('JAX_TRANSFORMER_DATA', default)) / source.path
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(f'{target}.lock', 'w') as file:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(file, wait=True)
         objects = {name: checksum(details) for name, details in source.list().items()}
         if 'train.bin' not in objects:
             raise UserError(f'there is no {source.url}/train.bin; upload a data set, as with: '

@@ -15,17 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_devices.processes import gather_texts
 from jax_flags import (
-    UserError, check_choice, exit_if_peer_died, is_in_bucket, is_url, printable, read_json,
-    write_text)
+    UserError, check_choice, exit_if_peer_died, is_in_bucket, is_url, lock_file, printable,
+    read_json, write_text)
 from jax_hub.folders import path_inside
 from jax_hub.tokenizers import locate_tokenizer
 from jax_train_utils import WEIGHTS
 from jax_transformer import GPTConfig
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 # The folders of a checkpoint, each set of weights one, so that sampling can restore one alone; those
 # that a model needs; and the name of a checkpoint that Orbax is writing, in ATOMIC_RENAME.
@@ -89,20 +84,14 @@ class DiskRun:
         it is closed: the open file."""
         path = self.files / 'lock'
         try:
-            # Take it: the system lets go of it when this process ends, however that happens.
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, 'a')
         except OSError as error:
             raise UserError(f'cannot write to {path.parent}: {error.strerror}; choose another '
                             '--out_dir') from error
-        try:
-            if fcntl:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
+        if not lock_file(file):
             raise UserError(f'{path.parent} is in use by {path.read_text()}; choose another '
-                            '--out_dir') from None
-        except OSError:
-            pass  # a file system without locks
+                            '--out_dir')
 
         # Say who has it, to the processes that look for it.
         file.truncate(0)

@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_flags import UserError, ceil_div, write_text
+from jax_flags import UserError, ceil_div, new_file, write_text
 
 # functions of a Run, called when its log begins and after each evaluation: see jax_run/notebook.py
 watchers = []
@@ -338,6 +337,5 @@ def plot_losses(out_dir):
     axes.autoscale_view()
     axes.legend(handles=[line for line in lines.values() if len(line.get_xdata())])
 
-    # The image appears when it is complete.
-    figure.savefig(Path(out_dir) / 'loss.tmp.png', dpi=120)
-    os.replace(Path(out_dir) / 'loss.tmp.png', Path(out_dir) / 'loss.png')
+    with new_file(Path(out_dir) / 'loss.png') as unfinished:
+        figure.savefig(unfinished, dpi=120, format='png')

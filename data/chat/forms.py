@@ -2,8 +2,7 @@
 import itertools
 from typing import NamedTuple
 
-from jax_flags import UserError
-from reading import parse_json
+from jax_flags import UserError, parse_json
 
 WEIGHTS = ('weight', 'train', 'loss')  # what says of a message whether it counts
 ROLES = {  # ShareGPT's "from"

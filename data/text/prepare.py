@@ -22,13 +22,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
     TOKENIZER_HELP, choose_vocabulary, create_encoder, create_parser, cut, fail, finish_data_set,
     join, positive)
-from jax_flags import read_json, whole_characters, write_json
+from jax_flags import lock_file, read_json, whole_characters, write_json
 from reading import ROW_ENDINGS, ending, read_blocks, read_rows
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 FEW = 20  # documents: of fewer, each has a part in train and in val
 # bpe:N learns from about as much of larger inputs, taken evenly from the train part
@@ -167,19 +162,6 @@ def in_batches(pieces, size):
     yield batch
 
 
-def lock(file, folder):
-    """Keeps other processes from writing into the folder of this open file. Raises UserError if one
-    does."""
-    try:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f'another process prepares a data set in {folder}; wait for it, or choose another '
-             '--out_dir')
-    except OSError:
-        pass  # a file system without locks
-
-
 def by_split(lengths):
     """Returns the lengths of train and val apart, of those that are negative in val."""
     return {'train': lengths[lengths >= 0], 'val': -lengths[lengths < 0]}
@@ -207,7 +189,9 @@ def write_tokens(folder, source, texts, vocabulary, num_threads):
     with contextlib.ExitStack() as stack:
         *files, log = [stack.enter_context(open(os.path.join(folder, f'{name}.part.bin'), 'ab'))
                        for name in ('train', 'val', 'lengths')]
-        lock(log, folder)
+        if not lock_file(log):
+            fail(f'another process prepares a data set in {folder}; wait for it, or choose '
+                 'another --out_dir')
         source_path = os.path.join(folder, 'source.part.json')
         if read_json(source_path, optional=True) != source:
             log.truncate(0)
