@@ -47,6 +47,10 @@ class Controls(struct.PyTreeNode):
     repetition_penalty: Any = None
 
 
+# {control: the value, beside None, with which it is off}
+OFF = {'temperature': 0, 'top_k': 0, 'top_p': 1, 'min_p': 0, 'repetition_penalty': 1}
+
+
 def create_controls(config, sampling):
     """Returns the Controls of a Sampling. Raises UserError for values that make no sense."""
     sampling.check()
@@ -54,18 +58,12 @@ def create_controls(config, sampling):
     if not 0 < n_vocab <= config.vocab_size:
         raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
     controls = {}
+    for name, off in OFF.items():
+        value = getattr(sampling, name)
+        if value not in (None, off):
+            controls[name] = np.float32(value)
     if np.size(sampling.stop_tokens):
         controls['stop_tokens'] = np.ravel(sampling.stop_tokens).astype(np.int32)
-    if sampling.temperature:
-        controls['temperature'] = np.float32(sampling.temperature)
-    if sampling.top_k:
-        controls['top_k'] = np.float32(min(sampling.top_k, n_vocab))
-    if sampling.top_p not in (None, 1):
-        controls['top_p'] = np.float32(sampling.top_p)
-    if sampling.min_p:
-        controls['min_p'] = np.float32(sampling.min_p)
-    if sampling.repetition_penalty not in (None, 1):
-        controls['repetition_penalty'] = np.float32(sampling.repetition_penalty)
     return Controls(n_vocab, **controls)
 
 
@@ -415,11 +413,11 @@ class Decoder:
         of the longest row at its end."""
         # the model, and behind it the draft model if there is one
         self.state = commit(state, params)
-        self.weights, self.configs = (params,), (config,)
         self.n_draft = sampling.n_draft
+        models = [(params, config)]
         if draft and self.n_draft:
-            draft_params, draft_config = draft
-            self.weights, self.configs = (params, draft_params), (config, draft_config)
+            models.append(draft)
+        self.weights, self.configs = zip(*models)
         self.longest = longest
         self.block_size = config.block_size
         # the longest row that the KV cache can continue: learned positions end, those of RoPE do

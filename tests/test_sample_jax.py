@@ -175,7 +175,7 @@ def test_resuming_or_sampling_nothing_is_refused(tmp_path):
     (['--system=x'], 'nothing reads system=x without a chat'),
     (['--output=.'], 'output=. is a folder'),
     (['--init_from=gpt2'], 'out_dir is of a run, and init_from=gpt2 is another model'),
-    ([f'--stop={"[" * 100_000}'], 'stop begins with .* and is not a list'),
+    ([f'--stop={"[" * 100_000}'], 'stop begins with .* and is not JSON'),
     (['--quantize=int4'], "quantize must be one of int8, not 'int4'"),
     (['--cache_dtype=int4'], 'cache_dtype must be one of'),
     (['--n_draft=16'], r'n_draft must be between 0 \(no speculation\) and 15, not 16'),
