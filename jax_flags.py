@@ -113,7 +113,8 @@ def lock_file(file, *, wait=False):
     wait=True waits for. Where there are no locks nothing is locked."""
     try:
         if fcntl:
-            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # not lockf, whose lock goes when this process reads the file and closes it
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except (BlockingIOError, PermissionError):
         return False
     except OSError:
