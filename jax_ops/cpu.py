@@ -219,23 +219,19 @@ def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
     n_ranks = mesh.shape['tensor'] if mesh else 1
     by_outputs = n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0
     by_inputs = n_ranks > 1 and tp == ROW_PARALLEL and x_RxI.shape[1] % n_ranks == 0
-    if not by_outputs and not by_inputs:
-        return multiply(x_RxI, w_OxI)
-
-    if by_outputs:  # each rank has some outputs
-        multiply_shard = jax.shard_map(
-            multiply, in_specs=(Spec(), Spec('tensor')), out_specs=Spec(None, 'tensor'),
-            axis_names={'tensor'}, check_vma=False)
-        return multiply_shard(x_RxI, w_OxI)
 
     def sum_over_ranks(x_RxI, w_OxI):
         return jax.lax.psum(multiply(x_RxI, w_OxI), 'tensor')
 
-    # each rank has some inputs, and a part of every sum
-    multiply_shard = jax.shard_map(
-        sum_over_ranks, in_specs=(Spec(None, 'tensor'), Spec(None, 'tensor')), out_specs=Spec(),
-        axis_names={'tensor'}, check_vma=False)
-    return multiply_shard(x_RxI, w_OxI)
+    if by_outputs:  # each rank has some outputs
+        f, in_specs, out_specs = multiply, (Spec(), Spec('tensor')), Spec(None, 'tensor')
+    elif by_inputs:  # each rank has some inputs, and a part of every sum
+        f, in_specs, out_specs = sum_over_ranks, Spec(None, 'tensor'), Spec()
+    else:
+        return multiply(x_RxI, w_OxI)
+    multiply_shards = jax.shard_map(
+        f, in_specs=in_specs, out_specs=out_specs, axis_names={'tensor'}, check_vma=False)
+    return multiply_shards(x_RxI, w_OxI)
 
 
 def int16_levels(n):

@@ -184,7 +184,9 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
     way: see choose_experts. Few rows of decoding are computed one by one on a CPU, with weights as
     convert_params_for_decoding makes them; all others in blocks of one expert each."""
     has_all_experts = current_mesh() is None  # on a mesh a device has only some
-    are_few = all(can_be_chosen(w, len(expert_R)) for w in matrices(weights))
+    leaves = jax.tree.leaves(weights, is_leaf=is_stack)
+    matrices = [leaf for leaf in leaves if is_stack(leaf) or leaf.ndim > 2]  # without biases [E, O]
+    are_few = all(can_be_chosen(matrix, len(expert_R)) for matrix in matrices)
     if way != 'loop' or not has_all_experts or not are_few:
         return experts_in_blocks(f, way, weights, x_RxD, expert_R)
     one_by_one = functools.partial(experts_one_by_one, f)
@@ -204,12 +206,6 @@ def experts_one_by_one(f, weights, x_RxD, expert_R):
 def is_stack(x):
     """Tells whether x is a stack of matrices as decoding has them."""
     return isinstance(x, (Int8, Transposed))
-
-
-def matrices(weights):
-    """Returns the stacks of matrices, without the biases [E, O], in a tree of weights."""
-    leaves = jax.tree.leaves(weights, is_leaf=is_stack)
-    return [leaf for leaf in leaves if is_stack(leaf) or leaf.ndim > 2]
 
 
 def experts_in_blocks(f, way, weights, x_RxD, expert_R):

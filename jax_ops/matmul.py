@@ -95,19 +95,17 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
 
     # the gradient of x
     y = all_gather_param(y_stored, x.dtype, tp).astype(x.dtype)
-    if transpose_rhs:
-        dx = matmul_f32_acc(g, y)
-    else:
-        dx = matmul_f32_acc(g, transpose_materialized(y))
+    if not transpose_rhs:
+        y = transpose_materialized(y)
+    dx = matmul_f32_acc(g, y)
 
     # the gradient of y: of a kernel, a sum over all rows
     if y.ndim == 2:
         x = x.reshape(-1, x.shape[-1])
         g = g.reshape(-1, g.shape[-1])
-    if transpose_rhs:
-        dy = weight_grad(g, x, y_stored.dtype)
-    else:
-        dy = weight_grad(x, g, y_stored.dtype)
+    if transpose_rhs:  # (x.T g).T
+        x, g = g, x
+    dy = weight_grad(x, g, y_stored.dtype)
     if tp:
         dy = shard(dy, *tp[0])  # reduce-scattered to the stored shard
     return dx, dy
@@ -203,13 +201,14 @@ def linear(x, kernel, bias=None, *, tp=()):
     if is_on_mesh and tp == COLUMN_PARALLEL:
         x = gather_positions(x)
     if isinstance(kernel, Int8):
-        y = matmul_int8(x, kernel.values, kernel.scale, tp).astype(x.dtype)
+        y = matmul_int8(x, kernel.values, kernel.scale, tp)
     elif isinstance(kernel, Transposed):
-        y = matmul_nt(x, kernel.values).astype(x.dtype)
+        y = matmul_nt(x, kernel.values)
     elif isinstance(kernel, Chosen):
-        y = matmul_chosen(x, kernel).astype(x.dtype)
+        y = matmul_chosen(x, kernel)
     else:
         y = matmul(x, kernel, tp=tp)
+    y = y.astype(x.dtype)
     if is_on_mesh and tp == ROW_PARALLEL:  # each rank holds a partial sum
         with jax.named_scope('reduce_scatter'):
             y = shard_positions(y)
@@ -231,12 +230,10 @@ def fused_linear(x, kernel, bias, widths):
 
     # the kernel and bias in the order of ranks
     mesh = current_mesh()
-    is_stored_in_order = isinstance(kernel, (Int8, Transposed))
-    if is_stored_in_order:
+    n_ranks = mesh.shape['tensor'] if mesh else 1
+    if isinstance(kernel, (Int8, Transposed)):  # stored in it
         n_ranks = kernel.n_ranks
-    else:
-        n_ranks = mesh.shape['tensor'] if mesh else 1
-    if n_ranks > 1 and not is_stored_in_order:
+    elif n_ranks > 1:
         # stored sharded by rows, so that the order is local; an all-to-all follows, once per step
         def order(kernel):
             return shard(order_by_rank(kernel, widths, n_ranks), *COLUMN_PARALLEL[0])
@@ -308,10 +305,8 @@ def quantize(x, dtype, largest=None):
     largest: the value for the largest magnitude of the last axis, by default 127 or the largest
     float8."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
-    if not largest and is_integer:
-        largest = 127
-    elif not largest:
-        largest = float(jnp.finfo(dtype).max)
+    if not largest:
+        largest = 127 if is_integer else float(jnp.finfo(dtype).max)
     magnitude = jnp.maximum(x.max(-1), -x.min(-1))  # for abs(x).max(-1) XLA:CPU stores abs(x)
     scale = jnp.maximum(magnitude.astype(jnp.float32), 1e-30) / largest
     x = x.astype(jnp.float32) / scale[..., None]

@@ -93,7 +93,7 @@ def shard_positions(x, axes=('context', 'tensor')):
     """x [B, T, ...]; on a mesh, its positions are sharded over context and tensor, as between
     blocks, where norms and sums need one position at a time (sequence parallelism,
     arXiv:2205.05198)."""
-    return shard(x, BATCH, position_axes(x.shape[1], *axes), *[None] * (x.ndim - 2))
+    return shard(x, BATCH, position_axes(x.shape[1], *axes))
 
 
 def gather_positions(x):

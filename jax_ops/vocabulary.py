@@ -81,7 +81,7 @@ def lookup_range(rows_VxD, idx, start):
     return jnp.where(is_here[..., None], jnp.take(rows_VxD, row, axis=0, mode='clip'), 0)
 
 
-def lm_logits(x_BxTxD, table_VxD, cap=0.0, *, training=False):
+def lm_logits(table_VxD, x_BxTxD, *, cap, training):
     """soft_cap(x @ table.T, cap) -> float32 [B, T, V]; a cap of 0 is none. On a mesh each device
     keeps the logits of its vocabulary range.
 
@@ -219,13 +219,10 @@ class ParallelLMHead(VocabParallel):
             x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
 
         x_BxTxD = x_BxTxD.astype(self.dtype)
-        table = self.table(n_rows)
-        if mesh is None:
-            logits = lm_logits(x_BxTxD, table, self.cap, training=training)
-        else:
-            multiply = run_on_mesh(
-                lambda table, x: lm_logits(x, table, self.cap, training=training), mesh)
-            logits = multiply(table, x_BxTxD)
+        multiply = functools.partial(lm_logits, cap=self.cap, training=training)
+        if mesh is not None:
+            multiply = run_on_mesh(multiply, mesh)
+        logits = multiply(self.table(n_rows), x_BxTxD)
         if self.bias:
             logits += self.param('bias', nn.initializers.zeros, (n_rows,))
         return logits
