@@ -40,6 +40,14 @@ class Scores:
         """Returns the factor of the products of heads of this width."""
         return self.scale or width**-0.5
 
+    def of_keys(self, q, k, mask):
+        """Returns float32 soft_cap(q k^T * scale, cap), MASKED where the mask is False."""
+        scores = matmul(q, k, transpose_rhs=True, dtype=jnp.float32)
+        scores *= self.scale_of(q.shape[-1])
+        if self.cap:
+            scores = soft_cap(scores, self.cap)
+        return jnp.where(mask, scores, MASKED)
+
 
 class Dropout(struct.PyTreeNode):
     """Which probabilities are dropped, see hash_dropout."""
@@ -177,15 +185,11 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
     def gather(x):
         return jax.lax.all_gather(x, 'context', axis=1, tiled=True)
 
-    # this device's pieces of the queries, and the keys and values of all positions
-    key_start_BxS = None
-    if start_BxT is not None:
-        key_start_BxS = gather(start_BxT)
+    # the keys and values of all positions, and this device's pieces of the queries
+    with jax.named_scope('all_gather'):
+        k_BxSxGxK, v_BxSxGxK, key_start_BxS = jax.tree.map(gather, (k_BxTxGxK, v_BxTxGxK, start_BxT))
     with jax.named_scope('all_to_all'):
         q_BxTxHxK, start_BxT = jax.tree.map(exchange, (q_BxTxHxK, start_BxT))
-    with jax.named_scope('all_gather'):
-        k_BxSxGxK = gather(k_BxTxGxK)
-        v_BxSxGxK = gather(v_BxTxGxK)
 
     # splash: its mask knows the pieces
     if kernel:
@@ -202,9 +206,7 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
         seen = slice(first_key, (part + 1) * T)
         piece = Piece(first=part * T + jax.lax.axis_index('context') * n, first_key=first_key,
                       n_positions=n_context * T)
-        start_Bxn = None
-        if start_BxT is not None:
-            start_Bxn = start_BxT[:, own]
+        start_Bxn = None if start_BxT is None else start_BxT[:, own]
         ys.append(chunked_attention(
             q_BxTxHxK[:, own], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scores, sinks_H=sinks_H,
             dropout=dropout, start_BxT=start_Bxn, piece=piece))
@@ -244,17 +246,14 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, si
     q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = (
         x.swapaxes(1, 2) for x in (scaled_BxTxHxK, k_BxTxGxK, v_BxTxGxK))
 
-    def attend_sequence(q, k, v, *segment_ids):
-        return attend(q, k, v, *segment_ids, sinks=sinks_H)
-
-    if start_BxT is None:
-        return jax.vmap(attend_sequence)(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK).swapaxes(1, 2)
+    def attend_sequence(q, k, v, segment_ids):
+        return attend(q, k, v, segment_ids, sinks=sinks_H)
 
     # the start of a conversation is a number that only its tokens have
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
     if key_start_BxS is None:
         key_start_BxS = start_BxT
-    ids = SegmentIds(q=start_BxT, kv=key_start_BxS)
+    ids = None if start_BxT is None else SegmentIds(q=start_BxT, kv=key_start_BxS)
     return jax.vmap(attend_sequence)(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, ids).swapaxes(1, 2)
 
 
@@ -314,8 +313,7 @@ class Common:
     Q: int  # query heads of a group
     n_positions: int  # the length of a sequence, also where a piece of it is computed
     sinks_H: jax.Array | None
-    rate: float  # share of the probabilities that dropout drops
-    first_counter: jax.Array  # flat_index of this device's first probability, for dropout
+    dropout: Dropout  # its rate and first_group; each Sequence has its key
 
 
 def fold_groups(q_BxTxHxK, G):
@@ -349,17 +347,12 @@ def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, 
     default they are all of it."""
     T, H = q_BxTxHxK.shape[1:3]
     G = k_BxSxGxK.shape[2]
-    Q = H // G
-    n_positions = piece.n_positions if piece else T
-    # this device has the key heads from dropout.first_group on
-    probs_of_group = jnp.uint32(n_positions * Q * n_positions % 2**32)
-    first_counter = jnp.uint32(dropout.first_group) * probs_of_group
-    common = Common(scores, Q, n_positions, sinks_H, dropout.rate, first_counter)
+    common = Common(scores, H // G, piece.n_positions if piece else T, sinks_H, dropout)
     sequences = Sequence(fold_groups(q_BxTxHxK, G), k_BxSxGxK.swapaxes(1, 2),
                          v_BxSxGxK.swapaxes(1, 2), dropout.key_B, start_BxT)
     if piece:
-        y_BxGxTQxK = jax.lax.map(functools.partial(attend_piece, common, piece), sequences)
-        return unfold_groups(y_BxGxTQxK, T)
+        attend_one = functools.partial(attend_piece, common, piece)
+        return unfold_groups(jax.lax.map(attend_one, sequences), T)
 
     # checkpointed again, so that the loop does not stack the keys of each block: 0.71 of the time
     # (docs/lab_log.md)
@@ -383,21 +376,19 @@ def attend_sequence(common, sequence, n, in_loop):
     # none padded to [T]
     sizes = [min(n, T - first) for first in range(0, T, n)]
     qs = jax.lax.split(sequence.q_GxTQxK, [size * common.Q for size in sizes], axis=1)
-    ks = jax.lax.split(sequence.k_GxSxK.astype(jnp.float32), sizes, axis=1)
-    vs = jax.lax.split(sequence.v_GxSxK.astype(jnp.float32), sizes, axis=1)
+    ks, vs = (jax.lax.split(x_GxSxK.astype(jnp.float32), sizes, axis=1)
+              for x_GxSxK in (sequence.k_GxSxK, sequence.v_GxSxK))
     dtype = sequence.v_GxSxK.dtype
     ys = []
     for i, q in enumerate(qs):
         # the keys from the block on in which the first one is that any of these queries sees
         first_block = first_key_of(i * n, common.scores, sequence.start_T) // n
         seen = slice(first_block, i + 1)
-        k = jnp.concatenate(ks[seen], axis=1).astype(dtype)
-        v = jnp.concatenate(vs[seen], axis=1).astype(dtype)
+        k, v = (jnp.concatenate(blocks[seen], axis=1).astype(dtype) for blocks in (ks, vs))
         start_n = None
         if sequence.start_T is not None:
             start_n = sequence.start_T[i * n:(i + 1) * n]
-        block = Sequence(q, k, v, sequence.key, start_n)
-        ys.append(attend(i * n, first_block * n, block))
+        ys.append(attend(i * n, first_block * n, Sequence(q, k, v, sequence.key, start_n)))
     return jnp.concatenate(ys, axis=1)
 
 
@@ -435,14 +426,10 @@ def attend_block(common, first, first_key, block):
 
     first, first_key: the positions of the first query and key. block: their Sequence."""
     q_GxTQxK, k_GxSxK, v_GxSxK, key, start_T = block
-    G, TQ, K = q_GxTQxK.shape
+    G, TQ = q_GxTQxK.shape[:2]
     n_queries, n_keys = TQ // common.Q, k_GxSxK.shape[1]
 
     # the scores of the keys that each query may see
-    products_GxTQxS = matmul(q_GxTQxK, k_GxSxK, transpose_rhs=True, dtype=jnp.float32)
-    scores_GxTQxS = products_GxTQxS * common.scores.scale_of(K)
-    if common.scores.cap:
-        scores_GxTQxS = soft_cap(scores_GxTQxS, common.scores.cap)
     position_TQx1 = jnp.repeat(first + jnp.arange(n_queries), common.Q)[:, None]
     key_position = jnp.arange(first_key, first_key + n_keys)
     if start_T is not None:
@@ -452,7 +439,7 @@ def attend_block(common, first, first_key, block):
         position_TQx1 -= start_TQx1
     mask_TQxS = causal_mask(key_position, position_TQx1, window=common.scores.window,
                             chunk=common.scores.chunk)
-    scores_GxTQxS = jnp.where(mask_TQxS, scores_GxTQxS, MASKED)
+    scores_GxTQxS = common.scores.of_keys(q_GxTQxK, k_GxSxK, mask_TQxS)
 
     # probabilities; a sink is one more logit, whose probability goes nowhere
     if common.sinks_H is not None:
@@ -461,7 +448,8 @@ def attend_block(common, first, first_key, block):
     probs_GxTQxS = jax.nn.softmax(scores_GxTQxS)[..., :n_keys]
     if key is not None:
         counter_GxTQxS = count_probs(common, first, first_key, probs_GxTQxS.shape)
-        probs_GxTQxS = hash_dropout(probs_GxTQxS[None], common.rate, key[None], counter_GxTQxS)[0]
+        probs_GxTQxS = hash_dropout(
+            probs_GxTQxS[None], common.dropout.rate, key[None], counter_GxTQxS)[0]
     return matmul(probs_GxTQxS.astype(v_GxSxK.dtype), v_GxSxK)
 
 
@@ -471,21 +459,15 @@ def count_probs(common, first, first_key, shape):
 
     first, first_key: the positions of the first query and key. shape: of the block, [G, T Q, S]."""
     g, tq, s = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(3))
+    g += jnp.uint32(common.dropout.first_group)  # this device has the key heads from there on
     tq += jnp.uint32(first * common.Q)
     n_rows = jnp.uint32(common.n_positions * common.Q)
     n_columns = jnp.uint32(common.n_positions)
-    return common.first_counter + (g * n_rows + tq) * n_columns + (s + jnp.uint32(first_key))
+    return (g * n_rows + tq) * n_columns + (s + jnp.uint32(first_key))
 
 
 # -----------------------------------------------------------------------------
 # blockwise attention: a piece of a long prompt
-
-class RunningSoftmax(NamedTuple):
-    """The softmax over the blocks of keys seen so far, and the values that it weighs."""
-    max_BxGxTQx1: jax.Array  # the largest score
-    sum_BxGxTQx1: jax.Array  # the sum of exp(score - max)
-    y_BxGxTQxK: jax.Array  # the sum of exp(score - max) times the values
-
 
 def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, cap=0.0,
                         sinks_H=None):
@@ -533,12 +515,8 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
         mask_BxTxn &= start + jnp.arange(n) >= i * n
 
         # its scores
-        scores_BxGxTQxn = matmul(q_BxGxTQxK, k_BxGxnxK, transpose_rhs=True, dtype=jnp.float32)
-        scores_BxGxTQxn *= scores.scale_of(K)
-        if scores.cap:
-            scores_BxGxTQxn = soft_cap(scores_BxGxTQxn, scores.cap)
         mask_Bx1xTQxn = jnp.repeat(mask_BxTxn, Q, axis=1)[:, None]
-        scores_BxGxTQxn = jnp.where(mask_Bx1xTQxn, scores_BxGxTQxn, MASKED)
+        scores_BxGxTQxn = scores.of_keys(q_BxGxTQxK, k_BxGxnxK, mask_Bx1xTQxn)
         return add_block(softmax, scores_BxGxTQxn, v_BxGxnxK)
 
     # the numbers of the blocks, those in use first
@@ -554,20 +532,20 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
         sum_BxGxTQx1 += 1
     y_BxGxTQxK = jnp.zeros((B, G, T * Q, v_BxSxGxK.shape[-1]))
 
-    softmax = RunningSoftmax(max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK)
-    softmax = jax.lax.fori_loop(0, is_used_n.sum(), attend_next, softmax)
-    y_BxGxTQxK = (softmax.y_BxGxTQxK / softmax.sum_BxGxTQx1).astype(v_BxSxGxK.dtype)
-    return unfold_groups(y_BxGxTQxK, T)
+    softmax = max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK
+    _, sum_BxGxTQx1, y_BxGxTQxK = jax.lax.fori_loop(0, is_used_n.sum(), attend_next, softmax)
+    return unfold_groups((y_BxGxTQxK / sum_BxGxTQx1).astype(v_BxSxGxK.dtype), T)
 
 
 def add_block(softmax, scores_BxGxTQxn, v_BxGxnxK):
-    """Returns the RunningSoftmax with the scores and values of another block of keys: what was
-    summed so far is scaled to the new maximum."""
-    block_max_BxGxTQx1 = scores_BxGxTQxn.max(-1, keepdims=True)
-    max_BxGxTQx1 = jnp.maximum(softmax.max_BxGxTQx1, block_max_BxGxTQx1)
+    """Returns the softmax over the blocks of keys seen so far, (the largest score; the sum of
+    exp(score - max); that sum of the values), with the scores and values of another block: what was
+    summed is scaled to the new maximum."""
+    old_max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK = softmax
+    max_BxGxTQx1 = jnp.maximum(old_max_BxGxTQx1, scores_BxGxTQxn.max(-1, keepdims=True))
     exp_BxGxTQxn = jnp.exp(scores_BxGxTQxn - max_BxGxTQx1)
-    decay_BxGxTQx1 = jnp.exp(softmax.max_BxGxTQx1 - max_BxGxTQx1)
+    decay_BxGxTQx1 = jnp.exp(old_max_BxGxTQx1 - max_BxGxTQx1)
     values_BxGxTQxK = matmul(exp_BxGxTQxn.astype(v_BxGxnxK.dtype), v_BxGxnxK, dtype=jnp.float32)
-    y_BxGxTQxK = softmax.y_BxGxTQxK * decay_BxGxTQx1 + values_BxGxTQxK
-    sum_BxGxTQx1 = softmax.sum_BxGxTQx1 * decay_BxGxTQx1 + exp_BxGxTQxn.sum(-1, keepdims=True)
-    return RunningSoftmax(max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK)
+    y_BxGxTQxK = y_BxGxTQxK * decay_BxGxTQx1 + values_BxGxTQxK
+    sum_BxGxTQx1 = sum_BxGxTQx1 * decay_BxGxTQx1 + exp_BxGxTQxn.sum(-1, keepdims=True)
+    return max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK
