@@ -580,17 +580,22 @@ class Sampling:
 SAMPLING_NAMES = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
 
 
+# how URLs begin; a scheme of one letter is none, but a drive of Windows
+URL = re.compile('[A-Za-z][A-Za-z0-9+.-]+://')
+
+
 def is_url(path):
-    """Returns whether a path is a URL such as gs://bucket/run. A scheme of one letter is none, but
-    a drive of Windows."""
-    return bool(re.match('[A-Za-z][A-Za-z0-9+.-]+://', path))
+    """Returns whether a path is a URL such as gs://bucket/run."""
+    return URL.match(path) is not None
 
 
 def is_in_bucket(flag, path):
     """Returns whether the path that a flag gives is gs://bucket/folder. Raises UserError for any
     other URL: none is read or written."""
-    if not is_url(str(path)) or str(path).startswith('gs://'):
-        return is_url(str(path))
+    if not URL.match(str(path)):
+        return False
+    if str(path).startswith('gs://'):
+        return True
     why = 'it is none of gs://'
     if str(path).startswith('s3://'):
         why = ('Orbax 0.12, which writes the checkpoints, takes s3:// for a folder on this disk '

@@ -755,7 +755,7 @@ def release_pages(tensors):
 # Hugging Face folders and nanoGPT
 
 def load_config(path_or_name):
-    """Returns the GPTConfig of a pretrained model, without reading its weights."""
+    """Returns the GPTConfig of a pretrained model; safetensors are mapped into memory, not read."""
     return open_model(path_or_name)[0]
 
 

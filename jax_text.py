@@ -487,6 +487,7 @@ class Generation:
         prompt_numbers = np.array(
             [zlib.crc32(np.array(ids, '<i4').tobytes()) for ids in self.prompts], np.uint32)
         key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, prompt_numbers)
+        # a generator, which begins to run in __iter__
         sample_numbers = list(range(first_sample, first_sample + num_samples)) * len(prompts)
         self.results = continue_rows(
             model.params, model.config, right_padded(self.prompts), self.sampling, rng=key_B,

@@ -139,10 +139,10 @@ def group_of(path, p):
         return 'vector'
     if name in ('a', 'b'):
         return 'update'
-    if name in ('wte', 'wpe'):
-        return 'embedding'
     if name == 'lm_head':
         return 'head'
+    if len(path) == 1:  # a table outside of the blocks: wte, wpe
+        return 'embedding'
     return 'router' if path[-2].key == 'router' else 'matrix'
 
 
@@ -540,7 +540,7 @@ def without_scales(params):
 # the training step
 
 def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0, ema=0.0):
-    """Makes train_step(state, batch) -> (state, metrics), which layout.compile_step compiles.
+    """Makes train_step(state, batch) -> (state, metrics), for layout.jit_step.
 
     objective: an Objective. layout: of setup_distributed_training. seed: of dropout, whose mask in
     a layer depends on (seed, seq_id) alone, not on devices or micro-batches. grad_clip: see
@@ -555,6 +555,8 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0,
     is added here is logged by itself.
 
     Raises UserError if loss_chunk does not divide block_size."""
+    # with pmap and zero=1 the gradients are then reduced over the devices; else this is
+    # sum_gradients itself
     sum_gradients = make_gradients(config, objective, layout, seed, loss_chunk)
     all_reduced_gradients = layout.all_reduced(sum_gradients)
 
@@ -695,8 +697,8 @@ def all_finite(tree):
 # evaluation
 
 def make_eval_step(config, objective, layout, *, loss_chunk=0):
-    """Makes eval_step(params, batch) -> {name: sum over the sequences, float32}, which
-    layout.compile_eval_step compiles; see Objective.
+    """Makes eval_step(params, batch) -> {name: sum over the sequences, float32}, for
+    layout.jit_eval_step; see Objective.
 
     batch: x and y [B, T], is_row [B], 0 for sequences that do not count, and what the objective
     reads."""
@@ -720,7 +722,7 @@ def estimate_loss_jax(eval_step, params, splits, layout, *, batch_size, eval_ite
     devices, so that curves can be compared. Of a source with a mask it is the mean over the tokens
     that count. Other metrics of the objective stand beside the loss.
 
-    eval_step: layout.compile_eval_step(make_eval_step(...)), which evaluates batch_size sequences
+    eval_step: layout.jit_eval_step(make_eval_step(...)), which evaluates batch_size sequences
     per device and call. splits: {'train', 'val'}: a source of sources.py, not a Mixture.
     token_bytes: number of bytes of each token id. 'bpb' is then bits per byte of the tokens that
     count and have bytes.

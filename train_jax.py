@@ -134,13 +134,15 @@ from jax_train_utils import (
     make_eval_step, make_train_step)
 from jax_transformer import count_params, estimate_mfu
 
+# settings that JAX reads when it starts; those of a resumed run are in its config.json
 files = run_folder(flags['out_dir']).files  # out_dir itself, or of a bucket a copy on this disk
 configure_process(flags['device'], flags['deterministic'], flags['init_from'], files)
 clock = Stopwatch()
 imports_s = clock.start - started
 initialize_distributed(
     flags['coordinator_address'], flags['num_processes'], flags['process_id'])
-# all processes train alike; each may have its own paths, if the content is the same
+# all processes train alike: with the same flags, and the same ones given, which win over those of
+# a checkpoint; each may have its own paths, if their content is the same
 own = {'process_id', 'out_dir', 'dataset'}
 shared = {name: value for name, value in flags.items() if name not in own}
 check_agreement('flags', {**shared, 'the list of given flags': sorted(given.keys() - own)})
@@ -148,15 +150,16 @@ is_master = jax.process_index() == 0  # the process that prints and writes the l
 if not is_master:
     sys.stdout = open(os.devnull, 'w')
 
-with contextlib.ExitStack() as at_end:  # what is done however the run ends, the last first
-    # until the loop begins, a signal ends a single process at once: there is nothing to save yet;
-    # several processes stop together, in the loop
+# at_end closes what is opened below (signals, lock, log), however the run ends, the last first
+with contextlib.ExitStack() as at_end:
+    # until the loop begins there is nothing to save, and a signal ends the process at once; only
+    # several processes wait for the loop, in which they stop together
     stop = StopSignal(nothing_to_save=jax.process_count() == 1)
     at_end.callback(stop.close)
 
     # -----------------------------------------------------------------------------
     # the model: of the checkpoint, from scratch, or pretrained; cfg: the flags, those of the
-    # checkpoint if the run is resumed
+    # checkpoint if the run is resumed (--minutes sets max_iters later)
     run = open_run(flags, given, data_root=Path(__file__).parent / 'data')
     cfg = argparse.Namespace(**run.flags)
     layout = setup_distributed_training(
@@ -165,20 +168,21 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
         cfg.gradient_accumulation_steps, cfg.batch_size, layout.n_data_shards)
     check_fits(run, micro_batch)
 
-    # the data; what cannot be evaluated is refused before anything is written or compiled
+    # the data; an evaluation without a token that counts is refused before anything is written
     data = open_data(run.shares, run.data, block_size=cfg.block_size, seed=cfg.seed,
                      length_normalized=cfg.length_normalized)
     data.check(cfg.eval_iters * cfg.batch_size)
     sampler = open_sampler(run) if cfg.sample_prompt else None
 
     # what is computed: forward and backward of all micro-steps, clipping and the update are one
-    # compiled function, step(state, batch)
+    # function, step(state, batch), under jit or pmap; config is run.config, which checkpoints hold,
+    # with how it is executed
     config = training_config(run, data, layout)
     objective = dpo(cfg.beta) if run.has_pairs else language_model
-    step = layout.compile_step(make_train_step(
+    step = layout.jit_step(make_train_step(
         config, objective, layout, seed=cfg.seed, grad_clip=cfg.grad_clip,
         loss_chunk=cfg.loss_chunk, ema=cfg.ema))
-    eval_step = layout.compile_eval_step(make_eval_step(
+    eval_step = layout.jit_eval_step(make_eval_step(
         config, objective, layout, loss_chunk=cfg.loss_chunk))
 
     # out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake
@@ -192,16 +196,16 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
         alone say where the run is in its data. None if no token counts."""
         n_rows = cfg.gradient_accumulation_steps * cfg.batch_size
         numbers = iter_num * n_rows + np.arange(n_rows)
-        rows = layout.local_rows(n_rows)  # those that this process loads
-        batch = data.train.draw(numbers, rows)
+        here = layout.local_rows(n_rows)  # the indices of those that this process loads
+        batch = data.train.draw(numbers, here)
         if batch is None:
             return None
-        batch['seq_id'] = numbers[rows].astype(np.uint32)
+        batch['seq_id'] = numbers[here].astype(np.uint32)
         return layout.shard_batch(batch, (n_micro, micro_batch))
 
     def find_signal():
-        """Returns the signal that all processes stop for, 0 for none; several exchange it, which
-        int() of it awaits."""
+        """Returns the signal for which all processes stop, 0 for none. Of several processes it is
+        an array on their devices, and int() of it waits for all."""
         return layout.max_over_processes(stop.signum)
 
     # evaluate(state) -> {'train': {'loss', ...}, 'val': ...}; None if a signal comes
@@ -210,8 +214,8 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
         batch_size=cfg.batch_size, eval_iters=cfg.eval_iters, token_bytes=data.token_bytes,
         stop_signal=find_signal)
 
-    # the optimizer and the state; the schedule is a part of the state, so that another one compiles
-    # nothing, and the rate here is never used
+    # the optimizer and the state; the learning rate is that of state.schedule, an argument of the
+    # compiled step, so that another one compiles nothing; the constant 0 here is never used
     rates = {'embedding': cfg.embedding_lr, 'head': cfg.head_lr, 'vector': cfg.vector_lr}
     tx = create_optimizer_with_schedule(
         optax.constant_schedule(0.0), beta1=cfg.beta1, beta2=cfg.beta2,
@@ -236,7 +240,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
             log.evaluation(run.iter_num, losses, sampler(state) if sampler else '')
         sys.exit(128 + stop.signum if stop.signum else 0)
 
-    # compile the step for the shapes of a batch: the first one in which a token counts
+    # compile the step for the shapes of a batch: the first one, unless none of its tokens counts
     batch = make_batch(run.iter_num)
     print('compiling the training step ...')
     compiled_before = clock.compiling
@@ -247,11 +251,12 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
     if run.is_timed:
         fit_to_minutes(run, state, train_step, layout, started=started, clock=clock,
                        make_batch=make_batch, evaluate=evaluate,
-                       get_signal=lambda: stop.signum)
+                       get_signal=lambda: stop.signum)  # this process's
         say_if_few(run.flags, data.train)
+        cfg = argparse.Namespace(**run.flags)
         state = start_state(run, config, layout, tx)
 
-    # checkpoints and logs
+    # checkpoints and logs; here an earlier run is deleted, with --overwrite
     out.begin()
     at_end.enter_context(out.finishing())
     stop.saving = out.is_saving
@@ -262,12 +267,12 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
                                 peak_flops=peak_flops * len(run.devices))
     log = RunLog(run, out.metrics_log, out.wandb_run, tokens_per_iter=tokens_per_iter, mfu=mfu,
                  is_synchronous=is_synchronous(run.devices[0]), started=started,
-                 imports_s=imports_s, in_line=objective.metrics[1:])
+                 imports_s=imports_s, in_line=objective.metrics[1:])  # all but the loss
     at_end.callback(log.close)
     tracer = None
     if cfg.profile and is_master:
         tracer = Profile(Path(files, 'profile'), f'{cfg.out_dir}/profile', log, run.iter_num,
-                         run.flags['max_iters'])
+                         cfg.max_iters)
         at_end.callback(tracer.close)
 
     # -----------------------------------------------------------------------------
@@ -275,14 +280,14 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
     iter_num = run.iter_num
     best_val_loss = run.best_val_loss
     stop.nothing_to_save = False  # from here on a signal has something to save
-    stop_signal = int(find_signal())
+    stop_signal = int(find_signal())  # one that came while the step was compiled
     while True:
-        # what is due before this iteration
-        is_last = iter_num >= run.flags['max_iters'] or stop_signal > 0
+        # what is due before this iteration; the last pass of the loop only evaluates and saves
+        is_last = iter_num >= cfg.max_iters or stop_signal > 0
         must_evaluate = not stop_signal and (is_last or iter_num % cfg.eval_interval == 0)
         must_save = is_last or (cfg.save_interval > 0 and iter_num % cfg.save_interval == 0)
 
-        # evaluate the loss on train and val
+        # evaluate the loss on train and val; if that fails, what was trained is saved first
         val_loss = None
         if must_evaluate:
             log.pause()
@@ -295,7 +300,8 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
                 is_last = must_save = True
             else:
                 val_loss = losses['val']['loss']
-                must_save |= cfg.always_save_checkpoint or val_loss < best_val_loss
+                is_best = val_loss < best_val_loss
+                must_save |= is_best or cfg.always_save_checkpoint
                 best_val_loss = min(best_val_loss, val_loss)
                 out.after_evaluation(iter_num, val_loss)
 
@@ -315,7 +321,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
         # all processes stop after the same iteration: they agree before the step and read the
         # answer after it, so that the exchange takes place meanwhile
         stop_requested = find_signal()
-        metrics = None
+        metrics = None  # no update, if no token of the batch counts
         if batch is not None:
             state, metrics = train_step(state, batch)
 
@@ -330,7 +336,7 @@ with contextlib.ExitStack() as at_end:  # what is done however the run ends, the
         stop_signal = int(stop_requested)
 
     if stop_signal and iter_num:
-        out.plot()
+        out.plot()  # with the iterations since the last evaluation, which has drawn it
 
 if stop_signal:
     saved = ''

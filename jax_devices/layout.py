@@ -218,8 +218,9 @@ class Layout:
 
     # --- compiled steps
 
-    def compile_step(self, step):
-        """Compiles the step of make_train_step; the state that it is given is donated."""
+    def jit_step(self, step):
+        """Puts the step of make_train_step under jit or pmap, which compile it when it is called or
+        lowered; the state that it is given is donated."""
         if self.has_pmap:
             return pmap_train_step(step, self.devices)
         if self.is_replicated:
@@ -233,8 +234,8 @@ class Layout:
 
         return jax.jit(self.on_mesh(sharded_step), donate_argnums=0)
 
-    def compile_eval_step(self, step):
-        """Compiles the step of make_eval_step."""
+    def jit_eval_step(self, step):
+        """Puts the step of make_eval_step under jit or pmap."""
         if self.has_pmap:
             return pmap_step(step, self.devices)
         if self.is_replicated:

@@ -114,13 +114,13 @@ def gather_texts(text):
     return texts
 
 
-def in_all_processes(function, *args):
-    """Returns function(*args), called in all processes: a UserError in one of them is raised in
-    all, so that none waits."""
-    result = None
+@contextlib.contextmanager
+def in_all_processes():
+    """All processes run the block: a UserError that it raises in one of them is raised in all, so
+    that none waits for another."""
     message = ''
     try:
-        result = function(*args)
+        yield
     except UserError as error:
         message = str(error)
 
@@ -131,15 +131,6 @@ def in_all_processes(function, *args):
             raise UserError(message)
         if message:
             raise UserError(f'process {i}: {message}')
-    return result
-
-
-def in_first_process(function, *args):
-    """Returns function(*args) in process 0 and None in the others, which wait for it: a UserError
-    is raised in all."""
-    if jax.process_index() > 0:
-        return in_all_processes(lambda: None)
-    return in_all_processes(function, *args)
 
 
 def check_agreement(what, values):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_devices.processes import gather_texts
 from jax_flags import (
-    UserError, check_choice, exit_if_peer_died, is_in_bucket, is_url, lock_file, printable,
+    UserError, check_choice, exit_if_peer_died, is_in_bucket, lock_file, printable,
     read_json, write_text)
 from jax_hub.folders import path_inside
 from jax_hub.tokenizers import locate_tokenizer
@@ -251,7 +251,7 @@ def find_damage(run, path, items=ITEMS):
 def is_run(source):
     """Whether the folder is the out_dir of a run. In a bucket there is nothing else that is read,
     but a checkpoint: see is_checkpoint."""
-    if is_url(str(source)):
+    if is_in_bucket('the run', source):
         return not is_checkpoint(source)
     return Path(source, 'ckpt').is_dir()
 

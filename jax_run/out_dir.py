@@ -10,7 +10,7 @@ import flax
 import jax
 import jaxlib
 
-from jax_devices.processes import gather_texts, in_all_processes, in_first_process
+from jax_devices.processes import gather_texts, in_all_processes
 from jax_flags import UserError, exit_if_peer_died, write_json
 from jax_hub.folders import find_config_json, keep_config_json, kept_config_json
 from jax_hub.tokenizers import copy_tokenizer
@@ -176,30 +176,33 @@ def lock_out_dir(out_dir, resumed_at=None):
     mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'
     holder = gather_texts(mine)[0]
 
-    def take():
-        held = run.lock(holder)
-        folder = run.files / 'ckpt'
-        for step in list_steps(folder):
-            path = folder / str(step)
-            is_newer = resumed_at is not None and step > resumed_at
-            if is_newer or read_val_loss(path) == -math.inf:
-                free = free_name(folder, step)
-                run.set_aside(path, free)
-                print(f'{run.shown(path)} is damaged: renamed to {free.name}')
-        return held
-
-    # Process 0 takes the lock, then the others see it.
-    held = in_first_process(take)
-    if jax.process_count() > 1:
-        in_all_processes(see_lock, run, out_dir, holder)
+    is_first = jax.process_index() == 0
+    held = None
+    with in_all_processes():
+        if is_first:
+            held = run.lock(holder)
+            set_damaged_aside(run, resumed_at)
+    with in_all_processes():
+        if not is_first:
+            see_lock(run, out_dir, holder)
     return held
+
+
+def set_damaged_aside(run, resumed_at):
+    """Renames the checkpoints in a run's folder that are damaged, see lock_out_dir."""
+    folder = run.files / 'ckpt'
+    for step in list_steps(folder):
+        path = folder / str(step)
+        is_newer = resumed_at is not None and step > resumed_at
+        if is_newer or read_val_loss(path) == -math.inf:
+            free = free_name(folder, step)
+            run.set_aside(path, free)
+            print(f'{run.shown(path)} is damaged: renamed to {free.name}')
 
 
 def see_lock(run, out_dir, holder):
     """Raises UserError unless this process sees the lock that process 0 holds. It waits up to 3 s:
     what another machine has written may take a moment to be seen."""
-    if jax.process_index() == 0:
-        return
     for _ in range(30):
         if run.is_locked_by(holder):
             return

@@ -441,11 +441,12 @@ def open_data(shares, meta, *, block_size, seed, length_normalized=False):
     length_normalized: of pairs. All processes call it, and compare what they have. Returns Data.
     Raises UserError for files that are missing, damaged, or not the same for all processes."""
     options = dict(block_size=block_size, seed=seed, vocab_size=meta['vocab_size'])
-    if meta['kind'] == 'pairs':
-        folder, = shares
-        sets = [in_all_processes(open_pairs, folder, length_normalized, options)]
-    else:
-        sets = in_all_processes(open_texts, shares, options)
+    with in_all_processes():
+        if meta['kind'] == 'pairs':
+            folder, = shares
+            sets = [open_pairs(folder, length_normalized, options)]
+        else:
+            sets = open_texts(shares, options)
 
     # What is trained on: the only set, or a mixture of all.
     train = sets[0].splits['train']

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from jax_devices.choose import choose_attention, choose_experts
 from jax_devices.layout import fit_sizes
-from jax_devices.processes import check_agreement, in_all_processes, in_first_process
+from jax_devices.processes import check_agreement, in_all_processes
 from jax_devices.setup import setup_jax_environment
 from jax_flags import (
     UserError, ceil_div, check_flags, check_given, check_needs, decays_learning_rate,
@@ -107,9 +107,10 @@ def open_run(flags, given, data_root):
     written. Raises UserError for all that resolve_flags refuses, and for a model or a data set
     that is missing or does not fit the other."""
     flags, resumed, devices, dtype = resolve_flags(flags, given)
-    if flags['init_from'] not in ('scratch', 'resume'):
-        in_all_processes(check_init_from, flags['init_from'])
-    shares, data = in_all_processes(load_mixture_meta, flags['dataset'], data_root)
+    with in_all_processes():
+        if flags['init_from'] not in ('scratch', 'resume'):
+            check_init_from(flags['init_from'])
+        shares, data = load_mixture_meta(flags['dataset'], data_root)
     run = Run(flags, given, devices, dtype, resumed, shares, data)
     if resumed:
         run.iter_num = resumed['iter_num']
@@ -202,8 +203,8 @@ def pretrained_model(run):
 
     # the model and its tokenizer
     if is_run(source):
-        step, meta = in_all_processes(
-            choose_checkpoint, source, flags['checkpoint'], MODEL_ITEMS)
+        with in_all_processes():
+            step, meta = choose_checkpoint(source, flags['checkpoint'], MODEL_ITEMS)
         run.source = os.path.join(source, 'ckpt', str(step))
         config, known = GPTConfig(**meta['model']), meta['tokenizer']
         name = os.path.join(source, 'tokenizer')
@@ -213,7 +214,8 @@ def pretrained_model(run):
         if 'checkpoint' in given:
             raise UserError(f'checkpoint is of a run, and {source} is another model: leave it out')
         run.source = local_path(source)
-        config = in_all_processes(load_config, run.source)
+        with in_all_processes():
+            config = load_config(run.source)
         known = describe_tokenizer(run.source, config.vocab_size)
         name = source
         base = full_path(source)
@@ -308,7 +310,8 @@ def open_sampler(run):
     its checkpoint; '' of a model that has learned nothing yet. Raises UserError for a prompt that
     cannot be continued."""
     prompt = run.flags['sample_prompt']
-    sampler = in_all_processes(create_sampler, prompt, run.config, run.tokenizer, run.devices[0])
+    with in_all_processes():
+        sampler = create_sampler(prompt, run.config, run.tokenizer, run.devices[0])
 
     def sample(state):
         if run.source is None and int(state.step) == 0:
@@ -329,7 +332,7 @@ def start_state(run, config, layout, tx):
     lora_rank = run.lora['rank'] if run.lora else 0
     means = [name for name in WEIGHTS[1:] if flags[name]]
 
-    # the state of a checkpoint, which may have been computed in another dtype
+    # the state of a checkpoint, in the form that it was saved in: of float16, with a loss scale
     if run.resumed:
         saved = dataclasses.replace(run.config, dtype=run.resumed['model']['dtype'])
         abstract = layout.abstract_state(create_train_state, key, saved, tx, lora_rank)
@@ -344,7 +347,8 @@ def start_state(run, config, layout, tx):
     # a pretrained model: its parameters are loaded; the rest is compiled without any, so that none
     # are initialized
     elif run.source and not run.lora:
-        params, _ = in_all_processes(load_start_weights, run.source, config, layout)
+        with in_all_processes():
+            params, _ = load_start_weights(run.source, config, layout)
         create = lambda *args: create_train_state(*args).replace(params=None)
         state = layout.init_sharded(create, key, config, tx).replace(params=params)
 
@@ -354,7 +358,8 @@ def start_state(run, config, layout, tx):
 
     # the frozen weights of LoRA
     if run.lora:
-        frozen, checksum = in_all_processes(load_frozen, run.lora, config, layout)
+        with in_all_processes():
+            frozen, checksum = load_frozen(run.lora, config, layout)
         run.lora = {**run.lora, 'checksum': checksum}
         state = state.replace(frozen=frozen)
 
@@ -383,10 +388,13 @@ def resolve_flags(flags, given):
     compute dtype). Raises UserError for flags that are out of range, ask for another architecture
     or optimizer than the checkpoint's, or for devices that are not here."""
     out_dir = flags['out_dir']
-    if flags['init_from'] in ('resume', 'auto') and not flags['eval_only']:
+    may_resume = flags['init_from'] in ('resume', 'auto') and not flags['eval_only']
+    with in_all_processes():
         # a run that died may be about to save a checkpoint until its lock is free
-        in_first_process(run_folder(out_dir).wait_until_free)
-    steps = in_all_processes(checkpoint_steps, out_dir)
+        if may_resume and jax.process_index() == 0:
+            run_folder(out_dir).wait_until_free()
+    with in_all_processes():
+        steps = checkpoint_steps(out_dir)
     if flags['init_from'] == 'auto':
         init_from = 'resume' if steps else 'scratch'
         flags = {**flags, 'init_from': init_from}
@@ -395,7 +403,9 @@ def resolve_flags(flags, given):
     resumed = None
     if flags['init_from'] == 'resume':
         _, resumed = choose_checkpoint(out_dir)
-        flags = merge_resumed_flags(flags, given, resumed['flags'])
+        # flags that are newer than the checkpoint are as its model says
+        model_flags = flags_from_config(GPTConfig(**resumed['model']))
+        flags = merge_resumed_flags(flags, given, {**model_flags, **resumed['flags']})
     if resumed or not flags['minutes']:
         flags = with_whole_schedule(flags)
     for name in ('compile', 'backend'):
@@ -407,8 +417,8 @@ def resolve_flags(flags, given):
     warning = rising_learning_rate(flags)
     if warning:
         print(f'warning: {warning}')
-    devices, dtype, reason = in_all_processes(
-        setup_jax_environment, flags['device'], flags['dtype'])
+    with in_all_processes():
+        devices, dtype, reason = setup_jax_environment(flags['device'], flags['dtype'])
     if resumed:
         sizes = {name: flags[name] for name in ('fsdp', 'tensor', 'expert', 'context')}
         fitting = fit_sizes(sizes, given, len(devices), resumed['model']['n_embd'])

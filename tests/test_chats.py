@@ -207,7 +207,7 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
     for accumulation, layout in ((1, (1,)), (4, (1,)), (1, (4,)), (2, (4, 2, 2)), (1, (4, 1, 1, 1, 2))):
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         state = parallel.device_put(initial)
-        step = parallel.compile_step(make_step(config, parallel))
+        step = parallel.jit_step(make_step(config, parallel))
         curve = []
         for i in range(3):
             rows = parallel.local_rows(8)
@@ -216,7 +216,7 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
             state, metrics = step(state, parallel.shard_batch(batch, shape))
             curve.append([float(metrics[name]) for name in ('loss', 'grad_norm')])
         curves.append(curve)
-        eval_step = parallel.compile_eval_step(make_eval_step(config, language_model, parallel))
+        eval_step = parallel.jit_eval_step(make_eval_step(config, language_model, parallel))
         loss = estimate_loss_jax(eval_step, state.params, {'val': source}, parallel, batch_size=2, eval_iters=6,
                                  token_bytes=np.arange(41) % 4)
         evaluated.append([loss['val']['loss'], loss['val']['bpb']])

@@ -176,7 +176,7 @@ def test_loss_margin_accuracy_and_gradients_are_those_of_pytorch(kind, n_micro):
     pairs = Pairs(np.concatenate(sequences), mask, np.cumsum([len(ids) for ids in sequences]),
                   length_normalized=kind == 'mean', block_size=config.block_size, split='train', seed=0)
     batch = pairs.draw(np.arange(8)) | {'seq_id': np.arange(8, dtype=np.uint32)}
-    step = parallel.compile_step(make_step(config, parallel, dpo(beta), grad_clip=0.0))
+    step = parallel.jit_step(make_step(config, parallel, dpo(beta), grad_clip=0.0))
     state, metrics = step(state, parallel.shard_batch(batch, (n_micro, 8 // n_micro)))
     found = [metrics[name] for name in ('loss', 'margin', 'accuracy')]
     np.testing.assert_allclose(found, golden()[f'{kind}/metrics'], rtol=1e-5)
@@ -205,7 +205,7 @@ def test_all_layouts_start_at_ln_2_and_give_the_curve_of_one_device():
     for layout in (1,), (2,), (8, 2, 2):
         parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
         state, config = tuned_state(FAMILIES / 'llama', optax.adam(1e-2), 4, 2.0, parallel)
-        step = parallel.compile_step(make_step(config, parallel, dpo(0.5), loss_chunk=8))
+        step = parallel.jit_step(make_step(config, parallel, dpo(0.5), loss_chunk=8))
         shape = split_batch(2, 8, parallel.n_data_shards)
         curve = []
         for i in range(3):

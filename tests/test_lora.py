@@ -213,7 +213,7 @@ def lora_run(base, config, *layout, quantize=''):
     lora = {'base': str(base), 'rank': 4, 'alpha': 8.0, 'quantize': quantize, 'checksum': None}
     state = parallel.init_sharded(create_train_state, jax.random.key(0), config, tx, 4)
     state = state.replace(frozen=load_frozen(lora, config, parallel)[0])
-    return state, parallel.compile_step(make_step(config, parallel))
+    return state, parallel.jit_step(make_step(config, parallel))
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def initial_state(config):
 def compiled_step(layout, config):
     """(the Layout, the training step of `config` on it)."""
     parallel = layout_of(*layout)
-    return parallel, parallel.compile_step(make_step(config, parallel))
+    return parallel, parallel.jit_step(make_step(config, parallel))
 
 
 def fresh_run(layout, config):
@@ -112,7 +112,7 @@ def evaluate(parallel, config, params, splits, masks=None, *, loss_chunk=0, **op
     for split, tokens in splits.items():
         mask = masks[split] if masks else None
         sources[split] = open_source(tokens, mask, block_size=config.block_size, seed=0, split=split)
-    step = parallel.compile_eval_step(make_eval_step(config, language_model, parallel, loss_chunk=loss_chunk))
+    step = parallel.jit_eval_step(make_eval_step(config, language_model, parallel, loss_chunk=loss_chunk))
     return estimate_loss_jax(step, params, sources, parallel, batch_size=4, **options)
 
 
@@ -132,7 +132,7 @@ def sizes_of(found, *names):
     return [size for name, sizes in found if name in names for size in sizes]
 
 
-def compile_step(layout, config, b=8):
+def jit_step(layout, config, b=8):
     """(the compiled training step of one micro-batch of b sequences per data shard, the abstract state)."""
     parallel, step = compiled_step(layout, config)
     state = parallel.abstract_state(initial_state, config)
@@ -280,7 +280,7 @@ def test_execution_options_and_muon_give_the_curve_of_one_device_too():
     losses = []
     for parallel in (layout_of(*ONE), layout_of(*BOTH)):
         state = parallel.device_put(initial)
-        step = parallel.compile_step(make_step(config, parallel, loss_chunk=4))
+        step = parallel.jit_step(make_step(config, parallel, loss_chunk=4))
         for i in range(4):
             state, metrics = step(state, batch_of(parallel, 1, 8, i, config))
             losses.append(float(metrics['loss']))
@@ -506,7 +506,7 @@ def test_profile_leaves_a_trace_with_the_names_of_blocks_and_collectives(dataset
     result = train(short, f'--dataset={dataset}', *MODEL, *SHORT, '--max_iters=2', '--profile=True')
     assert f'traced iterations 0 to 1 into {short}/profile' in result.stdout, result.stderr
     assert list((short / 'profile').rglob('*.trace.json.gz'))
-    text = compile_step(BOTH, CONFIG)[0].as_text()
+    text = jit_step(BOTH, CONFIG)[0].as_text()
     for scope in ('h_0/attn/c_attn', 'h_0/mlp', 'all_gather', 'all_reduce', 'cross_entropy', 'clip', 'optimizer'):
         assert re.search(f'op_name="[^"]*{scope}', text), scope
 
@@ -606,7 +606,7 @@ def test_no_device_ever_holds_the_full_model():
 @pytest.mark.slow
 def test_fsdp_gathers_each_kernel_by_itself_once_forward_and_once_backward():
     config = GPTConfig(block_size=4, vocab_size=64, n_layer=2, n_head=2, n_embd=32)
-    program, state = compile_step((8, 8), config, b=2)
+    program, state = jit_step((8, 8), config, b=2)
     found = collectives(program)
     D, tables = 32, [64 * 32, 4 * 32]  # of the head (and the position table): embedding gathers ids, not the table
     ids = [8 * 2 * 4]

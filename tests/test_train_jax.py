@@ -821,6 +821,15 @@ def test_what_a_config_file_says_overrides_a_resumed_run_even_where_it_says_the_
     assert json.loads((run_copy / 'config.json').read_text())['eval_interval'] == 2000
 
 
+def test_a_flag_that_is_newer_than_a_checkpoint_is_as_its_model_says(run_copy):
+    folder = run_copy / 'ckpt' / '20'
+    (folder / 'checksums.json').write_text('{}')  # as if it had been written so
+    meta = json.loads((folder / 'meta' / 'metadata').read_text())
+    del meta['flags']['mlp']
+    (folder / 'meta' / 'metadata').write_text(json.dumps(meta))
+    assert_refused(train(run_copy, *RESUME, '--mlp=swiglu'), "was trained with mlp='gelu', not mlp='swiglu'")
+
+
 def test_another_architecture_is_not_resumed(finished):
     out, _ = finished
     before = files_and_times(out)

@@ -86,7 +86,7 @@ def lower_train_step(flags, config, devices):
     batch = {'x': tokens, 'y': tokens, 'seq_id': abstract(np.uint32)}
 
     # The step.
-    step = layout.compile_step(make_train_step(
+    step = layout.jit_step(make_train_step(
         config, language_model, layout, seed=flags.seed, grad_clip=1.0,
         loss_chunk=flags.loss_chunk))
     parts = {'parameters': state.params, 'optimizer': state.opt_state}
