@@ -42,7 +42,7 @@ def scan_blocks(gpt, stream, call):
 
 
 def map_sequence_chunks(f, chunk, *xs_BxT):
-    """f(*xs) -> [B, T], computed for `chunk` of the T positions at a time and recomputed in the
+    """f(*xs) -> [B, T], or a tree of such, computed for `chunk` of the T positions at a time and recomputed in the
     backward pass, so that f's intermediate values (logits) exist for one chunk only.
 
     chunk: a divisor of T. On a mesh each context rank has a part of each chunk."""
@@ -64,6 +64,9 @@ def map_sequence_chunks(f, chunk, *xs_BxT):
     chunks = tuple(split(x) for x in xs_BxT)
     y = jax.lax.map(f_recomputed, chunks)
 
-    # [chunks, B, chunk] -> [B, T]
-    y = y.reshape(T // chunk, B, n, chunk // n)
-    return jnp.moveaxis(y, 0, 2).reshape(B, T)
+    def join(y):
+        # [chunks, B, chunk] -> [B, T]
+        y = y.reshape(T // chunk, B, n, chunk // n)
+        return jnp.moveaxis(y, 0, 2).reshape(B, T)
+
+    return jax.tree.map(join, y)

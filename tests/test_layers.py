@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jax_flags import UserError
+from jax_ops.layers import map_sequence_chunks
 from jax_train_utils import create_train_state
 from jax_transformer import GPT, GPTConfig, MLAConfig
 from tests.common import make_step, random_params, random_tokens
@@ -159,3 +160,11 @@ def test_the_loss_in_chunks_is_the_loss_and_holds_no_logits():
     assert temporary_bytes(config, loss_chunk=16) - 2 * table_bytes < logits_bytes / 2
     with pytest.raises(UserError, match='loss_chunk=33 does not divide block_size=160'):
         make_step(config, loss_chunk=33)
+
+
+def test_chunks_of_a_sequence_give_what_the_whole_gives_also_several_arrays():
+    x = np.arange(24.0).reshape(2, 12)
+    f = lambda x, y: {'sum': x + y, 'is_larger': x > y}
+    whole, chunked = f(x, x[::-1]), map_sequence_chunks(f, 4, x, x[::-1])
+    for name in whole:
+        np.testing.assert_array_equal(whole[name], chunked[name])

@@ -60,7 +60,8 @@ def test_every_knob_is_live(script):
             used |= set(re.findall(r"\bflags\['(\w+)'\]", module.read_text()))
     knobs = config_block(ROOT / script)
     assert len(knobs) > 10
-    assert not knobs.keys() - used
+    unread = knobs.keys() - used
+    assert not unread, unread
 
 
 SCRIPTS = ('train_jax.py', 'sample_jax.py', 'export_jax.py', 'bench_jax.py')
