@@ -115,9 +115,10 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scor
     attends to the keys from its start on, and chunks begin there.
     Raises UserError for what the kernels of cuDNN and TPUs do not compute."""
     mesh = current_mesh()
+    qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
     if mesh is None:
-        return attend_on_device(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores,
-                                sinks_H=sinks_H, dropout=dropout, start_BxT=start_BxT)
+        return attend_on_device(implementation, *qkv, scores, sinks_H=sinks_H, dropout=dropout,
+                                start_BxT=start_BxT)
 
     # splash's tables are sharded with the queries, so they enter shard_map as an argument
     T, H = q_BxTxHxK.shape[1:3]
@@ -127,9 +128,8 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scor
         kernel = splash_kernel(T, H // mesh.shape['tensor'], scores, n_context)
         kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, Spec(None, 'context')))
 
-    def attend_local(kernel, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, key_B, start_BxT):
-        first_group = jax.lax.axis_index('tensor') * k_BxTxGxK.shape[2]
-        qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
+    def attend_local(kernel, qkv, sinks_H, key_B, start_BxT):
+        first_group = jax.lax.axis_index('tensor') * qkv[1].shape[2]
         options = {'sinks_H': sinks_H, 'dropout': Dropout(key_B, dropout.rate, first_group),
                    'start_BxT': start_BxT}
         if n_context == 1:
@@ -142,28 +142,21 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scor
     # sequences over the batch axes, positions over context, heads over tensor
     batch = batch_axes(len(q_BxTxHxK))
     heads = Spec(batch, 'context', 'tensor')
-    specs = (kernel_spec, heads, heads, heads, Spec('tensor'), Spec(batch), Spec(batch, 'context'))
+    specs = (kernel_spec, heads, Spec('tensor'), Spec(batch), Spec(batch, 'context'))
     attend_sharded = jax.shard_map(attend_local, in_specs=specs, out_specs=heads, check_vma=False)
-    return attend_sharded(
-        kernel, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, sinks_H, dropout.key_B, start_BxT)
+    return attend_sharded(kernel, qkv, sinks_H, dropout.key_B, start_BxT)
 
 
-def attend_on_device(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropout,
-                     start_BxT):
-    """fused_causal_attention of whole sequences on one device."""
-    qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
+def attend_on_device(implementation, *qkv_and_scores, dropout, **options):
+    """fused_causal_attention of whole sequences on one device. options: sinks_H, start_BxT."""
     if implementation == 'chunked':
-        return chunked_attention(*qkv, scores, sinks_H=sinks_H, dropout=dropout,
-                                 start_BxT=start_BxT)
+        return chunked_attention(*qkv_and_scores, dropout=dropout, **options)
     if dropout.key_B is not None:
         raise UserError(f'{implementation} attention has no dropout: use attention=chunked, or '
                         'dropout=0')
     if implementation == 'splash':
-        return splash_attention(*qkv, scores, sinks_H=sinks_H, start_BxT=start_BxT)
-    if sinks_H is not None or scores.cap or start_BxT is not None:
-        raise UserError('cudnn attention has no sinks, cap of scores or packed rows: use '
-                        'attention=chunked')
-    return cudnn_attention(*qkv, scores)
+        return splash_attention(*qkv_and_scores, **options)
+    return cudnn_attention(*qkv_and_scores, **options)
 
 
 def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropout, start_BxT,
@@ -216,9 +209,12 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
 # -----------------------------------------------------------------------------
 # kernels that come with GPUs and TPUs
 
-def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores):
+def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, start_BxT):
     """fused_causal_attention by cuDNN's flash attention. A chunk of `scores` divides T or is at
-    least T; its cap is 0."""
+    least T."""
+    if sinks_H is not None or scores.cap or start_BxT is not None:
+        raise UserError('cudnn attention has no sinks, cap of scores or packed rows: use '
+                        'attention=chunked')
     B, T, H, K = q_BxTxHxK.shape
     qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
     chunk, window = scores.chunk, scores.window

@@ -27,21 +27,18 @@ def convert_params_for_decoding(params, dtype, quantize=''):
     for name in list(params):
         part = {name: params.pop(name)}
         devices = devices_of(part)
-        platforms = {device.platform for device in devices}
         is_one_device = len(devices) == 1
-        on_cpu = platforms == {'cpu'}
-        on_gpu = platforms == {'gpu'}
+        platform = min(device.platform for device in devices)  # all have the same
+        on_cpu = platform == 'cpu'
         if is_one_device:  # without a mesh of one device, see commit in jax_generate.py
             part = jax.tree.map(lambda x: jnp.asarray(x).addressable_data(0), part)
 
         # values in dtype or int8, then the order in memory
         if quantize:
-            stored_as = jnp.int8
-            if on_cpu and cpu_multiplies_uint8():
-                stored_as = jnp.uint8
+            stored_as = jnp.uint8 if on_cpu and cpu_multiplies_uint8() else jnp.int8
             part = quantize_params(part, stored_as)
         part = cast_matrices(part, dtype)
-        reads_rows_faster = on_gpu or on_cpu and dtype in ('float32', 'bfloat16')
+        reads_rows_faster = platform == 'gpu' or on_cpu and dtype in ('float32', 'bfloat16')
         if is_one_device and reads_rows_faster:
             part = transpose_kernels(part, with_experts=on_cpu)
 
@@ -88,15 +85,12 @@ def quantize_matrix(p, *, transpose, stored_as):
 def cast_matrices(params, dtype):
     """Returns the parameters with matrices in the compute dtype, cast once instead of in every
     step."""
-    def is_int8(p):
-        return isinstance(p, Int8)
-
     def cast(p):
-        if is_int8(p) or p.ndim < 2:
+        if isinstance(p, Int8) or p.ndim < 2:
             return p
         return p.astype(dtype)
 
-    return jax.tree.map(cast, params, is_leaf=is_int8)
+    return jax.tree.map(cast, params, is_leaf=lambda p: isinstance(p, Int8))
 
 
 def transpose_kernels(params, with_experts=False):
