@@ -138,11 +138,13 @@ class Call(struct.PyTreeNode):
 
 
 def create_call(idx_BxT, position_BxT=None, seq_id_B=None, start_BxT=None, padding_BxT=None):
-    """The Call of these tokens; their positions are 0 .. T-1 if not given."""
-    # packed rows have positions of their own, but the keys of a query are still those of the call
-    in_order = position_BxT is None or start_BxT is not None
-    if position_BxT is None:
+    """The Call of these tokens; if not given, their positions are 0 .. T-1, and in packed rows are
+    counted from where each conversation starts."""
+    in_order = position_BxT is None
+    if in_order:
         position_BxT = jnp.arange(idx_BxT.shape[1])[None]
+        if start_BxT is not None:
+            position_BxT -= start_BxT
     return Call(position_BxT, seq_id_B, start_BxT, padding_BxT, in_order)
 
 
@@ -285,8 +287,7 @@ class CausalSelfAttention(nn.Module):
         sinks_H = self.param('sinks', nn.initializers.zeros, (H,)) if cfg.sinks else None
         options = {'scale': cfg.attention_scale, 'sinks_H': sinks_H}
         y_BxTxHxK = attend(
-            cfg, self.layer_type, q_BxTxHxK, kv['k'], kv['v'], call, key_position_BxS, **options,
-            key_B=dropout_keys(self, call))
+            self, q_BxTxHxK, kv['k'], kv['v'], call, key_position_BxS, **options)
         if self.is_mutable_collection('intermediates'):
             record_attention(self, q_BxTxHxK, kv['k'], call, **options)
         y_BxTxD = residual_dense(cfg)(y_BxTxHxK.reshape(B, T, H * K))
@@ -390,12 +391,9 @@ class GPT(nn.Module):
         start_BxT: in rows packed with conversations, where that of each token starts: it attends to
         this conversation alone, and its position is counted from there.
         padding_BxT: True for tokens that only fill up their row; they do not balance experts."""
-        position_BxT = None
-        if start_BxT is not None:
-            position_BxT = jnp.arange(idx_BxT.shape[1]) - start_BxT
         stream, _ = self.hidden(
-            idx_BxT, position_BxT, deterministic=deterministic, seq_id_B=seq_id_B,
-            start_BxT=start_BxT, padding_BxT=padding_BxT)
+            idx_BxT, deterministic=deterministic, seq_id_B=seq_id_B, start_BxT=start_BxT,
+            padding_BxT=padding_BxT)
 
         def loss_of(x_BxTxD, target_BxT):
             return cross_entropy(self.head(x_BxTxD), target_BxT)
@@ -452,9 +450,9 @@ class GPT(nn.Module):
 # -----------------------------------------------------------------------------
 # which way attention is computed, and its mask
 
-def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, call, key_position_BxS=None, *,
-           scale, sinks_H=None, key_B=None):
-    """Attention by the best of three ways to compute the same -> [B, T, H, K].
+def attend(module, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, call, key_position_BxS=None, *, scale,
+           sinks_H=None):
+    """A layer's attention by the best of three ways to compute the same -> [B, T, H, K].
 
     - Training, and other calls without a KV cache: the keys are those of the call itself, so that
       the kernel that choose_attention (jax_devices) has put into config.attention masks by index.
@@ -462,8 +460,10 @@ def attend(config, layer_type, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, call, key_positi
     - Otherwise the plain formula: training with attention='xla', and every decode step, where there
       are few queries, and keys are slots of the cache, whose positions decide what is masked.
 
-    key_position_BxS: positions of keys in a KV cache; None: the keys are those of the call. key_B:
-    dropout keys of the sequences; the rest as in dot_product_attention."""
+    key_position_BxS: positions of keys in a KV cache; None: the keys are those of the call. The rest
+    as in dot_product_attention."""
+    config, layer_type = module.config, module.layer_type
+    key_B = dropout_keys(module, call)
     T, S = q_BxTxHxK.shape[1], k_BxSxGxK.shape[1]
     qkv = q_BxTxHxK, k_BxSxGxK, v_BxSxGxK
     is_cached = key_position_BxS is not None
@@ -509,7 +509,7 @@ def record_attention(module, q_BxTxHxK, k_BxSxGxK, call, **options):
     B, S, G = k_BxSxGxK.shape[:3]
     unit_BxSxGxS = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, G, S))
     probs_BxTxHxS = attend(
-        module.config, module.layer_type, q_BxTxHxK, k_BxSxGxK, unit_BxSxGxS, call, **options)
+        module, q_BxTxHxK, k_BxSxGxK, unit_BxSxGxS, call.replace(seq_id_B=None), **options)
     module.sow('intermediates', 'probs', probs_BxTxHxS)
 
 
@@ -683,16 +683,8 @@ def count_slots(config, layer_type, n_slots):
 
 def cache_bytes(config, n_positions, dtype='auto'):
     """Returns the bytes of the KV cache for one sequence of n_positions."""
-    itemsize = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype].dtype.itemsize
-    scale_bytes = 4 if itemsize == 1 else 0
-    bytes_per_token = 0
-    for heads, width in cache_entry_shapes(config).values():
-        bytes_per_token += heads * (width * itemsize + scale_bytes)
-    total_slots = 0
-    for i in range(config.n_layer):
-        layer_type, _ = config.layer(i)
-        total_slots += count_slots(config, layer_type, n_positions)
-    return bytes_per_token * total_slots
+    cache = jax.eval_shape(functools.partial(init_cache, config, 1, n_positions, dtype))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 
 def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=False):
@@ -706,9 +698,6 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
     dtype = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
     stored = STORED_AS.get(dtype.dtype.name, dtype) if as_bits else dtype
     is_quantized = dtype.dtype.itemsize == 1
-    # on a mesh a device keeps its own heads; latents, which all heads share, are replicated
-    heads_axis = None if config.mla else 'tensor'
-
     caches = {}
     for i in range(config.n_layer):
         layer_type, _ = config.layer(i)
@@ -718,10 +707,10 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
             cache[name] = jnp.zeros((batch_size, heads, n, width), stored)
             if is_quantized:
                 cache[f'{name}_scale'] = jnp.zeros((batch_size, heads, n), jnp.float32)
-        for name, x in cache.items():
-            cache[name] = shard(x, None, heads_axis, *[None] * (x.ndim - 2))
         caches[f'h_{i}'] = cache
-    return caches
+    # on a mesh a device keeps its own heads; latents, which all heads share, are replicated
+    heads_axis = None if config.mla else 'tensor'
+    return jax.tree.map(lambda x: shard(x, None, heads_axis), caches)
 
 
 @functools.partial(
@@ -772,21 +761,17 @@ def estimate_mfu(n_params, config, tokens_per_sec, peak_flops, n_frozen=0):
     arXiv:2204.02311, appendix B), T being the layer's attention span. n_params, of the trained
     parameters, and n_frozen are count_params(params); experts that a token does not use do not
     count."""
-    layers = [config.layer(i) for i in range(config.n_layer)]
-    moe = config.moe
-    if moe:
-        n_matrices = 3 if config.has_gate else 2
-        expert_size = n_matrices * config.n_embd * moe.width
-        n_moe_layers = sum(is_moe for _, is_moe in layers)
-        unused = n_moe_layers * (moe.n_expert - moe.n_used) * expert_size
-        if n_frozen:
-            n_frozen -= unused
-        else:
-            n_params -= unused
-    spans = 0
-    for layer_type, _ in layers:
+    mla, moe = config.mla, config.moe
+    n_matrices = 3 if config.has_gate else 2
+    unused, spans = 0, 0
+    for layer_type, is_moe in map(config.layer, range(config.n_layer)):
         spans += min(config.block_size, attention_span(config, layer_type))
-    mla = config.mla
+        if is_moe:
+            unused += (moe.n_expert - moe.n_used) * n_matrices * config.n_embd * moe.width
+    if n_frozen:
+        n_frozen -= unused
+    else:
+        n_params -= unused
     width = (mla.nope_dim + mla.rope_dim + mla.v_dim) / 2 if mla else config.head_width
     flops_per_token = 6 * n_params + 4 * n_frozen + 12 * config.n_head * width * spans
     return flops_per_token * tokens_per_sec / peak_flops
@@ -1014,7 +999,6 @@ class LatentAttention(nn.Module):
         kv_b = kv_b.astype(cfg.dtype).reshape(mla.kv_rank, H, -1)
         wk_CxHxK, wv_CxHxK = jnp.split(kv_b, [mla.nope_dim], axis=-1)
         scale = cfg.attention_scale or (mla.nope_dim + mla.rope_dim)**-0.5
-        key_B = dropout_keys(self, call)
 
         # Two forms of the same result; the one with fewer multiplications is taken. Absorbed
         # (decode): kv_b is folded into q and the output, T S H 2C. Projected (prefill): K and V
@@ -1036,8 +1020,7 @@ class LatentAttention(nn.Module):
             k_BxSxHxK = jnp.concatenate([k_nope_BxSxHxK, k_rope_BxSxHxK], axis=-1)
             v_BxSxHxK = jnp.einsum('bsc,chk->bshk', latent_BxSxC, wv_CxHxK)
             qkv = q_BxTxHxK, k_BxSxHxK, v_BxSxHxK
-        y_BxTxHxK = attend(
-            cfg, self.layer_type, *qkv, call, key_position_BxS, scale=scale, key_B=key_B)
+        y_BxTxHxK = attend(self, *qkv, call, key_position_BxS, scale=scale)
         if self.is_mutable_collection('intermediates'):
             record_attention(self, *qkv[:2], call, scale=scale)
         if absorbed:
