@@ -716,7 +716,8 @@ def continue_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=No
         n_held = decoder.continue_from(prefix_cache, tokens_BxT[0, :length_B[0] - 1])
         decoder.read_prompts(tokens_BxT, length_B, n_held, least_width=64)
 
-    # decode, chunk by chunk
+    # decode, chunk by chunk; the first is one token, so that its time is that of the prefill
+    choose_chunk = chunk if callable(chunk) else lambda: chunk or max_new_tokens
     n_end = 1
     try:
         while True:
@@ -728,8 +729,7 @@ def continue_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=No
             is_over = chunk is not None and bool(decoder.state.done_B.all())
             if n_end == max_new_tokens or is_over:
                 return
-            n_new = chunk() if callable(chunk) else chunk or max_new_tokens
-            n_end = min(n_end + n_new, max_new_tokens)
+            n_end = min(n_end + choose_chunk(), max_new_tokens)
     finally:
         if prefix_cache is not None:
             prefix_cache.keep(decoder)

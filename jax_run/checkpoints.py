@@ -387,7 +387,7 @@ def finish_checkpoints(manager):
 
 
 def opt_state_item(state):
-    """Returns what else the checkpoint holds of a TrainState."""
+    """Returns what the folder opt_state of a checkpoint holds of a TrainState."""
     return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
 
 

@@ -321,6 +321,11 @@ def open_sampler(run):
     return sample
 
 
+def state_without_params(*args):
+    """create_train_state(*args) without the parameters: under jit they are then not computed."""
+    return create_train_state(*args).replace(params=None)
+
+
 def start_state(run, config, layout, tx):
     """Makes the TrainState to start from: that of the checkpoint, or a new one, with the
     parameters of the pretrained model if there is one. With LoRA, that model's are frozen, and
@@ -344,13 +349,11 @@ def start_state(run, config, layout, tx):
         elif state.loss_scale is None:
             state = state.replace(loss_scale=layout.device_put(initial_loss_scale()))
 
-    # a pretrained model: its parameters are loaded; the rest is compiled without any, so that none
-    # are initialized
+    # a pretrained model: its parameters are loaded, and none are initialized
     elif run.source and not run.lora:
         with in_all_processes():
             params, _ = load_start_weights(run.source, config, layout)
-        create = lambda *args: create_train_state(*args).replace(params=None)
-        state = layout.init_sharded(create, key, config, tx).replace(params=params)
+        state = layout.init_sharded(state_without_params, key, config, tx).replace(params=params)
 
     # or new ones
     else:
