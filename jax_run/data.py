@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_flags import UserError, is_in_bucket, is_url, read_json
+from jax_flags import UserError, is_in_bucket, read_json
 from jax_hub.tokenizers import locate_tokenizer, same_tokens
 
 
@@ -214,8 +214,7 @@ def parse_mixture(dataset, root):
     """Returns {folder: fraction} for the flag --dataset: a folder, by its name under `root` or its
     path, or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
     # one data set: without a colon, but for that of a URL
-    n_colons = 1 if is_url(dataset) else 0
-    if dataset.count(':') == n_colons or (Path(root) / dataset).is_dir():
+    if dataset.count(':') == dataset.count('://') or (Path(root) / dataset).is_dir():
         return {dataset_folder(dataset, root): 1.0}
 
     # Each part is a name and a fraction.
