@@ -183,7 +183,8 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
 
     way: see choose_experts. Few rows of decoding are computed one by one on a CPU, with weights as
     convert_params_for_decoding makes them; all others in blocks of one expert each."""
-    has_all_experts = current_mesh() is None  # on a mesh a device has only some
+    # on a mesh a device has only some; here, inside shard_map, current_mesh() is None
+    has_all_experts = jax.sharding.get_abstract_mesh().empty
     leaves = jax.tree.leaves(weights, is_leaf=is_stack)
     matrices = [leaf for leaf in leaves if is_stack(leaf) or leaf.ndim > 2]  # without biases [E, O]
     are_few = all(can_be_chosen(matrix, len(expert_R)) for matrix in matrices)
