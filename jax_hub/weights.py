@@ -206,33 +206,17 @@ def write_shards(folder, shapes, make_tensor, dtype, shard_bytes):
     shard_bytes with an index. A tensor that is larger than shard_bytes has a file of its own.
 
     shapes: {name: shape}. dtype: the name of their type."""
+    from huggingface_hub import split_state_dict_into_shards_factory
     itemsize = jnp.dtype(dtype).itemsize
-    n_bytes = {name: math.prod(shapes[name]) * itemsize for name in sorted(shapes)}
-
-    # Fill one file after the other, in the order of the names.
-    shards = [[]]
-    size = 0
-    for name in n_bytes:
-        if shards[-1] and size + n_bytes[name] > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += n_bytes[name]
-
-    # Write them.
-    weight_map = {}
-    for i, names in enumerate(shards, start=1):
-        file = 'model.safetensors'
-        if len(shards) > 1:
-            file = f'model-{i:05}-of-{len(shards):05}.safetensors'
+    shards = split_state_dict_into_shards_factory(
+        dict(sorted(shapes.items())), max_shard_size=shard_bytes,
+        get_storage_size=lambda shape: math.prod(shape) * itemsize,
+        filename_pattern='model{suffix}.safetensors')
+    for file, names in shards.filename_to_tensors.items():
         shapes_in_file = {name: shapes[name] for name in names}
         write_safetensors(os.path.join(folder, file), shapes_in_file, make_tensor, dtype)
-        for name in names:
-            weight_map[name] = file
-
-    # The index of several files.
-    if len(shards) > 1:
-        index = {'metadata': {'total_size': sum(n_bytes.values())}, 'weight_map': weight_map}
+    if shards.is_sharded:
+        index = {'metadata': shards.metadata, 'weight_map': shards.tensor_to_filename}
         write_json(os.path.join(folder, 'model.safetensors.index.json'), index)
 
 

@@ -69,7 +69,7 @@ ROOMS = {  # {room: (file of the product, test files, [(old text, which occurs o
         ("'truncate': hf.rope_parameters.get('truncate', True)", "'truncate': True")]),
     'weights': ('jax_hub/weights.py', 'weight_files families', [
         ('// self.block[1]', '// self.block[0]'),
-        ('size + n_bytes[name] > shard_bytes', 'size > shard_bytes')])}
+        ('get_storage_size=lambda shape: math.prod(shape) * itemsize', 'get_storage_size=math.prod')])}
 
 
 def extract(folder, revision, *paths):
