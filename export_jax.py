@@ -7,7 +7,6 @@ $ python export_jax.py --out_dir=out-mine --gguf=my-model.gguf --dtype=q8_0
 $ python export_jax.py --out_dir=out-lora --adapter=my-adapter
 """
 import os
-import re
 import shlex
 import string
 import sys
@@ -49,7 +48,8 @@ if shard_gb <= 0:
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 from jax_devices.setup import setup_jax_environment
-from jax_hub.folders import find_config_json, kept_config_json, local_path
+from jax_hub.folders import (
+    find_config_json, is_hub_name, kept_config_json, local_path, name_on_hub)
 from jax_hub.gguf_files import why_no_gguf
 from jax_hub.tokenizers import (
     HFTokenizer, describe_tokenizer, load_tokenizer, write_char_tokenizer, write_gpt2_tokenizer)
@@ -115,9 +115,8 @@ def check_run(run):
 def base_on_hub(source):
     """Returns the card's line about the model on the hub from which a run was trained further, or
     ''. source: the run's init_from."""
-    is_name = re.fullmatch(r'\w[\w.-]*/[\w.-]+', source) is not None
-    if is_name and not os.path.exists(source):
-        return f'\nbase_model: {source}'
+    if is_hub_name(source) and not os.path.exists(source):
+        return f'\nbase_model: {name_on_hub(source)}'
     return ''
 
 
@@ -164,19 +163,14 @@ def report(path, description):
     path: the new folder or file. description: that of the model's tokenizer, see load_tokenizer;
     {} if it is unknown."""
     # A folder's files with their sizes; a GGUF file is one.
-    written = os.path.expanduser(path)
-    sizes = {}
-    if os.path.isdir(written):
-        for name in sorted(os.listdir(written)):
-            file = os.path.join(written, name)
-            if os.path.isfile(file):
-                sizes[name] = os.path.getsize(file)
-        total = sum(sizes.values())
-    else:
-        total = os.path.getsize(written)
-    print(f'saved {path}, weights in {dtype}, {readable(total)}')
+    written = Path(path).expanduser()
+    is_folder = written.is_dir()
+    files = sorted(written.iterdir()) if is_folder else [written]
+    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
+    print(f'saved {path}, weights in {dtype}, {readable(sum(sizes.values()))}')
     for name, size in sizes.items():
-        print(f'  {name}, {readable(size)}')
+        if is_folder:
+            print(f'  {name}, {readable(size)}')
 
     if not description:
         print('its tokenizer is unknown: put its tokenizer.json there before you sample')

@@ -31,7 +31,7 @@ from jax_flags import DTYPES, UserError, check_choice, is_url, read_json, write_
 from jax_hub.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Halves, make_adapter
 from jax_hub.families import (
     COMPOSITE, GPT2_FIXED, GPT2_SIZES, HF_ACTIVATIONS, read_config)
-from jax_hub.folders import PUBLISHED, kept_config_json, local_path, new_folder
+from jax_hub.folders import kept_config_json, local_path, name_on_hub, new_folder
 from jax_hub.gguf_files import GGUF_DTYPES, write_gguf
 from jax_hub.tokenizers import copy_tokenizer, load_tokenizer
 from jax_hub.weights import (
@@ -152,9 +152,8 @@ def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32',
     modules, others = adapter_modules(updates, config, family)
 
     # peft looks for the base by this name; the short ones are this project's.
-    named = f'openai-community/{base}' if base in PUBLISHED else base
     settings, tensors = make_adapter(
-        modules, rank=rank, alpha=alpha, base=named, model_type=family, others=others)
+        modules, rank=rank, alpha=alpha, base=name_on_hub(base), model_type=family, others=others)
     shapes = {name: x.shape for name, x in tensors.items()}
 
     def make_tensor(name):

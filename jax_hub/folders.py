@@ -148,9 +148,7 @@ def local_path(path_or_name, files=HUB_FILES):
     path = os.path.expanduser(path_or_name)
     if not is_hub_name(path_or_name) or os.path.exists(path):
         return path
-    repo = path_or_name
-    if path_or_name in PUBLISHED:
-        repo = f'openai-community/{path_or_name}'
+    repo = name_on_hub(path_or_name)
     try:
         return download(repo, files)
     except Exception as error:  # no network, no such package, full disk, ...
@@ -158,6 +156,11 @@ def local_path(path_or_name, files=HUB_FILES):
         raise UserError(f'cannot download {path_or_name} ({type(error).__name__}: {reason}). Put '
                         f'config.json and model.safetensors of {repo}, Hugging Face hub, into a '
                         'folder by hand and give its path instead') from None
+
+
+def name_on_hub(name):
+    """Returns the full name of a model on the hub."""
+    return f'openai-community/{name}' if name in PUBLISHED else name
 
 
 def is_hub_name(name):
