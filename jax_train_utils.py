@@ -526,9 +526,9 @@ def base_params(params):
 
 
 def count_frozen(frozen):
-    """Counts the parameters of the model that LoRA updates, as count_params does; scales of int8
-    do not count."""
-    return count_params(without_scales(frozen['weights']))
+    """Counts the parameters of the model that LoRA updates, as count_params does, without scales
+    of int8. 0 without LoRA, where `frozen` is None."""
+    return count_params(without_scales(frozen['weights'])) if frozen else 0
 
 
 def without_scales(params):

@@ -222,11 +222,8 @@ with contextlib.ExitStack() as at_end:
         weight_decay=cfg.weight_decay, optimizer=cfg.optimizer, rates=rates)
     state = start_state(run, config, layout, tx)
     n_params = count_params(state.params)
-    n_frozen = 0
-    of_updates = ''
-    if run.lora:
-        n_frozen = count_frozen(state.frozen)
-        of_updates = f" in LoRA's updates of {n_frozen / 1e6:.2f}M frozen ones"
+    n_frozen = count_frozen(state.frozen)  # with LoRA
+    of_updates = f" in LoRA's updates of {n_frozen / 1e6:.2f}M frozen ones" if n_frozen else ''
     print(f'number of parameters: {n_params / 1e6:.2f}M{of_updates}')
     tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
     print(f'tokens per iteration will be: {tokens_per_iter:,}')
@@ -257,8 +254,7 @@ with contextlib.ExitStack() as at_end:
         state = start_state(run, config, layout, tx)
 
     # checkpoints and logs; here an earlier run is deleted, with --overwrite
-    out.begin()
-    at_end.enter_context(out.finishing())
+    at_end.enter_context(out.writing())
     stop.saving = out.is_saving
     mfu = None  # a function of the tokens per second, where the peak of the devices is known
     peak_flops = device_peak_flops(run.devices[0])

@@ -29,7 +29,7 @@ class OutDir:
         self.run = run
         self.path = run.flags['out_dir']
         self.folder = run_folder(self.path)
-        self.checkpoints = None  # Orbax's manager, from begin() on
+        self.checkpoints = None  # Orbax's manager, from writing() on
         self.metrics_log = None  # process 0 has one
         self.wandb_run = None  # process 0 has one, with --wandb_log
         self.earlier = []  # iterations of the checkpoints that are to be deleted
@@ -128,9 +128,11 @@ class OutDir:
             self.lock.close()
 
     @contextlib.contextmanager
-    def finishing(self):
-        """Completes, however the run ends, the checkpoints saved so far. Data that have changed on
-        the disk become a UserError that says where the run can go on."""
+    def writing(self):
+        """Begins to write, see begin(), and completes, however the run ends, the checkpoints saved so
+        far. Data that have changed on the disk become a UserError that says where the run can go
+        on."""
+        self.begin()
         try:
             yield
         except DataChanged as error:
