@@ -65,9 +65,10 @@ def quantize_param(path, p, stored_as=jnp.int8):
     stored_as: the dtype of its values, int8 or uint8, see Int8."""
     if path[-1] not in ('kernel', 'wte', 'lm_head') or 'router' in path:
         return p
+    transpose = path[-1] == 'kernel'
     if isinstance(p, Transposed):
-        return quantize_matrix(p.values, transpose=False, stored_as=stored_as)
-    return quantize_matrix(p, transpose=path[-1] == 'kernel', stored_as=stored_as)
+        p, transpose = p.values, False
+    return quantize_matrix(p, transpose=transpose, stored_as=stored_as)
 
 
 @functools.partial(jax.jit, static_argnames=('transpose', 'stored_as'))

@@ -111,9 +111,9 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
         with jax.named_scope('all_to_all'):
             return jax.lax.all_to_all(x_RxD, 'expert', split_axis=0, concat_axis=0, tiled=True)
 
-    def exchange(i, args, routing):
-        weights, x_PxD, weight_PxU = args
+    def exchange(i, routing, args):
         expert_PxU, rank_R, slot_R = routing
+        weights, x_PxD, weight_PxU = args
 
         # where each row of this round is among the rows that are sent; others are out of range
         out_of_range_R = M * capacity + jnp.arange(len(slot_R))
@@ -133,45 +133,39 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
         y_RxD = y_RxD.at[row_R].get(mode='fill', fill_value=0, unique_indices=True)
         return y_RxD.reshape(n_tokens, U, -1).sum(1, dtype=jnp.float32)
 
-    args = weights, x_PxD, weight_PxU  # what has gradients
     routing = expert_PxU, rank_R, slot_R
-    y_PxD = sum_rounds(exchange, n_rounds, args, routing)
+    args = weights, x_PxD, weight_PxU  # what has gradients
+    y_PxD = sum_rounds(exchange, n_rounds, routing, args)
     return y_PxD.astype(x_PxD.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sum_rounds(f, n, args, constants):
-    """sum(f(i, args, constants) for i in range(n)), where n is traced, and 1 as a rule: only the
+def sum_rounds(f, n, constants, args):
+    """sum(f(i, constants, args) for i in range(n)), where n is traced, and 1 as a rule: only the
     first call saves what its backward pass needs, the others are recomputed."""
     def add_round(i, y):
-        return y + f(i, args, constants)
+        return y + f(i, constants, args)
 
-    return jax.lax.fori_loop(1, n, add_round, f(0, args, constants))
+    return jax.lax.fori_loop(1, n, add_round, f(0, constants, args))
 
 
-def sum_rounds_fwd(f, n, args, constants):
-    def first_round(args):
-        return f(0, args, constants)
-
+def sum_rounds_fwd(f, n, constants, args):
     def add_round(i, y):
-        return y + f(i, args, constants)
+        return y + f(i, constants, args)
 
-    y, vjp = jax.vjp(first_round, args)
+    y, vjp = jax.vjp(functools.partial(f, 0, constants), args)
     y = jax.lax.fori_loop(1, n, add_round, y)
-    return y, (vjp, n, args, constants)
+    return y, (vjp, n, constants, args)
 
 
 def sum_rounds_bwd(f, residuals, g):
-    vjp, n, args, constants = residuals
+    vjp, n, constants, args = residuals
 
     def add_round(i, grads):
-        def ith_round(args):
-            return f(i, args, constants)
-
-        _, vjp = jax.vjp(ith_round, args)
+        _, vjp = jax.vjp(functools.partial(f, i, constants), args)
         return jax.tree.map(jnp.add, grads, vjp(g)[0])
 
-    return None, jax.lax.fori_loop(1, n, add_round, vjp(g)[0]), None
+    return None, None, jax.lax.fori_loop(1, n, add_round, vjp(g)[0])
 
 
 sum_rounds.defvjp(sum_rounds_fwd, sum_rounds_bwd)
@@ -183,15 +177,15 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
 
     way: see choose_experts. Few rows of decoding are computed one by one on a CPU, with weights as
     convert_params_for_decoding makes them; all others in blocks of one expert each."""
+    in_blocks = functools.partial(experts_in_blocks, f, way)
     # on a mesh a device has only some; here, inside shard_map, current_mesh() is None
     has_all_experts = jax.sharding.get_abstract_mesh().empty
     leaves = jax.tree.leaves(weights, is_leaf=is_stack)
     matrices = [leaf for leaf in leaves if is_stack(leaf) or leaf.ndim > 2]  # without biases [E, O]
     are_few = all(can_be_chosen(matrix, len(expert_R)) for matrix in matrices)
     if way != 'loop' or not has_all_experts or not are_few:
-        return experts_in_blocks(f, way, weights, x_RxD, expert_R)
+        return in_blocks(weights, x_RxD, expert_R)
     one_by_one = functools.partial(experts_one_by_one, f)
-    in_blocks = functools.partial(experts_in_blocks, f, 'loop')
     return jax.lax.platform_dependent(weights, x_RxD, expert_R, cpu=one_by_one, default=in_blocks)
 
 
