@@ -269,9 +269,12 @@ class CausalSelfAttention(nn.Module):
         # queries, keys and values of all heads, in one matmul
         qkv_cfg = dataclasses.replace(cfg, bias=cfg.bias or cfg.qkv_bias)
         q, k, v = Dense(qkv_cfg, (H * K, G * K, G * K), name='c_attn')(x_BxTxD)
-        q_BxTxHxK = norm_heads(cfg, 'q_norm', q.reshape(B, T, H, K))
-        k_BxTxGxK = norm_heads(cfg, 'k_norm', k.reshape(B, T, G, K))
+        q_BxTxHxK = q.reshape(B, T, H, K)
+        k_BxTxGxK = k.reshape(B, T, G, K)
         v_BxTxGxK = v.reshape(B, T, G, K)
+        if cfg.qk_norm in ('learned', 'all_heads'):
+            q_BxTxHxK = norm_heads(cfg, 'q_norm', q_BxTxHxK)
+            k_BxTxGxK = norm_heads(cfg, 'k_norm', k_BxTxGxK)
         if cfg.position == 'rope':
             q_BxTxHxK, k_BxTxGxK = apply_positions(
                 cfg, self.layer_type, q_BxTxHxK, k_BxTxGxK, call.position_BxT)
@@ -804,14 +807,12 @@ def rms_normalize(x, eps):
 
 
 def norm_heads(config, name, x_BxTxHxK):
-    """Returns queries or keys normalized as config.qk_norm says: by head, all heads of a token
-    together, or not at all ('plain' acts after RoPE)."""
-    if config.qk_norm == 'learned':
-        return RMSNorm(config, name=name)(x_BxTxHxK)
+    """Returns queries or keys normalized as config.qk_norm says: by head, or all heads of a token
+    together."""
+    x = x_BxTxHxK
     if config.qk_norm == 'all_heads':
-        x_BxTxHK = x_BxTxHxK.reshape(*x_BxTxHxK.shape[:2], -1)
-        return RMSNorm(config, name=name)(x_BxTxHK).reshape(x_BxTxHxK.shape)
-    return x_BxTxHxK
+        x = x.reshape(*x.shape[:2], -1)
+    return RMSNorm(config, name=name)(x).reshape(x_BxTxHxK.shape)
 
 
 NORMS = {'layer': LayerNorm, 'rms': RMSNorm}
