@@ -98,6 +98,23 @@ def test_a_mesh_computes_its_experts_in_every_way():
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5, err_msg=way)
 
 
+@pytest.mark.parametrize('n_tokens', [1, 2, 8])
+def test_a_mesh_computes_few_rows_of_int8_experts_as_one_device_does(n_tokens):
+    rng = np.random.default_rng(0)
+    kernel_ExOxI = jnp.asarray(rng.normal(size=(8, 96, 96)).astype(np.float32))
+    weights = {'kernel': Int8(*quantize(kernel_ExOxI, jnp.int8)), 'bias': jnp.zeros((8, 96))}
+    x = rng.normal(size=(n_tokens, 96)).astype(np.float32)
+    expert, weight = rng.integers(8, size=(n_tokens, 2)), np.ones((n_tokens, 2), np.float32)
+
+    def compute():
+        mix = jax.jit(lambda *args: mix_experts(lambda w, x: linear(x, **w), *args))
+        return np.asarray(mix(weights, x, expert, weight))
+
+    expected = compute()
+    with jax.set_mesh(create_mesh(jax.devices()[:2], 1, expert=2)):
+        np.testing.assert_allclose(compute(), expected, rtol=0, atol=1e-4)
+
+
 def test_arrays_hold_every_routing_and_little_more():
     for n_rows, n_experts in ((1, 16), (15, 16), (16, 16), (1000, 16), (24576, 16), (24576, 128)):
         b, n = block_sizes('batched', n_rows, n_experts)
