@@ -28,7 +28,7 @@ def convert_params_for_decoding(params, dtype, quantize=''):
         part = {name: params.pop(name)}
         devices = devices_of(part)
         is_one_device = len(devices) == 1
-        platform = min(device.platform for device in devices)  # all have the same
+        platform = next(iter(devices)).platform  # all have the same
         on_cpu = platform == 'cpu'
         if is_one_device:  # without a mesh of one device, see commit in jax_generate.py
             part = jax.tree.map(lambda x: jnp.asarray(x).addressable_data(0), part)

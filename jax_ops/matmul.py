@@ -231,7 +231,7 @@ def fused_linear(x, kernel, bias, widths):
     # the kernel and bias in the order of ranks
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh else 1
-    if isinstance(kernel, (Int8, Transposed)):  # stored in it
+    if isinstance(kernel, (Int8, Transposed)):  # stored in that order
         n_ranks = kernel.n_ranks
     elif n_ranks > 1:
         # stored sharded by rows, so that the order is local; an all-to-all follows, once per step
