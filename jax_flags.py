@@ -485,7 +485,7 @@ def check_given(flags, given):
 def check_source(flags, given):
     """Raises UserError if flags of sampling, evaluation or export were given that init_from leaves
     without effect."""
-    # `base` is not among them: local_path refuses it where there is no adapter.
+    # `base` is not among them: it is refused where the model is loaded
     ignored = {'out_dir', 'checkpoint'} & given.keys()
     if flags['init_from'] != 'resume' and ignored:
         raise UserError(f"{min(ignored)} is of a run, and init_from={flags['init_from']} is "

@@ -106,7 +106,7 @@ compile = True # has no effect: JAX always compiles
 backend = 'nccl' # has no effect: JAX picks its own
 # -----------------------------------------------------------------------------
 started = time.perf_counter()
-start_script()
+start_script()  # a user's mistake ends it with one line
 # all flags of the block above, and those that the user gave
 flags, given = read_flags(__file__, globals())
 check_flags(flags)
@@ -125,7 +125,7 @@ from jax_devices.setup import (
     Profile, Stopwatch, configure_process, device_peak_flops, is_synchronous)
 from jax_run.checkpoints import run_folder
 from jax_run.log import RunLog
-from jax_run.minutes import first_batch, fit_to_minutes, say_if_few
+from jax_run.minutes import first_batch, fit_to_minutes, say_if_few_iterations
 from jax_run.out_dir import OutDir
 from jax_run.sources import open_data
 from jax_run.start import check_fits, open_run, open_sampler, start_state, training_config
@@ -164,19 +164,22 @@ with contextlib.ExitStack() as at_end:
     cfg = argparse.Namespace(**run.flags)
     layout = setup_distributed_training(
         run.devices, cfg.fsdp, cfg.tensor, cfg.expert, cfg.context, cfg.zero)
+    # each device computes n_micro micro-batches of micro_batch sequences; one device, what the flags
+    # say
     n_micro, micro_batch = split_batch(
         cfg.gradient_accumulation_steps, cfg.batch_size, layout.n_data_shards)
-    check_fits(run, micro_batch)
+    check_fits(run, micro_batch)  # the model, the data and the flags each other
 
-    # the data; an evaluation without a token that counts is refused before anything is written
-    data = open_data(run.shares, run.data, block_size=cfg.block_size, seed=cfg.seed,
+    # the data; an evaluation without a token that counts in the loss (in chats, the assistant's
+    # count) is refused before anything is written
+    data = open_data(run.shares, run.meta, block_size=cfg.block_size, seed=cfg.seed,
                      length_normalized=cfg.length_normalized)
     data.check(cfg.eval_iters * cfg.batch_size)
     sampler = open_sampler(run) if cfg.sample_prompt else None
 
     # what is computed: forward and backward of all micro-steps, clipping and the update are one
-    # function, step(state, batch), under jit or pmap; config is run.config, which checkpoints hold,
-    # with how it is executed
+    # function, step(state, batch), under jit or pmap; config is run.config and, in addition, how it
+    # is executed (attention, remat), which checkpoints do not hold
     config = training_config(run, data, layout)
     objective = dpo(cfg.beta) if run.has_pairs else language_model
     step = layout.jit_step(make_train_step(
@@ -200,10 +203,10 @@ with contextlib.ExitStack() as at_end:
         batch = data.train.draw(numbers, here)
         if batch is None:
             return None
-        batch['seq_id'] = numbers[here].astype(np.uint32)
+        batch['seq_id'] = numbers[here].astype(np.uint32)  # by which dropout draws
         return layout.shard_batch(batch, (n_micro, micro_batch))
 
-    def find_signal():
+    def agree_on_signal():
         """Returns the signal for which all processes stop, 0 for none. Of several processes it is
         an array on their devices, and int() of it waits for all."""
         return layout.max_over_processes(stop.signum)
@@ -212,10 +215,11 @@ with contextlib.ExitStack() as at_end:
     evaluate = functools.partial(
         estimate_losses, eval_step=eval_step, sets=data.sets, layout=layout,
         batch_size=cfg.batch_size, eval_iters=cfg.eval_iters, token_bytes=data.token_bytes,
-        stop_signal=find_signal)
+        stop_signal=agree_on_signal)
 
-    # the optimizer and the state; the learning rate is that of state.schedule, an argument of the
-    # compiled step, so that another one compiles nothing; the constant 0 here is never used
+    # the optimizer and the state; the learning rate is that of state.schedule, which start_state
+    # makes of the flags: as an argument of the compiled step, another one compiles nothing, and the
+    # constant 0 here is never used
     rates = {'embedding': cfg.embedding_lr, 'head': cfg.head_lr, 'vector': cfg.vector_lr}
     tx = create_optimizer_with_schedule(
         optax.constant_schedule(0.0), beta1=cfg.beta1, beta2=cfg.beta2,
@@ -240,7 +244,7 @@ with contextlib.ExitStack() as at_end:
     # compile the step for the shapes of a batch: the first one, unless none of its tokens counts
     batch = make_batch(run.iter_num)
     print('compiling the training step ...')
-    compiled_before = clock.compiling
+    compiled_before = clock.compiling  # seconds, which jax reports to the clock
     train_step = step.lower(state, batch or first_batch(make_batch)).compile()
     print(f'compiled the training step in {clock.compiling - compiled_before:.1f} s')
 
@@ -249,13 +253,13 @@ with contextlib.ExitStack() as at_end:
         fit_to_minutes(run, state, train_step, layout, started=started, clock=clock,
                        make_batch=make_batch, evaluate=evaluate,
                        get_signal=lambda: stop.signum)  # this process's
-        say_if_few(run.flags, data.train)
+        say_if_few_iterations(run.flags, data.train)
         cfg = argparse.Namespace(**run.flags)
         state = start_state(run, config, layout, tx)
 
     # checkpoints and logs; here an earlier run is deleted, with --overwrite
     at_end.enter_context(out.writing())
-    stop.saving = out.is_saving
+    stop.saving = out.is_saving  # asked at a second signal, which waits for a save
     mfu = None  # a function of the tokens per second, where the peak of the devices is known
     peak_flops = device_peak_flops(run.devices[0])
     if peak_flops:
@@ -263,7 +267,7 @@ with contextlib.ExitStack() as at_end:
                                 peak_flops=peak_flops * len(run.devices))
     log = RunLog(run, out.metrics_log, out.wandb_run, tokens_per_iter=tokens_per_iter, mfu=mfu,
                  is_synchronous=is_synchronous(run.devices[0]), started=started,
-                 imports_s=imports_s, in_line=objective.metrics[1:])  # all but the loss
+                 imports_s=imports_s, printed=objective.metrics[1:])  # all but the loss
     at_end.callback(log.close)
     tracer = None
     if cfg.profile and is_master:
@@ -276,7 +280,7 @@ with contextlib.ExitStack() as at_end:
     iter_num = run.iter_num
     best_val_loss = run.best_val_loss
     stop.nothing_to_save = False  # from here on a signal has something to save
-    stop_signal = int(find_signal())  # one that came while the step was compiled
+    stop_signal = int(agree_on_signal())  # one that came while the step was compiled
     while True:
         # what is due before this iteration; the last pass of the loop only evaluates and saves
         is_last = iter_num >= cfg.max_iters or stop_signal > 0
@@ -292,16 +296,17 @@ with contextlib.ExitStack() as at_end:
                 if losses:
                     log.evaluation(iter_num, losses, sampler(state) if sampler else '')
             if losses is None:  # a signal has come meanwhile: this iteration becomes the last one
-                stop_signal = int(find_signal())
+                stop_signal = int(agree_on_signal())
                 is_last = must_save = True
             else:
                 val_loss = losses['val']['loss']
                 is_best = val_loss < best_val_loss
                 must_save |= is_best or cfg.always_save_checkpoint
                 best_val_loss = min(best_val_loss, val_loss)
-                out.after_evaluation(iter_num, val_loss)
+                out.record_val_loss(iter_num, val_loss)
 
-        # save a checkpoint, at the end always; a second signal does not spoil that one
+        # save a checkpoint, at the end always, but not where the run began: nothing is new there; a
+        # second signal does not spoil the last one
         if must_save:
             log.pause()
             if is_last:
@@ -316,7 +321,7 @@ with contextlib.ExitStack() as at_end:
             tracer.start(iter_num)
         # all processes stop after the same iteration: they agree before the step and read the
         # answer after it, so that the exchange takes place meanwhile
-        stop_requested = find_signal()
+        agreeing = agree_on_signal()
         metrics = None  # no update, if no token of the batch counts
         if batch is not None:
             state, metrics = train_step(state, batch)
@@ -329,10 +334,10 @@ with contextlib.ExitStack() as at_end:
         iter_num += 1
         if tracer:
             tracer.stop(iter_num, state)
-        stop_signal = int(stop_requested)
+        stop_signal = int(agreeing)
 
     if stop_signal and iter_num:
-        out.plot()  # with the iterations since the last evaluation, which has drawn it
+        out.plot()  # loss.png again: there may be iterations after the last evaluation
 
 if stop_signal:
     saved = ''

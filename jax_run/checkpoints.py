@@ -308,7 +308,7 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
     """Saves the state after iter_num iterations. Returns once the values are copied; writing is
     asynchronous.
 
-    meta: JSON metadata, see train_jax.py. val_loss: the validation loss, which makes the checkpoint
+    meta: JSON metadata, see OutDir.save. val_loss: the validation loss, which makes the checkpoint
     a candidate for the best; None without an evaluation. Raises UserError if this checkpoint or the
     one before it cannot be written (a full disk)."""
     import orbax.checkpoint as ocp

@@ -29,14 +29,14 @@ class RunLog:
     is_synchronous: whether a step is done when its call returns, as on CPUs.
     started: the time.perf_counter() at which the script started. imports_s: seconds that its
     imports took.
-    in_line: names of metrics that are printed at the end of an iteration's line. metrics.jsonl
+    printed: names of metrics that are printed at the end of an iteration's line. metrics.jsonl
     has all metrics that a step returns.
 
     The time of a line is the mean of the iterations since the line before. While the model is
     evaluated or saved, between pause() and resume(), the clock stands still."""
 
     def __init__(self, run, metrics_log=None, wandb_run=None, *, tokens_per_iter, mfu=None,
-                 is_synchronous=True, started=0.0, imports_s=0.0, in_line=()):
+                 is_synchronous=True, started=0.0, imports_s=0.0, printed=()):
         self.run = run
         self.metrics_log = metrics_log
         self.wandb_run = wandb_run
@@ -48,7 +48,7 @@ class RunLog:
         self.is_synchronous = is_synchronous
         self.started = started
         self.imports_s = imports_s
-        self.in_line = in_line
+        self.printed = printed
         # a bar on a terminal, or in a notebook that has widgets: as text, each of its states would
         # stay in the notebook; write() prints a line above it
         has_widgets = 'ipykernel' in sys.modules and importlib.util.find_spec('ipywidgets')
@@ -157,7 +157,7 @@ class RunLog:
         line = (f'iter {iter_num}: loss {metrics["loss"]:.4f}, time {seconds * 1000:.2f}ms, '
                 f'mfu {mfu}, {tokens_per_sec:,.0f} tok/s, grad norm {metrics["grad_norm"]:.3f}, '
                 f'eta {eta}')
-        for name in self.in_line:
+        for name in self.printed:
             line += f', {name} {metrics[name]:.4f}'
         self.say(line)
 

@@ -53,7 +53,7 @@ def fit_to_minutes(run, state, step, layout, *, started, clock, make_batch, eval
     run.has_fitted = True
 
 
-def say_if_few(flags, source):
+def say_if_few_iterations(flags, source):
     """Says how many iterations fit if they are fewer than FEW. flags: of a run of
     fit_to_minutes. source: of the training data."""
     n = flags['max_iters']

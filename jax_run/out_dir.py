@@ -93,7 +93,7 @@ class OutDir:
             'versions': versions, 'wandb_id': run.wandb_id, 'lora': run.lora}
         save_checkpoint(self.checkpoints, iter_num, state, val_loss=val_loss, meta=meta)
 
-    def after_evaluation(self, iter_num, val_loss):
+    def record_val_loss(self, iter_num, val_loss):
         """Writes metrics to where the run is. The checkpoint at which it was resumed becomes a
         candidate for the best: a signal may have saved that one without an evaluation."""
         if self.metrics_log:

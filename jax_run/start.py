@@ -74,7 +74,7 @@ class Run:
     dtype: str  # dtype of computation; flags['dtype'] may be 'auto'
     resumed: dict | None  # the metadata of the checkpoint that is continued
     shares: dict  # {folder of a data set: fraction}
-    data: dict  # what meta.json says of the first data set, see load_dataset_meta
+    meta: dict  # what meta.json says of the first data set, see load_dataset_meta
     iter_num: int = 0  # iterations made when it starts
     has_fitted: bool = False  # fit_to_minutes has set the number of iterations
     best_val_loss: float = 1e9
@@ -90,7 +90,7 @@ class Run:
     @property
     def has_pairs(self):
         """Whether the data set has pairs of answers."""
-        return self.data['kind'] == 'pairs'
+        return self.meta['kind'] == 'pairs'
 
     @property
     def is_timed(self):
@@ -141,8 +141,8 @@ def check_init_from(source):
 
 def new_model(run):
     """Sets the config and the tokenizer of a model that is trained from scratch."""
-    run.tokenizer = run.data['tokenizer']
-    vocab_size = run.data['vocab_size']
+    run.tokenizer = run.meta['tokenizer']
+    vocab_size = run.meta['vocab_size']
     if run.tokenizer['kind'] != 'char':
         # as nanoGPT pads GPT-2's 50257 to 50304, for efficiency
         vocab_size = ceil_div(vocab_size, 64) * 64
@@ -166,7 +166,7 @@ def continued_model(run):
 
     # its tokenizer, of which the data set may have more text by now
     run.tokenizer = resumed['tokenizer']
-    if not same_tokens(run.data['tokenizer'], run.tokenizer):
+    if not same_tokens(run.meta['tokenizer'], run.tokenizer):
         remedy = remedy_for_tokens(run.tokenizer, os.path.join(out_dir, 'tokenizer'))
         raise UserError(f'{out_dir} was trained with other tokens than those of dataset '
                         f"{flags['dataset']}: their ids mean something else; {remedy}")
@@ -219,7 +219,7 @@ def pretrained_model(run):
         known = describe_tokenizer(run.source, config.vocab_size)
         name = source
         base = full_path(source)
-    run.tokenizer = check_tokens(run.data['tokenizer'], flags['dataset'], known, name,
+    run.tokenizer = check_tokens(run.meta['tokenizer'], flags['dataset'], known, name,
                                  config.vocab_size)
 
     # the sequences of this run may be shorter, and with RoPE longer than those of the model
@@ -262,7 +262,7 @@ def check_fits(run, micro_batch):
     micro_batch: the number of sequences that a device computes at a time."""
     flags = run.flags
     dataset, batch_size = flags['dataset'], flags['batch_size']
-    vocab_size = run.data['vocab_size']
+    vocab_size = run.meta['vocab_size']
     if vocab_size > run.config.vocab_size:
         raise UserError(f'dataset {dataset} has a vocabulary of {vocab_size}, the model only '
                         f'{run.config.vocab_size}')

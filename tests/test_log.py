@@ -15,14 +15,14 @@ def log(tmp_path):
     metrics_log = types.SimpleNamespace(write=records.append, path=tmp_path / 'metrics.jsonl')
     run = types.SimpleNamespace(iter_num=0, flags={'out_dir': 'out', 'log_interval': 2, 'max_iters': 9})
     log = RunLog(run, metrics_log, tokens_per_iter=8, is_synchronous=False, started=time.perf_counter() - 3,
-                 imports_s=0.5, in_line=('margin',))
+                 imports_s=0.5, printed=('margin',))
     return log, records
 
 
 METRICS = {'loss': 2.0, 'grad_norm': 3.0, 'lr': 0.1, 'margin': 4.0}
 
 
-def test_every_metric_that_a_step_returns_is_recorded_and_those_in_line_are_printed(log, capsys):
+def test_every_metric_that_a_step_returns_is_recorded_and_chosen_ones_are_printed(log, capsys):
     log, records = log
     log.iteration(0, METRICS | {'another': 5.0})
     log.pause()

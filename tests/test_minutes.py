@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from jax_run.minutes import fit_to_minutes, say_if_few
+from jax_run.minutes import fit_to_minutes, say_if_few_iterations
 from jax_run.sources import Rows
 
 ONE_PROCESS = types.SimpleNamespace(max_over_processes=lambda number: number)
@@ -49,5 +49,5 @@ def test_a_signal_ends_the_measuring():
     (7, 'only 7 iterations fit into 3 minutes (1.6 passes over the data)\n'), (50, '')])
 def test_so_few_iterations_that_little_is_learned_are_said(capsys, n, said):
     rows = Rows(np.zeros((18, 5), np.uint16), block_size=4, seed=0)
-    say_if_few({'max_iters': n, 'minutes': 3.0, 'gradient_accumulation_steps': 2, 'batch_size': 2}, rows)
+    say_if_few_iterations({'max_iters': n, 'minutes': 3.0, 'gradient_accumulation_steps': 2, 'batch_size': 2}, rows)
     assert capsys.readouterr().out == said
