@@ -3,13 +3,14 @@ streaming; and the log-probabilities of given ids.
 
 `generate` returns all tokens, `generate_stream` yields while they are made; jax_text.py does both
 for texts. Read from the top: how a token is sampled; the compiled functions, prefill and decode
-with its three steps; the Decoder, which calls them; the two public functions; `score`; the sizes of
+with its three steps; the Decoder, which calls them; the two public functions, and start_rows; `score`; the sizes of
 what is compiled.
 
 Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J
 the number of drafts; where rows are scored, R is rows of some items, N tokens after those that the
 rows of an item share, P tokens that they share.
 """
+import contextlib
 import functools
 import os
 from typing import Any, NamedTuple
@@ -403,16 +404,22 @@ class Decoder:
     """A batch of rows, the model that continues them, its draft model if there is one, and their KV
     caches.
 
-    read_prompts() prefills the caches, extend() adds tokens to the rows, whose DecodeState is
-    `state`; the state holds the caches. grow() enlarges them when the rows need it; drop_drafts()
-    goes on without drafts where they turn out to be useless."""
+    start_rows() makes it, advance() adds tokens to the rows, whose DecodeState is `state`; the state
+    holds the caches, which read_prompts() prefills and grow() enlarges when the rows need it.
+    end_rows() ends some, drop_drafts() goes on without drafts where they turn out to be useless, and
+    close() gives the caches to the PrefixCache from which they came."""
 
-    def __init__(self, params, config, state, sampling, *, draft, longest):
-        """state: a DecodeState without caches. sampling: a Sampling, of which n_draft and cache_dtype
-        are read. draft: (params, config) of the draft model, or None. longest: the number of tokens
-        of the longest row at its end."""
+    def __init__(self, params, config, state, controls, sampling, *, draft, longest, n_columns):
+        """state: a DecodeState without caches. controls: the Controls of the Sampling. draft: (params,
+        config) of the draft model, or None. longest: the number of tokens of the longest row at its
+        end. n_columns: the width of the results."""
         # the model, and behind it the draft model if there is one
         self.state = commit(state, params)
+        self.controls = controls
+        self.max_new_tokens = sampling.max_new_tokens
+        self.n_end = 0  # new tokens that the rows have now, unless they have ended
+        self.n_columns = n_columns
+        self.prefix_cache = None
         self.n_draft = sampling.n_draft
         models = [(params, config)]
         if draft and self.n_draft:
@@ -432,6 +439,7 @@ class Decoder:
     def continue_from(self, prefix_cache, tokens_T):
         """Takes over the caches of a PrefixCache. Returns how many of the first tokens_T they
         hold."""
+        self.prefix_cache = prefix_cache
         caches, self.n_slots, n_held = prefix_cache.take(tokens_T)
         self.state = self.state.replace(caches=caches)
         if prefix_cache.drafts_are_useless:
@@ -481,18 +489,20 @@ class Decoder:
             caches = select_rows(caches, row_B)
         self.state = self.state.replace(caches=caches)
 
-    def extend(self, controls, n_end):
-        """Adds tokens until every row has n_end new ones or is done.
+    def advance(self, n_new):
+        """Adds n_new tokens to each row that has not ended, up to max_new_tokens in all, and returns
+        the GenerationResult so far.
 
         It takes several compiled loops if the caches grow, rows leave them, or drafts turn out
         useless."""
+        self.n_end = n_end = min(self.n_end + n_new, self.max_new_tokens)
         B = len(self.state.tokens_BxN)
         while True:
             # the lengths of the rows that go on
             is_active_B = np.array(self.state.n_generated_B) < n_end
             length_B = np.array(self.state.length_B)[is_active_B & ~np.array(self.state.done_B)]
             if len(length_B) == 0:
-                return
+                return copy_result(self.state, self.n_columns, self.max_new_tokens)
             # rows that are too long for the cache wait until no other row is left
             cached_B = length_B[length_B <= self.max_cached]
             use_cache = len(cached_B) > 0
@@ -509,9 +519,23 @@ class Decoder:
                 self.drop_drafts()
             # one compiled loop; it may end before the rows do
             self.state = decode(
-                self.weights, self.state, controls, np.int32(n_end), np.int32(max_length),
+                self.weights, self.state, self.controls, np.int32(n_end), np.int32(max_length),
                 np.int32(n_slots), configs=self.configs,
                 n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
+
+    def end_rows(self, is_over_B):
+        """Ends the rows of which the caller wants no more tokens, bool [B]."""
+        self.state = self.state.replace(done_B=self.state.done_B | np.asarray(is_over_B))
+
+    @property
+    def is_over(self):
+        """Whether no row gets another token."""
+        return self.n_end == self.max_new_tokens or bool(self.state.done_B.all())
+
+    def close(self):
+        """Gives the caches back to the PrefixCache, if there is one."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.keep(self)
 
 
 def unique_prompts(tokens_BxT, end_B):
@@ -649,9 +673,10 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=N
     sampling = Sampling(
         max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
         stop_tokens=stop_tokens, n_vocab=n_vocab, cache_dtype=cache_dtype, n_draft=n_draft)
-    *_, result = continue_rows(
+    decoder = start_rows(
         params, config, idx_BxT, sampling, rng=rng, prompt_lengths_B=prompt_lengths_B,
         sample_index_B=sample_index_B, draft=draft, logprobs=logprobs)
+    result = decoder.advance(max_new_tokens)
     if as_result or logprobs:
         return result
     return result.tokens
@@ -671,15 +696,25 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     sampling = Sampling(
         max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
         stop_tokens=stop_tokens, n_vocab=n_vocab, cache_dtype=cache_dtype, n_draft=n_draft)
-    yield from continue_rows(
+    decoder = start_rows(
         params, config, idx_BxT, sampling, rng=rng, prompt_lengths_B=prompt_lengths_B,
-        sample_index_B=sample_index_B, draft=draft, logprobs=logprobs, chunk=chunk,
-        prefix_cache=prefix_cache)
+        sample_index_B=sample_index_B, draft=draft, logprobs=logprobs, prefix_cache=prefix_cache)
+    choose_chunk = chunk if callable(chunk) else lambda: chunk or max_new_tokens
+    with contextlib.closing(decoder):
+        n_new = 1
+        while True:
+            is_over_B = yield decoder.advance(n_new)
+            if is_over_B is not None:
+                decoder.end_rows(is_over_B)
+            if decoder.is_over:
+                return
+            n_new = choose_chunk()
 
 
-def continue_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=None,
-                  sample_index_B=None, draft=None, logprobs=False, chunk=None, prefix_cache=None):
-    """generate_stream, with a Sampling in place of its controls."""
+def start_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=None,
+               sample_index_B=None, draft=None, logprobs=False, prefix_cache=None):
+    """Returns a Decoder that has read the prompts; the options are those of generate_stream, with a
+    Sampling in place of its controls."""
     # refuse what makes no sense, before anything is computed
     controls = create_controls(config, sampling)
     tokens_BxT, length_B = check_prompts(config, idx_BxT, prompt_lengths_B)
@@ -691,11 +726,6 @@ def continue_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=No
         raise UserError(f'a prefix cache is for one row, not {B}')
     if sampling.n_draft:
         check_drafts(config, sampling.n_draft, draft, controls.n_vocab, n_total)
-    if max_new_tokens == 0:
-        state = create_decode_state(tokens_BxT, length_B, rng, T, logprobs=logprobs)
-        yield copy_result(state.replace(steps=0), T, max_new_tokens)
-        return
-
     # the state: one row of tokens for each prompt, with a random key of its own
     longest = n_total
     if prefix_cache is not None:  # a chat, which goes on: its sizes stay the same from call to call
@@ -709,30 +739,16 @@ def continue_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=No
     state = create_decode_state(tokens_BxT, length_B, key_B, N, logprobs=logprobs)
 
     # prefill
-    decoder = Decoder(params, config, state, sampling, draft=draft, longest=longest)
+    decoder = Decoder(params, config, state, controls, sampling, draft=draft, longest=longest,
+                      n_columns=T + max_new_tokens)
+    if max_new_tokens == 0:
+        return decoder
     if prefix_cache is None:
         decoder.read_prompts(tokens_BxT, length_B)
     else:
         n_held = decoder.continue_from(prefix_cache, tokens_BxT[0, :length_B[0] - 1])
         decoder.read_prompts(tokens_BxT, length_B, n_held, least_width=64)
-
-    # decode, chunk by chunk; the first is one token, so that its time is that of the prefill
-    choose_chunk = chunk if callable(chunk) else lambda: chunk or max_new_tokens
-    n_end = 1
-    try:
-        while True:
-            decoder.extend(controls, n_end)
-            is_over_B = yield copy_result(decoder.state, T + max_new_tokens, max_new_tokens)
-            if is_over_B is not None and np.any(is_over_B):
-                done_B = decoder.state.done_B | np.asarray(is_over_B)
-                decoder.state = decoder.state.replace(done_B=done_B)
-            is_over = chunk is not None and bool(decoder.state.done_B.all())
-            if n_end == max_new_tokens or is_over:
-                return
-            n_end = min(n_end + choose_chunk(), max_new_tokens)
-    finally:
-        if prefix_cache is not None:
-            prefix_cache.keep(decoder)
+    return decoder
 
 
 def create_decode_state(tokens_BxT, length_B, key_B, n_columns, *, logprobs=False):
@@ -776,7 +792,7 @@ def copy_result(state, n_columns, max_new_tokens):
     return GenerationResult(
         tokens=np.array(state.tokens_BxN)[:, :n_columns],
         lengths=np.array(state.length_B),
-        steps=int(state.steps),
+        steps=max(0, int(state.steps)),
         cache_bytes=sum(x.nbytes for x in jax.tree.leaves(model_cache)),
         drafted=int(state.drafted),
         accepted=int(state.accepted),

@@ -28,7 +28,7 @@ from jax_devices.choose import choose_experts
 from jax_devices.layout import Layout, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
 from jax_flags import Sampling, UserError
-from jax_generate import PrefixCache, continue_rows, power_of_two, right_padded, score
+from jax_generate import PrefixCache, power_of_two, right_padded, score, start_rows
 from jax_hub.chats import final_answer
 from jax_hub.folders import local_path
 from jax_hub.tokenizers import (
@@ -487,31 +487,35 @@ class Generation:
         prompt_numbers = np.array(
             [zlib.crc32(np.array(ids, '<i4').tobytes()) for ids in self.prompts], np.uint32)
         key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, prompt_numbers)
-        # a generator, which begins to run in __iter__
         sample_numbers = list(range(first_sample, first_sample + num_samples)) * len(prompts)
-        self.results = continue_rows(
-            model.params, model.config, right_padded(self.prompts), self.sampling, rng=key_B,
-            prompt_lengths_B=self.lengths, sample_index_B=sample_numbers, draft=model.draft,
-            chunk=self.choose_chunk, prefix_cache=prefix_cache, logprobs=logprobs)
+        self.start = functools.partial(
+            start_rows, model.params, model.config, right_padded(self.prompts), self.sampling,
+            rng=key_B, prompt_lengths_B=self.lengths, sample_index_B=sample_numbers,
+            draft=model.draft, prefix_cache=prefix_cache, logprobs=logprobs)
 
     def __iter__(self) -> Iterator['Generation']:
         """Generates, and yields itself after each chunk. It can be done once."""
-        is_over = None  # the rows that have met a stop text; the first result needs none
-        with contextlib.closing(self.results):
+        clock, layout = self.model.clock, self.model.layout
+        clock.lap()
+        with layout.mesh_context():
+            decoder = self.start()
+        with contextlib.closing(decoder):
+            n_new = 1  # the first lap is that of the prefill
             while True:
-                self.model.clock.lap()
-                try:
-                    with self.model.layout.mesh_context():
-                        result = self.results.send(is_over)
-                except StopIteration:
-                    return
-                self.laps.append(self.model.clock.lap())
-                self.result = result
+                with layout.mesh_context():
+                    self.result = decoder.advance(n_new)
+                self.laps.append(clock.lap())
                 self.read_texts()
                 yield self
-                if all(self.stopped):
+
+                # go on with the rows that have not met a stop text
+                clock.lap()
+                if any(self.stopped):
+                    with layout.mesh_context():
+                        decoder.end_rows(self.stopped)
+                if decoder.is_over:
                     return
-                is_over = self.stopped
+                n_new = self.choose_chunk()
 
     def finish(self) -> 'Generation':
         """Generates all, and returns itself."""

@@ -164,8 +164,7 @@ with contextlib.ExitStack() as at_end:
     cfg = argparse.Namespace(**run.flags)
     layout = setup_distributed_training(
         run.devices, cfg.fsdp, cfg.tensor, cfg.expert, cfg.context, cfg.zero)
-    # each device computes n_micro micro-batches of micro_batch sequences; one device, what the flags
-    # say
+    # n_micro micro-batches of micro_batch sequences for each device; for one, what the flags say
     n_micro, micro_batch = split_batch(
         cfg.gradient_accumulation_steps, cfg.batch_size, layout.n_data_shards)
     check_fits(run, micro_batch)  # the model, the data and the flags each other

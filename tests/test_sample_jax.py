@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -262,7 +263,7 @@ def test_a_chat_keeps_what_was_said_and_answers_again(speaking, tmp_path, monkey
 
 @pytest.mark.parametrize('leave', ['/exit', '/quit'])
 def test_the_commands_of_a_chat_are_never_questions_to_the_model(leave, speaking, monkeypatch):
-    monkeypatch.setattr('jax_text.continue_rows', None)  # an answer would fail
+    monkeypatch.setattr('jax_text.start_rows', None)  # an answer would fail
     monkeypatch.setattr('sys.stdin', io.StringIO(f'/help\n/save\n/hlep me\n/clear\n{leave}\nab\n'))
     result = succeeded(sample('none', f'--init_from={speaking}', '--interactive=True'))
     commands = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctrl-D leaves'
@@ -273,15 +274,15 @@ def test_the_commands_of_a_chat_are_never_questions_to_the_model(leave, speaking
 
 
 def test_an_answer_that_fails_does_not_end_the_chat(speaking, tmp_path, monkeypatch):
-    continue_rows, calls = jax_generate.continue_rows, []
+    start_rows, calls = jax_generate.start_rows, []
 
     def fail_once(*args, **options):
         calls.append(args)
         if len(calls) == 2:
             raise ValueError('out of something')
-        return continue_rows(*args, **options)
+        return start_rows(*args, **options)
 
-    monkeypatch.setattr('jax_text.continue_rows', fail_once)
+    monkeypatch.setattr('jax_text.start_rows', fail_once)
     monkeypatch.setattr('sys.stdin', io.StringIO(f'ab\nc\nd\n/save {tmp_path}/chat.json\n'))
     result = succeeded(sample('none', f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=3'))
     assert '> error: ValueError: out of something\n> ' in result.stdout
@@ -317,12 +318,13 @@ def test_only_the_final_channel_of_an_answer_stays_in_the_conversation(speaking,
                '<|channel|>analysis<|message|>cut']
     prompts = []
 
-    def continue_rows(params, config, idx, *args, prompt_lengths_B, **options):
+    def start_rows(params, config, idx, *args, prompt_lengths_B, **options):
         prompts.append(idx[0].tolist())
         row = prompts[-1] + tokenizer.encode(answers[len(prompts) - 1], add_special_tokens=False).ids
-        yield GenerationResult(np.array([row]), np.array([len(row)]), finish_reasons=('stop',))
+        result = GenerationResult(np.array([row]), np.array([len(row)]), finish_reasons=('stop',))
+        return types.SimpleNamespace(advance=lambda n_new: result, is_over=True, close=lambda: None)
 
-    monkeypatch.setattr('jax_text.continue_rows', continue_rows)
+    monkeypatch.setattr('jax_text.start_rows', start_rows)
     monkeypatch.setattr('sys.stdin', io.StringIO(f'ab\nd\n/save {tmp_path}/chat.json\n'))
     shown = succeeded(sample('none', f'--init_from={speaking}', '--interactive=True')).stdout
     assert answers[0].removesuffix('</s>') in shown
