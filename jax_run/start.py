@@ -104,14 +104,39 @@ def open_run(flags, given, data_root):
     """Decides what the run starts from: scratch, a pretrained model, LoRA on one, or a checkpoint.
 
     flags, given: of read_flags. data_root: the folder of the data sets. Returns a Run. Nothing is
-    written. Raises UserError for all that resolve_flags refuses, and for a model or a data set
-    that is missing or does not fit the other."""
-    flags, resumed, devices, dtype = resolve_flags(flags, given)
+    written; all processes call it, and must agree. Raises UserError for flags that are out of
+    range, or ask for another architecture or optimizer than the checkpoint's; for devices that are
+    not here; for a model or a data set that is missing or does not fit the other."""
+    # the flags; those of a resumed run are its checkpoint's, but for those that are given now
+    flags = {**flags, 'init_from': choose_init_from(flags)}
+    resumed = None
+    if flags['init_from'] == 'resume':
+        _, resumed = choose_checkpoint(flags['out_dir'])
+        # flags that are newer than the checkpoint are as its model says
+        model_flags = flags_from_config(GPTConfig(**resumed['model']))
+        flags = merge_resumed_flags(flags, given, {**model_flags, **resumed['flags']})
+    if resumed or not flags['minutes']:
+        flags = with_whole_schedule(flags)
+    check_training_flags(flags, given)
+
+    # the devices; a resumed run takes a layout that fits them
+    with in_all_processes():
+        devices, dtype, reason = setup_jax_environment(flags['device'], flags['dtype'])
+    if resumed:
+        sizes = {name: flags[name] for name in ('fsdp', 'tensor', 'expert', 'context')}
+        fitting = fit_sizes(sizes, given, len(devices), resumed['model']['n_embd'])
+        if fitting != sizes:
+            print(f'{sizes} of the resumed run do not fit {len(devices)} devices: taking '
+                  f'{fitting}')
+        flags = {**flags, **fitting}
+    print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
+
+    # the data, then the model
     with in_all_processes():
         if flags['init_from'] not in ('scratch', 'resume'):
             check_init_from(flags['init_from'])
-        shares, data = load_mixture_meta(flags['dataset'], data_root)
-    run = Run(flags, given, devices, dtype, resumed, shares, data)
+        shares, meta = load_mixture_meta(flags['dataset'], data_root)
+    run = Run(flags, given, devices, dtype, resumed, shares, meta)
     if resumed:
         run.iter_num = resumed['iter_num']
         run.best_val_loss = resumed['best_val_loss']
@@ -382,35 +407,25 @@ def start_state(run, config, layout, tx):
 # -----------------------------------------------------------------------------
 # flags
 
-def resolve_flags(flags, given):
-    """Completes the flags of a run, from what read_flags returned: init_from=auto becomes 'resume'
-    or 'scratch'; a resumed run keeps its flags except for those given now, and takes a layout that
-    fits the devices. All processes must agree.
-
-    Returns (flags, the metadata of the checkpoint that is resumed or None, the devices, the
-    compute dtype). Raises UserError for flags that are out of range, ask for another architecture
-    or optimizer than the checkpoint's, or for devices that are not here."""
-    out_dir = flags['out_dir']
-    may_resume = flags['init_from'] in ('resume', 'auto') and not flags['eval_only']
+def choose_init_from(flags):
+    """Returns the flag init_from, for 'auto' 'resume' or 'scratch'. All processes must see the same
+    checkpoints."""
+    out_dir, init_from = flags['out_dir'], flags['init_from']
+    may_resume = init_from in ('resume', 'auto') and not flags['eval_only']
     with in_all_processes():
         # a run that died may be about to save a checkpoint until its lock is free
         if may_resume and jax.process_index() == 0:
             run_folder(out_dir).wait_until_free()
     with in_all_processes():
         steps = checkpoint_steps(out_dir)
-    if flags['init_from'] == 'auto':
+    if init_from == 'auto':
         init_from = 'resume' if steps else 'scratch'
-        flags = {**flags, 'init_from': init_from}
-        given = {**given, 'init_from': init_from}
-    check_agreement('out_dir', {'init_from': flags['init_from'], 'checkpoints': steps})
-    resumed = None
-    if flags['init_from'] == 'resume':
-        _, resumed = choose_checkpoint(out_dir)
-        # flags that are newer than the checkpoint are as its model says
-        model_flags = flags_from_config(GPTConfig(**resumed['model']))
-        flags = merge_resumed_flags(flags, given, {**model_flags, **resumed['flags']})
-    if resumed or not flags['minutes']:
-        flags = with_whole_schedule(flags)
+    check_agreement('out_dir', {'init_from': init_from, 'checkpoints': steps})
+    return init_from
+
+
+def check_training_flags(flags, given):
+    """Raises UserError for flags that are out of range, and says what has no effect, or is odd."""
     for name in ('compile', 'backend'):
         if name in given:
             print(f'--{name}={flags[name]} has no effect here: JAX always compiles, and picks its '
@@ -420,17 +435,6 @@ def resolve_flags(flags, given):
     warning = rising_learning_rate(flags)
     if warning:
         print(f'warning: {warning}')
-    with in_all_processes():
-        devices, dtype, reason = setup_jax_environment(flags['device'], flags['dtype'])
-    if resumed:
-        sizes = {name: flags[name] for name in ('fsdp', 'tensor', 'expert', 'context')}
-        fitting = fit_sizes(sizes, given, len(devices), resumed['model']['n_embd'])
-        if fitting != sizes:
-            print(f'{sizes} of the resumed run do not fit {len(devices)} devices: taking '
-                  f'{fitting}')
-        flags = {**flags, **fitting}
-    print(f'{len(devices)} x {devices[0].device_kind}, compute in {dtype} ({reason})')
-    return flags, resumed, devices, dtype
 
 
 def with_whole_schedule(flags):
@@ -482,7 +486,7 @@ def merge_resumed_flags(flags, given, saved):
             raise UserError(
                 f'cannot resume with another architecture: {out_dir} was trained with '
                 f'{name}={kept[name]!r}, not {name}={given[name]!r}')
-    return {**flags, **kept, **given}
+    return {**flags, **kept, **given, 'init_from': 'resume'}
 
 
 def config_from_flags(flags, **more):

@@ -542,7 +542,8 @@ def test_signals_during_a_slow_save_neither_spoil_it_nor_are_lost(flags, tmp_pat
 @pytest.mark.parametrize('name, value', [
     ('batch_size', 'x'), ('learning_rate', None), ('dataset', 3), ('decay_lr', 1), ('n_layer', [1])])
 def test_a_checkpoint_whose_flags_have_other_types_is_not_resumed(name, value):
-    flags = {'out_dir': 'out', 'batch_size': 1, 'learning_rate': 1e-3, 'dataset': 'fox', 'decay_lr': True, 'n_layer': 1}
+    flags = {'init_from': 'resume', 'out_dir': 'out', 'batch_size': 1, 'learning_rate': 1e-3, 'dataset': 'fox',
+             'decay_lr': True, 'n_layer': 1}
     assert merge_resumed_flags(flags, {}, {'learning_rate': 1}) == flags | {
         'learning_rate': 1, 'lora_rank': 0, 'quantize': ''}
     with pytest.raises(UserError, match=f'the checkpoint in out says {name}='):
