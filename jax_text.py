@@ -188,11 +188,11 @@ def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
         return flatten_dict(convert_params_for_decoding(part, dtype, quantize))[path]
 
     # a matrix that becomes int8 is read as it is stored
-    path = local_path(source)
-    config, params = load_pretrained(path, 'stored' if quantize else dtype, place)
+    folder = local_path(source)
+    config, params = load_pretrained(folder, 'stored' if quantize else dtype, place)
     description = None
     if with_tokenizer:
-        description = describe_tokenizer(path, config.vocab_size)
+        description = describe_tokenizer(folder, config.vocab_size)
     return LoadedModel(params, config, description, str(source))
 
 

@@ -184,10 +184,9 @@ def create_optimizer_with_schedule(
     return optax.partition({'muon': muon, 'adamw': adamw}, optimizers)
 
 
-def scale_by_schedule(schedule, rates=None):
-    """optax.scale_by_learning_rate(schedule), whose update() takes another schedule, as an argument
+def scale_by_schedule(default, rates=None):
+    """optax.scale_by_learning_rate(default), whose update() takes another schedule, as an argument
     of the compiled step. rates: see create_optimizer_with_schedule."""
-    default = schedule
     rates = rates or {}
 
     def init(params):
