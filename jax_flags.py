@@ -97,8 +97,8 @@ def write_text(path, text):
 
 @contextlib.contextmanager
 def new_file(path):
-    """Gives the path of a file to write, which gets the name `path` at the end of the block, if that
-    does not fail: what has the name is complete."""
+    """Gives the path of a file to write, which gets the name `path` at the end of the block, if
+    that does not fail: what has the name is complete."""
     unfinished = f'{path}.tmp-{os.getpid()}'
     try:
         yield unfinished

@@ -3,8 +3,8 @@ streaming; and the log-probabilities of given ids.
 
 `generate` returns all tokens, `generate_stream` yields while they are made; jax_text.py does both
 for texts. Read from the top: how a token is sampled; the compiled functions, prefill and decode
-with its three steps; the Decoder, which calls them; the two public functions, and start_rows; `score`; the sizes of
-what is compiled.
+with its three steps; the Decoder, which calls them; the two public functions, and start_rows, which
+makes one; `score`; the sizes of what is compiled.
 
 Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J
 the number of drafts; where rows are scored, R is rows of some items, N tokens after those that the
@@ -404,22 +404,22 @@ class Decoder:
     """A batch of rows, the model that continues them, its draft model if there is one, and their KV
     caches.
 
-    start_rows() makes it, advance() adds tokens to the rows, whose DecodeState is `state`; the state
-    holds the caches, which read_prompts() prefills and grow() enlarges when the rows need it.
-    end_rows() ends some, drop_drafts() goes on without drafts where they turn out to be useless, and
-    close() gives the caches to the PrefixCache from which they came."""
+    start_rows() makes it, advance() adds tokens to the rows, whose DecodeState is `state`; the
+    state holds the caches, which read_prompts() prefills and grow() enlarges when the rows need it.
+    end_rows() ends some, drop_drafts() goes on without drafts where they turn out to be useless,
+    and close() gives the caches to the PrefixCache from which they came."""
 
     def __init__(self, params, config, state, controls, sampling, *, draft, longest, n_columns):
-        """state: a DecodeState without caches. controls: the Controls of the Sampling. draft: (params,
-        config) of the draft model, or None. longest: the number of tokens of the longest row at its
-        end. n_columns: the width of the results."""
-        # the model, and behind it the draft model if there is one
+        """state: a DecodeState without caches. controls: the Controls of the Sampling. draft:
+        (params, config) of the draft model, or None. longest: the number of tokens of the longest
+        row at its end. n_columns: the width of the results."""
         self.state = commit(state, params)
         self.controls = controls
         self.max_new_tokens = sampling.max_new_tokens
         self.n_end = 0  # new tokens that the rows have now, unless they have ended
         self.n_columns = n_columns
         self.prefix_cache = None
+        # the model, and behind it the draft model if there is one
         self.n_draft = sampling.n_draft
         models = [(params, config)]
         if draft and self.n_draft:
@@ -490,8 +490,8 @@ class Decoder:
         self.state = self.state.replace(caches=caches)
 
     def advance(self, n_new):
-        """Adds n_new tokens to each row that has not ended, up to max_new_tokens in all, and returns
-        the GenerationResult so far.
+        """Adds n_new tokens to each row that has not ended, up to max_new_tokens in all, and
+        returns the GenerationResult so far.
 
         It takes several compiled loops if the caches grow, rows leave them, or drafts turn out
         useless."""
@@ -726,6 +726,7 @@ def start_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=None,
         raise UserError(f'a prefix cache is for one row, not {B}')
     if sampling.n_draft:
         check_drafts(config, sampling.n_draft, draft, controls.n_vocab, n_total)
+
     # the state: one row of tokens for each prompt, with a random key of its own
     longest = n_total
     if prefix_cache is not None:  # a chat, which goes on: its sizes stay the same from call to call

@@ -129,9 +129,9 @@ class OutDir:
 
     @contextlib.contextmanager
     def writing(self):
-        """Begins to write, see begin(), and completes, however the run ends, the checkpoints saved so
-        far. Data that have changed on the disk become a UserError that says where the run can go
-        on."""
+        """Begins to write, see begin(), and completes, however the run ends, the checkpoints saved
+        so far. Data that have changed on the disk become a UserError that says where the run can
+        go on."""
         self.begin()
         try:
             yield
