@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 
 from jax_flags import (
-    UserError, check_needs, check_source, parse_json, read_flags, read_text, start_script, write_text)
+    UserError, check_needs, check_source, parse_json, read_flags, read_text, start_script,
+    write_text)
 from jax_hub.folders import path_inside
 
 # -----------------------------------------------------------------------------

@@ -463,8 +463,8 @@ def attend(module, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, call, key_position_BxS=None,
     - Otherwise the plain formula: training with attention='xla', and every decode step, where there
       are few queries, and keys are slots of the cache, whose positions decide what is masked.
 
-    key_position_BxS: positions of keys in a KV cache; None: the keys are those of the call. The rest
-    as in dot_product_attention."""
+    key_position_BxS: positions of keys in a KV cache; None: the keys are those of the call. The
+    rest as in dot_product_attention."""
     config, layer_type = module.config, module.layer_type
     key_B = dropout_keys(module, call)
     T, S = q_BxTxHxK.shape[1], k_BxSxGxK.shape[1]

@@ -180,7 +180,8 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
 
     # the keys and values of all positions, and this device's pieces of the queries
     with jax.named_scope('all_gather'):
-        k_BxSxGxK, v_BxSxGxK, key_start_BxS = jax.tree.map(gather, (k_BxTxGxK, v_BxTxGxK, start_BxT))
+        k_BxSxGxK, v_BxSxGxK, key_start_BxS = jax.tree.map(
+            gather, (k_BxTxGxK, v_BxTxGxK, start_BxT))
     with jax.named_scope('all_to_all'):
         q_BxTxHxK, start_BxT = jax.tree.map(exchange, (q_BxTxHxK, start_BxT))
 

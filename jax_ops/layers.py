@@ -42,8 +42,9 @@ def scan_blocks(gpt, stream, call):
 
 
 def map_sequence_chunks(f, chunk, *xs_BxT):
-    """f(*xs) -> [B, T], or a tree of such, computed for `chunk` of the T positions at a time and recomputed in the
-    backward pass, so that f's intermediate values (logits) exist for one chunk only.
+    """f(*xs) -> [B, T], or a tree of such, computed for `chunk` of the T positions at a time and
+    recomputed in the backward pass, so that f's intermediate values (logits) exist for one chunk
+    only.
 
     chunk: a divisor of T. On a mesh each context rank has a part of each chunk."""
     B, T = xs_BxT[0].shape[:2]

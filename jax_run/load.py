@@ -154,7 +154,8 @@ def load_start_weights(source, config, layout, change=None):
 def restore_params(out_dir, step, config, meta, layout):
     """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run, where
     `layout` puts them: of several sets of weights, as with --ema, the last. config, meta: the
-    model's config and its metadata. Raises UserError if they make no model, or if it does not fit."""
+    model's config and its metadata. Raises UserError if they make no model, or if it does not
+    fit."""
     try:
         lora_rank = meta['lora']['rank'] if meta.get('lora') else 0
         state = layout.abstract_state(
