@@ -440,11 +440,15 @@ class Decoder:
         """Takes over the caches of a PrefixCache. Returns how many of the first tokens_T they
         hold."""
         self.prefix_cache = prefix_cache
-        caches, self.n_slots, n_held = prefix_cache.take(tokens_T)
-        self.state = self.state.replace(caches=caches)
         if prefix_cache.drafts_are_useless:
             self.drop_drafts()
+        caches, self.n_slots, n_held = prefix_cache.take(tokens_T, self.kind_of_caches())
+        self.state = self.state.replace(caches=caches)
         return n_held
+
+    def kind_of_caches(self):
+        """Returns what must be equal for caches to be continued."""
+        return self.configs, self.cache_options
 
     def drop_drafts(self):
         """Goes on without drafts."""
@@ -572,21 +576,24 @@ def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, width):
 
 
 class PrefixCache:
-    """Keeps the KV cache of one text between calls of generate_stream (batches of 1), which then
-    compute only what follows the tokens that the texts have in common (a chat)."""
+    """Keeps the KV cache of one text between calls of generate_stream (batches of 1) with one model,
+    which then compute only what follows the tokens that the texts have in common (a chat). Other
+    drafts, or another dtype of the cache, begin anew."""
 
     def __init__(self):
         self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the caches
         self.caches = ()  # KV caches of the model and of the draft model, or none
+        self.kind = None  # as Decoder.kind_of_caches returns it
         self.n_slots = 0
         self.has_wrapped = False  # whether a ring may have overwritten its first tokens
         self.drafts_are_useless = False
 
-    def take(self, tokens_T):
-        """(caches, their number of slots, the number of first tokens of tokens_T that they
-        hold)."""
+    def take(self, tokens_T, kind):
+        """(caches of this kind, their number of slots, the number of first tokens of tokens_T that
+        they hold)."""
         caches, self.caches = self.caches, ()
-        if not caches or any(x.is_deleted() for x in jax.tree.leaves(caches)):
+        is_gone = not caches or any(x.is_deleted() for x in jax.tree.leaves(caches))
+        if is_gone or kind != self.kind:
             return (), 0, 0
         # the tokens that both texts begin with; a ring has lost its first tokens, so that it can
         # only be continued where it ends
@@ -603,6 +610,7 @@ class PrefixCache:
         if any(x.is_deleted() for x in jax.tree.leaves(state)):  # interrupted
             return
         self.caches, self.n_slots = state.caches, decoder.n_slots
+        self.kind = decoder.kind_of_caches()
         n_tokens = min(int(state.length_B[0]) - 1, decoder.max_cached)
         self.tokens = np.array(state.tokens_BxN)[0, :n_tokens]
         # a cache with fewer slots than tokens is a ring that has overwritten some

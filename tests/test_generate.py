@@ -230,6 +230,16 @@ def test_a_text_that_continues_another_computes_only_what_is_new(change, options
         text = np.concatenate([result.tokens, random_tokens(1, 7, seed=1)], axis=1)
 
 
+@pytest.mark.parametrize('before, after', [
+    (dict(n_draft=3), dict()), (dict(), dict(n_draft=3)), (dict(), dict(cache_dtype='int8'))])
+def test_a_text_with_other_drafts_or_another_cache_begins_anew(before, after):
+    config = dataclasses.replace(ROPE, block_size=32, layer_types=('window',), window=12)
+    prefix_cache = PrefixCache()
+    text = last_result(config, random_tokens(1, 30), 6, prefix_cache=prefix_cache, **before).tokens
+    result = last_result(config, text, 20, prefix_cache=prefix_cache, **after)
+    np.testing.assert_array_equal(result.tokens, last_result(config, text, 20, **after).tokens)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('window', [40, 5])
 def test_a_text_that_leaves_the_kept_one_in_the_middle_is_computed_right(window, prefilled):
