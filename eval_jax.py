@@ -339,7 +339,7 @@ initialize_distributed(coordinator_address, num_processes, process_id)
 master = jax.process_index() == 0  # the process that prints; all run the same program
 if not master:
     sys.stdout = sys.stderr = open(os.devnull, 'w')
-check_agreement('flags', {**flags, 'process_id': 'its own'})
+check_agreement('flags', flags, {'process_id'})
 
 # the model
 is_run = init_from == 'resume'

@@ -168,8 +168,8 @@ def report(path, description):
     files = sorted(written.iterdir()) if is_folder else [written]
     sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     print(f'saved {path}, weights in {dtype}, {readable(sum(sizes.values()))}')
-    for name, size in sizes.items():
-        if is_folder:
+    if is_folder:
+        for name, size in sizes.items():
             print(f'  {name}, {readable(size)}')
 
     if not description:

@@ -122,12 +122,13 @@ def lock_file(file, *, wait=False):
     return True
 
 
-def parse_json(text, name):
-    """Returns the value of a JSON text. Raises UserError, which begins with the name."""
+def parse_json(text, name, remedy=''):
+    """Returns the value of a JSON text. Raises UserError, which begins with the name, and ends with
+    the remedy."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f'{name} is not JSON ({error})') from None
+        raise UserError(f'{name} is not JSON ({error}){remedy}') from None
 
 
 def read_json(path, *, optional=False):
@@ -135,9 +136,10 @@ def read_json(path, *, optional=False):
     Raises UserError if it cannot be read."""
     if optional and not os.path.exists(path):
         return {}
-    values = parse_json(read_text(path), path)
+    remedy = '; copy or download it again'
+    values = parse_json(read_text(path), path, remedy)
     if not isinstance(values, dict):
-        raise UserError(f'{path} is not a JSON object; copy or download it again')
+        raise UserError(f'{path} is not a JSON object{remedy}')
     return values
 
 
@@ -565,8 +567,8 @@ class Sampling:
 
     @classmethod
     def from_flags(cls, flags):
-        """Returns the Sampling that flags of sample_jax.py ask for, of which `stop` may be a list of
-        texts in JSON. Raises UserError for any other list."""
+        """Returns the Sampling that flags of sample_jax.py ask for, of which `stop` may be a list
+        of texts in JSON. Raises UserError for any other list."""
         names = [field.name for field in dataclasses.fields(cls)]
         values = {name: flags[name] for name in names if name in flags}
         if values['stop'].startswith('['):

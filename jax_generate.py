@@ -576,9 +576,9 @@ def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, width):
 
 
 class PrefixCache:
-    """Keeps the KV cache of one text between calls of generate_stream (batches of 1) with one model,
-    which then compute only what follows the tokens that the texts have in common (a chat). Other
-    drafts, or another dtype of the cache, begin anew."""
+    """Keeps the KV cache of one text between calls of generate_stream (batches of 1) with one
+    model, which then compute only what follows the tokens that the texts have in common (a chat).
+    Other drafts, or another dtype of the cache, begin anew."""
 
     def __init__(self):
         self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the caches

@@ -508,7 +508,7 @@ class Generation:
                 self.read_texts()
                 yield self
 
-                # go on with the rows that have not met a stop text
+                # continue the rows that have not met a stop text
                 clock.lap()
                 if any(self.stopped):
                     with layout.mesh_context():

@@ -62,8 +62,12 @@ check_ranges(flags)
 check_source(flags, given)
 sampling = Sampling.from_flags(flags)
 sampling.check()
-facts = {**flags, 'has_file': cfg.start.startswith('FILE:'), 'is_chat': cfg.chat or cfg.interactive or cfg.serve,
-         'takes_prompts': not (cfg.interactive or cfg.serve), 'is_alone': not cfg.serve}
+facts = {
+    **flags,
+    'has_file': cfg.start.startswith('FILE:'),
+    'is_chat': cfg.chat or cfg.interactive or cfg.serve,
+    'takes_prompts': not (cfg.interactive or cfg.serve),
+    'is_alone': not cfg.serve}
 check_needs('sample_jax', facts, given)
 if os.path.isdir(cfg.output):
     raise UserError(f'output={cfg.output} is a folder; name a file')
@@ -150,7 +154,7 @@ is_master = jax.process_index() == 0  # the process that prints; all run the sam
 if not is_master:
     sys.stdout = open(os.devnull, 'w')
 if jax.process_count() > 1:
-    check_agreement('flags', {**flags, 'process_id': 'its own'})
+    check_agreement('flags', flags, {'process_id'})
     if cfg.interactive or cfg.serve:
         raise UserError(f'{"serve" if cfg.serve else "interactive"} takes one process')
 if cfg.serve:
@@ -163,8 +167,9 @@ imports_s = time.perf_counter() - started
 source, of_run = cfg.init_from, ''
 if cfg.init_from == 'resume':
     source, of_run = cfg.out_dir, cfg.checkpoint
-model = load(source, checkpoint=of_run, base=cfg.base, dataset=cfg.dataset, draft=cfg.draft, device=cfg.device,
-             dtype=cfg.dtype, quantize=cfg.quantize, tensor=cfg.tensor, expert=cfg.expert)
+model = load(
+    source, checkpoint=of_run, base=cfg.base, dataset=cfg.dataset, draft=cfg.draft,
+    device=cfg.device, dtype=cfg.dtype, quantize=cfg.quantize, tensor=cfg.tensor, expert=cfg.expert)
 if model.warning:
     note(model.warning)
 if (cfg.chat or cfg.system) and model.tokenizer.chat_template is None:

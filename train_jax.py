@@ -144,8 +144,7 @@ initialize_distributed(
 # all processes train alike: with the same flags, and the same ones given, which win over those of
 # a checkpoint; each may have its own paths, if their content is the same
 own = {'process_id', 'out_dir', 'dataset'}
-shared = {name: value for name, value in flags.items() if name not in own}
-check_agreement('flags', {**shared, 'the list of given flags': sorted(given.keys() - own)})
+check_agreement('flags', {**flags, 'the list of given flags': sorted(given.keys() - own)}, own)
 is_master = jax.process_index() == 0  # the process that prints and writes the logs
 if not is_master:
     sys.stdout = open(os.devnull, 'w')

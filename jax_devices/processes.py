@@ -133,10 +133,11 @@ def in_all_processes():
             raise UserError(f'process {i}: {message}')
 
 
-def check_agreement(what, values):
+def check_agreement(what, values, own=()):
     """Raises UserError in all processes if `values`, {name: JSON value}, are not the same in all of
-    them."""
-    texts = gather_texts(json.dumps(values))
+    them. own: the names of which each process may have a value of its own."""
+    shared = {name: value for name, value in values.items() if name not in own}
+    texts = gather_texts(json.dumps(shared))
     first, *others = [json.loads(text) for text in texts]
     for i, other in enumerate(others, start=1):
         different = []

@@ -293,8 +293,8 @@ def read_val_loss(step):
     if not path.exists():
         return math.inf
     try:
-        val_loss = float(json.loads(path.read_bytes())['val_loss'])
-    except (KeyError, TypeError, ValueError, OSError, OverflowError, RecursionError):
+        val_loss = float(read_json(path)['val_loss'])
+    except (KeyError, TypeError, ValueError, OSError, OverflowError):  # a UserError is a ValueError
         return -math.inf
     if not math.isfinite(val_loss):
         return -math.inf

@@ -12,7 +12,7 @@ import pytest
 
 from jax_flags import (
     NEEDS, UserError, check_given, check_needs, config_block, exit_if_peer_died, exit_on_user_error, is_url, read_flags,
-    read_text, rising_learning_rate, write_text)
+    read_json, read_text, rising_learning_rate, write_text)
 from jax_hub.folders import path_inside
 from tests.common import ROOT, start
 
@@ -261,6 +261,13 @@ def test_one_of_several_processes_that_fails_does_not_wait_for_the_others(monkey
     with contextlib.suppress(SystemExit):  # os._exit would not have returned
         exit_on_user_error(type(error), error, None)
     assert ends == [seconds, f'exit code {code}']
+
+
+@pytest.mark.parametrize('text', ['{"a": 1', '[1]', '[' * 100_000])
+def test_a_damaged_json_file_is_refused_with_what_to_do(text, tmp_path):
+    (tmp_path / 'a.json').write_text(text)
+    with pytest.raises(UserError, match='a.json is not .*; copy or download it again$'):
+        read_json(tmp_path / 'a.json')
 
 
 def test_a_text_is_written_and_read_as_it_is_beside_files_of_any_name(tmp_path):
