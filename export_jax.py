@@ -53,7 +53,7 @@ from jax_hub.folders import (
 from jax_hub.gguf_files import why_no_gguf
 from jax_hub.tokenizers import (
     HFTokenizer, describe_tokenizer, load_tokenizer, write_char_tokenizer, write_gpt2_tokenizer)
-from jax_pretrained import load_pretrained, save_adapter, save_pretrained
+from jax_pretrained import open_pretrained, public_name, save_adapter, save_pretrained
 from jax_run.checkpoints import run_folder
 from jax_run.load import load_run, load_updates
 from jax_run.log import read_metrics
@@ -143,12 +143,14 @@ def describe_run(run, iteration):
     for key in RECIPE:
         if read.get(key) and is_read('train_jax', key, facts):
             table[key] = read[key]
+    if 'init_from' in table and table['init_from'] != 'scratch':
+        table['init_from'] = public_name(table['init_from'])
 
     # How much it has read, then the table.
     n_sequences = iteration * run['gradient_accumulation_steps'] * run['batch_size']
     n_tokens = n_sequences * run['block_size']
     text = (f"Trained for {iteration:,} iterations, {n_tokens:,} tokens, on the data set "
-            f"{run['dataset']}.\n\n| figure, setting | |\n|---|---|")
+            f"{os.path.basename(run['dataset'])}.\n\n| figure, setting | |\n|---|---|")
     for key, x in table.items():
         text += f'\n| {key} | {x} |'
     return text
@@ -235,7 +237,7 @@ else:
     if base:
         raise UserError(f'base is for a LoRA run, and {init_from} is none')
     path = local_path(init_from)
-    config, params = load_pretrained(path)
+    config, params = open_pretrained(path)
     config_json = find_config_json(path)
     description = describe_tokenizer(path, config.vocab_size) or {}
 
@@ -269,7 +271,8 @@ if folder:
     family = read_json(os.path.join(folder, 'config.json'))['model_type']
     write_text(os.path.join(folder, 'README.md'), model_card(family, os.path.basename(folder)))
 if adapter:
-    print(f"an update of rank {lora['rank']} for {lora['base']}")
+    print(f"an update of rank {lora['rank']} for {lora['base']}; adapter_config.json names it "
+          f"{public_name(lora['base'])}")
     if lora['quantize']:
         print(f"the run has trained with that model in {lora['quantize']}; on its weights as they "
               'are, the logits differ slightly')

@@ -31,7 +31,7 @@ from jax_flags import DTYPES, UserError, check_choice, is_url, read_json, write_
 from jax_hub.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Halves, make_adapter
 from jax_hub.families import (
     COMPOSITE, GPT2_FIXED, GPT2_SIZES, HF_ACTIVATIONS, read_config)
-from jax_hub.folders import kept_config_json, local_path, name_on_hub, new_folder
+from jax_hub.folders import kept_config_json, is_hub_name, local_path, name_on_hub, new_folder
 from jax_hub.gguf_files import GGUF_DTYPES, write_gguf
 from jax_hub.tokenizers import copy_tokenizer, load_tokenizer
 from jax_hub.weights import (
@@ -61,11 +61,22 @@ def load_pretrained(path_or_name, dtype='float32', place=keep_in_place):
     Raises UserError for files that are missing or damaged, models that GPT does not compute, and an
     unknown dtype."""
     check_choice('dtype', dtype, (*DTYPES, 'stored'))
-    config, family, tensors, file = open_model(path_or_name)
-    tensor_maps = family_tensor_maps(config, family)
-    params = params_from_tensors(tensors, config, tensor_maps, file, dtype, place)
+    config, sources = open_parameters(path_or_name)
+    params = {}
+    # The largest first, so that its temporary copies do not add to the rest.
+    for path in largest_first(config):
+        array = sources[path].read(dtype)
+        params[path] = place(path, array)
+        del array
     compute_dtype = 'float32' if dtype == 'stored' else dtype
-    return dataclasses.replace(config, dtype=compute_dtype), params
+    return dataclasses.replace(config, dtype=compute_dtype), unflatten_dict(params)
+
+
+def open_pretrained(path_or_name):
+    """Returns (config, params) as load_pretrained does in float32, but each parameter is read from
+    its file when np.asarray asks for it. An export needs them one after the other."""
+    config, sources = open_parameters(path_or_name)
+    return dataclasses.replace(config, dtype='float32'), unflatten_dict(sources)
 
 
 def save_pretrained(params, config, folder, *, config_json=None, dtype='float32', tokenizer=None,
@@ -114,8 +125,10 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
 
     def make_tensor(name):
         tensor = np.zeros(shapes[name], 'float32' if is_gguf else dtype)
-        for path, tensor_map in sources[name]:
-            tensor_map.fill(tensor, np.asarray(arrays[path]))
+        with np.errstate(over='ignore'):  # what does not fit is refused below
+            for path, tensor_map in sources[name]:
+                tensor_map.fill(tensor, np.asarray(arrays[path]))
+        check_is_finite(name, tensor, dtype)
         return tensor
 
     if is_gguf:
@@ -136,6 +149,22 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
         write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
 
 
+def check_is_finite(name, tensor, dtype):
+    """Raises UserError if a tensor that is to be written has an infinity or NaN. float16 ends at
+    65,504; larger weights, as a merged LoRA may have them, would be infinite in the file."""
+    if not np.isfinite(tensor).all():
+        raise UserError(f'{name} has numbers that are not finite in {dtype}; choose '
+                        '--dtype=bfloat16 or float32, or check the model')
+
+
+def public_name(model):
+    """Returns a model's name for a file that others will read: its full name on the hub, or the
+    last part of a path, which may hold the name of a user."""
+    if is_hub_name(model) and not os.path.exists(model):
+        return name_on_hub(model)
+    return os.path.basename(os.path.abspath(model))
+
+
 def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32', tokenizer=None):
     """Writes LoRA's updates as a folder that peft reads: adapter_config.json and
     adapter_model.safetensors. On the model `base` they give the logits of that model with the
@@ -153,11 +182,14 @@ def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32',
 
     # peft looks for the base by this name; the short ones are this project's.
     settings, tensors = make_adapter(
-        modules, rank=rank, alpha=alpha, base=name_on_hub(base), model_type=family, others=others)
+        modules, rank=rank, alpha=alpha, base=public_name(base), model_type=family, others=others)
     shapes = {name: x.shape for name, x in tensors.items()}
 
     def make_tensor(name):
-        return np.ascontiguousarray(tensors[name], dtype)
+        with np.errstate(over='ignore'):  # what does not fit is refused below
+            tensor = np.ascontiguousarray(tensors[name], dtype)
+        check_is_finite(name, tensor, dtype)
+        return tensor
 
     with new_folder(folder) as unfinished:
         if tokenizer:
@@ -683,9 +715,11 @@ def largest_first(config):
     return sorted(shapes, key=lambda path: math.prod(shapes[path]), reverse=True)
 
 
-def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
-    """Returns the parameters of GPT(config) from the tensors {name: array} of a file; see
-    load_pretrained. Raises UserError if a tensor is missing or has another shape."""
+def open_parameters(path_or_name):
+    """Returns (config, {path: ParameterOnDisk}) of what load_pretrained reads. Raises UserError if
+    a tensor is missing or has another shape."""
+    config, family, tensors, source = open_model(path_or_name)
+    tensor_maps = family_tensor_maps(config, family)
     tensors = {name: x for name, x in tensors.items() if is_needed(name, config)}
     embedding = tensor_maps['wte',][0].name
     if embedding == 'wte.weight':  # GPT-2, with or without a prefix
@@ -706,15 +740,40 @@ def params_from_tensors(tensors, config, tensor_maps, source, dtype, place):
         raise UserError(f'{source}: {head} differs from {embedding}, to which the config says that '
                         'it is tied')
 
-    params = {}
-    # largest first, so that its temporary copies do not add to the rest
-    for path in largest_first(config):
+    sources = {}
+    for path, shape in param_shapes(config).items():
         parts = [(tensor_map, tensors[tensor_map.name]) for tensor_map in tensor_maps[path]]
-        array = assemble_parameter(parts, param_shapes(config)[path], dtype)
-        release_pages(tensor for _, tensor in parts)
-        params[path] = place(path, array)
-        del array
-    return unflatten_dict(params)
+        sources[path] = ParameterOnDisk(shape, parts)
+    return config, sources
+
+
+@dataclasses.dataclass(eq=False)
+class ParameterOnDisk:
+    """A parameter of GPT whose tensors are in a file. np.asarray reads it, in float32."""
+    shape: tuple  # of the parameter
+    parts: list  # [(TensorMap, tensor)]
+
+    dtype = np.dtype(np.float32)
+
+    @property
+    def size(self):
+        return math.prod(self.shape)
+
+    def read(self, dtype):
+        """Returns the array; dtype: as for load_pretrained."""
+        array = assemble_parameter(self.parts, self.shape, dtype)
+        release_pages(tensor for _, tensor in self.parts)
+        return array
+
+    def __array__(self, dtype=None, copy=None):
+        return recently_read(self)
+
+
+@functools.lru_cache(maxsize=4)
+def recently_read(parameter):
+    """Returns a ParameterOnDisk in float32. The last four are kept, because several tensors of a
+    layer are parts of the same parameters: q, k and v, or all experts."""
+    return parameter.read('float32')
 
 
 def assemble_parameter(parts, shape, dtype):

@@ -94,6 +94,7 @@ def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenize
                     theirs = names.get_name(name, try_suffixes=('.weight', '.bias'))
                     x = np.ascontiguousarray(make_tensor(name), np.float32)
                     kind = tensor_type(theirs, x.shape, dtype, gguf.GGMLQuantizationType)
+                    check_range(name, x, kind.name)
                     writer.add_tensor(theirs, gguf.quantize(x, kind), raw_dtype=kind)
                 writer.write_header_to_file()
                 writer.write_kv_data_to_file()
@@ -139,6 +140,15 @@ def tensor_type(name, shape, dtype, types):
     return types.F16
 
 
+def check_range(name, x, kind):
+    """Raises UserError for a tensor with weights that a type of GGUF makes infinite. q8_0 has one
+    scale in float16 for 32 weights: the largest of them, divided by 127."""
+    limits = {'F16': 65504, 'Q8_0': 127 * 65504}
+    if kind in limits and np.abs(x).max(initial=0) > limits[kind]:
+        raise UserError(f'{name} has weights above {limits[kind]:,}, which are infinite in {kind}; '
+                        'choose --dtype=float32')
+
+
 def add_tokenizer(writer, types, tokenizer, vocab_size):
     """Adds the tokens, merges, end tokens and chat template of a tokenizer to a GGUFWriter.
 
@@ -163,8 +173,11 @@ def add_tokenizer(writer, types, tokenizer, vocab_size):
     writer.add_token_list(texts + [f'[PAD{i}]' for i in range(len(texts), vocab_size)])
     writer.add_token_types(kinds + [types.UNUSED] * (vocab_size - len(kinds)))
     writer.add_add_bos_token(bool(begins))
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):  # {name: template}, the one for tools apart
+        templates = [{'name': name, 'template': text} for name, text in templates.items()]
+    if templates:
+        writer.add_chat_template(templates)
 
 
 def escape_char(c):

@@ -1,6 +1,7 @@
 """The export script."""
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -91,13 +92,13 @@ def test_the_card_of_a_run_has_its_data_recipe_and_figures(qwen, tmp_path):
     n_tokens = meta['iter_num'] * config.block_size * meta['flags']['batch_size'] * meta['flags'][
         'gradient_accumulation_steps']
     for line in ('# my-model', f'A qwen3_moe of {count_params(params, non_embedding=False):,} parameters in bfloat16',
-                 f"iterations, {n_tokens:,} tokens, on the data set {meta['flags']['dataset']}",
+                 f"iterations, {n_tokens:,} tokens, on the data set {Path(meta['flags']['dataset']).name}",
                  f"| val_loss | {evaluated['val_loss']:.4f} |", f"| learning_rate | {meta['flags']['learning_rate']} |",
                  f"'my-model')('Once upon a time', max_new_tokens={config.block_size // 2})",  # fits the context
                  'python sample_jax.py --init_from=my-model',
                  'python export_jax.py --init_from=my-model --gguf=my-model.gguf'):
         assert line in text, line
-    assert 'lora_rank' not in text and 'None' not in text
+    assert 'lora_rank' not in text and 'None' not in text and str(tmp_path.parent) not in text
 
 
 def test_the_card_of_a_converted_chat_model_says_so(speaking, tmp_path):
@@ -129,3 +130,4 @@ def test_the_card_of_a_model_trained_further_names_its_base_on_the_hub(run_copy,
         folder = tmp_path / f'model-{base[:5].strip("/")}'
         succeeded(run_script('export_jax.py', f'--out_dir={run_copy}', f'--folder={folder}'))
         assert read_card(folder)[0].get('base_model') == named
+        assert f'| init_from | {named or tmp_path.name} |' in read_card(folder)[1]  # no path, which may name a user

@@ -21,7 +21,7 @@ from jax_flags import UserError
 from jax_generate import generate
 from jax_ops.cpu import cpu_multiplies_uint8
 from jax_ops.decode_weights import convert_params_for_decoding, order_columns_by_rank, quantize_params
-from jax_pretrained import load_pretrained, param_shapes, read_config, save_pretrained
+from jax_pretrained import load_pretrained, open_pretrained, param_shapes, read_config, save_pretrained
 from jax_train_utils import TrainState, create_train_state
 from jax_transformer import (
     GPTConfig, MLAConfig, MoEConfig, MoELayer, RopeScaling, Router, cache_bytes, create_call, dot_product_attention,
@@ -725,6 +725,39 @@ def test_saving_holds_one_tensor_at_a_time(large, tmp_path):
     folders = iter((tmp_path / 'a', tmp_path / 'b'))
     peak = peak_of(lambda: save_pretrained(params, config, next(folders)))
     assert peak < 1.5 * max(x.nbytes for x in jax.tree.leaves(params))
+
+
+def test_an_export_of_a_folder_holds_four_parameters_and_a_tensor(tmp_path):
+    config = GPTConfig(block_size=8, vocab_size=64, n_layer=16, n_head=4, n_embd=256, norm='rms', position='rope',
+                       bias=False, mlp='swiglu', n_inner=512, tied_head=False)
+    params = random_params(config)
+    save_pretrained(params, config, tmp_path / 'model', dtype='bfloat16')
+    config, lazy = open_pretrained(tmp_path / 'model')
+    folders = iter((tmp_path / 'a', tmp_path / 'b'))
+    peak = peak_of(lambda: save_pretrained(lazy, config, next(folders), dtype='bfloat16'))
+    sizes = [x.size * 4 for x in jax.tree.leaves(params)]
+    assert peak < 6 * max(sizes) < 0.15 * sum(sizes)
+    first, again = (tmp_path / name / 'model.safetensors' for name in ('model', 'a'))
+    assert first.read_bytes() == again.read_bytes()
+
+
+@pytest.mark.parametrize('family', ['gpt_oss', 'qwen3_moe', 'phi3', 'deepseek_v3_packed'])
+def test_a_parameter_that_is_read_when_it_is_used_is_the_same(family):
+    config, params = load(family)
+    lazy_config, lazy = open_pretrained(FAMILIES / family)
+    assert lazy_config == config
+    jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(np.asarray, lazy))
+
+
+def test_weights_that_16_bits_make_infinite_are_not_exported(tmp_path):
+    config, params = load('llama')
+    params = jax.tree.map(np.array, params)
+    params['h_0']['mlp']['c_fc']['kernel'][3, 5] = 7e4
+    options = dict(config_json=FAMILIES / 'llama' / 'config.json')
+    said = refusal(lambda: save_pretrained(params, config, tmp_path / 'model', dtype='float16', **options))
+    assert 'model.layers.0.mlp.up_proj.weight' in said and 'bfloat16' in said
+    assert not list(tmp_path.iterdir())
+    save_pretrained(params, config, tmp_path / 'model', dtype='bfloat16', **options)
 
 
 # -----------------------------------------------------------------------------

@@ -106,6 +106,25 @@ def test_a_gguf_file_has_the_chat_template_and_the_end_tokens(speaking, tmp_path
     assert len(values['tokenizer.ggml.tokens']) == load_pretrained(speaking)[0].vocab_size
     assert_refused(run_script('export_jax.py', f'--init_from={speaking}', f'--gguf={path}'), 'model.gguf exists')
 
+    # several templates by name, as Hermes 2 Pro and Command R have them
+    named = [{'name': 'default', 'template': 'plain'}, {'name': 'tool_use', 'template': 'with tools'}]
+    edit_json(speaking / 'tokenizer_config.json', chat_template=named)
+    succeeded(run_script('export_jax.py', f'--init_from={speaking}', f'--gguf={tmp_path / "named.gguf"}'))
+    values, _ = read(tmp_path / 'named.gguf')
+    assert values['tokenizer.chat_template'] == 'plain'
+    assert values['tokenizer.chat_template.tool_use'] == 'with tools'
+
+
+@pytest.mark.parametrize('dtype, largest', [('float16', 7e4), ('q8_0', 9e6)])
+def test_weights_that_a_gguf_file_would_make_infinite_are_refused(dtype, largest, tmp_path):
+    params = jax.tree.map(np.array, random_params(LLAMA))
+    params['h_1']['mlp']['c_fc']['kernel'][3, 5] = largest
+    options = dict(tokenizer=CHAR_TOKENIZER)
+    said = refusal(lambda: save_pretrained(params, LLAMA, tmp_path / 'model.gguf', dtype=dtype, **options))
+    assert 'model.layers.1.mlp.up_proj.weight' in said and 'float32' in said
+    assert not list(tmp_path.iterdir())
+    save_pretrained(params, LLAMA, tmp_path / 'model.gguf', **options)
+
 
 def test_what_llama_cpp_does_not_have_is_refused(tmp_path):
     config, params = load_pretrained(FAMILIES / 'olmo2')
