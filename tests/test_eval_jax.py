@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_text import load
-from tests.common import ROOT, TEXT, assert_refused, run_script, slow, succeeded, train
+from tests.common import ROOT, TEXT, assert_refused, refusal, run_script, slow, succeeded, train
 
 ITEMS = [
     {'query': 'the quick brown', 'choices': ['fox', 'dog', 'lazy dog'], 'gold': 0},
@@ -237,13 +237,26 @@ def test_two_tasks_of_one_name_and_none_at_all_are_refused(run, tmp_path):
 CONTEXTS = ['the qu', 'over', 'the lazy d', 'and r']
 
 
+def normalize(options, most=256):
+    """lm_eval.models.utils.normalize_gen_kwargs of 0.4.13, for the options of these tests."""
+    options = dict(options)
+    until = options.pop('until', [])
+    names = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')
+    given = [x for x in [options.pop(name, None) for name in names] if x is not None]
+    temperature = options.get('temperature', 0.0)
+    do_sample = options.setdefault('do_sample', temperature > 0)
+    return options | {'until': until if isinstance(until, list) else [until], 'max_gen_toks': [*given, most][0],
+                      'temperature': temperature if do_sample else 0.0}
+
+
 @pytest.fixture
 def classes(monkeypatch):
     """{the name under which lm-eval finds it: the class}."""
     found = {}
     register_model = lambda name: lambda cls: found.setdefault(name, cls)
     for name, names in (('lm_eval', {}), ('lm_eval.api', {}), ('lm_eval.api.model', {'LM': object}),
-                        ('lm_eval.api.registry', {'register_model': register_model})):
+                        ('lm_eval.api.registry', {'register_model': register_model}), ('lm_eval.models', {}),
+                        ('lm_eval.models.utils', {'normalize_gen_kwargs': normalize})):
         module = types.ModuleType(name)
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, name, module)
@@ -293,14 +306,40 @@ def test_loglikelihood_rolling_is_of_the_whole_text(classes, run, model):
 @pytest.mark.slow
 def test_generate_until_is_what_follows_each_context_alone(lm, model):
     options = [{'until': ['r', 'w'], 'max_gen_toks': 12}, {'until': ['zz', 'o'], 'max_gen_toks': 9, 'do_sample': False},
-               {'max_gen_toks': 5, 'temperature': 0.7, 'do_sample': True},
-               {'until': 'e ', 'max_gen_toks': 30, 'temperature': 1.0}]
+               {'max_gen_toks': 5, 'temperature': 0.7, 'do_sample': True, 'top_k': 9},
+               {'until': 'e ', 'max_new_tokens': 30}]
     found = lm.generate_until(requests(*[(context, option) for context in CONTEXTS for option in options]))
     for i, text in enumerate(found):
         context, option = CONTEXTS[i // len(options)], options[i % len(options)]
         alone, = model.generate([context], stop=option.get('until', ''), temperature=0.7 if i % 4 == 2 else 0,
-                                max_new_tokens=option.get('max_gen_toks', 256))
+                                top_k=option.get('top_k'),
+                                max_new_tokens=option.get('max_gen_toks') or option['max_new_tokens'])
         assert context + text == alone
     assert not any(letter in text for text in found[::4] for letter in 'rw')
     assert all(len(text) == 5 for text in found[2::4])
     assert len({*found}) > 8
+
+
+def test_a_request_that_is_repeated_has_another_sample_each_time(lm, model):
+    options = {'until': [], 'max_gen_toks': 12, 'temperature': 1.0, 'do_sample': True}
+    asked = requests(*[('the qu', options)] * 4, ('over', options), *[('the qu', options)] * 3)
+    found = lm.generate_until(asked)
+    samples = model.generate(['the qu'], num_samples=7, max_new_tokens=12, temperature=1.0)
+    assert [f'the qu{text}' for text in (*found[:4], *found[5:])] == samples and len({*samples}) > 4
+    assert lm.generate_until(asked) == found  # another call draws nothing else
+
+
+def test_options_of_a_task_act_or_are_refused(lm, model):
+    options = {'max_gen_toks': 12, 'temperature': 5.0, 'do_sample': True}
+    one, = lm.generate_until(requests(('the', {**options, 'top_p': 1e-6})))
+    assert f'the{one}' == model.generate(['the'], temperature=0, max_new_tokens=12)[0]
+    assert 'typical_p' in refusal(lm.generate_until, requests(('the', {**options, 'typical_p': 0.5})))
+
+
+def test_chat_templates_of_lm_eval_have_one_token_that_begins_the_text(classes, speaking):
+    lm = classes['jax'](str(speaking), device='cpu:0')
+    chat = [{'role': 'user', 'content': 'ab'}]
+    text = lm.apply_chat_template(chat)
+    assert lm.encode(text) == lm.model.encode(chat)
+    assert lm.apply_chat_template([*chat, {'role': 'assistant', 'content': 'ba'}], False).endswith('ba')
+    assert lm.chat_template(True) == lm.model.tokenizer.chat_template and lm.tokenizer_name
