@@ -1,5 +1,6 @@
 """Text <-> token ids. A dict in meta.json and in every checkpoint describes a tokenizer."""
 import functools
+import hashlib
 import json
 import os
 import re
@@ -346,6 +347,25 @@ def same_tokens(a, b):
         of_gpt2 = {'the': 1169, '\u0120the': 262, '<|endoftext|>': 50256}
         return all(ids.get(token) == id for token, id in of_gpt2.items())
     return kinds == {'gpt2'}
+
+
+# what tokenizers split in different ways: spaces, lines, digits, case, accents, scripts
+PROBE = (
+    'def add(x, y):\n    return x + y  # 12 + 345\n\n\n\tif a:\r\n        pass \n  '
+    "It's IT'S, we'll don\u2019t; NaOH eBay mL pH camelCaseHTTPServer HELLO\u00c9t\u00e9 2026 1234567 "
+    '3.14e-10 a_b __init__ http://x.org/?q=1&r=2#z ... !? -- \u2014 (a) [b] {c} <d> $5 100% @me #1 '
+    '\u00bd \ufb01 \u212b e\u0301 na\u00efve \u4e2d\u6587\u5b57 \u65e5\u672c\u8a9e\u30ab\u30bf\u30ab\u30ca '
+    '\ud55c\uad6d\uc5b4 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u0627\u0644\u0639\u0631\u0628\u064a\u0629 '
+    '\u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940 \U0001f600\U0001f468\u200d\U0001f469  two   three '
+    '\u00a0\u3000\u2028end')
+
+
+def tokens_digest(tokenizer):
+    """Returns the SHA-256 in hex of the tokens of a Tokenizer of the library tokenizers: of its
+    vocabulary, and of the ids of PROBE."""
+    content = [sorted(tokenizer.get_vocab().items()),
+               tokenizer.encode(PROBE, add_special_tokens=False).ids]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def check_tokens(data, dataset, model, model_name, vocab_size):
