@@ -5,6 +5,7 @@ import bisect
 import concurrent.futures
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -290,6 +291,7 @@ def end_of_piece(text, start, stop):
 # -----------------------------------------------------------------------------
 # writing a data set
 
+META_FORMAT = 2  # of meta.json; those without "format" have no digests
 # what a data set is made of; lengths and source are data/text's
 PARTS = ('train.part.bin', 'val.part.bin', 'train.rows.part.bin', 'val.rows.part.bin',
          'lengths.part.bin', 'source.part.json')
@@ -323,6 +325,7 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     folder = Path(folder)
     paths = {split: folder / f'{split}.part.bin' for split in ('train', 'val')}
     sizes = {}
+    digests = {}
     largest = 0
     try:
         for split, path in paths.items():
@@ -332,20 +335,24 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
                      'more text')
             if block_size:
                 paths[split] = write_rows(path, vocabulary.dtype, lengths[split], block_size)
-            sizes[split], largest_here = count_tokens(paths[split], vocabulary.dtype)
-            largest = max(largest, largest_here)
+            counted = count_tokens(paths[split], vocabulary.dtype)
+            sizes[split] = counted.n
+            digests[f'{split}.bin'] = counted.digest
+            largest = max(largest, counted.largest)
     except UserError:
         remove(folder, PARTS)
         raise
 
     # What meta.json says.
-    meta = {'vocab_size': vocabulary.size, 'dtype': vocabulary.dtype.name,
-            'tokenizer': vocabulary.tokenizer, 'train_tokens': sizes['train'],
-            'val_tokens': sizes['val'], 'max_id': largest} | meta
+    files = files or {}
+    digests |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    meta = {'format': META_FORMAT, 'vocab_size': vocabulary.size, 'dtype': vocabulary.dtype.name,
+            'tokenizer': describe(vocabulary), 'train_tokens': sizes['train'],
+            'val_tokens': sizes['val'], 'max_id': largest, 'digests': digests} | meta
     if block_size:
         meta['row_length'] = block_size + 1
     files = {f'tokenizer/{name}': text.encode() for name, text in vocabulary.files.items()} | (
-        files or {}) | {'meta.json': json.dumps(meta, ensure_ascii=False).encode()}
+        files) | {'meta.json': json.dumps(meta, ensure_ascii=False).encode()}
 
     # An older data set, with its masks, is gone before the first file of the new one is there.
     remove(folder, ('train.bin', 'meta.json', 'train_mask.bin', 'val_mask.bin', 'train_ends.bin',
@@ -366,13 +373,32 @@ def remove(folder, names):
         Path(folder, name).unlink(missing_ok=True)
 
 
+def describe(vocabulary):
+    """Returns the description of a Vocabulary for meta.json. That of a folder has the "digest" of
+    its tokens; the others say all by themselves."""
+    if vocabulary.tokenizer['kind'] != 'folder':
+        return vocabulary.tokenizer
+    from jax_hub.tokenizers import tokens_digest
+    tokenizer = library_tokenizer(vocabulary.files['tokenizer.json'])
+    return {**vocabulary.tokenizer, 'digest': tokens_digest(tokenizer)}
+
+
+class Counted(NamedTuple):
+    """What a file of tokens holds."""
+    n: int
+    largest: int  # id
+    digest: str  # SHA-256 in hex
+
+
 def count_tokens(path, dtype):
-    """Returns how many tokens a file has, and the largest."""
+    """Returns what a file of tokens holds, Counted."""
     largest = 0
+    digest = hashlib.sha256()
     with open(path, 'rb') as f:
         while len(ids := np.fromfile(f, dtype, 2**20)):
             largest = max(largest, int(ids.max()))
-    return path.stat().st_size // dtype.itemsize, largest
+            digest.update(ids)
+    return Counted(path.stat().st_size // dtype.itemsize, largest, digest.hexdigest())
 
 
 def write_rows(path, dtype, lengths, block_size):

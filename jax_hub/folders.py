@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 from jax_flags import UserError, printable, read_json
@@ -28,8 +29,51 @@ HUB_FILES_OF_TORCH = (*HUB_FILES, 'pytorch_model*.bin')
 LENGTHS = {'num_hidden_layers': 10_000, 'n_layer': 10_000, 'num_labels': 2**16}
 
 
+# What transformers warns of and is settled here, by words of each: its class has other splits than
+# tokenizer.json, which counts; Mistral's split, see read_as_filed; keys of RoPE that nothing reads,
+# and names of keys of its own.
+SETTLED_WARNINGS = (
+    '`tokenizer.json` is ByteLevel', 'incorrect regex pattern',
+    'The tokenizer class you load from this checkpoint', 'Unrecognized keys in `rope_parameters`',
+    'is deprecated! Use')
+shown_warnings = set()  # lines; each is printed once in a process
+
+
+@contextlib.contextmanager
+def telling_warnings(folder):
+    """Prints what transformers warns of in the block, which reads a folder with it, in one line on
+    stderr each; but for SETTLED_WARNINGS, and where the block fails."""
+    logger = logging.getLogger('transformers')
+    handlers, level = logger.handlers, logger.level
+    found = Collected()
+    logger.handlers = [found]
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.handlers = handlers
+        logger.setLevel(level)
+    for message in found.messages:
+        line = printable(f'transformers on {folder}: {" ".join(message.split())}')
+        is_settled = any(words in message for words in SETTLED_WARNINGS)
+        if not is_settled and line not in shown_warnings:
+            shown_warnings.add(line)
+            print(line, file=sys.stderr)
+
+
+class Collected(logging.Handler):
+    """Keeps the messages of a logger."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
 def import_transformers():
-    """Returns the package transformers, silent: what it warns of is refused here, or is right.
+    """Returns the package transformers, silent but for telling_warnings.
 
     It is imported here alone, after jax has found its devices: where PyTorch is installed beside
     it, transformers imports that, too. Raises UserError if it is not installed."""

@@ -1,19 +1,24 @@
 """Text <-> token ids. A dict in meta.json and in every checkpoint describes a tokenizer."""
 import functools
+import hashlib
 import json
 import os
 import re
 import shutil
+import sys
 
 import numpy as np
 
 from jax_flags import (
     SAMPLING_NAMES, UserError, read_json, whole_characters, write_json)
 from jax_hub.chats import encode_training_chat, read_chat, render
-from jax_hub.folders import import_transformers, path_inside, read_config_json, text_config
+from jax_hub.folders import (
+    import_transformers, path_inside, read_config_json, telling_warnings, text_config)
 
 # the class of transformers that reads tokenizer.json as it is, and adds nothing
 AS_FILED = 'PreTrainedTokenizerFast'
+# settings of transformers' tokenizer that a copy keeps: they change no ids here
+KEPT_SETTINGS = ('split_special_tokens', 'padding_side', 'truncation_side', 'model_max_length')
 LARGEST_ID = 2**22  # the largest vocabularies that are known have a million ids
 
 # files of a Hugging Face folder that tell of its tokenizer
@@ -93,12 +98,13 @@ class GPT2Tokenizer:
 
 
 class HFTokenizer:
-    """The tokenizer of a Hugging Face folder, as transformers reads it, with the stop tokens and the
-    sampling defaults from the folder's other files. A prompt may contain special tokens; decoding
-    leaves them out."""
+    """The tokenizer of a Hugging Face folder: its tokenizer.json, the tokens that transformers adds
+    to it, and the stop tokens and the sampling defaults from the folder's other files. A prompt may
+    contain special tokens; decoding leaves them out."""
 
-    def __init__(self, folder):
-        self.tokenizer, self.special, self.hf = read_folder(folder)
+    def __init__(self, folder, is_copy=False):
+        """is_copy: whether copy_tokenizer has written the folder."""
+        self.tokenizer, self.special, self.hf = read_folder(folder, is_copy)
         self.chat_template = self.hf and self.hf.chat_template
         self.ids = self.tokenizer.get_vocab()  # with the added tokens
         self.vocab_size = 1 + max(self.ids.values(), default=-1)  # ids may have holes
@@ -209,28 +215,32 @@ class HFTokenizer:
 # -----------------------------------------------------------------------------
 # the tokenizer of a folder
 
-def read_folder(folder):
+def read_folder(folder, is_copy=False):
     """Returns (Tokenizer, names of its special tokens, transformers' tokenizer) of a folder.
 
     The first is of the library tokenizers, the names are {'bos_token': text, ...}, and the last is
-    None for a folder that says all in tokenizer.json: an own BPE, or the copy in a run.
-    Raises UserError for what cannot be read, and for a link out of the folder."""
+    None for a folder that says all in tokenizer.json: an own BPE, or the copy in a run. is_copy: see
+    HFTokenizer. Raises UserError for what cannot be read, and for a link out of the folder."""
     paths = {name: path_inside(folder, name) for name in READ_FILES if '*' not in name}
     settings = read_json(paths['tokenizer_config.json'], optional=True)
+    is_copy = is_copy or is_own_copy(settings)
+    file = paths['tokenizer.json']
     try:
-        if is_as_filed(folder, settings):
-            from tokenizers import Tokenizer
-            tokenizer = Tokenizer.from_file(paths['tokenizer.json'])
+        from tokenizers import Tokenizer
+        tokenizer = Tokenizer.from_file(file) if os.path.exists(file) else None
+        hf = None
+        if tokenizer and is_as_filed(folder, settings) and (is_copy or adds_none(settings, tokenizer)):
             names = {name: text for name, text in settings.items()
                      if name.endswith('_token') and isinstance(text, str)}
-            hf = None
         else:
-            read_config_json(folder)  # transformers reads it, too
-            hf = import_transformers().AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True, mistral_format=False)
-            tokenizer = hf.backend_tokenizer
-            tokenizer.encode_special_tokens = hf.split_special_tokens
+            hf = open_with_transformers(folder)
             names = hf.special_tokens_map
+            if tokenizer is None:
+                tokenizer = hf.backend_tokenizer
+            elif not is_copy:
+                complete(tokenizer, hf)
+                mend_mistral_split(tokenizer, folder, settings)
+            tokenizer.encode_special_tokens = hf.split_special_tokens
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode('a')  # a pattern may fail only now
@@ -243,14 +253,86 @@ def read_folder(folder):
     return tokenizer, names, hf
 
 
+def open_with_transformers(folder):
+    """Returns transformers' tokenizer of a folder. Raises what transformers raises."""
+    read_config_json(folder)  # transformers reads it, too
+    transformers = import_transformers()
+    with telling_warnings(folder):
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True, mistral_format=False)
+
+
+def is_own_copy(settings):
+    """Whether copy_tokenizer has written a folder, given its tokenizer_config.json: transformers 5
+    writes "backend", and no class of this older name."""
+    return settings.get('tokenizer_class') == AS_FILED and 'backend' in settings
+
+
 def is_as_filed(folder, settings):
     """Whether tokenizer.json and its settings say all of a tokenizer: no class changes it, no other
     file adds to it, and it has no chat template."""
     others = ('config.json', 'special_tokens_map.json', 'added_tokens.json', *TEMPLATES)
     return (settings.get('tokenizer_class') == AS_FILED
             and not settings.keys() & {'chat_template', 'added_tokens_decoder', 'auto_map'}
-            and os.path.exists(os.path.join(folder, 'tokenizer.json'))
             and not any(os.path.exists(os.path.join(folder, name)) for name in others))
+
+
+def adds_none(settings, tokenizer):
+    """Whether a tokenizer_config.json names no token that a Tokenizer lacks: transformers would add
+    it."""
+    if settings.get('extra_special_tokens') or settings.get('additional_special_tokens'):
+        return False
+    named = [value for name, value in settings.items() if name.endswith('_token')]
+    return all(tokenizer.token_to_id(value) is not None if isinstance(value, str)
+               else not isinstance(value, dict) for value in named)
+
+
+def complete(tokenizer, hf):
+    """Adds to the Tokenizer of a tokenizer.json what transformers' tokenizer has beyond that file:
+    added tokens, their flags, and what is put around a text. The class of transformers may have
+    another normalizer, split, model or decoder than the file; the file's count."""
+    for _, token in sorted(hf.backend_tokenizer.get_added_tokens_decoder().items()):
+        tokenizer.add_tokens([token])
+    tokenizer.post_processor = hf.backend_tokenizer.post_processor
+
+
+# Mistral's split before and after the mistake of an early converter was found
+WRONG_MISTRAL_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
+MISTRAL_SPLIT = (
+    r'[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+'
+    r'|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*'
+    r'|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+')
+# as in transformers' check
+MISTRALS = ('mistral', 'mistral3', 'voxtral', 'ministral', 'pixtral')
+MISTRAL_SIZE = 100_000  # tokens; smaller vocabularies are SentencePiece's
+
+
+def mend_mistral_split(tokenizer, folder, settings):
+    """Gives the Tokenizer of a folder of Mistral the published split in place of the wrong one, as
+    transformers' fix_mistral_regex does, and says so; not where tokenizer_config.json has
+    "fix_mistral_regex": false.
+
+    Llama 3's tokenizer has the same split rightly, also in a model of Mistral's architecture."""
+    config = read_config_json(folder)
+    version = re.match(r'\d+', str(config.get('transformers_version')))
+    is_old = version is None or int(version[0]) < 5
+    is_mistral = config.get('model_type') in MISTRALS and is_old
+    is_large = tokenizer.get_vocab_size() > MISTRAL_SIZE
+    is_llama = tokenizer.token_to_id('<|begin_of_text|>') is not None
+    if not is_mistral or not is_large or is_llama or settings.get('fix_mistral_regex') is False:
+        return
+    from tokenizers import Regex, pre_tokenizers
+    steps = tokenizer.pre_tokenizer
+    if not isinstance(steps, pre_tokenizers.Sequence):
+        return
+    first = json.loads(steps.__getstate__())['pretokenizers'][0]
+    if first.get('pattern') == {'Regex': WRONG_MISTRAL_SPLIT}:
+        steps[0] = pre_tokenizers.Split(Regex(MISTRAL_SPLIT), 'isolated')
+        print(f'{folder}: its tokenizer.json has the wrong split of an early converter of '
+              "Mistral's tokenizers; the published one is taken, as by fix_mistral_regex",
+              file=sys.stderr)
 
 
 def as_list(value):
@@ -301,7 +383,7 @@ def load_tokenizer(description):
         case {'kind': 'gpt2'}:
             return GPT2Tokenizer()
         case {'kind': 'folder', 'path': str(path)}:
-            return HFTokenizer(path)
+            return HFTokenizer(path, is_copy=description.get('is_copy', False))
     raise UserError(f'{description!r:.100} does not describe a tokenizer, as meta.json should; '
                     'prepare the data set again')
 
@@ -329,23 +411,71 @@ def describe_tokenizer(model_path, vocab_size):
 
 def locate_tokenizer(description, folder):
     """Returns the description with its path, if it has one, relative to the current folder instead
-    of relative to `folder`."""
+    of relative to `folder`. It has "is_copy", see HFTokenizer, for the tokenizer of a run or a data
+    set."""
     if description.get('kind') != 'folder':
         return description
     path = os.path.join(folder, os.path.expanduser(description['path']))
-    return {**description, 'path': path}
+    return {**description, 'path': path, 'is_copy': description['path'] == 'tokenizer'}
 
 
 def same_tokens(a, b):
-    """Whether the ids of two tokenizers, given by their descriptions, mean the same tokens."""
+    """Whether two tokenizers, given by their descriptions, have the same tokens and split a text
+    into the same ones."""
     kinds = {a['kind'], b['kind']}
+    if kinds == {'folder'}:
+        return digest_of(a) == digest_of(b)
     if 'gpt2' not in kinds:
         return load_tokenizer(a).ids == load_tokenizer(b).ids
     if kinds == {'gpt2', 'folder'}:  # without loading GPT-2's BPE, which may need a network
-        ids = load_tokenizer(a if a['kind'] == 'folder' else b).ids
+        folder = load_tokenizer(a if a['kind'] == 'folder' else b)
         of_gpt2 = {'the': 1169, '\u0120the': 262, '<|endoftext|>': 50256}
-        return all(ids.get(token) == id for token, id in of_gpt2.items())
+        has_ids = all(folder.ids.get(token) == id for token, id in of_gpt2.items())
+        return has_ids and digest(probe_ids(folder.tokenizer)) == GPT2_PROBE
     return kinds == {'gpt2'}
+
+
+def digest_of(description):
+    """Returns the tokens_digest of a tokenizer of the kind 'folder': as prepare.py wrote it, or as
+    the folder is now."""
+    return description.get('digest') or tokens_digest(load_tokenizer(description).tokenizer)
+
+
+# what tokenizers split in different ways: spaces, lines, digits, case, accents, scripts
+PROBE = (
+    'def add(x, y):\n    return x + y  # 12 + 345\n\n\n\tif a:\r\n        pass \n  '
+    "It's IT'S, we'll don\u2019t; NaOH eBay mL pH camelCaseHTTPServer HELLO\u00c9t\u00e9 2026 1234567 "
+    '3.14e-10 a_b __init__ http://x.org/?q=1&r=2#z ... !? -- \u2014 (a) [b] {c} <d> $5 100% @me #1 '
+    '\u00bd \ufb01 \u212b e\u0301 na\u00efve \u4e2d\u6587\u5b57 \u65e5\u672c\u8a9e\u30ab\u30bf\u30ab\u30ca '
+    '\ud55c\uad6d\uc5b4 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u0627\u0644\u0639\u0631\u0628\u064a\u0629 '
+    '\u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940 \U0001f600\U0001f468\u200d\U0001f469  two   three '
+    '\u00a0\u3000\u2028end')
+N_PROBED = 20  # added tokens
+
+
+GPT2_PROBE = 'ca9ae9970c63f5b0083078aff076afb78ea0b2316d961e9d3a5dd77f278ddd35'  # digest(probe_ids()) of GPT-2's BPE
+
+
+def probe_ids(tokenizer):
+    """Returns the ids of PROBE of a Tokenizer of the library tokenizers."""
+    return tokenizer.encode(PROBE, add_special_tokens=False).ids
+
+
+def tokens_digest(tokenizer):
+    """Returns the digest of the tokens of a Tokenizer of the library tokenizers: of its vocabulary,
+    of the ids of PROBE, and of those of words around its first added tokens."""
+    added = sorted(tokenizer.get_added_tokens_decoder().items())[:N_PROBED]
+    is_plain = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = False
+    text = ''.join(f'{token.content}ab {token.content} cd\n' for _, token in added)
+    around = tokenizer.encode(text, add_special_tokens=False).ids
+    tokenizer.encode_special_tokens = is_plain
+    return digest([sorted(tokenizer.get_vocab().items()), probe_ids(tokenizer), around])
+
+
+def digest(content):
+    """Returns the SHA-256 in hex of what JSON can say."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def check_tokens(data, dataset, model, model_name, vocab_size):
@@ -412,7 +542,7 @@ def copy_tokenizer(description, folder):
     source = description['path']
     if os.path.realpath(source) == os.path.realpath(folder):
         return
-    tokenizer = HFTokenizer(source)
+    tokenizer = load_tokenizer(description)
     os.makedirs(folder, exist_ok=True)
     for name in TEMPLATES:  # left by an earlier tokenizer
         path = os.path.join(folder, name)
@@ -421,10 +551,10 @@ def copy_tokenizer(description, folder):
         for name in ('tokenizer.json', 'tokenizer_config.json'):
             shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
     else:
+        kept = {name: getattr(tokenizer.hf, name) for name in KEPT_SETTINGS}
         import_transformers().PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.tokenizer, chat_template=tokenizer.chat_template,
-            split_special_tokens=tokenizer.hf.split_special_tokens, **tokenizer.special,
-        ).save_pretrained(folder)
+            tokenizer_object=tokenizer.tokenizer, chat_template=tokenizer.chat_template, **kept,
+            **tokenizer.special).save_pretrained(folder)
         path = os.path.join(folder, 'tokenizer_config.json')  # transformers 4 knows the older name
         write_json(path, {**read_json(path), 'tokenizer_class': AS_FILED})
     generation = read_json(os.path.join(source, 'generation_config.json'), optional=True)

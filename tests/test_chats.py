@@ -1,6 +1,7 @@
 """Whole conversations packed into rows: from the file to the update, each as if it were alone, in several layouts."""
 import dataclasses
 import functools
+import hashlib
 import json
 import types
 
@@ -86,6 +87,9 @@ def test_rows_hold_whole_conversations_each_in_the_row_with_the_least_room(chatt
     whole = lambda n: [user, 0, model, *[n % 8] * n, end]
     assert conversations == [[whole(9)], [whole(30)[:13]], [whole(6)], [whole(5)], [whole(3), whole(2)], [whole(1)]]
     assert load_dataset_meta(tmp_path / 'data')['row_length'] == 13
+    digests = load_dataset_meta(tmp_path / 'data')['digests']
+    assert digests == {name: hashlib.sha256((tmp_path / 'data' / name).read_bytes()).hexdigest() for name in (
+        'train.bin', 'val.bin', 'train_mask.bin', 'val_mask.bin')}
 
 
 def test_rows_too_short_for_any_token_that_counts_are_refused(chatting, tmp_path):

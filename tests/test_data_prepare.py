@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from jax_hub.tokenizers import same_tokens
+from jax_hub.tokenizers import same_tokens, tokens_digest
 from jax_run.data import load_dataset_meta
 from tests.common import assert_refused, needs_hangup, run_script, wait_for
 
@@ -123,7 +123,11 @@ def read(folder):
     assert files_in(folder) == ['meta.json', *tokenizer, 'train.bin', 'val.bin']
     meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
     train, val = (np.fromfile(folder / f'{split}.bin', meta['dtype']) for split in ('train', 'val'))
-    assert set(meta) - {'row_length'} == {'vocab_size', 'dtype', 'tokenizer', 'train_tokens', 'val_tokens', 'max_id'}
+    assert set(meta) - {'row_length'} == {
+        'format', 'vocab_size', 'dtype', 'tokenizer', 'train_tokens', 'val_tokens', 'max_id', 'digests'}
+    assert meta['format'] == 2
+    assert meta['digests'] == {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+                               for name in ('train.bin', 'val.bin')}
     assert meta['max_id'] == max(train.max(), val.max())
     assert (len(train), len(val)) == (meta['train_tokens'], meta['val_tokens'])
     return train, val, meta
@@ -423,7 +427,8 @@ def test_an_own_vocabulary_has_the_tokens_asked_for_and_every_string_survives(tm
     assert snapshot(tmp_path / '1') == snapshot(tmp_path / '3')
     train, val, meta = read(tmp_path / '3')
     assert (meta['vocab_size'], meta['dtype']) == (300, 'uint16')
-    assert meta['tokenizer'] == {'kind': 'folder', 'path': 'tokenizer'}
+    own = Tokenizer.from_file(str(tmp_path / '3' / 'tokenizer' / 'tokenizer.json'))
+    assert meta['tokenizer'] == {'kind': 'folder', 'path': 'tokenizer', 'digest': tokens_digest(own)}
     tokenizer = tokenizer_of(tmp_path / '3')
     n = int(len(words(3000))*0.9)
     for ids, part in ((train, words(3000)[:n]), (val, words(3000)[n:])):

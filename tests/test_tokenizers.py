@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from jax_flags import UserError
 from jax_hub.tokenizers import (
-    HFTokenizer, copy_tokenizer, describe_tokenizer, load_token_bytes, load_tokenizer, strip_partial_utf8,
-    write_char_tokenizer, write_gpt2_tokenizer)
+    GPT2_PROBE, PROBE, HFTokenizer, copy_tokenizer, describe_tokenizer, digest, load_token_bytes, load_tokenizer,
+    locate_tokenizer, same_tokens, strip_partial_utf8, tokens_digest, write_char_tokenizer, write_gpt2_tokenizer)
 from jax_run.log import read_metrics
 from tests.common import MODEL, ROOT, SHORT, assert_refused, edit_json, prepare, refusal, succeeded, train
 
@@ -323,3 +323,193 @@ def test_a_conversation_with_half_a_character_is_read(chatting, tmp_path):
     half = {'messages': [{'role': 'user', 'content': '\ud800'}, *CONVERSATION['messages'][1:]]}
     (tmp_path / 'chats.jsonl').write_text((json.dumps(half) + '\n') * 2)
     succeeded(prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', f'--out_dir={tmp_path / "data"}'))
+
+
+# -----------------------------------------------------------------------------
+# tokenizer.json against transformers' classes
+
+SENTENCE = 'def add(x, y):\n    return x + y  # 12 + 345\n'
+
+
+def save_spaced(folder, spaced=True):
+    """A tokenizer.json in the manner of SentencePiece, with a mark for each space, or in that of GPT-2, of bytes."""
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    tokenizer = Tokenizer(models.BPE())
+    if spaced:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme='never', split=False)
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme='never', split=False)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    alphabet = [] if spaced else pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([SENTENCE] * 3, trainers.BpeTrainer(
+        vocab_size=330, special_tokens=['<s>', '</s>'], show_progress=False, initial_alphabet=alphabet))
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    return tokenizer
+
+
+@pytest.mark.parametrize('spaced', [True, False])
+@pytest.mark.parametrize('model_type', ['qwen2', 'llama', 'gemma2'])
+@pytest.mark.parametrize('name', [None, 'PreTrainedTokenizerFast', 'Qwen2Tokenizer', 'GPT2Tokenizer', 'LlamaTokenizer'])
+def test_ids_and_texts_are_those_of_tokenizer_json_whatever_the_class(tmp_path, capfd, name, model_type, spaced):
+    filed = save_spaced(tmp_path, spaced)
+    settings = {'eos_token': '</s>'} | ({'tokenizer_class': name} if name else {})
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(settings))
+    (tmp_path / 'config.json').write_text(json.dumps({'model_type': model_type}))
+    tokenizer = HFTokenizer(tmp_path)
+    ids = filed.encode(SENTENCE).ids
+    assert tokenizer.encode(SENTENCE, begin=False) == ids and tokenizer.decode(ids) == SENTENCE
+    assert tokenizer.vocab_size >= filed.get_vocab_size()
+    assert capfd.readouterr().err == ''
+
+
+@pytest.mark.parametrize('named', [
+    {'extra_special_tokens': ['<one>', '<two>']}, {'additional_special_tokens': ['<one>', '<two>']},
+    {'pad_token': '<one>', 'image_token': '<two>'}])
+@pytest.mark.parametrize('template', [{}, {'chat_template': 'x'}])
+def test_tokens_that_only_the_settings_name_are_tokens_as_in_transformers(tmp_path, named, template):
+    from transformers import AutoTokenizer
+    save_spaced(tmp_path)
+    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '</s>'} | named | template
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(settings))
+    expected = AutoTokenizer.from_pretrained(tmp_path)('x<one>y<two>').input_ids
+    tokenizer = HFTokenizer(tmp_path)
+    assert tokenizer.encode('x<one>y<two>') == expected and len(expected) == 4
+    assert tokenizer.decode(expected) == 'xy'
+
+
+@pytest.mark.parametrize('add_bos', [True, False, None])
+@pytest.mark.parametrize('add_eos', [True, False, None])
+def test_the_flags_of_begin_and_end_do_what_they_do_in_transformers(speaking, add_bos, add_eos):
+    from transformers import AutoTokenizer
+    flags = {name: value for name, value in (('add_bos_token', add_bos), ('add_eos_token', add_eos))
+             if value is not None}
+    edit_json(speaking / 'tokenizer_config.json', tokenizer_class='LlamaTokenizer', **flags)
+    tokenizer = HFTokenizer(speaking)
+    expected = AutoTokenizer.from_pretrained(speaking)('</s>').input_ids  # a text that no split changes
+    assert tokenizer.tokenizer.encode('</s>').ids == expected
+
+
+def mistral_folder(folder, split, **config):
+    """A folder of Mistral with a tokenizer of as many tokens as theirs, without merges of its words."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from jax_hub.tokenizers import MISTRAL_SIZE
+    words = ['Na', 'OH', 'NaOH', '20', '202', '2026']
+    vocab = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *words])}
+    vocab |= {f'filler{i}': len(vocab) + i for i in range(MISTRAL_SIZE)}
+    merges = [('N', 'a'), ('O', 'H'), ('Na', 'OH'), ('2', '0'), ('20', '2'), ('202', '6')]
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(split), 'isolated'),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    folder.mkdir()
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    (folder / 'tokenizer_config.json').write_text('{"tokenizer_class": "LlamaTokenizerFast"}')
+    config = {'model_type': 'mistral', 'transformers_version': '4.49.0'} | config
+    (folder / 'config.json').write_text(json.dumps(config))
+    return folder
+
+
+def tokens_of(folder, **options):
+    tokenizer = HFTokenizer(folder, **options)
+    return [tokenizer.tokenizer.id_to_token(id) for id in tokenizer.encode('NaOH2026')]
+
+
+def test_mistrals_wrong_split_is_mended_and_said_but_a_run_keeps_its_own(tmp_path, capfd):
+    from jax_hub.tokenizers import MISTRAL_SPLIT, WRONG_MISTRAL_SPLIT
+    wrong = mistral_folder(tmp_path / 'wrong', WRONG_MISTRAL_SPLIT)
+    assert tokens_of(wrong) == ['Na', 'OH', '2', '0', '2', '6']
+    said, = capfd.readouterr().err.splitlines()
+    assert str(wrong) in said and 'the published one is taken' in said
+    copy_tokenizer({'kind': 'folder', 'path': str(wrong)}, tmp_path / 'copy')
+    capfd.readouterr()
+    assert tokens_of(tmp_path / 'copy') == ['Na', 'OH', '2', '0', '2', '6']
+
+    # A run that was trained with the wrong one keeps it; so do others' folders in which it is right.
+    as_it_is = ['NaOH', '202', '6']
+    assert tokens_of(wrong, is_copy=True) == as_it_is
+    for name, config in (('new', {'transformers_version': '5.1.0'}), ('llama', {'model_type': 'llama'})):
+        assert tokens_of(mistral_folder(tmp_path / name, WRONG_MISTRAL_SPLIT, **config)) == as_it_is
+    edit_json(wrong / 'tokenizer_config.json', fix_mistral_regex=False)
+    assert tokens_of(wrong) == as_it_is
+    assert tokens_of(mistral_folder(tmp_path / 'right', MISTRAL_SPLIT)) == ['Na', 'OH', '2', '0', '2', '6']
+    assert capfd.readouterr().err == ''
+
+
+def test_what_transformers_warns_of_is_shown_in_one_line(speaking, monkeypatch, capfd):
+    from transformers import AutoTokenizer, logging
+
+    def warn(*args, **options):
+        logging.get_logger('transformers.x').warning('odd\nthings')
+        return original(*args, **options)
+    original = AutoTokenizer.from_pretrained
+    edit_json(speaking / 'tokenizer_config.json', chat_template='x')
+    monkeypatch.setattr(AutoTokenizer, 'from_pretrained', warn)
+    for _ in range(2):
+        HFTokenizer(speaking)
+    assert capfd.readouterr().err == f'transformers on {speaking}: odd things\n'
+
+
+def test_a_copy_keeps_the_settings_that_change_no_ids(speaking, tmp_path):
+    kept = {'padding_side': 'left', 'truncation_side': 'left', 'model_max_length': 77}
+    edit_json(speaking / 'tokenizer_config.json', tokenizer_class='LlamaTokenizer', **kept)
+    copy_tokenizer({'kind': 'folder', 'path': str(speaking)}, tmp_path / 'a')
+    copy_tokenizer({'kind': 'folder', 'path': str(tmp_path / 'a')}, tmp_path / 'b')
+    for name in 'ab':
+        saved = json.loads((tmp_path / name / 'tokenizer_config.json').read_text())
+        assert saved | kept == saved
+
+
+def test_a_copy_is_read_as_it_lies_there_though_its_config_names_a_class_with_another_split(tmp_path):
+    """As a run of an older version that trains a qwen2 further: its tokenizer.json is Qwen's, whatever the source's."""
+    filed = save_spaced(tmp_path)
+    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '</s>', 'extra_special_tokens': ['<one>'],
+                'chat_template': 'x'}
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(settings))
+    (tmp_path / 'config.json').write_text('{"model_type": "qwen2"}')
+    tokenizer = load_tokenizer(locate_tokenizer({'kind': 'folder', 'path': 'tokenizer'}, tmp_path)
+                               | {'path': str(tmp_path)})
+    assert tokenizer.ids == filed.get_vocab()
+    assert tokenizer.encode(SENTENCE + '<one>') == filed.encode(SENTENCE + '<one>').ids
+    edit_json(tmp_path / 'tokenizer_config.json', backend='tokenizers')  # as transformers 5 writes
+    assert HFTokenizer(tmp_path).ids == filed.get_vocab()
+
+
+def test_tokenizers_with_the_same_vocabulary_and_other_splits_are_not_the_same(tmp_path):
+    from tokenizers import pre_tokenizers
+    described = []
+    for name in 'abc':
+        (tmp_path / name).mkdir()
+        tokenizer = save_spaced(tmp_path / name, spaced=False)
+        if name == 'c':
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
+            tokenizer.save(str(tmp_path / name / 'tokenizer.json'))
+        described.append({'kind': 'folder', 'path': str(tmp_path / name)})
+    a, b, c = described
+    assert same_tokens(a, b) and not same_tokens(a, c)
+    known = a | {'digest': tokens_digest(HFTokenizer(tmp_path / 'a').tokenizer)}
+    assert same_tokens(known, b) and not same_tokens(known, c)
+    assert not same_tokens(a | {'digest': 'of other ids'}, b)  # the data are older than the tokenizer beside them
+
+
+def test_gpt2s_ids_of_the_probe_are_tiktokens():
+    import tiktoken
+    try:
+        gpt2 = tiktoken.get_encoding('gpt2')
+    except Exception:
+        pytest.skip('needs the files of GPT-2\'s BPE')
+    assert digest(gpt2.encode_ordinary(PROBE)) == GPT2_PROBE
+
+
+def test_data_with_other_ids_than_the_models_are_refused_with_what_makes_them_anew(speaking, tmp_path):
+    """As data of an older version, in which transformers' class had its own split."""
+    (tmp_path / 'a.txt').write_text('hello again, hello world. ' * 90)
+    made = prepare('text', tmp_path / 'a.txt', f'--tokenizer={speaking}', f'--out_dir={tmp_path / "data"}')
+    succeeded(made)
+    meta = json.loads((tmp_path / 'data' / 'meta.json').read_text())
+    meta['tokenizer']['digest'] = 'of other ids'
+    (tmp_path / 'data' / 'meta.json').write_text(json.dumps(meta))
+    done = train(tmp_path / 'out', f'--dataset={tmp_path / "data"}', f'--init_from={speaking}', *SHORT)
+    assert_refused(done, f'has other tokens than {speaking}, .*prepare.py my.txt --tokenizer={speaking}')
