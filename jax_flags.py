@@ -238,6 +238,11 @@ def parse_flag(arg, defaults):
         return name, text
 
 
+def is_on_command_line(name):
+    """Returns whether the command itself gives this flag; a config file does not count."""
+    return any(arg.startswith(f'--{name}=') for arg in sys.argv[1:])
+
+
 def run_config_file(path, flags):
     """Runs a config file and returns what it gives, {name: value}.
 
