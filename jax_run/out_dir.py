@@ -8,7 +8,7 @@ import time
 import jax
 
 from jax_devices.processes import gather_texts, in_all_processes
-from jax_flags import UserError, exit_if_peer_died, write_json
+from jax_flags import UserError, exit_if_peer_died, free_name, write_json
 from jax_hub.folders import find_config_json, keep_config_json, kept_config_json
 from jax_hub.tokenizers import copy_tokenizer
 from jax_run.checkpoints import (
@@ -121,6 +121,8 @@ class OutDir:
 
     def close(self):
         """Gives the lock back: from here on nothing is written."""
+        if self.metrics_log:
+            self.metrics_log.close()
         self.folder.upload()
         if self.lock:
             self.lock.close()
@@ -195,7 +197,7 @@ def set_damaged_aside(run, resumed_at):
         path = folder / str(step)
         is_newer = resumed_at is not None and step > resumed_at
         if is_newer or read_val_loss(path) == -math.inf:
-            free = free_name(folder, step)
+            free = free_name(path)
             run.set_aside(path, free)
             print(f'{run.shown(path)} is damaged: renamed to {free.name}')
 
@@ -209,9 +211,3 @@ def see_lock(run, out_dir, holder):
         time.sleep(0.1)
     raise UserError(f'{out_dir} is not the folder of process 0: it has to be on a file system '
                     'that all processes share, or in a bucket, gs://bucket/run')
-
-
-def free_name(folder, step):
-    """Returns the first of <step>.damaged, <step>.damaged1, ... that is not in the folder."""
-    names = [f'{step}.damaged'] + [f'{step}.damaged{n}' for n in range(1, 100)]
-    return next(folder / name for name in names if not (folder / name).exists())
