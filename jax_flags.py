@@ -107,6 +107,19 @@ def new_file(path):
         Path(unfinished).unlink(missing_ok=True)
 
 
+def free_name(path):
+    """Returns the first of <path>.damaged, <path>.damaged1, ... that is not there."""
+    path = Path(path)
+    names = [f'{path.name}.damaged', *[f'{path.name}.damaged{n}' for n in range(1, 100)]]
+    return next(path.with_name(name) for name in names if not path.with_name(name).exists())
+
+
+def warn(line):
+    """Prints a line on stderr, if anybody can read it: a message must not end a run."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+
+
 def lock_file(file, *, wait=False):
     """Locks an open file for this process until it is closed: the system lets go of it when the
     process ends, however that happens. Returns whether it has; not if another process has it, which
@@ -236,6 +249,11 @@ def parse_flag(arg, defaults):
         return name, ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # what it documents
         return name, text
+
+
+def is_on_command_line(name):
+    """Returns whether the command itself gives this flag; a config file does not count."""
+    return any(arg.startswith(f'--{name}=') for arg in sys.argv[1:])
 
 
 def run_config_file(path, flags):

@@ -3,7 +3,7 @@
 $ python plot_jax.py out-a out-b out-c
 $ python plot_jax.py out-* --x=seconds --output=sweep.png
 
-Reads metrics.jsonl and config.json of each run alone, also of a run that is under way."""
+Reads metrics.jsonl, config.json and the manifest of each run, also of a run that is under way."""
 import sys
 
 from jax_flags import UserError, read_flags, start_script

@@ -125,6 +125,7 @@ from jax_devices.setup import (
     Profile, Stopwatch, configure_process, device_peak_flops, is_synchronous)
 from jax_run.checkpoints import run_folder
 from jax_run.log import RunLog
+from jax_run.manifest import open_manifest
 from jax_run.minutes import first_batch, fit_to_minutes, say_if_few_iterations
 from jax_run.out_dir import OutDir
 from jax_run.sources import open_data
@@ -168,17 +169,21 @@ with contextlib.ExitStack() as at_end:
         cfg.gradient_accumulation_steps, cfg.batch_size, layout.n_data_shards)
     check_fits(run, micro_batch)  # the model, the data and the flags each other
 
-    # the data; an evaluation without a token that counts in the loss (in chats, the assistant's
-    # count) is refused before anything is written
+    # the data, and what is computed: config is run.config and, in addition, how it is executed
+    # (attention, remat), which checkpoints do not hold; the manifest says what the run is made of:
+    # other data than the checkpoint's, and processes with other code, are refused
     data = open_data(run.shares, run.meta, block_size=cfg.block_size, seed=cfg.seed,
                      length_normalized=cfg.length_normalized)
+    config = training_config(run, data, layout)
+    run.manifest = open_manifest(run, data, config)
+
+    # an evaluation without a token that counts in the loss (in chats, the assistant's count) is
+    # refused before anything is written
     data.check(cfg.eval_iters * cfg.batch_size)
     sampler = open_sampler(run) if cfg.sample_prompt else None
 
-    # what is computed: forward and backward of all micro-steps, clipping and the update are one
-    # function, step(state, batch), under jit or pmap; config is run.config and, in addition, how it
-    # is executed (attention, remat), which checkpoints do not hold
-    config = training_config(run, data, layout)
+    # forward and backward of all micro-steps, clipping and the update are one function,
+    # step(state, batch), under jit or pmap
     objective = dpo(cfg.beta) if run.has_pairs else language_model
     step = layout.jit_step(make_train_step(
         config, objective, layout, seed=cfg.seed, grad_clip=cfg.grad_clip,

@@ -19,6 +19,7 @@ from jax_flags import (
     read_json, write_text)
 from jax_hub.folders import path_inside
 from jax_hub.tokenizers import locate_tokenizer
+from jax_run.manifest import data_since
 from jax_train_utils import WEIGHTS
 from jax_transformer import GPTConfig
 
@@ -141,9 +142,10 @@ class DiskRun:
 # the manager, and checksums
 
 
-def open_checkpoints(out_dir, keep=2):
+def open_checkpoints(out_dir, keep=2, since=0):
     """Returns Orbax's manager of out_dir/ckpt, which keeps the latest `keep` checkpoints and the
-    one with the lowest validation loss. Raises UserError if out_dir cannot be written."""
+    one with the lowest validation loss, of those after iteration `since`: those before have other
+    data. Raises UserError if out_dir cannot be written."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import checkpoint_managers as policies
     quiet_orbax()
@@ -154,7 +156,14 @@ def open_checkpoints(out_dir, keep=2):
 
     # What is kept. Orbax prefers the highest metric, which `reverse` turns around. Saves between
     # evaluations have no metrics; only LatestN keeps them.
-    best = policies.BestN(
+    class BestOfTheseData(policies.BestN):
+        def should_preserve(self, checkpoints, **options):
+            comparable = [info for info in checkpoints if info.step > since]
+            are_kept = super().should_preserve(comparable, **options)
+            kept = {info.step for info, is_kept in zip(comparable, are_kept) if is_kept}
+            return [info.step in kept for info in checkpoints]
+
+    best = BestOfTheseData(
         get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
     preservation = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
 
@@ -286,9 +295,9 @@ def list_steps(folder):
     return sorted(steps, reverse=True)
 
 
-def read_val_loss(step):
+def read_val_loss(step, since=0):
     """Returns the validation loss of the checkpoint in this folder: infinity if it was not
-    evaluated, -infinity if it is damaged."""
+    evaluated, or not after iteration `since`, -infinity if it is damaged."""
     path = step / 'metrics' / 'metrics'
     if not path.exists():
         return math.inf
@@ -298,7 +307,16 @@ def read_val_loss(step):
         return -math.inf
     if not math.isfinite(val_loss):
         return -math.inf
-    return val_loss
+    return val_loss if int(step.name) > since else math.inf
+
+
+def read_data_since(step):
+    """Returns the iteration from which on the run of the checkpoint in this folder has its data,
+    see data_since; 0 if it is damaged."""
+    try:
+        return data_since(read_json(step / 'meta' / 'metadata').get('manifest'))
+    except (AttributeError, KeyError, TypeError, ValueError, OSError):
+        return 0
 
 
 # -----------------------------------------------------------------------------
@@ -410,7 +428,8 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     # The best one first, the others newest first. Sorting is stable: of checkpoints without an
     # evaluation the latest is the best.
     if which == 'best':
-        steps.sort(key=lambda step: read_val_loss(folder / str(step)))
+        since = read_data_since(folder / str(steps[0]))
+        steps.sort(key=lambda step: read_val_loss(folder / str(step), since))
         best, *others = steps
         steps = [best, *sorted(others, reverse=True)]
 

@@ -1,14 +1,16 @@
-"""Runs to one table and one figure, from their metrics.jsonl and config.json alone."""
+"""Runs to one table and one figure, from their metrics.jsonl, config.json and manifests."""
 import math
 import statistics
 from pathlib import Path
 
 from jax_flags import UserError, check_choice, is_in_bucket, read_json
+from jax_run.checkpoints import list_steps
 from jax_run.log import read_metrics
+from jax_run.manifest import data_since, val_digest
 
-# the flags that no update depends on
+# the flags that no update and no validation loss depends on
 WITHOUT_EFFECT = {
-    'out_dir', 'overwrite', 'eval_interval', 'log_interval', 'eval_iters', 'sample_prompt',
+    'out_dir', 'overwrite', 'eval_interval', 'log_interval', 'sample_prompt',
     'always_save_checkpoint', 'save_interval', 'keep', 'wandb_log', 'wandb_project',
     'wandb_run_name', 'profile', 'minutes'}
 
@@ -22,6 +24,7 @@ def compare_runs(folders, x='iterations'):
     has no evaluation."""
     check_choice('x', x, ('iterations', 'tokens', 'seconds'))
     runs = sorted((read_run(folder, x) for folder in folders), key=lambda run: run['best'])
+    mark_val_data(runs)
     print_table(runs)
     return draw(runs, x)
 
@@ -43,7 +46,8 @@ def read_run(folder, x):
     settings = read_json(files / 'config.json', optional=True)
     sizes = ('gradient_accumulation_steps', 'batch_size', 'block_size')
     tokens_per_iter = math.prod(settings.get(name, 0) for name in sizes)
-    points, speeds, seconds, last_iter = [], [], 0.0, -1
+    manifest = read_manifest(files)
+    points, best, speeds, seconds, last_iter = [], math.inf, [], 0.0, -1
     for record in read_metrics(files):
         if isinstance(record.get('time_ms'), float):
             # the mean of the iterations since the line before
@@ -56,11 +60,38 @@ def read_run(folder, x):
             kind = 'bpb' if record.get('val_bpb') else 'loss'
             train = record.get(f'train_{kind}') or math.nan
             points.append((at[x], train, record[f'val_{kind}']))
+            # the best one of the data that the run has now
+            if record['iter'] > data_since(manifest) or not data_since(manifest):
+                best = min(best, record[f'val_{kind}'])
     if not points:
         raise UserError(f'{folder} has no evaluation in metrics.jsonl; name the out_dir of a run')
     return {'folder': str(folder), 'flags': settings, 'points': points, 'seconds': seconds,
-            'best': min(val for _, _, val in points), 'speed': statistics.median(speeds or [0]),
+            'best': best if best < math.inf else points[-1][2],
+            'val_data': val_digest(manifest)[:8] if manifest else '',
+            'speed': statistics.median(speeds or [0]),
             'unit': 'bits per byte' if kind == 'bpb' else 'nats per token'}
+
+
+def read_manifest(files):
+    """Returns the manifest of the latest checkpoint of a run, None if there is none, as of an earlier
+    version."""
+    for step in list_steps(files / 'ckpt'):
+        try:
+            return read_json(files / 'ckpt' / str(step) / 'meta' / 'metadata').get('manifest')
+        except UserError:
+            continue
+    return None
+
+
+def mark_val_data(runs):
+    """Says that runs have been evaluated on different data, and gives each run the column of the
+    table, 'marked': {} where all have the same, or it is not known."""
+    known = {run['val_data'] for run in runs if run['val_data']}
+    for run in runs:
+        run['marked'] = {'val data': run['val_data'] or '?'} if len(known) > 1 else {}
+    if len(known) > 1:
+        print('the runs have different validation data, of which losses cannot be compared: see '
+              'the column "val data"')
 
 
 def print_table(runs):
@@ -70,10 +101,12 @@ def print_table(runs):
     for name in names:
         if len({str(run['flags'].get(name)) for run in runs}) > 1:
             different.append(name)
-    rows = [['run', *different, 'best val', 'last val', 'in', 'tok/s', 'seconds']]
+    marks = list(runs[0]['marked'])
+    rows = [['run', *different, *marks, 'best val', 'last val', 'in', 'tok/s', 'seconds']]
     for run in runs:
         values = [str(run['flags'].get(name)) for name in different]
         last = run['points'][-1][2]
+        values += run['marked'].values()
         rows.append([run['folder'], *values, f'{run["best"]:.4f}', f'{last:.4f}', run['unit'],
                      f'{run["speed"]:,.0f}', f'{run["seconds"]:,.0f}'])
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -92,6 +125,8 @@ def draw(runs, x):
     for run in runs:
         positions, train, val = zip(*run['points'])
         label = f'{run["folder"]}, best {run["best"]:.4f}'
+        if run['marked']:
+            label += f' on {run["marked"]["val data"]}'
         line, = axes.plot(positions, val, marker='.', label=label)
         axes.plot(positions, train, linestyle=':', color=line.get_color())
     axes.plot([], [], linestyle=':', color='gray', label='train')

@@ -55,7 +55,7 @@ def remedy_for(data_dir):
 NANOGPT_META = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
 
 # what else a meta.json may say, as prepare.py counts it
-COUNTED = ('max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length')
+COUNTED = ('max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests')
 
 
 def check_meta(meta):
@@ -68,6 +68,9 @@ def check_meta(meta):
         raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
     if meta['kind'] not in (None, 'chats', 'pairs'):
         raise ValueError(f'kind {meta["kind"]!r} is neither chats nor pairs')
+
+    if not isinstance(meta['digests'], dict | None):
+        raise ValueError(f'digests {meta["digests"]!r} is not {{file: SHA-256}}')
 
     # The description of a tokenizer.
     tokenizer = meta['tokenizer']
@@ -82,8 +85,8 @@ def check_meta(meta):
 
 def load_dataset_meta(data_dir):
     """Reads what meta.json says of a data set: {'vocab_size', 'dtype', 'tokenizer', 'max_id',
-    'train_tokens', 'val_tokens', 'kind', 'row_length'}, of which the last five are None if it lacks
-    them. Data of the kinds 'chats' and 'pairs' have masks.
+    'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests'}, of which all behind the
+    tokenizer are None if it lacks them. Data of the kinds 'chats' and 'pairs' have masks.
 
     A folder without meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a
     missing data set and a damaged meta.json."""
@@ -194,6 +197,11 @@ def load_masks(data_dir, splits):
                             f'{remedy_for(data_dir)}')
         masks[split] = open_tokens(paths[split], np.uint8).reshape(tokens.shape)
     return masks
+
+
+def load_digests(data_dir):
+    """Returns {file: SHA-256} as a data set's meta.json says, {} if it does not."""
+    return load_dataset_meta(data_dir)['digests'] or {}
 
 
 def load_ends(path, n_tokens):

@@ -1,10 +1,12 @@
 """What a run says while it trains: lines on the screen, metrics.jsonl, loss.png, wandb."""
 import array
+import contextlib
 import datetime
 import functools
 import importlib.util
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_flags import UserError, ceil_div, new_file, write_text
+from jax_flags import UserError, ceil_div, free_name, new_file, warn, write_text
 
 # functions of a Run, called when its log begins and after each evaluation: see jax_run/notebook.py
 watchers = []
@@ -221,7 +223,10 @@ class MetricsLog:
 
     Opening it for iteration `iter_num` drops the records of an earlier run from there on, and an
     incomplete last line: after a resume every iteration is there once. An evaluation at iter_num is
-    kept, and not written again."""
+    kept, and not written again. Other lines that cannot be read are left out, which is said, and
+    the file as it was is kept as metrics.jsonl.damaged.
+
+    A line that cannot be written, as on a full disk, is written with a later one."""
 
     def __init__(self, out_dir, iter_num=0):
         self.path = Path(out_dir) / 'metrics.jsonl'
@@ -230,21 +235,30 @@ class MetricsLog:
         # evaluation.
         kept = []
         self.evaluated = None
+        n_damaged = 0
         if iter_num:
-            for record in read_metrics(out_dir):
+            for record in read_lines(self.path):
+                if record is None:
+                    n_damaged += 1
+                    continue
                 is_evaluation = 'val_loss' in record
                 is_evaluation_here = is_evaluation and record['iter'] == iter_num
                 if record['iter'] < iter_num or is_evaluation_here:
                     kept.append(json.dumps(record) + '\n')
                     self.evaluated = record['iter'] if is_evaluation else None
 
+        if n_damaged:
+            aside = free_name(self.path)
+            os.replace(self.path, aside)
+            print(f'{n_damaged} lines of {self.path} cannot be read and are left out; the file as it '
+                  f'was is {aside.name}')
         write_text(self.path, ''.join(kept))
-        self.file = open(self.path, 'a', buffering=1)  # flushed after every line
+        self.file = open(self.path, 'a', buffering=1)
+        self.unwritten = b''  # the lines, or the rest of one, that could not be written
         loss_figure()  # imports matplotlib now, not in the first evaluation
 
     def write(self, record):
-        """Appends a record; a float that is not finite becomes null. Raises UserError if it cannot
-        be written."""
+        """Appends a record; a float that is not finite becomes null."""
         if 'val_loss' in record and record['iter'] == self.evaluated:
             return
 
@@ -253,26 +267,48 @@ class MetricsLog:
         for name, value in record.items():
             is_finite = not isinstance(value, float) or math.isfinite(value)
             finite[name] = value if is_finite else None
+        could_write = not self.unwritten
+        self.unwritten += json.dumps(finite).encode() + b'\n'
         try:
-            self.file.write(json.dumps(finite) + '\n')
+            while self.unwritten:
+                n = os.write(self.file.fileno(), self.unwritten)
+                self.unwritten = self.unwritten[n:]
         except OSError as error:
-            raise UserError(f'cannot write {self.path}: {error.strerror}; the checkpoints in its '
-                            'folder are complete, continue with --init_from=resume') from error
+            # training goes on without it
+            if could_write:
+                warn(f'cannot write {self.path} ({error.strerror}): it lacks the lines from '
+                     f"iteration {record['iter']} on until that is possible again")
+
+    def close(self):
+        """Closes the file, and says how many lines it lacks."""
+        if self.unwritten:
+            n = self.unwritten.count(b'\n')
+            warn(f'{self.path} lacks its last {n} lines, which could not be written')
+        self.file.close()
 
 
 def read_metrics(out_dir):
-    """Yields the records of out_dir/metrics.jsonl up to an incomplete line, as a killed run may
-    leave it."""
+    """Yields the records of out_dir/metrics.jsonl, without an incomplete last line, as a killed run
+    may leave it, and other lines that cannot be read."""
     path = Path(out_dir) / 'metrics.jsonl'
+    if path.exists():
+        yield from (record for record in read_lines(path) if record is not None)
+
+
+def read_lines(path):
+    """Yields the record of each whole line of metrics.jsonl, None for one that cannot be read. An
+    incomplete last line is left out."""
     if not path.exists():
         return
     with open(path, encoding='utf-8', errors='replace') as lines:
         for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:
+            if not line.endswith('\n'):
                 return
-            yield record
+            record = None
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+            is_record = isinstance(record, dict) and type(record.get('iter')) is int
+            yield record if is_record else None
 
 
 @functools.cache

@@ -3,15 +3,12 @@ import contextlib
 import math
 import os
 import socket
-import sys
 import time
 
-import flax
 import jax
-import jaxlib
 
 from jax_devices.processes import gather_texts, in_all_processes
-from jax_flags import UserError, exit_if_peer_died, write_json
+from jax_flags import UserError, exit_if_peer_died, free_name, write_json
 from jax_hub.folders import find_config_json, keep_config_json, kept_config_json
 from jax_hub.tokenizers import copy_tokenizer
 from jax_run.checkpoints import (
@@ -19,6 +16,7 @@ from jax_run.checkpoints import (
     read_val_loss, run_folder, save_checkpoint, split_checkpoint)
 from jax_run.data import DataChanged
 from jax_run.log import MetricsLog, plot_losses, start_wandb
+from jax_run.manifest import data_since
 from jax_train_utils import all_finite
 
 class OutDir:
@@ -46,7 +44,8 @@ class OutDir:
         """Deletes an earlier run, and writes what is beside the checkpoints: config.json, the
         tokenizer, and the config.json of a pretrained model."""
         run, flags = self.run, self.run.flags
-        self.checkpoints = open_checkpoints(self.path, flags['keep'])
+        self.checkpoints = open_checkpoints(
+            self.path, flags['keep'], since=data_since(run.manifest))
         is_first = jax.process_index() == 0
         # wandb may refuse, which must not cost the earlier run
         if flags['wandb_log'] and is_first:
@@ -84,13 +83,11 @@ class OutDir:
         tokenizer = dict(run.tokenizer)
         if 'path' in tokenizer:
             tokenizer['path'] = 'tokenizer'  # beside the checkpoints
-        versions = {'python': sys.version.split()[0]}
-        for package in (jax, jaxlib, flax):
-            versions[package.__name__] = package.__version__
         meta = {
             'model': run.config.architecture(), 'iter_num': iter_num,
             'best_val_loss': best_val_loss, 'tokenizer': tokenizer, 'flags': run.flags,
-            'versions': versions, 'wandb_id': run.wandb_id, 'lora': run.lora}
+            'versions': run.manifest['versions'], 'wandb_id': run.wandb_id, 'lora': run.lora,
+            'manifest': run.manifest}
         save_checkpoint(self.checkpoints, iter_num, state, val_loss=val_loss, meta=meta)
 
     def record_val_loss(self, iter_num, val_loss):
@@ -98,7 +95,8 @@ class OutDir:
         candidate for the best: a signal may have saved that one without an evaluation."""
         if self.metrics_log:
             self.folder.upload()
-        if self.run.resumed and iter_num == self.run.iter_num:
+        is_of_these_data = data_since(self.run.manifest) < iter_num
+        if self.run.resumed and iter_num == self.run.iter_num and is_of_these_data:
             add_val_loss(self.checkpoints, iter_num, val_loss)
 
     def plot(self):
@@ -123,6 +121,8 @@ class OutDir:
 
     def close(self):
         """Gives the lock back: from here on nothing is written."""
+        if self.metrics_log:
+            self.metrics_log.close()
         self.folder.upload()
         if self.lock:
             self.lock.close()
@@ -197,7 +197,7 @@ def set_damaged_aside(run, resumed_at):
         path = folder / str(step)
         is_newer = resumed_at is not None and step > resumed_at
         if is_newer or read_val_loss(path) == -math.inf:
-            free = free_name(folder, step)
+            free = free_name(path)
             run.set_aside(path, free)
             print(f'{run.shown(path)} is damaged: renamed to {free.name}')
 
@@ -211,9 +211,3 @@ def see_lock(run, out_dir, holder):
         time.sleep(0.1)
     raise UserError(f'{out_dir} is not the folder of process 0: it has to be on a file system '
                     'that all processes share, or in a bucket, gs://bucket/run')
-
-
-def free_name(folder, step):
-    """Returns the first of <step>.damaged, <step>.damaged1, ... that is not in the folder."""
-    names = [f'{step}.damaged'] + [f'{step}.damaged{n}' for n in range(1, 100)]
-    return next(folder / name for name in names if not (folder / name).exists())

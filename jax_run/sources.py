@@ -3,23 +3,20 @@
     draw(numbers, rows)         the sequences of these numbers in the run's endless shuffled stream
     evaluation(n_rows, ...)     the sequences that every evaluation reads, and what is in them
     read(places)                the batch of sequences at these places of the files
-    fingerprint(name)           numbers by which processes compare their data
     count_passes(n_sequences)   how often the run reads the data
 
 A batch is a function of the seed and of the numbers of its sequences alone. So a run that is
 resumed continues with the next sequence, and the same run on more devices sees the same data."""
 import functools
-import json
-import zlib
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from jax_devices.processes import check_agreement, gather_texts, in_all_processes
+from jax_devices.processes import gather_texts, in_all_processes
 from jax_flags import UserError
 from jax_hub.tokenizers import load_token_bytes
-from jax_run.data import check_not_cut, load_dataset, load_ends, load_masks, relative_path
+from jax_run.data import (
+    check_not_cut, load_dataset, load_digests, load_ends, load_masks, relative_path)
 
 DATA = 0  # the purpose of these random numbers, beside the seed; DROPOUT has another
 
@@ -188,20 +185,6 @@ class Windows:
             n_bytes=max(1, int((counts * n_bytes).sum())),
             has_special=bool((counts & (n_bytes == 0)).any()))
 
-    def fingerprint(self, name):
-        """Returns {what: number} of the sizes, and of the first and the last million tokens. name:
-        number of the data set, if there are several."""
-        arrays = {f'{self.split}{name}.bin': self.tokens}
-        if self.mask is not None:
-            arrays[f'{self.split}_mask{name}.bin'] = self.mask
-        values = {}
-        for file, array in arrays.items():
-            n = 10**6 // array[0].size
-            values[f'tokens in {file}'] = len(array)
-            first = zlib.crc32(array[:n].tobytes())
-            values[f'content of {file}'] = zlib.crc32(array[-n:].tobytes(), first)
-        return values
-
 
 class Rows(Windows):
     """A split that was prepared in rows of block_size + 1 tokens, each read as a whole.
@@ -356,14 +339,16 @@ class Mixture:
             is_here = which[rows] == k
             part = self.parts[k].read(self.parts[k].locate(own[rows][is_here]))
             for name, values in part.items():
-                # zeros: only packed rows have a 'start', and in other rows it is the first token
+                # zeros: only packed rows have 'start' and 'padding'; in other rows the first token
+                # is the start, and nothing is padding
                 zeros = np.zeros((len(is_here), self.block_size), values.dtype)
                 batch.setdefault(name, zeros)[is_here] = values
         if 'weight' not in batch:
             return batch
         if self.is_packed:
-            zeros = np.zeros(batch['x'].shape, np.int32)
-            batch.setdefault('start', zeros)
+            # a step is compiled for the names of its batch, which may have no packed row
+            for name, dtype in (('start', np.int32), ('padding', bool)):
+                batch.setdefault(name, np.zeros(batch['x'].shape, dtype))
         n_counted = 0
         for k in np.unique(which):
             n_counted += self.parts[k].count(self.parts[k].locate(own[which == k]))
@@ -411,6 +396,8 @@ class DataSet(NamedTuple):
     name: str
     fraction: float  # share of a run's sequences
     splits: dict  # {'train', 'val'}: a source
+    files: dict  # {name of a file in its folder: its numbers as an array}
+    digests: dict  # {name of a file: SHA-256 as meta.json says}; {} if it does not
 
 
 class Data(NamedTuple):
@@ -425,21 +412,12 @@ class Data(NamedTuple):
             for source in one.splits.values():
                 source.evaluation(n_rows)
 
-    def fingerprint(self, tokenizer):
-        """Returns {what: number} by which processes compare their data."""
-        values = {'the tokenizer': zlib.crc32(json.dumps(tokenizer).encode())}
-        values['fractions'] = [one.fraction for one in self.sets]
-        for i, one in enumerate(self.sets):
-            for source in one.splits.values():
-                values.update(source.fingerprint(i or ''))
-        return values
-
 
 def open_data(shares, meta, *, block_size, seed, length_normalized=False):
     """Opens the data sets of {folder: fraction}, whose meta.json is load_mixture_meta's.
 
-    length_normalized: of pairs. All processes call it, and compare what they have. Returns Data.
-    Raises UserError for files that are missing, damaged, or not the same for all processes."""
+    length_normalized: of pairs. All processes call it; open_manifest compares what they have.
+    Returns Data. Raises UserError for files that are missing or damaged."""
     options = dict(block_size=block_size, seed=seed, vocab_size=meta['vocab_size'])
     with in_all_processes():
         if meta['kind'] == 'pairs':
@@ -461,11 +439,7 @@ def open_data(shares, meta, *, block_size, seed, length_normalized=False):
         if not all(known):  # all processes have them, or none
             token_bytes = None
 
-    # All processes have the same data, or none of them goes on.
-    data = Data(sets, train, token_bytes)
-    if jax.process_count() > 1:
-        check_agreement('data', data.fingerprint(meta['tokenizer']))
-    return data
+    return Data(sets, train, token_bytes)
 
 
 def open_texts(shares, options):
@@ -482,12 +456,14 @@ def open_texts(shares, options):
     sets = []
     for folder, fraction in shares.items():
         splits = {}
+        files = {f'{split}.bin': array for split, array in tokens[folder].items()}
+        files |= {f'{split}_mask.bin': array for split, array in masks[folder].items()}
         for split, array in tokens[folder].items():
             mask = masks[folder].get(split)
             if is_masked and mask is None:
                 mask = np.broadcast_to(np.uint8(COUNTS), array.shape)
             splits[split] = open_source(array, mask, split=split, **options)
-        sets.append(DataSet(folder.name, fraction, splits))
+        sets.append(DataSet(folder.name, fraction, splits, files, load_digests(folder)))
     return sets
 
 
@@ -502,8 +478,11 @@ def open_pairs(folder, length_normalized, options):
     tokens = load_dataset(folder, 0)[0]  # sequences of any length
     masks = load_masks(folder, tokens)
     splits = {}
+    files = {}
     for split, array in tokens.items():
         ends = load_ends(relative_path(folder) / f'{split}_ends.bin', len(array))
+        files |= {f'{split}.bin': array, f'{split}_mask.bin': masks[split],
+                  f'{split}_ends.bin': ends}
         splits[split] = Pairs(array, masks[split], ends, length_normalized=length_normalized,
                               split=split, **options)
-    return DataSet(folder.name, 1.0, splits)
+    return DataSet(folder.name, 1.0, splits, files, load_digests(folder))

@@ -19,6 +19,7 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 | float16's loss scale; another dtype begins anew | checkpoint | `start_state` |
 | LoRA's frozen weights, if their checksum is the same | the base | `start_state` |
 | metrics.jsonl up to that iteration | out_dir | `MetricsLog` |
+| the data are those of its manifest, or --dataset is given | meta | `open_manifest` |
 | damaged later checkpoints are renamed to <iteration>.damaged | out_dir | `lock_out_dir` |
 | the learning rate | nothing | a function of the number of updates |
 | data order, dropout | nothing | functions of seed and iteration |
@@ -67,7 +68,7 @@ FIXED_BY_MINUTES = ('max_iters', 'lr_decay_iters', 'warmup_iters')
 @dataclasses.dataclass
 class Run:
     """What a run starts from, filled in by open_run. Later only fit_to_minutes changes its flags,
-    and start_state the checksum of LoRA's base."""
+    start_state the checksum of LoRA's base, and open_manifest the best validation loss."""
     flags: dict  # all of them, as the checkpoints of this run hold them
     given: dict  # those that the user gave
     devices: list
@@ -79,6 +80,7 @@ class Run:
     has_fitted: bool = False  # fit_to_minutes has set the number of iterations
     best_val_loss: float = 1e9
     wandb_id: str | None = None
+    manifest: dict | None = None  # of open_manifest
     # the model
     config: GPTConfig | None = None
     tokenizer: dict | None = None

@@ -5,10 +5,12 @@ import functools
 import io
 import json
 import os
+import random
 import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -159,6 +161,15 @@ def start(*command, seconds=600, **options):
     timer.daemon = True
     timer.start()
     return process
+
+
+def free_port():
+    """A port below those that Linux gives to connections: none of them takes it before process 0 listens."""
+    while True:
+        with socket.socket() as s:
+            port = random.randrange(20000, 30000)
+            if s.connect_ex(('127.0.0.1', port)):
+                return port
 
 
 def wait_for(what, condition, *processes, seconds=300):

@@ -1,5 +1,6 @@
 """metrics.jsonl and loss.png of a run."""
 import json
+import os
 import tracemalloc
 
 import numpy as np
@@ -35,10 +36,42 @@ def test_the_picture_of_a_long_run_takes_little_memory(tmp_path):
     assert peak < 5e6, peak  # the records themselves take 8 MB
 
 
-@pytest.mark.parametrize('line', [b'', b'{"iter": 1, "loss": 2.', b'\xff'])
-def test_metrics_end_at_a_damaged_line(tmp_path, line):
-    (tmp_path / 'metrics.jsonl').write_bytes(b'{"iter": 0}\n' + line + b'\n{"iter": 2}\n')
-    assert [*read_metrics(tmp_path)] == [{'iter': 0}]
+DAMAGED = [b'', b'{"iter": 1, "loss": 2.', b'\xff', 100 * b'\0', b'{"it\0er": 1}', b'[1]', b'3', b'{"iter": "x"}']
+
+
+@pytest.mark.parametrize('line', DAMAGED)
+def test_a_line_that_cannot_be_read_does_not_cost_the_lines_behind_it(tmp_path, capsys, line):
+    damaged = b'{"iter": 0}\n' + line + b'\n{"iter": 2}\n{"iter": 3}\n{"iter": 4'
+    (tmp_path / 'metrics.jsonl').write_bytes(damaged)
+    assert [record['iter'] for record in read_metrics(tmp_path)] == [0, 2, 3]
+    MetricsLog(tmp_path, 3).close()
+    assert [record['iter'] for record in read_metrics(tmp_path)] == [0, 2]
+    said = capsys.readouterr().out
+    assert said.startswith('1 lines of ') and said.endswith('the file as it was is metrics.jsonl.damaged\n')
+    assert (tmp_path / 'metrics.jsonl.damaged').read_bytes() == damaged
+    MetricsLog(tmp_path, 3).close()  # nothing is damaged any more, but for a line that is not whole, as after a kill
+    assert capsys.readouterr().out == '' and not (tmp_path / 'metrics.jsonl.damaged1').exists()
+
+
+def test_metrics_that_cannot_be_written_for_a_while_are_written_later(tmp_path, capsys, monkeypatch):
+    log = MetricsLog(tmp_path)
+    write, is_full = os.write, [False]
+
+    def write_some(file, content):  # a full disk takes a part of the line that fills it
+        if is_full[0] and is_full.append(0) is None and len(is_full) > 2:
+            raise OSError(28, 'No space left on device')
+        return write(file, content[:7])
+
+    monkeypatch.setattr('os.write', write_some)
+    for i in range(6):
+        is_full[0] = 2 <= i < 5
+        log.write({'iter': i})
+    assert [record['iter'] for record in read_metrics(tmp_path)] == [0, 1, 2, 3, 4, 5]
+    assert capsys.readouterr().err.count('No space left on device') == 1
+    is_full[0] = True
+    log.write({'iter': 6})
+    log.close()
+    assert 'lacks its last 1 lines' in capsys.readouterr().err
 
 
 def test_the_loss_curves_become_a_picture(tmp_path):

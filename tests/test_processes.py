@@ -2,7 +2,6 @@
 import contextlib
 import io
 import os
-import random
 import re
 import runpy
 import signal
@@ -24,7 +23,8 @@ from jax_run.log import read_metrics
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from jax_transformer import GPTConfig
 from tests.common import (
-    MODEL, ROOT, SHORT, assert_refused, needs_hangup, records_of, refusal, run_script, start, train, wait_for)
+    MODEL, ROOT, SHORT, assert_refused, free_port, needs_hangup, records_of, refusal, run_script, start, train,
+    wait_for)
 
 FLAGS = [*MODEL, *SHORT, '--max_iters=100', '--eval_interval=100', '--lr_decay_iters=30', '--device=cpu']
 
@@ -132,15 +132,6 @@ def test_a_second_process_0_and_a_port_that_is_none_are_refused_at_once(joined):
 
 # -----------------------------------------------------------------------------
 # several processes
-
-def free_port():
-    """A port below those that Linux gives to connections: none of them takes it before process 0 listens."""
-    while True:
-        with socket.socket() as s:
-            port = random.randrange(20000, 30000)
-            if s.connect_ex(('127.0.0.1', port)):
-                return port
-
 
 class Processes:
     """n processes of train_jax.py, or another script, that work together, with as many devices each."""

@@ -9,7 +9,7 @@ import pytest
 from jax_ops.vocabulary import cross_entropy
 from jax_run.data import load_dataset_meta
 from jax_run.sources import (
-    Data, DataSet, Mixture, Pairs, assign, find_padding, find_starts, get_batch_jax, open_data, open_source,
+    Mixture, Pairs, assign, find_padding, find_starts, get_batch_jax, open_data, open_source,
     shuffle, window_order)
 from jax_train_utils import create_train_state
 from jax_transformer import GPT
@@ -81,21 +81,6 @@ def test_the_order_takes_the_smallest_integers_and_is_that_of_the_larger_ones():
         assert offset == rng.integers(32)
         np.testing.assert_array_equal(order, rng.permutation(n_windows))
         assert order.itemsize == itemsize
-
-
-def test_the_fingerprint_of_data_tells_one_token_and_the_tokenizer():
-    splits = {'train': np.arange(50, dtype=np.uint16), 'val': np.arange(9, dtype=np.uint16)}
-
-    def describe(splits, kind='gpt2'):
-        sources = {split: open_source(splits[split], block_size=8, seed=0, split=split) for split in splits}
-        return Data([DataSet('', 1.0, sources)], sources['train']).fingerprint({'kind': kind})
-
-    one = describe(splits)
-    assert one == describe(splits)
-    other = describe(splits | {'val': splits['val'] ^ np.uint16(1)}, 'char')
-    assert {name for name in one if one[name] != other[name]} == {'content of val.bin', 'the tokenizer'}
-    shorter = describe(splits | {'train': splits['train'][:-1]})
-    assert {name for name in one if one[name] != shorter[name]} == {'tokens in train.bin', 'content of train.bin'}
 
 
 @pytest.mark.slow
@@ -190,7 +175,6 @@ def test_beside_a_set_with_masks_every_token_of_the_others_counts(tmp_path):
     batch = data.train.draw(24 + np.arange(8))
     assert sorted((batch['weight'] > 0).mean(1).tolist()) == [0.5] * 4 + [1] * 4
     assert batch['weight'].mean() == pytest.approx(1)
-    assert len(data.fingerprint({'kind': 'gpt2'})) == 2 + 2 * 8
 
 # -----------------------------------------------------------------------------
 # rows
@@ -210,7 +194,6 @@ def test_rows_are_drawn_whole_and_each_once_per_epoch(tmp_path, others):
         assert sorted(first) == sorted(second) == list(range(30)) and list(first) != list(second)
     val = data.sets[0].splits['val']
     assert val.read(val.evaluation(5).places)['y'][:, -1].tolist() == [0, 1, 2, 3, 4]
-    assert len(data.fingerprint({'kind': 'gpt2'})) == 2 + 4 * len(data.sets)
 
 
 @pytest.mark.parametrize('n_rows', [2, 3, 40])
@@ -238,5 +221,20 @@ def test_in_a_mixture_only_the_packed_rows_have_conversations_that_start_within_
     of_text = batch['x'][:, 0] >= 30
     assert of_text.sum() == 4
     assert (batch['start'][of_text] == 0).all()
+    assert not batch['padding'][of_text].any()
+
     assert (batch['start'][~of_text] == [0] * 4 + [4] * 12).all()
     assert ((batch['weight'] > 0).sum(1) == np.where(of_text, 16, 3)).all()
+
+
+@pytest.mark.parametrize('n_rows', [1, 2])
+def test_the_batches_of_a_mixture_have_the_same_names_whatever_their_rows_are_of(tmp_path, n_rows):
+    write_dataset(tmp_path / 'chats', np.arange(30).repeat(17), np.arange(5).repeat(17), row_length=17)
+    for split, n in (('train', 30), ('val', 5)):
+        np.tile(np.uint8([2, 1, 1, 0, 2, 1] + 11 * [0]), (n, 1)).tofile(tmp_path / 'chats' / f'{split}_mask.bin')
+    write_dataset(tmp_path / 'text', np.arange(200) % 7 + 30, np.arange(60) % 7 + 30)
+    data = open_folders({tmp_path / 'chats': 0.25, tmp_path / 'text': 0.75}, seed=0)
+    batches = [data.train.draw(n_rows * i + np.arange(n_rows)) for i in range(8)]
+    described = {str({name: (x.shape, x.dtype.name) for name, x in sorted(batch.items())}) for batch in batches}
+    assert len(described) == 1 and {*batches[0]} == {'x', 'y', 'weight', 'start', 'padding'}
+    assert any((batch['x'] >= 30).all() for batch in batches) and any((batch['x'] < 30).any() for batch in batches)

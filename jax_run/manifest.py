@@ -1,0 +1,240 @@
+"""What a run is made of: data, tokenizer, source files, versions, and what was chosen for the
+devices.
+
+Every checkpoint keeps the manifest in its metadata. A resume compares the data, and several
+processes compare all of it before they train together. It holds no path, host or user name.
+
+| key | |
+|---|---|
+| `format` | 1 |
+| `data` | a list of the data sets: `name`, `fraction`, `files`, see `describe_file` |
+| `earlier_data` | of a run that was resumed with other data: `until` which iteration it had which `data` |
+| `tokenizer` | digest of the data's tokenizer |
+| `sources` | digest of each source file of the product |
+| `versions` | of Python and of the libraries that compute |
+| `dtype`, `attention`, `experts` | as chosen for the devices that are here |"""
+import functools
+import hashlib
+import importlib.metadata
+import json
+import platform
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from jax_devices.processes import check_agreement, in_all_processes
+from jax_flags import UserError, is_on_command_line
+from jax_run.data import check_not_cut
+
+FORMAT = 1
+
+# A file up to this size is read as a whole, of a larger one blocks that are spread evenly: 8 MB,
+# which a network disk reads within a second.
+N_BLOCKS = 128
+BLOCK = 2**16  # bytes
+
+LIBRARIES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+
+
+def open_manifest(run, data, config):
+    """Makes the manifest of a run, and compares it: with those of the other processes, and its data
+    with that of the checkpoint that is resumed.
+
+    run: a Run. data: of open_data. config: of training_config. Returns the manifest. A run that
+    accepts other data gets a new best validation loss. Raises UserError for data that the
+    checkpoint does not know, unless --dataset is on the command line, and for processes that
+    differ."""
+    manifest = make_manifest(run, data, config)
+    check_agreement('code, versions or data', flatten(manifest))
+    if run.resumed:
+        with in_all_processes():
+            manifest['earlier_data'] = continue_data(run, manifest['data'])
+    return manifest
+
+
+def make_manifest(run, data, config):
+    """Returns the manifest of a run that begins, see the head of this file."""
+    return {
+        'format': FORMAT,
+        'data': describe_data(data.sets),
+        'earlier_data': [],
+        'tokenizer': digest(describe_tokenizer(run.meta['tokenizer'])),
+        'sources': dict(digest_sources()),
+        'versions': find_versions(),
+        'dtype': run.dtype,
+        'attention': config.attention,
+        'experts': config.experts if config.moe else None}
+
+
+def flatten(manifest):
+    """Returns {what: value} of a manifest, for a message that names what differs. The names of the
+    data sets are left out, because each process may have its own folders."""
+    values = {}
+    for i, one in enumerate(manifest['data']):
+        number = f' of data set {i}' if len(manifest['data']) > 1 else ''
+        values[f'the fraction{number}'] = one['fraction']
+        for name, file in one['files'].items():
+            values[f'{name}{number}'] = describe_shortly(file)
+    values['the tokenizer'] = manifest['tokenizer']
+    values.update(manifest['sources'])
+    for name, version in manifest['versions'].items():
+        values[f'the version of {name}'] = version
+    for name in ('dtype', 'attention', 'experts'):
+        values[name] = manifest[name]
+    return values
+
+
+# -----------------------------------------------------------------------------
+# data
+
+
+def describe_data(sets):
+    """Describes the data sets of a run, a list of DataSets: see the head of this file."""
+    described = []
+    for one in sets:
+        files = {}
+        for name, array in one.files.items():
+            files[name] = describe_file(array, one.digests.get(name))
+        described.append({'name': one.name, 'fraction': one.fraction, 'files': files})
+    return described
+
+
+def describe_file(array, sha256=None):
+    """Describes a file of data that is open as an array: {'bytes', 'samples', 'sha256'}.
+
+    samples: CRC-32 of blocks that are spread evenly over the file. sha256: of the whole file, as
+    its meta.json says; without one the key is left out."""
+    check_not_cut(array)
+    content = array.reshape(-1).view(np.uint8)
+    crc = 0
+    for start in spread_blocks(len(content)):
+        crc = zlib.crc32(content[start:start + BLOCK].tobytes(), crc)
+    described = {'bytes': len(content), 'samples': f'{crc:08x}'}
+    if sha256:
+        described['sha256'] = sha256
+    return described
+
+
+def spread_blocks(n_bytes):
+    """Returns where the blocks of describe_file start, from the first byte to the last one."""
+    if n_bytes <= N_BLOCKS * BLOCK:
+        return range(0, n_bytes, BLOCK)
+    last = n_bytes - BLOCK
+    return [i * last // (N_BLOCKS - 1) for i in range(N_BLOCKS)]
+
+
+def describe_shortly(file):
+    """Returns a file of the manifest in one text."""
+    return f"{file['bytes']:,} bytes, {file.get('sha256', file['samples'])[:8]}"
+
+
+def find_changes(before, now):
+    """Returns the list of what differs between two `data` of manifests, as texts. Names of folders
+    do not count."""
+    if len(before) != len(now):
+        return [f'{len(before)} data sets before, {len(now)} now']
+    changes = []
+    for one, other in zip(before, now):
+        where = f" of {other['name']}" if len(now) > 1 else ''
+        if one['fraction'] != other['fraction']:
+            changes.append(f"fraction{where}: {one['fraction']:g} before, {other['fraction']:g} now")
+        for name in {**one['files'], **other['files']}:
+            change = find_change(one['files'].get(name), other['files'].get(name))
+            if change:
+                changes.append(f'{name}{where}: {change}')
+    return changes
+
+
+def find_change(before, now):
+    """Says how a file of the manifest has changed, '' if it is the same as far as is known."""
+    if not before or not now:
+        return 'not there now' if before else 'not there before'
+    if before['bytes'] != now['bytes']:
+        return f"{before['bytes']:,} bytes before, {now['bytes']:,} now"
+    for key in ('sha256', 'samples'):
+        is_known = before.get(key) and now.get(key)
+        if is_known and before[key] != now[key]:
+            return 'other content'
+    return ''
+
+
+def continue_data(run, data):
+    """Returns `earlier_data` of a run that is resumed with `data`; see open_manifest."""
+    known = run.resumed.get('manifest')
+    if not known:
+        print('the checkpoint is of an earlier version and does not say of which data it is: they '
+              'are taken to be the same')
+        return []
+    changes = find_changes(known['data'], data)
+    if not changes:
+        return known['earlier_data']
+
+    # Other data. A config file and a restart loop name a data set too, without meaning a new one.
+    flags = run.flags
+    what = '; '.join(changes[:3])
+    is_asked = run.given.get('init_from') == 'resume' and is_on_command_line('dataset')
+    if not is_asked:
+        raise UserError(
+            f"dataset {flags['dataset']} is not the data of {flags['out_dir']} ({what}): to train "
+            f"on with it, give --init_from=resume --dataset={flags['dataset']}, and the best "
+            'validation loss begins anew')
+    print(f'other data from iteration {run.iter_num} on ({what}): the best validation loss begins '
+          'anew')
+    run.best_val_loss = 1e9
+    return [*known['earlier_data'], {'until': run.iter_num, 'data': known['data']}]
+
+
+def data_since(manifest):
+    """Returns the iteration from which on a run has its data, 0 for most. manifest: of a checkpoint,
+    None for one of an earlier version."""
+    earlier = (manifest or {}).get('earlier_data')
+    return earlier[-1]['until'] if earlier else 0
+
+
+def val_digest(manifest):
+    """Returns a digest of the validation data, by which losses can be compared, the same whether
+    meta.json has digests or not."""
+    files = []
+    for one in manifest['data']:
+        of_val = {name: (file['bytes'], file['samples']) for name, file in one['files'].items()
+                  if name.startswith('val')}
+        files.append([one['fraction'], of_val])
+    return digest(files)
+
+
+def describe_tokenizer(tokenizer):
+    """Returns a tokenizer's description without its path."""
+    return {name: value for name, value in tokenizer.items() if name != 'path'}
+
+
+# -----------------------------------------------------------------------------
+# code
+
+def digest(value):
+    """Returns a digest of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def digest_sources():
+    """Returns {path: digest} of the source files with which this process trains, whatever the line
+    ends of its checkout."""
+    root = Path(__file__).parents[1]
+    paths = [*root.glob('train_jax.py'), *root.glob('jax_*.py'), *root.glob('jax_*/*.py')]
+    sources = {}
+    for path in sorted(paths):
+        content = path.read_bytes().replace(b'\r\n', b'\n')
+        sources[path.relative_to(root).as_posix()] = hashlib.sha256(content).hexdigest()[:16]
+    return sources
+
+
+def find_versions():
+    """Returns the versions of Python and of the libraries that compute."""
+    versions = {'python': platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # it was not installed by a package manager
+            versions[name] = 'unknown'
+    return versions

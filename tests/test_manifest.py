@@ -1,0 +1,208 @@
+"""The manifest: what a run is made of, compared at a resume and between processes."""
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+import jax_devices.processes
+from jax_run.checkpoints import choose_checkpoint, read_val_loss
+from jax_run.compare import compare_runs
+from jax_run.data import load_dataset_meta
+from jax_run.manifest import (
+    BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file, find_changes, flatten, spread_blocks, val_digest)
+from jax_run.sources import open_data
+from tests.common import (
+    RESUME, ROOT, assert_refused, copy_folder, edit_json, free_port, refusal, start, succeeded, train, write_dataset)
+
+
+@pytest.fixture
+def data(dataset, tmp_path):
+    """A copy of the data set, to be changed."""
+    return copy_folder(dataset, tmp_path)
+
+
+def reverse(path):
+    """Prepares a file anew: the same tokens in another order."""
+    tokens = np.fromfile(path, np.uint16)[::-1]
+    tokens.tofile(path)
+
+
+def manifest_of(out_dir):
+    return choose_checkpoint(out_dir)[1]['manifest']
+
+
+def strip_manifest(out_dir):
+    """Makes the checkpoints those of a version that wrote no manifest."""
+    for step in (out_dir / 'ckpt').iterdir():
+        (step / 'checksums.json').write_text('{}')
+        meta = json.loads((step / 'meta' / 'metadata').read_text())
+        del meta['manifest']
+        (step / 'meta' / 'metadata').write_text(json.dumps(meta))
+
+# -----------------------------------------------------------------------------
+# the fingerprint of a file
+
+def test_every_byte_of_a_small_file_counts():
+    tokens = np.arange(70_000, dtype=np.uint16)
+    for place in (0, 40_000, 69_999):
+        other = tokens.copy()
+        other[place] ^= 1
+        assert describe_file(other) != describe_file(tokens)
+    assert describe_file(tokens.reshape(100, 700)) == describe_file(tokens)
+
+
+def test_a_large_file_is_sampled_from_its_first_byte_to_its_last():
+    n = 3 * N_BLOCKS * BLOCK
+    starts = spread_blocks(n)
+    assert starts[0] == 0 and starts[-1] + BLOCK == n and max(np.diff(starts)) < 3.1 * BLOCK
+    content = np.zeros(n, np.uint8)
+    other = content.copy()
+    other[n // 6:5 * n // 6] = 1  # another middle
+    assert describe_file(content)['samples'] != describe_file(other)['samples']
+
+
+def test_a_digest_tells_what_samples_do_not_and_does_not_count_where_one_is_missing():
+    file = {'bytes': 10, 'samples': '1'}
+    one, other = ({'name': 'a', 'fraction': 1.0, 'files': {'val.bin': {**file, 'sha256': x}}} for x in 'xy')
+    unknown = {'name': 'b', 'fraction': 1.0, 'files': {'val.bin': file}}
+    assert find_changes([one], [other]) == ['val.bin: other content']
+    assert find_changes([one], [unknown]) == find_changes([unknown], [one]) == []
+    assert val_digest({'data': [one]}) == val_digest({'data': [unknown]})
+    shorter = {**unknown, 'files': {'val.bin': {**file, 'bytes': 9}}}
+    assert find_changes([one], [shorter]) == ['val.bin: 10 bytes before, 9 now']
+    assert find_changes([one], [{**one, 'fraction': 0.5}]) == ['fraction: 1 before, 0.5 now']
+    assert find_changes([one], [one, one]) == ['1 data sets before, 2 now']
+
+
+def test_masks_ends_and_the_digests_of_meta_json_are_described(tmp_path):
+    tokens = np.arange(60) % 7
+    write_dataset(tmp_path / 'pairs', tokens, tokens, vocab_size=7, kind='pairs', digests={'val_mask.bin': 'abc'})
+    for split in ('train', 'val'):
+        np.ones(60, np.uint8).tofile(tmp_path / 'pairs' / f'{split}_mask.bin')
+        np.array([30, 60]).tofile(tmp_path / 'pairs' / f'{split}_ends.bin')
+    data = open_data({tmp_path / 'pairs': 1.0}, load_dataset_meta(tmp_path / 'pairs'), block_size=32, seed=0)
+    described, = describe_data(data.sets)
+    names = [f'{split}{end}.bin' for split in ('train', 'val') for end in ('', '_mask', '_ends')]
+    assert list(described['files']) == names
+    assert described['files']['val_mask.bin']['sha256'] == 'abc' and 'sha256' not in described['files']['val.bin']
+
+# -----------------------------------------------------------------------------
+# a resume
+
+def test_a_resume_refuses_other_data_until_they_are_named_on_the_command_line(data, flags, tmp_path):
+    out, config = tmp_path / 'out', tmp_path / 'c.py'
+    flags = [*flags, f'--dataset={data}', '--keep=9']
+    succeeded(train(out, *flags, '--max_iters=5', '--eval_interval=5'))
+    config.write_text(f'dataset = {str(data)!r}\n')
+    before = manifest_of(out)
+    assert before['earlier_data'] == [] and before['data'][0]['name'] == data.name
+    loss_before = read_val_loss(out / 'ckpt' / '5')
+
+    reverse(data / 'val.bin')
+    remedy = f'is not the data of .*val.bin: other content.*--init_from=resume --dataset={data}'
+    for given in (RESUME, [config, *RESUME], [*flags, '--init_from=auto'], [*RESUME, '--eval_only=True']):
+        assert_refused(train(out, *given), remedy)
+
+    edit_json(out / 'ckpt' / '5' / 'metrics' / 'metrics', val_loss=1e-3)  # nothing on other data may be compared with
+    (out / 'ckpt' / '5' / 'checksums.json').write_text('{}')
+    result = succeeded(train(out, *RESUME, f'--dataset={data}', '--max_iters=8', '--eval_interval=1'))
+    assert 'other data from iteration 5 on (val.bin: other content): the best' in result.stdout
+    step, meta = choose_checkpoint(out)
+    assert step == 8 and meta['best_val_loss'] > 1e-3
+    now = meta['manifest']
+    assert now['earlier_data'] == [{'until': 5, 'data': before['data']}] and now['data'] != before['data']
+    assert choose_checkpoint(out, 'best')[0] > 5 and loss_before < 5
+    succeeded(train(out, *RESUME, '--max_iters=9'))  # the same data: nothing to name, and what was before is kept
+    assert manifest_of(out)['earlier_data'] == now['earlier_data']
+
+
+def test_the_same_data_in_another_place_are_resumed(data, flags, tmp_path):
+    out = tmp_path / 'out'
+    succeeded(train(out, *flags, f'--dataset={data}', '--max_iters=2'))
+    (tmp_path / 'c.py').write_text(f'dataset = {str(data.rename(tmp_path / "moved"))!r}\n')
+    result = succeeded(train(out, tmp_path / 'c.py', *RESUME, '--max_iters=3'))
+    assert 'other data' not in result.stdout and manifest_of(out)['earlier_data'] == []
+
+
+def test_a_run_without_a_manifest_goes_on_with_a_line(run_copy):
+    strip_manifest(run_copy)
+    result = succeeded(train(run_copy, *RESUME, '--max_iters=21'))
+    assert result.stdout.count('does not say of which data it is') == 1
+    assert manifest_of(run_copy)['data'][0]['files'].keys() == {'train.bin', 'val.bin'}
+
+
+def test_a_mixture_with_other_fractions_is_other_data(data, dataset, flags, tmp_path):
+    out, other = tmp_path / 'out', data.rename(tmp_path / 'other')
+    succeeded(train(out, *flags, f'--dataset={dataset}:0.5,{other}:0.5', '--max_iters=2'))
+    (tmp_path / 'c.py').write_text(f'dataset = {f"{dataset}:0.25,{other}:0.75"!r}\n')
+    assert_refused(train(out, tmp_path / 'c.py', *RESUME), 'fraction of .*: 0.5 before, 0.25 now')
+
+
+def test_a_manifest_holds_no_path_host_or_user(finished):
+    manifest = manifest_of(finished[0])
+    text = json.dumps(manifest)
+    assert str(ROOT) not in text and '/home' not in text and '/tmp' not in text
+    assert manifest['sources'].keys() >= {'train_jax.py', 'jax_transformer.py', 'jax_run/sources.py'}
+    assert manifest['versions'].keys() >= {'python', 'jax', 'jaxlib', 'flax', 'optax', 'numpy'}
+    assert (manifest['dtype'], manifest['attention']) == ('float32', 'xla')
+    assert len(text) < 20_000
+
+
+def test_runs_with_different_validation_data_are_marked(data, finished, flags, tmp_path, capsys):
+    compare_runs([finished[0], finished[0]])
+    assert 'val data' not in capsys.readouterr().out
+    reverse(data / 'val.bin')
+    succeeded(train(tmp_path / 'out', *flags, f'--dataset={data}', '--max_iters=2'))
+    figure = compare_runs([finished[0], tmp_path / 'out'])
+    warning, header, *rows = capsys.readouterr().out.splitlines()
+    assert 'different validation data, of which losses cannot be compared' in warning and 'val data' in header
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    for folder in (finished[0], tmp_path / 'out'):
+        mark = val_digest(manifest_of(folder))[:8]
+        assert any(str(folder) in row and mark in row for row in rows) and any(mark in label for label in labels)
+
+# -----------------------------------------------------------------------------
+# several processes
+
+@pytest.mark.parametrize('change, said', [
+    ({'versions': {'jax': '9'}}, 'the version of jax is .* and 9'),
+    ({'attention': 'splash'}, 'attention is xla and splash'),
+    ({'sources': {'jax_train_utils.py': '0'}}, 'jax_train_utils.py is [0-9a-f]{16} and 0'),
+    ({'data': {'val.bin': {'bytes': 9, 'samples': '1'}}}, 'val.bin is .* bytes, [0-9a-f]{8} and 9 bytes, 1')])
+def test_processes_that_differ_in_what_they_compute_are_refused(finished, monkeypatch, change, said):
+    mine = manifest_of(finished[0])
+    other = json.loads(json.dumps(mine))
+    for key, value in change.items():
+        if key == 'data':
+            other['data'][0]['files'].update(value)
+        elif isinstance(value, dict):
+            other[key].update(value)
+        else:
+            other[key] = value
+    other['data'][0]['name'] = 'elsewhere'  # which does not count
+    texts = [json.dumps(flatten(mine)), json.dumps(flatten(other))]
+    monkeypatch.setattr(jax_devices.processes, 'gather_texts', lambda text: texts)
+    assert re.search(said, refusal(check_agreement, 'code, versions or data', flatten(mine)))
+
+
+@pytest.mark.slow
+def test_processes_of_other_code_do_not_train_together(flags, tmp_path):
+    copy = tmp_path / 'checkout'
+    copy.mkdir()
+    for path in (*ROOT.glob('*.py'), *ROOT.glob('jax_*')):
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, copy / path.name)
+    shutil.copytree(ROOT / 'tools', copy / 'tools')
+    with open(copy / 'jax_train_utils.py', 'a') as file:
+        file.write('# an older checkout\n')
+    together = [f'--out_dir={tmp_path / "out"}', *flags, '--device=cpu', '--num_processes=2',
+                f'--coordinator_address=127.0.0.1:{free_port()}']
+    processes = [start(root / 'train_jax.py', *together, f'--process_id={i}', cwd=root)
+                 for i, root in enumerate((ROOT, copy))]
+    for process in processes:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 2, err
+        assert 'error: processes 0 and 1 have different code, versions or data' in err
+        assert 'jax_train_utils.py is' in err and err.count('\n') == 1
+    assert not (tmp_path / 'out').exists()
