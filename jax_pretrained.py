@@ -144,7 +144,7 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
                     hf_config[key] = ids[key]
     with new_folder(folder) as unfinished:
         if tokenizer:
-            copy_tokenizer({'kind': 'folder', 'path': tokenizer}, unfinished)
+            copy_tokenizer({'kind': 'folder', 'path': str(tokenizer)}, unfinished)
         write_json(os.path.join(unfinished, 'config.json'), hf_config)
         write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
 
@@ -193,7 +193,7 @@ def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32',
 
     with new_folder(folder) as unfinished:
         if tokenizer:
-            copy_tokenizer({'kind': 'folder', 'path': tokenizer}, unfinished)
+            copy_tokenizer({'kind': 'folder', 'path': str(tokenizer)}, unfinished)
         write_json(os.path.join(unfinished, ADAPTER_CONFIG), settings)
         write_safetensors(os.path.join(unfinished, ADAPTER_FILE), shapes, make_tensor, dtype)
 
