@@ -12,8 +12,9 @@ import threading
 import jax
 import numpy as np
 
-from jax_flags import UserError
+from jax_flags import TryAgain, UserError, warn
 
+AGAIN = '\x1a'  # begins the text of a TryAgain, from one process to another
 PEER_TIMEOUT = 60  # seconds of silence after which a process counts as dead
 
 
@@ -121,16 +122,20 @@ def in_all_processes():
     message = ''
     try:
         yield
+    except TryAgain as error:
+        message = f'{AGAIN}{error}'
     except UserError as error:
         message = str(error)
 
     messages = gather_texts(message)
     are_same = len(set(messages)) == 1
     for i, message in enumerate(messages):
+        kind = TryAgain if message.startswith(AGAIN) else UserError
+        text = message.removeprefix(AGAIN)
         if message and are_same:
-            raise UserError(message)
+            raise kind(text)
         if message:
-            raise UserError(f'process {i}: {message}')
+            raise kind(f'process {i}: {text}')
 
 
 def check_agreement(what, values, own=()):
@@ -300,4 +305,4 @@ def signal_name(signum):
 def say(text):
     """Prints a line on stderr. On a terminal it is below a progress bar."""
     line = f'\n{text}' if sys.stderr.isatty() else text
-    print(line, file=sys.stderr, flush=True)
+    warn(line)

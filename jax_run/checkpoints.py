@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_devices.processes import gather_texts
 from jax_flags import (
-    UserError, check_choice, exit_if_peer_died, is_in_bucket, lock_file, printable,
+    TryAgain, UserError, check_choice, exit_if_peer_died, is_in_bucket, lock_file, printable,
     read_json, write_text)
 from jax_hub.folders import path_inside
 from jax_hub.tokenizers import locate_tokenizer
@@ -53,6 +53,10 @@ class DiskRun:
     the complete checkpoints are read, and to which they are written: the folder itself."""
 
     more_errors = ()  # exceptions of its requests that are no OSError
+
+    def is_temporary(self, error):
+        """Returns whether a save that failed with this exception may soon succeed."""
+        return False
 
     def __init__(self, out_dir):
         self.files = Path(out_dir)
@@ -98,6 +102,7 @@ class DiskRun:
         file.truncate(0)
         file.write(holder)
         file.flush()
+        os.fsync(file.fileno())  # an NFS client shows others what is written 30 s later
         return file
 
     def is_locked_by(self, holder):
@@ -344,7 +349,8 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
         saved = manager.save(iter_num, metrics=metrics, args=items)
     except (OSError, ValueError, RuntimeError, *run.more_errors) as error:
         exit_if_peer_died(error)
-        raise UserError(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
+        kind = TryAgain if run.is_temporary(error) else UserError
+        raise kind(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
     if not saved:
         raise UserError(f'{manager.directory} refuses checkpoint {iter_num}: it holds later ones, '
                         f'{manager.all_steps()}')
@@ -401,7 +407,8 @@ def finish_checkpoints(manager):
         manager.close()
     except (OSError, ValueError, RuntimeError, *run.more_errors) as error:
         exit_if_peer_died(error)
-        raise UserError(cannot_write('the last checkpoint', manager, error)) from error
+        kind = TryAgain if run.is_temporary(error) else UserError
+        raise kind(cannot_write('the last checkpoint', manager, error)) from error
 
 
 def opt_state_item(state):
