@@ -47,7 +47,7 @@ class Order(NamedTuple):
         return places
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=256)
 def shuffle(order, epoch):
     """Shuffles an epoch of an Order: (its offset, its order in the smallest unsigned integers)."""
     rng = np.random.default_rng([order.seed, DATA, epoch])
