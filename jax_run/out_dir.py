@@ -151,6 +151,8 @@ class OutDir:
             raise UserError(f'{error}; make the data set again; {kept}') from None
         except Exception as error:
             exit_if_peer_died(error)
+            with contextlib.suppress(Exception):  # it is reported below
+                self.checkpoints.wait_until_finished()
             steps = checkpoint_steps(self.path)
             if steps and not isinstance(error, UserError):
                 warn(f'the last checkpoint is that of iteration {steps[0]}: continue with '
