@@ -419,6 +419,7 @@ NEEDS = {
         'start': PROMPTS,
         'num_samples': PROMPTS,
         'output': PROMPTS,
+        'batch_size': PROMPTS,
         'chat': NO_SERVER,
         'stream': NO_SERVER,
         'interactive': NO_SERVER,
