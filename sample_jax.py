@@ -271,6 +271,9 @@ for rows in batches:
     if file:
         file.append({row: describe_row(generation, i, row[0]) for i, row in enumerate(rows)})
 
+if file:
+    file.finish()
+
 # what it cost
 if is_master and generations:
     print(header, file=sys.stderr)

@@ -68,3 +68,13 @@ class SampleFile:
             texts.append(json.dumps(line, ensure_ascii=False) + '\n')
         with open(self.path, 'a', encoding='utf-8') as file:
             file.write(''.join(texts))
+
+    def finish(self):
+        """Puts the lines in order when all are there: those of a prompt follow each other."""
+        if not os.path.isfile(self.path):
+            return
+        lines = {}
+        for text in read_text(self.path, newline='').split('\n')[:-1]:
+            line = json.loads(text)
+            lines[line['number'], line['index']] = text
+        write_text(self.path, ''.join(f'{lines[row]}\n' for row in sorted(lines)))
