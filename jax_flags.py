@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import os
+import platform
 import re
 import runpy
 import select
@@ -36,6 +37,11 @@ class UserError(ValueError):
     def _render_traceback_(self):
         """Returns the lines that a notebook shows in place of a traceback."""
         return [one_line(self)]
+
+
+class TryAgain(UserError):
+    """What may be over soon, as a network that is down: the scripts exit with 75, after which a loop
+    starts them again."""
 
 
 def one_line(error):
@@ -112,6 +118,12 @@ def free_name(path):
     path = Path(path)
     names = [f'{path.name}.damaged', *[f'{path.name}.damaged{n}' for n in range(1, 100)]]
     return next(path.with_name(name) for name in names if not path.with_name(name).exists())
+
+
+def note(line):
+    """Prints a line on stdout, if anybody can read it."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, flush=True)
 
 
 def warn(line):
@@ -407,6 +419,7 @@ NEEDS = {
         'start': PROMPTS,
         'num_samples': PROMPTS,
         'output': PROMPTS,
+        'batch_size': PROMPTS,
         'chat': NO_SERVER,
         'stream': NO_SERVER,
         'interactive': NO_SERVER,
@@ -630,12 +643,35 @@ def start_script():
     """Makes the settings with which every script begins: from here on its errors end it as
     exit_on_user_error says, and a line is written when it is printed, into a pipe or a file as on a
     terminal."""
+    if sys.version_info < (3, 11):
+        sys.exit(f'error: Python {platform.python_version()} is too old: JAX takes 3.11 or newer; make '
+                 'an environment of it, as with: uv venv --python 3.12')
     sys.excepthook = exit_on_user_error
+
+    # Output that the shell has closed (2>&-) goes nowhere: else the next file that is opened, such as
+    # metrics.jsonl, would get its number, and with it what libraries print.
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(os.devnull, 'w')
+    sys.stderr = sys.stderr or open(os.devnull, 'w')
+
+    # Until the script handles Ctrl-C itself there is nothing to save, and an exception would become a
+    # traceback of whatever is imported. In a notebook, where jax is there, it stays as it is.
+    if 'jax' not in sys.modules and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, exit_now)
 
     # A terminal may lack characters of a sample, which are replaced. A StringIO has no such
     # settings.
     if hasattr(sys.stdout, 'reconfigure'):
         sys.stdout.reconfigure(line_buffering=True, errors='replace')
+
+
+def exit_now(signum, frame):
+    """Ends the process at once, as a handler of signals: with exit code 130 for Ctrl-C."""
+    os._exit(128 + signum)
 
 
 # The errors of a disk that its user can do something about. Windows has no ESTALE.
@@ -651,6 +687,12 @@ def exit_on_user_error(kind, error, traceback):
 
     If the reader of stdout has closed it, as `head -1` does, the script ends quietly. Other errors
     print a traceback."""
+    # Ctrl-C. The usual way out may crash while a thread of jax computes.
+    if issubclass(kind, KeyboardInterrupt):
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)
+
     # Nobody reads the output, or another process has died.
     if isinstance(error, BrokenPipeError) and discard_unread_output():
         sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
@@ -664,9 +706,10 @@ def exit_on_user_error(kind, error, traceback):
         sys.__excepthook__(kind, error, traceback)
         exit_before_others(1)
         return
-    print(one_line(error), file=sys.stderr, flush=True)
-    exit_before_others(2)
-    sys.exit(2)
+    code = PEER_DIED if isinstance(error, TryAgain) else 2
+    warn(one_line(error))
+    exit_before_others(code)
+    sys.exit(code)
 
 
 @atexit.register  # runs before the interpreter flushes stdout, which would fail and print a message

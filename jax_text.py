@@ -444,7 +444,7 @@ class Generation:
     laps: the seconds of each chunk; the first is the prefill and the first decode step."""
 
     def __init__(self, model: TextModel, prompts: list[list[int]], sampling: Sampling, *,
-                 num_samples: int = 1, first_sample: int = 0, streaming: bool = False,
+                 num_samples: int = 1, first_sample: int | list[int] = 0, streaming: bool = False,
                  prefix_cache: PrefixCache | None = None, logprobs: bool = False):
         """Prepares the batch; what makes no sense raises UserError when the first chunk is
         generated.
@@ -452,7 +452,8 @@ class Generation:
         sampling: its controls that are None are as generation_config.json says, else as SAMPLING.
         num_samples: the number of samples of each prompt, which differ. A prompt that is given
         twice has the same samples twice.
-        first_sample: the number of the random stream of a prompt's first sample.
+        first_sample: the number of the random stream of a prompt's first sample; of one sample of
+        each prompt it may be a list of them.
         streaming: whether chunks are small, for a reader.
         prefix_cache, logprobs: as for jax_generate.generate_stream."""
         self.model = model
@@ -487,7 +488,9 @@ class Generation:
         prompt_numbers = np.array(
             [zlib.crc32(np.array(ids, '<i4').tobytes()) for ids in self.prompts], np.uint32)
         key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, prompt_numbers)
-        sample_numbers = list(range(first_sample, first_sample + num_samples)) * len(prompts)
+        sample_numbers = first_sample
+        if not isinstance(first_sample, list):
+            sample_numbers = [*range(first_sample, first_sample + num_samples)] * len(prompts)
         self.start = functools.partial(
             start_rows, model.params, model.config, right_padded(self.prompts), self.sampling,
             rng=key_B, prompt_lengths_B=self.lengths, sample_index_B=sample_numbers,

@@ -7,11 +7,12 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 
 from jax_flags import (
-    Sampling, UserError, check_needs, check_ranges, check_source, read_flags, read_text, start_script, write_text)
+    Sampling, UserError, check_needs, check_ranges, check_source, read_flags, read_text, start_script)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt
@@ -20,10 +21,11 @@ checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
 base = '' # where the pretrained model of a LoRA run is now, if it has moved
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
 start = '\n' # the prompt, 'FILE:prompt.txt' to read it from a file, or 'FILE:prompts.jsonl', a prompt in each line
-each_line = False # each line of the FILE is a prompt of its own; all are generated in one batch
+each_line = False # each line of the FILE is a prompt of its own
 chat = False # the prompts are questions, asked in the form of the model's chat template; prints the answers
 system = '' # system prompt of a chat
-num_samples = 10 # number of samples to draw for each prompt, all in one batch
+num_samples = 10 # number of samples to draw for each prompt
+batch_size = 16 # rows, prompts times samples, that are generated at a time; more need more memory
 max_new_tokens = 500 # number of tokens generated in each sample
 temperature = 0.8 # 1.0 = no change, < 1.0 = less random, > 1.0 = more random; 0 is greedy
 top_k = 200 # sample from the top_k most likely tokens only; 0 is all
@@ -31,7 +33,7 @@ top_p = 1.0 # sample from the most likely tokens that together have this probabi
 min_p = 0.0 # sample from the tokens at least min_p times as likely as the most likely one only; 0.0 is all
 repetition_penalty = 1.0 # above 1.0 makes tokens that have already occurred less likely
 stop = '' # end a sample before this text, or before the first of several, as in '["The end", "Q:"]'
-output = '' # file to which each sample is written as a line of JSON, with its finish reason and log-probability
+output = '' # file to which each sample is appended as a line of JSON; a command that was killed continues it
 quantize = '' # 'int8': weights with a scale per output channel, 4x smaller than float32; faster, logits differ slightly
 cache_dtype = 'auto' # KV cache in 'float32', 'bfloat16', 'float16', 'int8', 'float8'; auto is the compute dtype
 n_draft = 0 # speculative decoding: draft tokens per step, 3 or 7; pays with temperature=0, where a text repeats itself
@@ -75,9 +77,11 @@ if os.path.isdir(cfg.output):
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import jax
 
-from jax_devices.processes import StopSignal, check_agreement, initialize_distributed
+from jax_devices.processes import (
+    check_agreement, exit_at_signals, gather_texts, initialize_distributed)
 from jax_devices.setup import configure_process
 from jax_generate import PrefixCache
+from jax_run.samples import SampleFile, digest_flags, split_rows
 from jax_text import COMMANDS, Chat, Generation, load, rendered_prompt, warn_if_too_long
 from tools.speed import report_speed
 
@@ -151,6 +155,10 @@ def note(line):
 configure_process(cfg.device)
 initialize_distributed(cfg.coordinator_address, cfg.num_processes, cfg.process_id)
 is_master = jax.process_index() == 0  # the process that prints; all run the same program
+if not cfg.interactive:  # a chat ends an answer by Ctrl-C
+    exit_at_signals(is_said=cfg.serve > 0)
+else:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not is_master:
     sys.stdout = open(os.devnull, 'w')
 if jax.process_count() > 1:
@@ -159,7 +167,6 @@ if jax.process_count() > 1:
         raise UserError(f'{"serve" if cfg.serve else "interactive"} takes one process')
 if cfg.serve:
     from jax_run.serve import Server
-    StopSignal(nothing_to_save=True)
     server = Server(cfg.host, cfg.serve)  # a port in use is told before the model is loaded
 imports_s = time.perf_counter() - started
 
@@ -207,52 +214,68 @@ prompts = [encode_prompt(model, question, conversation) for question in question
 # what is shown of them: of a conversation its last message
 lines = [question if isinstance(question, str) else question['messages'][-1].get('content')
          for question in questions]
+
+# the file of samples, in which those of a command that was killed are done already
+file = None
+done = {}
+if cfg.output and is_master:
+    file = SampleFile(cfg.output, digest_flags(flags, model.title, prompts))
+    done = file.done
+if jax.process_count() > 1 and int(gather_texts(str(len(done)))[0]):
+    raise UserError(f'output={cfg.output} is there: several processes do not continue it, delete it')
 if is_master:
     warn_if_too_long(model, prompts)
+if done:
+    note(f'{len(done)} samples are in {cfg.output} already')
 
-# generate and print: each sample while it grows, or all in one batch
+
+def describe_row(generation, i, number):
+    """Returns what is written of row i of a generation, a sample of the prompt of this number."""
+    sample = generation.describe(i)
+    if cfg.chat:
+        # the question as it was given, then what the chat template has made of it
+        sample['prompt'] = lines[number]
+        sample['rendered'] = rendered_prompt(model, generation.prompts[i])
+    return sample
+
+
+# generate and print: each sample while it grows, or a batch of rows of similar length at a time
 generations = []
+batch_size = 1 if cfg.stream else cfg.batch_size
+stream_cache = PrefixCache()  # the samples of a prompt share its prefill
+waiting = {}  # {(number of the prompt, of the sample): text} that are printed in order
+to_print = [(number, index) for number in range(len(prompts)) for index in range(num_samples)
+            if (number, index) not in done]
+batches = split_rows(prompts, num_samples, batch_size, done)
 if cfg.stream:
-    stream_cache = PrefixCache()  # the samples of a prompt share its prefill
-    for line, prompt in zip(lines, prompts):
-        for i in range(num_samples):
-            if cfg.chat:
-                print(f'> {line}')
-            generation = Generation(
-                model, [prompt], sampling, first_sample=i, streaming=True,
-                prefix_cache=stream_cache, logprobs=bool(cfg.output))
-            generations.append(generation)
-            for piece in generation.pieces(with_prompt=not cfg.chat):
-                print(piece, end='', flush=True)
-            print('\n---------------')
-else:
+    batches.sort()
+for rows in batches:
     generation = Generation(
-        model, prompts, sampling, num_samples=num_samples, logprobs=bool(cfg.output)).finish()
+        model, [prompts[number] for number, _ in rows], sampling,
+        first_sample=[index for _, index in rows], streaming=cfg.stream,
+        prefix_cache=stream_cache if cfg.stream else None, logprobs=bool(cfg.output))
     generations.append(generation)
-    for i, (text, prompt_text) in enumerate(zip(generation.texts, generation.prompt_texts)):
+    if cfg.stream:
         if cfg.chat:
-            print(f'> {lines[i // num_samples]}')
-            text = text[len(prompt_text):]
-        print(text)
-        print('---------------')
+            print(f'> {lines[rows[0][0]]}')
+        for piece in generation.pieces(with_prompt=not cfg.chat):
+            print(piece, end='', flush=True)
+        print('\n---------------')
+    else:
+        generation.finish()
+        for row, text, prompt_text in zip(rows, generation.texts, generation.prompt_texts):
+            waiting[row] = f'> {lines[row[0]]}\n{text[len(prompt_text):]}' if cfg.chat else text
+        while to_print and to_print[0] in waiting:
+            print(waiting.pop(to_print.pop(0)))
+            print('---------------')
+    if file:
+        file.append({row: describe_row(generation, i, row[0]) for i, row in enumerate(rows)})
 
-# the samples as lines of JSON
-if cfg.output:
-    rows = []
-    for generation in generations:
-        for i in range(len(generation.prompts)):
-            sample = generation.describe(i)
-            if cfg.chat:
-                # the question as it was given, then what the chat template has made of it
-                sample['prompt'] = lines[len(rows) // num_samples]
-                sample['rendered'] = rendered_prompt(model, generation.prompts[i])
-            sample['index'] = len(rows) % num_samples
-            rows.append(json.dumps(sample, ensure_ascii=False))
-    if is_master:
-        write_text(cfg.output, '\n'.join(rows) + '\n')
+if file:
+    file.finish()
 
 # what it cost
-if is_master:
+if is_master and generations:
     print(header, file=sys.stderr)
     print(report_speed(model, generations, n_prompts=len(lines), started=started,
                        imports_s=imports_s, cache_dtype=cfg.cache_dtype), file=sys.stderr)

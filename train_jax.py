@@ -294,7 +294,7 @@ with contextlib.ExitStack() as at_end:
         val_loss = None
         if must_evaluate:
             log.pause()
-            with out.saved_on_failure(iter_num, state, best_val_loss):
+            with out.saved_on_failure('the evaluation', iter_num, state, best_val_loss):
                 losses = evaluate(state)
                 if losses:
                     log.evaluation(iter_num, losses, sampler(state) if sampler else '')
@@ -329,11 +329,13 @@ with contextlib.ExitStack() as at_end:
         if batch is not None:
             state, metrics = train_step(state, batch)
 
-        # the next batch, while the devices compute
-        batch = make_batch(iter_num + 1)
-
-        # timing and logging
-        log.iteration(iter_num, metrics)
+        # the next batch, while the devices compute, timing and logging; if that fails, this
+        # iteration is saved first
+        with out.saved_on_failure('the batch or the log', iter_num + 1, state, best_val_loss):
+            try:
+                batch = make_batch(iter_num + 1)
+            finally:
+                log.iteration(iter_num, metrics)
         iter_num += 1
         if tracer:
             tracer.stop(iter_num, state)

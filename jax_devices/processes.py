@@ -12,8 +12,9 @@ import threading
 import jax
 import numpy as np
 
-from jax_flags import UserError
+from jax_flags import TryAgain, UserError, warn
 
+AGAIN = '\x1a'  # begins the text of a TryAgain, from one process to another
 PEER_TIMEOUT = 60  # seconds of silence after which a process counts as dead
 
 
@@ -121,16 +122,20 @@ def in_all_processes():
     message = ''
     try:
         yield
+    except TryAgain as error:
+        message = f'{AGAIN}{error}'
     except UserError as error:
         message = str(error)
 
     messages = gather_texts(message)
     are_same = len(set(messages)) == 1
     for i, message in enumerate(messages):
+        kind = TryAgain if message.startswith(AGAIN) else UserError
+        text = message.removeprefix(AGAIN)
         if message and are_same:
-            raise UserError(message)
+            raise kind(text)
         if message:
-            raise UserError(f'process {i}: {message}')
+            raise kind(f'process {i}: {text}')
 
 
 def check_agreement(what, values, own=()):
@@ -248,6 +253,30 @@ class StopSignal:
         self.answered.set()
 
 
+def exit_at_signals(is_said=False):
+    """From here on a signal that stops a script ends it at once, with exit code 128 + signal, also in
+    the middle of a compiled program: there is nothing to save. The usual way out could crash, because
+    a program that is under way uses what it takes down. is_said: whether a line says so."""
+    received, sender = socket.socketpair()
+    sender.setblocking(False)
+    signal.set_wakeup_fd(sender.detach())
+    for signum in STOP_SIGNALS:
+        is_nohup = signum == HANGUP and signal.getsignal(signum) == signal.SIG_IGN
+        if not is_nohup:
+            signal.signal(signum, lambda *_: None)  # the thread answers
+
+    def wait():
+        with received:
+            for number in iter(lambda: received.recv(1), b''):
+                if number[0] in STOP_SIGNALS and is_said:
+                    warn(f'stopping: there is nothing to save; {signal_name(number[0])} again ends at '
+                         'once')
+                if number[0] in STOP_SIGNALS:
+                    os._exit(128 + number[0])
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 class Terminal:
     """The stream of a terminal, in the place of sys.stdout or sys.stderr. The terminal closes a
     moment before SIGHUP comes: an error of print must not cost the run that is to be saved."""
@@ -300,4 +329,4 @@ def signal_name(signum):
 def say(text):
     """Prints a line on stderr. On a terminal it is below a progress bar."""
     line = f'\n{text}' if sys.stderr.isatty() else text
-    print(line, file=sys.stderr, flush=True)
+    warn(line)

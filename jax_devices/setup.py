@@ -100,8 +100,10 @@ def configure_process(device, deterministic=False, init_from='', out_dir=''):
     CPUs do so anyway. init_from, out_dir: the flags of training; the config.json of a run that is
     resumed may ask for deterministic, too."""
     if init_from in ('resume', 'auto'):
-        saved = read_json(Path(out_dir, 'config.json'), optional=True)
-        deterministic |= saved.get('deterministic') is True
+        # a damaged file says nothing; all flags are in the checkpoint, too
+        with contextlib.suppress(UserError):
+            saved = read_json(Path(out_dir, 'config.json'), optional=True)
+            deterministic |= saved.get('deterministic') is True
 
     # Do not initialize a GPU that is not used: it would reserve the GPU's memory.
     kind, _, index = device.partition(':')

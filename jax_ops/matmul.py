@@ -100,6 +100,8 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     dx = matmul_f32_acc(g, y)
 
     # the gradient of y: of a kernel, a sum over all rows
+    if y.ndim == 2 and x.ndim == 3 and is_context_split():
+        return dx, sharded_weight_grad(x, g, y_stored.dtype, transpose_rhs, tp)
     if y.ndim == 2:
         x = x.reshape(-1, x.shape[-1])
         g = g.reshape(-1, g.shape[-1])
@@ -109,6 +111,22 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     if tp:
         dy = shard(dy, *tp[0])  # reduce-scattered to the stored shard
     return dx, dy
+
+
+def is_context_split():
+    """Returns whether positions are sharded (context parallelism)."""
+    mesh = current_mesh()
+    return bool(mesh) and dict(mesh.shape).get('context', 1) > 1
+
+
+def sharded_weight_grad(x_BxTxI, g_BxTxO, dtype, transpose_rhs, tp):
+    """The gradient of a kernel where T is sharded: a sum over B and T as they are. As one axis they
+    have no sharding unless B is 1, and every device would gather all of x and g."""
+    left, right = (g_BxTxO, x_BxTxI) if transpose_rhs else (x_BxTxI, g_BxTxO)
+    dy = jax.lax.dot_general(
+        left, right, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
+    dy = dy.astype(dtype)
+    return shard(dy, *tp[0]) if tp else dy
 
 
 matmul.defvjp(matmul_fwd, matmul_bwd)

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import time
 import uuid
 from pathlib import Path
 
-from jax_flags import UserError, lock_file, read_json, write_json
+from jax_flags import TryAgain, UserError, lock_file, read_json, write_json
 
 # Seconds without a renewal after which the lease of a run is free.
 LEASE = float(os.environ.get('JAX_TRANSFORMER_LEASE', 60))
@@ -54,6 +55,8 @@ def explained(url):
         raise
     except Exception as error:
         reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        if is_temporary(error):
+            raise TryAgain(f'{url} does not answer ({reason}): start the command again') from error
         raise UserError(
             f'{url} cannot be read or written ({reason}): there must be such a bucket, a network, '
             'and credentials that may get the bucket and read, write and delete its objects, as '
@@ -94,6 +97,27 @@ class Folder:
     def write(self, name, text):
         with explained(self.url):
             self.files.pipe_file(f'{self.path}/{name}', text.encode())
+
+
+# the names of exceptions, of each client its own, that say that no answer has come
+NO_ANSWER = {
+    'ConnectionError', 'TimeoutError', 'Timeout', 'TransportError', 'RetryError',
+    'ClientConnectionError', 'ClientPayloadError', 'ServerError', 'TooManyRequests'}
+# how TensorStore's messages begin that say so
+NO_ANSWER_STATUS = re.compile(r'UNAVAILABLE|DEADLINE_EXCEEDED|HTTP (response )?(code|status):? (5\d\d|429)')
+
+
+def is_temporary(error):
+    """Returns whether an exception of a request says that no answer has come, or one that asks to
+    try again (429, 5xx), and is no refusal."""
+    while error is not None:
+        code = getattr(error, 'code', None)
+        is_status = isinstance(code, int) and (code in (408, 429) or 500 <= code < 600)
+        names = {kind.__name__ for kind in type(error).__mro__}
+        if is_status or names & NO_ANSWER or NO_ANSWER_STATUS.search(str(error)[:300]):
+            return True
+        error = error.__cause__
+    return False
 
 
 # -----------------------------------------------------------------------------
@@ -214,6 +238,7 @@ class BucketRun:
     checkpoint, SMALL. The run that holds the lease writes there and uploads."""
 
     more_errors = (Exception,)  # each of the clients has its own
+    is_temporary = staticmethod(is_temporary)
 
     def __init__(self, url):
         self.folder = Folder(url)

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_devices.processes import gather_texts
 from jax_flags import (
-    UserError, check_choice, exit_if_peer_died, is_in_bucket, lock_file, printable,
-    read_json, write_text)
+    TryAgain, UserError, check_choice, exit_if_peer_died, is_in_bucket, lock_file, printable,
+    read_json, warn, write_text)
 from jax_hub.folders import path_inside
 from jax_hub.tokenizers import locate_tokenizer
 from jax_run.manifest import data_since
@@ -53,6 +53,10 @@ class DiskRun:
     the complete checkpoints are read, and to which they are written: the folder itself."""
 
     more_errors = ()  # exceptions of its requests that are no OSError
+
+    def is_temporary(self, error):
+        """Returns whether a save that failed with this exception may soon succeed."""
+        return False
 
     def __init__(self, out_dir):
         self.files = Path(out_dir)
@@ -98,6 +102,7 @@ class DiskRun:
         file.truncate(0)
         file.write(holder)
         file.flush()
+        os.fsync(file.fileno())  # an NFS client shows others what is written 30 s later
         return file
 
     def is_locked_by(self, holder):
@@ -215,9 +220,28 @@ def write_checksums(folder):
                            'version of Orbax?')
     for step in steps:
         # The files of all ITEMS. Orbax has yet to change those that are in `step` itself.
-        files = sorted(path for path in step.glob('*/**/*') if path.is_file())
+        paths = sorted(step.glob('*/**/*'))
+        files = [path for path in paths if path.is_file()]
         sums = {path.relative_to(step).as_posix(): checksum(path) for path in files}
         (step / 'checksums.json').write_text(json.dumps(sums, indent=0))
+
+        # All of it is on the disk before the checkpoint gets its name, with the metrics so far: after
+        # a loss of power it is complete or absent.
+        metrics = folder.parent / 'metrics.jsonl'
+        others = [metrics] if metrics.exists() else []
+        for path in [*paths, *step.glob('*'), step, folder, *others]:
+            sync(path)
+
+
+def sync(path):
+    """Waits until a file, or the names in a folder, are on the disk."""
+    if os.name != 'posix':
+        return  # Windows does not open folders
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def checksum(path):
@@ -344,7 +368,8 @@ def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
         saved = manager.save(iter_num, metrics=metrics, args=items)
     except (OSError, ValueError, RuntimeError, *run.more_errors) as error:
         exit_if_peer_died(error)
-        raise UserError(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
+        kind = TryAgain if run.is_temporary(error) else UserError
+        raise kind(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
     if not saved:
         raise UserError(f'{manager.directory} refuses checkpoint {iter_num}: it holds later ones, '
                         f'{manager.all_steps()}')
@@ -401,7 +426,8 @@ def finish_checkpoints(manager):
         manager.close()
     except (OSError, ValueError, RuntimeError, *run.more_errors) as error:
         exit_if_peer_died(error)
-        raise UserError(cannot_write('the last checkpoint', manager, error)) from error
+        kind = TryAgain if run.is_temporary(error) else UserError
+        raise kind(cannot_write('the last checkpoint', manager, error)) from error
 
 
 def opt_state_item(state):
@@ -433,41 +459,57 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
         best, *others = steps
         steps = [best, *sorted(others, reverse=True)]
 
-    # Take the first that is intact.
+    # Take the first that is intact. If there is none, take the first of which only the checksums are
+    # lost: a loss of power may have emptied that small file in all of them.
     problems = []
-    for step in steps:
+    lost_checksums = [step for step in steps if not has_checksums(run, folder / str(step))]
+    tries = [(step, True) for step in steps] + [(step, False) for step in lost_checksums]
+    for step, is_checked in tries:
         try:
-            meta = open_checkpoint(run, step, items)
+            meta = open_checkpoint(run, step, items, is_checked)
         except UserError as error:
-            problems.append(str(error))
+            if is_checked:
+                problems.append(str(error))
             continue
         if problems and jax.process_index() == 0:
-            print(f'{"; ".join(problems)}; taking checkpoint {step} instead', file=sys.stderr)
+            how = 'instead' if is_checked else 'unchecked: only its checksums cannot be read'
+            warn(f'{"; ".join(problems)}; taking checkpoint {step} {how}')
         return step, meta
     raise UserError(f'{"; ".join(problems)}; there is no intact one')
 
 
-def open_checkpoint(run, step, items=ITEMS):
+def has_checksums(run, path):
+    """Returns whether the checksums of the checkpoint in this folder can be read, in all
+    processes."""
+    try:
+        can_read = bool(read_json(path / 'checksums.json', optional=True))
+    except (UserError, OSError):
+        can_read = False
+    return all(gather_texts('yes' if can_read else ''))
+
+
+def open_checkpoint(run, step, items=ITEMS, is_checked=True):
     """Returns the metadata of checkpoint `step` in a run's folder; see choose_checkpoint. Raises
-    UserError if one of these items is damaged."""
+    UserError if one of these items is damaged. is_checked: whether checksums are compared."""
     path = run.files / 'ckpt' / str(step)
-    problem = find_damage(run, path, items)
+    problem = find_damage(run, path, items) if is_checked else ''
     # A run that resumes sets such a checkpoint aside, whatever its checksums say.
     has_metrics = 'metrics' in items
     if not problem and has_metrics and read_val_loss(path) == -math.inf:
         problem = 'metrics/metrics'
     if not problem:
         try:
-            return read_meta(path)
+            return read_meta(path, is_checked)
         except Exception as error:  # a checkpoint of an earlier version, without checksums
             problem = f'{type(error).__name__}: {" ".join(str(error).split())}'
     raise UserError(f'{run.shown(path)} is damaged or not a checkpoint of this program '
                     f'({printable(run.shown(problem))})')
 
 
-def read_meta(step):
+def read_meta(step, is_checked=True):
     """Returns the metadata of the checkpoint in the folder `step`. Raises an exception if it is not
-    one of this program, or its model none that this version knows."""
+    one of this program, its model none that this version knows, or, with is_checked, its checksums
+    are missing."""
     meta = read_json(step / 'meta' / 'metadata')
     missing = {'model', 'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
     if missing:
@@ -475,8 +517,8 @@ def read_meta(step):
     GPTConfig(**meta['model'])
 
     # Earlier versions wrote no checksums; since then the metadata says that they are there.
-    has_checksums = meta.pop('checksums', False)
-    if has_checksums and not (step / 'checksums.json').exists():
+    must_have_checksums = meta.pop('checksums', False) and is_checked
+    if must_have_checksums and not (step / 'checksums.json').exists():
         raise ValueError('its checksums.json is missing')
 
     # The tokenizer is in the run's folder, wherever that is now.

@@ -62,7 +62,6 @@ class RunLog:
         self.bar = tqdm(initial=run.iter_num, total=self.max_iters, unit='iter', leave=False,
                         disable=is_hidden)
         self.say = self.bar.write
-        self.close = self.bar.close
         self.pending = None  # (iter_num, metrics) of the latest iteration, until they are fetched
         self.lr = None  # learning rate of the latest iteration fetched
         self.mfu = None  # the latest
@@ -73,6 +72,12 @@ class RunLog:
         self.n_timed = 0  # iterations fetched since the line before
         for watch in watchers:
             watch(run)
+
+    def close(self):
+        """Logs the pending iteration, if the run has failed before, and ends the bar."""
+        with contextlib.suppress(Exception):
+            self.flush()
+        self.bar.close()
 
     # --- the clock
 
@@ -120,7 +125,7 @@ class RunLog:
         # float16 may overflow: such an update is skipped, until the loss scale is below 1
         may_overflow = metrics.get('loss_scale', 0) >= 1
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or may_overflow):
-            raise UserError(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: '
+            raise NotFinite(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: '
                             f'stopping; the checkpoints in {self.out_dir} are from before; try a '
                             'lower learning_rate, longer warmup_iters or dtype=float32')
 
@@ -183,7 +188,7 @@ class RunLog:
         self.say(f"step {iter_num}: train loss {flat['train_loss']:.4f}, "
                  f"val loss {flat['val_loss']:.4f}{more}")
         if not math.isfinite(sum(flat.values())):
-            raise UserError(f'the loss is not finite at iteration {iter_num}; {self.out_dir} has '
+            raise NotFinite(f'the loss is not finite at iteration {iter_num}; {self.out_dir} has '
                             'checkpoints from before')
 
         # record them
@@ -217,6 +222,10 @@ def start_wandb(**settings):
 
 # -----------------------------------------------------------------------------
 # metrics.jsonl, and its curves in loss.png
+
+class NotFinite(UserError):
+    """The loss or the gradients are not finite: what was trained is not worth a checkpoint."""
+
 
 class MetricsLog:
     """The file out_dir/metrics.jsonl, one JSON object per line.
@@ -373,5 +382,8 @@ def plot_losses(out_dir):
     axes.autoscale_view()
     axes.legend(handles=[line for line in lines.values() if len(line.get_xdata())])
 
-    with new_file(Path(out_dir) / 'loss.png') as unfinished:
-        figure.savefig(unfinished, dpi=120, format='png')
+    try:
+        with new_file(Path(out_dir) / 'loss.png') as unfinished:
+            figure.savefig(unfinished, dpi=120, format='png')
+    except OSError as error:  # the folder has gone, or the disk is full: training goes on
+        warn(f'cannot write {out_dir}/loss.png: {error.strerror}')

@@ -8,14 +8,14 @@ import time
 import jax
 
 from jax_devices.processes import gather_texts, in_all_processes
-from jax_flags import UserError, exit_if_peer_died, free_name, write_json
+from jax_flags import UserError, exit_if_peer_died, free_name, note, warn, write_json
 from jax_hub.folders import find_config_json, keep_config_json, kept_config_json
 from jax_hub.tokenizers import copy_tokenizer
 from jax_run.checkpoints import (
     add_val_loss, checkpoint_steps, finish_checkpoints, is_checkpoint, list_steps, open_checkpoints,
     read_val_loss, run_folder, save_checkpoint, split_checkpoint)
 from jax_run.data import DataChanged
-from jax_run.log import MetricsLog, plot_losses, start_wandb
+from jax_run.log import MetricsLog, NotFinite, plot_losses, start_wandb
 from jax_run.manifest import data_since
 from jax_train_utils import all_finite
 
@@ -105,18 +105,24 @@ class OutDir:
             plot_losses(self.folder.files)
 
     @contextlib.contextmanager
-    def saved_on_failure(self, iter_num, state, best_val_loss):
-        """Saves what was trained since the last checkpoint if an evaluation fails unexpectedly,
-        because memory runs out or wandb is not reached, before the error ends the run. Several
-        processes cannot: the others wait in the evaluation for the one that has failed."""
+    def saved_on_failure(self, what, iter_num, state, best_val_loss):
+        """Saves what was trained since the last checkpoint if the block fails, because memory runs
+        out, wandb is not reached or data are cut short, before the error ends the run. Several
+        processes cannot: the others wait for the one that has failed.
+
+        what: the name of the block, for the message. state: of the end of iteration iter_num - 1."""
         try:
             yield
-        except UserError:
+        except NotFinite:
             raise
-        except Exception:
+        except Exception as error:
+            exit_if_peer_died(error)
             if iter_num != self.run.iter_num and jax.process_count() == 1:
-                self.save(iter_num, state, best_val_loss)
-                print(f'the evaluation at iteration {iter_num} has failed; the model is saved')
+                # the state of a step that has failed on the device cannot be read
+                with contextlib.suppress(Exception):
+                    self.save(iter_num, state, best_val_loss)
+                    self.checkpoints.wait_until_finished()
+                    note(f'{what} at iteration {iter_num} has failed; the model is saved')
             raise
 
     def close(self):
@@ -145,6 +151,12 @@ class OutDir:
             raise UserError(f'{error}; make the data set again; {kept}') from None
         except Exception as error:
             exit_if_peer_died(error)
+            with contextlib.suppress(Exception):  # it is reported below
+                self.checkpoints.wait_until_finished()
+            steps = checkpoint_steps(self.path)
+            if steps and not isinstance(error, UserError):
+                warn(f'the last checkpoint is that of iteration {steps[0]}: continue with '
+                     f'--init_from=resume --out_dir={self.path}')
             raise
         finally:
             finish_checkpoints(self.checkpoints)
@@ -203,9 +215,9 @@ def set_damaged_aside(run, resumed_at):
 
 
 def see_lock(run, out_dir, holder):
-    """Raises UserError unless this process sees the lock that process 0 holds. It waits up to 3 s:
-    what another machine has written may take a moment to be seen."""
-    for _ in range(30):
+    """Raises UserError unless this process sees the lock that process 0 holds. It waits up to 40 s:
+    an NFS client may show what another machine has written 30 s later."""
+    for _ in range(400):
         if run.is_locked_by(holder):
             return
         time.sleep(0.1)

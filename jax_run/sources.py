@@ -47,9 +47,19 @@ class Order(NamedTuple):
         return places
 
 
-@functools.lru_cache(maxsize=8)
 def shuffle(order, epoch):
-    """Shuffles an epoch of an Order: (its offset, its order in the smallest unsigned integers)."""
+    """Shuffles an epoch of an Order: (its offset, its order in the smallest unsigned integers). The
+    latest two epochs of each Order are kept: at the end of one an iteration reads both."""
+    return epochs_of(order)(epoch)
+
+
+@functools.lru_cache(maxsize=1024)
+def epochs_of(order):
+    """Returns a function of an epoch, see shuffle, which keeps two."""
+    return functools.lru_cache(maxsize=2)(functools.partial(shuffle_epoch, order))
+
+
+def shuffle_epoch(order, epoch):
     rng = np.random.default_rng([order.seed, DATA, epoch])
     offset = rng.integers(order.n_offsets) if order.n_offsets else 0
     return offset, rng.permutation(np.arange(order.n, dtype=np.min_scalar_type(order.n)))

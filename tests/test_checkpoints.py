@@ -240,3 +240,25 @@ def test_a_save_may_take_longer_by_the_clock_than_the_20_minutes_of_orbax(tmp_pa
         save_checkpoint(manager, 1, tiny_state, META)
         finish_checkpoints(manager)
     assert checkpoint_steps(tmp_path) == []
+
+
+def test_checkpoints_that_have_lost_their_checksums_only_are_resumed(three_checkpoints, capsys):
+    folders = [path for path in (three_checkpoints / 'ckpt').iterdir() if path.name.isdecimal()]
+    newest = max(int(path.name) for path in folders)
+    for path in folders:
+        (path / 'checksums.json').write_text('')
+    assert choose_checkpoint(three_checkpoints)[0] == newest
+    assert f'taking checkpoint {newest} unchecked' in capsys.readouterr().err
+    (three_checkpoints / 'ckpt' / str(newest) / 'meta' / 'metadata').write_text('')
+    assert choose_checkpoint(three_checkpoints)[0] < newest
+
+
+def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, tiny_state, monkeypatch):
+    synced = set()
+    monkeypatch.setattr('jax_run.checkpoints.sync', lambda path: synced.add(str(path)))
+    with open_checkpoints(tmp_path) as manager:
+        save_checkpoint(manager, 1, tiny_state, META)
+    step, = [path for path in (tmp_path / 'ckpt').iterdir() if path.is_dir()]
+    names = {str(path.relative_to(step)) for path in step.rglob('*')} - {'_CHECKPOINT_METADATA', 'commit_success.txt'}
+    for name in names:
+        assert any(path.endswith(f'/{name}') for path in synced), name

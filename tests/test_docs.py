@@ -133,7 +133,7 @@ def test_a_model_learns_from_its_own_right_answers_as_the_section_on_them_says(c
     learn = learn.replace('--rows=256', '--rows=32')
     learn = learn.replace('--dataset=right', f'--dataset={tmp_path / "data/right"} --max_iters=20')
     again = learn.replace('--out_dir=out-right', '--out_dir=out-again').replace('--max_iters=20', '--max_iters=2')
-    again = again.replace('--seed=1', '--seed=2')
+    again = again.replace('--seed=1', '--seed=2').replace('samples.jsonl', 'samples_2.jsonl')
     again = again.replace('sample_jax.py --init_from=my/folder', 'sample_jax.py --out_dir=out-right')
     again = again.replace('finetune_chat.py --init_from=my/folder', 'finetune_chat.py --init_from=out-right')
     said = [run_commands(commands, more) for commands in (learn, measure, again)]

@@ -860,3 +860,17 @@ def test_a_resumed_layout_that_does_not_fit_the_machine_becomes_one_that_does(la
 
 def test_a_resumed_layout_shards_no_further_than_the_width_of_the_model_divides():
     assert fit_sizes({'fsdp': 16, 'tensor': 1}, (), 8, n_embd=12) == {'fsdp': 4, 'tensor': 1}
+
+
+@pytest.mark.slow
+def test_a_split_context_gathers_for_several_sequences_what_it_gathers_for_one():
+    config = GPTConfig(block_size=512, vocab_size=64, n_layer=2, n_head=8, n_embd=64)
+    layout = setup_distributed_training(jax.devices(), context=8)
+    step = layout.jit_step(make_step(config, layout))
+    state = layout.init_sharded(create_train_state, jax.random.key(0), config, optax.sgd(0.1), 0)
+    n_gathers = []
+    for n_rows in (1, 2):
+        x = np.zeros((n_rows, 512), np.int32)
+        batch = layout.shard_batch({'x': x, 'y': x, 'seq_id': np.arange(n_rows, dtype=np.uint32)}, (1, n_rows))
+        n_gathers.append(len(re.findall(r'= \S+ all-gather(-start)?\(', step.lower(state, batch).compile().as_text())))
+    assert n_gathers[0] == n_gathers[1] > 0  # once 9 and 27: inputs and gradients of all dense layers in addition

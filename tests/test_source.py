@@ -250,8 +250,8 @@ def test_a_thermometer_of_the_way_is_printed(tmp_path):
     assert n_files <= 22 and n_functions <= 250
     n_files, n_functions = trace('sample_jax.py', out, '--device=cpu', '--max_new_tokens=4', '--num_samples=1',
                                '--start=ABC')
-    print(f'a sample of four tokens: {n_files} files, {n_functions} functions (at most 21, 190; goal 16, 160)')
-    assert n_files <= 21 and n_functions <= 190
+    print(f'a sample of four tokens: {n_files} files, {n_functions} functions (at most 22, 190; goal 16, 160)')
+    assert n_files <= 22 and n_functions <= 190
 
 
 def test_the_extras_of_pyproject_are_the_requirements_of_the_tests():

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+import jax_run.sources
 from jax_ops.vocabulary import cross_entropy
 from jax_run.data import load_dataset_meta
 from jax_run.sources import (
@@ -238,3 +239,14 @@ def test_the_batches_of_a_mixture_have_the_same_names_whatever_their_rows_are_of
     described = {str({name: (x.shape, x.dtype.name) for name, x in sorted(batch.items())}) for batch in batches}
     assert len(described) == 1 and {*batches[0]} == {'x', 'y', 'weight', 'start', 'padding'}
     assert any((batch['x'] >= 30).all() for batch in batches) and any((batch['x'] < 30).any() for batch in batches)
+
+
+def test_a_mixture_of_twenty_sets_shuffles_each_epoch_once(monkeypatch):
+    calls = []
+    shuffle_epoch = jax_run.sources.shuffle_epoch
+    monkeypatch.setattr(jax_run.sources, 'shuffle_epoch', lambda *args: calls.append(args) or shuffle_epoch(*args))
+    sources = [open_source(np.arange(400 + i, dtype=np.uint16), block_size=16, seed=41) for i in range(20)]
+    mixed = Mixture(sources, [0.05] * 20)
+    for iteration in range(12):
+        draw(mixed, 40, iteration)
+    assert len(calls) == len(set(calls)) <= 40

@@ -890,7 +890,7 @@ def test_data_that_is_cut_short_ends_a_run_with_its_last_checkpoint(dataset, fla
     monkeypatch.setattr(jax_run.sources.Windows, 'draw', cut_later)
     changed = ['--save_interval=2', '--eval_interval=8', f'--dataset={data}']
     result = train(tmp_path / 'out', *flags, *changed)
-    kept = 4 if name == 'train.bin' else 6
+    kept = 6 if name == 'train.bin' else 8  # what was trained is saved first
     assert_refused(result, f'{name} was cut short while it was read: it has 40 bytes now, ')
     assert f'has the checkpoint of iteration {kept}: continue with --init_from=resume' in result.stderr
     assert checkpoint_steps(tmp_path / 'out')[0] == kept
@@ -1028,3 +1028,72 @@ def losses_and_norms(out):
 def test_a_prompt_that_the_vocabulary_lacks_is_refused_before_training(flags, tmp_path):
     result = train(tmp_path / 'out', *flags, '--sample_prompt=\u00e9')
     assert result.returncode == 2 and 'does not know' in result.stderr and not (tmp_path / 'out').exists()
+
+
+def test_an_iteration_whose_logging_fails_is_saved_first(finished, flags, tmp_path, monkeypatch):
+    write = jax_run.log.RunLog.write
+
+    def fail_later(log, iter_num, metrics):
+        write(log, iter_num, metrics)
+        if iter_num == 6:
+            raise RuntimeError('no network')
+
+    monkeypatch.setattr(jax_run.log.RunLog, 'write', fail_later)
+    result = train(tmp_path, *flags)
+    assert result.returncode == 1 and 'no network' in result.stderr
+    assert checkpoint_steps(tmp_path)[0] == 7
+    monkeypatch.undo()
+    succeeded(train(tmp_path, *RESUME))
+    assert records_of(tmp_path) == records_of(finished[0])
+    assert final_state(tmp_path) == final_state(finished[0])
+
+
+def test_after_a_step_that_has_failed_a_line_names_the_last_checkpoint(flags, tmp_path, monkeypatch):
+    step_of = jax_train_utils.make_train_step
+
+    def failing(*args, **options):
+        step = step_of(*args, **options)
+
+        def run(state, batch):
+            def check(n):
+                if n >= 6:
+                    raise RuntimeError('a device is lost')
+            jax.debug.callback(check, state.step)
+            return step(state, batch)
+        return run
+
+    monkeypatch.setattr(jax_train_utils, 'make_train_step', failing)
+    result = train(tmp_path, *flags, '--save_interval=4')
+    assert result.returncode == 1 and 'the last checkpoint is that of iteration 4' in result.stderr
+    assert checkpoint_steps(tmp_path)[0] == 4
+
+
+def test_an_empty_config_json_does_not_block_a_resume(run_copy):
+    (run_copy / 'config.json').write_text('')
+    succeeded(train(run_copy, *RESUME, '--max_iters=21'))
+    assert json.loads((run_copy / 'config.json').read_text())['max_iters'] == 21
+
+
+def test_a_folder_that_goes_does_not_end_a_run_before_its_save(tmp_path, monkeypatch):
+    monkeypatch.undo()  # loss.png is drawn
+    plot_losses = jax_run.log.plot_losses
+    plot_losses(tmp_path / 'gone')
+
+
+@pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py', 'eval_jax.py', 'export_jax.py', 'bench_jax.py'])
+def test_ctrl_c_while_a_script_starts_is_130_without_a_word(script, tmp_path):
+    started = tmp_path / 'started'
+    program = f"import runpy, sys, signal, threading, time, os; sys.argv = [{script!r}, '--out_dir={tmp_path}/no']\n" \
+              "threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n" \
+              f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
+    process = start('-c', program)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130 and 'Traceback' not in err, (process.returncode, err)
+    assert not started.exists()
+
+
+def test_a_closed_stderr_does_not_end_a_run(flags, tmp_path):
+    command = ' '.join([sys.executable, 'train_jax.py', f'--out_dir={tmp_path}', *map(str, flags), '2>&-'])
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300,
+                          env=dict(os.environ, JAX_NUM_CPU_DEVICES='1'))
+    assert done.returncode == 0 and checkpoint_steps(tmp_path)[0] == 20

@@ -144,11 +144,12 @@ def files(folder):
 def samples(tree, *args):
     """Returns {name: text} of samples, and of what sample_jax.py says of them."""
     path = tree.work / 'samples.jsonl'
+    path.unlink(missing_ok=True)  # one of other flags is not continued
     tree.run('sample_jax.py', '--device=cpu', f'--output={path}', '--num_samples=2',
              '--max_new_tokens=24', '--seed=5', *args)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {f'sample {i} {name}': value for i, row in enumerate(rows)
-            for name, value in row.items()}
+            for name, value in row.items() if name not in ('number', 'flags')}
 
 
 def tensors(path):
