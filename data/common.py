@@ -260,9 +260,9 @@ def encode_documents(texts, vocabulary, num_threads=None):
 def cut(blocks, size=2**20):
     """Yields (piece, is_last) of a text that comes in blocks.
 
-    A piece has at most `size` characters, and ends where a line begins with a character that is no
-    space, if there is such a place: GPT-2's BPE, bpe:N and their like start a new token there. Else
-    it ends before a space between two words, where most others do, too. A tokenizer that puts a
+    A piece has at most `size` characters, and ends behind a newline between two characters that are
+    no spaces, if there is such a place: GPT-2's BPE, bpe:N and their like have the tokens of the
+    whole text then. Else it ends before a space between two words, where most others do, too. A tokenizer that puts a
     space before a text puts one before each piece."""
     rest = ''
     for block in blocks:
@@ -278,14 +278,18 @@ def cut(blocks, size=2**20):
 
 def end_of_piece(text, start, stop):
     """Returns where a piece of a text ends that begins at start and goes to stop at most: behind
-    the last newline, else before the last space, that something else than a space follows."""
-    for mark, n_after in (('\n', 1), (' ', 0)):
-        end = text.rfind(mark, start + 1, stop)
-        while end > start and text[end + 1].isspace():
-            end = text.rfind(mark, start + 1, end)
-        if end > start:
-            return end + n_after
-    return stop
+    the last newline between two characters that are no spaces, else before the last space that
+    something else than a space follows."""
+    end = text.rfind('\n', start + 1, stop)
+    while end > start:
+        # GPT-2's BPE would join the newline to a space before it, at the end of a text only
+        if not text[end - 1].isspace() and not text[end + 1].isspace():
+            return end + 1
+        end = text.rfind('\n', start + 1, end)
+    end = text.rfind(' ', start + 1, stop)
+    while end > start and text[end + 1].isspace():
+        end = text.rfind(' ', start + 1, end)
+    return end if end > start else stop
 
 
 # -----------------------------------------------------------------------------

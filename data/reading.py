@@ -85,11 +85,23 @@ def read_json_rows(path):
     with open_text(path) as file:
         first = next(filter(str.strip, file), '')
         if first.lstrip().startswith('['):
-            yield from numbered('row', parse_json(first + file.read(), path))
-            return
+            rest = file.read()
+            if not (rest.strip() and is_json(first)):
+                yield from numbered('row', parse_json(first + rest, path))
+                return
+            file = io.StringIO(rest)  # an array in each line
         for where, line in numbered('line', itertools.chain([first], file)):
             if line.strip():
                 yield where, parse_json(line, f'{path}, {where}')
+
+
+def is_json(text):
+    """Whether a text is a value of JSON."""
+    try:
+        parse_json(text, '')
+    except UserError:
+        return False
+    return True
 
 
 def read_table(path):

@@ -1,9 +1,12 @@
 """Conversations as text and token ids: chat templates, and what of a conversation counts in
 training."""
 import contextlib
+import ctypes
+import json
 import os
-import signal
+import re
 import threading
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +42,7 @@ def read_message(i, message):
     content = message.get('content')
     calls = message.get('tool_calls')
     if isinstance(content, list):
-        parts = [part.get('text') if isinstance(part, dict) else part for part in content]
+        parts = [text_of_part(part) for part in content]
         content = ''.join(parts) if all(isinstance(part, str) for part in parts) else parts
         message = {**message, 'content': content}
     is_text = isinstance(content, str) or content is None and calls
@@ -52,6 +55,13 @@ def read_message(i, message):
     return message
 
 
+def text_of_part(part):
+    """Returns the text of a part of a content, None for a part of another type."""
+    if not isinstance(part, dict):
+        return part
+    return part.get('text') if part.get('type', 'text') == 'text' else None
+
+
 def is_call(call):
     """Whether this is a call of a tool, {'function': {'name': text, ...}} or {'name': text}."""
     function = call.get('function', call) if isinstance(call, dict) else None
@@ -62,6 +72,58 @@ def call_of(message, n=-1):
     """Returns call number n of a tool in a message, {'name': ..., 'arguments': ...}."""
     call = message['tool_calls'][n]
     return call.get('function', call)
+
+
+def with_arguments(tokenizer, chat):
+    """Returns a Chat whose calls of tools have their arguments as its template takes them: objects,
+    in which OpenAI's text of JSON is decoded; as text if the template fails with objects, or writes
+    them as Python does."""
+    decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
+    found = [call_of(message, n).get('arguments') for message in decoded.messages
+             for n in range(len(message.get('tool_calls') or ()))]
+    objects = [str(arguments) for arguments in found if isinstance(arguments, dict) and arguments]
+    if not objects:
+        return decoded
+    try:
+        text = render(tokenizer, decoded)
+    except UserError:
+        text = None
+    if text is not None and not any(arguments in text for arguments in objects):
+        return decoded
+    as_text = chat._replace(messages=[encode_arguments(message) for message in chat.messages])
+    try:
+        render(tokenizer, as_text)
+    except UserError:
+        return decoded
+    return as_text
+
+
+def map_arguments(message, function):
+    """Returns a message in which the arguments of each call are those that a function makes."""
+    calls = []
+    for call in message.get('tool_calls') or ():
+        inner = call.get('function', call)
+        if 'arguments' in inner:
+            inner = {**inner, 'arguments': function(inner['arguments'])}
+        calls.append({**call, 'function': inner} if 'function' in call else inner)
+    return {**message, 'tool_calls': calls} if calls else message
+
+
+def decode_arguments(message):
+    """Returns a message whose calls have objects where their arguments are a text of one."""
+    def decode(arguments):
+        try:
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            return arguments
+        return value if isinstance(value, dict) else arguments
+    return map_arguments(message, decode)
+
+
+def encode_arguments(message):
+    """Returns a message whose calls have their arguments as text."""
+    return map_arguments(message, lambda arguments: arguments if isinstance(arguments, str)
+                         else json.dumps(arguments, ensure_ascii=False))
 
 
 def render(tokenizer, chat, *, add_generation_prompt=False):
@@ -87,8 +149,8 @@ def render_marked(tokenizer, chat):
 def within_limits(function, *args, **options):
     """Returns the result of a function that runs a chat template.
 
-    Raises UserError for one that fails, refuses the messages, or does not end within SECONDS (in the
-    main thread)."""
+    Raises UserError for one that fails, refuses the messages, or computes for longer than
+    SECONDS."""
     try:
         with time_limit(SECONDS):
             return function(*args, **options)
@@ -98,25 +160,83 @@ def within_limits(function, *args, **options):
         raise UserError(f"the model's chat template {verdict}: {error!s:.300}") from None
 
 
+class Watch(threading.Thread):
+    """Ends what computes for too long in any thread, by TimeoutError. It measures the CPU time of
+    the thread alone: a process that was stopped, and other threads, cost nothing."""
+    INTERVAL = 0.1  # seconds between two looks
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.lock = threading.Lock()
+        self.has_work = threading.Event()
+        self.limits = {}  # {thread: (clock, the time on it at which it ends)}
+        self.ended = set()  # threads that have got their TimeoutError
+
+    def run(self):
+        while True:
+            self.has_work.wait()
+            time.sleep(self.INTERVAL)
+            with self.lock:
+                for thread, (clock, end) in self.limits.items():
+                    if thread not in self.ended and time.clock_gettime(clock) > end:
+                        self.ended.add(thread)
+                        raise_in(thread, TimeoutError)
+                if not self.limits:
+                    self.has_work.clear()
+
+    def begin(self, seconds):
+        """Gives this thread so many seconds."""
+        thread = threading.get_ident()
+        clock = time.pthread_getcpuclockid(thread)
+        with self.lock:
+            self.limits[thread] = clock, time.clock_gettime(clock) + seconds
+            self.has_work.set()
+
+    def end(self):
+        """Ends the limit of this thread. Returns whether the time was over."""
+        thread = threading.get_ident()
+        with self.lock:
+            del self.limits[thread]
+            is_over = thread in self.ended
+            self.ended.discard(thread)
+            if is_over:
+                raise_in(thread, None)  # it may not have come yet
+        return is_over
+
+
+def raise_in(thread, error):
+    """Raises an error in a thread, given its number, at its next instruction of Python; None takes
+    one back that has not come."""
+    error = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+
+
+watches = []  # the Watch of this process
+
+
 @contextlib.contextmanager
 def time_limit(seconds):
-    """Raises TimeoutError in the body when the time is over. Without signals (Windows, another
-    thread) there is no limit."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not hasattr(signal, 'setitimer'):
+    """Raises TimeoutError if the body computes for more seconds in this thread. Where threads have
+    no clock of their own (Windows) there is no limit."""
+    if not hasattr(time, 'pthread_getcpuclockid'):
         yield
         return
-
-    def stop(*args):
-        raise TimeoutError(f'it does not end within {seconds} s')
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    if not watches or not watches[-1].is_alive():  # none lives on after a fork
+        watches[:] = [Watch()]
+        watches[-1].start()
+    watch = watches[-1]
+    watch.begin(seconds)
+    is_over = False
     try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        try:
+            yield
+        finally:
+            is_over = watch.end()
+    except TimeoutError:
+        if not is_over:
+            raise
+    if is_over:
+        raise TimeoutError(f'it does not end within {seconds} s')
 
 
 # -----------------------------------------------------------------------------
@@ -132,8 +252,8 @@ def encode_training_chat(tokenizer, chat, counted=None):
     ends it. If the template leaves that token to the message that follows, the last answer gets it
     here.
 
-    Raises UserError if the template refuses the messages, or writes an answer where it does not ask
-    for one."""
+    Raises UserError if the template refuses the messages, writes an answer where it does not ask
+    for one, or another message into an answer."""
     # the parts of the text that count: as the template marks them, or the answers with their ends
     answers = [i for i, message in enumerate(chat.messages) if message['role'] == 'assistant']
     chosen = [i for i in answers if counted is None or i in counted]
@@ -152,6 +272,8 @@ def encode_training_chat(tokenizer, chat, counted=None):
         for i in chosen:
             last = find_answer(tokenizer, chat, i, text)
             spans.append(find_end(last, text, specials, tokenizer.stop_tokens))
+
+    check_spans(tokenizer, chat, text, spans, chosen)
 
     # their tokens; a special token that takes in the spaces after it belongs to what it follows
     mask = np.zeros(len(ids), np.uint8)
@@ -208,7 +330,8 @@ def find_answer(tokenizer, chat, i, text):
     whatever it says and whatever the template rewrites of earlier turns. Raises UserError for an
     answer that is elsewhere than it is asked for."""
     refusal = UserError(f'the chat template does not write answer {i} where it asks for it; mark '
-                        'what the assistant says in it by {% generation %}')
+                        'what the assistant says in it by {% generation %}, and give that file as '
+                        '--template=FILE')
 
     def text_of(messages, **options):
         return render(tokenizer, chat._replace(messages=messages), **options)
@@ -237,14 +360,113 @@ def find_answer(tokenizer, chat, i, text):
     start = len(request)
     if not text.startswith(request):  # earlier turns are written otherwise when others follow
         prompt = request.removeprefix(text_of(messages[:i]))
-        introduction = before_last.removeprefix(request)  # between request and answer
-        if not text.startswith(before) or not before.endswith(prompt + introduction):
+        introduction = ''  # between request and answer
+        is_request = before_last.startswith(request)
+        if is_request:
+            introduction = before_last.removeprefix(request)
+        elif not ends_alike(request, before, messages[i - 1]):
+            raise refusal
+        is_asked = before.endswith(prompt + introduction) or not is_request
+        if not text.startswith(before) or not is_asked:
             raise refusal
         start = len(before) - len(introduction)
     if start > said:
         raise refusal
     n_shared = len(os.path.commonprefix([after, around_last[-1]]))
     return Answer(start, said, said + n_shared, n_shared == len(around_last[-1]), has_calls)
+
+
+def ends_alike(request, before, question):
+    """Whether the request for an answer ends as what is before it among all messages, from the
+    question on: some templates write a system message only into the last turn of a user."""
+    asked = question.get('content')
+    if not isinstance(asked, str) or not asked.strip():
+        return False
+    same = os.path.commonprefix([request[::-1], before[::-1]])[::-1]
+    return asked.strip() in same
+
+
+def find_places(tokenizer, chat, text):
+    """Returns {number: (start, end)} of what the messages of a Chat say in `text`, its rendering, in
+    characters; without those that the template leaves out or rewrites."""
+    says = {i: message['content'] for i, message in enumerate(chat.messages)
+            if isinstance(message.get('content'), str) and message['content'].strip()}
+    places = {}
+    for i, content in says.items():
+        marked = [*chat.messages]
+        marked[i] = {**marked[i], 'content': MARK}
+        try:
+            parts = render(tokenizer, chat._replace(messages=marked)).split(MARK)
+        except UserError:  # a template may look into a content
+            continue
+        if len(parts) != 2 or not text.startswith(parts[0]) or not text.endswith(parts[1]):
+            continue
+        start, end = len(parts[0]), len(text) - len(parts[1])
+        if start < end and text[start:end].strip() in content:
+            places[i] = start, end
+    return places
+
+
+def check_spans(tokenizer, chat, text, spans, chosen):
+    """Raises UserError if a span that counts holds what a message says that does not count: the
+    template writes it where an answer should be. chosen: the numbers of the messages that count."""
+    others = [i for i in range(len(chat.messages)) if i not in chosen]
+    # to look for them is slow: only where their words are
+    words = [chat.messages[i].get('content') for i in others]
+    words = [each.strip() for each in words if isinstance(each, str) and each.strip()]
+    if not any(each in text[start:end] for start, end in spans for each in words):
+        return
+    places = find_places(tokenizer, chat, text)
+    for i in others:
+        at, to = places.get(i, (0, 0))
+        if any(start < to and at < end for start, end in spans):
+            raise UserError(f'the chat template writes message {i}, of the role '
+                            f'"{chat.messages[i]["role"]}", into an answer, so that it would count; '
+                            'mark what the assistant says in it by {% generation %}, and give that file '
+                            'as --template=FILE')
+
+
+THOUGHTS = ('reasoning_content', 'reasoning', 'thinking')  # keys of a message
+
+
+def find_lost(tokenizer, chat, ids, counted):
+    """Returns what a user must know of a conversation, a list of sentences: what the template leaves
+    out of it, so that a model is trained without it, and whether what asks for the last of the
+    answers `counted` is not how the ids of the conversation begin."""
+    lost = []
+    for i, message in enumerate(chat.messages):
+        for kind, marked in marked_contents(message):
+            messages = [*chat.messages[:i], marked, *chat.messages[i + 1:]]
+            try:
+                text = render(tokenizer, chat._replace(messages=messages))
+            except UserError:  # a template may look into a content
+                continue
+            if MARK not in text:
+                lost.append(f'the template leaves out {kind}')
+    last = counted[-1]
+    if last:
+        prompt = render(tokenizer, chat._replace(messages=chat.messages[:last]),
+                        add_generation_prompt=True)
+        prompt = tokenizer.tokenizer.encode(whole_characters(prompt), add_special_tokens=False).ids
+        if list(ids[:len(prompt)]) != prompt:
+            lost.append('the tokens that ask for an answer are others than those before it in '
+                        'training, so that the model may answer badly')
+    return sorted(set(lost))
+
+
+def marked_contents(message):
+    """Yields (name, message with MARK in its place) of each part of a message that a template may
+    leave out."""
+    content = message.get('content')
+    thought = re.match(r'\s*<think>(.*?)</think>', content, re.S) if isinstance(content, str) else None
+    if thought and thought[1].strip():
+        yield 'the reasoning of answers', {
+            **message, 'content': content.replace(thought[1], MARK, 1)}
+    elif isinstance(content, str) and content.strip() and message['role'] != 'assistant':
+        yield f'messages of the role "{message["role"]}"', {**message, 'content': MARK}
+    for name in THOUGHTS:
+        if isinstance(message.get(name), str) and message[name].strip():
+            yield 'the reasoning of answers', {**message, name: MARK}
 
 
 def mark_answer(message):

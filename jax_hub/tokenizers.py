@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_flags import (
     SAMPLING_NAMES, UserError, read_json, whole_characters, write_json)
-from jax_hub.chats import encode_training_chat, read_chat, render
+from jax_hub.chats import encode_training_chat, find_lost, read_chat, render, with_arguments
 from jax_hub.folders import (
     import_transformers, path_inside, read_config_json, telling_warnings, text_config)
 
@@ -191,7 +191,7 @@ class HFTokenizer:
         """Returns the text of the messages of a chat; tools, variables: see read_chat. Raises
         UserError."""
         self.check_template()
-        chat = read_chat(messages, tools, variables)
+        chat = with_arguments(self, read_chat(messages, tools, variables))
         return render(self, chat, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(self, messages, *, tools=None, variables=None):
@@ -204,7 +204,21 @@ class HFTokenizer:
     def encode_training_chat(self, messages, *, counted=None, tools=None, variables=None):
         """Returns (ids, mask) of a conversation, see jax_hub.chats.encode_training_chat."""
         self.check_template()
-        return encode_training_chat(self, read_chat(messages, tools, variables), counted)
+        chat = with_arguments(self, read_chat(messages, tools, variables))
+        return encode_training_chat(self, chat, counted)
+
+    def find_lost(self, messages, ids, *, counted, tools=None, variables=None):
+        """Returns what a user must know of a conversation with these ids, see
+        jax_hub.chats.find_lost."""
+        chat = with_arguments(self, read_chat(messages, tools, variables))
+        return find_lost(self, chat, ids, counted)
+
+    def set_template(self, template):
+        """Takes a chat template, a text, in place of the folder's. Raises UserError for a tokenizer
+        that transformers does not read."""
+        if self.hf is None:
+            raise UserError('a chat template needs the folder of a model, which has one, too')
+        self.hf.chat_template = self.chat_template = template
 
     def check_template(self):
         """Raises UserError without a chat template."""

@@ -349,3 +349,216 @@ def test_a_template_that_writes_answers_elsewhere_than_it_asks_for_them_is_refus
     said = ('user', 'ab'), ('assistant', 'c'), ('user', 'd'), ('assistant', ' ef ')
     message = refusal(tokenizer.encode_training_chat, [{'role': role, 'content': text} for role, text in said])
     assert 'does not write answer 1 where it asks for it; mark' in message
+
+
+# -----------------------------------------------------------------------------
+# nothing of a row is lost
+
+def texts(example):
+    return [message['content'] for message in example.conversations[0]]
+
+
+def test_a_context_and_a_system_prompt_are_part_of_the_question():
+    row = {'instruction': 'a', 'context': 'b', 'response': 'c', 'category': 'qa', 'id': ''}
+    example = read_example(row)
+    assert texts(example) == ['a\nb', 'c'] and example.unread == {'category'}
+    assert texts(read_example({'question': 'a', 'context': 'b', 'answer': 'c'})) == ['a\nb', 'c']
+    example = read_example({'system_prompt': 's', 'question': 'a', 'response': 'c', 'id': 7})
+    assert texts(example) == ['s', 'a', 'c'] and example.unread == {'id'}
+    assert texts(read_example({'messages': TURNS, 'system_prompt': 's'})) == ['s', 'ab', 'cd']
+
+
+@pytest.mark.parametrize('row, message', [
+    ({'history': [['a', 'b']], 'instruction': 'a', 'output': 'b'}, '"history", which is not read; .*readme'),
+    ({'messages': TURNS, 'functions': [{'name': 'f'}]}, '"functions", which is not read'),
+    ({'messages': TURNS, 'rejected_response': 'e'}, '"rejected_response", which is not read'),
+    ({'messages': TURNS, 'context': 'e'}, '"context" beside what is read'),
+    ({'instruction': 'i', 'question': 'a', 'answer': 'b'}, '"instruction" beside what is read'),
+    ({'messages': [{'role': 'system', 'content': 's'}, *TURNS], 'system': 't'}, 'begin with another one')])
+def test_what_belongs_to_a_question_and_is_not_read_is_refused_by_name(row, message):
+    with pytest.raises(UserError, match=message):
+        read_example(row)
+
+
+@pytest.mark.parametrize('label, counted', [(False, []), ('False', []), (0, []), (True, [1]), ('true', [1]), (1, [1])])
+def test_an_answer_that_is_labelled_bad_does_not_count(label, counted):
+    for row in ({'prompt': 'ab', 'completion': 'cd', 'label': label}, {'messages': TURNS, 'label': label}):
+        example = read_example(row)
+        assert example.counted == [counted] and not example.unread
+
+
+@pytest.mark.parametrize('name', ['train_on_turn', 'training'])
+def test_other_names_of_a_weight_are_read(name):
+    assert read_example({'messages': [*TURNS, ASK, WORSE | {name: False}]}).counted == [[1]]
+
+
+def test_the_script_says_which_columns_it_did_not_read_and_leaves_out_equal_pairs(made, tmp_path):
+    made(QWEN)
+    pair = {'prompt': 'ab', 'chosen': 'cd', 'rejected': 'e', 'score': 3}
+    rows = [pair, pair | {'rejected': 'cd'}, pair, pair | {'source': 'x'}]
+    (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    lines = succeeded(prepare('chat', tmp_path / 'a.jsonl', f'--tokenizer={tmp_path}',
+                              f'--out_dir={tmp_path / "a"}')).stdout.splitlines()
+    assert '1 rows left out: "chosen" and "rejected" are the same' in lines
+    assert lines[-1] == 'columns of rows that were not read: "score" of 4, "source" of 1'
+    assert 'train has 2 pairs' in '\n'.join(lines)
+
+
+def test_lines_that_are_arrays_of_messages_are_conversations(made, tmp_path):
+    made(QWEN)
+    for name, row in (('a', TURNS), ('b', {'messages': TURNS})):
+        path = tmp_path / f'{name}.jsonl'
+        path.write_text((json.dumps(row) + '\n') * 3)
+        succeeded(prepare('chat', path, f'--tokenizer={tmp_path}', f'--out_dir={tmp_path / name}'))
+    assert (tmp_path / 'a' / 'train.bin').read_bytes() == (tmp_path / 'b' / 'train.bin').read_bytes()
+
+
+def test_parts_of_another_type_than_text_are_refused(made):
+    parts = [{'type': 'text', 'text': 'It is '}, {'type': 'python', 'text': '1+1'}]
+    message = refusal(made(QWEN).encode_chat, [ASK, {'role': 'assistant', 'content': parts}, ASK])
+    assert 'message 1 has no "content" that is a text' in message
+
+
+# -----------------------------------------------------------------------------
+# calls of tools as OpenAI's API has them
+
+def called(arguments):
+    function = {'name': 'add', 'arguments': arguments}
+    return {'role': 'assistant', 'tool_calls': [{'type': 'function', 'function': function}]}
+
+
+ITERATES = ('{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}'
+            '{% for k, v in c.function.arguments.items() %}{{ k + "=" + v|string }}{% endfor %}{% endfor %}'
+            '{% endfor %}')
+CONCATENATES = ('{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}'
+                '{{ "(" + c.function.arguments + ")" }}'
+                '{% endfor %}{% endfor %}')
+
+
+@pytest.mark.parametrize('template, text', [
+    (ITERATES, 'aba=1'), (CONCATENATES, 'ab({"a": 1})'), (CONCATENATES.replace('+', '~'), 'ab({"a": 1})'),
+    (CONCATENATES.replace('c.function.arguments', 'c.function.arguments|tojson'), 'ab({"a": 1})')])
+def test_arguments_as_a_text_of_json_are_written_as_those_that_are_an_object(made, template, text):
+    tokenizer = made(template.replace('{{ m.content }}', '{{ m.content or "" }}'))
+    for arguments in ('{"a": 1}', {'a': 1}):
+        assert tokenizer.render_chat([ASK, called(arguments)], add_generation_prompt=False) == text
+
+
+def test_nulls_of_a_table_are_not_in_tools_and_calls():
+    parameters = {'a': {'type': 'x'}, 'b': None}
+    tool = {'type': 'function', 'function': {'name': 'add', 'strict': None, 'parameters': parameters}}
+    example = read_example({'messages': [ASK, called({'a': 1, 'b': None})], 'tools': [tool]})
+    assert example.tools == [{'type': 'function', 'function': {'name': 'add', 'parameters': {'a': {'type': 'x'}}}}]
+    assert example.conversations[0][1]['tool_calls'] == called({'a': 1})['tool_calls']
+
+
+# -----------------------------------------------------------------------------
+# masks of templates that write a message elsewhere, or leave it out
+
+# In the manner of Mistral-Nemo's: the system message stands in the last turn of a user, if that is the last message.
+NEMO = ('{% if messages[0].role == "system" %}{% set system = messages[0].content %}{% set rest = messages[1:] %}'
+        '{% else %}{% set rest = messages %}{% endif %}{{ bos_token }}{% for m in rest %}{% if m.role == "user" %}'
+        '{{ "<user>" }}{% if loop.last and system is defined %}{{ system + "|" }}{% endif %}{{ m.content + "<model>" }}'
+        '{% else %}{{ m.content + "</s>" }}{% endif %}{% endfor %}')
+SYSTEM = {'role': 'system', 'content': 'gh'}
+
+
+def test_only_answers_count_where_a_system_message_is_written_into_the_last_turn(made):
+    tokenizer = made(NEMO)
+    text, counted = counted_text(tokenizer, [SYSTEM, *TURNS, ASK, {'role': 'assistant', 'content': 'ef'}])
+    assert counted == 'cd</s>|ef</s>'
+    assert counted_text(tokenizer, [SYSTEM, *TURNS])[1] == 'cd</s>'
+
+
+def test_a_message_of_another_in_an_answer_is_an_error_but_the_same_words_are_not(made):
+    stray = ('{% for m in messages %}{% if m.role == "user" %}{{ "<user>" + m.content }}'
+             '{% elif m.role == "assistant" %}{% generation %}'
+             '{{ "<model>" + messages[0].content + m.content + "</s>" }}{% endgeneration %}{% endif %}'
+             '{% endfor %}')
+    tokenizer = made(stray)
+    message = refusal(tokenizer.encode_training_chat, [SYSTEM, *TURNS])
+    assert 'writes message 0, of the role "system", into an answer' in message
+    same = [ASK, {'role': 'assistant', 'content': 'ab cd'.replace(' ', '')}]
+    assert counted_text(made(QWEN), same)[1] == 'abcd</s>'
+
+
+def lines_of(tokenizer, rows, tmp_path):
+    (tmp_path / 'rows.jsonl').write_text('\n'.join(json.dumps({'messages': row}) for row in rows))
+    return succeeded(prepare('chat', tmp_path / 'rows.jsonl', f'--tokenizer={tmp_path}',
+                             f'--out_dir={tmp_path / "out"}')).stdout.splitlines()
+
+
+def test_messages_that_a_template_leaves_out_are_counted_and_said(made, tmp_path):
+    lines = lines_of(made(NEMO), [[SYSTEM, *TURNS]] * 2 + [TURNS] * 2, tmp_path)
+    assert 'the template leaves out messages of the role "system": 2 conversations' in lines
+    thinks = QWEN.replace('m.content', '(m.content or "").split("</think>")[-1]')
+    think = {'role': 'assistant', 'content': '<think>ef</think>cd'}
+    for answer in (think, ANSWER | {'reasoning_content': 'ef'}):
+        found = made(thinks).find_lost([ASK, answer], [], counted=[1])
+        assert 'the template leaves out the reasoning of answers' in found
+    assert lines_of(made(QWEN), [TURNS] * 2, tmp_path)[-1].startswith('val has')
+
+
+def test_a_generation_prompt_that_is_not_how_training_begins_is_counted_and_said(made):
+    tokenizer = made(QWEN)
+    ids, _ = tokenizer.encode_training_chat(TURNS)
+    assert tokenizer.find_lost(TURNS, ids, counted=[1]) == []
+    tokenizer = made(QWEN + '{% if add_generation_prompt %}{{ "e" }}{% endif %}')
+    said, = tokenizer.find_lost(TURNS, ids, counted=[1])
+    assert 'are others than those before it in training' in said
+
+
+# -----------------------------------------------------------------------------
+# the time limit of a template
+
+ENDLESS = '{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}'
+
+
+def test_a_template_that_does_not_end_is_ended_in_every_thread(made, monkeypatch):
+    import concurrent.futures
+    monkeypatch.setattr('jax_hub.chats.SECONDS', 0.3)
+    tokenizer = made(ENDLESS)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        messages = list(pool.map(lambda _: refusal(tokenizer.encode_chat, [ASK]), range(2)))
+    messages.append(refusal(tokenizer.encode_chat, [ASK]))
+    assert all('does not end within 0.3 s' in message for message in messages)
+
+
+def test_neither_waiting_nor_other_threads_count_for_the_limit():
+    import threading
+    import time
+
+    from jax_hub.chats import time_limit
+    stop = threading.Event()
+
+    def work():
+        while not stop.is_set():
+            sum(range(1000))
+    others = [threading.Thread(target=work) for _ in range(2)]
+    for thread in others:
+        thread.start()
+    try:
+        with time_limit(0.3):
+            time.sleep(0.8)
+    finally:
+        stop.set()
+        for thread in others:
+            thread.join()
+    with pytest.raises(TimeoutError, match='0.2 s'), time_limit(0.2):
+        while True:
+            sum(range(1000))
+
+
+@pytest.mark.skipif(not hasattr(__import__('signal'), 'SIGSTOP'), reason='needs SIGSTOP')
+def test_a_process_that_is_stopped_for_longer_goes_on():
+    import signal
+    import time
+    code = ('import time\nfrom jax_hub.chats import time_limit\nwith time_limit(0.5):\n'
+            '    print("begins", flush=True)\n    end = time.thread_time() + 0.25\n'
+            '    while time.thread_time() < end:\n        sum(range(100))\nprint("ends")')
+    process = subprocess.Popen([sys.executable, '-c', code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == 'begins\n'
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate()[0] == 'ends\n' and process.returncode == 0

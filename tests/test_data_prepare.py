@@ -692,3 +692,18 @@ def test_openwebtext_interrupted_is_one_line_and_the_same_command_does_it(tmp_pa
     assert run.returncode == 130 and files_in(out) == []
     prepare(*args, env=bpe_env)
     read(out)
+
+
+def test_pieces_of_a_text_have_gpt2s_tokens_of_the_whole(monkeypatch):
+    import tiktoken
+    try:
+        encode = tiktoken.get_encoding('gpt2').encode_ordinary
+    except Exception:
+        pytest.skip("needs the files of GPT-2's BPE")
+    monkeypatch.syspath_prepend(DATA)
+    cut = importlib.import_module('common').cut
+    text = ''.join(f'A line of words {i}.' + ('\n\n', ' \n', '\n', '  two', '\t\n\n')[i % 5] for i in range(400))
+    for size in (50, 120, 1000):
+        pieces = [piece for piece, _ in cut([text], size)]
+        assert ''.join(pieces) == text and len(pieces) > len(text) / size - 1
+        assert sum((encode(piece) for piece in pieces), []) == encode(text)

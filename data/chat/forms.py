@@ -4,7 +4,13 @@ from typing import NamedTuple
 
 from jax_flags import UserError, parse_json
 
-WEIGHTS = ('weight', 'train', 'loss')  # what says of a message whether it counts
+# what says of a message whether it counts
+WEIGHTS = ('weight', 'train', 'loss', 'train_on_turn', 'training')
+SYSTEMS = ('system', 'system_prompt')  # keys of a row with the text of a system message
+INPUTS = ('input', 'context')  # keys with what stands below a question
+# keys of rows that change what is asked or taught, and are not read: readme.md has functions
+UNREAD = ('history', 'functions', 'rejected_response')
+LABELS = {'true': 1, '1': 1, 'false': 0, '0': 0}  # whether the answers of a row are good ones
 ROLES = {  # ShareGPT's "from"
     'human': 'user', 'user': 'user', 'gpt': 'assistant', 'assistant': 'assistant',
     'function_call': 'assistant', 'system': 'system', 'tool': 'tool', 'observation': 'tool'}
@@ -22,14 +28,43 @@ class Example(NamedTuple):
     form: str  # what the row is, for the user; '' if it is "messages"
     tools: list | None = None  # for the template
     variables: dict | None = None
+    unread: set = frozenset()  # the names of the columns that were not read
+
+
+class Row(dict):
+    """A row that knows which of its columns were read."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.was_read = set()
+
+    def __getitem__(self, name):
+        self.was_read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.was_read.add(name)
+        return super().get(name, default)
+
+    def unread(self):
+        """Returns the names of the columns that hold something and were not read."""
+        return {name for name, value in self.items()
+                if name not in self.was_read and value not in ('', [], {})}
 
 
 def read_example(row):
     """Returns the Example of a row. Raises UserError, with a text that follows the number of the
     row."""
+    if isinstance(row, list) and row and all(isinstance(each, dict) for each in row):
+        row = {'messages': row}  # a line that has the messages alone
     if not isinstance(row, dict):
         raise UserError('has no "messages": it is no object')
-    row = {key: value for key, value in row.items() if value is not None}
+    row = Row({key: value for key, value in row.items() if value is not None})
+    for name in UNREAD:
+        is_known = name == 'functions' and row.get('tools')
+        if row.get(name) and not is_known:
+            raise UserError(f'has "{name}", which is not read; "Other forms" in '
+                            'data/chat/readme.md has a function that makes messages of such rows')
     if 'chosen' in row or 'rejected' in row:
         asked, answers, form = read_pair(row)
     else:
@@ -45,12 +80,42 @@ def read_example(row):
         counted.append([i for i, message in enumerate(messages)
                         if counts(i, message) and i >= len(asked)])
 
+    if 'label' in row and LABELS.get(str(row['label']).lower()) == 0:
+        counted = [[] for _ in counted]
+
     # What the template takes: not the weights.
-    conversations = [
-        [{key: value for key, value in message.items() if key not in WEIGHTS} for message in each]
-        for each in conversations]
+    conversations = [[for_template(message) for message in each] for each in conversations]
     tools, variables = (parsed(row.get(name), name) for name in ('tools', 'chat_template_kwargs'))
-    return Example(conversations, counted, form, tools or None, variables)
+    check_all_is_asked(row)
+    return Example(conversations, counted, form, without_nulls(tools) or None, variables,
+                   row.unread())
+
+
+def for_template(message):
+    """Returns a message without its weights, and its calls without nulls."""
+    message = {key: value for key, value in message.items() if key not in WEIGHTS}
+    if 'tool_calls' in message:
+        message['tool_calls'] = without_nulls(message['tool_calls'])
+    return message
+
+
+def without_nulls(value):
+    """Returns a value of JSON without the keys that are null: a table gives each object the keys of
+    all others."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value
+
+
+def check_all_is_asked(row):
+    """Raises UserError if a row has text of a question that was not read."""
+    unread = row.unread()
+    for name in ('context', 'instruction', *SYSTEMS):
+        if name in unread:
+            raise UserError(f'has "{name}" beside what is read, and it is not clear where it '
+                            'belongs: put it into "messages", see data/chat/readme.md')
 
 
 def parsed(value, name):
@@ -173,21 +238,28 @@ def count_shared(chosen, rejected):
 
 
 def read_question(row, name):
-    """Returns the messages under a name: a list of them, or a text, with the row's "input" in the
-    next line. The row's "system" comes first. Raises UserError."""
+    """Returns the messages under a name: a list of them, or a text, with the row's "input" or
+    "context" in the next line. The row's "system" comes first. Raises UserError."""
     asked = row[name]
     if name in LISTS or not isinstance(asked, str):
         return with_system(row, read_turns(asked, name))
-    if row.get('input'):
-        asked = f'{asked}\n{row["input"]}'
+    for key in INPUTS:
+        if row.get(key):
+            asked = f'{asked}\n{row[key]}'
     return with_system(row, [{'role': 'user', 'content': asked}])
 
 
 def with_system(row, messages):
-    """Returns the messages after the row's "system", if it has one beside them."""
-    if not row.get('system') or messages and messages[0]['role'] == 'system':
+    """Returns the messages after the row's "system" or "system_prompt", if it has one beside them.
+    Raises UserError if the messages have another one."""
+    texts = [row[name] for name in SYSTEMS if row.get(name)]
+    if not texts:
         return messages
-    return [{'role': 'system', 'content': row['system']}, *messages]
+    if messages and messages[0]['role'] == 'system':
+        if messages[0].get('content') not in texts:
+            raise UserError('has a "system" beside "messages" that begin with another one')
+        return messages
+    return [{'role': 'system', 'content': texts[0]}, *messages]
 
 
 def read_answer(answer, name):

@@ -16,6 +16,7 @@ import collections
 import json
 import os
 import sys
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,38 +24,57 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import UserError, create_parser, fail, load_model_tokenizer, positive, save_documents
 from forms import read_example
 from jax_flags import whole_characters
-from reading import read_rows
+from reading import read_rows, read_text
 
 here = os.path.dirname(os.path.abspath(__file__))
 
 
+class Told(NamedTuple):
+    """What a user must know about the rows of a file: how many there are of each kind."""
+    forms: collections.Counter  # forms of rows
+    left_out: collections.Counter  # reasons for which rows are left out
+    columns: collections.Counter  # columns that were not read
+    lost: collections.Counter  # what the template leaves out, or writes otherwise for a prompt
+
+
 def read_examples(path, enc):
-    """Returns ([[(ids, mask)]], numbers of rows by form, number left out): the conversations of
-    each row of a file, one or a pair. Rows whose answers all have the weight 0 are left out. Raises
+    """Returns ([[(ids, mask)]], Told): the conversations of each row of a file, one or a pair. Rows
+    whose answers all have the weight 0, and pairs of equal answers, are left out. Raises
     UserError."""
     examples = []
-    forms = collections.Counter()
-    n_left_out = 0
+    told = Told(*(collections.Counter() for _ in Told._fields))
     for where, row in read_rows(path):
         try:
             # half a character has no token
             text = json.dumps(row, ensure_ascii=False, default=str)
             example = read_example(json.loads(whole_characters(text)))
-            forms[example.form] += 1
-            if not all(example.counted):
-                n_left_out += 1
+            told.forms[example.form] += 1
+            told.columns.update(example.unread)
+            reason = why_left_out(example)
+            if reason:
+                told.left_out[reason] += 1
                 continue
-            examples.append(encode_example(example, enc))
+            examples.append(encode_example(example, enc, told))
             if len(examples[-1]) != len(examples[0]):
                 fail('has one answer where those before have "chosen" and "rejected", or the '
                      'reverse')
         except UserError as e:
             fail(f'{path}, {where}: {e}')
-    return examples, forms, n_left_out
+    return examples, told
 
 
-def encode_example(example, enc):
-    """Returns [(ids, mask)] of the conversations of an Example. Raises UserError."""
+def why_left_out(example):
+    """Returns why an Example teaches nothing, '' if it does."""
+    if not all(example.counted):
+        return 'no answer in them counts'
+    if len(example.conversations) == 2 and example.conversations[0] == example.conversations[1]:
+        return '"chosen" and "rejected" are the same'
+    return ''
+
+
+def encode_example(example, enc, told):
+    """Returns [(ids, mask)] of the conversations of an Example, and counts in a Told what the
+    template makes of them. Raises UserError."""
     encoded = []
     for messages, counted in zip(example.conversations, example.counted):
         ids, mask = enc.encode_training_chat(
@@ -63,6 +83,8 @@ def encode_example(example, enc):
             answer = messages[counted[-1]].get('content')
             fail(f'has an answer of which the template writes nothing: {answer!r:.100}')
         encoded.append((ids, mask))
+        told.lost.update(enc.find_lost(messages, ids, counted=counted, tools=example.tools,
+                                       variables=example.variables))
     return encoded
 
 
@@ -142,11 +164,15 @@ def main():
                         help='the model: a Hugging Face folder or owner/name')
     parser.add_argument('--rows', type=positive, metavar='BLOCK_SIZE',
                         help='pack whole conversations into rows of this block_size')
+    parser.add_argument('--template', metavar='FILE',
+                        help="a chat template in place of the model's, one with {%% generation %%}")
     args = parser.parse_args()
 
     # The conversations of all rows, as ids with their masks.
     enc, vocabulary = load_model_tokenizer(args.tokenizer)
-    examples, forms, n_left_out = read_examples(args.input, enc)
+    if args.template:
+        enc.set_template(read_text(args.template))
+    examples, told = read_examples(args.input, enc)
     n_train = min(len(examples) - 1, int(len(examples)*0.9))  # the last tenth is for validation
     if n_train < 1:
         fail(f'{args.input} has {len(examples)} conversations, too few for a train and a val part; '
@@ -156,9 +182,8 @@ def main():
         fail('--rows packs conversations, not pairs')
 
     # The two splits: their ids, masks and, of pairs, ends.
-    said = [f'{n:,} rows read as {form}' for form, n in forms.items() if form]
-    if n_left_out:
-        said.append(f'{n_left_out:,} rows left out: no answer in them counts')
+    said = [f'{n:,} rows read as {form}' for form, n in told.forms.items() if form]
+    said += [f'{n:,} rows left out: {reason}' for reason, n in told.left_out.items()]
     documents = {}
     files = {}
     for split, part in (('train', examples[:n_train]), ('val', examples[n_train:])):
@@ -181,7 +206,11 @@ def main():
     # Write all of it, then say what it is.
     row_length = {'row_length': args.rows + 1} if args.rows else {}
     save_documents(args.out_dir, documents, vocabulary, files=files, kind=kind, **row_length)
-    print('\n'.join(filter(None, [*said, warning])))
+    said += [warning, *(f'{what}: {n:,} conversations' for what, n in told.lost.items())]
+    columns = [f'"{name}" of {n:,}' for name, n in sorted(told.columns.items())]
+    if columns:
+        said.append(f'columns of rows that were not read: {", ".join(columns)}')
+    print('\n'.join(filter(None, said)))
 
 
 if __name__ == '__main__':

@@ -243,7 +243,7 @@ def main():
     texts = Texts(files, args.key, args.strict)
     vocabulary = choose_vocabulary(args.tokenizer, texts.all_texts, texts.train_texts)
     source = {'files': [[path, os.path.getsize(path)] for path in files],
-              'tokenizer': args.tokenizer, 'key': args.key}
+              'tokenizer': args.tokenizer, 'key': args.key, 'pieces': 2}
     lengths = write_tokens(args.out_dir, source, texts, vocabulary, args.num_proc)
     sizes = finish_data_set(args.out_dir, vocabulary, lengths, args.rows)
 

@@ -192,6 +192,16 @@ def pieces(tokenizer, template, messages, **variables):
     return [text[a:b] for a, b in zip([0, *edges], [*edges, len(text)])]
 
 
+def decoded(messages):
+    """The messages with objects where arguments are a text of JSON, as OpenAI's API has them."""
+    messages = json.loads(json.dumps(messages))
+    for message in messages:
+        for each in message.get('tool_calls', ()):
+            if isinstance(each['function']['arguments'], str):
+                each['function']['arguments'] = json.loads(each['function']['arguments'])
+    return messages
+
+
 def unmarked(template):
     return re.sub(r'{% (end)?generation %}', '', template)
 
@@ -207,7 +217,7 @@ def main():
                 **variables)
             tool_cases.append({
                 'template': name, 'messages': messages, 'tools': tools, 'variables': variables, 'prompt': prompt,
-                'pieces': pieces(tokenizer, template, messages, tools=tools, **variables)})
+                'pieces': pieces(tokenizer, template, decoded(messages), tools=tools, **variables)})
     plain = {name: unmarked(template) for name, template in TEMPLATES.items()}
     cases = []
     for name, template in TEMPLATES.items():
