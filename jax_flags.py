@@ -575,7 +575,7 @@ class Sampling:
     stop: str | tuple = ()  # texts before the first of which a text ends
     stop_tokens: tuple = ()  # a row ends with the first of these that it generates
     n_vocab: int | None = None  # only ids below it; None is all
-    seed: int = 1337  # seeds the samples of texts; rows of tokens have keys
+    seed: int | None = 1337  # seeds the samples of texts, None draws one; rows of tokens have keys
     cache_dtype: str = 'auto'  # dtype of the KV cache
     n_draft: int = 0  # drafts per step
 

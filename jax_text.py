@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import re
+import secrets
 import select
 import sys
 import zlib
@@ -221,7 +222,7 @@ class TextModel:
         return {**SAMPLING, **self.tokenizer.sampling}
 
     def generate(self, texts: str | list[str], *, num_samples: int = 1, first_sample: int = 0,
-                 max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337,
+                 max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int | None = 1337,
                  temperature: float | None = None, top_k: int | None = None,
                  top_p: float | None = None, min_p: float | None = None,
                  repetition_penalty: float | None = None, cache_dtype: str = 'auto',
@@ -234,8 +235,7 @@ class TextModel:
         The options are explained in Sampling and Generation.
         Raises UserError for a text or an option that makes no sense."""
         is_one = isinstance(texts, str)
-        if is_one:
-            texts = [texts]
+        texts = list_of_texts(texts, 'generate')
         sampling = Sampling(
             max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed=seed,
             cache_dtype=cache_dtype, n_draft=n_draft)
@@ -246,7 +246,7 @@ class TextModel:
         return generated[0] if is_one and num_samples == 1 else generated
 
     def stream(self, prompt: str | list[dict[str, str]], *, first_sample: int = 0,
-               max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337,
+               max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int | None = 1337,
                temperature: float | None = None, top_k: int | None = None,
                top_p: float | None = None, min_p: float | None = None,
                repetition_penalty: float | None = None, cache_dtype: str = 'auto',
@@ -255,6 +255,10 @@ class TextModel:
         a chat, the answer alone.
 
         The options are explained in Generation. Raises UserError as generate does."""
+        is_chat = not isinstance(prompt, str)
+        if is_chat and not is_list_of(prompt, dict):
+            raise UserError('stream takes one text, or the messages of one chat; for several texts '
+                            'call generate')
         sampling = Sampling(
             max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed=seed,
             cache_dtype=cache_dtype, n_draft=n_draft)
@@ -265,7 +269,7 @@ class TextModel:
 
     def chat(self, messages: str | list[dict[str, Any]], *, tools: list[dict] | None = None,
              chat_template_kwargs: dict[str, Any] | None = None, first_sample: int = 0,
-             max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int = 1337,
+             max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int | None = 1337,
              temperature: float | None = None, top_k: int | None = None,
              top_p: float | None = None, min_p: float | None = None,
              repetition_penalty: float | None = None, cache_dtype: str = 'auto',
@@ -288,24 +292,28 @@ class TextModel:
             self, [prompt], sampling, first_sample=first_sample, prefix_cache=prefix_cache).finish()
         return final_answer(generation.texts[0][len(generation.prompt_texts[0]):])
 
-    def logprobs(self, texts: list[str], *, max_length: int = 0, batch_size: int = 16,
+    def logprobs(self, texts: str | list[str], *, max_length: int = 0, batch_size: int = 16,
                  cache_dtype: str = 'auto') -> list[tuple[list[int], np.ndarray]]:
-        """Returns for each text (ids, the natural log-probability of each).
+        """Returns for each text (ids, the natural log-probability of each); of one text that is not
+        in a list, this pair alone.
 
         A text follows the token that begins or else ends a document; of a tokenizer without either
         (characters), the first token is left out. The options are explained in jax_generate.score.
         Raises UserError for a text of fewer than two tokens."""
         # an item of one row for each text, of which all tokens but the first are scored
+        is_one = isinstance(texts, str)
+        texts = list_of_texts(texts, 'logprobs')
         rows = [self.encode_document(text) for text in texts]
-        if any(len(self.tokenizer.encode(text)) < 2 for text in texts):
-            raise UserError('a text needs at least two tokens')
+        for text in texts:
+            if len(self.tokenizer.encode(text)) < 2:
+                raise UserError(f'a text needs at least two tokens, and {text!r:.40} has fewer')
         items = [[(ids, 1)] for ids in rows]
         scores = self.score(
             items, max_length=max_length, batch_size=batch_size, cache_dtype=cache_dtype)
         results = []
         for ids, [(logprobs, _)] in zip(rows, scores):
             results.append((ids[1:], logprobs))
-        return results
+        return results[0] if is_one else results
 
     def score(self, items, *, max_length: int = 0, batch_size: int = 16,
               cache_dtype: str = 'auto'):
@@ -433,6 +441,24 @@ def whole_array(x):
     return np.asarray(x)
 
 
+def is_list_of(values, kind):
+    """Whether this is a list, tuple or array with at least one value, all of this type."""
+    is_list = isinstance(values, (list, tuple, np.ndarray)) and len(values) > 0
+    return is_list and all(isinstance(value, kind) for value in values)
+
+
+def list_of_texts(texts, method):
+    """Returns a text, or several, as a list. Raises UserError for anything else, by the name of the
+    method that got it: a text in place of a list would be read letter by letter."""
+    if isinstance(texts, str):
+        return [texts]
+    if is_list_of(texts, dict):
+        raise UserError(f'{method} takes texts, and these are messages: call chat, or stream')
+    if not is_list_of(texts, str):
+        raise UserError(f'{method} takes a text or a list of texts, not {texts!r:.60}')
+    return list(texts)
+
+
 class Generation:
     """A batch of prompts and their continuations, while they grow: iterating over it generates
     chunk by chunk.
@@ -476,6 +502,8 @@ class Generation:
         # how to sample: as the caller says, else as the model's makers do, else as nanoGPT does
         missing = {name: value for name, value in model.defaults.items()
                    if getattr(sampling, name) is None}
+        if sampling.seed is None:
+            missing['seed'] = secrets.randbelow(2**32)
         self.sampling = dataclasses.replace(
             sampling, **missing, n_vocab=tokenizer.vocab_size,
             stop_tokens=(*tokenizer.stop_tokens, *stop_tokens))
@@ -484,7 +512,7 @@ class Generation:
         # a sample's random numbers are a function of the seed, its prompt (the CRC-32 of the ids,
         # int32 in little-endian order) and its number: equal prompts have equal samples, samples
         # of different prompts are independent
-        key = jax.random.key(sampling.seed)
+        key = jax.random.key(self.sampling.seed)
         prompt_numbers = np.array(
             [zlib.crc32(np.array(ids, '<i4').tobytes()) for ids in self.prompts], np.uint32)
         key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, prompt_numbers)

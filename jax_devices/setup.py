@@ -105,6 +105,8 @@ def configure_process(device, deterministic=False, init_from='', out_dir=''):
             saved = read_json(Path(out_dir, 'config.json'), optional=True)
             deterministic |= saved.get('deterministic') is True
 
+    use_own_settings()
+
     # Do not initialize a GPU that is not used: it would reserve the GPU's memory.
     kind, _, index = device.partition(':')
     if kind == 'cpu':
@@ -119,6 +121,24 @@ def configure_process(device, deterministic=False, init_from='', out_dir=''):
     if kind == 'cpu' or kind == 'auto' and not finds_accelerator():
         configure_malloc()
     jax.config.update('jax_cpu_enable_async_dispatch', False)  # see is_synchronous
+
+
+# Settings of jax that an environment may have for other programs, with the value that this one needs:
+# in float64 a run would not be what its log says, and the strict rules refuse additions of the model.
+OWN_SETTINGS = {
+    'jax_enable_x64': False,
+    'jax_numpy_rank_promotion': 'allow',
+    'jax_numpy_dtype_promotion': 'standard',
+}
+
+
+def use_own_settings():
+    """Sets OWN_SETTINGS, and says so on stderr where the environment has set another value."""
+    for name, value in OWN_SETTINGS.items():
+        theirs = getattr(jax.config, name)
+        if theirs != value:
+            print(f'{name.upper()}={theirs} is not used here: it is {value}', file=sys.stderr)
+            jax.config.update(name, value)
 
 
 def is_synchronous(device):

@@ -151,7 +151,8 @@ def test_an_accelerator_that_does_not_come_up_is_said(monkeypatch, capsys):
 def test_memory_is_kept_only_where_the_cpu_computes(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(jax_devices.setup, 'configure_malloc', lambda: calls.append(1))
-    monkeypatch.setattr(jax, 'config', types.SimpleNamespace(jax_platforms=None, update=lambda *args: None))
+    monkeypatch.setattr(jax, 'config', types.SimpleNamespace(
+        jax_platforms=None, update=lambda *args: None, **jax_devices.setup.OWN_SETTINGS))
     for device, accelerator, expected in (('cpu', True, 1), ('auto', False, 1), ('auto', True, 0), ('cuda', True, 0)):
         calls.clear()
         with monkeypatch.context() as patched:
@@ -326,3 +327,15 @@ def test_a_second_process_loads_what_the_first_has_compiled_and_computes_the_sam
     assert {process[2] for process in (off, cold, side_by_side, warm, damaged)} == {off[2]}
     assert off[3] == warm[3] == ''
     assert 'Error reading persistent compilation cache' in damaged[3]
+
+
+@pytest.mark.parametrize('name, value', [
+    ('JAX_ENABLE_X64', 'True'), ('JAX_NUMPY_RANK_PROMOTION', 'raise'), ('JAX_NUMPY_DTYPE_PROMOTION', 'strict')])
+def test_settings_of_jax_for_other_programs_are_not_used_and_said(name, value):
+    environment = {**os.environ, 'JAX_NUM_CPU_DEVICES': '1', name: value}
+    with start('-c', MODEL_STEP, env=environment) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert err == f'{name}={value} is not used here: it is {jax_devices.setup.OWN_SETTINGS[name.lower()]}\n'
+    with start('-c', MODEL_STEP) as process:
+        assert process.communicate()[0].split()[2] == out.split()[2]

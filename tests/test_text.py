@@ -233,7 +233,12 @@ def test_a_sample_that_has_all_its_tokens_was_cut(run):
 
 @pytest.mark.parametrize('use, error, message', [
     (lambda model: model.generate(['the', '']), UserError, 'the prompt is empty'),
-    (lambda model: model.generate([]), UserError, 'at least one token'),
+    (lambda model: model.generate([]), UserError, 'generate takes a text or a list of texts'),
+    (lambda model: model.generate(['a', 3]), UserError, r"generate takes a text or a list of texts, not \['a', 3\]"),
+    (lambda model: model.generate([{'role': 'user', 'content': 'a'}]), UserError, 'these are messages: call chat'),
+    (lambda model: model.stream(['a', 'b']), UserError, 'stream takes one text'),
+    (lambda model: model.logprobs(['the quick', 't']), UserError, "at least two tokens, and 't' has fewer"),
+    (lambda model: model.logprobs([3]), UserError, 'logprobs takes a text or a list of texts'),
     (lambda model: model.generate(['Z']), UserError, "does not know: 'Z'"),
     (lambda model: model.generate(['the'], top_p=2), UserError, 'top_p must be in'),
     (lambda model: model.generate(['the'], seed=2**32), UserError, 'seed must be in'),
@@ -277,6 +282,22 @@ def test_a_model_is_one_line_in_a_notebook(run):
 def test_the_defaults_of_a_model_are_its_makers_or_nanogpts(speaking):
     (speaking / 'generation_config.json').write_text('{"temperature": 2, "top_p": 0.5}')
     assert load(speaking, device='cpu:0').defaults == {'temperature': 2, 'top_k': 200, 'top_p': 0.5}
+
+
+def test_without_a_seed_each_call_draws_one(run):
+    model = load(run, device='cpu:0')
+    options = dict(max_new_tokens=30, temperature=2.0, seed=None)
+    assert len({model.generate('the', **options) for _ in range(3)}) == 3
+    assert ''.join(model.stream('the', **options)).startswith('the')
+
+
+def test_log_probabilities_of_one_text_are_those_of_a_list_of_it(run, speaking):
+    for source, text in ((run, 'the quick'), (speaking, 'hello, again.')):  # the second puts a token before each text
+        model = load(source, device='cpu:0')
+        ids, logprobs = model.logprobs(text)
+        (ids_in_list, in_list), = model.logprobs([text])
+        assert ids == ids_in_list and len(ids) > 5
+        np.testing.assert_array_equal(logprobs, in_list)
 
 
 def test_a_model_that_is_not_there_is_named(run):
