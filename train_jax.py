@@ -173,6 +173,7 @@ with contextlib.ExitStack() as at_end:
     data = open_data(run.shares, run.meta, block_size=cfg.block_size, seed=cfg.seed,
                      length_normalized=cfg.length_normalized)
     data.check(cfg.eval_iters * cfg.batch_size)
+    run.bpb_bytes = data.bpb_bytes
     sampler = open_sampler(run) if cfg.sample_prompt else None
 
     # what is computed: forward and backward of all micro-steps, clipping and the update are one

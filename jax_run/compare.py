@@ -58,9 +58,14 @@ def read_run(folder, x):
             points.append((at[x], train, record[f'val_{kind}']))
     if not points:
         raise UserError(f'{folder} has no evaluation in metrics.jsonl; name the out_dir of a run')
+    unit = 'nats per token'
+    if kind == 'bpb':
+        unit = 'bits per byte'
+        if settings.get('bpb_bytes') == 'text':  # not those that the tokens stand for
+            unit = 'bits per byte of the text'
     return {'folder': str(folder), 'flags': settings, 'points': points, 'seconds': seconds,
             'best': min(val for _, _, val in points), 'speed': statistics.median(speeds or [0]),
-            'unit': 'bits per byte' if kind == 'bpb' else 'nats per token'}
+            'unit': unit}
 
 
 def print_table(runs):

@@ -19,7 +19,9 @@ import numpy as np
 from jax_devices.processes import check_agreement, gather_texts, in_all_processes
 from jax_flags import UserError
 from jax_hub.tokenizers import load_token_bytes
-from jax_run.data import check_not_cut, load_dataset, load_ends, load_masks, relative_path
+from jax_run.data import (
+    byte_scale, check_not_cut, load_dataset, load_dataset_meta, load_ends, load_masks,
+    relative_path)
 
 DATA = 0  # the purpose of these random numbers, beside the seed; DROPOUT has another
 
@@ -87,7 +89,7 @@ class Evaluation(NamedTuple):
     devices, so that curves can be compared."""
     places: np.ndarray
     share: float = 1.0  # share of their targets that count in the loss
-    n_bytes: int | None = None  # bytes of the targets that count; None: nobody asks for them
+    n_bytes: float | None = None  # bytes of the targets that count; None: nobody asks for them
     has_special: bool = False  # whether a target that counts has no bytes
 
 
@@ -97,6 +99,8 @@ class Windows:
     tokens: an array [n_tokens]. mask: for each token COUNTS or 0, see load_masks;
     None where all tokens count. split, vocab_size: of the data set, for messages and checks."""
     is_packed = False  # whether conversations start within a row
+
+    byte_scale = 1  # see data.byte_scale; open_texts sets it
 
     def __init__(self, tokens, mask=None, *, block_size, seed, split='train', vocab_size=2**32):
         self.tokens = tokens
@@ -185,7 +189,7 @@ class Windows:
         n_bytes = token_bytes[batch['y']]
         return Evaluation(
             places, counts.mean(),
-            n_bytes=max(1, int((counts * n_bytes).sum())),
+            n_bytes=max(1, int((counts * n_bytes).sum()) * self.byte_scale),
             has_special=bool((counts & (n_bytes == 0)).any()))
 
     def fingerprint(self, name):
@@ -419,6 +423,16 @@ class Data(NamedTuple):
     train: Windows | Mixture
     token_bytes: np.ndarray | None = None  # bytes of each token id; None: not known
 
+    @property
+    def bpb_bytes(self):
+        """Whose bytes bits per byte count: 'text' where those of the tokens are others, else
+        'tokens'."""
+        for one in self.sets:
+            for source in one.splits.values():
+                if source.byte_scale != 1:
+                    return 'text'
+        return 'tokens'
+
     def check(self, n_rows):
         """Raises UserError if an evaluation of n_rows sequences would have no token that counts."""
         for one in self.sets:
@@ -481,12 +495,14 @@ def open_texts(shares, options):
     is_masked = any(masks.values())
     sets = []
     for folder, fraction in shares.items():
+        meta = load_dataset_meta(folder)
         splits = {}
         for split, array in tokens[folder].items():
             mask = masks[folder].get(split)
             if is_masked and mask is None:
                 mask = np.broadcast_to(np.uint8(COUNTS), array.shape)
             splits[split] = open_source(array, mask, split=split, **options)
+            splits[split].byte_scale = byte_scale(meta, split)
         sets.append(DataSet(folder.name, fraction, splits))
     return sets
 
