@@ -422,16 +422,8 @@ class Data(NamedTuple):
     sets: list[DataSet]
     train: Windows | Mixture
     token_bytes: np.ndarray | None = None  # bytes of each token id; None: not known
-
-    @property
-    def bpb_bytes(self):
-        """Whose bytes bits per byte count: 'text' where those of the tokens are others, else
-        'tokens'."""
-        for one in self.sets:
-            for source in one.splits.values():
-                if source.byte_scale != 1:
-                    return 'text'
-        return 'tokens'
+    # whose bytes bits per byte count: 'text' where those of the tokens are others
+    bpb_bytes: str = 'tokens'
 
     def check(self, n_rows):
         """Raises UserError if an evaluation of n_rows sequences would have no token that counts."""
@@ -475,8 +467,14 @@ def open_data(shares, meta, *, block_size, seed, length_normalized=False):
         if not all(known):  # all processes have them, or none
             token_bytes = None
 
+    bpb_bytes = 'tokens'
+    for one in sets:
+        for source in one.splits.values():
+            if source.byte_scale != 1 and token_bytes is not None:
+                bpb_bytes = 'text'
+
     # All processes have the same data, or none of them goes on.
-    data = Data(sets, train, token_bytes)
+    data = Data(sets, train, token_bytes, bpb_bytes)
     if jax.process_count() > 1:
         check_agreement('data', data.fingerprint(meta['tokenizer']))
     return data
