@@ -180,6 +180,7 @@ with contextlib.ExitStack() as at_end:
     # an evaluation without a token that counts in the loss (in chats, the assistant's count) is
     # refused before anything is written
     data.check(cfg.eval_iters * cfg.batch_size)
+    run.bpb_bytes = data.bpb_bytes
     sampler = open_sampler(run) if cfg.sample_prompt else None
 
     # forward and backward of all micro-steps, clipping and the update are one function,

@@ -307,7 +307,7 @@ def make_folder(folder):
     remove(folder, PARTS)
 
 
-def save_documents(folder, documents, vocabulary, block_size=0, files=None, **meta):
+def save_documents(folder, documents, vocabulary, block_size=0, files=None, n_bytes=None, **meta):
     """Writes a data set from memory, see finish_data_set. documents: {'train', 'val': the ids of
     each}. Returns its numbers of tokens. Raises UserError."""
     make_folder(folder)
@@ -315,21 +315,28 @@ def save_documents(folder, documents, vocabulary, block_size=0, files=None, **me
     for split, parts in documents.items():
         Path(folder, f'{split}.part.bin').write_bytes(join(parts, vocabulary.dtype))
         lengths[split] = list(map(len, parts))
-    return finish_data_set(folder, vocabulary, lengths, block_size, files, **meta)
+    return finish_data_set(folder, vocabulary, lengths, block_size, files, n_bytes, **meta)
 
 
-def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, **meta):
+def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, n_bytes=None,
+                    **meta):
     """Makes a data set of train.part.bin and val.part.bin: writes meta.json, with the keys of
     `meta` too, the files of the tokenizer and more `files`, {name: bytes}; then gives the tokens
     their names, those of train last: without train.bin there is no data set (and without meta.json
     it would count as GPT-2's tokens).
 
-    lengths, block_size: of the documents of {'train', 'val'}, for a data set of rows. Returns how
-    many tokens {'train', 'val'} have. Raises UserError, after removing the parts."""
+    lengths, block_size: of the documents of {'train', 'val'}, for a data set of rows. n_bytes: of
+    the texts of {'train', 'val'}, in UTF-8; None if that is not known. Returns how many tokens
+    {'train', 'val'} have. Raises UserError, after removing the parts.
+
+    meta.json has "format": META_FORMAT, "digests": {name: SHA-256 in hex} of train.bin, val.bin
+    and the other .bin files, and of a tokenizer of the kind 'folder' its tokens_digest; "bytes":
+    n_bytes, and "token_bytes": the bytes that load_token_bytes counts of the same tokens."""
     folder = Path(folder)
     paths = {split: folder / f'{split}.part.bin' for split in ('train', 'val')}
     sizes = {}
     digests = {}
+    token_bytes = {}
     largest = 0
     try:
         for split, path in paths.items():
@@ -337,6 +344,8 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
             if n < 2:  # an input and a target at the very least
                 fail(f'{split} has only {n} tokens, too few for a train and a val part; give it '
                      'more text')
+            if n_bytes and vocabulary.tokenizer['kind'] == 'folder':
+                token_bytes[split] = count_token_bytes(path, vocabulary)
             if block_size:
                 paths[split] = write_rows(path, vocabulary.dtype, lengths[split], block_size)
             counted = count_tokens(paths[split], vocabulary.dtype)
@@ -353,6 +362,10 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     meta = {'format': META_FORMAT, 'vocab_size': vocabulary.size, 'dtype': vocabulary.dtype.name,
             'tokenizer': describe(vocabulary), 'train_tokens': sizes['train'],
             'val_tokens': sizes['val'], 'max_id': largest, 'digests': digests} | meta
+    if n_bytes:
+        meta['bytes'] = n_bytes
+    if token_bytes and None not in token_bytes.values():
+        meta['token_bytes'] = token_bytes
     if block_size:
         meta['row_length'] = block_size + 1
     files = {f'tokenizer/{name}': text.encode() for name, text in vocabulary.files.items()} | (
@@ -385,6 +398,35 @@ def describe(vocabulary):
     from jax_hub.tokenizers import tokens_digest
     tokenizer = library_tokenizer(vocabulary.files['tokenizer.json'])
     return {**vocabulary.tokenizer, 'digest': tokens_digest(tokenizer)}
+
+
+def count_bytes(texts):
+    """Returns the number of bytes of texts in UTF-8."""
+    return sum(len(text.encode('utf-8', 'surrogatepass')) for text in texts)
+
+
+@functools.cache
+def bytes_of_tokens(content, settings):
+    """Returns the bytes of each token, an array, of the contents of a tokenizer.json and a
+    tokenizer_config.json; None if they are not known."""
+    from jax_hub.tokenizers import load_token_bytes
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, 'tokenizer.json').write_text(content, encoding='utf-8')
+        Path(folder, 'tokenizer_config.json').write_text(settings, encoding='utf-8')
+        return load_token_bytes({'kind': 'folder', 'path': folder, 'is_copy': True}, 0)
+
+
+def count_token_bytes(path, vocabulary):
+    """Returns the bytes of all tokens of a file; None if those of a token are not known."""
+    of_each = bytes_of_tokens(vocabulary.files['tokenizer.json'],
+                              vocabulary.files['tokenizer_config.json'])
+    if of_each is None:
+        return None
+    n = 0
+    with open(path, 'rb') as f:
+        while len(ids := np.fromfile(f, vocabulary.dtype, 2**20)):
+            n += int(of_each[ids].sum())
+    return n
 
 
 class Counted(NamedTuple):

@@ -556,7 +556,7 @@ def copy_tokenizer(description, folder):
     source = description['path']
     if os.path.realpath(source) == os.path.realpath(folder):
         return
-    tokenizer = load_tokenizer(description)
+    tokenizer = HFTokenizer(source, is_copy=description.get('is_copy', False))
     os.makedirs(folder, exist_ok=True)
     for name in TEMPLATES:  # left by an earlier tokenizer
         path = os.path.join(folder, name)

@@ -65,11 +65,16 @@ def read_run(folder, x):
                 best = min(best, record[f'val_{kind}'])
     if not points:
         raise UserError(f'{folder} has no evaluation in metrics.jsonl; name the out_dir of a run')
+    unit = 'nats per token'
+    if kind == 'bpb':
+        unit = 'bits per byte'
+        if settings.get('bpb_bytes') == 'text':  # not those that the tokens stand for
+            unit = 'bits per byte of the text'
     return {'folder': str(folder), 'flags': settings, 'points': points, 'seconds': seconds,
             'best': best if best < math.inf else points[-1][2],
             'val_data': val_digest(manifest)[:8] if manifest else '',
             'speed': statistics.median(speeds or [0]),
-            'unit': 'bits per byte' if kind == 'bpb' else 'nats per token'}
+            'unit': unit}
 
 
 def read_manifest(files):

@@ -64,7 +64,11 @@ def remedy_for(data_dir):
 NANOGPT_META = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
 
 # what else a meta.json may say, as prepare.py counts it
-COUNTED = ('max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests')
+COUNTED = (
+    'max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests', 'bytes', 'token_bytes')
+
+
+SPLITS = ('train', 'val')
 
 
 def check_meta(meta):
@@ -75,6 +79,10 @@ def check_meta(meta):
             raise ValueError(f'{name} {meta[name]!r} is not a whole number')
     if meta['dtype'] not in ('uint16', 'uint32'):
         raise ValueError(f'dtype {meta["dtype"]!r} is not uint16 or uint32')
+    for name in ('bytes', 'token_bytes'):
+        if meta[name] is not None and not all(
+                type(meta[name][split]) is int and meta[name][split] >= 0 for split in SPLITS):
+            raise ValueError(f'{name} {meta[name]!r} is not of whole numbers')
     if meta['kind'] not in (None, 'chats', 'pairs'):
         raise ValueError(f'kind {meta["kind"]!r} is neither chats nor pairs')
 
@@ -94,8 +102,8 @@ def check_meta(meta):
 
 def load_dataset_meta(data_dir):
     """Reads what meta.json says of a data set: {'vocab_size', 'dtype', 'tokenizer', 'max_id',
-    'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests'}, of which all behind the
-    tokenizer are None if it lacks them. Data of the kinds 'chats' and 'pairs' have masks.
+    'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests', 'bytes', 'token_bytes'}, of which
+    all from max_id on are None if it lacks them. Data of the kinds 'chats' and 'pairs' have masks.
 
     A folder without meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a
     missing data set and a damaged meta.json."""
@@ -120,6 +128,15 @@ def load_dataset_meta(data_dir):
     elif not (data_dir / 'train.bin').exists():
         raise UserError(f'there is no {data_dir / "train.bin"}; {remedy_for(data_dir)}')
     return meta
+
+
+def byte_scale(meta, split):
+    """Returns how many bytes of the text a byte of load_token_bytes stands for, on the mean of a
+    split: below 1 where a tokenizer puts a space before each text. 1 if meta.json does not say it,
+    as in older data sets."""
+    if meta['bytes'] is None or not (meta['token_bytes'] or {}).get(split):
+        return 1
+    return meta['bytes'][split] / meta['token_bytes'][split]
 
 
 def load_dataset(data_dir, block_size):

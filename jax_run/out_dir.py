@@ -8,7 +8,8 @@ import time
 import jax
 
 from jax_devices.processes import gather_texts, in_all_processes
-from jax_flags import UserError, exit_if_peer_died, free_name, note, warn, write_json
+from jax_flags import (
+    UserError, exit_if_peer_died, free_name, note, read_json, warn, write_json)
 from jax_hub.folders import find_config_json, keep_config_json, kept_config_json
 from jax_hub.tokenizers import copy_tokenizer
 from jax_run.checkpoints import (
@@ -58,7 +59,13 @@ class OutDir:
         if not is_first:
             return
         files = self.folder.files
-        write_json(files / 'config.json', {**flags, 'dtype': run.dtype})
+        settings = {**flags, 'dtype': run.dtype}
+        if run.bpb_bytes != 'tokens':
+            settings['bpb_bytes'] = run.bpb_bytes
+        if run.resumed:
+            earlier = read_json(files / 'config.json', optional=True)
+            say_what_is_counted(earlier.get('bpb_bytes', 'tokens'), run.bpb_bytes)
+        write_json(files / 'config.json', settings)
         if run.tokenizer['kind'] == 'folder':
             copy_tokenizer(run.tokenizer, files / 'tokenizer')
         # the config.json of the pretrained model, or none in place of an earlier run's
@@ -161,6 +168,13 @@ class OutDir:
         finally:
             finish_checkpoints(self.checkpoints)
             self.folder.upload()
+
+
+def say_what_is_counted(earlier, now):
+    """Prints that a resumed run counts other bytes than before, if it does."""
+    if earlier != now:
+        print(f'bits per byte count the bytes of the {now} from here on, those of the {earlier} '
+              'before: the data set was made anew, and the two do not compare')
 
 
 def config_json_of(source):

@@ -16,7 +16,8 @@ from jax_devices.processes import gather_texts, in_all_processes
 from jax_flags import UserError
 from jax_hub.tokenizers import load_token_bytes
 from jax_run.data import (
-    check_not_cut, load_dataset, load_digests, load_ends, load_masks, relative_path)
+    byte_scale, check_not_cut, load_dataset, load_dataset_meta, load_digests, load_ends, load_masks,
+    relative_path)
 
 DATA = 0  # the purpose of these random numbers, beside the seed; DROPOUT has another
 
@@ -94,7 +95,7 @@ class Evaluation(NamedTuple):
     devices, so that curves can be compared."""
     places: np.ndarray
     share: float = 1.0  # share of their targets that count in the loss
-    n_bytes: int | None = None  # bytes of the targets that count; None: nobody asks for them
+    n_bytes: float | None = None  # bytes of the targets that count; None: nobody asks for them
     has_special: bool = False  # whether a target that counts has no bytes
 
 
@@ -104,6 +105,8 @@ class Windows:
     tokens: an array [n_tokens]. mask: for each token COUNTS or 0, see load_masks;
     None where all tokens count. split, vocab_size: of the data set, for messages and checks."""
     is_packed = False  # whether conversations start within a row
+
+    byte_scale = 1  # see data.byte_scale; open_texts sets it
 
     def __init__(self, tokens, mask=None, *, block_size, seed, split='train', vocab_size=2**32):
         self.tokens = tokens
@@ -192,7 +195,7 @@ class Windows:
         n_bytes = token_bytes[batch['y']]
         return Evaluation(
             places, counts.mean(),
-            n_bytes=max(1, int((counts * n_bytes).sum())),
+            n_bytes=max(1, int((counts * n_bytes).sum()) * self.byte_scale),
             has_special=bool((counts & (n_bytes == 0)).any()))
 
 
@@ -415,6 +418,8 @@ class Data(NamedTuple):
     sets: list[DataSet]
     train: Windows | Mixture
     token_bytes: np.ndarray | None = None  # bytes of each token id; None: not known
+    # whose bytes bits per byte count: 'text' where those of the tokens are others
+    bpb_bytes: str = 'tokens'
 
     def check(self, n_rows):
         """Raises UserError if an evaluation of n_rows sequences would have no token that counts."""
@@ -449,7 +454,13 @@ def open_data(shares, meta, *, block_size, seed, length_normalized=False):
         if not all(known):  # all processes have them, or none
             token_bytes = None
 
-    return Data(sets, train, token_bytes)
+    bpb_bytes = 'tokens'
+    for one in sets:
+        for source in one.splits.values():
+            if source.byte_scale != 1 and token_bytes is not None:
+                bpb_bytes = 'text'
+
+    return Data(sets, train, token_bytes, bpb_bytes)
 
 
 def open_texts(shares, options):
@@ -465,6 +476,7 @@ def open_texts(shares, options):
     is_masked = any(masks.values())
     sets = []
     for folder, fraction in shares.items():
+        meta = load_dataset_meta(folder)
         splits = {}
         files = {f'{split}.bin': array for split, array in tokens[folder].items()}
         files |= {f'{split}_mask.bin': array for split, array in masks[folder].items()}
@@ -473,6 +485,7 @@ def open_texts(shares, options):
             if is_masked and mask is None:
                 mask = np.broadcast_to(np.uint8(COUNTS), array.shape)
             splits[split] = open_source(array, mask, split=split, **options)
+            splits[split].byte_scale = byte_scale(meta, split)
         sets.append(DataSet(folder.name, fraction, splits, files, load_digests(folder)))
     return sets
 

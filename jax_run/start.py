@@ -76,6 +76,7 @@ class Run:
     resumed: dict | None  # the metadata of the checkpoint that is continued
     shares: dict  # {folder of a data set: fraction}
     meta: dict  # what meta.json says of the first data set, see load_dataset_meta
+    bpb_bytes: str = 'tokens'  # whose bytes bits per byte count, see Data.bpb_bytes
     iter_num: int = 0  # iterations made when it starts
     has_fitted: bool = False  # fit_to_minutes has set the number of iterations
     best_val_loss: float = 1e9

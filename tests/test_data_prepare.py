@@ -123,7 +123,7 @@ def read(folder):
     assert files_in(folder) == ['meta.json', *tokenizer, 'train.bin', 'val.bin']
     meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
     train, val = (np.fromfile(folder / f'{split}.bin', meta['dtype']) for split in ('train', 'val'))
-    assert set(meta) - {'row_length'} == {
+    assert set(meta) - {'row_length', 'bytes', 'token_bytes'} == {
         'format', 'vocab_size', 'dtype', 'tokenizer', 'train_tokens', 'val_tokens', 'max_id', 'digests'}
     assert meta['format'] == 2
     assert meta['digests'] == {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
@@ -707,3 +707,48 @@ def test_pieces_of_a_text_have_gpt2s_tokens_of_the_whole(monkeypatch):
         pieces = [piece for piece, _ in cut([text], size)]
         assert ''.join(pieces) == text and len(pieces) > len(text) / size - 1
         assert sum((encode(piece) for piece in pieces), []) == encode(text)
+
+
+@pytest.mark.parametrize('has_space', [True, False])
+def test_bits_per_byte_count_the_bytes_of_the_text(tmp_path, env, has_space):
+    """Of a tokenizer that puts a mark for a space before each text, with and without a token for that mark."""
+    from jax_run.sources import open_data
+    from tokenizers import decoders, models, pre_tokenizers
+    folder = tmp_path / 'model'
+    folder.mkdir()
+    names = ['</s>', *(['\u2581'] if has_space else []), *(f'<0x{i:02X}>' for i in range(256)), *'abcde']
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme='first', split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(['</s>'])
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    (folder / 'tokenizer_config.json').write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
+    texts = ['ab cd \u00e9', 'e', 'bad c', 'dab'] * 10
+    (tmp_path / 'a.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in texts))
+    prepare('text', tmp_path / 'a.jsonl', f'--tokenizer={folder}', '--out_dir', tmp_path / 'out', env=env)
+    meta = load_dataset_meta(tmp_path / 'out')
+    in_val = sum(len(text.encode()) for text in texts[9::10])
+    assert meta['bytes'] == {'train': sum(len(text.encode()) for text in texts) - in_val, 'val': in_val}
+    assert meta['token_bytes']['val'] > in_val
+
+    # An evaluation of whole documents counts their bytes.
+    data = open_data({tmp_path / 'out': 1.0}, meta, block_size=4, seed=1)
+    assert data.bpb_bytes == 'text'
+    val = data.sets[0].splits['val']
+    by_tokens = data.token_bytes[np.array(val.tokens)].sum()
+    assert by_tokens * val.byte_scale == pytest.approx(in_val)
+    meta = json.loads((tmp_path / 'out' / 'meta.json').read_text())
+    del meta['bytes'], meta['token_bytes'], meta['format']  # a data set of an older version keeps its numbers
+    (tmp_path / 'out' / 'meta.json').write_text(json.dumps(meta))
+    old = open_data({tmp_path / 'out': 1.0}, load_dataset_meta(tmp_path / 'out'), block_size=4, seed=1)
+    assert old.bpb_bytes == 'tokens' and old.sets[0].splits['val'].byte_scale == 1
+    counted = [each.sets[0].splits['val'].evaluation(3, each.token_bytes).n_bytes for each in (data, old)]
+    assert counted[0] == pytest.approx(counted[1] * val.byte_scale)
+
+
+def test_an_own_vocabulary_counts_the_bytes_of_its_text_as_before(tmp_path, env):
+    from jax_run.data import byte_scale
+    prepare('text', text_file(tmp_path, words(3000)), '--tokenizer=bpe:300', '--out_dir', tmp_path / 'out', env=env)
+    meta = load_dataset_meta(tmp_path / 'out')
+    assert meta['bytes'] == meta['token_bytes'] and byte_scale(meta, 'val') == 1

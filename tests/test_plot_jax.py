@@ -1,6 +1,8 @@
 """plot_jax.py: runs in one picture and one table."""
 import json
 import os
+
+from jax_run.compare import compare_runs
 from tests.common import assert_refused, run_script, succeeded
 
 
@@ -44,3 +46,15 @@ def test_a_run_under_way_is_read_up_to_its_last_whole_line(tmp_path):
         file.write('{"iter": 20, "val_lo')
     result = succeeded(run_script('plot_jax.py', a, f'--output={tmp_path / "c.png"}'))
     assert result.stdout.splitlines()[1].split()[1:3] == ['2.5000', '2.5000']
+
+
+def test_runs_that_count_other_bytes_are_told_apart(tmp_path, capsys):
+    for name, settings in (('old', {}), ('new', {'bpb_bytes': 'text'})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'config.json').write_text(json.dumps(settings))
+        record = {'iter': 1, 'train_loss': 2.0, 'val_loss': 2.0, 'train_bpb': 1.5, 'val_bpb': 1.5}
+        (tmp_path / name / 'metrics.jsonl').write_text(json.dumps(record) + '\n')
+    compare_runs([tmp_path / 'old', tmp_path / 'new'])
+    printed = capsys.readouterr().out
+    assert 'bits per byte of the text' in printed.splitlines()[2] + printed.splitlines()[1]
+    assert printed.count('of the text') == 1

@@ -1,5 +1,6 @@
 """Token files become batches: windows, rows, mixtures. tests/test_dpo.py has the pairs."""
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from jax_run.sources import (
     shuffle, window_order)
 from jax_train_utils import create_train_state
 from jax_transformer import GPT
-from tests.common import TINY, make_step, write_dataset
+from tests.common import TINY, copy_folder, edit_json, make_step, succeeded, train, write_dataset
 
 
 def open_folders(shares, seed):
@@ -250,3 +251,14 @@ def test_a_mixture_of_twenty_sets_shuffles_each_epoch_once(monkeypatch):
     for iteration in range(12):
         draw(mixed, 40, iteration)
     assert len(calls) == len(set(calls)) <= 40
+
+
+def test_a_resumed_run_says_that_its_bits_per_byte_count_other_bytes(dataset, flags, run_copy, tmp_path):
+    data = copy_folder(dataset, tmp_path / 'anew')
+    edit_json(data / 'meta.json', bytes={'train': 90, 'val': 80}, token_bytes={'train': 100, 'val': 100})
+    again = [f'--dataset={data}', '--init_from=resume', '--max_iters=22', '--eval_interval=22']
+    printed = succeeded(train(run_copy, *flags, *again)).stdout
+    assert 'bits per byte count the bytes of the text from here on' in printed
+    assert json.loads((run_copy / 'config.json').read_text())['bpb_bytes'] == 'text'
+    printed = succeeded(train(run_copy, *flags, *again, '--max_iters=24')).stdout
+    assert 'from here on' not in printed

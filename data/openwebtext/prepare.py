@@ -24,7 +24,7 @@ def tokenize(rows, vocabulary):
     """Returns the ids of a batch of rows, without those that have no text."""
     texts = [text for text in rows['text'] if text is not None]
     ids = encode_documents(texts, vocabulary, num_threads=1)
-    return {'ids': ids, 'len': list(map(len, ids))}
+    return {'ids': ids, 'len': list(map(len, ids)), 'bytes': [len(text.encode()) for text in texts]}
 
 def main():
     args = parser.parse_args()
@@ -39,7 +39,7 @@ def main():
         disable_progress_bars()
 
     # the documents, tokenized; features because int64 would take four times the disk
-    features = Features({'ids': List(Value(vocabulary.dtype.name)), 'len': Value('int64')})
+    features = Features({'ids': List(Value(vocabulary.dtype.name)), 'len': Value('int64'), 'bytes': Value('int64')})
     try:
         if args.input:
             pattern = f'{args.input}/**/*.parquet' if os.path.isdir(args.input) else args.input
@@ -65,7 +65,8 @@ def main():
         with open(os.path.join(args.out_dir, f'{split}.part.bin'), 'wb') as f:
             for batch in rows.with_format('numpy').iter(1000):
                 f.write(join(batch['ids'], vocabulary.dtype))
-    for split, n in finish_data_set(args.out_dir, vocabulary, lengths, args.rows).items():
+    n_bytes = {split: sum(rows['bytes'][:]) for split, rows in splits.items()}
+    for split, n in finish_data_set(args.out_dir, vocabulary, lengths, args.rows, n_bytes=n_bytes).items():
         print(f'{split} has {n:,} tokens')
     if args.tokenizer == 'gpt2':
         print('the whole of openwebtext has 9,035,582,198 and 4,434,897')

@@ -11,7 +11,8 @@ import sys
 import sysconfig
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import TOKENIZER_HELP, choose_vocabulary, create_parser, encode_documents, fail, save_documents
+from common import (
+    TOKENIZER_HELP, choose_vocabulary, count_bytes, create_parser, encode_documents, fail, save_documents)
 
 # not the library itself: installed packages, tests, applications, generated tables
 skip = {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test', 'idlelib', 'lib2to3',
@@ -62,7 +63,8 @@ def main(doc, out_dir, tokenizer):
 
     vocabulary = choose_vocabulary(args.tokenizer, lambda: texts, lambda: train)
     documents = {'train': encode_documents(train, vocabulary), 'val': encode_documents(val, vocabulary)}
-    sizes = save_documents(args.out_dir, documents, vocabulary, args.rows)
+    n_bytes = {'train': count_bytes(train), 'val': count_bytes(val)}
+    sizes = save_documents(args.out_dir, documents, vocabulary, args.rows, n_bytes=n_bytes)
     print(f'{len(files)} files of {root}, Python {platform.python_version()}')
     print(f'length of dataset in characters: {n:,}')
     print(f'vocab size: {vocabulary.size:,}')

@@ -10,7 +10,8 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
-    SHAKESPEARE, TOKENIZER_HELP, choose_vocabulary, create_parser, download, encode_documents, save_documents)
+    SHAKESPEARE, TOKENIZER_HELP, choose_vocabulary, count_bytes, create_parser, download, encode_documents,
+    save_documents)
 from reading import read_text
 
 here = os.path.dirname(os.path.abspath(__file__))
@@ -48,7 +49,8 @@ documents = {'train': encode_documents(train_texts, vocabulary), 'val': encode_d
 if args.tokenizer == 'gpt2': # as nanoGPT's: the end token is only between two documents
     for ids in documents.values():
         ids[-1:] = [part[:-1] for part in ids[-1:]]
-for split, n in save_documents(args.out_dir, documents, vocabulary).items():
+n_bytes = {'train': count_bytes(train_texts), 'val': count_bytes(val_texts)}
+for split, n in save_documents(args.out_dir, documents, vocabulary, n_bytes=n_bytes).items():
     print(f'{split} has {n:,} tokens')
 if not args.input and args.tokenizer == 'gpt2':
     print('tiny shakespeare has 301,966 and 36,059')

@@ -8,7 +8,8 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import SHAKESPEARE, choose_vocabulary, create_parser, download, encode_documents, save_documents
+from common import (
+    SHAKESPEARE, choose_vocabulary, count_bytes, create_parser, download, encode_documents, save_documents)
 from reading import read_text
 
 here = os.path.dirname(os.path.abspath(__file__))
@@ -28,7 +29,9 @@ n = len(data)
 vocabulary = choose_vocabulary('char', lambda: [data])
 chars, vocab_size = vocabulary.tokenizer['chars'], vocabulary.size
 ids, = encode_documents([data], vocabulary)
-sizes = save_documents(args.out_dir, {'train': [ids[:int(n*0.9)]], 'val': [ids[int(n*0.9):]]}, vocabulary)
+n_bytes = {'train': count_bytes([data[:int(n*0.9)]]), 'val': count_bytes([data[int(n*0.9):]])}
+sizes = save_documents(
+    args.out_dir, {'train': [ids[:int(n*0.9)]], 'val': [ids[int(n*0.9):]]}, vocabulary, n_bytes=n_bytes)
 
 print(f'length of dataset in characters: {n:,}')
 print(f'all the unique characters: {ascii(chars[:100])}{"..." if vocab_size > 100 else ""}')

@@ -122,11 +122,13 @@ class Texts:
 
     def pieces(self):
         """Yields (text, is_first, is_last, is_val) of each document, or of pieces of a million
-        characters of a longer one."""
+        characters of a longer one. Counts the bytes of each split in self.split_bytes."""
+        self.split_bytes = {'train': 0, 'val': 0}
         for is_val, blocks in self.parts():
             is_first = True
             for text, is_last in cut(blocks):
                 if text:
+                    self.split_bytes['val' if is_val else 'train'] += len(text.encode())
                     yield text, is_first, is_last, is_val
                 is_first = False
 
@@ -245,7 +247,8 @@ def main():
     source = {'files': [[path, os.path.getsize(path)] for path in files],
               'tokenizer': args.tokenizer, 'key': args.key, 'pieces': 2}
     lengths = write_tokens(args.out_dir, source, texts, vocabulary, args.num_proc)
-    sizes = finish_data_set(args.out_dir, vocabulary, lengths, args.rows)
+    sizes = finish_data_set(args.out_dir, vocabulary, lengths, args.rows,
+                            n_bytes=texts.split_bytes)
 
     # What was read, and what has become of it.
     print(f'read {texts.n_documents:,} documents of {len(files):,} files, {texts.n_bytes:,} bytes')
