@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from flax.traverse_util import flatten_dict
 
 from jax_flags import Sampling, UserError, ceil_div, check_choice, check_ranges
 from jax_ops.decode_weights import (  # noqa: F401, but for devices_of: public here
@@ -31,6 +32,12 @@ from jax_transformer import (
 SCORED_AT_ONCE = 1024  # positions whose logits are materialized at a time
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
 MAX_DRAFT = 16
+
+# The largest norm of a head's bias with which a KV cache may be in 8 bits. With norms of 0, 20, 60 and
+# 600 log-probabilities moved by 0.010, 0.019, 0.035 and 0.34 nats in int8, by 0.06, 0.08, 0.23 and 0.73
+# in float8 (means; two layers of random weights). Of Qwen2.5-7B, norms of 605 and 921 are reported
+# (ggml-org/llama.cpp#21385).
+LARGEST_BIAS = 32
 
 
 # -----------------------------------------------------------------------------
@@ -719,6 +726,23 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
             n_new = choose_chunk()
 
 
+def check_cache_dtype(params, config, cache_dtype):
+    """Raises UserError for a dtype of the KV cache that there is not, and for 8 bits where biases of
+    queries, keys or values are so large that rounding them hides the rest: see LARGEST_BIAS."""
+    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
+    if cache_dtype not in ('int8', 'float8'):
+        return
+    for path, bias in flatten_dict(params).items():
+        if path[-2:] != ('c_attn', 'bias'):
+            continue
+        heads = np.asarray(bias, np.float32).reshape(-1, config.head_width)
+        norm = np.linalg.norm(heads, axis=1).max()
+        if norm > LARGEST_BIAS:
+            raise UserError(f'cache_dtype={cache_dtype} would change the numbers of this model: '
+                            f'{path[0]} has a bias of the attention with norm {norm:.0f}, beside '
+                            'which 8 bits round the rest away; take bfloat16')
+
+
 def start_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=None,
                sample_index_B=None, draft=None, logprobs=False, prefix_cache=None):
     """Returns a Decoder that has read the prompts; the options are those of generate_stream, with a
@@ -729,7 +753,7 @@ def start_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=None,
     B, T = tokens_BxT.shape
     max_new_tokens = sampling.max_new_tokens
     n_total = int(length_B.max()) + max_new_tokens
-    check_choice('cache_dtype', sampling.cache_dtype, ('auto', *CACHE_DTYPES))
+    check_cache_dtype(params, config, sampling.cache_dtype)
     if prefix_cache is not None and B != 1:
         raise UserError(f'a prefix cache is for one row, not {B}')
     if sampling.n_draft:
@@ -878,7 +902,7 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
         raise UserError(f'max_length must be between 1 and {config.block_size}, the context of the '
                         f'model, not {max_length}')
     check_ranges({'batch_size': batch_size})
-    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
+    check_cache_dtype(params, config, cache_dtype)
 
     # groups of rows that share their beginning: those of an item, unless it has rows in several
     # windows

@@ -13,7 +13,8 @@ import jax_generate
 import jax_transformer
 from jax_flags import UserError
 from jax_generate import (
-    Controls, PrefixCache, generate, generate_stream, penalize_repetition, prompt_lookup_draft, sample_token)
+    Controls, PrefixCache, generate, generate_stream, penalize_repetition, prompt_lookup_draft, sample_token,
+    score)
 from jax_ops.decode_weights import cast_matrices, convert_params_for_decoding, quantize_params, transpose_kernels
 from jax_ops.matmul import Transposed
 from jax_train_utils import create_train_state
@@ -217,6 +218,21 @@ def test_generation_on_a_cpu_stores_a_bfloat16_cache_as_bits():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('cache_dtype', ['int8', 'float8'])
+def test_a_cache_in_8_bits_is_refused_beside_key_biases_that_hide_the_keys(cache_dtype):
+    config = GPTConfig(block_size=32, vocab_size=37, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, norm='rms',
+                       position='rope', bias=False, qkv_bias=True)
+    params = jax.tree.map(np.array, random_params(config))
+    options = dict(rng=jax.random.key(0), cache_dtype=cache_dtype)
+    generate(params, config, random_tokens(1, 4), 3, **options)
+    params['h_1']['attn']['c_attn']['bias'][4 * 8:5 * 8] = 60 / 8**0.5  # the first head of keys
+    with pytest.raises(UserError, match='h_1 has a bias of the attention with norm 60'):
+        generate(params, config, random_tokens(1, 4), 3, **options)
+    with pytest.raises(UserError, match='h_1 has a bias'):
+        score(params, config, [[([1, 2, 3], 1)]], cache_dtype=cache_dtype)
+    generate(params, config, random_tokens(1, 4), 3, **options | {'cache_dtype': 'bfloat16'})
+
+
 def test_generation_takes_int8_weights_and_the_cache_dtype():
     with pytest.raises(UserError, match='cache_dtype'):
         generated(random_tokens(1, 4), 3, cache_dtype='int4')

@@ -51,3 +51,9 @@ def speaking(tmp_path):
 def chatting(speaking):
     """The same with a chat template that marks what the model says."""
     return shutil.copytree(GOLDEN / 'letters_marked', speaking, dirs_exist_ok=True)
+
+
+def pytest_generate_tests(metafunc):
+    """Makes the cases of tests/test_sweep.py, --sweep=N of each kind."""
+    if 'sweep_case' in metafunc.fixturenames:
+        metafunc.parametrize('sweep_case', range(metafunc.config.getoption('--sweep')))

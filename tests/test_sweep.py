@@ -1,0 +1,129 @@
+"""Random combinations of architecture, layout, optimizer, dtype and generation, each compared with its plain form:
+one device, no cache, one row alone, the weights before they were exported.
+
+$ python -m pytest -m slow tests/test_sweep.py --sweep=250    # a thousand by hand; 60 otherwise
+"""
+import dataclasses
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jax_devices.layout import setup_distributed_training, split_batch
+from jax_flags import UserError
+from jax_generate import generate, score
+from jax_pretrained import load_pretrained, save_pretrained
+from jax_train_utils import (
+    create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state, get_batch_jax)
+from jax_transformer import GPTConfig, MoEConfig
+from tests.common import apply, make_step, random_params
+
+pytestmark = pytest.mark.slow
+SCHEDULE = create_learning_rate_schedule(1e-2, decay_lr=False)
+# (devices, fsdp, tensor, expert, context, zero)
+LAYOUTS = [(8, 1, 1, 1, 1, 0), (4, 2, 1, 1, 1, 0), (4, 1, 2, 1, 1, 0), (8, 2, 2, 1, 1, 0), (2, 1, 1, 1, 2, 0),
+           (8, 1, 1, 1, 1, 1), (4, 1, 1, 1, 1, 2), (4, 1, 1, 2, 1, 0)]
+
+
+def draw_config(draw):
+    """A GPTConfig of width 16 to 64 whose parts are drawn one by one."""
+    n_head = draw.choice([2, 4])
+    fields = dict(
+        block_size=draw.choice([16, 32]), vocab_size=64, n_layer=draw.choice([1, 2, 3]), n_head=n_head,
+        n_embd=16 * draw.choice([1, 2, 4]), n_kv_head=draw.choice([0, 2]), bias=draw.random() < 0.5,
+        norm=draw.choice(['layer', 'rms']), position=draw.choice(['learned', 'rope']),
+        mlp=draw.choice(['gelu', 'swiglu']), qk_norm=draw.choice(['', 'learned']), tied_head=draw.random() < 0.5,
+        attention_cap=draw.choice([0.0, 0.0, 5.0]))
+    if draw.random() < 0.3:
+        fields |= dict(layer_types=('window', 'full'), window=draw.choice([3, 8]))
+    if draw.random() < 0.3:
+        fields |= dict(moe=MoEConfig(n_expert=4, n_used=2, width=16, layers=(True, False)))
+    return GPTConfig(**fields)
+
+
+def train_two(config, layout, optimizer, dropout):
+    """[loss of each of two updates] on a layout."""
+    config = dataclasses.replace(config, dropout=dropout)
+    parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
+    parallel.validate(config)
+    tx = create_optimizer_with_schedule(SCHEDULE, optimizer=optimizer)
+    plain = dataclasses.replace(config, scan_layers=False)
+    state = create_train_state(jax.random.key(0), plain, tx).replace(apply_fn=None, schedule=SCHEDULE)
+    state = parallel.device_put(state)
+    step = parallel.jit_step(make_step(config, parallel))
+    tokens = np.random.default_rng(0).integers(64, size=2000).astype(np.uint16)
+    losses = []
+    for i in range(2):
+        x, y = get_batch_jax(tokens, config.block_size, 16, 0, i)
+        batch = {'x': x, 'y': y, 'seq_id': (i * 16 + np.arange(16)).astype(np.uint32)}
+        state, metrics = step(state, parallel.shard_batch(batch, split_batch(2, 8, parallel.n_data_shards)))
+        losses.append(float(metrics['loss']))
+    return losses
+
+
+def test_two_updates_on_any_layout_are_those_of_one_device(sweep_case):
+    draw = random.Random(sweep_case)
+    config = draw_config(draw)
+    optimizer = draw.choice(['adamw', 'muon'])
+    dropout = draw.choice([0.0, 0.1])
+    # a scan over layers draws other masks of dropout
+    execution = dict(scan_layers=draw.random() < 0.3 and not dropout, remat=draw.choice(['none', 'full']),
+                     attention=draw.choice(['xla', 'chunked']))
+    layout = draw.choice(LAYOUTS)
+    expected = train_two(config, (1, 1, 1, 1, 1, 0), optimizer, dropout)
+    try:
+        found = train_two(dataclasses.replace(config, **execution), layout, optimizer, dropout)
+    except UserError as error:
+        pytest.skip(f'this layout is refused: {error}')
+    np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=str((config, layout, optimizer, execution)))
+
+
+def test_generated_tokens_have_the_log_probabilities_of_a_pass_without_a_cache(sweep_case):
+    draw = random.Random(sweep_case)
+    config = draw_config(draw)
+    params = random_params(config)
+    rng = np.random.default_rng(sweep_case)
+    lengths = [int(rng.integers(1, config.block_size // 2)) for _ in range(3)]
+    idx = rng.integers(64, size=(3, max(lengths)))
+    n_new = config.block_size // 2  # within the context
+    options = dict(
+        temperature=draw.choice([0, 0.7, 1.0]), top_k=draw.choice([None, 5]), top_p=draw.choice([None, 0.9]),
+        repetition_penalty=draw.choice([None, 1.3]), n_draft=draw.choice([0, 0, 2]), logprobs=True)
+    result = generate(params, config, idx, n_new, rng=jax.random.key(sweep_case), prompt_lengths_B=lengths, **options)
+    for b, length in enumerate(lengths):
+        row = result.tokens[b, :result.lengths[b]]
+        logits = np.asarray(apply(config, params, row[None]))[0]
+        expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(length - 1, len(row) - 1), row[length:]]
+        np.testing.assert_allclose(result.logprobs[b, length:len(row)], expected, atol=2e-4, err_msg=str(config))
+        alone = generate(params, config, idx[b:b + 1, :length], n_new, rng=jax.random.key(sweep_case),
+                         sample_index_B=[b], **options)
+        np.testing.assert_array_equal(alone.tokens[0, :result.lengths[b]], row, err_msg=str((config, options)))
+
+
+def test_scores_of_rows_that_share_a_beginning_are_those_of_a_plain_pass(sweep_case):
+    draw = random.Random(sweep_case)
+    config = draw_config(draw)
+    params = random_params(config)
+    rng = np.random.default_rng(sweep_case)
+    shared = rng.integers(64, size=draw.randrange(1, config.block_size // 2)).tolist()
+    rows = [shared + rng.integers(64, size=draw.randrange(1, config.block_size // 2)).tolist() for _ in range(3)]
+    results, = score(params, config, [[(row, len(shared)) for row in rows]])
+    for row, (logprobs, _) in zip(rows, results, strict=True):
+        logits = np.asarray(apply(config, params, np.array([row])))[0]
+        positions = np.arange(len(shared) - 1, len(row) - 1)
+        expected = np.asarray(jax.nn.log_softmax(logits))[positions, row[len(shared):]]
+        np.testing.assert_allclose(logprobs, expected, atol=2e-4, err_msg=str(config))
+
+
+def test_what_is_exported_and_loaded_again_gives_the_same_logits(sweep_case, tmp_path):
+    config = draw_config(random.Random(sweep_case))
+    params = random_params(config)
+    try:
+        save_pretrained(params, config, tmp_path / 'model')
+    except UserError as error:
+        pytest.skip(f'no config.json means this model: {error}')
+    config_again, again = load_pretrained(tmp_path / 'model')
+    idx = np.random.default_rng(sweep_case).integers(64, size=(2, config.block_size))
+    expected = np.asarray(apply(config, params, idx))
+    np.testing.assert_allclose(apply(config_again, again, idx), expected, atol=1e-5, err_msg=str(config))
