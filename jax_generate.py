@@ -726,12 +726,9 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
             n_new = choose_chunk()
 
 
-def check_cache_dtype(params, config, cache_dtype):
-    """Raises UserError for a dtype of the KV cache that there is not, and for 8 bits where biases of
-    queries, keys or values are so large that rounding them hides the rest: see LARGEST_BIAS."""
-    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
-    if cache_dtype not in ('int8', 'float8'):
-        return
+def check_biases(params, config, cache_dtype):
+    """Raises UserError if biases of queries, keys or values are so large that a KV cache of 8 bits
+    rounds the rest away: see LARGEST_BIAS."""
     for path, bias in flatten_dict(params).items():
         if path[-2:] != ('c_attn', 'bias'):
             continue
@@ -753,7 +750,9 @@ def start_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=None,
     B, T = tokens_BxT.shape
     max_new_tokens = sampling.max_new_tokens
     n_total = int(length_B.max()) + max_new_tokens
-    check_cache_dtype(params, config, sampling.cache_dtype)
+    check_choice('cache_dtype', sampling.cache_dtype, ('auto', *CACHE_DTYPES))
+    if sampling.cache_dtype in ('int8', 'float8'):
+        check_biases(params, config, sampling.cache_dtype)
     if prefix_cache is not None and B != 1:
         raise UserError(f'a prefix cache is for one row, not {B}')
     if sampling.n_draft:
@@ -902,7 +901,9 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
         raise UserError(f'max_length must be between 1 and {config.block_size}, the context of the '
                         f'model, not {max_length}')
     check_ranges({'batch_size': batch_size})
-    check_cache_dtype(params, config, cache_dtype)
+    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
+    if cache_dtype in ('int8', 'float8'):
+        check_biases(params, config, cache_dtype)
 
     # groups of rows that share their beginning: those of an item, unless it has rows in several
     # windows
