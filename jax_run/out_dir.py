@@ -63,8 +63,9 @@ class OutDir:
         if run.bpb_bytes != 'tokens':
             settings['bpb_bytes'] = run.bpb_bytes
         if run.resumed:
-            earlier = read_json(files / 'config.json', optional=True)
-            say_what_is_counted(earlier.get('bpb_bytes', 'tokens'), run.bpb_bytes)
+            with contextlib.suppress(UserError):  # a damaged one says nothing, and is written anew
+                earlier = read_json(files / 'config.json', optional=True)
+                say_what_is_counted(earlier.get('bpb_bytes', 'tokens'), run.bpb_bytes)
         write_json(files / 'config.json', settings)
         if run.tokenizer['kind'] == 'folder':
             copy_tokenizer(run.tokenizer, files / 'tokenizer')
