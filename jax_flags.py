@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import inspect
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -171,6 +173,23 @@ def read_json(path, *, optional=False):
 def write_json(path, values):
     """Writes a JSON file, atomically."""
     write_text(path, json.dumps(values, indent=2) + '\n')
+
+
+def shows_fields(kind):
+    """Returns a decorator that shows the fields of a dataclass in place of **changes, in help() and
+    where an editor completes."""
+    def decorate(function):
+        signature = inspect.signature(function)
+        shown = {name: parameter for name, parameter in signature.parameters.items()
+                 if parameter.kind is not parameter.VAR_KEYWORD}
+        for field in dataclasses.fields(kind):
+            shown.setdefault(field.name, inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+                annotation=field.type))
+        function.__signature__ = signature.replace(parameters=list(shown.values()))
+        return function
+
+    return decorate
 
 
 def ceil_div(a, b):
@@ -353,8 +372,7 @@ AT_LEAST_1 = (
 AT_LEAST_0 = (
     'max_iters', 'minutes', 'save_interval', 'warmup_iters', 'lr_decay_iters', 'learning_rate',
     'min_lr', 'weight_decay', 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head',
-    'n_expert', 'expert_balance', 'window', 'max_new_tokens', 'embedding_lr',
-    'head_lr', 'vector_lr')
+    'n_expert', 'expert_balance', 'window', 'max_new_tokens')
 # {flag: (the lowest value, what the value is below)}
 RANGES = {
     **dict.fromkeys(AT_LEAST_1, (1, math.inf)),
@@ -407,7 +425,6 @@ NEEDS = {
     'train_jax': {
         'n_expert_used': EXPERTS,
         'expert_balance': EXPERTS,
-        'head_lr': Need('tied_head', 'a head of its own: add --tied_head=False', (False,)),
         'lora_alpha': LORA,
         'quantize': LORA,
         'beta': PAIRS,
@@ -415,7 +432,6 @@ NEEDS = {
     'sample_jax': {
         'each_line': Need('has_file', 'a file of prompts: add --start=FILE:prompts.txt'),
         'system': CHAT,
-        'draft': Need('n_draft', 'the number of tokens to guess per step: add --n_draft=3'),
         'start': PROMPTS,
         'num_samples': PROMPTS,
         'output': PROMPTS,
@@ -527,7 +543,7 @@ def check_source(flags, given):
 
 # The values of training flags that are known without another module.
 CHOICES = {
-    'optimizer': ('adamw', 'muon', 'normuon'),
+    'optimizer': ('adamw', 'muon'),
     'lr_schedule': ('cosine', 'linear', 'wsd', 'constant'),
     'dtype': ('auto', *DTYPES),
     'quantize': ('', 'int8'),
@@ -561,45 +577,70 @@ def check_flags(flags):
         raise UserError('LoRA trains updates of a pretrained model: name it with --init_from')
 
 
-@dataclasses.dataclass(frozen=True)
+class Control(NamedTuple):
+    """A control of the distribution that tokens are drawn from."""
+    off: float  # the value, beside None, that leaves it out
+    low: float
+    high: float
+    allowed: str  # the same for the user
+
+
+LEAST = math.ulp(0.0)  # above 0
+MOST = sys.float_info.max  # below infinity
+CONTROLS = {
+    'temperature': Control(0, 1e-6, MOST, '0 (greedy) or at least 1e-6'),  # float32 would overflow
+    'top_k': Control(0, 1, MOST, 'at least 0'),
+    'top_p': Control(1, LEAST, 1, 'in (0, 1]'),
+    'min_p': Control(0, 0, 1, 'in [0, 1]'),
+    'repetition_penalty': Control(1, LEAST, MOST, 'above 0')}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How prompts are continued. A control that is None is off, as is 0 for top_k and min_p, and 1
-    for the others (temperature is a number); in jax_text None is as the model's makers say, see
-    TextModel.defaults."""
-    max_new_tokens: int = 500
-    temperature: float | None = 1.0  # 0 is greedy
-    top_k: int | None = None  # only this many likeliest tokens
+    """The options with which rows of tokens are continued.
+
+    The controls, the names of CONTROLS, are off where they are None, but for a temperature of 1. In
+    jax_text None stands for what the model's makers say, see TextModel.defaults."""
+    # how a token is drawn
+    temperature: float | None = None  # 0 is greedy
+    top_k: int | None = None  # only this many likeliest tokens, clamped to the vocabulary
     top_p: float | None = None  # only the likeliest tokens that together have this probability
     min_p: float | None = None  # only tokens at least this times as likely as the likeliest
     repetition_penalty: float | None = None  # above 1: tokens that are there become less likely
-    stop: str | tuple = ()  # texts before the first of which a text ends
-    stop_tokens: tuple = ()  # a row ends with the first of these that it generates
-    n_vocab: int | None = None  # only ids below it; None is all
-    seed: int | None = 1337  # seeds the samples of texts, None draws one; rows of tokens have keys
-    cache_dtype: str = 'auto'  # dtype of the KV cache
-    n_draft: int = 0  # drafts per step
+    n_vocab: int | None = None  # only ids below it, for a padded vocabulary; None is all
+    # where a row ends
+    max_new_tokens: int = 500
+    stop_tokens: Sequence[int] = ()  # a row ends with the first of these that it generates
+    # how it is computed
+    cache_dtype: str = 'auto'  # of the KV cache, one of CACHE_DTYPES; 'auto' is the config's dtype
+    n_draft: int = 0  # drafts per step: the same tokens, faster where drafts are accepted
 
     def check(self):
         """Raises UserError for values that make no sense."""
-        check_ranges({'max_new_tokens': self.max_new_tokens, 'seed': self.seed})
-        # a temperature below 1e-6 would overflow float32
-        if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:
-            raise UserError('temperature must be 0 (greedy) or at least 1e-6, not '
-                            f'{self.temperature}')
-        if self.top_k is not None and self.top_k < 0:
-            raise UserError(f'top_k must be at least 0, not {self.top_k}')
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f'top_p must be in (0, 1], not {self.top_p}')
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise UserError(f'min_p must be in [0, 1], not {self.min_p}')
-        penalty = self.repetition_penalty
-        if penalty is not None and not 0 < penalty < math.inf:
-            raise UserError(f'repetition_penalty must be above 0, not {penalty}')
+        check_ranges({'max_new_tokens': self.max_new_tokens})
+        for name, control in CONTROLS.items():
+            value = getattr(self, name)
+            is_off = value in (None, control.off)
+            if not is_off and not control.low <= value <= control.high:
+                raise UserError(f'{name} must be {control.allowed}, not {value}')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextSampling(Sampling):
+    """The options with which texts are continued."""
+    stop: str | Sequence[str] = ()  # a text ends before the first of these
+    seed: int | None = 1337  # None draws one
+
+    def check(self):
+        """Raises UserError for values that make no sense."""
+        super().check()
+        if self.seed is not None:
+            check_ranges({'seed': self.seed})
 
     @classmethod
     def from_flags(cls, flags):
-        """Returns the Sampling that flags of sample_jax.py ask for, of which `stop` may be a list
-        of texts in JSON. Raises UserError for any other list."""
+        """Returns the TextSampling of sample_jax.py's flags. `stop` may be a list of texts in JSON.
+        Raises UserError for any other list."""
         names = [field.name for field in dataclasses.fields(cls)]
         values = {name: flags[name] for name in names if name in flags}
         if values['stop'].startswith('['):
@@ -607,10 +648,6 @@ class Sampling:
             if not all(isinstance(text, str) for text in values['stop']):
                 raise UserError(f'stop must be a list of texts, not {values["stop"]}')
         return cls(**values)
-
-
-# what a generation_config.json may say of sampling
-SAMPLING_NAMES = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
 
 
 # how URLs begin; a scheme of one letter is none, but a drive of Windows

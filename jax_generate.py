@@ -11,6 +11,7 @@ the number of drafts; where rows are scored, R is rows of some items, N tokens a
 rows of an item share, P tokens that they share.
 """
 import contextlib
+import dataclasses
 import functools
 import os
 from typing import Any, NamedTuple
@@ -21,13 +22,14 @@ import numpy as np
 from flax import struct
 from flax.traverse_util import flatten_dict
 
-from jax_flags import Sampling, UserError, ceil_div, check_choice, check_ranges
+from jax_flags import (
+    CONTROLS, Sampling, UserError, ceil_div, check_choice, check_ranges, shows_fields)
 from jax_ops.decode_weights import (  # noqa: F401, but for devices_of: public here
     convert_params_for_decoding, devices_of, order_columns_by_rank)
 from jax_ops.sharding import shard
 from jax_ops.vocabulary import cross_entropy
 from jax_transformer import (
-    CACHE_DTYPES, GPT, PAD, PIECE, Block, create_call, grow_caches, select_rows)
+    CACHE_DTYPES, GPT, PAD, PIECE, Block, create_call, grow_cache, select_rows)
 
 SCORED_AT_ONCE = 1024  # positions whose logits are materialized at a time
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
@@ -44,8 +46,8 @@ LARGEST_BIAS = 32
 # sampling
 
 class Controls(struct.PyTreeNode):
-    """The controls of a Sampling, for compiled functions: other numbers do not recompile. None is
-    off, and its computation is not compiled."""
+    """What compiled functions read of a Sampling: other numbers do not recompile. None is off, and
+    its computation is not compiled."""
     n_vocab: int = struct.field(pytree_node=False)  # only ids below it
     stop_tokens: Any = ()  # int32 [n]; another number of them does recompile
     temperature: Any = None  # None is greedy
@@ -55,20 +57,18 @@ class Controls(struct.PyTreeNode):
     repetition_penalty: Any = None
 
 
-# {control: the value, beside None, with which it is off}
-OFF = {'temperature': 0, 'top_k': 0, 'top_p': 1, 'min_p': 0, 'repetition_penalty': 1}
-
-
 def create_controls(config, sampling):
     """Returns the Controls of a Sampling. Raises UserError for values that make no sense."""
     sampling.check()
     n_vocab = config.vocab_size if sampling.n_vocab is None else sampling.n_vocab
     if not 0 < n_vocab <= config.vocab_size:
         raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
-    controls = {}
-    for name, off in OFF.items():
+    controls = {'temperature': np.float32(1)}
+    for name, control in CONTROLS.items():
         value = getattr(sampling, name)
-        if value not in (None, off):
+        if value == control.off:
+            controls.pop(name, None)
+        elif value is not None:
             controls[name] = np.float32(value)
     if np.size(sampling.stop_tokens):
         controls['stop_tokens'] = np.ravel(sampling.stop_tokens).astype(np.int32)
@@ -169,7 +169,7 @@ class DecodeState(struct.PyTreeNode):
     n_generated_B: jax.Array
     done_B: jax.Array  # the row has met a stop token, or the caller has ended it
     key_B: jax.Array
-    caches: tuple = ()  # KV caches of the model and of the draft model, if any
+    cache: Any = None  # KV cache; None until the prompts are read
     steps: Any = 0  # decode steps so far
     drafted: Any = 0  # drafts proposed so far, of all active rows
     accepted: Any = 0  # drafts accepted so far
@@ -255,12 +255,11 @@ def prefill_layer(params, cache, stream, idx_BxT, position_BxT, *, config, layer
 
 
 @functools.partial(
-    jax.jit, static_argnames=('configs', 'n_draft', 'use_cache'), donate_argnames='state')
-def decode(weights, state, controls, n_end, max_length, n_slots, *, configs, n_draft, use_cache):
+    jax.jit, static_argnames=('config', 'n_draft', 'use_cache'), donate_argnames='state')
+def decode(params, state, controls, n_end, max_length, n_slots, *, config, n_draft, use_cache):
     """Generates until every row has n_end new tokens, is longer than max_length, or is done: one
     compiled loop over one of the three steps below. Ends early when a row is longer than the
-    cache's n_slots, or when drafts are useless.
-    weights, configs: of the model, and of the draft model if there is one."""
+    cache's n_slots, or when drafts are useless."""
     def room(state):
         """Number of tokens that each row may still get."""
         new_tokens_B = n_end - state.n_generated_B
@@ -276,10 +275,10 @@ def decode(weights, state, controls, n_end, max_length, n_slots, *, configs, n_d
     def step(state):
         state = state.replace(steps=state.steps + 1)
         if not use_cache:
-            return step_uncached(weights[0], state, room(state) > 0, configs[0], controls)
+            return step_uncached(params, state, room(state) > 0, config, controls)
         if n_draft == 0:
-            return step_cached(weights[0], state, room(state) > 0, configs[0], controls)
-        return step_speculative(weights, state, room(state), configs, controls, n_draft)
+            return step_cached(params, state, room(state) > 0, config, controls)
+        return step_speculative(params, state, room(state), config, controls, n_draft)
 
     return jax.lax.while_loop(should_continue, step, state)
 
@@ -311,36 +310,30 @@ def step_cached(params, state, active_B, config, controls):
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
     logits_Bx1xV, cache = GPT(config).apply(
-        {'params': params}, last_Bx1, state.caches[0], position_BxT=position_Bx1,
-        method='with_cache')
-    state = state.replace(caches=(cache, *state.caches[1:]))
+        {'params': params}, last_Bx1, state.cache, position_BxT=position_Bx1, method='with_cache')
+    state = state.replace(cache=cache)
     return sample_and_append(state, logits_Bx1xV[:, 0], active_B, controls)[0]
 
 
-def step_speculative(weights, state, room_B, configs, controls, n_draft):
+def step_speculative(params, state, room_B, config, controls, n_draft):
     """Up to 1 + n_draft tokens per row, at most room_B (speculative decoding, arXiv:2211.17192):
     drafts are fed along with the last token, and accepted as long as they equal the tokens that the
-    model samples. (The paper accepts a draft with a probability: that keeps the distribution only.)
-
-    Draft model and model draw with the same random numbers, so the result is that of n_draft=0, in
-    fewer steps."""
-    # the drafts: a smaller model's, or what followed these tokens earlier in the row
+    model samples: the result is that of n_draft=0, in fewer steps. (The paper accepts a draft with
+    a probability: that keeps the distribution only.)"""
+    # the drafts: what followed these tokens earlier in the row
     active_B = room_B > 0
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
-    if len(configs) == 2:
-        drafts_BxJ, state = draft_tokens(weights[1], state, n_draft, configs[1], controls)
-    else:
-        look_up = jax.vmap(prompt_lookup_draft, (0, 0, None))
-        drafts_BxJ = look_up(state.tokens_BxN, state.length_B, n_draft)
+    look_up = jax.vmap(prompt_lookup_draft, (0, 0, None))
+    drafts_BxJ = look_up(state.tokens_BxN, state.length_B, n_draft)
     # one token is the model's own, so that a row with room for n tokens can use n - 1 drafts
     usable_B = jnp.clip(room_B - 1, 0, n_draft)
 
     # the last token and the drafts in one forward pass
-    logits_BxTxV, cache = GPT(configs[0]).apply(
-        {'params': weights[0]}, jnp.concatenate([last_Bx1, drafts_BxJ], axis=1), state.caches[0],
+    logits_BxTxV, cache = GPT(config).apply(
+        {'params': params}, jnp.concatenate([last_Bx1, drafts_BxJ], axis=1), state.cache,
         position_BxT=position_Bx1 + jnp.arange(1 + n_draft), method='with_cache')
-    state = state.replace(caches=(cache, *state.caches[1:]), drafted=state.drafted + usable_B.sum())
+    state = state.replace(cache=cache, drafted=state.drafted + usable_B.sum())
     # sample after each of them, as without drafts; the logits after a wrong draft are never used
     for t in range(1 + n_draft):
         state, token_B = sample_and_append(state, logits_BxTxV[:, t], active_B, controls)
@@ -350,33 +343,6 @@ def step_speculative(weights, state, room_B, configs, controls, n_draft):
             state = state.replace(accepted=state.accepted + active_B.sum())
             active_B &= ~state.done_B
     return state
-
-
-def draft_tokens(params, state, n_draft, config, controls):
-    """Drafts [B, n_draft] by a smaller model, token by token, and the state with its cache. The
-    draft model draws with the random numbers that the model will draw with, so both sample the same
-    token wherever they agree."""
-    def draft(n, idx_BxT, position_BxT, cache):
-        """(draft n, the token after the given ones [B]; the cache)."""
-        logits_BxTxV, cache = GPT(config).apply(
-            {'params': params}, idx_BxT, cache, position_BxT=position_BxT, method='with_cache')
-        key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B + n)
-        return sample_token(logits_BxTxV[:, -1], key_B, controls).astype(jnp.int32), cache
-
-    def step(carry, n):
-        token_B, cache = carry
-        carry = draft(n, token_B[:, None], state.length_B[:, None] + n - 1, cache)
-        return carry, carry[0]
-
-    # re-feed the second-to-last token: if every draft was accepted, the draft model has not cached
-    # it yet
-    position_BxT = jnp.maximum(state.length_B[:, None] - jnp.array([2, 1]), 0)
-    idx_BxT = jnp.take_along_axis(state.tokens_BxN, position_BxT, axis=1)
-    # the first draft follows two tokens, the others one: two programs, however many drafts
-    first_B, cache = draft(0, idx_BxT, position_BxT, state.caches[1])
-    (_, cache), later_JxB = jax.lax.scan(step, (first_B, cache), jnp.arange(1, n_draft))
-    drafts_BxJ = jnp.concatenate([first_B[None], later_JxB]).T
-    return drafts_BxJ, state.replace(caches=(state.caches[0], cache))
 
 
 def prompt_lookup_draft(tokens_N, length, n_draft):
@@ -408,112 +374,93 @@ def commit(tree, params):
 
 
 class Decoder:
-    """A batch of rows, the model that continues them, its draft model if there is one, and their KV
-    caches.
+    """A batch of rows, the model that continues them, and their KV cache.
 
     start_rows() makes it, advance() adds tokens to the rows, whose DecodeState is `state`; the
-    state holds the caches, which read_prompts() prefills and grow() enlarges when the rows need it.
-    end_rows() ends some, drop_drafts() goes on without drafts where they turn out to be useless,
-    and close() gives the caches to the PrefixCache from which they came."""
+    state holds the cache, which read_prompts() prefills and grow() enlarges when the rows need it.
+    end_rows() ends some, and close() gives the cache to the PrefixCache from which it came."""
 
-    def __init__(self, params, config, state, controls, sampling, *, draft, longest, n_columns):
-        """state: a DecodeState without caches. controls: the Controls of the Sampling. draft:
-        (params, config) of the draft model, or None. longest: the number of tokens of the longest
-        row at its end. n_columns: the width of the results."""
+    def __init__(self, params, config, state, controls, sampling, *, longest, n_columns):
+        """state: a DecodeState without a cache. controls: the Controls of the Sampling. longest:
+        the number of tokens of the longest row at its end. n_columns: the width of the results."""
+        self.params = params
+        self.config = config
         self.state = commit(state, params)
         self.controls = controls
-        self.max_new_tokens = sampling.max_new_tokens
+        self.sampling = sampling
         self.n_end = 0  # new tokens that the rows have now, unless they have ended
         self.n_columns = n_columns
         self.prefix_cache = None
-        # the model, and behind it the draft model if there is one
-        self.n_draft = sampling.n_draft
-        models = [(params, config)]
-        if draft and self.n_draft:
-            models.append(draft)
-        self.weights, self.configs = zip(*models)
+        self.n_draft = sampling.n_draft  # 0 once drafts turn out to be useless
         self.longest = longest
-        self.block_size = config.block_size
         # the longest row that the KV cache can continue: learned positions end, those of RoPE do
         # not
         self.max_cached = config.block_size if config.position == 'learned' else PAD
-        self.n_slots = 0  # slots of the caches; 0: there are none yet
+        self.n_slots = 0  # slots of the cache; 0: there is none yet
+        # a cache keeps the slots of drafts when they are dropped
         on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
-        # a cache keeps the slots of drafts when they are dropped, so n_draft stays here
         self.cache_options = {
-            'dtype': sampling.cache_dtype, 'n_draft': self.n_draft, 'as_bits': on_cpu}
+            'config': config, 'dtype': sampling.cache_dtype, 'n_draft': sampling.n_draft,
+            'as_bits': on_cpu}
 
     def continue_from(self, prefix_cache, tokens_T):
-        """Takes over the caches of a PrefixCache. Returns how many of the first tokens_T they
-        hold."""
+        """Takes over the cache of a PrefixCache. Returns how many of the first tokens_T it
+        holds."""
         self.prefix_cache = prefix_cache
         if prefix_cache.drafts_are_useless:
-            self.drop_drafts()
-        caches, self.n_slots, n_held = prefix_cache.take(tokens_T, self.kind_of_caches())
-        self.state = self.state.replace(caches=caches)
+            self.n_draft = 0
+        cache, self.n_slots, n_held = prefix_cache.take(tokens_T, self.cache_options)
+        self.state = self.state.replace(cache=cache)
         return n_held
 
-    def kind_of_caches(self):
-        """Returns what must be equal for caches to be continued."""
-        return self.configs, self.cache_options
-
-    def drop_drafts(self):
-        """Goes on without drafts."""
-        self.n_draft = 0
-        self.weights, self.configs = self.weights[:1], self.configs[:1]
-        self.state = self.state.replace(caches=self.state.caches[:1])
-
     def grow(self, needed, batch_size):
-        """Makes room for `needed` slots in the caches, or makes new ones if there are none."""
-        if self.n_slots >= min(needed, self.block_size):
+        """Makes room for `needed` slots in the cache, or makes a new one if there is none."""
+        if self.n_slots >= min(needed, self.config.block_size):
             return
-        self.n_slots = choose_slots(needed, self.longest, self.block_size)
-        caches = grow_caches(
-            self.state.caches, configs=self.configs, batch_size=batch_size, n_slots=self.n_slots,
-            **self.cache_options)
-        self.state = self.state.replace(caches=commit(caches, self.weights[0]))
+        self.n_slots = choose_slots(needed, self.longest, self.config.block_size)
+        cache = grow_cache(
+            self.state.cache, batch_size=batch_size, n_slots=self.n_slots, **self.cache_options)
+        self.state = self.state.replace(cache=commit(cache, self.params))
 
     def read_prompts(self, tokens_BxT, length_B, n_held=0, least_width=16):
-        """Fills the caches with every row up to its last token, which the first decode step feeds.
+        """Fills the cache with every row up to its last token, which the first decode step feeds.
 
         A row that is too long for a cache is left out. Equal prompts are computed once. n_held: the
-        number of first tokens that the caches hold already. least_width: of the pieces in which
+        number of first tokens that the cache holds already. least_width: of the pieces in which
         prompts are computed."""
         # where each row's prefilled tokens end: at 0 if it is too long for a cache
         fits_B = length_B <= self.max_cached
         if not fits_B.any():
-            self.state = self.state.replace(caches=())
+            self.state = self.state.replace(cache=None)
             return
         end_B = np.where(fits_B, length_B - 1, 0)
         # equal prompts once
         chosen, row_B = unique_prompts(tokens_BxT, end_B)
         is_shared = len(chosen) < len(tokens_BxT)
         self.grow(end_B.max() + 1, len(chosen))
-        # the caches of the model and of its draft model, then a copy for each row
+        # the cache of the distinct prompts, then a copy for each row
         width = piece_length(int(end_B.max()) - n_held, least_width)
-        caches = []
-        for params, config, cache in zip(self.weights, self.configs, self.state.caches):
-            caches.append(prefill_pieces(
-                params, config, cache, tokens_BxT[chosen], n_held, end_B[chosen], width))
-        caches = tuple(caches)
+        cache = prefill_pieces(
+            self.params, self.config, self.state.cache, tokens_BxT[chosen], n_held, end_B[chosen],
+            width)
         if is_shared:
-            caches = select_rows(caches, row_B)
-        self.state = self.state.replace(caches=caches)
+            cache = select_rows(cache, row_B)
+        self.state = self.state.replace(cache=cache)
 
     def advance(self, n_new):
         """Adds n_new tokens to each row that has not ended, up to max_new_tokens in all, and
         returns the GenerationResult so far.
 
-        It takes several compiled loops if the caches grow, rows leave them, or drafts turn out
+        It takes several compiled loops if the cache grows, rows leave it, or drafts turn out
         useless."""
-        self.n_end = n_end = min(self.n_end + n_new, self.max_new_tokens)
+        self.n_end = n_end = min(self.n_end + n_new, self.sampling.max_new_tokens)
         B = len(self.state.tokens_BxN)
         while True:
             # the lengths of the rows that go on
             is_active_B = np.array(self.state.n_generated_B) < n_end
             length_B = np.array(self.state.length_B)[is_active_B & ~np.array(self.state.done_B)]
             if len(length_B) == 0:
-                return copy_result(self.state, self.n_columns, self.max_new_tokens)
+                return copy_result(self.state, self.n_columns, self.sampling.max_new_tokens)
             # rows that are too long for the cache wait until no other row is left
             cached_B = length_B[length_B <= self.max_cached]
             use_cache = len(cached_B) > 0
@@ -522,16 +469,16 @@ class Decoder:
             if use_cache:
                 self.grow(cached_B.max(), B)
                 max_length = self.max_cached
-                if self.n_slots < self.block_size:
+                if self.n_slots < self.config.block_size:
                     n_slots = self.n_slots
             # drafts that are useless end a compiled loop, and the next one has none
             drafted, accepted = int(self.state.drafted), int(self.state.accepted)
             if self.n_draft and drafts_are_useless(drafted, accepted, B):
-                self.drop_drafts()
+                self.n_draft = 0
             # one compiled loop; it may end before the rows do
             self.state = decode(
-                self.weights, self.state, self.controls, np.int32(n_end), np.int32(max_length),
-                np.int32(n_slots), configs=self.configs,
+                self.params, self.state, self.controls, np.int32(n_end), np.int32(max_length),
+                np.int32(n_slots), config=self.config,
                 n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
 
     def end_rows(self, is_over_B):
@@ -541,10 +488,10 @@ class Decoder:
     @property
     def is_over(self):
         """Whether no row gets another token."""
-        return self.n_end == self.max_new_tokens or bool(self.state.done_B.all())
+        return self.n_end == self.sampling.max_new_tokens or bool(self.state.done_B.all())
 
     def close(self):
-        """Gives the caches back to the PrefixCache, if there is one."""
+        """Gives the cache back to the PrefixCache, if there is one."""
         if self.prefix_cache is not None:
             self.prefix_cache.keep(self)
 
@@ -588,41 +535,41 @@ class PrefixCache:
     Other drafts, or another dtype of the cache, begin anew."""
 
     def __init__(self):
-        self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the caches
-        self.caches = ()  # KV caches of the model and of the draft model, or none
-        self.kind = None  # as Decoder.kind_of_caches returns it
+        self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the cache
+        self.cache = None
+        self.options = None  # a Decoder's cache_options
         self.n_slots = 0
         self.has_wrapped = False  # whether a ring may have overwritten its first tokens
         self.drafts_are_useless = False
 
-    def take(self, tokens_T, kind):
-        """(caches of this kind, their number of slots, the number of first tokens of tokens_T that
-        they hold)."""
-        caches, self.caches = self.caches, ()
-        is_gone = not caches or any(x.is_deleted() for x in jax.tree.leaves(caches))
-        if is_gone or kind != self.kind:
-            return (), 0, 0
+    def take(self, tokens_T, options):
+        """Returns (a cache with these options, its number of slots, the number of first tokens of
+        tokens_T that it holds)."""
+        cache, self.cache = self.cache, None
+        is_gone = cache is None or any(x.is_deleted() for x in jax.tree.leaves(cache))
+        if is_gone or options != self.options:
+            return None, 0, 0
         # the tokens that both texts begin with; a ring has lost its first tokens, so that it can
         # only be continued where it ends
         n = min(len(self.tokens), len(tokens_T))
         n_common = int(np.cumprod(self.tokens[:n] == tokens_T[:n]).sum())
         if n_common < len(self.tokens) and self.has_wrapped:
             n_common = 0
-        return caches, self.n_slots, n_common
+        return cache, self.n_slots, n_common
 
     def keep(self, decoder):
-        """Takes the caches of a Decoder."""
-        self.caches = ()
+        """Takes the cache of a Decoder."""
+        self.cache = None
         state = decoder.state
         if any(x.is_deleted() for x in jax.tree.leaves(state)):  # interrupted
             return
-        self.caches, self.n_slots = state.caches, decoder.n_slots
-        self.kind = decoder.kind_of_caches()
+        self.cache, self.n_slots = state.cache, decoder.n_slots
+        self.options = decoder.cache_options
         n_tokens = min(int(state.length_B[0]) - 1, decoder.max_cached)
         self.tokens = np.array(state.tokens_BxN)[0, :n_tokens]
         # a cache with fewer slots than tokens is a ring that has overwritten some
         n_draft = decoder.cache_options['n_draft']
-        n_positions = min((x.shape[2] for x in jax.tree.leaves(self.caches)), default=0) - n_draft
+        n_positions = min((x.shape[2] for x in jax.tree.leaves(self.cache)), default=0) - n_draft
         self.has_wrapped = len(self.tokens) > n_positions
         drafted, accepted = int(state.drafted), int(state.accepted)
         self.drafts_are_useless |= bool(drafts_are_useless(drafted, accepted, 1))
@@ -648,32 +595,25 @@ class GenerationResult(NamedTuple):
     sampling_logprobs: np.ndarray | None = None
 
 
-def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None,
-             sample_index_B=None, temperature=1.0, top_k=None, top_p=None, min_p=None,
-             repetition_penalty=None, n_vocab=None, stop_tokens=(), cache_dtype='auto', n_draft=0,
-             draft=None, as_result=False, logprobs=False):
+class Prompts(NamedTuple):
+    """Rows of tokens to be continued, each with random numbers of its own."""
+    idx_BxT: Any  # right-padded
+    rng: Any  # a jax.random key, or one for each row
+    lengths_B: Any = None  # T each if not given; a row continues right after its own prompt
+    # row b draws its n-th token from fold_in(fold_in(rng, sample_index_B[b]), n), independent of
+    # the rest of the batch; 0, 1, 2, ... if not given
+    sample_index_B: Any = None
+
+
+@shows_fields(Sampling)
+def generate(params, config, idx_BxT, max_new_tokens=None, *, rng, prompt_lengths_B=None,
+             sample_index_B=None, sampling=Sampling(), as_result=False, logprobs=False, **changes):
     """Continues each prompt by max_new_tokens tokens. Returns all tokens, int32 [B, T +
     max_new_tokens], 0 after a row's last token; or all that is known of them, a GenerationResult.
 
     params: as decoding reads them, see convert_params_for_decoding.
-    idx_BxT: prompts, right-padded.
-    prompt_lengths_B: their lengths, T each if not given. Every row continues right after its own
-        prompt.
-    rng: a jax.random key, or one for each row. Row b draws its n-th token from
-        fold_in(fold_in(rng, sample_index_B[b]), n), independent of the rest of the batch.
-    sample_index_B: 0, 1, 2, ... if not given.
-    temperature: 0 is greedy.
-    top_k: only the k likeliest tokens (clamped to the vocabulary; 0 is all).
-    top_p: only the likeliest tokens that together reach this probability, in (0, 1].
-    min_p: only tokens at least this times as likely as the likeliest, in [0, 1].
-    repetition_penalty: above 1 makes tokens that are already there less likely.
-    n_vocab: only ids below it, for padded vocabularies.
-    stop_tokens: a row ends with the first of these that it generates.
-    cache_dtype: of the KV cache, one of CACHE_DTYPES; 'auto' is the config's dtype.
-    n_draft: number of drafts per step: the same tokens, faster where drafts are accepted. Drafts
-        are switched off where they are not, see drafts_are_useless.
-    draft: (params, config) of a draft model with the same vocabulary; without it the row itself
-        is searched, see prompt_lookup_draft.
+    idx_BxT, rng, prompt_lengths_B, sample_index_B: the Prompts.
+    sampling: a Sampling; changes: its fields by name, as temperature=0.
     as_result: whether to return a GenerationResult: which tokens are a row's (0 may be one of
         them), and what ended it.
     logprobs: the same, with the log-probabilities of the generated tokens.
@@ -685,22 +625,19 @@ def generate(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=N
     block_size, and every layer attends to the last block_size keys.
 
     Raises UserError for prompts or controls that make no sense."""
-    sampling = Sampling(
-        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
-        stop_tokens=stop_tokens, n_vocab=n_vocab, cache_dtype=cache_dtype, n_draft=n_draft)
-    decoder = start_rows(
-        params, config, idx_BxT, sampling, rng=rng, prompt_lengths_B=prompt_lengths_B,
-        sample_index_B=sample_index_B, draft=draft, logprobs=logprobs)
-    result = decoder.advance(max_new_tokens)
+    prompts = Prompts(idx_BxT, rng, prompt_lengths_B, sample_index_B)
+    sampling = with_changes(sampling, max_new_tokens, changes)
+    decoder = start_rows(params, config, prompts, sampling, logprobs=logprobs)
+    result = decoder.advance(sampling.max_new_tokens)
     if as_result or logprobs:
         return result
     return result.tokens
 
 
-def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_lengths_B=None,
-                    sample_index_B=None, temperature=1.0, top_k=None, top_p=None, min_p=None,
-                    repetition_penalty=None, n_vocab=None, stop_tokens=(), cache_dtype='auto',
-                    n_draft=0, draft=None, logprobs=False, chunk=None, prefix_cache=None):
+@shows_fields(Sampling)
+def generate_stream(params, config, idx_BxT, max_new_tokens=None, *, rng, prompt_lengths_B=None,
+                    sample_index_B=None, sampling=Sampling(), logprobs=False, chunk=None,
+                    prefix_cache=None, **changes):
     """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then
     after every `chunk`. The caller may send which rows it wants no more tokens of, bool [B].
 
@@ -708,13 +645,11 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
     it before each chunk.
     prefix_cache: a PrefixCache, for one row that begins as in the last call with it. All else is as
     in generate."""
-    sampling = Sampling(
-        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
-        stop_tokens=stop_tokens, n_vocab=n_vocab, cache_dtype=cache_dtype, n_draft=n_draft)
+    prompts = Prompts(idx_BxT, rng, prompt_lengths_B, sample_index_B)
+    sampling = with_changes(sampling, max_new_tokens, changes)
     decoder = start_rows(
-        params, config, idx_BxT, sampling, rng=rng, prompt_lengths_B=prompt_lengths_B,
-        sample_index_B=sample_index_B, draft=draft, logprobs=logprobs, prefix_cache=prefix_cache)
-    choose_chunk = chunk if callable(chunk) else lambda: chunk or max_new_tokens
+        params, config, prompts, sampling, logprobs=logprobs, prefix_cache=prefix_cache)
+    choose_chunk = chunk if callable(chunk) else lambda: chunk or sampling.max_new_tokens
     with contextlib.closing(decoder):
         n_new = 1
         while True:
@@ -726,9 +661,19 @@ def generate_stream(params, config, idx_BxT, max_new_tokens, *, rng, prompt_leng
             n_new = choose_chunk()
 
 
-def check_biases(params, config, cache_dtype):
-    """Raises UserError if biases of queries, keys or values are so large that a KV cache of 8 bits
-    rounds the rest away: see LARGEST_BIAS."""
+def with_changes(sampling, max_new_tokens, changes):
+    """Returns a Sampling with other fields, and with max_new_tokens unless that is None."""
+    if max_new_tokens is not None:
+        changes = {**changes, 'max_new_tokens': max_new_tokens}
+    return dataclasses.replace(sampling, **changes)
+
+
+def check_cache_dtype(params, config, cache_dtype):
+    """Raises UserError for a dtype of the KV cache that is unknown, or that has 8 bits beside biases
+    of queries, keys or values so large that the rest is rounded away: see LARGEST_BIAS."""
+    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
+    if cache_dtype not in ('int8', 'float8'):
+        return
     for path, bias in flatten_dict(params).items():
         if path[-2:] != ('c_attn', 'bias'):
             continue
@@ -740,23 +685,21 @@ def check_biases(params, config, cache_dtype):
                             'which 8 bits round the rest away; take bfloat16')
 
 
-def start_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=None,
-               sample_index_B=None, draft=None, logprobs=False, prefix_cache=None):
-    """Returns a Decoder that has read the prompts; the options are those of generate_stream, with a
-    Sampling in place of its controls."""
+def start_rows(params, config, prompts, sampling, *, logprobs=False, prefix_cache=None):
+    """Returns a Decoder that has read the Prompts; the options are those of generate_stream."""
     # refuse what makes no sense, before anything is computed
     controls = create_controls(config, sampling)
-    tokens_BxT, length_B = check_prompts(config, idx_BxT, prompt_lengths_B)
+    tokens_BxT, length_B = check_prompts(config, prompts.idx_BxT, prompts.lengths_B)
     B, T = tokens_BxT.shape
     max_new_tokens = sampling.max_new_tokens
     n_total = int(length_B.max()) + max_new_tokens
-    check_choice('cache_dtype', sampling.cache_dtype, ('auto', *CACHE_DTYPES))
-    if sampling.cache_dtype in ('int8', 'float8'):
-        check_biases(params, config, sampling.cache_dtype)
+    check_cache_dtype(params, config, sampling.cache_dtype)
     if prefix_cache is not None and B != 1:
         raise UserError(f'a prefix cache is for one row, not {B}')
-    if sampling.n_draft:
-        check_drafts(config, sampling.n_draft, draft, controls.n_vocab, n_total)
+    most = min(MAX_DRAFT, config.block_size - 1)
+    if sampling.n_draft and not 0 <= sampling.n_draft <= most:
+        raise UserError(f'n_draft must be between 0 (no speculation) and {most}, not '
+                        f'{sampling.n_draft}')
 
     # the state: one row of tokens for each prompt, with a random key of its own
     longest = n_total
@@ -764,15 +707,16 @@ def start_rows(params, config, idx_BxT, sampling, *, rng, prompt_lengths_B=None,
         longest = max(n_total, config.block_size + max_new_tokens)
     is_learned = config.position == 'learned'
     N = round_up_slots(max(longest, T, config.block_size if is_learned else 0))
+    sample_index_B = prompts.sample_index_B
     if sample_index_B is None:
         sample_index_B = np.arange(B)
-    rng_B = jnp.broadcast_to(rng, B)
+    rng_B = jnp.broadcast_to(prompts.rng, B)
     key_B = jax.vmap(jax.random.fold_in)(rng_B, np.asarray(sample_index_B))
     state = create_decode_state(tokens_BxT, length_B, key_B, N, logprobs=logprobs)
 
     # prefill
-    decoder = Decoder(params, config, state, controls, sampling, draft=draft, longest=longest,
-                      n_columns=T + max_new_tokens)
+    decoder = Decoder(
+        params, config, state, controls, sampling, longest=longest, n_columns=T + max_new_tokens)
     if max_new_tokens == 0:
         return decoder
     if prefix_cache is None:
@@ -820,12 +764,11 @@ def copy_result(state, n_columns, max_new_tokens):
     if state.logprob_BxN is not None:
         logprobs = np.array(state.logprob_BxN)[:, :n_columns]
         sampling_logprobs = np.array(state.sampling_logprob_BxN)[:, :n_columns]
-    model_cache = state.caches[:1]
     return GenerationResult(
         tokens=np.array(state.tokens_BxN)[:, :n_columns],
         lengths=np.array(state.length_B),
         steps=max(0, int(state.steps)),
-        cache_bytes=sum(x.nbytes for x in jax.tree.leaves(model_cache)),
+        cache_bytes=sum(x.nbytes for x in jax.tree.leaves(state.cache)),
         drafted=int(state.drafted),
         accepted=int(state.accepted),
         finish_reasons=tuple(finish_reasons),
@@ -856,24 +799,6 @@ def check_prompts(config, idx_BxT, prompt_lengths_B):
     return tokens_BxT, length_B.astype(np.int32)
 
 
-def check_drafts(config, n_draft, draft, n_vocab, n_total):
-    """Raises UserError for drafts that make no sense. n_total: the most tokens of a row."""
-    n_cached = min(n_total, config.block_size) if config.position == 'learned' else n_total
-    most = min(MAX_DRAFT, config.block_size - 1)
-    if not 0 <= n_draft <= most:
-        raise UserError(f'n_draft must be between 0 (no speculation) and {most}, not {n_draft}')
-    if not draft:
-        return
-    # a draft model must know the tokens, and the positions, that the model may come to
-    _, draft_config = draft
-    if draft_config.vocab_size < n_vocab:
-        raise UserError(f'the draft model has a vocabulary of {draft_config.vocab_size}, '
-                        f'the model {n_vocab}')
-    if draft_config.position == 'learned' and draft_config.block_size < n_cached:
-        raise UserError(f'the draft model knows {draft_config.block_size} positions, this takes '
-                        f'{n_cached}: use fewer max_new_tokens or no draft')
-
-
 # -----------------------------------------------------------------------------
 # log-probabilities of given ids
 
@@ -901,9 +826,7 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
         raise UserError(f'max_length must be between 1 and {config.block_size}, the context of the '
                         f'model, not {max_length}')
     check_ranges({'batch_size': batch_size})
-    check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
-    if cache_dtype in ('int8', 'float8'):
-        check_biases(params, config, cache_dtype)
+    check_cache_dtype(params, config, cache_dtype)
 
     # groups of rows that share their beginning: those of an item, unless it has rows in several
     # windows
@@ -960,9 +883,9 @@ def score_groups(params, config, groups, most, cache_dtype):
     on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
 
     def new_cache(n_rows):
-        caches = grow_caches((), configs=(config,), batch_size=n_rows, n_slots=n_slots,
-                             dtype=cache_dtype, n_draft=0, as_bits=on_cpu)
-        return commit(caches, params)[0]
+        cache = grow_cache(None, config=config, batch_size=n_rows, n_slots=n_slots,
+                           dtype=cache_dtype, n_draft=0, as_bits=on_cpu)
+        return commit(cache, params)
 
     # the shared tokens of each group; the last token before a scored one is fed with its row
     shared = []

@@ -15,7 +15,7 @@ import secrets
 import select
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +28,12 @@ from jax.experimental import multihost_utils
 from jax_devices.choose import choose_experts
 from jax_devices.layout import Layout, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
-from jax_flags import Sampling, UserError
-from jax_generate import PrefixCache, power_of_two, right_padded, score, start_rows
+from jax_flags import TextSampling, UserError, shows_fields
+from jax_generate import PrefixCache, Prompts, power_of_two, right_padded, score, start_rows
 from jax_hub.chats import final_answer
 from jax_hub.folders import local_path
 from jax_hub.tokenizers import (
-    CharTokenizer, decoder_kinds, describe_tokenizer, limit_vocabulary, load_tokenizer, same_tokens,
+    CharTokenizer, decoder_kinds, describe_tokenizer, limit_vocabulary, load_tokenizer,
     strip_partial_utf8)
 from jax_ops.decode_weights import (
     convert_params_for_decoding, order_columns_by_rank, transpose_kernels)
@@ -53,7 +53,7 @@ SAMPLE_TOKENS = 100  # length of a sample while training
 STOP_CHUNK = 8
 
 
-def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = '', draft: str = '',
+def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = '',
          device: str = 'auto', dtype: str = 'auto', quantize: str = '', tensor: int = 1,
          expert: int = 1) -> 'TextModel':
     """Returns the model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), or
@@ -62,7 +62,6 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     checkpoint: which one of a run, 'best' (lowest validation loss; the default) or 'latest'.
     base: where the pretrained model of a LoRA run is now, if it has moved.
     dataset: the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt.
-    draft: a smaller model with the same tokens, for n_draft.
     device, dtype: as in setup_jax_environment.
     quantize: 'int8' or '' (off).
     tensor, expert: the number of devices over which heads, MLP width and vocabulary, or the
@@ -91,18 +90,9 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
         description = load_dataset_meta(folder)['tokenizer']
     tokenizer = load_fitting_tokenizer(description, source, found.config)
 
-    # a model that drafts for it
-    draft_model = None
-    if draft:
-        drafting = read(draft, with_tokenizer=False)
-        if is_run(draft) and not same_tokens(drafting.tokenizer, description):
-            raise UserError(f'{draft} was trained with other tokens than {found.name}: it cannot '
-                            'draft for it')
-        draft_model = (drafting.params, drafting.config)
-
     title = f'{found.name}; {tensor} x {devices[0].device_kind}, compute in {dtype} ({reason})'
     loading = clock.lap()
-    return TextModel(found.params, found.config, tokenizer, layout, draft=draft_model, title=title,
+    return TextModel(found.params, found.config, tokenizer, layout, title=title,
                      warning=found.warning, clock=clock, loading=loading)
 
 
@@ -199,12 +189,14 @@ def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
 
 @dataclasses.dataclass(repr=False)
 class TextModel:
-    """A model for texts. The options of its methods mean what they do in Generation."""
+    """A model for texts.
+
+    Methods that continue texts take a TextSampling, its fields by name, as temperature=0, or both:
+    the names win."""
     params: dict  # as decoding reads them
     config: GPTConfig  # its dtype is the compute dtype
     tokenizer: Any
     layout: Layout
-    draft: tuple | None = None  # (params, config) of the draft model
     title: str = ''  # a line for the user: where the model is from, and how it computes
     warning: str = ''  # another one
     clock: Stopwatch = dataclasses.field(default_factory=Stopwatch)
@@ -221,75 +213,61 @@ class TextModel:
         says, else as nanoGPT does."""
         return {**SAMPLING, **self.tokenizer.sampling}
 
-    def generate(self, texts: str | list[str], *, num_samples: int = 1, first_sample: int = 0,
-                 max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int | None = 1337,
-                 temperature: float | None = None, top_k: int | None = None,
-                 top_p: float | None = None, min_p: float | None = None,
-                 repetition_penalty: float | None = None, cache_dtype: str = 'auto',
-                 n_draft: int = 0, prefix_cache: PrefixCache | None = None) -> list[str] | str:
+    @shows_fields(TextSampling)
+    def generate(self, texts: str | list[str], *, sampling: TextSampling = TextSampling(),
+                 num_samples: int = 1, first_sample: int = 0,
+                 prefix_cache: PrefixCache | None = None, **changes) -> list[str] | str:
         """Returns the texts, each with its continuation, all in one batch; num_samples of each. Of one
         text, and one sample, it is a text.
 
         A continuation depends on the text, the options and the number of the sample only, not on
         the batch: generate([text] * 8) is eight equal texts, num_samples=8 makes different ones.
-        The options are explained in Sampling and Generation.
+        sampling, changes: as max_new_tokens=100, see TextSampling; the others: see Generation.
         Raises UserError for a text or an option that makes no sense."""
         is_one = isinstance(texts, str)
         texts = list_of_texts(texts, 'generate')
-        sampling = Sampling(
-            max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed=seed,
-            cache_dtype=cache_dtype, n_draft=n_draft)
         generation = Generation(
-            self, [self.encode(text) for text in texts], sampling, num_samples=num_samples,
-            first_sample=first_sample, prefix_cache=prefix_cache)
+            self, [self.encode(text) for text in texts], dataclasses.replace(sampling, **changes),
+            num_samples=num_samples, first_sample=first_sample, prefix_cache=prefix_cache)
         generated = generation.finish().texts
         return generated[0] if is_one and num_samples == 1 else generated
 
-    def stream(self, prompt: str | list[dict[str, str]], *, first_sample: int = 0,
-               max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int | None = 1337,
-               temperature: float | None = None, top_k: int | None = None,
-               top_p: float | None = None, min_p: float | None = None,
-               repetition_penalty: float | None = None, cache_dtype: str = 'auto',
-               n_draft: int = 0, prefix_cache: PrefixCache | None = None) -> Iterator[str]:
+    @shows_fields(TextSampling)
+    def stream(self, prompt: str | list[dict[str, str]], *,
+               sampling: TextSampling = TextSampling(), first_sample: int = 0,
+               prefix_cache: PrefixCache | None = None, **changes) -> Iterator[str]:
         """Yields the text that generate returns in pieces while it is generated; of the messages of
         a chat, the answer alone.
 
-        The options are explained in Generation. Raises UserError as generate does."""
+        The options are those of generate. Raises UserError as generate does."""
         is_chat = not isinstance(prompt, str)
         if is_chat and not is_list_of(prompt, dict):
             raise UserError('stream takes one text, or the messages of one chat; for several texts '
                             'call generate')
-        sampling = Sampling(
-            max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed=seed,
-            cache_dtype=cache_dtype, n_draft=n_draft)
         generation = Generation(
-            self, [self.encode(prompt)], sampling, first_sample=first_sample, streaming=True,
-            prefix_cache=prefix_cache)
-        return generation.pieces(with_prompt=isinstance(prompt, str))
+            self, [self.encode(prompt)], dataclasses.replace(sampling, **changes),
+            first_sample=first_sample, streaming=True, prefix_cache=prefix_cache)
+        return generation.pieces(with_prompt=not is_chat)
 
+    @shows_fields(TextSampling)
     def chat(self, messages: str | list[dict[str, Any]], *, tools: list[dict] | None = None,
-             chat_template_kwargs: dict[str, Any] | None = None, first_sample: int = 0,
-             max_new_tokens: int = 500, stop: str | Sequence[str] = '', seed: int | None = 1337,
-             temperature: float | None = None, top_k: int | None = None,
-             top_p: float | None = None, min_p: float | None = None,
-             repetition_penalty: float | None = None, cache_dtype: str = 'auto',
-             n_draft: int = 0, prefix_cache: PrefixCache | None = None) -> str:
+             chat_template_kwargs: dict[str, Any] | None = None,
+             sampling: TextSampling = TextSampling(), first_sample: int = 0,
+             prefix_cache: PrefixCache | None = None, **changes) -> str:
         """Returns the answer to the messages of a chat, [{'role': 'system', 'user' or 'assistant',
         'content': text}], or to a text, one user's message; of gpt-oss's answers, the final channel.
 
         tools: JSON schemas of functions that it may call.
         chat_template_kwargs: more variables of the chat template, as {'enable_thinking': False}.
-        The other options are explained in Generation. Raises UserError as generate does, and
-        without a chat template."""
+        The other options are those of generate. Raises UserError as generate does, and without a
+        chat template."""
         # the answer is what the generated text has behind the prompt, for the reader
         if isinstance(messages, str):
             messages = [{'role': 'user', 'content': messages}]
         prompt = self.encode(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        sampling = Sampling(
-            max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed=seed,
-            cache_dtype=cache_dtype, n_draft=n_draft)
         generation = Generation(
-            self, [prompt], sampling, first_sample=first_sample, prefix_cache=prefix_cache).finish()
+            self, [prompt], dataclasses.replace(sampling, **changes), first_sample=first_sample,
+            prefix_cache=prefix_cache).finish()
         return final_answer(generation.texts[0][len(generation.prompt_texts[0]):])
 
     def logprobs(self, texts: str | list[str], *, max_length: int = 0, batch_size: int = 16,
@@ -469,7 +447,7 @@ class Generation:
     result: the GenerationResult.
     laps: the seconds of each chunk; the first is the prefill and the first decode step."""
 
-    def __init__(self, model: TextModel, prompts: list[list[int]], sampling: Sampling, *,
+    def __init__(self, model: TextModel, prompts: list[list[int]], sampling: TextSampling, *,
                  num_samples: int = 1, first_sample: int | list[int] = 0, streaming: bool = False,
                  prefix_cache: PrefixCache | None = None, logprobs: bool = False):
         """Prepares the batch; what makes no sense raises UserError when the first chunk is
@@ -500,13 +478,14 @@ class Generation:
         self.n_read = list(self.lengths)  # number of tokens of each row that texts has
 
         # how to sample: as the caller says, else as the model's makers do, else as nanoGPT does
-        missing = {name: value for name, value in model.defaults.items()
-                   if getattr(sampling, name) is None}
+        missing = {**model.defaults, 'n_vocab': tokenizer.vocab_size}
         if sampling.seed is None:
             missing['seed'] = secrets.randbelow(2**32)
+        missing = {name: value for name, value in missing.items()
+                   if getattr(sampling, name) is None}
         self.sampling = dataclasses.replace(
-            sampling, **missing, n_vocab=tokenizer.vocab_size,
-            stop_tokens=(*tokenizer.stop_tokens, *stop_tokens))
+            sampling, **missing,
+            stop_tokens=(*sampling.stop_tokens, *tokenizer.stop_tokens, *stop_tokens))
         self.sampling.check()
 
         # a sample's random numbers are a function of the seed, its prompt (the CRC-32 of the ids,
@@ -520,9 +499,9 @@ class Generation:
         if not isinstance(first_sample, list):
             sample_numbers = [*range(first_sample, first_sample + num_samples)] * len(prompts)
         self.start = functools.partial(
-            start_rows, model.params, model.config, right_padded(self.prompts), self.sampling,
-            rng=key_B, prompt_lengths_B=self.lengths, sample_index_B=sample_numbers,
-            draft=model.draft, prefix_cache=prefix_cache, logprobs=logprobs)
+            start_rows, model.params, model.config,
+            Prompts(right_padded(self.prompts), key_B, self.lengths, sample_numbers),
+            self.sampling, prefix_cache=prefix_cache, logprobs=logprobs)
 
     def __iter__(self) -> Iterator['Generation']:
         """Generates, and yields itself after each chunk. It can be done once."""
@@ -691,7 +670,7 @@ class Chat:
     of the next answer.
 
     model: a TextModel. system: the text of the system prompt, '' for none. sampling: a
-    Sampling."""
+    TextSampling."""
 
     def __init__(self, model, system, sampling):
         self.model = model

@@ -16,7 +16,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_flags import CHOICES, UserError, ceil_div, check_choice
 from jax_ops.matmul import Int8, LowRank
-from jax_ops.sharding import batch_axes, shard, shard_params
+from jax_ops.muon import orthogonalize
+from jax_ops.sharding import shard_params
 from jax_transformer import GPT, count_params
 
 DROPOUT = 1  # the purpose of these random numbers, beside the seed; DATA, of sources.py, is 0
@@ -120,7 +121,7 @@ def fitting_warmup(warmup_iters, n_iters):
 class Group(NamedTuple):
     """How the parameters of a group are trained."""
     is_decayed: bool  # by weight decay
-    has_muon: bool  # with --optimizer=muon or normuon; the others have AdamW
+    has_muon: bool  # with --optimizer=muon; the others have AdamW
 
 
 GROUPS = {
@@ -147,14 +148,13 @@ def group_of(path, p):
 
 
 def create_optimizer_with_schedule(
-        schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw', rates=None):
+        schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
     """Makes the optax optimizer: AdamW (arXiv:1711.05101), or Muon for the matrices of the blocks.
 
     schedule: a function of the number of updates made, which returns the learning rate.
     weight_decay: of the groups that GROUPS says, with both optimizers.
     optimizer: 'adamw' for all parameters, or 'muon', which takes the matrices of the blocks at
-    AdamW's learning rate and leaves the rest to AdamW; 'normuon' is muon with normalize_neurons.
-    rates: {group: the multiple of the learning rate that it has}; 1 for the groups it leaves out.
+    AdamW's learning rate and leaves the rest to AdamW.
 
     Its update() takes schedule=..., another Schedule than this one: the compiled step's argument.
     The tree of its state is part of the file format of checkpoints. It does not clip: see
@@ -171,185 +171,29 @@ def create_optimizer_with_schedule(
     adamw = optax.chain(
         optax.scale_by_adam(b1=beta1, b2=beta2, eps=1e-8),
         optax.add_decayed_weights(weight_decay, decay_mask),
-        scale_by_schedule(schedule, rates))
+        scale_by_schedule(schedule))
     if optimizer == 'adamw':
         return adamw
-    stages = [optax.trace(0.95, nesterov=True), orthogonalize]
-    if optimizer == 'normuon':
-        stages.append(normalize_neurons())
     muon = optax.chain(
-        *stages,
+        optax.trace(0.95, nesterov=True),
+        orthogonalize,
         optax.add_decayed_weights(weight_decay),  # no mask: all that it gets are matrices
         scale_by_schedule(schedule))
     return optax.partition({'muon': muon, 'adamw': adamw}, optimizers)
 
 
-def scale_by_schedule(default, rates=None):
+def scale_by_schedule(default):
     """optax.scale_by_learning_rate(default), whose update() takes another schedule, as an argument
-    of the compiled step. rates: see create_optimizer_with_schedule."""
-    rates = rates or {}
-
+    of the compiled step."""
     def init(params):
         return optax.ScaleByScheduleState(count=jnp.zeros([], jnp.int32))
 
     def update(updates, state, params=None, *, schedule=None, **more):
         rate = (schedule or default)(state.count)
-
-        def scale(path, g):
-            multiple = rates.get(group_of(path, g), 1.0)
-            return jnp.array(-rate * multiple, dtype=g.dtype) * g
-
-        updates = jax.tree.map_with_path(scale, updates)
+        updates = jax.tree.map(lambda g: jnp.array(-rate, dtype=g.dtype) * g, updates)
         return updates, optax.ScaleByScheduleState(optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-# --- Muon (https://kellerjordan.github.io/posts/muon): the update of a matrix is its momentum, made
-# nearly orthogonal. M matrices of the same shape are computed together, [M, I, O].
-
-# x -> a x + b x^3 + c x^5 + d x^7 + e x^9, one after the other: each brings singular values that
-# were in [0.003, 1] as close to 1 as its degree can (arXiv:2505.16932), the last to [0.55, 1.45]
-POLAR_EXPRESS = (
-    (14.8009, -144.4595, 480.2614, -617.0302, 268.3830),
-    (6.4106, -15.3546, 13.0939, -4.3580, 0.4929),
-    (2.0034, -0.5702, 0, 0, 0))
-
-
-@optax.stateless
-def orthogonalize(updates, params=None):
-    """Replaces every matrix, with the singular value decomposition U S V^T, by about U V^T.
-
-    It is scaled by 0.2 sqrt(longer side), to the size of AdamW's updates (arXiv:2502.16982). A
-    leaf [E, I, O] holds E matrices, c_attn three: q, k and v, each by itself."""
-    apart = split_qkv(updates)
-    orthogonal = map_stacked_by_shape(orthogonalize_stack, apart)
-    return join_qkv(orthogonal)
-
-
-def orthogonalize_stack(x_MxIxO):
-    """Orthogonalizes M matrices. On a mesh they are shared by the devices, if these divide M."""
-    x_MxIxO = shard(x_MxIxO, batch_axes(len(x_MxIxO)), None, None)
-    n_rows, n_columns = x_MxIxO.shape[1:]
-    if n_rows > n_columns:
-        x_MxIxO = polar_express_gram(x_MxIxO.swapaxes(1, 2)).swapaxes(1, 2)
-    elif n_rows < n_columns:
-        x_MxIxO = polar_express_gram(x_MxIxO)
-    else:
-        x_MxIxO = polar_express(x_MxIxO)
-    return 0.2 * max(n_rows, n_columns)**0.5 * x_MxIxO
-
-
-def normalize_neurons(decay=0.95):
-    """NorMuon (arXiv:2510.05491), an optax transformation: divides what reaches each output of a
-    matrix [I, O] by the root of its running mean square, and restores the norm of the matrix; q, k
-    and v are one matrix each."""
-    def init(params):
-        return jax.tree.map(lambda p: jnp.zeros_like(p[..., :1, :]), params)
-
-    def update(updates, squares, params=None):
-        squares = jax.tree.map(
-            lambda square, x: decay * square + (1 - decay) * jnp.square(x).mean(-2, keepdims=True),
-            squares, updates)
-        normal = jax.tree.map(lambda x, square: x / (jnp.sqrt(square) + 1e-10), updates, squares)
-
-        def restore(x, before):
-            norms = [jnp.linalg.norm(y, axis=(-2, -1), keepdims=True) for y in (x, before)]
-            return x * (norms[1] / (norms[0] + 1e-10))
-
-        restored = jax.tree.map(restore, split_qkv(normal), split_qkv(updates))
-        return join_qkv(restored), squares
-
-    return optax.GradientTransformation(init, update)
-
-
-def polar_express(x_MxIxO):
-    """Brings the singular values of M matrices close to 1, in the steps of POLAR_EXPRESS."""
-    x_MxIxO, gram_MxIxI = normalize(x_MxIxO)
-    for coefficients in POLAR_EXPRESS:
-        x_MxIxO = matmul_f32(even_polynomial(gram_MxIxI, coefficients), x_MxIxO)
-        gram_MxIxI = matmul_f32(x_MxIxO, x_MxIxO.swapaxes(1, 2))
-    return x_MxIxO
-
-
-def polar_express_gram(x_MxIxO):
-    """Computes polar_express of wide matrices, I < O, with x only at the beginning and the end.
-
-    In between are the Gram matrix x x^T and the product of all polynomials of it, [I, I]. The
-    Gram matrix holds the squares of the singular values, so all matmuls are in float32
-    (docs/lab_log.md#muon-in-three-steps)."""
-    x_MxIxO, gram_MxIxI = normalize(x_MxIxO)
-    product_MxIxI = None
-    for coefficients in POLAR_EXPRESS:
-        factor_MxIxI = even_polynomial(gram_MxIxI, coefficients)
-        if product_MxIxI is None:
-            product_MxIxI = factor_MxIxI
-        else:
-            product_MxIxI = matmul_f32(factor_MxIxI, product_MxIxI)
-        gram_MxIxI = matmul_f32(matmul_f32(factor_MxIxI, gram_MxIxI), factor_MxIxI)
-    return matmul_f32(product_MxIxI, x_MxIxO)
-
-
-def normalize(x_MxIxO):
-    """Divides M matrices by the root of |x x^T|, which is at least their largest singular value.
-
-    Returns (x, x x^T) of the divided ones."""
-    gram_MxIxI = matmul_f32(x_MxIxO, x_MxIxO.swapaxes(1, 2))
-    norm = jnp.linalg.norm(gram_MxIxI, axis=(1, 2), keepdims=True) + 1e-16
-    return x_MxIxO / jnp.sqrt(norm), gram_MxIxI / norm
-
-
-def even_polynomial(gram_MxIxI, coefficients):
-    """Computes a + b g + c g^2 + d g^3 + e g^4 of Gram matrices g: times x, it is a step of
-    POLAR_EXPRESS."""
-    a, b, c, d, e = coefficients
-    result_MxIxI = a * jnp.eye(gram_MxIxI.shape[-1]) + b * gram_MxIxI
-    if c:
-        square_MxIxI = matmul_f32(gram_MxIxI, gram_MxIxI)
-        last_terms_MxIxI = matmul_f32(square_MxIxI, d * gram_MxIxI + e * square_MxIxI)
-        result_MxIxI += c * square_MxIxI + last_terms_MxIxI
-    return result_MxIxI
-
-
-def matmul_f32(a, b):
-    """a @ b, in float32 on GPUs and TPUs too."""
-    return jnp.matmul(a, b, precision='highest')
-
-
-def map_stacked_by_shape(f, tree):
-    """Applies f to the matrices of a tree, those of the same shape stacked.
-
-    f: a function of float32 [M, I, O] that returns the same shape. A leaf may hold several
-    matrices, [..., I, O]. Returns a tree like `tree`, of the same dtypes."""
-    leaves, structure = jax.tree.flatten(tree)
-    indices_of = {}  # by shape
-    for i, leaf in enumerate(leaves):
-        indices_of.setdefault(leaf.shape, []).append(i)
-    for shape, indices in indices_of.items():
-        stacked = jnp.stack([leaves[i] for i in indices]).astype(jnp.float32)
-        results = f(stacked.reshape(-1, *shape[-2:])).reshape(-1, *shape)
-        for i, result in zip(indices, results):
-            leaves[i] = result.astype(leaves[i].dtype)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def split_qkv(tree):
-    """Puts a list [q, k, v] in place of each c_attn kernel [D, (H + 2 G) K].
-
-    As one matrix they make the loss 11% higher with two of three seeds
-    (docs/lab_log.md#the-recipe-part-by-part)."""
-    flat = flatten_dict(tree)
-    for path, kernel in flat.items():
-        if path[-2:] == ('c_attn', 'kernel'):
-            n_query = flat[*path[:-2], 'c_proj', 'kernel'].shape[0]
-            end_of_keys = (n_query + kernel.shape[1]) // 2
-            flat[path] = jnp.split(kernel, [n_query, end_of_keys], axis=1)
-    return unflatten_dict(flat)
-
-
-def join_qkv(tree):
-    """Undoes split_qkv."""
-    return map_nodes(list, lambda qkv: jnp.concatenate(qkv, axis=1), tree)
 
 
 def map_nodes(kind, f, tree):

@@ -717,21 +717,19 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
 
 
 @functools.partial(
-    jax.jit, static_argnames=('configs', 'batch_size', 'n_slots', 'dtype', 'n_draft', 'as_bits'))
-def grow_caches(caches, *, configs, batch_size, n_slots, dtype, n_draft, as_bits):
-    """Returns copies of KV caches, one per config, with n_slots slots; new ones for ().
+    jax.jit, static_argnames=('config', 'batch_size', 'n_slots', 'dtype', 'n_draft', 'as_bits'))
+def grow_cache(cache, *, config, batch_size, n_slots, dtype, n_draft, as_bits):
+    """Returns a copy of a KV cache with n_slots slots; a new one for None.
 
-    The caches have not wrapped around yet, so that every token keeps its slot."""
-    larger = tuple(
-        init_cache(config, batch_size, n_slots, dtype, n_draft, as_bits=as_bits)
-        for config in configs)
-    if not caches:
+    The cache has not wrapped around yet, so that every token keeps its slot."""
+    larger = init_cache(config, batch_size, n_slots, dtype, n_draft, as_bits=as_bits)
+    if cache is None:
         return larger
 
     def copy(to, cache):
         return jax.lax.dynamic_update_slice(to, cache, [0] * cache.ndim)
 
-    return jax.tree.map(copy, larger, caches)
+    return jax.tree.map(copy, larger, cache)
 
 
 @jax.jit

@@ -12,7 +12,8 @@ import sys
 import time
 
 from jax_flags import (
-    Sampling, UserError, check_needs, check_ranges, check_source, read_flags, read_text, start_script)
+    TextSampling, UserError, check_needs, check_ranges, check_source, read_flags, read_text,
+    start_script)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt
@@ -37,7 +38,6 @@ output = '' # file to which each sample is appended as a line of JSON; a command
 quantize = '' # 'int8': weights with a scale per output channel, 4x smaller than float32; faster, logits differ slightly
 cache_dtype = 'auto' # KV cache in 'float32', 'bfloat16', 'float16', 'int8', 'float8'; auto is the compute dtype
 n_draft = 0 # speculative decoding: draft tokens per step, 3 or 7; pays with temperature=0, where a text repeats itself
-draft = '' # draft model with the same tokenizer: its out_dir, or as init_from; '' drafts from the text so far
 stream = False # print the text while it is generated, one sample after the other
 interactive = False # ask for prompts, as a chat if the model has a chat template: /help lists its commands
 serve = 0 # port of a page to talk to the model and of OpenAI's API, until Ctrl-C, as 8000; 0 is off
@@ -62,7 +62,7 @@ if 'compile' in given:
 # refuse what makes no sense, alone or together
 check_ranges(flags)
 check_source(flags, given)
-sampling = Sampling.from_flags(flags)
+sampling = TextSampling.from_flags(flags)
 sampling.check()
 facts = {
     **flags,
@@ -175,7 +175,7 @@ source, of_run = cfg.init_from, ''
 if cfg.init_from == 'resume':
     source, of_run = cfg.out_dir, cfg.checkpoint
 model = load(
-    source, checkpoint=of_run, base=cfg.base, dataset=cfg.dataset, draft=cfg.draft,
+    source, checkpoint=of_run, base=cfg.base, dataset=cfg.dataset,
     device=cfg.device, dtype=cfg.dtype, quantize=cfg.quantize, tensor=cfg.tensor, expert=cfg.expert)
 if model.warning:
     note(model.warning)

@@ -19,7 +19,7 @@ from jax_ops.decode_weights import cast_matrices, convert_params_for_decoding, q
 from jax_ops.matmul import Transposed
 from jax_train_utils import create_train_state
 from jax_transformer import GPTConfig, count_params, create_call, estimate_mfu, init_cache
-from tests.common import TINY, apply, cached_logits, random_params, random_tokens, slow
+from tests.common import TINY, apply, cached_logits, guess, random_params, random_tokens, slow
 
 
 def init_params(config):
@@ -214,7 +214,7 @@ def test_generation_on_a_cpu_stores_a_bfloat16_cache_as_bits():
     config = dataclasses.replace(TINY, dtype='bfloat16')
     list(generate_stream(random_params(TINY), config, random_tokens(1, 4), 2, rng=jax.random.key(0),
                          prefix_cache=cache))
-    assert {x.dtype.name for x in jax.tree.leaves(cache.caches)} == {'uint16'}
+    assert {x.dtype.name for x in jax.tree.leaves(cache.cache)} == {'uint16'}
 
 
 @pytest.mark.slow
@@ -293,23 +293,17 @@ def test_gpt2_in_int8_takes_less_than_130_mb():
 REPETITIVE = np.array([[5, 6, 7, 8, 9, 5, 6, 7], [1, 2, 1, 2, 1, 2, 1, 0]])
 
 
-@pytest.mark.parametrize('draft, options', [
-    (None, dict(temperature=0)),
-    ('itself', dict(temperature=0.7, top_k=5, top_p=0.9)),
-    ('another', dict(temperature=0.3, stop_tokens=[3, 4], repetition_penalty=1.5))])
-def test_speculative_decoding_gives_the_same_tokens(draft, options):
+@pytest.mark.parametrize('options', [
+    dict(temperature=0), dict(temperature=0.7, top_k=5, top_p=0.9),
+    dict(temperature=0.3, stop_tokens=[3, 4], repetition_penalty=1.5)])
+def test_speculative_decoding_gives_the_same_tokens(options):
     config = dataclasses.replace(TINY, block_size=48)
     params = random_params(config)
-    small = dataclasses.replace(config, n_layer=1)
     options |= dict(rng=jax.random.key(0), prompt_lengths_B=[8, 7])
     plain = generate(params, config, REPETITIVE, 50, **options)  # also past block_size
-    draft_model = {None: None, 'itself': (params, config), 'another': (random_params(small), small)}[draft]
-    *_, fast = generate_stream(
-        params, config, REPETITIVE, 50, n_draft=3, draft=draft_model, chunk=9, **options)
+    *_, fast = generate_stream(params, config, REPETITIVE, 50, n_draft=3, chunk=9, **options)
     np.testing.assert_array_equal(fast.tokens, plain)
-    if draft == 'itself':  # a draft by the model itself is always accepted
-        assert fast.drafted > 0
-        assert fast.accepted == fast.drafted
+    assert fast.drafted > 0
 
 
 def test_prompt_lookup_continues_the_latest_longest_match():
@@ -329,13 +323,14 @@ def test_prompt_lookup_continues_the_latest_longest_match():
 
 
 @pytest.mark.slow
-def test_right_guesses_save_steps():
+@pytest.mark.parametrize('options', [dict(temperature=0), dict(temperature=0.7, top_k=5, top_p=0.9)])
+def test_right_guesses_save_steps(options, monkeypatch):
     config = dataclasses.replace(TINY, block_size=64)
     params = random_params(config)
-    options = dict(rng=jax.random.key(0), temperature=0)
+    options |= dict(rng=jax.random.key(0))
     *_, plain = generate_stream(params, config, random_tokens(1, 4), 41, **options)
-    *_, fast = generate_stream(
-        params, config, random_tokens(1, 4), 41, n_draft=4, draft=(params, config), **options)
+    guess(monkeypatch, plain.tokens)
+    *_, fast = generate_stream(params, config, random_tokens(1, 4), 41, n_draft=4, **options)
     np.testing.assert_array_equal(fast.tokens, plain.tokens)
     assert plain.steps == 40  # prefill generates the first of the 41 tokens
     assert fast.steps == 8  # 4 drafts and 1 token of the model per step
@@ -345,9 +340,7 @@ def test_right_guesses_save_steps():
 
 @pytest.mark.parametrize('options, message', [
     (dict(n_draft=-1), 'n_draft'),
-    (dict(n_draft=17), 'n_draft'),
-    (dict(n_draft=2, draft=({}, dataclasses.replace(TINY, vocab_size=7))), 'vocabulary of 7'),
-    (dict(n_draft=2, draft=({}, dataclasses.replace(TINY, block_size=4))), 'knows 4 positions')])
+    (dict(n_draft=17), 'n_draft')])
 def test_drafts_that_cannot_be_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         generated(random_tokens(2, 4), 3, **options)

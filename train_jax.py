@@ -66,11 +66,8 @@ quantize = '' # 'int8': the frozen weights, in a quarter of the memory
 beta = 0.1 # how much the margin between chosen and rejected answers counts; higher stays closer to the base
 length_normalized = False # compare log probabilities per token of an answer, not of answers
 # optimizer
-optimizer = 'adamw' # or 'muon' or 'normuon', for the blocks' matrices: often as good in half of the iterations
+optimizer = 'adamw' # or 'muon', for the blocks' matrices: often as good in half of the iterations
 learning_rate = 6e-4 # the highest, reached after warmup_iters
-embedding_lr = 1.0 # the embeddings have this multiple of the learning rate, with weight tying the head too
-head_lr = 1.0 # the head, without weight tying, has this multiple
-vector_lr = 1.0 # norms and biases have this multiple
 max_iters = 600000 # total number of updates
 minutes = 0.0 # end after this long, all included: sets max_iters, lr_decay_iters, warmup_iters by the speed; 0 is off
 weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms
@@ -224,10 +221,9 @@ with contextlib.ExitStack() as at_end:
     # the optimizer and the state; the learning rate is that of state.schedule, which start_state
     # makes of the flags: as an argument of the compiled step, another one compiles nothing, and the
     # constant 0 here is never used
-    rates = {'embedding': cfg.embedding_lr, 'head': cfg.head_lr, 'vector': cfg.vector_lr}
     tx = create_optimizer_with_schedule(
         optax.constant_schedule(0.0), beta1=cfg.beta1, beta2=cfg.beta2,
-        weight_decay=cfg.weight_decay, optimizer=cfg.optimizer, rates=rates)
+        weight_decay=cfg.weight_decay, optimizer=cfg.optimizer)
     state = start_state(run, config, layout, tx)
     n_params = count_params(state.params)
     n_frozen = count_frozen(state.frozen)  # with LoRA

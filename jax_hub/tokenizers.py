@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 from jax_flags import (
-    SAMPLING_NAMES, UserError, read_json, whole_characters, write_json)
+    CONTROLS, UserError, read_json, whole_characters, write_json)
 from jax_hub.chats import encode_training_chat, find_lost, read_chat, render, with_arguments
 from jax_hub.folders import (
     import_transformers, path_inside, read_config_json, telling_warnings, text_config)
@@ -358,7 +358,7 @@ def as_list(value):
 def read_sampling(generation):
     """Returns what the model's makers sample with, {'temperature': 0.6, ...}, by
     generation_config.json."""
-    found = {name: generation[name] for name in SAMPLING_NAMES
+    found = {name: generation[name] for name in CONTROLS
              if type(generation.get(name)) in (int, float)}
     if found.get('top_k', 0) < 0:  # many write -1 for off
         found['top_k'] = 0

@@ -24,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
-from jax_flags import UserError
+from jax_flags import CONTROLS, UserError
 from jax_generate import PrefixCache
 from jax_hub.chats import final_answer
 from jax_hub.tokenizers import strip_partial_utf8
@@ -61,10 +61,11 @@ class Refusal(Exception):
 # -----------------------------------------------------------------------------
 # what a request asks for
 
-# the fields that change a Sampling, and their types; OpenAI's, then those of other servers
-CONTROLS = {
-    'temperature': (int, float), 'top_p': (int, float), 'seed': (int,),
-    'top_k': (int,), 'min_p': (int, float), 'repetition_penalty': (int, float)}
+# the fields that change a TextSampling, and their types
+SAMPLED = {
+    **dict.fromkeys(CONTROLS, (int, float)),
+    'top_k': (int,),
+    'seed': (int,)}
 
 # fields that are not supported, with the values that ask for nothing; unknown ones are ignored
 UNSUPPORTED = {
@@ -84,13 +85,13 @@ def read_field(body, name, *kinds):
 
 
 def read_sampling(body, sampling):
-    """Returns the Sampling that a request asks for; `sampling` says the rest, and how long an
+    """Returns the TextSampling that a request asks for; `sampling` says the rest, and how long an
     answer may be. Raises Refusal."""
     for name, off in UNSUPPORTED.items():
         if body.get(name) not in (None, off):
             raise Refusal(400, f'{name} is not supported here', name)
     changes = {}
-    for name, kinds in CONTROLS.items():
+    for name, kinds in SAMPLED.items():
         value = read_field(body, name, *kinds)
         limit = 2 if name == 'temperature' else 2**32 - 1
         if value is not None and value > limit:

@@ -61,6 +61,12 @@ NOT_RESUMED = (
     'device', 'overwrite', 'eval_only', 'out_dir', 'coordinator_address', 'num_processes',
     'process_id', 'profile', 'base')
 
+# flags of earlier versions that are gone, and the values with which they were off; LAST_COMMIT is
+# the last that has them
+REMOVED = {'embedding_lr': 1.0, 'head_lr': 1.0, 'vector_lr': 1.0}
+REMOVED_OPTIMIZERS = ('normuon',)
+LAST_COMMIT = 'af04d36'
+
 # the flags that --minutes sets, by the measured speed
 FIXED_BY_MINUTES = ('max_iters', 'lr_decay_iters', 'warmup_iters')
 
@@ -460,6 +466,7 @@ def merge_resumed_flags(flags, given, saved):
     flags: of read_flags, for what the checkpoint lacks and for NOT_RESUMED. Raises UserError if
     the given flags ask for another optimizer or architecture."""
     out_dir = flags['out_dir']
+    check_removed_flags(out_dir, saved)
     kept = {'lora_rank': 0, 'quantize': ''}  # what the first versions did not save
     for name, value in saved.items():
         if name not in flags or name in NOT_RESUMED:
@@ -490,6 +497,16 @@ def merge_resumed_flags(flags, given, saved):
                 f'cannot resume with another architecture: {out_dir} was trained with '
                 f'{name}={kept[name]!r}, not {name}={given[name]!r}')
     return {**flags, **kept, **given, 'init_from': 'resume'}
+
+
+def check_removed_flags(out_dir, saved):
+    """Raises UserError if a run was trained with what this version no longer has."""
+    used = [name for name, off in REMOVED.items() if saved.get(name, off) != off]
+    if saved.get('optimizer') in REMOVED_OPTIMIZERS:
+        used.append('optimizer')
+    for name in used:
+        raise UserError(f'{out_dir} was trained with {name}={saved[name]}, which this version does '
+                        f'not have: continue it with commit {LAST_COMMIT}')
 
 
 def config_from_flags(flags, **more):

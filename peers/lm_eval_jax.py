@@ -12,7 +12,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from jax_flags import SAMPLING_NAMES, Sampling, UserError
+from jax_flags import CONTROLS, TextSampling, UserError
 from jax_text import Generation, load
 
 
@@ -68,12 +68,14 @@ class JaxLM(LM):
 
     @staticmethod
     def read_options(options):
-        """A Sampling of the options of a task; an option that would be without effect is refused."""
+        """A TextSampling of the options of a task; an option that would be without effect is refused."""
         options = dict(normalize_gen_kwargs(options))
         if not options.pop('do_sample'):
             options['temperature'] = 0
-        controls = {name: options.pop(name) for name in SAMPLING_NAMES if name in options}
-        sampling = Sampling(stop=tuple(options.pop('until')), max_new_tokens=options.pop('max_gen_toks'), **controls)
+        options.setdefault('temperature', 1.0)
+        controls = {name: options.pop(name) for name in CONTROLS if name in options}
+        sampling = TextSampling(
+            stop=tuple(options.pop('until')), max_new_tokens=options.pop('max_gen_toks'), **controls)
         if options:
             raise UserError(f'the task samples with {options}, which is not supported')
         return sampling

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from jax_flags import CHOICES, UserError
-from jax_train_utils import (
-    POLAR_EXPRESS, create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state, group_of,
-    normalize_neurons, orthogonalize)
+from jax_ops.muon import POLAR_EXPRESS, orthogonalize
+from jax_train_utils import create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state
 from jax_transformer import MLPS, MLAConfig, MoEConfig
-from tests.common import GOLDEN
 
 TINY = dataclasses.replace(tests.common.TINY, n_layer=1)
 
@@ -129,39 +127,3 @@ def test_each_schedule_that_can_be_chosen_has_a_curve_of_its_own():
 def test_each_mlp_that_can_be_chosen_has_a_function_of_its_own():
     x, gate = jnp.linspace(-9, 9, 7), jnp.linspace(8, -8, 7)  # beyond the limit of the clamped one
     assert all_different([MLPS[name](dataclasses.replace(TINY, mlp=name), x, gate) for name in MLPS])
-
-
-@pytest.mark.parametrize('shape', ['wide', 'tall'])
-def test_normuon_normalizes_as_its_authors_do(shape):
-    golden = np.load(GOLDEN / 'normuon.npz')
-    tx = normalize_neurons()
-    state = tx.init({'kernel': golden[f'{shape}_0']})
-    for step in range(4):
-        updates, state = tx.update({'kernel': jnp.asarray(golden[f'{shape}_{step}'])}, state)
-        np.testing.assert_allclose(updates['kernel'], golden[f'{shape}_{step}_normalized'], rtol=1e-5)
-
-
-def test_normuon_keeps_the_norms_of_q_k_and_v_each_by_itself():
-    kernel = jnp.arange(1.0, 49).reshape(4, 12)
-    tree = {'attn': {'c_attn': {'kernel': kernel}, 'c_proj': {'kernel': jnp.ones((4, 4))}}}
-    tx = normalize_neurons()
-    updates, _ = tx.update(tree, tx.init(tree))
-    for before, after in zip(jnp.split(kernel, 3, 1), jnp.split(updates['attn']['c_attn']['kernel'], 3, 1)):
-        np.testing.assert_allclose(jnp.linalg.norm(after), jnp.linalg.norm(before), rtol=1e-5)
-        np.testing.assert_allclose(jnp.linalg.norm(after, axis=0), jnp.linalg.norm(before) / 2, rtol=1e-4)
-
-
-@pytest.mark.parametrize('optimizer', CHOICES['optimizer'])
-def test_a_group_of_parameters_has_its_multiple_of_the_learning_rate(optimizer):
-    config = dataclasses.replace(TINY, tied_head=False)
-    rates = {'embedding': 0.5, 'head': 3.0, 'vector': 0.0}
-    moved = {}
-    for name, chosen in (('without', None), ('with', rates)):
-        tx = create_optimizer_with_schedule(lambda n: 1e-2, optimizer=optimizer, rates=chosen)
-        params = create_train_state(jax.random.key(0), config, tx).params
-        grads = jax.tree.map(jnp.ones_like, params)
-        moved[name], _ = tx.update(grads, tx.init(params), params)
-    for path, before in jax.tree.leaves_with_path(moved['without']):
-        after = functools.reduce(lambda tree, key: tree[key.key], path, moved['with'])
-        multiple = rates.get(group_of(path, before), 1.0)
-        np.testing.assert_allclose(after, multiple * before, rtol=1e-6, err_msg=str(path))

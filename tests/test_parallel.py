@@ -483,16 +483,16 @@ def test_the_kv_cache_is_sharded_over_heads_and_decoding_moves_no_weights(quanti
     state = DecodeState(
         tokens_BxN=jnp.zeros((B, 24), jnp.int32), length_B=jnp.full(B, 4), n_generated_B=jnp.zeros(B, jnp.int32),
         done_B=jnp.zeros(B, bool), key_B=jax.random.split(jax.random.key(0), B))
-    static = dict(configs=(config,), n_draft=0, use_cache=True)
+    static = dict(config=config, n_draft=0, use_cache=True)
     with parallel.mesh_context():
         params = order_columns_by_rank(convert_params_for_decoding(params, 'float32', quantize), config)
         cache = prefill(params, jax.jit(init_cache, static_argnums=(0, 1, 2))(config, B, 16),
                         np.zeros((B, 16), np.int32), np.arange(16, dtype=np.int32)[None], config=config)
-        state = state.replace(caches=(cache,))
+        state = state.replace(cache=cache)
         lowered = decode.lower(
-            (params,), state, Controls(n_vocab=37), np.int32(8), np.int32(16), np.int32(16), **static)
+            params, state, Controls(n_vocab=37), np.int32(8), np.int32(16), np.int32(16), **static)
         program = lowered.compile().as_text()
-    for x in jax.tree.leaves(state.caches):
+    for x in jax.tree.leaves(state.cache):
         assert x.addressable_shards[0].data.shape == (B, 1, 16, D // 4)
     assert max(sum(sizes) for _, sizes in collectives(program)) == B * D  # activations of one token
 

@@ -15,7 +15,7 @@ PUBLIC = {
         'ParallelLMHead': '', 'create_train_state': 'rng config tx', 'count_params': 'params non_embedding',
         'estimate_mfu': '',
         'generate': 'params config idx_BxT max_new_tokens rng prompt_lengths_B temperature top_k top_p min_p '
-                    'repetition_penalty n_vocab stop_tokens cache_dtype n_draft draft logprobs as_result'},
+                    'repetition_penalty n_vocab stop_tokens cache_dtype n_draft logprobs as_result'},
     'jax_train_utils': {
         'setup_jax_environment': '', 'check_device_availability': '', 'get_batch_jax': '', 'clip_gradients': '',
         'create_learning_rate_schedule': 'learning_rate warmup_iters lr_decay_iters min_lr lr_schedule decay_lr',
@@ -23,7 +23,7 @@ PUBLIC = {
         'setup_distributed_training': '', 'pmap_train_step': '', 'estimate_loss_jax': '', 'save_checkpoint': '',
         'load_checkpoint': ''},
     'jax_pretrained': {'load_pretrained': 'path_or_name', 'save_pretrained': 'params config folder'},
-    'jax_text': {'load': 'source checkpoint base dataset draft device dtype quantize tensor expert'},
+    'jax_text': {'load': 'source checkpoint base dataset device dtype quantize tensor expert'},
     'jax_generate': {'generate': '', 'generate_stream': '', 'convert_params_for_decoding': ''}}
 
 SAMPLING = ('num_samples first_sample max_new_tokens stop seed temperature top_k top_p min_p repetition_penalty '

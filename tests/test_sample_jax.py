@@ -101,19 +101,15 @@ def test_a_sample_ends_before_the_stop_text_and_the_prompt_may_hold_it(finished)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('draft_model', [False, True])
-def test_drafting_gives_the_same_samples_and_tells_how_many_guesses_were_right(finished, draft_model):
+def test_drafting_gives_the_same_samples_and_tells_how_many_guesses_were_right(finished):
     out, _ = finished
     arguments = [out, '--num_samples=2', '--max_new_tokens=6', '--start=the the ']
-    draft = [f'--draft={out}'] if draft_model else []
-    drafted = sample(*arguments, '--n_draft=3', *draft)
+    drafted = sample(*arguments, '--n_draft=3')
     assert samples_of(drafted) == samples_of(sample(*arguments))
     found = re.search(r'drafts: ([\d,]+) of ([\d,]+) tokens accepted, (\d+)%', drafted.stderr)
     n_accepted, n_drafted, percent = map(int, found.groups())
     assert n_drafted > 0
     assert percent == round(100 * n_accepted / n_drafted)
-    if draft_model:  # here it is the model itself
-        assert n_accepted == n_drafted
 
 
 @pytest.mark.slow
@@ -180,8 +176,6 @@ def test_resuming_or_sampling_nothing_is_refused(tmp_path):
     (['--quantize=int4'], "quantize must be one of int8, not 'int4'"),
     (['--cache_dtype=int4'], 'cache_dtype must be one of'),
     (['--n_draft=16'], r'n_draft must be between 0 \(no speculation\) and 15, not 16'),
-    (['--draft=x'], 'add --n_draft=3'),
-    (['--draft=nowhere', '--n_draft=2'], 'nowhere'),
     (['--start=Quick'], "does not know: 'Q'"),
     (['--start='], 'prompt is empty'),
     (['--start=FILE:nosuchfile.txt'], 'cannot read nosuchfile.txt'),
@@ -318,8 +312,8 @@ def test_only_the_final_channel_of_an_answer_stays_in_the_conversation(speaking,
                '<|channel|>analysis<|message|>cut']
     prompts = []
 
-    def start_rows(params, config, idx, *args, prompt_lengths_B, **options):
-        prompts.append(idx[0].tolist())
+    def start_rows(params, config, rows, *args, **options):
+        prompts.append(rows.idx_BxT[0].tolist())
         row = prompts[-1] + tokenizer.encode(answers[len(prompts) - 1], add_special_tokens=False).ids
         result = GenerationResult(np.array([row]), np.array([len(row)]), finish_reasons=('stop',))
         return types.SimpleNamespace(advance=lambda n_new: result, is_over=True, close=lambda: None)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 import jax_run.serve
-from jax_flags import Sampling
+from jax_flags import TextSampling
 from jax_hub.chats import SECONDS
 from jax_run.serve import BODY_BYTES, Server
 from jax_text import Generation, load
@@ -29,7 +29,7 @@ def serving(source, system='', **options):
     model = load(str(source), device='cpu:0')
     messages = [{'role': 'system', 'content': system}] if system else []
     server = Server('127.0.0.1', 0, **options)
-    arguments = (model, Sampling(N_NEW, 0.8, 200), messages, 'tiny')
+    arguments = (model, TextSampling(max_new_tokens=N_NEW, temperature=0.8, top_k=200), messages, 'tiny')
     thread = threading.Thread(target=server.run, args=arguments)
     thread.start()
     try:

@@ -91,7 +91,6 @@ def test_help_and_a_wrong_flag_are_answered_without_jax(script, arg, code, out, 
     ('sample_jax.py', '--top_p=2', 'top_p must be in'),
     ('train_jax.py', '--dataset=none --optimizer=sgd', 'optimizer must be one of adamw, muon'),
     ('train_jax.py', '--lora_alpha=32', 'nothing reads lora_alpha=32.0 without LoRA'),
-    ('sample_jax.py', '--draft=gpt2', 'nothing reads draft=gpt2 without .*--n_draft=3'),
     ('sample_jax.py', '--interactive=True --output=x', 'nothing reads output=x without .*leave out --interactive'),
     ('export_jax.py', '--shard_gb=1.0', 'name one new folder or file'),
     ('export_jax.py', '--gguf=x.gguf --shard_gb=1.0', 'nothing reads shard_gb=1.0 without --folder'),
@@ -548,6 +547,17 @@ def test_a_checkpoint_whose_flags_have_other_types_is_not_resumed(name, value):
         'learning_rate': 1, 'lora_rank': 0, 'quantize': ''}
     with pytest.raises(UserError, match=f'the checkpoint in out says {name}='):
         merge_resumed_flags(flags, {}, {name: value})
+
+
+@pytest.mark.parametrize('saved', [
+    {'head_lr': 0.5}, {'embedding_lr': 2.0}, {'vector_lr': 0.0}, {'optimizer': 'normuon'}])
+def test_a_run_that_was_trained_with_what_is_gone_names_the_commit_that_continues_it(saved):
+    flags = {'learning_rate': 0.1, 'out_dir': 'out', 'init_from': 'resume', 'optimizer': 'adamw'}
+    [(name, value)] = saved.items()
+    with pytest.raises(UserError, match=f'out was trained with {name}={value}, .*: continue it with commit af04d36'):
+        merge_resumed_flags(flags, {}, saved)
+    off = {'embedding_lr': 1.0, 'head_lr': 1.0, 'vector_lr': 1.0, 'optimizer': 'adamw'}
+    assert merge_resumed_flags(flags, {}, off) == flags | {'lora_rank': 0, 'quantize': ''}
 
 
 def test_flags_given_to_a_resumed_run_are_checked_with_those_of_its_checkpoint(run_copy):

@@ -1,0 +1,134 @@
+"""Muon (https://kellerjordan.github.io/posts/muon): the update of a matrix is its momentum, made
+nearly orthogonal. M matrices of the same shape are computed together, [M, I, O].
+
+The plain equivalent of `orthogonalize` for one matrix: u, _, v = jnp.linalg.svd(x, False), and
+0.2 * max(x.shape)**0.5 * u @ v."""
+import jax
+import jax.numpy as jnp
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jax_ops.sharding import batch_axes, shard
+
+# x -> a x + b x^3 + c x^5 + d x^7 + e x^9, one after the other: each brings singular values that
+# were in [0.003, 1] as close to 1 as its degree can (arXiv:2505.16932), the last to [0.55, 1.45]
+POLAR_EXPRESS = (
+    (14.8009, -144.4595, 480.2614, -617.0302, 268.3830),
+    (6.4106, -15.3546, 13.0939, -4.3580, 0.4929),
+    (2.0034, -0.5702, 0, 0, 0))
+
+
+@optax.stateless
+def orthogonalize(updates, params=None):
+    """Replaces every matrix, with the singular value decomposition U S V^T, by about U V^T.
+
+    It is scaled by 0.2 sqrt(longer side), to the size of AdamW's updates (arXiv:2502.16982). A
+    leaf [E, I, O] holds E matrices, c_attn three: q, k and v, each by itself."""
+    apart = split_qkv(updates)
+    orthogonal = map_stacked_by_shape(orthogonalize_stack, apart)
+    return join_qkv(orthogonal)
+
+
+def orthogonalize_stack(x_MxIxO):
+    """Orthogonalizes M matrices. On a mesh they are shared by the devices, if these divide M."""
+    x_MxIxO = shard(x_MxIxO, batch_axes(len(x_MxIxO)), None, None)
+    n_rows, n_columns = x_MxIxO.shape[1:]
+    if n_rows > n_columns:
+        x_MxIxO = polar_express_gram(x_MxIxO.swapaxes(1, 2)).swapaxes(1, 2)
+    elif n_rows < n_columns:
+        x_MxIxO = polar_express_gram(x_MxIxO)
+    else:
+        x_MxIxO = polar_express(x_MxIxO)
+    return 0.2 * max(n_rows, n_columns)**0.5 * x_MxIxO
+
+
+def polar_express(x_MxIxO):
+    """Brings the singular values of M matrices close to 1, in the steps of POLAR_EXPRESS."""
+    x_MxIxO, gram_MxIxI = normalize(x_MxIxO)
+    for coefficients in POLAR_EXPRESS:
+        x_MxIxO = matmul_f32(even_polynomial(gram_MxIxI, coefficients), x_MxIxO)
+        gram_MxIxI = matmul_f32(x_MxIxO, x_MxIxO.swapaxes(1, 2))
+    return x_MxIxO
+
+
+def polar_express_gram(x_MxIxO):
+    """Computes polar_express of wide matrices, I < O, with x only at the beginning and the end.
+
+    In between are the Gram matrix x x^T and the product of all polynomials of it, [I, I]. The
+    Gram matrix holds the squares of the singular values, so all matmuls are in float32
+    (docs/lab_log.md#muon-in-three-steps)."""
+    x_MxIxO, gram_MxIxI = normalize(x_MxIxO)
+    product_MxIxI = None
+    for coefficients in POLAR_EXPRESS:
+        factor_MxIxI = even_polynomial(gram_MxIxI, coefficients)
+        if product_MxIxI is None:
+            product_MxIxI = factor_MxIxI
+        else:
+            product_MxIxI = matmul_f32(factor_MxIxI, product_MxIxI)
+        gram_MxIxI = matmul_f32(matmul_f32(factor_MxIxI, gram_MxIxI), factor_MxIxI)
+    return matmul_f32(product_MxIxI, x_MxIxO)
+
+
+def normalize(x_MxIxO):
+    """Divides M matrices by the root of |x x^T|, which is at least their largest singular value.
+
+    Returns (x, x x^T) of the divided ones."""
+    gram_MxIxI = matmul_f32(x_MxIxO, x_MxIxO.swapaxes(1, 2))
+    norm = jnp.linalg.norm(gram_MxIxI, axis=(1, 2), keepdims=True) + 1e-16
+    return x_MxIxO / jnp.sqrt(norm), gram_MxIxI / norm
+
+
+def even_polynomial(gram_MxIxI, coefficients):
+    """Computes a + b g + c g^2 + d g^3 + e g^4 of Gram matrices g: times x, it is a step of
+    POLAR_EXPRESS."""
+    a, b, c, d, e = coefficients
+    result_MxIxI = a * jnp.eye(gram_MxIxI.shape[-1]) + b * gram_MxIxI
+    if c:
+        square_MxIxI = matmul_f32(gram_MxIxI, gram_MxIxI)
+        last_terms_MxIxI = matmul_f32(square_MxIxI, d * gram_MxIxI + e * square_MxIxI)
+        result_MxIxI += c * square_MxIxI + last_terms_MxIxI
+    return result_MxIxI
+
+
+def matmul_f32(a, b):
+    """a @ b, in float32 on GPUs and TPUs too."""
+    return jnp.matmul(a, b, precision='highest')
+
+
+def map_stacked_by_shape(f, tree):
+    """Applies f to the matrices of a tree, those of the same shape stacked.
+
+    f: a function of float32 [M, I, O] that returns the same shape. A leaf may hold several
+    matrices, [..., I, O]. Returns a tree like `tree`, of the same dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    indices_of = {}  # by shape
+    for i, leaf in enumerate(leaves):
+        indices_of.setdefault(leaf.shape, []).append(i)
+    for shape, indices in indices_of.items():
+        stacked = jnp.stack([leaves[i] for i in indices]).astype(jnp.float32)
+        results = f(stacked.reshape(-1, *shape[-2:])).reshape(-1, *shape)
+        for i, result in zip(indices, results):
+            leaves[i] = result.astype(leaves[i].dtype)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def split_qkv(tree):
+    """Puts a list [q, k, v] in place of each c_attn kernel [D, (H + 2 G) K].
+
+    As one matrix they make the loss 11% higher with two of three seeds
+    (docs/lab_log.md#the-recipe-part-by-part)."""
+    flat = flatten_dict(tree)
+    for path, kernel in flat.items():
+        if path[-2:] == ('c_attn', 'kernel'):
+            n_query = flat[*path[:-2], 'c_proj', 'kernel'].shape[0]
+            end_of_keys = (n_query + kernel.shape[1]) // 2
+            flat[path] = jnp.split(kernel, [n_query, end_of_keys], axis=1)
+    return unflatten_dict(flat)
+
+
+def join_qkv(tree):
+    """Undoes split_qkv."""
+    def join(leaf):
+        return jnp.concatenate(leaf, axis=1) if isinstance(leaf, list) else leaf
+
+    return jax.tree.map(join, tree, is_leaf=lambda node: isinstance(node, list))
