@@ -30,7 +30,7 @@ from jax_ops.dropout import dropout, dropout_keys, flat_index, hash_dropout
 from jax_ops.experts import EXPERT_WAYS, mix_experts
 from jax_ops.layers import REMAT_POLICIES, map_sequence_chunks, scan_blocks
 from jax_ops.matmul import (
-    Int8, LowRank, Transposed, all_gather_param, fused_linear, linear, quantize, soft_cap)
+    all_gather_param, as_kernel, fused_linear, is_kernel, linear, quantize, soft_cap)
 from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, shard
 from jax_ops.sharding import create_mesh  # noqa: F401, public here
 from jax_ops.vocabulary import INIT_STD, ParallelLMHead, VocabParallelEmbedding, cross_entropy
@@ -168,10 +168,10 @@ class LayerNorm(nn.Module):
 
 
 def matrix_param(module, name, shape, init_std=INIT_STD):
-    """module.param(name, nn.initializers.normal(init_std), shape), in float32; or the Int8,
-    Transposed or LowRank that decoding or LoRA puts in its place."""
+    """module.param(name, nn.initializers.normal(init_std), shape), in float32; or the Kernel that
+    decoding or LoRA puts in its place."""
     value = module.get_variable('params', name)
-    if isinstance(value, (Int8, Transposed, LowRank)):
+    if is_kernel(value):
         return value
     return module.param(name, nn.initializers.normal(init_std), shape)
 
@@ -364,7 +364,7 @@ class GPT(nn.Module):
         # weight tying: the head multiplies by the token embeddings
         if not cfg.tied_head:
             table_VxD = matrix_param(self, 'lm_head', (cfg.vocab_size, cfg.n_embd))
-        table_VxD = all_gather_param(table_VxD, cfg.dtype, ROW_PARALLEL)
+        table_VxD = as_kernel(table_VxD).gathered(cfg.dtype, ROW_PARALLEL)
         self.head = ParallelLMHead(**sizes, shared_table=table_VxD, cap=cfg.logit_cap)
 
     def __call__(self, idx_BxT, *, position_BxT=None, deterministic=True, seq_id_B=None,

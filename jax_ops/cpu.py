@@ -245,7 +245,7 @@ def int16_levels(n):
 
 def multiply_integers(x_RxI, w_OxI, matrix_R=None):
     """x @ w.T of int16 x and the values of an Int8, exact, then in float32; called by matmul_int8
-    and matmul_chosen (matmul.py). matrix_R: the matrix of each row, if w is a stack [E, O, I]."""
+    and a Chosen kernel (matmul.py). matrix_R: the matrix of each row, if w is a stack [E, O, I]."""
     R, I = x_RxI.shape
     if matrix_R is not None:
         w_RxOxI = chosen_rows(w_OxI, matrix_R, (I,))

@@ -7,12 +7,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import path_aware_map
 
 from jax_flags import check_choice
 from jax_ops.cpu import cpu_multiplies_uint8
-from jax_ops.matmul import Int8, Transposed, as_uint8, order_by_rank, quantize
-from jax_ops.sharding import current_mesh, shard
+from jax_ops.matmul import as_kernel, is_kernel
+from jax_ops.sharding import current_mesh
 
 
 def convert_params_for_decoding(params, dtype, quantize=''):
@@ -52,10 +51,18 @@ def devices_of(tree):
     return jnp.asarray(jax.tree.leaves(tree)[0]).devices()
 
 
+def map_kernels(change, params):
+    """Returns the parameters with change(path, kernel) of each, arrays as Plain. path: of names."""
+    def change_leaf(path, p):
+        return change(tuple(part.key for part in path), as_kernel(p))
+
+    return jax.tree.map_with_path(change_leaf, params, is_leaf=is_kernel)
+
+
 def quantize_params(params, stored_as=jnp.int8):
     """Returns the parameters with Int8 matrices, see quantize_param: a quarter of
     float32's bytes."""
-    return path_aware_map(functools.partial(quantize_param, stored_as=stored_as), params)
+    return map_kernels(functools.partial(quantize_param, stored_as=stored_as), params)
 
 
 def quantize_param(path, p, stored_as=jnp.int8):
@@ -63,49 +70,28 @@ def quantize_param(path, p, stored_as=jnp.int8):
     parameters as they are: wpe, kv_b and the router are small, and routing is sensitive.
 
     stored_as: the dtype of its values, int8 or uint8, see Int8."""
+    kernel = as_kernel(p)
     if path[-1] not in ('kernel', 'wte', 'lm_head') or 'router' in path:
-        return p
-    transpose = path[-1] == 'kernel'
-    if isinstance(p, Transposed):
-        p, transpose = p.values, False
-    return quantize_matrix(p, transpose=transpose, stored_as=stored_as)
-
-
-@functools.partial(jax.jit, static_argnames=('transpose', 'stored_as'))
-def quantize_matrix(p, *, transpose, stored_as):
-    """Returns a matrix [..., O, I], or [..., I, O] with transpose, as Int8. It is compiled, so that
-    there are no temporaries as large as p."""
-    if transpose:
-        p = p.swapaxes(-1, -2)
-    values, scale = quantize(p, jnp.int8)
-    if stored_as != jnp.int8:
-        values = as_uint8(values)
-    return Int8(values, scale)
+        return kernel.stored()
+    return kernel.quantize(path[-1] != 'kernel', stored_as)
 
 
 def cast_matrices(params, dtype):
     """Returns the parameters with matrices in the compute dtype, cast once instead of in every
     step."""
-    def cast(p):
-        if isinstance(p, Int8) or p.ndim < 2:
-            return p
-        return p.astype(dtype)
-
-    return jax.tree.map(cast, params, is_leaf=lambda p: isinstance(p, Int8))
+    return map_kernels(lambda path, kernel: kernel.cast(dtype), params)
 
 
 def transpose_kernels(params, with_experts=False):
     """Returns the parameters with every kernel [I, O] as Transposed, with_experts also those of
     experts, [E, I, O]; the router stays as it is."""
-    def transposed(path, p):
-        is_kernel = path[-1] == 'kernel' and 'router' not in path
-        if not is_kernel or isinstance(p, (Int8, Transposed)):
-            return p
-        if p.ndim > 2 and not with_experts:
-            return p
-        return Transposed(p.swapaxes(-1, -2))
+    def transpose(path, kernel):
+        is_matrix = path[-1] == 'kernel' and 'router' not in path
+        if is_matrix and (with_experts or kernel.values.ndim == 2):
+            return kernel.transpose()
+        return kernel.stored()
 
-    return path_aware_map(transposed, params)
+    return map_kernels(transpose, params)
 
 
 def order_columns_by_rank(params, config):
@@ -127,11 +113,4 @@ def order_columns_by_rank(params, config):
 def order_kernel(kernel, widths, n_ranks):
     """Returns an array [I, O] or Int8 with its columns in the order of n_ranks, as Transposed or
     Int8."""
-    def order(x_IxO):
-        return order_by_rank(x_IxO, widths, n_ranks)
-
-    if isinstance(kernel, Int8):
-        values = order(kernel.values.T).T
-        scale = order(kernel.scale)
-        return Int8(shard(values, 'tensor', None), shard(scale, 'tensor'), n_ranks)
-    return Transposed(shard(order(kernel).T, 'tensor', None), n_ranks)
+    return as_kernel(kernel).order_columns(widths, n_ranks)

@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as Spec
 
 from jax_flags import ceil_div
-from jax_ops.matmul import Chosen, Int8, Transposed, can_be_chosen
+from jax_ops.matmul import as_kernel, is_kernel
 from jax_ops.sharding import EXPERTS, batch_axes, current_mesh
 
 
@@ -180,9 +180,9 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
     in_blocks = functools.partial(experts_in_blocks, f, way)
     # on a mesh a device has only some; here, inside shard_map, current_mesh() is None
     has_all_experts = jax.sharding.get_abstract_mesh().empty
-    leaves = jax.tree.leaves(weights, is_leaf=is_stack)
-    matrices = [leaf for leaf in leaves if is_stack(leaf) or leaf.ndim > 2]  # without biases [E, O]
-    are_few = all(can_be_chosen(matrix, len(expert_R)) for matrix in matrices)
+    leaves = [as_kernel(leaf) for leaf in jax.tree.leaves(weights, is_leaf=is_kernel)]
+    matrices = [leaf for leaf in leaves if leaf.values.ndim > 2]  # without biases [E, O]
+    are_few = all(matrix.can_be_chosen(len(expert_R)) for matrix in matrices)
     if way != 'loop' or not has_all_experts or not are_few:
         return in_blocks(weights, x_RxD, expert_R)
     one_by_one = functools.partial(experts_one_by_one, f)
@@ -193,14 +193,9 @@ def experts_one_by_one(f, weights, x_RxD, expert_R):
     """grouped_experts where each row reads the weights of its own expert, without a copy of them or
     a loop around f: linear() takes a matrix for each row, see Chosen."""
     def choose(w):
-        return Chosen(w, expert_R) if is_stack(w) else w[expert_R]
+        return as_kernel(w).choose(expert_R)
 
-    return f(jax.tree.map(choose, weights, is_leaf=is_stack), x_RxD)
-
-
-def is_stack(x):
-    """Tells whether x is a stack of matrices as decoding has them."""
-    return isinstance(x, (Int8, Transposed))
+    return f(jax.tree.map(choose, weights, is_leaf=is_kernel), x_RxD)
 
 
 def experts_in_blocks(f, way, weights, x_RxD, expert_R):

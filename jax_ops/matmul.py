@@ -21,8 +21,8 @@ def all_gather_param(param, dtype, tp=()):
     """Returns the same parameter; on a mesh, with the values of dtype and all-gathered over fsdp.
     It is cast first, which reduces traffic; its gradient is a sum in the parameter's dtype.
 
-    tp: its sharding as (storage, compute). An Int8 passes unchanged."""
-    if isinstance(param, Int8) or not current_mesh():
+    tp: its sharding as (storage, compute)."""
+    if not current_mesh():
         return param
 
     def gather(param):
@@ -159,17 +159,228 @@ def matmul_nt(x, w_OxI):
 
 
 # -----------------------------------------------------------------------------
-# Kernels of decoding (see convert_params_for_decoding in decode_weights.py) are values of their
-# own, which linear() takes in place of an array [I, O]. All hold one row per output. n_ranks: the
-# outputs of a fused kernel are in the order of this many tensor ranks, see order_by_rank.
+# Kernels: the forms of a weight matrix, each of which multiplies by itself. Those of decoding (see
+# convert_params_for_decoding in decode_weights.py) hold one row per output.
 
-class Int8(struct.PyTreeNode):
+class Kernel:
+    """A matrix [I, O] in one of its forms, which linear() takes in place of an array."""
+    n_ranks = 1  # a fused kernel's outputs are in the order of this many tensor ranks
+
+    def multiply(self, x, tp):
+        """Returns x [..., I] @ the matrix -> [..., O], in any dtype; tp as in linear()."""
+        raise NotImplementedError
+
+    def linear(self, x, bias, tp):
+        """Computes linear()."""
+        is_on_mesh = current_mesh() is not None
+        if is_on_mesh and tp == COLUMN_PARALLEL:
+            x = gather_positions(x)
+        y = self.multiply(x, tp).astype(x.dtype)
+        if is_on_mesh and tp == ROW_PARALLEL:  # each rank holds a partial sum
+            with jax.named_scope('reduce_scatter'):
+                y = shard_positions(y)
+        if bias is not None:
+            y = add_bias(y, bias)
+        return checkpoint_name(y, 'dense')
+
+    def in_rank_order(self, dtype, widths):
+        """Returns the kernel with its columns in the order of tensor ranks: it is stored so."""
+        return self
+
+    def fused_linear(self, x, bias, widths):
+        """Computes fused_linear(): one matmul, and each rank has a part of every projection."""
+        kernel = self.in_rank_order(x.dtype, widths)
+        if bias is not None:
+            bias = order_by_rank(bias, widths, kernel.n_ranks)
+        y = kernel.linear(x, bias, COLUMN_PARALLEL)
+        ends = np.cumsum(widths)[:-1] // kernel.n_ranks
+        parts = jnp.split(y.reshape(*y.shape[:-1], kernel.n_ranks, -1), ends, axis=-1)
+        return [part.reshape(*y.shape[:-1], width) for part, width in zip(parts, widths)]
+
+    def stored(self):
+        """Returns what as_kernel took."""
+        return self
+
+    def gathered(self, dtype, tp):
+        """Returns what all_gather_param makes of an array: only those need it."""
+        return self
+
+    def can_be_chosen(self, n_rows):
+        """Tells whether choose() is for a stack of matrices [E, I, O] and n_rows rows of x."""
+        return False
+
+
+class Plain(Kernel, struct.PyTreeNode):
+    """An array [I, O]."""
+    values: jax.Array
+    n_ranks: int = struct.field(pytree_node=False, default=1)
+
+    def multiply(self, x, tp):
+        return matmul(x, self.values, tp=tp)
+
+    def in_rank_order(self, dtype, widths):
+        """Orders the columns. They are stored sharded by rows, so that the order is local; an
+        all-to-all follows, once per step."""
+        n_ranks = current_mesh().shape['tensor'] if current_mesh() else 1
+        if n_ranks == 1:
+            return self
+
+        def order(kernel):
+            return shard(order_by_rank(kernel, widths, n_ranks), *COLUMN_PARALLEL[0])
+
+        return Plain(computed_in(dtype, order, self.values), n_ranks)
+
+    def stored(self):
+        return self.values
+
+    def gathered(self, dtype, tp):
+        return all_gather_param(self.values, dtype, tp)
+
+    def choose(self, matrix_R):
+        return self.values[matrix_R]
+
+    def quantize(self, is_table, stored_as):
+        return quantize_matrix(self.values, transpose=not is_table, stored_as=stored_as)
+
+    def cast(self, dtype):
+        return self.values if self.values.ndim < 2 else self.values.astype(dtype)
+
+    def transpose(self):
+        return Transposed(self.values.swapaxes(-1, -2))
+
+    def order_columns(self, widths, n_ranks):
+        return Transposed(shard(order_by_rank(self.values, widths, n_ranks).T, 'tensor', None),
+                          n_ranks)
+
+    def to_float32(self, is_table):
+        return np.asarray(self.values, np.float32)
+
+
+class Int8(Kernel, struct.PyTreeNode):
     """A matrix [I, O] quantized to int8 with one scale per output: values [..., O, I] and float32
     scale [..., O]. As an embedding table [V, D] it has one scale per token. For CPUs, values may be
     stored as uint8, see as_uint8."""
     values: jax.Array
     scale: jax.Array
     n_ranks: int = struct.field(pytree_node=False, default=1)
+
+    def multiply(self, x, tp):
+        return matmul_int8(x, self.values, self.scale, tp)
+
+    def embed(self, idx_BxT, dtype):
+        """Looks up rows of a table, see embed_tokens."""
+        x_BxTxD = as_int8(jnp.take(self.values, idx_BxT, axis=0, mode='clip')).astype(dtype)
+        scale_BxT = jnp.take(self.scale, idx_BxT, mode='clip')
+        return x_BxTxD * scale_BxT[..., None].astype(dtype)
+
+    def logits(self, x_BxTxD, training):
+        """Multiplies by a table, see lm_logits."""
+        return self.multiply(x_BxTxD, COLUMN_PARALLEL)
+
+    def can_be_chosen(self, n_rows):
+        E, _, I = self.values.shape
+        return n_rows <= min(E, MOST_CHOSEN) and int16_lane_terms(I) is not None
+
+    def choose(self, matrix_R):
+        return Chosen(self, matrix_R)
+
+    def multiply_chosen(self, x_RxI, matrix_R):
+        y_RxO = multiply_quantized(x_RxI, self.values, matrix_R)
+        return y_RxO * self.scale[matrix_R]
+
+    def quantize(self, is_table, stored_as):
+        return self
+
+    def cast(self, dtype):
+        return self
+
+    def transpose(self):
+        return self
+
+    def order_columns(self, widths, n_ranks):
+        values = order_by_rank(self.values.T, widths, n_ranks).T
+        scale = order_by_rank(self.scale, widths, n_ranks)
+        return Int8(shard(values, 'tensor', None), shard(scale, 'tensor'), n_ranks)
+
+    def to_float32(self, is_table):
+        values = np.asarray(self.values, np.float32) * np.asarray(self.scale)[..., None]
+        return values if is_table else values.swapaxes(-1, -2)
+
+
+class Transposed(Kernel, struct.PyTreeNode):
+    """A matrix [I, O] stored as [O, I], which is read faster for one row
+    (docs/lab_log.md#weights-on-the-left)."""
+    values: jax.Array
+    n_ranks: int = struct.field(pytree_node=False, default=1)
+
+    def multiply(self, x, tp):
+        return matmul_nt(x, self.values)
+
+    def can_be_chosen(self, n_rows):
+        E, _, I = self.values.shape
+        rows_per_expert = 8 if self.values.dtype == jnp.bfloat16 else 2
+        is_in_lanes = float_lane_terms(I) is not None
+        return n_rows <= min(rows_per_expert * E, MOST_CHOSEN) and is_in_lanes
+
+    def choose(self, matrix_R):
+        return Chosen(self, matrix_R)
+
+    def multiply_chosen(self, x_RxI, matrix_R):
+        return nt_chosen(x_RxI.astype(self.values.dtype), self.values, matrix_R)
+
+    def quantize(self, is_table, stored_as):
+        return quantize_matrix(self.values, transpose=False, stored_as=stored_as)
+
+    def cast(self, dtype):
+        return self.replace(values=self.values.astype(dtype))
+
+    def transpose(self):
+        return self
+
+
+# The most rows of Chosen: the sums of more take too much memory. How many rows an expert may have
+# before blocks of it are faster: docs/lab_log.md#experts-in-decoding.
+MOST_CHOSEN = 128
+
+
+class Chosen(Kernel, struct.PyTreeNode):
+    """The matrices of the R rows of x: stack[matrix_R[r]] for x[r], in one loop that reads the
+    weights where they lie. For CPUs only."""
+    stack: Any  # an Int8 or Transposed of values [E, O, I]
+    matrix_R: jax.Array
+
+    def multiply(self, x, tp):
+        return self.stack.multiply_chosen(x, self.matrix_R)
+
+
+class LowRank(Kernel, struct.PyTreeNode):
+    """A frozen matrix and its update in training: base + scale * a @ b (LoRA, arXiv:2106.09685)."""
+    base: Any  # [I, O], an array or Int8
+    a: jax.Array  # [I, r]
+    b: jax.Array  # [r, O]
+    scale: jax.Array  # a scalar
+
+    def update(self, x):
+        """Computes scale * x @ a @ b, in x's dtype."""
+        return matmul(matmul(x, self.a), self.b) * self.scale.astype(x.dtype)
+
+    def linear(self, x, bias, tp):
+        return as_kernel(self.base).linear(x, bias, tp) + self.update(x)
+
+    def fused_linear(self, x, bias, widths):
+        updates = jnp.split(self.update(x), np.cumsum(widths)[:-1], axis=-1)
+        ys = as_kernel(self.base).fused_linear(x, bias, widths)
+        return [y + update for y, update in zip(ys, updates)]
+
+
+def is_kernel(x):
+    """Tells whether x is a Kernel, and not an array."""
+    return isinstance(x, Kernel)
+
+
+def as_kernel(x):
+    """Returns an array as a Plain, a Kernel as it is."""
+    return x if is_kernel(x) else Plain(x)
 
 
 def as_uint8(x):
@@ -184,55 +395,10 @@ def as_int8(values):
     return jax.lax.bitcast_convert_type(values ^ 128, jnp.int8)
 
 
-class Transposed(struct.PyTreeNode):
-    """A matrix [I, O] stored as [O, I], which is read faster for one row
-    (docs/lab_log.md#weights-on-the-left)."""
-    values: jax.Array
-    n_ranks: int = struct.field(pytree_node=False, default=1)
-
-
-class Chosen(struct.PyTreeNode):
-    """The matrices of the R rows of x: stack[matrix_R[r]] for x[r]. For CPUs only."""
-    stack: Any  # an Int8 or Transposed of values [E, O, I]
-    matrix_R: jax.Array
-
-
-class LowRank(struct.PyTreeNode):
-    """A frozen matrix and its update in training: base + scale * a @ b (LoRA, arXiv:2106.09685)."""
-    base: Any  # [I, O], an array or Int8
-    a: jax.Array  # [I, r]
-    b: jax.Array  # [r, O]
-    scale: jax.Array  # a scalar
-
-
-def low_rank_update(x, kernel):
-    """scale * x @ a @ b, in x's dtype: what a LowRank kernel adds to x @ base."""
-    return matmul(matmul(x, kernel.a), kernel.b) * kernel.scale.astype(x.dtype)
-
-
 def linear(x, kernel, bias=None, *, tp=()):
-    """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array, Int8, Transposed,
-    Chosen or LowRank. tp: COLUMN_PARALLEL or ROW_PARALLEL, if it is sharded over tensor ranks."""
-    if isinstance(kernel, LowRank):
-        return linear(x, kernel.base, bias, tp=tp) + low_rank_update(x, kernel)
-    is_on_mesh = current_mesh() is not None
-    if is_on_mesh and tp == COLUMN_PARALLEL:
-        x = gather_positions(x)
-    if isinstance(kernel, Int8):
-        y = matmul_int8(x, kernel.values, kernel.scale, tp)
-    elif isinstance(kernel, Transposed):
-        y = matmul_nt(x, kernel.values)
-    elif isinstance(kernel, Chosen):
-        y = matmul_chosen(x, kernel)
-    else:
-        y = matmul(x, kernel, tp=tp)
-    y = y.astype(x.dtype)
-    if is_on_mesh and tp == ROW_PARALLEL:  # each rank holds a partial sum
-        with jax.named_scope('reduce_scatter'):
-            y = shard_positions(y)
-    if bias is not None:
-        y = add_bias(y, bias)
-    return checkpoint_name(y, 'dense')
+    """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array or a Kernel.
+    tp: COLUMN_PARALLEL or ROW_PARALLEL, if it is sharded over tensor ranks."""
+    return as_kernel(kernel).linear(x, bias, tp)
 
 
 def fused_linear(x, kernel, bias, widths):
@@ -241,30 +407,7 @@ def fused_linear(x, kernel, bias, widths):
 
     With tensor parallelism the fused columns are brought into the order of ranks, unless stored in
     it."""
-    if isinstance(kernel, LowRank):
-        updates = jnp.split(low_rank_update(x, kernel), np.cumsum(widths)[:-1], axis=-1)
-        ys = fused_linear(x, kernel.base, bias, widths)
-        return [y + update for y, update in zip(ys, updates)]
-
-    # the kernel and bias in the order of ranks
-    mesh = current_mesh()
-    n_ranks = mesh.shape['tensor'] if mesh else 1
-    if isinstance(kernel, (Int8, Transposed)):  # stored in that order
-        n_ranks = kernel.n_ranks
-    elif n_ranks > 1:
-        # stored sharded by rows, so that the order is local; an all-to-all follows, once per step
-        def order(kernel):
-            return shard(order_by_rank(kernel, widths, n_ranks), *COLUMN_PARALLEL[0])
-
-        kernel = computed_in(x.dtype, order, kernel)
-    if bias is not None:
-        bias = order_by_rank(bias, widths, n_ranks)
-
-    # one matmul, of which each rank has a part of every projection
-    y = linear(x, kernel, bias, tp=COLUMN_PARALLEL)
-    ends = np.cumsum(widths)[:-1] // n_ranks
-    parts = jnp.split(y.reshape(*y.shape[:-1], n_ranks, -1), ends, axis=-1)
-    return [part.reshape(*y.shape[:-1], width) for part, width in zip(parts, widths)]
+    return as_kernel(kernel).fused_linear(x, bias, widths)
 
 
 def order_by_rank(x, widths, n_ranks):
@@ -335,6 +478,18 @@ def quantize(x, dtype, largest=None):
     return x.astype(dtype), scale
 
 
+@functools.partial(jax.jit, static_argnames=('transpose', 'stored_as'))
+def quantize_matrix(p, *, transpose, stored_as):
+    """Returns a matrix [..., O, I], or [..., I, O] with transpose, as Int8. It is compiled, so that
+    there are no temporaries as large as p."""
+    if transpose:
+        p = p.swapaxes(-1, -2)
+    values, scale = quantize(p, jnp.int8)
+    if stored_as != jnp.int8:
+        values = as_uint8(values)
+    return Int8(values, scale)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def matmul_int8(x, w_OxI, scale_O, tp=()):
     """x [..., I] @ (w * scale).T -> float32 [..., O], for the values and scales of an Int8; tp as
@@ -383,33 +538,3 @@ def matmul_int8_bwd(tp, residuals, g):
 
 
 matmul_int8.defvjp(matmul_int8_fwd, matmul_int8_bwd)
-
-
-# -----------------------------------------------------------------------------
-# experts of few tokens on a CPU
-
-def can_be_chosen(stack, n_rows):
-    """Tells whether matmul_chosen is for n_rows rows and a stack of matrices [E, O, I]: an Int8 or
-    a Transposed whose rows are split into lanes. More rows read the weights more often than blocks
-    of an expert each do (docs/lab_log.md#experts-in-decoding); the sums of more than 128 rows take
-    too much memory."""
-    if not isinstance(stack, (Int8, Transposed)):
-        return False
-    E, _, I = stack.values.shape
-    if isinstance(stack, Int8):
-        rows_per_expert, terms = 1, int16_lane_terms(I)
-    elif stack.values.dtype == jnp.bfloat16:
-        rows_per_expert, terms = 8, float_lane_terms(I)
-    else:
-        rows_per_expert, terms = 2, float_lane_terms(I)
-    return n_rows <= min(rows_per_expert * E, 128) and terms is not None
-
-
-def matmul_chosen(x_RxI, kernel):
-    """[linear(x[r], stack[matrix_R[r]]) for r in range(R)] -> float32 [R, O], of a Chosen kernel,
-    on a CPU: one loop that reads the weights where they lie."""
-    stack, matrix_R = kernel.stack, kernel.matrix_R
-    if isinstance(stack, Int8):
-        y_RxO = multiply_quantized(x_RxI, stack.values, matrix_R)
-        return y_RxO * stack.scale[matrix_R]
-    return nt_chosen(x_RxI.astype(stack.values.dtype), stack.values, matrix_R)

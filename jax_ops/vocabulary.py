@@ -1,6 +1,6 @@
 """Embedding and LM head of a vocabulary that is sharded over the tensor axis."""
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,29 +9,46 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec as Spec
 
 from jax_flags import UserError, ceil_div
-from jax_ops.matmul import Int8, as_int8, matmul, matmul_int8, matmul_nt, soft_cap
+from jax_ops.matmul import is_kernel, matmul, matmul_nt, soft_cap
 from jax_ops.sharding import (
-    BATCH, COLUMN_PARALLEL, batch_axes, current_mesh, gather_positions, position_axes, run_on_mesh,
+    BATCH, batch_axes, current_mesh, gather_positions, position_axes, run_on_mesh,
     shard)
 
 INIT_STD = 0.02  # standard deviation of the initial tables and matrices, as GPT-2's
+
+
+class Table(NamedTuple):
+    """A table that is an array [V, D]. An Int8 has the same two methods."""
+    values_VxD: jax.Array
+
+    def embed(self, idx_BxT, dtype):
+        """Looks up rows, see embed_tokens."""
+        table_VxD = self.values_VxD
+        dtype = dtype or table_VxD.dtype
+        if current_mesh():
+            return embed_on_mesh(table_VxD, idx_BxT, dtype)
+        if table_VxD.dtype == jnp.bfloat16:
+            # or XLA:CPU would make a float32 copy of the table ahead of a decode loop
+            table_VxD, idx_BxT = jax.lax.optimization_barrier((table_VxD, idx_BxT))
+        return jnp.take(table_VxD, idx_BxT, axis=0, mode='clip').astype(dtype)
+
+    def logits(self, x_BxTxD, training):
+        """Multiplies by the table, see lm_logits."""
+        if training:
+            return matmul(x_BxTxD, self.values_VxD, transpose_rhs=True, dtype=jnp.float32)
+        return matmul_nt(x_BxTxD, self.values_VxD)
+
+
+def as_table(table):
+    """Returns an array as a Table, an Int8 as it is."""
+    return table if is_kernel(table) else Table(table)
 
 
 def embed_tokens(table_VxD, idx_BxT, dtype=None):
     """table[idx] -> [B, T, D] in dtype (default: the table's); an id beyond the table gives its
     last row. The gradient of the table is a sum in the table's dtype, float32: in bfloat16 a sum
     over the many tokens of one id stagnates."""
-    if isinstance(table_VxD, Int8):
-        x_BxTxD = as_int8(jnp.take(table_VxD.values, idx_BxT, axis=0, mode='clip')).astype(dtype)
-        scale_BxT = jnp.take(table_VxD.scale, idx_BxT, mode='clip')
-        return x_BxTxD * scale_BxT[..., None].astype(dtype)
-    dtype = dtype or table_VxD.dtype
-    if current_mesh():
-        return embed_on_mesh(table_VxD, idx_BxT, dtype)
-    if table_VxD.dtype == jnp.bfloat16:
-        # or XLA:CPU would make a float32 copy of the table ahead of a decode loop
-        table_VxD, idx_BxT = jax.lax.optimization_barrier((table_VxD, idx_BxT))
-    return jnp.take(table_VxD, idx_BxT, axis=0, mode='clip').astype(dtype)
+    return as_table(table_VxD).embed(idx_BxT, dtype)
 
 
 def embed_on_mesh(table_VxD, idx_BxT, dtype):
@@ -90,12 +107,7 @@ def lm_logits(table_VxD, x_BxTxD, *, cap, training):
     is_on_mesh = current_mesh() is not None
     if is_on_mesh:
         x_BxTxD = gather_positions(x_BxTxD)
-    if isinstance(table_VxD, Int8):
-        logits_BxTxV = matmul_int8(x_BxTxD, table_VxD.values, table_VxD.scale, COLUMN_PARALLEL)
-    elif training:
-        logits_BxTxV = matmul(x_BxTxD, table_VxD, transpose_rhs=True, dtype=jnp.float32)
-    else:
-        logits_BxTxV = matmul_nt(x_BxTxD, table_VxD)
+    logits_BxTxV = as_table(table_VxD).logits(x_BxTxD, training)
     if cap:
         logits_BxTxV = soft_cap(logits_BxTxV, cap)
     if is_on_mesh:

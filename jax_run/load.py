@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError, is_url
 from jax_ops.decode_weights import quantize_param
-from jax_ops.matmul import Int8
+from jax_ops.matmul import as_kernel
 from jax_pretrained import Placing, checksum_of_weights, config_of_base, largest_first, load_weights
 from jax_run.checkpoints import (
     MODEL_ITEMS, choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items,
@@ -53,11 +53,7 @@ def merge_updates(weights, lora, updates):
 
 def merge(path, array, lora, updates):
     """Adds its update to a frozen parameter, if it has one: float32. updates: {path: array}."""
-    # Of int8 a row has a scale, and a kernel is [out, in].
-    if isinstance(array, Int8):
-        array = np.asarray(array.values, np.float32) * np.asarray(array.scale)[..., None]
-        if path[-1] == 'kernel':
-            array = array.swapaxes(-1, -2)
+    array = as_kernel(array).to_float32(path[-1] != 'kernel')
     if (*path, 'a') in updates:
         a = np.asarray(updates[*path, 'a'])
         b = np.asarray(updates[*path, 'b'])
