@@ -8,7 +8,6 @@ $ python bench_jax.py --mode=decode --out_dir=out-char --dataset=shakespeare_cha
 $ python bench_jax.py config/train_gpt2.py --mode=compile --topology=h100:1x8 --fsdp=8
 $ python bench_jax.py --mode=compile --plan=decode --topology=v5e:2x4 --tensor=4 --quantize=int8
 """
-import dataclasses
 import functools
 import json
 import re
@@ -127,7 +126,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jax_devices.choose import choose_attention, choose_experts
 from jax_devices.layout import setup_distributed_training, split_batch
 from jax_devices.setup import (
     Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth,
@@ -136,12 +134,11 @@ from jax_generate import generate_stream
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_pretrained import param_shapes
 from jax_run.data import load_dataset
+from jax_run.model import config_from_flags, flags_from_config
+from jax_run.program import Options, assemble, assemble_for_decoding
 from jax_run.sources import open_source
-from jax_run.start import config_from_flags, flags_from_config
 from jax_text import load
-from jax_train_utils import (
-    create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state,
-    language_model, make_train_step)
+from jax_train_utils import create_learning_rate_schedule, create_train_state
 from jax_transformer import INIT_STD, count_params, estimate_mfu
 from tools.plan import plan_step
 from tools.speed import bytes_read_per_step, expected_experts, tokens_per_step
@@ -162,15 +159,10 @@ def bench_train():
     """Times training steps on a batch that is already on the devices, and returns {name: value}."""
     # The model, the optimizer and the state, as in train_jax.py.
     layout = setup_distributed_training(devices, fsdp, tensor, expert, context, zero)
-    config = dataclasses.replace(model_config, scan_layers=scan_layers, remat=remat)
-    implementation, _ = choose_attention(
-        attention, config, devices[0], tensor=tensor, context=context)
-    experts, _ = choose_experts(config, devices[0])
-    config = dataclasses.replace(config, attention=implementation, experts=experts)
-    layout.validate(config)
+    program = assemble(model_config, layout, Options.from_flags(flags))
+    config = program.config
     schedule = create_learning_rate_schedule(6e-4, decay_lr=False)
-    tx = create_optimizer_with_schedule(schedule, optimizer=optimizer)
-    state = layout.init_sharded(create_train_state, jax.random.key(seed), config, tx)
+    state = layout.init_sharded(create_train_state, jax.random.key(seed), config, program.tx)
     state = state.replace(schedule=layout.device_put(schedule))
     n_params = count_params(state.params)
 
@@ -185,9 +177,7 @@ def bench_train():
 
     # The step.
     clock.lap()
-    step = layout.jit_step(make_train_step(
-        config, language_model, layout, seed=seed, grad_clip=1.0, loss_chunk=loss_chunk))
-    step = step.lower(state, batch).compile()
+    step = program.step.lower(state, batch).compile()
     compile_s = sum(clock.lap())
 
     # Time it. As in train_jax.py, accelerators keep one step in flight: the loop waits for the
@@ -292,8 +282,8 @@ def load_model():
         model = load(out_dir, device=device, dtype=dtype, quantize=quantize)
         flags.update(flags_from_config(model.config, given), vocab_size=model.config.vocab_size)
         return model.config, model.params
-    experts, _ = choose_experts(model_config, devices[0])
-    return dataclasses.replace(model_config, experts=experts), random_params(model_config)
+    config = assemble_for_decoding(model_config, setup_distributed_training(devices[:1]), dtype)
+    return config, random_params(model_config)
 
 
 def random_params(config):

@@ -46,6 +46,13 @@ class TryAgain(UserError):
     starts them again."""
 
 
+def refuse(refusals):
+    """Raises UserError with the message of the first of the (condition, message) that holds."""
+    for is_wrong, message in refusals:
+        if is_wrong:
+            raise UserError(message)
+
+
 def one_line(error):
     """Returns what the user sees of an error."""
     return f'error: {" ".join(str(error).split())}'

@@ -23,9 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.experimental import multihost_utils
 
-from jax_devices.choose import choose_experts
 from jax_devices.layout import Layout, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
 from jax_flags import TextSampling, UserError, shows_fields
@@ -40,7 +38,8 @@ from jax_ops.decode_weights import (
 from jax_pretrained import load_pretrained
 from jax_run.checkpoints import checkpoint_steps, is_run
 from jax_run.data import dataset_folder, load_dataset_meta
-from jax_run.load import load_run, merge_updates
+from jax_run.load import load_run
+from jax_run.program import assemble_for_decoding
 from jax_train_utils import without_scales
 from jax_transformer import GPT, Block, GPTConfig, count_params
 
@@ -48,7 +47,6 @@ SAMPLING = {'temperature': 0.8, 'top_k': 200}  # nanoGPT's; the other controls a
 # tokens generated between two updates of a text that is shown while it grows
 STREAM_CHUNK = 8
 SLOW_TOKEN = 0.05  # seconds: a text with slower tokens is updated after each
-SAMPLE_TOKENS = 100  # length of a sample while training
 # tokens generated until stop texts are searched for: this many, later an eighth of those so far
 STOP_CHUNK = 8
 
@@ -135,15 +133,11 @@ def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype,
 
     # it computes in `dtype`, however it was stored; with tensor parallelism c_attn's columns are
     # ordered by rank
-    layout.validate(found.config)
+    config = assemble_for_decoding(found.config, layout, dtype)
     params = found.params
     if layout.tensor > 1:
         with layout.mesh_context():
             params = order_columns_by_rank(params, found.config)
-    config = dataclasses.replace(found.config, dtype=dtype)
-    if config.moe:
-        experts, _ = choose_experts(config, layout.devices[0])
-        config = dataclasses.replace(config, experts=experts)
     return found._replace(params=params, config=config)
 
 
@@ -376,47 +370,6 @@ class TextModel:
         if len(row) <= start:
             raise UserError('a continuation has no token of its own')
         return row, start
-
-
-def create_sampler(prompt: str, config: GPTConfig, description: dict, device) -> TextModel:
-    """Returns the model without parameters, on one device of the kind of `device`, for
-    sample_while_training.
-
-    Raises UserError for a prompt that it cannot continue."""
-    layout = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
-    tokenizer = load_tokenizer(description)
-    if config.moe:
-        experts, _ = choose_experts(config, device)
-        config = dataclasses.replace(config, experts=experts)
-    sampler = TextModel({}, config, tokenizer, layout)
-    sampler.encode(prompt)
-    return sampler
-
-
-def sample_while_training(sampler: TextModel, state, lora: dict | None, prompt: str,
-                          seed: int) -> str:
-    """Returns the beginning of the first sample that sample_jax.py gives of the parameters of this
-    TrainState, which stay as they are. All processes call this, and all have the text.
-
-    lora: what the checkpoint says of LoRA."""
-    # the parameters as decoding reads them, on one device
-    params = jax.tree.map(whole_array, state.weights)
-    if lora:
-        base = jax.tree.map(whole_array, state.frozen['weights'])
-        params = merge_updates(base, lora, params)
-    params = sampler.layout.device_put(params)
-    params = convert_params_for_decoding(params, sampler.config.dtype)
-    model = dataclasses.replace(sampler, params=params)
-    return model.generate([prompt], max_new_tokens=SAMPLE_TOKENS, seed=seed)[0]
-
-
-def whole_array(x):
-    """Returns a device array as a numpy array, gathered from all processes if it is sharded over
-    them."""
-    is_here = x.is_fully_addressable or x.is_fully_replicated
-    if not is_here:
-        x = multihost_utils.process_allgather(x, tiled=True)
-    return np.asarray(x)
 
 
 def is_list_of(values, kind):

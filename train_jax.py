@@ -113,7 +113,6 @@ if flags['init_from'] not in ('resume', 'auto'):  # where most flags are those o
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 import jax
 import numpy as np
-import optax
 
 from jax_devices.layout import setup_distributed_training, split_batch
 from jax_devices.processes import (
@@ -122,21 +121,18 @@ from jax_devices.setup import (
     Profile, Stopwatch, configure_process, device_peak_flops, is_synchronous)
 from jax_run.checkpoints import run_folder
 from jax_run.log import RunLog
-from jax_run.manifest import open_manifest
-from jax_run.minutes import first_batch, fit_to_minutes, say_if_few_iterations
+from jax_run.manifest import begins_anew, open_manifest
+from jax_run.minutes import first_batch, iterations_that_fit, say_if_few_iterations
 from jax_run.out_dir import OutDir
 from jax_run.sources import open_data
-from jax_run.start import check_fits, open_run, open_sampler, start_state, training_config
-from jax_train_utils import (
-    count_frozen, create_optimizer_with_schedule, dpo, estimate_losses, language_model,
-    make_eval_step, make_train_step)
+from jax_run.start import NO_LOSS, check_fits, open_program, open_run, start_state
+from jax_train_utils import count_frozen, dpo, estimate_losses, language_model
 from jax_transformer import count_params, estimate_mfu
 
 # settings that JAX reads when it starts; those of a resumed run are in its config.json
 files = run_folder(flags['out_dir']).files  # out_dir itself, or of a bucket a copy on this disk
 configure_process(flags['device'], flags['deterministic'], flags['init_from'], files)
-clock = Stopwatch()
-imports_s = clock.start - started
+clock = Stopwatch(started)
 initialize_distributed(
     flags['coordinator_address'], flags['num_processes'], flags['process_id'])
 # all processes train alike: with the same flags, and the same ones given, which win over those of
@@ -166,28 +162,24 @@ with contextlib.ExitStack() as at_end:
         cfg.gradient_accumulation_steps, cfg.batch_size, layout.n_data_shards)
     check_fits(run, micro_batch)  # the model, the data and the flags each other
 
-    # the data, and what is computed: config is run.config and, in addition, how it is executed
-    # (attention, remat), which checkpoints do not hold; the manifest says what the run is made of:
-    # other data than the checkpoint's, and processes with other code, are refused
+    # the data; an evaluation without a token that counts in the loss (in chats, the assistant's
+    # count) is refused before anything is written
     data = open_data(run.shares, run.meta, block_size=cfg.block_size, seed=cfg.seed,
                      length_normalized=cfg.length_normalized)
-    config = training_config(run, data, layout)
-    run.manifest = open_manifest(run, data, config)
-
-    # an evaluation without a token that counts in the loss (in chats, the assistant's count) is
-    # refused before anything is written
     data.check(cfg.eval_iters * cfg.batch_size)
-    run.bpb_bytes = data.bpb_bytes
-    sampler = open_sampler(run) if cfg.sample_prompt else None
 
-    # forward and backward of all micro-steps, clipping and the update are one function,
-    # step(state, batch), under jit or pmap
+    # what is computed: the model as it is executed here, the optimizer, and forward and backward of
+    # all micro-steps, clipping and the update as one function, step(state, batch)
     objective = dpo(cfg.beta) if run.has_pairs else language_model
-    step = layout.jit_step(make_train_step(
-        config, objective, layout, seed=cfg.seed, grad_clip=cfg.grad_clip,
-        loss_chunk=cfg.loss_chunk, ema=cfg.ema))
-    eval_step = layout.jit_eval_step(make_eval_step(
-        config, objective, layout, loss_chunk=cfg.loss_chunk))
+    program = open_program(run, data, layout, objective)
+
+    # what the run is made of: other data than the checkpoint's, and processes with other code, are
+    # refused
+    manifest = open_manifest(run, data, program.config)
+    sampler = None
+    if cfg.sample_prompt:
+        from jax_run.pretrained import open_sampler
+        sampler = open_sampler(run)
 
     # out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake
     if not cfg.eval_only:
@@ -214,17 +206,12 @@ with contextlib.ExitStack() as at_end:
 
     # evaluate(state) -> {'train': {'loss', ...}, 'val': ...}; None if a signal comes
     evaluate = functools.partial(
-        estimate_losses, eval_step=eval_step, sets=data.sets, layout=layout,
+        estimate_losses, eval_step=program.eval_step, sets=data.sets, layout=layout,
         batch_size=cfg.batch_size, eval_iters=cfg.eval_iters, token_bytes=data.token_bytes,
         stop_signal=agree_on_signal)
 
-    # the optimizer and the state; the learning rate is that of state.schedule, which start_state
-    # makes of the flags: as an argument of the compiled step, another one compiles nothing, and the
-    # constant 0 here is never used
-    tx = create_optimizer_with_schedule(
-        optax.constant_schedule(0.0), beta1=cfg.beta1, beta2=cfg.beta2,
-        weight_decay=cfg.weight_decay, optimizer=cfg.optimizer)
-    state = start_state(run, config, layout, tx)
+    # the state: parameters, optimizer state, and the schedule of the learning rate
+    state, run = start_state(run, program)
     n_params = count_params(state.params)
     n_frozen = count_frozen(state.frozen)  # with LoRA
     of_updates = f" in LoRA's updates of {n_frozen / 1e6:.2f}M frozen ones" if n_frozen else ''
@@ -245,29 +232,29 @@ with contextlib.ExitStack() as at_end:
     batch = make_batch(run.iter_num)
     print('compiling the training step ...')
     compiled_before = clock.compiling  # seconds, which jax reports to the clock
-    train_step = step.lower(state, batch or first_batch(make_batch)).compile()
+    train_step = program.step.lower(state, batch or first_batch(make_batch)).compile()
     print(f'compiled the training step in {clock.compiling - compiled_before:.1f} s')
 
-    # --minutes: how many iterations fit is measured before the run, on a state that is thrown away
-    if run.is_timed:
-        fit_to_minutes(run, state, train_step, layout, started=started, clock=clock,
-                       make_batch=make_batch, evaluate=evaluate,
-                       get_signal=lambda: stop.signum)  # this process's
-        say_if_few_iterations(run.flags, data.train)
+    # --minutes: how many iterations fit is measured before the run, on a state that is used up
+    if not run.has_length:
+        n = iterations_that_fit(run, state, train_step, layout, make_batch=make_batch,
+                                evaluate=evaluate, clock=clock, stop=stop)
+        run = run.with_iterations(n)
         cfg = argparse.Namespace(**run.flags)
-        state = start_state(run, config, layout, tx)
+        say_if_few_iterations(run.flags, data.train)
+        state, run = start_state(run, program)
 
     # checkpoints and logs; here an earlier run is deleted, with --overwrite
-    at_end.enter_context(out.writing())
-    stop.saving = out.is_saving  # asked at a second signal, which waits for a save
+    at_end.enter_context(stop.waits_while(out.is_saving))  # a second signal, too
+    at_end.enter_context(out.writing(run, manifest, data.bpb_bytes))
     mfu = None  # a function of the tokens per second, where the peak of the devices is known
     peak_flops = device_peak_flops(run.devices[0])
     if peak_flops:
-        mfu = functools.partial(estimate_mfu, n_params, config, n_frozen=n_frozen,
+        mfu = functools.partial(estimate_mfu, n_params, program.config, n_frozen=n_frozen,
                                 peak_flops=peak_flops * len(run.devices))
     log = RunLog(run, out.metrics_log, out.wandb_run, tokens_per_iter=tokens_per_iter, mfu=mfu,
                  is_synchronous=is_synchronous(run.devices[0]), started=started,
-                 imports_s=imports_s, printed=objective.metrics[1:])  # all but the loss
+                 imports_s=clock.imports_s, printed=objective.metrics[1:])  # all but the loss
     at_end.callback(log.close)
     tracer = None
     if cfg.profile and is_master:
@@ -278,40 +265,37 @@ with contextlib.ExitStack() as at_end:
     # -----------------------------------------------------------------------------
     # training loop
     iter_num = run.iter_num
-    best_val_loss = run.best_val_loss
+    best_val_loss = NO_LOSS if begins_anew(manifest, iter_num) else run.best_val_loss
     stop.nothing_to_save = False  # from here on a signal has something to save
     stop_signal = int(agree_on_signal())  # one that came while the step was compiled
     while True:
-        # what is due before this iteration; the last pass of the loop only evaluates and saves
         is_last = iter_num >= cfg.max_iters or stop_signal > 0
-        must_evaluate = not stop_signal and (is_last or iter_num % cfg.eval_interval == 0)
-        must_save = is_last or (cfg.save_interval > 0 and iter_num % cfg.save_interval == 0)
 
-        # evaluate the loss on train and val; if that fails, what was trained is saved first
+        # once in a while, and at the end: evaluate the loss on train and val. If that fails, what
+        # was trained is saved first
         val_loss = None
-        if must_evaluate:
+        is_best = False
+        if not stop_signal and (is_last or iter_num % cfg.eval_interval == 0):
             log.pause()
             with out.saved_on_failure('the evaluation', iter_num, state, best_val_loss):
                 losses = evaluate(state)
                 if losses:
                     log.evaluation(iter_num, losses, sampler(state) if sampler else '')
-            if losses is None:  # a signal has come meanwhile: this iteration becomes the last one
+            if losses is None:  # a signal has come meanwhile: this iteration is the last one
                 stop_signal = int(agree_on_signal())
-                is_last = must_save = True
-            else:
-                val_loss = losses['val']['loss']
-                is_best = val_loss < best_val_loss
-                must_save |= is_best or cfg.always_save_checkpoint
-                best_val_loss = min(best_val_loss, val_loss)
-                out.record_val_loss(iter_num, val_loss)
+                continue
+            val_loss = losses['val']['loss']
+            is_best = val_loss < best_val_loss
+            best_val_loss = min(best_val_loss, val_loss)
+            out.record_val_loss(iter_num, val_loss)
 
-        # save a checkpoint, at the end always, but not where the run began: nothing is new there; a
-        # second signal does not spoil the last one
-        if must_save:
+        # save a checkpoint: after an evaluation, if it is better or always; every save_interval;
+        # at the end, which a second signal does not spoil. Where the run began nothing is new
+        is_due = cfg.save_interval > 0 and iter_num % cfg.save_interval == 0
+        was_evaluated = val_loss is not None
+        if is_last or is_due or is_best or was_evaluated and cfg.always_save_checkpoint:
             log.pause()
-            if is_last:
-                stop.saving = lambda: True
-            out.save(iter_num, state, best_val_loss, val_loss)
+            out.save(iter_num, state, best_val_loss, val_loss, is_last=is_last)
         if is_last:
             break
         log.resume()

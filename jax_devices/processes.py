@@ -180,7 +180,7 @@ class StopSignal:
 
     def __init__(self, nothing_to_save=False):
         self.nothing_to_save = nothing_to_save
-        self.saving = lambda: False  # replaced by a function: whether a save is under way
+        self.saves = []  # functions that say whether a save is under way, see waits_while
         self.signum = 0  # the first signal; 0 before it
         self.n_received = 0
         self.answered = threading.Event()
@@ -210,6 +210,19 @@ class StopSignal:
         os.close(self.fd)
         self.thread.join()
         sys.stdout, sys.stderr = self.streams
+
+    @contextlib.contextmanager
+    def waits_while(self, is_saving):
+        """Within the block a second signal waits while is_saving() is true."""
+        self.saves.append(is_saving)
+        try:
+            yield
+        finally:
+            self.saves.remove(is_saving)
+
+    def saving(self):
+        """Returns whether a save is under way."""
+        return any(is_saving() for is_saving in self.saves)
 
     def receive(self, signum, frame):
         """Handles a signal in the main thread, between two steps of Python."""

@@ -379,12 +379,16 @@ class Lap(NamedTuple):
 
 
 class Stopwatch:
-    """Measures compilation and all other time separately."""
+    """Measures compilation and all other time separately.
 
-    def __init__(self):
+    started: the time.perf_counter() at which the script started, before its imports."""
+
+    def __init__(self, started=None):
         self.compiling = 0.0
         self.saved = 0.0  # seconds of compilation that the cache of compiled programs has saved
         self.start = time.perf_counter()
+        self.started = self.start if started is None else started
+        self.imports_s = self.start - self.started
 
         # jax reports the duration of tracing, of lowering and of compiling as separate events.
         jax.monitoring.register_event_duration_secs_listener(self.count)

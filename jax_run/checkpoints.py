@@ -23,6 +23,8 @@ from jax_run.manifest import data_since
 from jax_train_utils import WEIGHTS
 from jax_transformer import GPTConfig
 
+FORMAT = 1  # of checkpoints
+
 # The folders of a checkpoint, each set of weights one, so that sampling can restore one alone; those
 # that a model needs; and the name of a checkpoint that Orbax is writing, in ATOMIC_RENAME.
 ITEMS = (*WEIGHTS, 'opt_state', 'meta', 'metrics')
@@ -511,6 +513,9 @@ def read_meta(step, is_checked=True):
     one of this program, its model none that this version knows, or, with is_checked, its checksums
     are missing."""
     meta = read_json(step / 'meta' / 'metadata')
+    if meta.get('format', FORMAT) > FORMAT:  # earlier versions wrote none
+        raise ValueError(f"it has format {meta['format']}, of a later version; this one reads "
+                         f'{FORMAT}')
     missing = {'model', 'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
     if missing:
         raise ValueError(f'its metadata lacks {sorted(missing)}')

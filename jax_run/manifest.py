@@ -41,8 +41,8 @@ def open_manifest(run, data, config):
     """Makes the manifest of a run, and compares it: with those of the other processes, and its data
     with that of the checkpoint that is resumed.
 
-    run: a Run. data: of open_data. config: of training_config. Returns the manifest. A run that
-    accepts other data gets a new best validation loss. Raises UserError for data that the
+    run: a Run. data: of open_data. config: of its Program. Returns the manifest. A run that accepts
+    other data begins a new best validation loss, see begins_anew. Raises UserError for data that the
     checkpoint does not know, unless --dataset is on the command line, and for processes that
     differ."""
     manifest = make_manifest(run, data, config)
@@ -181,7 +181,6 @@ def continue_data(run, data):
             'validation loss begins anew')
     print(f'other data from iteration {run.iter_num} on ({what}): the best validation loss begins '
           'anew')
-    run.best_val_loss = 1e9
     return [*known['earlier_data'], {'until': run.iter_num, 'data': known['data']}]
 
 
@@ -190,6 +189,12 @@ def data_since(manifest):
     None for one of an earlier version."""
     earlier = (manifest or {}).get('earlier_data')
     return earlier[-1]['until'] if earlier else 0
+
+
+def begins_anew(manifest, iter_num):
+    """Whether a run that starts at this iteration starts there with other data, to which the best
+    validation loss of its checkpoint does not belong."""
+    return bool(manifest['earlier_data']) and data_since(manifest) == iter_num
 
 
 def val_digest(manifest):

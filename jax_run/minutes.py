@@ -11,14 +11,13 @@ MEASURING = 0.03  # share of the time, at least one iteration
 FEW = 50  # iterations below which a line says so
 
 
-def fit_to_minutes(run, state, step, layout, *, started, clock, make_batch, evaluate, get_signal):
-    """Times training steps and an evaluation, and sets the run's max_iters, lr_decay_iters and
-    warmup_iters to what fits. All processes call this, and all come to the same.
+def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock, stop):
+    """Times training steps and an evaluation, and returns how many iterations of the run fit into
+    its minutes, which count from clock.started. All processes call this, and all come to the same.
 
-    state: like that of the run; it is used up. step: the compiled step.
-    started: the time.perf_counter() from which the minutes count. clock: a Stopwatch.
-    make_batch: a function of an iteration. evaluate: one of a state. get_signal: a function that
-    returns the number of the signal that asks this process to stop, or 0."""
+    state: like that of the run; it is used up. step: the compiled step. make_batch: a function of
+    an iteration. evaluate: one of a state. clock: a Stopwatch. stop: a StopSignal, of this
+    process."""
     flags = run.flags
 
     # steps; the first one of a process takes longer
@@ -27,7 +26,7 @@ def fit_to_minutes(run, state, step, layout, *, started, clock, make_batch, eval
     at_least = 60 * flags['minutes'] * MEASURING
 
     def must_stop(seconds):
-        is_enough = seconds > at_least or get_signal() > 0
+        is_enough = seconds > at_least or stop.signum > 0
         return int(layout.max_over_processes(int(is_enough))) > 0
 
     state, n_timed, seconds = time_iterations(state, step, make_batch, must_stop)
@@ -40,7 +39,7 @@ def fit_to_minutes(run, state, step, layout, *, started, clock, make_batch, eval
     # what is left of the minutes, but for evaluations at the start and at the end
     n = 0
     if jax.process_index() == 0:  # the others take its number
-        left = started + 60 * flags['minutes'] * (1 - FOR_SAVES) - time.perf_counter()
+        left = clock.started + 60 * flags['minutes'] * (1 - FOR_SAVES) - time.perf_counter()
         left -= 2 * eval_s
         fitting = int(left / (seconds + eval_s / flags['eval_interval']))
         n = run.iter_num + max(1, fitting)
@@ -49,13 +48,12 @@ def fit_to_minutes(run, state, step, layout, *, started, clock, make_batch, eval
     print(f"minutes={flags['minutes']:g}: max_iters={n}, also lr_decay_iters, "
           f'warmup_iters={warmup} ({n_timed} iterations took {seconds * 1000:.2f}ms each)')
     clock.lap()  # what was measured here does not count as the run's
-    run.flags = {**flags, 'max_iters': n, 'lr_decay_iters': n, 'warmup_iters': warmup}
-    run.has_fitted = True
+    return n
 
 
 def say_if_few_iterations(flags, source):
-    """Says how many iterations fit if they are fewer than FEW. flags: of a run of
-    fit_to_minutes. source: of the training data."""
+    """Says how many iterations fit if they are fewer than FEW. flags: of a run whose
+    iterations were measured. source: of the training data."""
     n = flags['max_iters']
     if n >= FEW:
         return

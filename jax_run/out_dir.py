@@ -13,7 +13,7 @@ from jax_flags import (
 from jax_hub.folders import find_config_json, keep_config_json, kept_config_json
 from jax_hub.tokenizers import copy_tokenizer
 from jax_run.checkpoints import (
-    add_val_loss, checkpoint_steps, finish_checkpoints, is_checkpoint, list_steps, open_checkpoints,
+    FORMAT, add_val_loss, checkpoint_steps, finish_checkpoints, is_checkpoint, list_steps, open_checkpoints,
     read_val_loss, run_folder, save_checkpoint, split_checkpoint)
 from jax_run.data import DataChanged
 from jax_run.log import MetricsLog, NotFinite, plot_losses, start_wandb
@@ -25,12 +25,15 @@ class OutDir:
     in it is never overwritten by mistake: UserError."""
 
     def __init__(self, run):
-        self.run = run
         self.path = run.flags['out_dir']
         self.folder = run_folder(self.path)
-        self.checkpoints = None  # Orbax's manager, from writing() on
+        self.run = None  # the Run that is written, with its manifest, from writing() on
+        self.manifest = None
+        self.checkpoints = None  # Orbax's manager
+        self.is_ending = False  # the last checkpoint has been begun
         self.metrics_log = None  # process 0 has one
         self.wandb_run = None  # process 0 has one, with --wandb_log
+        self.wandb_id = None
         self.earlier = []  # iterations of the checkpoints that are to be deleted
         if not run.resumed:
             self.earlier = checkpoint_steps(self.path)
@@ -41,61 +44,65 @@ class OutDir:
                 '--overwrite=True')
         self.lock = lock_out_dir(self.path, run.iter_num if run.resumed else None)
 
-    def begin(self):
+    def begin(self, run, manifest, bpb_bytes):
         """Deletes an earlier run, and writes what is beside the checkpoints: config.json, the
-        tokenizer, and the config.json of a pretrained model."""
-        run, flags = self.run, self.run.flags
-        self.checkpoints = open_checkpoints(
-            self.path, flags['keep'], since=data_since(run.manifest))
+        tokenizer, and the config.json of a pretrained model; see writing()."""
+        self.run, self.manifest = run, manifest
+        flags, model = run.flags, run.model
+        self.checkpoints = open_checkpoints(self.path, flags['keep'], since=data_since(manifest))
+        self.wandb_id = run.resumed['wandb_id'] if run.resumed else None
         is_first = jax.process_index() == 0
         # wandb may refuse, which must not cost the earlier run
         if flags['wandb_log'] and is_first:
             self.wandb_run = start_wandb(
-                project=flags['wandb_project'], name=flags['wandb_run_name'], id=run.wandb_id,
+                project=flags['wandb_project'], name=flags['wandb_run_name'], id=self.wandb_id,
                 config=flags)
-            run.wandb_id = self.wandb_run.id
+            self.wandb_id = self.wandb_run.id
         for step in self.earlier:
             self.checkpoints.delete(step)
         if not is_first:
             return
         files = self.folder.files
         settings = {**flags, 'dtype': run.dtype}
-        if run.bpb_bytes != 'tokens':
-            settings['bpb_bytes'] = run.bpb_bytes
+        if bpb_bytes != 'tokens':
+            settings['bpb_bytes'] = bpb_bytes
         if run.resumed:
             with contextlib.suppress(UserError):  # a damaged one says nothing, and is written anew
                 earlier = read_json(files / 'config.json', optional=True)
-                say_what_is_counted(earlier.get('bpb_bytes', 'tokens'), run.bpb_bytes)
+                say_what_is_counted(earlier.get('bpb_bytes', 'tokens'), bpb_bytes)
         write_json(files / 'config.json', settings)
-        if run.tokenizer['kind'] == 'folder':
-            copy_tokenizer(run.tokenizer, files / 'tokenizer')
+        if model.tokenizer['kind'] == 'folder':
+            copy_tokenizer(model.tokenizer, files / 'tokenizer')
         # the config.json of the pretrained model, or none in place of an earlier run's
-        if not run.resumed and (run.source or (files / 'tokenizer').exists()):
-            keep_config_json(config_json_of(run.source), files)
+        if not run.resumed and (model.source or (files / 'tokenizer').exists()):
+            keep_config_json(config_json_of(model.source), files)
         self.metrics_log = MetricsLog(files, run.iter_num)
         self.folder.upload()
 
     def is_saving(self):
-        """Returns whether a checkpoint is being written in the background."""
-        return self.checkpoints.is_saving_in_progress()
+        """Returns whether a checkpoint is being written in the background, or the last one has
+        been begun."""
+        return self.is_ending or bool(self.checkpoints and self.checkpoints.is_saving_in_progress())
 
-    def save(self, iter_num, state, best_val_loss, val_loss=None):
+    def save(self, iter_num, state, best_val_loss, val_loss=None, *, is_last=False):
         """Saves a checkpoint of this iteration, but for that at which the run began: it is there,
-        or is nothing. Raises UserError if the parameters are not finite."""
+        or is nothing. is_last: whether none follows. Raises UserError if the parameters are not
+        finite."""
         run = self.run
+        self.is_ending = is_last
         if iter_num == run.iter_num:
             return
         if not all_finite(state.params):  # an update can spoil them after a finite loss
             raise UserError(f'parameters are not finite at iteration {iter_num}; {self.path} has '
                             'checkpoints from before')
-        tokenizer = dict(run.tokenizer)
+        tokenizer = dict(run.model.tokenizer)
         if 'path' in tokenizer:
             tokenizer['path'] = 'tokenizer'  # beside the checkpoints
         meta = {
-            'model': run.config.architecture(), 'iter_num': iter_num,
+            'format': FORMAT, 'model': run.model.config.architecture(), 'iter_num': iter_num,
             'best_val_loss': best_val_loss, 'tokenizer': tokenizer, 'flags': run.flags,
-            'versions': run.manifest['versions'], 'wandb_id': run.wandb_id, 'lora': run.lora,
-            'manifest': run.manifest}
+            'versions': self.manifest['versions'], 'wandb_id': self.wandb_id,
+            'lora': run.model.lora, 'manifest': self.manifest}
         save_checkpoint(self.checkpoints, iter_num, state, val_loss=val_loss, meta=meta)
 
     def record_val_loss(self, iter_num, val_loss):
@@ -103,7 +110,7 @@ class OutDir:
         candidate for the best: a signal may have saved that one without an evaluation."""
         if self.metrics_log:
             self.folder.upload()
-        is_of_these_data = data_since(self.run.manifest) < iter_num
+        is_of_these_data = data_since(self.manifest) < iter_num
         if self.run.resumed and iter_num == self.run.iter_num and is_of_these_data:
             add_val_loss(self.checkpoints, iter_num, val_loss)
 
@@ -142,11 +149,13 @@ class OutDir:
             self.lock.close()
 
     @contextlib.contextmanager
-    def writing(self):
-        """Begins to write, see begin(), and completes, however the run ends, the checkpoints saved
-        so far. Data that have changed on the disk become a UserError that says where the run can
-        go on."""
-        self.begin()
+    def writing(self, run, manifest, bpb_bytes):
+        """Begins to write this Run, see begin(), and completes, however the run ends, the
+        checkpoints saved so far. Data that have changed on the disk become a UserError that says
+        where the run can go on.
+
+        manifest: of open_manifest. bpb_bytes: see Data.bpb_bytes."""
+        self.begin(run, manifest, bpb_bytes)
         try:
             yield
         except DataChanged as error:
@@ -180,7 +189,7 @@ def say_what_is_counted(earlier, now):
 
 def config_json_of(source):
     """Returns the path of the config.json of the model that a run starts from, or None if it has
-    none. source: Run.source."""
+    none. source: Model.source."""
     if source is None:
         return None
     if not is_checkpoint(source):

@@ -194,12 +194,8 @@ def test_learned_positions_end_where_the_run_ended(finished, more, tmp_path):
     (20, {'max_iters': 50, 'lr_decay_iters': 30}, {'max_iters': 50, 'lr_decay_iters': 30}, ''),
     (10, {}, {}, '')])
 def test_a_resumed_run_says_what_it_has_left(capsys, iter_num, given, changed, said):
-    class Run:
-        flags = {'max_iters': 20, 'lr_decay_iters': 20, 'decay_lr': True, 'lr_schedule': 'cosine', 'min_lr': 0.1}
-
-    run = Run()
-    run.iter_num, run.given, run.flags = iter_num, given, Run.flags | changed
-    print_what_is_left(run)
+    flags = {'max_iters': 20, 'lr_decay_iters': 20, 'decay_lr': True, 'lr_schedule': 'cosine', 'min_lr': 0.1}
+    print_what_is_left(flags | changed, given, iter_num)
     assert capsys.readouterr().out == said
 
 

@@ -23,12 +23,14 @@ import jax
 import numpy as np
 import pytest
 
-from jax_flags import Sampling, UserError, config_block
+from jax_flags import TextSampling, UserError, config_block
 from jax_pretrained import load_pretrained
 from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, find_damage, read_val_loss, run_folder
 from jax_run.load import load_run
 from jax_run.log import RunLog, read_metrics
-from jax_run.start import MODEL_FLAGS, config_from_flags, flags_from_config, merge_resumed_flags
+from jax_run.model import MODEL_FLAGS, config_from_flags, flags_from_config
+from jax_run.program import Options
+from jax_run.start import merge_resumed_flags
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, final_state, needs_hangup,
     records_of, run_script, sample, samples_of, slow, start, succeeded, train, wait_for)
@@ -49,8 +51,9 @@ def test_every_knob_is_live(script):
     tree = ast.parse((ROOT / script).read_text())
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     used |= set(re.findall(r"\b(?:flags\['|cfg\.)(\w+)", ast.unparse(tree)))
-    if 'Sampling' in used:
-        used |= {field.name for field in dataclasses.fields(Sampling)}
+    for options in (TextSampling, Options):
+        if options.__name__ in used or options is Options and 'open_program' in used:
+            used |= {field.name for field in dataclasses.fields(options)}
     if 'open_run' in used:  # says that these have no effect
         used |= {'compile', 'backend'}
     if 'config_from_flags' in used or 'open_run' in used:  # reads the model's flags, see the next test
@@ -1072,7 +1075,7 @@ def test_after_a_step_that_has_failed_a_line_names_the_last_checkpoint(flags, tm
             return step(state, batch)
         return run
 
-    monkeypatch.setattr(jax_train_utils, 'make_train_step', failing)
+    monkeypatch.setattr('jax_run.program.make_train_step', failing)
     result = train(tmp_path, *flags, '--save_interval=4')
     assert result.returncode == 1 and 'the last checkpoint is that of iteration 4' in result.stderr
     assert checkpoint_steps(tmp_path)[0] == 4

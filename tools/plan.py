@@ -1,6 +1,5 @@
 """A step of training or decoding -> what it needs of devices that are not here, as XLA says of the
 compiled program. `flags` are those of bench_jax.py, as attributes."""
-import dataclasses
 import functools
 import math
 import re
@@ -10,13 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_devices.choose import choose_attention, choose_experts
 from jax_devices.layout import setup_distributed_training, split_batch
 from jax_generate import Controls, DecodeState, choose_slots, step_cached
 from jax_ops.decode_weights import cast_matrices, order_columns_by_rank, quantize_params
+from jax_run.program import Options, assemble, assemble_for_decoding
 from jax_train_utils import (
-    create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state,
-    language_model, make_train_step)
+    create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state)
 from jax_transformer import count_params, init_cache
 from tools.topologies import DEVICE_MEMORY
 
@@ -62,15 +60,11 @@ def lower_train_step(flags, config, devices):
     # The model, the optimizer and the shapes of the state, as in train_jax.py.
     layout = setup_distributed_training(
         devices, flags.fsdp, flags.tensor, flags.expert, flags.context, flags.zero)
-    config = dataclasses.replace(config, scan_layers=flags.scan_layers, remat=flags.remat)
-    attention, why = choose_attention(
-        flags.attention, config, devices[0], tensor=flags.tensor, context=flags.context)
-    experts, why_experts = choose_experts(config, devices[0])
-    config = dataclasses.replace(config, attention=attention, experts=experts)
-    layout.validate(config)
+    program = assemble(config, layout, Options.from_flags(vars(flags)))
+    config = program.config
     schedule = create_learning_rate_schedule(6e-4, warmup_iters=2000, lr_decay_iters=600000)
-    tx = create_optimizer_with_schedule(schedule, optimizer=flags.optimizer)
-    state = layout.abstract_state(create_train_state, jax.random.key(flags.seed), config, tx)
+    key = jax.random.key(flags.seed)
+    state = layout.abstract_state(create_train_state, key, config, program.tx)
     state = state.replace(schedule=layout.abstract_state(lambda: schedule))
 
     # The batch.
@@ -86,14 +80,10 @@ def lower_train_step(flags, config, devices):
     batch = {'x': tokens, 'y': tokens, 'seq_id': abstract(np.uint32)}
 
     # The step.
-    step = layout.jit_step(make_train_step(
-        config, language_model, layout, seed=flags.seed, grad_clip=1.0,
-        loss_chunk=flags.loss_chunk))
     parts = {'parameters': state.params, 'optimizer': state.opt_state}
-    chosen = {
-        'attention': f'{attention} ({why})', 'experts': f'{experts} ({why_experts})',
-        'n_params': count_params(state.params, non_embedding=False)}
-    return step.lower(state, batch), parts, chosen
+    chosen = {kind: f'{getattr(config, kind)} ({why})' for kind, why in program.reasons.items()}
+    chosen['n_params'] = count_params(state.params, non_embedding=False)
+    return program.step.lower(state, batch), parts, chosen
 
 
 def lower_decode(flags, config, devices):
@@ -101,9 +91,7 @@ def lower_decode(flags, config, devices):
     the devices, as sample_jax.py decodes. Returns as lower_train_step, with the part 'cache'."""
     layout = setup_distributed_training(
         devices[:flags.tensor * flags.expert], tensor=flags.tensor, expert=flags.expert)
-    experts, why_experts = choose_experts(config, devices[0])
-    config = dataclasses.replace(config, experts=experts)
-    layout.validate(config)
+    config = assemble_for_decoding(config, layout, config.dtype)
 
     def placed(shapes, spec):
         sharding = NamedSharding(layout.mesh, spec)
@@ -128,7 +116,7 @@ def lower_decode(flags, config, devices):
             n_generated_B=np.zeros(B, np.int32), done_B=np.zeros(B, bool),
             key_B=jax.random.split(jax.random.key(flags.seed), B))
 
-    state = placed(jax.eval_shape(make_state), P()).replace(caches=(cache,))
+    state = placed(jax.eval_shape(make_state), P()).replace(cache=cache)
 
     def decode(params, state):
         def step(_, state):
@@ -138,7 +126,7 @@ def lower_decode(flags, config, devices):
 
     lowered = jax.jit(layout.on_mesh(decode), donate_argnums=1).lower(params, state)
     parts = {'parameters': params, 'cache': cache}
-    return lowered, parts, {'experts': f'{experts} ({why_experts})'}
+    return lowered, parts, {'experts': config.experts} if config.moe else {}
 
 
 def abstract_decode_params(flags, config, layout):

@@ -1,0 +1,91 @@
+"""The model of a run: a config from flags, flags from the config of a trained model, and what a run
+may change of one."""
+import dataclasses
+
+from jax_flags import UserError
+from jax_transformer import GPTConfig
+
+# the flags that say what the model is. A resume may not change them, but for block_size where
+# positions are not learned.
+MODEL_FLAGS = {
+    'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'norm', 'position', 'n_kv_head', 'qk_norm',
+    'layer_types', 'window', 'mlp', 'n_inner', 'tied_head', 'n_expert', 'n_expert_used'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The model that a run starts from, as new_model, continued_model and pretrained_model return
+    it."""
+    config: GPTConfig
+    tokenizer: dict  # its description
+    lora: dict | None = None  # {'base', 'rank', 'alpha', 'quantize', 'checksum'}
+    # where a new run's weights come from: the folder of a pretrained model, or of another run's
+    # checkpoint
+    source: str | None = None
+
+
+def with_block_size(config, block_size, source):
+    """Returns the config of a trained model for sequences of block_size tokens. A table of learned
+    positions is cut. A model with RoPE keeps its context if that is longer, and gets a longer one
+    otherwise, which is printed. Raises UserError if the table is too short.
+
+    source: the name of the model, for messages."""
+    if config.position == 'learned':
+        if block_size > config.block_size:
+            raise UserError(f'block_size={block_size}, but {source} knows only {config.block_size} '
+                            'positions, which it has learned: it cannot read longer sequences')
+        return dataclasses.replace(config, block_size=block_size)
+    if block_size <= config.block_size:
+        return config
+    scaling = 'no scaling'
+    if config.rope_scaling:
+        scaling = f"its scaling '{config.rope_scaling.kind}'"
+    print(f'{source} was trained with sequences of {config.block_size} tokens and learns to read '
+          f'{block_size}: RoPE keeps theta={config.rope_theta:g} and {scaling}')
+    return dataclasses.replace(config, block_size=block_size)
+
+
+def config_from_flags(flags, **more):
+    """Makes the GPTConfig that the model's flags mean, with `more` of its fields. n_inner is the
+    width of each expert too. Raises UserError for flags that do not go together."""
+    names = (MODEL_FLAGS | {'dropout'}) - {'n_expert', 'n_expert_used'}
+    fields = {name: flags[name] for name in names}
+    layer_types = flags['layer_types'].split(',')
+    fields['layer_types'] = tuple(layer_type.strip() for layer_type in layer_types)
+    if flags['n_expert']:
+        fields['moe'] = {
+            'n_expert': flags['n_expert'],
+            'n_used': flags['n_expert_used'],
+            'width': flags['n_inner'] or 4 * flags['n_embd'],
+            'balance': flags['expert_balance']}
+    config = GPTConfig(**fields, **more)
+    if config.window and 'window' not in config.layer_types:
+        raise UserError(f'window={config.window} needs window layers, as in '
+                        '--layer_types=window,full')
+    return config
+
+
+def flags_from_config(config, given=None):
+    """Returns the model's flags for a config that did not come from flags; fields without a flag
+    are left out. Raises UserError if flags `given` by the user, but for block_size, are others."""
+    names = MODEL_FLAGS - {'n_expert', 'n_expert_used'}
+    flags = {name: getattr(config, name) for name in names}
+    flags['layer_types'] = ','.join(config.layer_types)
+    flags['n_expert'] = config.moe.n_expert if config.moe else 0
+    flags['n_expert_used'] = config.moe.n_used if config.moe else 2
+    if config.moe:
+        flags['expert_balance'] = config.moe.balance
+    for name in sorted((MODEL_FLAGS - {'block_size'}) & (given or {}).keys()):
+        if given[name] != flags[name]:
+            raise UserError(f'{name}={given[name]} is not of this model, which has '
+                            f'{name}={flags[name]}: leave it out')
+    return flags
+
+
+def for_this_run(config, flags, given, dtype):
+    """Returns the config of a trained model with the dropout, the dtype and, if it is given, the
+    expert_balance of this run."""
+    moe = config.moe
+    if moe and 'expert_balance' in given:
+        moe = dataclasses.replace(moe, balance=flags['expert_balance'])
+    return dataclasses.replace(config, dropout=flags['dropout'], dtype=dtype, moe=moe)

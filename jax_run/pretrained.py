@@ -1,0 +1,119 @@
+"""A run that starts from another model's weights, and the samples that a run makes of its own model.
+Training from scratch without --sample_prompt needs neither, and does not import this."""
+import dataclasses
+import os
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jax_devices.layout import setup_distributed_training
+from jax_devices.processes import in_all_processes
+from jax_flags import UserError
+from jax_hub.folders import local_path
+from jax_hub.tokenizers import check_tokens, describe_tokenizer, load_tokenizer
+from jax_ops.decode_weights import convert_params_for_decoding
+from jax_pretrained import load_config
+from jax_run.checkpoints import MODEL_ITEMS, choose_checkpoint, is_run
+from jax_run.load import full_path, merge_updates
+from jax_run.model import Model, flags_from_config, for_this_run, with_block_size
+from jax_run.program import assemble_for_decoding
+from jax_text import TextModel
+from jax_transformer import GPTConfig
+
+SAMPLE_TOKENS = 100  # length of a sample while training
+
+
+def pretrained_model(flags, given, meta, dtype):
+    """Returns (the Model, the flags) of a run that starts from another model's weights: those of a
+    run, or of a pretrained model."""
+    source = os.path.expanduser(flags['init_from'])
+
+    # the model and its tokenizer
+    if is_run(source):
+        with in_all_processes():
+            step, saved = choose_checkpoint(source, flags['checkpoint'], MODEL_ITEMS)
+        weights = os.path.join(source, 'ckpt', str(step))
+        config, known = GPTConfig(**saved['model']), saved['tokenizer']
+        name = os.path.join(source, 'tokenizer')
+        base = full_path(weights)
+        source = f'{source}, iteration {step}'
+    else:
+        if 'checkpoint' in given:
+            raise UserError(f'checkpoint is of a run, and {source} is another model: leave it out')
+        weights = local_path(source)
+        with in_all_processes():
+            config = load_config(weights)
+        known = describe_tokenizer(weights, config.vocab_size)
+        name = source
+        base = full_path(source)
+    tokenizer = check_tokens(
+        meta['tokenizer'], flags['dataset'], known, name, config.vocab_size)
+
+    # the sequences of this run may be shorter, and with RoPE longer than those of the model
+    block_size = flags['block_size']
+    if 'block_size' not in given:
+        block_size = min(block_size, config.block_size)
+    config = with_block_size(config, block_size, source)
+    config = for_this_run(config, flags, given, dtype)
+    flags = {**flags, **flags_from_config(config, given), 'block_size': block_size}
+    lora = None
+    if flags['lora_rank']:
+        lora = {'base': base, 'rank': flags['lora_rank'], 'alpha': flags['lora_alpha'],
+                'quantize': flags['quantize'], 'checksum': None}
+    print(f"initializing from {source}, dropout {flags['dropout']}, block_size {block_size}")
+    return Model(config, tokenizer, lora, weights), flags
+
+
+# -----------------------------------------------------------------------------
+# a sample while training
+
+def open_sampler(run):
+    """Makes a function of a TrainState that continues --sample_prompt, as sample_jax.py would from
+    its checkpoint; '' of a model that has learned nothing yet. Raises UserError for a prompt that
+    cannot be continued."""
+    prompt = run.flags['sample_prompt']
+    with in_all_processes():
+        sampler = create_sampler(prompt, run.model, run.devices[0])
+
+    def sample(state):
+        if run.model.source is None and int(state.step) == 0:
+            return ''
+        return sample_while_training(sampler, state, run.model.lora, prompt, run.flags['seed'])
+
+    return sample
+
+
+def create_sampler(prompt, model, device):
+    """Returns the Model as a TextModel without parameters, on one device of the kind of `device`,
+    for sample_while_training. Raises UserError for a prompt that it cannot continue."""
+    layout = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
+    config = assemble_for_decoding(model.config, layout, model.config.dtype)
+    sampler = TextModel({}, config, load_tokenizer(model.tokenizer), layout)
+    sampler.encode(prompt)
+    return sampler
+
+
+def sample_while_training(sampler, state, lora, prompt, seed):
+    """Returns the beginning of the first sample that sample_jax.py gives of the parameters of this
+    TrainState, which stay as they are. All processes call this, and all have the text.
+
+    lora: what the checkpoint says of LoRA."""
+    # the parameters as decoding reads them, on one device
+    params = jax.tree.map(whole_array, state.weights)
+    if lora:
+        base = jax.tree.map(whole_array, state.frozen['weights'])
+        params = merge_updates(base, lora, params)
+    params = sampler.layout.device_put(params)
+    params = convert_params_for_decoding(params, sampler.config.dtype)
+    model = dataclasses.replace(sampler, params=params)
+    return model.generate([prompt], max_new_tokens=SAMPLE_TOKENS, seed=seed)[0]
+
+
+def whole_array(x):
+    """Returns a device array as a numpy array, gathered from all processes if it is sharded over
+    them."""
+    is_here = x.is_fully_addressable or x.is_fully_replicated
+    if not is_here:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)

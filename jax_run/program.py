@@ -1,0 +1,94 @@
+"""What runs on the devices, put together in one place: a config with its kernels chosen for a Layout,
+the optimizer, and the compiled steps. train_jax.py, bench_jax.py, tools/plan.py and sampling call
+it."""
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import optax
+
+from jax_devices.choose import choose_attention, choose_experts
+from jax_devices.layout import Layout
+from jax_train_utils import (
+    create_optimizer_with_schedule, language_model, make_eval_step, make_train_step)
+from jax_transformer import GPTConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a model is trained: flags of train_jax.py, which say what each means."""
+    seed: int = 1337
+    optimizer: str = 'adamw'
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    ema: float = 0.0
+    attention: str = 'auto'
+    loss_chunk: int = 0
+    scan_layers: bool = False
+    remat: str = 'none'
+    deterministic: bool = False
+
+    @classmethod
+    def from_flags(cls, flags):
+        """Returns the Options of {name: value}; names that are none are left out."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: flags[name] for name in names if name in flags})
+
+
+class Program(NamedTuple):
+    """What trains a model, as assemble returns it."""
+    config: GPTConfig  # as it is executed: with its attention and its way of computing experts
+    reasons: dict  # {'attention': why, 'experts': why, of a model that has some}
+    layout: Layout
+    # its learning rate is that of state.schedule: as an argument of the compiled step, another one
+    # compiles nothing, and the constant 0 here is never used
+    tx: optax.GradientTransformation
+    step: Callable  # (state, batch) -> (state, metrics), under jit or pmap
+    eval_step: Callable  # (params, batch) -> sums
+
+
+def assemble(config, layout, options, objective=language_model, *, packed=False):
+    """Returns the Program that trains this config on the devices of a Layout.
+
+    packed: whether rows of the data hold several conversations. Raises UserError for what the
+    devices cannot split or compute."""
+    # the config, as it is executed
+    attention, reason = choose_attention(
+        options.attention, config, layout.devices[0], tensor=layout.tensor, context=layout.context,
+        deterministic=options.deterministic, packed=packed)
+    reasons = {'attention': reason}
+    config = dataclasses.replace(
+        config, attention=attention, scan_layers=options.scan_layers, remat=options.remat)
+    config, more = with_experts(config, layout)
+    layout.validate(config)
+
+    # the optimizer; forward and backward of all micro-steps, clipping and the update are one
+    # function, step(state, batch)
+    tx = create_optimizer_with_schedule(
+        optax.constant_schedule(0.0), beta1=options.beta1, beta2=options.beta2,
+        weight_decay=options.weight_decay, optimizer=options.optimizer)
+    step = layout.jit_step(make_train_step(
+        config, objective, layout, seed=options.seed, grad_clip=options.grad_clip,
+        loss_chunk=options.loss_chunk, ema=options.ema))
+    eval_step = layout.jit_eval_step(make_eval_step(
+        config, objective, layout, loss_chunk=options.loss_chunk))
+    return Program(config, {**reasons, **more}, layout, tx, step, eval_step)
+
+
+def assemble_for_decoding(config, layout, dtype):
+    """Returns the config as decoding executes it on a Layout, in `dtype`. Raises UserError for what
+    the devices cannot split."""
+    layout.validate(config)
+    config = dataclasses.replace(config, dtype=dtype)
+    return with_experts(config, layout)[0]
+
+
+def with_experts(config, layout):
+    """Returns (the config with the way of computing experts that suits the devices, {'experts':
+    why}); a model without experts as it is."""
+    if not config.moe:
+        return config, {}
+    experts, reason = choose_experts(config, layout.devices[0])
+    return dataclasses.replace(config, experts=experts), {'experts': reason}
