@@ -126,6 +126,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jax_devices.choose import config_for_decoding
 from jax_devices.layout import setup_distributed_training, split_batch
 from jax_devices.setup import (
     Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth,
@@ -135,7 +136,7 @@ from jax_ops.decode_weights import convert_params_for_decoding
 from jax_pretrained import param_shapes
 from jax_run.data import load_dataset
 from jax_run.model import config_from_flags, flags_from_config
-from jax_run.program import Options, assemble, assemble_for_decoding
+from jax_run.program import Options, assemble
 from jax_run.sources import open_source
 from jax_text import load
 from jax_train_utils import create_learning_rate_schedule, create_train_state
@@ -282,7 +283,7 @@ def load_model():
         model = load(out_dir, device=device, dtype=dtype, quantize=quantize)
         flags.update(flags_from_config(model.config, given), vocab_size=model.config.vocab_size)
         return model.config, model.params
-    config = assemble_for_decoding(model_config, setup_distributed_training(devices[:1]), dtype)
+    config = config_for_decoding(model_config, setup_distributed_training(devices[:1]), dtype)
     return config, random_params(model_config)
 
 

@@ -8,11 +8,7 @@ import bisect
 import contextlib
 import dataclasses
 import functools
-import json
-import os
-import re
 import secrets
-import select
 import sys
 import zlib
 from collections.abc import Iterator
@@ -20,28 +16,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jax_devices.choose import config_for_decoding
 from jax_devices.layout import Layout, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
 from jax_flags import TextSampling, UserError, shows_fields
-from jax_generate import PrefixCache, Prompts, power_of_two, right_padded, score, start_rows
-from jax_hub.chats import final_answer
+from jax_generate import PrefixCache, Prompts, right_padded, score, start_rows
 from jax_hub.folders import local_path
 from jax_hub.tokenizers import (
     CharTokenizer, decoder_kinds, describe_tokenizer, limit_vocabulary, load_tokenizer,
     strip_partial_utf8)
 from jax_ops.decode_weights import (
     convert_params_for_decoding, order_columns_by_rank, transpose_kernels)
-from jax_pretrained import load_pretrained
+from jax_ops.matmul import without_scales
 from jax_run.checkpoints import checkpoint_steps, is_run
-from jax_run.data import dataset_folder, load_dataset_meta
-from jax_run.load import load_run
-from jax_run.program import assemble_for_decoding
-from jax_train_utils import without_scales
-from jax_transformer import GPT, Block, GPTConfig, count_params
+from jax_run.restore import restore_run
+from jax_transformer import GPTConfig, count_params
 
 SAMPLING = {'temperature': 0.8, 'top_k': 200}  # nanoGPT's; the other controls are off
 # tokens generated between two updates of a text that is shown while it grows
@@ -84,6 +76,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     found = read(source, checkpoint=checkpoint, base=base, with_tokenizer=not dataset)
     description = found.tokenizer
     if dataset and not is_run(source):
+        from jax_run.data import dataset_folder, load_dataset_meta
         folder = dataset_folder(dataset, Path(__file__).parent / 'data')
         description = load_dataset_meta(folder)['tokenizer']
     tokenizer = load_fitting_tokenizer(description, source, found.config)
@@ -133,7 +126,7 @@ def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype,
 
     # it computes in `dtype`, however it was stored; with tensor parallelism c_attn's columns are
     # ordered by rank
-    config = assemble_for_decoding(found.config, layout, dtype)
+    config = config_for_decoding(found.config, layout, dtype)
     params = found.params
     if layout.tensor > 1:
         with layout.mesh_context():
@@ -145,7 +138,10 @@ def read_run(source, checkpoint, base, layout, dtype, quantize):
     """Returns the LoadedModel of a run. It warns where the best checkpoint is taken and a later one
     is there."""
     # the checkpoint, as decoding reads it
-    config, params, meta = load_run(source, checkpoint or 'best', layout, base)
+    config, params, lora, meta = restore_run(source, checkpoint or 'best', layout, base)
+    if lora:
+        from jax_run.load import load_merged  # it reads pretrained models
+        params = load_merged(lora, config, layout, params)
     params = convert_params_for_decoding(params, dtype, quantize)
     # a run that overfits has a best checkpoint long before the latest
     taken = meta['iter_num']
@@ -173,6 +169,7 @@ def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
         return flatten_dict(convert_params_for_decoding(part, dtype, quantize))[path]
 
     # a matrix that becomes int8 is read as it is stored
+    from jax_pretrained import load_pretrained  # a run of ours needs none of it
     folder = local_path(source)
     config, params = load_pretrained(folder, 'stored' if quantize else dtype, place)
     description = None
@@ -262,6 +259,7 @@ class TextModel:
         generation = Generation(
             self, [prompt], dataclasses.replace(sampling, **changes), first_sample=first_sample,
             prefix_cache=prefix_cache).finish()
+        from jax_hub.chats import final_answer
         return final_answer(generation.texts[0][len(generation.prompt_texts[0]):])
 
     def logprobs(self, texts: str | list[str], *, max_length: int = 0, batch_size: int = 16,
@@ -299,18 +297,21 @@ class TextModel:
 
         Its tokens are encode(text), those that generate continues. Raises UserError for a model on
         several devices, and for a text that is longer than its context."""
+        from jax_run.inside import look_inside  # what writes texts needs none of it
         return look_inside(self, self.encode(text), 'logits')
 
     def hidden_states(self, text: str) -> np.ndarray:
         """Returns the input of the first layer and the output of each, float32 [n_layer + 1, T, D];
         the last is after the final norm, as transformers' output_hidden_states. Text and errors as
         for logits."""
+        from jax_run.inside import look_inside  # what writes texts needs none of it
         return look_inside(self, self.encode(text), 'hidden_states')
 
     def attention(self, text: str) -> np.ndarray:
         """Returns how much the head of a layer at each token of a text attends to each token,
         float32 [n_layer, H, T, T], as transformers' output_attentions. Text and errors as for
         logits."""
+        from jax_run.inside import look_inside  # what writes texts needs none of it
         return look_inside(self, self.encode(text), 'attention')
 
     def encode_document(self, text: str) -> list[int]:
@@ -596,163 +597,6 @@ def token_of_letter(text, tokenizer):
     return token
 
 
-# -----------------------------------------------------------------------------
-# a conversation in a terminal: sample_jax.py --interactive=True
-
-COMMANDS = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctrl-D leaves'
-
-
-def read_turn():
-    """Returns what the user types; lines that are pasted together are one turn."""
-    text = input('> ')
-    while has_more_input():
-        text += '\n' + input()
-    return text
-
-
-def has_more_input():
-    """Tells whether a terminal has another line within 0.05 s, so faster than anyone types."""
-    if os.name != 'posix' or not sys.stdin.isatty():
-        return False
-    ready, _, _ = select.select([sys.stdin], [], [], 0.05)
-    return bool(ready)
-
-
-class Chat:
-    """Holds a conversation: each line is answered, and the lines and answers so far are the context
-    of the next answer.
-
-    model: a TextModel. system: the text of the system prompt, '' for none. sampling: a
-    TextSampling."""
-
-    def __init__(self, model, system, sampling):
-        self.model = model
-        self.sampling = sampling
-        self.system = []
-        if system:
-            self.system = [{'role': 'system', 'content': system}]
-        self.messages = []  # the user's and the model's, in turn
-        self.n_answers = 0
-        self.prefix_cache = PrefixCache()
-
-    def run(self):
-        """Asks for lines until the user leaves."""
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, line editing and history for input()
-
-        # Each round takes a line, until there is none.
-        while True:
-            try:
-                line = read_turn()
-            except EOFError:
-                print()
-                return
-            except KeyboardInterrupt:
-                print('\n(Ctrl-D leaves)')
-                continue
-
-            # A command, or a line that the model answers.
-            if line in ('/exit', '/quit'):
-                return
-            if re.fullmatch(r'/\w+( .*)?', line):
-                self.obey(line)
-            elif line:
-                self.answer(self.messages, line)
-
-    def obey(self, line):
-        """Executes one of COMMANDS."""
-        if line == '/help':
-            print(f'({COMMANDS})')
-        elif line == '/clear':
-            self.messages = []
-        elif line == '/save':
-            print('(/save needs the name of a file)')
-        elif line.startswith('/save '):
-            self.save(line.removeprefix('/save ').strip())
-        elif line == '/retry' and not self.messages:
-            print('(there is no answer yet)')
-        elif line == '/retry':
-            self.answer(self.messages[:-2], self.messages[-2]['content'])
-        else:
-            print(f'(there is no command {line}; {COMMANDS})')
-
-    def encode(self, messages):
-        """Returns the token ids of the messages: those of a chat if the model has a template, else
-        those of plain text, a line for each turn."""
-        if self.model.tokenizer.chat_template is not None:
-            return self.model.encode([*self.system, *messages])
-        text = ''
-        for i, message in enumerate(messages):
-            if message['role'] == 'user' and i > 0:
-                text += '\n'
-            text += message['content']
-        return self.model.encode(text)
-
-    def forget_oldest(self, messages):
-        """Returns the messages without the oldest turns, if not all of them fit into the context
-        with an answer."""
-        # a turn is a question and its answer; the last question stays
-        block_size = self.model.config.block_size
-        room = block_size - min(self.sampling.max_new_tokens, block_size // 2)
-
-        # Without the oldest turn, until the rest fits.
-        kept = messages
-        while len(kept) > 1 and len(self.encode(kept)) > room:
-            kept = kept[2:]
-
-        # Nothing is forgotten silently.
-        n_forgotten = (len(messages) - len(kept)) // 2
-        if n_forgotten:
-            forgotten = 'turn is' if n_forgotten == 1 else f'{n_forgotten} turns are'
-            print(f'(the context of {block_size:,} tokens is full: the oldest {forgotten} '
-                  'forgotten)')
-        return kept
-
-    def answer(self, messages, line):
-        """Prints the answer to a line that follows the messages; Ctrl-C ends the answer. The
-        conversation is then these messages, line and answer, or stays as it was if the line cannot
-        be answered."""
-        answer = ''
-        try:
-            # the prompt, within the context
-            messages = self.forget_oldest([*messages, {'role': 'user', 'content': line}])
-            prompt = self.encode(messages)
-            warn_if_too_long(self.model, [prompt])
-
-            # the answer, printed as it grows; each has a random key of its own
-            generation = Generation(
-                self.model, [prompt], self.sampling, first_sample=self.n_answers, streaming=True,
-                prefix_cache=self.prefix_cache)
-            with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
-                for piece in pieces:
-                    answer += piece
-                    print(piece, end='', flush=True)
-            print()
-            if generation.was_cut(0):
-                print(f'(cut at max_new_tokens={self.sampling.max_new_tokens})')
-        except KeyboardInterrupt:
-            print('\n(interrupted)')
-        except Exception as error:  # whatever it is, the conversation goes on
-            name = '' if isinstance(error, UserError) else f'{type(error).__name__}: '
-            print(f'error: {name}{error}')
-            return
-        finally:
-            self.n_answers += 1
-        self.messages = [*messages, {'role': 'assistant', 'content': final_answer(answer)}]
-
-    def save(self, path):
-        """Writes the conversation as one line of JSON, {"messages": [{"role": ..., "content":
-        ...}]}."""
-        n_turns = len(self.messages) // 2
-        try:
-            text = json.dumps({'messages': self.system + self.messages}, ensure_ascii=False)
-            Path(path).write_text(f'{text}\n', encoding='utf-8')
-            turns = '1 turn' if n_turns == 1 else f'{n_turns} turns'
-            print(f'({turns} in {path})')
-        except (OSError, ValueError) as error:  # ValueError: a name with a NUL
-            print(f'error: cannot write {path}: {error}')
-
-
 def rendered_prompt(model, prompt):
     """Returns the text of the token ids of a prompt, as the chat template wrote it: with its special
     tokens."""
@@ -766,71 +610,3 @@ def warn_if_too_long(model, prompts):
     if longest > block_size:
         print(f'the prompt has {longest:,} tokens, the context of the model {block_size:,}: the '
               f'text is continued from the last {block_size:,}', file=sys.stderr)
-
-
-# -----------------------------------------------------------------------------
-# what a model computes on the way: flax collects what its modules return, and record_attention
-# (jax_transformer.py) adds the probabilities. L is the number of layers.
-
-COLLECTION = 'intermediates'  # flax's name of what is collected
-
-
-def look_inside(model, ids, part):
-    """Returns what a TextModel on one device computes of the tokens `ids`, float32, by `part`:
-    - 'logits' [T, V], of the token after each;
-    - 'hidden_states' [L + 1, T, D]: the input of the first block, then the output of each block,
-      the last after the final norm, as transformers' output_hidden_states;
-    - 'attention' [L, H, T, T]: the probability with which a head at each position (third axis)
-      attends to each key (last axis), as transformers' output_attentions. A row adds up to less
-      than 1 where there is a sink.
-
-    Raises UserError for no tokens or too many, and for several devices."""
-    if len(model.layout.devices) > 1:
-        raise UserError(f'{part} is for a model on one device: load it without tensor and expert')
-    config = model.config
-    n_tokens = len(ids)
-    if not 1 <= n_tokens <= config.block_size:
-        raise UserError(f'the text has {n_tokens:,} tokens; it may have 1 to {config.block_size:,}, '
-                        'the context of the model')
-
-    # few lengths, because each is a compilation; no token attends to the padding behind it
-    width = min(config.block_size, power_of_two(n_tokens))
-    idx_1xT = np.zeros((1, width), np.int32)
-    idx_1xT[0, :n_tokens] = ids
-
-    # layers by the plain formula, one after the other
-    config = dataclasses.replace(config, attention='xla', scan_layers=False, remat='none')
-    result = np.asarray(compute_part(model.params, idx_1xT, config=config, part=part))
-    if part == 'attention':
-        return result[:, :, :n_tokens, :n_tokens]
-    if part == 'hidden_states':
-        return result[:, :n_tokens]
-    return result[:n_tokens]
-
-
-@functools.partial(jax.jit, static_argnames=('config', 'part'))
-def compute_part(params, idx_1xT, *, config, part):
-    """look_inside of one padded row."""
-    model = GPT(config)
-    if part == 'logits':
-        return model.apply({'params': params}, idx_1xT)[0]
-
-    def is_kept(module, method):
-        is_block = isinstance(module, Block) and method == '__call__'
-        return is_block or method in ('embed', 'hidden')
-
-    _, found = model.apply(
-        {'params': params}, idx_1xT, method='hidden', mutable=[COLLECTION],
-        capture_intermediates=is_kept)
-    found = found[COLLECTION]
-    layers = [found[f'h_{i}'] for i in range(config.n_layer)]
-    if part == 'attention':
-        return jnp.stack([layer['attn']['probs'][0][0].swapaxes(0, 1) for layer in layers])
-
-    # each call of a method is one entry; a block returns its output and its cache
-    states = [found['embed'][0].x_BxTxD]
-    for layer in layers[:-1]:
-        output, _ = layer['__call__'][0]
-        states.append(output.x_BxTxD)
-    last, _ = found['hidden'][0]
-    return jnp.concatenate([*states, last.x_BxTxD]).astype(jnp.float32)

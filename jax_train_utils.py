@@ -15,10 +15,9 @@ from flax.training import train_state
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_flags import CHOICES, UserError, ceil_div, check_choice
-from jax_ops.matmul import Int8, LowRank
-from jax_ops.muon import orthogonalize
+from jax_ops.matmul import LowRank, map_nodes, without_scales
 from jax_ops.sharding import shard_params
-from jax_transformer import GPT, count_params
+from jax_transformer import GPT, WEIGHTS, count_params, init_params
 
 DROPOUT = 1  # the purpose of these random numbers, beside the seed; DATA, of sources.py, is 0
 
@@ -174,6 +173,7 @@ def create_optimizer_with_schedule(
         scale_by_schedule(schedule))
     if optimizer == 'adamw':
         return adamw
+    from jax_ops.muon import orthogonalize
     muon = optax.chain(
         optax.trace(0.95, nesterov=True),
         orthogonalize,
@@ -194,14 +194,6 @@ def scale_by_schedule(default):
         return updates, optax.ScaleByScheduleState(optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def map_nodes(kind, f, tree):
-    """Replaces the nodes x of a tree that are of this type by f(x)."""
-    def is_node(x):
-        return isinstance(x, kind)
-
-    return jax.tree.map(lambda x: f(x) if is_node(x) else x, tree, is_leaf=is_node)
 
 
 def clip_gradients(grads, max_norm):
@@ -289,11 +281,6 @@ def dpo(beta):
 # -----------------------------------------------------------------------------
 # the state, with LoRA or without
 
-# The sets of weights of a TrainState, by name. It has the first and those that its run keeps; the
-# last that it has is the model.
-WEIGHTS = ('params', 'ema')
-
-
 class TrainState(train_state.TrainState):
     """What a step reads and returns: flax's TrainState (step, params, opt_state, tx), and:"""
     loss_scale: Any = None  # {'scale': float32, 'good_steps': int32} of float16; None elsewhere
@@ -320,7 +307,7 @@ def create_train_state(rng, config, tx, lora_rank=0):
     and `frozen` is filled in by load_frozen. Call it under jit then: the model's own parameters, of
     which only the shapes are used, are not computed."""
     model = GPT(config)
-    params = jax.jit(model.init)(rng, jnp.zeros((1, 1), jnp.int32))['params']
+    params = init_params(rng, config)
     if lora_rank:
         params = create_updates(rng, params, lora_rank)
     loss_scale = initial_loss_scale() if config.dtype == 'float16' else None
@@ -372,11 +359,6 @@ def count_frozen(frozen):
     """Counts the parameters of the model that LoRA updates, as count_params does, without scales
     of int8. 0 without LoRA, where `frozen` is None."""
     return count_params(without_scales(frozen['weights'])) if frozen else 0
-
-
-def without_scales(params):
-    """Returns the tree of parameters with the values alone of what is Int8."""
-    return map_nodes(Int8, lambda matrix: matrix.values, params)
 
 
 # -----------------------------------------------------------------------------

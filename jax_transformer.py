@@ -27,8 +27,7 @@ from jax_ops.attention import (
     ATTENTION, Dropout, Scores, blockwise_attention, causal_mask, fused_causal_attention,
     span_limits)
 from jax_ops.dropout import dropout, dropout_keys, flat_index, hash_dropout
-from jax_ops.experts import EXPERT_WAYS, mix_experts
-from jax_ops.layers import REMAT_POLICIES, map_sequence_chunks, scan_blocks
+from jax_ops.layers import EXPERT_WAYS, REMAT_POLICIES, map_sequence_chunks, scan_blocks
 from jax_ops.matmul import (
     all_gather_param, as_kernel, fused_linear, is_kernel, linear, quantize, soft_cap)
 from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, shard
@@ -739,7 +738,17 @@ def select_rows(cache, rows_B):
 
 
 # -----------------------------------------------------------------------------
-# counts
+# parameters: new ones, and counts
+
+# The sets of weights that a run may have, by name. It has the first and those that it keeps; the
+# last that it has is the model.
+WEIGHTS = ('params', 'ema')
+
+
+def init_params(rng, config):
+    """Returns newly initialized float32 parameters, {'wte': [V, D], 'h_0': {...}, ...}."""
+    return jax.jit(GPT(config).init)(rng, jnp.zeros((1, 1), jnp.int32))['params']
+
 
 def without_tables(params):
     """The parameters by which activations are multiplied: all but wpe, and wte if lm_head is a
@@ -1195,6 +1204,7 @@ class MoELayer(nn.Module):
             gate_bxF = linear(x_bxD, **weights['c_gate']) if cfg.has_gate else None
             return linear(MLPS[cfg.mlp](cfg, h_bxF, gate_bxF), **weights['c_proj'])
 
+        from jax_ops.experts import mix_experts  # other models need none of it
         y_PxD = mix_experts(
             expert, weights, x_PxD, expert_PxU, weight_PxU, scale_input=moe.weigh_input,
             way=cfg.experts)

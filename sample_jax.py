@@ -82,7 +82,7 @@ from jax_devices.processes import (
 from jax_devices.setup import configure_process
 from jax_generate import PrefixCache
 from jax_run.samples import SampleFile, digest_flags, split_rows
-from jax_text import COMMANDS, Chat, Generation, load, rendered_prompt, warn_if_too_long
+from jax_text import Generation, load, rendered_prompt, warn_if_too_long
 from tools.speed import report_speed
 
 
@@ -166,7 +166,7 @@ if jax.process_count() > 1:
     if cfg.interactive or cfg.serve:
         raise UserError(f'{"serve" if cfg.serve else "interactive"} takes one process')
 if cfg.serve:
-    from jax_run.serve import Server
+    from jax_apps.serve import Server
     server = Server(cfg.host, cfg.serve)  # a port in use is told before the model is loaded
 imports_s = time.perf_counter() - started
 
@@ -193,6 +193,7 @@ if makers:
 # a conversation
 conversation = None
 if cfg.chat or cfg.interactive or cfg.serve:
+    from jax_apps.terminal import COMMANDS, Chat
     conversation = Chat(model, cfg.system, sampling)
 if cfg.interactive:
     print(f'{header}\n{COMMANDS}', file=sys.stderr)

@@ -1,5 +1,7 @@
 """Which way a device computes attention and experts: chosen by device, model and sizes, with the
 reason."""
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -155,3 +157,20 @@ def choose_experts(config, device):
     if device.platform == 'cpu':
         return 'loop', "a block of rows stays in the CPU's cache"
     return 'batched', 'no loop over experts'
+
+
+def with_experts(config, layout):
+    """Returns (the config with the way of computing experts that suits the devices, {'experts':
+    why}); a model without experts as it is."""
+    if not config.moe:
+        return config, {}
+    experts, reason = choose_experts(config, layout.devices[0])
+    return dataclasses.replace(config, experts=experts), {'experts': reason}
+
+
+def config_for_decoding(config, layout, dtype):
+    """Returns the config as decoding executes it on a Layout, in `dtype`. Raises UserError for what
+    the devices cannot split."""
+    layout.validate(config)
+    config = dataclasses.replace(config, dtype=dtype)
+    return with_experts(config, layout)[0]

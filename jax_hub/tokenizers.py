@@ -11,7 +11,6 @@ import numpy as np
 
 from jax_flags import (
     CONTROLS, UserError, read_json, whole_characters, write_json)
-from jax_hub.chats import encode_training_chat, find_lost, read_chat, render, with_arguments
 from jax_hub.folders import (
     import_transformers, path_inside, read_config_json, telling_warnings, text_config)
 
@@ -28,6 +27,12 @@ READ_FILES = (
     *VOCABULARIES, 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
     'chat_template.jinja', 'additional_chat_templates/*.jinja', 'generation_config.json',
     'config.json')
+
+
+def import_chats():
+    """Returns the module of chat templates, which only chats need."""
+    from jax_hub import chats
+    return chats
 
 
 class CharTokenizer:
@@ -191,8 +196,9 @@ class HFTokenizer:
         """Returns the text of the messages of a chat; tools, variables: see read_chat. Raises
         UserError."""
         self.check_template()
-        chat = with_arguments(self, read_chat(messages, tools, variables))
-        return render(self, chat, add_generation_prompt=add_generation_prompt)
+        chats = import_chats()
+        chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
+        return chats.render(self, chat, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(self, messages, *, tools=None, variables=None):
         """Returns the ids of render_chat, with the beginning of the answer; the template writes all
@@ -204,14 +210,16 @@ class HFTokenizer:
     def encode_training_chat(self, messages, *, counted=None, tools=None, variables=None):
         """Returns (ids, mask) of a conversation, see jax_hub.chats.encode_training_chat."""
         self.check_template()
-        chat = with_arguments(self, read_chat(messages, tools, variables))
-        return encode_training_chat(self, chat, counted)
+        chats = import_chats()
+        chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
+        return chats.encode_training_chat(self, chat, counted)
 
     def find_lost(self, messages, ids, *, counted, tools=None, variables=None):
         """Returns what a user must know of a conversation with these ids, see
         jax_hub.chats.find_lost."""
-        chat = with_arguments(self, read_chat(messages, tools, variables))
-        return find_lost(self, chat, ids, counted)
+        chats = import_chats()
+        chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
+        return chats.find_lost(self, chat, ids, counted)
 
     def set_template(self, template):
         """Takes a chat template, a text, in place of the folder's. Raises UserError for a tokenizer

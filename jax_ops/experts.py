@@ -11,11 +11,6 @@ from jax_ops.matmul import as_kernel, is_kernel
 from jax_ops.sharding import EXPERTS, batch_axes, current_mesh
 
 
-# loop: one block of rows of an expert after the other. batched: all blocks in batched matmuls, with
-# the weights of each block materialized
-EXPERT_WAYS = ('loop', 'batched')
-
-
 def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False, way='loop'):
     """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in x's
     dtype.
@@ -204,7 +199,7 @@ def experts_in_blocks(f, way, weights, x_RxD, expert_R):
     Rows are sorted by expert and padded to blocks of b rows of one expert each. Example with b = 2,
     experts of the rows [1, 0, 1, 1]: sorted rows 1 | 0 2 3, blocks [1, -] [0, 2] [3, -], experts of
     the blocks [0, 1, 1]. The arrays have n blocks, the most that R rows can need. way: how blocks
-    are computed, one of EXPERT_WAYS."""
+    are computed, one of EXPERT_WAYS (layers.py)."""
     E = len(jax.tree.leaves(weights)[0])
     R, D = x_RxD.shape
     # rows of no expert are sorted to the end

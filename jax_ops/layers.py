@@ -6,6 +6,10 @@ import jax.numpy as jnp
 
 from jax_ops.sharding import current_mesh, gather_positions
 
+# how experts.py computes mixtures of experts. loop: one block of rows of an expert after the other.
+# batched: all blocks in batched matmuls, with the weights of each block materialized
+EXPERT_WAYS = ('loop', 'batched')
+
 # what jax.checkpoint saves for the backward pass: with 'dots' the outputs of linear(), with 'full'
 # nothing
 REMAT_POLICIES = {

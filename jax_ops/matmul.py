@@ -383,6 +383,19 @@ def as_kernel(x):
     return x if is_kernel(x) else Plain(x)
 
 
+def map_nodes(kind, f, tree):
+    """Replaces the nodes x of a tree that are of this type by f(x)."""
+    def is_node(x):
+        return isinstance(x, kind)
+
+    return jax.tree.map(lambda x: f(x) if is_node(x) else x, tree, is_leaf=is_node)
+
+
+def without_scales(params):
+    """Returns the tree of parameters with the values alone of what is Int8."""
+    return map_nodes(Int8, lambda matrix: matrix.values, params)
+
+
 def as_uint8(x):
     """int8 x as uint8 x + 128, which the CPU's nt_uint8 takes: another highest bit."""
     return jax.lax.bitcast_convert_type(x ^ -128, jnp.uint8)

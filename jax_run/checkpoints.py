@@ -19,9 +19,7 @@ from jax_flags import (
     read_json, warn, write_text)
 from jax_hub.folders import path_inside
 from jax_hub.tokenizers import locate_tokenizer
-from jax_run.manifest import data_since
-from jax_train_utils import WEIGHTS
-from jax_transformer import GPTConfig
+from jax_transformer import WEIGHTS, GPTConfig
 
 FORMAT = 1  # of checkpoints
 
@@ -334,6 +332,13 @@ def read_val_loss(step, since=0):
     if not math.isfinite(val_loss):
         return -math.inf
     return val_loss if int(step.name) > since else math.inf
+
+
+def data_since(manifest):
+    """Returns the iteration from which on a run has its data, 0 for most. manifest: of a checkpoint,
+    None for one of an earlier version."""
+    earlier = (manifest or {}).get('earlier_data')
+    return earlier[-1]['until'] if earlier else 0
 
 
 def read_data_since(step):

@@ -4,9 +4,9 @@ import statistics
 from pathlib import Path
 
 from jax_flags import UserError, check_choice, is_in_bucket, read_json
-from jax_run.checkpoints import list_steps
+from jax_run.checkpoints import data_since, list_steps
 from jax_run.log import read_metrics
-from jax_run.manifest import data_since, val_digest
+from jax_run.manifest import val_digest
 
 # the flags that no update and no validation loss depends on
 WITHOUT_EFFECT = {

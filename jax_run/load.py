@@ -4,7 +4,6 @@ import os
 
 import jax
 import numpy as np
-import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_devices.layout import setup_distributed_training
@@ -12,11 +11,9 @@ from jax_flags import UserError, is_url
 from jax_ops.decode_weights import quantize_param
 from jax_ops.matmul import as_kernel
 from jax_pretrained import Placing, checksum_of_weights, config_of_base, largest_first, load_weights
-from jax_run.checkpoints import (
-    MODEL_ITEMS, choose_checkpoint, is_checkpoint, is_run, open_checkpoint, restore_items,
-    run_folder, split_checkpoint)
-from jax_train_utils import WEIGHTS, create_train_state
-from jax_transformer import GPTConfig
+from jax_run.checkpoints import is_checkpoint, open_checkpoint, run_folder, split_checkpoint
+from jax_run.restore import OnHost, full_path, move_base, restore_params, restore_run  # noqa: F401
+from jax_transformer import WEIGHTS, GPTConfig
 
 
 def load_frozen(lora, config, layout):
@@ -88,40 +85,8 @@ def check_checksum(lora, crc):
                         'put these back, or name where they are with --base=FOLDER')
 
 
-def move_base(lora, base):
-    """Returns what a checkpoint says of LoRA, with the place where its base is now. Raises
-    UserError for a base without LoRA."""
-    if not lora:
-        raise UserError('base is for a LoRA run, and this one is not')
-    path = full_path(base)
-    if is_run(path):  # the checkpoint that LoRA has updated
-        path = os.path.join(path, 'ckpt', os.path.basename(lora['base']))
-    return {**lora, 'base': path}
-
-
-def full_path(source):
-    """Returns the absolute path of a model's folder or file, which a checkpoint can remember; a
-    hub's name as it is."""
-    on_disk = os.path.expanduser(source)
-    return os.path.abspath(on_disk) if os.path.exists(on_disk) else source
-
-
 # -----------------------------------------------------------------------------
 # runs, with and without LoRA
-
-class OnHost:
-    """Stands for a layout over devices where parameters stay in the memory of the host."""
-
-    @staticmethod
-    def device_put(tree):
-        return tree
-
-    @staticmethod
-    def abstract_state(make, *args):
-        """Returns a tree like make(*args), which is not run, of arrays with any content."""
-        tree = jax.eval_shape(lambda: make(*args))
-        return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), tree)
-
 
 def load_start_weights(source, config, layout, change=None):
     """Loads the parameters from which a run starts, as load_weights does: of a pretrained model, or
@@ -147,22 +112,6 @@ def load_start_weights(source, config, layout, change=None):
     return unflatten_dict(placed), place.crc
 
 
-def restore_params(out_dir, step, config, meta, layout):
-    """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run, where
-    `layout` puts them: of several sets of weights, as with --ema, the last. config, meta: the
-    model's config and its metadata. Raises UserError if they make no model, or if it does not
-    fit."""
-    try:
-        lora_rank = meta['lora']['rank'] if meta.get('lora') else 0
-        state = layout.abstract_state(
-            create_train_state, jax.random.key(0), config, optax.identity(), lora_rank)
-    except (OverflowError, TypeError, ValueError) as error:
-        raise UserError(f'checkpoint {step} in {out_dir} is of no model that can be built: '
-                        f'{error}') from error
-    name = meta.get('weights', ['params'])[-1]
-    return restore_items(out_dir, step, {name: state.params})[name]
-
-
 def load_run(out_dir, which='best', layout=None, base=''):
     """Loads a run's model: (config, params, metadata) of its best or latest checkpoint.
 
@@ -173,17 +122,6 @@ def load_run(out_dir, which='best', layout=None, base=''):
     if lora:
         params = load_merged(lora, config, layout, params)
     return config, params, meta
-
-
-def restore_run(out_dir, which, layout, base):
-    """Loads what a run has trained: (config, params, what move_base returns, metadata) of its best
-    or latest checkpoint. With LoRA params holds the updates alone. Raises UserError if there is no
-    checkpoint."""
-    step, meta = choose_checkpoint(out_dir, which, items=MODEL_ITEMS)
-    config = GPTConfig(**meta['model'])
-    lora = move_base(meta.get('lora'), base) if base else meta.get('lora')
-    params = restore_params(out_dir, step, config, meta, layout)
-    return config, params, lora, meta
 
 
 def load_updates(out_dir, which='best', base=''):

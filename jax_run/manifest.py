@@ -25,6 +25,7 @@ import numpy as np
 
 from jax_devices.processes import check_agreement, in_all_processes
 from jax_flags import UserError, is_on_command_line
+from jax_run.checkpoints import data_since
 from jax_run.data import check_not_cut
 
 FORMAT = 1
@@ -182,13 +183,6 @@ def continue_data(run, data):
     print(f'other data from iteration {run.iter_num} on ({what}): the best validation loss begins '
           'anew')
     return [*known['earlier_data'], {'until': run.iter_num, 'data': known['data']}]
-
-
-def data_since(manifest):
-    """Returns the iteration from which on a run has its data, 0 for most. manifest: of a checkpoint,
-    None for one of an earlier version."""
-    earlier = (manifest or {}).get('earlier_data')
-    return earlier[-1]['until'] if earlier else 0
 
 
 def begins_anew(manifest, iter_num):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jax_devices.choose import config_for_decoding
 from jax_devices.layout import setup_distributed_training
 from jax_devices.processes import in_all_processes
 from jax_flags import UserError
@@ -17,7 +18,6 @@ from jax_pretrained import load_config
 from jax_run.checkpoints import MODEL_ITEMS, choose_checkpoint, is_run
 from jax_run.load import full_path, merge_updates
 from jax_run.model import Model, flags_from_config, for_this_run, with_block_size
-from jax_run.program import assemble_for_decoding
 from jax_text import TextModel
 from jax_transformer import GPTConfig
 
@@ -88,7 +88,7 @@ def create_sampler(prompt, model, device):
     """Returns the Model as a TextModel without parameters, on one device of the kind of `device`,
     for sample_while_training. Raises UserError for a prompt that it cannot continue."""
     layout = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
-    config = assemble_for_decoding(model.config, layout, model.config.dtype)
+    config = config_for_decoding(model.config, layout, model.config.dtype)
     sampler = TextModel({}, config, load_tokenizer(model.tokenizer), layout)
     sampler.encode(prompt)
     return sampler

@@ -1,13 +1,13 @@
 """What runs on the devices, put together in one place: a config with its kernels chosen for a Layout,
-the optimizer, and the compiled steps. train_jax.py, bench_jax.py, tools/plan.py and sampling call
-it."""
+the optimizer, and the compiled steps. train_jax.py, bench_jax.py and tools/plan.py call it; decoding
+takes config_for_decoding (jax_devices/choose.py)."""
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import optax
 
-from jax_devices.choose import choose_attention, choose_experts
+from jax_devices.choose import choose_attention, with_experts
 from jax_devices.layout import Layout
 from jax_train_utils import (
     create_optimizer_with_schedule, language_model, make_eval_step, make_train_step)
@@ -75,20 +75,3 @@ def assemble(config, layout, options, objective=language_model, *, packed=False)
     eval_step = layout.jit_eval_step(make_eval_step(
         config, objective, layout, loss_chunk=options.loss_chunk))
     return Program(config, {**reasons, **more}, layout, tx, step, eval_step)
-
-
-def assemble_for_decoding(config, layout, dtype):
-    """Returns the config as decoding executes it on a Layout, in `dtype`. Raises UserError for what
-    the devices cannot split."""
-    layout.validate(config)
-    config = dataclasses.replace(config, dtype=dtype)
-    return with_experts(config, layout)[0]
-
-
-def with_experts(config, layout):
-    """Returns (the config with the way of computing experts that suits the devices, {'experts':
-    why}); a model without experts as it is."""
-    if not config.moe:
-        return config, {}
-    experts, reason = choose_experts(config, layout.devices[0])
-    return dataclasses.replace(config, experts=experts), {'experts': reason}

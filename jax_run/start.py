@@ -46,8 +46,8 @@ from jax_run.model import (
     MODEL_FLAGS, Model, config_from_flags, flags_from_config, for_this_run, with_block_size)
 from jax_run.program import Options, assemble
 from jax_train_utils import (
-    WEIGHTS, create_learning_rate_schedule, create_train_state, fitting_warmup, initial_loss_scale)
-from jax_transformer import GPTConfig
+    create_learning_rate_schedule, create_train_state, fitting_warmup, initial_loss_scale)
+from jax_transformer import WEIGHTS, GPTConfig
 
 # the flags that a resumed run does not take from its checkpoint
 NOT_RESUMED = (
@@ -193,7 +193,7 @@ def continued_model(flags, given, resumed, meta, dtype):
     config = for_this_run(config, flags, given, dtype)
     lora = resumed.get('lora')
     if flags['base']:
-        from jax_run.load import move_base  # it reads pretrained models
+        from jax_run.restore import move_base
         lora = move_base(lora, flags['base'])
 
     # its tokenizer, of which the data set may have more text by now

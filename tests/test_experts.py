@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_devices.choose import choose_experts
-from jax_ops.experts import EXPERT_WAYS, block_sizes, grouped_experts, mix_experts
+from jax_ops.experts import block_sizes, grouped_experts, mix_experts
+from jax_ops.layers import EXPERT_WAYS
 from jax_ops.matmul import Int8, Transposed, linear, quantize
 from jax_ops.sharding import BATCH, EXPERTS, create_mesh
 from jax_transformer import GPTConfig, MoEConfig

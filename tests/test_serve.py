@@ -1,4 +1,4 @@
-"""jax_run/serve.py: a page and OpenAI's API, sample_jax.py --serve."""
+"""jax_apps/serve.py: a page and OpenAI's API, sample_jax.py --serve."""
 import contextlib
 import http.client
 import json
@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-import jax_run.serve
+import jax_apps.serve
 from jax_flags import TextSampling
 from jax_hub.chats import SECONDS
-from jax_run.serve import BODY_BYTES, Server
+from jax_apps.serve import BODY_BYTES, Server
 from jax_text import Generation, load
 from tests.common import GOLDEN, ROOT, assert_refused, edit_json, sample, samples_of, slow, start, wait_for
 
@@ -265,7 +265,7 @@ def test_an_error_of_the_model_is_the_answer_and_the_server_goes_on(of_run, monk
     def fail(*args, **options):
         raise RuntimeError('out of something')
 
-    monkeypatch.setattr(jax_run.serve, 'Generation', fail)
+    monkeypatch.setattr(jax_apps.serve, 'Generation', fail)
     with pytest.raises(openai.InternalServerError, match='RuntimeError: out of something'):
         complete(of_run)
     monkeypatch.undo()
@@ -349,9 +349,9 @@ def test_a_thousand_malformed_requests_are_refused_and_the_server_lives(of_run, 
 
 def test_the_page_is_the_only_file_and_loads_nothing_from_elsewhere(of_run):
     status, page = send(of_run, 'GET', '/')
-    assert status == 200 and page == (ROOT / 'jax_run/page.html').read_text(encoding='utf-8')
+    assert status == 200 and page == (ROOT / 'jax_apps/page.html').read_text(encoding='utf-8')
     assert 'http' not in page and 'innerHTML' not in page and 'viewport' in page
-    for path in ('/page.html', '/jax_run/page.html', '/../README.md', '/%2e%2e/README.md', '//a', '/.git/config'):
+    for path in ('/page.html', '/jax_apps/page.html', '/../README.md', '/%2e%2e/README.md', '//a', '/.git/config'):
         assert send(of_run, 'GET', path)[0] == 404
 
 
@@ -385,7 +385,7 @@ class Slow(Generation):
 
 @pytest.fixture
 def slowly(monkeypatch):
-    monkeypatch.setattr(jax_run.serve, 'Generation', Slow)
+    monkeypatch.setattr(jax_apps.serve, 'Generation', Slow)
     monkeypatch.setattr('jax_text.STREAM_CHUNK', 1)
     monkeypatch.setattr(Slow, 'made', 0)
     Slow.allowed.clear()
@@ -449,11 +449,11 @@ def test_of_eight_clients_half_hang_up_and_the_others_have_their_answers(of_run)
 
 
 def test_connections_that_say_nothing_are_bounded_and_end(finished, monkeypatch):
-    monkeypatch.setattr(jax_run.serve.Handler, 'timeout', 0.5)
+    monkeypatch.setattr(jax_apps.serve.Handler, 'timeout', 0.5)
     with serving(finished[0]) as server, contextlib.ExitStack() as clients:
         wait_for('the thread that listens', lambda: is_well(server))
         n_threads = threading.active_count()
-        monkeypatch.setattr(jax_run.serve, 'CONNECTIONS', n_threads + 4)
+        monkeypatch.setattr(jax_apps.serve, 'CONNECTIONS', n_threads + 4)
         silent = [clients.enter_context(socket.create_connection(('127.0.0.1', server.server_port), timeout=60))
                   for _ in range(6)]
         assert [client.recv(1) for client in silent] == [b''] * 6

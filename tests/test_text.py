@@ -177,7 +177,7 @@ def test_a_chat_answers_what_sample_jax_prints_and_keeps_the_final_channel(speak
     options = dict(max_new_tokens=9, temperature=1.5)
     assert model.chat(messages, **options) == printed.removeprefix('> ab\n')
     assert ''.join(model.stream(messages, **options)) == printed.removeprefix('> ab\n')
-    monkeypatch.setattr(jax_text, 'final_answer', lambda text: f'the end of {text}')
+    monkeypatch.setattr('jax_hub.chats.final_answer', lambda text: f'the end of {text}')
     assert model.chat(messages, **options) == f"the end of {printed.removeprefix('> ab' + chr(10))}"
 
 

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from jax_devices.choose import config_for_decoding
 from jax_devices.layout import setup_distributed_training, split_batch
 from jax_generate import Controls, DecodeState, choose_slots, step_cached
 from jax_ops.decode_weights import cast_matrices, order_columns_by_rank, quantize_params
-from jax_run.program import Options, assemble, assemble_for_decoding
+from jax_run.program import Options, assemble
 from jax_train_utils import (
     create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state)
 from jax_transformer import count_params, init_cache
@@ -91,7 +92,7 @@ def lower_decode(flags, config, devices):
     the devices, as sample_jax.py decodes. Returns as lower_train_step, with the part 'cache'."""
     layout = setup_distributed_training(
         devices[:flags.tensor * flags.expert], tensor=flags.tensor, expert=flags.expert)
-    config = assemble_for_decoding(config, layout, config.dtype)
+    config = config_for_decoding(config, layout, config.dtype)
 
     def placed(shapes, spec):
         sharding = NamedSharding(layout.mesh, spec)

@@ -1,0 +1,166 @@
+"""A conversation in a terminal: sample_jax.py --interactive=True."""
+import contextlib
+import json
+import os
+import re
+import select
+import sys
+from pathlib import Path
+
+from jax_flags import UserError
+from jax_generate import PrefixCache
+from jax_hub.chats import final_answer
+from jax_text import Generation, warn_if_too_long
+
+COMMANDS = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctrl-D leaves'
+
+
+def read_turn():
+    """Returns what the user types; lines that are pasted together are one turn."""
+    text = input('> ')
+    while has_more_input():
+        text += '\n' + input()
+    return text
+
+
+def has_more_input():
+    """Tells whether a terminal has another line within 0.05 s, so faster than anyone types."""
+    if os.name != 'posix' or not sys.stdin.isatty():
+        return False
+    ready, _, _ = select.select([sys.stdin], [], [], 0.05)
+    return bool(ready)
+
+
+class Chat:
+    """Holds a conversation: each line is answered, and the lines and answers so far are the context
+    of the next answer.
+
+    model: a TextModel. system: the text of the system prompt, '' for none. sampling: a
+    TextSampling."""
+
+    def __init__(self, model, system, sampling):
+        self.model = model
+        self.sampling = sampling
+        self.system = []
+        if system:
+            self.system = [{'role': 'system', 'content': system}]
+        self.messages = []  # the user's and the model's, in turn
+        self.n_answers = 0
+        self.prefix_cache = PrefixCache()
+
+    def run(self):
+        """Asks for lines until the user leaves."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401, line editing and history for input()
+
+        # Each round takes a line, until there is none.
+        while True:
+            try:
+                line = read_turn()
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print('\n(Ctrl-D leaves)')
+                continue
+
+            # A command, or a line that the model answers.
+            if line in ('/exit', '/quit'):
+                return
+            if re.fullmatch(r'/\w+( .*)?', line):
+                self.obey(line)
+            elif line:
+                self.answer(self.messages, line)
+
+    def obey(self, line):
+        """Executes one of COMMANDS."""
+        if line == '/help':
+            print(f'({COMMANDS})')
+        elif line == '/clear':
+            self.messages = []
+        elif line == '/save':
+            print('(/save needs the name of a file)')
+        elif line.startswith('/save '):
+            self.save(line.removeprefix('/save ').strip())
+        elif line == '/retry' and not self.messages:
+            print('(there is no answer yet)')
+        elif line == '/retry':
+            self.answer(self.messages[:-2], self.messages[-2]['content'])
+        else:
+            print(f'(there is no command {line}; {COMMANDS})')
+
+    def encode(self, messages):
+        """Returns the token ids of the messages: those of a chat if the model has a template, else
+        those of plain text, a line for each turn."""
+        if self.model.tokenizer.chat_template is not None:
+            return self.model.encode([*self.system, *messages])
+        text = ''
+        for i, message in enumerate(messages):
+            if message['role'] == 'user' and i > 0:
+                text += '\n'
+            text += message['content']
+        return self.model.encode(text)
+
+    def forget_oldest(self, messages):
+        """Returns the messages without the oldest turns, if not all of them fit into the context
+        with an answer."""
+        # a turn is a question and its answer; the last question stays
+        block_size = self.model.config.block_size
+        room = block_size - min(self.sampling.max_new_tokens, block_size // 2)
+
+        # Without the oldest turn, until the rest fits.
+        kept = messages
+        while len(kept) > 1 and len(self.encode(kept)) > room:
+            kept = kept[2:]
+
+        # Nothing is forgotten silently.
+        n_forgotten = (len(messages) - len(kept)) // 2
+        if n_forgotten:
+            forgotten = 'turn is' if n_forgotten == 1 else f'{n_forgotten} turns are'
+            print(f'(the context of {block_size:,} tokens is full: the oldest {forgotten} '
+                  'forgotten)')
+        return kept
+
+    def answer(self, messages, line):
+        """Prints the answer to a line that follows the messages; Ctrl-C ends the answer. The
+        conversation is then these messages, line and answer, or stays as it was if the line cannot
+        be answered."""
+        answer = ''
+        try:
+            # the prompt, within the context
+            messages = self.forget_oldest([*messages, {'role': 'user', 'content': line}])
+            prompt = self.encode(messages)
+            warn_if_too_long(self.model, [prompt])
+
+            # the answer, printed as it grows; each has a random key of its own
+            generation = Generation(
+                self.model, [prompt], self.sampling, first_sample=self.n_answers, streaming=True,
+                prefix_cache=self.prefix_cache)
+            with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
+                for piece in pieces:
+                    answer += piece
+                    print(piece, end='', flush=True)
+            print()
+            if generation.was_cut(0):
+                print(f'(cut at max_new_tokens={self.sampling.max_new_tokens})')
+        except KeyboardInterrupt:
+            print('\n(interrupted)')
+        except Exception as error:  # whatever it is, the conversation goes on
+            name = '' if isinstance(error, UserError) else f'{type(error).__name__}: '
+            print(f'error: {name}{error}')
+            return
+        finally:
+            self.n_answers += 1
+        self.messages = [*messages, {'role': 'assistant', 'content': final_answer(answer)}]
+
+    def save(self, path):
+        """Writes the conversation as one line of JSON, {"messages": [{"role": ..., "content":
+        ...}]}."""
+        n_turns = len(self.messages) // 2
+        try:
+            text = json.dumps({'messages': self.system + self.messages}, ensure_ascii=False)
+            Path(path).write_text(f'{text}\n', encoding='utf-8')
+            turns = '1 turn' if n_turns == 1 else f'{n_turns} turns'
+            print(f'({turns} in {path})')
+        except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+            print(f'error: cannot write {path}: {error}')

@@ -1,0 +1,75 @@
+"""What a model computes on the way: flax collects what its modules return, and record_attention
+(jax_transformer.py) adds the probabilities. L is the number of layers."""
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flags import UserError
+from jax_generate import power_of_two
+from jax_transformer import GPT, Block
+
+COLLECTION = 'intermediates'  # flax's name of what is collected
+
+
+def look_inside(model, ids, part):
+    """Returns what a TextModel on one device computes of the tokens `ids`, float32, by `part`:
+    - 'logits' [T, V], of the token after each;
+    - 'hidden_states' [L + 1, T, D]: the input of the first block, then the output of each block,
+      the last after the final norm, as transformers' output_hidden_states;
+    - 'attention' [L, H, T, T]: the probability with which a head at each position (third axis)
+      attends to each key (last axis), as transformers' output_attentions. A row adds up to less
+      than 1 where there is a sink.
+
+    Raises UserError for no tokens or too many, and for several devices."""
+    if len(model.layout.devices) > 1:
+        raise UserError(f'{part} is for a model on one device: load it without tensor and expert')
+    config = model.config
+    n_tokens = len(ids)
+    if not 1 <= n_tokens <= config.block_size:
+        raise UserError(f'the text has {n_tokens:,} tokens; it may have 1 to {config.block_size:,}, '
+                        'the context of the model')
+
+    # few lengths, because each is a compilation; no token attends to the padding behind it
+    width = min(config.block_size, power_of_two(n_tokens))
+    idx_1xT = np.zeros((1, width), np.int32)
+    idx_1xT[0, :n_tokens] = ids
+
+    # layers by the plain formula, one after the other
+    config = dataclasses.replace(config, attention='xla', scan_layers=False, remat='none')
+    result = np.asarray(compute_part(model.params, idx_1xT, config=config, part=part))
+    if part == 'attention':
+        return result[:, :, :n_tokens, :n_tokens]
+    if part == 'hidden_states':
+        return result[:, :n_tokens]
+    return result[:n_tokens]
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'part'))
+def compute_part(params, idx_1xT, *, config, part):
+    """look_inside of one padded row."""
+    model = GPT(config)
+    if part == 'logits':
+        return model.apply({'params': params}, idx_1xT)[0]
+
+    def is_kept(module, method):
+        is_block = isinstance(module, Block) and method == '__call__'
+        return is_block or method in ('embed', 'hidden')
+
+    _, found = model.apply(
+        {'params': params}, idx_1xT, method='hidden', mutable=[COLLECTION],
+        capture_intermediates=is_kept)
+    found = found[COLLECTION]
+    layers = [found[f'h_{i}'] for i in range(config.n_layer)]
+    if part == 'attention':
+        return jnp.stack([layer['attn']['probs'][0][0].swapaxes(0, 1) for layer in layers])
+
+    # each call of a method is one entry; a block returns its output and its cache
+    states = [found['embed'][0].x_BxTxD]
+    for layer in layers[:-1]:
+        output, _ = layer['__call__'][0]
+        states.append(output.x_BxTxD)
+    last, _ = found['hidden'][0]
+    return jnp.concatenate([*states, last.x_BxTxD]).astype(jnp.float32)

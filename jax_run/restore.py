@@ -1,0 +1,75 @@
+"""What a run of ours has trained: its parameters from a checkpoint, or LoRA's updates, which
+jax_run/load.py merges into their base."""
+import os
+
+import jax
+import numpy as np
+
+from jax_flags import UserError
+from jax_run.checkpoints import MODEL_ITEMS, choose_checkpoint, is_run, restore_items
+from jax_transformer import GPTConfig, init_params
+
+
+def restore_run(out_dir, which, layout, base):
+    """Loads what a run has trained: (config, params, what move_base returns, metadata) of its best
+    or latest checkpoint. With LoRA params holds the updates alone. Raises UserError if there is no
+    checkpoint."""
+    step, meta = choose_checkpoint(out_dir, which, items=MODEL_ITEMS)
+    config = GPTConfig(**meta['model'])
+    lora = move_base(meta.get('lora'), base) if base else meta.get('lora')
+    params = restore_params(out_dir, step, config, meta, layout)
+    return config, params, lora, meta
+
+
+def restore_params(out_dir, step, config, meta, layout):
+    """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run, where
+    `layout` puts them: of several sets of weights, as with --ema, the last. config, meta: the
+    model's config and its metadata. Raises UserError if they make no model, or if it does not
+    fit."""
+    try:
+        params = layout.abstract_state(make_params, config, meta.get('lora'))
+    except (OverflowError, TypeError, ValueError) as error:
+        raise UserError(f'checkpoint {step} in {out_dir} is of no model that can be built: '
+                        f'{error}') from error
+    name = meta.get('weights', ['params'])[-1]
+    return restore_items(out_dir, step, {name: params})[name]
+
+
+def make_params(config, lora):
+    """Makes new parameters of a model, or of the updates of LoRA: for their shapes."""
+    if not lora:
+        return init_params(jax.random.key(0), config)
+    from jax_train_utils import create_updates  # sampling needs no training
+    return create_updates(jax.random.key(0), init_params(jax.random.key(0), config), lora['rank'])
+
+
+def move_base(lora, base):
+    """Returns what a checkpoint says of LoRA, with the place where its base is now. Raises
+    UserError for a base without LoRA."""
+    if not lora:
+        raise UserError('base is for a LoRA run, and this one is not')
+    path = full_path(base)
+    if is_run(path):  # the checkpoint that LoRA has updated
+        path = os.path.join(path, 'ckpt', os.path.basename(lora['base']))
+    return {**lora, 'base': path}
+
+
+def full_path(source):
+    """Returns the absolute path of a model's folder or file, which a checkpoint can remember; a
+    hub's name as it is."""
+    on_disk = os.path.expanduser(source)
+    return os.path.abspath(on_disk) if os.path.exists(on_disk) else source
+
+
+class OnHost:
+    """Stands for a layout over devices where parameters stay in the memory of the host."""
+
+    @staticmethod
+    def device_put(tree):
+        return tree
+
+    @staticmethod
+    def abstract_state(make, *args):
+        """Returns a tree like make(*args), which is not run, of arrays with any content."""
+        tree = jax.eval_shape(lambda: make(*args))
+        return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), tree)
