@@ -1,5 +1,6 @@
 """A conversation in a terminal: sample_jax.py --interactive=True."""
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -51,7 +52,7 @@ class Chat:
     def run(self):
         """Asks for lines until the user leaves."""
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, line editing and history for input()
+            importlib.import_module('readline')  # line editing and history for input()
 
         # Each round takes a line, until there is none.
         while True:

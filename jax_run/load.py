@@ -12,7 +12,7 @@ from jax_ops.decode_weights import quantize_param
 from jax_ops.matmul import as_kernel
 from jax_pretrained import Placing, checksum_of_weights, config_of_base, largest_first, load_weights
 from jax_run.checkpoints import is_checkpoint, open_checkpoint, run_folder, split_checkpoint
-from jax_run.restore import OnHost, full_path, move_base, restore_params, restore_run  # noqa: F401
+from jax_run.restore import OnHost, restore_params, restore_run
 from jax_transformer import WEIGHTS, GPTConfig
 
 

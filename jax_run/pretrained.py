@@ -16,8 +16,9 @@ from jax_hub.tokenizers import check_tokens, describe_tokenizer, load_tokenizer
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_pretrained import load_config
 from jax_run.checkpoints import MODEL_ITEMS, choose_checkpoint, is_run
-from jax_run.load import full_path, merge_updates
+from jax_run.load import merge_updates
 from jax_run.model import Model, flags_from_config, for_this_run, with_block_size
+from jax_run.restore import full_path
 from jax_text import TextModel
 from jax_transformer import GPTConfig
 

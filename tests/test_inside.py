@@ -8,7 +8,8 @@ from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_pretrained import load_pretrained
-from jax_text import TextModel, load, look_inside
+from jax_run.inside import look_inside
+from jax_text import TextModel, load
 from jax_transformer import GPT
 from tests.common import FAMILIES, GOLDEN, TINY, random_params, random_tokens
 
