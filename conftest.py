@@ -41,4 +41,4 @@ def bounded_memory():
 
 
 def pytest_addoption(parser):
-    parser.addoption('--sweep', type=int, default=15, help='number of random cases of each kind in tests/test_sweep.py')
+    parser.addoption('--sweep', type=int, default=12, help='number of random cases of each kind in tests/test_sweep.py')

@@ -485,13 +485,17 @@ def find_end(answer, text, specials, stop_tokens):
     """Returns (start, end) of an Answer, as it counts in training, in the text of all messages.
 
     specials: the Specials of the text. An answer that calls tools may have special tokens around
-    the calls; others end with the first behind what they say."""
+    the calls; others end with the first behind what they say, or with a stop token right behind that
+    one (Command R's <|END_RESPONSE|><|END_OF_TURN_TOKEN|>)."""
     # the special tokens behind what it says, in order; the first that can end it does
     start, said, limit, is_whole, has_calls = answer
     behind = [special for special in specials if special.start >= start and special.end > said]
-    for special in behind:
+    for special, following in zip(behind, [*behind[1:], None]):
         is_stop = special.id in stop_tokens
         if special.end <= limit:
+            adjoins = following and following.start == special.end and following.end <= limit
+            if not is_stop and adjoins and following.id in stop_tokens:
+                return start, following.end
             if is_stop or not has_calls:
                 return start, special.end
             continue

@@ -11,7 +11,7 @@ import copy
 import math
 
 from jax_flags import UserError, printable
-from jax_hub.folders import import_transformers
+from jax_hub.folders import import_transformers, telling_warnings
 from jax_transformer import GPTConfig
 
 # model_type: that of the class of transformers that reads it
@@ -426,7 +426,9 @@ def read_config(values, source):
         if quantization.get('quant_method') not in QUANTIZATIONS:
             raise UserError(f'quantization {quantization["quant_method"]!r:.80} is not supported; '
                             'supported: mxfp4, fp8')
-        fields = FAMILIES[family](config_of_transformers(values, family))
+        with telling_warnings(source):
+            hf = config_of_transformers(values, family)
+        fields = FAMILIES[family](hf)
     except UserError as error:
         raise UserError(f'{source}: {error}') from None
     except Exception as error:  # raised by transformers, or by what it has let pass

@@ -25,17 +25,20 @@ HUB_FILES = (
 # The files of a model without safetensors.
 HUB_FILES_OF_TORCH = (*HUB_FILES, 'pytorch_model*.bin')
 
-# The keys of a config.json of which transformers makes lists of that length, and the longest.
-LENGTHS = {'num_hidden_layers': 10_000, 'n_layer': 10_000, 'num_labels': 2**16}
+# The keys of a config.json of which transformers makes lists or tables of that length, and the
+# longest: heads have up to 576 features.
+LENGTHS = {
+    'num_hidden_layers': 10_000, 'n_layer': 10_000, 'num_labels': 2**16, 'head_dim': 2**16,
+    'qk_rope_head_dim': 2**16, 'qk_nope_head_dim': 2**16, 'v_head_dim': 2**16}
 
 
 # What transformers warns of and is settled here, by words of each: its class has other splits than
-# tokenizer.json, which counts; Mistral's split, see read_as_filed; keys of RoPE that nothing reads,
-# and names of keys of its own.
+# tokenizer.json, which counts; Mistral's split, see read_as_filed; keys of RoPE that nothing reads, and
+# names of keys of its own; Llama 4's published factors of RoPE.
 SETTLED_WARNINGS = (
     '`tokenizer.json` is ByteLevel', 'incorrect regex pattern',
     'The tokenizer class you load from this checkpoint', 'Unrecognized keys in `rope_parameters`',
-    'is deprecated! Use')
+    'is deprecated! Use', "high_freq_factor field must be greater than low_freq_factor")
 shown_warnings = set()  # lines; each is printed once in a process
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import tokenizers
 from safetensors.numpy import load_file, save_file
 
 import jax_generate
@@ -111,6 +112,19 @@ def write_dataset(folder, train, val, vocab_size=37, dtype='uint16', chars=None,
     chars = chars or ''.join(chr(48 + i) for i in range(vocab_size))
     meta = {'vocab_size': len(chars), 'dtype': dtype, 'tokenizer': {'kind': 'char', 'chars': chars}} | meta
     (folder / 'meta.json').write_text(json.dumps(meta))
+
+
+def write_byte_tokenizer(folder, special=(), **settings):
+    """A Hugging Face tokenizer with a token for each byte, and special ones."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in special])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    (folder / 'tokenizer_config.json').write_text(json.dumps(settings | {
+        'tokenizer_class': 'PreTrainedTokenizerFast'}))
 
 
 def copy_folder(folder, tmp_path):

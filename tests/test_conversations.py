@@ -1,6 +1,7 @@
 """What people have as conversations: their forms, tools, weights, and templates of strangers."""
 import itertools
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -11,7 +12,8 @@ import pytest
 
 from jax_flags import UserError
 from jax_hub.tokenizers import HFTokenizer, copy_tokenizer
-from tests.common import ROOT, assert_refused, edit_json, prepare, refusal, succeeded
+from tests.common import (
+    GOLDEN, ROOT, assert_refused, edit_json, prepare, refusal, slow, succeeded, write_byte_tokenizer)
 
 sys.path[:0] = [str(ROOT / 'data'), str(ROOT / 'data' / 'chat')]
 from forms import read_example  # noqa: E402
@@ -562,3 +564,57 @@ def test_a_process_that_is_stopped_for_longer_goes_on():
     time.sleep(1)
     process.send_signal(signal.SIGCONT)
     assert process.communicate()[0] == 'ends\n' and process.returncode == 0
+
+
+# -----------------------------------------------------------------------------
+# templates of TRL with the marks of what an assistant writes, and without (tests/golden/make_trl_masks.py)
+
+TRL = json.loads(lzma.decompress((GOLDEN / 'trl_masks.json.xz').read_bytes()))
+
+
+def conversations_of(name, form, tmp_path):
+    """Yields (name of the chat, ids and mask of transformers, ids and mask here, None where it is refused)."""
+    template = TRL['templates'][name]
+    write_byte_tokenizer(tmp_path, template['special'], chat_template=template[form], **template['settings'])
+    tokenizer = HFTokenizer(tmp_path)
+    for chat, expected in template['rendered'].items():
+        mask = np.zeros(len(expected['ids']), int)
+        for first, end in expected['spans']:
+            mask[first:end] = 1
+        fields = TRL['chats'][chat]
+        try:
+            ids, found = tokenizer.encode_training_chat(fields['messages'], tools=fields.get('tools'))
+        except UserError:
+            yield chat, expected['ids'], mask, None, None
+            continue
+        yield chat, expected['ids'], mask, list(ids), found.astype(int)
+
+
+@pytest.mark.parametrize('name', [slow(name) if i % 4 else name for i, name in enumerate(TRL['templates'])])
+def test_ids_and_masks_are_transformers_where_a_template_has_marks(name, tmp_path):
+    for chat, expected_ids, expected, ids, mask in conversations_of(name, 'marked', tmp_path):
+        assert ids == expected_ids and mask.tolist() == expected.tolist(), chat
+
+
+# a header that a result of a tool gets, in a family that is not loaded here; an answer that ends with the first token
+# of what follows, which is no stop token in this tokenizer
+OTHERWISE = {('diffusion_gemma', 'a tool'), ('glm4moe', 'a tool')}
+# what marks let count in addition: what the prompt writes, so that no model has to; white space behind the end, and the
+# end that Phi 3 writes behind a conversation once more
+IN_ADDITION = {'', '<|start|>assistant', '<think>', '<think></think>', '<|end|>'}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', [name for name, template in TRL['templates'].items() if template['plain']])
+def test_without_marks_the_same_counts_but_for_what_no_model_writes(name, tmp_path):
+    tokenizer = None
+    for chat, expected_ids, expected, ids, mask in conversations_of(name, 'plain', tmp_path):
+        is_other_text = ids is None or ids[:len(expected_ids)] != expected_ids
+        if is_other_text or (name, chat) in OTHERWISE:
+            continue
+        tokenizer = tokenizer or HFTokenizer(tmp_path).tokenizer
+        found = mask[:len(expected)]
+        assert not (found > expected).any(), chat
+        for is_missing, run in itertools.groupby(zip(expected > found, expected_ids), key=lambda item: item[0]):
+            text = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
+            assert not is_missing or re.sub(r'\s', '', text) in IN_ADDITION, (chat, text)

@@ -115,7 +115,8 @@ def test_a_config_that_we_do_not_compute_is_refused_by_name(key, value, named, t
 @pytest.mark.parametrize('key, value, named', [
     ('rope_parameters', [1], 'malformed'), ('num_attention_heads', 0, 'malformed'), ('text_config', 7, 'text_config'),
     ('quantization_config', 1.5, 'malformed'), ('num_hidden_layers', 10**9, 'num_hidden_layers must be at most'),
-    ('num_labels', 10**9, 'num_labels must be at most'), ('vocab_size', 2**40, 'vocab_size must be'),
+    ('num_labels', 10**9, 'num_labels must be at most'), ('head_dim', 10**9, 'head_dim must be at most 65,536'),
+    ('vocab_size', 2**40, 'vocab_size must be'),
     ('vocab_size', 10**8, 'should have shape'), ('num_hidden_layers', 3, 'lacks')])
 def test_a_config_with_values_of_another_kind_or_size_is_refused(key, value, named, tmp_path):
     folder = copy_folder(FAMILIES / 'llama', tmp_path)
