@@ -11,6 +11,7 @@ import os
 import numpy as np
 
 from jax_flags import UserError, new_file
+from jax_hub.tokenizers import LLAMA3_SPLIT
 
 GGUF_DTYPES = ('float32', 'float16', 'q8_0')
 
@@ -26,9 +27,6 @@ ARCHITECTURES = {
 
 # patterns at which a text is split before BPE
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
 QWEN2_SPLIT = LLAMA3_SPLIT.replace('{1,3}', '')
 # {tokenizer.ggml.pre of llama.cpp: (its patterns, ignore_merges of tokenizer.json)}
 SPLITS = {

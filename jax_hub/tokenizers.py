@@ -318,8 +318,8 @@ def complete(tokenizer, hf):
     tokenizer.post_processor = hf.backend_tokenizer.post_processor
 
 
-# Mistral's split before and after the mistake of an early converter was found
-WRONG_MISTRAL_SPLIT = (
+# Llama 3's split, which an early converter gave Mistral's tokenizer by mistake, and Mistral's
+LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
 MISTRAL_SPLIT = (
@@ -350,7 +350,7 @@ def mend_mistral_split(tokenizer, folder, settings):
     if not isinstance(steps, pre_tokenizers.Sequence):
         return
     first = json.loads(steps.__getstate__())['pretokenizers'][0]
-    if first.get('pattern') == {'Regex': WRONG_MISTRAL_SPLIT}:
+    if first.get('pattern') == {'Regex': LLAMA3_SPLIT}:
         steps[0] = pre_tokenizers.Split(Regex(MISTRAL_SPLIT), 'isolated')
         print(f'{folder}: its tokenizer.json has the wrong split of an early converter of '
               "Mistral's tokenizers; the published one is taken, as by fix_mistral_regex",
