@@ -992,6 +992,12 @@ def power_of_two(n):
     return 1 << (n - 1).bit_length()
 
 
+def four_per_octave(n, least):
+    """Returns the first of four sizes per doubling, all multiples of `least`, that is at least n."""
+    step = max(least, power_of_two(n) // 8)
+    return ceil_div(n, step) * step
+
+
 def piece_length(n_tokens, least):
     """Returns the width of the pieces in which the prompts of generation are prefilled.
 
@@ -1008,9 +1014,7 @@ def row_width(n_tokens):
     It is at most PIECE, one of four sizes per octave, from 4 on: rows are often short, and padding
     to the next power of two would double their work."""
     # as few pieces as PIECE allows, of equal widths, rounded up to the sizes
-    width = ceil_div(n_tokens, ceil_div(n_tokens, PIECE))
-    step = max(4, power_of_two(width) // 8)
-    return ceil_div(width, step) * step
+    return four_per_octave(ceil_div(n_tokens, ceil_div(n_tokens, PIECE)), least=4)
 
 
 def filled(rows, most):
@@ -1032,9 +1036,9 @@ def choose_slots(needed, longest, block_size):
 
     That is all of them at once if they are at most twice round_up_slots(needed), else
     round_up_slots(needed), and the cache grows later. Never more than block_size."""
-    # the slots at the end in steps of 32: a cache that never grows need not be a power of two
+    # a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)
-    at_end = 32 * ceil_div(min(longest, block_size), 32)
+    at_end = four_per_octave(min(longest, block_size), least=32)
     if at_end <= 2 * n_slots:
         n_slots = at_end
     return min(block_size, n_slots)

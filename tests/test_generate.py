@@ -149,10 +149,10 @@ def test_other_numbers_of_equal_prompts_are_prefilled_in_the_same_shape(prefille
 
 def test_a_cache_grows_by_four_unless_all_fits_into_twice_its_size():
     slots = jax_generate.choose_slots
-    assert slots(20, 520, 8192) == 544  # a multiple of 32
+    assert slots(20, 520, 8192) == 640  # four sizes per doubling
     assert slots(20, 8020, 8192) == 512
     assert slots(513, 8020, 8192) == 2048
-    assert slots(2049, 8020, 8192) == 8032
+    assert slots(2049, 8020, 8192) == 8192
     assert slots(20, 8020, 1000) == 1000  # no position needs more slots than block_size
 
 
@@ -457,6 +457,19 @@ def test_on_a_cpu_a_bfloat16_decode_loop_makes_no_float32_copy_of_the_embedding(
 
 
 @pytest.mark.slow
+def test_prompts_of_many_lengths_are_few_programs():
+    sizes = {jax_generate.choose_slots(n, n + 100, 2**17) for n in range(1, 2**17)}
+    assert len(sizes) <= 4 * (17 - 7) + 4  # four per doubling from 128 on
+    # fifty prompts of fifty lengths, alone
+    config = dataclasses.replace(ROPE, block_size=512, n_embd=40)  # of no other test: nothing is compiled yet
+    compiled_before = jax_generate.decode._cache_size(), jax_generate.prefill_layer._cache_size()
+    for length in range(5, 405, 8):
+        last_result(config, random_tokens(1, length, config=config), 3)
+    compiled = jax_generate.decode._cache_size(), jax_generate.prefill_layer._cache_size()
+    n_decode, n_prefill = (after - before for after, before in zip(compiled, compiled_before))
+    assert n_decode <= 11 and n_prefill <= 40, (n_decode, n_prefill)
+
+
 @pytest.mark.parametrize('layer_types, kinds', [(('full',), 1), (('full', 'window'), 2)])
 def test_a_step_with_a_cache_is_traced_once_for_all_layers_of_a_kind(layer_types, kinds):
     def n_matmuls(n_layer):

@@ -417,8 +417,8 @@ def tokens_of(folder, **options):
 
 
 def test_mistrals_wrong_split_is_mended_and_said_but_a_run_keeps_its_own(tmp_path, capfd):
-    from jax_hub.tokenizers import MISTRAL_SPLIT, WRONG_MISTRAL_SPLIT
-    wrong = mistral_folder(tmp_path / 'wrong', WRONG_MISTRAL_SPLIT)
+    from jax_hub.tokenizers import MISTRAL_SPLIT, LLAMA3_SPLIT
+    wrong = mistral_folder(tmp_path / 'wrong', LLAMA3_SPLIT)
     assert tokens_of(wrong) == ['Na', 'OH', '2', '0', '2', '6']
     said, = capfd.readouterr().err.splitlines()
     assert str(wrong) in said and 'the published one is taken' in said
@@ -430,7 +430,7 @@ def test_mistrals_wrong_split_is_mended_and_said_but_a_run_keeps_its_own(tmp_pat
     as_it_is = ['NaOH', '202', '6']
     assert tokens_of(wrong, is_copy=True) == as_it_is
     for name, config in (('new', {'transformers_version': '5.1.0'}), ('llama', {'model_type': 'llama'})):
-        assert tokens_of(mistral_folder(tmp_path / name, WRONG_MISTRAL_SPLIT, **config)) == as_it_is
+        assert tokens_of(mistral_folder(tmp_path / name, LLAMA3_SPLIT, **config)) == as_it_is
     edit_json(wrong / 'tokenizer_config.json', fix_mistral_regex=False)
     assert tokens_of(wrong) == as_it_is
     assert tokens_of(mistral_folder(tmp_path / 'right', MISTRAL_SPLIT)) == ['Na', 'OH', '2', '0', '2', '6']
