@@ -296,9 +296,11 @@ def end_of_piece(text, start, stop):
 # writing a data set
 
 META_FORMAT = 2  # of meta.json; those without "format" have no digests
-# what a data set is made of; lengths and source are data/text's
+# what a data set is made of; lengths is data/text's, chats and their masks and journal data/chat's,
+# source of both
 PARTS = ('train.part.bin', 'val.part.bin', 'train.rows.part.bin', 'val.rows.part.bin',
-         'lengths.part.bin', 'source.part.json')
+         'lengths.part.bin', 'source.part.json', 'chats.part.bin', 'chats_mask.part.bin',
+         'journal.part.jsonl', 'train_mask.part.bin', 'val_mask.part.bin')
 
 
 def make_folder(folder):
@@ -321,7 +323,8 @@ def save_documents(folder, documents, vocabulary, block_size=0, files=None, n_by
 def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, n_bytes=None,
                     **meta):
     """Makes a data set of train.part.bin and val.part.bin: writes meta.json, with the keys of
-    `meta` too, the files of the tokenizer and more `files`, {name: bytes}; then gives the tokens
+    `meta` too, the files of the tokenizer and more `files`, {name: its bytes, or the path of a file
+    that gets this name}; then gives the tokens
     their names, those of train last: without train.bin there is no data set (and without meta.json
     it would count as GPT-2's tokens).
 
@@ -358,7 +361,7 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
 
     # What meta.json says.
     files = files or {}
-    digests |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    digests |= {name: digest_of(content) for name, content in files.items()}
     meta = {'format': META_FORMAT, 'vocab_size': vocabulary.size, 'dtype': vocabulary.dtype.name,
             'tokenizer': describe(vocabulary), 'train_tokens': sizes['train'],
             'val_tokens': sizes['val'], 'max_id': largest, 'digests': digests} | meta
@@ -377,11 +380,22 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     remove(folder, [*folder.glob('tokenizer/**/*.json'), *folder.glob('tokenizer/**/*.jinja')])
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
+        if isinstance(content, Path):
+            content.replace(folder / name)
+        else:
+            (folder / name).write_bytes(content)
     for split in ('val', 'train'):
         paths[split].replace(folder / f'{split}.bin')
     remove(folder, PARTS)
     return sizes
+
+
+def digest_of(content):
+    """Returns the SHA-256 in hex of bytes, or of the file at a path."""
+    if not isinstance(content, Path):
+        return hashlib.sha256(content).hexdigest()
+    with open(content, 'rb') as f:
+        return hashlib.file_digest(f, 'sha256').hexdigest()
 
 
 def remove(folder, names):

@@ -3,6 +3,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import shutil
 import types
 
 import jax
@@ -24,7 +25,8 @@ from jax_run.sources import find_starts, open_source
 from jax_train_utils import TrainState, estimate_loss_jax, language_model, make_eval_step
 from jax_transformer import GPT, GPTConfig, MLAConfig, dot_product_attention
 from tests.common import (
-    RESUME, TINY, assert_refused, final_state, make_step, prepare, random_params, succeeded, train)
+    RESUME, ROOT, TINY, assert_refused, final_state, make_step, prepare, random_params, start, succeeded, train,
+    wait_for)
 
 BLOCK = 160  # two blocks of chunked attention
 ROPE = dict(position='rope', norm='rms', mlp='swiglu', bias=False)
@@ -92,6 +94,46 @@ def test_rows_hold_whole_conversations_each_in_the_row_with_the_least_room(chatt
         'train.bin', 'val.bin', 'train_mask.bin', 'val_mask.bin')}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('flags', [[], ['--rows=40']])
+def test_a_killed_preparation_goes_on_with_the_same_bytes(chatting, tmp_path, flags):
+    lengths = [n % 30 + 1 for n in range(900)]
+    for name in ('whole', 'killed'):
+        (tmp_path / name).mkdir()
+    said = succeeded(prepare_chats(lengths, chatting, tmp_path / 'whole', *flags)).stdout
+    whole, data = tmp_path / 'whole' / 'data', tmp_path / 'killed' / 'data'
+    shutil.copy(tmp_path / 'whole' / 'chats.jsonl', tmp_path / 'killed')
+    arguments = [tmp_path / 'killed' / 'chats.jsonl', f'--tokenizer={chatting}', f'--out_dir={data}', *flags]
+    run = start(ROOT / 'data' / 'chat' / 'prepare.py', *arguments)
+    journal = data / 'journal.part.jsonl'
+    wait_for('rows', lambda: journal.exists() and journal.stat().st_size, run)
+    run.kill()
+    run.communicate()
+    n_done = journal.read_bytes().count(b'\n')
+    assert 0 < n_done < 900 and not (data / 'train.bin').exists()
+    for name in ('chats.part.bin', 'journal.part.jsonl'):  # a row that was not whole
+        with open(data / name, 'ab') as file:
+            file.write(b'{')
+    again = succeeded(prepare('chat', *arguments))
+    assert f'continuing after {n_done} rows' in again.stderr and again.stdout == said
+    assert {path.name: path.read_bytes() for path in data.glob('*.*')} == {
+        path.name: path.read_bytes() for path in whole.glob('*.*')}
+
+    # other rows, and a file of tokens that is gone, begin anew
+    for change in ('rows', 'tokens'):
+        run = start(ROOT / 'data' / 'chat' / 'prepare.py', *arguments)
+        wait_for('rows', lambda: journal.exists() and journal.stat().st_size, run)
+        run.kill()
+        run.communicate()
+        if change == 'rows':
+            shutil.copy(tmp_path / 'killed' / 'chats.jsonl', tmp_path / 'killed' / 'more.jsonl')
+            arguments[0] = tmp_path / 'killed' / 'more.jsonl'
+        else:
+            (data / 'chats.part.bin').unlink()
+        assert 'continuing' not in succeeded(prepare('chat', *arguments)).stderr
+        assert (data / 'train.bin').read_bytes() == (whole / 'train.bin').read_bytes()
+
+
 def test_rows_too_short_for_any_token_that_counts_are_refused(chatting, tmp_path):
     said = succeeded(prepare_chats([2, 1, 2], chatting, tmp_path, '--rows=4')).stdout
     assert '; 1 longer than a row were cut, 0 left out' in said
@@ -143,8 +185,8 @@ def test_a_conversation_in_a_row_has_the_loss_and_the_gradients_that_it_has_alon
     gradients, losses = grad(params, batch)
     spans = list(zip(bounds, bounds[1:]))[:-1]  # without the padding
     parts = [grad(params, alone(*span)) for span in spans]
-    for (_, loss), (start, end) in zip(parts, spans):
-        np.testing.assert_allclose(losses[0, start:end - 1], loss[0, :end - start - 1], atol=1e-5)
+    for (_, loss), (first, end) in zip(parts, spans):
+        np.testing.assert_allclose(losses[0, first:end - 1], loss[0, :end - first - 1], atol=1e-5)
     jax.tree.map(lambda got, *each: np.testing.assert_allclose(got, sum(each), atol=1e-5), gradients,
                  *[part for part, _ in parts])
     del batch['start']

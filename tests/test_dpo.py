@@ -19,7 +19,7 @@ from jax_run.sources import Pairs
 from jax_train_utils import create_train_state, dpo
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, assert_refused, edit_json, final_state, make_step, prepare, records_of, refusal,
-    run_script, sample, slow, succeeded, train)
+    run_script, sample, slow, start, succeeded, train, wait_for)
 
 LETTERS = 'abcdefghijklmnop'
 FLAGS = ['--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=24',
@@ -247,6 +247,23 @@ def test_the_margin_grows_on_pairs_that_were_held_out_and_a_resumed_run_is_the_s
     assert resumed == records_of(tmp_path / 'out')
     assert final_state(tmp_path / 'again') == final_state(tmp_path / 'out')
     succeeded(sample(tmp_path / 'out', '--start=a', '--max_new_tokens=5', '--num_samples=1'))
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_same_bits_and_knows_its_pairs(toy, tmp_path):
+    flags, data = toy
+    flags = [*flags, '--max_iters=40', '--save_interval=5', '--eval_interval=20']
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    succeeded(tune(whole, *flags))
+    process = start('train_jax.py', 'config/finetune_dpo.py', f'--out_dir={killed}', *flags)
+    wait_for('iteration 20', lambda: any(record['iter'] >= 20 for record in read_metrics(killed)), process)
+    process.kill()
+    process.communicate()
+    succeeded(train(killed, *RESUME))
+    assert records_of(killed) == records_of(whole) and final_state(killed) == final_state(whole)
+    mask = (data / 'val_mask.bin').read_bytes()
+    (data / 'val_mask.bin').write_bytes(mask[::-1])
+    assert_refused(train(killed, *RESUME, '--max_iters=42'), 'is not the data of .*val_mask.bin: other content')
 
 
 def test_what_cannot_train_on_pairs_is_refused_in_one_line(toy, tmp_path):

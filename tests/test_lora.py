@@ -1,6 +1,8 @@
 """LoRA: low-rank updates of frozen weights, through the scripts and on meshes."""
 import functools
 import json
+import random
+import time
 
 import jax
 import numpy as np
@@ -14,11 +16,12 @@ from jax_ops.matmul import Int8
 from jax_pretrained import load_pretrained
 from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_frozen, load_run
+from jax_run.log import read_metrics
 from jax_train_utils import count_frozen, create_train_state, model_params
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
     FAMILIES, RESUME, apply, assert_refused, copy_folder, edit_tensors, final_state, make_step, records_of, run_script,
-    sample, samples_of, slow, succeeded, train)
+    sample, samples_of, slow, start, succeeded, train, wait_for)
 
 FLAGS = ['--lora_rank=4', '--lora_alpha=8', '--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=16',
          '--eval_iters=2', '--eval_interval=2', '--max_iters=4', '--learning_rate=1e-2', '--decay_lr=False',
@@ -284,3 +287,34 @@ def test_lora_needs_a_pretrained_model_and_int8_needs_lora(data, base, tmp_path)
 def test_lora_with_muon_is_refused(data, base, tmp_path):
     flags = [f'--dataset={data}', f'--init_from={base}', *FLAGS]
     assert_refused(train(tmp_path, *flags, '--optimizer=muon'), 'leave optimizer at adamw')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('quantize', ['', 'int8'])
+def test_a_killed_run_goes_on_with_the_same_bits_and_exports_the_same_adapter(quantize, base, data, tmp_path):
+    flags = [f'--dataset={data}', f'--init_from={base}', *FLAGS, f'--quantize={quantize}', '--max_iters=60',
+             '--eval_interval=20', '--save_interval=7', '--dropout=0.1']
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    succeeded(train(whole, *flags))
+    process = start('train_jax.py', f'--out_dir={killed}', *flags)
+    wait_for('iteration 30', lambda: any(record['iter'] >= 30 for record in read_metrics(killed)), process)
+    time.sleep(random.random() * 0.1)
+    process.kill()
+    process.communicate()
+    succeeded(train(killed, *RESUME))
+    assert records_of(killed) == records_of(whole) and final_state(killed) == final_state(whole)
+    if not quantize:
+        for out in (whole, killed):
+            succeeded(run_script('export_jax.py', f'--out_dir={out}', f'--adapter={out}-adapter'))
+        one, other = (load_file(f'{out}-adapter/adapter_model.safetensors') for out in (whole, killed))
+        assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+
+
+@pytest.mark.slow
+def test_a_resume_of_lora_refuses_other_data_until_they_are_named(base, data, tmp_path):
+    data = copy_folder(data, tmp_path)
+    succeeded(train(tmp_path / 'out', f'--dataset={data}', f'--init_from={base}', *FLAGS))
+    np.fromfile(data / 'train.bin', np.uint16)[::-1].tofile(data / 'train.bin')
+    assert_refused(train(tmp_path / 'out', *RESUME, '--max_iters=6'), 'is not the data of .*train.bin: other content')
+    accepted = train(tmp_path / 'out', *RESUME, f'--dataset={data}', '--max_iters=6')
+    assert 'other data from iteration 4 on' in succeeded(accepted).stdout

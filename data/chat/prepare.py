@@ -13,17 +13,22 @@ tokenizer.
 """
 import bisect
 import collections
+import contextlib
+import hashlib
+import itertools
 import json
 import os
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import UserError, create_parser, fail, load_model_tokenizer, positive, save_documents
+from common import (
+    PARTS, UserError, create_parser, fail, finish_data_set, load_model_tokenizer, positive, remove)
 from forms import read_example
-from jax_flags import whole_characters
+from jax_flags import lock_file, read_json, whole_characters, write_json
 from reading import read_rows, read_text
 
 here = os.path.dirname(os.path.abspath(__file__))
@@ -36,31 +41,125 @@ class Told(NamedTuple):
     columns: collections.Counter  # columns that were not read
     lost: collections.Counter  # what the template leaves out, or writes otherwise for a prompt
 
+    def update(self, row):
+        """Counts a row of the journal, {'forms': [...], ...}."""
+        for name in self._fields:
+            getattr(self, name).update(row.get(name, ()))
 
-def read_examples(path, enc):
-    """Returns ([[(ids, mask)]], Told): the conversations of each row of a file, one or a pair. Rows
-    whose answers all have the weight 0, and pairs of equal answers, are left out. Raises
-    UserError."""
-    examples = []
-    told = Told(*(collections.Counter() for _ in Told._fields))
-    for where, row in read_rows(path):
+
+class Read(NamedTuple):
+    """The conversations of a file, in the order of its rows."""
+    ids: np.ndarray  # of all of them, one after the other, on the disk
+    mask: np.ndarray
+    ends: np.ndarray  # where each ends
+    n_each: int  # 1, or of pairs 2
+    told: Told
+
+    def slice(self, i):
+        """Returns where conversation i is."""
+        return slice(self.ends[i - 1] if i else 0, self.ends[i])
+
+
+def read_examples(path, enc, vocabulary, folder, source):
+    """Encodes the conversations of each row of a file, one or a pair, and returns them, Read. Rows
+    whose answers all have the weight 0, and pairs of equal answers, are left out.
+
+    They are written to files in the folder of the data set as they are read, with a line in a
+    journal for each row. Called again with the same source, as after a kill, it goes on behind the
+    rows that are in the journal. source: what tells this command from another one, as JSON. Raises
+    UserError, after removing these files."""
+    os.makedirs(folder, exist_ok=True)
+    paths = [Path(folder, name) for name in ('chats.part.bin', 'chats_mask.part.bin')]
+    journal_path = Path(folder, 'journal.part.jsonl')
+    with contextlib.ExitStack() as stack:
+        journal = stack.enter_context(open(journal_path, 'ab'))
+        if not lock_file(journal):
+            fail(f'another process prepares a data set in {folder}; wait for it, or choose '
+                 'another --out_dir')
+        if read_json(Path(folder, 'source.part.json'), optional=True) != source:
+            journal.truncate(0)
+            write_json(Path(folder, 'source.part.json'), source)
+        files = [stack.enter_context(open(path, 'ab')) for path in paths]
+        told, lengths, n_done = cut_back(journal, files, vocabulary.dtype.itemsize)
+        if n_done:
+            print(f'continuing after {n_done:,} rows', file=sys.stderr)
         try:
-            # half a character has no token
-            text = json.dumps(row, ensure_ascii=False, default=str)
-            example = read_example(json.loads(whole_characters(text)))
-            told.forms[example.form] += 1
-            told.columns.update(example.unread)
-            reason = why_left_out(example)
-            if reason:
-                told.left_out[reason] += 1
-                continue
-            examples.append(encode_example(example, enc, told))
-            if len(examples[-1]) != len(examples[0]):
-                fail('has one answer where those before have "chosen" and "rejected", or the '
-                     'reverse')
-        except UserError as e:
-            fail(f'{path}, {where}: {e}')
-    return examples, told
+            for where, row in itertools.islice(read_rows(path), n_done, None):
+                try:
+                    encoded, line = encode_row(row, enc)
+                    if encoded and lengths and len(encoded) != len(lengths[0]):
+                        fail('has one answer where those before have "chosen" and "rejected", or '
+                             'the reverse')
+                except UserError as e:
+                    fail(f'{path}, {where}: {e}')
+                # the tokens first, then the line
+                for ids, mask in encoded:
+                    files[0].write(np.asarray(ids, vocabulary.dtype))
+                    files[1].write(np.asarray(mask, np.uint8))
+                if encoded:
+                    lengths.append([len(ids) for ids, _ in encoded])
+                for file in files:
+                    file.flush()
+                journal.write(json.dumps(line).encode() + b'\n')
+                journal.flush()
+                told.update(line)
+        except UserError:
+            give_up(folder)
+            raise
+    n_each = len(lengths[0]) if lengths else 1
+    ends = np.cumsum(np.array(lengths, np.int64).ravel(), dtype=np.int64)
+    if not lengths:
+        return Read(np.zeros(0, vocabulary.dtype), np.zeros(0, np.uint8), ends, n_each, told)
+    return Read(np.memmap(paths[0], vocabulary.dtype, 'r'), np.memmap(paths[1], np.uint8, 'r'), ends,
+                n_each, told)
+
+
+def give_up(folder):
+    """Removes what was written of a data set that cannot be, and the folder if nothing else is in
+    it."""
+    remove(folder, PARTS)
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def cut_back(journal, files, width):
+    """Cuts the open files of ids and masks, and the journal, back to the rows that are there whole;
+    to nothing if tokens of them are gone. Returns (Told, [lengths of each example], the number of
+    rows). width: bytes of an id."""
+    lines = []
+    for line in Path(journal.name).read_bytes().splitlines(keepends=True):
+        try:
+            lines.append((len(line), json.loads(line) if line.endswith(b'\n') else None))
+        except ValueError:
+            break
+        if lines[-1][1] is None:  # the last one, cut short
+            lines.pop()
+    lengths = [line['lengths'] for _, line in lines if line['lengths']]
+    n_tokens = sum(map(sum, lengths))
+    ends = [width * n_tokens, n_tokens]
+    if any(os.path.getsize(file.name) < end for file, end in zip(files, ends)):
+        lines, lengths, ends = [], [], [0, 0]
+    for file, end in zip(files, ends):
+        file.truncate(end)
+    journal.truncate(sum(n for n, _ in lines))
+    told = Told(*(collections.Counter() for _ in Told._fields))
+    for _, line in lines:
+        told.update(line)
+    return told, lengths, len(lines)
+
+
+def encode_row(row, enc):
+    """Returns ([(ids, mask)] of the conversations of a row, its line of the journal: their lengths,
+    and what Told counts). Raises UserError."""
+    # half a character has no token
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    example = read_example(json.loads(whole_characters(text)))
+    line = {'lengths': [], 'forms': [example.form], 'columns': list(example.unread)}
+    reason = why_left_out(example)
+    if reason:
+        return [], {**line, 'left_out': [reason]}
+    encoded, lost = encode_example(example, enc)
+    return encoded, {**line, 'lengths': [len(ids) for ids, _ in encoded], 'lost': lost}
 
 
 def why_left_out(example):
@@ -72,10 +171,11 @@ def why_left_out(example):
     return ''
 
 
-def encode_example(example, enc, told):
-    """Returns [(ids, mask)] of the conversations of an Example, and counts in a Told what the
-    template makes of them. Raises UserError."""
+def encode_example(example, enc):
+    """Returns ([(ids, mask)] of the conversations of an Example, a list of what the template leaves
+    out of them or writes otherwise). Raises UserError."""
     encoded = []
+    lost = []
     for messages, counted in zip(example.conversations, example.counted):
         ids, mask = enc.encode_training_chat(
             messages, counted=counted, tools=example.tools, variables=example.variables)
@@ -83,9 +183,9 @@ def encode_example(example, enc, told):
             answer = messages[counted[-1]].get('content')
             fail(f'has an answer of which the template writes nothing: {answer!r:.100}')
         encoded.append((ids, mask))
-        told.lost.update(enc.find_lost(messages, ids, counted=counted, tools=example.tools,
-                                       variables=example.variables))
-    return encoded
+        lost += enc.find_lost(messages, ids, counted=counted, tools=example.tools,
+                              variables=example.variables)
+    return encoded, lost
 
 
 def check_ends(ids, mask, enc):
@@ -93,10 +193,13 @@ def check_ends(ids, mask, enc):
     UserError if none ends one: a model that learns from these answers would never stop.
 
     ids, mask: the arrays of all conversations in a row."""
-    # The tokens with which answers end.
-    counts = mask == 1
-    counts_next = np.append(counts[1:], False)
-    last = set(ids[counts & ~counts_next].tolist())
+    # The tokens with which answers end, a part at a time.
+    last = set()
+    for start in range(0, len(ids), 2**20):
+        counts = mask[start:start + 2**20 + 1] == 1
+        counts_next = np.append(counts[1:], False)
+        n = min(2**20, len(ids) - start)
+        last.update(ids[start:start + n][(counts & ~counts_next)[:n]].tolist())
     if not last & (enc.special_ids | set(enc.stop_tokens)):
         fail('no answer ends with a token that ends it, so the model would not learn to stop: its '
              'chat template must write one, and the tokenizer must know it ("eos_token" in '
@@ -110,49 +213,67 @@ def check_ends(ids, mask, enc):
             '"eos_token_id" in generation_config.json')
 
 
-def pack(chats, size):
-    """Returns (ids, mask, what to say of it): rows of `size` tokens.
+def pack(read, chosen, size, folder, split):
+    """Packs the conversations with these numbers into rows of `size` tokens, in the files
+    {split}.part.bin and {split}_mask.part.bin. Returns (ids, mask, what to say of it).
 
     They have whole conversations, the longest first, each in the row with the least room for it.
     Only those longer than a row are cut; those of which no token counts then are left out. The mask
     is 2 where a conversation or the padding starts."""
-    kept = [(ids[:size], mask[:size]) for ids, mask in chats if mask[1:size].any()]
-    if not kept:
+    lengths = np.diff(read.ends, prepend=0)[chosen]
+    counts = [read.mask[read.slice(i)][1:size].any() for i in chosen]
+    kept = np.flatnonzero(counts)
+    if not len(kept):
         fail(f'no token of a part counts within --rows={size - 1}: use a larger one')
 
     # which conversations are in which row
     rows = []
     free = []  # (tokens left, row), sorted
-    for ids, mask in sorted(kept, key=length_of, reverse=True):
-        at = bisect.bisect_left(free, (len(ids), 0))
-        if at == len(free):
+    for at in kept[np.argsort(-np.minimum(lengths[kept], size), kind='stable')].tolist():
+        n = min(int(lengths[at]), size)
+        place = bisect.bisect_left(free, (n, 0))
+        if place == len(free):
             free.append((size, len(rows)))
             rows.append([])
-        room, row = free.pop(at)
-        rows[row].append((ids, mask))
-        bisect.insort(free, (room - len(ids), row))
+        room, row = free.pop(place)
+        rows[row].append(chosen[at])
+        bisect.insort(free, (room - n, row))
 
     # the rows
-    tokens = np.zeros((len(rows), size), np.int64)
-    masks = np.zeros((len(rows), size), np.uint8)
+    shape = len(rows), size
+    tokens = np.memmap(Path(folder, f'{split}.part.bin'), read.ids.dtype, 'w+', shape=shape)
+    masks = np.memmap(Path(folder, f'{split}_mask.part.bin'), np.uint8, 'w+', shape=shape)
     for row, to, mask_to in zip(rows, tokens, masks):
         at = 0
-        for ids, mask in row:
+        for i in row:
+            ids, mask = read.ids[read.slice(i)][:size], read.mask[read.slice(i)][:size]
             end = at + len(ids)
             to[at:end] = ids
             mask_to[at:end] = mask
             mask_to[at] = 2
             at = end
         mask_to[at:at + 1] = 2
-    n_cut = sum(len(ids) > size for ids, _ in chats)
-    said = (f', in {len(rows):,} rows; {n_cut:,} longer than a row were cut, '
-            f'{len(chats) - len(kept):,} left out')
-    return tokens.ravel(), masks.ravel(), said
+    tokens.flush()
+    masks.flush()
+    said = (f', in {len(rows):,} rows; {(lengths > size).sum():,} longer than a row were cut, '
+            f'{len(lengths) - len(kept):,} left out')
+    return tokens.reshape(-1), masks.reshape(-1), said
 
 
-def length_of(chat):
-    """Returns the number of tokens of (ids, mask)."""
-    return len(chat[0])
+def copy_chats(read, chosen, folder, split):
+    """Writes conversations that follow each other to {split}.part.bin and {split}_mask.part.bin.
+    Returns (ids, mask, '')."""
+    part = slice(read.slice(chosen[0]).start, read.ends[chosen[-1]])
+    found = []
+    for array, name in ((read.ids, split), (read.mask, f'{split}_mask')):
+        array[part].tofile(Path(folder, f'{name}.part.bin'))
+        found.append(array[part])
+    return *found, ''
+
+
+def digest_files(files):
+    """Returns a digest of {name: text}."""
+    return hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()
 
 
 def main():
@@ -170,42 +291,54 @@ def main():
 
     # The conversations of all rows, as ids with their masks.
     enc, vocabulary = load_model_tokenizer(args.tokenizer)
+    template = None
     if args.template:
-        enc.set_template(read_text(args.template))
-    examples, told = read_examples(args.input, enc)
-    n_train = min(len(examples) - 1, int(len(examples)*0.9))  # the last tenth is for validation
-    if n_train < 1:
-        fail(f'{args.input} has {len(examples)} conversations, too few for a train and a val part; '
-             'give it at least 2')
-    kind = 'chats' if len(examples[0]) == 1 else 'pairs'
-    if kind == 'pairs' and args.rows:
-        fail('--rows packs conversations, not pairs')
+        template = read_text(args.template)
+        enc.set_template(template)
+    folder = args.out_dir
+    state = os.stat(args.input) if os.path.isfile(args.input) else None
+    source = {'input': os.path.abspath(args.input), 'template': template,
+              'size': state and state.st_size, 'changed': state and state.st_mtime_ns,
+              'tokenizer': digest_files(vocabulary.files)}
+    read = read_examples(args.input, enc, vocabulary, folder, source)
+    told = read.told
+    n_examples = len(read.ends) // read.n_each
+    n_train = min(n_examples - 1, int(n_examples*0.9))  # the last tenth is for validation
+    kind = 'chats' if read.n_each == 1 else 'pairs'
+    try:
+        if n_train < 1:
+            fail(f'{args.input} has {n_examples} conversations, too few for a train and a val '
+                 'part; give it at least 2')
+        if kind == 'pairs' and args.rows:
+            fail('--rows packs conversations, not pairs')
 
-    # The two splits: their ids, masks and, of pairs, ends.
-    said = [f'{n:,} rows read as {form}' for form, n in told.forms.items() if form]
-    said += [f'{n:,} rows left out: {reason}' for reason, n in told.left_out.items()]
-    documents = {}
-    files = {}
-    for split, part in (('train', examples[:n_train]), ('val', examples[n_train:])):
-        chats = [chat for example in part for chat in example]
-        ids = np.concatenate([ids for ids, _ in chats])
-        mask = np.concatenate([mask for _, mask in chats])
-        if split == 'train':
-            warning = check_ends(ids, mask, enc)
-        packed = ''
-        if args.rows:
-            ids, mask, packed = pack(chats, args.rows + 1)
-        if kind == 'pairs':
-            files[f'{split}_ends.bin'] = np.cumsum([len(ids) for ids, _ in chats], dtype=np.int64)
-        documents[split] = [ids]
-        files[f'{split}_mask.bin'] = mask
-        name = 'pairs' if kind == 'pairs' else 'conversations'
-        said.append(f'{split} has {len(part):,} {name}, {len(ids):,} tokens, '
-                    f"{(mask == 1).sum():,} of them the assistant's{packed}")
+        # The two splits: their ids, masks and, of pairs, ends.
+        said = [f'{n:,} rows read as {form}' for form, n in told.forms.items() if form]
+        said += [f'{n:,} rows left out: {reason}' for reason, n in told.left_out.items()]
+        files = {}
+        for split, first, end in (('train', 0, n_train), ('val', n_train, n_examples)):
+            chosen = range(first * read.n_each, end * read.n_each)
+            if split == 'train':
+                n_tokens = read.ends[chosen[-1]]
+                warning = check_ends(read.ids[:n_tokens], read.mask[:n_tokens], enc)
+            if args.rows:
+                ids, mask, packed = pack(read, chosen, args.rows + 1, folder, split)
+            else:
+                ids, mask, packed = copy_chats(read, chosen, folder, split)
+            if kind == 'pairs':
+                start = read.slice(chosen[0]).start
+                files[f'{split}_ends.bin'] = read.ends[chosen[0]:chosen[-1] + 1] - start
+            files[f'{split}_mask.bin'] = Path(folder, f'{split}_mask.part.bin')
+            name = 'pairs' if kind == 'pairs' else 'conversations'
+            said.append(f'{split} has {end - first:,} {name}, {len(ids):,} tokens, '
+                        f"{(mask == 1).sum():,} of them the assistant's{packed}")
+    except UserError:
+        give_up(folder)
+        raise
 
     # Write all of it, then say what it is.
     row_length = {'row_length': args.rows + 1} if args.rows else {}
-    save_documents(args.out_dir, documents, vocabulary, files=files, kind=kind, **row_length)
+    finish_data_set(folder, vocabulary, files=files, kind=kind, **row_length)
     said += [warning, *(f'{what}: {n:,} conversations' for what, n in told.lost.items())]
     columns = [f'"{name}" of {n:,}' for name, n in sorted(told.columns.items())]
     if columns:
