@@ -14,6 +14,9 @@ WITHOUT_EFFECT = {
     'always_save_checkpoint', 'save_interval', 'keep', 'wandb_log', 'wandb_project',
     'wandb_run_name', 'profile', 'minutes'}
 
+IN_AXES = 10  # runs up to which the legend stands in the axes
+NAMED = 60  # of more, so many of the best are in the legend
+
 
 def compare_runs(folders, x='iterations'):
     """Prints a table of the flags in which runs differ and of what came of them, the best first,
@@ -122,19 +125,31 @@ def print_table(runs):
 def draw(runs, x):
     """Draws the curves of all runs into one figure, which is returned: val, and train as a dotted
     line."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    figure = FigureCanvasAgg(Figure(figsize=(8, 5), layout='constrained')).figure
+    # the legend of many runs stands beside the axes
+    is_crowded = len(runs) > IN_AXES
+    size = (8 + 4 * is_crowded, max(5, 0.18 * min(len(runs), NAMED)))
+    figure = FigureCanvasAgg(Figure(figsize=size, layout='constrained')).figure
     units = sorted({run['unit'] for run in runs})
     axes = figure.add_subplot(xlabel=x, ylabel=' or '.join(units))
-    for run in runs:
+    colors = colormaps['viridis'].resampled(len(runs)) if is_crowded else None
+    for i, run in enumerate(runs):
         positions, train, val = zip(*run['points'])
         label = f'{run["folder"]}, best {run["best"]:.4f}'
         if run['marked']:
             label += f' on {run["marked"]["val data"]}'
+        if i >= NAMED:
+            label = f'{len(runs) - NAMED} more, see the table' if i == NAMED else None
+        if colors:  # from the best to the worst, of which ten colors in turn say nothing
+            axes.set_prop_cycle(color=[colors(i)])
         line, = axes.plot(positions, val, marker='.', label=label)
         axes.plot(positions, train, linestyle=':', color=line.get_color())
     axes.plot([], [], linestyle=':', color='gray', label='train')
     axes.grid(alpha=0.3)
-    axes.legend()
+    if is_crowded:
+        axes.legend(loc='upper left', bbox_to_anchor=(1.01, 1), fontsize=7, borderaxespad=0)
+    else:
+        axes.legend()
     return figure

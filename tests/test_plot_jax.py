@@ -58,3 +58,16 @@ def test_runs_that_count_other_bytes_are_told_apart(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert 'bits per byte of the text' in printed.splitlines()[2] + printed.splitlines()[1]
     assert printed.count('of the text') == 1
+
+
+def test_the_legend_of_many_runs_stands_beside_the_axes_and_names_the_best(tmp_path):
+    folders = [write_run(tmp_path / f'run{i:02}', 0.1, [3.0, 2 + i / 100]) for i in range(70)]
+    figure = compare_runs(folders)
+    axes, = figure.axes
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names[0].endswith('run00, best 2.0000') and names[-2:] == ['10 more, see the table', 'train']
+    assert len(names) == 62
+    figure.draw_without_rendering()
+    legend, inside = axes.get_legend().get_window_extent(), axes.get_window_extent()
+    assert legend.x0 >= inside.x1  # it covers no curve
+    assert legend.y1 - legend.y0 <= figure.bbox.height
