@@ -7,6 +7,7 @@ $ python export_jax.py --out_dir=out-mine --gguf=my-model.gguf --dtype=q8_0
 $ python export_jax.py --out_dir=out-lora --adapter=my-adapter
 """
 import os
+import signal
 import shlex
 import string
 import sys
@@ -58,6 +59,9 @@ from jax_run.checkpoints import run_folder
 from jax_run.load import load_run, load_updates
 from jax_run.log import read_metrics
 from jax_transformer import count_params
+
+# Ctrl-C is an exception from here on, so that what is unfinished is removed
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The flags of training that a model card lists, if the run read them.
 RECIPE = (

@@ -10,7 +10,26 @@ from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_run
 from jax_transformer import count_params
 from tests.common import (
-    RESUME, assert_refused, copy_folder, records_of, run_script, sample, samples_of, succeeded, train)
+    RESUME, assert_refused, copy_folder, records_of, run_script, sample, samples_of, start, succeeded, train)
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+import jax_pretrained
+def interrupt(*args):
+    os.kill(os.getpid(), signal.SIGINT)
+jax_pretrained.check_is_finite = interrupt
+sys.argv = ['export_jax.py', *sys.argv[1:]]
+runpy.run_path('export_jax.py', run_name='__main__')
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing_unfinished(finished, tmp_path):
+    process = start('-c', INTERRUPTED, f'--out_dir={finished[0]}', f'--folder={tmp_path / "model"}')
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130 and 'Traceback' not in err, err
+    assert not list(tmp_path.iterdir())
+
 
 # -----------------------------------------------------------------------------
 # newer models

@@ -1093,6 +1093,31 @@ def test_a_folder_that_goes_does_not_end_a_run_before_its_save(tmp_path, monkeyp
     plot_losses(tmp_path / 'gone')
 
 
+@pytest.mark.parametrize('what', [slow('renamed'), slow('removed'), 'metrics'])
+def test_what_is_no_training_does_not_end_a_run(what, finished, flags, tmp_path, monkeypatch):
+    out = tmp_path / 'out'
+    write = jax_run.log.RunLog.write
+
+    def spoil(log, iter_num, metrics):
+        if iter_num == 17 and what == 'renamed':
+            time.sleep(1)  # no save is under way
+            out.rename(tmp_path / 'moved')
+        elif iter_num == 17 and what == 'removed':
+            time.sleep(1)
+            shutil.rmtree(out, ignore_errors=True)
+            shutil.rmtree(out, ignore_errors=True)  # what was written meanwhile
+        elif iter_num >= 6 and what == 'metrics':
+            log.metrics_log.file.close()
+            log.metrics_log.file = open('/dev/full', 'w')
+        write(log, iter_num, metrics)
+
+    monkeypatch.setattr(jax_run.log.RunLog, 'write', spoil)
+    result = train(out, *flags)
+    assert result.returncode == 0, result.stderr
+    assert ('cannot write' in result.stderr) == (what == 'metrics')
+    assert final_state(out) == final_state(finished[0])
+
+
 @pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py', 'eval_jax.py', 'export_jax.py', 'bench_jax.py'])
 def test_ctrl_c_while_a_script_starts_is_130_without_a_word(script, tmp_path):
     started = tmp_path / 'started'
