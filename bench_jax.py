@@ -142,7 +142,7 @@ from jax_text import load
 from jax_train_utils import create_learning_rate_schedule, create_train_state
 from jax_transformer import INIT_STD, count_params, estimate_mfu
 from tools.plan import plan_step
-from tools.speed import bytes_read_per_step, expected_experts, tokens_per_step
+from jax_run.speed import bytes_read_per_step, expected_experts, tokens_per_step
 from tools.topologies import topology_devices
 
 devices, dtype, reason = setup_jax_environment(device, dtype)

@@ -24,10 +24,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+ENVIRONMENT = ('activate the environment of this project, or make one, as with: python3.12 -m venv '
+               '.venv && . .venv/bin/activate && pip install -r requirements_jax.txt')
+if sys.version_info < (3, 11):  # before anything that an older one cannot read
+    sys.exit(f'error: {sys.executable} is Python {platform.python_version()}, and JAX takes 3.11 or '
+             f'newer: {ENVIRONMENT}')
+
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+
+ROOT = Path(__file__).resolve().parent
+INSTALLED = ROOT / 'nanogpt_jax'  # config/ and data/ of an installation, see pyproject.toml
 
 # The types in which a model can be computed.
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -94,6 +103,16 @@ def whole_characters(text):
     """Returns the text with U+FFFD for each half of a character. "\\ud83d" in JSON leaves one, and
     so does a byte that is not UTF-8."""
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+
+
+def find_shipped(kind, name):
+    """Returns the path of a file or folder of config/ or data/, the `kind`: beside the caller if it
+    is there, else where it came along with this program, in a checkout or an installation."""
+    for place in (Path(kind), ROOT / kind, INSTALLED / kind):
+        if (place / name).exists():
+            return place / name
+    # nowhere: where it would be
+    return (ROOT if (ROOT / kind).is_dir() else Path()) / kind / name
 
 
 def write_text(path, text):
@@ -299,6 +318,9 @@ def run_config_file(path, flags):
 
     flags: {name: value} before it, which it may read. Raises UserError for a file that is not there
     or that fails."""
+    kind, _, name = path.replace(os.sep, '/').partition('/')
+    if not Path(path).is_file() and kind == 'config':
+        path = str(find_shipped(kind, name))
     if not Path(path).is_file():
         folder = Path(path).parent
         near = did_you_mean(path, [str(file) for file in folder.glob('*.py')])
@@ -687,9 +709,6 @@ def start_script():
     """Makes the settings with which every script begins: from here on its errors end it as
     exit_on_user_error says, and a line is written when it is printed, into a pipe or a file as on a
     terminal."""
-    if sys.version_info < (3, 11):
-        sys.exit(f'error: Python {platform.python_version()} is too old: JAX takes 3.11 or newer; make '
-                 'an environment of it, as with: uv venv --python 3.12')
     sys.excepthook = exit_on_user_error
 
     # Output that the shell has closed (2>&-) goes nowhere: else the next file that is opened, such as
@@ -742,6 +761,11 @@ def exit_on_user_error(kind, error, traceback):
         sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
     exit_if_peer_died(error)
 
+    # No environment, or not this project's.
+    name = getattr(error, 'name', None) if isinstance(error, ModuleNotFoundError) else None
+    if name and not is_own_module(name):
+        error = UserError(f'{sys.executable} has no package {name.partition(".")[0]}: {ENVIRONMENT}')
+
     is_memory = isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]
     is_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
     if is_memory:
@@ -754,6 +778,11 @@ def exit_on_user_error(kind, error, traceback):
     warn(one_line(error))
     exit_before_others(code)
     sys.exit(code)
+
+
+def is_own_module(name):
+    """Whether a module is one of this project, whose absence is a fault and no lack of packages."""
+    return name.partition('.')[0].startswith('jax_') or name.startswith(('data', 'tools', 'tests'))
 
 
 @atexit.register  # runs before the interpreter flushes stdout, which would fail and print a message

@@ -12,7 +12,6 @@ import secrets
 import sys
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -77,7 +76,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     description = found.tokenizer
     if dataset and not is_run(source):
         from jax_run.data import dataset_folder, load_dataset_meta
-        folder = dataset_folder(dataset, Path(__file__).parent / 'data')
+        folder = dataset_folder(dataset)
         description = load_dataset_meta(folder)['tokenizer']
     tokenizer = load_fitting_tokenizer(description, source, found.config)
 

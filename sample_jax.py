@@ -83,7 +83,7 @@ from jax_devices.setup import configure_process
 from jax_generate import PrefixCache
 from jax_run.samples import SampleFile, digest_flags, split_rows
 from jax_text import Generation, load, rendered_prompt, warn_if_too_long
-from tools.speed import report_speed
+from jax_run.speed import report_speed
 
 
 def read_prompts(start, each_line, chat):

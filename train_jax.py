@@ -153,7 +153,7 @@ with contextlib.ExitStack() as at_end:
     # -----------------------------------------------------------------------------
     # the model: of the checkpoint, from scratch, or pretrained; cfg: the flags, those of the
     # checkpoint if the run is resumed (--minutes sets max_iters later)
-    run = open_run(flags, given, data_root=Path(__file__).parent / 'data')
+    run = open_run(flags, given)
     cfg = argparse.Namespace(**run.flags)
     layout = setup_distributed_training(
         run.devices, cfg.fsdp, cfg.tensor, cfg.expert, cfg.context, cfg.zero)

@@ -16,12 +16,13 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np  # the rest is imported where it is needed: most scripts need little
-
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from jax_flags import UserError, exit_on_user_error, new_file
 
-sys.excepthook = exit_on_user_error
+sys.excepthook = exit_on_user_error  # before the first package, which may be missing
+
+import numpy as np  # the rest is imported where it is needed: most scripts need little
+
 SHAKESPEARE = ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/'
                'input.txt')
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_flags import UserError, is_in_bucket, read_json
+from jax_flags import INSTALLED, UserError, find_shipped, is_in_bucket, read_json
 from jax_hub.tokenizers import locate_tokenizer, same_tokens
 
 
@@ -55,6 +55,8 @@ def check_not_cut(array):
 def remedy_for(data_dir):
     """Says what to do about a data set that is missing or damaged."""
     prepare = data_dir / 'prepare.py'
+    if INSTALLED in prepare.resolve().parents and prepare.exists():
+        return f'run: prepare-jax {data_dir.name}'
     if prepare.exists():
         return f'run: python {prepare}'
     return f'there is no {prepare} to make it; see "Your own text" in README.md'
@@ -246,7 +248,7 @@ def load_ends(path, n_tokens):
 # -----------------------------------------------------------------------------
 # mixtures of data sets
 
-def parse_mixture(dataset, root):
+def parse_mixture(dataset, root=None):
     """Returns {folder: fraction} for the flag --dataset: a folder, by its name under `root` or its
     path, or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
     # one data set: without a colon, but for that of a URL
@@ -270,16 +272,17 @@ def parse_mixture(dataset, root):
     return {dataset_folder(name, root): fraction for name, fraction in shares.items()}
 
 
-def dataset_folder(name, root):
-    """Returns the folder of a data set, given its name under `root` or its path. That of
-    gs://bucket/folder is a copy on this machine, which is fetched if it is not there."""
+def dataset_folder(name, root=None):
+    """Returns the folder of a data set, given its path, or its name under `root`; without one under
+    data/, see find_shipped. That of gs://bucket/folder is a copy on this machine, which is fetched
+    if it is not there."""
     if not is_in_bucket('dataset', name):
-        return Path(root) / name
+        return Path(root) / name if root else find_shipped('data', name)
     from jax_run.buckets import fetch_dataset
     return fetch_dataset(name)
 
 
-def load_mixture_meta(dataset, root):
+def load_mixture_meta(dataset, root=None):
     """Returns (parse_mixture, load_dataset_meta of its first data set). Raises UserError if another
     cannot be mixed with it."""
     shares = parse_mixture(dataset, root)

@@ -105,13 +105,13 @@ class Run:
         return dataclasses.replace(self, model=dataclasses.replace(self.model, lora=lora))
 
 
-def open_run(flags, given, data_root):
+def open_run(flags, given):
     """Decides what the run starts from: scratch, a pretrained model, LoRA on one, or a checkpoint.
 
-    flags, given: of read_flags. data_root: the folder of the data sets. Returns a Run. Nothing is
-    written; all processes call it, and must agree. Raises UserError for flags that are out of
-    range, or ask for another architecture or optimizer than the checkpoint's; for devices that are
-    not here; for a model or a data set that is missing or does not fit the other."""
+    flags, given: of read_flags. Returns a Run. Nothing is written; all processes call it, and must
+    agree. Raises UserError for flags that are out of range, or ask for another architecture or
+    optimizer than the checkpoint's; for devices that are not here; for a model or a data set that
+    is missing or does not fit the other."""
     # the flags; those of a resumed run are its checkpoint's, but for those that are given now
     flags = {**flags, 'init_from': choose_init_from(flags)}
     resumed = None
@@ -140,7 +140,7 @@ def open_run(flags, given, data_root):
     with in_all_processes():
         if flags['init_from'] not in ('scratch', 'resume'):
             check_init_from(flags['init_from'])
-        shares, meta = load_mixture_meta(flags['dataset'], data_root)
+        shares, meta = load_mixture_meta(flags['dataset'])
     if resumed:
         model = continued_model(flags, given, resumed, meta, dtype)
         print_what_is_left(flags, given, resumed['iter_num'])

@@ -18,7 +18,7 @@ from jax_ops.vocabulary import embed_tokens
 from jax_pretrained import load_pretrained
 from jax_transformer import PAD, MoEConfig, Stream, init_cache, update_ring_cache, without_tables
 from tests.common import FAMILIES, TINY, apply, guess, random_params, random_tokens
-from tools.speed import bytes_read_per_step, expected_experts
+from jax_run.speed import bytes_read_per_step, expected_experts
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
 ROPE = dataclasses.replace(TINY, position='rope', norm='rms', bias=False)

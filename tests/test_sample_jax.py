@@ -464,7 +464,7 @@ def test_int8_weights_are_quantized_while_they_are_loaded(
         return 1e-6  # less than is read
 
     monkeypatch.setattr('jax_pretrained.load_pretrained', watched)
-    monkeypatch.setattr('tools.speed.measure_bandwidth', bandwidth)
+    monkeypatch.setattr('jax_run.speed.measure_bandwidth', bandwidth)
     done = succeeded(sample('none', f'--init_from={speaking}', '--quantize=int8', '--start=ab c', '--num_samples=1',
                             '--max_new_tokens=2'))
     assert 'which is 100% of the' in done.stderr  # never more

@@ -22,14 +22,14 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
     PARTS, UserError, create_parser, fail, finish_data_set, load_model_tokenizer, positive, remove)
 from forms import read_example
 from jax_flags import lock_file, read_json, whole_characters, write_json
 from reading import read_rows, read_text
+
+import numpy as np
 
 here = os.path.dirname(os.path.abspath(__file__))
 

@@ -9,11 +9,11 @@ import itertools
 import os
 import sys
 
-from tqdm import tqdm
-
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import choose_vocabulary, create_encoder, create_parser, fail, finish_data_set, join, make_folder, positive
 from reading import read_rows
+
+from tqdm import tqdm
 
 here = os.path.dirname(os.path.abspath(__file__))
 hub_name, sample = 'HuggingFaceFW/fineweb', 'sample/10BT'

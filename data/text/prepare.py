@@ -15,15 +15,15 @@ import itertools
 import os
 import sys
 
-import numpy as np
-from tqdm import tqdm
-
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
     TOKENIZER_HELP, choose_vocabulary, create_encoder, create_parser, cut, fail, finish_data_set,
     join, positive)
 from jax_flags import lock_file, read_json, whole_characters, write_json
 from reading import ROW_ENDINGS, ending, read_blocks, read_rows
+
+import numpy as np
+from tqdm import tqdm
 
 FEW = 20  # documents: of fewer, each has a part in train and in val
 # bpe:N learns from about as much of larger inputs, taken evenly from the train part
