@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jax_flags import (
     DTYPES, UserError, check_choice, check_needs, check_source, is_read, read_flags, read_json,
-    start_script, write_text)
+    require_package, start_script, write_text)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt
@@ -46,6 +46,9 @@ if not gguf:
     check_choice('dtype', dtype, DTYPES)
 if shard_gb <= 0:
     raise UserError(f'shard_gb must be more than 0, not {shard_gb}')
+
+if gguf:
+    require_package('gguf')
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 from jax_devices.setup import setup_jax_environment

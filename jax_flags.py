@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import importlib.util
 import inspect
 import json
 import math
@@ -298,6 +299,9 @@ def parse_flag(arg, defaults):
     The value is a Python literal, else a text. For a flag whose default is a text it is the text as
     typed: --start=123 is a prompt."""
     name, equals, text = arg[2:].partition('=')
+    if not equals and name in defaults:
+        example = True if isinstance(defaults[name], bool) else defaults[name]
+        raise UserError(f'flags are written --name=value, as --{name}={example}; got {arg}')
     if not equals:
         raise UserError(f'flags are written --name=value; got {arg}')
     if isinstance(defaults.get(name), str):
@@ -319,12 +323,12 @@ def run_config_file(path, flags):
     flags: {name: value} before it, which it may read. Raises UserError for a file that is not there
     or that fails."""
     kind, _, name = path.replace(os.sep, '/').partition('/')
-    if not Path(path).is_file() and kind == 'config':
-        path = str(find_shipped(kind, name))
+    shipped = find_shipped(kind, name) if kind == 'config' else Path(path)
+    if not Path(path).is_file() and shipped.is_file():
+        path = str(shipped)
     if not Path(path).is_file():
-        folder = Path(path).parent
-        near = did_you_mean(path, [str(file) for file in folder.glob('*.py')])
-        raise UserError(f'there is no config file {path}{near}; flags are written --name=value')
+        raise UserError(f'there is no config file {path}{meant_by(path, flags)}; flags are written '
+                        '--name=value')
     try:
         tree = ast.parse(Path(path).read_text(encoding='utf-8'))
         values = runpy.run_path(path, init_globals=flags)
@@ -343,8 +347,25 @@ def run_config_file(path, flags):
     return given
 
 
+def meant_by(path, flags):
+    """Returns what an argument may have meant that is no config file: ' (did you mean ...?)', or
+    ''."""
+    if os.path.isdir(os.path.join(path, 'ckpt')) and 'out_dir' in flags:
+        return f' (did you mean --out_dir={path}?)'
+    folders = [Path(path).parent]
+    if os.sep not in path:
+        folders = [Path('config'), Path()]
+    known = [str(file) for folder in folders for file in folder.glob('*.py')]
+    name = Path(path).stem
+    same = [file for file in known if Path(file).stem == name]
+    return f' (did you mean {same[0]}?)' if same else did_you_mean(path, known)
+
+
 # The names that other programs give to flags, which spelling does not find.
 ALIASES = {
+    'epochs': 'max_iters',
+    'model': 'init_from',
+    'n': 'num_samples',
     'lr': 'learning_rate',
     'wd': 'weight_decay',
     'bs': 'batch_size',
@@ -373,6 +394,8 @@ def did_you_mean(name, known):
 
 def hint_for(name, flags, script):
     """Returns what to do about an unknown flag."""
+    if name == 'config':
+        return f'a config file is given by its path alone: python {Path(script).name} config/FILE.py'
     near = nearest_names(name, flags)
     if ALIASES.get(name) in flags:
         near = [ALIASES[name]]
@@ -593,17 +616,16 @@ def check_flags(flags):
 
     # LoRA. The base and the rank of a resumed run are in its checkpoint.
     is_new = flags['init_from'] not in ('resume', 'auto')
-    if flags['lora_rank'] and flags['zero']:
-        raise UserError('zero shards what is trained, and the updates of LoRA are small: leave '
-                        'zero at 0')
-    if flags['lora_rank'] and flags['optimizer'] != 'adamw':
-        raise UserError('muon is for whole matrices, and LoRA trains updates of them: leave '
-                        'optimizer at adamw')
-    if flags['base'] and is_new:
-        raise UserError('base is for a LoRA run that is resumed, sampled or exported; a new run '
-                        'takes init_from')
-    if flags['lora_rank'] and flags['init_from'] == 'scratch':
-        raise UserError('LoRA trains updates of a pretrained model: name it with --init_from')
+    has_lora = flags['lora_rank'] > 0
+    refuse([
+        (has_lora and flags['init_from'] == 'scratch',
+         'LoRA trains updates of a pretrained model: name it with --init_from'),
+        (has_lora and flags['zero'],
+         'zero shards what is trained, and the updates of LoRA are small: leave zero at 0'),
+        (has_lora and flags['optimizer'] != 'adamw',
+         'muon is for whole matrices, and LoRA trains updates of them: leave optimizer at adamw'),
+        (flags['base'] and is_new,
+         'base is for a LoRA run that is resumed, sampled or exported; a new run takes init_from')])
 
 
 class Control(NamedTuple):
@@ -762,9 +784,8 @@ def exit_on_user_error(kind, error, traceback):
     exit_if_peer_died(error)
 
     # No environment, or not this project's.
-    name = getattr(error, 'name', None) if isinstance(error, ModuleNotFoundError) else None
-    if name and not is_own_module(name):
-        error = UserError(f'{sys.executable} has no package {name.partition(".")[0]}: {ENVIRONMENT}')
+    if isinstance(error, ModuleNotFoundError) and error.name and not is_own_module(error.name):
+        error = missing_package(error.name.partition('.')[0])
 
     is_memory = isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]
     is_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
@@ -778,6 +799,24 @@ def exit_on_user_error(kind, error, traceback):
     warn(one_line(error))
     exit_before_others(code)
     sys.exit(code)
+
+
+# packages that requirements_jax.txt does not have: only some commands need them
+EXTRA_PACKAGES = ('datasets', 'gguf', 'pyarrow', 'gcsfs', 'google')
+
+
+def missing_package(name):
+    """Returns the UserError of a package that this Python lacks."""
+    remedy = ENVIRONMENT
+    if name in EXTRA_PACKAGES:
+        remedy = 'pip install -r requirements_dev.txt' if name == 'google' else f'pip install {name}'
+    return UserError(f'{sys.executable} has no package {name}: {remedy}')
+
+
+def require_package(name):
+    """Raises UserError if a package is missing that is imported later."""
+    if importlib.util.find_spec(name) is None:
+        raise missing_package(name)
 
 
 def is_own_module(name):

@@ -89,7 +89,7 @@ def create_learning_rate_schedule(
     decay_iters = lr_decay_iters - warmup_iters
     if decay_lr and lr_schedule != 'constant' and decay_iters <= 0:
         raise UserError(f'lr_decay_iters={lr_decay_iters} must be more than '
-                        f'warmup_iters={warmup_iters}')
+                        f'warmup_iters={warmup_iters}: add --warmup_iters={lr_decay_iters // 10}')
     if lr_schedule == 'wsd':
         decay_iters = ceil_div(decay_iters, 5)
     min_share = min_lr / learning_rate if learning_rate else 0.0

@@ -38,6 +38,7 @@ output = '' # file to which each sample is appended as a line of JSON; a command
 quantize = '' # 'int8': weights with a scale per output channel, 4x smaller than float32; faster, logits differ slightly
 cache_dtype = 'auto' # KV cache in 'float32', 'bfloat16', 'float16', 'int8', 'float8'; auto is the compute dtype
 n_draft = 0 # speculative decoding: draft tokens per step, 3 or 7; pays with temperature=0, where a text repeats itself
+speed = False # also print what took the time: imports, compilation, prefill, the bytes that decoding reads
 stream = False # print the text while it is generated, one sample after the other
 interactive = False # ask for prompts, as a chat if the model has a chat template: /help lists its commands
 serve = 0 # port of a page to talk to the model and of OpenAI's API, until Ctrl-C, as 8000; 0 is off
@@ -279,4 +280,5 @@ if file:
 if is_master and generations:
     print(header, file=sys.stderr)
     print(report_speed(model, generations, n_prompts=len(lines), started=started,
-                       imports_s=imports_s, cache_dtype=cfg.cache_dtype), file=sys.stderr)
+                       imports_s=imports_s, cache_dtype=cfg.cache_dtype, is_detailed=cfg.speed),
+          file=sys.stderr)

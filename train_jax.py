@@ -241,7 +241,7 @@ with contextlib.ExitStack() as at_end:
                                 evaluate=evaluate, clock=clock, stop=stop)
         run = run.with_iterations(n)
         cfg = argparse.Namespace(**run.flags)
-        say_if_few_iterations(run.flags, data.train)
+        say_if_few_iterations(run.flags, data.train, time.perf_counter() - started)
         state, run = start_state(run, program)
 
     # checkpoints and logs; here an earlier run is deleted, with --overwrite
@@ -325,7 +325,11 @@ with contextlib.ExitStack() as at_end:
     if stop_signal and iter_num:
         out.plot()  # loss.png again: there may be iterations after the last evaluation
 
-if stop_signal:
+if not stop_signal:
+    best = f', best val loss {best_val_loss:.4f}' if best_val_loss < NO_LOSS else ''
+    print(f'saved {cfg.out_dir} (iteration {iter_num}{best}); next: '
+          f'python sample_jax.py --out_dir={cfg.out_dir}')
+else:
     saved = ''
     if iter_num:
         saved = f', saved; continue with --init_from=resume --out_dir={cfg.out_dir}'

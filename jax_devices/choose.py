@@ -35,7 +35,7 @@ def choose_attention(attention, config, device, *, tensor=1, context=1, determin
                             '--deterministic=False')
         return 'xla', 'deterministic'
     if attention in ('xla', 'chunked'):
-        return attention, 'as asked'
+        return attention, '--attention says so'
 
     # flash attention, if it is asked for or the device has one
     is_auto = attention == 'auto'
@@ -52,7 +52,7 @@ def choose_attention(attention, config, device, *, tensor=1, context=1, determin
             is_measured = any(name in device.device_kind for name in MEASURED)
             return flash, 'flash attention' + ('' if is_measured else ', not measured on this card')
         if not refusal:
-            return flash, 'as asked'
+            return flash, '--attention says so'
         if not is_auto:
             raise UserError(f'attention={attention} does not work here: {refusal}; use '
                             '--attention=auto')

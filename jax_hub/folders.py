@@ -200,7 +200,8 @@ def local_path(path_or_name, files=HUB_FILES):
         return download(repo, files)
     except Exception as error:  # no network, no such package, full disk, ...
         reason = str(error).split('\n')[0]
-        raise UserError(f'cannot download {path_or_name} ({type(error).__name__}: {reason}). Put '
+        here = '' if path_or_name in PUBLISHED else f'there is no folder {path_or_name} here, and '
+        raise UserError(f'{here}cannot download {path_or_name} ({type(error).__name__}: {reason}). Put '
                         f'config.json and model.safetensors of {repo}, Hugging Face hub, into a '
                         'folder by hand and give its path instead') from None
 

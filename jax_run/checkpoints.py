@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_devices.processes import gather_texts
 from jax_flags import (
-    TryAgain, UserError, check_choice, exit_if_peer_died, is_in_bucket, lock_file, printable,
-    read_json, warn, write_text)
+    TryAgain, UserError, check_choice, did_you_mean, exit_if_peer_died, is_in_bucket, lock_file,
+    printable, read_json, warn, write_text)
 from jax_hub.folders import path_inside
 from jax_hub.tokenizers import locate_tokenizer
 from jax_transformer import WEIGHTS, GPTConfig
@@ -455,8 +455,9 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     run = run_folder(out_dir)
     folder = run.files / 'ckpt'
     if not steps:
+        runs = [str(path.parent) for path in Path().glob('*/ckpt')]
         raise UserError(f'there is no complete checkpoint in {run.shown(folder)}; name the out_dir '
-                        'of a run')
+                        f'of a run{did_you_mean(str(out_dir), runs)}')
 
     # The best one first, the others newest first. Sorting is stable: of checkpoints without an
     # evaluation the latest is the best.

@@ -250,9 +250,10 @@ def load_ends(path, n_tokens):
 
 def parse_mixture(dataset, root=None):
     """Returns {folder: fraction} for the flag --dataset: a folder, by its name under `root` or its
-    path, or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
+    path (see dataset_folder), or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
     # one data set: without a colon, but for that of a URL
-    if dataset.count(':') == dataset.count('://') or (Path(root) / dataset).is_dir():
+    is_one = dataset.count(':') == dataset.count('://')
+    if is_one or dataset_folder(dataset, root).is_dir():
         return {dataset_folder(dataset, root): 1.0}
 
     # Each part is a name and a fraction.

@@ -1,5 +1,6 @@
 """--minutes to max_iters: the training step is timed before the run, which then starts as if the
 number of iterations had been given."""
+import math
 import time
 
 import jax
@@ -51,15 +52,18 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
     return n
 
 
-def say_if_few_iterations(flags, source):
-    """Says how many iterations fit if they are fewer than FEW. flags: of a run whose
-    iterations were measured. source: of the training data."""
+def say_if_few_iterations(flags, source, seconds):
+    """Says how many iterations fit if they are fewer than FEW, and what the time went to. flags: of a
+    run whose iterations were measured. source: of the training data. seconds: since the start."""
     n = flags['max_iters']
     if n >= FEW:
         return
     n_sequences = n * flags['gradient_accumulation_steps'] * flags['batch_size']
+    enough = max(1, math.ceil(seconds / 60 * 10))
     print(f"only {n} iterations fit into {flags['minutes']:g} minutes "
-          f'({source.count_passes(n_sequences):.1f} passes over the data)')
+          f'({source.count_passes(n_sequences):.1f} passes over the data): start, compilation and '
+          f"measuring have taken {seconds:.0f} of {60 * flags['minutes']:.0f} s; give it more, as "
+          f'--minutes={enough}')
 
 
 def time_iterations(state, step, make_batch, must_stop):

@@ -9,7 +9,7 @@ from jax_generate import drafts_are_useless
 from jax_transformer import cache_bytes, without_tables
 
 
-def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dtype):
+def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dtype, is_detailed):
     """Returns lines on the time of compilation, prefill and decoding, and on the bandwidth: a
     decode step reads all weights and the KV cache.
 
@@ -27,9 +27,15 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
     total_s = time.perf_counter() - started
     compiled_s = sum(lap.compiling for lap in laps)
     first_compiled_s = model.loading.compiling + laps[0].compiling
+    decode_s = sum(lap.running for lap in laps)
     report = (f'{n_samples:,} samples of {n_prompts:,} prompts, {n_new:,} tokens, in '
-              f'{total_s:.1f} s\n'
-              f'first token: imports {imports_s:.2f} s, weights {model.loading.running:.2f} s, '
+              f'{total_s:.1f} s, {n_new / max(decode_s, 1e-9):,.0f} tok/s once compiled')
+    if leaves_context(model.config, generations):
+        report += (f'; past the context of {model.config.block_size:,} tokens each token costs all '
+                   'of them, because positions are learned')
+    if not is_detailed:
+        return report + describe_drafts(generations)
+    report += (f'\nfirst token: imports {imports_s:.2f} s, weights {model.loading.running:.2f} s, '
               f'compiling {first_compiled_s:.2f} s, running {laps[0].running:.2f} s\n'
               f'compiled in {compiled_s:.1f} s, prefill {prefill_s * 1000:.1f} ms')
 
@@ -57,18 +63,13 @@ def report_decoding(model, generations, n_new):
     batch_size = len(generations[0].prompts)
     tokens_per_sec = (n_new - batch_size * len(generations)) / decode_s
 
-    # bytes read, and tokens drafted
+    # bytes read
     weight_bytes = bytes_read_per_step(model.params, model.config, batch_size)
-    bytes_read, drafted, accepted = 0, 0, 0
-    were_useless = False
+    bytes_read = 0
     for generation in generations:
         result = generation.result
         step_bytes = bytes_read_per_step(model.params, model.config, tokens_per_step(result))
         bytes_read += result.steps * (step_bytes + result.cache_bytes)
-        drafted += result.drafted
-        accepted += result.accepted
-        if result.drafted:
-            were_useless |= drafts_are_useless(result.drafted, result.accepted, batch_size)
     gb_per_s = bytes_read / 1e9 / decode_s
 
     # the bandwidth; each device reads its own shard
@@ -84,12 +85,26 @@ def report_decoding(model, generations, n_new):
               f'sequence) for {n_new:,} tokens\n'
               f'{what} {weight_bytes / 1e6:,.4g} MB, {gb_per_s:.1f} GB/s, which is '
               f'{gb_per_s / bandwidth:.0%} of the {bandwidth:.1f} GB/s that this machine reads')
-    if drafted:
-        report += (f'\ndrafts: {accepted:,} of {drafted:,} tokens accepted, '
-                   f'{accepted / drafted:.0%}')
-    if drafted and were_useless:
-        report += '; too few, so they were switched off'
-    return report
+    return report + describe_drafts(generations)
+
+
+def leaves_context(config, generations):
+    """Whether a row is longer than the positions that the model has learned."""
+    longest = max(int(generation.result.lengths.max()) for generation in generations)
+    return config.position == 'learned' and longest > config.block_size
+
+
+def describe_drafts(generations):
+    """Returns the line on drafts, '' without any."""
+    results = [generation.result for generation in generations]
+    drafted = sum(result.drafted for result in results)
+    accepted = sum(result.accepted for result in results)
+    if not drafted:
+        return ''
+    were_useless = any(
+        drafts_are_useless(result.drafted, result.accepted, len(result.lengths)) for result in results)
+    useless = '; too few, so they were switched off' if were_useless else ''
+    return f'\ndrafts: {accepted:,} of {drafted:,} tokens accepted, {accepted / drafted:.0%}{useless}'
 
 
 def bytes_read_per_step(params, config, n_tokens):

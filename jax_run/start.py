@@ -346,10 +346,10 @@ def choose_init_from(flags):
 
 def check_training_flags(flags, given):
     """Raises UserError for flags that are out of range, and says what has no effect, or is odd."""
-    for name in ('compile', 'backend'):
+    for name, why in (('compile', 'JAX always compiles'),
+                      ('backend', 'JAX chooses how devices communicate')):
         if name in given:
-            print(f'--{name}={flags[name]} has no effect here: JAX always compiles, and picks its '
-                  'own communication')
+            print(f'--{name}={flags[name]} has no effect here: {why}')
     check_flags(flags)
     check_given(flags, given)
     warning = rising_learning_rate(flags)

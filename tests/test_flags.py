@@ -74,6 +74,9 @@ def test_a_value_may_hold_equals_signs_and_a_prompt_may_look_like_a_number(read)
     ('--batch_size=' + '(' * 1000, 'type int'),
     ('--learning_rate=fast', 'type float'),
     ('--other=4', 'unknown flag'),
+    ('train_pystdlib', 'no config file train_pystdlib .did you mean config/train_pystdlib.py'),
+    ('--config=x.py', 'a config file is given by its path alone'),
+    ('--batch_size 3'.split()[0], '--name=value, as --batch_size=12; got --batch_size'),
     ('nosuchfile.py', 'no config file nosuchfile.py')])
 def test_a_flag_that_is_wrong_is_refused_by_name(read, arg, message):
     with pytest.raises(UserError, match=message):

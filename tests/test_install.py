@@ -77,7 +77,8 @@ def test_an_installation_says_what_is_there_and_how_to_make_the_rest(installed, 
 
 @pytest.mark.parametrize('script', SCRIPTS)
 def test_a_python_without_the_packages_says_in_one_line_how_to_make_an_environment(script, tmp_path):
-    argument = {'eval_jax.py': f'--text={ROOT}/README.md', 'export_jax.py': '--folder=x', 'plot_jax.py': 'out'}.get(script)
+    arguments = {'eval_jax.py': f'--text={ROOT}/README.md', 'export_jax.py': '--folder=x', 'plot_jax.py': 'out'}
+    argument = arguments.get(script)
     done = run(filter(None, [sys.executable, '-S', ROOT / script, argument]), tmp_path, PYTHONPATH='')
     assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr
     assert f'{sys.executable} has no package ' in done.stderr and 'pip install -r requirements_jax.txt' in done.stderr

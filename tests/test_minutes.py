@@ -48,8 +48,10 @@ def test_a_signal_ends_the_measuring():
 
 
 @pytest.mark.parametrize('n, said', [
-    (7, 'only 7 iterations fit into 3 minutes (1.6 passes over the data)\n'), (50, '')])
+    (7, 'only 7 iterations fit into 3 minutes (1.6 passes over the data): start, compilation and measuring have taken '
+        '150 of 180 s; give it more, as --minutes=25\n'), (50, '')])
 def test_so_few_iterations_that_little_is_learned_are_said(capsys, n, said):
     rows = Rows(np.zeros((18, 5), np.uint16), block_size=4, seed=0)
-    say_if_few_iterations({'max_iters': n, 'minutes': 3.0, 'gradient_accumulation_steps': 2, 'batch_size': 2}, rows)
+    say_if_few_iterations({'max_iters': n, 'minutes': 3.0, 'gradient_accumulation_steps': 2, 'batch_size': 2},
+                          rows, 150.0)
     assert capsys.readouterr().out == said

@@ -779,7 +779,7 @@ def test_auto_picks_attention_and_says_why(monkeypatch):
     cpu = jax.devices()[0]
     assert choose_attention('auto', LONG, cpu)[0] == 'chunked'
     assert choose_attention('auto', dataclasses.replace(LONG, block_size=64), cpu)[0] == 'xla'
-    assert choose_attention('xla', LONG, cpu) == ('xla', 'as asked')
+    assert choose_attention('xla', LONG, cpu) == ('xla', '--attention says so')
     monkeypatch.setattr(jax_devices.choose, 'compile_cudnn', lambda *args: None)
     assert choose_attention('auto', LONG_BF16, gpu(device_kind='NVIDIA H100')) == ('cudnn', 'flash attention')
     assert choose_attention('auto', LONG_BF16, gpu()) == ('cudnn', 'flash attention, not measured on this card')

@@ -227,3 +227,15 @@ def test_max_iters_alone_is_a_whole_schedule_which_a_resume_keeps(dataset, tmp_p
     *_, low, _ = read_metrics(tmp_path / 'alone')
     *_, higher, _ = read_metrics(tmp_path / 'both')
     assert low['lr'] < higher['lr']
+
+
+def test_what_was_meant_is_named(tmp_path, monkeypatch):
+    (tmp_path / 'out-mine' / 'ckpt').mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for script, arguments, said in (
+            ('sample_jax.py', ['out-mine'], r'no config file out-mine \(did you mean --out_dir=out-mine\?\)'),
+            ('sample_jax.py', ['--out_dir=out-mne'], r'name the out_dir of a run \(did you mean out-mine\?\)'),
+            ('train_jax.py', ['--lora_rank=8', '--optimizer=muon'], 'LoRA trains updates of a pretrained model'),
+            ('train_jax.py', ['--epochs=3'], 'did you mean --max_iters'),
+            ('sample_jax.py', ['--init_from=my/folder'], 'there is no folder my/folder here, and cannot download')):
+        assert_refused(run_script(script, *arguments), said)

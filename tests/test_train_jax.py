@@ -939,7 +939,7 @@ def test_a_run_with_muon_resumes_bit_for_bit_and_with_other_execution_options(fl
     succeeded(train(parts, *RESUME, '--max_iters=20'))
     assert records_of(parts) == records_of(whole)
     result = succeeded(train(other, *RESUME, '--max_iters=20', '--dropout=0.0', *FAST))
-    assert 'attention: chunked (as asked)' in result.stdout
+    assert 'attention: chunked (--attention says so)' in result.stdout
     assert 'attention' not in choose_checkpoint(other)[1]['model']
     succeeded(sample(other, '--max_new_tokens=20'))
     result = train(parts, '--init_from=resume', '--optimizer=adamw')

@@ -12,6 +12,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
     choose_vocabulary, create_parser, encode_documents, fail, finish_data_set, join, make_folder, positive)
 
+from jax_flags import require_package
+
 here = os.path.dirname(os.path.abspath(__file__))
 hub_name = 'Skylion007/openwebtext'
 
@@ -28,6 +30,7 @@ def tokenize(rows, vocabulary):
 
 def main():
     args = parser.parse_args()
+    require_package('datasets')
     vocabulary = choose_vocabulary(args.tokenizer)
     os.environ['TOKENIZERS_PARALLELISM'] = 'false' # the processes are parallel
     try:
