@@ -491,7 +491,8 @@ NEEDS = {
         'chat': NO_SERVER,
         'stream': NO_SERVER,
         'interactive': NO_SERVER,
-        'host': Need('serve', 'a server: add --serve=8000')},
+        'host': Need('serve', 'a server: add --serve=8000'),
+        'allow': Need('serve', 'a server: add --serve=8000')},
     'eval_jax': {
         'logprobs': Need('tasks', 'tasks: add --tasks=items.jsonl')},
     'export_jax': {

@@ -808,9 +808,12 @@ class Row(NamedTuple):
     start: int  # at least 1
     logprobs: np.ndarray  # float32 [len(ids) - start], to be written
     is_likeliest: np.ndarray  # bool, likewise
+    top: np.ndarray  # int32: the likeliest token; with_top alone, as the next
+    top_logprobs: np.ndarray  # float32: its log-probability
 
 
-def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='auto'):
+def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='auto',
+          with_top=False):
     """Returns the natural log-probabilities of given tokens: for each item a list of (float32 [n],
     bool [n]: no token is likelier), one pair per row.
 
@@ -820,6 +823,8 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
     max_length: the most tokens of context, the config's block_size if 0; a longer row is split by
     windows().
     batch_size: rows of up to PIECE tokens that are computed together, fewer of longer ones.
+    with_top: whether each row also has (int32 [n], the likeliest tokens; float32 [n], their
+    log-probabilities).
     Raises UserError for what makes no sense."""
     max_length = max_length or config.block_size
     if not 1 <= max_length <= config.block_size:
@@ -834,13 +839,13 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
     for item in items:
         item_results, group = [], []
         for ids, start in item:
-            logprobs = np.zeros(len(ids) - start, np.float32)
-            is_likeliest = np.zeros(len(ids) - start, bool)
-            item_results.append((logprobs, is_likeliest))
+            arrays = [np.zeros(len(ids) - start, dtype)
+                      for dtype in (np.float32, bool, np.int32, np.float32)]
+            item_results.append(tuple(arrays if with_top else arrays[:2]))
             for first, scored, end in windows(len(ids), start, max_length):
                 part = slice(scored - start, end - start)  # views: written in place
                 group.append(Row(
-                    list(ids[first:end]), scored - first, logprobs[part], is_likeliest[part]))
+                    list(ids[first:end]), scored - first, *[array[part] for array in arrays]))
         results.append(item_results)
         has_one_window_per_row = len(group) == len(item)
         if has_one_window_per_row:
@@ -852,7 +857,7 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
     groups.sort(key=longest_row, reverse=True)
     while groups:
         most = max(1, min(batch_size, batch_size * PIECE // longest_row(groups[0])))
-        score_groups(params, config, groups[:most], most, cache_dtype)
+        score_groups(params, config, groups[:most], most, cache_dtype, with_top)
         groups = groups[most:]
     return results
 
@@ -872,7 +877,7 @@ def windows(n_tokens, start, max_length):
         start = end
 
 
-def score_groups(params, config, groups, most, cache_dtype):
+def score_groups(params, config, groups, most, cache_dtype, with_top):
     """Writes the results of at most `most` groups of Rows.
 
     The tokens that the rows of a group share are prefilled once. Then `most` rows at a time, those
@@ -915,10 +920,10 @@ def score_groups(params, config, groups, most, cache_dtype):
             row_cache = select_rows(cache, np.array(group_of_row))
         else:
             row_cache = new_cache(len(chosen))
-        score_rows(params, config, row_cache, held, chosen)
+        score_rows(params, config, row_cache, held, chosen, with_top)
 
 
-def score_rows(params, config, cache, held, rows):
+def score_rows(params, config, cache, held, rows, with_top):
     """Writes the results of Rows of which the cache holds the first held[r] tokens each."""
     # counted from the tokens that the cache holds: how many are fed, all but a row's last one, and
     # the first that predicts a scored one
@@ -935,8 +940,8 @@ def score_rows(params, config, cache, held, rows):
     # what turns the last layer's output into logits
     tables = {name: p for name, p in params.items() if not name.startswith('h_')}
     n_scored = max(1, SCORED_AT_ONCE // len(rows))
-    logprob_RxN = np.zeros(tail_RxN.shape, np.float32)
-    likeliest_RxN = np.zeros(tail_RxN.shape, bool)
+    found = [np.zeros(tail_RxN.shape, dtype)
+             for dtype in (np.float32, bool, np.int32, np.float32)]
     for i in range(0, n_fed, width):
         # feed a piece of all rows
         index_T = i + np.arange(width)
@@ -949,20 +954,22 @@ def score_rows(params, config, cache, held, rows):
                 continue
             end = min(j + n_scored, i + width)
             scores = score_targets(tables, x_RxTxD[:, j - i:j - i + n_scored],
-                                   tail_RxN[:, j + 1:end + 1], config=config)
-            logprob_RxN[:, j:end], likeliest_RxN[:, j:end] = jax.device_get(scores)
+                                   tail_RxN[:, j + 1:end + 1], config=config, with_top=with_top)
+            for array_RxN, part in zip(found, jax.device_get(scores)):
+                array_RxN[:, j:end] = part
         jax.block_until_ready(cache)  # as in prefill_pieces
 
     # each row has its part of them
     for r, row in enumerate(rows):
-        row.logprobs[:] = logprob_RxN[r, first_R[r]:fed_R[r]]
-        row.is_likeliest[:] = likeliest_RxN[r, first_R[r]:fed_R[r]]
+        to = row.logprobs, row.is_likeliest, row.top, row.top_logprobs
+        for array, array_RxN in zip(to, found):
+            array[:] = array_RxN[r, first_R[r]:fed_R[r]]
 
 
-@functools.partial(jax.jit, static_argnames='config')
-def score_targets(tables, x_BxTxD, target_BxT, *, config):
+@functools.partial(jax.jit, static_argnames=('config', 'with_top'))
+def score_targets(tables, x_BxTxD, target_BxT, *, config, with_top=False):
     """Returns (the log-probability of each target [B, T]; whether no token is likelier), from the
-    last layer's output."""
+    last layer's output; with_top also (the likeliest token; its log-probability)."""
     def head(model, x_BxTxD):
         return model.head(model.ln_f(x_BxTxD), training=False)
 
@@ -971,7 +978,11 @@ def score_targets(tables, x_BxTxD, target_BxT, *, config):
     target_logit_BxT = jnp.take_along_axis(logits_BxTxV, target_BxT[..., None], axis=-1)[..., 0]
     logprob_BxT = -cross_entropy(logits_BxTxV, target_BxT)
     is_likeliest_BxT = target_logit_BxT >= logits_BxTxV.max(-1)
-    return shard(logprob_BxT, None, None), shard(is_likeliest_BxT, None, None)
+    scores = logprob_BxT, is_likeliest_BxT
+    if with_top:
+        top_BxT = logits_BxTxV.argmax(-1).astype(jnp.int32)
+        scores = *scores, top_BxT, -cross_entropy(logits_BxTxV, top_BxT)
+    return tuple(shard(score_BxT, None, None) for score_BxT in scores)
 
 
 def right_padded(rows, width=0):

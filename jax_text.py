@@ -285,11 +285,11 @@ class TextModel:
         return results[0] if is_one else results
 
     def score(self, items, *, max_length: int = 0, batch_size: int = 16,
-              cache_dtype: str = 'auto'):
+              cache_dtype: str = 'auto', with_top: bool = False):
         """Returns the log-probabilities of tokens, as the function jax_generate.score does."""
         with self.layout.mesh_context():
             return score(self.params, self.config, items, max_length=max_length,
-                         batch_size=batch_size, cache_dtype=cache_dtype)
+                         batch_size=batch_size, cache_dtype=cache_dtype, with_top=with_top)
 
     def logits(self, text: str) -> np.ndarray:
         """Returns the logits of the token after each token of a text, float32 [T, V].

@@ -43,6 +43,7 @@ stream = False # print the text while it is generated, one sample after the othe
 interactive = False # ask for prompts, as a chat if the model has a chat template: /help lists its commands
 serve = 0 # port of a page to talk to the model and of OpenAI's API, until Ctrl-C, as 8000; 0 is off
 host = '127.0.0.1' # the address that --serve listens on; 0.0.0.0 lets other machines in
+allow = '' # more names of hosts, and origins of pages, that may ask --serve: 'my.lan,http://localhost:3000'
 seed = 1337 # seeds the samples; need not be the training's
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu', 'cuda:1'
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto is bfloat16 where the hardware is fast at it
@@ -168,7 +169,7 @@ if jax.process_count() > 1:
         raise UserError(f'{"serve" if cfg.serve else "interactive"} takes one process')
 if cfg.serve:
     from jax_apps.serve import Server
-    server = Server(cfg.host, cfg.serve)  # a port in use is told before the model is loaded
+    server = Server(cfg.host, cfg.serve, allow=cfg.allow)  # a port in use is told before the model is loaded
 imports_s = time.perf_counter() - started
 
 # load the model

@@ -23,6 +23,7 @@ import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from jax_flags import CONTROLS, UserError
 from jax_generate import PrefixCache
@@ -32,10 +33,12 @@ from jax_text import Generation
 
 PAGE = Path(__file__).with_name('page.html')
 BODY_BYTES = 2**20  # of a request, at most
-QUEUED = 16  # requests that wait for the model, at most; one more is refused with 429
 CONNECTIONS = 128  # and threads, at a time; one more is closed
+QUEUED = CONNECTIONS  # requests that wait for the model, at most; one more is refused with 429
+ROWS = 64  # of one request, prompts times n, at most
 PATIENCE = 30  # seconds without a byte after which a client counts as gone
 PAUSE = 0.05  # seconds between two pieces of an answer, at least: to send one takes time, too
+WAITING = 15  # seconds after which a stream that waits says so: nginx ends a silent one after 60
 LINGER = 1  # seconds for which what a client still sends is read, so that it can read the answer
 
 # what the page may do: nothing but its own script and style, and requests to this server
@@ -67,11 +70,19 @@ SAMPLED = {
     'top_k': (int,),
     'seed': (int,)}
 
-# fields that are not supported, with the values that ask for nothing; unknown ones are ignored
+# fields of OpenAI, vLLM and llama.cpp that would change an answer and are not supported, with the
+# values that ask for nothing; unknown ones are ignored
 UNSUPPORTED = {
-    'n': 1, 'best_of': 1, 'echo': False, 'suffix': '', 'logit_bias': {}, 'top_logprobs': 0,
-    'presence_penalty': 0, 'frequency_penalty': 0, 'tools': [], 'functions': [],
-    'response_format': {'type': 'text'}, 'chat_template_kwargs': {}}
+    'best_of': 1, 'suffix': '', 'logit_bias': {}, 'top_logprobs': 0, 'presence_penalty': 0,
+    'frequency_penalty': 0, 'tools': [], 'functions': [], 'response_format': {'type': 'text'},
+    'chat_template_kwargs': {}, 'chat_template': '', 'ignore_eos': False, 'min_tokens': 0,
+    'guided_json': None, 'guided_regex': None, 'guided_choice': None, 'guided_grammar': None,
+    'structured_outputs': None, 'grammar': '', 'json_schema': {}, 'bad_words': [],
+    'use_beam_search': False,
+    'length_penalty': 1, 'allowed_token_ids': [], 'typical_p': 1, 'mirostat': 0,
+    'dynatemp_range': 0, 'xtc_probability': 0, 'dry_multiplier': 0, 'reasoning_effort': None}
+# controls that other servers switch off by -1
+OFF_AT_MINUS_1 = ('top_k', 'seed')
 
 
 def read_field(body, name, *kinds):
@@ -93,23 +104,27 @@ def read_sampling(body, sampling):
     changes = {}
     for name, kinds in SAMPLED.items():
         value = read_field(body, name, *kinds)
+        if name in OFF_AT_MINUS_1 and value == -1:
+            value = 0 if name == 'top_k' else None
         limit = 2 if name == 'temperature' else 2**32 - 1
         if value is not None and value > limit:
             raise Refusal(400, f'{name} must be at most {limit}', name)
         if value is not None:
             changes[name] = value
 
-    # the length of the answer
-    most = sampling.max_new_tokens
+    # the length of the answer, at most that of the server: finish_reason says 'length' there
     for name in ('max_completion_tokens', 'max_tokens'):
         n = read_field(body, name, int)
-        if n is not None and not 1 <= n <= most:
-            raise Refusal(400, f'{name} must be between 1 and {most}, the --max_new_tokens of this '
-                          'server', name)
+        if n is not None and n < 1:
+            raise Refusal(400, f'{name} must be at least 1', name)
         if n is not None:
-            changes.setdefault('max_new_tokens', n)
+            changes.setdefault('max_new_tokens', min(n, sampling.max_new_tokens))
 
-    # the texts that end it
+    # the tokens and the texts that end it
+    tokens = read_field(body, 'stop_token_ids', list) or []
+    if not all(type(token) is int for token in tokens):
+        raise Refusal(400, 'stop_token_ids must be a list of token ids', 'stop_token_ids')
+    changes['stop_tokens'] = (*sampling.stop_tokens, *tokens)
     stop = read_field(body, 'stop', str, list)
     if isinstance(stop, list):
         if len(stop) > 4 or not all(isinstance(text, str) for text in stop):
@@ -126,11 +141,32 @@ def read_sampling(body, sampling):
 
 
 class End(NamedTuple):
-    """How an answer has ended."""
+    """How a row of an answer has ended."""
+    text: str  # all of it
     finish_reason: str  # 'stop' or 'length'
     n_prompt: int  # tokens
     n_new: int
     logprobs: dict | None
+
+
+def read_prompts(body, is_chat):
+    """Returns the prompts of a request: one list of messages, or texts and lists of token ids.
+    Raises Refusal."""
+    name, kinds = ('messages', [list]) if is_chat else ('prompt', [str, list])
+    prompt = read_field(body, name, *kinds)
+    if prompt is None:
+        raise Refusal(400, f'{name} is missing', name)
+    if is_chat:
+        return [prompt]
+    are_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+    prompts = [prompt] if isinstance(prompt, str) or are_ids else prompt
+    for each in prompts:
+        is_ids = isinstance(each, list) and each and all(type(token) is int for token in each)
+        if not isinstance(each, str) and not is_ids:
+            raise Refusal(400, 'prompt must be a text, token ids, or a list of either', 'prompt')
+    if not prompts:
+        raise Refusal(400, 'prompt is an empty list', 'prompt')
+    return prompts
 
 
 class Job:
@@ -145,31 +181,40 @@ class Job:
         if read_field(body, 'model', str) not in (None, server.name):
             raise Refusal(404, f'the model here is {server.name}', 'model', 'model_not_found')
 
-        # messages, or a text; of one that is too long, how many tokens are kept, -1 is all that fit
-        name, kind = ('messages', list) if is_chat else ('prompt', str)
-        self.prompt = read_field(body, name, kind)
-        if self.prompt is None:
-            raise Refusal(400, f'{name} is missing', name)
+        # what is continued, how often; of a prompt that is too long, how many tokens are kept, -1
+        # is all that fit
+        self.prompts = read_prompts(body, is_chat)
+        self.n = read_field(body, 'n', int) or 1
+        if not 1 <= self.n * len(self.prompts) <= ROWS:
+            raise Refusal(400, f'a request has at most {ROWS} answers, prompts times n', 'n')
+        self.continues = is_chat and read_field(body, 'continue_final_message', bool)
         self.n_kept = read_field(body, 'truncate_prompt_tokens', int)
         if self.n_kept is not None and self.n_kept < 1 and self.n_kept != -1:
             raise Refusal(400, 'truncate_prompt_tokens must be -1 or at least 1')
 
         # how it is answered
         self.sampling = read_sampling(body, server.sampling)
-        self.has_seed = body.get('seed') is not None
+        self.has_seed = body.get('seed') not in (None, -1)
+        self.echo = bool(read_field(body, 'echo', bool))
         logprobs = read_field(body, 'logprobs', bool if is_chat else int)
-        if logprobs and not is_chat:
-            raise Refusal(400, 'logprobs must be 0: those of the tokens themselves', 'logprobs')
+        if logprobs and not is_chat and not (self.echo and logprobs == 1):
+            raise Refusal(400, 'logprobs must be 0: those of the tokens themselves; or 1 with echo',
+                          'logprobs')
         self.wants_logprobs = logprobs if is_chat else logprobs is not None
         self.is_stream = read_field(body, 'stream', bool)
         options = read_field(body, 'stream_options', dict) or {}
         self.wants_usage = read_field(options, 'include_usage', bool)
+        if self.is_stream and self.n * len(self.prompts) > 1:
+            raise Refusal(400, 'a stream has one answer: n of 1, and one prompt', 'stream')
+        if self.echo and (is_chat or self.is_stream or not self.wants_logprobs or self.n > 1):
+            raise Refusal(400, 'echo is for the logprobs of prompts: of a completion with logprobs, '
+                          'without stream', 'echo')
 
         # the answer
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
-        self.events = queue.Queue()  # its pieces, then a Refusal or the End
-        self.end = None
+        self.events = queue.Queue()  # its pieces, then a Refusal or the list of Ends
+        self.ends = None
 
     def is_gone(self):
         """Whether the client has closed its connection."""
@@ -180,39 +225,53 @@ class Job:
             return True
 
     def pieces(self):
-        """Yields the pieces of the answer as they are made; then `end` is set. Raises Refusal."""
-        for event in iter(self.events.get, None):
+        """Yields the pieces of the answer as they are made, and '' where none has come for WAITING
+        seconds; then `ends` is set. Raises Refusal."""
+        while True:
+            try:
+                event = self.events.get(timeout=WAITING)
+            except queue.Empty:
+                yield ''
+                continue
+            if event is None:
+                return
             if isinstance(event, Refusal):
                 raise event
-            if isinstance(event, End):
-                self.end = event
+            if isinstance(event, list):
+                self.ends = event
                 return
             yield event
 
     # OpenAI's forms
 
-    def describe(self, text, *, is_first=False, is_chunk=False):
-        """Returns an answer, or a piece of one: the text, and once it has ended, how."""
-        choice = {'index': 0, 'finish_reason': None, 'logprobs': None}
-        if self.end:
-            choice.update(finish_reason=self.end.finish_reason, logprobs=self.end.logprobs)
-        if not self.is_chat:
-            kind = 'text_completion'
-            choice['text'] = text
-        elif not is_chunk:
-            kind = 'chat.completion'
-            choice['message'] = {'role': 'assistant', 'content': text}
-        else:
-            kind = 'chat.completion.chunk'
-            choice['delta'] = {'role': 'assistant'} if is_first else {}
-            if not self.end:
-                choice['delta']['content'] = text
+    def describe(self, text=None, *, is_first=False, is_chunk=False):
+        """Returns the answer, or the piece `text` of a stream, and once it has ended, how."""
+        rows = self.ends or [None]
+        choices = []
+        for index, end in enumerate(rows):
+            choice = {'index': index, 'finish_reason': None, 'logprobs': None}
+            if end:
+                choice.update(finish_reason=end.finish_reason, logprobs=end.logprobs)
+            said = end.text if text is None else text
+            if not self.is_chat:
+                choice['text'] = said
+            elif not is_chunk:
+                choice['message'] = {'role': 'assistant', 'content': said}
+            else:
+                choice['delta'] = {'role': 'assistant'} if is_first else {}
+                if not self.ends:
+                    choice['delta']['content'] = said
+            choices.append(choice)
+        kind = 'text_completion'
+        if self.is_chat:
+            kind = 'chat.completion.chunk' if is_chunk else 'chat.completion'
         return {'id': f'{"chatcmpl" if self.is_chat else "cmpl"}-{self.id}', 'object': kind,
-                'created': self.created, 'model': self.model, 'choices': [choice]}
+                'created': self.created, 'model': self.model, 'choices': choices}
 
     def usage(self):
-        """Returns the numbers of tokens."""
-        _, n_prompt, n_new, _ = self.end
+        """Returns the numbers of tokens; a prompt counts once, whatever n is."""
+        n_prompt = sum(end.n_prompt for end in self.ends[::self.n])
+        n_new = sum(end.n_new for end in self.ends)
         return {'prompt_tokens': n_prompt, 'completion_tokens': n_new,
                 'total_tokens': n_prompt + n_new}
 
@@ -225,9 +284,14 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True  # an answer under way does not keep the process
     request_queue_size = CONNECTIONS
 
-    def __init__(self, host, port, n_queued=QUEUED):
-        """Raises UserError for an address on which it cannot listen."""
+    def __init__(self, host, port, n_queued=QUEUED, allow=''):
+        """allow: names of hosts under which it may be asked, and origins (http://...) of pages that
+        may ask it, with commas between them. Raises UserError for an address on which it cannot
+        listen."""
         self.host = host
+        allowed = [part.strip().lower().rstrip('/') for part in allow.split(',') if part.strip()]
+        self.allowed_names = [part for part in allowed if '://' not in part]
+        self.allowed_origins = [part for part in allowed if '://' in part]
         self.changed = threading.Condition()
         self.jobs = []  # those that wait; a None ends run()
         self.n_queued = n_queued
@@ -254,7 +318,7 @@ class Server(ThreadingHTTPServer):
         self.sampling = sampling
         self.system = list(system)
         self.name = name
-        self.description = repr(model)
+        self.description = repr(dataclasses.replace(model, title=name))
         self.prefix_cache = PrefixCache()  # of the text before; a chat goes on where it was
         self.n_answers = 0  # that had no seed
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -297,16 +361,22 @@ class Server(ThreadingHTTPServer):
         try:
             if job.is_gone():
                 return
-            prompt = self.encode(job)
+            prompts = [self.encode(job, prompt) for prompt in job.prompts]
+            if job.echo:
+                job.events.put(self.score(job, prompts))
+                return
+            n_rows = len(prompts) * job.n
             number = 0  # of a sample; with a seed the first, as sample_jax.py makes it
             if not job.has_seed:
                 number = self.n_answers
-                self.n_answers += 1
+                self.n_answers += n_rows
             generation = Generation(
-                self.model, [prompt], job.sampling, first_sample=number, streaming=True,
-                prefix_cache=self.prefix_cache, logprobs=bool(job.wants_logprobs))
-            if self.make_pieces(job, generation):
-                job.events.put(describe_end(job, generation))
+                self.model, prompts, job.sampling, num_samples=job.n, first_sample=number,
+                streaming=n_rows == 1, prefix_cache=self.prefix_cache if n_rows == 1 else None,
+                logprobs=bool(job.wants_logprobs))
+            make = self.make_pieces if n_rows == 1 else self.make_all
+            if make(job, generation):
+                job.events.put([describe_end(job, generation, i) for i in range(n_rows)])
         except UserError as error:
             job.events.put(Refusal(400, str(error)))
         except Refusal as refusal:
@@ -317,14 +387,40 @@ class Server(ThreadingHTTPServer):
         finally:
             job.events.put(None)
 
-    def encode(self, job):
-        """Returns the token ids of the prompt of a Job. Raises UserError or Refusal."""
-        prompt = job.prompt
+    def score(self, job, prompts):
+        """Returns the Ends of a request for the log-probabilities of its prompts, in front of what
+        follows them."""
+        generation = Generation(self.model, prompts, job.sampling, logprobs=True).finish()
+        rows = [generation.result.tokens[i, :generation.result.lengths[i]].tolist()
+                for i in range(len(prompts))]
+        scores = self.model.score([[(ids, 1)] for ids in rows], with_top=True)
+        ends = []
+        for i, (ids, [(logprobs, _, top, top_logprobs)]) in enumerate(zip(rows, scores)):
+            texts = [self.model.tokenizer.decode([token]) for token in ids]
+            likeliest = [{self.model.tokenizer.decode([token]): logprob}
+                         for token, logprob in zip(top.tolist(), top_logprobs.tolist())]
+            offsets = [0, *itertools.accumulate(map(len, texts))][:-1]
+            ends.append(describe_end(job, generation, i)._replace(
+                text=generation.texts[i], logprobs={
+                    'tokens': texts, 'token_logprobs': [None, *logprobs.tolist()],
+                    'top_logprobs': [None, *likeliest], 'text_offset': offsets}))
+        return ends
+
+    def make_all(self, job, generation):
+        """Makes several rows in one batch, and returns whether the client has stayed to the end."""
+        return all(not job.is_gone() for _ in generation)
+
+    def encode(self, job, prompt):
+        """Returns the token ids of a prompt of a Job. Raises UserError or Refusal."""
         if job.is_chat:
             first = prompt[0] if prompt else None
             has_system = isinstance(first, dict) and first.get('role') == 'system'
             prompt = prompt if has_system else [*self.system, *prompt]
-        ids = self.model.encode(prompt)
+        are_ids = not job.is_chat and isinstance(prompt, list)
+        ids = prompt if are_ids else self.encode_text(job, prompt)
+        n_vocab = self.model.tokenizer.vocab_size
+        if are_ids and not all(0 <= id < n_vocab for id in ids):
+            raise Refusal(400, f'the ids of prompt must be 0 to {n_vocab - 1}', 'prompt')
         # of a longer one than the context sample_jax.py continues the end; here it is asked first
         most = self.model.config.block_size
         if job.n_kept:
@@ -334,6 +430,18 @@ class Server(ThreadingHTTPServer):
                           'it, or add "truncate_prompt_tokens": -1 to continue its end',
                           'messages' if job.is_chat else 'prompt', 'context_length_exceeded')
         return ids
+
+    def encode_text(self, job, prompt):
+        """Returns the token ids of a text, or of messages; continue_final_message takes the last one
+        as the beginning of the answer."""
+        if not job.continues:
+            return self.model.encode(prompt)
+        *messages, last = prompt
+        said = last.get('content') if isinstance(last, dict) else None
+        if not messages or not isinstance(said, str) or last.get('role') != 'assistant':
+            raise Refusal(400, 'continue_final_message needs an answer as the last message',
+                          'continue_final_message')
+        return [*self.model.encode(messages), *self.model.tokenizer.encode(said, begin=False)]
 
     def make_pieces(self, job, generation):
         """Hands over the pieces of an answer, and returns whether the client has stayed to its
@@ -384,24 +492,29 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def describe_end(job, generation):
-    """Returns the End of a generation."""
-    n_prompt = generation.lengths[0]
-    end = int(generation.result.lengths[0])
-    if generation.stopped[0]:
-        end = generation.tokens_to_the_end(0)
-    reason = 'length' if generation.was_cut(0) else 'stop'
-    logprobs = describe_logprobs(job, generation, end) if job.wants_logprobs else None
-    return End(reason, n_prompt, end - n_prompt, logprobs)
+def describe_end(job, generation, i=0):
+    """Returns the End of row i of a generation."""
+    n_prompt = generation.lengths[i]
+    end = int(generation.result.lengths[i])
+    if generation.stopped[i]:
+        end = generation.tokens_to_the_end(i)
+    text = generation.texts[i][len(generation.prompt_texts[i]):]
+    if job.is_chat:
+        text = final_answer(text)
+    reason = 'length' if generation.was_cut(i) else 'stop'
+    logprobs = None
+    if job.wants_logprobs and not job.echo:
+        logprobs = describe_logprobs(job, generation, i, end)
+    return End(text, reason, n_prompt, end - n_prompt, logprobs)
 
 
-def describe_logprobs(job, generation, end):
-    """Returns the log-probabilities of the tokens of an answer, in OpenAI's form. Their texts add
-    up to that of the answer: a character that is several tokens belongs to the last."""
-    n_prompt = generation.lengths[0]
-    tokens = generation.result.tokens[0, :end].tolist()
-    logprobs = generation.result.logprobs[0, n_prompt:end].tolist()
-    text = generation.texts[0][len(generation.prompt_texts[0]):]
+def describe_logprobs(job, generation, i, end):
+    """Returns the log-probabilities of the tokens of row i of an answer, in OpenAI's form. Their
+    texts add up to that of the answer: a character that is several tokens belongs to the last."""
+    n_prompt = generation.lengths[i]
+    tokens = generation.result.tokens[i, :end].tolist()
+    logprobs = generation.result.logprobs[i, n_prompt:end].tolist()
+    text = generation.texts[i][len(generation.prompt_texts[i]):]
 
     # where each token begins in the text, read after the prompt's last token, as it may need a
     # space in front
@@ -422,66 +535,101 @@ def describe_logprobs(job, generation, end):
 # the thread of a connection
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request. It speaks HTTP/1.0, in which the end of a stream is that of the
-    connection."""
+    """Answers one request, and closes the connection. A stream is sent in chunks, so that one that
+    is cut off is no whole answer for any client of HTTP/1.1."""
     timeout = PATIENCE
     default_request_version = 'HTTP/1.0'
+    protocol_version = 'HTTP/1.1'
+    allow = None  # the method that a path takes, where it was asked by another one
 
     def do_GET(self):
-        """Answers, also as do_POST."""
+        """Answers, also as do_POST and do_HEAD."""
         try:
             self.check_sender()
-            self.path = self.path.partition('?')[0]
-            if self.path not in self.paths:
+            self.path = re.sub('^https?://[^/]*', '', self.path.partition('?')[0]) or '/'
+            models = '/v1/models/'
+            is_model = self.path.startswith(models) and self.path != models
+            path = models if is_model else self.path
+            if path not in self.paths:
                 raise Refusal(404, f'there is no {self.path:.100} here')
-            command, answer = self.paths[self.path]
-            if command != self.command:
+            command, answer = self.paths[path]
+            if command != self.command and (command, self.command) != ('GET', 'HEAD'):
+                self.allow = f'{command}, HEAD' if command == 'GET' else command
                 raise Refusal(405, f'{self.path} takes {command}, not {self.command}')
             answer(self)
         except Refusal as refusal:
             self.send_json(refusal.body, refusal.status)
 
     do_POST = do_GET
+    do_HEAD = do_GET
+
+    def do_OPTIONS(self):
+        """Answers the preflight of a browser, for a page of an origin that --allow names."""
+        try:
+            self.check_sender()
+            if not self.origin:
+                raise Refusal(405, 'OPTIONS is for pages of other origins')
+            self.send(204, 'text/plain', b'')
+        except Refusal as refusal:
+            self.send_json(refusal.body, refusal.status)
 
     def check_sender(self):
         """Raises Refusal for a request of another site's page. The browser names the site in
         Origin; and in Host the name under which the page has found this machine, which is neither
         an address nor one of its own if the site has pointed it here (DNS rebinding)."""
         host = self.headers.get('Host', '')
-        names = ('localhost', self.server.host, socket.gethostname())
+        names = ('localhost', self.server.host, socket.gethostname(), *self.server.allowed_names)
         allowed = '|'.join([*map(re.escape, names), r'[0-9.]+', r'\[[0-9a-f:.]+\]'])
         if not re.fullmatch(f'({allowed})(:[0-9]+)?', host, re.IGNORECASE):
-            raise Refusal(403, 'Host is no name of this server: add --host=NAME')
-        origin = self.headers.get('Origin')
-        if origin is not None and origin.lower() != f'http://{host}'.lower():
-            raise Refusal(403, "requests of other sites' pages are refused")
+            name = host.rpartition(':')[0] or host
+            raise Refusal(403, f'the request came for the host {host!r:.100}, which is no name of '
+                          f'this server: --allow={name:.100} lets it in')
+        # the scheme does not count: a proxy may speak https
+        origin = self.headers.get('Origin', '').lower()
+        is_own = re.sub('^https?://', '', origin) == host.lower()
+        if origin and not is_own and origin not in self.server.allowed_origins:
+            raise Refusal(403, f'the request came from a page of {origin!r:.100}: '
+                          f'--allow={origin:.100} lets it in')
+        self.origin = origin if origin in self.server.allowed_origins else ''
 
     def send_page(self):
         self.send(200, 'text/html; charset=utf-8', PAGE.read_bytes())
 
-    def send_models(self):
-        """Sends the one model, with what the page needs to know of it."""
+    def describe_model(self):
+        """Returns the one model, with what the page needs to know of it."""
         server = self.server
-        model = {
+        return {
             'id': server.name, 'object': 'model', 'created': 0, 'owned_by': 'local',
-            'description': server.description,
+            'max_model_len': server.model.config.block_size, 'description': server.description,
             'has_chat_template': server.model.tokenizer.chat_template is not None,
+            'max_tokens': server.sampling.max_new_tokens,
             'temperature': server.sampling.temperature}
-        self.send_json({'object': 'list', 'data': [model]})
+
+    def send_models(self):
+        self.send_json({'object': 'list', 'data': [self.describe_model()]})
+
+    def send_model(self):
+        if unquote(self.path.rpartition('/')[2]) != self.server.name:
+            raise Refusal(404, f'the model here is {self.server.name}', 'model', 'model_not_found')
+        self.send_json(self.describe_model())
+
+    def send_health(self):
+        self.send_json({'status': 'ok'})
 
     def complete(self):
-        """Answers a chat, or continues a text."""
+        """Answers a chat, or continues texts."""
         is_chat = 'chat' in self.path
         job = Job(self.connection, is_chat, self.read_body(), self.server)
         self.server.enter(job)
         pieces = job.pieces()
         if not job.is_stream:
-            text = ''.join(pieces)
-            if job.end:
-                self.send_json({**job.describe(text), 'usage': job.usage()})
+            for _ in pieces:
+                pass
+            if job.ends:
+                self.send_json({**job.describe(), 'usage': job.usage()})
             return
 
-        # what is refused is so before the stream begins, with its status
+        # what is refused at once is so before the stream begins, with its status
         first = next(pieces, '')
         self.send(200, 'text/event-stream')
         try:
@@ -489,15 +637,18 @@ class Handler(BaseHTTPRequestHandler):
             for piece in itertools.chain([first], pieces):
                 if piece:
                     self.send_event(job.describe(piece, is_chunk=True))
-            if not job.end:
+                else:  # a comment, by which proxies see that the connection lives
+                    self.send_part(': waiting\n\n')
+            if not job.ends:
                 return
             self.send_event(job.describe('', is_chunk=True))
             if job.wants_usage:
                 usage = {'choices': [], 'usage': job.usage()}
                 self.send_event({**job.describe('', is_chunk=True), **usage})
-            self.wfile.write(b'data: [DONE]\n\n')
+            self.send_part('data: [DONE]\n\n')
         except Refusal as refusal:
             self.send_event(refusal.body)
+        self.send_part('')
 
     def read_body(self):
         """Returns the JSON object of a request. Raises Refusal."""
@@ -518,26 +669,52 @@ class Handler(BaseHTTPRequestHandler):
 
     def send(self, status, kind, content=None):
         """Sends an answer; without content, all but its content."""
-        self.request_version = 'HTTP/1.0'  # whatever was asked, a status comes first
+        self.close_connection = True
+        if self.request_version == 'HTTP/0.9':
+            self.request_version = 'HTTP/1.0'  # whatever was asked, a status comes first
         self.send_response(status)
+        self.send_header('Connection', 'close')
         self.send_header('Content-Type', kind)
         self.send_header('Cache-Control', 'no-store')
         self.send_header('Content-Security-Policy', PAGE_POLICY)
         self.send_header('X-Content-Type-Options', 'nosniff')
+        if getattr(self, 'origin', ''):
+            self.send_header('Access-Control-Allow-Origin', self.origin)
+            self.send_header('Access-Control-Allow-Headers', 'Authorization, Content-Type')
+            self.send_header('Vary', 'Origin')
+        if self.allow:
+            self.send_header('Allow', self.allow)
+        if status == 429:
+            self.send_header('Retry-After', '1')
+        self.is_chunked = content is None and self.request_version > 'HTTP/1.0'
         if content is not None:
             self.send_header('Content-Length', str(len(content)))
+        else:
+            self.send_header('X-Accel-Buffering', 'no')  # nginx would hold the stream back
+        if self.is_chunked:
+            self.send_header('Transfer-Encoding', 'chunked')
         self.end_headers()
-        self.wfile.write(content or b'')
+        if self.command != 'HEAD':
+            self.wfile.write(content or b'')
 
     def send_json(self, value, status=200):
         self.send(status, 'application/json', json.dumps(value).encode())
 
     def send_event(self, value):
-        self.wfile.write(f'data: {json.dumps(value)}\n\n'.encode())
+        self.send_part(f'data: {json.dumps(value)}\n\n')
+
+    def send_part(self, text):
+        """Sends a part of a stream; '' ends it."""
+        part = text.encode()
+        if self.is_chunked:
+            part = b'%x\r\n%s\r\n' % (len(part), part)
+        self.wfile.write(part)
 
     paths = {
         '/': ('GET', send_page),
+        '/health': ('GET', send_health),
         '/v1/models': ('GET', send_models),
+        '/v1/models/': ('GET', send_model),
         '/v1/chat/completions': ('POST', complete),
         '/v1/completions': ('POST', complete)}
 

@@ -7,7 +7,7 @@ from jax_flags import UserError, read_text, write_text
 
 # the flags that no text depends on; what `start` gives is in the prompts
 WITHOUT_EFFECT = {
-    'output', 'batch_size', 'start', 'each_line', 'device', 'compile', 'stream', 'speed', 'host', 'serve',
+    'output', 'batch_size', 'start', 'each_line', 'device', 'compile', 'stream', 'speed', 'host', 'allow', 'serve',
     'coordinator_address', 'num_processes', 'process_id'}
 
 

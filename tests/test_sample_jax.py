@@ -115,8 +115,8 @@ def test_drafting_gives_the_same_samples_and_tells_how_many_guesses_were_right(f
 @pytest.mark.slow
 def test_samples_come_from_int8_weights_and_caches_too(finished):
     arguments = [finished[0], '--num_samples=2', '--max_new_tokens=20']
-    plain = sample(*arguments)
-    small = sample(*arguments, '--quantize=int8', '--cache_dtype=int8', '--dtype=float32')
+    plain = sample(*arguments, '--speed=True')
+    small = sample(*arguments, '--quantize=int8', '--cache_dtype=int8', '--dtype=float32', '--speed=True')
     assert [len(text) for text in samples_of(small)] == [len(text) for text in samples_of(plain)]
     plain_mb, small_mb = (float(re.search(r'weights ([\d.]+) MB', result.stderr)[1]) for result in (plain, small))
     assert small_mb < 0.5 * plain_mb
@@ -465,8 +465,8 @@ def test_int8_weights_are_quantized_while_they_are_loaded(
 
     monkeypatch.setattr('jax_pretrained.load_pretrained', watched)
     monkeypatch.setattr('jax_run.speed.measure_bandwidth', bandwidth)
-    done = succeeded(sample('none', f'--init_from={speaking}', '--quantize=int8', '--start=ab c', '--num_samples=1',
-                            '--max_new_tokens=2'))
+    done = succeeded(sample('none', f'--init_from={speaking}', '--quantize=int8', '--speed=True', '--start=ab c',
+                            '--num_samples=1', '--max_new_tokens=2'))
     assert 'which is 100% of the' in done.stderr  # never more
     assert {kind for name, kind in kinds if name in ('kernel', 'wte', 'lm_head')} == {'Int8'}
 
@@ -512,7 +512,7 @@ def test_each_sample_is_a_line_of_json_with_its_reason_and_log_probability(finis
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line['prompt'] + line['text'] for line in lines] == texts
     assert [line['index'] for line in lines] == [0, 1, 0, 1]
-    assert re.search(r'^4 samples of 2 prompts, [\d,]+ tokens, in \d+\.\d s$', result.stderr, flags=re.M)
+    assert re.search(r'^4 samples of 2 prompts, [\d,]+ tokens, in \d+\.\d s, ', result.stderr, flags=re.M)
     model = load(finished[0], device='cpu:0')
     for line in lines:
         assert 'o' not in line['text'] and '\nt' not in line['text']

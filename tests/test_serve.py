@@ -8,6 +8,9 @@ import socket
 import threading
 import time
 
+import httpx
+import jax
+import numpy as np
 import pytest
 
 import jax_apps.serve
@@ -216,18 +219,20 @@ def test_a_prompt_longer_than_the_context_is_continued_at_its_end_if_the_request
 # mistakes
 
 @pytest.mark.parametrize('body, param', [
-    ({}, 'prompt'), ({'prompt': None}, 'prompt'), ({'prompt': ['a']}, 'prompt'), ({'prompt': [1]}, 'prompt'),
+    ({}, 'prompt'), ({'prompt': None}, 'prompt'), ({'prompt': []}, 'prompt'), ({'prompt': ['a', 1]}, 'prompt'),
     ({'prompt': {'a': 1}}, 'prompt'), ({'prompt': 'a', 'temperature': 'hot'}, 'temperature'),
     ({'prompt': 'a', 'temperature': True}, 'temperature'), ({'prompt': 'a', 'temperature': 10**400}, 'temperature'),
     ({'prompt': 'a', 'max_tokens': 0}, 'max_tokens'), ({'prompt': 'a', 'max_tokens': 1e99}, 'max_tokens'),
-    ({'prompt': 'a', 'max_tokens': N_NEW + 1}, 'max_tokens'), ({'prompt': 'a', 'seed': 1.5}, 'seed'),
+    ({'prompt': [99999]}, 'prompt'), ({'prompt': [-1]}, 'prompt'), ({'prompt': 'a', 'seed': 1.5}, 'seed'),
+    ({'prompt': 'a', 'stop_token_ids': ['x']}, 'stop_token_ids'), ({'prompt': 'a', 'ignore_eos': True}, 'ignore_eos'),
+    ({'prompt': 'a', 'min_tokens': 3}, 'min_tokens'), ({'prompt': 'a', 'grammar': 'root ::= x'}, 'grammar'),
     ({'prompt': 'a', 'stop': [1]}, 'stop'), ({'prompt': 'a', 'stop': ['a'] * 5}, 'stop'),
-    ({'prompt': 'a', 'n': 2}, 'n'),
+    ({'prompt': 'a', 'n': 65}, 'n'), ({'prompt': 'a', 'n': 0.5}, 'n'),
     ({'prompt': 'a', 'logprobs': 5}, 'logprobs'), ({'prompt': 'a', 'stream': 1}, 'stream'),
     ({'prompt': 'a', 'echo': True}, 'echo'), ({'prompt': 'a', 'tools': [{}]}, 'tools'),
     ({'prompt': 'a', 'stream_options': []}, 'stream_options'), ({'prompt': 'a', 'seed': 2**32}, 'seed'),
     ({'prompt': 'a', 'repetition_penalty': 10**400}, 'repetition_penalty'), ({'prompt': 'a', 'top_p': 0}, None),
-    ({'prompt': 'a', 'top_k': -1}, None), ({'prompt': ''}, None),
+    ({'prompt': 'a', 'top_k': -2}, None), ({'prompt': ''}, None),
     ({'prompt': 'X'}, None), ({'prompt': '\ud800'}, None), ({'prompt': 'a', 'repetition_penalty': -1}, None),
     ({'prompt': 'a', 'truncate_prompt_tokens': -2}, None)])
 def test_a_field_that_makes_no_sense_is_refused_by_name_streamed_or_not(of_run, body, param):
@@ -328,7 +333,7 @@ def status_of(server, request):
         answer = b''
         while part := client.recv(2**16):
             answer += part
-    assert answer.startswith(b'HTTP/1.0 '), (request[:300], answer[:300])
+    assert answer.startswith((b'HTTP/1.0 ', b'HTTP/1.1 ')), (request[:300], answer[:300])
     assert b'"error"' in answer, (request[:300], answer[:300])
     return int(answer.split()[1])
 
@@ -366,6 +371,132 @@ def test_requests_of_another_sites_page_are_refused(of_run, headers, status):
     assert send(of_run, 'GET', '/', **headers)[0] == status
     assert send(of_run, 'GET', '/v1/models', **headers)[0] == status
     assert post(of_run, {'prompt': 'a', 'max_tokens': 1}, **headers)[0] == status
+
+
+# -----------------------------------------------------------------------------
+# what clients send by default
+
+def test_a_stream_that_is_cut_off_is_an_error_for_its_client(of_run, monkeypatch):
+    send_part = jax_apps.serve.Handler.send_part
+    sent = []
+
+    def cut_off(handler, text):
+        sent.append(text)
+        if len(sent) == 3:
+            handler.connection.shutdown(socket.SHUT_RDWR)  # as when the server is killed
+        send_part(handler, text)
+
+    monkeypatch.setattr(jax_apps.serve.Handler, 'send_part', cut_off)
+    with pytest.raises((openai.APIConnectionError, httpx.RemoteProtocolError)):
+        complete_streamed(of_run, seed=7)
+    monkeypatch.undo()
+    assert is_well(of_run)
+
+
+def test_more_tokens_than_the_server_makes_are_as_many_as_it_makes(of_run):
+    answer = complete(of_run, max_tokens=65_536, seed=3)
+    assert answer.usage.completion_tokens == N_NEW and answer.choices[0].finish_reason == 'length'
+
+
+def test_several_prompts_and_samples_are_one_batch_with_the_texts_that_each_has_alone(of_run):
+    texts = ['the fox', 'a dog']
+    alone = [complete(of_run, prompt=text, seed=5, max_tokens=9).choices[0].text for text in texts]
+    together = complete(of_run, prompt=texts, seed=5, max_tokens=9)
+    assert [choice.text for choice in together.choices] == alone
+    assert [choice.index for choice in together.choices] == [0, 1]
+    assert together.usage.completion_tokens == 18 and together.usage.prompt_tokens == len('the foxa dog')
+    ids = [of_run.model.encode(text) for text in texts]
+    assert [choice.text for choice in complete(of_run, prompt=ids, seed=5, max_tokens=9).choices] == alone
+    assert complete(of_run, prompt=ids[0], seed=5, max_tokens=9).choices[0].text == alone[0]
+    samples = complete(of_run, seed=5, max_tokens=9, n=3).choices
+    assert [choice.text for choice in samples] == [
+        text.removeprefix('the fox') for text in of_run.model.generate(
+            ['the fox'], num_samples=3, seed=5, max_new_tokens=9, temperature=0.8, top_k=200)]
+    assert len({choice.text for choice in samples}) == 3
+
+
+def test_token_ids_end_an_answer_and_minus_one_is_off(of_run):
+    free = complete(of_run, seed=5, max_tokens=9).choices[0].text
+    ids = of_run.model.encode(free)
+    ended = complete(of_run, seed=5, max_tokens=9, extra_body={'stop_token_ids': [ids[3]]}).choices[0]
+    assert ended.finish_reason == 'stop' and free.startswith(ended.text) and len(ended.text) <= 4
+    assert complete(of_run, seed=5, max_tokens=9, extra_body={'top_k': 0}).choices[0].text == complete(
+        of_run, seed=5, max_tokens=9, extra_body={'top_k': -1}).choices[0].text
+    texts = {complete(of_run, seed=-1, max_tokens=9).choices[0].text for _ in range(2)}
+    assert len(texts) == 2  # drawn anew
+
+
+def test_echo_has_the_log_probabilities_of_the_prompts_and_the_likeliest_tokens(of_run):
+    model = of_run.model
+    texts = ['the fox', 'a lazy dog']
+    answer = complete(of_run, prompt=texts, echo=True, logprobs=1, max_tokens=1, temperature=0)
+    for text, choice in zip(texts, answer.choices):
+        expected = np.asarray(jax.nn.log_softmax(model.logits(text)))
+        ids = model.encode(text)
+        found = choice.logprobs
+        assert found.token_logprobs[0] is None and found.tokens[:len(ids)] == list(text)
+        np.testing.assert_allclose(
+            found.token_logprobs[1:len(ids)], expected[np.arange(len(ids) - 1), ids[1:]], atol=1e-4)
+        likeliest = expected[:-1].argmax(-1)
+        for top, token, row in zip(found.top_logprobs[1:], likeliest, expected):
+            assert top == {model.tokenizer.decode([token]): pytest.approx(row[token], abs=1e-4)}
+        assert choice.text.startswith(text) and len(choice.text) == len(text) + 1
+    status, text = post(of_run, {'prompt': 'a', 'echo': True})
+    assert status == 400 and json.loads(text)['error']['param'] == 'echo'
+
+
+def test_health_a_model_and_other_methods_have_their_answers(of_run):
+    assert send(of_run, 'GET', '/health') == (200, '{"status": "ok"}')
+    with client_of(of_run) as client:
+        model = client.models.retrieve('tiny')
+        assert model.max_model_len == of_run.model.config.block_size and '/' not in model.description
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve('other')
+    assert send(of_run, 'HEAD', '/health') == (200, '')
+    assert send(of_run, 'GET', f'http://localhost:{of_run.server_port}/health')[0] == 200  # as a proxy asks
+    connection = http.client.HTTPConnection('127.0.0.1', of_run.server_port, timeout=60)
+    connection.request('DELETE', '/v1/models')
+    assert connection.getresponse().status in (405, 501)
+    connection = http.client.HTTPConnection('127.0.0.1', of_run.server_port, timeout=60)
+    connection.request('GET', '/v1/completions')
+    response = connection.getresponse()
+    assert response.status == 405 and response.headers['Allow'] == 'POST'
+
+
+def test_a_stream_that_waits_says_so_and_ends_whole(of_run, monkeypatch):
+    monkeypatch.setattr(jax_apps.serve, 'WAITING', 0.05)
+    monkeypatch.setattr(jax_apps.serve, 'Generation', Slow)
+    Slow.allowed.clear()
+    status, text = post(of_run, {'prompt': 'the fox', 'stream': True, 'max_tokens': 3})
+    assert status == 200 and ': waiting\n\n' in text and text.endswith('data: [DONE]\n\n')
+
+
+def test_a_name_and_an_origin_that_are_allowed_come_in(finished):
+    with serving(finished[0], allow='chat.example.org, http://localhost:3000') as server:
+        assert send(server, 'GET', '/health', Host='chat.example.org')[0] == 200
+        status, text = send(server, 'GET', '/health', Host='other.example.org:80')
+        assert status == 403
+        assert "'other.example.org:80', which is no name of this server: --allow=other.example.org" in text
+        connection = http.client.HTTPConnection('127.0.0.1', server.server_port, timeout=60)
+        headers = {'Host': 'localhost', 'Origin': 'http://localhost:3000', 'Access-Control-Request-Method': 'POST'}
+        connection.request('OPTIONS', '/v1/completions', headers=headers)
+        response = connection.getresponse()
+        assert response.status == 204
+        assert response.headers['Access-Control-Allow-Origin'] == 'http://localhost:3000'
+        assert 'Content-Type' in response.headers['Access-Control-Allow-Headers']
+        assert send(server, 'OPTIONS', '/v1/completions', Host='localhost', Origin='http://evil.example')[0] == 403
+        # behind a proxy that speaks https
+        assert send(server, 'GET', '/health', Host='localhost:8443', Origin='https://localhost:8443')[0] == 200
+
+
+def test_an_answer_that_was_cut_goes_on(of_chats):
+    whole = ask(of_chats, temperature=0, max_tokens=8).choices[0].message.content
+    begun = ask(of_chats, temperature=0, max_tokens=4).choices[0].message.content
+    rest = ask(of_chats, [ASKED, {'role': 'assistant', 'content': begun}], temperature=0, max_tokens=4,
+               extra_body={'continue_final_message': True}).choices[0].message.content
+    assert begun + rest == whole
+    with pytest.raises(openai.BadRequestError, match='needs an answer as the last message'):
+        ask(of_chats, extra_body={'continue_final_message': True})
 
 
 # -----------------------------------------------------------------------------
@@ -418,7 +549,7 @@ def test_a_full_queue_is_429_until_a_client_in_it_hangs_up(finished, slowly):
                  == waiting[1].getsockname())
         slowly.allowed.set()
         for client in (first, waiting[1], last):
-            assert client.recv(100).startswith(b'HTTP/1.0 200')
+            assert client.recv(100).startswith(b'HTTP/1.1 200')
 
 
 def test_of_eight_clients_half_hang_up_and_the_others_have_their_answers(of_run):
@@ -487,7 +618,7 @@ def test_ctrl_c_ends_the_server_with_one_line(finished, is_busy):
         client = socket.create_connection(('127.0.0.1', port), timeout=60)
         client.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
                        b'Content-Length: 31\r\n\r\n{"prompt": "the","stream":true}')
-        assert client.recv(9) == b'HTTP/1.0 '
+        assert client.recv(9) == b'HTTP/1.1 '
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
