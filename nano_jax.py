@@ -138,10 +138,11 @@ def train_step(state, x_RxT, y_RxT, config):
     # On one of the devices: its rows R, a micro-batch at a time. Their gradients are averaged.
     rows = min(config.batch_size, len(x_RxT))
     micro_batches = tuple(a.reshape(-1, rows, a.shape[-1]) for a in (x_RxT, y_RxT))
-    params = jax.lax.pcast(state['params'], 'data', to='varying')  # so that each device takes gradients of its own
+
     def micro_step(total, xy):
-        return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, *xy, config)), None
-    zeros = jax.lax.pcast(jnp.zeros(()), 'data', to='varying'), jax.tree.map(jnp.zeros_like, params)
+        return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(state['params'], *xy, config)), None
+
+    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state['params'])
     total, _ = jax.lax.scan(micro_step, zeros, micro_batches)
     # The mean over all devices: this is what data parallelism is.
     loss, grads = jax.lax.pmean(jax.tree.map(lambda a: a / len(micro_batches[0]), total), 'data')
@@ -171,7 +172,7 @@ def compile_step(config, devices):
     # All devices have the state; each has its rows of the batch.
     mesh = Mesh(np.array(devices), ('data',))
     step = jax.shard_map(partial(train_step, config=config), mesh=mesh, in_specs=(P(), P('data'), P('data')),
-                         out_specs=(P(), P()))
+                         out_specs=(P(), P()), check_vma=False)
     return jax.jit(step, donate_argnums=0)
 
 # --- data: windows of a file of tokens

@@ -21,6 +21,8 @@ FLAGS = nano_jax.Config(
     n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=37, bias=True, batch_size=4,
     gradient_accumulation_steps=2, learning_rate=1e-2, min_lr=1e-3, warmup_iters=5, lr_decay_iters=20, grad_clip=0.5,
     seed=7, temperature=0, max_new_tokens=40)
+# with the versions of constraints.txt to the bit; others round the product of a draw and its size otherwise
+ATOL = 0 if jax.__version__.startswith('0.10.') else 1e-7
 TOKENS = (np.arange(900)**2 % 37).astype(np.uint16)  # there is something to learn
 
 
@@ -36,7 +38,7 @@ def test_new_parameters_are_the_products_to_the_bit(bias):
     expected = flatten_dict(init_params(jax.random.key(7), gpt_config(flags)))
     assert ours.keys() == expected.keys()
     for path in expected:
-        np.testing.assert_array_equal(ours[path], expected[path], err_msg=str(path))
+        np.testing.assert_allclose(ours[path], expected[path], rtol=0, atol=ATOL, err_msg=str(path))
 
 
 def test_batches_are_the_products_over_several_epochs():
