@@ -110,12 +110,19 @@ class Vocabulary(NamedTuple):
         return np.dtype(np.uint16 if self.size <= 2**16 else np.uint32)
 
 
-def choose_vocabulary(wanted, texts=None, train_texts=None):
+# the special tokens of a chat, beside END, that bpe:N has with --chat
+CHAT_TOKENS = ('<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
+
+
+def choose_vocabulary(wanted, texts=None, train_texts=None, *, has_chat=False):
     """Returns the vocabulary that --tokenizer asks for, see TOKENIZER_HELP.
 
-    texts, train_texts: functions that return an iterable of all texts, and of those that bpe:N
-    learns from; None in a script that learns no vocabulary. Raises UserError."""
+    has_chat: whether bpe:N also has CHAT_TOKENS. texts, train_texts: functions that return an
+    iterable of all texts, and of those that bpe:N learns from; None in a script that learns no
+    vocabulary. Raises UserError."""
     kind, _, size = wanted.partition(':')
+    if has_chat and kind != 'bpe':
+        fail(f'--chat is for a vocabulary of its own, as --tokenizer=bpe:4096, not {wanted}')
     if kind in ('char', 'bpe') and texts is None:
         fail(f'--tokenizer={wanted}: data/text/prepare.py learns a vocabulary, also from parquet')
     if wanted == 'char':
@@ -127,7 +134,7 @@ def choose_vocabulary(wanted, texts=None, train_texts=None):
         enc = gpt2_encoding()
         return Vocabulary({'kind': 'gpt2'}, enc.n_vocab, end=[enc.eot_token])
     if kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= 2**20:
-        return train_bpe(train_texts(), int(size))
+        return train_bpe(train_texts(), int(size), has_chat)
     if '/' not in wanted and not os.path.exists(wanted):
         fail(f'--tokenizer={wanted}: it may be char, gpt2, bpe:4096 (at least bpe:257, the bytes '
              f'and {END}), or the folder or owner/name of a model')
@@ -140,9 +147,9 @@ def choose_vocabulary(wanted, texts=None, train_texts=None):
     return vocabulary
 
 
-def train_bpe(texts, size):
-    """Returns a byte-level BPE of at most `size` tokens: END, the 256 bytes, and the merges that
-    occur twice in the texts.
+def train_bpe(texts, size, has_chat=False):
+    """Returns a byte-level BPE of at most `size` tokens: END, with has_chat CHAT_TOKENS, the 256
+    bytes, and the merges that occur twice in the texts.
 
     A token is a part of one match: a word with the space before it, a digit, or punctuation with
     the newlines after it. The pattern is Qwen2's, because llama.cpp splits by patterns that it
@@ -160,7 +167,8 @@ def train_bpe(texts, size):
     bpe.decoder = decoders.ByteLevel()
 
     # Learn the merges; any byte has a token from the start.
-    trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=2, special_tokens=[END],
+    special = [END, *CHAT_TOKENS] if has_chat else [END]
+    trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=2, special_tokens=special,
                                   show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator((piece for text in texts for piece, _ in cut([text], 2**16)), trainer)
@@ -170,6 +178,9 @@ def train_bpe(texts, size):
               'clean_up_tokenization_spaces': False}
     files = {'tokenizer.json': bpe.to_str(pretty=True),
              'tokenizer_config.json': json.dumps(config, indent=2) + '\n'}
+    if has_chat:  # an answer ends with <|end|>, a document with END
+        ends = [bpe.token_to_id(END), bpe.token_to_id('<|end|>')]
+        files['generation_config.json'] = json.dumps({'eos_token_id': ends}) + '\n'
     return Vocabulary({'kind': 'folder', 'path': 'tokenizer'}, bpe.get_vocab_size(), [],
                       [bpe.token_to_id(END)], files)
 
@@ -184,15 +195,19 @@ def gpt2_encoding():
              'says how to put them into a TIKTOKEN_CACHE_DIR by hand')
 
 
-def load_model_tokenizer(model):
-    """Returns the tokenizer of a Hugging Face folder or owner/name, and its vocabulary. Raises
-    UserError."""
+def load_model_tokenizer(model, template=None):
+    """Returns the tokenizer of a Hugging Face folder or owner/name, and its vocabulary. template: a
+    chat template, a text, in place of the folder's. Raises UserError."""
     from jax_hub.folders import local_path
-    from jax_hub.tokenizers import READ_FILES, copy_tokenizer, load_tokenizer
+    from jax_hub.tokenizers import (
+        READ_FILES, HFTokenizer, copy_tokenizer, load_tokenizer, write_template)
     source = {'kind': 'folder', 'path': local_path(model, READ_FILES)}
     enc = load_tokenizer(source)
     with tempfile.TemporaryDirectory() as folder:
         copy_tokenizer(source, folder)
+        if template:
+            write_template(folder, template)
+            enc = HFTokenizer(folder, is_copy=True)
         files = {path.relative_to(folder).as_posix(): path.read_bytes().decode()
                  for path in Path(folder).rglob('*') if path.is_file()}
     end = [] if enc.end_token is None else [enc.end_token]

@@ -429,6 +429,10 @@ def check_spans(tokenizer, chat, text, spans, chosen):
 THOUGHTS = ('reasoning_content', 'reasoning', 'thinking')  # keys of a message
 
 
+OTHER_PROMPT = ('the tokens that ask for an answer are others than those before it in training, so '
+                'that the model may answer badly')
+
+
 def find_lost(tokenizer, chat, ids, counted):
     """Returns what a user must know of a conversation, a list of sentences: what the template leaves
     out of it, so that a model is trained without it, and whether what asks for the last of the
@@ -449,8 +453,7 @@ def find_lost(tokenizer, chat, ids, counted):
                         add_generation_prompt=True)
         prompt = tokenizer.tokenizer.encode(whole_characters(prompt), add_special_tokens=False).ids
         if list(ids[:len(prompt)]) != prompt:
-            lost.append('the tokens that ask for an answer are others than those before it in '
-                        'training, so that the model may answer badly')
+            lost.append(OTHER_PROMPT)
     return sorted(set(lost))
 
 

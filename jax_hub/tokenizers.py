@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 from jax_flags import (
-    CONTROLS, UserError, read_json, whole_characters, write_json)
+    CONTROLS, UserError, read_json, whole_characters, write_json, write_text)
 from jax_hub.folders import (
     import_transformers, path_inside, read_config_json, telling_warnings, text_config)
 
@@ -220,13 +220,6 @@ class HFTokenizer:
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.find_lost(self, chat, ids, counted)
-
-    def set_template(self, template):
-        """Takes a chat template, a text, in place of the folder's. Raises UserError for a tokenizer
-        that transformers does not read."""
-        if self.hf is None:
-            raise UserError('a chat template needs the folder of a model, which has one, too')
-        self.hf.chat_template = self.chat_template = template
 
     def check_template(self):
         """Raises UserError without a chat template."""
@@ -555,6 +548,18 @@ def write_gpt2_tokenizer(folder):
     tokenizer.save(os.path.join(folder, 'tokenizer.json'))
     settings = {'tokenizer_class': AS_FILED, 'eos_token': '<|endoftext|>'}
     write_json(os.path.join(folder, 'tokenizer_config.json'), settings)
+
+
+def write_template(folder, template):
+    """Writes a chat template, a text, into a folder of copy_tokenizer, in place of its own."""
+    for name in TEMPLATES:
+        path = os.path.join(folder, name)
+        shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
+    path = os.path.join(folder, 'tokenizer_config.json')
+    settings = read_json(path)
+    settings.pop('chat_template', None)
+    write_json(path, settings)
+    write_text(os.path.join(folder, 'chat_template.jinja'), template)
 
 
 def copy_tokenizer(description, folder):

@@ -51,6 +51,13 @@ def pretrained_model(flags, given, meta, dtype):
     tokenizer = check_tokens(
         meta['tokenizer'], flags['dataset'], known, name, config.vocab_size)
 
+    # of conversations, the chat template that they were written by
+    if meta['kind'] in ('chats', 'pairs') and meta['tokenizer']['kind'] == 'folder':
+        of_data, own = (load_tokenizer(each).chat_template for each in (meta['tokenizer'], tokenizer))
+        if of_data and of_data != own:
+            tokenizer = meta['tokenizer']
+            print(f"the chat template is that of dataset {flags['dataset']}")
+
     # the sequences of this run may be shorter, and with RoPE longer than those of the model
     block_size = flags['block_size']
     if 'block_size' not in given:

@@ -13,7 +13,8 @@ import pytest
 from jax_flags import UserError
 from jax_hub.tokenizers import HFTokenizer, copy_tokenizer
 from tests.common import (
-    GOLDEN, ROOT, assert_refused, edit_json, prepare, refusal, slow, succeeded, write_byte_tokenizer)
+    GOLDEN, RESUME, ROOT, TEXT, assert_refused, edit_json, prepare, refusal, run_script, sample, slow, succeeded, train,
+    write_byte_tokenizer)
 
 sys.path[:0] = [str(ROOT / 'data'), str(ROOT / 'data' / 'chat')]
 from forms import read_example  # noqa: E402
@@ -618,3 +619,61 @@ def test_without_marks_the_same_counts_but_for_what_no_model_writes(name, tmp_pa
         for is_missing, run in itertools.groupby(zip(expected > found, expected_ids), key=lambda item: item[0]):
             text = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
             assert not is_missing or re.sub(r'\s', '', text) in IN_ADDITION, (chat, text)
+
+
+# -----------------------------------------------------------------------------
+# a chat with a model of one's own vocabulary
+
+CHATTER = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=32', '--batch_size=4', '--max_iters=4',
+           '--lr_decay_iters=4', '--warmup_iters=1', '--eval_interval=4', '--eval_iters=1', '--device=cpu:0',
+           '--gradient_accumulation_steps=1']
+
+
+@pytest.mark.parametrize('template', ['plain', slow('chatml')])
+def test_a_model_that_was_trained_here_can_be_talked_to(template, tmp_path):
+    (tmp_path / 'fox.txt').write_text(TEXT * 60)
+    (tmp_path / 'chats.jsonl').write_text('\n'.join(
+        json.dumps({'messages': [{'role': 'user', 'content': f'what does number {i} do?'},
+                                 {'role': 'assistant', 'content': f'the quick brown fox {i}.'}]}) for i in range(20)))
+    data, chats, first, second = (tmp_path / name for name in ('data', 'chats', 'first', 'second'))
+    more = ['--chat'] if template == 'chatml' else []
+    succeeded(prepare('text', tmp_path / 'fox.txt', '--tokenizer=bpe:300', f'--out_dir={data}', *more))
+    succeeded(train(first, f'--dataset={data}', *CHATTER))
+    assert_refused(sample(first, '--chat=True', '--start=hi'), 'the model has no chat template')
+    succeeded(prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={first / "tokenizer"}', f'--out_dir={chats}',
+                      f'--template={template}'))
+    started = succeeded(train(second, f'--dataset={chats}', f'--init_from={first}', *CHATTER)).stdout
+    assert 'the chat template is that of dataset' in started
+    # the answers count, and the token at which sampling stops
+    tokenizer = HFTokenizer(second / 'tokenizer')
+    ids, mask = np.fromfile(chats / 'train.bin', np.uint16), np.fromfile(chats / 'train_mask.bin', np.uint8)
+    end = '<|end|>' if template == 'chatml' else '<|endoftext|>'
+    counted = tokenizer.tokenizer.decode(ids[mask == 1].tolist(), skip_special_tokens=False)
+    assert counted.startswith(f'the quick brown fox 0.{end}the quick brown fox 1.{end}')
+    assert tokenizer.tokenizer.token_to_id(end) in tokenizer.stop_tokens
+    # what asks for an answer is how training begins
+    asked = tokenizer.encode_chat([{'role': 'user', 'content': 'what does number 0 do?'}])
+    assert ids[:len(asked)].tolist() == asked and mask[len(asked)] == 1 and not mask[:len(asked)].any()
+    answer = succeeded(sample(second, '--chat=True', '--start=what does number 3 do?', '--num_samples=1',
+                              '--max_new_tokens=4'))
+    assert answer.stdout.startswith('> what does number 3 do?\n')
+    # the run and its export keep the template
+    succeeded(run_script('export_jax.py', f'--out_dir={second}', f'--folder={tmp_path / "model"}'))
+    assert HFTokenizer(tmp_path / 'model').chat_template == tokenizer.chat_template
+    succeeded(train(second, *RESUME, '--max_iters=5'))
+
+
+def test_a_template_whose_prompt_ends_in_a_space_is_refused(tmp_path):
+    (tmp_path / 'fox.txt').write_text(TEXT * 60)
+    row = json.dumps({'messages': [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': 'the fox'}]})
+    (tmp_path / 'chats.jsonl').write_text('\n'.join([row] * 4))
+    succeeded(prepare('text', tmp_path / 'fox.txt', '--tokenizer=bpe:300', f'--out_dir={tmp_path / "data"}'))
+    (tmp_path / 'space.jinja').write_text(
+        '{% for m in messages %}{% if m.role == "user" %}Q: {{ m.content }} {% else %}A: {% generation %}{{ m.content '
+        '+ eos_token }}{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}')
+    arguments = [tmp_path / 'chats.jsonl', f'--tokenizer={tmp_path / "data" / "tokenizer"}',
+                 f'--out_dir={tmp_path / "c"}']
+    result = prepare('chat', *arguments, f'--template={tmp_path / "space.jinja"}')
+    assert_refused(result, "is 'Q: a A: '; it ends with a space, which becomes a part of the first word in training")
+    assert not (tmp_path / 'c').exists()
+    assert_refused(prepare('chat', *arguments, '--template=chatml'), 'make the vocabulary with .*/prepare.py --chat')

@@ -24,14 +24,16 @@ from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
-    PARTS, UserError, create_parser, fail, finish_data_set, load_model_tokenizer, positive, remove)
+    CHAT_TOKENS, PARTS, UserError, create_parser, fail, finish_data_set, load_model_tokenizer, positive, remove)
 from forms import read_example
+from jax_hub.chats import OTHER_PROMPT
 from jax_flags import lock_file, read_json, whole_characters, write_json
 from reading import read_rows, read_text
 
 import numpy as np
 
 here = os.path.dirname(os.path.abspath(__file__))
+OWN_TEMPLATES = ('plain', 'chatml')  # files beside this script
 
 
 class Told(NamedTuple):
@@ -271,6 +273,37 @@ def copy_chats(read, chosen, folder, split):
     return *found, ''
 
 
+def read_template(name):
+    """Returns the text of a chat template, given as --template; None for ''."""
+    if not name:
+        return None
+    own = os.path.join(here, f'{name}.jinja')
+    return read_text(own if name in OWN_TEMPLATES else name)
+
+
+def check_template_tokens(name, enc):
+    """Raises UserError for a template of ours that the vocabulary lacks the tokens of."""
+    if name == 'chatml' and not set(CHAT_TOKENS) <= enc.tokenizer.get_vocab().keys():
+        fail(f'--template=chatml needs the tokens {" ".join(CHAT_TOKENS)}: make the vocabulary with '
+             'data/text/prepare.py --chat, or take --template=plain')
+    if name == 'plain' and enc.end_token is None:
+        fail('--template=plain needs an end token, "eos_token" in tokenizer_config.json')
+
+
+def check_prompts(told, n, enc):
+    """Raises UserError if in all n conversations the tokens that ask for an answer are others than
+    those before it in training."""
+    if told.lost[OTHER_PROMPT] < n:
+        return
+    ids = enc.encode_chat([{'role': 'user', 'content': 'a'}])
+    prompt = enc.tokenizer.decode(ids, skip_special_tokens=False)
+    why = 'let it end with a newline or a special token'
+    if prompt.endswith(' '):
+        why = f'it ends with a space, which becomes a part of the first word in training: {why}'
+    fail(f'no conversation begins with the tokens that ask for its answer, so that the model would '
+         f'answer badly: the generation prompt of the chat template is {prompt[-20:]!r}; {why}')
+
+
 def digest_files(files):
     """Returns a digest of {name: text}."""
     return hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()
@@ -285,16 +318,16 @@ def main():
                         help='the model: a Hugging Face folder or owner/name')
     parser.add_argument('--rows', type=positive, metavar='BLOCK_SIZE',
                         help='pack whole conversations into rows of this block_size')
-    parser.add_argument('--template', metavar='FILE',
-                        help="a chat template in place of the model's, one with {%% generation %%}")
+    parser.add_argument('--template', metavar='plain|chatml|FILE',
+                        help="a chat template in place of the model's: plain, for any tokenizer with "
+                             'an end token; chatml, for those of data/text/prepare.py --chat; or a '
+                             'file, one with {%% generation %%}. Runs keep it')
     args = parser.parse_args()
 
     # The conversations of all rows, as ids with their masks.
-    enc, vocabulary = load_model_tokenizer(args.tokenizer)
-    template = None
-    if args.template:
-        template = read_text(args.template)
-        enc.set_template(template)
+    template = read_template(args.template)
+    enc, vocabulary = load_model_tokenizer(args.tokenizer, template)
+    check_template_tokens(args.template, enc)
     folder = args.out_dir
     state = os.stat(args.input) if os.path.isfile(args.input) else None
     source = {'input': os.path.abspath(args.input), 'template': template,
@@ -309,6 +342,7 @@ def main():
         if n_train < 1:
             fail(f'{args.input} has {n_examples} conversations, too few for a train and a val '
                  'part; give it at least 2')
+        check_prompts(told, n_examples * read.n_each, enc)
         if kind == 'pairs' and args.rows:
             fail('--rows packs conversations, not pairs')
 

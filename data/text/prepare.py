@@ -233,6 +233,9 @@ def main():
     parser.add_argument('--key', default='text',
                         help='the text of a row of JSON, CSV or parquet (default: text); --key= '
                              'takes JSON and CSV as they are, with their keys')
+    parser.add_argument('--chat', action='store_true',
+                        help='reserve tokens for conversations in bpe:N, for --template=chatml of '
+                             'data/chat/prepare.py')
     parser.add_argument('--strict', nargs='?', const='True', default='', choices=('True',),
                         help='refuse a row without a text, which is skipped and counted otherwise')
     parser.add_argument('--num_proc', type=positive, default=os.cpu_count(),
@@ -243,9 +246,10 @@ def main():
     # Texts to tokens, tokens to a data set.
     files = find_files(args.input, tuple(args.suffix.lower().split(',')))
     texts = Texts(files, args.key, args.strict)
-    vocabulary = choose_vocabulary(args.tokenizer, texts.all_texts, texts.train_texts)
+    vocabulary = choose_vocabulary(
+        args.tokenizer, texts.all_texts, texts.train_texts, has_chat=args.chat)
     source = {'files': [[path, os.path.getsize(path)] for path in files],
-              'tokenizer': args.tokenizer, 'key': args.key, 'pieces': 2}
+              'tokenizer': args.tokenizer, 'chat': args.chat, 'key': args.key, 'pieces': 2}
     lengths = write_tokens(args.out_dir, source, texts, vocabulary, args.num_proc)
     sizes = finish_data_set(args.out_dir, vocabulary, lengths, args.rows,
                             n_bytes=texts.split_bytes)
