@@ -12,7 +12,7 @@ from jax_run.manifest import val_digest
 WITHOUT_EFFECT = {
     'out_dir', 'overwrite', 'eval_interval', 'log_interval', 'sample_prompt',
     'always_save_checkpoint', 'save_interval', 'keep', 'wandb_log', 'wandb_project',
-    'wandb_run_name', 'profile', 'minutes'}
+    'wandb_run_name', 'profile', 'minutes', 'manifest'}
 
 IN_AXES = 10  # runs up to which the legend stands in the axes
 NAMED = 60  # of more, so many of the best are in the legend

@@ -12,15 +12,20 @@ processes compare all of it before they train together. It holds no path, host o
 | `tokenizer` | digest of the data's tokenizer |
 | `sources` | digest of each source file of the product |
 | `versions` | of Python and of the libraries that compute |
+| `settings` | of jax, and `XLA_FLAGS` without paths, that change numbers |
+| `devices` | their `kind`, the `number` of them and of `processes` |
+| `flags` | those of the run, without names and places |
 | `dtype`, `attention`, `experts` | as chosen for the devices that are here |"""
 import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import zlib
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jax_devices.processes import check_agreement, in_all_processes
@@ -34,6 +39,17 @@ FORMAT = 1
 # which a network disk reads within a second.
 N_BLOCKS = 128
 BLOCK = 2**16  # bytes
+
+# Settings of jax from the environment that change what is computed.
+SETTINGS = (
+    'jax_default_prng_impl', 'jax_default_matmul_precision', 'jax_threefry_partitionable',
+    'jax_enable_x64')
+
+# Flags that name places or people, or that say nothing of what is computed.
+NOT_IN_MANIFEST = {
+    'out_dir', 'dataset', 'init_from', 'base', 'coordinator_address', 'num_processes', 'process_id',
+    'wandb_log', 'wandb_project', 'wandb_run_name', 'sample_prompt', 'overwrite', 'profile',
+    'device'}
 
 LIBRARIES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 
@@ -51,6 +67,7 @@ def open_manifest(run, data, config):
     if run.resumed:
         with in_all_processes():
             manifest['earlier_data'] = continue_data(run, manifest['data'])
+        say_what_differs(run.resumed.get('manifest'), manifest)
     return manifest
 
 
@@ -63,6 +80,11 @@ def make_manifest(run, data, config):
         'tokenizer': digest(describe_tokenizer(run.meta['tokenizer'])),
         'sources': dict(digest_sources()),
         'versions': find_versions(),
+        'settings': find_settings(),
+        'devices': {
+            'kind': run.devices[0].device_kind, 'number': len(run.devices),
+            'processes': jax.process_count()},
+        'flags': {name: value for name, value in run.flags.items() if name not in NOT_IN_MANIFEST},
         'dtype': run.dtype,
         'attention': config.attention,
         'experts': config.experts if config.moe else None}
@@ -81,9 +103,32 @@ def flatten(manifest):
     values.update(manifest['sources'])
     for name, version in manifest['versions'].items():
         values[f'the version of {name}'] = version
+    values.update(manifest['settings'])
     for name in ('dtype', 'attention', 'experts'):
         values[name] = manifest[name]
     return values
+
+
+def find_settings():
+    """Returns the settings of this process that change numbers, {name: text}."""
+    settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
+    words = [word for word in os.environ.get('XLA_FLAGS', '').split() if '/' not in word]
+    settings['XLA_FLAGS'] = ' '.join(words)
+    return settings
+
+
+def say_what_differs(known, now):
+    """Prints in which versions and settings, and kind of device, a resume differs from the run so
+    far: bits may. known: the manifest of its checkpoint, None of an earlier version."""
+    changes = []
+    for part in ('versions', 'settings', 'devices'):
+        before = (known or {}).get(part, {})
+        for name, value in now[part].items():
+            if name in before and before[name] != value and name not in ('number', 'processes'):
+                changes.append(f'{name}: {before[name] or "none"} before, {value or "none"} now')
+    if changes:
+        print(f'this resume differs from the run so far, whose bits it may not have '
+              f'({"; ".join(changes)})')
 
 
 # -----------------------------------------------------------------------------

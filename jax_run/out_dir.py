@@ -69,7 +69,7 @@ class OutDir:
             with contextlib.suppress(UserError):  # a damaged one says nothing, and is written anew
                 earlier = read_json(files / 'config.json', optional=True)
                 say_what_is_counted(earlier.get('bpb_bytes', 'tokens'), bpb_bytes)
-        write_json(files / 'config.json', settings)
+        write_json(files / 'config.json', {**settings, 'manifest': manifest})
         if model.tokenizer['kind'] == 'folder':
             copy_tokenizer(model.tokenizer, files / 'tokenizer')
         # the config.json of the pretrained model, or none in place of an earlier run's

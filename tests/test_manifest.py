@@ -1,5 +1,6 @@
 """The manifest: what a run is made of, compared at a resume and between processes."""
 import json
+import os
 import re
 import shutil
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import jax_devices.processes
+import jax_run.manifest
 from jax_run.checkpoints import choose_checkpoint, read_val_loss
 from jax_run.compare import compare_runs
 from jax_run.data import load_dataset_meta
@@ -162,6 +164,20 @@ def test_runs_with_different_validation_data_are_marked(data, finished, flags, t
     for folder in (finished[0], tmp_path / 'out'):
         mark = val_digest(manifest_of(folder))[:8]
         assert any(str(folder) in row and mark in row for row in rows) and any(mark in label for label in labels)
+
+
+
+def test_a_resume_says_which_versions_and_settings_are_others(run_copy, finished, monkeypatch):
+    manifest = manifest_of(finished[0])
+    assert manifest['settings']['jax_default_prng_impl'] == 'threefry2x32' and manifest['devices']['number'] == 1
+    assert manifest['flags']['n_layer'] == 1 and not {'out_dir', 'dataset'} & manifest['flags'].keys()
+    assert json.loads((finished[0] / 'config.json').read_text())['manifest'] == manifest
+    assert 'differs from the run so far' not in succeeded(train(run_copy, *RESUME, '--max_iters=21')).stdout
+    monkeypatch.setattr(jax_run.manifest, 'find_versions', lambda: manifest['versions'] | {'optax': '9.9'})
+    monkeypatch.setenv('XLA_FLAGS', f'{os.environ.get("XLA_FLAGS", "")} --xla_other=1 --xla_dump_to=/home/me')
+    said = succeeded(train(run_copy, *RESUME, '--max_iters=22')).stdout
+    assert f'optax: {manifest["versions"]["optax"]} before, 9.9 now' in said
+    assert re.search('XLA_FLAGS: .* before, .*--xla_other=1 now', said) and '/home/me' not in said
 
 # -----------------------------------------------------------------------------
 # several processes
