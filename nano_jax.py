@@ -1,280 +1,280 @@
-"""A GPT in one file of JAX: model, loss, optimizer, data, training on all devices, sampling.
+"""nanoGPT in one file: trains GPT-2 on all devices and samples from it, by jax and numpy alone.
 
-$ python data/shakespeare_char/prepare.py
 $ python nano_jax.py --dataset=shakespeare_char --max_iters=2000
 
-It is a specification: with the same flags and seed it has the initial parameters, batches and losses of train_jax.py
-(tests/test_nano_jax.py), which it neither imports nor is imported by. What is not here: dropout, checkpoints, logs.
-Letters of shapes: B sequences, T tokens, D channels, H heads of K channels, V tokens in the vocabulary.
+With the same flags and seed the numbers are those of train_jax.py (tests/test_nano_jax.py) but for
+last bits: it adds up in another order, and its learning rate is a float32. It also has what is left
+out here: dropout, checkpoints, bfloat16, sharded models, other models. Two ideas: parameters are a
+tree, dicts of arrays, that is passed in, and a training step takes old ones and returns new ones;
+jax.jit compiles a function, jax.grad makes its gradient. Shapes are in names, as in q_BxTxHxK:
+B sequences, T tokens of each, S tokens that are attended to, D channels (n_embd), H heads of
+K = D / H channels, F channels in the MLP, V tokens in the vocabulary, N sequences of an iteration.
 """
-import dataclasses
-import hashlib
-import json
-import math
-import os
-import sys
-import time
-from functools import partial
+import argparse, ast, collections, functools, hashlib, itertools, json, math, pathlib, sys, time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-@dataclasses.dataclass(frozen=True)
-class Config:  # nanoGPT's names; each is a flag, as --n_layer=6
-    dataset: str = 'shakespeare_char'  # the folder under data/ whose prepare.py has been run
-    n_layer: int = 4
-    n_head: int = 4
-    n_embd: int = 128
-    block_size: int = 64  # tokens of a sequence
-    vocab_size: int = 0  # of the data set
-    bias: bool = False  # in LayerNorm and in the matrices
-    batch_size: int = 12  # sequences of a micro-batch
-    gradient_accumulation_steps: int = 1  # micro-batches of an update, all devices together
-    max_iters: int = 2000
-    learning_rate: float = 1e-3
-    min_lr: float = 1e-4
-    warmup_iters: int = 100
-    lr_decay_iters: int = 2000
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.99
-    grad_clip: float = 1.0
-    eval_interval: int = 250
-    eval_iters: int = 20
-    log_interval: int = 10
-    max_new_tokens: int = 200
-    temperature: float = 0.8  # 0 takes the likeliest token
-    top_k: int = 200
-    seed: int = 1337
+# -----------------------------------------------------------------------------
+# nanoGPT's small model for CPUs. --name=value overrides a flag, as in nanoGPT
+dataset = 'shakespeare_char' # the folder under data/ whose prepare.py has been run
+eval_interval = 250 # evaluate every this many iterations, and at the end
+log_interval = 10 # print every this many iterations
+eval_iters = 20 # batches per evaluation and split
+gradient_accumulation_steps = 1 # micro-batches per update, all devices together
+batch_size = 12 # sequences per micro-batch
+block_size = 64 # tokens per sequence
+n_layer = 4 # transformer blocks
+n_head = 4 # attention heads
+n_embd = 128 # width
+bias = False # in linear layers and LayerNorm, as GPT-2 has
+learning_rate = 1e-3 # the highest, reached after warmup_iters
+max_iters = 2000 # total number of updates
+weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms
+beta1 = 0.9 # decay of AdamW's mean of gradients
+beta2 = 0.99 # decay of AdamW's mean of squared gradients
+grad_clip = 1.0 # maximum global norm of the gradients; 0 does not clip
+warmup_iters = 100 # iterations of linear warm-up; a tenth of max_iters where it does not fit
+lr_decay_iters = 0 # iteration at which the cosine reaches min_lr; 0 is max_iters
+min_lr = 1e-4 # lowest learning rate
+start = '\n' # the prompt of the sample at the end
+max_new_tokens = 500 # its length
+temperature = 0.8 # 1.0 = no change, below less random; 0 takes the likeliest token
+top_k = 200 # sample from the top_k most likely tokens only; 0 is all
+seed = 1337 # seeds weights, batches and the sample
+# -----------------------------------------------------------------------------
+DEFAULTS = {name: value for name, value in globals().items()
+            if not name.startswith('_') and isinstance(value, (bool, int, float, str))}
+Config = collections.namedtuple('Config', [*DEFAULTS, 'vocab_size'])
+# jit compiles a function of arrays; its argument cfg is a constant: another Config compiles anew
+jit = functools.partial(jax.jit, static_argnames='cfg')
 
-# --- the model: a nested dictionary of parameters, and functions of it
-def draw(key, path, count, shape, std):
-    # Each parameter has a key of its own: the seed's, and a hash of where it is. (flax makes it so, with the count of
-    # the parameters of that module before this one, from 1 on.)
-    digest = hashlib.sha1(''.join(path).encode() + bytes([count])).digest()
-    key = jax.random.fold_in(key, jnp.uint32(int.from_bytes(digest[:4], 'big')))
-    return jax.random.normal(key, shape) * std
+@jit
+def init_params(key, cfg):
+    """Returns new parameters, {'wte': [V, D], 'wpe': [T, D], 'h_0': {'attn': ...}, ...}."""
+    D = cfg.n_embd
 
-@partial(jax.jit, static_argnums=1)  # under jit, because compiled code rounds otherwise than one operation at a time
-def init(key, config):
-    D, L = config.n_embd, config.n_layer
-    def dense(n_in, n_out, path, std=0.02):
-        layer = {'kernel': draw(key, path, 1, (n_in, n_out), std)}
-        return layer | ({'bias': jnp.zeros(n_out)} if config.bias else {})
-    def norm():
-        return {'scale': jnp.ones(D)} | ({'bias': jnp.zeros(D)} if config.bias else {})
+    def normal(path, shape, std=0.02, number=1):
+        # each table has a random key of its own, folded from a hash of its path, as flax does it
+        digest = hashlib.sha1(path.encode() + bytes([number])).digest()
+        own_key = jax.random.fold_in(key, jnp.uint32(int.from_bytes(digest[:4], 'big')))
+        return std * jax.random.normal(own_key, shape)
 
-    params = {'wte': draw(key, (), 1, (config.vocab_size, D), 0.02),
-              'wpe': draw(key, (), 2, (config.block_size, D), 0.02), 'ln_f': norm()}
-    for i in range(L):
-        h, residual_std = f'h_{i}', 0.02 / math.sqrt(2 * L)  # what is added to the stream 2 L times starts smaller
-        params[h] = {
-            'ln_1': norm(), 'ln_2': norm(),
-            'attn': {'c_attn': dense(D, 3 * D, (h, 'attn', 'c_attn')),
-                     'c_proj': dense(D, D, (h, 'attn', 'c_proj'), residual_std)},
-            'mlp': {'c_fc': dense(D, 4 * D, (h, 'mlp', 'c_fc')),
-                    'c_proj': dense(4 * D, D, (h, 'mlp', 'c_proj'), residual_std)}}
+    def bias(width):
+        return {'bias': jnp.zeros(width)} if cfg.bias else {}
+
+    def linear_params(path, n_in, n_out, std=0.02):
+        return {'kernel': normal(path, (n_in, n_out), std), **bias(n_out)}
+
+    norm_params = {'scale': jnp.ones(D), **bias(D)}
+    params = {'wte': normal('', (cfg.vocab_size, D)), 'ln_f': norm_params,
+              'wpe': normal('', (cfg.block_size, D), number=2)}
+    # the residual stream adds up 2 n_layer outputs, and is not to grow with their number
+    std = 0.02 / (2 * cfg.n_layer)**0.5
+    for i in range(cfg.n_layer):
+        attn = {'c_attn': linear_params(f'h_{i}attnc_attn', D, 3 * D),
+                'c_proj': linear_params(f'h_{i}attnc_proj', D, D, std)}
+        mlp = {'c_fc': linear_params(f'h_{i}mlpc_fc', D, 4 * D),
+               'c_proj': linear_params(f'h_{i}mlpc_proj', 4 * D, D, std)}
+        params[f'h_{i}'] = {'ln_1': norm_params, 'attn': attn, 'ln_2': norm_params, 'mlp': mlp}
     return params
 
-def dense(p, x):
+def layer_norm(p, x):
+    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(variance + 1e-5) * p['scale'] + p.get('bias', 0)
+
+def linear(p, x):
     return x @ p['kernel'] + p.get('bias', 0)
 
-def layer_norm(p, x):
-    mean = x.mean(-1, keepdims=True)
-    variance = jnp.square(x - mean).mean(-1, keepdims=True)
-    return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * p['scale'] + p.get('bias', 0)
-
-def attention(p, x_BxTxD, config, cache=None, position=0):
-    # queries, keys and values of every head
+def attention(p, x_BxTxD, cfg, cache=None, first=0):
+    """Returns (y_BxTxD, the new cache). cache: keys and values, those of `first` earlier tokens."""
     B, T, D = x_BxTxD.shape
-    q, k, v = jnp.split(dense(p['c_attn'], x_BxTxD), 3, axis=-1)
-    q, k, v = (a.reshape(B, T, config.n_head, -1).swapaxes(1, 2) for a in (q, k, v))  # [B, H, T, K]
-    # with a cache, the keys and values of the tokens before are there already
+    H, K = cfg.n_head, D // cfg.n_head
+    # queries, keys and values of all heads, in one product
+    q_BxTxHxK, k_BxSxHxK, v_BxSxHxK = [
+        a.reshape(B, T, H, K) for a in jnp.split(linear(p['c_attn'], x_BxTxD), 3, axis=-1)]
+    # with a cache: the new keys and values go to their places in it, and all of it is attended to
     if cache is not None:
-        cache = jax.lax.dynamic_update_slice(cache, jnp.stack([k, v]), (0, 0, 0, position, 0))
-        k, v = cache
-    # each token attends to those before it, and to itself
-    scores_BxHxTxS = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
-    is_past_TxS = jnp.arange(k.shape[2]) <= position + jnp.arange(T)[:, None]
-    probs_BxHxTxS = jax.nn.softmax(jnp.where(is_past_TxS, scores_BxHxTxS, -jnp.inf))
-    y_BxTxD = (probs_BxHxTxS @ v).swapaxes(1, 2).reshape(B, T, D)
-    return dense(p['c_proj'], y_BxTxD), cache
+        k_BxSxHxK = jax.lax.dynamic_update_slice(cache['k'], k_BxSxHxK, (0, first, 0, 0))
+        v_BxSxHxK = jax.lax.dynamic_update_slice(cache['v'], v_BxSxHxK, (0, first, 0, 0))
+    # how well each query fits each key; a token sees itself and those before it
+    scores_BxHxTxS = jnp.einsum('bthk,bshk->bhts', q_BxTxHxK, k_BxSxHxK) / K**0.5
+    is_seen_TxS = jnp.arange(k_BxSxHxK.shape[1]) <= first + jnp.arange(T)[:, None]
+    probs_BxHxTxS = jax.nn.softmax(jnp.where(is_seen_TxS, scores_BxHxTxS, -jnp.inf))
+    # the values, weighed by these probabilities; then all heads are mixed
+    y_BxTxHxK = jnp.einsum('bhts,bshk->bthk', probs_BxHxTxS, v_BxSxHxK)
+    return linear(p['c_proj'], y_BxTxHxK.reshape(B, T, D)), {'k': k_BxSxHxK, 'v': v_BxSxHxK}
 
-def forward(params, idx_BxT, config, caches=None, position=0):
-    # (the logits of the token after each, [B, T, V]; the caches); idx begins at `position`
-    T = idx_BxT.shape[1]
-    x_BxTxD = params['wte'][idx_BxT] + jax.lax.dynamic_slice_in_dim(params['wpe'], position, T)
-    new_caches = []
-    for i, cache in enumerate(caches or [None] * config.n_layer):
-        p = params[f'h_{i}']
-        y_BxTxD, cache = attention(p['attn'], layer_norm(p['ln_1'], x_BxTxD), config, cache, position)
+@jit
+def forward(params, idx_BxT, cfg, cache=None, first=0):
+    """Returns (logits_BxTxV, the new cache) of the tokens at positions first, first + 1, ..."""
+    x_BxTxD = params['wte'][idx_BxT] + params['wpe'][first + jnp.arange(idx_BxT.shape[1])]
+    new_cache = {}
+    for name in [f'h_{i}' for i in range(cfg.n_layer)]:
+        p = params[name]
+        # a block: attention, then an MLP, each of the normalized x, and added to it
+        y_BxTxD, new_cache[name] = attention(
+            p['attn'], layer_norm(p['ln_1'], x_BxTxD), cfg, cache and cache[name], first)
         x_BxTxD += y_BxTxD
-        h_BxTxF = jax.nn.gelu(dense(p['mlp']['c_fc'], layer_norm(p['ln_2'], x_BxTxD)), approximate=False)
-        x_BxTxD += dense(p['mlp']['c_proj'], h_BxTxF)
-        new_caches.append(cache)
-    # weight tying: the head is the token embedding
-    return layer_norm(params['ln_f'], x_BxTxD) @ params['wte'].T, new_caches
+        h_BxTxF = linear(p['mlp']['c_fc'], layer_norm(p['ln_2'], x_BxTxD))
+        x_BxTxD += linear(p['mlp']['c_proj'], jax.nn.gelu(h_BxTxF, approximate=False))
+    # weight tying: the logit of a token is the product with its embedding
+    return layer_norm(params['ln_f'], x_BxTxD) @ params['wte'].T, new_cache
 
-def loss_fn(params, x_BxT, y_BxT, config):
-    logits_BxTxV, _ = forward(params, x_BxT, config)
-    logprob_BxTxV = jax.nn.log_softmax(logits_BxTxV)
-    return -jnp.take_along_axis(logprob_BxTxV, y_BxT[..., None], axis=-1).mean()
+@jit
+def loss_fn(params, x_BxT, y_BxT, cfg):
+    """Returns the mean cross-entropy of the targets y."""
+    log_probs_BxTxV = jax.nn.log_softmax(forward(params, x_BxT, cfg)[0])
+    return -jnp.take_along_axis(log_probs_BxTxV, y_BxT[..., None], axis=-1).mean()
 
-# --- one update: gradients of all micro-batches on all devices, clipping, AdamW
-def learning_rate(n, config):  # nanoGPT's: linear warm-up, then a cosine down to min_lr
-    warm_up = config.learning_rate * (n + 1) / (config.warmup_iters + 1)
-    share = jnp.clip((n - config.warmup_iters) / max(1, config.lr_decay_iters - config.warmup_iters), 0, 1)
-    decayed = config.min_lr + 0.5 * (1 + jnp.cos(jnp.pi * share)) * (config.learning_rate - config.min_lr)
-    return jnp.where(n < config.warmup_iters, warm_up, decayed)
+def load_data(folder):
+    """Returns ({'train': tokens, 'val': tokens}, vocab_size, encode, decode)."""
+    meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
+    splits = {split: np.memmap(folder / f'{split}.bin', meta['dtype'], 'r')
+              for split in ('train', 'val')}
+    kind, chars = meta['tokenizer']['kind'], meta['tokenizer'].get('chars')
+    if meta.get('row_length') or kind not in ('char', 'gpt2'):
+        sys.exit(f'{folder}: this reads texts of characters or of GPT-2 tokens, no other data')
+    if kind == 'gpt2':
+        import tiktoken
+        bpe = tiktoken.get_encoding('gpt2')
+        decode = lambda ids: bpe.decode([i for i in ids if i < bpe.n_vocab])
+        return splits, 50304, bpe.encode_ordinary, decode  # 50257 tokens, padded as in nanoGPT
+    decode = lambda ids: ''.join(chars[i] for i in ids)
+    return splits, len(chars), lambda text: [chars.index(c) for c in text], decode
 
-def init_state(config):
-    params = init(jax.random.key(config.seed), config)
-    mean, square = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-    return {'params': params, 'mean': mean, 'square': square, 'n': jnp.int32(0)}
+def shuffled_starts(n_tokens, cfg):
+    """Yields where the windows of a run begin, without end. Those of an epoch lie side by side: it
+    reads every token once. (nanoGPT draws windows: an epoch's worth misses 1/e of the tokens.)"""
+    n_windows = max(1, (n_tokens - 1) // cfg.block_size - 1)  # one less than fit
+    for epoch in itertools.count():
+        rng = np.random.default_rng([cfg.seed, 0, epoch])  # 0: the purpose of these random numbers
+        offset = rng.integers(n_tokens - n_windows * cfg.block_size)
+        yield from offset + cfg.block_size * rng.permutation(n_windows)
 
-def train_step(state, x_RxT, y_RxT, config):
-    # On one of the devices: its rows R, a micro-batch at a time. Their gradients are averaged.
-    rows = min(config.batch_size, len(x_RxT))
-    micro_batches = tuple(a.reshape(-1, rows, a.shape[-1]) for a in (x_RxT, y_RxT))
+def read_windows(tokens, starts, block_size):
+    """Returns x and y, int32 [B, T]: the windows that begin there, and these shifted by one."""
+    windows = tokens[np.array(starts)[:, None] + np.arange(block_size + 1)].astype(np.int32)
+    return windows[:, :-1], windows[:, 1:]
 
-    def micro_step(total, xy):
-        return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(state['params'], *xy, config)), None
+def get_lr(n, cfg):
+    """Returns the learning rate after n updates: linear warm-up, cosine, min_lr."""
+    decay_iters = cfg.lr_decay_iters or cfg.max_iters
+    warmup = cfg.warmup_iters if cfg.warmup_iters < decay_iters else decay_iters // 10
+    if n < warmup:
+        return cfg.learning_rate * (n + 1) / (warmup + 1)
+    share = min(1, (n - warmup) / (decay_iters - warmup))
+    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * share)) * (cfg.learning_rate - cfg.min_lr)
 
-    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state['params'])
-    total, _ = jax.lax.scan(micro_step, zeros, micro_batches)
-    # The mean over all devices: this is what data parallelism is.
-    loss, grads = jax.lax.pmean(jax.tree.map(lambda a: a / len(micro_batches[0]), total), 'data')
-
-    # clip the gradients to a norm of at most grad_clip
+def adamw(params, grads, moments, lr, cfg):
+    """Returns (params, moments) after an update; moments: {'m', 'v': trees, 'n': their number}."""
+    # clip: scale the gradients down to a global norm of grad_clip
     norm = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(grads)))
-    if config.grad_clip:
-        scale = jnp.minimum(1, config.grad_clip / (norm + 1e-6))
-        grads = jax.tree.map(lambda g: g * scale, grads)
+    scale = jnp.minimum(1, cfg.grad_clip / (norm + 1e-6)) if cfg.grad_clip else 1
+    grads = jax.tree.map(lambda g: g * scale, grads)
+    # running means of the gradients and of their squares
+    n = moments['n'] + 1
+    m = jax.tree.map(lambda m, g: cfg.beta1 * m + (1 - cfg.beta1) * g, moments['m'], grads)
+    v = jax.tree.map(lambda v, g: cfg.beta2 * v + (1 - cfg.beta2) * g**2, moments['v'], grads)
 
-    # AdamW: means of the gradients and of their squares, without their bias towards the zeros that they start from
-    n = state['n'] + 1
-    lr = learning_rate(state['n'], config)
-    mean = jax.tree.map(lambda m, g: config.beta1 * m + (1 - config.beta1) * g, state['mean'], grads)
-    square = jax.tree.map(lambda s, g: config.beta2 * s + (1 - config.beta2) * g * g, state['square'], grads)
+    def update(p, m, v):
+        # the means began at 0: they are divided by the sum of the weights of what they have seen
+        step = (m / (1 - cfg.beta1**n)) / (jnp.sqrt(v / (1 - cfg.beta2**n)) + 1e-8)
+        return p - lr * (step + (cfg.weight_decay * p if p.ndim >= 2 else 0))
 
-    def update(p, m, s):
-        step = (m / (1 - config.beta1**n)) / (jnp.sqrt(s / (1 - config.beta2**n)) + 1e-8)
-        if p.ndim >= 2:  # weight decay, of matrices and embeddings, not of biases and norms
-            step += config.weight_decay * p
-        return p - lr * step
+    return jax.tree.map(update, params, m, v), {'m': m, 'v': v, 'n': n}
 
-    params = jax.tree.map(update, state['params'], mean, square)
-    return {'params': params, 'mean': mean, 'square': square, 'n': n}, loss
+def make_train_step(cfg, mesh):
+    """Makes train_step(params, moments, x, y, lr) -> (params, moments, loss): an iteration."""
+    # the devices share the micro-batches; where there are fewer of these, each of them is split
+    n_micro = cfg.gradient_accumulation_steps
+    n_micro //= math.gcd(n_micro, mesh.size)
 
-def compile_step(config, devices):
-    # All devices have the state; each has its rows of the batch.
-    mesh = Mesh(np.array(devices), ('data',))
-    step = jax.shard_map(partial(train_step, config=config), mesh=mesh, in_specs=(P(), P('data'), P('data')),
-                         out_specs=(P(), P()), check_vma=False)
-    return jax.jit(step, donate_argnums=0)
+    def train_step(params, moments, x_NxT, y_NxT, lr):
+        # forward and backward of one micro-batch after the other, added up
+        def micro_step(total, xy):
+            found = jax.value_and_grad(loss_fn)(params, *xy, cfg)
+            return jax.tree.map(jnp.add, total, found), None
 
-# --- data: windows of a file of tokens
-def get_batch(tokens, config, iteration):
-    # Sequence number n of the run is a function of the seed and n alone: an epoch holds every window once, in an order
-    # of its own, from an offset of its own. So a run can go on anywhere, on any number of devices.
-    T, n_rows, starts = config.block_size, config.batch_size * config.gradient_accumulation_steps, []
-    n_windows = max(1, (len(tokens) - 1) // T - 1)
-    for number in range(iteration * n_rows, (iteration + 1) * n_rows):
-        epoch, index = divmod(number, n_windows)
-        offset, order = shuffle(config.seed, epoch, n_windows, len(tokens) - n_windows * T)
-        starts.append(offset + T * int(order[index]))
-    return windows(tokens, np.array(starts), T)
+        x_y = [a.reshape(n_micro, -1, cfg.block_size) for a in (x_NxT, y_NxT)]
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        total, _ = jax.lax.scan(micro_step, zeros, x_y)
+        # the mean over micro-batches, and over devices: the one all-reduce, as DDP's
+        loss, grads = jax.lax.pmean(jax.tree.map(lambda t: t / n_micro, total), 'data')
+        return *adamw(params, grads, moments, lr, cfg), loss
 
-def shuffle(seed, epoch, n_windows, n_offsets, known={}):  # noqa: B006, the last epoch's is kept
-    if (seed, epoch, n_windows) not in known:
-        known.clear()
-        rng = np.random.default_rng([seed, 0, epoch])
-        order = np.arange(n_windows, dtype=np.min_scalar_type(n_windows))
-        known[seed, epoch, n_windows] = rng.integers(n_offsets), rng.permutation(order)
-    return known[seed, epoch, n_windows]
+    # train_step runs on each device, with all of what is P() and its part of what is P('data');
+    # the memory of what is donated is reused for the results
+    parts = P(), P(), P('data'), P('data'), P()
+    step = jax.shard_map(train_step, mesh=mesh, in_specs=parts, out_specs=P(), check_vma=False)
+    return jax.jit(step, donate_argnums=(0, 1))
 
-def windows(tokens, starts, T):  # x, and y one token later
-    rows = tokens[starts[:, None] + np.arange(T + 1)].astype(np.int32)
-    return rows[:, :-1], rows[:, 1:]
+def estimate_loss(params, tokens, cfg):
+    """Returns the mean loss of windows that are spread evenly, the same at every call."""
+    n = cfg.eval_iters * cfg.batch_size
+    starts = np.arange(n) * (len(tokens) - 1 - cfg.block_size) // max(1, n - 1)
+    batches = [read_windows(tokens, b, cfg.block_size) for b in np.split(starts, cfg.eval_iters)]
+    return np.mean([loss_fn(params, x_BxT, y_BxT, cfg) for x_BxT, y_BxT in batches])
 
-def evaluate(params, tokens, config, loss):
-    # the same windows every time, spread evenly over the text
-    n = config.eval_iters * config.batch_size
-    starts = np.arange(n) * (len(tokens) - 1 - config.block_size) // max(1, n - 1)
-    x, y = windows(tokens, starts, config.block_size)
-    rows = np.arange(n).reshape(config.eval_iters, -1)
-    return np.mean([float(loss(params, x[i], y[i])) for i in rows])
-
-# --- sampling
-@partial(jax.jit, static_argnames='config')
-def next_token(params, idx_1xT, caches, position, key, config):
-    logits_BxTxV, caches = forward(params, idx_1xT, config, caches, position)
-    logits_V = logits_BxTxV[0, -1]
-    if not config.temperature:
-        return logits_V.argmax(), caches
-    least = jax.lax.top_k(logits_V, min(config.top_k or len(logits_V), len(logits_V)))[0][-1]
-    logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V) / config.temperature
-    return jax.random.categorical(key, logits_V), caches
-
-def sample(params, prompt, config):
-    # The prompt fills the cache; then each step feeds the last token alone. Positions are learned, so that past
-    # block_size the last block_size tokens are read anew for every token, as nanoGPT does.
-    shape = (2, 1, config.n_head, config.block_size, config.n_embd // config.n_head)
-    caches = [jnp.zeros(shape) for _ in range(config.n_layer)]
-    tokens, fed = list(prompt), 0
-    for i in range(config.max_new_tokens):
-        key = jax.random.fold_in(jax.random.key(config.seed), i)
-        if len(tokens) <= config.block_size:
-            token, caches = next_token(params, np.array([tokens[fed:]]), caches, fed, key, config)
-            fed = len(tokens)
+def generate(params, ids, cfg):
+    """Returns the ids of a prompt with max_new_tokens more."""
+    ids, n_cached = list(ids), 0
+    shape = 1, cfg.block_size, cfg.n_head, cfg.n_embd // cfg.n_head
+    cache = {f'h_{i}': {name: jnp.zeros(shape) for name in 'kv'} for i in range(cfg.n_layer)}
+    for i in range(cfg.max_new_tokens):
+        if len(ids) <= cfg.block_size:
+            # what is not in the cache yet: first the prompt, then the latest token
+            logits_1xTxV, cache = forward(params, np.array([ids[n_cached:]]), cfg, cache, n_cached)
+            n_cached = len(ids)
         else:
-            token, _ = next_token(params, np.array([tokens[-config.block_size:]]), None, 0, key, config)
-        tokens.append(int(token))
-    return tokens
+            # the window moves, and with it the position of each token: all is computed anew
+            logits_1xTxV, _ = forward(params, np.array([ids[-cfg.block_size:]]), cfg)
+        logits_V = logits_1xTxV[0, -1] / (cfg.temperature or 1)
+        if cfg.top_k:
+            least = jnp.sort(logits_V)[-min(cfg.top_k, cfg.vocab_size)]
+            logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
+        key = jax.random.fold_in(jax.random.key(cfg.seed), i)
+        is_random = cfg.temperature > 0
+        ids.append(int(jax.random.categorical(key, logits_V) if is_random else logits_V.argmax()))
+    return ids
 
-# --- training
 def main():
-    # flags, as --n_layer=6
-    flags = dict(arg[2:].split('=', 1) for arg in sys.argv[1:])
-    kinds = {field.name: field.type for field in dataclasses.fields(Config)}
-    config = Config(**{name: value == 'True' if kinds[name] is bool else kinds[name](value)
-                       for name, value in flags.items()})
+    """Trains with the flags of the command line, and prints a sample."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name, value in DEFAULTS.items():
+        convert = ast.literal_eval if isinstance(value, bool) else type(value)
+        parser.add_argument(f'--{name}', type=convert, default=value)
+    flags = vars(parser.parse_args())
+    data_root = pathlib.Path(__file__).parent / 'data'
+    splits, vocab_size, encode, decode = load_data(data_root / flags['dataset'])
+    cfg = Config(**flags, vocab_size=vocab_size)
+    prompt = encode(cfg.start)
 
-    # the data: tokens, and how they become text; ids are printed where they are not characters
-    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'data', config.dataset)
-    meta = json.load(open(os.path.join(folder, 'meta.json'), encoding='utf-8'))
-    data = {split: np.memmap(os.path.join(folder, f'{split}.bin'), meta['dtype'], 'r') for split in ('train', 'val')}
-    chars = meta['tokenizer'].get('chars')
-    n_vocab = meta['vocab_size'] if chars else -(-meta['vocab_size'] // 64) * 64
-    config = dataclasses.replace(config, vocab_size=n_vocab)
+    # all devices, each with a copy of the parameters and of AdamW's moments
+    mesh = Mesh(np.array(jax.devices()), ('data',))
+    params = init_params(jax.random.key(cfg.seed), cfg)
+    moments = {name: jax.tree.map(jnp.zeros_like, params) for name in 'mv'} | {'n': jnp.zeros(())}
+    params, moments = jax.device_put((params, moments), NamedSharding(mesh, P()))
+    train_step = make_train_step(cfg, mesh)
+    print(f'number of parameters: {sum(p.size for p in jax.tree.leaves(params)) / 1e6:.2f}M')
 
-    # the model on all devices
-    devices = jax.devices()
-    state = init_state(config)
-    n_params = sum(p.size for p in jax.tree.leaves(state['params'])) - state['params']['wpe'].size
-    print(f'{len(devices)} x {devices[0].device_kind}, number of parameters: {n_params / 1e6:.2f}M')
-    step = compile_step(config, devices)
-    loss = jax.jit(partial(loss_fn, config=config))
-
-    began = time.time()
-    for iteration in range(config.max_iters + 1):
-        if iteration % config.eval_interval == 0 or iteration == config.max_iters:
-            losses = {split: evaluate(state['params'], tokens, config, loss) for split, tokens in data.items()}
-            print(f'step {iteration}: train loss {losses["train"]:.4f}, val loss {losses["val"]:.4f}')
-        if iteration == config.max_iters:
+    starts = shuffled_starts(len(splits['train']), cfg)
+    for iter_num in range(cfg.max_iters + 1):
+        if iter_num % cfg.eval_interval == 0 or iter_num == cfg.max_iters:
+            train, val = [estimate_loss(params, tokens, cfg) for tokens in splits.values()]
+            print(f'step {iter_num}: train loss {train:.4f}, val loss {val:.4f}')
+        if iter_num == cfg.max_iters:
             break
-        state, train_loss = step(state, *get_batch(data['train'], config, iteration))
-        if iteration % config.log_interval == 0:
-            train_loss, now = float(train_loss), time.time()  # float() waits for the devices
-            print(f'iter {iteration}: loss {train_loss:.4f}, time {(now - began) * 1000 / config.log_interval:.2f}ms')
-            began = time.time()
-
-    # a sample: what follows a newline
-    start = [chars.index('\n')] if chars and '\n' in chars else [0]
-    tokens = sample(state['params'], start, config)
-    print(''.join(chars[token] for token in tokens) if chars else tokens)
+        t0 = time.perf_counter()
+        rows = itertools.islice(starts, cfg.gradient_accumulation_steps * cfg.batch_size)
+        x_NxT, y_NxT = read_windows(splits['train'], list(rows), cfg.block_size)
+        params, moments, loss = train_step(params, moments, x_NxT, y_NxT, get_lr(iter_num, cfg))
+        loss, dt = float(loss), time.perf_counter() - t0  # float() waits for the devices
+        if iter_num % cfg.log_interval == 0:
+            print(f'iter {iter_num}: loss {loss:.4f}, time {dt * 1000:.2f}ms')
+    print(decode(generate(params, prompt, cfg)))
 
 if __name__ == '__main__':
     main()
