@@ -240,3 +240,9 @@ def test_the_losses_of_twenty_updates_and_of_evaluations_are_those_of_train_jax(
     evaluations = np.reshape([loss[1] for loss in found if isinstance(loss, list)], (-1, 2))
     theirs = [(record['train_loss'], record['val_loss']) for record in records_of(out, 'val_loss')]
     np.testing.assert_allclose(evaluations, theirs, rtol=0, atol=1e-6)
+
+
+def test_its_throughput_is_measured_as_that_of_other_programs():
+    result = succeeded(run_script('peers/nano_train.py', '--batch_size=8', '--repeats=1'))
+    results = json.loads(result.stdout.splitlines()[-1])['results']
+    assert results['tokens_per_sec'] == pytest.approx(8 * 64 / results['step_ms'] * 1000)

@@ -29,6 +29,7 @@ MORE = {  # {script: flags behind those of README}
     'eval_jax.py': ['--device=cpu:0'],
     'data/pystdlib/prepare.py': ['jax_ops'],
     'data/chat/prepare.py': ['--rows=16'],
+    'nano_jax.py': ['--max_iters=2', '--eval_iters=1', '--batch_size=8', '--block_size=16', '--max_new_tokens=4'],
     'data/shakespeare/prepare.py': ['--tokenizer=my/folder'],  # instead of OpenAI's BPE, which would be downloaded
 }
 
