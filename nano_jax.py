@@ -2,16 +2,14 @@
 
 $ python nano_jax.py --dataset=shakespeare_char --max_iters=2000
 
-With the same flags and seed the numbers are those of train_jax.py (tests/test_nano_jax.py) but for
-last bits: it adds up in another order, and its learning rate is a float32. It also has what is left
-out here: dropout, checkpoints, bfloat16, sharded models, other models. Two ideas: parameters are a
-tree, dicts of arrays, that is passed in, and a training step takes old ones and returns new ones;
-jax.jit compiles a function, jax.grad makes its gradient. Shapes are in names, as in q_BxTxHxK:
-B sequences, T tokens of each, S tokens that are attended to, D channels (n_embd), H heads of
-K = D / H channels, F channels in the MLP, V tokens in the vocabulary, N sequences of an iteration.
+With the same flags and seed it has the numbers of train_jax.py (tests/test_nano_jax.py) but for
+last bits: sums have another order there, and the learning rate is a float32. Left out are dropout,
+checkpoints, bfloat16, sharded and other models. Two ideas: parameters are dicts of arrays, which
+are passed in, and a training step returns new ones; jax.jit compiles a function, jax.grad makes its
+gradient. Shapes are in names, as in q_BxTxHxK: B sequences, N of an iteration, T tokens of each, S
+tokens that are attended to, D channels, H heads of K, F in the MLP, V tokens of the vocabulary.
 """
 import argparse, ast, collections, functools, hashlib, itertools, json, math, pathlib, sys, time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +55,7 @@ def init_params(key, cfg):
     D = cfg.n_embd
 
     def normal(path, shape, std=0.02, number=1):
-        # each table has a random key of its own, folded from a hash of its path, as flax does it
+        # each table has a key of its own, folded from a hash of its path and number, as in flax
         digest = hashlib.sha1(path.encode() + bytes([number])).digest()
         own_key = jax.random.fold_in(key, jnp.uint32(int.from_bytes(digest[:4], 'big')))
         return std * jax.random.normal(own_key, shape)
@@ -148,7 +146,7 @@ def load_data(folder):
 def shuffled_starts(n_tokens, cfg):
     """Yields where the windows of a run begin, without end. Those of an epoch lie side by side: it
     reads every token once. (nanoGPT draws windows: an epoch's worth misses 1/e of the tokens.)"""
-    n_windows = max(1, (n_tokens - 1) // cfg.block_size - 1)  # one less than fit
+    n_windows = max(1, (n_tokens - 1) // cfg.block_size - 1)  # one less, for the offset
     for epoch in itertools.count():
         rng = np.random.default_rng([cfg.seed, 0, epoch])  # 0: the purpose of these random numbers
         offset = rng.integers(n_tokens - n_windows * cfg.block_size)
@@ -205,8 +203,8 @@ def make_train_step(cfg, mesh):
         loss, grads = jax.lax.pmean(jax.tree.map(lambda t: t / n_micro, total), 'data')
         return *adamw(params, grads, moments, lr, cfg), loss
 
-    # train_step runs on each device, with all of what is P() and its part of what is P('data');
-    # the memory of what is donated is reused for the results
+    # each device runs train_step, with all of what is P() and its part of what is P('data');
+    # check_vma=False: jax adds no all-reduce of its own. Donated: memory that the results reuse
     parts = P(), P(), P('data'), P('data'), P()
     step = jax.shard_map(train_step, mesh=mesh, in_specs=parts, out_specs=P(), check_vma=False)
     return jax.jit(step, donate_argnums=(0, 1))
@@ -249,11 +247,13 @@ def main():
     flags = vars(parser.parse_args())
     data_root = pathlib.Path(__file__).parent / 'data'
     splits, vocab_size, encode, decode = load_data(data_root / flags['dataset'])
-    cfg = Config(**flags, vocab_size=vocab_size)
-    prompt = encode(cfg.start)
+    cfg, prompt = Config(**flags, vocab_size=vocab_size), encode(flags['start'])
 
     # all devices, each with a copy of the parameters and of AdamW's moments
     mesh = Mesh(np.array(jax.devices()), ('data',))
+    n_rows = cfg.gradient_accumulation_steps * cfg.batch_size
+    if n_rows % mesh.size:
+        parser.error(f'{mesh.size} devices cannot share {n_rows} sequences: change batch_size')
     params = init_params(jax.random.key(cfg.seed), cfg)
     moments = {name: jax.tree.map(jnp.zeros_like, params) for name in 'mv'} | {'n': jnp.zeros(())}
     params, moments = jax.device_put((params, moments), NamedSharding(mesh, P()))
@@ -268,8 +268,8 @@ def main():
         if iter_num == cfg.max_iters:
             break
         t0 = time.perf_counter()
-        rows = itertools.islice(starts, cfg.gradient_accumulation_steps * cfg.batch_size)
-        x_NxT, y_NxT = read_windows(splits['train'], list(rows), cfg.block_size)
+        rows = list(itertools.islice(starts, n_rows))
+        x_NxT, y_NxT = read_windows(splits['train'], rows, cfg.block_size)
         params, moments, loss = train_step(params, moments, x_NxT, y_NxT, get_lr(iter_num, cfg))
         loss, dt = float(loss), time.perf_counter() - t0  # float() waits for the devices
         if iter_num % cfg.log_interval == 0:

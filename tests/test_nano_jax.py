@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,17 @@ def test_other_data_and_unknown_flags_are_refused_in_a_line(dataset, tmp_path):
     with pytest.raises(SystemExit, match='texts of characters or of GPT-2 tokens'):
         nano_jax.load_data(tmp_path / 'rows')
     assert run_script('nano_jax.py', '--lerning_rate=1').returncode == 2
+    result = run_script('nano_jax.py', f'--dataset={dataset}', '--batch_size=12')  # the tests have 8 devices
+    assert result.returncode == 2 and '8 devices cannot share 12 sequences' in result.stderr
+
+
+def test_tokens_of_gpt2_need_tiktoken_and_have_a_padded_vocabulary(tmp_path, monkeypatch):
+    bpe = types.SimpleNamespace(n_vocab=50257, encode_ordinary=list, decode=list)
+    monkeypatch.setitem(sys.modules, 'tiktoken', types.SimpleNamespace(get_encoding={'gpt2': bpe}.get))
+    write_dataset(tmp_path, [50256, 0, 7], [1, 2], tokenizer={'kind': 'gpt2'}, vocab_size=50257)
+    splits, vocab_size, encode, decode = nano_jax.load_data(tmp_path)
+    assert splits['train'].tolist() == [50256, 0, 7] and splits['val'].tolist() == [1, 2]
+    assert vocab_size == 50304 and encode('ab') == ['a', 'b'] and decode([50256, 50257, 1]) == [50256, 1]
 
 
 # -----------------------------------------------------------------------------
