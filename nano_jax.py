@@ -58,7 +58,7 @@ def init_params(key, cfg):
         # each table has a key of its own, folded from a hash of its path and number, as in flax
         digest = hashlib.sha1(path.encode() + bytes([number])).digest()
         own_key = jax.random.fold_in(key, jnp.uint32(int.from_bytes(digest[:4], 'big')))
-        return std * jax.random.normal(own_key, shape)
+        return jax.random.normal(own_key, shape) * std
 
     def bias(width):
         return {'bias': jnp.zeros(width)} if cfg.bias else {}
