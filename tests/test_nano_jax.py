@@ -169,6 +169,15 @@ def test_a_cache_and_the_whole_text_have_the_same_logits():
     np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, **TOLERANCE)
 
 
+def test_each_token_is_computed_once_until_the_window_is_full(monkeypatch):
+    cfg = make_cfg(max_new_tokens=15)
+    params, fed, forward = random_params(make_config(cfg)), [], nano_jax.forward
+    monkeypatch.setattr(nano_jax, 'forward', lambda params, idx, *args: fed.append(idx.size) or forward(
+        params, idx, *args))
+    nano_jax.generate(params, [1, 2, 3], cfg)
+    assert fed == [3] + 13 * [1] + [16]
+
+
 def test_temperature_and_top_k_change_what_is_drawn():
     params = random_params(make_config(make_cfg()))
     settings = {
