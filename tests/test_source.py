@@ -21,7 +21,7 @@ ROOMS = [
     ('jax_flags',), ('jax_ops',), ('jax_devices',), ('jax_transformer',), ('jax_generate',),
     ('jax_hub', 'jax_pretrained'), ('jax_run', 'jax_train_utils'), ('jax_text',),
     ('jax_run.pretrained', 'jax_run.start'), ('jax_run.notebook', 'jax_apps'), ('tools',)]
-SCRIPTS = ('train_jax', 'sample_jax', 'eval_jax', 'export_jax', 'bench_jax', 'plot_jax', 'nano_jax')
+SCRIPTS = ('nano_jax', 'train_jax', 'sample_jax', 'eval_jax', 'export_jax', 'bench_jax', 'plot_jax')
 FOLDERS = ('jax_ops', 'jax_run', 'jax_hub', 'jax_devices', 'jax_apps', 'tools')
 PRIVATE = ('jaxlib.', 'jax._src.', 'jax.interpreters.', 'jax.extend.', 'jax.lib.')  # of jax: may change in any version
 
@@ -74,9 +74,9 @@ def own_imports():
     return imports
 
 
-def test_at_most_twelve_modules_are_at_the_top_beside_nano_jax_and_each_has_a_room():
+def test_at_most_thirteen_modules_are_at_the_top_and_each_has_a_room():
     modules = [module for module in own_imports() if module.split('.')[-1] != '__init__']
-    assert sum('.' not in module for module in modules) <= 12 + 1, 'a new module goes into a wing, see CONTRIBUTING.md'
+    assert sum('.' not in module for module in modules) <= 13, 'a new module goes into a wing, see CONTRIBUTING.md'
     homeless = [module for module in modules if level(module) is None and module not in SCRIPTS]
     assert not homeless, 'a new room: add it to ROOMS (tests/test_source.py), and to CONTRIBUTING.md'
 
