@@ -43,8 +43,7 @@ temperature = 0.8 # 1.0 = no change, below less random; 0 takes the likeliest to
 top_k = 200 # sample from the top_k most likely tokens only; 0 is all
 seed = 1337 # seeds weights, batches and the sample
 # -----------------------------------------------------------------------------
-DEFAULTS = {name: value for name, value in globals().items()
-            if not name.startswith('_') and isinstance(value, (bool, int, float, str))}
+DEFAULTS = {k: v for k, v in vars().items() if k[0] != '_' and type(v) in (bool, int, float, str)}
 Config = collections.namedtuple('Config', [*DEFAULTS, 'vocab_size'])
 # jit compiles a function of arrays; its argument cfg is a constant: another Config compiles anew
 jit = functools.partial(jax.jit, static_argnames='cfg')
@@ -245,10 +244,11 @@ def main():
         convert = ast.literal_eval if isinstance(value, bool) else type(value)
         parser.add_argument(f'--{name}', type=convert, default=value)
     flags = vars(parser.parse_args())
-    data_root = pathlib.Path(__file__).parent / 'data'
-    splits, vocab_size, encode, decode = load_data(data_root / flags['dataset'])
+    folder = pathlib.Path(__file__).parent / 'data' / flags['dataset']
+    if not (folder / 'meta.json').is_file():
+        parser.error(f'{folder} has no data: run its prepare.py first')
+    splits, vocab_size, encode, decode = load_data(folder)
     cfg, prompt = Config(**flags, vocab_size=vocab_size), encode(flags['start'])
-
     # all devices, each with a copy of the parameters and of AdamW's moments
     mesh = Mesh(np.array(jax.devices()), ('data',))
     n_rows = cfg.gradient_accumulation_steps * cfg.batch_size
@@ -268,7 +268,7 @@ def main():
         if iter_num == cfg.max_iters:
             break
         t0 = time.perf_counter()
-        rows = list(itertools.islice(starts, n_rows))
+        rows = [next(starts) for _ in range(n_rows)]
         x_NxT, y_NxT = read_windows(splits['train'], rows, cfg.block_size)
         params, moments, loss = train_step(params, moments, x_NxT, y_NxT, get_lr(iter_num, cfg))
         loss, dt = float(loss), time.perf_counter() - t0  # float() waits for the devices

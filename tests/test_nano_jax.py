@@ -83,6 +83,8 @@ def test_other_data_and_unknown_flags_are_refused_in_a_line(dataset, tmp_path):
     with pytest.raises(SystemExit, match='texts of characters or of GPT-2 tokens'):
         nano_jax.load_data(tmp_path / 'rows')
     assert run_script('nano_jax.py', '--lerning_rate=1').returncode == 2
+    result = run_script('nano_jax.py', f'--dataset={tmp_path / "none"}')
+    assert result.returncode == 2 and 'has no data: run its prepare.py first' in result.stderr
     result = run_script('nano_jax.py', f'--dataset={dataset}', '--batch_size=12')  # the tests have 8 devices
     assert result.returncode == 2 and '8 devices cannot share 12 sequences' in result.stderr
 
