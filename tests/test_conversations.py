@@ -597,28 +597,70 @@ def test_ids_and_masks_are_transformers_where_a_template_has_marks(name, tmp_pat
         assert ids == expected_ids and mask.tolist() == expected.tolist(), chat
 
 
-# a header that a result of a tool gets, in a family that is not loaded here; an answer that ends with the first token
-# of what follows, which is no stop token in this tokenizer
-OTHERWISE = {('diffusion_gemma', 'a tool'), ('glm4moe', 'a tool')}
+# templates that write earlier answers otherwise than their generation prompt asks for them (<think>), or leave answers
+# or calls out: refused without marks
+REFUSED = {
+    **dict.fromkeys(('deepseek_r1_distill', 'deepseekv3', 'idefics3', 'smolvlm'), {*TRL['chats']}),
+    **dict.fromkeys(('lfm2', 'llama3', 'phi3', 'phi3_5', 'qwen2_5_vl'), {'a tool'}),
+    **{f'nemotron_3_{name}': {*TRL['chats']} - {'reasoning'} for name in ('5_lightning', 'nano', 'super', 'ultra')},
+    **dict.fromkeys(('qwen3_5_think', 'qwen3_6'), {'two equal answers', 'two turns'}),
+    'qwen3_5_nothink': {'two equal answers', 'two turns', 'reasoning'}}
+# TRL's template keeps the <think></think> of earlier answers, that of the model does not
+OTHER_TEXT = {('qwen3', chat) for chat in ('two equal answers', 'two turns', 'a tool')}
 # what marks let count in addition: what the prompt writes, so that no model has to; white space behind the end, and the
 # end that Phi 3 writes behind a conversation once more
-IN_ADDITION = {'', '<|start|>assistant', '<think>', '<think></think>', '<|end|>'}
+IN_ADDITION = {'<|start|>assistant', '<think>', '<think></think>', '<|end|>', ''}
+# What the marks leave out, but a model must write: the token at which it stops to get a result, and the header of an
+# answer behind one, which the generation prompt does not write.
+NOT_MARKED = {('diffusion_gemma', 'a tool'): {'<|tool_response>', '<|turn>model'}}
+STOP_TOKENS = {'diffusion_gemma': ['<turn|>', '<|tool_response>'], 'glm4moe': ['<|user|>', '<|observation|>']}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', [name for name, template in TRL['templates'].items() if template['plain']])
 def test_without_marks_the_same_counts_but_for_what_no_model_writes(name, tmp_path):
-    tokenizer = None
+    special = TRL['templates'][name]['special']
+    stop_ids = [256 + special.index(token) for token in STOP_TOKENS.get(name, ())]  # behind those of the bytes
+    (tmp_path / 'generation_config.json').write_text(json.dumps({'eos_token_id': stop_ids}))
+    refused = set()
+    other_text = set()
     for chat, expected_ids, expected, ids, mask in conversations_of(name, 'plain', tmp_path):
-        is_other_text = ids is None or ids[:len(expected_ids)] != expected_ids
-        if is_other_text or (name, chat) in OTHERWISE:
+        if ids is None:
+            refused.add(chat)
             continue
-        tokenizer = tokenizer or HFTokenizer(tmp_path).tokenizer
-        found = mask[:len(expected)]
-        assert not (found > expected).any(), chat
-        for is_missing, run in itertools.groupby(zip(expected > found, expected_ids), key=lambda item: item[0]):
+        if ids[:len(expected_ids)] != expected_ids:
+            other_text.add((name, chat))
+            continue
+        tokenizer = HFTokenizer(tmp_path).tokenizer
+        found = {1: set(), -1: set()}  # texts that count here alone, and in the marked template alone
+        differences = mask[:len(expected)] - expected
+        for sign, run in itertools.groupby(zip(differences, expected_ids), key=lambda item: item[0]):
             text = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
-            assert not is_missing or re.sub(r'\s', '', text) in IN_ADDITION, (chat, text)
+            if sign:
+                found[sign].add(re.sub(r'\s', '', text))
+        assert found[1] == NOT_MARKED.get((name, chat), set()), chat
+        assert found[-1] <= IN_ADDITION, chat
+    assert refused == REFUSED.get(name, set()) & {*TRL['templates'][name]['rendered']}
+    assert other_text == {each for each in OTHER_TEXT if each[0] == name}
+
+
+@pytest.mark.slow
+def test_a_template_with_marks_that_is_given_as_a_file_makes_the_data(tmp_path):
+    template = TRL['templates']['deepseekv3']
+    chats = ['one turn', 'two turns']
+    write_byte_tokenizer(tmp_path / 'model', template['special'], chat_template=template['plain'],
+                         **template['settings'])
+    (tmp_path / 'marked.jinja').write_text(template['marked'])
+    (tmp_path / 'chats.jsonl').write_text('\n'.join(json.dumps(TRL['chats'][chat]) for chat in chats))
+    command = ['chat', tmp_path / 'chats.jsonl', f'--tokenizer={tmp_path / "model"}', f'--out_dir={tmp_path}']
+    assert_refused(prepare(*command), 'give that file as --template=FILE')
+    succeeded(prepare(*command, f'--template={tmp_path / "marked.jinja"}'))
+    for split, chat in zip(('train', 'val'), chats):
+        expected = template['rendered'][chat]
+        assert np.fromfile(tmp_path / f'{split}.bin', np.uint16).tolist() == expected['ids']
+        mask = np.fromfile(tmp_path / f'{split}_mask.bin', np.uint8)
+        counted = {i for first, end in expected['spans'] for i in range(first, end)}
+        assert set(np.flatnonzero(mask)) == counted
 
 
 # -----------------------------------------------------------------------------
