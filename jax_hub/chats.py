@@ -437,16 +437,9 @@ def find_lost(tokenizer, chat, ids, counted):
     """Returns what a user must know of a conversation, a list of sentences: what the template leaves
     out of it, so that a model is trained without it, and whether what asks for the last of the
     answers `counted` is not how the ids of the conversation begin."""
-    lost = []
-    for i, message in enumerate(chat.messages):
-        for kind, marked in marked_contents(message):
-            messages = [*chat.messages[:i], marked, *chat.messages[i + 1:]]
-            try:
-                text = render(tokenizer, chat._replace(messages=messages))
-            except UserError:  # a template may look into a content
-                continue
-            if MARK not in text:
-                lost.append(f'the template leaves out {kind}')
+    parts = [Part(i, *part) for i, message in enumerate(chat.messages)
+             for part in parts_of(message)]
+    lost = [f'the template leaves out {part.kind}' for part in left_out_parts(tokenizer, chat, parts)]
     last = counted[-1]
     if last:
         prompt = render(tokenizer, chat._replace(messages=chat.messages[:last]),
@@ -457,19 +450,47 @@ def find_lost(tokenizer, chat, ids, counted):
     return sorted(set(lost))
 
 
-def marked_contents(message):
-    """Yields (name, message with MARK in its place) of each part of a message that a template may
-    leave out."""
+class Part(NamedTuple):
+    """A part of a message that a template may leave out."""
+    number: int  # of the message
+    kind: str  # what it is, for a user
+    key: str  # of the message
+    value: str  # with MARK in place of the part
+
+
+def parts_of(message):
+    """Yields (kind, key, value) of each Part of a message."""
     content = message.get('content')
     thought = re.match(r'\s*<think>(.*?)</think>', content, re.S) if isinstance(content, str) else None
     if thought and thought[1].strip():
-        yield 'the reasoning of answers', {
-            **message, 'content': content.replace(thought[1], MARK, 1)}
-    elif isinstance(content, str) and content.strip() and message['role'] != 'assistant':
-        yield f'messages of the role "{message["role"]}"', {**message, 'content': MARK}
+        yield 'the reasoning of answers', 'content', content.replace(thought[1], MARK, 1)
+    elif isinstance(content, str) and content.strip():
+        beside = ' beside a call' if message.get('tool_calls') else ''
+        yield f'messages of the role "{message["role"]}"{beside}', 'content', MARK
     for name in THOUGHTS:
         if isinstance(message.get(name), str) and message[name].strip():
-            yield 'the reasoning of answers', {**message, name: MARK}
+            yield 'the reasoning of answers', name, MARK
+
+
+def left_out_parts(tokenizer, chat, parts):
+    """Returns those of the Parts of a Chat that its template leaves out.
+
+    It is rendered once with a mark of its own in each part. Where some are missing it is rendered
+    once for each of these: a template may look into another part."""
+    if not parts:
+        return []
+    messages = [dict(message) for message in chat.messages]
+    marks = [f'{MARK}{n}{MARK}' for n in range(len(parts))]
+    for part, mark in zip(parts, marks):
+        messages[part.number][part.key] = part.value.replace(MARK, mark)
+    try:
+        text = render(tokenizer, chat._replace(messages=messages))
+        missing = [part for part, mark in zip(parts, marks) if mark not in text]
+    except UserError:  # a template may look into a content
+        missing = parts if len(parts) > 1 else []
+    if len(parts) == 1:
+        return missing
+    return [part for part in missing if left_out_parts(tokenizer, chat, [part])]
 
 
 def mark_answer(message):

@@ -502,6 +502,26 @@ def test_messages_that_a_template_leaves_out_are_counted_and_said(made, tmp_path
     assert lines_of(made(QWEN), [TURNS] * 2, tmp_path)[-1].startswith('val has')
 
 
+def test_answers_that_a_template_leaves_out_are_said(made):
+    turns = [ASK, {'role': 'assistant', 'content': 'ef', 'tool_calls': [CALL]}]
+    no_answers = QWEN.replace('{{ m.content or "" }}', '{% if m.role == "user" %}{{ m.content }}{% endif %}')
+    found = made(no_answers).find_lost([ASK, ANSWER, *turns], [], counted=[1])
+    assert [f'the template leaves out messages of the role "assistant"{beside}' in found
+            for beside in ('', ' beside a call')] == [True, True]
+    assert not any('leaves out' in said for said in made(QWEN).find_lost([ASK, ANSWER, *turns], [], counted=[1]))
+
+
+def test_what_is_lost_of_a_long_conversation_is_found_by_few_renderings(made, monkeypatch):
+    from jax_hub import chats
+    tokenizer = made(QWEN)
+    turns = [ASK, ANSWER] * 50
+    ids, _ = tokenizer.encode_training_chat(turns)
+    rendered = []
+    render = chats.render
+    monkeypatch.setattr(chats, 'render', lambda *args, **options: rendered.append(1) or render(*args, **options))
+    assert tokenizer.find_lost(turns, ids, counted=[99]) == [] and len(rendered) == 2
+
+
 def test_a_generation_prompt_that_is_not_how_training_begins_is_counted_and_said(made):
     tokenizer = made(QWEN)
     ids, _ = tokenizer.encode_training_chat(TURNS)
