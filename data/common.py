@@ -312,11 +312,11 @@ def end_of_piece(text, start, stop):
 # writing a data set
 
 META_FORMAT = 2  # of meta.json; those without "format" have no digests
-# what a data set is made of; lengths is data/text's, chats and their masks and journal data/chat's,
-# source of both
+# what a data set is made of; lengths is data/text's, chats, their masks, bytes and journal are
+# data/chat's, source is of both
 PARTS = ('train.part.bin', 'val.part.bin', 'train.rows.part.bin', 'val.rows.part.bin',
          'lengths.part.bin', 'source.part.json', 'chats.part.bin', 'chats_mask.part.bin',
-         'journal.part.jsonl', 'train_mask.part.bin', 'val_mask.part.bin')
+         'chats_bytes.part.bin', 'journal.part.jsonl', 'train_mask.part.bin', 'val_mask.part.bin')
 
 
 def make_folder(folder):
@@ -340,13 +340,12 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
                     **meta):
     """Makes a data set of train.part.bin and val.part.bin: writes meta.json, with the keys of
     `meta` too, the files of the tokenizer and more `files`, {name: its bytes, or the path of a file
-    that gets this name}; then gives the tokens
-    their names, those of train last: without train.bin there is no data set (and without meta.json
-    it would count as GPT-2's tokens).
+    that gets this name}; then gives the tokens their names, those of train last: without train.bin
+    there is no data set (and without meta.json it would count as GPT-2's tokens).
 
     lengths, block_size: of the documents of {'train', 'val'}, for a data set of rows. n_bytes: of
-    the texts of {'train', 'val'}, in UTF-8; None if that is not known. Returns how many tokens
-    {'train', 'val'} have. Raises UserError, after removing the parts.
+    the texts of {'train', 'val'}, in UTF-8, of chats of what counts in them; None if that is not
+    known. Returns how many tokens {'train', 'val'} have. Raises UserError, after removing the parts.
 
     meta.json has "format": META_FORMAT, "digests": {name: SHA-256 in hex} of train.bin, val.bin
     and the other .bin files, and of a tokenizer of the kind 'folder' its tokens_digest; "bytes":
@@ -364,7 +363,8 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
                 fail(f'{split} has only {n} tokens, too few for a train and a val part; give it '
                      'more text')
             if n_bytes and vocabulary.tokenizer['kind'] == 'folder':
-                token_bytes[split] = count_token_bytes(path, vocabulary)
+                mask = (files or {}).get(f'{split}_mask.bin')
+                token_bytes[split] = count_token_bytes(path, vocabulary, mask)
             if block_size:
                 paths[split] = write_rows(path, vocabulary.dtype, lengths[split], block_size)
             counted = count_tokens(paths[split], vocabulary.dtype)
@@ -435,28 +435,39 @@ def count_bytes(texts):
     return sum(len(text.encode('utf-8', 'surrogatepass')) for text in texts)
 
 
+def count_bytes_of(text, n, vocabulary):
+    """Returns the bytes in UTF-8 of the first n tokens of a text."""
+    if vocabulary.tokenizer['kind'] == 'gpt2':
+        enc = gpt2_encoding()
+        return len(enc.decode_bytes(enc.encode(text, disallowed_special=())[:n]))
+    tokenizer = library_tokenizer(vocabulary.files['tokenizer.json'])
+    offsets = tokenizer.encode(text, add_special_tokens=False).offsets
+    end = max((end for _, end in offsets[:n]), default=0)
+    return count_bytes([text[:end]])
+
+
 @functools.cache
-def bytes_of_tokens(content, settings):
-    """Returns the bytes of each token, an array, of the contents of a tokenizer.json and a
-    tokenizer_config.json; None if they are not known."""
+def bytes_of_tokens(files):
+    """Returns the bytes of each token, an array, of the tokenizer that ((name, content), ...)
+    describe; None if they are not known."""
     from jax_hub.tokenizers import load_token_bytes
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, 'tokenizer.json').write_text(content, encoding='utf-8')
-        Path(folder, 'tokenizer_config.json').write_text(settings, encoding='utf-8')
+        for name, content in files:
+            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+            Path(folder, name).write_bytes(content.encode())
         return load_token_bytes({'kind': 'folder', 'path': folder, 'is_copy': True}, 0)
 
 
-def count_token_bytes(path, vocabulary):
-    """Returns the bytes of all tokens of a file; None if those of a token are not known."""
-    of_each = bytes_of_tokens(vocabulary.files['tokenizer.json'],
-                              vocabulary.files['tokenizer_config.json'])
+def count_token_bytes(path, vocabulary, mask=None):
+    """Returns the bytes of all tokens of a file, or of those that count by the file `mask`; None if
+    those of a token are not known."""
+    of_each = bytes_of_tokens(tuple(sorted(vocabulary.files.items())))
     if of_each is None:
         return None
-    n = 0
-    with open(path, 'rb') as f:
-        while len(ids := np.fromfile(f, vocabulary.dtype, 2**20)):
-            n += int(of_each[ids].sum())
-    return n
+    ids = np.memmap(path, vocabulary.dtype, 'r')
+    counts = np.broadcast_to(np.uint8(1), ids.shape) if mask is None else np.memmap(mask, np.uint8, 'r')
+    return sum(int(of_each[ids[at:at + 2**20][counts[at:at + 2**20] == 1]].sum())
+               for at in range(0, len(ids), 2**20))
 
 
 class Counted(NamedTuple):

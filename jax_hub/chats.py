@@ -242,9 +242,15 @@ def time_limit(seconds):
 # -----------------------------------------------------------------------------
 # training
 
+class Encoded(NamedTuple):
+    """A conversation for training: arrays or lists [n_tokens]."""
+    ids: list
+    mask: np.ndarray  # uint8, 1 for the tokens that count
+    n_bytes: np.ndarray  # bytes of the text in UTF-8 that each token stands for, 0 of special ones
+
+
 def encode_training_chat(tokenizer, chat, counted=None):
-    """Returns (ids, mask) of a conversation by the chat template of an HFTokenizer; the mask, as
-    long as the ids, is 1 for the tokens that count in training.
+    """Returns a conversation, Encoded, by the chat template of an HFTokenizer.
 
     chat: a Chat. counted: the numbers of the assistant's messages that count, None for all. Of
     those count the tokens that the template marks by {% generation %}; without such marks the whole
@@ -279,6 +285,8 @@ def encode_training_chat(tokenizer, chat, counted=None):
     mask = np.zeros(len(ids), np.uint8)
     for start, end in spans:
         mask |= (starts < end) & (ends > start) & ~(is_special & (starts < start))
+    n_bytes = bytes_of_spans(whole_characters(text), starts, ends)
+    n_bytes[np.isin(ids, list(tokenizer.special_ids))] = 0
 
     # the token that ends the last answer, if the template leaves it to the next message
     is_last = last is not None and chosen[-1] == len(chat.messages) - 1
@@ -289,7 +297,18 @@ def encode_training_chat(tokenizer, chat, counted=None):
             more = find_next_end(tokenizer, chat, text[last.said:])
             ids = ids + more
             mask = np.append(mask, np.ones(len(more), np.uint8))
-    return ids, mask
+            n_bytes = np.append(n_bytes, np.zeros(len(more), n_bytes.dtype))
+    return Encoded(ids, mask, n_bytes)
+
+
+def bytes_of_spans(text, starts, ends):
+    """Returns the bytes in UTF-8 of the spans of a text, given in characters and in their order;
+    what several spans have, as tokens that are bytes of one character, counts for the first."""
+    codes = np.frombuffer(text.encode('utf-32-le'), np.uint32)
+    sizes = 1 + sum((codes >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
+    reached = np.concatenate([[0], np.cumsum(sizes)])  # bytes before each character
+    before = np.maximum.accumulate(np.concatenate([[0], ends]))[:-1]
+    return reached[ends] - reached[np.minimum(np.maximum(starts, before), ends)]
 
 
 def leave_out(tokenizer, chat, spans, left_out):

@@ -208,7 +208,7 @@ class HFTokenizer:
         return self.tokenizer.encode(whole_characters(text), add_special_tokens=False).ids
 
     def encode_training_chat(self, messages, *, counted=None, tools=None, variables=None):
-        """Returns (ids, mask) of a conversation, see jax_hub.chats.encode_training_chat."""
+        """Returns a conversation, Encoded, see jax_hub.chats.encode_training_chat."""
         self.check_template()
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))

@@ -59,7 +59,7 @@ def made(tmp_path):
 
 def counted_text(tokenizer, messages, **options):
     """(the text of the ids, what of it counts, with | between the parts)."""
-    ids, mask = tokenizer.encode_training_chat(messages, **options)
+    ids, mask, _ = tokenizer.encode_training_chat(messages, **options)
     tokens = [tokenizer.tokenizer.decode([id], skip_special_tokens=False) for id in ids]
     marked = ''.join(token if counts else '\n' for token, counts in zip(tokens, mask))
     return ''.join(tokens), '|'.join(filter(None, re.split('\n+', marked)))
@@ -302,7 +302,7 @@ def made_tokenizer(tmp_path):
 
 def counted_pieces(tokenizer, messages, **options):
     """The text in pieces that in turn do not count and count."""
-    ids, mask = tokenizer.encode_training_chat(messages, **options)
+    ids, mask, _ = tokenizer.encode_training_chat(messages, **options)
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
     assert mask[0] == 0
     return [tokenizer.tokenizer.decode(ids[a:b], skip_special_tokens=False) for a, b in itertools.pairwise(edges)]
@@ -515,7 +515,7 @@ def test_what_is_lost_of_a_long_conversation_is_found_by_few_renderings(made, mo
     from jax_hub import chats
     tokenizer = made(QWEN)
     turns = [ASK, ANSWER] * 50
-    ids, _ = tokenizer.encode_training_chat(turns)
+    ids, _, _ = tokenizer.encode_training_chat(turns)
     rendered = []
     render = chats.render
     monkeypatch.setattr(chats, 'render', lambda *args, **options: rendered.append(1) or render(*args, **options))
@@ -524,7 +524,7 @@ def test_what_is_lost_of_a_long_conversation_is_found_by_few_renderings(made, mo
 
 def test_a_generation_prompt_that_is_not_how_training_begins_is_counted_and_said(made):
     tokenizer = made(QWEN)
-    ids, _ = tokenizer.encode_training_chat(TURNS)
+    ids, _, _ = tokenizer.encode_training_chat(TURNS)
     assert tokenizer.find_lost(TURNS, ids, counted=[1]) == []
     tokenizer = made(QWEN + '{% if add_generation_prompt %}{{ "e" }}{% endif %}')
     said, = tokenizer.find_lost(TURNS, ids, counted=[1])
@@ -604,7 +604,7 @@ def conversations_of(name, form, tmp_path):
             mask[first:end] = 1
         fields = TRL['chats'][chat]
         try:
-            ids, found = tokenizer.encode_training_chat(fields['messages'], tools=fields.get('tools'))
+            ids, found, _ = tokenizer.encode_training_chat(fields['messages'], tools=fields.get('tools'))
         except UserError:
             yield chat, expected['ids'], mask, None, None
             continue

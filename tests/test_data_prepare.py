@@ -709,21 +709,25 @@ def test_pieces_of_a_text_have_gpt2s_tokens_of_the_whole(monkeypatch):
         assert sum((encode(piece) for piece in pieces), []) == encode(text)
 
 
+def write_marking_tokenizer(folder, has_space=True, scheme='first', special=('</s>',), **settings):
+    """A tokenizer that puts a mark for a space before each text, with and without a token for that mark."""
+    from tokenizers import decoders, models, pre_tokenizers
+    folder.mkdir()
+    names = [*special, *(['\u2581'] if has_space else []), *(f'<0x{i:02X}>' for i in range(256)), *'abcde']
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([*special])
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    (folder / 'tokenizer_config.json').write_text(json.dumps(settings | {
+        'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '</s>'}))
+
+
 @pytest.mark.parametrize('has_space', [True, False])
 def test_bits_per_byte_count_the_bytes_of_the_text(tmp_path, env, has_space):
-    """Of a tokenizer that puts a mark for a space before each text, with and without a token for that mark."""
     from jax_run.sources import open_data
-    from tokenizers import decoders, models, pre_tokenizers
     folder = tmp_path / 'model'
-    folder.mkdir()
-    names = ['</s>', *(['\u2581'] if has_space else []), *(f'<0x{i:02X}>' for i in range(256)), *'abcde']
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme='first', split=False)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens(['</s>'])
-    tokenizer.save(str(folder / 'tokenizer.json'))
-    (folder / 'tokenizer_config.json').write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
+    write_marking_tokenizer(folder, has_space)
     texts = ['ab cd \u00e9', 'e', 'bad c', 'dab'] * 10
     (tmp_path / 'a.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in texts))
     prepare('text', tmp_path / 'a.jsonl', f'--tokenizer={folder}', '--out_dir', tmp_path / 'out', env=env)
@@ -745,6 +749,48 @@ def test_bits_per_byte_count_the_bytes_of_the_text(tmp_path, env, has_space):
     assert old.bpb_bytes == 'tokens' and old.sets[0].splits['val'].byte_scale == 1
     counted = [each.sets[0].splits['val'].evaluation(3, each.token_bytes).n_bytes for each in (data, old)]
     assert counted[0] == pytest.approx(counted[1] * val.byte_scale)
+
+
+@pytest.mark.parametrize('rows', [(), ('--rows=12',)])
+def test_bits_per_byte_of_chats_count_the_bytes_of_the_answers(tmp_path, env, rows):
+    from jax_run.sources import open_data
+    write_marking_tokenizer(
+        tmp_path / 'model', scheme='always', special=['</s>', '<user>', '<assistant>'],
+        chat_template='{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}'
+                      '{% if add_generation_prompt %}<assistant>{% endif %}')
+    answers = ['ab \u00e9c', 'e', 'dab', 'a long answer that --rows cuts'] * 5
+    chats = [{'messages': [{'role': 'user', 'content': 'dd'}, {'role': 'assistant', 'content': text}]}
+             for text in answers]
+    (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, chats)))
+    prepare('chat', tmp_path / 'a.jsonl', f'--tokenizer={tmp_path / "model"}', *rows, '--out_dir', tmp_path / 'out',
+            env=env)
+    meta = load_dataset_meta(tmp_path / 'out')
+    # before an answer are <user> _ d d </s> <assistant> _, of which the last counts
+    shown = [text[:13 - 7] if rows else text for text in answers]
+    in_val = sum(len(text.encode()) for text in shown[18:])
+    assert meta['bytes'] == {'train': sum(len(text.encode()) for text in shown[:18]), 'val': in_val}
+    assert meta['token_bytes'] == {'train': meta['bytes']['train'] + 18, 'val': in_val + 2}  # a mark in each
+    data = open_data({tmp_path / 'out': 1.0}, meta, block_size=12, seed=1)
+    val = data.sets[0].splits['val']
+    if rows:  # an evaluation of all of it
+        assert val.evaluation(2, data.token_bytes).n_bytes == pytest.approx(in_val)
+    assert data.bpb_bytes == 'text'
+
+
+@pytest.mark.parametrize('val_tokens', [2, 5, 6, 7, 1000])
+def test_fineweb_counts_the_bytes_of_the_text_in_both_parts(tmp_path, env, val_tokens):
+    write_marking_tokenizer(tmp_path / 'model')
+    texts = ['ab \u00e9c', 'e', 'bad c'] * 500
+    files = parquet(tmp_path / 'in', texts).iterdir()
+    prepare('fineweb', *sorted(files), f'--val_tokens={val_tokens}', f'--tokenizer={tmp_path / "model"}', '--out_dir',
+            tmp_path / 'out', env=env)
+    meta = load_dataset_meta(tmp_path / 'out')
+    # each text begins with </s> and a mark; the accent has two tokens, each of a byte
+    sizes = [size for text in texts for size in [0, 0] + [1] * len(text.encode())]
+    assert sum(meta['bytes'].values()) == sum(sizes)
+    # a mark shares the first character with its token, and a part may end within the accent
+    assert abs(meta['bytes']['val'] - sum(sizes[:val_tokens])) <= 1
+    assert meta['token_bytes']['train'] > meta['bytes']['train']
 
 
 def test_an_own_vocabulary_counts_the_bytes_of_its_text_as_before(tmp_path, env):

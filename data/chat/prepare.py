@@ -53,6 +53,7 @@ class Read(NamedTuple):
     """The conversations of a file, in the order of its rows."""
     ids: np.ndarray  # of all of them, one after the other, on the disk
     mask: np.ndarray
+    n_bytes: np.ndarray  # of the text that each token stands for
     ends: np.ndarray  # where each ends
     n_each: int  # 1, or of pairs 2
     told: Told
@@ -71,7 +72,9 @@ def read_examples(path, enc, vocabulary, folder, source):
     rows that are in the journal. source: what tells this command from another one, as JSON. Raises
     UserError, after removing these files."""
     os.makedirs(folder, exist_ok=True)
-    paths = [Path(folder, name) for name in ('chats.part.bin', 'chats_mask.part.bin')]
+    paths = [Path(folder, name) for name in (
+        'chats.part.bin', 'chats_mask.part.bin', 'chats_bytes.part.bin')]
+    dtypes = vocabulary.dtype, np.dtype(np.uint8), np.dtype(np.uint32)
     journal_path = Path(folder, 'journal.part.jsonl')
     with contextlib.ExitStack() as stack:
         journal = stack.enter_context(open(journal_path, 'ab'))
@@ -82,7 +85,8 @@ def read_examples(path, enc, vocabulary, folder, source):
             journal.truncate(0)
             write_json(Path(folder, 'source.part.json'), source)
         files = [stack.enter_context(open(path, 'ab')) for path in paths]
-        told, lengths, n_done = cut_back(journal, files, vocabulary.dtype.itemsize)
+        told, lengths, n_done = cut_back(
+            journal, files, [dtype.itemsize for dtype in dtypes])
         if n_done:
             print(f'continuing after {n_done:,} rows', file=sys.stderr)
         try:
@@ -95,11 +99,11 @@ def read_examples(path, enc, vocabulary, folder, source):
                 except UserError as e:
                     fail(f'{path}, {where}: {e}')
                 # the tokens first, then the line
-                for ids, mask in encoded:
-                    files[0].write(np.asarray(ids, vocabulary.dtype))
-                    files[1].write(np.asarray(mask, np.uint8))
+                for chat in encoded:
+                    for file, array, dtype in zip(files, chat, dtypes):
+                        file.write(np.asarray(array, dtype))
                 if encoded:
-                    lengths.append([len(ids) for ids, _ in encoded])
+                    lengths.append(line['lengths'])
                 for file in files:
                     file.flush()
                 journal.write(json.dumps(line).encode() + b'\n')
@@ -111,9 +115,9 @@ def read_examples(path, enc, vocabulary, folder, source):
     n_each = len(lengths[0]) if lengths else 1
     ends = np.cumsum(np.array(lengths, np.int64).ravel(), dtype=np.int64)
     if not lengths:
-        return Read(np.zeros(0, vocabulary.dtype), np.zeros(0, np.uint8), ends, n_each, told)
-    return Read(np.memmap(paths[0], vocabulary.dtype, 'r'), np.memmap(paths[1], np.uint8, 'r'), ends,
-                n_each, told)
+        return Read(*(np.zeros(0, dtype) for dtype in dtypes), ends, n_each, told)
+    arrays = [np.memmap(path, dtype, 'r') for path, dtype in zip(paths, dtypes)]
+    return Read(*arrays, ends, n_each, told)
 
 
 def give_up(folder):
@@ -124,10 +128,10 @@ def give_up(folder):
         os.rmdir(folder)
 
 
-def cut_back(journal, files, width):
-    """Cuts the open files of ids and masks, and the journal, back to the rows that are there whole;
-    to nothing if tokens of them are gone. Returns (Told, [lengths of each example], the number of
-    rows). width: bytes of an id."""
+def cut_back(journal, files, widths):
+    """Cuts the open files of ids, masks and bytes, and the journal, back to the rows that are there
+    whole; to nothing if tokens of them are gone. Returns (Told, [lengths of each example], the
+    number of rows). widths: of each file, bytes for a token."""
     lines = []
     for line in Path(journal.name).read_bytes().splitlines(keepends=True):
         try:
@@ -138,9 +142,9 @@ def cut_back(journal, files, width):
             lines.pop()
     lengths = [line['lengths'] for _, line in lines if line['lengths']]
     n_tokens = sum(map(sum, lengths))
-    ends = [width * n_tokens, n_tokens]
+    ends = [width * n_tokens for width in widths]
     if any(os.path.getsize(file.name) < end for file, end in zip(files, ends)):
-        lines, lengths, ends = [], [], [0, 0]
+        lines, lengths, ends = [], [], [0] * len(files)
     for file, end in zip(files, ends):
         file.truncate(end)
     journal.truncate(sum(n for n, _ in lines))
@@ -151,7 +155,7 @@ def cut_back(journal, files, width):
 
 
 def encode_row(row, enc):
-    """Returns ([(ids, mask)] of the conversations of a row, its line of the journal: their lengths,
+    """Returns ([Encoded] of the conversations of a row, its line of the journal: their lengths,
     and what Told counts). Raises UserError."""
     # half a character has no token
     text = json.dumps(row, ensure_ascii=False, default=str)
@@ -161,7 +165,7 @@ def encode_row(row, enc):
     if reason:
         return [], {**line, 'left_out': [reason]}
     encoded, lost = encode_example(example, enc)
-    return encoded, {**line, 'lengths': [len(ids) for ids, _ in encoded], 'lost': lost}
+    return encoded, {**line, 'lengths': [len(chat.ids) for chat in encoded], 'lost': lost}
 
 
 def why_left_out(example):
@@ -174,18 +178,18 @@ def why_left_out(example):
 
 
 def encode_example(example, enc):
-    """Returns ([(ids, mask)] of the conversations of an Example, a list of what the template leaves
+    """Returns ([Encoded] of the conversations of an Example, a list of what the template leaves
     out of them or writes otherwise). Raises UserError."""
     encoded = []
     lost = []
     for messages, counted in zip(example.conversations, example.counted):
-        ids, mask = enc.encode_training_chat(
+        chat = enc.encode_training_chat(
             messages, counted=counted, tools=example.tools, variables=example.variables)
-        if not mask.any():
+        if not chat.mask.any():
             answer = messages[counted[-1]].get('content')
             fail(f'has an answer of which the template writes nothing: {answer!r:.100}')
-        encoded.append((ids, mask))
-        lost += enc.find_lost(messages, ids, counted=counted, tools=example.tools,
+        encoded.append(chat)
+        lost += enc.find_lost(messages, chat.ids, counted=counted, tools=example.tools,
                               variables=example.variables)
     return encoded, lost
 
@@ -217,7 +221,7 @@ def check_ends(ids, mask, enc):
 
 def pack(read, chosen, size, folder, split):
     """Packs the conversations with these numbers into rows of `size` tokens, in the files
-    {split}.part.bin and {split}_mask.part.bin. Returns (ids, mask, what to say of it).
+    {split}.part.bin and {split}_mask.part.bin. Returns (ids, mask, bytes of the text that counts, what to say of it).
 
     They have whole conversations, the longest first, each in the row with the least room for it.
     Only those longer than a row are cut; those of which no token counts then are left out. The mask
@@ -245,6 +249,7 @@ def pack(read, chosen, size, folder, split):
     shape = len(rows), size
     tokens = np.memmap(Path(folder, f'{split}.part.bin'), read.ids.dtype, 'w+', shape=shape)
     masks = np.memmap(Path(folder, f'{split}_mask.part.bin'), np.uint8, 'w+', shape=shape)
+    n_bytes = 0
     for row, to, mask_to in zip(rows, tokens, masks):
         at = 0
         for i in row:
@@ -253,24 +258,27 @@ def pack(read, chosen, size, folder, split):
             to[at:end] = ids
             mask_to[at:end] = mask
             mask_to[at] = 2
+            n_bytes += int(read.n_bytes[read.slice(i)][:size][mask_to[at:end] == 1].sum())
             at = end
         mask_to[at:at + 1] = 2
     tokens.flush()
     masks.flush()
     said = (f', in {len(rows):,} rows; {(lengths > size).sum():,} longer than a row were cut, '
             f'{len(lengths) - len(kept):,} left out')
-    return tokens.reshape(-1), masks.reshape(-1), said
+    return tokens.reshape(-1), masks.reshape(-1), n_bytes, said
 
 
 def copy_chats(read, chosen, folder, split):
     """Writes conversations that follow each other to {split}.part.bin and {split}_mask.part.bin.
-    Returns (ids, mask, '')."""
+    Returns (ids, mask, bytes of the text that counts, '')."""
     part = slice(read.slice(chosen[0]).start, read.ends[chosen[-1]])
     found = []
     for array, name in ((read.ids, split), (read.mask, f'{split}_mask')):
         array[part].tofile(Path(folder, f'{name}.part.bin'))
         found.append(array[part])
-    return *found, ''
+    n_bytes = sum(int(read.n_bytes[read.slice(i)][read.mask[read.slice(i)] == 1].sum())
+                  for i in chosen)
+    return *found, n_bytes, ''
 
 
 def read_template(name):
@@ -350,15 +358,16 @@ def main():
         said = [f'{n:,} rows read as {form}' for form, n in told.forms.items() if form]
         said += [f'{n:,} rows left out: {reason}' for reason, n in told.left_out.items()]
         files = {}
+        n_bytes = {}
         for split, first, end in (('train', 0, n_train), ('val', n_train, n_examples)):
             chosen = range(first * read.n_each, end * read.n_each)
             if split == 'train':
                 n_tokens = read.ends[chosen[-1]]
                 warning = check_ends(read.ids[:n_tokens], read.mask[:n_tokens], enc)
             if args.rows:
-                ids, mask, packed = pack(read, chosen, args.rows + 1, folder, split)
+                ids, mask, n_bytes[split], packed = pack(read, chosen, args.rows + 1, folder, split)
             else:
-                ids, mask, packed = copy_chats(read, chosen, folder, split)
+                ids, mask, n_bytes[split], packed = copy_chats(read, chosen, folder, split)
             if kind == 'pairs':
                 start = read.slice(chosen[0]).start
                 files[f'{split}_ends.bin'] = read.ends[chosen[0]:chosen[-1] + 1] - start
@@ -372,7 +381,8 @@ def main():
 
     # Write all of it, then say what it is.
     row_length = {'row_length': args.rows + 1} if args.rows else {}
-    finish_data_set(folder, vocabulary, files=files, kind=kind, **row_length)
+    finish_data_set(folder, vocabulary, files=files, kind=kind,
+                    n_bytes=n_bytes if kind == 'chats' else None, **row_length)
     said += [warning, *(f'{what}: {n:,} conversations' for what, n in told.lost.items())]
     columns = [f'"{name}" of {n:,}' for name, n in sorted(told.columns.items())]
     if columns:

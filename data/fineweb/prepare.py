@@ -10,7 +10,9 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from common import choose_vocabulary, create_encoder, create_parser, fail, finish_data_set, join, make_folder, positive
+from common import (
+    choose_vocabulary, count_bytes, count_bytes_of, create_encoder, create_parser, fail, finish_data_set, join,
+    make_folder, positive)
 from reading import read_rows
 
 from tqdm import tqdm
@@ -38,6 +40,16 @@ def read_texts(paths):
                 fail(f'{path} has no column "text", only {", ".join(row):.200}')
             yield row['text']
 
+def val_bytes(batch, documents, n):
+    """The bytes of the texts of a batch that are in its first n tokens, given its documents as ids."""
+    ends = list(itertools.accumulate(map(len, documents)))
+    whole = sum(end <= n for end in ends)
+    n_bytes = count_bytes(batch[:whole])
+    if whole == len(batch):
+        return n_bytes
+    n_left = n - (ends[whole - 1] if whole else 0) - len(before) # tokens of the document that is cut
+    return n_bytes + (count_bytes_of(batch[whole], n_left, vocabulary) if n_left > 0 else 0)
+
 parser = create_parser(__doc__, here)
 parser.add_argument('input', nargs='*', help=f'parquet files, in this order (default: {hub_name} from the hub)')
 parser.add_argument('--tokenizer', default='gpt2', help='gpt2, or a Hugging Face folder or owner/name')
@@ -52,12 +64,17 @@ before = vocabulary.begin or vocabulary.end # token that precedes each document
 make_folder(args.out_dir)
 texts = iter(tqdm(read_texts(args.input or download()), unit=' documents', disable=None))
 n_left = args.val_tokens # until val.bin is full
+n_bytes = {'train': 0, 'val': 0}
 path = os.path.join(args.out_dir, '{}.part.bin')
 with open(path.format('val'), 'wb') as val, open(path.format('train'), 'wb') as train:
     while batch := list(itertools.islice(texts, batch_size)):
-        ids = join([part for document in encode(batch) for part in (before, document)], vocabulary.dtype)
+        documents = [join((before, document), vocabulary.dtype) for document in encode(batch)]
+        ids = join(documents, vocabulary.dtype)
         val.write(ids[:n_left])
         train.write(ids[n_left:])
+        in_val = val_bytes(batch, documents, n_left)
+        n_bytes['val'] += in_val
+        n_bytes['train'] += count_bytes(batch) - in_val
         n_left = max(0, n_left - len(ids))
-for split, n in finish_data_set(args.out_dir, vocabulary).items():
+for split, n in finish_data_set(args.out_dir, vocabulary, n_bytes=n_bytes).items():
     print(f'{split} has {n:,} tokens')
