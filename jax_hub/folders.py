@@ -25,11 +25,14 @@ HUB_FILES = (
 # The files of a model without safetensors.
 HUB_FILES_OF_TORCH = (*HUB_FILES, 'pytorch_model*.bin')
 
-# The keys of a config.json of which transformers makes lists or tables of that length, and the
-# longest: heads have up to 576 features.
+# The keys of a config.json of which lists or tables of that length are made before a weight is
+# looked at, and the longest: heads have up to 576 features, published models a width of 18,432.
 LENGTHS = {
-    'num_hidden_layers': 10_000, 'n_layer': 10_000, 'num_labels': 2**16, 'head_dim': 2**16,
-    'qk_rope_head_dim': 2**16, 'qk_nope_head_dim': 2**16, 'v_head_dim': 2**16}
+    'num_hidden_layers': 10_000, 'n_layer': 10_000, 'num_labels': 2**16,
+    'hidden_size': 2**20, 'n_embd': 2**20, 'num_attention_heads': 2**16, 'n_head': 2**16,
+    **dict.fromkeys(('head_dim', 'qk_rope_head_dim', 'qk_nope_head_dim', 'v_head_dim',
+                     'kv_lora_rank', 'q_lora_rank'), 2**16),
+    **dict.fromkeys(('num_experts', 'num_local_experts', 'n_routed_experts'), 10_000)}
 
 
 # What transformers warns of and is settled here, by words of each: its class has other splits than

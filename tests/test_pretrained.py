@@ -16,7 +16,8 @@ from jax_hub.folders import keep_config_json, kept_config_json
 from jax_hub.tokenizers import HFTokenizer, write_char_tokenizer
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_transformer import GPT, GPTConfig, generate
-from tests.common import FAMILIES, GOLDEN, apply, copy_folder, edit_json, edit_tensors, random_params, refusal
+from tests.common import (
+    FAMILIES, GOLDEN, apply, copy_folder, edit_json, edit_tensors, random_params, refusal, slow, start)
 
 
 LOGITS = dict(np.load(GOLDEN / 'logits.npz'))
@@ -122,6 +123,37 @@ def test_a_config_with_values_of_another_kind_or_size_is_refused(key, value, nam
     folder = copy_folder(FAMILIES / 'llama', tmp_path)
     edit_json(folder / 'config.json', **{key: value})
     assert named in refusal(load_pretrained, folder)
+
+
+LARGE = """
+import json, resource, sys
+from pathlib import Path
+from jax_flags import UserError
+from jax_pretrained import load_pretrained
+
+path = Path(sys.argv[1], 'config.json')
+config = json.loads(path.read_text())
+keys = [key for key, value in config.items() if type(value) in (int, float)]
+for key in keys:
+    changed = {**config, key: 10**9}
+    if key == 'hidden_size':  # heads as wide as this says
+        changed.pop('head_dim', None)
+    path.write_text(json.dumps(changed))
+    try:
+        load_pretrained(sys.argv[1])
+    except UserError:
+        pass
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 500_000, key  # in kB
+print(len(keys))
+"""
+
+
+@pytest.mark.parametrize('family', ['llama', *map(slow, ('deepseek_v3', 'gemma3', 'gpt_oss', 'phi3', 'qwen3_moe'))])
+def test_no_size_in_a_config_takes_memory_before_it_is_refused(family, tmp_path):
+    folder = copy_folder(FAMILIES / family, tmp_path)
+    child = start('-c', f"import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30,) * 2){LARGE}", folder)
+    said, error = child.communicate()
+    assert child.returncode == 0 and int(said) > 10, error
 
 
 @pytest.mark.parametrize('content', ['', '{"model_type": "gp', '[]', '3', b'\xff\xfe'])

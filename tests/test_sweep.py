@@ -4,6 +4,7 @@ form: one device, no cache, one row alone, the weights before they were exported
 $ python -m pytest -m slow tests/test_sweep.py --sweep=200    # a thousand by hand; 60 otherwise
 """
 import dataclasses
+import itertools
 import random
 
 import jax
@@ -42,10 +43,24 @@ def draw_config(draw):
     return GPTConfig(**fields)
 
 
+def open_layout(layout):
+    return setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
+
+
+def draw_layout(draw, config):
+    """The first of LAYOUTS in a random order on which a model can be."""
+    for layout in draw.sample(LAYOUTS, len(LAYOUTS)):
+        try:
+            open_layout(layout).validate(config)
+        except UserError:
+            continue
+        return layout
+
+
 def train_two(config, layout, optimizer, dropout):
     """[loss of each of two updates] on a layout."""
     config = dataclasses.replace(config, dropout=dropout)
-    parallel = setup_distributed_training(jax.devices()[:layout[0]], *layout[1:])
+    parallel = open_layout(layout)
     parallel.validate(config)
     tx = create_optimizer_with_schedule(SCHEDULE, optimizer=optimizer)
     plain = dataclasses.replace(config, scan_layers=False)
@@ -64,19 +79,20 @@ def train_two(config, layout, optimizer, dropout):
 
 def test_two_updates_on_any_layout_are_those_of_one_device(sweep_case):
     draw = random.Random(sweep_case)
-    config = draw_config(draw)
+    dtype = draw.choice(['float32', 'float32', 'bfloat16'])
+    config = dataclasses.replace(draw_config(draw), dtype=dtype)
     optimizer = draw.choice(['adamw', 'muon'])
     dropout = draw.choice([0.0, 0.1])
-    # a scan over layers draws other masks of dropout
-    execution = dict(scan_layers=draw.random() < 0.3 and not dropout, remat=draw.choice(['none', 'full']),
+    # a scan needs layers that are alike, and draws other masks of dropout
+    can_scan = not dropout and len({config.layer(i) for i in range(config.n_layer)}) == 1
+    execution = dict(scan_layers=can_scan and draw.random() < 0.3, remat=draw.choice(['none', 'full']),
                      attention=draw.choice(['xla', 'chunked']))
-    layout = draw.choice(LAYOUTS)
+    other = dataclasses.replace(config, **execution)
+    layout = draw_layout(draw, other)
     expected = train_two(config, (1, 1, 1, 1, 1, 0), optimizer, dropout)
-    try:
-        found = train_two(dataclasses.replace(config, **execution), layout, optimizer, dropout)
-    except UserError as error:
-        pytest.skip(f'this layout is refused: {error}')
-    np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=str((config, layout, optimizer, execution)))
+    found = train_two(other, layout, optimizer, dropout)
+    atol = 1e-4 if dtype == 'float32' else 0.03
+    np.testing.assert_allclose(found, expected, atol=atol, err_msg=str((config, layout, optimizer, execution)))
 
 
 def test_generated_tokens_have_the_log_probabilities_of_a_pass_without_a_cache(sweep_case):
@@ -87,8 +103,7 @@ def test_generated_tokens_have_the_log_probabilities_of_a_pass_without_a_cache(s
     lengths = [int(rng.integers(1, config.block_size // 2)) for _ in range(3)]
     idx = rng.integers(64, size=(3, max(lengths)))
     n_new = config.block_size // 2  # within the context
-    cache_dtype = draw.choice(['auto', 'auto', 'bfloat16', 'int8'])
-    atol = 2e-4 if cache_dtype == 'auto' else 0.1
+    cache_dtype, atol = draw.choice([('auto', 2e-4), ('auto', 2e-4), ('bfloat16', 0.1), ('int8', 0.1), ('float8', 0.5)])
     options = dict(
         cache_dtype=cache_dtype, temperature=draw.choice([0, 0.7, 1.0]), top_k=draw.choice([None, 5]),
         top_p=draw.choice([None, 0.9]), repetition_penalty=draw.choice([None, 1.3]),
@@ -121,41 +136,53 @@ def test_scores_of_rows_that_share_a_beginning_are_those_of_a_plain_pass(sweep_c
 
 
 def test_what_is_exported_and_loaded_again_gives_the_same_logits(sweep_case, tmp_path):
-    config = draw_config(random.Random(sweep_case))
-    params = random_params(config)
-    try:
-        save_pretrained(params, config, tmp_path / 'model')
-    except UserError as error:
-        pytest.skip(f'no config.json means this model: {error}')
-    config_again, again = load_pretrained(tmp_path / 'model')
+    draw = random.Random(sweep_case)
+    dtype = draw.choice(['float32', 'float32', 'bfloat16'])
+    for n in itertools.count():  # until a config.json means the model: of some seven one does
+        config = draw_config(draw)
+        params = random_params(config)
+        try:
+            save_pretrained(params, config, tmp_path / f'model{n}', dtype=dtype)
+        except UserError as error:
+            assert n < 200, error
+            continue
+        break
+    config_again, again = load_pretrained(tmp_path / f'model{n}')
     idx = np.random.default_rng(sweep_case).integers(64, size=(2, config.block_size))
-    expected = np.asarray(apply(config, params, idx))
-    np.testing.assert_allclose(apply(config_again, again, idx), expected, atol=1e-5, err_msg=str(config))
+    rounded = jax.tree.map(lambda a: np.asarray(a).astype(dtype).astype(np.float32), params)
+    expected = np.asarray(apply(config, rounded, idx))
+    found = apply(dataclasses.replace(config_again, dtype='float32'), again, idx)
+    np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=str(config))
 
 
 def write_data(folder, kind, row_length, seed):
-    """A data set of random tokens: a text, rows of documents, or packed chats, of which some tokens count."""
+    """A data set of random tokens: a text, rows of documents, chats in windows or packed into rows, of which some
+    tokens count."""
     rng = np.random.default_rng(seed)
     sizes = {'train': 40, 'val': 6}  # rows
     splits = {split: rng.integers(37, size=n * row_length) for split, n in sizes.items()}
-    more = {} if kind == 'text' else {'row_length': row_length}
-    if kind == 'chats':
+    more = {'row_length': row_length} if kind in ('rows', 'packed') else {}
+    if kind in ('chats', 'packed'):
         more['kind'] = 'chats'
     write_dataset(folder, splits['train'], splits['val'], **more)
-    if kind == 'chats':
+    if 'kind' in more:
         for split, tokens in splits.items():
             mask = rng.choice([0, 1], size=(sizes[split], row_length))  # 1: it counts
-            mask[:, 0] = 2  # a conversation starts
-            mask[:, rng.integers(1, row_length - 1)] = 2
+            if kind == 'packed':
+                mask[:, 0] = 2  # a conversation starts
+                mask[:, rng.integers(1, row_length - 1)] = 2
             mask[:, -1] = 1
             mask.astype(np.uint8).tofile(folder / f'{split}_mask.bin')
+
+
+KINDS = [['text'], ['rows'], ['chats'], ['packed'], ['text', 'packed'], ['rows', 'text'], ['chats', 'text']]
 
 
 def test_a_run_that_was_interrupted_has_the_state_of_one_that_was_not(sweep_case, tmp_path):
     draw = random.Random(sweep_case)
     block_size = 16
     names = []
-    for i, kind in enumerate(draw.choice([['text'], ['rows'], ['chats'], ['text', 'chats'], ['rows', 'text']])):
+    for i, kind in enumerate(draw.choice(KINDS)):
         write_data(tmp_path / f'{kind}{i}', kind, block_size + 1, sweep_case)
         names.append(str(tmp_path / f'{kind}{i}'))
     dataset = names[0] if len(names) == 1 else ','.join(f'{name}:0.5' for name in names)
