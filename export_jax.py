@@ -53,7 +53,7 @@ if gguf:
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
 from jax_devices.setup import setup_jax_environment
 from jax_hub.folders import (
-    find_config_json, is_hub_name, kept_config_json, local_path, name_on_hub)
+    find_config_json, is_on_hub, kept_config_json, local_path, name_on_hub)
 from jax_hub.gguf_files import why_no_gguf
 from jax_hub.tokenizers import (
     HFTokenizer, describe_tokenizer, load_tokenizer, write_char_tokenizer, write_gpt2_tokenizer)
@@ -122,9 +122,7 @@ def check_run(run):
 def base_on_hub(source):
     """Returns the card's line about the model on the hub from which a run was trained further, or
     ''. source: the run's init_from."""
-    if is_hub_name(source) and not os.path.exists(source):
-        return f'\nbase_model: {name_on_hub(source)}'
-    return ''
+    return f'\nbase_model: {name_on_hub(source)}' if is_on_hub(source) else ''
 
 
 def describe_run(run, iteration):
@@ -258,18 +256,18 @@ with tempfile.TemporaryDirectory() as made:
         if tokenizer['kind'] == 'gpt2':
             write_gpt2_tokenizer(made)
             tokenizer = {'kind': 'folder', 'path': made}
-        tokenizer = {'path': tokenizer}
     elif tokenizer.get('kind') == 'char':
         write_char_tokenizer(tokenizer['chars'], made)
-        tokenizer = {'path': made}
+        tokenizer = {'kind': 'folder', 'path': made}
     elif 'path' not in tokenizer:
         print("without a tokenizer.json: it is GPT-2's, or unknown")
+        tokenizer = None
     if adapter:
         save_adapter(updates, config, adapter, base=lora['base'], rank=lora['rank'],
-                     alpha=lora['alpha'], dtype=dtype, tokenizer=tokenizer.get('path'))
+                     alpha=lora['alpha'], dtype=dtype, tokenizer=tokenizer)
     else:
         save_pretrained(params, config, gguf or folder, config_json=config_json, dtype=dtype,
-                        tokenizer=tokenizer.get('path'), shard_bytes=int(shard_gb * 1e9))
+                        tokenizer=tokenizer, shard_bytes=int(shard_gb * 1e9))
 
 # The model card of a folder.
 target = folder or gguf or adapter

@@ -13,6 +13,7 @@ names the families that transformers has under another name. A GGUF file of a fa
 ARCHITECTURES of jax_hub/gguf_files.py, and one in NAMINGS, 'gguf FAMILY', if its rows have another
 order.
 """
+import contextlib
 import dataclasses
 import functools
 import math
@@ -31,7 +32,7 @@ from jax_flags import DTYPES, UserError, check_choice, is_url, read_json, write_
 from jax_hub.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Halves, make_adapter
 from jax_hub.families import (
     COMPOSITE, GPT2_FIXED, GPT2_SIZES, HF_ACTIVATIONS, read_config)
-from jax_hub.folders import kept_config_json, is_hub_name, local_path, name_on_hub, new_folder
+from jax_hub.folders import is_on_hub, kept_config_json, local_path, name_on_hub, new_folder
 from jax_hub.gguf_files import GGUF_DTYPES, write_gguf
 from jax_hub.tokenizers import copy_tokenizer, load_tokenizer
 from jax_hub.weights import (
@@ -92,8 +93,8 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
     with all its keys. Where it is None, a config.json is derived from `config`, which is possible
     for the models that flags of train_jax.py make.
     dtype: the dtype of the file, one of DTYPES, or of GGUF_DTYPES for a GGUF file.
-    tokenizer: a folder with a tokenizer.json and what belongs to it, to be copied; for a GGUF file
-    a description for load_tokenizer.
+    tokenizer: a folder with a tokenizer.json and what belongs to it, to be copied, or its
+    description; for a GGUF file a description for load_tokenizer.
     shard_bytes: the size above which weights are split into several files with an index.
     Raises UserError if the folder cannot be written, params are not those of GPT(config), or
     config_json is missing or that of another model."""
@@ -125,42 +126,54 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
 
     def make_tensor(name):
         tensor = np.zeros(shapes[name], 'float32' if is_gguf else dtype)
-        with np.errstate(over='ignore'):  # what does not fit is refused below
+        with finite(name, tensor, dtype):
             for path, tensor_map in sources[name]:
                 tensor_map.fill(tensor, np.asarray(arrays[path]))
-        check_is_finite(name, tensor, dtype)
         return tensor
 
     if is_gguf:
         return write_gguf(folder, config, family, shapes, make_tensor, dtype,
                           load_tokenizer(tokenizer))
     hf_config['dtype'] = dtype
+    tokenizer = describe_folder(tokenizer)
     if tokenizer:
         # the ids of special tokens are the tokenizer's
         for file in ('config.json', 'generation_config.json'):
-            ids = read_json(os.path.join(tokenizer, file), optional=True)
+            ids = read_json(os.path.join(tokenizer['path'], file), optional=True)
             for key in SPECIAL_TOKENS:
                 if ids.get(key) is not None:
                     hf_config[key] = ids[key]
     with new_folder(folder) as unfinished:
         if tokenizer:
-            copy_tokenizer({'kind': 'folder', 'path': str(tokenizer)}, unfinished)
+            copy_tokenizer(tokenizer, unfinished)
         write_json(os.path.join(unfinished, 'config.json'), hf_config)
         write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
 
 
-def check_is_finite(name, tensor, dtype):
-    """Raises UserError if a tensor that is to be written has an infinity or NaN. float16 ends at
-    65,504; larger weights, as a merged LoRA may have them, would be infinite in the file."""
+@contextlib.contextmanager
+def finite(name, tensor, dtype):
+    """Fills, in its block, a tensor that is to be written.
+
+    Raises UserError if it has an infinity or NaN then. float16 ends at 65,504; larger weights, as a
+    merged LoRA may have them, would be infinite in the file."""
+    with np.errstate(over='ignore'):  # what does not fit is refused below
+        yield
     if not np.isfinite(tensor).all():
         raise UserError(f'{name} has numbers that are not finite in {dtype}; choose '
                         '--dtype=bfloat16 or float32, or check the model')
 
 
+def describe_folder(tokenizer):
+    """Returns the description of a tokenizer of which a folder or the description is given."""
+    if tokenizer is None or isinstance(tokenizer, dict):
+        return tokenizer
+    return {'kind': 'folder', 'path': str(tokenizer)}
+
+
 def public_name(model):
     """Returns a model's name for a file that others will read: its full name on the hub, or the
     last part of a path, which may hold the name of a user."""
-    if is_hub_name(model) and not os.path.exists(model):
+    if is_on_hub(model):
         return name_on_hub(model)
     return os.path.basename(os.path.abspath(model))
 
@@ -186,14 +199,14 @@ def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32',
     shapes = {name: x.shape for name, x in tensors.items()}
 
     def make_tensor(name):
-        with np.errstate(over='ignore'):  # what does not fit is refused below
-            tensor = np.ascontiguousarray(tensors[name], dtype)
-        check_is_finite(name, tensor, dtype)
+        tensor = np.zeros(shapes[name], dtype)
+        with finite(name, tensor, dtype):
+            tensor[...] = tensors[name]
         return tensor
 
     with new_folder(folder) as unfinished:
         if tokenizer:
-            copy_tokenizer({'kind': 'folder', 'path': str(tokenizer)}, unfinished)
+            copy_tokenizer(describe_folder(tokenizer), unfinished)
         write_json(os.path.join(unfinished, ADAPTER_CONFIG), settings)
         write_safetensors(os.path.join(unfinished, ADAPTER_FILE), shapes, make_tensor, dtype)
 

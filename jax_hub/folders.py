@@ -195,9 +195,8 @@ def local_path(path_or_name, files=HUB_FILES):
 
     files: patterns of the files that are downloaded. Raises UserError if it cannot be
     downloaded."""
-    path = os.path.expanduser(path_or_name)
-    if not is_hub_name(path_or_name) or os.path.exists(path):
-        return path
+    if not is_on_hub(path_or_name):
+        return os.path.expanduser(path_or_name)
     repo = name_on_hub(path_or_name)
     try:
         return download(repo, files)
@@ -217,6 +216,11 @@ def name_on_hub(name):
 def is_hub_name(name):
     """Returns whether this may be the name of a model on Hugging Face's hub."""
     return name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(name)) is not None
+
+
+def is_on_hub(name):
+    """Returns whether this names a model on the hub, and nothing on this disk."""
+    return is_hub_name(name) and not os.path.exists(os.path.expanduser(name))
 
 
 def download(repo, files):

@@ -1,5 +1,6 @@
 """Text becomes ids and back, by characters, by GPT-2's BPE, by any folder's tokenizer; chat templates."""
 import json
+import shutil
 import subprocess
 import sys
 
@@ -435,6 +436,27 @@ def test_mistrals_wrong_split_is_mended_and_said_but_a_run_keeps_its_own(tmp_pat
     assert tokens_of(wrong) == as_it_is
     assert tokens_of(mistral_folder(tmp_path / 'right', MISTRAL_SPLIT)) == ['Na', 'OH', '2', '0', '2', '6']
     assert capfd.readouterr().err == ''
+
+
+def test_an_export_of_a_run_keeps_the_ids_of_the_copy_in_the_run(tmp_path, capfd):
+    """An older copy, in which nothing says that it is one, of a tokenizer with Mistral's wrong split."""
+    from jax_hub.tokenizers import LLAMA3_SPLIT
+    from jax_pretrained import save_pretrained
+    from jax_transformer import GPTConfig
+    from tests.common import random_params
+    out = tmp_path / 'out'
+    out.mkdir()
+    copy = mistral_folder(out / 'tokenizer', LLAMA3_SPLIT)
+    edit_json(copy / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast')
+    description = locate_tokenizer({'kind': 'folder', 'path': 'tokenizer'}, out)
+    in_run = load_tokenizer(description)
+    ids = in_run.encode('NaOH2026')
+    assert [in_run.tokenizer.id_to_token(id) for id in ids] == ['NaOH', '202', '6']
+    config = GPTConfig(vocab_size=in_run.vocab_size, block_size=8, n_layer=1, n_head=2, n_embd=4)
+    save_pretrained(random_params(config), config, tmp_path / 'exported', tokenizer=description)
+    shutil.copyfile(copy / 'config.json', tmp_path / 'exported' / 'config.json')  # as of a Mistral that was trained on
+    assert HFTokenizer(tmp_path / 'exported').encode('NaOH2026') == ids
+    assert 'the published one is taken' not in capfd.readouterr().err
 
 
 def test_what_transformers_warns_of_is_shown_in_one_line(speaking, monkeypatch, capfd):
