@@ -278,8 +278,8 @@ def cut(blocks, size=2**20):
 
     A piece has at most `size` characters, and ends behind a newline between two characters that are
     no spaces, if there is such a place: GPT-2's BPE, bpe:N and their like have the tokens of the
-    whole text then. Else it ends before a space between two words, where most others do, too. A tokenizer that puts a
-    space before a text puts one before each piece."""
+    whole text then. Else it ends before a space between two words, where most others do, too. A
+    tokenizer that puts a space before a text puts one before each piece."""
     rest = ''
     for block in blocks:
         rest += block
@@ -345,7 +345,8 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
 
     lengths, block_size: of the documents of {'train', 'val'}, for a data set of rows. n_bytes: of
     the texts of {'train', 'val'}, in UTF-8, of chats of what counts in them; None if that is not
-    known. Returns how many tokens {'train', 'val'} have. Raises UserError, after removing the parts.
+    known. Returns how many tokens {'train', 'val'} have. Raises UserError, after removing the
+    parts.
 
     meta.json has "format": META_FORMAT, "digests": {name: SHA-256 in hex} of train.bin, val.bin
     and the other .bin files, and of a tokenizer of the kind 'folder' its tokens_digest; "bytes":
@@ -465,9 +466,12 @@ def count_token_bytes(path, vocabulary, mask=None):
     if of_each is None:
         return None
     ids = np.memmap(path, vocabulary.dtype, 'r')
-    counts = np.broadcast_to(np.uint8(1), ids.shape) if mask is None else np.memmap(mask, np.uint8, 'r')
-    return sum(int(of_each[ids[at:at + 2**20][counts[at:at + 2**20] == 1]].sum())
-               for at in range(0, len(ids), 2**20))
+    mask = np.memmap(mask, np.uint8, 'r') if mask else np.broadcast_to(np.uint8(1), ids.shape)
+    n = 0
+    for at in range(0, len(ids), 2**20):
+        part = slice(at, at + 2**20)
+        n += int(of_each[ids[part][mask[part] == 1]].sum())
+    return n
 
 
 class Counted(NamedTuple):

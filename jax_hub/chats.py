@@ -458,7 +458,8 @@ def find_lost(tokenizer, chat, ids, counted):
     answers `counted` is not how the ids of the conversation begin."""
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
              for part in parts_of(message)]
-    lost = [f'the template leaves out {part.kind}' for part in left_out_parts(tokenizer, chat, parts)]
+    left_out = left_out_parts(tokenizer, chat, parts)
+    lost = [f'the template leaves out {part.kind}' for part in left_out]
     last = counted[-1]
     if last:
         prompt = render(tokenizer, chat._replace(messages=chat.messages[:last]),
@@ -480,10 +481,12 @@ class Part(NamedTuple):
 def parts_of(message):
     """Yields (kind, key, value) of each Part of a message."""
     content = message.get('content')
-    thought = re.match(r'\s*<think>(.*?)</think>', content, re.S) if isinstance(content, str) else None
+    if not isinstance(content, str):
+        content = ''
+    thought = re.match(r'\s*<think>(.*?)</think>', content, re.S)
     if thought and thought[1].strip():
         yield 'the reasoning of answers', 'content', content.replace(thought[1], MARK, 1)
-    elif isinstance(content, str) and content.strip():
+    elif content.strip():
         beside = ' beside a call' if message.get('tool_calls') else ''
         yield f'messages of the role "{message["role"]}"{beside}', 'content', MARK
     for name in THOUGHTS:

@@ -221,7 +221,8 @@ def check_ends(ids, mask, enc):
 
 def pack(read, chosen, size, folder, split):
     """Packs the conversations with these numbers into rows of `size` tokens, in the files
-    {split}.part.bin and {split}_mask.part.bin. Returns (ids, mask, bytes of the text that counts, what to say of it).
+    {split}.part.bin and {split}_mask.part.bin. Returns (ids, mask, bytes of the text that counts,
+    what to say of it).
 
     They have whole conversations, the longest first, each in the row with the least room for it.
     Only those longer than a row are cut; those of which no token counts then are left out. The mask
