@@ -17,7 +17,7 @@ import os, runpy, signal, sys
 import jax_pretrained
 def interrupt(*args):
     os.kill(os.getpid(), signal.SIGINT)
-jax_pretrained.check_is_finite = interrupt
+jax_pretrained.finite = interrupt
 sys.argv = ['export_jax.py', *sys.argv[1:]]
 runpy.run_path('export_jax.py', run_name='__main__')
 """
