@@ -666,8 +666,8 @@ def test_without_marks_the_same_counts_but_for_what_no_model_writes(name, tmp_pa
 
 @pytest.mark.slow
 def test_a_template_with_marks_that_is_given_as_a_file_makes_the_data(tmp_path):
-    template = TRL['templates']['deepseekv3']
-    chats = ['one turn', 'two turns']
+    template = TRL['templates']['qwen3_5_think']
+    chats = ['two equal answers', 'two turns']
     write_byte_tokenizer(tmp_path / 'model', template['special'], chat_template=template['plain'],
                          **template['settings'])
     (tmp_path / 'marked.jinja').write_text(template['marked'])
