@@ -199,13 +199,18 @@ def check_ends(ids, mask, enc):
     UserError if none ends one: a model that learns from these answers would never stop.
 
     ids, mask: the arrays of all conversations in a row."""
-    # The tokens with which answers end, a part at a time.
+    # The tokens with which answers end, a part at a time; many marked templates let the white space
+    # behind them count.
+    texts = enc.tokenizer.decode_batch([[id] for id in range(enc.vocab_size)],
+                                       skip_special_tokens=False)
+    spaces = [id for id, text in enumerate(texts) if not text.strip()]
     last = set()
     for start in range(0, len(ids), 2**20):
-        counts = mask[start:start + 2**20 + 1] == 1
-        counts_next = np.append(counts[1:], False)
-        n = min(2**20, len(ids) - start)
-        last.update(ids[start:start + n][(counts & ~counts_next)[:n]].tolist())
+        end = start + 2**20 + 64  # what follows the last token of a part is seen, too
+        is_text = ~np.isin(ids[start:end], spaces)
+        counts = (mask[start:end] == 1)[is_text]
+        counts_next = np.append(counts[1:], end < len(ids))
+        last.update(ids[start:end][is_text][counts & ~counts_next].tolist())
     if not last & (enc.special_ids | set(enc.stop_tokens)):
         fail('no answer ends with a token that ends it, so the model would not learn to stop: its '
              'chat template must write one, and the tokenizer must know it ("eos_token" in '
