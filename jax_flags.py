@@ -422,8 +422,8 @@ AT_LEAST_1 = (
     'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'keep', 'num_samples', 'prompt_len',
     'repeats')
 AT_LEAST_0 = (
-    'max_iters', 'minutes', 'save_interval', 'warmup_iters', 'lr_decay_iters', 'learning_rate',
-    'min_lr', 'weight_decay', 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head',
+    'max_iters', 'minutes', 'save_interval', 'verify', 'warmup_iters', 'lr_decay_iters',
+    'learning_rate', 'min_lr', 'weight_decay', 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head',
     'n_expert', 'expert_balance', 'window', 'max_new_tokens')
 # {flag: (the lowest value, what the value is below)}
 RANGES = {
@@ -619,6 +619,8 @@ def check_flags(flags):
     is_new = flags['init_from'] not in ('resume', 'auto')
     has_lora = flags['lora_rank'] > 0
     refuse([
+        (flags['verify'] and flags['init_from'] != 'resume',
+         'verify is for a run that is there: --init_from=resume --out_dir=...'),
         (has_lora and flags['init_from'] == 'scratch',
          'LoRA trains updates of a pretrained model: name it with --init_from'),
         (has_lora and flags['zero'],

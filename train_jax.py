@@ -24,6 +24,7 @@ log_interval = 1 # print and record every this many iterations
 eval_iters = 200 # batches per evaluation and split, the same batches every time
 sample_prompt = '' # continue this text at every evaluation, as sample_jax.py would from that checkpoint; '' is off
 eval_only = False # if True, evaluate once and stop; nothing is written
+verify = 0 # train the last this many intervals between checkpoints of a run again, and compare; nothing is written
 always_save_checkpoint = True # if False, an evaluation only saves when the validation loss has improved
 save_interval = 0 # also save every this many iterations; 0 is off
 keep = 2 # keep the latest this many checkpoints, and the best
@@ -121,7 +122,7 @@ from jax_devices.setup import (
     Profile, Stopwatch, configure_process, device_peak_flops, is_synchronous)
 from jax_run.checkpoints import run_folder
 from jax_run.log import RunLog
-from jax_run.manifest import begins_anew, open_manifest
+from jax_run.manifest import begins_anew, flags_of, open_manifest
 from jax_run.minutes import first_batch, iterations_that_fit, say_if_few_iterations
 from jax_run.out_dir import OutDir
 from jax_run.sources import open_data
@@ -175,14 +176,14 @@ with contextlib.ExitStack() as at_end:
 
     # what the run is made of: other data than the checkpoint's, and processes with other code, are
     # refused
-    manifest = open_manifest(run, data, program.config)
+    manifest = None if cfg.verify else open_manifest(run, data, program.config)
     sampler = None
     if cfg.sample_prompt:
         from jax_run.pretrained import open_sampler
         sampler = open_sampler(run)
 
-    # out_dir: eval_only writes nothing, and an earlier run is never overwritten by mistake
-    if not cfg.eval_only:
+    # out_dir: an earlier run is never overwritten by mistake
+    if not cfg.eval_only and not cfg.verify:
         out = OutDir(run)
         at_end.callback(out.close)
 
@@ -209,6 +210,11 @@ with contextlib.ExitStack() as at_end:
         estimate_losses, eval_step=program.eval_step, sets=data.sets, layout=layout,
         batch_size=cfg.batch_size, eval_iters=cfg.eval_iters, token_bytes=data.token_bytes,
         stop_signal=agree_on_signal)
+
+    # verify only: train again from checkpoint to checkpoint, and compare
+    if cfg.verify:
+        from jax_run.verify import verify_run
+        sys.exit(verify_run(run, data, program, make_batch, evaluate))
 
     # the state: parameters, optimizer state, and the schedule of the learning rate
     state, run = start_state(run, program)
@@ -241,6 +247,7 @@ with contextlib.ExitStack() as at_end:
                                 evaluate=evaluate, clock=clock, stop=stop)
         run = run.with_iterations(n)
         cfg = argparse.Namespace(**run.flags)
+        manifest['flags'] = flags_of(run)
         say_if_few_iterations(run.flags, data.train, time.perf_counter() - started)
         state, run = start_state(run, program)
 

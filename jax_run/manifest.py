@@ -9,19 +9,24 @@ processes compare all of it before they train together. It holds no path, host o
 | `format` | 1 |
 | `data` | a list of the data sets: `name`, `fraction`, `files`, see `describe_file` |
 | `earlier_data` | of a run that was resumed with other data: `until` which iteration it had which `data` |
+| `earlier` | of a run that was resumed otherwise: `until` which iteration it had other `flags` and so on |
 | `tokenizer` | digest of the data's tokenizer |
+| `start` | 'scratch', 'pretrained', or 'lora' of a pretrained model |
 | `sources` | digest of each source file of the product |
+| `commit` | of a git checkout, with `+` if its files have been changed; None elsewhere |
 | `versions` | of Python and of the libraries that compute |
 | `settings` | of jax, and `XLA_FLAGS` without paths, that change numbers |
-| `devices` | their `kind`, the `number` of them and of `processes` |
-| `flags` | those of the run, without names and places |
+| `devices` | their `kind`, of a CPU also its features that choose kernels, the `number` of them and of `processes` |
+| `flags` | those of the run, without names and places; `seed` is among them |
 | `dtype`, `attention`, `experts` | as chosen for the devices that are here |"""
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import zlib
 from pathlib import Path
 
@@ -49,7 +54,16 @@ SETTINGS = (
 NOT_IN_MANIFEST = {
     'out_dir', 'dataset', 'init_from', 'base', 'coordinator_address', 'num_processes', 'process_id',
     'wandb_log', 'wandb_project', 'wandb_run_name', 'sample_prompt', 'overwrite', 'profile',
-    'device'}
+    'device', 'verify'}
+
+# flags that say when a run is evaluated, logged, saved or ended: the iterations are the same
+WITHOUT_EFFECT = NOT_IN_MANIFEST | {
+    'eval_interval', 'eval_iters', 'log_interval', 'save_interval', 'keep', 'max_iters', 'minutes',
+    'always_save_checkpoint', 'checkpoint', 'eval_only'}
+
+# Features of a CPU by which XLA and our kernels choose instructions.
+CPU_FEATURES = ('avx2', 'avx512f', 'avx512_vnni', 'avx512_bf16', 'amx_bf16', 'amx_int8', 'asimd',
+                'sve')
 
 LIBRARIES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 
@@ -67,27 +81,42 @@ def open_manifest(run, data, config):
     if run.resumed:
         with in_all_processes():
             manifest['earlier_data'] = continue_data(run, manifest['data'])
-        say_what_differs(run.resumed.get('manifest'), manifest)
+        known = run.resumed.get('manifest') or {}
+        manifest['start'] = known.get('start')
+        manifest['earlier'] = known.get('earlier', [])
+        changed = find_changed(known, manifest)
+        if changed:
+            manifest['earlier'] = [*manifest['earlier'], {'until': run.iter_num, **changed}]
+        say_what_differs(changed)
     return manifest
 
 
 def make_manifest(run, data, config):
     """Returns the manifest of a run that begins, see the head of this file."""
+    start = 'pretrained' if run.model.source else 'scratch'
     return {
         'format': FORMAT,
         'data': describe_data(data.sets),
         'earlier_data': [],
+        'earlier': [],
         'tokenizer': digest(describe_tokenizer(run.meta['tokenizer'])),
+        'start': 'lora' if run.model.lora else start,
         'sources': dict(digest_sources()),
+        'commit': find_commit(),
         'versions': find_versions(),
         'settings': find_settings(),
         'devices': {
-            'kind': run.devices[0].device_kind, 'number': len(run.devices),
-            'processes': jax.process_count()},
-        'flags': {name: value for name, value in run.flags.items() if name not in NOT_IN_MANIFEST},
+            'kind': run.devices[0].device_kind, 'cpu': find_cpu(run.devices[0]),
+            'number': len(run.devices), 'processes': jax.process_count()},
+        'flags': flags_of(run),
         'dtype': run.dtype,
         'attention': config.attention,
         'experts': config.experts if config.moe else None}
+
+
+def flags_of(run):
+    """Returns the flags of a Run that a manifest holds."""
+    return {name: value for name, value in run.flags.items() if name not in NOT_IN_MANIFEST}
 
 
 def flatten(manifest):
@@ -109,6 +138,41 @@ def flatten(manifest):
     return values
 
 
+def find_machine(manifest):
+    """Returns the kind of device of a manifest, and the features of its CPU, as a text."""
+    devices = manifest['devices']
+    return ' '.join(filter(None, [devices['kind'], devices.get('cpu', '')]))
+
+
+def find_cpu(device):
+    """Returns the architecture and the features of the CPU that is this device, '' for another
+    device. What XLA_FLAGS forbids is among the settings."""
+    if device.platform != 'cpu':
+        return ''
+    features = []
+    with contextlib.suppress(OSError):  # Linux alone has it
+        words = set(Path('/proc/cpuinfo').read_text().partition('\n\n')[0].split())
+        features = [name for name in CPU_FEATURES if name in words]
+    return ' '.join([platform.machine(), *features])
+
+
+def find_commit():
+    """Returns the commit of the checkout that this file is in, with '+' behind it if files of the
+    checkout have been changed; None if it is in none."""
+    root = Path(__file__).parents[1]
+
+    def git(*words):
+        done = subprocess.run(['git', '-C', root, *words], capture_output=True, text=True,
+                              timeout=20, check=True)
+        return done.stdout.strip()
+
+    try:
+        git('ls-files', '--error-unmatch', 'train_jax.py')  # not of a project around it
+        return git('rev-parse', 'HEAD') + '+' * bool(git('status', '--porcelain', '-uno'))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def find_settings():
     """Returns the settings of this process that change numbers, {name: text}."""
     settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
@@ -117,15 +181,30 @@ def find_settings():
     return settings
 
 
-def say_what_differs(known, now):
+def find_changed(known, now):
+    """Returns what a manifest `known` has that a later one has otherwise: {part: {name: [before,
+    now]}}. Flags without an effect on the iterations do not count."""
+    changed = {}
+    for part in ('flags', 'devices', 'versions', 'settings', 'sources'):
+        before, after = known.get(part, {}), now[part]
+        names = [name for name in before if name in after and before[name] != after[name]]
+        if part == 'flags':
+            names = [name for name in names if name not in WITHOUT_EFFECT]
+        if names:
+            changed[part] = {name: [before[name], after[name]] for name in names}
+    chosen = [name for name in ('dtype', 'attention', 'experts') if name in known]
+    others = {name: [known[name], now[name]] for name in chosen if known[name] != now[name]}
+    return {**changed, 'chosen': others} if others else changed
+
+
+def say_what_differs(changed):
     """Prints in which versions and settings, and kind of device, a resume differs from the run so
-    far: bits may. known: the manifest of its checkpoint, None of an earlier version."""
+    far: bits may. changed: of find_changed."""
     changes = []
     for part in ('versions', 'settings', 'devices'):
-        before = (known or {}).get(part, {})
-        for name, value in now[part].items():
-            if name in before and before[name] != value and name not in ('number', 'processes'):
-                changes.append(f'{name}: {before[name] or "none"} before, {value or "none"} now')
+        for name, (before, now) in changed.get(part, {}).items():
+            if name not in ('number', 'processes'):
+                changes.append(f'{name}: {before or "none"} before, {now or "none"} now')
     if changes:
         print(f'this resume differs from the run so far, whose bits it may not have '
               f'({"; ".join(changes)})')

@@ -51,7 +51,7 @@ from jax_transformer import WEIGHTS, GPTConfig
 
 # the flags that a resumed run does not take from its checkpoint
 NOT_RESUMED = (
-    'device', 'overwrite', 'eval_only', 'out_dir', 'coordinator_address', 'num_processes',
+    'device', 'overwrite', 'eval_only', 'verify', 'out_dir', 'coordinator_address', 'num_processes',
     'process_id', 'profile', 'base')
 
 # flags of earlier versions that are gone, and the values with which they were off; LAST_COMMIT is
@@ -143,7 +143,8 @@ def open_run(flags, given):
         shares, meta = load_mixture_meta(flags['dataset'])
     if resumed:
         model = continued_model(flags, given, resumed, meta, dtype)
-        print_what_is_left(flags, given, resumed['iter_num'])
+        if not flags['verify']:
+            print_what_is_left(flags, given, resumed['iter_num'])
     elif flags['init_from'] == 'scratch':
         model = new_model(flags, meta, dtype)
     else:

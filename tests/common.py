@@ -114,6 +114,26 @@ def write_dataset(folder, train, val, vocab_size=37, dtype='uint16', chars=None,
     (folder / 'meta.json').write_text(json.dumps(meta))
 
 
+def write_random_data(folder, kind, row_length, seed):
+    """A data set of random tokens: a text, rows of documents, chats in windows or packed into rows, of which some
+    tokens count."""
+    rng = np.random.default_rng(seed)
+    sizes = {'train': 40, 'val': 6}  # rows
+    splits = {split: rng.integers(37, size=n * row_length) for split, n in sizes.items()}
+    more = {'row_length': row_length} if kind in ('rows', 'packed') else {}
+    if kind in ('chats', 'packed'):
+        more['kind'] = 'chats'
+    write_dataset(folder, splits['train'], splits['val'], **more)
+    if 'kind' in more:
+        for split, tokens in splits.items():
+            mask = rng.choice([0, 1], size=(sizes[split], row_length))  # 1: it counts
+            if kind == 'packed':
+                mask[:, 0] = 2  # a conversation starts
+                mask[:, rng.integers(1, row_length - 1)] = 2
+            mask[:, -1] = 1
+            mask.astype(np.uint8).tofile(folder / f'{split}_mask.bin')
+
+
 def write_byte_tokenizer(folder, special=(), **settings):
     """A Hugging Face tokenizer with a token for each byte, and special ones."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

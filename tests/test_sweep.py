@@ -18,7 +18,7 @@ from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
     create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state, get_batch_jax)
 from jax_transformer import GPTConfig, MoEConfig
-from tests.common import apply, final_state, make_step, random_params, succeeded, train, write_dataset
+from tests.common import apply, final_state, make_step, random_params, succeeded, train, write_random_data
 
 pytestmark = pytest.mark.slow
 SCHEDULE = create_learning_rate_schedule(1e-2, decay_lr=False)
@@ -155,26 +155,6 @@ def test_what_is_exported_and_loaded_again_gives_the_same_logits(sweep_case, tmp
     np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=str(config))
 
 
-def write_data(folder, kind, row_length, seed):
-    """A data set of random tokens: a text, rows of documents, chats in windows or packed into rows, of which some
-    tokens count."""
-    rng = np.random.default_rng(seed)
-    sizes = {'train': 40, 'val': 6}  # rows
-    splits = {split: rng.integers(37, size=n * row_length) for split, n in sizes.items()}
-    more = {'row_length': row_length} if kind in ('rows', 'packed') else {}
-    if kind in ('chats', 'packed'):
-        more['kind'] = 'chats'
-    write_dataset(folder, splits['train'], splits['val'], **more)
-    if 'kind' in more:
-        for split, tokens in splits.items():
-            mask = rng.choice([0, 1], size=(sizes[split], row_length))  # 1: it counts
-            if kind == 'packed':
-                mask[:, 0] = 2  # a conversation starts
-                mask[:, rng.integers(1, row_length - 1)] = 2
-            mask[:, -1] = 1
-            mask.astype(np.uint8).tofile(folder / f'{split}_mask.bin')
-
-
 KINDS = [['text'], ['rows'], ['chats'], ['packed'], ['text', 'packed'], ['rows', 'text'], ['chats', 'text']]
 
 
@@ -183,7 +163,7 @@ def test_a_run_that_was_interrupted_has_the_state_of_one_that_was_not(sweep_case
     block_size = 16
     names = []
     for i, kind in enumerate(draw.choice(KINDS)):
-        write_data(tmp_path / f'{kind}{i}', kind, block_size + 1, sweep_case)
+        write_random_data(tmp_path / f'{kind}{i}', kind, block_size + 1, sweep_case)
         names.append(str(tmp_path / f'{kind}{i}'))
     dataset = names[0] if len(names) == 1 else ','.join(f'{name}:0.5' for name in names)
     flags = [

@@ -1,0 +1,279 @@
+"""--verify: trains again from one kept checkpoint of a run to the next, and compares what comes out
+with what the run has kept: every bit of the weights and of the optimizer's state, and each loss of
+metrics.jsonl."""
+import dataclasses
+import hashlib
+import statistics
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jax_flags import UserError
+from jax_run.checkpoints import (
+    ITEMS, checkpoint_steps, data_since, open_checkpoint, opt_state_item, run_folder)
+from jax_run.log import read_metrics
+from jax_run.manifest import (
+    WITHOUT_EFFECT, describe_file, find_change, find_changed, find_machine, make_manifest)
+from jax_run.start import start_state
+
+# By how much losses may differ where another kind of machine computes: measured over 200 iterations
+# of two configs between CPUs with and without AVX-512, see docs/runs.md.
+BOUND = 0.02
+
+
+class Interval(NamedTuple):
+    """From one kept checkpoint to the next; `first` 0 is the start of the run."""
+    first: int
+    last: int
+
+    def __str__(self):
+        return f'iterations {self.first} to {self.last}'
+
+
+class Found(NamedTuple):
+    """What an interval has shown."""
+    weights: str  # the first array that differs, and by how much; '' if all bits are the same
+    logged: list  # the values that differ from those of metrics.jsonl, each a Logged
+
+    @property
+    def largest(self):
+        """The largest difference of a loss."""
+        return max((abs(one.value - one.kept) for one in self.logged if 'loss' in one.name),
+                   default=0.0)
+
+
+class Logged(NamedTuple):
+    """A value that differs from the log."""
+    iter: int
+    name: str
+    value: float
+    kept: float  # in metrics.jsonl
+
+    def __str__(self):
+        return (f'{self.name} of iteration {self.iter} is {self.value:.9g}, and {self.kept:.9g} in '
+                'metrics.jsonl')
+
+
+def verify_run(run, data, program, make_batch, evaluate):
+    """Verifies a resumed Run, with --verify=N the last N of its intervals: prints a line for each,
+    after what differs by name. Nothing is written.
+
+    data, program: of open_data and open_program. make_batch, evaluate: functions of train_jax.py.
+    Returns the exit code: 0 for the same bits, or on another kind of machine losses within BOUND; 1
+    if something differs. Raises UserError if it cannot be checked."""
+    if jax.process_count() > 1:
+        raise UserError('--verify is for one process')
+    folder = run_folder(run.flags['out_dir'])
+    intervals = find_intervals(run, folder)
+    chosen = intervals[-run.flags['verify']:]
+    records = list(read_metrics(folder.files))
+    print(f'{len(intervals)} intervals between checkpoints can be verified; training the last '
+          f'{len(chosen)} again, {describe_seconds(chosen, records)}')
+
+    # what differs by name: data, source files, flags, versions, machine
+    known = run.resumed.get('manifest') or {}
+    now = make_manifest(run, data, program.config)
+    differences = find_differences(known, now, data)
+    for line in differences.lines:
+        print(line)
+
+    # train again
+    has_failed = bool(differences.data)
+    step = None
+    for interval in chosen:
+        state, _ = start_state(run_at(run, folder, interval.first), program)
+        if step is None:
+            step = program.step.lower(state, first_batch(make_batch, interval)).compile()
+        state, differing = train_again(interval, state, step, make_batch, evaluate, records)
+        kept, _ = start_state(run_at(run, folder, interval.last), program)
+        found = Found(compare_states(state, kept), differing)
+        print(describe(interval, found, differences.machine))
+        is_near = differences.machine and found.largest <= BOUND
+        has_failed |= bool(found.weights or found.logged) and not is_near
+    return 1 if has_failed else 0
+
+
+# -----------------------------------------------------------------------------
+# what can be verified
+
+
+def find_intervals(run, folder):
+    """Returns the Intervals of a run that can be trained again, in their order. Those with other
+    flags or other data than the latest are not among them. Raises UserError if there is none."""
+    manifest = run.resumed.get('manifest') or {}
+    since = data_since(manifest)
+    others = set()
+    for change in manifest.get('earlier', ()):
+        names = [*change.get('flags', ()), *change.get('devices', ()), *change.get('chosen', ())]
+        if names:
+            since = max(since, change['until'])
+            others.update(names)
+    steps = sorted(checkpoint_steps(run.flags['out_dir']))
+    starts = [0, *steps] if can_start(run) else steps
+    intervals = []
+    for first, last in zip(starts, starts[1:]):
+        flags = open_checkpoint(folder, last)['flags']
+        changed = [name for name, value in flags.items()
+                   if name in run.flags and value != run.flags[name]
+                   and name not in WITHOUT_EFFECT]
+        others.update(changed)
+        if first >= since and not changed:
+            intervals.append(Interval(first, last))
+    if not intervals:
+        why = f'; earlier iterations had another {", ".join(sorted(others))}' if others else ''
+        raise UserError(f"{run.flags['out_dir']} has no two checkpoints between which it could be "
+                        f'trained again{why}: save more of them with --save_interval and --keep')
+    return intervals
+
+
+def can_start(run):
+    """Whether the state with which a run began can be made again: from the seed, or from the base
+    of LoRA. That of another pretrained model is not known any more."""
+    start = (run.resumed.get('manifest') or {}).get('start')
+    return start == 'scratch' or bool(run.model.lora)
+
+
+def run_at(run, folder, step):
+    """Returns the Run that starts at a checkpoint, at 0 from the seed."""
+    if not step:
+        model = dataclasses.replace(run.model, source=None)
+        return dataclasses.replace(run, resumed=None, model=model)
+    meta = open_checkpoint(folder, step, ITEMS)
+    return dataclasses.replace(run, resumed={**meta, 'iter_num': step})
+
+
+def describe_seconds(intervals, records):
+    """Says how long intervals have taken, by the log."""
+    times = [record['time_ms'] for record in records if record.get('time_ms')]
+    n = sum(last - first for first, last in intervals)
+    if not times:
+        return f'{n:,} iterations'
+    seconds = n * statistics.median(times) / 1000
+    return f'{n:,} iterations, which took about {seconds:,.0f} s by its log'
+
+
+def first_batch(make_batch, interval):
+    """Returns a batch of the interval, for its shapes."""
+    for i in range(interval.first, interval.last):
+        batch = make_batch(i)
+        if batch is not None:
+            return batch
+    raise UserError(f'no token of {interval} counts in the loss')
+
+
+# -----------------------------------------------------------------------------
+# what differs by name
+
+
+class Differences(NamedTuple):
+    """What differs between two manifests."""
+    data: list  # as texts, each of the lists
+    lines: list  # all of them
+    machine: str  # '' if it is the same kind of machine
+
+
+def find_differences(known, now, data):
+    """Returns the Differences between the manifest of a checkpoint and that of this process. All of
+    the data is read."""
+    of_data = []
+    for one, before in zip(data.sets, known.get('data', ())):
+        for name, array in one.files.items():
+            change = compare_file(before['files'].get(name), array)
+            if change:
+                of_data.append(f'data {name}: {change}')
+    lines = list(of_data)
+    changed = find_changed(known, now)
+    for part, shown in (('sources', 'source '), ('versions', 'version '), ('settings', 'setting '),
+                        ('flags', 'flag '), ('chosen', '')):
+        for name, (before, after) in changed.get(part, {}).items():
+            lines.append(f'{shown}{name}: {before or "none"} in the run, {after or "none"} here')
+    for change in known.get('earlier', ()):
+        for part, shown in (('sources', 'source'), ('versions', 'version'), ('settings', 'setting')):
+            for name, (before, after) in change.get(part, {}).items():
+                lines.append(f'{shown} {name}: {before or "none"} until iteration '
+                             f'{change["until"]}, then {after or "none"}')
+    machine = ''
+    if known and find_machine(known) != find_machine(now):
+        machine = f'{find_machine(known)} in the run, {find_machine(now)} here'
+        lines.append(f'machine: {machine}')
+    if not known:
+        lines.append('the run is of an earlier version: its manifest does not say what it is made of')
+    return Differences(of_data, lines, machine)
+
+
+def compare_file(before, array):
+    """Says how a file of data differs from what a manifest says of it, '' if it does not."""
+    content = array.reshape(-1).view(np.uint8)
+    digest = hashlib.sha256()
+    for start in range(0, len(content), 2**24):
+        digest.update(content[start:start + 2**24])
+    described = {'bytes': len(content), 'sha256': digest.hexdigest()}
+    if before and 'sha256' not in before:  # made by hand, or by an earlier version: blocks of it
+        described = describe_file(array)
+    return find_change(before, described)
+
+
+# -----------------------------------------------------------------------------
+# training again
+
+
+def train_again(interval, state, step, make_batch, evaluate, records):
+    """Trains an interval from the state of its first checkpoint. Returns (the state at its end,
+    the list of what is Logged otherwise). records: those of metrics.jsonl."""
+    logged = {}
+    for record in records:
+        kind = 'evaluation' if 'val_loss' in record else 'iteration'
+        logged[kind, record['iter']] = record
+    differing = []
+
+    def compare(record, values):
+        for name, value in values.items():
+            kept = record.get(name)
+            if kept is not None and kept != value:
+                differing.append(Logged(record['iter'], name, value, kept))
+
+    for i in range(interval.first, interval.last + 1):
+        record = logged.get(('evaluation', i))
+        if record and (i > interval.first or not i):
+            losses = evaluate(state) or {}
+            compare(record, {f'{split}_loss': values['loss'] for split, values in losses.items()})
+        if i == interval.last:
+            break
+        batch = make_batch(i)
+        if batch is None:
+            continue
+        state, metrics = step(state, batch)
+        if ('iteration', i) in logged:
+            compare(logged['iteration', i], {name: float(value) for name, value in metrics.items()})
+    return state, differing
+
+
+def compare_states(state, kept):
+    """Says how many arrays of two states differ, and the first of them; '' if all bits are the
+    same."""
+    ours, theirs = (
+        jax.tree_util.tree_leaves_with_path({**s.weight_sets(), **opt_state_item(s)})
+        for s in (state, kept))
+    differing = []
+    for (path, a), (_, b) in zip(ours, theirs, strict=True):
+        a, b = np.atleast_1d(np.asarray(a)), np.atleast_1d(np.asarray(b))
+        if a.tobytes() != b.tobytes():
+            gap = np.abs(a.astype(np.float64) - b.astype(np.float64)).max()
+            differing.append(f'{jax.tree_util.keystr(path)} by up to {gap:.3g}')
+    if not differing:
+        return ''
+    return f'{len(differing)} of {len(ours)} arrays differ, first {differing[0]}'
+
+
+def describe(interval, found, machine):
+    """Returns the line of an interval."""
+    if not found.weights and not found.logged:
+        return f'{interval}: the same bits'
+    if machine and found.largest <= BOUND:
+        return (f'{interval}: another kind of machine, losses within {found.largest:.2g} (at most '
+                f'{BOUND:g} is expected)')
+    parts = [found.weights or 'the same weights, bit for bit']
+    if found.logged:
+        parts.append(f'{len(found.logged)} values of the log differ, first: {found.logged[0]}')
+    return f'{interval}: {"; ".join(parts)}'

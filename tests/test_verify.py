@@ -1,0 +1,165 @@
+"""--verify: a run is trained again from checkpoint to checkpoint, and what was changed in it is named."""
+import json
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jax_run.checkpoints import checkpoint_steps
+from tests.common import (
+    FAMILIES, RESUME, assert_refused, copy_folder, prepare, slow, succeeded, train, write_dataset, write_random_data)
+
+TRAIN = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--eval_iters=1',
+         '--learning_rate=1e-2', '--warmup_iters=1', '--lr_decay_iters=6', '--max_iters=6', '--eval_interval=2',
+         '--log_interval=1', '--gradient_accumulation_steps=2', '--keep=2']
+
+
+def verify(out, *flags):
+    """(exit code, the lines from the first that says what is verified)."""
+    result = train(out, *RESUME, '--verify=9', *flags)
+    lines = result.stdout.splitlines()
+    first = next((i for i, line in enumerate(lines) if 'can be verified' in line), 0)
+    return result.returncode, lines[first:]
+
+
+def edit_manifest(out, **changes):
+    """Changes parts of the manifest in all checkpoints, as if the run had had them."""
+    for step in (out / 'ckpt').iterdir():
+        (step / 'checksums.json').write_text('{}')
+        path = step / 'meta' / 'metadata'
+        meta = json.loads(path.read_text())
+        for part, values in changes.items():
+            meta['manifest'][part] |= values
+        path.write_text(json.dumps(meta))
+
+
+def flip_a_bit(out):
+    """Flips the last bit of a weight of the latest checkpoint."""
+    step = out / 'ckpt' / str(checkpoint_steps(out)[0])
+    (step / 'checksums.json').write_text('{}')
+    with ocp.StandardCheckpointer() as checkpointer:
+        params = jax.tree.map(np.array, checkpointer.restore(step / 'params'))
+        params['ln_f']['scale'].view(np.uint32)[5] ^= 1
+        checkpointer.save(step / 'params', params, force=True)
+
+
+def edit_log(out):
+    """Changes the loss of an iteration in metrics.jsonl, by hand."""
+    path = out / 'metrics.jsonl'
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    record = next(line for line in lines if line['iter'] == 13 and 'loss' in line)
+    record['loss'] -= 0.01
+    path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+
+
+def test_a_run_has_the_same_bits_and_nothing_is_written(run_copy):
+    before = {path: path.read_bytes() for path in run_copy.rglob('*') if path.is_file()}
+    code, lines = verify(run_copy)
+    assert code == 0
+    assert lines[0].startswith('2 intervals between checkpoints can be verified; training the last 2 again, 20 '
+                               'iterations, which took about ')
+    assert lines[1:] == ['iterations 0 to 10: the same bits', 'iterations 10 to 20: the same bits']
+    assert {path: path.read_bytes() for path in run_copy.rglob('*') if path.is_file()} == before
+    assert train(run_copy, *RESUME, '--verify=1').stdout.count('the same bits') == 1
+
+
+def test_one_token_of_the_data_is_named(dataset, run_copy, tmp_path):
+    other = copy_folder(dataset, tmp_path / 'other')
+    tokens = np.fromfile(other / 'train.bin', np.uint16)
+    tokens[7] ^= 1
+    tokens.tofile(other / 'train.bin')
+    code, lines = verify(run_copy, f'--dataset={other}')
+    assert code == 1 and lines[1] == 'data train.bin: other content'
+
+
+@pytest.mark.parametrize('change, is_same, said', [
+    (flip_a_bit, False, "iterations 10 to 20: 1 of "),
+    (edit_log, False, 'iterations 10 to 20: the same weights, bit for bit; 1 values of the log differ, first: loss of '
+                      'iteration 13 is '),
+    (lambda out: edit_manifest(out, sources={'jax_ops/layers.py': 'abc'}), True,
+     'source jax_ops/layers.py: abc in the run, '),
+    (lambda out: edit_manifest(out, versions={'optax': '0.1'}), True, 'version optax: 0.1 in the run, '),
+    (lambda out: edit_manifest(out, settings={'jax_default_prng_impl': 'rbg'}), True,
+     'setting jax_default_prng_impl: rbg in the run, threefry2x32 here'),
+    (lambda out: edit_manifest(out, flags={'weight_decay': 0.3}), True,
+     'flag weight_decay: 0.3 in the run, 0.1 here')])
+def test_what_was_changed_is_named(change, is_same, said, run_copy):
+    change(run_copy)
+    code, lines = verify(run_copy)
+    assert any(line.startswith(said) for line in lines), lines
+    assert code == (0 if is_same else 1)
+
+
+def test_a_flag_that_the_run_did_not_have_is_refused_by_name(run_copy):
+    assert_refused(train(run_copy, *RESUME, '--verify=1', '--beta2=0.9'), 'earlier iterations had another beta2')
+
+
+def test_another_kind_of_machine_has_losses_within_a_bound(run_copy):
+    edit_log(run_copy)
+    edit_manifest(run_copy, devices={'cpu': 'another one'})
+    code, lines = verify(run_copy)
+    assert code == 0 and lines[1].startswith('machine: cpu another one in the run, cpu ')
+    assert lines[3] == ('iterations 10 to 20: another kind of machine, losses within 0.01 (at most 0.02 is expected)')
+
+
+@pytest.mark.parametrize('kinds, flags', [
+    (['text'], ['--optimizer=muon', '--ema=0.9']),
+    slow(['text'], ['--dtype=bfloat16']),
+    slow(['text'], ['--dtype=float16']),
+    slow(['text'], ['--device=cpu', '--fsdp=2']),
+    slow(['text'], ['--device=cpu', '--zero=2']),
+    slow(['text'], ['--device=cpu']),
+    slow(['text'], ['--n_expert=4']),
+    slow(['packed'], []),
+    slow(['chats', 'text'], []),
+    slow(['text'], ['--dropout=0.1', '--position=rope'])])
+def test_an_honest_run_of_any_kind_verifies(kinds, flags, tmp_path):
+    names = []
+    for kind in kinds:
+        write_random_data(tmp_path / kind, kind, 17, seed=1)
+        names.append(str(tmp_path / kind))
+    dataset = names[0] if len(names) == 1 else ','.join(f'{name}:0.5' for name in names)
+    flags = [f'--dataset={dataset}', '--device=cpu:0', *TRAIN, *flags]
+    succeeded(train(tmp_path / 'out', *flags))
+    device = '--device=cpu' if '--device=cpu' in flags else '--device=cpu:0'
+    code, lines = verify(tmp_path / 'out', device)
+    assert code == 0 and lines[-1].endswith(': the same bits') and len(lines) >= 3, lines
+
+
+def test_a_run_that_was_resumed_in_between_verifies(dataset, tmp_path):
+    out = tmp_path / 'out'
+    succeeded(train(out, f'--dataset={dataset}', '--device=cpu:0', *TRAIN, '--max_iters=3'))
+    succeeded(train(out, *RESUME, '--max_iters=6'))
+    code, lines = verify(out)
+    assert code == 0 and all(line.endswith(': the same bits') for line in lines[1:]), lines
+
+
+@pytest.mark.slow
+def test_lora_and_dpo_verify_from_their_start(chatting, tmp_path):
+    base = copy_folder(FAMILIES / 'llama', tmp_path)
+    n = json.loads((base / 'config.json').read_text())['vocab_size']
+    rng = np.random.default_rng(0)
+    write_dataset(tmp_path / 'data', rng.integers(8, size=600), rng.integers(8, size=600), vocab_size=n)
+    lora = ['--lora_rank=4', '--lora_alpha=8', '--batch_size=4', '--gradient_accumulation_steps=2', '--eval_iters=2',
+            '--eval_interval=2', '--max_iters=4', '--learning_rate=1e-2', '--decay_lr=False', '--device=cpu:0']
+    succeeded(train(tmp_path / 'lora', f'--dataset={tmp_path / "data"}', f'--init_from={base}', '--block_size=16',
+                    *lora))
+    pairs = tmp_path / 'pairs.jsonl'
+    pairs.write_text('\n'.join(json.dumps({
+        'messages': [{'role': 'user', 'content': 'abc'[:1 + i % 3]}], 'chosen': 'a', 'rejected': 'b'})
+        for i in range(40)))
+    succeeded(prepare('chat', pairs, f'--tokenizer={chatting}', f'--out_dir={tmp_path / "dpo"}'))
+    succeeded(train(tmp_path / 'dpo-out', f'--dataset={tmp_path / "dpo"}', f'--init_from={chatting}',
+                    '--block_size=32', *lora))
+    for name in ('lora', 'dpo-out'):
+        code, lines = verify(tmp_path / name)
+        assert code == 0 and lines[1] == 'iterations 0 to 2: the same bits', lines
+
+
+def test_what_cannot_be_verified_is_one_line_with_exit_code_2(run_copy, tmp_path, dataset):
+    assert_refused(train(tmp_path / 'none', '--verify=1'), 'verify is for a run that is there: --init_from=resume')
+    # flags of the earlier iterations are others
+    succeeded(train(run_copy, *RESUME, '--max_iters=22', '--lr_decay_iters=22', '--weight_decay=0.2', '--keep=1'))
+    assert_refused(train(run_copy, *RESUME, '--verify=1'), 'no two checkpoints between which it could be trained '
+                   'again; earlier iterations had another lr_decay_iters, weight_decay: save more')
