@@ -5,10 +5,11 @@ $ python eval_jax.py --init_from=gpt2 --text=a.txt,b.txt --tasks=questions.jsonl
 
 A task is a file of JSON lines: {"query", "choices", "gold"} (multiple choice; gold is the index of
 the right one), {"context_options", "continuation", "gold"} (schema) or {"context", "continuation"}
-(language modeling, right if every token is the likeliest), with a space between the parts. Accuracy
-and accuracy_norm are lm-eval's acc and acc_norm: by the log-probability, and by that per character
-of the choice. A folder is a bundle in the form of DCLM's CORE: the accuracy of its tasks is by the
-log-probability per token, and centered such that guessing gets 0.
+(language modeling, right if every token is the likeliest), with a space between the parts; or
+{"messages"}, a chat that ends with the answer, right if the model gives exactly this one with
+--temperature=0. Accuracy and accuracy_norm are lm-eval's acc and acc_norm: by the log-probability,
+and by that per character of the choice. A folder is a bundle in the form of DCLM's CORE: the
+accuracy of its tasks is by the log-probability per token, and centered such that guessing gets 0.
 """
 import csv
 import functools
@@ -50,7 +51,8 @@ process_id = -1 # number of this process, from 0
 KINDS = {  # kinds of items, with the keys of what precedes, what is scored, the number of the right option
     'multiple_choice': ('query', 'choices', 'gold'),
     'schema': ('context_options', 'continuation', 'gold'),
-    'language_modeling': ('context', 'continuation')}
+    'language_modeling': ('context', 'continuation'),
+    'chat': ('messages',)}
 start_script()
 # all flags of the block above, and those that the user gave
 flags, given = read_flags(__file__, globals())
@@ -98,6 +100,9 @@ def read_item(line, kind):
     item = parse_json(line, 'it')
     kind = find_kind(item, kind)
     keys = KINDS[kind]
+    if kind == 'chat':
+        check_chat(item['messages'])
+        return {'kind': kind, 'messages': item['messages']}
 
     # what precedes and what is scored: a text, or several to choose from
     for name in keys[:2]:
@@ -121,6 +126,15 @@ def read_item(line, kind):
     return item
 
 
+def check_chat(messages):
+    """Raises UserError unless messages end with an answer. What is in each is checked when the chat
+    template is known."""
+    is_list = isinstance(messages, list) and len(messages) > 1
+    last = messages[-1] if is_list else None
+    if not isinstance(last, dict) or last.get('role') != 'assistant':
+        raise UserError('messages must be a list that ends with an answer of the role "assistant"')
+
+
 def find_kind(item, kind):
     """Returns the kind of an item: `kind`, of which it must have the keys, or if that is '', the one
     of which it has the keys and no other. Raises UserError if there is none."""
@@ -136,7 +150,12 @@ def find_kind(item, kind):
 
 
 def pairs(item, delimiter):
-    """Returns [(context, continuation)] of an item, one for each option."""
+    """Returns [(context, continuation)] of an item, one for each option; of a chat the messages and
+    the answer."""
+    if item['kind'] == 'chat':
+        *before, answer = item['messages']
+        return [(before, str(answer.get('content', '')) or ' ')]
+
     # Each of the two is one text, or several to choose from.
     parts = []
     for name in KINDS[item['kind']][:2]:
@@ -206,6 +225,8 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
     In a bundle they are as by nanochat: they follow examples, other items with their answers, and
     what differs between the options is scored, in a schema what they end with in common."""
     item = items[index]
+    if item['kind'] == 'chat':
+        return [model.encode_answer(item['messages'])]
     if not in_bundle:
         return [model.encode_pair(*pair) for pair in pairs(item, delimiter)]
 
@@ -363,9 +384,9 @@ if centered:
     results['core'] = float(np.mean(centered))
     print(f"CORE: {results['core']:.4f}")
 
-# all results, for programs: to a file, and to what reads the output unless that is a person
+# all results, for programs, with what they are of: to a file, and to what reads the output unless that is a person
 everything = json.dumps({
-    'program': 'eval_jax', 'settings': {**flags, 'dtype': model.config.dtype},
+    'program': 'eval_jax', 'checkpoint': model.about, 'settings': {**flags, 'dtype': model.config.dtype},
     'environment': describe_environment(model.layout.devices), 'results': results})
 if not sys.stdout.isatty():
     print(everything)

@@ -30,7 +30,7 @@ from jax_hub.tokenizers import (
 from jax_ops.decode_weights import (
     convert_params_for_decoding, order_columns_by_rank, transpose_kernels)
 from jax_ops.matmul import without_scales
-from jax_run.checkpoints import checkpoint_steps, is_run
+from jax_run.checkpoints import checkpoint_steps, describe_checkpoint, is_run
 from jax_run.restore import restore_run
 from jax_transformer import GPTConfig, count_params
 
@@ -83,7 +83,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     title = f'{found.name}; {tensor} x {devices[0].device_kind}, compute in {dtype} ({reason})'
     loading = clock.lap()
     return TextModel(found.params, found.config, tokenizer, layout, title=title,
-                     warning=found.warning, clock=clock, loading=loading)
+                     warning=found.warning, clock=clock, loading=loading, about=found.about)
 
 
 def load_fitting_tokenizer(description, source, config):
@@ -109,6 +109,7 @@ class LoadedModel(NamedTuple):
     tokenizer: dict | None  # its description, None if it is unknown or was not asked for
     name: str  # for the user
     warning: str = ''  # for the user
+    about: dict | None = None  # of a run, see describe_checkpoint
 
 
 def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype, quantize):
@@ -150,7 +151,8 @@ def read_run(source, checkpoint, base, layout, dtype, quantize):
         warning = (f'taking the best checkpoint, iteration {taken}; a later one, {latest}, is '
                    'there: --checkpoint=latest')
     name = f'{source}, checkpoint of iteration {taken}'
-    return LoadedModel(params, config, meta['tokenizer'], name, warning)
+    about = describe_checkpoint(source, taken, meta)
+    return LoadedModel(params, config, meta['tokenizer'], name, warning, about)
 
 
 def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
@@ -191,6 +193,7 @@ class TextModel:
     warning: str = ''  # another one
     clock: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     loading: Lap | None = None  # seconds
+    about: dict | None = None  # of a run: iteration, digests of its manifest and of its files
 
     def __repr__(self):
         n_params = count_params(without_scales(self.params), non_embedding=False)
@@ -340,6 +343,18 @@ class TextModel:
         if not ids:
             raise UserError('the prompt is empty; give at least one character, as in --start="A"')
         return ids
+
+    def encode_answer(self, messages: list[dict[str, Any]]) -> tuple[list[int], int]:
+        """Returns a row for score, (ids, start): a chat that asks for its last message, and this
+        message with the token that ends it, which is scored.
+
+        Raises UserError as encode does, and for an answer of which the template writes nothing."""
+        before = self.encode(messages[:-1])
+        encoded = self.tokenizer.encode_training_chat(messages, counted=[len(messages) - 1])
+        answer = [id for id, counts in zip(encoded.ids, encoded.mask) if counts]
+        if not answer:
+            raise UserError('the chat template writes nothing of the answer')
+        return [*before, *answer], len(before)
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
         """Returns a row for score, (ids, start), of which the continuation is scored.

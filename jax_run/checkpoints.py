@@ -1,5 +1,6 @@
 """TrainState <-> out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or
 absent."""
+import hashlib
 import json
 import logging
 import math
@@ -348,6 +349,24 @@ def read_data_since(step):
         return data_since(read_json(step / 'meta' / 'metadata').get('manifest'))
     except (AttributeError, KeyError, TypeError, ValueError, OSError):
         return 0
+
+
+def describe_checkpoint(out_dir, step, meta):
+    """Returns what names a checkpoint in a result: its iteration, and digests of its manifest and of
+    the files of each item. meta: its metadata."""
+    path = run_folder(out_dir).files / 'ckpt' / str(step) / 'checksums.json'
+    try:
+        sums = read_json(path, optional=True)
+    except UserError:  # damaged, and its data are whole
+        sums = {}
+    items = {}
+    for name in sorted(sums):
+        items.setdefault(name.split('/')[0], []).append([name, sums[name]])
+    values = {'manifest': meta.get('manifest'), **items}
+    digests = {}
+    for name, value in values.items():
+        digests[name] = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    return {'iteration': step, 'digests': digests}
 
 
 # -----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jax_run.checkpoints import (
 from jax_run.log import read_metrics
 from jax_run.manifest import (
     WITHOUT_EFFECT, describe_file, find_change, find_changed, find_machine, make_manifest)
+from jax_run.restore import OnHost, restore_run
 from jax_run.start import start_state
 
 # By how much losses may differ where another kind of machine computes: measured over 200 iterations
@@ -264,6 +265,16 @@ def compare_states(state, kept):
     if not differing:
         return ''
     return f'{len(differing)} of {len(ours)} arrays differ, first {differing[0]}'
+
+
+def digest_weights(out_dir):
+    """Returns a digest of the weights of the latest checkpoint of a run, which no layout changes."""
+    _, params, _, _ = restore_run(out_dir, 'latest', OnHost, '')
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.ascontiguousarray(leaf))
+    return digest.hexdigest()[:16]
 
 
 def describe(interval, found, machine):

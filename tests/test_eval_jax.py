@@ -164,7 +164,30 @@ def common(rows):
     return next((i for i, tokens in enumerate(zip(*rows)) if len(set(tokens)) > 1), min(map(len, rows)))
 
 
+def test_a_chat_is_right_if_its_answer_is_what_the_model_says(chatting, tmp_path):
+    model = load(chatting, device='cpu:0')
+    questions = [[{'role': 'user', 'content': text}] for text in ('ab', 'cab', 'b')]
+    items = [{'messages': [*q, {'role': 'assistant', 'content': model.chat(q, temperature=0, max_new_tokens=8)}]}
+             for q in questions]
+    # those that end by themselves, and one that the model would not say
+    ended = [item for item in items if model.score([[model.encode_answer(item['messages'])]])[0][0][1].all()]
+    wrong = {'messages': [*questions[0], {'role': 'assistant', 'content': 'zzz'}]}
+    path = write_lines(tmp_path / 'chats.jsonl', [*items, wrong])
+    done = succeeded(run_script('eval_jax.py', f'--init_from={chatting}', '--device=cpu:0', f'--tasks={path}'))
+    found = json.loads(done.stdout.strip().split('\n')[-1])
+    assert found['results']['tasks']['chats']['accuracy'] == len(ended) / 4 and found['checkpoint'] is None
+
+
+def test_results_name_the_checkpoint_by_digests(run, tmp_path):
+    path = write_lines(tmp_path / 'one.jsonl', [{'context': 'the', 'continuation': ' quick'}])
+    about = evaluate(run, f'--tasks={path}')['checkpoint']
+    assert about['iteration'] == 60 and about['digests'].keys() >= {'manifest', 'params', 'opt_state'}
+    assert about == evaluate(run, f'--tasks={path}')['checkpoint']
+
+
 @pytest.mark.parametrize('line, message', [
+    ('{"messages": [{"role": "user", "content": "a"}]}', 'messages must be a list that ends with an answer'),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', 'no chat template'),
     ('{"query": "a", "choices": ["b", "c"], "gold": 2}', 'gold must be an index below 2, not 2'),
     ('{"query": "a", "choices": ["b", ""], "gold": 0}', 'choices: a text is empty'),
     ('{"query": "a", "choices": [], "gold": 0}', 'choices must be a list of texts'),

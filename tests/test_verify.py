@@ -1,4 +1,5 @@
-"""--verify: a run is trained again from checkpoint to checkpoint, and what was changed in it is named."""
+"""--verify: a run is trained again from checkpoint to checkpoint, and what was changed in it is named; rows of
+tools/five_minutes.py, of which the beginning is."""
 import json
 
 import jax
@@ -8,7 +9,8 @@ import pytest
 
 from jax_run.checkpoints import checkpoint_steps
 from tests.common import (
-    FAMILIES, RESUME, assert_refused, copy_folder, prepare, slow, succeeded, train, write_dataset, write_random_data)
+    FAMILIES, RESUME, assert_refused, copy_folder, prepare, run_script, slow, succeeded, train, write_dataset,
+    write_random_data)
 
 TRAIN = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--eval_iters=1',
          '--learning_rate=1e-2', '--warmup_iters=1', '--lr_decay_iters=6', '--max_iters=6', '--eval_interval=2',
@@ -163,3 +165,38 @@ def test_what_cannot_be_verified_is_one_line_with_exit_code_2(run_copy, tmp_path
     succeeded(train(run_copy, *RESUME, '--max_iters=22', '--lr_decay_iters=22', '--weight_decay=0.2', '--keep=1'))
     assert_refused(train(run_copy, *RESUME, '--verify=1'), 'no two checkpoints between which it could be trained '
                    'again; earlier iterations had another lr_decay_iters, weight_decay: save more')
+
+
+@pytest.fixture(scope='module')
+def row(dataset, tmp_path_factory):
+    """(the row that the tool has made of a small config, its file)."""
+    folder = tmp_path_factory.mktemp('row')
+    config = folder / 'small.py'
+    names = [flag[2:].split('=') for flag in TRAIN]
+    config.write_text('\n'.join(f'{name} = {value}' for name, value in names)
+                      + f'\nminutes = 0.0\nmax_iters = 6\ndataset = {str(dataset)!r}\ndevice = "cpu:0"\n')
+    file = folder / 'row.json'
+    made = succeeded(run_script('tools/five_minutes.py', f'--config={config}', '--seeds=1,2', f'--save={file}'))
+    return made.stdout, file
+
+
+@pytest.mark.slow
+def test_a_row_of_five_minutes_can_be_checked(row, tmp_path):
+    table, file = row
+    assert table.splitlines()[0].startswith('| machine | cores |') and '| 6 to 6 |' in table
+    values = json.loads(file.read_text())
+    assert [one['seed'] for one in values['seeds']] == [1, 2] and values['manifest']['flags']['n_embd'] == 16
+    for more in ([], ['--all']):
+        checked = succeeded(run_script('tools/five_minutes.py', f'--check={file}', *more))
+        assert [line for line in checked.stdout.splitlines() if line.startswith('seed ')] == [
+            'seed 1, 6 of 6 iterations: the same bits', 'seed 2, 6 of 6 iterations: the same bits']
+
+    # a row that claims what was not trained
+    values['seeds'][0]['losses']['3'] -= 0.5
+    values['seeds'][1]['digest_begin'] = '0' * 16
+    other = tmp_path / 'other.json'
+    other.write_text(json.dumps(values))
+    result = run_script('tools/five_minutes.py', f'--check={other}')
+    assert result.returncode == 1
+    assert 'seed 1, 6 of 6 iterations: differs, losses by up to 0.5\n' in result.stdout
+    assert 'seed 2, 6 of 6 iterations: differs, losses by up to 0\n' in result.stdout

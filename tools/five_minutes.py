@@ -1,7 +1,14 @@
-"""Runs config/five_minutes.py with three seeds, one after the other, and prints a row for the table of machines.
+"""Runs config/five_minutes.py with three seeds, one after the other, and prints a row for the table of machines; or
+trains the beginning of somebody's row again.
 
-$ python data/shakespeare_bpe/prepare.py && python tools/five_minutes.py      # a quarter of an hour, on a quiet machine
-$ python tools/five_minutes.py --seeds=1,2 --device=cpu --batch_size=6        # other flags are those of train_jax.py
+$ python data/shakespeare_bpe/prepare.py && python tools/five_minutes.py --save=mine.json   # 20 minutes, quiet
+$ python tools/five_minutes.py --check=mine.json         # 100 iterations of each seed again: the same bits?
+$ python tools/five_minutes.py --check=mine.json --all   # all iterations
+$ python tools/five_minutes.py --seeds=1,2 --device=cpu --batch_size=6   # other flags are those of train_jax.py
+
+A row's file holds its manifest, and of each seed the iterations, the bits per byte, the losses of the log, and digests
+of the weights after 100 iterations and at the end. On the same kind of machine, with the same versions, --check demands
+the same bits; elsewhere losses within BOUND. Exit code 0 if that is so, 1 if not, 2 if it cannot be checked.
 """
 import argparse
 import os
@@ -10,22 +17,59 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from jax_flags import UserError, exit_on_user_error, read_json, write_json
+
+sys.excepthook = exit_on_user_error
+CONFIG = 'config/five_minutes.py'
+N_CHECKED = 100  # iterations
 
 
-def run(seed, flags):
-    """Trains with a seed; returns (iterations, bits per byte of all of val.bin, the device)."""
-    command = [sys.executable, 'train_jax.py', 'config/five_minutes.py', '--overwrite=True', *flags, f'--seed={seed}']
-    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
+def train(*flags):
+    """Runs train_jax.py; returns what it printed."""
+    command = [sys.executable, str(ROOT / 'train_jax.py'), *map(str, flags)]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE)
     if done.returncode:
         sys.exit(done.returncode)
-    device = re.search(r'^(\d+ x .*), compute in (\w+)', done.stdout, re.M)
-    n_iters, bits = re.findall(r'^step (\d+): .*val bpb ([\d.]+)', done.stdout, re.M)[-1]
+    return done.stdout
+
+
+def describe(out_dir):
+    """Returns (digest of the weights of the latest checkpoint, {iteration: loss} of the log, config.json)."""
+    from jax_run.log import read_metrics
+    from jax_run.verify import digest_weights
+    losses = {str(record['iter']): record['loss'] for record in read_metrics(out_dir) if 'loss' in record}
+    return digest_weights(out_dir), losses, read_json(Path(out_dir, 'config.json'))
+
+
+def train_beginning(config, flags, one, n):
+    """Trains the first n iterations of a seed of a row. Returns (digest of the weights, losses, manifest)."""
+    with tempfile.TemporaryDirectory() as folder:
+        train(config, *flags, f"--seed={one['seed']}", '--minutes=0', f'--max_iters={n}',
+              f"--lr_decay_iters={one['lr_decay_iters']}", f"--warmup_iters={one['warmup_iters']}",
+              '--sample_prompt=', f'--out_dir={folder}/out')
+        digest, losses, settings = describe(f'{folder}/out')
+    return digest, losses, settings['manifest']
+
+
+def run(config, seed, flags):
+    """Trains with a seed for the minutes of the config file. Returns (what a row says of it, device, manifest)."""
+    with tempfile.TemporaryDirectory() as folder:
+        said = train(config, *flags, f'--seed={seed}', f'--out_dir={folder}/out')
+        digest, losses, settings = describe(f'{folder}/out')
+    device = re.search(r'^(\d+ x .*), compute in (\w+)', said, re.M)
+    n_iters, bits = re.findall(r'^step (\d+): .*val bpb ([\d.]+)', said, re.M)[-1]
     print(f'seed {seed}: {n_iters} iterations, {bits} bits per byte', file=sys.stderr)
-    return int(n_iters), float(bits), f'{device[1]}, {device[2]}'
+    one = {
+        'seed': seed, 'iterations': int(n_iters), 'bits_per_byte': float(bits), 'losses': losses,
+        'lr_decay_iters': settings['lr_decay_iters'], 'warmup_iters': settings['warmup_iters'], 'digest_end': digest}
+    one['digest_begin'], *_ = train_beginning(config, flags, one, min(N_CHECKED, int(n_iters)))
+    return one, f'{device[1]}, {device[2]}', settings['manifest']
 
 
 def cpu_model():
@@ -38,18 +82,72 @@ def cpu_model():
     return found[1] if found else platform.machine()
 
 
-def main():
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument('--seeds', default='1337,1338,1339')
-    args, flags = parser.parse_known_args()
-    runs = [run(seed, flags) for seed in args.seeds.split(',')]
-    n_iters, bits, devices = zip(*runs)
-    settings = ' '.join(flags) or 'as it is'
+def print_row(row):
+    """Prints a row for the table of machines."""
+    n_iters = [one['iterations'] for one in row['seeds']]
+    bits = [one['bits_per_byte'] for one in row['seeds']]
     print('| machine | cores | device | jax | iterations | bits per byte: median, range | flags |')
     print('|---|---|---|---|---|---|---|')
-    print(f'| {cpu_model()} | {os.cpu_count()} | {devices[0]} | {version("jax")} | '
+    print(f"| {row['machine']} | {row['cores']} | {row['device']} | {row['jax']} | "
           f'{min(n_iters):,} to {max(n_iters):,} | {statistics.median(bits):.3f}, '
-          f'{min(bits):.3f} to {max(bits):.3f} | {settings} |')
+          f"{min(bits):.3f} to {max(bits):.3f} | {' '.join(row['flags']) or 'as it is'} |")
+
+
+def check(row, flags, has_all):
+    """Trains the beginning of each seed of a row again, or all of it, prints a line for each, and returns the exit
+    code. flags: more of train_jax.py, as --device."""
+    from jax_run.manifest import find_changed, find_machine
+    from jax_run.verify import BOUND
+    code = 0
+    for one in row['seeds']:
+        # what differs by name
+        n = one['iterations'] if has_all else min(N_CHECKED, one['iterations'])
+        digest, losses, manifest = train_beginning(row['config'], [*row['flags'], *flags], one, n)
+        known = row['manifest']
+        changed = find_changed(known, manifest)
+        for part in ('flags', 'sources', 'versions', 'settings', 'chosen'):
+            for name, (before, now) in changed.get(part, {}).items():
+                if name not in ('seed', 'lr_decay_iters', 'warmup_iters'):
+                    print(f'{part} {name}: {before or "none"} in the row, {now or "none"} here')
+        files = [{name: file['samples'] for name, file in data['files'].items()}
+                 for data in (*known['data'], *manifest['data'])]
+        if files[0] != files[1]:
+            raise UserError(f"{row['config']}: the data are not those of the row")
+
+        # the same bits, or losses that are near
+        gap = max((abs(loss - losses[i]) for i, loss in one['losses'].items() if i in losses), default=0.0)
+        what = f"seed {one['seed']}, {n:,} of {one['iterations']:,} iterations"
+        is_same = digest == one['digest_end' if has_all else 'digest_begin'] and not gap
+        is_elsewhere = find_machine(known) != find_machine(manifest) or 'versions' in changed
+        if is_same:
+            print(f'{what}: the same bits')
+        elif is_elsewhere and gap <= BOUND:
+            print(f'{what}: another machine or version, losses within {gap:.2g} (at most {BOUND:g} is expected)')
+        else:
+            print(f'{what}: differs, losses by up to {gap:.3g}')
+            code = 1
+    return code
+
+
+def main():
+    """Makes or checks a row, as the flags say."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--seeds', default='1337,1338,1339')
+    parser.add_argument('--config', default=CONFIG, help=f'another config file than {CONFIG}')
+    parser.add_argument('--save', metavar='FILE', help='write what --check reads')
+    parser.add_argument('--check', metavar='FILE', help='train the beginning of each seed of a row again')
+    parser.add_argument('--all', action='store_true', help='with --check: train all iterations again')
+    args, flags = parser.parse_known_args()
+    if args.check:
+        sys.exit(check(read_json(Path(args.check)), flags, args.all))
+    seeds, devices, manifests = zip(*[run(args.config, int(seed), flags) for seed in args.seeds.split(',')])
+    row = {
+        'format': 1, 'config': args.config, 'flags': flags, 'machine': cpu_model(), 'cores': os.cpu_count(),
+        'device': devices[0], 'jax': version('jax'), 'seeds': seeds, 'manifest': manifests[0]}
+    print_row(row)
+    if args.save:
+        write_json(args.save, row)
 
 
 if __name__ == '__main__':
