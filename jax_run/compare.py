@@ -49,7 +49,8 @@ def read_run(folder, x):
     settings = read_json(files / 'config.json', optional=True)
     sizes = ('gradient_accumulation_steps', 'batch_size', 'block_size')
     tokens_per_iter = math.prod(settings.get(name, 0) for name in sizes)
-    manifest = read_manifest(files)
+    # of an earlier version it is in the checkpoints alone
+    manifest = settings.pop('manifest', None) or read_manifest(files)
     points, best, speeds, seconds, last_iter = [], math.inf, [], 0.0, -1
     for record in read_metrics(files):
         if isinstance(record.get('time_ms'), float):

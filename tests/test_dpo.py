@@ -264,6 +264,8 @@ def test_a_killed_run_goes_on_with_the_same_bits_and_knows_its_pairs(toy, tmp_pa
     mask = (data / 'val_mask.bin').read_bytes()
     (data / 'val_mask.bin').write_bytes(mask[::-1])
     assert_refused(train(killed, *RESUME, '--max_iters=42'), 'is not the data of .*val_mask.bin: other content')
+    accepted = train(killed, *RESUME, '--max_iters=42', f'--dataset={data}')
+    assert 'other data from iteration 40 on (val_mask.bin: other content)' in succeeded(accepted).stdout
 
 
 def test_what_cannot_train_on_pairs_is_refused_in_one_line(toy, tmp_path):

@@ -42,6 +42,9 @@ def strip_manifest(out_dir):
         meta = json.loads((step / 'meta' / 'metadata').read_text())
         del meta['manifest']
         (step / 'meta' / 'metadata').write_text(json.dumps(meta))
+    settings = json.loads((out_dir / 'config.json').read_text())
+    del settings['manifest']
+    (out_dir / 'config.json').write_text(json.dumps(settings))
 
 # -----------------------------------------------------------------------------
 # the fingerprint of a file
@@ -135,11 +138,30 @@ def test_a_run_without_a_manifest_goes_on_with_a_line(run_copy):
     assert manifest_of(run_copy)['data'][0]['files'].keys() == {'train.bin', 'val.bin'}
 
 
+def test_config_json_has_the_manifest_of_the_run_which_is_no_flag_of_it(data, run_copy, tmp_path, capsys):
+    manifest = json.loads((run_copy / 'config.json').read_text())['manifest']
+    assert manifest == manifest_of(run_copy)
+    reverse(data / 'train.bin')
+    accepted = train(run_copy, *RESUME, f'--dataset={data}', '--max_iters=21')
+    assert 'other data from iteration 20 on' in succeeded(accepted).stdout
+    now = json.loads((run_copy / 'config.json').read_text())['manifest']
+    assert now['earlier_data'] == [{'until': 20, 'data': manifest['data']}] and now == manifest_of(run_copy)
+    # beside a run of an earlier version, the table says nothing of it
+    strip_manifest(earlier := copy_folder(run_copy, tmp_path / 'earlier'))
+    compare_runs([run_copy, earlier])
+    assert 'manifest' not in capsys.readouterr().out
+
+
 def test_a_mixture_with_other_fractions_is_other_data(data, dataset, flags, tmp_path):
     out, other = tmp_path / 'out', data.rename(tmp_path / 'other')
     succeeded(train(out, *flags, f'--dataset={dataset}:0.5,{other}:0.5', '--max_iters=2'))
     (tmp_path / 'c.py').write_text(f'dataset = {f"{dataset}:0.25,{other}:0.75"!r}\n')
     assert_refused(train(out, tmp_path / 'c.py', *RESUME), 'fraction of .*: 0.5 before, 0.25 now')
+    # the same fractions, and other content of the second set
+    reverse(other / 'train.bin')
+    assert_refused(train(out, *RESUME), 'is not the data of .*train.bin of other: other content')
+    accepted = train(out, *RESUME, f'--dataset={dataset}:0.5,{other}:0.5', '--max_iters=3')
+    assert 'other data from iteration 2 on (train.bin of other: other content)' in succeeded(accepted).stdout
 
 
 def test_a_manifest_holds_no_path_host_or_user(finished):
