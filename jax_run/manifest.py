@@ -36,7 +36,7 @@ import numpy as np
 from jax_devices.processes import check_agreement, in_all_processes
 from jax_flags import UserError, is_on_command_line
 from jax_run.checkpoints import data_since
-from jax_run.data import check_not_cut
+from jax_run.data import check_not_cut, read_soon
 
 FORMAT = 1
 
@@ -233,7 +233,9 @@ def describe_file(array, sha256=None):
     check_not_cut(array)
     content = array.reshape(-1).view(np.uint8)
     crc = 0
-    for start in spread_blocks(len(content)):
+    starts = spread_blocks(len(content))
+    read_soon(array, starts, BLOCK)
+    for start in starts:
         crc = zlib.crc32(content[start:start + BLOCK].tobytes(), crc)
     described = {'bytes': len(content), 'samples': f'{crc:08x}'}
     if sha256:

@@ -1,14 +1,18 @@
 """The folders of data sets: what is read from them, and what is refused."""
+import mmap
 import os
 import pickle
+import re
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jax_flags import UserError
 from jax_run.data import (
-    DataChanged, load_dataset, load_dataset_meta, load_ends, load_masks, load_mixture_meta, open_tokens, parse_mixture)
+    DataChanged, load_dataset, load_dataset_meta, load_ends, load_masks, load_mixture_meta, open_tokens, parse_mixture,
+    read_soon)
 from jax_run.sources import open_source
 from tests.common import edit_json, refusal, write_dataset
 
@@ -25,6 +29,37 @@ def test_a_token_file_is_the_array_that_is_in_it(tmp_path, row_length):
     of_file, of_array = (open_source(tokens, block_size=6, seed=3) for tokens in (file, array))
     for name, values in of_file.draw(np.arange(18, 27)).items():
         np.testing.assert_array_equal(values, of_array.draw(np.arange(18, 27))[name])
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/smaps'), reason='Linux only')
+def test_the_system_reads_no_more_than_the_windows_of_tokens_and_masks_and_fetches_the_blocks_of_the_manifest(
+        tmp_path, monkeypatch):
+    tokens = np.arange(60_000, dtype=np.uint16) % 7
+    write_dataset(tmp_path, tokens, tokens, vocab_size=7, kind='chats')
+    for split in ('train', 'val'):
+        np.ones(60_000, np.uint8).tofile(tmp_path / f'{split}_mask.bin')
+    splits = load_dataset(tmp_path, 16)[0]
+    masks = load_masks(tmp_path, splits)
+    mappings = re.split(r'\n(?=[0-9a-f]+-[0-9a-f]+ )', Path('/proc/self/smaps').read_text())
+    for name in ('train', 'val', 'train_mask', 'val_mask'):
+        mapping, = [text for text in mappings if f'{tmp_path}/{name}.bin\n' in text]
+        assert ' rr ' in re.search('VmFlags:.*', mapping)[0] + ' '  # read at random: no read-ahead
+
+    asked = []
+
+    class Mapping:
+        def madvise(self, *args):
+            asked.append(args)
+
+        def size(self):
+            return 120_000
+
+    array = splits['train'].view()
+    array._mmap = Mapping()
+    read_soon(array, [0, 5000, 100_000], 65_536)
+    expected = [(0, 65_536), (4096, 904 + 65_536), (98_304, 120_000 - 98_304)]
+    assert asked == [(mmap.MADV_WILLNEED, *span) for span in expected]
+    masks.clear()
 
 
 @pytest.mark.parametrize('row_length', [None, 100])
