@@ -4,6 +4,8 @@ pytest; what full campaigns have found is in docs/reliability.md, and each class
 $ python tests/campaign.py --out=/tmp/campaign                      # everything
 $ python tests/campaign.py --out=/tmp/campaign --sections=kill --kills=9 --seed=2
 
+XLA compiles as users have it; --unoptimized switches its optimizations off, which saves compilation.
+
 Every run is a process of its own, forked from this one, which has imported jax but not started it: that saves the
 seconds of importing. Prints one line per run that is not as documented, and the table's rows. Exit code 1 if there was
 such a run."""
@@ -26,7 +28,8 @@ from pathlib import Path
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', '/tmp/jax_campaign_cache')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
+if '--unoptimized' in sys.argv:  # read before jax is imported
+    os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -369,6 +372,7 @@ def main():
     parser.add_argument('--layout', default='', help="'1 device', '8 virtual devices' or '2 processes'; all if empty")
     parser.add_argument('--kills', type=int, default=100)
     parser.add_argument('--pages', type=int, default=1, help='pages of 4 kB between two sizes of a full disk')
+    parser.add_argument('--unoptimized', action='store_true', help="switch XLA's optimizations off")
     flags = parser.parse_args()
     rng.seed(flags.seed)
     work = Path(flags.out).resolve()
@@ -379,7 +383,9 @@ def main():
         else:
             disk_section(work / name, flags.pages)
         print(f'{name}: {time.monotonic() - started:.0f} s', flush=True)
-    print(f'\nseed {flags.seed}, {time.strftime("%F")}, jax {jax.__version__}, {len(failures)} failures\n')
+    xla = os.environ.get('XLA_FLAGS') or 'none'
+    print(f'\nseed {flags.seed}, {time.strftime("%F")}, jax {jax.__version__}, XLA_FLAGS {xla}, '
+          f'{len(failures)} failures\n')
     print('\n'.join(['| what | how many | result |', '|---|---|---|', *rows]))
     sys.exit(bool(failures))
 
