@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
 import jax
 import pytest
@@ -353,6 +353,87 @@ def test_a_bucket_that_cannot_be_read_or_written_is_refused_in_one_line_before_t
     else:  # no answer, which may be over soon: a loop starts the command again
         assert run.returncode == 75
         assert re.fullmatch(f'error: {url} does not answer .*{reason}.*: start the command again\n', err), err
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Passes requests on to the server of the tests; while `fault` is a status answers with it, while it is 'reset'
+    closes the connection without an answer."""
+    protocol_version = 'HTTP/1.1'
+
+    def do_GET(self):
+        body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
+        if 'chunked' in self.headers.get('Transfer-Encoding', ''):
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        if self.server.fault == 'reset':
+            self.close_connection = True
+            return
+        status, headers, content = self.server.fault, {}, b'{}'
+        if not status:
+            connection = http.client.HTTPConnection(self.server.target)
+            kept = {name: value for name, value in self.headers.items() if name.lower() not in (
+                'connection', 'content-length', 'transfer-encoding', 'accept-encoding')}
+            connection.request(self.command, self.path, body, kept)
+            response = connection.getresponse()
+            status, headers, content = response.status, dict(response.getheaders()), response.read()
+            connection.close()
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ('connection', 'content-length', 'transfer-encoding'):
+                self.send_header(name, value)
+        self.send_header('Content-Length', str(len(content)))
+        self.end_headers()
+        if self.command != 'HEAD':
+            self.wfile.write(content)
+
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def proxy(monkeypatch):
+    """A server between the processes that a test starts and the bucket."""
+    with ThreadingHTTPServer(('127.0.0.1', 0), Proxy) as server:
+        server.daemon_threads = True
+        server.fault = None
+        server.target = os.environ['STORAGE_EMULATOR_HOST'].removeprefix('http://')
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        use_server(monkeypatch, server.server_address[1])
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fault', [503, 'reset'])
+def test_the_documented_loop_comes_back_from_a_bucket_that_fails_for_a_while(
+        flags, url, proxy, fault, bucket, tmp_path):
+    command = ['train_jax.py', f'--out_dir={url}', *flags, '--init_from=auto', '--max_iters=60', '--save_interval=5']
+    # it fails before the run begins
+    proxy.fault = fault
+    run = start(*command)
+    out, err = run.communicate()
+    assert run.returncode == 75 and 'iter 0' not in out and err.startswith(f'error: {url} does not answer'), err
+    assert err.count('\n') == 1 and err.endswith('start the command again\n')
+
+    # it fails in the middle, until the run gives up; the same command goes on
+    proxy.fault = None
+    run = start(*command)
+    next(line for line in run.stdout if line.startswith('iter 12:'))
+    proxy.fault = fault
+    _, err = run.communicate()
+    assert run.returncode == 75, err
+    proxy.fault = None
+    resumed = start(*command)
+    out, err = resumed.communicate()
+    assert resumed.returncode == 0 and f'resuming {url} at iteration' in out, err
+
+    # nothing is lost
+    succeeded(train(tmp_path / 'out', *flags, '--max_iters=60', '--save_interval=5'))
+    assert_same_as_on_disk(bucket, url, tmp_path / 'out', tmp_path)
 
 
 @pytest.mark.slow

@@ -96,5 +96,5 @@ runpy.run_path(sys.argv[2], run_name='__main__')
 @pytest.mark.parametrize('script', SCRIPTS)
 def test_a_python_that_is_too_old_says_so_in_one_line(script, tmp_path):
     done = run([sys.executable, '-c', OLD, ROOT, ROOT / script], tmp_path)
-    assert done.returncode == 1 and done.stderr.count('\n') == 1, done.stderr
+    assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr
     assert 'and JAX takes 3.11 or newer: activate the environment' in done.stderr

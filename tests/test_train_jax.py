@@ -32,7 +32,7 @@ from jax_run.model import MODEL_FLAGS, config_from_flags, flags_from_config
 from jax_run.program import Options
 from jax_run.start import merge_resumed_flags
 from tests.common import (
-    FAMILIES, GOLDEN, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, final_state, needs_hangup,
+    FAMILIES, GOLDEN, MODEL, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, final_state, needs_hangup,
     records_of, run_script, sample, samples_of, slow, start, succeeded, train, wait_for)
 
 
@@ -1118,7 +1118,8 @@ def test_what_is_no_training_does_not_end_a_run(what, finished, flags, tmp_path,
     assert final_state(out) == final_state(finished[0])
 
 
-@pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py', 'eval_jax.py', 'export_jax.py', 'bench_jax.py'])
+@pytest.mark.parametrize('script', [
+    'train_jax.py', 'sample_jax.py', 'eval_jax.py', 'export_jax.py', 'bench_jax.py', 'plot_jax.py'])
 def test_ctrl_c_while_a_script_starts_is_130_without_a_word(script, tmp_path):
     started = tmp_path / 'started'
     program = f"import runpy, sys, signal, threading, time, os; sys.argv = [{script!r}, '--out_dir={tmp_path}/no']\n" \
@@ -1128,6 +1129,38 @@ def test_ctrl_c_while_a_script_starts_is_130_without_a_word(script, tmp_path):
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130 and 'Traceback' not in err, (process.returncode, err)
     assert not started.exists()
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys, threading, time
+def interrupt(*args, **options):
+    print('in', name, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+def replace():
+    while not hasattr(sys.modules.get(module), name):
+        time.sleep(0.001)
+    setattr(sys.modules[module], name, interrupt)
+module, name, *sys.argv = sys.argv[1:]
+threading.Thread(target=replace, daemon=True).start()
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+@pytest.mark.parametrize('module, function, script, arguments', [
+    ('jax_run.compare', 'draw', 'plot_jax.py', ['OUT', '--output=TMP/a.png']),
+    ('jax_generate', 'score_rows', 'eval_jax.py', ['--out_dir=OUT', '--text=TMP/a.txt', '--output=TMP/a.json']),
+    slow('jax_generate', 'prefill_pieces', 'bench_jax.py', ['--mode=decode', *MODEL, '--block_size=256']),
+    slow('jax_train_utils', 'clip_gradients', 'bench_jax.py', ['--mode=train', *MODEL])])
+def test_ctrl_c_in_the_middle_of_a_script_is_130_without_a_word(
+        module, function, script, arguments, finished, tmp_path):
+    (tmp_path / 'a.txt').write_text('the quick brown fox')
+    arguments = [part.replace('OUT', str(finished[0])).replace('TMP', str(tmp_path)) for part in arguments]
+    process = start('-c', INTERRUPTED, module, function, script, *arguments)
+    out, err = process.communicate(timeout=300)
+    assert f'in {function}\n' in out  # it was reached
+    assert process.returncode == 130 and not re.search('Traceback|Error', err), (process.returncode, err)
+    assert [path.name for path in tmp_path.iterdir()] == ['a.txt']
 
 
 def test_a_closed_stderr_does_not_end_a_run(flags, tmp_path):
