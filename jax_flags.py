@@ -28,8 +28,9 @@ from typing import NamedTuple
 ENVIRONMENT = ('activate the environment of this project, or make one, as with: python3.12 -m venv '
                '.venv && . .venv/bin/activate && pip install -r requirements_jax.txt')
 if sys.version_info < (3, 11):  # before anything that an older one cannot read
-    sys.exit(f'error: {sys.executable} is Python {platform.python_version()}, and JAX takes 3.11 or '
-             f'newer: {ENVIRONMENT}')
+    print(f'error: {sys.executable} is Python {platform.python_version()}, and JAX takes 3.11 or '
+          f'newer: {ENVIRONMENT}', file=sys.stderr)
+    sys.exit(2)  # a mistake, after which no loop starts the command again
 
 try:
     import fcntl

@@ -62,7 +62,7 @@ class OutDir:
         if not is_first:
             return
         files = self.folder.files
-        settings = {**flags, 'dtype': run.dtype, 'manifest': manifest}
+        settings = {**flags, 'dtype': run.dtype}
         if bpb_bytes != 'tokens':
             settings['bpb_bytes'] = bpb_bytes
         if run.resumed:
