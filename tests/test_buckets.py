@@ -396,9 +396,10 @@ class Proxy(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def proxy(monkeypatch):
-    """A server between the processes that a test starts and the bucket."""
+    """A server between the processes that a test starts and the bucket; `bucket` itself is not behind it."""
     with ThreadingHTTPServer(('127.0.0.1', 0), Proxy) as server:
         server.daemon_threads = True
+        server.handle_error = lambda *args: None  # of a client that was killed
         server.fault = None
         server.target = os.environ['STORAGE_EMULATOR_HOST'].removeprefix('http://')
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -411,28 +412,40 @@ def proxy(monkeypatch):
 @pytest.mark.parametrize('fault', [503, 'reset'])
 def test_the_documented_loop_comes_back_from_a_bucket_that_fails_for_a_while(
         flags, url, proxy, fault, bucket, tmp_path):
-    command = ['train_jax.py', f'--out_dir={url}', *flags, '--init_from=auto', '--max_iters=60', '--save_interval=5']
-    # it fails before the run begins
-    proxy.fault = fault
-    run = start(*command)
-    out, err = run.communicate()
-    assert run.returncode == 75 and 'iter 0' not in out and err.startswith(f'error: {url} does not answer'), err
-    assert err.count('\n') == 1 and err.endswith('start the command again\n')
+    def complete():
+        return [int(name.split('/')[1]) for name in names_in(bucket, url) if name.endswith(f'/{buckets.COMMITTED}')]
 
-    # it fails in the middle, until the run gives up; the same command goes on
-    proxy.fault = None
+    long = [*flags, '--max_iters=100000', '--save_interval=5']
+    command = ['train_jax.py', f'--out_dir={url}', *long, '--init_from=auto']
+
+    # it fails for some seconds: saves and evaluations wait, and the run goes on
     run = start(*command)
     next(line for line in run.stdout if line.startswith('iter 12:'))
     proxy.fault = fault
-    _, err = run.communicate()
-    assert run.returncode == 75, err
+    time.sleep(4 * LEASE)
+    seen = max(complete())
     proxy.fault = None
-    resumed = start(*command)
-    out, err = resumed.communicate()
-    assert resumed.returncode == 0 and f'resuming {url} at iteration' in out, err
+    wait_for('a later checkpoint', lambda: max(complete()) > seen, run)
+    assert run.poll() is None
+    run.kill()
+    run.communicate()
+    steps = complete()
 
-    # nothing is lost
-    succeeded(train(tmp_path / 'out', *flags, '--max_iters=60', '--save_interval=5'))
+    # it fails when the command is started again: once more, says the exit code, and nothing is taken for damaged
+    proxy.fault = fault
+    run = start(*command)
+    _, err = run.communicate()
+    assert run.returncode == 75 and err.count('\n') == 1, err
+    assert err.startswith(f'error: {url} does not answer') and err.endswith('start the command again\n')
+    proxy.fault = None
+    assert complete() == steps and not any('damaged' in name for name in names_in(bucket, url))
+
+    # it answers: what is left are the numbers of a run on a disk
+    end = f'--max_iters={max(steps) + 5}'
+    run = start(*command, end)
+    out, err = run.communicate()
+    assert run.returncode == 0 and f'resuming {url} at iteration {max(steps)}' in out, err
+    succeeded(train(tmp_path / 'out', *long, end))
     assert_same_as_on_disk(bucket, url, tmp_path / 'out', tmp_path)
 
 

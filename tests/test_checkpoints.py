@@ -1,7 +1,9 @@
 """What is saved is complete or absent, and comes back as it was."""
 import dataclasses
 import json
+import os
 import shutil
+import time
 import jax_run.checkpoints
 
 import jax
@@ -9,8 +11,9 @@ import pytest
 
 from jax_flags import UserError
 from jax_run.checkpoints import (
-    checkpoint_steps, choose_checkpoint, finish_checkpoints, load_checkpoint, open_checkpoints, save_checkpoint)
-from jax_run.out_dir import lock_out_dir
+    checkpoint_steps, choose_checkpoint, finish_checkpoints, load_checkpoint, open_checkpoints, run_folder,
+    save_checkpoint)
+from jax_run.out_dir import lock_out_dir, see_lock
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from tests.common import META, TINY, edit_json, refusal, start
 
@@ -199,6 +202,37 @@ def test_out_dir_is_locked_by_one_process_until_that_ends(tmp_path):
     holder.kill()
     holder.communicate()
     lock_out_dir(tmp_path).close()
+
+
+def test_other_processes_wait_for_the_holder_of_the_lock_which_is_synced_for_network_disks(tmp_path, monkeypatch):
+    path, synced, fsync = tmp_path / 'lock', [], os.fsync
+
+    def record(descriptor):
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            synced.append(path.read_text())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, 'fsync', record)
+    lock = lock_out_dir(tmp_path)
+    holder = path.read_text()
+    assert synced == [holder] != ['']  # written first, while the file is open
+    monkeypatch.undo()
+
+    # another machine sees the file empty, then with its holder; or never
+    path.write_text('')
+    asked = []
+
+    def show_later(seconds):
+        asked.append(seconds)
+        if len(asked) == 300:  # 30 s
+            path.write_text(holder)
+
+    monkeypatch.setattr(time, 'sleep', show_later)
+    see_lock(run_folder(tmp_path), tmp_path, holder)
+    assert len(asked) == 300
+    said = refusal(see_lock, run_folder(tmp_path), tmp_path, 'process 1 on another machine')
+    assert f'{tmp_path} is not the folder of process 0' in said and len(asked) == 700
+    lock.close()
 
 
 def test_a_folder_without_a_usable_checkpoint_is_refused(tmp_path, tiny_state):

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -229,6 +230,26 @@ def test_two_processes_of_two_devices_on_a_mesh_give_the_curve_stop_together_and
     assert f'at iteration {saved}' in result.stdout
     refused = train(tmp_path, '--init_from=resume', '--device=cpu:0', '--fsdp=2')
     assert_refused(refused, 'fsdp=2 x tensor=1 x expert=1 x context=1 does not divide 1 devices')
+
+
+@pytest.mark.slow
+def test_two_processes_save_together_where_their_folder_and_their_stderr_have_gone(dataset, tmp_path):
+    out = tmp_path / 'out'
+    flags = [f'--dataset={dataset}', *FLAGS, '--eval_interval=100000', '--max_iters=100000']
+    with Processes(2, out, *flags) as processes:
+        processes.wait_for_iteration(25)
+        shutil.rmtree(out)
+        for process in processes.processes:
+            process.stderr.close()
+        processes.processes[1].send_signal(signal.SIGTERM)
+        said = processes.processes[0].stdout.read()
+        codes = [process.wait(timeout=300) for process in processes.processes]
+        for process in processes.processes:
+            process.stderr = None
+    assert codes == [128 + signal.SIGTERM] * 2
+    saved = int(re.search(r'at iteration (\d+), saved', said)[1])
+    assert choose_checkpoint(out)[0] == saved >= 25
+    restored_state(out)
 
 
 @pytest.mark.slow
