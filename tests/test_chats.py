@@ -3,7 +3,10 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 import types
 
 import jax
@@ -132,6 +135,25 @@ def test_a_killed_preparation_goes_on_with_the_same_bytes(chatting, tmp_path, fl
             (data / 'chats.part.bin').unlink()
         assert 'continuing' not in succeeded(prepare('chat', *arguments)).stderr
         assert (data / 'train.bin').read_bytes() == (whole / 'train.bin').read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, 'wait4'), reason='Unix only')
+def test_conversations_are_prepared_in_a_few_bytes_of_memory_per_token(chatting, tmp_path):
+    n_tokens, peaks = [], []
+    for n in (200, 2200):
+        line = json.dumps({'messages': [CHAT, {'role': 'assistant', 'content': 'abcdefgh' * 125}]})
+        (tmp_path / 'chats.jsonl').write_text(f'{line}\n' * n)
+        process = start(ROOT / 'data' / 'chat' / 'prepare.py', tmp_path / 'chats.jsonl', f'--tokenizer={chatting}',
+                        f'--out_dir={tmp_path / str(n)}', stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = status
+        assert status == 0, process.stderr.read()
+        process.stderr.close()
+        peaks.append(usage.ru_maxrss * (1 if sys.platform == 'darwin' else 1024))
+        n_tokens.append(sum((tmp_path / str(n) / f'{split}.bin').stat().st_size // 2 for split in ('train', 'val')))
+    slope = (peaks[1] - peaks[0]) / (n_tokens[1] - n_tokens[0])
+    assert slope < 12  # 5, of which 3 are the files, mapped; lists of Python's ints took 30
 
 
 def test_rows_too_short_for_any_token_that_counts_are_refused(chatting, tmp_path):
