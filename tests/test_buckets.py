@@ -413,7 +413,8 @@ def proxy(monkeypatch):
 def test_the_documented_loop_comes_back_from_a_bucket_that_fails_for_a_while(
         flags, url, proxy, fault, bucket, tmp_path):
     def complete():
-        return [int(name.split('/')[1]) for name in names_in(bucket, url) if name.endswith(f'/{buckets.COMMITTED}')]
+        found = [re.fullmatch(rf'ckpt/(\d+)/{buckets.COMMITTED}', name) for name in names_in(bucket, url)]
+        return [int(match[1]) for match in found if match]
 
     long = [*flags, '--max_iters=100000', '--save_interval=5']
     command = ['train_jax.py', f'--out_dir={url}', *long, '--init_from=auto']
