@@ -1,6 +1,7 @@
 """Several processes: joining, agreeing, failing together; and the signals that stop one."""
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -24,8 +25,8 @@ from jax_run.log import read_metrics
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from jax_transformer import GPTConfig
 from tests.common import (
-    MODEL, ROOT, SHORT, assert_refused, free_port, needs_hangup, records_of, refusal, run_script, start, train,
-    wait_for)
+    MODEL, ROOT, SHORT, assert_refused, free_port, needs_hangup, records_of, refusal, run_script, start, succeeded,
+    train, wait_for)
 
 FLAGS = [*MODEL, *SHORT, '--max_iters=100', '--eval_interval=100', '--lr_decay_iters=30', '--device=cpu']
 
@@ -418,6 +419,26 @@ def test_two_processes_sample_the_text_of_one_and_process_0_prints_it(finished):
         for code, _, err in processes.results():
             assert code == 2
             assert re.fullmatch('error: .*tensor=1 x expert=1 must be 2, all devices of the 2 processes.*\n', err), err
+
+
+@pytest.mark.slow
+def test_a_file_of_samples_of_several_processes_is_continued_by_one(finished, tmp_path):
+    out, path = finished[0], tmp_path / 'a.jsonl'
+    flags = ['--num_samples=3', '--max_new_tokens=12', '--start=the', '--device=cpu', '--tensor=2', '--batch_size=1',
+             f'--output={path}']
+    with Processes(2, out, *flags, script='sample_jax.py') as processes:
+        assert [code for code, *_ in processes.results()] == [0, 0]
+    whole = path.read_text()
+    path.write_text(whole.splitlines(keepends=True)[0])  # as of a command that was killed
+    with Processes(2, out, *flags, script='sample_jax.py') as processes:
+        results = processes.results()
+    assert [code for code, *_ in results] == [2, 2]
+    assert all('is there: several processes do not continue it' in err for *_, err in results)
+    assert path.read_text() == whole.splitlines(keepends=True)[0]
+    again = succeeded(run_script('sample_jax.py', f'--out_dir={out}', *flags))
+    assert '1 samples are in' in again.stderr
+    texts = [[json.loads(line)['text'] for line in text.splitlines()] for text in (path.read_text(), whole)]
+    assert texts[0] == texts[1]
 
 
 def test_several_processes_do_not_chat(monkeypatch):
