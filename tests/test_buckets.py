@@ -530,6 +530,22 @@ def test_a_run_and_its_data_may_both_be_in_a_bucket_and_data_sets_are_mixed(uplo
     assert_refused(refused, f'there is no {url}-none/train.bin; upload a data set')
 
 
+def test_a_run_in_a_bucket_refuses_other_data_of_a_bucket_until_they_are_named(uploaded, flags, url, dataset, bucket):
+    out = f'{url}-run'
+    flags = [*flags, f'--dataset={uploaded}']
+    succeeded(train(out, *flags, '--max_iters=2'))
+    content = (dataset / 'train.bin').read_bytes()
+    blob_of(bucket, uploaded, 'train.bin').upload_from_string(content[-2:] + content[:-2])  # the same length
+    for given in (['--init_from=resume', '--device=cpu:0'], [*flags, '--init_from=auto']):
+        said = train(out, *given, '--max_iters=3')
+        assert said.returncode == 2 and said.stderr.count('\n') == 1
+        assert f'is not the data of {out} (train.bin: other content)' in said.stderr
+    assert checkpoint_steps(out) == [2]
+    accepted = train(out, '--init_from=resume', '--device=cpu:0', f'--dataset={uploaded}', '--max_iters=3')
+    assert 'other data from iteration 2 on (train.bin: other content)' in succeeded(accepted).stdout
+    assert choose_checkpoint(out)[1]['manifest']['earlier_data'][0]['until'] == 2
+
+
 # -----------------------------------------------------------------------------
 # several processes
 
