@@ -261,9 +261,10 @@ def load_ends(path, n_tokens):
 def parse_mixture(dataset, root=None):
     """Returns {folder: fraction} for the flag --dataset: a folder, by its name under `root` or its
     path (see dataset_folder), or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
-    # one data set: without a colon, but for that of a URL
+    # one data set: without a colon, but for that of a URL, or a folder with one in its name
     is_one = dataset.count(':') == dataset.count('://')
-    if is_one or dataset_folder(dataset, root).is_dir():
+    is_url = is_in_bucket('dataset', dataset)  # of a mixture it is fetched below
+    if is_one or not is_url and dataset_folder(dataset, root).is_dir():
         return {dataset_folder(dataset, root): 1.0}
 
     # Each part is a name and a fraction.

@@ -310,8 +310,9 @@ def disk_section(work, step):
 
 
 def check_refusal(run, what):
-    """Checks that the run has ended with one line and exit code 2."""
-    if run.wait(120) != 2 or not re.fullmatch('error: .*\n', run.err):
+    """Checks that the run has ended with one line, behind those on a picture or metrics that could not be written, and
+    exit code 2."""
+    if run.wait(120) != 2 or not re.fullmatch('(cannot write .*\n|.* lacks its last .*\n)*error: .*\n', run.err):
         failed(f'{what}: {run.says()}')
 
 
