@@ -18,8 +18,8 @@ from jax_run.manifest import (
 from jax_run.restore import OnHost, restore_run
 from jax_run.start import start_state
 
-# By how much losses may differ where another kind of machine computes: measured over 200 iterations
-# of two configs between CPUs with and without AVX-512, see docs/runs.md.
+# By how much losses may differ where another kind of machine computes: some ten times as much as was
+# measured over 200 iterations, because a difference grows with them (docs/runs.md, Verify).
 BOUND = 0.02
 
 
