@@ -93,7 +93,7 @@ def read_text(path, *, newline=None):
 
 
 def printable(name):
-    """Returns a name from a stranger's file as it fits a message of one line: with what is not
+    """Returns a name from an untrusted file as it fits a message of one line: with what is not
     printable escaped, and cut off after 200 characters."""
     shown = name if name.isprintable() else repr(name)
     if len(shown) > 200:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_flags import UserError, whole_characters
 
-SECONDS = 5  # limit of a chat template, a stranger's program, for one text
+SECONDS = 5  # limit of a chat template, an untrusted program, for one text
 MARK = '\ufdd2'  # in place of an answer, to see where a template writes it: no character
 
 

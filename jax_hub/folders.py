@@ -1,4 +1,4 @@
-"""The door for strangers' folders: where a model is, on this disk or on the hub, its config.json, and
+"""Entry point for untrusted folders: where a model is, on this disk or on the hub, its config.json, and
 transformers, which reads what it defines."""
 import contextlib
 import logging
@@ -93,7 +93,7 @@ def import_transformers():
 
 
 def path_inside(folder, name):
-    """Returns the path of the file or folder `name` in a folder that may be a stranger's. It need
+    """Returns the path of the file or folder `name` in a folder that may be untrusted. It need
     not be there.
 
     A link may lead to another place in the folder. In Hugging Face's cache, where a snapshot

@@ -1,4 +1,4 @@
-"""The names that README, docs and other people's programs import, with their options: moving a room keeps them."""
+"""The names that README, docs and other people's programs import, with their options: moving a package keeps them."""
 import dataclasses
 import importlib
 import inspect
