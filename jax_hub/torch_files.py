@@ -1,5 +1,4 @@
-"""Files of torch.save (torch 1.6 and newer), read without torch and without running what they ask
-for.
+"""Reads files of torch.save (torch 1.6 and newer) without torch, and without running their code.
 
 Such a file is a zip archive of a pickle and of the bytes of its storages, the memory behind
 tensors.
