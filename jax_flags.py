@@ -21,9 +21,9 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 ENVIRONMENT = ('activate the environment of this project, or make one, as with: python3.12 -m venv '
                '.venv && . .venv/bin/activate && pip install -r requirements_jax.txt')
@@ -42,6 +42,8 @@ INSTALLED = ROOT / 'nanogpt_jax'  # config/ and data/ of an installation, see py
 
 # The types in which a model can be computed.
 DTYPES = ('float32', 'bfloat16', 'float16')
+
+Function = TypeVar('Function', bound=Callable)
 
 
 class UserError(ValueError):
@@ -203,10 +205,10 @@ def write_json(path, values):
     write_text(path, json.dumps(values, indent=2) + '\n')
 
 
-def shows_fields(kind):
+def shows_fields(kind: type) -> Callable[[Function], Function]:
     """Returns a decorator that shows the fields of a dataclass in place of **changes, in help() and
     where an editor completes."""
-    def decorate(function):
+    def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         shown = {name: parameter for name, parameter in signature.parameters.items()
                  if parameter.kind is not parameter.VAR_KEYWORD}

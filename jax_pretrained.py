@@ -21,6 +21,8 @@ import mmap
 import os
 import re
 import zlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +50,8 @@ def keep_in_place(path, array):
     return array
 
 
-def load_pretrained(path_or_name, dtype='float32', place=keep_in_place):
+def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
+                    place: Callable = keep_in_place) -> tuple[GPTConfig, dict]:
     """Returns (config, params) of a Hugging Face folder or hub name, or nanoGPT's ckpt.pt (or its
     folder).
 
@@ -80,8 +83,9 @@ def open_pretrained(path_or_name):
     return dataclasses.replace(config, dtype='float32'), unflatten_dict(sources)
 
 
-def save_pretrained(params, config, folder, *, config_json=None, dtype='float32', tokenizer=None,
-                    shard_bytes=5 * 10**9):
+def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
+                    config_json: str | Path | None = None, dtype: str = 'float32',
+                    tokenizer: str | dict | None = None, shard_bytes: int = 5 * 10**9) -> None:
     """Writes params as a Hugging Face folder: config.json, the weights as safetensors, and the
     tokenizer's files.
 
@@ -135,17 +139,17 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
         return write_gguf(folder, config, family, shapes, make_tensor, dtype,
                           load_tokenizer(tokenizer))
     hf_config['dtype'] = dtype
-    tokenizer = describe_folder(tokenizer)
-    if tokenizer:
+    description = describe_folder(tokenizer)
+    if description:
         # the ids of special tokens are the tokenizer's
         for file in ('config.json', 'generation_config.json'):
-            ids = read_json(os.path.join(tokenizer['path'], file), optional=True)
+            ids = read_json(os.path.join(description['path'], file), optional=True)
             for key in SPECIAL_TOKENS:
                 if ids.get(key) is not None:
                     hf_config[key] = ids[key]
     with new_folder(folder) as unfinished:
-        if tokenizer:
-            copy_tokenizer(tokenizer, unfinished)
+        if description:
+            copy_tokenizer(description, unfinished)
         write_json(os.path.join(unfinished, 'config.json'), hf_config)
         write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
 

@@ -11,7 +11,7 @@ import functools
 import secrets
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -265,7 +265,7 @@ class TextModel:
         return final_answer(generation.texts[0][len(generation.prompt_texts[0]):])
 
     def logprobs(self, texts: str | list[str], *, max_length: int = 0, batch_size: int = 16,
-                 cache_dtype: str = 'auto') -> list[tuple[list[int], np.ndarray]]:
+                 cache_dtype: str = 'auto') -> list[tuple] | tuple:
         """Returns for each text (ids, the natural log-probability of each); of one text that is not
         in a list, this pair alone.
 
@@ -287,8 +287,8 @@ class TextModel:
             results.append((ids[1:], logprobs))
         return results[0] if is_one else results
 
-    def score(self, items, *, max_length: int = 0, batch_size: int = 16,
-              cache_dtype: str = 'auto', with_top: bool = False):
+    def score(self, items: list, *, max_length: int = 0, batch_size: int = 16,
+              cache_dtype: str = 'auto', with_top: bool = False) -> list[list[tuple]]:
         """Returns the log-probabilities of tokens, as the function jax_generate.score does."""
         with self.layout.mesh_context():
             return score(self.params, self.config, items, max_length=max_length,
@@ -470,7 +470,7 @@ class Generation:
             Prompts(right_padded(self.prompts), key_B, self.lengths, sample_numbers),
             self.sampling, prefix_cache=prefix_cache, logprobs=logprobs)
 
-    def __iter__(self) -> Iterator['Generation']:
+    def __iter__(self) -> Generator['Generation', None, None]:
         """Generates, and yields itself after each chunk. It can be done once."""
         clock, layout = self.model.clock, self.model.layout
         clock.lap()

@@ -15,12 +15,14 @@ A name that ends in _B holds one value per sequence.
 """
 import dataclasses
 import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import struct
+from jax import Array
 
 from jax_flags import DTYPES, UserError, check_choice, check_ranges
 from jax_ops.attention import (
@@ -87,8 +89,13 @@ class GPTConfig:
     swiglu_limit: float = 7.0  # clamp of 'swiglu_clamped'
     mla: 'MLAConfig | None' = None
     moe: 'MoEConfig | None' = None
+    # what follows from these, set by __post_init__; ClassVar: no fields
+    kv_heads: ClassVar[int]
+    head_width: ClassVar[int]
+    mlp_width: ClassVar[int]
+    has_gate: ClassVar[bool]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Makes the groups of dicts, checks the fields, and sets what follows from them: kv_heads,
         head_width, mlp_width and has_gate."""
         # a frozen dataclass is set by its __dict__
@@ -105,12 +112,12 @@ class GPTConfig:
             has_gate=self.mlp in GATED)
         check_config(self)
 
-    def layer(self, i):
+    def layer(self, i: int) -> tuple[str, bool]:
         """(layer type, whether the MLP is a mixture of experts) of layer i."""
         is_moe = self.moe is not None and self.moe.layers[i % len(self.moe.layers)]
         return self.layer_types[i % len(self.layer_types)], is_moe
 
-    def architecture(self):
+    def architecture(self) -> dict[str, Any]:
         """{name: value} of the fields that say what the model is:
         GPTConfig(**config.architecture())."""
         values = dataclasses.asdict(self)
@@ -122,21 +129,22 @@ class GPTConfig:
 class Stream(struct.PyTreeNode):
     """What flows from block to block. An idea that crosses blocks (the first layer's values, a skip
     connection) adds its field here."""
-    x_BxTxD: jax.Array
+    x_BxTxD: Array
 
 
 class Call(struct.PyTreeNode):
     """What is the same for all blocks of a call."""
-    position_BxT: jax.Array  # position of each token in its sequence; [1, T] where all are alike
+    position_BxT: Array  # position of each token in its sequence; [1, T] where all are alike
     # number of each sequence in the run, by which dropout draws; None: dropout is off
-    seq_id_B: jax.Array | None = None
-    start_BxT: jax.Array | None = None  # where packed conversations start, see GPT.loss
-    padding_BxT: jax.Array | None = None  # True where rows are filled up, see GPT.loss
+    seq_id_B: Array | None = None
+    start_BxT: Array | None = None  # where packed conversations start, see GPT.loss
+    padding_BxT: Array | None = None  # True where rows are filled up, see GPT.loss
     # whether the T tokens stand side by side, so that a kernel can mask by their indices
     in_order: bool = struct.field(pytree_node=False, default=False)
 
 
-def create_call(idx_BxT, position_BxT=None, seq_id_B=None, start_BxT=None, padding_BxT=None):
+def create_call(idx_BxT: Array, position_BxT: Array | None = None, seq_id_B: Array | None = None,
+                start_BxT: Array | None = None, padding_BxT: Array | None = None) -> Call:
     """The Call of these tokens; if not given, their positions are 0 .. T-1, and in packed rows are
     counted from where each conversation starts."""
     in_order = position_BxT is None
@@ -155,7 +163,7 @@ class LayerNorm(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD):
+    def __call__(self, x_BxTxD: Array) -> Array:
         x = x_BxTxD.astype(jnp.float32)
         mean = x.mean(-1, keepdims=True)
         var = jnp.square(x - mean).mean(-1, keepdims=True)
@@ -166,7 +174,7 @@ class LayerNorm(nn.Module):
         return y.astype(self.config.dtype)
 
 
-def matrix_param(module, name, shape, init_std=INIT_STD):
+def matrix_param(module: nn.Module, name: str, shape: tuple, init_std: float = INIT_STD) -> Any:
     """module.param(name, nn.initializers.normal(init_std), shape), in float32; or the Kernel that
     decoding or LoRA puts in its place."""
     value = module.get_variable('params', name)
@@ -185,7 +193,7 @@ class Dense(nn.Module):
     tp: tuple = COLUMN_PARALLEL
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: Array) -> Any:
         n_out = int(np.sum(self.features))
         kernel = matrix_param(self, 'kernel', (x.shape[-1], n_out), self.init_std)
         bias = None
@@ -196,7 +204,7 @@ class Dense(nn.Module):
         return linear(x, kernel, bias, tp=self.tp)
 
 
-def residual_dense(config):
+def residual_dense(config: GPTConfig) -> Dense:
     """The Dense layer that writes to the residual stream; its initial values are 1 / sqrt(2
     n_layer) of the others'."""
     init_std = INIT_STD / (2 * config.n_layer)**0.5
@@ -206,8 +214,10 @@ def residual_dense(config):
 # -----------------------------------------------------------------------------
 # attention
 
-def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, cap=0.0,
-                          sinks_H=None, dropout_rate=0.0, key_B=None):
+def dot_product_attention(
+        q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Array, mask_BxTxS: Array, *,
+        scale: float | None = None, cap: float = 0.0, sinks_H: Array | None = None,
+        dropout_rate: float = 0.0, key_B: Array | None = None) -> Array:
     """For G = H: softmax(einsum('bthk,bshk->bhts', q, k) * scale) v over the keys that the mask
     allows -> [B, T, H, K].
 
@@ -255,7 +265,8 @@ class CausalSelfAttention(nn.Module):
     layer_type: str = 'full'  # a key of LAYER_TYPES
 
     @nn.compact
-    def __call__(self, x_BxTxD, stream=None, call=None, cache=None):
+    def __call__(self, x_BxTxD: Array, stream: Stream | None = None, call: Call | None = None,
+                 cache: dict | None = None) -> tuple[Array, Stream | None, dict | None]:
         """Returns (y_BxTxD, stream, cache): of x, the normalized input.
 
         stream: what flows beside it, unchanged. call: of the tokens 0 .. T-1 if not given. cache:
@@ -287,11 +298,11 @@ class CausalSelfAttention(nn.Module):
                 cfg, self.layer_type, cache, kv, call.position_BxT)
 
         sinks_H = self.param('sinks', nn.initializers.zeros, (H,)) if cfg.sinks else None
-        options = {'scale': cfg.attention_scale, 'sinks_H': sinks_H}
+        scale = cfg.attention_scale
         y_BxTxHxK = attend(
-            self, q_BxTxHxK, kv['k'], kv['v'], call, key_position_BxS, **options)
+            self, q_BxTxHxK, kv['k'], kv['v'], call, key_position_BxS, scale=scale, sinks_H=sinks_H)
         if self.is_mutable_collection('intermediates'):
-            record_attention(self, q_BxTxHxK, kv['k'], call, **options)
+            record_attention(self, q_BxTxHxK, kv['k'], call, scale=scale, sinks_H=sinks_H)
         y_BxTxD = residual_dense(cfg)(y_BxTxHxK.reshape(B, T, H * K))
         return dropout(self, y_BxTxD, call), stream, cache
 
@@ -300,7 +311,7 @@ class CausalSelfAttention(nn.Module):
 # MLP, block, GPT
 
 @functools.partial(jax.checkpoint, static_argnums=1)
-def gelu(x, approximate):
+def gelu(x: Array, approximate: bool) -> Array:
     """GELU (arXiv:1606.08415), computed in float32, and again from x in the backward pass."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate).astype(x.dtype)
 
@@ -310,7 +321,7 @@ class MLP(nn.Module):
     width: int
 
     @nn.compact
-    def __call__(self, x_BxTxD, call=None):
+    def __call__(self, x_BxTxD: Array, call: Call | None = None) -> Array:
         cfg = self.config
         h_BxTxF = Dense(cfg, self.width, name='c_fc')(x_BxTxD)
         gate_BxTxF = Dense(cfg, self.width, name='c_gate')(x_BxTxD) if cfg.has_gate else None
@@ -324,7 +335,8 @@ class Block(nn.Module):
     is_moe: bool = False  # a mixture of experts in place of the MLP
 
     @nn.compact
-    def __call__(self, stream, call=None, cache=None):
+    def __call__(self, stream: Stream, call: Call | None = None,
+                 cache: dict | None = None) -> tuple[Stream, dict | None]:
         """GPT-2: x += attention(ln_1(x)); x += mlp(ln_2(x)). Returns (stream, cache)."""
         cfg = self.config
         attention = LatentAttention if cfg.mla else CausalSelfAttention
@@ -350,11 +362,12 @@ class GPT(nn.Module):
     method='loss' or method='with_cache', what those methods return."""
     config: GPTConfig
 
-    def setup(self):
+    def setup(self) -> None:
         cfg = self.config
-        sizes = {'num_embeddings': cfg.vocab_size, 'embedding_dim': cfg.n_embd, 'dtype': cfg.dtype}
-        table_VxD = matrix_param(self, 'wte', (cfg.vocab_size, cfg.n_embd))
-        self.token_embedding = VocabParallelEmbedding(**sizes, shared_table=table_VxD)
+        size = cfg.vocab_size, cfg.n_embd
+        table_VxD = matrix_param(self, 'wte', size)
+        self.token_embedding = VocabParallelEmbedding(
+            *size, dtype=cfg.dtype, shared_table=table_VxD)
         if cfg.position == 'learned':
             wpe = matrix_param(self, 'wpe', (cfg.block_size, cfg.n_embd))  # [positions, D]
             self.wpe = all_gather_param(wpe, cfg.dtype, ((None, 'fsdp'), (None, None)))
@@ -362,12 +375,14 @@ class GPT(nn.Module):
         self.ln_f = NORMS[cfg.norm](cfg)
         # weight tying: the head multiplies by the token embeddings
         if not cfg.tied_head:
-            table_VxD = matrix_param(self, 'lm_head', (cfg.vocab_size, cfg.n_embd))
+            table_VxD = matrix_param(self, 'lm_head', size)
         table_VxD = as_kernel(table_VxD).gathered(cfg.dtype, ROW_PARALLEL)
-        self.head = ParallelLMHead(**sizes, shared_table=table_VxD, cap=cfg.logit_cap)
+        self.head = ParallelLMHead(
+            *size, dtype=cfg.dtype, shared_table=table_VxD, cap=cfg.logit_cap)
 
-    def __call__(self, idx_BxT, *, position_BxT=None, deterministic=True, seq_id_B=None,
-                 logit_position_B=None):
+    def __call__(self, idx_BxT: Array, *, position_BxT: Array | None = None,
+                 deterministic: bool = True, seq_id_B: Array | None = None,
+                 logit_position_B: Array | None = None) -> Array:
         """Logits of the token after each position, float32 [B, T, V].
 
         position_BxT: position ids; 0 .. T-1 if not given. deterministic: False turns dropout on,
@@ -378,14 +393,15 @@ class GPT(nn.Module):
             idx_BxT, position_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
         return self.head(stream.x_BxTxD, logit_position_B, training=False)
 
-    def with_cache(self, idx_BxT, cache, *, position_BxT):
+    def with_cache(self, idx_BxT: Array, cache: dict, *, position_BxT: Array) -> tuple[Array, dict]:
         """(logits as in __call__, cache): the T tokens are written to the KV cache (see
         init_cache), and attend to it. PAD in position_BxT marks padding."""
         stream, cache = self.hidden(idx_BxT, position_BxT, cache)
         return self.head(stream.x_BxTxD, training=False), cache
 
-    def loss(self, idx_BxT, targets_BxT, *, loss_chunk=0, deterministic=True, seq_id_B=None,
-             start_BxT=None, padding_BxT=None):
+    def loss(self, idx_BxT: Array, targets_BxT: Array, *, loss_chunk: int = 0,
+             deterministic: bool = True, seq_id_B: Array | None = None,
+             start_BxT: Array | None = None, padding_BxT: Array | None = None) -> Array:
         """Cross-entropy of each target, float32 [B, T].
 
         loss_chunk: logits are materialized for this many positions at a time, which must divide T;
@@ -404,7 +420,7 @@ class GPT(nn.Module):
             return map_sequence_chunks(loss_of, loss_chunk, stream.x_BxTxD, targets_BxT)
         return loss_of(stream.x_BxTxD, targets_BxT)
 
-    def embed(self, idx_BxT, call):
+    def embed(self, idx_BxT: Array, call: Call) -> Stream:
         """The Stream into the first block."""
         cfg = self.config
         x_BxTxD = self.token_embedding(idx_BxT) * jnp.asarray(cfg.embed_scale, cfg.dtype)
@@ -413,8 +429,10 @@ class GPT(nn.Module):
             x_BxTxD += wpe_BxTxD.astype(cfg.dtype)
         return Stream(dropout(self, x_BxTxD, call))
 
-    def hidden(self, idx_BxT, position_BxT=None, cache=None, *, deterministic=True, seq_id_B=None,
-               start_BxT=None, padding_BxT=None):
+    def hidden(self, idx_BxT: Array, position_BxT: Array | None = None, cache: dict | None = None,
+               *, deterministic: bool = True, seq_id_B: Array | None = None,
+               start_BxT: Array | None = None,
+               padding_BxT: Array | None = None) -> tuple[Stream, dict | None]:
         """(the Stream after the last norm, the new cache)."""
         cfg = self.config
         B, T = idx_BxT.shape
@@ -452,8 +470,9 @@ class GPT(nn.Module):
 # -----------------------------------------------------------------------------
 # which way attention is computed, and its mask
 
-def attend(module, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, call, key_position_BxS=None, *, scale,
-           sinks_H=None):
+def attend(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Array, call: Call,
+           key_position_BxS: Array | None = None, *, scale: float,
+           sinks_H: Array | None = None) -> Array:
     """A layer's attention by the best of three ways to compute the same -> [B, T, H, K].
 
     - Training, and other calls without a KV cache: the keys are those of the call itself, so that
@@ -482,12 +501,13 @@ def attend(module, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, call, key_position_BxS=None,
         *qkv, mask_BxTxS, **options, dropout_rate=config.dropout, key_B=key_B)
 
 
-def attention_span(config, layer_type):
+def attention_span(config: GPTConfig, layer_type: str) -> int:
     """Returns the number of positions that a query attends to at most, its own included."""
     return span_limits(config, layer_type).get(layer_type, config.block_size)
 
 
-def attention_mask(config, layer_type, call, key_position_BxS=None):
+def attention_mask(config: GPTConfig, layer_type: str, call: Call,
+                   key_position_BxS: Array | None = None) -> Array:
     """[B, T, S], True where a query may attend to a key: at its own position and before, within its
     window or chunk; in packed rows only to the keys of its own conversation, which have its
     start."""
@@ -503,7 +523,8 @@ def attention_mask(config, layer_type, call, key_position_BxS=None):
     return mask_BxTxS & (call.start_BxT[:, None, :] == call.start_BxT[:, :, None])
 
 
-def record_attention(module, q_BxTxHxK, k_BxSxGxK, call, **options):
+def record_attention(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, call: Call,
+                     **options: Any) -> None:
     """Records the probabilities of a layer's attend, [B, T, H, S], for look_inside (jax_text.py),
     which asks for what flax calls intermediates.
 
@@ -547,7 +568,7 @@ PIECE = 512  # most tokens of a prompt that are prefilled at a time
 
 # --- one layer's cache in a forward pass
 
-def has_ring_cache(config, layer_type):
+def has_ring_cache(config: GPTConfig, layer_type: str) -> bool:
     """Tells whether a layer's cache is a ring of its attention span.
 
     It is where positions may exceed the span, so that keys are overwritten: in layers with a
@@ -555,7 +576,8 @@ def has_ring_cache(config, layer_type):
     return bool(span_limits(config, layer_type)) or config.position == 'rope'
 
 
-def update_kv_cache(config, layer_type, cache, new_kv, position_BxT):
+def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dict,
+                    position_BxT: Array) -> tuple[dict, Array, dict]:
     """Writes the keys and values of this call, new_kv {name: [B, T, G, K]}, to a layer's cache.
 
     Returns (what the queries attend to, {name: [B, S, G, K]}; the positions of these keys [B, S];
@@ -568,7 +590,8 @@ def update_kv_cache(config, layer_type, cache, new_kv, position_BxT):
     return read_cache(cache, config.dtype), jnp.arange(n_slots)[None], cache
 
 
-def update_ring_cache(config, layer_type, cache, new_kv, position_BxT):
+def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dict,
+                      position_BxT: Array) -> tuple[dict, Array, dict]:
     """Does the same as update_kv_cache in a ring: slot == position % S.
 
     A token is overwritten once it is out of the attention span. A cache of fewer slots than the
@@ -602,7 +625,7 @@ def update_ring_cache(config, layer_type, cache, new_kv, position_BxT):
     return kv, jnp.concatenate([old_position_BxS, position_BxT], axis=1), new_cache
 
 
-def write_cache(cache, new_kv, slot_BxT):
+def write_cache(cache: dict, new_kv: dict, slot_BxT: Array) -> dict:
     """Returns a layer's cache with new_kv {name: [B, T, G, K]} in the given slots.
 
     Slots that are out of range are ignored. int8 and float8 caches are quantized vector by
@@ -618,7 +641,7 @@ def write_cache(cache, new_kv, slot_BxT):
     return new_cache
 
 
-def read_cache(cache, dtype):
+def read_cache(cache: dict, dtype: str) -> dict:
     """Returns all slots of a layer's cache, {name: [B, S, G, K]}, in dtype."""
     kv = {}
     for name, x_BxGxSxK in cache.items():
@@ -631,7 +654,7 @@ def read_cache(cache, dtype):
     return kv
 
 
-def held_dtype(cache):
+def held_dtype(cache: Array) -> np.dtype:
     """Returns the dtype of what an array of the cache holds: that of floats stored as bits."""
     for held, stored in STORED_AS.items():
         if stored == cache.dtype:
@@ -639,7 +662,7 @@ def held_dtype(cache):
     return jnp.dtype(cache.dtype)
 
 
-def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
+def scatter_to_slots(cache_BxGxS: Array, x_BxTxG: Array, slot_BxT: Array) -> Array:
     """Computes cache.at[b, :, slot].set(x) in the cache's dtype; K may follow the last axis of
     both.
 
@@ -665,14 +688,14 @@ def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
 
 # --- the caches of all layers: their sizes, new ones, larger ones
 
-def cache_entry_shapes(config):
+def cache_entry_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
     """Returns {name: (heads, width)} of what a layer's cache holds per token."""
     if config.mla:
         return {'latent': (1, config.mla.kv_rank), 'rope': (1, config.mla.rope_dim)}
     return {'k': (config.kv_heads, config.head_width), 'v': (config.kv_heads, config.head_width)}
 
 
-def count_slots(config, layer_type, n_slots):
+def count_slots(config: GPTConfig, layer_type: str, n_slots: int) -> int:
     """Returns the number of slots of a layer's cache: n_slots, at most its attention span.
 
     A ring of 2,048 slots or more has PIECE more: for a piece of a prompt update_ring_cache would
@@ -683,13 +706,14 @@ def count_slots(config, layer_type, n_slots):
     return min(span, n_slots)
 
 
-def cache_bytes(config, n_positions, dtype='auto'):
+def cache_bytes(config: GPTConfig, n_positions: int, dtype: str = 'auto') -> int:
     """Returns the bytes of the KV cache for one sequence of n_positions."""
     cache = jax.eval_shape(functools.partial(init_cache, config, 1, n_positions, dtype))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 
-def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=False):
+def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'auto',
+               n_draft: int = 0, *, as_bits: bool = False) -> dict:
     """Returns an empty KV cache, {layer: {name: [B, G, S, K]}}; see the slot rule.
 
     A layer has as many slots as count_slots says; padding must be marked as PAD.
@@ -697,9 +721,9 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
     n_draft: the number of tokens per step that may be rejected and fed again. A ring has as many
     slots more: a rejected draft would otherwise overwrite a key that is still in the window.
     as_bits: whether to store bfloat16 and float8 as unsigned integers, see STORED_AS."""
-    dtype = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
-    stored = STORED_AS.get(dtype.dtype.name, dtype) if as_bits else dtype
-    is_quantized = dtype.dtype.itemsize == 1
+    held = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
+    stored = STORED_AS.get(held.dtype.name, held) if as_bits else held
+    is_quantized = held.dtype.itemsize == 1
     caches = {}
     for i in range(config.n_layer):
         layer_type, _ = config.layer(i)
@@ -717,7 +741,8 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
 
 @functools.partial(
     jax.jit, static_argnames=('config', 'batch_size', 'n_slots', 'dtype', 'n_draft', 'as_bits'))
-def grow_cache(cache, *, config, batch_size, n_slots, dtype, n_draft, as_bits):
+def grow_cache(cache: dict | None, *, config: GPTConfig, batch_size: int, n_slots: int, dtype: str,
+               n_draft: int, as_bits: bool) -> dict:
     """Returns a copy of a KV cache with n_slots slots; a new one for None.
 
     The cache has not wrapped around yet, so that every token keeps its slot."""
@@ -732,7 +757,7 @@ def grow_cache(cache, *, config, batch_size, n_slots, dtype, n_draft, as_bits):
 
 
 @jax.jit
-def select_rows(cache, rows_B):
+def select_rows(cache: dict, rows_B: Array) -> dict:
     """Returns a cache with rows_B of its sequences."""
     return jax.tree.map(lambda x: x[rows_B], cache)
 
@@ -745,26 +770,27 @@ def select_rows(cache, rows_B):
 WEIGHTS = ('params', 'ema')
 
 
-def init_params(rng, config):
+def init_params(rng: Array, config: GPTConfig) -> dict:
     """Returns newly initialized float32 parameters, {'wte': [V, D], 'h_0': {...}, ...}."""
     return jax.jit(GPT(config).init)(rng, jnp.zeros((1, 1), jnp.int32))['params']
 
 
-def without_tables(params):
+def without_tables(params: dict) -> dict:
     """The parameters by which activations are multiplied: all but wpe, and wte if lm_head is a
     matrix of its own."""
     tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)
     return {name: part for name, part in params.items() if name not in tables}
 
 
-def count_params(params, non_embedding=True):
+def count_params(params: dict, non_embedding: bool = True) -> int:
     """Number of parameters; non_embedding: of those without_tables, as in nanoGPT."""
     if non_embedding:
         params = without_tables(params)
     return sum(x.size for x in jax.tree.leaves(params))
 
 
-def estimate_mfu(n_params, config, tokens_per_sec, peak_flops, n_frozen=0):
+def estimate_mfu(n_params: int, config: GPTConfig, tokens_per_sec: float, peak_flops: float,
+                 n_frozen: int = 0) -> float:
     """Model FLOPs utilization: the share of `peak_flops` (FLOP/s of all devices together) that the
     training achieves. 6 FLOPs per trained parameter and token, forward and backward, 4 per
     parameter of n_frozen, which have no gradient, and attention's 12 L H K T (PaLM,
@@ -801,19 +827,19 @@ class RMSNorm(nn.Module):
     eps: float | None = None  # config.norm_eps if not given
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: Array) -> Array:
         scale = self.param('scale', nn.initializers.ones, x.shape[-1:])
         y = rms_normalize(x, self.eps or self.config.norm_eps) * scale
         return y.astype(self.config.dtype)
 
 
-def rms_normalize(x, eps):
+def rms_normalize(x: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
 
 
-def norm_heads(config, name, x_BxTxHxK):
+def norm_heads(config: GPTConfig, name: str, x_BxTxHxK: Array) -> Array:
     """Returns queries or keys normalized as config.qk_norm says: by head, or all heads of a token
     together."""
     x = x_BxTxHxK
@@ -854,11 +880,11 @@ class RopeScaling:
     amplitude: float = 1.0  # factor of cosine and sine
     pair_factors: tuple = ()  # longrope: by how much each pair is slowed down
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, 'pair_factors', tuple(self.pair_factors))
 
 
-def rope_inv_freq(theta, width, scaling=None):
+def rope_inv_freq(theta: float, width: int, scaling: RopeScaling | None = None) -> np.ndarray:
     """Radians per position by which RoPE rotates each of the width / 2 pairs, numpy.
 
     scaling: a RopeScaling, None for theta^(-2 j / width)."""
@@ -868,17 +894,17 @@ def rope_inv_freq(theta, width, scaling=None):
     return ROPE_SCALINGS[scaling.kind](frequencies, scaling, theta)
 
 
-def scale_linear(frequencies, scaling, theta):
+def scale_linear(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
     """Slows all pairs down by the factor (arXiv:2306.15595)."""
     return frequencies / scaling.factor
 
 
-def scale_longrope(frequencies, scaling, theta):
+def scale_longrope(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
     """Slows each pair down by a factor of its own (arXiv:2402.13753)."""
     return frequencies / np.array(scaling.pair_factors)
 
 
-def scale_llama3(frequencies, scaling, theta):
+def scale_llama3(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
     """Keeps the pairs that rotate often over the original length, slows down those that rotate
     seldom, with a linear transition over the number of rotations."""
     rotations = frequencies * scaling.original_length / (2 * np.pi)
@@ -886,7 +912,7 @@ def scale_llama3(frequencies, scaling, theta):
     return slow_down(frequencies, scaling.factor, keep)
 
 
-def scale_yarn(frequencies, scaling, theta):
+def scale_yarn(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
     """Does the same with a linear transition over the pairs (YaRN, arXiv:2309.00071)."""
     width = 2 * len(frequencies)
     rotations = np.array([scaling.high, scaling.low])
@@ -899,7 +925,7 @@ def scale_yarn(frequencies, scaling, theta):
     return slow_down(frequencies, scaling.factor, keep)
 
 
-def slow_down(frequencies, factor, keep):
+def slow_down(frequencies: np.ndarray, factor: float, keep: np.ndarray) -> np.ndarray:
     """The frequencies where keep >= 1, divided by the factor where keep <= 0, a mix between."""
     keep = np.clip(keep, 0, 1)
     return frequencies * keep + frequencies / factor * (1 - keep)
@@ -909,7 +935,7 @@ ROPE_SCALINGS = {
     'linear': scale_linear, 'llama3': scale_llama3, 'yarn': scale_yarn, 'longrope': scale_longrope}
 
 
-def rope_of_layer(config, layer_type, head_width):
+def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[np.ndarray, float]:
     """Returns (radians per position of the pairs that RoPE rotates in a layer, numpy; factor of
     cosine and sine).
 
@@ -922,7 +948,7 @@ def rope_of_layer(config, layer_type, head_width):
     return rope_inv_freq(config.rope_theta, width, config.rope_scaling), amplitude
 
 
-def apply_rope(config, layer_type, x_BxTxHxK, position_BxT):
+def apply_rope(config: GPTConfig, layer_type: str, x_BxTxHxK: Array, position_BxT: Array) -> Array:
     """Rotates the pairs (x_j, x_{j + K/2}) by position * frequency_j (RoPE, arXiv:2104.09864), in
     float32. With config.rope_width the pairs are those of the first channels, and the others stay
     as they are."""
@@ -937,7 +963,8 @@ def apply_rope(config, layer_type, x_BxTxHxK, position_BxT):
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
-def apply_positions(config, layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT):
+def apply_positions(config: GPTConfig, layer_type: str, q_BxTxHxK: Array, k_BxTxGxK: Array,
+                    position_BxT: Array) -> tuple[Array, Array]:
     """RoPE of q and k, then the norm without gain if the config has it.
 
     'nope' layers have no RoPE, but an attention temperature (Llama 4): the query at position p is
@@ -973,7 +1000,8 @@ class LatentAttention(nn.Module):
     layer_type: str = 'full'
 
     @nn.compact
-    def __call__(self, x_BxTxD, stream=None, call=None, cache=None):
+    def __call__(self, x_BxTxD: Array, stream: Stream | None = None, call: Call | None = None,
+                 cache: dict | None = None) -> tuple[Array, Stream | None, dict | None]:
         """As CausalSelfAttention's; the cache holds {'latent': [B, 1, S, C], 'rope': [B, 1, S,
         rope_dim]}."""
         cfg, mla, H = self.config, self.config.mla, self.config.n_head
@@ -1042,22 +1070,22 @@ class LatentAttention(nn.Module):
 ACTIVATIONS = {'gelu': False, 'gelu_tanh': True}
 
 
-def plain_mlp(config, h, gate):
+def plain_mlp(config: GPTConfig, h: Array, gate: Array | None) -> Array:
     """GELU of the output of c_fc, as GPT-2; there is no gate."""
     return gelu(h, ACTIVATIONS[config.activation])
 
 
-def swiglu(config, h, gate):
+def swiglu(config: GPTConfig, h: Array, gate: Array) -> Array:
     """SwiGLU (arXiv:2002.05202) of the outputs of c_fc and c_gate."""
     return jax.nn.silu(gate) * h
 
 
-def geglu(config, h, gate):
+def geglu(config: GPTConfig, h: Array, gate: Array) -> Array:
     """GEGLU (arXiv:2002.05202) of the outputs of c_fc and c_gate."""
     return gelu(gate, ACTIVATIONS[config.activation]) * h
 
 
-def swiglu_clamped(config, h, gate):
+def swiglu_clamped(config: GPTConfig, h: Array, gate: Array) -> Array:
     """The clamped SwiGLU of gpt-oss."""
     gate = jnp.minimum(gate, config.swiglu_limit)
     h = jnp.clip(h, -config.swiglu_limit, config.swiglu_limit)
@@ -1091,7 +1119,7 @@ class MoEConfig:
     weigh_input: bool = False  # the weight scales an expert's input, not its output
     balance: float = 0.0  # coefficient of the load-balancing loss
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, 'layers', tuple(bool(x) for x in self.layers))
         if not 1 <= self.n_used <= self.n_expert:
             raise UserError(f'a token can use 1 to {self.n_expert} of {self.n_expert} experts, '
@@ -1110,7 +1138,7 @@ class Router(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD, call=None):
+    def __call__(self, x_BxTxD: Array, call: Call | None = None) -> tuple[Array, Array]:
         cfg, moe, E = self.config, self.config.moe, self.config.moe.n_expert
         B, T, D = x_BxTxD.shape
         # a score for each expert
@@ -1144,7 +1172,8 @@ class Router(nn.Module):
         return expert_PxU, weight_PxU * moe.scale
 
 
-def balance_loss(expert_BxTxU, score_BxTxE, padding_BxT=None):
+def balance_loss(expert_BxTxU: Array, score_BxTxE: Array,
+                 padding_BxT: Array | None = None) -> Array:
     """E * sum over experts (share of tokens * mean score), 1 if balanced (load-balancing loss of
     Switch, arXiv:2101.03961).
 
@@ -1154,7 +1183,7 @@ def balance_loss(expert_BxTxU, score_BxTxE, padding_BxT=None):
     E = score_BxTxE.shape[-1]
     n_chosen_BxTxE = jax.nn.one_hot(expert_BxTxU, E).sum(2)
     score_BxTxE /= score_BxTxE.sum(-1, keepdims=True)
-    n_text_Bx1 = T
+    n_text_Bx1: Array | int = T
     if padding_BxT is not None:
         is_text_BxTx1 = ~padding_BxT[..., None]
         n_chosen_BxTxE *= is_text_BxTx1
@@ -1172,7 +1201,7 @@ class ExpertDense(nn.Module):
     init_std: float = INIT_STD
 
     @nn.compact
-    def __call__(self):
+    def __call__(self) -> dict:
         E = self.config.moe.n_expert
         kernel = matrix_param(self, 'kernel', (E, *self.shape), self.init_std)
         bias = None
@@ -1187,7 +1216,7 @@ class MoELayer(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD, call=None):
+    def __call__(self, x_BxTxD: Array, call: Call | None = None) -> Array:
         cfg, moe, D = self.config, self.config.moe, self.config.n_embd
         x_PxD = x_BxTxD.reshape(-1, D)
         expert_PxU, weight_PxU = Router(cfg, name='router')(x_BxTxD, call)
@@ -1232,7 +1261,7 @@ KNOWN = {
 }
 
 
-def check_numbers(config):
+def check_numbers(config: GPTConfig) -> None:
     """Raises UserError for a number of a GPTConfig or of one of its groups that is of a wrong type,
     negative, not finite or too small."""
     for group in (config.rope_scaling, config.mla, config.moe, config):
@@ -1248,7 +1277,7 @@ def check_numbers(config):
     check_ranges(vars(config))
 
 
-def check_config(config):
+def check_config(config: GPTConfig) -> None:
     """Raises UserError for values of a GPTConfig that are unknown, or in conflict."""
     for name, known in KNOWN.items():
         check_choice(name, getattr(config, name), known)
@@ -1296,7 +1325,7 @@ def check_config(config):
                         'dropout=0')
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     """`from jax_transformer import generate` and `create_train_state` work: the modules that define
     them import this file, so they are imported on first use."""
     if name == 'generate':

@@ -187,7 +187,7 @@ with contextlib.ExitStack() as at_end:
         out = OutDir(run)
         at_end.callback(out.close)
 
-    def make_batch(iter_num):
+    def make_batch(iter_num: int) -> dict[str, jax.Array] | None:
         """Draws the sequences of one iteration onto the devices: numbers iter_num * n_rows to
         (iter_num + 1) * n_rows - 1 of the run's endless shuffled stream, so that (seed, iter_num)
         alone say where the run is in its data. None if no token counts."""
@@ -200,7 +200,7 @@ with contextlib.ExitStack() as at_end:
         batch['seq_id'] = numbers[here].astype(np.uint32)  # by which dropout draws
         return layout.shard_batch(batch, (n_micro, micro_batch))
 
-    def agree_on_signal():
+    def agree_on_signal() -> int | jax.Array:
         """Returns the signal for which all processes stop, 0 for none. Of several processes it is
         an array on their devices, and int() of it waits for all."""
         return layout.max_over_processes(stop.signum)

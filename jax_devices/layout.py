@@ -15,6 +15,7 @@ over fsdp also over data and context.
 """
 import contextlib
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,8 @@ class Layout:
     shard of the parameters, which are all-gathered again at the end of the step. 2 is ZeRO-2.
     Raises UserError if the product of the sizes does not divide the number of devices."""
 
-    def __init__(self, devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
+    def __init__(self, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
+                 expert: int = 1, context: int = 1, zero: int = 0):
         if zero not in (0, 1, 2):
             raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is '
                             '--fsdp')
@@ -269,7 +271,8 @@ def mean_shard(spec, grad):
     return jax.lax.pmean(grad, 'data')  # no dimension is divisible
 
 
-def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
+def setup_distributed_training(devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
+                               expert: int = 1, context: int = 1, zero: int = 0) -> Layout:
     """Returns the Layout of a model on these devices: replicated, or on a mesh if fsdp, tensor,
     expert or context is more than 1, or zero more than 0. Raises UserError as Layout does."""
     return Layout(devices, fsdp, tensor, expert, context, zero)
@@ -297,7 +300,7 @@ def pmap_step(step, devices, donate_argnums=()):
                     donate_argnums=donate_argnums)
 
 
-def pmap_train_step(step, devices):
+def pmap_train_step(step: Callable, devices: Sequence[jax.Device]) -> Callable:
     """pmap_step with a donated state: the training step of replicated data parallelism."""
     return pmap_step(step, devices, donate_argnums=0)
 

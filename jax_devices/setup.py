@@ -56,7 +56,7 @@ def device_peak_flops(device):
 # -----------------------------------------------------------------------------
 # devices and dtype
 
-def check_device_availability(device='auto'):
+def check_device_availability(device: str = 'auto') -> list[jax.Device]:
     """Returns the list of jax devices that the flag `device` means.
 
     'cpu', 'gpu' or 'cuda', and 'tpu' are all devices of the kind, 'auto' all of the best kind that
@@ -165,7 +165,8 @@ def finds_accelerator(dev=Path('/dev')):
     return bool(plugins) or importlib.util.find_spec('libtpu') is not None
 
 
-def setup_jax_environment(device='auto', dtype='auto'):
+def setup_jax_environment(device: str = 'auto',
+                          dtype: str = 'auto') -> tuple[list[jax.Device], str, str]:
     """Picks the devices and the compute dtype. Call it, or configure_process() and then it, before
     anything uses jax.
 

@@ -14,7 +14,7 @@ from jax_ops.matmul import as_kernel, is_kernel
 from jax_ops.sharding import current_mesh
 
 
-def convert_params_for_decoding(params, dtype, quantize=''):
+def convert_params_for_decoding(params: dict, dtype: str, quantize: str = '') -> dict:
     """Returns the parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is
     'int8'.
 

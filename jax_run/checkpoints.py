@@ -9,6 +9,7 @@ import shutil
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -372,7 +373,8 @@ def describe_checkpoint(out_dir, step, meta):
 # -----------------------------------------------------------------------------
 # saving
 
-def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
+def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
+                    val_loss: float | None = None) -> None:
     """Saves the state after iter_num iterations. Returns once the values are copied; writing is
     asynchronous.
 
@@ -585,7 +587,7 @@ def restore_items(out_dir, step, items):
     return restored
 
 
-def load_checkpoint(out_dir, step, state):
+def load_checkpoint(out_dir: str | Path, step: int, state: Any) -> Any:
     """Returns the TrainState of checkpoint `step`; `state` is its abstract tree. Raises UserError
     if it does not fit."""
     restored = restore_items(

@@ -194,13 +194,21 @@ def test_the_length_of_lines_is_printed():
 
 
 def count_tokens(path):
-    """The number of Python's tokens in a file, without comments, docstrings and ends of lines."""
+    """The number of Python's tokens in a file, without comments, docstrings, ends of lines, and the types of
+    parameters and results."""
     text = path.read_text(encoding='utf-8')
-    ignored = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in ignored]
-    docs = [node for node in ast.walk(ast.parse(text))
+    nodes = list(ast.walk(ast.parse(text)))
+    docs = [node for node in nodes
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None]
-    return len(tokens) - len(docs)
+    types = [node.returns for node in nodes if isinstance(node, ast.FunctionDef) and node.returns]
+    types += [node.annotation for node in nodes if isinstance(node, ast.arg) and node.annotation]
+    n_types = sum(1 + len(tokens_of(ast.unparse(node))) for node in types)  # with its colon or arrow
+    return len(tokens_of(text)) - len(docs) - n_types
+
+
+def tokens_of(text):
+    ignored = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    return [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in ignored]
 
 
 RELATIVE = re.compile(
