@@ -23,13 +23,13 @@ from jax_run.data import (
 
 DATA = 0  # the purpose of these random numbers, beside the seed; DROPOUT has another
 
-# what a mask, a byte for each token, says of its token
+# the values of a mask, a byte for each token
 COUNTS = 1  # it counts in the loss, as an assistant's tokens do
 STARTS = 2  # in packed rows: a conversation, or the padding, starts here
 
 
 # -----------------------------------------------------------------------------
-# the order in which a run reads
+# the order of reading
 
 class Order(NamedTuple):
     """An endless stream of n rows or windows: each epoch holds every one once, in an order of its
@@ -146,7 +146,7 @@ class Windows:
         return batch
 
     def read_mask(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads what the mask says: {'weight'}, see read()."""
+        """Reads the mask: {'weight'}, see read()."""
         _, mask_y = self.get(self.mask, places)
         return {'weight': (mask_y == COUNTS).astype(np.float32)}
 
@@ -163,10 +163,9 @@ class Windows:
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray] | None:
         """Draws a batch: of the sequences of these numbers, those at the indices `rows`.
 
-        Returns what read() does. The weights, where there are some, have a mean of 1 over all
-        `numbers`, so that the mean of the weighted losses is that of the tokens that count,
-        however the sequences are split into micro-batches and over devices. None if no token of
-        them counts."""
+        Returns a batch as read() does. Weights have a mean of 1 over all `numbers`. So the mean of the
+        weighted losses is the mean over the tokens that count, for every split into micro-batches and
+        over devices. None if no token counts."""
         places = self.locate(numbers)
         batch = self.read(places[rows])
         if 'weight' not in batch:
@@ -183,10 +182,10 @@ class Windows:
         return np.arange(n_rows) * last // max(1, n_rows - 1)
 
     def evaluation(self, n_rows: int, token_bytes: np.ndarray | None = None) -> Evaluation:
-        """Chooses the n_rows sequences that every evaluation reads, and counts what is in them.
+        """Chooses the n_rows sequences that every evaluation reads, and counts their tokens and bytes.
 
-        token_bytes: the bytes of each token id, for bits per byte; None where these are not asked
-        for. Raises UserError if none of the tokens counts."""
+        token_bytes: the bytes of each token id, for bits per byte; None without these. Raises
+        UserError if none of the tokens counts."""
         places = self.spread(n_rows)
         if self.mask is None and token_bytes is None:
             return Evaluation(places)
@@ -226,7 +225,7 @@ class Rows(Windows):
         return rows[:, :-1], rows[:, 1:]
 
     def read_mask(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads what the mask says: {'weight', 'start', 'padding'}, see GPT.loss."""
+        """Reads the mask: {'weight', 'start', 'padding'}, see GPT.loss."""
         mask = self.mask[places]
         weight = (mask[:, 1:] == COUNTS).astype(np.float32)
         padding = find_padding(mask)[:, :-1]
@@ -341,7 +340,7 @@ class Pairs(Windows):
 
 
 class Mixture:
-    """Several splits of which each has its fraction of the sequences.
+    """Several splits; each has its fraction of the sequences.
 
     parts: sources. fractions: of each, which sum to 1. Each part has a stream of its own. If one
     has a mask, all have."""
@@ -387,7 +386,7 @@ class Mixture:
 
 
 def assign(numbers: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Says of the sequences of these numbers of a run to which part of a mixture they belong.
+    """Assigns the sequences of a run, given by their numbers, to the parts of a mixture.
 
     Returns (the part, the number of the sequence in the part's own stream), int64 [B]. Of the
     first N sequences each part has its fraction, for every N, to within as many sequences as
@@ -397,8 +396,8 @@ def assign(numbers: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, np.
         part      2  1  0  0  2  1  0  0
         own       0  0  0  1  1  1  2  3
 
-    From the last part to the first, each takes its sequences from those that are left: of the
-    first `own` of these, before(own) go to the parts before it."""
+    From the last part to the first, each takes its share of the remaining sequences: of the first
+    `own` of these, before(own) go to the parts before it."""
     # Whole numbers, so that all processes come to the same parts.
     ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)  # in millionths
     which = np.zeros_like(numbers)
@@ -425,11 +424,11 @@ class DataSet(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What a run reads: sequences of `train`; each of the sets is evaluated."""
+    """The data of a run: it trains on sequences of `train` and evaluates each of the sets."""
     sets: list[DataSet]
     train: Windows | Mixture
     token_bytes: np.ndarray | None = None  # bytes of each token id; None: not known
-    # whose bytes bits per byte count: 'text' where those of the tokens are others
+    # the bytes that bits per byte count: 'text' if the tokens have other bytes than the text
     bpb_bytes: str = 'tokens'
 
     def check(self, n_rows: int) -> None:
@@ -453,7 +452,7 @@ def open_data(shares: dict[Path, float], meta: dict, *, block_size: int, seed: i
         else:
             sets = open_texts(shares, options)
 
-    # What is trained on: the only set, or a mixture of all.
+    # The training set: the only set, or a mixture of all.
     train = sets[0].splits['train']
     if len(sets) > 1:
         train = Mixture([one.splits['train'] for one in sets], [one.fraction for one in sets])
@@ -484,7 +483,7 @@ def open_texts(shares: dict[Path, float], options: dict) -> list[DataSet]:
         tokens[folder] = load_dataset(folder, options['block_size'])[0]
         masks[folder] = load_masks(folder, tokens[folder])
 
-    # A set without a mask gets one in which all tokens count, if others have masks.
+    # If others have masks, a set without one gets a mask of ones: all its tokens count.
     is_masked = any(masks.values())
     sets = []
     for folder, fraction in shares.items():

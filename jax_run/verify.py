@@ -1,5 +1,5 @@
-"""--verify: trains again from one kept checkpoint of a run to the next, and compares what comes out
-with what the run has kept: every bit of the weights and of the optimizer's state, and each loss of
+"""--verify: trains again from one kept checkpoint of a run to the next, and compares the result with
+the run's own: every bit of the weights and of the optimizer's state, and each loss of
 metrics.jsonl."""
 import dataclasses
 import hashlib
@@ -33,9 +33,9 @@ class Interval(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What an interval has shown."""
+    """The result of an interval."""
     weights: str  # the first array that differs, and by how much; '' if all bits are the same
-    logged: list  # the values that differ from those of metrics.jsonl, each a Logged
+    logged: list  # the values that differ from metrics.jsonl, each a Logged
 
     @property
     def largest(self):
@@ -129,8 +129,8 @@ def find_intervals(run, folder):
 
 
 def can_start(run):
-    """Whether the state with which a run began can be made again: from the seed, or from the base
-    of LoRA. That of another pretrained model is not known any more."""
+    """Whether the first state of a run can be made again: from the seed, or from the base of LoRA. A
+    run that began from another pretrained model does not know it any more."""
     start = (run.resumed.get('manifest') or {}).get('start')
     return start == 'scratch' or bool(run.model.lora)
 
@@ -175,8 +175,8 @@ class Differences(NamedTuple):
 
 
 def find_differences(known, now, data):
-    """Returns the Differences between the manifest of a checkpoint and that of this process. All of
-    the data is read."""
+    """Compares the manifest of a checkpoint with this process's, and reads all of the data. Returns
+    the Differences."""
     of_data = []
     for one, before in zip(data.sets, known.get('data', ())):
         for name, array in one.files.items():
@@ -204,7 +204,7 @@ def find_differences(known, now, data):
 
 
 def compare_file(before, array):
-    """Says how a file of data differs from what a manifest says of it, '' if it does not."""
+    """Describes how a file of data differs from its entry in a manifest, '' if it does not."""
     content = array.reshape(-1).view(np.uint8)
     digest = hashlib.sha256()
     for start in range(0, len(content), 2**24):
