@@ -38,10 +38,10 @@ SCORED_AT_ONCE = 1024  # positions whose logits are materialized at a time
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
 MAX_DRAFT = 16
 
-# The largest norm of a head's bias with which a KV cache may be in 8 bits. With norms of 0, 20, 60 and
-# 600 log-probabilities moved by 0.010, 0.019, 0.035 and 0.34 nats in int8, by 0.06, 0.08, 0.23 and 0.73
-# in float8 (means; two layers of random weights). Of Qwen2.5-7B, norms of 605 and 921 are reported
-# (ggml-org/llama.cpp#21385).
+# The largest norm of a head's bias with which a KV cache may be in 8 bits. With norms of 0, 20, 60
+# and 600 log-probabilities moved by 0.010, 0.019, 0.035 and 0.34 nats in int8, by 0.06, 0.08, 0.23
+# and 0.73 in float8 (means; two layers of random weights). Of Qwen2.5-7B, norms of 605 and 921 are
+# reported (ggml-org/llama.cpp#21385).
 LARGEST_BIAS = 32
 
 
@@ -695,8 +695,8 @@ def with_changes(sampling: Sampling, max_new_tokens: int | None, changes: dict) 
 
 
 def check_cache_dtype(params: dict, config: GPTConfig, cache_dtype: str) -> None:
-    """Raises UserError for a dtype of the KV cache that is unknown, or that has 8 bits beside biases
-    of queries, keys or values so large that the rest is rounded away: see LARGEST_BIAS."""
+    """Raises UserError for a dtype of the KV cache that is unknown, or that has 8 bits beside
+    biases of queries, keys or values so large that the rest is rounded away: see LARGEST_BIAS."""
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     if cache_dtype not in ('int8', 'float8'):
         return
@@ -1035,7 +1035,8 @@ def power_of_two(n: int) -> int:
 
 
 def four_per_octave(n: int, least: int) -> int:
-    """Returns the first of four sizes per doubling, all multiples of `least`, that is at least n."""
+    """Returns the first of four sizes per doubling, all multiples of `least`, that is at least
+    n."""
     step = max(least, power_of_two(n) // 8)
     return ceil_div(n, step) * step
 

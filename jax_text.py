@@ -45,8 +45,8 @@ STOP_CHUNK = 8
 def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = '',
          device: str = 'auto', dtype: str = 'auto', quantize: str = '', tensor: int = 1,
          expert: int = 1) -> 'TextModel':
-    """Returns the model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), or
-    a ckpt.pt.
+    """Returns the model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'),
+    or a ckpt.pt.
 
     checkpoint: which one of a run, 'best' (lowest validation loss; the default) or 'latest'.
     base: where the pretrained model of a LoRA run is now, if it has moved.
@@ -210,8 +210,8 @@ class TextModel:
     def generate(self, texts: str | list[str], *, sampling: TextSampling = TextSampling(),
                  num_samples: int = 1, first_sample: int = 0,
                  prefix_cache: PrefixCache | None = None, **changes) -> list[str] | str:
-        """Returns the texts, each with its continuation, all in one batch; num_samples of each. Of one
-        text, and one sample, it is a text.
+        """Returns the texts, each with its continuation, all in one batch; num_samples of each. Of
+        one text, and one sample, it is a text.
 
         A continuation depends on the text, the options and the number of the sample only, not on
         the batch: generate([text] * 8) is eight equal texts, num_samples=8 makes different ones.
@@ -248,7 +248,8 @@ class TextModel:
              sampling: TextSampling = TextSampling(), first_sample: int = 0,
              prefix_cache: PrefixCache | None = None, **changes) -> str:
         """Returns the answer to the messages of a chat, [{'role': 'system', 'user' or 'assistant',
-        'content': text}], or to a text, one user's message; of gpt-oss's answers, the final channel.
+        'content': text}], or to a text, one user's message; of gpt-oss's answers, the final
+        channel.
 
         tools: JSON schemas of functions that it may call.
         chat_template_kwargs: more variables of the chat template, as {'enable_thinking': False}.
@@ -611,8 +612,8 @@ def token_of_letter(text, tokenizer):
 
 
 def rendered_prompt(model, prompt):
-    """Returns the text of the token ids of a prompt, as the chat template wrote it: with its special
-    tokens."""
+    """Returns the text of the token ids of a prompt, as the chat template wrote it: with its
+    special tokens."""
     return model.tokenizer.tokenizer.decode(prompt, skip_special_tokens=False)
 
 

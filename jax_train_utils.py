@@ -131,7 +131,7 @@ GROUPS = {
     'matrix': Group(is_decayed=True, has_muon=True),  # matrices of the blocks, but for the router's
     'router': Group(is_decayed=True, has_muon=False),
     'update': Group(is_decayed=True, has_muon=False),  # LoRA's a and b
-    'vector': Group(is_decayed=False, has_muon=False)}  # norms and biases, those of experts too
+    'vector': Group(is_decayed=False, has_muon=False)}  # norms and biases, also experts'
 
 
 def group_of(path: tuple, p: Array) -> str:
@@ -186,8 +186,8 @@ def create_optimizer_with_schedule(schedule: Callable, *, beta1: float = 0.9, be
 
 
 def scale_by_schedule(default: Callable) -> optax.GradientTransformation:
-    """optax.scale_by_learning_rate(default), whose update() takes another schedule, as an argument
-    of the compiled step."""
+    """Makes optax.scale_by_learning_rate(default), but update() takes another schedule as an
+    argument of the compiled step."""
     def init(params):
         return optax.ScaleByScheduleState(count=jnp.zeros([], jnp.int32))
 
@@ -210,17 +210,17 @@ def clip_gradients(grads: dict, max_norm: float) -> tuple[dict, Array]:
 
 
 # -----------------------------------------------------------------------------
-# objectives: what the loss of a batch is
+# objectives: the loss of a batch
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What a training step minimizes, and what an evaluation measures.
+    """The loss that a training step minimizes, and the sums that an evaluation measures.
 
     Both functions take (loss_BxT, batch): the model's loss of each token, and the batch {'x', 'y'
     [B, T], ...}. They return {name: scalar}.
     means: over the samples of a training batch. The step minimizes 'loss' and logs `metrics`.
-    sums: over the sequences of an evaluation's batch whose is_row [B] is 1; the others fill up the
-    last batch. A sample of several sequences counts as often as it has sequences.
+    sums: over the sequences of an evaluation's batch with an is_row [B] of 1; the others fill up
+    the last batch. A sample of several sequences counts as often as it has sequences.
     has_reference: whether batch['reference_loss'] [B, T] is needed: the loss of each token by the
     model without LoRA's updates, without dropout."""
     means: Callable
@@ -239,8 +239,8 @@ def language_model_means(loss_BxT: Array, batch: dict) -> dict:
 def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
     """Adds up the mean losses of the sequences.
 
-    'weight' [B, T], if the batch has one, is 0 in sequences that fill it up; so is 'spelled'
-    [B, T], the weight of tokens that have bytes, whose sum is returned in addition."""
+    'weight' [B, T], if the batch has one, is 0 in sequences that fill it up. So is 'spelled' [B,
+    T], the weight of tokens that have bytes; its sum is returned, too."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:
@@ -257,10 +257,10 @@ def dpo(beta: float) -> Objective:
     """Makes the objective of DPO (arXiv:2305.18290), for pairs of answers: sequences 2 p and
     2 p + 1 of a batch are the chosen and the rejected answer of pair p.
 
-    beta: how much the margin counts: beta times the gain in log probability, over the reference,
-    of the chosen answer less that of the rejected one. The reference is the model without LoRA's
-    updates. The loss is -log sigmoid(margin); accuracy is 1 where the margin is positive, and 1/2
-    where it is 0: before the first update, in all pairs."""
+    beta: the scale of the margin. The margin is beta times the difference of two gains in log
+    probability over the reference: the chosen answer's less the rejected one's. The reference is
+    the model without LoRA's updates. The loss is -log sigmoid(margin); accuracy is 1 where the
+    margin is positive, and 1/2 where it is 0: before the first update, in all pairs."""
     def terms(loss_BxT, batch):
         gain_BxT = (batch['reference_loss'] - loss_BxT) * batch['weight']
         gain_Px2 = gain_BxT.sum(-1).reshape(-1, 2)
@@ -285,11 +285,11 @@ def dpo(beta: float) -> Objective:
 # the state, with LoRA or without
 
 class TrainState(train_state.TrainState):
-    """What a step reads and returns: flax's TrainState (step, params, opt_state, tx), and:"""
+    """The state of a step: flax's TrainState (step, params, opt_state, tx), and:"""
     # {'scale': float32, 'good_steps': int32} of float16; None elsewhere
     loss_scale: dict | None = None
     ema: dict | None = None  # the running mean of params, of --ema; a set of weights of its own
-    # {'weights', 'scale'} of the model to which LoRA adds, see load_frozen
+    # {'weights', 'scale'} of LoRA's base, see load_frozen
     frozen: dict | None = None
     # in place of the optimizer's; a function of the run's flags
     schedule: Schedule | None = None
@@ -301,7 +301,7 @@ class TrainState(train_state.TrainState):
 
     @property
     def weights(self) -> dict:
-        """What is evaluated, sampled and exported: the last set."""
+        """Returns the set to evaluate, sample and export: the last one."""
         return list(self.weight_sets().values())[-1]
 
 
@@ -331,7 +331,7 @@ def initial_loss_scale() -> dict:
 
 def create_updates(rng: Array, params: dict, rank: int) -> dict:
     """Creates the updates {'a': [I, rank], 'b': [rank, O]} of every kernel [I, O] of attention and
-    MLPs, not of experts. a is random, b zero: the first forward pass is that of the base."""
+    MLPs, not of experts. a is random, b zero, so that the first forward pass equals the base's."""
     updates = {}
     for i, (path, kernel) in enumerate(flatten_dict(params).items()):
         is_kernel = path[-1] == 'kernel' and kernel.ndim == 2
@@ -343,8 +343,8 @@ def create_updates(rng: Array, params: dict, rank: int) -> dict:
 
 
 def model_params(params: dict, frozen: dict) -> dict:
-    """Returns the parameters of a model that LoRA trains, LowRank where it trains a kernel, given
-    the updates and the `frozen` of a TrainState."""
+    """Joins LoRA's updates and the `frozen` of a TrainState to the parameters of the model: a
+    trained kernel becomes a LowRank."""
     def join(weights, updates):
         if updates.keys() == {'a', 'b'}:
             return LowRank(weights, **updates, scale=frozen['scale'])
@@ -375,17 +375,16 @@ def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, 
                     grad_clip: float, loss_chunk: int = 0, ema: float = 0.0) -> Callable:
     """Makes train_step(state, batch) -> (state, metrics), for layout.jit_step.
 
-    objective: an Objective. layout: of setup_distributed_training. seed: of dropout, whose mask in
-    a layer depends on (seed, seq_id) alone, not on devices or micro-batches. grad_clip: see
-    clip_gradients. loss_chunk: number of positions whose logits are materialized at a time; 0 is
-    all. ema: the decay of state.ema, see running_mean.
+    objective: an Objective. layout: of setup_distributed_training. seed: of dropout; the mask in a
+    layer depends only on (seed, seq_id), not on devices or micro-batches. grad_clip: see
+    clip_gradients. loss_chunk: materialize the logits of this many positions at a time; 0 is all.
+    ema: the decay of state.ema, see running_mean.
 
-    batch: x and y [M, B, T] and seq_id [M, B], M micro-batches whose gradients are averaged into
-    one update; weight, start and padding [M, B, T] where the data has them. seq_id numbers the
-    sequences of the run.
-    metrics: float32 scalars: those of the objective and, with experts, 'balance', means over
-    micro-batches and devices; grad_norm, before clipping; lr; loss_scale of float16. A metric that
-    is added here is logged by itself.
+    batch: x and y [M, B, T] and seq_id [M, B]: M micro-batches, averaged into one update; weight,
+    start and padding [M, B, T] if the data has them. seq_id numbers the sequences of the run.
+    metrics: float32 scalars: the objective's and, with experts, 'balance', means over micro-batches
+    and devices; grad_norm, before clipping; lr; loss_scale of float16. A metric that you add here
+    is logged without more code.
 
     Raises UserError if loss_chunk does not divide block_size."""
     # with pmap and zero=1 the gradients are then reduced over the devices; else this is
@@ -424,7 +423,7 @@ def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, 
         if state.ema is not None:
             updated = updated.replace(ema=running_mean(state.ema, params, ema, state.step))
 
-        # what is logged
+        # the metrics to log
         metrics = {name: total / n_micro for name, total in totals.items()}
         metrics['grad_norm'] = grad_norm
         if state.schedule:
@@ -535,8 +534,8 @@ def make_eval_step(config: GPTConfig, objective: Objective, layout: Layout, *,
     """Makes eval_step(params, batch) -> {name: sum over the sequences, float32}, for
     layout.jit_eval_step; see Objective.
 
-    batch: x and y [B, T], is_row [B], 0 for sequences that do not count, and what the objective
-    reads."""
+    batch: x and y [B, T], is_row [B], 0 for sequences that do not count, and the objective's other
+    arrays."""
     def eval_step(params, batch):
         loss_BxT = token_losses(config, loss_chunk, batch, params)
         if objective.has_reference:

@@ -41,10 +41,10 @@ from jax_ops.vocabulary import INIT_STD, ParallelLMHead, VocabParallelEmbedding,
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """What the model is. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
+    """The architecture. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
 
-    Groups (rope_scaling, mla, moe) may be dicts, tuples may be lists. Raises UserError for values
-    of which no model can be made, see check_numbers and check_config."""
+    Groups (rope_scaling, mla, moe) may be dicts, tuples may be lists. Raises UserError for
+    impossible values, see check_numbers and check_config."""
     block_size: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded up to a multiple of 64 for efficiency
     n_layer: int = 12
@@ -60,7 +60,7 @@ class GPTConfig:
     attention: str = 'xla'  # one of ATTENTION; a call with a KV cache always uses 'xla'
     experts: str = 'loop'  # how a mixture of experts is computed, one of EXPERT_WAYS
     scan_layers: bool = False  # compile one block and loop over it; dropout draws other masks
-    remat: str = 'none'  # what the backward pass recomputes: a key of REMAT_POLICIES
+    remat: str = 'none'  # recomputation in the backward pass: a key of REMAT_POLICIES
     # other models
     tied_head: bool = True  # False: lm_head is a matrix of its own
     embed_scale: float = 1.0  # factor of the token embeddings
@@ -118,8 +118,8 @@ class GPTConfig:
         return self.layer_types[i % len(self.layer_types)], is_moe
 
     def architecture(self) -> dict[str, Any]:
-        """{name: value} of the fields that say what the model is:
-        GPTConfig(**config.architecture())."""
+        """Returns the fields of the architecture, {name: value}: GPTConfig(**config.architecture())
+        is the same model."""
         values = dataclasses.asdict(self)
         for execution_option in ('attention', 'experts', 'scan_layers', 'remat'):
             del values[execution_option]
@@ -133,9 +133,9 @@ class Stream(struct.PyTreeNode):
 
 
 class Call(struct.PyTreeNode):
-    """What is the same for all blocks of a call."""
+    """The inputs that all blocks of a call share."""
     position_BxT: Array  # position of each token in its sequence; [1, T] where all are alike
-    # number of each sequence in the run, by which dropout draws; None: dropout is off
+    # number of each sequence in the run, for dropout's random numbers; None: dropout is off
     seq_id_B: Array | None = None
     start_BxT: Array | None = None  # where packed conversations start, see GPT.loss
     padding_BxT: Array | None = None  # True where rows are filled up, see GPT.loss
@@ -218,12 +218,12 @@ def dot_product_attention(
         q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Array, mask_BxTxS: Array, *,
         scale: float | None = None, cap: float = 0.0, sinks_H: Array | None = None,
         dropout_rate: float = 0.0, key_B: Array | None = None) -> Array:
-    """For G = H: softmax(einsum('bthk,bshk->bhts', q, k) * scale) v over the keys that the mask
-    allows -> [B, T, H, K].
+    """Computes softmax(einsum('bthk,bshk->bhts', q, k) * scale) v (for G = H) over the keys that
+    the mask allows -> [B, T, H, K].
 
     Softmax is in float32. scale: K**-0.5 if not given. cap: of soft_cap; 0 is none. GQA: query head
     h attends to key head h // Q, Q = H / G; the Q heads of a group are folded into the time axis.
-    sinks_H: one more logit per head, whose probability goes nowhere. key_B: dropout keys of the
+    sinks_H: one more logit per head; its probability is dropped. key_B: dropout keys of the
     sequences, if any. Values may have another width than keys."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
@@ -260,7 +260,7 @@ def dot_product_attention(
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a query attends to the keys at its own position and before."""
+    """Multi-head attention; a query attends to the keys at its own position and before."""
     config: GPTConfig
     layer_type: str = 'full'  # a key of LAYER_TYPES
 
@@ -383,12 +383,13 @@ class GPT(nn.Module):
     def __call__(self, idx_BxT: Array, *, position_BxT: Array | None = None,
                  deterministic: bool = True, seq_id_B: Array | None = None,
                  logit_position_B: Array | None = None) -> Array:
-        """Logits of the token after each position, float32 [B, T, V].
+        """Computes the logits of the token after each position, float32 [B, T, V].
 
         position_BxT: position ids; 0 .. T-1 if not given. deterministic: False turns dropout on,
-        which needs rngs={'dropout': key}. seq_id_B: the ids of the sequences, by which dropout
-        draws; 0, 1, 2, ... if not given.
-        logit_position_B: logits of this one index into T of each sequence only, [B, 1, V]."""
+        and needs rngs={'dropout': key}. seq_id_B: the ids of the sequences, for dropout's random
+        numbers; 0, 1, 2, ... if not given.
+        logit_position_B: compute only the logits at this index into T of each sequence, [B, 1,
+        V]."""
         stream, _ = self.hidden(
             idx_BxT, position_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
         return self.head(stream.x_BxTxD, logit_position_B, training=False)
@@ -402,12 +403,12 @@ class GPT(nn.Module):
     def loss(self, idx_BxT: Array, targets_BxT: Array, *, loss_chunk: int = 0,
              deterministic: bool = True, seq_id_B: Array | None = None,
              start_BxT: Array | None = None, padding_BxT: Array | None = None) -> Array:
-        """Cross-entropy of each target, float32 [B, T].
+        """Computes the cross-entropy of each target, float32 [B, T].
 
-        loss_chunk: logits are materialized for this many positions at a time, which must divide T;
-        0 is all.
-        start_BxT: in rows packed with conversations, where that of each token starts: it attends to
-        this conversation alone, and its position is counted from there.
+        loss_chunk: materialize the logits of this many positions at a time; must divide T; 0 is
+        all.
+        start_BxT: in rows packed with conversations, the start of each token's conversation: the
+        token attends only to this conversation, and its position is counted from there.
         padding_BxT: True for tokens that only fill up their row; they do not balance experts."""
         stream, _ = self.hidden(
             idx_BxT, deterministic=deterministic, seq_id_B=seq_id_B, start_BxT=start_BxT,
@@ -446,7 +447,7 @@ class GPT(nn.Module):
         call = create_call(
             idx_BxT, position_BxT, seq_id_B=seq_id_B, start_BxT=start_BxT, padding_BxT=padding_BxT)
         if self.is_initializing():
-            call = call.replace(in_order=False)  # one token, for which there is no kernel
+            call = call.replace(in_order=False)  # no kernel is for a single token
         stream = self.embed(idx_BxT, call)
 
         # all blocks in one compiled loop
@@ -473,16 +474,16 @@ class GPT(nn.Module):
 def attend(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Array, call: Call,
            key_position_BxS: Array | None = None, *, scale: float,
            sinks_H: Array | None = None) -> Array:
-    """A layer's attention by the best of three ways to compute the same -> [B, T, H, K].
+    """Computes a layer's attention by the best of three equivalent ways -> [B, T, H, K].
 
-    - Training, and other calls without a KV cache: the keys are those of the call itself, so that
-      the kernel that choose_attention (jax_devices) has put into config.attention masks by index.
-    - A piece of a long prompt with its KV cache: blockwise, which never materializes all scores.
-    - Otherwise the plain formula: training with attention='xla', and every decode step, where there
-      are few queries, and keys are slots of the cache, whose positions decide what is masked.
+    - Training, and other calls without a KV cache: the keys come from the call itself, so the
+      kernel in config.attention (see choose_attention, jax_devices) masks by index.
+    - A piece of a long prompt with its KV cache: blockwise, without materializing all scores.
+    - Otherwise the plain formula: training with attention='xla', and every decode step. There are
+      few queries then, the keys are slots of the cache, and the mask uses their positions.
 
-    key_position_BxS: positions of keys in a KV cache; None: the keys are those of the call. The
-    rest as in dot_product_attention."""
+    key_position_BxS: positions of keys in a KV cache; None: the keys come from the call. The rest
+    as in dot_product_attention."""
     config, layer_type = module.config, module.layer_type
     key_B = dropout_keys(module, call)
     T, S = q_BxTxHxK.shape[1], k_BxSxGxK.shape[1]
@@ -515,7 +516,7 @@ def attention_mask(config: GPTConfig, layer_type: str, call: Call,
     if key_position_BxS is None:
         key_position_BxS = call.position_BxT
     elif has_ring_cache(config, layer_type) and not limits:
-        limits = {'window': config.block_size}  # what the ring still holds beyond it is not seen
+        limits = {'window': config.block_size}  # older keys in the ring are not seen
     mask_BxTxS = causal_mask(
         key_position_BxS[:, None, :], call.position_BxT[:, :, None], **limits)
     if call.start_BxT is None:
@@ -539,21 +540,22 @@ def record_attention(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, call
 # -----------------------------------------------------------------------------
 # KV cache: which token is in which slot, how it is written, read, made and enlarged
 #
-# THE SLOT RULE. A layer's cache has S slots. The token at position p is in slot p, or, where
-# has_ring_cache, in slot p % S: a ring buffer, which is the same until the ring is full. So a slot
-# tells the position that it holds, and the mask that training has (attention_mask: causal, and the
-# layer's window) hides what a query must not see: slots that are not written yet hold later
-# positions than any query.
+# THE SLOT RULE. A layer's cache has S slots. The token at position p is in slot p. With
+# has_ring_cache it is in slot p % S: a ring buffer; both are the same until the ring is full. So
+# the number of a slot gives its position, and training's mask (attention_mask: causal, with the
+# layer's window) also works here: an unwritten slot has a later position than any query, and is
+# masked.
 #
 #     position     0  1  2  3  4  5  6  7  8           S = 4, a ring; the newest token is at 8
 #     slot         0  1  2  3  0  1  2  3  0           slots hold the positions 8 5 6 7
 #
 # Prompts of different lengths are padded on the right and need no bookkeeping: a padding token has
-# the position PAD, which is later than every query (masked) and outside of the cache (not written).
+# the position PAD. It is later than every query (masked) and outside of the cache (not written).
 #
 # A layer's cache is a dict {name: array [B, G, S, K]}, usually of 'k' and 'v'; latent attention has
-# 'latent' and 'rope'. int8 and float8 caches have a scale per vector, {name_scale: [B, G, S]}. Heads
-# come before slots, because a head's keys are then one piece of memory (docs/lab_log.md#kv-cache).
+# 'latent' and 'rope'. int8 and float8 caches have a scale per vector, {name_scale: [B, G, S]}.
+# Heads come before slots, because a head's keys are then one piece of memory
+# (docs/lab_log.md#kv-cache).
 
 CACHE_DTYPES = {
     'float32': jnp.float32, 'bfloat16': jnp.bfloat16, 'float16': jnp.float16,
@@ -571,8 +573,8 @@ PIECE = 512  # most tokens of a prompt that are prefilled at a time
 def has_ring_cache(config: GPTConfig, layer_type: str) -> bool:
     """Tells whether a layer's cache is a ring of its attention span.
 
-    It is where positions may exceed the span, so that keys are overwritten: in layers with a
-    window or chunks, and with RoPE, whose positions continue past block_size."""
+    It is a ring if positions may exceed the span, so that keys are overwritten: in layers with a
+    window or chunks, and with RoPE, because its positions continue past block_size."""
     return bool(span_limits(config, layer_type)) or config.position == 'rope'
 
 
@@ -580,8 +582,8 @@ def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dic
                     position_BxT: Array) -> tuple[dict, Array, dict]:
     """Writes the keys and values of this call, new_kv {name: [B, T, G, K]}, to a layer's cache.
 
-    Returns (what the queries attend to, {name: [B, S, G, K]}; the positions of these keys [B, S];
-    the new cache)."""
+    Returns (keys and values for the queries, {name: [B, S, G, K]}; the positions of the keys [B,
+    S]; the new cache)."""
     if has_ring_cache(config, layer_type):
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     # slot == position
@@ -655,7 +657,7 @@ def read_cache(cache: dict, dtype: str) -> dict:
 
 
 def held_dtype(cache: Array) -> np.dtype:
-    """Returns the dtype of what an array of the cache holds: that of floats stored as bits."""
+    """Returns the dtype of the values in an array of the cache, which may store floats as bits."""
     for held, stored in STORED_AS.items():
         if stored == cache.dtype:
             return jnp.dtype(held)
@@ -689,7 +691,7 @@ def scatter_to_slots(cache_BxGxS: Array, x_BxTxG: Array, slot_BxT: Array) -> Arr
 # --- the caches of all layers: their sizes, new ones, larger ones
 
 def cache_entry_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
-    """Returns {name: (heads, width)} of what a layer's cache holds per token."""
+    """Returns {name: (heads, width)} of the entries of a layer's cache for a token."""
     if config.mla:
         return {'latent': (1, config.mla.kv_rank), 'rope': (1, config.mla.rope_dim)}
     return {'k': (config.kv_heads, config.head_width), 'v': (config.kv_heads, config.head_width)}
@@ -765,8 +767,8 @@ def select_rows(cache: dict, rows_B: Array) -> dict:
 # -----------------------------------------------------------------------------
 # parameters: new ones, and counts
 
-# The sets of weights that a run may have, by name. It has the first and those that it keeps; the
-# last that it has is the model.
+# The sets of weights that a run may have, by name. A run always has the first. The last set that it
+# has is the model.
 WEIGHTS = ('params', 'ema')
 
 
@@ -776,8 +778,8 @@ def init_params(rng: Array, config: GPTConfig) -> dict:
 
 
 def without_tables(params: dict) -> dict:
-    """The parameters by which activations are multiplied: all but wpe, and wte if lm_head is a
-    matrix of its own."""
+    """Selects the parameters that multiply activations: all except wpe, and except wte if lm_head
+    is a separate matrix."""
     tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)
     return {name: part for name, part in params.items() if name not in tables}
 
@@ -867,7 +869,7 @@ POSITIONS = ('learned', 'rope')
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How RoPE's frequencies change for sequences longer than those of pretraining, see
+    """The change of RoPE's frequencies for longer sequences than in pretraining, see
     rope_inv_freq."""
     kind: str  # one of ROPE_SCALINGS
     factor: float  # context extension factor
@@ -885,7 +887,7 @@ class RopeScaling:
 
 
 def rope_inv_freq(theta: float, width: int, scaling: RopeScaling | None = None) -> np.ndarray:
-    """Radians per position by which RoPE rotates each of the width / 2 pairs, numpy.
+    """Returns RoPE's rotation in radians per position for each of the width / 2 pairs, numpy.
 
     scaling: a RopeScaling, None for theta^(-2 j / width)."""
     frequencies = theta ** (-np.arange(0, width, 2) / width)
@@ -986,9 +988,9 @@ def apply_positions(config: GPTConfig, layer_type: str, q_BxTxHxK: Array, k_BxTx
 class MLAConfig:
     """Sizes of multi-head latent attention, see LatentAttention."""
     q_rank: int  # rank of the query projection; 0 is full
-    kv_rank: int  # width of the latent, from which keys and values are projected
+    kv_rank: int  # width of the latent; keys and values are projections of it
     nope_dim: int  # width of the part of a query or key head without position
-    rope_dim: int  # width of the part with RoPE; all heads share that of the keys
+    rope_dim: int  # width of the part with RoPE; all heads share the keys' part
     v_dim: int  # width of a value head
 
 
@@ -1164,7 +1166,7 @@ class Router(nn.Module):
         if moe.normalize:
             weight_PxU /= weight_PxU.sum(-1, keepdims=True) + 1e-20
 
-        # balanced over the tokens of a sequence, without those that fill it up
+        # balanced over the tokens of a sequence, without padding
         padding_BxT = None if call is None else call.padding_BxT
         balance = balance_loss(
             expert_PxU.reshape(B, T, -1), score_PxE.reshape(B, T, E), padding_BxT)

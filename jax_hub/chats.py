@@ -453,9 +453,9 @@ OTHER_PROMPT = ('the tokens that ask for an answer are others than those before 
 
 
 def find_lost(tokenizer, chat, ids, counted):
-    """Returns warnings about a conversation, a list of sentences: the parts that the template leaves
-    out, so that a model is trained without them; and that the ids of the conversation do not begin
-    with the ids of the prompt for the last of the answers `counted`."""
+    """Returns warnings about a conversation, a list of sentences: the parts that the template
+    leaves out, so that a model is trained without them; and that the ids of the conversation do not
+    begin with the ids of the prompt for the last of the answers `counted`."""
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
              for part in parts_of(message)]
     left_out = left_out_parts(tokenizer, chat, parts)

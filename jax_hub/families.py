@@ -153,7 +153,8 @@ def smollm3_config(hf):
 
 
 def layers_with_rope(hf):
-    """Returns for each layer whether it has RoPE (no_rope_layers, by its name, says the reverse)."""
+    """Returns for each layer whether it has RoPE (no_rope_layers, by its name, says the
+    reverse)."""
     if len(hf.no_rope_layers) != hf.num_hidden_layers:
         raise UserError(f'no_rope_layers lists {len(hf.no_rope_layers)} of the '
                         f'{hf.num_hidden_layers} layers')
@@ -318,7 +319,8 @@ FAMILIES = {  # by model_type
 # RoPE, see modeling_rope_utils.py of transformers
 
 def rope_fields(hf, rope=None, width=None):
-    """Returns the fields rope_theta and rope_scaling of GPTConfig, and block_size if RoPE limits it.
+    """Returns the fields rope_theta and rope_scaling of GPTConfig, and block_size if RoPE limits
+    it.
 
     rope: RoPE's parameters, by default the same for all layers. width: the number of rotated
     channels, for families that may rotate a part of a head."""

@@ -1,5 +1,5 @@
-"""Entry point for untrusted folders: finds a model on this disk or on the hub, reads its config.json,
-and imports transformers without its model code."""
+"""Entry point for untrusted folders: finds a model on this disk or on the hub, reads its
+config.json, and imports transformers without its model code."""
 import contextlib
 import logging
 import os
@@ -36,8 +36,8 @@ LENGTHS = {
 
 
 # What transformers warns of and is settled here, by words of each: its class has other splits than
-# tokenizer.json, which counts; Mistral's split, see read_as_filed; keys of RoPE that nothing reads, and
-# names of keys of its own; Llama 4's published factors of RoPE.
+# tokenizer.json, which counts; Mistral's split, see read_as_filed; keys of RoPE that nothing reads,
+# and names of keys of its own; Llama 4's published factors of RoPE.
 SETTLED_WARNINGS = (
     '`tokenizer.json` is ByteLevel', 'incorrect regex pattern',
     'The tokenizer class you load from this checkpoint', 'Unrecognized keys in `rope_parameters`',
@@ -117,8 +117,8 @@ def path_inside(folder, name):
 # the config.json of a model
 
 def read_config_json(folder):
-    """Returns the content of the config.json of a folder, {} without one. Raises UserError for sizes
-    that would fill the memory with lists."""
+    """Returns the content of the config.json of a folder, {} without one. Raises UserError for
+    sizes that would fill the memory with lists."""
     path = path_inside(folder, 'config.json')
     config = read_json(path, optional=True)
     for part in (config, text_config(config)):

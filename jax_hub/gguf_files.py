@@ -1,5 +1,5 @@
-"""A model and its tokenizer as a GGUF file, llama.cpp's file of weights, settings and tokens in one.
-The package gguf has the names of tensors and of settings.
+"""A model and its tokenizer as a GGUF file, llama.cpp's file of weights, settings and tokens in
+one. The package gguf has the names of tensors and of settings.
 
 Reference: https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
 """

@@ -161,8 +161,8 @@ class HFTokenizer:
         self.special_ids |= added.keys() & {begin, end, *self.stop_tokens}
 
     def encode(self, text, begin=True):
-        """Returns the ids of a text, with the tokenizer's prefix unless begin is False. Its suffix is
-        left out, because the text goes on: more tokens are scored or generated."""
+        """Returns the ids of a text, with the tokenizer's prefix unless begin is False. Its suffix
+        is left out, because the text goes on: more tokens are scored or generated."""
         if self.has_letters_only:
             check_characters(text, self.ids)
         ids = self.tokenizer.encode(whole_characters(text), add_special_tokens=begin).ids
@@ -235,8 +235,8 @@ def read_folder(folder, is_copy=False):
     """Returns (Tokenizer, names of its special tokens, transformers' tokenizer) of a folder.
 
     The first is of the library tokenizers, the names are {'bos_token': text, ...}, and the last is
-    None for a folder that says all in tokenizer.json: an own BPE, or the copy in a run. is_copy: see
-    HFTokenizer. Raises UserError for what cannot be read, and for a link out of the folder."""
+    None for a folder that says all in tokenizer.json: an own BPE, or the copy in a run. is_copy:
+    see HFTokenizer. Raises UserError for what cannot be read, and for a link out of the folder."""
     paths = {name: path_inside(folder, name) for name in READ_FILES if '*' not in name}
     settings = read_json(paths['tokenizer_config.json'], optional=True)
     is_copy = is_copy or is_own_copy(settings)
@@ -304,9 +304,9 @@ def adds_none(settings, tokenizer):
 
 
 def complete(tokenizer, hf):
-    """Adds to the Tokenizer of a tokenizer.json the parts that only transformers knows: added tokens,
-    their flags, and the tokens around a text. If the class of transformers has another normalizer,
-    split, model or decoder than the file, the file's is used."""
+    """Adds to the Tokenizer of a tokenizer.json the parts that only transformers knows: added
+    tokens, their flags, and the tokens around a text. If the class of transformers has another
+    normalizer, split, model or decoder than the file, the file's is used."""
     for _, token in sorted(hf.backend_tokenizer.get_added_tokens_decoder().items()):
         tokenizer.add_tokens([token])
     tokenizer.post_processor = hf.backend_tokenizer.post_processor
@@ -494,9 +494,9 @@ def digest(content):
 
 
 def check_tokens(data, dataset, model, model_name, vocab_size):
-    """Returns the description of the tokenizer of a run that trains a pretrained model on a data set.
-    The arguments are the descriptions of both; the model's may be None (unknown). Raises UserError
-    unless their ids mean the same tokens."""
+    """Returns the description of the tokenizer of a run that trains a pretrained model on a data
+    set. The arguments are the descriptions of both; the model's may be None (unknown). Raises
+    UserError unless their ids mean the same tokens."""
     if model and same_tokens(data, model):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:

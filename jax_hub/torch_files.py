@@ -23,11 +23,11 @@ STORAGES = {
 
 
 def read_torch_checkpoint(path):
-    """Returns what torch.save wrote to `path`, with read-only numpy arrays in place of tensors; those
-    that shared memory still do.
+    """Returns what torch.save wrote to `path`, with read-only numpy arrays in place of tensors;
+    those that shared memory still do.
 
-    Raises UserError for a damaged file, for the format of torch before 1.6, and for a file that asks
-    for anything but containers, numbers, strings and tensors."""
+    Raises UserError for a damaged file, for the format of torch before 1.6, and for a file that
+    asks for anything but containers, numbers, strings and tensors."""
     try:
         with zipfile.ZipFile(path) as archive:
             # torch.save compresses nothing: a small file that is large in memory is not its work

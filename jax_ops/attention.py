@@ -87,9 +87,9 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
 
 
 def first_key_of(position, scores, start_BxT=None):
-    """Returns the first position that causal_mask allows for a query at this position. In packed rows
-    chunks begin with a conversation, so that a query may see up to `chunk` positions, counted back
-    from itself."""
+    """Returns the first position that causal_mask allows for a query at this position. In packed
+    rows chunks begin with a conversation, so that a query may see up to `chunk` positions, counted
+    back from itself."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
         # wherever the conversation began, a query sees at most this many positions
@@ -106,8 +106,8 @@ def first_key_of(position, scores, start_BxT=None):
 
 def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H=None,
                            dropout=NO_DROPOUT, start_BxT=None):
-    """Computes dot_product_attention of jax_transformer.py with the causal_mask of positions 0 .. T-1
-    -> [B, T, H, K]. On a mesh each device computes its heads of its sequences.
+    """Computes dot_product_attention of jax_transformer.py with the causal_mask of positions 0 ..
+    T-1 -> [B, T, H, K]. On a mesh each device computes its heads of its sequences.
 
     implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs).
     scores: a Scores. dropout: a Dropout. sinks_H: see dot_product_attention.
@@ -473,8 +473,8 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
 
     It takes 256 queries at a time, and blocks of n = 256 keys with a running softmax
     (arXiv:2205.14135): scores take [B, G, TQ, n], not [B, G, TQ, S], and blocks that the mask rules
-    out are skipped. In a cache of more than 2,048 slots n is 512: larger matmuls, 0.95 of the time for
-    4,096 tokens of SmolLM2."""
+    out are skipped. In a cache of more than 2,048 slots n is 512: larger matmuls, 0.95 of the time
+    for 4,096 tokens of SmolLM2."""
     B, T, H, K = q_BxTxHxK.shape
 
     def attend(queries):

@@ -91,8 +91,8 @@ def fusion_barrier(condition, f, otherwise, *args):
 
 
 def lane_terms(n, lanes, least, most):
-    """Returns the largest t from `least` to `most` such that lanes * t divides n, or None. A row of n
-    elements is then split into blocks, each summed as `lanes` sums of t terms side by side."""
+    """Returns the largest t from `least` to `most` such that lanes * t divides n, or None. A row of
+    n elements is then split into blocks, each summed as `lanes` sums of t terms side by side."""
     for terms in range(most, least - 1, -1):
         if n % (lanes * terms) == 0:
             return terms

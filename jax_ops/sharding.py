@@ -56,8 +56,8 @@ def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
 
 
 def current_mesh():
-    """Returns the mesh set by the caller (jax.set_mesh). None without one, inside shard_map (code for
-    one device), and under pmap (a mesh with other axes than AXES)."""
+    """Returns the mesh set by the caller (jax.set_mesh). None without one, inside shard_map (code
+    for one device), and under pmap (a mesh with other axes than AXES)."""
     mesh = jax.sharding.get_abstract_mesh()
     is_inside_shard_map = AxisType.Manual in mesh.axis_types
     if mesh.axis_names != AXES or is_inside_shard_map:

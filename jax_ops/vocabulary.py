@@ -94,8 +94,8 @@ def pad_rows(table, n_ranges):
 
 
 def lookup_range(rows_VxD, idx, start):
-    """Looks up table[idx]. The table has the rows of the ids start .. start + V - 1; all other ids give
-    zeros."""
+    """Looks up table[idx]. The table has the rows of the ids start .. start + V - 1; all other ids
+    give zeros."""
     row = idx - start
     is_here = (row >= 0) & (row < len(rows_VxD))
     return jnp.where(is_here[..., None], jnp.take(rows_VxD, row, axis=0, mode='clip'), 0)
@@ -128,9 +128,9 @@ def cross_entropy(logits_BxTxV, targets_BxT):
 
 
 def masked_cross_entropy(logits_BxTxV, targets_BxT):
-    """Computes optax.softmax_cross_entropy_with_integer_labels with a mask in place of a gather. The
-    gradient of a gather is a scatter, and XLA:GPU stores softmax(logits) in float32 for it (GPT-2's
-    step moves 68 GB instead of 56)."""
+    """Computes optax.softmax_cross_entropy_with_integer_labels with a mask in place of a gather.
+    The gradient of a gather is a scatter, and XLA:GPU stores softmax(logits) in float32 for it
+    (GPT-2's step moves 68 GB instead of 56)."""
     is_target_BxTxV = targets_BxT[..., None] == jnp.arange(logits_BxTxV.shape[-1])
     log_sum_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1)
     target_logit_BxT = jnp.where(is_target_BxTxV, logits_BxTxV, 0).sum(-1)
@@ -138,8 +138,8 @@ def masked_cross_entropy(logits_BxTxV, targets_BxT):
 
 
 class VocabParallel(nn.Module):
-    """Holds the table of an embedding or a head: in GPT the full table, in custom code a rank's part
-    (docs/parallelism.md#a-sharded-vocabulary-of-your-own).
+    """Holds the table of an embedding or a head: in GPT the full table, in custom code a rank's
+    part (docs/parallelism.md#a-sharded-vocabulary-of-your-own).
 
     The rows of a table [num_embeddings, embedding_dim] are sharded over tp_size ranks: rank r has
     the n_rows ids from r * n_rows on, n_rows = ceil(num_embeddings / tp_size), padded with rows of

@@ -209,8 +209,8 @@ class Lease:
                 self.confirm()
 
     def close(self):
-        """Gives the lease back, if no other run has taken it. If the bucket does not answer, it runs
-        out."""
+        """Gives the lease back, if no other run has taken it. If the bucket does not answer, it
+        runs out."""
         if self.ended.is_set():
             return
         self.ended.set()
@@ -231,8 +231,8 @@ def bucket_run(url):
 
 
 class BucketRun:
-    """The folder of a run in a bucket, with the methods of DiskRun in checkpoints.py, which says what
-    they do.
+    """The folder of a run in a bucket, with the methods of DiskRun in checkpoints.py, which says
+    what they do.
 
     `files` is a copy on this machine: config.json, metrics.jsonl, tokenizer/ and, of each complete
     checkpoint, SMALL. The run that holds the lease writes there and uploads."""
@@ -327,8 +327,8 @@ class BucketRun:
 
     def write_checksums(self):
         """Writes checksums.json, {file: [size, CRC-32C]} from the bucket, into the checkpoint that
-        only lacks its commit. The files of the run are written first, so that a committed checkpoint
-        has its metrics.
+        only lacks its commit. The files of the run are written first, so that a committed
+        checkpoint has its metrics.
 
         Orbax calls it in one process, and drops the checkpoint if this raises."""
         self.upload()

@@ -25,8 +25,8 @@ from jax_transformer import WEIGHTS, GPTConfig
 
 FORMAT = 1  # of checkpoints
 
-# The folders of a checkpoint, each set of weights one, so that sampling can restore one alone; those
-# that a model needs; and the name of a checkpoint that Orbax is writing, in ATOMIC_RENAME.
+# The folders of a checkpoint, each set of weights one, so that sampling can restore one alone;
+# those that a model needs; and the name of a checkpoint that Orbax is writing, in ATOMIC_RENAME.
 ITEMS = (*WEIGHTS, 'opt_state', 'meta', 'metrics')
 MODEL_ITEMS = (*WEIGHTS, 'meta', 'metrics')
 UNFINISHED = '*.orbax-checkpoint-tmp'
@@ -40,8 +40,8 @@ SAVE_SECONDS = 10**6
 
 
 def run_folder(out_dir):
-    """Returns the folder of a run: a DiskRun, or for gs://bucket/run a BucketRun, which has the same
-    methods. Raises UserError for a URL that is neither, and a bucket that cannot be read."""
+    """Returns the folder of a run: a DiskRun, or for gs://bucket/run a BucketRun, which has the
+    same methods. Raises UserError for a URL that is neither, and a bucket that cannot be read."""
     if is_in_bucket('out_dir', out_dir):
         from jax_run.buckets import bucket_run
         return bucket_run(str(out_dir))
@@ -352,8 +352,8 @@ def read_data_since(step):
 
 
 def describe_checkpoint(out_dir, step, meta):
-    """Returns what names a checkpoint in a result: its iteration, and digests of its manifest and of
-    the files of each item. meta: its metadata."""
+    """Returns what names a checkpoint in a result: its iteration, and digests of its manifest and
+    of the files of each item. meta: its metadata."""
     path = run_folder(out_dir).files / 'ckpt' / str(step) / 'checksums.json'
     try:
         sums = read_json(path, optional=True)

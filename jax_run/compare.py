@@ -82,8 +82,8 @@ def read_run(folder, x):
 
 
 def read_manifest(files):
-    """Returns the manifest of the latest checkpoint of a run, None if there is none, as of an earlier
-    version."""
+    """Returns the manifest of the latest checkpoint of a run, None if there is none, as of an
+    earlier version."""
     for step in list_steps(files / 'ckpt'):
         try:
             return read_json(files / 'ckpt' / str(step) / 'meta' / 'metadata').get('manifest')

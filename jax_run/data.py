@@ -260,7 +260,8 @@ def load_ends(path, n_tokens):
 
 def parse_mixture(dataset, root=None):
     """Returns {folder: fraction} for the flag --dataset: a folder, by its name under `root` or its
-    path (see dataset_folder), or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
+    path (see dataset_folder), or a mixture such as 'web:0.7,code:0.3'. Raises UserError for
+    anything else."""
     # one data set: without a colon, except in a URL or in the name of a folder
     is_one = dataset.count(':') == dataset.count('://')
     is_url = is_in_bucket('dataset', dataset)  # of a mixture it is fetched below
@@ -285,8 +286,9 @@ def parse_mixture(dataset, root=None):
 
 
 def dataset_folder(name, root=None):
-    """Returns the folder of a data set, given its path, or its name under `root` (without one: under
-    data/, see find_shipped). gs://bucket/folder is copied to this machine, if it is not there yet."""
+    """Returns the folder of a data set, given its path, or its name under `root` (without one:
+    under data/, see find_shipped). gs://bucket/folder is copied to this machine, if it is not there
+    yet."""
     if not is_in_bucket('dataset', name):
         return Path(root) / name if root else find_shipped('data', name)
     from jax_run.buckets import fetch_dataset

@@ -89,8 +89,8 @@ def check_checksum(lora, crc):
 # runs, with and without LoRA
 
 def load_start_weights(source, config, layout, change=None):
-    """Loads the first parameters of a run, as load_weights does: of a pretrained model, or of a run's
-    checkpoint in out_dir/ckpt/ITERATION, with LoRA's updates merged."""
+    """Loads the first parameters of a run, as load_weights does: of a pretrained model, or of a
+    run's checkpoint in out_dir/ckpt/ITERATION, with LoRA's updates merged."""
     if not is_checkpoint(source):
         return load_weights(source, config, layout, change)
 
@@ -125,8 +125,8 @@ def load_run(out_dir, which='best', layout=None, base=''):
 
 
 def load_updates(out_dir, which='best', base=''):
-    """Loads the updates of a LoRA run, for save_adapter: (config, updates in the memory of the host,
-    the LoRA entry of the checkpoint, metadata).
+    """Loads the updates of a LoRA run, for save_adapter: (config, updates in the memory of the
+    host, the LoRA entry of the checkpoint, metadata).
 
     The arguments are load_run's. Raises UserError for a run without LoRA, for a model that peft
     cannot load, and for a model that has moved or changed, because peft adds an adapter to any

@@ -256,8 +256,8 @@ def describe_shortly(file):
 
 
 def find_changes(before, now):
-    """Compares two `data` of manifests. Returns the differences as a list of texts. Names of folders
-    do not count."""
+    """Compares two `data` of manifests. Returns the differences as a list of texts. Names of
+    folders do not count."""
     if len(before) != len(now):
         return [f'{len(before)} data sets before, {len(now)} now']
     changes = []
@@ -342,8 +342,8 @@ def digest(value):
 
 @functools.cache
 def digest_sources():
-    """Returns {path: digest} of the source files of this process. The line ends of a checkout do not
-    matter."""
+    """Returns {path: digest} of the source files of this process. The line ends of a checkout do
+    not matter."""
     root = Path(__file__).parents[1]
     paths = [*root.glob('train_jax.py'), *root.glob('jax_*.py'), *root.glob('jax_*/*.py')]
     sources = {}

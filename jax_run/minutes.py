@@ -13,8 +13,8 @@ FEW = 50  # iterations below which a line says so
 
 
 def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock, stop):
-    """Times training steps and an evaluation. Returns how many iterations fit into the run's minutes,
-    counted from clock.started. All processes call this and get the same number.
+    """Times training steps and an evaluation. Returns how many iterations fit into the run's
+    minutes, counted from clock.started. All processes call this and get the same number.
 
     state: like that of the run; it is used up. step: the compiled step. make_batch: a function of
     an iteration. evaluate: one of a state. clock: a Stopwatch. stop: a StopSignal, of this
@@ -53,8 +53,9 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
 
 
 def say_if_few_iterations(flags, source, seconds):
-    """Prints how many iterations fit if they are fewer than FEW, and what used up the time. flags: of a
-    run whose iterations were measured. source: of the training data. seconds: since the start."""
+    """Prints how many iterations fit if they are fewer than FEW, and what used up the time. flags:
+    of a run whose iterations were measured. source: of the training data. seconds: since the
+    start."""
     n = flags['max_iters']
     if n >= FEW:
         return

@@ -1,12 +1,12 @@
-"""The model of a run: a config from flags, flags from the config of a trained model, and the changes
-that a run may make."""
+"""The model of a run: a config from flags, flags from the config of a trained model, and the
+changes that a run may make."""
 import dataclasses
 
 from jax_flags import UserError
 from jax_transformer import GPTConfig
 
-# the flags of the architecture. A resume may not change them, except block_size if positions are not
-# learned.
+# the flags of the architecture. A resume may not change them, except block_size if positions are
+# not learned.
 MODEL_FLAGS = {
     'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'norm', 'position', 'n_kv_head', 'qk_norm',
     'layer_types', 'window', 'mlp', 'n_inner', 'tied_head', 'n_expert', 'n_expert_used'}

@@ -52,8 +52,8 @@ def train(config='', **flags):
 
 
 def compare(folders, x='iterations'):
-    """Prints a table of runs, the best first, and returns a figure of their curves for the notebook to
-    show; see compare_runs."""
+    """Prints a table of runs, the best first, and returns a figure of their curves for the notebook
+    to show; see compare_runs."""
     shell = notebook()
     if shell:
         from IPython.core.pylabtools import select_figure_formats

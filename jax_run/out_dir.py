@@ -84,9 +84,9 @@ class OutDir:
         return self.is_ending or bool(self.checkpoints and self.checkpoints.is_saving_in_progress())
 
     def save(self, iter_num, state, best_val_loss, val_loss=None, *, is_last=False):
-        """Saves a checkpoint of this iteration, except the iteration at which the run began: that one
-        is saved already, or has trained nothing. is_last: whether none follows. Raises UserError if
-        the parameters are not finite."""
+        """Saves a checkpoint of this iteration, except the iteration at which the run began: that
+        one is saved already, or has trained nothing. is_last: whether none follows. Raises
+        UserError if the parameters are not finite."""
         run = self.run
         self.is_ending = is_last
         if iter_num == run.iter_num:
@@ -105,8 +105,8 @@ class OutDir:
         save_checkpoint(self.checkpoints, iter_num, state, val_loss=val_loss, meta=meta)
 
     def record_val_loss(self, iter_num, val_loss):
-        """Writes metrics to the place of the run. The checkpoint of the resume becomes a candidate for
-        the best, because a signal may have saved it without an evaluation."""
+        """Writes metrics to the place of the run. The checkpoint of the resume becomes a candidate
+        for the best, because a signal may have saved it without an evaluation."""
         if self.metrics_log:
             self.folder.upload()
         is_of_these_data = data_since(self.manifest) < iter_num
@@ -124,7 +124,8 @@ class OutDir:
         wandb may be unreachable, data may be truncated. Not with several processes, because the
         others wait for the one that has failed.
 
-        what: the name of the block, for the message. state: of the end of iteration iter_num - 1."""
+        what: the name of the block, for the message. state: of the end of iteration iter_num -
+        1."""
         try:
             yield
         except NotFinite:

@@ -1,5 +1,5 @@
-"""A run that starts from another model's weights, and the samples that a run makes of its own model.
-Training from scratch without --sample_prompt needs neither, and does not import this."""
+"""A run that starts from another model's weights, and the samples that a run makes of its own
+model. Training from scratch without --sample_prompt needs neither, and does not import this."""
 import dataclasses
 import os
 
@@ -103,8 +103,8 @@ def create_sampler(prompt, model, device):
 
 
 def sample_while_training(sampler, state, lora, prompt, seed):
-    """Returns the beginning of the first sample that sample_jax.py would give with the parameters of
-    this TrainState, which do not change. All processes call this, and all get the text.
+    """Returns the beginning of the first sample that sample_jax.py would give with the parameters
+    of this TrainState, which do not change. All processes call this, and all get the text.
 
     lora: the LoRA entry of the checkpoint."""
     # the parameters as decoding reads them, on one device

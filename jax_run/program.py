@@ -1,6 +1,6 @@
-"""What runs on the devices, put together in one place: a config with its kernels chosen for a Layout,
-the optimizer, and the compiled steps. train_jax.py, bench_jax.py and tools/plan.py call it; decoding
-takes config_for_decoding (jax_devices/choose.py)."""
+"""What runs on the devices, put together in one place: a config with its kernels chosen for a
+Layout, the optimizer, and the compiled steps. train_jax.py, bench_jax.py and tools/plan.py call it;
+decoding takes config_for_decoding (jax_devices/choose.py)."""
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple

@@ -22,8 +22,8 @@ def restore_run(out_dir, which, layout, base):
 
 
 def restore_params(out_dir, step, config, meta, layout):
-    """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run, where
-    `layout` puts them: of several sets of weights, as with --ema, the last. config, meta: the
+    """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run,
+    where `layout` puts them: of several sets of weights, as with --ema, the last. config, meta: the
     model's config and its metadata. Raises UserError if they make no model, or if it does not
     fit."""
     try:

@@ -20,8 +20,8 @@ def digest_flags(flags, title, prompts):
 
 
 def split_rows(prompts, num_samples, batch_size, done=()):
-    """Returns batches of at most batch_size rows (number of the prompt, number of its sample) that are
-    not done. Rows of similar length share a batch; within it they are in order."""
+    """Returns batches of at most batch_size rows (number of the prompt, number of its sample) that
+    are not done. Rows of similar length share a batch; within it they are in order."""
     rows = [(number, index) for number in range(len(prompts)) for index in range(num_samples)]
     rows = [row for row in rows if row not in done]
     rows.sort(key=lambda row: len(prompts[row[0]]))  # stable

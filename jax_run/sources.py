@@ -163,9 +163,9 @@ class Windows:
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray] | None:
         """Draws a batch: of the sequences of these numbers, those at the indices `rows`.
 
-        Returns a batch as read() does. Weights have a mean of 1 over all `numbers`. So the mean of the
-        weighted losses is the mean over the tokens that count, for every split into micro-batches and
-        over devices. None if no token counts."""
+        Returns a batch as read() does. Weights have a mean of 1 over all `numbers`. So the mean of
+        the weighted losses is the mean over the tokens that count, for every split into
+        micro-batches and over devices. None if no token counts."""
         places = self.locate(numbers)
         batch = self.read(places[rows])
         if 'weight' not in batch:
@@ -182,7 +182,8 @@ class Windows:
         return np.arange(n_rows) * last // max(1, n_rows - 1)
 
     def evaluation(self, n_rows: int, token_bytes: np.ndarray | None = None) -> Evaluation:
-        """Chooses the n_rows sequences that every evaluation reads, and counts their tokens and bytes.
+        """Chooses the n_rows sequences that every evaluation reads, and counts their tokens and
+        bytes.
 
         token_bytes: the bytes of each token id, for bits per byte; None without these. Raises
         UserError if none of the tokens counts."""

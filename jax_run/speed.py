@@ -13,7 +13,8 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
     """Returns lines on the time of compilation, prefill and decoding, and on the bandwidth: a
     decode step reads all weights and the KV cache.
 
-    started: time.perf_counter() when the script started. imports_s: seconds that its imports took."""
+    started: time.perf_counter() when the script started. imports_s: seconds that its imports
+    took."""
     # sums over all generations
     laps = []
     n_new, n_samples, prefill_s = 0, 0, 0
@@ -122,8 +123,8 @@ def bytes_read_per_step(params, config, n_tokens):
 
 
 def tokens_per_step(result):
-    """Returns how many tokens a decode step of a GenerationResult computed on average, with all rows
-    and drafts."""
+    """Returns how many tokens a decode step of a GenerationResult computed on average, with all
+    rows and drafts."""
     return len(result.lengths) + result.drafted / max(1, result.steps)
 
 

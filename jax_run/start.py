@@ -54,8 +54,8 @@ NOT_RESUMED = (
     'device', 'overwrite', 'eval_only', 'verify', 'out_dir', 'coordinator_address', 'num_processes',
     'process_id', 'profile', 'base')
 
-# removed flags of earlier versions, and their values for off; LAST_COMMIT is the last commit that has
-# them
+# removed flags of earlier versions, and their values for off; LAST_COMMIT is the last commit that
+# has them
 REMOVED = {'embedding_lr': 1.0, 'head_lr': 1.0, 'vector_lr': 1.0}
 REMOVED_OPTIMIZERS = ('normuon',)
 LAST_COMMIT = 'af04d36'
@@ -346,8 +346,8 @@ def choose_init_from(flags):
 
 
 def check_training_flags(flags, given):
-    """Raises UserError for flags that are out of range, and warns of odd ones and of ones without an
-    effect."""
+    """Raises UserError for flags that are out of range, and warns of odd ones and of ones without
+    an effect."""
     for name, why in (('compile', 'JAX always compiles'),
                       ('backend', 'JAX chooses how devices communicate')):
         if name in given:
@@ -373,11 +373,11 @@ def with_whole_schedule(flags):
 
 
 def merge_resumed_flags(flags, given, saved):
-    """Returns the flags of a resumed run: `saved` in its checkpoint, overridden by `given` now. With
-    another batch_size it continues elsewhere in the data.
+    """Returns the flags of a resumed run: `saved` in its checkpoint, overridden by `given` now.
+    With another batch_size it continues elsewhere in the data.
 
-    flags: of read_flags, for flags that the checkpoint lacks and for NOT_RESUMED. Raises UserError if
-    the given flags ask for another optimizer or architecture."""
+    flags: of read_flags, for flags that the checkpoint lacks and for NOT_RESUMED. Raises UserError
+    if the given flags ask for another optimizer or architecture."""
     out_dir = flags['out_dir']
     check_removed_flags(out_dir, saved)
     kept = {'lora_rank': 0, 'quantize': ''}  # not saved by the first versions

@@ -1,5 +1,5 @@
-"""--verify: trains again from one kept checkpoint of a run to the next, and compares the result with
-the run's own: every bit of the weights and of the optimizer's state, and each loss of
+"""--verify: trains again from one kept checkpoint of a run to the next, and compares the result
+with the run's own: every bit of the weights and of the optimizer's state, and each loss of
 metrics.jsonl."""
 import dataclasses
 import hashlib
@@ -18,8 +18,8 @@ from jax_run.manifest import (
 from jax_run.restore import OnHost, restore_run
 from jax_run.start import start_state
 
-# By how much losses may differ where another kind of machine computes: some ten times as much as was
-# measured over 200 iterations, because a difference grows with them (docs/runs.md, Verify).
+# By how much losses may differ where another kind of machine computes: some ten times as much as
+# was measured over 200 iterations, because a difference grows with them (docs/runs.md, Verify).
 BOUND = 0.02
 
 
@@ -129,8 +129,8 @@ def find_intervals(run, folder):
 
 
 def can_start(run):
-    """Whether the first state of a run can be made again: from the seed, or from the base of LoRA. A
-    run that began from another pretrained model does not know it any more."""
+    """Whether the first state of a run can be made again: from the seed, or from the base of LoRA.
+    A run that began from another pretrained model does not know it any more."""
     start = (run.resumed.get('manifest') or {}).get('start')
     return start == 'scratch' or bool(run.model.lora)
 
@@ -268,7 +268,8 @@ def compare_states(state, kept):
 
 
 def digest_weights(out_dir):
-    """Returns a digest of the weights of the latest checkpoint of a run, which no layout changes."""
+    """Returns a digest of the weights of the latest checkpoint of a run, which no layout
+    changes."""
     _, params, _, _ = restore_run(out_dir, 'latest', OnHost, '')
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -28,7 +28,8 @@ PRIVATE = ('jaxlib.', 'jax._src.', 'jax.interpreters.', 'jax.extend.', 'jax.lib.
 
 
 def source_files():
-    """All Python files of the repository: those that git tracks, and new ones that it does not ignore."""
+    """All Python files of the repository: those that git tracks, and new ones that it does not
+    ignore."""
     command = ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard', '*.py']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode:
@@ -146,8 +147,8 @@ def test_test_modules_share_code_through_common_only():
 
 
 # -----------------------------------------------------------------------------
-# guidelines (CONTRIBUTING.md): printed, and failing for gross values only. `python -m pytest -n 0 -s
-# tests/test_source.py -k printed` shows them.
+# guidelines (CONTRIBUTING.md): printed, and failing for gross values only. `python -m pytest -n 0
+# -s tests/test_source.py -k printed` shows them.
 
 GROSS = {'lines of a function': 120, 'parameters of a function': 20, 'columns': 120}
 
@@ -194,8 +195,8 @@ def test_the_length_of_lines_is_printed():
 
 
 def count_tokens(path):
-    """The number of Python's tokens in a file, without comments, docstrings, ends of lines, and the types of
-    parameters and results."""
+    """The number of Python's tokens in a file, without comments, docstrings, ends of lines, and the
+    types of parameters and results."""
     text = path.read_text(encoding='utf-8')
     nodes = list(ast.walk(ast.parse(text)))
     docs = [node for node in nodes
@@ -291,8 +292,9 @@ finally:
 
 
 def trace(script, *args):
-    """(the files, the functions, without lambdas and comprehensions, that a run of a script executes; the tokens of the
-    modules of the product that are loaded then, the script's own included)."""
+    """(the files, the functions, without lambdas and comprehensions, that a run of a script
+    executes; the tokens of the modules of the product that are loaded then, the script's own
+    included)."""
     done = subprocess.run([sys.executable, '-c', TRACE, str(ROOT), script, *map(str, args)], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -307,7 +309,7 @@ def test_the_files_that_a_run_goes_through_are_printed(tmp_path):
     out = f'--out_dir={tmp_path / "out"}'
     way = ['two iterations of training', *trace(
         'train_jax.py', *MODEL, *SHORT, f'--dataset={tmp_path / "data"}', out, '--max_iters=2')]
-    assert_way(*way, at_most=(24, 270, 62_000), goal=(20, 200, 62_000))
+    assert_way(*way, at_most=(24, 275, 62_000), goal=(20, 200, 62_000))
     way = ['a sample of four tokens', *trace(
         'sample_jax.py', out, '--device=cpu', '--max_new_tokens=4', '--num_samples=1', '--start=ABC')]
     assert_way(*way, at_most=(21, 215, 55_000), goal=(18, 165, 54_000))
