@@ -656,7 +656,7 @@ def test_a_server_that_cannot_be_is_refused(finished):
             (['--host=a'], 'nothing reads host=a without a server'),
             ([f'--serve={free_port()}', '--host=999.1.1.1'], 'cannot listen on 999.1.1.1'),
             ([f'--serve={free_port()}', '--host=8.8.8.8'], 'cannot listen on 8.8.8.8'),
-            ([f'--serve={free_port()}', '--system=a'], 'no chat template, which --chat and --system need')]:
+            ([f'--serve={free_port()}', '--system=a'], 'no chat template; data.chat.prepare.py --template=plain')]:
         assert_refused(sample(finished[0], *flags), message)
 
 
