@@ -47,10 +47,11 @@ LARGEST_BIAS = 32
 
 class Controls(struct.PyTreeNode):
     """What compiled functions read of a Sampling: other numbers do not recompile. None is off, and
-    its computation is not compiled."""
+    its computation is not compiled. Where rows differ, a control is an array [B, 1]."""
     n_vocab: int = struct.field(pytree_node=False)  # only ids below it
-    stop_tokens: Any = ()  # int32 [n]; another number of them does recompile
+    stop_tokens: Any = ()  # int32 [n] or [B, n]; another number of them does recompile
     temperature: Any = None  # None is greedy
+    is_greedy: Any = None  # bool [B, 1] beside a temperature: rows that are greedy all the same
     top_k: Any = None
     top_p: Any = None
     min_p: Any = None
@@ -75,6 +76,36 @@ def create_controls(config, sampling):
     return Controls(n_vocab, **controls)
 
 
+def stack_controls(rows):
+    """Returns the Controls of a batch of rows that have these Controls; None is a row that is not
+    read. All have the same n_vocab."""
+    known = [row for row in rows if row]
+    stacked = {}
+    for name, control in CONTROLS.items():
+        values = [getattr(row, name, None) for row in rows]
+        if all(value is None for value in values):
+            continue
+        # in other rows it is off, to the bit: keep_largest keeps all tokens for an amount of 0,
+        # while of probabilities that sum to 1 rounding could cost the last
+        off = 0 if name == 'top_p' else control.off
+        filled_in = [off if value is None else value for value in values]
+        stacked[name] = np.array(filled_in, np.float32)[:, None]
+    if 'temperature' in stacked:
+        is_greedy = stacked['temperature'] == 0
+        stacked['is_greedy'] = is_greedy
+        stacked['temperature'] = np.where(is_greedy, np.float32(1), stacked['temperature'])
+
+    # stop tokens behind each other, then -1, which is no token
+    n_stop = max(len(row.stop_tokens) for row in known)
+    if n_stop:
+        stop_tokens = np.full((len(rows), power_of_two(n_stop)), -1, np.int32)
+        for b, row in enumerate(rows):
+            if row:
+                stop_tokens[b, :len(row.stop_tokens)] = row.stop_tokens
+        stacked['stop_tokens'] = stop_tokens
+    return Controls(known[0].n_vocab, **stacked)
+
+
 def sample_token(logits_BxV, key_B, controls):
     """One token id per row of float32 logits, [B]."""
     logits_BxV = sampling_logits(logits_BxV, controls)
@@ -84,7 +115,10 @@ def sample_token(logits_BxV, key_B, controls):
         def add_noise(logits_V, key):
             return logits_V + jax.random.gumbel(key, logits_V.shape, mode='high')
 
-        logits_BxV = jax.vmap(add_noise)(logits_BxV, key_B)
+        noisy_BxV = jax.vmap(add_noise)(logits_BxV, key_B)
+        if controls.is_greedy is not None:
+            noisy_BxV = jnp.where(controls.is_greedy, logits_BxV, noisy_BxV)
+        logits_BxV = noisy_BxV
     # the first of the largest (argmax); two plain reductions are faster on XLA:CPU
     is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
     return jnp.where(is_max_BxV, jnp.arange(controls.n_vocab), controls.n_vocab - 1).min(-1)
@@ -211,6 +245,8 @@ def append_logprobs(state, plain_BxV, logits_BxV, token_B, is_next_BxN, controls
         sampling_logprob_B = jnp.zeros_like(logprob_B)
     else:
         sampling_logprob_B = log_probability(sampling_logits(logits_BxV, controls), token_B)
+        if controls.is_greedy is not None:
+            sampling_logprob_B = jnp.where(controls.is_greedy[:, 0], 0, sampling_logprob_B)
     return state.replace(
         logprob_BxN=jnp.where(is_next_BxN, logprob_B[:, None], state.logprob_BxN),
         sampling_logprob_BxN=jnp.where(
@@ -257,9 +293,9 @@ def prefill_layer(params, cache, stream, idx_BxT, position_BxT, *, config, layer
 @functools.partial(
     jax.jit, static_argnames=('config', 'n_draft', 'use_cache'), donate_argnames='state')
 def decode(params, state, controls, n_end, max_length, n_slots, *, config, n_draft, use_cache):
-    """Generates until every row has n_end new tokens, is longer than max_length, or is done: one
-    compiled loop over one of the three steps below. Ends early when a row is longer than the
-    cache's n_slots, or when drafts are useless."""
+    """Generates until every row has n_end new tokens (a number or [B]), is longer than max_length,
+    or is done: one compiled loop over one of the three steps below. Ends early when a row is longer
+    than the cache's n_slots, or when drafts are useless."""
     def room(state):
         """Number of tokens that each row may still get."""
         new_tokens_B = n_end - state.n_generated_B
@@ -408,10 +444,14 @@ class Decoder:
         holds."""
         self.prefix_cache = prefix_cache
         if prefix_cache.drafts_are_useless:
-            self.n_draft = 0
+            self.drop_drafts()
         cache, self.n_slots, n_held = prefix_cache.take(tokens_T, self.cache_options)
         self.state = self.state.replace(cache=cache)
         return n_held
+
+    def drop_drafts(self):
+        """Decodes one token per row and step from now on."""
+        self.n_draft = 0
 
     def grow(self, needed, batch_size):
         """Makes room for `needed` slots in the cache, or makes a new one if there is none."""
@@ -449,18 +489,23 @@ class Decoder:
 
     def advance(self, n_new):
         """Adds n_new tokens to each row that has not ended, up to max_new_tokens in all, and
-        returns the GenerationResult so far.
+        returns the GenerationResult so far."""
+        self.n_end = min(self.n_end + n_new, self.sampling.max_new_tokens)
+        self.decode_until(self.n_end)
+        return copy_result(self.state, self.n_columns, self.sampling.max_new_tokens)
+
+    def decode_until(self, n_end):
+        """Continues each row that has not ended to n_end new tokens, a number or int32 [B].
 
         It takes several compiled loops if the cache grows, rows leave it, or drafts turn out
         useless."""
-        self.n_end = n_end = min(self.n_end + n_new, self.sampling.max_new_tokens)
         B = len(self.state.tokens_BxN)
         while True:
             # the lengths of the rows that go on
             is_active_B = np.array(self.state.n_generated_B) < n_end
             length_B = np.array(self.state.length_B)[is_active_B & ~np.array(self.state.done_B)]
             if len(length_B) == 0:
-                return copy_result(self.state, self.n_columns, self.sampling.max_new_tokens)
+                return
             # rows that are too long for the cache wait until no other row is left
             cached_B = length_B[length_B <= self.max_cached]
             use_cache = len(cached_B) > 0
@@ -474,11 +519,11 @@ class Decoder:
             # drafts that are useless end a compiled loop, and the next one has none
             drafted, accepted = int(self.state.drafted), int(self.state.accepted)
             if self.n_draft and drafts_are_useless(drafted, accepted, B):
-                self.n_draft = 0
+                self.drop_drafts()
             # one compiled loop; it may end before the rows do
             self.state = decode(
-                self.params, self.state, self.controls, np.int32(n_end), np.int32(max_length),
-                np.int32(n_slots), config=self.config,
+                self.params, self.state, self.controls, np.asarray(n_end, np.int32),
+                np.int32(max_length), np.int32(n_slots), config=self.config,
                 n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
 
     def end_rows(self, is_over_B):

@@ -536,7 +536,7 @@ def test_a_client_that_hangs_up_frees_the_model_within_a_token(of_run, slowly):
 
 
 def test_a_full_queue_is_429_until_a_client_in_it_hangs_up(finished, slowly):
-    with serving(finished[0], n_queued=2) as server, contextlib.ExitStack() as clients:
+    with serving(finished[0], n_queued=2, batch_size=1) as server, contextlib.ExitStack() as clients:
         first = clients.enter_context(open_request(server))
         wait_for('the first token', lambda: slowly.made)
         waiting = [clients.enter_context(open_request(server, max_tokens=3)) for _ in range(2)]
