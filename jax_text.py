@@ -26,8 +26,8 @@ from jax_flags import TextSampling, UserError, check_ranges, shows_fields
 from jax_generate import PrefixCache, Prompts, right_padded, score, start_rows
 from jax_hub.folders import local_path
 from jax_hub.tokenizers import (
-    CharTokenizer, decoder_kinds, describe_tokenizer, limit_vocabulary, load_tokenizer,
-    strip_partial_utf8)
+    CharTokenizer, check_template, decoder_kinds, describe_tokenizer, limit_vocabulary,
+    load_tokenizer, strip_partial_utf8)
 from jax_ops.decode_weights import (
     convert_params_for_decoding, order_columns_by_rank, transpose_kernels)
 from jax_ops.matmul import without_scales
@@ -393,8 +393,7 @@ class TextModel:
         Raises UserError for what the tokenizer or the chat template does not know."""
         # messages become a text by the chat template, which writes all special tokens
         if not isinstance(prompt, str):
-            if self.tokenizer.chat_template is None:
-                raise UserError('the model has no chat template')
+            check_template(self.tokenizer)
             return self.tokenizer.encode_chat(prompt, tools=tools, variables=chat_template_kwargs)
         ids = self.tokenizer.encode(prompt)
         if not ids:

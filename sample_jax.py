@@ -84,6 +84,7 @@ from jax_devices.processes import (
     check_agreement, exit_at_signals, gather_texts, initialize_distributed)
 from jax_devices.setup import configure_process
 from jax_generate import PrefixCache
+from jax_hub.tokenizers import check_template
 from jax_run.samples import SampleFile, digest_flags, split_rows
 from jax_text import Generation, load, rendered_prompt, warn_if_too_long
 from jax_run.speed import report_speed
@@ -183,8 +184,8 @@ model = load(
     device=cfg.device, dtype=cfg.dtype, quantize=cfg.quantize, tensor=cfg.tensor, expert=cfg.expert)
 if model.warning:
     note(model.warning)
-if (cfg.chat or cfg.system) and model.tokenizer.chat_template is None:
-    raise UserError('the model has no chat template, which --chat and --system need')
+if cfg.chat or cfg.system:
+    check_template(model.tokenizer)
 
 # how to sample: as the flags say; those that were not given, as the model's makers do
 header = model.title

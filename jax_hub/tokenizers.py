@@ -18,6 +18,7 @@ from jax_hub.folders import (
 AS_FILED = 'PreTrainedTokenizerFast'
 # settings of transformers' tokenizer that a copy keeps: they change no ids here
 KEPT_SETTINGS = ('split_special_tokens', 'padding_side', 'truncation_side', 'model_max_length')
+TEMPLATE_REMEDY = 'data/chat/prepare.py --template=plain makes data from which it learns one'
 LARGEST_ID = 2**22  # the largest vocabularies that are known have a million ids
 
 # files of a Hugging Face folder that tell of its tokenizer
@@ -70,6 +71,12 @@ def check_characters(text, known):
     if unknown:
         raise UserError('the prompt has characters that the model does not know: '
                         f'{" ".join(map(repr, unknown))}; it knows {"".join(known)!r}')
+
+
+def check_template(tokenizer):
+    """Raises UserError for a tokenizer without a chat template."""
+    if tokenizer.chat_template is None:
+        raise UserError(f'the model has no chat template; {TEMPLATE_REMEDY}')
 
 
 class GPT2Tokenizer:
@@ -195,7 +202,7 @@ class HFTokenizer:
     def render_chat(self, messages, *, add_generation_prompt, tools=None, variables=None):
         """Returns the text of the messages of a chat; tools, variables: see read_chat. Raises
         UserError."""
-        self.check_template()
+        check_template(self)
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.render(self, chat, add_generation_prompt=add_generation_prompt)
@@ -209,7 +216,7 @@ class HFTokenizer:
 
     def encode_training_chat(self, messages, *, counted=None, tools=None, variables=None):
         """Returns a conversation, Encoded, see jax_hub.chats.encode_training_chat."""
-        self.check_template()
+        check_template(self)
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.encode_training_chat(self, chat, counted)
@@ -220,11 +227,6 @@ class HFTokenizer:
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.find_lost(self, chat, ids, counted)
-
-    def check_template(self):
-        """Raises UserError without a chat template."""
-        if self.chat_template is None:
-            raise UserError('the model has no chat template')
 
 
 # -----------------------------------------------------------------------------

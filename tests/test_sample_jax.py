@@ -352,8 +352,8 @@ def test_prompts_can_be_questions_of_a_chat(speaking, tmp_path):
     streamed, = samples_of(sample('none', *flags, '--start=ab', '--stream=True'))
     assert streamed.strip() == first.strip()
     (speaking / 'tokenizer_config.json').unlink()
-    assert_refused(sample('none', *flags), 'has no chat template')
-    assert_refused(sample('none', *flags[:1], '--system=Be brief.', '--interactive=True'), 'has no chat template')
+    assert_refused(sample('none', *flags), 'has no chat template.*')
+    assert_refused(sample('none', *flags[:1], '--system=Be brief.', '--interactive=True'), 'has no chat template.*')
 
 
 def test_the_system_prompt_is_the_first_message_of_a_chat(speaking):

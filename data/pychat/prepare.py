@@ -1,0 +1,86 @@
+"""
+Prepare conversations about the names of Python's own library, which a small model can learn and a
+program can check. No network is needed. --tokenizer is a model that was trained here, or the folder
+tokenizer of its data:
+$ python data/pystdlib/prepare.py
+$ python data/pychat/prepare.py --tokenizer=data/pystdlib/tokenizer
+Or about a package of your own, by its docstrings (the package is read, not run):
+$ python data/pychat/prepare.py path/to/package --tokenizer=out-mine/tokenizer --out_dir data/mychat
+Saves what data/chat/prepare.py saves, the conversations (chats.jsonl), and in the folder tasks
+questions for eval_jax.py in forms that no conversation of the train part has.
+"""
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from common import create_parser, fail, load_model_tokenizer, positive
+from names import read_names
+from questions import Maker
+
+here = os.path.dirname(os.path.abspath(__file__))
+
+
+def write_rows(path, conversations):
+    """Writes conversations, lists of questions and answers in turn, as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'w') as f:
+        for turns in conversations:
+            messages = []
+            for i, content in enumerate(turns):
+                messages.append({'role': 'assistant' if i % 2 else 'user', 'content': content})
+            f.write(json.dumps({'messages': messages}) + '\n')
+
+
+def main():
+    """Prepares the data set that the flags ask for."""
+    parser = create_parser(__doc__, here)
+    parser.add_argument('input', nargs='?',
+                        help="a folder of Python code (default: this Python's library)")
+    parser.add_argument('--tokenizer', required=True,
+                        help='the folder tokenizer of a run or of a data set, or a model')
+    parser.add_argument('--template', default='plain', metavar='plain|chatml|FILE',
+                        help='as of data/chat/prepare.py (default: plain)')
+    parser.add_argument('--rows', type=positive, default=256, metavar='BLOCK_SIZE',
+                        help='as of data/chat/prepare.py (default: 256)')
+    parser.add_argument('--seed', type=int, default=1337, help='draws forms and invented names')
+    args = parser.parse_args()
+    if args.input and not os.path.isdir(args.input):
+        fail(f'{args.input} is not a folder; name a folder of Python code')
+
+    # the names, and conversations about them
+    names, every = read_names(args.input)
+    if len(names) < 20:
+        fail(f'{args.input} has {len(names)} names with a docstring of a sentence, too few')
+    load_model_tokenizer(args.tokenizer)  # refuses what is none, before a minute's work
+    library = Path(args.input).resolve().name if args.input else "Python's library"
+    maker = Maker(names, every, library, args.seed)
+    n_invented = 2 * len(names)
+    train = maker.make('train', n_invented)
+    # data/chat/prepare.py takes the last tenth for validation
+    val = maker.make('val', n_invented)[:math.ceil(len(train) / 9)]
+    folder = Path(args.out_dir)
+    write_rows(folder / 'chats.jsonl', train + val)
+
+    # the questions for eval_jax.py
+    for split, prefix in (('val', 'val_'), ('test', '')):
+        for name, conversations in maker.make_tasks(split).items():
+            write_rows(folder / 'tasks' / f'{prefix}{name}.jsonl', conversations)
+    n_characters = sum(len(named.sentence) for named in names.values())
+    source = args.input or f'the library of Python {platform.python_version()}'
+    print(f'{len(names):,} names of {source}, {n_characters:,} characters of docstrings',
+          flush=True)
+
+    # the data set
+    chat = Path(here).parent / 'chat' / 'prepare.py'
+    command = [sys.executable, chat, folder / 'chats.jsonl', '--tokenizer', args.tokenizer,
+               '--template', args.template, '--rows', str(args.rows), '--out_dir', folder]
+    sys.exit(subprocess.run(command).returncode)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,205 @@
+"""Questions about names, and their answers: forms, invented names, conversations."""
+import collections
+import itertools
+import random
+
+# The forms of questions: those of the train part, of the val part, and of the test.
+WHAT = {
+    'train': ['What does {} do?', 'Explain {}.', 'Tell me what {} does.', '{}?', 'What is {} for?',
+              'Describe {} in one sentence.', 'I found {} in some code. What is it?'],
+    'val': ['How would you describe {}?'],
+    'test': ['Could you tell me what {} is used for?', 'Please explain what {} does.']}
+FOLLOW_UP = {
+    'train': ['And {}?', 'What about {}?', 'And what does {} do?', 'Now explain {}.'],
+    'val': ['And what is {}?'],
+    'test': ['How about {}?', 'And could you explain {}?']}
+WHICH = {
+    'train': ['Which {kind} does this: {sentence}',
+              'Name the {kind} with this description: {sentence}'],
+    'val': ['Find the {kind}: {sentence}'],
+    'test': ['Which {kind} is described by this: {sentence}']}
+HOLDS = {
+    'train': ['What is in {}?', 'What does {} contain?', 'List some names in {}.'],
+    'val': ['What can I find in {}?'],
+    'test': ['Which names does {} have?']}
+HELLO = {
+    'train': ['Hello', 'Hello!', 'Hi', 'Hi!', 'Hey', 'Good morning', 'Hello there', 'hi'],
+    'val': ['Hey there'],
+    'test': ['Good evening']}
+WHO = {
+    'train': ['Who are you?', 'What are you?', 'What can you do?', 'Who made you?',
+              'Are you ChatGPT?', 'What do you know?', 'Help', 'How can I use you?'],
+    'val': ['What can I ask you?'],
+    'test': ['What are you for?']}
+# what it does not know about
+ELSEWHERE = {
+    'train': ['What is the capital of {}?', 'Tell me about {}.', 'Where is {}?', 'How old is {}?',
+              'Write a poem about {}.', 'I like {}.'],
+    'val': ['Why is {} so famous?'],
+    'test': ['Do you know {}?']}
+SUBJECTS = ['France', 'Peru', 'Japan', 'the moon', 'Mozart', 'the weather', 'love', 'football',
+            'my cat', 'the sea', 'Rome', 'Einstein', 'cooking', 'Kenya', 'history', 'the sun',
+            'Napoleon', 'tea', 'Berlin', 'music', 'the president', 'Canada', 'chess', 'physics']
+# words of which names are made that do not exist
+NOUNS = ['net', 'file', 'data', 'text', 'task', 'image', 'cloud', 'fast', 'auto', 'smart', 'byte',
+         'word', 'page', 'graph', 'token', 'cache', 'user', 'log', 'mail', 'key']
+VERBS = ['get', 'set', 'make', 'find', 'load', 'save', 'open', 'close', 'merge', 'split', 'read',
+         'write', 'send', 'parse', 'build', 'check', 'count', 'sort', 'fetch', 'copy']
+ENDINGS = ['utils', 'lib', 'tools', 'kit', 'py']
+# items of each task
+N_TEST = {'forms': 300, 'invented': 100, 'follow_ups': 100, 'which': 100}
+
+
+class Maker:
+    """Makes conversations about names, each a list of questions and answers in turn, in the forms
+    of a split: 'train', 'val' or 'test'."""
+
+    def __init__(self, names, every, library, seed):
+        """names: {name: Named}. every: all names, also those without a sentence. library: what
+        the answers call it."""
+        self.names = names
+        self.every = every
+        self.library = library
+        self.random = random.Random(seed)
+        self.invented = set()  # no split has those of another
+        self.by_parent = collections.defaultdict(list)
+        for named in names.values():
+            self.by_parent[named.parent].append(named)
+        n_of_sentence = collections.Counter(named.sentence for named in names.values())
+        self.described = [named for named in names.values() if n_of_sentence[named.sentence] == 1]
+        # names that have a neighbour to ask about before
+        self.neighbours = [named for named in names.values()
+                           if named.parent and len(self.by_parent[named.parent]) > 1]
+        n_of_last = collections.Counter(name.rpartition('.')[2] for name in every)
+        self.known_alone = [named for named in names.values()
+                            if named.parent and len(named.last) > 4 and n_of_last[named.last] == 1]
+        self.lasts = sorted({name.rpartition('.')[2] for name in every if '.' in name})
+        self.holders = sorted(parent for parent, held in self.by_parent.items()
+                              if parent in names and len(held) > 1)
+
+    def ask(self, forms, split, text):
+        """Returns a question in a form that is drawn."""
+        return self.random.choice(forms[split]).format(text)
+
+    def about(self, named, split, form=None):
+        """Returns the conversation that asks what a name is."""
+        form = form or self.random.choice(WHAT[split])
+        return [form.format(named.name), named.sentence]
+
+    def about_part(self, named, split):
+        """Returns the conversation that asks by the last part of a name, which no other has."""
+        return [self.ask(WHAT, split, named.last), named.sentence]
+
+    def about_invented(self, name, split):
+        """Returns the conversation that asks about a name that does not exist."""
+        return [self.ask(WHAT, split, name), self.refusal(name)]
+
+    def refusal(self, name):
+        """Returns the answer about a name that does not exist."""
+        return f'There is no {name} in {self.library}.'
+
+    def follow_up(self, named, split, invented=None):
+        """Returns a conversation in which the second question names only the last part: that of a
+        name with the same parent, or one that does not exist there."""
+        others = [other for other in self.by_parent[named.parent] if other != named]
+        before = self.random.choice(others)
+        last, answer = named.last, named.sentence
+        if invented:
+            last, answer = invented, self.refusal(f'{named.parent}.{invented}')
+        return [*self.about(before, split), self.ask(FOLLOW_UP, split, last), answer]
+
+    def which(self, named, split):
+        """Returns the conversation that asks which name has a sentence."""
+        form = self.random.choice(WHICH[split])
+        return [form.format(kind=named.kind, sentence=named.sentence), named.name]
+
+    def holds(self, parent, split):
+        """Returns the conversation that asks what a module or class holds."""
+        held = sorted(named.last for named in self.by_parent[parent])
+        shown = held[:5]
+        more = f' and {len(held) - 5} more' if len(held) > 5 else ''
+        return [self.ask(HOLDS, split, parent), f'{parent} has {", ".join(shown)}{more}.']
+
+    def small_talk(self, split):
+        """Returns a greeting, a question who it is, or one about something else."""
+        kind = self.random.randrange(3)
+        if kind == 0:
+            return [self.ask(HELLO, split, ''), f'Hello! Ask me about a name in {self.library}, '
+                                                f'for example {self.example}.']
+        if kind == 1:
+            return [self.ask(WHO, split, ''),
+                    f'I am a small language model, and I know the names in {self.library}.']
+        subject = self.random.choice(SUBJECTS)
+        return [self.ask(ELSEWHERE, split, subject), f'I only know the names in {self.library}.']
+
+    @property
+    def example(self):
+        """A name to ask about."""
+        known = 'shutil.copyfile'
+        return known if known in self.names else min(self.names)
+
+    def invent(self):
+        """Returns a new name that does not exist: of a name and another place, with one word more,
+        of two words, or in a module that does not exist."""
+        way = self.random.randrange(4)
+        for attempt in itertools.count():
+            if attempt == 100:  # a small package has few names to put together
+                way = 2
+            parent = self.random.choice(self.holders or [''])
+            last = self.random.choice(self.lasts)
+            if way == 1:
+                words = last.split('_')
+                place = self.random.randrange(len(words) + 1)
+                last = '_'.join([*words[:place], self.random.choice(NOUNS), *words[place:]])
+            elif way == 2:
+                last = self.two_words()
+            elif way == 3:
+                parent = self.random.choice(NOUNS) + self.random.choice(ENDINGS + NOUNS)
+            name = f'{parent}.{last}'.strip('.')
+            if name not in self.every and name not in self.invented:
+                self.invented.add(name)
+                return name
+
+    def two_words(self):
+        """Returns a verb and a noun: fetch_mail."""
+        return f'{self.random.choice(VERBS)}_{self.random.choice(NOUNS)}'
+
+    def invent_beside(self, named):
+        """Returns the last part of a new name that does not exist beside another."""
+        for attempt in itertools.count():
+            last = self.random.choice(self.lasts) if attempt < 100 else self.two_words()
+            name = f'{named.parent}.{last}'
+            if name not in self.every and name not in self.invented:
+                self.invented.add(name)
+                return last
+
+    def make(self, split, n_invented):
+        """Returns all conversations of a split, each a list of questions and answers, shuffled."""
+        made = [self.about(named, split, form)
+                for named in self.names.values() for form in WHAT[split]]
+        made += [self.about_part(named, split) for named in self.known_alone for _ in range(2)]
+        made += [self.follow_up(named, split) for named in self.neighbours for _ in range(2)]
+        made += [self.which(named, split) for named in self.described for _ in range(2)]
+        made += [self.holds(parent, split) for parent in self.holders for _ in range(3)]
+        made += [self.about_invented(self.invent(), split) for _ in range(n_invented)]
+        if self.neighbours:
+            for _ in range(n_invented // 4):
+                named = self.random.choice(self.neighbours)
+                made.append(self.follow_up(named, split, self.invent_beside(named)))
+        made += [self.small_talk(split) for _ in range(len(made) // 50)]
+        self.random.shuffle(made)
+        return made
+
+    def make_tasks(self, split):
+        """Returns {name of a task: its conversations}."""
+        def draw(named, n):
+            return self.random.sample(named, min(n, len(named)))
+
+        return {
+            'forms': [self.about(named, split)
+                      for named in draw([*self.names.values()], N_TEST['forms'])],
+            'invented': [self.about_invented(self.invent(), split)
+                         for _ in range(N_TEST['invented'])],
+            'follow_ups': [self.follow_up(named, split)
+                           for named in draw(self.neighbours, N_TEST['follow_ups'])],
+            'which': [self.which(named, split) for named in draw(self.described, N_TEST['which'])]}

@@ -1,0 +1,157 @@
+"""Conversations about the names of a library: what data/pychat/prepare.py makes, and that a model learns them."""
+import collections
+import importlib.util
+import json
+import sys
+
+import pytest
+
+from jax_text import load
+from tests.common import ROOT, assert_refused, prepare, run_script, succeeded, train
+
+CODE = '''"""{module} holds small things.
+
+More about it, which is not asked."""
+
+
+def {first}(a):
+    """Returns the {first} of a. It is fast."""
+
+
+def {second}():
+    """{second}() -> value
+
+    Finds {second} in a file of the folder {module}."""
+
+
+class {kind}:
+    """A {kind} that is kept."""
+
+    def close(self):
+        """Closes the {kind} for good"""
+
+    def _hidden(self):
+        """Is not public."""
+
+
+def undocumented():
+    pass
+'''
+
+
+@pytest.fixture(scope='module')
+def pychat():
+    """The modules names and questions of data/pychat."""
+    folder = ROOT / 'data' / 'pychat'
+    modules = {}
+    for name in ('names', 'questions'):
+        spec = importlib.util.spec_from_file_location(name, folder / f'{name}.py')
+        modules[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(modules[name])
+    yield modules
+    for name in modules:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope='module')
+def package(tmp_path_factory):
+    """A package with documented names, which must not be run."""
+    folder = tmp_path_factory.mktemp('code') / 'shop'
+    folder.mkdir()
+    (folder / '__init__.py').write_text('"""A shop with many modules."""\nraise SystemExit("it was run")\n')
+    for i, module in enumerate(['apples', 'pears', 'plums', 'nuts', 'figs', 'dates']):
+        (folder / f'{module}.py').write_text(CODE.format(
+            module=module, first=f'weigh_{module}', second=f'find_{i}', kind=f'Box{module.title()}'))
+    return folder
+
+
+@pytest.mark.filterwarnings('ignore:.*deprecated:DeprecationWarning')
+def test_the_names_of_the_library_have_their_first_sentence(pychat):
+    names, every = pychat['names'].read_names()
+    assert len(names) > 3000 and every > names.keys()
+    expected = {
+        'len': 'Return the number of items in a container.',  # a builtin
+        'math.sqrt': 'Return the square root of x.',  # in C
+        'shutil.copyfile': 'Copy data from src to dst in the most efficient way possible.',
+        'os.path.join': "Join two or more pathname components, inserting '/' as needed."}
+    assert {name: names[name].sentence for name in expected} == expected
+    assert {names[name].kind for name in ('shutil', 'list.append', 'collections.Counter', 'len')} == {
+        'module', 'method', 'class', 'function'}
+    assert not [name for name in names if name.startswith('_') or name.startswith(('test.', 'tkinter'))]
+    assert all(12 <= len(named.sentence) <= 200 and named.sentence[-1] in '.!?' for named in names.values())
+
+
+@pytest.mark.parametrize('doc, sentence', [
+    ('Return it.', ''), ('Return the number. More of it.', 'Return the number.'),
+    ('Return e.g. the\n  number of  all', 'Return e.g. the number of all.'),
+    ('f(x) -> y\n\nReturns the y of x.', 'Returns the y of x.'), ('>>> f(1)\n2', ''),
+    ('Gibt die Größe zurück.', ''), (None, ''), ('x' * 300, '')])
+def test_a_first_sentence_is_one_line_of_ascii(pychat, doc, sentence):
+    assert pychat['names'].first_sentence(doc) == sentence
+
+
+def test_a_package_is_read_and_not_run(pychat, package):
+    names, every = pychat['names'].read_names(package)
+    assert names['shop.apples.weigh_apples'] == (
+        'shop.apples.weigh_apples', 'function', 'Returns the weigh_apples of a.')
+    assert names['shop.pears.BoxPears.close'].sentence == 'Closes the BoxPears for good.'
+    assert names['shop.plums.find_2'].sentence == 'Finds find_2 in a file of the folder plums.'
+    assert 'shop.nuts.undocumented' in every - names.keys() and not any('_hidden' in name for name in every)
+
+
+def test_forms_are_divided_and_names_that_do_not_exist_are_new_in_each_split(pychat, package):
+    questions = pychat['questions']
+    for forms in (questions.WHAT, questions.FOLLOW_UP, questions.WHICH, questions.HOLDS):
+        parts = [set(forms[split]) for split in ('train', 'val', 'test')]
+        assert not parts[0] & parts[1] and not parts[1] & parts[2] and not parts[0] & parts[2]
+    assert sum(map(len, questions.WHAT.values())) == 10 and len(questions.WHAT['test']) == 2
+    names, every = pychat['names'].read_names(package)
+    maker = questions.Maker(names, every, 'shop', seed=1)
+    made = {split: maker.make(split, 100) for split in ('train', 'val')}
+    tasks = maker.make_tasks('test')
+    # each name is asked for in each form, and each answer is right
+    asked = collections.Counter(turns[0] for turns in made['train'])
+    assert all(asked[form.format(name)] for name in names for form in questions.WHAT['train'])
+    invented = {}
+    for split, conversations in {**made, 'test': tasks['invented']}.items():
+        answers = {turns[-1] for turns in conversations if turns[-1].startswith('There is no ')}
+        invented[split] = {answer.removeprefix('There is no ').removesuffix(' in shop.') for answer in answers}
+        assert invented[split] and not invented[split] & every
+    assert not invented['train'] & invented['test'] and not invented['train'] & invented['val']
+    sentences = {named.sentence for named in names.values()}
+    assert all(turns[-1] in sentences for turns in tasks['forms'] + tasks['follow_ups'])
+    assert all(len(turns) == 4 and names for turns in tasks['follow_ups'])
+    assert all(turns[-1] in names for turns in tasks['which'])
+
+
+def test_a_model_learns_to_answer_and_eval_counts_what_it_says(package, tmp_path):
+    """Of a package with a few names, all of them, in forms that it has not seen in training."""
+    text = ' '.join(path.read_text() for path in package.glob('*.py')) * 3
+    (tmp_path / 'text.txt').write_text(text)
+    succeeded(prepare('text', tmp_path / 'text.txt', '--tokenizer=bpe:400', f'--out_dir={tmp_path / "text"}'))
+    made = succeeded(prepare('pychat', package, f'--tokenizer={tmp_path / "text" / "tokenizer"}', '--rows=128',
+                             f'--out_dir={tmp_path / "chat"}'))
+    assert '31 names of ' in made.stdout
+    out = tmp_path / 'out'
+    succeeded(train(out, f'--dataset={tmp_path / "chat"}', '--n_layer=2', '--n_head=2', '--n_embd=64',
+                    '--block_size=128', '--batch_size=8', '--gradient_accumulation_steps=1', '--optimizer=muon',
+                    '--learning_rate=1e-2',
+                    '--lr_schedule=linear', '--min_lr=0', '--max_iters=500', '--warmup_iters=10', '--position=rope',
+                    '--norm=rms', '--eval_interval=500', '--eval_iters=4', '--device=cpu:0'))
+    tasks = tmp_path / 'chat' / 'tasks' / 'forms.jsonl'
+    done = succeeded(run_script('eval_jax.py', f'--out_dir={out}', '--device=cpu:0', f'--tasks={tasks}'))
+    accuracy = json.loads(done.stdout.strip().split('\n')[-1])['results']['tasks']['forms']['accuracy']
+    assert accuracy > 0.5
+
+    # the same share of answers as the model gives
+    model = load(out, device='cpu:0')
+    items = [json.loads(line)['messages'] for line in tasks.read_text().splitlines()]
+    right = [model.chat(item[:-1], temperature=0, max_new_tokens=60) == item[-1]['content'] for item in items]
+    assert sum(right) / len(right) == pytest.approx(accuracy)
+
+
+def test_what_cannot_be_prepared_is_one_line(tmp_path, package):
+    assert_refused(prepare('pychat', f'--tokenizer={tmp_path / "none"}'), 'cannot read the tokenizer')
+    assert_refused(prepare('pychat', tmp_path / 'none', f'--tokenizer={package}'), 'is not a folder')
+    (tmp_path / 'empty').mkdir()
+    assert_refused(prepare('pychat', tmp_path / 'empty', f'--tokenizer={package}'), 'has 0 names with a docstring')
