@@ -78,32 +78,30 @@ def create_controls(config, sampling):
 
 def stack_controls(rows):
     """Returns the Controls of a batch of rows that have these Controls; None is a row that is not
-    read. All have the same n_vocab."""
-    known = [row for row in rows if row]
+    read. All have the same n_vocab.
+
+    Each control is there, whatever the rows have, so that all batches have one program; what no row
+    has is not computed (where_any)."""
     stacked = {}
     for name, control in CONTROLS.items():
-        values = [getattr(row, name, None) for row in rows]
-        if all(value is None for value in values):
-            continue
         # in other rows it is off, to the bit: keep_largest keeps all tokens for an amount of 0,
         # while of probabilities that sum to 1 rounding could cost the last
         off = 0 if name == 'top_p' else control.off
+        values = [getattr(row, name, None) for row in rows]
         filled_in = [off if value is None else value for value in values]
         stacked[name] = np.array(filled_in, np.float32)[:, None]
-    if 'temperature' in stacked:
-        is_greedy = stacked['temperature'] == 0
-        stacked['is_greedy'] = is_greedy
-        stacked['temperature'] = np.where(is_greedy, np.float32(1), stacked['temperature'])
+    is_greedy = stacked['temperature'] == 0
+    stacked['temperature'] = np.where(is_greedy, np.float32(1), stacked['temperature'])
 
-    # stop tokens behind each other, then -1, which is no token
-    n_stop = max(len(row.stop_tokens) for row in known)
-    if n_stop:
-        stop_tokens = np.full((len(rows), power_of_two(n_stop)), -1, np.int32)
-        for b, row in enumerate(rows):
-            if row:
-                stop_tokens[b, :len(row.stop_tokens)] = row.stop_tokens
-        stacked['stop_tokens'] = stop_tokens
-    return Controls(known[0].n_vocab, **stacked)
+    # the stop tokens of each row, then -1, which is no token
+    known = [row for row in rows if row]
+    most = max(len(row.stop_tokens) for row in known)
+    stop_tokens = np.full((len(rows), power_of_two(max(4, most))), -1, np.int32)
+    for b, row in enumerate(rows):
+        if row:
+            stop_tokens[b, :len(row.stop_tokens)] = row.stop_tokens
+    return Controls(
+        known[0].n_vocab, stop_tokens=stop_tokens, is_greedy=is_greedy, **stacked)
 
 
 def sample_token(logits_BxV, key_B, controls):
@@ -115,10 +113,14 @@ def sample_token(logits_BxV, key_B, controls):
         def add_noise(logits_V, key):
             return logits_V + jax.random.gumbel(key, logits_V.shape, mode='high')
 
-        noisy_BxV = jax.vmap(add_noise)(logits_BxV, key_B)
-        if controls.is_greedy is not None:
-            noisy_BxV = jnp.where(controls.is_greedy, logits_BxV, noisy_BxV)
-        logits_BxV = noisy_BxV
+        def draw(logits_BxV):
+            noisy_BxV = jax.vmap(add_noise)(logits_BxV, key_B)
+            if controls.is_greedy is None:
+                return noisy_BxV
+            return jnp.where(controls.is_greedy, logits_BxV, noisy_BxV)
+
+        is_drawn = True if controls.is_greedy is None else ~controls.is_greedy
+        logits_BxV = where_any(is_drawn, draw, logits_BxV)
     # the first of the largest (argmax); two plain reductions are faster on XLA:CPU
     is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
     return jnp.where(is_max_BxV, jnp.arange(controls.n_vocab), controls.n_vocab - 1).min(-1)
@@ -134,15 +136,25 @@ def sampling_logits(logits_BxV, controls):
     # the controls, in the order of transformers: each sees what the one before has left
     logits_BxV /= controls.temperature
     if controls.top_k is not None:
-        logits_BxV = keep_largest(logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), controls.top_k)
+        logits_BxV = where_any(controls.top_k, lambda logits_BxV: keep_largest(
+            logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), controls.top_k), logits_BxV)
     # keep the likeliest until their probabilities reach top_p (arXiv:1904.09751)
     if controls.top_p is not None:
-        logits_BxV = keep_largest(logits_BxV, jax.nn.softmax(logits_BxV), controls.top_p)
+        logits_BxV = where_any(controls.top_p, lambda logits_BxV: keep_largest(
+            logits_BxV, jax.nn.softmax(logits_BxV), controls.top_p), logits_BxV)
     # keep those that are at least min_p times as likely as the likeliest (arXiv:2407.01082)
     if controls.min_p is not None:
         least_Bx1 = logits_BxV.max(-1, keepdims=True) + jnp.log(controls.min_p)
         logits_BxV = jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
     return logits_BxV
+
+
+def where_any(control, change, logits_BxV):
+    """change(logits_BxV), where a control is not 0 in any row, which a compiled program looks up if
+    rows differ; else the logits as they are."""
+    if np.ndim(control) == 0:
+        return change(logits_BxV)
+    return jax.lax.cond((control != 0).any(), change, lambda logits_BxV: logits_BxV, logits_BxV)
 
 
 def keep_largest(logits_BxV, weight_BxV, amount):
@@ -217,8 +229,11 @@ def sample_and_append(state, logits_BxV, active_B, controls):
     """Samples each row's next token and appends it to the active rows. Returns (state, token_B)."""
     plain_BxV = logits_BxV
     if controls.repetition_penalty is not None:
-        logits_BxV = penalize_repetition(
-            logits_BxV, state.tokens_BxN, state.length_B, controls.repetition_penalty)
+        def penalize(logits_BxV):
+            return penalize_repetition(
+                logits_BxV, state.tokens_BxN, state.length_B, controls.repetition_penalty)
+
+        logits_BxV = where_any(controls.repetition_penalty - 1, penalize, logits_BxV)
     # the n-th token of a row is drawn by its own key, whatever else is in the batch
     key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B)
     token_B = sample_token(logits_BxV, key_B, controls).astype(jnp.int32)

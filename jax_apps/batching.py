@@ -103,7 +103,7 @@ class Batch:
         self.rows = []
         self.places = []  # the Row in each place of the decoder, None if it is free
         self.decoder = None  # of the rows that have a place
-        self.fastest = math.inf  # seconds of a step
+        self.fastest = math.inf  # seconds of a step with this number of places
 
     def join(self, decoder):
         """Returns a Row for a Decoder that has read the prompt of one row. Raises UserError if it
@@ -133,7 +133,10 @@ class Batch:
         """Frees the place of a Row, and gives its cache back to the PrefixCache that it is from."""
         if row not in self.rows:
             return
-        self.take_out(row)
+        if row.decoder.prefix_cache is not None:
+            self.take_out(row)
+        elif row.place is not None:
+            self.places[row.place] = None
         self.rows.remove(row)
         row.decoder.close()
         if not self.rows:
@@ -158,9 +161,11 @@ class Batch:
             n_end_B = np.zeros(len(self.places), np.int32)
             for row in rows:
                 n_end_B[row.place] = row.end_of_chunk(n_new)
+            n_before = int(self.decoder.state.steps)
             started = time.perf_counter()
             self.decoder.decode_until(n_end_B)
-            self.fastest = min(self.fastest, (time.perf_counter() - started) / n_new)
+            n_steps = int(self.decoder.state.steps) - n_before
+            self.fastest = min(self.fastest, (time.perf_counter() - started) / n_steps)
         except BaseException:
             self.clear()  # the state may be half of it
             raise
@@ -204,6 +209,7 @@ class Batch:
             longest=decoder.longest, n_columns=n_columns)
         self.decoder.drop_drafts()
         self.places = [None] * n_places
+        self.fastest = math.inf
 
     def resize(self, n_places, n_columns):
         """Copies the rows that have a place to a state of n_places, whose rows have room for
@@ -220,6 +226,7 @@ class Batch:
         self.decoder.state = commit(state.replace(**parts), self.decoder.params)
         self.decoder.n_columns = n_columns
         self.places = placed + [None] * (n_places - len(placed))
+        self.fastest = math.inf
         for place, row in enumerate(placed):
             row.place = place
 

@@ -215,6 +215,9 @@ class Job:
             raise Refusal(400, 'echo is for the logprobs of prompts: of a completion with logprobs, '
                           'without stream', 'echo')
 
+        # one row is decoded with those of others, several are a batch of their own
+        self.has_own_batch = self.n_rows > 1 or self.echo
+
         # the answer
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
@@ -328,7 +331,7 @@ class Server(ThreadingHTTPServer):
         self.description = repr(dataclasses.replace(model, title=name))
         self.prefix_cache = PrefixCache()  # of the text before; a chat goes on where it was
         self.batch = Batch()
-        self.has_many = False  # whether a request of several rows is under way
+        self.own_batch_is_there = False  # one at a time, which bounds the memory
         self.n_answers = 0  # that had no seed
         threading.Thread(target=self.serve_forever, daemon=True).start()
         try:
@@ -371,13 +374,13 @@ class Server(ThreadingHTTPServer):
             self.changed.notify()
 
     def next_job(self, waits):
-        """Takes the first Job that can begin out of the queue, and returns it: of those with several
-        rows one at a time, which bounds the memory. None if there is none, or stop() was called.
-        waits: whether to wait for one."""
+        """Takes the first Job that can begin out of the queue, and returns it. None if there is
+        none, or stop() was called. waits: whether to wait for one."""
         with self.changed:
             while waits and not self.jobs and not self.is_ending:
                 self.changed.wait(1)  # on Windows a longer one would hold back Ctrl-C
-            ready = [job for job in self.jobs if job.n_rows == 1 or not self.has_many]
+            ready = [job for job in self.jobs
+                     if not (job.has_own_batch and self.own_batch_is_there)]
             if self.is_ending or not ready:
                 return None
             self.jobs.remove(ready[0])
@@ -391,15 +394,14 @@ class Server(ThreadingHTTPServer):
                 return
             prompts = [self.encode(job, prompt) for prompt in job.prompts]
             if job.echo:
-                job.events.put(self.score(job, prompts))
+                yield from self.score(job, prompts)
                 return
             number = 0  # of a sample; with a seed the first, as sample_jax.py makes it
             if not job.has_seed:
                 number = self.n_answers
                 self.n_answers += job.n_rows
-            # one row is decoded with those of others, several are a batch of their own
             make, shared = self.make_all, {}
-            if job.n_rows == 1:
+            if not job.has_own_batch:
                 make = self.make_pieces
                 shared = {'batch': self.batch, 'prefix_cache': self.prefix_cache}
             generation = Generation(
@@ -419,9 +421,13 @@ class Server(ThreadingHTTPServer):
             job.events.put(None)
 
     def score(self, job, prompts):
-        """Returns the Ends of a request for the log-probabilities of its prompts, in front of what
-        follows them."""
-        generation = Generation(self.model, prompts, job.sampling, logprobs=True).finish()
+        """Hands over the Ends of a request for the log-probabilities of its prompts, in front of
+        what follows them; yields True after each chunk of that."""
+        generation = Generation(
+            self.model, prompts, job.sampling, streaming=True, logprobs=True)
+        has_stayed = yield from self.make_all(job, generation)
+        if not has_stayed:
+            return
         rows = [generation.result.tokens[i, :generation.result.lengths[i]].tolist()
                 for i in range(len(prompts))]
         scores = self.model.score([[(ids, 1)] for ids in rows], with_top=True)
@@ -435,12 +441,12 @@ class Server(ThreadingHTTPServer):
                 text=generation.texts[i], logprobs={
                     'tokens': texts, 'token_logprobs': [None, *logprobs.tolist()],
                     'top_logprobs': [None, *likeliest], 'text_offset': offsets}))
-        return ends
+        job.events.put(ends)
 
     def make_all(self, job, generation):
         """Makes several rows in one batch, yields True after each chunk, and returns whether the
         client has stayed to the end."""
-        self.has_many = True
+        self.own_batch_is_there = True
         try:
             with contextlib.closing(iter(generation)) as chunks:
                 for _ in chunks:
@@ -448,7 +454,7 @@ class Server(ThreadingHTTPServer):
                         return False
                     yield True
         finally:
-            self.has_many = False
+            self.own_batch_is_there = False
         return True
 
     def encode(self, job, prompt):
