@@ -131,11 +131,19 @@ def test_rows_join_and_leave_any_model_while_its_cache_grows(name, monkeypatch):
     assert batch.decoder is None and batch.rows == []
 
 
-def test_with_one_number_of_rows_bits_do_not_depend_on_the_company(model):
-    rng = random.Random(1)
+@pytest.mark.parametrize('name, how', [
+    ('learned positions', {}), *[slow(name, {}) for name in MODELS if name != 'learned positions'],
+    slow('learned positions', dict(dtype='bfloat16')), slow('learned positions', dict(quantize='int8')),
+    slow('experts', dict(dtype='bfloat16', quantize='int8'))])
+def test_with_one_number_of_rows_bits_do_not_depend_on_the_company(name, how, finished):
+    model, rng = load(finished[0], device='cpu:0', **how), random.Random(1)
+    dtype = how.get('dtype', 'float32')
+    config = dataclasses.replace(MODELS[name], dtype=dtype)
+    params = convert_params_for_decoding(dict(random_params(config)), dtype, how.get('quantize', ''))
+    model = dataclasses.replace(model, config=config, params=params)
     asked = {'prompt': 'the', 'max_new_tokens': 9, 'seed': 4}
     found = []
-    for n_others in (0, 2, 3):
+    for n_others in (0, 2, 3, 3):
         batch = Batch(4)  # whose cache has 16 slots, the context of the model
         others = [begin(model, batch, **random_request(rng, 'the fox', longest=7)) for _ in range(n_others)]
         for other in others:
