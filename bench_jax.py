@@ -1,5 +1,5 @@
-"""Times training or decoding with random weights and random tokens, or compiles a step for devices
-that are not here and says what it needs. Prints a table, then one JSON line.
+"""Times training or decoding with random weights and random tokens, or compiles a step for other
+devices and prints its memory and communication. Prints a table, then one JSON line.
 
 $ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
 $ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16
@@ -39,20 +39,20 @@ window = 0 # sliding-window size of the 'window' layers, the current token inclu
 mlp = 'gelu' # 'gelu', 'swiglu' or 'geglu'
 n_inner = 0 # width of the MLP, or of each expert; 0 is 4 * n_embd
 tied_head = True # the head is the token embedding (weight tying)
-n_expert = 0 # MLPs per layer of which a token uses n_expert_used (mixture of experts); 0 is one MLP for all
+n_expert = 0 # MLPs per layer; a token uses n_expert_used of them (mixture of experts); 0 is one MLP for all
 n_expert_used = 2 # experts per token
 expert_balance = 0.01 # weight of the loss that keeps the experts equally busy (train)
 prompt_len = 16 # tokens of each prompt (decode)
 max_new_tokens = 128 # tokens generated per sequence, greedily (decode)
 optimizer = 'adamw' # or 'muon' (train)
 attention = 'auto' # as in train_jax.py, like the next three (train)
-loss_chunk = 0 # positions whose logits are materialized at a time; 0 is all
+loss_chunk = 0 # materialize the logits of this many positions at a time; 0 is all
 scan_layers = False # compile one block and loop over it
 remat = 'none' # gradient checkpointing: 'dots', 'full'
 quantize = '' # 'int8' weights, as in sample_jax.py, like the next two (decode)
 cache_dtype = 'auto' # dtype of the KV cache
 n_draft = 0 # draft tokens per step
-out_dir = '' # a run, a Hugging Face folder or a ckpt.pt, whose weights to use instead of random ones (decode)
+out_dir = '' # a run, a Hugging Face folder or a ckpt.pt: its weights instead of random ones (decode)
 dataset = '' # its folder under data/: takes prompts from its val.bin instead of random ones (decode)
 plan = 'train' # the step to compile: 'train' or 'decode' (compile)
 topology = 'h100:1x8' # devices to compile for: hosts x GPUs, or a TPU slice as in 'v5e:4x4' (compile)
@@ -61,7 +61,7 @@ zero = 0 # optimizer state (1), gradients (2) sharded over all replicas
 tensor = 1 # heads, MLP width and vocabulary over this many devices
 expert = 1 # experts over this many devices
 context = 1 # each sequence over this many devices
-repeats = 20 # timed iterations (train) or calls (decode), not counting those that compile
+repeats = 20 # timed iterations (train) or calls (decode), after compilation
 seed = 1337 # seeds weights and tokens
 device = 'auto' # as in train_jax.py
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'
@@ -85,7 +85,7 @@ PRESETS = {
 
 def check_typed_flags():
     """Raises UserError for a flag on the command line that this mode does not read. Config files
-    are those of training: what they say beside the model is left alone."""
+    are training's: their flags beside the model are ignored."""
     typed = [arg[2:].partition('=')[0] for arg in sys.argv[1:] if arg.startswith('--')]
     facts = dict(flags)
     facts['step'] = f'compile {plan}' if mode == 'compile' else mode
@@ -107,7 +107,7 @@ check_choice('mode', flags['mode'], ('train', 'decode', 'compile'))
 check_choice('plan', flags['plan'], ('train', 'decode'))
 check_choice('quantize', flags['quantize'], ('', 'int8'))
 
-# A preset comes before what the user gave.
+# The user's flags override a preset.
 flags.update(PRESETS[flags['preset']])
 flags.update(given)
 globals().update(flags)
@@ -193,7 +193,7 @@ def bench_train():
     seconds = seconds[3:]
     median = np.median(seconds)
 
-    # The share of the peak, where it is known.
+    # The share of the peak, if that is known.
     tokens_per_sec = n_rows * block_size / median
     peak = device_peak_flops(devices[0])
     mfu = None
@@ -206,7 +206,7 @@ def bench_train():
         'mfu': mfu,
         'compile_s': compile_s,
         'n_params': n_params,
-        # what a step needs beside parameters, optimizer state and batch, by the compiler's plan
+        # the temporaries of a step, beside parameters, optimizer state and batch, by the compiler's plan
         'temporary_gb': step.memory_analysis().temp_size_in_bytes / 1e9,
         'peak_memory_gb': peak_memory_gb(),
     }
@@ -288,10 +288,10 @@ def load_model():
 
 
 def random_params(config):
-    """Returns random parameters as decoding reads them, distributed as those of a new model.
+    """Returns random parameters in the form for decoding, distributed as a new model's.
 
-    Each is made on its device, and converted before the next one is made, so that memory holds one
-    of them in float32."""
+    Each is made on its device, and converted before the next one, so that memory holds only one of
+    them in float32."""
     params = {}
     with jax.default_device(devices[0]):
         for i, (path, shape) in enumerate(param_shapes(config).items()):
@@ -304,8 +304,8 @@ def random_params(config):
 
 
 def random_param(rng, path, shape):
-    """Returns a float32 parameter of a new model: a normal matrix, smaller where it ends a branch of
-    the residual stream, a gain of 1 or a bias of 0."""
+    """Returns a float32 parameter of a new model: a normal matrix, smaller at the end of a residual
+    branch, a gain of 1, or a bias of 0."""
     if path[-1] == 'scale':
         return jnp.ones(shape)
     if path[-1] not in ('kernel', 'wte', 'wpe', 'lm_head'):
@@ -334,11 +334,11 @@ def make_prompts(vocab_size):
 
 
 # -----------------------------------------------------------------------------
-# steps compiled for devices that are not here: what they need, never a measurement
+# steps compiled for other devices: their needs, never a measurement
 
 
 def bench_compile(plan_devices):
-    """Compiles a step, and returns {name: value} of what it needs: see tools/plan.py."""
+    """Compiles a step, and returns its needs {name: value}: see tools/plan.py."""
     try:
         return plan_step(types.SimpleNamespace(**flags), model_config, plan_devices)
     except jax.errors.JaxRuntimeError as error:
@@ -354,8 +354,8 @@ def bench_compile(plan_devices):
 
 
 def peak_memory_gb():
-    """Returns the most memory of the first device that was in use, in GB; of a CPU, the process's;
-    None where it is not known."""
+    """Returns the peak memory of the first device, in GB; on a CPU, of the process; None if it is
+    unknown."""
     stats = devices[0].memory_stats()
     if stats:
         return stats['peak_bytes_in_use'] / 1e9

@@ -32,10 +32,10 @@ out_dir = 'out' # the run to evaluate; nothing else is needed
 checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
 base = '' # where the pretrained model of a LoRA run is now, if it has moved
 dataset = '' # the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt, which does not hold it
-text = '' # files whose bits per byte are measured, with commas between them
+text = '' # files to measure in bits per byte, with commas between them
 tasks = '' # files of JSON lines, and folders in the form of the CORE bundle, with commas between them
-output = '' # file to which all results are written, a line of JSON; a pipe gets that line as its last one, too
-logprobs = '' # file to which a line per item of the tasks is written: {"task", "item", "logprobs", "best"}
+output = '' # file for all results, a line of JSON; a pipe gets that line as its last one, too
+logprobs = '' # file for a line per item of the tasks: {"task", "item", "logprobs", "best"}
 max_length = 0 # most tokens of context; 0 is as many as the model knows
 batch_size = 16 # rows (a choice each) of up to 512 tokens that are computed together, fewer of longer ones
 quantize = '' # 'int8': weights with a scale per output channel, 4x smaller than float32
@@ -48,13 +48,13 @@ coordinator_address = '' # host:port of process 0 of several that evaluate toget
 num_processes = 0 # number of processes that evaluate together, on tensor x expert devices
 process_id = -1 # number of this process, from 0
 # -----------------------------------------------------------------------------
-KINDS = {  # kinds of items, with the keys of what precedes, what is scored, the number of the right option
+KINDS = {  # kinds of items: the keys of the prefix, of the scored text, and of the number of the right option
     'multiple_choice': ('query', 'choices', 'gold'),
     'schema': ('context_options', 'continuation', 'gold'),
     'language_modeling': ('context', 'continuation'),
     'chat': ('messages',)}
 start_script()
-# all flags of the block above, and those that the user gave
+# all flags of the block above, and the user's own
 flags, given = read_flags(__file__, globals())
 globals().update(flags)
 check_source(flags, given)
@@ -80,7 +80,7 @@ def read_items(path, kind=''):
     """Returns the items of a file of JSON lines with 'kind', 'index' and 'place'.
 
     kind: the kind of all items, which may then have more keys.
-    Raises UserError, with the line, for what is not an item."""
+    Raises UserError, with the line, for anything else."""
     items = []
     for number, line in enumerate(read_text(path).split('\n'), 1):
         if not line.strip():
@@ -104,7 +104,7 @@ def read_item(line, kind):
         check_chat(item['messages'])
         return {'kind': kind, 'messages': item['messages']}
 
-    # what precedes and what is scored: a text, or several to choose from
+    # the prefix and the scored text: one, or several to choose from
     for name in keys[:2]:
         is_list = name in ('choices', 'context_options')
         values = item[name] if is_list else [item[name]]
@@ -127,7 +127,7 @@ def read_item(line, kind):
 
 
 def check_chat(messages):
-    """Raises UserError unless messages end with an answer. What is in each is checked when the chat
+    """Raises UserError unless messages end with an answer. Their content is checked when the chat
     template is known."""
     is_list = isinstance(messages, list) and len(messages) > 1
     last = messages[-1] if is_list else None
@@ -136,8 +136,8 @@ def check_chat(messages):
 
 
 def find_kind(item, kind):
-    """Returns the kind of an item: `kind`, of which it must have the keys, or if that is '', the one
-    of which it has the keys and no other. Raises UserError if there is none."""
+    """Returns the kind of an item: `kind`, if the item has its keys; for '', the only kind whose
+    keys it has. Raises UserError if there is none."""
     found = set(item) if isinstance(item, dict) else set()
     for name, keys in KINDS.items():
         has_all = found >= set(keys)
@@ -222,8 +222,8 @@ def read_tasks(path):
 def encode_item(items, index, n_examples, delimiter, in_bundle):
     """Returns the rows of items[index], in tokens as by lm-eval.
 
-    In a bundle they are as by nanochat: they follow examples, other items with their answers, and
-    what differs between the options is scored, in a schema what they end with in common."""
+    In a bundle they are as by nanochat: examples (other items with their answers) come first. The
+    differing part of the options is scored, in a schema their common end."""
     item = items[index]
     if item['kind'] == 'chat':
         return [model.encode_answer(item['messages'])]
@@ -314,8 +314,7 @@ def evaluate_text(path):
     content = texts[path]
     log = functools.partial(model.logprobs, **options)
     (ids, found), = at(path, log, [content])
-    # what is not scored does not count: the first token, unless one that begins a document precedes
-    # it
+    # only scored tokens count: not the first one, unless a token that begins a document precedes it
     if model.tokenizer.start_token is None:
         n_bytes = len(model.tokenizer.decode(ids).encode())
     else:
@@ -374,7 +373,7 @@ for line in (model.warning, model.title):
 # texts and tasks, one after the other
 options = {'max_length': max_length, 'batch_size': batch_size, 'cache_dtype': cache_dtype}
 results = {'texts': {}, 'tasks': {}}
-lines = []  # what the file that logprobs names will hold
+lines = []  # of the file for --logprobs
 for path in texts:
     report('texts', path, evaluate_text, path)
 for task in all_tasks:
@@ -384,7 +383,7 @@ if centered:
     results['core'] = float(np.mean(centered))
     print(f"CORE: {results['core']:.4f}")
 
-# all results, for programs, with what they are of: to a file, and to what reads the output unless that is a person
+# all results and their checkpoint, for programs: to a file, and to stdout unless that is a terminal
 everything = json.dumps({
     'program': 'eval_jax', 'checkpoint': model.about, 'settings': {**flags, 'dtype': model.config.dtype},
     'environment': describe_environment(model.layout.devices), 'results': results})

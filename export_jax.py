@@ -25,7 +25,7 @@ checkpoint = 'best' # 'best' (lowest validation loss) or 'latest'
 base = '' # where the pretrained model of a LoRA run is now, if it has moved
 folder = '' # the new folder
 gguf = '' # or a new file, model.gguf
-adapter = '' # or a new folder, of what a LoRA run has trained, for peft
+adapter = '' # or a new folder for peft, with the updates of a LoRA run
 dtype = 'float32' # dtype of the weights: 'float32', 'bfloat16', 'float16'; in a GGUF file 'float32', 'float16', 'q8_0'
 shard_gb = 5.0 # weights that need more are split into several files
 # -----------------------------------------------------------------------------
@@ -63,7 +63,7 @@ from jax_run.load import load_run, load_updates
 from jax_run.log import read_metrics
 from jax_transformer import count_params
 
-# Ctrl-C is an exception from here on, so that what is unfinished is removed
+# Ctrl-C is an exception from here on, so that unfinished files are removed
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The flags of training that a model card lists, if the run read them.
@@ -78,8 +78,8 @@ SCHEDULE = ('min_lr', 'lr_schedule', 'warmup_iters', 'lr_decay_iters')
 
 
 def model_card(family, name):
-    """Returns the README.md of the exported folder: what the model is, its data, recipe and
-    figures, how to load it.
+    """Returns the README.md of the exported folder: the model, its data, recipe and figures, and
+    how to load it.
 
     family: the model_type of its config.json. name: the folder's name."""
     # Where the weights are from.
@@ -108,8 +108,8 @@ def model_card(family, name):
 
 
 def check_run(run):
-    """Raises UserError unless the flags of a checkpoint are those of train_jax.py, as far as a
-    model card needs them."""
+    """Raises UserError unless a checkpoint has the flags of train_jax.py that a model card
+    needs."""
     numbers = ('gradient_accumulation_steps', 'batch_size', 'block_size')
     texts = ('dataset', 'init_from')
     has_numbers = all(type(run.get(name)) is int for name in numbers)
@@ -120,8 +120,8 @@ def check_run(run):
 
 
 def base_on_hub(source):
-    """Returns the card's line about the model on the hub from which a run was trained further, or
-    ''. source: the run's init_from."""
+    """Returns the card's line about the model on the hub that a run started from, or ''. source:
+    the run's init_from."""
     return f'\nbase_model: {name_on_hub(source)}' if is_on_hub(source) else ''
 
 
@@ -131,7 +131,7 @@ def describe_run(run, iteration):
     run: the flags of the run, {name: value}. iteration: the checkpoint's."""
     records = list(read_metrics(run_folder(out_dir).files))
 
-    # The losses of the evaluation with which the checkpoint was saved.
+    # The losses of the checkpoint's evaluation.
     table = {}
     for row in records:
         if row['iter'] == iteration and 'val_loss' in row:
@@ -162,12 +162,12 @@ def describe_run(run, iteration):
 
 
 # -----------------------------------------------------------------------------
-# what is said at the end
+# the message at the end
 
 def report(path, description):
     """Prints what was written, and a command that uses it.
 
-    path: the new folder or file. description: that of the model's tokenizer, see load_tokenizer;
+    path: the new folder or file. description: of the model's tokenizer, see load_tokenizer;
     {} if it is unknown."""
     # A folder's files with their sizes; a GGUF file is one.
     written = Path(path).expanduser()
@@ -193,8 +193,8 @@ def readable(n_bytes):
 
 
 def sample_command(path, description):
-    """Returns the command that samples from what was written, with a prompt that its tokenizer can
-    write; path, description: see report."""
+    """Returns the command that samples from the export, with a prompt that its tokenizer can write;
+    path, description: see report."""
     # a text or a question; GPT-2's tokenizer, which may have to be downloaded, writes any
     kind = description.get('kind')
     text = 'Once upon a time'

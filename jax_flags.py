@@ -21,9 +21,9 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 ENVIRONMENT = ('activate the environment of this project, or make one, as with: python3.12 -m venv '
                '.venv && . .venv/bin/activate && pip install -r requirements_jax.txt')
@@ -40,8 +40,10 @@ except ImportError:  # Windows
 ROOT = Path(__file__).resolve().parent
 INSTALLED = ROOT / 'nanogpt_jax'  # config/ and data/ of an installation, see pyproject.toml
 
-# The types in which a model can be computed.
+# The compute dtypes.
 DTYPES = ('float32', 'bfloat16', 'float16')
+
+Function = TypeVar('Function', bound=Callable)
 
 
 class UserError(ValueError):
@@ -53,8 +55,8 @@ class UserError(ValueError):
 
 
 class TryAgain(UserError):
-    """What may be over soon, as a network that is down: the scripts exit with 75, after which a loop
-    starts them again."""
+    """What may be over soon, as a network that is down: the scripts exit with 75, after which a
+    loop starts them again."""
 
 
 def refuse(refusals):
@@ -65,7 +67,7 @@ def refuse(refusals):
 
 
 def one_line(error):
-    """Returns what the user sees of an error."""
+    """Returns the text of an error for the user."""
     return f'error: {" ".join(str(error).split())}'
 
 
@@ -93,8 +95,8 @@ def read_text(path, *, newline=None):
 
 
 def printable(name):
-    """Returns a name from a stranger's file as it fits a message of one line: with what is not
-    printable escaped, and cut off after 200 characters."""
+    """Returns a name from an untrusted file for a message of one line: escaped where it is not
+    printable, and truncated after 200 characters."""
     shown = name if name.isprintable() else repr(name)
     if len(shown) > 200:
         return f'{shown[:200]}...'
@@ -108,12 +110,12 @@ def whole_characters(text):
 
 
 def find_shipped(kind, name):
-    """Returns the path of a file or folder of config/ or data/, the `kind`: beside the caller if it
-    is there, else where it came along with this program, in a checkout or an installation."""
+    """Returns the path of a file or folder of config/ or data/, the `kind`: first beside the
+    caller, then in this program's own checkout or installation."""
     for place in (Path(kind), ROOT / kind, INSTALLED / kind):
         if (place / name).exists():
             return place / name
-    # nowhere: where it would be
+    # found nowhere: the place beside the caller
     return (ROOT if (ROOT / kind).is_dir() else Path()) / kind / name
 
 
@@ -133,8 +135,8 @@ def write_text(path, text):
 
 @contextlib.contextmanager
 def new_file(path):
-    """Gives the path of a file to write, which gets the name `path` at the end of the block, if
-    that does not fail: what has the name is complete."""
+    """Gives the path of a temporary file to write. It is renamed to `path` at the end of the block,
+    unless the block fails, so that a file of this name is complete."""
     unfinished = f'{path}.tmp-{os.getpid()}'
     try:
         yield unfinished
@@ -163,12 +165,12 @@ def warn(line):
 
 
 def lock_file(file, *, wait=False):
-    """Locks an open file for this process until it is closed: the system lets go of it when the
-    process ends, however that happens. Returns whether it has; not if another process has it, which
-    wait=True waits for. Where there are no locks nothing is locked."""
+    """Locks an open file for this process until it is closed or the process ends. Returns whether
+    it succeeded; not if another process has the lock, unless wait=True waits for that. On a file
+    system without locks nothing is locked."""
     try:
         if fcntl:
-            # not lockf, whose lock goes when this process reads the file and closes it
+            # not lockf: its lock is lost when this process reads the file and closes it
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except (BlockingIOError, PermissionError):
         return False
@@ -203,10 +205,10 @@ def write_json(path, values):
     write_text(path, json.dumps(values, indent=2) + '\n')
 
 
-def shows_fields(kind):
+def shows_fields(kind: type) -> Callable[[Function], Function]:
     """Returns a decorator that shows the fields of a dataclass in place of **changes, in help() and
     where an editor completes."""
-    def decorate(function):
+    def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         shown = {name: parameter for name, parameter in signature.parameters.items()
                  if parameter.kind is not parameter.VAR_KEYWORD}
@@ -245,13 +247,12 @@ def config_block(script):
 
 
 def read_flags(script, namespace, argv=None, *, ignored=()):
-    """Returns (flags, given): all flags of the script, {name: value}, and the ones that the user
-    gave.
+    """Returns (flags, given): all flags of the script, {name: value}, and the user's own.
 
     Config files (Python files of assignments) and --name=value are applied in the order given.
     --help prints the flags and exits. A config file gives the flags that it assigns at its top
-    level, also those whose value stays the default, and all others whose value it changes, with
-    `from base import *` or exec(open('base.py').read()).
+    level, even to their defaults, and all others that it changes with `from base import *` or
+    exec(open('base.py').read()).
 
     script: the path of the script. namespace: its globals(), which hold the defaults. argv: the
     arguments, by default the command line's. ignored: names that are accepted without effect.
@@ -297,7 +298,7 @@ def parse_flag(arg, defaults):
     """Returns (name, value) of an argument --name=value. Raises UserError if it is written
     otherwise.
 
-    The value is a Python literal, else a text. For a flag whose default is a text it is the text as
+    The value is a Python literal, else a text. If the flag's default is a text, it is the text as
     typed: --start=123 is a prompt."""
     name, equals, text = arg[2:].partition('=')
     if not equals and name in defaults:
@@ -309,7 +310,7 @@ def parse_flag(arg, defaults):
         return name, text
     try:
         return name, ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # what it documents
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # as documented
         return name, text
 
 
@@ -319,10 +320,10 @@ def is_on_command_line(name):
 
 
 def run_config_file(path, flags):
-    """Runs a config file and returns what it gives, {name: value}.
+    """Runs a config file and returns its flags, {name: value}.
 
-    flags: {name: value} before it, which it may read. Raises UserError for a file that is not there
-    or that fails."""
+    flags: {name: value} before it; the file may read them. Raises UserError for a missing file, and
+    for one that fails."""
     kind, _, name = path.replace(os.sep, '/').partition('/')
     shipped = find_shipped(kind, name) if kind == 'config' else Path(path)
     if not Path(path).is_file() and shipped.is_file():
@@ -336,7 +337,7 @@ def run_config_file(path, flags):
     except Exception as error:
         raise UserError(f'config file {path}: {type(error).__name__}: {error}') from error
 
-    # What it assigns itself, and what another file that it runs has changed.
+    # Its own assignments, and the changes of other files that it runs.
     given = {}
     for name in assigned_names(tree):
         if name in values and not name.startswith('_'):
@@ -349,8 +350,7 @@ def run_config_file(path, flags):
 
 
 def meant_by(path, flags):
-    """Returns what an argument may have meant that is no config file: ' (did you mean ...?)', or
-    ''."""
+    """Returns a hint for an argument that is no config file: ' (did you mean ...?)', or ''."""
     if os.path.isdir(os.path.join(path, 'ckpt')) and 'out_dir' in flags:
         return f' (did you mean --out_dir={path}?)'
     folders = [Path(path).parent]
@@ -426,7 +426,7 @@ AT_LEAST_0 = (
     'max_iters', 'minutes', 'save_interval', 'verify', 'warmup_iters', 'lr_decay_iters',
     'learning_rate', 'min_lr', 'weight_decay', 'lora_rank', 'grad_clip', 'loss_chunk', 'n_inner', 'n_kv_head',
     'n_expert', 'expert_balance', 'window', 'max_new_tokens')
-# {flag: (the lowest value, what the value is below)}
+# {flag: (the lowest value, the first value that is too high)}
 RANGES = {
     **dict.fromkeys(AT_LEAST_1, (1, math.inf)),
     **dict.fromkeys(AT_LEAST_0, (0, math.inf)),
@@ -447,10 +447,10 @@ def check_ranges(flags):
 
 
 class Need(NamedTuple):
-    """What a flag needs, because nothing reads it otherwise."""
+    """The condition of a flag: otherwise nothing reads it."""
     switch: str  # the name of another flag, or of a fact that the script adds to the flags
     remedy: str  # follows "nothing reads NAME=VALUE without"
-    values: tuple = ()  # the switch's values with which the flag is read; () is all that are true
+    values: tuple = ()  # of the switch; () is all that are true
 
 
 EXPERTS = Need('n_expert', 'experts: add --n_expert=8')
@@ -471,9 +471,9 @@ COMPILED = Need('step', '--mode=compile', ('compile train', 'compile decode'))
 DECODED_HERE = Need('step', '--mode=decode', ('decode',))
 MEASURED = Need('step', '--mode=train or --mode=decode', ('train', 'decode'))
 
-# {script: {flag: what it needs}}. Not here are flags that nanoGPT has too, of which it accepts any
-# combination, as wandb_project without wandb_log; nor what needs a switch that is on unless it is
-# named, as lr_schedule needs decay_lr.
+# {script: {flag: its condition}}. Flags of nanoGPT are not here, because it accepts any combination
+# of them (wandb_project without wandb_log); nor are flags that need a switch with the default True
+# (lr_schedule needs decay_lr).
 NEEDS = {
     'train_jax': {
         'n_expert_used': EXPERTS,
@@ -527,8 +527,8 @@ NEEDS = {
 def is_read(script, name, flags):
     """Returns whether something reads the flag `name` of this script.
 
-    flags: {name: value} of all flags, with the facts that the script knows. If what the flag needs
-    is not among them, it is not known yet, and the answer is True."""
+    flags: {name: value} of all flags, with the facts that the script knows. If the condition is not
+    among them, it is not known yet, and the answer is True."""
     need = NEEDS[script].get(name)
     if need is None or need.switch not in flags:
         return True
@@ -572,9 +572,9 @@ def rising_learning_rate(flags):
 
 
 def check_given(flags, given):
-    """Raises UserError for training flags that the user gave and that cannot be meant so. Call it
-    with the flags of the run: of one that is resumed, with those of its checkpoint."""
-    # nanoGPT's default of min_lr may be above, too, which is only a warning.
+    """Raises UserError for training flags of the user that contradict each other or have no effect.
+    Call it with the flags of the run, in a resumed run the checkpoint's."""
+    # nanoGPT's default of min_lr may be above, too: that is only a warning.
     if 'min_lr' in given:
         warning = rising_learning_rate(flags)
         if warning:
@@ -652,10 +652,10 @@ CONTROLS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The options with which rows of tokens are continued.
+    """The options for generating token ids.
 
-    The controls, the names of CONTROLS, are off where they are None, but for a temperature of 1. In
-    jax_text None stands for what the model's makers say, see TextModel.defaults."""
+    The controls (the names of CONTROLS) are off if they are None; a temperature of None is 1. In
+    jax_text None means the default of the model's authors, see TextModel.defaults."""
     # how a token is drawn
     temperature: float | None = None  # 0 is greedy
     top_k: int | None = None  # only this many likeliest tokens, clamped to the vocabulary
@@ -682,7 +682,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextSampling(Sampling):
-    """The options with which texts are continued."""
+    """The options for generating text."""
     stop: str | Sequence[str] = ()  # a text ends before the first of these
     seed: int | None = 1337  # None draws one
 
@@ -732,9 +732,8 @@ def is_in_bucket(flag, path):
 
 
 def start_script():
-    """Makes the settings with which every script begins: from here on its errors end it as
-    exit_on_user_error says, and a line is written when it is printed, into a pipe or a file as on a
-    terminal."""
+    """Makes the first settings of every script: errors end it as in exit_on_user_error, and each
+    line is written when it is printed, also into a pipe or a file."""
     sys.excepthook = exit_on_user_error
 
     # Output that the shell has closed (2>&-) goes nowhere: else the next file that is opened, such as
@@ -824,7 +823,7 @@ def require_package(name):
 
 
 def is_own_module(name):
-    """Whether a module is one of this project, whose absence is a fault and no lack of packages."""
+    """Whether a module belongs to this project: its absence is a fault, and no missing package."""
     return name.partition('.')[0].startswith('jax_') or name.startswith(('data', 'tools', 'tests'))
 
 
@@ -846,9 +845,9 @@ def discard_unread_output():
 def exit_before_others(code):
     """Ends this process with this exit code, if it is one of several.
 
-    The usual way out waits for the others, which may not have failed, and after 60 s JAX aborts
-    them all (134). Process 0 waits 3 s, in which others that have failed too can say so: with it
-    ends JAX's coordination service, and then JAX aborts the others."""
+    A usual exit waits for the others, which may not have failed, and after 60 s JAX aborts them all
+    (134). Process 0 waits 3 s, so that other failing processes can print their error: JAX's
+    coordination service ends with process 0, and then JAX aborts the others."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
     if jax and jax.distributed.is_initialized() and jax.process_count() > 1:
         sys.stdout.flush()
@@ -869,7 +868,7 @@ def exit_if_peer_died(error):
     would wait for the dead process."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
 
-    # What the error says, and what the errors behind it say.
+    # The text of the error, and of the errors behind it.
     text = ' '.join(str(error).split())
     is_lost = 'barrier' in text
     for cause in (error, error.__cause__, error.__context__):

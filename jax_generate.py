@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.traverse_util import flatten_dict
+from jax import Array
+from numpy.typing import ArrayLike
 
 from jax_flags import (
     CONTROLS, Sampling, UserError, ceil_div, check_choice, check_ranges, shows_fields)
@@ -29,16 +32,16 @@ from jax_ops.decode_weights import (  # noqa: F401, but for devices_of: public h
 from jax_ops.sharding import shard
 from jax_ops.vocabulary import cross_entropy
 from jax_transformer import (
-    CACHE_DTYPES, GPT, PAD, PIECE, Block, create_call, grow_cache, select_rows)
+    CACHE_DTYPES, GPT, PAD, PIECE, Block, GPTConfig, Stream, create_call, grow_cache, select_rows)
 
 SCORED_AT_ONCE = 1024  # positions whose logits are materialized at a time
 NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
 MAX_DRAFT = 16
 
-# The largest norm of a head's bias with which a KV cache may be in 8 bits. With norms of 0, 20, 60 and
-# 600 log-probabilities moved by 0.010, 0.019, 0.035 and 0.34 nats in int8, by 0.06, 0.08, 0.23 and 0.73
-# in float8 (means; two layers of random weights). Of Qwen2.5-7B, norms of 605 and 921 are reported
-# (ggml-org/llama.cpp#21385).
+# The largest norm of a head's bias with which a KV cache may be in 8 bits. With norms of 0, 20, 60
+# and 600 log-probabilities moved by 0.010, 0.019, 0.035 and 0.34 nats in int8, by 0.06, 0.08, 0.23
+# and 0.73 in float8 (means; two layers of random weights). Of Qwen2.5-7B, norms of 605 and 921 are
+# reported (ggml-org/llama.cpp#21385).
 LARGEST_BIAS = 32
 
 
@@ -58,13 +61,13 @@ class Controls(struct.PyTreeNode):
     repetition_penalty: Any = None
 
 
-def create_controls(config, sampling):
+def create_controls(config: GPTConfig, sampling: Sampling) -> Controls:
     """Returns the Controls of a Sampling. Raises UserError for values that make no sense."""
     sampling.check()
     n_vocab = config.vocab_size if sampling.n_vocab is None else sampling.n_vocab
     if not 0 < n_vocab <= config.vocab_size:
         raise UserError(f'n_vocab must be between 1 and {config.vocab_size}, not {n_vocab}')
-    controls = {'temperature': np.float32(1)}
+    controls: dict[str, Any] = {'temperature': np.float32(1)}
     for name, control in CONTROLS.items():
         value = getattr(sampling, name)
         if value == control.off:
@@ -76,7 +79,7 @@ def create_controls(config, sampling):
     return Controls(n_vocab, **controls)
 
 
-def stack_controls(rows):
+def stack_controls(rows: list[Controls | None]) -> Controls:
     """Returns the Controls of a batch of rows that have these Controls; None is a row that is not
     read. All have the same n_vocab.
 
@@ -104,7 +107,7 @@ def stack_controls(rows):
         known[0].n_vocab, stop_tokens=stop_tokens, is_greedy=is_greedy, **stacked)
 
 
-def sample_token(logits_BxV, key_B, controls):
+def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
     """One token id per row of float32 logits, [B]."""
     logits_BxV = sampling_logits(logits_BxV, controls)
     # the largest of logits with Gumbel noise is a draw from their softmax; noise made of 23 bits,
@@ -126,7 +129,7 @@ def sample_token(logits_BxV, key_B, controls):
     return jnp.where(is_max_BxV, jnp.arange(controls.n_vocab), controls.n_vocab - 1).min(-1)
 
 
-def sampling_logits(logits_BxV, controls):
+def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
     """The logits of the distribution that is sampled from: -inf for tokens that it excludes. Greedy
     sampling takes the largest."""
     # all-gathered over the vocabulary
@@ -149,7 +152,7 @@ def sampling_logits(logits_BxV, controls):
     return logits_BxV
 
 
-def where_any(control, change, logits_BxV):
+def where_any(control: Any, change: Callable[[Array], Array], logits_BxV: Array) -> Array:
     """change(logits_BxV), where a control is not 0 in any row, which a compiled program looks up if
     rows differ; else the logits as they are."""
     if np.ndim(control) == 0:
@@ -157,7 +160,7 @@ def where_any(control, change, logits_BxV):
     return jax.lax.cond((control != 0).any(), change, lambda logits_BxV: logits_BxV, logits_BxV)
 
 
-def keep_largest(logits_BxV, weight_BxV, amount):
+def keep_largest(logits_BxV: Array, weight_BxV: Array, amount: Array) -> Array:
     """Keeps the largest logits of each row and sets all others to -inf.
 
     Every token has a weight, weight_BxV: 1 for top-k, its probability for top-p. Going from the
@@ -188,13 +191,14 @@ def keep_largest(logits_BxV, weight_BxV, amount):
     return jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
 
 
-def log_probability(logits_BxV, token_B):
+def log_probability(logits_BxV: Array, token_B: Array) -> Array:
     """The natural log of each token's probability in the softmax of its row, float32 [B]."""
     logit_B = jnp.take_along_axis(logits_BxV, token_B[:, None], axis=-1)[:, 0]
     return logit_B - jax.nn.logsumexp(logits_BxV, axis=-1)
 
 
-def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
+def penalize_repetition(logits_BxV: Array, tokens_BxN: Array, length_B: Array,
+                        penalty: Array) -> Array:
     """Divides positive logits of tokens that the row has by `penalty`, multiplies negative ones
     (arXiv:1909.05858)."""
     # which tokens of the vocabulary each row has; its buffer is filled up to its length
@@ -210,22 +214,23 @@ def penalize_repetition(logits_BxV, tokens_BxN, length_B, penalty):
 class DecodeState(struct.PyTreeNode):
     """State of a generation: row b of tokens_BxN holds length_B[b] tokens, of which
     n_generated_B[b] were generated."""
-    tokens_BxN: jax.Array
-    length_B: jax.Array
-    n_generated_B: jax.Array
-    done_B: jax.Array  # the row has met a stop token, or the caller has ended it
-    key_B: jax.Array
-    cache: Any = None  # KV cache; None until the prompts are read
+    tokens_BxN: Array
+    length_B: Array
+    n_generated_B: Array
+    done_B: Array  # the row has met a stop token, or the caller has ended it
+    key_B: Array
+    cache: dict | None = None  # KV cache; None until the prompts are read
     steps: Any = 0  # decode steps so far
     drafted: Any = 0  # drafts proposed so far, of all active rows
     accepted: Any = 0  # drafts accepted so far
     # log-probabilities of the generated tokens, see GenerationResult; None where they are not asked
     # for, which leaves the compiled program without them
-    logprob_BxN: Any = None
-    sampling_logprob_BxN: Any = None
+    logprob_BxN: Array | None = None
+    sampling_logprob_BxN: Array | None = None
 
 
-def sample_and_append(state, logits_BxV, active_B, controls):
+def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
+                      controls: Controls) -> tuple[DecodeState, Array]:
     """Samples each row's next token and appends it to the active rows. Returns (state, token_B)."""
     plain_BxV = logits_BxV
     if controls.repetition_penalty is not None:
@@ -252,7 +257,8 @@ def sample_and_append(state, logits_BxV, active_B, controls):
     return state, token_B
 
 
-def append_logprobs(state, plain_BxV, logits_BxV, token_B, is_next_BxN, controls):
+def append_logprobs(state: DecodeState, plain_BxV: Array, logits_BxV: Array, token_B: Array,
+                    is_next_BxN: Array, controls: Controls) -> DecodeState:
     """The state with the log-probabilities of token_B where is_next_BxN. plain_BxV: the model's
     logits; logits_BxV: with the repetition penalty."""
     logprob_B = log_probability(shard(plain_BxV, None, None), token_B)
@@ -268,7 +274,8 @@ def append_logprobs(state, plain_BxV, logits_BxV, token_B, is_next_BxN, controls
             is_next_BxN, sampling_logprob_B[:, None], state.sampling_logprob_BxN))
 
 
-def prefill(params, cache, idx_BxT, position_BxT, *, config, with_output=False):
+def prefill(params: dict, cache: dict, idx_BxT: np.ndarray, position_BxT: np.ndarray, *,
+            config: GPTConfig, with_output: bool = False) -> Any:
     """The KV cache with one piece of the prompts, layer by layer; PAD in position_BxT marks
     padding. with_output: the last layer's output [B, T, D] and the cache.
 
@@ -291,23 +298,26 @@ def prefill(params, cache, idx_BxT, position_BxT, *, config, with_output=False):
 
 
 @functools.partial(jax.jit, static_argnames='config')
-def embed_prompts(tables, idx_BxT, position_BxT, *, config):
+def embed_prompts(tables: dict, idx_BxT: Array, position_BxT: Array, *,
+                  config: GPTConfig) -> Stream:
     call = create_call(idx_BxT, position_BxT)
-    return GPT(config).apply({'params': tables}, idx_BxT, call, method='embed')
+    return GPT(config).bind({'params': tables}).embed(idx_BxT, call)
 
 
 @functools.partial(jax.jit, donate_argnames='cache', static_argnames=('config', 'layer', 'is_last'))
-def prefill_layer(params, cache, stream, idx_BxT, position_BxT, *, config, layer, is_last):
+def prefill_layer(params: dict, cache: dict, stream: Stream, idx_BxT: Array, position_BxT: Array, *,
+                  config: GPTConfig, layer: tuple, is_last: bool) -> tuple[Stream | None, dict]:
     """(the Stream into the next layer, the layer's cache); the last layer is computed as far as its
     cache needs."""
     call = create_call(idx_BxT, position_BxT)
-    stream, cache = Block(config, *layer).apply({'params': params}, stream, call, cache)
+    stream, cache = Block(config, *layer).bind({'params': params})(stream, call, cache)
     return None if is_last else stream, cache
 
 
 @functools.partial(
     jax.jit, static_argnames=('config', 'n_draft', 'use_cache'), donate_argnames='state')
-def decode(params, state, controls, n_end, max_length, n_slots, *, config, n_draft, use_cache):
+def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, max_length: Array,
+           n_slots: Array, *, config: GPTConfig, n_draft: int, use_cache: bool) -> DecodeState:
     """Generates until every row has n_end new tokens (a number or [B]), is longer than max_length,
     or is done: one compiled loop over one of the three steps below. Ends early when a row is longer
     than the cache's n_slots, or when drafts are useless."""
@@ -334,13 +344,14 @@ def decode(params, state, controls, n_end, max_length, n_slots, *, config, n_dra
     return jax.lax.while_loop(should_continue, step, state)
 
 
-def drafts_are_useless(drafted, accepted, batch_size):
+def drafts_are_useless(drafted: Any, accepted: Any, batch_size: int) -> Any:
     """Whether fewer than 30% of at least 64 drafts per row were accepted: a step then costs more
     than it saves."""
     return (drafted >= 64 * batch_size) & (accepted < 0.3 * drafted)
 
 
-def step_uncached(params, state, active_B, config, controls):
+def step_uncached(params: dict, state: DecodeState, active_B: Array, config: GPTConfig,
+                  controls: Controls) -> DecodeState:
     """One token per active row from its last block_size tokens, recomputed, as nanoGPT does for
     every token."""
     # each row's last block_size tokens, or all of a shorter row, then with padding behind them
@@ -349,24 +360,27 @@ def step_uncached(params, state, active_B, config, controls):
     def window(tokens_N, start):
         return jax.lax.dynamic_slice(tokens_N, (start,), (config.block_size,))
 
-    logits_Bx1xV = GPT(config).apply(
-        {'params': params}, jax.vmap(window)(state.tokens_BxN, start_B),
+    model = GPT(config).bind({'params': params})
+    logits_Bx1xV = model(
+        jax.vmap(window)(state.tokens_BxN, start_B),
         logit_position_B=state.length_B - start_B - 1)
     return sample_and_append(state, logits_Bx1xV[:, 0], active_B, controls)[0]
 
 
-def step_cached(params, state, active_B, config, controls):
+def step_cached(params: dict, state: DecodeState, active_B: Array, config: GPTConfig,
+                controls: Controls) -> DecodeState:
     """One token per active row: feeds its last token through the KV cache."""
     # the last token is in the buffer, but not yet in the cache: this call writes it there
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
-    logits_Bx1xV, cache = GPT(config).apply(
-        {'params': params}, last_Bx1, state.cache, position_BxT=position_Bx1, method='with_cache')
+    model = GPT(config).bind({'params': params})
+    logits_Bx1xV, cache = model.with_cache(last_Bx1, state.cache, position_BxT=position_Bx1)
     state = state.replace(cache=cache)
     return sample_and_append(state, logits_Bx1xV[:, 0], active_B, controls)[0]
 
 
-def step_speculative(params, state, room_B, config, controls, n_draft):
+def step_speculative(params: dict, state: DecodeState, room_B: Array, config: GPTConfig,
+                     controls: Controls, n_draft: int) -> DecodeState:
     """Up to 1 + n_draft tokens per row, at most room_B (speculative decoding, arXiv:2211.17192):
     drafts are fed along with the last token, and accepted as long as they equal the tokens that the
     model samples: the result is that of n_draft=0, in fewer steps. (The paper accepts a draft with
@@ -381,9 +395,10 @@ def step_speculative(params, state, room_B, config, controls, n_draft):
     usable_B = jnp.clip(room_B - 1, 0, n_draft)
 
     # the last token and the drafts in one forward pass
-    logits_BxTxV, cache = GPT(config).apply(
-        {'params': params}, jnp.concatenate([last_Bx1, drafts_BxJ], axis=1), state.cache,
-        position_BxT=position_Bx1 + jnp.arange(1 + n_draft), method='with_cache')
+    model = GPT(config).bind({'params': params})
+    logits_BxTxV, cache = model.with_cache(
+        jnp.concatenate([last_Bx1, drafts_BxJ], axis=1), state.cache,
+        position_BxT=position_Bx1 + jnp.arange(1 + n_draft))
     state = state.replace(cache=cache, drafted=state.drafted + usable_B.sum())
     # sample after each of them, as without drafts; the logits after a wrong draft are never used
     for t in range(1 + n_draft):
@@ -396,7 +411,7 @@ def step_speculative(params, state, room_B, config, controls, n_draft):
     return state
 
 
-def prompt_lookup_draft(tokens_N, length, n_draft):
+def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
     """Drafts [n_draft]: what followed the most recent earlier occurrence of the row's last tokens,
     up to NGRAM of them (prompt lookup, https://github.com/apoorvumang/prompt-lookup-decoding). A
     continuation that reaches the end of the row wraps around to its start, as a text that repeats
@@ -417,7 +432,7 @@ def prompt_lookup_draft(tokens_N, length, n_draft):
 # -----------------------------------------------------------------------------
 # the Decoder calls the compiled functions
 
-def commit(tree, params):
+def commit(tree: Any, params: dict) -> Any:
     """The tree on the one device of params, committed to it, as results are: decode and prefill are
     then not compiled a second time for their own results. On several devices the tree as it is."""
     devices = devices_of(params)
@@ -431,7 +446,8 @@ class Decoder:
     state holds the cache, which read_prompts() prefills and grow() enlarges when the rows need it.
     end_rows() ends some, and close() gives the cache to the PrefixCache from which it came."""
 
-    def __init__(self, params, config, state, controls, sampling, *, longest, n_columns):
+    def __init__(self, params: dict, config: GPTConfig, state: DecodeState, controls: Controls,
+                 sampling: Sampling, *, longest: int, n_columns: int):
         """state: a DecodeState without a cache. controls: the Controls of the Sampling. longest:
         the number of tokens of the longest row at its end. n_columns: the width of the results."""
         self.params = params
@@ -441,7 +457,7 @@ class Decoder:
         self.sampling = sampling
         self.n_end = 0  # new tokens that the rows have now, unless they have ended
         self.n_columns = n_columns
-        self.prefix_cache = None
+        self.prefix_cache: PrefixCache | None = None
         self.n_draft = sampling.n_draft  # 0 once drafts turn out to be useless
         self.longest = longest
         # the longest row that the KV cache can continue: learned positions end, those of RoPE do
@@ -450,11 +466,11 @@ class Decoder:
         self.n_slots = 0  # slots of the cache; 0: there is none yet
         # a cache keeps the slots of drafts when they are dropped
         on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
-        self.cache_options = {
+        self.cache_options: dict[str, Any] = {
             'config': config, 'dtype': sampling.cache_dtype, 'n_draft': sampling.n_draft,
             'as_bits': on_cpu}
 
-    def continue_from(self, prefix_cache, tokens_T):
+    def continue_from(self, prefix_cache: 'PrefixCache', tokens_T: np.ndarray) -> int:
         """Takes over the cache of a PrefixCache. Returns how many of the first tokens_T it
         holds."""
         self.prefix_cache = prefix_cache
@@ -464,11 +480,11 @@ class Decoder:
         self.state = self.state.replace(cache=cache)
         return n_held
 
-    def drop_drafts(self):
+    def drop_drafts(self) -> None:
         """Decodes one token per row and step from now on."""
         self.n_draft = 0
 
-    def grow(self, needed, batch_size):
+    def grow(self, needed: int, batch_size: int) -> None:
         """Makes room for `needed` slots in the cache, or makes a new one if there is none."""
         if self.n_slots >= min(needed, self.config.block_size):
             return
@@ -477,7 +493,8 @@ class Decoder:
             self.state.cache, batch_size=batch_size, n_slots=self.n_slots, **self.cache_options)
         self.state = self.state.replace(cache=commit(cache, self.params))
 
-    def read_prompts(self, tokens_BxT, length_B, n_held=0, least_width=16):
+    def read_prompts(self, tokens_BxT: np.ndarray, length_B: np.ndarray, n_held: int = 0,
+                     least_width: int = 16) -> None:
         """Fills the cache with every row up to its last token, which the first decode step feeds.
 
         A row that is too long for a cache is left out. Equal prompts are computed once. n_held: the
@@ -502,14 +519,14 @@ class Decoder:
             cache = select_rows(cache, row_B)
         self.state = self.state.replace(cache=cache)
 
-    def advance(self, n_new):
+    def advance(self, n_new: int) -> 'GenerationResult':
         """Adds n_new tokens to each row that has not ended, up to max_new_tokens in all, and
         returns the GenerationResult so far."""
         self.n_end = min(self.n_end + n_new, self.sampling.max_new_tokens)
         self.decode_until(self.n_end)
         return copy_result(self.state, self.n_columns, self.sampling.max_new_tokens)
 
-    def decode_until(self, n_end):
+    def decode_until(self, n_end: int | np.ndarray) -> None:
         """Continues each row that has not ended to n_end new tokens, a number or int32 [B].
 
         It takes several compiled loops if the cache grows, rows leave it, or drafts turn out
@@ -541,22 +558,22 @@ class Decoder:
                 np.int32(max_length), np.int32(n_slots), config=self.config,
                 n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
 
-    def end_rows(self, is_over_B):
+    def end_rows(self, is_over_B: ArrayLike) -> None:
         """Ends the rows of which the caller wants no more tokens, bool [B]."""
         self.state = self.state.replace(done_B=self.state.done_B | np.asarray(is_over_B))
 
     @property
-    def is_over(self):
+    def is_over(self) -> bool:
         """Whether no row gets another token."""
         return self.n_end == self.sampling.max_new_tokens or bool(self.state.done_B.all())
 
-    def close(self):
+    def close(self) -> None:
         """Gives the cache back to the PrefixCache, if there is one."""
         if self.prefix_cache is not None:
             self.prefix_cache.keep(self)
 
 
-def unique_prompts(tokens_BxT, end_B):
+def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(the rows that are prefilled; for each row the index among them of one that begins with the
     same end_B[b] tokens).
 
@@ -573,7 +590,8 @@ def unique_prompts(tokens_BxT, end_B):
     return np.array(filled(chosen[order].tolist(), len(rows))), np.argsort(order)[row_B.ravel()]
 
 
-def prefill_pieces(params, config, cache, tokens_BxT, first, end_B, width):
+def prefill_pieces(params: dict, config: GPTConfig, cache: dict, tokens_BxT: np.ndarray, first: int,
+                   end_B: np.ndarray, width: int) -> dict:
     """The KV cache with the tokens first .. end_B[b] - 1 of each row, in pieces of at most `width`
     tokens."""
     n_tokens = int(end_B.max()) - first
@@ -602,7 +620,7 @@ class PrefixCache:
         self.has_wrapped = False  # whether a ring may have overwritten its first tokens
         self.drafts_are_useless = False
 
-    def take(self, tokens_T, options):
+    def take(self, tokens_T: np.ndarray, options: dict) -> tuple[dict | None, int, int]:
         """Returns (a cache with these options, its number of slots, the number of first tokens of
         tokens_T that it holds)."""
         cache, self.cache = self.cache, None
@@ -617,7 +635,7 @@ class PrefixCache:
             n_common = 0
         return cache, self.n_slots, n_common
 
-    def keep(self, decoder):
+    def keep(self, decoder: Decoder) -> None:
         """Takes the cache of a Decoder."""
         self.cache = None
         state = decoder.state
@@ -657,17 +675,21 @@ class GenerationResult(NamedTuple):
 
 class Prompts(NamedTuple):
     """Rows of tokens to be continued, each with random numbers of its own."""
-    idx_BxT: Any  # right-padded
-    rng: Any  # a jax.random key, or one for each row
-    lengths_B: Any = None  # T each if not given; a row continues right after its own prompt
+    idx_BxT: ArrayLike  # right-padded
+    rng: Array  # a jax.random key, or one for each row
+    # T each if not given; a row continues right after its own prompt
+    lengths_B: ArrayLike | None = None
     # row b draws its n-th token from fold_in(fold_in(rng, sample_index_B[b]), n), independent of
     # the rest of the batch; 0, 1, 2, ... if not given
-    sample_index_B: Any = None
+    sample_index_B: ArrayLike | None = None
 
 
 @shows_fields(Sampling)
-def generate(params, config, idx_BxT, max_new_tokens=None, *, rng, prompt_lengths_B=None,
-             sample_index_B=None, sampling=Sampling(), as_result=False, logprobs=False, **changes):
+def generate(params: dict, config: GPTConfig, idx_BxT: ArrayLike, max_new_tokens: int | None = None,
+             *, rng: Array, prompt_lengths_B: ArrayLike | None = None,
+             sample_index_B: ArrayLike | None = None, sampling: Sampling = Sampling(),
+             as_result: bool = False, logprobs: bool = False,
+             **changes: Any) -> np.ndarray | GenerationResult:
     """Continues each prompt by max_new_tokens tokens. Returns all tokens, int32 [B, T +
     max_new_tokens], 0 after a row's last token; or all that is known of them, a GenerationResult.
 
@@ -695,9 +717,13 @@ def generate(params, config, idx_BxT, max_new_tokens=None, *, rng, prompt_length
 
 
 @shows_fields(Sampling)
-def generate_stream(params, config, idx_BxT, max_new_tokens=None, *, rng, prompt_lengths_B=None,
-                    sample_index_B=None, sampling=Sampling(), logprobs=False, chunk=None,
-                    prefix_cache=None, **changes):
+def generate_stream(
+        params: dict, config: GPTConfig, idx_BxT: ArrayLike, max_new_tokens: int | None = None, *,
+        rng: Array, prompt_lengths_B: ArrayLike | None = None,
+        sample_index_B: ArrayLike | None = None, sampling: Sampling = Sampling(),
+        logprobs: bool = False, chunk: int | Callable | None = None,
+        prefix_cache: PrefixCache | None = None,
+        **changes: Any) -> Generator[GenerationResult, Any, None]:
     """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then
     after every `chunk`. The caller may send which rows it wants no more tokens of, bool [B].
 
@@ -721,16 +747,16 @@ def generate_stream(params, config, idx_BxT, max_new_tokens=None, *, rng, prompt
             n_new = choose_chunk()
 
 
-def with_changes(sampling, max_new_tokens, changes):
+def with_changes(sampling: Sampling, max_new_tokens: int | None, changes: dict) -> Sampling:
     """Returns a Sampling with other fields, and with max_new_tokens unless that is None."""
     if max_new_tokens is not None:
         changes = {**changes, 'max_new_tokens': max_new_tokens}
     return dataclasses.replace(sampling, **changes)
 
 
-def check_cache_dtype(params, config, cache_dtype):
-    """Raises UserError for a dtype of the KV cache that is unknown, or that has 8 bits beside biases
-    of queries, keys or values so large that the rest is rounded away: see LARGEST_BIAS."""
+def check_cache_dtype(params: dict, config: GPTConfig, cache_dtype: str) -> None:
+    """Raises UserError for a dtype of the KV cache that is unknown, or that has 8 bits beside
+    biases of queries, keys or values so large that the rest is rounded away: see LARGEST_BIAS."""
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     if cache_dtype not in ('int8', 'float8'):
         return
@@ -745,7 +771,8 @@ def check_cache_dtype(params, config, cache_dtype):
                             'which 8 bits round the rest away; take bfloat16')
 
 
-def start_rows(params, config, prompts, sampling, *, logprobs=False, prefix_cache=None):
+def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Sampling, *,
+               logprobs: bool = False, prefix_cache: PrefixCache | None = None) -> Decoder:
     """Returns a Decoder that has read the Prompts; the options are those of generate_stream."""
     # refuse what makes no sense, before anything is computed
     controls = create_controls(config, sampling)
@@ -787,7 +814,8 @@ def start_rows(params, config, prompts, sampling, *, logprobs=False, prefix_cach
     return decoder
 
 
-def create_decode_state(tokens_BxT, length_B, key_B, n_columns, *, logprobs=False):
+def create_decode_state(tokens_BxT: np.ndarray, length_B: np.ndarray, key_B: Array, n_columns: int,
+                        *, logprobs: bool = False) -> DecodeState:
     """The DecodeState of prompts, with room for rows of n_columns tokens, and for their
     log-probabilities if these are asked for."""
     B, T = tokens_BxT.shape
@@ -808,7 +836,7 @@ def create_decode_state(tokens_BxT, length_B, key_B, n_columns, *, logprobs=Fals
         logprob_BxN=jnp.zeros((B, n_columns)), sampling_logprob_BxN=jnp.zeros((B, n_columns)))
 
 
-def copy_result(state, n_columns, max_new_tokens):
+def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> GenerationResult:
     """The GenerationResult of a state, copied, because the next step donates the state."""
     # why each row has ended; a row whose last token is a stop token has met it
     finish_reasons = []
@@ -836,7 +864,8 @@ def copy_result(state, n_columns, max_new_tokens):
         sampling_logprobs=sampling_logprobs)
 
 
-def check_prompts(config, idx_BxT, prompt_lengths_B):
+def check_prompts(config: GPTConfig, idx_BxT: ArrayLike,
+                  prompt_lengths_B: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
     """(tokens int32 [B, T] with 0 for padding, lengths int32 [B]). Raises UserError for prompts
     that make no sense."""
     tokens_BxT = np.asarray(idx_BxT, np.int32)
@@ -872,8 +901,9 @@ class Row(NamedTuple):
     top_logprobs: np.ndarray  # float32: its log-probability
 
 
-def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='auto',
-          with_top=False):
+def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
+          batch_size: int = 16, cache_dtype: str = 'auto',
+          with_top: bool = False) -> list[list[tuple]]:
     """Returns the natural log-probabilities of given tokens: for each item a list of (float32 [n],
     bool [n]: no token is likelier), one pair per row.
 
@@ -922,12 +952,12 @@ def score(params, config, items, *, max_length=0, batch_size=16, cache_dtype='au
     return results
 
 
-def longest_row(group):
+def longest_row(group: list[Row]) -> int:
     """Returns the number of tokens of the longest row of a group."""
     return max(len(row.ids) for row in group)
 
 
-def windows(n_tokens, start, max_length):
+def windows(n_tokens: int, start: int, max_length: int) -> Iterator[tuple[int, int, int]]:
     """Yields (first, scored, end): tokens scored .. end - 1 are predicted from those from `first`
     on, at most max_length. Each token from `start` on is predicted once, and the last window is
     full, as in lm-eval."""
@@ -937,7 +967,8 @@ def windows(n_tokens, start, max_length):
         start = end
 
 
-def score_groups(params, config, groups, most, cache_dtype, with_top):
+def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most: int,
+                 cache_dtype: str, with_top: bool) -> None:
     """Writes the results of at most `most` groups of Rows.
 
     The tokens that the rows of a group share are prefilled once. Then `most` rows at a time, those
@@ -983,7 +1014,8 @@ def score_groups(params, config, groups, most, cache_dtype, with_top):
         score_rows(params, config, row_cache, held, chosen, with_top)
 
 
-def score_rows(params, config, cache, held, rows, with_top):
+def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: tuple,
+               with_top: bool) -> None:
     """Writes the results of Rows of which the cache holds the first held[r] tokens each."""
     # counted from the tokens that the cache holds: how many are fed, all but a row's last one, and
     # the first that predicts a scored one
@@ -1027,25 +1059,24 @@ def score_rows(params, config, cache, held, rows, with_top):
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'with_top'))
-def score_targets(tables, x_BxTxD, target_BxT, *, config, with_top=False):
+def score_targets(tables: dict, x_BxTxD: Array, target_BxT: Array, *, config: GPTConfig,
+                  with_top: bool = False) -> tuple:
     """Returns (the log-probability of each target [B, T]; whether no token is likelier), from the
     last layer's output; with_top also (the likeliest token; its log-probability)."""
-    def head(model, x_BxTxD):
-        return model.head(model.ln_f(x_BxTxD), training=False)
-
     # logits of all tokens, of which those of the targets are taken
-    logits_BxTxV = GPT(config).apply({'params': tables}, x_BxTxD, method=head)
+    model = GPT(config).bind({'params': tables})
+    logits_BxTxV = model.head(model.ln_f(x_BxTxD), training=False)
     target_logit_BxT = jnp.take_along_axis(logits_BxTxV, target_BxT[..., None], axis=-1)[..., 0]
     logprob_BxT = -cross_entropy(logits_BxTxV, target_BxT)
     is_likeliest_BxT = target_logit_BxT >= logits_BxTxV.max(-1)
-    scores = logprob_BxT, is_likeliest_BxT
+    scores: tuple[Array, ...] = logprob_BxT, is_likeliest_BxT
     if with_top:
         top_BxT = logits_BxTxV.argmax(-1).astype(jnp.int32)
         scores = *scores, top_BxT, -cross_entropy(logits_BxTxV, top_BxT)
     return tuple(shard(score_BxT, None, None) for score_BxT in scores)
 
 
-def right_padded(rows, width=0):
+def right_padded(rows: list, width: int = 0) -> np.ndarray:
     """Returns lists of tokens as int32 [B, T], with zeros at their ends; T is the length of the
     longest, at least width."""
     lengths = [len(row) for row in rows]
@@ -1058,18 +1089,19 @@ def right_padded(rows, width=0):
 # -----------------------------------------------------------------------------
 # sizes of what is compiled: few different ones, because each shape is a program of its own
 
-def power_of_two(n):
+def power_of_two(n: int) -> int:
     """Returns the least power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
-def four_per_octave(n, least):
-    """Returns the first of four sizes per doubling, all multiples of `least`, that is at least n."""
+def four_per_octave(n: int, least: int) -> int:
+    """Returns the first of four sizes per doubling, all multiples of `least`, that is at least
+    n."""
     step = max(least, power_of_two(n) // 8)
     return ceil_div(n, step) * step
 
 
-def piece_length(n_tokens, least):
+def piece_length(n_tokens: int, least: int) -> int:
     """Returns the width of the pieces in which the prompts of generation are prefilled.
 
     16 (unless `least` is more) or 64 for short prompts, PIECE for long ones."""
@@ -1079,7 +1111,7 @@ def piece_length(n_tokens, least):
     return PIECE
 
 
-def row_width(n_tokens):
+def row_width(n_tokens: int) -> int:
     """Returns the width of the equal pieces in which rows that are scored are fed.
 
     It is at most PIECE, one of four sizes per octave, from 4 on: rows are often short, and padding
@@ -1088,13 +1120,13 @@ def row_width(n_tokens):
     return four_per_octave(ceil_div(n_tokens, ceil_div(n_tokens, PIECE)), least=4)
 
 
-def filled(rows, most):
+def filled(rows: list, most: int) -> list:
     """Returns the rows and copies of the first: a power of two of them, or `most`."""
     n_rows = min(most, power_of_two(len(rows)))
     return rows + rows[:1] * (n_rows - len(rows))
 
 
-def round_up_slots(n):
+def round_up_slots(n: int) -> int:
     """Returns the first of 512, 2048, 8192, ... that is at least n: slots of a KV cache."""
     n_slots = 512
     while n_slots < n:
@@ -1102,7 +1134,7 @@ def round_up_slots(n):
     return n_slots
 
 
-def choose_slots(needed, longest, block_size):
+def choose_slots(needed: int, longest: int, block_size: int) -> int:
     """Returns the slots of a KV cache that needs `needed` now and `longest` at the end.
 
     That is all of them at once if they are at most twice round_up_slots(needed), else

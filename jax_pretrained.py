@@ -4,11 +4,11 @@ References:
 1) transformers: https://github.com/huggingface/transformers/tree/main/src/transformers/models
 2) nanoGPT's model: https://github.com/karpathy/nanoGPT/blob/master/model.py
 
-A family of models is two things: how its config.json becomes a GPTConfig (jax_hub/families.py), and
-how its tensors on disk differ from Llama's (NAMINGS), of which family_tensor_maps makes a table
-{parameter path: [TensorMap]}.
+A family of models has two parts: a function from its config.json to a GPTConfig
+(jax_hub/families.py), and the differences of its tensors on disk from Llama's (NAMINGS). From these
+family_tensor_maps makes a table {parameter path: [TensorMap]}.
 
-Loading and saving use the same table, and the config.json that was read is written back. SAVED_AS
+Loading and saving use the same table, and write the original config.json back. SAVED_AS
 names the families that transformers has under another name. A GGUF file of a family needs a row in
 ARCHITECTURES of jax_hub/gguf_files.py, and one in NAMINGS, 'gguf FAMILY', if its rows have another
 order.
@@ -21,6 +21,8 @@ import mmap
 import os
 import re
 import zlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +50,8 @@ def keep_in_place(path, array):
     return array
 
 
-def load_pretrained(path_or_name, dtype='float32', place=keep_in_place):
+def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
+                    place: Callable = keep_in_place) -> tuple[GPTConfig, dict]:
     """Returns (config, params) of a Hugging Face folder or hub name, or nanoGPT's ckpt.pt (or its
     folder).
 
@@ -56,11 +59,11 @@ def load_pretrained(path_or_name, dtype='float32', place=keep_in_place):
     kernels [in, out]. config.dropout is 0 and config.dtype is `dtype`.
     dtype: one of DTYPES; or 'stored': each matrix in the file's dtype, if that is one of DTYPES,
     else in float32, and config.dtype is 'float32'.
-    place: a function of (path in the tree, array) that is called for each parameter before the next
-    one is read, for example to move it to its devices; params holds what it returns. A kernel that
-    is [out, in] on disk stays so in memory: its transpose, not the array itself, is C-contiguous.
-    Raises UserError for files that are missing or damaged, models that GPT does not compute, and an
-    unknown dtype."""
+    place: a function of (path in the tree, array), called for each parameter before the next one is
+    read, for example to move it to its devices; params holds its results. A kernel that is
+    [out, in] on disk stays so in memory: its transpose is C-contiguous, not the array itself.
+    Raises UserError for missing or damaged files, models that GPT does not compute, and an unknown
+    dtype."""
     check_choice('dtype', dtype, (*DTYPES, 'stored'))
     config, sources = open_parameters(path_or_name)
     params = {}
@@ -80,24 +83,25 @@ def open_pretrained(path_or_name):
     return dataclasses.replace(config, dtype='float32'), unflatten_dict(sources)
 
 
-def save_pretrained(params, config, folder, *, config_json=None, dtype='float32', tokenizer=None,
-                    shard_bytes=5 * 10**9):
+def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
+                    config_json: str | Path | None = None, dtype: str = 'float32',
+                    tokenizer: str | dict | None = None, shard_bytes: int = 5 * 10**9) -> None:
     """Writes params as a Hugging Face folder: config.json, the weights as safetensors, and the
     tokenizer's files.
 
-    The folder is for the model of transformers that computes what GPT(config) does. A GPT-2 without
-    biases is saved with biases of zero, which gives the same logits.
+    The folder is for the model of transformers that equals GPT(config). A GPT-2 without biases is
+    saved with biases of zero, which gives the same logits.
     folder: the path of a folder that does not exist or is empty; it appears when it is complete. If
     its name ends in .gguf, a GGUF file for llama.cpp is written instead.
-    config_json: the path of the config.json of the model that params come from, to be written back
-    with all its keys. Where it is None, a config.json is derived from `config`, which is possible
-    for the models that flags of train_jax.py make.
+    config_json: the path of the original model's config.json, to be written back with all its keys.
+    If it is None, a config.json is derived from `config`; this works for all models that flags of
+    train_jax.py make.
     dtype: the dtype of the file, one of DTYPES, or of GGUF_DTYPES for a GGUF file.
-    tokenizer: a folder with a tokenizer.json and what belongs to it, to be copied, or its
-    description; for a GGUF file a description for load_tokenizer.
-    shard_bytes: the size above which weights are split into several files with an index.
-    Raises UserError if the folder cannot be written, params are not those of GPT(config), or
-    config_json is missing or that of another model."""
+    tokenizer: a folder with a tokenizer.json and its other files, to be copied, or its description;
+    for a GGUF file a description for load_tokenizer.
+    shard_bytes: larger weights are split into several files with an index.
+    Raises UserError if the folder cannot be written, params do not belong to GPT(config), or
+    config_json is missing or belongs to another model."""
     is_gguf = str(folder).endswith('.gguf')
     check_choice('dtype', dtype, GGUF_DTYPES if is_gguf else DTYPES)
     if config_json:
@@ -135,17 +139,17 @@ def save_pretrained(params, config, folder, *, config_json=None, dtype='float32'
         return write_gguf(folder, config, family, shapes, make_tensor, dtype,
                           load_tokenizer(tokenizer))
     hf_config['dtype'] = dtype
-    tokenizer = describe_folder(tokenizer)
-    if tokenizer:
+    description = describe_folder(tokenizer)
+    if description:
         # the ids of special tokens are the tokenizer's
         for file in ('config.json', 'generation_config.json'):
-            ids = read_json(os.path.join(tokenizer['path'], file), optional=True)
+            ids = read_json(os.path.join(description['path'], file), optional=True)
             for key in SPECIAL_TOKENS:
                 if ids.get(key) is not None:
                     hf_config[key] = ids[key]
     with new_folder(folder) as unfinished:
-        if tokenizer:
-            copy_tokenizer(tokenizer, unfinished)
+        if description:
+            copy_tokenizer(description, unfinished)
         write_json(os.path.join(unfinished, 'config.json'), hf_config)
         write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
 
@@ -164,7 +168,7 @@ def finite(name, tensor, dtype):
 
 
 def describe_folder(tokenizer):
-    """Returns the description of a tokenizer of which a folder or the description is given."""
+    """Returns the description of a tokenizer, given its folder or the description."""
     if tokenizer is None or isinstance(tokenizer, dict):
         return tokenizer
     return {'kind': 'folder', 'path': str(tokenizer)}
@@ -216,7 +220,7 @@ def config_of_base(base):
     for one that peft cannot load."""
     config_json = os.path.join(base if is_url(base) else local_path(base), 'config.json')
     settings = read_json(config_json, optional=True)
-    if 'model_type' not in settings:  # a ckpt.pt, or a run of ours, whose config.json has its flags
+    if 'model_type' not in settings:  # a ckpt.pt, or a run's own config.json with flags
         raise UserError(f'peft cannot load {base}, the model that LoRA has updated: export that as '
                         'a folder and name it with --base=FOLDER, or export the run merged, with '
                         '--folder instead of --adapter')
@@ -243,7 +247,7 @@ def adapter_modules(updates, config, family):
             a = np.asarray(updates[*path, 'a'])
             b = np.asarray(updates[*path, 'b'])
             if tensor_map.transpose:
-                # what makes the columns of a parameter the rows of a tensor does it with those of b
+                # b's columns become the rows of a tensor in the same way as the parameter's columns
                 b_on_disk = np.zeros((tensor_map.shape[0], b.shape[0]), b.dtype)
                 tensor_map.fill(b_on_disk, b)
             else:
@@ -271,14 +275,14 @@ def module_in_transformers(module, family):
 # -----------------------------------------------------------------------------
 # GPTConfig -> config.json
 
-# model_type and architecture of what is saved, where transformers has the model under another name
-# or as a part of a larger one
+# model_type and architecture to save, if transformers has the model under another name or as a part
+# of a larger one
 SAVED_AS = {'gemma3': ('gemma3_text', 'Gemma3ForCausalLM'),
             'llama4': ('llama4_text', 'Llama4ForCausalLM'),
             'kimi_k2': ('deepseek_v3', 'DeepseekV3ForCausalLM')}
 
-# keys of a config.json that do not hold for what is saved: the packed format, code beside the file,
-# the older dtype
+# keys of a config.json that do not hold for an export: the packed format, code beside the file, the
+# older dtype
 NOT_SAVED = ('quantization_config', 'auto_map', 'torch_dtype')
 
 
@@ -297,7 +301,7 @@ def read_config_json_of(config, path):
         hf['model_type'], architecture = SAVED_AS[family]
         hf['architectures'] = [architecture]
     hf = {key: value for key, value in hf.items() if key not in NOT_SAVED}
-    # GPT-2's number of positions, of which a run may have kept the first ones only
+    # GPT-2's number of positions; a run may have kept only the first ones
     for key in ('n_positions', 'n_ctx'):
         if key in hf:
             hf[key] = config.block_size
@@ -441,7 +445,7 @@ class TensorMap(NamedTuple):
     offset: float = 0.0  # added in float32
 
     def to_parameter(self, tensor):
-        """Returns what the tensor on disk puts into parameter[dst]."""
+        """Returns the part of the tensor on disk that goes into parameter[dst]."""
         x = tensor[self.src][self.rows]
         if self.offset:
             x = x.astype(np.float32) + self.offset
@@ -597,7 +601,7 @@ def llama_tensor_maps(config, naming):
         block = f'{naming.prefix}model.layers.{path[0][2:]}'
         module = '/'.join(modules[1:])
 
-        # The one or several tensors of which this parameter is made.
+        # The tensors that make up this parameter, one or several.
         if path in MODEL_NAMES:
             parts = [TensorMap(naming.prefix + MODEL_NAMES[path], shape)]
         elif module == 'attn/c_attn':
@@ -657,7 +661,7 @@ def qkv_tensor_maps(config, naming, name, leaf):
     if naming.fused:
         return [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
 
-    # A tensor for each: which columns of c_attn it fills, and in which order its rows do.
+    # A tensor for each: the columns of c_attn that it fills, and the order of its rows.
     parts = []
     for theirs, first, n in (('q', 0, H), ('k', H, G), ('v', H + G, G)):
         columns = slice(first * K, (first + n) * K)
@@ -708,7 +712,7 @@ def expert_tensor_maps(naming, name, ours, leaf, shape):
 # -----------------------------------------------------------------------------
 # the tensors of a file
 
-# tensors that are no parameters: causal masks, and what a model for images has besides
+# tensors that are no parameters: causal masks, and the vision part of a model for images
 IGNORED = (r'(^|\.)h\.\d+\.attn\.(masked_)?bias$', r'rotary_emb\.inv_freq$',
            r'^(vision_model|vision_tower|multi_modal_projector)\.')
 
@@ -729,7 +733,7 @@ def largest_first(config):
 
 
 def open_parameters(path_or_name):
-    """Returns (config, {path: ParameterOnDisk}) of what load_pretrained reads. Raises UserError if
+    """Returns (config, {path: ParameterOnDisk}) of a model for load_pretrained. Raises UserError if
     a tensor is missing or has another shape."""
     config, family, tensors, source = open_model(path_or_name)
     tensor_maps = family_tensor_maps(config, family)
@@ -762,7 +766,7 @@ def open_parameters(path_or_name):
 
 @dataclasses.dataclass(eq=False)
 class ParameterOnDisk:
-    """A parameter of GPT whose tensors are in a file. np.asarray reads it, in float32."""
+    """A parameter of GPT in a file. np.asarray reads it, in float32."""
     shape: tuple  # of the parameter
     parts: list  # [(TensorMap, tensor)]
 
@@ -833,9 +837,9 @@ def load_config(path_or_name):
 def load_weights(source, config, layout, change=None):
     """Loads the parameters of a pretrained model onto devices, sharded as `layout` says.
 
-    change: a function of (path in the tree, array) that makes of each float32 parameter what is
-    moved to its devices, before the next one is read. A table of learned positions is cut to the
-    config's block_size. Returns (parameters, a checksum of those in the file)."""
+    change: a function of (path in the tree, array), applied to each float32 parameter before it is
+    moved to its devices and before the next one is read. A table of learned positions is truncated
+    to the config's block_size. Returns (parameters, a checksum of the file's parameters)."""
     place = Placing(config, layout, change)
     _, params = load_pretrained(source, place=place)
     return params, place.crc

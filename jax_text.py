@@ -12,7 +12,7 @@ import functools
 import secrets
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -46,8 +46,8 @@ STOP_CHUNK = 8
 def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = '',
          device: str = 'auto', dtype: str = 'auto', quantize: str = '', tensor: int = 1,
          expert: int = 1) -> 'TextModel':
-    """Returns the model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'), or
-    a ckpt.pt.
+    """Returns the model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'),
+    or a ckpt.pt.
 
     checkpoint: which one of a run, 'best' (lowest validation loss; the default) or 'latest'.
     base: where the pretrained model of a LoRA run is now, if it has moved.
@@ -211,8 +211,8 @@ class TextModel:
     def generate(self, texts: str | list[str], *, sampling: TextSampling = TextSampling(),
                  num_samples: int = 1, first_sample: int = 0,
                  prefix_cache: PrefixCache | None = None, **changes) -> list[str] | str:
-        """Returns the texts, each with its continuation, all in one batch; num_samples of each. Of one
-        text, and one sample, it is a text.
+        """Returns the texts, each with its continuation, all in one batch; num_samples of each. Of
+        one text, and one sample, it is a text.
 
         A continuation depends on the text, the options and the number of the sample only, not on
         the batch: generate([text] * 8) is eight equal texts, num_samples=8 makes different ones.
@@ -249,7 +249,8 @@ class TextModel:
              sampling: TextSampling = TextSampling(), first_sample: int = 0,
              prefix_cache: PrefixCache | None = None, **changes) -> str:
         """Returns the answer to the messages of a chat, [{'role': 'system', 'user' or 'assistant',
-        'content': text}], or to a text, one user's message; of gpt-oss's answers, the final channel.
+        'content': text}], or to a text, one user's message; of gpt-oss's answers, the final
+        channel.
 
         tools: JSON schemas of functions that it may call.
         chat_template_kwargs: more variables of the chat template, as {'enable_thinking': False}.
@@ -322,7 +323,7 @@ class TextModel:
         yield answer
 
     def logprobs(self, texts: str | list[str], *, max_length: int = 0, batch_size: int = 16,
-                 cache_dtype: str = 'auto') -> list[tuple[list[int], np.ndarray]]:
+                 cache_dtype: str = 'auto') -> list[tuple] | tuple:
         """Returns for each text (ids, the natural log-probability of each); of one text that is not
         in a list, this pair alone.
 
@@ -344,8 +345,8 @@ class TextModel:
             results.append((ids[1:], logprobs))
         return results[0] if is_one else results
 
-    def score(self, items, *, max_length: int = 0, batch_size: int = 16,
-              cache_dtype: str = 'auto', with_top: bool = False):
+    def score(self, items: list, *, max_length: int = 0, batch_size: int = 16,
+              cache_dtype: str = 'auto', with_top: bool = False) -> list[list[tuple]]:
         """Returns the log-probabilities of tokens, as the function jax_generate.score does."""
         with self.layout.mesh_context():
             return score(self.params, self.config, items, max_length=max_length,
@@ -529,7 +530,7 @@ class Generation:
             Prompts(right_padded(self.prompts), key_B, self.lengths, sample_numbers),
             self.sampling, prefix_cache=prefix_cache, logprobs=logprobs)
 
-    def __iter__(self) -> Iterator['Generation']:
+    def __iter__(self) -> Generator['Generation', None, None]:
         """Generates, and yields itself after each chunk. It can be done once."""
         clock, layout = self.model.clock, self.model.layout
         clock.lap()
@@ -672,8 +673,8 @@ def token_of_letter(text, tokenizer):
 
 
 def rendered_prompt(model, prompt):
-    """Returns the text of the token ids of a prompt, as the chat template wrote it: with its special
-    tokens."""
+    """Returns the text of the token ids of a prompt, as the chat template wrote it: with its
+    special tokens."""
     return model.tokenizer.tokenizer.decode(prompt, skip_special_tokens=False)
 
 

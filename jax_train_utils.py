@@ -13,11 +13,13 @@ import optax
 from flax import struct
 from flax.training import train_state
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array
 
+from jax_devices.layout import Layout
 from jax_flags import CHOICES, UserError, ceil_div, check_choice
 from jax_ops.matmul import LowRank, map_nodes, without_scales
 from jax_ops.sharding import shard_params
-from jax_transformer import GPT, WEIGHTS, count_params, init_params
+from jax_transformer import GPT, WEIGHTS, GPTConfig, count_params, init_params
 
 DROPOUT = 1  # the purpose of these random numbers, beside the seed; DATA, of sources.py, is 0
 
@@ -43,7 +45,7 @@ class Schedule(struct.PyTreeNode):
     per_decay: Any  # 1 / decay_iters
     name: str = struct.field(pytree_node=False)  # a key of SCHEDULES, or '' for peak throughout
 
-    def __call__(self, n):
+    def __call__(self, n: Array | int) -> Array:
         if not self.name:
             return jnp.float32(self.peak)
         n_warm = jnp.clip(n, 0, self.warmup_iters)
@@ -51,14 +53,14 @@ class Schedule(struct.PyTreeNode):
         return jnp.where(n < self.warmup_iters, warm_up, SCHEDULES[self.name](self, n))
 
 
-def cosine(schedule, n):
+def cosine(schedule: Schedule, n: Array | int) -> Array:
     """Follows nanoGPT's cosine from the peak to the minimum."""
     n_decayed = jnp.minimum(n - schedule.decay_from, schedule.decay_iters)
     share = 0.5 * (1 + jnp.cos(jnp.pi * n_decayed * schedule.per_decay))
     return schedule.peak * (schedule.rest_share * share + schedule.min_share)
 
 
-def linear(schedule, n):
+def linear(schedule: Schedule, n: Array | int) -> Array:
     """Stays at the peak, then decays linearly to the minimum."""
     n_decayed = jnp.clip(n - schedule.decay_from, 0, schedule.decay_iters)
     rate = schedule.peak_less_min * (1 - n_decayed * schedule.per_decay) + schedule.min_rate
@@ -66,7 +68,7 @@ def linear(schedule, n):
     return jnp.where(n < schedule.decay_from, schedule.peak, rate)
 
 
-def constant(schedule, n):
+def constant(schedule: Schedule, n: Array | int) -> Array:
     """Stays at the peak."""
     return schedule.peak
 
@@ -74,9 +76,9 @@ def constant(schedule, n):
 SCHEDULES = {'cosine': cosine, 'linear': linear, 'wsd': linear, 'constant': constant}
 
 
-def create_learning_rate_schedule(
-        learning_rate, *, decay_lr=True, warmup_iters=0, lr_decay_iters=0, min_lr=0.0,
-        lr_schedule='cosine'):
+def create_learning_rate_schedule(learning_rate: float, *, decay_lr: bool = True,
+                                  warmup_iters: int = 0, lr_decay_iters: int = 0,
+                                  min_lr: float = 0.0, lr_schedule: str = 'cosine') -> Schedule:
     """Makes a Schedule, a function of the number of updates that returns the learning rate.
 
     It warms up linearly from learning_rate / (warmup_iters + 1), follows nanoGPT's cosine to min_lr
@@ -93,7 +95,7 @@ def create_learning_rate_schedule(
     if lr_schedule == 'wsd':
         decay_iters = ceil_div(decay_iters, 5)
     min_share = min_lr / learning_rate if learning_rate else 0.0
-    numbers = {
+    numbers: dict[str, Any] = {
         'peak': learning_rate,
         'first_less_peak': learning_rate / (warmup_iters + 1) - learning_rate,
         'peak_less_min': learning_rate - min_lr,
@@ -109,7 +111,7 @@ def create_learning_rate_schedule(
     return Schedule(**numbers, name=lr_schedule if decay_lr else '')
 
 
-def fitting_warmup(warmup_iters, n_iters):
+def fitting_warmup(warmup_iters: int, n_iters: int) -> int:
     """Returns warmup_iters if they are fewer than n_iters, else a tenth of these."""
     return warmup_iters if warmup_iters < n_iters else n_iters // 10
 
@@ -129,10 +131,10 @@ GROUPS = {
     'matrix': Group(is_decayed=True, has_muon=True),  # matrices of the blocks, but for the router's
     'router': Group(is_decayed=True, has_muon=False),
     'update': Group(is_decayed=True, has_muon=False),  # LoRA's a and b
-    'vector': Group(is_decayed=False, has_muon=False)}  # norms and biases, those of experts too
+    'vector': Group(is_decayed=False, has_muon=False)}  # norms and biases, also experts'
 
 
-def group_of(path, p):
+def group_of(path: tuple, p: Array) -> str:
     """Names the group of a parameter, a key of GROUPS, by its path in the tree."""
     name = path[-1].key
     if name == 'bias' or p.ndim < 2:
@@ -146,8 +148,9 @@ def group_of(path, p):
     return 'router' if path[-2].key == 'router' else 'matrix'
 
 
-def create_optimizer_with_schedule(
-        schedule, *, beta1=0.9, beta2=0.95, weight_decay=0.1, optimizer='adamw'):
+def create_optimizer_with_schedule(schedule: Callable, *, beta1: float = 0.9, beta2: float = 0.95,
+                                   weight_decay: float = 0.1,
+                                   optimizer: str = 'adamw') -> optax.GradientTransformation:
     """Makes the optax optimizer: AdamW (arXiv:1711.05101), or Muon for the matrices of the blocks.
 
     schedule: a function of the number of updates made, which returns the learning rate.
@@ -182,9 +185,9 @@ def create_optimizer_with_schedule(
     return optax.partition({'muon': muon, 'adamw': adamw}, optimizers)
 
 
-def scale_by_schedule(default):
-    """optax.scale_by_learning_rate(default), whose update() takes another schedule, as an argument
-    of the compiled step."""
+def scale_by_schedule(default: Callable) -> optax.GradientTransformation:
+    """Makes optax.scale_by_learning_rate(default), but update() takes another schedule as an
+    argument of the compiled step."""
     def init(params):
         return optax.ScaleByScheduleState(count=jnp.zeros([], jnp.int32))
 
@@ -196,7 +199,7 @@ def scale_by_schedule(default):
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def clip_gradients(grads, max_norm):
+def clip_gradients(grads: dict, max_norm: float) -> tuple[dict, Array]:
     """Scales gradients down to a global norm of max_norm, as torch's clip_grad_norm_ does; 0 does
     not clip. Returns (gradients, their norm before)."""
     norm = optax.tree.norm(grads)
@@ -207,17 +210,17 @@ def clip_gradients(grads, max_norm):
 
 
 # -----------------------------------------------------------------------------
-# objectives: what the loss of a batch is
+# objectives: the loss of a batch
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What a training step minimizes, and what an evaluation measures.
+    """The loss that a training step minimizes, and the sums that an evaluation measures.
 
     Both functions take (loss_BxT, batch): the model's loss of each token, and the batch {'x', 'y'
     [B, T], ...}. They return {name: scalar}.
     means: over the samples of a training batch. The step minimizes 'loss' and logs `metrics`.
-    sums: over the sequences of an evaluation's batch whose is_row [B] is 1; the others fill up the
-    last batch. A sample of several sequences counts as often as it has sequences.
+    sums: over the sequences of an evaluation's batch with an is_row [B] of 1; the others fill up
+    the last batch. A sample of several sequences counts as often as it has sequences.
     has_reference: whether batch['reference_loss'] [B, T] is needed: the loss of each token by the
     model without LoRA's updates, without dropout."""
     means: Callable
@@ -226,18 +229,18 @@ class Objective:
     has_reference: bool = False
 
 
-def language_model_means(loss_BxT, batch):
+def language_model_means(loss_BxT: Array, batch: dict) -> dict:
     """Takes the mean loss of the tokens, times their 'weight' [B, T] if the batch has one."""
     if 'weight' in batch:
         loss_BxT = loss_BxT * batch['weight']
     return {'loss': loss_BxT.mean()}
 
 
-def language_model_sums(loss_BxT, batch):
+def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
     """Adds up the mean losses of the sequences.
 
-    'weight' [B, T], if the batch has one, is 0 in sequences that fill it up; so is 'spelled'
-    [B, T], the weight of tokens that have bytes, whose sum is returned in addition."""
+    'weight' [B, T], if the batch has one, is 0 in sequences that fill it up. So is 'spelled' [B,
+    T], the weight of tokens that have bytes; its sum is returned, too."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:
@@ -250,14 +253,14 @@ def language_model_sums(loss_BxT, batch):
 language_model = Objective(language_model_means, language_model_sums)
 
 
-def dpo(beta):
+def dpo(beta: float) -> Objective:
     """Makes the objective of DPO (arXiv:2305.18290), for pairs of answers: sequences 2 p and
     2 p + 1 of a batch are the chosen and the rejected answer of pair p.
 
-    beta: how much the margin counts: beta times the gain in log probability, over the reference,
-    of the chosen answer less that of the rejected one. The reference is the model without LoRA's
-    updates. The loss is -log sigmoid(margin); accuracy is 1 where the margin is positive, and 1/2
-    where it is 0: before the first update, in all pairs."""
+    beta: the scale of the margin. The margin is beta times the difference of two gains in log
+    probability over the reference: the chosen answer's less the rejected one's. The reference is
+    the model without LoRA's updates. The loss is -log sigmoid(margin); accuracy is 1 where the
+    margin is positive, and 1/2 where it is 0: before the first update, in all pairs."""
     def terms(loss_BxT, batch):
         gain_BxT = (batch['reference_loss'] - loss_BxT) * batch['weight']
         gain_Px2 = gain_BxT.sum(-1).reshape(-1, 2)
@@ -282,24 +285,28 @@ def dpo(beta):
 # the state, with LoRA or without
 
 class TrainState(train_state.TrainState):
-    """What a step reads and returns: flax's TrainState (step, params, opt_state, tx), and:"""
-    loss_scale: Any = None  # {'scale': float32, 'good_steps': int32} of float16; None elsewhere
-    ema: Any = None  # the running mean of params, of --ema; a set of weights of its own
-    frozen: Any = None  # {'weights', 'scale'} of the model to which LoRA adds, see load_frozen
-    schedule: Any = None  # a Schedule, in place of the optimizer's; a function of the run's flags
+    """The state of a step: flax's TrainState (step, params, opt_state, tx), and:"""
+    # {'scale': float32, 'good_steps': int32} of float16; None elsewhere
+    loss_scale: dict | None = None
+    ema: dict | None = None  # the running mean of params, of --ema; a set of weights of its own
+    # {'weights', 'scale'} of LoRA's base, see load_frozen
+    frozen: dict | None = None
+    # in place of the optimizer's; a function of the run's flags
+    schedule: Schedule | None = None
 
-    def weight_sets(self):
+    def weight_sets(self) -> dict[str, dict]:
         """Returns the sets of weights that there are, {name: tree}."""
         sets = {name: getattr(self, name) for name in WEIGHTS}
         return {name: tree for name, tree in sets.items() if tree is not None}
 
     @property
-    def weights(self):
-        """What is evaluated, sampled and exported: the last set."""
+    def weights(self) -> dict:
+        """Returns the set to evaluate, sample and export: the last one."""
         return list(self.weight_sets().values())[-1]
 
 
-def create_train_state(rng, config, tx, lora_rank=0):
+def create_train_state(rng: Array, config: GPTConfig, tx: optax.GradientTransformation,
+                       lora_rank: int = 0) -> TrainState:
     """TrainState with newly initialized float32 parameters and the state of the optax optimizer
     `tx` for them.
 
@@ -317,14 +324,14 @@ def create_train_state(rng, config, tx, lora_rank=0):
     return state.replace(step=jnp.int32(0))
 
 
-def initial_loss_scale():
+def initial_loss_scale() -> dict:
     """The 2**16 that torch.amp.GradScaler starts with, for float16."""
     return {'scale': jnp.float32(2**16), 'good_steps': jnp.int32(0)}
 
 
-def create_updates(rng, params, rank):
+def create_updates(rng: Array, params: dict, rank: int) -> dict:
     """Creates the updates {'a': [I, rank], 'b': [rank, O]} of every kernel [I, O] of attention and
-    MLPs, not of experts. a is random, b zero: the first forward pass is that of the base."""
+    MLPs, not of experts. a is random, b zero, so that the first forward pass equals the base's."""
     updates = {}
     for i, (path, kernel) in enumerate(flatten_dict(params).items()):
         is_kernel = path[-1] == 'kernel' and kernel.ndim == 2
@@ -335,9 +342,9 @@ def create_updates(rng, params, rank):
     return unflatten_dict(updates)
 
 
-def model_params(params, frozen):
-    """Returns the parameters of a model that LoRA trains, LowRank where it trains a kernel, given
-    the updates and the `frozen` of a TrainState."""
+def model_params(params: dict, frozen: dict) -> dict:
+    """Joins LoRA's updates and the `frozen` of a TrainState to the parameters of the model: a
+    trained kernel becomes a LowRank."""
     def join(weights, updates):
         if updates.keys() == {'a', 'b'}:
             return LowRank(weights, **updates, scale=frozen['scale'])
@@ -349,13 +356,13 @@ def model_params(params, frozen):
     return join(frozen['weights'], params)
 
 
-def base_params(params):
+def base_params(params: dict) -> dict:
     """Returns the parameters of the model without LoRA's updates, given those with them, of
     model_params."""
     return map_nodes(LowRank, lambda kernel: kernel.base, params)
 
 
-def count_frozen(frozen):
+def count_frozen(frozen: dict | None) -> int:
     """Counts the parameters of the model that LoRA updates, as count_params does, without scales
     of int8. 0 without LoRA, where `frozen` is None."""
     return count_params(without_scales(frozen['weights'])) if frozen else 0
@@ -364,20 +371,20 @@ def count_frozen(frozen):
 # -----------------------------------------------------------------------------
 # the training step
 
-def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0, ema=0.0):
+def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, seed: int,
+                    grad_clip: float, loss_chunk: int = 0, ema: float = 0.0) -> Callable:
     """Makes train_step(state, batch) -> (state, metrics), for layout.jit_step.
 
-    objective: an Objective. layout: of setup_distributed_training. seed: of dropout, whose mask in
-    a layer depends on (seed, seq_id) alone, not on devices or micro-batches. grad_clip: see
-    clip_gradients. loss_chunk: number of positions whose logits are materialized at a time; 0 is
-    all. ema: the decay of state.ema, see running_mean.
+    objective: an Objective. layout: of setup_distributed_training. seed: of dropout; the mask in a
+    layer depends only on (seed, seq_id), not on devices or micro-batches. grad_clip: see
+    clip_gradients. loss_chunk: materialize the logits of this many positions at a time; 0 is all.
+    ema: the decay of state.ema, see running_mean.
 
-    batch: x and y [M, B, T] and seq_id [M, B], M micro-batches whose gradients are averaged into
-    one update; weight, start and padding [M, B, T] where the data has them. seq_id numbers the
-    sequences of the run.
-    metrics: float32 scalars: those of the objective and, with experts, 'balance', means over
-    micro-batches and devices; grad_norm, before clipping; lr; loss_scale of float16. A metric that
-    is added here is logged by itself.
+    batch: x and y [M, B, T] and seq_id [M, B]: M micro-batches, averaged into one update; weight,
+    start and padding [M, B, T] if the data has them. seq_id numbers the sequences of the run.
+    metrics: float32 scalars: the objective's and, with experts, 'balance', means over micro-batches
+    and devices; grad_norm, before clipping; lr; loss_scale of float16. A metric that you add here
+    is logged without more code.
 
     Raises UserError if loss_chunk does not divide block_size."""
     # with pmap and zero=1 the gradients are then reduced over the devices; else this is
@@ -416,7 +423,7 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0,
         if state.ema is not None:
             updated = updated.replace(ema=running_mean(state.ema, params, ema, state.step))
 
-        # what is logged
+        # the metrics to log
         metrics = {name: total / n_micro for name, total in totals.items()}
         metrics['grad_norm'] = grad_norm
         if state.schedule:
@@ -429,16 +436,17 @@ def make_train_step(config, objective, layout, *, seed, grad_clip, loss_chunk=0,
     return train_step
 
 
-def running_mean(means, params, decay, n_updates):
+def running_mean(means: dict, params: dict, decay: float, n_updates: Array) -> dict:
     """Returns the next running mean of the weights, decay * mean + (1 - decay) * params. The first
     updates count more, by the decay (1 + n) / (10 + n) after n of them, so that the weights from
     which training starts are soon forgotten."""
     n = n_updates.astype(jnp.float32)
-    decay = jnp.minimum(decay, (1 + n) / (10 + n))
-    return jax.tree.map(lambda mean, p: decay * mean + (1 - decay) * p, means, params)
+    share = jnp.minimum(decay, (1 + n) / (10 + n))
+    return jax.tree.map(lambda mean, p: share * mean + (1 - share) * p, means, params)
 
 
-def make_gradients(config, objective, layout, seed, loss_chunk):
+def make_gradients(config: GPTConfig, objective: Objective, layout: Layout, seed: int,
+                   loss_chunk: int) -> Callable:
     """Makes sum_gradients(params, frozen, batch, scale) -> (gradients, metrics), each the sum over
     the micro-batches of a batch; see make_train_step. The loss is multiplied by `scale`."""
     if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
@@ -491,14 +499,14 @@ def make_gradients(config, objective, layout, seed, loss_chunk):
     return sum_gradients
 
 
-def token_losses(config, loss_chunk, batch, params):
+def token_losses(config: GPTConfig, loss_chunk: int, batch: dict, params: dict) -> Array:
     """Computes the loss of each token of a batch, float32 [B, T], without dropout."""
-    return GPT(config).apply(
-        {'params': params}, batch['x'], batch['y'], loss_chunk=loss_chunk,
-        start_BxT=batch.get('start'), method='loss')
+    model = GPT(config).bind({'params': params})
+    return model.loss(
+        batch['x'], batch['y'], loss_chunk=loss_chunk, start_BxT=batch.get('start'))
 
 
-def skip_overflow(state, updated, grad_norm):
+def skip_overflow(state: TrainState, updated: TrainState, grad_norm: Array) -> TrainState:
     """Scales the loss of float16 dynamically, as torch.amp.GradScaler does it: returns `updated`,
     or `state` with half of its loss scale if grad_norm is not finite. 2000 good updates in a row
     double the scale; state.step counts the updates made."""
@@ -513,7 +521,7 @@ def skip_overflow(state, updated, grad_norm):
 
 
 @jax.jit
-def all_finite(tree):
+def all_finite(tree: Any) -> Array:
     """Whether all elements of all leaves are finite."""
     return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
@@ -521,12 +529,13 @@ def all_finite(tree):
 # -----------------------------------------------------------------------------
 # evaluation
 
-def make_eval_step(config, objective, layout, *, loss_chunk=0):
+def make_eval_step(config: GPTConfig, objective: Objective, layout: Layout, *,
+                   loss_chunk: int = 0) -> Callable:
     """Makes eval_step(params, batch) -> {name: sum over the sequences, float32}, for
     layout.jit_eval_step; see Objective.
 
-    batch: x and y [B, T], is_row [B], 0 for sequences that do not count, and what the objective
-    reads."""
+    batch: x and y [B, T], is_row [B], 0 for sequences that do not count, and the objective's other
+    arrays."""
     def eval_step(params, batch):
         loss_BxT = token_losses(config, loss_chunk, batch, params)
         if objective.has_reference:
@@ -540,8 +549,9 @@ def make_eval_step(config, objective, layout, *, loss_chunk=0):
     return eval_step
 
 
-def estimate_loss_jax(eval_step, params, splits, layout, *, batch_size, eval_iters,
-                      token_bytes=None, stop_signal=lambda: 0):
+def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: Layout, *,
+                      batch_size: int, eval_iters: int, token_bytes: np.ndarray | None = None,
+                      stop_signal: Callable = lambda: 0) -> dict | None:
     """Evaluates sources: {'train': {'loss': loss}, 'val': {'loss': loss}}, each the mean over
     eval_iters * batch_size sequences, the same at every evaluation, for any seed and number of
     devices, so that curves can be compared. Of a source with a mask it is the mean over the tokens
@@ -590,7 +600,8 @@ def estimate_loss_jax(eval_step, params, splits, layout, *, batch_size, eval_ite
     return results
 
 
-def estimate_losses(state, eval_step, sets, layout, **options):
+def estimate_losses(state: TrainState, eval_step: Callable, sets: list, layout: Layout,
+                    **options: Any) -> dict | None:
     """Evaluates the model of a TrainState on DataSets, as estimate_loss_jax on splits.
 
     Of several sets it returns the means, weighted by their fractions, and in addition {'val_NAME':
@@ -630,7 +641,7 @@ ELSEWHERE = {
     'save_checkpoint': 'jax_run.checkpoints'}
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name not in ELSEWHERE:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     return getattr(importlib.import_module(ELSEWHERE[name]), name)

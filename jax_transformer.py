@@ -15,12 +15,14 @@ A name that ends in _B holds one value per sequence.
 """
 import dataclasses
 import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import struct
+from jax import Array
 
 from jax_flags import DTYPES, UserError, check_choice, check_ranges
 from jax_ops.attention import (
@@ -39,10 +41,10 @@ from jax_ops.vocabulary import INIT_STD, ParallelLMHead, VocabParallelEmbedding,
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """What the model is. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
+    """The architecture. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
 
-    Groups (rope_scaling, mla, moe) may be dicts, tuples may be lists. Raises UserError for values
-    of which no model can be made, see check_numbers and check_config."""
+    Groups (rope_scaling, mla, moe) may be dicts, tuples may be lists. Raises UserError for
+    impossible values, see check_numbers and check_config."""
     block_size: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded up to a multiple of 64 for efficiency
     n_layer: int = 12
@@ -58,7 +60,7 @@ class GPTConfig:
     attention: str = 'xla'  # one of ATTENTION; a call with a KV cache always uses 'xla'
     experts: str = 'loop'  # how a mixture of experts is computed, one of EXPERT_WAYS
     scan_layers: bool = False  # compile one block and loop over it; dropout draws other masks
-    remat: str = 'none'  # what the backward pass recomputes: a key of REMAT_POLICIES
+    remat: str = 'none'  # recomputation in the backward pass: a key of REMAT_POLICIES
     # other models
     tied_head: bool = True  # False: lm_head is a matrix of its own
     embed_scale: float = 1.0  # factor of the token embeddings
@@ -87,8 +89,13 @@ class GPTConfig:
     swiglu_limit: float = 7.0  # clamp of 'swiglu_clamped'
     mla: 'MLAConfig | None' = None
     moe: 'MoEConfig | None' = None
+    # what follows from these, set by __post_init__; ClassVar: no fields
+    kv_heads: ClassVar[int]
+    head_width: ClassVar[int]
+    mlp_width: ClassVar[int]
+    has_gate: ClassVar[bool]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Makes the groups of dicts, checks the fields, and sets what follows from them: kv_heads,
         head_width, mlp_width and has_gate."""
         # a frozen dataclass is set by its __dict__
@@ -105,14 +112,14 @@ class GPTConfig:
             has_gate=self.mlp in GATED)
         check_config(self)
 
-    def layer(self, i):
+    def layer(self, i: int) -> tuple[str, bool]:
         """(layer type, whether the MLP is a mixture of experts) of layer i."""
         is_moe = self.moe is not None and self.moe.layers[i % len(self.moe.layers)]
         return self.layer_types[i % len(self.layer_types)], is_moe
 
-    def architecture(self):
-        """{name: value} of the fields that say what the model is:
-        GPTConfig(**config.architecture())."""
+    def architecture(self) -> dict[str, Any]:
+        """Returns the fields of the architecture, {name: value}: GPTConfig(**config.architecture())
+        is the same model."""
         values = dataclasses.asdict(self)
         for execution_option in ('attention', 'experts', 'scan_layers', 'remat'):
             del values[execution_option]
@@ -122,21 +129,22 @@ class GPTConfig:
 class Stream(struct.PyTreeNode):
     """What flows from block to block. An idea that crosses blocks (the first layer's values, a skip
     connection) adds its field here."""
-    x_BxTxD: jax.Array
+    x_BxTxD: Array
 
 
 class Call(struct.PyTreeNode):
-    """What is the same for all blocks of a call."""
-    position_BxT: jax.Array  # position of each token in its sequence; [1, T] where all are alike
-    # number of each sequence in the run, by which dropout draws; None: dropout is off
-    seq_id_B: jax.Array | None = None
-    start_BxT: jax.Array | None = None  # where packed conversations start, see GPT.loss
-    padding_BxT: jax.Array | None = None  # True where rows are filled up, see GPT.loss
+    """The inputs that all blocks of a call share."""
+    position_BxT: Array  # position of each token in its sequence; [1, T] where all are alike
+    # number of each sequence in the run, for dropout's random numbers; None: dropout is off
+    seq_id_B: Array | None = None
+    start_BxT: Array | None = None  # where packed conversations start, see GPT.loss
+    padding_BxT: Array | None = None  # True where rows are filled up, see GPT.loss
     # whether the T tokens stand side by side, so that a kernel can mask by their indices
     in_order: bool = struct.field(pytree_node=False, default=False)
 
 
-def create_call(idx_BxT, position_BxT=None, seq_id_B=None, start_BxT=None, padding_BxT=None):
+def create_call(idx_BxT: Array, position_BxT: Array | None = None, seq_id_B: Array | None = None,
+                start_BxT: Array | None = None, padding_BxT: Array | None = None) -> Call:
     """The Call of these tokens; if not given, their positions are 0 .. T-1, and in packed rows are
     counted from where each conversation starts."""
     in_order = position_BxT is None
@@ -155,7 +163,7 @@ class LayerNorm(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD):
+    def __call__(self, x_BxTxD: Array) -> Array:
         x = x_BxTxD.astype(jnp.float32)
         mean = x.mean(-1, keepdims=True)
         var = jnp.square(x - mean).mean(-1, keepdims=True)
@@ -166,7 +174,7 @@ class LayerNorm(nn.Module):
         return y.astype(self.config.dtype)
 
 
-def matrix_param(module, name, shape, init_std=INIT_STD):
+def matrix_param(module: nn.Module, name: str, shape: tuple, init_std: float = INIT_STD) -> Any:
     """module.param(name, nn.initializers.normal(init_std), shape), in float32; or the Kernel that
     decoding or LoRA puts in its place."""
     value = module.get_variable('params', name)
@@ -185,7 +193,7 @@ class Dense(nn.Module):
     tp: tuple = COLUMN_PARALLEL
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: Array) -> Any:
         n_out = int(np.sum(self.features))
         kernel = matrix_param(self, 'kernel', (x.shape[-1], n_out), self.init_std)
         bias = None
@@ -196,7 +204,7 @@ class Dense(nn.Module):
         return linear(x, kernel, bias, tp=self.tp)
 
 
-def residual_dense(config):
+def residual_dense(config: GPTConfig) -> Dense:
     """The Dense layer that writes to the residual stream; its initial values are 1 / sqrt(2
     n_layer) of the others'."""
     init_std = INIT_STD / (2 * config.n_layer)**0.5
@@ -206,14 +214,16 @@ def residual_dense(config):
 # -----------------------------------------------------------------------------
 # attention
 
-def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, cap=0.0,
-                          sinks_H=None, dropout_rate=0.0, key_B=None):
-    """For G = H: softmax(einsum('bthk,bshk->bhts', q, k) * scale) v over the keys that the mask
-    allows -> [B, T, H, K].
+def dot_product_attention(
+        q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Array, mask_BxTxS: Array, *,
+        scale: float | None = None, cap: float = 0.0, sinks_H: Array | None = None,
+        dropout_rate: float = 0.0, key_B: Array | None = None) -> Array:
+    """Computes softmax(einsum('bthk,bshk->bhts', q, k) * scale) v (for G = H) over the keys that
+    the mask allows -> [B, T, H, K].
 
     Softmax is in float32. scale: K**-0.5 if not given. cap: of soft_cap; 0 is none. GQA: query head
     h attends to key head h // Q, Q = H / G; the Q heads of a group are folded into the time axis.
-    sinks_H: one more logit per head, whose probability goes nowhere. key_B: dropout keys of the
+    sinks_H: one more logit per head; its probability is dropped. key_B: dropout keys of the
     sequences, if any. Values may have another width than keys."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
@@ -250,12 +260,13 @@ def dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a query attends to the keys at its own position and before."""
+    """Multi-head attention; a query attends to the keys at its own position and before."""
     config: GPTConfig
     layer_type: str = 'full'  # a key of LAYER_TYPES
 
     @nn.compact
-    def __call__(self, x_BxTxD, stream=None, call=None, cache=None):
+    def __call__(self, x_BxTxD: Array, stream: Stream | None = None, call: Call | None = None,
+                 cache: dict | None = None) -> tuple[Array, Stream | None, dict | None]:
         """Returns (y_BxTxD, stream, cache): of x, the normalized input.
 
         stream: what flows beside it, unchanged. call: of the tokens 0 .. T-1 if not given. cache:
@@ -287,11 +298,11 @@ class CausalSelfAttention(nn.Module):
                 cfg, self.layer_type, cache, kv, call.position_BxT)
 
         sinks_H = self.param('sinks', nn.initializers.zeros, (H,)) if cfg.sinks else None
-        options = {'scale': cfg.attention_scale, 'sinks_H': sinks_H}
+        scale = cfg.attention_scale
         y_BxTxHxK = attend(
-            self, q_BxTxHxK, kv['k'], kv['v'], call, key_position_BxS, **options)
+            self, q_BxTxHxK, kv['k'], kv['v'], call, key_position_BxS, scale=scale, sinks_H=sinks_H)
         if self.is_mutable_collection('intermediates'):
-            record_attention(self, q_BxTxHxK, kv['k'], call, **options)
+            record_attention(self, q_BxTxHxK, kv['k'], call, scale=scale, sinks_H=sinks_H)
         y_BxTxD = residual_dense(cfg)(y_BxTxHxK.reshape(B, T, H * K))
         return dropout(self, y_BxTxD, call), stream, cache
 
@@ -300,7 +311,7 @@ class CausalSelfAttention(nn.Module):
 # MLP, block, GPT
 
 @functools.partial(jax.checkpoint, static_argnums=1)
-def gelu(x, approximate):
+def gelu(x: Array, approximate: bool) -> Array:
     """GELU (arXiv:1606.08415), computed in float32, and again from x in the backward pass."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate).astype(x.dtype)
 
@@ -310,7 +321,7 @@ class MLP(nn.Module):
     width: int
 
     @nn.compact
-    def __call__(self, x_BxTxD, call=None):
+    def __call__(self, x_BxTxD: Array, call: Call | None = None) -> Array:
         cfg = self.config
         h_BxTxF = Dense(cfg, self.width, name='c_fc')(x_BxTxD)
         gate_BxTxF = Dense(cfg, self.width, name='c_gate')(x_BxTxD) if cfg.has_gate else None
@@ -324,7 +335,8 @@ class Block(nn.Module):
     is_moe: bool = False  # a mixture of experts in place of the MLP
 
     @nn.compact
-    def __call__(self, stream, call=None, cache=None):
+    def __call__(self, stream: Stream, call: Call | None = None,
+                 cache: dict | None = None) -> tuple[Stream, dict | None]:
         """GPT-2: x += attention(ln_1(x)); x += mlp(ln_2(x)). Returns (stream, cache)."""
         cfg = self.config
         attention = LatentAttention if cfg.mla else CausalSelfAttention
@@ -350,11 +362,12 @@ class GPT(nn.Module):
     method='loss' or method='with_cache', what those methods return."""
     config: GPTConfig
 
-    def setup(self):
+    def setup(self) -> None:
         cfg = self.config
-        sizes = {'num_embeddings': cfg.vocab_size, 'embedding_dim': cfg.n_embd, 'dtype': cfg.dtype}
-        table_VxD = matrix_param(self, 'wte', (cfg.vocab_size, cfg.n_embd))
-        self.token_embedding = VocabParallelEmbedding(**sizes, shared_table=table_VxD)
+        size = cfg.vocab_size, cfg.n_embd
+        table_VxD = matrix_param(self, 'wte', size)
+        self.token_embedding = VocabParallelEmbedding(
+            *size, dtype=cfg.dtype, shared_table=table_VxD)
         if cfg.position == 'learned':
             wpe = matrix_param(self, 'wpe', (cfg.block_size, cfg.n_embd))  # [positions, D]
             self.wpe = all_gather_param(wpe, cfg.dtype, ((None, 'fsdp'), (None, None)))
@@ -362,36 +375,40 @@ class GPT(nn.Module):
         self.ln_f = NORMS[cfg.norm](cfg)
         # weight tying: the head multiplies by the token embeddings
         if not cfg.tied_head:
-            table_VxD = matrix_param(self, 'lm_head', (cfg.vocab_size, cfg.n_embd))
+            table_VxD = matrix_param(self, 'lm_head', size)
         table_VxD = as_kernel(table_VxD).gathered(cfg.dtype, ROW_PARALLEL)
-        self.head = ParallelLMHead(**sizes, shared_table=table_VxD, cap=cfg.logit_cap)
+        self.head = ParallelLMHead(
+            *size, dtype=cfg.dtype, shared_table=table_VxD, cap=cfg.logit_cap)
 
-    def __call__(self, idx_BxT, *, position_BxT=None, deterministic=True, seq_id_B=None,
-                 logit_position_B=None):
-        """Logits of the token after each position, float32 [B, T, V].
+    def __call__(self, idx_BxT: Array, *, position_BxT: Array | None = None,
+                 deterministic: bool = True, seq_id_B: Array | None = None,
+                 logit_position_B: Array | None = None) -> Array:
+        """Computes the logits of the token after each position, float32 [B, T, V].
 
         position_BxT: position ids; 0 .. T-1 if not given. deterministic: False turns dropout on,
-        which needs rngs={'dropout': key}. seq_id_B: the ids of the sequences, by which dropout
-        draws; 0, 1, 2, ... if not given.
-        logit_position_B: logits of this one index into T of each sequence only, [B, 1, V]."""
+        and needs rngs={'dropout': key}. seq_id_B: the ids of the sequences, for dropout's random
+        numbers; 0, 1, 2, ... if not given.
+        logit_position_B: compute only the logits at this index into T of each sequence, [B, 1,
+        V]."""
         stream, _ = self.hidden(
             idx_BxT, position_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
         return self.head(stream.x_BxTxD, logit_position_B, training=False)
 
-    def with_cache(self, idx_BxT, cache, *, position_BxT):
+    def with_cache(self, idx_BxT: Array, cache: dict, *, position_BxT: Array) -> tuple[Array, dict]:
         """(logits as in __call__, cache): the T tokens are written to the KV cache (see
         init_cache), and attend to it. PAD in position_BxT marks padding."""
         stream, cache = self.hidden(idx_BxT, position_BxT, cache)
         return self.head(stream.x_BxTxD, training=False), cache
 
-    def loss(self, idx_BxT, targets_BxT, *, loss_chunk=0, deterministic=True, seq_id_B=None,
-             start_BxT=None, padding_BxT=None):
-        """Cross-entropy of each target, float32 [B, T].
+    def loss(self, idx_BxT: Array, targets_BxT: Array, *, loss_chunk: int = 0,
+             deterministic: bool = True, seq_id_B: Array | None = None,
+             start_BxT: Array | None = None, padding_BxT: Array | None = None) -> Array:
+        """Computes the cross-entropy of each target, float32 [B, T].
 
-        loss_chunk: logits are materialized for this many positions at a time, which must divide T;
-        0 is all.
-        start_BxT: in rows packed with conversations, where that of each token starts: it attends to
-        this conversation alone, and its position is counted from there.
+        loss_chunk: materialize the logits of this many positions at a time; must divide T; 0 is
+        all.
+        start_BxT: in rows packed with conversations, the start of each token's conversation: the
+        token attends only to this conversation, and its position is counted from there.
         padding_BxT: True for tokens that only fill up their row; they do not balance experts."""
         stream, _ = self.hidden(
             idx_BxT, deterministic=deterministic, seq_id_B=seq_id_B, start_BxT=start_BxT,
@@ -404,7 +421,7 @@ class GPT(nn.Module):
             return map_sequence_chunks(loss_of, loss_chunk, stream.x_BxTxD, targets_BxT)
         return loss_of(stream.x_BxTxD, targets_BxT)
 
-    def embed(self, idx_BxT, call):
+    def embed(self, idx_BxT: Array, call: Call) -> Stream:
         """The Stream into the first block."""
         cfg = self.config
         x_BxTxD = self.token_embedding(idx_BxT) * jnp.asarray(cfg.embed_scale, cfg.dtype)
@@ -413,8 +430,10 @@ class GPT(nn.Module):
             x_BxTxD += wpe_BxTxD.astype(cfg.dtype)
         return Stream(dropout(self, x_BxTxD, call))
 
-    def hidden(self, idx_BxT, position_BxT=None, cache=None, *, deterministic=True, seq_id_B=None,
-               start_BxT=None, padding_BxT=None):
+    def hidden(self, idx_BxT: Array, position_BxT: Array | None = None, cache: dict | None = None,
+               *, deterministic: bool = True, seq_id_B: Array | None = None,
+               start_BxT: Array | None = None,
+               padding_BxT: Array | None = None) -> tuple[Stream, dict | None]:
         """(the Stream after the last norm, the new cache)."""
         cfg = self.config
         B, T = idx_BxT.shape
@@ -428,7 +447,7 @@ class GPT(nn.Module):
         call = create_call(
             idx_BxT, position_BxT, seq_id_B=seq_id_B, start_BxT=start_BxT, padding_BxT=padding_BxT)
         if self.is_initializing():
-            call = call.replace(in_order=False)  # one token, for which there is no kernel
+            call = call.replace(in_order=False)  # no kernel is for a single token
         stream = self.embed(idx_BxT, call)
 
         # all blocks in one compiled loop
@@ -452,18 +471,19 @@ class GPT(nn.Module):
 # -----------------------------------------------------------------------------
 # which way attention is computed, and its mask
 
-def attend(module, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, call, key_position_BxS=None, *, scale,
-           sinks_H=None):
-    """A layer's attention by the best of three ways to compute the same -> [B, T, H, K].
+def attend(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Array, call: Call,
+           key_position_BxS: Array | None = None, *, scale: float,
+           sinks_H: Array | None = None) -> Array:
+    """Computes a layer's attention by the best of three equivalent ways -> [B, T, H, K].
 
-    - Training, and other calls without a KV cache: the keys are those of the call itself, so that
-      the kernel that choose_attention (jax_devices) has put into config.attention masks by index.
-    - A piece of a long prompt with its KV cache: blockwise, which never materializes all scores.
-    - Otherwise the plain formula: training with attention='xla', and every decode step, where there
-      are few queries, and keys are slots of the cache, whose positions decide what is masked.
+    - Training, and other calls without a KV cache: the keys come from the call itself, so the
+      kernel in config.attention (see choose_attention, jax_devices) masks by index.
+    - A piece of a long prompt with its KV cache: blockwise, without materializing all scores.
+    - Otherwise the plain formula: training with attention='xla', and every decode step. There are
+      few queries then, the keys are slots of the cache, and the mask uses their positions.
 
-    key_position_BxS: positions of keys in a KV cache; None: the keys are those of the call. The
-    rest as in dot_product_attention."""
+    key_position_BxS: positions of keys in a KV cache; None: the keys come from the call. The rest
+    as in dot_product_attention."""
     config, layer_type = module.config, module.layer_type
     key_B = dropout_keys(module, call)
     T, S = q_BxTxHxK.shape[1], k_BxSxGxK.shape[1]
@@ -482,12 +502,13 @@ def attend(module, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, call, key_position_BxS=None,
         *qkv, mask_BxTxS, **options, dropout_rate=config.dropout, key_B=key_B)
 
 
-def attention_span(config, layer_type):
+def attention_span(config: GPTConfig, layer_type: str) -> int:
     """Returns the number of positions that a query attends to at most, its own included."""
     return span_limits(config, layer_type).get(layer_type, config.block_size)
 
 
-def attention_mask(config, layer_type, call, key_position_BxS=None):
+def attention_mask(config: GPTConfig, layer_type: str, call: Call,
+                   key_position_BxS: Array | None = None) -> Array:
     """[B, T, S], True where a query may attend to a key: at its own position and before, within its
     window or chunk; in packed rows only to the keys of its own conversation, which have its
     start."""
@@ -495,7 +516,7 @@ def attention_mask(config, layer_type, call, key_position_BxS=None):
     if key_position_BxS is None:
         key_position_BxS = call.position_BxT
     elif has_ring_cache(config, layer_type) and not limits:
-        limits = {'window': config.block_size}  # what the ring still holds beyond it is not seen
+        limits = {'window': config.block_size}  # older keys in the ring are not seen
     mask_BxTxS = causal_mask(
         key_position_BxS[:, None, :], call.position_BxT[:, :, None], **limits)
     if call.start_BxT is None:
@@ -503,7 +524,8 @@ def attention_mask(config, layer_type, call, key_position_BxS=None):
     return mask_BxTxS & (call.start_BxT[:, None, :] == call.start_BxT[:, :, None])
 
 
-def record_attention(module, q_BxTxHxK, k_BxSxGxK, call, **options):
+def record_attention(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, call: Call,
+                     **options: Any) -> None:
     """Records the probabilities of a layer's attend, [B, T, H, S], for look_inside (jax_text.py),
     which asks for what flax calls intermediates.
 
@@ -518,21 +540,22 @@ def record_attention(module, q_BxTxHxK, k_BxSxGxK, call, **options):
 # -----------------------------------------------------------------------------
 # KV cache: which token is in which slot, how it is written, read, made and enlarged
 #
-# THE SLOT RULE. A layer's cache has S slots. The token at position p is in slot p, or, where
-# has_ring_cache, in slot p % S: a ring buffer, which is the same until the ring is full. So a slot
-# tells the position that it holds, and the mask that training has (attention_mask: causal, and the
-# layer's window) hides what a query must not see: slots that are not written yet hold later
-# positions than any query.
+# THE SLOT RULE. A layer's cache has S slots. The token at position p is in slot p. With
+# has_ring_cache it is in slot p % S: a ring buffer; both are the same until the ring is full. So
+# the number of a slot gives its position, and training's mask (attention_mask: causal, with the
+# layer's window) also works here: an unwritten slot has a later position than any query, and is
+# masked.
 #
 #     position     0  1  2  3  4  5  6  7  8           S = 4, a ring; the newest token is at 8
 #     slot         0  1  2  3  0  1  2  3  0           slots hold the positions 8 5 6 7
 #
 # Prompts of different lengths are padded on the right and need no bookkeeping: a padding token has
-# the position PAD, which is later than every query (masked) and outside of the cache (not written).
+# the position PAD. It is later than every query (masked) and outside of the cache (not written).
 #
 # A layer's cache is a dict {name: array [B, G, S, K]}, usually of 'k' and 'v'; latent attention has
-# 'latent' and 'rope'. int8 and float8 caches have a scale per vector, {name_scale: [B, G, S]}. Heads
-# come before slots, because a head's keys are then one piece of memory (docs/lab_log.md#kv-cache).
+# 'latent' and 'rope'. int8 and float8 caches have a scale per vector, {name_scale: [B, G, S]}.
+# Heads come before slots, because a head's keys are then one piece of memory
+# (docs/lab_log.md#kv-cache).
 
 CACHE_DTYPES = {
     'float32': jnp.float32, 'bfloat16': jnp.bfloat16, 'float16': jnp.float16,
@@ -547,19 +570,20 @@ PIECE = 512  # most tokens of a prompt that are prefilled at a time
 
 # --- one layer's cache in a forward pass
 
-def has_ring_cache(config, layer_type):
+def has_ring_cache(config: GPTConfig, layer_type: str) -> bool:
     """Tells whether a layer's cache is a ring of its attention span.
 
-    It is where positions may exceed the span, so that keys are overwritten: in layers with a
-    window or chunks, and with RoPE, whose positions continue past block_size."""
+    It is a ring if positions may exceed the span, so that keys are overwritten: in layers with a
+    window or chunks, and with RoPE, because its positions continue past block_size."""
     return bool(span_limits(config, layer_type)) or config.position == 'rope'
 
 
-def update_kv_cache(config, layer_type, cache, new_kv, position_BxT):
+def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dict,
+                    position_BxT: Array) -> tuple[dict, Array, dict]:
     """Writes the keys and values of this call, new_kv {name: [B, T, G, K]}, to a layer's cache.
 
-    Returns (what the queries attend to, {name: [B, S, G, K]}; the positions of these keys [B, S];
-    the new cache)."""
+    Returns (keys and values for the queries, {name: [B, S, G, K]}; the positions of the keys [B,
+    S]; the new cache)."""
     if has_ring_cache(config, layer_type):
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     # slot == position
@@ -568,7 +592,8 @@ def update_kv_cache(config, layer_type, cache, new_kv, position_BxT):
     return read_cache(cache, config.dtype), jnp.arange(n_slots)[None], cache
 
 
-def update_ring_cache(config, layer_type, cache, new_kv, position_BxT):
+def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dict,
+                      position_BxT: Array) -> tuple[dict, Array, dict]:
     """Does the same as update_kv_cache in a ring: slot == position % S.
 
     A token is overwritten once it is out of the attention span. A cache of fewer slots than the
@@ -602,7 +627,7 @@ def update_ring_cache(config, layer_type, cache, new_kv, position_BxT):
     return kv, jnp.concatenate([old_position_BxS, position_BxT], axis=1), new_cache
 
 
-def write_cache(cache, new_kv, slot_BxT):
+def write_cache(cache: dict, new_kv: dict, slot_BxT: Array) -> dict:
     """Returns a layer's cache with new_kv {name: [B, T, G, K]} in the given slots.
 
     Slots that are out of range are ignored. int8 and float8 caches are quantized vector by
@@ -618,7 +643,7 @@ def write_cache(cache, new_kv, slot_BxT):
     return new_cache
 
 
-def read_cache(cache, dtype):
+def read_cache(cache: dict, dtype: str) -> dict:
     """Returns all slots of a layer's cache, {name: [B, S, G, K]}, in dtype."""
     kv = {}
     for name, x_BxGxSxK in cache.items():
@@ -631,15 +656,15 @@ def read_cache(cache, dtype):
     return kv
 
 
-def held_dtype(cache):
-    """Returns the dtype of what an array of the cache holds: that of floats stored as bits."""
+def held_dtype(cache: Array) -> np.dtype:
+    """Returns the dtype of the values in an array of the cache, which may store floats as bits."""
     for held, stored in STORED_AS.items():
         if stored == cache.dtype:
             return jnp.dtype(held)
     return jnp.dtype(cache.dtype)
 
 
-def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
+def scatter_to_slots(cache_BxGxS: Array, x_BxTxG: Array, slot_BxT: Array) -> Array:
     """Computes cache.at[b, :, slot].set(x) in the cache's dtype; K may follow the last axis of
     both.
 
@@ -665,14 +690,14 @@ def scatter_to_slots(cache_BxGxS, x_BxTxG, slot_BxT):
 
 # --- the caches of all layers: their sizes, new ones, larger ones
 
-def cache_entry_shapes(config):
-    """Returns {name: (heads, width)} of what a layer's cache holds per token."""
+def cache_entry_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
+    """Returns {name: (heads, width)} of the entries of a layer's cache for a token."""
     if config.mla:
         return {'latent': (1, config.mla.kv_rank), 'rope': (1, config.mla.rope_dim)}
     return {'k': (config.kv_heads, config.head_width), 'v': (config.kv_heads, config.head_width)}
 
 
-def count_slots(config, layer_type, n_slots):
+def count_slots(config: GPTConfig, layer_type: str, n_slots: int) -> int:
     """Returns the number of slots of a layer's cache: n_slots, at most its attention span.
 
     A ring of 2,048 slots or more has PIECE more: for a piece of a prompt update_ring_cache would
@@ -683,13 +708,14 @@ def count_slots(config, layer_type, n_slots):
     return min(span, n_slots)
 
 
-def cache_bytes(config, n_positions, dtype='auto'):
+def cache_bytes(config: GPTConfig, n_positions: int, dtype: str = 'auto') -> int:
     """Returns the bytes of the KV cache for one sequence of n_positions."""
     cache = jax.eval_shape(functools.partial(init_cache, config, 1, n_positions, dtype))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 
-def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=False):
+def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'auto',
+               n_draft: int = 0, *, as_bits: bool = False) -> dict:
     """Returns an empty KV cache, {layer: {name: [B, G, S, K]}}; see the slot rule.
 
     A layer has as many slots as count_slots says; padding must be marked as PAD.
@@ -697,9 +723,9 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
     n_draft: the number of tokens per step that may be rejected and fed again. A ring has as many
     slots more: a rejected draft would otherwise overwrite a key that is still in the window.
     as_bits: whether to store bfloat16 and float8 as unsigned integers, see STORED_AS."""
-    dtype = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
-    stored = STORED_AS.get(dtype.dtype.name, dtype) if as_bits else dtype
-    is_quantized = dtype.dtype.itemsize == 1
+    held = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
+    stored = STORED_AS.get(held.dtype.name, held) if as_bits else held
+    is_quantized = held.dtype.itemsize == 1
     caches = {}
     for i in range(config.n_layer):
         layer_type, _ = config.layer(i)
@@ -717,7 +743,8 @@ def init_cache(config, batch_size, n_slots, dtype='auto', n_draft=0, *, as_bits=
 
 @functools.partial(
     jax.jit, static_argnames=('config', 'batch_size', 'n_slots', 'dtype', 'n_draft', 'as_bits'))
-def grow_cache(cache, *, config, batch_size, n_slots, dtype, n_draft, as_bits):
+def grow_cache(cache: dict | None, *, config: GPTConfig, batch_size: int, n_slots: int, dtype: str,
+               n_draft: int, as_bits: bool) -> dict:
     """Returns a copy of a KV cache with n_slots slots; a new one for None.
 
     The cache has not wrapped around yet, so that every token keeps its slot."""
@@ -732,7 +759,7 @@ def grow_cache(cache, *, config, batch_size, n_slots, dtype, n_draft, as_bits):
 
 
 @jax.jit
-def select_rows(cache, rows_B):
+def select_rows(cache: dict, rows_B: Array) -> dict:
     """Returns a cache with rows_B of its sequences."""
     return jax.tree.map(lambda x: x[rows_B], cache)
 
@@ -740,31 +767,32 @@ def select_rows(cache, rows_B):
 # -----------------------------------------------------------------------------
 # parameters: new ones, and counts
 
-# The sets of weights that a run may have, by name. It has the first and those that it keeps; the
-# last that it has is the model.
+# The sets of weights that a run may have, by name. A run always has the first. The last set that it
+# has is the model.
 WEIGHTS = ('params', 'ema')
 
 
-def init_params(rng, config):
+def init_params(rng: Array, config: GPTConfig) -> dict:
     """Returns newly initialized float32 parameters, {'wte': [V, D], 'h_0': {...}, ...}."""
     return jax.jit(GPT(config).init)(rng, jnp.zeros((1, 1), jnp.int32))['params']
 
 
-def without_tables(params):
-    """The parameters by which activations are multiplied: all but wpe, and wte if lm_head is a
-    matrix of its own."""
+def without_tables(params: dict) -> dict:
+    """Selects the parameters that multiply activations: all except wpe, and except wte if lm_head
+    is a separate matrix."""
     tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)
     return {name: part for name, part in params.items() if name not in tables}
 
 
-def count_params(params, non_embedding=True):
+def count_params(params: dict, non_embedding: bool = True) -> int:
     """Number of parameters; non_embedding: of those without_tables, as in nanoGPT."""
     if non_embedding:
         params = without_tables(params)
     return sum(x.size for x in jax.tree.leaves(params))
 
 
-def estimate_mfu(n_params, config, tokens_per_sec, peak_flops, n_frozen=0):
+def estimate_mfu(n_params: int, config: GPTConfig, tokens_per_sec: float, peak_flops: float,
+                 n_frozen: int = 0) -> float:
     """Model FLOPs utilization: the share of `peak_flops` (FLOP/s of all devices together) that the
     training achieves. 6 FLOPs per trained parameter and token, forward and backward, 4 per
     parameter of n_frozen, which have no gradient, and attention's 12 L H K T (PaLM,
@@ -801,19 +829,19 @@ class RMSNorm(nn.Module):
     eps: float | None = None  # config.norm_eps if not given
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: Array) -> Array:
         scale = self.param('scale', nn.initializers.ones, x.shape[-1:])
         y = rms_normalize(x, self.eps or self.config.norm_eps) * scale
         return y.astype(self.config.dtype)
 
 
-def rms_normalize(x, eps):
+def rms_normalize(x: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
 
 
-def norm_heads(config, name, x_BxTxHxK):
+def norm_heads(config: GPTConfig, name: str, x_BxTxHxK: Array) -> Array:
     """Returns queries or keys normalized as config.qk_norm says: by head, or all heads of a token
     together."""
     x = x_BxTxHxK
@@ -841,7 +869,7 @@ POSITIONS = ('learned', 'rope')
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How RoPE's frequencies change for sequences longer than those of pretraining, see
+    """The change of RoPE's frequencies for longer sequences than in pretraining, see
     rope_inv_freq."""
     kind: str  # one of ROPE_SCALINGS
     factor: float  # context extension factor
@@ -854,12 +882,12 @@ class RopeScaling:
     amplitude: float = 1.0  # factor of cosine and sine
     pair_factors: tuple = ()  # longrope: by how much each pair is slowed down
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, 'pair_factors', tuple(self.pair_factors))
 
 
-def rope_inv_freq(theta, width, scaling=None):
-    """Radians per position by which RoPE rotates each of the width / 2 pairs, numpy.
+def rope_inv_freq(theta: float, width: int, scaling: RopeScaling | None = None) -> np.ndarray:
+    """Returns RoPE's rotation in radians per position for each of the width / 2 pairs, numpy.
 
     scaling: a RopeScaling, None for theta^(-2 j / width)."""
     frequencies = theta ** (-np.arange(0, width, 2) / width)
@@ -868,17 +896,17 @@ def rope_inv_freq(theta, width, scaling=None):
     return ROPE_SCALINGS[scaling.kind](frequencies, scaling, theta)
 
 
-def scale_linear(frequencies, scaling, theta):
+def scale_linear(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
     """Slows all pairs down by the factor (arXiv:2306.15595)."""
     return frequencies / scaling.factor
 
 
-def scale_longrope(frequencies, scaling, theta):
+def scale_longrope(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
     """Slows each pair down by a factor of its own (arXiv:2402.13753)."""
     return frequencies / np.array(scaling.pair_factors)
 
 
-def scale_llama3(frequencies, scaling, theta):
+def scale_llama3(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
     """Keeps the pairs that rotate often over the original length, slows down those that rotate
     seldom, with a linear transition over the number of rotations."""
     rotations = frequencies * scaling.original_length / (2 * np.pi)
@@ -886,7 +914,7 @@ def scale_llama3(frequencies, scaling, theta):
     return slow_down(frequencies, scaling.factor, keep)
 
 
-def scale_yarn(frequencies, scaling, theta):
+def scale_yarn(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
     """Does the same with a linear transition over the pairs (YaRN, arXiv:2309.00071)."""
     width = 2 * len(frequencies)
     rotations = np.array([scaling.high, scaling.low])
@@ -899,7 +927,7 @@ def scale_yarn(frequencies, scaling, theta):
     return slow_down(frequencies, scaling.factor, keep)
 
 
-def slow_down(frequencies, factor, keep):
+def slow_down(frequencies: np.ndarray, factor: float, keep: np.ndarray) -> np.ndarray:
     """The frequencies where keep >= 1, divided by the factor where keep <= 0, a mix between."""
     keep = np.clip(keep, 0, 1)
     return frequencies * keep + frequencies / factor * (1 - keep)
@@ -909,7 +937,7 @@ ROPE_SCALINGS = {
     'linear': scale_linear, 'llama3': scale_llama3, 'yarn': scale_yarn, 'longrope': scale_longrope}
 
 
-def rope_of_layer(config, layer_type, head_width):
+def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[np.ndarray, float]:
     """Returns (radians per position of the pairs that RoPE rotates in a layer, numpy; factor of
     cosine and sine).
 
@@ -922,7 +950,7 @@ def rope_of_layer(config, layer_type, head_width):
     return rope_inv_freq(config.rope_theta, width, config.rope_scaling), amplitude
 
 
-def apply_rope(config, layer_type, x_BxTxHxK, position_BxT):
+def apply_rope(config: GPTConfig, layer_type: str, x_BxTxHxK: Array, position_BxT: Array) -> Array:
     """Rotates the pairs (x_j, x_{j + K/2}) by position * frequency_j (RoPE, arXiv:2104.09864), in
     float32. With config.rope_width the pairs are those of the first channels, and the others stay
     as they are."""
@@ -937,7 +965,8 @@ def apply_rope(config, layer_type, x_BxTxHxK, position_BxT):
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
-def apply_positions(config, layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT):
+def apply_positions(config: GPTConfig, layer_type: str, q_BxTxHxK: Array, k_BxTxGxK: Array,
+                    position_BxT: Array) -> tuple[Array, Array]:
     """RoPE of q and k, then the norm without gain if the config has it.
 
     'nope' layers have no RoPE, but an attention temperature (Llama 4): the query at position p is
@@ -959,9 +988,9 @@ def apply_positions(config, layer_type, q_BxTxHxK, k_BxTxGxK, position_BxT):
 class MLAConfig:
     """Sizes of multi-head latent attention, see LatentAttention."""
     q_rank: int  # rank of the query projection; 0 is full
-    kv_rank: int  # width of the latent, from which keys and values are projected
+    kv_rank: int  # width of the latent; keys and values are projections of it
     nope_dim: int  # width of the part of a query or key head without position
-    rope_dim: int  # width of the part with RoPE; all heads share that of the keys
+    rope_dim: int  # width of the part with RoPE; all heads share the keys' part
     v_dim: int  # width of a value head
 
 
@@ -973,7 +1002,8 @@ class LatentAttention(nn.Module):
     layer_type: str = 'full'
 
     @nn.compact
-    def __call__(self, x_BxTxD, stream=None, call=None, cache=None):
+    def __call__(self, x_BxTxD: Array, stream: Stream | None = None, call: Call | None = None,
+                 cache: dict | None = None) -> tuple[Array, Stream | None, dict | None]:
         """As CausalSelfAttention's; the cache holds {'latent': [B, 1, S, C], 'rope': [B, 1, S,
         rope_dim]}."""
         cfg, mla, H = self.config, self.config.mla, self.config.n_head
@@ -1042,22 +1072,22 @@ class LatentAttention(nn.Module):
 ACTIVATIONS = {'gelu': False, 'gelu_tanh': True}
 
 
-def plain_mlp(config, h, gate):
+def plain_mlp(config: GPTConfig, h: Array, gate: Array | None) -> Array:
     """GELU of the output of c_fc, as GPT-2; there is no gate."""
     return gelu(h, ACTIVATIONS[config.activation])
 
 
-def swiglu(config, h, gate):
+def swiglu(config: GPTConfig, h: Array, gate: Array) -> Array:
     """SwiGLU (arXiv:2002.05202) of the outputs of c_fc and c_gate."""
     return jax.nn.silu(gate) * h
 
 
-def geglu(config, h, gate):
+def geglu(config: GPTConfig, h: Array, gate: Array) -> Array:
     """GEGLU (arXiv:2002.05202) of the outputs of c_fc and c_gate."""
     return gelu(gate, ACTIVATIONS[config.activation]) * h
 
 
-def swiglu_clamped(config, h, gate):
+def swiglu_clamped(config: GPTConfig, h: Array, gate: Array) -> Array:
     """The clamped SwiGLU of gpt-oss."""
     gate = jnp.minimum(gate, config.swiglu_limit)
     h = jnp.clip(h, -config.swiglu_limit, config.swiglu_limit)
@@ -1091,7 +1121,7 @@ class MoEConfig:
     weigh_input: bool = False  # the weight scales an expert's input, not its output
     balance: float = 0.0  # coefficient of the load-balancing loss
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, 'layers', tuple(bool(x) for x in self.layers))
         if not 1 <= self.n_used <= self.n_expert:
             raise UserError(f'a token can use 1 to {self.n_expert} of {self.n_expert} experts, '
@@ -1110,7 +1140,7 @@ class Router(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD, call=None):
+    def __call__(self, x_BxTxD: Array, call: Call | None = None) -> tuple[Array, Array]:
         cfg, moe, E = self.config, self.config.moe, self.config.moe.n_expert
         B, T, D = x_BxTxD.shape
         # a score for each expert
@@ -1136,7 +1166,7 @@ class Router(nn.Module):
         if moe.normalize:
             weight_PxU /= weight_PxU.sum(-1, keepdims=True) + 1e-20
 
-        # balanced over the tokens of a sequence, without those that fill it up
+        # balanced over the tokens of a sequence, without padding
         padding_BxT = None if call is None else call.padding_BxT
         balance = balance_loss(
             expert_PxU.reshape(B, T, -1), score_PxE.reshape(B, T, E), padding_BxT)
@@ -1144,7 +1174,8 @@ class Router(nn.Module):
         return expert_PxU, weight_PxU * moe.scale
 
 
-def balance_loss(expert_BxTxU, score_BxTxE, padding_BxT=None):
+def balance_loss(expert_BxTxU: Array, score_BxTxE: Array,
+                 padding_BxT: Array | None = None) -> Array:
     """E * sum over experts (share of tokens * mean score), 1 if balanced (load-balancing loss of
     Switch, arXiv:2101.03961).
 
@@ -1154,7 +1185,7 @@ def balance_loss(expert_BxTxU, score_BxTxE, padding_BxT=None):
     E = score_BxTxE.shape[-1]
     n_chosen_BxTxE = jax.nn.one_hot(expert_BxTxU, E).sum(2)
     score_BxTxE /= score_BxTxE.sum(-1, keepdims=True)
-    n_text_Bx1 = T
+    n_text_Bx1: Array | int = T
     if padding_BxT is not None:
         is_text_BxTx1 = ~padding_BxT[..., None]
         n_chosen_BxTxE *= is_text_BxTx1
@@ -1172,7 +1203,7 @@ class ExpertDense(nn.Module):
     init_std: float = INIT_STD
 
     @nn.compact
-    def __call__(self):
+    def __call__(self) -> dict:
         E = self.config.moe.n_expert
         kernel = matrix_param(self, 'kernel', (E, *self.shape), self.init_std)
         bias = None
@@ -1187,7 +1218,7 @@ class MoELayer(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD, call=None):
+    def __call__(self, x_BxTxD: Array, call: Call | None = None) -> Array:
         cfg, moe, D = self.config, self.config.moe, self.config.n_embd
         x_PxD = x_BxTxD.reshape(-1, D)
         expert_PxU, weight_PxU = Router(cfg, name='router')(x_BxTxD, call)
@@ -1232,7 +1263,7 @@ KNOWN = {
 }
 
 
-def check_numbers(config):
+def check_numbers(config: GPTConfig) -> None:
     """Raises UserError for a number of a GPTConfig or of one of its groups that is of a wrong type,
     negative, not finite or too small."""
     for group in (config.rope_scaling, config.mla, config.moe, config):
@@ -1248,7 +1279,7 @@ def check_numbers(config):
     check_ranges(vars(config))
 
 
-def check_config(config):
+def check_config(config: GPTConfig) -> None:
     """Raises UserError for values of a GPTConfig that are unknown, or in conflict."""
     for name, known in KNOWN.items():
         check_choice(name, getattr(config, name), known)
@@ -1296,7 +1327,7 @@ def check_config(config):
                         'dropout=0')
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     """`from jax_transformer import generate` and `create_train_state` work: the modules that define
     them import this file, so they are imported on first use."""
     if name == 'generate':

@@ -34,7 +34,7 @@ top_p = 1.0 # sample from the most likely tokens that together have this probabi
 min_p = 0.0 # sample from the tokens at least min_p times as likely as the most likely one only; 0.0 is all
 repetition_penalty = 1.0 # above 1.0 makes tokens that have already occurred less likely
 stop = '' # end a sample before this text, or before the first of several, as in '["The end", "Q:"]'
-output = '' # file to which each sample is appended as a line of JSON; a command that was killed continues it
+output = '' # file for the samples, a line of JSON each; the same command continues it after a kill
 quantize = '' # 'int8': weights with a scale per output channel, 4x smaller than float32; faster, logits differ slightly
 cache_dtype = 'auto' # KV cache in 'float32', 'bfloat16', 'float16', 'int8', 'float8'; auto is the compute dtype
 n_draft = 0 # speculative decoding: draft tokens per step, 3 or 7; pays with temperature=0, where a text repeats itself
@@ -56,7 +56,7 @@ compile = True # has no effect: JAX always compiles
 # -----------------------------------------------------------------------------
 started = time.perf_counter()
 start_script()
-flags, given = read_flags(__file__, globals())  # all flags, and those that the user gave
+flags, given = read_flags(__file__, globals())  # all flags, and the user's own
 cfg = argparse.Namespace(**flags)
 if 'compile' in given:
     print(f'--compile={cfg.compile} has no effect here: JAX always compiles')
@@ -112,10 +112,10 @@ def read_prompts(start, each_line, chat):
 
 
 def read_prompt(path, number, line, chat):
-    """Returns the prompt in a line of prompts.jsonl: "a text" or {"prompt": "a text"}. In a chat it
-    may be {"messages": [...]}, with "tools" and "chat_template_kwargs", which is returned as it is,
-    with its place."""
-    # what is no JSON is refused below, with all else that is no prompt
+    """Returns the prompt in a line of prompts.jsonl: "some text" or {"prompt": "some text"}. In a
+    chat it may be {"messages": [...]}, with "tools" and "chat_template_kwargs": this is returned
+    unchanged, with its place."""
+    # a line that is no JSON is refused below, with everything else that is no prompt
     try:
         prompt = json.loads(line)
     except (ValueError, RecursionError):
@@ -134,10 +134,9 @@ def read_prompt(path, number, line, chat):
 
 
 def encode_prompt(model, prompt, conversation):
-    """Returns the token ids of a prompt of read_prompts, in a chat those of a question.
-    conversation: the Chat, None for texts. Raises UserError for messages that the chat template
-    refuses."""
-    # a question of a chat, a text, or messages, in front of which --system is put
+    """Returns the token ids of a prompt of read_prompts, in a chat as a question. conversation: the
+    Chat, None for completion. Raises UserError for messages that the chat template refuses."""
+    # a question of a chat, a prompt, or messages behind --system
     if isinstance(prompt, str) and conversation:
         return conversation.encode([{'role': 'user', 'content': prompt}])
     if isinstance(prompt, str):
@@ -187,7 +186,7 @@ if model.warning:
 if cfg.chat or cfg.system:
     check_template(model.tokenizer)
 
-# how to sample: as the flags say; those that were not given, as the model's makers do
+# how to sample: by the flags; flags that were not given have the defaults of the model's authors
 header = model.title
 makers = {name: value for name, value in model.tokenizer.sampling.items() if name not in given}
 sampling = dataclasses.replace(sampling, **makers)
@@ -217,11 +216,11 @@ if sampling.temperature == 0 and num_samples > 1:
     note(f'at temperature=0 the {num_samples} samples of a prompt are equal: one is made')
     num_samples = 1
 prompts = [encode_prompt(model, question, conversation) for question in questions]
-# what is shown of them: of a conversation its last message
+# the shown part of them: of a conversation its last message
 lines = [question if isinstance(question, str) else question['messages'][-1].get('content')
          for question in questions]
 
-# the file of samples, in which those of a command that was killed are done already
+# the file of samples; a killed command has left some there already
 file = None
 done = {}
 if cfg.output and is_master:
@@ -236,10 +235,10 @@ if done:
 
 
 def describe_row(generation, i, number):
-    """Returns what is written of row i of a generation, a sample of the prompt of this number."""
+    """Returns the record of row i of a generation, a sample of the prompt of this number."""
     sample = generation.describe(i)
     if cfg.chat:
-        # the question as it was given, then what the chat template has made of it
+        # the question as it was given, then as the chat template writes it
         sample['prompt'] = lines[number]
         sample['rendered'] = rendered_prompt(model, generation.prompts[i])
     return sample
@@ -280,7 +279,7 @@ for rows in batches:
 if file:
     file.finish()
 
-# what it cost
+# the cost
 if is_master and generations:
     print(header, file=sys.stderr)
     print(report_speed(model, generations, n_prompts=len(lines), started=started,

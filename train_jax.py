@@ -15,8 +15,8 @@ from pathlib import Path
 from jax_flags import check_flags, check_given, read_flags, start_script
 
 # -----------------------------------------------------------------------------
-# The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in the order given.
-# I/O
+# The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in
+# the order given. I/O
 out_dir = 'out' # checkpoints, config.json, metrics.jsonl and loss.png go here
 overwrite = False # delete the checkpoints that a run from scratch finds in out_dir, instead of refusing to start
 eval_interval = 2000 # evaluate (and save) every this many iterations, and at the end
@@ -55,7 +55,7 @@ window = 0 # sliding-window size of the 'window' layers, the current token inclu
 mlp = 'gelu' # 'gelu' with two matrices, or 'swiglu' or 'geglu' with three
 n_inner = 0 # width of the MLP, or of each expert; 0 is 4 * n_embd
 tied_head = True # the head is the token embedding (weight tying); False is a matrix of its own
-n_expert = 0 # MLPs per layer of which a token uses n_expert_used (mixture of experts); 0 is one MLP for all
+n_expert = 0 # MLPs per layer; a token uses n_expert_used of them (mixture of experts); 0 is one MLP for all
 n_expert_used = 2 # experts per token
 expert_balance = 0.01 # weight of the loss that keeps the experts equally busy
 # LoRA, for a pretrained model
@@ -63,7 +63,7 @@ lora_rank = 0 # freeze the weights, train updates of this rank of the matrices o
 lora_alpha = 16.0 # an update counts lora_alpha / lora_rank times
 base = '' # where the pretrained model of a LoRA run that is resumed is now, if it has moved
 quantize = '' # 'int8': the frozen weights, in a quarter of the memory
-# preferences, for a data set of pairs: DPO, of which LoRA's base is the reference
+# preferences, for a data set of pairs: DPO; LoRA's base is the reference
 beta = 0.1 # how much the margin between chosen and rejected answers counts; higher stays closer to the base
 length_normalized = False # compare log probabilities per token of an answer, not of answers
 # optimizer
@@ -74,20 +74,20 @@ minutes = 0.0 # end after this long, all included: sets max_iters, lr_decay_iter
 weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms
 beta1 = 0.9 # decay of AdamW's mean of gradients
 beta2 = 0.95 # decay of AdamW's mean of squared gradients
-ema = 0.0 # decay of a running mean of the weights, which is evaluated, sampled and exported; 0 is off
+ema = 0.0 # decay of a running mean of the weights, used to evaluate, sample and export; 0 is off
 grad_clip = 1.0 # maximum global norm of the gradients; 0 does not clip
 # learning rate schedule
 decay_lr = True # warm up, then follow lr_schedule; False is learning_rate throughout
 lr_schedule = 'cosine' # or 'linear', 'wsd' (decays in the last fifth only), 'constant'
-warmup_iters = 2000 # iterations of linear warm-up; a tenth of max_iters where it does not fit
-lr_decay_iters = 0 # iteration at which the schedule reaches min_lr; 0 is max_iters
+warmup_iters = 2000 # iterations of linear warm-up; a tenth of max_iters if it does not fit
+lr_decay_iters = 0 # the schedule reaches min_lr at this iteration; 0 is max_iters
 min_lr = 6e-5 # lowest learning rate; usually learning_rate / 10
 # system
 seed = 1337 # seeds weights, batches and dropout
 device = 'auto' # 'auto' (the best there is), 'cpu', 'cuda', 'tpu': all of the kind; 'cuda:1': one of them
 dtype = 'auto' # 'float32', 'bfloat16', 'float16' (with loss scaling); auto is bfloat16 where the hardware is fast at it
 attention = 'auto' # 'cudnn' (NVIDIA), 'splash' (TPU), 'chunked' (some queries at a time), 'xla' (plain); auto says why
-loss_chunk = 0 # positions whose logits are materialized at a time, to save memory with a large vocabulary; 0 is all
+loss_chunk = 0 # materialize the logits of this many positions at a time, to save memory; 0 is all
 scan_layers = False # compile one block and loop over it: compiles faster; dropout draws other masks
 remat = 'none' # gradient checkpointing: 'dots' saves matmul outputs, 'full' nothing; CPUs need scan_layers (jax 0.10)
 fsdp = 1 # shard parameters and optimizer state over this many devices (ZeRO-3)
@@ -105,10 +105,10 @@ backend = 'nccl' # has no effect: JAX picks its own
 # -----------------------------------------------------------------------------
 started = time.perf_counter()
 start_script()  # a user's mistake ends it with one line
-# all flags of the block above, and those that the user gave
+# all flags of the block above, and the user's own
 flags, given = read_flags(__file__, globals())
 check_flags(flags)
-if flags['init_from'] not in ('resume', 'auto'):  # where most flags are those of the checkpoint
+if flags['init_from'] not in ('resume', 'auto'):  # else most flags are the checkpoint's
     check_given(flags, given)
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
@@ -130,35 +130,35 @@ from jax_run.start import NO_LOSS, check_fits, open_program, open_run, start_sta
 from jax_train_utils import count_frozen, dpo, estimate_losses, language_model
 from jax_transformer import count_params, estimate_mfu
 
-# settings that JAX reads when it starts; those of a resumed run are in its config.json
+# settings that JAX reads when it starts; a resumed run has them in its config.json
 files = run_folder(flags['out_dir']).files  # out_dir itself, or of a bucket a copy on this disk
 configure_process(flags['device'], flags['deterministic'], flags['init_from'], files)
 clock = Stopwatch(started)
 initialize_distributed(
     flags['coordinator_address'], flags['num_processes'], flags['process_id'])
-# all processes train alike: with the same flags, and the same ones given, which win over those of
-# a checkpoint; each may have its own paths, if their content is the same
+# all processes must have the same flags, and the same ones given, because these override a
+# checkpoint's; each may have its own paths, if their content is the same
 own = {'process_id', 'out_dir', 'dataset'}
 check_agreement('flags', {**flags, 'the list of given flags': sorted(given.keys() - own)}, own)
 is_master = jax.process_index() == 0  # the process that prints and writes the logs
 if not is_master:
     sys.stdout = open(os.devnull, 'w')
 
-# at_end closes what is opened below (signals, lock, log), however the run ends, the last first
+# at_end closes signals, lock and log below, in reverse order, however the run ends
 with contextlib.ExitStack() as at_end:
-    # until the loop begins there is nothing to save, and a signal ends the process at once; only
-    # several processes wait for the loop, in which they stop together
+    # until the loop begins there is nothing to save, so a signal ends the process at once; several
+    # processes wait for the loop instead, and stop there together
     stop = StopSignal(nothing_to_save=jax.process_count() == 1)
     at_end.callback(stop.close)
 
     # -----------------------------------------------------------------------------
-    # the model: of the checkpoint, from scratch, or pretrained; cfg: the flags, those of the
-    # checkpoint if the run is resumed (--minutes sets max_iters later)
+    # the model: of the checkpoint, from scratch, or pretrained; cfg: the flags, in a resumed run the
+    # checkpoint's (--minutes sets max_iters later)
     run = open_run(flags, given)
     cfg = argparse.Namespace(**run.flags)
     layout = setup_distributed_training(
         run.devices, cfg.fsdp, cfg.tensor, cfg.expert, cfg.context, cfg.zero)
-    # n_micro micro-batches of micro_batch sequences for each device; for one, what the flags say
+    # n_micro micro-batches of micro_batch sequences for each device; one device has the flags' values
     n_micro, micro_batch = split_batch(
         cfg.gradient_accumulation_steps, cfg.batch_size, layout.n_data_shards)
     check_fits(run, micro_batch)  # the model, the data and the flags each other
@@ -169,12 +169,12 @@ with contextlib.ExitStack() as at_end:
                      length_normalized=cfg.length_normalized)
     data.check(cfg.eval_iters * cfg.batch_size)
 
-    # what is computed: the model as it is executed here, the optimizer, and forward and backward of
-    # all micro-steps, clipping and the update as one function, step(state, batch)
+    # the computation: the model with its kernels chosen, the optimizer, and one function
+    # step(state, batch): forward and backward of all micro-steps, clipping and the update
     objective = dpo(cfg.beta) if run.has_pairs else language_model
     program = open_program(run, data, layout, objective)
 
-    # what the run is made of: other data than the checkpoint's, and processes with other code, are
+    # the manifest of the run: other data than the checkpoint's, and processes with other code, are
     # refused
     manifest = None if cfg.verify else open_manifest(run, data, program.config)
     sampler = None
@@ -187,22 +187,22 @@ with contextlib.ExitStack() as at_end:
         out = OutDir(run)
         at_end.callback(out.close)
 
-    def make_batch(iter_num):
+    def make_batch(iter_num: int) -> dict[str, jax.Array] | None:
         """Draws the sequences of one iteration onto the devices: numbers iter_num * n_rows to
         (iter_num + 1) * n_rows - 1 of the run's endless shuffled stream, so that (seed, iter_num)
         alone say where the run is in its data. None if no token counts."""
         n_rows = cfg.gradient_accumulation_steps * cfg.batch_size
         numbers = iter_num * n_rows + np.arange(n_rows)
-        here = layout.local_rows(n_rows)  # the indices of those that this process loads
+        here = layout.local_rows(n_rows)  # the rows that this process loads
         batch = data.train.draw(numbers, here)
         if batch is None:
             return None
-        batch['seq_id'] = numbers[here].astype(np.uint32)  # by which dropout draws
+        batch['seq_id'] = numbers[here].astype(np.uint32)  # dropout draws by it
         return layout.shard_batch(batch, (n_micro, micro_batch))
 
-    def agree_on_signal():
-        """Returns the signal for which all processes stop, 0 for none. Of several processes it is
-        an array on their devices, and int() of it waits for all."""
+    def agree_on_signal() -> int | jax.Array:
+        """Returns the signal that stops all processes, 0 for none. With several processes it is an
+        array on their devices, and int() of it waits for all."""
         return layout.max_over_processes(stop.signum)
 
     # evaluate(state) -> {'train': {'loss', ...}, 'val': ...}; None if a signal comes

@@ -1,4 +1,4 @@
-"""What the scripts data/*/prepare.py share: flags and signals, tokenizers, writing a data set.
+"""Shared code of the scripts data/*/prepare.py: flags and signals, tokenizers, writing a data set.
 Importing this file makes their errors one line, with exit code 2."""
 import argparse
 import bisect
@@ -21,7 +21,7 @@ from jax_flags import UserError, exit_on_user_error, new_file
 
 sys.excepthook = exit_on_user_error  # before the first package, which may be missing
 
-import numpy as np  # the rest is imported where it is needed: most scripts need little
+import numpy as np  # other imports are in the functions, because most scripts need few
 
 SHAKESPEARE = ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/'
                'input.txt')
@@ -34,7 +34,7 @@ def fail(message):
 
 def end_at_signals():
     """Makes Ctrl-C, SIGTERM and the SIGHUP of a closed terminal end the script with one line and
-    exit code 128 + n, after what it tidies up. nohup, which ignores one, still does."""
+    exit code 128 + n, after it has tidied up. A signal that nohup ignores stays ignored."""
     script = os.getpid()
 
     def stop(number, frame):
@@ -115,11 +115,11 @@ CHAT_TOKENS = ('<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
 
 
 def choose_vocabulary(wanted, texts=None, train_texts=None, *, has_chat=False):
-    """Returns the vocabulary that --tokenizer asks for, see TOKENIZER_HELP.
+    """Returns the vocabulary for the flag --tokenizer, see TOKENIZER_HELP.
 
     has_chat: whether bpe:N also has CHAT_TOKENS. texts, train_texts: functions that return an
-    iterable of all texts, and of those that bpe:N learns from; None in a script that learns no
-    vocabulary. Raises UserError."""
+    iterable of all texts, and of the training texts, which bpe:N learns from; None in a script that
+    learns no vocabulary. Raises UserError."""
     kind, _, size = wanted.partition(':')
     if has_chat and kind != 'bpe':
         fail(f'--chat is for a vocabulary of its own, as --tokenizer=bpe:4096, not {wanted}')
@@ -152,9 +152,9 @@ def train_bpe(texts, size, has_chat=False):
     bytes, and the merges that occur twice in the texts.
 
     A token is a part of one match: a word with the space before it, a digit, or punctuation with
-    the newlines after it. The pattern is Qwen2's, because llama.cpp splits by patterns that it
-    knows only; one in which a newline takes the indentation that follows has 4% (bpe:1024) to 6%
-    (bpe:4096) fewer tokens of Python."""
+    the newlines after it. The pattern is Qwen2's, because llama.cpp only splits by
+    patterns that it knows. A pattern with newline and indentation in one token has 4% (bpe:1024) to
+    6% (bpe:4096) fewer tokens for Python."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from jax_hub.gguf_files import QWEN2_SPLIT
@@ -218,8 +218,8 @@ def load_model_tokenizer(model, template=None):
 
 @functools.cache
 def library_tokenizer(content):
-    """Returns the Tokenizer of the content of a tokenizer.json, for which names of special tokens
-    are plain text."""
+    """Makes a Tokenizer from the content of a tokenizer.json; names of special tokens are plain
+    text for it."""
     from tokenizers import Tokenizer
     tokenizer = Tokenizer.from_str(content)
     tokenizer.no_truncation()
@@ -255,7 +255,8 @@ def create_encoder(vocabulary, num_threads=None):
 
 
 def encode_characters(stoi, text):
-    """Returns the ids of a text, given that of each character. Raises UserError for another one."""
+    """Returns the ids of a text, given each character's id. Raises UserError for unknown
+    characters."""
     try:
         return [stoi[c] for c in text]
     except KeyError as e:
@@ -312,15 +313,15 @@ def end_of_piece(text, start, stop):
 # writing a data set
 
 META_FORMAT = 2  # of meta.json; those without "format" have no digests
-# what a data set is made of; lengths is data/text's, chats, their masks, bytes and journal are
-# data/chat's, source is of both
+# the files of a data set; lengths is data/text's; chats, their masks, bytes and journal are
+# data/chat's; source belongs to both
 PARTS = ('train.part.bin', 'val.part.bin', 'train.rows.part.bin', 'val.rows.part.bin',
          'lengths.part.bin', 'source.part.json', 'chats.part.bin', 'chats_mask.part.bin',
          'chats_bytes.part.bin', 'journal.part.jsonl', 'train_mask.part.bin', 'val_mask.part.bin')
 
 
 def make_folder(folder):
-    """Makes the folder of a data set, without what an interrupted script has left there."""
+    """Makes the folder of a data set, and removes the rest of an interrupted script."""
     os.makedirs(folder, exist_ok=True)
     remove(folder, PARTS)
 
@@ -338,15 +339,14 @@ def save_documents(folder, documents, vocabulary, block_size=0, files=None, n_by
 
 def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, n_bytes=None,
                     **meta):
-    """Makes a data set of train.part.bin and val.part.bin: writes meta.json, with the keys of
-    `meta` too, the files of the tokenizer and more `files`, {name: its bytes, or the path of a file
-    that gets this name}; then gives the tokens their names, those of train last: without train.bin
+    """Completes a data set of train.part.bin and val.part.bin. First it writes meta.json, with the
+    keys of `meta` too, the files of the tokenizer and more `files`, {name: its bytes, or the path
+    of a file that gets this name}. Then it renames the tokens, train.bin last: without train.bin
     there is no data set (and without meta.json it would count as GPT-2's tokens).
 
-    lengths, block_size: of the documents of {'train', 'val'}, for a data set of rows. n_bytes: of
-    the texts of {'train', 'val'}, in UTF-8, of chats of what counts in them; None if that is not
-    known. Returns how many tokens {'train', 'val'} have. Raises UserError, after removing the
-    parts.
+    lengths, block_size: of the documents of {'train', 'val'}, for a data set of rows. n_bytes:
+    UTF-8 bytes of the texts of {'train', 'val'}, in chats of the parts that count; None if unknown.
+    Returns how many tokens {'train', 'val'} have. Raises UserError, after removing the parts.
 
     meta.json has "format": META_FORMAT, "digests": {name: SHA-256 in hex} of train.bin, val.bin
     and the other .bin files, and of a tokenizer of the kind 'folder' its tokens_digest; "bytes":
@@ -416,14 +416,14 @@ def digest_of(content):
 
 
 def remove(folder, names):
-    """Removes those of the files in a folder that are there."""
+    """Removes files of a folder, if they exist."""
     for name in names:
         Path(folder, name).unlink(missing_ok=True)
 
 
 def describe(vocabulary):
-    """Returns the description of a Vocabulary for meta.json. That of a folder has the "digest" of
-    its tokens; the others say all by themselves."""
+    """Returns the description of a Vocabulary for meta.json. A folder's has the "digest" of its
+    tokens; the others need none."""
     if vocabulary.tokenizer['kind'] != 'folder':
         return vocabulary.tokenizer
     from jax_hub.tokenizers import tokens_digest
@@ -460,8 +460,8 @@ def bytes_of_tokens(files):
 
 
 def count_token_bytes(path, vocabulary, mask=None):
-    """Returns the bytes of all tokens of a file, or of those that count by the file `mask`; None if
-    those of a token are not known."""
+    """Returns the bytes of all tokens of a file, or only of the tokens that count by the file
+    `mask`; None if the bytes of a token are unknown."""
     of_each = bytes_of_tokens(tuple(sorted(vocabulary.files.items())))
     if of_each is None:
         return None
@@ -475,14 +475,14 @@ def count_token_bytes(path, vocabulary, mask=None):
 
 
 class Counted(NamedTuple):
-    """What a file of tokens holds."""
+    """The content of a file of tokens."""
     n: int
     largest: int  # id
     digest: str  # SHA-256 in hex
 
 
 def count_tokens(path, dtype):
-    """Returns what a file of tokens holds, Counted."""
+    """Counts the content of a file of tokens: Counted."""
     largest = 0
     digest = hashlib.sha256()
     with open(path, 'rb') as f:
@@ -520,7 +520,7 @@ def fill_rows(lengths, size, n_waiting=1000):
     that fits into the rest of the row; where none does, the shortest, cropped."""
     coming = enumerate(map(int, lengths))
     waiting = []  # (tokens, document), sorted
-    space = size  # what is left of the row
+    space = size  # the rest of the row
     while True:
         for document, n in itertools.islice(coming, n_waiting - len(waiting)):
             bisect.insort(waiting, (n, document))

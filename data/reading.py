@@ -1,5 +1,5 @@
-"""Reading what people have: texts, and files of rows (JSON lines, a JSON array, CSV with a header,
-parquet), in UTF-8, plain or compressed. The ending of its name says what a file is."""
+"""Reads text files and files of rows (JSON lines, a JSON array, CSV with a header, parquet), in
+UTF-8, plain or compressed. The ending of a file's name gives its format."""
 import contextlib
 import csv
 import io
@@ -14,15 +14,15 @@ PACKED_ENDINGS = ('.gz', '.zst', '.bz2', '.xz')
 
 
 def ending(path):
-    """Returns the ending of a file's name in small letters, without that of its compression:
-    '.jsonl' of A.JSONL.GZ."""
+    """Returns the ending of a file's name in small letters, without the compression's: '.jsonl' of
+    A.JSONL.GZ."""
     name, end = os.path.splitext(path.lower())
     return os.path.splitext(name)[1] if end in PACKED_ENDINGS else end
 
 
 @contextlib.contextmanager
 def reading(path):
-    """Makes a UserError of what a library raises while the block reads a file."""
+    """Turns a library's exceptions while the block reads a file into a UserError."""
     try:
         yield
     except UserError:
@@ -63,9 +63,9 @@ def read_text(path):
 
 def read_rows(path, columns=None):
     """Yields (where, row) of each row of a file, `where` as in 'line 7' of JSON lines or 'row 7'. A
-    row is a dict; a JSON file may have anything else there, and a row of a table that has another
-    number of fields than its header is their list. columns: those of a parquet file to read, if it
-    has one of them. Raises UserError."""
+    row is a dict; a JSON file may have anything else there, and a row of a table with another
+    number of fields than its header is a list. columns: of a parquet file, to read if it has one of
+    them. Raises UserError."""
     if ending(path) == '.parquet':
         yield from numbered('row', read_parquet(path, columns))
     elif ending(path) in ('.csv', '.tsv'):

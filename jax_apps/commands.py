@@ -1,4 +1,4 @@
-"""The commands of an installation, which do what the scripts do: train-jax, sample-jax, eval-jax,
+"""The commands of an installation, equal to the scripts: train-jax, sample-jax, eval-jax,
 export-jax, plot-jax; and prepare-jax NAME, which runs data/NAME/prepare.py."""
 import os
 import runpy

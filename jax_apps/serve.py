@@ -479,8 +479,8 @@ class Server(ThreadingHTTPServer):
         return ids
 
     def encode_text(self, job, prompt):
-        """Returns the token ids of a text, or of messages; continue_final_message takes the last one
-        as the beginning of the answer."""
+        """Returns the token ids of a text, or of messages; continue_final_message takes the last
+        one as the beginning of the answer."""
         if not job.continues:
             return self.model.encode(prompt)
         *messages, last = prompt

@@ -14,17 +14,17 @@ from jax_ops.attention import ATTENTION, Scores, fused_causal_attention, span_li
 # most of the memory (docs/parallelism.md#attention)
 CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
 
-# parts of the names of accelerators on which attention was measured (docs/performance.md#on-a-gpu)
+# attention was measured on accelerators with these in their names (docs/performance.md#on-a-gpu)
 MEASURED = ('H100',)
 
 
 def choose_attention(attention, config, device, *, tensor=1, context=1, deterministic=False,
                      packed=False):
-    """Returns (implementation, reason) for the flag --attention and training on `device`, one of
-    `tensor` devices that share the heads and `context` devices that share a sequence.
+    """Returns (implementation, reason) for the flag --attention and training on `device`. `tensor`
+    devices share the heads, `context` devices share a sequence.
 
-    'auto' is the device's flash attention (cuDNN or splash) where it computes this model, else
-    chunked attention for blocks of CHUNKED_FROM tokens and longer, else plain XLA.
+    'auto' is the device's flash attention (cuDNN or splash) if it computes this model, else chunked
+    attention for blocks of CHUNKED_FROM tokens and longer, else plain XLA.
     deterministic: whether a step has to give the same bits each time; on GPUs only plain XLA does.
     packed: whether rows hold several conversations, see GPT.loss.
     Raises UserError for an unknown or impossible attention."""
@@ -82,7 +82,7 @@ def why_not_cudnn(config, device, *, tensor=1, context=1):
     if context > 1:
         return 'it does not shard a sequence'
 
-    # the device; the version of one that is not here, for which a plan is compiled, names NVIDIA
+    # the device; for a plan it is not present, and its version names NVIDIA
     capability = nvidia_capability(device)
     version = ''
     if device.platform == 'gpu':

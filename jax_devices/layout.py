@@ -1,6 +1,7 @@
 """How a step runs on the devices: replicated (pmap) or sharded over a mesh (jit).
 
-One Layout says where everything is. Between two steps, and where a step has whole values:
+A Layout knows the place of everything, between two steps and in the parts of a step with full
+values:
 
 | flags | parameters | optimizer state | gradients | batch | the gradients are summed by |
 |---|---|---|---|---|---|
@@ -10,11 +11,12 @@ One Layout says where everything is. Between two steps, and where a step has who
 | zero=2 | by rules | over replicas | over replicas | BATCH | XLA, after each micro-batch |
 | fsdp, tensor, ... | by rules | by rules | by rules | BATCH, context | XLA, where needed |
 
-"By rules": PARTITION_RULES of jax_ops/sharding.py. "Over replicas": the same, and what is sharded
-over fsdp also over data and context.
+"By rules": PARTITION_RULES of jax_ops/sharding.py. "Over replicas": the same, and leaves that are
+sharded over fsdp are also sharded over data and context.
 """
 import contextlib
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,8 @@ class Layout:
     shard of the parameters, which are all-gathered again at the end of the step. 2 is ZeRO-2.
     Raises UserError if the product of the sizes does not divide the number of devices."""
 
-    def __init__(self, devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
+    def __init__(self, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
+                 expert: int = 1, context: int = 1, zero: int = 0):
         if zero not in (0, 1, 2):
             raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is '
                             '--fsdp')
@@ -51,14 +54,14 @@ class Layout:
         # whether each device has the whole state; on several of them pmap runs the step
         self.is_replicated = fsdp == tensor == expert == context == 1 and not zero
         self.has_pmap = self.is_replicated and len(self.devices) > 1
-        if self.is_replicated:  # in the order of the devices, which is pmap's
+        if self.is_replicated:  # in pmap's order of devices
             self.mesh = Mesh(np.array(self.devices).reshape(-1, 1, 1, 1, 1), AXES)
 
         # the shards of the batch; devices along tensor and context share sequences
         self.n_data_shards = math.prod(self.mesh.shape[axis] for axis in BATCH)
         sharing = [AXES.index('tensor'), AXES.index('context')]
         groups = np.moveaxis(self.mesh.devices, sharing, [-2, -1]).reshape(self.n_data_shards, -1)
-        # the numbers of those that this process loads, ascending
+        # the shards that this process loads, ascending
         self.local_data_shards = [
             i for i, group in enumerate(groups)
             if any(device.process_index == jax.process_index() for device in group)]
@@ -67,7 +70,7 @@ class Layout:
         """Raises UserError for a model that the devices cannot split."""
         n_devices = len(self.devices)
 
-        # each axis of the mesh divides what it shards
+        # each axis of the mesh must divide the dimensions that it shards
         sizes = [
             ('tensor', 'n_head', config.n_head),
             ('tensor', 'n_kv_head', config.kv_heads),
@@ -118,8 +121,8 @@ class Layout:
         return jax.tree.unflatten(jax.tree.structure(tree), make_leaves())
 
     def abstract_state(self, make, *args):
-        """Returns the ShapeDtypeStructs, with shardings, of init_sharded(make, *args), which is not
-        run."""
+        """Returns the ShapeDtypeStructs, with shardings, of init_sharded(make, *args), without
+        running it."""
         def abstract(x, sharding):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
@@ -135,8 +138,8 @@ class Layout:
         return np.concatenate([i * each + np.arange(each) for i in self.local_data_shards])
 
     def whole_batch(self, shape, rest):
-        """Returns (the shape, the PartitionSpec) of an array of the batch, of which each device or
-        group of devices has a shard [*shape, *rest]. Under pmap a leading axis has the shards; on a
+        """Returns (the shape, the PartitionSpec) of an array of the batch; each device or group of
+        devices has a shard [*shape, *rest]. Under pmap a leading axis has the shards; on a
         mesh they are side by side on the last axis of `shape`, and positions, the first axis of
         `rest`, are sharded over context."""
         if len(self.devices) == 1:
@@ -171,11 +174,11 @@ class Layout:
         return jax.tree.map(put, batch)
 
     def max_over_processes(self, number):
-        """Returns the maximum of `number` over all processes: as it is if there is one process,
-        else a device array, which is not awaited: int() of it is."""
+        """Returns the maximum of `number` over all processes. With several processes it is a device
+        array, and only int() of it waits."""
         if jax.process_count() == 1:
             return number
-        # an array with a number for each device, of which the maximum is an all-reduce
+        # an array with a number for each device; its maximum is an all-reduce
         sharding = NamedSharding(Mesh(np.array(self.devices), ('data',)), P('data'))
         numbers = jax.make_array_from_callback(
             (len(self.devices),), sharding, lambda _: np.array([number]))
@@ -185,7 +188,7 @@ class Layout:
 
     @property
     def n_losses(self):
-        """Number of devices of which each takes the mean loss of its own sequences. On a mesh XLA
+        """Number of devices that each take the mean loss of their own sequences. On a mesh XLA
         takes one mean over all sequences."""
         return len(self.devices) if self.is_replicated or self.zero == 1 else 1
 
@@ -269,7 +272,8 @@ def mean_shard(spec, grad):
     return jax.lax.pmean(grad, 'data')  # no dimension is divisible
 
 
-def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, zero=0):
+def setup_distributed_training(devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
+                               expert: int = 1, context: int = 1, zero: int = 0) -> Layout:
     """Returns the Layout of a model on these devices: replicated, or on a mesh if fsdp, tensor,
     expert or context is more than 1, or zero more than 0. Raises UserError as Layout does."""
     return Layout(devices, fsdp, tensor, expert, context, zero)
@@ -277,12 +281,12 @@ def setup_distributed_training(devices, fsdp=1, tensor=1, expert=1, context=1, z
 
 def fit_sizes(sizes, given, n_devices, n_embd):
     """Returns the sizes of the axes {'fsdp', 'tensor', 'expert', 'context'} of a resumed run on
-    n_devices: `sizes` if they fit. Otherwise those that are not among the flags `given` now are
-    replaced: fsdp becomes as large as it can, the others 1."""
+    n_devices: `sizes` if they fit. Otherwise sizes that the user has not `given` now are replaced:
+    fsdp becomes as large as it can, the others 1."""
     if n_devices % max(1, math.prod(sizes.values())) == 0:
         return sizes
     fitting = {name: size if name in given else 1 for name, size in sizes.items()}
-    # fsdp takes what the given sizes leave, as far as it divides the width
+    # fsdp takes the remaining devices, as far as it divides the width
     if 'fsdp' not in given and sizes['fsdp'] > 1:
         left = n_devices // math.gcd(n_devices, math.prod(fitting.values()))
         fitting['fsdp'] = math.gcd(left, n_embd)
@@ -297,7 +301,7 @@ def pmap_step(step, devices, donate_argnums=()):
                     donate_argnums=donate_argnums)
 
 
-def pmap_train_step(step, devices):
+def pmap_train_step(step: Callable, devices: Sequence[jax.Device]) -> Callable:
     """pmap_step with a donated state: the training step of replicated data parallelism."""
     return pmap_step(step, devices, donate_argnums=0)
 

@@ -22,11 +22,11 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     """Calls jax.distributed.initialize, if several processes train together. Call it before JAX
     initializes its backends.
 
-    coordinator_address: host:port of process 0, to which the others connect. 'auto' lets JAX detect
-    all three options (on a TPU pod); JAX also detects them where all are left out and Slurm, Open
-    MPI or an indexed Kubernetes job has started several processes. JAX_COORDINATOR_ADDRESS stands
-    for an empty one.
-    num_processes: the number of processes. 1 starts alone, whatever the environment says.
+    coordinator_address: host:port of process 0; the others connect to it. 'auto' lets JAX detect
+    all three options (on a TPU pod). JAX also detects them if all are left out and Slurm, Open MPI
+    or an indexed Kubernetes job has started several processes. If it is empty,
+    JAX_COORDINATOR_ADDRESS is used.
+    num_processes: the number of processes. 1 starts alone, regardless of the environment.
     process_id: the number of this process, from 0.
 
     Raises UserError if the flags do not go together, or if the processes do not find each other."""
@@ -44,7 +44,7 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
         if process_id == 0:
             check_port_is_free(int(port))
 
-    # Ctrl-C ends the wait for the others, which is up to 5 minutes.
+    # Ctrl-C ends the wait for the others (up to 5 minutes).
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         jax.distributed.initialize(
@@ -67,7 +67,7 @@ def launcher_started_several():
     def has_several(variable):
         return int(os.environ.get(variable) or 1) > 1
 
-    # A shell inside of an allocation has the variables of its job, but not those of a step.
+    # A shell inside of an allocation has the variables of its job, but not of a step.
     in_slurm = has_several('SLURM_NTASKS') and 'SLURM_STEP_NODELIST' in os.environ
     in_open_mpi = has_several('OMPI_COMM_WORLD_SIZE')
     in_indexed_job = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys()
@@ -140,7 +140,7 @@ def in_all_processes():
 
 def check_agreement(what, values, own=()):
     """Raises UserError in all processes if `values`, {name: JSON value}, are not the same in all of
-    them. own: the names of which each process may have a value of its own."""
+    them. own: names that may have another value in each process."""
     shared = {name: value for name, value in values.items() if name not in own}
     texts = gather_texts(json.dumps(shared))
     first, *others = [json.loads(text) for text in texts]
@@ -168,10 +168,10 @@ if HANGUP is not None:
 class StopSignal:
     """Catches SIGTERM, SIGINT and SIGHUP until close(), so that the loop can save and stop.
 
-    A second signal ends the process at once, but not while it saves, and not beside SIGHUP, of
-    which a closed terminal brings several. With nothing_to_save the first one ends the process.
-    In a process that lives on, a notebook's, a second one raises KeyboardInterrupt instead.
-    SIGHUP stays ignored where it is, as nohup wants it.
+    A second signal ends the process at once, but not while it saves, and not beside SIGHUP, because
+    a closed terminal sends several. With nothing_to_save the first one ends the process. In a
+    notebook's process, which must live on, a second one raises KeyboardInterrupt instead. SIGHUP
+    stays ignored under nohup.
 
     A thread answers each signal with a line on stderr, because Python runs the handlers of signals
     between two steps of the main thread, and a compilation or loading the weights is one step."""
@@ -267,9 +267,9 @@ class StopSignal:
 
 
 def exit_at_signals(is_said=False):
-    """From here on a signal that stops a script ends it at once, with exit code 128 + signal, also in
-    the middle of a compiled program: there is nothing to save. The usual way out could crash, because
-    a program that is under way uses what it takes down. is_said: whether a line says so."""
+    """From here on a signal that stops a script ends it at once, with exit code 128 + signal, also
+    in the middle of a compiled program: there is nothing to save. A usual exit could crash,
+    because a running program uses memory that the exit frees. is_said: whether to print a line."""
     received, sender = socket.socketpair()
     sender.setblocking(False)
     signal.set_wakeup_fd(sender.detach())
@@ -333,7 +333,7 @@ def discard_output():
 
 
 def signal_name(signum):
-    """Returns the name by which users know a signal: Ctrl-C, or SIGTERM."""
+    """Returns the usual name of a signal: Ctrl-C, or SIGTERM."""
     if signum == signal.SIGINT:
         return 'Ctrl-C'
     return signal.Signals(signum).name

@@ -56,7 +56,7 @@ def device_peak_flops(device):
 # -----------------------------------------------------------------------------
 # devices and dtype
 
-def check_device_availability(device='auto'):
+def check_device_availability(device: str = 'auto') -> list[jax.Device]:
     """Returns the list of jax devices that the flag `device` means.
 
     'cpu', 'gpu' or 'cuda', and 'tpu' are all devices of the kind, 'auto' all of the best kind that
@@ -123,8 +123,9 @@ def configure_process(device, deterministic=False, init_from='', out_dir=''):
     jax.config.update('jax_cpu_enable_async_dispatch', False)  # see is_synchronous
 
 
-# Settings of jax that an environment may have for other programs, with the value that this one needs:
-# in float64 a run would not be what its log says, and the strict rules refuse additions of the model.
+# Settings of jax that an environment may have for other programs, with the value that this one
+# needs: in float64 a run would not be what its log says, and the strict rules refuse additions of
+# the model.
 OWN_SETTINGS = {
     'jax_enable_x64': False,
     'jax_numpy_rank_promotion': 'allow',
@@ -142,10 +143,10 @@ def use_own_settings():
 
 
 def is_synchronous(device):
-    """Returns whether a computation of this device alone is done, and its temporaries are freed,
-    when its call returns.
+    """Returns whether a computation of this device is done, and its temporaries are freed, when its
+    call returns.
 
-    A CPU is made so by configure_process: otherwise the next call often allocates its temporaries
+    configure_process sets a CPU to that: otherwise the next call often allocates its temporaries
     before those of the last one are freed (docs/lab_log.md#synchronous-dispatch)."""
     return device.platform == 'cpu'
 
@@ -154,8 +155,7 @@ def finds_accelerator(dev=Path('/dev')):
     """Returns whether --device=auto probably means a GPU or TPU: a plugin of JAX for one is
     installed, and Linux has such a device.
 
-    JAX itself knows only once its backends are initialized, which is too late for
-    configure_malloc."""
+    JAX itself only knows after its backends are initialized, too late for configure_malloc."""
     patterns = ('nvidia[0-9]*', 'kfd', 'accel[0-9]*', 'vfio/[0-9]*')
     has_device = any(list(dev.glob(pattern)) for pattern in patterns)
     if jax.config.jax_platforms == 'cpu' or not has_device:
@@ -165,7 +165,8 @@ def finds_accelerator(dev=Path('/dev')):
     return bool(plugins) or importlib.util.find_spec('libtpu') is not None
 
 
-def setup_jax_environment(device='auto', dtype='auto'):
+def setup_jax_environment(device: str = 'auto',
+                          dtype: str = 'auto') -> tuple[list[jax.Device], str, str]:
     """Picks the devices and the compute dtype. Call it, or configure_process() and then it, before
     anything uses jax.
 
@@ -201,8 +202,8 @@ def setup_jax_environment(device='auto', dtype='auto'):
 
 
 def lost_accelerator():
-    """Returns what to tell the user of a GPU or TPU for which JAX has a plugin, but only the CPU has
-    come up."""
+    """Returns what to tell the user of a GPU or TPU for which JAX has a plugin, but only the CPU
+    has come up."""
     plugins = importlib.metadata.entry_points(group='jax_plugins')
     names = [f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist]
     extra = 'tpu'
@@ -264,8 +265,8 @@ def configure_malloc():
 
 
 def mark_huge_pages(libc):
-    """Makes Linux take huge pages for the next half of the machine's memory by which the heap grows.
-    Reserving it costs nothing until it is written to."""
+    """Makes Linux take huge pages for the next half of the machine's memory by which the heap
+    grows. Reserving it costs nothing until it is written to."""
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
@@ -318,17 +319,17 @@ def enable_compilation_cache(platform):
 
 
 def can_cache_on_cpu():
-    """Returns whether compiled programs of this CPU load again. This is so from jaxlib 0.10.2 on:
-    the versions before it print two lines about SIGILL for each program that is loaded where there
-    is AVX-512 (jax-ml/jax#38445). It was tested on Linux only, and of several processes only the
-    first one writes."""
+    """Returns whether compiled programs of this CPU can be loaded again. They can from jaxlib
+    0.10.2
+    on: earlier versions print two lines about SIGILL for each loaded program on a CPU with AVX-512
+    (jax-ml/jax#38445). Tested on Linux only; of several processes only the first one writes."""
     version = tuple(int(part) for part in jaxlib.__version__.split('.')[:3])
     return version >= (0, 10, 2) and sys.platform == 'linux' and jax.process_count() == 1
 
 
 def cpu_name():
-    """Returns 'cpu-' and a hash of what XLA compiles for: the CPU's model and instruction sets, and
-    the number of threads."""
+    """Returns 'cpu-' and a hash of XLA's target: the CPU's model and instruction sets, and the
+    number of threads."""
     known = r'(vendor_id|model name|flags|CPU implementer|CPU part|Features)\b'
     lines = Path('/proc/cpuinfo').read_text().splitlines()
     fields = {line for line in lines if re.match(known, line)}
@@ -341,7 +342,7 @@ def cpu_name():
 # measuring
 
 def describe_environment(devices):
-    """Returns what a figure was measured on, for its JSON document."""
+    """Returns the environment of a measurement, for its JSON document."""
     return {
         'device': devices[0].device_kind,
         'n_devices': len(devices),
@@ -381,7 +382,7 @@ class Lap(NamedTuple):
 class Stopwatch:
     """Measures compilation and all other time separately.
 
-    started: the time.perf_counter() at which the script started, before its imports."""
+    started: the time.perf_counter() of the script's start, before its imports."""
 
     def __init__(self, started=None):
         self.compiling = 0.0
@@ -413,9 +414,9 @@ class Stopwatch:
 class Profile:
     """Traces three iterations of training into a folder.
 
-    folder: where the trace goes. place: what the user calls it. log: has a
-    method say(), for the line that says what was traced. first_iter: the iteration at which this
-    process begins. max_iters: the one at which it ends."""
+    folder: of the trace. place: the user's name for it. log: its method say() prints which
+    iterations were traced. first_iter, max_iters: the first iteration of this process, and the
+    last."""
 
     def __init__(self, folder, place, log, first_iter, max_iters):
         self.folder = folder

@@ -28,7 +28,7 @@ def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
     updates became one, its rank is a multiple of it, and so is its alpha. base: the model's path,
     or its name on the hub. model_type: a key of its config.json. others: the modules that have no
     update."""
-    # Their tensors, and the modules whose rank is another one.
+    # Their tensors, and the modules with another rank.
     tensors = {}
     ranks = {}
     alphas = {}
@@ -66,20 +66,20 @@ def as_peft_number(alpha):
 
 
 def name_targets(modules, others):
-    """Returns the modules of an adapter as peft finds them: the ends of their names, such as
-    'q_proj', or, where such an end is that of another module too, their whole names. Raises
-    UserError if peft would take them for another one anyhow."""
+    """Returns the modules of an adapter as peft finds them: by the end of a name, such as 'q_proj',
+    or by the whole name if another module ends alike. Raises UserError if peft would still find
+    another module."""
     ends = {module.split('.')[-1] for module in modules}
     other_ends = {module.split('.')[-1] for module in others}
 
-    # peft 0.21 reads these names of a model with experts as those of the experts, whole or not.
+    # in a model with experts, peft 0.21 takes these names for the experts, whole or not
     expert_ends = {module.split('.')[-1] for module in others if EXPERT.search(module)}
     if not ends.isdisjoint(expert_ends):
         raise UserError(f'peft takes an update of {min(ends & expert_ends)} for one of the '
                         'experts, which have none here: export the run merged, with --folder '
                         'instead of --adapter')
 
-    # What sees too has modules with these ends of which nothing is known here.
+    # A model with a vision part has other modules with these endings, unknown here.
     sees = any('language_model.' in module for module in modules)
     is_ambiguous = sees or not ends.isdisjoint(other_ends)
     return sorted(modules) if is_ambiguous else sorted(ends)

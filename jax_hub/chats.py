@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_flags import UserError, whole_characters
 
-SECONDS = 5  # limit of a chat template, a stranger's program, for one text
+SECONDS = 5  # limit of a chat template, an untrusted program, for one text
 MARK = '\ufdd2'  # in place of an answer, to see where a template writes it: no character
 
 
@@ -25,7 +25,7 @@ class Chat(NamedTuple):
 
 
 def read_chat(messages, tools=None, variables=None):
-    """Returns the Chat of what a user gives. Raises UserError for what is no conversation."""
+    """Turns a user's messages into a Chat. Raises UserError if they are no conversation."""
     if not isinstance(messages, list) or not messages:
         raise UserError('messages must be a list of {"role": ..., "content": text} with at least '
                         'one')
@@ -34,8 +34,8 @@ def read_chat(messages, tools=None, variables=None):
 
 
 def read_message(i, message):
-    """Returns message number i with its content as one text, where it is parts of text: many
-    templates take nothing else. Raises UserError."""
+    """Returns message number i with its parts of text joined to one, because many templates take
+    nothing else. Raises UserError."""
     if not isinstance(message, dict) or not isinstance(message.get('role'), str):
         raise UserError(f'message {i} is not {{"role": ..., "content": text}}')
     message = {key: value for key, value in message.items() if value is not None}
@@ -75,8 +75,8 @@ def call_of(message, n=-1):
 
 
 def with_arguments(tokenizer, chat):
-    """Returns a Chat whose calls of tools have their arguments as its template takes them: objects,
-    in which OpenAI's text of JSON is decoded; as text if the template fails with objects, or writes
+    """Returns a Chat with the arguments of tool calls in the form that its template takes: as
+    objects, decoded from OpenAI's JSON text; as text if the template fails with objects, or writes
     them as Python does."""
     decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
     found = [call_of(message, n).get('arguments') for message in decoded.messages
@@ -99,7 +99,7 @@ def with_arguments(tokenizer, chat):
 
 
 def map_arguments(message, function):
-    """Returns a message in which the arguments of each call are those that a function makes."""
+    """Applies a function to the arguments of each call in a message, and returns the message."""
     calls = []
     for call in message.get('tool_calls') or ():
         inner = call.get('function', call)
@@ -110,7 +110,7 @@ def map_arguments(message, function):
 
 
 def decode_arguments(message):
-    """Returns a message whose calls have objects where their arguments are a text of one."""
+    """Decodes arguments that are JSON text to objects, and returns the message."""
     def decode(arguments):
         try:
             value = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -121,7 +121,7 @@ def decode_arguments(message):
 
 
 def encode_arguments(message):
-    """Returns a message whose calls have their arguments as text."""
+    """Encodes the arguments of all calls as text, and returns the message."""
     return map_arguments(message, lambda arguments: arguments if isinstance(arguments, str)
                          else json.dumps(arguments, ensure_ascii=False))
 
@@ -135,8 +135,8 @@ def render(tokenizer, chat, *, add_generation_prompt=False):
 
 
 def render_marked(tokenizer, chat):
-    """Returns (text of a Chat, [(start, end)] of what its template marks by {% generation %}, in
-    characters). Raises UserError: see within_limits."""
+    """Renders a Chat. Returns (text, [(start, end)] of its {% generation %} marks, in characters).
+    Raises UserError: see within_limits."""
     from transformers.utils.chat_template_utils import render_jinja_template
     hf = tokenizer.hf
     texts, spans = within_limits(
@@ -169,7 +169,7 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self.lock = threading.Lock()
         self.has_work = threading.Event()
-        self.limits = {}  # {thread: (clock, the time on it at which it ends)}
+        self.limits = {}  # {thread: (clock, when it must end by that clock)}
         self.ended = set()  # threads that have got their TimeoutError
 
     def run(self):
@@ -281,7 +281,7 @@ def encode_training_chat(tokenizer, chat, counted=None):
 
     check_spans(tokenizer, chat, text, spans, chosen)
 
-    # their tokens; a special token that takes in the spaces after it belongs to what it follows
+    # their tokens; a special token may take in the spaces after it, and belongs to the text before
     mask = np.zeros(len(ids), np.uint8)
     for start, end in spans:
         mask |= (starts < end) & (ends > start) & ~(is_special & (starts < start))
@@ -336,8 +336,8 @@ class Special(NamedTuple):
 class Answer(NamedTuple):
     """Where an answer is in the text of a conversation, in characters."""
     start: int  # the end of the request for it
-    said: int  # the end of what it says, or of the name of its last call
-    limit: int  # up to which the template writes the same behind it, whether messages follow or not
+    said: int  # the end of its text, or of the name of its last call
+    limit: int  # the template writes the same up to here, with or without later messages
     is_whole: bool  # whether nothing but that is behind it at the end of a conversation
     has_calls: bool  # whether it calls tools
 
@@ -345,9 +345,9 @@ class Answer(NamedTuple):
 def find_answer(tokenizer, chat, i, text):
     """Returns the Answer i in `text`, the rendering of a Chat.
 
-    Other renderings, with a mark in place of the answer, tell what the template writes around it,
-    whatever it says and whatever the template rewrites of earlier turns. Raises UserError for an
-    answer that is elsewhere than it is asked for."""
+    Other renderings have a mark in place of the answer. They show the text that the template writes
+    around it, even if the template rewrites earlier turns. Raises UserError if the answer is not
+    behind the request for it."""
     refusal = UserError(f'the chat template does not write answer {i} where it asks for it; mark '
                         'what the assistant says in it by {% generation %}, and give that file as '
                         '--template=FILE')
@@ -355,7 +355,7 @@ def find_answer(tokenizer, chat, i, text):
     def text_of(messages, **options):
         return render(tokenizer, chat._replace(messages=messages), **options)
 
-    # what is written around a mark in its place: among all messages, and at the end
+    # the text around a mark in its place: among all messages, and at the end
     messages = chat.messages
     has_calls = bool(messages[i].get('tool_calls'))
     marked = [*messages[:i], mark_answer(messages[i])]
@@ -396,8 +396,8 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Whether the request for an answer ends as what is before it among all messages, from the
-    question on: some templates write a system message only into the last turn of a user."""
+    """Whether the request for an answer ends like the text before the answer among all messages,
+    from the question on. Some templates write a system message only into a user's last turn."""
     asked = question.get('content')
     if not isinstance(asked, str) or not asked.strip():
         return False
@@ -406,8 +406,8 @@ def ends_alike(request, before, question):
 
 
 def find_places(tokenizer, chat, text):
-    """Returns {number: (start, end)} of what the messages of a Chat say in `text`, its rendering, in
-    characters; without those that the template leaves out or rewrites."""
+    """Finds the contents of the messages of a Chat in `text`, its rendering. Returns {number:
+    (start, end)} in characters, without messages that the template leaves out or rewrites."""
     says = {i: message['content'] for i, message in enumerate(chat.messages)
             if isinstance(message.get('content'), str) and message['content'].strip()}
     places = {}
@@ -427,8 +427,8 @@ def find_places(tokenizer, chat, text):
 
 
 def check_spans(tokenizer, chat, text, spans, chosen):
-    """Raises UserError if a span that counts holds what a message says that does not count: the
-    template writes it where an answer should be. chosen: the numbers of the messages that count."""
+    """Raises UserError if a span that counts holds the text of a message that does not count,
+    because the template writes it in an answer's place. chosen: the numbers of those that count."""
     others = [i for i in range(len(chat.messages)) if i not in chosen]
     # to look for them is slow: only where their words are
     words = [chat.messages[i].get('content') for i in others]
@@ -453,9 +453,9 @@ OTHER_PROMPT = ('the tokens that ask for an answer are others than those before 
 
 
 def find_lost(tokenizer, chat, ids, counted):
-    """Returns what a user must know of a conversation, a list of sentences: what the template leaves
-    out of it, so that a model is trained without it, and whether what asks for the last of the
-    answers `counted` is not how the ids of the conversation begin."""
+    """Returns warnings about a conversation, a list of sentences: the parts that the template
+    leaves out, so that a model is trained without them; and that the ids of the conversation do not
+    begin with the ids of the prompt for the last of the answers `counted`."""
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
              for part in parts_of(message)]
     left_out = left_out_parts(tokenizer, chat, parts)
@@ -473,7 +473,7 @@ def find_lost(tokenizer, chat, ids, counted):
 class Part(NamedTuple):
     """A part of a message that a template may leave out."""
     number: int  # of the message
-    kind: str  # what it is, for a user
+    kind: str  # its name in a message
     key: str  # of the message
     value: str  # with MARK in place of the part
 
@@ -495,10 +495,10 @@ def parts_of(message):
 
 
 def left_out_parts(tokenizer, chat, parts):
-    """Returns those of the Parts of a Chat that its template leaves out.
+    """Returns the Parts of a Chat that its template leaves out.
 
-    It is rendered once with a mark of its own in each part. Where some are missing it is rendered
-    once for each of these: a template may look into another part."""
+    The Chat is rendered once with a different mark in each part. If some marks are missing, it is
+    rendered once for each of them, because a template may look into another part."""
     if not parts:
         return []
     messages = [dict(message) for message in chat.messages]
@@ -516,8 +516,8 @@ def left_out_parts(tokenizer, chat, parts):
 
 
 def mark_answer(message):
-    """Returns the message with MARK in place of what it says, or in the name of its last call of a
-    tool if it has any: many templates write no text beside a call."""
+    """Returns the message with MARK in place of its text, or in the name of its last tool call if
+    it has one, because many templates write no text beside a call."""
     if not message.get('tool_calls'):
         return {**message, 'content': MARK}
     *calls, last = message['tool_calls']
@@ -530,10 +530,10 @@ def mark_answer(message):
 def find_end(answer, text, specials, stop_tokens):
     """Returns (start, end) of an Answer, as it counts in training, in the text of all messages.
 
-    specials: the Specials of the text. An answer that calls tools may have special tokens around
-    the calls; others end with the first behind what they say, or with a stop token right behind that
-    one (Command R's <|END_RESPONSE|><|END_OF_TURN_TOKEN|>)."""
-    # the special tokens behind what it says, in order; the first that can end it does
+    specials: the Specials of the text. An answer with tool calls may have special tokens around the
+    calls. Others end with the first special token behind their text, or with a stop token right
+    behind that one (Command R's <|END_RESPONSE|><|END_OF_TURN_TOKEN|>)."""
+    # the special tokens behind its text, in order; the first that can end it does
     start, said, limit, is_whole, has_calls = answer
     behind = [special for special in specials if special.start >= start and special.end > said]
     for special, following in zip(behind, [*behind[1:], None]):
@@ -560,11 +560,10 @@ def find_end(answer, text, specials, stop_tokens):
 
 
 def find_next_end(tokenizer, chat, behind):
-    """Returns the ids that end the last answer of a Chat if the template writes them at the
-    beginning of a message that follows: what a model generates there before it stops. [] if there
-    are none.
+    """Returns the ids that end the last answer of a Chat if the template writes them only at the
+    beginning of the next message: a model generates them before it stops. [] if there are none.
 
-    behind: what the template writes behind the answer now."""
+    behind: the text that the template writes behind the answer now."""
     # render the conversation with a message that follows
     *messages, last = chat.messages
     follower = {'role': 'tool' if last.get('tool_calls') else 'user', 'content': 'x'}
@@ -574,7 +573,7 @@ def find_next_end(tokenizer, chat, behind):
     except UserError:  # a template may allow nothing there
         return []
 
-    # what is new behind the answer, and whether it begins with a token at which sampling stops
+    # the new text behind the answer, and whether it begins with a token that stops sampling
     if not text.startswith(behind):
         return []
     ids = tokenizer.tokenizer.encode(text[len(behind):], add_special_tokens=False).ids

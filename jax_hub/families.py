@@ -1,8 +1,8 @@
 """The families of models on Hugging Face's hub: from the config.json of each to a GPTConfig.
 
-transformers reads the file: it knows what a missing or an older key means, which layers have
-windows, and gives RoPE's parameters in one form. Here stands what GPT computes of it; all else is
-refused.
+transformers reads the file, because it knows the defaults of missing keys, older keys, and layers
+with windows, and it gives RoPE's parameters in one form. The functions here map that to the fields
+that GPT computes, and refuse all others.
 
 Reference: https://github.com/huggingface/transformers/tree/main/src/transformers/models,
 configuration_*.py
@@ -14,9 +14,9 @@ from jax_flags import UserError, printable
 from jax_hub.folders import import_transformers, telling_warnings
 from jax_transformer import GPTConfig
 
-# model_type: that of the class of transformers that reads it
+# model_type: the model_type of the class of transformers that reads it
 CLASS_OF = {'kimi_k2': 'deepseek_v3', 'gemma3': 'gemma3_text', 'llama4': 'llama4_text'}
-COMPOSITE = ('gemma3', 'llama4')  # with a text_config beside that of the part that sees
+COMPOSITE = ('gemma3', 'llama4')  # with a text_config beside a vision_config
 # keys that are no part of the language model
 NOT_READ = ('quantization_config', 'num_labels', 'id2label', 'label2id')
 QUANTIZATIONS = (None, 'mxfp4', 'fp8')
@@ -68,7 +68,7 @@ def gpt2_config(hf):
 
 
 def llama_fields(hf, *, activation='silu', attention_bias=False):
-    """Returns the fields that all families but GPT-2 have in common, without those of RoPE."""
+    """Returns the fields that all families except GPT-2 have in common, without RoPE's."""
     name = 'hidden_activation' if hasattr(hf, 'hidden_activation') else 'hidden_act'
     require(hf, **{name: activation}, attention_bias=attention_bias, mlp_bias=False)
     return dict(
@@ -108,7 +108,7 @@ def mistral_config(hf):
 
 
 def window_of_all_layers(hf):
-    """Returns window and layer_types where all layers are alike, {} where they have no window."""
+    """Returns window and layer_types for equal layers, {} for layers without a window."""
     if hf.sliding_window is None:
         return {}
     return {'window': hf.sliding_window, 'layer_types': ('window',)}
@@ -146,14 +146,15 @@ def window_fields(hf):
 
 
 def smollm3_config(hf):
-    """Returns the fields of a Llama in which some layers have no RoPE."""
+    """Returns the fields of a Llama with some layers without RoPE."""
     require(hf, use_sliding_window=False, layer_types=['full_attention'] * hf.num_hidden_layers)
     types = tuple('full' if has_rope else 'nope' for has_rope in layers_with_rope(hf))
     return llama_config(hf) | {'layer_types': types}
 
 
 def layers_with_rope(hf):
-    """Returns for each layer whether it has RoPE (no_rope_layers, by its name, says the reverse)."""
+    """Returns for each layer whether it has RoPE (no_rope_layers, by its name, says the
+    reverse)."""
     if len(hf.no_rope_layers) != hf.num_hidden_layers:
         raise UserError(f'no_rope_layers lists {len(hf.no_rope_layers)} of the '
                         f'{hf.num_hidden_layers} layers')
@@ -172,7 +173,7 @@ def olmo3_config(hf):
 
 
 def gemma_fields(hf):
-    """Returns the fields that Gemma 2 and 3 have in common, without those of RoPE."""
+    """Returns the fields that Gemma 2 and 3 have in common, without RoPE's."""
     if hf.use_bidirectional_attention:
         require(hf, use_bidirectional_attention=False)
     return llama_fields(hf, activation='gelu_pytorch_tanh') | window_fields(hf) | dict(
@@ -318,11 +319,11 @@ FAMILIES = {  # by model_type
 # RoPE, see modeling_rope_utils.py of transformers
 
 def rope_fields(hf, rope=None, width=None):
-    """Returns the fields rope_theta and rope_scaling of GPTConfig, and block_size where RoPE limits
+    """Returns the fields rope_theta and rope_scaling of GPTConfig, and block_size if RoPE limits
     it.
 
-    rope: its parameters, those of all layers by default. width: channels that are rotated, where a
-    family may rotate a part of a head."""
+    rope: RoPE's parameters, by default the same for all layers. width: the number of rotated
+    channels, for families that may rotate a part of a head."""
     rope = hf.rope_parameters if rope is None else rope
     theta = rope['rope_theta']
     if type(theta) not in (int, float) or not 0 < theta < 1e300:
@@ -337,7 +338,7 @@ def rope_fields(hf, rope=None, width=None):
     if kind not in SCALINGS:
         raise UserError(f'rope scaling {kind!r} is not supported; supported: {", ".join(SCALINGS)}')
 
-    # by how much, and from which length on
+    # the factor, and the length from which it applies
     length = hf.max_position_embeddings
     if kind != 'linear':
         length = rope.get('original_max_position_embeddings', length)
@@ -398,7 +399,7 @@ SCALINGS = {'linear': linear, 'llama3': llama3, 'yarn': yarn, 'longrope': longro
 
 
 def ropes_by_layer_type(hf):
-    """Returns the fields of a model whose layers with a window have another RoPE than the
+    """Returns the fields of a model with one RoPE for layers with a window and another for the
     others."""
     full, sliding = (hf.rope_parameters[f'{kind}_attention'] for kind in ('full', 'sliding'))
     if sliding['rope_type'] != 'default':
@@ -416,7 +417,7 @@ def read_config(values, source):
     """Returns (GPTConfig, family) for the content of a config.json, as transformers reads it.
 
     values: {key: value}, as of jax_hub.folders.read_config_json. source: its path, for messages.
-    Raises UserError for what is missing, of a wrong type, or not computed."""
+    Raises UserError if a value is missing, has a wrong type, or is not supported."""
     family = values.get('model_type')
     if family not in FAMILIES:
         raise UserError(f'{source}: model_type {family!r:.80} is not supported; supported: '
@@ -431,7 +432,7 @@ def read_config(values, source):
         fields = FAMILIES[family](hf)
     except UserError as error:
         raise UserError(f'{source}: {error}') from None
-    except Exception as error:  # raised by transformers, or by what it has let pass
+    except Exception as error:  # of transformers, or of a value that it accepted
         reason = printable(' '.join(str(error).split()))
         raise UserError(f'{source} is malformed ({type(error).__name__}: {reason})') from None
     return make_config(fields, source), family

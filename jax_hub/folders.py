@@ -1,5 +1,5 @@
-"""The door for strangers' folders: where a model is, on this disk or on the hub, its config.json, and
-transformers, which reads what it defines."""
+"""Entry point for untrusted folders: finds a model on this disk or on the hub, reads its
+config.json, and imports transformers without its model code."""
 import contextlib
 import logging
 import os
@@ -18,15 +18,15 @@ WEIGHT_FILES = (
     'model.safetensors', 'model.safetensors.index.json',
     'pytorch_model.bin', 'pytorch_model.bin.index.json')
 
-# The files of a model that are downloaded, those of its tokenizer in the second line.
+# The files of a model to download; the second line is its tokenizer.
 HUB_FILES = (
     '*.json', '*.safetensors', '*.jinja',
     'merges.txt', '*.model')
 # The files of a model without safetensors.
 HUB_FILES_OF_TORCH = (*HUB_FILES, 'pytorch_model*.bin')
 
-# The keys of a config.json of which lists or tables of that length are made before a weight is
-# looked at, and the longest: heads have up to 576 features, published models a width of 18,432.
+# The keys of a config.json that become the length of a list or table before any weight is read, and
+# the largest values: heads have up to 576 features, published models a width of 18,432.
 LENGTHS = {
     'num_hidden_layers': 10_000, 'n_layer': 10_000, 'num_labels': 2**16,
     'hidden_size': 2**20, 'n_embd': 2**20, 'num_attention_heads': 2**16, 'n_head': 2**16,
@@ -36,8 +36,8 @@ LENGTHS = {
 
 
 # What transformers warns of and is settled here, by words of each: its class has other splits than
-# tokenizer.json, which counts; Mistral's split, see read_as_filed; keys of RoPE that nothing reads, and
-# names of keys of its own; Llama 4's published factors of RoPE.
+# tokenizer.json, which counts; Mistral's split, see read_as_filed; keys of RoPE that nothing reads,
+# and names of keys of its own; Llama 4's published factors of RoPE.
 SETTLED_WARNINGS = (
     '`tokenizer.json` is ByteLevel', 'incorrect regex pattern',
     'The tokenizer class you load from this checkpoint', 'Unrecognized keys in `rope_parameters`',
@@ -93,7 +93,7 @@ def import_transformers():
 
 
 def path_inside(folder, name):
-    """Returns the path of the file or folder `name` in a folder that may be a stranger's. It need
+    """Returns the path of the file or folder `name` in a folder that may be untrusted. It need
     not be there.
 
     A link may lead to another place in the folder. In Hugging Face's cache, where a snapshot
@@ -117,8 +117,8 @@ def path_inside(folder, name):
 # the config.json of a model
 
 def read_config_json(folder):
-    """Returns the content of the config.json of a folder, {} without one. Raises UserError for one
-    of which lists would be made that fill the memory."""
+    """Returns the content of the config.json of a folder, {} without one. Raises UserError for
+    sizes that would fill the memory with lists."""
     path = path_inside(folder, 'config.json')
     config = read_json(path, optional=True)
     for part in (config, text_config(config)):

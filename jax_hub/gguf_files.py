@@ -1,5 +1,5 @@
-"""A model and its tokenizer as a GGUF file, llama.cpp's file of weights, settings and tokens in one.
-The package gguf has the names of tensors and of settings.
+"""A model and its tokenizer as a GGUF file, llama.cpp's file of weights, settings and tokens in
+one. The package gguf has the names of tensors and of settings.
 
 Reference: https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
 """
@@ -25,7 +25,7 @@ ARCHITECTURES = {
     'qwen3_moe': 'qwen3moe',
 }
 
-# patterns at which a text is split before BPE
+# patterns that split a text before BPE
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2_SPLIT = LLAMA3_SPLIT.replace('{1,3}', '')
 # {tokenizer.ggml.pre of llama.cpp: (its patterns, ignore_merges of tokenizer.json)}
@@ -124,10 +124,10 @@ def add_settings(writer, config, family):
 
 
 def tensor_type(name, shape, dtype, types):
-    """Returns the type of a tensor in GGUF, one of `types`, which is gguf.GGMLQuantizationType.
+    """Returns the type of a tensor in GGUF, one of `types` (gguf.GGMLQuantizationType).
 
-    Rows that are not whole blocks of 32 are in float16 instead of q8_0, as llama.cpp has them; so
-    are the tensors that stay in float32, the router of experts among them."""
+    As in llama.cpp, rows that are no whole blocks of 32 are float16 instead of q8_0, and some
+    tensors stay float32, such as the router of experts."""
     is_vector = len(shape) < 2
     is_kept = name == 'position_embd.weight' or name.endswith('.ffn_gate_inp.weight')
     if dtype == 'float32' or is_vector or is_kept:
@@ -219,7 +219,7 @@ def add_ends(writer, tokenizer):
                         writer.add_eom_token_id), ends):
         add(id)
 
-    # it has one token with which a text begins
+    # it begins a text with one token
     bos = tokenizer.ids.get(tokenizer.special.get('bos_token'), ends[0])
     writer.add_bos_token_id(bos)
     begins = tokenizer.encode('')
@@ -250,8 +250,8 @@ def split_of(description):
 
 
 def split_patterns(pre_tokenizer):
-    """Returns the patterns at which a tokenizer.json splits text before a byte-level BPE, or None
-    if it does anything else. pre_tokenizer: the object of that name in the tokenizer.json."""
+    """Returns the patterns that split text before a byte-level BPE in a tokenizer.json, or None if
+    it does anything else. pre_tokenizer: the object of that name in the tokenizer.json."""
     steps = (pre_tokenizer or {}).get('pretokenizers', [pre_tokenizer])
     patterns = []
     for step in steps:

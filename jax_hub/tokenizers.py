@@ -43,7 +43,7 @@ class CharTokenizer:
     start_token = None
     start_text = None  # its name, which may be at the beginning of a text
     chat_template = None  # how a chat is written as a text
-    sampling = {}  # what the model's makers sample with, {'temperature': 0.6, ...}
+    sampling = {}  # the sampling defaults of the model's authors, {'temperature': 0.6, ...}
 
     def __init__(self, chars):
         """chars: a text of the characters in the order of their ids."""
@@ -130,13 +130,13 @@ class HFTokenizer:
         self.read_ends([generation, config, text_config(config)], size)
         limit_vocabulary(self, size)
 
-        # whether write_char_tokenizer made it: it would leave out what it lacks
+        # whether write_char_tokenizer made it: it would leave out characters that it lacks
         is_plain = self.tokenizer.normalizer is None and self.tokenizer.pre_tokenizer is None
         self.has_letters_only = is_plain and all(len(token) == 1 for token in self.ids)
 
     def read_ends(self, configs, size):
-        """Sets the tokens that begin and end a text: those with a name, then those whose ids the
-        configs give. size: of the model's embedding; a token past it is none."""
+        """Sets the tokens that begin and end a text, first by their names, then by the ids in the
+        configs. size: of the model's embedding; a token past it does not count."""
         begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
         begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]
         end_ids = [*as_list(end), *(
@@ -153,16 +153,16 @@ class HFTokenizer:
             self.start_text = self.tokenizer.id_to_token(self.start_token)
         self.stop_tokens = tuple(sorted({id for id in end_ids if 0 <= id <= LARGEST_ID}))
 
-        # tokens that decoding leaves out; those that begin and end a text also if tokenizer.json
-        # takes them for text: they would be shown, saved, and doubled in the next prompt
+        # tokens that decoding leaves out. The tokens that begin and end a text are among them even
+        # if tokenizer.json takes them for text: else they would be shown, saved, and doubled in the
+        # next prompt
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_ids = {id for id, token in added.items() if token.special}
         self.special_ids |= added.keys() & {begin, end, *self.stop_tokens}
 
     def encode(self, text, begin=True):
-        """Returns the ids of a text, with those that the tokenizer puts before each text unless
-        begin is False, but without those that it puts behind: what follows here is scored or
-        generated."""
+        """Returns the ids of a text, with the tokenizer's prefix unless begin is False. Its suffix
+        is left out, because the text goes on: more tokens are scored or generated."""
         if self.has_letters_only:
             check_characters(text, self.ids)
         ids = self.tokenizer.encode(whole_characters(text), add_special_tokens=begin).ids
@@ -222,8 +222,7 @@ class HFTokenizer:
         return chats.encode_training_chat(self, chat, counted)
 
     def find_lost(self, messages, ids, *, counted, tools=None, variables=None):
-        """Returns what a user must know of a conversation with these ids, see
-        jax_hub.chats.find_lost."""
+        """Returns warnings about a conversation with these ids: see jax_hub.chats.find_lost."""
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.find_lost(self, chat, ids, counted)
@@ -236,8 +235,8 @@ def read_folder(folder, is_copy=False):
     """Returns (Tokenizer, names of its special tokens, transformers' tokenizer) of a folder.
 
     The first is of the library tokenizers, the names are {'bos_token': text, ...}, and the last is
-    None for a folder that says all in tokenizer.json: an own BPE, or the copy in a run. is_copy: see
-    HFTokenizer. Raises UserError for what cannot be read, and for a link out of the folder."""
+    None for a folder that says all in tokenizer.json: an own BPE, or the copy in a run. is_copy:
+    see HFTokenizer. Raises UserError for what cannot be read, and for a link out of the folder."""
     paths = {name: path_inside(folder, name) for name in READ_FILES if '*' not in name}
     settings = read_json(paths['tokenizer_config.json'], optional=True)
     is_copy = is_copy or is_own_copy(settings)
@@ -305,9 +304,9 @@ def adds_none(settings, tokenizer):
 
 
 def complete(tokenizer, hf):
-    """Adds to the Tokenizer of a tokenizer.json what transformers' tokenizer has beyond that file:
-    added tokens, their flags, and what is put around a text. The class of transformers may have
-    another normalizer, split, model or decoder than the file; the file's count."""
+    """Adds to the Tokenizer of a tokenizer.json the parts that only transformers knows: added
+    tokens, their flags, and the tokens around a text. If the class of transformers has another
+    normalizer, split, model or decoder than the file, the file's is used."""
     for _, token in sorted(hf.backend_tokenizer.get_added_tokens_decoder().items()):
         tokenizer.add_tokens([token])
     tokenizer.post_processor = hf.backend_tokenizer.post_processor
@@ -359,8 +358,7 @@ def as_list(value):
 
 
 def read_sampling(generation):
-    """Returns what the model's makers sample with, {'temperature': 0.6, ...}, by
-    generation_config.json."""
+    """Returns the sampling defaults of generation_config.json, {'temperature': 0.6, ...}."""
     found = {name: generation[name] for name in CONTROLS
              if type(generation.get(name)) in (int, float)}
     if found.get('top_k', 0) < 0:  # many write -1 for off
@@ -418,8 +416,8 @@ def load_token_bytes(description, vocab_size):
 
 
 def describe_tokenizer(model_path, vocab_size):
-    """Returns the description of the tokenizer of a pretrained model: that of its folder, or GPT-2's
-    if it has none and the size of the vocabulary is GPT-2's; None if it is unknown."""
+    """Returns the description of the tokenizer of a pretrained model: its folder's, or GPT-2's if
+    there is none and the vocabulary has GPT-2's size; None if it is unknown."""
     folder = model_path if os.path.isdir(model_path) else os.path.dirname(model_path)
     if any(os.path.exists(os.path.join(folder, name)) for name in VOCABULARIES):
         return {'kind': 'folder', 'path': os.path.abspath(folder)}
@@ -479,8 +477,8 @@ def probe_ids(tokenizer):
 
 
 def tokens_digest(tokenizer):
-    """Returns the digest of the tokens of a Tokenizer of the library tokenizers: of its vocabulary,
-    of the ids of PROBE, and of those of words around its first added tokens."""
+    """Returns a digest of a Tokenizer of the library tokenizers: of its vocabulary, of the ids of
+    PROBE, and of the ids of words around its first added tokens."""
     added = sorted(tokenizer.get_added_tokens_decoder().items())[:N_PROBED]
     is_plain = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = False
@@ -491,14 +489,14 @@ def tokens_digest(tokenizer):
 
 
 def digest(content):
-    """Returns the SHA-256 in hex of what JSON can say."""
+    """Returns the SHA-256, in hex, of a value that JSON can write."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def check_tokens(data, dataset, model, model_name, vocab_size):
-    """Returns the description of the tokenizer of a run that trains a pretrained model with a data
-    set, given those of both, the model's None if it is unknown. Raises UserError unless their ids
-    mean the same tokens."""
+    """Returns the description of the tokenizer of a run that trains a pretrained model on a data
+    set. The arguments are the descriptions of both; the model's may be None (unknown). Raises
+    UserError unless their ids mean the same tokens."""
     if model and same_tokens(data, model):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:

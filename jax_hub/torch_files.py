@@ -1,5 +1,4 @@
-"""Files of torch.save (torch 1.6 and newer), read without torch and without running what they ask
-for.
+"""Reads files of torch.save (torch 1.6 and newer) without torch, and without running their code.
 
 Such a file is a zip archive of a pickle and of the bytes of its storages, the memory behind
 tensors.
@@ -24,11 +23,11 @@ STORAGES = {
 
 
 def read_torch_checkpoint(path):
-    """Returns what torch.save wrote to `path`, with read-only numpy arrays in place of tensors; those
-    that shared memory still do.
+    """Returns what torch.save wrote to `path`, with read-only numpy arrays in place of tensors;
+    those that shared memory still do.
 
-    Raises UserError for a damaged file, for the format of torch before 1.6, and for a file that asks
-    for anything but containers, numbers, strings and tensors."""
+    Raises UserError for a damaged file, for the format of torch before 1.6, and for a file that
+    asks for anything but containers, numbers, strings and tensors."""
     try:
         with zipfile.ZipFile(path) as archive:
             # torch.save compresses nothing: a small file that is large in memory is not its work

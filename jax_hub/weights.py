@@ -24,7 +24,7 @@ def check_tensors(tensors, shapes, source):
     """Raises UserError unless `tensors` has exactly the names of `shapes`, with these shapes, in
     floating point.
 
-    tensors: {name: array}. shapes: {name: shape}. source: where they are from, for messages."""
+    tensors: {name: array}. shapes: {name: shape}. source: the name of their file, for messages."""
     refuse_mlx(tensors, source)
 
     # The same names on both sides.
@@ -92,8 +92,8 @@ def require_keys(keys, values, source, what):
 # a model on disk
 
 def open_model(path_or_name):
-    """Returns (config, family, {name: array}, file of the weights) of what load_pretrained reads.
-    The arrays of safetensors are memory-mapped, and what is quantized dequantizes when it is
+    """Returns (config, family, {name: array}, file of the weights) of a model for load_pretrained.
+    The arrays of safetensors are memory-mapped, and quantized arrays dequantize when they are
     indexed."""
     file = weight_file(local_path(path_or_name))
     source = find_config_json(file)
@@ -313,11 +313,11 @@ def read_block(config, source):
 
 
 def dequantize_lazily(tensors, block, source):
-    """Returns {name: array}, where each quantized tensor and its scales are replaced by one object
-    that dequantizes when it is indexed.
+    """Replaces each quantized tensor and its scales by one object that dequantizes when it is
+    indexed, and returns {name: array}.
 
-    tensors: {name: array}. block: (rows, columns) of a block of float8. source: where they are
-    from, for messages. Raises UserError for scales that do not fit."""
+    tensors: {name: array}. block: (rows, columns) of a block of float8. source: the name of
+    their file, for messages. Raises UserError for scales that do not fit."""
     result = dict(tensors)
     for name in tensors:
         # MXFP4: NAME_blocks and NAME_scales become NAME.

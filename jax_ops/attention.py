@@ -1,8 +1,8 @@
 """Causal attention without materialized scores (chunked, blockwise, cuDNN, splash), and the causal
 mask.
 
-What travels together is one value here: Scores and Dropout say what is computed, Piece which part
-of a sequence a device has, and Sequence and Common are what the blocks of chunked_attention see."""
+Scores and Dropout describe the computation, Piece the part of a sequence on a device, Sequence and
+Common the inputs of the blocks of chunked_attention."""
 import dataclasses
 import functools
 import math
@@ -26,7 +26,7 @@ MASKED = jnp.finfo(jnp.float32).min  # the score of a key that a query may not s
 
 
 # -----------------------------------------------------------------------------
-# what is computed
+# the computation
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
@@ -87,9 +87,9 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
 
 
 def first_key_of(position, scores, start_BxT=None):
-    """Returns the first position to which causal_mask lets a query at this position attend. In
-    packed rows chunks begin where a conversation does, so that a query may see up to `chunk`
-    positions, counted back from itself."""
+    """Returns the first position that causal_mask allows for a query at this position. In packed
+    rows chunks begin with a conversation, so that a query may see up to `chunk` positions, counted
+    back from itself."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
         # wherever the conversation began, a query sees at most this many positions
@@ -106,14 +106,14 @@ def first_key_of(position, scores, start_BxT=None):
 
 def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H=None,
                            dropout=NO_DROPOUT, start_BxT=None):
-    """dot_product_attention of jax_transformer.py with the causal_mask of positions 0 .. T-1 -> [B,
-    T, H, K]. On a mesh each device computes its heads of its sequences.
+    """Computes dot_product_attention of jax_transformer.py with the causal_mask of positions 0 ..
+    T-1 -> [B, T, H, K]. On a mesh each device computes its heads of its sequences.
 
     implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs).
     scores: a Scores. dropout: a Dropout. sinks_H: see dot_product_attention.
     start_BxT: the first position of each token's conversation in packed rows (GPT.loss): a query
     attends to the keys from its start on, and chunks begin there.
-    Raises UserError for what the kernels of cuDNN and TPUs do not compute."""
+    Raises UserError for options that the kernels of cuDNN and TPUs lack."""
     mesh = current_mesh()
     qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
     if mesh is None:
@@ -234,7 +234,7 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, si
     """fused_causal_attention by the splash attention kernel for TPUs that JAX ships.
 
     kernel: another splash_kernel than that of whole sequences on one device.
-    key_start_BxS: the starts of the keys, where they are not those of the queries."""
+    key_start_BxS: the starts of the keys, if they differ from the queries'."""
     T, H, K = q_BxTxHxK.shape[1:]
     attend = kernel or splash_kernel(T, H, scores)
 
@@ -256,10 +256,10 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, si
 
 @functools.lru_cache(maxsize=8)  # its tables are computed on the CPU, a minute for T = 131,072
 def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
-    """Returns the splash attention kernel for H heads of T positions, of which n_context devices
-    compute the queries as context_attention says. interpret: runs it without a TPU, slowly.
+    """Returns the splash attention kernel for H heads of T positions. n_context devices share the
+    queries as in context_attention. interpret: runs it without a TPU, slowly.
 
-    Blocks of 512 positions, as MaxText's, where they divide a device's queries; else 128."""
+    Blocks have 512 positions, as MaxText's, if that divides a device's queries; else 128."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     mask = masks.CausalMask((T, T))
@@ -268,7 +268,7 @@ def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
     if scores.chunk and scores.chunk < T:
         mask = masks.ChunkedCausalMask((T, T), scores.chunk)
 
-    # the order in which the devices have the queries: [part, piece, position] by piece
+    # the order of the queries on the devices: [part, piece, position] by piece
     positions = np.arange(T, dtype=np.int32).reshape(n_context, n_context, -1)
     mask.q_sequence = np.ascontiguousarray(positions.swapaxes(0, 1)).ravel()
 
@@ -297,7 +297,7 @@ class Sequence(NamedTuple):
 
 
 class Piece(struct.PyTreeNode):
-    """Which positions of a sequence are computed, where they are not all."""
+    """The positions of a sequence that a device computes, if not all."""
     first: Any  # the position of the first query
     first_key: int = struct.field(pytree_node=False)  # the position of the first key
     n_positions: int = struct.field(pytree_node=False)  # the length of the sequence
@@ -378,7 +378,7 @@ def attend_sequence(common, sequence, n, in_loop):
     dtype = sequence.v_GxSxK.dtype
     ys = []
     for i, q in enumerate(qs):
-        # the keys from the block on in which the first one is that any of these queries sees
+        # the keys, beginning with the block of the first key that any of these queries sees
         first_block = first_key_of(i * n, common.scores, sequence.start_T) // n
         seen = slice(first_block, i + 1)
         k, v = (jnp.concatenate(blocks[seen], axis=1).astype(dtype) for blocks in (ks, vs))
@@ -430,7 +430,7 @@ def attend_block(common, first, first_key, block):
     position_TQx1 = jnp.repeat(first + jnp.arange(n_queries), common.Q)[:, None]
     key_position = jnp.arange(first_key, first_key + n_keys)
     if start_T is not None:
-        # both counted from the start of the query's conversation; what is before is not seen
+        # both counted from the start of the query's conversation; earlier keys are not seen
         start_TQx1 = jnp.repeat(start_T, common.Q)[:, None]
         key_position = jnp.where(key_position < start_TQx1, 2**30, key_position - start_TQx1)
         position_TQx1 -= start_TQx1
@@ -438,7 +438,7 @@ def attend_block(common, first, first_key, block):
                             chunk=common.scores.chunk)
     scores_GxTQxS = common.scores.of_keys(q_GxTQxK, k_GxSxK, mask_TQxS)
 
-    # probabilities; a sink is one more logit, whose probability goes nowhere
+    # probabilities; a sink is one more logit, and its probability is dropped
     if common.sinks_H is not None:
         sinks_GxTQx1 = jnp.tile(common.sinks_H.reshape(G, common.Q), n_queries)[..., None]
         scores_GxTQxS = jnp.concatenate([scores_GxTQxS, sinks_GxTQx1], axis=-1)
@@ -468,13 +468,13 @@ def count_probs(common, first, first_key, shape):
 
 def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=None, cap=0.0,
                         sinks_H=None):
-    """dot_product_attention of jax_transformer.py, for a piece of a long prompt; without dropout
-    and gradients.
+    """Computes dot_product_attention of jax_transformer.py for a piece of a long prompt, without
+    dropout and gradients.
 
-    256 queries at a time, and blocks of n = 256 keys with a running softmax (arXiv:2205.14135):
-    scores take [B, G, TQ, n], not [B, G, TQ, S], and blocks of which the mask allows no key are
-    skipped. In a cache of more than 2,048 slots n is 512: larger matmuls, 0.95 of the time for
-    4,096 tokens of SmolLM2."""
+    It takes 256 queries at a time, and blocks of n = 256 keys with a running softmax
+    (arXiv:2205.14135): scores take [B, G, TQ, n], not [B, G, TQ, S], and blocks that the mask rules
+    out are skipped. In a cache of more than 2,048 slots n is 512: larger matmuls, 0.95 of the time
+    for 4,096 tokens of SmolLM2."""
     B, T, H, K = q_BxTxHxK.shape
 
     def attend(queries):
@@ -502,8 +502,8 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
     q_BxGxTQxK = fold_groups(q_BxTxHxK, G)
 
     def attend_next(j, softmax):
-        # the j-th block in use; the last of all blocks overlaps the one before, whose keys are
-        # not counted again
+        # the j-th block in use; the last of all blocks overlaps the one before, and these keys are
+        # not counted twice
         i = block_n[j]
         start = jnp.minimum(i * n, S - n)
         k_BxGxnxK = jax.lax.dynamic_slice_in_dim(k_BxSxGxK, start, n, axis=1).swapaxes(1, 2)
@@ -520,7 +520,7 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
     is_used_n = jnp.pad(mask_BxTxS.any((0, 1)), (0, -S % n)).reshape(-1, n).any(1)
     block_n = jnp.argsort(~is_used_n)
 
-    # nothing seen yet but the sink: one more logit, whose value is 0
+    # only the sink so far: one more logit, with a value of 0
     max_BxGxTQx1 = jnp.full((B, G, T * Q, 1), MASKED)
     sum_BxGxTQx1 = jnp.zeros((B, G, T * Q, 1))
     if sinks_H is not None:
@@ -535,9 +535,9 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
 
 
 def add_block(softmax, scores_BxGxTQxn, v_BxGxnxK):
-    """Returns the softmax over the blocks of keys seen so far, (the largest score; the sum of
-    exp(score - max); that sum of the values), with the scores and values of another block: what was
-    summed is scaled to the new maximum."""
+    """Adds the scores and values of a block to the running softmax, (the largest score; the sum of
+    exp(score - max); the values, summed with these weights). The earlier sums are scaled to the new
+    maximum."""
     old_max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK = softmax
     max_BxGxTQx1 = jnp.maximum(old_max_BxGxTQx1, scores_BxGxTQxn.max(-1, keepdims=True))
     exp_BxGxTQxn = jnp.exp(scores_BxGxTQxn - max_BxGxTQx1)

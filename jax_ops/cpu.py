@@ -58,13 +58,13 @@ def two_rows(multiply, x, y):
 
 
 def nt(x_RxI, w_OxI, dtype=jnp.float32):
-    """x @ w.T, accumulated in dtype: the plain form of what follows."""
+    """x @ w.T, accumulated in dtype: the plain form of the functions below."""
     last_axes = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(x_RxI, w_OxI, last_axes, preferred_element_type=dtype)
 
 
 def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
-    """x @ w.T as (w @ x.T).T: XLA:CPU repacks the right operand, which is then the small one
+    """x @ w.T as (w @ x.T).T: XLA:CPU repacks the right operand, and here that is the small one
     (docs/lab_log.md#weights-on-the-left)."""
     # five rows take longer than eight
     R = len(x_RxI)
@@ -79,9 +79,9 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
 
 
 def fusion_barrier(condition, f, otherwise, *args):
-    """f(*args), which is `otherwise` everywhere where the condition is false. XLA:CPU moves nothing
-    across a condition: it neither computes x for each row of the weights, nor converts the weights
-    ahead of the decode loop."""
+    """f(*args) if the condition holds, else `otherwise` everywhere. XLA:CPU moves nothing across a
+    condition: it neither computes x for each row of the weights, nor converts the weights ahead of
+    the decode loop."""
     y = jax.eval_shape(f, *args)
 
     def constant(*args):
@@ -91,7 +91,7 @@ def fusion_barrier(condition, f, otherwise, *args):
 
 
 def lane_terms(n, lanes, least, most):
-    """Returns the largest t from `least` to `most` for which lanes * t divides n, or None: a row of
+    """Returns the largest t from `least` to `most` such that lanes * t divides n, or None. A row of
     n elements is then split into blocks, each summed as `lanes` sums of t terms side by side."""
     for terms in range(most, least - 1, -1):
         if n % (lanes * terms) == 0:
@@ -117,9 +117,8 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     - FLOAT_LANES sums side by side fill vector registers; with 32 a core skips every other cache
       line of float32 weights at first (docs/lab_log.md#sixteen-lanes);
     - each has at most 20 terms, or LLVM does not unroll them;
-    - the two halves of the rows are one reduction, because a reduction of one operand is compiled
-      as a library call, which is slower, and because two streams of weights are prefetched faster
-      than one;
+    - the two halves of the rows are one reduction, because XLA compiles a reduction of one operand
+      as a slower library call, and because two streams of weights are prefetched faster than one;
     - a matmul with ones adds up the sums of all blocks."""
     O, I = w_OxI.shape
     n_pairs, terms = O // 2, float_lane_terms(I)
@@ -158,9 +157,9 @@ def add_up(products):
 # One matrix of a stack for each row of x: the experts that tokens chose, in decoding.
 
 def chosen_rows(w_ExOxI, matrix_R, shape):
-    """w[matrix_R] -> [R, O, *shape], where shape is that of a row of I elements.
+    """w[matrix_R] -> [R, O, *shape]; shape is the shape of a row of I elements.
 
-    It is a gather of R O rows, which XLA:CPU computes inside of the loop that reads it. A slice at
+    It is a gather of R O rows, computed by XLA:CPU inside of the loop that reads it. A slice at
     w[e] is copied, or its loop is not vectorized: LLVM then loads e again for each element
     (docs/lab_log.md#experts-in-decoding)."""
     E, O, _ = w_ExOxI.shape
@@ -176,7 +175,7 @@ def halves_of_outputs(w):
 
 
 def join_halves(halves, O):
-    """The results [..., O] of halves_of_outputs, of those of each half."""
+    """Joins the results of each half of halves_of_outputs to [..., O]."""
     first, second = halves
     return jnp.concatenate([first, second[..., O % 2:]], axis=-1)
 
@@ -235,9 +234,8 @@ def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
 
 
 def int16_levels(n):
-    """Returns the largest magnitude to which n activations are quantized: a sum of n terms of a
-    matmul fits into int32, and a level is 256 a + b with a and b in int8. For 768 activations it is
-    22,016."""
+    """Returns the largest level for n quantized activations: a matmul's sum of n terms fits into
+    int32, and a level is 256 a + b with a and b in int8. For 768 activations it is 22,016."""
     most_in_two_halves = 127 * 256 + 127
     most_in_a_sum = (2**31 - 1) // (127 * n)
     return min(most_in_two_halves, most_in_a_sum)
@@ -281,7 +279,7 @@ def int16_sums(x, w):
             sums += w[..., i, :].astype(jnp.int32) * x[..., i, :]
         return sums
 
-    if current_mesh():  # XLA's partitioner would gather w, whose rows may be sharded
+    if current_mesh():  # the rows of w may be sharded, and XLA's partitioner would gather them
         return sum_terms(w).sum((-2, -1))
 
     sums = [sum_terms(half) for half in halves_of_outputs(w)]

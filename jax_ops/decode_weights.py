@@ -14,12 +14,12 @@ from jax_ops.matmul import as_kernel, is_kernel
 from jax_ops.sharding import current_mesh
 
 
-def convert_params_for_decoding(params, dtype, quantize=''):
+def convert_params_for_decoding(params: dict, dtype: str, quantize: str = '') -> dict:
     """Returns the parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is
     'int8'.
 
-    On one GPU kernels become Transposed, those of experts excepted; on one CPU device those of
-    float32 and bfloat16. Removes each block from the dict `params` as it is converted, so that
+    On one GPU kernels become Transposed, except experts'; on one CPU device kernels in float32 and
+    bfloat16 do. Removes each block from the dict `params` as it is converted, so that
     memory need not hold the model twice."""
     check_choice('quantize', quantize, ('', 'int8'))
     converted = {}
@@ -83,8 +83,8 @@ def cast_matrices(params, dtype):
 
 
 def transpose_kernels(params, with_experts=False):
-    """Returns the parameters with every kernel [I, O] as Transposed, with_experts also those of
-    experts, [E, I, O]; the router stays as it is."""
+    """Returns the parameters with every kernel [I, O] as Transposed, with_experts also experts'
+    kernels [E, I, O]; the router stays as it is."""
     def transpose(path, kernel):
         is_matrix = path[-1] == 'kernel' and 'router' not in path
         if is_matrix and (with_experts or kernel.values.ndim == 2):

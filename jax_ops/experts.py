@@ -46,7 +46,7 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
         if not batch:
             return mix_own(weights, *tokens)
         # send tokens to the ranks of their experts, if that is at most half of what the all-gather
-        # sends; room for twice the rows of balanced routing, few rows vary more
+        # sends; with space for twice the rows of balanced routing, because few rows vary more
         n_tokens, U = tokens[1].shape
         capacity = max(64, ceil_div(2 * n_tokens * U, n_ranks))
         if 2 * capacity <= n_tokens:
@@ -92,7 +92,7 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
     n_tokens, U = expert_PxU.shape
     M = jax.lax.axis_size('expert')
 
-    # to which rank each row goes: none if an earlier expert of the token has the same rank
+    # the rank that each row is sent to: none if an earlier expert of the token has the same rank
     rank_PxU = expert_PxU // experts_per_rank
     is_repeat_PxU = jnp.tril(rank_PxU[:, :, None] == rank_PxU[:, None], -1).any(2)
     rank_R = jnp.where(is_repeat_PxU, M, rank_PxU).ravel()
@@ -129,7 +129,7 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
         return y_RxD.reshape(n_tokens, U, -1).sum(1, dtype=jnp.float32)
 
     routing = expert_PxU, rank_R, slot_R
-    args = weights, x_PxD, weight_PxU  # what has gradients
+    args = weights, x_PxD, weight_PxU  # these have gradients
     y_PxD = sum_rounds(exchange, n_rounds, routing, args)
     return y_PxD.astype(x_PxD.dtype)
 
@@ -219,7 +219,7 @@ def experts_in_blocks(f, way, weights, x_RxD, expert_R):
     shift_R = jnp.where(sorted_expert_R < E, shift_E[sorted_expert_R], n * b)
     slot_R = jnp.zeros(R, jnp.int32).at[order_R].set(shift_R + jnp.arange(R))
 
-    # the expert of each block, E of those that are not in use
+    # the expert of each block, E for unused blocks
     expert_n = jnp.searchsorted(
         block_end_E, jnp.arange(n), side='right', method='compare_all')
 
@@ -235,7 +235,7 @@ def experts_in_blocks(f, way, weights, x_RxD, expert_R):
 
 
 def block_sizes(way, R, E):
-    """Returns (rows of a block, the most blocks of which R rows of E experts fill a part)."""
+    """Returns (rows of a block, the largest number of blocks that R rows of E experts touch)."""
     if way == 'loop':
         # larger blocks pad more, smaller ones read weights more often
         b = max(1, min(ceil_div(R, E), 64))
@@ -247,9 +247,9 @@ def block_sizes(way, R, E):
 
 
 def batched_apply(f, weights, x_nxbxD, expert_n):
-    """[f(weights[expert_n[i]], x[i]) for i in range(n)] in batched matmuls, for which the weights
-    of each block are materialized; in the backward pass again. An expert_n of E is the last
-    expert's."""
+    """Computes [f(weights[expert_n[i]], x[i]) for i in range(n)] in batched matmuls. The weights of
+    each block are materialized, and again in the backward pass. An expert_n of E means the last
+    expert."""
     def apply(weights, x_nxbxD):
         def take(w):
             return checkpoint_name(jnp.take(w, expert_n, axis=0, mode='clip'), 'of_blocks')

@@ -159,8 +159,8 @@ def matmul_nt(x, w_OxI):
 
 
 # -----------------------------------------------------------------------------
-# Kernels: the forms of a weight matrix, each of which multiplies by itself. Those of decoding (see
-# convert_params_for_decoding in decode_weights.py) hold one row per output.
+# Kernels: the forms of a weight matrix. Each knows how to multiply. The forms for decoding
+# (convert_params_for_decoding in decode_weights.py) hold one row per output.
 
 class Kernel:
     """A matrix [I, O] in one of its forms, which linear() takes in place of an array."""
@@ -308,7 +308,7 @@ class Int8(Kernel, struct.PyTreeNode):
 
 
 class Transposed(Kernel, struct.PyTreeNode):
-    """A matrix [I, O] stored as [O, I], which is read faster for one row
+    """A matrix [I, O] stored as [O, I], because that is read faster for one row
     (docs/lab_log.md#weights-on-the-left)."""
     values: jax.Array
     n_ranks: int = struct.field(pytree_node=False, default=1)
@@ -345,7 +345,7 @@ MOST_CHOSEN = 128
 
 class Chosen(Kernel, struct.PyTreeNode):
     """The matrices of the R rows of x: stack[matrix_R[r]] for x[r], in one loop that reads the
-    weights where they lie. For CPUs only."""
+    weights in place. For CPUs only."""
     stack: Any  # an Int8 or Transposed of values [E, O, I]
     matrix_R: jax.Array
 
@@ -392,7 +392,7 @@ def map_nodes(kind, f, tree):
 
 
 def without_scales(params):
-    """Returns the tree of parameters with the values alone of what is Int8."""
+    """Returns the tree of parameters with only the values of Int8 kernels, without scales."""
     return map_nodes(Int8, lambda matrix: matrix.values, params)
 
 

@@ -70,7 +70,7 @@ def polar_express_gram(x_MxIxO):
 
 
 def normalize(x_MxIxO):
-    """Divides M matrices by the root of |x x^T|, which is at least their largest singular value.
+    """Divides M matrices by the root of |x x^T|, an upper bound of their largest singular value.
 
     Returns (x, x x^T) of the divided ones."""
     gram_MxIxI = matmul_f32(x_MxIxO, x_MxIxO.swapaxes(1, 2))
@@ -96,7 +96,7 @@ def matmul_f32(a, b):
 
 
 def map_stacked_by_shape(f, tree):
-    """Applies f to the matrices of a tree, those of the same shape stacked.
+    """Applies f to the matrices of a tree, stacked by shape.
 
     f: a function of float32 [M, I, O] that returns the same shape. A leaf may hold several
     matrices, [..., I, O]. Returns a tree like `tree`, of the same dtypes."""

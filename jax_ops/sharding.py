@@ -56,8 +56,8 @@ def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
 
 
 def current_mesh():
-    """Returns the mesh set by the caller (jax.set_mesh); None if there is none, inside shard_map,
-    where code is that of one device, and under pmap, whose mesh has other axes than AXES."""
+    """Returns the mesh set by the caller (jax.set_mesh). None without one, inside shard_map (code
+    for one device), and under pmap (a mesh with other axes than AXES)."""
     mesh = jax.sharding.get_abstract_mesh()
     is_inside_shard_map = AxisType.Manual in mesh.axis_types
     if mesh.axis_names != AXES or is_inside_shard_map:
@@ -74,8 +74,8 @@ def shard(x, *spec):
 
 
 def position_axes(n_positions, *axes):
-    """Returns those of `axes` over which n_positions are sharded on the mesh: the last ones are
-    dropped until the others divide n_positions."""
+    """Returns the axes that shard n_positions on the mesh: the last of `axes` are dropped until the
+    others divide n_positions."""
     mesh = current_mesh()
     if mesh is None:
         return ()
@@ -113,11 +113,11 @@ def batch_axes(n_rows):
 
 def partition_specs(tree, mesh, *, over_replicas=False):
     """Returns the tree of shardings of a parameter tree or TrainState, by PARTITION_RULES. A rule
-    describes the last dimensions of a leaf; where a dimension is not divisible, mesh axes are
-    dropped from the right until it is.
+    describes the last dimensions of a leaf. If a dimension is not divisible, mesh axes are dropped
+    from the right until it is.
 
-    over_replicas: whether what is sharded over fsdp is sharded over data and context in
-    addition."""
+    over_replicas: whether leaves that are sharded over fsdp are also sharded over data and
+    context."""
     def spec_of(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
         rule = rule_of(name)
@@ -134,7 +134,7 @@ def partition_specs(tree, mesh, *, over_replicas=False):
             elif isinstance(axes, str):
                 axes = (axes,)
             if over_replicas and 'fsdp' in axes:
-                # last: a part of what the device holds without them
+                # last: a part of the device's shard without them
                 axes = (*axes, 'data', 'context')
             while size % count_shards(mesh, axes):
                 axes = axes[:-1]

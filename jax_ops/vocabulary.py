@@ -4,9 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
-from jax.sharding import NamedSharding, PartitionSpec as Spec
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as Spec
 
 from jax_flags import UserError, ceil_div
 from jax_ops.matmul import is_kernel, matmul, matmul_nt, soft_cap
@@ -92,7 +94,8 @@ def pad_rows(table, n_ranges):
 
 
 def lookup_range(rows_VxD, idx, start):
-    """table[idx] for the ids start .. start + V - 1, whose rows these are; zeros for all others."""
+    """Looks up table[idx]. The table has the rows of the ids start .. start + V - 1; all other ids
+    give zeros."""
     row = idx - start
     is_here = (row >= 0) & (row < len(rows_VxD))
     return jnp.where(is_here[..., None], jnp.take(rows_VxD, row, axis=0, mode='clip'), 0)
@@ -125,8 +128,8 @@ def cross_entropy(logits_BxTxV, targets_BxT):
 
 
 def masked_cross_entropy(logits_BxTxV, targets_BxT):
-    """optax.softmax_cross_entropy_with_integer_labels, with a mask in place of a gather: the
-    gradient of a gather is a scatter, for which XLA:GPU stores softmax(logits) in float32 first
+    """Computes optax.softmax_cross_entropy_with_integer_labels with a mask in place of a gather.
+    The gradient of a gather is a scatter, and XLA:GPU stores softmax(logits) in float32 for it
     (GPT-2's step moves 68 GB instead of 56)."""
     is_target_BxTxV = targets_BxT[..., None] == jnp.arange(logits_BxTxV.shape[-1])
     log_sum_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1)
@@ -135,10 +138,10 @@ def masked_cross_entropy(logits_BxTxV, targets_BxT):
 
 
 class VocabParallel(nn.Module):
-    """Holds the table of an embedding or a head: in GPT the whole one, or in code of one's own a
-    rank's part of it (docs/parallelism.md#a-sharded-vocabulary-of-your-own).
+    """Holds the table of an embedding or a head: in GPT the full table, in custom code a rank's
+    part (docs/parallelism.md#a-sharded-vocabulary-of-your-own).
 
-    A table [num_embeddings, embedding_dim] whose rows are sharded over tp_size ranks: rank r has
+    The rows of a table [num_embeddings, embedding_dim] are sharded over tp_size ranks: rank r has
     the n_rows ids from r * n_rows on, n_rows = ceil(num_embeddings / tp_size), padded with rows of
     zeros.
 
@@ -156,11 +159,11 @@ class VocabParallel(nn.Module):
     shared_table: Any = None
 
     @property
-    def n_rows(self):
+    def n_rows(self) -> int:
         """Number of rows of a rank."""
         return ceil_div(self.num_embeddings, self.tp_size)
 
-    def load_weight_shard(self, full):
+    def load_weight_shard(self, full: Array | np.ndarray) -> Array:
         """Returns this rank's rows of a table, or bias, of num_embeddings rows. Raises UserError
         for another number of rows."""
         if len(full) != self.num_embeddings:
@@ -168,7 +171,7 @@ class VocabParallel(nn.Module):
         first = self.tp_rank * self.n_rows
         return pad_rows(jnp.asarray(full), self.tp_size)[first:first + self.n_rows]
 
-    def table(self, n_rows):
+    def table(self, n_rows: int) -> Any:
         """Returns the shared table, or the parameter `weight` of n_rows rows."""
         if self.shared_table is not None:
             return self.shared_table
@@ -180,7 +183,7 @@ class VocabParallelEmbedding(VocabParallel):
     """Embeds tokens [B, T] by a table that is sharded over ranks, see VocabParallel."""
 
     @nn.compact
-    def __call__(self, tokens):
+    def __call__(self, tokens: Array) -> Array:
         """Returns the embedding [B, T, D]; of several ranks this one's part of the sum that it is,
         zeros for ids of other ranks."""
         table = self.table(self.n_rows)
@@ -189,7 +192,7 @@ class VocabParallelEmbedding(VocabParallel):
         return lookup_range(table, tokens, self.tp_rank * self.n_rows).astype(self.dtype)
 
     @nn.compact
-    def sharded_forward(self, tokens, mesh):
+    def sharded_forward(self, tokens: Array, mesh: Mesh) -> Array:
         """Returns the embedding [B, T, D], looked up on the devices of a mesh (create_mesh) and
         all-reduced."""
         embed = run_on_mesh(functools.partial(embed_tokens, dtype=self.dtype), mesh)
@@ -197,17 +200,18 @@ class VocabParallelEmbedding(VocabParallel):
 
 
 class ParallelLMHead(VocabParallel):
-    """Computes the logits of x [B, T, D] by a table that is sharded over ranks, see VocabParallel.
+    """Computes the logits of x [B, T, D] by a table sharded over ranks, see VocabParallel.
 
     bias: whether there is a parameter `bias`, [n_rows] or, in sharded_forward, [num_embeddings].
     cap: of soft_cap.
-    Its calls take last_B: if it is given, the logits are those of position last_B[b] of each
-    sequence b only, [B, 1, ...]."""
+    Its calls take last_B: if it is given, only the logits of position last_B[b] of each sequence b
+    are computed, [B, 1, ...]."""
     bias: bool = False
     cap: float = 0.0
 
     @nn.compact
-    def __call__(self, x_BxTxD, last_B=None, *, training=True):
+    def __call__(self, x_BxTxD: Array, last_B: Array | None = None, *,
+                 training: bool = True) -> Array:
         """Returns the logits, float32 [B, T, V]; of several ranks this one's [B, T, n_rows], where
         those beyond the vocabulary are -inf. training: see lm_logits."""
         logits = self.logits(x_BxTxD, last_B, self.n_rows, training=training)
@@ -217,7 +221,8 @@ class ParallelLMHead(VocabParallel):
         return jnp.where(ids < self.num_embeddings, logits, -jnp.inf)
 
     @nn.compact
-    def sharded_forward(self, x_BxTxD, mesh, last_B=None, gathered=False):
+    def sharded_forward(self, x_BxTxD: Array, mesh: Mesh, last_B: Array | None = None,
+                        gathered: bool = False) -> Array:
         """Returns all logits, float32 [B, T, num_embeddings]: each device of the mesh keeps its
         range, or all if `gathered`."""
         logits = self.logits(x_BxTxD, last_B, self.num_embeddings, mesh)
@@ -225,7 +230,8 @@ class ParallelLMHead(VocabParallel):
             logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, Spec()))
         return logits
 
-    def logits(self, x_BxTxD, last_B, n_rows, mesh=None, *, training=True):
+    def logits(self, x_BxTxD: Array, last_B: Array, n_rows: int, mesh: Mesh | None = None, *,
+               training: bool = True) -> Array:
         """Returns the logits of the first n_rows rows of the table, on a mesh if one is given."""
         if last_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)

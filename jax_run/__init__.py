@@ -1,1 +1,1 @@
-"""One run of ours: what it starts from, its data, its checkpoints, its log."""
+"""A training run: its start, its data, its checkpoints, its log."""

@@ -1,8 +1,8 @@
 """Runs and data sets in a bucket of Google Cloud Storage, gs://bucket/folder.
 
 Orbax writes the checkpoints there. gcsfs copies the small files of a run and data sets between the
-bucket and folders of this machine, and google-cloud-storage writes the lease, by which one run at a
-time has the folder. This module is imported for gs:// alone."""
+bucket and folders of this machine, and google-cloud-storage writes the lease, so that only
+one run at a time has the folder. This module is imported only for gs://."""
 import atexit
 import base64
 import contextlib
@@ -41,14 +41,14 @@ def open_clients():
     except ImportError as error:
         raise UserError(f'gs:// needs two packages ({error}): pip install gcsfs '
                         'google-cloud-storage') from None
-    logging.getLogger(gcsfs.__name__).setLevel(logging.CRITICAL)  # what it raises is said once
+    logging.getLogger(gcsfs.__name__).setLevel(logging.CRITICAL)  # its errors are reported here, once
     return gcsfs.GCSFileSystem(use_listings_cache=False), storage.Client(project=None)
 
 
 @contextlib.contextmanager
 def explained(url):
-    """Turns what a request raises into a UserError of one line: each of the clients has exceptions
-    of its own."""
+    """Turns the exceptions of a request, different ones for each client, into a UserError of one
+    line."""
     try:
         yield
     except UserError:
@@ -78,8 +78,8 @@ class Folder:
             self.bucket = client.bucket(bucket)  # for the lease
 
     def list(self):
-        """Returns {name: {'size', 'crc32c', 'generation', ...}} of its objects, but for those whose
-        names lead out of a folder."""
+        """Returns {name: {'size', 'crc32c', 'generation', ...}} of its objects, without names that
+        lead out of a folder."""
         with explained(self.url):
             objects = self.files.find(self.path, detail=True)
         found = {}
@@ -124,9 +124,9 @@ def is_temporary(error):
 # one run at a time
 
 class Lease:
-    """The object `lock` of a run, which says who writes there. Each write names the generation that
-    it replaces, so that of two writers one is refused. A thread renews it; it is free once it has
-    not been renewed for LEASE seconds by the bucket's clock."""
+    """The object `lock` of a run: it names the writer. Each write names the generation that it
+    replaces, so that the bucket refuses one of two writers. A thread renews the lease. It is free
+    if it was not renewed for LEASE seconds by the bucket's clock."""
 
     def __init__(self, folder):
         self.url = folder.url
@@ -169,7 +169,7 @@ class Lease:
                 return self.read()
 
     def now(self):
-        """Returns the time by the bucket's clock, which is that of an object written now."""
+        """Returns the time by the bucket's clock: the date of an object written now."""
         probe = self.bucket.blob(f'{self.name}.probe')
         with explained(self.url):
             probe.upload_from_string('')
@@ -209,8 +209,8 @@ class Lease:
                 self.confirm()
 
     def close(self):
-        """Gives the lease back, if no other run has taken it. If the bucket does not answer, it runs
-        out."""
+        """Gives the lease back, if no other run has taken it. If the bucket does not answer, it
+        runs out."""
         if self.ended.is_set():
             return
         self.ended.set()
@@ -231,8 +231,8 @@ def bucket_run(url):
 
 
 class BucketRun:
-    """The folder of a run in a bucket, with the methods of DiskRun in checkpoints.py, which says what
-    they do.
+    """The folder of a run in a bucket, with the methods of DiskRun in checkpoints.py, which says
+    what they do.
 
     `files` is a copy on this machine: config.json, metrics.jsonl, tokenizer/ and, of each complete
     checkpoint, SMALL. The run that holds the lease writes there and uploads."""
@@ -265,7 +265,7 @@ class BucketRun:
         return ''
 
     def refresh(self):
-        """Copies what has changed in the bucket, but for the files that this run writes."""
+        """Copies the changed files of the bucket, except the files that this run writes."""
         before = self.objects
         self.objects = self.folder.list()
         shutil.rmtree(self.files / 'ckpt', ignore_errors=True)
@@ -285,8 +285,8 @@ class BucketRun:
                     self.uploaded[name] = file_state(path)
 
     def upload(self):
-        """Uploads the files that have changed, and deletes those that are gone, if this process
-        holds the lease. Raises UserError if another run has taken it."""
+        """Uploads changed files and deletes removed ones, if this process holds the lease. Raises
+        UserError if another run has taken it."""
         if not self.lease:
             return
         with self.mutex, explained(self.folder.url):
@@ -308,7 +308,7 @@ class BucketRun:
         Lease(self.folder).wait_until_free()
 
     def lock(self, holder):
-        """Takes the lease, and returns what has it until it is closed."""
+        """Takes the lease. Returns its holder, which keeps it until it is closed."""
         lease = Lease(self.folder)
         lease.take(holder)
         self.refresh()
@@ -326,11 +326,11 @@ class BucketRun:
     # checkpoints
 
     def write_checksums(self):
-        """Writes checksums.json, {file: [size, CRC-32C]} as the bucket says them, into the one
-        checkpoint that is complete but for its commit, after the files of the run: what is
-        committed has its metrics.
+        """Writes checksums.json, {file: [size, CRC-32C]} from the bucket, into the checkpoint that
+        only lacks its commit. The files of the run are written first, so that a committed
+        checkpoint has its metrics.
 
-        Orbax calls it in one process, and gives the checkpoint up if this raises."""
+        Orbax calls it in one process, and drops the checkpoint if this raises."""
         self.upload()
         objects = self.folder.list()
         sums = {}
@@ -378,8 +378,8 @@ def file_state(path):
 
 
 def differs_from_object(path, size, crc32c):
-    """Returns whether a file is not as the object of a bucket from which it was copied. crc32c: as
-    the bucket says it, the base64 of 4 bytes; without Google's package the size has to do."""
+    """Returns whether a file differs from the object that it is a copy of. crc32c: of the object,
+    base64 of 4 bytes; without Google's package only the size is compared."""
     if path.stat().st_size != size:
         return True
     try:
@@ -413,7 +413,7 @@ def fetch_dataset(url):
             raise UserError(f'there is no {source.url}/train.bin; upload a data set, as with: '
                             f'gcloud storage cp -r data/mine {source.url}')
 
-        # The last file that is written says what was fetched.
+        # Written last: the record of what was fetched.
         stamp = target / 'fetched.json'
         fetched = read_json(stamp, optional=True)
         is_there = fetched == objects

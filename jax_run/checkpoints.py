@@ -9,6 +9,7 @@ import shutil
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,14 +25,14 @@ from jax_transformer import WEIGHTS, GPTConfig
 
 FORMAT = 1  # of checkpoints
 
-# The folders of a checkpoint, each set of weights one, so that sampling can restore one alone; those
-# that a model needs; and the name of a checkpoint that Orbax is writing, in ATOMIC_RENAME.
+# The folders of a checkpoint, each set of weights one, so that sampling can restore one alone;
+# those that a model needs; and the name of a checkpoint that Orbax is writing, in ATOMIC_RENAME.
 ITEMS = (*WEIGHTS, 'opt_state', 'meta', 'metrics')
 MODEL_ITEMS = (*WEIGHTS, 'meta', 'metrics')
 UNFINISHED = '*.orbax-checkpoint-tmp'
 
-# What a save may take by the clock: Orbax's 20 minutes are too few for slow disks, and for a clock
-# that is set meanwhile.
+# The time limit of a save: Orbax's 20 minutes are too short for slow disks, and for a clock that is
+# set in between.
 SAVE_SECONDS = 10**6
 
 # -----------------------------------------------------------------------------
@@ -39,8 +40,8 @@ SAVE_SECONDS = 10**6
 
 
 def run_folder(out_dir):
-    """Returns the folder of a run: a DiskRun, or for gs://bucket/run a BucketRun, which has the same
-    methods. Raises UserError for a URL that is neither, and a bucket that cannot be read."""
+    """Returns the folder of a run: a DiskRun, or for gs://bucket/run a BucketRun, which has the
+    same methods. Raises UserError for a URL that is neither, and a bucket that cannot be read."""
     if is_in_bucket('out_dir', out_dir):
         from jax_run.buckets import bucket_run
         return bucket_run(str(out_dir))
@@ -50,8 +51,8 @@ def run_folder(out_dir):
 class DiskRun:
     """The folder of a run on a disk.
 
-    `files` is the folder from which config.json, metrics.jsonl, tokenizer/ and the small files of
-    the complete checkpoints are read, and to which they are written: the folder itself."""
+    `files` is the folder of config.json, metrics.jsonl, tokenizer/ and the small files of complete
+    checkpoints: on a disk, the folder of the run itself."""
 
     more_errors = ()  # exceptions of its requests that are no OSError
 
@@ -78,7 +79,7 @@ class DiskRun:
         """Brings `files` up to date: they always are."""
 
     def upload(self):
-        """Writes what has changed in `files` to where the run is: there it is."""
+        """Writes changed `files` to the place of the run. On a disk they are there already."""
 
     # the lock
 
@@ -103,11 +104,11 @@ class DiskRun:
         file.truncate(0)
         file.write(holder)
         file.flush()
-        os.fsync(file.fileno())  # an NFS client shows others what is written 30 s later
+        os.fsync(file.fileno())  # without it, other NFS clients see the content 30 s later
         return file
 
     def is_locked_by(self, holder):
-        """Returns whether process 0, whose name this is, has the lock that this process sees."""
+        """Returns whether the lock that this process sees belongs to process 0, named here."""
         found = os.listdir(self.files) if self.files.is_dir() else ()  # makes NFS look again
         return 'lock' in found and (self.files / 'lock').read_text() == holder
 
@@ -138,7 +139,7 @@ class DiskRun:
         write_text(self.checkpoints / str(step) / 'metrics' / 'metrics', text)
 
     def space(self):
-        """Returns what a message says of the space that is left. Raises OSError if the folder is
+        """Returns a text about the free space, for a message. Raises OSError if the folder is
         gone."""
         free = shutil.disk_usage(self.checkpoints).free / 1e6
         return f', where {free:,.0f} MB are free'
@@ -160,8 +161,8 @@ def open_checkpoints(out_dir, keep=2, since=0):
     def val_loss(metrics):
         return metrics['val_loss']
 
-    # What is kept. Orbax prefers the highest metric, which `reverse` turns around. Saves between
-    # evaluations have no metrics; only LatestN keeps them.
+    # Which checkpoints to keep. Orbax prefers the highest metric, and `reverse` turns that around.
+    # Saves between evaluations have no metrics, so only LatestN keeps them.
     class BestOfTheseData(policies.BestN):
         def should_preserve(self, checkpoints, **options):
             comparable = [info for info in checkpoints if info.step > since]
@@ -220,7 +221,7 @@ def write_checksums(folder):
         raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another '
                            'version of Orbax?')
     for step in steps:
-        # The files of all ITEMS. Orbax has yet to change those that are in `step` itself.
+        # The files of all ITEMS. Orbax will still change the files in `step` itself.
         paths = sorted(step.glob('*/**/*'))
         files = [path for path in paths if path.is_file()]
         sums = {path.relative_to(step).as_posix(): checksum(path) for path in files}
@@ -246,7 +247,7 @@ def sync(path):
 
 
 def checksum(path):
-    """Returns the CRC-32 of a file, of which memory holds 16 MiB at a time."""
+    """Returns the CRC-32 of a file, read 16 MiB at a time."""
     crc = 0
     with open(path, 'rb') as file:
         block = file.read(2**24)
@@ -336,15 +337,14 @@ def read_val_loss(step, since=0):
 
 
 def data_since(manifest):
-    """Returns the iteration from which on a run has its data, 0 for most. manifest: of a checkpoint,
-    None for one of an earlier version."""
+    """Returns the iteration at which a run began with its present data, 0 for most. manifest: of a
+    checkpoint; an earlier version has None."""
     earlier = (manifest or {}).get('earlier_data')
     return earlier[-1]['until'] if earlier else 0
 
 
 def read_data_since(step):
-    """Returns the iteration from which on the run of the checkpoint in this folder has its data,
-    see data_since; 0 if it is damaged."""
+    """Returns data_since of the checkpoint in this folder; 0 if it is damaged."""
     try:
         return data_since(read_json(step / 'meta' / 'metadata').get('manifest'))
     except (AttributeError, KeyError, TypeError, ValueError, OSError):
@@ -352,8 +352,8 @@ def read_data_since(step):
 
 
 def describe_checkpoint(out_dir, step, meta):
-    """Returns what names a checkpoint in a result: its iteration, and digests of its manifest and of
-    the files of each item. meta: its metadata."""
+    """Returns what names a checkpoint in a result: its iteration, and digests of its manifest and
+    of the files of each item. meta: its metadata."""
     path = run_folder(out_dir).files / 'ckpt' / str(step) / 'checksums.json'
     try:
         sums = read_json(path, optional=True)
@@ -372,7 +372,8 @@ def describe_checkpoint(out_dir, step, meta):
 # -----------------------------------------------------------------------------
 # saving
 
-def save_checkpoint(manager, iter_num, state, meta, val_loss=None):
+def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
+                    val_loss: float | None = None) -> None:
     """Saves the state after iter_num iterations. Returns once the values are copied; writing is
     asynchronous.
 
@@ -419,14 +420,14 @@ def cannot_write(what, manager, error):
     try:
         space = run_of(manager).space()
     except OSError:
-        # deleted under the run, or what it was mounted on has gone
+        # deleted under the run, or its mount has gone
         return f'cannot write {what} to {folder}, which is not there any more ({reason})'
     return (f'cannot write {what} to {folder}{space}; what it holds is complete, continue with '
             f'--init_from=resume ({reason})')
 
 
 def run_of(manager):
-    """Returns the folder of the run whose checkpoints these are."""
+    """Returns the folder of the run with these checkpoints."""
     return run_folder(os.path.dirname(str(manager.directory)))
 
 
@@ -457,7 +458,7 @@ def finish_checkpoints(manager):
 
 
 def opt_state_item(state):
-    """Returns what the folder opt_state of a checkpoint holds of a TrainState."""
+    """Returns the parts of a TrainState that a checkpoint keeps in its folder opt_state."""
     return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
 
 
@@ -486,8 +487,8 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
         best, *others = steps
         steps = [best, *sorted(others, reverse=True)]
 
-    # Take the first that is intact. If there is none, take the first of which only the checksums are
-    # lost: a loss of power may have emptied that small file in all of them.
+    # Take the first that is intact. If there is none, take the first that has only lost its checksums:
+    # a loss of power may have emptied that small file in all of them.
     problems = []
     lost_checksums = [step for step in steps if not has_checksums(run, folder / str(step))]
     tries = [(step, True) for step in steps] + [(step, False) for step in lost_checksums]
@@ -585,7 +586,7 @@ def restore_items(out_dir, step, items):
     return restored
 
 
-def load_checkpoint(out_dir, step, state):
+def load_checkpoint(out_dir: str | Path, step: int, state: Any) -> Any:
     """Returns the TrainState of checkpoint `step`; `state` is its abstract tree. Raises UserError
     if it does not fit."""
     restored = restore_items(

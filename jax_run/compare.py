@@ -14,13 +14,13 @@ WITHOUT_EFFECT = {
     'always_save_checkpoint', 'save_interval', 'keep', 'wandb_log', 'wandb_project',
     'wandb_run_name', 'profile', 'minutes', 'manifest'}
 
-IN_AXES = 10  # runs up to which the legend stands in the axes
+IN_AXES = 10  # with more runs the legend is beside the axes
 NAMED = 60  # of more, so many of the best are in the legend
 
 
 def compare_runs(folders, x='iterations'):
-    """Prints a table of the flags in which runs differ and of what came of them, the best first,
-    and returns a matplotlib figure of their curves.
+    """Prints a table of runs, the best first: the flags that differ and the losses. Returns a
+    matplotlib figure of their curves.
 
     folders: the out_dirs, also of runs that are under way. x: the horizontal axis, 'iterations',
     'tokens' or 'seconds' (of training, without evaluations). Raises UserError for a folder that
@@ -72,7 +72,7 @@ def read_run(folder, x):
     unit = 'nats per token'
     if kind == 'bpb':
         unit = 'bits per byte'
-        if settings.get('bpb_bytes') == 'text':  # not those that the tokens stand for
+        if settings.get('bpb_bytes') == 'text':  # not the bytes of the tokens
             unit = 'bits per byte of the text'
     return {'folder': str(folder), 'flags': settings, 'points': points, 'seconds': seconds,
             'best': best if best < math.inf else points[-1][2],
@@ -82,8 +82,8 @@ def read_run(folder, x):
 
 
 def read_manifest(files):
-    """Returns the manifest of the latest checkpoint of a run, None if there is none, as of an earlier
-    version."""
+    """Returns the manifest of the latest checkpoint of a run, None if there is none, as of an
+    earlier version."""
     for step in list_steps(files / 'ckpt'):
         try:
             return read_json(files / 'ckpt' / str(step) / 'meta' / 'metadata').get('manifest')
@@ -104,7 +104,7 @@ def mark_val_data(runs):
 
 
 def print_table(runs):
-    """Prints a line for each run: the flags in which the runs differ, and what came of them."""
+    """Prints a line for each run: the flags that differ, and the losses."""
     names = sorted({name for run in runs for name in run['flags']} - WITHOUT_EFFECT)
     different = []
     for name in names:
@@ -124,8 +124,7 @@ def print_table(runs):
 
 
 def draw(runs, x):
-    """Draws the curves of all runs into one figure, which is returned: val, and train as a dotted
-    line."""
+    """Draws the curves of all runs, val solid and train dotted. Returns the figure."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -143,7 +142,7 @@ def draw(runs, x):
             label += f' on {run["marked"]["val data"]}'
         if i >= NAMED:
             label = f'{len(runs) - NAMED} more, see the table' if i == NAMED else None
-        if colors:  # from the best to the worst, of which ten colors in turn say nothing
+        if colors:  # from the best to the worst: ten colors in turn would show no order
             axes.set_prop_cycle(color=[colors(i)])
         line, = axes.plot(positions, val, marker='.', label=label)
         axes.plot(positions, train, linestyle=':', color=line.get_color())

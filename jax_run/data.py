@@ -84,7 +84,7 @@ SPLITS = ('train', 'val')
 
 
 def check_meta(meta):
-    """Raises ValueError or KeyError for what a meta.json cannot say."""
+    """Checks the values of a meta.json. Raises ValueError or KeyError."""
     for name in ('vocab_size', 'row_length', 'max_id'):
         is_optional = name != 'vocab_size'
         if type(meta[name]) is not int and not (is_optional and meta[name] is None):
@@ -113,9 +113,9 @@ def check_meta(meta):
 
 
 def load_dataset_meta(data_dir):
-    """Reads what meta.json says of a data set: {'vocab_size', 'dtype', 'tokenizer', 'max_id',
-    'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests', 'bytes', 'token_bytes'}, of which
-    all from max_id on are None if it lacks them. Data of the kinds 'chats' and 'pairs' have masks.
+    """Reads the meta.json of a data set: {'vocab_size', 'dtype', 'tokenizer', 'max_id',
+    'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests', 'bytes', 'token_bytes'}. From
+    max_id on, missing keys are None. Data of the kinds 'chats' and 'pairs' have masks.
 
     A folder without meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a
     missing data set and a damaged meta.json."""
@@ -123,7 +123,7 @@ def load_dataset_meta(data_dir):
     path = data_dir / 'meta.json'
     meta = dict.fromkeys(COUNTED) | NANOGPT_META
 
-    # What the file says, checked.
+    # Read the file, and check its values.
     if path.exists():
         try:
             meta = dict.fromkeys(COUNTED) | read_json(path)
@@ -163,7 +163,7 @@ def load_dataset(data_dir, block_size):
     data_dir = relative_path(data_dir)
     meta = load_dataset_meta(data_dir)
 
-    # Rows have a length, which is that of the training.
+    # Rows have a length; training must have the same.
     row_length = meta['row_length']
     if row_length not in (None, block_size + 1):
         raise UserError(
@@ -220,9 +220,9 @@ def check_size(path, meta, split, block_size):
 def load_masks(data_dir, splits):
     """Opens the masks of a data set, data_dir/{train,val}_mask.bin: {split: array as the tokens}.
 
-    A mask has a byte for each token: 1 where it counts in the loss, as an assistant's tokens do,
-    else 0; in packed rows 2 where a conversation, or the padding, starts. {} for a data set without
-    masks, in which all tokens count. Raises UserError for a mask that is missing or of another
+    A mask has a byte for each token: 1 if it counts in the loss, as an assistant's tokens do, else
+    0; in packed rows 2 at the start of a conversation or of the padding. {} for a data set without
+    masks: all its tokens count. Raises UserError for a mask that is missing or of another
     length."""
     data_dir = relative_path(data_dir)
     paths = {split: data_dir / f'{split}_mask.bin' for split in splits}
@@ -260,8 +260,9 @@ def load_ends(path, n_tokens):
 
 def parse_mixture(dataset, root=None):
     """Returns {folder: fraction} for the flag --dataset: a folder, by its name under `root` or its
-    path (see dataset_folder), or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
-    # one data set: without a colon, but for that of a URL, or a folder with one in its name
+    path (see dataset_folder), or a mixture such as 'web:0.7,code:0.3'. Raises UserError for
+    anything else."""
+    # one data set: without a colon, except in a URL or in the name of a folder
     is_one = dataset.count(':') == dataset.count('://')
     is_url = is_in_bucket('dataset', dataset)  # of a mixture it is fetched below
     if is_one or not is_url and dataset_folder(dataset, root).is_dir():
@@ -285,9 +286,9 @@ def parse_mixture(dataset, root=None):
 
 
 def dataset_folder(name, root=None):
-    """Returns the folder of a data set, given its path, or its name under `root`; without one under
-    data/, see find_shipped. That of gs://bucket/folder is a copy on this machine, which is fetched
-    if it is not there."""
+    """Returns the folder of a data set, given its path, or its name under `root` (without one:
+    under data/, see find_shipped). gs://bucket/folder is copied to this machine, if it is not there
+    yet."""
     if not is_in_bucket('dataset', name):
         return Path(root) / name if root else find_shipped('data', name)
     from jax_run.buckets import fetch_dataset

@@ -1,5 +1,5 @@
-"""What a model computes on the way: flax collects what its modules return, and record_attention
-(jax_transformer.py) adds the probabilities. L is the number of layers."""
+"""The intermediate results of a model: flax collects the outputs of its modules, and
+record_attention (jax_transformer.py) adds the probabilities. L is the number of layers."""
 import dataclasses
 import functools
 
@@ -11,17 +11,17 @@ from jax_flags import UserError
 from jax_generate import power_of_two
 from jax_transformer import GPT, Block
 
-COLLECTION = 'intermediates'  # flax's name of what is collected
+COLLECTION = 'intermediates'  # flax's name for the collected outputs
 
 
 def look_inside(model, ids, part):
-    """Returns what a TextModel on one device computes of the tokens `ids`, float32, by `part`:
+    """Computes intermediate results of a TextModel for the tokens `ids`, float32, by `part`:
     - 'logits' [T, V], of the token after each;
     - 'hidden_states' [L + 1, T, D]: the input of the first block, then the output of each block,
       the last after the final norm, as transformers' output_hidden_states;
-    - 'attention' [L, H, T, T]: the probability with which a head at each position (third axis)
-      attends to each key (last axis), as transformers' output_attentions. A row adds up to less
-      than 1 where there is a sink.
+    - 'attention' [L, H, T, T]: the attention probabilities of a head at each position (third axis)
+      for each key (last axis), as transformers' output_attentions. With a sink, a row adds up to
+      less than 1.
 
     Raises UserError for no tokens or too many, and for several devices."""
     if len(model.layout.devices) > 1:

@@ -17,8 +17,8 @@ from jax_transformer import WEIGHTS, GPTConfig
 
 
 def load_frozen(lora, config, layout):
-    """Loads the weights to which LoRA adds: ({'weights', 'scale'} for TrainState.frozen, their
-    checksum). lora: what a checkpoint says of LoRA; see load_base."""
+    """Loads the frozen weights of a LoRA run: ({'weights', 'scale'} for TrainState.frozen, their
+    checksum). lora: the LoRA entry of a checkpoint; see load_base."""
     change = quantize_param if lora['quantize'] else None
     weights, crc = load_base(lora, config, layout, change)
     scale = layout.device_put(np.float32(lora['alpha'] / lora['rank']))
@@ -89,8 +89,8 @@ def check_checksum(lora, crc):
 # runs, with and without LoRA
 
 def load_start_weights(source, config, layout, change=None):
-    """Loads the parameters from which a run starts, as load_weights does: of a pretrained model, or
-    of the checkpoint of a run in the folder out_dir/ckpt/ITERATION, with LoRA's updates merged."""
+    """Loads the first parameters of a run, as load_weights does: of a pretrained model, or of a
+    run's checkpoint in out_dir/ckpt/ITERATION, with LoRA's updates merged."""
     if not is_checkpoint(source):
         return load_weights(source, config, layout, change)
 
@@ -125,12 +125,12 @@ def load_run(out_dir, which='best', layout=None, base=''):
 
 
 def load_updates(out_dir, which='best', base=''):
-    """Loads what a LoRA run has trained, for save_adapter: (config, updates in the memory of the
-    host, what the checkpoint says of LoRA, metadata).
+    """Loads the updates of a LoRA run, for save_adapter: (config, updates in the memory of the
+    host, the LoRA entry of the checkpoint, metadata).
 
-    The arguments are those of load_run. Raises UserError for a run without LoRA, for a model that
-    peft cannot load, and for one that has moved or changed: peft adds an adapter to any weights of
-    its shapes."""
+    The arguments are load_run's. Raises UserError for a run without LoRA, for a model that peft
+    cannot load, and for a model that has moved or changed, because peft adds an adapter to any
+    weights of the same shapes."""
     layout = setup_distributed_training(jax.devices()[:1])
     config, updates, lora, meta = restore_run(out_dir, which, layout, base)
     if not lora:

@@ -1,4 +1,4 @@
-"""What a run says while it trains: lines on the screen, metrics.jsonl, loss.png, wandb."""
+"""The log of a training run: lines on the screen, metrics.jsonl, loss.png, wandb."""
 import array
 import contextlib
 import datetime
@@ -29,10 +29,9 @@ class RunLog:
     tokens_per_iter: tokens of an iteration. mfu: a function of the tokens per second that returns
     the model FLOPs utilization, or None if the device's peak is unknown.
     is_synchronous: whether a step is done when its call returns, as on CPUs.
-    started: the time.perf_counter() at which the script started. imports_s: seconds that its
-    imports took.
-    printed: names of metrics that are printed at the end of an iteration's line. metrics.jsonl
-    has all metrics that a step returns.
+    started: the time.perf_counter() of the script's start. imports_s: seconds of its imports.
+    printed: names of metrics to print at the end of an iteration's line. metrics.jsonl has all
+    metrics of a step.
 
     The time of a line is the mean of the iterations since the line before. While the model is
     evaluated or saved, between pause() and resume(), the clock stands still."""
@@ -224,23 +223,23 @@ def start_wandb(**settings):
 # metrics.jsonl, and its curves in loss.png
 
 class NotFinite(UserError):
-    """The loss or the gradients are not finite: what was trained is not worth a checkpoint."""
+    """The loss or the gradients are not finite, so the parameters are not saved."""
 
 
 class MetricsLog:
     """The file out_dir/metrics.jsonl, one JSON object per line.
 
     Opening it for iteration `iter_num` drops the records of an earlier run from there on, and an
-    incomplete last line: after a resume every iteration is there once. An evaluation at iter_num is
-    kept, and not written again. Other lines that cannot be read are left out, which is said, and
-    the file as it was is kept as metrics.jsonl.damaged.
+    incomplete last line, so that every iteration is there once after a resume. An evaluation at
+    iter_num is kept, and not written again. If other lines cannot be read, a message says so, they
+    are left out, and the old file is kept as metrics.jsonl.damaged.
 
-    A line that cannot be written, as on a full disk, is written with a later one."""
+    If a line cannot be written, for example on a full disk, it is written with a later one."""
 
     def __init__(self, out_dir, iter_num=0):
         self.path = Path(out_dir) / 'metrics.jsonl'
 
-        # What a resumed run keeps. `evaluated` is the iteration of its last record, if that is an
+        # Keep the records of a resumed run. `evaluated` is the iteration of the last one, if it is an
         # evaluation.
         kept = []
         self.evaluated = None

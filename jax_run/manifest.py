@@ -1,8 +1,8 @@
-"""What a run is made of: data, tokenizer, source files, versions, and what was chosen for the
+"""The manifest of a run: data, tokenizer, source files, versions, and the choices made for the
 devices.
 
-Every checkpoint keeps the manifest in its metadata. A resume compares the data, and several
-processes compare all of it before they train together. It holds no path, host or user name.
+Every checkpoint keeps it in its metadata. A resume compares the data, and several processes compare
+all of it before they train together. It holds no path, host or user name.
 
 | key | |
 |---|---|
@@ -17,8 +17,8 @@ processes compare all of it before they train together. It holds no path, host o
 | `versions` | of Python and of the libraries that compute |
 | `settings` | of jax, and `XLA_FLAGS` without paths, that change numbers |
 | `devices` | their `kind`, of a CPU also its features that choose kernels, the `number` of them and of `processes` |
-| `flags` | those of the run, without names and places; `seed` is among them |
-| `dtype`, `attention`, `experts` | as chosen for the devices that are here |"""
+| `flags` | of the run, without names and places; `seed` is one |
+| `dtype`, `attention`, `experts` | as chosen for the present devices |"""
 import contextlib
 import functools
 import hashlib
@@ -45,12 +45,12 @@ FORMAT = 1
 N_BLOCKS = 128
 BLOCK = 2**16  # bytes
 
-# Settings of jax from the environment that change what is computed.
+# Settings of jax from the environment that change numbers.
 SETTINGS = (
     'jax_default_prng_impl', 'jax_default_matmul_precision', 'jax_threefry_partitionable',
     'jax_enable_x64')
 
-# Flags that name places or people, or that say nothing of what is computed.
+# Flags that name places or people, or do not change numbers.
 NOT_IN_MANIFEST = {
     'out_dir', 'dataset', 'init_from', 'base', 'coordinator_address', 'num_processes', 'process_id',
     'wandb_log', 'wandb_project', 'wandb_run_name', 'sample_prompt', 'overwrite', 'profile',
@@ -61,7 +61,7 @@ WITHOUT_EFFECT = NOT_IN_MANIFEST | {
     'eval_interval', 'eval_iters', 'log_interval', 'save_interval', 'keep', 'max_iters', 'minutes',
     'always_save_checkpoint', 'checkpoint', 'eval_only'}
 
-# Features of a CPU by which XLA and our kernels choose instructions.
+# Features of a CPU that decide which instructions XLA and our kernels use.
 CPU_FEATURES = ('avx2', 'avx512f', 'avx512_vnni', 'avx512_bf16', 'amx_bf16', 'amx_int8', 'asimd',
                 'sve')
 
@@ -69,13 +69,12 @@ LIBRARIES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 
 
 def open_manifest(run, data, config):
-    """Makes the manifest of a run, and compares it: with those of the other processes, and its data
-    with that of the checkpoint that is resumed.
+    """Makes the manifest of a run, and compares it with the other processes' manifests. In a resume
+    it compares the data with the checkpoint's.
 
     run: a Run. data: of open_data. config: of its Program. Returns the manifest. A run that accepts
-    other data begins a new best validation loss, see begins_anew. Raises UserError for data that the
-    checkpoint does not know, unless --dataset is on the command line, and for processes that
-    differ."""
+    other data begins a new best validation loss, see begins_anew. Raises UserError for other
+    data than the checkpoint's, unless --dataset is on the command line, and if processes differ."""
     manifest = make_manifest(run, data, config)
     check_agreement('code, versions or data', flatten(manifest))
     if run.resumed:
@@ -182,8 +181,8 @@ def find_settings():
 
 
 def find_changed(known, now):
-    """Returns what a manifest `known` has that a later one has otherwise: {part: {name: [before,
-    now]}}. Flags without an effect on the iterations do not count."""
+    """Compares a manifest `known` with a later one. Returns {part: {name: [before, now]}} of the
+    differences, without flags that do not change the iterations."""
     changed = {}
     for part in ('flags', 'devices', 'versions', 'settings', 'sources'):
         before, after = known.get(part, {}), now[part]
@@ -198,8 +197,8 @@ def find_changed(known, now):
 
 
 def say_what_differs(changed):
-    """Prints in which versions and settings, and kind of device, a resume differs from the run so
-    far: bits may. changed: of find_changed."""
+    """Prints which versions, settings and kind of device a resume has changed, because its bits may
+    change. changed: of find_changed."""
     changes = []
     for part in ('versions', 'settings', 'devices'):
         for name, (before, now) in changed.get(part, {}).items():
@@ -257,8 +256,8 @@ def describe_shortly(file):
 
 
 def find_changes(before, now):
-    """Returns the list of what differs between two `data` of manifests, as texts. Names of folders
-    do not count."""
+    """Compares two `data` of manifests. Returns the differences as a list of texts. Names of
+    folders do not count."""
     if len(before) != len(now):
         return [f'{len(before)} data sets before, {len(now)} now']
     changes = []
@@ -312,14 +311,14 @@ def continue_data(run, data):
 
 
 def begins_anew(manifest, iter_num):
-    """Whether a run that starts at this iteration starts there with other data, to which the best
-    validation loss of its checkpoint does not belong."""
+    """Whether a run that starts at this iteration has other data than before. Then the best
+    validation loss of its checkpoint does not count."""
     return bool(manifest['earlier_data']) and data_since(manifest) == iter_num
 
 
 def val_digest(manifest):
-    """Returns a digest of the validation data, by which losses can be compared, the same whether
-    meta.json has digests or not."""
+    """Returns a digest of the validation data: losses of equal digests can be compared. It does not
+    depend on whether meta.json has digests."""
     files = []
     for one in manifest['data']:
         of_val = {name: (file['bytes'], file['samples']) for name, file in one['files'].items()
@@ -343,8 +342,8 @@ def digest(value):
 
 @functools.cache
 def digest_sources():
-    """Returns {path: digest} of the source files with which this process trains, whatever the line
-    ends of its checkout."""
+    """Returns {path: digest} of the source files of this process. The line ends of a checkout do
+    not matter."""
     root = Path(__file__).parents[1]
     paths = [*root.glob('train_jax.py'), *root.glob('jax_*.py'), *root.glob('jax_*/*.py')]
     sources = {}

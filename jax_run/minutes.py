@@ -13,8 +13,8 @@ FEW = 50  # iterations below which a line says so
 
 
 def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock, stop):
-    """Times training steps and an evaluation, and returns how many iterations of the run fit into
-    its minutes, which count from clock.started. All processes call this, and all come to the same.
+    """Times training steps and an evaluation. Returns how many iterations fit into the run's
+    minutes, counted from clock.started. All processes call this and get the same number.
 
     state: like that of the run; it is used up. step: the compiled step. make_batch: a function of
     an iteration. evaluate: one of a state. clock: a Stopwatch. stop: a StopSignal, of this
@@ -37,7 +37,7 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
     evaluate(state)
     eval_s = time.perf_counter() - clock.compiling - begun
 
-    # what is left of the minutes, but for evaluations at the start and at the end
+    # the remaining time, without the evaluations at the start and at the end
     n = 0
     if jax.process_index() == 0:  # the others take its number
         left = clock.started + 60 * flags['minutes'] * (1 - FOR_SAVES) - time.perf_counter()
@@ -48,13 +48,14 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
     warmup = fitting_warmup(flags['warmup_iters'], n)
     print(f"minutes={flags['minutes']:g}: max_iters={n}, also lr_decay_iters, "
           f'warmup_iters={warmup} ({n_timed} iterations took {seconds * 1000:.2f}ms each)')
-    clock.lap()  # what was measured here does not count as the run's
+    clock.lap()  # the time of this measurement does not count as the run's
     return n
 
 
 def say_if_few_iterations(flags, source, seconds):
-    """Says how many iterations fit if they are fewer than FEW, and what the time went to. flags: of a
-    run whose iterations were measured. source: of the training data. seconds: since the start."""
+    """Prints how many iterations fit if they are fewer than FEW, and what used up the time. flags:
+    of a run whose iterations were measured. source: of the training data. seconds: since the
+    start."""
     n = flags['max_iters']
     if n >= FEW:
         return
@@ -85,7 +86,7 @@ def time_iterations(state, step, make_batch, must_stop):
 
 
 def first_batch(make_batch, iteration=0):
-    """Returns the batch of the first iteration, from this one on, of which a token counts."""
+    """Returns the next batch, from this iteration on, with a token that counts."""
     batch = make_batch(iteration)
     while batch is None:
         iteration += 1

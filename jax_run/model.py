@@ -1,12 +1,12 @@
-"""The model of a run: a config from flags, flags from the config of a trained model, and what a run
-may change of one."""
+"""The model of a run: a config from flags, flags from the config of a trained model, and the
+changes that a run may make."""
 import dataclasses
 
 from jax_flags import UserError
 from jax_transformer import GPTConfig
 
-# the flags that say what the model is. A resume may not change them, but for block_size where
-# positions are not learned.
+# the flags of the architecture. A resume may not change them, except block_size if positions are
+# not learned.
 MODEL_FLAGS = {
     'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'norm', 'position', 'n_kv_head', 'qk_norm',
     'layer_types', 'window', 'mlp', 'n_inner', 'tied_head', 'n_expert', 'n_expert_used'}
@@ -26,8 +26,8 @@ class Model:
 
 def with_block_size(config, block_size, source):
     """Returns the config of a trained model for sequences of block_size tokens. A table of learned
-    positions is cut. A model with RoPE keeps its context if that is longer, and gets a longer one
-    otherwise, which is printed. Raises UserError if the table is too short.
+    positions is truncated. A model with RoPE keeps its context if that is longer; otherwise it gets
+    a longer one, and a line says so. Raises UserError if the table is too short.
 
     source: the name of the model, for messages."""
     if config.position == 'learned':

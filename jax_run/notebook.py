@@ -31,8 +31,8 @@ def train(config='', **flags):
 
     In a notebook it shows loss.png, drawn again at each evaluation. An interrupt saves and returns
     what has been trained; a second one ends it at once, without saving.
-    Raises UserError for all that the script refuses and for what this process cannot set any more,
-    and KeyboardInterrupt if nothing has been saved."""
+    Raises UserError for everything that the script refuses and for settings that come too late for
+    this process, and KeyboardInterrupt if nothing has been saved."""
     check_process(flags)
     arguments = [str(config)] if config else []
     arguments += [f'--{name}={value}' for name, value in flags.items()]
@@ -52,8 +52,8 @@ def train(config='', **flags):
 
 
 def compare(folders, x='iterations'):
-    """Prints a table of the flags in which runs differ, the best run first, and returns a figure of
-    their curves, which a notebook shows; see compare_runs."""
+    """Prints a table of runs, the best first, and returns a figure of their curves for the notebook
+    to show; see compare_runs."""
     shell = notebook()
     if shell:
         from IPython.core.pylabtools import select_figure_formats
@@ -118,8 +118,8 @@ def watched():
 
 @contextlib.contextmanager
 def settings_kept():
-    """Puts back, at the end, what a script sets for its process: hooks, arguments, output, levels
-    of logging."""
+    """Restores at its end the settings that a script changes in its process: hooks, arguments,
+    output, levels of logging."""
     names = ('argv', 'excepthook', 'unraisablehook', 'stdout')
     saved = {name: getattr(sys, name) for name in names}
     output = {name: getattr(sys.stdout, name, None) for name in ('line_buffering', 'errors')}

@@ -1,4 +1,4 @@
-"""What a run leaves in out_dir: its lock, checkpoints, config.json, tokenizer and metrics."""
+"""The folder of a run, out_dir: its lock, checkpoints, config.json, tokenizer and metrics."""
 import contextlib
 import math
 import os
@@ -44,7 +44,7 @@ class OutDir:
         self.lock = lock_out_dir(self.path, run.iter_num if run.resumed else None)
 
     def begin(self, run, manifest, bpb_bytes):
-        """Deletes an earlier run, and writes what is beside the checkpoints: config.json, the
+        """Deletes an earlier run, and writes the files beside the checkpoints: config.json, the
         tokenizer, and the config.json of a pretrained model; see writing()."""
         self.run, self.manifest = run, manifest
         flags, model = run.flags, run.model
@@ -84,9 +84,9 @@ class OutDir:
         return self.is_ending or bool(self.checkpoints and self.checkpoints.is_saving_in_progress())
 
     def save(self, iter_num, state, best_val_loss, val_loss=None, *, is_last=False):
-        """Saves a checkpoint of this iteration, but for that at which the run began: it is there,
-        or is nothing. is_last: whether none follows. Raises UserError if the parameters are not
-        finite."""
+        """Saves a checkpoint of this iteration, except the iteration at which the run began: that
+        one is saved already, or has trained nothing. is_last: whether none follows. Raises
+        UserError if the parameters are not finite."""
         run = self.run
         self.is_ending = is_last
         if iter_num == run.iter_num:
@@ -105,8 +105,8 @@ class OutDir:
         save_checkpoint(self.checkpoints, iter_num, state, val_loss=val_loss, meta=meta)
 
     def record_val_loss(self, iter_num, val_loss):
-        """Writes metrics to where the run is. The checkpoint at which it was resumed becomes a
-        candidate for the best: a signal may have saved that one without an evaluation."""
+        """Writes metrics to the place of the run. The checkpoint of the resume becomes a candidate
+        for the best, because a signal may have saved it without an evaluation."""
         if self.metrics_log:
             self.folder.upload()
         is_of_these_data = data_since(self.manifest) < iter_num
@@ -120,11 +120,12 @@ class OutDir:
 
     @contextlib.contextmanager
     def saved_on_failure(self, what, iter_num, state, best_val_loss):
-        """Saves what was trained since the last checkpoint if the block fails, because memory runs
-        out, wandb is not reached or data are cut short, before the error ends the run. Several
-        processes cannot: the others wait for the one that has failed.
+        """Saves a checkpoint if the block fails, before the error ends the run: memory may run out,
+        wandb may be unreachable, data may be truncated. Not with several processes, because the
+        others wait for the one that has failed.
 
-        what: the name of the block, for the message. state: of the end of iteration iter_num - 1."""
+        what: the name of the block, for the message. state: of the end of iteration iter_num -
+        1."""
         try:
             yield
         except NotFinite:

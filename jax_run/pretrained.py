@@ -1,5 +1,5 @@
-"""A run that starts from another model's weights, and the samples that a run makes of its own model.
-Training from scratch without --sample_prompt needs neither, and does not import this."""
+"""A run that starts from another model's weights, and the samples that a run makes of its own
+model. Training from scratch without --sample_prompt needs neither, and does not import this."""
 import dataclasses
 import os
 
@@ -26,8 +26,8 @@ SAMPLE_TOKENS = 100  # length of a sample while training
 
 
 def pretrained_model(flags, given, meta, dtype):
-    """Returns (the Model, the flags) of a run that starts from another model's weights: those of a
-    run, or of a pretrained model."""
+    """Returns (the Model, the flags) of a run that starts from the weights of another run or of a
+    pretrained model."""
     source = os.path.expanduser(flags['init_from'])
 
     # the model and its tokenizer
@@ -58,7 +58,7 @@ def pretrained_model(flags, given, meta, dtype):
             tokenizer = meta['tokenizer']
             print(f"the chat template is that of dataset {flags['dataset']}")
 
-    # the sequences of this run may be shorter, and with RoPE longer than those of the model
+    # the sequences of this run may be shorter than the model's, and with RoPE longer
     block_size = flags['block_size']
     if 'block_size' not in given:
         block_size = min(block_size, config.block_size)
@@ -103,10 +103,10 @@ def create_sampler(prompt, model, device):
 
 
 def sample_while_training(sampler, state, lora, prompt, seed):
-    """Returns the beginning of the first sample that sample_jax.py gives of the parameters of this
-    TrainState, which stay as they are. All processes call this, and all have the text.
+    """Returns the beginning of the first sample that sample_jax.py would give with the parameters
+    of this TrainState, which do not change. All processes call this, and all get the text.
 
-    lora: what the checkpoint says of LoRA."""
+    lora: the LoRA entry of the checkpoint."""
     # the parameters as decoding reads them, on one device
     params = jax.tree.map(whole_array, state.weights)
     if lora:

@@ -1,6 +1,6 @@
-"""What runs on the devices, put together in one place: a config with its kernels chosen for a Layout,
-the optimizer, and the compiled steps. train_jax.py, bench_jax.py and tools/plan.py call it; decoding
-takes config_for_decoding (jax_devices/choose.py)."""
+"""What runs on the devices, put together in one place: a config with its kernels chosen for a
+Layout, the optimizer, and the compiled steps. train_jax.py, bench_jax.py and tools/plan.py call it;
+decoding takes config_for_decoding (jax_devices/choose.py)."""
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
@@ -42,8 +42,8 @@ class Program(NamedTuple):
     config: GPTConfig  # as it is executed: with its attention and its way of computing experts
     reasons: dict  # {'attention': why, 'experts': why, of a model that has some}
     layout: Layout
-    # its learning rate is that of state.schedule: as an argument of the compiled step, another one
-    # compiles nothing, and the constant 0 here is never used
+    # state.schedule gives the learning rate: it is an argument of the compiled step, so that another
+    # schedule needs no compilation. The constant 0 here is never used
     tx: optax.GradientTransformation
     step: Callable  # (state, batch) -> (state, metrics), under jit or pmap
     eval_step: Callable  # (params, batch) -> sums
@@ -52,8 +52,8 @@ class Program(NamedTuple):
 def assemble(config, layout, options, objective=language_model, *, packed=False):
     """Returns the Program that trains this config on the devices of a Layout.
 
-    packed: whether rows of the data hold several conversations. Raises UserError for what the
-    devices cannot split or compute."""
+    packed: whether rows of the data hold several conversations. Raises UserError if the
+    devices cannot split or compute it."""
     # the config, as it is executed
     attention, reason = choose_attention(
         options.attention, config, layout.devices[0], tensor=layout.tensor, context=layout.context,

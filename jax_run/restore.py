@@ -1,5 +1,5 @@
-"""What a run of ours has trained: its parameters from a checkpoint, or LoRA's updates, which
-jax_run/load.py merges into their base."""
+"""Reads the parameters of a run from a checkpoint, or LoRA's updates; jax_run/load.py merges these
+into their base."""
 import os
 
 import jax
@@ -11,8 +11,8 @@ from jax_transformer import GPTConfig, init_params
 
 
 def restore_run(out_dir, which, layout, base):
-    """Loads what a run has trained: (config, params, what move_base returns, metadata) of its best
-    or latest checkpoint. With LoRA params holds the updates alone. Raises UserError if there is no
+    """Loads the best or latest checkpoint of a run: (config, params, the LoRA entry of move_base,
+    metadata). With LoRA, params holds only the updates. Raises UserError if there is no
     checkpoint."""
     step, meta = choose_checkpoint(out_dir, which, items=MODEL_ITEMS)
     config = GPTConfig(**meta['model'])
@@ -22,8 +22,8 @@ def restore_run(out_dir, which, layout, base):
 
 
 def restore_params(out_dir, step, config, meta, layout):
-    """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run, where
-    `layout` puts them: of several sets of weights, as with --ema, the last. config, meta: the
+    """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run,
+    where `layout` puts them: of several sets of weights, as with --ema, the last. config, meta: the
     model's config and its metadata. Raises UserError if they make no model, or if it does not
     fit."""
     try:
@@ -44,8 +44,8 @@ def make_params(config, lora):
 
 
 def move_base(lora, base):
-    """Returns what a checkpoint says of LoRA, with the place where its base is now. Raises
-    UserError for a base without LoRA."""
+    """Returns the LoRA entry of a checkpoint, with the present place of its base. Raises UserError
+    for a base without LoRA."""
     if not lora:
         raise UserError('base is for a LoRA run, and this one is not')
     path = full_path(base)
@@ -70,6 +70,6 @@ class OnHost:
 
     @staticmethod
     def abstract_state(make, *args):
-        """Returns a tree like make(*args), which is not run, of arrays with any content."""
+        """Returns a tree like make(*args) of arrays with any content; make is not run."""
         tree = jax.eval_shape(lambda: make(*args))
         return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), tree)

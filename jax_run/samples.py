@@ -12,16 +12,16 @@ WITHOUT_EFFECT = {
 
 
 def digest_flags(flags, title, prompts):
-    """Returns a digest of what texts depend on: the flags, the model by its title, and the ids of
-    the prompts."""
+    """Returns a digest of the flags, the title of the model, and the ids of the prompts: the texts
+    depend on these."""
     values = {name: value for name, value in flags.items() if name not in WITHOUT_EFFECT}
     content = json.dumps([values, title, prompts], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def split_rows(prompts, num_samples, batch_size, done=()):
-    """Returns batches of at most batch_size rows (number of the prompt, number of its sample) that are
-    not done. Rows of similar length share a batch; within it they are in order."""
+    """Returns batches of at most batch_size rows (number of the prompt, number of its sample) that
+    are not done. Rows of similar length share a batch; within it they are in order."""
     rows = [(number, index) for number in range(len(prompts)) for index in range(num_samples)]
     rows = [row for row in rows if row not in done]
     rows.sort(key=lambda row: len(prompts[row[0]]))  # stable
@@ -29,10 +29,10 @@ def split_rows(prompts, num_samples, batch_size, done=()):
 
 
 class SampleFile:
-    """A file of samples, a line of JSON each, to which each batch is appended.
+    """A file of samples, a line of JSON each; each batch is appended.
 
-    done: {(number of the prompt, number of the sample): the line} of what an earlier command with
-    the same flags has written before it was killed. Raises UserError for a file of other flags."""
+    done: {(number of the prompt, number of the sample): the line} that an earlier command with the
+    same flags had written before it was killed. Raises UserError for a file of other flags."""
 
     def __init__(self, path, digest):
         self.path = path
@@ -70,7 +70,7 @@ class SampleFile:
             file.write(''.join(texts))
 
     def finish(self):
-        """Puts the lines in order when all are there: those of a prompt follow each other."""
+        """Sorts the lines by prompt when all are there."""
         if not os.path.isfile(self.path):
             return
         lines = {}

@@ -8,7 +8,9 @@
 A batch is a function of the seed and of the numbers of its sequences alone. So a run that is
 resumed continues with the next sequence, and the same run on more devices sees the same data."""
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,13 +23,13 @@ from jax_run.data import (
 
 DATA = 0  # the purpose of these random numbers, beside the seed; DROPOUT has another
 
-# what a mask, a byte for each token, says of its token
+# the values of a mask, a byte for each token
 COUNTS = 1  # it counts in the loss, as an assistant's tokens do
 STARTS = 2  # in packed rows: a conversation, or the padding, starts here
 
 
 # -----------------------------------------------------------------------------
-# the order in which a run reads
+# the order of reading
 
 class Order(NamedTuple):
     """An endless stream of n rows or windows: each epoch holds every one once, in an order of its
@@ -37,7 +39,7 @@ class Order(NamedTuple):
     stride: int = 1
     n_offsets: int = 0
 
-    def locate(self, numbers):
+    def locate(self, numbers: np.ndarray) -> np.ndarray:
         """Returns the places, int64 [B], of these numbers, int64 [B], of the stream."""
         epochs, index = np.divmod(numbers, self.n)
         places = np.empty(len(numbers), np.int64)
@@ -48,25 +50,25 @@ class Order(NamedTuple):
         return places
 
 
-def shuffle(order, epoch):
+def shuffle(order: Order, epoch: int) -> tuple[int, np.ndarray]:
     """Shuffles an epoch of an Order: (its offset, its order in the smallest unsigned integers). The
     latest two epochs of each Order are kept: at the end of one an iteration reads both."""
     return epochs_of(order)(epoch)
 
 
 @functools.lru_cache(maxsize=1024)
-def epochs_of(order):
+def epochs_of(order: Order) -> Callable:
     """Returns a function of an epoch, see shuffle, which keeps two."""
     return functools.lru_cache(maxsize=2)(functools.partial(shuffle_epoch, order))
 
 
-def shuffle_epoch(order, epoch):
+def shuffle_epoch(order: Order, epoch: int) -> tuple[int, np.ndarray]:
     rng = np.random.default_rng([order.seed, DATA, epoch])
-    offset = rng.integers(order.n_offsets) if order.n_offsets else 0
+    offset = int(rng.integers(order.n_offsets)) if order.n_offsets else 0
     return offset, rng.permutation(np.arange(order.n, dtype=np.min_scalar_type(order.n)))
 
 
-def window_order(n_tokens, block_size, seed):
+def window_order(n_tokens: int, block_size: int, seed: int) -> Order:
     """Returns the Order of windows of block_size + 1 tokens, which share their last token with the
     next one's first: one less than fit, if several do, so that there are block_size offsets or
     more."""
@@ -74,7 +76,8 @@ def window_order(n_tokens, block_size, seed):
     return Order(n, seed, stride=block_size, n_offsets=n_tokens - n * block_size)
 
 
-def get_batch_jax(tokens, block_size, n_rows, seed, iteration, rows=None):
+def get_batch_jax(tokens: np.ndarray, block_size: int, n_rows: int, seed: int, iteration: int,
+                  rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Draws the sequences of one iteration: x and y, int32 [n_rows, block_size].
 
     tokens: an array [n_tokens]. rows: the numbers of the rows to return, all by
@@ -104,11 +107,10 @@ class Windows:
 
     tokens: an array [n_tokens]. mask: for each token COUNTS or 0, see load_masks;
     None where all tokens count. split, vocab_size: of the data set, for messages and checks."""
-    is_packed = False  # whether conversations start within a row
-
     byte_scale = 1  # see data.byte_scale; open_texts sets it
 
-    def __init__(self, tokens, mask=None, *, block_size, seed, split='train', vocab_size=2**32):
+    def __init__(self, tokens: np.ndarray, mask: np.ndarray | None = None, *, block_size: int,
+                 seed: int, split: str = 'train', vocab_size: int = 2**32):
         self.tokens = tokens
         self.mask = mask
         self.block_size = block_size
@@ -116,17 +118,22 @@ class Windows:
         self.vocab_size = vocab_size
         self.order = self.make_order(seed)
 
-    def make_order(self, seed):
+    @property
+    def is_packed(self) -> bool:
+        """Whether conversations start within a row."""
+        return False
+
+    def make_order(self, seed: int) -> Order:
         return window_order(len(self.tokens), self.block_size, seed)
 
-    def get(self, array, places):
+    def get(self, array: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns x and y, int32 [B, block_size], of the tokens or their mask: the windows from
         these places on, and these shifted by one."""
         check_not_cut(array)
         windows = array[places[:, None] + np.arange(self.block_size + 1)].astype(np.int32)
         return windows[:, :-1], windows[:, 1:]
 
-    def read(self, places):
+    def read(self, places: np.ndarray) -> dict[str, np.ndarray]:
         """Reads the sequences at these places, [B].
 
         Returns {'x', 'y' int32 [B, block_size]} and, where there is a mask, 'weight' float32: 1
@@ -138,47 +145,48 @@ class Windows:
             batch.update(self.read_mask(places))
         return batch
 
-    def read_mask(self, places):
-        """Reads what the mask says: {'weight'}, see read()."""
+    def read_mask(self, places: np.ndarray) -> dict[str, np.ndarray]:
+        """Reads the mask: {'weight'}, see read()."""
         _, mask_y = self.get(self.mask, places)
         return {'weight': (mask_y == COUNTS).astype(np.float32)}
 
-    def locate(self, numbers):
+    def locate(self, numbers: np.ndarray) -> np.ndarray:
         """Returns the places of the sequences of these numbers in the stream of the run."""
         return self.order.locate(numbers)
 
-    def count(self, places):
+    def count(self, places: np.ndarray) -> int:
         """Counts the targets at these places that count in the loss."""
         _, mask_y = self.get(self.mask, places)
         return (mask_y == COUNTS).sum()
 
-    def draw(self, numbers, rows=slice(None)):
+    def draw(self, numbers: np.ndarray,
+             rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray] | None:
         """Draws a batch: of the sequences of these numbers, those at the indices `rows`.
 
-        Returns what read() does. The weights, where there are some, have a mean of 1 over all
-        `numbers`, so that the mean of the weighted losses is that of the tokens that count,
-        however the sequences are split into micro-batches and over devices. None if no token of
-        them counts."""
+        Returns a batch as read() does. Weights have a mean of 1 over all `numbers`. So the mean of
+        the weighted losses is the mean over the tokens that count, for every split into
+        micro-batches and over devices. None if no token counts."""
         places = self.locate(numbers)
         batch = self.read(places[rows])
         if 'weight' not in batch:
             return batch
         return scale_weights(batch, self.count(places), len(numbers) * self.block_size)
 
-    def count_passes(self, n_sequences):
+    def count_passes(self, n_sequences: float) -> float:
         """Returns how often reading n_sequences reads all sequences of the split."""
         return n_sequences / self.order.n
 
-    def spread(self, n_rows):
+    def spread(self, n_rows: int) -> np.ndarray:
         """Returns the places of n_rows windows that are spread evenly over the split."""
         last = len(self.tokens) - 1 - self.block_size  # the start of the last window
         return np.arange(n_rows) * last // max(1, n_rows - 1)
 
-    def evaluation(self, n_rows, token_bytes=None):
-        """Chooses the n_rows sequences that every evaluation reads, and counts what is in them.
+    def evaluation(self, n_rows: int, token_bytes: np.ndarray | None = None) -> Evaluation:
+        """Chooses the n_rows sequences that every evaluation reads, and counts their tokens and
+        bytes.
 
-        token_bytes: the bytes of each token id, for bits per byte; None where these are not asked
-        for. Raises UserError if none of the tokens counts."""
+        token_bytes: the bytes of each token id, for bits per byte; None without these. Raises
+        UserError if none of the tokens counts."""
         places = self.spread(n_rows)
         if self.mask is None and token_bytes is None:
             return Evaluation(places)
@@ -206,32 +214,32 @@ class Rows(Windows):
     a row, and batches have 'start' and 'padding' too."""
 
     @property
-    def is_packed(self):
+    def is_packed(self) -> bool:
         return self.mask is not None
 
-    def make_order(self, seed):
+    def make_order(self, seed: int) -> Order:
         return Order(len(self.tokens), seed)
 
-    def get(self, array, places):
+    def get(self, array: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         check_not_cut(array)
         rows = array[places].astype(np.int32)
         return rows[:, :-1], rows[:, 1:]
 
-    def read_mask(self, places):
-        """Reads what the mask says: {'weight', 'start', 'padding'}, see GPT.loss."""
+    def read_mask(self, places: np.ndarray) -> dict[str, np.ndarray]:
+        """Reads the mask: {'weight', 'start', 'padding'}, see GPT.loss."""
         mask = self.mask[places]
         weight = (mask[:, 1:] == COUNTS).astype(np.float32)
         padding = find_padding(mask)[:, :-1]
         return {'weight': weight, 'start': find_starts(mask[:, :-1]), 'padding': padding}
 
-    def spread(self, n_rows):
+    def spread(self, n_rows: int) -> np.ndarray:
         """Returns the places of n_rows rows that are spread evenly over the split, or of all rows
         if there are fewer."""
         n = min(n_rows, len(self.tokens))
         return np.arange(n) * len(self.tokens) // n
 
 
-def scale_weights(batch, n_counted, n_targets):
+def scale_weights(batch: dict, n_counted: int, n_targets: int) -> dict | None:
     """Returns the batch with weights of a mean of 1 over the n_targets targets of its iteration, of
     which n_counted count; None if none counts."""
     if not n_counted:
@@ -240,13 +248,13 @@ def scale_weights(batch, n_counted, n_targets):
     return batch
 
 
-def find_starts(mask_x):
+def find_starts(mask_x: np.ndarray) -> np.ndarray:
     """Finds where in its row the conversation of each token starts, int32."""
     position = np.arange(mask_x.shape[1], dtype=np.int32)
     return np.maximum.accumulate(np.where(mask_x == STARTS, position, 0), axis=1)
 
 
-def find_padding(mask):
+def find_padding(mask: np.ndarray) -> np.ndarray:
     """Finds the padding of rows, bool: what starts last and has no token that counts, as each
     conversation has one."""
     last_start = find_starts(mask)[:, -1:]
@@ -255,7 +263,7 @@ def find_padding(mask):
     return is_last & ~has_counts
 
 
-def check_ids(x, y, vocab_size, split):
+def check_ids(x: np.ndarray, y: np.ndarray, vocab_size: int, split: str) -> None:
     """Raises UserError if sequences of a split hold an id that is not below vocab_size:
     load_dataset trusts meta.json."""
     if max(x.view(np.uint32).max(), y.view(np.uint32).max()) >= vocab_size:
@@ -273,7 +281,8 @@ class Pairs(Windows):
     ends: where each conversation ends in the tokens. mask: COUNTS for the answers.
     length_normalized: a token weighs 1 / number of tokens of its answer, not 1.
     Raises UserError if no pair fits."""
-    def __init__(self, tokens, mask, ends, *, length_normalized, block_size, split, **options):
+    def __init__(self, tokens: np.ndarray, mask: np.ndarray, ends: np.ndarray, *,
+                 length_normalized: bool, block_size: int, split: str, **options: Any):
         self.bounds = np.append(0, ends)
         self.length_normalized = length_normalized
         longest = np.diff(self.bounds).reshape(-1, 2).max(1) - 1  # positions of a row
@@ -287,10 +296,10 @@ class Pairs(Windows):
                   f'block_size={block_size}: left out')
         super().__init__(tokens, mask, block_size=block_size, split=split, **options)
 
-    def make_order(self, seed):
+    def make_order(self, seed: int) -> Order:
         return Order(len(self.fitting), seed)
 
-    def read(self, conversations):
+    def read(self, conversations: np.ndarray) -> dict[str, np.ndarray]:
         """Reads the conversations of these numbers, [B], each padded to a row.
 
         Returns {'x', 'y' int32, 'weight' float32, 'padding' bool [B, block_size]}."""
@@ -311,18 +320,19 @@ class Pairs(Windows):
             weight /= np.maximum(weight.sum(1, keepdims=True), 1)
         return {'x': x, 'y': y, 'weight': weight, 'padding': is_padding[:, :-1]}
 
-    def locate(self, numbers):
+    def locate(self, numbers: np.ndarray) -> np.ndarray:
         pair, is_rejected = np.divmod(numbers, 2)
         return 2 * self.fitting[self.order.locate(pair)] + is_rejected
 
-    def count_passes(self, n_sequences):
+    def count_passes(self, n_sequences: float) -> float:
         return n_sequences / (2 * self.order.n)
 
-    def draw(self, numbers, rows=slice(None)):
+    def draw(self, numbers: np.ndarray,
+             rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray]:
         """Draws the sequences of these numbers at the indices `rows`; see read()."""
         return self.read(self.locate(numbers[rows]))
 
-    def evaluation(self, n_rows, token_bytes=None):
+    def evaluation(self, n_rows: int, token_bytes: np.ndarray | None = None) -> Evaluation:
         """Chooses the n_rows conversations that every evaluation reads, or all if there are
         fewer. Pairs have no bits per byte."""
         n = min(n_rows // 2, len(self.fitting))
@@ -331,20 +341,21 @@ class Pairs(Windows):
 
 
 class Mixture:
-    """Several splits of which each has its fraction of the sequences.
+    """Several splits; each has its fraction of the sequences.
 
     parts: sources. fractions: of each, which sum to 1. Each part has a stream of its own. If one
     has a mask, all have."""
-    def __init__(self, parts, fractions):
+    def __init__(self, parts: list[Windows], fractions: list[float]):
         self.parts = parts
         self.fractions = fractions
         self.block_size = parts[0].block_size
 
     @property
-    def is_packed(self):
+    def is_packed(self) -> bool:
         return any(part.is_packed for part in self.parts)
 
-    def draw(self, numbers, rows=slice(None)):
+    def draw(self, numbers: np.ndarray,
+             rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray] | None:
         """Draws a batch, as Windows.draw."""
         which, own = assign(numbers, self.fractions)
         batch = {}
@@ -367,7 +378,7 @@ class Mixture:
             n_counted += self.parts[k].count(self.parts[k].locate(own[which == k]))
         return scale_weights(batch, n_counted, len(numbers) * self.block_size)
 
-    def count_passes(self, n_sequences):
+    def count_passes(self, n_sequences: float) -> float:
         """Returns the most passes over one of the parts."""
         passes = []
         for part, fraction in zip(self.parts, self.fractions):
@@ -375,8 +386,8 @@ class Mixture:
         return max(passes)
 
 
-def assign(numbers, fractions):
-    """Says of the sequences of these numbers of a run to which part of a mixture they belong.
+def assign(numbers: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Assigns the sequences of a run, given by their numbers, to the parts of a mixture.
 
     Returns (the part, the number of the sequence in the part's own stream), int64 [B]. Of the
     first N sequences each part has its fraction, for every N, to within as many sequences as
@@ -386,8 +397,8 @@ def assign(numbers, fractions):
         part      2  1  0  0  2  1  0  0
         own       0  0  0  1  1  1  2  3
 
-    From the last part to the first, each takes its sequences from those that are left: of the
-    first `own` of these, before(own) go to the parts before it."""
+    From the last part to the first, each takes its share of the remaining sequences: of the first
+    `own` of these, before(own) go to the parts before it."""
     # Whole numbers, so that all processes come to the same parts.
     ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)  # in millionths
     which = np.zeros_like(numbers)
@@ -414,21 +425,22 @@ class DataSet(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What a run reads: sequences of `train`; each of the sets is evaluated."""
+    """The data of a run: it trains on sequences of `train` and evaluates each of the sets."""
     sets: list[DataSet]
     train: Windows | Mixture
     token_bytes: np.ndarray | None = None  # bytes of each token id; None: not known
-    # whose bytes bits per byte count: 'text' where those of the tokens are others
+    # the bytes that bits per byte count: 'text' if the tokens have other bytes than the text
     bpb_bytes: str = 'tokens'
 
-    def check(self, n_rows):
+    def check(self, n_rows: int) -> None:
         """Raises UserError if an evaluation of n_rows sequences would have no token that counts."""
         for one in self.sets:
             for source in one.splits.values():
                 source.evaluation(n_rows)
 
 
-def open_data(shares, meta, *, block_size, seed, length_normalized=False):
+def open_data(shares: dict[Path, float], meta: dict, *, block_size: int, seed: int,
+              length_normalized: bool = False) -> Data:
     """Opens the data sets of {folder: fraction}, whose meta.json is load_mixture_meta's.
 
     length_normalized: of pairs. All processes call it; open_manifest compares what they have.
@@ -441,7 +453,7 @@ def open_data(shares, meta, *, block_size, seed, length_normalized=False):
         else:
             sets = open_texts(shares, options)
 
-    # What is trained on: the only set, or a mixture of all.
+    # The training set: the only set, or a mixture of all.
     train = sets[0].splits['train']
     if len(sets) > 1:
         train = Mixture([one.splits['train'] for one in sets], [one.fraction for one in sets])
@@ -463,7 +475,7 @@ def open_data(shares, meta, *, block_size, seed, length_normalized=False):
     return Data(sets, train, token_bytes, bpb_bytes)
 
 
-def open_texts(shares, options):
+def open_texts(shares: dict[Path, float], options: dict) -> list[DataSet]:
     """Opens data sets of texts or conversations: a list of DataSets. If one has masks, all have:
     every token of the others counts. options: of the sources."""
     tokens = {}
@@ -472,7 +484,7 @@ def open_texts(shares, options):
         tokens[folder] = load_dataset(folder, options['block_size'])[0]
         masks[folder] = load_masks(folder, tokens[folder])
 
-    # A set without a mask gets one in which all tokens count, if others have masks.
+    # If others have masks, a set without one gets a mask of ones: all its tokens count.
     is_masked = any(masks.values())
     sets = []
     for folder, fraction in shares.items():
@@ -490,13 +502,13 @@ def open_texts(shares, options):
     return sets
 
 
-def open_source(tokens, mask=None, **options):
+def open_source(tokens: np.ndarray, mask: np.ndarray | None = None, **options: Any) -> Windows:
     """Makes Rows of tokens that were prepared in rows, [n_rows, block_size + 1], else Windows."""
     kind = Rows if tokens.ndim == 2 else Windows
     return kind(tokens, mask, **options)
 
 
-def open_pairs(folder, length_normalized, options):
+def open_pairs(folder: Path, length_normalized: bool, options: dict) -> DataSet:
     """Opens a data set of pairs: a DataSet. options: of the sources."""
     tokens = load_dataset(folder, 0)[0]  # sequences of any length
     masks = load_masks(folder, tokens)

@@ -13,7 +13,8 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
     """Returns lines on the time of compilation, prefill and decoding, and on the bandwidth: a
     decode step reads all weights and the KV cache.
 
-    started: time.perf_counter() when the script started. imports_s: seconds that its imports took."""
+    started: time.perf_counter() when the script started. imports_s: seconds that its imports
+    took."""
     # sums over all generations
     laps = []
     n_new, n_samples, prefill_s = 0, 0, 0
@@ -108,9 +109,9 @@ def describe_drafts(generations):
 
 
 def bytes_read_per_step(params, config, n_tokens):
-    """Returns the bytes of the parameters that a decode step of n_tokens tokens, those of all rows,
-    reads. Of tables it is a row each, which is left out; of experts those that it chooses, for
-    which the expected number of distinct ones is taken, see expected_experts."""
+    """Returns the bytes of parameters that a decode step reads for n_tokens tokens of all rows. A
+    table's rows are left out. Of experts the step reads the chosen ones: their expected number is
+    taken, see expected_experts."""
     share = 1.0
     if config.moe:
         share = expected_experts(config.moe, n_tokens) / config.moe.n_expert
@@ -122,14 +123,13 @@ def bytes_read_per_step(params, config, n_tokens):
 
 
 def tokens_per_step(result):
-    """Returns the number of tokens, those of all rows and their drafts, that a decode step of a
-    GenerationResult computed on average."""
+    """Returns how many tokens a decode step of a GenerationResult computed on average, with all
+    rows and drafts."""
     return len(result.lengths) + result.drafted / max(1, result.steps)
 
 
 def expected_experts(moe, n_tokens):
-    """Returns the expected number of distinct experts that n_tokens tokens choose, of which each
-    takes n_used different ones, all equally often: a trained router that prefers some chooses
-    fewer."""
+    """Returns the expected number of distinct experts that n_tokens tokens choose, if each takes
+    n_used different ones, all equally often. A trained router prefers some, and chooses fewer."""
     unused = (1 - moe.n_used / moe.n_expert) ** n_tokens
     return moe.n_expert * (1 - unused)

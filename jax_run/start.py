@@ -8,8 +8,8 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 | flags except NOT_RESUMED; those given now win | meta | `merge_resumed_flags` |
 | which checkpoint: the latest that is intact | out_dir | `choose_checkpoint` |
 | --deterministic, before jax starts | out_dir/config.json | `configure_process` |
-| the sizes of the mesh, if they fit the devices that are here | flags | `fit_sizes` |
-| the model's config; dropout, dtype, expert_balance are those of the flags | meta | `for_this_run` |
+| the sizes of the mesh, if they fit the present devices | flags | `fit_sizes` |
+| the model's config; dropout, dtype and expert_balance are from the flags | meta | `for_this_run` |
 | the tokenizer, if the data set still has it | meta | `continued_model` |
 | LoRA's base (or --base), rank, alpha and checksum | meta | `continued_model` |
 | iteration, best validation loss, wandb's id | meta | `Run` |
@@ -23,7 +23,7 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 | damaged later checkpoints are renamed to <iteration>.damaged | out_dir | `lock_out_dir` |
 | the learning rate | nothing | a function of the number of updates |
 | data order, dropout | nothing | functions of seed and iteration |
-| dtype=auto, attention=auto | nothing | chosen anew for the devices that are here |
+| dtype=auto, attention=auto | nothing | chosen for the present devices |
 """
 import dataclasses
 import os
@@ -54,8 +54,8 @@ NOT_RESUMED = (
     'device', 'overwrite', 'eval_only', 'verify', 'out_dir', 'coordinator_address', 'num_processes',
     'process_id', 'profile', 'base')
 
-# flags of earlier versions that are gone, and the values with which they were off; LAST_COMMIT is
-# the last that has them
+# removed flags of earlier versions, and their values for off; LAST_COMMIT is the last commit that
+# has them
 REMOVED = {'embedding_lr': 1.0, 'head_lr': 1.0, 'vector_lr': 1.0}
 REMOVED_OPTIMIZERS = ('normuon',)
 LAST_COMMIT = 'af04d36'
@@ -68,9 +68,9 @@ FIXED_BY_MINUTES = ('max_iters', 'lr_decay_iters', 'warmup_iters')
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run starts from, as open_run returns it."""
+    """The start of a run, as open_run returns it."""
     flags: dict  # all of them, as the checkpoints of this run hold them
-    given: dict  # those that the user gave
+    given: dict  # the user's
     devices: list
     dtype: str  # dtype of computation; flags['dtype'] may be 'auto'
     resumed: dict | None  # the metadata of the checkpoint that is continued
@@ -110,9 +110,9 @@ def open_run(flags, given):
 
     flags, given: of read_flags. Returns a Run. Nothing is written; all processes call it, and must
     agree. Raises UserError for flags that are out of range, or ask for another architecture or
-    optimizer than the checkpoint's; for devices that are not here; for a model or a data set that
-    is missing or does not fit the other."""
-    # the flags; those of a resumed run are its checkpoint's, but for those that are given now
+    optimizer than the checkpoint's; for missing devices; and for a model or a data set that is
+    missing or does not fit the other."""
+    # the flags; a resumed run has its checkpoint's, overridden by the flags given now
     flags = {**flags, 'init_from': choose_init_from(flags)}
     resumed = None
     if flags['init_from'] == 'resume':
@@ -197,7 +197,7 @@ def continued_model(flags, given, resumed, meta, dtype):
         from jax_run.restore import move_base
         lora = move_base(lora, flags['base'])
 
-    # its tokenizer, of which the data set may have more text by now
+    # its tokenizer; the data set may have more text by now
     tokenizer = resumed['tokenizer']
     if not same_tokens(meta['tokenizer'], tokenizer):
         remedy = remedy_for_tokens(tokenizer, os.path.join(out_dir, 'tokenizer'))
@@ -253,8 +253,8 @@ def check_fits(run, micro_batch):
 
 
 def open_program(run, data, layout, objective):
-    """Returns the Program of a run: what its flags, its data and the devices make of its model.
-    Raises UserError for what the devices cannot split or compute.
+    """Builds the Program of a run from its flags, its data, its model and the devices. Raises
+    UserError if the devices cannot split or compute it.
 
     Checkpoints hold run.model.config.architecture(): a RoPE model keeps its context, and trains
     here with sequences of block_size."""
@@ -272,8 +272,8 @@ def state_without_params(*args):
 
 
 def start_state(run, program):
-    """Makes the TrainState to start from: that of the checkpoint, or a new one, with the
-    parameters of the pretrained model if there is one. Returns (state, run): with LoRA, that
+    """Makes the first TrainState: the checkpoint's, or a new one, with the parameters of the
+    pretrained model if there is one. Returns (state, run): with LoRA, that
     model's parameters are frozen, and the run's model.lora has their checksum."""
     flags, model = run.flags, run.model
     config, layout, tx = program.config, program.layout, program.tx
@@ -346,7 +346,8 @@ def choose_init_from(flags):
 
 
 def check_training_flags(flags, given):
-    """Raises UserError for flags that are out of range, and says what has no effect, or is odd."""
+    """Raises UserError for flags that are out of range, and warns of odd ones and of ones without
+    an effect."""
     for name, why in (('compile', 'JAX always compiles'),
                       ('backend', 'JAX chooses how devices communicate')):
         if name in given:
@@ -372,14 +373,14 @@ def with_whole_schedule(flags):
 
 
 def merge_resumed_flags(flags, given, saved):
-    """Returns the flags of a resumed run: those `saved` in its checkpoint, overridden by those
-    `given` now. Another batch_size continues elsewhere in the data.
+    """Returns the flags of a resumed run: `saved` in its checkpoint, overridden by `given` now.
+    With another batch_size it continues elsewhere in the data.
 
-    flags: of read_flags, for what the checkpoint lacks and for NOT_RESUMED. Raises UserError if
-    the given flags ask for another optimizer or architecture."""
+    flags: of read_flags, for flags that the checkpoint lacks and for NOT_RESUMED. Raises UserError
+    if the given flags ask for another optimizer or architecture."""
     out_dir = flags['out_dir']
     check_removed_flags(out_dir, saved)
-    kept = {'lora_rank': 0, 'quantize': ''}  # what the first versions did not save
+    kept = {'lora_rank': 0, 'quantize': ''}  # not saved by the first versions
     for name, value in saved.items():
         if name not in flags or name in NOT_RESUMED:
             continue
@@ -390,7 +391,7 @@ def merge_resumed_flags(flags, given, saved):
                 'of this flag: it is damaged, or of another program')
         kept[name] = value
     if given.get('minutes'):
-        # the command that started the run; what was fixed then stays
+        # the command that started the run; its choices stay
         if given['minutes'] != kept.get('minutes'):
             raise UserError(
                 f'minutes is for a new run: leave it out, and {out_dir} continues to its '

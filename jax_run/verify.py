@@ -1,5 +1,5 @@
-"""--verify: trains again from one kept checkpoint of a run to the next, and compares what comes out
-with what the run has kept: every bit of the weights and of the optimizer's state, and each loss of
+"""--verify: trains again from one kept checkpoint of a run to the next, and compares the result
+with the run's own: every bit of the weights and of the optimizer's state, and each loss of
 metrics.jsonl."""
 import dataclasses
 import hashlib
@@ -18,8 +18,8 @@ from jax_run.manifest import (
 from jax_run.restore import OnHost, restore_run
 from jax_run.start import start_state
 
-# By how much losses may differ where another kind of machine computes: measured over 200 iterations
-# of two configs between CPUs with and without AVX-512, see docs/runs.md.
+# By how much losses may differ where another kind of machine computes: some ten times as much as
+# was measured over 200 iterations, because a difference grows with them (docs/runs.md, Verify).
 BOUND = 0.02
 
 
@@ -33,9 +33,9 @@ class Interval(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What an interval has shown."""
+    """The result of an interval."""
     weights: str  # the first array that differs, and by how much; '' if all bits are the same
-    logged: list  # the values that differ from those of metrics.jsonl, each a Logged
+    logged: list  # the values that differ from metrics.jsonl, each a Logged
 
     @property
     def largest(self):
@@ -129,8 +129,8 @@ def find_intervals(run, folder):
 
 
 def can_start(run):
-    """Whether the state with which a run began can be made again: from the seed, or from the base
-    of LoRA. That of another pretrained model is not known any more."""
+    """Whether the first state of a run can be made again: from the seed, or from the base of LoRA.
+    A run that began from another pretrained model does not know it any more."""
     start = (run.resumed.get('manifest') or {}).get('start')
     return start == 'scratch' or bool(run.model.lora)
 
@@ -175,8 +175,8 @@ class Differences(NamedTuple):
 
 
 def find_differences(known, now, data):
-    """Returns the Differences between the manifest of a checkpoint and that of this process. All of
-    the data is read."""
+    """Compares the manifest of a checkpoint with this process's, and reads all of the data. Returns
+    the Differences."""
     of_data = []
     for one, before in zip(data.sets, known.get('data', ())):
         for name, array in one.files.items():
@@ -204,7 +204,7 @@ def find_differences(known, now, data):
 
 
 def compare_file(before, array):
-    """Says how a file of data differs from what a manifest says of it, '' if it does not."""
+    """Describes how a file of data differs from its entry in a manifest, '' if it does not."""
     content = array.reshape(-1).view(np.uint8)
     digest = hashlib.sha256()
     for start in range(0, len(content), 2**24):
@@ -268,7 +268,8 @@ def compare_states(state, kept):
 
 
 def digest_weights(out_dir):
-    """Returns a digest of the weights of the latest checkpoint of a run, which no layout changes."""
+    """Returns a digest of the weights of the latest checkpoint of a run, which no layout
+    changes."""
     _, params, _, _ = restore_run(out_dir, 'latest', OnHost, '')
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

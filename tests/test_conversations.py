@@ -1,4 +1,4 @@
-"""What people have as conversations: their forms, tools, weights, and templates of strangers."""
+"""What people have as conversations: their forms, tools, weights, and untrusted templates."""
 import itertools
 import json
 import lzma

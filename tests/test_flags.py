@@ -297,7 +297,7 @@ def test_a_link_and_a_pipe_that_are_written_stay_what_they_are(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# files of a folder that may be a stranger's
+# files of an untrusted folder
 
 def test_a_file_larger_than_the_system_allows_is_one_line(capsys):
     with pytest.raises(SystemExit) as caught:
@@ -307,7 +307,7 @@ def test_a_file_larger_than_the_system_allows_is_one_line(capsys):
 
 
 @pytest.fixture
-def strangers(tmp_path):
+def untrusted(tmp_path):
     """A folder with a file and a folder in it, beside a file that is none of its own."""
     folder = tmp_path / 'model'
     (folder / 'sub').mkdir(parents=True)
@@ -319,18 +319,18 @@ def strangers(tmp_path):
 
 @pytest.mark.parametrize('name', [
     '../secret', 'sub/../../secret', '/etc/passwd', '..', 'link', 'sub/link', 'linked/secret'])
-def test_no_name_and_no_link_leads_out_of_a_folder(name, strangers):
-    (strangers / 'link').symlink_to('../secret')
-    (strangers / 'sub' / 'link').symlink_to('/etc/passwd')
-    (strangers / 'linked').symlink_to('..')
+def test_no_name_and_no_link_leads_out_of_a_folder(name, untrusted):
+    (untrusted / 'link').symlink_to('../secret')
+    (untrusted / 'sub' / 'link').symlink_to('/etc/passwd')
+    (untrusted / 'linked').symlink_to('..')
     with pytest.raises(UserError, match='leads out of its folder'):
-        path_inside(strangers, name)
+        path_inside(untrusted, name)
 
 
-def test_links_within_a_folder_and_a_folder_that_is_a_link_are_read(strangers, tmp_path):
-    (strangers / 'link').symlink_to('sub/b.json')
-    (tmp_path / 'other').symlink_to(strangers)
-    for folder in (strangers, tmp_path / 'other'):
+def test_links_within_a_folder_and_a_folder_that_is_a_link_are_read(untrusted, tmp_path):
+    (untrusted / 'link').symlink_to('sub/b.json')
+    (tmp_path / 'other').symlink_to(untrusted)
+    for folder in (untrusted, tmp_path / 'other'):
         for name in ('a.json', 'sub/b.json', 'sub/../a.json', 'link', 'not there'):
             assert path_inside(folder, name) == os.path.join(folder, name)
 

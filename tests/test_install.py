@@ -40,6 +40,8 @@ def installed(tmp_path_factory):
     shutil.rmtree(folder / 'source')
     names = {path.name for path in site.iterdir()}
     assert not names & {'data', 'config', 'tools', 'tests', 'peers', 'docs'} and 'train_jax.py' in names
+    assert all((site / name / 'py.typed').exists() for name in names if (site / name / '__init__.py').exists()
+               and name.startswith('jax_'))
     return python.parent
 
 

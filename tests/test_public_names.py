@@ -1,4 +1,5 @@
-"""The names that README, docs and other people's programs import, with their options: moving a room keeps them."""
+"""The names that README, docs and other people's programs import, with their options: moving a package keeps them."""
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -40,6 +41,40 @@ def test_public_names_are_importable_and_have_their_options(module):
     for name, options in PUBLIC[module].items():
         value = getattr(importlib.import_module(module), name)
         assert set(options.split()) <= set(inspect.signature(value).parameters), name
+
+
+def functions_of(tree, *, method=False):
+    """Yields the functions and methods of a module's tree, without those inside of functions, each with whether its
+    first parameter is self."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node, method
+        else:
+            yield from functions_of(node, method=isinstance(node, ast.ClassDef) or method)
+
+
+def test_all_parameters_and_results_have_types_in_the_files_that_the_readme_says_to_read():
+    names = re.findall(r'^\d\. `(\w+(?:/\w+)*\.py)`', (ROOT / 'README.md').read_text(encoding='utf-8'), re.M)
+    assert len(names) == 5
+    for name in names:
+        for node, is_method in functions_of(ast.parse((ROOT / name).read_text(encoding='utf-8'))):
+            of = node.args
+            parameters = [*of.posonlyargs, *of.args, *of.kwonlyargs, of.vararg, of.kwarg][is_method:]
+            missing = [one.arg for one in parameters if one and not one.annotation]
+            assert not missing, f'{name}:{node.lineno} {node.name}: {missing}'
+            assert node.returns or node.name == '__init__', f'{name}:{node.lineno} {node.name}: its result'
+
+
+@pytest.mark.parametrize('module', PUBLIC)
+def test_public_functions_have_types(module):
+    for name in PUBLIC[module]:
+        function = getattr(importlib.import_module(module), name)
+        if inspect.isclass(function):
+            function = function.__call__
+        function = inspect.unwrap(function)
+        code, types = function.__code__, inspect.get_annotations(function)
+        parameters = {*code.co_varnames[:code.co_argcount + code.co_kwonlyargcount]} - {'self'}
+        assert parameters <= types.keys() and 'return' in types, name
 
 
 def test_the_methods_of_a_model_have_their_options():

@@ -85,7 +85,7 @@ def test_the_names_of_the_library_have_their_first_sentence(pychat):
     ('Return it.', ''), ('Return the number. More of it.', 'Return the number.'),
     ('Return e.g. the\n  number of  all', 'Return e.g. the number of all.'),
     ('f(x) -> y\n\nReturns the y of x.', 'Returns the y of x.'), ('>>> f(1)\n2', ''),
-    ('Gibt die Größe zurück.', ''), (None, ''), ('x' * 300, '')])
+    ('Gibt die Größe zurück.', ''), (None, ''), ('x' * 300, ''), ('Has these properties:\n\n- a', '')])
 def test_a_first_sentence_is_one_line_of_ascii(pychat, doc, sentence):
     assert pychat['names'].first_sentence(doc) == sentence
 
@@ -101,17 +101,23 @@ def test_a_package_is_read_and_not_run(pychat, package):
 
 def test_forms_are_divided_and_names_that_do_not_exist_are_new_in_each_split(pychat, package):
     questions = pychat['questions']
-    for forms in (questions.WHAT, questions.FOLLOW_UP, questions.WHICH, questions.HOLDS):
+    for forms in (questions.FOLLOW_UP, questions.WHICH, questions.HOLDS):
         parts = [set(forms[split]) for split in ('train', 'val', 'test')]
         assert not parts[0] & parts[1] and not parts[1] & parts[2] and not parts[0] & parts[2]
-    assert sum(map(len, questions.WHAT.values())) == 10 and len(questions.WHAT['test']) == 2
     names, every = pychat['names'].read_names(package)
     maker = questions.Maker(names, every, 'shop', seed=1)
     made = {split: maker.make(split, 100) for split in ('train', 'val')}
     tasks = maker.make_tasks('test')
-    # each name is asked for in each form, and each answer is right
-    asked = collections.Counter(turns[0] for turns in made['train'])
-    assert all(asked[form.format(name)] for name in names for form in questions.WHAT['train'])
+    # each name is asked for in many forms, and never in those of val and test
+    of_name = collections.defaultdict(set)
+    for question, answer, *_ in made['train']:
+        if answer in {named.sentence for named in names.values()}:
+            of_name[answer].add(question)
+    assert min(map(len, of_name.values())) > 4
+    kept = [form.format(name).casefold().strip('.?') for form in questions.WHAT['val'] + questions.WHAT['test']
+            for name in names]
+    asked = ' '.join(turn.casefold() for turns in made['train'] for turn in turns[::2])
+    assert not [question for question in kept if question in asked]
     invented = {}
     for split, conversations in {**made, 'test': tasks['invented']}.items():
         answers = {turns[-1] for turns in conversations if turns[-1].startswith('There is no ')}
@@ -124,30 +130,58 @@ def test_forms_are_divided_and_names_that_do_not_exist_are_new_in_each_split(pyc
     assert all(turns[-1] in names for turns in tasks['which'])
 
 
-def test_a_model_learns_to_answer_and_eval_counts_what_it_says(package, tmp_path):
-    """Of a package with a few names, all of them, in forms that it has not seen in training."""
+@pytest.fixture(scope='module')
+def taught(package, tmp_path_factory):
+    """(the out_dir of a small model that has learned the package's names, the file of the test's questions)."""
+    folder = tmp_path_factory.mktemp('taught')
     text = ' '.join(path.read_text() for path in package.glob('*.py')) * 3
-    (tmp_path / 'text.txt').write_text(text)
-    succeeded(prepare('text', tmp_path / 'text.txt', '--tokenizer=bpe:400', f'--out_dir={tmp_path / "text"}'))
-    made = succeeded(prepare('pychat', package, f'--tokenizer={tmp_path / "text" / "tokenizer"}', '--rows=128',
-                             f'--out_dir={tmp_path / "chat"}'))
+    (folder / 'text.txt').write_text(text)
+    succeeded(prepare('text', folder / 'text.txt', '--tokenizer=bpe:400', f'--out_dir={folder / "text"}'))
+    made = succeeded(prepare('pychat', package, f'--tokenizer={folder / "text" / "tokenizer"}', '--rows=128',
+                             f'--out_dir={folder / "chat"}'))
     assert '31 names of ' in made.stdout
-    out = tmp_path / 'out'
-    succeeded(train(out, f'--dataset={tmp_path / "chat"}', '--n_layer=2', '--n_head=2', '--n_embd=64',
+    succeeded(train(folder / 'out', f'--dataset={folder / "chat"}', '--n_layer=2', '--n_head=2', '--n_embd=64',
                     '--block_size=128', '--batch_size=8', '--gradient_accumulation_steps=1', '--optimizer=muon',
-                    '--learning_rate=1e-2',
-                    '--lr_schedule=linear', '--min_lr=0', '--max_iters=500', '--warmup_iters=10', '--position=rope',
-                    '--norm=rms', '--eval_interval=500', '--eval_iters=4', '--device=cpu:0'))
-    tasks = tmp_path / 'chat' / 'tasks' / 'forms.jsonl'
+                    '--learning_rate=1e-2', '--lr_schedule=linear', '--min_lr=0', '--max_iters=500',
+                    '--warmup_iters=10', '--position=rope', '--norm=rms', '--bias=False', '--mlp=swiglu',
+                    '--eval_interval=500', '--eval_iters=4', '--device=cpu:0'))
+    return folder / 'out', folder / 'chat' / 'tasks' / 'forms.jsonl'
+
+
+def read_questions(tasks):
+    return [json.loads(line)['messages'] for line in tasks.read_text().splitlines()]
+
+
+def test_a_model_learns_to_answer_and_eval_counts_what_it_says(taught):
+    """About a package with a few names, all of them, in forms that it has not seen in training."""
+    out, tasks = taught
     done = succeeded(run_script('eval_jax.py', f'--out_dir={out}', '--device=cpu:0', f'--tasks={tasks}'))
     accuracy = json.loads(done.stdout.strip().split('\n')[-1])['results']['tasks']['forms']['accuracy']
     assert accuracy > 0.5
 
     # the same share of answers as the model gives
     model = load(out, device='cpu:0')
-    items = [json.loads(line)['messages'] for line in tasks.read_text().splitlines()]
+    items = read_questions(tasks)
     right = [model.chat(item[:-1], temperature=0, max_new_tokens=60) == item[-1]['content'] for item in items]
     assert sum(right) / len(right) == pytest.approx(accuracy)
+
+
+@pytest.mark.slow
+def test_transformers_answers_alike_from_an_export(taught, tmp_path):
+    """Where PyTorch is installed; docs/models.md has the figures of the model of config/chat_laptop.py."""
+    torch = pytest.importorskip('torch')
+    transformers = pytest.importorskip('transformers')
+    out, tasks = taught
+    succeeded(run_script('export_jax.py', f'--out_dir={out}', f'--folder={tmp_path / "model"}'))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'model')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'model')
+    model = load(out, device='cpu:0')
+    for item in read_questions(tasks):
+        ids = tokenizer.apply_chat_template(item[:-1], add_generation_prompt=True, return_tensors='pt')['input_ids']
+        with torch.no_grad():
+            made = theirs.generate(ids, do_sample=False, max_new_tokens=60)
+        answer = tokenizer.decode(made[0, ids.shape[1]:], skip_special_tokens=True)
+        assert model.chat(item[:-1], temperature=0, max_new_tokens=60) == answer
 
 
 def test_what_cannot_be_prepared_is_one_line(tmp_path, package):

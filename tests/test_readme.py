@@ -1,5 +1,5 @@
-"""Every command of README runs, but for openwebtext's 54 GB and --serve, in its order, in a copy of the repository: on
-small models, for two iterations, with folders of this disk for the names of the Hugging Face hub."""
+"""Every command of README and of the tutorials runs, but for openwebtext's 54 GB and --serve, in its order, in a copy
+of the repository: on small models, for two iterations, with folders of this disk for names of the Hugging Face hub."""
 import io
 import json
 import re
@@ -28,7 +28,7 @@ MORE = {  # {script: flags behind those of README}
     'sample_jax.py': ['--max_new_tokens=4', '--device=cpu:0'],
     'eval_jax.py': ['--device=cpu:0'],
     'data/pystdlib/prepare.py': ['jax_ops'],
-    'data/chat/prepare.py': ['--rows=16'],
+    'data/chat/prepare.py': ['--rows=64'],
     'nano_jax.py': ['--max_iters=2', '--eval_iters=1', '--batch_size=8', '--block_size=16', '--max_new_tokens=4'],
     'data/shakespeare/prepare.py': ['--tokenizer=my/folder'],  # instead of OpenAI's BPE, which would be downloaded
 }
@@ -36,6 +36,9 @@ MORE = {  # {script: flags behind those of README}
 
 def flags_behind(script, arguments):
     """The flags behind those of README, which make a command small."""
+    if script == 'data/pychat/prepare.py':
+        is_of_package = not arguments[0].startswith('--')
+        return ['--rows=64'] if is_of_package else ['jax_ops', '--rows=64']
     if script != 'train_jax.py':
         return MORE.get(script, [])
     given = ' '.join(arguments)
@@ -43,14 +46,16 @@ def flags_behind(script, arguments):
     if '--init_from=resume' in given:
         return [device, '--max_iters=3', '--lr_decay_iters=0']
     flags = [*SHORT, device]
+    if re.search('chat|lora', given):  # whole conversations, and what the model starts from is in the config file
+        return [*flags, '--block_size=64', '--overwrite=True']
     if '--context' in given:
         flags += ['--block_size=64']  # the square of 8 devices
     return flags if '--init_from' in given or 'eval_gpt2' in given else [*flags, *SMALL]
 
 
-def readme_commands():
-    """[[script, arguments ...]] of all commands `python SCRIPT ...` in README, in its order, loops unrolled."""
-    text = (ROOT / 'README.md').read_text(encoding='utf-8')
+def commands_of(document):
+    """[[script, arguments ...]] of all commands `python SCRIPT ...` in a document, in its order, loops unrolled."""
+    text = (ROOT / document).read_text(encoding='utf-8')
     commands = []
     for block, inline in re.findall(r'```sh\n(.*?)```|`(python \w[^`]*)`', text, re.DOTALL):
         block = block or inline
@@ -69,18 +74,19 @@ def readme_commands():
     return commands
 
 
-def test_the_commands_of_readme_are_found():
-    """So that the next test leaves none out."""
-    text = (ROOT / 'README.md').read_text(encoding='utf-8')
-    n_in_loops = 2  # one line runs three times
-    assert len(readme_commands()) == len(re.findall(r'python \w\S*\.py', text)) + n_in_loops
+@pytest.mark.parametrize('document, n_in_loops', [('README.md', 0), ('docs/tutorials.md', 2)])
+def test_the_commands_of_a_document_are_found(document, n_in_loops):
+    """So that the next test leaves none out. n_in_loops: how many more a loop makes of its line."""
+    text = re.sub('```text.*?```', '', (ROOT / document).read_text(encoding='utf-8'), flags=re.DOTALL)
+    assert len(commands_of(document)) == len(re.findall(r'python \w\S*\.py', text)) + n_in_loops
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture
 def clone(tmp_path_factory):
     """A copy of the repository, with the texts, models and questions that README's commands name."""
     clone = tmp_path_factory.mktemp('readme') / 'clone'
-    for path in [*ROOT.glob('*.py'), *(ROOT / 'data').glob('*.py'), *(ROOT / 'data').glob('*/*.py')]:
+    for path in [*ROOT.glob('*.py'), *(ROOT / 'data').glob('*.py'), *(ROOT / 'data').glob('*/*.py'),
+                 *(ROOT / 'data').glob('*/*.jinja')]:
         copy = clone / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
@@ -97,6 +103,7 @@ def clone(tmp_path_factory):
     save_pretrained(random_params(LLAMA), LLAMA, model)
     shutil.copytree(clone / 'data/words/tokenizer', model, dirs_exist_ok=True)
     edit_json(model / 'tokenizer_config.json', chat_template=TEMPLATE)
+    shutil.copytree(ROOT / 'jax_ops', clone / 'path' / 'to' / 'package')
     for name in ('gpt2', 'Qwen/Qwen3-0.6B'):
         shutil.copytree(model, clone / name)
     succeeded(prepare('shakespeare', clone / 'my.txt', f'--tokenizer={clone / "gpt2"}', '--out_dir',
@@ -115,10 +122,11 @@ def clone(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_command_of_readme_runs_in_its_order(clone, monkeypatch):
+@pytest.mark.parametrize('document', ['README.md', 'docs/tutorials.md'])
+def test_every_command_of_a_document_runs_in_its_order(document, clone, monkeypatch):
     monkeypatch.chdir(clone)
     monkeypatch.setattr(common, 'ROOT', clone)
-    for script, *arguments in readme_commands():
+    for script, *arguments in commands_of(document):
         if script in NEEDS_NETWORK or FOREVER & set(arguments):
             continue
         monkeypatch.setattr(sys, 'stdin', io.StringIO('a\n'))

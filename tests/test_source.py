@@ -1,7 +1,8 @@
-"""What holds for the source code itself: the direction of imports, and thermometers of how it reads."""
+"""What holds for the source code itself: the direction of imports, and measures of how it reads."""
 import ast
 import collections
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -16,8 +17,8 @@ import jax_train_utils
 import jax_transformer
 from tests.common import MODEL, ROOT, SHORT, write_dataset
 
-# imports go down: a module imports those of its own room and of rooms before it, without a circle
-ROOMS = [
+# imports go down: a module imports those of its own layer and of layers before it, without a circle
+LAYERS = [
     ('jax_flags',), ('jax_ops',), ('jax_devices',), ('jax_transformer',), ('jax_generate',),
     ('jax_hub', 'jax_pretrained'), ('jax_run', 'jax_train_utils'), ('jax_apps.batching',), ('jax_text',),
     ('jax_run.pretrained', 'jax_run.start', 'jax_run.verify'), ('jax_run.notebook', 'jax_apps'), ('tools',)]
@@ -27,7 +28,8 @@ PRIVATE = ('jaxlib.', 'jax._src.', 'jax.interpreters.', 'jax.extend.', 'jax.lib.
 
 
 def source_files():
-    """All Python files of the repository: those that git tracks, and new ones that it does not ignore."""
+    """All Python files of the repository: those that git tracks, and new ones that it does not
+    ignore."""
     command = ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard', '*.py']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode:
@@ -58,8 +60,8 @@ def imported_modules(tree):
 
 
 def level(module):
-    """The number of a module's room, that of the longest name in ROOMS that it begins with."""
-    found = [(len(name), i) for i, room in enumerate(ROOMS) for name in room if f'{module}.'.startswith(f'{name}.')]
+    """The number of a module's layer, that of the longest name in LAYERS that it begins with."""
+    found = [(len(name), i) for i, layer in enumerate(LAYERS) for name in layer if f'{module}.'.startswith(f'{name}.')]
     return max(found)[1] if found else None
 
 
@@ -74,11 +76,11 @@ def own_imports():
     return imports
 
 
-def test_at_most_thirteen_modules_are_at_the_top_and_each_has_a_room():
+def test_at_most_thirteen_modules_are_at_the_top_and_each_has_a_layer():
     modules = [module for module in own_imports() if module.split('.')[-1] != '__init__']
-    assert sum('.' not in module for module in modules) <= 13, 'a new module goes into a wing, see CONTRIBUTING.md'
-    homeless = [module for module in modules if level(module) is None and module not in SCRIPTS]
-    assert not homeless, 'a new room: add it to ROOMS (tests/test_source.py), and to CONTRIBUTING.md'
+    assert sum('.' not in module for module in modules) <= 13, 'a new module goes into a package, see CONTRIBUTING.md'
+    unlisted = [module for module in modules if level(module) is None and module not in SCRIPTS]
+    assert not unlisted, 'a new package: add it to LAYERS (tests/test_source.py), and to CONTRIBUTING.md'
 
 
 def test_imports_go_down():
@@ -86,7 +88,7 @@ def test_imports_go_down():
         assert not imported & {*SCRIPTS}, f'{module} imports a script: move what it needs to a module'
         above = [name for name in imported if module not in SCRIPTS and level(name) > level(module)]
         assert not above, (f'{module} imports {above}, which are above it: see "Where does X go" in CONTRIBUTING.md, '
-                           'and move the function to the lower room')
+                           'and move the function to the lower layer')
 
 
 def test_no_module_imports_itself_by_way_of_others():
@@ -145,8 +147,8 @@ def test_test_modules_share_code_through_common_only():
 
 
 # -----------------------------------------------------------------------------
-# thermometers (CONTRIBUTING.md): printed, and failing for gross values only. `python -m pytest -n 0 -s
-# tests/test_source.py -k thermometer` shows them.
+# guidelines (CONTRIBUTING.md): printed, and failing for gross values only. `python -m pytest -n 0
+# -s tests/test_source.py -k printed` shows them.
 
 GROSS = {'lines of a function': 120, 'parameters of a function': 20, 'columns': 120}
 
@@ -166,7 +168,7 @@ def functions_of(path):
             yield f'{path.name}:{node.lineno} {node.name}', node.end_lineno - node.lineno + 1, n_parameters
 
 
-def test_a_thermometer_of_functions_is_printed():
+def test_long_functions_are_printed():
     warm = []
     for path in product_files().values():
         for name, n_lines, n_parameters in functions_of(path):
@@ -180,7 +182,7 @@ def test_a_thermometer_of_functions_is_printed():
           'their options count, too)')
 
 
-def test_a_thermometer_of_lines_is_printed():
+def test_the_length_of_lines_is_printed():
     lines = []
     for path in product_files().values():
         lines += [line for line in path.read_text(encoding='utf-8').splitlines() if line.strip()]
@@ -193,23 +195,57 @@ def test_a_thermometer_of_lines_is_printed():
 
 
 def count_tokens(path):
-    """The number of Python's tokens in a file, without comments, docstrings and ends of lines."""
+    """The number of Python's tokens in a file, without comments, docstrings, ends of lines, and the
+    types of parameters and results."""
     text = path.read_text(encoding='utf-8')
-    ignored = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in ignored]
-    docs = [node for node in ast.walk(ast.parse(text))
+    nodes = list(ast.walk(ast.parse(text)))
+    docs = [node for node in nodes
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None]
-    return len(tokens) - len(docs)
+    types = [node.returns for node in nodes if isinstance(node, ast.FunctionDef) and node.returns]
+    types += [node.annotation for node in nodes if isinstance(node, ast.arg) and node.annotation]
+    n_types = sum(1 + len(tokens_of(ast.unparse(node))) for node in types)  # with its colon or arrow
+    return len(tokens_of(text)) - len(docs) - n_types
 
 
-def test_a_thermometer_of_rooms_is_printed():
+def tokens_of(text):
+    ignored = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    return [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in ignored]
+
+
+RELATIVE = re.compile(
+    r'\b((of|for|by|in|to|at|from|on|with|into|behind) which|of whom|whose|those (that|of)|that (of|which)|'
+    r'what (it|is|has|an?|the|they|was)|which is|where (it|they|there))\b', re.IGNORECASE)
+
+
+def prose_of(path):
+    """The comments and docstrings of a file."""
+    text = path.read_text(encoding='utf-8')
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            yield ast.get_docstring(node) or ''
+
+
+def test_the_relative_clauses_of_comments_and_docstrings_are_printed():
+    n_words = n_clauses = 0
+    for path in product_files().values():
+        for prose in prose_of(path):
+            n_words += len(prose.split())
+            n_clauses += len(RELATIVE.findall(prose))
+    print(f'{100 * n_clauses / n_words:.2f} relative clauses per 100 words of comments and docstrings')
+    assert n_clauses / n_words < 0.02, 'write main clauses: the noun of the field first, one idea a sentence'
+
+
+def test_the_tokens_of_each_package_are_printed():
     sizes = collections.Counter()
     for path in source_files():
         name = path.relative_to(ROOT).as_posix()
         if not name.startswith(('tests/', 'test_', 'conftest', 'peers/', 'config/')):
             sizes[name.split('/')[0].removesuffix('.py')] += count_tokens(path)
-    for room, n_tokens in sizes.most_common():
-        print(f'{room}: {n_tokens:,} tokens')
+    for package, n_tokens in sizes.most_common():
+        print(f'{package}: {n_tokens:,} tokens')
     print(f'all together: {sizes.total():,} tokens')
     assert sizes.total() < 160_000  # Python 3.12 and later count the parts of an f-string
 
@@ -220,7 +256,7 @@ PRICES = {
     'choose_attention': (3, 2), 'choose_experts': (2, 1)}
 
 
-def test_a_thermometer_of_prices_is_printed():
+def test_the_prices_of_features_are_printed():
     for name, (most_lines, most_files) in PRICES.items():
         places = collections.Counter()
         for file, path in product_files().items():
@@ -256,8 +292,9 @@ finally:
 
 
 def trace(script, *args):
-    """(the files, the functions, without lambdas and comprehensions, that a run of a script executes; the tokens of the
-    modules of the product that are loaded then, the script's own included)."""
+    """(the files, the functions, without lambdas and comprehensions, that a run of a script
+    executes; the tokens of the modules of the product that are loaded then, the script's own
+    included)."""
     done = subprocess.run([sys.executable, '-c', TRACE, str(ROOT), script, *map(str, args)], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -267,12 +304,12 @@ def trace(script, *args):
 
 
 @pytest.mark.slow
-def test_a_thermometer_of_the_way_is_printed(tmp_path):
+def test_the_files_that_a_run_goes_through_are_printed(tmp_path):
     write_dataset(tmp_path / 'data', np.arange(900) % 37, np.arange(90) % 37)
     out = f'--out_dir={tmp_path / "out"}'
     way = ['two iterations of training', *trace(
         'train_jax.py', *MODEL, *SHORT, f'--dataset={tmp_path / "data"}', out, '--max_iters=2')]
-    assert_way(*way, at_most=(24, 270, 62_000), goal=(20, 200, 62_000))
+    assert_way(*way, at_most=(24, 275, 62_000), goal=(20, 200, 62_000))
     way = ['a sample of four tokens', *trace(
         'sample_jax.py', out, '--device=cpu', '--max_new_tokens=4', '--num_samples=1', '--start=ABC')]
     assert_way(*way, at_most=(21, 215, 55_000), goal=(18, 165, 54_000))

@@ -1,11 +1,11 @@
-"""Changes the product in small ways, one at a time, and says whether the tests of the room notice:
+"""Changes the product in small ways, one at a time, and says whether the tests of the module notice:
 
     python tools/mutants.py                     # all, in about 40 minutes on two cores
-    python tools/mutants.py cache sources       # rooms of this table
+    python tools/mutants.py cache sources       # modules of this table
     python tools/mutants.py step --against=HEAD~20    # with the tests of an earlier commit
 
-A mutant that survives is a claim that no test makes. Each runs in a copy of HEAD, where the test files of its room are
-run, the slow tests too, up to the first failure. Add mutants where a bug was found."""
+A mutant that survives is a behaviour that no test checks. Each runs in a copy of HEAD: the tests of its module,
+also the slow ones, up to the first failure. Add mutants where a bug was found."""
 import argparse
 import os
 import shutil
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 START = 'test_jax_transformer.py'
-ROOMS = {  # {room: (file of the product, test files, [(old text, which occurs once, new text)])}
+MODULES = {  # {module: (file of the product, test files, [(old text, which occurs once, new text)])}
     'model': ('jax_transformer.py', f'{START} pretrained attention layers experts families', [
         ('jnp.square(x - mean).mean', 'jnp.square(x).mean'),
         ('sinks_GxTQ = jnp.tile(sinks_H.reshape(G, Q), T)', 'sinks_GxTQ = jnp.repeat(sinks_H.reshape(G, Q), T, 1)'),
@@ -96,7 +96,7 @@ def passes(folder, names):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument('rooms', nargs='*', default=list(ROOMS))
+    parser.add_argument('modules', nargs='*', default=list(MODULES))
     parser.add_argument('--against', default='')
     args = parser.parse_args()
     n_killed = n_all = 0
@@ -109,19 +109,19 @@ def main():
             extract(tree, args.against, 'tests', 'conftest.py', START, 'pyproject.toml')
         os.environ['JAX_COMPILATION_CACHE_DIR'] = f'{temporary}/cache'  # what one mutant has compiled serves the next
         os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
-        for room in args.rooms:
-            file, names, mutants = ROOMS[room]
+        for module in args.modules:
+            file, names, mutants = MODULES[module]
             path, text = tree / file, (tree / file).read_text()
             wrong = [old for old, _ in mutants if text.count(old) != 1]
             if wrong:
                 sys.exit(f'error: {file} does not have exactly once: {wrong}')
             passed, why = passes(tree, names)
             if not passed:
-                sys.exit(f'error: the tests of {room} fail without a mutant: {why}')
+                sys.exit(f'error: the tests of {module} fail without a mutant: {why}')
             for old, new in mutants:
                 path.write_text(text.replace(old, new))
                 passed, why = passes(tree, names)
-                print(f'{"SURVIVED" if passed else "killed"}  {room}: {old}  ->  {new}  {why}', flush=True)
+                print(f'{"SURVIVED" if passed else "killed"}  {module}: {old}  ->  {new}  {why}', flush=True)
                 n_killed += not passed
                 n_all += 1
             path.write_text(text)

@@ -43,13 +43,14 @@ class Named(NamedTuple):
 
 def first_sentence(doc):
     """Returns the first sentence of a docstring, '' if it is none: too short, too long, a
-    signature, or with letters beyond ASCII."""
+    signature, the title of a list, or with letters beyond ASCII."""
     paragraphs = [re.sub(r'\s*\n\s*', ' ', text)
                   for text in re.split(r'\n\s*\n', (doc or '').strip())]
     text = next((text for text in paragraphs if not is_signature(text)), '')
     sentence = re.match(r'.+?[.!?](?=\s+[A-Z]|\s\s|$)|.*', text)[0]
     sentence = ' '.join(sentence.split())
-    if not 12 <= len(sentence) <= 200 or not sentence.isascii():
+    is_whole = sentence[-1:] not in ('', ':', ',')
+    if not is_whole or not 12 <= len(sentence) <= 200 or not sentence.isascii():
         return ''
     return sentence if sentence[-1] in '.!?' else f'{sentence}.'
 

@@ -3,23 +3,39 @@ import collections
 import itertools
 import random
 
-# The forms of questions: those of the train part, of the val part, and of the test.
+# The forms of questions: those of the train part, of the val part, and of the test. The train part
+# puts many forms together, because a model that has seen few takes their words for the place where
+# the name is.
+ASKED = ['what does {} do?', 'what is {} for?', 'what is {}?', "what's {}?", 'what is {} good for?',
+         'what is the purpose of {}?', 'why would I use {}?', 'when do I need {}?', '{}?', '{}',
+         'what happens in {}?', 'what is meant by {}?']
+TOLD = ['explain {}', 'tell me about {}', 'describe {}', 'tell me what {} does', 'say what {} is',
+        'describe {} in one sentence', 'summarize {}', 'define {}', 'remind me what {} does',
+        'give me a summary of {}', 'show me the documentation of {}', 'look up {}']
+SAID = ['I found {} in some code. What is it?', 'I see a call of {} here. What does it do?',
+        'I want to know what {} does.', 'I wonder what {} is for.', 'I do not understand {}.',
+        'my colleague uses {}. Why?', 'I am reading about {}. Explain it.', 'there is {}. Is it useful?']
+BEFORE = ['Hi, ', 'Hello! ', 'Quick question: ', 'Hey, ', 'In Python, ', 'Sorry, ', 'OK. ', 'So, ']
+BEHIND = [' Thanks.', ' Thank you!', ' Please.', ' I am new to Python.']
 WHAT = {
-    'train': ['What does {} do?', 'Explain {}.', 'Tell me what {} does.', '{}?', 'What is {} for?',
-              'Describe {} in one sentence.', 'I found {} in some code. What is it?'],
     'val': ['How would you describe {}?'],
     'test': ['Could you tell me what {} is used for?', 'Please explain what {} does.']}
 FOLLOW_UP = {
-    'train': ['And {}?', 'What about {}?', 'And what does {} do?', 'Now explain {}.'],
+    'train': ['And {}?', 'What about {}?', 'And what does {} do?', 'Now explain {}.', 'Also {}.',
+              'And what is {} for?', 'Next: {}.', 'Tell me about {}, too.', 'Then {}, please.',
+              'The same for {}?', 'I meant {}.', 'And the other one, {}?', 'Is {} like that?'],
     'val': ['And what is {}?'],
     'test': ['How about {}?', 'And could you explain {}?']}
 WHICH = {
-    'train': ['Which {kind} does this: {sentence}',
-              'Name the {kind} with this description: {sentence}'],
+    'train': ['Which {kind} does this: {sentence}', 'Search a {kind}: {sentence}',
+              'Name the {kind} with this description: {sentence}', 'I need a {kind}: {sentence}',
+              'What is the name of the {kind} with the docstring: {sentence}',
+              '{sentence} Which {kind} is that?', '{sentence} Name this {kind}.'],
     'val': ['Find the {kind}: {sentence}'],
     'test': ['Which {kind} is described by this: {sentence}']}
 HOLDS = {
-    'train': ['What is in {}?', 'What does {} contain?', 'List some names in {}.'],
+    'train': ['What is in {}?', 'What does {} contain?', 'List some names in {}.',
+              'Show me what {} holds.', 'Which functions are in {}?', 'Give me an overview of {}.'],
     'val': ['What can I find in {}?'],
     'test': ['Which names does {} have?']}
 HELLO = {
@@ -46,6 +62,7 @@ NOUNS = ['net', 'file', 'data', 'text', 'task', 'image', 'cloud', 'fast', 'auto'
 VERBS = ['get', 'set', 'make', 'find', 'load', 'save', 'open', 'close', 'merge', 'split', 'read',
          'write', 'send', 'parse', 'build', 'check', 'count', 'sort', 'fetch', 'copy']
 ENDINGS = ['utils', 'lib', 'tools', 'kit', 'py']
+N_FORMS = 7  # times that the train part asks for each name
 # items of each task
 N_TEST = {'forms': 300, 'invented': 100, 'follow_ups': 100, 'which': 100}
 
@@ -81,18 +98,32 @@ class Maker:
         """Returns a question in a form that is drawn."""
         return self.random.choice(forms[split]).format(text)
 
-    def about(self, named, split, form=None):
+    def ask_what(self, split, name):
+        """Returns a question what a name is."""
+        if split != 'train':
+            return self.ask(WHAT, split, name)
+        form = self.random.choice(self.random.choice([ASKED, TOLD, SAID]))
+        if form in TOLD:
+            begin, end = self.random.choice([('', '.'), ('please ', '.'), ('can you ', '?'),
+                                             ('could you ', '?'), ('I ask you to ', '.')])
+            form = begin + form + end
+        before = self.random.choice(BEFORE) if self.random.random() < 0.4 else ''
+        behind = self.random.choice(BEHIND) if self.random.random() < 0.2 else ''
+        if not before and not form.startswith('{'):
+            form = form[0].upper() + form[1:]
+        return f'{before}{form}{behind}'.format(name)
+
+    def about(self, named, split):
         """Returns the conversation that asks what a name is."""
-        form = form or self.random.choice(WHAT[split])
-        return [form.format(named.name), named.sentence]
+        return [self.ask_what(split, named.name), named.sentence]
 
     def about_part(self, named, split):
         """Returns the conversation that asks by the last part of a name, which no other has."""
-        return [self.ask(WHAT, split, named.last), named.sentence]
+        return [self.ask_what(split, named.last), named.sentence]
 
     def about_invented(self, name, split):
         """Returns the conversation that asks about a name that does not exist."""
-        return [self.ask(WHAT, split, name), self.refusal(name)]
+        return [self.ask_what(split, name), self.refusal(name)]
 
     def refusal(self, name):
         """Returns the answer about a name that does not exist."""
@@ -175,8 +206,8 @@ class Maker:
 
     def make(self, split, n_invented):
         """Returns all conversations of a split, each a list of questions and answers, shuffled."""
-        made = [self.about(named, split, form)
-                for named in self.names.values() for form in WHAT[split]]
+        n = N_FORMS if split == 'train' else 1
+        made = [self.about(named, split) for named in self.names.values() for _ in range(n)]
         made += [self.about_part(named, split) for named in self.known_alone for _ in range(2)]
         made += [self.follow_up(named, split) for named in self.neighbours for _ in range(2)]
         made += [self.which(named, split) for named in self.described for _ in range(2)]
