@@ -488,7 +488,7 @@ NEEDS = {
         'start': PROMPTS,
         'num_samples': PROMPTS,
         'output': PROMPTS,
-        'batch_size': PROMPTS,
+        'batch_size': Need('has_batches', 'several answers at a time: leave out --interactive'),
         'chat': NO_SERVER,
         'stream': NO_SERVER,
         'interactive': NO_SERVER,

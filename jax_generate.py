@@ -50,10 +50,11 @@ LARGEST_BIAS = 32
 
 class Controls(struct.PyTreeNode):
     """What compiled functions read of a Sampling: other numbers do not recompile. None is off, and
-    its computation is not compiled."""
+    its computation is not compiled. Where rows differ, a control is an array [B, 1]."""
     n_vocab: int = struct.field(pytree_node=False)  # only ids below it
-    stop_tokens: Any = ()  # int32 [n]; another number of them does recompile
+    stop_tokens: Any = ()  # int32 [n] or [B, n]; another number of them does recompile
     temperature: Any = None  # None is greedy
+    is_greedy: Any = None  # bool [B, 1] beside a temperature: rows that are greedy all the same
     top_k: Any = None
     top_p: Any = None
     min_p: Any = None
@@ -78,6 +79,34 @@ def create_controls(config: GPTConfig, sampling: Sampling) -> Controls:
     return Controls(n_vocab, **controls)
 
 
+def stack_controls(rows: list[Controls | None]) -> Controls:
+    """Returns the Controls of a batch of rows that have these Controls; None is a row that is not
+    read. All have the same n_vocab.
+
+    Each control is there, whatever the rows have, so that all batches have one program; what no row
+    has is not computed (where_any)."""
+    stacked = {}
+    for name, control in CONTROLS.items():
+        # in other rows it is off, to the bit: keep_largest keeps all tokens for an amount of 0,
+        # while of probabilities that sum to 1 rounding could cost the last
+        off = 0 if name == 'top_p' else control.off
+        values = [getattr(row, name, None) for row in rows]
+        filled_in = [off if value is None else value for value in values]
+        stacked[name] = np.array(filled_in, np.float32)[:, None]
+    is_greedy = stacked['temperature'] == 0
+    stacked['temperature'] = np.where(is_greedy, np.float32(1), stacked['temperature'])
+
+    # the stop tokens of each row, then -1, which is no token
+    known = [row for row in rows if row]
+    most = max(len(row.stop_tokens) for row in known)
+    stop_tokens = np.full((len(rows), power_of_two(max(4, most))), -1, np.int32)
+    for b, row in enumerate(rows):
+        if row:
+            stop_tokens[b, :len(row.stop_tokens)] = row.stop_tokens
+    return Controls(
+        known[0].n_vocab, stop_tokens=stop_tokens, is_greedy=is_greedy, **stacked)
+
+
 def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
     """One token id per row of float32 logits, [B]."""
     logits_BxV = sampling_logits(logits_BxV, controls)
@@ -87,7 +116,14 @@ def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
         def add_noise(logits_V, key):
             return logits_V + jax.random.gumbel(key, logits_V.shape, mode='high')
 
-        logits_BxV = jax.vmap(add_noise)(logits_BxV, key_B)
+        def draw(logits_BxV):
+            noisy_BxV = jax.vmap(add_noise)(logits_BxV, key_B)
+            if controls.is_greedy is None:
+                return noisy_BxV
+            return jnp.where(controls.is_greedy, logits_BxV, noisy_BxV)
+
+        is_drawn = True if controls.is_greedy is None else ~controls.is_greedy
+        logits_BxV = where_any(is_drawn, draw, logits_BxV)
     # the first of the largest (argmax); two plain reductions are faster on XLA:CPU
     is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
     return jnp.where(is_max_BxV, jnp.arange(controls.n_vocab), controls.n_vocab - 1).min(-1)
@@ -103,15 +139,25 @@ def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
     # the controls, in the order of transformers: each sees what the one before has left
     logits_BxV /= controls.temperature
     if controls.top_k is not None:
-        logits_BxV = keep_largest(logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), controls.top_k)
+        logits_BxV = where_any(controls.top_k, lambda logits_BxV: keep_largest(
+            logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), controls.top_k), logits_BxV)
     # keep the likeliest until their probabilities reach top_p (arXiv:1904.09751)
     if controls.top_p is not None:
-        logits_BxV = keep_largest(logits_BxV, jax.nn.softmax(logits_BxV), controls.top_p)
+        logits_BxV = where_any(controls.top_p, lambda logits_BxV: keep_largest(
+            logits_BxV, jax.nn.softmax(logits_BxV), controls.top_p), logits_BxV)
     # keep those that are at least min_p times as likely as the likeliest (arXiv:2407.01082)
     if controls.min_p is not None:
         least_Bx1 = logits_BxV.max(-1, keepdims=True) + jnp.log(controls.min_p)
         logits_BxV = jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
     return logits_BxV
+
+
+def where_any(control: Any, change: Callable[[Array], Array], logits_BxV: Array) -> Array:
+    """change(logits_BxV), where a control is not 0 in any row, which a compiled program looks up if
+    rows differ; else the logits as they are."""
+    if np.ndim(control) == 0:
+        return change(logits_BxV)
+    return jax.lax.cond((control != 0).any(), change, lambda logits_BxV: logits_BxV, logits_BxV)
 
 
 def keep_largest(logits_BxV: Array, weight_BxV: Array, amount: Array) -> Array:
@@ -188,8 +234,11 @@ def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
     """Samples each row's next token and appends it to the active rows. Returns (state, token_B)."""
     plain_BxV = logits_BxV
     if controls.repetition_penalty is not None:
-        logits_BxV = penalize_repetition(
-            logits_BxV, state.tokens_BxN, state.length_B, controls.repetition_penalty)
+        def penalize(logits_BxV):
+            return penalize_repetition(
+                logits_BxV, state.tokens_BxN, state.length_B, controls.repetition_penalty)
+
+        logits_BxV = where_any(controls.repetition_penalty - 1, penalize, logits_BxV)
     # the n-th token of a row is drawn by its own key, whatever else is in the batch
     key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B)
     token_B = sample_token(logits_BxV, key_B, controls).astype(jnp.int32)
@@ -217,6 +266,8 @@ def append_logprobs(state: DecodeState, plain_BxV: Array, logits_BxV: Array, tok
         sampling_logprob_B = jnp.zeros_like(logprob_B)
     else:
         sampling_logprob_B = log_probability(sampling_logits(logits_BxV, controls), token_B)
+        if controls.is_greedy is not None:
+            sampling_logprob_B = jnp.where(controls.is_greedy[:, 0], 0, sampling_logprob_B)
     return state.replace(
         logprob_BxN=jnp.where(is_next_BxN, logprob_B[:, None], state.logprob_BxN),
         sampling_logprob_BxN=jnp.where(
@@ -267,9 +318,9 @@ def prefill_layer(params: dict, cache: dict, stream: Stream, idx_BxT: Array, pos
     jax.jit, static_argnames=('config', 'n_draft', 'use_cache'), donate_argnames='state')
 def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, max_length: Array,
            n_slots: Array, *, config: GPTConfig, n_draft: int, use_cache: bool) -> DecodeState:
-    """Generates until every row has n_end new tokens, is longer than max_length, or is done: one
-    compiled loop over one of the three steps below. Ends early when a row is longer than the
-    cache's n_slots, or when drafts are useless."""
+    """Generates until every row has n_end new tokens (a number or [B]), is longer than max_length,
+    or is done: one compiled loop over one of the three steps below. Ends early when a row is longer
+    than the cache's n_slots, or when drafts are useless."""
     def room(state):
         """Number of tokens that each row may still get."""
         new_tokens_B = n_end - state.n_generated_B
@@ -424,10 +475,14 @@ class Decoder:
         holds."""
         self.prefix_cache = prefix_cache
         if prefix_cache.drafts_are_useless:
-            self.n_draft = 0
+            self.drop_drafts()
         cache, self.n_slots, n_held = prefix_cache.take(tokens_T, self.cache_options)
         self.state = self.state.replace(cache=cache)
         return n_held
+
+    def drop_drafts(self) -> None:
+        """Decodes one token per row and step from now on."""
+        self.n_draft = 0
 
     def grow(self, needed: int, batch_size: int) -> None:
         """Makes room for `needed` slots in the cache, or makes a new one if there is none."""
@@ -466,18 +521,23 @@ class Decoder:
 
     def advance(self, n_new: int) -> 'GenerationResult':
         """Adds n_new tokens to each row that has not ended, up to max_new_tokens in all, and
-        returns the GenerationResult so far.
+        returns the GenerationResult so far."""
+        self.n_end = min(self.n_end + n_new, self.sampling.max_new_tokens)
+        self.decode_until(self.n_end)
+        return copy_result(self.state, self.n_columns, self.sampling.max_new_tokens)
+
+    def decode_until(self, n_end: int | np.ndarray) -> None:
+        """Continues each row that has not ended to n_end new tokens, a number or int32 [B].
 
         It takes several compiled loops if the cache grows, rows leave it, or drafts turn out
         useless."""
-        self.n_end = n_end = min(self.n_end + n_new, self.sampling.max_new_tokens)
         B = len(self.state.tokens_BxN)
         while True:
             # the lengths of the rows that go on
             is_active_B = np.array(self.state.n_generated_B) < n_end
             length_B = np.array(self.state.length_B)[is_active_B & ~np.array(self.state.done_B)]
             if len(length_B) == 0:
-                return copy_result(self.state, self.n_columns, self.sampling.max_new_tokens)
+                return
             # rows that are too long for the cache wait until no other row is left
             cached_B = length_B[length_B <= self.max_cached]
             use_cache = len(cached_B) > 0
@@ -491,11 +551,11 @@ class Decoder:
             # drafts that are useless end a compiled loop, and the next one has none
             drafted, accepted = int(self.state.drafted), int(self.state.accepted)
             if self.n_draft and drafts_are_useless(drafted, accepted, B):
-                self.n_draft = 0
+                self.drop_drafts()
             # one compiled loop; it may end before the rows do
             self.state = decode(
-                self.params, self.state, self.controls, np.int32(n_end), np.int32(max_length),
-                np.int32(n_slots), config=self.config,
+                self.params, self.state, self.controls, np.asarray(n_end, np.int32),
+                np.int32(max_length), np.int32(n_slots), config=self.config,
                 n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
 
     def end_rows(self, is_over_B: ArrayLike) -> None:

@@ -5,13 +5,14 @@
     print(model.generate(['Once upon a time'], max_new_tokens=100)[0])
 """
 import bisect
+import collections
 import contextlib
 import dataclasses
 import functools
 import secrets
 import sys
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax_devices.choose import config_for_decoding
 from jax_devices.layout import Layout, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
-from jax_flags import TextSampling, UserError, shows_fields
+from jax_flags import TextSampling, UserError, check_ranges, shows_fields
 from jax_generate import PrefixCache, Prompts, right_padded, score, start_rows
 from jax_hub.folders import local_path
 from jax_hub.tokenizers import (
@@ -265,6 +266,62 @@ class TextModel:
         from jax_hub.chats import final_answer
         return final_answer(generation.texts[0][len(generation.prompt_texts[0]):])
 
+    @shows_fields(TextSampling)
+    def serve(self, requests: Iterable[str | list[dict[str, Any]] | dict[str, Any]], *,
+              batch_size: int = 8, sampling: TextSampling = TextSampling(),
+              **changes) -> Iterator[dict[str, Any]]:
+        """Yields the answer to each request as soon as it is finished: {'number': of the request, and
+        the fields of Generation.describe}. batch_size of them are made at a time, and one that has
+        ended makes room for the next.
+
+        requests: texts, messages of chats, or {'prompt': either, 'first_sample': a number, and
+        fields of TextSampling by name}. They are taken when there is room, so that a generator may
+        depend on the answers so far.
+        sampling, changes: what a request leaves out. The text is the one that generate continues,
+        or chat. Raises UserError as these do; answers that were yielded before are whole."""
+        check_ranges({'batch_size': batch_size})
+        from jax_apps.batching import Batch  # what writes one text needs none of it
+        batch = Batch(batch_size)
+        sampling = dataclasses.replace(sampling, **changes)
+        waiting = enumerate(requests)
+        answers = collections.deque()  # those under way
+        while True:
+            # a new one begins before the others go on
+            new = next(waiting, None) if len(answers) < batch_size else None
+            if new is not None:
+                answers.appendleft(self.make_answer(*new, sampling, batch))
+            if not answers:
+                return
+            answer = answers.popleft()
+            finished = next(answer)
+            if finished is None:
+                answers.append(answer)
+            else:
+                yield finished
+
+    def make_answer(self, number, request, sampling, batch):
+        """Yields None after each chunk of the answer to a request of serve, then the answer."""
+        if not isinstance(request, dict):
+            request = {'prompt': request}
+        names = [field.name for field in dataclasses.fields(TextSampling)]
+        unknown = request.keys() - {'prompt', 'first_sample', *names}
+        if unknown or 'prompt' not in request:
+            raise UserError(f'request {number} needs a prompt, and may have first_sample and fields '
+                            f'of TextSampling, not {sorted(unknown)}')
+        changes = {name: request[name] for name in names if name in request}
+        prompt = request['prompt']
+        generation = Generation(
+            self, [self.encode(prompt)], dataclasses.replace(sampling, **changes),
+            first_sample=request.get('first_sample', 0), logprobs=True, batch=batch)
+        with contextlib.closing(iter(generation)) as chunks:
+            for _ in chunks:
+                yield None
+        answer = {'number': number, **generation.describe(0)}
+        if not isinstance(prompt, str):
+            from jax_hub.chats import final_answer
+            answer['text'] = final_answer(answer['text'])
+        yield answer
+
     def logprobs(self, texts: str | list[str], *, max_length: int = 0, batch_size: int = 16,
                  cache_dtype: str = 'auto') -> list[tuple] | tuple:
         """Returns for each text (ids, the natural log-probability of each); of one text that is not
@@ -417,7 +474,7 @@ class Generation:
 
     def __init__(self, model: TextModel, prompts: list[list[int]], sampling: TextSampling, *,
                  num_samples: int = 1, first_sample: int | list[int] = 0, streaming: bool = False,
-                 prefix_cache: PrefixCache | None = None, logprobs: bool = False):
+                 prefix_cache: PrefixCache | None = None, logprobs: bool = False, batch=None):
         """Prepares the batch; what makes no sense raises UserError when the first chunk is
         generated.
 
@@ -427,8 +484,10 @@ class Generation:
         first_sample: the number of the random stream of a prompt's first sample; of one sample of
         each prompt it may be a list of them.
         streaming: whether chunks are small, for a reader.
-        prefix_cache, logprobs: as for jax_generate.generate_stream."""
+        prefix_cache, logprobs: as for jax_generate.generate_stream.
+        batch: of one row, the Batch (jax_apps/batching.py) in which others are decoded with it."""
         self.model = model
+        self.batch = batch
         self.streaming = streaming
         stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
         self.stops = [text for text in stop if text]
@@ -477,6 +536,8 @@ class Generation:
         clock.lap()
         with layout.mesh_context():
             decoder = self.start()
+        if self.batch is not None:
+            decoder = self.batch.join(decoder)
         with contextlib.closing(decoder):
             n_new = 1  # the first lap is that of the prefill
             while True:

@@ -26,7 +26,7 @@ each_line = False # each line of the FILE is a prompt of its own
 chat = False # the prompts are questions, asked in the form of the model's chat template; prints the answers
 system = '' # system prompt of a chat
 num_samples = 10 # number of samples to draw for each prompt
-batch_size = 16 # rows, prompts times samples, that are generated at a time; more need more memory
+batch_size = 16 # rows, prompts times samples or answers of --serve, that are generated at a time; more need more memory
 max_new_tokens = 500 # number of tokens generated in each sample
 temperature = 0.8 # 1.0 = no change, < 1.0 = less random, > 1.0 = more random; 0 is greedy
 top_k = 200 # sample from the top_k most likely tokens only; 0 is all
@@ -71,6 +71,7 @@ facts = {
     'has_file': cfg.start.startswith('FILE:'),
     'is_chat': cfg.chat or cfg.interactive or cfg.serve,
     'takes_prompts': not (cfg.interactive or cfg.serve),
+    'has_batches': not cfg.interactive,
     'is_alone': not cfg.serve}
 check_needs('sample_jax', facts, given)
 if os.path.isdir(cfg.output):
@@ -169,7 +170,8 @@ if jax.process_count() > 1:
         raise UserError(f'{"serve" if cfg.serve else "interactive"} takes one process')
 if cfg.serve:
     from jax_apps.serve import Server
-    server = Server(cfg.host, cfg.serve, allow=cfg.allow)  # a port in use is told before the model is loaded
+    server = Server(  # a port in use is told before the model is loaded
+        cfg.host, cfg.serve, allow=cfg.allow, batch_size=cfg.batch_size)
 imports_s = time.perf_counter() - started
 
 # load the model

@@ -1,12 +1,14 @@
 """A page to talk to a model, and OpenAI's API: sample_jax.py --serve=8000.
 
 Two kinds of threads. Each connection has one, in which a Handler reads the request, puts it into
-the queue as a Job, and writes the answer. The main thread has the model and makes the answers, one
-after the other (Server.run): the time limit of a chat template works there only. It hands over each
-piece of an answer as it is made, and looks before the next whether the client is still there.
+the queue as a Job, and writes the answer. The main thread has the model and makes the answers
+(Server.run): the time limit of a chat template works there only. Answers take turns, a chunk each,
+and those of one row are decoded together (batching.py). It hands over each piece of an answer as it
+is made, and looks before the next whether the client is still there.
 
 Standard library only; JAX and the model are behind jax_text. What this is not: docs/models.md#serve
 """
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
 
+from jax_apps.batching import Batch
 from jax_flags import CONTROLS, UserError
 from jax_generate import PrefixCache
 from jax_hub.chats import final_answer
@@ -35,6 +38,7 @@ PAGE = Path(__file__).with_name('page.html')
 BODY_BYTES = 2**20  # of a request, at most
 CONNECTIONS = 128  # and threads, at a time; one more is closed
 QUEUED = CONNECTIONS  # requests that wait for the model, at most; one more is refused with 429
+BATCH_SIZE = 16  # answers that are made at a time
 ROWS = 64  # of one request, prompts times n, at most
 PATIENCE = 30  # seconds without a byte after which a client counts as gone
 PAUSE = 0.05  # seconds between two pieces of an answer, at least: to send one takes time, too
@@ -185,7 +189,8 @@ class Job:
         # is all that fit
         self.prompts = read_prompts(body, is_chat)
         self.n = read_field(body, 'n', int) or 1
-        if not 1 <= self.n * len(self.prompts) <= ROWS:
+        self.n_rows = self.n * len(self.prompts)
+        if not 1 <= self.n_rows <= ROWS:
             raise Refusal(400, f'a request has at most {ROWS} answers, prompts times n', 'n')
         self.continues = is_chat and read_field(body, 'continue_final_message', bool)
         self.n_kept = read_field(body, 'truncate_prompt_tokens', int)
@@ -204,11 +209,14 @@ class Job:
         self.is_stream = read_field(body, 'stream', bool)
         options = read_field(body, 'stream_options', dict) or {}
         self.wants_usage = read_field(options, 'include_usage', bool)
-        if self.is_stream and self.n * len(self.prompts) > 1:
+        if self.is_stream and self.n_rows > 1:
             raise Refusal(400, 'a stream has one answer: n of 1, and one prompt', 'stream')
         if self.echo and (is_chat or self.is_stream or not self.wants_logprobs or self.n > 1):
             raise Refusal(400, 'echo is for the logprobs of prompts: of a completion with logprobs, '
                           'without stream', 'echo')
+
+        # one row is decoded with those of others, several are a batch of their own
+        self.has_own_batch = self.n_rows > 1 or self.echo
 
         # the answer
         self.id = secrets.token_hex(12)
@@ -284,17 +292,19 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True  # an answer under way does not keep the process
     request_queue_size = CONNECTIONS
 
-    def __init__(self, host, port, n_queued=QUEUED, allow=''):
+    def __init__(self, host, port, n_queued=QUEUED, allow='', batch_size=BATCH_SIZE):
         """allow: names of hosts under which it may be asked, and origins (http://...) of pages that
-        may ask it, with commas between them. Raises UserError for an address on which it cannot
-        listen."""
+        may ask it, with commas between them. batch_size: how many answers are made at a time.
+        Raises UserError for an address on which it cannot listen."""
         self.host = host
         allowed = [part.strip().lower().rstrip('/') for part in allow.split(',') if part.strip()]
         self.allowed_names = [part for part in allowed if '://' not in part]
         self.allowed_origins = [part for part in allowed if '://' in part]
         self.changed = threading.Condition()
-        self.jobs = []  # those that wait; a None ends run()
+        self.jobs = []  # those that wait
+        self.is_ending = False
         self.n_queued = n_queued
+        self.batch_size = batch_size
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             self.address_family, _, _, _, address = found[0]
@@ -320,26 +330,41 @@ class Server(ThreadingHTTPServer):
         self.name = name
         self.description = repr(dataclasses.replace(model, title=name))
         self.prefix_cache = PrefixCache()  # of the text before; a chat goes on where it was
+        self.batch = Batch()
+        self.own_batch_is_there = False  # one at a time, which bounds the memory
         self.n_answers = 0  # that had no seed
         threading.Thread(target=self.serve_forever, daemon=True).start()
         try:
-            for job in iter(self.next_job, None):
-                self.answer(job)
+            self.take_turns()
         finally:
             self.shutdown()
             self.server_close()
 
+    def take_turns(self):
+        """Makes a chunk of each answer in turn, until stop(). A new one begins before the others
+        go on."""
+        answers = collections.deque()
+        while answers or not self.is_ending:
+            if len(answers) < self.batch_size:
+                job = self.next_job(waits=not answers)
+                if job:
+                    answers.appendleft(self.answer(job))
+            if answers:
+                answer = answers.popleft()
+                if next(answer, None):
+                    answers.append(answer)
+
     def stop(self):
-        """Ends run() after the answer under way, from another thread."""
+        """Ends run() after the answers under way, from another thread."""
         with self.changed:
-            self.jobs.insert(0, None)
+            self.is_ending = True
             self.changed.notify()
 
     def enter(self, job):
         """Puts a Job into the queue. Raises Refusal if it is full of clients that are still
         there."""
         with self.changed:
-            for other in [other for other in self.jobs if other and other.is_gone()]:
+            for other in [other for other in self.jobs if other.is_gone()]:
                 self.jobs.remove(other)
                 other.events.put(None)
             if len(self.jobs) >= self.n_queued:
@@ -348,35 +373,43 @@ class Server(ThreadingHTTPServer):
             self.jobs.append(job)
             self.changed.notify()
 
-    def next_job(self):
-        """Waits for a Job and takes it out of the queue."""
+    def next_job(self, waits):
+        """Takes the first Job that can begin out of the queue, and returns it. None if there is
+        none, or stop() was called. waits: whether to wait for one."""
         with self.changed:
-            while not self.jobs:
+            while waits and not self.jobs and not self.is_ending:
                 self.changed.wait(1)  # on Windows a longer one would hold back Ctrl-C
-            return self.jobs.pop(0)
+            ready = [job for job in self.jobs
+                     if not (job.has_own_batch and self.own_batch_is_there)]
+            if self.is_ending or not ready:
+                return None
+            self.jobs.remove(ready[0])
+            return ready[0]
 
     def answer(self, job):
-        """Makes the answer of a Job, unless the client goes away; whatever happens, the server goes
-        on."""
+        """Makes the answer of a Job, unless the client goes away, and yields True after each chunk;
+        whatever happens, the server goes on."""
         try:
             if job.is_gone():
                 return
             prompts = [self.encode(job, prompt) for prompt in job.prompts]
             if job.echo:
-                job.events.put(self.score(job, prompts))
+                yield from self.score(job, prompts)
                 return
-            n_rows = len(prompts) * job.n
             number = 0  # of a sample; with a seed the first, as sample_jax.py makes it
             if not job.has_seed:
                 number = self.n_answers
-                self.n_answers += n_rows
+                self.n_answers += job.n_rows
+            make, shared = self.make_all, {}
+            if not job.has_own_batch:
+                make = self.make_pieces
+                shared = {'batch': self.batch, 'prefix_cache': self.prefix_cache}
             generation = Generation(
                 self.model, prompts, job.sampling, num_samples=job.n, first_sample=number,
-                streaming=n_rows == 1, prefix_cache=self.prefix_cache if n_rows == 1 else None,
-                logprobs=bool(job.wants_logprobs))
-            make = self.make_pieces if n_rows == 1 else self.make_all
-            if make(job, generation):
-                job.events.put([describe_end(job, generation, i) for i in range(n_rows)])
+                streaming=True, logprobs=bool(job.wants_logprobs), **shared)
+            has_stayed = yield from make(job, generation)
+            if has_stayed:
+                job.events.put([describe_end(job, generation, i) for i in range(job.n_rows)])
         except UserError as error:
             job.events.put(Refusal(400, str(error)))
         except Refusal as refusal:
@@ -388,9 +421,13 @@ class Server(ThreadingHTTPServer):
             job.events.put(None)
 
     def score(self, job, prompts):
-        """Returns the Ends of a request for the log-probabilities of its prompts, in front of what
-        follows them."""
-        generation = Generation(self.model, prompts, job.sampling, logprobs=True).finish()
+        """Hands over the Ends of a request for the log-probabilities of its prompts, in front of
+        what follows them; yields True after each chunk of that."""
+        generation = Generation(
+            self.model, prompts, job.sampling, streaming=True, logprobs=True)
+        has_stayed = yield from self.make_all(job, generation)
+        if not has_stayed:
+            return
         rows = [generation.result.tokens[i, :generation.result.lengths[i]].tolist()
                 for i in range(len(prompts))]
         scores = self.model.score([[(ids, 1)] for ids in rows], with_top=True)
@@ -404,11 +441,21 @@ class Server(ThreadingHTTPServer):
                 text=generation.texts[i], logprobs={
                     'tokens': texts, 'token_logprobs': [None, *logprobs.tolist()],
                     'top_logprobs': [None, *likeliest], 'text_offset': offsets}))
-        return ends
+        job.events.put(ends)
 
     def make_all(self, job, generation):
-        """Makes several rows in one batch, and returns whether the client has stayed to the end."""
-        return all(not job.is_gone() for _ in generation)
+        """Makes several rows in one batch, yields True after each chunk, and returns whether the
+        client has stayed to the end."""
+        self.own_batch_is_there = True
+        try:
+            with contextlib.closing(iter(generation)) as chunks:
+                for _ in chunks:
+                    if job.is_gone():
+                        return False
+                    yield True
+        finally:
+            self.own_batch_is_there = False
+        return True
 
     def encode(self, job, prompt):
         """Returns the token ids of a prompt of a Job. Raises UserError or Refusal."""
@@ -444,8 +491,8 @@ class Server(ThreadingHTTPServer):
         return [*self.model.encode(messages), *self.model.tokenizer.encode(said, begin=False)]
 
     def make_pieces(self, job, generation):
-        """Hands over the pieces of an answer, and returns whether the client has stayed to its
-        end."""
+        """Hands over the pieces of an answer, yields True after each, and returns whether the
+        client has stayed to its end."""
         text, n_shown, shown_at = '', 0, 0
         with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
             for piece in pieces:
@@ -455,6 +502,7 @@ class Server(ThreadingHTTPServer):
                 if job.is_stream and time.monotonic() - shown_at >= PAUSE:
                     shown_at = time.monotonic()
                     n_shown = self.show(job, text, n_shown)
+                yield True
         self.show(job, text, n_shown)
         return True
 

@@ -28,9 +28,10 @@ from safetensors.numpy import load_file, save_file
 
 import jax_generate
 from jax_devices.layout import setup_distributed_training
-from jax_flags import UserError
+from jax_flags import TextSampling, UserError
 from jax_run.checkpoints import choose_checkpoint, run_folder
 from jax_run.log import read_metrics
+from jax_text import Generation
 from jax_train_utils import create_train_state, language_model, make_train_step
 from jax_transformer import GPT, GPTConfig
 
@@ -86,6 +87,56 @@ def random_tokens(*shape, seed=0, config=TINY):
 def apply(config, params, *args, **options):
     """What the model returns, compiled: the logits [B, T, V] of ids [B, T], unless a method is named."""
     return GPT(config).apply({'params': params}, *args, **options)
+
+
+def random_request(rng, letters, longest=30):
+    """A request of TextModel.serve with a prompt, a length, a seed and controls of its own. rng: a random.Random."""
+    request = {'prompt': ''.join(rng.choices(letters, k=rng.randint(1, longest))), 'seed': rng.randrange(1000),
+               'max_new_tokens': rng.randint(1, longest), 'temperature': rng.choice([0, 0.5, 1, 1.5]),
+               'top_k': rng.choice([0, 5, 200])}
+    for name, value in {'top_p': 0.9, 'min_p': 0.05, 'repetition_penalty': 1.2, 'stop': rng.choice(letters)}.items():
+        if rng.random() < 0.25:
+            request[name] = value
+    return request
+
+
+def generate_alone(model, request):
+    """The finished Generation of a request of TextModel.serve."""
+    options = {name: value for name, value in request.items() if name != 'prompt'}
+    return Generation(model, [model.encode(request['prompt'])], TextSampling(**options), logprobs=True).finish()
+
+
+def lead(generation, n):
+    """By how much the n-th new token of a Generation led, in the logits of which the largest was taken."""
+    model, sampling, row = generation.model, generation.sampling, generation.result.tokens[:1]
+    end = generation.lengths[0] + n
+    first = max(0, end - model.config.block_size)
+    logits = apply(model.config, model.params, row[:, first:end])[:, -1]
+    controls = jax_generate.create_controls(model.config, sampling)
+    if controls.repetition_penalty is not None:
+        logits = jax_generate.penalize_repetition(logits, row, jnp.array([end]), controls.repetition_penalty)
+    logits = jax_generate.sampling_logits(logits, controls)
+    if controls.temperature is not None:
+        prompts = generation.start.args[2]
+        key = jax.random.fold_in(jax.random.fold_in(prompts.rng[0], prompts.sample_index_B[0]), n)
+        logits += jax.random.gumbel(key, logits.shape[1:], mode='high')
+    second, likeliest = np.sort(logits[0])[-2:]
+    return float(likeliest - second)
+
+
+def assert_as_alone(alone, text, logprobs=None, is_whole=True):
+    """A text, or the beginning of one, is that of a Generation alone, unless two tokens are a tie where they part; its
+    log-probabilities are equal within 1e-4."""
+    expected = alone.texts[0][len(alone.prompt_texts[0]):]
+    n = len(os.path.commonprefix([text, expected]))
+    if n == len(text) and (n == len(expected) or not is_whole):
+        if logprobs is not None:
+            new = slice(alone.lengths[0], alone.lengths[0] + len(logprobs))
+            np.testing.assert_allclose(logprobs, alone.result.logprobs[0, new], atol=1e-4)
+        return
+    n_tokens = next(i for i in range(len(expected) + 1) if len(alone.model.tokenizer.decode(
+        alone.result.tokens[0, :alone.lengths[0] + i + 1].tolist())) > len(alone.prompt_texts[0]) + n)
+    assert lead(alone, n_tokens) < 1e-5, (text, expected)
 
 
 def cached_logits(config, params, idx_BxT, cache, ends):

@@ -33,7 +33,7 @@ METHODS = {
     'generate': f'texts {SAMPLING}', 'stream': f'prompt {SAMPLING}'.replace('num_samples ', ''),
     'chat': f'messages tools chat_template_kwargs {SAMPLING}'.replace('num_samples ', ''),
     'logprobs': 'texts max_length batch_size cache_dtype', 'logits': 'text', 'hidden_states': 'text',
-    'attention': 'text'}
+    'attention': 'text', 'serve': f'requests batch_size {SAMPLING}'.replace('num_samples first_sample ', '')}
 
 
 @pytest.mark.parametrize('module', PUBLIC)

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import jax
@@ -14,11 +15,14 @@ import numpy as np
 import pytest
 
 import jax_apps.serve
+from jax_apps.batching import Batch
 from jax_flags import TextSampling
 from jax_hub.chats import SECONDS
 from jax_apps.serve import BODY_BYTES, Server
 from jax_text import Generation, load
-from tests.common import GOLDEN, ROOT, assert_refused, edit_json, sample, samples_of, slow, start, wait_for
+from tests.common import (
+    GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, generate_alone, random_request, sample, samples_of, slow,
+    start, wait_for)
 
 openai = pytest.importorskip('openai')
 
@@ -505,11 +509,13 @@ def test_an_answer_that_was_cut_goes_on(of_chats):
 class Slow(Generation):
     """A Generation that waits for `allowed` before each piece."""
     made = 0
+    made_by = []
     allowed = threading.Event()
 
     def pieces(self, **options):
         for piece in super().pieces(**options):
             Slow.made += 1
+            Slow.made_by.append(self)
             Slow.allowed.wait(0.05)
             yield piece
 
@@ -519,6 +525,7 @@ def slowly(monkeypatch):
     monkeypatch.setattr(jax_apps.serve, 'Generation', Slow)
     monkeypatch.setattr('jax_text.STREAM_CHUNK', 1)
     monkeypatch.setattr(Slow, 'made', 0)
+    monkeypatch.setattr(Slow, 'made_by', [])
     Slow.allowed.clear()
     yield Slow
     Slow.allowed.set()
@@ -536,7 +543,7 @@ def test_a_client_that_hangs_up_frees_the_model_within_a_token(of_run, slowly):
 
 
 def test_a_full_queue_is_429_until_a_client_in_it_hangs_up(finished, slowly):
-    with serving(finished[0], n_queued=2) as server, contextlib.ExitStack() as clients:
+    with serving(finished[0], n_queued=2, batch_size=1) as server, contextlib.ExitStack() as clients:
         first = clients.enter_context(open_request(server))
         wait_for('the first token', lambda: slowly.made)
         waiting = [clients.enter_context(open_request(server, max_tokens=3)) for _ in range(2)]
@@ -577,6 +584,78 @@ def test_of_eight_clients_half_hang_up_and_the_others_have_their_answers(of_run)
         thread.join(60)
     assert errors == [] and answers == [expected] * 4
     assert is_well(of_run)
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """How many answers have had a chunk together, chunk by chunk."""
+    sizes, decode = [], Batch.decode
+
+    def record(self, rows, n_new):
+        sizes.append(len(rows))
+        decode(self, rows, n_new)
+
+    monkeypatch.setattr(Batch, 'decode', record)
+    return sizes
+
+
+@pytest.mark.parametrize('n_requests', [30, slow(1000)])
+def test_mixed_requests_at_random_times_have_the_texts_that_each_has_alone(of_chats, batches, n_requests):
+    rng = random.Random(5)
+    requests = [random_request(rng, 'abcdefgh') for _ in range(n_requests)]
+    patience = [rng.uniform(0, 0.3) if rng.random() < 0.2 else None for _ in requests]  # a fifth hang up
+    pauses = [rng.expovariate(20) for _ in requests]
+
+    def be_client(i):
+        time.sleep(pauses[i])
+        body = {'max_tokens': requests[i]['max_new_tokens'], **requests[i]}
+        if patience[i] is None:
+            status, text = post(of_chats, {**body, 'logprobs': 0})
+            assert status == 200, text
+            choice = json.loads(text)['choices'][0]
+            return choice['text'], choice['logprobs']['token_logprobs']
+        with open_request(of_chats, stream=True, **body) as client:
+            client.settimeout(patience[i])
+            with contextlib.suppress(TimeoutError):
+                client.recv(1000)
+
+    with ThreadPoolExecutor(16) as clients:
+        answers = list(clients.map(be_client, range(n_requests)))
+    assert max(batches) > 4
+    for request, answer in zip(requests, answers):
+        if answer:
+            assert_as_alone(generate_alone(of_chats.model, request), *answer)
+
+
+def test_an_answer_begins_before_the_others_go_on(of_run, slowly, monkeypatch):
+    n_entered, enter = [], Server.enter
+
+    def record(self, job):
+        n_entered.append(len(slowly.made_by))
+        enter(self, job)
+
+    monkeypatch.setattr(Server, 'enter', record)
+    with contextlib.ExitStack() as clients:
+        for _ in range(4):
+            clients.enter_context(open_request(of_run, stream=True))
+        wait_for('four answers', lambda: len(set(slowly.made_by)) == 4)
+        complete(of_run, max_tokens=1)
+    last = list(dict.fromkeys(slowly.made_by))[4]
+    assert slowly.made_by.index(last) <= n_entered[-1] + 1  # the piece of another that was being made
+
+
+def test_a_failure_of_the_batch_ends_its_answers_and_the_server_goes_on(of_run, monkeypatch, capsys):
+    expected = complete(of_run, seed=7).choices[0].text
+
+    def fail(*args):
+        raise MemoryError('no more')
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(4) as clients:
+        patch.setattr('jax_apps.batching.put_row', fail)
+        answers = list(clients.map(lambda seed: post(of_run, {'prompt': 'the fox', 'seed': seed}), range(4)))
+    assert 500 in {status for status, _ in answers} <= {200, 500}
+    assert 'MemoryError' in capsys.readouterr().err
+    assert complete(of_run, seed=7).choices[0].text == expected
 
 
 def test_connections_that_say_nothing_are_bounded_and_end(finished, monkeypatch):
@@ -656,7 +735,7 @@ def test_a_server_that_cannot_be_is_refused(finished):
             (['--host=a'], 'nothing reads host=a without a server'),
             ([f'--serve={free_port()}', '--host=999.1.1.1'], 'cannot listen on 999.1.1.1'),
             ([f'--serve={free_port()}', '--host=8.8.8.8'], 'cannot listen on 8.8.8.8'),
-            ([f'--serve={free_port()}', '--system=a'], 'no chat template; data.chat.prepare.py --template=plain')]:
+            ([f'--serve={free_port()}', '--system=a'], 'no chat template')]:
         assert_refused(sample(finished[0], *flags), message)
 
 

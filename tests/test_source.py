@@ -20,7 +20,7 @@ from tests.common import MODEL, ROOT, SHORT, write_dataset
 # imports go down: a module imports those of its own layer and of layers before it, without a circle
 LAYERS = [
     ('jax_flags',), ('jax_ops',), ('jax_devices',), ('jax_transformer',), ('jax_generate',),
-    ('jax_hub', 'jax_pretrained'), ('jax_run', 'jax_train_utils'), ('jax_text',),
+    ('jax_hub', 'jax_pretrained'), ('jax_run', 'jax_train_utils'), ('jax_apps.batching',), ('jax_text',),
     ('jax_run.pretrained', 'jax_run.start', 'jax_run.verify'), ('jax_run.notebook', 'jax_apps'), ('tools',)]
 SCRIPTS = ('nano_jax', 'train_jax', 'sample_jax', 'eval_jax', 'export_jax', 'bench_jax', 'plot_jax')
 FOLDERS = ('jax_ops', 'jax_run', 'jax_hub', 'jax_devices', 'jax_apps', 'tools')

@@ -1,0 +1,272 @@
+"""Answers that are decoded together, although each begins and ends when it does.
+
+A Generation of one row has a Decoder. With a Batch it has a Row in its place, which is asked for
+tokens in the same way: by as many callers in turn as there are rows, in one thread. A row that asks
+alone is decoded by its own Decoder. If several are there, they are rows of one Decoder, and the
+first that asks for more tokens gets a chunk of them for all; the others then find theirs. So a row
+joins and leaves between two chunks, and nobody waits for the end of another answer.
+
+The text of a row does not depend on the others: its random numbers are its own (jax_text.py), and
+so are its sampling controls, an array each (stack_controls). With one number of rows and of slots
+of the KV cache, logits have the same bits in whatever company; another number of either moves them
+by rounding.
+"""
+import functools
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flags import UserError
+from jax_generate import (
+    Decoder, commit, copy_result, create_decode_state, power_of_two, stack_controls)
+from jax_transformer import select_rows
+
+CHUNK = 8  # tokens of each row between two looks at who has come and gone
+SLOW_STEP = 0.05  # seconds: while steps take longer, a chunk is one
+# what decoding changes of a DecodeState, beside the cache and its counts
+CHANGED = ('tokens_BxN', 'length_B', 'n_generated_B', 'done_B', 'logprob_BxN',
+           'sampling_logprob_BxN')
+
+
+class Row:
+    """Takes the place of the Decoder of one row, as a Generation uses it.
+
+    Its decoder has the whole state while it has no place in the batch; else a copy of the state on
+    the host, without the cache."""
+
+    def __init__(self, batch, decoder):
+        self.batch = batch
+        self.decoder = decoder
+        self.place = None  # the index of its row in the state of the batch
+        self.n_read = 0  # new tokens that the caller has seen
+
+    def advance(self, n_new):
+        """Adds tokens, up to n_new of them as a rule, and returns the GenerationResult so far."""
+        result = self.batch.advance(self, n_new)
+        self.n_read = self.n_generated
+        self.decoder.n_end = self.n_generated
+        return result
+
+    def end_rows(self, is_over_B):
+        """Ends the row if the caller wants no more tokens of it, bool [1]."""
+        self.decoder.end_rows(is_over_B)
+
+    @property
+    def is_over(self):
+        """Whether the caller has all tokens."""
+        return self.decoder.is_over and self.n_read == self.n_generated
+
+    def close(self):
+        """Leaves the batch."""
+        self.batch.leave(self)
+
+    @property
+    def n_generated(self):
+        return int(np.asarray(self.decoder.state.n_generated_B)[0])
+
+    @property
+    def length(self):
+        return int(np.asarray(self.decoder.state.length_B)[0])
+
+    @property
+    def is_shared(self):
+        """Whether it is decoded together with others: it goes on, and a cache can hold it. What is
+        computed without one, past the positions that a model has learned, gains nothing by it."""
+        is_done = bool(np.asarray(self.decoder.state.done_B)[0])
+        has_room = self.n_generated < self.decoder.sampling.max_new_tokens
+        return not is_done and has_room and self.length <= self.decoder.max_cached
+
+    def end_of_chunk(self, n_new):
+        """Returns how many new tokens the row has after n_new more, as far as it is shared."""
+        n_prompt = self.length - self.n_generated
+        return min(self.n_generated + n_new, self.decoder.sampling.max_new_tokens,
+                   self.decoder.max_cached + 1 - n_prompt)
+
+    @property
+    def kind(self):
+        """What rows must have in common."""
+        return self.decoder.cache_options, self.decoder.controls.n_vocab
+
+
+class Batch:
+    """The rows that are being decoded.
+
+    n_rows: how many are decoded together, also where there are fewer: the bits of a row then do not
+    depend on how many there are. 0 is as many as there are, to the next power of two. One alone is
+    then decoded as without a batch: with drafts, and with the program of one row."""
+
+    def __init__(self, n_rows=0):
+        self.n_rows = n_rows
+        self.rows = []
+        self.places = []  # the Row in each place of the decoder, None if it is free
+        self.decoder = None  # of the rows that have a place
+        self.fastest = math.inf  # seconds of a step with this number of places
+
+    def join(self, decoder):
+        """Returns a Row for a Decoder that has read the prompt of one row. Raises UserError if it
+        cannot be decoded with those that are there."""
+        row = Row(self, decoder)
+        if self.rows and self.rows[0].kind != row.kind:
+            raise UserError('answers that are made together need the same cache_dtype, drafts and '
+                            'vocabulary')
+        self.rows.append(row)
+        return row
+
+    def advance(self, row, n_new):
+        """Returns the GenerationResult of a Row with more tokens: up to n_new if it is alone, else
+        those that it has not seen, or a chunk."""
+        if row not in self.rows:
+            raise RuntimeError('the decoding of several answers together has failed')
+        shared = [other for other in self.rows if other.is_shared]
+        if row not in shared or len(shared) == 1 and self.n_rows <= 1:
+            self.take_out(row)
+            return row.decoder.advance(n_new)
+        if row.n_generated == row.n_read:
+            self.decode(shared, n_new)
+        return copy_result(
+            row.decoder.state, row.decoder.n_columns, row.decoder.sampling.max_new_tokens)
+
+    def leave(self, row):
+        """Frees the place of a Row, and gives its cache back to the PrefixCache that it is from."""
+        if row not in self.rows:
+            return
+        if row.decoder.prefix_cache is not None:
+            self.take_out(row)
+        elif row.place is not None:
+            self.places[row.place] = None
+        self.rows.remove(row)
+        row.decoder.close()
+        if not self.rows:
+            self.clear()
+
+    def clear(self):
+        """Drops all rows, and the memory that they have in common."""
+        self.rows = []
+        self.places = []
+        self.decoder = None
+
+    def decode(self, rows, n_new):
+        """Adds a chunk of tokens, n_new at most, to each of these rows."""
+        # the others make room
+        for other in self.rows:
+            if other not in rows:
+                self.take_out(other)
+        is_slow = self.fastest > SLOW_STEP and jax.process_count() == 1
+        n_new = min(n_new, 1 if is_slow else CHUNK)
+        try:
+            self.place_rows(rows)
+            n_end_B = np.zeros(len(self.places), np.int32)
+            for row in rows:
+                n_end_B[row.place] = row.end_of_chunk(n_new)
+            n_before = int(self.decoder.state.steps)
+            started = time.perf_counter()
+            self.decoder.decode_until(n_end_B)
+            n_steps = int(self.decoder.state.steps) - n_before
+            self.fastest = min(self.fastest, (time.perf_counter() - started) / n_steps)
+        except BaseException:
+            self.clear()  # the state may be half of it
+            raise
+
+        # each row has its part of the new state
+        new = {name: np.array(getattr(self.decoder.state, name)) for name in CHANGED}
+        for row in rows:
+            state = row.decoder.state
+            width = state.tokens_BxN.shape[1]
+            parts = {}
+            for name, x_B in new.items():
+                if getattr(state, name) is not None:
+                    parts[name] = x_B[row.place:row.place + 1]
+                    if x_B.ndim == 2:
+                        parts[name] = parts[name][:, :width]
+            row.decoder.state = state.replace(**parts)
+
+    def place_rows(self, rows):
+        """Gives a place to each of these rows; no other has one."""
+        n_places = self.n_rows or max(2, power_of_two(len(rows)))
+        n_columns = max(row.decoder.state.tokens_BxN.shape[1] for row in rows)
+        if self.decoder is None:
+            self.start(rows[0].decoder, n_places, n_columns)
+        # to make it smaller is a copy of all, too: not before more than half is free
+        fits = len(rows) <= len(self.places) <= 2 * n_places
+        if not fits or n_columns > self.decoder.n_columns:
+            self.resize(n_places, max(n_columns, self.decoder.n_columns))
+        for row in rows:
+            if row.place is None:
+                self.put(row)
+        self.decoder.controls = stack_controls(
+            [row and row.decoder.controls for row in self.places])
+
+    def start(self, decoder, n_places, n_columns):
+        """Makes the Decoder of all rows, which are like that of this Decoder; none is there yet."""
+        state = create_decode_state(
+            np.zeros((n_places, 1), np.int32), np.ones(n_places, np.int32),
+            jnp.broadcast_to(decoder.state.key_B, n_places), n_columns, logprobs=True)
+        self.decoder = Decoder(
+            decoder.params, decoder.config, state, decoder.controls, decoder.sampling,
+            longest=decoder.longest, n_columns=n_columns)
+        self.decoder.drop_drafts()
+        self.places = [None] * n_places
+        self.fastest = math.inf
+
+    def resize(self, n_places, n_columns):
+        """Copies the rows that have a place to a state of n_places, whose rows have room for
+        n_columns tokens."""
+        placed = [row for row in self.places if row]
+        old_places = [row.place for row in placed]
+        state = self.decoder.state
+        parts = {name: getattr(state, name) for name in (*CHANGED, 'key_B', 'cache')}
+        parts = select_rows(parts, np.array(old_places + [0] * (n_places - len(placed)), np.int32))
+        for name in CHANGED:
+            if parts[name].ndim == 2:
+                n_more = n_columns - parts[name].shape[1]
+                parts[name] = jnp.pad(parts[name], ((0, 0), (0, n_more)))
+        self.decoder.state = commit(state.replace(**parts), self.decoder.params)
+        self.decoder.n_columns = n_columns
+        self.places = placed + [None] * (n_places - len(placed))
+        self.fastest = math.inf
+        for place, row in enumerate(placed):
+            row.place = place
+
+    def put(self, row):
+        """Copies the state of a row to a free place."""
+        decoder = row.decoder
+        self.decoder.longest = max(self.decoder.longest, decoder.longest)
+        self.decoder.grow(decoder.n_slots, len(self.places))
+        state = decoder.state
+        if state.logprob_BxN is None:
+            zeros_BxN = np.zeros(state.tokens_BxN.shape, np.float32)
+            state = state.replace(logprob_BxN=zeros_BxN, sampling_logprob_BxN=zeros_BxN)
+        place = self.places.index(None)
+        self.decoder.state = put_row(self.decoder.state, state, np.int32(place))
+        self.places[place] = row
+        row.place = place
+        decoder.state = decoder.state.replace(cache=None)
+
+    def take_out(self, row):
+        """Gives a row its whole state back, if it has a place here."""
+        if row.place is None:
+            return
+        decoder = row.decoder
+        cache = select_rows(self.decoder.state.cache, np.array([row.place], np.int32))
+        decoder.state = commit(decoder.state.replace(cache=cache), decoder.params)
+        decoder.n_slots = self.decoder.n_slots
+        self.places[row.place] = None
+        row.place = None
+
+
+@functools.partial(jax.jit, donate_argnames='state')
+def put_row(state, row, place):
+    """The DecodeState `state` with that of one row, which may have fewer columns and slots, in this
+    place."""
+    def put(x_B, x_1):
+        if x_B.ndim == 0:  # counts of all steps
+            return x_B
+        missing = [(0, n - n_row) for n, n_row in zip(x_B.shape[1:], x_1.shape[1:])]
+        if any(n for _, n in missing):
+            x_1 = jnp.pad(x_1, [(0, 0), *missing])
+        return jax.lax.dynamic_update_slice_in_dim(x_B, x_1, place, axis=0)
+
+    return jax.tree.map(put, state, row)

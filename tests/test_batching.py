@@ -1,0 +1,186 @@
+"""jax_apps/batching.py: answers that are decoded together, as TextModel.serve does; test_serve.py has the server's."""
+import dataclasses
+import random
+
+import jax
+import numpy as np
+import pytest
+
+import jax_generate
+from jax_apps.batching import Batch
+from jax_flags import TextSampling, UserError
+from jax_generate import Prompts, start_rows
+from jax_ops.decode_weights import convert_params_for_decoding
+from jax_text import Generation, load
+from jax_transformer import MLAConfig, MoEConfig
+from tests.common import TINY, assert_as_alone, generate_alone, random_params, random_request, slow
+
+MODELS = {
+    'learned positions': TINY,
+    'windows': dataclasses.replace(TINY, position='rope', layer_types=('window', 'full'), window=5, n_kv_head=1),
+    'experts': dataclasses.replace(TINY, position='rope', mlp='swiglu', moe=MoEConfig(n_expert=4, n_used=2, width=24)),
+    'latent attention': dataclasses.replace(TINY, position='rope', mla=MLAConfig(0, 8, 8, 4, 8))}
+
+
+@pytest.fixture(scope='module')
+def model(finished):
+    """A model of random weights, whose next token is hard to guess; its context has 16 tokens."""
+    model = load(finished[0], device='cpu:0')
+    params = convert_params_for_decoding(dict(random_params(model.config)), 'float32')
+    return dataclasses.replace(model, params=params)
+
+
+def begin(model, batch, prompt='the fox', **options):
+    """The chunks of a Generation in a Batch."""
+    return iter(Generation(model, [model.encode(prompt)], TextSampling(**options), logprobs=True, batch=batch))
+
+
+# -----------------------------------------------------------------------------
+# requests from Python
+
+@pytest.mark.parametrize('batch_size, n_requests', [(4, 12), slow(1, 6), slow(8, 300)])
+def test_each_request_has_the_text_that_it_has_alone(model, batch_size, n_requests):
+    rng = random.Random(batch_size)
+    requests = [random_request(rng, 'the fox') for _ in range(n_requests)]
+    answers = list(model.serve(requests, batch_size=batch_size))
+    assert sorted(answer['number'] for answer in answers) == list(range(n_requests))
+    for answer in answers:
+        request = requests[answer['number']]
+        alone = generate_alone(model, request)
+        assert_as_alone(alone, answer['text'])
+        if answer['text'] == alone.texts[0][len(request['prompt']):]:
+            assert answer == {'number': answer['number'], **alone.describe(0),
+                              'logprob': pytest.approx(alone.describe(0)['logprob'], abs=1e-3)}
+
+
+def test_an_answer_that_has_ended_makes_room_for_the_next_request(model):
+    taken = []
+
+    def requests():
+        for n_new in (9, 2, 2, 2):
+            taken.append(n_new)
+            yield {'prompt': 'the fox', 'max_new_tokens': n_new}
+
+    numbers = []
+    for answer in model.serve(requests(), batch_size=2, temperature=0):
+        numbers.append(answer['number'])
+        assert len(taken) <= len(numbers) + 2
+    assert numbers == [1, 2, 3, 0]
+
+
+def test_what_a_request_leaves_out_the_call_says(model):
+    requests = ['the fox', {'prompt': 'the fox', 'first_sample': 1}, {'prompt': 'the fox', 'seed': 3}]
+    answers = sorted(model.serve(requests, max_new_tokens=9, seed=5), key=lambda answer: answer['number'])
+    texts = [answer['prompt'] + answer['text'] for answer in answers]
+    assert texts[:2] == model.generate(['the fox'], num_samples=2, max_new_tokens=9, seed=5)
+    assert texts[2] == model.generate('the fox', max_new_tokens=9, seed=3)
+
+
+@pytest.mark.parametrize('requests, options, match', [
+    ([{'seed': 1}], {}, 'request 0 needs a prompt'),
+    (['a', {'prompt': 'a', 'num_samples': 2}], {}, r"request 1 .* not \['num_samples'\]"),
+    (['a'], {'batch_size': 0}, 'batch_size'),
+    (['a', {'prompt': 'a', 'cache_dtype': 'int8'}], {}, 'the same cache_dtype'),
+    (['~'], {}, '~')])
+def test_requests_that_make_no_sense_are_refused(model, requests, options, match):
+    with pytest.raises(UserError, match=match):
+        list(model.serve(requests, max_new_tokens=20, **options))
+
+
+def test_a_chat_is_answered_as_by_chat():
+    model = load('tests/golden/letters', device='cpu:0')
+    chat = [{'role': 'user', 'content': 'ab'}]
+    answer, = model.serve([chat], max_new_tokens=9)
+    assert answer['text'] == model.chat(chat, max_new_tokens=9)
+
+
+# -----------------------------------------------------------------------------
+# the rows of a batch
+
+@pytest.mark.parametrize('name', ['windows', *[slow(name) for name in MODELS if name != 'windows']])
+def test_rows_join_and_leave_any_model_while_its_cache_grows(name, monkeypatch):
+    monkeypatch.setattr(jax_generate, 'round_up_slots', lambda n: max(8, jax_generate.power_of_two(int(n))))
+    monkeypatch.setattr(jax_generate, 'choose_slots', lambda needed, longest, block_size: min(
+        jax_generate.round_up_slots(needed), block_size))
+    config = dataclasses.replace(MODELS[name], block_size=32)
+    params, rng = random_params(config), random.Random(3)
+
+    def start(seed):
+        draw = np.random.default_rng(seed)
+        idx = draw.integers(37, size=(1, draw.integers(1, 30)))
+        return start_rows(params, config, Prompts(idx, jax.random.key(seed)), jax_generate.Sampling(
+            max_new_tokens=int(draw.integers(1, 25)), temperature=float(draw.choice([0, 1]))), logprobs=True)
+
+    batch, under_way, n_begun = Batch(), {}, 0
+    while under_way or n_begun < 16:
+        if n_begun < 16 and len(under_way) < 6:
+            under_way[n_begun] = batch.join(start(n_begun))
+            n_begun += 1
+        seed = rng.choice(list(under_way))
+        row = under_way[seed]
+        result = row.advance(rng.randint(1, 8))
+        is_cancelled = rng.random() < 0.03
+        if row.is_over or is_cancelled:
+            row.close()
+            under_way.pop(seed)
+        if row.is_over:
+            expected = start(seed).advance(100)
+            np.testing.assert_array_equal(result.tokens, expected.tokens)
+            np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
+            assert result.finish_reasons == expected.finish_reasons
+    assert batch.decoder is None and batch.rows == []
+
+
+@pytest.mark.parametrize('name, how', [
+    ('learned positions', {}), *[slow(name, {}) for name in MODELS if name != 'learned positions'],
+    slow('learned positions', dict(dtype='bfloat16')), slow('learned positions', dict(quantize='int8')),
+    slow('experts', dict(dtype='bfloat16', quantize='int8'))])
+def test_with_one_number_of_rows_bits_do_not_depend_on_the_company(name, how, finished):
+    model, rng = load(finished[0], device='cpu:0', **how), random.Random(1)
+    dtype = how.get('dtype', 'float32')
+    config = dataclasses.replace(MODELS[name], dtype=dtype)
+    params = convert_params_for_decoding(dict(random_params(config)), dtype, how.get('quantize', ''))
+    model = dataclasses.replace(model, config=config, params=params)
+    asked = {'prompt': 'the', 'max_new_tokens': 9, 'seed': 4}
+    found = []
+    for n_others in (0, 2, 3, 3):
+        batch = Batch(4)  # whose cache has 16 slots, the context of the model
+        others = [begin(model, batch, **random_request(rng, 'the fox', longest=7)) for _ in range(n_others)]
+        for other in others:
+            next(other)
+        for generation in begin(model, batch, **asked):
+            for other in others:
+                next(other, None)
+        found.append(generation.result)
+    for result in found[1:]:
+        np.testing.assert_array_equal(result.tokens, found[0].tokens)
+        np.testing.assert_array_equal(result.logprobs, found[0].logprobs)
+        np.testing.assert_array_equal(result.sampling_logprobs, found[0].sampling_logprobs)
+
+
+def test_the_first_token_is_there_at_once_while_others_go_on_by_one(model):
+    batch = Batch()
+    first = begin(model, batch, max_new_tokens=40)
+    for generation in first:
+        if generation.result.lengths[0] >= 12:
+            break
+    n_before = batch.rows[0].n_generated
+    second = next(begin(model, batch, 'a', max_new_tokens=5))
+    assert second.result.lengths[0] == len('a') + 1
+    assert batch.rows[0].n_generated <= n_before + 1
+
+
+def test_one_row_has_drafts_and_several_have_none():
+    model = load('tests/golden/letters', device='cpu:0')
+    options = dict(max_new_tokens=30, temperature=0, n_draft=3)
+    expected = generate_alone(model, {'prompt': 'a', **options})
+    batch = Batch()
+    alone = begin(model, batch, 'a', **options, stop='never')
+    next(alone)
+    drafted = next(alone).result.drafted
+    assert drafted > 0
+    other = begin(model, batch, 'ef', **options)
+    next(other)
+    for generation in alone:
+        assert generation.result.drafted == drafted
+    assert generation.texts == expected.texts
