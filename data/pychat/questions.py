@@ -62,7 +62,7 @@ NOUNS = ['net', 'file', 'data', 'text', 'task', 'image', 'cloud', 'fast', 'auto'
 VERBS = ['get', 'set', 'make', 'find', 'load', 'save', 'open', 'close', 'merge', 'split', 'read',
          'write', 'send', 'parse', 'build', 'check', 'count', 'sort', 'fetch', 'copy']
 ENDINGS = ['utils', 'lib', 'tools', 'kit', 'py']
-N_FORMS = 7  # times that the train part asks for each name
+N_FORMS = 4  # times that the train part asks for each name, beside the follow-ups
 # items of each task
 N_TEST = {'forms': 300, 'invented': 100, 'follow_ups': 100, 'which': 100}
 
@@ -209,8 +209,8 @@ class Maker:
         n = N_FORMS if split == 'train' else 1
         made = [self.about(named, split) for named in self.names.values() for _ in range(n)]
         made += [self.about_part(named, split) for named in self.known_alone for _ in range(2)]
-        made += [self.follow_up(named, split) for named in self.neighbours for _ in range(2)]
-        made += [self.which(named, split) for named in self.described for _ in range(2)]
+        made += [self.follow_up(named, split) for named in self.neighbours for _ in range(n)]
+        made += [self.which(named, split) for named in self.described]
         made += [self.holds(parent, split) for parent in self.holders for _ in range(3)]
         made += [self.about_invented(self.invent(), split) for _ in range(n_invented)]
         if self.neighbours:
