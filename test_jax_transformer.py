@@ -396,7 +396,7 @@ def test_a_sample_depends_on_seed_and_row_and_on_nothing_else_in_the_batch():
 
 def picks(logits, n_vocab=None, top_k=None, top_p=None, min_p=None, temperature=1.0):
     """How often each token is drawn from these logits, as a share of 4000 draws."""
-    sampling = Controls(n_vocab or len(logits), (), temperature, top_k, top_p, min_p)
+    sampling = Controls(n_vocab or len(logits), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits_BxV = jnp.tile(jnp.asarray(logits, jnp.float32), (4000, 1))
     keys = jax.random.split(jax.random.key(0), 4000)
     ids = jax.jit(sample_token)(logits_BxV, keys, sampling)

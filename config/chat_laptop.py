@@ -24,5 +24,5 @@ lr_schedule = 'linear'
 min_lr = 0.0
 warmup_iters = 100
 beta2 = 0.99
-max_iters = 25000
+max_iters = 20000
 dropout = 0.0

@@ -175,7 +175,7 @@ def test_a_given_flag_that_nothing_reads_is_refused(given, flags, is_refused):
 @pytest.mark.parametrize('script', NEEDS)
 def test_the_table_names_flags_that_are_there(script):
     flags = config_block(ROOT / f'{script}.py').keys()
-    facts = {'is_pairs', 'is_chat', 'takes_prompts', 'is_alone', 'has_file', 'step'}
+    facts = {'is_pairs', 'is_chat', 'takes_prompts', 'has_batches', 'is_alone', 'has_file', 'step'}
     assert NEEDS[script].keys() <= flags
     assert {need.switch for need in NEEDS[script].values()} <= flags | facts
 
