@@ -827,18 +827,24 @@ def is_own_module(name):
     return name.partition('.')[0].startswith('jax_') or name.startswith(('data', 'tools', 'tests'))
 
 
-@atexit.register  # runs before the interpreter flushes stdout, which would fail and print a message
+@atexit.register  # before the interpreter flushes them, which would fail with exit code 120
 def discard_unread_output():
-    """Sends what follows on stdout to os.devnull if its reader has closed it, and returns whether
-    it has."""
+    """Sends stdout and stderr to os.devnull if their readers have closed them. Returns whether
+    stdout's has."""
+    discard_if_unread(sys.stderr)
+    return discard_if_unread(sys.stdout)
+
+
+def discard_if_unread(stream):
+    """Sends a stream to os.devnull if its reader has closed it, and returns whether it has."""
     try:
         poll = select.poll()
-        poll.register(sys.stdout, 0)  # errors only
+        poll.register(stream, 0)  # errors only
         is_gone = bool(poll.poll(0))
-    except Exception:  # no poll (Windows), or stdout is not a file
+    except Exception:  # no poll (Windows), or the stream is not a file
         return False
     if is_gone:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return is_gone
 
 

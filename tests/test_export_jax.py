@@ -57,7 +57,7 @@ def test_a_model_with_experts_trains_resumes_and_samples(qwen, tmp_path):
         succeeded(train(other, *RESUME, '--max_iters=23', f'--expert_balance={balance}'))
         loss[balance] = records_of(other, 'loss')[-1]['loss']
     assert loss['0.01'] != loss['1000']
-    sampled = succeeded(sample(qwen, '--num_samples=2', '--max_new_tokens=12', '--start=the '))
+    sampled = succeeded(sample(qwen, '--num_samples=2', '--max_new_tokens=12', '--start=the ', '--speed=True'))
     # keys and values of one head of width 8, float32: 64 bytes per token
     assert 'KV cache: 1,024 bytes for a sequence of 16 tokens, 64 per token' in sampled.stderr
 
