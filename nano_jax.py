@@ -27,18 +27,18 @@ block_size = 64 # tokens per sequence
 n_layer = 4 # transformer blocks
 n_head = 4 # attention heads
 n_embd = 128 # width
-bias = False # in linear layers and LayerNorm, as GPT-2 has
+bias = False # True: biases in linear layers and LayerNorm, as in GPT-2
 learning_rate = 1e-3 # the highest, reached after warmup_iters
 max_iters = 2000 # total number of updates
 weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms
 beta1 = 0.9 # decay of AdamW's mean of gradients
 beta2 = 0.99 # decay of AdamW's mean of squared gradients
 grad_clip = 1.0 # maximum global norm of the gradients; 0 does not clip
-warmup_iters = 100 # iterations of linear warm-up; a tenth of max_iters where it does not fit
+warmup_iters = 100 # iterations of linear warm-up; a tenth of the decay length if it does not fit
 lr_decay_iters = 0 # iteration at which the cosine reaches min_lr; 0 is max_iters
 min_lr = 1e-4 # lowest learning rate
 start = '\n' # the prompt of the sample at the end
-max_new_tokens = 500 # its length
+max_new_tokens = 500 # tokens to generate
 temperature = 0.8 # 1.0 = no change, below less random; 0 takes the likeliest token
 top_k = 200 # sample from the top_k most likely tokens only; 0 is all
 seed = 1337 # seeds weights, batches and the sample
@@ -68,7 +68,7 @@ def init_params(key, cfg):
     norm_params = {'scale': jnp.ones(D), **bias(D)}
     params = {'wte': normal('', (cfg.vocab_size, D)), 'ln_f': norm_params,
               'wpe': normal('', (cfg.block_size, D), number=2)}
-    # the residual stream adds up 2 n_layer outputs, and is not to grow with their number
+    # GPT-2 scales residual projections down: the stream adds up 2 n_layer outputs
     std = 0.02 / (2 * cfg.n_layer)**0.5
     for i in range(cfg.n_layer):
         attn = {'c_attn': linear_params(f'h_{i}attnc_attn', D, 3 * D),
@@ -86,13 +86,13 @@ def linear(p, x):
     return x @ p['kernel'] + p.get('bias', 0)
 
 def attention(p, x_BxTxD, cfg, cache=None, first=0):
-    """Returns (y_BxTxD, the new cache). cache: keys and values, those of `first` earlier tokens."""
+    """Returns (y_BxTxD, the new cache). cache: keys and values. first: the tokens already in it."""
     B, T, D = x_BxTxD.shape
     H, K = cfg.n_head, D // cfg.n_head
     # queries, keys and values of all heads, in one product
     q_BxTxHxK, k_BxSxHxK, v_BxSxHxK = [
         a.reshape(B, T, H, K) for a in jnp.split(linear(p['c_attn'], x_BxTxD), 3, axis=-1)]
-    # with a cache: the new keys and values go to their places in it, and all of it is attended to
+    # with a cache: write the new keys and values at their positions; the mask hides unused slots
     if cache is not None:
         k_BxSxHxK = jax.lax.dynamic_update_slice(cache['k'], k_BxSxHxK, (0, first, 0, 0))
         v_BxSxHxK = jax.lax.dynamic_update_slice(cache['v'], v_BxSxHxK, (0, first, 0, 0))
@@ -111,7 +111,7 @@ def forward(params, idx_BxT, cfg, cache=None, first=0):
     new_cache = {}
     for name in [f'h_{i}' for i in range(cfg.n_layer)]:
         p = params[name]
-        # a block: attention, then an MLP, each of the normalized x, and added to it
+        # a pre-norm block: x += attention(norm(x)), then x += mlp(norm(x))
         y_BxTxD, new_cache[name] = attention(
             p['attn'], layer_norm(p['ln_1'], x_BxTxD), cfg, cache and cache[name], first)
         x_BxTxD += y_BxTxD
@@ -143,11 +143,11 @@ def load_data(folder):
     return splits, len(chars), lambda text: [chars.index(c) for c in text], decode
 
 def shuffled_starts(n_tokens, cfg):
-    """Yields where the windows of a run begin, without end. Those of an epoch lie side by side: it
-    reads every token once. (nanoGPT draws windows: an epoch's worth misses 1/e of the tokens.)"""
+    """Yields the starts of windows, without end. An epoch has adjacent windows in random order, and
+    misses only the two ends. (nanoGPT draws windows: an epoch's worth misses 1/e of the tokens.)"""
     n_windows = max(1, (n_tokens - 1) // cfg.block_size - 1)  # one less, for the offset
     for epoch in itertools.count():
-        rng = np.random.default_rng([cfg.seed, 0, epoch])  # 0: the purpose of these random numbers
+        rng = np.random.default_rng([cfg.seed, 0, epoch])  # 0: the data's order
         offset = rng.integers(n_tokens - n_windows * cfg.block_size)
         yield from offset + cfg.block_size * rng.permutation(n_windows)
 
@@ -177,7 +177,7 @@ def adamw(params, grads, moments, lr, cfg):
     v = jax.tree.map(lambda v, g: cfg.beta2 * v + (1 - cfg.beta2) * g**2, moments['v'], grads)
 
     def update(p, m, v):
-        # the means began at 0: they are divided by the sum of the weights of what they have seen
+        # bias correction: the means began at 0
         step = (m / (1 - cfg.beta1**n)) / (jnp.sqrt(v / (1 - cfg.beta2**n)) + 1e-8)
         return p - lr * (step + (cfg.weight_decay * p if p.ndim >= 2 else 0))
 
@@ -202,8 +202,8 @@ def make_train_step(cfg, mesh):
         loss, grads = jax.lax.pmean(jax.tree.map(lambda t: t / n_micro, total), 'data')
         return *adamw(params, grads, moments, lr, cfg), loss
 
-    # each device runs train_step, with all of what is P() and its part of what is P('data');
-    # check_vma=False: jax adds no all-reduce of its own. Donated: memory that the results reuse
+    # each device runs train_step. P(): replicated; P('data'): split over the devices. Without
+    # check_vma=False jax would sum gradients a second time. Donated: memory that the results reuse
     parts = P(), P(), P('data'), P('data'), P()
     step = jax.shard_map(train_step, mesh=mesh, in_specs=parts, out_specs=P(), check_vma=False)
     return jax.jit(step, donate_argnums=(0, 1))
