@@ -89,8 +89,8 @@ def verify_run(run, data, program, make_batch, evaluate):
         state, differing = train_again(interval, state, step, make_batch, evaluate, records)
         kept, _ = start_state(run_at(run, folder, interval.last), program)
         found = Found(compare_states(state, kept), differing)
-        print(describe(interval, found, differences.machine))
         is_near = differences.machine and found.largest <= BOUND
+        print(describe(interval, found, is_near))
         has_failed |= bool(found.weights or found.logged) and not is_near
     return 1 if has_failed else 0
 
@@ -278,11 +278,11 @@ def digest_weights(out_dir):
     return digest.hexdigest()[:16]
 
 
-def describe(interval, found, machine):
-    """Returns the line of an interval."""
+def describe(interval, found, is_near):
+    """Returns the line of an interval. is_near: of another kind of machine, losses within BOUND."""
     if not found.weights and not found.logged:
         return f'{interval}: the same bits'
-    if machine and found.largest <= BOUND:
+    if is_near:
         return (f'{interval}: another kind of machine, losses within {found.largest:.2g} (at most '
                 f'{BOUND:g} is expected)')
     parts = [found.weights or 'the same weights, bit for bit']

@@ -187,9 +187,14 @@ class Maker:
             elif way == 3:
                 parent = self.random.choice(NOUNS) + self.random.choice(ENDINGS + NOUNS)
             name = f'{parent}.{last}'.strip('.')
-            if name not in self.every and name not in self.invented:
-                self.invented.add(name)
+            if self.is_new(name):
                 return name
+
+    def is_new(self, name):
+        """Whether no name is this one, neither a real nor an invented one. From now on it is one."""
+        is_known = name in self.every or name in self.invented
+        self.invented.add(name)
+        return not is_known
 
     def two_words(self):
         """Returns a verb and a noun: fetch_mail."""
@@ -199,9 +204,7 @@ class Maker:
         """Returns the last part of a new name that does not exist beside another."""
         for attempt in itertools.count():
             last = self.random.choice(self.lasts) if attempt < 100 else self.two_words()
-            name = f'{named.parent}.{last}'
-            if name not in self.every and name not in self.invented:
-                self.invented.add(name)
+            if self.is_new(f'{named.parent}.{last}'):
                 return last
 
     def make(self, split, n_invented):
