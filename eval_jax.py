@@ -200,8 +200,9 @@ def read_bundle(folder):
 
 
 def text_of(task, name, default=None):
-    """Returns the text `name` of a task of a bundle. Raises ValueError for another type: a few
-    letters of YAML may mean gigabytes."""
+    """Returns the text in field `name` of a task of a bundle, `default` if it is missing. Raises
+    ValueError for a value of another type. Such a value is not converted, because a few bytes of
+    YAML (aliases) can expand to gigabytes."""
     value = task.get(name, default)
     if not isinstance(value, str):
         raise ValueError(f'{name} must be a text')

@@ -381,10 +381,11 @@ def step_cached(params: dict, state: DecodeState, active_B: Array, config: GPTCo
 
 def step_speculative(params: dict, state: DecodeState, room_B: Array, config: GPTConfig,
                      controls: Controls, n_draft: int) -> DecodeState:
-    """Up to 1 + n_draft tokens per row, at most room_B (speculative decoding, arXiv:2211.17192):
-    drafts are fed along with the last token, and accepted as long as they equal the tokens that the
-    model samples: the result is that of n_draft=0, in fewer steps. (The paper accepts a draft with
-    a probability: that keeps the distribution only.)"""
+    """Decodes up to 1 + n_draft tokens per row, at most room_B (speculative decoding). One forward
+    pass reads the last token and the drafts. A draft is accepted if it equals the token that the
+    model samples at its position; the first that differs ends the step for its row. So the tokens
+    are those of n_draft=0, in fewer steps. (The paper, arXiv:2211.17192, accepts a draft with a
+    probability, which keeps only the distribution.)"""
     # the drafts: what followed these tokens earlier in the row
     active_B = room_B > 0
     position_Bx1 = state.length_B[:, None] - 1
@@ -608,9 +609,10 @@ def prefill_pieces(params: dict, config: GPTConfig, cache: dict, tokens_BxT: np.
 
 
 class PrefixCache:
-    """Keeps the KV cache of one text between calls of generate_stream (batches of 1) with one
-    model, which then compute only what follows the tokens that the texts have in common (a chat).
-    Other drafts, or another dtype of the cache, begin anew."""
+    """Keeps the KV cache of one text between calls of generate_stream with the same model and a
+    batch of 1. A call computes only the tokens behind the prefix that its text shares with the
+    cached text, as in a chat. A call with another n_draft or another dtype of the cache starts
+    with an empty one."""
 
     def __init__(self):
         self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the cache
@@ -958,9 +960,10 @@ def longest_row(group: list[Row]) -> int:
 
 
 def windows(n_tokens: int, start: int, max_length: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (first, scored, end): tokens scored .. end - 1 are predicted from those from `first`
-    on, at most max_length. Each token from `start` on is predicted once, and the last window is
-    full, as in lm-eval."""
+    """Yields (first, scored, end) for each window of a text of n_tokens tokens. The model reads
+    tokens first .. end - 2, at most max_length of them, and predicts tokens scored .. end - 1. Each
+    token from `start` on is predicted in exactly one window. The last window begins earlier, so
+    that it is full (as in lm-eval)."""
     while start < n_tokens:
         end = min(n_tokens, start + max_length)
         yield max(0, end - max_length - 1), start, end

@@ -97,8 +97,8 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
     If it is None, a config.json is derived from `config`; this works for all models that flags of
     train_jax.py make.
     dtype: the dtype of the file, one of DTYPES, or of GGUF_DTYPES for a GGUF file.
-    tokenizer: a folder with a tokenizer.json and its other files, to be copied, or its description;
-    for a GGUF file a description for load_tokenizer.
+    tokenizer: a folder with tokenizer.json and the tokenizer's other files, which are copied, or a
+    description of a tokenizer (a dict, see load_tokenizer). A GGUF file needs a description.
     shard_bytes: larger weights are split into several files with an index.
     Raises UserError if the folder cannot be written, params do not belong to GPT(config), or
     config_json is missing or belongs to another model."""

@@ -270,15 +270,17 @@ class TextModel:
     def serve(self, requests: Iterable[str | list[dict[str, Any]] | dict[str, Any]], *,
               batch_size: int = 8, sampling: TextSampling = TextSampling(),
               **changes) -> Iterator[dict[str, Any]]:
-        """Yields the answer to each request as soon as it is finished: {'number': of the request, and
-        the fields of Generation.describe}. batch_size of them are made at a time, and one that has
-        ended makes room for the next.
+        """Yields the answer to each request as soon as it is finished: {'number': index of the
+        request, and the fields of Generation.describe}. At most batch_size answers are generated at
+        a time. When one ends, the next request starts.
 
-        requests: texts, messages of chats, or {'prompt': either, 'first_sample': a number, and
-        fields of TextSampling by name}. They are taken when there is room, so that a generator may
-        depend on the answers so far.
-        sampling, changes: what a request leaves out. The text is the one that generate continues,
-        or chat. Raises UserError as these do; answers that were yielded before are whole."""
+        requests: each is a text, a list of chat messages, or a dict {'prompt': a text or messages,
+        'first_sample': a number, and fields of TextSampling by name}. The next request is read only
+        when a row is free, so a generator may use the answers so far.
+        sampling, changes: the options that a request does not set.
+        For a text, 'text' is the continuation that generate makes, without the prompt. For
+        messages, it is the answer that chat returns. Raises UserError as generate and chat do;
+        answers that were yielded before the error are complete."""
         check_ranges({'batch_size': batch_size})
         from jax_apps.batching import Batch  # what writes one text needs none of it
         batch = Batch(batch_size)
@@ -490,7 +492,7 @@ class Generation:
         self.batch = batch
         self.streaming = streaming
         stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
-        self.stops = [text for text in stop if text]
+        self.stops = [text for text in (*stop, *model.tokenizer.stop_texts) if text]
         # a stop text that is one token ends a row in the compiled loop; others are searched for
         tokenizer = model.tokenizer
         stop_tokens = [token_of_letter(text, tokenizer) for text in self.stops]

@@ -357,8 +357,8 @@ def model_params(params: dict, frozen: dict) -> dict:
 
 
 def base_params(params: dict) -> dict:
-    """Returns the parameters of the model without LoRA's updates, given those with them, of
-    model_params."""
+    """Returns the parameters of the base model, without LoRA's updates. params: the result of
+    model_params, with a LowRank for each trained kernel."""
     return map_nodes(LowRank, lambda kernel: kernel.base, params)
 
 

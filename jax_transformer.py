@@ -698,10 +698,9 @@ def cache_entry_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
 
 
 def count_slots(config: GPTConfig, layer_type: str, n_slots: int) -> int:
-    """Returns the number of slots of a layer's cache: n_slots, at most its attention span.
-
-    A ring of 2,048 slots or more has PIECE more: for a piece of a prompt update_ring_cache would
-    otherwise put the old cache and the new keys side by side, a copy of the cache."""
+    """Returns the number of slots of a layer's cache: min(n_slots, attention span). A ring of 2,048
+    slots or more has PIECE (512) more. Without them, update_ring_cache would concatenate the old
+    cache and the new keys for each piece of a prompt, which copies the cache."""
     span = attention_span(config, layer_type)
     if has_ring_cache(config, layer_type) and n_slots >= span >= 2048:
         return span + PIECE

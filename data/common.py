@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from jax_flags import UserError, exit_on_user_error, new_file
+from jax_flags import UserError, exit_on_user_error, new_file, read_json, write_json
 
 sys.excepthook = exit_on_user_error  # before the first package, which may be missing
 
@@ -195,18 +195,21 @@ def gpt2_encoding():
              'says how to put them into a TIKTOKEN_CACHE_DIR by hand')
 
 
-def load_model_tokenizer(model, template=None):
-    """Returns the tokenizer of a Hugging Face folder or owner/name, and its vocabulary. template: a
-    chat template, a text, in place of the folder's. Raises UserError."""
-    from jax_hub.folders import local_path
-    from jax_hub.tokenizers import (
-        READ_FILES, HFTokenizer, copy_tokenizer, load_tokenizer, write_template)
-    source = {'kind': 'folder', 'path': local_path(model, READ_FILES)}
-    enc = load_tokenizer(source)
+def load_model_tokenizer(model, template=None, stop_text=None):
+    """Returns the tokenizer of a model, and its vocabulary. model: a Hugging Face folder or
+    owner/name, the out_dir of a run, a data set, or gpt2. template: a chat template, a text, in
+    place of the model's. stop_text: what ends the answers of this template if the model has no
+    token that ends a text. Raises UserError."""
+    from jax_hub.tokenizers import HFTokenizer, write_template, write_tokenizer
+    source = find_tokenizer(model)
     with tempfile.TemporaryDirectory() as folder:
-        copy_tokenizer(source, folder)
+        write_tokenizer(source, folder)
+        enc = HFTokenizer(folder, is_copy=True)
         if template:
             write_template(folder, template)
+            if stop_text and enc.end_token is None:
+                write_json(os.path.join(folder, 'generation_config.json'),
+                           {'stop_strings': [stop_text]})
             enc = HFTokenizer(folder, is_copy=True)
         files = {path.relative_to(folder).as_posix(): path.read_bytes().decode()
                  for path in Path(folder).rglob('*') if path.is_file()}
@@ -214,6 +217,21 @@ def load_model_tokenizer(model, template=None):
     begin = [i for i in enc.encode('') if i not in end]
     return enc, Vocabulary({'kind': 'folder', 'path': 'tokenizer'}, enc.vocab_size, begin, end,
                            files)
+
+
+def find_tokenizer(model):
+    """Returns the description of the tokenizer of a model, named as load_model_tokenizer says."""
+    from jax_hub.folders import local_path
+    from jax_hub.tokenizers import READ_FILES, locate_tokenizer
+    if model == 'gpt2':
+        return {'kind': 'gpt2'}
+    folder = os.path.expanduser(model)
+    if os.path.isfile(os.path.join(folder, 'meta.json')):  # a data set
+        return locate_tokenizer(read_json(os.path.join(folder, 'meta.json'))['tokenizer'], folder)
+    if os.path.isdir(os.path.join(folder, 'ckpt')):  # a run
+        from jax_run.checkpoints import choose_checkpoint
+        return choose_checkpoint(folder)[1]['tokenizer']
+    return {'kind': 'folder', 'path': local_path(model, READ_FILES)}
 
 
 @functools.cache

@@ -44,7 +44,8 @@ class Row:
         self.n_read = 0  # new tokens that the caller has seen
 
     def advance(self, n_new):
-        """Adds tokens, up to n_new of them as a rule, and returns the GenerationResult so far."""
+        """Adds tokens to the row and returns the GenerationResult so far. Adds at most n_new, unless
+        the batch has already decoded more of this row than its caller has seen."""
         result = self.batch.advance(self, n_new)
         self.n_read = self.n_generated
         self.decoder.n_end = self.n_generated

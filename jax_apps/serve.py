@@ -535,7 +535,7 @@ class Server(ThreadingHTTPServer):
         request.close()
 
     def handle_error(self, request, client_address):
-        """Prints what is no fault of a connection."""
+        """Prints the traceback of an exception, except OSError: that is a lost connection."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

@@ -31,13 +31,14 @@ global_max = jax.jit(jnp.max)  # maximum of an array that is sharded over proces
 
 
 class Layout:
-    """Where parameters, optimizer state, gradients and batch are on `devices`, see the table above.
+    """Knows where parameters, optimizer state, gradients and batch are on `devices`: see the table
+    at the top of the file. The global batch is split into n_data_shards contiguous shards; a
+    process loads the shards of its own devices.
 
-    The global batch is split into n_data_shards contiguous shards; a process loads the shards of
-    its own devices.
-    zero: 1 (ZeRO-1, arXiv:1910.02054) goes without other axes than data: each device updates its
-    shard of the parameters, which are all-gathered again at the end of the step. 2 is ZeRO-2.
-    Raises UserError if the product of the sizes does not divide the number of devices."""
+    zero: 0, 1 (ZeRO-1, arXiv:1910.02054) or 2 (ZeRO-2). With zero=1, fsdp, tensor, expert and
+    context must be 1. Each device then updates its shard of the parameters, and the parameters are
+    all-gathered at the end of the step. Raises UserError for another `zero`, and if
+    fsdp * tensor * expert * context does not divide the number of devices."""
 
     def __init__(self, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
                  expert: int = 1, context: int = 1, zero: int = 0):

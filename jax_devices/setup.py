@@ -202,8 +202,8 @@ def setup_jax_environment(device: str = 'auto',
 
 
 def lost_accelerator():
-    """Returns what to tell the user of a GPU or TPU for which JAX has a plugin, but only the CPU
-    has come up."""
+    """Returns the warning for a machine with a GPU or TPU on which JAX sees only the CPU. It names
+    JAX's plugins and the command that installs JAX anew."""
     plugins = importlib.metadata.entry_points(group='jax_plugins')
     names = [f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist]
     extra = 'tpu'

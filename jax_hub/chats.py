@@ -205,8 +205,10 @@ class Watch(threading.Thread):
 
 
 def raise_in(thread, error):
-    """Raises an error in a thread, given its number, at its next instruction of Python; None takes
-    one back that has not come."""
+    """Raises `error` in another thread, at its next Python instruction.
+
+    thread: its number, as threading.get_ident() returns it. error: an exception class, or None to
+    cancel an earlier error that has not been raised yet."""
     error = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
 

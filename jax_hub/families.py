@@ -153,8 +153,9 @@ def smollm3_config(hf):
 
 
 def layers_with_rope(hf):
-    """Returns for each layer whether it has RoPE (no_rope_layers, by its name, says the
-    reverse)."""
+    """Returns for each layer whether it has RoPE: no_rope_layers of config.json, in which 1 means,
+    despite its name, that a layer has RoPE. Raises UserError if its length is not
+    num_hidden_layers."""
     if len(hf.no_rope_layers) != hf.num_hidden_layers:
         raise UserError(f'no_rope_layers lists {len(hf.no_rope_layers)} of the '
                         f'{hf.num_hidden_layers} layers')

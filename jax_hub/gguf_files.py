@@ -152,6 +152,9 @@ def add_tokenizer(writer, types, tokenizer, vocab_size):
 
     A vocabulary of characters is written as one of RWKV: of llama.cpp's tokenizers that take the
     longest match, it is the one that needs no end token. types: gguf.TokenType."""
+    if tokenizer.stop_texts:
+        raise UserError('a GGUF file has no place for texts that end an answer, "stop_strings" in '
+                        f'generation_config.json ({tokenizer.stop_texts[0]!r}): export a --folder')
     if hasattr(tokenizer, 'chars'):
         writer.add_tokenizer_model('rwkv')
         texts = [escape_char(c) for c in tokenizer.chars]

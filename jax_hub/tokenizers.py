@@ -39,6 +39,7 @@ def import_chats():
 class CharTokenizer:
     """A token per character. The other classes have the same attributes and methods."""
     stop_tokens = ()  # ids that end a text
+    stop_texts = ()  # texts that do
     # before a text that is scored: the token that begins a document, else the one that ends it
     start_token = None
     start_text = None  # its name, which may be at the beginning of a text
@@ -82,6 +83,7 @@ def check_template(tokenizer):
 class GPT2Tokenizer:
     """GPT-2's BPE, of tiktoken."""
     stop_tokens = ()
+    stop_texts = ()
     start_text = '<|endoftext|>'
     chat_template = None
     sampling = {}
@@ -126,6 +128,7 @@ class HFTokenizer:
         generation = read_json(path_inside(folder, 'generation_config.json'), optional=True)
         config = read_config_json(folder)
         self.sampling = read_sampling(generation)
+        self.stop_texts = read_stop_texts(generation)
         size = text_config(config).get('vocab_size') or self.vocab_size
         self.read_ends([generation, config, text_config(config)], size)
         limit_vocabulary(self, size)
@@ -366,6 +369,13 @@ def read_sampling(generation):
     return found
 
 
+def read_stop_texts(generation):
+    """Returns the texts that end an answer, "stop_strings" of generation_config.json."""
+    found = generation.get('stop_strings') or ()
+    return tuple(text for text in ([found] if isinstance(found, str) else found)
+                 if isinstance(text, str))
+
+
 def decoder_kinds(tokenizer):
     """Returns the types of the decoder's steps of a Tokenizer, a set: 'ByteLevel', 'Fuse'."""
     decoder = json.loads(tokenizer.to_str())['decoder'] or {}
@@ -550,8 +560,19 @@ def write_gpt2_tokenizer(folder):
     write_json(os.path.join(folder, 'tokenizer_config.json'), settings)
 
 
+def write_tokenizer(description, folder):
+    """Writes the files of a tokenizer of any kind to `folder`, as those of the kind 'folder'."""
+    match description:
+        case {'kind': 'char', 'chars': chars}:
+            write_char_tokenizer(chars, folder)
+        case {'kind': 'gpt2'}:
+            write_gpt2_tokenizer(folder)
+        case _:
+            copy_tokenizer(description, folder)
+
+
 def write_template(folder, template):
-    """Writes a chat template, a text, into a folder of copy_tokenizer, in place of its own."""
+    """Writes a chat template, a text, into a folder of write_tokenizer, in place of its own."""
     for name in TEMPLATES:
         path = os.path.join(folder, name)
         shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)

@@ -87,9 +87,9 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
 
 
 def first_key_of(position, scores, start_BxT=None):
-    """Returns the first position that causal_mask allows for a query at this position. In packed
-    rows chunks begin with a conversation, so that a query may see up to `chunk` positions, counted
-    back from itself."""
+    """Returns the first key position that a query at `position` may attend to by causal_mask. In
+    packed rows (start_BxT is given) a chunk begins with a conversation, so the result is a lower
+    bound: a query then attends to at most `chunk` positions, its own included."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
         # wherever the conversation began, a query sees at most this many positions
@@ -451,10 +451,11 @@ def attend_block(common, first, first_key, block):
 
 
 def count_probs(common, first, first_key, shape):
-    """Returns a block's part of flat_index([H / Q, n_positions Q, n_positions]), which numbers the
-    probabilities of a sequence on all devices: a block drops what one device alone would drop.
+    """Returns the number of each attention probability of a block, uint32 [G, T Q, S], which dropout
+    hashes. They are entries of flat_index([H / Q, n_positions Q, n_positions]) for the whole
+    sequence on all devices, so several devices drop what one alone would drop.
 
-    first, first_key: the positions of the first query and key. shape: of the block, [G, T Q, S]."""
+    first, first_key: positions of the block's first query and first key. shape: [G, T Q, S]."""
     g, tq, s = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(3))
     g += jnp.uint32(common.dropout.first_group)  # this device has the key heads from there on
     tq += jnp.uint32(first * common.Q)

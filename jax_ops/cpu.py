@@ -157,11 +157,11 @@ def add_up(products):
 # One matrix of a stack for each row of x: the experts that tokens chose, in decoding.
 
 def chosen_rows(w_ExOxI, matrix_R, shape):
-    """w[matrix_R] -> [R, O, *shape]; shape is the shape of a row of I elements.
+    """Returns w_ExOxI[matrix_R], reshaped to [R, O, *shape]: shape is that of a row of I elements.
 
-    It is a gather of R O rows, computed by XLA:CPU inside of the loop that reads it. A slice at
-    w[e] is copied, or its loop is not vectorized: LLVM then loads e again for each element
-    (docs/lab_log.md#experts-in-decoding)."""
+    It gathers R * O rows, because XLA:CPU fuses this gather into the loop that reads the result.
+    XLA:CPU would copy a slice w[e], or would not vectorize the loop that reads it: LLVM then loads
+    e again for each element (docs/lab_log.md#experts-in-decoding)."""
     E, O, _ = w_ExOxI.shape
     row_RxO = matrix_R[:, None] * O + jnp.arange(O)
     return w_ExOxI.reshape(E * O, *shape).at[row_RxO].get(mode='promise_in_bounds')

@@ -367,7 +367,8 @@ def split_checkpoint(name):
 
 
 def checksum(details):
-    """Returns what checksums.json says of an object."""
+    """Returns [size in bytes, CRC-32C] of an object, as checksums.json has it. details: the metadata
+    of the object, a dict with 'size' and 'crc32c'."""
     return [details['size'], details['crc32c']]
 
 

@@ -344,7 +344,8 @@ def data_since(manifest):
 
 
 def read_data_since(step):
-    """Returns data_since of the checkpoint in this folder; 0 if it is damaged."""
+    """Returns the iteration at which the run of a checkpoint began with its present data: 0 if they
+    never changed, or if the checkpoint is damaged. step: the folder of the checkpoint."""
     try:
         return data_since(read_json(step / 'meta' / 'metadata').get('manifest'))
     except (AttributeError, KeyError, TypeError, ValueError, OSError):

@@ -33,7 +33,8 @@ def compare_runs(folders, x='iterations'):
 
 
 def files_of(folder):
-    """Returns the folder with the files of a run: itself, or of a bucket a copy on this disk."""
+    """Returns the folder on this disk with the files of a run: `folder`, or a copy of it if it is in
+    a bucket (gs://...)."""
     if not is_in_bucket('a run', folder):
         return Path(folder)
     from jax_run.buckets import bucket_run

@@ -79,7 +79,8 @@ def check_place(lora):
 
 
 def check_checksum(lora, crc):
-    """Raises UserError if this is not the checksum of the model that LoRA updates."""
+    """Raises UserError if crc differs from lora['checksum'], that of the base model. None, of older
+    runs, is not compared."""
     if lora['checksum'] not in (None, crc):
         raise UserError(f"{lora['base']} has other weights than those that LoRA was trained with; "
                         'put these back, or name where they are with --base=FOLDER')

@@ -105,8 +105,11 @@ class OutDir:
         save_checkpoint(self.checkpoints, iter_num, state, val_loss=val_loss, meta=meta)
 
     def record_val_loss(self, iter_num, val_loss):
-        """Writes metrics to the place of the run. The checkpoint of the resume becomes a candidate
-        for the best, because a signal may have saved it without an evaluation."""
+        """Uploads the files of a run in a bucket, metrics.jsonl among them.
+
+        If the run was resumed at iter_num, adds val_loss to this checkpoint, because a signal may
+        have saved it without an evaluation: it can then be chosen as the best. Not if the data
+        changed there."""
         if self.metrics_log:
             self.folder.upload()
         is_of_these_data = data_since(self.manifest) < iter_num

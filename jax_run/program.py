@@ -32,7 +32,7 @@ class Options:
 
     @classmethod
     def from_flags(cls, flags):
-        """Returns the Options of {name: value}; names that are none are left out."""
+        """Returns the Options in {name: value}. Names that are not fields of Options are ignored."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: flags[name] for name in names if name in flags})
 

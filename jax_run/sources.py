@@ -32,8 +32,9 @@ STARTS = 2  # in packed rows: a conversation, or the padding, starts here
 # the order of reading
 
 class Order(NamedTuple):
-    """An endless stream of n rows or windows: each epoch holds every one once, in an order of its
-    own. Their places are 0, stride, 2 * stride, ..., from a random offset below n_offsets on."""
+    """Describes an endless stream of n rows or windows, shuffled anew in each epoch. An epoch has
+    each of them once, at the places offset + stride * i for i in 0 .. n - 1. The offset is drawn
+    for each epoch, 0 <= offset < n_offsets; it is 0 if n_offsets is 0."""
     n: int
     seed: int
     stride: int = 1
@@ -389,16 +390,17 @@ class Mixture:
 def assign(numbers: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, np.ndarray]:
     """Assigns the sequences of a run, given by their numbers, to the parts of a mixture.
 
-    Returns (the part, the number of the sequence in the part's own stream), int64 [B]. Of the
-    first N sequences each part has its fraction, for every N, to within as many sequences as
-    there are parts. As an example, of fractions 0.5, 0.25, 0.25:
+    Returns (the part, the number of the sequence in the part's own stream), int64 [B]. For every N,
+    each part gets its fraction of the first N sequences. The error is at most len(fractions)
+    sequences. For example, of fractions 0.5, 0.25, 0.25:
 
         number    0  1  2  3  4  5  6  7
         part      2  1  0  0  2  1  0  0
         own       0  0  0  1  1  1  2  3
 
-    From the last part to the first, each takes its share of the remaining sequences: of the first
-    `own` of these, before(own) go to the parts before it."""
+    The loop goes from the last part to the first. Part k takes its share of the sequences that are
+    still unassigned, and leaves the rest to the parts before it: of the first `own` of them,
+    `before` go to these parts."""
     # Whole numbers, so that all processes come to the same parts.
     ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)  # in millionths
     which = np.zeros_like(numbers)

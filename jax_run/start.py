@@ -86,7 +86,7 @@ class Run:
 
     @property
     def best_val_loss(self):
-        """The lowest validation loss when it starts."""
+        """The lowest validation loss in the checkpoint that is resumed, NO_LOSS for a new run."""
         return self.resumed['best_val_loss'] if self.resumed else NO_LOSS
 
     @property
@@ -373,11 +373,13 @@ def with_whole_schedule(flags):
 
 
 def merge_resumed_flags(flags, given, saved):
-    """Returns the flags of a resumed run: `saved` in its checkpoint, overridden by `given` now.
-    With another batch_size it continues elsewhere in the data.
+    """Returns the flags of a resumed run: `saved`, overridden by `given`. With another batch_size the
+    run continues at another place in the data.
 
-    flags: of read_flags, for flags that the checkpoint lacks and for NOT_RESUMED. Raises UserError
-    if the given flags ask for another optimizer or architecture."""
+    flags: all flags, as read_flags returns them: for NOT_RESUMED, and where the checkpoint lacks
+    one. given: those of the command line and the config file. saved: those of the checkpoint.
+    Raises UserError for another optimizer, architecture or --minutes, and if `saved` has flags
+    that were removed or a value of a wrong type."""
     out_dir = flags['out_dir']
     check_removed_flags(out_dir, saved)
     kept = {'lora_rank': 0, 'quantize': ''}  # not saved by the first versions

@@ -220,8 +220,8 @@ def compare_file(before, array):
 
 
 def train_again(interval, state, step, make_batch, evaluate, records):
-    """Trains an interval from the state of its first checkpoint. Returns (the state at its end,
-    the list of what is Logged otherwise). records: those of metrics.jsonl."""
+    """Trains an interval again, from the state of its first checkpoint. Returns (the state at the
+    end, [Logged], one for each value that differs from the log). records: of metrics.jsonl."""
     logged = {}
     for record in records:
         kind = 'evaluation' if 'val_loss' in record else 'iteration'

@@ -1,4 +1,5 @@
 """What people have as conversations: their forms, tools, weights, and untrusted templates."""
+import contextlib
 import itertools
 import json
 import lzma
@@ -7,14 +8,18 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from jax_flags import UserError
-from jax_hub.tokenizers import HFTokenizer, copy_tokenizer
+from jax_hub.tokenizers import GPT2Tokenizer, HFTokenizer, copy_tokenizer, same_tokens
+from jax_devices.layout import setup_distributed_training
+from jax_text import TextModel
+from jax_transformer import GPTConfig
 from tests.common import (
-    GOLDEN, RESUME, ROOT, TEXT, assert_refused, edit_json, prepare, refusal, run_script, sample, slow, succeeded, train,
-    write_byte_tokenizer)
+    GOLDEN, RESUME, ROOT, TEXT, assert_refused, edit_json, prepare, random_params, refusal, run_script, sample, slow,
+    succeeded, train, write_byte_tokenizer)
 
 sys.path[:0] = [str(ROOT / 'data'), str(ROOT / 'data' / 'chat')]
 from forms import read_example  # noqa: E402
@@ -691,28 +696,28 @@ CHATTER = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=32', '--bat
            '--gradient_accumulation_steps=1']
 
 
-@pytest.mark.parametrize('template', ['plain', slow('chatml')])
-def test_a_model_that_was_trained_here_can_be_talked_to(template, tmp_path):
-    (tmp_path / 'fox.txt').write_text(TEXT * 60)
+@pytest.mark.parametrize('vocabulary, template, end', [
+    ('bpe:300', 'plain', '<|endoftext|>'), slow('bpe:300', 'chatml', '<|end|>'), slow('char', 'plain', '\n---')])
+def test_a_model_that_was_trained_here_can_be_talked_to(vocabulary, template, end, tmp_path):
+    (tmp_path / 'fox.txt').write_text((TEXT + 'User:\nAssistant:\n---?0123456789') * 60)
     (tmp_path / 'chats.jsonl').write_text('\n'.join(
         json.dumps({'messages': [{'role': 'user', 'content': f'what does number {i} do?'},
                                  {'role': 'assistant', 'content': f'the quick brown fox {i}.'}]}) for i in range(20)))
     data, chats, first, second = (tmp_path / name for name in ('data', 'chats', 'first', 'second'))
     more = ['--chat'] if template == 'chatml' else []
-    succeeded(prepare('text', tmp_path / 'fox.txt', '--tokenizer=bpe:300', f'--out_dir={data}', *more))
+    succeeded(prepare('text', tmp_path / 'fox.txt', f'--tokenizer={vocabulary}', f'--out_dir={data}', *more))
     succeeded(train(first, f'--dataset={data}', *CHATTER))
     assert_refused(sample(first, '--chat=True', '--start=hi'), 'the model has no chat template; .*--template=plain.*')
-    succeeded(prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={first / "tokenizer"}', f'--out_dir={chats}',
+    succeeded(prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={first}', f'--out_dir={chats}',
                       f'--template={template}'))
     started = succeeded(train(second, f'--dataset={chats}', f'--init_from={first}', *CHATTER)).stdout
     assert 'the chat template is that of dataset' in started
     # the answers count, and the token at which sampling stops
     tokenizer = HFTokenizer(second / 'tokenizer')
     ids, mask = np.fromfile(chats / 'train.bin', np.uint16), np.fromfile(chats / 'train_mask.bin', np.uint8)
-    end = '<|end|>' if template == 'chatml' else '<|endoftext|>'
     counted = tokenizer.tokenizer.decode(ids[mask == 1].tolist(), skip_special_tokens=False)
     assert counted.startswith(f'the quick brown fox 0.{end}the quick brown fox 1.{end}')
-    assert tokenizer.tokenizer.token_to_id(end) in tokenizer.stop_tokens
+    assert tokenizer.tokenizer.token_to_id(end) in tokenizer.stop_tokens or tokenizer.stop_texts == (end,)
     # what asks for an answer is how training begins
     asked = tokenizer.encode_chat([{'role': 'user', 'content': 'what does number 0 do?'}])
     assert ids[:len(asked)].tolist() == asked and mask[len(asked)] == 1 and not mask[:len(asked)].any()
@@ -723,6 +728,39 @@ def test_a_model_that_was_trained_here_can_be_talked_to(template, tmp_path):
     succeeded(run_script('export_jax.py', f'--out_dir={second}', f'--folder={tmp_path / "model"}'))
     assert HFTokenizer(tmp_path / 'model').chat_template == tokenizer.chat_template
     succeeded(train(second, *RESUME, '--max_iters=5'))
+    if vocabulary == 'char':
+        assert_refused(run_script('export_jax.py', f'--out_dir={second}', f'--gguf={tmp_path / "m.gguf"}'),
+                       'a GGUF file has no place for texts that end an answer')
+
+
+def test_an_answer_ends_where_generation_config_says_a_text_ends_it(tmp_path):
+    write_byte_tokenizer(tmp_path, chat_template='{% for m in messages %}{{ m.content }}\n{% endfor %}')
+    config = GPTConfig(vocab_size=256, block_size=64, n_layer=1, n_head=2, n_embd=16)
+    layout = setup_distributed_training(jax.devices()[:1])
+
+    def answer():
+        model = TextModel(random_params(config), config, HFTokenizer(tmp_path), layout)
+        return model.chat('hi', temperature=1.0, seed=1, max_new_tokens=12)
+
+    whole = answer()
+    (tmp_path / 'generation_config.json').write_text(json.dumps({'stop_strings': [whole[4:6]]}))
+    assert answer() == whole[:whole.index(whole[4:6])] != whole
+
+
+@pytest.mark.slow
+def test_gpt2s_vocabulary_has_a_plain_template(tmp_path):
+    with contextlib.suppress(UserError):
+        GPT2Tokenizer()
+        rows = [json.dumps({'messages': [{'role': 'user', 'content': f'a {i}'},
+                                         {'role': 'assistant', 'content': f'the fox {i}'}]}) for i in range(4)]
+        (tmp_path / 'chats.jsonl').write_text('\n'.join(rows))
+        succeeded(prepare('chat', tmp_path / 'chats.jsonl', '--tokenizer=gpt2', '--template=plain',
+                          f'--out_dir={tmp_path / "chats"}'))
+        ids = np.fromfile(tmp_path / 'chats' / 'train.bin', np.uint16).tolist()
+        assert GPT2Tokenizer().decode(ids).startswith('User:\na 0\nAssistant:\nthe fox 0<|endoftext|>\n')
+        assert same_tokens({'kind': 'gpt2'}, {'kind': 'folder', 'path': str(tmp_path / 'chats' / 'tokenizer')})
+        return
+    pytest.skip("without GPT-2's BPE files")
 
 
 def test_a_template_whose_prompt_ends_in_a_space_is_refused(tmp_path):

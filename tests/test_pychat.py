@@ -101,7 +101,7 @@ def test_a_package_is_read_and_not_run(pychat, package):
 
 def test_forms_are_divided_and_names_that_do_not_exist_are_new_in_each_split(pychat, package):
     questions = pychat['questions']
-    for forms in (questions.FOLLOW_UP, questions.WHICH, questions.HOLDS):
+    for forms in (questions.FOLLOW_UP, questions.HOLDS, questions.HELLO, questions.WHO, questions.THANKS):
         parts = [set(forms[split]) for split in ('train', 'val', 'test')]
         assert not parts[0] & parts[1] and not parts[1] & parts[2] and not parts[0] & parts[2]
     names, every = pychat['names'].read_names(package)
@@ -110,9 +110,10 @@ def test_forms_are_divided_and_names_that_do_not_exist_are_new_in_each_split(pyc
     tasks = maker.make_tasks('test')
     # each name is asked for in many forms, and never in those of val and test
     of_name = collections.defaultdict(set)
-    for question, answer, *_ in made['train']:
-        if answer in {named.sentence for named in names.values()}:
-            of_name[answer].add(question)
+    for turns in made['train']:
+        for question, answer in zip(turns[::2], turns[1::2]):
+            if answer in {named.sentence for named in names.values()}:
+                of_name[answer].add(question)
     assert min(map(len, of_name.values())) > 2 and sum(map(len, of_name.values())) > 6 * len(of_name)
     kept = [form.format(name).casefold().strip('.?') for form in questions.WHAT['val'] + questions.WHAT['test']
             for name in names]
@@ -120,14 +121,20 @@ def test_forms_are_divided_and_names_that_do_not_exist_are_new_in_each_split(pyc
     assert not [question for question in kept if question in asked]
     invented = {}
     for split, conversations in {**made, 'test': tasks['invented']}.items():
-        answers = {turns[-1] for turns in conversations if turns[-1].startswith('There is no ')}
+        answers = {turn for turns in conversations for turn in turns if turn.startswith('There is no ')}
         invented[split] = {answer.removeprefix('There is no ').removesuffix(' in shop.') for answer in answers}
         assert invented[split] and not invented[split] & every
     assert not invented['train'] & invented['test'] and not invented['train'] & invented['val']
     sentences = {named.sentence for named in names.values()}
     assert all(turns[-1] in sentences for turns in tasks['forms'] + tasks['follow_ups'])
     assert all(len(turns) == 4 and names for turns in tasks['follow_ups'])
-    assert all(turns[-1] in names for turns in tasks['which'])
+    # many conversations go on with something else, none is longer than a row, and those of the test are long
+    n_questions = collections.Counter(len(turns) // 2 for turns in made['train'])
+    assert min(n_questions[n] for n in (1, 2, 3, 4)) > 10
+    assert max(sum(map(len, turns)) for turns in made['train']) <= questions.MAX_CHARACTERS
+    assert {len(turns) // 2 for turns in tasks['conversations']} <= {3, 4, 5, 6}
+    last = collections.Counter(turns[-1][:12] for turns in tasks['conversations'])
+    assert last['There is no '] == 25
 
 
 @pytest.fixture(scope='module')

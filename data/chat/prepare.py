@@ -34,6 +34,7 @@ import numpy as np
 
 here = os.path.dirname(os.path.abspath(__file__))
 OWN_TEMPLATES = ('plain', 'chatml')  # files beside this script
+PLAIN_STOP = '\n---'  # ends an answer by plain.jinja where no token does
 
 
 class Told(NamedTuple):
@@ -211,6 +212,8 @@ def check_ends(ids, mask, enc):
         counts = (mask[start:end] == 1)[is_text]
         counts_next = np.append(counts[1:], end < len(ids))
         last.update(ids[start:end][is_text][counts & ~counts_next].tolist())
+    if enc.stop_texts:
+        return ''
     if not last & (enc.special_ids | set(enc.stop_tokens)):
         fail('no answer ends with a token that ends it, so the model would not learn to stop: its '
              'chat template must write one, and the tokenizer must know it ("eos_token" in '
@@ -300,8 +303,6 @@ def check_template_tokens(name, enc):
     if name == 'chatml' and not set(CHAT_TOKENS) <= enc.tokenizer.get_vocab().keys():
         fail(f'--template=chatml needs the tokens {" ".join(CHAT_TOKENS)}: make the vocabulary with '
              'data/text/prepare.py --chat, or take --template=plain')
-    if name == 'plain' and enc.end_token is None:
-        fail('--template=plain needs an end token, "eos_token" in tokenizer_config.json')
 
 
 def check_prompts(told, n, enc):
@@ -329,18 +330,20 @@ def main():
     parser.add_argument('input', nargs='?', default=os.path.join(here, 'example.jsonl'),
                         help='a file of rows: JSON lines, a JSON array, CSV or parquet')
     parser.add_argument('--tokenizer', required=True,
-                        help='the model: a Hugging Face folder or owner/name')
+                        help='the model: a run, a data set, a Hugging Face folder or owner/name, '
+                             "or gpt2 for GPT-2's BPE")
     parser.add_argument('--rows', type=positive, metavar='BLOCK_SIZE',
                         help='pack whole conversations into rows of this block_size')
     parser.add_argument('--template', metavar='plain|chatml|FILE',
-                        help="a chat template in place of the model's: plain, for any tokenizer with "
-                             'an end token; chatml, for those of data/text/prepare.py --chat; or a '
+                        help="a chat template in place of the model's: plain, for any tokenizer; "
+                             'chatml, for those of data/text/prepare.py --chat; or a '
                              'file, one with {%% generation %%}. Runs keep it')
     args = parser.parse_args()
 
     # The conversations of all rows, as ids with their masks.
     template = read_template(args.template)
-    enc, vocabulary = load_model_tokenizer(args.tokenizer, template)
+    enc, vocabulary = load_model_tokenizer(
+        args.tokenizer, template, PLAIN_STOP if args.template == 'plain' else None)
     check_template_tokens(args.template, enc)
     folder = args.out_dir
     state = os.stat(args.input) if os.path.isfile(args.input) else None

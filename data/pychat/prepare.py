@@ -43,8 +43,10 @@ def main():
                         help="a folder of Python code (default: this Python's library)")
     parser.add_argument('--tokenizer', required=True,
                         help='the folder tokenizer of a run or of a data set, or a model')
-    parser.add_argument('--template', default='plain', metavar='plain|chatml|FILE',
-                        help='as of data/chat/prepare.py (default: plain)')
+    parser.add_argument('--template', default=Path(here) / 'prompt.jinja',
+                        metavar='plain|chatml|FILE',
+                        help="as of data/chat/prepare.py (default: prompt.jinja beside this file, "
+                             "Python's own prompt, 4 tokens for a question where plain has 15)")
     parser.add_argument('--rows', type=positive, default=256, metavar='BLOCK_SIZE',
                         help='as of data/chat/prepare.py (default: 256)')
     parser.add_argument('--seed', type=int, default=1337, help='draws forms and invented names')

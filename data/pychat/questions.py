@@ -26,36 +26,43 @@ FOLLOW_UP = {
               'The same for {}?', 'I meant {}.', 'And the other one, {}?', 'Is {} like that?'],
     'val': ['And what is {}?'],
     'test': ['How about {}?', 'And could you explain {}?']}
-WHICH = {
-    'train': ['Which {kind} does this: {sentence}', 'Search a {kind}: {sentence}',
-              'Name the {kind} with this description: {sentence}', 'I need a {kind}: {sentence}',
-              'What is the name of the {kind} with the docstring: {sentence}',
-              '{sentence} Which {kind} is that?', '{sentence} Name this {kind}.'],
-    'val': ['Find the {kind}: {sentence}'],
-    'test': ['Which {kind} is described by this: {sentence}']}
 HOLDS = {
     'train': ['What is in {}?', 'What does {} contain?', 'List some names in {}.',
               'Show me what {} holds.', 'Which functions are in {}?', 'Give me an overview of {}.'],
     'val': ['What can I find in {}?'],
     'test': ['Which names does {} have?']}
 HELLO = {
-    'train': ['Hello', 'Hello!', 'Hi', 'Hi!', 'Hey', 'Good morning', 'Hello there', 'hi'],
+    'train': ['Hello', 'Hello!', 'Hi', 'Hi!', 'Hey', 'Hey!', 'Good morning', 'Good morning!',
+              'Good afternoon', 'Good day', 'Hello there', 'Hi there!', 'hi', 'hello', 'Hello, you',
+              'Greetings', 'Good night', 'Are you there?'],
     'val': ['Hey there'],
     'test': ['Good evening']}
 WHO = {
-    'train': ['Who are you?', 'What are you?', 'What can you do?', 'Who made you?',
-              'Are you ChatGPT?', 'What do you know?', 'Help', 'How can I use you?'],
+    'train': ['Who are you?', 'What are you?', 'What can you do?', 'Who made you?', 'Help', 'Help!',
+              'Are you ChatGPT?', 'What do you know?', 'How can I use you?', 'Are you a human?',
+              'Are you a model?', 'Can you help me?', 'What is your name?', 'Who am I talking to?',
+              'Tell me about yourself.', 'What do you do?', 'How do you work?', 'who are you'],
     'val': ['What can I ask you?'],
     'test': ['What are you for?']}
+THANKS = {
+    'train': ['Thanks', 'Thanks!', 'Thank you.', 'Thank you!', 'thanks', 'Great, thanks.', 'Cool',
+              'Nice!', 'OK, thank you.', 'That helps.', 'Good answer.', 'Thanks a lot!', 'Bye',
+              'Bye!', 'Goodbye', 'See you.'],
+    'val': ['Thank you so much.'],
+    'test': ['Many thanks!']}
 # what it does not know about
 ELSEWHERE = {
     'train': ['What is the capital of {}?', 'Tell me about {}.', 'Where is {}?', 'How old is {}?',
-              'Write a poem about {}.', 'I like {}.'],
+              'Write a poem about {}.', 'I like {}.', 'What is {}?', 'Who is {}?', 'Explain {}.',
+              'What do you think of {}?', 'Tell me a joke about {}.', 'When was {} born?',
+              'How far away is {}?', 'Can you sing about {}?', 'Describe {}, please.'],
     'val': ['Why is {} so famous?'],
     'test': ['Do you know {}?']}
 SUBJECTS = ['France', 'Peru', 'Japan', 'the moon', 'Mozart', 'the weather', 'love', 'football',
             'my cat', 'the sea', 'Rome', 'Einstein', 'cooking', 'Kenya', 'history', 'the sun',
-            'Napoleon', 'tea', 'Berlin', 'music', 'the president', 'Canada', 'chess', 'physics']
+            'Napoleon', 'tea', 'Berlin', 'music', 'the president', 'Canada', 'chess', 'physics',
+            'my job', 'money', 'the queen', 'India', 'Paris', 'winter', 'a good film', 'bread',
+            'the news', 'Shakespeare', 'my garden', 'coffee', 'London', 'space', 'Italy', 'a horse']
 # words of which names are made that do not exist
 NOUNS = ['net', 'file', 'data', 'text', 'task', 'image', 'cloud', 'fast', 'auto', 'smart', 'byte',
          'word', 'page', 'graph', 'token', 'cache', 'user', 'log', 'mail', 'key']
@@ -64,7 +71,9 @@ VERBS = ['get', 'set', 'make', 'find', 'load', 'save', 'open', 'close', 'merge',
 ENDINGS = ['utils', 'lib', 'tools', 'kit', 'py']
 N_FORMS = 4  # times that the train part asks for each name, beside the follow-ups
 # items of each task
-N_TEST = {'forms': 300, 'invented': 100, 'follow_ups': 100, 'which': 100}
+N_TEST = {'forms': 300, 'invented': 100, 'follow_ups': 100, 'conversations': 100}
+# characters of a joined conversation, some 200 tokens of a row
+MAX_CHARACTERS = 600
 
 
 class Maker:
@@ -82,8 +91,6 @@ class Maker:
         self.by_parent = collections.defaultdict(list)
         for named in names.values():
             self.by_parent[named.parent].append(named)
-        n_of_sentence = collections.Counter(named.sentence for named in names.values())
-        self.described = [named for named in names.values() if n_of_sentence[named.sentence] == 1]
         # names that have a neighbour to ask about before
         self.neighbours = [named for named in names.values()
                            if named.parent and len(self.by_parent[named.parent]) > 1]
@@ -139,11 +146,6 @@ class Maker:
             last, answer = invented, self.refusal(f'{named.parent}.{invented}')
         return [*self.about(before, split), self.ask(FOLLOW_UP, split, last), answer]
 
-    def which(self, named, split):
-        """Returns the conversation that asks which name has a sentence."""
-        form = self.random.choice(WHICH[split])
-        return [form.format(kind=named.kind, sentence=named.sentence), named.name]
-
     def holds(self, parent, split):
         """Returns the conversation that asks what a module or class holds."""
         held = sorted(named.last for named in self.by_parent[parent])
@@ -152,14 +154,16 @@ class Maker:
         return [self.ask(HOLDS, split, parent), f'{parent} has {", ".join(shown)}{more}.']
 
     def small_talk(self, split):
-        """Returns a greeting, a question who it is, or one about something else."""
-        kind = self.random.randrange(3)
+        """Returns a greeting, a question who it is, thanks, or a question about something else."""
+        kind = self.random.randrange(4)
         if kind == 0:
             return [self.ask(HELLO, split, ''), f'Hello! Ask me about a name in {self.library}, '
                                                 f'for example {self.example}.']
         if kind == 1:
             return [self.ask(WHO, split, ''),
                     f'I am a small language model, and I know the names in {self.library}.']
+        if kind == 2:
+            return [self.ask(THANKS, split, ''), 'You are welcome.']
         subject = self.random.choice(SUBJECTS)
         return [self.ask(ELSEWHERE, split, subject), f'I only know the names in {self.library}.']
 
@@ -213,16 +217,30 @@ class Maker:
         made = [self.about(named, split) for named in self.names.values() for _ in range(n)]
         made += [self.about_part(named, split) for named in self.known_alone for _ in range(2)]
         made += [self.follow_up(named, split) for named in self.neighbours for _ in range(n)]
-        made += [self.which(named, split) for named in self.described]
         made += [self.holds(parent, split) for parent in self.holders for _ in range(3)]
         made += [self.about_invented(self.invent(), split) for _ in range(n_invented)]
         if self.neighbours:
             for _ in range(n_invented // 4):
                 named = self.random.choice(self.neighbours)
                 made.append(self.follow_up(named, split, self.invent_beside(named)))
-        made += [self.small_talk(split) for _ in range(len(made) // 50)]
+        made += [self.small_talk(split) for _ in range(len(made) // 30)]
         self.random.shuffle(made)
-        return made
+        return self.join(made)
+
+    def join(self, made):
+        """Returns conversations in which two of five go on with one or two of those behind them, as
+        people ask about one thing after another."""
+        joined = []
+        n_more = 0  # conversations that the last one goes on with
+        for turns in made:
+            is_short = n_more and sum(map(len, joined[-1] + turns)) <= MAX_CHARACTERS
+            if is_short:
+                joined[-1] = joined[-1] + turns
+                n_more -= 1
+            else:
+                joined.append(turns)
+                n_more = self.random.choice([0, 0, 0, 1, 2])
+        return joined
 
     def make_tasks(self, split):
         """Returns {name of a task: its conversations}."""
@@ -236,4 +254,18 @@ class Maker:
                          for _ in range(N_TEST['invented'])],
             'follow_ups': [self.follow_up(named, split)
                            for named in draw(self.neighbours, N_TEST['follow_ups'])],
-            'which': [self.which(named, split) for named in draw(self.described, N_TEST['which'])]}
+            'conversations': [self.conversation(split, i) for i in range(N_TEST['conversations'])]}
+
+    def conversation(self, split, i):
+        """Returns a conversation of two parts and a last one: in turn about a name, with a
+        follow-up, about a name that does not exist, and small talk."""
+        def part(kind):
+            if kind == 1 and self.neighbours:
+                return self.follow_up(self.random.choice(self.neighbours), split)
+            if kind == 2:
+                return self.about_invented(self.invent(), split)
+            if kind == 3:
+                return self.small_talk(split)
+            return self.about(self.random.choice([*self.names.values()]), split)
+
+        return [*part(self.random.randrange(4)), *part(self.random.randrange(4)), *part(i % 4)]
