@@ -2,8 +2,8 @@
 
 $ python nano_jax.py --dataset=shakespeare_char --max_iters=2000
 
-With the same flags and seed it has the numbers of train_jax.py (tests/test_nano_jax.py) but for
-last bits: sums have another order there, and the learning rate is a float32. Left out are dropout,
+With the same flags and seed it has the numbers of train_jax.py (tests/test_nano_jax.py), but for
+last bits: that one adds up in another order and has a float32 learning rate. Left out are dropout,
 checkpoints, bfloat16, sharded and other models. Two ideas: parameters are dicts of arrays, which
 are passed in, and a training step returns new ones; jax.jit compiles a function, jax.grad makes its
 gradient. Shapes are in names, as in q_BxTxHxK: B sequences, N of an iteration, T tokens of each, S
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 dataset = 'shakespeare_char' # the folder under data/ whose prepare.py has been run
 eval_interval = 250 # evaluate every this many iterations, and at the end
 log_interval = 10 # print every this many iterations
-eval_iters = 20 # batches per evaluation and split
+eval_iters = 20 # batches per split, at each evaluation
 gradient_accumulation_steps = 1 # micro-batches per update, all devices together
 batch_size = 12 # sequences per micro-batch
 block_size = 64 # tokens per sequence
@@ -34,7 +34,7 @@ weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms
 beta1 = 0.9 # decay of AdamW's mean of gradients
 beta2 = 0.99 # decay of AdamW's mean of squared gradients
 grad_clip = 1.0 # maximum global norm of the gradients; 0 does not clip
-warmup_iters = 100 # iterations of linear warm-up; a tenth of the decay length if it does not fit
+warmup_iters = 100 # iterations of linear warm-up; a tenth of lr_decay_iters if that is not longer
 lr_decay_iters = 0 # iteration at which the cosine reaches min_lr; 0 is max_iters
 min_lr = 1e-4 # lowest learning rate
 start = '\n' # the prompt of the sample at the end
@@ -42,7 +42,7 @@ max_new_tokens = 500 # tokens to generate
 temperature = 0.8 # 1.0 = no change, below less random; 0 takes the likeliest token
 top_k = 200 # sample from the top_k most likely tokens only; 0 is all
 seed = 1337 # seeds weights, batches and the sample
-# -----------------------------------------------------------------------------
+# --- the flags: the globals above of these four types, with their defaults
 DEFAULTS = {k: v for k, v in vars().items() if k[0] != '_' and type(v) in (bool, int, float, str)}
 Config = collections.namedtuple('Config', [*DEFAULTS, 'vocab_size'])
 # jit compiles a function of arrays; its argument cfg is a constant: another Config compiles anew
@@ -54,20 +54,20 @@ def init_params(key, cfg):
     D = cfg.n_embd
 
     def normal(path, shape, std=0.02, number=1):
-        # each table has a key of its own, folded from a hash of its path and number, as in flax
+        # as flax: its own key, from a hash of its modules' names, joined, and its number therein
         digest = hashlib.sha1(path.encode() + bytes([number])).digest()
         own_key = jax.random.fold_in(key, jnp.uint32(int.from_bytes(digest[:4], 'big')))
         return jax.random.normal(own_key, shape) * std
 
-    def bias(width):
+    def bias_params(width):
         return {'bias': jnp.zeros(width)} if cfg.bias else {}
 
     def linear_params(path, n_in, n_out, std=0.02):
-        return {'kernel': normal(path, (n_in, n_out), std), **bias(n_out)}
+        return {'kernel': normal(path, (n_in, n_out), std), **bias_params(n_out)}
 
-    norm_params = {'scale': jnp.ones(D), **bias(D)}
+    norm_params = {'scale': jnp.ones(D), **bias_params(D)}
     params = {'wte': normal('', (cfg.vocab_size, D)), 'ln_f': norm_params,
-              'wpe': normal('', (cfg.block_size, D), number=2)}
+              'wpe': normal('', (cfg.block_size, D), number=2)}  # the second of the model itself
     # GPT-2 scales residual projections down: the stream adds up 2 n_layer outputs
     std = 0.02 / (2 * cfg.n_layer)**0.5
     for i in range(cfg.n_layer):
@@ -86,10 +86,10 @@ def linear(p, x):
     return x @ p['kernel'] + p.get('bias', 0)
 
 def attention(p, x_BxTxD, cfg, cache=None, first=0):
-    """Returns (y_BxTxD, the new cache). cache: keys and values. first: the tokens already in it."""
+    """Returns (y_BxTxD, the new cache). cache: keys and values of the `first` tokens before x."""
     B, T, D = x_BxTxD.shape
     H, K = cfg.n_head, D // cfg.n_head
-    # queries, keys and values of all heads, in one product
+    # queries, keys and values of all heads, in one product; without a cache S is T
     q_BxTxHxK, k_BxSxHxK, v_BxSxHxK = [
         a.reshape(B, T, H, K) for a in jnp.split(linear(p['c_attn'], x_BxTxD), 3, axis=-1)]
     # with a cache: write the new keys and values at their positions; the mask hides unused slots
@@ -113,7 +113,7 @@ def forward(params, idx_BxT, cfg, cache=None, first=0):
         p = params[name]
         # a pre-norm block: x += attention(norm(x)), then x += mlp(norm(x))
         y_BxTxD, new_cache[name] = attention(
-            p['attn'], layer_norm(p['ln_1'], x_BxTxD), cfg, cache and cache[name], first)
+            p['attn'], layer_norm(p['ln_1'], x_BxTxD), cfg, cache[name] if cache else None, first)
         x_BxTxD += y_BxTxD
         h_BxTxF = linear(p['mlp']['c_fc'], layer_norm(p['ln_2'], x_BxTxD))
         x_BxTxD += linear(p['mlp']['c_proj'], jax.nn.gelu(h_BxTxF, approximate=False))
@@ -135,24 +135,24 @@ def load_data(folder):
     if meta.get('row_length') or kind not in ('char', 'gpt2'):
         sys.exit(f'{folder}: this reads texts of characters or of GPT-2 tokens, no other data')
     if kind == 'gpt2':
-        import tiktoken
+        import tiktoken  # the one other package, for these data only
         bpe = tiktoken.get_encoding('gpt2')
         decode = lambda ids: bpe.decode([i for i in ids if i < bpe.n_vocab])
-        return splits, 50304, bpe.encode_ordinary, decode  # 50257 tokens, padded as in nanoGPT
+        return splits, 50304, bpe.encode_ordinary, decode  # 50257 tokens; nanoGPT pads to 50304
     decode = lambda ids: ''.join(chars[i] for i in ids)
     return splits, len(chars), lambda text: [chars.index(c) for c in text], decode
 
 def shuffled_starts(n_tokens, cfg):
     """Yields the starts of windows, without end. An epoch has adjacent windows in random order, and
-    misses only the two ends. (nanoGPT draws windows: an epoch's worth misses 1/e of the tokens.)"""
-    n_windows = max(1, (n_tokens - 1) // cfg.block_size - 1)  # one less, for the offset
+    misses only the two ends. (nanoGPT draws each start at random: 1/e of the tokens are missed.)"""
+    n_windows = max(1, (n_tokens - 1) // cfg.block_size - 1)  # one less: room for the offset
     for epoch in itertools.count():
-        rng = np.random.default_rng([cfg.seed, 0, epoch])  # 0: the data's order
+        rng = np.random.default_rng([cfg.seed, 0, epoch])  # 0: the random stream of the order
         offset = rng.integers(n_tokens - n_windows * cfg.block_size)
         yield from offset + cfg.block_size * rng.permutation(n_windows)
 
 def read_windows(tokens, starts, block_size):
-    """Returns x and y, int32 [B, T]: the windows that begin there, and these shifted by one."""
+    """Returns x and y, int32 [B, T]: the windows at these starts, and the same shifted by one."""
     windows = tokens[np.array(starts)[:, None] + np.arange(block_size + 1)].astype(np.int32)
     return windows[:, :-1], windows[:, 1:]
 
@@ -166,7 +166,7 @@ def get_lr(n, cfg):
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * share)) * (cfg.learning_rate - cfg.min_lr)
 
 def adamw(params, grads, moments, lr, cfg):
-    """Returns (params, moments) after an update; moments: {'m', 'v': trees, 'n': their number}."""
+    """Returns (params, moments) after an update; moments: {'m', 'v', 'n': updates so far}."""
     # clip: scale the gradients down to a global norm of grad_clip
     norm = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(grads)))
     scale = jnp.minimum(1, cfg.grad_clip / (norm + 1e-6)) if cfg.grad_clip else 1
@@ -185,33 +185,33 @@ def adamw(params, grads, moments, lr, cfg):
 
 def make_train_step(cfg, mesh):
     """Makes train_step(params, moments, x, y, lr) -> (params, moments, loss): an iteration."""
-    # the devices share the micro-batches; where there are fewer of these, each of them is split
+    # steps of each device; one takes a part of a micro-batch if the devices do not divide them
     n_micro = cfg.gradient_accumulation_steps
     n_micro //= math.gcd(n_micro, mesh.size)
 
     def train_step(params, moments, x_NxT, y_NxT, lr):
-        # forward and backward of one micro-batch after the other, added up
+        # forward and backward by micro-batch, added up; x and y are this device's share of N rows
         def micro_step(total, xy):
-            found = jax.value_and_grad(loss_fn)(params, *xy, cfg)
-            return jax.tree.map(jnp.add, total, found), None
+            loss_grads = jax.value_and_grad(loss_fn)(params, *xy, cfg)
+            return jax.tree.map(jnp.add, total, loss_grads), None  # scan: (the sum so far, no rows)
 
-        x_y = [a.reshape(n_micro, -1, cfg.block_size) for a in (x_NxT, y_NxT)]
+        micro_xy = [a.reshape(n_micro, -1, cfg.block_size) for a in (x_NxT, y_NxT)]
         zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        total, _ = jax.lax.scan(micro_step, zeros, x_y)
+        total, _ = jax.lax.scan(micro_step, zeros, micro_xy)
         # the mean over micro-batches, and over devices: the one all-reduce, as DDP's
         loss, grads = jax.lax.pmean(jax.tree.map(lambda t: t / n_micro, total), 'data')
         return *adamw(params, grads, moments, lr, cfg), loss
 
-    # each device runs train_step. P(): replicated; P('data'): split over the devices. Without
-    # check_vma=False jax would sum gradients a second time. Donated: memory that the results reuse
+    # each device runs train_step. P(): replicated; P('data'): split over the devices. Unless
+    # check_vma=False, jax.grad itself would add up over devices, where pmean has to average
     parts = P(), P(), P('data'), P('data'), P()
     step = jax.shard_map(train_step, mesh=mesh, in_specs=parts, out_specs=P(), check_vma=False)
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(step, donate_argnums=(0, 1))  # results reuse the memory of params and moments
 
 def estimate_loss(params, tokens, cfg):
     """Returns the mean loss of windows that are spread evenly, the same at every call."""
-    n = cfg.eval_iters * cfg.batch_size
-    starts = np.arange(n) * (len(tokens) - 1 - cfg.block_size) // max(1, n - 1)
+    n, last = cfg.eval_iters * cfg.batch_size, len(tokens) - 1 - cfg.block_size
+    starts = np.arange(n) * last // max(1, n - 1)
     batches = [read_windows(tokens, b, cfg.block_size) for b in np.split(starts, cfg.eval_iters)]
     return np.mean([loss_fn(params, x_BxT, y_BxT, cfg) for x_BxT, y_BxT in batches])
 
@@ -230,8 +230,8 @@ def generate(params, ids, cfg):
             logits_1xTxV, _ = forward(params, np.array([ids[-cfg.block_size:]]), cfg)
         logits_V = logits_1xTxV[0, -1] / (cfg.temperature or 1)
         if cfg.top_k:
-            least = jnp.sort(logits_V)[-min(cfg.top_k, cfg.vocab_size)]
-            logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
+            least_kept = jnp.sort(logits_V)[-min(cfg.top_k, cfg.vocab_size)]
+            logits_V = jnp.where(logits_V < least_kept, -jnp.inf, logits_V)
         key = jax.random.fold_in(jax.random.key(cfg.seed), i)
         is_random = cfg.temperature > 0
         ids.append(int(jax.random.categorical(key, logits_V) if is_random else logits_V.argmax()))
@@ -249,7 +249,7 @@ def main():
         parser.error(f'{folder} has no data: run its prepare.py first')
     splits, vocab_size, encode, decode = load_data(folder)
     cfg, prompt = Config(**flags, vocab_size=vocab_size), encode(flags['start'])
-    # all devices, each with a copy of the parameters and of AdamW's moments
+    # all devices, on one axis; each gets a copy of the parameters and of AdamW's moments
     mesh = Mesh(np.array(jax.devices()), ('data',))
     n_rows = cfg.gradient_accumulation_steps * cfg.batch_size
     if n_rows % mesh.size:

@@ -38,8 +38,9 @@ def begin(model, batch, prompt='the fox', **options):
 # -----------------------------------------------------------------------------
 # requests from Python
 
-@pytest.mark.parametrize('batch_size, n_requests', [(4, 12), slow(1, 6), slow(8, 300)])
-def test_each_request_has_the_text_that_it_has_alone(model, batch_size, n_requests):
+@pytest.mark.parametrize('batch_size, n_requests', [(4, 12), slow(1, 6), slow(8, None)])
+def test_each_request_has_the_text_that_it_has_alone(model, batch_size, n_requests, pytestconfig):
+    n_requests = n_requests or pytestconfig.getoption('--requests') // 2
     rng = random.Random(batch_size)
     requests = [random_request(rng, 'the fox') for _ in range(n_requests)]
     answers = list(model.serve(requests, batch_size=batch_size))

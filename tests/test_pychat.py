@@ -174,11 +174,11 @@ def test_a_model_learns_to_answer_and_eval_counts_what_it_says(taught):
 
 
 @pytest.mark.slow
-def test_transformers_answers_alike_from_an_export(taught, tmp_path):
+def test_transformers_answers_alike_from_an_export(request, tmp_path):
     """Where PyTorch is installed; docs/models.md has the figures of the model of config/chat_laptop.py."""
     torch = pytest.importorskip('torch')
     transformers = pytest.importorskip('transformers')
-    out, tasks = taught
+    out, tasks = request.getfixturevalue('taught')
     succeeded(run_script('export_jax.py', f'--out_dir={out}', f'--folder={tmp_path / "model"}'))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'model')
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'model')

@@ -599,8 +599,9 @@ def batches(monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize('n_requests', [30, slow(1000)])
-def test_mixed_requests_at_random_times_have_the_texts_that_each_has_alone(of_chats, batches, n_requests):
+@pytest.mark.parametrize('n_requests', [30, slow(None)])
+def test_mixed_requests_at_random_times_have_the_texts_that_each_has_alone(of_chats, batches, n_requests, pytestconfig):
+    n_requests = n_requests or pytestconfig.getoption('--requests')
     rng = random.Random(5)
     requests = [random_request(rng, 'abcdefgh') for _ in range(n_requests)]
     patience = [rng.uniform(0, 0.3) if rng.random() < 0.2 else None for _ in requests]  # a fifth hang up
