@@ -266,6 +266,7 @@ def encode_training_chat(tokenizer, chat, counted=None):
     answers = [i for i, message in enumerate(chat.messages) if message['role'] == 'assistant']
     chosen = [i for i in answers if counted is None or i in counted]
     text, spans = render_marked(tokenizer, chat)
+    tokenizer.check_characters(text)
     encoding = tokenizer.tokenizer.encode(whole_characters(text), add_special_tokens=False)
     ids = encoding.ids
     starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T

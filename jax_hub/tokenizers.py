@@ -70,7 +70,7 @@ def check_characters(text, known):
     """Raises UserError if a text has others than the known characters."""
     unknown = sorted(set(text) - set(known))
     if unknown:
-        raise UserError('the prompt has characters that the model does not know: '
+        raise UserError('the text has characters that the model does not know: '
                         f'{" ".join(map(repr, unknown))}; it knows {"".join(known)!r}')
 
 
@@ -166,10 +166,15 @@ class HFTokenizer:
     def encode(self, text, begin=True):
         """Returns the ids of a text, with the tokenizer's prefix unless begin is False. Its suffix
         is left out, because the text goes on: more tokens are scored or generated."""
-        if self.has_letters_only:
-            check_characters(text, self.ids)
+        self.check_characters(text)
         ids = self.tokenizer.encode(whole_characters(text), add_special_tokens=begin).ids
         return ids[:len(ids) - self.n_behind] if begin else ids
+
+    def check_characters(self, text):
+        """Raises UserError if this is a vocabulary of characters that lacks some of the text's:
+        they would be left out without a word."""
+        if self.has_letters_only:
+            check_characters(text, self.ids)
 
     @functools.cached_property
     def n_behind(self):
@@ -215,6 +220,7 @@ class HFTokenizer:
         special tokens."""
         text = self.render_chat(messages, add_generation_prompt=True, tools=tools,
                                 variables=variables)
+        self.check_characters(text)
         return self.tokenizer.encode(whole_characters(text), add_special_tokens=False).ids
 
     def encode_training_chat(self, messages, *, counted=None, tools=None, variables=None):

