@@ -1,18 +1,18 @@
-"""The model, ids to logits and loss, in one file: its config, GPT-2, the KV cache, other models.
+"""The model in one file, from token ids to logits and loss: config, GPT-2, KV cache, other models.
 
 References: nanoGPT, https://github.com/karpathy/nanoGPT/blob/master/model.py;
 OpenAI's GPT-2, https://github.com/openai/gpt-2/blob/master/src/model.py
 
-Everything beyond GPT-2 is off by default: newer models' RMSNorm, RoPE and GQA are switched on where
-GPT-2's counterpart stands, and defined in "other models", for a second reading. jax_ops/ says *how*
-things are computed and sharded: the first line of each docstring there is the plain equivalent.
+Everything beyond GPT-2, such as RMSNorm, RoPE and GQA, is off by default. The code of GPT-2 has the
+branches that switch it on; the section "other models" defines it, and can wait for a second
+reading. jax_ops/ says *how* things are computed and sharded: each docstring there begins with the
+plain equivalent.
 
 Shapes are in the names, so `q_BxTxHxK` needs no comment:
     B  batch (sequences)        D  n_embd, the width        H  attention heads
     T  positions of this call   F  MLP width, 4 D           K  head width, D / H
     S  slots of the KV cache    V  vocabulary               G  key and value heads (GPT-2: G = H)
-A name that ends in _B holds one value per sequence.
-"""
+A name that ends in _B holds one value per sequence."""
 import dataclasses
 import functools
 from typing import Any, ClassVar
@@ -43,8 +43,8 @@ from jax_ops.vocabulary import INIT_STD, ParallelLMHead, VocabParallelEmbedding,
 class GPTConfig:
     """The architecture. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
 
-    Groups (rope_scaling, mla, moe) may be dicts, tuples may be lists. Raises UserError for
-    impossible values, see check_numbers and check_config."""
+    The groups rope_scaling, mla and moe may be given as dicts, tuples as lists. Raises UserError
+    for impossible values, see check_numbers and check_config."""
     block_size: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded up to a multiple of 64 for efficiency
     n_layer: int = 12
@@ -70,7 +70,7 @@ class GPTConfig:
     rope_theta: float = 10000.0  # RoPE base
     rope_scaling: 'RopeScaling | None' = None
     rope_width: int = 0  # number of first channels of a head that RoPE rotates; 0 is all
-    window_rope_theta: float = 0.0  # RoPE base of 'window' layers, unscaled; 0 is as the others
+    window_rope_theta: float = 0.0  # RoPE base of 'window' layers, unscaled; 0: as other layers
     n_kv_head: int = 0  # key and value heads (GQA); 0 is n_head
     head_dim: int = 0  # 0 is n_embd / n_head
     attention_scale: float = 0.0  # factor of the scores; 0 is head_dim**-0.5
@@ -89,14 +89,14 @@ class GPTConfig:
     swiglu_limit: float = 7.0  # clamp of 'swiglu_clamped'
     mla: 'MLAConfig | None' = None
     moe: 'MoEConfig | None' = None
-    # what follows from these, set by __post_init__; ClassVar: no fields
+    # derived by __post_init__ from the fields; ClassVar, so that they are no fields themselves
     kv_heads: ClassVar[int]
     head_width: ClassVar[int]
     mlp_width: ClassVar[int]
     has_gate: ClassVar[bool]
 
     def __post_init__(self) -> None:
-        """Makes the groups of dicts, checks the fields, and sets what follows from them: kv_heads,
+        """Makes the groups from dicts, checks the fields, and sets the derived attributes kv_heads,
         head_width, mlp_width and has_gate."""
         # a frozen dataclass is set by its __dict__
         for name, group in (('rope_scaling', RopeScaling), ('mla', MLAConfig), ('moe', MoEConfig)):
@@ -113,13 +113,13 @@ class GPTConfig:
         check_config(self)
 
     def layer(self, i: int) -> tuple[str, bool]:
-        """(layer type, whether the MLP is a mixture of experts) of layer i."""
+        """Returns (layer type, whether the MLP is a mixture of experts) of layer i."""
         is_moe = self.moe is not None and self.moe.layers[i % len(self.moe.layers)]
         return self.layer_types[i % len(self.layer_types)], is_moe
 
     def architecture(self) -> dict[str, Any]:
-        """Returns the fields of the architecture, {name: value}: GPTConfig(**config.architecture())
-        is the same model."""
+        """Returns {name: value} of all fields but the execution options.
+        GPTConfig(**config.architecture()) is the same model."""
         values = dataclasses.asdict(self)
         for execution_option in ('attention', 'experts', 'scan_layers', 'remat'):
             del values[execution_option]
@@ -127,26 +127,26 @@ class GPTConfig:
 
 
 class Stream(struct.PyTreeNode):
-    """What flows from block to block. An idea that crosses blocks (the first layer's values, a skip
-    connection) adds its field here."""
+    """The arrays that flow from block to block. An idea that crosses blocks (the first layer's
+    values, a skip connection) adds its field here."""
     x_BxTxD: Array
 
 
 class Call(struct.PyTreeNode):
     """The inputs that all blocks of a call share."""
-    position_BxT: Array  # position of each token in its sequence; [1, T] where all are alike
+    position_BxT: Array  # position of each token in its sequence; [1, T] if the same in all
     # number of each sequence in the run, for dropout's random numbers; None: dropout is off
     seq_id_B: Array | None = None
     start_BxT: Array | None = None  # where packed conversations start, see GPT.loss
-    padding_BxT: Array | None = None  # True where rows are filled up, see GPT.loss
-    # whether the T tokens stand side by side, so that a kernel can mask by their indices
+    padding_BxT: Array | None = None  # True for padding, see GPT.loss
+    # whether the T tokens are consecutive, so that a kernel can mask by their indices
     in_order: bool = struct.field(pytree_node=False, default=False)
 
 
 def create_call(idx_BxT: Array, position_BxT: Array | None = None, seq_id_B: Array | None = None,
                 start_BxT: Array | None = None, padding_BxT: Array | None = None) -> Call:
-    """The Call of these tokens; if not given, their positions are 0 .. T-1, and in packed rows are
-    counted from where each conversation starts."""
+    """Returns the Call of the tokens idx_BxT. If not given, positions are 0 .. T-1; in packed rows
+    they count from the start of each conversation."""
     in_order = position_BxT is None
     if in_order:
         position_BxT = jnp.arange(idx_BxT.shape[1])[None]
@@ -175,8 +175,8 @@ class LayerNorm(nn.Module):
 
 
 def matrix_param(module: nn.Module, name: str, shape: tuple, init_std: float = INIT_STD) -> Any:
-    """module.param(name, nn.initializers.normal(init_std), shape), in float32; or the Kernel that
-    decoding or LoRA puts in its place."""
+    """Returns module.param(name, nn.initializers.normal(init_std), shape), in float32. If decoding
+    or LoRA has put a Kernel in its place, returns the Kernel."""
     value = module.get_variable('params', name)
     if is_kernel(value):
         return value
@@ -185,11 +185,12 @@ def matrix_param(module: nn.Module, name: str, shape: tuple, init_std: float = I
 
 class Dense(nn.Module):
     """x [..., I] @ kernel + bias -> [..., features] in the config's dtype. A tuple of features
-    stores several projections side by side in one kernel and returns a list (c_attn: q, k, v)."""
+    stores several projections side by side in one kernel; the result is a list (c_attn: q, k,
+    v)."""
     config: GPTConfig
     features: int | tuple
     init_std: float = INIT_STD
-    # how tensor parallelism shards the kernel, or ROW_PARALLEL, or () for not at all
+    # how tensor parallelism shards the kernel: COLUMN_PARALLEL, ROW_PARALLEL, or () for not at all
     tp: tuple = COLUMN_PARALLEL
 
     @nn.compact
@@ -205,8 +206,8 @@ class Dense(nn.Module):
 
 
 def residual_dense(config: GPTConfig) -> Dense:
-    """The Dense layer that writes to the residual stream; its initial values are 1 / sqrt(2
-    n_layer) of the others'."""
+    """Returns the Dense layer that writes to the residual stream. Its initial values are smaller
+    than those of other layers, by the factor 1 / sqrt(2 n_layer)."""
     init_std = INIT_STD / (2 * config.n_layer)**0.5
     return Dense(config, config.n_embd, init_std, ROW_PARALLEL, name='c_proj')
 
@@ -221,10 +222,10 @@ def dot_product_attention(
     """Computes softmax(einsum('bthk,bshk->bhts', q, k) * scale) v (for G = H) over the keys that
     the mask allows -> [B, T, H, K].
 
-    Softmax is in float32. scale: K**-0.5 if not given. cap: of soft_cap; 0 is none. GQA: query head
-    h attends to key head h // Q, Q = H / G; the Q heads of a group are folded into the time axis.
-    sinks_H: one more logit per head; its probability is dropped. key_B: dropout keys of the
-    sequences, if any. Values may have another width than keys."""
+    Softmax is in float32. scale: K**-0.5 if not given. cap: for soft_cap of the scores; 0 is none.
+    GQA: query head h attends to key head h // Q, Q = H / G; the Q heads of a group are folded into
+    the time axis. sinks_H: one more logit per head; its probability is dropped. key_B: a dropout
+    key per sequence; None is no dropout. Values may have another width than keys."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
@@ -267,10 +268,10 @@ class CausalSelfAttention(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD: Array, stream: Stream | None = None, call: Call | None = None,
                  cache: dict | None = None) -> tuple[Array, Stream | None, dict | None]:
-        """Returns (y_BxTxD, stream, cache): of x, the normalized input.
+        """Returns (y_BxTxD, stream, cache): the output, the same Stream, and the layer's new cache.
 
-        stream: what flows beside it, unchanged. call: of the tokens 0 .. T-1 if not given. cache:
-        the layer's, see update_kv_cache; None without."""
+        x_BxTxD: the normalized input. call: if not given, the Call of positions 0 .. T-1. cache:
+        the layer's KV cache, see update_kv_cache; None is no cache."""
         cfg = self.config
         B, T, D = x_BxTxD.shape
         H, G, K = cfg.n_head, cfg.kv_heads, cfg.head_width
@@ -289,8 +290,8 @@ class CausalSelfAttention(nn.Module):
             q_BxTxHxK, k_BxTxGxK = apply_positions(
                 cfg, self.layer_type, q_BxTxHxK, k_BxTxGxK, call.position_BxT)
 
-        # with a KV cache: the keys and values of this call are written to it, and all that it holds
-        # is attended to
+        # with a KV cache, the keys and values of this call are written to it, and the queries
+        # attend to all that it holds
         kv = {'k': k_BxTxGxK, 'v': v_BxTxGxK}
         key_position_BxS = None
         if cache is not None:
@@ -312,7 +313,7 @@ class CausalSelfAttention(nn.Module):
 
 @functools.partial(jax.checkpoint, static_argnums=1)
 def gelu(x: Array, approximate: bool) -> Array:
-    """GELU (arXiv:1606.08415), computed in float32, and again from x in the backward pass."""
+    """Computes GELU (arXiv:1606.08415) in float32, and again from x in the backward pass."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate).astype(x.dtype)
 
 
@@ -337,7 +338,8 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, stream: Stream, call: Call | None = None,
                  cache: dict | None = None) -> tuple[Stream, dict | None]:
-        """GPT-2: x += attention(ln_1(x)); x += mlp(ln_2(x)). Returns (stream, cache)."""
+        """Computes x += attention(ln_1(x)); x += mlp(ln_2(x)), as GPT-2. Returns (stream,
+        cache)."""
         cfg = self.config
         attention = LatentAttention if cfg.mla else CausalSelfAttention
         mlp = MoELayer(cfg, name='mlp') if self.is_moe else MLP(cfg, cfg.mlp_width, name='mlp')
@@ -358,8 +360,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT(config).apply({'params': params}, idx_BxT) -> float32 logits [B, T, vocab_size]; with
-    method='loss' or method='with_cache', what those methods return."""
+    """GPT(config).apply({'params': params}, idx_BxT) -> float32 logits [B, T, vocab_size]. With
+    method='loss' or method='with_cache' apply calls that method instead."""
     config: GPTConfig
 
     def setup(self) -> None:
@@ -395,8 +397,8 @@ class GPT(nn.Module):
         return self.head(stream.x_BxTxD, logit_position_B, training=False)
 
     def with_cache(self, idx_BxT: Array, cache: dict, *, position_BxT: Array) -> tuple[Array, dict]:
-        """(logits as in __call__, cache): the T tokens are written to the KV cache (see
-        init_cache), and attend to it. PAD in position_BxT marks padding."""
+        """Returns (logits as in __call__, the new cache). The T tokens are written to the KV cache
+        (see init_cache), and attend to it. PAD in position_BxT marks padding."""
         stream, cache = self.hidden(idx_BxT, position_BxT, cache)
         return self.head(stream.x_BxTxD, training=False), cache
 
@@ -407,9 +409,10 @@ class GPT(nn.Module):
 
         loss_chunk: materialize the logits of this many positions at a time; must divide T; 0 is
         all.
-        start_BxT: in rows packed with conversations, the start of each token's conversation: the
-        token attends only to this conversation, and its position is counted from there.
-        padding_BxT: True for tokens that only fill up their row; they do not balance experts."""
+        start_BxT: in rows packed with conversations, the index in the row where the conversation of
+        each token starts. The token attends to its own conversation only, and its position counts
+        from this start.
+        padding_BxT: True for padding, which the load-balancing loss of experts does not count."""
         stream, _ = self.hidden(
             idx_BxT, deterministic=deterministic, seq_id_B=seq_id_B, start_BxT=start_BxT,
             padding_BxT=padding_BxT)
@@ -422,7 +425,7 @@ class GPT(nn.Module):
         return loss_of(stream.x_BxTxD, targets_BxT)
 
     def embed(self, idx_BxT: Array, call: Call) -> Stream:
-        """The Stream into the first block."""
+        """Returns the Stream into the first block."""
         cfg = self.config
         x_BxTxD = self.token_embedding(idx_BxT) * jnp.asarray(cfg.embed_scale, cfg.dtype)
         if cfg.position == 'learned':
@@ -434,7 +437,8 @@ class GPT(nn.Module):
                *, deterministic: bool = True, seq_id_B: Array | None = None,
                start_BxT: Array | None = None,
                padding_BxT: Array | None = None) -> tuple[Stream, dict | None]:
-        """(the Stream after the last norm, the new cache)."""
+        """Returns (the Stream after the last norm, the new cache). Raises ValueError if the tokens
+        do not fit in block_size."""
         cfg = self.config
         B, T = idx_BxT.shape
         if T > cfg.block_size:
@@ -469,7 +473,7 @@ class GPT(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# which way attention is computed, and its mask
+# attention: the choice between three ways to compute it, and its mask
 
 def attend(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Array, call: Call,
            key_position_BxS: Array | None = None, *, scale: float,
@@ -479,11 +483,11 @@ def attend(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Arr
     - Training, and other calls without a KV cache: the keys come from the call itself, so the
       kernel in config.attention (see choose_attention, jax_devices) masks by index.
     - A piece of a long prompt with its KV cache: blockwise, without materializing all scores.
-    - Otherwise the plain formula: training with attention='xla', and every decode step. There are
-      few queries then, the keys are slots of the cache, and the mask uses their positions.
+    - Otherwise the plain formula: training with attention='xla', and every decode step. A decode
+      step has few queries; its keys are slots of the cache, and the mask uses their positions.
 
-    key_position_BxS: positions of keys in a KV cache; None: the keys come from the call. The rest
-    as in dot_product_attention."""
+    key_position_BxS: positions of the keys in a KV cache; None if the keys come from the call. The
+    other parameters are those of dot_product_attention."""
     config, layer_type = module.config, module.layer_type
     key_B = dropout_keys(module, call)
     T, S = q_BxTxHxK.shape[1], k_BxSxGxK.shape[1]
@@ -503,20 +507,20 @@ def attend(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Arr
 
 
 def attention_span(config: GPTConfig, layer_type: str) -> int:
-    """Returns the number of positions that a query attends to at most, its own included."""
+    """Returns the largest number of positions that a query attends to, its own included."""
     return span_limits(config, layer_type).get(layer_type, config.block_size)
 
 
 def attention_mask(config: GPTConfig, layer_type: str, call: Call,
                    key_position_BxS: Array | None = None) -> Array:
-    """[B, T, S], True where a query may attend to a key: at its own position and before, within its
-    window or chunk; in packed rows only to the keys of its own conversation, which have its
-    start."""
+    """Returns [B, T, S], True where a query may attend to a key: at its own position and before,
+    within its window or chunk. In packed rows the key must also be in the query's conversation:
+    both have the same start."""
     limits = span_limits(config, layer_type)
     if key_position_BxS is None:
         key_position_BxS = call.position_BxT
     elif has_ring_cache(config, layer_type) and not limits:
-        limits = {'window': config.block_size}  # older keys in the ring are not seen
+        limits = {'window': config.block_size}  # queries do not see older keys in the ring
     mask_BxTxS = causal_mask(
         key_position_BxS[:, None, :], call.position_BxT[:, :, None], **limits)
     if call.start_BxT is None:
@@ -526,10 +530,11 @@ def attention_mask(config: GPTConfig, layer_type: str, call: Call,
 
 def record_attention(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, call: Call,
                      **options: Any) -> None:
-    """Records the probabilities of a layer's attend, [B, T, H, S], for look_inside (jax_text.py),
-    which asks for what flax calls intermediates.
+    """Records the attention probabilities of a layer, [B, T, H, S], in flax's collection
+    `intermediates`. look_inside (jax_text.py) reads them.
 
-    They are the attention to unit vectors as values, with its masks, caps and sinks."""
+    They are the result of attend with unit vectors as values, so that masks, caps and sinks apply.
+    options: those of attend."""
     B, S, G = k_BxSxGxK.shape[:3]
     unit_BxSxGxS = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, G, S))
     probs_BxTxHxS = attend(
@@ -540,17 +545,18 @@ def record_attention(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, call
 # -----------------------------------------------------------------------------
 # KV cache: which token is in which slot, how it is written, read, made and enlarged
 #
-# THE SLOT RULE. A layer's cache has S slots. The token at position p is in slot p. With
-# has_ring_cache it is in slot p % S: a ring buffer; both are the same until the ring is full. So
-# the number of a slot gives its position, and training's mask (attention_mask: causal, with the
-# layer's window) also works here: an unwritten slot has a later position than any query, and is
+# THE SLOT RULE. A layer's cache has S slots. The token at position p is in slot p. If the cache is
+# a ring buffer (has_ring_cache), it is in slot p % S; both are the same until the ring is full. So
+# the position of a key follows from its slot, and training's mask (attention_mask: causal, with the
+# layer's window) also works here. An unwritten slot has a later position than any query, and is
 # masked.
 #
 #     position     0  1  2  3  4  5  6  7  8           S = 4, a ring; the newest token is at 8
 #     slot         0  1  2  3  0  1  2  3  0           slots hold the positions 8 5 6 7
 #
 # Prompts of different lengths are padded on the right and need no bookkeeping: a padding token has
-# the position PAD. It is later than every query (masked) and outside of the cache (not written).
+# the position PAD. PAD is later than every query, so that the token is masked, and outside of the
+# cache, so that it is not written.
 #
 # A layer's cache is a dict {name: array [B, G, S, K]}, usually of 'k' and 'v'; latent attention has
 # 'latent' and 'rope'. int8 and float8 caches have a scale per vector, {name_scale: [B, G, S]}.
@@ -594,7 +600,7 @@ def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dic
 
 def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dict,
                       position_BxT: Array) -> tuple[dict, Array, dict]:
-    """Does the same as update_kv_cache in a ring: slot == position % S.
+    """Does the work of update_kv_cache for a ring, where slot == position % S.
 
     A token is overwritten once it is out of the attention span. A cache of fewer slots than the
     span holds the first S positions only."""
@@ -604,7 +610,8 @@ def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: d
     position_BxT = jnp.broadcast_to(position_BxT, (B, T))
 
     def positions_held(last_Bx1):
-        """The position in each slot when the newest token is at `last`, [B, S]; PAD if empty."""
+        """Returns the position in each slot, [B, S], if the newest token is at last_Bx1; PAD for an
+        empty slot."""
         p_BxS = last_Bx1 - (last_Bx1 - jnp.arange(S)) % S
         return jnp.where(p_BxS < 0, PAD, p_BxS)
 
@@ -665,10 +672,10 @@ def held_dtype(cache: Array) -> np.dtype:
 
 
 def scatter_to_slots(cache_BxGxS: Array, x_BxTxG: Array, slot_BxT: Array) -> Array:
-    """Computes cache.at[b, :, slot].set(x) in the cache's dtype; K may follow the last axis of
-    both.
+    """Computes cache.at[b, :, slot].set(x) in the cache's dtype. Both arrays may have one more
+    axis, K.
 
-    Slots out of range are ignored. Two things are for the compilers:
+    Slots out of range are ignored. Two details are for the compilers:
     - Each head is indexed, too: otherwise XLA:TPU stores the cache with heads next to K, and copies
       all of it before and after a loop of decoding.
     - XLA:CPU lowers a scatter to one slot to an update that is fused into every reader and copies
@@ -691,16 +698,17 @@ def scatter_to_slots(cache_BxGxS: Array, x_BxTxG: Array, slot_BxT: Array) -> Arr
 # --- the caches of all layers: their sizes, new ones, larger ones
 
 def cache_entry_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
-    """Returns {name: (heads, width)} of the entries of a layer's cache for a token."""
+    """Returns {name: (heads, width)} of the arrays that a layer's cache has for each token."""
     if config.mla:
         return {'latent': (1, config.mla.kv_rank), 'rope': (1, config.mla.rope_dim)}
     return {'k': (config.kv_heads, config.head_width), 'v': (config.kv_heads, config.head_width)}
 
 
 def count_slots(config: GPTConfig, layer_type: str, n_slots: int) -> int:
-    """Returns the number of slots of a layer's cache: min(n_slots, attention span). A ring of 2,048
-    slots or more has PIECE (512) more. Without them, update_ring_cache would concatenate the old
-    cache and the new keys for each piece of a prompt, which copies the cache."""
+    """Returns the number of slots of a layer's cache: min(n_slots, attention span). A complete ring
+    of 2,048 slots or more gets PIECE (512) extra slots. Without them, update_ring_cache would
+    concatenate the old cache and the new keys for each piece of a prompt, which copies the
+    cache."""
     span = attention_span(config, layer_type)
     if has_ring_cache(config, layer_type) and n_slots >= span >= 2048:
         return span + PIECE
@@ -708,7 +716,7 @@ def count_slots(config: GPTConfig, layer_type: str, n_slots: int) -> int:
 
 
 def cache_bytes(config: GPTConfig, n_positions: int, dtype: str = 'auto') -> int:
-    """Returns the bytes of the KV cache for one sequence of n_positions."""
+    """Returns the size in bytes of the KV cache for one sequence of n_positions."""
     cache = jax.eval_shape(functools.partial(init_cache, config, 1, n_positions, dtype))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
@@ -717,10 +725,10 @@ def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'a
                n_draft: int = 0, *, as_bits: bool = False) -> dict:
     """Returns an empty KV cache, {layer: {name: [B, G, S, K]}}; see the slot rule.
 
-    A layer has as many slots as count_slots says; padding must be marked as PAD.
+    A layer has count_slots(...) + n_draft slots. Padding must have the position PAD.
     dtype: one of CACHE_DTYPES, or 'auto' for the config's.
-    n_draft: the number of tokens per step that may be rejected and fed again. A ring has as many
-    slots more: a rejected draft would otherwise overwrite a key that is still in the window.
+    n_draft: the number of tokens per step that may be rejected and fed again. Without as many extra
+    slots, a rejected draft would overwrite a key of a ring that is still in the window.
     as_bits: whether to store bfloat16 and float8 as unsigned integers, see STORED_AS."""
     held = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
     stored = STORED_AS.get(held.dtype.name, held) if as_bits else held
@@ -744,9 +752,10 @@ def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'a
     jax.jit, static_argnames=('config', 'batch_size', 'n_slots', 'dtype', 'n_draft', 'as_bits'))
 def grow_cache(cache: dict | None, *, config: GPTConfig, batch_size: int, n_slots: int, dtype: str,
                n_draft: int, as_bits: bool) -> dict:
-    """Returns a copy of a KV cache with n_slots slots; a new one for None.
+    """Returns a copy of a KV cache with n_slots slots, or an empty one if cache is None.
 
-    The cache has not wrapped around yet, so that every token keeps its slot."""
+    The cache must not have wrapped around yet: every token keeps its slot. The other parameters are
+    those of init_cache."""
     larger = init_cache(config, batch_size, n_slots, dtype, n_draft, as_bits=as_bits)
     if cache is None:
         return larger
@@ -759,15 +768,15 @@ def grow_cache(cache: dict | None, *, config: GPTConfig, batch_size: int, n_slot
 
 @jax.jit
 def select_rows(cache: dict, rows_B: Array) -> dict:
-    """Returns a cache with rows_B of its sequences."""
+    """Returns a KV cache whose row i is row rows_B[i] of `cache`."""
     return jax.tree.map(lambda x: x[rows_B], cache)
 
 
 # -----------------------------------------------------------------------------
 # parameters: new ones, and counts
 
-# The sets of weights that a run may have, by name. A run always has the first. The last set that it
-# has is the model.
+# The sets of weights that a run may have, by name. It always has 'params'. The last set that it has
+# is evaluated, sampled and exported.
 WEIGHTS = ('params', 'ema')
 
 
@@ -784,7 +793,7 @@ def without_tables(params: dict) -> dict:
 
 
 def count_params(params: dict, non_embedding: bool = True) -> int:
-    """Number of parameters; non_embedding: of those without_tables, as in nanoGPT."""
+    """Counts parameters. non_embedding: only those that without_tables selects, as in nanoGPT."""
     if non_embedding:
         params = without_tables(params)
     return sum(x.size for x in jax.tree.leaves(params))
@@ -792,12 +801,13 @@ def count_params(params: dict, non_embedding: bool = True) -> int:
 
 def estimate_mfu(n_params: int, config: GPTConfig, tokens_per_sec: float, peak_flops: float,
                  n_frozen: int = 0) -> float:
-    """Model FLOPs utilization: the share of `peak_flops` (FLOP/s of all devices together) that the
-    training achieves. 6 FLOPs per trained parameter and token, forward and backward, 4 per
-    parameter of n_frozen, which have no gradient, and attention's 12 L H K T (PaLM,
-    arXiv:2204.02311, appendix B), T being the layer's attention span. n_params, of the trained
-    parameters, and n_frozen are count_params(params); experts that a token does not use do not
-    count."""
+    """Computes the model FLOPs utilization: the share of `peak_flops` (FLOP/s of all devices
+    together) that the training achieves.
+
+    A token costs 6 FLOPs per trained parameter, forward and backward; 4 per frozen parameter, which
+    has no gradient; and 12 L H K T for attention (PaLM, arXiv:2204.02311, appendix B), where T is
+    the layer's attention span. n_params: count_params of the trained parameters. n_frozen:
+    count_params of the frozen ones. Experts that a token does not use are not counted."""
     mla, moe = config.mla, config.moe
     n_matrices = 3 if config.has_gate else 2
     unused, spans = 0, 0
@@ -835,14 +845,14 @@ class RMSNorm(nn.Module):
 
 
 def rms_normalize(x: Array, eps: float) -> Array:
-    """x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
+    """Computes x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
 
 
 def norm_heads(config: GPTConfig, name: str, x_BxTxHxK: Array) -> Array:
-    """Returns queries or keys normalized as config.qk_norm says: by head, or all heads of a token
-    together."""
+    """Normalizes queries or keys by RMSNorm: each head alone, or, with config.qk_norm='all_heads',
+    all heads of a token together."""
     x = x_BxTxHxK
     if config.qk_norm == 'all_heads':
         x = x.reshape(*x.shape[:2], -1)
@@ -886,9 +896,10 @@ class RopeScaling:
 
 
 def rope_inv_freq(theta: float, width: int, scaling: RopeScaling | None = None) -> np.ndarray:
-    """Returns RoPE's rotation in radians per position for each of the width / 2 pairs, numpy.
+    """Returns RoPE's rotation in radians per position for each of the width / 2 pairs, a numpy
+    array.
 
-    scaling: a RopeScaling, None for theta^(-2 j / width)."""
+    scaling: a RopeScaling; None gives theta^(-2 j / width) for pair j."""
     frequencies = theta ** (-np.arange(0, width, 2) / width)
     if scaling is None:
         return frequencies
@@ -906,15 +917,16 @@ def scale_longrope(frequencies: np.ndarray, scaling: RopeScaling, theta: float) 
 
 
 def scale_llama3(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
-    """Keeps the pairs that rotate often over the original length, slows down those that rotate
-    seldom, with a linear transition over the number of rotations."""
+    """Keeps the pairs that rotate often over the original length, and slows down those that rotate
+    seldom. In between, the transition is linear in the number of rotations."""
     rotations = frequencies * scaling.original_length / (2 * np.pi)
     keep = (rotations - scaling.low) / max(scaling.high - scaling.low, 1e-9)
     return slow_down(frequencies, scaling.factor, keep)
 
 
 def scale_yarn(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
-    """Does the same with a linear transition over the pairs (YaRN, arXiv:2309.00071)."""
+    """Does the same as scale_llama3, but the transition is linear in the index of the pair (YaRN,
+    arXiv:2309.00071)."""
     width = 2 * len(frequencies)
     rotations = np.array([scaling.high, scaling.low])
     wavelengths = scaling.original_length / (2 * np.pi * rotations)
@@ -927,7 +939,8 @@ def scale_yarn(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> n
 
 
 def slow_down(frequencies: np.ndarray, factor: float, keep: np.ndarray) -> np.ndarray:
-    """The frequencies where keep >= 1, divided by the factor where keep <= 0, a mix between."""
+    """Returns the frequencies where keep >= 1, frequencies / factor where keep <= 0, and a linear
+    mix in between."""
     keep = np.clip(keep, 0, 1)
     return frequencies * keep + frequencies / factor * (1 - keep)
 
@@ -937,8 +950,8 @@ ROPE_SCALINGS = {
 
 
 def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[np.ndarray, float]:
-    """Returns (radians per position of the pairs that RoPE rotates in a layer, numpy; factor of
-    cosine and sine).
+    """Returns, for a layer, (radians per position of each pair of channels that RoPE rotates,
+    numpy; factor of cosine and sine).
 
     layer_type: one of LAYER_TYPES. head_width: channels of a head, or of the part of it that has
     RoPE."""
@@ -951,8 +964,8 @@ def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[
 
 def apply_rope(config: GPTConfig, layer_type: str, x_BxTxHxK: Array, position_BxT: Array) -> Array:
     """Rotates the pairs (x_j, x_{j + K/2}) by position * frequency_j (RoPE, arXiv:2104.09864), in
-    float32. With config.rope_width the pairs are those of the first channels, and the others stay
-    as they are."""
+    float32. With config.rope_width only that many first channels form pairs; the others are
+    unchanged."""
     frequencies, amplitude = rope_of_layer(config, layer_type, x_BxTxHxK.shape[-1])
     # [B, T, 1, K / 2]
     angle = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)
@@ -966,7 +979,7 @@ def apply_rope(config: GPTConfig, layer_type: str, x_BxTxHxK: Array, position_Bx
 
 def apply_positions(config: GPTConfig, layer_type: str, q_BxTxHxK: Array, k_BxTxGxK: Array,
                     position_BxT: Array) -> tuple[Array, Array]:
-    """RoPE of q and k, then the norm without gain if the config has it.
+    """Applies RoPE to q and k, then, if qk_norm is 'plain', RMSNorm without gain.
 
     'nope' layers have no RoPE, but an attention temperature (Llama 4): the query at position p is
     scaled by 1 + query_growth * ln(1 + floor((p + 1) / query_growth_every))."""
@@ -994,17 +1007,17 @@ class MLAConfig:
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): K and V of all heads are
-    projected from one low-rank latent per token; a second key part, shared by all heads, carries
-    RoPE. Only these two are cached."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). K and V of all heads are
+    projected from one low-rank latent per token. A second part of the keys, shared by all heads,
+    carries RoPE. Only the latent and this part are cached."""
     config: GPTConfig
     layer_type: str = 'full'
 
     @nn.compact
     def __call__(self, x_BxTxD: Array, stream: Stream | None = None, call: Call | None = None,
                  cache: dict | None = None) -> tuple[Array, Stream | None, dict | None]:
-        """As CausalSelfAttention's; the cache holds {'latent': [B, 1, S, C], 'rope': [B, 1, S,
-        rope_dim]}."""
+        """Does the same as CausalSelfAttention.__call__. The cache holds {'latent': [B, 1, S, C],
+        'rope': [B, 1, S, rope_dim]}."""
         cfg, mla, H = self.config, self.config.mla, self.config.n_head
         B, T, D = x_BxTxD.shape
         call = call or create_call(x_BxTxD)
@@ -1037,9 +1050,9 @@ class LatentAttention(nn.Module):
         wk_CxHxK, wv_CxHxK = jnp.split(kv_b, [mla.nope_dim], axis=-1)
         scale = cfg.attention_scale or (mla.nope_dim + mla.rope_dim)**-0.5
 
-        # Two forms of the same result; the one with fewer multiplications is taken. Absorbed
-        # (decode): kv_b is folded into q and the output, T S H 2C. Projected (prefill): K and V
-        # from latents, (S C + T S) H (nope + v).
+        # Two forms give the same result; the one with fewer multiplications is taken. The absorbed
+        # form (decode) folds kv_b into q and the output: T S H 2C multiplications. The projected
+        # form (prefill) computes K and V from the latents: (S C + T S) H (nope + v).
         n_kv = mla.nope_dim + mla.v_dim
         absorbed = T * (2 * mla.kv_rank - n_kv) < mla.kv_rank * n_kv
         if absorbed:
@@ -1067,33 +1080,33 @@ class LatentAttention(nn.Module):
 
 
 # --- MLPs
-# exact (erf), as in nanoGPT; the tanh approximation of the published GPT-2
+# whether GELU is approximated: exact (erf), as in nanoGPT; by tanh, as in the published GPT-2
 ACTIVATIONS = {'gelu': False, 'gelu_tanh': True}
 
 
 def plain_mlp(config: GPTConfig, h: Array, gate: Array | None) -> Array:
-    """GELU of the output of c_fc, as GPT-2; there is no gate."""
+    """Computes GELU of the output of c_fc, as GPT-2; there is no gate."""
     return gelu(h, ACTIVATIONS[config.activation])
 
 
 def swiglu(config: GPTConfig, h: Array, gate: Array) -> Array:
-    """SwiGLU (arXiv:2002.05202) of the outputs of c_fc and c_gate."""
+    """Computes SwiGLU (arXiv:2002.05202) of the outputs of c_fc and c_gate."""
     return jax.nn.silu(gate) * h
 
 
 def geglu(config: GPTConfig, h: Array, gate: Array) -> Array:
-    """GEGLU (arXiv:2002.05202) of the outputs of c_fc and c_gate."""
+    """Computes GEGLU (arXiv:2002.05202) of the outputs of c_fc and c_gate."""
     return gelu(gate, ACTIVATIONS[config.activation]) * h
 
 
 def swiglu_clamped(config: GPTConfig, h: Array, gate: Array) -> Array:
-    """The clamped SwiGLU of gpt-oss."""
+    """Computes the clamped SwiGLU of gpt-oss."""
     gate = jnp.minimum(gate, config.swiglu_limit)
     h = jnp.clip(h, -config.swiglu_limit, config.swiglu_limit)
     return (h + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
-# between the matrices of an MLP
+# the functions between the matrices of an MLP
 MLPS = {'gelu': plain_mlp, 'swiglu': swiglu, 'swiglu_clamped': swiglu_clamped, 'geglu': geglu}
 GATED = ('swiglu', 'swiglu_clamped', 'geglu')  # MLPs of three matrices; the others have two
 
@@ -1126,7 +1139,7 @@ class MoEConfig:
             raise UserError(f'a token can use 1 to {self.n_expert} of {self.n_expert} experts, '
                             f'not {self.n_used}')
         check_choice("the experts' score", self.score, SCORES)
-        # two experts rank a group
+        # a group is ranked by its two best experts
         has_pairs = self.n_group == 1 or self.n_expert >= 2 * self.n_group
         uses_groups_that_are_there = 1 <= self.n_group_used <= self.n_group
         if self.n_expert % self.n_group or not has_pairs or not uses_groups_that_are_there:
@@ -1135,7 +1148,8 @@ class MoEConfig:
 
 
 class Router(nn.Module):
-    """x [B, T, D] -> the experts of each token and their weights, [P, U] each; in float32."""
+    """x [B, T, D] -> (the experts of each token, their weights), [P, U] each; computed in
+    float32."""
     config: GPTConfig
 
     @nn.compact
@@ -1175,11 +1189,11 @@ class Router(nn.Module):
 
 def balance_loss(expert_BxTxU: Array, score_BxTxE: Array,
                  padding_BxT: Array | None = None) -> Array:
-    """E * sum over experts (share of tokens * mean score), 1 if balanced (load-balancing loss of
-    Switch, arXiv:2101.03961).
+    """Computes E * sum over experts (share of tokens * mean score), which is 1 if balanced (the
+    load-balancing loss of Switch, arXiv:2101.03961).
 
-    It is taken per sequence (DeepSeek-V3, arXiv:2412.19437), and the mean does not depend on how
-    the batch is sharded. padding_BxT: True for tokens that do not count."""
+    It is computed per sequence (DeepSeek-V3, arXiv:2412.19437), so that the mean does not depend on
+    how the batch is sharded. padding_BxT: True for tokens that do not count."""
     T, U = expert_BxTxU.shape[1:]
     E = score_BxTxE.shape[-1]
     n_chosen_BxTxE = jax.nn.one_hot(expert_BxTxU, E).sum(2)
@@ -1229,12 +1243,12 @@ class MoELayer(nn.Module):
         weights['c_proj'] = ExpertDense(cfg, (moe.width, D), init_std, name='experts_c_proj')()
 
         def expert(weights, x_bxD):
-            """One expert's MLP."""
+            """Computes one expert's MLP."""
             h_bxF = linear(x_bxD, **weights['c_fc'])
             gate_bxF = linear(x_bxD, **weights['c_gate']) if cfg.has_gate else None
             return linear(MLPS[cfg.mlp](cfg, h_bxF, gate_bxF), **weights['c_proj'])
 
-        from jax_ops.experts import mix_experts  # other models need none of it
+        from jax_ops.experts import mix_experts  # here, because other models do not need it
         y_PxD = mix_experts(
             expert, weights, x_PxD, expert_PxU, weight_PxU, scale_input=moe.weigh_input,
             way=cfg.experts)
@@ -1247,7 +1261,7 @@ class MoELayer(nn.Module):
 # -----------------------------------------------------------------------------
 # checks of a config
 
-# what these fields of a GPTConfig may be
+# {a field of GPTConfig: the values that it may have}
 KNOWN = {
     'dtype': DTYPES,
     'activation': ACTIVATIONS,
@@ -1263,8 +1277,8 @@ KNOWN = {
 
 
 def check_numbers(config: GPTConfig) -> None:
-    """Raises UserError for a number of a GPTConfig or of one of its groups that is of a wrong type,
-    negative, not finite or too small."""
+    """Raises UserError if a number in a GPTConfig or in one of its groups has the wrong type, is
+    negative, is not finite, or is out of range."""
     for group in (config.rope_scaling, config.mla, config.moe, config):
         for field in dataclasses.fields(group) if group else ():
             value = getattr(group, field.name)
@@ -1279,7 +1293,7 @@ def check_numbers(config: GPTConfig) -> None:
 
 
 def check_config(config: GPTConfig) -> None:
-    """Raises UserError for values of a GPTConfig that are unknown, or in conflict."""
+    """Raises UserError if values of a GPTConfig are unknown, or in conflict."""
     for name, known in KNOWN.items():
         check_choice(name, getattr(config, name), known)
     if config.rope_scaling:
@@ -1312,14 +1326,14 @@ def check_config(config: GPTConfig) -> None:
         if layer_type in ('window', 'chunk') and getattr(config, layer_type) < 1:
             raise UserError(f'{layer_type} layers need a size, as in {layer_type}=64')
 
-    # how it is executed
+    # execution options
     if config.attention in ('cudnn', 'splash') and config.mla:
         raise UserError(f'attention={config.attention} has no latent attention: '
                         'use attention=chunked')
     if config.scan_layers and len(set(map(config.layer, range(config.n_layer)))) > 1:
         raise UserError('scan_layers needs layers that are all alike; these differ in layer_types '
                         'or experts')
-    # its masks are hashes of 32-bit counters, which number a sequence's probabilities
+    # dropout's masks are hashes of 32-bit counters, which number the probabilities of a sequence
     if config.dropout and config.n_head * config.block_size**2 > 2**32:
         raise UserError(f'dropout numbers the attention probabilities of a sequence up to 2^32; '
                         f'n_head={config.n_head} x block_size={config.block_size}^2 are more: use '
@@ -1327,8 +1341,8 @@ def check_config(config: GPTConfig) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`from jax_transformer import generate` and `create_train_state` work: the modules that define
-    them import this file, so they are imported on first use."""
+    """Imports generate and create_train_state on first use. `from jax_transformer import generate`
+    works, although the modules that define them import this file."""
     if name == 'generate':
         from jax_generate import generate
         return generate
