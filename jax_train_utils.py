@@ -1,5 +1,5 @@
-"""What training is made of: schedule, optimizer, objectives, state, train and eval steps, and the
-evaluation."""
+"""The parts of training: schedule, optimizer, objectives, state, training and evaluation step, and
+the evaluation."""
 import dataclasses
 import importlib
 import math
@@ -21,19 +21,20 @@ from jax_ops.matmul import LowRank, map_nodes, without_scales
 from jax_ops.sharding import shard_params
 from jax_transformer import GPT, WEIGHTS, GPTConfig, count_params, init_params
 
-DROPOUT = 1  # the purpose of these random numbers, beside the seed; DATA, of sources.py, is 0
+DROPOUT = 1  # folded into the seed's key, so that dropout has its own numbers; sources.DATA is 0
 
 # -----------------------------------------------------------------------------
 # schedule
 
 class Schedule(struct.PyTreeNode):
-    """The learning rate by the number of updates made, schedule(n). Its numbers, float32, are
-    arguments of the compiled step: another learning rate or length compiles nothing.
+    """The learning rate as a function of the number of updates made, schedule(n). Its float32
+    fields are arguments of the compiled step: another learning rate or length compiles nothing.
 
-    They are made of exact ones beforehand, see create_learning_rate_schedule: compiled code, which
-    divides by arguments and by constants with different rounding, only multiplies and adds."""
+    Compiled code rounds divisions by arguments and by constants differently. Therefore
+    create_learning_rate_schedule computes all quotients beforehand, and the compiled code only
+    multiplies and adds."""
     peak: Any  # learning_rate
-    first_less_peak: Any  # the first rate less the peak
+    first_less_peak: Any  # the first rate minus the peak
     peak_less_min: Any
     min_rate: Any
     min_share: Any  # min_lr / learning_rate
@@ -84,8 +85,8 @@ def create_learning_rate_schedule(learning_rate: float, *, decay_lr: bool = True
     It warms up linearly from learning_rate / (warmup_iters + 1), follows nanoGPT's cosine to min_lr
     at lr_decay_iters, and is min_lr after that.
     lr_schedule: 'linear' decays linearly instead; 'wsd' (warm-up, stable, decay; arXiv:2404.06395)
-    decays linearly in the last fifth; 'constant' never.
-    decay_lr: False is learning_rate throughout, without a warm-up.
+    decays linearly in the last fifth; 'constant' does not decay.
+    decay_lr: False keeps learning_rate throughout, without a warm-up.
     Raises UserError for an unknown schedule or a decay that ends within the warm-up."""
     check_choice('lr_schedule', lr_schedule, SCHEDULES)
     decay_iters = lr_decay_iters - warmup_iters
@@ -112,7 +113,7 @@ def create_learning_rate_schedule(learning_rate: float, *, decay_lr: bool = True
 
 
 def fitting_warmup(warmup_iters: int, n_iters: int) -> int:
-    """Returns warmup_iters if they are fewer than n_iters, else a tenth of these."""
+    """Returns warmup_iters if it is less than n_iters, else n_iters // 10."""
     return warmup_iters if warmup_iters < n_iters else n_iters // 10
 
 
@@ -121,21 +122,21 @@ def fitting_warmup(warmup_iters: int, n_iters: int) -> int:
 
 class Group(NamedTuple):
     """How the parameters of a group are trained."""
-    is_decayed: bool  # by weight decay
+    is_decayed: bool  # whether weight decay applies
     has_muon: bool  # with --optimizer=muon; the others have AdamW
 
 
 GROUPS = {
     'embedding': Group(is_decayed=True, has_muon=False),  # wte, wpe
     'head': Group(is_decayed=True, has_muon=False),  # lm_head, if it is not tied to wte
-    'matrix': Group(is_decayed=True, has_muon=True),  # matrices of the blocks, but for the router's
+    'matrix': Group(is_decayed=True, has_muon=True),  # matrices of the blocks, except the router's
     'router': Group(is_decayed=True, has_muon=False),
     'update': Group(is_decayed=True, has_muon=False),  # LoRA's a and b
-    'vector': Group(is_decayed=False, has_muon=False)}  # norms and biases, also experts'
+    'vector': Group(is_decayed=False, has_muon=False)}  # norms and biases, also those of experts
 
 
 def group_of(path: tuple, p: Array) -> str:
-    """Names the group of a parameter, a key of GROUPS, by its path in the tree."""
+    """Returns the group of a parameter, a key of GROUPS, from its path in the tree and its rank."""
     name = path[-1].key
     if name == 'bias' or p.ndim < 2:
         return 'vector'
@@ -154,13 +155,14 @@ def create_optimizer_with_schedule(schedule: Callable, *, beta1: float = 0.9, be
     """Makes the optax optimizer: AdamW (arXiv:1711.05101), or Muon for the matrices of the blocks.
 
     schedule: a function of the number of updates made, which returns the learning rate.
-    weight_decay: of the groups that GROUPS says, with both optimizers.
+    weight_decay: applies to the groups with is_decayed in GROUPS, with both optimizers.
     optimizer: 'adamw' for all parameters, or 'muon', which takes the matrices of the blocks at
     AdamW's learning rate and leaves the rest to AdamW.
 
-    Its update() takes schedule=..., another Schedule than this one: the compiled step's argument.
-    The tree of its state is part of the file format of checkpoints. It does not clip: see
-    clip_gradients. Raises UserError for any other optimizer."""
+    The optimizer's update() accepts schedule=..., to use in place of `schedule`: an argument of the
+    compiled step. The tree of the optimizer's state is part of the file format of checkpoints.
+    Gradients are clipped elsewhere, see clip_gradients. Raises UserError for an unknown
+    optimizer."""
     check_choice('optimizer', optimizer, CHOICES['optimizer'])
 
     def decay_mask(params):
@@ -180,13 +182,13 @@ def create_optimizer_with_schedule(schedule: Callable, *, beta1: float = 0.9, be
     muon = optax.chain(
         optax.trace(0.95, nesterov=True),
         orthogonalize,
-        optax.add_decayed_weights(weight_decay),  # no mask: all that it gets are matrices
+        optax.add_decayed_weights(weight_decay),  # no mask: Muon gets matrices only
         scale_by_schedule(schedule))
     return optax.partition({'muon': muon, 'adamw': adamw}, optimizers)
 
 
 def scale_by_schedule(default: Callable) -> optax.GradientTransformation:
-    """Makes optax.scale_by_learning_rate(default), but update() takes another schedule as an
+    """Makes optax.scale_by_learning_rate(default), but its update() accepts another schedule, as an
     argument of the compiled step."""
     def init(params):
         return optax.ScaleByScheduleState(count=jnp.zeros([], jnp.int32))
@@ -200,8 +202,8 @@ def scale_by_schedule(default: Callable) -> optax.GradientTransformation:
 
 
 def clip_gradients(grads: dict, max_norm: float) -> tuple[dict, Array]:
-    """Scales gradients down to a global norm of max_norm, as torch's clip_grad_norm_ does; 0 does
-    not clip. Returns (gradients, their norm before)."""
+    """Scales gradients down to a global norm of at most max_norm, as torch's clip_grad_norm_ does;
+    0 is no clipping. Returns (gradients, their norm before clipping)."""
     norm = optax.tree.norm(grads)
     if max_norm:
         scale = jnp.minimum(1, max_norm / (norm + 1e-6))
@@ -218,11 +220,12 @@ class Objective:
 
     Both functions take (loss_BxT, batch): the model's loss of each token, and the batch {'x', 'y'
     [B, T], ...}. They return {name: scalar}.
-    means: over the samples of a training batch. The step minimizes 'loss' and logs `metrics`.
-    sums: over the sequences of an evaluation's batch with an is_row [B] of 1; the others fill up
-    the last batch. A sample of several sequences counts as often as it has sequences.
-    has_reference: whether batch['reference_loss'] [B, T] is needed: the loss of each token by the
-    model without LoRA's updates, without dropout."""
+    means: the means over the samples of a training batch. The step minimizes 'loss' and logs
+    `metrics`.
+    sums: the sums over the sequences of an evaluation's batch with is_row [B] = 1; sequences with 0
+    only fill up the last batch. A sample of several sequences counts once for each sequence.
+    has_reference: whether the batch needs 'reference_loss' [B, T], the loss of each token by the
+    model without LoRA's updates and without dropout."""
     means: Callable
     sums: Callable
     metrics: tuple[str, ...] = ('loss',)
@@ -230,17 +233,19 @@ class Objective:
 
 
 def language_model_means(loss_BxT: Array, batch: dict) -> dict:
-    """Takes the mean loss of the tokens, times their 'weight' [B, T] if the batch has one."""
+    """Returns the mean loss of the tokens, each times its 'weight' [B, T] if the batch has
+    weights."""
     if 'weight' in batch:
         loss_BxT = loss_BxT * batch['weight']
     return {'loss': loss_BxT.mean()}
 
 
 def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
-    """Adds up the mean losses of the sequences.
+    """Returns the sum of the mean losses of the sequences.
 
-    'weight' [B, T], if the batch has one, is 0 in sequences that fill it up. So is 'spelled' [B,
-    T], the weight of tokens that have bytes; its sum is returned, too."""
+    If the batch has 'weight' [B, T], tokens are weighted by it; it is 0 in sequences that only fill
+    up the batch. 'spelled' [B, T] is the same weight, but 0 for tokens without bytes. If the batch
+    has it, the sum with these weights is returned, too."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:
@@ -254,13 +259,13 @@ language_model = Objective(language_model_means, language_model_sums)
 
 
 def dpo(beta: float) -> Objective:
-    """Makes the objective of DPO (arXiv:2305.18290), for pairs of answers: sequences 2 p and
-    2 p + 1 of a batch are the chosen and the rejected answer of pair p.
+    """Makes the objective of DPO (arXiv:2305.18290), for pairs of answers: sequences 2 p and 2 p +
+    1 of a batch are the chosen and the rejected answer of pair p.
 
-    beta: the scale of the margin. The margin is beta times the difference of two gains in log
-    probability over the reference: the chosen answer's less the rejected one's. The reference is
-    the model without LoRA's updates. The loss is -log sigmoid(margin); accuracy is 1 where the
-    margin is positive, and 1/2 where it is 0: before the first update, in all pairs."""
+    The gain of an answer is its log probability minus its log probability by the reference, which
+    is the model without LoRA's updates. The margin of a pair is beta * (gain of the chosen answer -
+    gain of the rejected one). The loss is -log sigmoid(margin). accuracy is 1 where the margin is
+    positive, and 1/2 where it is 0, as in all pairs before the first update."""
     def terms(loss_BxT, batch):
         gain_BxT = (batch['reference_loss'] - loss_BxT) * batch['weight']
         gain_Px2 = gain_BxT.sum(-1).reshape(-1, 2)
@@ -288,31 +293,31 @@ class TrainState(train_state.TrainState):
     """The state of a step: flax's TrainState (step, params, opt_state, tx), and:"""
     # {'scale': float32, 'good_steps': int32} of float16; None elsewhere
     loss_scale: dict | None = None
-    ema: dict | None = None  # the running mean of params, of --ema; a set of weights of its own
-    # {'weights', 'scale'} of LoRA's base, see load_frozen
+    ema: dict | None = None  # the running mean of params, with --ema; a set of weights of its own
+    # LoRA's base, {'weights', 'scale'}, see load_frozen
     frozen: dict | None = None
-    # in place of the optimizer's; a function of the run's flags
+    # used in place of the optimizer's schedule; made from the run's flags
     schedule: Schedule | None = None
 
     def weight_sets(self) -> dict[str, dict]:
-        """Returns the sets of weights that there are, {name: tree}."""
+        """Returns {name: tree} of the sets of weights that this state has, see WEIGHTS."""
         sets = {name: getattr(self, name) for name in WEIGHTS}
         return {name: tree for name, tree in sets.items() if tree is not None}
 
     @property
     def weights(self) -> dict:
-        """Returns the set to evaluate, sample and export: the last one."""
+        """Returns the set of weights to evaluate, sample and export: the last of weight_sets."""
         return list(self.weight_sets().values())[-1]
 
 
 def create_train_state(rng: Array, config: GPTConfig, tx: optax.GradientTransformation,
                        lora_rank: int = 0) -> TrainState:
-    """TrainState with newly initialized float32 parameters and the state of the optax optimizer
-    `tx` for them.
+    """Returns a TrainState with newly initialized float32 parameters and the state of the optax
+    optimizer `tx` for them.
 
     lora_rank: if it is not 0, the parameters are LoRA's updates of this rank, see create_updates,
-    and `frozen` is filled in by load_frozen. Call it under jit then: the model's own parameters, of
-    which only the shapes are used, are not computed."""
+    and load_frozen fills in `frozen`. Call this function under jit then: it uses only the shapes of
+    the model's own parameters, so that XLA does not compute them."""
     model = GPT(config)
     params = init_params(rng, config)
     if lora_rank:
@@ -325,13 +330,14 @@ def create_train_state(rng: Array, config: GPTConfig, tx: optax.GradientTransfor
 
 
 def initial_loss_scale() -> dict:
-    """The 2**16 that torch.amp.GradScaler starts with, for float16."""
+    """Returns the loss scale that float16 starts with, 2**16 as in torch.amp.GradScaler."""
     return {'scale': jnp.float32(2**16), 'good_steps': jnp.int32(0)}
 
 
 def create_updates(rng: Array, params: dict, rank: int) -> dict:
-    """Creates the updates {'a': [I, rank], 'b': [rank, O]} of every kernel [I, O] of attention and
-    MLPs, not of experts. a is random, b zero, so that the first forward pass equals the base's."""
+    """Returns LoRA's updates, {'a': [I, rank], 'b': [rank, O]} for every kernel [I, O] of attention
+    and MLPs, but not of routers or experts. a is random and b zero, so that the first forward pass
+    equals the base's."""
     updates = {}
     for i, (path, kernel) in enumerate(flatten_dict(params).items()):
         is_kernel = path[-1] == 'kernel' and kernel.ndim == 2
@@ -343,8 +349,8 @@ def create_updates(rng: Array, params: dict, rank: int) -> dict:
 
 
 def model_params(params: dict, frozen: dict) -> dict:
-    """Joins LoRA's updates and the `frozen` of a TrainState to the parameters of the model: a
-    trained kernel becomes a LowRank."""
+    """Joins LoRA's updates, `params`, and the `frozen` of a TrainState to the parameters of the
+    model. A kernel that has updates becomes a LowRank."""
     def join(weights, updates):
         if updates.keys() == {'a', 'b'}:
             return LowRank(weights, **updates, scale=frozen['scale'])
@@ -363,8 +369,8 @@ def base_params(params: dict) -> dict:
 
 
 def count_frozen(frozen: dict | None) -> int:
-    """Counts the parameters of the model that LoRA updates, as count_params does, without scales
-    of int8. 0 without LoRA, where `frozen` is None."""
+    """Counts the parameters of LoRA's base, as count_params does, without scales of int8. Returns 0
+    if `frozen` is None: there is no LoRA."""
     return count_params(without_scales(frozen['weights'])) if frozen else 0
 
 
@@ -375,19 +381,20 @@ def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, 
                     grad_clip: float, loss_chunk: int = 0, ema: float = 0.0) -> Callable:
     """Makes train_step(state, batch) -> (state, metrics), for layout.jit_step.
 
-    objective: an Objective. layout: of setup_distributed_training. seed: of dropout; the mask in a
-    layer depends only on (seed, seq_id), not on devices or micro-batches. grad_clip: see
-    clip_gradients. loss_chunk: materialize the logits of this many positions at a time; 0 is all.
-    ema: the decay of state.ema, see running_mean.
+    layout: the Layout of setup_distributed_training. seed: dropout's; the mask in a layer depends
+    only on (seed, seq_id), not on devices or micro-batches. grad_clip: see clip_gradients.
+    loss_chunk: materialize the logits of this many positions at a time; 0 is all. ema: the decay of
+    state.ema, see running_mean.
 
-    batch: x and y [M, B, T] and seq_id [M, B]: M micro-batches, averaged into one update; weight,
-    start and padding [M, B, T] if the data has them. seq_id numbers the sequences of the run.
-    metrics: float32 scalars: the objective's and, with experts, 'balance', means over micro-batches
-    and devices; grad_norm, before clipping; lr; loss_scale of float16. A metric that you add here
-    is logged without more code.
+    batch: M micro-batches, averaged into one update. It has x and y [M, B, T]; seq_id [M, B], the
+    numbers of the sequences in the run; and weight, start and padding [M, B, T] if the data has
+    them.
+    metrics: float32 scalars. The objective's metrics and 'balance' (with a load-balancing loss of
+    experts) are means over micro-batches and devices. Others are grad_norm, before clipping; lr;
+    and loss_scale of float16. A metric that you add here is logged without more code.
 
     Raises UserError if loss_chunk does not divide block_size."""
-    # with pmap and zero=1 the gradients are then reduced over the devices; else this is
+    # with pmap or zero=1, all_reduced adds the reduction over the devices; else it returns
     # sum_gradients itself
     sum_gradients = make_gradients(config, objective, layout, seed, loss_chunk)
     all_reduced_gradients = layout.all_reduced(sum_gradients)
@@ -396,8 +403,8 @@ def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, 
         """Makes one update."""
         n_micro = len(batch['x'])
         # Each micro-batch's loss is multiplied by `scale`; the gradients are divided by it below.
-        # With float16 the scaled loss is the mean over micro-batches and devices, as nanoGPT's: so
-        # a batch that is split overflows no earlier than as a whole.
+        # With float16 the scaled loss is the mean over micro-batches and devices, as in nanoGPT, so
+        # that splitting a batch does not make it overflow earlier.
         scale = 1.0
         if state.loss_scale:
             scale = state.loss_scale['scale'] / (n_micro * layout.n_losses)
@@ -437,9 +444,9 @@ def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, 
 
 
 def running_mean(means: dict, params: dict, decay: float, n_updates: Array) -> dict:
-    """Returns the next running mean of the weights, decay * mean + (1 - decay) * params. The first
-    updates count more, by the decay (1 + n) / (10 + n) after n of them, so that the weights from
-    which training starts are soon forgotten."""
+    """Returns the next running mean of the weights, decay * mean + (1 - decay) * params. After
+    n_updates = n updates the decay is at most (1 + n) / (10 + n). So the first updates count more,
+    and the initial weights are soon forgotten."""
     n = n_updates.astype(jnp.float32)
     share = jnp.minimum(decay, (1 + n) / (10 + n))
     return jax.tree.map(lambda mean, p: share * mean + (1 - share) * p, means, params)
@@ -448,7 +455,8 @@ def running_mean(means: dict, params: dict, decay: float, n_updates: Array) -> d
 def make_gradients(config: GPTConfig, objective: Objective, layout: Layout, seed: int,
                    loss_chunk: int) -> Callable:
     """Makes sum_gradients(params, frozen, batch, scale) -> (gradients, metrics), each the sum over
-    the micro-batches of a batch; see make_train_step. The loss is multiplied by `scale`."""
+    the micro-batches of a batch; see make_train_step. The loss is multiplied by `scale`. Raises
+    UserError if loss_chunk does not divide block_size."""
     if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
         divisors = [n for n in range(1, config.block_size) if config.block_size % n == 0]
         raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
@@ -507,9 +515,11 @@ def token_losses(config: GPTConfig, loss_chunk: int, batch: dict, params: dict) 
 
 
 def skip_overflow(state: TrainState, updated: TrainState, grad_norm: Array) -> TrainState:
-    """Scales the loss of float16 dynamically, as torch.amp.GradScaler does it: returns `updated`,
-    or `state` with half of its loss scale if grad_norm is not finite. 2000 good updates in a row
-    double the scale; state.step counts the updates made."""
+    """Skips an update that overflows, and adapts the loss scale of float16, as torch.amp.GradScaler
+    does.
+
+    Returns `updated`; but if grad_norm is not finite, `state` with half of its loss scale. 2000
+    good updates in a row double the scale. state.step counts only the updates made."""
     is_finite = jnp.isfinite(grad_norm)
     chosen = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), updated, state)
     good_steps = jnp.where(is_finite, state.loss_scale['good_steps'] + 1, 0)
@@ -522,7 +532,7 @@ def skip_overflow(state: TrainState, updated: TrainState, grad_norm: Array) -> T
 
 @jax.jit
 def all_finite(tree: Any) -> Array:
-    """Whether all elements of all leaves are finite."""
+    """Returns whether all elements of all leaves are finite."""
     return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 
@@ -534,7 +544,7 @@ def make_eval_step(config: GPTConfig, objective: Objective, layout: Layout, *,
     """Makes eval_step(params, batch) -> {name: sum over the sequences, float32}, for
     layout.jit_eval_step; see Objective.
 
-    batch: x and y [B, T], is_row [B], 0 for sequences that do not count, and the objective's other
+    batch: x and y [B, T]; is_row [B], 0 for sequences that do not count; and the objective's other
     arrays."""
     def eval_step(params, batch):
         loss_BxT = token_losses(config, loss_chunk, batch, params)
@@ -552,17 +562,19 @@ def make_eval_step(config: GPTConfig, objective: Objective, layout: Layout, *,
 def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: Layout, *,
                       batch_size: int, eval_iters: int, token_bytes: np.ndarray | None = None,
                       stop_signal: Callable = lambda: 0) -> dict | None:
-    """Evaluates sources: {'train': {'loss': loss}, 'val': {'loss': loss}}, each the mean over
-    eval_iters * batch_size sequences, the same at every evaluation, for any seed and number of
-    devices, so that curves can be compared. Of a source with a mask it is the mean over the tokens
-    that count. Other metrics of the objective stand beside the loss.
+    """Evaluates sources. Returns {'train': {'loss': loss}, 'val': {'loss': loss}}, each the mean
+    over eval_iters * batch_size sequences.
 
-    eval_step: layout.jit_eval_step(make_eval_step(...)), which evaluates batch_size sequences
-    per device and call. splits: {'train', 'val'}: a source of sources.py, not a Mixture.
-    token_bytes: number of bytes of each token id. 'bpb' is then bits per byte of the tokens that
-    count and have bytes.
-    stop_signal: a function that returns a number, the same in all processes. None is returned as
-    soon as it is not 0.
+    The sequences are the same at every evaluation, for any seed and number of devices, so that
+    curves can be compared. If a source has a mask, the mean is over the tokens that count. The
+    objective's other metrics stand beside the loss.
+
+    eval_step: layout.jit_eval_step(make_eval_step(...)), which evaluates batch_size sequences per
+    device and call. splits: {'train': source, 'val': source}, of sources.py, but no Mixture.
+    token_bytes: number of bytes of each token id. If given, 'bpb' is the bits per byte of the
+    tokens that count and have bytes; pairs have none.
+    stop_signal: a function that returns a number, the same in all processes. Once it is not 0, None
+    is returned.
     Raises UserError if no token counts, and for a token id outside the vocabulary."""
     results = {}
     stop = 0
@@ -578,7 +590,7 @@ def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: L
             batch = {**source.read(evaluation.places[rows % n_rows]), 'is_row': is_row}
             if 'weight' in batch:
                 batch['weight'] = is_row[:, None] * batch['weight']
-            if evaluation.has_special:  # else all that counts has bytes
+            if evaluation.has_special:  # else all tokens that count have bytes
                 has_bytes = (token_bytes[batch['y']] > 0).astype(np.float32)
                 batch['spelled'] = batch.get('weight', is_row[:, None]) * has_bytes
 
@@ -602,10 +614,11 @@ def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: L
 
 def estimate_losses(state: TrainState, eval_step: Callable, sets: list, layout: Layout,
                     **options: Any) -> dict | None:
-    """Evaluates the model of a TrainState on DataSets, as estimate_loss_jax on splits.
+    """Evaluates the model of a TrainState on DataSets, as estimate_loss_jax does on splits.
 
-    Of several sets it returns the means, weighted by their fractions, and in addition {'val_NAME':
-    the validation losses of the set NAME}. None is returned as soon as stop_signal() is not 0."""
+    Of several sets it returns the means, weighted by their fractions, and also 'val_NAME', the
+    validation losses of the set NAME. Returns None once stop_signal() is not 0. options: those of
+    estimate_loss_jax."""
     params = state.weights
     if state.frozen:
         params = model_params(params, state.frozen)
