@@ -1,15 +1,14 @@
-"""Prompt ids to new ids, by prefill and decode with a KV cache, sampling, speculative decoding,
-streaming; and the log-probabilities of given ids.
+"""Continues prompts by new token ids, and scores given ones: prefill and decode with a KV cache,
+sampling, speculative decoding, streaming, log-probabilities.
 
-`generate` returns all tokens, `generate_stream` yields while they are made; jax_text.py does both
-for texts. Read from the top: how a token is sampled; the compiled functions, prefill and decode
-with its three steps; the Decoder, which calls them; the two public functions, and start_rows, which
-makes one; `score`; the sizes of what is compiled.
+`generate` returns all tokens, `generate_stream` yields them while they are made; jax_text.py does
+both for texts. Read from the top: how a token is sampled; the compiled functions, prefill and
+decode with its three steps; the Decoder, which calls them; the two public functions, and
+start_rows, which makes a Decoder; `score`; the sizes of compiled arrays.
 
-Letters of the shapes are jax_transformer.py's; in addition N is the width of the token buffer, J
-the number of drafts; where rows are scored, R is rows of some items, N tokens after those that the
-rows of an item share, P tokens that they share.
-"""
+The letters of shapes are those of jax_transformer.py. In addition N is the width of the token
+buffer, and J the number of drafts. Where rows are scored, R is the number of rows, P the number of
+tokens that the rows of an item share, N that of the tokens after these."""
 import contextlib
 import dataclasses
 import functools
@@ -35,13 +34,13 @@ from jax_transformer import (
     CACHE_DTYPES, GPT, PAD, PIECE, Block, GPTConfig, Stream, create_call, grow_cache, select_rows)
 
 SCORED_AT_ONCE = 1024  # positions whose logits are materialized at a time
-NGRAM = 3  # longest sequence of last tokens that prompt lookup searches for
+NGRAM = 3  # prompt lookup searches for the last tokens of a row, at most this many
 MAX_DRAFT = 16
 
-# The largest norm of a head's bias with which a KV cache may be in 8 bits. With norms of 0, 20, 60
-# and 600 log-probabilities moved by 0.010, 0.019, 0.035 and 0.34 nats in int8, by 0.06, 0.08, 0.23
-# and 0.73 in float8 (means; two layers of random weights). Of Qwen2.5-7B, norms of 605 and 921 are
-# reported (ggml-org/llama.cpp#21385).
+# The KV cache may be in 8 bits if no head has a bias with a larger norm. With norms of 0, 20, 60
+# and 600, log-probabilities changed by 0.010, 0.019, 0.035 and 0.34 nats in int8, and by 0.06,
+# 0.08, 0.23 and 0.73 nats in float8 (means; two layers of random weights). Qwen2.5-7B is reported
+# to have norms of 605 and 921 (ggml-org/llama.cpp#21385).
 LARGEST_BIAS = 32
 
 
@@ -49,12 +48,12 @@ LARGEST_BIAS = 32
 # sampling
 
 class Controls(struct.PyTreeNode):
-    """What compiled functions read of a Sampling: other numbers do not recompile. None is off, and
-    its computation is not compiled. Where rows differ, a control is an array [B, 1]."""
+    """The numbers of a Sampling that compiled functions read: other values do not recompile. None
+    is off, and its computation is not compiled. If rows differ, a control is an array [B, 1]."""
     n_vocab: int = struct.field(pytree_node=False)  # only ids below it
-    stop_tokens: Any = ()  # int32 [n] or [B, n]; another number of them does recompile
+    stop_tokens: Any = ()  # int32 [n] or [B, n]; another n recompiles
     temperature: Any = None  # None is greedy
-    is_greedy: Any = None  # bool [B, 1] beside a temperature: rows that are greedy all the same
+    is_greedy: Any = None  # bool [B, 1]: rows that are greedy, whatever the temperature
     top_k: Any = None
     top_p: Any = None
     min_p: Any = None
@@ -62,7 +61,7 @@ class Controls(struct.PyTreeNode):
 
 
 def create_controls(config: GPTConfig, sampling: Sampling) -> Controls:
-    """Returns the Controls of a Sampling. Raises UserError for values that make no sense."""
+    """Returns the Controls of a Sampling. Raises UserError for values out of range."""
     sampling.check()
     n_vocab = config.vocab_size if sampling.n_vocab is None else sampling.n_vocab
     if not 0 < n_vocab <= config.vocab_size:
@@ -80,15 +79,15 @@ def create_controls(config: GPTConfig, sampling: Sampling) -> Controls:
 
 
 def stack_controls(rows: list[Controls | None]) -> Controls:
-    """Returns the Controls of a batch of rows that have these Controls; None is a row that is not
-    read. All have the same n_vocab.
+    """Returns the Controls of a batch from those of its rows. None is a row that nobody reads. All
+    rows have the same n_vocab.
 
-    Each control is there, whatever the rows have, so that all batches have one program; what no row
-    has is not computed (where_any)."""
+    The result has every control, whatever the rows have, so that all batches share one program.
+    where_any skips the costly controls that no row has."""
     stacked = {}
     for name, control in CONTROLS.items():
-        # in other rows it is off, to the bit: keep_largest keeps all tokens for an amount of 0,
-        # while of probabilities that sum to 1 rounding could cost the last
+        # rows without the control get a value that is off exactly. For top_p that is 0, for which
+        # keep_largest keeps all tokens; with 1, rounding of the sum could drop the last token
         off = 0 if name == 'top_p' else control.off
         values = [getattr(row, name, None) for row in rows]
         filled_in = [off if value is None else value for value in values]
@@ -96,7 +95,7 @@ def stack_controls(rows: list[Controls | None]) -> Controls:
     is_greedy = stacked['temperature'] == 0
     stacked['temperature'] = np.where(is_greedy, np.float32(1), stacked['temperature'])
 
-    # the stop tokens of each row, then -1, which is no token
+    # the stop tokens of each row, padded with -1, which is no token id
     known = [row for row in rows if row]
     most = max(len(row.stop_tokens) for row in known)
     stop_tokens = np.full((len(rows), power_of_two(max(4, most))), -1, np.int32)
@@ -108,10 +107,10 @@ def stack_controls(rows: list[Controls | None]) -> Controls:
 
 
 def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
-    """One token id per row of float32 logits, [B]."""
+    """Returns one sampled token id for each row of float32 logits, [B]."""
     logits_BxV = sampling_logits(logits_BxV, controls)
-    # the largest of logits with Gumbel noise is a draw from their softmax; noise made of 23 bits,
-    # jax's default, would never draw a token of 1e-7 beside a likely one
+    # the argmax of logits with Gumbel noise is a draw from their softmax. jax's default noise has
+    # 23 random bits: it would never draw a token with a probability of 1e-7 beside a likely one
     if controls.temperature is not None:
         def add_noise(logits_V, key):
             return logits_V + jax.random.gumbel(key, logits_V.shape, mode='high')
@@ -124,19 +123,19 @@ def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
 
         is_drawn = True if controls.is_greedy is None else ~controls.is_greedy
         logits_BxV = where_any(is_drawn, draw, logits_BxV)
-    # the first of the largest (argmax); two plain reductions are faster on XLA:CPU
+    # argmax, by two plain reductions, which are faster on XLA:CPU
     is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
     return jnp.where(is_max_BxV, jnp.arange(controls.n_vocab), controls.n_vocab - 1).min(-1)
 
 
 def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
-    """The logits of the distribution that is sampled from: -inf for tokens that it excludes. Greedy
-    sampling takes the largest."""
+    """Returns the logits of the distribution that is sampled from, [B, n_vocab]; excluded tokens
+    have -inf. Greedy sampling takes the largest."""
     # all-gathered over the vocabulary
     logits_BxV = shard(logits_BxV, None, None)[:, :controls.n_vocab]
     if controls.temperature is None:
         return logits_BxV
-    # the controls, in the order of transformers: each sees what the one before has left
+    # the controls, in the order of transformers; each acts on the result of the one before
     logits_BxV /= controls.temperature
     if controls.top_k is not None:
         logits_BxV = where_any(controls.top_k, lambda logits_BxV: keep_largest(
@@ -153,8 +152,8 @@ def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
 
 
 def where_any(control: Any, change: Callable[[Array], Array], logits_BxV: Array) -> Array:
-    """change(logits_BxV), where a control is not 0 in any row, which a compiled program looks up if
-    rows differ; else the logits as they are."""
+    """Returns change(logits_BxV) if the control is not 0 in some row, else the logits. For a
+    control [B, 1] the compiled program decides that at run time; a scalar is always on."""
     if np.ndim(control) == 0:
         return change(logits_BxV)
     return jax.lax.cond((control != 0).any(), change, lambda logits_BxV: logits_BxV, logits_BxV)
@@ -164,13 +163,13 @@ def keep_largest(logits_BxV: Array, weight_BxV: Array, amount: Array) -> Array:
     """Keeps the largest logits of each row and sets all others to -inf.
 
     Every token has a weight, weight_BxV: 1 for top-k, its probability for top-p. Going from the
-    largest logit down, tokens are kept until the weights of those kept sum to `amount` (k, or p).
-    Tokens whose logit equals the last one's are kept, too.
+    largest logit down, tokens are kept until the weights of the kept tokens sum to `amount` (k, or
+    p). Tokens with the same logit as the last one are kept, too.
 
     So each row has a threshold, the logit of the last token that is kept. A sort would find it, but
     is slow on XLA:CPU (docs/lab_log.md#sampling). Instead the threshold's 32 bits are found one
-    after the other, from the highest. For that, floats become unsigned integers in the same order;
-    a bit is set if the tokens at or above the integer with this bit still weigh enough."""
+    after the other, from the highest. For that, floats become unsigned integers in the same order.
+    A bit is set if the tokens at or above the integer with this bit still weigh enough."""
     # integers in the order of the floats: the bits of a positive float grow with it, and get the
     # highest bit; those of a negative float shrink when it grows, and are inverted
     sign = jnp.uint32(1 << 31)
@@ -192,16 +191,17 @@ def keep_largest(logits_BxV: Array, weight_BxV: Array, amount: Array) -> Array:
 
 
 def log_probability(logits_BxV: Array, token_B: Array) -> Array:
-    """The natural log of each token's probability in the softmax of its row, float32 [B]."""
+    """Computes the natural log of each token's probability in the softmax of its row, float32
+    [B]."""
     logit_B = jnp.take_along_axis(logits_BxV, token_B[:, None], axis=-1)[:, 0]
     return logit_B - jax.nn.logsumexp(logits_BxV, axis=-1)
 
 
 def penalize_repetition(logits_BxV: Array, tokens_BxN: Array, length_B: Array,
                         penalty: Array) -> Array:
-    """Divides positive logits of tokens that the row has by `penalty`, multiplies negative ones
-    (arXiv:1909.05858)."""
-    # which tokens of the vocabulary each row has; its buffer is filled up to its length
+    """Divides positive logits by `penalty` and multiplies negative ones, for tokens that the row
+    already has (arXiv:1909.05858)."""
+    # which tokens of the vocabulary each row has, up to its length
     is_filled_BxN = jnp.arange(tokens_BxN.shape[1]) < length_B[:, None]
     rows_Bx1 = jnp.arange(len(tokens_BxN))[:, None]
     present_BxV = jnp.zeros(logits_BxV.shape, bool).at[rows_Bx1, tokens_BxN].max(is_filled_BxN)
@@ -212,8 +212,8 @@ def penalize_repetition(logits_BxV: Array, tokens_BxN: Array, length_B: Array,
 # prefill and decode
 
 class DecodeState(struct.PyTreeNode):
-    """State of a generation: row b of tokens_BxN holds length_B[b] tokens, of which
-    n_generated_B[b] were generated."""
+    """The state of a generation. Row b of tokens_BxN holds length_B[b] tokens; the last
+    n_generated_B[b] of them were generated."""
     tokens_BxN: Array
     length_B: Array
     n_generated_B: Array
@@ -244,7 +244,7 @@ def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
     token_B = sample_token(logits_BxV, key_B, controls).astype(jnp.int32)
     is_stop_B = (token_B[:, None] == jnp.array(controls.stop_tokens, jnp.int32)).any(-1)
 
-    # append it behind the row's last token; a row that is not active stays as it is
+    # append the token after the row's last one; a row that is not active does not change
     index_N = jnp.arange(state.tokens_BxN.shape[1])
     is_next_BxN = (index_N == state.length_B[:, None]) & active_B[:, None]
     if state.logprob_BxN is not None:
@@ -259,8 +259,8 @@ def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
 
 def append_logprobs(state: DecodeState, plain_BxV: Array, logits_BxV: Array, token_B: Array,
                     is_next_BxN: Array, controls: Controls) -> DecodeState:
-    """The state with the log-probabilities of token_B where is_next_BxN. plain_BxV: the model's
-    logits; logits_BxV: with the repetition penalty."""
+    """Returns the state with the log-probabilities of token_B where is_next_BxN. plain_BxV: the
+    model's logits. logits_BxV: the logits with the repetition penalty."""
     logprob_B = log_probability(shard(plain_BxV, None, None), token_B)
     if controls.temperature is None:  # the likeliest token is certain
         sampling_logprob_B = jnp.zeros_like(logprob_B)
@@ -276,15 +276,15 @@ def append_logprobs(state: DecodeState, plain_BxV: Array, logits_BxV: Array, tok
 
 def prefill(params: dict, cache: dict, idx_BxT: np.ndarray, position_BxT: np.ndarray, *,
             config: GPTConfig, with_output: bool = False) -> Any:
-    """The KV cache with one piece of the prompts, layer by layer; PAD in position_BxT marks
-    padding. with_output: the last layer's output [B, T, D] and the cache.
+    """Returns the KV cache with one piece of the prompts added; with_output: (the last layer's
+    output [B, T, D], the cache). PAD in position_BxT marks padding.
 
     Each layer is a call of its own, because XLA then compiles one layer of each kind instead of all
     of them."""
     # the input of the first layer needs the embeddings only
     tables = {name: p for name, p in params.items() if not name.startswith('h_')}
     stream = commit(embed_prompts(tables, idx_BxT, position_BxT, config=config), params)
-    # layer after layer; nobody reads the output of the last one, unless it is asked for
+    # layer after layer; the output of the last one is computed only with with_output
     new_cache = {}
     for i in range(config.n_layer):
         name = f'h_{i}'
@@ -307,8 +307,8 @@ def embed_prompts(tables: dict, idx_BxT: Array, position_BxT: Array, *,
 @functools.partial(jax.jit, donate_argnames='cache', static_argnames=('config', 'layer', 'is_last'))
 def prefill_layer(params: dict, cache: dict, stream: Stream, idx_BxT: Array, position_BxT: Array, *,
                   config: GPTConfig, layer: tuple, is_last: bool) -> tuple[Stream | None, dict]:
-    """(the Stream into the next layer, the layer's cache); the last layer is computed as far as its
-    cache needs."""
+    """Returns (the Stream into the next layer, the layer's cache). If is_last, the Stream is None,
+    and the layer is computed only as far as its cache needs."""
     call = create_call(idx_BxT, position_BxT)
     stream, cache = Block(config, *layer).bind({'params': params})(stream, call, cache)
     return None if is_last else stream, cache
@@ -318,11 +318,12 @@ def prefill_layer(params: dict, cache: dict, stream: Stream, idx_BxT: Array, pos
     jax.jit, static_argnames=('config', 'n_draft', 'use_cache'), donate_argnames='state')
 def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, max_length: Array,
            n_slots: Array, *, config: GPTConfig, n_draft: int, use_cache: bool) -> DecodeState:
-    """Generates until every row has n_end new tokens (a number or [B]), is longer than max_length,
-    or is done: one compiled loop over one of the three steps below. Ends early when a row is longer
-    than the cache's n_slots, or when drafts are useless."""
+    """Generates tokens in one compiled loop over one of the three steps below, until every row has
+    n_end new tokens (a number or [B]), is longer than max_length, or is done.
+
+    The loop ends earlier if a row is longer than the cache's n_slots, or if drafts are useless."""
     def room(state):
-        """Number of tokens that each row may still get."""
+        """Returns the number of tokens that each row may still get, [B]."""
         new_tokens_B = n_end - state.n_generated_B
         positions_B = max_length + 1 - state.length_B
         return jnp.where(state.done_B, 0, jnp.minimum(new_tokens_B, positions_B))
@@ -345,16 +346,16 @@ def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, m
 
 
 def drafts_are_useless(drafted: Any, accepted: Any, batch_size: int) -> Any:
-    """Whether fewer than 30% of at least 64 drafts per row were accepted: a step then costs more
-    than it saves."""
+    """Returns whether fewer than 30% of at least 64 drafts per row were accepted: a step with
+    drafts then costs more than it saves."""
     return (drafted >= 64 * batch_size) & (accepted < 0.3 * drafted)
 
 
 def step_uncached(params: dict, state: DecodeState, active_B: Array, config: GPTConfig,
                   controls: Controls) -> DecodeState:
-    """One token per active row from its last block_size tokens, recomputed, as nanoGPT does for
-    every token."""
-    # each row's last block_size tokens, or all of a shorter row, then with padding behind them
+    """Decodes one token per active row without a cache: recomputes the row's last block_size
+    tokens, as nanoGPT does for every token."""
+    # each row's last block_size tokens; a shorter row is padded on the right
     start_B = jnp.maximum(state.length_B - config.block_size, 0)
 
     def window(tokens_N, start):
@@ -369,7 +370,7 @@ def step_uncached(params: dict, state: DecodeState, active_B: Array, config: GPT
 
 def step_cached(params: dict, state: DecodeState, active_B: Array, config: GPTConfig,
                 controls: Controls) -> DecodeState:
-    """One token per active row: feeds its last token through the KV cache."""
+    """Decodes one token per active row: feeds the row's last token through the KV cache."""
     # the last token is in the buffer, but not yet in the cache: this call writes it there
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
@@ -383,16 +384,16 @@ def step_speculative(params: dict, state: DecodeState, room_B: Array, config: GP
                      controls: Controls, n_draft: int) -> DecodeState:
     """Decodes up to 1 + n_draft tokens per row, at most room_B (speculative decoding). One forward
     pass reads the last token and the drafts. A draft is accepted if it equals the token that the
-    model samples at its position; the first that differs ends the step for its row. So the tokens
-    are those of n_draft=0, in fewer steps. (The paper, arXiv:2211.17192, accepts a draft with a
-    probability, which keeps only the distribution.)"""
-    # the drafts: what followed these tokens earlier in the row
+    model samples at its position; the first draft that differs ends the step for its row. So the
+    tokens are the same as with n_draft=0, in fewer steps. (The paper, arXiv:2211.17192, accepts a
+    draft with a probability, which keeps only the distribution.)"""
+    # the drafts: the tokens that followed the row's last tokens earlier in the row
     active_B = room_B > 0
     position_Bx1 = state.length_B[:, None] - 1
     last_Bx1 = jnp.take_along_axis(state.tokens_BxN, position_Bx1, axis=1)
     look_up = jax.vmap(prompt_lookup_draft, (0, 0, None))
     drafts_BxJ = look_up(state.tokens_BxN, state.length_B, n_draft)
-    # one token is the model's own, so that a row with room for n tokens can use n - 1 drafts
+    # the model adds one token itself, so that a row with room for n tokens can use n - 1 drafts
     usable_B = jnp.clip(room_B - 1, 0, n_draft)
 
     # the last token and the drafts in one forward pass
@@ -401,7 +402,7 @@ def step_speculative(params: dict, state: DecodeState, room_B: Array, config: GP
         jnp.concatenate([last_Bx1, drafts_BxJ], axis=1), state.cache,
         position_BxT=position_Bx1 + jnp.arange(1 + n_draft))
     state = state.replace(cache=cache, drafted=state.drafted + usable_B.sum())
-    # sample after each of them, as without drafts; the logits after a wrong draft are never used
+    # sample after each token, as without drafts; the logits after a wrong draft are never used
     for t in range(1 + n_draft):
         state, token_B = sample_and_append(state, logits_BxTxV[:, t], active_B, controls)
         # accept draft t only if it equals the sampled token; otherwise this row stops here
@@ -413,11 +414,11 @@ def step_speculative(params: dict, state: DecodeState, room_B: Array, config: GP
 
 
 def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
-    """Drafts [n_draft]: what followed the most recent earlier occurrence of the row's last tokens,
-    up to NGRAM of them (prompt lookup, https://github.com/apoorvumang/prompt-lookup-decoding). A
-    continuation that reaches the end of the row wraps around to its start, as a text that repeats
-    itself does."""
-    # for each place, how many of the tokens that end there are the last tokens of the row
+    """Returns drafts [n_draft]: the tokens after the most recent earlier occurrence of the row's
+    last tokens, up to NGRAM of them (prompt lookup,
+    https://github.com/apoorvumang/prompt-lookup-decoding). If the drafts reach the end of the row,
+    they start again after that occurrence, as a text that repeats itself does."""
+    # for each index, how many tokens up to it equal the last tokens of the row
     i_N = jnp.arange(len(tokens_N))
     last = length - 1
     matches_N = i_N < last
@@ -425,7 +426,7 @@ def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
     for n in range(NGRAM):
         matches_N &= (i_N >= n) & (jnp.roll(tokens_N, n) == tokens_N[last - n])
         match_length_N += matches_N
-    # the longest match, of several the latest; what follows it are the drafts
+    # the drafts follow the longest match, or the latest of several
     best = jnp.argmax(jnp.where(i_N < last, match_length_N * len(tokens_N) + i_N, -1))
     return tokens_N[best + 1 + jnp.arange(n_draft) % jnp.maximum(last - best, 1)]
 
@@ -434,8 +435,9 @@ def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
 # the Decoder calls the compiled functions
 
 def commit(tree: Any, params: dict) -> Any:
-    """The tree on the one device of params, committed to it, as results are: decode and prefill are
-    then not compiled a second time for their own results. On several devices the tree as it is."""
+    """Returns the tree on the device of params, committed to it as results are, so that decode and
+    prefill are not compiled again for their own results. On several devices, returns it as it
+    is."""
     devices = devices_of(params)
     return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
@@ -443,9 +445,9 @@ def commit(tree: Any, params: dict) -> Any:
 class Decoder:
     """A batch of rows, the model that continues them, and their KV cache.
 
-    start_rows() makes it, advance() adds tokens to the rows, whose DecodeState is `state`; the
-    state holds the cache, which read_prompts() prefills and grow() enlarges when the rows need it.
-    end_rows() ends some, and close() gives the cache to the PrefixCache from which it came."""
+    start_rows() makes a Decoder. advance() adds tokens to the rows. The DecodeState `state` holds
+    the rows and the cache; read_prompts() prefills the cache, and grow() enlarges it when the rows
+    need it. end_rows() ends some rows, and close() gives the cache back to its PrefixCache."""
 
     def __init__(self, params: dict, config: GPTConfig, state: DecodeState, controls: Controls,
                  sampling: Sampling, *, longest: int, n_columns: int):
@@ -456,24 +458,24 @@ class Decoder:
         self.state = commit(state, params)
         self.controls = controls
         self.sampling = sampling
-        self.n_end = 0  # new tokens that the rows have now, unless they have ended
+        self.n_end = 0  # number of new tokens that each row has now, unless it has ended
         self.n_columns = n_columns
         self.prefix_cache: PrefixCache | None = None
         self.n_draft = sampling.n_draft  # 0 once drafts turn out to be useless
         self.longest = longest
-        # the longest row that the KV cache can continue: learned positions end, those of RoPE do
-        # not
+        # the longest row that the KV cache can continue: learned positions end at block_size,
+        # RoPE's do not end
         self.max_cached = config.block_size if config.position == 'learned' else PAD
         self.n_slots = 0  # slots of the cache; 0: there is none yet
-        # a cache keeps the slots of drafts when they are dropped
+        # n_draft stays here if drafts are dropped, because the cache keeps their slots
         on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
         self.cache_options: dict[str, Any] = {
             'config': config, 'dtype': sampling.cache_dtype, 'n_draft': sampling.n_draft,
             'as_bits': on_cpu}
 
     def continue_from(self, prefix_cache: 'PrefixCache', tokens_T: np.ndarray) -> int:
-        """Takes over the cache of a PrefixCache. Returns how many of the first tokens_T it
-        holds."""
+        """Takes over the cache of a PrefixCache. Returns how many of the first tokens of tokens_T
+        it holds."""
         self.prefix_cache = prefix_cache
         if prefix_cache.drafts_are_useless:
             self.drop_drafts()
@@ -482,11 +484,11 @@ class Decoder:
         return n_held
 
     def drop_drafts(self) -> None:
-        """Decodes one token per row and step from now on."""
+        """Switches to one token per row and step, without drafts."""
         self.n_draft = 0
 
     def grow(self, needed: int, batch_size: int) -> None:
-        """Makes room for `needed` slots in the cache, or makes a new one if there is none."""
+        """Enlarges the cache to at least `needed` slots, or makes a new one if there is none."""
         if self.n_slots >= min(needed, self.config.block_size):
             return
         self.n_slots = choose_slots(needed, self.longest, self.config.block_size)
@@ -496,11 +498,12 @@ class Decoder:
 
     def read_prompts(self, tokens_BxT: np.ndarray, length_B: np.ndarray, n_held: int = 0,
                      least_width: int = 16) -> None:
-        """Fills the cache with every row up to its last token, which the first decode step feeds.
+        """Prefills the cache with each row except its last token, which the first decode step
+        feeds.
 
-        A row that is too long for a cache is left out. Equal prompts are computed once. n_held: the
-        number of first tokens that the cache holds already. least_width: of the pieces in which
-        prompts are computed."""
+        A row that is too long for the cache is left out. Equal prompts are computed once. n_held:
+        the number of first tokens that the cache holds already. least_width: the least width of the
+        pieces in which prompts are computed."""
         # where each row's prefilled tokens end: at 0 if it is too long for a cache
         fits_B = length_B <= self.max_cached
         if not fits_B.any():
@@ -530,8 +533,8 @@ class Decoder:
     def decode_until(self, n_end: int | np.ndarray) -> None:
         """Continues each row that has not ended to n_end new tokens, a number or int32 [B].
 
-        It takes several compiled loops if the cache grows, rows leave it, or drafts turn out
-        useless."""
+        This takes several compiled loops if the cache grows, rows become too long for it, or drafts
+        turn out useless."""
         B = len(self.state.tokens_BxN)
         while True:
             # the lengths of the rows that go on
@@ -549,7 +552,7 @@ class Decoder:
                 max_length = self.max_cached
                 if self.n_slots < self.config.block_size:
                     n_slots = self.n_slots
-            # drafts that are useless end a compiled loop, and the next one has none
+            # useless drafts end a compiled loop, and the next loop has no drafts
             drafted, accepted = int(self.state.drafted), int(self.state.accepted)
             if self.n_draft and drafts_are_useless(drafted, accepted, B):
                 self.drop_drafts()
@@ -560,26 +563,28 @@ class Decoder:
                 n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
 
     def end_rows(self, is_over_B: ArrayLike) -> None:
-        """Ends the rows of which the caller wants no more tokens, bool [B]."""
+        """Ends the rows where is_over_B, bool [B], is True: the caller wants no more of their
+        tokens."""
         self.state = self.state.replace(done_B=self.state.done_B | np.asarray(is_over_B))
 
     @property
     def is_over(self) -> bool:
-        """Whether no row gets another token."""
+        """Returns whether no row gets another token."""
         return self.n_end == self.sampling.max_new_tokens or bool(self.state.done_B.all())
 
     def close(self) -> None:
-        """Gives the cache back to the PrefixCache, if there is one."""
+        """Gives the cache back to the PrefixCache, if the Decoder has one."""
         if self.prefix_cache is not None:
             self.prefix_cache.keep(self)
 
 
 def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the rows that are prefilled; for each row the index among them of one that begins with the
-    same end_B[b] tokens).
+    """Returns (the rows to prefill; for each row b, the index among them of a row that begins with
+    the same end_B[b] tokens).
 
-    These are a row of each distinct prompt and copies of the first: a power of two, so that other
-    numbers of distinct prompts compile nothing new; or all rows, where that is not more."""
+    The rows to prefill are one row of each distinct prompt, filled up to a power of two with copies
+    of the first, so that other numbers of distinct prompts compile nothing new. If that is no fewer
+    than all rows, they are all rows."""
     # the first row of each distinct prompt; padding and a row's last token make no difference
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -593,10 +598,10 @@ def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarra
 
 def prefill_pieces(params: dict, config: GPTConfig, cache: dict, tokens_BxT: np.ndarray, first: int,
                    end_B: np.ndarray, width: int) -> dict:
-    """The KV cache with the tokens first .. end_B[b] - 1 of each row, in pieces of at most `width`
-    tokens."""
+    """Returns the KV cache with tokens first .. end_B[b] - 1 of each row added, in pieces of at
+    most `width` tokens."""
     n_tokens = int(end_B.max()) - first
-    # a row that ends before a piece has padding there, whose position is PAD
+    # a row that has ended before a piece is padded there, with the position PAD
     width = min(config.block_size, width)
     for start in range(first, first + n_tokens, width):
         position = start + np.arange(width)
@@ -610,12 +615,12 @@ def prefill_pieces(params: dict, config: GPTConfig, cache: dict, tokens_BxT: np.
 
 class PrefixCache:
     """Keeps the KV cache of one text between calls of generate_stream with the same model and a
-    batch of 1. A call computes only the tokens behind the prefix that its text shares with the
-    cached text, as in a chat. A call with another n_draft or another dtype of the cache starts
-    with an empty one."""
+    batch of 1. A call computes only the tokens after the prefix that its text shares with the
+    cached text, as in a chat. A call with another n_draft or another dtype of the cache starts with
+    an empty cache."""
 
     def __init__(self):
-        self.tokens = np.zeros(0, np.int32)  # whose keys and values are in the cache
+        self.tokens = np.zeros(0, np.int32)  # the cache has their keys and values
         self.cache = None
         self.options = None  # a Decoder's cache_options
         self.n_slots = 0
@@ -624,13 +629,13 @@ class PrefixCache:
 
     def take(self, tokens_T: np.ndarray, options: dict) -> tuple[dict | None, int, int]:
         """Returns (a cache with these options, its number of slots, the number of first tokens of
-        tokens_T that it holds)."""
+        tokens_T that it holds); (None, 0, 0) if there is no such cache."""
         cache, self.cache = self.cache, None
         is_gone = cache is None or any(x.is_deleted() for x in jax.tree.leaves(cache))
         if is_gone or options != self.options:
             return None, 0, 0
-        # the tokens that both texts begin with; a ring has lost its first tokens, so that it can
-        # only be continued where it ends
+        # the number of tokens that both texts begin with; a ring that has lost its first tokens can
+        # be continued only at its end
         n = min(len(self.tokens), len(tokens_T))
         n_common = int(np.cumprod(self.tokens[:n] == tokens_T[:n]).sum())
         if n_common < len(self.tokens) and self.has_wrapped:
@@ -638,7 +643,7 @@ class PrefixCache:
         return cache, self.n_slots, n_common
 
     def keep(self, decoder: Decoder) -> None:
-        """Takes the cache of a Decoder."""
+        """Takes the cache of a Decoder, for the next call."""
         self.cache = None
         state = decoder.state
         if any(x.is_deleted() for x in jax.tree.leaves(state)):  # interrupted
@@ -659,18 +664,19 @@ class PrefixCache:
 # generate
 
 class GenerationResult(NamedTuple):
-    """The tokens so far, what ended the rows, and what they have cost."""
+    """The tokens so far, why rows have ended, and statistics."""
     tokens: np.ndarray  # int32 [B, N], 0 after a row's last token
     lengths: np.ndarray  # int32 [B]: tokens[b, :lengths[b]] are the tokens of row b
     steps: int = 0  # decode steps after the first token
     cache_bytes: int = 0  # bytes of the cache that the last step read
-    drafted: int = 0  # number of drafts, and of those accepted
+    drafted: int = 0  # number of drafts; the next is the number of accepted ones
     accepted: int = 0
-    # why each row ended: 'stop' (a stop token, the caller), 'length' (max_new_tokens), '' goes on
+    # why each row ended: 'stop' (a stop token, or the caller), 'length' (max_new_tokens), or '' if
+    # it goes on
     finish_reasons: tuple = ()
     # natural log-probabilities of the generated tokens, float32 [B, N], 0 elsewhere; None if they
-    # were not asked for. The first are those of the model, softmax(logits). The others are those of
-    # the distribution that was sampled from, after all controls: 0 if greedy
+    # were not asked for. logprobs: by the model, softmax(logits). sampling_logprobs: by the
+    # distribution that was sampled from, after all controls; 0 if greedy
     logprobs: np.ndarray | None = None
     sampling_logprobs: np.ndarray | None = None
 
@@ -679,7 +685,7 @@ class Prompts(NamedTuple):
     """Rows of tokens to be continued, each with random numbers of its own."""
     idx_BxT: ArrayLike  # right-padded
     rng: Array  # a jax.random key, or one for each row
-    # T each if not given; a row continues right after its own prompt
+    # lengths of the prompts; T if not given. A row continues right after its own prompt
     lengths_B: ArrayLike | None = None
     # row b draws its n-th token from fold_in(fold_in(rng, sample_index_B[b]), n), independent of
     # the rest of the batch; 0, 1, 2, ... if not given
@@ -693,22 +699,22 @@ def generate(params: dict, config: GPTConfig, idx_BxT: ArrayLike, max_new_tokens
              as_result: bool = False, logprobs: bool = False,
              **changes: Any) -> np.ndarray | GenerationResult:
     """Continues each prompt by max_new_tokens tokens. Returns all tokens, int32 [B, T +
-    max_new_tokens], 0 after a row's last token; or all that is known of them, a GenerationResult.
+    max_new_tokens], 0 after a row's last token; or, with as_result or logprobs, a GenerationResult.
 
     params: as decoding reads them, see convert_params_for_decoding.
-    idx_BxT, rng, prompt_lengths_B, sample_index_B: the Prompts.
-    sampling: a Sampling; changes: its fields by name, as temperature=0.
-    as_result: whether to return a GenerationResult: which tokens are a row's (0 may be one of
-        them), and what ended it.
-    logprobs: the same, with the log-probabilities of the generated tokens.
+    idx_BxT, rng, prompt_lengths_B, sample_index_B: the fields of Prompts.
+    sampling: a Sampling. changes: fields of it by name, as temperature=0.
+    as_result: whether to return a GenerationResult, which says which tokens are a row's (0 may be a
+        token) and why the row ended.
+    logprobs: whether to return a GenerationResult with the log-probabilities of generated tokens.
 
     The prompts are prefilled in pieces, equal prompts once, up to their last token, which the first
     decode step feeds. A token costs one position of computation. With learned positions, nanoGPT's
-    rule holds past block_size: a token is conditioned on the last block_size tokens, whose
-    positions have all changed, and costs block_size positions. With RoPE, positions continue past
-    block_size, and every layer attends to the last block_size keys.
+    rule holds past block_size: a token is conditioned on the last block_size tokens. Their
+    positions have all changed, so that the token costs block_size positions. With RoPE, positions
+    continue past block_size, and every layer attends to the last block_size keys.
 
-    Raises UserError for prompts or controls that make no sense."""
+    Raises UserError for invalid prompts or controls."""
     prompts = Prompts(idx_BxT, rng, prompt_lengths_B, sample_index_B)
     sampling = with_changes(sampling, max_new_tokens, changes)
     decoder = start_rows(params, config, prompts, sampling, logprobs=logprobs)
@@ -727,12 +733,12 @@ def generate_stream(
         prefix_cache: PrefixCache | None = None,
         **changes: Any) -> Generator[GenerationResult, Any, None]:
     """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then
-    after every `chunk`. The caller may send which rows it wants no more tokens of, bool [B].
+    after every `chunk` tokens. To end rows early, the caller sends bool [B], True for these rows.
 
-    chunk: number of tokens between two results, all at once if not given; a function is asked for
-    it before each chunk.
-    prefix_cache: a PrefixCache, for one row that begins as in the last call with it. All else is as
-    in generate."""
+    chunk: the number of tokens between two results, or a function that is asked for it before each
+    chunk; if not given, all further tokens come at once.
+    prefix_cache: a PrefixCache, for one row that begins as in the last call with it. The other
+    parameters are those of generate."""
     prompts = Prompts(idx_BxT, rng, prompt_lengths_B, sample_index_B)
     sampling = with_changes(sampling, max_new_tokens, changes)
     decoder = start_rows(
@@ -750,15 +756,16 @@ def generate_stream(
 
 
 def with_changes(sampling: Sampling, max_new_tokens: int | None, changes: dict) -> Sampling:
-    """Returns a Sampling with other fields, and with max_new_tokens unless that is None."""
+    """Returns the Sampling with the fields in `changes` replaced, and max_new_tokens, too, unless
+    it is None."""
     if max_new_tokens is not None:
         changes = {**changes, 'max_new_tokens': max_new_tokens}
     return dataclasses.replace(sampling, **changes)
 
 
 def check_cache_dtype(params: dict, config: GPTConfig, cache_dtype: str) -> None:
-    """Raises UserError for a dtype of the KV cache that is unknown, or that has 8 bits beside
-    biases of queries, keys or values so large that the rest is rounded away: see LARGEST_BIAS."""
+    """Raises UserError if the dtype of the KV cache is unknown, or has 8 bits although queries,
+    keys or values have large biases. Beside these, 8 bits round the rest away: see LARGEST_BIAS."""
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     if cache_dtype not in ('int8', 'float8'):
         return
@@ -775,7 +782,8 @@ def check_cache_dtype(params: dict, config: GPTConfig, cache_dtype: str) -> None
 
 def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Sampling, *,
                logprobs: bool = False, prefix_cache: PrefixCache | None = None) -> Decoder:
-    """Returns a Decoder that has read the Prompts; the options are those of generate_stream."""
+    """Returns a Decoder that has prefilled the Prompts. The other parameters are those of
+    generate_stream. Raises UserError for invalid prompts or controls."""
     # refuse what makes no sense, before anything is computed
     controls = create_controls(config, sampling)
     tokens_BxT, length_B = check_prompts(config, prompts.idx_BxT, prompts.lengths_B)
@@ -792,7 +800,7 @@ def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Samp
 
     # the state: one row of tokens for each prompt, with a random key of its own
     longest = n_total
-    if prefix_cache is not None:  # a chat, which goes on: its sizes stay the same from call to call
+    if prefix_cache is not None:  # a chat goes on: its sizes stay the same from call to call
         longest = max(n_total, config.block_size + max_new_tokens)
     is_learned = config.position == 'learned'
     N = round_up_slots(max(longest, T, config.block_size if is_learned else 0))
@@ -818,8 +826,8 @@ def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Samp
 
 def create_decode_state(tokens_BxT: np.ndarray, length_B: np.ndarray, key_B: Array, n_columns: int,
                         *, logprobs: bool = False) -> DecodeState:
-    """The DecodeState of prompts, with room for rows of n_columns tokens, and for their
-    log-probabilities if these are asked for."""
+    """Returns the DecodeState of prompts, with room for n_columns tokens per row, and for their
+    log-probabilities if logprobs."""
     B, T = tokens_BxT.shape
     tokens_BxN = np.pad(tokens_BxT, ((0, 0), (0, n_columns - T)))
     state = DecodeState(
@@ -839,8 +847,9 @@ def create_decode_state(tokens_BxT: np.ndarray, length_B: np.ndarray, key_B: Arr
 
 
 def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> GenerationResult:
-    """The GenerationResult of a state, copied, because the next step donates the state."""
-    # why each row has ended; a row whose last token is a stop token has met it
+    """Returns the GenerationResult of a state. It is a copy, because the next step donates the
+    state."""
+    # why each row has ended; 'stop' wins if the last possible token is a stop token
     finish_reasons = []
     for is_done, n_generated in zip(np.array(state.done_B), np.array(state.n_generated_B)):
         if is_done:
@@ -868,20 +877,20 @@ def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> Gene
 
 def check_prompts(config: GPTConfig, idx_BxT: ArrayLike,
                   prompt_lengths_B: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int32 [B, T] with 0 for padding, lengths int32 [B]). Raises UserError for prompts
-    that make no sense."""
+    """Returns (tokens int32 [B, T] with 0 for padding, lengths int32 [B]). Raises UserError for a
+    wrong shape, a wrong length, or a token id outside the vocabulary."""
     tokens_BxT = np.asarray(idx_BxT, np.int32)
     if tokens_BxT.ndim != 2 or 0 in tokens_BxT.shape:
         raise UserError('prompts must be [batch, tokens] with at least one token, not of shape '
                         f'{tokens_BxT.shape}')
-    # the lengths, all of the same if they are not given
+    # the lengths; T for all rows if they are not given
     B, T = tokens_BxT.shape
     length_B = np.full(B, T) if prompt_lengths_B is None else np.asarray(prompt_lengths_B)
     are_whole = length_B.shape == (B,) and length_B.dtype.kind in 'iu'
     if not are_whole or length_B.min() < 1 or length_B.max() > T:
         raise UserError(f'prompt_lengths_B must be {B} lengths between 1 and {T}, '
                         f'not {length_B.tolist()}')
-    # what is in the padding is not looked at
+    # the values in the padding do not matter
     tokens_BxT = np.where(np.arange(T) < length_B[:, None], tokens_BxT, 0)
     if tokens_BxT.min() < 0 or tokens_BxT.max() >= config.vocab_size:
         wrong = tokens_BxT.min() if tokens_BxT.min() < 0 else tokens_BxT.max()
@@ -894,30 +903,30 @@ def check_prompts(config: GPTConfig, idx_BxT: ArrayLike,
 # log-probabilities of given ids
 
 class Row(NamedTuple):
-    """A sequence of which ids[start:] are scored."""
+    """A sequence, and arrays for the scores of ids[start:]."""
     ids: list
     start: int  # at least 1
     logprobs: np.ndarray  # float32 [len(ids) - start], to be written
-    is_likeliest: np.ndarray  # bool, likewise
-    top: np.ndarray  # int32: the likeliest token; with_top alone, as the next
-    top_logprobs: np.ndarray  # float32: its log-probability
+    is_likeliest: np.ndarray  # bool: no token is likelier; written, too
+    top: np.ndarray  # int32: the likeliest token; written with with_top only
+    top_logprobs: np.ndarray  # float32: log-probability of `top`; written with with_top only
 
 
 def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
           batch_size: int = 16, cache_dtype: str = 'auto',
           with_top: bool = False) -> list[list[tuple]]:
-    """Returns the natural log-probabilities of given tokens: for each item a list of (float32 [n],
-    bool [n]: no token is likelier), one pair per row.
+    """Returns the natural log-probabilities of given tokens: for each item a list with one pair per
+    row, (float32 [n] log-probabilities, bool [n] whether no token is likelier).
 
     params: as decoding reads them.
-    items: lists of rows (ids, start), of which ids[start:] are scored, start at least 1. What the
-    rows of an item begin with in common is computed once, and they share its KV cache.
-    max_length: the most tokens of context, the config's block_size if 0; a longer row is split by
+    items: lists of rows (ids, start). ids[start:] are scored; start is at least 1. The beginning
+    that all rows of an item have in common is computed once, and the rows share its KV cache.
+    max_length: the most tokens of context; 0 is the config's block_size. A longer row is split by
     windows().
-    batch_size: rows of up to PIECE tokens that are computed together, fewer of longer ones.
+    batch_size: rows of up to PIECE tokens that are computed together; fewer if rows are longer.
     with_top: whether each row also has (int32 [n], the likeliest tokens; float32 [n], their
     log-probabilities).
-    Raises UserError for what makes no sense."""
+    Raises UserError for a max_length, batch_size or cache_dtype that is out of range."""
     max_length = max_length or config.block_size
     if not 1 <= max_length <= config.block_size:
         raise UserError(f'max_length must be between 1 and {config.block_size}, the context of the '
@@ -925,8 +934,8 @@ def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
     check_ranges({'batch_size': batch_size})
     check_cache_dtype(params, config, cache_dtype)
 
-    # groups of rows that share their beginning: those of an item, unless it has rows in several
-    # windows
+    # groups of rows that share their beginning: the rows of an item, unless one of them has several
+    # windows; then each window is a group of its own
     results, groups = [], []
     for item in items:
         item_results, group = [], []
@@ -972,10 +981,10 @@ def windows(n_tokens: int, start: int, max_length: int) -> Iterator[tuple[int, i
 
 def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most: int,
                  cache_dtype: str, with_top: bool) -> None:
-    """Writes the results of at most `most` groups of Rows.
+    """Scores at most `most` groups of Rows, and writes the results into the Rows.
 
-    The tokens that the rows of a group share are prefilled once. Then `most` rows at a time, those
-    with equally many other tokens together, are fed, and scored from their starts on."""
+    The tokens that the rows of a group share are prefilled once. Then the remaining tokens are fed,
+    `most` rows at a time, sorted by their number, and scored from each row's start on."""
     # a cache for the longest row, in one of few sizes
     longest = max(longest_row(group) for group in groups)
     n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))
@@ -1000,7 +1009,7 @@ def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most:
         cache = prefill_pieces(
             params, config, new_cache(len(held_B)), tokens_BxP, 0, held_B, width)
 
-    # (group, tokens that the cache holds, row), those with the most other tokens first
+    # (group, number of tokens that the cache holds, row), the rows with the most other tokens first
     rows = []
     for b, group in enumerate(groups):
         for row in group:
@@ -1019,9 +1028,10 @@ def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most:
 
 def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: tuple,
                with_top: bool) -> None:
-    """Writes the results of Rows of which the cache holds the first held[r] tokens each."""
-    # counted from the tokens that the cache holds: how many are fed, all but a row's last one, and
-    # the first that predicts a scored one
+    """Scores Rows, and writes the results into them. The cache holds the first held[r] tokens of
+    row r."""
+    # counted after the tokens that the cache holds: the number of tokens that are fed (all but the
+    # row's last one), and the index of the first that predicts a scored token
     held_R = np.array(held, np.int32)
     fed_R = np.array([len(row.ids) - 1 - n for n, row in zip(held, rows)])
     first_R = np.array([row.start - 1 - n for n, row in zip(held, rows)])
@@ -1032,7 +1042,7 @@ def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: 
     tails = [row.ids[n:] for n, row in zip(held, rows)]
     tail_RxN = right_padded(tails, width * ceil_div(n_fed, width) + 1)
 
-    # what turns the last layer's output into logits
+    # the parameters that turn the last layer's output into logits
     tables = {name: p for name, p in params.items() if not name.startswith('h_')}
     n_scored = max(1, SCORED_AT_ONCE // len(rows))
     found = [np.zeros(tail_RxN.shape, dtype)
@@ -1054,7 +1064,7 @@ def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: 
                 array_RxN[:, j:end] = part
         jax.block_until_ready(cache)  # as in prefill_pieces
 
-    # each row has its part of them
+    # write each row's part of the results
     for r, row in enumerate(rows):
         to = row.logprobs, row.is_likeliest, row.top, row.top_logprobs
         for array, array_RxN in zip(to, found):
@@ -1064,9 +1074,9 @@ def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: 
 @functools.partial(jax.jit, static_argnames=('config', 'with_top'))
 def score_targets(tables: dict, x_BxTxD: Array, target_BxT: Array, *, config: GPTConfig,
                   with_top: bool = False) -> tuple:
-    """Returns (the log-probability of each target [B, T]; whether no token is likelier), from the
-    last layer's output; with_top also (the likeliest token; its log-probability)."""
-    # logits of all tokens, of which those of the targets are taken
+    """Returns (the log-probability of each target [B, T], whether no token is likelier), from the
+    last layer's output. with_top: also (the likeliest token, its log-probability)."""
+    # the logits of all tokens, then those of the targets
     model = GPT(config).bind({'params': tables})
     logits_BxTxV = model.head(model.ln_f(x_BxTxD), training=False)
     target_logit_BxT = jnp.take_along_axis(logits_BxTxV, target_BxT[..., None], axis=-1)[..., 0]
@@ -1080,8 +1090,8 @@ def score_targets(tables: dict, x_BxTxD: Array, target_BxT: Array, *, config: GP
 
 
 def right_padded(rows: list, width: int = 0) -> np.ndarray:
-    """Returns lists of tokens as int32 [B, T], with zeros at their ends; T is the length of the
-    longest, at least width."""
+    """Returns lists of tokens as int32 [B, T], padded with zeros at the end. T is the length of the
+    longest, but at least width."""
     lengths = [len(row) for row in rows]
     padded = np.zeros((len(rows), max([width, *lengths])), np.int32)
     for b, row in enumerate(rows):
@@ -1090,7 +1100,7 @@ def right_padded(rows: list, width: int = 0) -> np.ndarray:
 
 
 # -----------------------------------------------------------------------------
-# sizes of what is compiled: few different ones, because each shape is a program of its own
+# sizes of arrays: only a few different ones, because each shape compiles a program of its own
 
 def power_of_two(n: int) -> int:
     """Returns the least power of two that is at least n."""
@@ -1098,8 +1108,8 @@ def power_of_two(n: int) -> int:
 
 
 def four_per_octave(n: int, least: int) -> int:
-    """Returns the first of four sizes per doubling, all multiples of `least`, that is at least
-    n."""
+    """Returns the smallest allowed size that is at least n. There are four allowed sizes per
+    doubling, all multiples of `least`."""
     step = max(least, power_of_two(n) // 8)
     return ceil_div(n, step) * step
 
@@ -1115,22 +1125,24 @@ def piece_length(n_tokens: int, least: int) -> int:
 
 
 def row_width(n_tokens: int) -> int:
-    """Returns the width of the equal pieces in which rows that are scored are fed.
+    """Returns the width of the equal pieces in which scored rows are fed.
 
-    It is at most PIECE, one of four sizes per octave, from 4 on: rows are often short, and padding
-    to the next power of two would double their work."""
+    It is at most PIECE, and one of four sizes per doubling, from 4 on: rows are often short, and
+    padding to the next power of two could double their work."""
     # as few pieces as PIECE allows, of equal widths, rounded up to the sizes
     return four_per_octave(ceil_div(n_tokens, ceil_div(n_tokens, PIECE)), least=4)
 
 
 def filled(rows: list, most: int) -> list:
-    """Returns the rows and copies of the first: a power of two of them, or `most`."""
+    """Returns the rows, filled up with copies of the first to a power of two, but at most to
+    `most`."""
     n_rows = min(most, power_of_two(len(rows)))
     return rows + rows[:1] * (n_rows - len(rows))
 
 
 def round_up_slots(n: int) -> int:
-    """Returns the first of 512, 2048, 8192, ... that is at least n: slots of a KV cache."""
+    """Returns a number of slots of a KV cache: the first of 512, 2048, 8192, ... that is at least
+    n."""
     n_slots = 512
     while n_slots < n:
         n_slots *= 4
@@ -1138,10 +1150,11 @@ def round_up_slots(n: int) -> int:
 
 
 def choose_slots(needed: int, longest: int, block_size: int) -> int:
-    """Returns the slots of a KV cache that needs `needed` now and `longest` at the end.
+    """Returns the number of slots of a KV cache that needs `needed` slots now and `longest` at the
+    end.
 
-    That is all of them at once if they are at most twice round_up_slots(needed), else
-    round_up_slots(needed), and the cache grows later. Never more than block_size."""
+    It takes all of them at once if they are at most twice round_up_slots(needed). Else it takes
+    round_up_slots(needed), and the cache grows later. The result is never more than block_size."""
     # a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)
     at_end = four_per_octave(min(longest, block_size), least=32)
