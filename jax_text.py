@@ -39,7 +39,7 @@ SAMPLING = {'temperature': 0.8, 'top_k': 200}  # nanoGPT's; the other controls a
 # tokens generated between two updates of a text that is shown while it grows
 STREAM_CHUNK = 8
 SLOW_TOKEN = 0.05  # seconds: a text with slower tokens is updated after each
-# tokens generated until stop texts are searched for: this many, later an eighth of those so far
+# tokens generated between two searches for stop texts; an eighth of those so far, if that is more
 STOP_CHUNK = 8
 
 
@@ -49,16 +49,16 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     """Returns the model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'),
     or a ckpt.pt.
 
-    checkpoint: which one of a run, 'best' (lowest validation loss; the default) or 'latest'.
+    checkpoint: the checkpoint of a run, 'best' (lowest validation loss; the default) or 'latest'.
     base: where the pretrained model of a LoRA run is now, if it has moved.
     dataset: the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt.
     device, dtype: as in setup_jax_environment.
     quantize: 'int8' or '' (off).
-    tensor, expert: the number of devices over which heads, MLP width and vocabulary, or the
-    experts, are sharded; several processes must take all devices.
+    tensor: the number of devices over which heads, MLP width and vocabulary are sharded. expert:
+    the number over which experts are sharded. Several processes must take all devices.
 
-    Raises UserError for what is not there, is damaged, or does not fit."""
-    # the devices, of which tensor * expert are taken
+    Raises UserError for a source that is missing, damaged, or does not fit."""
+    # the first tensor * expert devices
     devices, dtype, reason = setup_jax_environment(device, dtype)
     clock = Stopwatch()
     n_devices = tensor * expert
@@ -88,9 +88,10 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
 
 
 def load_fitting_tokenizer(description, source, config):
-    """Returns the tokenizer of a description, for the model of this config.
+    """Returns the tokenizer that `description` describes, for the model of this config.
 
-    Raises UserError if the description is None, or the tokenizer has more tokens than the model."""
+    Raises UserError if the description is None, or if the tokenizer has more tokens than the
+    model."""
     if description is None:
         raise UserError(f"{source} has a vocabulary of {config.vocab_size}, which is not GPT-2's: "
                         'put its tokenizer.json beside it, or name the data set that it was '
@@ -104,20 +105,21 @@ def load_fitting_tokenizer(description, source, config):
 
 
 class LoadedModel(NamedTuple):
-    """What read_model returns."""
+    """The result of read_model."""
     params: dict  # on the mesh, as decoding reads them
     config: GPTConfig  # its dtype is the compute dtype
-    tokenizer: dict | None  # its description, None if it is unknown or was not asked for
+    tokenizer: dict | None  # description of it; None if it is unknown or was not asked for
     name: str  # for the user
     warning: str = ''  # for the user
-    about: dict | None = None  # of a run, see describe_checkpoint
+    about: dict | None = None  # for a run: see describe_checkpoint
 
 
 def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype, quantize):
     """Returns the LoadedModel of a source; see load.
 
-    with_tokenizer: whether to look for the tokenizer beside pretrained weights, which may not be
-    readable; a run's checkpoint describes it in any case."""
+    with_tokenizer: whether to look for the tokenizer of pretrained weights. It may be unreadable,
+    so that a caller with another tokenizer does not look. The checkpoint of a run always describes
+    its tokenizer."""
     if is_run(source) or checkpoint:
         found = read_run(source, checkpoint, base, layout, dtype, quantize)
     elif base:
@@ -125,8 +127,8 @@ def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype,
     else:
         found = read_pretrained(source, with_tokenizer, layout, dtype, quantize)
 
-    # it computes in `dtype`, however it was stored; with tensor parallelism c_attn's columns are
-    # ordered by rank
+    # the model computes in `dtype`, whatever dtype it was stored in; with tensor parallelism the
+    # columns of c_attn are ordered by rank
     config = config_for_decoding(found.config, layout, dtype)
     params = found.params
     if layout.tensor > 1:
@@ -136,8 +138,8 @@ def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype,
 
 
 def read_run(source, checkpoint, base, layout, dtype, quantize):
-    """Returns the LoadedModel of a run. It warns where the best checkpoint is taken and a later one
-    is there."""
+    """Returns the LoadedModel of a run. Its `warning` says so if the best checkpoint is taken
+    although there is a later one."""
     # the checkpoint, as decoding reads it
     config, params, lora, meta = restore_run(source, checkpoint or 'best', layout, base)
     if lora:
@@ -157,12 +159,12 @@ def read_run(source, checkpoint, base, layout, dtype, quantize):
 
 
 def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
-    """Returns the LoadedModel of anything that load_pretrained reads."""
+    """Returns the LoadedModel of a source that load_pretrained reads."""
     is_one_cpu = len(layout.devices) == 1 and layout.devices[0].platform == 'cpu'
 
     def place(path, array):
-        """Moves one parameter to its devices, sharded and as decoding reads it, before the next one
-        is read: no memory ever holds the model in float32 that is to be int8."""
+        """Converts one parameter to decoding's form on its devices, before the next one is read. So
+        a model that becomes int8 is never in memory as a whole in float32."""
         part = unflatten_dict({path: array})
         if is_one_cpu:
             # views: the device takes over kernels that the file stores [out, in]
@@ -171,7 +173,7 @@ def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
         return flatten_dict(convert_params_for_decoding(part, dtype, quantize))[path]
 
     # a matrix that becomes int8 is read as it is stored
-    from jax_pretrained import load_pretrained  # a run of ours needs none of it
+    from jax_pretrained import load_pretrained  # here, because our own runs do not need it
     folder = local_path(source)
     config, params = load_pretrained(folder, 'stored' if quantize else dtype, place)
     description = None
@@ -184,17 +186,17 @@ def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
 class TextModel:
     """A model for texts.
 
-    Methods that continue texts take a TextSampling, its fields by name, as temperature=0, or both:
-    the names win."""
+    Methods that continue texts take a TextSampling, its fields by name, as temperature=0, or both.
+    Fields by name override those of the TextSampling."""
     params: dict  # as decoding reads them
     config: GPTConfig  # its dtype is the compute dtype
     tokenizer: Any
     layout: Layout
     title: str = ''  # a line for the user: where the model is from, and how it computes
-    warning: str = ''  # another one
+    warning: str = ''  # another line for the user
     clock: Stopwatch = dataclasses.field(default_factory=Stopwatch)
-    loading: Lap | None = None  # seconds
-    about: dict | None = None  # of a run: iteration, digests of its manifest and of its files
+    loading: Lap | None = None  # how long loading took, in seconds
+    about: dict | None = None  # for a run: iteration, digests of its manifest and of its files
 
     def __repr__(self):
         n_params = count_params(without_scales(self.params), non_embedding=False)
@@ -203,21 +205,21 @@ class TextModel:
 
     @property
     def defaults(self) -> dict[str, float]:
-        """How tokens are sampled where a call does not say: as the model's generation_config.json
-        says, else as nanoGPT does."""
+        """Returns the sampling controls that apply where a call gives none: those of the model's
+        generation_config.json, else nanoGPT's."""
         return {**SAMPLING, **self.tokenizer.sampling}
 
     @shows_fields(TextSampling)
     def generate(self, texts: str | list[str], *, sampling: TextSampling = TextSampling(),
                  num_samples: int = 1, first_sample: int = 0,
                  prefix_cache: PrefixCache | None = None, **changes) -> list[str] | str:
-        """Returns the texts, each with its continuation, all in one batch; num_samples of each. Of
-        one text, and one sample, it is a text.
+        """Returns each text with its continuation, num_samples of each, generated in one batch. For
+        one text that is not in a list, and one sample, returns a text, not a list.
 
-        A continuation depends on the text, the options and the number of the sample only, not on
-        the batch: generate([text] * 8) is eight equal texts, num_samples=8 makes different ones.
-        sampling, changes: as max_new_tokens=100, see TextSampling; the others: see Generation.
-        Raises UserError for a text or an option that makes no sense."""
+        A continuation depends only on the text, the options and the number of the sample, not on
+        the batch: generate([text] * 8) gives eight equal texts, num_samples=8 different ones.
+        sampling, changes: a TextSampling, and fields of it by name, as max_new_tokens=100. For the
+        other parameters see Generation. Raises UserError for an invalid text or option."""
         is_one = isinstance(texts, str)
         texts = list_of_texts(texts, 'generate')
         generation = Generation(
@@ -230,8 +232,8 @@ class TextModel:
     def stream(self, prompt: str | list[dict[str, str]], *,
                sampling: TextSampling = TextSampling(), first_sample: int = 0,
                prefix_cache: PrefixCache | None = None, **changes) -> Iterator[str]:
-        """Yields the text that generate returns in pieces while it is generated; of the messages of
-        a chat, the answer alone.
+        """Yields the text that generate returns, piece by piece while it is generated. For the
+        messages of a chat, yields the answer only.
 
         The options are those of generate. Raises UserError as generate does."""
         is_chat = not isinstance(prompt, str)
@@ -249,14 +251,14 @@ class TextModel:
              sampling: TextSampling = TextSampling(), first_sample: int = 0,
              prefix_cache: PrefixCache | None = None, **changes) -> str:
         """Returns the answer to the messages of a chat, [{'role': 'system', 'user' or 'assistant',
-        'content': text}], or to a text, one user's message; of gpt-oss's answers, the final
-        channel.
+        'content': text}]. A text stands for one message of the user. Of an answer of gpt-oss,
+        returns the final channel only.
 
-        tools: JSON schemas of functions that it may call.
+        tools: JSON schemas of functions that the model may call.
         chat_template_kwargs: more variables of the chat template, as {'enable_thinking': False}.
-        The other options are those of generate. Raises UserError as generate does, and without a
-        chat template."""
-        # the answer is what the generated text has behind the prompt, for the reader
+        The other options are those of generate. Raises UserError as generate does, and if the model
+        has no chat template."""
+        # the answer is the generated text after the prompt
         if isinstance(messages, str):
             messages = [{'role': 'user', 'content': messages}]
         prompt = self.encode(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
@@ -274,7 +276,7 @@ class TextModel:
         request, and the fields of Generation.describe}. At most batch_size answers are generated at
         a time. When one ends, the next request starts.
 
-        requests: each is a text, a list of chat messages, or a dict {'prompt': a text or messages,
+        requests: texts, lists of chat messages, or dicts {'prompt': a text or messages,
         'first_sample': a number, and fields of TextSampling by name}. The next request is read only
         when a row is free, so a generator may use the answers so far.
         sampling, changes: the options that a request does not set.
@@ -282,13 +284,13 @@ class TextModel:
         messages, it is the answer that chat returns. Raises UserError as generate and chat do;
         answers that were yielded before the error are complete."""
         check_ranges({'batch_size': batch_size})
-        from jax_apps.batching import Batch  # what writes one text needs none of it
+        from jax_apps.batching import Batch  # here, because a single text does not need it
         batch = Batch(batch_size)
         sampling = dataclasses.replace(sampling, **changes)
         waiting = enumerate(requests)
-        answers = collections.deque()  # those under way
+        answers = collections.deque()  # unfinished ones
         while True:
-            # a new one begins before the others go on
+            # a new answer begins before the others go on
             new = next(waiting, None) if len(answers) < batch_size else None
             if new is not None:
                 answers.appendleft(self.make_answer(*new, sampling, batch))
@@ -326,13 +328,13 @@ class TextModel:
 
     def logprobs(self, texts: str | list[str], *, max_length: int = 0, batch_size: int = 16,
                  cache_dtype: str = 'auto') -> list[tuple] | tuple:
-        """Returns for each text (ids, the natural log-probability of each); of one text that is not
-        in a list, this pair alone.
+        """Returns (ids, the natural log-probability of each id) for each text; for a text that is
+        not in a list, one such pair.
 
-        A text follows the token that begins or else ends a document; of a tokenizer without either
-        (characters), the first token is left out. The options are explained in jax_generate.score.
-        Raises UserError for a text of fewer than two tokens."""
-        # an item of one row for each text, of which all tokens but the first are scored
+        Each text is scored after the token that begins, or else ends, a document. If the tokenizer
+        has neither (characters), the first token of the text is left out. For the options see
+        jax_generate.score. Raises UserError for a text of fewer than two tokens."""
+        # an item of one row for each text; all tokens but the first are scored
         is_one = isinstance(texts, str)
         texts = list_of_texts(texts, 'logprobs')
         rows = [self.encode_document(text) for text in texts]
@@ -349,7 +351,7 @@ class TextModel:
 
     def score(self, items: list, *, max_length: int = 0, batch_size: int = 16,
               cache_dtype: str = 'auto', with_top: bool = False) -> list[list[tuple]]:
-        """Returns the log-probabilities of tokens, as the function jax_generate.score does."""
+        """Returns the log-probabilities of tokens, see the function jax_generate.score."""
         with self.layout.mesh_context():
             return score(self.params, self.config, items, max_length=max_length,
                          batch_size=batch_size, cache_dtype=cache_dtype, with_top=with_top)
@@ -357,28 +359,27 @@ class TextModel:
     def logits(self, text: str) -> np.ndarray:
         """Returns the logits of the token after each token of a text, float32 [T, V].
 
-        Its tokens are encode(text), those that generate continues. Raises UserError for a model on
-        several devices, and for a text that is longer than its context."""
+        The tokens are encode(text), as for generate. Raises UserError if the model is on several
+        devices, or the text is longer than its context."""
         from jax_run.inside import look_inside  # what writes texts needs none of it
         return look_inside(self, self.encode(text), 'logits')
 
     def hidden_states(self, text: str) -> np.ndarray:
-        """Returns the input of the first layer and the output of each, float32 [n_layer + 1, T, D];
-        the last is after the final norm, as transformers' output_hidden_states. Text and errors as
-        for logits."""
+        """Returns the input of the first layer and the output of each layer, float32 [n_layer + 1,
+        T, D]. The last one is taken after the final norm, as in transformers' output_hidden_states.
+        Text and errors are as in logits."""
         from jax_run.inside import look_inside  # what writes texts needs none of it
         return look_inside(self, self.encode(text), 'hidden_states')
 
     def attention(self, text: str) -> np.ndarray:
-        """Returns how much the head of a layer at each token of a text attends to each token,
-        float32 [n_layer, H, T, T], as transformers' output_attentions. Text and errors as for
-        logits."""
+        """Returns the attention probabilities of each head, float32 [n_layer, H, T (queries), T
+        (keys)], as transformers' output_attentions. Text and errors are as in logits."""
         from jax_run.inside import look_inside  # what writes texts needs none of it
         return look_inside(self, self.encode(text), 'attention')
 
     def encode_document(self, text: str) -> list[int]:
-        """Returns the token ids of a text after the token that begins or else ends a document, if
-        there is one."""
+        """Returns the token ids of a text. Before them is the token that begins, or else ends, a
+        document, if the tokenizer has one."""
         # a tokenizer may put the token there by itself
         ids = self.tokenizer.encode(text)
         start = self.tokenizer.start_token
@@ -389,12 +390,13 @@ class TextModel:
 
     def encode(self, prompt: str | list[dict[str, Any]], *, tools: list[dict] | None = None,
                chat_template_kwargs: dict[str, Any] | None = None) -> list[int]:
-        """Returns the token ids of a text, or of the messages of a chat with the beginning of the
-        next answer.
+        """Returns the token ids of a text; or those of the messages of a chat and of the beginning
+        of the next answer.
 
         tools, chat_template_kwargs: as for chat.
-        Raises UserError for what the tokenizer or the chat template does not know."""
-        # messages become a text by the chat template, which writes all special tokens
+        Raises UserError for an empty prompt, and for anything that the tokenizer or the chat
+        template does not know."""
+        # the chat template makes a text of messages, with all special tokens
         if not isinstance(prompt, str):
             check_template(self.tokenizer)
             return self.tokenizer.encode_chat(prompt, tools=tools, variables=chat_template_kwargs)
@@ -404,10 +406,10 @@ class TextModel:
         return ids
 
     def encode_answer(self, messages: list[dict[str, Any]]) -> tuple[list[int], int]:
-        """Returns a row for score, (ids, start): a chat that asks for its last message, and this
-        message with the token that ends it, which is scored.
+        """Returns a row for score, (ids, start). ids[:start] is the chat that asks for the last
+        message; ids[start:], which are scored, are this message and the token that ends it.
 
-        Raises UserError as encode does, and for an answer of which the template writes nothing."""
+        Raises UserError as encode does, and if the template leaves the answer out."""
         before = self.encode(messages[:-1])
         encoded = self.tokenizer.encode_training_chat(messages, counted=[len(messages) - 1])
         answer = [id for id, counts in zip(encoded.ids, encoded.mask) if counts]
@@ -416,18 +418,17 @@ class TextModel:
         return [*before, *answer], len(before)
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """Returns a row for score, (ids, start), of which the continuation is scored.
+        """Returns a row for score, (ids, start); ids[start:] is the continuation.
 
-        It is divided into tokens as by lm-eval: spaces at the end of the context belong to the
+        Texts are divided into tokens as in lm-eval: spaces at the end of the context belong to the
         continuation. Raises UserError if the continuation has no token of its own."""
-        # the tokens of the context, then those of both texts together: what comes behind as many as
-        # the context has is scored, also if a token lies across the border
+        # the context alone has `start` tokens. Of both texts together, all tokens after the first
+        # `start` are scored, even if a token lies across the border
         before = context.rstrip()
         text = context + continuation
         tokenizer = self.tokenizer
         if before:
-            # a text that begins with the name of the token that begins a document gets no second
-            # one
+            # a text that already begins with the text of the start token gets no second one
             has_name = (tokenizer.start_text is not None
                         and before.startswith(tokenizer.start_text))
             ids = tokenizer.encode(before, not has_name)
@@ -447,14 +448,17 @@ class TextModel:
 
 
 def is_list_of(values, kind):
-    """Whether this is a list, tuple or array with at least one value, all of this type."""
+    """Returns whether `values` is a list, tuple or array of at least one value, all of type
+    `kind`."""
     is_list = isinstance(values, (list, tuple, np.ndarray)) and len(values) > 0
     return is_list and all(isinstance(value, kind) for value in values)
 
 
 def list_of_texts(texts, method):
-    """Returns a text, or several, as a list. Raises UserError for anything else, by the name of the
-    method that got it: a text in place of a list would be read letter by letter."""
+    """Returns a text, or several, as a list.
+
+    Raises UserError, with the name of the method, for anything else: a text in place of a list
+    would be read letter by letter."""
     if isinstance(texts, str):
         return [texts]
     if is_list_of(texts, dict):
@@ -465,29 +469,31 @@ def list_of_texts(texts, method):
 
 
 class Generation:
-    """A batch of prompts and their continuations, while they grow: iterating over it generates
-    chunk by chunk.
+    """A batch of prompts and their continuations so far. Iterating over it generates the next
+    chunk.
 
     prompts: lists of token ids, each prompt num_samples times.
     texts: prompt and continuation so far, up to the stop text.
-    stopped: whether each has met the stop text.
+    stopped: whether each text has met a stop text.
     result: the GenerationResult.
     laps: the seconds of each chunk; the first is the prefill and the first decode step."""
 
     def __init__(self, model: TextModel, prompts: list[list[int]], sampling: TextSampling, *,
                  num_samples: int = 1, first_sample: int | list[int] = 0, streaming: bool = False,
                  prefix_cache: PrefixCache | None = None, logprobs: bool = False, batch=None):
-        """Prepares the batch; what makes no sense raises UserError when the first chunk is
+        """Prepares the batch. Some invalid options raise UserError only when the first chunk is
         generated.
 
-        sampling: its controls that are None are as generation_config.json says, else as SAMPLING.
+        sampling: a TextSampling. Controls that are None get the value of the model's
+        generation_config.json, else of SAMPLING.
         num_samples: the number of samples of each prompt, which differ. A prompt that is given
         twice has the same samples twice.
-        first_sample: the number of the random stream of a prompt's first sample; of one sample of
-        each prompt it may be a list of them.
+        first_sample: the number of the random stream of each prompt's first sample; if num_samples
+        is 1, it may be a list, one for each prompt.
         streaming: whether chunks are small, for a reader.
         prefix_cache, logprobs: as for jax_generate.generate_stream.
-        batch: of one row, the Batch (jax_apps/batching.py) in which others are decoded with it."""
+        batch: a Batch (jax_apps/batching.py), for one prompt that is decoded in it together with
+        others."""
         self.model = model
         self.batch = batch
         self.streaming = streaming
@@ -506,7 +512,7 @@ class Generation:
         self.stopped = [False] * len(self.prompts)
         self.n_read = list(self.lengths)  # number of tokens of each row that texts has
 
-        # how to sample: as the caller says, else as the model's makers do, else as nanoGPT does
+        # how to sample: the caller's values, else those of generation_config.json, else nanoGPT's
         missing = {**model.defaults, 'n_vocab': tokenizer.vocab_size}
         if sampling.seed is None:
             missing['seed'] = secrets.randbelow(2**32)
@@ -518,8 +524,8 @@ class Generation:
         self.sampling.check()
 
         # a sample's random numbers are a function of the seed, its prompt (the CRC-32 of the ids,
-        # int32 in little-endian order) and its number: equal prompts have equal samples, samples
-        # of different prompts are independent
+        # int32 in little-endian order) and its number: equal prompts have equal samples, and
+        # samples of different prompts are independent
         key = jax.random.key(self.sampling.seed)
         prompt_numbers = np.array(
             [zlib.crc32(np.array(ids, '<i4').tobytes()) for ids in self.prompts], np.uint32)
@@ -533,7 +539,7 @@ class Generation:
             self.sampling, prefix_cache=prefix_cache, logprobs=logprobs)
 
     def __iter__(self) -> Generator['Generation', None, None]:
-        """Generates, and yields itself after each chunk. It can be done once."""
+        """Generates, and yields this Generation after each chunk. Can be called once."""
         clock, layout = self.model.clock, self.model.layout
         clock.lap()
         with layout.mesh_context():
@@ -541,7 +547,7 @@ class Generation:
         if self.batch is not None:
             decoder = self.batch.join(decoder)
         with contextlib.closing(decoder):
-            n_new = 1  # the first lap is that of the prefill
+            n_new = 1  # the first lap is the prefill and one token
             while True:
                 with layout.mesh_context():
                     self.result = decoder.advance(n_new)
@@ -559,22 +565,22 @@ class Generation:
                 n_new = self.choose_chunk()
 
     def finish(self) -> 'Generation':
-        """Generates all, and returns itself."""
+        """Generates all tokens, and returns this Generation."""
         for _ in self:
             pass
         return self
 
     def pieces(self, *, with_prompt: bool = True) -> Iterator[str]:
-        """Generates, and yields what is new of the first text, and will not change, after each
-        chunk."""
-        # what was shown stays; what may still become a stop text is held back
+        """Generates, and after each chunk yields the new part of the first text that can no longer
+        change."""
+        # text that was shown cannot change; text that may still become a stop text is held back
         n_shown = 0 if with_prompt else len(self.prompt_texts[0])
         longest_stop = max(map(len, self.stops), default=0)
         with contextlib.closing(iter(self)) as chunks:
             for _ in chunks:
                 text = self.texts[0]
                 if not self.stopped[0]:
-                    # its end may be an incomplete character, or the beginning of the stop text
+                    # the end may be an incomplete character, or the beginning of a stop text
                     text = strip_partial_utf8(text)
                     text = text[:max(0, len(text) - longest_stop)]
                 yield text[n_shown:]
@@ -583,13 +589,15 @@ class Generation:
         yield self.texts[0][n_shown:]
 
     def was_cut(self, i: int) -> bool:
-        """Whether sample i ends because it has max_new_tokens tokens."""
+        """Returns whether sample i ended because it has max_new_tokens tokens."""
         return self.result.finish_reasons[i] == 'length' and not self.stopped[i]
 
     def describe(self, i: int) -> dict:
-        """Returns sample i, generated with logprobs: its prompt, text, finish reason ('stop' text,
-        'end' token or 'length') and log-probability, which is that of the tokens that reach the end
-        of the text."""
+        """Returns {'prompt', 'text', 'finish_reason', 'logprob'} of sample i, which was generated
+        with logprobs.
+
+        finish_reason: 'stop' (a stop text), 'end' (a stop token) or 'length'. logprob: the sum over
+        the generated tokens that reach the end of the text."""
         if self.stopped[i]:
             reason = 'stop'
         elif self.was_cut(i):
@@ -605,10 +613,9 @@ class Generation:
             'finish_reason': reason, 'logprob': float(logprobs.sum(dtype=np.float64))}
 
     def tokens_to_the_end(self, i):
-        """Returns how many of the tokens of sample i reach the end of its text, which is before the
-        stop text."""
-        # more tokens have a longer text, so that the first number that reaches it is searched by
-        # halving
+        """Returns how many of the first tokens of sample i, prompt included, reach the end of its
+        text. The text ends before the stop text."""
+        # more tokens make a longer text, so that a binary search finds the least number of tokens
         tokens = self.result.tokens[i, :self.result.lengths[i]].tolist()
         length = len(self.texts[i])
 
@@ -619,12 +626,13 @@ class Generation:
             range(len(tokens)), True, lo=self.lengths[i], key=reaches_the_end)
 
     def choose_chunk(self):
-        """Returns the number of tokens to generate until the texts are looked at again.
+        """Returns the number of tokens to generate before the texts are read again.
 
-        For a reader it is 1, until one took less than SLOW_TOKEN, then STREAM_CHUNK, as always in
-        several processes, whose clocks differ. Where a stop text is searched for, it is STOP_CHUNK,
-        or an eighth of the tokens so far, which bounds both what is generated past the stop text
-        and how often a long text is searched. Else it is all."""
+        For a reader (streaming) it is 1 until a token took less than SLOW_TOKEN seconds, then
+        STREAM_CHUNK. Several processes, whose clocks differ, always use STREAM_CHUNK. If stop texts
+        must be searched for, it is STOP_CHUNK or an eighth of the tokens so far, if that is more.
+        This bounds both the tokens after the stop text and the number of searches in a long text.
+        Else it is all tokens."""
         if self.streaming:
             fastest = min((lap.running for lap in self.laps[1:]), default=SLOW_TOKEN)
             if fastest < SLOW_TOKEN or jax.process_count() > 1:
@@ -636,14 +644,14 @@ class Generation:
         return self.sampling.max_new_tokens
 
     def read_texts(self):
-        """Sets texts and stopped; a stop text counts after the prompt."""
+        """Sets texts and stopped. A stop text counts only after the prompt."""
         for i, length in enumerate(self.result.lengths.tolist()):
-            # a row that has ended is as it was
+            # a row that has ended has no new tokens
             if length == self.n_read[i]:
                 continue
             self.n_read[i] = length
             text = self.model.tokenizer.decode(self.result.tokens[i, :length].tolist())
-            # (end, start) of each stop text; the one that is complete first counts, in any chunks
+            # (end, start) of each stop text; the first to be complete counts, whatever the chunks
             found = []
             for stop in self.stops:
                 start = text.find(stop, len(self.prompt_texts[i]))
@@ -657,8 +665,8 @@ class Generation:
 
 
 def token_of_letter(text, tokenizer):
-    """Returns the id of the token that is this character, if every token is a character of the
-    text, so that no other one can bring it; else None."""
+    """Returns the id of the token that is this one character, or None. It is None, too, if tokens
+    may be longer than a character, because then another token could contain the character."""
     if len(text) != 1:
         return None
     if isinstance(tokenizer, CharTokenizer):
@@ -669,19 +677,19 @@ def token_of_letter(text, tokenizer):
     if not is_of_letters or decoder_kinds(tokenizer.tokenizer) != {'Fuse'}:
         return None
     token = tokenizer.ids.get(text)
-    if token in tokenizer.special_ids:  # which decoding leaves out
+    if token in tokenizer.special_ids:  # decoding leaves special tokens out
         return None
     return token
 
 
 def rendered_prompt(model, prompt):
-    """Returns the text of the token ids of a prompt, as the chat template wrote it: with its
-    special tokens."""
+    """Returns the text of a prompt's token ids as the chat template wrote it, with special
+    tokens."""
     return model.tokenizer.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
 def warn_if_too_long(model, prompts):
-    """Says so on stderr if a prompt has more tokens than the context of the model."""
+    """Warns on stderr if a prompt has more tokens than the context of the model."""
     block_size = model.config.block_size
     longest = max(len(prompt) for prompt in prompts)
     if longest > block_size:
