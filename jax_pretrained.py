@@ -1,18 +1,17 @@
-"""Weights in and out: Hugging Face folders and nanoGPT's ckpt.pt. None of it needs PyTorch.
+"""Reads and writes weights: Hugging Face folders and nanoGPT's ckpt.pt. None of it needs PyTorch.
 
 References:
 1) transformers: https://github.com/huggingface/transformers/tree/main/src/transformers/models
 2) nanoGPT's model: https://github.com/karpathy/nanoGPT/blob/master/model.py
 
-A family of models has two parts: a function from its config.json to a GPTConfig
-(jax_hub/families.py), and the differences of its tensors on disk from Llama's (NAMINGS). From these
-family_tensor_maps makes a table {parameter path: [TensorMap]}.
+A family of models has two parts: a function that turns its config.json into a GPTConfig
+(jax_hub/families.py), and a row in NAMINGS, which says how its tensors on disk differ from Llama's.
+From these family_tensor_maps makes a table {parameter path: [TensorMap]}.
 
-Loading and saving use the same table, and write the original config.json back. SAVED_AS
-names the families that transformers has under another name. A GGUF file of a family needs a row in
-ARCHITECTURES of jax_hub/gguf_files.py, and one in NAMINGS, 'gguf FAMILY', if its rows have another
-order.
-"""
+Loading and saving use the same table. Saving writes the original config.json back. SAVED_AS lists
+the families that transformers has under another name. A GGUF file of a family needs a row in
+ARCHITECTURES of jax_hub/gguf_files.py. If its rows have another order, it also needs a row 'gguf
+FAMILY' in NAMINGS."""
 import contextlib
 import dataclasses
 import functools
@@ -46,7 +45,7 @@ SPECIAL_TOKENS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 
 
 def keep_in_place(path, array):
-    """Returns a parameter as it is: load_pretrained without a `place`."""
+    """Returns a parameter unchanged: the default for `place` of load_pretrained."""
     return array
 
 
@@ -57,11 +56,11 @@ def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
 
     params is the tree of GPT(config).init as numpy arrays: matrices in `dtype`, vectors in float32,
     kernels [in, out]. config.dropout is 0 and config.dtype is `dtype`.
-    dtype: one of DTYPES; or 'stored': each matrix in the file's dtype, if that is one of DTYPES,
-    else in float32, and config.dtype is 'float32'.
+    dtype: one of DTYPES, or 'stored'. 'stored' keeps each matrix in the file's dtype if that is one
+    of DTYPES, else in float32; config.dtype is then 'float32'.
     place: a function of (path in the tree, array), called for each parameter before the next one is
-    read, for example to move it to its devices; params holds its results. A kernel that is
-    [out, in] on disk stays so in memory: its transpose is C-contiguous, not the array itself.
+    read, for example to move it to its devices; params holds its results. A kernel that is [out,
+    in] on disk stays so in memory: its transpose is C-contiguous, not the array itself.
     Raises UserError for missing or damaged files, models that GPT does not compute, and an unknown
     dtype."""
     check_choice('dtype', dtype, (*DTYPES, 'stored'))
@@ -77,8 +76,9 @@ def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
 
 
 def open_pretrained(path_or_name):
-    """Returns (config, params) as load_pretrained does in float32, but each parameter is read from
-    its file when np.asarray asks for it. An export needs them one after the other."""
+    """Returns (config, params) as load_pretrained does in float32, but np.asarray reads each
+    parameter from its file only when it is asked for. An export needs one parameter after the
+    other."""
     config, sources = open_parameters(path_or_name)
     return dataclasses.replace(config, dtype='float32'), unflatten_dict(sources)
 
@@ -89,7 +89,7 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
     """Writes params as a Hugging Face folder: config.json, the weights as safetensors, and the
     tokenizer's files.
 
-    The folder is for the model of transformers that equals GPT(config). A GPT-2 without biases is
+    transformers loads the folder as the model that equals GPT(config). A GPT-2 without biases is
     saved with biases of zero, which gives the same logits.
     folder: the path of a folder that does not exist or is empty; it appears when it is complete. If
     its name ends in .gguf, a GGUF file for llama.cpp is written instead.
@@ -119,7 +119,7 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
         zeros = {path: np.zeros(shape) for path, shape in param_shapes(config).items()}
         arrays = {**zeros, **arrays}
 
-    # what each tensor on disk is made of: [(parameter path, TensorMap)]
+    # {name of a tensor on disk: the parts that fill it, [(parameter path, TensorMap)]}
     naming = f'gguf {family}' if is_gguf else family
     tensor_maps = family_tensor_maps(config, naming, prefix='transformer.')
     sources = {}
@@ -141,7 +141,7 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
     hf_config['dtype'] = dtype
     description = describe_folder(tokenizer)
     if description:
-        # the ids of special tokens are the tokenizer's
+        # the ids of special tokens come from the tokenizer's folder
         for file in ('config.json', 'generation_config.json'):
             ids = read_json(os.path.join(description['path'], file), optional=True)
             for key in SPECIAL_TOKENS:
@@ -156,11 +156,11 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
 
 @contextlib.contextmanager
 def finite(name, tensor, dtype):
-    """Fills, in its block, a tensor that is to be written.
+    """Checks a tensor after the block has filled it. Raises UserError if it has an infinity or NaN.
 
-    Raises UserError if it has an infinity or NaN then. float16 ends at 65,504; larger weights, as a
-    merged LoRA may have them, would be infinite in the file."""
-    with np.errstate(over='ignore'):  # what does not fit is refused below
+    float16 ends at 65,504: larger weights, which a merged LoRA may have, would be infinite in the
+    file."""
+    with np.errstate(over='ignore'):  # numbers that do not fit are refused below
         yield
     if not np.isfinite(tensor).all():
         raise UserError(f'{name} has numbers that are not finite in {dtype}; choose '
@@ -168,15 +168,16 @@ def finite(name, tensor, dtype):
 
 
 def describe_folder(tokenizer):
-    """Returns the description of a tokenizer, given its folder or the description."""
+    """Returns the description of a tokenizer, which is given by its folder or by the description
+    itself."""
     if tokenizer is None or isinstance(tokenizer, dict):
         return tokenizer
     return {'kind': 'folder', 'path': str(tokenizer)}
 
 
 def public_name(model):
-    """Returns a model's name for a file that others will read: its full name on the hub, or the
-    last part of a path, which may hold the name of a user."""
+    """Returns a model's name for a file that others will read: the full name on the hub, or the
+    last part of a path, because the rest of a path may hold the name of a user."""
     if is_on_hub(model):
         return name_on_hub(model)
     return os.path.basename(os.path.abspath(model))
@@ -184,20 +185,20 @@ def public_name(model):
 
 def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32', tokenizer=None):
     """Writes LoRA's updates as a folder that peft reads: adapter_config.json and
-    adapter_model.safetensors. On the model `base` they give the logits of that model with the
-    updates merged.
+    adapter_model.safetensors. peft's model of `base` with this adapter has the logits of `base`
+    with the updates merged.
 
-    updates: the tree {..., 'a': [in, rank], 'b': [rank, out]} of create_updates, in the memory
-    of the host. config: a GPTConfig. base: the Hugging Face folder or hub name of the model that
-    they are for. rank, alpha: an update is alpha / rank * a b. folder, dtype, tokenizer: as for
-    save_pretrained. Raises UserError if the base is no model of Hugging Face, or if the folder
+    updates: the tree {..., 'a': [in, rank], 'b': [rank, out]} of create_updates, in the memory of
+    the host. config: a GPTConfig. base: the Hugging Face folder or hub name of the model that the
+    updates are for. rank, alpha: an update is alpha / rank * a b. folder, dtype, tokenizer: as for
+    save_pretrained. Raises UserError if the base is not a model of Hugging Face, or if the folder
     cannot be written."""
     check_choice('dtype', dtype, DTYPES)
     hf_config = config_of_base(base)
     family = hf_config['model_type']
     modules, others = adapter_modules(updates, config, family)
 
-    # peft looks for the base by this name; the short ones are this project's.
+    # peft looks for the base by its full name on the hub; short names are this project's.
     settings, tensors = make_adapter(
         modules, rank=rank, alpha=alpha, base=public_name(base), model_type=family, others=others)
     shapes = {name: x.shape for name, x in tensors.items()}
@@ -216,8 +217,8 @@ def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32',
 
 
 def config_of_base(base):
-    """Returns the content of the config.json of the model that an adapter is for. Raises UserError
-    for one that peft cannot load."""
+    """Returns the content of config.json of `base`, the model that an adapter is for. Raises
+    UserError if peft cannot load that model."""
     config_json = os.path.join(base if is_url(base) else local_path(base), 'config.json')
     settings = read_json(config_json, optional=True)
     if 'model_type' not in settings:  # a ckpt.pt, or a run's own config.json with flags
@@ -228,11 +229,11 @@ def config_of_base(base):
 
 
 def adapter_modules(updates, config, family):
-    """Returns ({module: Halves}, modules without an update), by the names of transformers.
+    """Returns ({module: Halves}, modules without an update), with the names of transformers.
 
-    A matrix of ours that is several on disk, as q, k and v, has one a: each of them gets it, with
-    its part of b. Where several of ours are one on disk, as gate and up of Phi 3, their updates are
-    side by side in one of the sum of their ranks."""
+    If one matrix of ours is several tensors on disk (q, k and v), each tensor gets the same a, and
+    its part of b. If several matrices of ours are one tensor on disk (gate and up of Phi 3), their
+    updates are joined side by side to one, and their ranks add up."""
     updates = flatten_dict(updates)
     found = {}  # {module: [Halves]}
     others = []
@@ -264,8 +265,8 @@ def adapter_modules(updates, config, family):
 
 
 def module_in_transformers(module, family):
-    """Returns the name that AutoModelForCausalLM has for a module, given that on disk. A model that
-    sees too has its language model under another name."""
+    """Returns the name that a module, given by its name on disk, has in AutoModelForCausalLM. They
+    differ for the language model inside a model for images."""
     bare = module.removeprefix('language_model.')
     if bare != module and family == 'gemma3':
         return f"model.language_model.{bare.removeprefix('model.')}"
@@ -281,14 +282,14 @@ SAVED_AS = {'gemma3': ('gemma3_text', 'Gemma3ForCausalLM'),
             'llama4': ('llama4_text', 'Llama4ForCausalLM'),
             'kimi_k2': ('deepseek_v3', 'DeepseekV3ForCausalLM')}
 
-# keys of a config.json that do not hold for an export: the packed format, code beside the file, the
-# older dtype
+# keys of a config.json that would be wrong in an export: the packed format, code beside the file,
+# the older dtype
 NOT_SAVED = ('quantization_config', 'auto_map', 'torch_dtype')
 
 
 def read_config_json_of(config, path):
     """Returns the config.json at `path`, of the model that GPT(config) was loaded from, with the
-    changes that saving needs."""
+    changes that saving needs. Raises UserError if it is of another model."""
     hf = read_json(path)
     read_config(hf, path)
     family = hf['model_type']
@@ -317,8 +318,8 @@ GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype'
 
 
 def derive_config_json(config):
-    """Returns the config.json of the model of transformers that computes what GPT(config) does, for
-    models that flags make. Raises UserError for others."""
+    """Returns a config.json with which transformers computes the same as GPT(config), for models
+    that flags make. Raises UserError for other models."""
     if config == GPTConfig(**{name: getattr(config, name) for name in GPT2_FIELDS}):
         return derive_gpt2_config_json(config)
 
@@ -353,7 +354,7 @@ def derive_config_json(config):
         'pad_token_id': None,
     }
 
-    # What one of them has in addition: windows, and which layers have them or experts.
+    # Keys of single families: windows, and which layers have windows or experts.
     if family in ('mistral', 'qwen3'):
         hf['sliding_window'] = config.window or None
     if family == 'qwen3':
@@ -369,7 +370,7 @@ def derive_config_json(config):
         hf['decoder_sparse_step'] = 1
         hf['mlp_only_layers'] = [i for i in range(config.n_layer) if not is_moe[i]]
 
-    # Flags can make models that are none of these: the file must mean the same model.
+    # Flags can also make models of no such family: then the file would mean another model.
     wrong = differences(config, hf, 'the derived config.json')
     if wrong:
         raise UserError(f'no config.json can be derived for a model with {", ".join(wrong)}; copy '
@@ -380,7 +381,7 @@ def derive_config_json(config):
 
 def derive_gpt2_config_json(config):
     """Returns the config.json of a GPT-2."""
-    # GPT-2's token; other vocabularies have none at that id
+    # GPT-2's token; smaller vocabularies have no such id
     end_of_text = 50256 if config.vocab_size > 50256 else None
     activations = [theirs for theirs, ours in HF_ACTIVATIONS.items() if ours == config.activation]
     return {
@@ -402,8 +403,8 @@ def derive_gpt2_config_json(config):
 
 
 def differences(config, hf, source):
-    """Returns ['name=value'] of the fields of config that mean another model than the config.json
-    `hf` does."""
+    """Returns ['name=value'] of the fields of config for which the config.json `hf` means another
+    model. source: the name of hf for messages."""
     theirs = meaning(read_config(hf, source)[0])
     different = []
     for name, value in meaning(config).items():
@@ -413,8 +414,9 @@ def differences(config, hf, source):
 
 
 def meaning(config):
-    """Returns {field: value} of a config, with what zeros and patterns stand for, and without what
-    leaves the logits alone."""
+    """Returns {field: value} of a config in a form that can be compared: zeros and patterns are
+    replaced by the values that they stand for, and fields without effect on the logits are
+    cleared."""
     layer_types, is_moe = zip(*[config.layer(i) for i in range(config.n_layer)])
     values = config.architecture()
     values['head_dim'] = config.head_width
@@ -434,10 +436,10 @@ def meaning(config):
 # parameters <-> tensors on disk
 
 class TensorMap(NamedTuple):
-    """Where a tensor on disk belongs: parameter[dst] = tensor[src][rows] + offset, transposed if
-    `transpose`."""
-    name: str  # the tensor's, on disk
-    shape: tuple  # the tensor's, on disk
+    """The place of a tensor on disk in a parameter: parameter[dst] = tensor[src][rows] + offset,
+    transposed if `transpose`."""
+    name: str  # of the tensor on disk
+    shape: tuple  # of the tensor on disk
     transpose: bool = False  # [out, in] on disk, [in, out] in the parameter
     rows: Any = ...  # the rows on disk in our order; ... is the same order
     dst: Any = ...  # index of the part of the parameter that the tensor fills
@@ -452,7 +454,7 @@ class TensorMap(NamedTuple):
         return x.T if self.transpose else x
 
     def fill(self, tensor, parameter):
-        """Puts what parameter[dst] holds into the tensor on disk: the inverse of to_parameter."""
+        """Writes parameter[dst] into the tensor on disk: the inverse of to_parameter."""
         x = parameter[self.dst]
         if self.offset:
             x = x - self.offset
@@ -462,7 +464,7 @@ class TensorMap(NamedTuple):
 @functools.lru_cache
 def param_shapes(config):
     """Returns {path: shape} of every parameter of GPT(config). Traces one layer of each kind."""
-    # A model with one layer of each kind has all shapes that there are.
+    # A model with one layer of each kind has parameters of all shapes.
     kind_of_layer = [config.layer(i) for i in range(config.n_layer)]
     kinds = list(dict.fromkeys(kind_of_layer))
     layer_types, is_moe = zip(*kinds)
@@ -486,11 +488,11 @@ def param_shapes(config):
 
 
 def gpt2_tensor_maps(config, *, transpose, prefix):
-    """Returns {path: [TensorMap]} of GPT-2: ('h_0', 'attn', 'c_attn', 'kernel') is
+    """Returns {path: [TensorMap]} of GPT-2. For example, ('h_0', 'attn', 'c_attn', 'kernel') is
     h.0.attn.c_attn.weight on disk.
 
-    transpose: kernels are [out, in] on disk, as nanoGPT's nn.Linear has them; Hugging Face's Conv1D
-    has [in, out]."""
+    transpose: whether kernels are [out, in] on disk, as in nanoGPT's nn.Linear; Hugging Face's
+    Conv1D has [in, out]. prefix: the beginning of all names but lm_head's."""
     tensor_maps = {}
     for path, shape in param_shapes(config).items():
         *modules, leaf = path
@@ -505,15 +507,16 @@ def gpt2_tensor_maps(config, *, transpose, prefix):
 
 
 class Naming(NamedTuple):
-    """How the families that use Llama's tensor names differ. The defaults are Llama's and
-    Qwen3's."""
+    """The differences between families that use Llama's tensor names. The defaults are those of
+    Llama and Qwen3."""
     prefix: str = ''  # every name begins with it
     mlp: str = 'mlp'  # name of the MLP or mixture of experts in a layer
     router: str = 'gate'  # name of the router in a mixture of experts
     # name of the MLP that every token uses in addition to its experts
     shared: str = 'shared_experts'
-    # 'separate': a tensor for each expert; 'stacked': one for all; else gate and up of all are one,
-    # its columns 'interleaved' (gate, up, gate, up, ...) or 'concatenated' (all of gate, all of up)
+    # 'separate': a tensor for each expert; 'stacked': one for all experts; else one for gate and up
+    # of all experts, whose columns are 'interleaved' (gate, up, gate, up, ...) or 'concatenated'
+    # (all of gate, all of up)
     experts: str = 'separate'
     fused: bool = False  # one tensor for q, k and v, and one for gate and up
     # RoPE rotates channels (2j, 2j + 1); apply_rope() rotates (j, j + width / 2)
@@ -534,7 +537,7 @@ NAMINGS = {  # by model_type; the others have Naming()
     'llama4_text': LLAMA4, 'llama4': LLAMA4._replace(prefix='language_model.')}
 
 MODEL_NAMES = {('wte',): 'model.embed_tokens.weight', ('ln_f', 'scale'): 'model.norm.weight',
-               ('lm_head',): 'lm_head.weight'}  # on disk, of the parameters outside of blocks
+               ('lm_head',): 'lm_head.weight'}  # names on disk of the parameters outside of blocks
 
 # the names on disk of the norms of a block, by GPTConfig.block_norms
 BLOCK_NORM_NAMES = {
@@ -546,9 +549,9 @@ BLOCK_NORM_NAMES = {
 
 
 def deinterleave_rope(n_rows, head_width, rope_width):
-    """Returns the numbers of the rows of a matrix [heads * head_width, in]. Of each head the last
-    rope_width, which are pairs (2j, 2j + 1) on disk, are in the order of apply_rope(): the first
-    rows of all pairs, then the second ones."""
+    """Returns the order of the rows of a matrix [heads * head_width, in], as row numbers on disk.
+    The last rope_width rows of each head are pairs (2j, 2j + 1) on disk. apply_rope() needs the
+    first rows of all pairs, then the second rows."""
     heads = np.arange(n_rows).reshape(-1, head_width)
     nope = heads[:, :head_width - rope_width]
     rope = heads[:, head_width - rope_width:]
@@ -556,9 +559,9 @@ def deinterleave_rope(n_rows, head_width, rope_width):
 
 
 def llama_names(config, naming):
-    """Returns {module of ours: its name on disk}, without the block's, in the families that use
-    Llama's tensor names."""
-    # The names that depend on the family, or on how queries are compressed.
+    """Returns {path of a module in its block: its name on disk} for the families that use Llama's
+    tensor names."""
+    # The names that depend on the family, or on the compression of queries.
     attention = 'self_attn'
     mlp = naming.mlp
     shared = f'{mlp}.{naming.shared}'
@@ -585,13 +588,13 @@ def llama_names(config, naming):
     }
 
 
-# ends of names on disk, by the parameter's; others are the same
+# the last part of a name on disk, by that of the parameter, where the two differ
 LEAF_NAMES = {'kernel': 'weight', 'scale': 'weight', 'selection_bias': 'e_score_correction_bias',
               'kv_b': 'kv_b_proj.weight'}
 
 
 def llama_tensor_maps(config, naming):
-    """Returns {path: [TensorMap]} of the families that use Llama's tensor names. Linear layers are
+    """Returns {path: [TensorMap]} for the families that use Llama's tensor names. Linear layers are
     [out, in] on disk."""
     names = llama_names(config, naming)
     rows = latent_rows(config, naming)
@@ -626,8 +629,8 @@ def llama_tensor_maps(config, naming):
 
 
 def latent_rows(config, naming):
-    """Returns {module: the numbers of its rows on disk} of multi-head latent attention, where the
-    channels that RoPE rotates are interleaved on disk; {} in other models."""
+    """Returns {module: the order of its rows on disk} for multi-head latent attention with channels
+    of RoPE that are interleaved on disk; {} for other models."""
     mla = config.mla
     if not mla or not naming.interleaved_rope:
         return {}
@@ -638,8 +641,7 @@ def latent_rows(config, naming):
 
 
 def fused_mlp_tensor_map(block, module, shape):
-    """Returns the TensorMap of the gate or of the other half of an MLP, which are one tensor on
-    disk."""
+    """Returns the TensorMap of c_gate or c_fc of an MLP, which are one tensor on disk."""
     D, F = shape
     rows_of_module = slice(0, F) if module == 'mlp/c_gate' else slice(F, None)
     return TensorMap(f'{block}.mlp.gate_up_proj.weight', (2 * F, D), transpose=True,
@@ -647,16 +649,16 @@ def fused_mlp_tensor_map(block, module, shape):
 
 
 def family_tensor_maps(config, family, prefix=''):
-    """Returns {path: [TensorMap]} of a model of Hugging Face, of nanoGPT, or 'gguf FAMILY'. prefix:
-    of GPT-2's names."""
+    """Returns {path: [TensorMap]} for a family: a model_type of Hugging Face, 'nanogpt', or 'gguf
+    FAMILY'. prefix: the beginning of GPT-2's names."""
     if family in ('gpt2', 'nanogpt', 'gguf gpt2'):
         return gpt2_tensor_maps(config, transpose=family != 'gpt2', prefix=prefix)
     return llama_tensor_maps(config, NAMINGS.get(family, Naming()))
 
 
 def qkv_tensor_maps(config, naming, name, leaf):
-    """Returns the TensorMaps of attention with query heads that share key and value heads: q, k and
-    v are side by side in our c_attn."""
+    """Returns the TensorMaps of c_attn, in which q, k and v are side by side; query heads may share
+    key and value heads."""
     D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_width
     if naming.fused:
         return [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
@@ -677,8 +679,8 @@ def qkv_tensor_maps(config, naming, name, leaf):
 
 
 def expert_tensor_maps(naming, name, ours, leaf, shape):
-    """Returns the TensorMaps of one of the matrices or biases of all experts. Each expert's part is
-    read separately: its tensor may be dequantized on the way.
+    """Returns the TensorMaps of one matrix or bias of all experts, one TensorMap for each expert,
+    because the expert's tensor may be dequantized while it is read.
 
     shape: the shape of our parameter, [E, in, out] or [E, out]."""
     E, *_, n_out = shape
@@ -712,13 +714,13 @@ def expert_tensor_maps(naming, name, ours, leaf, shape):
 # -----------------------------------------------------------------------------
 # the tensors of a file
 
-# tensors that are no parameters: causal masks, and the vision part of a model for images
+# tensors that are not parameters of GPT: causal masks, RoPE's frequencies, vision parts
 IGNORED = (r'(^|\.)h\.\d+\.attn\.(masked_)?bias$', r'rotary_emb\.inv_freq$',
            r'^(vision_model|vision_tower|multi_modal_projector)\.')
 
 
 def is_needed(name, config):
-    """Whether a tensor on disk is a parameter of GPT(config), as far as its name tells."""
+    """Returns whether a tensor on disk is a parameter of GPT(config), as far as its name tells."""
     if any(re.search(pattern, name) for pattern in IGNORED):  # no parameter of any GPT
         return False
     layer = re.search(r'\bmodel\.layers\.(\d+)\.', name)
@@ -733,8 +735,8 @@ def largest_first(config):
 
 
 def open_parameters(path_or_name):
-    """Returns (config, {path: ParameterOnDisk}) of a model for load_pretrained. Raises UserError if
-    a tensor is missing or has another shape."""
+    """Returns (config, {path: ParameterOnDisk}) of a pretrained model. Raises UserError if a tensor
+    is missing or has another shape, or if a tied head differs from the embeddings."""
     config, family, tensors, source = open_model(path_or_name)
     tensor_maps = family_tensor_maps(config, family)
     tensors = {name: x for name, x in tensors.items() if is_needed(name, config)}
@@ -742,7 +744,7 @@ def open_parameters(path_or_name):
     if embedding == 'wte.weight':  # GPT-2, with or without a prefix
         tensors = {name.removeprefix('transformer.'): x for name, x in tensors.items()}
 
-    # a tied head may be there twice
+    # a file may have a tied head as a second tensor
     heads = [name for name in tensors if name.endswith('lm_head.weight')]
     head, tied = None, None
     if config.tied_head and heads:
@@ -766,7 +768,7 @@ def open_parameters(path_or_name):
 
 @dataclasses.dataclass(eq=False)
 class ParameterOnDisk:
-    """A parameter of GPT in a file. np.asarray reads it, in float32."""
+    """A parameter of GPT in a file. np.asarray reads it in float32."""
     shape: tuple  # of the parameter
     parts: list  # [(TensorMap, tensor)]
 
@@ -777,7 +779,7 @@ class ParameterOnDisk:
         return math.prod(self.shape)
 
     def read(self, dtype):
-        """Returns the array; dtype: as for load_pretrained."""
+        """Returns the array. dtype: as for load_pretrained."""
         array = assemble_parameter(self.parts, self.shape, dtype)
         release_pages(tensor for _, tensor in self.parts)
         return array
@@ -788,18 +790,19 @@ class ParameterOnDisk:
 
 @functools.lru_cache(maxsize=4)
 def recently_read(parameter):
-    """Returns a ParameterOnDisk in float32. The last four are kept, because several tensors of a
-    layer are parts of the same parameters: q, k and v, or all experts."""
+    """Returns a ParameterOnDisk in float32, and keeps the last four, because several tensors on
+    disk are parts of one parameter (q, k and v, or all experts)."""
     return parameter.read('float32')
 
 
 def assemble_parameter(parts, shape, dtype):
-    """Returns a parameter of this shape from its parts [(TensorMap, tensor)]."""
+    """Returns a parameter of this shape from its parts [(TensorMap, tensor)]. dtype: as for
+    load_pretrained."""
     if len(shape) < 2:
         dtype = np.float32
     elif dtype == 'stored':
         dtype = common_dtype(tensor for _, tensor in parts)
-    # [out, in] on disk: the same in memory, because a copy that transposes takes longer
+    # a kernel [out, in] on disk has the same order in memory: a transposing copy takes longer
     is_transposed = len(shape) == 2 and all(tensor_map.transpose for tensor_map, _ in parts)
     if is_transposed:
         array = aligned_empty(shape[::-1], dtype).T
@@ -811,8 +814,8 @@ def assemble_parameter(parts, shape, dtype):
 
 
 def aligned_empty(shape, dtype):
-    """Returns an array like np.empty, at a multiple of 64 bytes: a CPU device takes such an array
-    over, and copies others."""
+    """Returns an array like np.empty at an address that is a multiple of 64 bytes: a CPU device
+    takes over such an array without a copy."""
     n_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
     buffer = np.empty(n_bytes + 64, np.uint8)
     start = -buffer.ctypes.data % 64
@@ -820,7 +823,7 @@ def aligned_empty(shape, dtype):
 
 
 def release_pages(tensors):
-    """Lets go of the pages of memory-mapped files, which count as this process's memory."""
+    """Gives back the pages of memory-mapped files, which would count as memory of this process."""
     for tensor in tensors:
         if isinstance(tensor, np.memmap) and hasattr(tensor._mmap, 'madvise'):
             tensor._mmap.madvise(mmap.MADV_DONTNEED)
@@ -830,24 +833,25 @@ def release_pages(tensors):
 # Hugging Face folders and nanoGPT
 
 def load_config(path_or_name):
-    """Returns the GPTConfig of a pretrained model; safetensors are mapped into memory, not read."""
+    """Returns the GPTConfig of a pretrained model. safetensors are mapped into memory, not read."""
     return open_model(path_or_name)[0]
 
 
 def load_weights(source, config, layout, change=None):
-    """Loads the parameters of a pretrained model onto devices, sharded as `layout` says.
+    """Loads the parameters of a pretrained model onto devices, sharded as `layout` says. Returns
+    (parameters, a checksum of the file's parameters).
 
     change: a function of (path in the tree, array), applied to each float32 parameter before it is
     moved to its devices and before the next one is read. A table of learned positions is truncated
-    to the config's block_size. Returns (parameters, a checksum of the file's parameters)."""
+    to the config's block_size."""
     place = Placing(config, layout, change)
     _, params = load_pretrained(source, place=place)
     return params, place.crc
 
 
 class Placing:
-    """Moves parameters to their devices, one after the other, and takes their checksum `crc`; see
-    load_weights."""
+    """Moves parameters to their devices, one after the other, and computes their checksum `crc`;
+    see load_weights."""
 
     def __init__(self, config, layout, change=None):
         self.config = config
@@ -856,7 +860,7 @@ class Placing:
         self.crc = 0
 
     def __call__(self, path, array):
-        """Returns a float32 parameter on its devices. path: in the tree of parameters."""
+        """Returns a float32 parameter on its devices. path: the path in the tree of parameters."""
         self.crc = zlib.crc32(np.ascontiguousarray(array), self.crc)
         if path == ('wpe',):
             array = array[:self.config.block_size]
@@ -866,8 +870,8 @@ class Placing:
 
 
 def checksum_of_weights(source, config):
-    """Returns the checksum that load_weights does, holding one tensor at a time. Biases of zero
-    that GPT(config) does not have, as save_pretrained adds them to a GPT-2, do not count."""
+    """Returns the same checksum as load_weights, holding one tensor at a time. It leaves out biases
+    of zero that GPT(config) does not have; save_pretrained adds them to a GPT-2."""
     crc = 0
     shapes = param_shapes(config)
 
